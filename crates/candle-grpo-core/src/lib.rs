@@ -1,0 +1,1 @@
+//! Grouped rewards to advantages for GRPO-family training, as Candle tensor operations.

@@ -1,0 +1,1 @@
+//! Differentiable GRPO-family policy losses for Candle.

@@ -1,0 +1,1 @@
+//! Trainable decoder-only transformers, optimiser and gradient handling for candle-grpo.

@@ -1,0 +1,1 @@
+//! Sampler, rewards, actor and training loop for candle-grpo.

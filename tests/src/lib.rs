@@ -1,0 +1,1 @@
+//! Tests that cross crates; the tests themselves are in `tests/tests`.
