@@ -1,0 +1,2 @@
+//! A Candle training loop of one's own.
+fn main() {}
