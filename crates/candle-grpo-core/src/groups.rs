@@ -1,0 +1,195 @@
+//! Which samples answer the same prompt.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::collections::HashMap;
+
+/// The groups of a batch: samples of one group answer the same prompt.
+///
+/// Functions take `impl Into<Groups>`: a number is the size of consecutive blocks (`num_generations`), a slice or
+/// vector of integers names the group of each sample, in any order and with groups of any size.
+///
+/// ```
+/// use candle_grpo_core::Groups;
+/// let blocks: Groups = 4.into(); // samples 0..4, 4..8, ...
+/// let ids: Groups = [7u32, 3, 7, 3, 3].as_slice().into(); // samples 0 and 2; samples 1, 3 and 4
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Groups {
+    /// Consecutive blocks of this many samples.
+    Consecutive(usize),
+    /// `ids[i]` is the group of sample `i`.
+    Ids(Vec<i64>),
+}
+
+impl From<usize> for Groups {
+    fn from(num_generations: usize) -> Self {
+        Self::Consecutive(num_generations)
+    }
+}
+
+/// A number without a suffix is an `i32`; a negative one is refused when it is used.
+impl From<i32> for Groups {
+    fn from(num_generations: i32) -> Self {
+        Self::Consecutive(usize::try_from(num_generations).unwrap_or(0))
+    }
+}
+
+macro_rules! ids_from {
+    ($($int:ty),*) => {$(
+        impl From<&[$int]> for Groups {
+            fn from(ids: &[$int]) -> Self {
+                // Only equality of ids counts, and `as` between 64-bit integers keeps it.
+                Self::Ids(ids.iter().map(|&i| i as i64).collect())
+            }
+        }
+        impl From<&Vec<$int>> for Groups {
+            fn from(ids: &Vec<$int>) -> Self {
+                ids.as_slice().into()
+            }
+        }
+        impl From<Vec<$int>> for Groups {
+            fn from(ids: Vec<$int>) -> Self {
+                ids.as_slice().into()
+            }
+        }
+    )*};
+}
+ids_from!(i32, i64, u32, u64, usize);
+
+impl From<&Groups> for Groups {
+    fn from(groups: &Groups) -> Self {
+        groups.clone()
+    }
+}
+
+impl Groups {
+    /// The groups named by a tensor of integers `[B]`, copied to the host.
+    pub fn from_ids_to_host(group_ids: &Tensor) -> Result<Self> {
+        if group_ids.rank() != 1 || !group_ids.dtype().is_int() {
+            bail!(
+                "group_ids: {:?} of {:?}, must be integers of shape [B]",
+                group_ids.dtype(),
+                group_ids.dims()
+            );
+        }
+        Ok(Self::Ids(group_ids.to_dtype(DType::I64)?.to_vec1::<i64>()?))
+    }
+}
+
+/// A batch laid out with one row for each group, as wide as the widest group.
+#[derive(Debug, Clone)]
+pub(crate) struct GroupLayout {
+    sizes: Vec<usize>,
+    width: usize,
+    ragged: Option<Ragged>,
+    device: Device,
+}
+
+/// How groups that are not consecutive blocks of one size map to rows.
+#[derive(Debug, Clone)]
+struct Ragged {
+    /// `[P * W]`: the sample at each place of the rows (any sample where there is none).
+    sample_at: Tensor,
+    /// `[P, W]`, u8: 1 where there is a sample.
+    present: Tensor,
+    /// `[B]`: the place of each sample.
+    place_of: Tensor,
+}
+
+impl GroupLayout {
+    pub(crate) fn new(groups: &Groups, batch: usize, device: &Device) -> Result<Self> {
+        match groups {
+            Groups::Consecutive(0) => {
+                bail!("num_generations: 0, a group must have at least one sample")
+            }
+            Groups::Consecutive(size) if !batch.is_multiple_of(*size) => bail!(
+                "num_generations: {size} does not divide the {batch} rewards; pass group_ids for groups of unequal size"
+            ),
+            Groups::Consecutive(size) => Ok(Self {
+                sizes: vec![*size; batch / size],
+                width: *size,
+                ragged: None,
+                device: device.clone(),
+            }),
+            Groups::Ids(ids) if ids.len() != batch => bail!(
+                "group_ids: {} ids for {batch} rewards, there must be one for each",
+                ids.len()
+            ),
+            Groups::Ids(ids) => Self::from_ids(ids, device),
+        }
+    }
+
+    fn from_ids(ids: &[i64], device: &Device) -> Result<Self> {
+        let mut row_of_id = HashMap::new();
+        let mut members: Vec<Vec<u32>> = Vec::new();
+        for (sample, id) in ids.iter().enumerate() {
+            let row = *row_of_id.entry(*id).or_insert_with(|| {
+                members.push(Vec::new());
+                members.len() - 1
+            });
+            members[row].push(sample as u32);
+        }
+        let sizes: Vec<usize> = members.iter().map(Vec::len).collect();
+        let width = sizes.iter().copied().max().unwrap_or(0);
+        let mut sample_at = Vec::with_capacity(members.len() * width);
+        let mut present = Vec::with_capacity(members.len() * width);
+        let mut place_of = vec![0u32; ids.len()];
+        for (row, samples) in members.iter().enumerate() {
+            for column in 0..width {
+                match samples.get(column) {
+                    Some(&sample) => {
+                        place_of[sample as usize] = (row * width + column) as u32;
+                        sample_at.push(sample);
+                        present.push(1u8);
+                    }
+                    None => {
+                        sample_at.push(samples[0]);
+                        present.push(0);
+                    }
+                }
+            }
+        }
+        let rows = members.len();
+        Ok(Self {
+            width,
+            ragged: Some(Ragged {
+                sample_at: Tensor::from_vec(sample_at, rows * width, device)?,
+                present: Tensor::from_vec(present, (rows, width), device)?,
+                place_of: Tensor::from_vec(place_of, ids.len(), device)?,
+            }),
+            sizes,
+            device: device.clone(),
+        })
+    }
+
+    /// The number of samples in each group, in the order of the rows.
+    pub(crate) fn sizes(&self) -> &[usize] {
+        &self.sizes
+    }
+
+    /// `[B]` to `[P, W]`.
+    pub(crate) fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
+        let rows = (self.sizes.len(), self.width);
+        match &self.ragged {
+            None => x.reshape(rows),
+            Some(r) => x.contiguous()?.index_select(&r.sample_at, 0)?.reshape(rows),
+        }
+    }
+
+    /// `[P, W]` to `[B]`.
+    pub(crate) fn to_samples(&self, rows: &Tensor) -> Result<Tensor> {
+        let flat = rows.contiguous()?.flatten_all()?;
+        match &self.ragged {
+            None => Ok(flat),
+            Some(r) => flat.index_select(&r.place_of, 0),
+        }
+    }
+
+    /// `[P, W]`, u8: 1 where there is a sample.
+    pub(crate) fn present(&self) -> Result<Tensor> {
+        match &self.ragged {
+            None => Tensor::ones((self.sizes.len(), self.width), DType::U8, &self.device),
+            Some(r) => Ok(r.present.clone()),
+        }
+    }
+}

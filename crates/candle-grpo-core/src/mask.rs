@@ -1,0 +1,103 @@
+//! Which positions count.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+
+/// A 0/1 mask over response tokens `[B, T]`: what is not selected never reaches a value or a gradient, not even NaN.
+///
+/// Multiplying by a mask keeps NaN and infinity (`0 * inf`), so entries are selected, and selected before anything is
+/// exponentiated.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_core::Mask;
+///
+/// let mask = Mask::new(&Tensor::new(&[[1u8, 1, 0], [1, 0, 0]], &Device::Cpu)?)?;
+/// let x = Tensor::new(&[[1f32, 2., f32::NAN], [3., f32::INFINITY, 0.]], &Device::Cpu)?;
+/// assert_eq!(mask.select(&x)?.to_vec2::<f32>()?, [[1., 2., 0.], [3., 0., 0.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Mask {
+    selected: Tensor,
+}
+
+impl Mask {
+    /// A mask of any dtype, `[B, T]`: an entry counts if it is not 0.
+    pub fn new(response_mask: &Tensor) -> Result<Self> {
+        let &[batch, tokens] = response_mask.dims() else {
+            bail!(
+                "response_mask: shape {:?}, must be [B, T]",
+                response_mask.dims()
+            );
+        };
+        if batch == 0 || tokens == 0 {
+            bail!(
+                "response_mask: shape [{batch}, {tokens}] is empty, there must be at least one sequence and one token"
+            );
+        }
+        Ok(Self {
+            selected: response_mask.detach().ne(0.)?,
+        })
+    }
+
+    /// The mask itself: u8 `[B, T]`.
+    pub fn selected(&self) -> &Tensor {
+        &self.selected
+    }
+
+    /// B and T.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        self.selected.dims2()
+    }
+
+    /// An error that names `name` unless `x` has the shape of the mask.
+    pub fn check_shape(&self, name: &str, x: &Tensor) -> Result<()> {
+        if x.dims() != self.selected.dims() {
+            bail!(
+                "{name}: shape {:?}, must be that of response_mask, {:?}",
+                x.dims(),
+                self.selected.dims()
+            );
+        }
+        Ok(())
+    }
+
+    /// `x` where the mask is 1, elsewhere 0.
+    pub fn select(&self, x: &Tensor) -> Result<Tensor> {
+        self.selected.where_cond(x, &x.zeros_like()?)
+    }
+
+    /// The positions of this mask where `condition` (u8 `[B, T]`) holds as well.
+    pub fn and(&self, condition: &Tensor) -> Result<Self> {
+        self.check_shape("condition", condition)?;
+        Ok(Self {
+            selected: (&self.selected * condition.ne(0.)?)?,
+        })
+    }
+
+    /// 1 and 0 in `dtype`, `[B, T]`.
+    pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
+        self.selected.to_dtype(dtype)
+    }
+
+    /// The number of tokens that count in each sequence, `[B, 1]` in `dtype`.
+    pub fn lengths(&self, dtype: DType) -> Result<Tensor> {
+        self.selected.to_dtype(dtype)?.sum_keepdim(D::Minus1)
+    }
+
+    /// The number of tokens that count, a scalar in `dtype`.
+    pub fn count(&self, dtype: DType) -> Result<Tensor> {
+        self.selected.to_dtype(dtype)?.sum_all()
+    }
+
+    /// 1 at the last position of each sequence that counts: u8 `[B, T]`. A sequence without any has none.
+    pub fn last(&self) -> Result<Tensor> {
+        let (_, tokens) = self.dims()?;
+        let device = self.selected.device();
+        // Positions from 1, so that 0 means none.
+        let position = Tensor::arange(1u32, tokens as u32 + 1, device)?.to_dtype(DType::F32)?;
+        let position = self.to_dtype(DType::F32)?.broadcast_mul(&position)?;
+        let last = position.max_keepdim(D::Minus1)?;
+        position.broadcast_eq(&last)? * &self.selected
+    }
+}

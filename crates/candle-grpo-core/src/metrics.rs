@@ -1,0 +1,209 @@
+//! Figures as sums and counts, so that they add up over micro-batches and workers without bias.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::mask::Mask;
+use crate::precision::statistics_dtype;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Mean,
+    Max,
+    Min,
+}
+
+/// Figures that are still on the device: nothing is transferred until [`Metrics::to_host`].
+#[derive(Debug, Clone, Default)]
+pub struct Metrics {
+    entries: Vec<(String, Kind, Tensor, Tensor)>,
+}
+
+impl Metrics {
+    /// No figures.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the mean of the scalar `sum` over the scalar `count`.
+    pub fn push_mean(&mut self, name: &str, sum: &Tensor, count: &Tensor) -> Result<()> {
+        self.push(name, Kind::Mean, sum, count)
+    }
+
+    /// Adds the mean of `values` `[B, T]` over the positions of `mask`.
+    pub fn push_masked_mean(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
+        let dtype = statistics_dtype(values.device());
+        let sum = mask.select(&values.detach())?.to_dtype(dtype)?.sum_all()?;
+        self.push_mean(name, &sum, &mask.count(dtype)?)
+    }
+
+    /// Adds the largest of `values` `[B, T]` over the positions of `mask`.
+    pub fn push_masked_max(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
+        self.push_extreme(name, values, mask, Kind::Max)
+    }
+
+    /// Adds the smallest of `values` `[B, T]` over the positions of `mask`.
+    pub fn push_masked_min(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
+        self.push_extreme(name, values, mask, Kind::Min)
+    }
+
+    fn push_extreme(&mut self, name: &str, values: &Tensor, mask: &Mask, kind: Kind) -> Result<()> {
+        let values = values.detach();
+        let outside = if kind == Kind::Max {
+            f64::NEG_INFINITY
+        } else {
+            f64::INFINITY
+        };
+        let outside = (values.zeros_like()? + outside)?;
+        let inside = mask
+            .selected()
+            .where_cond(&values, &outside)?
+            .flatten_all()?;
+        let extreme = if kind == Kind::Max {
+            inside.max(0)?
+        } else {
+            inside.min(0)?
+        };
+        let count = mask.count(DType::F32)?;
+        self.push(name, kind, &extreme, &count)
+    }
+
+    fn push(&mut self, name: &str, kind: Kind, value: &Tensor, count: &Tensor) -> Result<()> {
+        if value.elem_count() != 1 || count.elem_count() != 1 {
+            bail!(
+                "metric {name}: shapes {:?} and {:?}, must be scalars",
+                value.dims(),
+                count.dims()
+            );
+        }
+        let dtype = statistics_dtype(value.device());
+        let scalar = |x: &Tensor| x.detach().to_dtype(dtype)?.reshape(1);
+        self.entries
+            .push((name.to_owned(), kind, scalar(value)?, scalar(count)?));
+        Ok(())
+    }
+
+    /// Adds the figures of `other`.
+    pub fn extend(&mut self, other: Metrics) {
+        self.entries.extend(other.entries);
+    }
+
+    /// Brings all figures to the host in one transfer.
+    pub fn to_host(&self) -> Result<MetricValues> {
+        let mut values = MetricValues::default();
+        if self.entries.is_empty() {
+            return Ok(values);
+        }
+        let scalars: Vec<&Tensor> = self
+            .entries
+            .iter()
+            .flat_map(|(_, _, v, n)| [v, n])
+            .collect();
+        let numbers = Tensor::cat(&scalars, 0)?
+            .to_dtype(DType::F64)?
+            .to_vec1::<f64>()?;
+        for ((name, kind, _, _), pair) in self.entries.iter().zip(numbers.chunks_exact(2)) {
+            let (value, count) = (pair[0], pair[1]);
+            let value = match kind {
+                Kind::Mean => MetricValue::Mean { sum: value, count },
+                Kind::Max => MetricValue::Max(value),
+                Kind::Min => MetricValue::Min(value),
+            };
+            values.insert(name, value);
+        }
+        Ok(values)
+    }
+}
+
+/// One figure on the host.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MetricValue {
+    /// A mean, kept as what it is the quotient of.
+    Mean {
+        /// The sum.
+        sum: f64,
+        /// What it is divided by.
+        count: f64,
+    },
+    /// A largest value.
+    Max(f64),
+    /// A smallest value.
+    Min(f64),
+}
+
+impl MetricValue {
+    /// The figure itself, or nothing if there was nothing to take it of.
+    pub fn value(&self) -> Option<f64> {
+        match *self {
+            Self::Mean { sum, count } => (count != 0.).then(|| sum / count),
+            Self::Max(x) => (x != f64::NEG_INFINITY).then_some(x),
+            Self::Min(x) => (x != f64::INFINITY).then_some(x),
+        }
+    }
+
+    fn merged(self, other: Self) -> Option<Self> {
+        Some(match (self, other) {
+            (Self::Mean { sum: a, count: n }, Self::Mean { sum: b, count: m }) => Self::Mean {
+                sum: a + b,
+                count: n + m,
+            },
+            (Self::Max(a), Self::Max(b)) => Self::Max(a.max(b)),
+            (Self::Min(a), Self::Min(b)) => Self::Min(a.min(b)),
+            _ => return None,
+        })
+    }
+}
+
+/// Figures on the host, by name: merged over micro-batches, steps or workers, they are what one batch would have given.
+///
+/// ```
+/// use candle_grpo_core::{MetricValue, MetricValues};
+///
+/// let mut a = MetricValues::default();
+/// a.insert("entropy", MetricValue::Mean { sum: 3., count: 2. });
+/// let mut b = MetricValues::default();
+/// b.insert("entropy", MetricValue::Mean { sum: 1., count: 6. });
+/// a.merge(&b)?;
+/// assert_eq!(a.get("entropy"), Some(0.5)); // not the mean of the means
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MetricValues(BTreeMap<String, MetricValue>);
+
+impl MetricValues {
+    /// Sets a figure.
+    pub fn insert(&mut self, name: &str, value: MetricValue) {
+        self.0.insert(name.to_owned(), value);
+    }
+
+    /// The figure of that name; nothing if there is none or it is of no tokens at all.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        self.0.get(name).and_then(MetricValue::value)
+    }
+
+    /// Adds the figures of another micro-batch or worker. Errs if the two mean different things by a name.
+    pub fn merge(&mut self, other: &Self) -> Result<()> {
+        for (name, &value) in &other.0 {
+            let merged = match self.0.get(name) {
+                None => value,
+                Some(&mine) => match mine.merged(value) {
+                    Some(merged) => merged,
+                    None => bail!("metric {name}: {mine:?} and {value:?} are of different kinds"),
+                },
+            };
+            self.0.insert(name.clone(), merged);
+        }
+        Ok(())
+    }
+
+    /// Names and figures in the order of the names, those of nothing left out.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.0
+            .iter()
+            .filter_map(|(name, value)| Some((name.as_str(), value.value()?)))
+    }
+}

@@ -1,0 +1,75 @@
+//! Mean and variance of selected entries, two-pass and relative to the smallest entry, so that equal entries have the
+//! variance 0 exactly and a large offset costs no digits.
+
+use candle_core::{D, Result, Tensor};
+
+/// The moments along the last dimension of the entries where `selected` is 1.
+#[derive(Debug, Clone)]
+pub(crate) struct Moments {
+    /// How many entries are selected, `[.., 1]`.
+    pub(crate) count: Tensor,
+    /// Their mean, `[.., 1]`; 0 where there is none.
+    pub(crate) mean: Tensor,
+    /// The entries minus their mean, 0 where not selected: the shape of the input.
+    pub(crate) centered: Tensor,
+    /// The sum of the squares of `centered`, `[.., 1]`.
+    squares: Tensor,
+    /// 1 where all selected entries are equal, u8, `[.., 1]`.
+    pub(crate) constant: Tensor,
+}
+
+impl Moments {
+    /// `x` in the dtype of statistics and `selected` in u8, of the same shape.
+    pub(crate) fn new(x: &Tensor, selected: &Tensor) -> Result<Self> {
+        let zeros = x.zeros_like()?;
+        let count = selected.to_dtype(x.dtype())?.sum_keepdim(D::Minus1)?;
+        let none = count.eq(0.)?;
+        let smallest = selected
+            .where_cond(x, &(&zeros + f64::INFINITY)?)?
+            .min_keepdim(D::Minus1)?;
+        let smallest = none.where_cond(&smallest.zeros_like()?, &smallest)?;
+        let shifted = selected.where_cond(&x.broadcast_sub(&smallest)?, &zeros)?;
+        let shifted_mean = (shifted.sum_keepdim(D::Minus1)? / count.maximum(1.)?)?;
+        let centered = selected.where_cond(&shifted.broadcast_sub(&shifted_mean)?, &zeros)?;
+        let constant = shifted.max_keepdim(D::Minus1)?.eq(0.)?;
+        // The mean of equal entries can be rounded; what is centred on it is 0 all the same.
+        let centered = constant
+            .broadcast_as(x.shape())?
+            .where_cond(&zeros, &centered)?;
+        Ok(Self {
+            mean: (smallest + shifted_mean)?,
+            squares: centered.sqr()?.sum_keepdim(D::Minus1)?,
+            count,
+            centered,
+            constant,
+        })
+    }
+
+    /// The variance with `count - ddof` in the denominator; 0 where that is not positive.
+    pub(crate) fn variance(&self, ddof: usize) -> Result<Tensor> {
+        let denominator = (&self.count - ddof as f64)?;
+        let defined = denominator.gt(0.)?;
+        defined.where_cond(
+            &(&self.squares / denominator.maximum(1.)?)?,
+            &self.squares.zeros_like()?,
+        )
+    }
+
+    /// The sum of the squared distances from the mean, `[.., 1]`.
+    pub(crate) fn sum_of_squares(&self) -> &Tensor {
+        &self.squares
+    }
+
+    /// The square root of [`Self::variance`].
+    pub(crate) fn std(&self, ddof: usize) -> Result<Tensor> {
+        self.variance(ddof)?.sqrt()
+    }
+}
+
+/// `x / (std + epsilon)`, and 0 where that would be 0 / 0: `std` broadcasts to `x`.
+pub(crate) fn divide_by_std(x: &Tensor, std: &Tensor, epsilon: f64) -> Result<Tensor> {
+    let denominator = (std + epsilon)?;
+    let vanishes = denominator.eq(0.)?;
+    let denominator = vanishes.where_cond(&denominator.ones_like()?, &denominator)?;
+    x.broadcast_div(&denominator)
+}

@@ -1,0 +1,54 @@
+//! Recurrences from the last token to the first, on the device.
+
+use candle_core::{D, Result, Tensor};
+
+/// `y[.., t] = input[.., t] + factor[.., t] * y[.., t + 1]` along the last dimension, where the value after the last
+/// position is 0.
+///
+/// A scan by doubling: after the step of width k, `y[t]` holds the terms of k positions, so it takes log2(T) passes
+/// instead of one for each token.
+pub(crate) fn reverse_recurrence(input: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    let tokens = input.dim(D::Minus1)?;
+    let (mut y, mut factor) = (input.clone(), factor.clone());
+    let mut width = 1;
+    while width < tokens {
+        y = (&y + (&factor * shift_left(&y, width)?)?)?;
+        factor = (&factor * shift_left(&factor, width)?)?;
+        width *= 2;
+    }
+    Ok(y)
+}
+
+/// `x[.., t + by]`, and 0 beyond the end.
+fn shift_left(x: &Tensor, by: usize) -> Result<Tensor> {
+    let tokens = x.dim(D::Minus1)?;
+    x.narrow(D::Minus1, by, tokens - by)?
+        .pad_with_zeros(D::Minus1, 0, by)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn equals_the_loop() -> Result<()> {
+        let input: Vec<f64> = (0..7).map(|i| f64::from(i * i) - 9.).collect();
+        let factor: Vec<f64> = (0..7).map(|i| 0.3 + 0.1 * f64::from(i)).collect();
+        let mut expected = vec![0.; 7];
+        let mut next = 0.;
+        for t in (0..7).rev() {
+            next = input[t] + factor[t] * next;
+            expected[t] = next;
+        }
+        let got = reverse_recurrence(
+            &Tensor::new(input, &Device::Cpu)?,
+            &Tensor::new(factor, &Device::Cpu)?,
+        )?
+        .to_vec1::<f64>()?;
+        for (g, e) in got.iter().zip(&expected) {
+            assert!((g - e).abs() < 1e-12, "{got:?} against {expected:?}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,172 @@
+//! What may be handed in as rewards, and the check that they are numbers.
+
+use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::precision::{for_statistics, result_dtype};
+
+/// Anything that holds rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector of floats
+/// `[B]`, which becomes a tensor on the CPU.
+///
+/// Half precision, integers and f32 give results in f32. A tensor of f64 gives f64; a slice of f64 is computed in f64
+/// and gives f32, as the log-probs it will meet are f32.
+pub trait IntoRewards {
+    /// The rewards as a tensor.
+    fn into_rewards(self) -> Result<RewardTensor>;
+}
+
+/// Rewards as a tensor, together with the dtype that results shall have.
+#[derive(Debug, Clone)]
+pub struct RewardTensor {
+    /// The rewards, `[B]` or `[B, K]`, in the dtype of statistics (f64, but f32 on Metal).
+    pub values: Tensor,
+    /// The dtype of what is computed from them: f32, or f64.
+    pub result_dtype: DType,
+}
+
+impl IntoRewards for &Tensor {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        Ok(RewardTensor {
+            values: for_statistics(self)?,
+            result_dtype: result_dtype(self.dtype()),
+        })
+    }
+}
+
+impl IntoRewards for Tensor {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        (&self).into_rewards()
+    }
+}
+
+impl IntoRewards for RewardTensor {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        Ok(self)
+    }
+}
+
+impl<T: WithDType> IntoRewards for &[T] {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        let values = Tensor::from_slice(self, self.len(), &Device::Cpu)?;
+        Ok(RewardTensor {
+            values: for_statistics(&values)?,
+            result_dtype: DType::F32,
+        })
+    }
+}
+
+impl<T: WithDType> IntoRewards for &Vec<T> {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        self.as_slice().into_rewards()
+    }
+}
+
+impl<T: WithDType> IntoRewards for Vec<T> {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        self.as_slice().into_rewards()
+    }
+}
+
+impl<T: WithDType, const N: usize> IntoRewards for [T; N] {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        self.as_slice().into_rewards()
+    }
+}
+
+impl<T: WithDType, const N: usize> IntoRewards for &[T; N] {
+    fn into_rewards(self) -> Result<RewardTensor> {
+        self.as_slice().into_rewards()
+    }
+}
+
+/// What to do with a reward that is NaN or infinite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NonFinite {
+    /// An error that names the sample. Reads one number back from the device.
+    #[default]
+    Error,
+    /// A missing score: it is left out of every statistic, and a sample without any score gets the advantage 0 (TRL).
+    Exclude,
+}
+
+/// Rewards of shape `[B]` with the samples that have one: components are summed with their weights.
+///
+/// `weights` has one number for each of the K components (absent: all 1).
+pub(crate) fn combine(
+    rewards: &RewardTensor,
+    weights: Option<&[f64]>,
+    policy: NonFinite,
+) -> Result<(Tensor, Tensor)> {
+    let values = &rewards.values;
+    let (batch, components) = match *values.dims() {
+        [b] => (b, 1),
+        [b, k] => (b, k),
+        _ => bail!("rewards: shape {:?}, must be [B] or [B, K]", values.dims()),
+    };
+    if batch == 0 || components == 0 {
+        bail!(
+            "rewards: shape {:?} is empty, there must be at least one sample",
+            values.dims()
+        );
+    }
+    if let Some(w) = weights
+        && w.len() != components
+    {
+        bail!(
+            "reward_weights: {} weights for {components} reward components, there must be one each",
+            w.len()
+        );
+    }
+    let finite = finite_mask(values)?;
+    if policy == NonFinite::Error {
+        check_finite(values, &finite)?;
+    }
+    let clean = finite.where_cond(values, &values.zeros_like()?)?;
+    let weighted = match weights {
+        Some(w) => {
+            let w = Tensor::new(w, values.device())?.to_dtype(values.dtype())?;
+            if values.rank() == 1 {
+                clean.broadcast_mul(&w.squeeze(0)?)?
+            } else {
+                clean.broadcast_mul(&w)?
+            }
+        }
+        None => clean,
+    };
+    if values.rank() == 1 {
+        Ok((weighted, finite))
+    } else {
+        Ok((weighted.sum(1)?, finite.max(1)?))
+    }
+}
+
+/// 1 where `x` is a number that is neither NaN nor infinite, as u8.
+pub(crate) fn finite_mask(x: &Tensor) -> Result<Tensor> {
+    // NaN and infinity times 0 are NaN, which equals nothing.
+    (x * 0.)?.eq(0.)
+}
+
+fn check_finite(values: &Tensor, finite: &Tensor) -> Result<()> {
+    let flags = finite.flatten_all()?;
+    if flags.to_dtype(DType::F32)?.min(0)?.to_scalar::<f32>()? == 1. {
+        return Ok(());
+    }
+    let flags = flags.to_vec1::<u8>()?;
+    let index = flags.iter().position(|&f| f == 0).unwrap_or_default();
+    let value = values
+        .flatten_all()?
+        .get(index)?
+        .to_dtype(DType::F64)?
+        .to_scalar::<f64>()?;
+    match *values.dims() {
+        [_, k] => bail!(
+            "rewards: sample {} has {value} in component {}, must be finite (or exclude missing scores with NonFinite::Exclude)",
+            index / k,
+            index % k
+        ),
+        _ => bail!(
+            "rewards: sample {index} is {value}, must be finite (or exclude missing scores with NonFinite::Exclude)"
+        ),
+    }
+}
