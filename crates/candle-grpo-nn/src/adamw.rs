@@ -1,0 +1,313 @@
+//! The optimiser.
+
+use std::collections::{BTreeMap, HashMap};
+
+use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::adamw_update::{Coefficients, update};
+use crate::parameters::check_names;
+use crate::{Gradients, Parameters};
+
+/// The settings of [`AdamW`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdamWConfig {
+    /// Size of a step. Default 1e-3, as in torch; reinforcement learning of a pretrained model wants about 1e-6.
+    pub learning_rate: f64,
+    /// Decay of the average of gradients, in [0, 1). Default 0.9.
+    pub beta1: f64,
+    /// Decay of the average of squared gradients, in [0, 1). Default 0.999.
+    pub beta2: f64,
+    /// Keeps the division finite. Default 1e-8.
+    pub epsilon: f64,
+    /// Each step shrinks a decaying parameter by `learning_rate * weight_decay`. Default 0.01, as in torch.
+    pub weight_decay: f64,
+    /// Which parameters decay. Default [`DecayRule::Matrices`].
+    pub decay: DecayRule,
+}
+
+impl Default for AdamWConfig {
+    fn default() -> Self {
+        Self {
+            learning_rate: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            epsilon: 1e-8,
+            weight_decay: 0.01,
+            decay: DecayRule::default(),
+        }
+    }
+}
+
+/// Which parameters decay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DecayRule {
+    /// The matrices of linear layers: no norms, no biases, no embedding (tied to the output layer or not).
+    #[default]
+    Matrices,
+    /// All parameters, as one parameter group of torch does.
+    All,
+}
+
+impl DecayRule {
+    fn applies(self, name: &str, variable: &Var) -> bool {
+        match self {
+            Self::Matrices => variable.rank() >= 2 && !name.ends_with("embed_tokens.weight"),
+            Self::All => true,
+        }
+    }
+}
+
+/// Adam with decoupled weight decay (Loshchilov and Hutter 2019), computed as `torch.optim.AdamW` does, with its
+/// state in f32.
+#[derive(Debug)]
+pub struct AdamW {
+    config: AdamWConfig,
+    /// The averages of gradients and of their squares.
+    moments: BTreeMap<String, (Var, Var)>,
+    steps: usize,
+    /// The same number, made when it changes, as making a tensor can err and exporting the state should not.
+    steps_tensor: Tensor,
+    device: Device,
+}
+
+impl AdamW {
+    /// An optimiser that has made no step, for these parameters.
+    pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
+        check_config(&config)?;
+        let moments = parameters
+            .iter()
+            .map(|(name, variable)| {
+                let zeros = || Var::zeros(variable.shape(), DType::F32, variable.device());
+                Ok((name.to_owned(), (zeros()?, zeros()?)))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            config,
+            moments,
+            steps: 0,
+            steps_tensor: scalar(0)?,
+            device: parameters.device().clone(),
+        })
+    }
+
+    /// Moves every variable of `parameters` against its gradient, in place.
+    ///
+    /// A decoder built from the variables, or from a detached builder, sees the change. No graph that used the
+    /// variables may be alive, as its backward pass would mix old and new values. Whether the gradients are finite is
+    /// not checked here: see [`Gradients::global_norm`].
+    ///
+    /// When `parameters` or `gradients` do not fit this optimiser, or the settings have become invalid, the error
+    /// says how and nothing has changed.
+    pub fn step(&mut self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
+        check_config(&self.config)?;
+        self.check_fit(parameters, gradients)?;
+        let steps = self.steps + 1;
+        let steps_tensor = scalar(steps)?;
+        // As a float, since a count may pass what an i32 power takes.
+        let t = steps as f64;
+        let config = &self.config;
+        for (name, (average, square)) in &self.moments {
+            let (Some(variable), Some(gradient)) = (parameters.get(name), gradients.get(name))
+            else {
+                bail!("{name} has no variable or no gradient");
+            };
+            let decays = config.decay.applies(name, variable);
+            let coefficients = Coefficients {
+                beta1: config.beta1,
+                beta2: config.beta2,
+                epsilon: config.epsilon,
+                keep: if decays {
+                    1.0 - config.learning_rate * config.weight_decay
+                } else {
+                    1.0
+                },
+                step_size: config.learning_rate / (1.0 - config.beta1.powf(t)),
+                root_correction: (1.0 - config.beta2.powf(t)).sqrt(),
+            };
+            update(variable, (average, square), gradient, coefficients)?;
+        }
+        self.steps = steps;
+        self.steps_tensor = steps_tensor;
+        Ok(())
+    }
+
+    /// The size of the next step.
+    pub fn learning_rate(&self) -> f64 {
+        self.config.learning_rate
+    }
+
+    /// Sets the size of the next step, for a schedule. One that is negative or not finite makes [`Self::step`] err.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.config.learning_rate = learning_rate;
+    }
+
+    /// The settings, with the learning rate of the next step.
+    pub fn config(&self) -> &AdamWConfig {
+        &self.config
+    }
+
+    /// Number of steps made.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// The state, for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` in f32 for every parameter, and `step`, an
+    /// i64 scalar on the CPU.
+    ///
+    /// The tensors share their storage with the optimiser, so that a checkpoint costs no memory: save or copy them
+    /// before the next [`Self::step`], which changes them.
+    pub fn state(&self) -> HashMap<String, Tensor> {
+        let mut state = HashMap::from([(STEP.to_owned(), self.steps_tensor.clone())]);
+        for (name, (average, square)) in &self.moments {
+            state.insert(average_name(name), average.as_detached_tensor());
+            state.insert(square_name(name), square.as_detached_tensor());
+        }
+        state
+    }
+
+    /// Continues from a state that [`Self::state`] gave, to the bit. The learning rate and other settings are not
+    /// part of it.
+    ///
+    /// Names and shapes must be those of the parameters; after an error nothing has changed.
+    pub fn load_state(&mut self, state: HashMap<String, Tensor>) -> Result<()> {
+        let mut expected = BTreeMap::from([(STEP.to_owned(), Shape::from(()))]);
+        for (name, (average, square)) in &self.moments {
+            expected.insert(average_name(name), average.shape().clone());
+            expected.insert(square_name(name), square.shape().clone());
+        }
+        check_names("state", &expected, &state)?;
+        for (name, shape) in &expected {
+            if state[name].shape() != shape {
+                bail!(
+                    "state {name} has shape {:?}, it must be {:?}",
+                    state[name].dims(),
+                    shape.dims()
+                );
+            }
+            if name != STEP && !state[name].dtype().is_float() {
+                bail!(
+                    "state {name} has dtype {:?}, it must be a floating-point type",
+                    state[name].dtype()
+                );
+            }
+        }
+        let steps = state[STEP].to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        if !(steps >= 0.0 && steps.fract() == 0.0) {
+            bail!("state {STEP} is {steps}, it must be a whole number that is not negative");
+        }
+        let variable = |name: String| {
+            let tensor = state[&name]
+                .detach()
+                .to_device(&self.device)?
+                .to_dtype(DType::F32)?
+                .contiguous()?;
+            Var::from_tensor(&tensor)
+        };
+        let moments = self
+            .moments
+            .keys()
+            .map(|name| {
+                Ok((
+                    name.clone(),
+                    (variable(average_name(name))?, variable(square_name(name))?),
+                ))
+            })
+            .collect::<Result<BTreeMap<_, _>>>()?;
+        let steps = steps as usize;
+        self.steps_tensor = scalar(steps)?;
+        self.moments = moments;
+        self.steps = steps;
+        Ok(())
+    }
+
+    fn check_fit(&self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
+        let missing: Vec<_> = self
+            .moments
+            .keys()
+            .filter(|name| gradients.get(name).is_none())
+            .cloned()
+            .collect();
+        if !missing.is_empty() {
+            bail!(
+                "gradients lacks {} of {} parameters: {}",
+                missing.len(),
+                self.moments.len(),
+                missing.join(", ")
+            );
+        }
+        if let Some((name, _)) = gradients
+            .iter()
+            .find(|(name, _)| !self.moments.contains_key(*name))
+        {
+            bail!("gradients has {name}, which is not a parameter of this optimiser");
+        }
+        if let Some((name, _)) = parameters
+            .iter()
+            .find(|(name, _)| !self.moments.contains_key(*name))
+        {
+            bail!("parameters has {name}, which is not a parameter of this optimiser");
+        }
+        for (name, (average, _)) in &self.moments {
+            let Some(variable) = parameters.get(name) else {
+                bail!("parameters lacks {name}");
+            };
+            if variable.shape() != average.shape() {
+                bail!(
+                    "parameter {name} has shape {:?}, it must be {:?}",
+                    variable.dims(),
+                    average.dims()
+                );
+            }
+            if let Some(gradient) = gradients.get(name)
+                && (gradient.shape() != average.shape()
+                    || gradient.dtype() != DType::F32
+                    || !gradient.device().same_device(average.device()))
+            {
+                bail!(
+                    "the gradient of {name} is {:?} of {:?} on {:?}, it must be {:?} of f32 on {:?}",
+                    gradient.dims(),
+                    gradient.dtype(),
+                    gradient.device().location(),
+                    average.dims(),
+                    average.device().location()
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+const STEP: &str = "step";
+
+fn scalar(steps: usize) -> Result<Tensor> {
+    Tensor::new(steps as i64, &Device::Cpu)
+}
+
+fn average_name(name: &str) -> String {
+    format!("exp_avg.{name}")
+}
+
+fn square_name(name: &str) -> String {
+    format!("exp_avg_sq.{name}")
+}
+
+fn check_config(config: &AdamWConfig) -> Result<()> {
+    for (name, value) in [
+        ("learning_rate", config.learning_rate),
+        ("epsilon", config.epsilon),
+        ("weight_decay", config.weight_decay),
+    ] {
+        if !(value.is_finite() && value >= 0.0) {
+            bail!("{name} is {value}, it must be finite and not negative");
+        }
+    }
+    for (name, value) in [("beta1", config.beta1), ("beta2", config.beta2)] {
+        if !(0.0..1.0).contains(&value) {
+            bail!("{name} is {value}, it must be at least 0 and below 1");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,145 @@
+//! Gradients over micro-batches.
+
+use std::collections::BTreeMap;
+
+use candle_core::{D, Result, Tensor, bail};
+
+use crate::Parameters;
+
+/// One gradient for each variable, summed over micro-batches.
+///
+/// The gradients are detached: Candle's own `GradStore` keeps the forward graph alive as long as it lives.
+#[derive(Debug, Default)]
+pub struct Gradients {
+    by_name: BTreeMap<String, Tensor>,
+}
+
+impl Gradients {
+    /// No gradients yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Runs backward from `loss`, a tensor of one element, and adds the gradient of every variable.
+    ///
+    /// It is an error, which lists the names, when a variable receives no gradient: some operator on the way has
+    /// cut the graph, or the variable is not used. After an error nothing has been added.
+    pub fn accumulate(&mut self, loss: &Tensor, parameters: &Parameters) -> Result<()> {
+        if loss.elem_count() != 1 || !loss.dtype().is_float() {
+            bail!(
+                "loss has shape {:?} and dtype {:?}, it must be one floating-point number",
+                loss.dims(),
+                loss.dtype()
+            );
+        }
+        let mut store = loss.backward()?;
+        let mut received = BTreeMap::new();
+        let mut missing = Vec::new();
+        for (name, variable) in parameters.iter() {
+            match store.remove(variable) {
+                Some(gradient) => {
+                    received.insert(name.to_owned(), gradient.detach().contiguous()?);
+                }
+                None => missing.push(name),
+            }
+        }
+        drop(store);
+        if !missing.is_empty() {
+            bail!(
+                "{} of {} variables received no gradient from the loss: {}",
+                missing.len(),
+                parameters.len(),
+                missing.join(", ")
+            );
+        }
+        if !self.by_name.is_empty() {
+            if let Some(name) = self
+                .by_name
+                .keys()
+                .find(|name| !received.contains_key(*name))
+            {
+                bail!("parameters lacks {name}, for which there is a gradient already");
+            }
+            for (name, gradient) in &mut received {
+                let Some(sum) = self.by_name.get(name) else {
+                    bail!(
+                        "parameters has {name}, for which the earlier backward passes have no gradient"
+                    );
+                };
+                *gradient = (sum + &*gradient)?;
+            }
+        }
+        self.by_name = received;
+        Ok(())
+    }
+
+    /// The Euclidean norm over all gradients together; 0 when there are none.
+    ///
+    /// Squares are summed in the dtype of a gradient, the sums in f64. One transfer to the host. A norm that is not
+    /// finite is an error that names the first gradient to blame.
+    pub fn global_norm(&self) -> Result<f64> {
+        if self.by_name.is_empty() {
+            return Ok(0.0);
+        }
+        // By rows first: one long sum in f32 would round more.
+        let sums = self
+            .by_name
+            .values()
+            .map(|gradient| gradient.sqr()?.sum(D::Minus1)?.sum_all())
+            .collect::<Result<Vec<_>>>()?;
+        let sums = Tensor::stack(&sums, 0)?.to_vec1::<f32>()?;
+        if let Some((name, sum)) = self
+            .by_name
+            .keys()
+            .zip(&sums)
+            .find(|(_, sum)| !sum.is_finite())
+        {
+            bail!("the gradient of {name} is not finite: its squares sum to {sum}");
+        }
+        Ok(sums.iter().map(|&sum| f64::from(sum)).sum::<f64>().sqrt())
+    }
+
+    /// Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does, and
+    /// returns the norm before.
+    ///
+    /// `max_norm` must be positive; infinity means no clipping. A norm that is not finite is an error, see
+    /// [`Self::global_norm`].
+    pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
+        if max_norm.is_nan() || max_norm <= 0.0 {
+            bail!("max_norm is {max_norm}, it must be positive");
+        }
+        let norm = self.global_norm()?;
+        let scale = max_norm / (norm + 1e-6);
+        if scale < 1.0 {
+            let scaled = self
+                .by_name
+                .iter()
+                .map(|(name, gradient)| Ok((name.clone(), (gradient * scale)?)))
+                .collect::<Result<BTreeMap<_, _>>>()?;
+            self.by_name = scaled;
+        }
+        Ok(norm)
+    }
+
+    /// The gradient of the variable of that name.
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        self.by_name.get(name)
+    }
+
+    /// Names and gradients in sorted order of the names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.by_name
+            .iter()
+            .map(|(name, gradient)| (name.as_str(), gradient))
+    }
+
+    /// Whether nothing has been accumulated.
+    pub fn is_empty(&self) -> bool {
+        self.by_name.is_empty()
+    }
+
+    /// Forgets all gradients, to begin the next step.
+    pub fn clear(&mut self) {
+        self.by_name.clear();
+    }
+}

@@ -1,0 +1,314 @@
+//! The trainable variables of a decoder, by name.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_nn::VarBuilder;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+use crate::DecoderConfig;
+
+/// Standard deviation of a freshly drawn weight, as in GPT-2 and Hugging Face's `initializer_range`.
+const INIT_STD: f64 = 0.02;
+
+/// The trainable variables of a decoder under their Hugging Face names, always in sorted order.
+///
+/// The variables are f32: smaller types lose the updates of an optimiser. It holds exactly the names and shapes of
+/// [`DecoderConfig::parameter_shapes`].
+#[derive(Debug)]
+pub struct Parameters {
+    variables: BTreeMap<String, Var>,
+    device: Device,
+}
+
+impl Parameters {
+    /// Draws new weights: normal with standard deviation 0.02, norms one.
+    ///
+    /// The projections that write to the residual stream (`o_proj`, `down_proj`) are scaled by
+    /// `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth (GPT-2, section 2.3).
+    /// The numbers are drawn on the host: the same seed gives the same bits on every device.
+    pub fn init(config: &DecoderConfig, seed: u64, device: &Device) -> Result<Self> {
+        config.validate()?;
+        let residual = 1.0 / (2.0 * config.num_hidden_layers as f64).sqrt();
+        let mut normal = Normal::new(seed);
+        let mut variables = BTreeMap::new();
+        for (name, shape) in config.parameter_shapes() {
+            let values = if shape.rank() == 1 {
+                vec![1f32; shape.elem_count()]
+            } else {
+                let writes_residual =
+                    name.ends_with(".o_proj.weight") || name.ends_with(".down_proj.weight");
+                let std = if writes_residual {
+                    INIT_STD * residual
+                } else {
+                    INIT_STD
+                };
+                (0..shape.elem_count())
+                    .map(|_| (normal.draw() * std) as f32)
+                    .collect()
+            };
+            variables.insert(name, Var::from_vec(values, shape, device)?);
+        }
+        Ok(Self {
+            variables,
+            device: device.clone(),
+        })
+    }
+
+    /// Takes weights that are already in memory; they are copied to f32 variables on `device`.
+    ///
+    /// `tensors` must have exactly the names and shapes of [`DecoderConfig::parameter_shapes`], in any
+    /// floating-point dtype; the error names what is missing, surplus or misshapen.
+    pub fn from_tensors(
+        config: &DecoderConfig,
+        tensors: HashMap<String, Tensor>,
+        device: &Device,
+    ) -> Result<Self> {
+        config.validate()?;
+        let shapes = config.parameter_shapes();
+        check_names("tensors", &shapes, &tensors)?;
+        let mut variables = BTreeMap::new();
+        for (name, shape) in shapes {
+            let Some(tensor) = tensors.get(&name) else {
+                bail!("tensors lacks {name}")
+            };
+            if tensor.shape() != &shape {
+                bail!(
+                    "tensor {name} has shape {:?}, it must be {:?}",
+                    tensor.dims(),
+                    shape.dims()
+                );
+            }
+            if !tensor.dtype().is_float() {
+                bail!(
+                    "tensor {name} has dtype {:?}, it must be a floating-point type",
+                    tensor.dtype()
+                );
+            }
+            // Detached, as a variable given here must not become ours but be copied.
+            let tensor = tensor
+                .detach()
+                .to_device(device)?
+                .to_dtype(DType::F32)?
+                .contiguous()?;
+            variables.insert(name, Var::from_tensor(&tensor)?);
+        }
+        Ok(Self {
+            variables,
+            device: device.clone(),
+        })
+    }
+
+    /// Reads one safetensors file; its names and shapes are checked as in [`Self::from_tensors`].
+    pub fn load(config: &DecoderConfig, path: &Path, device: &Device) -> Result<Self> {
+        let context = |error: Error| {
+            Error::msg(format!(
+                "cannot load parameters from {}: {error}",
+                path.display()
+            ))
+        };
+        let tensors = candle_core::safetensors::load(path, &Device::Cpu).map_err(context)?;
+        Self::from_tensors(config, tensors, device).map_err(context)
+    }
+
+    /// Writes one safetensors file that [`Self::load`] and Hugging Face transformers read.
+    ///
+    /// The file appears whole or not at all: it is written beside its place under another name, flushed to the disk
+    /// and then renamed.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let context = |error: Error| {
+            Error::msg(format!(
+                "cannot save parameters to {}: {error}",
+                path.display()
+            ))
+        };
+        let tensors = self
+            .variables
+            .iter()
+            .map(|(name, variable)| {
+                Ok((
+                    name.as_str(),
+                    variable.as_detached_tensor().to_device(&Device::Cpu)?,
+                ))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        // transformers refuses a file whose metadata does not say which framework wrote it.
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        let bytes = safetensors::serialize(tensors, Some(metadata))
+            .map_err(Error::wrap)
+            .map_err(context)?;
+        write_whole(path, &bytes)
+            .map_err(Error::wrap)
+            .map_err(context)
+    }
+
+    /// A builder that hands out the variables themselves: gradients reach them.
+    pub fn var_builder(&self) -> VarBuilder<'static> {
+        self.builder_of(|variable| variable.as_tensor().clone())
+    }
+
+    /// A builder for sampling and evaluation: no graph is recorded, and updates of the variables are seen, as the
+    /// storage is shared.
+    pub fn detached_var_builder(&self) -> VarBuilder<'static> {
+        self.builder_of(Var::as_detached_tensor)
+    }
+
+    /// An independent copy of the values, which later updates do not change.
+    pub fn frozen_copy(&self) -> Result<HashMap<String, Tensor>> {
+        self.variables
+            .iter()
+            .map(|(name, variable)| Ok((name.clone(), variable.as_detached_tensor().copy()?)))
+            .collect()
+    }
+
+    /// A builder from an independent copy of the values, for a reference policy.
+    pub fn frozen_var_builder(&self) -> Result<VarBuilder<'static>> {
+        Ok(VarBuilder::from_tensors(
+            self.frozen_copy()?,
+            DType::F32,
+            &self.device,
+        ))
+    }
+
+    /// Names and variables in sorted order of the names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Var)> {
+        self.variables
+            .iter()
+            .map(|(name, variable)| (name.as_str(), variable))
+    }
+
+    /// The variable of that name.
+    pub fn get(&self, name: &str) -> Option<&Var> {
+        self.variables.get(name)
+    }
+
+    /// Number of variables.
+    pub fn len(&self) -> usize {
+        self.variables.len()
+    }
+
+    /// Whether there is no variable.
+    pub fn is_empty(&self) -> bool {
+        self.variables.is_empty()
+    }
+
+    /// Number of trainable numbers.
+    pub fn num_elements(&self) -> usize {
+        self.variables
+            .values()
+            .map(|variable| variable.elem_count())
+            .sum()
+    }
+
+    /// The device on which the variables lie.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn builder_of(&self, tensor_of: impl Fn(&Var) -> Tensor) -> VarBuilder<'static> {
+        let tensors = self
+            .variables
+            .iter()
+            .map(|(name, variable)| (name.clone(), tensor_of(variable)))
+            .collect();
+        // Not a VarMap: that would make up a random tensor for a name it does not know.
+        VarBuilder::from_tensors(tensors, DType::F32, &self.device)
+    }
+}
+
+/// Errs with the names that `found` lacks or has beyond `expected`.
+pub(crate) fn check_names<T>(
+    argument: &str,
+    expected: &BTreeMap<String, Shape>,
+    found: &HashMap<String, T>,
+) -> Result<()> {
+    let missing: Vec<_> = expected
+        .keys()
+        .filter(|name| !found.contains_key(*name))
+        .collect();
+    let mut surplus: Vec<_> = found
+        .keys()
+        .filter(|name| !expected.contains_key(*name))
+        .collect();
+    surplus.sort();
+    if !missing.is_empty() || !surplus.is_empty() {
+        bail!(
+            "{argument} must have the names of the parameters: missing {missing:?}, surplus {surplus:?}"
+        );
+    }
+    Ok(())
+}
+
+fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let Some(name) = path.file_name() else {
+        return Err(std::io::Error::new(
+            std::io::ErrorKind::InvalidInput,
+            "the path does not end in a file name",
+        ));
+    };
+    let mut temporary_name = OsString::from(".");
+    temporary_name.push(name);
+    temporary_name.push(format!(".{}.tmp", std::process::id()));
+    let temporary = path.with_file_name(temporary_name);
+    let written = (|| {
+        let mut file = File::create(&temporary)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)
+    })();
+    if written.is_err() {
+        // The first error is the one worth telling.
+        let _ = fs::remove_file(&temporary);
+        return written;
+    }
+    sync_directory(path)
+}
+
+/// Makes the rename itself durable, where directories can be opened and flushed.
+fn sync_directory(path: &Path) -> std::io::Result<()> {
+    if cfg!(unix) {
+        let parent = path
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
+        File::open(parent.map_or_else(|| PathBuf::from("."), Path::to_path_buf))?.sync_all()?;
+    }
+    Ok(())
+}
+
+/// Standard normal numbers from a seed (Box-Muller), as Candle's own generator cannot be seeded on CPU.
+struct Normal {
+    generator: ChaCha8Rng,
+    spare: Option<f64>,
+}
+
+impl Normal {
+    fn new(seed: u64) -> Self {
+        Self {
+            generator: ChaCha8Rng::seed_from_u64(seed),
+            spare: None,
+        }
+    }
+
+    fn draw(&mut self) -> f64 {
+        if let Some(spare) = self.spare.take() {
+            return spare;
+        }
+        // The half keeps the logarithm finite.
+        let radius = (-2.0 * ((self.bits53() + 0.5) / UNIT).ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * self.bits53() / UNIT).sin_cos();
+        self.spare = Some(radius * sin);
+        radius * cos
+    }
+
+    fn bits53(&mut self) -> f64 {
+        (self.generator.next_u64() >> 11) as f64
+    }
+}
+
+/// 2^53: the random integers lie below it.
+const UNIT: f64 = (1u64 << 53) as f64;

@@ -1,0 +1,61 @@
+//! Rotary position embedding.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+
+use crate::precision::arithmetic_dtype;
+
+/// The rotary frequencies `theta^(-2i / head_dim)`, computed in f64 on the host.
+#[derive(Debug, Clone)]
+pub(crate) struct Rope {
+    inverse_frequencies: Tensor,
+}
+
+/// Cosines and sines of one forward pass, [B, 1, S, head_dim / 2]: every layer and head shares them.
+#[derive(Debug, Clone)]
+pub(crate) struct RopeAngles {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rope {
+    pub(crate) fn new(head_dim: usize, theta: f64, dtype: DType, device: &Device) -> Result<Self> {
+        let pairs = head_dim / 2;
+        let frequencies: Vec<f64> = (0..pairs)
+            .map(|pair| theta.powf(-((2 * pair) as f64) / head_dim as f64))
+            .collect();
+        let inverse_frequencies = Tensor::from_vec(frequencies, (1, 1, 1, pairs), &Device::Cpu)?
+            .to_dtype(arithmetic_dtype(dtype))?
+            .to_device(device)?;
+        Ok(Self {
+            inverse_frequencies,
+        })
+    }
+
+    /// `positions` is [B, S] in any float dtype that holds its integers exactly.
+    pub(crate) fn angles(&self, positions: &Tensor) -> Result<RopeAngles> {
+        let positions = positions
+            .to_dtype(self.inverse_frequencies.dtype())?
+            .unsqueeze(1)?
+            .unsqueeze(3)?;
+        let angles = positions.broadcast_mul(&self.inverse_frequencies)?;
+        Ok(RopeAngles {
+            cos: angles.cos()?,
+            sin: angles.sin()?,
+        })
+    }
+}
+
+impl RopeAngles {
+    /// Rotates [B, heads, S, head_dim] in the half-split layout of Hugging Face: element i pairs with
+    /// i + head_dim / 2. Composed, as Candle's fused rotation has no backward pass.
+    pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
+        let pairs = x.dim(D::Minus1)? / 2;
+        let wide = x.to_dtype(self.cos.dtype())?;
+        let first = wide.narrow(D::Minus1, 0, pairs)?;
+        let second = wide.narrow(D::Minus1, pairs, pairs)?;
+        let rotated_first = (first.broadcast_mul(&self.cos)? - second.broadcast_mul(&self.sin)?)?;
+        let rotated_second =
+            (second.broadcast_mul(&self.cos)? + first.broadcast_mul(&self.sin)?)?;
+        Tensor::cat(&[rotated_first, rotated_second], D::Minus1)?.to_dtype(x.dtype())
+    }
+}
