@@ -12,7 +12,7 @@ pub fn result_dtype(input: DType) -> DType {
 }
 
 /// The dtype of sums and variances: f64, or f32 on Metal, which has no f64.
-pub(crate) fn statistics_dtype(device: &Device) -> DType {
+pub fn statistics_dtype(device: &Device) -> DType {
     if device.is_metal() {
         DType::F32
     } else {

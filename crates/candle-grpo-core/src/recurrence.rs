@@ -1,13 +1,32 @@
 //! Recurrences from the last token to the first, on the device.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, Result, Tensor, bail};
 
 /// `y[.., t] = input[.., t] + factor[.., t] * y[.., t + 1]` along the last dimension, where the value after the last
 /// position is 0.
 ///
-/// A scan by doubling: after the step of width k, `y[t]` holds the terms of k positions, so it takes log2(T) passes
-/// instead of one for each token.
-pub(crate) fn reverse_recurrence(input: &Tensor, factor: &Tensor) -> Result<Tensor> {
+/// Discounted returns, generalised advantages and sums over runs of tokens are of this form. It is a scan by doubling:
+/// after the step of width k, `y[t]` holds the terms of k positions, so it takes log2(T) passes instead of one for each
+/// token. Differentiable. `input` and `factor` have the same shape and dtype.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_core::reverse_recurrence;
+///
+/// let rewards = Tensor::new(&[[0f32, 0., 1.]], &Device::Cpu)?;
+/// let discount = Tensor::full(0.5f32, (1, 3), &Device::Cpu)?;
+/// let returns = reverse_recurrence(&rewards, &discount)?;
+/// assert_eq!(returns.to_vec2::<f32>()?, [[0.25, 0.5, 1.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn reverse_recurrence(input: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    if input.dims() != factor.dims() {
+        bail!(
+            "factor: shape {:?}, must be that of input, {:?}",
+            factor.dims(),
+            input.dims()
+        );
+    }
     let tokens = input.dim(D::Minus1)?;
     let (mut y, mut factor) = (input.clone(), factor.clone());
     let mut width = 1;

@@ -1,1 +1,32 @@
-//! Differentiable GRPO-family policy losses for Candle.
+//! Differentiable policy losses of the GRPO family for Candle: log-probs and advantages in, a scalar to call `backward` on
+//! out.
+//!
+//! 1. [`token_log_probs`] turns logits into log-probs (and entropies) of the sampled tokens.
+//! 2. [`PolicyLoss`] says which loss; [`PolicyBatch`] holds its tensors, [`StepTotals`] its denominators.
+//! 3. [`PolicyLoss::compute`] gives the loss and its [`candle_grpo_core::Metrics`].
+//!
+//! A loss is a product of [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and [`Aggregation`]; published
+//! names are constructors such as [`PolicyLoss::grpo`].
+//!
+//! Shapes: B sequences, T response tokens, V vocabulary. Masks are 0/1 of any dtype; a position outside the mask never
+//! influences a value or a gradient, even if it holds NaN. Arithmetic runs in f32 whatever the inputs are; f64 stays f64.
+
+mod aggregation;
+mod batch;
+mod importance;
+mod kl_loss;
+mod log_prob;
+mod policy_loss;
+mod presets;
+mod surrogate;
+mod totals;
+
+pub use aggregation::Aggregation;
+pub use batch::PolicyBatch;
+pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
+pub use importance::ImportanceLevel;
+pub use kl_loss::KlLoss;
+pub use log_prob::{TokenLogProbs, sum_of_squared_probs, token_log_probs};
+pub use policy_loss::{EmptySequences, PolicyLoss, PolicyLossOutput, TokenTerms};
+pub use surrogate::{Clip, Surrogate};
+pub use totals::StepTotals;

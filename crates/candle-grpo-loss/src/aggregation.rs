@@ -1,0 +1,83 @@
+//! How the losses of tokens become one number.
+
+use candle_core::{D, Result, Tensor, bail};
+use candle_grpo_core::{Mask, statistics_dtype};
+use serde::{Deserialize, Serialize};
+
+use crate::totals::StepTotals;
+
+/// The mean that is taken of the per-token losses x over the mask m. The names are those of verl and ROLL.
+///
+/// Denominators are [`StepTotals`] of the whole optimiser step, so that the losses, and gradients, of micro-batches add
+/// up to those of the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Aggregation {
+    /// `sum(m x) / tokens`: each token counts the same (DAPO, <https://arxiv.org/abs/2503.14476>).
+    #[default]
+    TokenMean,
+    /// `sum(m x)`, for a caller who divides by something else.
+    TokenSum,
+    /// `sum_i(sum_t m x) / sequences`.
+    SeqMeanTokenSum,
+    /// `sum_i(sum_t m x / tokens_i) / sequences`: each sequence counts the same (GRPO, <https://arxiv.org/abs/2402.03300>).
+    SeqMeanTokenMean,
+    /// `sum(m x) / (sequences * length)` with a length that does not depend on the batch (Dr. GRPO,
+    /// <https://arxiv.org/abs/2503.20783>).
+    SeqMeanTokenSumNorm {
+        /// The constant length, usually the longest response that is sampled.
+        length: f64,
+    },
+}
+
+impl Aggregation {
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        match *self {
+            Self::SeqMeanTokenSumNorm { length } if !(length > 0. && length.is_finite()) => {
+                bail!("aggregation.length: {length}, must be positive and finite")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// One number from `per_token` `[B, T]`, of the same dtype: the share of this micro-batch in the step.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_grpo_core::Mask;
+    /// use candle_grpo_loss::{Aggregation, StepTotals};
+    ///
+    /// let per_token = Tensor::new(&[[1f32, 2., f32::NAN], [6., f32::NAN, f32::NAN]], &Device::Cpu)?;
+    /// let response_mask = Tensor::new(&[[1u8, 1, 0], [1, 0, 0]], &Device::Cpu)?;
+    /// let (mask, totals) = (Mask::new(&response_mask)?, StepTotals::to_host(&response_mask)?);
+    /// let loss = Aggregation::TokenMean.apply(&per_token, &mask, &totals)?;
+    /// assert_eq!(loss.to_scalar::<f32>()?, 3.0);
+    /// let loss = Aggregation::SeqMeanTokenMean.apply(&per_token, &mask, &totals)?;
+    /// assert_eq!(loss.to_scalar::<f32>()?, 3.75);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn apply(&self, per_token: &Tensor, mask: &Mask, totals: &StepTotals) -> Result<Tensor> {
+        self.validate()?;
+        mask.check_shape("per_token", per_token)?;
+        let statistics = statistics_dtype(per_token.device());
+        let selected = mask.select(per_token)?.to_dtype(statistics)?;
+        let sum = match self {
+            Self::SeqMeanTokenMean => {
+                let lengths = mask.lengths(statistics)?.maximum(1.)?;
+                (selected.sum_keepdim(D::Minus1)? / lengths)?.sum_all()?
+            }
+            _ => selected.sum_all()?,
+        };
+        let denominator = match *self {
+            Self::TokenMean => totals.tokens,
+            Self::TokenSum => 1.,
+            Self::SeqMeanTokenSum | Self::SeqMeanTokenMean => totals.sequences,
+            Self::SeqMeanTokenSumNorm { length } => totals.sequences * length,
+        };
+        if !(denominator > 0. && denominator.is_finite()) {
+            bail!("totals: {totals:?} give the denominator {denominator}, it must be positive");
+        }
+        (sum / denominator)?.to_dtype(per_token.dtype())
+    }
+}
