@@ -1,0 +1,131 @@
+//! A decoder small enough to check by hand and a batch for it.
+// Every test file uses a part of this.
+#![allow(dead_code)]
+
+use std::collections::HashMap;
+
+use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, Parameters};
+
+/// Two query heads for each key head, and a head width that is not `hidden_size / num_attention_heads`.
+pub(crate) fn config(tied: bool) -> DecoderConfig {
+    DecoderConfig {
+        vocab_size: 13,
+        hidden_size: 12,
+        intermediate_size: 20,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: Some(6),
+        rms_norm_eps: 1e-6,
+        rope_theta: 100.0,
+        max_position_embeddings: 16,
+        tie_word_embeddings: tied,
+    }
+}
+
+/// Weights ten times as large as `init` draws, and norms that are not one, so that no part of the model is idle.
+pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, Tensor>> {
+    let drawn = Parameters::init(config, 5, &Device::Cpu)?;
+    let mut tensors = drawn.frozen_copy()?;
+    for (name, tensor) in &mut tensors {
+        *tensor = if tensor.rank() == 1 {
+            let wave = Tensor::arange(0u32, tensor.elem_count() as u32, &Device::Cpu)?
+                .to_dtype(DType::F32)?;
+            ((wave + name.len() as f64)?.sin()? * 0.3)?.affine(1.0, 1.0)?
+        } else {
+            (&*tensor * 10.0)?
+        };
+    }
+    Ok(tensors)
+}
+
+pub(crate) fn lively(config: &DecoderConfig) -> Result<Parameters> {
+    Parameters::from_tensors(config, lively_tensors(config)?, &Device::Cpu)
+}
+
+/// Three rows of different lengths, padded on the left with zeros.
+pub(crate) fn left_padded() -> Result<(Tensor, Tensor)> {
+    let ids = Tensor::new(
+        &[[0u32, 0, 3, 1, 4], [0, 5, 9, 2, 6], [7, 0, 8, 12, 11]],
+        &Device::Cpu,
+    )?;
+    let mask = Tensor::new(
+        &[[0u32, 0, 1, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+        &Device::Cpu,
+    )?;
+    Ok((ids, mask))
+}
+
+/// Minus the mean log-probability of the next token, over the pairs of real tokens.
+pub(crate) fn next_token_loss(decoder: &Decoder, ids: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let (log_probs, pairs) = next_token_log_probs(decoder, ids, mask)?;
+    (log_probs.sum_all()? / pairs.sum_all()?)?.neg()
+}
+
+/// The log-probability [B, S - 1] of each next token, zero where it or its predecessor is padding; and which are not.
+pub(crate) fn next_token_log_probs(
+    decoder: &Decoder,
+    ids: &Tensor,
+    mask: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let length = ids.dim(1)?;
+    let logits = decoder
+        .logits(&decoder.hidden_states(ids, mask, None)?)?
+        .narrow(1, 0, length - 1)?;
+    let all = candle_nn::ops::log_softmax(&logits, D::Minus1)?;
+    let next = ids.i((.., 1..))?.contiguous()?.unsqueeze(2)?;
+    let mask = mask.to_dtype(all.dtype())?;
+    let pairs = (mask.i((.., 1..))? * mask.i((.., ..length - 1))?)?;
+    Ok(((all.gather(&next, 2)?.squeeze(2)? * &pairs)?, pairs))
+}
+
+/// Gradients that are exactly `of(name)`, by a loss that is linear in the variables.
+pub(crate) fn exact_gradients(
+    parameters: &Parameters,
+    of: impl Fn(&str, &Tensor) -> Result<Tensor>,
+) -> Result<Gradients> {
+    let mut loss = Tensor::zeros((), DType::F32, parameters.device())?;
+    for (name, variable) in parameters.iter() {
+        let slope = of(name, variable.as_tensor())?.detach();
+        loss = (loss + (variable.as_tensor() * slope)?.sum_all()?)?;
+    }
+    let mut gradients = Gradients::new();
+    gradients.accumulate(&loss, parameters)?;
+    Ok(gradients)
+}
+
+/// All bits of all parameters.
+pub(crate) fn bits(parameters: &Parameters) -> Result<Vec<(String, Vec<u32>)>> {
+    parameters
+        .iter()
+        .map(|(name, variable)| {
+            let values = variable.flatten_all()?.to_vec1::<f32>()?;
+            Ok((
+                name.to_owned(),
+                values.into_iter().map(f32::to_bits).collect(),
+            ))
+        })
+        .collect()
+}
+
+/// The largest absolute difference; NaN counts as infinite.
+pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> Result<f64> {
+    assert_eq!(a.dims(), b.dims());
+    let difference = (a.to_dtype(DType::F64)? - b.to_dtype(DType::F64)?)?
+        .abs()?
+        .flatten_all()?
+        .to_vec1::<f64>()?;
+    Ok(difference
+        .into_iter()
+        .map(|d| if d.is_nan() { f64::INFINITY } else { d })
+        .fold(0.0, f64::max))
+}
+
+/// The message of an error, which must be one.
+pub(crate) fn message<T>(result: Result<T>) -> String {
+    match result {
+        Ok(_) => panic!("this must be an error"),
+        Err(error) => error.to_string(),
+    }
+}
