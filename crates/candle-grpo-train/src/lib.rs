@@ -1,1 +1,55 @@
 //! Sampler, rewards, actor and training loop for candle-grpo.
+//!
+//! The way of the data, each arrow a type or function that can be used alone:
+//!
+//! ```text
+//! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──GroupAdvantage──▶ advantages
+//!                        │                                                       │
+//!                        └──────────▶ TokenBatch ──▶ TrainingBatch ◀─────────────┘
+//!                                                        │
+//!                          Actor::forward_backward ◀─────┘
+//!                          Actor::clip_grad_and_step
+//! ```
+//!
+//! [`Trainer`] is that way from left to right, [`RunDir`] the folder in which a run leaves what is to be kept, and
+//! [`pretrain`] a warm-up on examples.
+
+mod actor;
+mod atomic_file;
+mod batch;
+mod character_tokenizer;
+mod checkpoint;
+mod draw;
+mod evaluate;
+mod padding;
+mod plot;
+mod pretrain;
+mod prompt;
+mod reference;
+mod response;
+mod reward;
+mod rollout;
+mod run_dir;
+mod sampler;
+mod shuffle;
+mod step_metrics;
+mod train_config;
+mod trainer;
+
+pub use actor::{Actor, ActorConfig, StepStats};
+pub use batch::{TokenBatch, TrainingBatch, sampler_log_probs};
+pub use character_tokenizer::character_tokenizer;
+pub use checkpoint::{load_checkpoint, save_checkpoint, Checkpoint};
+pub use evaluate::{EvaluatedSample, Evaluation, evaluate};
+pub use plot::training_plot_svg;
+pub use pretrain::{Example, PretrainConfig, pretrain};
+pub use prompt::Prompt;
+pub use reference::Reference;
+pub use reward::{RewardFunction, Sample, WeightedRewards};
+pub use rollout::{FinishReason, Rollout};
+pub use run_dir::RunDir;
+pub use sampler::{Sampler, SamplingConfig};
+pub use shuffle::ShuffledOrder;
+pub use step_metrics::{PhaseSeconds, StepMetrics};
+pub use train_config::{OldLogProbs, TrainConfig};
+pub use trainer::Trainer;

@@ -1,0 +1,157 @@
+//! The policy that is trained.
+
+use anyhow::{Context, Result};
+use candle_core::Tensor;
+use candle_grpo_core::MetricValues;
+use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals};
+use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+use serde::{Deserialize, Serialize};
+
+use crate::response::response_log_probs;
+use crate::sampler::ensure_temperature;
+use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
+
+/// How an [`Actor`] learns.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ActorConfig {
+    /// What is minimised.
+    pub policy_loss: PolicyLoss,
+    /// The optimiser.
+    pub optimizer: AdamWConfig,
+    /// The temperature at which completions are drawn: log-probs are those of the distribution drawn from.
+    pub temperature: f64,
+}
+
+/// What an optimiser step did.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StepStats {
+    /// The norm of all gradients together, before clipping.
+    pub grad_norm: f64,
+    /// The learning rate of the step.
+    pub learning_rate: f64,
+}
+
+/// A policy with its loss and its optimiser.
+///
+/// Any number of [`Actor::forward_backward`], then [`Actor::clip_grad_and_step`]:
+/// gradients add up over the calls in between.
+pub struct Actor {
+    model: DecoderConfig,
+    parameters: Parameters,
+    /// Records a graph.
+    training: Decoder,
+    /// Shares the parameters and records none.
+    inference: Decoder,
+    config: ActorConfig,
+    optimizer: AdamW,
+    gradients: Gradients,
+}
+
+impl Actor {
+    /// An actor whose policy starts from `parameters`, of shape `model`.
+    pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
+        ensure_temperature(config.temperature)?;
+        Ok(Self {
+            training: Decoder::new(&model, parameters.var_builder())?,
+            inference: Decoder::new(&model, parameters.detached_var_builder())?,
+            optimizer: AdamW::new(config.optimizer.clone(), &parameters)?,
+            gradients: Gradients::new(),
+            model,
+            parameters,
+            config,
+        })
+    }
+
+    /// A sampler of this policy; it follows the updates.
+    pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
+        Sampler::new(&self.model, &self.parameters, config)
+    }
+
+    /// A copy of this policy as it is now.
+    pub fn reference(&self) -> Result<Reference> {
+        Reference::new(&self.model, &self.parameters)
+    }
+
+    /// The log-probs of the responses of `batch`, f32 `[B, T]`, without a graph.
+    pub fn log_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
+        Ok(response_log_probs(&self.inference, batch, self.config.temperature)?.log_probs)
+    }
+
+    /// Adds the gradient of the loss of `batch`, a part of the step that `totals` counts.
+    pub fn forward_backward(
+        &mut self,
+        batch: &TrainingBatch,
+        totals: &StepTotals,
+    ) -> Result<MetricValues> {
+        let now = response_log_probs(&self.training, &batch.tokens, self.config.temperature)?;
+        let mut inputs = PolicyBatch::new(
+            &now.log_probs,
+            &batch.advantages,
+            &batch.tokens.response_mask,
+        )
+        .entropy(&now.entropy);
+        if let Some(old) = &batch.old_log_probs {
+            inputs = inputs.old_log_probs(old);
+        }
+        if let Some(reference) = &batch.ref_log_probs {
+            inputs = inputs.ref_log_probs(reference);
+        }
+        let output = self.config.policy_loss.compute(&inputs, totals)?;
+        self.gradients.accumulate(&output.loss, &self.parameters)?;
+        Ok(output.metrics.to_host()?)
+    }
+
+    /// Scales the gradients down to `max_norm` if their norm is above it, makes an optimiser step and forgets them.
+    ///
+    /// Errs if there are no gradients or their norm is not finite; then the parameters are as before.
+    pub fn clip_grad_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
+        let result = self.clip_and_step(max_norm);
+        self.gradients.clear();
+        result.context("optimiser step")
+    }
+
+    fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
+        let grad_norm = self.gradients.clip_by_global_norm(max_norm)?;
+        let learning_rate = self.optimizer.learning_rate();
+        self.optimizer.step(&self.parameters, &self.gradients)?;
+        Ok(StepStats {
+            grad_norm,
+            learning_rate,
+        })
+    }
+
+    /// Sets the learning rate of the next steps.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.optimizer.set_learning_rate(learning_rate);
+    }
+
+    /// The shape of the policy.
+    pub fn model(&self) -> &DecoderConfig {
+        &self.model
+    }
+
+    /// The parameters of the policy.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The gradients added up since the last step.
+    pub fn gradients(&self) -> &Gradients {
+        &self.gradients
+    }
+
+    /// The optimiser, for its state.
+    pub fn optimizer(&self) -> &AdamW {
+        &self.optimizer
+    }
+
+    /// The optimiser, to load a state.
+    pub fn optimizer_mut(&mut self) -> &mut AdamW {
+        &mut self.optimizer
+    }
+
+    /// How this actor learns.
+    pub fn config(&self) -> &ActorConfig {
+        &self.config
+    }
+}

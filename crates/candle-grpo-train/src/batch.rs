@@ -1,0 +1,176 @@
+//! Prompts and responses as tensors.
+
+use anyhow::{Result, ensure};
+use candle_core::{Device, Tensor};
+
+use crate::Rollout;
+use crate::padding::{left_padded, padding_mask, response_mask, right_padded};
+
+/// The tokens of B sequences: prompts padded on the left to P, responses padded on the right to T.
+///
+/// The last token of a response is only ever predicted, so the inputs are P + T - 1 wide.
+#[derive(Debug, Clone)]
+pub struct TokenBatch {
+    /// What the decoder reads, u32 `[B, P + T - 1]`.
+    pub input_ids: Tensor,
+    /// 1 where `input_ids` has a token and 0 where it has padding, u32 `[B, P + T - 1]`.
+    pub attention_mask: Tensor,
+    /// The responses, u32 `[B, T]`.
+    pub targets: Tensor,
+    /// 1 where `targets` has a token and 0 where it has padding, u32 `[B, T]`.
+    pub response_mask: Tensor,
+}
+
+impl TokenBatch {
+    /// A batch of (prompt, response) pairs.
+    ///
+    /// Errs if there are no pairs, or a prompt or a response has no tokens.
+    pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
+        ensure!(!pairs.is_empty(), "sequences: none, a batch must have at least one");
+        for (i, (prompt, response)) in pairs.iter().enumerate() {
+            ensure!(
+                !prompt.is_empty() && !response.is_empty(),
+                "sequence {i}: {} prompt tokens and {} response tokens, must have at least one of each",
+                prompt.len(),
+                response.len()
+            );
+        }
+        let prompts: Vec<&[u32]> = pairs.iter().map(|(prompt, _)| *prompt).collect();
+        let responses: Vec<&[u32]> = pairs.iter().map(|(_, response)| *response).collect();
+        let longest = |rows: &[&[u32]]| rows.iter().map(|row| row.len()).max().unwrap_or(0);
+        let (p, t) = (longest(&prompts), longest(&responses));
+        let targets = right_padded(&responses, t, device)?;
+        let response_mask = response_mask(&responses, t, device)?;
+        let read = |prompts: Tensor, responses: &Tensor| {
+            Tensor::cat(&[prompts, responses.narrow(1, 0, t - 1)?], 1)
+        };
+        Ok(Self {
+            input_ids: read(left_padded(&prompts, p, device)?, &targets)?,
+            attention_mask: read(padding_mask(&prompts, p, device)?, &response_mask)?,
+            targets,
+            response_mask,
+        })
+    }
+
+    /// The batch of some rollouts.
+    pub fn from_rollouts(rollouts: &[Rollout], device: &Device) -> Result<Self> {
+        let pairs: Vec<(&[u32], &[u32])> = rollouts
+            .iter()
+            .map(|r| (r.prompt_tokens.as_slice(), r.completion_tokens.as_slice()))
+            .collect();
+        Self::new(&pairs, device)
+    }
+
+    /// The number of sequences (B).
+    pub fn num_sequences(&self) -> usize {
+        self.targets.dims()[0]
+    }
+
+    /// The length of the longest response (T).
+    pub fn response_width(&self) -> usize {
+        self.targets.dims()[1]
+    }
+
+    /// `len` sequences from `start` on.
+    pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
+        let rows = |x: &Tensor| x.narrow(0, start, len)?.contiguous();
+        Ok(Self {
+            input_ids: rows(&self.input_ids)?,
+            attention_mask: rows(&self.attention_mask)?,
+            targets: rows(&self.targets)?,
+            response_mask: rows(&self.response_mask)?,
+        })
+    }
+}
+
+/// What an update of the policy is computed from.
+#[derive(Debug, Clone)]
+pub struct TrainingBatch {
+    /// The sequences.
+    pub tokens: TokenBatch,
+    /// How much better than its group each sequence did, f32 `[B]`, or each token `[B, T]`.
+    pub advantages: Tensor,
+    /// Log-probs under the policy before the step, f32 `[B, T]`. Absent: the update is the first after sampling, the
+    /// policy is still the one that drew.
+    pub old_log_probs: Option<Tensor>,
+    /// Log-probs under the reference policy, f32 `[B, T]`, for a KL loss.
+    pub ref_log_probs: Option<Tensor>,
+}
+
+impl TrainingBatch {
+    /// The batch in pieces of `size` sequences; the last one may be smaller.
+    pub fn split(&self, size: usize) -> Result<Vec<Self>> {
+        ensure!(size > 0, "micro_batch_size: 0, must be at least 1");
+        let total = self.tokens.num_sequences();
+        (0..total)
+            .step_by(size)
+            .map(|start| {
+                let len = size.min(total - start);
+                let rows = |x: &Tensor| x.narrow(0, start, len)?.contiguous();
+                Ok(Self {
+                    tokens: self.tokens.narrow(start, len)?,
+                    advantages: rows(&self.advantages)?,
+                    old_log_probs: self.old_log_probs.as_ref().map(rows).transpose()?,
+                    ref_log_probs: self.ref_log_probs.as_ref().map(rows).transpose()?,
+                })
+            })
+            .collect()
+    }
+}
+
+/// The log-probs that the sampler recorded, f32 `[B, T]`, 0 where there is no token.
+pub fn sampler_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
+    let width = rollouts.iter().map(|r| r.log_probs.len()).max().unwrap_or(0);
+    ensure!(width > 0, "rollouts: no tokens, there must be at least one");
+    let mut cells = vec![0f32; rollouts.len() * width];
+    for (rollout, cells) in rollouts.iter().zip(cells.chunks_exact_mut(width)) {
+        cells[..rollout.log_probs.len()].copy_from_slice(&rollout.log_probs);
+    }
+    Ok(Tensor::from_vec(cells, (rollouts.len(), width), device)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_are_padded_on_the_left_and_responses_on_the_right() {
+        let pairs: [(&[u32], &[u32]); 2] = [(&[1, 2, 3], &[4]), (&[5], &[6, 7, 8])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let rows = |x: &Tensor| x.to_vec2::<u32>().unwrap();
+        assert_eq!(rows(&batch.input_ids), [[1, 2, 3, 4, 0], [0, 0, 5, 6, 7]]);
+        assert_eq!(rows(&batch.attention_mask), [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]);
+        assert_eq!(rows(&batch.targets), [[4, 0, 0], [6, 7, 8]]);
+        assert_eq!(rows(&batch.response_mask), [[1, 0, 0], [1, 1, 1]]);
+        assert_eq!((batch.num_sequences(), batch.response_width()), (2, 3));
+    }
+
+    #[test]
+    fn a_batch_splits_into_pieces() {
+        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4]), (&[2], &[5]), (&[3], &[6])];
+        let batch = TrainingBatch {
+            tokens: TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
+            advantages: Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+            old_log_probs: None,
+            ref_log_probs: None,
+        };
+        let pieces = batch.split(2).unwrap();
+        assert_eq!(pieces.len(), 2);
+        assert_eq!(pieces[1].tokens.targets.to_vec2::<u32>().unwrap(), [[6]]);
+        assert_eq!(pieces[1].advantages.to_vec1::<f32>().unwrap(), [2.5]);
+        let error = batch.split(0).unwrap_err().to_string();
+        assert_eq!(error, "micro_batch_size: 0, must be at least 1");
+    }
+
+    #[test]
+    fn empty_batches_and_sequences_are_errors() {
+        let error = TokenBatch::new(&[], &Device::Cpu).unwrap_err().to_string();
+        assert_eq!(error, "sequences: none, a batch must have at least one");
+        let pairs: [(&[u32], &[u32]); 2] = [(&[1], &[2]), (&[1, 1], &[])];
+        let error = TokenBatch::new(&pairs, &Device::Cpu).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "sequence 1: 2 prompt tokens and 0 response tokens, must have at least one of each"
+        );
+    }
+}

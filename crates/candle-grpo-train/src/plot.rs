@@ -1,0 +1,158 @@
+//! The picture of a run.
+
+use std::ops::Range;
+
+use anyhow::{Result, anyhow};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use crate::StepMetrics;
+
+const SIZE: (u32, u32) = (1100, 760);
+const FONT: &str = "sans-serif";
+const RAW: RGBColor = RGBColor(150, 170, 200);
+const SMOOTH: RGBColor = RGBColor(20, 60, 130);
+
+/// A picture (SVG) of mean reward, KL to the reference, entropy and clip fraction over the steps: raw values as dots,
+/// a moving average as a line.
+///
+/// Skipped steps have a reward only. A figure that no step has leaves its panel empty.
+pub fn training_plot_svg(metrics: &[StepMetrics]) -> Result<String> {
+    let policy = |name: &str| -> Vec<(f64, f64)> {
+        metrics
+            .iter()
+            .filter_map(|m| Some((m.step as f64, *m.policy.get(name)?)))
+            .collect()
+    };
+    let reward = metrics
+        .iter()
+        .map(|m| (m.step as f64, m.reward_mean))
+        .collect();
+    let panels = [
+        ("Mean reward", reward),
+        ("KL to the reference (nats per token)", policy("kl")),
+        ("Entropy (nats per token)", policy("entropy")),
+        ("Clip fraction", policy("clip_fraction")),
+    ];
+    let last_step = metrics.iter().map(|m| m.step).max().unwrap_or(0);
+
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
+        root.fill(&WHITE).map_err(drawing)?;
+        for (area, (title, points)) in root.split_evenly((2, 2)).iter().zip(&panels) {
+            panel(area, title, points, last_step as f64)?;
+        }
+        root.present().map_err(drawing)?;
+    }
+    Ok(svg)
+}
+
+fn panel(
+    area: &DrawingArea<SVGBackend, Shift>,
+    title: &str,
+    points: &[(f64, f64)],
+    last_step: f64,
+) -> Result<()> {
+    let mut chart = ChartBuilder::on(area)
+        .caption(title, (FONT, 20))
+        .margin(14)
+        .x_label_area_size(44)
+        .y_label_area_size(64)
+        .build_cartesian_2d(0f64..last_step.max(1.), value_range(points))
+        .map_err(drawing)?;
+    chart
+        .configure_mesh()
+        .x_desc("step")
+        .x_labels(8)
+        .y_labels(7)
+        .x_label_formatter(&|x| format!("{x:.0}"))
+        .y_label_formatter(&|y| label(*y))
+        .label_style((FONT, 15))
+        .axis_desc_style((FONT, 15))
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(BLACK.mix(0.12))
+        .draw()
+        .map_err(drawing)?;
+    chart
+        .draw_series(points.iter().map(|&p| Circle::new(p, 2, RAW.filled())))
+        .map_err(drawing)?;
+    chart
+        .draw_series(LineSeries::new(moving_average(points), SMOOTH.stroke_width(2)))
+        .map_err(drawing)?;
+    Ok(())
+}
+
+/// From 0, or from below if there are negative values, to a little above the greatest.
+fn value_range(points: &[(f64, f64)]) -> Range<f64> {
+    let finite = || points.iter().map(|p| p.1).filter(|y| y.is_finite());
+    let low = finite().fold(0., f64::min);
+    let high = finite().fold(low, f64::max);
+    let margin = if high > low { 0.06 * (high - low) } else { 1. };
+    let below = if low < 0. { margin } else { 0. };
+    low - below..high + margin
+}
+
+/// The mean of each value and its neighbours, a fifteenth of all in number.
+fn moving_average(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let half = points.len() / 30;
+    (0..points.len())
+        .map(|i| {
+            // Narrower at the ends, so that it stays centred.
+            let half = half.min(i).min(points.len() - 1 - i);
+            let window = &points[i - half..=i + half];
+            let mean = window.iter().map(|p| p.1).sum::<f64>() / window.len() as f64;
+            (points[i].0, mean)
+        })
+        .collect()
+}
+
+/// Short, and still different from its neighbours.
+fn label(y: f64) -> String {
+    match y.abs() {
+        0. => "0".to_owned(),
+        size if size < 1e-3 => format!("{y:.1e}"),
+        size if size < 0.1 => format!("{y:.3}"),
+        size if size < 10. => format!("{y:.2}"),
+        _ => format!("{y:.0}"),
+    }
+}
+
+fn drawing(error: impl std::fmt::Display) -> anyhow::Error {
+    anyhow!("drawing the plot: {error}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_of_any_length_can_be_drawn() {
+        for steps in [0, 1, 2, 100] {
+            let metrics: Vec<StepMetrics> = (1..=steps)
+                .map(|step| {
+                    let mut m = StepMetrics {
+                        step,
+                        reward_mean: -1. / step as f64,
+                        ..StepMetrics::default()
+                    };
+                    if step % 3 == 0 {
+                        m.policy.insert("kl".to_owned(), 1e-5 * step as f64);
+                    }
+                    m
+                })
+                .collect();
+            let svg = training_plot_svg(&metrics).unwrap();
+            assert!(svg.starts_with("<svg") && svg.contains("Mean reward"));
+            assert!(svg.trim_end().ends_with("</svg>"));
+        }
+    }
+
+    #[test]
+    fn the_moving_average_is_centred() {
+        let line: Vec<(f64, f64)> = (0..90).map(|i| (f64::from(i), 2. * f64::from(i))).collect();
+        for ((_, y), (_, mean)) in line.iter().zip(moving_average(&line)) {
+            assert!((y - mean).abs() < 1e-12);
+        }
+    }
+}

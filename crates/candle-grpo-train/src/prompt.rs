@@ -1,0 +1,40 @@
+//! What the policy is asked.
+
+use anyhow::{Result, anyhow, ensure};
+use serde_json::Value;
+use tokenizers::Tokenizer;
+
+/// A prompt and the row of the data set that it comes from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prompt {
+    /// Its place in the data set. Together with the seed it decides the random numbers of its completions.
+    pub index: u64,
+    /// The text.
+    pub text: String,
+    /// The tokens of the text.
+    pub tokens: Vec<u32>,
+    /// All columns of the row, for the reward function (the right answer, for example).
+    pub columns: Value,
+}
+
+impl Prompt {
+    /// Encodes `text` with `tokenizer`, without adding special tokens.
+    ///
+    /// Errs if the text has no tokens or the tokenizer does not know a part of it.
+    pub fn new(index: u64, text: &str, columns: Value, tokenizer: &Tokenizer) -> Result<Self> {
+        let encoding = tokenizer
+            .encode(text, false)
+            .map_err(|e| anyhow!("prompt {index}: {text:?} cannot be encoded: {e}"))?;
+        let tokens = encoding.get_ids().to_vec();
+        ensure!(
+            !tokens.is_empty(),
+            "prompt {index}: {text:?} has no tokens, it must have at least one"
+        );
+        Ok(Self {
+            index,
+            text: text.to_owned(),
+            tokens,
+            columns,
+        })
+    }
+}

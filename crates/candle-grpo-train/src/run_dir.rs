@@ -1,0 +1,194 @@
+//! The folder of a run.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::Serialize;
+
+use crate::atomic_file::write_bytes_atomically;
+use crate::{Actor, StepMetrics, save_checkpoint, training_plot_svg};
+use tokenizers::Tokenizer;
+
+const CONFIG: &str = "config.json";
+const METRICS: &str = "metrics.jsonl";
+
+/// The folder in which a run leaves what is to be kept.
+///
+/// | file | |
+/// |---|---|
+/// | `config.json` | the settings |
+/// | `metrics.jsonl` | one line of [`StepMetrics`] for each step, complete lines only |
+/// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
+/// | `checkpoint/` | the policy, see [`save_checkpoint`] |
+/// | others | what [`RunDir::write`] is given |
+///
+/// Files are written under a temporary name and renamed: a run that is interrupted leaves none half written.
+pub struct RunDir {
+    path: PathBuf,
+    metrics: File,
+}
+
+impl RunDir {
+    /// Makes the folder and writes `config` to it.
+    ///
+    /// Errs if there is something at `path` already, other than an empty folder.
+    pub fn create(path: &Path, config: &impl Serialize) -> Result<Self> {
+        ensure!(
+            is_vacant(path)?,
+            "run directory {}: exists already, choose another or remove it",
+            path.display()
+        );
+        Self::begin(path, config)
+    }
+
+    /// [`RunDir::create`] at `path`, or if that is taken at the first free one of `path-2`, `path-3`, ...
+    pub fn create_numbered(path: &Path, config: &impl Serialize) -> Result<Self> {
+        let mut candidate = path.to_path_buf();
+        let mut number = 1;
+        while !is_vacant(&candidate)? {
+            number += 1;
+            let Some(name) = path.file_name() else {
+                bail!("run directory {}: has no name to number", path.display());
+            };
+            let mut name = name.to_owned();
+            name.push(format!("-{number}"));
+            candidate = path.with_file_name(name);
+        }
+        Self::begin(&candidate, config)
+    }
+
+    /// [`RunDir::create`], removing a run that is there.
+    ///
+    /// Errs if what is there is not a run directory.
+    pub fn replace(path: &Path, config: &impl Serialize) -> Result<Self> {
+        if !is_vacant(path)? {
+            ensure!(
+                path.join(CONFIG).is_file() && path.join(METRICS).is_file(),
+                "run directory {}: has no {CONFIG} and {METRICS}, it is not a run and will not be removed",
+                path.display()
+            );
+            fs::remove_dir_all(path).with_context(|| format!("removing {}", path.display()))?;
+        }
+        Self::begin(path, config)
+    }
+
+    fn begin(path: &Path, config: &impl Serialize) -> Result<Self> {
+        let begin = || -> Result<Self> {
+            fs::create_dir_all(path)?;
+            write_bytes_atomically(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
+            let metrics = OpenOptions::new()
+                .create(true)
+                .append(true)
+                .open(path.join(METRICS))?;
+            Ok(Self {
+                path: path.to_path_buf(),
+                metrics,
+            })
+        };
+        begin().with_context(|| format!("run directory {}", path.display()))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Adds a line to `metrics.jsonl`.
+    pub fn append_metrics(&mut self, metrics: &StepMetrics) -> Result<()> {
+        let mut line = serde_json::to_vec(metrics)?;
+        line.push(b'\n');
+        self.metrics
+            .write_all(&line)
+            .and_then(|()| self.metrics.flush())
+            .with_context(|| format!("writing {}", self.path.join(METRICS).display()))
+    }
+
+    /// Draws `metrics.svg`.
+    pub fn write_plot(&self, metrics: &[StepMetrics]) -> Result<()> {
+        self.write("metrics.svg", training_plot_svg(metrics)?)
+    }
+
+    /// Writes the policy to `checkpoint/`.
+    pub fn write_checkpoint(
+        &self,
+        actor: &Actor,
+        tokenizer: &Tokenizer,
+        stop_token_ids: &[u32],
+    ) -> Result<()> {
+        save_checkpoint(&self.path.join("checkpoint"), actor, tokenizer, stop_token_ids)
+    }
+
+    /// Writes another file.
+    pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> Result<()> {
+        write_bytes_atomically(&self.path.join(name), contents.as_ref())
+    }
+}
+
+/// Whether a run can begin at `path`: there is nothing, or an empty folder.
+fn is_vacant(path: &Path) -> Result<bool> {
+    if !path.try_exists().with_context(|| path.display().to_string())? {
+        return Ok(true);
+    }
+    Ok(path.is_dir() && fs::read_dir(path)?.next().is_none())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_run_is_not_overwritten_unless_asked() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("runs/a");
+        RunDir::create(&path, &json!({"seed": 1})).unwrap();
+        let error = RunDir::create(&path, &json!({})).err().unwrap().to_string();
+        assert!(error.ends_with("exists already, choose another or remove it"), "{error}");
+        for expected in ["a-2", "a-3"] {
+            let run = RunDir::create_numbered(&path, &json!({})).unwrap();
+            assert_eq!(run.path().file_name().unwrap(), expected);
+        }
+        RunDir::replace(&path, &json!({"seed": 2})).unwrap();
+        let config = fs::read_to_string(path.join(CONFIG)).unwrap();
+        assert!(config.contains('2'));
+    }
+
+    #[test]
+    fn what_is_not_a_run_is_never_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("thesis.tex"), "x").unwrap();
+        let error = RunDir::replace(folder.path(), &json!({})).err().unwrap();
+        assert!(error.to_string().contains("it is not a run and will not be removed"));
+        assert!(folder.path().join("thesis.tex").exists());
+    }
+
+    #[test]
+    fn an_empty_folder_will_do() {
+        let folder = tempfile::tempdir().unwrap();
+        RunDir::create(folder.path(), &json!({})).unwrap();
+    }
+
+    #[test]
+    fn metrics_are_lines_of_json() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut run = RunDir::create(&folder.path().join("a"), &json!({})).unwrap();
+        let mut metrics = StepMetrics {
+            step: 1,
+            reward_mean: 0.25,
+            ..StepMetrics::default()
+        };
+        metrics.policy.insert("kl".to_owned(), 0.5);
+        run.append_metrics(&metrics).unwrap();
+        run.append_metrics(&metrics).unwrap();
+        let text = fs::read_to_string(run.path().join(METRICS)).unwrap();
+        for line in text.lines() {
+            let value: serde_json::Value = serde_json::from_str(line).unwrap();
+            assert_eq!(value["kl"], 0.5);
+            let read: StepMetrics = serde_json::from_value(value).unwrap();
+            assert_eq!(read, metrics);
+        }
+        assert_eq!(text.lines().count(), 2);
+    }
+}
