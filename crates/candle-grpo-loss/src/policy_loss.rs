@@ -102,6 +102,7 @@ pub struct PolicyLossOutput {
     /// | `clip_fraction`, `clip_fraction_low`, `clip_fraction_high` | tokens whose loss the clip changed, and by the side on which it did |
     /// | `dual_clip_fraction` | tokens whose loss the dual clip changed, if there is one |
     /// | `ratio_mean`, `ratio_max`, `ratio_min` | of the ratio at the importance level |
+    /// | `token_ratio_max`, `approx_kl_k3_max` | the largest of a token |
     /// | `approx_kl`, `approx_kl_k2`, `approx_kl_k3` | the KL of the old policy from the policy, with `d = log_probs - old_log_probs`: -d, d^2 / 2, exp(d) - 1 - d |
     /// | `kl` | the KL to the reference, if there is a KL loss |
     /// | `entropy` | if it was given |
@@ -284,7 +285,10 @@ fn push_ratio_metrics(
     metrics.push_masked_max("ratio_max", &ratio, mask)?;
     metrics.push_masked_min("ratio_min", &ratio, mask)?;
     let d = token_log_ratio.detach();
+    metrics.push_masked_max("token_ratio_max", &d.exp()?, mask)?;
     metrics.push_masked_mean("approx_kl", &d.neg()?, mask)?;
     metrics.push_masked_mean("approx_kl_k2", &(d.sqr()? * 0.5)?, mask)?;
-    metrics.push_masked_mean("approx_kl_k3", &((d.exp()? - 1.)? - &d)?, mask)
+    let k3 = ((d.exp()? - 1.)? - &d)?;
+    metrics.push_masked_mean("approx_kl_k3", &k3, mask)?;
+    metrics.push_masked_max("approx_kl_k3_max", &k3, mask)
 }

@@ -110,3 +110,69 @@ impl<F: FnMut(&mut [f32]) -> Result<()>> InplaceOp1 for OnSlice<F> {
         (self.0.borrow_mut())(&mut data[start..end])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    /// `count` numbers without pattern, with zeros among them.
+    fn wave(count: usize, frequency: f64, scale: f64) -> Result<Tensor> {
+        let values: Vec<f32> = (0..count)
+            .map(|i| {
+                if i % 7 == 3 {
+                    0.0
+                } else {
+                    (((i * i) as f64 * frequency).sin() * scale) as f32
+                }
+            })
+            .collect();
+        Tensor::from_vec(values, count, &Device::Cpu)
+    }
+
+    #[test]
+    fn one_pass_is_the_composed_update() -> Result<()> {
+        let count = 1001;
+        let start = [
+            wave(count, 0.37, 2.0)?,
+            wave(count, 0.11, 0.1)?,
+            wave(count, 0.71, 0.1)?.sqr()?,
+        ];
+        let fresh = || {
+            start
+                .iter()
+                .map(Var::from_tensor)
+                .collect::<Result<Vec<_>>>()
+        };
+        let (fused, composed) = (fresh()?, fresh()?);
+        let coefficients = Coefficients {
+            beta1: 0.9,
+            beta2: 0.99,
+            epsilon: 1e-8,
+            keep: 0.97,
+            step_size: 0.3,
+            root_correction: 0.8,
+        };
+        // A gradient that begins inside its storage.
+        let gradient = wave(count + 5, 0.53, 1.0)?.narrow(0, 5, count)?;
+        update_in_one_pass(&fused[0], (&fused[1], &fused[2]), &gradient, coefficients)?;
+        update_composed(
+            &composed[0],
+            (&composed[1], &composed[2]),
+            &gradient,
+            coefficients,
+        )?;
+        for ((fused, composed), start) in fused.iter().zip(&composed).zip(&start) {
+            let (fused, composed) = (fused.to_vec1::<f32>()?, composed.to_vec1::<f32>()?);
+            assert_ne!(fused, start.to_vec1::<f32>()?);
+            for (fused, composed) in fused.iter().zip(&composed) {
+                assert!(
+                    (fused - composed).abs() <= 1e-6 * (1.0 + composed.abs()),
+                    "{fused} is not {composed}"
+                );
+            }
+        }
+        Ok(())
+    }
+}

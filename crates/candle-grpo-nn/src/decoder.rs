@@ -76,11 +76,11 @@ impl Decoder {
         })
     }
 
-    /// The hidden states after the final norm, [B, S, H].
+    /// The hidden states after the final norm, `[B, S, H]`.
     ///
-    /// - `input_ids`: [B, S] of u32, below the vocabulary size. On CPU this is checked; on other devices it is not,
+    /// - `input_ids`: `[B, S]` of u32, below the vocabulary size. On CPU this is checked; on other devices it is not,
     ///   as that would wait for the device, and an id out of range is undefined.
-    /// - `attention_mask`: [B, past + S], zero at padding and one (anything but zero) at real tokens, in any dtype.
+    /// - `attention_mask`: `[B, past + S]`, zero at padding and one (anything but zero) at real tokens, in any dtype.
     ///   `past` is the length of the cache, 0 without one. Padding may stand on either side. The position of a token
     ///   is `max(cumsum(mask) - 1, 0)`. Hidden states at padding are finite and mean nothing.
     /// - `cache`: past keys and values, which the new ones join. With it the result is detached: for sampling only.
@@ -115,12 +115,12 @@ impl Decoder {
         Ok(if cache.is_some() { x.detach() } else { x })
     }
 
-    /// The matrix [V, H] of the output layer; the embedding when tied.
+    /// The matrix `[V, H]` of the output layer; the embedding when tied.
     pub fn output_weight(&self) -> &Tensor {
         &self.output
     }
 
-    /// The logits [.., V] of hidden states [.., H], in their dtype.
+    /// The logits `[.., V]` of hidden states `[.., H]`, in their dtype.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let dims = hidden.dims();
         if dims.last() != Some(&self.config.hidden_size) || hidden.elem_count() == 0 {

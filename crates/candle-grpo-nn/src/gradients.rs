@@ -75,13 +75,13 @@ impl Gradients {
 
     /// The Euclidean norm over all gradients together; 0 when there are none.
     ///
-    /// Squares are summed in the dtype of a gradient, the sums in f64. One transfer to the host. A norm that is not
+    /// Squares are summed in f32, row by row, and the sums of the variables in f64. One transfer to the host. A norm that is not
     /// finite is an error that names the first gradient to blame.
     pub fn global_norm(&self) -> Result<f64> {
         if self.by_name.is_empty() {
             return Ok(0.0);
         }
-        // By rows first: one long sum in f32 would round more.
+        // One long sum in f32 would round more.
         let sums = self
             .by_name
             .values()

@@ -59,8 +59,8 @@ impl KvCache {
     /// Keeps the rows of the batch that `rows` lists, in its order, repetition allowed: to drop rows that have
     /// ended, or to repeat one prompt for the samples of its group.
     ///
-    /// `rows` is [R] with R at least 1, of u32 or i64, each below the batch size. It is read on the host. An empty
-    /// cache stays as it is, but `rows` cannot be checked against it and is refused.
+    /// `rows` is `[R]` with R at least 1, of u32 or i64, each below the batch size. It is read on the host. A cache
+    /// that has seen nothing has no rows to select, which is an error.
     pub fn select_rows(&mut self, rows: &Tensor) -> Result<()> {
         let Some(keys) = self.first() else {
             bail!("select_rows on an empty cache: it has no rows yet");

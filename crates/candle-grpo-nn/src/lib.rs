@@ -57,9 +57,11 @@ mod linear;
 mod mask;
 mod mlp;
 mod norm;
+mod normal;
 mod parameters;
 mod precision;
 mod rope;
+mod whole_file;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule};
 pub use config::DecoderConfig;

@@ -1,17 +1,14 @@
 //! The trainable variables of a decoder, by name.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsString;
-use std::fs::{self, File};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_nn::VarBuilder;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use crate::DecoderConfig;
+use crate::normal::Normal;
+use crate::whole_file::write_whole;
 
 /// Standard deviation of a freshly drawn weight, as in GPT-2 and Hugging Face's `initializer_range`.
 const INIT_STD: f64 = 0.02;
@@ -243,72 +240,3 @@ pub(crate) fn check_names<T>(
     }
     Ok(())
 }
-
-fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let Some(name) = path.file_name() else {
-        return Err(std::io::Error::new(
-            std::io::ErrorKind::InvalidInput,
-            "the path does not end in a file name",
-        ));
-    };
-    let mut temporary_name = OsString::from(".");
-    temporary_name.push(name);
-    temporary_name.push(format!(".{}.tmp", std::process::id()));
-    let temporary = path.with_file_name(temporary_name);
-    let written = (|| {
-        let mut file = File::create(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&temporary, path)
-    })();
-    if written.is_err() {
-        // The first error is the one worth telling.
-        let _ = fs::remove_file(&temporary);
-        return written;
-    }
-    sync_directory(path)
-}
-
-/// Makes the rename itself durable, where directories can be opened and flushed.
-fn sync_directory(path: &Path) -> std::io::Result<()> {
-    if cfg!(unix) {
-        let parent = path
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty());
-        File::open(parent.map_or_else(|| PathBuf::from("."), Path::to_path_buf))?.sync_all()?;
-    }
-    Ok(())
-}
-
-/// Standard normal numbers from a seed (Box-Muller), as Candle's own generator cannot be seeded on CPU.
-struct Normal {
-    generator: ChaCha8Rng,
-    spare: Option<f64>,
-}
-
-impl Normal {
-    fn new(seed: u64) -> Self {
-        Self {
-            generator: ChaCha8Rng::seed_from_u64(seed),
-            spare: None,
-        }
-    }
-
-    fn draw(&mut self) -> f64 {
-        if let Some(spare) = self.spare.take() {
-            return spare;
-        }
-        // The half keeps the logarithm finite.
-        let radius = (-2.0 * ((self.bits53() + 0.5) / UNIT).ln()).sqrt();
-        let (sin, cos) = (std::f64::consts::TAU * self.bits53() / UNIT).sin_cos();
-        self.spare = Some(radius * sin);
-        radius * cos
-    }
-
-    fn bits53(&mut self) -> f64 {
-        (self.generator.next_u64() >> 11) as f64
-    }
-}
-
-/// 2^53: the random integers lie below it.
-const UNIT: f64 = (1u64 << 53) as f64;

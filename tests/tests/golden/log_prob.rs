@@ -1,0 +1,32 @@
+//! `log_prob`: log-probs, entropies and log-sum-exps of logits.
+
+use anyhow::{Result, ensure};
+use candle_grpo_loss::{sum_of_squared_probs, token_log_probs};
+
+use crate::case::{Case, Outputs, Ran};
+
+pub(crate) fn run(case: &Case) -> Result<Ran> {
+    case.config.ignore(&["batch", "logits_dtype"]);
+    let logits = case.variable("logits")?;
+    let temperature = case.config.number("temperature")?;
+    if case.variant == "verl_sum_pi_squared" {
+        let sums = sum_of_squared_probs(&logits, temperature)?;
+        let loss = (&sums * case.input("upstream")?)?.sum_all()?;
+        let outputs = Outputs::default().out("sum_pi_squared", &sums);
+        return Ok(Ok(outputs.gradients(&loss, &[("logits", &logits)])?));
+    }
+    ensure!(
+        ["torch", "verl", "twinkle", "openrlhf", "roll"].contains(&case.variant.as_str()),
+        "unknown variant"
+    );
+    let tokens = token_log_probs(&logits, &case.input("targets")?, temperature)?;
+    let mut loss = (&tokens.log_probs * case.input("upstream_log_prob")?)?.sum_all()?;
+    if let Some(upstream) = case.optional("upstream_entropy") {
+        loss = (loss + (&tokens.entropy * upstream)?.sum_all()?)?;
+    }
+    Ok(Ok(Outputs::default()
+        .out("log_prob", &tokens.log_probs)
+        .out("entropy", &tokens.entropy)
+        .out("lse", &tokens.log_sum_exp)
+        .gradients(&loss, &[("logits", &logits)])?))
+}

@@ -1,0 +1,149 @@
+//! `reward_norm`: normalising rewards and values.
+
+use anyhow::{Result, bail, ensure};
+use candle_core::{Device, Tensor};
+use candle_grpo_core::{
+    Level, Mask, RewardNorm, RewardShaping, RunningMoments, masked_normalize, masked_whiten,
+};
+
+use crate::case::{Case, Outputs, Ran};
+
+pub(crate) fn run(case: &Case) -> Result<Ran> {
+    Ok(Ok(match case.variant.as_str() {
+        "roll_reward_norm" | "roll_reward_norm_clip" | "roll_group_reward_norm" => shape(case)?,
+        "roll_running_moments" => running(case)?,
+        "roll_masked_whiten" | "verl_masked_whiten" => whiten(case)?,
+        "roll_masked_normalize" | "openrlhf_masked_normalize" => normalize(case)?,
+        variant => bail!("unknown variant {variant}"),
+    }))
+}
+
+fn level(name: &str) -> Result<Level> {
+    Ok(match name {
+        "none" => Level::None,
+        "group" => Level::Group,
+        "batch" => Level::Batch,
+        "running" => Level::Running,
+        other => bail!("unknown level {other}"),
+    })
+}
+
+fn shape(case: &Case) -> Result<Outputs> {
+    case.config.ignore(&["rewards"]);
+    let epsilon = case.config.number("epsilon")?;
+    let group_size = case.config.size("group_size")?;
+    let mean = level(&case.config.text("mean")?)?;
+    let std = case.config.text("std")?;
+    let mut rewards = case.input("rewards")?;
+    let mut norm = RewardNorm {
+        mean,
+        epsilon,
+        ..Default::default()
+    };
+    if std == "batch_of_centered" {
+        // The deviation of the centred rewards: centre first, then divide.
+        let center = RewardShaping {
+            norm,
+            ..Default::default()
+        };
+        rewards = center.apply(&rewards, group_size, None)?.rewards;
+        norm = RewardNorm {
+            mean: Level::None,
+            std: Level::Batch,
+            ..norm
+        };
+    } else {
+        norm.std = level(&std)?;
+    }
+    let shaping = RewardShaping {
+        norm,
+        clip: case.config.optional_number("clip")?,
+        ..Default::default()
+    };
+    let mut moments = RunningMoments::new(&Device::Cpu)?;
+    let shaped = shaping.apply(&rewards, group_size, Some(&mut moments))?;
+    let outputs = Outputs::default().out("rewards", &shaped.rewards);
+    match shaped.metrics.to_host()?.get("reward_clip_fraction") {
+        Some(fraction) => outputs.number("clip_fraction", fraction),
+        None => Ok(outputs),
+    }
+}
+
+fn running(case: &Case) -> Result<Outputs> {
+    // Where the peer starts from 1e-24 samples, there are none here.
+    case.config.ignore(&["offset"]);
+    ensure!(
+        case.config.number("initial_count")? < 1e-20,
+        "an initial count is not supported"
+    );
+    case.config.ignore(&["initial_mean", "initial_var"]);
+    let norm = RewardShaping {
+        norm: RewardNorm {
+            mean: Level::Running,
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let mut moments = RunningMoments::new(&Device::Cpu)?;
+    let batches = case.input("batches")?;
+    let (count, size) = batches.dims2()?;
+    let mut columns: [Vec<f64>; 6] = Default::default();
+    for i in 0..count {
+        let batch = batches.get(i)?;
+        norm.apply(&batch, size, Some(&mut moments))?;
+        let mut of_batch = RunningMoments::new(&Device::Cpu)?;
+        norm.apply(&batch, size, Some(&mut of_batch))?;
+        let state = moments.to_host()?;
+        let std = |m: &RunningMoments| -> Result<f64> { Ok(m.std(1)?.get(0)?.to_scalar::<f64>()?) };
+        let row = [
+            state.mean,
+            state.squares / state.count,
+            std(&moments)?,
+            state.count,
+            of_batch.to_host()?.mean,
+            std(&of_batch)?,
+        ];
+        for (column, x) in columns.iter_mut().zip(row) {
+            column.push(x);
+        }
+    }
+    let names = ["mean", "var", "std", "count", "batch_mean", "batch_std"];
+    let mut outputs = Outputs::default();
+    for (name, column) in names.into_iter().zip(columns) {
+        outputs = outputs.out(name, &Tensor::new(column, &Device::Cpu)?);
+    }
+    Ok(outputs)
+}
+
+fn whiten(case: &Case) -> Result<Outputs> {
+    case.config.ignore(&["values"]);
+    ensure!(
+        case.config.flag("unbiased")? && case.config.flag("epsilon_inside_sqrt")?,
+        "another form of whitening"
+    );
+    let whitened = masked_whiten(
+        &case.input("values")?,
+        &Mask::new(&case.input("mask")?)?,
+        case.config.flag("shift_mean")?,
+        case.config.number("epsilon")?,
+    )?;
+    Ok(Outputs::default().out("values", &whitened))
+}
+
+fn normalize(case: &Case) -> Result<Outputs> {
+    case.config.ignore(&["values"]);
+    ensure!(
+        case.config.size("dim")? == 1 && !case.config.flag("unbiased")?,
+        "another form of normalising"
+    );
+    let mask = Mask::new(&case.input("mask")?)?;
+    let mut values = masked_normalize(
+        &case.input("values")?,
+        &mask,
+        case.config.number("min_variance")?,
+    )?;
+    if case.config.flag("masked_positions_zero")? {
+        values = mask.select(&values)?;
+    }
+    Ok(Outputs::default().out("values", &values))
+}
