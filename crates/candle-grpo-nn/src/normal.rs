@@ -1,0 +1,37 @@
+//! Random numbers for fresh weights.
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+/// Standard normal numbers from a seed (Box-Muller), as Candle's own generator cannot be seeded on CPU.
+pub(crate) struct Normal {
+    generator: ChaCha8Rng,
+    spare: Option<f64>,
+}
+
+impl Normal {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            generator: ChaCha8Rng::seed_from_u64(seed),
+            spare: None,
+        }
+    }
+
+    pub(crate) fn draw(&mut self) -> f64 {
+        if let Some(spare) = self.spare.take() {
+            return spare;
+        }
+        // The half keeps the logarithm finite.
+        let radius = (-2.0 * ((self.bits53() + 0.5) / UNIT).ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * self.bits53() / UNIT).sin_cos();
+        self.spare = Some(radius * sin);
+        radius * cos
+    }
+
+    fn bits53(&mut self) -> f64 {
+        (self.generator.next_u64() >> 11) as f64
+    }
+}
+
+/// 2^53: the random integers lie below it.
+const UNIT: f64 = (1u64 << 53) as f64;

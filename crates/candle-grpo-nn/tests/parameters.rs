@@ -1,0 +1,286 @@
+//! Parameters: how they begin, where their values go, and what files are refused.
+
+use std::collections::HashMap;
+use std::fs;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_nn::{DecoderConfig, Parameters};
+use rstest::rstest;
+
+mod small;
+use small::{bits, config, lively, lively_tensors, max_difference, message};
+
+#[test]
+fn the_same_seed_gives_the_same_bits_and_another_does_not() -> Result<()> {
+    let config = config(false);
+    let first = bits(&Parameters::init(&config, 3, &Device::Cpu)?)?;
+    assert_eq!(bits(&Parameters::init(&config, 3, &Device::Cpu)?)?, first);
+    assert_ne!(bits(&Parameters::init(&config, 4, &Device::Cpu)?)?, first);
+    Ok(())
+}
+
+#[test]
+fn fresh_weights_are_normal_and_norms_are_one() -> Result<()> {
+    let mut config = config(false);
+    (
+        config.vocab_size,
+        config.hidden_size,
+        config.intermediate_size,
+    ) = (500, 60, 200);
+    for (name, variable) in Parameters::init(&config, 3, &Device::Cpu)?.iter() {
+        let values = variable.flatten_all()?.to_vec1::<f32>()?;
+        if name.contains("norm") {
+            assert!(values.iter().all(|&value| value == 1.0), "{name}");
+            continue;
+        }
+        // Two layers: the residual projections are halved.
+        let std = if name.contains("o_proj") || name.contains("down_proj") {
+            0.01
+        } else {
+            0.02
+        };
+        let n = values.len() as f64;
+        let moment = |power: i32| {
+            values
+                .iter()
+                .map(|&value| (f64::from(value) / std).powi(power))
+                .sum::<f64>()
+                / n
+        };
+        // Five standard errors of the moments of a standard normal: 0, 1 and 3.
+        for (power, expected, variance) in [(1, 0.0, 1.0), (2, 1.0, 2.0), (4, 3.0, 96.0)] {
+            let error = 5.0 * f64::sqrt(variance / n);
+            assert!(
+                (moment(power) - expected).abs() < error,
+                "{name}: moment {power} is {}",
+                moment(power)
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn they_are_those_of_the_configuration_in_sorted_order() -> Result<()> {
+    for tied in [true, false] {
+        let config = config(tied);
+        let parameters = Parameters::init(&config, 3, &Device::Cpu)?;
+        let names: Vec<_> = parameters.iter().map(|(name, _)| name.to_owned()).collect();
+        assert!(names.is_sorted());
+        assert_eq!(
+            names,
+            config.parameter_shapes().into_keys().collect::<Vec<_>>()
+        );
+        assert_eq!(
+            (parameters.len(), parameters.is_empty()),
+            (if tied { 20 } else { 21 }, false)
+        );
+        // By hand: embedding 13*12, each layer 2*12 + q,o 2*24*12 + k,v 2*12*12 + 3*20*12, last norm 12.
+        let layers = 2 * (24 + 576 + 288 + 720);
+        assert_eq!(
+            parameters.num_elements(),
+            layers + 12 + if tied { 156 } else { 312 }
+        );
+        assert_eq!(parameters.get("lm_head.weight").is_none(), tied);
+        assert!(parameters.device().is_cpu());
+    }
+    Ok(())
+}
+
+#[test]
+fn tensors_given_are_copied_and_cast() -> Result<()> {
+    let config = config(true);
+    let mut tensors = lively_tensors(&config)?;
+    let var = Var::from_tensor(&tensors["model.norm.weight"])?;
+    tensors.insert("model.norm.weight".into(), var.as_tensor().clone());
+    let embedding = tensors["model.embed_tokens.weight"].to_dtype(DType::BF16)?;
+    tensors.insert("model.embed_tokens.weight".into(), embedding.clone());
+    let parameters = Parameters::from_tensors(&config, tensors, &Device::Cpu)?;
+    assert!(
+        parameters
+            .iter()
+            .all(|(_, variable)| variable.dtype() == DType::F32)
+    );
+    assert_eq!(
+        max_difference(
+            parameters.get("model.embed_tokens.weight").unwrap(),
+            &embedding
+        )?,
+        0.0
+    );
+    let before = bits(&parameters)?;
+    var.set(&var.zeros_like()?)?;
+    assert_eq!(bits(&parameters)?, before);
+    Ok(())
+}
+
+#[test]
+fn a_detached_builder_follows_updates_and_a_frozen_one_does_not() -> Result<()> {
+    let parameters = lively(&config(true))?;
+    let (tracked, detached) = (parameters.var_builder(), parameters.detached_var_builder());
+    let (frozen, copy) = (parameters.frozen_var_builder()?, parameters.frozen_copy()?);
+    let norm = parameters.get("model.norm.weight").unwrap();
+    let before = norm.to_vec1::<f32>()?;
+    norm.set(&(norm.as_detached_tensor() * 2.0)?)?;
+    let after = norm.to_vec1::<f32>()?;
+    assert_ne!(before, after);
+
+    let read = |vb: &candle_nn::VarBuilder| vb.get(12, "model.norm.weight");
+    assert_eq!(read(&tracked)?.to_vec1::<f32>()?, after);
+    assert!(read(&tracked)?.is_variable());
+    assert_eq!(read(&detached)?.to_vec1::<f32>()?, after);
+    assert!(!read(&detached)?.track_op());
+    assert_eq!(read(&frozen)?.to_vec1::<f32>()?, before);
+    assert!(!read(&frozen)?.track_op());
+    assert_eq!(copy["model.norm.weight"].to_vec1::<f32>()?, before);
+    // A builder never makes up a tensor.
+    assert!(tracked.get(12, "model.normal.weight").is_err());
+    Ok(())
+}
+
+#[test]
+fn what_is_saved_loads_to_the_bit_and_nothing_else_is_left() -> Result<()> {
+    let config = config(false);
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let (old, new) = (
+        Parameters::init(&config, 1, &Device::Cpu)?,
+        lively(&config)?,
+    );
+    old.save(&path)?;
+    new.save(&path)?;
+    assert_eq!(
+        bits(&Parameters::load(&config, &path, &Device::Cpu)?)?,
+        bits(&new)?
+    );
+    assert_eq!(fs::read_dir(folder.path())?.count(), 1);
+    // The header is JSON after eight bytes; transformers asks for this entry.
+    let bytes = fs::read(&path)?;
+    let header = String::from_utf8_lossy(&bytes[8..200]).into_owned();
+    assert!(
+        header.contains(r#""__metadata__":{"format":"pt"}"#),
+        "{header}"
+    );
+    Ok(())
+}
+
+#[test]
+fn a_place_that_cannot_be_written_is_named_and_stays_as_it_was() -> Result<()> {
+    let parameters = lively(&config(true))?;
+    let folder = tempfile::tempdir()?;
+    let nowhere = folder.path().join("absent").join("model.safetensors");
+    assert!(message(parameters.save(&nowhere)).contains("absent"));
+    // A folder that is not empty cannot be replaced by a file.
+    let occupied = folder.path().join("occupied");
+    fs::create_dir(&occupied)?;
+    fs::write(occupied.join("inside"), "here")?;
+    assert!(message(parameters.save(&occupied)).contains("occupied"));
+    assert_eq!(
+        fs::read_dir(folder.path())?.count(),
+        1,
+        "the temporary file is removed"
+    );
+    assert!(message(parameters.save(std::path::Path::new("/"))).contains("file name"));
+    Ok(())
+}
+
+#[test]
+fn a_file_that_is_not_whole_is_refused_at_every_length() -> Result<()> {
+    let config = config(true);
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    lively(&config)?.save(&path)?;
+    let whole = fs::read(&path)?;
+    for length in [0, 4, 8, 100, whole.len() / 2, whole.len() - 1] {
+        fs::write(&path, &whole[..length])?;
+        let message = message(Parameters::load(&config, &path, &Device::Cpu));
+        assert!(message.contains("model.safetensors"), "{length}: {message}");
+    }
+    let absent = message(Parameters::load(
+        &config,
+        &folder.path().join("absent.safetensors"),
+        &Device::Cpu,
+    ));
+    assert!(absent.contains("absent.safetensors"), "{absent}");
+    Ok(())
+}
+
+#[rstest]
+#[case::missing(|t: &mut HashMap<String, Tensor>| { t.remove("model.norm.weight"); }, r#"missing ["model.norm.weight"], surplus []"#)]
+#[case::surplus(|t: &mut HashMap<String, Tensor>| { t.insert("model.extra".into(), t["model.norm.weight"].clone()); }, r#"missing [], surplus ["model.extra"]"#)]
+#[case::misshapen(
+    |t: &mut HashMap<String, Tensor>| { let w = t["model.layers.0.mlp.up_proj.weight"].t().unwrap().contiguous().unwrap(); t.insert("model.layers.0.mlp.up_proj.weight".into(), w); },
+    "tensor model.layers.0.mlp.up_proj.weight has shape [12, 20], it must be [20, 12]"
+)]
+#[case::integer(
+    |t: &mut HashMap<String, Tensor>| { let w = t["model.norm.weight"].to_dtype(DType::I64).unwrap(); t.insert("model.norm.weight".into(), w); },
+    "tensor model.norm.weight has dtype I64"
+)]
+fn tensors_that_do_not_fit_are_refused_by_name(
+    #[case] spoil: fn(&mut HashMap<String, Tensor>),
+    #[case] expected: &str,
+) -> Result<()> {
+    let config = config(true);
+    let mut tensors = lively_tensors(&config)?;
+    spoil(&mut tensors);
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    candle_core::safetensors::save(&tensors, &path)?;
+    for message in [
+        message(Parameters::load(&config, &path, &Device::Cpu)),
+        message(Parameters::from_tensors(&config, tensors, &Device::Cpu)),
+    ] {
+        assert!(message.contains(expected), "{message}");
+    }
+    Ok(())
+}
+
+#[rstest]
+#[case("vocab_size is 0", |c: &mut DecoderConfig| c.vocab_size = 0)]
+#[case("vocab_size is 4294967296", |c: &mut DecoderConfig| c.vocab_size = 1 << 32)]
+#[case("hidden_size is 0", |c: &mut DecoderConfig| c.hidden_size = 0)]
+#[case("intermediate_size is 0", |c: &mut DecoderConfig| c.intermediate_size = 0)]
+#[case("num_hidden_layers is 0", |c: &mut DecoderConfig| c.num_hidden_layers = 0)]
+#[case("num_attention_heads is 0", |c: &mut DecoderConfig| c.num_attention_heads = 0)]
+#[case("num_key_value_heads is 0", |c: &mut DecoderConfig| c.num_key_value_heads = 0)]
+#[case("max_position_embeddings is 0", |c: &mut DecoderConfig| c.max_position_embeddings = 0)]
+#[case("a multiple of num_key_value_heads", |c: &mut DecoderConfig| c.num_key_value_heads = 3)]
+#[case("a multiple of num_attention_heads", |c: &mut DecoderConfig| (c.head_dim, c.hidden_size) = (None, 14))]
+#[case("head_dim is 5", |c: &mut DecoderConfig| c.head_dim = Some(5))]
+#[case("head_dim is 0", |c: &mut DecoderConfig| c.head_dim = Some(0))]
+#[case("head_dim is 3", |c: &mut DecoderConfig| c.head_dim = None)]
+#[case("rms_norm_eps is 0", |c: &mut DecoderConfig| c.rms_norm_eps = 0.0)]
+#[case("rope_theta is NaN", |c: &mut DecoderConfig| c.rope_theta = f64::NAN)]
+fn a_configuration_that_is_no_decoder_is_refused(
+    #[case] expected: &str,
+    #[case] spoil: fn(&mut DecoderConfig),
+) {
+    let mut config = config(true);
+    config.validate().unwrap();
+    spoil(&mut config);
+    for message in [
+        message(config.validate()),
+        message(Parameters::init(&config, 0, &Device::Cpu)),
+    ] {
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn a_configuration_has_the_defaults_of_hugging_face() {
+    let text = r#"{"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "model_type": "llama"}"#;
+    let config: DecoderConfig = serde_json::from_str(text).unwrap();
+    assert_eq!(
+        (
+            config.head_dim,
+            config.head_dim(),
+            config.tie_word_embeddings
+        ),
+        (None, 4, false)
+    );
+    assert_eq!((config.rms_norm_eps, config.rope_theta), (1e-6, 1e4));
+    let error =
+        serde_json::from_str::<DecoderConfig>(&text.replace("vocab_size", "vocab")).unwrap_err();
+    assert!(error.to_string().contains("vocab_size"), "{error}");
+}
