@@ -66,11 +66,8 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
                 log_ratio_clamp: None,
                 ..setup.loss.clone()
             };
-            let metrics = unclamped
-                .compute(&batch, &setup.totals)?
-                .metrics
-                .to_host()?;
-            twinkle_metrics(outputs, &metrics, &tensors)?
+            let output = unclamped.compute(&batch, &setup.totals)?;
+            twinkle_metrics(case, outputs, &output, &tensors)?
         }
         _ => outputs,
     };
@@ -313,6 +310,11 @@ fn roll_metrics(
         sequences,
         ..setup.totals
     };
+    let samples = if case.variant.starts_with("roll_pg") {
+        batch as f64
+    } else {
+        sequences
+    };
     let ratio_mean = Aggregation::SeqMeanTokenMean.apply(&ratio, &mask, &counts)?;
     let weights = match &setup.sample_weights {
         Some(weights) => weights.to_dtype(DType::F64)?,
@@ -330,7 +332,7 @@ fn roll_metrics(
         .out("sample_weights_mean", &weights.mean_all()?)
         .out("sample_weights_min", &weights.min_all()?)
         .out("valid_samples", &valid)
-        .out("valid_sample_ratio", &(&valid / sequences)?)
+        .out("valid_sample_ratio", &(&valid / samples)?)
         .out("ratio_mean", &ratio_mean)
         .number("total_samples", batch as f64)?;
     if let Some(weights) = &setup.importance_weights
@@ -382,20 +384,46 @@ fn twinkle(case: &Case) -> Result<Setup> {
     })
 }
 
-fn twinkle_metrics(outputs: Outputs, metrics: &MetricValues, tensors: &Tensors) -> Result<Outputs> {
+fn twinkle_metrics(
+    case: &Case,
+    outputs: Outputs,
+    output: &PolicyLossOutput,
+    tensors: &Tensors,
+) -> Result<Outputs> {
+    let metrics = output.metrics.to_host()?;
     let get = |name: &str| metrics.get(name).unwrap_or_default();
     let mask = Mask::new(&tensors.mask)?;
     let mean = |x: &Tensor| -> Result<f64> {
         let sum = mask.select(x)?.to_dtype(DType::F64)?.sum_all()?;
         Ok((sum / mask.count(DType::F64)?)?.to_scalar()?)
     };
+    // Of sequences for the sequence ratio, of tokens for the token ratio.
+    let counted = if case.variant == "twinkle_gspo" {
+        Aggregation::SeqMeanTokenMean
+    } else {
+        Aggregation::TokenMean
+    };
+    let totals = StepTotals::to_host(&tensors.mask)?;
+    let fraction = |flags: &Tensor| counted.apply(&flags.to_dtype(DType::F64)?, &mask, &totals);
+    let clipped = output.tokens.clipped.as_ref().context("no clip")?;
+    let advantages = match tensors.advantages.rank() {
+        1 => tensors.advantages.unsqueeze(1)?,
+        _ => tensors.advantages.clone(),
+    };
+    let advantages = advantages.broadcast_as(mask.dims()?)?;
     let log_prob = mean(&tensors.log_probs)?;
     let old = mean(tensors.old_log_probs.as_ref().unwrap_or(&tensors.log_probs))?;
     outputs
         .number("approx_kl_k3", get("approx_kl_k3"))?
-        .number("clip_fraction", get("clip_fraction"))?
-        .number("clip_fraction_low", get("clip_fraction_low"))?
-        .number("clip_fraction_high", get("clip_fraction_high"))?
+        .out("clip_fraction", &fraction(clipped)?)
+        .out(
+            "clip_fraction_low",
+            &fraction(&(clipped * advantages.lt(0.)?)?)?,
+        )
+        .out(
+            "clip_fraction_high",
+            &fraction(&(clipped * advantages.gt(0.)?)?)?,
+        )
         .number("max_ratio", get("token_ratio_max"))?
         .number("max_token_kl_k3", get("approx_kl_k3_max"))?
         .number("mean_log_prob", log_prob)?
