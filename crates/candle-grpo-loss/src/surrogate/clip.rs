@@ -83,9 +83,11 @@ impl Clip {
         };
         let limited_loss = (&limited * advantages)?.neg()?;
         let clipped_loss = (value.clamp(1. - self.low, 1. + self.high)? * advantages)?.neg()?;
-        let clipped = clipped_loss.gt(&limited_loss)?;
+        let takes_clipped = clipped_loss.gt(&limited_loss)?;
+        let outside = either(&value.lt(1. - self.low)?, &value.gt(1. + self.high)?)?;
+        let clipped = both(&takes_clipped, &outside)?;
         let mut constant = clipped_loss.maximum(&limited_loss)?;
-        let mut is_constant = either(&clipped, &value.ne(&limited)?)?;
+        let mut is_constant = takes_clipped.where_cond(&outside, &value.ne(&limited)?)?;
 
         let negative = advantages.lt(0.)?;
         let mut flags = vec![

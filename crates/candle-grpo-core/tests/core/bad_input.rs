@@ -1,0 +1,198 @@
+//! Bad input gives an error that names the argument, what it is and what it must be.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_core::{
+    GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty, Level, Mask, MetricValue,
+    MetricValues, Metrics, RewardNorm, RewardShaping, RunningMoments, RunningState, Scale,
+    TokenShaping, masked_whiten, reverse_recurrence,
+};
+use rstest::rstest;
+
+use crate::{message, tensor};
+
+fn grpo(rewards: &[f32], groups: impl Into<Groups>) -> Result<Tensor> {
+    GroupAdvantage::grpo().compute(rewards, groups, Scale::Group)
+}
+
+#[test]
+fn rewards() -> Result<()> {
+    assert_eq!(
+        message(grpo(&[0., 1., f32::NAN, 1.], 2)),
+        "rewards: sample 2 is NaN, must be finite (or exclude missing scores with NonFinite::Exclude)"
+    );
+    assert!(message(grpo(&[0., f32::NEG_INFINITY], 2)).starts_with("rewards: sample 1 is -inf"));
+    let components = Tensor::new(&[[0f32, 1.], [f32::NAN, 1.]], &Device::Cpu)?;
+    let result = GroupAdvantage::grpo().compute(&components, 2, Scale::Group);
+    assert!(message(result).starts_with("rewards: sample 1 has NaN in component 0"));
+    assert!(message(grpo(&[], 2)).contains("at least one sample"));
+    let cube = Tensor::zeros((2, 2, 2), DType::F32, &Device::Cpu)?;
+    let result = GroupAdvantage::grpo().compute(&cube, 2, Scale::Group);
+    assert_eq!(
+        message(result),
+        "rewards: shape [2, 2, 2], must be [B] or [B, K]"
+    );
+    let weighted = GroupAdvantage {
+        reward_weights: Some(vec![1.; 3]),
+        ..Default::default()
+    };
+    let components = Tensor::zeros((2, 2), DType::F32, &Device::Cpu)?;
+    assert_eq!(
+        message(weighted.compute(&components, 2, Scale::Group)),
+        "reward_weights: 3 weights for 2 reward components, there must be one each"
+    );
+    Ok(())
+}
+
+#[test]
+fn groups() -> Result<()> {
+    let message_of = |groups: Groups| message(grpo(&[0., 1., 2., 3., 4., 5.], groups));
+    assert_eq!(
+        message_of(4.into()),
+        "num_generations: 4 does not divide the 6 rewards; pass group_ids for groups of unequal size"
+    );
+    assert!(message_of(0.into()).starts_with("num_generations: 0"));
+    assert!(message_of((-3).into()).starts_with("num_generations: 0"));
+    assert!(message_of(1.into()).starts_with("num_generations: group 0 has one sample"));
+    assert_eq!(
+        message_of([1u32, 1].as_slice().into()),
+        "group_ids: 2 ids for 6 rewards, there must be one for each"
+    );
+    assert!(message_of([1u32, 1, 1, 2, 3, 3].as_slice().into()).contains("group 1 has one sample"));
+    let ids = Tensor::new(&[0f32, 0.], &Device::Cpu)?;
+    assert_eq!(
+        message(Groups::from_ids_to_host(&ids)),
+        "group_ids: F32 of [2], must be integers of shape [B]"
+    );
+    Ok(())
+}
+
+#[rstest]
+#[case(GroupAdvantage { epsilon: -1., ..Default::default() }, "epsilon: -1, must be")]
+#[case(GroupAdvantage { epsilon: f64::NAN, ..Default::default() }, "epsilon: NaN, must be")]
+#[case(GroupAdvantage { ddof: 2, ..Default::default() }, "ddof: 2, must be 0 or 1")]
+fn options(#[case] function: GroupAdvantage, #[case] expected: &str) {
+    let message = message(function.compute(&[0., 1.], 2, Scale::Group));
+    assert!(message.starts_with(expected), "{message}");
+}
+
+#[rstest]
+#[case(RewardShaping { clip: Some(0.), ..Default::default() }, "clip: 0, must be positive")]
+#[case(RewardShaping { shift: f64::NAN, ..Default::default() }, "shift: NaN, must be finite")]
+#[case(
+    RewardShaping { norm: RewardNorm { mean: Level::Running, ..Default::default() }, ..Default::default() },
+    "running: absent"
+)]
+#[case(
+    RewardShaping { norm: RewardNorm { std: Level::Batch, epsilon: 0., ..Default::default() }, ..Default::default() },
+    "norm.epsilon: 0, must be positive"
+)]
+fn reward_shaping(#[case] shaping: RewardShaping, #[case] expected: &str) {
+    let message = message(shaping.apply(&[0., 1.], 2, None));
+    assert!(message.starts_with(expected), "{message}");
+}
+
+#[test]
+fn a_group_of_one_has_no_standard_deviation() {
+    let norm = RewardNorm {
+        std: Level::Group,
+        ..Default::default()
+    };
+    let shaping = RewardShaping {
+        norm,
+        ..Default::default()
+    };
+    assert!(
+        message(shaping.apply(&[0., 1.], 1, None)).starts_with("norm.std: group 0 has one sample")
+    );
+}
+
+#[test]
+fn tokens() -> Result<()> {
+    let rewards = tensor(&[0., 1.]);
+    let mask = Tensor::ones((2, 3), DType::U8, &Device::Cpu)?;
+    let shaping = TokenShaping::default();
+    assert!(
+        message(shaping.apply(&tensor(&[0.]), &mask, None))
+            .starts_with("rewards: shape [1], must be [2]")
+    );
+    assert_eq!(
+        message(shaping.apply(&rewards, &rewards, None)),
+        "response_mask: shape [2], must be [B, T]"
+    );
+    let empty = Tensor::zeros((0, 3), DType::U8, &Device::Cpu)?;
+    assert!(message(Mask::new(&empty)).contains("is empty"));
+    let with = |shaping: TokenShaping| message(shaping.apply(&rewards, &mask, None));
+    assert!(
+        with(TokenShaping {
+            gamma: 1.5,
+            ..shaping
+        })
+        .starts_with("gamma: 1.5, must be from 0 to 1")
+    );
+    assert!(
+        with(TokenShaping {
+            advantage_clip: Some(-1.),
+            ..shaping
+        })
+        .starts_with("advantage_clip: -1, must be")
+    );
+    let penalty = KlPenalty {
+        coef: 0.1,
+        kl: Kl::default(),
+    };
+    assert!(
+        with(TokenShaping {
+            kl_penalty: Some(penalty),
+            ..shaping
+        })
+        .starts_with("policies: absent")
+    );
+    let values = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
+    assert_eq!(
+        message(masked_whiten(&values, &Mask::new(&mask)?, true, 1e-8)),
+        "values: shape [3, 2], must be that of response_mask, [2, 3]"
+    );
+    assert!(message(reverse_recurrence(&values, &rewards)).starts_with("factor: shape [2]"));
+    Ok(())
+}
+
+#[test]
+fn kl() {
+    let (a, b) = (tensor(&[0., 1.]), tensor(&[0.]));
+    assert_eq!(
+        message(Kl::default().per_token(&a, &b, None)),
+        "ref_log_probs: shape [1], must be that of log_probs, [2]"
+    );
+    let weighted = Kl {
+        gradient: KlGradient::ImportanceWeighted { max: 10. },
+        ..Kl::default()
+    };
+    assert!(message(weighted.per_token(&a, &a, None)).starts_with("old_log_probs: absent"));
+    let clamped = Kl {
+        value_clamp: Some(0.),
+        ..Kl::new(KlEstimator::K1)
+    };
+    assert!(
+        message(clamped.per_token(&a, &a, None)).starts_with("kl.value_clamp: 0, must be positive")
+    );
+}
+
+#[test]
+fn metrics_and_running_state() -> Result<()> {
+    let vector = tensor(&[0., 1.]);
+    assert!(message(Metrics::new().push_mean("x", &vector, &vector)).contains("must be scalars"));
+    let mut a = MetricValues::default();
+    a.insert("x", MetricValue::Max(1.));
+    let mut b = MetricValues::default();
+    b.insert("x", MetricValue::Min(1.));
+    assert!(message(a.merge(&b)).starts_with("metric x: "));
+    let state = RunningState {
+        count: -1.,
+        mean: 0.,
+        squares: 0.,
+    };
+    assert!(
+        message(RunningMoments::from_state(state, &Device::Cpu)).starts_with("running moments: ")
+    );
+    Ok(())
+}

@@ -1,0 +1,163 @@
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_core::{
+    Kl, KlEstimator, KlPenalty, Level, Mask, RewardNorm, RewardShaping, RunningMoments,
+    TokenShaping, masked_whiten,
+};
+use rstest::rstest;
+
+use crate::{assert_close, numbers, tensor};
+
+const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
+
+/// ROLL's published values, and the combination that ROLL breaks on: std of the group without its mean.
+#[rstest]
+#[case(Level::Group, Level::Group, [-0.866024, 0.866024, 1.499997, -0.499999])]
+#[case(Level::Group, Level::Batch, [-0.96609, 0.96609, 1.44914, -0.48305])]
+#[case(Level::Batch, Level::Batch, [-0.724567, 1.207612, 1.207612, -0.724567])]
+#[case(Level::None, Level::Group, [0., 1.732048, 1.999996, 0.])]
+#[case(Level::Batch, Level::Group, [-0.649518, 1.082530, 1.249998, -0.749999])]
+fn mean_and_std_are_chosen_independently(
+    #[case] mean: Level,
+    #[case] std: Level,
+    #[case] values: [f64; 4],
+) -> Result<()> {
+    let [first, second, success, failure] = values;
+    let shaping = RewardShaping {
+        norm: RewardNorm {
+            mean,
+            std,
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let shaped = shaping.apply(&EXAMPLE, 4, None)?.rewards;
+    let expected = [
+        first, second, first, second, success, failure, failure, failure,
+    ];
+    assert_close(&numbers(&shaped)?, &expected, 1e-5);
+    Ok(())
+}
+
+#[test]
+fn shift_and_scale_come_before_the_clip() -> Result<()> {
+    let shaping = RewardShaping {
+        shift: 1.,
+        scale: 3.,
+        clip: Some(4.),
+        ..Default::default()
+    };
+    let shaped = shaping.apply(&[0f32, 1., -3., 0.25], 2, None)?;
+    assert_eq!(shaped.rewards.to_vec1::<f32>()?, [3., 4., -4., 3.75]);
+    assert_eq!(
+        shaped.metrics.to_host()?.get("reward_clip_fraction"),
+        Some(0.5)
+    );
+    Ok(())
+}
+
+#[test]
+fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
+    let shaping = RewardShaping {
+        norm: RewardNorm {
+            mean: Level::Running,
+            std: Level::Running,
+            epsilon: 1e-12,
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let mut running = RunningMoments::new(&Device::Cpu)?;
+    shaping.apply(&[1e4, 1e4 + 1., 1e4 + 5.], 3, Some(&mut running))?;
+    let restored = RunningMoments::from_state(running.to_host()?, &Device::Cpu)?;
+    let mut running = restored;
+    let second = shaping
+        .apply(&[1e4 + 2., 1e4 + 7.], 2, Some(&mut running))?
+        .rewards;
+    // Mean 3 and variance 34 / 4 of {0, 1, 5, 2, 7}.
+    let std = (34f64 / 4.).sqrt();
+    assert_close(&numbers(&second)?, &[-1. / std, 4. / std], 1e-6);
+    assert_eq!(running.to_host()?.count, 5.);
+    Ok(())
+}
+
+/// Masked positions hold NaN throughout: none of it may show.
+#[test]
+fn tokens_go_through_the_pipeline_in_its_order() -> Result<()> {
+    let device = Device::Cpu;
+    let nan = f32::NAN;
+    let mask = Tensor::new(&[[1u8, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], &device)?;
+    let old = Tensor::new(
+        &[[-1f32, -2., nan, nan], [-1., -1., -1., nan], [nan; 4]],
+        &device,
+    )?;
+    let reference = Tensor::new(
+        &[[-2f32, -1., nan, nan], [-1., -1., -4., nan], [nan; 4]],
+        &device,
+    )?;
+    let shaping = TokenShaping {
+        kl_penalty: Some(KlPenalty {
+            coef: 0.5,
+            kl: Kl::new(KlEstimator::K1),
+        }),
+        token_reward_clip: Some(1.),
+        gamma: 0.5,
+        advantage_clip: Some(0.7),
+        ..Default::default()
+    };
+    let rewards = tensor(&[1., 3., 9.]);
+    let tokens = shaping.apply(&rewards, &mask, Some((&old, &reference)))?;
+    // k1 is [1, -1 | 0, 0, 3]: token rewards [-0.5, 1.5 | 0, 0, 1.5], clipped to [-0.5, 1 | 0, 0, 1].
+    let returns = [0., 1., 0., 0., 0.25, 0.5, 1., 0., 0., 0., 0., 0.];
+    assert_close(&numbers(&tokens.returns)?, &returns, 1e-7);
+    let advantages = [0., 0.7, 0., 0., 0.25, 0.5, 0.7, 0., 0., 0., 0., 0.];
+    assert_close(&numbers(&tokens.advantages)?, &advantages, 1e-7);
+    let metrics = tokens.metrics.to_host()?;
+    assert_close(
+        &[
+            "reward_kl",
+            "token_reward_clip_fraction",
+            "advantage_clip_fraction",
+        ]
+        .map(|m| metrics.get(m).unwrap()),
+        &[0.6, 0.4, 0.4],
+        1e-7,
+    );
+    Ok(())
+}
+
+#[test]
+fn whitened_advantages_have_mean_zero_and_variance_one_over_the_mask() -> Result<()> {
+    let device = Device::Cpu;
+    let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], &device)?;
+    let shaping = TokenShaping {
+        whiten_advantages: true,
+        ..Default::default()
+    };
+    let advantages = shaping.apply(&tensor(&[2., -1.]), &mask, None)?.advantages;
+    // {2, 2, 2, -1}: mean 1.25, variance 2.25.
+    assert_close(&numbers(&advantages)?, &[0.5, 0.5, 0.5, -1.5, 0., 0.], 1e-6);
+    Ok(())
+}
+
+#[test]
+fn whitening_of_fewer_than_two_tokens_changes_nothing() -> Result<()> {
+    let mask = Mask::new(&Tensor::new(&[[0u8, 1, 0]], &Device::Cpu)?)?;
+    let values = Tensor::new(&[[5f32, 3., 7.]], &Device::Cpu)?;
+    let whitened = masked_whiten(&values, &mask, true, 1e-8)?;
+    assert_eq!(whitened.to_vec2::<f32>()?, values.to_vec2::<f32>()?);
+    Ok(())
+}
+
+#[rstest]
+#[case(KlEstimator::K1, [0.5, -1.])]
+#[case(KlEstimator::K2, [0.125, 0.5])]
+#[case(KlEstimator::K3, [0.106531, 0.718282])]
+#[case(KlEstimator::Abs, [0.5, 1.])]
+fn kl_estimators_have_their_published_values(
+    #[case] estimator: KlEstimator,
+    #[case] expected: [f64; 2],
+) -> Result<()> {
+    let kl = Kl::new(estimator).per_token(&tensor(&[-1., -2.]), &tensor(&[-1.5, -1.]), None)?;
+    assert_close(&numbers(&kl)?, &expected, 1e-6);
+    Ok(())
+}

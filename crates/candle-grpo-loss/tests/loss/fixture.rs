@@ -1,0 +1,222 @@
+//! A batch of five sequences, and losses from every corner of the product.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_loss::{
+    Aggregation, Clip, EmptySequences, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss,
+    PolicyLossOutput, StepTotals, Surrogate,
+};
+
+/// Sequences and tokens.
+pub const B: usize = 5;
+pub const T: usize = 6;
+
+/// The tensors of a batch, in f64.
+pub struct Fixture {
+    pub log_probs: Vec<f64>,
+    pub old_log_probs: Vec<f64>,
+    pub ref_log_probs: Vec<f64>,
+    pub entropy: Vec<f64>,
+    pub advantages: Vec<f64>,
+    pub importance_weights: Vec<f64>,
+    pub sample_weights: Vec<f64>,
+    pub mask: Vec<u8>,
+}
+
+impl Fixture {
+    /// Ragged sequences, one with a hole in the middle and one without any token.
+    pub fn new() -> Self {
+        let mut state = 7u64;
+        let mut uniform = move |low: f64, high: f64| {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            low + (high - low) * (state >> 11) as f64 / (1u64 << 53) as f64
+        };
+        let mut vector =
+            |n: usize, low: f64, high: f64| (0..n).map(|_| uniform(low, high)).collect::<Vec<_>>();
+        let old_log_probs = vector(B * T, -3., -0.1);
+        let drift = vector(B * T, -0.6, 0.6);
+        let gap = vector(B * T, -0.8, 0.8);
+        let sum = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x + y).collect::<Vec<_>>();
+        let lengths = [6, 3, 0, 5, 1];
+        let mut mask: Vec<u8> = lengths
+            .iter()
+            .flat_map(|&n| (0..T).map(move |t| u8::from(t < n)))
+            .collect();
+        mask[3 * T + 2] = 0;
+        Self {
+            log_probs: sum(&old_log_probs, &drift),
+            ref_log_probs: sum(&old_log_probs, &gap),
+            entropy: vector(B * T, 0.1, 3.),
+            advantages: vec![1.3, -0.7, 0.4, -1.1, 0.9],
+            importance_weights: vector(B * T, 0.5, 1.5),
+            sample_weights: vec![0.5, 1.5, 1., 1.2, 0.8],
+            old_log_probs,
+            mask,
+        }
+    }
+
+    /// The loss of some rows, as a function of `log_probs` and `entropy`.
+    pub fn compute_rows(
+        &self,
+        loss: &PolicyLoss,
+        rows: std::ops::Range<usize>,
+        totals: &StepTotals,
+        dtype: DType,
+    ) -> Result<Computed> {
+        let device = Device::Cpu;
+        let count = rows.len();
+        let per_token = |x: &[f64]| {
+            Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), &device)?
+                .to_dtype(dtype)
+        };
+        let per_row =
+            |x: &[f64]| Tensor::from_slice(&x[rows.clone()], count, &device)?.to_dtype(dtype);
+        let log_probs = Var::from_tensor(&per_token(&self.log_probs)?)?;
+        let entropy = Var::from_tensor(&per_token(&self.entropy)?)?;
+        let (old, reference) = (
+            per_token(&self.old_log_probs)?,
+            per_token(&self.ref_log_probs)?,
+        );
+        let (advantages, sample_weights) =
+            (per_row(&self.advantages)?, per_row(&self.sample_weights)?);
+        let importance_weights = per_token(&self.importance_weights)?;
+        let mask = Tensor::from_slice(
+            &self.mask[rows.start * T..rows.end * T],
+            (count, T),
+            &device,
+        )?;
+        let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
+            .old_log_probs(&old)
+            .ref_log_probs(&reference)
+            .entropy(&entropy)
+            .importance_weights(&importance_weights)
+            .sample_weights(&sample_weights);
+        let output = loss.compute(&batch, totals)?;
+        let gradients = output.loss.backward()?;
+        let gradient_of = |x: &Var| match gradients.get(x) {
+            Some(g) => crate::numbers(g),
+            None => Ok(vec![0.; count * T]),
+        };
+        Ok(Computed {
+            loss: crate::numbers(&output.loss)?[0],
+            log_probs: gradient_of(&log_probs)?,
+            entropy: gradient_of(&entropy)?,
+            output,
+        })
+    }
+
+    pub fn compute(&self, loss: &PolicyLoss) -> Result<Computed> {
+        self.compute_rows(loss, 0..B, &self.totals()?, DType::F64)
+    }
+
+    pub fn totals(&self) -> Result<StepTotals> {
+        StepTotals::to_host(&Tensor::from_slice(&self.mask, (B, T), &Device::Cpu)?)
+    }
+}
+
+/// A loss and its gradients.
+pub struct Computed {
+    pub loss: f64,
+    pub log_probs: Vec<f64>,
+    pub entropy: Vec<f64>,
+    pub output: PolicyLossOutput,
+}
+
+pub fn aggregations() -> Vec<Aggregation> {
+    vec![
+        Aggregation::TokenMean,
+        Aggregation::TokenSum,
+        Aggregation::SeqMeanTokenSum,
+        Aggregation::SeqMeanTokenMean,
+        Aggregation::SeqMeanTokenSumNorm { length: 9. },
+    ]
+}
+
+pub fn kl_losses() -> Vec<Option<KlLoss>> {
+    let kl = |kl: Kl, bias_correction| {
+        Some(KlLoss {
+            coef: 0.3,
+            kl,
+            bias_correction,
+        })
+    };
+    vec![
+        None,
+        kl(Kl::new(KlEstimator::K1), false),
+        kl(Kl::new(KlEstimator::K2), false),
+        kl(Kl::new(KlEstimator::K3), false),
+        kl(Kl::new(KlEstimator::Abs), false),
+        kl(Kl::new(KlEstimator::K3), true),
+        kl(
+            Kl {
+                value_clamp: Some(0.1),
+                log_ratio_clamp: Some(0.5),
+                ..Kl::default()
+            },
+            false,
+        ),
+    ]
+}
+
+pub const LEVELS: [ImportanceLevel; 4] = [
+    ImportanceLevel::Token,
+    ImportanceLevel::Sequence,
+    ImportanceLevel::SequenceProduct,
+    ImportanceLevel::Segment,
+];
+
+/// Surrogates whose gradient is that of their value.
+pub fn differentiable_surrogates() -> Vec<Surrogate> {
+    let clip = Clip::asymmetric(0.2, 0.28);
+    vec![
+        Surrogate::PolicyGradient,
+        Surrogate::Clip(clip),
+        Surrogate::Clip(Clip {
+            dual_clip: Some(1.4),
+            ..clip
+        }),
+        Surrogate::Clip(Clip {
+            delta: Some(1.35),
+            ..clip
+        }),
+        Surrogate::Clip(Clip {
+            delta: Some(0.9),
+            ..clip
+        }),
+    ]
+}
+
+/// Every aggregation and KL, each with a different surrogate and level.
+pub fn differentiable_losses() -> Vec<PolicyLoss> {
+    let mut losses = Vec::new();
+    for surrogate in differentiable_surrogates() {
+        for importance_level in LEVELS {
+            let i = losses.len();
+            let (aggregations, kls) = (aggregations(), kl_losses());
+            losses.push(PolicyLoss {
+                importance_level,
+                surrogate,
+                loss_coef: 0.7,
+                kl: kls[i % kls.len()],
+                entropy_coef: 0.05,
+                entropy_aggregation: (i % 2 == 0).then_some(Aggregation::TokenMean),
+                aggregation: aggregations[i % aggregations.len()],
+                empty_sequences: if i % 3 == 0 {
+                    EmptySequences::Include
+                } else {
+                    EmptySequences::Exclude
+                },
+                ..Default::default()
+            });
+        }
+    }
+    // Gradients that are not those of the value are left to the tests of the KL.
+    debug_assert!(
+        losses
+            .iter()
+            .all(|l| l.kl.is_none_or(|k| k.kl.gradient == KlGradient::Direct))
+    );
+    losses
+}

@@ -1,0 +1,146 @@
+//! Gradients against finite differences, in f64.
+
+use candle_core::{DType, Result};
+use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_loss::{ImportanceLevel, KlLoss, PolicyLoss, Surrogate};
+
+use crate::assert_close;
+use crate::fixture::{B, Fixture, T, differentiable_losses};
+
+#[test]
+fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
+    let fixture = Fixture::new();
+    let step = 1e-6;
+    for loss in differentiable_losses() {
+        let value = |log_probs: &[f64], entropy: &[f64]| -> Result<f64> {
+            let moved = Fixture {
+                log_probs: log_probs.to_vec(),
+                entropy: entropy.to_vec(),
+                ..Fixture::new()
+            };
+            Ok(moved.compute(&loss)?.loss)
+        };
+        let got = fixture.compute(&loss)?;
+        for i in 0..B * T {
+            let difference = |x: &[f64], f: &dyn Fn(&[f64]) -> Result<f64>| -> Result<f64> {
+                let mut moved = x.to_vec();
+                moved[i] += step;
+                let above = f(&moved)?;
+                moved[i] -= 2. * step;
+                Ok((above - f(&moved)?) / (2. * step))
+            };
+            let by_log_prob = difference(&fixture.log_probs, &|x| value(x, &fixture.entropy))?;
+            assert!(
+                (got.log_probs[i] - by_log_prob).abs() < 1e-7,
+                "log_probs[{i}]: {} against {by_log_prob} for {loss:?}",
+                got.log_probs[i]
+            );
+            let by_entropy = difference(&fixture.entropy, &|x| value(&fixture.log_probs, x))?;
+            assert!(
+                (got.entropy[i] - by_entropy).abs() < 1e-7,
+                "entropy[{i}]: {} against {by_entropy} for {loss:?}",
+                got.entropy[i]
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The value of the sequence ratio with the gradient of each token: with one advantage for a sequence and the mean over
+/// its tokens, the gradient is that of the sequence ratio itself.
+#[test]
+fn gspo_token_has_the_value_and_gradient_of_gspo() -> Result<()> {
+    let fixture = Fixture {
+        importance_weights: vec![1.; B * T],
+        ..Fixture::new()
+    };
+    let sequence = PolicyLoss::gspo();
+    let token = PolicyLoss {
+        importance_level: ImportanceLevel::SequenceToken,
+        ..sequence.clone()
+    };
+    let (sequence, token) = (fixture.compute(&sequence)?, fixture.compute(&token)?);
+    assert_close(&[token.loss], &[sequence.loss], 1e-12);
+    assert_close(&token.log_probs, &sequence.log_probs, 1e-12);
+    Ok(())
+}
+
+#[test]
+fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
+    let fixture = Fixture::new();
+    let with = |kl: Kl| PolicyLoss {
+        kl: Some(KlLoss {
+            coef: 1.,
+            kl,
+            bias_correction: false,
+        }),
+        ..PolicyLoss::dapo()
+    };
+    let k2 = fixture.compute(&with(Kl::new(KlEstimator::K2)))?;
+    for estimator in [KlEstimator::K1, KlEstimator::K3, KlEstimator::Abs] {
+        let kl = Kl {
+            gradient: KlGradient::StraightThrough,
+            ..Kl::new(estimator)
+        };
+        let direct = fixture.compute(&with(Kl::new(estimator)))?;
+        let through = fixture.compute(&with(kl))?;
+        assert_close(&[through.loss], &[direct.loss], 1e-12);
+        assert_close(&through.log_probs, &k2.log_probs, 1e-12);
+    }
+    Ok(())
+}
+
+/// Without old log-probs the ratio is 1, and the gradient of every surrogate is that of the policy gradient.
+#[test]
+fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
+    let fixture = Fixture::new();
+    let on_policy = Fixture {
+        old_log_probs: fixture.log_probs.clone(),
+        ..Fixture::new()
+    };
+    let plain = PolicyLoss {
+        surrogate: Surrogate::PolicyGradient,
+        ..Default::default()
+    };
+    let expected = on_policy.compute(&plain)?;
+    for surrogate in crate::fixture::differentiable_surrogates() {
+        // A bound below 1 clips a ratio of 1.
+        if matches!(surrogate, Surrogate::Clip(c) if c.delta.is_some_and(|d| d < 1.)) {
+            continue;
+        }
+        let got = on_policy.compute(&PolicyLoss {
+            surrogate,
+            ..Default::default()
+        })?;
+        assert_close(&got.log_probs, &expected.log_probs, 1e-12);
+        assert_eq!(got.output.metrics.to_host()?.get("ratio_mean"), Some(1.));
+    }
+    Ok(())
+}
+
+#[test]
+fn half_precision_is_computed_in_f32() -> Result<()> {
+    let fixture = Fixture::new();
+    // Values that bf16 and f16 hold exactly, so that only the arithmetic can differ.
+    let rounded = |x: &[f64]| x.iter().map(|v| (v * 8.).round() / 8.).collect::<Vec<_>>();
+    let fixture = Fixture {
+        log_probs: rounded(&fixture.log_probs),
+        old_log_probs: rounded(&fixture.old_log_probs),
+        ref_log_probs: rounded(&fixture.ref_log_probs),
+        entropy: rounded(&fixture.entropy),
+        advantages: rounded(&fixture.advantages),
+        importance_weights: rounded(&fixture.importance_weights),
+        sample_weights: rounded(&fixture.sample_weights),
+        mask: fixture.mask,
+    };
+    let totals = fixture.totals()?;
+    for loss in differentiable_losses() {
+        let exact = fixture.compute(&loss)?;
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let got = fixture.compute_rows(&loss, 0..B, &totals, dtype)?;
+            assert_eq!(got.output.loss.dtype(), DType::F32);
+            assert_close(&[got.loss], &[exact.loss], 1e-5);
+        }
+    }
+    Ok(())
+}
