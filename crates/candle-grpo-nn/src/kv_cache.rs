@@ -135,3 +135,23 @@ impl KvCache {
             .map(|(keys, _)| keys)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    #[test]
+    fn what_is_kept_holds_no_graph() -> Result<()> {
+        let variable = Var::ones((1, 1, 2, 2), DType::F32, &Device::Cpu)?;
+        let tracked = (variable.as_tensor() * 2.0)?;
+        let mut cache = KvCache::new(1);
+        for _ in 0..2 {
+            let (keys, values) = cache.append(0, &tracked, &tracked)?;
+            assert!(!keys.track_op() && !values.track_op());
+        }
+        assert_eq!(cache.len(), 4);
+        Ok(())
+    }
+}

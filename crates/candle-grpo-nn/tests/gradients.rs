@@ -194,6 +194,22 @@ fn an_error_in_a_later_micro_batch_leaves_the_sum_as_it_was() -> Result<()> {
 }
 
 #[test]
+fn gradients_do_not_keep_the_graph() -> Result<()> {
+    let parameters = lively(&config(true))?;
+    // The gradient of a factor is computed from the other, a tracked variable.
+    let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+    for (_, variable) in parameters.iter() {
+        loss = (loss + (variable.as_tensor() * variable.as_tensor())?.sum_all()?)?;
+    }
+    let mut gradients = Gradients::new();
+    for _ in 0..2 {
+        gradients.accumulate(&loss, &parameters)?;
+        assert!(gradients.iter().all(|(_, gradient)| !gradient.track_op()));
+    }
+    Ok(())
+}
+
+#[test]
 fn a_loss_that_is_not_one_number_is_refused() -> Result<()> {
     let parameters = lively(&config(true))?;
     let norm = parameters.get("model.norm.weight").unwrap();
@@ -264,6 +280,22 @@ fn clipping_scales_as_torch_does_and_returns_the_norm_before() -> Result<()> {
         first(&gradients, "model.norm.weight")?,
         (4.0 * scale) as f32
     );
+
+    // So small that the 1e-6 counts: a sixth, not a fifth.
+    let mut small = exact_gradients(&parameters, |name, variable| {
+        variable.zeros_like()?.affine(
+            0.0,
+            if name == "model.norm.weight" {
+                5e-6 / 12f64.sqrt()
+            } else {
+                0.0
+            },
+        )
+    })?;
+    let before = first(&small, "model.norm.weight")?;
+    small.clip_by_global_norm(1e-6)?;
+    let ratio = first(&small, "model.norm.weight")? / before;
+    assert!((ratio - 1.0 / 6.0).abs() < 1e-5, "{ratio}");
 
     for loose in [5.1, f64::INFINITY] {
         let mut gradients = three_four_five(&parameters)?;
