@@ -45,6 +45,8 @@ pub struct TrainConfig {
     pub micro_batch_size: usize,
     /// The optimiser.
     pub optimizer: AdamWConfig,
+    /// Over the first steps, this many, the learning rate rises in a straight line to that of the optimiser.
+    pub learning_rate_warmup_steps: usize,
     /// Gradients are scaled down to this norm.
     pub max_grad_norm: f64,
 }
@@ -66,6 +68,7 @@ impl Default for TrainConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
             },
+            learning_rate_warmup_steps: 0,
             max_grad_norm: 1.,
         }
     }
@@ -97,6 +100,12 @@ impl TrainConfig {
             "sampling.greedy: true, must be false in training: all completions of a group would be the same"
         );
         self.sampling.validate()
+    }
+
+    /// The learning rate of step `step`, from 1.
+    pub fn learning_rate(&self, step: usize) -> f64 {
+        let warmup = self.learning_rate_warmup_steps.max(1);
+        self.optimizer.learning_rate * step.min(warmup) as f64 / warmup as f64
     }
 
     pub(crate) fn actor(&self) -> ActorConfig {

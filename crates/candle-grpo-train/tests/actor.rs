@@ -1,0 +1,122 @@
+//! What an update does to the policy.
+
+mod common;
+
+use candle_core::{Device, Tensor};
+use candle_grpo_loss::{KlLoss, PolicyLoss, StepTotals};
+use candle_grpo_nn::AdamWConfig;
+use candle_grpo_train::{Actor, ActorConfig, TokenBatch, TrainingBatch};
+use common::{max_difference, model, parameters, prompts, sampling};
+use rstest::rstest;
+
+fn actor(policy_loss: PolicyLoss) -> Actor {
+    let config = ActorConfig {
+        policy_loss: PolicyLoss {
+            kl: Some(KlLoss::k3(0.1)),
+            entropy_coef: 0.01,
+            ..policy_loss
+        },
+        optimizer: AdamWConfig::default(),
+        temperature: 1.,
+    };
+    Actor::new(model(), parameters(), config).unwrap()
+}
+
+/// Completions of unequal length, off-policy by a little.
+fn batch(actor: &Actor) -> TrainingBatch {
+    let prompts = prompts(&["abc", "d", "eeeee"]);
+    let sampler = actor.sampler(sampling()).unwrap();
+    let rollouts = sampler.sample(&prompts.iter().collect::<Vec<_>>(), 4, 0).unwrap();
+    let tokens = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
+    let log_probs = actor.log_probs(&tokens).unwrap();
+    let advantages: Vec<f32> = (0..12).map(|i| (i as f32 * 1.7).sin()).collect();
+    TrainingBatch {
+        old_log_probs: Some((&log_probs + 0.05).unwrap()),
+        ref_log_probs: Some((&log_probs * 0.9).unwrap()),
+        advantages: Tensor::new(advantages, &Device::Cpu).unwrap(),
+        tokens,
+    }
+}
+
+#[rstest]
+fn micro_batches_add_up_to_the_gradient_of_the_batch(
+    #[values(PolicyLoss::grpo(), PolicyLoss::dapo(), PolicyLoss::dr_grpo(8.), PolicyLoss::gspo())]
+    policy_loss: PolicyLoss,
+    #[values(1, 5, 6)] size: usize,
+) {
+    let mut whole = actor(policy_loss.clone());
+    let batch = batch(&whole);
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let metrics = whole.forward_backward(&batch, &totals).unwrap();
+
+    let mut pieces = actor(policy_loss);
+    let mut merged = candle_grpo_core::MetricValues::default();
+    for piece in batch.split(size).unwrap() {
+        merged.merge(&pieces.forward_backward(&piece, &totals).unwrap()).unwrap();
+    }
+
+    for (name, gradient) in whole.gradients().iter() {
+        let largest = gradient.abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+        let largest = largest.to_scalar::<f32>().unwrap();
+        let difference = max_difference(gradient, pieces.gradients().get(name).unwrap());
+        assert!(difference <= 1e-5 * largest.max(1e-2), "{name}: {difference} of {largest}");
+    }
+    for ((name, a), (other, b)) in metrics.iter().zip(merged.iter()) {
+        assert_eq!(name, other);
+        assert!((a - b).abs() < 1e-5, "{name}: {a} and {b}");
+    }
+}
+
+#[test]
+fn a_step_raises_what_did_well_and_leaves_the_reference() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let reference = actor.reference().unwrap();
+    let mut batch = batch(&actor);
+    batch.advantages = batch.advantages.ones_like().unwrap();
+    let mask = batch.tokens.response_mask.to_dtype(candle_core::DType::F32).unwrap();
+    let likelihood = |actor: &Actor| -> f32 {
+        let log_probs = actor.log_probs(&batch.tokens).unwrap();
+        (log_probs * &mask).unwrap().sum_all().unwrap().to_scalar().unwrap()
+    };
+    let before = likelihood(&actor);
+    let reference_before = reference.log_probs(&batch.tokens, 1.).unwrap();
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    actor.forward_backward(&batch, &totals).unwrap();
+    let stats = actor.clip_grad_and_step(1.).unwrap();
+    assert!(stats.grad_norm > 0. && stats.learning_rate == 1e-3);
+    assert!(likelihood(&actor) > before);
+    let reference_after = reference.log_probs(&batch.tokens, 1.).unwrap();
+    assert_eq!(max_difference(&reference_before, &reference_after), 0.);
+    assert!(actor.gradients().is_empty(), "a step forgets the gradients");
+}
+
+#[test]
+fn a_step_without_gradients_is_an_error() {
+    let error = actor(PolicyLoss::grpo()).clip_grad_and_step(1.).unwrap_err();
+    assert!(format!("{error:#}").contains("optimiser step: gradients"), "{error:#}");
+}
+
+#[test]
+fn gradients_that_are_not_finite_change_nothing() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let mut batch = batch(&actor);
+    batch.advantages = (batch.advantages * f64::NAN).unwrap();
+    let before = actor.parameters().frozen_copy().unwrap();
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let result = actor
+        .forward_backward(&batch, &totals)
+        .and_then(|_| actor.clip_grad_and_step(1.));
+    assert!(result.is_err());
+    for (name, value) in actor.parameters().iter() {
+        assert_eq!(max_difference(value, &before[name]), 0., "{name}");
+    }
+}
+
+#[test]
+fn pieces_and_step_counts_of_nothing_are_errors() {
+    let actor = actor(PolicyLoss::grpo());
+    let batch = batch(&actor);
+    assert!(batch.split(0).is_err());
+    let nothing = batch.tokens.response_mask.zeros_like().unwrap();
+    assert!(StepTotals::to_host(&nothing).is_err());
+}

@@ -1,0 +1,122 @@
+//! Policies on disk.
+
+mod common;
+
+use std::fs;
+
+use candle_core::Device;
+use candle_grpo_loss::PolicyLoss;
+use candle_grpo_train::{
+    Actor, ActorConfig, RunDir, Sample, Sampler, TrainConfig, Trainer, load_checkpoint, save_checkpoint,
+};
+use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
+use serde_json::json;
+
+/// A policy that has made an optimiser step.
+fn trainer() -> Trainer {
+    let config = TrainConfig {
+        prompts_per_step: 2,
+        sampling: sampling(),
+        ..TrainConfig::default()
+    };
+    let reward = |sample: &Sample| sample.completion.len() as f32;
+    let mut trainer =
+        Trainer::new(model(), parameters(), tokenizer(), prompts(&["ab", "c"]), reward, config).unwrap();
+    assert!(!trainer.step().unwrap().skipped);
+    trainer
+}
+
+#[test]
+fn a_checkpoint_gives_back_the_policy_to_the_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    let trainer = trainer();
+    save_checkpoint(&path, trainer.actor(), &tokenizer(), &[END]).unwrap();
+    let read = load_checkpoint(&path, &Device::Cpu).unwrap();
+
+    assert_eq!(read.model.vocab_size, 6);
+    for (name, value) in trainer.actor().parameters().iter() {
+        assert_eq!(max_difference(value, read.parameters.get(name).unwrap()), 0., "{name}");
+    }
+    let prompts = prompts(&["abc", "d"]);
+    let prompts: Vec<_> = prompts.iter().collect();
+    let before = trainer.actor().sampler(sampling()).unwrap().sample(&prompts, 4, 9).unwrap();
+    let sampler = Sampler::new(&read.model, &read.parameters, sampling()).unwrap();
+    assert_eq!(sampler.sample(&prompts, 4, 9).unwrap(), before);
+
+    let config = ActorConfig {
+        policy_loss: PolicyLoss::grpo(),
+        optimizer: Default::default(),
+        temperature: 1.,
+    };
+    let mut actor = Actor::new(read.model, read.parameters, config).unwrap();
+    actor.optimizer_mut().load_state(read.optimizer_state.unwrap()).unwrap();
+    assert_eq!(actor.optimizer().steps(), 1);
+    assert_eq!(read.tokenizer.encode("cab", false).unwrap().get_ids(), [3, 1, 2]);
+}
+
+#[test]
+fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
+    let config: serde_json::Value =
+        serde_json::from_slice(&fs::read(path.join("config.json")).unwrap()).unwrap();
+    for (name, value) in [
+        ("model_type", json!("llama")),
+        ("architectures", json!(["LlamaForCausalLM"])),
+        ("eos_token_id", json!([0])),
+        ("head_dim", json!(4)),
+        ("num_key_value_heads", json!(2)),
+    ] {
+        assert_eq!(config[name], value);
+    }
+    let mut names: Vec<_> = fs::read_dir(&path)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["config.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json"]);
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_read_says_which_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    let error = format!("{:#}", load_checkpoint(&path, &Device::Cpu).err().unwrap());
+    assert!(error.contains("config.json"), "{error}");
+    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
+    fs::write(path.join("model.safetensors"), "torn").unwrap();
+    let error = format!("{:#}", load_checkpoint(&path, &Device::Cpu).err().unwrap());
+    assert!(error.contains("model.safetensors"), "{error}");
+}
+
+#[test]
+fn a_run_directory_holds_only_complete_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = trainer();
+    let mut run = RunDir::create(&folder.path().join("run"), trainer.config()).unwrap();
+    let metrics = vec![trainer.step().unwrap()];
+    run.append_metrics(&metrics[0]).unwrap();
+    run.write_plot(&metrics).unwrap();
+    run.write_plot(&metrics).unwrap();
+    for _ in 0..2 {
+        run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END]).unwrap();
+    }
+    let mut names: Vec<_> = fs::read_dir(run.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["checkpoint", "config.json", "metrics.jsonl", "metrics.svg"]);
+
+    // A checkpoint that cannot be written leaves the one before.
+    fs::remove_dir_all(run.path().join("checkpoint")).unwrap();
+    fs::write(run.path().join("checkpoint"), "in the way").unwrap();
+    let result = run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END]);
+    assert!(result.is_err());
+    assert_eq!(fs::read_to_string(run.path().join("checkpoint")).unwrap(), "in the way");
+    assert!(!fs::read_dir(run.path()).unwrap().any(|e| {
+        e.unwrap().file_name().to_string_lossy().ends_with(".tmp")
+    }));
+}
