@@ -1,0 +1,29 @@
+# The few commands that a person types. Needs a Rust toolchain and nothing else.
+
+CARGO ?= cargo
+SEED ?= 0
+
+.PHONY: help demo demo-short test examples lint ci
+
+help: ## show this
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+
+demo: ## train a tiny policy to add two-digit numbers with GRPO (3 minutes; SEED=1 for another run)
+	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED)
+
+demo-short: ## the demo in a minute: it only has to learn something
+	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short
+
+test: ## every test, golden cases included
+	$(CARGO) test --release --locked --workspace
+
+examples: ## the short programs in examples/
+	$(CARGO) run --release --locked -p candle-grpo-example-own-loop
+
+lint: ## format, clippy and docs, warnings denied
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
+
+ci: ## what continuous integration runs
+	.ci/run
