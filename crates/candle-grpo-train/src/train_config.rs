@@ -6,7 +6,7 @@ use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::AdamWConfig;
 use serde::{Deserialize, Serialize};
 
-use crate::{ActorConfig, SamplingConfig};
+use crate::{ActorConfig, LearningRateSchedule, SamplingConfig};
 
 /// Where the log-probs that the ratio of an update refers to come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -45,8 +45,8 @@ pub struct TrainConfig {
     pub micro_batch_size: usize,
     /// The optimiser.
     pub optimizer: AdamWConfig,
-    /// Over the first steps, this many, the learning rate rises in a straight line to that of the optimiser.
-    pub learning_rate_warmup_steps: usize,
+    /// How the learning rate changes.
+    pub schedule: LearningRateSchedule,
     /// Gradients are scaled down to this norm.
     pub max_grad_norm: f64,
 }
@@ -68,7 +68,7 @@ impl Default for TrainConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
             },
-            learning_rate_warmup_steps: 0,
+            schedule: LearningRateSchedule::default(),
             max_grad_norm: 1.,
         }
     }
@@ -99,13 +99,8 @@ impl TrainConfig {
             !self.sampling.greedy,
             "sampling.greedy: true, must be false in training: all completions of a group would be the same"
         );
+        self.schedule.validate()?;
         self.sampling.validate()
-    }
-
-    /// The learning rate of step `step`, from 1.
-    pub fn learning_rate(&self, step: usize) -> f64 {
-        let warmup = self.learning_rate_warmup_steps.max(1);
-        self.optimizer.learning_rate * step.min(warmup) as f64 / warmup as f64
     }
 
     pub(crate) fn actor(&self) -> ActorConfig {

@@ -116,8 +116,8 @@ impl Trainer {
         let batch = self.training_batch(rollouts, advantages)?;
         let mini_batch_size = self.config.mini_batch_size.unwrap_or(rollouts.len());
         let mini_batches = batch.split(mini_batch_size)?;
-        self.actor
-            .set_learning_rate(self.config.learning_rate(metrics.step));
+        let factor = self.config.schedule.factor(metrics.step);
+        self.actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
         let mut policy = MetricValues::default();
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {

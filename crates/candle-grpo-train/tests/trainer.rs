@@ -6,7 +6,7 @@ use anyhow::Result;
 use candle_grpo_core::{GroupAdvantage, SingleSample};
 use candle_grpo_nn::{AdamWConfig, Parameters};
 use candle_grpo_train::{
-    Example, OldLogProbs, PretrainConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
+    Example, LearningRateSchedule, OldLogProbs, PretrainConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
     pretrain,
 };
 use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
@@ -102,9 +102,9 @@ fn a_step_with_nothing_to_learn_is_skipped_and_counted() {
 }
 
 #[test]
-fn the_learning_rate_rises_over_the_warmup_steps() {
+fn the_learning_rate_follows_its_schedule() {
     let config = TrainConfig {
-        learning_rate_warmup_steps: 4,
+        schedule: LearningRateSchedule { warmup_steps: 4, decay_until: None },
         ..config()
     };
     let mut trainer = trainer(share_of_a, config).unwrap();

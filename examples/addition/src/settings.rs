@@ -1,0 +1,128 @@
+//! The settings of the demonstration.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+
+use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Surrogate};
+use candle_grpo_nn::{AdamWConfig, DecoderConfig};
+use candle_grpo_train::{
+    LearningRateSchedule, OldLogProbs, PretrainConfig, SamplingConfig, TrainConfig,
+};
+use serde::Serialize;
+
+use crate::task::{END, VOCABULARY};
+
+/// All settings; they go into the run directory.
+#[derive(Serialize)]
+pub(crate) struct Settings {
+    pub(crate) seed: u64,
+    pub(crate) steps: usize,
+    pub(crate) goal: Goal,
+    pub(crate) model: DecoderConfig,
+    pub(crate) warm_up: PretrainConfig,
+    /// The held-out accuracy, sampled, at which the warm-up ends, and the one that it must not pass.
+    pub(crate) warm_up_accuracy: RangeInclusive<f64>,
+    pub(crate) train: TrainConfig,
+}
+
+/// What counts as having learned.
+#[derive(Clone, Copy, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Goal {
+    /// Right on this share of the held-out problems.
+    Accuracy(f64),
+    /// Right on more of them than before, by this share.
+    Rise(f64),
+}
+
+impl Goal {
+    /// The accuracy to reach.
+    pub(crate) fn accuracy(self, before: f64) -> f64 {
+        match self {
+            Self::Accuracy(accuracy) => accuracy,
+            Self::Rise(rise) => before + rise,
+        }
+    }
+}
+
+impl fmt::Display for Goal {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Accuracy(accuracy) => write!(f, "must become at least {accuracy}"),
+            Self::Rise(rise) => write!(f, "must rise by at least {rise}"),
+        }
+    }
+}
+
+impl Settings {
+    pub(crate) fn new(seed: u64, steps: Option<usize>, short: bool) -> Self {
+        let (default_steps, goal) = if short {
+            (150, Goal::Rise(0.1))
+        } else {
+            (1000, Goal::Accuracy(0.8))
+        };
+        let steps = steps.unwrap_or(default_steps);
+        Self {
+            seed,
+            steps,
+            goal,
+            model: DecoderConfig {
+                vocab_size: VOCABULARY,
+                hidden_size: 32,
+                intermediate_size: 64,
+                num_hidden_layers: 2,
+                num_attention_heads: 4,
+                num_key_value_heads: 2,
+                head_dim: None,
+                rms_norm_eps: 1e-6,
+                rope_theta: 1e4,
+                max_position_embeddings: 16,
+                tie_word_embeddings: false,
+            },
+            warm_up: PretrainConfig {
+                max_steps: 2000,
+                batch_size: 128,
+                optimizer: adamw(4e-3),
+                seed,
+                ..PretrainConfig::default()
+            },
+            warm_up_accuracy: 0.3..=0.4,
+            train: TrainConfig {
+                prompts_per_step: 64,
+                num_generations: 8,
+                sampling: SamplingConfig {
+                    max_new_tokens: 4,
+                    stop_token_ids: vec![END],
+                    seed,
+                    ..SamplingConfig::default()
+                },
+                policy_loss: PolicyLoss {
+                    surrogate: Surrogate::Clip(Clip::symmetric(0.2)),
+                    kl: Some(KlLoss::k3(0.001)),
+                    aggregation: Aggregation::TokenMean,
+                    ..PolicyLoss::default()
+                },
+                old_log_probs: OldLogProbs::Sampler,
+                // Two updates from each batch, so that the second one is off-policy and the clip has something to do.
+                mini_batch_size: Some(256),
+                // Tensors that stay in the cache, and below the size at which Candle calls its threads together.
+                micro_batch_size: 64,
+                optimizer: adamw(1e-3),
+                schedule: LearningRateSchedule {
+                    warmup_steps: 20,
+                    decay_until: Some(steps),
+                },
+                ..TrainConfig::default()
+            },
+        }
+    }
+}
+
+fn adamw(learning_rate: f64) -> AdamWConfig {
+    AdamWConfig {
+        learning_rate,
+        beta2: 0.99,
+        weight_decay: 0.,
+        ..AdamWConfig::default()
+    }
+}

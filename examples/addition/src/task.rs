@@ -1,0 +1,73 @@
+//! The task: `37+58=` is to be answered with `95`.
+
+use anyhow::Result;
+use candle_grpo_train::{Example, Prompt, Sample, ShuffledOrder, character_tokenizer};
+use serde_json::json;
+use tokenizers::Tokenizer;
+
+/// Problems that the policy never trains on.
+const HELD_OUT: usize = 1000;
+
+/// The characters of problems and answers.
+const ALPHABET: &str = "0123456789+=";
+
+/// The number of tokens: one for each character and [`END`].
+pub(crate) const VOCABULARY: usize = ALPHABET.len() + 1;
+
+/// The token that ends an answer.
+pub(crate) const END: u32 = 0;
+
+/// All sums of two two-digit numbers, divided by chance into those to train on and those to be asked at the end.
+pub(crate) struct Task {
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) training: Vec<Prompt>,
+    pub(crate) held_out: Vec<Prompt>,
+}
+
+impl Task {
+    pub(crate) fn new(seed: u64) -> Result<Self> {
+        let tokenizer = character_tokenizer(ALPHABET)?;
+        let problems: Vec<(u32, u32)> = (10..100)
+            .flat_map(|a| (10..100).map(move |b| (a, b)))
+            .collect();
+        let order = ShuffledOrder::new(problems.len(), seed)?.slice(0, problems.len());
+        let prompts = order
+            .into_iter()
+            .map(|i| {
+                let (a, b) = problems[i];
+                let columns = json!({ "answer": (a + b).to_string() });
+                Prompt::new(i as u64, &format!("{a}+{b}="), columns, &tokenizer)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let (held_out, training) = prompts.split_at(HELD_OUT);
+        Ok(Self {
+            training: training.to_vec(),
+            held_out: held_out.to_vec(),
+            tokenizer,
+        })
+    }
+
+    /// The training problems with their answers, for the warm-up.
+    pub(crate) fn examples(&self) -> Result<Vec<Example>> {
+        self.training
+            .iter()
+            .map(|prompt| {
+                let answer = Prompt::new(prompt.index, answer(prompt), json!(null), &self.tokenizer)?;
+                Ok(Example {
+                    prompt: prompt.tokens.clone(),
+                    answer: [answer.tokens.as_slice(), &[END]].concat(),
+                })
+            })
+            .collect()
+    }
+}
+
+/// The right answer.
+pub(crate) fn answer(prompt: &Prompt) -> &str {
+    prompt.columns["answer"].as_str().unwrap_or_default()
+}
+
+/// 1 for the right answer, 0 for any other: all that reinforcement learning is told.
+pub(crate) fn is_right(sample: &Sample) -> f32 {
+    f32::from(u8::from(sample.columns["answer"] == sample.completion))
+}

@@ -1,0 +1,46 @@
+//! Learning from examples until reinforcement learning has something to reinforce.
+
+use std::ops::ControlFlow;
+
+use anyhow::{Result, ensure};
+use candle_core::Device;
+use candle_grpo_nn::Parameters;
+use candle_grpo_train::{Sampler, evaluate, pretrain};
+
+use crate::progress::Bar;
+use crate::report::STREAM;
+use crate::settings::Settings;
+use crate::task::{Task, is_right};
+
+/// Steps between looks at the accuracy.
+const INTERVAL: usize = 10;
+
+/// A policy that is right on held-out problems as often as the settings ask for.
+pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
+    let parameters = Parameters::init(&settings.model, settings.seed, &Device::Cpu)?;
+    let sampler = Sampler::new(&settings.model, &parameters, settings.train.sampling.clone())?;
+    let bar = Bar::new("warm-up", settings.warm_up.max_steps);
+    let mut accuracy = 0.;
+    let after_step = |step: usize, loss: f64| {
+        if step.is_multiple_of(INTERVAL) {
+            let answers = evaluate(&sampler, &task.held_out, &is_right, &task.tokenizer, STREAM)?;
+            accuracy = answers.reward_mean();
+        }
+        bar.step(&format!("loss {loss:.2}, right {:.0} %", 100. * accuracy));
+        Ok(if accuracy >= *settings.warm_up_accuracy.start() {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        })
+    };
+    let examples = task.examples()?;
+    let steps = pretrain(&settings.model, &parameters, &examples, &settings.warm_up, after_step)?;
+    ensure!(
+        settings.warm_up_accuracy.contains(&accuracy),
+        "after {steps} steps of warm-up the accuracy is {accuracy:.3}, must be in {:?}",
+        settings.warm_up_accuracy
+    );
+    drop(bar);
+    println!("\nwarmed up in {steps} steps on examples: {:.1} % right, sampled", 100. * accuracy);
+    Ok(parameters)
+}
