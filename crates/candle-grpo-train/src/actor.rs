@@ -106,7 +106,7 @@ impl Actor {
     /// Errs if there are no gradients or their norm is not finite; then the parameters are as before.
     pub fn clip_grad_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
         let result = self.clip_and_step(max_norm);
-        self.gradients.clear();
+        self.zero_grad();
         result.context("optimiser step")
     }
 
@@ -118,6 +118,11 @@ impl Actor {
             grad_norm,
             learning_rate,
         })
+    }
+
+    /// Forgets the gradients added up since the last step.
+    pub fn zero_grad(&mut self) {
+        self.gradients.clear();
     }
 
     /// Sets the learning rate of the next steps.

@@ -9,10 +9,7 @@ use anyhow::{Context, Result, anyhow};
 /// Lets `write` fill a file or folder under a temporary name beside `path`, then renames it to `path`.
 ///
 /// What was at `path` is replaced; if `write` fails it stays, and what was written is removed.
-pub(crate) fn write_atomically(
-    path: &Path,
-    write: impl FnOnce(&Path) -> Result<()>,
-) -> Result<()> {
+pub(crate) fn write_atomically(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let temporary = temporary_name(path)?;
     remove(&temporary)?;
     let result = write(&temporary)
@@ -51,11 +48,15 @@ fn sync(path: &Path) -> Result<()> {
 }
 
 fn replace(temporary: &Path, path: &Path) -> Result<()> {
-    // A rename replaces a file in one move, but not a folder with something in it.
-    if path.is_dir() {
-        fs::remove_dir_all(path)?;
+    if !path.is_dir() {
+        return Ok(fs::rename(temporary, path)?);
     }
-    Ok(fs::rename(temporary, path)?)
+    // A rename does not replace a folder with something in it: the old one is moved aside first.
+    let old = temporary.with_extension("old");
+    remove(&old)?;
+    fs::rename(path, &old)?;
+    fs::rename(temporary, path)?;
+    remove(&old)
 }
 
 fn remove(path: &Path) -> Result<()> {
@@ -82,7 +83,10 @@ mod tests {
             bail!("disk full")
         })
         .unwrap_err();
-        assert!(format!("{error:#}").ends_with("a.json: disk full"), "{error:#}");
+        assert!(
+            format!("{error:#}").ends_with("a.json: disk full"),
+            "{error:#}"
+        );
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
@@ -98,7 +102,10 @@ mod tests {
             })
             .unwrap();
         }
-        let names: Vec<_> = fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name()).collect();
+        let names: Vec<_> = fs::read_dir(&path)
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
         assert_eq!(names, ["second"]);
     }
 }

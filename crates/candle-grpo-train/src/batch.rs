@@ -26,7 +26,10 @@ impl TokenBatch {
     ///
     /// Errs if there are no pairs, or a prompt or a response has no tokens.
     pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
-        ensure!(!pairs.is_empty(), "sequences: none, a batch must have at least one");
+        ensure!(
+            !pairs.is_empty(),
+            "sequences: none, a batch must have at least one"
+        );
         for (i, (prompt, response)) in pairs.iter().enumerate() {
             ensure!(
                 !prompt.is_empty() && !response.is_empty(),
@@ -120,7 +123,11 @@ impl TrainingBatch {
 
 /// The log-probs that the sampler recorded, f32 `[B, T]`, 0 where there is no token.
 pub fn sampler_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
-    let width = rollouts.iter().map(|r| r.log_probs.len()).max().unwrap_or(0);
+    let width = rollouts
+        .iter()
+        .map(|r| r.log_probs.len())
+        .max()
+        .unwrap_or(0);
     ensure!(width > 0, "rollouts: no tokens, there must be at least one");
     let mut cells = vec![0f32; rollouts.len() * width];
     for (rollout, cells) in rollouts.iter().zip(cells.chunks_exact_mut(width)) {
@@ -139,7 +146,10 @@ mod tests {
         let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
         let rows = |x: &Tensor| x.to_vec2::<u32>().unwrap();
         assert_eq!(rows(&batch.input_ids), [[1, 2, 3, 4, 0], [0, 0, 5, 6, 7]]);
-        assert_eq!(rows(&batch.attention_mask), [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]);
+        assert_eq!(
+            rows(&batch.attention_mask),
+            [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+        );
         assert_eq!(rows(&batch.targets), [[4, 0, 0], [6, 7, 8]]);
         assert_eq!(rows(&batch.response_mask), [[1, 0, 0], [1, 1, 1]]);
         assert_eq!((batch.num_sequences(), batch.response_width()), (2, 3));
@@ -167,7 +177,9 @@ mod tests {
         let error = TokenBatch::new(&[], &Device::Cpu).unwrap_err().to_string();
         assert_eq!(error, "sequences: none, a batch must have at least one");
         let pairs: [(&[u32], &[u32]); 2] = [(&[1], &[2]), (&[1, 1], &[])];
-        let error = TokenBatch::new(&pairs, &Device::Cpu).unwrap_err().to_string();
+        let error = TokenBatch::new(&pairs, &Device::Cpu)
+            .unwrap_err()
+            .to_string();
         assert_eq!(
             error,
             "sequence 1: 2 prompt tokens and 0 response tokens, must have at least one of each"

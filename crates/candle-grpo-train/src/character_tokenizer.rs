@@ -10,7 +10,10 @@ use tokenizers::Tokenizer;
 ///
 /// Errs if `alphabet` is empty or has a character twice.
 pub fn character_tokenizer(alphabet: &str) -> Result<Tokenizer> {
-    ensure!(!alphabet.is_empty(), "alphabet: empty, must have a character");
+    ensure!(
+        !alphabet.is_empty(),
+        "alphabet: empty, must have a character"
+    );
     let mut vocabulary = serde_json::Map::new();
     vocabulary.insert(EOS.to_owned(), json!(EOS_ID));
     for (i, character) in alphabet.chars().enumerate() {
@@ -46,7 +49,10 @@ mod tests {
         let tokenizer = character_tokenizer("01 é\n").unwrap();
         let encoding = tokenizer.encode("10 é\n0", false).unwrap();
         assert_eq!(encoding.get_ids(), [2, 1, 3, 4, 5, 1]);
-        assert_eq!(tokenizer.decode(encoding.get_ids(), true).unwrap(), "10 é\n0");
+        assert_eq!(
+            tokenizer.decode(encoding.get_ids(), true).unwrap(),
+            "10 é\n0"
+        );
         assert_eq!(tokenizer.decode(&[2, 0], true).unwrap(), "1");
         assert_eq!(tokenizer.token_to_id("<eos>"), Some(0));
         assert_eq!(tokenizer.get_vocab_size(true), 6);
@@ -54,7 +60,12 @@ mod tests {
 
     #[test]
     fn unknown_characters_and_bad_alphabets_are_errors() {
-        assert!(character_tokenizer("01").unwrap().encode("2", false).is_err());
+        assert!(
+            character_tokenizer("01")
+                .unwrap()
+                .encode("2", false)
+                .is_err()
+        );
         assert!(character_tokenizer("").is_err());
         let error = character_tokenizer("010").unwrap_err().to_string();
         assert_eq!(error, "alphabet: has '0' twice");

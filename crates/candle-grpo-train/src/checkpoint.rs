@@ -59,8 +59,8 @@ pub fn load_checkpoint(folder: &Path, device: &Device) -> Result<Checkpoint> {
         let config = fs::read(folder.join(CONFIG)).context(CONFIG)?;
         let model: DecoderConfig = serde_json::from_slice(&config).context(CONFIG)?;
         let parameters = Parameters::load(&model, &folder.join(MODEL), device)?;
-        let tokenizer =
-            Tokenizer::from_file(folder.join(TOKENIZER)).map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
+        let tokenizer = Tokenizer::from_file(folder.join(TOKENIZER))
+            .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
         let optimizer = folder.join(OPTIMIZER);
         let optimizer_state = if optimizer.exists() {
             Some(safetensors::load(optimizer, device)?)

@@ -28,7 +28,10 @@ pub(crate) struct Distribution {
 impl Distribution {
     /// Errs if a logit is NaN or +inf, or all are -inf.
     pub(crate) fn new(logits: &[f32], temperature: f64) -> Result<Self> {
-        if let Some(token) = logits.iter().position(|x| x.is_nan() || *x == f32::INFINITY) {
+        if let Some(token) = logits
+            .iter()
+            .position(|x| x.is_nan() || *x == f32::INFINITY)
+        {
             bail!("the logit of token {token} is {}", logits[token]);
         }
         let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -97,7 +100,10 @@ mod tests {
                 let expected = f64::from(distribution.log_prob(token as u32)).exp() * f64::from(n);
                 chi_square += (f64::from(count) - expected).powi(2) / expected;
             }
-            assert!(chi_square < CRITICAL_7, "temperature {temperature}: {counts:?}, {chi_square}");
+            assert!(
+                chi_square < CRITICAL_7,
+                "temperature {temperature}: {counts:?}, {chi_square}"
+            );
         }
     }
 

@@ -63,13 +63,15 @@ pub fn evaluate(
         .zip(rollouts)
         .zip(texts)
         .zip(scores)
-        .map(|(((prompt, rollout), completion), reward)| EvaluatedSample {
-            prompt: prompt.text.clone(),
-            completion,
-            reward,
-            response_length: rollout.completion_tokens.len(),
-            finish_reason: rollout.finish_reason,
-        })
+        .map(
+            |(((prompt, rollout), completion), reward)| EvaluatedSample {
+                prompt: prompt.text.clone(),
+                completion,
+                reward,
+                response_length: rollout.completion_tokens.len(),
+                finish_reason: rollout.finish_reason,
+            },
+        )
         .collect();
     Ok(Evaluation { samples })
 }

@@ -17,7 +17,9 @@ pub(crate) fn right_padded(rows: &[&[u32]], width: usize, device: &Device) -> Re
 
 /// 1 where [`left_padded`] has a token, else 0.
 pub(crate) fn padding_mask(rows: &[&[u32]], width: usize, device: &Device) -> Result<Tensor> {
-    rectangle(rows, width, device, |row| (width - row.len(), vec![1; row.len()]))
+    rectangle(rows, width, device, |row| {
+        (width - row.len(), vec![1; row.len()])
+    })
 }
 
 /// 1 where [`right_padded`] has a token, else 0.

@@ -14,7 +14,7 @@ const RAW: RGBColor = RGBColor(150, 170, 200);
 const SMOOTH: RGBColor = RGBColor(20, 60, 130);
 
 /// A picture (SVG) of mean reward, KL to the reference, entropy and clip fraction over the steps: raw values as dots,
-/// a moving average as a line.
+/// a moving average as a line. Rare values far above the others are triangles at the upper edge.
 ///
 /// Skipped steps have a reward only. A figure that no step has leaves its panel empty.
 pub fn training_plot_svg(metrics: &[StepMetrics]) -> Result<String> {
@@ -54,12 +54,15 @@ fn panel(
     points: &[(f64, f64)],
     last_step: f64,
 ) -> Result<()> {
+    let average = moving_average(points);
+    let range = value_range(points, &average);
+    let (inside, above): (Vec<_>, Vec<_>) = points.iter().partition(|p| p.1 <= range.end);
     let mut chart = ChartBuilder::on(area)
         .caption(title, (FONT, 20))
         .margin(14)
         .x_label_area_size(44)
         .y_label_area_size(64)
-        .build_cartesian_2d(0f64..last_step.max(1.), value_range(points))
+        .build_cartesian_2d(0f64..last_step.max(1.), range.clone())
         .map_err(drawing)?;
     chart
         .configure_mesh()
@@ -75,32 +78,44 @@ fn panel(
         .draw()
         .map_err(drawing)?;
     chart
-        .draw_series(points.iter().map(|&p| Circle::new(p, 2, RAW.filled())))
+        .draw_series(inside.into_iter().map(|p| Circle::new(p, 2, RAW.filled())))
+        .map_err(drawing)?;
+    let edge = above.into_iter().map(|(x, _)| (x, range.end));
+    chart
+        .draw_series(edge.map(|p| TriangleMarker::new(p, 5, RAW.filled())))
         .map_err(drawing)?;
     chart
-        .draw_series(LineSeries::new(moving_average(points), SMOOTH.stroke_width(2)))
+        .draw_series(LineSeries::new(average, SMOOTH.stroke_width(2)))
         .map_err(drawing)?;
     Ok(())
 }
 
-/// From 0, or from below if there are negative values, to a little above the greatest.
-fn value_range(points: &[(f64, f64)]) -> Range<f64> {
-    let finite = || points.iter().map(|p| p.1).filter(|y| y.is_finite());
-    let low = finite().fold(0., f64::min);
-    let high = finite().fold(low, f64::max);
-    let margin = if high > low { 0.06 * (high - low) } else { 1. };
+/// From 0, or from below if there are negative values, to a little above all but the rarest values and the average.
+fn value_range(points: &[(f64, f64)], average: &[(f64, f64)]) -> Range<f64> {
+    let finite = |points: &[(f64, f64)]| -> Vec<f64> {
+        points
+            .iter()
+            .map(|p| p.1)
+            .filter(|y| y.is_finite())
+            .collect()
+    };
+    let mut values = finite(points);
+    values.sort_by(f64::total_cmp);
+    let low = values.first().copied().unwrap_or(0.).min(0.);
+    let usual = values.len().saturating_sub(1 + values.len() / 50);
+    let usual = values.get(usual).copied().unwrap_or(low);
+    let high = finite(average).into_iter().fold(usual, f64::max).max(low);
+    let margin = if high > low { 0.1 * (high - low) } else { 1. };
     let below = if low < 0. { margin } else { 0. };
     low - below..high + margin
 }
 
-/// The mean of each value and its neighbours, a fifteenth of all in number.
+/// The mean of each value and its neighbours, about a fifteenth of all in number.
 fn moving_average(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let half = points.len() / 30;
     (0..points.len())
         .map(|i| {
-            // Narrower at the ends, so that it stays centred.
-            let half = half.min(i).min(points.len() - 1 - i);
-            let window = &points[i - half..=i + half];
+            let window = &points[i.saturating_sub(half)..points.len().min(i + half + 1)];
             let mean = window.iter().map(|p| p.1).sum::<f64>() / window.len() as f64;
             (points[i].0, mean)
         })
@@ -151,8 +166,17 @@ mod tests {
     #[test]
     fn the_moving_average_is_centred() {
         let line: Vec<(f64, f64)> = (0..90).map(|i| (f64::from(i), 2. * f64::from(i))).collect();
-        for ((_, y), (_, mean)) in line.iter().zip(moving_average(&line)) {
-            assert!((y - mean).abs() < 1e-12);
-        }
+        let average = moving_average(&line);
+        assert_eq!(average.len(), 90);
+        assert_eq!(average[3..87], line[3..87]);
+    }
+
+    #[test]
+    fn one_wild_value_does_not_flatten_the_others() {
+        let mut points: Vec<(f64, f64)> = (0..100).map(|i| (f64::from(i), 1.)).collect();
+        points[50].1 = 1000.;
+        let average = vec![(0., 1.); 100];
+        assert_eq!(value_range(&points, &average), 0.0..1.1);
+        assert_eq!(value_range(&[], &[]), 0.0..1.0);
     }
 }

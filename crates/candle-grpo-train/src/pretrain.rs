@@ -59,7 +59,10 @@ pub fn pretrain(
     config: &PretrainConfig,
     mut after_step: impl FnMut(usize, f64) -> Result<ControlFlow<()>>,
 ) -> Result<usize> {
-    ensure!(!examples.is_empty(), "examples: none, there must be at least one");
+    ensure!(
+        !examples.is_empty(),
+        "examples: none, there must be at least one"
+    );
     ensure!(config.batch_size > 0, "batch_size: 0, must be at least 1");
     let decoder = Decoder::new(model, parameters.var_builder())?;
     let mut optimizer = AdamW::new(config.optimizer.clone(), parameters)?;
@@ -71,8 +74,14 @@ pub fn pretrain(
             .map(|i| (examples[i].prompt.as_slice(), examples[i].answer.as_slice()))
             .collect();
         let batch = TokenBatch::new(&pairs, parameters.device())?;
-        let loss = learn(&decoder, parameters, &mut optimizer, &batch, config.max_grad_norm)
-            .with_context(|| format!("pretraining step {}", step + 1))?;
+        let loss = learn(
+            &decoder,
+            parameters,
+            &mut optimizer,
+            &batch,
+            config.max_grad_norm,
+        )
+        .with_context(|| format!("pretraining step {}", step + 1))?;
         if after_step(step + 1, loss)?.is_break() {
             return Ok(step + 1);
         }

@@ -63,7 +63,12 @@ impl WeightedRewards {
     }
 
     /// Adds `weight` times `function`; `name` is for error messages.
-    pub fn with(mut self, name: &str, weight: f32, function: impl RewardFunction + 'static) -> Self {
+    pub fn with(
+        mut self,
+        name: &str,
+        weight: f32,
+        function: impl RewardFunction + 'static,
+    ) -> Self {
         self.terms.push(Term {
             name: name.to_owned(),
             weight,
@@ -186,7 +191,9 @@ mod tests {
     fn a_weighted_sum() {
         let rewards = WeightedRewards::new()
             .with("length", 0.5, |s: &Sample| s.completion.len() as f32)
-            .with("polite", 2., |s: &Sample| f32::from(s.completion.contains("please")));
+            .with("polite", 2., |s: &Sample| {
+                f32::from(s.completion.contains("please"))
+            });
         let scores = rewards.score(&samples(&["yes", "please"])).unwrap();
         assert_eq!(scores, [1.5, 5.]);
     }

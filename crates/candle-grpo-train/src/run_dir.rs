@@ -117,7 +117,12 @@ impl RunDir {
         tokenizer: &Tokenizer,
         stop_token_ids: &[u32],
     ) -> Result<()> {
-        save_checkpoint(&self.path.join("checkpoint"), actor, tokenizer, stop_token_ids)
+        save_checkpoint(
+            &self.path.join("checkpoint"),
+            actor,
+            tokenizer,
+            stop_token_ids,
+        )
     }
 
     /// Writes another file.
@@ -128,7 +133,10 @@ impl RunDir {
 
 /// Whether a run can begin at `path`: there is nothing, or an empty folder.
 fn is_vacant(path: &Path) -> Result<bool> {
-    if !path.try_exists().with_context(|| path.display().to_string())? {
+    if !path
+        .try_exists()
+        .with_context(|| path.display().to_string())?
+    {
         return Ok(true);
     }
     Ok(path.is_dir() && fs::read_dir(path)?.next().is_none())
@@ -145,7 +153,10 @@ mod tests {
         let path = folder.path().join("runs/a");
         RunDir::create(&path, &json!({"seed": 1})).unwrap();
         let error = RunDir::create(&path, &json!({})).err().unwrap().to_string();
-        assert!(error.ends_with("exists already, choose another or remove it"), "{error}");
+        assert!(
+            error.ends_with("exists already, choose another or remove it"),
+            "{error}"
+        );
         for expected in ["a-2", "a-3"] {
             let run = RunDir::create_numbered(&path, &json!({})).unwrap();
             assert_eq!(run.path().file_name().unwrap(), expected);
@@ -160,7 +171,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("thesis.tex"), "x").unwrap();
         let error = RunDir::replace(folder.path(), &json!({})).err().unwrap();
-        assert!(error.to_string().contains("it is not a run and will not be removed"));
+        assert!(
+            error
+                .to_string()
+                .contains("it is not a run and will not be removed")
+        );
         assert!(folder.path().join("thesis.tex").exists());
     }
 

@@ -184,11 +184,17 @@ impl Sampler {
     }
 
     fn ensure_prompts_fit(&self, prompts: &[&Prompt]) -> Result<()> {
-        ensure!(!prompts.is_empty(), "prompts: none, there must be at least one");
+        ensure!(
+            !prompts.is_empty(),
+            "prompts: none, there must be at least one"
+        );
         let max_positions = self.decoder.config().max_position_embeddings;
         for prompt in prompts {
             let (index, length) = (prompt.index, prompt.tokens.len());
-            ensure!(length > 0, "prompt {index}: no tokens, must have at least one");
+            ensure!(
+                length > 0,
+                "prompt {index}: no tokens, must have at least one"
+            );
             ensure!(
                 length + self.config.max_new_tokens <= max_positions,
                 "prompt {index}: {length} tokens and max_new_tokens {} make more than the {max_positions} positions of the model",
@@ -213,20 +219,24 @@ impl Sampler {
         rollouts: &mut [Rollout],
     ) -> Result<Vec<u32>> {
         let vocabulary = logits.dim(1)?;
-        let logits = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let logits = logits
+            .to_dtype(DType::F32)?
+            .flatten_all()?
+            .to_vec1::<f32>()?;
         let mut drawn = Vec::with_capacity(live.len());
         for l in live {
             let rollout = &mut rollouts[l.rollout];
             let start = l.row as usize * vocabulary;
             let row = &logits[start..start + vocabulary];
-            let distribution = Distribution::new(row, self.config.temperature).with_context(|| {
-                format!(
-                    "completion {} of prompt {}, token {}",
-                    rollout.sample_index,
-                    rollout.prompt_index,
-                    rollout.completion_tokens.len()
-                )
-            })?;
+            let distribution =
+                Distribution::new(row, self.config.temperature).with_context(|| {
+                    format!(
+                        "completion {} of prompt {}, token {}",
+                        rollout.sample_index,
+                        rollout.prompt_index,
+                        rollout.completion_tokens.len()
+                    )
+                })?;
             let token = if self.config.greedy {
                 distribution.mode()
             } else {

@@ -48,7 +48,10 @@ mod tests {
     #[test]
     fn up_and_down() {
         let factors = |warmup_steps, decay_until| -> Vec<f64> {
-            let schedule = LearningRateSchedule { warmup_steps, decay_until };
+            let schedule = LearningRateSchedule {
+                warmup_steps,
+                decay_until,
+            };
             (1..=7).map(|step| schedule.factor(step)).collect()
         };
         assert_eq!(factors(0, None), [1.; 7]);
@@ -59,7 +62,16 @@ mod tests {
 
     #[test]
     fn a_fall_that_ends_before_the_rise_is_an_error() {
-        let schedule = LearningRateSchedule { warmup_steps: 5, decay_until: Some(4) };
-        assert!(schedule.validate().unwrap_err().to_string().starts_with("schedule.decay_until: 4"));
+        let schedule = LearningRateSchedule {
+            warmup_steps: 5,
+            decay_until: Some(4),
+        };
+        assert!(
+            schedule
+                .validate()
+                .unwrap_err()
+                .to_string()
+                .starts_with("schedule.decay_until: 4")
+        );
     }
 }

@@ -81,9 +81,13 @@ impl Trainer {
         let step = self.steps;
 
         let start = Instant::now();
-        let rows = self.order.slice((step - 1) * prompts_per_step, prompts_per_step);
+        let rows = self
+            .order
+            .slice((step - 1) * prompts_per_step, prompts_per_step);
         let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let rollouts = self.sampler.sample(&prompts, num_generations, step as u64)?;
+        let rollouts = self
+            .sampler
+            .sample(&prompts, num_generations, step as u64)?;
         let sampled = Instant::now();
 
         let texts = decode(&rollouts, &self.tokenizer)?;
@@ -117,7 +121,10 @@ impl Trainer {
         let mini_batch_size = self.config.mini_batch_size.unwrap_or(rollouts.len());
         let mini_batches = batch.split(mini_batch_size)?;
         let factor = self.config.schedule.factor(metrics.step);
-        self.actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
+        self.actor
+            .set_learning_rate(self.config.optimizer.learning_rate * factor);
+        // A step that failed may have left some.
+        self.actor.zero_grad();
         let mut policy = MetricValues::default();
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
@@ -132,7 +139,10 @@ impl Trainer {
             }
         }
         metrics.grad_norm = Some(grad_norms.iter().sum::<f64>() / grad_norms.len() as f64);
-        metrics.policy = policy.iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        metrics.policy = policy
+            .iter()
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect();
         Ok(())
     }
 

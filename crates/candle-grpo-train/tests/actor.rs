@@ -26,7 +26,9 @@ fn actor(policy_loss: PolicyLoss) -> Actor {
 fn batch(actor: &Actor) -> TrainingBatch {
     let prompts = prompts(&["abc", "d", "eeeee"]);
     let sampler = actor.sampler(sampling()).unwrap();
-    let rollouts = sampler.sample(&prompts.iter().collect::<Vec<_>>(), 4, 0).unwrap();
+    let rollouts = sampler
+        .sample(&prompts.iter().collect::<Vec<_>>(), 4, 0)
+        .unwrap();
     let tokens = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
     let log_probs = actor.log_probs(&tokens).unwrap();
     let advantages: Vec<f32> = (0..12).map(|i| (i as f32 * 1.7).sin()).collect();
@@ -40,7 +42,12 @@ fn batch(actor: &Actor) -> TrainingBatch {
 
 #[rstest]
 fn micro_batches_add_up_to_the_gradient_of_the_batch(
-    #[values(PolicyLoss::grpo(), PolicyLoss::dapo(), PolicyLoss::dr_grpo(8.), PolicyLoss::gspo())]
+    #[values(
+        PolicyLoss::grpo(),
+        PolicyLoss::dapo(),
+        PolicyLoss::dr_grpo(8.),
+        PolicyLoss::gspo()
+    )]
     policy_loss: PolicyLoss,
     #[values(1, 5, 6)] size: usize,
 ) {
@@ -52,14 +59,25 @@ fn micro_batches_add_up_to_the_gradient_of_the_batch(
     let mut pieces = actor(policy_loss);
     let mut merged = candle_grpo_core::MetricValues::default();
     for piece in batch.split(size).unwrap() {
-        merged.merge(&pieces.forward_backward(&piece, &totals).unwrap()).unwrap();
+        merged
+            .merge(&pieces.forward_backward(&piece, &totals).unwrap())
+            .unwrap();
     }
 
     for (name, gradient) in whole.gradients().iter() {
-        let largest = gradient.abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+        let largest = gradient
+            .abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap();
         let largest = largest.to_scalar::<f32>().unwrap();
         let difference = max_difference(gradient, pieces.gradients().get(name).unwrap());
-        assert!(difference <= 1e-5 * largest.max(1e-2), "{name}: {difference} of {largest}");
+        assert!(
+            difference <= 1e-5 * largest.max(1e-2),
+            "{name}: {difference} of {largest}"
+        );
     }
     for ((name, a), (other, b)) in metrics.iter().zip(merged.iter()) {
         assert_eq!(name, other);
@@ -73,10 +91,19 @@ fn a_step_raises_what_did_well_and_leaves_the_reference() {
     let reference = actor.reference().unwrap();
     let mut batch = batch(&actor);
     batch.advantages = batch.advantages.ones_like().unwrap();
-    let mask = batch.tokens.response_mask.to_dtype(candle_core::DType::F32).unwrap();
+    let mask = batch
+        .tokens
+        .response_mask
+        .to_dtype(candle_core::DType::F32)
+        .unwrap();
     let likelihood = |actor: &Actor| -> f32 {
         let log_probs = actor.log_probs(&batch.tokens).unwrap();
-        (log_probs * &mask).unwrap().sum_all().unwrap().to_scalar().unwrap()
+        (log_probs * &mask)
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar()
+            .unwrap()
     };
     let before = likelihood(&actor);
     let reference_before = reference.log_probs(&batch.tokens, 1.).unwrap();
@@ -92,8 +119,13 @@ fn a_step_raises_what_did_well_and_leaves_the_reference() {
 
 #[test]
 fn a_step_without_gradients_is_an_error() {
-    let error = actor(PolicyLoss::grpo()).clip_grad_and_step(1.).unwrap_err();
-    assert!(format!("{error:#}").contains("optimiser step: gradients"), "{error:#}");
+    let error = actor(PolicyLoss::grpo())
+        .clip_grad_and_step(1.)
+        .unwrap_err();
+    assert!(
+        format!("{error:#}").contains("optimiser step: gradients"),
+        "{error:#}"
+    );
 }
 
 #[test]

@@ -7,7 +7,8 @@ use std::fs;
 use candle_core::Device;
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_train::{
-    Actor, ActorConfig, RunDir, Sample, Sampler, TrainConfig, Trainer, load_checkpoint, save_checkpoint,
+    Actor, ActorConfig, RunDir, Sample, Sampler, TrainConfig, Trainer, load_checkpoint,
+    save_checkpoint,
 };
 use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
 use serde_json::json;
@@ -20,8 +21,15 @@ fn trainer() -> Trainer {
         ..TrainConfig::default()
     };
     let reward = |sample: &Sample| sample.completion.len() as f32;
-    let mut trainer =
-        Trainer::new(model(), parameters(), tokenizer(), prompts(&["ab", "c"]), reward, config).unwrap();
+    let mut trainer = Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        prompts(&["ab", "c"]),
+        reward,
+        config,
+    )
+    .unwrap();
     assert!(!trainer.step().unwrap().skipped);
     trainer
 }
@@ -36,11 +44,20 @@ fn a_checkpoint_gives_back_the_policy_to_the_bit() {
 
     assert_eq!(read.model.vocab_size, 6);
     for (name, value) in trainer.actor().parameters().iter() {
-        assert_eq!(max_difference(value, read.parameters.get(name).unwrap()), 0., "{name}");
+        assert_eq!(
+            max_difference(value, read.parameters.get(name).unwrap()),
+            0.,
+            "{name}"
+        );
     }
     let prompts = prompts(&["abc", "d"]);
     let prompts: Vec<_> = prompts.iter().collect();
-    let before = trainer.actor().sampler(sampling()).unwrap().sample(&prompts, 4, 9).unwrap();
+    let before = trainer
+        .actor()
+        .sampler(sampling())
+        .unwrap()
+        .sample(&prompts, 4, 9)
+        .unwrap();
     let sampler = Sampler::new(&read.model, &read.parameters, sampling()).unwrap();
     assert_eq!(sampler.sample(&prompts, 4, 9).unwrap(), before);
 
@@ -50,9 +67,15 @@ fn a_checkpoint_gives_back_the_policy_to_the_bit() {
         temperature: 1.,
     };
     let mut actor = Actor::new(read.model, read.parameters, config).unwrap();
-    actor.optimizer_mut().load_state(read.optimizer_state.unwrap()).unwrap();
+    actor
+        .optimizer_mut()
+        .load_state(read.optimizer_state.unwrap())
+        .unwrap();
     assert_eq!(actor.optimizer().steps(), 1);
-    assert_eq!(read.tokenizer.encode("cab", false).unwrap().get_ids(), [3, 1, 2]);
+    assert_eq!(
+        read.tokenizer.encode("cab", false).unwrap().get_ids(),
+        [3, 1, 2]
+    );
 }
 
 #[test]
@@ -76,7 +99,15 @@ fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
         .map(|e| e.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
-    assert_eq!(names, ["config.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json"]);
+    assert_eq!(
+        names,
+        [
+            "config.json",
+            "model.safetensors",
+            "optimizer.safetensors",
+            "tokenizer.json"
+        ]
+    );
 }
 
 #[test]
@@ -101,22 +132,31 @@ fn a_run_directory_holds_only_complete_files() {
     run.write_plot(&metrics).unwrap();
     run.write_plot(&metrics).unwrap();
     for _ in 0..2 {
-        run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END]).unwrap();
+        run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END])
+            .unwrap();
     }
     let mut names: Vec<_> = fs::read_dir(run.path())
         .unwrap()
         .map(|e| e.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
-    assert_eq!(names, ["checkpoint", "config.json", "metrics.jsonl", "metrics.svg"]);
+    assert_eq!(
+        names,
+        ["checkpoint", "config.json", "metrics.jsonl", "metrics.svg"]
+    );
 
     // A checkpoint that cannot be written leaves the one before.
     fs::remove_dir_all(run.path().join("checkpoint")).unwrap();
     fs::write(run.path().join("checkpoint"), "in the way").unwrap();
     let result = run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END]);
     assert!(result.is_err());
-    assert_eq!(fs::read_to_string(run.path().join("checkpoint")).unwrap(), "in the way");
-    assert!(!fs::read_dir(run.path()).unwrap().any(|e| {
-        e.unwrap().file_name().to_string_lossy().ends_with(".tmp")
-    }));
+    assert_eq!(
+        fs::read_to_string(run.path().join("checkpoint")).unwrap(),
+        "in the way"
+    );
+    assert!(
+        !fs::read_dir(run.path())
+            .unwrap()
+            .any(|e| { e.unwrap().file_name().to_string_lossy().ends_with(".tmp") })
+    );
 }

@@ -6,7 +6,8 @@ use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
 use candle_grpo_train::{
-    Actor, ActorConfig, FinishReason, Prompt, Sampler, SamplingConfig, TokenBatch, sampler_log_probs,
+    Actor, ActorConfig, FinishReason, Prompt, Sampler, SamplingConfig, TokenBatch,
+    sampler_log_probs,
 };
 use common::{END, max_difference, model, parameters, prompts, sampler, sampling};
 use rstest::rstest;
@@ -22,7 +23,10 @@ fn completions_end_at_a_stop_token_or_at_the_greatest_length() {
     assert_eq!(rollouts.len(), 120);
     let mut seen = [false; 2];
     for (i, rollout) in rollouts.iter().enumerate() {
-        assert_eq!((rollout.prompt_index, rollout.sample_index), (i as u64 / 40, i % 40));
+        assert_eq!(
+            (rollout.prompt_index, rollout.sample_index),
+            (i as u64 / 40, i % 40)
+        );
         assert_eq!(rollout.prompt_tokens, prompts[i / 40].tokens);
         let tokens = &rollout.completion_tokens;
         assert_eq!(tokens.len(), rollout.log_probs.len());
@@ -54,11 +58,25 @@ fn frequencies_are_the_probabilities_of_the_policy() {
 
     let decoder = Decoder::new(&model(), parameters().detached_var_builder()).unwrap();
     let probabilities = |tokens: &[u32]| -> Vec<f64> {
-        let ids = Tensor::new(tokens, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
-        let hidden = decoder.hidden_states(&ids, &ids.ones_like().unwrap(), None).unwrap();
+        let ids = Tensor::new(tokens, &Device::Cpu)
+            .unwrap()
+            .unsqueeze(0)
+            .unwrap();
+        let hidden = decoder
+            .hidden_states(&ids, &ids.ones_like().unwrap(), None)
+            .unwrap();
         let last = hidden.i((.., tokens.len() - 1)).unwrap();
-        let logits = decoder.logits(&last).unwrap().i(0).unwrap().to_vec1::<f32>().unwrap();
-        let weights: Vec<f64> = logits.iter().map(|&x| (f64::from(x) / temperature).exp()).collect();
+        let logits = decoder
+            .logits(&last)
+            .unwrap()
+            .i(0)
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
+        let weights: Vec<f64> = logits
+            .iter()
+            .map(|&x| (f64::from(x) / temperature).exp())
+            .collect();
         let total: f64 = weights.iter().sum();
         weights.iter().map(|w| w / total).collect()
     };
@@ -67,8 +85,15 @@ fn frequencies_are_the_probabilities_of_the_policy() {
         drawn.for_each(|token| counts[token as usize] += 1.);
         let n: f64 = counts.iter().sum();
         let p = probabilities(tokens);
-        let chi_square: f64 = p.iter().zip(counts).map(|(p, c)| (c - n * p).powi(2) / (n * p)).sum();
-        assert!(chi_square < CRITICAL, "after {tokens:?}: {counts:?}, expected {p:?} of {n}");
+        let chi_square: f64 = p
+            .iter()
+            .zip(counts)
+            .map(|(p, c)| (c - n * p).powi(2) / (n * p))
+            .sum();
+        assert!(
+            chi_square < CRITICAL,
+            "after {tokens:?}: {counts:?}, expected {p:?} of {n}"
+        );
     };
     let prompt = &prompts[0].tokens;
     check(prompt, &mut rollouts.iter().map(|r| r.completion_tokens[0]));
@@ -98,9 +123,16 @@ fn a_completion_does_not_depend_on_the_other_prompts_of_the_batch() {
     }
     let (first, last) = (&together[..6], &together[18..]);
     let tokens = |rollouts: &[candle_grpo_train::Rollout]| -> Vec<Vec<u32>> {
-        rollouts.iter().map(|r| r.completion_tokens.clone()).collect()
+        rollouts
+            .iter()
+            .map(|r| r.completion_tokens.clone())
+            .collect()
     };
-    assert_ne!(tokens(first), tokens(last), "equal prompts of other index are other draws");
+    assert_ne!(
+        tokens(first),
+        tokens(last),
+        "equal prompts of other index are other draws"
+    );
 }
 
 #[test]
@@ -131,9 +163,16 @@ fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
         ..sampling()
     };
     let prompts = prompts(&["abc", "d", "eeeee"]);
-    let rollouts = actor.sampler(config).unwrap().sample(&all(&prompts), 16, 0).unwrap();
+    let rollouts = actor
+        .sampler(config)
+        .unwrap()
+        .sample(&all(&prompts), 16, 0)
+        .unwrap();
     let batch = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
-    let mask = batch.response_mask.to_dtype(candle_core::DType::F32).unwrap();
+    let mask = batch
+        .response_mask
+        .to_dtype(candle_core::DType::F32)
+        .unwrap();
     let recorded = sampler_log_probs(&rollouts, &Device::Cpu).unwrap();
     let computed = (actor.log_probs(&batch).unwrap() * mask).unwrap();
     let difference = max_difference(&recorded, &computed);
@@ -165,10 +204,15 @@ fn a_temperature_that_is_not_above_0_is_an_error(#[case] temperature: f64) {
         temperature,
         ..sampling()
     };
-    let error = Sampler::new(&model(), &parameters(), config).err().unwrap().to_string();
+    let error = Sampler::new(&model(), &parameters(), config)
+        .err()
+        .unwrap()
+        .to_string();
     assert_eq!(
         error,
-        format!("temperature: {temperature}, must be finite and above 0 (for the likeliest token set greedy)")
+        format!(
+            "temperature: {temperature}, must be finite and above 0 (for the likeliest token set greedy)"
+        )
     );
 }
 
@@ -182,8 +226,14 @@ fn bad_requests_are_errors_that_say_what_to_change() {
     let sampler = sampler(sampling());
     let error = |prompts: &[&Prompt], n| sampler.sample(prompts, n, 0).unwrap_err().to_string();
     assert_eq!(error(&[], 1), "prompts: none, there must be at least one");
-    assert_eq!(error(&[&good[0]], 0), "num_generations: 0, must be at least 1");
-    assert_eq!(error(&[&empty], 1), "prompt 0: no tokens, must have at least one");
+    assert_eq!(
+        error(&[&good[0]], 0),
+        "num_generations: 0, must be at least 1"
+    );
+    assert_eq!(
+        error(&[&empty], 1),
+        "prompt 0: no tokens, must have at least one"
+    );
     assert_eq!(
         error(&[&good[0], &long], 1),
         "prompt 0: 17 tokens and max_new_tokens 8 make more than the 24 positions of the model"
@@ -192,7 +242,10 @@ fn bad_requests_are_errors_that_say_what_to_change() {
         max_new_tokens: 0,
         ..sampling()
     };
-    let error = Sampler::new(&model(), &parameters(), config).err().unwrap().to_string();
+    let error = Sampler::new(&model(), &parameters(), config)
+        .err()
+        .unwrap()
+        .to_string();
     assert_eq!(error, "max_new_tokens: 0, must be at least 1");
 }
 

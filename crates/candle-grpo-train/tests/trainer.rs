@@ -6,10 +6,10 @@ use anyhow::Result;
 use candle_grpo_core::{GroupAdvantage, SingleSample};
 use candle_grpo_nn::{AdamWConfig, Parameters};
 use candle_grpo_train::{
-    Example, LearningRateSchedule, OldLogProbs, PretrainConfig, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
-    pretrain,
+    Example, LearningRateSchedule, OldLogProbs, PretrainConfig, RewardFunction, Sample,
+    StepMetrics, TrainConfig, Trainer, evaluate, pretrain,
 };
-use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
+use common::{END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer};
 use rstest::rstest;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
@@ -52,22 +52,30 @@ fn without_seconds(metrics: StepMetrics) -> StepMetrics {
 fn the_same_seed_gives_the_same_run_to_the_bit() {
     let run = || {
         let mut trainer = trainer(share_of_a, config()).unwrap();
-        let metrics: Vec<StepMetrics> =
-            (0..5).map(|_| without_seconds(trainer.step().unwrap())).collect();
+        let metrics: Vec<StepMetrics> = (0..5)
+            .map(|_| without_seconds(trainer.step().unwrap()))
+            .collect();
         let bits: HashMap<String, Vec<u32>> = trainer
             .actor()
             .parameters()
             .iter()
             .map(|(name, x)| {
                 let values = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                (name.to_owned(), values.into_iter().map(f32::to_bits).collect())
+                (
+                    name.to_owned(),
+                    values.into_iter().map(f32::to_bits).collect(),
+                )
             })
             .collect();
         (metrics, bits)
     };
     let (metrics, bits) = run();
     assert_eq!(run(), (metrics.clone(), bits));
-    assert!(metrics.iter().any(|m| !m.skipped && m.policy.contains_key("kl")));
+    assert!(
+        metrics
+            .iter()
+            .any(|m| !m.skipped && m.policy.contains_key("kl"))
+    );
 }
 
 #[rstest]
@@ -79,7 +87,9 @@ fn it_learns_what_is_rewarded(#[case] old_log_probs: OldLogProbs) {
         ..config()
     };
     let mut trainer = trainer(share_of_a, config).unwrap();
-    let rewards: Vec<f64> = (0..40).map(|_| trainer.step().unwrap().reward_mean).collect();
+    let rewards: Vec<f64> = (0..40)
+        .map(|_| trainer.step().unwrap().reward_mean)
+        .collect();
     let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
     let (first, last) = (mean(&rewards[..5]), mean(&rewards[35..]));
     assert!(last > first + 0.3, "from {first} to {last}");
@@ -97,18 +107,27 @@ fn a_step_with_nothing_to_learn_is_skipped_and_counted() {
     }
     let before = parameters();
     for (name, value) in trainer.actor().parameters().iter() {
-        assert_eq!(max_difference(value, before.get(name).unwrap()), 0., "{name}");
+        assert_eq!(
+            max_difference(value, before.get(name).unwrap()),
+            0.,
+            "{name}"
+        );
     }
 }
 
 #[test]
 fn the_learning_rate_follows_its_schedule() {
     let config = TrainConfig {
-        schedule: LearningRateSchedule { warmup_steps: 4, decay_until: None },
+        schedule: LearningRateSchedule {
+            warmup_steps: 4,
+            decay_until: None,
+        },
         ..config()
     };
     let mut trainer = trainer(share_of_a, config).unwrap();
-    let rates: Vec<f64> = (0..6).map(|_| trainer.step().unwrap().learning_rate.unwrap()).collect();
+    let rates: Vec<f64> = (0..6)
+        .map(|_| trainer.step().unwrap().learning_rate.unwrap())
+        .collect();
     assert_eq!(rates, [2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2, 1e-2]);
 }
 
@@ -121,7 +140,10 @@ fn a_reward_that_is_not_finite_names_step_and_sample() {
     };
     let error = format!("{:#}", trainer(reward, config).unwrap().step().unwrap_err());
     assert!(error.starts_with("step 1: rewards: sample "), "{error}");
-    assert!(error.contains("prompt \"d\"") && error.ends_with("has reward NaN, must be finite"), "{error}");
+    assert!(
+        error.contains("prompt \"d\"") && error.ends_with("has reward NaN, must be finite"),
+        "{error}"
+    );
 }
 
 struct OneTooMany;
@@ -158,8 +180,14 @@ fn settings_that_cannot_be_are_errors(#[case] config: TrainConfig, #[case] words
 fn sampling_settings_are_checked_too() {
     let mut config = config();
     config.sampling.temperature = 0.;
-    let error = trainer(share_of_a, config.clone()).err().unwrap().to_string();
-    assert!(error.starts_with("temperature: 0, must be finite and above 0"), "{error}");
+    let error = trainer(share_of_a, config.clone())
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(
+        error.starts_with("temperature: 0, must be finite and above 0"),
+        "{error}"
+    );
     config.sampling.temperature = 1.;
     config.sampling.greedy = true;
     let error = trainer(share_of_a, config).err().unwrap().to_string();
@@ -167,8 +195,50 @@ fn sampling_settings_are_checked_too() {
 }
 
 #[test]
+fn an_evaluation_scores_one_completion_of_each_prompt() {
+    let prompts = prompts(&["abc", "d"]);
+    let sampler = sampler(sampling());
+    let reward = |sample: &Sample| sample.columns["row"].as_i64().unwrap_or(-1) as f32;
+    let evaluation = evaluate(&sampler, &prompts, &reward, &tokenizer(), 0).unwrap();
+    assert_eq!(evaluation.reward_mean(), 0.5);
+    let rollouts = sampler.sample(&[&prompts[0], &prompts[1]], 1, 0).unwrap();
+    for (sample, rollout) in evaluation.samples.iter().zip(&rollouts) {
+        assert_eq!(sample.response_length, rollout.completion_tokens.len());
+        let text = tokenizer()
+            .decode(&rollout.completion_tokens, true)
+            .unwrap();
+        assert_eq!(sample.completion, text);
+    }
+    assert_eq!(evaluation.samples[1].prompt, "d");
+    assert!(evaluate(&sampler, &[], &reward, &tokenizer(), 0).is_err());
+}
+
+#[test]
+fn a_step_that_failed_does_not_stop_the_next() {
+    let calls = std::cell::Cell::new(0);
+    let reward = move |sample: &Sample| {
+        calls.set(calls.get() + 1);
+        if calls.get() <= 12 {
+            f32::NAN
+        } else {
+            share_of_a(sample)
+        }
+    };
+    let mut trainer = trainer(reward, config()).unwrap();
+    assert!(trainer.step().is_err());
+    assert!(!trainer.step().unwrap().skipped);
+}
+
+#[test]
 fn no_prompts_is_an_error() {
-    let made = Trainer::new(model(), parameters(), tokenizer(), vec![], share_of_a, config());
+    let made = Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        vec![],
+        share_of_a,
+        config(),
+    );
     let error = format!("{:#}", made.err().unwrap());
     assert!(error.starts_with("prompts"), "{error}");
 }
@@ -200,8 +270,14 @@ fn settings_survive_a_file() {
 fn pretraining_learns_its_examples() {
     let parameters = Parameters::init(&model(), 0, &candle_core::Device::Cpu).unwrap();
     let examples = [
-        Example { prompt: vec![1, 2], answer: vec![3, END] },
-        Example { prompt: vec![2], answer: vec![4, 5, END] },
+        Example {
+            prompt: vec![1, 2],
+            answer: vec![3, END],
+        },
+        Example {
+            prompt: vec![2],
+            answer: vec![4, 5, END],
+        },
     ];
     let config = PretrainConfig {
         max_steps: 500,
@@ -216,18 +292,30 @@ fn pretraining_learns_its_examples() {
     let steps = pretrain(&model(), &parameters, &examples, &config, |step, loss| {
         losses.push(loss);
         assert_eq!(step, losses.len());
-        Ok(if loss < 0.05 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        Ok(if loss < 0.05 {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        })
     })
     .unwrap();
     assert!((losses[0] - 6f64.ln()).abs() < 0.1, "{}", losses[0]);
     assert!(steps < 500 && losses.len() == steps);
 
     let error = |examples: &[Example], config: &PretrainConfig| {
-        pretrain(&model(), &parameters, examples, config, |_, _| Ok(ControlFlow::Continue(())))
-            .unwrap_err()
-            .to_string()
+        pretrain(&model(), &parameters, examples, config, |_, _| {
+            Ok(ControlFlow::Continue(()))
+        })
+        .unwrap_err()
+        .to_string()
     };
-    assert_eq!(error(&[], &config), "examples: none, there must be at least one");
-    let none = PretrainConfig { batch_size: 0, ..config };
+    assert_eq!(
+        error(&[], &config),
+        "examples: none, there must be at least one"
+    );
+    let none = PretrainConfig {
+        batch_size: 0,
+        ..config
+    };
     assert_eq!(error(&examples, &none), "batch_size: 0, must be at least 1");
 }

@@ -48,7 +48,11 @@ fn main() -> Result<()> {
     let start = Instant::now();
     let args = Args::parse();
     let settings = Settings::new(args.seed, args.steps, args.short);
-    let open = if args.force { RunDir::replace } else { RunDir::create_numbered };
+    let open = if args.force {
+        RunDir::replace
+    } else {
+        RunDir::create_numbered
+    };
     let mut run = open(&args.out, &settings)?;
     let task = Task::new(settings.seed)?;
 
@@ -88,12 +92,8 @@ fn main() -> Result<()> {
 }
 
 /// Makes the training steps; each leaves its line in the run directory.
-fn train(
-    trainer: &mut Trainer,
-    run: &mut RunDir,
-    steps: usize,
-) -> Result<Vec<StepMetrics>> {
-    let bar = progress::Bar::new("GRPO", steps);
+fn train(trainer: &mut Trainer, run: &mut RunDir, steps: usize) -> Result<Vec<StepMetrics>> {
+    let bar = progress::Bar::of_steps("GRPO", steps);
     let mut all = Vec::with_capacity(steps);
     for _ in 0..steps {
         let metrics = trainer.step()?;

@@ -43,9 +43,21 @@ pub(crate) fn table(before: &Measurement, after: &Measurement) -> String {
     let n = before.sampled.samples.len();
     let percent = |x: &Evaluation| format!("{:.1} %", 100. * x.reward_mean());
     let rows = [
-        (format!("{n} held-out problems"), "before".to_owned(), "after".to_owned()),
-        ("right, sampled".to_owned(), percent(&before.sampled), percent(&after.sampled)),
-        ("right, greedy".to_owned(), percent(&before.greedy), percent(&after.greedy)),
+        (
+            format!("{n} held-out problems"),
+            "before".to_owned(),
+            "after".to_owned(),
+        ),
+        (
+            "right, sampled".to_owned(),
+            percent(&before.sampled),
+            percent(&after.sampled),
+        ),
+        (
+            "right, greedy".to_owned(),
+            percent(&before.greedy),
+            percent(&after.greedy),
+        ),
         (
             "mean reward, sampled".to_owned(),
             format!("{:.3}", before.sampled.reward_mean()),
@@ -62,7 +74,11 @@ pub(crate) fn table(before: &Measurement, after: &Measurement) -> String {
 }
 
 /// A Markdown table of sampled answers.
-pub(crate) fn samples_side_by_side(task: &Task, before: &Measurement, after: &Measurement) -> String {
+pub(crate) fn samples_side_by_side(
+    task: &Task,
+    before: &Measurement,
+    after: &Measurement,
+) -> String {
     let mut text = String::from(
         "# Sampled answers to held-out problems\n\n| problem | right answer | before | | after | |\n|---|---|---|---|---|---|\n",
     );

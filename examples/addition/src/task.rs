@@ -52,7 +52,8 @@ impl Task {
         self.training
             .iter()
             .map(|prompt| {
-                let answer = Prompt::new(prompt.index, answer(prompt), json!(null), &self.tokenizer)?;
+                let answer =
+                    Prompt::new(prompt.index, answer(prompt), json!(null), &self.tokenizer)?;
                 Ok(Example {
                     prompt: prompt.tokens.clone(),
                     answer: [answer.tokens.as_slice(), &[END]].concat(),
@@ -70,4 +71,65 @@ pub(crate) fn answer(prompt: &Prompt) -> &str {
 /// 1 for the right answer, 0 for any other: all that reinforcement learning is told.
 pub(crate) fn is_right(sample: &Sample) -> f32 {
     f32::from(u8::from(sample.columns["answer"] == sample.completion))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_grpo_train::FinishReason;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_sum_is_in_one_of_the_two_parts() {
+        let task = Task::new(3).unwrap();
+        assert_eq!((task.training.len(), task.held_out.len()), (7100, 1000));
+        let all = task.training.iter().chain(&task.held_out);
+        assert_eq!(
+            all.map(|p| p.text.as_str()).collect::<HashSet<_>>().len(),
+            8100
+        );
+    }
+
+    #[test]
+    fn examples_end_with_the_right_answer() {
+        let task = Task::new(0).unwrap();
+        for (example, prompt) in task
+            .examples()
+            .unwrap()
+            .iter()
+            .zip(&task.training)
+            .take(100)
+        {
+            let (sum, end) = example.answer.split_at(example.answer.len() - 1);
+            assert_eq!(end, [END]);
+            let sum: u32 = task.tokenizer.decode(sum, true).unwrap().parse().unwrap();
+            let terms = prompt.text.trim_end_matches('=').split('+');
+            assert_eq!(sum, terms.map(|t| t.parse::<u32>().unwrap()).sum::<u32>());
+        }
+    }
+
+    #[test]
+    fn only_the_right_answer_is_rewarded() {
+        let task = Task::new(0).unwrap();
+        let prompt = &task.training[0];
+        let reward = |completion: &str| {
+            is_right(&Sample {
+                prompt: &prompt.text,
+                completion,
+                prompt_tokens: &[],
+                completion_tokens: &[],
+                finish_reason: FinishReason::Stop,
+                columns: &prompt.columns,
+            })
+        };
+        assert_eq!(reward(answer(prompt)), 1.);
+        for wrong in [
+            "",
+            "0",
+            &format!("{}0", answer(prompt)),
+            &format!("0{}", answer(prompt)),
+        ] {
+            assert_eq!(reward(wrong), 0.);
+        }
+    }
 }

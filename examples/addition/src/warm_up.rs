@@ -17,9 +17,13 @@ const INTERVAL: usize = 10;
 
 /// A policy that is right on held-out problems as often as the settings ask for.
 pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
-    let parameters = Parameters::init(&settings.model, settings.seed, &Device::Cpu)?;
-    let sampler = Sampler::new(&settings.model, &parameters, settings.train.sampling.clone())?;
-    let bar = Bar::new("warm-up", settings.warm_up.max_steps);
+    let parameters = initial_parameters(settings)?;
+    let sampler = Sampler::new(
+        &settings.model,
+        &parameters,
+        settings.train.sampling.clone(),
+    )?;
+    let bar = Bar::open_ended("warm-up");
     let mut accuracy = 0.;
     let after_step = |step: usize, loss: f64| {
         if step.is_multiple_of(INTERVAL) {
@@ -34,13 +38,37 @@ pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
         })
     };
     let examples = task.examples()?;
-    let steps = pretrain(&settings.model, &parameters, &examples, &settings.warm_up, after_step)?;
+    let steps = pretrain(
+        &settings.model,
+        &parameters,
+        &examples,
+        &settings.warm_up,
+        after_step,
+    )?;
     ensure!(
         settings.warm_up_accuracy.contains(&accuracy),
         "after {steps} steps of warm-up the accuracy is {accuracy:.3}, must be in {:?}",
         settings.warm_up_accuracy
     );
     drop(bar);
-    println!("\nwarmed up in {steps} steps on examples: {:.1} % right, sampled", 100. * accuracy);
+    println!(
+        "\nwarmed up in {steps} steps on examples: {:.1} % right, sampled",
+        100. * accuracy
+    );
     Ok(parameters)
+}
+
+/// [`Parameters::init`] with matrices of another size.
+fn initial_parameters(settings: &Settings) -> Result<Parameters> {
+    let device = Device::Cpu;
+    let factor = settings.initial_std / 0.02;
+    let scaled = Parameters::init(&settings.model, settings.seed, &device)?
+        .frozen_copy()?
+        .into_iter()
+        .map(|(name, x)| {
+            let is_norm = x.rank() == 1;
+            Ok((name, if is_norm { x } else { (x * factor)? }))
+        })
+        .collect::<Result<_>>()?;
+    Ok(Parameters::from_tensors(&settings.model, scaled, &device)?)
 }

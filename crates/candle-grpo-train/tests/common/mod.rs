@@ -68,5 +68,11 @@ pub(crate) fn sampler(config: SamplingConfig) -> Sampler {
 
 pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
     let difference = (a - b).unwrap().abs().unwrap();
-    difference.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+    difference
+        .flatten_all()
+        .unwrap()
+        .max(0)
+        .unwrap()
+        .to_scalar()
+        .unwrap()
 }
