@@ -22,6 +22,9 @@ pub enum Aggregation {
     SeqMeanTokenSum,
     /// `sum_i(sum_t m x / tokens_i) / sequences`: each sequence counts the same (GRPO, <https://arxiv.org/abs/2402.03300>).
     SeqMeanTokenMean,
+    /// The mean over prompts of the mean over the tokens of all samples of a prompt (the DAPO paper's formula,
+    /// <https://arxiv.org/abs/2503.14476>). Needs [`crate::PolicyBatch::prompt_tokens`] and [`StepTotals::prompts`].
+    PromptMeanTokenMean,
     /// `sum(m x) / (sequences * length)` with a length that does not depend on the batch (Dr. GRPO,
     /// <https://arxiv.org/abs/2503.20783>).
     SeqMeanTokenSumNorm {
@@ -58,6 +61,18 @@ impl Aggregation {
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn apply(&self, per_token: &Tensor, mask: &Mask, totals: &StepTotals) -> Result<Tensor> {
+        self.apply_with_prompts(per_token, mask, totals, None)
+    }
+
+    /// [`Self::apply`], given for each sequence `[B]` the number of tokens of its prompt's samples, which
+    /// [`Self::PromptMeanTokenMean`] needs.
+    pub fn apply_with_prompts(
+        &self,
+        per_token: &Tensor,
+        mask: &Mask,
+        totals: &StepTotals,
+        prompt_tokens: Option<&Tensor>,
+    ) -> Result<Tensor> {
         self.validate()?;
         mask.check_shape("per_token", per_token)?;
         let statistics = statistics_dtype(per_token.device());
@@ -67,11 +82,25 @@ impl Aggregation {
                 let lengths = mask.lengths(statistics)?.maximum(1.)?;
                 (selected.sum_keepdim(D::Minus1)? / lengths)?.sum_all()?
             }
+            Self::PromptMeanTokenMean => {
+                let (batch, _) = mask.dims()?;
+                let tokens = match prompt_tokens {
+                    Some(tokens) if tokens.dims() == [batch] => tokens.detach(),
+                    Some(tokens) => bail!(
+                        "prompt_tokens: shape {:?}, must be [{batch}]",
+                        tokens.dims()
+                    ),
+                    None => bail!("prompt_tokens: absent, a mean over prompts needs them"),
+                };
+                let tokens = tokens.to_dtype(statistics)?.maximum(1.)?;
+                (selected.sum(D::Minus1)? / tokens)?.sum_all()?
+            }
             _ => selected.sum_all()?,
         };
         let denominator = match *self {
             Self::TokenMean => totals.tokens,
             Self::TokenSum => 1.,
+            Self::PromptMeanTokenMean => totals.prompts,
             Self::SeqMeanTokenSum | Self::SeqMeanTokenMean => totals.sequences,
             Self::SeqMeanTokenSumNorm { length } => totals.sequences * length,
         };

@@ -11,22 +11,41 @@
 //! Shapes: B sequences, T response tokens, V vocabulary. Masks are 0/1 of any dtype; a position outside the mask never
 //! influences a value or a gradient, even if it holds NaN. Arithmetic runs in f32 whatever the inputs are; f64 stays f64.
 
+mod adaptive_entropy;
 mod aggregation;
 mod batch;
 mod importance;
 mod kl_loss;
+mod linear_log_prob;
 mod log_prob;
 mod policy_loss;
+mod positive_nll;
 mod presets;
+mod rollout_correction;
+mod sample_weights;
+mod selection;
 mod surrogate;
 mod totals;
+mod value_loss;
 
+pub use adaptive_entropy::AdaptiveEntropy;
 pub use aggregation::Aggregation;
-pub use batch::PolicyBatch;
+pub use batch::{OldPolicy, PolicyBatch};
 pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
 pub use importance::ImportanceLevel;
-pub use kl_loss::KlLoss;
+pub use kl_loss::{BiasCorrection, KlLoss};
+pub use linear_log_prob::linear_token_log_probs;
 pub use log_prob::{TokenLogProbs, sum_of_squared_probs, token_log_probs};
 pub use policy_loss::{EmptySequences, PolicyLoss, PolicyLossOutput, TokenTerms};
-pub use surrogate::{Clip, Surrogate};
+pub use positive_nll::PositiveNll;
+pub use rollout_correction::{
+    Corrected, FilterLevel, FilterStatistic, ImportanceWeight, Outside, RolloutCorrection,
+    RolloutFilter,
+};
+pub use sample_weights::{difficulty_weights, length_weights};
+pub use surrogate::{
+    Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask, GeometricMean, KlCov, PositiveIf,
+    SoftGate, SquaredLogRatio, Surrogate, Topr, UnifiedMask, Vespo,
+};
 pub use totals::StepTotals;
+pub use value_loss::ValueLoss;

@@ -5,10 +5,12 @@ use candle_grpo_core::{Mask, Metrics, result_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
-use crate::batch::PolicyBatch;
+use crate::batch::{OldPolicy, PolicyBatch, over_tokens};
 use crate::importance::ImportanceLevel;
 use crate::kl_loss::KlLoss;
-use crate::surrogate::{Surrogate, SurrogateInputs, push_flags};
+use crate::positive_nll::PositiveNll;
+use crate::rollout_correction::RolloutCorrection;
+use crate::surrogate::{Surrogate, SurrogateInputs};
 use crate::totals::StepTotals;
 
 /// Whether a sequence without a token that counts is counted in the mean over sequences.
@@ -60,6 +62,14 @@ pub struct PolicyLoss {
     pub log_ratio_clamp: Option<f64>,
     /// What one token scores.
     pub surrogate: Surrogate,
+    /// Weights and filters for samples of another engine. They are computed over a whole step with
+    /// [`RolloutCorrection::compute`]; that they are given is checked here.
+    pub rollout_correction: Option<RolloutCorrection>,
+    /// Sequences with a negative advantage whose mean of `rollout_log_probs - log_probs` (`old_log_probs` if there are
+    /// none of the rollout) exceeds this leave the policy term (<https://arxiv.org/abs/2512.02556>).
+    pub off_policy_threshold: Option<f64>,
+    /// A likelihood term on samples that were right.
+    pub positive_nll: Option<PositiveNll>,
     /// Multiplies policy and KL term, but not the entropy bonus (`rl_loss_coef` in ROLL).
     pub loss_coef: f64,
     /// The KL to a reference policy.
@@ -80,6 +90,9 @@ impl Default for PolicyLoss {
             importance_level: ImportanceLevel::Token,
             log_ratio_clamp: Some(20.),
             surrogate: Surrogate::default(),
+            rollout_correction: None,
+            off_policy_threshold: None,
+            positive_nll: None,
             loss_coef: 1.,
             kl: None,
             entropy_coef: 0.,
@@ -103,7 +116,9 @@ pub struct PolicyLossOutput {
     /// | `dual_clip_fraction` | tokens whose loss the dual clip changed, if there is one |
     /// | `ratio_mean`, `ratio_max`, `ratio_min` | of the ratio at the importance level |
     /// | `token_ratio_max`, `approx_kl_k3_max` | the largest of a token |
-    /// | `approx_kl`, `approx_kl_k2`, `approx_kl_k3` | the KL of the old policy from the policy, with `d = log_probs - old_log_probs`: -d, d^2 / 2, exp(d) - 1 - d |
+    /// | `approx_kl`, `_abs`, `_k2`, `_k3` | the KL of the old policy from the policy, with `d = log_probs - old_log_probs`: -d, its absolute value, d^2 / 2, exp(d) - 1 - d |
+    /// | `log_prob`, `old_log_prob` | means; `exp` of the first is twinkle's policy confidence |
+    /// | `selected_fraction`, `dropped_fraction`, `positive_fraction`, `ratio_max_fraction` | of the surrogates that have them |
     /// | `kl` | the KL to the reference, if there is a KL loss |
     /// | `entropy` | if it was given |
     pub metrics: Metrics,
@@ -142,7 +157,19 @@ impl PolicyLoss {
                 bail!("{name}: {x}, must be at least 0 and finite");
             }
         }
+        if let Some(x) = self.off_policy_threshold
+            && !x.is_finite()
+        {
+            bail!("off_policy_threshold: {x}, must be finite");
+        }
         self.surrogate.validate()?;
+        self.surrogate.validate_level(self.importance_level)?;
+        if let Some(correction) = &self.rollout_correction {
+            correction.validate()?;
+        }
+        if let Some(term) = &self.positive_nll {
+            term.validate()?;
+        }
         if let Some(kl) = &self.kl {
             kl.validate()?;
         }
@@ -155,140 +182,254 @@ impl PolicyLoss {
     /// The loss of a micro-batch, whose gradient reaches `log_probs` and `entropy`.
     ///
     /// `totals` are the counts of the whole optimiser step. The loss is f32, or f64 if `log_probs` are. Errs on options
-    /// that do not fit, on shapes that differ, and if a KL loss or an entropy bonus lacks its input.
+    /// that do not fit, on shapes that differ, and if a term lacks its input.
     pub fn compute(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
         self.validate()?;
+        self.check_correction(batch)?;
         let totals = match self.empty_sequences {
             EmptySequences::Exclude => *totals,
             EmptySequences::Include => totals.with_empty(),
         };
+        let inputs = Inputs::new(self, batch)?;
+        let aggregate = |aggregation: &Aggregation, x: &Tensor| {
+            aggregation.apply_with_prompts(x, &inputs.mask, &totals, batch.prompt_tokens)
+        };
+        let mut metrics = Metrics::new();
+
+        let scored = self.surrogate.per_token(&inputs.for_surrogate())?;
+        for (name, flag) in &scored.flags {
+            metrics.push_masked_mean(name, flag, &inputs.mask)?;
+        }
+        inputs.push_ratio_metrics(&mut metrics)?;
+        let policy = self.weighted(&scored.loss, &inputs)?;
+        let mut loss = aggregate(&self.aggregation, &policy)?;
+
+        let kl = self.kl_per_token(&inputs)?;
+        if let (Some(kl), Some(config)) = (&kl, &self.kl) {
+            metrics.push_masked_mean("kl", kl, &inputs.mask)?;
+            loss = (loss + (aggregate(&self.aggregation, kl)? * config.coef)?)?;
+        }
+        if let Some(term) = &self.positive_nll {
+            let nll = term.per_token(
+                &inputs.log_probs,
+                inputs.scores.as_ref(),
+                &mut metrics,
+                &inputs.mask,
+            )?;
+            loss = (loss + (aggregate(&self.aggregation, &nll)? * term.coef)?)?;
+        }
+        loss = (loss * self.loss_coef)?;
+
+        if let Some(entropy) = &inputs.entropy {
+            metrics.push_masked_mean("entropy", entropy, &inputs.mask)?;
+            if self.entropy_coef > 0. {
+                let aggregation = self.entropy_aggregation.unwrap_or(self.aggregation);
+                loss = (loss - (aggregate(&aggregation, entropy)? * self.entropy_coef)?)?;
+            }
+        } else if self.entropy_coef > 0. {
+            bail!(
+                "entropy: absent, an entropy bonus needs the entropy of each position (or set entropy_coef to 0)"
+            );
+        }
+
+        let constant = |x: &Tensor| inputs.mask.select(&x.detach());
+        Ok(PolicyLossOutput {
+            loss,
+            metrics,
+            tokens: TokenTerms {
+                surrogate: constant(&scored.loss)?,
+                policy: constant(&policy)?,
+                kl: kl.as_ref().map(constant).transpose()?,
+                log_ratio: constant(&inputs.log_ratio)?,
+                clipped: scored
+                    .flags
+                    .into_iter()
+                    .find_map(|(name, flag)| (name == "clip_fraction").then_some(flag)),
+            },
+        })
+    }
+
+    /// A correction must be given where one is configured, and must not where the ratio is one already.
+    fn check_correction(&self, batch: &PolicyBatch) -> Result<()> {
+        let configured = self
+            .rollout_correction
+            .as_ref()
+            .is_some_and(|c| c.weight.is_some());
+        match (batch.old, batch.importance_weights) {
+            (OldPolicy::Rollout(_), Some(_)) => bail!(
+                "importance_weights: given together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
+            ),
+            (OldPolicy::Rollout(_), None) if configured => bail!(
+                "rollout_correction: configured together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
+            ),
+            (_, None) if configured => bail!(
+                "importance_weights: absent, the configured rollout_correction needs those that RolloutCorrection::compute gives for the whole step"
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// The surrogate with everything that multiplies or masks the policy term.
+    fn weighted(&self, surrogate: &Tensor, inputs: &Inputs) -> Result<Tensor> {
+        let mut policy = surrogate.clone();
+        if let Some(threshold) = self.off_policy_threshold {
+            let kept = inputs.on_policy(threshold)?;
+            policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
+        }
+        if let Some(kept) = &inputs.policy_mask {
+            policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
+        }
+        if let Some(weights) = &inputs.importance_weights
+            && !self.surrogate.absorbs_importance_weights()
+        {
+            policy = (policy * weights)?;
+        }
+        if let Some(weights) = &inputs.sample_weights {
+            policy = (policy * weights)?;
+        }
+        Ok(policy)
+    }
+
+    fn kl_per_token(&self, inputs: &Inputs) -> Result<Option<Tensor>> {
+        let Some(config) = &self.kl else {
+            return Ok(None);
+        };
+        let Some(reference) = &inputs.ref_log_probs else {
+            bail!(
+                "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
+            );
+        };
+        let kl = config.per_token(
+            &inputs.log_probs,
+            reference,
+            &inputs.old_log_probs,
+            &inputs.token_log_ratio,
+            &inputs.log_ratio,
+        )?;
+        Ok(Some(kl))
+    }
+}
+
+/// The tensors of a batch, checked, in one dtype, `[B, T]` and 0 outside the mask.
+struct Inputs {
+    mask: Mask,
+    /// With gradient.
+    log_probs: Tensor,
+    /// With gradient.
+    entropy: Option<Tensor>,
+    old_log_probs: Tensor,
+    rollout_log_probs: Option<Tensor>,
+    ref_log_probs: Option<Tensor>,
+    advantages: Tensor,
+    scores: Option<Tensor>,
+    importance_weights: Option<Tensor>,
+    sample_weights: Option<Tensor>,
+    /// u8
+    policy_mask: Option<Tensor>,
+    /// u8
+    selected: Option<Tensor>,
+    /// With gradient.
+    token_log_ratio: Tensor,
+    /// With gradient.
+    log_ratio: Tensor,
+}
+
+impl Inputs {
+    fn new(loss: &PolicyLoss, batch: &PolicyBatch) -> Result<Self> {
         let mask = Mask::new(batch.response_mask)?;
         let dtype = result_dtype(batch.log_probs.dtype());
         let selected = |name: &str, x: &Tensor| -> Result<Tensor> {
             mask.check_shape(name, x)?;
             mask.select(&x.to_dtype(dtype)?)
         };
-        let constant = |name: &str, x: &Tensor| selected(name, &x.detach());
+        let spread = |name: &str, x: &Tensor| -> Result<Tensor> {
+            selected(name, &over_tokens(name, &x.detach(), &mask)?)
+        };
+        let constant = |name: &str, x: Option<&Tensor>| -> Result<Option<Tensor>> {
+            x.map(|x| selected(name, &x.detach())).transpose()
+        };
+        let flags = |name: &str, x: Option<&Tensor>| -> Result<Option<Tensor>> {
+            x.map(|x| {
+                mask.check_shape(name, x)?;
+                mask.select(&x.detach().ne(0.)?)
+            })
+            .transpose()
+        };
 
         let log_probs = selected("log_probs", batch.log_probs)?;
-        let old_log_probs = match batch.old_log_probs {
-            Some(old) => constant("old_log_probs", old)?,
+        let old_log_probs = match constant("old_log_probs", batch.old.log_probs())? {
+            Some(old) => old,
             None => log_probs.detach(),
         };
-        let advantages = constant(
-            "advantages",
-            &over_tokens("advantages", batch.advantages, &mask)?,
-        )?;
-
         let token_log_ratio = (&log_probs - &old_log_probs)?;
-        let token_log_ratio = match self.log_ratio_clamp {
+        let token_log_ratio = match loss.log_ratio_clamp {
             Some(c) => token_log_ratio.clamp(-c, c)?,
             None => token_log_ratio,
         };
-        let log_ratio = self.importance_level.log_ratio(&token_log_ratio, &mask)?;
-
-        let mut metrics = Metrics::new();
-        let scored = self.surrogate.per_token(&SurrogateInputs {
-            log_probs: &log_probs,
-            log_ratio: &log_ratio,
-            advantages: &advantages,
-        })?;
-        push_flags(&mut metrics, &scored.flags, &mask)?;
-        push_ratio_metrics(&mut metrics, &token_log_ratio, &log_ratio, &mask)?;
-
-        let mut policy = scored.loss.clone();
-        for (name, weights) in [
-            ("importance_weights", batch.importance_weights),
-            ("sample_weights", batch.sample_weights),
-        ] {
-            if let Some(weights) = weights {
-                policy = (policy * constant(name, &over_tokens(name, weights, &mask)?)?)?;
-            }
-        }
-        let mut loss = self.aggregation.apply(&policy, &mask, &totals)?;
-
-        let kl = match (&self.kl, batch.ref_log_probs) {
-            (None, _) => None,
-            (Some(_), None) => bail!(
-                "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
-            ),
-            (Some(config), Some(reference)) => {
-                let reference = constant("ref_log_probs", reference)?;
-                let kl = config.per_token(&log_probs, &reference, &old_log_probs, &log_ratio)?;
-                metrics.push_masked_mean("kl", &kl, &mask)?;
-                let term = self.aggregation.apply(&kl, &mask, &totals)?;
-                loss = (loss + (term * config.coef)?)?;
-                Some(kl)
-            }
-        };
-        loss = (loss * self.loss_coef)?;
-
-        match batch.entropy {
-            None if self.entropy_coef > 0. => bail!(
-                "entropy: absent, an entropy bonus needs the entropy of each position (or set entropy_coef to 0)"
-            ),
-            None => {}
-            Some(entropy) => {
-                let entropy = selected("entropy", entropy)?;
-                metrics.push_masked_mean("entropy", &entropy, &mask)?;
-                if self.entropy_coef > 0. {
-                    let bonus = self
-                        .entropy_aggregation
-                        .unwrap_or(self.aggregation)
-                        .apply(&entropy, &mask, &totals)?;
-                    loss = (loss - (bonus * self.entropy_coef)?)?;
-                }
-            }
-        }
-
-        let clipped = scored
-            .flags
-            .into_iter()
-            .find_map(|(name, flag)| (name == "clip_fraction").then_some(flag));
-        Ok(PolicyLossOutput {
-            loss,
-            metrics,
-            tokens: TokenTerms {
-                surrogate: mask.select(&scored.loss.detach())?,
-                policy: mask.select(&policy.detach())?,
-                kl: kl.map(|kl| mask.select(&kl.detach())).transpose()?,
-                log_ratio: mask.select(&log_ratio.detach())?,
-                clipped,
-            },
+        Ok(Self {
+            log_ratio: loss.importance_level.log_ratio(&token_log_ratio, &mask)?,
+            token_log_ratio,
+            entropy: batch.entropy.map(|x| selected("entropy", x)).transpose()?,
+            rollout_log_probs: constant("rollout_log_probs", batch.rollout_log_probs)?,
+            ref_log_probs: constant("ref_log_probs", batch.ref_log_probs)?,
+            advantages: spread("advantages", batch.advantages)?,
+            scores: batch.scores.map(|x| spread("scores", x)).transpose()?,
+            importance_weights: batch
+                .importance_weights
+                .map(|x| spread("importance_weights", x))
+                .transpose()?,
+            sample_weights: batch
+                .sample_weights
+                .map(|x| spread("sample_weights", x))
+                .transpose()?,
+            policy_mask: flags("policy_mask", batch.policy_mask)?,
+            selected: flags("selected_tokens", batch.selected_tokens)?,
+            log_probs,
+            old_log_probs,
+            mask,
         })
     }
-}
 
-/// `[B]` and `[B, 1]` repeated for each token; `[B, T]` as it is.
-fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
-    let (batch, tokens) = mask.dims()?;
-    let column = match *x.dims() {
-        [b] if b == batch => x.unsqueeze(1)?,
-        [b, 1] if b == batch => x.clone(),
-        [b, t] if (b, t) == (batch, tokens) => return Ok(x.clone()),
-        _ => bail!(
-            "{name}: shape {:?}, must be [{batch}] or [{batch}, {tokens}]",
-            x.dims()
-        ),
-    };
-    column.broadcast_as((batch, tokens))?.contiguous()
-}
+    fn for_surrogate(&self) -> SurrogateInputs<'_> {
+        SurrogateInputs {
+            log_probs: &self.log_probs,
+            old_log_probs: &self.old_log_probs,
+            token_log_ratio: &self.token_log_ratio,
+            log_ratio: &self.log_ratio,
+            advantages: &self.advantages,
+            mask: &self.mask,
+            scores: self.scores.as_ref(),
+            importance_weights: self.importance_weights.as_ref(),
+            selected: self.selected.as_ref(),
+        }
+    }
 
-fn push_ratio_metrics(
-    metrics: &mut Metrics,
-    token_log_ratio: &Tensor,
-    log_ratio: &Tensor,
-    mask: &Mask,
-) -> Result<()> {
-    let ratio = log_ratio.detach().exp()?;
-    metrics.push_masked_mean("ratio_mean", &ratio, mask)?;
-    metrics.push_masked_max("ratio_max", &ratio, mask)?;
-    metrics.push_masked_min("ratio_min", &ratio, mask)?;
-    let d = token_log_ratio.detach();
-    metrics.push_masked_max("token_ratio_max", &d.exp()?, mask)?;
-    metrics.push_masked_mean("approx_kl", &d.neg()?, mask)?;
-    metrics.push_masked_mean("approx_kl_k2", &(d.sqr()? * 0.5)?, mask)?;
-    let k3 = ((d.exp()? - 1.)? - &d)?;
-    metrics.push_masked_mean("approx_kl_k3", &k3, mask)?;
-    metrics.push_masked_max("approx_kl_k3_max", &k3, mask)
+    /// 1 where the advantage is not negative or the sequence has not moved too far from the policy that drew it, u8.
+    fn on_policy(&self, threshold: f64) -> Result<Tensor> {
+        let drawn = self
+            .rollout_log_probs
+            .as_ref()
+            .unwrap_or(&self.old_log_probs);
+        let drift = (drawn - self.log_probs.detach())?;
+        let mean = ImportanceLevel::Sequence.log_ratio(&drift, &self.mask)?;
+        self.advantages.ge(0.)?.maximum(&mean.le(threshold)?)
+    }
+
+    fn push_ratio_metrics(&self, metrics: &mut Metrics) -> Result<()> {
+        let mask = &self.mask;
+        let ratio = self.log_ratio.detach().exp()?;
+        metrics.push_masked_mean("ratio_mean", &ratio, mask)?;
+        metrics.push_masked_max("ratio_max", &ratio, mask)?;
+        metrics.push_masked_min("ratio_min", &ratio, mask)?;
+        let d = self.token_log_ratio.detach();
+        metrics.push_masked_max("token_ratio_max", &d.exp()?, mask)?;
+        metrics.push_masked_mean("approx_kl", &d.neg()?, mask)?;
+        metrics.push_masked_mean("approx_kl_abs", &d.abs()?, mask)?;
+        metrics.push_masked_mean("approx_kl_k2", &(d.sqr()? * 0.5)?, mask)?;
+        let k3 = ((d.exp()? - 1.)? - &d)?;
+        metrics.push_masked_mean("approx_kl_k3", &k3, mask)?;
+        metrics.push_masked_max("approx_kl_k3_max", &k3, mask)?;
+        metrics.push_masked_mean("log_prob", &self.log_probs, mask)?;
+        metrics.push_masked_mean("old_log_prob", &self.old_log_probs, mask)
+    }
 }

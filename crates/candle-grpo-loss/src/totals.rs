@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 /// let first = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], &Device::Cpu)?;
 /// let second = Tensor::new(&[[1u8, 0, 0], [0, 0, 0]], &Device::Cpu)?;
 /// let totals = StepTotals::to_host(&first)? + StepTotals::to_host(&second)?;
-/// assert_eq!(totals, StepTotals { tokens: 5., sequences: 3., rows: 4. });
+/// assert_eq!(totals, StepTotals { tokens: 5., sequences: 3., rows: 4., prompts: 0. });
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -32,6 +32,9 @@ pub struct StepTotals {
     pub sequences: f64,
     /// All sequences, those without a token included.
     pub rows: f64,
+    /// Prompts with at least one token that counts; 0 as long as nobody has said so, as a mask does not tell.
+    #[serde(default)]
+    pub prompts: f64,
 }
 
 impl StepTotals {
@@ -53,6 +56,7 @@ impl StepTotals {
             tokens: counts[0],
             sequences: counts[1],
             rows: rows as f64,
+            prompts: 0.,
         })
     }
 
@@ -73,6 +77,7 @@ impl Add for StepTotals {
             tokens: self.tokens + other.tokens,
             sequences: self.sequences + other.sequences,
             rows: self.rows + other.rows,
+            prompts: self.prompts + other.prompts,
         }
     }
 }
@@ -83,6 +88,7 @@ impl Sum for StepTotals {
             tokens: 0.,
             sequences: 0.,
             rows: 0.,
+            prompts: 0.,
         };
         iter.fold(none, Add::add)
     }

@@ -75,6 +75,7 @@ pub(crate) fn aggregation(
             .optional_number("global_sequences")?
             .unwrap_or(local),
         rows: batch as f64,
+        prompts: 0.,
     };
     let length = case
         .config

@@ -7,6 +7,7 @@ mod advantage;
 mod aggregate;
 mod case;
 mod kl;
+mod linear;
 mod log_prob;
 mod policy_loss;
 mod reward_norm;
@@ -125,9 +126,8 @@ fn dispatch(case: &Case) -> Result<Outcome> {
         "log_prob" => log_prob::run(case)?,
         "policy_loss" => policy_loss::run(case)?,
         "reward_norm" => reward_norm::run(case)?,
-        "linear_log_prob" | "linear_grpo_loss" => {
-            return Ok(Outcome::Skipped("not there yet".to_owned()));
-        }
+        "linear_grpo_loss" => linear::grpo_loss(case)?,
+        "linear_log_prob" => linear::log_prob(case)?,
         op => bail!("unknown operation {op}"),
     };
     match got {

@@ -3,8 +3,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::Kl;
 use candle_grpo_loss::{
-    Aggregation, Clip, KlLoss, Mask, PolicyBatch, PolicyLoss, StepTotals, Surrogate,
-    token_log_probs,
+    Aggregation, BiasCorrection, Clip, KlLoss, Mask, PolicyBatch, PolicyLoss, StepTotals,
+    Surrogate, token_log_probs,
 };
 use rstest::rstest;
 
@@ -19,6 +19,7 @@ fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Te
         tokens: 6.,
         sequences: 2.,
         rows: 2.,
+        prompts: 0.,
     };
     message(loss.compute(&PolicyBatch::new(log_probs, advantages, mask), &totals))
 }
@@ -47,6 +48,7 @@ fn shapes() {
         tokens: 6.,
         sequences: 2.,
         rows: 2.,
+        prompts: 0.,
     };
     for (name, batch) in [
         ("old_log_probs", batch.old_log_probs(&wrong)),
@@ -89,6 +91,7 @@ fn nothing_to_learn_from() -> Result<()> {
         tokens: 0.,
         sequences: 0.,
         rows: 0.,
+        prompts: 0.,
     };
     let mask = Mask::new(&zeros(&[2, 3]))?;
     for aggregation in [Aggregation::TokenMean, Aggregation::SeqMeanTokenMean] {
@@ -113,7 +116,7 @@ fn nothing_to_learn_from() -> Result<()> {
 #[case(PolicyLoss { loss_coef: f64::INFINITY, ..Default::default() }, "loss_coef: inf, must be at least 0 and finite")]
 #[case(PolicyLoss { kl: Some(KlLoss::k3(-1.)), ..Default::default() }, "kl.coef: -1, must be at least 0")]
 #[case(
-    PolicyLoss { kl: Some(KlLoss { coef: 1., kl: Kl { value_clamp: Some(0.), ..Default::default() }, bias_correction: false }), ..Default::default() },
+    PolicyLoss { kl: Some(KlLoss { coef: 1., kl: Kl { value_clamp: Some(0.), ..Default::default() }, bias_correction: BiasCorrection::Off }), ..Default::default() },
     "kl.value_clamp: 0, must be positive"
 )]
 #[case(PolicyLoss::dr_grpo(0.), "aggregation.length: 0, must be positive")]

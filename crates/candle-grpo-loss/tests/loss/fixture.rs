@@ -3,29 +3,29 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
-    Aggregation, Clip, EmptySequences, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss,
-    PolicyLossOutput, StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, PolicyBatch,
+    PolicyLoss, PolicyLossOutput, StepTotals, Surrogate,
 };
 
 /// Sequences and tokens.
-pub const B: usize = 5;
-pub const T: usize = 6;
+pub(crate) const B: usize = 5;
+pub(crate) const T: usize = 6;
 
 /// The tensors of a batch, in f64.
-pub struct Fixture {
-    pub log_probs: Vec<f64>,
-    pub old_log_probs: Vec<f64>,
-    pub ref_log_probs: Vec<f64>,
-    pub entropy: Vec<f64>,
-    pub advantages: Vec<f64>,
-    pub importance_weights: Vec<f64>,
-    pub sample_weights: Vec<f64>,
-    pub mask: Vec<u8>,
+pub(crate) struct Fixture {
+    pub(crate) log_probs: Vec<f64>,
+    pub(crate) old_log_probs: Vec<f64>,
+    pub(crate) ref_log_probs: Vec<f64>,
+    pub(crate) entropy: Vec<f64>,
+    pub(crate) advantages: Vec<f64>,
+    pub(crate) importance_weights: Vec<f64>,
+    pub(crate) sample_weights: Vec<f64>,
+    pub(crate) mask: Vec<u8>,
 }
 
 impl Fixture {
     /// Ragged sequences, one with a hole in the middle and one without any token.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut state = 7u64;
         let mut uniform = move |low: f64, high: f64| {
             state = state
@@ -58,7 +58,7 @@ impl Fixture {
     }
 
     /// The loss of some rows, as a function of `log_probs` and `entropy`.
-    pub fn compute_rows(
+    pub(crate) fn compute_rows(
         &self,
         loss: &PolicyLoss,
         rows: std::ops::Range<usize>,
@@ -107,24 +107,24 @@ impl Fixture {
         })
     }
 
-    pub fn compute(&self, loss: &PolicyLoss) -> Result<Computed> {
+    pub(crate) fn compute(&self, loss: &PolicyLoss) -> Result<Computed> {
         self.compute_rows(loss, 0..B, &self.totals()?, DType::F64)
     }
 
-    pub fn totals(&self) -> Result<StepTotals> {
+    pub(crate) fn totals(&self) -> Result<StepTotals> {
         StepTotals::to_host(&Tensor::from_slice(&self.mask, (B, T), &Device::Cpu)?)
     }
 }
 
 /// A loss and its gradients.
-pub struct Computed {
-    pub loss: f64,
-    pub log_probs: Vec<f64>,
-    pub entropy: Vec<f64>,
-    pub output: PolicyLossOutput,
+pub(crate) struct Computed {
+    pub(crate) loss: f64,
+    pub(crate) log_probs: Vec<f64>,
+    pub(crate) entropy: Vec<f64>,
+    pub(crate) output: PolicyLossOutput,
 }
 
-pub fn aggregations() -> Vec<Aggregation> {
+pub(crate) fn aggregations() -> Vec<Aggregation> {
     vec![
         Aggregation::TokenMean,
         Aggregation::TokenSum,
@@ -134,8 +134,8 @@ pub fn aggregations() -> Vec<Aggregation> {
     ]
 }
 
-pub fn kl_losses() -> Vec<Option<KlLoss>> {
-    let kl = |kl: Kl, bias_correction| {
+pub(crate) fn kl_losses() -> Vec<Option<KlLoss>> {
+    let kl = |kl: Kl, bias_correction: BiasCorrection| {
         Some(KlLoss {
             coef: 0.3,
             kl,
@@ -144,23 +144,23 @@ pub fn kl_losses() -> Vec<Option<KlLoss>> {
     };
     vec![
         None,
-        kl(Kl::new(KlEstimator::K1), false),
-        kl(Kl::new(KlEstimator::K2), false),
-        kl(Kl::new(KlEstimator::K3), false),
-        kl(Kl::new(KlEstimator::Abs), false),
-        kl(Kl::new(KlEstimator::K3), true),
+        kl(Kl::new(KlEstimator::K1), BiasCorrection::Off),
+        kl(Kl::new(KlEstimator::K2), BiasCorrection::Off),
+        kl(Kl::new(KlEstimator::K3), BiasCorrection::Off),
+        kl(Kl::new(KlEstimator::Abs), BiasCorrection::Off),
+        kl(Kl::new(KlEstimator::K3), BiasCorrection::Token),
         kl(
             Kl {
                 value_clamp: Some(0.1),
                 log_ratio_clamp: Some(0.5),
                 ..Kl::default()
             },
-            false,
+            BiasCorrection::Off,
         ),
     ]
 }
 
-pub const LEVELS: [ImportanceLevel; 4] = [
+pub(crate) const LEVELS: [ImportanceLevel; 4] = [
     ImportanceLevel::Token,
     ImportanceLevel::Sequence,
     ImportanceLevel::SequenceProduct,
@@ -168,7 +168,7 @@ pub const LEVELS: [ImportanceLevel; 4] = [
 ];
 
 /// Surrogates whose gradient is that of their value.
-pub fn differentiable_surrogates() -> Vec<Surrogate> {
+pub(crate) fn differentiable_surrogates() -> Vec<Surrogate> {
     let clip = Clip::asymmetric(0.2, 0.28);
     vec![
         Surrogate::PolicyGradient,
@@ -189,7 +189,7 @@ pub fn differentiable_surrogates() -> Vec<Surrogate> {
 }
 
 /// Every aggregation and KL, each with a different surrogate and level.
-pub fn differentiable_losses() -> Vec<PolicyLoss> {
+pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
     let mut losses = Vec::new();
     for surrogate in differentiable_surrogates() {
         for importance_level in LEVELS {

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
-use candle_grpo_loss::{ImportanceLevel, KlLoss, PolicyLoss, Surrogate};
+use candle_grpo_loss::{BiasCorrection, ImportanceLevel, KlLoss, PolicyLoss, Surrogate};
 
 use crate::assert_close;
 use crate::fixture::{B, Fixture, T, differentiable_losses};
@@ -72,7 +72,7 @@ fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
         kl: Some(KlLoss {
             coef: 1.,
             kl,
-            bias_correction: false,
+            bias_correction: BiasCorrection::Off,
         }),
         ..PolicyLoss::dapo()
     };

@@ -3,7 +3,8 @@
 use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator};
 use candle_grpo_loss::{
-    Aggregation, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss,
+    StepTotals, Surrogate,
 };
 use rstest::rstest;
 
@@ -87,7 +88,7 @@ fn compute(loss: &PolicyLoss) -> Result<(f64, Vec<f64>, candle_grpo_core::Metric
 )]
 #[case::k3_corrected(
     PolicyLoss {
-        kl: Some(KlLoss { coef: 0.1, kl: Kl::new(KlEstimator::K3), bias_correction: true }),
+        kl: Some(KlLoss { coef: 0.1, kl: Kl::new(KlEstimator::K3), bias_correction: BiasCorrection::Token }),
         ..with(clip(), Aggregation::SeqMeanTokenMean)
     },
     -0.059300028,

@@ -1,0 +1,109 @@
+//! `linear_log_prob` and `linear_grpo_loss`: from hidden states and the output weight.
+
+use anyhow::{Result, bail, ensure};
+use candle_core::{Tensor, Var};
+use candle_grpo_core::Mask;
+use candle_grpo_loss::{TokenLogProbs, linear_token_log_probs};
+
+use crate::case::{Case, Outputs, Ran};
+use crate::policy_loss::{Results, Tensors, trl};
+
+/// The output layer of a case.
+struct Layer {
+    hidden: Var,
+    weight: Var,
+    bias: Option<Var>,
+}
+
+impl Layer {
+    fn read(case: &Case) -> Result<Self> {
+        Ok(Self {
+            hidden: case.variable("hidden")?,
+            weight: case.variable("weight")?,
+            bias: case
+                .optional("bias")
+                .map(|b| Var::from_tensor(&b))
+                .transpose()?,
+        })
+    }
+
+    fn log_probs(&self, case: &Case) -> Result<TokenLogProbs> {
+        Ok(linear_token_log_probs(
+            &self.hidden,
+            &self.weight,
+            self.bias.as_deref(),
+            &case.input("targets")?,
+            case.config.number("temperature")?,
+        )?)
+    }
+
+    fn variables(&self) -> Vec<(&'static str, &Var)> {
+        let mut variables = vec![("hidden", &self.hidden), ("weight", &self.weight)];
+        if let Some(bias) = &self.bias {
+            variables.push(("bias", bias));
+        }
+        variables
+    }
+}
+
+pub(crate) fn log_prob(case: &Case) -> Result<Ran> {
+    ensure!(
+        ["torch", "verl_fused", "liger_chunked"].contains(&case.variant.as_str()),
+        "unknown variant"
+    );
+    case.config
+        .ignore(&["batch", "bias", "dtype", "chunk_size"]);
+    let layer = Layer::read(case)?;
+    let tokens = layer.log_probs(case)?;
+    let mut loss = (&tokens.log_probs * case.input("upstream_log_prob")?)?.sum_all()?;
+    if let Some(upstream) = case.optional("upstream_entropy") {
+        loss = (loss + (&tokens.entropy * upstream)?.sum_all()?)?;
+    }
+    Ok(Ok(Outputs::default()
+        .out("log_prob", &tokens.log_probs)
+        .out("entropy", &tokens.entropy)
+        .out("lse", &tokens.log_sum_exp)
+        .gradients(&loss, &layer.variables())?))
+}
+
+pub(crate) fn grpo_loss(case: &Case) -> Result<Ran> {
+    ensure!(case.variant.starts_with("liger_"), "unknown variant");
+    case.config.ignore(&["bias", "dtype", "chunk_size"]);
+    let layer = Layer::read(case)?;
+    let log_probs = layer.log_probs(case)?.log_probs;
+    let mut tensors = Tensors::with_log_probs(case, Var::from_tensor(&log_probs)?)?;
+    tensors.ref_log_probs = reference(case)?;
+    let setup = trl::setup(case, &tensors)?;
+    if let Some(reason) = &setup.defect {
+        return Ok(Err(reason.clone()));
+    }
+    let output = setup.compute_with(&setup.loss, &tensors, &log_probs)?;
+    let outputs = Outputs::default()
+        .out("loss", &output.loss)
+        .gradients(&output.loss, &layer.variables())?;
+    let results = Results {
+        metrics: output.metrics.to_host()?,
+        output,
+        mask: Mask::new(&tensors.mask)?,
+    };
+    Ok(Ok(trl::metrics(case, outputs, &results, &setup, &tensors)?))
+}
+
+/// The log-probs of the reference policy, given or from its hidden states.
+fn reference(case: &Case) -> Result<Option<Tensor>> {
+    Ok(match case.config.get("reference").as_str() {
+        None => None,
+        Some("log_probs") => Some(case.input("ref_log_probs")?),
+        Some("hidden") => {
+            let tokens = linear_token_log_probs(
+                &case.input("ref_hidden")?,
+                &case.input("ref_weight")?,
+                case.optional("ref_bias").as_ref(),
+                &case.input("targets")?,
+                case.config.number("temperature")?,
+            )?;
+            Some(tokens.log_probs)
+        }
+        Some(other) => bail!("unknown reference {other}"),
+    })
+}
