@@ -3,8 +3,10 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, PolicyBatch,
-    PolicyLoss, PolicyLossOutput, StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask,
+    EmptySequences, GeometricMean, ImportanceLevel, KlCov, KlLoss, PolicyBatch, PolicyLoss,
+    PolicyLossOutput, PositiveIf, PositiveNll, SoftGate, SquaredLogRatio, StepTotals, Surrogate,
+    Topr, UnifiedMask, Vespo,
 };
 
 /// Sequences and tokens.
@@ -20,6 +22,8 @@ pub(crate) struct Fixture {
     pub(crate) advantages: Vec<f64>,
     pub(crate) importance_weights: Vec<f64>,
     pub(crate) sample_weights: Vec<f64>,
+    pub(crate) scores: Vec<f64>,
+    pub(crate) selected: Vec<u8>,
     pub(crate) mask: Vec<u8>,
 }
 
@@ -52,6 +56,8 @@ impl Fixture {
             advantages: vec![1.3, -0.7, 0.4, -1.1, 0.9],
             importance_weights: vector(B * T, 0.5, 1.5),
             sample_weights: vec![0.5, 1.5, 1., 1.2, 0.8],
+            scores: vec![1., 0., 1., 0., 0.],
+            selected: (0..B * T).map(|i| u8::from(i % 4 == 1)).collect(),
             old_log_probs,
             mask,
         }
@@ -82,6 +88,13 @@ impl Fixture {
         let (advantages, sample_weights) =
             (per_row(&self.advantages)?, per_row(&self.sample_weights)?);
         let importance_weights = per_token(&self.importance_weights)?;
+        let scores = per_row(&self.scores)?;
+        let flags =
+            |x: &[u8]| Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), &device);
+        let selected = flags(&self.selected)?;
+        // Each row's share of tokens of its prompt: rows 0 and 1 are of one prompt, the others of another.
+        let prompt_tokens = Tensor::new(&[9f64, 9., 5., 5., 5.], &device)?;
+        let prompt_tokens = prompt_tokens.narrow(0, rows.start, count)?;
         let mask = Tensor::from_slice(
             &self.mask[rows.start * T..rows.end * T],
             (count, T),
@@ -92,7 +105,10 @@ impl Fixture {
             .ref_log_probs(&reference)
             .entropy(&entropy)
             .importance_weights(&importance_weights)
-            .sample_weights(&sample_weights);
+            .sample_weights(&sample_weights)
+            .scores(&scores)
+            .selected_tokens(&selected)
+            .prompt_tokens(&prompt_tokens);
         let output = loss.compute(&batch, totals)?;
         let gradients = output.loss.backward()?;
         let gradient_of = |x: &Var| match gradients.get(x) {
@@ -112,7 +128,11 @@ impl Fixture {
     }
 
     pub(crate) fn totals(&self) -> Result<StepTotals> {
-        StepTotals::to_host(&Tensor::from_slice(&self.mask, (B, T), &Device::Cpu)?)
+        let counted = StepTotals::to_host(&Tensor::from_slice(&self.mask, (B, T), &Device::Cpu)?)?;
+        Ok(StepTotals {
+            prompts: 2.,
+            ..counted
+        })
     }
 }
 
@@ -131,6 +151,7 @@ pub(crate) fn aggregations() -> Vec<Aggregation> {
         Aggregation::SeqMeanTokenSum,
         Aggregation::SeqMeanTokenMean,
         Aggregation::SeqMeanTokenSumNorm { length: 9. },
+        Aggregation::PromptMeanTokenMean,
     ]
 }
 
@@ -185,14 +206,91 @@ pub(crate) fn differentiable_surrogates() -> Vec<Surrogate> {
             delta: Some(0.9),
             ..clip
         }),
+        SoftGate {
+            tau_pos: 0.7,
+            tau_neg: 1.3,
+        }
+        .into(),
+        SquaredLogRatio { coef: 0.3 }.into(),
+        KlCov {
+            coef: 0.4,
+            ..Default::default()
+        }
+        .into(),
+        ClipCov {
+            clip,
+            ..Default::default()
+        }
+        .into(),
+        GeometricMean {
+            low: 0.2,
+            high: 0.3,
+        }
+        .into(),
     ]
 }
 
-/// Every aggregation and KL, each with a different surrogate and level.
+/// Surrogates with a constant weight, whose gradient is not that of their value.
+pub(crate) fn detached_surrogates() -> Vec<Surrogate> {
+    vec![
+        DetachedWeight::at_most(1.2).into(),
+        DetachedWeight {
+            ratio_min: Some(0.9),
+            ratio_max: Some(1.1),
+            unified_mask: Some(UnifiedMask {
+                low: 0.1,
+                high: 0.1,
+            }),
+        }
+        .into(),
+        Topr::default().into(),
+        Topr {
+            positive_weight: 0.8,
+            negative_weight: 1.2,
+            positive_if: PositiveIf::ScoreAbove(0.),
+        }
+        .into(),
+        Vespo::default().into(),
+        DivergenceMask {
+            low: 0.05,
+            high: 0.05,
+            ..Default::default()
+        }
+        .into(),
+        DivergenceMask {
+            divergence: Divergence::BinaryKl,
+            low: 0.01,
+            high: 0.01,
+            ratio_max: 1.2,
+        }
+        .into(),
+    ]
+}
+
+fn is_of_tokens_only(surrogate: &Surrogate) -> bool {
+    matches!(surrogate, Surrogate::GeometricMean(_) | Surrogate::Vespo(_))
+}
+
+/// Losses of the differentiable and of the other surrogates.
+pub(crate) fn all_losses() -> Vec<PolicyLoss> {
+    let mut losses = losses_of(detached_surrogates());
+    losses.extend(differentiable_losses());
+    losses
+}
+
+/// Losses whose gradient is that of their value.
 pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
+    losses_of(differentiable_surrogates())
+}
+
+/// Every aggregation and KL, each with a different surrogate and level.
+fn losses_of(surrogates: Vec<Surrogate>) -> Vec<PolicyLoss> {
     let mut losses = Vec::new();
-    for surrogate in differentiable_surrogates() {
+    for surrogate in surrogates {
         for importance_level in LEVELS {
+            if importance_level != ImportanceLevel::Token && is_of_tokens_only(&surrogate) {
+                continue;
+            }
             let i = losses.len();
             let (aggregations, kls) = (aggregations(), kl_losses());
             losses.push(PolicyLoss {
@@ -200,6 +298,11 @@ pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
                 surrogate,
                 loss_coef: 0.7,
                 kl: kls[i % kls.len()],
+                off_policy_threshold: (i % 4 == 3).then_some(0.05),
+                positive_nll: (i % 5 == 4).then_some(PositiveNll {
+                    coef: 0.2,
+                    score_above: 0.5,
+                }),
                 entropy_coef: 0.05,
                 entropy_aggregation: (i % 2 == 0).then_some(Aggregation::TokenMean),
                 aggregation: aggregations[i % aggregations.len()],

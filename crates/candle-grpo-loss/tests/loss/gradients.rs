@@ -2,10 +2,14 @@
 
 use candle_core::{DType, Result};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
-use candle_grpo_loss::{BiasCorrection, ImportanceLevel, KlLoss, PolicyLoss, Surrogate};
+use candle_grpo_loss::{
+    BiasCorrection, GeometricMean, ImportanceLevel, KlLoss, PolicyLoss, Surrogate, Vespo,
+};
 
 use crate::assert_close;
-use crate::fixture::{B, Fixture, T, differentiable_losses};
+use crate::fixture::{
+    B, Fixture, T, detached_surrogates, differentiable_losses, differentiable_surrogates,
+};
 
 #[test]
 fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
@@ -103,9 +107,21 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
         ..Default::default()
     };
     let expected = on_policy.compute(&plain)?;
-    for surrogate in crate::fixture::differentiable_surrogates() {
-        // A bound below 1 clips a ratio of 1.
-        if matches!(surrogate, Surrogate::Clip(c) if c.delta.is_some_and(|d| d < 1.)) {
+    let surrogates = differentiable_surrogates()
+        .into_iter()
+        .chain(detached_surrogates());
+    for surrogate in surrogates {
+        let other_at_one = match surrogate {
+            // A bound below 1 clips a ratio of 1.
+            Surrogate::Clip(clip) => clip.delta.is_some_and(|d| d < 1.),
+            // These give some tokens a loss of their own.
+            Surrogate::ClipCov(_) => true,
+            Surrogate::Topr(topr) => topr.positive_weight != 1.,
+            // The weights of a sequence enter its mean.
+            Surrogate::Vespo(_) | Surrogate::GeometricMean(_) => true,
+            _ => false,
+        };
+        if other_at_one {
             continue;
         }
         let got = on_policy.compute(&PolicyLoss {
@@ -114,6 +130,30 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
         })?;
         assert_close(&got.log_probs, &expected.log_probs, 1e-12);
         assert_eq!(got.output.metrics.to_host()?.get("ratio_mean"), Some(1.));
+    }
+    Ok(())
+}
+
+/// The surrogates that bring their own level, at a ratio of 1 and with weights of 1.
+#[test]
+fn sequence_surrogates_give_the_policy_gradient_too() -> Result<()> {
+    let fixture = Fixture::new();
+    let on_policy = Fixture {
+        old_log_probs: fixture.log_probs.clone(),
+        importance_weights: vec![1.; B * T],
+        ..Fixture::new()
+    };
+    let plain = PolicyLoss {
+        surrogate: Surrogate::PolicyGradient,
+        ..Default::default()
+    };
+    let expected = on_policy.compute(&plain)?;
+    for surrogate in [Vespo::default().into(), GeometricMean::default().into()] {
+        let got = on_policy.compute(&PolicyLoss {
+            surrogate,
+            ..Default::default()
+        })?;
+        assert_close(&got.log_probs, &expected.log_probs, 1e-12);
     }
     Ok(())
 }
@@ -129,6 +169,8 @@ fn half_precision_is_computed_in_f32() -> Result<()> {
         ref_log_probs: rounded(&fixture.ref_log_probs),
         entropy: rounded(&fixture.entropy),
         advantages: rounded(&fixture.advantages),
+        scores: fixture.scores.clone(),
+        selected: fixture.selected.clone(),
         importance_weights: rounded(&fixture.importance_weights),
         sample_weights: rounded(&fixture.sample_weights),
         mask: fixture.mask,

@@ -6,7 +6,7 @@ use candle_grpo_loss::PolicyLoss;
 use rstest::rstest;
 
 use crate::assert_close;
-use crate::fixture::{B, Fixture, differentiable_losses};
+use crate::fixture::{B, Fixture, all_losses};
 
 #[rstest]
 #[case::one_by_one(&[0, 1, 2, 3, 4, 5])]
@@ -15,7 +15,7 @@ use crate::fixture::{B, Fixture, differentiable_losses};
 fn micro_batches_add_up_to_the_batch(#[case] bounds: &[usize]) -> Result<()> {
     let fixture = Fixture::new();
     let totals = fixture.totals()?;
-    for loss in differentiable_losses() {
+    for loss in all_losses() {
         let whole = fixture.compute(&loss)?;
         let (mut sum, mut log_probs, mut entropy) = (0., Vec::new(), Vec::new());
         let mut metrics = MetricValues::default();

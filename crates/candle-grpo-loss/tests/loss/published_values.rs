@@ -3,7 +3,8 @@
 use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator};
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss,
+    Aggregation, BiasCorrection, Clip, DetachedWeight, GeometricMean, ImportanceLevel,
+    ImportanceWeight, KlLoss, Outside, PolicyBatch, PolicyLoss, RolloutCorrection, SoftGate,
     StepTotals, Surrogate,
 };
 use rstest::rstest;
@@ -23,6 +24,22 @@ fn with(surrogate: Clip, aggregation: Aggregation) -> PolicyLoss {
         surrogate: Surrogate::Clip(surrogate),
         aggregation,
         ..Default::default()
+    }
+}
+
+fn of(surrogate: impl Into<Surrogate>, aggregation: Aggregation) -> PolicyLoss {
+    PolicyLoss {
+        surrogate: surrogate.into(),
+        aggregation,
+        ..Default::default()
+    }
+}
+
+fn bounded(min: f64, max: f64) -> DetachedWeight {
+    DetachedWeight {
+        ratio_min: Some(min),
+        ratio_max: Some(max),
+        unified_mask: None,
     }
 }
 
@@ -81,6 +98,56 @@ fn compute(loss: &PolicyLoss) -> Result<(f64, Vec<f64>, candle_grpo_core::Metric
     0.317857143,
     &[-0.142857143, -0.142857143, -0.142857143, -0.142857143, 0.071428571, 0.071428571, 0.071428571, 0.]
 )]
+#[case::delta_below_the_clip(
+    with(Clip { delta: Some(1.3), ..clip() }, Aggregation::SeqMeanTokenMean), -0.242667252,
+    &[0., -0.083790006, -0.138146365, -0.125, 0., 0., 0.079269119, 0.]
+)]
+#[case::luspo(
+    PolicyLoss { importance_level: ImportanceLevel::Sequence, ..with(clip(), Aggregation::SeqMeanTokenSum) },
+    -1.036980937,
+    &[-0.5, -0.5, -0.5, -0.5, 0.321006354, 0.321006354, 0.321006354, 0.]
+)]
+#[case::gmpo(
+    of(GeometricMean { low: 0.35, high: 0.35 }, Aggregation::SeqMeanTokenMean), -0.173598707,
+    &[-0.125, -0.125, -0.125, -0.125, 0.108800431, 0., 0.108800431, 0.]
+)]
+#[case::sapo(
+    of(SoftGate::default(), Aggregation::SeqMeanTokenMean), -0.437472742,
+    &[-0.163672625, -0.081553862, -0.137765061, -0.125, 0.081880287, 0.054219447, 0.079217173, 0.]
+)]
+#[case::cispo_of_verl(
+    of(bounded(0.8, 1.2), Aggregation::TokenMean), 0.353337,
+    &[-0.171429, -0.114286, -0.157882, -0.142857, 0.085714, 0.057143, 0.067945, 0.]
+)]
+#[case::cispo_of_trl(
+    of(DetachedWeight::at_most(1.2), Aggregation::TokenMean), 0.351484514,
+    &[-0.171428571, -0.095760007, -0.157881560, -0.142857143, 0.085714286, 0.047880003, 0.067944959, 0.]
+)]
+#[case::cispo_of_roll(
+    of(bounded(0.9, 1.1), Aggregation::TokenMean), 0.349076407,
+    &[-0.157142857, -0.128571429, -0.157142857, -0.142857143, 0.078571429, 0.064285714, 0.067944959, 0.]
+)]
+#[case::tis(
+    PolicyLoss::tis(), 0.314366694,
+    &[-0.142857143, -0.095760007, -0.142857143, -0.142857143, 0.071428571, 0.047880003, 0.067944959, 0.]
+)]
+#[case::topr(
+    PolicyLoss::topr(), 0.356754116,
+    &[-0.142857143, -0.142857143, -0.142857143, -0.142857143, 0.071428571, 0.047880003, 0.067944959, 0.]
+)]
+#[case::kimi(
+    PolicyLoss::kimi_k1_5(), 0.331160714,
+    &[-0.138571429, -0.148571429, -0.141428571, -0.142857143, 0.088571429, 0.065714286, 0.070714286, 0.]
+)]
+#[case::vespo(
+    PolicyLoss::vespo(), 0.314689015,
+    &[-0.142857143, -0.142857143, -0.142857143, -0.142857143, 0.072580618, 0.072580618, 0.072580618, 0.]
+)]
+#[case::rloo_of_trl(
+    PolicyLoss { importance_level: ImportanceLevel::SequenceProduct, ..with(clip(), Aggregation::SeqMeanTokenMean) },
+    0.029250004,
+    &[-0.5, -0.5, -0.5, -0.5, 0.529250004, 0.529250004, 0.529250004, 0.]
+)]
 #[case::k3(
     PolicyLoss { kl: Some(KlLoss::k3(0.1)), ..with(clip(), Aggregation::SeqMeanTokenMean) },
     -0.065882872,
@@ -100,8 +167,9 @@ fn loss_and_gradient(
     #[case] expected_gradient: &[f64],
 ) -> Result<()> {
     let (value, gradient, _) = compute(&loss)?;
-    assert_close(&[value], &[expected], 1e-8);
-    assert_close(&gradient, expected_gradient, 1e-8);
+    // Some rows are printed with six digits.
+    assert_close(&[value], &[expected], 1e-6);
+    assert_close(&gradient, expected_gradient, 1e-6);
     Ok(())
 }
 
@@ -135,4 +203,84 @@ fn metrics() -> Result<()> {
         1e-12,
     );
     Ok(())
+}
+
+/// Weights for the rollout of the fixture, at each level and with each way of bounding them.
+#[rstest]
+#[case::truncated(
+    weight(ImportanceLevel::Token, None, 1.2, Outside::Truncate), Aggregation::SeqMeanTokenMean, -0.160440396,
+    &[0., -0.075816332, -0.165775638, -0.125, 0.226523486, 0., 0.071725665, 0.]
+)]
+#[case::masked(
+    weight(ImportanceLevel::Token, None, 1.2, Outside::Mask), Aggregation::SeqMeanTokenMean, 0.005335241,
+    &[0., -0.075816332, 0., -0.125, 0.226523486, 0., 0.071725665, 0.]
+)]
+#[case::product(
+    weight(ImportanceLevel::SequenceProduct, None, 1.2, Outside::Truncate), Aggregation::SeqMeanTokenMean,
+    -0.250318043,
+    &[0., -0.100548007, -0.165775638, -0.15, 0.226523486, 0., 0.064900065, 0.]
+)]
+#[case::tis_of_openrlhf(
+    weight(ImportanceLevel::Token, Some(0.8), 1.2, Outside::Truncate), Aggregation::TokenMean, -0.289625370,
+    &[0., -0.086647237, -0.189457872, -0.142857143, 0.194162988, 0., 0.061479141, 0.]
+)]
+#[case::icepop(
+    ImportanceWeight::icepop(0.8, 1.2), Aggregation::TokenMean, -0.100167499,
+    &[0., -0.086647237, 0., -0.142857143, 0.194162988, 0., 0.061479141, 0.]
+)]
+fn rollout_correction(
+    #[case] weight: ImportanceWeight,
+    #[case] aggregation: Aggregation,
+    #[case] expected: f64,
+    #[case] expected_gradient: &[f64],
+) -> Result<()> {
+    let device = Device::Cpu;
+    let old = Tensor::new(&OLD, &device)?;
+    let log_probs = Var::from_tensor(&(&old + Tensor::new(&D, &device)?)?)?;
+    let rollout = Tensor::new(
+        &[[-1.1, -0.4, -2.3, -0.1], [-1.8, -1.3, -0.2, f64::NAN]],
+        &device,
+    )?;
+    let mask = Tensor::new(&[[1u8, 1, 1, 1], [1, 1, 1, 0]], &device)?;
+    let correction = RolloutCorrection {
+        weight: Some(weight),
+        ..Default::default()
+    };
+    let corrected = correction.compute(&old, &rollout, &mask)?;
+    let metrics = corrected.metrics.to_host()?;
+    assert_close(
+        &[metrics.get("rollout_kl").expect("a KL")],
+        &[-0.014285714],
+        1e-8,
+    );
+    let loss = PolicyLoss {
+        rollout_correction: Some(correction),
+        ..with(clip(), aggregation)
+    };
+    let advantages = Tensor::new(&[1f64, -0.5], &device)?;
+    let weights = corrected.weights.expect("weights");
+    let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
+        .old_log_probs(&old)
+        .importance_weights(&weights);
+    let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+    let gradient = output.loss.backward()?;
+    let gradient = crate::numbers(gradient.get(&log_probs).expect("a gradient"))?;
+    assert_close(&[output.loss.to_scalar()?], &[expected], 1e-8);
+    assert_close(&gradient, expected_gradient, 1e-8);
+    Ok(())
+}
+
+fn weight(
+    level: ImportanceLevel,
+    min: Option<f64>,
+    max: f64,
+    outside: Outside,
+) -> ImportanceWeight {
+    ImportanceWeight {
+        level,
+        min,
+        max: Some(max),
+        outside,
+        normalize: false,
+    }
 }
