@@ -45,8 +45,8 @@ impl Bar {
 
     /// One more step is done.
     pub(crate) fn step(&self, message: &str) {
-        self.bar.inc(1);
         self.bar.set_message(message.to_owned());
+        self.bar.inc(1);
         let done = self.bar.position();
         if self.bar.is_hidden() && done.is_multiple_of(self.interval) {
             let left = match self.bar.length() {

@@ -61,7 +61,7 @@ impl Settings {
         let (default_steps, goal) = if short {
             (200, Goal::Rise(0.1))
         } else {
-            (900, Goal::Accuracy(0.8))
+            (1000, Goal::Accuracy(0.8))
         };
         let steps = steps.unwrap_or(default_steps);
         Self {
@@ -111,7 +111,7 @@ impl Settings {
                 mini_batch_size: Some(256),
                 // Tensors that stay in the cache, and below the size at which Candle calls its threads together.
                 micro_batch_size: 64,
-                optimizer: adamw(2e-3),
+                optimizer: adamw(1.5e-3),
                 schedule: LearningRateSchedule {
                     warmup_steps: (steps / 10).min(50),
                     decay_until: Some(steps),
