@@ -3,7 +3,7 @@
 CARGO ?= cargo
 SEED ?= 0
 
-.PHONY: help demo demo-short test examples lint ci
+.PHONY: help demo demo-short test examples lint cuda-check ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -24,6 +24,9 @@ lint: ## format, clippy and docs, warnings denied
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
+
+cuda-check: ## type-check and lint the feature cuda, without a CUDA toolkit
+	scripts/cuda-check
 
 ci: ## what continuous integration runs
 	.ci/run
