@@ -14,7 +14,7 @@ const RAW: RGBColor = RGBColor(150, 170, 200);
 const SMOOTH: RGBColor = RGBColor(20, 60, 130);
 
 /// A picture (SVG) of mean reward, KL to the reference, entropy and clip fraction over the steps: raw values as dots,
-/// a moving average as a line. Rare values far above the others are triangles at the upper edge.
+/// a moving median as a line. Rare values far above the others are triangles at the upper edge.
 ///
 /// Skipped steps have a reward only. A figure that no step has leaves its panel empty.
 pub fn training_plot_svg(metrics: &[StepMetrics]) -> Result<String> {
@@ -54,8 +54,8 @@ fn panel(
     points: &[(f64, f64)],
     last_step: f64,
 ) -> Result<()> {
-    let average = moving_average(points);
-    let range = value_range(points, &average);
+    let smooth = moving_median(points);
+    let range = value_range(points, &smooth);
     let (inside, above): (Vec<_>, Vec<_>) = points.iter().partition(|p| p.1 <= range.end);
     let mut chart = ChartBuilder::on(area)
         .caption(title, (FONT, 20))
@@ -85,13 +85,13 @@ fn panel(
         .draw_series(edge.map(|p| TriangleMarker::new(p, 5, RAW.filled())))
         .map_err(drawing)?;
     chart
-        .draw_series(LineSeries::new(average, SMOOTH.stroke_width(2)))
+        .draw_series(LineSeries::new(smooth, SMOOTH.stroke_width(2)))
         .map_err(drawing)?;
     Ok(())
 }
 
-/// From 0, or from below if there are negative values, to a little above all but the rarest values and the average.
-fn value_range(points: &[(f64, f64)], average: &[(f64, f64)]) -> Range<f64> {
+/// From 0, or from below if there are negative values, to a little above all but the rarest values and the line.
+fn value_range(points: &[(f64, f64)], smooth: &[(f64, f64)]) -> Range<f64> {
     let finite = |points: &[(f64, f64)]| -> Vec<f64> {
         points
             .iter()
@@ -104,20 +104,22 @@ fn value_range(points: &[(f64, f64)], average: &[(f64, f64)]) -> Range<f64> {
     let low = values.first().copied().unwrap_or(0.).min(0.);
     let usual = values.len().saturating_sub(1 + values.len() / 50);
     let usual = values.get(usual).copied().unwrap_or(low);
-    let high = finite(average).into_iter().fold(usual, f64::max).max(low);
+    let high = finite(smooth).into_iter().fold(usual, f64::max).max(low);
     let margin = if high > low { 0.1 * (high - low) } else { 1. };
     let below = if low < 0. { margin } else { 0. };
     low - below..high + margin
 }
 
-/// The mean of each value and its neighbours, about a fifteenth of all in number.
-fn moving_average(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+/// The median of each value and its neighbours, about a fifteenth of all in number: estimates of the KL have outliers
+/// that would drag a mean along.
+fn moving_median(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let half = points.len() / 30;
     (0..points.len())
         .map(|i| {
             let window = &points[i.saturating_sub(half)..points.len().min(i + half + 1)];
-            let mean = window.iter().map(|p| p.1).sum::<f64>() / window.len() as f64;
-            (points[i].0, mean)
+            let mut values: Vec<f64> = window.iter().map(|p| p.1).collect();
+            values.sort_by(f64::total_cmp);
+            (points[i].0, values[values.len() / 2])
         })
         .collect()
 }
@@ -164,19 +166,19 @@ mod tests {
     }
 
     #[test]
-    fn the_moving_average_is_centred() {
+    fn the_moving_median_is_centred() {
         let line: Vec<(f64, f64)> = (0..90).map(|i| (f64::from(i), 2. * f64::from(i))).collect();
-        let average = moving_average(&line);
-        assert_eq!(average.len(), 90);
-        assert_eq!(average[3..87], line[3..87]);
+        let smooth = moving_median(&line);
+        assert_eq!(smooth.len(), 90);
+        assert_eq!(smooth[3..87], line[3..87]);
     }
 
     #[test]
     fn one_wild_value_does_not_flatten_the_others() {
         let mut points: Vec<(f64, f64)> = (0..100).map(|i| (f64::from(i), 1.)).collect();
         points[50].1 = 1000.;
-        let average = vec![(0., 1.); 100];
-        assert_eq!(value_range(&points, &average), 0.0..1.1);
+        let smooth = vec![(0., 1.); 100];
+        assert_eq!(value_range(&points, &smooth), 0.0..1.1);
         assert_eq!(value_range(&[], &[]), 0.0..1.0);
     }
 }
