@@ -3,8 +3,10 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::Kl;
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, KlLoss, Mask, PolicyBatch, PolicyLoss, StepTotals,
-    Surrogate, token_log_probs,
+    Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, DivergenceMask, GeometricMean,
+    ImportanceLevel, ImportanceWeight, KlCov, KlLoss, Mask, OldPolicy, PolicyBatch, PolicyLoss,
+    PositiveIf, PositiveNll, RolloutCorrection, SoftGate, SquaredLogRatio, StepTotals, Surrogate,
+    Topr, Vespo, linear_token_log_probs, token_log_probs,
 };
 use rstest::rstest;
 
@@ -120,6 +122,38 @@ fn nothing_to_learn_from() -> Result<()> {
     "kl.value_clamp: 0, must be positive"
 )]
 #[case(PolicyLoss::dr_grpo(0.), "aggregation.length: 0, must be positive")]
+#[case(
+    with(DetachedWeight::at_most(0.2)),
+    "detached_weight.ratio_max: 0.2, is an absolute ratio and must be at least 1"
+)]
+#[case(with(DetachedWeight { ratio_min: Some(1.2), ..Default::default() }), "detached_weight.ratio_min: 1.2")]
+#[case(with(Topr { negative_weight: -1., ..Default::default() }), "topr.negative_weight: -1, must be at least 0")]
+#[case(with(SoftGate { tau_pos: 0., tau_neg: 1. }), "soft_gate.tau_pos: 0, must be positive")]
+#[case(with(Vespo { lambda_neg: 0., ..Default::default() }), "vespo.lambda_neg: 0, must be positive")]
+#[case(with(GeometricMean { low: -0.1, high: 0.1 }), "geometric_mean.low: -0.1, must be at least 0")]
+#[case(with(SquaredLogRatio { coef: f64::NAN }), "squared_log_ratio.coef: NaN, must be at least 0")]
+#[case(with(DivergenceMask { ratio_max: 0., ..Default::default() }), "divergence_mask.ratio_max: 0, must be positive")]
+#[case(with(ClipCov { lower: 5., upper: 1., ..Default::default() }), "clip_cov.lower: 5, must be below clip_cov.upper, 1")]
+#[case(with(KlCov { ratio: 0., ..Default::default() }), "kl_cov.ratio: 0, must be above 0")]
+#[case(
+    PolicyLoss { importance_level: ImportanceLevel::Sequence, ..PolicyLoss::vespo() },
+    "importance_level: Sequence with the surrogate vespo"
+)]
+#[case(PolicyLoss { off_policy_threshold: Some(f64::NAN), ..Default::default() }, "off_policy_threshold: NaN")]
+#[case(
+    PolicyLoss { positive_nll: Some(PositiveNll { coef: -1., score_above: 0. }), ..Default::default() },
+    "positive_nll.coef: -1, must be at least 0"
+)]
+#[case(
+    PolicyLoss {
+        rollout_correction: Some(RolloutCorrection {
+            weight: Some(ImportanceWeight::icepop(2., 1.)),
+            ..Default::default()
+        }),
+        ..Default::default()
+    },
+    "rollout_correction.weight: min 2 is above max 1"
+)]
 fn options(#[case] loss: PolicyLoss, #[case] expected: &str) {
     let got = message(loss.validate());
     assert!(got.starts_with(expected), "{got}");
@@ -129,6 +163,99 @@ fn options(#[case] loss: PolicyLoss, #[case] expected: &str) {
         got,
         "compute validates"
     );
+}
+
+fn with(surrogate: impl Into<Surrogate>) -> PolicyLoss {
+    PolicyLoss {
+        surrogate: surrogate.into(),
+        ..Default::default()
+    }
+}
+
+/// What a loss needs besides log-probs and advantages.
+#[rstest]
+#[case(PolicyLoss::clip_cov(), "selected_tokens: absent, clip_cov needs")]
+#[case(PolicyLoss::kl_cov(), "selected_tokens: absent, kl_cov needs")]
+#[case(
+    with(Topr { positive_if: PositiveIf::ScoreAbove(0.), ..Default::default() }),
+    "scores: absent, topr"
+)]
+#[case(
+    PolicyLoss { positive_nll: Some(PositiveNll { coef: 1., score_above: 0. }), ..Default::default() },
+    "scores: absent, a positive likelihood term"
+)]
+#[case(
+    PolicyLoss { aggregation: Aggregation::PromptMeanTokenMean, ..Default::default() },
+    "prompt_tokens: absent"
+)]
+#[case(
+    PolicyLoss {
+        rollout_correction: Some(RolloutCorrection {
+            weight: Some(ImportanceWeight::truncated(2.)),
+            ..Default::default()
+        }),
+        ..Default::default()
+    },
+    "importance_weights: absent, the configured rollout_correction"
+)]
+fn missing_inputs(#[case] loss: PolicyLoss, #[case] expected: &str) {
+    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like().expect("ones"));
+    let got = compute(&loss, &x, &zeros(&[2]), &mask);
+    assert!(got.starts_with(expected), "{got}");
+}
+
+/// The ratio to the rollout corrects for it: doing so again is an error.
+#[test]
+fn a_correction_cannot_be_applied_twice() {
+    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like().expect("ones"));
+    let advantages = zeros(&[2]);
+    let totals = StepTotals {
+        tokens: 6.,
+        sequences: 2.,
+        rows: 2.,
+        prompts: 0.,
+    };
+    let batch = PolicyBatch::new(&x, &advantages, &mask).old_policy(OldPolicy::Rollout(&x));
+    let configured = PolicyLoss {
+        rollout_correction: Some(RolloutCorrection {
+            weight: Some(ImportanceWeight::truncated(2.)),
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    assert!(PolicyLoss::dapo().compute(&batch, &totals).is_ok());
+    let got = message(configured.compute(&batch, &totals));
+    assert!(
+        got.starts_with("rollout_correction: configured together with OldPolicy::Rollout"),
+        "{got}"
+    );
+    let weighted = batch.importance_weights(&mask);
+    let got = message(PolicyLoss::dapo().compute(&weighted, &totals));
+    assert!(
+        got.starts_with("importance_weights: given together with OldPolicy::Rollout"),
+        "{got}"
+    );
+}
+
+#[test]
+fn hidden_states_and_weights() -> Result<()> {
+    let targets = Tensor::new(&[0u32, 1], &Device::Cpu)?;
+    let of = |hidden: &[usize], weight: &[usize], bias: Option<&Tensor>| {
+        message(linear_token_log_probs(
+            &zeros(hidden),
+            &zeros(weight),
+            bias,
+            &targets,
+            1.,
+        ))
+    };
+    assert_eq!(of(&[2, 4], &[5], None), "weight: shape [5], must be [V, H]");
+    assert!(of(&[2, 3], &[5, 4], None).starts_with("hidden: shape [2, 3], the last dimension"));
+    assert_eq!(
+        of(&[2, 4], &[5, 4], Some(&zeros(&[4]))),
+        "bias: shape [4], must be [5]"
+    );
+    Ok(())
 }
 
 #[test]

@@ -6,7 +6,9 @@ mod gradients;
 mod log_prob;
 mod masks;
 mod micro_batches;
+mod presets;
 mod published_values;
+mod step_wide;
 
 use candle_core::{DType, Result, Tensor};
 

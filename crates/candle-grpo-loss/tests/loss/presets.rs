@@ -1,0 +1,131 @@
+//! Published losses: each is a point of the product, valid, and survives a configuration file.
+
+use candle_core::Result;
+use candle_grpo_loss::{
+    Aggregation, Clip, Divergence, EmptySequences, GeometricMean, ImportanceLevel, KlLoss,
+    PolicyLoss, Surrogate,
+};
+use rstest::rstest;
+
+use crate::fixture::Fixture;
+
+fn presets() -> Vec<(&'static str, PolicyLoss)> {
+    vec![
+        ("grpo", PolicyLoss::grpo()),
+        ("dapo", PolicyLoss::dapo()),
+        ("bnpo", PolicyLoss::bnpo()),
+        ("dr_grpo", PolicyLoss::dr_grpo(128.)),
+        ("gspo", PolicyLoss::gspo()),
+        ("gspo_token", PolicyLoss::gspo_token()),
+        ("luspo", PolicyLoss::luspo()),
+        ("gmpo", PolicyLoss::gmpo()),
+        ("cispo", PolicyLoss::cispo()),
+        ("tis", PolicyLoss::tis()),
+        ("topr", PolicyLoss::topr()),
+        ("sapo", PolicyLoss::sapo()),
+        ("vespo", PolicyLoss::vespo()),
+        ("gpg", PolicyLoss::gpg()),
+        ("rloo", PolicyLoss::rloo()),
+        ("reinforce_plus_plus", PolicyLoss::reinforce_plus_plus()),
+        ("kimi_k1_5", PolicyLoss::kimi_k1_5()),
+        ("dro", PolicyLoss::dro(0.1)),
+        ("dppo", PolicyLoss::dppo(Divergence::TotalVariation)),
+        ("clip_cov", PolicyLoss::clip_cov()),
+        ("kl_cov", PolicyLoss::kl_cov()),
+        ("deepseek_v3_2", PolicyLoss::deepseek_v3_2(0.01, 0.5)),
+        ("verl", PolicyLoss::verl()),
+        ("roll", PolicyLoss::roll()),
+        ("twinkle", PolicyLoss::twinkle()),
+    ]
+}
+
+#[test]
+fn each_is_valid_and_gives_a_gradient() -> Result<()> {
+    let fixture = Fixture::new();
+    for (name, preset) in presets() {
+        preset.validate()?;
+        let computed = fixture.compute(&preset)?;
+        assert!(computed.loss.is_finite(), "{name}");
+        assert!(computed.log_probs.iter().any(|g| *g != 0.), "{name}");
+    }
+    Ok(())
+}
+
+#[test]
+fn each_survives_serde() -> Result<()> {
+    for (name, preset) in presets() {
+        let text = serde_json::to_string(&preset).map_err(candle_core::Error::wrap)?;
+        let read: PolicyLoss = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
+        assert_eq!(read, preset, "{name}: {text}");
+    }
+    Ok(())
+}
+
+/// What a person would write in a configuration file.
+#[rstest]
+#[case(
+    r#"{"surrogate": {"clip": {"low": 0.2, "high": 0.28}}, "aggregation": "token-mean"}"#,
+    PolicyLoss::dapo()
+)]
+#[case(
+    r#"{"kl": {"coef": 0.04}, "aggregation": "seq-mean-token-mean"}"#,
+    PolicyLoss::grpo()
+)]
+#[case(
+    r#"{"aggregation": {"seq-mean-token-sum-norm": {"length": 128}}}"#,
+    PolicyLoss::dr_grpo(128.)
+)]
+#[case(
+    r#"{"importance_level": "sequence", "surrogate": {"clip": {"low": 3e-4, "high": 4e-4}},
+        "aggregation": "seq-mean-token-mean"}"#,
+    PolicyLoss::gspo()
+)]
+#[case(
+    r#"{"surrogate": {"detached_weight": {"ratio_max": 5}}}"#,
+    PolicyLoss::cispo()
+)]
+#[case(r#"{"surrogate": "policy_gradient"}"#, PolicyLoss::gpg())]
+#[case(
+    r#"{"surrogate": {"soft_gate": {}}, "aggregation": "seq-mean-token-mean"}"#,
+    PolicyLoss::sapo()
+)]
+fn each_is_its_explicit_product(#[case] text: &str, #[case] preset: PolicyLoss) -> Result<()> {
+    let read: PolicyLoss = serde_json::from_str(text).map_err(candle_core::Error::wrap)?;
+    assert_eq!(read, preset);
+    Ok(())
+}
+
+#[test]
+fn a_preset_with_one_option_changed_is_the_product_with_it() {
+    let changed = PolicyLoss {
+        empty_sequences: EmptySequences::Include,
+        ..PolicyLoss::gmpo()
+    };
+    let product = PolicyLoss {
+        importance_level: ImportanceLevel::Token,
+        surrogate: Surrogate::GeometricMean(GeometricMean {
+            low: 0.4,
+            high: 0.4,
+        }),
+        kl: None::<KlLoss>,
+        aggregation: Aggregation::SeqMeanTokenMean,
+        empty_sequences: EmptySequences::Include,
+        ..Default::default()
+    };
+    assert_eq!(changed, product);
+    assert_ne!(changed.surrogate, Surrogate::Clip(Clip::default()));
+}
+
+#[rstest]
+#[case(r#"{"surrogat": "policy_gradient"}"#, "unknown field `surrogat`")]
+#[case(r#"{"surrogate": {"clip": {"hihg": 0.3}}}"#, "unknown field `hihg`")]
+#[case(r#"{"aggregation": "token-maen"}"#, "unknown variant `token-maen`")]
+#[case(r#"{"kl": {"coeff": 0.1}}"#, "unknown field `coeff`")]
+#[case(
+    r#"{"rollout_correction": {"weights": null}}"#,
+    "unknown field `weights`"
+)]
+fn unknown_keys_are_errors(#[case] text: &str, #[case] expected: &str) {
+    let error = serde_json::from_str::<PolicyLoss>(text).expect_err("an unknown key");
+    assert!(error.to_string().contains(expected), "{error}");
+}
