@@ -1,11 +1,14 @@
-//! Advantages relative to the group: GRPO and leave-one-out.
+//! Advantages of sequences: reward minus baseline, divided by a scale.
 
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::dynamic_sampling::GroupSummary;
 use crate::groups::{GroupLayout, Groups};
+use crate::mask::Mask;
 use crate::moments::{Moments, divide_by_std};
-use crate::rewards::{IntoRewards, NonFinite, RewardTensor, combine};
+use crate::rewards::{IntoRewards, NonFinite, RewardTensor, check_finite, combine, finite_mask};
+use crate::whiten::Whitening;
 
 /// What is subtracted from a reward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -16,19 +19,82 @@ pub enum Baseline {
     GroupMean,
     /// The mean of the other samples of the group (RLOO, <https://arxiv.org/abs/2402.14740>).
     LeaveOneOut,
+    /// The mean of the group, each sample weighted by its number of tokens (OPO, <https://arxiv.org/abs/2505.23585>). Needs
+    /// a response mask.
+    LengthWeighted,
+    /// The best of the other samples of the group, and only what exceeds it counts: the best sample of a group gets what it
+    /// is ahead of the second, all others 0. Two best samples get 0 as well (pass@k, <https://arxiv.org/abs/2503.19595>).
+    BestOfOthers,
+    /// The mean of the batch (OpenRLHF's `flash_reinforce`).
+    BatchMean,
+    /// The `reward_baselines` of the batch, such as the rewards of greedy answers (ReMax,
+    /// <https://arxiv.org/abs/2310.10505>).
+    Given,
+    /// Nothing.
+    None,
+}
+
+impl Baseline {
+    /// Whether it says something about a sample only if its group has another.
+    fn needs_others(self) -> bool {
+        match self {
+            Self::GroupMean | Self::LeaveOneOut | Self::LengthWeighted | Self::BestOfOthers => true,
+            Self::BatchMean | Self::Given | Self::None => false,
+        }
+    }
 }
 
 /// What the centred reward is divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scale {
-    /// The standard deviation of the rewards of the group.
+    /// The standard deviation of the rewards of the group. Needs a baseline that is one of the group.
     #[default]
     Group,
     /// The standard deviation of all rewards of the batch (<https://arxiv.org/abs/2508.08221>).
     Batch,
+    /// The mean reward of the group, for rewards that are not negative (MaxRL, as in SkyRL and prime-rl). Needs a
+    /// baseline that is one of the group. A group whose mean is not positive gets 0.
+    GroupMean,
     /// Nothing (Dr. GRPO, <https://arxiv.org/abs/2503.20783>).
     None,
+}
+
+/// How several components of a reward become one advantage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Components {
+    /// The weighted sum of the components is a reward like any other.
+    #[default]
+    SumThenNormalize,
+    /// Each component gives an advantage, of which the weighted sum is taken: none drowns in the spread of another (GDPO,
+    /// <https://arxiv.org/abs/2601.05242>).
+    NormalizeThenSum,
+}
+
+/// Which samples take part in means and standard deviations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BaselinePopulation {
+    /// All: the reward of a sample that is not trained on is information all the same.
+    #[default]
+    All,
+    /// Those that have a token in the response mask; the others get the advantage 0. Needs a response mask.
+    Unmasked,
+}
+
+/// A factor that makes up for samples that teach nothing: B / (number of samples that do), as GPG has it
+/// (<https://arxiv.org/abs/2504.02546>).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Compensation {
+    /// 1.
+    #[default]
+    None,
+    /// A sample teaches if it is in a group whose rewards differ, as the paper has it.
+    GroupsWithSpread,
+    /// A sample teaches if its reward is not 0, as verl counts it: for rewards of 1 and -1 the factor is always 1.
+    NonZeroRewards,
 }
 
 /// The advantage of a sample that is alone in its group, for which the group says nothing.
@@ -90,6 +156,16 @@ pub struct GroupAdvantage {
     pub non_finite: NonFinite,
     /// A weight for each of K reward components; absent: all 1.
     pub reward_weights: Option<Vec<f64>>,
+    /// Whether components are summed before or after.
+    pub components: Components,
+    /// Which samples the statistics are of.
+    pub population: BaselinePopulation,
+    /// A factor for the samples that teach nothing.
+    pub compensation: Compensation,
+    /// Another factor, by which every advantage is multiplied (the inverse of GPG's `f_norm`).
+    pub factor: f64,
+    /// What happens to the advantages of the whole batch, at last.
+    pub normalize: Option<Whitening>,
 }
 
 impl Default for GroupAdvantage {
@@ -101,6 +177,11 @@ impl Default for GroupAdvantage {
             single_sample: SingleSample::Error,
             non_finite: NonFinite::Error,
             reward_weights: None,
+            components: Components::SumThenNormalize,
+            population: BaselinePopulation::All,
+            compensation: Compensation::None,
+            factor: 1.,
+            normalize: None,
         }
     }
 }
@@ -130,19 +211,47 @@ impl GroupAdvantage {
         groups: impl Into<Groups>,
         scale: Scale,
     ) -> Result<Tensor> {
-        let rewards = rewards.into_rewards()?;
-        let stats = self.statistics_of(&rewards, &groups.into())?;
-        let advantages = self.centered(&stats)?;
-        let advantages = match scale {
-            Scale::None => advantages,
-            Scale::Group => {
-                divide_by_std(&advantages, &stats.moments.std(self.ddof)?, self.epsilon)?
+        self.compute_on(
+            &SequenceInputs {
+                rewards: rewards.into_rewards()?,
+                groups: &groups.into(),
+                mask: None,
+                reward_baselines: None,
+            },
+            scale,
+        )
+    }
+
+    pub(crate) fn compute_on(&self, inputs: &SequenceInputs<'_>, scale: Scale) -> Result<Tensor> {
+        self.validate(scale)?;
+        let rewards = &inputs.rewards;
+        let sums = self.statistics_of(inputs, &self.combined(rewards)?)?;
+        let advantages = match (self.components, rewards.values.dims()) {
+            (Components::NormalizeThenSum, &[_, components]) => {
+                let mut sum = sums.rows.zeros_like()?;
+                for k in 0..components {
+                    let component = RewardTensor {
+                        values: rewards.values.narrow(1, k, 1)?.squeeze(1)?,
+                        ..*rewards
+                    };
+                    // Whether a missing score is an error has been decided for all components together.
+                    let component = combine(&component, None, NonFinite::Exclude)?;
+                    let stats = self.statistics_of(inputs, &component)?;
+                    let weight = self.reward_weights.as_ref().map_or(1., |w| w[k]);
+                    sum = (sum + (self.relative(&stats, inputs, scale)? * weight)?)?;
+                }
+                sum
             }
-            Scale::Batch => divide_by_std(&advantages, &stats.batch_std(self.ddof)?, self.epsilon)?,
+            _ => self.relative(&sums, inputs, scale)?,
         };
-        let advantages = self.with_singles(&stats, advantages, scale)?;
-        stats
-            .layout
+        let mut advantages = (self.compensated(&sums, advantages)? * self.factor)?;
+        if let Some(normalize) = &self.normalize {
+            let normalized = normalize.apply_selected(&advantages, &sums.selected)?;
+            advantages = sums
+                .selected
+                .where_cond(&normalized, &advantages.zeros_like()?)?;
+        }
+        sums.layout
             .to_samples(&advantages)?
             .to_dtype(rewards.result_dtype)
     }
@@ -153,8 +262,16 @@ impl GroupAdvantage {
         rewards: impl IntoRewards,
         groups: impl Into<Groups>,
     ) -> Result<GroupStatistics> {
+        self.validate(Scale::None)?;
         let rewards = rewards.into_rewards()?;
-        let stats = self.statistics_of(&rewards, &groups.into())?;
+        let inputs = SequenceInputs {
+            groups: &groups.into(),
+            mask: None,
+            reward_baselines: None,
+            rewards,
+        };
+        let rewards = &inputs.rewards;
+        let stats = self.statistics_of(&inputs, &self.combined(rewards)?)?;
         let moments = &stats.moments;
         Ok(GroupStatistics {
             mean: moments.mean.squeeze(1)?.to_dtype(rewards.result_dtype)?,
@@ -167,24 +284,60 @@ impl GroupAdvantage {
         })
     }
 
-    fn statistics_of(&self, rewards: &RewardTensor, groups: &Groups) -> Result<RowStatistics> {
+    /// Checks the options; the error names the one that is wrong.
+    fn validate(&self, scale: Scale) -> Result<()> {
         if !(self.epsilon >= 0. && self.epsilon.is_finite()) {
             bail!("epsilon: {}, must be finite and at least 0", self.epsilon);
         }
         if self.ddof > 1 {
             bail!("ddof: {}, must be 0 or 1", self.ddof);
         }
-        let (rewards, finite) = combine(rewards, self.reward_weights.as_deref(), self.non_finite)?;
-        let layout = GroupLayout::new(groups, rewards.dim(0)?, rewards.device())?;
+        if !self.factor.is_finite() {
+            bail!("factor: {}, must be finite", self.factor);
+        }
+        // Where all rewards of a group are equal, a distance from anything else would be divided by epsilon alone.
+        if matches!(scale, Scale::Group | Scale::GroupMean) && !self.baseline.needs_others() {
+            bail!(
+                "scale: {scale:?} with the baseline {:?}, must be Batch or None for a baseline that is not one of the group",
+                self.baseline
+            );
+        }
+        Ok(())
+    }
+
+    /// The weighted sums of the components, and which samples have one.
+    fn combined(&self, rewards: &RewardTensor) -> Result<(Tensor, Tensor)> {
+        combine(rewards, self.reward_weights.as_deref(), self.non_finite)
+    }
+
+    fn statistics_of(
+        &self,
+        inputs: &SequenceInputs<'_>,
+        (rewards, finite): &(Tensor, Tensor),
+    ) -> Result<RowStatistics> {
+        let layout = GroupLayout::new(inputs.groups, rewards.dim(0)?, rewards.device())?;
         if self.single_sample == SingleSample::Error
+            && self.baseline.needs_others()
             && let Some(group) = layout.sizes().iter().position(|&n| n == 1)
         {
             bail!(
                 "num_generations: group {group} has one sample, a relative advantage needs at least two (or choose a SingleSample policy)"
             );
         }
-        let rows = layout.to_rows(&rewards)?;
-        let selected = (layout.to_rows(&finite)? * layout.present()?)?;
+        let mut selected = finite.clone();
+        if self.population == BaselinePopulation::Unmasked {
+            selected = (selected * inputs.lengths(rewards)?.gt(0.)?)?;
+        }
+        if self.baseline == Baseline::Given {
+            let baselines = inputs.baselines(rewards)?;
+            let known = finite_mask(&baselines)?;
+            if self.non_finite == NonFinite::Error {
+                check_finite("reward_baselines", &baselines, &known)?;
+            }
+            selected = (selected * known)?;
+        }
+        let rows = layout.to_rows(rewards)?;
+        let selected = (layout.to_rows(&selected)? * layout.present()?)?;
         Ok(RowStatistics {
             moments: Moments::new(&rows, &selected)?,
             rows,
@@ -193,9 +346,39 @@ impl GroupAdvantage {
         })
     }
 
-    /// The rewards minus the baseline, 0 where there is no reward and in groups of one.
-    fn centered(&self, stats: &RowStatistics) -> Result<Tensor> {
+    /// The rewards minus the baseline, divided by the scale: `[P, W]`, 0 where there is no reward.
+    fn relative(
+        &self,
+        stats: &RowStatistics,
+        inputs: &SequenceInputs<'_>,
+        scale: Scale,
+    ) -> Result<Tensor> {
+        let centered = self.centered(stats, inputs)?;
+        let advantages = match scale {
+            Scale::None => centered,
+            Scale::Group => divide_by_std(&centered, &stats.moments.std(self.ddof)?, self.epsilon)?,
+            Scale::Batch => divide_by_std(&centered, &stats.batch_std(self.ddof)?, self.epsilon)?,
+            Scale::GroupMean => {
+                let mean = &stats.moments.mean;
+                let positive = mean.gt(0.)?;
+                let mean = positive.where_cond(&(mean + self.epsilon)?, &mean.ones_like()?)?;
+                let advantages = centered.broadcast_div(&mean)?;
+                positive
+                    .broadcast_as(advantages.shape())?
+                    .where_cond(&advantages, &advantages.zeros_like()?)?
+            }
+        };
+        if self.baseline.needs_others() {
+            self.with_singles(stats, advantages, scale)
+        } else {
+            Ok(advantages)
+        }
+    }
+
+    /// The rewards minus the baseline, 0 where there is no reward and, for a baseline of the group, in groups of one.
+    fn centered(&self, stats: &RowStatistics, inputs: &SequenceInputs<'_>) -> Result<Tensor> {
         let centered = &stats.moments.centered;
+        let select = |x: &Tensor| stats.selected.where_cond(x, &x.zeros_like()?);
         match self.baseline {
             Baseline::GroupMean => Ok(centered.clone()),
             Baseline::LeaveOneOut => {
@@ -203,7 +386,51 @@ impl GroupAdvantage {
                 let factor = (n / (n - 1.)?.maximum(1.)?)?;
                 centered.broadcast_mul(&factor)
             }
+            Baseline::LengthWeighted => {
+                let lengths = select(&stats.layout.to_rows(&inputs.lengths(&stats.rows)?)?)?;
+                let sum = (centered * &lengths)?.sum_keepdim(1)?;
+                let above_mean = (sum / lengths.sum_keepdim(1)?.maximum(1.)?)?;
+                select(&centered.broadcast_sub(&above_mean)?)
+            }
+            Baseline::BestOfOthers => {
+                let lowest = (centered.zeros_like()? + f64::NEG_INFINITY)?;
+                let x = stats.selected.where_cond(centered, &lowest)?;
+                let best = x.max_keepdim(1)?;
+                let is_best = (x.broadcast_eq(&best)? * &stats.selected)?;
+                let shared = is_best
+                    .to_dtype(x.dtype())?
+                    .sum_keepdim(1)?
+                    .gt(1.)?
+                    .broadcast_as(x.shape())?;
+                let second = is_best.where_cond(&lowest, &x)?.max_keepdim(1)?;
+                let ahead = best.broadcast_sub(&second)?.broadcast_as(x.shape())?;
+                let zeros = x.zeros_like()?;
+                // Alone, a sample is infinitely far ahead; what a group of one gives is decided elsewhere.
+                let alone = stats.moments.count.le(1.)?.broadcast_as(x.shape())?;
+                let ahead = (shared + alone)?.where_cond(&zeros, &ahead)?;
+                is_best.where_cond(&ahead, &zeros)
+            }
+            Baseline::BatchMean => stats.batch_moments()?.centered.reshape(stats.rows.shape()),
+            Baseline::Given => {
+                let baselines = stats.layout.to_rows(&inputs.baselines(&stats.rows)?)?;
+                select(&(&stats.rows - baselines)?)
+            }
+            Baseline::None => select(&stats.rows),
         }
+    }
+
+    fn compensated(&self, sums: &RowStatistics, advantages: Tensor) -> Result<Tensor> {
+        let teaching = match self.compensation {
+            Compensation::None => return Ok(advantages),
+            Compensation::GroupsWithSpread => {
+                let constant = sums.moments.constant.broadcast_as(sums.rows.shape())?;
+                constant.where_cond(&sums.selected.zeros_like()?, &sums.selected)?
+            }
+            Compensation::NonZeroRewards => (sums.rows.ne(0.)? * &sums.selected)?,
+        };
+        let count = |x: &Tensor| x.to_dtype(sums.rows.dtype())?.sum_all();
+        let factor = (count(&sums.selected)? / count(&teaching)?.maximum(1.)?)?;
+        advantages.broadcast_mul(&factor)
     }
 
     fn with_singles(
@@ -249,6 +476,67 @@ pub struct GroupStatistics {
     pub count: Tensor,
     /// 1 where all rewards of a group are equal, u8 `[P]`: there is nothing to learn from it.
     pub zero_variance: Tensor,
+}
+
+impl GroupStatistics {
+    /// The figures of each group, copied to the host in one transfer.
+    pub fn to_host(&self) -> Result<Vec<GroupSummary>> {
+        let columns = [
+            self.mean.to_dtype(DType::F64)?,
+            self.std.to_dtype(DType::F64)?,
+            self.count.to_dtype(DType::F64)?,
+            self.zero_variance.to_dtype(DType::F64)?,
+        ];
+        let rows = Tensor::stack(&columns, 1)?.to_vec2::<f64>()?;
+        let summary = |row: &Vec<f64>| GroupSummary {
+            mean: row[0],
+            std: row[1],
+            count: row[2] as usize,
+            zero_variance: row[3] != 0.,
+        };
+        Ok(rows.iter().map(summary).collect())
+    }
+}
+
+/// What advantages of sequences are computed from.
+pub(crate) struct SequenceInputs<'a> {
+    pub(crate) rewards: RewardTensor,
+    pub(crate) groups: &'a Groups,
+    pub(crate) mask: Option<&'a Mask>,
+    pub(crate) reward_baselines: Option<&'a Tensor>,
+}
+
+impl SequenceInputs<'_> {
+    /// The number of tokens of each sequence, `[B]` in the dtype of `like`.
+    fn lengths(&self, like: &Tensor) -> Result<Tensor> {
+        let Some(mask) = self.mask else {
+            bail!(
+                "response_mask: absent, must be given for a length-weighted baseline and for a population of unmasked samples"
+            );
+        };
+        let lengths = mask.lengths(like.dtype())?.squeeze(1)?;
+        self.one_for_each_reward("response_mask", lengths)
+    }
+
+    /// `[B]` in the dtype of `like`.
+    fn baselines(&self, like: &Tensor) -> Result<Tensor> {
+        let Some(baselines) = self.reward_baselines else {
+            bail!("reward_baselines: absent, must be given for this baseline");
+        };
+        let baselines = baselines.detach().to_dtype(like.dtype())?;
+        self.one_for_each_reward("reward_baselines", baselines)
+    }
+
+    fn one_for_each_reward(&self, name: &str, x: Tensor) -> Result<Tensor> {
+        let batch = self.rewards.values.dim(0)?;
+        if x.dims() != [batch] {
+            bail!(
+                "{name}: {:?} for {batch} rewards, there must be one for each",
+                x.dims()
+            );
+        }
+        Ok(x)
+    }
 }
 
 struct RowStatistics {

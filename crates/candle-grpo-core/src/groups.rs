@@ -167,22 +167,28 @@ impl GroupLayout {
         &self.sizes
     }
 
-    /// `[B]` to `[P, W]`.
+    /// `[B, ..]` to `[P, W, ..]`.
     pub(crate) fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
-        let rows = (self.sizes.len(), self.width);
+        let mut rows = vec![self.sizes.len(), self.width];
+        rows.extend_from_slice(&x.dims()[1..]);
         match &self.ragged {
             None => x.reshape(rows),
             Some(r) => x.contiguous()?.index_select(&r.sample_at, 0)?.reshape(rows),
         }
     }
 
-    /// `[P, W]` to `[B]`.
+    /// `[P, W, ..]` to `[B, ..]`.
     pub(crate) fn to_samples(&self, rows: &Tensor) -> Result<Tensor> {
-        let flat = rows.contiguous()?.flatten_all()?;
+        let flat = rows.contiguous()?.flatten(0, 1)?;
         match &self.ragged {
             None => Ok(flat),
             Some(r) => flat.index_select(&r.place_of, 0),
         }
+    }
+
+    /// `[P, 1]`, one number for each group, to `[B]`.
+    pub(crate) fn to_members(&self, of_group: &Tensor) -> Result<Tensor> {
+        self.to_samples(&of_group.broadcast_as((self.sizes.len(), self.width))?)
     }
 
     /// `[P, W]`, u8: 1 where there is a sample.

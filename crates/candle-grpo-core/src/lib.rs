@@ -10,35 +10,76 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! Around it: [`RewardShaping`] before (shift, scale, normalise, clip), [`TokenShaping`] after (KL in the reward,
-//! returns, whitening, clipping), [`Kl`] for the estimators of the Kullback-Leibler divergence and [`Metrics`] for
-//! figures that leave the device together.
+//! The general way is an [`AdvantageEstimator`]: an [`AdvantagePipeline`], which has every published estimator as a point
+//! of one product of stages, baselines, scales and whitenings, or one of your own. It takes an [`AdvantageBatch`] and gives
+//! advantages of sequences or of tokens. [`AdvantageConfig`] names the published ones for a configuration file.
+//!
+//! Before it: [`RewardShaping`] (shift, scale, normalise, clip), [`ScoreEnsemble`], penalties for length
+//! ([`OverlongPenalty`]), truncation ([`TruncationPenalty`]) and repetition ([`RepetitionPenalty`]), [`ScoreResampling`]
+//! and [`DynamicSampling`]. In it: [`TokenShaping`] (KL in the reward, returns, whitening, clipping) with [`Kl`] and
+//! [`KlController`]. After it: [`SampleFilter`] and [`top_entropy_tokens_to_host`] say which samples and tokens are trained
+//! on, and [`Metrics`] are figures that leave the device together.
 //!
 //! Shapes: B samples, P groups, T response tokens. Statistics run in f64; results are f32, or f64 for f64 tensors.
 
+mod advantage_batch;
+mod advantage_config;
+mod advantage_estimator;
+mod advantage_pipeline;
+mod dynamic_sampling;
+mod ensemble;
 mod group_advantage;
 mod groups;
 mod kl;
+mod kl_controller;
 mod mask;
 mod metrics;
 mod moments;
+mod optimal_token_baseline;
+mod overlong;
 mod precision;
 mod recurrence;
+mod repetition;
+mod resampling;
+mod returns;
 mod reward_norm;
 mod reward_shaping;
 mod rewards;
+mod sample_filter;
+mod sequence_advantage;
 mod token_shaping;
+mod top_entropy;
+mod truncation;
 mod whiten;
 
-pub use group_advantage::{Baseline, GroupAdvantage, GroupStatistics, Scale, SingleSample};
+pub use advantage_batch::AdvantageBatch;
+pub use advantage_config::AdvantageConfig;
+pub use advantage_estimator::{AdvantageEstimator, Advantages};
+pub use advantage_pipeline::AdvantagePipeline;
+pub use dynamic_sampling::{DynamicSampling, GroupFilter, GroupSummary, SamplingDecision};
+pub use ensemble::ScoreEnsemble;
+pub use group_advantage::{
+    Baseline, BaselinePopulation, Compensation, Components, GroupAdvantage, GroupStatistics, Scale,
+    SingleSample,
+};
 pub use groups::Groups;
 pub use kl::{Kl, KlEstimator, KlGradient};
+pub use kl_controller::KlController;
 pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};
+pub use optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
+pub use overlong::OverlongPenalty;
 pub use precision::{result_dtype, statistics_dtype};
 pub use recurrence::reverse_recurrence;
+pub use repetition::RepetitionPenalty;
+pub use resampling::ScoreResampling;
+pub use returns::MaskedTokens;
 pub use reward_norm::{Level, RewardNorm, RunningMoments, RunningState};
 pub use reward_shaping::{RewardShaping, ShapedRewards};
 pub use rewards::{IntoRewards, NonFinite, RewardTensor};
-pub use token_shaping::{KlPenalty, TokenAdvantages, TokenShaping};
-pub use whiten::{masked_normalize, masked_whiten};
+pub use sample_filter::{FilterBatch, SampleFilter};
+pub use sequence_advantage::SequenceAdvantage;
+pub use token_shaping::{KlPenalty, TokenAdvantages, TokenBaseline, TokenShaping};
+pub use top_entropy::top_entropy_tokens_to_host;
+pub use truncation::TruncationPenalty;
+pub use whiten::{EpsilonPlacement, Whitening, masked_normalize, masked_whiten};

@@ -75,6 +75,48 @@ impl Mask {
         })
     }
 
+    /// The positions of this mask in the sequences for which `keep` `[B]` is not 0, as [`crate::SampleFilter`] says it.
+    pub fn keep_samples(&self, keep: &Tensor) -> Result<Self> {
+        let (batch, _) = self.dims()?;
+        if keep.dims() != [batch] {
+            bail!(
+                "keep: shape {:?}, must be [{batch}], one for each row of response_mask",
+                keep.dims()
+            );
+        }
+        let keep = keep.detach().ne(0.)?.unsqueeze(1)?;
+        Ok(Self {
+            selected: self.selected.broadcast_mul(&keep)?,
+        })
+    }
+
+    /// `of_sequence` `[B]` at every position of the mask, elsewhere 0: `[B, T]`.
+    pub fn spread(&self, of_sequence: &Tensor) -> Result<Tensor> {
+        self.select(&self.every_token(of_sequence)?)
+    }
+
+    /// `of_sequence` `[B]` at the last position of each sequence that counts, elsewhere 0: `[B, T]`. That of a sequence
+    /// without any is lost.
+    pub fn place_on_last(&self, of_sequence: &Tensor) -> Result<Tensor> {
+        let everywhere = self.every_token(of_sequence)?;
+        self.last()?
+            .where_cond(&everywhere, &everywhere.zeros_like()?)
+    }
+
+    fn every_token(&self, of_sequence: &Tensor) -> Result<Tensor> {
+        let (batch, tokens) = self.dims()?;
+        if of_sequence.dims() != [batch] {
+            bail!(
+                "rewards: shape {:?}, must be [{batch}], one for each row of response_mask",
+                of_sequence.dims()
+            );
+        }
+        of_sequence
+            .unsqueeze(1)?
+            .broadcast_as((batch, tokens))?
+            .contiguous()
+    }
+
     /// 1 and 0 in `dtype`, `[B, T]`.
     pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
         self.selected.to_dtype(dtype)

@@ -39,7 +39,7 @@ pub fn reverse_recurrence(input: &Tensor, factor: &Tensor) -> Result<Tensor> {
 }
 
 /// `x[.., t + by]`, and 0 beyond the end.
-fn shift_left(x: &Tensor, by: usize) -> Result<Tensor> {
+pub(crate) fn shift_left(x: &Tensor, by: usize) -> Result<Tensor> {
     let tokens = x.dim(D::Minus1)?;
     x.narrow(D::Minus1, by, tokens - by)?
         .pad_with_zeros(D::Minus1, 0, by)

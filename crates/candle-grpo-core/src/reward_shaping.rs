@@ -7,6 +7,7 @@ use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::reward_norm::{RewardNorm, RunningMoments};
 use crate::rewards::{IntoRewards, NonFinite, combine};
+use crate::sequence_advantage::clip_range;
 
 /// Shaping of response-level rewards, in the order of the ROLL pipeline: components are summed, then
 /// `(reward + shift) * scale`, then normalised, then clipped.
@@ -39,6 +40,8 @@ pub struct RewardShaping {
     pub norm: RewardNorm,
     /// Rewards are clipped to plus and minus this.
     pub clip: Option<f64>,
+    /// Rewards are clipped to lie from the first to the second (TRL's `reward_clip_range`); not together with `clip`.
+    pub clip_range: Option<[f64; 2]>,
     /// What a reward that is not finite gives. Excluded ones stay NaN, so that the advantage function excludes them too.
     pub non_finite: NonFinite,
 }
@@ -51,6 +54,7 @@ impl Default for RewardShaping {
             scale: 1.,
             norm: RewardNorm::default(),
             clip: None,
+            clip_range: None,
             non_finite: NonFinite::Error,
         }
     }
@@ -84,17 +88,17 @@ impl RewardShaping {
         let x = ((x + self.shift)? * self.scale)?;
         let x = self.norm.apply(&x, &finite, &groups.into(), running)?;
         let mut metrics = Metrics::new();
-        let x = match self.clip {
+        let x = match self.bounds()? {
             None => x,
-            Some(clip) => {
-                check_clip("clip", clip)?;
-                let outside = (x.abs()?.gt(clip)? * &finite)?;
+            Some(bounds) => {
+                let clipped = clip_range("clip_range", &x, bounds)?;
+                let outside = (x.ne(&clipped)? * &finite)?;
                 metrics.push_mean(
                     "reward_clip_fraction",
                     &outside.to_dtype(DType::F32)?.sum_all()?,
                     &finite.to_dtype(DType::F32)?.sum_all()?,
                 )?;
-                x.clamp(-clip, clip)?
+                clipped
             }
         };
         let x = match self.non_finite {
@@ -105,6 +109,19 @@ impl RewardShaping {
             rewards: x.to_dtype(rewards.result_dtype)?,
             metrics,
         })
+    }
+}
+
+impl RewardShaping {
+    fn bounds(&self) -> Result<Option<[f64; 2]>> {
+        match (self.clip, self.clip_range) {
+            (Some(_), Some(_)) => bail!("clip and clip_range: both given, must be one of them"),
+            (Some(clip), None) => {
+                check_clip("clip", clip)?;
+                Ok(Some([-clip, clip]))
+            }
+            (None, range) => Ok(range),
+        }
     }
 }
 

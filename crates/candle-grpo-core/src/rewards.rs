@@ -120,7 +120,7 @@ pub(crate) fn combine(
     }
     let finite = finite_mask(values)?;
     if policy == NonFinite::Error {
-        check_finite(values, &finite)?;
+        check_finite("rewards", values, &finite)?;
     }
     let clean = finite.where_cond(values, &values.zeros_like()?)?;
     let weighted = match weights {
@@ -147,7 +147,8 @@ pub(crate) fn finite_mask(x: &Tensor) -> Result<Tensor> {
     (x * 0.)?.eq(0.)
 }
 
-fn check_finite(values: &Tensor, finite: &Tensor) -> Result<()> {
+/// An error that names the first entry of `values` that is not `finite`.
+pub(crate) fn check_finite(name: &str, values: &Tensor, finite: &Tensor) -> Result<()> {
     let flags = finite.flatten_all()?;
     if flags.to_dtype(DType::F32)?.min(0)?.to_scalar::<f32>()? == 1. {
         return Ok(());
@@ -161,12 +162,12 @@ fn check_finite(values: &Tensor, finite: &Tensor) -> Result<()> {
         .to_scalar::<f64>()?;
     match *values.dims() {
         [_, k] => bail!(
-            "rewards: sample {} has {value} in component {}, must be finite (or exclude missing scores with NonFinite::Exclude)",
+            "{name}: sample {} has {value} in component {}, must be finite (or exclude missing scores with NonFinite::Exclude)",
             index / k,
             index % k
         ),
         _ => bail!(
-            "rewards: sample {index} is {value}, must be finite (or exclude missing scores with NonFinite::Exclude)"
+            "{name}: sample {index} is {value}, must be finite (or exclude missing scores with NonFinite::Exclude)"
         ),
     }
 }

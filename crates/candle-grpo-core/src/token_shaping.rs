@@ -1,17 +1,21 @@
 //! From rewards of samples to advantages of tokens.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::advantage_batch::AdvantageBatch;
+use crate::advantage_estimator::{AdvantageEstimator, Advantages};
 use crate::kl::Kl;
 use crate::mask::Mask;
 use crate::metrics::Metrics;
+use crate::optimal_token_baseline::OptimalTokenBaseline;
 use crate::precision::{for_statistics, result_dtype};
-use crate::recurrence::reverse_recurrence;
+use crate::returns::{MaskedTokens, discounted_returns, generalized_advantages};
 use crate::reward_shaping::check_clip;
-use crate::whiten::masked_whiten;
+use crate::rewards::{NonFinite, check_finite, combine, finite_mask};
+use crate::whiten::Whitening;
 
-/// A KL penalty that is taken off the reward of each token: `coef * KL(old policy || reference)`.
+/// A KL penalty that is taken off the reward of each token, or of the sequence: `coef * KL(old policy || reference)`.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlPenalty {
@@ -22,9 +26,50 @@ pub struct KlPenalty {
     pub kl: Kl,
 }
 
+impl KlPenalty {
+    /// The rewards `[B]` less `coef` times the sum of the estimates of each sequence's tokens, as TRL's RLOO has it. Needs
+    /// `response_mask`, `old_log_probs` and `ref_log_probs`.
+    pub fn off_sequences(&self, rewards: &Tensor, batch: &AdvantageBatch<'_>) -> Result<Tensor> {
+        let kl = (self.per_token(batch)?.sum(D::Minus1)? * self.coef)?;
+        if rewards.dims() != kl.dims() {
+            bail!(
+                "rewards: shape {:?}, must be {:?}, one for each row of response_mask",
+                rewards.dims(),
+                kl.dims()
+            );
+        }
+        (for_statistics(rewards)? - kl)?.to_dtype(result_dtype(rewards.dtype()))
+    }
+
+    fn per_token(&self, batch: &AdvantageBatch<'_>) -> Result<Tensor> {
+        if !self.coef.is_finite() {
+            bail!("kl_penalty.coef: {}, must be finite", self.coef);
+        }
+        let old = batch.on_tokens("old_log_probs", batch.old_log_probs)?;
+        let reference = batch.on_tokens("ref_log_probs", batch.ref_log_probs)?;
+        batch
+            .mask()?
+            .select(&self.kl.per_token(&old, &reference, None)?)
+    }
+}
+
+/// What is subtracted from the return of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TokenBaseline {
+    /// Nothing (or the value of the token, if [`TokenShaping::lambda`] is given).
+    #[default]
+    None,
+    /// The `reward_baselines` of the batch, one number for all tokens of a sequence (ReMax,
+    /// <https://arxiv.org/abs/2310.10505>).
+    Given,
+    /// What leaves the least variance in the group at this token.
+    OptimalToken(OptimalTokenBaseline),
+}
+
 /// Rewards of samples, or of tokens, to advantages of tokens, in the order of the ROLL pipeline: the reward goes to the
 /// last token, the KL penalty comes off each token, token rewards are clipped, whitened and summed from each token to the
-/// end; the sums are whitened, masked and clipped.
+/// end; the baseline is subtracted and what remains is whitened, masked and clipped.
 ///
 /// Unlike ROLL, the clip of the tokens is one of its own ([`Self::token_reward_clip`]) and not that of the samples, and
 /// fractions count the tokens of the mask only.
@@ -53,8 +98,17 @@ pub struct TokenShaping {
     pub whiten_rewards: bool,
     /// The discount from one token to the next.
     pub gamma: f64,
+    /// If given, advantages are generalised ones (GAE, <https://arxiv.org/abs/1506.02438>), which need the values of a
+    /// critic: 1 trusts the rewards, 0 the critic.
+    pub lambda: Option<f64>,
+    /// Whether a token outside the mask takes a step of time.
+    pub masked_tokens: MaskedTokens,
+    /// What is subtracted from the returns.
+    pub baseline: TokenBaseline,
     /// Whether advantages are whitened over all tokens of the batch.
     pub whiten_advantages: bool,
+    /// How rewards and advantages are whitened.
+    pub whitening: Whitening,
     /// Advantages are clipped to plus and minus this, at last.
     pub advantage_clip: Option<f64>,
 }
@@ -66,14 +120,15 @@ impl Default for TokenShaping {
             token_reward_clip: None,
             whiten_rewards: false,
             gamma: 1.,
+            lambda: None,
+            masked_tokens: MaskedTokens::Skipped,
+            baseline: TokenBaseline::None,
             whiten_advantages: false,
+            whitening: Whitening::default(),
             advantage_clip: None,
         }
     }
 }
-
-/// Added to the variance by whitening, as in ROLL and verl.
-const WHITEN_EPSILON: f64 = 1e-8;
 
 /// Advantages of tokens, and what they were made of.
 #[derive(Debug, Clone)]
@@ -99,16 +154,7 @@ impl TokenShaping {
         response_mask: &Tensor,
         policies: Option<(&Tensor, &Tensor)>,
     ) -> Result<TokenAdvantages> {
-        let mask = Mask::new(response_mask)?;
-        let (batch, tokens) = mask.dims()?;
-        if rewards.dims() != [batch] {
-            bail!(
-                "rewards: shape {:?}, must be [{batch}], one for each row of response_mask",
-                rewards.dims()
-            );
-        }
-        let spread = rewards.unsqueeze(1)?.broadcast_as((batch, tokens))?;
-        let on_last = mask.last()?.where_cond(&spread, &spread.zeros_like()?)?;
+        let on_last = Mask::new(response_mask)?.place_on_last(rewards)?;
         self.apply_to_tokens(&on_last, response_mask, policies)
     }
 
@@ -119,16 +165,26 @@ impl TokenShaping {
         response_mask: &Tensor,
         policies: Option<(&Tensor, &Tensor)>,
     ) -> Result<TokenAdvantages> {
-        let mask = Mask::new(response_mask)?;
-        mask.check_shape("token_rewards", token_rewards)?;
-        if !(0. ..=1.).contains(&self.gamma) {
-            bail!("gamma: {}, must be from 0 to 1", self.gamma);
+        let mut batch = AdvantageBatch::from_token_rewards(token_rewards, response_mask);
+        if let Some((old, reference)) = policies {
+            batch = batch.old_log_probs(old).ref_log_probs(reference);
         }
+        self.shape(token_rewards, &batch)
+    }
+
+    /// From `token_rewards` `[B, T]`, with all that the batch has besides.
+    pub(crate) fn shape(
+        &self,
+        token_rewards: &Tensor,
+        batch: &AdvantageBatch<'_>,
+    ) -> Result<TokenAdvantages> {
+        self.validate()?;
+        let mask = batch.mask()?;
         let result_dtype = result_dtype(token_rewards.dtype());
         let mut metrics = Metrics::new();
-        let mut rewards = mask.select(&for_statistics(token_rewards)?)?;
+        let mut rewards = batch.on_tokens("token_rewards", Some(token_rewards))?;
         if let Some(penalty) = &self.kl_penalty {
-            let kl = penalty.per_token(&mask, policies)?;
+            let kl = penalty.per_token(batch)?;
             metrics.push_masked_mean("reward_kl", &kl, &mask)?;
             rewards = (rewards - (kl * penalty.coef)?)?;
         }
@@ -136,13 +192,11 @@ impl TokenShaping {
             rewards = clip_tokens("token_reward_clip", &rewards, clip, &mask, &mut metrics)?;
         }
         if self.whiten_rewards {
-            rewards = mask.select(&masked_whiten(&rewards, &mask, true, WHITEN_EPSILON)?)?;
+            rewards = mask.select(&self.whitening.apply(&rewards, &mask)?)?;
         }
-        let gamma = (rewards.ones_like()? * self.gamma)?;
-        let returns = mask.select(&reverse_recurrence(&rewards, &gamma)?)?;
-        let mut advantages = returns.clone();
+        let (returns, mut advantages) = self.accumulate(&rewards, &mask, batch)?;
         if self.whiten_advantages {
-            advantages = mask.select(&masked_whiten(&advantages, &mask, true, WHITEN_EPSILON)?)?;
+            advantages = mask.select(&self.whitening.apply(&advantages, &mask)?)?;
         }
         if let Some(clip) = self.advantage_clip {
             advantages = clip_tokens("advantage_clip", &advantages, clip, &mask, &mut metrics)?;
@@ -153,22 +207,97 @@ impl TokenShaping {
             metrics,
         })
     }
+
+    fn validate(&self) -> Result<()> {
+        for (name, x) in [("gamma", Some(self.gamma)), ("lambda", self.lambda)] {
+            if let Some(x) = x
+                && !(0. ..=1.).contains(&x)
+            {
+                bail!("{name}: {x}, must be from 0 to 1");
+            }
+        }
+        if self.lambda.is_some() && self.baseline != TokenBaseline::None {
+            bail!(
+                "baseline: {:?}, must be None where lambda is given, as the values of the critic are the baseline",
+                self.baseline
+            );
+        }
+        Ok(())
+    }
+
+    /// Returns and advantages before whitening.
+    fn accumulate(
+        &self,
+        rewards: &Tensor,
+        mask: &Mask,
+        batch: &AdvantageBatch<'_>,
+    ) -> Result<(Tensor, Tensor)> {
+        if let Some(lambda) = self.lambda {
+            let values = batch.on_tokens("values", batch.values)?;
+            let advantages = generalized_advantages(
+                rewards,
+                &values,
+                self.gamma,
+                lambda,
+                mask,
+                self.masked_tokens,
+            )?;
+            return Ok(((&advantages + values)?, advantages));
+        }
+        let returns = discounted_returns(rewards, self.gamma, mask, self.masked_tokens)?;
+        let advantages = match &self.baseline {
+            TokenBaseline::None => returns.clone(),
+            TokenBaseline::Given => {
+                let Some(baselines) = batch.reward_baselines else {
+                    bail!("reward_baselines: absent, must be given for this baseline");
+                };
+                let (sequences, _) = mask.dims()?;
+                if baselines.dims() != [sequences] {
+                    bail!(
+                        "reward_baselines: shape {:?}, must be [{sequences}], one for each row of response_mask",
+                        baselines.dims()
+                    );
+                }
+                let baselines = for_statistics(baselines)?;
+                let finite = finite_mask(&baselines)?;
+                check_finite("reward_baselines", &baselines, &finite)?;
+                (&returns - mask.spread(&baselines)?)?
+            }
+            TokenBaseline::OptimalToken(baseline) => {
+                (&returns - baseline.of(&returns, mask, batch)?)?
+            }
+        };
+        Ok((returns, advantages))
+    }
 }
 
-impl KlPenalty {
-    fn per_token(&self, mask: &Mask, policies: Option<(&Tensor, &Tensor)>) -> Result<Tensor> {
-        let Some((old, reference)) = policies else {
-            bail!(
-                "policies: absent, a KL penalty needs the log-probs of the old policy and of the reference"
-            );
+impl AdvantageEstimator for TokenShaping {
+    /// From the token rewards of the batch or, if it has none, from the rewards of its sequences, which go to the last
+    /// token.
+    fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+        let placed;
+        let token_rewards = match batch.token_rewards {
+            Some(token_rewards) => token_rewards,
+            None => {
+                let rewards = batch.sequence_rewards()?;
+                let (sums, _) = combine(&rewards, None, NonFinite::Error)?;
+                placed = batch
+                    .mask()?
+                    .place_on_last(&sums.to_dtype(rewards.result_dtype)?)?;
+                &placed
+            }
         };
-        if !self.coef.is_finite() {
-            bail!("kl_penalty.coef: {}, must be finite", self.coef);
+        Ok(self.shape(token_rewards, batch)?.into())
+    }
+}
+
+impl From<TokenAdvantages> for Advantages {
+    fn from(tokens: TokenAdvantages) -> Self {
+        Self {
+            advantages: tokens.advantages,
+            returns: Some(tokens.returns),
+            metrics: tokens.metrics,
         }
-        mask.check_shape("old_log_probs", old)?;
-        mask.check_shape("ref_log_probs", reference)?;
-        let clean = |x: &Tensor| mask.select(&for_statistics(x)?);
-        mask.select(&self.kl.per_token(&clean(old)?, &clean(reference)?, None)?)
     }
 }
 

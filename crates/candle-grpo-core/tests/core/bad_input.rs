@@ -145,7 +145,7 @@ fn tokens() -> Result<()> {
             kl_penalty: Some(penalty),
             ..shaping
         })
-        .starts_with("policies: absent")
+        .starts_with("old_log_probs: absent")
     );
     let values = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
     assert_eq!(

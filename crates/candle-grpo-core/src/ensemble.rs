@@ -1,0 +1,84 @@
+//! Several judges of one response.
+
+use candle_core::{D, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask};
+
+/// One reward from the scores of several judges. A weighted sum of things that are different (format, correctness) is
+/// [`crate::RewardShaping::reward_weights`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_core::{NonFinite, ScoreEnsemble};
+///
+/// let scores = Tensor::new(&[[0.5f32, 1.], [0., f32::NAN]], &Device::Cpu)?;
+/// let lowest = ScoreEnsemble::Min.combine(&scores, NonFinite::Exclude)?;
+/// assert_eq!(lowest.to_vec1::<f32>()?, [0.5, 0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScoreEnsemble {
+    /// Their mean.
+    #[default]
+    Mean,
+    /// The lowest, which is the hardest to deceive.
+    Min,
+    /// The highest.
+    Max,
+    /// Their mean with these weights, one for each judge, not negative and not all 0.
+    Weighted(Vec<f64>),
+}
+
+impl ScoreEnsemble {
+    /// `scores` `[B, K]` of K judges give `[B]`. With [`NonFinite::Exclude`] a judge without an opinion is left out, and a
+    /// sample without any score stays NaN.
+    pub fn combine(&self, scores: impl IntoRewards, non_finite: NonFinite) -> Result<Tensor> {
+        let scores = scores.into_rewards()?;
+        let x = &scores.values;
+        let &[batch, judges] = x.dims() else {
+            bail!("scores: shape {:?}, must be [B, K]", x.dims());
+        };
+        if batch == 0 || judges == 0 {
+            bail!("scores: shape [{batch}, {judges}] is empty");
+        }
+        let finite = finite_mask(x)?;
+        if non_finite == NonFinite::Error {
+            check_finite("scores", x, &finite)?;
+        }
+        let filled = |with: f64| finite.where_cond(x, &(x.zeros_like()? + with)?);
+        let combined = match self {
+            Self::Mean => self.weighted(&filled(0.)?, &finite, &vec![1.; judges])?,
+            Self::Weighted(weights) => self.weighted(&filled(0.)?, &finite, weights)?,
+            Self::Min => filled(f64::INFINITY)?.min(D::Minus1)?,
+            Self::Max => filled(f64::NEG_INFINITY)?.max(D::Minus1)?,
+        };
+        let missing = (combined.zeros_like()? + f64::NAN)?;
+        finite
+            .max(D::Minus1)?
+            .where_cond(&combined, &missing)?
+            .to_dtype(scores.result_dtype)
+    }
+
+    fn weighted(&self, x: &Tensor, finite: &Tensor, weights: &[f64]) -> Result<Tensor> {
+        if weights.len() != x.dim(1)? {
+            bail!(
+                "weights: {} for {} judges, there must be one each",
+                weights.len(),
+                x.dim(1)?
+            );
+        }
+        let valid = weights.iter().all(|w| *w >= 0. && w.is_finite());
+        if !valid || weights.iter().all(|w| *w == 0.) {
+            bail!("weights: {weights:?}, must be finite, at least 0, and not all 0");
+        }
+        let weights = Tensor::new(weights, x.device())?.to_dtype(x.dtype())?;
+        let sum = x.broadcast_mul(&weights)?.sum(D::Minus1)?;
+        let total = finite
+            .to_dtype(x.dtype())?
+            .broadcast_mul(&weights)?
+            .sum(D::Minus1)?;
+        sum / total
+    }
+}

@@ -1,0 +1,185 @@
+//! The baseline of a group that differs from token to token, weighted by how much the trajectories scatter.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::advantage_batch::AdvantageBatch;
+use crate::groups::GroupLayout;
+use crate::mask::Mask;
+
+/// Which tokens of two sequences correspond.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TokenAlignment {
+    /// Those at the same position.
+    #[default]
+    Position,
+    /// Those before which the policy wrote as many tokens: what others wrote between the turns does not count (verl's
+    /// `tir_optimal_token_baseline`).
+    Generated,
+}
+
+/// The baseline of each token that leaves the least variance, as verl has it (`optimal_token_baseline`).
+///
+/// With p the probability of the token under the old policy and q the sum of the squares of all probabilities there, the
+/// energy of a token is `1 - 2 p + q` (times the square of its rollout weight, where there are such), W the sum of the
+/// energies from the first token to this one, and G the sum of the rewards from this one on: the baseline is
+/// `sum(G W) / (sum(W) + epsilon)` over the sequences of the group that have a token there. A sequence that is the only one
+/// of its group to have tokens has the baseline 0.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimalTokenBaseline {
+    /// Which tokens of two sequences correspond.
+    pub alignment: TokenAlignment,
+    /// Whether the baseline is 0 where the longest sequence of a group goes on after all others have ended. There it would
+    /// be the return of that very sequence, and its advantage 0.
+    pub handle_zero_tail: bool,
+    /// Added to the sum of the weights.
+    pub epsilon: f64,
+}
+
+impl Default for OptimalTokenBaseline {
+    fn default() -> Self {
+        Self {
+            alignment: TokenAlignment::Position,
+            handle_zero_tail: true,
+            epsilon: 1e-8,
+        }
+    }
+}
+
+impl OptimalTokenBaseline {
+    /// The baseline `[B, T]` of `returns` `[B, T]`, both 0 outside the mask.
+    pub(crate) fn of(
+        &self,
+        returns: &Tensor,
+        mask: &Mask,
+        batch: &AdvantageBatch<'_>,
+    ) -> Result<Tensor> {
+        if !(self.epsilon > 0. && self.epsilon.is_finite()) {
+            bail!("epsilon: {}, must be positive and finite", self.epsilon);
+        }
+        let (sequences, _) = mask.dims()?;
+        let layout = GroupLayout::new(&batch.groups, sequences, returns.device())?;
+        let weights = cumulative_energy(mask, batch)?;
+        let baseline = match self.alignment {
+            TokenAlignment::Position => {
+                let here = mask.to_dtype(returns.dtype())?;
+                self.by_column(returns, &weights, &here, &layout, mask)?
+            }
+            TokenAlignment::Generated => {
+                let columns = Compaction::new(mask)?;
+                let here = columns.compact(&mask.to_dtype(returns.dtype())?)?;
+                let returns = columns.compact(returns)?;
+                let weights = columns.compact(&weights)?;
+                columns.spread(&self.by_column(&returns, &weights, &here, &layout, mask)?)?
+            }
+        };
+        mask.select(&baseline)
+    }
+
+    /// The baseline where the tokens in the same column correspond; `here` is 1 where a sequence has a token.
+    fn by_column(
+        &self,
+        returns: &Tensor,
+        weights: &Tensor,
+        here: &Tensor,
+        layout: &GroupLayout,
+        mask: &Mask,
+    ) -> Result<Tensor> {
+        let dtype = returns.dtype();
+        let present = layout.present()?.to_dtype(dtype)?;
+        let weights = (weights * here)?;
+        let rows = |x: &Tensor| layout.to_rows(x)?.broadcast_mul(&present.unsqueeze(2)?);
+        let weighted = rows(&(returns * &weights)?)?.sum_keepdim(1)?;
+        let total = (rows(&weights)?.sum_keepdim(1)? + self.epsilon)?;
+        let (groups, width) = present.dims2()?;
+        let tokens = returns.dim(1)?;
+        let baseline = (weighted / total)?.broadcast_as((groups, width, tokens))?;
+        let baseline = layout.to_samples(&baseline)?;
+
+        let lengths = (layout.to_rows(&mask.lengths(dtype)?.squeeze(1)?)? * present)?;
+        let others = layout.to_members(&lengths.gt(0.)?.to_dtype(dtype)?.sum_keepdim(1)?)?;
+        let mut applies = others
+            .gt(1.)?
+            .unsqueeze(1)?
+            .broadcast_as((returns.dim(0)?, tokens))?;
+        if self.handle_zero_tail {
+            applies = (applies * before_the_tail(&lengths, tokens, layout)?)?;
+        }
+        applies.where_cond(&baseline, &baseline.zeros_like()?)
+    }
+}
+
+/// 0 in the columns of the one longest sequence of each group that no other reaches, else 1: u8 `[B, T]`.
+fn before_the_tail(lengths: &Tensor, tokens: usize, layout: &GroupLayout) -> Result<Tensor> {
+    let longest = lengths.max_keepdim(1)?;
+    let is_longest = lengths.broadcast_eq(&longest)?;
+    let second = is_longest
+        .where_cond(&lengths.zeros_like()?, lengths)?
+        .max_keepdim(1)?;
+    let unique = is_longest
+        .to_dtype(lengths.dtype())?
+        .sum_keepdim(1)?
+        .eq(1.)?;
+    let is_unique = is_longest.broadcast_mul(&unique)?;
+    // Where there is no unique longest sequence, the tail begins after the last column.
+    let end = (lengths.zeros_like()? + tokens as f64)?;
+    let second = second.broadcast_as(lengths.shape())?;
+    let tail = layout.to_samples(&is_unique.where_cond(&second, &end)?)?;
+    let columns = Tensor::arange(0u32, tokens as u32, lengths.device())?
+        .to_dtype(lengths.dtype())?
+        .unsqueeze(0)?;
+    columns.broadcast_lt(&tail.unsqueeze(1)?)
+}
+
+/// The sum of the energies up to each token, `[B, T]`.
+fn cumulative_energy(mask: &Mask, batch: &AdvantageBatch<'_>) -> Result<Tensor> {
+    let log_probs = batch.on_tokens("old_log_probs", batch.old_log_probs)?;
+    let squares = batch.on_tokens("sum_of_squared_probs", batch.sum_of_squared_probs)?;
+    let mut energy = mask.select(&((squares - (log_probs.exp()? * 2.)?)? + 1.)?)?;
+    if batch.rollout_weights.is_some() {
+        let weights = batch.on_tokens("rollout_weights", batch.rollout_weights)?;
+        energy = (energy * weights.sqr()?)?;
+    }
+    cumulative_sum(&energy)
+}
+
+/// The sum of the entries up to each, along the last dimension.
+fn cumulative_sum(x: &Tensor) -> Result<Tensor> {
+    let last = [x.rank() - 1];
+    let sums = crate::reverse_recurrence(&x.flip(&last)?, &x.ones_like()?)?;
+    sums.flip(&last)
+}
+
+/// The tokens of the mask moved to the front of their row, and back.
+struct Compaction {
+    /// `[B, T]`, u32: the column that a token moves to; T for what is outside the mask.
+    column_of: Tensor,
+}
+
+impl Compaction {
+    fn new(mask: &Mask) -> Result<Self> {
+        let (batch, tokens) = mask.dims()?;
+        let rank = (cumulative_sum(&mask.to_dtype(DType::F32)?)? - 1.)?;
+        let outside = Tensor::full(tokens as f32, (batch, tokens), rank.device())?;
+        let column_of = mask.selected().where_cond(&rank, &outside)?;
+        Ok(Self {
+            column_of: column_of.to_dtype(DType::U32)?.contiguous()?,
+        })
+    }
+
+    fn compact(&self, x: &Tensor) -> Result<Tensor> {
+        let (batch, tokens) = x.dims2()?;
+        let wide = Tensor::zeros((batch, tokens + 1), x.dtype(), x.device())?;
+        wide.scatter_add(&self.column_of, &x.contiguous()?, D::Minus1)?
+            .narrow(1, 0, tokens)?
+            .contiguous()
+    }
+
+    fn spread(&self, x: &Tensor) -> Result<Tensor> {
+        x.pad_with_zeros(1, 0, 1)?
+            .contiguous()?
+            .gather(&self.column_of, D::Minus1)
+    }
+}

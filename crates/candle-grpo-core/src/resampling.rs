@@ -1,0 +1,81 @@
+//! Drawing the samples of a step anew, those with telling rewards more often.
+
+use candle_core::{Result, bail};
+use serde::{Deserialize, Serialize};
+
+/// Resampling with replacement by reward (PF-PPO, <https://arxiv.org/abs/2409.06957>, as in verl): what weight a sample has.
+///
+/// ```
+/// use candle_grpo_core::ScoreResampling;
+///
+/// // The uniform numbers come from the caller's own generator.
+/// let drawn = ScoreResampling::default().draw(&[0., 0., 3., 1.], &[0.05, 0.5, 0.95])?;
+/// assert_eq!(drawn, [2, 2, 3]); // the weights are 0, 0, 9, 1
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum ScoreResampling {
+    /// `|score|` to this power.
+    Power(f64),
+    /// 1 for the highest and the lowest score, 0 for what is between.
+    MaxMin,
+    /// 0.4 for the highest score, 0.1 for the rest.
+    MaxRandom,
+}
+
+impl Default for ScoreResampling {
+    fn default() -> Self {
+        Self::Power(2.)
+    }
+}
+
+/// Added to each weight, so that a batch without any weight is drawn from evenly.
+const FLOOR: f64 = 1e-8;
+
+impl ScoreResampling {
+    /// One index into `scores` for each of `uniforms`, which are independent and uniform from 0 to 1 (1 excluded). On the
+    /// host.
+    pub fn draw(&self, scores: &[f64], uniforms: &[f64]) -> Result<Vec<usize>> {
+        if scores.is_empty() {
+            bail!("scores: empty, there must be at least one");
+        }
+        if let Some(i) = scores.iter().position(|s| !s.is_finite()) {
+            bail!("scores: sample {i} is {}, must be finite", scores[i]);
+        }
+        if let Some(i) = uniforms.iter().position(|u| !(0. ..1.).contains(u)) {
+            bail!("uniforms: [{i}] is {}, must be from 0 to 1", uniforms[i]);
+        }
+        let mut total = 0.;
+        let cumulative: Vec<f64> = self
+            .weights(scores)?
+            .iter()
+            .map(|weight| {
+                total += weight + FLOOR;
+                total
+            })
+            .collect();
+        let pick = |u: &f64| {
+            let index = cumulative.partition_point(|&c| c <= u * total);
+            index.min(scores.len() - 1)
+        };
+        Ok(uniforms.iter().map(pick).collect())
+    }
+
+    fn weights(&self, scores: &[f64]) -> Result<Vec<f64>> {
+        let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let lowest = scores.iter().copied().fold(f64::INFINITY, f64::min);
+        let weigh = |score: f64| match *self {
+            Self::Power(power) => score.abs().powf(power),
+            Self::MaxMin => f64::from(u8::from(score == highest || score == lowest)),
+            Self::MaxRandom if score == highest => 0.4,
+            Self::MaxRandom => 0.1,
+        };
+        if let Self::Power(power) = *self
+            && !(power >= 0. && power.is_finite())
+        {
+            bail!("power: {power}, must be finite and at least 0");
+        }
+        Ok(scores.iter().map(|&score| weigh(score)).collect())
+    }
+}
