@@ -1,22 +1,49 @@
 //! `advantage`: rewards to advantages.
 
-use anyhow::{Result, bail};
-use candle_core::{DType, Tensor};
-use candle_grpo_core::{GroupAdvantage, Groups, Mask, Scale, SingleSample};
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{D, DType, Tensor};
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, Compensation, Components,
+    GroupAdvantage, Groups, Kl, KlEstimator, KlPenalty, Mask, MaskedTokens, NonFinite,
+    OptimalTokenBaseline, RewardShaping, Scale, SequenceAdvantage, SingleSample, TokenAlignment,
+    TokenBaseline, TokenShaping, Whitening, reverse_recurrence,
+};
+use serde_json::Value;
 
 use crate::case::{Case, Outputs, Ran};
 
 pub(crate) fn run(case: &Case) -> Result<Ran> {
-    let outputs = match case.variant.as_str() {
+    // It says which rewards these are, not what is done with them.
+    case.config.ignore(&["rewards"]);
+    Ok(Ok(match case.variant.as_str() {
         "twinkle_grpo" | "twinkle_rloo" => twinkle(case)?,
-        "trl_grpo" | "trl_rloo" => match trl(case)? {
-            Some(outputs) => outputs,
-            None => return Ok(Err("normalising over the batch is not there yet".to_owned())),
-        },
-        "verl_grpo" | "verl_grpo_vectorized" | "verl_rloo" | "verl_rloo_vectorized" => verl(case)?,
-        variant => return Ok(Err(format!("{variant} is not there yet"))),
-    };
-    Ok(Ok(outputs))
+        "trl_grpo" | "trl_grpo_multi" | "trl_rloo" | "trl_rloo_kl" => trl(case)?,
+        "verl_grpo"
+        | "verl_grpo_vectorized"
+        | "verl_grpo_passk"
+        | "verl_rloo"
+        | "verl_rloo_vectorized"
+        | "verl_opo"
+        | "verl_gpg"
+        | "verl_reinforce_plus_plus_baseline"
+        | "verl_gdpo" => verl_outcome(case)?,
+        "verl_reinforce_plus_plus" => verl_reinforce_plus_plus(case)?,
+        "verl_remax" => verl_remax(case)?,
+        "verl_gae" => verl_gae(case)?,
+        "verl_optimal_token_baseline" | "verl_tir_optimal_token_baseline" => {
+            optimal_token_baseline(case)?
+        }
+        "twinkle_gae" => twinkle_gae(case)?,
+        "openrlhf_rloo"
+        | "openrlhf_reinforce_baseline"
+        | "openrlhf_dr_grpo"
+        | "openrlhf_group_norm"
+        | "openrlhf_flash_reinforce"
+        | "openrlhf_reinforce"
+        | "openrlhf_gae" => openrlhf(case)?,
+        "roll_reinforce" | "roll_gae" => roll(case)?,
+        variant => bail!("unknown variant {variant}"),
+    }))
 }
 
 fn scale(case: &Case) -> Result<Scale> {
@@ -28,16 +55,44 @@ fn scale(case: &Case) -> Result<Scale> {
     })
 }
 
-fn estimator(case: &Case) -> Result<GroupAdvantage> {
+fn relative(case: &Case) -> Result<GroupAdvantage> {
     Ok(match case.config.text("estimator")?.as_str() {
-        "grpo" | "grpo_vectorized" => GroupAdvantage::grpo(),
-        "rloo" | "rloo_vectorized" => GroupAdvantage::rloo(),
+        "grpo" => GroupAdvantage::grpo(),
+        "rloo" => GroupAdvantage::rloo(),
         other => bail!("unknown estimator {other}"),
     })
 }
 
+/// Errs unless the case is of that estimator.
+fn check_estimator(case: &Case, expected: &str) -> Result<()> {
+    let estimator = case.config.text("estimator")?;
+    ensure!(estimator == expected, "unknown estimator {estimator}");
+    Ok(())
+}
+
+fn numbers(case: &Case, key: &str) -> Result<Option<Vec<f64>>> {
+    match case.config.get(key) {
+        Value::Null => Ok(None),
+        Value::Array(list) => list
+            .iter()
+            .map(Value::as_f64)
+            .collect::<Option<Vec<f64>>>()
+            .with_context(|| format!("option {key} is not a list of numbers"))
+            .map(Some),
+        other => bail!("option {key} is {other}, not a list"),
+    }
+}
+
+fn range(case: &Case, key: &str) -> Result<Option<[f64; 2]>> {
+    match numbers(case, key)? {
+        None => Ok(None),
+        Some(bounds) => Ok(Some(bounds.try_into().map_err(|bounds| {
+            anyhow::anyhow!("option {key} is {bounds:?}, not two numbers")
+        })?)),
+    }
+}
+
 fn twinkle(case: &Case) -> Result<Outputs> {
-    case.config.ignore(&["rewards"]);
     let scale = scale(case)?;
     let function = GroupAdvantage {
         epsilon: case.config.number("epsilon")?,
@@ -46,7 +101,7 @@ fn twinkle(case: &Case) -> Result<Outputs> {
         } else {
             SingleSample::BatchMean
         },
-        ..estimator(case)?
+        ..relative(case)?
     };
     let advantages = function.compute(
         &case.input("rewards")?,
@@ -56,69 +111,498 @@ fn twinkle(case: &Case) -> Result<Outputs> {
     Ok(Outputs::default().out("advantages", &advantages))
 }
 
-fn trl(case: &Case) -> Result<Option<Outputs>> {
-    case.config.ignore(&["rewards"]);
-    if case.config.flag("normalize_batch")? {
-        return Ok(None);
-    }
-    let function = GroupAdvantage {
-        epsilon: case.config.number("epsilon")?,
+fn trl(case: &Case) -> Result<Outputs> {
+    let epsilon = case.config.number("epsilon")?;
+    let components = match case
+        .config
+        .text_or("aggregation", "sum_then_normalize")?
+        .as_str()
+    {
+        "sum_then_normalize" => Components::SumThenNormalize,
+        "normalize_then_sum" => Components::NormalizeThenSum,
+        other => bail!("unknown aggregation {other}"),
+    };
+    let scale = match case.variant.as_str() {
+        "trl_rloo" | "trl_rloo_kl" => Scale::None,
+        _ => scale(case)?,
+    };
+    // TRL does not look at the scale where components are normalised on their own.
+    let scale = match components {
+        Components::SumThenNormalize => scale,
+        Components::NormalizeThenSum => Scale::Group,
+    };
+    let group = GroupAdvantage {
+        epsilon,
         single_sample: SingleSample::Zero,
-        ..estimator(case)?
+        non_finite: if case.config.flag("missing_rewards")? {
+            NonFinite::Exclude
+        } else {
+            NonFinite::Error
+        },
+        reward_weights: numbers(case, "component_weights")?,
+        components,
+        ..relative(case)?
     };
-    let scale = if case.variant == "trl_grpo" {
-        scale(case)?
-    } else {
-        Scale::None
-    };
-    let rewards = case.input("rewards")?;
-    let group_size = case.config.size("group_size")?;
-    let statistics = function.group_statistics(&rewards, group_size)?;
-    let batch = function.group_statistics(&rewards, rewards.dim(0)?)?;
+    let normalizes =
+        case.config.flag("normalize_batch")? || components == Components::NormalizeThenSum;
+    let sequence = SequenceAdvantage::new(
+        GroupAdvantage {
+            normalize: normalizes.then_some(Whitening {
+                epsilon,
+                ..Whitening::trl()
+            }),
+            ..group.clone()
+        },
+        scale,
+    );
 
-    let zero = match scale {
-        Scale::Batch => batch.zero_variance,
-        _ => statistics.zero_variance,
+    let scores = case.input("rewards")?;
+    let mut rewards = scores.clone();
+    if let Some(bounds) = range(case, "reward_clip")? {
+        let shaping = RewardShaping {
+            clip_range: Some(bounds),
+            ..RewardShaping::default()
+        };
+        rewards = shaping.apply(&rewards, 1, None)?.rewards;
+    }
+    let group_size = case.config.size("group_size")?;
+    let (mask, old, reference) = (
+        case.optional("mask"),
+        case.optional("old_log_probs"),
+        case.optional("ref_log_probs"),
+    );
+    let advantages = match (
+        case.config.optional_number("beta")?,
+        &mask,
+        &old,
+        &reference,
+    ) {
+        (Some(coef), Some(mask), Some(old), Some(reference)) => {
+            let batch = AdvantageBatch::new(&rewards, group_size)
+                .response_mask(mask)
+                .old_log_probs(old)
+                .ref_log_probs(reference);
+            let penalised = SequenceAdvantage {
+                kl_penalty: Some(k1_penalty(coef)),
+                ..sequence
+            };
+            penalised.estimate(&batch)?.advantages
+        }
+        (None, None, None, None) => {
+            let batch = AdvantageBatch::new(&rewards, group_size);
+            sequence.estimate(&batch)?.advantages
+        }
+        _ => bail!("a KL penalty needs beta, mask, old_log_probs and ref_log_probs together"),
     };
-    Ok(Some(
-        Outputs::default()
-            .out(
-                "advantages",
-                &function.compute(&rewards, group_size, scale)?,
-            )
-            .out("reward_std", &batch.std.mean_all()?)
-            .out("fraction_zero_std", &zero.to_dtype(DType::F64)?.mean_all()?),
-    ))
+
+    // TRL's figures are of the rewards before the clip and the KL penalty.
+    let of_batch = group.group_statistics(&scores, scores.dim(0)?)?;
+    let constant = match (components, scale) {
+        (Components::NormalizeThenSum, _) => {
+            let sums = group.compute(&scores, group_size, scale)?;
+            GroupAdvantage::grpo()
+                .group_statistics(&sums, scores.dim(0)?)?
+                .zero_variance
+        }
+        (_, Scale::Batch) => of_batch.zero_variance,
+        _ => group.group_statistics(&scores, group_size)?.zero_variance,
+    };
+    Ok(Outputs::default()
+        .out("advantages", &advantages)
+        .out("reward_std", &of_batch.std.mean_all()?)
+        .out(
+            "fraction_zero_std",
+            &constant.to_dtype(DType::F64)?.mean_all()?,
+        ))
 }
 
-fn verl(case: &Case) -> Result<Outputs> {
-    case.config.ignore(&["rewards"]);
-    let function = GroupAdvantage {
-        epsilon: case.config.optional_number("epsilon")?.unwrap_or(0.),
-        single_sample: if case.variant == "verl_rloo_vectorized" {
-            SingleSample::Zero
+fn k1_penalty(coef: f64) -> KlPenalty {
+    let kl = Kl {
+        log_ratio_clamp: None,
+        ..Kl::new(KlEstimator::K1)
+    };
+    KlPenalty { coef, kl }
+}
+
+/// verl's estimators that look at the reward of a sequence.
+fn verl_outcome(case: &Case) -> Result<Outputs> {
+    let estimator = case.config.text("estimator")?;
+    ensure!(
+        case.variant == format!("verl_{estimator}"),
+        "unknown estimator {estimator}"
+    );
+    let group = GroupAdvantage {
+        single_sample: SingleSample::Raw,
+        ..GroupAdvantage::default()
+    };
+    let epsilon =
+        |key: &str| -> Result<f64> { Ok(case.config.optional_number(key)?.unwrap_or(0.)) };
+    let by_std = || -> Result<Scale> {
+        Ok(if case.config.flag("normalize_by_std")? {
+            Scale::Group
         } else {
-            SingleSample::Raw
+            Scale::None
+        })
+    };
+    let whitened = |epsilon: f64| TokenShaping {
+        whiten_advantages: true,
+        whitening: Whitening {
+            epsilon,
+            ..Whitening::default()
         },
-        ..estimator(case)?
+        ..TokenShaping::default()
     };
-    let scale = if case.config.flag("normalize_by_std")? {
-        Scale::Group
-    } else {
-        Scale::None
+    let mut rewards = case.input("rewards")?;
+    let pipeline = match estimator.as_str() {
+        "grpo" | "grpo_vectorized" => {
+            let epsilon = epsilon("epsilon")?;
+            AdvantagePipeline::of_sequences(GroupAdvantage { epsilon, ..group }, by_std()?)
+        }
+        "grpo_passk" => {
+            let group = GroupAdvantage {
+                baseline: Baseline::BestOfOthers,
+                epsilon: epsilon("epsilon")?,
+                single_sample: SingleSample::Error,
+                ..group
+            };
+            AdvantagePipeline::of_sequences(group, by_std()?)
+        }
+        "rloo" | "rloo_vectorized" => {
+            let group = GroupAdvantage {
+                baseline: Baseline::LeaveOneOut,
+                single_sample: if estimator == "rloo" {
+                    SingleSample::Raw
+                } else {
+                    SingleSample::Zero
+                },
+                ..group
+            };
+            AdvantagePipeline::of_sequences(group, Scale::None)
+        }
+        "opo" => {
+            let group = GroupAdvantage {
+                baseline: Baseline::LengthWeighted,
+                ..group
+            };
+            AdvantagePipeline::of_sequences(group, Scale::None)
+        }
+        "gpg" => {
+            let group = GroupAdvantage {
+                compensation: Compensation::NonZeroRewards,
+                factor: 1. / case.config.number("f_norm")?,
+                ..group
+            };
+            AdvantagePipeline::of_sequences(group, Scale::None)
+        }
+        "reinforce_plus_plus_baseline" => {
+            AdvantagePipeline::of_sequences(group, Scale::None).then(whitened(epsilon("epsilon")?))
+        }
+        "gdpo" => {
+            rewards = case.input("reward_components")?;
+            case.config.ignore(&["group_size"]); // the groups are in `group_ids`
+            let group = GroupAdvantage {
+                components: Components::NormalizeThenSum,
+                epsilon: epsilon("epsilon")?,
+                reward_weights: numbers(case, "component_weights")?,
+                ..group
+            };
+            AdvantagePipeline::of_sequences(group, Scale::Group)
+                .then(whitened(epsilon("whiten_epsilon")?))
+        }
+        other => bail!("unknown estimator {other}"),
     };
-    let groups = Groups::from_ids_to_host(&case.input("group_ids")?)?;
-    let per_sequence = function.compute(&case.input("rewards")?, groups, scale)?;
-    let mask = Mask::new(&case.input("mask")?)?;
-    let tokens = on_tokens(&per_sequence, &mask)?;
+    let response_mask = case.input("mask")?;
+    let batch = AdvantageBatch::new(&rewards, groups(case)?).response_mask(&response_mask);
+    let mask = batch.mask()?;
+    let tokens = pipeline.estimate(&batch)?.on_tokens(&mask)?;
+    // Every token of a sequence has the same.
+    let first = (tokens.sum(D::Minus1)? / mask.lengths(tokens.dtype())?.squeeze(1)?)?;
     Ok(Outputs::default()
-        .out("sequence_advantages", &per_sequence)
+        .out("sequence_advantages", &first)
         .out("advantages", &tokens)
         .out("returns", &tokens))
 }
 
-fn on_tokens(per_sequence: &Tensor, mask: &Mask) -> Result<Tensor> {
-    let (batch, tokens) = mask.dims()?;
-    let spread = per_sequence.unsqueeze(1)?.broadcast_as((batch, tokens))?;
-    Ok(mask.select(&spread.contiguous()?)?)
+fn groups(case: &Case) -> Result<Groups> {
+    Ok(Groups::from_ids_to_host(&case.input("group_ids")?)?)
+}
+
+fn verl_reinforce_plus_plus(case: &Case) -> Result<Outputs> {
+    check_estimator(case, "reinforce_plus_plus")?;
+    let tokens = TokenShaping {
+        gamma: case.config.number("gamma")?,
+        whiten_advantages: true,
+        whitening: Whitening {
+            epsilon: case.config.number("whiten_epsilon")?,
+            ..Whitening::default()
+        },
+        ..TokenShaping::default()
+    };
+    let shaped = tokens.apply_to_tokens(
+        &case.input("token_level_rewards")?,
+        &case.input("mask")?,
+        None,
+    )?;
+    Ok(Outputs::default()
+        .out("advantages", &shaped.advantages)
+        .out("returns", &shaped.returns))
+}
+
+/// `ours` where the mask is 1 and, elsewhere, what a peer leaves there: nothing that is trained on, but part of the case.
+fn with_leftovers(mask: &Mask, ours: &Tensor, leftovers: &Tensor) -> Result<Tensor> {
+    Ok(mask
+        .selected()
+        .where_cond(ours, &leftovers.to_dtype(ours.dtype())?)?)
+}
+
+/// Outside the mask, the value of the next token in it.
+fn carried(mask: &Mask, x: &Tensor) -> Result<Tensor> {
+    let outside = mask.selected().eq(0u8)?.to_dtype(x.dtype())?;
+    Ok(reverse_recurrence(&mask.select(x)?, &outside)?)
+}
+
+fn verl_remax(case: &Case) -> Result<Outputs> {
+    check_estimator(case, "remax")?;
+    let (rewards, response_mask) = (case.input("token_level_rewards")?, case.input("mask")?);
+    let baselines = case.input("reward_baselines")?;
+    let batch =
+        AdvantageBatch::from_token_rewards(&rewards, &response_mask).reward_baselines(&baselines);
+    let mask = batch.mask()?;
+    let out = AdvantagePipeline::remax().estimate(&batch)?;
+    let returns = out.returns.context("no returns")?;
+    // verl takes no baseline off outside the mask.
+    let leftovers = carried(&mask, &returns)?;
+    Ok(Outputs::default()
+        .out(
+            "advantages",
+            &with_leftovers(&mask, &out.advantages, &leftovers)?,
+        )
+        .out("returns", &with_leftovers(&mask, &returns, &leftovers)?))
+}
+
+/// Advantages before and after whitening, and returns.
+fn gae(case: &Case, whitening: Option<Whitening>, response_mask: &Tensor) -> Result<[Tensor; 3]> {
+    let (rewards, values) = (case.input("token_level_rewards")?, case.input("values")?);
+    let batch = AdvantageBatch::from_token_rewards(&rewards, response_mask).values(&values);
+    let plain = TokenShaping {
+        gamma: case.config.number("gamma")?,
+        lambda: Some(case.config.number("lambda")?),
+        ..TokenShaping::default()
+    };
+    let whitened = TokenShaping {
+        whiten_advantages: whitening.is_some(),
+        whitening: whitening.unwrap_or_default(),
+        ..plain
+    };
+    let out = whitened.estimate(&batch)?;
+    Ok([
+        plain.estimate(&batch)?.advantages,
+        out.advantages,
+        out.returns.context("no returns")?,
+    ])
+}
+
+fn verl_gae(case: &Case) -> Result<Outputs> {
+    check_estimator(case, "gae")?;
+    let whitening = Whitening {
+        epsilon: case.config.number("whiten_epsilon")?,
+        ..Whitening::default()
+    };
+    let response_mask = case.input("mask")?;
+    let mask = Mask::new(&response_mask)?;
+    let [plain, whitened, returns] = gae(case, Some(whitening), &response_mask)?;
+    // Outside the mask verl has the advantage of the next token, whitened, and that plus the value as the return.
+    let carried = carried(&mask, &plain)?;
+    let advantages = with_leftovers(&mask, &whitened, &whitening.apply(&carried, &mask)?)?;
+    let returns = with_leftovers(&mask, &returns, &(carried + case.input("values")?)?)?;
+    Ok(Outputs::default()
+        .out("advantages", &advantages)
+        .out("returns", &returns))
+}
+
+fn twinkle_gae(case: &Case) -> Result<Outputs> {
+    check_estimator(case, "gae")?;
+    let epsilon = case.config.number("epsilon")?;
+    let whitening = case.config.flag("normalize")?.then_some(Whitening {
+        epsilon,
+        ..Whitening::twinkle()
+    });
+    let [_, advantages, returns] = gae(case, whitening, &case.input("mask")?)?;
+    Ok(Outputs::default()
+        .out("advantages", &advantages)
+        .out("returns", &returns))
+}
+
+fn optimal_token_baseline(case: &Case) -> Result<Outputs> {
+    let estimator = case.config.text("estimator")?;
+    let alignment = match estimator.as_str() {
+        "optimal_token_baseline" => TokenAlignment::Position,
+        "tir_optimal_token_baseline" => TokenAlignment::Generated,
+        other => bail!("unknown estimator {other}"),
+    };
+    let baseline = OptimalTokenBaseline {
+        alignment,
+        handle_zero_tail: case.config.flag("handle_zero_tail")?,
+        epsilon: case.config.number("epsilon")?,
+    };
+    let tokens = TokenShaping {
+        baseline: TokenBaseline::OptimalToken(baseline),
+        ..TokenShaping::default()
+    };
+    let (rewards, response_mask) = (case.input("token_level_rewards")?, case.input("mask")?);
+    let (old, squares) = (case.input("old_log_probs")?, case.input("sum_pi_squared")?);
+    let weights = case.optional("rollout_weights");
+    let mut batch = AdvantageBatch::from_token_rewards(&rewards, &response_mask)
+        .groups(groups(case)?)
+        .old_log_probs(&old)
+        .sum_of_squared_probs(&squares);
+    if let Some(weights) = &weights {
+        batch = batch.rollout_weights(weights);
+    }
+    let mask = batch.mask()?;
+    let out = tokens.estimate(&batch)?;
+    let returns = out.returns.context("no returns")?;
+    Ok(Outputs::default().out("advantages", &out.advantages).out(
+        "returns",
+        &with_leftovers(&mask, &returns, &carried(&mask, &returns)?)?,
+    ))
+}
+
+fn openrlhf(case: &Case) -> Result<Outputs> {
+    let estimator = case.config.text("estimator")?;
+    ensure!(
+        case.variant == format!("openrlhf_{estimator}"),
+        "unknown estimator {estimator}"
+    );
+    let (baseline, scale) = match estimator.as_str() {
+        "rloo" => (Baseline::LeaveOneOut, Scale::None),
+        "reinforce_baseline" | "dr_grpo" => (Baseline::GroupMean, Scale::None),
+        "group_norm" => (Baseline::GroupMean, Scale::Group),
+        "flash_reinforce" => (Baseline::BatchMean, Scale::None),
+        "reinforce" | "gae" => (Baseline::None, Scale::None),
+        other => bail!("unknown estimator {other}"),
+    };
+    let sequence = SequenceAdvantage {
+        clip: range(case, "reward_clip")?,
+        ..SequenceAdvantage::new(
+            GroupAdvantage {
+                baseline,
+                epsilon: case.config.optional_number("epsilon")?.unwrap_or(0.),
+                ..GroupAdvantage::default()
+            },
+            scale,
+        )
+    };
+    let normalizes = matches!(
+        estimator.as_str(),
+        "reinforce" | "reinforce_baseline" | "gae"
+    );
+    let whitening = Whitening {
+        epsilon: case.config.number("min_variance")?,
+        divide: case.config.flag("normalize_std")?,
+        ..Whitening::openrlhf()
+    };
+    let lambda = case.config.number("lambda")?;
+    let plain = TokenShaping {
+        kl_penalty: Some(k1_penalty(case.config.number("kl_coef")?)),
+        gamma: case.config.number("gamma")?,
+        lambda: (estimator == "gae").then_some(lambda),
+        masked_tokens: MaskedTokens::Counted,
+        whitening,
+        ..TokenShaping::default()
+    };
+    let tokens = TokenShaping {
+        whiten_advantages: normalizes,
+        ..plain
+    };
+
+    let (rewards, response_mask) = (case.input("rewards")?, case.input("mask")?);
+    // The divergence is given as such: k1 of it and nothing is the same.
+    let kl = case.input("kl")?;
+    let (zeros, values) = (kl.zeros_like()?, case.optional("values"));
+    let mut batch = AdvantageBatch::new(&rewards, case.config.size("group_size")?)
+        .response_mask(&response_mask)
+        .old_log_probs(&kl)
+        .ref_log_probs(&zeros);
+    if let Some(values) = &values {
+        batch = batch.values(values);
+    }
+    let of = |tokens: TokenShaping| {
+        let pipeline = AdvantagePipeline {
+            sequence: Some(sequence.clone()),
+            tokens: Some(tokens),
+        };
+        pipeline.estimate(&batch)
+    };
+    let out = of(tokens)?;
+    let mut advantages = out.advantages;
+    if normalizes {
+        // OpenRLHF normalises what is outside the mask along with the rest.
+        let leftovers = whitening.apply(&of(plain)?.advantages, &batch.mask()?)?;
+        advantages = with_leftovers(&batch.mask()?, &advantages, &leftovers)?;
+    }
+    Ok(Outputs::default()
+        .out("advantages", &advantages)
+        .out("returns", &out.returns.context("no returns")?))
+}
+
+/// ROLL sums rewards and values up as if every position were a token of the response, and applies its mask to the rewards
+/// before and to the advantages afterwards: the first stage here has a mask of ones, the second only whitens and clips.
+fn roll(case: &Case) -> Result<Outputs> {
+    let estimator = case.config.text("estimator")?;
+    ensure!(
+        case.variant == format!("roll_{estimator}"),
+        "unknown estimator {estimator}"
+    );
+    let lambda = case.config.number("lambda")?;
+    let whitening = Whitening {
+        epsilon: case.config.number("whiten_epsilon")?,
+        ..Whitening::default()
+    };
+    let response_mask = case.input("mask")?;
+    let mask = Mask::new(&response_mask)?;
+    let mut rewards = case.input("token_level_rewards")?;
+    if case.config.flag("whiten_rewards")? {
+        rewards = whitening.apply(&rewards, &mask)?;
+    }
+    let rewards = mask.select(&rewards)?;
+
+    let everywhere = response_mask.ones_like()?;
+    let values = case.optional("values");
+    let mut batch = AdvantageBatch::from_token_rewards(&rewards, &everywhere);
+    if let Some(values) = &values {
+        batch = batch.values(values);
+    }
+    let sums = TokenShaping {
+        gamma: case.config.number("gamma")?,
+        lambda: match estimator.as_str() {
+            "reinforce" => None,
+            "gae" => Some(lambda),
+            other => bail!("unknown estimator {other}"),
+        },
+        ..TokenShaping::default()
+    };
+    let sums = sums.estimate(&batch)?;
+
+    // Without a discount that reaches the next token, a return is the token's own reward.
+    let finish = TokenShaping {
+        gamma: 0.,
+        whiten_advantages: case.config.flag("whiten_advantages")?,
+        whitening,
+        advantage_clip: case.config.optional_number("advantage_clip")?,
+        ..TokenShaping::default()
+    };
+    let finished = finish.apply_to_tokens(&sums.advantages, &response_mask, None)?;
+    let outputs = Outputs::default()
+        .out("advantages", &finished.advantages)
+        .out("returns", &sums.returns.context("no returns")?);
+    match finished.metrics.to_host()?.get("advantage_clip_fraction") {
+        None => Ok(outputs),
+        Some(fraction) => {
+            // ROLL divides by all positions, masked ones included.
+            let valid = mask.count(DType::F64)?.to_scalar::<f64>()?;
+            let all = response_mask.elem_count() as f64;
+            outputs.number("clip_fraction", fraction * valid / all)
+        }
+    }
 }
