@@ -22,7 +22,7 @@ pub(crate) struct Settings {
     /// The standard deviation of the weights at the start.
     pub(crate) initial_std: f64,
     pub(crate) warm_up: PretrainConfig,
-    /// The held-out accuracy, sampled, at which the warm-up ends, and the one that it must not pass.
+    /// The held-out accuracy, greedy, at which the warm-up ends, and the one that it must not pass.
     pub(crate) warm_up_accuracy: RangeInclusive<f64>,
     pub(crate) train: TrainConfig,
 }
@@ -61,7 +61,7 @@ impl Settings {
         let (default_steps, goal) = if short {
             (200, Goal::Rise(0.1))
         } else {
-            (1200, Goal::Accuracy(0.8))
+            (1600, Goal::Accuracy(0.8))
         };
         let steps = steps.unwrap_or(default_steps);
         Self {
@@ -90,7 +90,7 @@ impl Settings {
                 seed,
                 ..PretrainConfig::default()
             },
-            warm_up_accuracy: 0.3..=0.4,
+            warm_up_accuracy: 0.33..=0.4,
             train: TrainConfig {
                 prompts_per_step: 64,
                 num_generations: 8,
