@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::{
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, BaselinePopulation,
     GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty, Level, Mask, MetricValue,
     MetricValues, Metrics, RewardNorm, RewardShaping, RunningMoments, RunningState, Scale,
     TokenShaping, masked_whiten, reverse_recurrence,
@@ -71,8 +72,95 @@ fn groups() -> Result<()> {
 #[case(GroupAdvantage { epsilon: f64::NAN, ..Default::default() }, "epsilon: NaN, must be")]
 #[case(GroupAdvantage { ddof: 2, ..Default::default() }, "ddof: 2, must be 0 or 1")]
 fn options(#[case] function: GroupAdvantage, #[case] expected: &str) {
-    let message = message(function.compute(&[0., 1.], 2, Scale::Group));
+    let message = message(function.compute([0., 1.], 2, Scale::Group));
     assert!(message.starts_with(expected), "{message}");
+}
+
+/// A pipeline that needs a tensor says which, and one whose parts do not go together says so.
+#[rstest]
+#[case(AdvantagePipeline::opo(), "response_mask: absent")]
+#[case(AdvantagePipeline::reinforce_plus_plus(), "response_mask: absent")]
+#[case(AdvantagePipeline::default(), "sequence and tokens: absent")]
+#[case(
+    AdvantagePipeline::grpo().map_sequence(|s| s.group.baseline = Baseline::Given),
+    "scale: Group with the baseline Given, must be Batch or None"
+)]
+#[case(
+    AdvantagePipeline::rloo().map_sequence(|s| s.group.baseline = Baseline::Given),
+    "reward_baselines: absent"
+)]
+#[case(
+    AdvantagePipeline::rloo().map_sequence(|s| s.group.population = BaselinePopulation::Unmasked),
+    "response_mask: absent"
+)]
+#[case(
+    AdvantagePipeline::rloo().map_sequence(|s| s.group.factor = f64::INFINITY),
+    "factor: inf, must be finite"
+)]
+#[case(AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([1., -1.])), "clip: [1, -1], must be")]
+#[case(
+    AdvantagePipeline::rloo().map_sequence(|s| s.kl_penalty = Some(KlPenalty::default())),
+    "old_log_probs: absent"
+)]
+#[case(AdvantagePipeline::pass_at_k().map_sequence(|s| s.group.ddof = 3), "ddof: 3, must be 0 or 1")]
+fn pipelines_without_tokens(#[case] pipeline: AdvantagePipeline, #[case] expected: &str) {
+    let rewards = tensor(&[0., 1.]);
+    let message = message(pipeline.estimate(&AdvantageBatch::new(&rewards, 2)));
+    assert!(message.starts_with(expected), "{message}");
+}
+
+#[rstest]
+#[case(AdvantagePipeline::gae(1., 1.), "values: absent")]
+#[case(AdvantagePipeline::gae(1., 1.5), "lambda: 1.5, must be from 0 to 1")]
+#[case(AdvantagePipeline::remax(), "reward_baselines: absent")]
+#[case(AdvantagePipeline::optimal_token_baseline(), "old_log_probs: absent")]
+#[case(
+    AdvantagePipeline::multi_turn_optimal_token_baseline(),
+    "old_log_probs: absent"
+)]
+#[case(
+    AdvantagePipeline::remax().map_tokens(|t| t.lambda = Some(1.)),
+    "baseline: Given, must be None where lambda is given"
+)]
+#[case(
+    AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.epsilon = 0.),
+    "epsilon: 0, must be positive"
+)]
+#[case(AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.ddof = 2), "ddof: 2, must be 0 or 1")]
+fn pipelines_with_tokens(
+    #[case] pipeline: AdvantagePipeline,
+    #[case] expected: &str,
+) -> Result<()> {
+    let rewards = tensor(&[0., 1.]);
+    let mask = Tensor::ones((2, 3), DType::U8, &Device::Cpu)?;
+    let batch = AdvantageBatch::new(&rewards, 2).response_mask(&mask);
+    let text = message(pipeline.estimate(&batch));
+    assert!(text.starts_with(expected), "{text}");
+
+    let short = Tensor::ones((1, 3), DType::U8, &Device::Cpu)?;
+    let grpo = AdvantagePipeline::opo();
+    let text = message(grpo.estimate(&AdvantageBatch::new(&rewards, 2).response_mask(&short)));
+    assert_eq!(
+        text,
+        "response_mask: [1] for 2 rewards, there must be one for each"
+    );
+    Ok(())
+}
+
+#[test]
+fn baselines() -> Result<()> {
+    let (rewards, nan) = (tensor(&[0., 1.]), tensor(&[0., f32::NAN]));
+    let mask = Tensor::ones((2, 3), DType::U8, &Device::Cpu)?;
+    let batch = AdvantageBatch::new(&rewards, 2).response_mask(&mask);
+    let given = AdvantagePipeline::rloo().map_sequence(|s| s.group.baseline = Baseline::Given);
+    for pipeline in [given, AdvantagePipeline::remax()] {
+        let of = |baselines: &Tensor| {
+            message(pipeline.estimate(&batch.clone().reward_baselines(baselines)))
+        };
+        assert!(of(&nan).starts_with("reward_baselines: sample 1 is NaN"));
+        assert!(of(&tensor(&[0.])).starts_with("reward_baselines: "));
+    }
+    Ok(())
 }
 
 #[rstest]
@@ -87,7 +175,7 @@ fn options(#[case] function: GroupAdvantage, #[case] expected: &str) {
     "norm.epsilon: 0, must be positive"
 )]
 fn reward_shaping(#[case] shaping: RewardShaping, #[case] expected: &str) {
-    let message = message(shaping.apply(&[0., 1.], 2, None));
+    let message = message(shaping.apply([0., 1.], 2, None));
     assert!(message.starts_with(expected), "{message}");
 }
 
@@ -102,7 +190,7 @@ fn a_group_of_one_has_no_standard_deviation() {
         ..Default::default()
     };
     assert!(
-        message(shaping.apply(&[0., 1.], 1, None)).starts_with("norm.std: group 0 has one sample")
+        message(shaping.apply([0., 1.], 1, None)).starts_with("norm.std: group 0 has one sample")
     );
 }
 

@@ -45,7 +45,7 @@ fn rloo_gives_the_published_values(#[case] scale: Scale, #[case] values: [f64; 3
         epsilon: 1e-8,
         ..GroupAdvantage::rloo()
     };
-    let advantages = function.compute(&EXAMPLE, 4, scale)?;
+    let advantages = function.compute(EXAMPLE, 4, scale)?;
     assert_eq!(advantages.dtype(), DType::F32, "slices give f32");
     let expected = [
         -first, first, -first, first, success, failure, failure, failure,
@@ -82,8 +82,8 @@ fn an_offset_loses_nothing(
     let rewards = [0.25, 0.5, 0.125, 1.0, 0.75, 0.0, 0.0, 0.0009765625];
     let shifted = rewards.map(|r| r + 1e4);
     for function in [GroupAdvantage::grpo(), GroupAdvantage::rloo()] {
-        let plain = function.compute(&tensor(&rewards), 4, scale)?;
-        let offset = function.compute(&tensor(&shifted), 4, scale)?;
+        let plain = function.compute(tensor(&rewards), 4, scale)?;
+        let offset = function.compute(tensor(&shifted), 4, scale)?;
         assert_eq!(plain.to_vec1::<f32>()?, offset.to_vec1::<f32>()?);
     }
     Ok(())
@@ -100,7 +100,7 @@ fn groups_of_any_size_in_any_order() -> Result<()> {
     let from_tensor =
         GroupAdvantage::grpo().compute(&rewards, Groups::from_ids_to_host(&ids)?, Scale::None)?;
     assert_eq!(from_tensor.to_vec1::<f32>()?, from_slice.to_vec1::<f32>()?);
-    let rloo = GroupAdvantage::rloo().compute(&rewards, &vec![7usize, 1, 7, 7, 1], Scale::None)?;
+    let rloo = GroupAdvantage::rloo().compute(&rewards, vec![7usize, 1, 7, 7, 1], Scale::None)?;
     assert_eq!(rloo.to_vec1::<f32>()?, [1.5, 2., 0., -1.5, -2.]);
     Ok(())
 }
@@ -121,7 +121,7 @@ fn a_single_sample_follows_its_policy(
         epsilon: 0.,
         ..GroupAdvantage::grpo()
     };
-    let advantages = function.compute(&[2f32, 1., 0.], [0u32, 1, 1].as_slice(), scale)?;
+    let advantages = function.compute([2f32, 1., 0.], [0u32, 1, 1].as_slice(), scale)?;
     assert_close(&numbers(&advantages)?, &expected, 1e-7);
     Ok(())
 }

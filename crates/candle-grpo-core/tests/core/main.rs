@@ -1,8 +1,11 @@
 //! What the advantage functions and the shaping of rewards promise.
 
 mod bad_input;
+mod estimator_invariances;
+mod estimators;
 mod group_advantage;
 mod invariances;
+mod penalties;
 mod shaping;
 
 use candle_core::{DType, Device, Result, Tensor};

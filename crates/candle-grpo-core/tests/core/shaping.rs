@@ -30,7 +30,7 @@ fn mean_and_std_are_chosen_independently(
         },
         ..Default::default()
     };
-    let shaped = shaping.apply(&EXAMPLE, 4, None)?.rewards;
+    let shaped = shaping.apply(EXAMPLE, 4, None)?.rewards;
     let expected = [
         first, second, first, second, success, failure, failure, failure,
     ];
@@ -46,7 +46,7 @@ fn shift_and_scale_come_before_the_clip() -> Result<()> {
         clip: Some(4.),
         ..Default::default()
     };
-    let shaped = shaping.apply(&[0f32, 1., -3., 0.25], 2, None)?;
+    let shaped = shaping.apply([0f32, 1., -3., 0.25], 2, None)?;
     assert_eq!(shaped.rewards.to_vec1::<f32>()?, [3., 4., -4., 3.75]);
     assert_eq!(
         shaped.metrics.to_host()?.get("reward_clip_fraction"),
@@ -67,11 +67,11 @@ fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
         ..Default::default()
     };
     let mut running = RunningMoments::new(&Device::Cpu)?;
-    shaping.apply(&[1e4, 1e4 + 1., 1e4 + 5.], 3, Some(&mut running))?;
+    shaping.apply([1e4, 1e4 + 1., 1e4 + 5.], 3, Some(&mut running))?;
     let restored = RunningMoments::from_state(running.to_host()?, &Device::Cpu)?;
     let mut running = restored;
     let second = shaping
-        .apply(&[1e4 + 2., 1e4 + 7.], 2, Some(&mut running))?
+        .apply([1e4 + 2., 1e4 + 7.], 2, Some(&mut running))?
         .rewards;
     // Mean 3 and variance 34 / 4 of {0, 1, 5, 2, 7}.
     let std = (34f64 / 4.).sqrt();

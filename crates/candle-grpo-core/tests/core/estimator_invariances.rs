@@ -1,0 +1,236 @@
+//! What must not change, or must change in step, for every estimator of the product.
+
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, OptimalTokenBaseline, SequenceAdvantage,
+    TokenBaseline, TokenShaping,
+};
+use proptest::prelude::*;
+
+use crate::numbers;
+
+const TOKENS: usize = 5;
+
+/// A batch of groups of at least two sequences, each with at least one token, on the host.
+#[derive(Debug, Clone)]
+struct Data {
+    ids: Vec<u32>,
+    rewards: Vec<f64>,
+    baselines: Vec<f64>,
+    mask: Vec<[bool; TOKENS]>,
+    values: Vec<[f64; TOKENS]>,
+    probs: Vec<[f64; TOKENS]>,
+}
+
+fn data() -> impl Strategy<Value = Data> {
+    prop::collection::vec(2usize..5, 1..4).prop_flat_map(|sizes| {
+        let ids: Vec<u32> = sizes
+            .iter()
+            .enumerate()
+            .flat_map(|(group, &size)| std::iter::repeat_n(group as u32, size))
+            .collect();
+        let n = ids.len();
+        let sixteenths = || (-64i32..64).prop_map(|r| f64::from(r) / 16.);
+        let mask = prop::array::uniform5(any::<bool>()).prop_map(|mut row| {
+            row[0] |= row == [false; TOKENS];
+            row
+        });
+        (
+            Just(ids).prop_shuffle(),
+            prop::collection::vec(sixteenths(), n),
+            prop::collection::vec(sixteenths(), n),
+            prop::collection::vec(mask, n),
+            prop::collection::vec(prop::array::uniform5(-1f64..1.), n),
+            prop::collection::vec(prop::array::uniform5(0.01f64..0.99), n),
+        )
+            .prop_map(|(ids, rewards, baselines, mask, values, probs)| Data {
+                ids,
+                rewards,
+                baselines,
+                mask,
+                values,
+                probs,
+            })
+    })
+}
+
+impl Data {
+    /// The advantages `[B, T]`; positions outside the mask hold `outside`.
+    fn estimate(&self, pipeline: &AdvantagePipeline, outside: f64) -> Result<Vec<f64>> {
+        let device = &Device::Cpu;
+        let rows = |of: &dyn Fn(usize, usize) -> f64| {
+            let entry = |i: usize, t: usize| if self.mask[i][t] { of(i, t) } else { outside };
+            let row = |i: usize| (0..TOKENS).map(|t| entry(i, t)).collect();
+            Tensor::new(
+                (0..self.ids.len()).map(row).collect::<Vec<Vec<f64>>>(),
+                device,
+            )
+        };
+        let values = rows(&|i, t| self.values[i][t])?;
+        let log_probs = rows(&|i, t| self.probs[i][t].ln())?;
+        // Never below the square of the token's own probability.
+        let squares = rows(&|i, t| self.probs[i][t].powi(2) + 0.01)?;
+        let mask: Vec<Vec<u8>> = self
+            .mask
+            .iter()
+            .map(|row| row.map(u8::from).to_vec())
+            .collect();
+        let mask = Tensor::new(mask, device)?;
+        let rewards = Tensor::new(self.rewards.as_slice(), device)?;
+        let baselines = Tensor::new(self.baselines.as_slice(), device)?;
+        let batch = AdvantageBatch::new(&rewards, &self.ids)
+            .response_mask(&mask)
+            .reward_baselines(&baselines)
+            .values(&values)
+            .old_log_probs(&log_probs)
+            .sum_of_squared_probs(&squares);
+        numbers(&pipeline.estimate(&batch)?.on_tokens(&batch.mask()?)?)
+    }
+
+    fn permuted(&self, order: &[usize]) -> Self {
+        fn pick<T: Clone>(order: &[usize], x: &[T]) -> Vec<T> {
+            order.iter().map(|&i| x[i].clone()).collect()
+        }
+        Self {
+            ids: pick(order, &self.ids),
+            rewards: pick(order, &self.rewards),
+            baselines: pick(order, &self.baselines),
+            mask: pick(order, &self.mask),
+            values: pick(order, &self.values),
+            probs: pick(order, &self.probs),
+        }
+    }
+
+    /// Rewards, and what is measured against them, times `factor` plus `shift`.
+    fn changed(&self, factor: f64, shift: f64) -> Self {
+        let change = |x: &[f64]| x.iter().map(|x| x * factor + shift).collect();
+        Self {
+            rewards: change(&self.rewards),
+            baselines: change(&self.baselines),
+            ..self.clone()
+        }
+    }
+}
+
+fn without_epsilon(pipeline: AdvantagePipeline) -> AdvantagePipeline {
+    pipeline
+        .map_sequence(|sequence: &mut SequenceAdvantage| sequence.group.epsilon = 0.)
+        .map_tokens(|tokens: &mut TokenShaping| tokens.whitening.epsilon = 1e-30)
+}
+
+fn one_of(pipelines: Vec<AdvantagePipeline>) -> impl Strategy<Value = AdvantagePipeline> {
+    prop::sample::select(pipelines)
+}
+
+/// Of which a factor on the rewards is one on the advantages.
+fn linear() -> Vec<AdvantagePipeline> {
+    let no_tail = |tokens: &mut TokenShaping| {
+        tokens.baseline = match tokens.baseline {
+            TokenBaseline::OptimalToken(baseline) => {
+                TokenBaseline::OptimalToken(OptimalTokenBaseline {
+                    handle_zero_tail: false,
+                    epsilon: 1e-30,
+                    ..baseline
+                })
+            }
+            other => other,
+        };
+    };
+    vec![
+        AdvantagePipeline::dr_grpo(),
+        AdvantagePipeline::rloo(),
+        AdvantagePipeline::opo(),
+        AdvantagePipeline::gpg(),
+        AdvantagePipeline::flash_reinforce(),
+        AdvantagePipeline::remax(),
+        AdvantagePipeline::pass_at_k().map_sequence(|s| s.scale = candle_grpo_core::Scale::None),
+        AdvantagePipeline::optimal_token_baseline().map_tokens(no_tail),
+        AdvantagePipeline::multi_turn_optimal_token_baseline().map_tokens(no_tail),
+    ]
+}
+
+/// Of which a factor on the rewards is lost.
+fn scale_free() -> Vec<AdvantagePipeline> {
+    vec![
+        AdvantagePipeline::grpo(),
+        AdvantagePipeline::lite_ppo(),
+        AdvantagePipeline::pass_at_k(),
+        AdvantagePipeline::reinforce_plus_plus(),
+        AdvantagePipeline::reinforce_plus_plus_baseline(),
+        AdvantagePipeline::reinforce(),
+        AdvantagePipeline::reinforce_baseline(),
+    ]
+    .into_iter()
+    .map(without_epsilon)
+    .collect()
+}
+
+fn all() -> Vec<AdvantagePipeline> {
+    let mut all = linear();
+    all.extend(scale_free());
+    all.extend([
+        AdvantagePipeline::gae(0.9, 0.8),
+        AdvantagePipeline::gdpo(),
+        AdvantagePipeline::max_rl(),
+        AdvantagePipeline::reinforce_plus_plus().map_tokens(|tokens| tokens.gamma = 0.7),
+        AdvantagePipeline::optimal_token_baseline(),
+        AdvantagePipeline::multi_turn_optimal_token_baseline(),
+    ]);
+    all
+}
+
+fn close(a: &[f64], b: &[f64]) -> bool {
+    a.len() == b.len()
+        && a.iter()
+            .zip(b)
+            .all(|(x, y)| (x - y).abs() <= 1e-6 * (1. + x.abs()))
+}
+
+proptest! {
+    #[test]
+    fn what_is_outside_the_mask_reaches_nothing(
+        data in data(), pipeline in one_of(all()), outside in prop::sample::select(vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30]),
+    ) {
+        let clean = data.estimate(&pipeline, 0.).unwrap();
+        prop_assert!(clean.iter().all(|a| a.is_finite()), "{clean:?}");
+        prop_assert_eq!(clean, data.estimate(&pipeline, outside).unwrap());
+    }
+
+    #[test]
+    fn a_permutation_of_the_batch_permutes_the_advantages(
+        data in data(), pipeline in one_of(all()), seed in any::<u64>(),
+    ) {
+        let mut order: Vec<usize> = (0..data.ids.len()).collect();
+        order.sort_by_key(|&i| (i as u64 + 1).wrapping_mul(seed | 1));
+        let plain = data.estimate(&pipeline, 0.).unwrap();
+        let expected: Vec<f64> =
+            order.iter().flat_map(|&i| plain[i * TOKENS..(i + 1) * TOKENS].to_vec()).collect();
+        let permuted = data.permuted(&order).estimate(&pipeline, 0.).unwrap();
+        prop_assert!(close(&expected, &permuted), "{expected:?} {permuted:?}");
+    }
+
+    #[test]
+    fn a_constant_added_to_all_rewards_changes_nothing(
+        data in data(), pipeline in one_of([linear(), scale_free()].concat()), shift in -100i32..100,
+    ) {
+        let plain = data.estimate(&pipeline, 0.).unwrap();
+        let shifted = data.changed(1., f64::from(shift)).estimate(&pipeline, 0.).unwrap();
+        prop_assert!(close(&plain, &shifted), "{plain:?} {shifted:?}");
+    }
+
+    #[test]
+    fn a_factor_on_the_rewards_is_one_on_the_advantages(data in data(), pipeline in one_of(linear())) {
+        let expected: Vec<f64> = data.estimate(&pipeline, 0.).unwrap().iter().map(|a| a * 4.).collect();
+        let scaled = data.changed(4., 0.).estimate(&pipeline, 0.).unwrap();
+        prop_assert!(close(&expected, &scaled), "{expected:?} {scaled:?}");
+    }
+
+    #[test]
+    fn a_factor_on_the_rewards_is_lost_where_advantages_are_scaled(
+        data in data(), pipeline in one_of(scale_free()),
+    ) {
+        let plain = data.estimate(&pipeline, 0.).unwrap();
+        let scaled = data.changed(4., 0.).estimate(&pipeline, 0.).unwrap();
+        prop_assert!(close(&plain, &scaled), "{plain:?} {scaled:?}");
+    }
+}
