@@ -43,6 +43,8 @@ pub struct AdvantageBatch<'a> {
     /// `[B, T]`.
     pub ref_log_probs: Option<&'a Tensor>,
     /// `[B, T]`.
+    pub teacher_log_probs: Option<&'a Tensor>,
+    /// `[B, T]`.
     pub sum_of_squared_probs: Option<&'a Tensor>,
     /// `[B, T]`.
     pub rollout_weights: Option<&'a Tensor>,
@@ -60,6 +62,7 @@ impl<'a> AdvantageBatch<'a> {
             reward_baselines: None,
             old_log_probs: None,
             ref_log_probs: None,
+            teacher_log_probs: None,
             sum_of_squared_probs: None,
             rollout_weights: None,
         }
@@ -114,6 +117,12 @@ impl<'a> AdvantageBatch<'a> {
     /// Log-probs `[B, T]` of the reference policy.
     pub fn ref_log_probs(mut self, ref_log_probs: &'a Tensor) -> Self {
         self.ref_log_probs = Some(ref_log_probs);
+        self
+    }
+
+    /// Log-probs `[B, T]` of a policy to learn from.
+    pub fn teacher_log_probs(mut self, teacher_log_probs: &'a Tensor) -> Self {
+        self.teacher_log_probs = Some(teacher_log_probs);
         self
     }
 

@@ -63,7 +63,7 @@ impl KlController {
     }
 
     /// Takes note of the mean divergence `kl` of a step of that many samples: the mean over sequences of the means over
-    /// their tokens, of the estimator that the penalty has.
+    /// their tokens, of the estimator that the penalty has (`reward_kl_per_sequence` of [`crate::TokenShaping`]).
     pub fn update(&mut self, kl: f64, samples: usize) -> Result<()> {
         self.validate()?;
         if !kl.is_finite() {

@@ -30,7 +30,8 @@ impl KlPenalty {
     /// The rewards `[B]` less `coef` times the sum of the estimates of each sequence's tokens, as TRL's RLOO has it. Needs
     /// `response_mask`, `old_log_probs` and `ref_log_probs`.
     pub fn off_sequences(&self, rewards: &Tensor, batch: &AdvantageBatch<'_>) -> Result<Tensor> {
-        let kl = (self.per_token(batch)?.sum(D::Minus1)? * self.coef)?;
+        let kl = self.per_token(batch, "ref_log_probs", batch.ref_log_probs)?;
+        let kl = (kl.sum(D::Minus1)? * self.coef)?;
         if rewards.dims() != kl.dims() {
             bail!(
                 "rewards: shape {:?}, must be {:?}, one for each row of response_mask",
@@ -41,15 +42,21 @@ impl KlPenalty {
         (for_statistics(rewards)? - kl)?.to_dtype(result_dtype(rewards.dtype()))
     }
 
-    fn per_token(&self, batch: &AdvantageBatch<'_>) -> Result<Tensor> {
+    /// The estimates against the policy of that name, 0 outside the mask.
+    fn per_token(
+        &self,
+        batch: &AdvantageBatch<'_>,
+        name: &str,
+        other: Option<&Tensor>,
+    ) -> Result<Tensor> {
         if !self.coef.is_finite() {
             bail!("kl_penalty.coef: {}, must be finite", self.coef);
         }
         let old = batch.on_tokens("old_log_probs", batch.old_log_probs)?;
-        let reference = batch.on_tokens("ref_log_probs", batch.ref_log_probs)?;
+        let other = batch.on_tokens(name, other)?;
         batch
             .mask()?
-            .select(&self.kl.per_token(&old, &reference, None)?)
+            .select(&self.kl.per_token(&old, &other, None)?)
     }
 }
 
@@ -69,7 +76,7 @@ pub enum TokenBaseline {
 
 /// Rewards of samples, or of tokens, to advantages of tokens, in the order of the ROLL pipeline: the reward goes to the
 /// last token, the KL penalty comes off each token, token rewards are clipped, whitened and summed from each token to the
-/// end; the baseline is subtracted and what remains is whitened, masked and clipped.
+/// end; the baseline and the divergence from a teacher are subtracted, and what remains is whitened, masked and clipped.
 ///
 /// Unlike ROLL, the clip of the tokens is one of its own ([`Self::token_reward_clip`]) and not that of the samples, and
 /// fractions count the tokens of the mask only.
@@ -105,6 +112,9 @@ pub struct TokenShaping {
     pub masked_tokens: MaskedTokens,
     /// What is subtracted from the returns.
     pub baseline: TokenBaseline,
+    /// Taken off the advantage of each token, against the `teacher_log_probs` of the batch: on-policy distillation (ROLL,
+    /// NeMo-RL), pure where the rewards are 0.
+    pub distillation: Option<KlPenalty>,
     /// Whether advantages are whitened over all tokens of the batch.
     pub whiten_advantages: bool,
     /// How rewards and advantages are whitened.
@@ -123,6 +133,7 @@ impl Default for TokenShaping {
             lambda: None,
             masked_tokens: MaskedTokens::Skipped,
             baseline: TokenBaseline::None,
+            distillation: None,
             whiten_advantages: false,
             whitening: Whitening::default(),
             advantage_clip: None,
@@ -138,8 +149,9 @@ pub struct TokenAdvantages {
     /// The discounted sums of token rewards from each token to the end, before whitening and clipping: `[B, T]`, 0
     /// outside the mask.
     pub returns: Tensor,
-    /// `reward_kl` if there is a penalty, `token_reward_clip_fraction` and `advantage_clip_fraction` if there are clips:
-    /// over the tokens of the mask.
+    /// `reward_kl` and `teacher_kl` if there is such a penalty, `token_reward_clip_fraction` and `advantage_clip_fraction`
+    /// if there are clips: over the tokens of the mask. `reward_kl_per_sequence` is the mean over sequences of their means,
+    /// which a [`crate::KlController`] is updated with.
     pub metrics: Metrics,
 }
 
@@ -184,8 +196,9 @@ impl TokenShaping {
         let mut metrics = Metrics::new();
         let mut rewards = batch.on_tokens("token_rewards", Some(token_rewards))?;
         if let Some(penalty) = &self.kl_penalty {
-            let kl = penalty.per_token(batch)?;
+            let kl = penalty.per_token(batch, "ref_log_probs", batch.ref_log_probs)?;
             metrics.push_masked_mean("reward_kl", &kl, &mask)?;
+            push_mean_of_means(&mut metrics, "reward_kl_per_sequence", &kl, &mask)?;
             rewards = (rewards - (kl * penalty.coef)?)?;
         }
         if let Some(clip) = self.token_reward_clip {
@@ -195,6 +208,11 @@ impl TokenShaping {
             rewards = mask.select(&self.whitening.apply(&rewards, &mask)?)?;
         }
         let (returns, mut advantages) = self.accumulate(&rewards, &mask, batch)?;
+        if let Some(distillation) = &self.distillation {
+            let kl = distillation.per_token(batch, "teacher_log_probs", batch.teacher_log_probs)?;
+            metrics.push_masked_mean("teacher_kl", &kl, &mask)?;
+            advantages = (advantages - (kl * distillation.coef)?)?;
+        }
         if self.whiten_advantages {
             advantages = mask.select(&self.whitening.apply(&advantages, &mask)?)?;
         }
@@ -299,6 +317,14 @@ impl From<TokenAdvantages> for Advantages {
             metrics: tokens.metrics,
         }
     }
+}
+
+/// Adds the mean over the sequences that have tokens of the means over these.
+fn push_mean_of_means(metrics: &mut Metrics, name: &str, x: &Tensor, mask: &Mask) -> Result<()> {
+    let lengths = mask.lengths(x.dtype())?;
+    let means = (x.sum_keepdim(D::Minus1)? / lengths.maximum(1.)?)?;
+    let count = lengths.gt(0.)?.to_dtype(x.dtype())?.sum_all()?;
+    metrics.push_mean(name, &means.sum_all()?, &count)
 }
 
 fn clip_tokens(

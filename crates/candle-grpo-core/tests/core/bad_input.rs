@@ -113,6 +113,10 @@ fn pipelines_without_tokens(#[case] pipeline: AdvantagePipeline, #[case] expecte
 #[case(AdvantagePipeline::gae(1., 1.), "values: absent")]
 #[case(AdvantagePipeline::gae(1., 1.5), "lambda: 1.5, must be from 0 to 1")]
 #[case(AdvantagePipeline::remax(), "reward_baselines: absent")]
+#[case(
+    AdvantagePipeline::reinforce().map_tokens(|t| t.distillation = Some(KlPenalty::default())),
+    "old_log_probs: absent"
+)]
 #[case(AdvantagePipeline::optimal_token_baseline(), "old_log_probs: absent")]
 #[case(
     AdvantagePipeline::multi_turn_optimal_token_baseline(),

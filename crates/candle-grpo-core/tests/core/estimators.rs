@@ -287,6 +287,30 @@ fn the_kl_of_a_sequence_comes_off_its_reward() -> Result<()> {
 }
 
 #[test]
+fn a_teacher_is_followed_token_by_token() -> Result<()> {
+    let fixture = Fixture::new()?;
+    let zeros = fixture.rewards.zeros_like()?;
+    let teacher = (&fixture.log_probs + 0.5)?;
+    let batch = AdvantageBatch::new(&zeros, 4)
+        .response_mask(&fixture.mask)
+        .old_log_probs(&fixture.log_probs)
+        .teacher_log_probs(&teacher);
+    let tokens = TokenShaping {
+        distillation: Some(KlPenalty {
+            coef: 2.,
+            kl: Kl::new(KlEstimator::K1),
+        }),
+        ..TokenShaping::default()
+    };
+    let got = tokens.estimate(&batch)?;
+    let expected = [1., 1., 1., 1., 0., 0., 1., 1., 0., 1., 1., 1.];
+    assert_close(&numbers(&got.advantages)?, &expected, 1e-12);
+    assert_close(&numbers(&got.returns.unwrap())?, &[0.; 12], 0.);
+    assert_eq!(got.metrics.to_host()?.get("teacher_kl"), Some(-0.5));
+    Ok(())
+}
+
+#[test]
 fn masked_samples_can_be_kept_out_of_the_statistics() -> Result<()> {
     let rewards = tensor(&[1., 0., 5., 1., 0., 0.]);
     let mask = Tensor::new(&[[1u8], [1], [0], [1], [1], [1]], &Device::Cpu)?;
