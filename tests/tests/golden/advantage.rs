@@ -315,8 +315,9 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
     let batch = AdvantageBatch::new(&rewards, groups(case)?).response_mask(&response_mask);
     let mask = batch.mask()?;
     let tokens = pipeline.estimate(&batch)?.on_tokens(&mask)?;
-    // Every token of a sequence has the same.
-    let first = (tokens.sum(D::Minus1)? / mask.lengths(tokens.dtype())?.squeeze(1)?)?;
+    // Every token of a sequence has the same; a sequence without any has 0.
+    let lengths = mask.lengths(tokens.dtype())?.squeeze(1)?.maximum(1.)?;
+    let first = (tokens.sum(D::Minus1)? / lengths)?;
     Ok(Outputs::default()
         .out("sequence_advantages", &first)
         .out("advantages", &tokens)

@@ -3,7 +3,8 @@
 use anyhow::{Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{
-    Level, Mask, RewardNorm, RewardShaping, RunningMoments, masked_normalize, masked_whiten,
+    EpsilonPlacement, Level, Mask, RewardNorm, RewardShaping, RunningMoments, RunningState,
+    Whitening, masked_normalize,
 };
 
 use crate::case::{Case, Outputs, Ran};
@@ -70,13 +71,14 @@ fn shape(case: &Case) -> Result<Outputs> {
 }
 
 fn running(case: &Case) -> Result<Outputs> {
-    // Where the peer starts from 1e-24 samples, there are none here.
+    // It says what was added to the batches, not what is done with them.
     case.config.ignore(&["offset"]);
-    ensure!(
-        case.config.number("initial_count")? < 1e-20,
-        "an initial count is not supported"
-    );
-    case.config.ignore(&["initial_mean", "initial_var"]);
+    let count = case.config.number("initial_count")?;
+    let initial = RunningState {
+        count,
+        mean: case.config.number("initial_mean")?,
+        squares: case.config.number("initial_var")? * count,
+    };
     let norm = RewardShaping {
         norm: RewardNorm {
             mean: Level::Running,
@@ -84,7 +86,7 @@ fn running(case: &Case) -> Result<Outputs> {
         },
         ..Default::default()
     };
-    let mut moments = RunningMoments::new(&Device::Cpu)?;
+    let mut moments = RunningMoments::from_state(initial, &Device::Cpu)?;
     let batches = case.input("batches")?;
     let (count, size) = batches.dims2()?;
     let mut columns: [Vec<f64>; 6] = Default::default();
@@ -117,16 +119,19 @@ fn running(case: &Case) -> Result<Outputs> {
 
 fn whiten(case: &Case) -> Result<Outputs> {
     case.config.ignore(&["values"]);
-    ensure!(
-        case.config.flag("unbiased")? && case.config.flag("epsilon_inside_sqrt")?,
-        "another form of whitening"
-    );
-    let whitened = masked_whiten(
-        &case.input("values")?,
-        &Mask::new(&case.input("mask")?)?,
-        case.config.flag("shift_mean")?,
-        case.config.number("epsilon")?,
-    )?;
+    let whitening = Whitening {
+        shift_mean: case.config.flag("shift_mean")?,
+        ddof: usize::from(case.config.flag("unbiased")?),
+        epsilon: case.config.number("epsilon")?,
+        placement: if case.config.flag("epsilon_inside_sqrt")? {
+            EpsilonPlacement::InsideSqrt
+        } else {
+            EpsilonPlacement::AddToStd
+        },
+        ..Whitening::default()
+    };
+    let mask = Mask::new(&case.input("mask")?)?;
+    let whitened = whitening.apply(&case.input("values")?, &mask)?;
     Ok(Outputs::default().out("values", &whitened))
 }
 
