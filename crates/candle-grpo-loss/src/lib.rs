@@ -5,6 +5,8 @@
 //! 2. [`PolicyLoss`] says which loss; [`PolicyBatch`] holds its tensors, [`StepTotals`] its denominators.
 //! 3. [`PolicyLoss::compute`] gives the loss and its [`candle_grpo_core::Metrics`].
 //!
+//! A [`Recipe`] adds what is done to rewards and which advantage is taken: the algorithm section of a configuration file.
+//!
 //! A loss is a product of [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and [`Aggregation`]; published
 //! names are constructors such as [`PolicyLoss::grpo`].
 //!
@@ -21,6 +23,7 @@ mod log_prob;
 mod policy_loss;
 mod positive_nll;
 mod presets;
+mod recipe;
 mod rollout_correction;
 mod sample_weights;
 mod selection;
@@ -38,6 +41,7 @@ pub use linear_log_prob::linear_token_log_probs;
 pub use log_prob::{TokenLogProbs, sum_of_squared_probs, token_log_probs};
 pub use policy_loss::{EmptySequences, PolicyLoss, PolicyLossOutput, TokenTerms};
 pub use positive_nll::PositiveNll;
+pub use recipe::Recipe;
 pub use rollout_correction::{
     Corrected, FilterLevel, FilterStatistic, ImportanceWeight, Outside, RolloutCorrection,
     RolloutFilter,

@@ -8,6 +8,7 @@ mod masks;
 mod micro_batches;
 mod presets;
 mod published_values;
+mod recipes;
 mod step_wide;
 
 use candle_core::{DType, Result, Tensor};

@@ -1,0 +1,276 @@
+//! Published recipes: what is done to rewards, which advantage, which loss.
+
+use candle_core::{Result, bail};
+use candle_grpo_core::{
+    AdvantageConfig, AdvantagePipeline, GroupFilter, Kl, KlEstimator, KlPenalty, OverlongPenalty,
+    RewardShaping, Scale, SingleSample, TokenShaping, with_nearest_key,
+};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::aggregation::Aggregation;
+use crate::importance::ImportanceLevel;
+use crate::policy_loss::PolicyLoss;
+use crate::surrogate::Surrogate;
+
+/// Everything about an algorithm that does not know of models: a constructor for each published one, and what the algorithm
+/// section of a configuration file holds.
+///
+/// ```
+/// use candle_grpo_loss::Recipe;
+///
+/// let recipe = Recipe::dapo(20_480, 4096);
+/// recipe.validate()?;
+/// assert!(recipe.policy_loss.kl.is_none() && recipe.group_filter.is_some());
+///
+/// let error = serde_json::from_str::<Recipe>(r#"{"policy_loss": {"agregation": "token-mean"}}"#).unwrap_err();
+/// assert!(error.to_string().contains("did you mean `aggregation`?"));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, remote = "Self")]
+pub struct Recipe {
+    /// What is done to the rewards of samples first.
+    pub reward_shaping: RewardShaping,
+    /// A penalty for responses close to the longest that is allowed, added to their rewards.
+    pub overlong: Option<OverlongPenalty>,
+    /// Which groups a step is made of; others are sampled again.
+    pub group_filter: Option<GroupFilter>,
+    /// How rewards become advantages.
+    pub advantage: AdvantageConfig,
+    /// How log-probs and advantages become a loss.
+    pub policy_loss: PolicyLoss,
+}
+
+impl Serialize for Recipe {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
+}
+
+/// An unknown key is an error that suggests the nearest one.
+impl<'de> Deserialize<'de> for Recipe {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        Self::deserialize(deserializer)
+            .map_err(|error| D::Error::custom(with_nearest_key(&error.to_string())))
+    }
+}
+
+impl Recipe {
+    fn new(advantage: AdvantageConfig, policy_loss: PolicyLoss) -> Self {
+        Self {
+            advantage,
+            policy_loss,
+            ..Self::default()
+        }
+    }
+
+    fn grpo_advantage(policy_loss: PolicyLoss) -> Self {
+        Self::new(AdvantageConfig::default(), policy_loss)
+    }
+
+    /// GRPO (<https://arxiv.org/abs/2402.03300>).
+    pub fn grpo() -> Self {
+        Self::grpo_advantage(PolicyLoss::grpo())
+    }
+
+    /// DAPO (<https://arxiv.org/abs/2503.14476>): clip-higher, token-mean, the soft overlong penalty before `max_length`, and
+    /// groups with a spread only.
+    pub fn dapo(max_length: usize, overlong_buffer: usize) -> Self {
+        Self {
+            overlong: Some(OverlongPenalty {
+                max_length,
+                buffer: overlong_buffer,
+                factor: 1.,
+            }),
+            group_filter: Some(GroupFilter::default()),
+            ..Self::grpo_advantage(PolicyLoss::dapo())
+        }
+    }
+
+    /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): no division by the deviation, nor by the length of a response.
+    pub fn dr_grpo(length: f64) -> Self {
+        Self::new(AdvantageConfig::DrGrpo {}, PolicyLoss::dr_grpo(length))
+    }
+
+    /// Lite PPO (<https://arxiv.org/abs/2508.08221>): the mean of the group, the deviation of the batch, token-mean.
+    pub fn lite_ppo() -> Self {
+        Self::new(AdvantageConfig::LitePpo {}, PolicyLoss::bnpo())
+    }
+
+    /// GSPO (<https://arxiv.org/abs/2507.18071>).
+    pub fn gspo() -> Self {
+        Self::grpo_advantage(PolicyLoss::gspo())
+    }
+
+    /// LUSPO (<https://arxiv.org/abs/2602.05261>).
+    pub fn luspo() -> Self {
+        Self::grpo_advantage(PolicyLoss::luspo())
+    }
+
+    /// GMPO (<https://arxiv.org/abs/2507.20673>).
+    pub fn gmpo() -> Self {
+        Self::grpo_advantage(PolicyLoss::gmpo())
+    }
+
+    /// CISPO (<https://arxiv.org/abs/2506.13585>).
+    pub fn cispo() -> Self {
+        Self::grpo_advantage(PolicyLoss::cispo())
+    }
+
+    /// SAPO (<https://arxiv.org/abs/2511.20347>).
+    pub fn sapo() -> Self {
+        Self::grpo_advantage(PolicyLoss::sapo())
+    }
+
+    /// VESPO (<https://arxiv.org/abs/2602.10693>).
+    pub fn vespo() -> Self {
+        Self::grpo_advantage(PolicyLoss::vespo())
+    }
+
+    /// GPG (<https://arxiv.org/abs/2504.02546>): centred rewards, compensated for the groups that teach nothing, with the
+    /// plain policy gradient.
+    pub fn gpg() -> Self {
+        let advantage = AdvantageConfig::Gpg {
+            compensation: candle_grpo_core::Compensation::GroupsWithSpread,
+        };
+        Self::new(advantage, PolicyLoss::gpg())
+    }
+
+    /// RLOO (<https://arxiv.org/abs/2402.14740>): leave-one-out without scaling, the policy gradient of whole sequences.
+    pub fn rloo() -> Self {
+        let advantage = AdvantageConfig::Rloo {
+            scale: Scale::None,
+            single_sample: SingleSample::Error,
+        };
+        Self::new(advantage, PolicyLoss::rloo())
+    }
+
+    /// REINFORCE++ (<https://arxiv.org/abs/2501.03262>): a k1 penalty of `kl_coef` in the reward of each token, returns, and
+    /// whitening over the batch.
+    pub fn reinforce_plus_plus(kl_coef: f64) -> Self {
+        let advantage = AdvantagePipeline::reinforce_plus_plus().map_tokens(|tokens| {
+            tokens.kl_penalty = Some(KlPenalty {
+                coef: kl_coef,
+                kl: Kl::new(KlEstimator::K1),
+            });
+        });
+        Self::new(
+            AdvantageConfig::Pipeline(Box::new(advantage)),
+            PolicyLoss::reinforce_plus_plus(),
+        )
+    }
+
+    /// REINFORCE++-baseline (<https://arxiv.org/abs/2501.03262>): the mean of the group comes off first.
+    pub fn reinforce_plus_plus_baseline() -> Self {
+        Self::new(
+            AdvantageConfig::ReinforcePlusPlusBaseline {},
+            PolicyLoss::reinforce_plus_plus(),
+        )
+    }
+
+    /// The defaults of TRL's GRPO: an epsilon of 1e-4, clip 0.2, token-mean, no KL.
+    pub fn trl() -> Self {
+        Self::new(grpo_with_epsilon(1e-4), PolicyLoss::bnpo())
+    }
+
+    /// The defaults of verl's GRPO: clip 0.2 and dual clip 3, token-mean, no KL.
+    pub fn verl() -> Self {
+        let advantage = AdvantageConfig::Grpo {
+            scale: Scale::Group,
+            epsilon: 1e-6,
+            single_sample: SingleSample::Raw,
+        };
+        Self::new(advantage, PolicyLoss::verl())
+    }
+
+    /// The GRPO example of ROLL's documentation: rewards clipped to 10, advantages whitened and clipped to 2, dual clip.
+    pub fn roll() -> Self {
+        let advantage = AdvantagePipeline::grpo().then(TokenShaping {
+            whiten_advantages: true,
+            advantage_clip: Some(2.),
+            ..TokenShaping::default()
+        });
+        Self {
+            reward_shaping: RewardShaping {
+                clip: Some(10.),
+                ..RewardShaping::default()
+            },
+            ..Self::new(
+                AdvantageConfig::Pipeline(Box::new(advantage)),
+                PolicyLoss::roll(),
+            )
+        }
+    }
+
+    /// The defaults of twinkle's GRPO: an epsilon of 1e-8, clip 0.2, no KL.
+    pub fn twinkle() -> Self {
+        Self::new(grpo_with_epsilon(1e-8), PolicyLoss::twinkle())
+    }
+
+    /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a k1 penalty of 0.01 in the reward, clip 0.2, token-mean.
+    pub fn openrlhf() -> Self {
+        let advantage = AdvantagePipeline::grpo()
+            .map_sequence(|sequence| sequence.group.epsilon = 1e-9)
+            .then(TokenShaping {
+                kl_penalty: Some(KlPenalty {
+                    coef: 0.01,
+                    kl: Kl {
+                        log_ratio_clamp: None,
+                        value_clamp: Some(10.),
+                        ..Kl::new(KlEstimator::K1)
+                    },
+                }),
+                ..TokenShaping::default()
+            });
+        Self::new(
+            AdvantageConfig::Pipeline(Box::new(advantage)),
+            PolicyLoss::bnpo(),
+        )
+    }
+
+    /// Checks the options and the combinations that the papers rule out; the error names the key and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        self.policy_loss.validate()?;
+        let aggregation = self.policy_loss.aggregation;
+        let weighs_by_tokens = matches!(
+            aggregation,
+            Aggregation::TokenMean
+                | Aggregation::TokenSum
+                | Aggregation::SeqMeanTokenSumNorm { .. }
+        );
+        let one_ratio = match (
+            self.policy_loss.importance_level,
+            &self.policy_loss.surrogate,
+        ) {
+            (ImportanceLevel::Sequence | ImportanceLevel::SequenceProduct, _) => {
+                Some("an importance level of the sequence (GSPO)")
+            }
+            (_, Surrogate::GeometricMean(_)) => Some("the surrogate geometric_mean (GMPO)"),
+            _ => None,
+        };
+        if let Some(what) = one_ratio
+            && weighs_by_tokens
+        {
+            bail!(
+                "policy_loss.aggregation: {aggregation:?} with {what} weighs sequences by their length, must be seq-mean-token-mean (or seq-mean-token-sum, as LUSPO has it)"
+            );
+        }
+        if matches!(self.advantage, AdvantageConfig::DrGrpo {})
+            && aggregation == Aggregation::SeqMeanTokenMean
+        {
+            bail!(
+                "policy_loss.aggregation: {aggregation:?} with the advantage dr_grpo divides by the length of each response, which Dr. GRPO takes out; must be seq-mean-token-sum-norm (or name the advantage grpo with the scale none)"
+            );
+        }
+        Ok(())
+    }
+}
+
+fn grpo_with_epsilon(epsilon: f64) -> AdvantageConfig {
+    AdvantageConfig::Grpo {
+        scale: Scale::Group,
+        epsilon,
+        single_sample: SingleSample::Zero,
+    }
+}

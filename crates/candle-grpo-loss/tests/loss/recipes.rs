@@ -1,0 +1,109 @@
+//! Whole recipes: valid, unchanged by a configuration file, and strict about what they are told.
+
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_core::{AdvantageBatch, AdvantageEstimator};
+use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
+use rstest::rstest;
+
+use crate::{assert_close, message, numbers};
+
+fn recipes() -> Vec<(&'static str, Recipe)> {
+    vec![
+        ("grpo", Recipe::grpo()),
+        ("dapo", Recipe::dapo(20_480, 4096)),
+        ("dr_grpo", Recipe::dr_grpo(128.)),
+        ("lite_ppo", Recipe::lite_ppo()),
+        ("gspo", Recipe::gspo()),
+        ("luspo", Recipe::luspo()),
+        ("gmpo", Recipe::gmpo()),
+        ("cispo", Recipe::cispo()),
+        ("sapo", Recipe::sapo()),
+        ("vespo", Recipe::vespo()),
+        ("gpg", Recipe::gpg()),
+        ("rloo", Recipe::rloo()),
+        ("reinforce_plus_plus", Recipe::reinforce_plus_plus(0.01)),
+        (
+            "reinforce_plus_plus_baseline",
+            Recipe::reinforce_plus_plus_baseline(),
+        ),
+        ("trl", Recipe::trl()),
+        ("verl", Recipe::verl()),
+        ("roll", Recipe::roll()),
+        ("twinkle", Recipe::twinkle()),
+        ("openrlhf", Recipe::openrlhf()),
+    ]
+}
+
+#[test]
+fn each_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
+    let device = Device::Cpu;
+    let rewards = Tensor::new(&[0f32, 1., 0., 1., 1., 0., 0., 0.], &device)?;
+    let mask = Tensor::ones((8, 3), candle_core::DType::U8, &device)?;
+    let log_probs = Tensor::full(-1f32, (8, 3), &device)?;
+    for (name, recipe) in recipes() {
+        recipe.validate()?;
+        let text = serde_json::to_string(&recipe).map_err(candle_core::Error::wrap)?;
+        let read: Recipe = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
+        assert_eq!(read, recipe, "{name}: {text}");
+        let batch = AdvantageBatch::new(&rewards, 4)
+            .response_mask(&mask)
+            .old_log_probs(&log_probs)
+            .ref_log_probs(&log_probs);
+        let advantages = numbers(&recipe.advantage.estimate(&batch)?.advantages)?;
+        let success = advantages[advantages.len() / 2];
+        assert!(success > 0. && advantages[0] < 0., "{name}: {advantages:?}");
+    }
+    Ok(())
+}
+
+/// The example of ROLL's documentation: normalised in the group, whitened over the tokens, clipped to 2.
+#[test]
+fn the_roll_recipe_whitens_and_clips() -> Result<()> {
+    let device = Device::Cpu;
+    let rewards = Tensor::new(&[0f64, 0., 0., 0., 0., 0., 0., 1.], &device)?;
+    let mask = Tensor::ones((8, 1), candle_core::DType::U8, &device)?;
+    let batch = AdvantageBatch::new(&rewards, 8).response_mask(&mask);
+    let advantages = numbers(&Recipe::roll().advantage.estimate(&batch)?.advantages)?;
+    // (1 - 1/8) / sqrt(1/8) = 2.475 before the clip.
+    assert_close(&advantages[7..], &[2.], 1e-12);
+    assert_close(&advantages[..1], &[-0.125 / (0.125f64).sqrt()], 1e-5);
+    Ok(())
+}
+
+#[rstest]
+#[case(
+    Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gspo() }, ..Recipe::gspo() },
+    "policy_loss.aggregation: TokenMean with an importance level of the sequence"
+)]
+#[case(
+    Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gmpo() }, ..Recipe::gmpo() },
+    "policy_loss.aggregation: TokenMean with the surrogate geometric_mean"
+)]
+#[case(
+    Recipe { policy_loss: PolicyLoss::grpo(), ..Recipe::dr_grpo(8.) },
+    "policy_loss.aggregation: SeqMeanTokenMean with the advantage dr_grpo"
+)]
+#[case(Recipe { policy_loss: PolicyLoss::dr_grpo(0.), ..Recipe::grpo() }, "aggregation.length: 0")]
+fn forbidden_combinations(#[case] recipe: Recipe, #[case] expected: &str) {
+    let got = message(recipe.validate());
+    assert!(got.starts_with(expected), "{got}");
+}
+
+#[rstest]
+#[case(r#"{"polcy_loss": {}}"#, "did you mean `policy_loss`?")]
+#[case(
+    r#"{"policy_loss": {"surrogate": {"clip": {"hihg": 0.3}}}}"#,
+    "did you mean `high`?"
+)]
+#[case(
+    r#"{"policy_loss": {"aggregation": "token_mean"}}"#,
+    "did you mean `token-mean`?"
+)]
+#[case(r#"{"advantage": {"name": "rlo"}}"#, "did you mean `rloo`?")]
+#[case(r#"{"reward_shaping": {"clipp": 1}}"#, "did you mean `clip`?")]
+fn unknown_keys_suggest_the_nearest(#[case] text: &str, #[case] expected: &str) {
+    let error = serde_json::from_str::<Recipe>(text)
+        .expect_err("an unknown key")
+        .to_string();
+    assert!(error.contains(expected), "{error}");
+}
