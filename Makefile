@@ -1,4 +1,4 @@
-# The few commands that a person types. Needs a Rust toolchain and nothing else.
+# The few commands that a person types. Needs a Rust toolchain, with the C compiler that it links with.
 
 CARGO ?= cargo
 SEED ?= 0
@@ -12,7 +12,7 @@ demo: ## train a tiny policy to add two-digit numbers with GRPO (3 minutes; SEED
 	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED)
 
 demo-short: ## the demo in a minute: it only has to learn something
-	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short
+	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short --force --out target/demo-short
 
 test: ## every test, golden cases included
 	$(CARGO) test --release --locked --workspace

@@ -119,6 +119,7 @@ pub struct PolicyLossOutput {
     /// | `approx_kl`, `_abs`, `_k2`, `_k3` | the KL of the old policy from the policy, with `d = log_probs - old_log_probs`: -d, its absolute value, d^2 / 2, exp(d) - 1 - d |
     /// | `log_prob`, `old_log_prob` | means; `exp` of the first is twinkle's policy confidence |
     /// | `selected_fraction`, `dropped_fraction`, `positive_fraction`, `ratio_max_fraction` | of the surrogates that have them |
+    /// | `positive_nll_fraction` | tokens of the likelihood term, if there is one |
     /// | `kl` | the KL to the reference, if there is a KL loss |
     /// | `entropy` | if it was given |
     pub metrics: Metrics,

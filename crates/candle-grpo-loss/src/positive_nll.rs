@@ -45,7 +45,7 @@ impl PositiveNll {
             bail!("scores: absent, a positive likelihood term needs the score of each sample");
         };
         let positive = scores.gt(self.score_above)?;
-        metrics.push_masked_mean("positive_fraction", &positive, mask)?;
+        metrics.push_masked_mean("positive_nll_fraction", &positive, mask)?;
         positive.where_cond(&log_probs.neg()?, &log_probs.zeros_like()?)
     }
 }

@@ -148,8 +148,8 @@ impl PolicyLoss {
         Self::of(KlCov::default(), Aggregation::TokenMean)
     }
 
-    /// The off-policy masking and unbiased KL of DeepSeek-V3.2 (<https://arxiv.org/abs/2512.02556>) around the loss of
-    /// GRPO, with their coefficients: what the paper leaves open.
+    /// The off-policy masking and unbiased KL of DeepSeek-V3.2 (<https://arxiv.org/abs/2512.02556>) around the clip and
+    /// aggregation of GRPO. The coefficients are what the paper leaves open.
     pub fn deepseek_v3_2(kl_coef: f64, off_policy_threshold: f64) -> Self {
         Self {
             kl: Some(KlLoss {

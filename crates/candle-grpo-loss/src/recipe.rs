@@ -2,8 +2,9 @@
 
 use candle_core::{Result, bail};
 use candle_grpo_core::{
-    AdvantageConfig, AdvantagePipeline, GroupFilter, Kl, KlEstimator, KlPenalty, OverlongPenalty,
-    RewardShaping, Scale, SingleSample, TokenShaping, with_nearest_key,
+    AdvantageConfig, AdvantagePipeline, Compensation, GroupFilter, Kl, KlEstimator, KlPenalty,
+    Level, OverlongPenalty, RewardNorm, RewardShaping, Scale, SingleSample, TokenShaping,
+    with_nearest_key,
 };
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -132,7 +133,7 @@ impl Recipe {
     /// plain policy gradient.
     pub fn gpg() -> Self {
         let advantage = AdvantageConfig::Gpg {
-            compensation: candle_grpo_core::Compensation::GroupsWithSpread,
+            compensation: Compensation::GroupsWithSpread,
         };
         Self::new(advantage, PolicyLoss::gpg())
     }
@@ -171,28 +172,32 @@ impl Recipe {
 
     /// The defaults of TRL's GRPO: an epsilon of 1e-4, clip 0.2, token-mean, no KL.
     pub fn trl() -> Self {
-        Self::new(grpo_with_epsilon(1e-4), PolicyLoss::bnpo())
+        Self::new(
+            group_deviation(1e-4, SingleSample::Zero),
+            PolicyLoss::bnpo(),
+        )
     }
 
     /// The defaults of verl's GRPO: clip 0.2 and dual clip 3, token-mean, no KL.
     pub fn verl() -> Self {
-        let advantage = AdvantageConfig::Grpo {
-            scale: Scale::Group,
-            epsilon: 1e-6,
-            single_sample: SingleSample::Raw,
-        };
-        Self::new(advantage, PolicyLoss::verl())
+        Self::new(group_deviation(1e-6, SingleSample::Raw), PolicyLoss::verl())
     }
 
-    /// The GRPO example of ROLL's documentation: rewards clipped to 10, advantages whitened and clipped to 2, dual clip.
+    /// The GRPO example of ROLL's documentation: rewards normalised in their group and clipped to 10, advantages whitened
+    /// and clipped to 2, dual clip.
     pub fn roll() -> Self {
-        let advantage = AdvantagePipeline::grpo().then(TokenShaping {
+        let advantage = AdvantagePipeline::of_tokens(TokenShaping {
             whiten_advantages: true,
             advantage_clip: Some(2.),
             ..TokenShaping::default()
         });
         Self {
             reward_shaping: RewardShaping {
+                norm: RewardNorm {
+                    mean: Level::Group,
+                    std: Level::Group,
+                    ..RewardNorm::default()
+                },
                 clip: Some(10.),
                 ..RewardShaping::default()
             },
@@ -205,13 +210,19 @@ impl Recipe {
 
     /// The defaults of twinkle's GRPO: an epsilon of 1e-8, clip 0.2, no KL.
     pub fn twinkle() -> Self {
-        Self::new(grpo_with_epsilon(1e-8), PolicyLoss::twinkle())
+        Self::new(
+            group_deviation(1e-8, SingleSample::Raw),
+            PolicyLoss::twinkle(),
+        )
     }
 
-    /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a k1 penalty of 0.01 in the reward, clip 0.2, token-mean.
+    /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a clip of 10, a k1 penalty of 0.01 in the reward, clip 0.2, token-mean.
     pub fn openrlhf() -> Self {
         let advantage = AdvantagePipeline::grpo()
-            .map_sequence(|sequence| sequence.group.epsilon = 1e-9)
+            .map_sequence(|sequence| {
+                sequence.group.epsilon = 1e-9;
+                sequence.clip = Some([-10., 10.]);
+            })
             .then(TokenShaping {
                 kl_penalty: Some(KlPenalty {
                     coef: 0.01,
@@ -267,10 +278,10 @@ impl Recipe {
     }
 }
 
-fn grpo_with_epsilon(epsilon: f64) -> AdvantageConfig {
+fn group_deviation(epsilon: f64, single_sample: SingleSample) -> AdvantageConfig {
     AdvantageConfig::Grpo {
         scale: Scale::Group,
         epsilon,
-        single_sample: SingleSample::Zero,
+        single_sample,
     }
 }

@@ -20,12 +20,7 @@ use anyhow::{Context, Result, bail, ensure};
 use case::{Case, Outcome};
 
 fn main() -> ExitCode {
-    // `cargo test some_name` runs every test binary with that filter.
-    let filters: Vec<String> = std::env::args()
-        .skip(1)
-        .filter(|a| !a.starts_with('-'))
-        .collect();
-    if !filters.is_empty() && !filters.iter().any(|f| "golden".contains(f.as_str())) {
+    if !is_selected(std::env::args().skip(1)) {
         println!("golden: not selected");
         return ExitCode::SUCCESS;
     }
@@ -37,6 +32,30 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// `cargo test some_name` runs every test binary with that filter, and with the options of the usual harness.
+fn is_selected(mut arguments: impl Iterator<Item = String>) -> bool {
+    let mut filters = Vec::new();
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--list" => return false,
+            "--test-threads" | "--format" | "--color" | "--logfile" | "--shuffle-seed" | "-Z" => {
+                arguments.next();
+            }
+            "--skip" => {
+                if arguments
+                    .next()
+                    .is_some_and(|skipped| "golden".contains(&skipped))
+                {
+                    return false;
+                }
+            }
+            option if option.starts_with('-') => {}
+            _ => filters.push(argument),
+        }
+    }
+    filters.is_empty() || filters.iter().any(|filter| "golden".contains(filter))
 }
 
 #[derive(Default)]

@@ -45,7 +45,8 @@ fn each_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
         let text = serde_json::to_string(&recipe).map_err(candle_core::Error::wrap)?;
         let read: Recipe = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
         assert_eq!(read, recipe, "{name}: {text}");
-        let batch = AdvantageBatch::new(&rewards, 4)
+        let shaped = recipe.reward_shaping.apply(&rewards, 4, None)?.rewards;
+        let batch = AdvantageBatch::new(&shaped, 4)
             .response_mask(&mask)
             .old_log_probs(&log_probs)
             .ref_log_probs(&log_probs);
@@ -62,7 +63,11 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     let device = Device::Cpu;
     let rewards = Tensor::new(&[0f64, 0., 0., 0., 0., 0., 0., 1.], &device)?;
     let mask = Tensor::ones((8, 1), candle_core::DType::U8, &device)?;
-    let batch = AdvantageBatch::new(&rewards, 8).response_mask(&mask);
+    let shaped = Recipe::roll()
+        .reward_shaping
+        .apply(&rewards, 8, None)?
+        .rewards;
+    let batch = AdvantageBatch::new(&shaped, 8).response_mask(&mask);
     let advantages = numbers(&Recipe::roll().advantage.estimate(&batch)?.advantages)?;
     // (1 - 1/8) / sqrt(1/8) = 2.475 before the clip.
     assert_close(&advantages[7..], &[2.], 1e-12);
