@@ -112,3 +112,32 @@ fn unknown_keys_suggest_the_nearest(#[case] text: &str, #[case] expected: &str) 
         .to_string();
     assert!(error.contains(expected), "{error}");
 }
+
+/// Each row of the documentation's table of recipes, `| name | configuration | source |`, is what its constructor gives.
+#[test]
+fn the_documented_configurations_are_the_recipes() -> Result<()> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/algorithms.md");
+    let text = std::fs::read_to_string(path).map_err(candle_core::Error::wrap)?;
+    let mut missing = Vec::new();
+    for (name, recipe) in recipes() {
+        let row = text.lines().find(|line| {
+            line.starts_with(&format!("| `Recipe::{name}`"))
+                || line.starts_with(&format!("| `Recipe::{name}("))
+        });
+        let Some(configuration) = row.and_then(|row| row.split('`').nth(3)) else {
+            missing.push(name);
+            continue;
+        };
+        let read: Recipe = serde_json::from_str(configuration).map_err(|error| {
+            candle_core::Error::wrap(error).context(format!("{name}: {configuration}"))
+        })?;
+        // Numbers that the caller chooses may differ.
+        let chosen = ["dapo", "dr_grpo", "reinforce_plus_plus"];
+        assert!(
+            read == recipe || chosen.contains(&name),
+            "{name}: {configuration}"
+        );
+    }
+    assert!(missing.is_empty(), "not documented: {missing:?}");
+    Ok(())
+}
