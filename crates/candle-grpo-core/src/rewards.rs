@@ -147,11 +147,25 @@ pub(crate) fn finite_mask(x: &Tensor) -> Result<Tensor> {
     (x * 0.)?.eq(0.)
 }
 
-/// An error that names the first entry of `values` that is not `finite`.
-pub(crate) fn check_finite(name: &str, values: &Tensor, finite: &Tensor) -> Result<()> {
+/// An error that names the first entry of `values` `[B, T]`, which are 0 outside the mask, that is not finite. Reads one
+/// number back from the device.
+pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
+    if let Some((index, value)) = first_non_finite(values, &finite_mask(values)?)? {
+        let tokens = values.dims2()?.1;
+        bail!(
+            "{name}: row {} has {value} in column {}, must be finite at every position of response_mask",
+            index / tokens,
+            index % tokens
+        );
+    }
+    Ok(())
+}
+
+/// The first entry of `values` that is not `finite`, and where it is in the flattened tensor.
+fn first_non_finite(values: &Tensor, finite: &Tensor) -> Result<Option<(usize, f64)>> {
     let flags = finite.flatten_all()?;
     if flags.to_dtype(DType::F32)?.min(0)?.to_scalar::<f32>()? == 1. {
-        return Ok(());
+        return Ok(None);
     }
     let flags = flags.to_vec1::<u8>()?;
     let index = flags.iter().position(|&f| f == 0).unwrap_or_default();
@@ -160,6 +174,14 @@ pub(crate) fn check_finite(name: &str, values: &Tensor, finite: &Tensor) -> Resu
         .get(index)?
         .to_dtype(DType::F64)?
         .to_scalar::<f64>()?;
+    Ok(Some((index, value)))
+}
+
+/// An error that names the first entry of `values` that is not `finite`.
+pub(crate) fn check_finite(name: &str, values: &Tensor, finite: &Tensor) -> Result<()> {
+    let Some((index, value)) = first_non_finite(values, finite)? else {
+        return Ok(());
+    };
     match *values.dims() {
         [_, k] => bail!(
             "{name}: sample {} has {value} in component {}, must be finite (or exclude missing scores with NonFinite::Exclude)",

@@ -12,7 +12,7 @@ use crate::optimal_token_baseline::OptimalTokenBaseline;
 use crate::precision::{for_statistics, result_dtype};
 use crate::returns::{MaskedTokens, discounted_returns, generalized_advantages};
 use crate::reward_shaping::check_clip;
-use crate::rewards::{NonFinite, check_finite, combine, finite_mask};
+use crate::rewards::{NonFinite, check_finite, check_finite_tokens, combine, finite_mask};
 use crate::whiten::Whitening;
 
 /// A KL penalty that is taken off the reward of each token, or of the sequence: `coef * KL(old policy || reference)`.
@@ -156,8 +156,8 @@ pub struct TokenAdvantages {
 }
 
 impl TokenShaping {
-    /// From `rewards` `[B]`, one for each sequence. A sequence without a token in `response_mask` `[B, T]` has no token
-    /// that could carry its reward, and is left out.
+    /// From `rewards` `[B]`, one for each sequence, all finite. A sequence without a token in `response_mask` `[B, T]` has
+    /// no token that could carry its reward, and is left out.
     ///
     /// `policies` are the log-probs `[B, T]` of the old policy and of the reference, which the KL penalty needs.
     pub fn apply(
@@ -167,10 +167,12 @@ impl TokenShaping {
         policies: Option<(&Tensor, &Tensor)>,
     ) -> Result<TokenAdvantages> {
         let on_last = Mask::new(response_mask)?.place_on_last(rewards)?;
+        let numbers = for_statistics(rewards)?;
+        check_finite("rewards", &numbers, &finite_mask(&numbers)?)?;
         self.apply_to_tokens(&on_last, response_mask, policies)
     }
 
-    /// From `token_rewards` `[B, T]`.
+    /// From `token_rewards` `[B, T]`, finite at every position of the mask.
     pub fn apply_to_tokens(
         &self,
         token_rewards: &Tensor,
@@ -195,6 +197,7 @@ impl TokenShaping {
         let result_dtype = result_dtype(token_rewards.dtype());
         let mut metrics = Metrics::new();
         let mut rewards = batch.on_tokens("token_rewards", Some(token_rewards))?;
+        check_finite_tokens("token_rewards", &rewards)?;
         if let Some(penalty) = &self.kl_penalty {
             let kl = penalty.per_token(batch, "ref_log_probs", batch.ref_log_probs)?;
             metrics.push_masked_mean("reward_kl", &kl, &mask)?;

@@ -248,6 +248,35 @@ fn tokens() -> Result<()> {
     Ok(())
 }
 
+/// A NaN among the rewards would make every whitened advantage NaN; outside the mask it may be.
+#[test]
+fn token_rewards_that_are_not_finite() -> Result<()> {
+    let device = &Device::Cpu;
+    let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], device)?;
+    let whitened = TokenShaping {
+        whiten_advantages: true,
+        ..TokenShaping::default()
+    };
+    let text = message(whitened.apply(&tensor(&[f32::NAN, 1.]), &mask, None));
+    assert!(text.starts_with("rewards: sample 0 is NaN"), "{text}");
+
+    let inside = Tensor::new(&[[0f32, 0., f32::NAN], [0., f32::NAN, 1.]], device)?;
+    let expected = "token_rewards: row 1 has NaN in column 1, must be finite at every position of response_mask";
+    assert_eq!(
+        message(whitened.apply_to_tokens(&inside, &mask, None)),
+        expected
+    );
+    let batch = AdvantageBatch::from_token_rewards(&inside, &mask);
+    let reinforce = AdvantagePipeline::reinforce_plus_plus();
+    assert_eq!(message(reinforce.estimate(&batch)), expected);
+
+    let outside = Tensor::new(&[[0f32, 2., f32::NAN], [0., 0., 1.]], device)?;
+    let batch = AdvantageBatch::from_token_rewards(&outside, &mask);
+    let advantages = reinforce.estimate(&batch)?.advantages;
+    assert!(crate::numbers(&advantages)?.iter().all(|x| x.is_finite()));
+    Ok(())
+}
+
 #[test]
 fn kl() {
     let (a, b) = (tensor(&[0., 1.]), tensor(&[0.]));
