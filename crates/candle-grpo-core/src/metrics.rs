@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::mask::Mask;
@@ -85,7 +85,7 @@ impl Metrics {
         Ok(())
     }
 
-    /// Adds the figures of `other`.
+    /// Adds the figures of `other`, such as those of another micro-batch: what has the same name is merged.
     pub fn extend(&mut self, other: Metrics) {
         self.entries.extend(other.entries);
     }
@@ -101,7 +101,9 @@ impl Metrics {
             .iter()
             .flat_map(|(_, _, v, n)| [v, n])
             .collect();
+        // Widened on the host: not every device has f64.
         let numbers = Tensor::cat(&scalars, 0)?
+            .to_device(&Device::Cpu)?
             .to_dtype(DType::F64)?
             .to_vec1::<f64>()?;
         for ((name, kind, _, _), pair) in self.entries.iter().zip(numbers.chunks_exact(2)) {
@@ -111,7 +113,7 @@ impl Metrics {
                 Kind::Max => MetricValue::Max(value),
                 Kind::Min => MetricValue::Min(value),
             };
-            values.insert(name, value);
+            values.add(name, value)?;
         }
         Ok(values)
     }
@@ -188,15 +190,21 @@ impl MetricValues {
     /// Adds the figures of another micro-batch or worker. Errs if the two mean different things by a name.
     pub fn merge(&mut self, other: &Self) -> Result<()> {
         for (name, &value) in &other.0 {
-            let merged = match self.0.get(name) {
-                None => value,
-                Some(&mine) => match mine.merged(value) {
-                    Some(merged) => merged,
-                    None => bail!("metric {name}: {mine:?} and {value:?} are of different kinds"),
-                },
-            };
-            self.0.insert(name.clone(), merged);
+            self.add(name, value)?;
         }
+        Ok(())
+    }
+
+    /// Merges one figure with the one of that name, if there is one.
+    fn add(&mut self, name: &str, value: MetricValue) -> Result<()> {
+        let merged = match self.0.get(name) {
+            None => value,
+            Some(&mine) => match mine.merged(value) {
+                Some(merged) => merged,
+                None => bail!("metric {name}: {mine:?} and {value:?} are of different kinds"),
+            },
+        };
+        self.0.insert(name.to_owned(), merged);
         Ok(())
     }
 
@@ -205,5 +213,31 @@ impl MetricValues {
         self.0
             .iter()
             .filter_map(|(name, value)| Some((name.as_str(), value.value()?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn micro_batches_collected_on_the_device_add_up() -> Result<()> {
+        let scalar = |x: f64| Tensor::new(x, &Device::Cpu);
+        let mut all = Metrics::new();
+        for (sum, count, largest) in [(3., 2., 5.), (1., 6., 4.)] {
+            let mut metrics = Metrics::new();
+            metrics.push_mean("entropy", &scalar(sum)?, &scalar(count)?)?;
+            let mask = Mask::new(&Tensor::new(&[[1u8]], &Device::Cpu)?)?;
+            metrics.push_masked_max(
+                "ratio_max",
+                &Tensor::new(&[[largest]], &Device::Cpu)?,
+                &mask,
+            )?;
+            all.extend(metrics);
+        }
+        let values = all.to_host()?;
+        assert_eq!(values.get("entropy"), Some(0.5));
+        assert_eq!(values.get("ratio_max"), Some(5.));
+        Ok(())
     }
 }

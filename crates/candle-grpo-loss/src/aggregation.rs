@@ -74,6 +74,7 @@ impl Aggregation {
         prompt_tokens: Option<&Tensor>,
     ) -> Result<Tensor> {
         self.validate()?;
+        totals.check()?;
         mask.check_shape("per_token", per_token)?;
         let statistics = statistics_dtype(per_token.device());
         let selected = mask.select(per_token)?.to_dtype(statistics)?;

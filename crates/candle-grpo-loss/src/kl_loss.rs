@@ -1,7 +1,7 @@
 //! The KL term of the loss.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::Kl;
+use candle_grpo_core::{Kl, KlGradient};
 use serde::{Deserialize, Serialize};
 
 /// Whether, and with which ratio, the estimate is multiplied, which makes its gradient unbiased for samples of the old
@@ -50,6 +50,13 @@ impl KlLoss {
     pub(crate) fn validate(&self) -> Result<()> {
         if !(self.coef >= 0. && self.coef.is_finite()) {
             bail!("kl.coef: {}, must be at least 0 and finite", self.coef);
+        }
+        if self.bias_correction != BiasCorrection::Off && self.kl.gradient != KlGradient::Direct {
+            bail!(
+                "kl.bias_correction: {:?} with the gradient {:?}, which is unbiased already; must be off, or the gradient direct",
+                self.bias_correction,
+                self.kl.gradient
+            );
         }
         self.kl.validate()
     }

@@ -57,8 +57,8 @@ pub enum EmptySequences {
 pub struct PolicyLoss {
     /// Over what the log-ratio is averaged.
     pub importance_level: ImportanceLevel,
-    /// The log-ratio of a token is clamped to plus and minus this before it is averaged and exponentiated; beyond it the
-    /// gradient of the ratio is 0.
+    /// The log-ratio of a token, and its sum over a sequence, is clamped to plus and minus this before it is averaged and
+    /// exponentiated; beyond it the gradient of the ratio is 0.
     pub log_ratio_clamp: Option<f64>,
     /// What one token scores.
     pub surrogate: Surrogate,
@@ -183,9 +183,11 @@ impl PolicyLoss {
     /// The loss of a micro-batch, whose gradient reaches `log_probs` and `entropy`.
     ///
     /// `totals` are the counts of the whole optimiser step. The loss is f32, or f64 if `log_probs` are. Errs on options
-    /// that do not fit, on shapes that differ, and if a term lacks its input.
+    /// that do not fit, on shapes that differ, and if a term lacks its input. Numbers are not looked at: an advantage that is
+    /// NaN gives a loss that is NaN.
     pub fn compute(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
         self.validate()?;
+        totals.check()?;
         self.check_correction(batch)?;
         let totals = match self.empty_sequences {
             EmptySequences::Exclude => *totals,
@@ -263,11 +265,21 @@ impl PolicyLoss {
             (OldPolicy::Rollout(_), None) if configured => bail!(
                 "rollout_correction: configured together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
             ),
+            _ if self.filters() && batch.policy_mask.is_none() => bail!(
+                "policy_mask: absent, the configured rollout_correction has filters; pass on the kept tokens that RolloutCorrection::compute gives (also where they are the response mask already)"
+            ),
             (_, None) if configured => bail!(
                 "importance_weights: absent, the configured rollout_correction needs those that RolloutCorrection::compute gives for the whole step"
             ),
             _ => Ok(()),
         }
+    }
+
+    /// Whether tokens of the rollout are filtered.
+    fn filters(&self) -> bool {
+        self.rollout_correction
+            .as_ref()
+            .is_some_and(|c| !c.filters.is_empty())
     }
 
     /// The surrogate with everything that multiplies or masks the policy term.
@@ -338,6 +350,12 @@ struct Inputs {
 impl Inputs {
     fn new(loss: &PolicyLoss, batch: &PolicyBatch) -> Result<Self> {
         let mask = Mask::new(batch.response_mask)?;
+        if !batch.log_probs.dtype().is_float() {
+            bail!(
+                "log_probs: {:?}, must be of a float dtype",
+                batch.log_probs.dtype()
+            );
+        }
         let dtype = result_dtype(batch.log_probs.dtype());
         let selected = |name: &str, x: &Tensor| -> Result<Tensor> {
             mask.check_shape(name, x)?;
@@ -367,8 +385,14 @@ impl Inputs {
             Some(c) => token_log_ratio.clamp(-c, c)?,
             None => token_log_ratio,
         };
+        let log_ratio = loss.importance_level.log_ratio(&token_log_ratio, &mask)?;
+        let log_ratio = match (loss.importance_level, loss.log_ratio_clamp) {
+            // The sum over a sequence goes beyond what its tokens are clamped to.
+            (ImportanceLevel::SequenceProduct, Some(c)) => log_ratio.clamp(-c, c)?,
+            _ => log_ratio,
+        };
         Ok(Self {
-            log_ratio: loss.importance_level.log_ratio(&token_log_ratio, &mask)?,
+            log_ratio,
             token_log_ratio,
             entropy: batch.entropy.map(|x| selected("entropy", x)).transpose()?,
             rollout_log_probs: constant("rollout_log_probs", batch.rollout_log_probs)?,

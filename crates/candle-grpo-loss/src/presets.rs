@@ -31,13 +31,17 @@ impl PolicyLoss {
         Self::of(Clip::symmetric(0.2), Aggregation::TokenMean)
     }
 
-    /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): clip 0.2, sums of tokens divided by the constant `length`, no KL.
+    /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): clip 0.2, sums of tokens divided by the constant `length` for each
+    /// sequence, those without a token included, no KL.
     /// Its advantages are those of [`candle_grpo_core::Scale::None`].
     pub fn dr_grpo(length: f64) -> Self {
-        Self::of(
-            Clip::symmetric(0.2),
-            Aggregation::SeqMeanTokenSumNorm { length },
-        )
+        Self {
+            empty_sequences: EmptySequences::Include,
+            ..Self::of(
+                Clip::symmetric(0.2),
+                Aggregation::SeqMeanTokenSumNorm { length },
+            )
+        }
     }
 
     /// GSPO (<https://arxiv.org/abs/2507.18071>): the ratio of the sequence with clips of 3e-4 and 4e-4.

@@ -3,8 +3,8 @@
 use std::iter::Sum;
 use std::ops::Add;
 
-use candle_core::{D, DType, Result, Tensor, bail};
-use candle_grpo_core::Mask;
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_grpo_core::{Mask, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
 /// Counts over all micro-batches, and all workers, of one optimiser step: the denominators of
@@ -38,26 +38,36 @@ pub struct StepTotals {
 }
 
 impl StepTotals {
-    /// Counts a mask `[B, T]`: two numbers are copied to the host. Errs if no token counts, as there is nothing to
-    /// learn then; a micro-batch without tokens is fine as long as the mask given here is that of the whole step.
+    /// Counts a mask `[B, T]`: two numbers are copied to the host. A micro-batch without a token that counts is fine; a
+    /// step without any is an error when a loss is computed, as there is nothing to learn from it.
     pub fn to_host(response_mask: &Tensor) -> Result<Self> {
         let mask = Mask::new(response_mask)?;
         let (rows, _) = mask.dims()?;
         let lengths = mask.lengths(DType::F32)?;
-        let nonempty = lengths.gt(0.)?.to_dtype(DType::F64)?.sum_all()?;
-        let tokens = lengths.to_dtype(DType::F64)?.sum_all()?;
-        let counts = Tensor::stack(&[tokens, nonempty], D::Minus1)?.to_vec1::<f64>()?;
-        if counts[0] == 0. {
-            bail!(
-                "response_mask: all {rows} sequences are masked, at least one token must count; skip a step without any"
-            );
-        }
+        let statistics = statistics_dtype(lengths.device());
+        let nonempty = lengths.gt(0.)?.to_dtype(statistics)?.sum_all()?;
+        let tokens = lengths.to_dtype(statistics)?.sum_all()?;
+        // Widened on the host: not every device has f64.
+        let counts = Tensor::stack(&[tokens, nonempty], D::Minus1)?
+            .to_device(&Device::Cpu)?
+            .to_dtype(DType::F64)?
+            .to_vec1::<f64>()?;
         Ok(Self {
             tokens: counts[0],
             sequences: counts[1],
             rows: rows as f64,
             prompts: 0.,
         })
+    }
+
+    /// An error unless some token of the step counts.
+    pub(crate) fn check(&self) -> Result<()> {
+        if !(self.tokens > 0. && self.tokens.is_finite()) {
+            bail!(
+                "response_mask: no token of the step counts ({self:?}), at least one must; skip a step whose sequences are all masked"
+            );
+        }
+        Ok(())
     }
 
     /// The same totals with sequences without a token counted like the others.

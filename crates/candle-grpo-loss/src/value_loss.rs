@@ -59,10 +59,11 @@ impl ValueLoss {
                 bail!("old_values: absent, a clipped value loss needs them");
             };
             let old = selected("old_values", &old.detach())?;
-            let moved = (&values.detach() - &old)?.clamp(-clip, clip)?;
-            let clipped = ((old + moved)? - &returns)?.sqr()?;
-            // Within the clip both are the same; beyond it the larger one, which has no gradient if it is the clipped.
-            let is_clipped = clipped.gt(&per_token.detach())?;
+            let moved = (&values.detach() - &old)?;
+            let outside = moved.abs()?.gt(clip)?;
+            let clipped = ((old + moved.clamp(-clip, clip)?)? - &returns)?.sqr()?;
+            // Beyond the clip the larger of the two counts, which has no gradient if it is the clipped one.
+            let is_clipped = (clipped.gt(&per_token.detach())? * outside)?;
             metrics.push_masked_mean("value_clip_fraction", &is_clipped, &mask)?;
             per_token = is_clipped.where_cond(&clipped, &per_token)?;
         }

@@ -1,6 +1,6 @@
 //! The clipped surrogate of PPO.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{SurrogateInputs, TokenLosses, both, either};
@@ -71,12 +71,10 @@ impl Clip {
 
     pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let advantages = inputs.advantages;
-        let ratio = inputs.log_ratio.exp()?;
-        let unclipped = (&ratio * advantages)?.neg()?;
 
         // Which branch a token takes is a constant, so it is decided without a graph, and a token on a bound gets the
         // whole gradient of its branch instead of half of each.
-        let value = ratio.detach();
+        let value = inputs.log_ratio.detach().exp()?;
         let limited = match self.delta {
             Some(delta) => value.minimum(delta)?,
             None => value.clone(),
@@ -102,18 +100,15 @@ impl Clip {
             flags.push(("dual_clip_fraction", above));
         }
         flags.push(("clip_fraction", clipped));
+        // Where the branch is a constant the ratio may overflow, and its gradient with it.
+        let log_ratio = inputs.log_ratio;
+        let ratio = is_constant
+            .where_cond(&log_ratio.zeros_like()?, log_ratio)?
+            .exp()?;
+        let unclipped = (ratio * advantages)?.neg()?;
         Ok(TokenLosses {
-            loss: select_branch(&is_constant, &constant, &unclipped)?,
+            loss: is_constant.where_cond(&constant, &unclipped)?,
             flags,
         })
     }
-}
-
-/// `constant`, which has no gradient, where `is_constant` holds, elsewhere `differentiable`.
-fn select_branch(
-    is_constant: &Tensor,
-    constant: &Tensor,
-    differentiable: &Tensor,
-) -> Result<Tensor> {
-    is_constant.where_cond(&constant.detach(), differentiable)
 }

@@ -46,8 +46,11 @@ impl GeometricMean {
         let lengths = inputs.mask.lengths(d.dtype())?.maximum(1.)?;
         let mut log_ratio = (d.sum_keepdim(D::Minus1)? / &lengths)?;
         if let Some(weights) = inputs.importance_weights {
-            let ones = weights.ones_like()?;
-            let logs = inputs.mask.selected().where_cond(weights, &ones)?.log()?;
+            // A token whose weight is 0 was rejected: it takes no part in the mean, and does not make it 0.
+            let logs = weights
+                .gt(0.)?
+                .where_cond(weights, &weights.ones_like()?)?
+                .log()?;
             log_ratio = (log_ratio + (logs.sum_keepdim(D::Minus1)? / &lengths)?)?;
         }
         let advantage = (inputs.advantages.sum_keepdim(D::Minus1)? / &lengths)?;

@@ -1,12 +1,13 @@
 //! Bad input gives an error that names the argument, what it is and what it must be.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_core::Kl;
+use candle_grpo_core::{Kl, KlGradient};
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, DivergenceMask, GeometricMean,
-    ImportanceLevel, ImportanceWeight, KlCov, KlLoss, Mask, OldPolicy, PolicyBatch, PolicyLoss,
-    PositiveIf, PositiveNll, RolloutCorrection, SoftGate, SquaredLogRatio, StepTotals, Surrogate,
-    Topr, Vespo, linear_token_log_probs, token_log_probs,
+    Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, DivergenceMask, FilterLevel,
+    FilterStatistic, GeometricMean, ImportanceLevel, ImportanceWeight, KlCov, KlLoss, Mask,
+    OldPolicy, PolicyBatch, PolicyLoss, PositiveIf, PositiveNll, RolloutCorrection, RolloutFilter,
+    SoftGate, SquaredLogRatio, StepTotals, Surrogate, Topr, Vespo, linear_token_log_probs,
+    token_log_probs,
 };
 use rstest::rstest;
 
@@ -87,18 +88,25 @@ fn what_a_term_needs() {
 
 #[test]
 fn nothing_to_learn_from() -> Result<()> {
-    let message_of_mask = message(StepTotals::to_host(&zeros(&[2, 3])));
-    assert!(message_of_mask.starts_with("response_mask: all 2 sequences are masked"));
-    let none = StepTotals {
-        tokens: 0.,
-        sequences: 0.,
-        rows: 0.,
-        prompts: 0.,
-    };
-    let mask = Mask::new(&zeros(&[2, 3]))?;
-    for aggregation in [Aggregation::TokenMean, Aggregation::SeqMeanTokenMean] {
-        assert!(message(aggregation.apply(&zeros(&[2, 3]), &mask, &none)).starts_with("totals: "));
+    let (x, response_mask) = (zeros(&[2, 3]), zeros(&[2, 3]));
+    let none = StepTotals::to_host(&response_mask)?;
+    assert_eq!((none.tokens, none.sequences, none.rows), (0., 0., 2.));
+    let mask = Mask::new(&response_mask)?;
+    let expected = "response_mask: no token of the step counts";
+    for aggregation in [
+        Aggregation::TokenMean,
+        Aggregation::TokenSum,
+        Aggregation::SeqMeanTokenMean,
+    ] {
+        assert!(message(aggregation.apply(&x, &mask, &none)).starts_with(expected));
     }
+    let advantages = zeros(&[2]);
+    let batch = PolicyBatch::new(&x, &advantages, &response_mask);
+    assert!(message(PolicyLoss::dapo().compute(&batch, &none)).starts_with(expected));
+    // One micro-batch without tokens is fine if another has some.
+    let others = StepTotals::to_host(&x.ones_like()?)?;
+    let output = PolicyLoss::dapo().compute(&batch, &(none + others))?;
+    assert_eq!(output.loss.to_scalar::<f32>()?, 0.);
     Ok(())
 }
 
@@ -122,6 +130,16 @@ fn nothing_to_learn_from() -> Result<()> {
     "kl.value_clamp: 0, must be positive"
 )]
 #[case(PolicyLoss::dr_grpo(0.), "aggregation.length: 0, must be positive")]
+#[case(
+    PolicyLoss {
+        kl: Some(KlLoss {
+            bias_correction: BiasCorrection::Token,
+            ..KlLoss::new(1., Kl { gradient: KlGradient::StraightThrough, ..Default::default() })
+        }),
+        ..Default::default()
+    },
+    "kl.bias_correction: Token with the gradient StraightThrough"
+)]
 #[case(
     with(DetachedWeight::at_most(0.2)),
     "detached_weight.ratio_max: 0.2, is an absolute ratio and must be at least 1"
@@ -235,6 +253,39 @@ fn a_correction_cannot_be_applied_twice() {
         got.starts_with("importance_weights: given together with OldPolicy::Rollout"),
         "{got}"
     );
+}
+
+/// Filters that are configured have to be applied.
+#[test]
+fn configured_filters_need_their_mask() -> Result<()> {
+    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like()?);
+    let filter = RolloutFilter {
+        statistic: FilterStatistic::K3,
+        level: FilterLevel::Token,
+        min: None,
+        max: Some(0.1),
+    };
+    let loss = PolicyLoss {
+        rollout_correction: Some(RolloutCorrection {
+            filters: vec![filter],
+            ..Default::default()
+        }),
+        ..Default::default()
+    };
+    let got = compute(&loss, &x, &zeros(&[2]), &mask);
+    assert!(got.starts_with("policy_mask: absent"), "{got}");
+    let advantages = zeros(&[2]);
+    let batch = PolicyBatch::new(&x, &advantages, &mask).policy_mask(&mask);
+    loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+    Ok(())
+}
+
+#[test]
+fn log_probs_are_floats() {
+    let ids = Tensor::zeros((2, 3), DType::U32, &Device::Cpu).expect("ids");
+    let mask = zeros(&[2, 3]).ones_like().expect("ones");
+    let got = compute(&PolicyLoss::dapo(), &ids, &zeros(&[2]), &mask);
+    assert_eq!(got, "log_probs: U32, must be of a float dtype");
 }
 
 #[test]

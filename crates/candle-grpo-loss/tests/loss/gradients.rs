@@ -1,9 +1,10 @@
 //! Gradients against finite differences, in f64.
 
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
-    BiasCorrection, GeometricMean, ImportanceLevel, KlLoss, PolicyLoss, Surrogate, Vespo,
+    BiasCorrection, GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals,
+    Surrogate, Vespo,
 };
 
 use crate::assert_close;
@@ -155,6 +156,57 @@ fn sequence_surrogates_give_the_policy_gradient_too() -> Result<()> {
         })?;
         assert_close(&got.log_probs, &expected.log_probs, 1e-12);
     }
+    Ok(())
+}
+
+/// A ratio that is far off is clipped, and its overflow must not come back through the gradient.
+#[test]
+fn a_ratio_that_overflows_gives_a_finite_gradient() -> Result<()> {
+    let device = candle_core::Device::Cpu;
+    let log_probs = Var::from_tensor(&Tensor::zeros((1, 100), DType::F32, &device)?)?;
+    let mask = log_probs.ones_like()?;
+    let totals = StepTotals::to_host(&mask)?;
+    for (level, drift, log_ratio_clamp) in [
+        (ImportanceLevel::SequenceProduct, -1f32, Some(20.)),
+        (ImportanceLevel::SequenceProduct, -1., None),
+        (ImportanceLevel::Token, -100., None),
+        (ImportanceLevel::Token, -100., Some(20.)),
+    ] {
+        let old = Tensor::full(drift, (1, 100), &device)?;
+        let loss = PolicyLoss {
+            importance_level: level,
+            log_ratio_clamp,
+            ..PolicyLoss::verl()
+        };
+        for advantage in [1f32, -1.] {
+            let advantages = Tensor::new(&[advantage], &device)?;
+            let batch = PolicyBatch::new(&log_probs, &advantages, &mask).old_log_probs(&old);
+            let output = loss.compute(&batch, &totals)?;
+            let expected = if advantage > 0. { -1.2 } else { 3. };
+            assert_close(
+                &[f64::from(output.loss.to_scalar::<f32>()?)],
+                &[expected],
+                1e-6,
+            );
+            let gradient = output.loss.backward()?;
+            let gradient = crate::numbers(gradient.get(&log_probs).expect("a gradient"))?;
+            assert!(
+                gradient.iter().all(|g| *g == 0.),
+                "{level:?} {advantage}: {gradient:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// A token that was rejected leaves the geometric mean; the others of its sequence stay.
+#[test]
+fn a_weight_of_zero_does_not_silence_a_sequence() -> Result<()> {
+    let mut fixture = Fixture::new();
+    fixture.importance_weights = vec![1.; B * T];
+    fixture.importance_weights[0] = 0.;
+    let gradient = fixture.compute(&PolicyLoss::gmpo())?.log_probs;
+    assert!(gradient[1..T].iter().all(|g| *g != 0.), "{gradient:?}");
     Ok(())
 }
 

@@ -72,7 +72,7 @@ fn each_survives_serde() -> Result<()> {
     PolicyLoss::grpo()
 )]
 #[case(
-    r#"{"aggregation": {"seq-mean-token-sum-norm": {"length": 128}}}"#,
+    r#"{"aggregation": {"seq-mean-token-sum-norm": {"length": 128}}, "empty_sequences": "include"}"#,
     PolicyLoss::dr_grpo(128.)
 )]
 #[case(

@@ -218,6 +218,36 @@ fn a_clipped_value_stops_being_drawn() -> Result<()> {
     Ok(())
 }
 
+/// `old + (value - old)` is not the value to the last bit: within the clip every value keeps its gradient all the same.
+#[test]
+fn values_within_the_clip_keep_their_gradients() -> Result<()> {
+    let device = Device::Cpu;
+    let count = 1000;
+    let vector = |f: &dyn Fn(usize) -> f32| {
+        Tensor::from_vec((0..count).map(f).collect(), (1, count), &device)
+    };
+    let old = vector(&|i| (i as f32 * 0.37).sin() * 3.)?;
+    let moved = vector(&|i| (i as f32 * 0.77).cos() * 0.1)?;
+    let values = Var::from_tensor(&(&old + moved)?)?;
+    let returns = vector(&|i| (i as f32 * 1.3).sin() * 5.)?;
+    let mask = returns.ones_like()?;
+    let totals = StepTotals::to_host(&mask)?;
+    let loss = ValueLoss {
+        clip: Some(0.5),
+        aggregation: Aggregation::TokenSum,
+    };
+    let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
+    assert_eq!(metrics.to_host()?.get("value_clip_fraction"), Some(0.));
+    let gradient = value.backward()?;
+    let expected = numbers(&(values.as_tensor() - returns)?)?;
+    assert_close(
+        &numbers(gradient.get(&values).expect("a gradient"))?,
+        &expected,
+        1e-6,
+    );
+    Ok(())
+}
+
 #[test]
 fn adaptive_entropy_acts_below_its_target() -> Result<()> {
     let mut controller = AdaptiveEntropy {
