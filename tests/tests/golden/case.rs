@@ -23,6 +23,8 @@ pub(crate) struct Case {
     pub(crate) variant: String,
     pub(crate) config: Config,
     tensors: HashMap<String, Tensor>,
+    /// Where the tensors are.
+    pub(crate) device: Device,
     tolerance: Tolerance,
     /// For results that are rounded to bf16.
     bf16_tolerance: Option<Tolerance>,
@@ -36,7 +38,7 @@ struct Tolerance {
 }
 
 impl Case {
-    pub(crate) fn read(path: &Path) -> Result<Self> {
+    pub(crate) fn read(path: &Path, device: &Device) -> Result<Self> {
         let bytes = std::fs::read(path)?;
         let (_, header) = safetensors::SafeTensors::read_metadata(&bytes)?;
         let metadata = header
@@ -64,7 +66,8 @@ impl Case {
             },
             tolerance: tolerance("").context("no rtol and atol in the tolerance")?,
             bf16_tolerance: tolerance("bf16_"),
-            tensors: candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)?,
+            tensors: candle_core::safetensors::load_buffer(&bytes, device)?,
+            device: device.clone(),
         })
     }
 

@@ -1,5 +1,5 @@
-//! Runs every case of the folder `GRPO_GOLDEN_DIR` (default: `tests/golden` of this project) against values computed by
-//! the published implementations, and prints how many ran, passed and were skipped.
+//! Runs every case of the folder `GRPO_GOLDEN_DIR` (default: `tests/golden` of this project), on every device that there is,
+//! against values computed by the published implementations, and prints how many ran, passed and were skipped.
 //!
 //! Cases are told apart by their `op`, `variant` and `config` alone, never by file names or numbers.
 
@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::Device;
 use case::{Case, Outcome};
 
 fn main() -> ExitCode {
@@ -82,15 +83,41 @@ fn run() -> Result<bool> {
     paths.sort();
     ensure!(!paths.is_empty(), "no cases in {}", folder.display());
 
+    let mut failed = 0;
+    for (name, device) in devices() {
+        match device {
+            Ok(device) => failed += run_on(name, &device, &paths),
+            Err(reason) => println!("golden on {name}: skipped, {reason}"),
+        }
+    }
+    Ok(failed == 0)
+}
+
+/// A CUDA device or the reason why there is none, and the CPU.
+fn devices() -> Vec<(&'static str, std::result::Result<Device, String>)> {
+    let cuda = if cfg!(feature = "cuda") {
+        Device::new_cuda(0).map_err(|error| {
+            let error = error.to_string();
+            error.lines().next().unwrap_or_default().to_owned()
+        })
+    } else {
+        Err("built without the feature cuda".to_owned())
+    };
+    vec![("CUDA", cuda), ("the CPU", Ok(Device::Cpu))]
+}
+
+/// Runs the cases, prints the counts, and returns how many failed.
+fn run_on(device_name: &str, device: &Device, paths: &[PathBuf]) -> usize {
+    println!("golden on {device_name}:");
     let mut by_op: BTreeMap<String, Counts> = BTreeMap::new();
     let mut skips: BTreeMap<String, usize> = BTreeMap::new();
-    for path in &paths {
+    for path in paths {
         let name = path
             .file_name()
             .unwrap_or_default()
             .to_string_lossy()
             .into_owned();
-        let (op, outcome) = run_case(path);
+        let (op, outcome) = run_case(path, device);
         let counts = by_op.entry(op.clone()).or_default();
         match outcome {
             Ok(Outcome::Passed) => counts.passed += 1,
@@ -121,11 +148,11 @@ fn run() -> Result<bool> {
         "golden in all: {} passed, {} failed, {} skipped",
         all.passed, all.failed, all.skipped
     );
-    Ok(all.failed == 0)
+    all.failed
 }
 
-fn run_case(path: &Path) -> (String, Result<Outcome>) {
-    match Case::read(path) {
+fn run_case(path: &Path, device: &Device) -> (String, Result<Outcome>) {
+    match Case::read(path, device) {
         Err(error) => ("unreadable".to_owned(), Err(error)),
         Ok(case) => {
             let outcome = dispatch(&case);

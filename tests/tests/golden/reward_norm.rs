@@ -61,7 +61,7 @@ fn shape(case: &Case) -> Result<Outputs> {
         clip: case.config.optional_number("clip")?,
         ..Default::default()
     };
-    let mut moments = RunningMoments::new(&Device::Cpu)?;
+    let mut moments = RunningMoments::new(&case.device)?;
     let shaped = shaping.apply(&rewards, group_size, Some(&mut moments))?;
     let outputs = Outputs::default().out("rewards", &shaped.rewards);
     match shaped.metrics.to_host()?.get("reward_clip_fraction") {
@@ -86,14 +86,14 @@ fn running(case: &Case) -> Result<Outputs> {
         },
         ..Default::default()
     };
-    let mut moments = RunningMoments::from_state(initial, &Device::Cpu)?;
+    let mut moments = RunningMoments::from_state(initial, &case.device)?;
     let batches = case.input("batches")?;
     let (count, size) = batches.dims2()?;
     let mut columns: [Vec<f64>; 6] = Default::default();
     for i in 0..count {
         let batch = batches.get(i)?;
         norm.apply(&batch, size, Some(&mut moments))?;
-        let mut of_batch = RunningMoments::new(&Device::Cpu)?;
+        let mut of_batch = RunningMoments::new(&case.device)?;
         norm.apply(&batch, size, Some(&mut of_batch))?;
         let state = moments.to_host()?;
         let std = |m: &RunningMoments| -> Result<f64> { Ok(m.std(1)?.get(0)?.to_scalar::<f64>()?) };
