@@ -4,6 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::precision::result_dtype;
+use crate::rewards::finite_mask;
 
 /// What one sampled token says about KL(policy || reference), with `d = log_probs - ref_log_probs`.
 ///
@@ -62,7 +63,8 @@ pub struct Kl {
     pub estimator: KlEstimator,
     /// Which gradient.
     pub gradient: KlGradient,
-    /// `d` is clamped to plus and minus this before it is exponentiated; beyond it the gradient of the estimator is 0.
+    /// `d` is clamped to plus and minus this before it is exponentiated; beyond it the gradient of the estimator is 0. The
+    /// other gradients keep a `d` beyond it, as in verl, unless it is infinite: there they are 0 too.
     pub log_ratio_clamp: Option<f64>,
     /// The estimate is clamped to plus and minus this. It takes the gradient away where the policy is far from the
     /// reference, so it is off by default; verl, ROLL and OpenRLHF have 10.
@@ -128,19 +130,32 @@ impl Kl {
         };
         let log_ratio = (&log_probs - same_as("ref_log_probs", ref_log_probs)?)?;
         let value = self.value(&log_ratio)?;
-        let carrier = match self.gradient {
+        let settled = self.settled(&log_ratio)?;
+        let slope = match self.gradient {
             KlGradient::Direct => return Ok(value),
-            KlGradient::StraightThrough => (log_ratio.sqr()? * 0.5)?,
+            KlGradient::StraightThrough => settled.detach(),
             KlGradient::ImportanceWeighted { max } => {
                 let Some(old) = old_log_probs else {
                     bail!("old_log_probs: absent, must be given for an importance-weighted KL");
                 };
                 let drift = (&log_probs.detach() - same_as("old_log_probs", old)?.detach())?;
                 let weight = drift.minimum(max.ln())?.exp()?;
-                ((log_ratio.sqr()? * 0.5)? * weight)?
+                (settled.detach() * weight)?
             }
         };
-        value.detach() + (&carrier - carrier.detach())?
+        // 0 with the derivative 1; the square of a large log-ratio would be infinite.
+        let carrier = (&settled - settled.detach())?;
+        value.detach() + (slope * carrier)?
+    }
+
+    /// The log-ratio, clamped where it is not finite.
+    fn settled(&self, log_ratio: &Tensor) -> Result<Tensor> {
+        match self.log_ratio_clamp {
+            Some(c) => {
+                finite_mask(&log_ratio.detach())?.where_cond(log_ratio, &log_ratio.clamp(-c, c)?)
+            }
+            None => Ok(log_ratio.clone()),
+        }
     }
 
     fn value(&self, log_ratio: &Tensor) -> Result<Tensor> {

@@ -24,6 +24,9 @@ pub enum Level {
 
 /// `(reward - mean) / (std + epsilon)` as in ROLL, where mean and std may be of different levels: mean of the group and
 /// std of the batch is the normalisation of <https://arxiv.org/abs/2508.08221>.
+///
+/// With the std of the group, a group whose rewards are all equal is not divided: with the mean of the group it gives 0,
+/// with any other its distance from that mean, and not that distance over epsilon.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardNorm {
@@ -100,7 +103,11 @@ impl RewardNorm {
             _ => rows,
         };
         let normalised = match (self.std, &running) {
-            (Level::Group, _) => divide_by_std(&centered, &group.std(self.ddof)?, self.epsilon)?,
+            (Level::Group, _) => {
+                let divided = divide_by_std(&centered, &group.std(self.ddof)?, self.epsilon)?;
+                let constant = group.constant.broadcast_as(centered.shape())?;
+                constant.where_cond(&centered, &divided)?
+            }
             (Level::Batch, _) => {
                 let std = batch.std(self.ddof)?.unsqueeze(0)?;
                 divide_by_std(&centered, &std, self.epsilon)?

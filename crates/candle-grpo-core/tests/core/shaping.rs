@@ -1,6 +1,6 @@
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo_core::{
-    Kl, KlEstimator, KlPenalty, Level, Mask, RewardNorm, RewardShaping, RunningMoments,
+    Kl, KlEstimator, KlGradient, KlPenalty, Level, Mask, RewardNorm, RewardShaping, RunningMoments,
     TokenShaping, masked_whiten,
 };
 use rstest::rstest;
@@ -160,5 +160,55 @@ fn kl_estimators_have_their_published_values(
 ) -> Result<()> {
     let kl = Kl::new(estimator).per_token(&tensor(&[-1., -2.]), &tensor(&[-1.5, -1.]), None)?;
     assert_close(&numbers(&kl)?, &expected, 1e-6);
+    Ok(())
+}
+
+/// A group without spread has no deviation to be measured in: its distance from the mean of others would be divided by
+/// epsilon alone.
+#[rstest]
+#[case(Level::None, [1., 1., 1., 1.])]
+#[case(Level::Batch, [0.25, 0.25, 0.25, 0.25])]
+#[case(Level::Running, [0.25, 0.25, 0.25, 0.25])]
+#[case(Level::Group, [0.; 4])]
+fn a_flat_group_is_not_divided(#[case] mean: Level, #[case] expected: [f64; 4]) -> Result<()> {
+    let norm = RewardNorm {
+        mean,
+        std: Level::Group,
+        ..Default::default()
+    };
+    let shaping = RewardShaping {
+        norm,
+        ..Default::default()
+    };
+    let mut running = RunningMoments::new(&Device::Cpu)?;
+    let rewards = [1., 1., 1., 1., 0., 1., 0., 1.];
+    let shaped = numbers(&shaping.apply(rewards, 4, Some(&mut running))?.rewards)?;
+    assert_close(&shaped[..4], &expected, 1e-6);
+    assert!((shaped[5] - shaped[4] - 1.732048).abs() < 1e-5);
+    Ok(())
+}
+
+/// A token that the reference thinks impossible, or nearly so, has the value that it has with the estimator's own gradient,
+/// and a finite gradient.
+#[rstest]
+#[case(KlGradient::StraightThrough)]
+#[case(KlGradient::ImportanceWeighted { max: 10. })]
+fn an_impossible_token_has_a_finite_divergence(#[case] gradient: KlGradient) -> Result<()> {
+    let kl = Kl {
+        gradient,
+        ..Kl::default()
+    };
+    let log_probs = Var::from_tensor(&tensor(&[-1., -1., -3.]))?;
+    let reference = tensor(&[f32::NEG_INFINITY, f32::MIN, -1.]);
+    let old = log_probs.as_detached_tensor();
+    let value = kl.per_token(&log_probs, &reference, Some(&old))?;
+    // exp(-20) + 20 - 1, and exp(2) - 2 - 1.
+    assert_close(&numbers(&value)?, &[19., 19., 4.389056], 1e-5);
+    let gradients = value.sum_all()?.backward()?;
+    let gradient = gradients.get(&log_probs).map(numbers).transpose()?;
+    let gradient = gradient.unwrap_or_default();
+    assert_eq!(gradient[0], 0.);
+    assert!(gradient[1].is_finite());
+    assert_close(&gradient[2..], &[-2.], 1e-6);
     Ok(())
 }
