@@ -21,8 +21,9 @@ pub enum KlController {
         /// The coefficient.
         coef: f64,
     },
-    /// `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)` after each step
-    /// (<https://arxiv.org/abs/1909.08593>; verl, ROLL, OpenRLHF).
+    /// `coef * max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)` after each step
+    /// (<https://arxiv.org/abs/1909.08593>; verl, ROLL, OpenRLHF, which let the coefficient turn negative in a step of more
+    /// than five times as many samples as the horizon). A coefficient of 0 stays 0.
     Adaptive {
         /// The coefficient as it is now.
         coef: f64,
@@ -76,7 +77,7 @@ impl KlController {
         } = self
         {
             let error = (kl / *target - 1.).clamp(-MAX_ERROR, MAX_ERROR);
-            *coef *= 1. + error * samples as f64 / *horizon;
+            *coef *= (1. + error * samples as f64 / *horizon).max(0.);
         }
         Ok(())
     }

@@ -340,3 +340,12 @@ fn rewards_can_be_clipped_to_a_range() -> Result<()> {
     assert!(message(crossed.apply([0f32, 1.], 2, None)).starts_with("clip_range: [1, 1]"));
     Ok(())
 }
+
+/// A step of many more samples than the horizon takes the coefficient to 0 at most.
+#[test]
+fn the_adaptive_controller_does_not_turn_negative() -> Result<()> {
+    let mut controller = KlController::adaptive(0.2, 0.1, 100.)?;
+    controller.update(0., 1024)?;
+    assert_eq!(controller.coef(), 0.);
+    controller.update(0., 1024)
+}
