@@ -19,6 +19,8 @@ pub enum Groups {
     Consecutive(usize),
     /// `ids[i]` is the group of sample `i`.
     Ids(Vec<i64>),
+    /// What a negative number became: it is refused when it is used.
+    Negative(i32),
 }
 
 impl From<usize> for Groups {
@@ -30,7 +32,10 @@ impl From<usize> for Groups {
 /// A number without a suffix is an `i32`; a negative one is refused when it is used.
 impl From<i32> for Groups {
     fn from(num_generations: i32) -> Self {
-        Self::Consecutive(usize::try_from(num_generations).unwrap_or(0))
+        match usize::try_from(num_generations) {
+            Ok(size) => Self::Consecutive(size),
+            Err(_) => Self::Negative(num_generations),
+        }
     }
 }
 
@@ -101,6 +106,9 @@ impl GroupLayout {
         match groups {
             Groups::Consecutive(0) => {
                 bail!("num_generations: 0, a group must have at least one sample")
+            }
+            Groups::Negative(number) => {
+                bail!("num_generations: {number}, a group must have at least one sample")
             }
             Groups::Consecutive(size) if !batch.is_multiple_of(*size) => bail!(
                 "num_generations: {size} does not divide the {batch} rewards; pass group_ids for groups of unequal size"

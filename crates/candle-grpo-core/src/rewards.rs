@@ -118,6 +118,7 @@ pub(crate) fn combine(
             w.len()
         );
     }
+    check_weights(weights)?;
     let finite = finite_mask(values)?;
     if policy == NonFinite::Error {
         check_finite("rewards", values, &finite)?;
@@ -139,6 +140,18 @@ pub(crate) fn combine(
     } else {
         Ok((weighted.sum(1)?, finite.max(1)?))
     }
+}
+
+/// An error that names the first weight that is not finite.
+pub(crate) fn check_weights(weights: Option<&[f64]>) -> Result<()> {
+    let weights = weights.unwrap_or_default();
+    if let Some(k) = weights.iter().position(|w| !w.is_finite()) {
+        bail!(
+            "reward_weights: weight {k} is {}, must be finite",
+            weights[k]
+        );
+    }
+    Ok(())
 }
 
 /// 1 where `x` is a number that is neither NaN nor infinite, as u8.

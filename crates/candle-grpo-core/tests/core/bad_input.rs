@@ -52,7 +52,10 @@ fn groups() -> Result<()> {
         "num_generations: 4 does not divide the 6 rewards; pass group_ids for groups of unequal size"
     );
     assert!(message_of(0.into()).starts_with("num_generations: 0"));
-    assert!(message_of((-3).into()).starts_with("num_generations: 0"));
+    assert_eq!(
+        message_of((-3).into()),
+        "num_generations: -3, a group must have at least one sample"
+    );
     assert!(message_of(1.into()).starts_with("num_generations: group 0 has one sample"));
     assert_eq!(
         message_of([1u32, 1].as_slice().into()),
@@ -74,6 +77,28 @@ fn groups() -> Result<()> {
 fn options(#[case] function: GroupAdvantage, #[case] expected: &str) {
     let message = message(function.compute([0., 1.], 2, Scale::Group));
     assert!(message.starts_with(expected), "{message}");
+}
+
+#[rstest]
+#[case(f64::NAN, "reward_weights: weight 1 is NaN, must be finite")]
+#[case(f64::NEG_INFINITY, "reward_weights: weight 1 is -inf, must be finite")]
+fn weights(#[case] weight: f64, #[case] expected: &str) -> Result<()> {
+    let reward_weights = Some(vec![1., weight]);
+    let rewards = Tensor::new(&[[0f32, 1.], [1., 0.]], &Device::Cpu)?;
+    let function = GroupAdvantage {
+        reward_weights: reward_weights.clone(),
+        ..Default::default()
+    };
+    assert_eq!(
+        message(function.compute(&rewards, 2, Scale::None)),
+        expected
+    );
+    let shaping = RewardShaping {
+        reward_weights,
+        ..Default::default()
+    };
+    assert_eq!(message(shaping.apply(&rewards, 2, None)), expected);
+    Ok(())
 }
 
 /// A pipeline that needs a tensor says which, and one whose parts do not go together says so.
