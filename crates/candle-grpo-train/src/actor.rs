@@ -1,9 +1,9 @@
 //! The policy that is trained.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
-use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals};
+use candle_grpo_loss::{Aggregation, PolicyBatch, PolicyLoss, PositiveIf, StepTotals, Surrogate};
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
 use serde::{Deserialize, Serialize};
 
@@ -49,8 +49,11 @@ pub struct Actor {
 
 impl Actor {
     /// An actor whose policy starts from `parameters`, of shape `model`.
+    ///
+    /// Errs if `config` is not valid or its loss needs what a [`TrainingBatch`] cannot hold.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
         ensure_temperature(config.temperature)?;
+        ensure_can_be_fed(&config.policy_loss)?;
         Ok(Self {
             training: Decoder::new(&model, parameters.var_builder())?,
             inference: Decoder::new(&model, parameters.detached_var_builder())?,
@@ -159,4 +162,45 @@ impl Actor {
     pub fn config(&self) -> &ActorConfig {
         &self.config
     }
+}
+
+/// Errs if `loss` is not valid, or needs or asks for what [`Actor::forward_backward`] does not give it.
+pub(crate) fn ensure_can_be_fed(loss: &PolicyLoss) -> Result<()> {
+    loss.validate().context("policy_loss")?;
+    let refuse = |name: &str, needs: &str| -> Result<()> {
+        bail!(
+            "policy_loss.{name}: needs {needs}, which training does not compute yet; choose another"
+        )
+    };
+    if loss.rollout_correction.is_some() {
+        bail!(
+            "policy_loss.rollout_correction: needs importance weights, which training does not compute yet; leave it out"
+        );
+    }
+    if loss.positive_nll.is_some() {
+        bail!(
+            "policy_loss.positive_nll: needs the scores of samples, which training does not hand on yet; leave it out"
+        );
+    }
+    match loss.surrogate {
+        Surrogate::ClipCov(_) => refuse("surrogate.clip_cov", "tokens selected over the step")?,
+        Surrogate::KlCov(_) => refuse("surrogate.kl_cov", "tokens selected over the step")?,
+        Surrogate::Topr(topr) if matches!(topr.positive_if, PositiveIf::ScoreAbove(_)) => refuse(
+            "surrogate.topr.positive_if.score_above",
+            "the scores of samples",
+        )?,
+        _ => {}
+    }
+    for (name, aggregation) in [
+        ("aggregation", Some(loss.aggregation)),
+        ("entropy_aggregation", loss.entropy_aggregation),
+    ] {
+        if aggregation == Some(Aggregation::PromptMeanTokenMean) {
+            refuse(
+                &format!("{name}.prompt-mean-token-mean"),
+                "the tokens of each prompt",
+            )?;
+        }
+    }
+    Ok(())
 }

@@ -3,6 +3,8 @@
 use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Tensor;
+use candle_grpo_loss::{Aggregation, Mask, StepTotals};
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
 use serde::{Deserialize, Serialize};
 
@@ -98,10 +100,8 @@ fn learn(
     max_grad_norm: f64,
 ) -> Result<f64> {
     let log_probs = response_log_probs(decoder, batch, 1.)?.log_probs;
-    let mask = batch.response_mask.to_dtype(log_probs.dtype())?;
-    let tokens = f64::from(mask.sum_all()?.to_scalar::<f32>()?);
-    // Padding is predicted with a finite log-prob, so multiplication by 0 removes it.
-    let loss = ((log_probs * mask)?.sum_all()? * (-1. / tokens))?;
+    let loss = cross_entropy(&log_probs, &batch.response_mask)?;
+    drop(log_probs);
     let value = f64::from(loss.to_scalar::<f32>()?);
     let mut gradients = Gradients::new();
     gradients.accumulate(&loss, parameters)?;
@@ -109,4 +109,33 @@ fn learn(
     gradients.clip_by_global_norm(max_grad_norm)?;
     optimizer.step(parameters, &gradients)?;
     Ok(value)
+}
+
+/// The mean over the tokens of the mask; what stands elsewhere does not matter, finite or not.
+fn cross_entropy(log_probs: &Tensor, response_mask: &Tensor) -> Result<Tensor> {
+    let totals = StepTotals::to_host(response_mask)?;
+    let mask = Mask::new(response_mask)?;
+    Ok(Aggregation::TokenMean.apply(&log_probs.neg()?, &mask, &totals)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Var};
+
+    #[test]
+    fn padding_does_not_matter_even_if_it_is_impossible() {
+        let impossible = f32::NEG_INFINITY;
+        let log_probs = Var::new(&[[-1f32, -3.], [-2., impossible]], &Device::Cpu).unwrap();
+        let mask = Tensor::new(&[[1u32, 1], [1, 0]], &Device::Cpu).unwrap();
+        let loss = cross_entropy(&log_probs, &mask).unwrap();
+        assert_eq!(loss.to_scalar::<f32>().unwrap(), 2.);
+        let gradients = loss.backward().unwrap();
+        let gradient = gradients.get(&log_probs).unwrap();
+        let third = -1f32 / 3.;
+        assert_eq!(
+            gradient.to_vec2::<f32>().unwrap(),
+            [[third, third], [third, 0.]]
+        );
+    }
 }

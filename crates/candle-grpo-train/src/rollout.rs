@@ -17,7 +17,7 @@ pub enum FinishReason {
 pub struct Rollout {
     /// [`crate::Prompt::index`] of its prompt.
     pub prompt_index: u64,
-    /// Which of the completions of the prompt it is.
+    /// Which of the completions of the prompt it is; it goes on counting where a prompt occurs again in a step.
     pub sample_index: usize,
     /// The tokens of the prompt.
     pub prompt_tokens: Vec<u32>,

@@ -64,7 +64,8 @@ pub(crate) fn ensure_temperature(temperature: f64) -> Result<()> {
 /// Draws completions from a policy whose parameters it shares: after an optimiser step it draws from the new policy.
 ///
 /// The random numbers of a completion depend on the seed, the `stream`, the index of its prompt and its number among
-/// the completions of that prompt, and on nothing else: the other prompts of the batch do not matter.
+/// the completions of that prompt, and on nothing else: the other prompts of the batch do not matter. The number goes on
+/// counting where a prompt occurs again in a batch, so that no two completions of it are the same draw.
 pub struct Sampler {
     decoder: Decoder,
     device: Device,
@@ -120,12 +121,16 @@ impl Sampler {
         let mut distinct: Vec<&[u32]> = Vec::new();
         let mut rollouts = Vec::with_capacity(prompts.len() * num_generations);
         let mut live = Vec::with_capacity(rollouts.capacity());
+        let mut drawn_of: HashMap<u64, usize> = HashMap::new();
         for prompt in prompts {
+            let drawn = drawn_of.entry(prompt.index).or_default();
+            let samples = *drawn..*drawn + num_generations;
+            *drawn = samples.end;
             let row = *row_of.entry(&prompt.tokens).or_insert_with(|| {
                 distinct.push(&prompt.tokens);
                 distinct.len() as u32 - 1
             });
-            for sample in 0..num_generations {
+            for sample in samples {
                 live.push(Live {
                     rollout: rollouts.len(),
                     row,

@@ -34,8 +34,12 @@ impl LearningRateSchedule {
         match self.decay_until {
             None => 1.,
             Some(end) => {
-                let left = (end + 1).saturating_sub(step);
-                left as f64 / (end + 1 - self.warmup_steps.min(end)) as f64
+                if step > end {
+                    return 0.;
+                }
+                // As floats, since the last step may be the last number.
+                let span = |from: usize| (end - from) as f64 + 1.;
+                span(step) / span(self.warmup_steps.min(end))
             }
         }
     }
@@ -58,6 +62,16 @@ mod tests {
         assert_eq!(factors(2, None), [0.5, 1., 1., 1., 1., 1., 1.]);
         assert_eq!(factors(2, Some(5)), [0.5, 1., 0.75, 0.5, 0.25, 0., 0.]);
         assert_eq!(factors(0, Some(4)), [0.8, 0.6, 0.4, 0.2, 0., 0., 0.]);
+    }
+
+    #[test]
+    fn the_last_step_may_be_the_last_number() {
+        let schedule = LearningRateSchedule {
+            warmup_steps: 1,
+            decay_until: Some(usize::MAX),
+        };
+        assert_eq!(schedule.factor(2), 1.);
+        assert!(schedule.factor(usize::MAX) < 1e-18);
     }
 
     #[test]

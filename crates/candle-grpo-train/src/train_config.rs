@@ -6,6 +6,7 @@ use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::AdamWConfig;
 use serde::{Deserialize, Serialize};
 
+use crate::actor::ensure_can_be_fed;
 use crate::{ActorConfig, LearningRateSchedule, SamplingConfig};
 
 /// Where the log-probs that the ratio of an update refers to come from.
@@ -23,7 +24,10 @@ pub enum OldLogProbs {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Different prompts in a step.
+    /// Prompts in a step.
+    ///
+    /// Where the data set begins anew, or is smaller than this, a prompt may occur more than once in a step. Each
+    /// occurrence then has completions, and a group, of its own.
     pub prompts_per_step: usize,
     /// Completions of each prompt: its group.
     pub num_generations: usize,
@@ -76,6 +80,8 @@ impl Default for TrainConfig {
 
 impl TrainConfig {
     /// Errs if a field has a value with which no step can be made.
+    ///
+    /// [`Trainer::new`](crate::Trainer::new) asks this; ask it earlier if there is work to do before.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("prompts_per_step", self.prompts_per_step),
@@ -99,6 +105,7 @@ impl TrainConfig {
             !self.sampling.greedy,
             "sampling.greedy: true, must be false in training: all completions of a group would be the same"
         );
+        ensure_can_be_fed(&self.policy_loss)?;
         self.schedule.validate()?;
         self.sampling.validate()
     }

@@ -180,7 +180,9 @@ impl Trainer {
         &self.actor
     }
 
-    /// The policy, to set the learning rate for example.
+    /// The policy, to load a state of its optimiser for example.
+    ///
+    /// A learning rate set here does not last: every step sets the one that [`TrainConfig::schedule`] says.
     pub fn actor_mut(&mut self) -> &mut Actor {
         &mut self.actor
     }

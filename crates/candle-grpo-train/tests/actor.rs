@@ -146,9 +146,12 @@ fn gradients_that_are_not_finite_change_nothing() {
 
 #[test]
 fn pieces_and_step_counts_of_nothing_are_errors() {
-    let actor = actor(PolicyLoss::grpo());
+    let mut actor = actor(PolicyLoss::grpo());
     let batch = batch(&actor);
     assert!(batch.split(0).is_err());
     let nothing = batch.tokens.response_mask.zeros_like().unwrap();
-    assert!(StepTotals::to_host(&nothing).is_err());
+    let update = StepTotals::to_host(&nothing)
+        .map_err(anyhow::Error::from)
+        .and_then(|totals| actor.forward_backward(&batch, &totals));
+    assert!(update.is_err());
 }

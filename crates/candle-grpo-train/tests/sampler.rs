@@ -136,6 +136,21 @@ fn a_completion_does_not_depend_on_the_other_prompts_of_the_batch() {
 }
 
 #[test]
+fn a_prompt_that_occurs_again_goes_on_drawing() {
+    let prompts = prompts(&["abc", "d"]);
+    let (a, b) = (&prompts[0], &prompts[1]);
+    let sampler = sampler(sampling());
+    let twice = sampler.sample(&[a, b, a], 4, 5).unwrap();
+    let eight = sampler.sample(&[a], 8, 5).unwrap();
+    for (x, y) in twice[..4].iter().chain(&twice[8..]).zip(&eight) {
+        assert_eq!(x.completion_tokens, y.completion_tokens);
+        assert_eq!(x.sample_index, y.sample_index);
+    }
+    assert_ne!(eight[..4], eight[4..]);
+    assert_eq!(twice[4].sample_index, 0);
+}
+
+#[test]
 fn the_same_seed_gives_the_same_bits_and_another_seed_or_stream_others() {
     let prompts = prompts(&["abc", "d"]);
     let draw = |seed, stream| {

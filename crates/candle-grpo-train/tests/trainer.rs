@@ -4,15 +4,20 @@ mod common;
 
 use anyhow::Result;
 use candle_grpo_core::{GroupAdvantage, SingleSample};
+use candle_grpo_loss::{
+    Aggregation, ClipCov, KlCov, PolicyLoss, PositiveIf, PositiveNll, RolloutCorrection, Topr,
+};
 use candle_grpo_nn::{AdamWConfig, Parameters};
 use candle_grpo_train::{
-    Example, LearningRateSchedule, OldLogProbs, PretrainConfig, RewardFunction, Sample,
-    StepMetrics, TrainConfig, Trainer, evaluate, pretrain,
+    Actor, ActorConfig, Example, LearningRateSchedule, OldLogProbs, PretrainConfig, RewardFunction,
+    Sample, StepMetrics, TrainConfig, Trainer, evaluate, pretrain,
 };
 use common::{END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer};
 use rstest::rstest;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
+use std::rc::Rc;
 
 fn config() -> TrainConfig {
     TrainConfig {
@@ -174,6 +179,113 @@ fn a_reward_function_of_the_wrong_length_is_an_error() {
 fn settings_that_cannot_be_are_errors(#[case] config: TrainConfig, #[case] words: &str) {
     let error = trainer(share_of_a, config).err().unwrap().to_string();
     assert!(error.starts_with(words), "{error}");
+}
+
+fn topr(positive_if: PositiveIf) -> PolicyLoss {
+    PolicyLoss {
+        surrogate: Topr {
+            positive_if,
+            ..Topr::default()
+        }
+        .into(),
+        ..PolicyLoss::default()
+    }
+}
+
+#[rstest]
+#[case(PolicyLoss { loss_coef: -1., ..PolicyLoss::default() }, "policy_loss: loss_coef: -1")]
+#[case(
+    PolicyLoss { rollout_correction: Some(RolloutCorrection::default()), ..PolicyLoss::default() },
+    "policy_loss.rollout_correction: needs"
+)]
+#[case(
+    PolicyLoss { positive_nll: Some(PositiveNll { coef: 0.1, score_above: 0. }), ..PolicyLoss::default() },
+    "policy_loss.positive_nll: needs"
+)]
+#[case(
+    PolicyLoss { aggregation: Aggregation::PromptMeanTokenMean, ..PolicyLoss::default() },
+    "policy_loss.aggregation.prompt-mean-token-mean: needs"
+)]
+#[case(
+    PolicyLoss { entropy_aggregation: Some(Aggregation::PromptMeanTokenMean), ..PolicyLoss::default() },
+    "policy_loss.entropy_aggregation.prompt-mean-token-mean: needs"
+)]
+#[case(
+    PolicyLoss { surrogate: ClipCov::default().into(), ..PolicyLoss::default() },
+    "policy_loss.surrogate.clip_cov: needs"
+)]
+#[case(
+    PolicyLoss { surrogate: KlCov::default().into(), ..PolicyLoss::default() },
+    "policy_loss.surrogate.kl_cov: needs"
+)]
+#[case(
+    topr(PositiveIf::ScoreAbove(0.)),
+    "policy_loss.surrogate.topr.positive_if.score_above: needs"
+)]
+fn losses_that_cannot_be_fed_are_refused_before_anything_is_drawn(
+    #[case] policy_loss: PolicyLoss,
+    #[case] words: &str,
+) {
+    let config = TrainConfig {
+        policy_loss,
+        ..config()
+    };
+    let error = format!("{:#}", config.validate().unwrap_err());
+    assert!(error.starts_with(words), "{error}");
+    let error = format!("{:#}", trainer(share_of_a, config.clone()).err().unwrap());
+    assert!(error.starts_with(words), "{error}");
+    let config = ActorConfig {
+        policy_loss: config.policy_loss,
+        optimizer: config.optimizer,
+        temperature: 1.,
+    };
+    let error = Actor::new(model(), parameters(), config).err().unwrap();
+    let error = format!("{error:#}");
+    assert!(error.starts_with(words), "{error}");
+}
+
+#[rstest]
+#[case(topr(PositiveIf::AdvantagePositive))]
+#[case(PolicyLoss { off_policy_threshold: Some(1.), ..PolicyLoss::default() })]
+fn losses_that_need_no_more_than_old_log_probs_are_fine(#[case] policy_loss: PolicyLoss) {
+    let config = TrainConfig {
+        policy_loss,
+        ..config()
+    };
+    assert!(!trainer(share_of_a, config).unwrap().step().unwrap().skipped);
+}
+
+/// Seven places of five prompts: two prompts occur twice.
+#[test]
+fn a_prompt_that_occurs_twice_in_a_step_has_two_groups() {
+    let seen = Rc::new(RefCell::new(Vec::new()));
+    let reward = {
+        let seen = seen.clone();
+        move |sample: &Sample| {
+            let completion = sample.completion_tokens.to_vec();
+            seen.borrow_mut()
+                .push((sample.prompt.to_owned(), completion));
+            0.
+        }
+    };
+    let config = TrainConfig {
+        prompts_per_step: 7,
+        num_generations: 8,
+        ..config()
+    };
+    trainer(reward, config).unwrap().step().unwrap();
+    let seen = seen.borrow();
+    let groups: Vec<_> = seen.chunks(8).collect();
+    let mut twice = 0;
+    for (i, a) in groups.iter().enumerate() {
+        for b in &groups[..i] {
+            if a[0].0 == b[0].0 {
+                assert_ne!(a, b);
+                twice += 1;
+            }
+        }
+    }
+    assert_eq!(twice, 2);
 }
 
 #[test]

@@ -15,6 +15,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use candle_grpo_train::{RunDir, StepMetrics, Trainer};
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 
 use crate::report::{Measurement, samples_side_by_side, table};
 use crate::settings::Settings;
@@ -37,7 +38,7 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Training steps; the default depends on --short.
-    #[arg(long)]
+    #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     steps: Option<usize>,
     /// A short run, which must learn something but need not get good.
     #[arg(long)]
@@ -54,6 +55,8 @@ fn main() -> Result<()> {
 fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
     let settings = Settings::new(args.seed, args.steps, args.short);
+    // Before the warm-up, which takes its time.
+    settings.train.validate()?;
     let open = if args.force {
         RunDir::replace
     } else {
@@ -100,7 +103,7 @@ fn run(args: &Args) -> Result<()> {
 /// Makes the training steps; each leaves its line in the run directory.
 fn train(trainer: &mut Trainer, run: &mut RunDir, steps: usize) -> Result<Vec<StepMetrics>> {
     let bar = progress::Bar::of_steps("GRPO", steps);
-    let mut all = Vec::with_capacity(steps);
+    let mut all = Vec::new();
     for _ in 0..steps {
         let metrics = trainer.step()?;
         run.append_metrics(&metrics)?;
@@ -108,4 +111,24 @@ fn train(trainer: &mut Trainer, run: &mut RunDir, steps: usize) -> Result<Vec<St
         all.push(metrics);
     }
     Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_at_least_one_step() {
+        let parse = |steps| Args::try_parse_from(["addition", "--steps", steps]);
+        assert_eq!(parse("1").ok().unwrap().steps, Some(1));
+        let error = parse("0").err().unwrap().to_string();
+        assert!(error.contains("0 is not in 1.."), "{error}");
+    }
+
+    #[test]
+    fn the_settings_are_valid() {
+        for short in [false, true] {
+            Settings::new(0, None, short).train.validate().unwrap();
+        }
+    }
 }
