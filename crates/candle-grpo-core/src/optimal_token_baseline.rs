@@ -32,7 +32,8 @@ pub struct OptimalTokenBaseline {
     /// Which tokens of two sequences correspond.
     pub alignment: TokenAlignment,
     /// Whether the baseline is 0 where the longest sequence of a group goes on after all others have ended. There it would
-    /// be the return of that very sequence, and its advantage 0.
+    /// be the return of that very sequence, and its advantage 0. Sequences are as long as they have tokens, and count as
+    /// ended after so many columns, as in verl; unlike there, a column that another one has a token in keeps its baseline.
     pub handle_zero_tail: bool,
     /// Added to the sum of the weights.
     pub epsilon: f64,
@@ -98,14 +99,18 @@ impl OptimalTokenBaseline {
         let baseline = (weighted / total)?.broadcast_as((groups, width, tokens))?;
         let baseline = layout.to_samples(&baseline)?;
 
-        let lengths = (layout.to_rows(&mask.lengths(dtype)?.squeeze(1)?)? * present)?;
+        let lengths = (layout.to_rows(&mask.lengths(dtype)?.squeeze(1)?)? * &present)?;
         let others = layout.to_members(&lengths.gt(0.)?.to_dtype(dtype)?.sum_keepdim(1)?)?;
         let mut applies = others
             .gt(1.)?
             .unsqueeze(1)?
             .broadcast_as((returns.dim(0)?, tokens))?;
         if self.handle_zero_tail {
-            applies = (applies * before_the_tail(&lengths, tokens, layout)?)?;
+            // A masked gap moves tokens behind the column that is their sequence's length.
+            let shared = rows(here)?.sum_keepdim(1)?.gt(1.)?;
+            let shared = layout.to_samples(&shared.broadcast_as((groups, width, tokens))?)?;
+            let kept = before_the_tail(&lengths, tokens, layout)?.maximum(&shared)?;
+            applies = (applies * kept)?;
         }
         applies.where_cond(&baseline, &baseline.zeros_like()?)
     }

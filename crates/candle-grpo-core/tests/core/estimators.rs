@@ -411,3 +411,22 @@ fn a_configuration_names_every_estimator_and_knows_its_options() -> serde_json::
     assert!(serde_json::from_str::<AdvantageConfig>(unknown).is_err());
     Ok(())
 }
+
+/// Masked gaps do not make a tail of a column that two sequences have a token in.
+#[test]
+fn the_tail_of_the_optimal_token_baseline_is_of_one_sequence_alone() -> Result<()> {
+    let device = &Device::Cpu;
+    let mask = Tensor::new(&[[1u8, 0, 0, 1, 1], [1, 0, 0, 1, 0]], device)?;
+    let rewards = tensor(&[1., 3.]);
+    let log_probs = Tensor::full(0.5f32.ln(), (2, 5), device)?;
+    let squares = Tensor::full(0.5f32, (2, 5), device)?;
+    let batch = AdvantageBatch::new(&rewards, 2)
+        .response_mask(&mask)
+        .old_log_probs(&log_probs)
+        .sum_of_squared_probs(&squares);
+    let advantages = AdvantagePipeline::optimal_token_baseline().estimate(&batch)?;
+    // The energies are equal, so the baseline is the mean of the returns, 2, but for the last column.
+    let expected = [-1., 0., 0., -1., 1., 1., 0., 0., 1., 0.];
+    assert_close(&numbers(&advantages.advantages)?, &expected, 1e-6);
+    Ok(())
+}
