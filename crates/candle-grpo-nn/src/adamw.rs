@@ -1,12 +1,14 @@
 //! The optimiser.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 
-use candle_core::{DType, Device, Result, Shape, Tensor, Var, bail};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::adamw_update::{Coefficients, update};
 use crate::parameters::check_names;
+use crate::whole_file::write_safetensors;
 use crate::{Gradients, Parameters};
 
 /// The settings of [`AdamW`].
@@ -166,6 +168,21 @@ impl AdamW {
             state.insert(square_name(name), square.as_detached_tensor());
         }
         state
+    }
+
+    /// Writes [`Self::state`] to one safetensors file, whole or not at all: see [`write_whole`](crate::write_whole).
+    pub fn save_state(&self, path: &Path) -> Result<()> {
+        let tensors = self
+            .state()
+            .into_iter()
+            .map(|(name, tensor)| Ok((name, tensor.to_device(&Device::Cpu)?)))
+            .collect::<Result<Vec<_>>>()?;
+        write_safetensors(path, tensors, None).map_err(|error| {
+            Error::msg(format!(
+                "cannot save the state of the optimiser to {}: {error}",
+                path.display()
+            ))
+        })
     }
 
     /// Continues from a state that [`Self::state`] gave, to the bit. The learning rate and other settings are not

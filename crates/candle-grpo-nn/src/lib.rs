@@ -69,3 +69,4 @@ pub use decoder::Decoder;
 pub use gradients::Gradients;
 pub use kv_cache::KvCache;
 pub use parameters::Parameters;
+pub use whole_file::{sync_parent, write_whole};

@@ -8,7 +8,7 @@ use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
 use crate::normal::Normal;
-use crate::whole_file::write_whole;
+use crate::whole_file::write_safetensors;
 
 /// Standard deviation of a freshly drawn weight, as in GPT-2 and Hugging Face's `initializer_range`.
 const INIT_STD: f64 = 0.02;
@@ -115,8 +115,7 @@ impl Parameters {
 
     /// Writes one safetensors file that [`Self::load`] and Hugging Face transformers read.
     ///
-    /// The file appears whole or not at all: it is written beside its place under another name, flushed to the disk
-    /// and then renamed.
+    /// The file appears whole or not at all, see [`write_whole`](crate::write_whole).
     pub fn save(&self, path: &Path) -> Result<()> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -128,20 +127,13 @@ impl Parameters {
             .variables
             .iter()
             .map(|(name, variable)| {
-                Ok((
-                    name.as_str(),
-                    variable.as_detached_tensor().to_device(&Device::Cpu)?,
-                ))
+                let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
+                Ok((name.clone(), tensor))
             })
             .collect::<Result<Vec<_>>>()?;
         // transformers refuses a file whose metadata does not say which framework wrote it.
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        let bytes = safetensors::serialize(tensors, Some(metadata))
-            .map_err(Error::wrap)
-            .map_err(context)?;
-        write_whole(path, &bytes)
-            .map_err(Error::wrap)
-            .map_err(context)
+        write_safetensors(path, tensors, Some(metadata)).map_err(context)
     }
 
     /// A builder that hands out the variables themselves: gradients reach them.

@@ -1,12 +1,29 @@
 //! Files that appear whole or not at all.
 
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{Error, ErrorKind, Result, Write};
 use std::path::{Path, PathBuf};
 
-/// Writes beside the place of the file under another name, flushes to the disk, then renames.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+use candle_core::Tensor;
+
+/// Writes a file that appears whole or not at all, with the mode that any new file gets.
+///
+/// It is written beside its place under another name, flushed to the disk and then renamed, which replaces what was
+/// there; after an error that stays as it was. If the error is about flushing the folder, the file is in place, but may
+/// not outlast a loss of power.
+///
+/// ```
+/// # fn main() -> std::io::Result<()> {
+/// let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("settings.json");
+/// candle_grpo_nn::write_whole(&path, b"{}")?;
+/// assert_eq!(std::fs::read(&path)?, b"{}");
+/// # Ok(())
+/// # }
+/// ```
+pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     let Some(name) = path.file_name() else {
         return Err(Error::new(
             ErrorKind::InvalidInput,
@@ -28,11 +45,23 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
         let _ = fs::remove_file(&temporary);
         return written;
     }
-    sync_directory(path)
+    sync_parent(path)
 }
 
-/// Makes the rename itself durable, where directories can be opened and flushed.
-fn sync_directory(path: &Path) -> Result<()> {
+/// [`write_whole`] in the safetensors format.
+pub(crate) fn write_safetensors(
+    path: &Path,
+    tensors: impl IntoIterator<Item = (String, Tensor)>,
+    metadata: Option<HashMap<String, String>>,
+) -> candle_core::Result<()> {
+    let bytes = safetensors::serialize(tensors, metadata).map_err(candle_core::Error::wrap)?;
+    write_whole(path, &bytes).map_err(candle_core::Error::wrap)
+}
+
+/// Flushes the folder that `path` lies in, so that a rename to `path` outlasts a loss of power.
+///
+/// Does nothing on systems on which folders cannot be opened and flushed.
+pub fn sync_parent(path: &Path) -> Result<()> {
     if cfg!(unix) {
         let parent = path
             .parent()

@@ -1,62 +1,60 @@
-//! Files that are either as they were or complete.
+//! Folders that are replaced as a whole. Single files are written by [`candle_grpo_nn::write_whole`].
 
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candle_grpo_nn::sync_parent;
 
-/// Lets `write` fill a file or folder under a temporary name beside `path`, then renames it to `path`.
+/// Lets `fill` fill a folder under a temporary name beside `path`, then renames it to `path`.
 ///
-/// What was at `path` is replaced; if `write` fails it stays, and what was written is removed.
-pub(crate) fn write_atomically(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let temporary = temporary_name(path)?;
-    remove(&temporary)?;
-    let result = write(&temporary)
-        .and_then(|()| sync(&temporary))
-        .and_then(|()| replace(&temporary, path));
+/// What `fill` writes it must flush, as [`candle_grpo_nn::write_whole`] does.
+///
+/// No system call swaps two folders everywhere, so a folder that was at `path` is renamed to `.NAME.PID.old` before, and
+/// removed after. Whenever the program ends, the folder at `path` is complete, or there is none and the previous one is
+/// kept beside it under that name. If an error comes, the previous one is renamed back.
+pub(crate) fn write_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let fresh = beside(path, "tmp")?;
+    let result = remove(&fresh)
+        .and_then(|()| Ok(fs::create_dir_all(&fresh)?))
+        .and_then(|()| fill(&fresh))
+        .and_then(|()| swap(&fresh, path));
     if result.is_err() {
         // The first error is the one to report.
-        let _ = remove(&temporary);
+        let _ = remove(&fresh);
     }
     result.with_context(|| format!("writing {}", path.display()))
 }
 
-/// [`write_atomically`] for contents at hand.
-pub(crate) fn write_bytes_atomically(path: &Path, contents: &[u8]) -> Result<()> {
-    write_atomically(path, |temporary| Ok(fs::write(temporary, contents)?))
-}
-
-fn temporary_name(path: &Path) -> Result<PathBuf> {
+fn beside(path: &Path, extension: &str) -> Result<PathBuf> {
     let name = path
         .file_name()
         .ok_or_else(|| anyhow!("{}: has no file name", path.display()))?;
-    let mut temporary = OsString::from(".");
-    temporary.push(name);
-    temporary.push(format!(".{}.tmp", std::process::id()));
-    Ok(path.with_file_name(temporary))
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    hidden.push(format!(".{}.{extension}", std::process::id()));
+    Ok(path.with_file_name(hidden))
 }
 
-fn sync(path: &Path) -> Result<()> {
-    if path.is_dir() {
-        for entry in fs::read_dir(path)? {
-            sync(&entry?.path())?;
-        }
-        return Ok(());
-    }
-    Ok(fs::File::open(path)?.sync_all()?)
-}
-
-fn replace(temporary: &Path, path: &Path) -> Result<()> {
+/// Renames the folder `fresh` to `path`; what was there is as before if that fails.
+fn swap(fresh: &Path, path: &Path) -> Result<()> {
     if !path.is_dir() {
-        return Ok(fs::rename(temporary, path)?);
+        fs::rename(fresh, path)?;
+        return Ok(sync_parent(path)?);
     }
     // A rename does not replace a folder with something in it: the old one is moved aside first.
-    let old = temporary.with_extension("old");
+    let old = beside(path, "old")?;
     remove(&old)?;
     fs::rename(path, &old)?;
-    fs::rename(temporary, path)?;
-    remove(&old)
+    if let Err(error) = fs::rename(fresh, path) {
+        return Err(match fs::rename(&old, path) {
+            Ok(()) => error.into(),
+            Err(_) => anyhow!(error).context(format!("the previous one is at {}", old.display())),
+        });
+    }
+    sync_parent(path)?;
+    remove(&old).with_context(|| format!("removing the previous one at {}", old.display()))
 }
 
 fn remove(path: &Path) -> Result<()> {
@@ -73,39 +71,51 @@ mod tests {
     use super::*;
     use anyhow::bail;
 
-    #[test]
-    fn a_failed_write_leaves_the_old_file_and_nothing_else() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.json");
-        write_bytes_atomically(&path, b"old").unwrap();
-        let error = write_atomically(&path, |temporary| {
-            fs::write(temporary, "half of the n")?;
-            bail!("disk full")
-        })
-        .unwrap_err();
-        assert!(
-            format!("{error:#}").ends_with("a.json: disk full"),
-            "{error:#}"
-        );
-        assert_eq!(fs::read(&path).unwrap(), b"old");
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    fn names(folder: &Path) -> Vec<OsString> {
+        let entries = fs::read_dir(folder).unwrap();
+        entries.map(|e| e.unwrap().file_name()).collect()
+    }
+
+    fn write(path: &Path, name: &str) {
+        write_folder(path, |fresh| Ok(fs::write(fresh.join(name), name)?)).unwrap();
     }
 
     #[test]
     fn folders_are_replaced_as_a_whole() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("checkpoint");
-        for name in ["first", "second"] {
-            write_atomically(&path, |temporary| {
-                fs::create_dir(temporary)?;
-                Ok(fs::write(temporary.join(name), name)?)
-            })
-            .unwrap();
-        }
-        let names: Vec<_> = fs::read_dir(&path)
-            .unwrap()
-            .map(|e| e.unwrap().file_name())
-            .collect();
-        assert_eq!(names, ["second"]);
+        write(&path, "first");
+        write(&path, "second");
+        assert_eq!(names(&path), ["second"]);
+        assert_eq!(names(folder.path()), ["checkpoint"]);
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_folder_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("checkpoint");
+        write(&path, "first");
+        let error = write_folder(&path, |fresh| {
+            fs::write(fresh.join("second"), "half of the s")?;
+            bail!("disk full")
+        })
+        .unwrap_err();
+        assert!(
+            format!("{error:#}").ends_with("checkpoint: disk full"),
+            "{error:#}"
+        );
+        assert_eq!(names(&path), ["first"]);
+        assert_eq!(names(folder.path()), ["checkpoint"]);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_moved_in_leaves_the_old_one_in_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("checkpoint");
+        write(&path, "first");
+        // The old one can be moved aside, the new one is not there to be moved.
+        assert!(swap(&folder.path().join("lost"), &path).is_err());
+        assert_eq!(names(&path), ["first"]);
+        assert_eq!(names(folder.path()), ["checkpoint"]);
     }
 }

@@ -6,12 +6,12 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{Device, Tensor, safetensors};
-use candle_grpo_nn::{DecoderConfig, Parameters};
-use serde_json::{Value, json};
+use candle_grpo_nn::{DecoderConfig, Parameters, write_whole};
 use tokenizers::Tokenizer;
 
 use crate::Actor;
-use crate::atomic_file::write_atomically;
+use crate::atomic_file::write_folder;
+use crate::hugging_face_config::{from_hugging_face, to_hugging_face};
 
 const CONFIG: &str = "config.json";
 const MODEL: &str = "model.safetensors";
@@ -31,33 +31,44 @@ pub struct Checkpoint {
 }
 
 /// Writes a folder in the form of a Hugging Face model, readable by other programs as a Llama: `config.json`,
-/// `model.safetensors` and `tokenizer.json`, and `optimizer.safetensors` to go on training.
+/// `model.safetensors` and `tokenizer.json`, and `optimizer.safetensors` for [`AdamW::load_state`].
 ///
-/// `stop_token_ids` are noted as the end-of-sequence tokens. The folder appears when it is complete; one that was
-/// there is replaced.
+/// `stop_token_ids` are noted as the end-of-sequence tokens.
+///
+/// The folder appears when it is complete and replaces one that was there. Whenever the program is interrupted, the
+/// folder is complete, or the previous one is kept beside it under another name (`.NAME.PID.old`).
+///
+/// It holds policy and optimiser, not the place in a run: a [`Trainer`](crate::Trainer) cannot take up a run where it
+/// ended. One made from a checkpoint begins at step 1 of its order of prompts, random numbers and schedule, and its
+/// reference is the policy of the checkpoint.
+///
+/// [`AdamW::load_state`]: candle_grpo_nn::AdamW::load_state
 pub fn save_checkpoint(
     folder: &Path,
     actor: &Actor,
     tokenizer: &Tokenizer,
     stop_token_ids: &[u32],
 ) -> Result<()> {
-    write_atomically(folder, |folder| {
-        fs::create_dir_all(folder)?;
-        let config = hugging_face_config(actor.model(), stop_token_ids)?;
-        fs::write(folder.join(CONFIG), serde_json::to_vec_pretty(&config)?)?;
+    write_folder(folder, |folder| {
+        let config = to_hugging_face(actor.model(), stop_token_ids)?;
+        let tokenizer = tokenizer
+            .to_string(true)
+            .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
+        write_whole(&folder.join(CONFIG), &serde_json::to_vec_pretty(&config)?).context(CONFIG)?;
+        write_whole(&folder.join(TOKENIZER), tokenizer.as_bytes()).context(TOKENIZER)?;
         actor.parameters().save(&folder.join(MODEL))?;
-        safetensors::save(&actor.optimizer().state(), folder.join(OPTIMIZER))?;
-        tokenizer
-            .save(folder.join(TOKENIZER), true)
-            .map_err(|e| anyhow!("{TOKENIZER}: {e}"))
+        Ok(actor.optimizer().save_state(&folder.join(OPTIMIZER))?)
     })
 }
 
-/// Reads what [`save_checkpoint`] wrote.
+/// Reads what [`save_checkpoint`] wrote, or a Hugging Face Llama in one `model.safetensors`.
+///
+/// Errs on a model that [`Decoder`](candle_grpo_nn::Decoder) would compute otherwise than it is meant, naming the key of
+/// `config.json` that says so: another type of model, scaled rotary positions, biases, another activation.
 pub fn load_checkpoint(folder: &Path, device: &Device) -> Result<Checkpoint> {
     let read = || -> Result<Checkpoint> {
         let config = fs::read(folder.join(CONFIG)).context(CONFIG)?;
-        let model: DecoderConfig = serde_json::from_slice(&config).context(CONFIG)?;
+        let model = from_hugging_face(&config).context(CONFIG)?;
         let parameters = Parameters::load(&model, &folder.join(MODEL), device)?;
         let tokenizer = Tokenizer::from_file(folder.join(TOKENIZER))
             .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
@@ -75,21 +86,4 @@ pub fn load_checkpoint(folder: &Path, device: &Device) -> Result<Checkpoint> {
         })
     };
     read().with_context(|| format!("reading checkpoint {}", folder.display()))
-}
-
-fn hugging_face_config(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Value> {
-    let mut config = serde_json::to_value(model)?;
-    let extra = [
-        ("architectures", json!(["LlamaForCausalLM"])),
-        ("model_type", json!("llama")),
-        ("hidden_act", json!("silu")),
-        ("torch_dtype", json!("float32")),
-        ("head_dim", json!(model.head_dim())),
-        ("bos_token_id", Value::Null),
-        ("eos_token_id", json!(stop_token_ids)),
-    ];
-    if let Some(config) = config.as_object_mut() {
-        config.extend(extra.map(|(name, value)| (name.to_owned(), value)));
-    }
-    Ok(config)
 }

@@ -21,6 +21,7 @@ mod character_tokenizer;
 mod checkpoint;
 mod draw;
 mod evaluate;
+mod hugging_face_config;
 mod padding;
 mod plot;
 mod pretrain;

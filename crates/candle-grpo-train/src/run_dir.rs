@@ -5,9 +5,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_nn::write_whole;
 use serde::Serialize;
 
-use crate::atomic_file::write_bytes_atomically;
 use crate::{Actor, StepMetrics, save_checkpoint, training_plot_svg};
 use tokenizers::Tokenizer;
 
@@ -24,7 +24,8 @@ const METRICS: &str = "metrics.jsonl";
 /// | `checkpoint/` | the policy, see [`save_checkpoint`] |
 /// | others | what [`RunDir::write`] is given |
 ///
-/// Files are written under a temporary name and renamed: a run that is interrupted leaves none half written.
+/// Files are written under a temporary name and renamed: a run that is interrupted leaves none half written. For the
+/// checkpoint see [`save_checkpoint`].
 pub struct RunDir {
     path: PathBuf,
     metrics: File,
@@ -77,7 +78,7 @@ impl RunDir {
     fn begin(path: &Path, config: &impl Serialize) -> Result<Self> {
         let begin = || -> Result<Self> {
             fs::create_dir_all(path)?;
-            write_bytes_atomically(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
+            write_whole(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
             let metrics = OpenOptions::new()
                 .create(true)
                 .append(true)
@@ -127,7 +128,8 @@ impl RunDir {
 
     /// Writes another file.
     pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> Result<()> {
-        write_bytes_atomically(&self.path.join(name), contents.as_ref())
+        let path = self.path.join(name);
+        write_whole(&path, contents.as_ref()).with_context(|| format!("writing {}", path.display()))
     }
 }
 

@@ -110,6 +110,42 @@ fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
     );
 }
 
+#[cfg(unix)]
+#[test]
+fn all_files_of_a_checkpoint_have_the_mode_of_any_file() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
+    let other = folder.path().join("other");
+    fs::write(&other, "").unwrap();
+    let mode = |path| fs::metadata(path).unwrap().permissions().mode();
+    for entry in fs::read_dir(&path).unwrap() {
+        let file = entry.unwrap().path();
+        assert_eq!(
+            mode(file.clone()),
+            mode(other.clone()),
+            "{}",
+            file.display()
+        );
+    }
+}
+
+#[test]
+fn a_checkpoint_of_a_foreign_model_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
+    let config = path.join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    fs::write(&config, text.replace("\"llama\"", "\"qwen2\"")).unwrap();
+    let error = format!("{:#}", load_checkpoint(&path, &Device::Cpu).err().unwrap());
+    assert!(
+        error.contains("config.json: model_type: \"qwen2\", must be \"llama\""),
+        "{error}"
+    );
+}
+
 #[test]
 fn a_checkpoint_that_cannot_be_read_says_which_file() {
     let folder = tempfile::tempdir().unwrap();
