@@ -142,6 +142,20 @@ impl Default for AdvantageConfig {
 }
 
 impl AdvantageConfig {
+    /// Checks the options; the error names the one that is wrong.
+    ///
+    /// ```
+    /// use candle_grpo_core::AdvantageConfig;
+    ///
+    /// let config: AdvantageConfig = serde_json::from_str(r#"{"name": "gae", "gamma": 7}"#)?;
+    /// let error = config.validate().expect_err("a discount is at most 1").to_string();
+    /// assert!(error.starts_with("gamma: 7, must be from 0 to 1"));
+    /// # Ok::<(), serde_json::Error>(())
+    /// ```
+    pub fn validate(&self) -> Result<()> {
+        self.pipeline().validate()
+    }
+
     /// The point of the product that the name stands for.
     pub fn pipeline(&self) -> AdvantagePipeline {
         match self {

@@ -42,6 +42,8 @@ pub struct AdvantagePipeline {
     pub tokens: Option<TokenShaping>,
 }
 
+const NO_STAGE: &str = "sequence and tokens: absent, there must be one stage at least";
+
 /// A stage of tokens that only spreads the advantage of a sequence over its tokens and whitens over all of them.
 fn whitened_tokens(whitening: Whitening) -> TokenShaping {
     TokenShaping {
@@ -52,6 +54,20 @@ fn whitened_tokens(whitening: Whitening) -> TokenShaping {
 }
 
 impl AdvantagePipeline {
+    /// Checks the options of its stages; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        if self.sequence.is_none() && self.tokens.is_none() {
+            bail!("{NO_STAGE}");
+        }
+        if let Some(sequence) = &self.sequence {
+            sequence.validate()?;
+        }
+        if let Some(tokens) = &self.tokens {
+            tokens.validate()?;
+        }
+        Ok(())
+    }
+
     /// The stage of sequences alone.
     pub fn of_sequences(group: GroupAdvantage, scale: Scale) -> Self {
         Self {
@@ -230,6 +246,7 @@ impl AdvantagePipeline {
 
 impl AdvantageEstimator for AdvantagePipeline {
     fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+        self.validate()?;
         match (&self.sequence, &self.tokens) {
             (Some(sequence), None) => sequence.estimate(batch),
             (None, Some(tokens)) => tokens.estimate(batch),
@@ -240,7 +257,7 @@ impl AdvantageEstimator for AdvantagePipeline {
                 of_tokens.metrics.extend(of_sequences.metrics);
                 Ok(of_tokens)
             }
-            (None, None) => bail!("sequence and tokens: absent, there must be one stage at least"),
+            (None, None) => bail!("{NO_STAGE}"),
         }
     }
 }

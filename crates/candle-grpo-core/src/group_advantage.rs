@@ -7,7 +7,9 @@ use crate::dynamic_sampling::GroupSummary;
 use crate::groups::{GroupLayout, Groups};
 use crate::mask::Mask;
 use crate::moments::{Moments, divide_by_std};
-use crate::rewards::{IntoRewards, NonFinite, RewardTensor, check_finite, combine, finite_mask};
+use crate::rewards::{
+    IntoRewards, NonFinite, RewardTensor, check_finite, check_weights, combine, finite_mask,
+};
 use crate::whiten::Whitening;
 
 /// What is subtracted from a reward.
@@ -223,7 +225,7 @@ impl GroupAdvantage {
     }
 
     pub(crate) fn compute_on(&self, inputs: &SequenceInputs<'_>, scale: Scale) -> Result<Tensor> {
-        self.validate(scale)?;
+        self.validate_with(scale)?;
         let rewards = &inputs.rewards;
         let sums = self.statistics_of(inputs, &self.combined(rewards)?)?;
         let advantages = match (self.components, rewards.values.dims()) {
@@ -262,7 +264,7 @@ impl GroupAdvantage {
         rewards: impl IntoRewards,
         groups: impl Into<Groups>,
     ) -> Result<GroupStatistics> {
-        self.validate(Scale::None)?;
+        self.validate()?;
         let rewards = rewards.into_rewards()?;
         let inputs = SequenceInputs {
             groups: &groups.into(),
@@ -285,7 +287,9 @@ impl GroupAdvantage {
     }
 
     /// Checks the options; the error names the one that is wrong.
-    fn validate(&self, scale: Scale) -> Result<()> {
+    ///
+    /// Whether the scale goes with them, [`crate::SequenceAdvantage::validate`] says, which has one.
+    pub fn validate(&self) -> Result<()> {
         if !(self.epsilon >= 0. && self.epsilon.is_finite()) {
             bail!("epsilon: {}, must be finite and at least 0", self.epsilon);
         }
@@ -295,6 +299,16 @@ impl GroupAdvantage {
         if !self.factor.is_finite() {
             bail!("factor: {}, must be finite", self.factor);
         }
+        check_weights(self.reward_weights.as_deref())?;
+        if let Some(normalize) = &self.normalize {
+            normalize.validate()?;
+        }
+        Ok(())
+    }
+
+    /// [`Self::validate`], and whether the scale goes with the baseline.
+    pub(crate) fn validate_with(&self, scale: Scale) -> Result<()> {
+        self.validate()?;
         // Where all rewards of a group are equal, a distance from anything else would be divided by epsilon alone.
         if matches!(scale, Scale::Group | Scale::GroupMean) && !self.baseline.needs_others() {
             bail!(

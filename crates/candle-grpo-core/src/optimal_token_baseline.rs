@@ -50,6 +50,14 @@ impl Default for OptimalTokenBaseline {
 }
 
 impl OptimalTokenBaseline {
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        if !(self.epsilon > 0. && self.epsilon.is_finite()) {
+            bail!("epsilon: {}, must be positive and finite", self.epsilon);
+        }
+        Ok(())
+    }
+
     /// The baseline `[B, T]` of `returns` `[B, T]`, both 0 outside the mask.
     pub(crate) fn of(
         &self,
@@ -57,9 +65,7 @@ impl OptimalTokenBaseline {
         mask: &Mask,
         batch: &AdvantageBatch<'_>,
     ) -> Result<Tensor> {
-        if !(self.epsilon > 0. && self.epsilon.is_finite()) {
-            bail!("epsilon: {}, must be positive and finite", self.epsilon);
-        }
+        self.validate()?;
         let (sequences, _) = mask.dims()?;
         let layout = GroupLayout::new(&batch.groups, sequences, returns.device())?;
         let weights = cumulative_energy(mask, batch)?;

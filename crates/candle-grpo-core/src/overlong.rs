@@ -37,8 +37,8 @@ fn one() -> f64 {
 }
 
 impl OverlongPenalty {
-    /// What is added to the rewards of responses of these `lengths`: the same shape, not above 0.
-    pub fn of(&self, lengths: &Tensor) -> Result<Tensor> {
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
         if self.buffer == 0 || self.buffer > self.max_length {
             bail!(
                 "buffer: {}, must be from 1 to max_length, {}",
@@ -49,6 +49,12 @@ impl OverlongPenalty {
         if !(self.factor >= 0. && self.factor.is_finite()) {
             bail!("factor: {}, must be finite and at least 0", self.factor);
         }
+        Ok(())
+    }
+
+    /// What is added to the rewards of responses of these `lengths`: the same shape, not above 0.
+    pub fn of(&self, lengths: &Tensor) -> Result<Tensor> {
+        self.validate()?;
         let free = (self.max_length - self.buffer) as f64;
         let excess = ((for_statistics(lengths)? - free)? / self.buffer as f64)?;
         let penalty = (excess.clamp(0., 1.)? * -self.factor)?;

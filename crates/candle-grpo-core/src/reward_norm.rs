@@ -57,13 +57,8 @@ impl RewardNorm {
         self.mean == Level::Running || self.std == Level::Running
     }
 
-    pub(crate) fn apply(
-        &self,
-        rewards: &Tensor,
-        finite: &Tensor,
-        groups: &Groups,
-        running: Option<&mut RunningMoments>,
-    ) -> Result<Tensor> {
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
         if !(self.epsilon > 0. && self.epsilon.is_finite()) {
             bail!(
                 "norm.epsilon: {}, must be positive and finite",
@@ -73,6 +68,17 @@ impl RewardNorm {
         if self.ddof > 1 {
             bail!("norm.ddof: {}, must be 0 or 1", self.ddof);
         }
+        Ok(())
+    }
+
+    pub(crate) fn apply(
+        &self,
+        rewards: &Tensor,
+        finite: &Tensor,
+        groups: &Groups,
+        running: Option<&mut RunningMoments>,
+    ) -> Result<Tensor> {
+        self.validate()?;
         let layout = GroupLayout::new(groups, rewards.dim(0)?, rewards.device())?;
         if self.std == Level::Group
             && self.ddof == 1

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::reward_norm::{RewardNorm, RunningMoments};
-use crate::rewards::{IntoRewards, NonFinite, combine};
-use crate::sequence_advantage::clip_range;
+use crate::rewards::{IntoRewards, NonFinite, check_weights, combine};
+use crate::sequence_advantage::check_range;
 
 /// Shaping of response-level rewards, in the order of the ROLL pipeline: components are summed, then
 /// `(reward + shift) * scale`, then normalised, then clipped.
@@ -78,11 +78,7 @@ impl RewardShaping {
         groups: impl Into<Groups>,
         running: Option<&mut RunningMoments>,
     ) -> Result<ShapedRewards> {
-        for (name, x) in [("shift", self.shift), ("scale", self.scale)] {
-            if !x.is_finite() {
-                bail!("{name}: {x}, must be finite");
-            }
-        }
+        self.validate()?;
         let rewards = rewards.into_rewards()?;
         let (x, finite) = combine(&rewards, self.reward_weights.as_deref(), self.non_finite)?;
         let x = ((x + self.shift)? * self.scale)?;
@@ -90,8 +86,8 @@ impl RewardShaping {
         let mut metrics = Metrics::new();
         let x = match self.bounds()? {
             None => x,
-            Some(bounds) => {
-                let clipped = clip_range("clip_range", &x, bounds)?;
+            Some([low, high]) => {
+                let clipped = x.clamp(low, high)?;
                 let outside = (x.ne(&clipped)? * &finite)?;
                 metrics.push_mean(
                     "reward_clip_fraction",
@@ -113,6 +109,21 @@ impl RewardShaping {
 }
 
 impl RewardShaping {
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        for (name, x) in [("shift", self.shift), ("scale", self.scale)] {
+            if !x.is_finite() {
+                bail!("{name}: {x}, must be finite");
+            }
+        }
+        check_weights(self.reward_weights.as_deref())?;
+        self.norm.validate()?;
+        if let Some(bounds) = self.bounds()? {
+            check_range("clip_range", bounds)?;
+        }
+        Ok(())
+    }
+
     fn bounds(&self) -> Result<Option<[f64; 2]>> {
         match (self.clip, self.clip_range) {
             (Some(_), Some(_)) => bail!("clip and clip_range: both given, must be one of them"),

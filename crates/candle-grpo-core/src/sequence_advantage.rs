@@ -46,6 +46,18 @@ impl SequenceAdvantage {
         }
     }
 
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        self.group.validate_with(self.scale)?;
+        if let Some(penalty) = &self.kl_penalty {
+            penalty.validate_as("kl_penalty")?;
+        }
+        if let Some(clip) = self.clip {
+            check_range("clip", clip)?;
+        }
+        Ok(())
+    }
+
     /// The rewards after the KL penalty. Only the sum of several components can be penalised.
     fn penalised(
         &self,
@@ -72,6 +84,7 @@ impl SequenceAdvantage {
 impl AdvantageEstimator for SequenceAdvantage {
     /// From the rewards `[B]` or `[B, K]` of the batch or, if it has none, from the sums of its token rewards.
     fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+        self.validate()?;
         let (group, rewards) = self.penalised(batch.sequence_rewards()?, batch)?;
         let mask = match batch.response_mask {
             Some(_) => Some(batch.mask()?),
@@ -86,7 +99,7 @@ impl AdvantageEstimator for SequenceAdvantage {
         let mut advantages = Advantages::new(group.compute_on(&inputs, self.scale)?);
         if let Some([low, high]) = self.clip {
             let x = &advantages.advantages;
-            let clipped = clip_range("clip", x, [low, high])?;
+            let clipped = x.clamp(low, high)?;
             count_changed(
                 "sequence_clip_fraction",
                 x,
@@ -99,12 +112,12 @@ impl AdvantageEstimator for SequenceAdvantage {
     }
 }
 
-/// `x` clipped to lie from `low` to `high`.
-pub(crate) fn clip_range(name: &str, x: &Tensor, [low, high]: [f64; 2]) -> Result<Tensor> {
+/// An error that names the two bounds of a clip unless they are finite and in order.
+pub(crate) fn check_range(name: &str, [low, high]: [f64; 2]) -> Result<()> {
     if !(low < high && low.is_finite() && high.is_finite()) {
         bail!("{name}: [{low}, {high}], must be two finite numbers, the smaller one first");
     }
-    x.clamp(low, high)
+    Ok(())
 }
 
 fn count_changed(name: &str, x: &Tensor, clipped: &Tensor, metrics: &mut Metrics) -> Result<()> {

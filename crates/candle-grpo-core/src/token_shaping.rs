@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::advantage_batch::AdvantageBatch;
 use crate::advantage_estimator::{AdvantageEstimator, Advantages};
-use crate::kl::Kl;
+use crate::kl::{Kl, KlGradient};
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 use crate::optimal_token_baseline::OptimalTokenBaseline;
@@ -27,9 +27,28 @@ pub struct KlPenalty {
 }
 
 impl KlPenalty {
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        self.validate_as("kl_penalty")
+    }
+
+    pub(crate) fn validate_as(&self, key: &str) -> Result<()> {
+        if !self.coef.is_finite() {
+            bail!("{key}.coef: {}, must be finite", self.coef);
+        }
+        if let KlGradient::ImportanceWeighted { .. } = self.kl.gradient {
+            bail!(
+                "{key}.kl.gradient: {:?}, must be Direct or StraightThrough for a penalty, which has no gradient",
+                self.kl.gradient
+            );
+        }
+        self.kl.validate()
+    }
+
     /// The rewards `[B]` less `coef` times the sum of the estimates of each sequence's tokens, as TRL's RLOO has it. Needs
     /// `response_mask`, `old_log_probs` and `ref_log_probs`.
     pub fn off_sequences(&self, rewards: &Tensor, batch: &AdvantageBatch<'_>) -> Result<Tensor> {
+        self.validate()?;
         let kl = self.per_token(batch, "ref_log_probs", batch.ref_log_probs)?;
         let kl = (kl.sum(D::Minus1)? * self.coef)?;
         if rewards.dims() != kl.dims() {
@@ -49,9 +68,6 @@ impl KlPenalty {
         name: &str,
         other: Option<&Tensor>,
     ) -> Result<Tensor> {
-        if !self.coef.is_finite() {
-            bail!("kl_penalty.coef: {}, must be finite", self.coef);
-        }
         let old = batch.on_tokens("old_log_probs", batch.old_log_probs)?;
         let other = batch.on_tokens(name, other)?;
         batch
@@ -229,7 +245,8 @@ impl TokenShaping {
         })
     }
 
-    fn validate(&self) -> Result<()> {
+    /// Checks the options; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
         for (name, x) in [("gamma", Some(self.gamma)), ("lambda", self.lambda)] {
             if let Some(x) = x
                 && !(0. ..=1.).contains(&x)
@@ -243,7 +260,26 @@ impl TokenShaping {
                 self.baseline
             );
         }
-        Ok(())
+        if let TokenBaseline::OptimalToken(baseline) = &self.baseline {
+            baseline.validate()?;
+        }
+        for (name, clip) in [
+            ("token_reward_clip", self.token_reward_clip),
+            ("advantage_clip", self.advantage_clip),
+        ] {
+            if let Some(clip) = clip {
+                check_clip(name, clip)?;
+            }
+        }
+        for (key, penalty) in [
+            ("kl_penalty", &self.kl_penalty),
+            ("distillation", &self.distillation),
+        ] {
+            if let Some(penalty) = penalty {
+                penalty.validate_as(key)?;
+            }
+        }
+        self.whitening.validate()
     }
 
     /// Returns and advantages before whitening.
@@ -337,7 +373,6 @@ fn clip_tokens(
     mask: &Mask,
     metrics: &mut Metrics,
 ) -> Result<Tensor> {
-    check_clip(name, clip)?;
     let outside = x.abs()?.gt(clip)?.to_dtype(DType::F32)?;
     metrics.push_masked_mean(&format!("{name}_fraction"), &outside, mask)?;
     x.clamp(-clip, clip)

@@ -2,10 +2,11 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, BaselinePopulation,
-    GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty, Level, Mask, MetricValue,
-    MetricValues, Metrics, RewardNorm, RewardShaping, RunningMoments, RunningState, Scale,
-    TokenShaping, masked_whiten, reverse_recurrence,
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Baseline,
+    BaselinePopulation, GroupAdvantage, Groups, Kl, KlEstimator, KlGradient, KlPenalty, Level,
+    Mask, MetricValue, MetricValues, Metrics, OptimalTokenBaseline, OverlongPenalty, RewardNorm,
+    RewardShaping, RunningMoments, RunningState, Scale, TokenBaseline, TokenShaping, Whitening,
+    masked_whiten, reverse_recurrence,
 };
 use rstest::rstest;
 
@@ -300,6 +301,141 @@ fn token_rewards_that_are_not_finite() -> Result<()> {
     let advantages = reinforce.estimate(&batch)?.advantages;
     assert!(crate::numbers(&advantages)?.iter().all(|x| x.is_finite()));
     Ok(())
+}
+
+/// A configuration can be checked before there is anything to compute from.
+#[rstest]
+#[case(AdvantageConfig::Gae { gamma: 7., lambda: 0.95 }, "gamma: 7, must be from 0 to 1")]
+#[case(AdvantageConfig::Gae { gamma: 1., lambda: -1. }, "lambda: -1, must be from 0 to 1")]
+#[case(AdvantageConfig::Reinforce { gamma: f64::NAN }, "gamma: NaN, must be")]
+#[case(
+    AdvantageConfig::Gdpo { reward_weights: Some(vec![f64::NAN]) },
+    "reward_weights: weight 0 is NaN"
+)]
+#[case(AdvantagePipeline::default().into_config(), "sequence and tokens: absent")]
+#[case(
+    AdvantagePipeline::rloo().map_sequence(|s| s.group.epsilon = -1.).into_config(),
+    "epsilon: -1, must be"
+)]
+#[case(AdvantagePipeline::rloo().map_sequence(|s| s.group.ddof = 2).into_config(), "ddof: 2, must be")]
+#[case(
+    AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([1., -1.])).into_config(),
+    "clip: [1, -1], must be"
+)]
+#[case(
+    AdvantagePipeline::grpo().map_sequence(|s| s.group.baseline = Baseline::None).into_config(),
+    "scale: Group with the baseline None"
+)]
+#[case(
+    AdvantagePipeline::gdpo()
+        .map_sequence(|s| s.group.normalize = Some(Whitening { ddof: 2, ..Whitening::trl() }))
+        .into_config(),
+    "ddof: 2, must be"
+)]
+#[case(
+    AdvantagePipeline::remax().map_tokens(|t| t.token_reward_clip = Some(-1.)).into_config(),
+    "token_reward_clip: -1, must be positive"
+)]
+#[case(
+    AdvantagePipeline::remax().map_tokens(|t| t.advantage_clip = Some(0.)).into_config(),
+    "advantage_clip: 0, must be positive"
+)]
+#[case(
+    AdvantagePipeline::remax().map_tokens(|t| t.distillation = Some(penalty(f64::NAN))).into_config(),
+    "distillation.coef: NaN, must be finite"
+)]
+#[case(
+    AdvantagePipeline::rloo()
+        .map_sequence(|s| s.kl_penalty = Some(KlPenalty { kl: clamped(0.), ..penalty(1.) }))
+        .into_config(),
+    "kl.value_clamp: 0, must be positive"
+)]
+#[case(
+    AdvantagePipeline::remax()
+        .map_tokens(|t| {
+            let gradient = KlGradient::ImportanceWeighted { max: 1. };
+            t.kl_penalty = Some(KlPenalty { kl: Kl { gradient, ..Kl::default() }, ..penalty(1.) });
+        })
+        .into_config(),
+    "kl_penalty.kl.gradient: ImportanceWeighted"
+)]
+#[case(
+    AdvantagePipeline::remax()
+        .map_tokens(|t| {
+            t.baseline = TokenBaseline::OptimalToken(OptimalTokenBaseline {
+                epsilon: 0.,
+                ..OptimalTokenBaseline::default()
+            });
+        })
+        .into_config(),
+    "epsilon: 0, must be positive"
+)]
+fn configurations(#[case] config: AdvantageConfig, #[case] expected: &str) {
+    let text = message(config.validate());
+    assert!(text.starts_with(expected), "{text}");
+}
+
+trait IntoConfig {
+    fn into_config(self) -> AdvantageConfig;
+}
+
+impl IntoConfig for AdvantagePipeline {
+    fn into_config(self) -> AdvantageConfig {
+        AdvantageConfig::Pipeline(Box::new(self))
+    }
+}
+
+fn penalty(coef: f64) -> KlPenalty {
+    KlPenalty {
+        coef,
+        kl: Kl::default(),
+    }
+}
+
+fn clamped(value: f64) -> Kl {
+    Kl {
+        value_clamp: Some(value),
+        ..Kl::default()
+    }
+}
+
+#[test]
+fn the_default_configurations_are_valid() -> Result<()> {
+    AdvantageConfig::default().validate()?;
+    AdvantageConfig::Pipeline(Box::new(AdvantagePipeline::gdpo())).validate()?;
+    RewardShaping::default().validate()?;
+    TokenShaping::default().validate()
+}
+
+#[rstest]
+#[case(RewardShaping { clip: Some(-1.), ..Default::default() }, "clip: -1, must be positive")]
+#[case(
+    RewardShaping { clip: Some(1.), clip_range: Some([0., 1.]), ..Default::default() },
+    "clip and clip_range: both given"
+)]
+#[case(RewardShaping { clip_range: Some([1., 1.]), ..Default::default() }, "clip_range: [1, 1], must be")]
+#[case(RewardShaping { scale: f64::INFINITY, ..Default::default() }, "scale: inf, must be finite")]
+#[case(
+    RewardShaping { reward_weights: Some(vec![f64::INFINITY]), ..Default::default() },
+    "reward_weights: weight 0 is inf"
+)]
+#[case(
+    RewardShaping { norm: RewardNorm { ddof: 2, ..Default::default() }, ..Default::default() },
+    "norm.ddof: 2, must be 0 or 1"
+)]
+fn shapings(#[case] shaping: RewardShaping, #[case] expected: &str) {
+    let text = message(shaping.validate());
+    assert!(text.starts_with(expected), "{text}");
+}
+
+#[test]
+fn an_overlong_penalty_is_checked_without_lengths() {
+    let penalty = OverlongPenalty {
+        max_length: 8,
+        buffer: 9,
+        factor: 1.,
+    };
+    assert!(message(penalty.validate()).starts_with("buffer: 9, must be from 1 to max_length, 8"));
 }
 
 #[test]
