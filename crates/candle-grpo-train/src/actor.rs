@@ -86,6 +86,7 @@ impl Actor {
         batch: &TrainingBatch,
         totals: &StepTotals,
     ) -> Result<MetricValues> {
+        batch.dims()?;
         let now = response_log_probs(&self.training, &batch.tokens, self.config.temperature)?;
         let mut inputs = PolicyBatch::new(
             &now.log_probs,

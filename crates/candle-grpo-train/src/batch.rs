@@ -1,6 +1,6 @@
 //! Prompts and responses as tensors.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use candle_core::{Device, Tensor};
 
 use crate::Rollout;
@@ -64,18 +64,37 @@ impl TokenBatch {
         Self::new(&pairs, device)
     }
 
-    /// The number of sequences (B).
-    pub fn num_sequences(&self) -> usize {
-        self.targets.dims()[0]
-    }
-
-    /// The length of the longest response (T).
-    pub fn response_width(&self) -> usize {
-        self.targets.dims()[1]
+    /// The number of sequences (B) and the length of the longest response (T).
+    ///
+    /// Errs, with the name of the field, if the shapes do not belong together.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        let &[b, t] = self.targets.dims() else {
+            bail!("targets: shape {:?}, must be [B, T]", self.targets.dims());
+        };
+        ensure!(
+            b > 0 && t > 0,
+            "targets: shape [{b}, {t}], must have at least one sequence and one token"
+        );
+        ensure_dims("response_mask", &self.response_mask, &[b, t])?;
+        match *self.input_ids.dims() {
+            [rows, width] if rows == b && width >= t => {
+                ensure_dims("attention_mask", &self.attention_mask, &[b, width])?;
+            }
+            _ => bail!(
+                "input_ids: shape {:?}, must be [{b}, P + T - 1] with P at least 1 and T {t}",
+                self.input_ids.dims()
+            ),
+        }
+        Ok((b, t))
     }
 
     /// `len` sequences from `start` on.
     pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
+        let (b, _) = self.dims()?;
+        ensure!(
+            len > 0 && start < b && len <= b - start,
+            "sequences: {len} from {start} on, there are {b}"
+        );
         let rows = |x: &Tensor| x.narrow(0, start, len)?.contiguous();
         Ok(Self {
             input_ids: rows(&self.input_ids)?,
@@ -101,10 +120,31 @@ pub struct TrainingBatch {
 }
 
 impl TrainingBatch {
+    /// The number of sequences (B) and the length of the longest response (T).
+    ///
+    /// Errs, with the name of the field, if the shapes do not belong together.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        let (b, t) = self.tokens.dims()?;
+        let advantages = self.advantages.dims();
+        ensure!(
+            advantages == [b] || advantages == [b, t],
+            "advantages: shape {advantages:?}, must be [{b}] or [{b}, {t}]"
+        );
+        for (name, log_probs) in [
+            ("old_log_probs", &self.old_log_probs),
+            ("ref_log_probs", &self.ref_log_probs),
+        ] {
+            if let Some(log_probs) = log_probs {
+                ensure_dims(name, log_probs, &[b, t])?;
+            }
+        }
+        Ok((b, t))
+    }
+
     /// The batch in pieces of `size` sequences; the last one may be smaller.
     pub fn split(&self, size: usize) -> Result<Vec<Self>> {
         ensure!(size > 0, "micro_batch_size: 0, must be at least 1");
-        let total = self.tokens.num_sequences();
+        let (total, _) = self.dims()?;
         (0..total)
             .step_by(size)
             .map(|start| {
@@ -119,6 +159,15 @@ impl TrainingBatch {
             })
             .collect()
     }
+}
+
+fn ensure_dims(name: &str, x: &Tensor, dims: &[usize]) -> Result<()> {
+    ensure!(
+        x.dims() == dims,
+        "{name}: shape {:?}, must be {dims:?}",
+        x.dims()
+    );
+    Ok(())
 }
 
 /// The log-probs that the sampler recorded, f32 `[B, T]`, 0 where there is no token.
@@ -152,7 +201,7 @@ mod tests {
         );
         assert_eq!(rows(&batch.targets), [[4, 0, 0], [6, 7, 8]]);
         assert_eq!(rows(&batch.response_mask), [[1, 0, 0], [1, 1, 1]]);
-        assert_eq!((batch.num_sequences(), batch.response_width()), (2, 3));
+        assert_eq!(batch.dims().unwrap(), (2, 3));
     }
 
     #[test]
@@ -170,6 +219,53 @@ mod tests {
         assert_eq!(pieces[1].advantages.to_vec1::<f32>().unwrap(), [2.5]);
         let error = batch.split(0).unwrap_err().to_string();
         assert_eq!(error, "micro_batch_size: 0, must be at least 1");
+    }
+
+    fn three() -> TrainingBatch {
+        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
+        TrainingBatch {
+            tokens: TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
+            advantages: Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+            old_log_probs: None,
+            ref_log_probs: None,
+        }
+    }
+
+    fn shaped(dims: &[usize]) -> Tensor {
+        Tensor::ones(dims, candle_core::DType::U32, &Device::Cpu).unwrap()
+    }
+
+    #[rstest::rstest]
+    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[3]), "targets: shape [3], must be [B, T]")]
+    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[]), "targets: shape [], must be [B, T]")]
+    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[3, 0]), "targets: shape [3, 0], must have")]
+    #[case(|b: &mut TrainingBatch| b.tokens.response_mask = shaped(&[3, 1]), "response_mask: shape [3, 1], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[3, 1]), "input_ids: shape [3, 1], must be [3, P")]
+    #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[2, 2]), "input_ids: shape [2, 2], must be [3, P")]
+    #[case(|b: &mut TrainingBatch| b.tokens.attention_mask = shaped(&[3, 3]), "attention_mask: shape [3, 3], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.advantages = shaped(&[2]), "advantages: shape [2], must be [3] or [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.old_log_probs = Some(shaped(&[3])), "old_log_probs: shape [3], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.ref_log_probs = Some(shaped(&[2, 2])), "ref_log_probs: shape [2, 2], must be [3, 2]")]
+    fn shapes_that_do_not_belong_together_are_named(
+        #[case] spoil: fn(&mut TrainingBatch),
+        #[case] words: &str,
+    ) {
+        let mut batch = three();
+        spoil(&mut batch);
+        let error = batch.split(2).unwrap_err().to_string();
+        assert!(error.starts_with(words), "{error}");
+    }
+
+    #[test]
+    fn sequences_that_are_not_there_are_an_error() {
+        let tokens = three().tokens;
+        for (start, len) in [(3, 1), (2, 2), (1, 0), (1, usize::MAX)] {
+            let error = tokens.narrow(start, len).unwrap_err().to_string();
+            assert_eq!(
+                error,
+                format!("sequences: {len} from {start} on, there are 3")
+            );
+        }
     }
 
     #[test]

@@ -14,8 +14,9 @@ pub(crate) fn response_log_probs(
     batch: &TokenBatch,
     temperature: f64,
 ) -> Result<TokenLogProbs> {
+    let (_, t) = batch.dims()?;
     let hidden = decoder.hidden_states(&batch.input_ids, &batch.attention_mask, None)?;
-    let t = batch.response_width();
+    // Not negative, as the inputs are at least as wide as the targets.
     let predicting = hidden.narrow(1, hidden.dim(1)? - t, t)?.contiguous()?;
     let logits = decoder.logits(&predicting)?;
     Ok(token_log_probs(&logits, &batch.targets, temperature)?)

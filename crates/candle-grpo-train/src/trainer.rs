@@ -150,7 +150,7 @@ impl Trainer {
         let device = self.actor.parameters().device();
         let tokens = TokenBatch::from_rollouts(rollouts, device)?;
         let in_pieces = |log_probs: &dyn Fn(&TokenBatch) -> Result<Tensor>| -> Result<Tensor> {
-            let total = tokens.num_sequences();
+            let (total, _) = tokens.dims()?;
             let size = self.config.micro_batch_size;
             let pieces = (0..total)
                 .step_by(size)

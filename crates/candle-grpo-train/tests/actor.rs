@@ -145,6 +145,28 @@ fn gradients_that_are_not_finite_change_nothing() {
 }
 
 #[test]
+fn shapes_that_do_not_belong_together_are_errors_that_name_them() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let good = batch(&actor);
+    let totals = StepTotals::to_host(&good.tokens.response_mask).unwrap();
+    let mut narrow = good.clone();
+    narrow.tokens.input_ids = narrow.tokens.input_ids.narrow(1, 0, 2).unwrap();
+    narrow.tokens.attention_mask = narrow.tokens.attention_mask.narrow(1, 0, 2).unwrap();
+    let mut flat = good.clone();
+    flat.tokens.targets = flat.tokens.targets.flatten_all().unwrap();
+    for (bad, name) in [(&narrow, "input_ids: "), (&flat, "targets: ")] {
+        let error = actor.forward_backward(bad, &totals).unwrap_err();
+        assert!(error.to_string().starts_with(name), "{error}");
+        let error = actor.log_probs(&bad.tokens).unwrap_err();
+        assert!(error.to_string().starts_with(name), "{error}");
+    }
+    let mut short = good.clone();
+    short.advantages = short.advantages.narrow(0, 0, 3).unwrap();
+    let error = actor.forward_backward(&short, &totals).unwrap_err();
+    assert!(error.to_string().starts_with("advantages: "), "{error}");
+}
+
+#[test]
 fn pieces_and_step_counts_of_nothing_are_errors() {
     let mut actor = actor(PolicyLoss::grpo());
     let batch = batch(&actor);
