@@ -242,6 +242,11 @@ impl Recipe {
 
     /// Checks the options and the combinations that the papers rule out; the error names the key and what it must be.
     pub fn validate(&self) -> Result<()> {
+        self.reward_shaping.validate()?;
+        if let Some(overlong) = &self.overlong {
+            overlong.validate()?;
+        }
+        self.advantage.validate()?;
         self.policy_loss.validate()?;
         let aggregation = self.policy_loss.aggregation;
         let weighs_by_tokens = matches!(

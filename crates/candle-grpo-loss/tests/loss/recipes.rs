@@ -1,7 +1,7 @@
 //! Whole recipes: valid, unchanged by a configuration file, and strict about what they are told.
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_core::{AdvantageBatch, AdvantageEstimator};
+use candle_grpo_core::{AdvantageBatch, AdvantageConfig, AdvantageEstimator, RewardShaping};
 use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
 use rstest::rstest;
 
@@ -89,6 +89,12 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     "policy_loss.aggregation: SeqMeanTokenMean with the advantage dr_grpo"
 )]
 #[case(Recipe { policy_loss: PolicyLoss::dr_grpo(0.), ..Recipe::grpo() }, "aggregation.length: 0")]
+#[case(Recipe { advantage: AdvantageConfig::Gae { gamma: 7., lambda: 0.9 }, ..Recipe::grpo() }, "gamma: 7")]
+#[case(
+    Recipe { reward_shaping: RewardShaping { clip: Some(-1.), ..Default::default() }, ..Recipe::grpo() },
+    "clip: -1"
+)]
+#[case(Recipe::dapo(100, 0), "buffer: 0")]
 fn forbidden_combinations(#[case] recipe: Recipe, #[case] expected: &str) {
     let got = message(recipe.validate());
     assert!(got.starts_with(expected), "{got}");
