@@ -61,7 +61,7 @@ impl Settings {
         let (default_steps, goal) = if short {
             (200, Goal::Rise(0.1))
         } else {
-            (1600, Goal::Accuracy(0.8))
+            (1400, Goal::Accuracy(0.8))
         };
         let steps = steps.unwrap_or(default_steps);
         Self {
