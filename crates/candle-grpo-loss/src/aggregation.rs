@@ -4,6 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::{Mask, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
+use crate::limits::check_positive;
 use crate::totals::StepTotals;
 
 /// The mean that is taken of the per-token losses x over the mask m. The names are those of verl and ROLL.
@@ -37,9 +38,7 @@ impl Aggregation {
     /// Checks the options; the error names the one that is wrong.
     pub fn validate(&self) -> Result<()> {
         match *self {
-            Self::SeqMeanTokenSumNorm { length } if !(length > 0. && length.is_finite()) => {
-                bail!("aggregation.length: {length}, must be positive and finite")
-            }
+            Self::SeqMeanTokenSumNorm { length } => check_positive("aggregation.length", length),
             _ => Ok(()),
         }
     }

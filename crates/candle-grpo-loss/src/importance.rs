@@ -49,6 +49,12 @@ impl ImportanceLevel {
     }
 }
 
+/// The k3 estimate of the KL of the policy that drew from the other one: `exp(d) - 1 - d` with d the log-ratio of the
+/// other one to it.
+pub(crate) fn k3(d: &Tensor) -> Result<Tensor> {
+    (d.exp()? - 1.)? - d
+}
+
 /// At each position of the mask the sum of `x` over its run of consecutive positions; `x` is 0 elsewhere.
 fn segment_sums(x: &Tensor, mask: &Mask) -> Result<Tensor> {
     let inside = mask.to_dtype(x.dtype())?;

@@ -4,6 +4,8 @@ use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::{Kl, KlGradient};
 use serde::{Deserialize, Serialize};
 
+use crate::limits::check_not_negative;
+
 /// Whether, and with which ratio, the estimate is multiplied, which makes its gradient unbiased for samples of the old
 /// policy (<https://arxiv.org/abs/2512.02556>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -48,9 +50,7 @@ impl KlLoss {
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
-        if !(self.coef >= 0. && self.coef.is_finite()) {
-            bail!("kl.coef: {}, must be at least 0 and finite", self.coef);
-        }
+        check_not_negative("kl.coef", self.coef)?;
         if self.bias_correction != BiasCorrection::Off && self.kl.gradient != KlGradient::Direct {
             bail!(
                 "kl.bias_correction: {:?} with the gradient {:?}, which is unbiased already; must be off, or the gradient direct",

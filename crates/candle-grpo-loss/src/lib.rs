@@ -18,6 +18,7 @@ mod aggregation;
 mod batch;
 mod importance;
 mod kl_loss;
+mod limits;
 mod linear_log_prob;
 mod log_prob;
 mod policy_loss;

@@ -3,6 +3,8 @@
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_grpo_core::result_dtype;
 
+use crate::limits::check_positive;
+
 /// What [`token_log_probs`] says of each position, all differentiable, in f32 (f64 for f64 logits).
 #[derive(Debug, Clone)]
 pub struct TokenLogProbs {
@@ -39,15 +41,15 @@ pub fn token_log_probs(
     targets: &Tensor,
     temperature: f64,
 ) -> Result<TokenLogProbs> {
-    if !(temperature > 0. && temperature.is_finite()) {
-        bail!("temperature: {temperature}, must be positive and finite");
-    }
+    check_positive("temperature", temperature)?;
     let targets = check_targets(logits, targets)?;
     let dtype = result_dtype(logits.dtype());
     let z = (logits.to_dtype(dtype)? / temperature)?;
-    let largest = z.detach().max_keepdim(D::Minus1)?;
-    let weights = z.broadcast_sub(&largest)?.exp()?;
-    let total = weights.sum_keepdim(D::Minus1)?;
+    let Weights {
+        weights,
+        total,
+        largest,
+    } = Weights::of(&z)?;
     let log_sum_exp = (total.log()? + &largest)?;
     let target_logits = z.gather(&targets.unsqueeze(D::Minus1)?, D::Minus1)?;
     let inside = z.detach().ne(f64::NEG_INFINITY)?;
@@ -63,17 +65,32 @@ pub fn token_log_probs(
 /// The sum over the vocabulary of the squared probabilities of `softmax(logits / temperature)`: `[.., V]` to `[..]`.
 /// The optimal token baseline needs it.
 pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor> {
-    if !(temperature > 0. && temperature.is_finite()) {
-        bail!("temperature: {temperature}, must be positive and finite");
-    }
+    check_positive("temperature", temperature)?;
     if logits.rank() == 0 || logits.elem_count() == 0 {
         bail!("logits: shape {:?}, must be [.., V]", logits.dims());
     }
     let z = (logits.to_dtype(result_dtype(logits.dtype()))? / temperature)?;
-    let largest = z.detach().max_keepdim(D::Minus1)?;
-    let weights = z.broadcast_sub(&largest)?.exp()?;
-    let total = weights.sum_keepdim(D::Minus1)?;
+    let Weights { weights, total, .. } = Weights::of(&z)?;
     weights.broadcast_div(&total)?.sqr()?.sum(D::Minus1)
+}
+
+/// The softmax before it is divided by its sum, relative to the largest logit so that nothing overflows.
+struct Weights {
+    weights: Tensor,
+    total: Tensor,
+    largest: Tensor,
+}
+
+impl Weights {
+    fn of(z: &Tensor) -> Result<Self> {
+        let largest = z.detach().max_keepdim(D::Minus1)?;
+        let weights = z.broadcast_sub(&largest)?.exp()?;
+        Ok(Self {
+            total: weights.sum_keepdim(D::Minus1)?,
+            weights,
+            largest,
+        })
+    }
 }
 
 fn check_targets(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {

@@ -6,8 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
 use crate::batch::{OldPolicy, PolicyBatch, over_tokens};
-use crate::importance::ImportanceLevel;
+use crate::importance::{ImportanceLevel, k3};
 use crate::kl_loss::KlLoss;
+use crate::limits::{check_not_negative, check_positive};
 use crate::positive_nll::PositiveNll;
 use crate::rollout_correction::RolloutCorrection;
 use crate::surrogate::{Surrogate, SurrogateInputs};
@@ -145,19 +146,11 @@ pub struct TokenTerms {
 impl PolicyLoss {
     /// Checks the options and their combination; the error names what is wrong.
     pub fn validate(&self) -> Result<()> {
-        if let Some(c) = self.log_ratio_clamp
-            && !(c > 0. && c.is_finite())
-        {
-            bail!("log_ratio_clamp: {c}, must be positive and finite");
+        if let Some(c) = self.log_ratio_clamp {
+            check_positive("log_ratio_clamp", c)?;
         }
-        for (name, x) in [
-            ("loss_coef", self.loss_coef),
-            ("entropy_coef", self.entropy_coef),
-        ] {
-            if !(x >= 0. && x.is_finite()) {
-                bail!("{name}: {x}, must be at least 0 and finite");
-            }
-        }
+        check_not_negative("loss_coef", self.loss_coef)?;
+        check_not_negative("entropy_coef", self.entropy_coef)?;
         if let Some(x) = self.off_policy_threshold
             && !x.is_finite()
         {
@@ -451,7 +444,7 @@ impl Inputs {
         metrics.push_masked_mean("approx_kl", &d.neg()?, mask)?;
         metrics.push_masked_mean("approx_kl_abs", &d.abs()?, mask)?;
         metrics.push_masked_mean("approx_kl_k2", &(d.sqr()? * 0.5)?, mask)?;
-        let k3 = ((d.exp()? - 1.)? - &d)?;
+        let k3 = k3(&d)?;
         metrics.push_masked_mean("approx_kl_k3", &k3, mask)?;
         metrics.push_masked_max("approx_kl_k3_max", &k3, mask)?;
         metrics.push_masked_mean("log_prob", &self.log_probs, mask)?;

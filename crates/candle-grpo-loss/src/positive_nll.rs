@@ -4,6 +4,8 @@ use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::{Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
+use crate::limits::check_not_negative;
+
 /// `-coef * log_prob` on the tokens of samples whose score is above a threshold, added to the policy and KL terms with the
 /// same denominators (VAPO, <https://arxiv.org/abs/2504.05118>).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -18,12 +20,7 @@ pub struct PositiveNll {
 
 impl PositiveNll {
     pub(crate) fn validate(&self) -> Result<()> {
-        if !(self.coef >= 0. && self.coef.is_finite()) {
-            bail!(
-                "positive_nll.coef: {}, must be at least 0 and finite",
-                self.coef
-            );
-        }
+        check_not_negative("positive_nll.coef", self.coef)?;
         if !self.score_above.is_finite() {
             bail!(
                 "positive_nll.score_above: {}, must be finite",

@@ -4,7 +4,8 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use candle_grpo_core::{Mask, Metrics, result_dtype};
 use serde::{Deserialize, Serialize};
 
-use crate::importance::ImportanceLevel;
+use crate::importance::{ImportanceLevel, k3};
+use crate::limits::check_positive;
 
 /// Corrects for the difference between the policy that sampled and the old policy as the trainer sees it, with
 /// `d = old_log_probs - rollout_log_probs`.
@@ -171,10 +172,8 @@ pub struct Corrected {
 impl RolloutCorrection {
     /// Checks the options; the error names the one that is wrong.
     pub fn validate(&self) -> Result<()> {
-        if let Some(c) = self.log_ratio_clamp
-            && !(c > 0. && c.is_finite())
-        {
-            bail!("rollout_correction.log_ratio_clamp: {c}, must be positive and finite");
+        if let Some(c) = self.log_ratio_clamp {
+            check_positive("rollout_correction.log_ratio_clamp", c)?;
         }
         if let Some(weight) = &self.weight {
             if weight.min.is_some_and(|x| !(x >= 0. && x.is_finite()))
@@ -312,10 +311,6 @@ impl RolloutFilter {
         }
         passes.to_dtype(DType::U8)
     }
-}
-
-fn k3(d: &Tensor) -> Result<Tensor> {
-    (d.exp()? - 1.)? - d
 }
 
 fn check_order(name: &str, min: Option<f64>, max: Option<f64>) -> Result<()> {

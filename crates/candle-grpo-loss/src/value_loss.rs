@@ -5,6 +5,7 @@ use candle_grpo_core::{Mask, Metrics, result_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
+use crate::limits::check_positive;
 use crate::totals::StepTotals;
 
 /// `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2` for each token, with V the value and R the return
@@ -52,9 +53,7 @@ impl ValueLoss {
         let mut per_token = (&values - &returns)?.sqr()?;
         let mut metrics = Metrics::new();
         if let Some(clip) = self.clip {
-            if !(clip > 0. && clip.is_finite()) {
-                bail!("value_loss.clip: {clip}, must be positive and finite");
-            }
+            check_positive("value_loss.clip", clip)?;
             let Some(old) = old_values else {
                 bail!("old_values: absent, a clipped value loss needs them");
             };

@@ -6,6 +6,7 @@ use candle_grpo_core::Mask;
 use candle_grpo_loss::{TokenLogProbs, linear_token_log_probs};
 
 use crate::case::{Case, Outputs, Ran};
+use crate::log_prob;
 use crate::policy_loss::{Results, Tensors, trl};
 
 /// The output layer of a case.
@@ -55,15 +56,7 @@ pub(crate) fn log_prob(case: &Case) -> Result<Ran> {
         .ignore(&["batch", "bias", "dtype", "chunk_size"]);
     let layer = Layer::read(case)?;
     let tokens = layer.log_probs(case)?;
-    let mut loss = (&tokens.log_probs * case.input("upstream_log_prob")?)?.sum_all()?;
-    if let Some(upstream) = case.optional("upstream_entropy") {
-        loss = (loss + (&tokens.entropy * upstream)?.sum_all()?)?;
-    }
-    Ok(Ok(Outputs::default()
-        .out("log_prob", &tokens.log_probs)
-        .out("entropy", &tokens.entropy)
-        .out("lse", &tokens.log_sum_exp)
-        .gradients(&loss, &layer.variables())?))
+    log_prob::outputs(case, &tokens, &layer.variables())
 }
 
 pub(crate) fn grpo_loss(case: &Case) -> Result<Ran> {

@@ -1,7 +1,8 @@
 //! `log_prob`: log-probs, entropies and log-sum-exps of logits.
 
 use anyhow::{Result, ensure};
-use candle_grpo_loss::{sum_of_squared_probs, token_log_probs};
+use candle_core::Var;
+use candle_grpo_loss::{TokenLogProbs, sum_of_squared_probs, token_log_probs};
 
 use crate::case::{Case, Outputs, Ran};
 
@@ -20,6 +21,15 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
         "unknown variant"
     );
     let tokens = token_log_probs(&logits, &case.input("targets")?, temperature)?;
+    outputs(case, &tokens, &[("logits", &logits)])
+}
+
+/// What was asked for, and the gradients of the sum weighted by the upstreams.
+pub(crate) fn outputs(
+    case: &Case,
+    tokens: &TokenLogProbs,
+    variables: &[(&str, &Var)],
+) -> Result<Ran> {
     let mut loss = (&tokens.log_probs * case.input("upstream_log_prob")?)?.sum_all()?;
     if let Some(upstream) = case.optional("upstream_entropy") {
         loss = (loss + (&tokens.entropy * upstream)?.sum_all()?)?;
@@ -28,5 +38,5 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
         .out("log_prob", &tokens.log_probs)
         .out("entropy", &tokens.entropy)
         .out("lse", &tokens.log_sum_exp)
-        .gradients(&loss, &[("logits", &logits)])?))
+        .gradients(&loss, variables)?))
 }

@@ -4,6 +4,7 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{SurrogateInputs, TokenLosses, both, either};
+use crate::limits::{check_not_negative, check_positive};
 
 /// `-min(r A, clip(r, 1 - low, 1 + high) A)` with r the ratio and A the advantage
 /// (PPO, <https://arxiv.org/abs/1707.06347>).
@@ -50,9 +51,7 @@ impl Clip {
         if !(0. ..=1.).contains(&self.low) {
             bail!("clip.low: {}, must be from 0 to 1", self.low);
         }
-        if !(self.high >= 0. && self.high.is_finite()) {
-            bail!("clip.high: {}, must be at least 0 and finite", self.high);
-        }
+        check_not_negative("clip.high", self.high)?;
         if let Some(c) = self.dual_clip
             && !(c > 1. + self.high && c.is_finite())
         {
@@ -61,12 +60,10 @@ impl Clip {
                 1. + self.high
             );
         }
-        if let Some(delta) = self.delta
-            && !(delta > 0. && delta.is_finite())
-        {
-            bail!("clip.delta: {delta}, must be positive and finite");
+        match self.delta {
+            Some(delta) => check_positive("clip.delta", delta),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {

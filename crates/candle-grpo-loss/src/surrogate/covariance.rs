@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{Clip, SurrogateInputs, TokenLosses, check_not_negative, not};
+use super::{Clip, SurrogateInputs, TokenLosses, not};
+use crate::limits::check_not_negative;
 
 /// The clip, with the loss of some tokens of high covariance set to 0
 /// (Clip-Cov, <https://arxiv.org/abs/2505.22617>).

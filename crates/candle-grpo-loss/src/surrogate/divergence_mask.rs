@@ -3,10 +3,8 @@
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{
-    SurrogateInputs, TokenLosses, both, check_not_negative, check_positive, either, not,
-    weighted_policy_gradient,
-};
+use super::{SurrogateInputs, TokenLosses, both, either, not, weighted_policy_gradient};
+use crate::limits::{check_not_negative, check_positive};
 
 /// How far the probability of the sampled token has moved, from q under the old policy to p.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

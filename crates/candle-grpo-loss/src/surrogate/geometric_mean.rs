@@ -3,7 +3,8 @@
 use candle_core::{D, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, both, check_not_negative, either};
+use super::{SurrogateInputs, TokenLosses, both, either};
+use crate::limits::check_not_negative;
 
 /// `-A_i exp(mean_t d~)` for each sequence, with `d~` the log-ratio of a token clipped to `[-low, high]` where that makes
 /// the loss larger, and `A_i` the mean advantage of the sequence (GMPO, <https://arxiv.org/abs/2507.20673>).

@@ -196,19 +196,3 @@ fn by_sign(advantages: &Tensor, positive: f64, other: f64) -> Result<Tensor> {
 fn weighted_policy_gradient(inputs: &SurrogateInputs, weight: &Tensor) -> Result<Tensor> {
     ((weight.detach() * inputs.advantages)? * inputs.log_probs)?.neg()
 }
-
-/// An error that names `name` unless `x` is positive and finite.
-fn check_positive(name: &str, x: f64) -> Result<()> {
-    if !(x > 0. && x.is_finite()) {
-        bail!("{name}: {x}, must be positive and finite");
-    }
-    Ok(())
-}
-
-/// An error that names `name` unless `x` is at least 0 and finite.
-fn check_not_negative(name: &str, x: f64) -> Result<()> {
-    if !(x >= 0. && x.is_finite()) {
-        bail!("{name}: {x}, must be at least 0 and finite");
-    }
-    Ok(())
-}

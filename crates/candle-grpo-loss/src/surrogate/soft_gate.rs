@@ -3,7 +3,8 @@
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, by_sign, check_positive};
+use super::{SurrogateInputs, TokenLosses, by_sign};
+use crate::limits::check_positive;
 
 /// `-A (4 / tau) sigmoid(tau (r - 1))` with tau by the sign of the advantage (SAPO, <https://arxiv.org/abs/2511.20347>):
 /// at a ratio of 1 the gradient is that of the policy gradient, and it fades on both sides.

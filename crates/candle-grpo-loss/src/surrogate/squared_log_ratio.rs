@@ -3,7 +3,8 @@
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, check_not_negative};
+use super::{SurrogateInputs, TokenLosses};
+use crate::limits::check_not_negative;
 
 /// `-A log_prob + (coef / 2) d^2` with d the log-ratio: the policy gradient, held back by a penalty instead of a clip
 /// (Kimi k1.5, <https://arxiv.org/abs/2501.12599>, which calls the coefficient tau; DRO,

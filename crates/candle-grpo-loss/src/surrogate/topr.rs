@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, check_not_negative, weighted_policy_gradient};
+use super::{SurrogateInputs, TokenLosses, weighted_policy_gradient};
+use crate::limits::check_not_negative;
 
 /// Which samples count as positive.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

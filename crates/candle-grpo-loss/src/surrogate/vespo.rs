@@ -3,10 +3,8 @@
 use candle_core::{D, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{
-    SurrogateInputs, TokenLosses, by_sign, check_not_negative, check_positive,
-    weighted_policy_gradient,
-};
+use super::{SurrogateInputs, TokenLosses, by_sign, weighted_policy_gradient};
+use crate::limits::{check_not_negative, check_positive};
 
 /// `-phi(W) A log_prob` with the constant `phi(W) = exp(lambda + k log W - lambda W)`, where W is the ratio of the
 /// sequence, a product of the ratios of its tokens (VESPO, <https://arxiv.org/abs/2602.10693>). `phi(1) = 1`, and it goes
