@@ -1,0 +1,82 @@
+//! Checks of arguments that several operators have.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// Errs unless `value` is positive and finite.
+pub(crate) fn positive(name: &str, value: f64) -> Result<()> {
+    if value > 0.0 && value.is_finite() {
+        Ok(())
+    } else {
+        bail!("{name}: {value}, must be positive and finite")
+    }
+}
+
+/// Errs unless `x` is of a float dtype.
+pub(crate) fn float(name: &str, x: &Tensor) -> Result<()> {
+    if x.dtype().is_float() {
+        Ok(())
+    } else {
+        bail!("{name}: {:?}, must be of a float dtype", x.dtype())
+    }
+}
+
+/// Errs unless the tensors are on one device; each is given with its name.
+pub(crate) fn same_device(tensors: &[(&str, &Tensor)]) -> Result<()> {
+    if let Some(((first_name, first), rest)) = tensors.split_first() {
+        for (name, tensor) in rest {
+            if !tensor.device().same_device(first.device()) {
+                bail!(
+                    "{name}: on {:?}, must be on the device of {first_name}, {:?}",
+                    tensor.device().location(),
+                    first.device().location()
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A mask of `outer` shape in any dtype as contiguous u8 `[N]`, 1 where it is not 0.
+pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
+    if mask.dims() != outer {
+        bail!(
+            "mask: shape {:?}, must be that of targets, {outer:?}",
+            mask.dims()
+        );
+    }
+    mask.detach().flatten_all()?.ne(0f64)?.contiguous()
+}
+
+/// Token ids of `outer` shape, integers below `vocab`, as contiguous u32 `[N]`. Where `mask` (`[N]` of u8) is 0 an id
+/// may be anything. On the CPU ids are checked; on a GPU that would be a transfer.
+pub(crate) fn targets(
+    targets: &Tensor,
+    outer: &[usize],
+    vocab: usize,
+    mask: Option<&Tensor>,
+) -> Result<Tensor> {
+    if !targets.dtype().is_int() {
+        bail!(
+            "targets: {:?}, must be of an integer dtype",
+            targets.dtype()
+        );
+    }
+    if targets.dims() != outer {
+        bail!(
+            "targets: shape {:?}, must be that of logits without the last dimension, {outer:?}",
+            targets.dims()
+        );
+    }
+    let flat = targets.detach().flatten_all()?;
+    if matches!(targets.device(), Device::Cpu) {
+        let ids = flat.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+        let mask = mask.map(Tensor::to_vec1::<u8>).transpose()?;
+        for (row, &id) in ids.iter().enumerate() {
+            let kept = mask.as_ref().is_none_or(|mask| mask[row] != 0);
+            if kept && !(0..vocab as i64).contains(&id) {
+                bail!("targets: token id {id} is out of range for logits of {vocab} tokens");
+            }
+        }
+    }
+    flat.to_dtype(DType::U32)?.contiguous()
+}

@@ -1,0 +1,55 @@
+//! The composed twin of [`log_prob`](crate::log_prob).
+
+use candle_core::{D, Result, Tensor};
+
+use crate::log_prob::{Arguments, LogProbOptions, TokenLogProbs};
+use crate::precision::arithmetic_dtype;
+
+/// [`log_prob`](crate::log_prob) in plain Candle operations. The gradient always has memory of its own.
+pub fn log_prob(
+    logits: &Tensor,
+    targets: &Tensor,
+    temperature: f64,
+    options: LogProbOptions,
+) -> Result<TokenLogProbs> {
+    rows(&Arguments::new(logits, targets, temperature, options)?)
+}
+
+pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
+    let z = arguments
+        .logits
+        .to_dtype(arithmetic_dtype(arguments.logits.dtype()))?;
+    let (z, targets) = match &arguments.mask {
+        None => (z, arguments.targets.clone()),
+        // What is dropped must not reach the arithmetic: 0 times NaN is NaN.
+        Some(mask) => (
+            mask.unsqueeze(1)?
+                .broadcast_as(z.shape())?
+                .where_cond(&z, &z.zeros_like()?)?,
+            mask.where_cond(&arguments.targets, &arguments.targets.zeros_like()?)?,
+        ),
+    };
+    let z = (z / arguments.temperature)?;
+    // Relative to the largest logit, so that nothing overflows.
+    let largest = z.detach().max_keepdim(D::Minus1)?;
+    let weights = z.broadcast_sub(&largest)?.exp()?;
+    let total = weights.sum_keepdim(D::Minus1)?;
+    let log_sum_exp = (total.log()? + &largest)?;
+    let target_logits = z.gather(&targets.unsqueeze(1)?, D::Minus1)?;
+    let inside = z.detach().ne(f64::NEG_INFINITY)?;
+    let finite_z = inside.where_cond(&z, &z.zeros_like()?)?;
+    let mean_logit = ((weights * finite_z)?.sum_keepdim(D::Minus1)? / &total)?;
+    let finish = |x: Tensor| {
+        let x = x.squeeze(1)?;
+        let x = match &arguments.mask {
+            None => x,
+            Some(mask) => mask.where_cond(&x, &x.zeros_like()?)?,
+        };
+        x.reshape(arguments.outer.as_slice())
+    };
+    Ok(TokenLogProbs {
+        log_probs: finish((target_logits - &log_sum_exp)?)?,
+        entropy: finish((&log_sum_exp - mean_logit)?)?,
+        log_sum_exp: finish(log_sum_exp)?,
+    })
+}

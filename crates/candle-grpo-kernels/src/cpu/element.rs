@@ -1,0 +1,74 @@
+//! The float dtypes that the fused paths read and write; they compute in f32.
+
+use std::mem::MaybeUninit;
+
+use candle_core::WithDType;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// A float of up to 32 bits.
+pub(crate) trait Element: WithDType + Sync {
+    /// `source` in f32, in `buffer` unless it is f32 already. They have the same length.
+    fn widened<'a>(source: &'a [Self], buffer: &'a mut [f32]) -> &'a [f32] {
+        Self::widen(source, buffer);
+        buffer
+    }
+
+    /// Copies `source` to `target`, of the same length.
+    fn widen(source: &[Self], target: &mut [f32]);
+
+    /// The nearest value of this dtype.
+    fn nearest(value: f32) -> Self;
+
+    /// Writes `source` to `target`, of the same length.
+    #[inline(always)]
+    fn write(source: &[f32], target: &mut [MaybeUninit<Self>]) {
+        for (target, &value) in target.iter_mut().zip(source) {
+            target.write(Self::nearest(value));
+        }
+    }
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn widened<'a>(source: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
+        source
+    }
+
+    #[inline(always)]
+    fn widen(source: &[Self], target: &mut [f32]) {
+        target.copy_from_slice(source);
+    }
+
+    #[inline(always)]
+    fn nearest(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn widen(source: &[Self], target: &mut [f32]) {
+        // The upper half of an f32, so a shift: the compiler vectorises this.
+        for (target, value) in target.iter_mut().zip(source) {
+            *target = f32::from_bits(u32::from(value.to_bits()) << 16);
+        }
+    }
+
+    #[inline(always)]
+    fn nearest(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}
+
+impl Element for f16 {
+    #[inline(always)]
+    fn widen(source: &[Self], target: &mut [f32]) {
+        source.convert_to_f32_slice(target);
+    }
+
+    #[inline(always)]
+    fn nearest(value: f32) -> Self {
+        Self::from_f32(value)
+    }
+}

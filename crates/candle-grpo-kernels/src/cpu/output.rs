@@ -1,0 +1,23 @@
+//! Memory for results.
+
+use std::mem::{ManuallyDrop, MaybeUninit};
+
+/// A vector of `len` elements that `fill` writes, without a pass that would only set them to 0.
+///
+/// # Safety
+///
+/// `fill` must write every element.
+#[allow(unsafe_code)]
+pub(crate) unsafe fn filled<T: Copy>(
+    len: usize,
+    fill: impl FnOnce(&mut [MaybeUninit<T>]),
+) -> Vec<T> {
+    let mut memory = Vec::<MaybeUninit<T>>::with_capacity(len);
+    // SAFETY: the capacity is `len`, and uninitialised memory is a valid `MaybeUninit`.
+    unsafe { memory.set_len(len) };
+    fill(&mut memory);
+    let mut memory = ManuallyDrop::new(memory);
+    // SAFETY: `MaybeUninit<T>` has the layout of `T`, the parts are those of one vector that is not dropped, and the
+    // caller says that every element is written.
+    unsafe { Vec::from_raw_parts(memory.as_mut_ptr().cast(), len, memory.capacity()) }
+}

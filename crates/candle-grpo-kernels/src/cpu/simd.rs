@@ -1,0 +1,57 @@
+//! Arithmetic on vectors of the width that the processor has.
+
+use pulp::Simd;
+
+/// Rows are worked on in blocks of this many elements, which stay in the first cache. A multiple of every vector width.
+pub(crate) const BLOCK: usize = 1024;
+
+/// The widest vector has this many lanes: a padded block is a multiple of it long.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// Below this, `exp` in f32 is less than the smallest normal number and is taken as 0.
+pub(crate) const EXP_UNDERFLOW: f32 = -87.336;
+
+/// `exp(x)` for x up to 88, with a relative error of about 1e-7; 0 below [`EXP_UNDERFLOW`], NaN for NaN.
+///
+/// `exp(x) = 2^n exp(r)` with n the integer nearest to x / ln 2 and |r| at most ln 2 / 2, where `exp(r)` is a polynomial
+/// of degree 6, interpolated at Chebyshev nodes (relative error 2.4e-8).
+#[inline(always)]
+pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    // Adding 1.5 * 2^23 leaves an integer in the lower bits of the significand, rounded.
+    const SHIFT: f32 = 12_582_912.0;
+    // ln 2 in two parts: n times the first is exact.
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    const COEFFICIENTS: [f32; 5] = [
+        1.484_662_9e-3,
+        8.363_203e-3,
+        4.165_272e-2,
+        0.166_665_77,
+        0.500_000_4,
+    ];
+    let constant = |value| simd.splat_f32s(value);
+
+    let shifted = simd.mul_add_e_f32s(x, constant(std::f32::consts::LOG2_E), constant(SHIFT));
+    let n = simd.sub_f32s(shifted, constant(SHIFT));
+    let r = simd.mul_add_e_f32s(n, constant(-LN_2_HIGH), x);
+    let r = simd.mul_add_e_f32s(n, constant(-LN_2_LOW), r);
+    let mut polynomial = constant(COEFFICIENTS[0]);
+    for &coefficient in &COEFFICIENTS[1..] {
+        polynomial = simd.mul_add_e_f32s(polynomial, r, constant(coefficient));
+    }
+    let polynomial = simd.mul_add_e_f32s(polynomial, simd.mul_f32s(r, r), r);
+    let polynomial = simd.add_f32s(polynomial, constant(1.0));
+    // 2^n: the integer moves to the exponent, whose bias is 127.
+    let exponent =
+        simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    let power = simd.transmute_f32s_u32s(simd.add_u32s(exponent, simd.splat_u32s(127 << 23)));
+    let underflow = simd.less_than_f32s(x, constant(EXP_UNDERFLOW));
+    simd.select_f32s(underflow, constant(0.0), simd.mul_f32s(polynomial, power))
+}
+
+/// `x`, at least `bound`; NaN stays.
+#[inline(always)]
+pub(crate) fn at_least<S: Simd>(simd: S, x: S::f32s, bound: f32) -> S::f32s {
+    let bound = simd.splat_f32s(bound);
+    simd.select_f32s(simd.less_than_f32s(x, bound), bound, x)
+}

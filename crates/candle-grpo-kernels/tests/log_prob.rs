@@ -1,0 +1,342 @@
+//! `log_prob` against its composed twin in f64, and what it promises about masks, memory and infinities.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob};
+use proptest::prelude::*;
+use rstest::rstest;
+
+/// Numbers without a pattern, in [-1, 1).
+fn noise(len: usize, seed: u64) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+        })
+        .collect()
+}
+
+fn tensor(values: Vec<f64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
+}
+
+fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
+}
+
+fn assert_close(actual: &[f64], expected: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(actual.len(), expected.len(), "{what}");
+    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
+        assert!(
+            (a - e).abs() <= tolerance * (1.0 + e.abs()),
+            "{what}[{index}]: {a}, expected {e}"
+        );
+    }
+}
+
+/// A scalar to which all three results contribute, with another weight at each position.
+fn score(tokens: &TokenLogProbs) -> Result<Tensor> {
+    let weights = |seed| {
+        tensor(
+            noise(tokens.log_probs.elem_count(), seed),
+            tokens.log_probs.dims(),
+            DType::F64,
+        )?
+        .to_dtype(tokens.log_probs.dtype())
+    };
+    let log_probs = (&tokens.log_probs * weights(1)?)?.sum_all()?;
+    let entropy = (&tokens.entropy * weights(2)?)?.sum_all()?;
+    log_probs + entropy + (&tokens.log_sum_exp * weights(3)?)?.sum_all()?
+}
+
+/// How far the fused path may be from f64 on the same inputs: in its results, and in the gradient, which has the dtype
+/// of the logits.
+fn tolerances(dtype: DType) -> (f64, f64) {
+    match dtype {
+        DType::F32 => (2e-6, 2e-6),
+        DType::BF16 => (2e-6, 4e-3),
+        _ => (2e-6, 1e-3),
+    }
+}
+
+fn check_against_f64(
+    logits: &Tensor,
+    targets: &Tensor,
+    temperature: f64,
+    mask: Option<&Tensor>,
+) -> Result<()> {
+    let (close, gradient_close) = tolerances(logits.dtype());
+    let exact = Var::from_tensor(&logits.to_dtype(DType::F64)?)?;
+    let fused = Var::from_tensor(logits)?;
+    let options = LogProbOptions {
+        mask,
+        ..Default::default()
+    };
+    let expected = composed::log_prob(&exact, targets, temperature, options)?;
+    let actual = log_prob(&fused, targets, temperature, options)?;
+    for (name, actual, expected) in [
+        ("log_probs", &actual.log_probs, &expected.log_probs),
+        ("entropy", &actual.entropy, &expected.entropy),
+        ("log_sum_exp", &actual.log_sum_exp, &expected.log_sum_exp),
+    ] {
+        assert_eq!(actual.dtype(), DType::F32);
+        assert_eq!(actual.dims(), targets.dims());
+        assert_close(&values(actual)?, &values(expected)?, close, name);
+    }
+    let (expected, actual) = (score(&expected)?.backward()?, score(&actual)?.backward()?);
+    let (Some(expected), Some(actual)) = (expected.get(&exact), actual.get(&fused)) else {
+        panic!("a gradient is missing");
+    };
+    assert_eq!(actual.dtype(), logits.dtype());
+    assert_close(
+        &values(actual)?,
+        &values(expected)?,
+        gradient_close,
+        "gradient",
+    );
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        rows in 0usize..5,
+        vocab in prop_oneof![Just(1usize), 2usize..40, 1000usize..1100, Just(2048), 2049usize..3000],
+        temperature in 0.3f64..2.0,
+        scale in prop_oneof![Just(0.0), 0.1f64..30.0],
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        masked in any::<bool>(),
+        seed in any::<u64>(),
+    ) {
+        let logits = tensor(noise(rows * vocab, seed).iter().map(|x| x * scale).collect(), &[rows, vocab], dtype)?;
+        let targets: Vec<u32> = (0..rows as u64).map(|row| (seed.wrapping_add(row * 7919) % vocab as u64) as u32).collect();
+        let targets = Tensor::from_vec(targets, rows, &Device::Cpu)?;
+        let mask: Vec<u8> = (0..rows).map(|row| (seed >> row & 1) as u8).collect();
+        let mask = Tensor::from_vec(mask, rows, &Device::Cpu)?;
+        check_against_f64(&logits, &targets, temperature, masked.then_some(&mask))?;
+    }
+}
+
+#[rstest]
+fn any_layout_is_taken(#[values(DType::F32, DType::BF16)] dtype: DType) -> Result<()> {
+    let wide = tensor(noise(3 * 40 * 5, 5), &[3, 40, 5], dtype)?;
+    let targets = Tensor::new(
+        &[[0u32, 3, 9, 1, 2], [8, 7, 6, 5, 4], [9, 9, 0, 0, 1]],
+        &Device::Cpu,
+    )?;
+    check_against_f64(
+        &wide.transpose(1, 2)?.narrow(2, 7, 10)?,
+        &targets,
+        0.7,
+        None,
+    )?;
+    check_against_f64(
+        &wide.narrow(1, 2, 5)?.narrow(2, 1, 3)?,
+        &targets.narrow(1, 0, 5)?.clamp(0u32, 2u32)?,
+        1.3,
+        None,
+    )?;
+    let one = tensor(noise(10, 6), &[1, 1, 10], dtype)?.broadcast_as((3, 5, 10))?;
+    check_against_f64(&one, &targets, 1.0, None)
+}
+
+#[test]
+fn a_dropped_row_may_hold_anything() -> Result<()> {
+    let logits = Var::new(
+        &[[1f32, 2., 3.], [f32::NAN, f32::INFINITY, 0.]],
+        &Device::Cpu,
+    )?;
+    let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;
+    let mask = Tensor::new(&[1f32, 0.], &Device::Cpu)?;
+    for twin in [log_prob, composed::log_prob] {
+        let tokens = twin(
+            &logits,
+            &targets,
+            1.0,
+            LogProbOptions {
+                mask: Some(&mask),
+                ..Default::default()
+            },
+        )?;
+        for result in [&tokens.log_probs, &tokens.entropy, &tokens.log_sum_exp] {
+            let result = result.to_vec1::<f32>()?;
+            assert!(result[0].is_finite());
+            assert_eq!(result[1], 0.0);
+        }
+        let gradients = score(&tokens)?.backward()?;
+        let gradient = gradients
+            .get(&logits)
+            .expect("a gradient")
+            .to_vec2::<f32>()?;
+        assert!(gradient[0].iter().all(|g| g.is_finite() && *g != 0.0));
+        assert_eq!(gradient[1], [0.0; 3]);
+    }
+    Ok(())
+}
+
+#[test]
+fn minus_infinity_is_outside_the_distribution() -> Result<()> {
+    // More than one block of it, before and after what counts.
+    let vocab = 3000;
+    let mut row = vec![f32::NEG_INFINITY; vocab];
+    row[1500..1504].copy_from_slice(&[0.5, -1.0, 2.0, 0.0]);
+    let logits = Var::from_vec(row, (1, vocab), &Device::Cpu)?;
+    let targets = Tensor::new(&[1502u32], &Device::Cpu)?;
+    let tokens = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
+    let few = Var::new(&[[0.5f32, -1.0, 2.0, 0.0]], &Device::Cpu)?;
+    let expected = log_prob(
+        &few,
+        &Tensor::new(&[2u32], &Device::Cpu)?,
+        1.0,
+        LogProbOptions::default(),
+    )?;
+    assert_close(
+        &values(&tokens.log_probs)?,
+        &values(&expected.log_probs)?,
+        1e-6,
+        "log_probs",
+    );
+    assert_close(
+        &values(&tokens.entropy)?,
+        &values(&expected.entropy)?,
+        1e-6,
+        "entropy",
+    );
+    let gradients = score(&tokens)?.backward()?;
+    let gradient = values(gradients.get(&logits).expect("a gradient"))?;
+    let expected = score(&expected)?.backward()?;
+    assert_close(
+        &gradient[1500..1504],
+        &values(expected.get(&few).expect("a gradient"))?,
+        1e-6,
+        "gradient",
+    );
+    assert!(
+        gradient[..1500]
+            .iter()
+            .chain(&gradient[1504..])
+            .all(|g| *g == 0.0)
+    );
+    Ok(())
+}
+
+#[rstest]
+#[case(&[1.0, f32::NAN, 2.0])]
+#[case(&[f32::NAN, f32::NAN, f32::NEG_INFINITY])]
+#[case(&[1.0, f32::INFINITY, 2.0])]
+#[case(&[f32::NEG_INFINITY, f32::NEG_INFINITY, f32::NEG_INFINITY])]
+fn a_row_that_is_no_distribution_gives_nan(#[case] row: &[f32]) -> Result<()> {
+    let logits = Tensor::from_slice(row, (1, 3), &Device::Cpu)?;
+    let tokens = log_prob(
+        &logits,
+        &Tensor::new(&[0u32], &Device::Cpu)?,
+        1.0,
+        LogProbOptions::default(),
+    )?;
+    assert!(tokens.log_probs.to_vec1::<f32>()?[0].is_nan());
+    Ok(())
+}
+
+#[rstest]
+fn the_gradient_may_take_the_memory_of_the_logits(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
+    let hidden = Var::from_tensor(&tensor(noise(7 * 4, 1), &[7, 4], dtype)?)?;
+    let weight = tensor(noise(4 * 1500, 2), &[4, 1500], dtype)?;
+    let targets = Tensor::from_vec(vec![3u32, 9, 1400, 1023, 1024, 0, 1499], 7, &Device::Cpu)?;
+    let mask = Tensor::new(&[1u8, 1, 0, 1, 1, 1, 1], &Device::Cpu)?;
+    let run = |gradient_into_logits| -> Result<_> {
+        let logits = hidden.matmul(&weight)?;
+        let options = LogProbOptions {
+            mask: Some(&mask),
+            gradient_into_logits,
+        };
+        let gradients = score(&log_prob(&logits, &targets, 0.9, options)?)?.backward()?;
+        Ok((values(gradients.get(&hidden).expect("a gradient"))?, logits))
+    };
+    let (apart, kept) = run(false)?;
+    let (in_place, overwritten) = run(true)?;
+    assert_eq!(apart, in_place);
+    assert_ne!(values(&kept)?, values(&overwritten)?);
+    Ok(())
+}
+
+/// 49,152 columns of bf16, where sums in bf16 would stop at 256.
+#[test]
+fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
+    let logits = tensor(
+        noise(2 * 49_152, 9).iter().map(|x| x * 4.0).collect(),
+        &[2, 49_152],
+        DType::BF16,
+    )?;
+    let targets = Tensor::new(&[17u32, 49_151], &Device::Cpu)?;
+    let expected = composed::log_prob(
+        &logits.to_dtype(DType::F64)?,
+        &targets,
+        1.0,
+        LogProbOptions::default(),
+    )?;
+    let actual = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
+    for (actual, expected) in [
+        (&actual.log_probs, &expected.log_probs),
+        (&actual.entropy, &expected.entropy),
+        (&actual.log_sum_exp, &expected.log_sum_exp),
+    ] {
+        for (actual, expected) in values(actual)?.iter().zip(values(expected)?) {
+            assert!(
+                (actual - expected).abs() < 1e-5,
+                "{actual}, expected {expected}"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let logits = Tensor::zeros((2, 5), DType::F32, &Device::Cpu)?;
+    let targets = Tensor::new(&[0u32, 4], &Device::Cpu)?;
+    let message = |result: Result<TokenLogProbs>| {
+        result
+            .expect_err("an error")
+            .to_string()
+            .lines()
+            .next()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    let call = |logits: &Tensor, targets: &Tensor, temperature| {
+        message(log_prob(
+            logits,
+            targets,
+            temperature,
+            LogProbOptions::default(),
+        ))
+    };
+    assert!(call(&logits, &targets, 0.0).contains("temperature: 0, must be positive"));
+    assert!(call(&logits, &Tensor::new(&[0u32, 5], &Device::Cpu)?, 1.0).contains("token id 5"));
+    assert!(call(&logits, &Tensor::new(&[0i64, -1], &Device::Cpu)?, 1.0).contains("token id -1"));
+    assert!(
+        call(&logits, &Tensor::new(&[0u32], &Device::Cpu)?, 1.0).contains("targets: shape [1]")
+    );
+    assert!(call(&logits, &Tensor::new(&[0f32, 1.], &Device::Cpu)?, 1.0).contains("targets: F32"));
+    assert!(call(&targets, &targets, 1.0).contains("logits: U32"));
+    let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu)?;
+    assert!(call(&empty, &targets, 1.0).contains("the vocabulary is empty"));
+    let mask = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+    let masked = LogProbOptions {
+        mask: Some(&mask),
+        ..Default::default()
+    };
+    assert!(message(log_prob(&logits, &targets, 1.0, masked)).contains("mask: shape [3]"));
+    let variable = Var::from_tensor(&logits)?;
+    let over = LogProbOptions {
+        gradient_into_logits: true,
+        ..Default::default()
+    };
+    assert!(message(log_prob(&variable, &targets, 1.0, over)).contains("gradient_into_logits"));
+    Ok(())
+}
