@@ -219,25 +219,25 @@ impl MetricValues {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_grpo_test_support::devices;
 
     #[test]
     fn micro_batches_collected_on_the_device_add_up() -> Result<()> {
-        let scalar = |x: f64| Tensor::new(x, &Device::Cpu);
-        let mut all = Metrics::new();
-        for (sum, count, largest) in [(3., 2., 5.), (1., 6., 4.)] {
-            let mut metrics = Metrics::new();
-            metrics.push_mean("entropy", &scalar(sum)?, &scalar(count)?)?;
-            let mask = Mask::new(&Tensor::new(&[[1u8]], &Device::Cpu)?)?;
-            metrics.push_masked_max(
-                "ratio_max",
-                &Tensor::new(&[[largest]], &Device::Cpu)?,
-                &mask,
-            )?;
-            all.extend(metrics);
+        for device in devices() {
+            let scalar = |x: f64| Tensor::new(x, device);
+            let mut all = Metrics::new();
+            for (sum, count, largest) in [(3., 2., 5.), (1., 6., 4.)] {
+                let mut metrics = Metrics::new();
+                metrics.push_mean("entropy", &scalar(sum)?, &scalar(count)?)?;
+                let mask = Mask::new(&Tensor::new(&[[1u8]], device)?)?;
+                let ratio = Tensor::new(&[[largest]], device)?;
+                metrics.push_masked_max("ratio_max", &ratio, &mask)?;
+                all.extend(metrics);
+            }
+            let values = all.to_host()?;
+            assert_eq!(values.get("entropy"), Some(0.5));
+            assert_eq!(values.get("ratio_max"), Some(5.));
         }
-        let values = all.to_host()?;
-        assert_eq!(values.get("entropy"), Some(0.5));
-        assert_eq!(values.get("ratio_max"), Some(5.));
         Ok(())
     }
 }

@@ -48,7 +48,7 @@ pub(crate) fn shift_left(x: &Tensor, by: usize) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
+    use candle_grpo_test_support::{assert_close, devices, numbers};
 
     #[test]
     fn equals_the_loop() -> Result<()> {
@@ -60,13 +60,11 @@ mod tests {
             next = input[t] + factor[t] * next;
             expected[t] = next;
         }
-        let got = reverse_recurrence(
-            &Tensor::new(input, &Device::Cpu)?,
-            &Tensor::new(factor, &Device::Cpu)?,
-        )?
-        .to_vec1::<f64>()?;
-        for (g, e) in got.iter().zip(&expected) {
-            assert!((g - e).abs() < 1e-12, "{got:?} against {expected:?}");
+        for device in devices() {
+            let input = Tensor::new(input.as_slice(), device)?;
+            let factor = Tensor::new(factor.as_slice(), device)?;
+            let got = numbers(&reverse_recurrence(&input, &factor)?)?;
+            assert_close(&got, &expected, 1e-12);
         }
         Ok(())
     }

@@ -18,6 +18,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
+use candle_grpo_test_support::cuda;
 use case::{Case, Outcome};
 
 fn main() -> ExitCode {
@@ -84,26 +85,13 @@ fn run() -> Result<bool> {
     ensure!(!paths.is_empty(), "no cases in {}", folder.display());
 
     let mut failed = 0;
-    for (name, device) in devices() {
+    for (name, device) in [("CUDA", cuda()), ("the CPU", Ok(&Device::Cpu))] {
         match device {
-            Ok(device) => failed += run_on(name, &device, &paths),
+            Ok(device) => failed += run_on(name, device, &paths),
             Err(reason) => println!("golden on {name}: skipped, {reason}"),
         }
     }
     Ok(failed == 0)
-}
-
-/// A CUDA device or the reason why there is none, and the CPU.
-fn devices() -> Vec<(&'static str, std::result::Result<Device, String>)> {
-    let cuda = if cfg!(feature = "cuda") {
-        Device::new_cuda(0).map_err(|error| {
-            let error = error.to_string();
-            error.lines().next().unwrap_or_default().to_owned()
-        })
-    } else {
-        Err("built without the feature cuda".to_owned())
-    };
-    vec![("CUDA", cuda), ("the CPU", Ok(Device::Cpu))]
 }
 
 /// Runs the cases, prints the counts, and returns how many failed.

@@ -8,66 +8,76 @@ use candle_grpo_core::{
     RewardShaping, RunningMoments, RunningState, Scale, TokenBaseline, TokenShaping, Whitening,
     masked_whiten, reverse_recurrence,
 };
+use candle_grpo_test_support::{devices, message, numbers};
 use rstest::rstest;
 
-use crate::{message, tensor};
+use crate::tensor;
 
-fn grpo(rewards: &[f32], groups: impl Into<Groups>) -> Result<Tensor> {
-    GroupAdvantage::grpo().compute(rewards, groups, Scale::Group)
+fn grpo(rewards: &[f32], groups: impl Into<Groups>, device: &Device) -> Result<Tensor> {
+    GroupAdvantage::grpo().compute(tensor(rewards, device), groups, Scale::Group)
 }
 
 #[test]
 fn rewards() -> Result<()> {
-    assert_eq!(
-        message(grpo(&[0., 1., f32::NAN, 1.], 2)),
-        "rewards: sample 2 is NaN, must be finite (or exclude missing scores with NonFinite::Exclude)"
-    );
-    assert!(message(grpo(&[0., f32::NEG_INFINITY], 2)).starts_with("rewards: sample 1 is -inf"));
-    let components = Tensor::new(&[[0f32, 1.], [f32::NAN, 1.]], &Device::Cpu)?;
-    let result = GroupAdvantage::grpo().compute(&components, 2, Scale::Group);
-    assert!(message(result).starts_with("rewards: sample 1 has NaN in component 0"));
-    assert!(message(grpo(&[], 2)).contains("at least one sample"));
-    let cube = Tensor::zeros((2, 2, 2), DType::F32, &Device::Cpu)?;
-    let result = GroupAdvantage::grpo().compute(&cube, 2, Scale::Group);
-    assert_eq!(
-        message(result),
-        "rewards: shape [2, 2, 2], must be [B] or [B, K]"
-    );
-    let weighted = GroupAdvantage {
-        reward_weights: Some(vec![1.; 3]),
-        ..Default::default()
-    };
-    let components = Tensor::zeros((2, 2), DType::F32, &Device::Cpu)?;
-    assert_eq!(
-        message(weighted.compute(&components, 2, Scale::Group)),
-        "reward_weights: 3 weights for 2 reward components, there must be one each"
-    );
+    for device in devices() {
+        assert_eq!(
+            message(grpo(&[0., 1., f32::NAN, 1.], 2, device)),
+            "rewards: sample 2 is NaN, must be finite (or exclude missing scores with NonFinite::Exclude)"
+        );
+        assert!(
+            message(grpo(&[0., f32::NEG_INFINITY], 2, device))
+                .starts_with("rewards: sample 1 is -inf")
+        );
+        let components = Tensor::new(&[[0f32, 1.], [f32::NAN, 1.]], device)?;
+        let result = GroupAdvantage::grpo().compute(&components, 2, Scale::Group);
+        assert!(message(result).starts_with("rewards: sample 1 has NaN in component 0"));
+        assert!(message(grpo(&[], 2, device)).contains("at least one sample"));
+        let cube = Tensor::zeros((2, 2, 2), DType::F32, device)?;
+        let result = GroupAdvantage::grpo().compute(&cube, 2, Scale::Group);
+        assert_eq!(
+            message(result),
+            "rewards: shape [2, 2, 2], must be [B] or [B, K]"
+        );
+        let weighted = GroupAdvantage {
+            reward_weights: Some(vec![1.; 3]),
+            ..Default::default()
+        };
+        let components = Tensor::zeros((2, 2), DType::F32, device)?;
+        assert_eq!(
+            message(weighted.compute(&components, 2, Scale::Group)),
+            "reward_weights: 3 weights for 2 reward components, there must be one each"
+        );
+    }
     Ok(())
 }
 
 #[test]
 fn groups() -> Result<()> {
-    let message_of = |groups: Groups| message(grpo(&[0., 1., 2., 3., 4., 5.], groups));
-    assert_eq!(
-        message_of(4.into()),
-        "num_generations: 4 does not divide the 6 rewards; pass group_ids for groups of unequal size"
-    );
-    assert!(message_of(0.into()).starts_with("num_generations: 0"));
-    assert_eq!(
-        message_of((-3).into()),
-        "num_generations: -3, a group must have at least one sample"
-    );
-    assert!(message_of(1.into()).starts_with("num_generations: group 0 has one sample"));
-    assert_eq!(
-        message_of([1u32, 1].as_slice().into()),
-        "group_ids: 2 ids for 6 rewards, there must be one for each"
-    );
-    assert!(message_of([1u32, 1, 1, 2, 3, 3].as_slice().into()).contains("group 1 has one sample"));
-    let ids = Tensor::new(&[0f32, 0.], &Device::Cpu)?;
-    assert_eq!(
-        message(Groups::from_ids_to_host(&ids)),
-        "group_ids: F32 of [2], must be integers of shape [B]"
-    );
+    for device in devices() {
+        let message_of = |groups: Groups| message(grpo(&[0., 1., 2., 3., 4., 5.], groups, device));
+        assert_eq!(
+            message_of(4.into()),
+            "num_generations: 4 does not divide the 6 rewards; pass group_ids for groups of unequal size"
+        );
+        assert!(message_of(0.into()).starts_with("num_generations: 0"));
+        assert_eq!(
+            message_of((-3).into()),
+            "num_generations: -3, a group must have at least one sample"
+        );
+        assert!(message_of(1.into()).starts_with("num_generations: group 0 has one sample"));
+        assert_eq!(
+            message_of([1u32, 1].as_slice().into()),
+            "group_ids: 2 ids for 6 rewards, there must be one for each"
+        );
+        assert!(
+            message_of([1u32, 1, 1, 2, 3, 3].as_slice().into()).contains("group 1 has one sample")
+        );
+        let ids = Tensor::new(&[0f32, 0.], device)?;
+        assert_eq!(
+            message(Groups::from_ids_to_host(&ids)),
+            "group_ids: F32 of [2], must be integers of shape [B]"
+        );
+    }
     Ok(())
 }
 
@@ -76,29 +86,33 @@ fn groups() -> Result<()> {
 #[case(GroupAdvantage { epsilon: f64::NAN, ..Default::default() }, "epsilon: NaN, must be")]
 #[case(GroupAdvantage { ddof: 2, ..Default::default() }, "ddof: 2, must be 0 or 1")]
 fn options(#[case] function: GroupAdvantage, #[case] expected: &str) {
-    let message = message(function.compute([0., 1.], 2, Scale::Group));
-    assert!(message.starts_with(expected), "{message}");
+    for device in devices() {
+        let message = message(function.compute(tensor(&[0., 1.], device), 2, Scale::Group));
+        assert!(message.starts_with(expected), "{message}");
+    }
 }
 
 #[rstest]
 #[case(f64::NAN, "reward_weights: weight 1 is NaN, must be finite")]
 #[case(f64::NEG_INFINITY, "reward_weights: weight 1 is -inf, must be finite")]
 fn weights(#[case] weight: f64, #[case] expected: &str) -> Result<()> {
-    let reward_weights = Some(vec![1., weight]);
-    let rewards = Tensor::new(&[[0f32, 1.], [1., 0.]], &Device::Cpu)?;
-    let function = GroupAdvantage {
-        reward_weights: reward_weights.clone(),
-        ..Default::default()
-    };
-    assert_eq!(
-        message(function.compute(&rewards, 2, Scale::None)),
-        expected
-    );
-    let shaping = RewardShaping {
-        reward_weights,
-        ..Default::default()
-    };
-    assert_eq!(message(shaping.apply(&rewards, 2, None)), expected);
+    for device in devices() {
+        let reward_weights = Some(vec![1., weight]);
+        let rewards = Tensor::new(&[[0f32, 1.], [1., 0.]], device)?;
+        let function = GroupAdvantage {
+            reward_weights: reward_weights.clone(),
+            ..Default::default()
+        };
+        assert_eq!(
+            message(function.compute(&rewards, 2, Scale::None)),
+            expected
+        );
+        let shaping = RewardShaping {
+            reward_weights,
+            ..Default::default()
+        };
+        assert_eq!(message(shaping.apply(&rewards, 2, None)), expected);
+    }
     Ok(())
 }
 
@@ -130,9 +144,11 @@ fn weights(#[case] weight: f64, #[case] expected: &str) -> Result<()> {
 )]
 #[case(AdvantagePipeline::pass_at_k().map_sequence(|s| s.group.ddof = 3), "ddof: 3, must be 0 or 1")]
 fn pipelines_without_tokens(#[case] pipeline: AdvantagePipeline, #[case] expected: &str) {
-    let rewards = tensor(&[0., 1.]);
-    let message = message(pipeline.estimate(&AdvantageBatch::new(&rewards, 2)));
-    assert!(message.starts_with(expected), "{message}");
+    for device in devices() {
+        let rewards = tensor(&[0., 1.], device);
+        let message = message(pipeline.estimate(&AdvantageBatch::new(&rewards, 2)));
+        assert!(message.starts_with(expected), "{message}");
+    }
 }
 
 #[rstest]
@@ -161,34 +177,38 @@ fn pipelines_with_tokens(
     #[case] pipeline: AdvantagePipeline,
     #[case] expected: &str,
 ) -> Result<()> {
-    let rewards = tensor(&[0., 1.]);
-    let mask = Tensor::ones((2, 3), DType::U8, &Device::Cpu)?;
-    let batch = AdvantageBatch::new(&rewards, 2).response_mask(&mask);
-    let text = message(pipeline.estimate(&batch));
-    assert!(text.starts_with(expected), "{text}");
+    for device in devices() {
+        let rewards = tensor(&[0., 1.], device);
+        let mask = Tensor::ones((2, 3), DType::U8, device)?;
+        let batch = AdvantageBatch::new(&rewards, 2).response_mask(&mask);
+        let text = message(pipeline.estimate(&batch));
+        assert!(text.starts_with(expected), "{text}");
 
-    let short = Tensor::ones((1, 3), DType::U8, &Device::Cpu)?;
-    let grpo = AdvantagePipeline::opo();
-    let text = message(grpo.estimate(&AdvantageBatch::new(&rewards, 2).response_mask(&short)));
-    assert_eq!(
-        text,
-        "response_mask: [1] for 2 rewards, there must be one for each"
-    );
+        let short = Tensor::ones((1, 3), DType::U8, device)?;
+        let grpo = AdvantagePipeline::opo();
+        let text = message(grpo.estimate(&AdvantageBatch::new(&rewards, 2).response_mask(&short)));
+        assert_eq!(
+            text,
+            "response_mask: [1] for 2 rewards, there must be one for each"
+        );
+    }
     Ok(())
 }
 
 #[test]
 fn baselines() -> Result<()> {
-    let (rewards, nan) = (tensor(&[0., 1.]), tensor(&[0., f32::NAN]));
-    let mask = Tensor::ones((2, 3), DType::U8, &Device::Cpu)?;
-    let batch = AdvantageBatch::new(&rewards, 2).response_mask(&mask);
-    let given = AdvantagePipeline::rloo().map_sequence(|s| s.group.baseline = Baseline::Given);
-    for pipeline in [given, AdvantagePipeline::remax()] {
-        let of = |baselines: &Tensor| {
-            message(pipeline.estimate(&batch.clone().reward_baselines(baselines)))
-        };
-        assert!(of(&nan).starts_with("reward_baselines: sample 1 is NaN"));
-        assert!(of(&tensor(&[0.])).starts_with("reward_baselines: "));
+    for device in devices() {
+        let (rewards, nan) = (tensor(&[0., 1.], device), tensor(&[0., f32::NAN], device));
+        let mask = Tensor::ones((2, 3), DType::U8, device)?;
+        let batch = AdvantageBatch::new(&rewards, 2).response_mask(&mask);
+        let given = AdvantagePipeline::rloo().map_sequence(|s| s.group.baseline = Baseline::Given);
+        for pipeline in [given, AdvantagePipeline::remax()] {
+            let of = |baselines: &Tensor| {
+                message(pipeline.estimate(&batch.clone().reward_baselines(baselines)))
+            };
+            assert!(of(&nan).starts_with("reward_baselines: sample 1 is NaN"));
+            assert!(of(&tensor(&[0.], device)).starts_with("reward_baselines: "));
+        }
     }
     Ok(())
 }
@@ -205,101 +225,109 @@ fn baselines() -> Result<()> {
     "norm.epsilon: 0, must be positive"
 )]
 fn reward_shaping(#[case] shaping: RewardShaping, #[case] expected: &str) {
-    let message = message(shaping.apply([0., 1.], 2, None));
-    assert!(message.starts_with(expected), "{message}");
+    for device in devices() {
+        let message = message(shaping.apply(tensor(&[0., 1.], device), 2, None));
+        assert!(message.starts_with(expected), "{message}");
+    }
 }
 
 #[test]
 fn a_group_of_one_has_no_standard_deviation() {
-    let norm = RewardNorm {
-        std: Level::Group,
-        ..Default::default()
-    };
-    let shaping = RewardShaping {
-        norm,
-        ..Default::default()
-    };
-    assert!(
-        message(shaping.apply([0., 1.], 1, None)).starts_with("norm.std: group 0 has one sample")
-    );
+    for device in devices() {
+        let norm = RewardNorm {
+            std: Level::Group,
+            ..Default::default()
+        };
+        let shaping = RewardShaping {
+            norm,
+            ..Default::default()
+        };
+        assert!(
+            message(shaping.apply(tensor(&[0., 1.], device), 1, None))
+                .starts_with("norm.std: group 0 has one sample")
+        );
+    }
 }
 
 #[test]
 fn tokens() -> Result<()> {
-    let rewards = tensor(&[0., 1.]);
-    let mask = Tensor::ones((2, 3), DType::U8, &Device::Cpu)?;
-    let shaping = TokenShaping::default();
-    assert!(
-        message(shaping.apply(&tensor(&[0.]), &mask, None))
-            .starts_with("rewards: shape [1], must be [2]")
-    );
-    assert_eq!(
-        message(shaping.apply(&rewards, &rewards, None)),
-        "response_mask: shape [2], must be [B, T]"
-    );
-    let empty = Tensor::zeros((0, 3), DType::U8, &Device::Cpu)?;
-    assert!(message(Mask::new(&empty)).contains("is empty"));
-    let with = |shaping: TokenShaping| message(shaping.apply(&rewards, &mask, None));
-    assert!(
-        with(TokenShaping {
-            gamma: 1.5,
-            ..shaping
-        })
-        .starts_with("gamma: 1.5, must be from 0 to 1")
-    );
-    assert!(
-        with(TokenShaping {
-            advantage_clip: Some(-1.),
-            ..shaping
-        })
-        .starts_with("advantage_clip: -1, must be")
-    );
-    let penalty = KlPenalty {
-        coef: 0.1,
-        kl: Kl::default(),
-    };
-    assert!(
-        with(TokenShaping {
-            kl_penalty: Some(penalty),
-            ..shaping
-        })
-        .starts_with("old_log_probs: absent")
-    );
-    let values = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
-    assert_eq!(
-        message(masked_whiten(&values, &Mask::new(&mask)?, true, 1e-8)),
-        "values: shape [3, 2], must be that of response_mask, [2, 3]"
-    );
-    assert!(message(reverse_recurrence(&values, &rewards)).starts_with("factor: shape [2]"));
+    for device in devices() {
+        let rewards = tensor(&[0., 1.], device);
+        let mask = Tensor::ones((2, 3), DType::U8, device)?;
+        let shaping = TokenShaping::default();
+        assert!(
+            message(shaping.apply(&tensor(&[0.], device), &mask, None))
+                .starts_with("rewards: shape [1], must be [2]")
+        );
+        assert_eq!(
+            message(shaping.apply(&rewards, &rewards, None)),
+            "response_mask: shape [2], must be [B, T]"
+        );
+        let empty = Tensor::zeros((0, 3), DType::U8, device)?;
+        assert!(message(Mask::new(&empty)).contains("is empty"));
+        let with = |shaping: TokenShaping| message(shaping.apply(&rewards, &mask, None));
+        assert!(
+            with(TokenShaping {
+                gamma: 1.5,
+                ..shaping
+            })
+            .starts_with("gamma: 1.5, must be from 0 to 1")
+        );
+        assert!(
+            with(TokenShaping {
+                advantage_clip: Some(-1.),
+                ..shaping
+            })
+            .starts_with("advantage_clip: -1, must be")
+        );
+        let penalty = KlPenalty {
+            coef: 0.1,
+            kl: Kl::default(),
+        };
+        assert!(
+            with(TokenShaping {
+                kl_penalty: Some(penalty),
+                ..shaping
+            })
+            .starts_with("old_log_probs: absent")
+        );
+        let values = Tensor::zeros((3, 2), DType::F32, device)?;
+        assert_eq!(
+            message(masked_whiten(&values, &Mask::new(&mask)?, true, 1e-8)),
+            "values: shape [3, 2], must be that of response_mask, [2, 3]"
+        );
+        assert!(message(reverse_recurrence(&values, &rewards)).starts_with("factor: shape [2]"));
+    }
     Ok(())
 }
 
 /// A NaN among the rewards would make every whitened advantage NaN; outside the mask it may be.
 #[test]
 fn token_rewards_that_are_not_finite() -> Result<()> {
-    let device = &Device::Cpu;
-    let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], device)?;
-    let whitened = TokenShaping {
-        whiten_advantages: true,
-        ..TokenShaping::default()
-    };
-    let text = message(whitened.apply(&tensor(&[f32::NAN, 1.]), &mask, None));
-    assert!(text.starts_with("rewards: sample 0 is NaN"), "{text}");
+    for device in devices() {
+        let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], device)?;
+        let whitened = TokenShaping {
+            whiten_advantages: true,
+            ..TokenShaping::default()
+        };
+        let text = message(whitened.apply(&tensor(&[f32::NAN, 1.], device), &mask, None));
+        assert!(text.starts_with("rewards: sample 0 is NaN"), "{text}");
 
-    let inside = Tensor::new(&[[0f32, 0., f32::NAN], [0., f32::NAN, 1.]], device)?;
-    let expected = "token_rewards: row 1 has NaN in column 1, must be finite at every position of response_mask";
-    assert_eq!(
-        message(whitened.apply_to_tokens(&inside, &mask, None)),
-        expected
-    );
-    let batch = AdvantageBatch::from_token_rewards(&inside, &mask);
-    let reinforce = AdvantagePipeline::reinforce_plus_plus();
-    assert_eq!(message(reinforce.estimate(&batch)), expected);
+        let inside = Tensor::new(&[[0f32, 0., f32::NAN], [0., f32::NAN, 1.]], device)?;
+        let expected = "token_rewards: row 1 has NaN in column 1, must be finite at every position of response_mask";
+        assert_eq!(
+            message(whitened.apply_to_tokens(&inside, &mask, None)),
+            expected
+        );
+        let batch = AdvantageBatch::from_token_rewards(&inside, &mask);
+        let reinforce = AdvantagePipeline::reinforce_plus_plus();
+        assert_eq!(message(reinforce.estimate(&batch)), expected);
 
-    let outside = Tensor::new(&[[0f32, 2., f32::NAN], [0., 0., 1.]], device)?;
-    let batch = AdvantageBatch::from_token_rewards(&outside, &mask);
-    let advantages = reinforce.estimate(&batch)?.advantages;
-    assert!(crate::numbers(&advantages)?.iter().all(|x| x.is_finite()));
+        let outside = Tensor::new(&[[0f32, 2., f32::NAN], [0., 0., 1.]], device)?;
+        let batch = AdvantageBatch::from_token_rewards(&outside, &mask);
+        let advantages = reinforce.estimate(&batch)?.advantages;
+        assert!(numbers(&advantages)?.iter().all(|x| x.is_finite()));
+    }
     Ok(())
 }
 
@@ -440,41 +468,48 @@ fn an_overlong_penalty_is_checked_without_lengths() {
 
 #[test]
 fn kl() {
-    let (a, b) = (tensor(&[0., 1.]), tensor(&[0.]));
-    assert_eq!(
-        message(Kl::default().per_token(&a, &b, None)),
-        "ref_log_probs: shape [1], must be that of log_probs, [2]"
-    );
-    let weighted = Kl {
-        gradient: KlGradient::ImportanceWeighted { max: 10. },
-        ..Kl::default()
-    };
-    assert!(message(weighted.per_token(&a, &a, None)).starts_with("old_log_probs: absent"));
-    let clamped = Kl {
-        value_clamp: Some(0.),
-        ..Kl::new(KlEstimator::K1)
-    };
-    assert!(
-        message(clamped.per_token(&a, &a, None)).starts_with("kl.value_clamp: 0, must be positive")
-    );
+    for device in devices() {
+        let (a, b) = (tensor(&[0., 1.], device), tensor(&[0.], device));
+        assert_eq!(
+            message(Kl::default().per_token(&a, &b, None)),
+            "ref_log_probs: shape [1], must be that of log_probs, [2]"
+        );
+        let weighted = Kl {
+            gradient: KlGradient::ImportanceWeighted { max: 10. },
+            ..Kl::default()
+        };
+        assert!(message(weighted.per_token(&a, &a, None)).starts_with("old_log_probs: absent"));
+        let clamped = Kl {
+            value_clamp: Some(0.),
+            ..Kl::new(KlEstimator::K1)
+        };
+        assert!(
+            message(clamped.per_token(&a, &a, None))
+                .starts_with("kl.value_clamp: 0, must be positive")
+        );
+    }
 }
 
 #[test]
 fn metrics_and_running_state() -> Result<()> {
-    let vector = tensor(&[0., 1.]);
-    assert!(message(Metrics::new().push_mean("x", &vector, &vector)).contains("must be scalars"));
-    let mut a = MetricValues::default();
-    a.insert("x", MetricValue::Max(1.));
-    let mut b = MetricValues::default();
-    b.insert("x", MetricValue::Min(1.));
-    assert!(message(a.merge(&b)).starts_with("metric x: "));
-    let state = RunningState {
-        count: -1.,
-        mean: 0.,
-        squares: 0.,
-    };
-    assert!(
-        message(RunningMoments::from_state(state, &Device::Cpu)).starts_with("running moments: ")
-    );
+    for device in devices() {
+        let vector = tensor(&[0., 1.], device);
+        assert!(
+            message(Metrics::new().push_mean("x", &vector, &vector)).contains("must be scalars")
+        );
+        let mut a = MetricValues::default();
+        a.insert("x", MetricValue::Max(1.));
+        let mut b = MetricValues::default();
+        b.insert("x", MetricValue::Min(1.));
+        assert!(message(a.merge(&b)).starts_with("metric x: "));
+        let state = RunningState {
+            count: -1.,
+            mean: 0.,
+            squares: 0.,
+        };
+        assert!(
+            message(RunningMoments::from_state(state, device)).starts_with("running moments: ")
+        );
+    }
     Ok(())
 }

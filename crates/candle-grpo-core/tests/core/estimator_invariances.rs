@@ -5,9 +5,8 @@ use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, OptimalTokenBaseline, SequenceAdvantage,
     TokenBaseline, TokenShaping,
 };
+use candle_grpo_test_support::{devices, numbers};
 use proptest::prelude::*;
-
-use crate::numbers;
 
 const TOKENS: usize = 5;
 
@@ -56,8 +55,12 @@ fn data() -> impl Strategy<Value = Data> {
 
 impl Data {
     /// The advantages `[B, T]`; positions outside the mask hold `outside`.
-    fn estimate(&self, pipeline: &AdvantagePipeline, outside: f64) -> Result<Vec<f64>> {
-        let device = &Device::Cpu;
+    fn estimate(
+        &self,
+        pipeline: &AdvantagePipeline,
+        outside: f64,
+        device: &Device,
+    ) -> Result<Vec<f64>> {
         let rows = |of: &dyn Fn(usize, usize) -> f64| {
             let entry = |i: usize, t: usize| if self.mask[i][t] { of(i, t) } else { outside };
             let row = |i: usize| (0..TOKENS).map(|t| entry(i, t)).collect();
@@ -191,46 +194,56 @@ proptest! {
     fn what_is_outside_the_mask_reaches_nothing(
         data in data(), pipeline in one_of(all()), outside in prop::sample::select(vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30]),
     ) {
-        let clean = data.estimate(&pipeline, 0.).unwrap();
-        prop_assert!(clean.iter().all(|a| a.is_finite()), "{clean:?}");
-        prop_assert_eq!(clean, data.estimate(&pipeline, outside).unwrap());
+        for device in devices() {
+            let clean = data.estimate(&pipeline, 0., device).unwrap();
+            prop_assert!(clean.iter().all(|a| a.is_finite()), "{clean:?}");
+            prop_assert_eq!(clean, data.estimate(&pipeline, outside, device).unwrap());
+        }
     }
 
     #[test]
     fn a_permutation_of_the_batch_permutes_the_advantages(
         data in data(), pipeline in one_of(all()), seed in any::<u64>(),
     ) {
-        let mut order: Vec<usize> = (0..data.ids.len()).collect();
-        order.sort_by_key(|&i| (i as u64 + 1).wrapping_mul(seed | 1));
-        let plain = data.estimate(&pipeline, 0.).unwrap();
-        let expected: Vec<f64> =
-            order.iter().flat_map(|&i| plain[i * TOKENS..(i + 1) * TOKENS].to_vec()).collect();
-        let permuted = data.permuted(&order).estimate(&pipeline, 0.).unwrap();
-        prop_assert!(close(&expected, &permuted), "{expected:?} {permuted:?}");
+        for device in devices() {
+            let mut order: Vec<usize> = (0..data.ids.len()).collect();
+            order.sort_by_key(|&i| (i as u64 + 1).wrapping_mul(seed | 1));
+            let plain = data.estimate(&pipeline, 0., device).unwrap();
+            let expected: Vec<f64> =
+                order.iter().flat_map(|&i| plain[i * TOKENS..(i + 1) * TOKENS].to_vec()).collect();
+            let permuted = data.permuted(&order).estimate(&pipeline, 0., device).unwrap();
+            prop_assert!(close(&expected, &permuted), "{expected:?} {permuted:?}");
+        }
     }
 
     #[test]
     fn a_constant_added_to_all_rewards_changes_nothing(
         data in data(), pipeline in one_of([linear(), scale_free()].concat()), shift in -100i32..100,
     ) {
-        let plain = data.estimate(&pipeline, 0.).unwrap();
-        let shifted = data.changed(1., f64::from(shift)).estimate(&pipeline, 0.).unwrap();
-        prop_assert!(close(&plain, &shifted), "{plain:?} {shifted:?}");
+        for device in devices() {
+            let plain = data.estimate(&pipeline, 0., device).unwrap();
+            let shifted = data.changed(1., f64::from(shift)).estimate(&pipeline, 0., device).unwrap();
+            prop_assert!(close(&plain, &shifted), "{plain:?} {shifted:?}");
+        }
     }
 
     #[test]
     fn a_factor_on_the_rewards_is_one_on_the_advantages(data in data(), pipeline in one_of(linear())) {
-        let expected: Vec<f64> = data.estimate(&pipeline, 0.).unwrap().iter().map(|a| a * 4.).collect();
-        let scaled = data.changed(4., 0.).estimate(&pipeline, 0.).unwrap();
-        prop_assert!(close(&expected, &scaled), "{expected:?} {scaled:?}");
+        for device in devices() {
+            let expected: Vec<f64> = data.estimate(&pipeline, 0., device).unwrap().iter().map(|a| a * 4.).collect();
+            let scaled = data.changed(4., 0.).estimate(&pipeline, 0., device).unwrap();
+            prop_assert!(close(&expected, &scaled), "{expected:?} {scaled:?}");
+        }
     }
 
     #[test]
     fn a_factor_on_the_rewards_is_lost_where_advantages_are_scaled(
         data in data(), pipeline in one_of(scale_free()),
     ) {
-        let plain = data.estimate(&pipeline, 0.).unwrap();
-        let scaled = data.changed(4., 0.).estimate(&pipeline, 0.).unwrap();
-        prop_assert!(close(&plain, &scaled), "{plain:?} {scaled:?}");
+        for device in devices() {
+            let plain = data.estimate(&pipeline, 0., device).unwrap();
+            let scaled = data.changed(4., 0.).estimate(&pipeline, 0., device).unwrap();
+            prop_assert!(close(&plain, &scaled), "{plain:?} {scaled:?}");
+        }
     }
 }

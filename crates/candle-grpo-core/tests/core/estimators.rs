@@ -6,9 +6,10 @@ use candle_grpo_core::{
     Compensation, Kl, KlEstimator, KlPenalty, MaskedTokens, NonFinite, OptimalTokenBaseline, Scale,
     SequenceAdvantage, SingleSample, TokenAlignment, TokenBaseline, TokenShaping, Whitening,
 };
+use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
-use crate::{assert_close, numbers, tensor};
+use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
@@ -33,33 +34,37 @@ fn the_example_has_the_published_values(
     #[case] pipeline: AdvantagePipeline,
     #[case] values: [f64; 4],
 ) -> Result<()> {
-    let rewards = Tensor::new(&EXAMPLE, &Device::Cpu)?;
-    let mask = Tensor::ones((8, 3), DType::U8, &Device::Cpu)?;
-    let batch = AdvantageBatch::new(&rewards, 4).response_mask(&mask);
-    let tokens = pipeline.estimate(&batch)?.on_tokens(&batch.mask()?)?;
-    let got = numbers(&tokens.narrow(1, 0, 1)?)?;
-    let [failure, success, alone, rest] = values;
-    let expected = [failure, success, failure, success, alone, rest, rest, rest];
-    assert_close(&got, &expected, 1e-6);
+    for device in devices() {
+        let rewards = Tensor::new(&EXAMPLE, device)?;
+        let mask = Tensor::ones((8, 3), DType::U8, device)?;
+        let batch = AdvantageBatch::new(&rewards, 4).response_mask(&mask);
+        let tokens = pipeline.estimate(&batch)?.on_tokens(&batch.mask()?)?;
+        let got = numbers(&tokens.narrow(1, 0, 1)?)?;
+        let [failure, success, alone, rest] = values;
+        let expected = [failure, success, failure, success, alone, rest, rest, rest];
+        assert_close(&got, &expected, 1e-6);
+    }
     Ok(())
 }
 
 #[test]
 fn gpg_counts_as_verl_does_if_asked() -> Result<()> {
-    let rewards = tensor(&EXAMPLE.map(|r| r as f32));
-    let gpg = AdvantagePipeline::gpg()
-        .map_sequence(|s| s.group.compensation = Compensation::NonZeroRewards);
-    let got = numbers(&gpg.estimate(&AdvantageBatch::new(&rewards, 4))?.advantages)?;
-    let (a, b, c) = (4. / 3., 2., -2. / 3.);
-    assert_close(&got, &[-a, a, -a, a, b, c, c, c], 1e-6);
+    for device in devices() {
+        let rewards = tensor(&EXAMPLE.map(|r| r as f32), device);
+        let gpg = AdvantagePipeline::gpg()
+            .map_sequence(|s| s.group.compensation = Compensation::NonZeroRewards);
+        let got = numbers(&gpg.estimate(&AdvantageBatch::new(&rewards, 4))?.advantages)?;
+        let (a, b, c) = (4. / 3., 2., -2. / 3.);
+        assert_close(&got, &[-a, a, -a, a, b, c, c, c], 1e-6);
 
-    // Half the samples are in a group without spread: the others count twice, whatever their rewards are.
-    let rewards = tensor(&[-1., 1., 1., 1.]);
-    let batch = AdvantageBatch::new(&rewards, 2);
-    let by_spread = AdvantagePipeline::gpg().estimate(&batch)?.advantages;
-    assert_close(&numbers(&by_spread)?, &[-2., 2., 0., 0.], 0.);
-    let by_rewards = gpg.estimate(&batch)?.advantages;
-    assert_close(&numbers(&by_rewards)?, &[-1., 1., 0., 0.], 0.);
+        // Half the samples are in a group without spread: the others count twice, whatever their rewards are.
+        let rewards = tensor(&[-1., 1., 1., 1.], device);
+        let batch = AdvantageBatch::new(&rewards, 2);
+        let by_spread = AdvantagePipeline::gpg().estimate(&batch)?.advantages;
+        assert_close(&numbers(&by_spread)?, &[-2., 2., 0., 0.], 0.);
+        let by_rewards = gpg.estimate(&batch)?.advantages;
+        assert_close(&numbers(&by_rewards)?, &[-1., 1., 0., 0.], 0.);
+    }
     Ok(())
 }
 
@@ -73,11 +78,11 @@ struct Fixture {
 }
 
 impl Fixture {
-    fn new() -> Result<Self> {
+    fn new(device: &Device) -> Result<Self> {
         let nan = f64::NAN;
-        let rows = |x: [[f64; 3]; 4]| Tensor::new(&x, &Device::Cpu);
+        let rows = |x: [[f64; 3]; 4]| Tensor::new(&x, device);
         Ok(Self {
-            rewards: Tensor::new(&[1f64, 0., 1., 0.], &Device::Cpu)?,
+            rewards: Tensor::new(&[1f64, 0., 1., 0.], device)?,
             mask: rows([[1., 1., 1.], [1., 0., 0.], [1., 1., 0.], [1., 1., 1.]])?,
             values: rows([
                 [0.2, 0.4, 0.6],
@@ -112,60 +117,71 @@ impl Fixture {
 
 #[test]
 fn opo_weighs_by_length() -> Result<()> {
-    let fixture = Fixture::new()?;
-    let got = AdvantagePipeline::opo().estimate(&fixture.batch())?;
-    let (a, b) = (4. / 9., -5. / 9.);
-    assert_close(&numbers(&got.advantages)?, &[a, b, a, b], 1e-12);
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let got = AdvantagePipeline::opo().estimate(&fixture.batch())?;
+        let (a, b) = (4. / 9., -5. / 9.);
+        assert_close(&numbers(&got.advantages)?, &[a, b, a, b], 1e-12);
+    }
     Ok(())
 }
 
 #[test]
 fn reinforce_plus_plus_discounts_and_whitens() -> Result<()> {
-    let fixture = Fixture::new()?;
-    let pipeline = AdvantagePipeline::reinforce_plus_plus().map_tokens(|tokens| tokens.gamma = 0.9);
-    let got = pipeline.estimate(&fixture.batch())?;
-    let returns = [0.81, 0.9, 1., 0., 0., 0., 0.9, 1., 0., 0., 0., 0.];
-    assert_close(&numbers(&got.returns.unwrap())?, &returns, 1e-12);
-    let advantages = [
-        0.6087, 0.7926, 0.9970, -1.0470, 0., 0., 0.7926, 0.9970, 0., -1.0470, -1.0470, -1.0470,
-    ];
-    assert_close(&numbers(&got.advantages)?, &advantages, 5.1e-5);
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let pipeline =
+            AdvantagePipeline::reinforce_plus_plus().map_tokens(|tokens| tokens.gamma = 0.9);
+        let got = pipeline.estimate(&fixture.batch())?;
+        let returns = [0.81, 0.9, 1., 0., 0., 0., 0.9, 1., 0., 0., 0., 0.];
+        assert_close(&numbers(&got.returns.unwrap())?, &returns, 1e-12);
+        let advantages = [
+            0.6087, 0.7926, 0.9970, -1.0470, 0., 0., 0.7926, 0.9970, 0., -1.0470, -1.0470, -1.0470,
+        ];
+        assert_close(&numbers(&got.advantages)?, &advantages, 5.1e-5);
+    }
     Ok(())
 }
 
 #[test]
 fn the_baseline_variant_whitens_over_tokens() -> Result<()> {
-    let fixture = Fixture::new()?;
-    let got = AdvantagePipeline::reinforce_plus_plus_baseline().estimate(&fixture.batch())?;
-    let (s, f) = (0.8433, -1.0541);
-    let expected = [s, s, s, f, 0., 0., s, s, 0., f, f, f];
-    assert_close(&numbers(&got.advantages)?, &expected, 5.1e-5);
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let got = AdvantagePipeline::reinforce_plus_plus_baseline().estimate(&fixture.batch())?;
+        let (s, f) = (0.8433, -1.0541);
+        let expected = [s, s, s, f, 0., 0., s, s, 0., f, f, f];
+        assert_close(&numbers(&got.advantages)?, &expected, 5.1e-5);
+    }
     Ok(())
 }
 
 #[test]
 fn remax_subtracts_what_it_is_given() -> Result<()> {
-    let fixture = Fixture::new()?;
-    let baselines = Tensor::new(&[0.5f64, 0.5, 0., 1.], &Device::Cpu)?;
-    let batch = fixture.batch().reward_baselines(&baselines);
-    let got = AdvantagePipeline::remax().estimate(&batch)?;
-    let expected = [0.5, 0.5, 0.5, -0.5, 0., 0., 1., 1., 0., -1., -1., -1.];
-    assert_close(&numbers(&got.advantages)?, &expected, 1e-12);
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let baselines = Tensor::new(&[0.5f64, 0.5, 0., 1.], device)?;
+        let batch = fixture.batch().reward_baselines(&baselines);
+        let got = AdvantagePipeline::remax().estimate(&batch)?;
+        let expected = [0.5, 0.5, 0.5, -0.5, 0., 0., 1., 1., 0., -1., -1., -1.];
+        assert_close(&numbers(&got.advantages)?, &expected, 1e-12);
+    }
     Ok(())
 }
 
 #[test]
 fn gae_has_the_values_of_verl() -> Result<()> {
-    let fixture = Fixture::new()?;
-    let got = AdvantagePipeline::gae(0.99, 0.95).estimate(&fixture.batch())?;
-    let returns = [
-        0.9323, 0.9702, 1., 0., 0., 0., 0.9603, 1., 0., 0.0143, 0.0099, 0.,
-    ];
-    assert_close(&numbers(&got.returns.unwrap())?, &returns, 5.1e-5);
-    let advantages = [
-        1.3090, 0.8548, 0.3778, -1.0236, 0., 0., 0.5468, 0.9383, 0., -0.7033, -0.9958, -1.3038,
-    ];
-    assert_close(&numbers(&got.advantages)?, &advantages, 5.1e-5);
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let got = AdvantagePipeline::gae(0.99, 0.95).estimate(&fixture.batch())?;
+        let returns = [
+            0.9323, 0.9702, 1., 0., 0., 0., 0.9603, 1., 0., 0.0143, 0.0099, 0.,
+        ];
+        assert_close(&numbers(&got.returns.unwrap())?, &returns, 5.1e-5);
+        let advantages = [
+            1.3090, 0.8548, 0.3778, -1.0236, 0., 0., 0.5468, 0.9383, 0., -0.7033, -0.9958, -1.3038,
+        ];
+        assert_close(&numbers(&got.advantages)?, &advantages, 5.1e-5);
+    }
     Ok(())
 }
 
@@ -173,156 +189,170 @@ fn gae_has_the_values_of_verl() -> Result<()> {
 fn the_optimal_token_baseline_has_the_values_of_verl(
     #[values(TokenAlignment::Position, TokenAlignment::Generated)] alignment: TokenAlignment,
 ) -> Result<()> {
-    let fixture = Fixture::new()?;
-    let tokens = |handle_zero_tail| TokenShaping {
-        baseline: TokenBaseline::OptimalToken(OptimalTokenBaseline {
-            alignment,
-            handle_zero_tail,
-            ..OptimalTokenBaseline::default()
-        }),
-        ..TokenShaping::default()
-    };
-    let got = tokens(false).estimate(&fixture.batch())?.advantages;
-    let expected = [
-        0.7813, 0.6532, 0.7222, -0.2187, 0., 0., 0.7813, 0.6532, 0., -0.2187, -0.3468, -0.2778,
-    ];
-    assert_close(&numbers(&got)?, &expected, 5.1e-5);
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let tokens = |handle_zero_tail| TokenShaping {
+            baseline: TokenBaseline::OptimalToken(OptimalTokenBaseline {
+                alignment,
+                handle_zero_tail,
+                ..OptimalTokenBaseline::default()
+            }),
+            ..TokenShaping::default()
+        };
+        let got = tokens(false).estimate(&fixture.batch())?.advantages;
+        let expected = [
+            0.7813, 0.6532, 0.7222, -0.2187, 0., 0., 0.7813, 0.6532, 0., -0.2187, -0.3468, -0.2778,
+        ];
+        assert_close(&numbers(&got)?, &expected, 5.1e-5);
 
-    let batch = fixture.batch().groups([0u32, 0, 0, 1].as_slice());
-    let got = tokens(true).estimate(&batch)?.advantages;
-    let expected = [0.625, 0., 1., -0.375, 0., 0., 0.625, 0., 0., 0., 0., 0.];
-    assert_close(&numbers(&got)?, &expected, 5.1e-5);
+        let batch = fixture.batch().groups([0u32, 0, 0, 1].as_slice());
+        let got = tokens(true).estimate(&batch)?.advantages;
+        let expected = [0.625, 0., 1., -0.375, 0., 0., 0.625, 0., 0., 0., 0., 0.];
+        assert_close(&numbers(&got)?, &expected, 5.1e-5);
+    }
     Ok(())
 }
 
 #[test]
 fn tokens_of_others_take_no_step_unless_they_are_counted() -> Result<()> {
-    let mask = Tensor::new(&[[1u8, 0, 1]], &Device::Cpu)?;
-    let rewards = Tensor::new(&[[0f64, f64::NAN, 1.]], &Device::Cpu)?;
-    let values = Tensor::new(&[[0.25f64, f64::NAN, 0.5]], &Device::Cpu)?;
-    let batch = AdvantageBatch::from_token_rewards(&rewards, &mask).values(&values);
-    let skipped = (MaskedTokens::Skipped, 0.5, 0.5 * 0.5 - 0.25 + 0.25 * 0.5);
-    // The step between is worth nothing itself and leads to a value of a half.
-    let counted = (
-        MaskedTokens::Counted,
-        0.25,
-        -0.25 + 0.25 * 0.25 + 0.0625 * 0.5,
-    );
-    for (masked_tokens, discounted, generalised) in [skipped, counted] {
-        let returns = TokenShaping {
-            gamma: 0.5,
-            masked_tokens,
-            ..TokenShaping::default()
-        };
-        let got = returns.estimate(&batch)?.advantages;
-        assert_close(&numbers(&got)?, &[discounted, 0., 1.], 1e-12);
-        let gae = TokenShaping {
-            lambda: Some(0.5),
-            ..returns
-        };
-        let got = gae.estimate(&batch)?.advantages;
-        assert_close(&numbers(&got)?, &[generalised, 0., 0.5], 1e-12);
+    for device in devices() {
+        let mask = Tensor::new(&[[1u8, 0, 1]], device)?;
+        let rewards = Tensor::new(&[[0f64, f64::NAN, 1.]], device)?;
+        let values = Tensor::new(&[[0.25f64, f64::NAN, 0.5]], device)?;
+        let batch = AdvantageBatch::from_token_rewards(&rewards, &mask).values(&values);
+        let skipped = (MaskedTokens::Skipped, 0.5, 0.5 * 0.5 - 0.25 + 0.25 * 0.5);
+        // The step between is worth nothing itself and leads to a value of a half.
+        let counted = (
+            MaskedTokens::Counted,
+            0.25,
+            -0.25 + 0.25 * 0.25 + 0.0625 * 0.5,
+        );
+        for (masked_tokens, discounted, generalised) in [skipped, counted] {
+            let returns = TokenShaping {
+                gamma: 0.5,
+                masked_tokens,
+                ..TokenShaping::default()
+            };
+            let got = returns.estimate(&batch)?.advantages;
+            assert_close(&numbers(&got)?, &[discounted, 0., 1.], 1e-12);
+            let gae = TokenShaping {
+                lambda: Some(0.5),
+                ..returns
+            };
+            let got = gae.estimate(&batch)?.advantages;
+            assert_close(&numbers(&got)?, &[generalised, 0., 0.5], 1e-12);
+        }
     }
     Ok(())
 }
 
 #[test]
 fn components_are_normalised_before_the_sum() -> Result<()> {
-    let components = [[1f64, 0.], [0., 1.], [1., 1.], [0., 0.]];
-    let rewards = Tensor::new(&components, &Device::Cpu)?;
-    let got = AdvantagePipeline::gdpo().estimate(&AdvantageBatch::new(&rewards, 4))?;
-    let expected = [0., 0., 1.224658260, -1.224658260];
-    assert_close(&numbers(&got.advantages)?, &expected, 1e-8);
+    for device in devices() {
+        let components = [[1f64, 0.], [0., 1.], [1., 1.], [0., 0.]];
+        let rewards = Tensor::new(&components, device)?;
+        let got = AdvantagePipeline::gdpo().estimate(&AdvantageBatch::new(&rewards, 4))?;
+        let expected = [0., 0., 1.224658260, -1.224658260];
+        assert_close(&numbers(&got.advantages)?, &expected, 1e-8);
 
-    // A missing component is left out; a sample without any gets 0 and moves no other.
-    let nan = f64::NAN;
-    let missing = [
-        [1f64, 0.],
-        [0., 1.],
-        [1., 1.],
-        [0., 0.],
-        [nan, nan],
-        [nan, 1.],
-    ];
-    let rewards = Tensor::new(&missing, &Device::Cpu)?;
-    let batch = AdvantageBatch::new(&rewards, [0u32, 0, 0, 0, 0, 1].as_slice());
-    let gdpo = AdvantagePipeline::gdpo().map_sequence(|sequence| {
-        sequence.group.non_finite = NonFinite::Exclude;
-        sequence.group.single_sample = SingleSample::Zero;
-        sequence.group.normalize = None;
-    });
-    let got = numbers(&gdpo.estimate(&batch)?.advantages)?;
-    assert_eq!(got[4..], [0., 0.]);
-    assert!((got[2] - 2. * 0.866).abs() < 1e-3, "{got:?}");
+        // A missing component is left out; a sample without any gets 0 and moves no other.
+        let nan = f64::NAN;
+        let missing = [
+            [1f64, 0.],
+            [0., 1.],
+            [1., 1.],
+            [0., 0.],
+            [nan, nan],
+            [nan, 1.],
+        ];
+        let rewards = Tensor::new(&missing, device)?;
+        let batch = AdvantageBatch::new(&rewards, [0u32, 0, 0, 0, 0, 1].as_slice());
+        let gdpo = AdvantagePipeline::gdpo().map_sequence(|sequence| {
+            sequence.group.non_finite = NonFinite::Exclude;
+            sequence.group.single_sample = SingleSample::Zero;
+            sequence.group.normalize = None;
+        });
+        let got = numbers(&gdpo.estimate(&batch)?.advantages)?;
+        assert_eq!(got[4..], [0., 0.]);
+        assert!((got[2] - 2. * 0.866).abs() < 1e-3, "{got:?}");
+    }
     Ok(())
 }
 
 #[test]
 fn advantages_of_the_batch_are_normalised_as_in_trl() -> Result<()> {
-    let rewards = Tensor::new(&EXAMPLE, &Device::Cpu)?;
-    let rloo = AdvantagePipeline::rloo()
-        .map_sequence(|sequence| sequence.group.normalize = Some(Whitening::trl()));
-    let got = numbers(&rloo.estimate(&AdvantageBatch::new(&rewards, 4))?.advantages)?;
-    let variance: f64 = (4. * 4. / 9. + 1. + 3. / 9.) / 7.;
-    assert_close(&got[4..5], &[1. / (variance.sqrt() + 1e-4)], 1e-9);
+    for device in devices() {
+        let rewards = Tensor::new(&EXAMPLE, device)?;
+        let rloo = AdvantagePipeline::rloo()
+            .map_sequence(|sequence| sequence.group.normalize = Some(Whitening::trl()));
+        let got = numbers(&rloo.estimate(&AdvantageBatch::new(&rewards, 4))?.advantages)?;
+        let variance: f64 = (4. * 4. / 9. + 1. + 3. / 9.) / 7.;
+        assert_close(&got[4..5], &[1. / (variance.sqrt() + 1e-4)], 1e-9);
+    }
     Ok(())
 }
 
 #[test]
 fn the_kl_of_a_sequence_comes_off_its_reward() -> Result<()> {
-    let fixture = Fixture::new()?;
-    let shifted = (&fixture.log_probs - 0.1)?;
-    let batch = fixture.batch().ref_log_probs(&shifted);
-    let sequence = SequenceAdvantage {
-        kl_penalty: Some(KlPenalty {
-            coef: 2.,
-            kl: Kl::new(KlEstimator::K1),
-        }),
-        ..AdvantagePipeline::dr_grpo().sequence.unwrap()
-    };
-    // 0.2 for each token: rewards 0.4, -0.2, 0.6, -0.6.
-    let got = sequence.estimate(&batch)?.advantages;
-    assert_close(&numbers(&got)?, &[0.35, -0.25, 0.55, -0.65], 1e-12);
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let shifted = (&fixture.log_probs - 0.1)?;
+        let batch = fixture.batch().ref_log_probs(&shifted);
+        let sequence = SequenceAdvantage {
+            kl_penalty: Some(KlPenalty {
+                coef: 2.,
+                kl: Kl::new(KlEstimator::K1),
+            }),
+            ..AdvantagePipeline::dr_grpo().sequence.unwrap()
+        };
+        // 0.2 for each token: rewards 0.4, -0.2, 0.6, -0.6.
+        let got = sequence.estimate(&batch)?.advantages;
+        assert_close(&numbers(&got)?, &[0.35, -0.25, 0.55, -0.65], 1e-12);
+    }
     Ok(())
 }
 
 #[test]
 fn a_teacher_is_followed_token_by_token() -> Result<()> {
-    let fixture = Fixture::new()?;
-    let zeros = fixture.rewards.zeros_like()?;
-    let teacher = (&fixture.log_probs + 0.5)?;
-    let batch = AdvantageBatch::new(&zeros, 4)
-        .response_mask(&fixture.mask)
-        .old_log_probs(&fixture.log_probs)
-        .teacher_log_probs(&teacher);
-    let tokens = TokenShaping {
-        distillation: Some(KlPenalty {
-            coef: 2.,
-            kl: Kl::new(KlEstimator::K1),
-        }),
-        ..TokenShaping::default()
-    };
-    let got = tokens.estimate(&batch)?;
-    let expected = [1., 1., 1., 1., 0., 0., 1., 1., 0., 1., 1., 1.];
-    assert_close(&numbers(&got.advantages)?, &expected, 1e-12);
-    assert_close(&numbers(&got.returns.unwrap())?, &[0.; 12], 0.);
-    assert_eq!(got.metrics.to_host()?.get("teacher_kl"), Some(-0.5));
+    for device in devices() {
+        let fixture = Fixture::new(device)?;
+        let zeros = fixture.rewards.zeros_like()?;
+        let teacher = (&fixture.log_probs + 0.5)?;
+        let batch = AdvantageBatch::new(&zeros, 4)
+            .response_mask(&fixture.mask)
+            .old_log_probs(&fixture.log_probs)
+            .teacher_log_probs(&teacher);
+        let tokens = TokenShaping {
+            distillation: Some(KlPenalty {
+                coef: 2.,
+                kl: Kl::new(KlEstimator::K1),
+            }),
+            ..TokenShaping::default()
+        };
+        let got = tokens.estimate(&batch)?;
+        let expected = [1., 1., 1., 1., 0., 0., 1., 1., 0., 1., 1., 1.];
+        assert_close(&numbers(&got.advantages)?, &expected, 1e-12);
+        assert_close(&numbers(&got.returns.unwrap())?, &[0.; 12], 0.);
+        assert_eq!(got.metrics.to_host()?.get("teacher_kl"), Some(-0.5));
+    }
     Ok(())
 }
 
 #[test]
 fn masked_samples_can_be_kept_out_of_the_statistics() -> Result<()> {
-    let rewards = tensor(&[1., 0., 5., 1., 0., 0.]);
-    let mask = Tensor::new(&[[1u8], [1], [0], [1], [1], [1]], &Device::Cpu)?;
-    let batch = AdvantageBatch::new(&rewards, 3).response_mask(&mask);
-    let all = AdvantagePipeline::dr_grpo();
-    let got = numbers(&all.estimate(&batch)?.advantages)?;
-    assert_close(&got[..3], &[-1., -2., 3.], 1e-6);
-    let unmasked =
-        all.map_sequence(|sequence| sequence.group.population = BaselinePopulation::Unmasked);
-    let got = numbers(&unmasked.estimate(&batch)?.advantages)?;
-    assert_close(&got[..3], &[0.5, -0.5, 0.], 1e-6);
-    assert_close(&got[3..], &[2. / 3., -1. / 3., -1. / 3.], 1e-6);
+    for device in devices() {
+        let rewards = tensor(&[1., 0., 5., 1., 0., 0.], device);
+        let mask = Tensor::new(&[[1u8], [1], [0], [1], [1], [1]], device)?;
+        let batch = AdvantageBatch::new(&rewards, 3).response_mask(&mask);
+        let all = AdvantagePipeline::dr_grpo();
+        let got = numbers(&all.estimate(&batch)?.advantages)?;
+        assert_close(&got[..3], &[-1., -2., 3.], 1e-6);
+        let unmasked =
+            all.map_sequence(|sequence| sequence.group.population = BaselinePopulation::Unmasked);
+        let got = numbers(&unmasked.estimate(&batch)?.advantages)?;
+        assert_close(&got[..3], &[0.5, -0.5, 0.], 1e-6);
+        assert_close(&got[3..], &[2. / 3., -1. / 3., -1. / 3.], 1e-6);
+    }
     Ok(())
 }
 
@@ -335,24 +365,28 @@ fn pass_at_k_is_how_far_the_best_is_ahead(
     #[case] rewards: &[f32],
     #[case] expected: [f64; 3],
 ) -> Result<()> {
-    let pipeline = AdvantagePipeline::pass_at_k().map_sequence(|sequence| {
-        sequence.scale = Scale::None;
-        sequence.group.non_finite = NonFinite::Exclude;
-    });
-    let rewards = tensor(rewards);
-    let got = pipeline.estimate(&AdvantageBatch::new(&rewards, 3))?;
-    assert_close(&numbers(&got.advantages)?, &expected, 0.);
+    for device in devices() {
+        let pipeline = AdvantagePipeline::pass_at_k().map_sequence(|sequence| {
+            sequence.scale = Scale::None;
+            sequence.group.non_finite = NonFinite::Exclude;
+        });
+        let rewards = tensor(rewards, device);
+        let got = pipeline.estimate(&AdvantageBatch::new(&rewards, 3))?;
+        assert_close(&numbers(&got.advantages)?, &expected, 0.);
+    }
     Ok(())
 }
 
 #[test]
 fn openrlhf_clips_after_the_baseline() -> Result<()> {
-    let rewards = tensor(&[0., 8., 1., 1.]);
-    let rloo = AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([-0.5, 2.]));
-    let got = rloo.estimate(&AdvantageBatch::new(&rewards, 2))?;
-    assert_close(&numbers(&got.advantages)?, &[-0.5, 2., 0., 0.], 0.);
-    let metrics = got.metrics.to_host()?;
-    assert_eq!(metrics.get("sequence_clip_fraction"), Some(0.5));
+    for device in devices() {
+        let rewards = tensor(&[0., 8., 1., 1.], device);
+        let rloo = AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([-0.5, 2.]));
+        let got = rloo.estimate(&AdvantageBatch::new(&rewards, 2))?;
+        assert_close(&numbers(&got.advantages)?, &[-0.5, 2., 0., 0.], 0.);
+        let metrics = got.metrics.to_host()?;
+        assert_eq!(metrics.get("sequence_clip_fraction"), Some(0.5));
+    }
     Ok(())
 }
 
@@ -415,18 +449,19 @@ fn a_configuration_names_every_estimator_and_knows_its_options() -> serde_json::
 /// Masked gaps do not make a tail of a column that two sequences have a token in.
 #[test]
 fn the_tail_of_the_optimal_token_baseline_is_of_one_sequence_alone() -> Result<()> {
-    let device = &Device::Cpu;
-    let mask = Tensor::new(&[[1u8, 0, 0, 1, 1], [1, 0, 0, 1, 0]], device)?;
-    let rewards = tensor(&[1., 3.]);
-    let log_probs = Tensor::full(0.5f32.ln(), (2, 5), device)?;
-    let squares = Tensor::full(0.5f32, (2, 5), device)?;
-    let batch = AdvantageBatch::new(&rewards, 2)
-        .response_mask(&mask)
-        .old_log_probs(&log_probs)
-        .sum_of_squared_probs(&squares);
-    let advantages = AdvantagePipeline::optimal_token_baseline().estimate(&batch)?;
-    // The energies are equal, so the baseline is the mean of the returns, 2, but for the last column.
-    let expected = [-1., 0., 0., -1., 1., 1., 0., 0., 1., 0.];
-    assert_close(&numbers(&advantages.advantages)?, &expected, 1e-6);
+    for device in devices() {
+        let mask = Tensor::new(&[[1u8, 0, 0, 1, 1], [1, 0, 0, 1, 0]], device)?;
+        let rewards = tensor(&[1., 3.], device);
+        let log_probs = Tensor::full(0.5f32.ln(), (2, 5), device)?;
+        let squares = Tensor::full(0.5f32, (2, 5), device)?;
+        let batch = AdvantageBatch::new(&rewards, 2)
+            .response_mask(&mask)
+            .old_log_probs(&log_probs)
+            .sum_of_squared_probs(&squares);
+        let advantages = AdvantagePipeline::optimal_token_baseline().estimate(&batch)?;
+        // The energies are equal, so the baseline is the mean of the returns, 2, but for the last column.
+        let expected = [-1., 0., 0., -1., 1., 1., 0., 0., 1., 0.];
+        assert_close(&numbers(&advantages.advantages)?, &expected, 1e-6);
+    }
     Ok(())
 }

@@ -1,8 +1,9 @@
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_core::{GroupAdvantage, Groups, NonFinite, Scale, SingleSample};
+use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
-use crate::{assert_close, numbers, tensor};
+use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
@@ -20,18 +21,20 @@ fn grpo_gives_the_published_values(
     #[case] scale: Scale,
     #[case] values: [f64; 3],
 ) -> Result<()> {
-    let [first, success, failure] = values;
-    let function = GroupAdvantage {
-        epsilon,
-        ..GroupAdvantage::grpo()
-    };
-    let rewards = Tensor::new(&EXAMPLE, &Device::Cpu)?;
-    let advantages = function.compute(&rewards, 4, scale)?;
-    assert_eq!(advantages.dtype(), DType::F64, "f64 is kept");
-    let expected = [
-        -first, first, -first, first, success, failure, failure, failure,
-    ];
-    assert_close(&numbers(&advantages)?, &expected, 1e-9);
+    for device in devices() {
+        let [first, success, failure] = values;
+        let function = GroupAdvantage {
+            epsilon,
+            ..GroupAdvantage::grpo()
+        };
+        let rewards = Tensor::new(&EXAMPLE, device)?;
+        let advantages = function.compute(&rewards, 4, scale)?;
+        assert_eq!(advantages.dtype(), DType::F64, "f64 is kept");
+        let expected = [
+            -first, first, -first, first, success, failure, failure, failure,
+        ];
+        assert_close(&numbers(&advantages)?, &expected, 1e-9);
+    }
     Ok(())
 }
 
@@ -40,17 +43,21 @@ fn grpo_gives_the_published_values(
 #[case(Scale::Group, [1.154700518, 1.999999960, -0.666666653])]
 #[case(Scale::Batch, [1.288122353, 1.932183529, -0.644061176])]
 fn rloo_gives_the_published_values(#[case] scale: Scale, #[case] values: [f64; 3]) -> Result<()> {
-    let [first, success, failure] = values;
-    let function = GroupAdvantage {
-        epsilon: 1e-8,
-        ..GroupAdvantage::rloo()
-    };
-    let advantages = function.compute(EXAMPLE, 4, scale)?;
-    assert_eq!(advantages.dtype(), DType::F32, "slices give f32");
-    let expected = [
-        -first, first, -first, first, success, failure, failure, failure,
-    ];
-    assert_close(&numbers(&advantages)?, &expected, 1e-6);
+    for device in devices() {
+        let [first, success, failure] = values;
+        let function = GroupAdvantage {
+            epsilon: 1e-8,
+            ..GroupAdvantage::rloo()
+        };
+        let advantages = function.compute(Tensor::new(&EXAMPLE, device)?, 4, scale)?;
+        let of_slice = function.compute(EXAMPLE, 4, scale)?;
+        assert_eq!(of_slice.dtype(), DType::F32, "slices give f32");
+        let expected = [
+            -first, first, -first, first, success, failure, failure, failure,
+        ];
+        assert_close(&numbers(&of_slice)?, &expected, 1e-6);
+        assert_close(&numbers(&advantages)?, &expected, 1e-9);
+    }
     Ok(())
 }
 
@@ -62,14 +69,16 @@ fn a_constant_group_gives_exact_zeros(
     #[values(Scale::Group, Scale::Batch, Scale::None)] scale: Scale,
     #[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType,
 ) -> Result<()> {
-    let rewards = Tensor::new(vec![reward; size], &Device::Cpu)?.to_dtype(dtype)?;
-    for function in [GroupAdvantage::grpo(), GroupAdvantage::rloo()] {
-        let function = GroupAdvantage {
-            epsilon: 0.,
-            ..function
-        };
-        let advantages = numbers(&function.compute(&rewards, size, scale)?)?;
-        assert!(advantages.iter().all(|&a| a == 0.), "{advantages:?}");
+    for device in devices() {
+        let rewards = Tensor::new(vec![reward; size], device)?.to_dtype(dtype)?;
+        for function in [GroupAdvantage::grpo(), GroupAdvantage::rloo()] {
+            let function = GroupAdvantage {
+                epsilon: 0.,
+                ..function
+            };
+            let advantages = numbers(&function.compute(&rewards, size, scale)?)?;
+            assert!(advantages.iter().all(|&a| a == 0.), "{advantages:?}");
+        }
     }
     Ok(())
 }
@@ -78,30 +87,38 @@ fn a_constant_group_gives_exact_zeros(
 fn an_offset_loses_nothing(
     #[values(Scale::Group, Scale::Batch, Scale::None)] scale: Scale,
 ) -> Result<()> {
-    // Multiples of 2^-10, which f32 still holds exactly beside 1e4.
-    let rewards = [0.25, 0.5, 0.125, 1.0, 0.75, 0.0, 0.0, 0.0009765625];
-    let shifted = rewards.map(|r| r + 1e4);
-    for function in [GroupAdvantage::grpo(), GroupAdvantage::rloo()] {
-        let plain = function.compute(tensor(&rewards), 4, scale)?;
-        let offset = function.compute(tensor(&shifted), 4, scale)?;
-        assert_eq!(plain.to_vec1::<f32>()?, offset.to_vec1::<f32>()?);
+    for device in devices() {
+        // Multiples of 2^-10, which f32 still holds exactly beside 1e4.
+        let rewards = [0.25, 0.5, 0.125, 1.0, 0.75, 0.0, 0.0, 0.0009765625];
+        let shifted = rewards.map(|r| r + 1e4);
+        for function in [GroupAdvantage::grpo(), GroupAdvantage::rloo()] {
+            let plain = function.compute(tensor(&rewards, device), 4, scale)?;
+            let offset = function.compute(tensor(&shifted, device), 4, scale)?;
+            assert_eq!(plain.to_vec1::<f32>()?, offset.to_vec1::<f32>()?);
+        }
     }
     Ok(())
 }
 
 #[test]
 fn groups_of_any_size_in_any_order() -> Result<()> {
-    // The groups a = {2, 1, 0} and b = {5, 3}, interleaved.
-    let rewards = tensor(&[2., 5., 1., 0., 3.]);
-    let ids = Tensor::new(&[7i64, -1, 7, 7, -1], &Device::Cpu)?;
-    let from_slice =
-        GroupAdvantage::grpo().compute(&rewards, [7u32, 1, 7, 7, 1].as_slice(), Scale::None)?;
-    assert_eq!(from_slice.to_vec1::<f32>()?, [1., 1., 0., -1., -1.]);
-    let from_tensor =
-        GroupAdvantage::grpo().compute(&rewards, Groups::from_ids_to_host(&ids)?, Scale::None)?;
-    assert_eq!(from_tensor.to_vec1::<f32>()?, from_slice.to_vec1::<f32>()?);
-    let rloo = GroupAdvantage::rloo().compute(&rewards, vec![7usize, 1, 7, 7, 1], Scale::None)?;
-    assert_eq!(rloo.to_vec1::<f32>()?, [1.5, 2., 0., -1.5, -2.]);
+    for device in devices() {
+        // The groups a = {2, 1, 0} and b = {5, 3}, interleaved.
+        let rewards = tensor(&[2., 5., 1., 0., 3.], device);
+        let ids = Tensor::new(&[7i64, -1, 7, 7, -1], device)?;
+        let from_slice =
+            GroupAdvantage::grpo().compute(&rewards, [7u32, 1, 7, 7, 1].as_slice(), Scale::None)?;
+        assert_eq!(from_slice.to_vec1::<f32>()?, [1., 1., 0., -1., -1.]);
+        let from_tensor = GroupAdvantage::grpo().compute(
+            &rewards,
+            Groups::from_ids_to_host(&ids)?,
+            Scale::None,
+        )?;
+        assert_eq!(from_tensor.to_vec1::<f32>()?, from_slice.to_vec1::<f32>()?);
+        let rloo =
+            GroupAdvantage::rloo().compute(&rewards, vec![7usize, 1, 7, 7, 1], Scale::None)?;
+        assert_eq!(rloo.to_vec1::<f32>()?, [1.5, 2., 0., -1.5, -2.]);
+    }
     Ok(())
 }
 
@@ -116,69 +133,84 @@ fn a_single_sample_follows_its_policy(
     #[case] scale: Scale,
     #[case] expected: [f64; 3],
 ) -> Result<()> {
-    let function = GroupAdvantage {
-        single_sample,
-        epsilon: 0.,
-        ..GroupAdvantage::grpo()
-    };
-    let advantages = function.compute([2f32, 1., 0.], [0u32, 1, 1].as_slice(), scale)?;
-    assert_close(&numbers(&advantages)?, &expected, 1e-7);
+    for device in devices() {
+        let function = GroupAdvantage {
+            single_sample,
+            epsilon: 0.,
+            ..GroupAdvantage::grpo()
+        };
+        let advantages = function.compute(
+            tensor(&[2., 1., 0.], device),
+            [0u32, 1, 1].as_slice(),
+            scale,
+        )?;
+        assert_close(&numbers(&advantages)?, &expected, 1e-7);
+    }
     Ok(())
 }
 
 #[test]
 fn components_are_summed_with_their_weights() -> Result<()> {
-    let rewards = Tensor::new(&[[1f32, 0.], [0., 4.], [1., 4.], [0., 0.]], &Device::Cpu)?;
-    let sums = GroupAdvantage::grpo().compute(&rewards, 4, Scale::None)?;
-    assert_eq!(sums.to_vec1::<f32>()?, [-1.5, 1.5, 2.5, -2.5]);
-    let weighted = GroupAdvantage {
-        reward_weights: Some(vec![1., 0.5]),
-        ..GroupAdvantage::grpo()
-    };
-    let weighted = weighted.compute(&rewards, 4, Scale::None)?;
-    assert_eq!(weighted.to_vec1::<f32>()?, [-0.5, 0.5, 1.5, -1.5]);
+    for device in devices() {
+        let rewards = Tensor::new(&[[1f32, 0.], [0., 4.], [1., 4.], [0., 0.]], device)?;
+        let sums = GroupAdvantage::grpo().compute(&rewards, 4, Scale::None)?;
+        assert_eq!(sums.to_vec1::<f32>()?, [-1.5, 1.5, 2.5, -2.5]);
+        let weighted = GroupAdvantage {
+            reward_weights: Some(vec![1., 0.5]),
+            ..GroupAdvantage::grpo()
+        };
+        let weighted = weighted.compute(&rewards, 4, Scale::None)?;
+        assert_eq!(weighted.to_vec1::<f32>()?, [-0.5, 0.5, 1.5, -1.5]);
+    }
     Ok(())
 }
 
 #[test]
 fn missing_scores_can_be_excluded() -> Result<()> {
-    let function = GroupAdvantage {
-        non_finite: NonFinite::Exclude,
-        ..GroupAdvantage::grpo()
-    };
-    let rewards = tensor(&[
-        1.,
-        f32::NAN,
-        0.,
-        f32::INFINITY,
-        /* one score */ 3.,
-        f32::NAN,
-        f32::NAN,
-        f32::NAN,
-    ]);
-    for scale in [Scale::Group, Scale::Batch, Scale::None] {
-        let advantages = numbers(&function.compute(&rewards, 4, scale)?)?;
-        assert!(advantages.iter().all(|a| a.is_finite()), "{advantages:?}");
-        assert_eq!(advantages[1], 0.);
-        assert_eq!(advantages[4..], [0.; 4]);
-        assert_eq!(advantages[0], -advantages[2]);
-        assert!(advantages[0] > 0.3);
+    for device in devices() {
+        let function = GroupAdvantage {
+            non_finite: NonFinite::Exclude,
+            ..GroupAdvantage::grpo()
+        };
+        let rewards = tensor(
+            &[
+                1.,
+                f32::NAN,
+                0.,
+                f32::INFINITY,
+                /* one score */ 3.,
+                f32::NAN,
+                f32::NAN,
+                f32::NAN,
+            ],
+            device,
+        );
+        for scale in [Scale::Group, Scale::Batch, Scale::None] {
+            let advantages = numbers(&function.compute(&rewards, 4, scale)?)?;
+            assert!(advantages.iter().all(|a| a.is_finite()), "{advantages:?}");
+            assert_eq!(advantages[1], 0.);
+            assert_eq!(advantages[4..], [0.; 4]);
+            assert_eq!(advantages[0], -advantages[2]);
+            assert!(advantages[0] > 0.3);
+        }
+        let statistics = function.group_statistics(&rewards, 4)?;
+        assert_eq!(statistics.count.to_vec1::<u32>()?, [2, 1]);
+        assert_eq!(statistics.mean.to_vec1::<f32>()?, [0.5, 3.]);
+        assert_eq!(statistics.zero_variance.to_vec1::<u8>()?, [0, 1]);
     }
-    let statistics = function.group_statistics(&rewards, 4)?;
-    assert_eq!(statistics.count.to_vec1::<u32>()?, [2, 1]);
-    assert_eq!(statistics.mean.to_vec1::<f32>()?, [0.5, 3.]);
-    assert_eq!(statistics.zero_variance.to_vec1::<u8>()?, [0, 1]);
     Ok(())
 }
 
 #[test]
 fn integers_and_half_precision_are_taken() -> Result<()> {
-    let expected = [-0.5, 0.5, -0.5, 0.5];
-    for dtype in [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16] {
-        let rewards = tensor(&[0., 1., 0., 1.]).to_dtype(dtype)?;
-        let advantages = GroupAdvantage::grpo().compute(&rewards, 4, Scale::None)?;
-        assert_eq!(advantages.dtype(), DType::F32);
-        assert_close(&numbers(&advantages)?, &expected, 0.);
+    for device in devices() {
+        let expected = [-0.5, 0.5, -0.5, 0.5];
+        for dtype in [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16] {
+            let rewards = tensor(&[0., 1., 0., 1.], device).to_dtype(dtype)?;
+            let advantages = GroupAdvantage::grpo().compute(&rewards, 4, Scale::None)?;
+            assert_eq!(advantages.dtype(), DType::F32);
+            assert_close(&numbers(&advantages)?, &expected, 0.);
+        }
     }
     Ok(())
 }

@@ -6,9 +6,10 @@ use candle_grpo_core::{
     OverlongPenalty, RepetitionPenalty, RewardShaping, SampleFilter, SamplingDecision,
     ScoreEnsemble, ScoreResampling, TruncationPenalty, top_entropy_tokens_to_host,
 };
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use rstest::rstest;
 
-use crate::{assert_close, message, numbers, tensor};
+use crate::tensor;
 
 #[rstest]
 #[case(0.05, 0.97952)]
@@ -46,26 +47,28 @@ fn controllers_refuse_what_is_not_a_number() -> Result<()> {
 
 #[test]
 fn overlong_responses_are_penalised_softly() -> Result<()> {
-    let lengths = tensor(&[0., 12., 14., 16., 20.]);
-    let penalty = OverlongPenalty {
-        max_length: 16,
-        buffer: 4,
-        factor: 0.5,
-    };
-    let got = numbers(&penalty.of(&lengths)?)?;
-    assert_close(&got, &[0., 0., -0.25, -0.5, -0.5], 0.);
-    for (buffer, factor, expected) in [
-        (0, 1., "buffer: 0"),
-        (17, 1., "buffer: 17"),
-        (4, -1., "factor: -1"),
-        (4, f64::NAN, "factor: NaN"),
-    ] {
+    for device in devices() {
+        let lengths = tensor(&[0., 12., 14., 16., 20.], device);
         let penalty = OverlongPenalty {
-            buffer,
-            factor,
-            ..penalty
+            max_length: 16,
+            buffer: 4,
+            factor: 0.5,
         };
-        assert!(message(penalty.of(&lengths)).starts_with(expected));
+        let got = numbers(&penalty.of(&lengths)?)?;
+        assert_close(&got, &[0., 0., -0.25, -0.5, -0.5], 0.);
+        for (buffer, factor, expected) in [
+            (0, 1., "buffer: 0"),
+            (17, 1., "buffer: 17"),
+            (4, -1., "factor: -1"),
+            (4, f64::NAN, "factor: NaN"),
+        ] {
+            let penalty = OverlongPenalty {
+                buffer,
+                factor,
+                ..penalty
+            };
+            assert!(message(penalty.of(&lengths)).starts_with(expected));
+        }
     }
     Ok(())
 }
@@ -78,17 +81,24 @@ fn truncated_responses_follow_the_sign_of_the_coefficient(
     #[case] coefficient: f64,
     #[case] expected: [f64; 3],
 ) -> Result<()> {
-    let penalty = TruncationPenalty::from_coefficient(coefficient);
-    let rewards = tensor(&[1., 2., -1.]);
-    let truncated = Tensor::new(&[0u8, u8::from(coefficient > 0.), 1], &Device::Cpu)?;
-    assert_close(
-        &numbers(&penalty.apply(&rewards, &truncated)?)?,
-        &expected,
-        0.,
-    );
-    assert!(message(penalty.apply(&rewards, &tensor(&[1.]))).starts_with("truncated: shape [1]"));
-    let infinite = TruncationPenalty::Replace(f64::INFINITY);
-    assert!(message(infinite.apply(&rewards, &truncated)).starts_with("truncation penalty: inf"));
+    for device in devices() {
+        let penalty = TruncationPenalty::from_coefficient(coefficient);
+        let rewards = tensor(&[1., 2., -1.], device);
+        let truncated = Tensor::new(&[0u8, u8::from(coefficient > 0.), 1], device)?;
+        assert_close(
+            &numbers(&penalty.apply(&rewards, &truncated)?)?,
+            &expected,
+            0.,
+        );
+        assert!(
+            message(penalty.apply(&rewards, &tensor(&[1.], device)))
+                .starts_with("truncated: shape [1]")
+        );
+        let infinite = TruncationPenalty::Replace(f64::INFINITY);
+        assert!(
+            message(infinite.apply(&rewards, &truncated)).starts_with("truncation penalty: inf")
+        );
+    }
     Ok(())
 }
 
@@ -120,29 +130,33 @@ fn ensembles_leave_out_a_judge_without_an_opinion(
     #[case] ensemble: ScoreEnsemble,
     #[case] expected: [f64; 2],
 ) -> Result<()> {
-    let nan = f32::NAN;
-    let scores = Tensor::new(&[[1f32, 3.], [nan, 3.], [nan, nan]], &Device::Cpu)?;
-    let got = numbers(&ensemble.combine(&scores, NonFinite::Exclude)?)?;
-    assert_close(&got[..2], &expected, 1e-6);
-    assert!(got[2].is_nan());
-    assert!(
-        message(ensemble.combine(&scores, NonFinite::Error))
-            .starts_with("scores: sample 1 has NaN")
-    );
+    for device in devices() {
+        let nan = f32::NAN;
+        let scores = Tensor::new(&[[1f32, 3.], [nan, 3.], [nan, nan]], device)?;
+        let got = numbers(&ensemble.combine(&scores, NonFinite::Exclude)?)?;
+        assert_close(&got[..2], &expected, 1e-6);
+        assert!(got[2].is_nan());
+        assert!(
+            message(ensemble.combine(&scores, NonFinite::Error))
+                .starts_with("scores: sample 1 has NaN")
+        );
+    }
     Ok(())
 }
 
 #[test]
 fn ensembles_refuse_other_shapes_and_weights() -> Result<()> {
-    let scores = Tensor::new(&[[1f32, 3.]], &Device::Cpu)?;
-    let with = |weights: &[f64]| {
-        message(ScoreEnsemble::Weighted(weights.to_vec()).combine(&scores, NonFinite::Error))
-    };
-    assert!(with(&[1.]).starts_with("weights: 1 for 2 judges"));
-    assert!(with(&[0., 0.]).starts_with("weights: [0.0, 0.0], must be"));
-    assert!(with(&[-1., 2.]).starts_with("weights: [-1.0, 2.0], must be"));
-    let flat = ScoreEnsemble::Mean.combine(tensor(&[1.]), NonFinite::Error);
-    assert_eq!(message(flat), "scores: shape [1], must be [B, K]");
+    for device in devices() {
+        let scores = Tensor::new(&[[1f32, 3.]], device)?;
+        let with = |weights: &[f64]| {
+            message(ScoreEnsemble::Weighted(weights.to_vec()).combine(&scores, NonFinite::Error))
+        };
+        assert!(with(&[1.]).starts_with("weights: 1 for 2 judges"));
+        assert!(with(&[0., 0.]).starts_with("weights: [0.0, 0.0], must be"));
+        assert!(with(&[-1., 2.]).starts_with("weights: [-1.0, 2.0], must be"));
+        let flat = ScoreEnsemble::Mean.combine(tensor(&[1.], device), NonFinite::Error);
+        assert_eq!(message(flat), "scores: shape [1], must be [B, K]");
+    }
     Ok(())
 }
 
@@ -183,15 +197,15 @@ fn samples_are_drawn_in_proportion_to_their_weight() -> Result<()> {
     Ok(())
 }
 
-fn filter(filter: SampleFilter, scores: &[f32]) -> Result<Vec<u8>> {
+fn filter(filter: SampleFilter, scores: &[f32], device: &Device) -> Result<Vec<u8>> {
     // Lengths 1, 2, 3, 1, ...
     let rows: Vec<Vec<u8>> = (0..scores.len())
         .map(|i| (0..3).map(|t| u8::from(t <= i % 3)).collect())
         .collect();
-    let mask = Mask::new(&Tensor::new(rows, &Device::Cpu)?)?;
+    let mask = Mask::new(&Tensor::new(rows, device)?)?;
     let truncated: Vec<u8> = (0..scores.len()).map(|i| u8::from(i % 3 == 2)).collect();
-    let truncated = Tensor::new(truncated, &Device::Cpu)?;
-    let scores = tensor(scores);
+    let truncated = Tensor::new(truncated, device)?;
+    let scores = tensor(scores, device);
     let batch = FilterBatch {
         scores: &scores,
         groups: 3.into(),
@@ -212,132 +226,152 @@ fn filters_keep_what_they_say(
     #[case] which: SampleFilter,
     #[case] expected: [u8; 6],
 ) -> Result<()> {
-    assert_eq!(filter(which, &[0., 1., 0., 1., 1., 1.])?, expected);
-    let text = serde_json::to_string(&which).map_err(candle_core::Error::wrap)?;
-    let again: SampleFilter = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
-    assert_eq!(again, which);
+    for device in devices() {
+        assert_eq!(filter(which, &[0., 1., 0., 1., 1., 1.], device)?, expected);
+        let text = serde_json::to_string(&which).map_err(candle_core::Error::wrap)?;
+        let again: SampleFilter = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
+        assert_eq!(again, which);
+    }
     Ok(())
 }
 
 #[test]
 fn filters_look_at_bounds_strictly_and_at_missing_scores_not_at_all() -> Result<()> {
-    let nan = f32::NAN;
-    let strict = SampleFilter::Difficulty { low: 0., high: 0.5 };
-    assert_eq!(filter(strict, &[0.5, nan, 0.5])?, [0, 0, 0]);
-    assert_eq!(filter(SampleFilter::Spread {}, &[1., nan, 1.])?, [0, 0, 0]);
-    let errors = SampleFilter::ShortErrors { length: 9 };
-    assert_eq!(filter(errors, &[0.5, 0., 1.])?, [0, 1, 1]);
+    for device in devices() {
+        let nan = f32::NAN;
+        let strict = SampleFilter::Difficulty { low: 0., high: 0.5 };
+        assert_eq!(filter(strict, &[0.5, nan, 0.5], device)?, [0, 0, 0]);
+        assert_eq!(
+            filter(SampleFilter::Spread {}, &[1., nan, 1.], device)?,
+            [0, 0, 0]
+        );
+        let errors = SampleFilter::ShortErrors { length: 9 };
+        assert_eq!(filter(errors, &[0.5, 0., 1.], device)?, [0, 1, 1]);
 
-    let mask = Mask::new(&Tensor::new(&[[1u8], [1]], &Device::Cpu)?)?;
-    let scores = tensor(&[0., 1.]);
-    let batch = FilterBatch {
-        scores: &scores,
-        groups: 2.into(),
-        response_mask: &mask,
-        truncated: None,
-    };
-    assert!(message(SampleFilter::NotTruncated {}.keep(&batch)).starts_with("truncated: absent"));
-    let crossed = SampleFilter::Difficulty { low: 1., high: 1. };
-    assert!(message(crossed.keep(&batch)).starts_with("difficulty: low 1 and high 1"));
-    let short = tensor(&[0.]);
-    let batch = FilterBatch {
-        scores: &short,
-        ..batch
-    };
-    assert!(
-        message(SampleFilter::Spread {}.keep(&batch)).starts_with("scores: shape [1], must be [2]")
-    );
-    assert!(message(mask.keep_samples(&short)).starts_with("keep: shape [1], must be [2]"));
+        let mask = Mask::new(&Tensor::new(&[[1u8], [1]], device)?)?;
+        let scores = tensor(&[0., 1.], device);
+        let batch = FilterBatch {
+            scores: &scores,
+            groups: 2.into(),
+            response_mask: &mask,
+            truncated: None,
+        };
+        assert!(
+            message(SampleFilter::NotTruncated {}.keep(&batch)).starts_with("truncated: absent")
+        );
+        let crossed = SampleFilter::Difficulty { low: 1., high: 1. };
+        assert!(message(crossed.keep(&batch)).starts_with("difficulty: low 1 and high 1"));
+        let short = tensor(&[0.], device);
+        let batch = FilterBatch {
+            scores: &short,
+            ..batch
+        };
+        assert!(
+            message(SampleFilter::Spread {}.keep(&batch))
+                .starts_with("scores: shape [1], must be [2]")
+        );
+        assert!(message(mask.keep_samples(&short)).starts_with("keep: shape [1], must be [2]"));
+    }
     Ok(())
 }
 
 #[test]
 fn dynamic_sampling_goes_on_until_a_step_is_full() -> Result<()> {
-    let rewards = tensor(&[0., 1., 1., 1., 0., 0., 0.5, 1.]);
-    let groups = GroupAdvantage::grpo()
-        .group_statistics(&rewards, 2)?
-        .to_host()?;
-    let sampling = DynamicSampling {
-        groups: 2,
-        max_batches: Some(2),
-        ..DynamicSampling::default()
-    };
-    assert_eq!(sampling.keep(&groups), [0, 3]);
-    assert_eq!(sampling.decide(2, 1)?, SamplingDecision::Train);
-    assert_eq!(
-        sampling.decide(1, 1)?,
-        SamplingDecision::Sample { missing: 1 }
-    );
-    assert_eq!(
-        sampling.decide(1, 2)?,
-        SamplingDecision::GiveUp { missing: 1 }
-    );
-    let by_mean = DynamicSampling {
-        filter: GroupFilter {
-            spread: false,
-            mean_above: Some(0.),
-            mean_below: Some(1.),
-            std_above: Some(0.5),
-        },
-        ..sampling
-    };
-    assert_eq!(by_mean.keep(&groups), [0]);
-    let none = DynamicSampling {
-        groups: 0,
-        ..sampling
-    };
-    assert!(message(none.decide(0, 0)).starts_with("groups: 0"));
+    for device in devices() {
+        let rewards = tensor(&[0., 1., 1., 1., 0., 0., 0.5, 1.], device);
+        let groups = GroupAdvantage::grpo()
+            .group_statistics(&rewards, 2)?
+            .to_host()?;
+        let sampling = DynamicSampling {
+            groups: 2,
+            max_batches: Some(2),
+            ..DynamicSampling::default()
+        };
+        assert_eq!(sampling.keep(&groups), [0, 3]);
+        assert_eq!(sampling.decide(2, 1)?, SamplingDecision::Train);
+        assert_eq!(
+            sampling.decide(1, 1)?,
+            SamplingDecision::Sample { missing: 1 }
+        );
+        assert_eq!(
+            sampling.decide(1, 2)?,
+            SamplingDecision::GiveUp { missing: 1 }
+        );
+        let by_mean = DynamicSampling {
+            filter: GroupFilter {
+                spread: false,
+                mean_above: Some(0.),
+                mean_below: Some(1.),
+                std_above: Some(0.5),
+            },
+            ..sampling
+        };
+        assert_eq!(by_mean.keep(&groups), [0]);
+        let none = DynamicSampling {
+            groups: 0,
+            ..sampling
+        };
+        assert!(message(none.decide(0, 0)).starts_with("groups: 0"));
+    }
     Ok(())
 }
 
 #[test]
 fn the_top_entropy_quantile_is_that_of_torch() -> Result<()> {
-    let nan = f32::NAN;
-    let mask = Mask::new(&Tensor::new(&[[1u8, 1, 1], [1, 0, 1]], &Device::Cpu)?)?;
-    let entropy = Tensor::new(&[[0.1f32, 0.5, 0.2], [0.4, nan, 0.3]], &Device::Cpu)?;
-    for (fraction, expected) in [
-        (0.2, [0, 1, 0, 0, 0, 0]), // the quantile is 0.42
-        (0.5, [0, 1, 0, 1, 0, 1]), // that of 0.5 is 0.3, which is one of them
-        (1., [1, 1, 1, 1, 0, 1]),
-    ] {
-        let top = top_entropy_tokens_to_host(&entropy, &mask, fraction)?;
-        let got = top.selected().flatten_all()?.to_vec1::<u8>()?;
-        assert_eq!(got, expected, "{fraction}");
+    for device in devices() {
+        let nan = f32::NAN;
+        let mask = Mask::new(&Tensor::new(&[[1u8, 1, 1], [1, 0, 1]], device)?)?;
+        let entropy = Tensor::new(&[[0.1f32, 0.5, 0.2], [0.4, nan, 0.3]], device)?;
+        for (fraction, expected) in [
+            (0.2, [0, 1, 0, 0, 0, 0]), // the quantile is 0.42
+            (0.5, [0, 1, 0, 1, 0, 1]), // that of 0.5 is 0.3, which is one of them
+            (1., [1, 1, 1, 1, 0, 1]),
+        ] {
+            let top = top_entropy_tokens_to_host(&entropy, &mask, fraction)?;
+            let got = top.selected().flatten_all()?.to_vec1::<u8>()?;
+            assert_eq!(got, expected, "{fraction}");
+        }
+        let fraction = top_entropy_tokens_to_host(&entropy, &mask, 0.);
+        assert!(message(fraction).starts_with("fraction: 0, must be above 0"));
+        let empty = Mask::new(&mask.selected().zeros_like()?)?;
+        let top = top_entropy_tokens_to_host(&entropy, &empty, 0.5)?;
+        assert_eq!(
+            top.selected().flatten_all()?.max(0)?.to_scalar::<u8>()?,
+            0,
+            "nothing to choose from"
+        );
     }
-    let fraction = top_entropy_tokens_to_host(&entropy, &mask, 0.);
-    assert!(message(fraction).starts_with("fraction: 0, must be above 0"));
-    let empty = Mask::new(&mask.selected().zeros_like()?)?;
-    let top = top_entropy_tokens_to_host(&entropy, &empty, 0.5)?;
-    assert_eq!(
-        top.selected().flatten_all()?.max(0)?.to_scalar::<u8>()?,
-        0,
-        "nothing to choose from"
-    );
     Ok(())
 }
 
 #[test]
 fn rewards_can_be_clipped_to_a_range() -> Result<()> {
-    let shaping = RewardShaping {
-        clip_range: Some([-1., 2.]),
-        ..RewardShaping::default()
-    };
-    let shaped = shaping.apply([-3f32, 0., 5., 2.], 2, None)?;
-    assert_eq!(shaped.rewards.to_vec1::<f32>()?, [-1., 0., 2., 2.]);
-    let metrics = shaped.metrics.to_host()?;
-    assert_eq!(metrics.get("reward_clip_fraction"), Some(0.5));
-    let both = RewardShaping {
-        clip: Some(1.),
-        ..shaping.clone()
-    };
-    assert!(
-        message(both.apply([0f32, 1.], 2, None)).starts_with("clip and clip_range: both given")
-    );
-    let crossed = RewardShaping {
-        clip_range: Some([1., 1.]),
-        ..shaping
-    };
-    assert!(message(crossed.apply([0f32, 1.], 2, None)).starts_with("clip_range: [1, 1]"));
+    for device in devices() {
+        let shaping = RewardShaping {
+            clip_range: Some([-1., 2.]),
+            ..RewardShaping::default()
+        };
+        let shaped = shaping.apply(tensor(&[-3., 0., 5., 2.], device), 2, None)?;
+        assert_eq!(shaped.rewards.to_vec1::<f32>()?, [-1., 0., 2., 2.]);
+        let metrics = shaped.metrics.to_host()?;
+        assert_eq!(metrics.get("reward_clip_fraction"), Some(0.5));
+        let both = RewardShaping {
+            clip: Some(1.),
+            ..shaping.clone()
+        };
+        assert!(
+            message(both.apply(tensor(&[0., 1.], device), 2, None))
+                .starts_with("clip and clip_range: both given")
+        );
+        let crossed = RewardShaping {
+            clip_range: Some([1., 1.]),
+            ..shaping
+        };
+        assert!(
+            message(crossed.apply(tensor(&[0., 1.], device), 2, None))
+                .starts_with("clip_range: [1, 1]")
+        );
+    }
     Ok(())
 }
 

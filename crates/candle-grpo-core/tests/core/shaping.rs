@@ -1,11 +1,12 @@
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{Result, Tensor, Var};
 use candle_grpo_core::{
     Kl, KlEstimator, KlGradient, KlPenalty, Level, Mask, RewardNorm, RewardShaping, RunningMoments,
     TokenShaping, masked_whiten,
 };
+use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
-use crate::{assert_close, numbers, tensor};
+use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
@@ -21,131 +22,149 @@ fn mean_and_std_are_chosen_independently(
     #[case] std: Level,
     #[case] values: [f64; 4],
 ) -> Result<()> {
-    let [first, second, success, failure] = values;
-    let shaping = RewardShaping {
-        norm: RewardNorm {
-            mean,
-            std,
+    for device in devices() {
+        let [first, second, success, failure] = values;
+        let shaping = RewardShaping {
+            norm: RewardNorm {
+                mean,
+                std,
+                ..Default::default()
+            },
             ..Default::default()
-        },
-        ..Default::default()
-    };
-    let shaped = shaping.apply(EXAMPLE, 4, None)?.rewards;
-    let expected = [
-        first, second, first, second, success, failure, failure, failure,
-    ];
-    assert_close(&numbers(&shaped)?, &expected, 1e-5);
+        };
+        let shaped = shaping
+            .apply(Tensor::new(&EXAMPLE, device)?, 4, None)?
+            .rewards;
+        let expected = [
+            first, second, first, second, success, failure, failure, failure,
+        ];
+        assert_close(&numbers(&shaped)?, &expected, 1e-5);
+    }
     Ok(())
 }
 
 #[test]
 fn shift_and_scale_come_before_the_clip() -> Result<()> {
-    let shaping = RewardShaping {
-        shift: 1.,
-        scale: 3.,
-        clip: Some(4.),
-        ..Default::default()
-    };
-    let shaped = shaping.apply([0f32, 1., -3., 0.25], 2, None)?;
-    assert_eq!(shaped.rewards.to_vec1::<f32>()?, [3., 4., -4., 3.75]);
-    assert_eq!(
-        shaped.metrics.to_host()?.get("reward_clip_fraction"),
-        Some(0.5)
-    );
+    for device in devices() {
+        let shaping = RewardShaping {
+            shift: 1.,
+            scale: 3.,
+            clip: Some(4.),
+            ..Default::default()
+        };
+        let shaped = shaping.apply(tensor(&[0., 1., -3., 0.25], device), 2, None)?;
+        assert_eq!(shaped.rewards.to_vec1::<f32>()?, [3., 4., -4., 3.75]);
+        assert_eq!(
+            shaped.metrics.to_host()?.get("reward_clip_fraction"),
+            Some(0.5)
+        );
+    }
     Ok(())
 }
 
 #[test]
 fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
-    let shaping = RewardShaping {
-        norm: RewardNorm {
-            mean: Level::Running,
-            std: Level::Running,
-            epsilon: 1e-12,
+    for device in devices() {
+        let shaping = RewardShaping {
+            norm: RewardNorm {
+                mean: Level::Running,
+                std: Level::Running,
+                epsilon: 1e-12,
+                ..Default::default()
+            },
             ..Default::default()
-        },
-        ..Default::default()
-    };
-    let mut running = RunningMoments::new(&Device::Cpu)?;
-    shaping.apply([1e4, 1e4 + 1., 1e4 + 5.], 3, Some(&mut running))?;
-    let restored = RunningMoments::from_state(running.to_host()?, &Device::Cpu)?;
-    let mut running = restored;
-    let second = shaping
-        .apply([1e4 + 2., 1e4 + 7.], 2, Some(&mut running))?
-        .rewards;
-    // Mean 3 and variance 34 / 4 of {0, 1, 5, 2, 7}.
-    let std = (34f64 / 4.).sqrt();
-    assert_close(&numbers(&second)?, &[-1. / std, 4. / std], 1e-6);
-    assert_eq!(running.to_host()?.count, 5.);
+        };
+        let mut running = RunningMoments::new(device)?;
+        shaping.apply(
+            tensor(&[1e4, 1e4 + 1., 1e4 + 5.], device),
+            3,
+            Some(&mut running),
+        )?;
+        let restored = RunningMoments::from_state(running.to_host()?, device)?;
+        let mut running = restored;
+        let second = shaping
+            .apply(tensor(&[1e4 + 2., 1e4 + 7.], device), 2, Some(&mut running))?
+            .rewards;
+        // Mean 3 and variance 34 / 4 of {0, 1, 5, 2, 7}.
+        let std = (34f64 / 4.).sqrt();
+        assert_close(&numbers(&second)?, &[-1. / std, 4. / std], 1e-6);
+        assert_eq!(running.to_host()?.count, 5.);
+    }
     Ok(())
 }
 
 /// Masked positions hold NaN throughout: none of it may show.
 #[test]
 fn tokens_go_through_the_pipeline_in_its_order() -> Result<()> {
-    let device = Device::Cpu;
-    let nan = f32::NAN;
-    let mask = Tensor::new(&[[1u8, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], &device)?;
-    let old = Tensor::new(
-        &[[-1f32, -2., nan, nan], [-1., -1., -1., nan], [nan; 4]],
-        &device,
-    )?;
-    let reference = Tensor::new(
-        &[[-2f32, -1., nan, nan], [-1., -1., -4., nan], [nan; 4]],
-        &device,
-    )?;
-    let shaping = TokenShaping {
-        kl_penalty: Some(KlPenalty {
-            coef: 0.5,
-            kl: Kl::new(KlEstimator::K1),
-        }),
-        token_reward_clip: Some(1.),
-        gamma: 0.5,
-        advantage_clip: Some(0.7),
-        ..Default::default()
-    };
-    let rewards = tensor(&[1., 3., 9.]);
-    let tokens = shaping.apply(&rewards, &mask, Some((&old, &reference)))?;
-    // k1 is [1, -1 | 0, 0, 3]: token rewards [-0.5, 1.5 | 0, 0, 1.5], clipped to [-0.5, 1 | 0, 0, 1].
-    let returns = [0., 1., 0., 0., 0.25, 0.5, 1., 0., 0., 0., 0., 0.];
-    assert_close(&numbers(&tokens.returns)?, &returns, 1e-7);
-    let advantages = [0., 0.7, 0., 0., 0.25, 0.5, 0.7, 0., 0., 0., 0., 0.];
-    assert_close(&numbers(&tokens.advantages)?, &advantages, 1e-7);
-    let metrics = tokens.metrics.to_host()?;
-    assert_close(
-        &[
-            "reward_kl",
-            "reward_kl_per_sequence",
-            "token_reward_clip_fraction",
-            "advantage_clip_fraction",
-        ]
-        .map(|m| metrics.get(m).unwrap()),
-        &[0.6, 0.5, 0.4, 0.4],
-        1e-7,
-    );
+    for device in devices() {
+        let nan = f32::NAN;
+        let mask = Tensor::new(&[[1u8, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], device)?;
+        let old = Tensor::new(
+            &[[-1f32, -2., nan, nan], [-1., -1., -1., nan], [nan; 4]],
+            device,
+        )?;
+        let reference = Tensor::new(
+            &[[-2f32, -1., nan, nan], [-1., -1., -4., nan], [nan; 4]],
+            device,
+        )?;
+        let shaping = TokenShaping {
+            kl_penalty: Some(KlPenalty {
+                coef: 0.5,
+                kl: Kl::new(KlEstimator::K1),
+            }),
+            token_reward_clip: Some(1.),
+            gamma: 0.5,
+            advantage_clip: Some(0.7),
+            ..Default::default()
+        };
+        let rewards = tensor(&[1., 3., 9.], device);
+        let tokens = shaping.apply(&rewards, &mask, Some((&old, &reference)))?;
+        // k1 is [1, -1 | 0, 0, 3]: token rewards [-0.5, 1.5 | 0, 0, 1.5], clipped to [-0.5, 1 | 0, 0, 1].
+        let returns = [0., 1., 0., 0., 0.25, 0.5, 1., 0., 0., 0., 0., 0.];
+        assert_close(&numbers(&tokens.returns)?, &returns, 1e-7);
+        let advantages = [0., 0.7, 0., 0., 0.25, 0.5, 0.7, 0., 0., 0., 0., 0.];
+        assert_close(&numbers(&tokens.advantages)?, &advantages, 1e-7);
+        let metrics = tokens.metrics.to_host()?;
+        assert_close(
+            &[
+                "reward_kl",
+                "reward_kl_per_sequence",
+                "token_reward_clip_fraction",
+                "advantage_clip_fraction",
+            ]
+            .map(|m| metrics.get(m).unwrap()),
+            &[0.6, 0.5, 0.4, 0.4],
+            1e-7,
+        );
+    }
     Ok(())
 }
 
 #[test]
 fn whitened_advantages_have_mean_zero_and_variance_one_over_the_mask() -> Result<()> {
-    let device = Device::Cpu;
-    let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], &device)?;
-    let shaping = TokenShaping {
-        whiten_advantages: true,
-        ..Default::default()
-    };
-    let advantages = shaping.apply(&tensor(&[2., -1.]), &mask, None)?.advantages;
-    // {2, 2, 2, -1}: mean 1.25, variance 2.25.
-    assert_close(&numbers(&advantages)?, &[0.5, 0.5, 0.5, -1.5, 0., 0.], 1e-6);
+    for device in devices() {
+        let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], device)?;
+        let shaping = TokenShaping {
+            whiten_advantages: true,
+            ..Default::default()
+        };
+        let advantages = shaping
+            .apply(&tensor(&[2., -1.], device), &mask, None)?
+            .advantages;
+        // {2, 2, 2, -1}: mean 1.25, variance 2.25.
+        assert_close(&numbers(&advantages)?, &[0.5, 0.5, 0.5, -1.5, 0., 0.], 1e-6);
+    }
     Ok(())
 }
 
 #[test]
 fn whitening_of_fewer_than_two_tokens_changes_nothing() -> Result<()> {
-    let mask = Mask::new(&Tensor::new(&[[0u8, 1, 0]], &Device::Cpu)?)?;
-    let values = Tensor::new(&[[5f32, 3., 7.]], &Device::Cpu)?;
-    let whitened = masked_whiten(&values, &mask, true, 1e-8)?;
-    assert_eq!(whitened.to_vec2::<f32>()?, values.to_vec2::<f32>()?);
+    for device in devices() {
+        let mask = Mask::new(&Tensor::new(&[[0u8, 1, 0]], device)?)?;
+        let values = Tensor::new(&[[5f32, 3., 7.]], device)?;
+        let whitened = masked_whiten(&values, &mask, true, 1e-8)?;
+        assert_eq!(whitened.to_vec2::<f32>()?, values.to_vec2::<f32>()?);
+    }
     Ok(())
 }
 
@@ -158,8 +177,14 @@ fn kl_estimators_have_their_published_values(
     #[case] estimator: KlEstimator,
     #[case] expected: [f64; 2],
 ) -> Result<()> {
-    let kl = Kl::new(estimator).per_token(&tensor(&[-1., -2.]), &tensor(&[-1.5, -1.]), None)?;
-    assert_close(&numbers(&kl)?, &expected, 1e-6);
+    for device in devices() {
+        let kl = Kl::new(estimator).per_token(
+            &tensor(&[-1., -2.], device),
+            &tensor(&[-1.5, -1.], device),
+            None,
+        )?;
+        assert_close(&numbers(&kl)?, &expected, 1e-6);
+    }
     Ok(())
 }
 
@@ -171,20 +196,26 @@ fn kl_estimators_have_their_published_values(
 #[case(Level::Running, [0.25, 0.25, 0.25, 0.25])]
 #[case(Level::Group, [0.; 4])]
 fn a_flat_group_is_not_divided(#[case] mean: Level, #[case] expected: [f64; 4]) -> Result<()> {
-    let norm = RewardNorm {
-        mean,
-        std: Level::Group,
-        ..Default::default()
-    };
-    let shaping = RewardShaping {
-        norm,
-        ..Default::default()
-    };
-    let mut running = RunningMoments::new(&Device::Cpu)?;
-    let rewards = [1., 1., 1., 1., 0., 1., 0., 1.];
-    let shaped = numbers(&shaping.apply(rewards, 4, Some(&mut running))?.rewards)?;
-    assert_close(&shaped[..4], &expected, 1e-6);
-    assert!((shaped[5] - shaped[4] - 1.732048).abs() < 1e-5);
+    for device in devices() {
+        let norm = RewardNorm {
+            mean,
+            std: Level::Group,
+            ..Default::default()
+        };
+        let shaping = RewardShaping {
+            norm,
+            ..Default::default()
+        };
+        let mut running = RunningMoments::new(device)?;
+        let rewards = [1., 1., 1., 1., 0., 1., 0., 1.];
+        let shaped = numbers(
+            &shaping
+                .apply(tensor(&rewards, device), 4, Some(&mut running))?
+                .rewards,
+        )?;
+        assert_close(&shaped[..4], &expected, 1e-6);
+        assert!((shaped[5] - shaped[4] - 1.732048).abs() < 1e-5);
+    }
     Ok(())
 }
 
@@ -194,21 +225,23 @@ fn a_flat_group_is_not_divided(#[case] mean: Level, #[case] expected: [f64; 4]) 
 #[case(KlGradient::StraightThrough)]
 #[case(KlGradient::ImportanceWeighted { max: 10. })]
 fn an_impossible_token_has_a_finite_divergence(#[case] gradient: KlGradient) -> Result<()> {
-    let kl = Kl {
-        gradient,
-        ..Kl::default()
-    };
-    let log_probs = Var::from_tensor(&tensor(&[-1., -1., -3.]))?;
-    let reference = tensor(&[f32::NEG_INFINITY, f32::MIN, -1.]);
-    let old = log_probs.as_detached_tensor();
-    let value = kl.per_token(&log_probs, &reference, Some(&old))?;
-    // exp(-20) + 20 - 1, and exp(2) - 2 - 1.
-    assert_close(&numbers(&value)?, &[19., 19., 4.389056], 1e-5);
-    let gradients = value.sum_all()?.backward()?;
-    let gradient = gradients.get(&log_probs).map(numbers).transpose()?;
-    let gradient = gradient.unwrap_or_default();
-    assert_eq!(gradient[0], 0.);
-    assert!(gradient[1].is_finite());
-    assert_close(&gradient[2..], &[-2.], 1e-6);
+    for device in devices() {
+        let kl = Kl {
+            gradient,
+            ..Kl::default()
+        };
+        let log_probs = Var::from_tensor(&tensor(&[-1., -1., -3.], device))?;
+        let reference = tensor(&[f32::NEG_INFINITY, f32::MIN, -1.], device);
+        let old = log_probs.as_detached_tensor();
+        let value = kl.per_token(&log_probs, &reference, Some(&old))?;
+        // exp(-20) + 20 - 1, and exp(2) - 2 - 1.
+        assert_close(&numbers(&value)?, &[19., 19., 4.389056], 1e-5);
+        let gradients = value.sum_all()?.backward()?;
+        let gradient = gradients.get(&log_probs).map(numbers).transpose()?;
+        let gradient = gradient.unwrap_or_default();
+        assert_eq!(gradient[0], 0.);
+        assert!(gradient[1].is_finite());
+        assert_close(&gradient[2..], &[-2.], 1e-6);
+    }
     Ok(())
 }

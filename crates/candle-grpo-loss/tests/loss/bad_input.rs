@@ -9,12 +9,11 @@ use candle_grpo_loss::{
     SoftGate, SquaredLogRatio, StepTotals, Surrogate, Topr, Vespo, linear_token_log_probs,
     token_log_probs,
 };
+use candle_grpo_test_support::{devices, message};
 use rstest::rstest;
 
-use crate::message;
-
-fn zeros(shape: &[usize]) -> Tensor {
-    Tensor::zeros(shape, DType::F32, &Device::Cpu).expect("a tensor of zeros")
+fn zeros(shape: &[usize], device: &Device) -> Tensor {
+    Tensor::zeros(shape, DType::F32, device).expect("a tensor of zeros")
 }
 
 fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Tensor) -> String {
@@ -29,84 +28,104 @@ fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Te
 
 #[test]
 fn shapes() {
-    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like().expect("ones"));
-    let loss = PolicyLoss::dapo();
-    assert_eq!(
-        compute(&loss, &zeros(&[2, 4]), &zeros(&[2]), &mask),
-        "log_probs: shape [2, 4], must be that of response_mask, [2, 3]"
-    );
-    assert_eq!(
-        compute(&loss, &x, &zeros(&[3]), &mask),
-        "advantages: shape [3], must be [2] or [2, 3]"
-    );
-    assert_eq!(
-        compute(&loss, &x, &zeros(&[2]), &zeros(&[6])),
-        "response_mask: shape [6], must be [B, T]"
-    );
-    assert!(compute(&loss, &zeros(&[0, 3]), &zeros(&[0]), &zeros(&[0, 3])).contains("is empty"));
-    let wrong = zeros(&[3, 2]);
-    let advantages = zeros(&[2]);
-    let batch = PolicyBatch::new(&x, &advantages, &mask);
-    let totals = StepTotals {
-        tokens: 6.,
-        sequences: 2.,
-        rows: 2.,
-        prompts: 0.,
-    };
-    for (name, batch) in [
-        ("old_log_probs", batch.old_log_probs(&wrong)),
-        ("ref_log_probs", batch.ref_log_probs(&wrong)),
-        ("entropy", batch.entropy(&wrong)),
-        ("importance_weights", batch.importance_weights(&wrong)),
-        ("sample_weights", batch.sample_weights(&wrong)),
-    ] {
-        let message = message(PolicyLoss::grpo().compute(&batch, &totals).and_then(|_| {
-            // Only a loss without a KL gets here without a reference.
-            loss.compute(&batch, &totals)
-        }));
-        assert!(
-            message.starts_with(&format!("{name}: shape [3, 2], must be"))
-                || (name != "ref_log_probs" && message.starts_with("ref_log_probs: absent")),
-            "{message}"
+    for device in devices() {
+        let (x, mask) = (
+            zeros(&[2, 3], device),
+            zeros(&[2, 3], device).ones_like().expect("ones"),
         );
+        let loss = PolicyLoss::dapo();
+        assert_eq!(
+            compute(&loss, &zeros(&[2, 4], device), &zeros(&[2], device), &mask),
+            "log_probs: shape [2, 4], must be that of response_mask, [2, 3]"
+        );
+        assert_eq!(
+            compute(&loss, &x, &zeros(&[3], device), &mask),
+            "advantages: shape [3], must be [2] or [2, 3]"
+        );
+        assert_eq!(
+            compute(&loss, &x, &zeros(&[2], device), &zeros(&[6], device)),
+            "response_mask: shape [6], must be [B, T]"
+        );
+        assert!(
+            compute(
+                &loss,
+                &zeros(&[0, 3], device),
+                &zeros(&[0], device),
+                &zeros(&[0, 3], device)
+            )
+            .contains("is empty")
+        );
+        let wrong = zeros(&[3, 2], device);
+        let advantages = zeros(&[2], device);
+        let batch = PolicyBatch::new(&x, &advantages, &mask);
+        let totals = StepTotals {
+            tokens: 6.,
+            sequences: 2.,
+            rows: 2.,
+            prompts: 0.,
+        };
+        for (name, batch) in [
+            ("old_log_probs", batch.old_log_probs(&wrong)),
+            ("ref_log_probs", batch.ref_log_probs(&wrong)),
+            ("entropy", batch.entropy(&wrong)),
+            ("importance_weights", batch.importance_weights(&wrong)),
+            ("sample_weights", batch.sample_weights(&wrong)),
+        ] {
+            let message = message(PolicyLoss::grpo().compute(&batch, &totals).and_then(|_| {
+                // Only a loss without a KL gets here without a reference.
+                loss.compute(&batch, &totals)
+            }));
+            assert!(
+                message.starts_with(&format!("{name}: shape [3, 2], must be"))
+                    || (name != "ref_log_probs" && message.starts_with("ref_log_probs: absent")),
+                "{message}"
+            );
+        }
     }
 }
 
 #[test]
 fn what_a_term_needs() {
-    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like().expect("ones"));
-    assert_eq!(
-        compute(&PolicyLoss::grpo(), &x, &zeros(&[2]), &mask),
-        "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
-    );
-    let bonus = PolicyLoss {
-        entropy_coef: 0.1,
-        ..PolicyLoss::dapo()
-    };
-    assert!(compute(&bonus, &x, &zeros(&[2]), &mask).starts_with("entropy: absent"));
+    for device in devices() {
+        let (x, mask) = (
+            zeros(&[2, 3], device),
+            zeros(&[2, 3], device).ones_like().expect("ones"),
+        );
+        assert_eq!(
+            compute(&PolicyLoss::grpo(), &x, &zeros(&[2], device), &mask),
+            "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
+        );
+        let bonus = PolicyLoss {
+            entropy_coef: 0.1,
+            ..PolicyLoss::dapo()
+        };
+        assert!(compute(&bonus, &x, &zeros(&[2], device), &mask).starts_with("entropy: absent"));
+    }
 }
 
 #[test]
 fn nothing_to_learn_from() -> Result<()> {
-    let (x, response_mask) = (zeros(&[2, 3]), zeros(&[2, 3]));
-    let none = StepTotals::to_host(&response_mask)?;
-    assert_eq!((none.tokens, none.sequences, none.rows), (0., 0., 2.));
-    let mask = Mask::new(&response_mask)?;
-    let expected = "response_mask: no token of the step counts";
-    for aggregation in [
-        Aggregation::TokenMean,
-        Aggregation::TokenSum,
-        Aggregation::SeqMeanTokenMean,
-    ] {
-        assert!(message(aggregation.apply(&x, &mask, &none)).starts_with(expected));
+    for device in devices() {
+        let (x, response_mask) = (zeros(&[2, 3], device), zeros(&[2, 3], device));
+        let none = StepTotals::to_host(&response_mask)?;
+        assert_eq!((none.tokens, none.sequences, none.rows), (0., 0., 2.));
+        let mask = Mask::new(&response_mask)?;
+        let expected = "response_mask: no token of the step counts";
+        for aggregation in [
+            Aggregation::TokenMean,
+            Aggregation::TokenSum,
+            Aggregation::SeqMeanTokenMean,
+        ] {
+            assert!(message(aggregation.apply(&x, &mask, &none)).starts_with(expected));
+        }
+        let advantages = zeros(&[2], device);
+        let batch = PolicyBatch::new(&x, &advantages, &response_mask);
+        assert!(message(PolicyLoss::dapo().compute(&batch, &none)).starts_with(expected));
+        // One micro-batch without tokens is fine if another has some.
+        let others = StepTotals::to_host(&x.ones_like()?)?;
+        let output = PolicyLoss::dapo().compute(&batch, &(none + others))?;
+        assert_eq!(output.loss.to_scalar::<f32>()?, 0.);
     }
-    let advantages = zeros(&[2]);
-    let batch = PolicyBatch::new(&x, &advantages, &response_mask);
-    assert!(message(PolicyLoss::dapo().compute(&batch, &none)).starts_with(expected));
-    // One micro-batch without tokens is fine if another has some.
-    let others = StepTotals::to_host(&x.ones_like()?)?;
-    let output = PolicyLoss::dapo().compute(&batch, &(none + others))?;
-    assert_eq!(output.loss.to_scalar::<f32>()?, 0.);
     Ok(())
 }
 
@@ -173,14 +192,19 @@ fn nothing_to_learn_from() -> Result<()> {
     "rollout_correction.weight: min 2 is above max 1"
 )]
 fn options(#[case] loss: PolicyLoss, #[case] expected: &str) {
-    let got = message(loss.validate());
-    assert!(got.starts_with(expected), "{got}");
-    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like().expect("ones"));
-    assert_eq!(
-        compute(&loss, &x, &zeros(&[2]), &mask),
-        got,
-        "compute validates"
-    );
+    for device in devices() {
+        let got = message(loss.validate());
+        assert!(got.starts_with(expected), "{got}");
+        let (x, mask) = (
+            zeros(&[2, 3], device),
+            zeros(&[2, 3], device).ones_like().expect("ones"),
+        );
+        assert_eq!(
+            compute(&loss, &x, &zeros(&[2], device), &mask),
+            got,
+            "compute validates"
+        );
+    }
 }
 
 fn with(surrogate: impl Into<Surrogate>) -> PolicyLoss {
@@ -217,131 +241,154 @@ fn with(surrogate: impl Into<Surrogate>) -> PolicyLoss {
     "importance_weights: absent, the configured rollout_correction"
 )]
 fn missing_inputs(#[case] loss: PolicyLoss, #[case] expected: &str) {
-    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like().expect("ones"));
-    let got = compute(&loss, &x, &zeros(&[2]), &mask);
-    assert!(got.starts_with(expected), "{got}");
+    for device in devices() {
+        let (x, mask) = (
+            zeros(&[2, 3], device),
+            zeros(&[2, 3], device).ones_like().expect("ones"),
+        );
+        let got = compute(&loss, &x, &zeros(&[2], device), &mask);
+        assert!(got.starts_with(expected), "{got}");
+    }
 }
 
 /// The ratio to the rollout corrects for it: doing so again is an error.
 #[test]
 fn a_correction_cannot_be_applied_twice() {
-    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like().expect("ones"));
-    let advantages = zeros(&[2]);
-    let totals = StepTotals {
-        tokens: 6.,
-        sequences: 2.,
-        rows: 2.,
-        prompts: 0.,
-    };
-    let batch = PolicyBatch::new(&x, &advantages, &mask).old_policy(OldPolicy::Rollout(&x));
-    let configured = PolicyLoss {
-        rollout_correction: Some(RolloutCorrection {
-            weight: Some(ImportanceWeight::truncated(2.)),
+    for device in devices() {
+        let (x, mask) = (
+            zeros(&[2, 3], device),
+            zeros(&[2, 3], device).ones_like().expect("ones"),
+        );
+        let advantages = zeros(&[2], device);
+        let totals = StepTotals {
+            tokens: 6.,
+            sequences: 2.,
+            rows: 2.,
+            prompts: 0.,
+        };
+        let batch = PolicyBatch::new(&x, &advantages, &mask).old_policy(OldPolicy::Rollout(&x));
+        let configured = PolicyLoss {
+            rollout_correction: Some(RolloutCorrection {
+                weight: Some(ImportanceWeight::truncated(2.)),
+                ..Default::default()
+            }),
             ..Default::default()
-        }),
-        ..Default::default()
-    };
-    assert!(PolicyLoss::dapo().compute(&batch, &totals).is_ok());
-    let got = message(configured.compute(&batch, &totals));
-    assert!(
-        got.starts_with("rollout_correction: configured together with OldPolicy::Rollout"),
-        "{got}"
-    );
-    let weighted = batch.importance_weights(&mask);
-    let got = message(PolicyLoss::dapo().compute(&weighted, &totals));
-    assert!(
-        got.starts_with("importance_weights: given together with OldPolicy::Rollout"),
-        "{got}"
-    );
+        };
+        assert!(PolicyLoss::dapo().compute(&batch, &totals).is_ok());
+        let got = message(configured.compute(&batch, &totals));
+        assert!(
+            got.starts_with("rollout_correction: configured together with OldPolicy::Rollout"),
+            "{got}"
+        );
+        let weighted = batch.importance_weights(&mask);
+        let got = message(PolicyLoss::dapo().compute(&weighted, &totals));
+        assert!(
+            got.starts_with("importance_weights: given together with OldPolicy::Rollout"),
+            "{got}"
+        );
+    }
 }
 
 /// Filters that are configured have to be applied.
 #[test]
 fn configured_filters_need_their_mask() -> Result<()> {
-    let (x, mask) = (zeros(&[2, 3]), zeros(&[2, 3]).ones_like()?);
-    let filter = RolloutFilter {
-        statistic: FilterStatistic::K3,
-        level: FilterLevel::Token,
-        min: None,
-        max: Some(0.1),
-    };
-    let loss = PolicyLoss {
-        rollout_correction: Some(RolloutCorrection {
-            filters: vec![filter],
+    for device in devices() {
+        let (x, mask) = (zeros(&[2, 3], device), zeros(&[2, 3], device).ones_like()?);
+        let filter = RolloutFilter {
+            statistic: FilterStatistic::K3,
+            level: FilterLevel::Token,
+            min: None,
+            max: Some(0.1),
+        };
+        let loss = PolicyLoss {
+            rollout_correction: Some(RolloutCorrection {
+                filters: vec![filter],
+                ..Default::default()
+            }),
             ..Default::default()
-        }),
-        ..Default::default()
-    };
-    let got = compute(&loss, &x, &zeros(&[2]), &mask);
-    assert!(got.starts_with("policy_mask: absent"), "{got}");
-    let advantages = zeros(&[2]);
-    let batch = PolicyBatch::new(&x, &advantages, &mask).policy_mask(&mask);
-    loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        };
+        let got = compute(&loss, &x, &zeros(&[2], device), &mask);
+        assert!(got.starts_with("policy_mask: absent"), "{got}");
+        let advantages = zeros(&[2], device);
+        let batch = PolicyBatch::new(&x, &advantages, &mask).policy_mask(&mask);
+        loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+    }
     Ok(())
 }
 
 #[test]
 fn log_probs_are_floats() {
-    let ids = Tensor::zeros((2, 3), DType::U32, &Device::Cpu).expect("ids");
-    let mask = zeros(&[2, 3]).ones_like().expect("ones");
-    let got = compute(&PolicyLoss::dapo(), &ids, &zeros(&[2]), &mask);
-    assert_eq!(got, "log_probs: U32, must be of a float dtype");
+    for device in devices() {
+        let ids = Tensor::zeros((2, 3), DType::U32, device).expect("ids");
+        let mask = zeros(&[2, 3], device).ones_like().expect("ones");
+        let got = compute(&PolicyLoss::dapo(), &ids, &zeros(&[2], device), &mask);
+        assert_eq!(got, "log_probs: U32, must be of a float dtype");
+    }
 }
 
 #[test]
 fn hidden_states_and_weights() -> Result<()> {
-    let targets = Tensor::new(&[0u32, 1], &Device::Cpu)?;
-    let of = |hidden: &[usize], weight: &[usize], bias: Option<&Tensor>| {
-        message(linear_token_log_probs(
-            &zeros(hidden),
-            &zeros(weight),
-            bias,
-            &targets,
-            1.,
-        ))
-    };
-    assert_eq!(of(&[2, 4], &[5], None), "weight: shape [5], must be [V, H]");
-    assert!(of(&[2, 3], &[5, 4], None).starts_with("hidden: shape [2, 3], the last dimension"));
+    for device in devices() {
+        let targets = Tensor::new(&[0u32, 1], device)?;
+        let of = |hidden: &[usize], weight: &[usize], bias: Option<&Tensor>| {
+            message(linear_token_log_probs(
+                &zeros(hidden, device),
+                &zeros(weight, device),
+                bias,
+                &targets,
+                1.,
+            ))
+        };
+        assert_eq!(of(&[2, 4], &[5], None), "weight: shape [5], must be [V, H]");
+        assert!(of(&[2, 3], &[5, 4], None).starts_with("hidden: shape [2, 3], the last dimension"));
+        assert_eq!(
+            of(&[2, 4], &[5, 4], Some(&zeros(&[4], device))),
+            "bias: shape [4], must be [5]"
+        );
+    }
+    Ok(())
+}
+
+/// On the CPU alone: to look at the ids of a GPU would be a transfer.
+#[test]
+fn ids_out_of_range() -> Result<()> {
+    let logits = zeros(&[2, 5], &Device::Cpu);
+    let of = |targets: Tensor| message(token_log_probs(&logits, &targets, 1.));
     assert_eq!(
-        of(&[2, 4], &[5, 4], Some(&zeros(&[4]))),
-        "bias: shape [4], must be [5]"
+        of(Tensor::new(&[0u32, 5], &Device::Cpu)?),
+        "targets: token id 5 is out of range for logits of 5 tokens"
     );
+    assert!(of(Tensor::new(&[0i64, -1], &Device::Cpu)?).contains("token id -1 is out of range"));
+    assert!(of(Tensor::new(&[0u32, u32::MAX], &Device::Cpu)?).contains("token id 4294967295"));
     Ok(())
 }
 
 #[test]
 fn logits_and_targets() -> Result<()> {
-    let device = Device::Cpu;
-    let (logits, targets) = (zeros(&[2, 5]), Tensor::new(&[0u32, 4], &device)?);
-    for temperature in [0., -1., f64::NAN, f64::INFINITY] {
-        let message = message(token_log_probs(&logits, &targets, temperature));
+    for device in devices() {
+        let (logits, targets) = (zeros(&[2, 5], device), Tensor::new(&[0u32, 4], device)?);
+        for temperature in [0., -1., f64::NAN, f64::INFINITY] {
+            let message = message(token_log_probs(&logits, &targets, temperature));
+            assert_eq!(
+                message,
+                format!("temperature: {temperature}, must be positive and finite")
+            );
+        }
+        let of = |logits: &Tensor, targets: &Tensor| message(token_log_probs(logits, targets, 1.));
         assert_eq!(
-            message,
-            format!("temperature: {temperature}, must be positive and finite")
+            of(&logits, &Tensor::new(&[0f32, 1.], device)?),
+            "targets: F32, must be of an integer dtype"
         );
+        assert_eq!(
+            of(&logits, &Tensor::new(&[0u32], device)?),
+            "targets: shape [1], must be that of logits without the last dimension, [2]"
+        );
+        assert_eq!(
+            of(&logits.to_dtype(DType::U32)?, &targets),
+            "logits: U32, must be of a float dtype"
+        );
+        assert!(of(&zeros(&[0, 5], device), &targets.narrow(0, 0, 0)?).contains("is empty"));
+        assert!(of(&Tensor::new(1f32, device)?, &targets).contains("a scalar"));
     }
-    let of = |logits: &Tensor, targets: &Tensor| message(token_log_probs(logits, targets, 1.));
-    assert_eq!(
-        of(&logits, &Tensor::new(&[0u32, 5], &device)?),
-        "targets: token id 5 is out of range for logits of 5 tokens"
-    );
-    assert!(
-        of(&logits, &Tensor::new(&[0i64, -1], &device)?).contains("token id -1 is out of range")
-    );
-    assert!(of(&logits, &Tensor::new(&[0u32, u32::MAX], &device)?).contains("token id 4294967295"));
-    assert_eq!(
-        of(&logits, &Tensor::new(&[0f32, 1.], &device)?),
-        "targets: F32, must be of an integer dtype"
-    );
-    assert_eq!(
-        of(&logits, &Tensor::new(&[0u32], &device)?),
-        "targets: shape [1], must be that of logits without the last dimension, [2]"
-    );
-    assert_eq!(
-        of(&logits.to_dtype(DType::U32)?, &targets),
-        "logits: U32, must be of a float dtype"
-    );
-    assert!(of(&zeros(&[0, 5]), &targets.narrow(0, 0, 0)?).contains("is empty"));
-    assert!(of(&Tensor::new(1f32, &device)?, &targets).contains("a scalar"));
     Ok(())
 }

@@ -8,12 +8,13 @@ use candle_grpo_loss::{
     PolicyLossOutput, PositiveIf, PositiveNll, SoftGate, SquaredLogRatio, StepTotals, Surrogate,
     Topr, UnifiedMask, Vespo,
 };
+use candle_grpo_test_support::numbers;
 
 /// Sequences and tokens.
 pub(crate) const B: usize = 5;
 pub(crate) const T: usize = 6;
 
-/// The tensors of a batch, in f64.
+/// A batch in f64, on the host, and the device that its tensors are made on.
 pub(crate) struct Fixture {
     pub(crate) log_probs: Vec<f64>,
     pub(crate) old_log_probs: Vec<f64>,
@@ -25,11 +26,13 @@ pub(crate) struct Fixture {
     pub(crate) scores: Vec<f64>,
     pub(crate) selected: Vec<u8>,
     pub(crate) mask: Vec<u8>,
+    /// Where the tensors are.
+    pub(crate) device: Device,
 }
 
 impl Fixture {
     /// Ragged sequences, one with a hole in the middle and one without any token.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         let mut state = 7u64;
         let mut uniform = move |low: f64, high: f64| {
             state = state
@@ -60,6 +63,7 @@ impl Fixture {
             selected: (0..B * T).map(|i| u8::from(i % 4 == 1)).collect(),
             old_log_probs,
             mask,
+            device: device.clone(),
         }
     }
 
@@ -71,14 +75,14 @@ impl Fixture {
         totals: &StepTotals,
         dtype: DType,
     ) -> Result<Computed> {
-        let device = Device::Cpu;
+        let device = &self.device;
         let count = rows.len();
         let per_token = |x: &[f64]| {
-            Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), &device)?
+            Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), device)?
                 .to_dtype(dtype)
         };
         let per_row =
-            |x: &[f64]| Tensor::from_slice(&x[rows.clone()], count, &device)?.to_dtype(dtype);
+            |x: &[f64]| Tensor::from_slice(&x[rows.clone()], count, device)?.to_dtype(dtype);
         let log_probs = Var::from_tensor(&per_token(&self.log_probs)?)?;
         let entropy = Var::from_tensor(&per_token(&self.entropy)?)?;
         let (old, reference) = (
@@ -90,16 +94,13 @@ impl Fixture {
         let importance_weights = per_token(&self.importance_weights)?;
         let scores = per_row(&self.scores)?;
         let flags =
-            |x: &[u8]| Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), &device);
+            |x: &[u8]| Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), device);
         let selected = flags(&self.selected)?;
         // Each row's share of tokens of its prompt: rows 0 and 1 are of one prompt, the others of another.
-        let prompt_tokens = Tensor::new(&[9f64, 9., 5., 5., 5.], &device)?;
+        let prompt_tokens = Tensor::new(&[9f64, 9., 5., 5., 5.], device)?;
         let prompt_tokens = prompt_tokens.narrow(0, rows.start, count)?;
-        let mask = Tensor::from_slice(
-            &self.mask[rows.start * T..rows.end * T],
-            (count, T),
-            &device,
-        )?;
+        let mask =
+            Tensor::from_slice(&self.mask[rows.start * T..rows.end * T], (count, T), device)?;
         let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
             .old_log_probs(&old)
             .ref_log_probs(&reference)
@@ -112,11 +113,11 @@ impl Fixture {
         let output = loss.compute(&batch, totals)?;
         let gradients = output.loss.backward()?;
         let gradient_of = |x: &Var| match gradients.get(x) {
-            Some(g) => crate::numbers(g),
+            Some(g) => numbers(g),
             None => Ok(vec![0.; count * T]),
         };
         Ok(Computed {
-            loss: crate::numbers(&output.loss)?[0],
+            loss: numbers(&output.loss)?[0],
             log_probs: gradient_of(&log_probs)?,
             entropy: gradient_of(&entropy)?,
             output,
@@ -128,7 +129,7 @@ impl Fixture {
     }
 
     pub(crate) fn totals(&self) -> Result<StepTotals> {
-        let counted = StepTotals::to_host(&Tensor::from_slice(&self.mask, (B, T), &Device::Cpu)?)?;
+        let counted = StepTotals::to_host(&Tensor::from_slice(&self.mask, (B, T), &self.device)?)?;
         Ok(StepTotals {
             prompts: 2.,
             ..counted

@@ -6,46 +6,48 @@ use candle_grpo_loss::{
     BiasCorrection, GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals,
     Surrogate, Vespo,
 };
+use candle_grpo_test_support::{assert_close, devices, numbers};
 
-use crate::assert_close;
 use crate::fixture::{
     B, Fixture, T, detached_surrogates, differentiable_losses, differentiable_surrogates,
 };
 
 #[test]
 fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
-    let fixture = Fixture::new();
-    let step = 1e-6;
-    for loss in differentiable_losses() {
-        let value = |log_probs: &[f64], entropy: &[f64]| -> Result<f64> {
-            let moved = Fixture {
-                log_probs: log_probs.to_vec(),
-                entropy: entropy.to_vec(),
-                ..Fixture::new()
+    for device in devices() {
+        let fixture = Fixture::new(device);
+        let step = 1e-6;
+        for loss in differentiable_losses() {
+            let value = |log_probs: &[f64], entropy: &[f64]| -> Result<f64> {
+                let moved = Fixture {
+                    log_probs: log_probs.to_vec(),
+                    entropy: entropy.to_vec(),
+                    ..Fixture::new(device)
+                };
+                Ok(moved.compute(&loss)?.loss)
             };
-            Ok(moved.compute(&loss)?.loss)
-        };
-        let got = fixture.compute(&loss)?;
-        for i in 0..B * T {
-            let difference = |x: &[f64], f: &dyn Fn(&[f64]) -> Result<f64>| -> Result<f64> {
-                let mut moved = x.to_vec();
-                moved[i] += step;
-                let above = f(&moved)?;
-                moved[i] -= 2. * step;
-                Ok((above - f(&moved)?) / (2. * step))
-            };
-            let by_log_prob = difference(&fixture.log_probs, &|x| value(x, &fixture.entropy))?;
-            assert!(
-                (got.log_probs[i] - by_log_prob).abs() < 1e-7,
-                "log_probs[{i}]: {} against {by_log_prob} for {loss:?}",
-                got.log_probs[i]
-            );
-            let by_entropy = difference(&fixture.entropy, &|x| value(&fixture.log_probs, x))?;
-            assert!(
-                (got.entropy[i] - by_entropy).abs() < 1e-7,
-                "entropy[{i}]: {} against {by_entropy} for {loss:?}",
-                got.entropy[i]
-            );
+            let got = fixture.compute(&loss)?;
+            for i in 0..B * T {
+                let difference = |x: &[f64], f: &dyn Fn(&[f64]) -> Result<f64>| -> Result<f64> {
+                    let mut moved = x.to_vec();
+                    moved[i] += step;
+                    let above = f(&moved)?;
+                    moved[i] -= 2. * step;
+                    Ok((above - f(&moved)?) / (2. * step))
+                };
+                let by_log_prob = difference(&fixture.log_probs, &|x| value(x, &fixture.entropy))?;
+                assert!(
+                    (got.log_probs[i] - by_log_prob).abs() < 1e-7,
+                    "log_probs[{i}]: {} against {by_log_prob} for {loss:?}",
+                    got.log_probs[i]
+                );
+                let by_entropy = difference(&fixture.entropy, &|x| value(&fixture.log_probs, x))?;
+                assert!(
+                    (got.entropy[i] - by_entropy).abs() < 1e-7,
+                    "entropy[{i}]: {} against {by_entropy} for {loss:?}",
+                    got.entropy[i]
+                );
+            }
         }
     }
     Ok(())
@@ -55,42 +57,46 @@ fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
 /// its tokens, the gradient is that of the sequence ratio itself.
 #[test]
 fn gspo_token_has_the_value_and_gradient_of_gspo() -> Result<()> {
-    let fixture = Fixture {
-        importance_weights: vec![1.; B * T],
-        ..Fixture::new()
-    };
-    let sequence = PolicyLoss::gspo();
-    let token = PolicyLoss {
-        importance_level: ImportanceLevel::SequenceToken,
-        ..sequence.clone()
-    };
-    let (sequence, token) = (fixture.compute(&sequence)?, fixture.compute(&token)?);
-    assert_close(&[token.loss], &[sequence.loss], 1e-12);
-    assert_close(&token.log_probs, &sequence.log_probs, 1e-12);
+    for device in devices() {
+        let fixture = Fixture {
+            importance_weights: vec![1.; B * T],
+            ..Fixture::new(device)
+        };
+        let sequence = PolicyLoss::gspo();
+        let token = PolicyLoss {
+            importance_level: ImportanceLevel::SequenceToken,
+            ..sequence.clone()
+        };
+        let (sequence, token) = (fixture.compute(&sequence)?, fixture.compute(&token)?);
+        assert_close(&[token.loss], &[sequence.loss], 1e-12);
+        assert_close(&token.log_probs, &sequence.log_probs, 1e-12);
+    }
     Ok(())
 }
 
 #[test]
 fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
-    let fixture = Fixture::new();
-    let with = |kl: Kl| PolicyLoss {
-        kl: Some(KlLoss {
-            coef: 1.,
-            kl,
-            bias_correction: BiasCorrection::Off,
-        }),
-        ..PolicyLoss::dapo()
-    };
-    let k2 = fixture.compute(&with(Kl::new(KlEstimator::K2)))?;
-    for estimator in [KlEstimator::K1, KlEstimator::K3, KlEstimator::Abs] {
-        let kl = Kl {
-            gradient: KlGradient::StraightThrough,
-            ..Kl::new(estimator)
+    for device in devices() {
+        let fixture = Fixture::new(device);
+        let with = |kl: Kl| PolicyLoss {
+            kl: Some(KlLoss {
+                coef: 1.,
+                kl,
+                bias_correction: BiasCorrection::Off,
+            }),
+            ..PolicyLoss::dapo()
         };
-        let direct = fixture.compute(&with(Kl::new(estimator)))?;
-        let through = fixture.compute(&with(kl))?;
-        assert_close(&[through.loss], &[direct.loss], 1e-12);
-        assert_close(&through.log_probs, &k2.log_probs, 1e-12);
+        let k2 = fixture.compute(&with(Kl::new(KlEstimator::K2)))?;
+        for estimator in [KlEstimator::K1, KlEstimator::K3, KlEstimator::Abs] {
+            let kl = Kl {
+                gradient: KlGradient::StraightThrough,
+                ..Kl::new(estimator)
+            };
+            let direct = fixture.compute(&with(Kl::new(estimator)))?;
+            let through = fixture.compute(&with(kl))?;
+            assert_close(&[through.loss], &[direct.loss], 1e-12);
+            assert_close(&through.log_probs, &k2.log_probs, 1e-12);
+        }
     }
     Ok(())
 }
@@ -98,39 +104,41 @@ fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
 /// Without old log-probs the ratio is 1, and the gradient of every surrogate is that of the policy gradient.
 #[test]
 fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
-    let fixture = Fixture::new();
-    let on_policy = Fixture {
-        old_log_probs: fixture.log_probs.clone(),
-        ..Fixture::new()
-    };
-    let plain = PolicyLoss {
-        surrogate: Surrogate::PolicyGradient,
-        ..Default::default()
-    };
-    let expected = on_policy.compute(&plain)?;
-    let surrogates = differentiable_surrogates()
-        .into_iter()
-        .chain(detached_surrogates());
-    for surrogate in surrogates {
-        let other_at_one = match surrogate {
-            // A bound below 1 clips a ratio of 1.
-            Surrogate::Clip(clip) => clip.delta.is_some_and(|d| d < 1.),
-            // These give some tokens a loss of their own.
-            Surrogate::ClipCov(_) => true,
-            Surrogate::Topr(topr) => topr.positive_weight != 1.,
-            // The weights of a sequence enter its mean.
-            Surrogate::Vespo(_) | Surrogate::GeometricMean(_) => true,
-            _ => false,
+    for device in devices() {
+        let fixture = Fixture::new(device);
+        let on_policy = Fixture {
+            old_log_probs: fixture.log_probs.clone(),
+            ..Fixture::new(device)
         };
-        if other_at_one {
-            continue;
-        }
-        let got = on_policy.compute(&PolicyLoss {
-            surrogate,
+        let plain = PolicyLoss {
+            surrogate: Surrogate::PolicyGradient,
             ..Default::default()
-        })?;
-        assert_close(&got.log_probs, &expected.log_probs, 1e-12);
-        assert_eq!(got.output.metrics.to_host()?.get("ratio_mean"), Some(1.));
+        };
+        let expected = on_policy.compute(&plain)?;
+        let surrogates = differentiable_surrogates()
+            .into_iter()
+            .chain(detached_surrogates());
+        for surrogate in surrogates {
+            let other_at_one = match surrogate {
+                // A bound below 1 clips a ratio of 1.
+                Surrogate::Clip(clip) => clip.delta.is_some_and(|d| d < 1.),
+                // These give some tokens a loss of their own.
+                Surrogate::ClipCov(_) => true,
+                Surrogate::Topr(topr) => topr.positive_weight != 1.,
+                // The weights of a sequence enter its mean.
+                Surrogate::Vespo(_) | Surrogate::GeometricMean(_) => true,
+                _ => false,
+            };
+            if other_at_one {
+                continue;
+            }
+            let got = on_policy.compute(&PolicyLoss {
+                surrogate,
+                ..Default::default()
+            })?;
+            assert_close(&got.log_probs, &expected.log_probs, 1e-12);
+            assert_eq!(got.output.metrics.to_host()?.get("ratio_mean"), Some(1.));
+        }
     }
     Ok(())
 }
@@ -138,23 +146,25 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
 /// The surrogates that bring their own level, at a ratio of 1 and with weights of 1.
 #[test]
 fn sequence_surrogates_give_the_policy_gradient_too() -> Result<()> {
-    let fixture = Fixture::new();
-    let on_policy = Fixture {
-        old_log_probs: fixture.log_probs.clone(),
-        importance_weights: vec![1.; B * T],
-        ..Fixture::new()
-    };
-    let plain = PolicyLoss {
-        surrogate: Surrogate::PolicyGradient,
-        ..Default::default()
-    };
-    let expected = on_policy.compute(&plain)?;
-    for surrogate in [Vespo::default().into(), GeometricMean::default().into()] {
-        let got = on_policy.compute(&PolicyLoss {
-            surrogate,
+    for device in devices() {
+        let fixture = Fixture::new(device);
+        let on_policy = Fixture {
+            old_log_probs: fixture.log_probs.clone(),
+            importance_weights: vec![1.; B * T],
+            ..Fixture::new(device)
+        };
+        let plain = PolicyLoss {
+            surrogate: Surrogate::PolicyGradient,
             ..Default::default()
-        })?;
-        assert_close(&got.log_probs, &expected.log_probs, 1e-12);
+        };
+        let expected = on_policy.compute(&plain)?;
+        for surrogate in [Vespo::default().into(), GeometricMean::default().into()] {
+            let got = on_policy.compute(&PolicyLoss {
+                surrogate,
+                ..Default::default()
+            })?;
+            assert_close(&got.log_probs, &expected.log_probs, 1e-12);
+        }
     }
     Ok(())
 }
@@ -162,38 +172,39 @@ fn sequence_surrogates_give_the_policy_gradient_too() -> Result<()> {
 /// A ratio that is far off is clipped, and its overflow must not come back through the gradient.
 #[test]
 fn a_ratio_that_overflows_gives_a_finite_gradient() -> Result<()> {
-    let device = candle_core::Device::Cpu;
-    let log_probs = Var::from_tensor(&Tensor::zeros((1, 100), DType::F32, &device)?)?;
-    let mask = log_probs.ones_like()?;
-    let totals = StepTotals::to_host(&mask)?;
-    for (level, drift, log_ratio_clamp) in [
-        (ImportanceLevel::SequenceProduct, -1f32, Some(20.)),
-        (ImportanceLevel::SequenceProduct, -1., None),
-        (ImportanceLevel::Token, -100., None),
-        (ImportanceLevel::Token, -100., Some(20.)),
-    ] {
-        let old = Tensor::full(drift, (1, 100), &device)?;
-        let loss = PolicyLoss {
-            importance_level: level,
-            log_ratio_clamp,
-            ..PolicyLoss::verl()
-        };
-        for advantage in [1f32, -1.] {
-            let advantages = Tensor::new(&[advantage], &device)?;
-            let batch = PolicyBatch::new(&log_probs, &advantages, &mask).old_log_probs(&old);
-            let output = loss.compute(&batch, &totals)?;
-            let expected = if advantage > 0. { -1.2 } else { 3. };
-            assert_close(
-                &[f64::from(output.loss.to_scalar::<f32>()?)],
-                &[expected],
-                1e-6,
-            );
-            let gradient = output.loss.backward()?;
-            let gradient = crate::numbers(gradient.get(&log_probs).expect("a gradient"))?;
-            assert!(
-                gradient.iter().all(|g| *g == 0.),
-                "{level:?} {advantage}: {gradient:?}"
-            );
+    for device in devices() {
+        let log_probs = Var::from_tensor(&Tensor::zeros((1, 100), DType::F32, device)?)?;
+        let mask = log_probs.ones_like()?;
+        let totals = StepTotals::to_host(&mask)?;
+        for (level, drift, log_ratio_clamp) in [
+            (ImportanceLevel::SequenceProduct, -1f32, Some(20.)),
+            (ImportanceLevel::SequenceProduct, -1., None),
+            (ImportanceLevel::Token, -100., None),
+            (ImportanceLevel::Token, -100., Some(20.)),
+        ] {
+            let old = Tensor::full(drift, (1, 100), device)?;
+            let loss = PolicyLoss {
+                importance_level: level,
+                log_ratio_clamp,
+                ..PolicyLoss::verl()
+            };
+            for advantage in [1f32, -1.] {
+                let advantages = Tensor::new(&[advantage], device)?;
+                let batch = PolicyBatch::new(&log_probs, &advantages, &mask).old_log_probs(&old);
+                let output = loss.compute(&batch, &totals)?;
+                let expected = if advantage > 0. { -1.2 } else { 3. };
+                assert_close(
+                    &[f64::from(output.loss.to_scalar::<f32>()?)],
+                    &[expected],
+                    1e-6,
+                );
+                let gradient = output.loss.backward()?;
+                let gradient = numbers(gradient.get(&log_probs).expect("a gradient"))?;
+                assert!(
+                    gradient.iter().all(|g| *g == 0.),
+                    "{level:?} {advantage}: {gradient:?}"
+                );
+            }
         }
     }
     Ok(())
@@ -202,38 +213,43 @@ fn a_ratio_that_overflows_gives_a_finite_gradient() -> Result<()> {
 /// A token that was rejected leaves the geometric mean; the others of its sequence stay.
 #[test]
 fn a_weight_of_zero_does_not_silence_a_sequence() -> Result<()> {
-    let mut fixture = Fixture::new();
-    fixture.importance_weights = vec![1.; B * T];
-    fixture.importance_weights[0] = 0.;
-    let gradient = fixture.compute(&PolicyLoss::gmpo())?.log_probs;
-    assert!(gradient[1..T].iter().all(|g| *g != 0.), "{gradient:?}");
+    for device in devices() {
+        let mut fixture = Fixture::new(device);
+        fixture.importance_weights = vec![1.; B * T];
+        fixture.importance_weights[0] = 0.;
+        let gradient = fixture.compute(&PolicyLoss::gmpo())?.log_probs;
+        assert!(gradient[1..T].iter().all(|g| *g != 0.), "{gradient:?}");
+    }
     Ok(())
 }
 
 #[test]
 fn half_precision_is_computed_in_f32() -> Result<()> {
-    let fixture = Fixture::new();
-    // Values that bf16 and f16 hold exactly, so that only the arithmetic can differ.
-    let rounded = |x: &[f64]| x.iter().map(|v| (v * 8.).round() / 8.).collect::<Vec<_>>();
-    let fixture = Fixture {
-        log_probs: rounded(&fixture.log_probs),
-        old_log_probs: rounded(&fixture.old_log_probs),
-        ref_log_probs: rounded(&fixture.ref_log_probs),
-        entropy: rounded(&fixture.entropy),
-        advantages: rounded(&fixture.advantages),
-        scores: fixture.scores.clone(),
-        selected: fixture.selected.clone(),
-        importance_weights: rounded(&fixture.importance_weights),
-        sample_weights: rounded(&fixture.sample_weights),
-        mask: fixture.mask,
-    };
-    let totals = fixture.totals()?;
-    for loss in differentiable_losses() {
-        let exact = fixture.compute(&loss)?;
-        for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let got = fixture.compute_rows(&loss, 0..B, &totals, dtype)?;
-            assert_eq!(got.output.loss.dtype(), DType::F32);
-            assert_close(&[got.loss], &[exact.loss], 1e-5);
+    for device in devices() {
+        let fixture = Fixture::new(device);
+        // Values that bf16 and f16 hold exactly, so that only the arithmetic can differ.
+        let rounded = |x: &[f64]| x.iter().map(|v| (v * 8.).round() / 8.).collect::<Vec<_>>();
+        let fixture = Fixture {
+            log_probs: rounded(&fixture.log_probs),
+            old_log_probs: rounded(&fixture.old_log_probs),
+            ref_log_probs: rounded(&fixture.ref_log_probs),
+            entropy: rounded(&fixture.entropy),
+            advantages: rounded(&fixture.advantages),
+            scores: fixture.scores.clone(),
+            selected: fixture.selected.clone(),
+            importance_weights: rounded(&fixture.importance_weights),
+            sample_weights: rounded(&fixture.sample_weights),
+            mask: fixture.mask,
+            device: device.clone(),
+        };
+        let totals = fixture.totals()?;
+        for loss in differentiable_losses() {
+            let exact = fixture.compute(&loss)?;
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let got = fixture.compute_rows(&loss, 0..B, &totals, dtype)?;
+                assert_eq!(got.output.loss.dtype(), DType::F32);
+                assert_close(&[got.loss], &[exact.loss], 1e-5);
+            }
         }
     }
     Ok(())

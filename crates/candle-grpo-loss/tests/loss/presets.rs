@@ -5,6 +5,7 @@ use candle_grpo_loss::{
     Aggregation, Clip, Divergence, EmptySequences, GeometricMean, ImportanceLevel, KlLoss,
     PolicyLoss, Surrogate,
 };
+use candle_grpo_test_support::devices;
 use rstest::rstest;
 
 use crate::fixture::Fixture;
@@ -41,12 +42,14 @@ fn presets() -> Vec<(&'static str, PolicyLoss)> {
 
 #[test]
 fn each_is_valid_and_gives_a_gradient() -> Result<()> {
-    let fixture = Fixture::new();
-    for (name, preset) in presets() {
-        preset.validate()?;
-        let computed = fixture.compute(&preset)?;
-        assert!(computed.loss.is_finite(), "{name}");
-        assert!(computed.log_probs.iter().any(|g| *g != 0.), "{name}");
+    for device in devices() {
+        let fixture = Fixture::new(device);
+        for (name, preset) in presets() {
+            preset.validate()?;
+            let computed = fixture.compute(&preset)?;
+            assert!(computed.loss.is_finite(), "{name}");
+            assert!(computed.log_probs.iter().any(|g| *g != 0.), "{name}");
+        }
     }
     Ok(())
 }

@@ -7,9 +7,8 @@ use candle_grpo_loss::{
     ImportanceWeight, KlLoss, Outside, PolicyBatch, PolicyLoss, RolloutCorrection, SoftGate,
     StepTotals, Surrogate,
 };
+use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
-
-use crate::assert_close;
 
 const OLD: [[f64; 4]; 2] = [[-1., -0.5, -2., -0.1], [-2., -1.2, -0.3, 0.]];
 const D: [[f64; 4]; 2] = [[0.3, -0.4, 0.1, 0.], [1.2, -0.4, -0.05, 0.]];
@@ -43,19 +42,21 @@ fn bounded(min: f64, max: f64) -> DetachedWeight {
     }
 }
 
-fn compute(loss: &PolicyLoss) -> Result<(f64, Vec<f64>, candle_grpo_core::MetricValues)> {
-    let device = Device::Cpu;
-    let old = Tensor::new(&OLD, &device)?;
-    let log_probs = Var::from_tensor(&(&old + Tensor::new(&D, &device)?)?)?;
-    let reference = Tensor::new(&REFERENCE, &device)?;
-    let mask = Tensor::new(&[[1u8, 1, 1, 1], [1, 1, 1, 0]], &device)?;
-    let advantages = Tensor::new(&[1f64, -0.5], &device)?;
+fn compute(
+    loss: &PolicyLoss,
+    device: &Device,
+) -> Result<(f64, Vec<f64>, candle_grpo_core::MetricValues)> {
+    let old = Tensor::new(&OLD, device)?;
+    let log_probs = Var::from_tensor(&(&old + Tensor::new(&D, device)?)?)?;
+    let reference = Tensor::new(&REFERENCE, device)?;
+    let mask = Tensor::new(&[[1u8, 1, 1, 1], [1, 1, 1, 0]], device)?;
+    let advantages = Tensor::new(&[1f64, -0.5], device)?;
     let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
         .old_log_probs(&old)
         .ref_log_probs(&reference);
     let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
     let gradient = output.loss.backward()?;
-    let gradient = crate::numbers(gradient.get(&log_probs).expect("a gradient"))?;
+    let gradient = numbers(gradient.get(&log_probs).expect("a gradient"))?;
     Ok((
         output.loss.to_scalar()?,
         gradient,
@@ -166,42 +167,46 @@ fn loss_and_gradient(
     #[case] expected: f64,
     #[case] expected_gradient: &[f64],
 ) -> Result<()> {
-    let (value, gradient, _) = compute(&loss)?;
-    // Some rows are printed with six digits.
-    assert_close(&[value], &[expected], 1e-6);
-    assert_close(&gradient, expected_gradient, 1e-6);
+    for device in devices() {
+        let (value, gradient, _) = compute(&loss, device)?;
+        // Some rows are printed with six digits.
+        assert_close(&[value], &[expected], 1e-6);
+        assert_close(&gradient, expected_gradient, 1e-6);
+    }
     Ok(())
 }
 
 #[test]
 fn metrics() -> Result<()> {
-    let dual = Clip {
-        dual_clip: Some(3.),
-        ..clip()
-    };
-    let loss = PolicyLoss {
-        kl: Some(KlLoss::k3(0.1)),
-        ..with(dual, Aggregation::TokenMean)
-    };
-    let (_, _, metrics) = compute(&loss)?;
-    let get = |name: &str| metrics.get(name).unwrap_or(f64::NAN);
-    assert_close(
-        &[
-            get("clip_fraction"),
-            get("clip_fraction_low"),
-            get("clip_fraction_high"),
-            get("dual_clip_fraction"),
-            get("approx_kl"),
-            get("kl"),
-        ],
-        &[2. / 7., 1. / 7., 1. / 7., 1. / 7., -0.107142857, 0.0764752],
-        1e-7,
-    );
-    assert_close(
-        &[get("ratio_max"), get("ratio_min")],
-        &[1.2f64.exp(), (-0.4f64).exp()],
-        1e-12,
-    );
+    for device in devices() {
+        let dual = Clip {
+            dual_clip: Some(3.),
+            ..clip()
+        };
+        let loss = PolicyLoss {
+            kl: Some(KlLoss::k3(0.1)),
+            ..with(dual, Aggregation::TokenMean)
+        };
+        let (_, _, metrics) = compute(&loss, device)?;
+        let get = |name: &str| metrics.get(name).unwrap_or(f64::NAN);
+        assert_close(
+            &[
+                get("clip_fraction"),
+                get("clip_fraction_low"),
+                get("clip_fraction_high"),
+                get("dual_clip_fraction"),
+                get("approx_kl"),
+                get("kl"),
+            ],
+            &[2. / 7., 1. / 7., 1. / 7., 1. / 7., -0.107142857, 0.0764752],
+            1e-7,
+        );
+        assert_close(
+            &[get("ratio_max"), get("ratio_min")],
+            &[1.2f64.exp(), (-0.4f64).exp()],
+            1e-12,
+        );
+    }
     Ok(())
 }
 
@@ -234,39 +239,40 @@ fn rollout_correction(
     #[case] expected: f64,
     #[case] expected_gradient: &[f64],
 ) -> Result<()> {
-    let device = Device::Cpu;
-    let old = Tensor::new(&OLD, &device)?;
-    let log_probs = Var::from_tensor(&(&old + Tensor::new(&D, &device)?)?)?;
-    let rollout = Tensor::new(
-        &[[-1.1, -0.4, -2.3, -0.1], [-1.8, -1.3, -0.2, f64::NAN]],
-        &device,
-    )?;
-    let mask = Tensor::new(&[[1u8, 1, 1, 1], [1, 1, 1, 0]], &device)?;
-    let correction = RolloutCorrection {
-        weight: Some(weight),
-        ..Default::default()
-    };
-    let corrected = correction.compute(&old, &rollout, &mask)?;
-    let metrics = corrected.metrics.to_host()?;
-    assert_close(
-        &[metrics.get("rollout_kl").expect("a KL")],
-        &[-0.014285714],
-        1e-8,
-    );
-    let loss = PolicyLoss {
-        rollout_correction: Some(correction),
-        ..with(clip(), aggregation)
-    };
-    let advantages = Tensor::new(&[1f64, -0.5], &device)?;
-    let weights = corrected.weights.expect("weights");
-    let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
-        .old_log_probs(&old)
-        .importance_weights(&weights);
-    let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
-    let gradient = output.loss.backward()?;
-    let gradient = crate::numbers(gradient.get(&log_probs).expect("a gradient"))?;
-    assert_close(&[output.loss.to_scalar()?], &[expected], 1e-8);
-    assert_close(&gradient, expected_gradient, 1e-8);
+    for device in devices() {
+        let old = Tensor::new(&OLD, device)?;
+        let log_probs = Var::from_tensor(&(&old + Tensor::new(&D, device)?)?)?;
+        let rollout = Tensor::new(
+            &[[-1.1, -0.4, -2.3, -0.1], [-1.8, -1.3, -0.2, f64::NAN]],
+            device,
+        )?;
+        let mask = Tensor::new(&[[1u8, 1, 1, 1], [1, 1, 1, 0]], device)?;
+        let correction = RolloutCorrection {
+            weight: Some(weight),
+            ..Default::default()
+        };
+        let corrected = correction.compute(&old, &rollout, &mask)?;
+        let metrics = corrected.metrics.to_host()?;
+        assert_close(
+            &[metrics.get("rollout_kl").expect("a KL")],
+            &[-0.014285714],
+            1e-8,
+        );
+        let loss = PolicyLoss {
+            rollout_correction: Some(correction),
+            ..with(clip(), aggregation)
+        };
+        let advantages = Tensor::new(&[1f64, -0.5], device)?;
+        let weights = corrected.weights.expect("weights");
+        let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
+            .old_log_probs(&old)
+            .importance_weights(&weights);
+        let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        let gradient = output.loss.backward()?;
+        let gradient = numbers(gradient.get(&log_probs).expect("a gradient"))?;
+        assert_close(&[output.loss.to_scalar()?], &[expected], 1e-8);
+        assert_close(&gradient, expected_gradient, 1e-8);
+    }
     Ok(())
 }
 

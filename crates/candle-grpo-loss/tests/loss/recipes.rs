@@ -1,11 +1,10 @@
 //! Whole recipes: valid, unchanged by a configuration file, and strict about what they are told.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_grpo_core::{AdvantageBatch, AdvantageConfig, AdvantageEstimator, RewardShaping};
 use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use rstest::rstest;
-
-use crate::{assert_close, message, numbers};
 
 fn recipes() -> Vec<(&'static str, Recipe)> {
     vec![
@@ -36,23 +35,24 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
 
 #[test]
 fn each_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
-    let device = Device::Cpu;
-    let rewards = Tensor::new(&[0f32, 1., 0., 1., 1., 0., 0., 0.], &device)?;
-    let mask = Tensor::ones((8, 3), candle_core::DType::U8, &device)?;
-    let log_probs = Tensor::full(-1f32, (8, 3), &device)?;
-    for (name, recipe) in recipes() {
-        recipe.validate()?;
-        let text = serde_json::to_string(&recipe).map_err(candle_core::Error::wrap)?;
-        let read: Recipe = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
-        assert_eq!(read, recipe, "{name}: {text}");
-        let shaped = recipe.reward_shaping.apply(&rewards, 4, None)?.rewards;
-        let batch = AdvantageBatch::new(&shaped, 4)
-            .response_mask(&mask)
-            .old_log_probs(&log_probs)
-            .ref_log_probs(&log_probs);
-        let advantages = numbers(&recipe.advantage.estimate(&batch)?.advantages)?;
-        let success = advantages[advantages.len() / 2];
-        assert!(success > 0. && advantages[0] < 0., "{name}: {advantages:?}");
+    for device in devices() {
+        let rewards = Tensor::new(&[0f32, 1., 0., 1., 1., 0., 0., 0.], device)?;
+        let mask = Tensor::ones((8, 3), candle_core::DType::U8, device)?;
+        let log_probs = Tensor::full(-1f32, (8, 3), device)?;
+        for (name, recipe) in recipes() {
+            recipe.validate()?;
+            let text = serde_json::to_string(&recipe).map_err(candle_core::Error::wrap)?;
+            let read: Recipe = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
+            assert_eq!(read, recipe, "{name}: {text}");
+            let shaped = recipe.reward_shaping.apply(&rewards, 4, None)?.rewards;
+            let batch = AdvantageBatch::new(&shaped, 4)
+                .response_mask(&mask)
+                .old_log_probs(&log_probs)
+                .ref_log_probs(&log_probs);
+            let advantages = numbers(&recipe.advantage.estimate(&batch)?.advantages)?;
+            let success = advantages[advantages.len() / 2];
+            assert!(success > 0. && advantages[0] < 0., "{name}: {advantages:?}");
+        }
     }
     Ok(())
 }
@@ -60,18 +60,19 @@ fn each_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
 /// The example of ROLL's documentation: normalised in the group, whitened over the tokens, clipped to 2.
 #[test]
 fn the_roll_recipe_whitens_and_clips() -> Result<()> {
-    let device = Device::Cpu;
-    let rewards = Tensor::new(&[0f64, 0., 0., 0., 0., 0., 0., 1.], &device)?;
-    let mask = Tensor::ones((8, 1), candle_core::DType::U8, &device)?;
-    let shaped = Recipe::roll()
-        .reward_shaping
-        .apply(&rewards, 8, None)?
-        .rewards;
-    let batch = AdvantageBatch::new(&shaped, 8).response_mask(&mask);
-    let advantages = numbers(&Recipe::roll().advantage.estimate(&batch)?.advantages)?;
-    // (1 - 1/8) / sqrt(1/8) = 2.475 before the clip.
-    assert_close(&advantages[7..], &[2.], 1e-12);
-    assert_close(&advantages[..1], &[-0.125 / (0.125f64).sqrt()], 1e-5);
+    for device in devices() {
+        let rewards = Tensor::new(&[0f64, 0., 0., 0., 0., 0., 0., 1.], device)?;
+        let mask = Tensor::ones((8, 1), candle_core::DType::U8, device)?;
+        let shaped = Recipe::roll()
+            .reward_shaping
+            .apply(&rewards, 8, None)?
+            .rewards;
+        let batch = AdvantageBatch::new(&shaped, 8).response_mask(&mask);
+        let advantages = numbers(&Recipe::roll().advantage.estimate(&batch)?.advantages)?;
+        // (1 - 1/8) / sqrt(1/8) = 2.475 before the clip.
+        assert_close(&advantages[7..], &[2.], 1e-12);
+        assert_close(&advantages[..1], &[-0.125 / (0.125f64).sqrt()], 1e-5);
+    }
     Ok(())
 }
 

@@ -6,24 +6,22 @@ use candle_grpo_loss::{
     PolicyBatch, PolicyLoss, RolloutCorrection, RolloutFilter, StepTotals, ValueLoss,
     difficulty_weights, length_weights,
 };
+use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
-use crate::{assert_close, numbers};
-
 /// Advantages 1 and -1, log-probs whose mean is -1.5: covariances -0.5, 0.5, 1.5 and 1.5, -0.5, 0.5.
-fn covariances() -> Result<(Tensor, Tensor, Tensor)> {
-    let device = Device::Cpu;
+fn covariances(device: &Device) -> Result<(Tensor, Tensor, Tensor)> {
     let log_probs = Tensor::new(
         &[[-2., -1., 0.], [-3., -1., -2.], [f64::NAN, -1., -1.]],
-        &device,
+        device,
     )?;
-    let advantages = Tensor::new(&[1f64, -1., 0.], &device)?;
-    let mask = Tensor::new(&[[1u8, 1, 1], [1, 1, 1], [0, 0, 0]], &device)?;
+    let advantages = Tensor::new(&[1f64, -1., 0.], device)?;
+    let mask = Tensor::new(&[[1u8, 1, 1], [1, 1, 1], [0, 0, 0]], device)?;
     Ok((log_probs, advantages, mask))
 }
 
-fn select(loss: &PolicyLoss, seed: u64) -> Result<Vec<f64>> {
-    let (log_probs, advantages, mask) = covariances()?;
+fn select(loss: &PolicyLoss, seed: u64, device: &Device) -> Result<Vec<f64>> {
+    let (log_probs, advantages, mask) = covariances(device)?;
     let batch = PolicyBatch::new(&log_probs, &advantages, &mask);
     numbers(
         &loss
@@ -34,62 +32,72 @@ fn select(loss: &PolicyLoss, seed: u64) -> Result<Vec<f64>> {
 
 #[test]
 fn kl_cov_takes_the_highest_covariances() -> Result<()> {
-    let of = |ratio| PolicyLoss {
-        surrogate: KlCov { ratio, coef: 1. }.into(),
-        ..Default::default()
-    };
-    assert_eq!(select(&of(0.4), 0)?, [0., 0., 1., 1., 0., 0., 0., 0., 0.]);
-    let one = select(&of(1e-6), 0)?;
-    assert_eq!(one.iter().sum::<f64>(), 1., "at least one: {one:?}");
+    for device in devices() {
+        let of = |ratio| PolicyLoss {
+            surrogate: KlCov { ratio, coef: 1. }.into(),
+            ..Default::default()
+        };
+        assert_eq!(
+            select(&of(0.4), 0, device)?,
+            [0., 0., 1., 1., 0., 0., 0., 0., 0.]
+        );
+        let one = select(&of(1e-6), 0, device)?;
+        assert_eq!(one.iter().sum::<f64>(), 1., "at least one: {one:?}");
+    }
     Ok(())
 }
 
 #[test]
 fn clip_cov_draws_among_the_candidates() -> Result<()> {
-    let loss = PolicyLoss {
-        surrogate: ClipCov {
-            ratio: 0.17,
-            lower: 0.2,
-            upper: 5.,
+    for device in devices() {
+        let loss = PolicyLoss {
+            surrogate: ClipCov {
+                ratio: 0.17,
+                lower: 0.2,
+                upper: 5.,
+                ..Default::default()
+            }
+            .into(),
             ..Default::default()
+        };
+        let mut drawn = [0; 9];
+        for seed in 0..60 {
+            let selected = select(&loss, seed, device)?;
+            assert_eq!(
+                selected,
+                select(&loss, seed, device)?,
+                "the same seed draws the same"
+            );
+            assert_eq!(selected.iter().sum::<f64>(), 1.);
+            for (count, s) in drawn.iter_mut().zip(&selected) {
+                *count += *s as usize;
+            }
         }
-        .into(),
-        ..Default::default()
-    };
-    let mut drawn = [0; 9];
-    for seed in 0..60 {
-        let selected = select(&loss, seed)?;
-        assert_eq!(
-            selected,
-            select(&loss, seed)?,
-            "the same seed draws the same"
+        let candidates = [1, 2, 3, 5];
+        for (i, &count) in drawn.iter().enumerate() {
+            assert_eq!(count > 0, candidates.contains(&i), "{drawn:?}");
+        }
+        assert!(
+            PolicyLoss::grpo()
+                .select_tokens_to_host(
+                    &PolicyBatch::new(
+                        &covariances(device)?.0,
+                        &covariances(device)?.1,
+                        &covariances(device)?.2
+                    ),
+                    0
+                )?
+                .is_none()
         );
-        assert_eq!(selected.iter().sum::<f64>(), 1.);
-        for (count, s) in drawn.iter_mut().zip(&selected) {
-            *count += *s as usize;
-        }
     }
-    let candidates = [1, 2, 3, 5];
-    for (i, &count) in drawn.iter().enumerate() {
-        assert_eq!(count > 0, candidates.contains(&i), "{drawn:?}");
-    }
-    assert!(
-        PolicyLoss::grpo()
-            .select_tokens_to_host(
-                &PolicyBatch::new(&covariances()?.0, &covariances()?.1, &covariances()?.2),
-                0
-            )?
-            .is_none()
-    );
     Ok(())
 }
 
 /// d is [0.5, -0.1 | 0.1, 0.1], and NaN where masked.
-fn policies() -> Result<(Tensor, Tensor, Tensor)> {
-    let device = Device::Cpu;
-    let old = Tensor::new(&[[-1., -1., f64::NAN], [-1., -1., 0.]], &device)?;
-    let rollout = Tensor::new(&[[-1.5, -0.9, 0.], [-1.1, -1.1, f64::NAN]], &device)?;
-    let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 0]], &device)?;
+fn policies(device: &Device) -> Result<(Tensor, Tensor, Tensor)> {
+    let old = Tensor::new(&[[-1., -1., f64::NAN], [-1., -1., 0.]], device)?;
+    let rollout = Tensor::new(&[[-1.5, -0.9, 0.], [-1.1, -1.1, f64::NAN]], device)?;
+    let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 0]], device)?;
     Ok((old, rollout, mask))
 }
 
@@ -111,140 +119,149 @@ fn filters_keep_what_is_within_their_bounds(
     #[case] max: f64,
     #[case] expected: [f64; 6],
 ) -> Result<()> {
-    let (old, rollout, mask) = policies()?;
-    let correction = RolloutCorrection {
-        filters: vec![RolloutFilter {
-            statistic,
-            level,
-            min: Some(min),
-            max: Some(max),
-        }],
-        ..Default::default()
-    };
-    let corrected = correction.compute(&old, &rollout, &mask)?;
-    assert_eq!(numbers(&corrected.kept)?, expected);
-    let rejected = 1. - expected.iter().sum::<f64>() / 4.;
-    assert_eq!(
-        corrected
-            .metrics
-            .to_host()?
-            .get("rollout_rejected_fraction"),
-        Some(rejected)
-    );
+    for device in devices() {
+        let (old, rollout, mask) = policies(device)?;
+        let correction = RolloutCorrection {
+            filters: vec![RolloutFilter {
+                statistic,
+                level,
+                min: Some(min),
+                max: Some(max),
+            }],
+            ..Default::default()
+        };
+        let corrected = correction.compute(&old, &rollout, &mask)?;
+        assert_eq!(numbers(&corrected.kept)?, expected);
+        let rejected = 1. - expected.iter().sum::<f64>() / 4.;
+        assert_eq!(
+            corrected
+                .metrics
+                .to_host()?
+                .get("rollout_rejected_fraction"),
+            Some(rejected)
+        );
+    }
     Ok(())
 }
 
 #[test]
 fn normalised_weights_have_the_mean_one() -> Result<()> {
-    let (old, rollout, mask) = policies()?;
-    let correction = RolloutCorrection {
-        weight: Some(ImportanceWeight {
-            normalize: true,
-            ..ImportanceWeight::truncated(1.2)
-        }),
-        ..Default::default()
-    };
-    let corrected = correction.compute(&old, &rollout, &mask)?;
-    let weights = numbers(&corrected.weights.expect("weights"))?;
-    let raw = [1.2, (-0.1f64).exp(), 0., 0.1f64.exp(), 0.1f64.exp(), 0.];
-    let mean = raw.iter().sum::<f64>() / 4.;
-    assert_close(&weights, &raw.map(|w| w / mean), 1e-12);
-    let metrics = corrected.metrics.to_host()?;
-    assert_eq!(metrics.get("rollout_truncated_fraction"), Some(0.25));
-    assert_close(&[metrics.get("rollout_kl").expect("a KL")], &[-0.15], 1e-12);
+    for device in devices() {
+        let (old, rollout, mask) = policies(device)?;
+        let correction = RolloutCorrection {
+            weight: Some(ImportanceWeight {
+                normalize: true,
+                ..ImportanceWeight::truncated(1.2)
+            }),
+            ..Default::default()
+        };
+        let corrected = correction.compute(&old, &rollout, &mask)?;
+        let weights = numbers(&corrected.weights.expect("weights"))?;
+        let raw = [1.2, (-0.1f64).exp(), 0., 0.1f64.exp(), 0.1f64.exp(), 0.];
+        let mean = raw.iter().sum::<f64>() / 4.;
+        assert_close(&weights, &raw.map(|w| w / mean), 1e-12);
+        let metrics = corrected.metrics.to_host()?;
+        assert_eq!(metrics.get("rollout_truncated_fraction"), Some(0.25));
+        assert_close(&[metrics.get("rollout_kl").expect("a KL")], &[-0.15], 1e-12);
+    }
     Ok(())
 }
 
 /// With one prompt answered at length and one briefly, each prompt counts the same.
 #[test]
 fn a_mean_over_prompts() -> Result<()> {
-    let device = Device::Cpu;
-    let per_token = Tensor::new(&[[1f64, 1., 1.], [3., f64::NAN, 0.], [8., 0., 0.]], &device)?;
-    let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 0, 0]], &device)?;
-    let prompt_tokens = Tensor::new(&[4f64, 4., 1.], &device)?;
-    let mask = candle_grpo_loss::Mask::new(&response_mask)?;
-    let totals = StepTotals {
-        prompts: 2.,
-        ..StepTotals::to_host(&response_mask)?
-    };
-    let loss = Aggregation::PromptMeanTokenMean.apply_with_prompts(
-        &per_token,
-        &mask,
-        &totals,
-        Some(&prompt_tokens),
-    )?;
-    assert_eq!(loss.to_scalar::<f64>()?, (6. / 4. + 8.) / 2.);
+    for device in devices() {
+        let per_token = Tensor::new(&[[1f64, 1., 1.], [3., f64::NAN, 0.], [8., 0., 0.]], device)?;
+        let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 0, 0]], device)?;
+        let prompt_tokens = Tensor::new(&[4f64, 4., 1.], device)?;
+        let mask = candle_grpo_loss::Mask::new(&response_mask)?;
+        let totals = StepTotals {
+            prompts: 2.,
+            ..StepTotals::to_host(&response_mask)?
+        };
+        let loss = Aggregation::PromptMeanTokenMean.apply_with_prompts(
+            &per_token,
+            &mask,
+            &totals,
+            Some(&prompt_tokens),
+        )?;
+        assert_eq!(loss.to_scalar::<f64>()?, (6. / 4. + 8.) / 2.);
+    }
     Ok(())
 }
 
 #[test]
 fn weights_of_samples() -> Result<()> {
-    let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 1, 0]], &Device::Cpu)?;
-    assert_close(&numbers(&length_weights(&mask)?)?, &[0.5, 1.5, 1.], 1e-6);
-    let difficulty = Tensor::new(&[0f32, 1., 7.], &Device::Cpu)?;
-    assert_close(
-        &numbers(&difficulty_weights(&difficulty)?)?,
-        &[1. / 3., 4. / 3., 4. / 3.],
-        1e-6,
-    );
+    for device in devices() {
+        let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 1, 0]], device)?;
+        assert_close(&numbers(&length_weights(&mask)?)?, &[0.5, 1.5, 1.], 1e-6);
+        let difficulty = Tensor::new(&[0f32, 1., 7.], device)?;
+        assert_close(
+            &numbers(&difficulty_weights(&difficulty)?)?,
+            &[1. / 3., 4. / 3., 4. / 3.],
+            1e-6,
+        );
+    }
     Ok(())
 }
 
 #[test]
 fn a_clipped_value_stops_being_drawn() -> Result<()> {
-    let device = Device::Cpu;
-    // Against a return of 1 and an old value of 0, clip 0.5: within, beyond towards the return, beyond away from it.
-    let values = Var::new(&[[0.2f64, 0.8, -2., f64::NAN]], &device)?;
-    let (old, returns) = (values.zeros_like()?, values.ones_like()?);
-    let mask = Tensor::new(&[[1u8, 1, 1, 0]], &device)?;
-    let loss = ValueLoss {
-        clip: Some(0.5),
-        aggregation: Aggregation::TokenSum,
-    };
-    let totals = StepTotals::to_host(&mask)?;
-    let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
-    assert_close(&[value.to_scalar()?], &[(0.64 + 0.25 + 9.) / 2.], 1e-12);
-    let gradient = value.backward()?;
-    let gradient = numbers(gradient.get(&values).expect("a gradient"))?;
-    assert_close(&gradient, &[-0.8, 0., -3., 0.], 1e-12);
-    assert_close(
-        &[metrics
-            .to_host()?
-            .get("value_clip_fraction")
-            .expect("a fraction")],
-        &[1. / 3.],
-        1e-12,
-    );
+    for device in devices() {
+        // Against a return of 1 and an old value of 0, clip 0.5: within, beyond towards the return, beyond away from it.
+        let values = Var::new(&[[0.2f64, 0.8, -2., f64::NAN]], device)?;
+        let (old, returns) = (values.zeros_like()?, values.ones_like()?);
+        let mask = Tensor::new(&[[1u8, 1, 1, 0]], device)?;
+        let loss = ValueLoss {
+            clip: Some(0.5),
+            aggregation: Aggregation::TokenSum,
+        };
+        let totals = StepTotals::to_host(&mask)?;
+        let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
+        assert_close(&[value.to_scalar()?], &[(0.64 + 0.25 + 9.) / 2.], 1e-12);
+        let gradient = value.backward()?;
+        let gradient = numbers(gradient.get(&values).expect("a gradient"))?;
+        assert_close(&gradient, &[-0.8, 0., -3., 0.], 1e-12);
+        assert_close(
+            &[metrics
+                .to_host()?
+                .get("value_clip_fraction")
+                .expect("a fraction")],
+            &[1. / 3.],
+            1e-12,
+        );
+    }
     Ok(())
 }
 
 /// `old + (value - old)` is not the value to the last bit: within the clip every value keeps its gradient all the same.
 #[test]
 fn values_within_the_clip_keep_their_gradients() -> Result<()> {
-    let device = Device::Cpu;
-    let count = 1000;
-    let vector = |f: &dyn Fn(usize) -> f32| {
-        Tensor::from_vec((0..count).map(f).collect(), (1, count), &device)
-    };
-    let old = vector(&|i| (i as f32 * 0.37).sin() * 3.)?;
-    let moved = vector(&|i| (i as f32 * 0.77).cos() * 0.1)?;
-    let values = Var::from_tensor(&(&old + moved)?)?;
-    let returns = vector(&|i| (i as f32 * 1.3).sin() * 5.)?;
-    let mask = returns.ones_like()?;
-    let totals = StepTotals::to_host(&mask)?;
-    let loss = ValueLoss {
-        clip: Some(0.5),
-        aggregation: Aggregation::TokenSum,
-    };
-    let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
-    assert_eq!(metrics.to_host()?.get("value_clip_fraction"), Some(0.));
-    let gradient = value.backward()?;
-    let expected = numbers(&(values.as_tensor() - returns)?)?;
-    assert_close(
-        &numbers(gradient.get(&values).expect("a gradient"))?,
-        &expected,
-        1e-6,
-    );
+    for device in devices() {
+        let count = 1000;
+        let vector = |f: &dyn Fn(usize) -> f32| {
+            Tensor::from_vec((0..count).map(f).collect(), (1, count), device)
+        };
+        let old = vector(&|i| (i as f32 * 0.37).sin() * 3.)?;
+        let moved = vector(&|i| (i as f32 * 0.77).cos() * 0.1)?;
+        let values = Var::from_tensor(&(&old + moved)?)?;
+        let returns = vector(&|i| (i as f32 * 1.3).sin() * 5.)?;
+        let mask = returns.ones_like()?;
+        let totals = StepTotals::to_host(&mask)?;
+        let loss = ValueLoss {
+            clip: Some(0.5),
+            aggregation: Aggregation::TokenSum,
+        };
+        let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
+        assert_eq!(metrics.to_host()?.get("value_clip_fraction"), Some(0.));
+        let gradient = value.backward()?;
+        let expected = numbers(&(values.as_tensor() - returns)?)?;
+        assert_close(
+            &numbers(gradient.get(&values).expect("a gradient"))?,
+            &expected,
+            1e-6,
+        );
+    }
     Ok(())
 }
 
