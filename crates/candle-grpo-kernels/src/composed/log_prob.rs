@@ -19,6 +19,15 @@ pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
     let z = arguments
         .logits
         .to_dtype(arithmetic_dtype(arguments.logits.dtype()))?;
+    if z.elem_count() == 0 {
+        // Candle has no largest entry of nothing; the sum keeps the graph.
+        let none = z.sum(D::Minus1)?.reshape(arguments.outer.as_slice())?;
+        return Ok(TokenLogProbs {
+            log_probs: none.clone(),
+            entropy: none.clone(),
+            log_sum_exp: none,
+        });
+    }
     let (z, targets) = match &arguments.mask {
         None => (z, arguments.targets.clone()),
         // What is dropped must not reach the arithmetic: 0 times NaN is NaN.
