@@ -6,6 +6,7 @@ use crate::groups::Groups;
 use crate::mask::Mask;
 use crate::precision::{for_statistics, result_dtype};
 use crate::rewards::{IntoRewards, RewardTensor};
+use crate::steps::Steps;
 
 /// The tensors of a batch of B sequences with T response tokens, from which advantages are taken.
 ///
@@ -48,6 +49,10 @@ pub struct AdvantageBatch<'a> {
     pub sum_of_squared_probs: Option<&'a Tensor>,
     /// `[B, T]`.
     pub rollout_weights: Option<&'a Tensor>,
+    /// What the rows are steps of, if they are steps.
+    pub steps: Option<&'a Steps>,
+    /// `[B]`.
+    pub episode_rewards: Option<&'a Tensor>,
 }
 
 impl<'a> AdvantageBatch<'a> {
@@ -65,6 +70,8 @@ impl<'a> AdvantageBatch<'a> {
             teacher_log_probs: None,
             sum_of_squared_probs: None,
             rollout_weights: None,
+            steps: None,
+            episode_rewards: None,
         }
     }
 
@@ -135,6 +142,19 @@ impl<'a> AdvantageBatch<'a> {
     /// Importance weights `[B, T]` of samples that another engine drew.
     pub fn rollout_weights(mut self, rollout_weights: &'a Tensor) -> Self {
         self.rollout_weights = Some(rollout_weights);
+        self
+    }
+
+    /// Says that the rows are steps of trajectories, and which ones.
+    pub fn steps(mut self, steps: &'a Steps) -> Self {
+        self.steps = Some(steps);
+        self
+    }
+
+    /// The score `[B]` of the whole trajectory that each row is a step of, where it is not the sum of the rewards of its
+    /// steps.
+    pub fn episode_rewards(mut self, episode_rewards: &'a Tensor) -> Self {
+        self.episode_rewards = Some(episode_rewards);
         self
     }
 

@@ -81,6 +81,26 @@ impl Groups {
     }
 }
 
+impl Groups {
+    /// The id of each of `rows` rows; `name` is what errors call them.
+    pub(crate) fn to_ids(&self, name: &str, rows: usize) -> Result<Vec<i64>> {
+        match self {
+            Self::Ids(ids) if ids.len() == rows => Ok(ids.clone()),
+            Self::Ids(ids) => bail!(
+                "{name}: {} ids for {rows} rows, there must be one for each",
+                ids.len()
+            ),
+            Self::Consecutive(size) if *size > 0 && rows.is_multiple_of(*size) => {
+                Ok((0..rows).map(|row| (row / size) as i64).collect())
+            }
+            Self::Consecutive(size) => bail!(
+                "{name}: blocks of {size} for {rows} rows, the size must be positive and divide their number"
+            ),
+            Self::Negative(size) => bail!("{name}: blocks of {size}, the size must be positive"),
+        }
+    }
+}
+
 /// A batch laid out with one row for each group, as wide as the widest group.
 #[derive(Debug, Clone)]
 pub(crate) struct GroupLayout {

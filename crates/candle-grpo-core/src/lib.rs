@@ -12,7 +12,7 @@
 //!
 //! The general way is an [`AdvantageEstimator`]: an [`AdvantagePipeline`], which has every published estimator as a point
 //! of one product of stages, baselines, scales and whitenings, or one of your own. It takes an [`AdvantageBatch`] and gives
-//! advantages of sequences or of tokens. [`AdvantageConfig`] names the published ones for a configuration file.
+//! advantages of sequences or of tokens. [`Gigpo`] is for batches whose rows are steps of trajectories. [`AdvantageConfig`] names the published ones for a configuration file.
 //!
 //! Before it: [`RewardShaping`] (shift, scale, normalise, clip), [`ScoreEnsemble`], penalties for length
 //! ([`OverlongPenalty`]), truncation ([`TruncationPenalty`]) and repetition ([`RepetitionPenalty`]), [`ScoreResampling`]
@@ -28,6 +28,7 @@ mod advantage_estimator;
 mod advantage_pipeline;
 mod dynamic_sampling;
 mod ensemble;
+mod gigpo;
 mod group_advantage;
 mod groups;
 mod kl;
@@ -48,6 +49,7 @@ mod reward_shaping;
 mod rewards;
 mod sample_filter;
 mod sequence_advantage;
+mod steps;
 mod token_shaping;
 mod top_entropy;
 mod truncation;
@@ -59,6 +61,7 @@ pub use advantage_estimator::{AdvantageEstimator, Advantages};
 pub use advantage_pipeline::AdvantagePipeline;
 pub use dynamic_sampling::{DynamicSampling, GroupFilter, GroupSummary, SamplingDecision};
 pub use ensemble::ScoreEnsemble;
+pub use gigpo::{EpisodePopulation, Gigpo};
 pub use group_advantage::{
     Baseline, BaselinePopulation, Compensation, Components, GroupAdvantage, GroupStatistics, Scale,
     SingleSample,
@@ -81,6 +84,7 @@ pub use reward_shaping::{RewardShaping, ShapedRewards};
 pub use rewards::{IntoRewards, NonFinite, RewardTensor};
 pub use sample_filter::{FilterBatch, SampleFilter};
 pub use sequence_advantage::SequenceAdvantage;
+pub use steps::Steps;
 pub use token_shaping::{KlPenalty, TokenAdvantages, TokenBaseline, TokenShaping};
 pub use top_entropy::top_entropy_tokens_to_host;
 pub use truncation::TruncationPenalty;

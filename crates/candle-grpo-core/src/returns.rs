@@ -1,6 +1,6 @@
 //! Sums of what comes after a token: discounted returns and generalised advantages.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::mask::Mask;
@@ -24,6 +24,14 @@ fn factor_of_step(like: &Tensor, factor: f64, mask: &Mask, masked: MaskedTokens)
         MaskedTokens::Counted => Ok(step),
         MaskedTokens::Skipped => mask.selected().where_cond(&step, &like.ones_like()?),
     }
+}
+
+/// An error that names the discount unless it is one.
+pub(crate) fn check_discount(name: &str, discount: f64) -> Result<()> {
+    if !(0. ..=1.).contains(&discount) {
+        bail!("{name}: {discount}, must be from 0 to 1");
+    }
+    Ok(())
 }
 
 /// `G_t = r_t + gamma * G_{t+1}` of `rewards` `[B, T]`, which are 0 outside the mask; the returns are as well.

@@ -10,7 +10,7 @@ use crate::mask::Mask;
 use crate::metrics::Metrics;
 use crate::optimal_token_baseline::OptimalTokenBaseline;
 use crate::precision::{for_statistics, result_dtype};
-use crate::returns::{MaskedTokens, discounted_returns, generalized_advantages};
+use crate::returns::{MaskedTokens, check_discount, discounted_returns, generalized_advantages};
 use crate::reward_shaping::check_clip;
 use crate::rewards::{NonFinite, check_finite, check_finite_tokens, combine, finite_mask};
 use crate::whiten::Whitening;
@@ -247,12 +247,9 @@ impl TokenShaping {
 
     /// Checks the options; the error names the one that is wrong.
     pub fn validate(&self) -> Result<()> {
-        for (name, x) in [("gamma", Some(self.gamma)), ("lambda", self.lambda)] {
-            if let Some(x) = x
-                && !(0. ..=1.).contains(&x)
-            {
-                bail!("{name}: {x}, must be from 0 to 1");
-            }
+        check_discount("gamma", self.gamma)?;
+        if let Some(lambda) = self.lambda {
+            check_discount("lambda", lambda)?;
         }
         if self.lambda.is_some() && self.baseline != TokenBaseline::None {
             bail!(

@@ -3,6 +3,7 @@
 mod bad_input;
 mod estimator_invariances;
 mod estimators;
+mod gigpo;
 mod group_advantage;
 mod invariances;
 mod penalties;

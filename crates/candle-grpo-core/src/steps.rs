@@ -1,0 +1,141 @@
+//! Batches whose rows are steps of trajectories: which rows belong together, in time and by the state they start from.
+
+use std::collections::HashMap;
+
+use candle_core::{Result, Tensor, bail};
+
+use crate::groups::{GroupLayout, Groups};
+use crate::recurrence::reverse_recurrence;
+use crate::returns::check_discount;
+
+/// What each row of a batch is a step of. B rows.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_core::Steps;
+///
+/// // Two trajectories of two steps, the second one backwards; both start in state 7.
+/// let steps = Steps::new([0u32, 0, 1, 1].as_slice(), [7u32, 8, 9, 7].as_slice()).numbers(vec![0, 1, 1, 0]);
+/// let rewards = Tensor::new(&[0f64, 1., 4., 2.], &Device::Cpu)?;
+/// let returns = steps.discounted_returns(&rewards, 0.5)?;
+/// assert_eq!(returns.to_vec1::<f64>()?, [0.5, 1., 4., 4.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Steps {
+    /// The trajectory of each row.
+    pub trajectories: Groups,
+    /// The state that each row's action was taken in, such as a hash of the observation. Rows of other tasks may have the
+    /// same.
+    pub states: Groups,
+    /// When in its trajectory each row was taken; only the order counts. Absent: the rows of a trajectory are in the order
+    /// of time.
+    pub numbers: Option<Vec<i64>>,
+}
+
+impl Steps {
+    /// Rows that stand in the order of time.
+    pub fn new(trajectories: impl Into<Groups>, states: impl Into<Groups>) -> Self {
+        Self {
+            trajectories: trajectories.into(),
+            states: states.into(),
+            numbers: None,
+        }
+    }
+
+    /// Says when in its trajectory each row was taken.
+    pub fn numbers(mut self, numbers: Vec<i64>) -> Self {
+        self.numbers = Some(numbers);
+        self
+    }
+
+    /// `G_t = r_t + gamma G_(t+1)` along each trajectory: `rewards` `[B]` to returns `[B]` of the same rows.
+    ///
+    /// Errs if there is not one trajectory, and one number where they are given, for each row, or if two rows are the
+    /// same step.
+    pub fn discounted_returns(&self, rewards: &Tensor, gamma: f64) -> Result<Tensor> {
+        check_discount("gamma", gamma)?;
+        let ids = self.trajectory_of(rewards)?;
+        let order = self.in_time(&ids)?;
+        let mut place = vec![0u32; order.len()];
+        for (at, &row) in order.iter().enumerate() {
+            place[row as usize] = at as u32;
+        }
+        let sorted: Vec<i64> = order.iter().map(|&row| ids[row as usize]).collect();
+        let device = rewards.device();
+        let rewards = rewards.index_select(&Tensor::new(order, device)?, 0)?;
+        let (layout, by_time) = by_trajectory(sorted, &rewards)?;
+        let discount = (by_time.zeros_like()? + gamma)?;
+        let returns = layout.to_samples(&reverse_recurrence(&by_time, &discount)?)?;
+        returns.index_select(&Tensor::new(place, device)?, 0)
+    }
+
+    /// The sum of the rewards of the trajectory that each row is of: `[B]` to `[B]`.
+    pub(crate) fn sums(&self, rewards: &Tensor) -> Result<Tensor> {
+        let (layout, rewards) = by_trajectory(self.trajectory_of(rewards)?, rewards)?;
+        layout.to_members(&rewards.sum_keepdim(1)?)
+    }
+
+    fn trajectory_of(&self, rewards: &Tensor) -> Result<Vec<i64>> {
+        let &[rows] = rewards.dims() else {
+            bail!("rewards: shape {:?}, must be [B]", rewards.dims());
+        };
+        if rows == 0 {
+            bail!("rewards: shape [0] is empty, there must be at least one step");
+        }
+        self.trajectories.to_ids("trajectories", rows)
+    }
+
+    /// The rows, trajectory by trajectory and in the order of time.
+    fn in_time(&self, trajectories: &[i64]) -> Result<Vec<u32>> {
+        let rows = trajectories.len();
+        let mut order: Vec<u32> = (0..rows as u32).collect();
+        let Some(numbers) = &self.numbers else {
+            order.sort_by_key(|&row| trajectories[row as usize]);
+            return Ok(order);
+        };
+        if numbers.len() != rows {
+            bail!(
+                "numbers: {} numbers of steps for {rows} rows, there must be one for each",
+                numbers.len()
+            );
+        }
+        let key = |row: u32| (trajectories[row as usize], numbers[row as usize]);
+        order.sort_by_key(|&row| key(row));
+        if let Some(pair) = order.windows(2).find(|pair| key(pair[0]) == key(pair[1])) {
+            let (trajectory, number) = key(pair[0]);
+            bail!(
+                "numbers: rows {} and {} are both step {number} of trajectory {trajectory}, there must be one row for a step",
+                pair[0],
+                pair[1]
+            );
+        }
+        Ok(order)
+    }
+
+    /// Groups of the rows that were taken in the same state of the same task.
+    pub(crate) fn of_states(&self, tasks: &Groups, rows: usize) -> Result<Groups> {
+        let tasks = tasks.to_ids("groups", rows)?;
+        let states = self.states.to_ids("states", rows)?;
+        Ok(Groups::Ids(numbered(tasks.into_iter().zip(states))))
+    }
+}
+
+/// One row for each trajectory, 0 where it has no more steps.
+fn by_trajectory(ids: Vec<i64>, rewards: &Tensor) -> Result<(GroupLayout, Tensor)> {
+    let layout = GroupLayout::new(&Groups::Ids(ids), rewards.dim(0)?, rewards.device())?;
+    let rows = layout.to_rows(rewards)?;
+    let rows = layout.present()?.where_cond(&rows, &rows.zeros_like()?)?;
+    Ok((layout, rows))
+}
+
+/// A number for each item, the same for equal ones, counted from 0 in the order in which they first appear.
+pub(crate) fn numbered<T: std::hash::Hash + Eq>(items: impl Iterator<Item = T>) -> Vec<i64> {
+    let mut numbers = HashMap::new();
+    items
+        .map(|item| {
+            let next = numbers.len() as i64;
+            *numbers.entry(item).or_insert(next)
+        })
+        .collect()
+}
