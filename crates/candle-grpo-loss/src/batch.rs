@@ -31,7 +31,7 @@ impl<'a> OldPolicy<'a> {
 
 /// The tensors of one micro-batch: B sequences of T response tokens.
 ///
-/// Only `log_probs` (and `entropy`) carry a gradient; everything else is taken as a constant. Positions outside the mask
+/// Only `log_probs`, `entropy` and `kl_values` carry a gradient; everything else is taken as a constant. Positions outside the mask
 /// may hold anything, NaN included.
 ///
 /// ```
@@ -54,6 +54,7 @@ pub struct PolicyBatch<'a> {
     pub(crate) old: OldPolicy<'a>,
     pub(crate) rollout_log_probs: Option<&'a Tensor>,
     pub(crate) ref_log_probs: Option<&'a Tensor>,
+    pub(crate) kl_values: Option<&'a Tensor>,
     pub(crate) entropy: Option<&'a Tensor>,
     pub(crate) scores: Option<&'a Tensor>,
     pub(crate) importance_weights: Option<&'a Tensor>,
@@ -74,6 +75,7 @@ impl<'a> PolicyBatch<'a> {
             old: OldPolicy::Current,
             rollout_log_probs: None,
             ref_log_probs: None,
+            kl_values: None,
             entropy: None,
             scores: None,
             importance_weights: None,
@@ -104,6 +106,13 @@ impl<'a> PolicyBatch<'a> {
     /// Log-probs `[B, T]` under the reference policy, which a KL loss needs.
     pub fn ref_log_probs(mut self, ref_log_probs: &'a Tensor) -> Self {
         self.ref_log_probs = Some(ref_log_probs);
+        self
+    }
+
+    /// The divergence `[B, T]` from the reference at each position, with gradient, for a [`crate::KlLoss::given`] instead of
+    /// one that is estimated from log-probs.
+    pub fn kl_values(mut self, kl_values: &'a Tensor) -> Self {
+        self.kl_values = Some(kl_values);
         self
     }
 

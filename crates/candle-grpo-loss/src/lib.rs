@@ -37,7 +37,7 @@ pub use aggregation::Aggregation;
 pub use batch::{OldPolicy, PolicyBatch};
 pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metrics};
 pub use importance::ImportanceLevel;
-pub use kl_loss::{BiasCorrection, KlLoss};
+pub use kl_loss::{BiasCorrection, KlLoss, KlValues};
 pub use linear_log_prob::linear_token_log_probs;
 pub use log_prob::{TokenLogProbs, sum_of_squared_probs, token_log_probs};
 pub use policy_loss::{EmptySequences, PolicyLoss, PolicyLossOutput, TokenTerms};

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::aggregation::Aggregation;
 use crate::batch::{OldPolicy, PolicyBatch, over_tokens};
 use crate::importance::{ImportanceLevel, k3};
-use crate::kl_loss::KlLoss;
+use crate::kl_loss::{KlLoss, KlValues};
 use crate::limits::{check_not_negative, check_positive};
 use crate::positive_nll::PositiveNll;
 use crate::rollout_correction::RolloutCorrection;
@@ -173,7 +173,7 @@ impl PolicyLoss {
         self.aggregation.validate()
     }
 
-    /// The loss of a micro-batch, whose gradient reaches `log_probs` and `entropy`.
+    /// The loss of a micro-batch, whose gradient reaches `log_probs`, `entropy` and `kl_values`.
     ///
     /// `totals` are the counts of the whole optimiser step. The loss is f32, or f64 if `log_probs` are. Errs on options
     /// that do not fit, on shapes that differ, and if a term lacks its input. Numbers are not looked at: an advantage that is
@@ -300,6 +300,16 @@ impl PolicyLoss {
         let Some(config) = &self.kl else {
             return Ok(None);
         };
+        match (config.values, &inputs.kl_values) {
+            (KlValues::Given, Some(values)) => return Ok(Some(values.clone())),
+            (KlValues::Given, None) => bail!(
+                "kl_values: absent, a KL loss of given values needs the divergence at each position (or set kl.values to estimated)"
+            ),
+            (KlValues::Estimated, Some(_)) => bail!(
+                "kl_values: given, but kl.values is estimated; set it to given, or leave them out"
+            ),
+            (KlValues::Estimated, None) => (),
+        }
         let Some(reference) = &inputs.ref_log_probs else {
             bail!(
                 "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
@@ -321,6 +331,8 @@ struct Inputs {
     mask: Mask,
     /// With gradient.
     log_probs: Tensor,
+    /// With gradient.
+    kl_values: Option<Tensor>,
     /// With gradient.
     entropy: Option<Tensor>,
     old_log_probs: Tensor,
@@ -387,6 +399,10 @@ impl Inputs {
         Ok(Self {
             log_ratio,
             token_log_ratio,
+            kl_values: batch
+                .kl_values
+                .map(|x| selected("kl_values", x))
+                .transpose()?,
             entropy: batch.entropy.map(|x| selected("entropy", x)).transpose()?,
             rollout_log_probs: constant("rollout_log_probs", batch.rollout_log_probs)?,
             ref_log_probs: constant("ref_log_probs", batch.ref_log_probs)?,

@@ -1,7 +1,7 @@
 //! Bad input gives an error that names the argument, what it is and what it must be.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_core::{Kl, KlGradient};
+use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, DivergenceMask, FilterLevel,
     FilterStatistic, GeometricMean, ImportanceLevel, ImportanceWeight, KlCov, KlLoss, Mask,
@@ -68,6 +68,7 @@ fn shapes() {
             ("old_log_probs", batch.old_log_probs(&wrong)),
             ("ref_log_probs", batch.ref_log_probs(&wrong)),
             ("entropy", batch.entropy(&wrong)),
+            ("kl_values", batch.kl_values(&wrong)),
             ("importance_weights", batch.importance_weights(&wrong)),
             ("sample_weights", batch.sample_weights(&wrong)),
         ] {
@@ -99,6 +100,25 @@ fn what_a_term_needs() {
             entropy_coef: 0.1,
             ..PolicyLoss::dapo()
         };
+        let given = PolicyLoss {
+            kl: Some(KlLoss::given(0.1)),
+            ..PolicyLoss::dapo()
+        };
+        assert!(compute(&given, &x, &zeros(&[2], device), &mask).starts_with("kl_values: absent"));
+        let advantages = zeros(&[2], device);
+        let batch = PolicyBatch::new(&x, &advantages, &mask)
+            .ref_log_probs(&x)
+            .kl_values(&x);
+        let totals = StepTotals {
+            tokens: 6.,
+            sequences: 2.,
+            rows: 2.,
+            prompts: 0.,
+        };
+        assert!(
+            message(PolicyLoss::grpo().compute(&batch, &totals))
+                .starts_with("kl_values: given, but kl.values is estimated")
+        );
         assert!(compute(&bonus, &x, &zeros(&[2], device), &mask).starts_with("entropy: absent"));
     }
 }
@@ -145,8 +165,22 @@ fn nothing_to_learn_from() -> Result<()> {
 #[case(PolicyLoss { loss_coef: f64::INFINITY, ..Default::default() }, "loss_coef: inf, must be at least 0 and finite")]
 #[case(PolicyLoss { kl: Some(KlLoss::k3(-1.)), ..Default::default() }, "kl.coef: -1, must be at least 0")]
 #[case(
-    PolicyLoss { kl: Some(KlLoss { coef: 1., kl: Kl { value_clamp: Some(0.), ..Default::default() }, bias_correction: BiasCorrection::Off }), ..Default::default() },
+    PolicyLoss { kl: Some(KlLoss::new(1., Kl { value_clamp: Some(0.), ..Default::default() })), ..Default::default() },
     "kl.value_clamp: 0, must be positive"
+)]
+#[case(
+    PolicyLoss {
+        kl: Some(KlLoss { kl: Kl::new(KlEstimator::K1), ..KlLoss::given(1.) }),
+        ..Default::default()
+    },
+    "kl.values: given, with Kl { estimator: K1"
+)]
+#[case(
+    PolicyLoss {
+        kl: Some(KlLoss { bias_correction: BiasCorrection::Token, ..KlLoss::given(1.) }),
+        ..Default::default()
+    },
+    "kl.values: given, with"
 )]
 #[case(PolicyLoss::dr_grpo(0.), "aggregation.length: 0, must be positive")]
 #[case(

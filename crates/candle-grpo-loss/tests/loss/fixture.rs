@@ -159,9 +159,8 @@ pub(crate) fn aggregations() -> Vec<Aggregation> {
 pub(crate) fn kl_losses() -> Vec<Option<KlLoss>> {
     let kl = |kl: Kl, bias_correction: BiasCorrection| {
         Some(KlLoss {
-            coef: 0.3,
-            kl,
             bias_correction,
+            ..KlLoss::new(0.3, kl)
         })
     };
     vec![

@@ -3,8 +3,7 @@
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
-    BiasCorrection, GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals,
-    Surrogate, Vespo,
+    GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate, Vespo,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 
@@ -79,11 +78,7 @@ fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device);
         let with = |kl: Kl| PolicyLoss {
-            kl: Some(KlLoss {
-                coef: 1.,
-                kl,
-                bias_correction: BiasCorrection::Off,
-            }),
+            kl: Some(KlLoss::new(1., kl)),
             ..PolicyLoss::dapo()
         };
         let k2 = fixture.compute(&with(Kl::new(KlEstimator::K2)))?;

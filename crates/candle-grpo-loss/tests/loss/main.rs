@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod fixture;
+mod full_kl;
 mod gradients;
 mod log_prob;
 mod masks;

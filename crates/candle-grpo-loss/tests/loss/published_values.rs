@@ -1,7 +1,6 @@
 //! Losses and gradients of a fixture that was put through the code of verl, TRL and ROLL.
 
 use candle_core::{Device, Result, Tensor, Var};
-use candle_grpo_core::{Kl, KlEstimator};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, DetachedWeight, GeometricMean, ImportanceLevel,
     ImportanceWeight, KlLoss, Outside, PolicyBatch, PolicyLoss, RolloutCorrection, SoftGate,
@@ -156,7 +155,7 @@ fn compute(
 )]
 #[case::k3_corrected(
     PolicyLoss {
-        kl: Some(KlLoss { coef: 0.1, kl: Kl::new(KlEstimator::K3), bias_correction: BiasCorrection::Token }),
+        kl: Some(KlLoss { bias_correction: BiasCorrection::Token, ..KlLoss::k3(0.1) }),
         ..with(clip(), Aggregation::SeqMeanTokenMean)
     },
     -0.059300028,
