@@ -3,7 +3,7 @@
 CARGO ?= cargo
 SEED ?= 0
 
-.PHONY: help demo demo-short test examples lint cuda-check ci
+.PHONY: help demo demo-short test examples lint cuda-check cuda-toolkit ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -25,8 +25,11 @@ lint: ## format, clippy and docs, warnings denied
 	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
 
-cuda-check: ## type-check and lint the feature cuda, without a CUDA toolkit
+cuda-check: ## compile every kernel, run it on the CPU, and lint the feature cuda: needs no GPU
 	scripts/cuda-check
+
+cuda-toolkit: ## fetch NVIDIA's compiler from PyPI, where nvcc is not on PATH
+	@scripts/cuda-toolkit
 
 ci: ## what continuous integration runs
 	.ci/run

@@ -1,0 +1,308 @@
+// Runs one launch: blocks one after another, the threads of a block as fibers that hand over at barriers and warp operations.
+
+#include "include/cuda_host.h"
+
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+thread_local uint3 threadIdx;
+thread_local uint3 blockIdx;
+thread_local dim3 blockDim;
+thread_local dim3 gridDim;
+
+namespace {
+
+constexpr size_t stack_bytes = 128 << 10;
+
+enum class State { Ready, AtBlockBarrier, AtWarpOperation, Done };
+
+struct Fiber {
+    ucontext_t context;
+    void* stack;
+    uint3 index;
+    State state;
+    const char* operation;  // that it waits at
+    unsigned mask;
+    uint64_t brought;
+    cuda_host::Lanes lanes;  // what each lane brought to the operation that ended last
+};
+
+struct Launch {
+    std::vector<Fiber> fibers;
+    Fiber* running = nullptr;
+    ucontext_t scheduler;
+    std::vector<char> shared;
+    void (*body)(void*) = nullptr;
+    void* argument = nullptr;
+    std::string error;
+};
+
+thread_local Launch* launch = nullptr;
+thread_local std::vector<void*> free_stacks;
+
+void* take_stack() {
+    if (!free_stacks.empty()) {
+        void* stack = free_stacks.back();
+        free_stacks.pop_back();
+        return stack;
+    }
+    void* stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED) {
+        perror("cuda_host: a stack");
+        abort();
+    }
+    return stack;
+}
+
+void run_fiber() {
+    launch->body(launch->argument);
+    launch->running->state = State::Done;
+    swapcontext(&launch->running->context, &launch->scheduler);
+}
+
+void wait(State state, const char* operation) {
+    Fiber* self = launch->running;
+    self->state = state;
+    self->operation = operation;
+    swapcontext(&self->context, &launch->scheduler);
+}
+
+size_t linear(const Fiber& fiber) {
+    return fiber.index.x + (size_t)blockDim.x * (fiber.index.y + (size_t)blockDim.y * fiber.index.z);
+}
+
+// Lets a warp go on whose lanes have all arrived. Returns whether there was one.
+bool end_warp_operation(Fiber* warp, size_t lanes) {
+    bool ended = false;
+    for (size_t i = 0; i < lanes; i++) {
+        if (warp[i].state != State::AtWarpOperation) continue;
+        unsigned mask = warp[i].mask;
+        bool whole = true;
+        for (size_t j = 0; j < 32 && whole; j++) {
+            if (!(mask >> j & 1)) continue;
+            whole = j < lanes && warp[j].state == State::AtWarpOperation && warp[j].mask == mask
+                    && strcmp(warp[j].operation, warp[i].operation) == 0;
+        }
+        if (!whole) continue;
+        for (size_t to = 0; to < lanes; to++) {
+            if (!(mask >> to & 1)) continue;
+            for (size_t from = 0; from < lanes; from++) warp[to].lanes[from] = warp[from].brought;
+            warp[to].state = State::Ready;
+        }
+        ended = true;
+    }
+    return ended;
+}
+
+bool end_operations(std::vector<Fiber>& fibers) {
+    bool ended = false;
+    for (size_t first = 0; first < fibers.size(); first += 32)
+        ended |= end_warp_operation(&fibers[first], std::min<size_t>(32, fibers.size() - first));
+    if (ended) return true;
+    for (const Fiber& fiber : fibers)
+        if (fiber.state != State::AtBlockBarrier) return false;
+    for (Fiber& fiber : fibers) fiber.state = State::Ready;
+    return true;
+}
+
+std::string where(const Fiber& fiber) {
+    char text[160];
+    const char* what = fiber.state == State::Done ? "has returned" : fiber.operation;
+    snprintf(text, sizeof text, "thread (%u, %u, %u) %s%s", fiber.index.x, fiber.index.y, fiber.index.z,
+             fiber.state == State::Done ? "" : "waits at ", what);
+    return text;
+}
+
+// Says which threads cannot meet.
+std::string deadlock(const std::vector<Fiber>& fibers) {
+    const Fiber* waiting = nullptr;
+    for (const Fiber& fiber : fibers)
+        if (fiber.state != State::Done) { waiting = &fiber; break; }
+    for (const Fiber& fiber : fibers)
+        if (fiber.state != waiting->state || strcmp(fiber.operation, waiting->operation) != 0
+            || fiber.mask != waiting->mask)
+            return where(*waiting) + ", but " + where(fiber);
+    return where(*waiting) + " for lanes that the block does not have";
+}
+
+void run_block(std::mt19937& random, bool reverse, bool shuffle) {
+    std::vector<Fiber>& fibers = launch->fibers;
+    memset(launch->shared.data(), 0xff, launch->shared.size());  // NaN in every float type
+    for (size_t i = 0; i < fibers.size(); i++) {
+        Fiber& fiber = fibers[i];
+        fiber.index = {(unsigned)(i % blockDim.x), (unsigned)(i / blockDim.x % blockDim.y),
+                       (unsigned)(i / blockDim.x / blockDim.y)};
+        fiber.state = State::Ready;
+        fiber.operation = "";
+        fiber.mask = 0;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = stack_bytes;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, run_fiber, 0);
+    }
+    std::vector<size_t> order(fibers.size());
+    for (size_t i = 0; i < order.size(); i++) order[i] = reverse ? order.size() - 1 - i : i;
+    for (;;) {
+        if (shuffle) std::shuffle(order.begin(), order.end(), random);
+        for (size_t i : order) {
+            if (fibers[i].state != State::Ready) continue;
+            launch->running = &fibers[i];
+            threadIdx = fibers[i].index;
+            swapcontext(&launch->scheduler, &fibers[i].context);
+            if (!launch->error.empty()) return;
+        }
+        bool done = true;
+        for (const Fiber& fiber : fibers) done = done && fiber.state == State::Done;
+        if (done) return;
+        if (!end_operations(fibers)) {
+            launch->error = deadlock(fibers);
+            return;
+        }
+    }
+}
+
+// A load or store outside of every buffer ends the process: this says where it came from.
+void on_segv(int) {
+    char text[200];
+    int length = snprintf(text, sizeof text,
+                          "cuda_host: memory outside of every buffer, block (%u, %u, %u), thread (%u, %u, %u)\n",
+                          blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
+    if (launch != nullptr && write(2, text, (size_t)length) < 0) _exit(1);
+    signal(SIGSEGV, SIG_DFL);
+    raise(SIGSEGV);
+}
+
+}  // namespace
+
+namespace cuda_host {
+
+void* dynamic_shared() { return launch->shared.data(); }
+
+unsigned lane() { return (unsigned)(linear(*launch->running) % 32); }
+
+void block_barrier() { wait(State::AtBlockBarrier, "__syncthreads"); }
+
+const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value) {
+    Fiber* self = launch->running;
+    if (!(mask >> lane() & 1)) fail("%s by a lane that is not in its mask %08x", name, mask);
+    self->mask = mask;
+    self->brought = value;
+    wait(State::AtWarpOperation, name);
+    return self->lanes;
+}
+
+void fail(const char* format, ...) {
+    char text[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    launch->error = text;
+    swapcontext(&launch->running->context, &launch->scheduler);
+    abort();
+}
+
+}  // namespace cuda_host
+
+// Kernels are compiled with -fsanitize=undefined. These are what the compiler calls where it finds something; each is given a
+// description that starts with the place.
+struct Place {
+    const char* file;
+    uint32_t line, column;
+};
+#define UNDEFINED(name, what)                                                                     \
+    extern "C" [[noreturn]] void __ubsan_handle_##name##_abort(Place* place, ...) {               \
+        cuda_host::fail("%s at %s:%u:%u", what, place->file, place->line, place->column);         \
+    }
+UNDEFINED(type_mismatch_v1, "misaligned or null access")
+UNDEFINED(pointer_overflow, "pointer overflow")
+UNDEFINED(out_of_bounds, "index out of bounds")
+UNDEFINED(add_overflow, "signed overflow")
+UNDEFINED(sub_overflow, "signed overflow")
+UNDEFINED(mul_overflow, "signed overflow")
+UNDEFINED(negate_overflow, "signed overflow")
+UNDEFINED(divrem_overflow, "division by zero")
+UNDEFINED(shift_out_of_bounds, "shift out of bounds")
+UNDEFINED(load_invalid_value, "invalid value")
+UNDEFINED(float_cast_overflow, "float that does not fit into an integer")
+UNDEFINED(vla_bound_not_positive, "array without elements")
+UNDEFINED(nonnull_arg, "null argument")
+extern "C" [[noreturn]] void __ubsan_handle_builtin_unreachable(Place* place) {
+    cuda_host::fail("unreachable code at %s:%u:%u", place->file, place->line, place->column);
+}
+extern "C" [[noreturn]] void __ubsan_handle_missing_return(Place* place) {
+    cuda_host::fail("missing return at %s:%u:%u", place->file, place->line, place->column);
+}
+
+// Calls body(argument) once for each thread of the grid. `order` 0 runs the threads of a block upwards, 1 downwards, any other
+// number is the seed of a random order: what differs between them depends on a barrier that is missing. Returns null, or
+// what went wrong, valid until the next launch of this thread.
+extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order,
+                                        void (*body)(void*), void* argument) {
+    static thread_local std::string error;
+    static const bool handled = [] {
+        struct sigaction action = {};
+        action.sa_handler = on_segv;
+        action.sa_flags = SA_NODEFER;
+        return sigaction(SIGSEGV, &action, nullptr) == 0;
+    }();
+    (void)handled;
+    size_t threads = (size_t)block[0] * block[1] * block[2];
+    error.clear();
+    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || threads == 0) error = "a launch without threads";
+    if (grid[1] > 65535 || grid[2] > 65535 || grid[0] > 0x7fffffffu) error = "a grid larger than a GPU takes";
+    if (threads > 1024 || block[2] > 64) error = "a block larger than a GPU takes";
+    if (shared_bytes > 48 << 10) error = "more than 48 KiB of shared memory";
+    if (!error.empty()) return error.c_str();
+
+    Launch current;
+    current.fibers.resize(threads);
+    for (Fiber& fiber : current.fibers) fiber.stack = take_stack();
+    current.shared.resize(shared_bytes);
+    current.body = body;
+    current.argument = argument;
+    launch = &current;
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], block[2]};
+    std::mt19937 random(order);
+    size_t blocks = (size_t)grid[0] * grid[1] * grid[2];
+    for (size_t i = 0; i < blocks && current.error.empty(); i++) {
+        size_t at = order == 1 ? blocks - 1 - i : i;
+        blockIdx = {(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]), (unsigned)(at / grid[0] / grid[1])};
+        run_block(random, order == 1, order > 1);
+    }
+    launch = nullptr;
+    for (Fiber& fiber : current.fibers) free_stacks.push_back(fiber.stack);
+    if (current.error.empty()) return nullptr;
+    char text[80];
+    snprintf(text, sizeof text, "block (%u, %u, %u): ", blockIdx.x, blockIdx.y, blockIdx.z);
+    error = text + current.error;
+    return error.c_str();
+}
+
+// A buffer of `bytes` that ends where memory that nobody may touch begins.
+extern "C" void* cuda_host_buffer(size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    char* start = (char*)mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED || mprotect(start + whole, page, PROT_NONE) != 0) {
+        perror("cuda_host: a buffer");
+        abort();
+    }
+    return start + whole - bytes;
+}
+
+extern "C" void cuda_host_free(void* buffer, size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    munmap((char*)buffer + bytes - whole, whole + page);
+}

@@ -1,0 +1,162 @@
+// Stands in for nvcc's built-ins, so that a kernel compiles as C++ and runs on the CPU: for tests, not for speed.
+//
+// The threads of a block are fibers on one thread of the CPU. A barrier, a shuffle or a vote hands over to the next fiber,
+// and is complete when every thread that it names has arrived; a thread that cannot arrive any more is an error.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <type_traits>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ const
+#define __shared__ static thread_local
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct uint3 { unsigned x, y, z; };
+struct dim3 { unsigned x, y, z; };
+
+#define CUDA_HOST_VECTORS(type, name)                                                                              \
+    struct alignas(2 * sizeof(type)) name##2 { type x, y; };                                                       \
+    struct alignas(sizeof(type) == 8 ? 16 : 4 * sizeof(type)) name##4 { type x, y, z, w; };                        \
+    static inline name##2 make_##name##2(type x, type y) { return {x, y}; }                                        \
+    static inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
+CUDA_HOST_VECTORS(float, float)
+CUDA_HOST_VECTORS(int, int)
+CUDA_HOST_VECTORS(unsigned, uint)
+#undef CUDA_HOST_VECTORS
+
+extern thread_local uint3 threadIdx;
+extern thread_local uint3 blockIdx;
+extern thread_local dim3 blockDim;
+extern thread_local dim3 gridDim;
+static const int warpSize = 32;
+
+namespace cuda_host {
+
+using Lanes = uint64_t[32];
+
+// The shared memory that the launch asked for, from its first byte.
+void* dynamic_shared();
+
+void block_barrier();
+
+// Arrives with `value` at the operation `name` of the lanes in `mask`, and returns what each of them brought.
+const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value);
+
+// Ends the launch with this message.
+[[noreturn]] void fail(const char* format, ...);
+
+unsigned lane();
+
+template <class T>
+uint64_t to_bits(T value) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "a shuffle moves 8 bytes at most");
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof(T));
+    return bits;
+}
+
+template <class T>
+T from_bits(uint64_t bits) {
+    T value;
+    memcpy(&value, &bits, sizeof(T));
+    return value;
+}
+
+// What lane `from` brought, or the own value where `from` is outside of the part of the warp that has this width.
+template <class T>
+T shuffle(const char* name, unsigned mask, T value, int from, int width) {
+    int self = (int)lane(), first = self / width * width;
+    const Lanes& lanes = warp_exchange(name, mask, to_bits(value));
+    if (from < first || from >= first + width) return value;
+    if (!(mask >> from & 1)) fail("%s reads lane %d, which is not in its mask %08x", name, from, mask);
+    return from_bits<T>(lanes[from]);
+}
+
+}  // namespace cuda_host
+
+static inline void __syncthreads() { cuda_host::block_barrier(); }
+static inline void __syncwarp(unsigned mask = 0xffffffffu) { cuda_host::warp_exchange("__syncwarp", mask, 0); }
+static inline void __threadfence() {}
+static inline void __threadfence_block() {}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
+    int first = (int)cuda_host::lane() / width * width;
+    return cuda_host::shuffle("__shfl_sync", mask, value, first + from % width, width);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32) {
+    return cuda_host::shuffle("__shfl_xor_sync", mask, value, (int)cuda_host::lane() ^ flip, width);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int by, int width = 32) {
+    return cuda_host::shuffle("__shfl_down_sync", mask, value, (int)cuda_host::lane() + by, width);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int by, int width = 32) {
+    return cuda_host::shuffle("__shfl_up_sync", mask, value, (int)cuda_host::lane() - by, width);
+}
+static inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    const cuda_host::Lanes& lanes = cuda_host::warp_exchange("__ballot_sync", mask, predicate != 0);
+    unsigned votes = 0;
+    for (int i = 0; i < 32; i++) votes |= (mask >> i & 1 && lanes[i] ? 1u : 0u) << i;
+    return votes;
+}
+static inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+static inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+static inline int __ffs(int bits) { return __builtin_ffs(bits); }
+
+// Fibers change only at barriers: plain arithmetic is atomic here.
+template <class T, class U>
+T atomicAdd(T* address, U value) {
+    T old = *address;
+    *address = old + (T)value;
+    return old;
+}
+template <class T, class U>
+T atomicMax(T* address, U value) {
+    T old = *address;
+    if ((T)value > old) *address = (T)value;
+    return old;
+}
+
+template <class T>
+T __ldg(const T* address) { return *address; }
+template <class T>
+T __ldcs(const T* address) { return *address; }
+template <class T>
+T __ldcg(const T* address) { return *address; }
+template <class T>
+void __stcs(T* address, T value) { *address = value; }
+template <class T>
+void __stcg(T* address, T value) { *address = value; }
+
+// Macros, since the C library declares functions of these names.
+#define __expf expf
+#define __logf logf
+#define __log2f log2f
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float __frcp_rn(float x) { return 1.0f / x; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+static inline float __int_as_float(int bits) { return cuda_host::from_bits<float>((uint32_t)bits); }
+static inline int __float_as_int(float x) { return (int)cuda_host::to_bits(x); }
+static inline float __uint_as_float(unsigned bits) { return cuda_host::from_bits<float>(bits); }
+static inline unsigned __float_as_uint(float x) { return (unsigned)cuda_host::to_bits(x); }
+template <class T>
+constexpr T min(T a, T b) { return b < a ? b : a; }
+template <class T>
+constexpr T max(T a, T b) { return a < b ? b : a; }

@@ -1,0 +1,44 @@
+//! Compiles `kernels/*.cu` as C++, with `kernels/host` in the place of nvcc's built-ins.
+
+use std::path::Path;
+
+fn main() {
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
+    println!("cargo::rerun-if-changed={}", kernels.display());
+    println!("cargo::rerun-if-changed=src/wrong.cu");
+
+    let mut sources: Vec<_> = std::fs::read_dir(&kernels)
+        .expect("kernels/ is beside tests/")
+        .map(|entry| entry.expect("a readable folder").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
+        .collect();
+    sources.sort();
+    sources.push("src/wrong.cu".into());
+
+    // What is undefined is reported through functions of cuda_host.cpp, so that no sanitizer's runtime is linked.
+    cpp(&kernels)
+        .flag("-include")
+        .flag("cuda_host.h")
+        .flag("-fsanitize=undefined")
+        .flag("-fno-sanitize=vptr")
+        .flag("-fno-sanitize-recover=all")
+        .files(sources)
+        .compile("kernels_on_host");
+    cpp(&kernels)
+        .file(kernels.join("host/cuda_host.cpp"))
+        .compile("cuda_host");
+}
+
+fn cpp(kernels: &Path) -> cc::Build {
+    let mut build = cc::Build::new();
+    build
+        .cpp(true)
+        .std("c++17")
+        .flag("-x")
+        .flag("c++")
+        .include(kernels.join("host/include"))
+        .opt_level(2)
+        .warnings_into_errors(true)
+        .extra_warnings(true);
+    build
+}

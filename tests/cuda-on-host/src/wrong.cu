@@ -1,0 +1,58 @@
+// Kernels with one mistake each, and a right one: what the stand-in must find.
+
+// Each thread reads its neighbour's number; without the barrier, before or after it is written.
+template <bool barrier>
+__device__ void rotate(float* out) {
+    __shared__ float numbers[64];
+    numbers[threadIdx.x] = (float)threadIdx.x;
+    if (barrier) __syncthreads();
+    out[threadIdx.x] = numbers[(threadIdx.x + 1) % blockDim.x];
+}
+extern "C" __global__ void wrong_no_barrier(float* out) { rotate<false>(out); }
+extern "C" __global__ void right_barrier(float* out) { rotate<true>(out); }
+
+extern "C" __global__ void wrong_thread_leaves(float* out) {
+    if (threadIdx.x == 5) return;
+    __syncthreads();
+    out[threadIdx.x] = 1.0f;
+}
+
+extern "C" __global__ void wrong_lane_leaves(float* out) {
+    if (threadIdx.x % 32 == 31) return;
+    out[threadIdx.x] = __shfl_xor_sync(0xffffffffu, 1.0f, 1);
+}
+
+extern "C" __global__ void wrong_operations_differ(float* out) {
+    float x = (float)threadIdx.x;
+    if (threadIdx.x % 2 == 0) x = __shfl_xor_sync(0xffffffffu, x, 1);
+    else x = __shfl_down_sync(0xffffffffu, x, 1);
+    out[threadIdx.x] = x;
+}
+
+extern "C" __global__ void wrong_alignment(const float* x, float* out) {
+    out[threadIdx.x] = reinterpret_cast<const float4*>(x + 1)[threadIdx.x].y;
+}
+
+extern "C" __global__ void wrong_shared_index(float* out) {
+    __shared__ float numbers[16];
+    numbers[threadIdx.x] = 1.0f;
+    out[threadIdx.x] = numbers[threadIdx.x];
+}
+
+extern "C" __global__ void wrong_overflow(int rows, float* out) { out[threadIdx.x] = (float)(rows * 65536); }
+
+extern "C" __global__ void shuffles(float* out) {
+    int lane = (int)(threadIdx.x % 32);
+    float sum = 1.0f + (float)lane;
+    for (int flip = 16; flip > 0; flip /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, flip);
+    float above = __shfl_down_sync(0xffffffffu, (float)lane, 4);
+    float below = __shfl_up_sync(0xffffffffu, (float)lane, 1);
+    float part = __shfl_sync(0xffffffffu, (float)lane, 3, 8);
+    unsigned odd = __ballot_sync(0xffffffffu, lane % 2);
+    float* mine = out + 5 * threadIdx.x;
+    mine[0] = sum;
+    mine[1] = above;
+    mine[2] = below;
+    mine[3] = part;
+    mine[4] = (float)__popc(odd);
+}
