@@ -4,6 +4,7 @@
 #include "cuda_host.h"
 
 struct __nv_bfloat16 { uint16_t bits; };
+struct alignas(4) __nv_bfloat162 { __nv_bfloat16 x, y; };
 
 static inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
@@ -14,3 +15,4 @@ static inline __nv_bfloat16 __float2bfloat16(float x) {
     return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 static inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __float2bfloat16(x); }
+static inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16(x), __float2bfloat16(y)}; }

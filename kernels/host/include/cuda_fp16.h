@@ -4,6 +4,7 @@
 #include "cuda_host.h"
 
 struct __half { uint16_t bits; };
+struct alignas(4) __half2 { __half x, y; };
 
 static inline float __half2float(__half x) {
     int exponent = x.bits >> 10 & 31;
@@ -28,3 +29,5 @@ static inline __half __float2half(float x) {
     return {(uint16_t)(sign | (steps + ((uint32_t)(step + 24) << 10)))};
 }
 static inline __half __float2half_rn(float x) { return __float2half(x); }
+static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half(x), __float2half(y)}; }
+static inline float2 __half22float2(__half2 x) { return make_float2(__half2float(x.x), __half2float(x.y)); }
