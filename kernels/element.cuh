@@ -1,8 +1,11 @@
-// The float dtypes that kernels read and write; they compute in f32.
+// The float dtypes that kernels read and write, one at a time or 16 bytes at a time; they compute in f32.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -12,3 +15,82 @@ template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+
+// How many elements 16 bytes hold.
+template <typename T> constexpr int PACK = 16 / sizeof(T);
+
+// The elements of one 32-bit word.
+__device__ __forceinline__ void unpack_word(uint32_t word, float *out, const float *) { out[0] = __uint_as_float(word); }
+__device__ __forceinline__ void unpack_word(uint32_t word, float *out, const __nv_bfloat16 *) {
+    out[0] = __uint_as_float(word << 16);
+    out[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void unpack_word(uint32_t word, float *out, const __half *) {
+    __half2 pair;
+    memcpy(&pair, &word, 4);
+    const float2 both = __half22float2(pair);
+    out[0] = both.x;
+    out[1] = both.y;
+}
+
+__device__ __forceinline__ uint32_t pack_word(const float *x, const float *) { return __float_as_uint(x[0]); }
+__device__ __forceinline__ uint32_t pack_word(const float *x, const __nv_bfloat16 *) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+}
+__device__ __forceinline__ uint32_t pack_word(const float *x, const __half *) {
+    const __half2 pair = __floats2half2_rn(x[0], x[1]);
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+}
+
+template <typename T> __device__ __forceinline__ void unpack(uint4 pack, float (&out)[PACK<T>]) {
+    constexpr int n = PACK<T> / 4;
+    unpack_word(pack.x, out, (const T *)nullptr);
+    unpack_word(pack.y, out + n, (const T *)nullptr);
+    unpack_word(pack.z, out + 2 * n, (const T *)nullptr);
+    unpack_word(pack.w, out + 3 * n, (const T *)nullptr);
+}
+
+template <typename T> __device__ __forceinline__ uint4 pack(const float (&x)[PACK<T>]) {
+    constexpr int n = PACK<T> / 4;
+    return make_uint4(pack_word(x, (const T *)nullptr), pack_word(x + n, (const T *)nullptr),
+                      pack_word(x + 2 * n, (const T *)nullptr), pack_word(x + 3 * n, (const T *)nullptr));
+}
+
+// A row of `length` elements: `head` of them before the first address that is a multiple of 16, then `packs` of 16 bytes,
+// then `tail`. A row may begin anywhere, where its length is odd or the tensor is a part of another.
+template <typename T> struct Row {
+    int head;
+    int packs;
+    int tail;
+
+    __device__ __forceinline__ Row(const T *row, int length) {
+        const int before = (int)((16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T));
+        head = before < length ? before : length;
+        packs = (length - head) / PACK<T>;
+        tail = length - head - packs * PACK<T>;
+    }
+};
+
+// Whether two rows have their packs at the same columns.
+__device__ __forceinline__ bool same_alignment(const void *a, const void *b) {
+    return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
+}
+
+// Read or written once: not worth a place in a cache.
+__device__ __forceinline__ uint4 load_streaming(const uint4 *from) { return __ldcs(from); }
+
+// 2 to the power of x, in one instruction; what is below the smallest normal number is 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}

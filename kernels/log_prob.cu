@@ -1,122 +1,225 @@
 // Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and backward, one pass each.
 // One block for each row. A row whose mask is 0 gives zeros and reads no logits. A null mask keeps every row.
+//
+// Both passes are bound by memory: 16-byte loads, several in flight for each thread, and one exponential for each logit.
+// Exponentials are of base 2, so that the scale of the temperature takes the logarithm's base with it.
 
 #include "element.cuh"
 
-#include <cstdint>
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr float LN_2 = 0.69314718055994530942f;
+// The log2 of a weight that is 0 in f32: in the place of minus infinity, whose product with that 0 would be NaN.
+constexpr float NO_WEIGHT = -200.0f;
 
-// Sums over entries of a row relative to the largest: with d = (x - largest) * inverse_temperature, the sums of exp(d)
-// and of d * exp(d).
+// Sums over logits x of a row, relative to the largest one: with d = x * scale - largest, which is log2 of a weight, the
+// sums of exp2(d) and of d * exp2(d). `largest` is scaled; it is minus infinity as long as every logit was.
 struct Sums {
     float largest;
     float exp;
     float weighted;
+
+    // Makes the sums relative to `other`, which is larger.
+    __device__ __forceinline__ void raise(float other) {
+        // An empty sum has nothing to scale, and a NaN stays one.
+        if (exp > 0.0f) {
+            const float shift = largest - other;
+            const float factor = exp2_approx(shift);
+            weighted = factor == 0.0f ? 0.0f : factor * (weighted + shift * exp);
+            exp *= factor;
+        }
+        largest = other;
+    }
+
+    __device__ __forceinline__ void merge(Sums other) {
+        if (other.largest > largest) raise(other.largest);
+        else if (other.largest < largest) other.raise(largest);
+        exp += other.exp;
+        weighted += other.weighted;
+    }
+
+    // Adds `count` logits.
+    template <int count> __device__ __forceinline__ void add(const float (&x)[count], float scale) {
+        float largest_x = x[0];
+#pragma unroll
+        for (int i = 1; i < count; i++) largest_x = fmaxf(largest_x, x[i]);
+        if (largest_x * scale > largest) raise(largest_x * scale);
+        // Minus infinity is outside of the distribution, and relative to itself it would be NaN.
+        const float subtract = largest == -INFINITY ? 0.0f : largest;
+#pragma unroll
+        for (int i = 0; i < count; i++) {
+            const float d = x[i] * scale - subtract;
+            const float e = exp2_approx(d);
+            exp += e;
+            weighted += fmaxf(d, NO_WEIGHT) * e;
+        }
+    }
+
+    // What the warp has, in every lane.
+    __device__ __forceinline__ void merge_lanes() {
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2)
+            merge({__shfl_xor_sync(0xffffffffu, largest, offset), __shfl_xor_sync(0xffffffffu, exp, offset),
+                   __shfl_xor_sync(0xffffffffu, weighted, offset)});
+    }
 };
 
-__device__ __forceinline__ Sums merge(Sums a, Sums b, float inverse_temperature) {
-    if (b.largest > a.largest) {
-        Sums c = a;
-        a = b;
-        b = c;
-    }
-    // Nothing but minus infinity in the smaller one: it adds nothing, unless there was a NaN.
-    if (b.exp == 0.0f) return a;
-    float shift = (b.largest - a.largest) * inverse_temperature;
-    float factor = __expf(shift);
-    a.weighted += factor * (b.weighted + shift * b.exp);
-    a.exp += factor * b.exp;
-    return a;
+template <typename T> __device__ __forceinline__ uint4 minus_infinities();
+template <> __device__ __forceinline__ uint4 minus_infinities<float>() {
+    return make_uint4(0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u);
 }
-
-__device__ __forceinline__ void add(Sums &sums, float x, float inverse_temperature) {
-    if (x > sums.largest) {
-        if (sums.exp > 0.0f) {
-            float shift = (sums.largest - x) * inverse_temperature;
-            float factor = __expf(shift);
-            sums.weighted = factor * (sums.weighted + shift * sums.exp);
-            sums.exp *= factor;
-        }
-        sums.largest = x;
-    }
-    // Minus infinity is outside the distribution; NaN passes on.
-    if (x == -INFINITY) return;
-    float d = (x - sums.largest) * inverse_temperature;
-    float e = __expf(d);
-    sums.exp += e;
-    sums.weighted += e == 0.0f ? 0.0f : d * e;
+template <> __device__ __forceinline__ uint4 minus_infinities<__nv_bfloat16>() {
+    return make_uint4(0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u);
+}
+template <> __device__ __forceinline__ uint4 minus_infinities<__half>() {
+    return make_uint4(0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u);
 }
 
 template <typename T>
-__device__ void forward(const T *logits, const uint32_t *targets, const uint8_t *mask, float *packed, uint64_t n,
-                        uint64_t vocab, float inverse_temperature) {
+__device__ __forceinline__ void forward(const T *logits, const uint32_t *targets, const uint8_t *mask, float *packed,
+                                        uint64_t n, uint64_t vocab, float inverse_temperature) {
     const uint64_t row = blockIdx.x;
     if (mask != nullptr && mask[row] == 0) {
         if (threadIdx.x < 3) packed[threadIdx.x * n + row] = 0.0f;
         return;
     }
+    const float scale = inverse_temperature * LOG2_E;
     const T *x = logits + row * vocab;
+    const Row<T> parts(x, (int)vocab);
     Sums sums = {-INFINITY, 0.0f, 0.0f};
-    for (uint64_t column = threadIdx.x; column < vocab; column += blockDim.x)
-        add(sums, to_float(x[column]), inverse_temperature);
 
-    for (int offset = 16; offset > 0; offset /= 2) {
-        Sums other = {__shfl_xor_sync(0xffffffffu, sums.largest, offset),
-                      __shfl_xor_sync(0xffffffffu, sums.exp, offset),
-                      __shfl_xor_sync(0xffffffffu, sums.weighted, offset)};
-        sums = merge(sums, other, inverse_temperature);
+    constexpr int IN_FLIGHT = 4;
+    const uint4 *packs = reinterpret_cast<const uint4 *>(x + parts.head);
+    for (int first = (int)threadIdx.x; first < parts.packs; first += IN_FLIGHT * THREADS) {
+        uint4 loaded[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int index = first + i * THREADS;
+            loaded[i] = index < parts.packs ? load_streaming(packs + index) : minus_infinities<T>();
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            float values[PACK<T>];
+            unpack<T>(loaded[i], values);
+            sums.add(values, scale);
+        }
     }
-    __shared__ Sums warps[32];
-    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) warps[warp] = sums;
+    const int rest = (int)threadIdx.x;
+    if (rest < parts.head) sums.add({to_float(x[rest])}, scale);
+    if (rest < parts.tail) sums.add({to_float(x[vocab - 1 - rest])}, scale);
+
+    sums.merge_lanes();
+    __shared__ Sums warps[WARPS];
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sums;
     __syncthreads();
+    if (threadIdx.x >= 32) return;
+    sums = {-INFINITY, 0.0f, 0.0f};
+    if (threadIdx.x < WARPS) sums = warps[threadIdx.x];
+    sums.merge_lanes();
     if (threadIdx.x == 0) {
-        for (unsigned other = 1; other < blockDim.x / 32; other++)
-            sums = merge(sums, warps[other], inverse_temperature);
-        const float log_sum = logf(sums.exp);
+        const float log2_sum = log2f(sums.exp);
         const uint32_t target = targets[row];
         // A target out of range has no log-prob, and is not read.
         const float x_target = target < vocab ? to_float(x[target]) : NAN;
-        packed[row] = (x_target - sums.largest) * inverse_temperature - log_sum;
-        packed[n + row] = log_sum - sums.weighted / sums.exp;
-        packed[2 * n + row] = sums.largest * inverse_temperature + log_sum;
+        packed[row] = LN_2 * (x_target * scale - sums.largest - log2_sum);
+        packed[n + row] = LN_2 * (log2_sum - sums.weighted / sums.exp);
+        packed[2 * n + row] = LN_2 * (sums.largest + log2_sum);
     }
 }
 
-// `gradient` may be `logits`.
+// How the gradient of a row follows from its logits.
+struct Coefficients {
+    float scale;
+    float log2_sum_exp;
+    float constant;
+    float slope;
+    float at_target;
+
+    // All but the share of the target.
+    __device__ __forceinline__ float gradient(float x) const {
+        const float log2_p = x * scale - log2_sum_exp;
+        return exp2_approx(log2_p) * (constant + slope * fmaxf(log2_p, NO_WEIGHT));
+    }
+};
+
+// `gradient` may be `logits`: each thread reads what it writes, before it does.
 template <typename T>
-__device__ void backward(const T *logits, const uint32_t *targets, const uint8_t *mask, const float *packed,
-                         const float *packed_gradient, T *gradient, uint64_t n, uint64_t vocab,
-                         float inverse_temperature) {
+__device__ __forceinline__ void backward(const T *logits, const uint32_t *targets, const uint8_t *mask,
+                                         const float *packed, const float *packed_gradient, T *gradient, uint64_t n,
+                                         uint64_t vocab, float inverse_temperature) {
     const uint64_t row = blockIdx.x;
     const T *x = logits + row * vocab;
     T *dx = gradient + row * vocab;
+    const Row<T> parts(dx, (int)vocab);
+    uint4 *packs = reinterpret_cast<uint4 *>(dx + parts.head);
+    const int thread = (int)threadIdx.x;
+
     if (mask != nullptr && mask[row] == 0) {
-        for (uint64_t column = threadIdx.x; column < vocab; column += blockDim.x) dx[column] = from_float<T>(0.0f);
+        for (int index = thread; index < parts.packs; index += THREADS) packs[index] = make_uint4(0, 0, 0, 0);
+        if (thread < parts.head) dx[thread] = from_float<T>(0.0f);
+        if (thread < parts.tail) dx[vocab - 1 - thread] = from_float<T>(0.0f);
         return;
     }
-    const float entropy = packed[n + row], log_sum_exp = packed[2 * n + row];
-    const float d_log_prob = packed_gradient[row], d_entropy = packed_gradient[n + row],
-                d_log_sum_exp = packed_gradient[2 * n + row];
+
     // By z = x / temperature: the log-prob has 1[target] - p, the log-sum-exp p, the entropy -p (log p + entropy).
-    const float constant = inverse_temperature * (d_log_sum_exp - d_log_prob - d_entropy * entropy);
-    const float slope = -inverse_temperature * d_entropy;
+    const float entropy = packed[n + row];
+    const float d_log_prob = packed_gradient[row], d_entropy = packed_gradient[n + row];
+    const Coefficients row_of = {
+        inverse_temperature * LOG2_E,
+        packed[2 * n + row] * LOG2_E,
+        inverse_temperature * (packed_gradient[2 * n + row] - d_log_prob - d_entropy * entropy),
+        -inverse_temperature * d_entropy * LN_2,
+        inverse_temperature * d_log_prob,
+    };
     const uint32_t target = targets[row];
-    for (uint64_t column = threadIdx.x; column < vocab; column += blockDim.x) {
-        const float log_p = to_float(x[column]) * inverse_temperature - log_sum_exp;
-        const float p = __expf(log_p);
-        float d = p == 0.0f ? 0.0f : p * (constant + slope * log_p);
-        if (column == target) d += inverse_temperature * d_log_prob;
-        dx[column] = from_float<T>(d);
+    auto one = [&](uint64_t column) {
+        const float d = row_of.gradient(to_float(x[column]));
+        dx[column] = from_float<T>(column == target ? d + row_of.at_target : d);
+    };
+    if (!same_alignment(x, dx)) {
+        for (uint64_t column = threadIdx.x; column < vocab; column += THREADS) one(column);
+        return;
     }
+
+    constexpr int IN_FLIGHT = 4;
+    const uint4 *from = reinterpret_cast<const uint4 *>(x + parts.head);
+    // The target's pack and its place there; none for a target in head or tail.
+    const int in_packs = (int)target - parts.head;
+    const int target_pack = in_packs < 0 ? -1 : in_packs / PACK<T>;
+    const int target_place = in_packs % PACK<T>;
+    for (int first = thread; first < parts.packs; first += IN_FLIGHT * THREADS) {
+        uint4 loaded[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (first + i * THREADS < parts.packs) loaded[i] = load_streaming(from + first + i * THREADS);
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int index = first + i * THREADS;
+            if (index >= parts.packs) break;
+            float values[PACK<T>];
+            unpack<T>(loaded[i], values);
+#pragma unroll
+            for (int k = 0; k < PACK<T>; k++) values[k] = row_of.gradient(values[k]);
+            if (index == target_pack) {
+#pragma unroll
+                for (int k = 0; k < PACK<T>; k++)
+                    if (k == target_place) values[k] += row_of.at_target;
+            }
+            packs[index] = pack<T>(values);
+        }
+    }
+    if (thread < parts.head) one(thread);
+    if (thread < parts.tail) one(vocab - 1 - thread);
 }
 
 #define LOG_PROB(T, name)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                          \
         log_prob_forward_##name(const T *logits, const uint32_t *targets, const uint8_t *mask, float *packed,         \
                                 uint64_t n, uint64_t vocab, float inverse_temperature) {                              \
         forward(logits, targets, mask, packed, n, vocab, inverse_temperature);                                        \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(512) log_prob_backward_##name(                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) log_prob_backward_##name(                                \
         const T *logits, const uint32_t *targets, const uint8_t *mask, const float *packed,                           \
         const float *packed_gradient, T *gradient, uint64_t n, uint64_t vocab, float inverse_temperature) {           \
         backward(logits, targets, mask, packed, packed_gradient, gradient, n, vocab, inverse_temperature);            \

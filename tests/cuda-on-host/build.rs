@@ -17,6 +17,7 @@ fn main() {
 
     // What is undefined is reported through functions of cuda_host.cpp, so that no sanitizer's runtime is linked.
     cpp(&kernels)
+        .flag("-Wno-unknown-pragmas")
         .flag("-include")
         .flag("cuda_host.h")
         .flag("-fsanitize=undefined")

@@ -20,6 +20,7 @@ static inline __half __float2half(float x) {
     uint16_t sign = signbit(x) ? 0x8000 : 0;
     if (isnan(x)) return {0x7fff};
     float size = fabsf(x);
+    if (size == 0.0f) return {sign};
     if (size >= 65520.0f) return {(uint16_t)(sign | 0x7c00)};
     int exponent = 0;
     frexpf(size, &exponent);

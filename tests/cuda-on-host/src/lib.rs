@@ -1,11 +1,14 @@
 //! Runs the CUDA kernels of candle-grpo on the CPU.
 //!
 //! The files in `kernels/` are compiled as C++ with a stand-in for nvcc's built-ins, in which the threads of a block are
-//! fibers that meet at barriers and shuffles as they do on a GPU. A test declares a kernel as the C function that it is
-//! then, and calls it inside [`launch`]. What this proves is what a kernel computes, that its threads meet, that its loads are
+//! fibers that meet at barriers and shuffles as they do on a GPU. [`Kernels`] has each of them as a function. What this proves is what a kernel computes, that its threads meet, that its loads are
 //! aligned and inside their buffers. It proves nothing of the GPU itself: neither speed nor races between warps that
 //! no order of the fibers shows.
 #![allow(unsafe_code)]
+
+mod kernels;
+
+pub use kernels::{In, Kernels, Out};
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ops::{Deref, DerefMut};
@@ -128,4 +131,17 @@ impl<T: Copy> Drop for Buffer<T> {
         // SAFETY: `start` came from `cuda_host_buffer` with this size, and this is its end.
         unsafe { cuda_host_free(self.start.cast(), size_of::<T>() * self.len) }
     }
+}
+
+/// Numbers without a pattern, in [-1, 1).
+pub fn noise(len: usize, seed: u64) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+        })
+        .collect()
 }

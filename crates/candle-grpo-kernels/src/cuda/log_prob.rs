@@ -1,17 +1,14 @@
 //! The CUDA path of [`log_prob`](crate::log_prob).
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
-use candle_core::cuda_backend::cudarc::driver::{
-    DevicePtr, DevicePtrMut, LaunchConfig, PushKernelArg,
-};
-use candle_core::cuda_backend::{CudaDevice, CudaStorage, WrapErr};
-use candle_core::{Layout, Result, Shape};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
+use candle_core::{Layout, Result, Shape, Tensor, bail};
 
-use super::{CudaElement, ptx, tensor, with_cuda_floats};
+use super::{CudaElement, In, Kernels, Out, grid, with_cuda_floats};
 use crate::log_prob::{Backward, Rows};
 
-const BLOCK: (u32, u32, u32) = (512, 1, 1);
+/// As in the kernels.
+const THREADS: u32 = 256;
 
 /// Logits `[N, V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
 pub(crate) fn forward(
@@ -19,53 +16,50 @@ pub(crate) fn forward(
     layout: &Layout,
     rows: &Rows,
 ) -> Result<(CudaStorage, Shape)> {
-    let packed = with_cuda_floats!(storage, "logits", T => forward_of::<T>(storage, layout, rows)?);
-    Ok((packed, Shape::from((3, layout.dims()[0]))))
-}
-
-fn forward_of<T: CudaElement>(
-    storage: &CudaStorage,
-    layout: &Layout,
-    rows: &Rows,
-) -> Result<CudaStorage> {
-    let device = storage.device();
-    let (n, vocab) = layout.shape().dims2()?;
+    let (device, n) = (storage.device(), layout.dims()[0]);
     // SAFETY: the kernel writes all of it.
     #[allow(unsafe_code)]
     let mut packed = unsafe { device.alloc::<f32>(3 * n)? };
-    if n == 0 {
-        return Ok(CudaStorage::wrap_cuda_slice(packed, device.clone()));
+    if n > 0 {
+        let stream = device.cuda_stream();
+        with_cuda_floats!(storage, "logits", T => launch_forward(
+            device,
+            layout,
+            rows,
+            In::<T>::new(storage, layout, &stream)?,
+            Out::new(&mut packed, &stream),
+        )?);
     }
-    let logits = storage.as_cuda_slice::<T>()?.slice(tensor::range(layout)?);
-    let kernel = tensor::kernel::<T>(device, "log_prob", ptx::LOG_PROB, "log_prob_forward")?;
-    let grid_dim = tensor::grid(n)?;
-    tensor::read::<u32, _>(&rows.targets, |targets| {
-        tensor::read_optional::<u8, _>(rows.mask.as_ref(), |mask| {
-            let (n, vocab, null) = (n as u64, vocab as u64, 0u64);
-            let mut launch = kernel.builder();
-            launch.arg(&logits).arg(&targets);
-            match &mask {
-                Some(mask) => launch.arg(mask),
-                None => launch.arg(&null),
-            };
-            launch
-                .arg(&mut packed)
-                .arg(&n)
-                .arg(&vocab)
-                .arg(&rows.inverse_temperature);
-            let config = LaunchConfig {
-                grid_dim,
-                block_dim: BLOCK,
-                shared_mem_bytes: 0,
-            };
-            // SAFETY: order and types of the arguments are those of log_prob_forward; targets and mask have n
-            // elements, logits n * vocab, packed 3 * n.
-            #[allow(unsafe_code)]
-            unsafe { launch.launch(config) }.w()?;
-            Ok(())
-        })
-    })?;
-    Ok(CudaStorage::wrap_cuda_slice(packed, device.clone()))
+    let packed = CudaStorage::wrap_cuda_slice(packed, device.clone());
+    Ok((packed, Shape::from((3, n))))
+}
+
+fn launch_forward<T: CudaElement>(
+    device: &CudaDevice,
+    layout: &Layout,
+    rows: &Rows,
+    logits: In<T>,
+    packed: Out<f32>,
+) -> Result<()> {
+    let stream = device.cuda_stream();
+    let (n, vocab) = dims(layout)?;
+    let targets = rows.targets.storage_and_layout();
+    let mask = rows.mask.as_ref().map(Tensor::storage_and_layout);
+    // SAFETY: targets and mask have n elements, logits n * vocab, packed 3 * n; a block for each row.
+    #[allow(unsafe_code)]
+    unsafe {
+        T::log_prob_forward(
+            device,
+            grid(n, THREADS)?,
+            logits,
+            In::of(&targets, &stream)?,
+            In::optional(mask.as_ref(), &stream)?,
+            packed,
+            n as u64,
+            vocab as u64,
+            rows.inverse_temperature,
+        )
+    }
 }
 
 /// Logits `[N, V]` to their gradient.
@@ -75,16 +69,13 @@ pub(crate) fn backward(
     pass: &Backward,
 ) -> Result<(CudaStorage, Shape)> {
     let device = storage.device();
+    let stream = device.cuda_stream();
     let gradient = with_cuda_floats!(storage, "logits", T => {
         // SAFETY: the kernel writes all of it.
         #[allow(unsafe_code)]
         let mut gradient = unsafe { device.alloc::<T>(layout.shape().elem_count())? };
-        let logits = storage.as_cuda_slice::<T>()?.slice(tensor::range(layout)?);
-        let stream = device.cuda_stream();
-        let (logits, _reading) = logits.device_ptr(&stream);
-        let (pointer, writing) = gradient.device_ptr_mut(&stream);
-        launch_backward::<T>(device, layout, pass, logits, pointer)?;
-        drop(writing);
+        let logits = In::<T>::new(storage, layout, &stream)?;
+        launch_backward(device, layout, pass, logits, Out::new(&mut gradient, &stream))?;
         CudaStorage::wrap_cuda_slice(gradient, device.clone())
     });
     Ok((gradient, layout.shape().clone()))
@@ -97,54 +88,54 @@ pub(crate) fn backward_in_place(
     pass: &Backward,
 ) -> Result<()> {
     let device = storage.device().clone();
-    let range = tensor::range(layout)?;
+    let stream = device.cuda_stream();
     with_cuda_floats!(&*storage, "logits", T => {
-        let mut logits = storage.as_cuda_slice_mut::<T>()?.slice_mut(range);
-        let stream = device.cuda_stream();
-        let (pointer, _writing) = logits.device_ptr_mut(&stream);
-        launch_backward::<T>(&device, layout, pass, pointer, pointer)
+        let gradient = Out::<T>::in_place(storage, layout, &stream)?;
+        launch_backward(&device, layout, pass, gradient.read(), gradient)
     })
 }
 
-/// `logits` and `gradient` point to N * V elements of T; they may be the same.
 fn launch_backward<T: CudaElement>(
     device: &CudaDevice,
     layout: &Layout,
     pass: &Backward,
-    logits: CUdeviceptr,
-    gradient: CUdeviceptr,
+    logits: In<T>,
+    gradient: Out<T>,
 ) -> Result<()> {
-    let (n, vocab) = layout.shape().dims2()?;
+    let stream = device.cuda_stream();
+    let (n, vocab) = dims(layout)?;
     if n == 0 {
         return Ok(());
     }
-    let kernel = tensor::kernel::<T>(device, "log_prob", ptx::LOG_PROB, "log_prob_backward")?;
-    let config = LaunchConfig {
-        grid_dim: tensor::grid(n)?,
-        block_dim: BLOCK,
-        shared_mem_bytes: 0,
-    };
-    let rows = pass.rows;
-    tensor::read::<u32, _>(&rows.targets, |targets| {
-        tensor::read_optional::<u8, _>(rows.mask.as_ref(), |mask| {
-            tensor::read::<f32, _>(&pass.packed, |packed| {
-                tensor::read::<f32, _>(&pass.gradient, |packed_gradient| {
-                    let (n, vocab, null) = (n as u64, vocab as u64, 0u64);
-                    let mut launch = kernel.builder();
-                    launch.arg(&logits).arg(&targets);
-                    match &mask {
-                        Some(mask) => launch.arg(mask),
-                        None => launch.arg(&null),
-                    };
-                    launch.arg(&packed).arg(&packed_gradient).arg(&gradient);
-                    launch.arg(&n).arg(&vocab).arg(&rows.inverse_temperature);
-                    // SAFETY: order and types of the arguments are those of log_prob_backward; targets and mask have
-                    // n elements, logits and gradient n * vocab, packed and its gradient 3 * n.
-                    #[allow(unsafe_code)]
-                    unsafe { launch.launch(config) }.w()?;
-                    Ok(())
-                })
-            })
-        })
-    })
+    let targets = pass.rows.targets.storage_and_layout();
+    let mask = pass.rows.mask.as_ref().map(Tensor::storage_and_layout);
+    let packed = pass.packed.storage_and_layout();
+    let packed_gradient = pass.gradient.storage_and_layout();
+    // SAFETY: targets and mask have n elements, logits and gradient n * vocab, packed and its gradient 3 * n; a block
+    // for each row, whose threads read what they write before they do.
+    #[allow(unsafe_code)]
+    unsafe {
+        T::log_prob_backward(
+            device,
+            grid(n, THREADS)?,
+            logits,
+            In::of(&targets, &stream)?,
+            In::optional(mask.as_ref(), &stream)?,
+            In::of(&packed, &stream)?,
+            In::of(&packed_gradient, &stream)?,
+            gradient,
+            n as u64,
+            vocab as u64,
+            pass.rows.inverse_temperature,
+        )
+    }
+}
+
+/// Rows and vocabulary. The kernels count the columns of a row in 31 bits.
+fn dims(layout: &Layout) -> Result<(usize, usize)> {
+    let (n, vocab) = layout.shape().dims2()?;
+    if vocab > 1 << 30 {
+        bail!("logits: a vocabulary of {vocab}, must be at most 2^30 on CUDA");
+    }
+    Ok((n, vocab))
 }

@@ -1,0 +1,146 @@
+//! What a kernel is given: pointers to elements, and numbers.
+
+use std::marker::PhantomData;
+use std::sync::RwLockReadGuard;
+
+use candle_core::cuda_backend::CudaDType;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+};
+use candle_core::{CudaStorage, Layout, Result, Storage, bail};
+
+/// Something with the bits of a kernel's argument.
+pub(crate) trait Argument {
+    /// What the kernel takes.
+    type Bits: DeviceRepr;
+
+    /// Where it lies.
+    fn bits(&self) -> &Self::Bits;
+}
+
+macro_rules! numbers {
+    ($($number:ty),*) => {$(
+        impl Argument for $number {
+            type Bits = Self;
+
+            fn bits(&self) -> &Self {
+                self
+            }
+        }
+    )*};
+}
+numbers!(u64, u32, i32, f32);
+
+/// Elements that a kernel reads. Other streams know of it until this is dropped, which must be after the launch.
+pub(crate) struct In<'a, T> {
+    pointer: CUdeviceptr,
+    _reading: Option<SyncOnDrop<'a>>,
+    element: PhantomData<T>,
+}
+
+impl<'a, T: CudaDType> In<'a, T> {
+    /// The elements of a contiguous layout.
+    pub(crate) fn new(
+        storage: &'a CudaStorage,
+        layout: &Layout,
+        stream: &'a CudaStream,
+    ) -> Result<Self> {
+        let (start, reading) = storage.as_cuda_slice::<T>()?.device_ptr(stream);
+        Ok(Self {
+            pointer: start + offset_of::<T>(layout)?,
+            _reading: Some(reading),
+            element: PhantomData,
+        })
+    }
+
+    /// The elements of a contiguous tensor, from its `storage_and_layout()`.
+    pub(crate) fn of(
+        (storage, layout): &'a (RwLockReadGuard<'_, Storage>, &Layout),
+        stream: &'a CudaStream,
+    ) -> Result<Self> {
+        match &**storage {
+            Storage::Cuda(storage) => Self::new(storage, layout, stream),
+            _ => bail!("a tensor is on the CPU, must be on a GPU"),
+        }
+    }
+
+    /// As [`of`](Self::of), null for a tensor that is missing.
+    pub(crate) fn optional(
+        tensor: Option<&'a (RwLockReadGuard<'_, Storage>, &Layout)>,
+        stream: &'a CudaStream,
+    ) -> Result<Self> {
+        let null = Self {
+            pointer: 0,
+            _reading: None,
+            element: PhantomData,
+        };
+        tensor.map_or(Ok(null), |tensor| Self::of(tensor, stream))
+    }
+}
+
+impl<T> Argument for In<'_, T> {
+    type Bits = CUdeviceptr;
+
+    fn bits(&self) -> &CUdeviceptr {
+        &self.pointer
+    }
+}
+
+/// Elements that a kernel writes. Other streams know of it until this is dropped, which must be after the launch.
+pub(crate) struct Out<'a, T> {
+    pointer: CUdeviceptr,
+    _writing: SyncOnDrop<'a>,
+    element: PhantomData<T>,
+}
+
+impl<'a, T: CudaDType> Out<'a, T> {
+    /// All of `slice`.
+    pub(crate) fn new(slice: &'a mut CudaSlice<T>, stream: &'a CudaStream) -> Self {
+        let (pointer, writing) = slice.device_ptr_mut(stream);
+        Self {
+            pointer,
+            _writing: writing,
+            element: PhantomData,
+        }
+    }
+
+    /// The elements of a contiguous layout.
+    pub(crate) fn in_place(
+        storage: &'a mut CudaStorage,
+        layout: &Layout,
+        stream: &'a CudaStream,
+    ) -> Result<Self> {
+        let mut out = Self::new(storage.as_cuda_slice_mut::<T>()?, stream);
+        out.pointer += offset_of::<T>(layout)?;
+        Ok(out)
+    }
+
+    /// The same elements, for a kernel that reads each before it writes it.
+    pub(crate) fn read(&self) -> In<'a, T> {
+        In {
+            pointer: self.pointer,
+            _reading: None,
+            element: PhantomData,
+        }
+    }
+}
+
+impl<T> Argument for Out<'_, T> {
+    type Bits = CUdeviceptr;
+
+    fn bits(&self) -> &CUdeviceptr {
+        &self.pointer
+    }
+}
+
+/// Where a contiguous layout begins, in bytes.
+fn offset_of<T>(layout: &Layout) -> Result<CUdeviceptr> {
+    match layout.contiguous_offsets() {
+        Some((start, _)) => Ok((start * size_of::<T>()) as CUdeviceptr),
+        None => bail!(
+            "a layout of strides {:?} was not made contiguous",
+            layout.stride()
+        ),
+    }
+}

@@ -1,0 +1,48 @@
+//! One function for each kernel, with the arguments of `kernels/signatures.rs`, by which the launches on a GPU go, too.
+
+use candle_core::WithDType;
+use half::{bf16, f16};
+
+use crate::{Grid, launch};
+
+/// Elements that a kernel reads.
+pub type In<T> = *const T;
+/// Elements that a kernel writes.
+pub type Out<T> = *mut T;
+
+macro_rules! kernels {
+    ($($file:ident $ptx:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {
+        /// The kernels of an element type, run on the CPU in one of the [orders](crate::ORDERS).
+        ///
+        /// # Safety
+        ///
+        /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+        #[allow(clippy::missing_safety_doc, clippy::too_many_arguments, missing_docs)]
+        pub trait Kernels: WithDType {$($(
+            unsafe fn $kernel(grid: Grid, order: u32, $($name: $type),*) -> Result<(), String>;
+        )*)*}
+        of_dtype! { f32 "_f32" $($($kernel($($name: $type),*);)*)* }
+        of_dtype! { bf16 "_bf16" $($($kernel($($name: $type),*);)*)* }
+        of_dtype! { f16 "_f16" $($($kernel($($name: $type),*);)*)* }
+    };
+}
+
+macro_rules! of_dtype {
+    ($element:ident $suffix:literal $($kernel:ident($($name:ident: $type:ty),*);)*) => {
+        impl Kernels for $element {$(
+            unsafe fn $kernel(grid: Grid, order: u32, $($name: $type),*) -> Result<(), String> {
+                let launched: unsafe extern "C" fn($($type),*) = {
+                    unsafe extern "C" {
+                        #[link_name = concat!(stringify!($kernel), $suffix)]
+                        fn kernel();
+                    }
+                    // SAFETY: all functions of C have pointers of one kind, and these are the arguments of this one.
+                    unsafe { std::mem::transmute(kernel as *const ()) }
+                };
+                // SAFETY: the caller's.
+                unsafe { launch(grid, order, || launched($($name),*)) }
+            }
+        )*}
+    };
+}
+include!("../../../kernels/signatures.rs");

@@ -1,0 +1,249 @@
+//! `log_prob.cu` against the composed twin in f64.
+#![allow(unsafe_code, missing_docs)]
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_kernels::{LogProbOptions, composed};
+use candle_grpo_test_support::{assert_close, numbers};
+use half::{bf16, f16};
+
+const TEMPERATURE: f64 = 0.7;
+const THREADS: u32 = 256;
+
+/// `n` rows of `vocab` logits, which end where their memory does: n and vocab say how they lie to addresses of 16 bytes.
+/// The gradient ends `shift` elements before the end of its own memory, or is written over the logits.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    n: usize,
+    vocab: usize,
+    shift: usize,
+    masked: bool,
+    in_place: bool,
+}
+
+/// What the twin says: the packed results and the gradient, for what the packed gradient is.
+fn expected(
+    logits: &[f64],
+    targets: &[u32],
+    mask: &[u8],
+    packed_gradient: &[f32],
+) -> Result<(Vec<f64>, Vec<f64>)> {
+    let n = targets.len();
+    let device = &Device::Cpu;
+    let logits = Var::from_slice(logits, (n, logits.len() / n), device)?;
+    let mask = Tensor::from_slice(mask, n, device)?;
+    let options = LogProbOptions {
+        mask: Some(&mask),
+        ..Default::default()
+    };
+    let targets = Tensor::from_slice(targets, n, device)?;
+    let tokens = composed::log_prob(&logits, &targets, TEMPERATURE, options)?;
+    let packed = Tensor::stack(
+        &[&tokens.log_probs, &tokens.entropy, &tokens.log_sum_exp],
+        0,
+    )?;
+    let weights = Tensor::from_slice(packed_gradient, (3, n), device)?.to_dtype(DType::F64)?;
+    let gradients = (&packed * weights)?.sum_all()?.backward()?;
+    let gradient = gradients.get(&logits).expect("a gradient");
+    Ok((numbers(&packed)?, numbers(gradient)?))
+}
+
+/// `tolerance` is that of the gradient, which has the dtype of the logits.
+fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
+    let Case { n, vocab, .. } = case;
+    let mut logits: Vec<f64> = noise(n * vocab, 1).iter().map(|x| 6.0 * x).collect();
+    // Some entries are outside of the distribution, but no target.
+    let targets: Vec<u32> = (0..n)
+        .map(|row| ((row * 7919 + vocab * 5 / 8) % vocab) as u32)
+        .collect();
+    for (i, x) in logits.iter_mut().enumerate() {
+        if i % 11 == 3 && targets[i / vocab] as usize != i % vocab {
+            *x = f64::NEG_INFINITY;
+        }
+    }
+    let mut mask: Vec<u8> = (0..n)
+        .map(|row| u8::from(!case.masked || row % 2 == 0))
+        .collect();
+    mask[0] = 1;
+    let packed_gradient: Vec<f32> = noise(3 * n, 2).iter().map(|x| *x as f32).collect();
+
+    let rounded: Vec<T> = logits.iter().map(|x| T::from_f64(*x)).collect();
+    let exact: Vec<f64> = rounded.iter().map(|x| x.to_f64()).collect();
+    let (packed_expected, gradient_expected) = expected(&exact, &targets, &mask, &packed_gradient)?;
+
+    let mut memory = rounded;
+    for (row, logits) in memory.chunks_mut(vocab).enumerate() {
+        if mask[row] == 0 {
+            logits.fill(T::from_f64(f64::NAN));
+        }
+    }
+    let (targets, mask) = (Buffer::of(&targets), Buffer::of(&mask));
+    let mask = if case.masked {
+        mask.as_ptr()
+    } else {
+        std::ptr::null()
+    };
+    let grid = Grid::new(n as u32, THREADS);
+    let (n64, vocab64, inverse) = (n as u64, vocab as u64, (1.0 / TEMPERATURE) as f32);
+
+    for order in ORDERS {
+        let mut packed = Buffer::filled(f32::NAN, 3 * n);
+        let mut logits = Buffer::of(&memory);
+        let packed_gradient = Buffer::of(&packed_gradient);
+        // SAFETY: the buffers have the sizes of n and vocab.
+        unsafe {
+            T::log_prob_forward(
+                grid,
+                order,
+                logits.as_ptr(),
+                targets.as_ptr(),
+                mask,
+                packed.as_mut_ptr(),
+                n64,
+                vocab64,
+                inverse,
+            )
+        }
+        .unwrap_or_else(|error| panic!("{case:?}, order {order}: {error}"));
+        let results: Vec<f64> = packed.iter().map(|x| f64::from(*x)).collect();
+        assert_close(&results, &packed_expected, 3e-6);
+
+        let mut apart = Buffer::filled(T::from_f64(7.0), n * vocab + case.shift);
+        let (from, to) = if case.in_place {
+            (logits.as_ptr(), logits.as_mut_ptr())
+        } else {
+            (logits.as_ptr(), apart.as_mut_ptr())
+        };
+        // SAFETY: as above.
+        unsafe {
+            T::log_prob_backward(
+                grid,
+                order,
+                from,
+                targets.as_ptr(),
+                mask,
+                packed.as_ptr(),
+                packed_gradient.as_ptr(),
+                to,
+                n64,
+                vocab64,
+                inverse,
+            )
+        }
+        .unwrap_or_else(|error| panic!("{case:?}, order {order}: {error}"));
+        let written = if case.in_place { &logits } else { &apart };
+        let written: Vec<f64> = written.iter().map(|x| x.to_f64()).collect();
+        let (gradient, behind) = written.split_at(n * vocab);
+        assert_close(gradient, &gradient_expected, tolerance);
+        assert!(behind.iter().all(|x| *x == 7.0), "{case:?}: {behind:?}");
+    }
+    Ok(())
+}
+
+fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
+    let plain = Case {
+        n: 1,
+        vocab: 1,
+        shift: 0,
+        masked: false,
+        in_place: false,
+    };
+    for vocab in [1, 2, 7, 8, 33, 1000, 4099, 9000] {
+        for case in [
+            plain,
+            Case { n: 3, ..plain },
+            Case {
+                n: 3,
+                masked: true,
+                ..plain
+            },
+            Case {
+                n: 2,
+                shift: 1,
+                ..plain
+            },
+            Case {
+                n: 4,
+                masked: true,
+                in_place: true,
+                ..plain
+            },
+        ] {
+            check::<T>(Case { vocab, ..case }, tolerance)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn f32_is_that_of_the_twin() -> Result<()> {
+    check_all::<f32>(2e-6)
+}
+
+#[test]
+fn bf16_is_that_of_the_twin() -> Result<()> {
+    check_all::<bf16>(4e-3)
+}
+
+#[test]
+fn f16_is_that_of_the_twin() -> Result<()> {
+    check_all::<f16>(6e-4)
+}
+
+#[test]
+fn a_row_that_is_no_distribution_gives_nan() {
+    let (nan, none, all) = (f32::NAN, f32::NEG_INFINITY, f32::INFINITY);
+    for row in [
+        [1.0, nan, 2.0],
+        [nan, nan, none],
+        [1.0, all, 2.0],
+        [none; 3],
+    ] {
+        for padding in [0, 5000] {
+            let mut logits = vec![none; padding];
+            logits.extend(row);
+            let target = Buffer::of(&[padding as u32]);
+            let logits = Buffer::of(&logits);
+            let mut packed = Buffer::filled(0f32, 3);
+            // SAFETY: one row, of as many logits as there are.
+            unsafe {
+                f32::log_prob_forward(
+                    Grid::new(1, THREADS),
+                    0,
+                    logits.as_ptr(),
+                    target.as_ptr(),
+                    std::ptr::null(),
+                    packed.as_mut_ptr(),
+                    1,
+                    logits.len() as u64,
+                    1.0,
+                )
+            }
+            .unwrap();
+            assert!(packed[0].is_nan(), "{row:?}: {}", packed[0]);
+        }
+    }
+}
+
+#[test]
+fn a_target_out_of_range_is_not_read() {
+    let (logits, target) = (Buffer::of(&[1f32, 2.0]), Buffer::of(&[u32::MAX]));
+    let mut packed = Buffer::filled(0f32, 3);
+    // SAFETY: one row of two logits.
+    unsafe {
+        f32::log_prob_forward(
+            Grid::new(1, THREADS),
+            0,
+            logits.as_ptr(),
+            target.as_ptr(),
+            std::ptr::null(),
+            packed.as_mut_ptr(),
+            1,
+            2,
+            1.0,
+        )
+    }
+    .unwrap();
+    assert!(packed[0].is_nan());
+    assert!(packed[2].is_finite());
+}
