@@ -84,13 +84,5 @@ __device__ __forceinline__ bool same_alignment(const void *a, const void *b) {
 // Read or written once: not worth a place in a cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4 *from) { return __ldcs(from); }
 
-// 2 to the power of x, in one instruction; what is below the smallest normal number is 0.
-__device__ __forceinline__ float exp2_approx(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
-#endif
-}
+// Whether 16 bytes at a time can be read or written from here on.
+__device__ __forceinline__ bool is_aligned(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }

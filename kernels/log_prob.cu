@@ -5,11 +5,10 @@
 // Exponentials are of base 2, so that the scale of the temperature takes the logarithm's base with it.
 
 #include "element.cuh"
+#include "math.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr float LOG2_E = 1.44269504088896340736f;
-constexpr float LN_2 = 0.69314718055994530942f;
 // The log2 of a weight that is 0 in f32: in the place of minus infinity, whose product with that 0 would be NaN.
 constexpr float NO_WEIGHT = -200.0f;
 

@@ -1,11 +1,21 @@
 // The arguments of every kernel, once for the launches on a GPU and once for the tests on the CPU: whoever includes this
 // file defines `kernels!`, `In` (a pointer that is read, null where it may be), `Out` (a pointer that is written) and an element
-// type `Self`. A kernel `name` stands for `name_f32`, `name_bf16` and `name_f16` in `FILE`.cu.
+// type `Self`. A kernel `name` stands for `name_f32`, `name_bf16` and `name_f16` in the file of this name.
 kernels! {
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);
         log_prob_backward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
             gradient: Out<Self>, n: u64, vocab: u64, inverse_temperature: f32);
+    }
+    rms_norm RMS_NORM {
+        rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32);
+        rms_norm_backward(x: In<Self>, weight: In<Self>, gradient: In<Self>, dx: Out<Self>, partial: Out<f32>, n: u64,
+            width: i32, epsilon: f32);
+        rms_norm_weight(partial: In<f32>, dweight: Out<Self>, parts: i32, width: i32);
+    }
+    swiglu SWIGLU {
+        swiglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);
+        swiglu_backward(gate: In<Self>, up: In<Self>, gradient: In<Self>, dgate: Out<Self>, dup: Out<Self>, n: u64);
     }
 }

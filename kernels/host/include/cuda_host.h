@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#define CUDA_ON_HOST
 #define __global__
 #define __device__
 #define __host__

@@ -1,7 +1,7 @@
 //! What a kernel is given: pointers to elements, and numbers.
 
 use std::marker::PhantomData;
-use std::sync::RwLockReadGuard;
+use std::ops::Deref;
 
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
@@ -39,7 +39,7 @@ pub(crate) struct In<'a, T> {
     element: PhantomData<T>,
 }
 
-impl<'a, T: CudaDType> In<'a, T> {
+impl<'a, T: CudaDType + 'a> In<'a, T> {
     /// The elements of a contiguous layout.
     pub(crate) fn new(
         storage: &'a CudaStorage,
@@ -56,7 +56,7 @@ impl<'a, T: CudaDType> In<'a, T> {
 
     /// The elements of a contiguous tensor, from its `storage_and_layout()`.
     pub(crate) fn of(
-        (storage, layout): &'a (RwLockReadGuard<'_, Storage>, &Layout),
+        (storage, layout): &'a (impl Deref<Target = Storage>, &Layout),
         stream: &'a CudaStream,
     ) -> Result<Self> {
         match &**storage {
@@ -67,7 +67,7 @@ impl<'a, T: CudaDType> In<'a, T> {
 
     /// As [`of`](Self::of), null for a tensor that is missing.
     pub(crate) fn optional(
-        tensor: Option<&'a (RwLockReadGuard<'_, Storage>, &Layout)>,
+        tensor: Option<&'a (impl Deref<Target = Storage>, &Layout)>,
         stream: &'a CudaStream,
     ) -> Result<Self> {
         let null = Self {
@@ -94,7 +94,7 @@ pub(crate) struct Out<'a, T> {
     element: PhantomData<T>,
 }
 
-impl<'a, T: CudaDType> Out<'a, T> {
+impl<'a, T: CudaDType + 'a> Out<'a, T> {
     /// All of `slice`.
     pub(crate) fn new(slice: &'a mut CudaSlice<T>, stream: &'a CudaStream) -> Self {
         let (pointer, writing) = slice.device_ptr_mut(stream);

@@ -9,6 +9,7 @@ use super::argument::{Argument, In, Out};
 use super::element::CudaElement;
 
 /// The kernels as PTX, one constant for each `.cu` file.
+#[allow(unreachable_pub)]
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 }

@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Layout, Result, Shape, Tensor, bail};
 
-use super::{CudaElement, In, Kernels, Out, grid, with_cuda_floats};
+use super::{CudaElement, In, Kernels, Out, alloc, grid, with_cuda_floats};
 use crate::log_prob::{Backward, Rows};
 
 /// As in the kernels.
@@ -19,7 +19,7 @@ pub(crate) fn forward(
     let (device, n) = (storage.device(), layout.dims()[0]);
     // SAFETY: the kernel writes all of it.
     #[allow(unsafe_code)]
-    let mut packed = unsafe { device.alloc::<f32>(3 * n)? };
+    let mut packed = unsafe { alloc::<f32>(device, 3 * n)? };
     if n > 0 {
         let stream = device.cuda_stream();
         with_cuda_floats!(storage, "logits", T => launch_forward(
@@ -73,7 +73,7 @@ pub(crate) fn backward(
     let gradient = with_cuda_floats!(storage, "logits", T => {
         // SAFETY: the kernel writes all of it.
         #[allow(unsafe_code)]
-        let mut gradient = unsafe { device.alloc::<T>(layout.shape().elem_count())? };
+        let mut gradient = unsafe { alloc::<T>(device, layout.shape().elem_count())? };
         let logits = In::<T>::new(storage, layout, &stream)?;
         launch_backward(device, layout, pass, logits, Out::new(&mut gradient, &stream))?;
         CudaStorage::wrap_cuda_slice(gradient, device.clone())

@@ -4,7 +4,13 @@ mod argument;
 mod element;
 mod launch;
 pub(crate) mod log_prob;
+mod output;
+#[allow(dead_code)]
+pub(crate) mod rms_norm;
+#[allow(dead_code)]
+pub(crate) mod swiglu;
 
 use argument::{In, Out};
 use element::{CudaElement, with_cuda_floats};
 use launch::{Kernels, grid};
+use output::{alloc, as_tensor};

@@ -1,0 +1,143 @@
+//! The CUDA path of [`rms_norm`](crate::rms_norm).
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::{Layout, Result, Shape, Storage, Tensor};
+
+use super::{In, Kernels, Out, alloc, as_tensor, with_cuda_floats};
+
+/// The widest row for which the backward pass has room for its sums: 48 KiB, less what the kernel has besides.
+pub(crate) const MAX_WIDTH: usize = (48 << 10) / size_of::<f32>() - 64;
+
+/// The gradient of the weight is summed over the rows of a block, and then over the blocks, in their order: the same bits on
+/// every GPU. There are at most this many blocks.
+const MAX_BLOCKS: usize = 512;
+
+/// Threads of a row, and rows of a block: a warp for a narrow row, all 256 threads for a wide one.
+fn block(width: usize) -> (u32, u32) {
+    let threads = match width {
+        0..=1024 => 32,
+        1025..=2048 => 64,
+        2049..=4096 => 128,
+        _ => 256,
+    };
+    (threads, 256 / threads)
+}
+
+/// `x` `[.., H]` and `weight` `[H]` to the shape of `x`.
+pub(crate) fn forward(
+    x: &CudaStorage,
+    x_layout: &Layout,
+    weight: &CudaStorage,
+    weight_layout: &Layout,
+    epsilon: f32,
+) -> Result<(CudaStorage, Shape)> {
+    let device = x.device();
+    let stream = device.cuda_stream();
+    let width = weight_layout.shape().elem_count();
+    let n = x_layout.shape().elem_count() / width;
+    let (threads, rows) = block(width);
+    let y = with_cuda_floats!(x, "x", T => {
+        // SAFETY: the kernel writes all of it.
+        #[allow(unsafe_code)]
+        let mut y = unsafe { alloc::<T>(device, n * width)? };
+        if n > 0 {
+            let grid = LaunchConfig {
+                // Blocks go on to further rows.
+                grid_dim: (n.div_ceil(rows as usize).min(1 << 16) as u32, 1, 1),
+                block_dim: (threads, rows, 1),
+                shared_mem_bytes: 0,
+            };
+            // SAFETY: x and y have n * width elements, weight width, which fits an i32.
+            #[allow(unsafe_code)]
+            unsafe {
+                T::rms_norm_forward(
+                    device,
+                    grid,
+                    In::new(x, x_layout, &stream)?,
+                    In::new(weight, weight_layout, &stream)?,
+                    Out::new(&mut y, &stream),
+                    n as u64,
+                    width as i32,
+                    epsilon,
+                )?;
+            }
+        }
+        CudaStorage::wrap_cuda_slice(y, device.clone())
+    });
+    Ok((y, x_layout.shape().clone()))
+}
+
+/// The gradients of `x` and `weight`. All are contiguous; the width is at most [`MAX_WIDTH`].
+pub(crate) fn backward(
+    x: &Tensor,
+    weight: &Tensor,
+    gradient: &Tensor,
+    epsilon: f32,
+) -> Result<(Tensor, Tensor)> {
+    let device = x.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let width = weight.elem_count();
+    let n = x.elem_count() / width;
+    let (threads, rows) = block(width);
+    let blocks = n.div_ceil(rows as usize).clamp(1, MAX_BLOCKS);
+    let (x_storage, weight_storage, gradient_storage) = (
+        x.storage_and_layout(),
+        weight.storage_and_layout(),
+        gradient.storage_and_layout(),
+    );
+    let Storage::Cuda(x_cuda) = &*x_storage.0 else {
+        candle_core::bail!("rms_norm: x left the GPU");
+    };
+    let (dx, dweight) = with_cuda_floats!(x_cuda, "x", T => {
+        // SAFETY: the kernels write all of them; with no rows, zeros for the gradient of the weight.
+        #[allow(unsafe_code)]
+        let (mut dx, mut dweight, mut partial) = unsafe {(
+            alloc::<T>(device, n * width)?,
+            alloc::<T>(device, width)?,
+            alloc::<f32>(device, blocks * width)?,
+        )};
+        let by_rows = LaunchConfig {
+            grid_dim: (blocks as u32, 1, 1),
+            block_dim: (threads, rows, 1),
+            shared_mem_bytes: (rows as usize * width * size_of::<f32>()) as u32,
+        };
+        let by_columns = LaunchConfig {
+            grid_dim: (width.div_ceil(32) as u32, 1, 1),
+            block_dim: (32, 8, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: x, gradient and dx have n * width elements, weight and dweight width, partial blocks * width; the shared
+        // memory has a row of sums for each row of a block.
+        #[allow(unsafe_code)]
+        unsafe {
+            T::rms_norm_backward(
+                device,
+                by_rows,
+                In::of(&x_storage, &stream)?,
+                In::of(&weight_storage, &stream)?,
+                In::of(&gradient_storage, &stream)?,
+                Out::new(&mut dx, &stream),
+                Out::new(&mut partial, &stream),
+                n as u64,
+                width as i32,
+                epsilon,
+            )?;
+            let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
+            T::rms_norm_weight(
+                device,
+                by_columns,
+                In::new(&partial, &Layout::contiguous(blocks * width), &stream)?,
+                Out::new(&mut dweight, &stream),
+                blocks as i32,
+                width as i32,
+            )?;
+        }
+        (
+            CudaStorage::wrap_cuda_slice(dx, device.clone()),
+            CudaStorage::wrap_cuda_slice(dweight, device.clone()),
+        )
+    });
+    Ok((as_tensor(dx, x.shape()), as_tensor(dweight, weight.shape())))
+}

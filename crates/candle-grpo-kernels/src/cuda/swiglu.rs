@@ -1,0 +1,93 @@
+//! The CUDA path of [`swiglu`](crate::swiglu).
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::{Layout, Result, Shape, Storage, Tensor};
+
+use super::{In, Kernels, Out, alloc, as_tensor, grid, with_cuda_floats};
+
+/// Threads of a block, and the bytes of each argument that a thread has, as in the kernels.
+const THREADS: u32 = 256;
+const BYTES: usize = 2 * 16;
+
+fn blocks<T>(n: usize) -> Result<LaunchConfig> {
+    grid(
+        n.div_ceil(THREADS as usize * BYTES / size_of::<T>()),
+        THREADS,
+    )
+}
+
+/// `gate` and `up`, contiguous and of one shape, to that shape.
+pub(crate) fn forward(
+    gate: &CudaStorage,
+    gate_layout: &Layout,
+    up: &CudaStorage,
+    up_layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    let device = gate.device();
+    let stream = device.cuda_stream();
+    let n = gate_layout.shape().elem_count();
+    let y = with_cuda_floats!(gate, "gate", T => {
+        // SAFETY: the kernel writes all of it.
+        #[allow(unsafe_code)]
+        let mut y = unsafe { alloc::<T>(device, n)? };
+        if n > 0 {
+            // SAFETY: all three have n elements, and the blocks cover them.
+            #[allow(unsafe_code)]
+            unsafe {
+                T::swiglu_forward(
+                    device,
+                    blocks::<T>(n)?,
+                    In::new(gate, gate_layout, &stream)?,
+                    In::new(up, up_layout, &stream)?,
+                    Out::new(&mut y, &stream),
+                    n as u64,
+                )?;
+            }
+        }
+        CudaStorage::wrap_cuda_slice(y, device.clone())
+    });
+    Ok((y, gate_layout.shape().clone()))
+}
+
+/// The gradients of `gate` and `up`. All are contiguous and of one shape.
+pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+    let device = gate.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let n = gate.elem_count();
+    let (gate_storage, up_storage, gradient_storage) = (
+        gate.storage_and_layout(),
+        up.storage_and_layout(),
+        gradient.storage_and_layout(),
+    );
+    let Storage::Cuda(gate_cuda) = &*gate_storage.0 else {
+        candle_core::bail!("swiglu: gate left the GPU");
+    };
+    let (dgate, dup) = with_cuda_floats!(gate_cuda, "gate", T => {
+        // SAFETY: the kernel writes all of them.
+        #[allow(unsafe_code)]
+        let (mut dgate, mut dup) = unsafe { (alloc::<T>(device, n)?, alloc::<T>(device, n)?) };
+        if n > 0 {
+            // SAFETY: all five have n elements, and the blocks cover them.
+            #[allow(unsafe_code)]
+            unsafe {
+                T::swiglu_backward(
+                    device,
+                    blocks::<T>(n)?,
+                    In::of(&gate_storage, &stream)?,
+                    In::of(&up_storage, &stream)?,
+                    In::of(&gradient_storage, &stream)?,
+                    Out::new(&mut dgate, &stream),
+                    Out::new(&mut dup, &stream),
+                    n as u64,
+                )?;
+            }
+        }
+        (
+            CudaStorage::wrap_cuda_slice(dgate, device.clone()),
+            CudaStorage::wrap_cuda_slice(dup, device.clone()),
+        )
+    });
+    Ok((as_tensor(dgate, gate.shape()), as_tensor(dup, up.shape())))
+}

@@ -1,0 +1,4 @@
+// Stands in for NVIDIA's header of this name.
+#pragma once
+
+#include "cuda_host.h"

@@ -1,0 +1,37 @@
+// Arithmetic and sums of a warp that several operators have.
+#pragma once
+
+#include <cuda_runtime.h>
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr float LN_2 = 0.69314718055994530942f;
+
+// 2 to the power of x, in one instruction; what is below the smallest normal number is 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
+// 1 / (1 + exp(-x)).
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approx(-x * LOG2_E)); }
+
+// The sum over the lanes of a warp, in every lane.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+// The dynamic shared memory of the launch, as an array `name`.
+#ifdef CUDA_ON_HOST
+#define DYNAMIC_SHARED(type, name) type *name = reinterpret_cast<type *>(cuda_host::dynamic_shared())
+#else
+#define DYNAMIC_SHARED(type, name)                                                                                     \
+    extern __shared__ uint4 dynamic_shared[];                                                                          \
+    type *name = reinterpret_cast<type *>(dynamic_shared)
+#endif

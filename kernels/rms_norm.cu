@@ -1,0 +1,185 @@
+// y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward.
+// blockDim.x threads, a multiple of 32, share a row; blockDim.y rows are in a block, which goes over the rows in strides of
+// the grid. A second reading of a row comes from the caches.
+
+#include "element.cuh"
+#include "math.cuh"
+
+// Calls `each(first, values...)` for the `count` columns from `first` on that this thread has of a row: packs where every
+// pointer and the width allow it, single elements else. Which columns a thread has does not depend on the row.
+template <bool packed, typename T, typename Each>
+__device__ __forceinline__ void for_columns(int width, Each each) {
+    constexpr int step = packed ? PACK<T> : 1;
+    for (int column = (int)threadIdx.x * step; column < width; column += (int)blockDim.x * step) each(column);
+}
+
+template <bool packed, typename T>
+__device__ __forceinline__ void load(const T *from, float (&values)[packed ? PACK<T> : 1]) {
+    if constexpr (packed) unpack<T>(*reinterpret_cast<const uint4 *>(from), values);
+    else values[0] = to_float(*from);
+}
+
+template <bool packed, typename T>
+__device__ __forceinline__ void store(T *to, const float (&values)[packed ? PACK<T> : 1]) {
+    if constexpr (packed) *reinterpret_cast<uint4 *>(to) = pack<T>(values);
+    else *to = from_float<T>(values[0]);
+}
+
+// The sums over the threads of a row, in each of them. `scratch` has two numbers for each warp of the block.
+__device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
+    a = warp_sum(a);
+    b = warp_sum(b);
+    const int warps = (int)blockDim.x / 32;
+    if (warps == 1) return make_float2(a, b);
+    float2 *row = scratch + (int)threadIdx.y * warps;
+    // What was there is read no more.
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) row[threadIdx.x / 32] = make_float2(a, b);
+    __syncthreads();
+    float2 sum = row[0];
+    for (int i = 1; i < warps; i++) {
+        sum.x += row[i].x;
+        sum.y += row[i].y;
+    }
+    return sum;
+}
+
+constexpr int THREADS = 256;
+
+template <bool packed, typename T>
+__device__ __forceinline__ void forward(const T *x, const T *weight, T *y, uint64_t n, int width, float epsilon) {
+    constexpr int count = packed ? PACK<T> : 1;
+    __shared__ float2 scratch[THREADS / 32];
+    const uint64_t stride = (uint64_t)gridDim.x * blockDim.y;
+    // The same number of times in every thread, as they meet in the sum.
+    for (uint64_t first = (uint64_t)blockIdx.x * blockDim.y; first < n; first += stride) {
+        const uint64_t row = first + threadIdx.y;
+        const bool is_row = row < n;
+        const T *from = x + row * (uint64_t)width;
+        float squares = 0.0f;
+        if (is_row) {
+            for_columns<packed, T>(width, [&](int column) {
+                float values[count];
+                load<packed, T>(from + column, values);
+#pragma unroll
+                for (int i = 0; i < count; i++) squares += values[i] * values[i];
+            });
+        }
+        const float scale = rsqrtf(row_sums(squares, 0.0f, scratch).x / (float)width + epsilon);
+        if (!is_row) continue;
+        T *to = y + row * (uint64_t)width;
+        for_columns<packed, T>(width, [&](int column) {
+            float values[count], weights[count];
+            load<packed, T>(from + column, values);
+            load<packed, T>(weight + column, weights);
+            // Rounded in between, as it is where the normalised row is a tensor.
+#pragma unroll
+            for (int i = 0; i < count; i++) values[i] = to_float(from_float<T>(values[i] * scale)) * weights[i];
+            store<packed, T>(to + column, values);
+        });
+    }
+}
+
+// Besides dx, the sums over the rows of each block of what each gives to the gradient of the weight: `partial`
+// [gridDim.x, width]. `weight_sums` is shared memory of blockDim.y * width floats.
+template <bool packed, typename T>
+__device__ __forceinline__ void backward(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,
+                                         int width, float epsilon, float *weight_sums) {
+    constexpr int count = packed ? PACK<T> : 1;
+    __shared__ float2 scratch[THREADS / 32];
+    // Element i of pack p is at i * packs + p: neighbours in a warp are neighbours in memory.
+    const int packs = width / count;
+    float *sums = weight_sums + (int)threadIdx.y * width;
+    for_columns<packed, T>(width, [&](int column) {
+#pragma unroll
+        for (int i = 0; i < count; i++) sums[i * packs + column / count] = 0.0f;
+    });
+    const uint64_t stride = (uint64_t)gridDim.x * blockDim.y;
+    for (uint64_t first = (uint64_t)blockIdx.x * blockDim.y; first < n; first += stride) {
+        const uint64_t row = first + threadIdx.y;
+        const bool is_row = row < n;
+        const T *x_row = x + row * (uint64_t)width, *gradient_row = gradient + row * (uint64_t)width;
+        float squares = 0.0f, products = 0.0f;
+        if (is_row) {
+            for_columns<packed, T>(width, [&](int column) {
+                float values[count], gradients[count], weights[count];
+                load<packed, T>(x_row + column, values);
+                load<packed, T>(gradient_row + column, gradients);
+                load<packed, T>(weight + column, weights);
+#pragma unroll
+                for (int i = 0; i < count; i++) {
+                    squares += values[i] * values[i];
+                    products += gradients[i] * weights[i] * values[i];
+                }
+            });
+        }
+        const float2 both = row_sums(squares, products, scratch);
+        const float scale = rsqrtf(both.x / (float)width + epsilon);
+        if (!is_row) continue;
+        // With g the gradient times the weight: scale g - x scale^3 mean(g x).
+        const float along_x = -scale * scale * scale * both.y / (float)width;
+        T *to = dx + row * (uint64_t)width;
+        for_columns<packed, T>(width, [&](int column) {
+            float values[count], gradients[count], weights[count];
+            load<packed, T>(x_row + column, values);
+            load<packed, T>(gradient_row + column, gradients);
+            load<packed, T>(weight + column, weights);
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                const float scaled = gradients[i] * scale;
+                sums[i * packs + column / count] += scaled * values[i];
+                values[i] = scaled * weights[i] + values[i] * along_x;
+            }
+            store<packed, T>(to + column, values);
+        });
+    }
+    __syncthreads();
+    const int thread = (int)(threadIdx.y * blockDim.x + threadIdx.x);
+    for (int column = thread; column < width; column += (int)(blockDim.x * blockDim.y)) {
+        float sum = 0.0f;
+        for (int row = 0; row < (int)blockDim.y; row++)
+            sum += weight_sums[row * width + column % count * packs + column / count];
+        partial[(uint64_t)blockIdx.x * (uint64_t)width + (uint64_t)column] = sum;
+    }
+}
+
+// The sums over `parts` rows of `partial` [parts, width]. 32 columns for each block of 32 by 8 threads.
+template <typename T>
+__device__ __forceinline__ void sum_rows(const float *partial, T *sums, int parts, int width) {
+    __shared__ float shared[8][32];
+    const int column = (int)(blockIdx.x * 32 + threadIdx.x);
+    float sum = 0.0f;
+    if (column < width)
+        for (int part = (int)threadIdx.y; part < parts; part += 8) sum += partial[(uint64_t)part * (uint64_t)width + (uint64_t)column];
+    shared[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || column >= width) return;
+    for (int i = 1; i < 8; i++) sum += shared[i][threadIdx.x];
+    sums[column] = from_float<T>(sum);
+}
+
+#define RMS_NORM(T, name)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        rms_norm_forward_##name(const T *x, const T *weight, T *y, uint64_t n, int width, float epsilon) {            \
+        if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(y))                              \
+            forward<true>(x, weight, y, n, width, epsilon);                                                            \
+        else                                                                                                           \
+            forward<false>(x, weight, y, n, width, epsilon);                                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        rms_norm_backward_##name(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,   \
+                                 int width, float epsilon) {                                                           \
+        DYNAMIC_SHARED(float, weight_sums);                                                                            \
+        if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(gradient) && is_aligned(dx))     \
+            backward<true>(x, weight, gradient, dx, partial, n, width, epsilon, weight_sums);                          \
+        else                                                                                                           \
+            backward<false>(x, weight, gradient, dx, partial, n, width, epsilon, weight_sums);                         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        rms_norm_weight_##name(const float *partial, T *dweight, int parts, int width) {                              \
+        sum_rows(partial, dweight, parts, width);                                                                      \
+    }
+
+RMS_NORM(float, f32)
+RMS_NORM(__nv_bfloat16, bf16)
+RMS_NORM(__half, f16)

@@ -1,0 +1,117 @@
+// silu(gate) * up, element by element, forward and backward.
+
+#include "element.cuh"
+#include "math.cuh"
+
+constexpr int THREADS = 256;
+// Packs for each thread, which go apart by the number of threads.
+constexpr int IN_FLIGHT = 2;
+
+// Calls `each` for the elements of this block: `each.template operator()<true>(start)` for 16 bytes of them, with false for one.
+template <typename T, typename Pack, typename One>
+__device__ __forceinline__ void for_elements(uint64_t n, bool aligned, Pack pack, One one) {
+    const uint64_t per_block = (uint64_t)THREADS * IN_FLIGHT * PACK<T>;
+    const uint64_t first = blockIdx.x * per_block;
+    const uint64_t last = first + per_block < n ? first + per_block : n;
+    uint64_t done = first;
+    if (aligned) {
+        const int packs = (int)((last - first) / PACK<T>);
+        pack(first, packs);
+        done = first + (uint64_t)packs * PACK<T>;
+    }
+    for (uint64_t i = done + threadIdx.x; i < last; i += THREADS) one(i);
+}
+
+__device__ __forceinline__ float forward(float gate, float up) { return gate * sigmoid(gate) * up; }
+
+// The gradients of gate and up.
+__device__ __forceinline__ float2 backward(float gate, float up, float gradient) {
+    const float s = sigmoid(gate), silu = gate * s;
+    return make_float2(gradient * up * (s + silu * (1.0f - s)), gradient * silu);
+}
+
+template <typename T>
+__device__ __forceinline__ void forward_all(const T *gate, const T *up, T *y, uint64_t n) {
+    auto packs = [&](uint64_t first, int count) {
+        const uint4 *gates = reinterpret_cast<const uint4 *>(gate + first), *ups = reinterpret_cast<const uint4 *>(up + first);
+        uint4 *to = reinterpret_cast<uint4 *>(y + first);
+        uint4 a[IN_FLIGHT], b[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int index = (int)threadIdx.x + i * THREADS;
+            if (index < count) {
+                a[i] = load_streaming(gates + index);
+                b[i] = load_streaming(ups + index);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int index = (int)threadIdx.x + i * THREADS;
+            if (index >= count) break;
+            float x[PACK<T>], u[PACK<T>];
+            unpack<T>(a[i], x);
+            unpack<T>(b[i], u);
+#pragma unroll
+            for (int k = 0; k < PACK<T>; k++) x[k] = forward(x[k], u[k]);
+            to[index] = pack<T>(x);
+        }
+    };
+    for_elements<T>(n, is_aligned(gate) && is_aligned(up) && is_aligned(y), packs,
+                    [&](uint64_t i) { y[i] = from_float<T>(forward(to_float(gate[i]), to_float(up[i]))); });
+}
+
+template <typename T>
+__device__ __forceinline__ void backward_all(const T *gate, const T *up, const T *gradient, T *dgate, T *dup, uint64_t n) {
+    auto packs = [&](uint64_t first, int count) {
+        const uint4 *gates = reinterpret_cast<const uint4 *>(gate + first), *ups = reinterpret_cast<const uint4 *>(up + first),
+                    *gradients = reinterpret_cast<const uint4 *>(gradient + first);
+        uint4 *to_gate = reinterpret_cast<uint4 *>(dgate + first), *to_up = reinterpret_cast<uint4 *>(dup + first);
+        uint4 a[IN_FLIGHT], b[IN_FLIGHT], c[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int index = (int)threadIdx.x + i * THREADS;
+            if (index < count) {
+                a[i] = load_streaming(gates + index);
+                b[i] = load_streaming(ups + index);
+                c[i] = load_streaming(gradients + index);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int index = (int)threadIdx.x + i * THREADS;
+            if (index >= count) break;
+            float x[PACK<T>], u[PACK<T>], g[PACK<T>];
+            unpack<T>(a[i], x);
+            unpack<T>(b[i], u);
+            unpack<T>(c[i], g);
+#pragma unroll
+            for (int k = 0; k < PACK<T>; k++) {
+                const float2 d = backward(x[k], u[k], g[k]);
+                x[k] = d.x;
+                u[k] = d.y;
+            }
+            to_gate[index] = pack<T>(x);
+            to_up[index] = pack<T>(u);
+        }
+    };
+    const bool aligned = is_aligned(gate) && is_aligned(up) && is_aligned(gradient) && is_aligned(dgate) && is_aligned(dup);
+    for_elements<T>(n, aligned, packs, [&](uint64_t i) {
+        const float2 d = backward(to_float(gate[i]), to_float(up[i]), to_float(gradient[i]));
+        dgate[i] = from_float<T>(d.x);
+        dup[i] = from_float<T>(d.y);
+    });
+}
+
+#define SWIGLU(T, name)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        swiglu_forward_##name(const T *gate, const T *up, T *y, uint64_t n) {                                         \
+        forward_all(gate, up, y, n);                                                                                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        swiglu_backward_##name(const T *gate, const T *up, const T *gradient, T *dgate, T *dup, uint64_t n) {         \
+        backward_all(gate, up, gradient, dgate, dup, n);                                                               \
+    }
+
+SWIGLU(float, f32)
+SWIGLU(__nv_bfloat16, bf16)
+SWIGLU(__half, f16)

@@ -1,0 +1,154 @@
+//! `rms_norm.cu` against the formula in f64.
+#![allow(unsafe_code, missing_docs)]
+
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_test_support::assert_close;
+use half::{bf16, f16};
+
+const EPSILON: f64 = 1e-3;
+
+/// `n` rows of `width`, in memory with `behind` further elements; threads of a row, rows of a block, blocks.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    n: usize,
+    width: usize,
+    behind: usize,
+    threads: u32,
+    rows: u32,
+    blocks: u32,
+}
+
+/// y, dx and dweight.
+fn expected(x: &[f64], weight: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
+    let width = weight.len();
+    let (mut y, mut dx, mut dweight) = (vec![], vec![], vec![0.0; width]);
+    for (x, gradient) in x.chunks(width).zip(gradient.chunks(width)) {
+        let mean = x.iter().map(|x| x * x).sum::<f64>() / width as f64;
+        let scale = 1.0 / (mean + EPSILON).sqrt();
+        let inner: f64 = (0..width).map(|i| gradient[i] * weight[i] * x[i]).sum();
+        for i in 0..width {
+            y.push(x[i] * scale * weight[i]);
+            dweight[i] += gradient[i] * x[i] * scale;
+            dx.push(scale * gradient[i] * weight[i] - x[i] * scale.powi(3) * inner / width as f64);
+        }
+    }
+    [y, dx, dweight]
+}
+
+fn check<T: Kernels>(case: Case, tolerance: f64) {
+    let Case { n, width, .. } = case;
+    let of = |len: usize, seed| -> Vec<T> {
+        noise(len, seed)
+            .iter()
+            .map(|x| T::from_f64(2.0 * x))
+            .collect()
+    };
+    let wide = |x: &[T]| -> Vec<f64> { x.iter().map(|x| x.to_f64()).collect() };
+    let (x, weight, gradient) = (of(n * width, 1), of(width, 2), of(n * width, 3));
+    let [y_expected, dx_expected, dweight_expected] =
+        expected(&wide(&x), &wide(&weight), &wide(&gradient));
+    let with_behind = |x: &[T]| {
+        let mut x = x.to_vec();
+        x.resize(x.len() + case.behind, T::from_f64(f64::NAN));
+        Buffer::of(&x)
+    };
+    let (x, weight, gradient) = (
+        with_behind(&x),
+        with_behind(&weight),
+        with_behind(&gradient),
+    );
+    let grid = |blocks, shared_bytes| Grid {
+        grid: [blocks, 1, 1],
+        block: [case.threads, case.rows, 1],
+        shared_bytes,
+    };
+    let (n64, width32, epsilon) = (n as u64, width as i32, EPSILON as f32);
+
+    for order in ORDERS {
+        let seven = T::from_f64(7.0);
+        let mut y = Buffer::filled(seven, n * width + case.behind);
+        let mut dx = Buffer::filled(seven, n * width + case.behind);
+        let mut partial = Buffer::filled(f32::NAN, case.blocks as usize * width);
+        let mut dweight = Buffer::filled(seven, width);
+        // SAFETY: the buffers have the sizes of n, width and the number of blocks.
+        unsafe {
+            T::rms_norm_forward(
+                grid(case.blocks, 0),
+                order,
+                x.as_ptr(),
+                weight.as_ptr(),
+                y.as_mut_ptr(),
+                n64,
+                width32,
+                epsilon,
+            )
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+            T::rms_norm_backward(
+                grid(case.blocks, 4 * width * case.rows as usize),
+                order,
+                x.as_ptr(),
+                weight.as_ptr(),
+                gradient.as_ptr(),
+                dx.as_mut_ptr(),
+                partial.as_mut_ptr(),
+                n64,
+                width32,
+                epsilon,
+            )
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+            let sums = Grid {
+                grid: [width.div_ceil(32) as u32, 1, 1],
+                block: [32, 8, 1],
+                shared_bytes: 0,
+            };
+            T::rms_norm_weight(
+                sums,
+                order,
+                partial.as_ptr(),
+                dweight.as_mut_ptr(),
+                case.blocks as i32,
+                width32,
+            )
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+        }
+        for (found, expected) in [(&y, &y_expected), (&dx, &dx_expected)] {
+            let (found, behind) = found.split_at(n * width);
+            assert_close(&wide(found), expected, tolerance);
+            assert!(behind.iter().all(|x| *x == seven), "{case:?}");
+        }
+        assert_close(&wide(&dweight), &dweight_expected, tolerance);
+    }
+}
+
+fn check_all<T: Kernels>(tolerance: f64) {
+    for width in [1, 5, 72, 577, 1024] {
+        for (threads, rows, blocks) in [(32, 8, 1), (32, 8, 3), (64, 4, 2), (256, 1, 5)] {
+            for (n, behind) in [(1, 0), (11, 0), (9, 3)] {
+                let case = Case {
+                    n,
+                    width,
+                    behind,
+                    threads,
+                    rows,
+                    blocks,
+                };
+                check::<T>(case, tolerance);
+            }
+        }
+    }
+}
+
+#[test]
+fn f32_is_the_formula() {
+    check_all::<f32>(1e-5);
+}
+
+#[test]
+fn bf16_is_the_formula() {
+    check_all::<bf16>(1e-2);
+}
+
+#[test]
+fn f16_is_the_formula() {
+    check_all::<f16>(1.5e-3);
+}

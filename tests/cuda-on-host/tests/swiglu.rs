@@ -1,0 +1,90 @@
+//! `swiglu.cu` against the formula in f64.
+#![allow(unsafe_code, missing_docs)]
+
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_test_support::assert_close;
+use half::{bf16, f16};
+
+/// `n` elements, in memory with `behind` further ones.
+fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) {
+    let of = |seed, scale: f64| -> Buffer<T> {
+        let mut numbers: Vec<T> = noise(n, seed)
+            .iter()
+            .map(|x| T::from_f64(scale * x))
+            .collect();
+        // As far out as sigmoid is 0 or 1.
+        for (x, far) in numbers.iter_mut().zip([-200.0, 200.0, 0.0]) {
+            *x = T::from_f64(far * scale / 12.0);
+        }
+        numbers.resize(n + behind, T::from_f64(f64::NAN));
+        Buffer::of(&numbers)
+    };
+    let (gate, up, gradient) = (of(1, 12.0), of(2, 2.0), of(3, 2.0));
+    let wide = |x: &[T]| -> Vec<f64> { x[..n].iter().map(|x| x.to_f64()).collect() };
+    let (mut y_expected, mut dgate_expected, mut dup_expected) = (vec![], vec![], vec![]);
+    for ((gate, up), gradient) in wide(&gate).into_iter().zip(wide(&up)).zip(wide(&gradient)) {
+        let s = 1.0 / (1.0 + (-gate).exp());
+        y_expected.push(gate * s * up);
+        dgate_expected.push(gradient * up * s * (1.0 + gate * (1.0 - s)));
+        dup_expected.push(gradient * gate * s);
+    }
+    let per_block = 256 * 2 * 16 / size_of::<T>();
+    let grid = Grid::new(n.div_ceil(per_block) as u32, 256);
+    for order in ORDERS {
+        let seven = T::from_f64(7.0);
+        let [mut y, mut dgate, mut dup] = [(); 3].map(|()| Buffer::filled(seven, n + behind));
+        // SAFETY: the buffers have n elements.
+        unsafe {
+            T::swiglu_forward(
+                grid,
+                order,
+                gate.as_ptr(),
+                up.as_ptr(),
+                y.as_mut_ptr(),
+                n as u64,
+            )
+            .unwrap();
+            T::swiglu_backward(
+                grid,
+                order,
+                gate.as_ptr(),
+                up.as_ptr(),
+                gradient.as_ptr(),
+                dgate.as_mut_ptr(),
+                dup.as_mut_ptr(),
+                n as u64,
+            )
+            .unwrap();
+        }
+        for (found, expected) in [
+            (&y, &y_expected),
+            (&dgate, &dgate_expected),
+            (&dup, &dup_expected),
+        ] {
+            assert_close(&wide(found), expected, tolerance);
+            assert!(found[n..].iter().all(|x| *x == seven));
+        }
+    }
+}
+
+fn check_all<T: Kernels>(tolerance: f64) {
+    for n in [1, 4, 8, 513, 4096, 8192, 20_003] {
+        check::<T>(n, 0, tolerance);
+        check::<T>(n, 1, tolerance);
+    }
+}
+
+#[test]
+fn f32_is_the_formula() {
+    check_all::<f32>(2e-6);
+}
+
+#[test]
+fn bf16_is_the_formula() {
+    check_all::<bf16>(4e-3);
+}
+
+#[test]
+fn f16_is_the_formula() {
+    check_all::<f16>(6e-4);
+}
