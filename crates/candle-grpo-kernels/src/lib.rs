@@ -21,5 +21,5 @@ mod log_prob;
 mod path;
 mod precision;
 
-pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob};
+pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
 pub use precision::arithmetic_dtype;

@@ -63,22 +63,57 @@ pub fn log_prob(
     if !path::is_fused(logits) {
         return composed::log_prob_rows(&arguments);
     }
-    let Arguments {
-        logits,
-        targets,
-        mask,
-        outer,
-        ..
-    } = arguments;
+    let outer = arguments.outer.clone();
+    let (logits, rows) = arguments.into_rows();
     let packed = logits.apply_op1(LogProb {
-        rows: Rows {
-            targets,
-            mask,
-            inverse_temperature: (1.0 / temperature) as f32,
-        },
+        rows,
         gradient_into_logits: options.gradient_into_logits,
     })?;
     TokenLogProbs::unpack(&packed, &outer)
+}
+
+/// The gradient by `logits` of a scalar whose derivatives by the results of [`log_prob`] are known: the backward pass
+/// of [`log_prob`] alone, for loops that need its memory.
+///
+/// Candle's `backward` adds every gradient to a tensor of zeros and keeps the sum, which takes two more tensors of the
+/// size of the logits than this, or three with `options.gradient_into_logits`.
+///
+/// `tokens` is what [`log_prob`] returned for the same arguments, `derivatives` has the scalar's derivative by each of its
+/// results, of the shape of the targets. The gradient has the shape and dtype of the logits and no graph.
+pub fn log_prob_gradient(
+    logits: &Tensor,
+    targets: &Tensor,
+    temperature: f64,
+    options: LogProbOptions,
+    tokens: &TokenLogProbs,
+    derivatives: &TokenLogProbs,
+) -> Result<Tensor> {
+    let arguments = Arguments::new(&logits.detach(), targets, temperature, options)?;
+    let packed = tokens.pack("tokens", &arguments.outer)?.detach();
+    let gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
+    if !path::is_fused(logits) {
+        let logits = candle_core::Var::from_tensor(&logits.detach())?;
+        let options = LogProbOptions {
+            gradient_into_logits: false,
+            ..options
+        };
+        let again = composed::log_prob(&logits, targets, temperature, options)?;
+        let score = (again.pack("tokens", &arguments.outer)? * gradient)?.sum_all()?;
+        let gradients = score.backward()?;
+        return match gradients.get(&logits) {
+            Some(gradient) => Ok(gradient.detach()),
+            None => logits.zeros_like(),
+        };
+    }
+    let (flat, rows) = arguments.into_rows();
+    let backward = Backward {
+        rows: &rows,
+        packed,
+        gradient,
+    };
+    backward
+        .apply(&flat, options.gradient_into_logits)?
+        .reshape(logits.shape())
 }
 
 impl TokenLogProbs {
@@ -90,6 +125,20 @@ impl TokenLogProbs {
             entropy: part(1)?,
             log_sum_exp: part(2)?,
         })
+    }
+
+    /// To contiguous `[3, N]`; `name` is that of the argument.
+    fn pack(&self, name: &str, outer: &[usize]) -> Result<Tensor> {
+        let parts = [&self.log_probs, &self.entropy, &self.log_sum_exp];
+        if let Some(part) = parts.iter().find(|part| part.dims() != outer) {
+            bail!(
+                "{name}: shape {:?}, must be that of targets, {outer:?}",
+                part.dims()
+            );
+        }
+        let rows = parts.map(|part| part.flatten_all());
+        let [log_probs, entropy, log_sum_exp] = rows;
+        Tensor::stack(&[log_probs?, entropy?, log_sum_exp?], 0)
     }
 }
 
@@ -143,6 +192,15 @@ impl Arguments {
             logits: logits.contiguous()?.reshape((rows, vocab))?,
         })
     }
+
+    fn into_rows(self) -> (Tensor, Rows) {
+        let rows = Rows {
+            targets: self.targets,
+            mask: self.mask,
+            inverse_temperature: (1.0 / self.temperature) as f32,
+        };
+        (self.logits, rows)
+    }
 }
 
 /// What a pass needs to know of the rows besides their logits.
@@ -189,12 +247,7 @@ impl CustomOp1 for LogProb {
             packed,
             gradient: gradient.contiguous()?,
         };
-        if self.gradient_into_logits {
-            logits.inplace_op1(&backward)?;
-            Ok(Some(logits))
-        } else {
-            logits.apply_op1_no_bwd(&&backward).map(Some)
-        }
+        backward.apply(&logits, self.gradient_into_logits).map(Some)
     }
 }
 
@@ -205,6 +258,18 @@ pub(crate) struct Backward<'a> {
     pub(crate) packed: Tensor,
     /// Its gradient, f32 `[3, N]`.
     pub(crate) gradient: Tensor,
+}
+
+impl Backward<'_> {
+    /// The gradient of `logits`, which have no graph.
+    fn apply(&self, logits: &Tensor, into_logits: bool) -> Result<Tensor> {
+        if into_logits {
+            logits.inplace_op1(self)?;
+            Ok(logits.clone())
+        } else {
+            logits.apply_op1_no_bwd(&self)
+        }
+    }
 }
 
 impl CustomOp1 for &Backward<'_> {

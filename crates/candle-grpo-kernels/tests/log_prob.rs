@@ -1,7 +1,7 @@
 //! `log_prob` against its composed twin in f64, and what it promises about masks, memory and infinities.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob};
+use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -237,6 +237,42 @@ fn a_row_that_is_no_distribution_gives_nan(#[case] row: &[f32]) -> Result<()> {
         LogProbOptions::default(),
     )?;
     assert!(tokens.log_probs.to_vec1::<f32>()?[0].is_nan());
+    Ok(())
+}
+
+/// The pass alone gives what Candle's `backward` gives, in every dtype, f64 included.
+#[rstest]
+fn the_backward_pass_can_be_called_alone(
+    #[values(DType::F64, DType::F32, DType::BF16)] dtype: DType,
+    #[values(false, true)] gradient_into_logits: bool,
+) -> Result<()> {
+    let logits = Var::from_tensor(&tensor(noise(2 * 3 * 1100, 4), &[2, 3, 1100], dtype)?)?;
+    let targets = Tensor::new(&[[5u32, 1099, 0], [1024, 1023, 77]], &Device::Cpu)?;
+    let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], &Device::Cpu)?;
+    let options = LogProbOptions {
+        mask: Some(&mask),
+        ..Default::default()
+    };
+    let tokens = log_prob(&logits, &targets, 0.7, options)?;
+    let expected = score(&tokens)?.backward()?;
+    let weights =
+        |seed| tensor(noise(6, seed), &[2, 3], DType::F64)?.to_dtype(tokens.log_probs.dtype());
+    let derivatives = TokenLogProbs {
+        log_probs: weights(1)?,
+        entropy: weights(2)?,
+        log_sum_exp: weights(3)?,
+    };
+    let view = logits.as_tensor().reshape(logits.dims())?;
+    let options = LogProbOptions {
+        gradient_into_logits,
+        ..options
+    };
+    let gradient = log_prob_gradient(&view, &targets, 0.7, options, &tokens, &derivatives)?;
+    assert_eq!((gradient.dims(), gradient.dtype()), (logits.dims(), dtype));
+    let expected = values(expected.get(&logits).expect("a gradient"))?;
+    assert_close(&values(&gradient)?, &expected, 1e-12, "gradient");
+    let overwritten = values(&logits)? == values(&gradient)?;
+    assert_eq!(overwritten, gradient_into_logits && dtype != DType::F64);
     Ok(())
 }
 

@@ -1,0 +1,10 @@
+//! The cases, one file for each operator.
+
+mod log_prob;
+
+use crate::case::Case;
+
+/// Every case, in the order of the table.
+pub(crate) fn all() -> Vec<Case> {
+    log_prob::cases()
+}

@@ -1,0 +1,17 @@
+//! Times each fused operator beside its composed twin, in alternation, and writes what came out.
+//!
+//! `make bench` runs this under the system allocator and under mimalloc, since a large part of the composed operators'
+//! time is page faults of fresh memory. `make bench-peers` drives the same cases beside PyTorch and Liger-Kernel.
+
+mod allocator;
+mod args;
+mod case;
+mod cases;
+mod noise;
+mod region;
+mod results;
+mod run;
+mod serve;
+
+pub use allocator::Counting;
+pub use run::main;
