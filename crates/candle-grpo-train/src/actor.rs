@@ -1,13 +1,13 @@
 //! The policy that is trained.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
-use candle_grpo_loss::{Aggregation, PolicyBatch, PolicyLoss, PositiveIf, StepTotals, Surrogate};
+use candle_grpo_loss::{PolicyLoss, StepTotals, sum_of_squared_probs};
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
 use serde::{Deserialize, Serialize};
 
-use crate::response::response_log_probs;
+use crate::response::{predicting_states, response_log_probs};
 use crate::sampler::ensure_temperature;
 use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
@@ -50,10 +50,10 @@ pub struct Actor {
 impl Actor {
     /// An actor whose policy starts from `parameters`, of shape `model`.
     ///
-    /// Errs if `config` is not valid or its loss needs what a [`TrainingBatch`] cannot hold.
+    /// Errs if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
         ensure_temperature(config.temperature)?;
-        ensure_can_be_fed(&config.policy_loss)?;
+        config.policy_loss.validate().context("policy_loss")?;
         Ok(Self {
             training: Decoder::new(&model, parameters.var_builder())?,
             inference: Decoder::new(&model, parameters.detached_var_builder())?,
@@ -80,7 +80,17 @@ impl Actor {
         Ok(response_log_probs(&self.inference, batch, self.config.temperature)?.log_probs)
     }
 
+    /// The sum of the squared probabilities of all tokens at each position of the responses of `batch`, f32 `[B, T]`,
+    /// without a graph: the optimal token baseline needs it.
+    pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
+        let states = predicting_states(&self.inference, batch)?;
+        let logits = self.inference.logits(&states)?;
+        Ok(sum_of_squared_probs(&logits, self.config.temperature)?)
+    }
+
     /// Adds the gradient of the loss of `batch`, a part of the step that `totals` counts.
+    ///
+    /// Errs if the loss needs what the batch does not hold.
     pub fn forward_backward(
         &mut self,
         batch: &TrainingBatch,
@@ -88,18 +98,7 @@ impl Actor {
     ) -> Result<MetricValues> {
         batch.dims()?;
         let now = response_log_probs(&self.training, &batch.tokens, self.config.temperature)?;
-        let mut inputs = PolicyBatch::new(
-            &now.log_probs,
-            &batch.advantages,
-            &batch.tokens.response_mask,
-        )
-        .entropy(&now.entropy);
-        if let Some(old) = &batch.old_log_probs {
-            inputs = inputs.old_log_probs(old);
-        }
-        if let Some(reference) = &batch.ref_log_probs {
-            inputs = inputs.ref_log_probs(reference);
-        }
+        let inputs = batch.policy_batch(&now.log_probs).entropy(&now.entropy);
         let output = self.config.policy_loss.compute(&inputs, totals)?;
         self.gradients.accumulate(&output.loss, &self.parameters)?;
         Ok(output.metrics.to_host()?)
@@ -134,6 +133,12 @@ impl Actor {
         self.optimizer.set_learning_rate(learning_rate);
     }
 
+    /// Sets the coefficient of the entropy bonus of the next steps, for
+    /// [`AdaptiveEntropy`](candle_grpo_loss::AdaptiveEntropy).
+    pub fn set_entropy_coef(&mut self, entropy_coef: f64) {
+        self.config.policy_loss.entropy_coef = entropy_coef;
+    }
+
     /// The shape of the policy.
     pub fn model(&self) -> &DecoderConfig {
         &self.model
@@ -163,45 +168,4 @@ impl Actor {
     pub fn config(&self) -> &ActorConfig {
         &self.config
     }
-}
-
-/// Errs if `loss` is not valid, or needs or asks for what [`Actor::forward_backward`] does not give it.
-pub(crate) fn ensure_can_be_fed(loss: &PolicyLoss) -> Result<()> {
-    loss.validate().context("policy_loss")?;
-    let refuse = |name: &str, needs: &str| -> Result<()> {
-        bail!(
-            "policy_loss.{name}: needs {needs}, which training does not compute yet; choose another"
-        )
-    };
-    if loss.rollout_correction.is_some() {
-        bail!(
-            "policy_loss.rollout_correction: needs importance weights, which training does not compute yet; leave it out"
-        );
-    }
-    if loss.positive_nll.is_some() {
-        bail!(
-            "policy_loss.positive_nll: needs the scores of samples, which training does not hand on yet; leave it out"
-        );
-    }
-    match loss.surrogate {
-        Surrogate::ClipCov(_) => refuse("surrogate.clip_cov", "tokens selected over the step")?,
-        Surrogate::KlCov(_) => refuse("surrogate.kl_cov", "tokens selected over the step")?,
-        Surrogate::Topr(topr) if matches!(topr.positive_if, PositiveIf::ScoreAbove(_)) => refuse(
-            "surrogate.topr.positive_if.score_above",
-            "the scores of samples",
-        )?,
-        _ => {}
-    }
-    for (name, aggregation) in [
-        ("aggregation", Some(loss.aggregation)),
-        ("entropy_aggregation", loss.entropy_aggregation),
-    ] {
-        if aggregation == Some(Aggregation::PromptMeanTokenMean) {
-            refuse(
-                &format!("{name}.prompt-mean-token-mean"),
-                "the tokens of each prompt",
-            )?;
-        }
-    }
-    Ok(())
 }

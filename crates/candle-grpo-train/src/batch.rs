@@ -1,7 +1,10 @@
 //! Prompts and responses as tensors.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, bail, ensure};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_loss::{Mask, PolicyBatch};
 
 use crate::Rollout;
 use crate::padding::{left_padded, padding_mask, response_mask, right_padded};
@@ -17,7 +20,7 @@ pub struct TokenBatch {
     pub attention_mask: Tensor,
     /// The responses, u32 `[B, T]`.
     pub targets: Tensor,
-    /// 1 where `targets` has a token and 0 where it has padding, u32 `[B, T]`.
+    /// 1 where `targets` has a token that counts and 0 elsewhere, where there is padding at least: `[B, T]` of any dtype.
     pub response_mask: Tensor,
 }
 
@@ -105,7 +108,7 @@ impl TokenBatch {
     }
 }
 
-/// What an update of the policy is computed from.
+/// What an update of the policy is computed from. A loss that needs what is absent gives an error that names it.
 #[derive(Debug, Clone)]
 pub struct TrainingBatch {
     /// The sequences.
@@ -117,9 +120,42 @@ pub struct TrainingBatch {
     pub old_log_probs: Option<Tensor>,
     /// Log-probs under the reference policy, f32 `[B, T]`, for a KL loss.
     pub ref_log_probs: Option<Tensor>,
+    /// Log-probs that the sampler recorded, f32 `[B, T]`, for [`PolicyLoss::off_policy_threshold`](candle_grpo_loss::PolicyLoss::off_policy_threshold).
+    pub rollout_log_probs: Option<Tensor>,
+    /// The score of each sequence before any shaping, f32 `[B]`.
+    pub scores: Option<Tensor>,
+    /// Weights of the policy term for samples of another engine, f32 `[B, T]`, from
+    /// [`RolloutCorrection`](candle_grpo_loss::RolloutCorrection).
+    pub importance_weights: Option<Tensor>,
+    /// A weight of the policy term for each sequence, f32 `[B]`.
+    pub sample_weights: Option<Tensor>,
+    /// 1 where the policy term counts, `[B, T]`.
+    pub policy_mask: Option<Tensor>,
+    /// 1 for the tokens that [`PolicyLoss::select_tokens_to_host`](candle_grpo_loss::PolicyLoss::select_tokens_to_host) took from the whole optimiser step, `[B, T]`.
+    pub selected_tokens: Option<Tensor>,
+    /// For each sequence the tokens that its prompt has in the whole optimiser step, f32 `[B]`, from
+    /// [`prompt_tokens_to_host`].
+    pub prompt_tokens: Option<Tensor>,
 }
 
 impl TrainingBatch {
+    /// A batch with nothing but advantages: right for a first update after sampling without a KL loss.
+    pub fn new(tokens: TokenBatch, advantages: Tensor) -> Self {
+        Self {
+            tokens,
+            advantages,
+            old_log_probs: None,
+            ref_log_probs: None,
+            rollout_log_probs: None,
+            scores: None,
+            importance_weights: None,
+            sample_weights: None,
+            policy_mask: None,
+            selected_tokens: None,
+            prompt_tokens: None,
+        }
+    }
+
     /// The number of sequences (B) and the length of the longest response (T).
     ///
     /// Errs, with the name of the field, if the shapes do not belong together.
@@ -130,12 +166,25 @@ impl TrainingBatch {
             advantages == [b] || advantages == [b, t],
             "advantages: shape {advantages:?}, must be [{b}] or [{b}, {t}]"
         );
-        for (name, log_probs) in [
+        for (name, of_tokens) in [
             ("old_log_probs", &self.old_log_probs),
             ("ref_log_probs", &self.ref_log_probs),
+            ("rollout_log_probs", &self.rollout_log_probs),
+            ("importance_weights", &self.importance_weights),
+            ("policy_mask", &self.policy_mask),
+            ("selected_tokens", &self.selected_tokens),
         ] {
-            if let Some(log_probs) = log_probs {
-                ensure_dims(name, log_probs, &[b, t])?;
+            if let Some(of_tokens) = of_tokens {
+                ensure_dims(name, of_tokens, &[b, t])?;
+            }
+        }
+        for (name, of_sequences) in [
+            ("scores", &self.scores),
+            ("sample_weights", &self.sample_weights),
+            ("prompt_tokens", &self.prompt_tokens),
+        ] {
+            if let Some(of_sequences) = of_sequences {
+                ensure_dims(name, of_sequences, &[b])?;
             }
         }
         Ok((b, t))
@@ -150,15 +199,85 @@ impl TrainingBatch {
             .map(|start| {
                 let len = size.min(total - start);
                 let rows = |x: &Tensor| x.narrow(0, start, len)?.contiguous();
+                let if_there = |x: &Option<Tensor>| x.as_ref().map(rows).transpose();
                 Ok(Self {
                     tokens: self.tokens.narrow(start, len)?,
                     advantages: rows(&self.advantages)?,
-                    old_log_probs: self.old_log_probs.as_ref().map(rows).transpose()?,
-                    ref_log_probs: self.ref_log_probs.as_ref().map(rows).transpose()?,
+                    old_log_probs: if_there(&self.old_log_probs)?,
+                    ref_log_probs: if_there(&self.ref_log_probs)?,
+                    rollout_log_probs: if_there(&self.rollout_log_probs)?,
+                    scores: if_there(&self.scores)?,
+                    importance_weights: if_there(&self.importance_weights)?,
+                    sample_weights: if_there(&self.sample_weights)?,
+                    policy_mask: if_there(&self.policy_mask)?,
+                    selected_tokens: if_there(&self.selected_tokens)?,
+                    prompt_tokens: if_there(&self.prompt_tokens)?,
                 })
             })
             .collect()
     }
+
+    /// What a loss is computed from, with the log-probs `[B, T]` that the policy gives now.
+    pub fn policy_batch<'a>(&'a self, log_probs: &'a Tensor) -> PolicyBatch<'a> {
+        let mut batch = PolicyBatch::new(log_probs, &self.advantages, &self.tokens.response_mask);
+        if let Some(x) = &self.old_log_probs {
+            batch = batch.old_log_probs(x);
+        }
+        if let Some(x) = &self.ref_log_probs {
+            batch = batch.ref_log_probs(x);
+        }
+        if let Some(x) = &self.rollout_log_probs {
+            batch = batch.rollout_log_probs(x);
+        }
+        if let Some(x) = &self.scores {
+            batch = batch.scores(x);
+        }
+        if let Some(x) = &self.importance_weights {
+            batch = batch.importance_weights(x);
+        }
+        if let Some(x) = &self.sample_weights {
+            batch = batch.sample_weights(x);
+        }
+        if let Some(x) = &self.policy_mask {
+            batch = batch.policy_mask(x);
+        }
+        if let Some(x) = &self.selected_tokens {
+            batch = batch.selected_tokens(x);
+        }
+        if let Some(x) = &self.prompt_tokens {
+            batch = batch.prompt_tokens(x);
+        }
+        batch
+    }
+}
+
+/// For each sequence of an optimiser step, how many tokens of `response_mask` `[B, T]` the sequences that answer its
+/// prompt have together, f32 `[B]`; and how many prompts have a token, for
+/// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts). `prompts` says which prompt each sequence answers.
+///
+/// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs both. The lengths are
+/// copied to the host.
+pub fn prompt_tokens_to_host(response_mask: &Tensor, prompts: &[usize]) -> Result<(Tensor, f64)> {
+    let lengths = Mask::new(response_mask)?
+        .lengths(DType::F32)?
+        .flatten_all()?
+        .to_vec1::<f32>()?;
+    ensure!(
+        lengths.len() == prompts.len(),
+        "prompts: {} for {} sequences, there must be one for each",
+        prompts.len(),
+        lengths.len()
+    );
+    let mut of_prompt: BTreeMap<usize, f32> = BTreeMap::new();
+    for (&prompt, length) in prompts.iter().zip(lengths) {
+        *of_prompt.entry(prompt).or_default() += length;
+    }
+    let of_sequence: Vec<f32> = prompts.iter().map(|prompt| of_prompt[prompt]).collect();
+    let counting = of_prompt.values().filter(|&&tokens| tokens > 0.).count();
+    Ok((
+        Tensor::new(of_sequence, response_mask.device())?,
+        counting as f64,
+    ))
 }
 
 fn ensure_dims(name: &str, x: &Tensor, dims: &[usize]) -> Result<()> {
@@ -207,12 +326,10 @@ mod tests {
     #[test]
     fn a_batch_splits_into_pieces() {
         let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4]), (&[2], &[5]), (&[3], &[6])];
-        let batch = TrainingBatch {
-            tokens: TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
-            advantages: Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
-            old_log_probs: None,
-            ref_log_probs: None,
-        };
+        let batch = TrainingBatch::new(
+            TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
+            Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+        );
         let pieces = batch.split(2).unwrap();
         assert_eq!(pieces.len(), 2);
         assert_eq!(pieces[1].tokens.targets.to_vec2::<u32>().unwrap(), [[6]]);
@@ -223,12 +340,10 @@ mod tests {
 
     fn three() -> TrainingBatch {
         let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
-        TrainingBatch {
-            tokens: TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
-            advantages: Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
-            old_log_probs: None,
-            ref_log_probs: None,
-        }
+        TrainingBatch::new(
+            TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
+            Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+        )
     }
 
     fn shaped(dims: &[usize]) -> Tensor {
@@ -246,6 +361,8 @@ mod tests {
     #[case(|b: &mut TrainingBatch| b.advantages = shaped(&[2]), "advantages: shape [2], must be [3] or [3, 2]")]
     #[case(|b: &mut TrainingBatch| b.old_log_probs = Some(shaped(&[3])), "old_log_probs: shape [3], must be [3, 2]")]
     #[case(|b: &mut TrainingBatch| b.ref_log_probs = Some(shaped(&[2, 2])), "ref_log_probs: shape [2, 2], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.scores = Some(shaped(&[3, 2])), "scores: shape [3, 2], must be [3]")]
+    #[case(|b: &mut TrainingBatch| b.policy_mask = Some(shaped(&[3])), "policy_mask: shape [3], must be [3, 2]")]
     fn shapes_that_do_not_belong_together_are_named(
         #[case] spoil: fn(&mut TrainingBatch),
         #[case] words: &str,
@@ -254,6 +371,16 @@ mod tests {
         spoil(&mut batch);
         let error = batch.split(2).unwrap_err().to_string();
         assert!(error.starts_with(words), "{error}");
+    }
+
+    #[test]
+    fn tokens_are_counted_by_prompt() {
+        let mask = Tensor::new(&[[1u8, 1], [1, 0], [0, 0], [1, 1], [0, 0]], &Device::Cpu).unwrap();
+        let (tokens, prompts) = prompt_tokens_to_host(&mask, &[7, 3, 3, 7, 5]).unwrap();
+        assert_eq!(tokens.to_vec1::<f32>().unwrap(), [4., 1., 1., 4., 0.]);
+        assert_eq!(prompts, 2.);
+        let error = prompt_tokens_to_host(&mask, &[1]).unwrap_err().to_string();
+        assert!(error.starts_with("prompts: 1 for 5 sequences"), "{error}");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
-use crate::reward::{decode, score_rollouts};
+use crate::reward::{decode, score_rollouts, sums};
 use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 
 /// The completions of an evaluation and their scores.
@@ -57,7 +57,8 @@ pub fn evaluate(
     let prompts: Vec<&Prompt> = prompts.iter().collect();
     let rollouts = sampler.sample(&prompts, 1, stream)?;
     let texts = decode(&rollouts, tokenizer)?;
-    let scores = score_rollouts(reward, &prompts, &rollouts, &texts)?;
+    let components = score_rollouts(reward, &prompts, &rollouts, &texts)?;
+    let scores = sums(&components, rollouts.len());
     let samples = prompts
         .iter()
         .zip(rollouts)

@@ -3,7 +3,7 @@
 //! The way of the data, each arrow a type or function that can be used alone:
 //!
 //! ```text
-//! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──GroupAdvantage──▶ advantages
+//! Prompt ──Sampler──▶ Rollout ──RewardFunction──▶ rewards ──────Recipe──────▶ advantages
 //!                        │                                                       │
 //!                        └──────────▶ TokenBatch ──▶ TrainingBatch ◀─────────────┘
 //!                                                        │
@@ -22,24 +22,27 @@ mod checkpoint;
 mod draw;
 mod evaluate;
 mod hugging_face_config;
+mod learning;
 mod padding;
 mod plot;
 mod pretrain;
 mod prompt;
 mod reference;
+mod requirements;
 mod response;
 mod reward;
 mod rollout;
 mod run_dir;
 mod sampler;
 mod schedule;
+mod scored;
 mod shuffle;
 mod step_metrics;
 mod train_config;
 mod trainer;
 
 pub use actor::{Actor, ActorConfig, StepStats};
-pub use batch::{TokenBatch, TrainingBatch, sampler_log_probs};
+pub use batch::{TokenBatch, TrainingBatch, prompt_tokens_to_host, sampler_log_probs};
 pub use character_tokenizer::character_tokenizer;
 pub use checkpoint::{Checkpoint, load_checkpoint, save_checkpoint};
 pub use evaluate::{EvaluatedSample, Evaluation, evaluate};

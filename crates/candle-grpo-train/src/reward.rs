@@ -36,6 +36,14 @@ pub struct Sample<'a> {
 pub trait RewardFunction {
     /// One finite score for each sample, in their order.
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>>;
+
+    /// The parts whose sum the score is, each with one finite number for each sample: one part, unless the function says
+    /// otherwise. Their number is always the same.
+    ///
+    /// An advantage may look at them one by one: GDPO does.
+    fn components(&self, samples: &[Sample]) -> Result<Vec<Vec<f32>>> {
+        Ok(vec![self.score(samples)?])
+    }
 }
 
 impl<F: Fn(&Sample) -> f32> RewardFunction for F {
@@ -44,7 +52,7 @@ impl<F: Fn(&Sample) -> f32> RewardFunction for F {
     }
 }
 
-/// The weighted sum of several reward functions.
+/// The weighted sum of several reward functions, which are its components.
 #[derive(Default)]
 pub struct WeightedRewards {
     terms: Vec<Term>,
@@ -80,20 +88,38 @@ impl WeightedRewards {
 
 impl RewardFunction for WeightedRewards {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        Ok(sums(&self.components(samples)?, samples.len()))
+    }
+
+    fn components(&self, samples: &[Sample]) -> Result<Vec<Vec<f32>>> {
         ensure!(
             !self.terms.is_empty(),
             "rewards: a sum of no reward functions, add at least one"
         );
-        let mut sums = vec![0.; samples.len()];
-        for term in &self.terms {
-            let scores = checked_scores(term.function.as_ref(), samples)
-                .with_context(|| format!("reward function {:?}", term.name))?;
-            for (sum, score) in sums.iter_mut().zip(scores) {
-                *sum += term.weight * score;
-            }
-        }
-        Ok(sums)
+        self.terms
+            .iter()
+            .map(|term| {
+                let mut scores = term
+                    .function
+                    .score(samples)
+                    .and_then(|scores| check_scores(scores, samples))
+                    .with_context(|| format!("reward function {:?}", term.name))?;
+                scores.iter_mut().for_each(|score| *score *= term.weight);
+                Ok(scores)
+            })
+            .collect()
     }
+}
+
+/// The sum of the components of each sample.
+pub(crate) fn sums(components: &[Vec<f32>], samples: usize) -> Vec<f32> {
+    let mut sums = vec![0.; samples];
+    for component in components {
+        for (sum, score) in sums.iter_mut().zip(component) {
+            *sum += score;
+        }
+    }
+    sums
 }
 
 /// The texts of the completions of `rollouts`, special tokens left out.
@@ -114,13 +140,14 @@ pub(crate) fn decode(rollouts: &[Rollout], tokenizer: &Tokenizer) -> Result<Vec<
         .collect()
 }
 
-/// Scores `rollouts`, whose completions read `texts` and which answer `prompts` in groups of equal size.
+/// The components of the rewards of `rollouts`, whose completions read `texts` and which answer `prompts` in groups of
+/// equal size.
 pub(crate) fn score_rollouts(
     function: &dyn RewardFunction,
     prompts: &[&Prompt],
     rollouts: &[Rollout],
     texts: &[String],
-) -> Result<Vec<f32>> {
+) -> Result<Vec<Vec<f32>>> {
     let num_generations = rollouts.len() / prompts.len().max(1);
     let samples: Vec<Sample> = rollouts
         .iter()
@@ -138,12 +165,19 @@ pub(crate) fn score_rollouts(
             }
         })
         .collect();
-    checked_scores(function, &samples)
+    let components = function.components(&samples)?;
+    ensure!(
+        !components.is_empty(),
+        "rewards: no components, there must be at least one"
+    );
+    components
+        .into_iter()
+        .map(|scores| check_scores(scores, &samples))
+        .collect()
 }
 
-/// The scores of `samples`, one finite number for each.
-fn checked_scores(function: &dyn RewardFunction, samples: &[Sample]) -> Result<Vec<f32>> {
-    let scores = function.score(samples)?;
+/// The scores, if there is one finite number for each of `samples`.
+fn check_scores(scores: Vec<f32>, samples: &[Sample]) -> Result<Vec<f32>> {
     ensure!(
         scores.len() == samples.len(),
         "rewards: {} scores for {} samples, there must be one for each",
@@ -196,6 +230,8 @@ mod tests {
             });
         let scores = rewards.score(&samples(&["yes", "please"])).unwrap();
         assert_eq!(scores, [1.5, 5.]);
+        let components = rewards.components(&samples(&["yes", "please"])).unwrap();
+        assert_eq!(components, [[1.5, 3.], [0., 2.]]);
     }
 
     #[test]
@@ -213,7 +249,8 @@ mod tests {
 
     #[test]
     fn a_wrong_number_of_scores_is_an_error() {
-        let error = checked_scores(&OneTooFew, &samples(&["a", "b", "c"])).unwrap_err();
+        let samples = samples(&["a", "b", "c"]);
+        let error = check_scores(OneTooFew.score(&samples).unwrap(), &samples).unwrap_err();
         assert_eq!(
             error.to_string(),
             "rewards: 2 scores for 3 samples, there must be one for each"

@@ -11,9 +11,13 @@ use crate::{FinishReason, Rollout};
 pub struct StepMetrics {
     /// The number of the step, from 1.
     pub step: usize,
-    /// Whether no update was made, since no group had rewards that differ.
+    /// Whether no update was made, since there was nothing to learn: no advantage other than 0, or no completion left.
     pub skipped: bool,
-    /// The mean reward of all completions.
+    /// The groups drawn. More than are in a step, if some were dropped.
+    pub sampled_groups: usize,
+    /// The groups that are left after [`Recipe::group_filter`](candle_grpo_loss::Recipe::group_filter).
+    pub kept_groups: usize,
+    /// The mean reward of all completions drawn, before any shaping.
     pub reward_mean: f64,
     /// The standard deviation of the rewards of all completions (of the population).
     pub reward_std: f64,
@@ -29,7 +33,7 @@ pub struct StepMetrics {
     /// The learning rate. Absent if skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub learning_rate: Option<f64>,
-    /// The figures of the policy loss by name (`kl`, `entropy`, `clip_fraction`, ...). None if skipped.
+    /// The figures of advantages and policy loss by name (`kl`, `entropy`, `clip_fraction`, ...). None if skipped.
     #[serde(flatten)]
     pub policy: BTreeMap<String, f64>,
     /// Seconds by phase.
@@ -66,6 +70,8 @@ impl StepMetrics {
             .filter(|r| r.finish_reason == FinishReason::Length);
         Self {
             step,
+            sampled_groups: groups.len(),
+            kept_groups: groups.len(),
             reward_mean: mean,
             reward_std: (squares / n).sqrt(),
             constant_groups: constant.count() as f64 / groups.len() as f64,

@@ -1,12 +1,12 @@
 //! The settings of a training run.
 
-use anyhow::{Result, ensure};
-use candle_grpo_core::{GroupAdvantage, Scale, SingleSample};
-use candle_grpo_loss::PolicyLoss;
+use anyhow::{Context, Result, ensure};
+use candle_grpo_core::{KlController, SampleFilter};
+use candle_grpo_loss::{AdaptiveEntropy, Recipe};
 use candle_grpo_nn::AdamWConfig;
 use serde::{Deserialize, Serialize};
 
-use crate::actor::ensure_can_be_fed;
+use crate::requirements::{Requirements, ensure_consistent};
 use crate::{ActorConfig, LearningRateSchedule, SamplingConfig};
 
 /// Where the log-probs that the ratio of an update refers to come from.
@@ -18,9 +18,28 @@ pub enum OldLogProbs {
     Recompute,
     /// What the sampler recorded while it drew: saves the pass. Here they differ by rounding only.
     Sampler,
+    /// The policy itself: saves the pass too, where a step makes one update, so that the policy is still the one that drew.
+    Current,
 }
 
 /// The settings of a training run.
+///
+/// ```
+/// use candle_grpo_loss::Recipe;
+/// use candle_grpo_train::TrainConfig;
+///
+/// let config = TrainConfig {
+///     prompts_per_step: 16,
+///     recipe: Recipe::dapo(1024, 128),
+///     ..TrainConfig::default()
+/// };
+/// config.validate()?;
+///
+/// let config = TrainConfig { prompts_per_step: 0, ..config };
+/// let error = config.validate().unwrap_err();
+/// assert_eq!(error.to_string(), "prompts_per_step: 0, must be at least 1");
+/// # Ok::<(), anyhow::Error>(())
+/// ```
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
@@ -33,12 +52,19 @@ pub struct TrainConfig {
     pub num_generations: usize,
     /// How completions are drawn. Its seed decides the order of the prompts too.
     pub sampling: SamplingConfig,
-    /// How rewards become advantages.
-    pub advantage: GroupAdvantage,
-    /// What advantages are divided by.
-    pub scale: Scale,
-    /// What is minimised. With a KL loss the policy at the start of the run is kept as the reference.
-    pub policy_loss: PolicyLoss,
+    /// The algorithm: what is done to rewards, which groups a step is made of, how rewards become advantages, and what is
+    /// minimised. With a KL term the policy at the start of the run is kept as the reference.
+    pub recipe: Recipe,
+    /// How often a step samples in place of the groups that [`Recipe::group_filter`] drops, the first time included; it
+    /// then trains on what it has. With 1 nothing is sampled in their place.
+    pub max_sampling_batches: usize,
+    /// Which completions are trained on. The others take part in the statistics of their groups, unless the advantage says
+    /// otherwise, and are masked in the loss and its denominators.
+    pub sample_filters: Vec<SampleFilter>,
+    /// What steers the coefficient of a KL penalty in the rewards of tokens, in place of the fixed one in the recipe.
+    pub reward_kl: Option<KlController>,
+    /// What steers the coefficient of the entropy bonus, in place of the fixed one in the recipe.
+    pub adaptive_entropy: Option<AdaptiveEntropy>,
     /// Where the log-probs that the ratio refers to come from.
     pub old_log_probs: OldLogProbs,
     /// How often a step goes through its completions.
@@ -56,14 +82,17 @@ pub struct TrainConfig {
 }
 
 impl Default for TrainConfig {
+    /// GRPO.
     fn default() -> Self {
         Self {
             prompts_per_step: 32,
             num_generations: 8,
             sampling: SamplingConfig::default(),
-            advantage: GroupAdvantage::grpo(),
-            scale: Scale::Group,
-            policy_loss: PolicyLoss::grpo(),
+            recipe: Recipe::grpo(),
+            max_sampling_batches: 10,
+            sample_filters: Vec::new(),
+            reward_kl: None,
+            adaptive_entropy: None,
             old_log_probs: OldLogProbs::default(),
             epochs: 1,
             mini_batch_size: None,
@@ -79,23 +108,20 @@ impl Default for TrainConfig {
 }
 
 impl TrainConfig {
-    /// Errs if a field has a value with which no step can be made.
+    /// Errs if a field has a value with which no step can be made, or fields contradict each other.
     ///
     /// [`Trainer::new`](crate::Trainer::new) asks this; ask it earlier if there is work to do before.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("prompts_per_step", self.prompts_per_step),
             ("num_generations", self.num_generations),
+            ("max_sampling_batches", self.max_sampling_batches),
             ("epochs", self.epochs),
             ("mini_batch_size", self.mini_batch_size.unwrap_or(1)),
             ("micro_batch_size", self.micro_batch_size),
         ] {
             ensure!(value > 0, "{name}: 0, must be at least 1");
         }
-        ensure!(
-            self.num_generations > 1 || self.advantage.single_sample != SingleSample::Error,
-            "num_generations: 1, a relative advantage needs at least 2 (or choose an advantage.single_sample policy)"
-        );
         ensure!(
             self.max_grad_norm > 0.,
             "max_grad_norm: {}, must be above 0",
@@ -105,14 +131,55 @@ impl TrainConfig {
             !self.sampling.greedy,
             "sampling.greedy: true, must be false in training: all completions of a group would be the same"
         );
-        ensure_can_be_fed(&self.policy_loss)?;
+        ensure_consistent(&self.recipe, self.num_generations)?;
+        self.validate_old_log_probs()?;
+        self.validate_controllers()?;
         self.schedule.validate()?;
         self.sampling.validate()
     }
 
+    fn validate_old_log_probs(&self) -> Result<()> {
+        ensure!(
+            self.recipe.policy_loss.rollout_correction.is_none()
+                || self.old_log_probs == OldLogProbs::Recompute,
+            "old_log_probs: {:?}, must be Recompute with recipe.policy_loss.rollout_correction, which compares the sampler with the policy",
+            self.old_log_probs
+        );
+        if self.old_log_probs == OldLogProbs::Current {
+            let completions = self.prompts_per_step.saturating_mul(self.num_generations);
+            ensure!(
+                self.epochs == 1 && self.mini_batch_size.is_none_or(|size| size >= completions),
+                "old_log_probs: Current, must be another with {} epochs and mini-batches of {:?} of {completions} completions: from the second update on the policy is not the one that drew",
+                self.epochs,
+                self.mini_batch_size
+            );
+            ensure!(
+                !Requirements::of(&self.recipe).old_log_probs,
+                "old_log_probs: Current, must be another with recipe.advantage, which is taken from them"
+            );
+        }
+        Ok(())
+    }
+
+    fn validate_controllers(&self) -> Result<()> {
+        if let Some(controller) = &self.reward_kl {
+            controller.validate().context("reward_kl")?;
+            let tokens = self.recipe.advantage.pipeline().tokens;
+            ensure!(
+                tokens.is_some_and(|tokens| tokens.kl_penalty.is_some()),
+                "reward_kl: given, but recipe.advantage has no kl_penalty in its stage of tokens that it could steer"
+            );
+        }
+        ensure!(
+            self.adaptive_entropy.is_none() || self.recipe.policy_loss.entropy_coef == 0.,
+            "adaptive_entropy: given together with recipe.policy_loss.entropy_coef, must be one of them"
+        );
+        Ok(())
+    }
+
     pub(crate) fn actor(&self) -> ActorConfig {
         ActorConfig {
-            policy_loss: self.policy_loss.clone(),
+            policy_loss: self.recipe.policy_loss.clone(),
             optimizer: self.optimizer.clone(),
             temperature: self.sampling.temperature,
         }

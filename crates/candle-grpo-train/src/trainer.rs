@@ -4,27 +4,43 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use candle_core::Tensor;
-use candle_grpo_core::MetricValues;
-use candle_grpo_loss::StepTotals;
+use candle_grpo_core::{
+    AdvantageEstimator, DynamicSampling, KlController, MetricValues, RunningMoments,
+    SamplingDecision,
+};
+use candle_grpo_loss::{AdaptiveEntropy, Aggregation, StepTotals, Surrogate};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use tokenizers::Tokenizer;
 
+use crate::requirements::Requirements;
 use crate::reward::{decode, score_rollouts};
+use crate::scored::ScoredRollouts;
 use crate::{
-    Actor, OldLogProbs, Prompt, Reference, RewardFunction, Rollout, Sampler, ShuffledOrder,
-    StepMetrics, TokenBatch, TrainConfig, TrainingBatch, sampler_log_probs,
+    Actor, PhaseSeconds, Prompt, Reference, RewardFunction, Sampler, SamplingConfig, ShuffledOrder,
+    StepMetrics, TokenBatch, TrainConfig, TrainingBatch, prompt_tokens_to_host,
 };
 
 /// Trains a policy with rewards: sample, score, compare within groups, update.
 pub struct Trainer {
-    actor: Actor,
+    pub(crate) actor: Actor,
+    pub(crate) reference: Option<Reference>,
+    pub(crate) teacher: Option<Reference>,
+    pub(crate) estimator: Option<Box<dyn AdvantageEstimator>>,
+    pub(crate) requirements: Requirements,
+    pub(crate) config: TrainConfig,
+    /// Of rewards, over the steps.
+    pub(crate) running_moments: Option<RunningMoments>,
+    pub(crate) reward_kl: Option<KlController>,
     sampler: Sampler,
-    reference: Option<Reference>,
+    /// Draws the likeliest tokens, if scores are compared with those of greedy answers.
+    greedy_sampler: Option<Sampler>,
     tokenizer: Tokenizer,
     prompts: Vec<Prompt>,
     order: ShuffledOrder,
+    /// How many places of the order have been visited.
+    visited: usize,
     reward: Box<dyn RewardFunction>,
-    config: TrainConfig,
+    adaptive_entropy: Option<AdaptiveEntropy>,
     steps: usize,
     skipped_steps: usize,
 }
@@ -43,28 +59,67 @@ impl Trainer {
     ) -> Result<Self> {
         config.validate()?;
         let actor = Actor::new(model, parameters, config.actor())?;
-        let reference = match config.policy_loss.kl {
-            Some(_) => Some(actor.reference()?),
-            None => None,
+        let requirements = Requirements::of(&config.recipe);
+        let reference = match requirements.reference {
+            true => Some(actor.reference()?),
+            false => None,
+        };
+        let greedy_sampler = match requirements.greedy_scores {
+            true => Some(actor.sampler(SamplingConfig {
+                greedy: true,
+                ..config.sampling.clone()
+            })?),
+            false => None,
+        };
+        let running_moments = match config.recipe.reward_shaping.norm.is_running() {
+            true => Some(RunningMoments::new(actor.parameters().device())?),
+            false => None,
         };
         Ok(Self {
             sampler: actor.sampler(config.sampling.clone())?,
+            greedy_sampler,
             order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
+            visited: 0,
             reward: Box::new(reward),
+            reward_kl: config.reward_kl,
+            adaptive_entropy: config.adaptive_entropy,
+            estimator: None,
+            teacher: None,
             steps: 0,
             skipped_steps: 0,
             actor,
             reference,
+            requirements,
+            running_moments,
             tokenizer,
             prompts,
             config,
         })
     }
 
+    /// Takes advantages from `estimator`, one of your own, in place of the one in the recipe.
+    ///
+    /// It is given everything that the run has: rewards, groups, response mask, log-probs of the old policy (unless
+    /// [`TrainConfig::old_log_probs`] is `Current`), and of reference and teacher if there are any.
+    pub fn with_advantage_estimator(
+        mut self,
+        estimator: impl AdvantageEstimator + 'static,
+    ) -> Self {
+        self.estimator = Some(Box::new(estimator));
+        self
+    }
+
+    /// The policy to learn from, for [`TokenShaping::distillation`](candle_grpo_core::TokenShaping::distillation). Its
+    /// tokens must be those of the policy.
+    pub fn with_teacher(mut self, teacher: Reference) -> Self {
+        self.teacher = Some(teacher);
+        self
+    }
+
     /// Makes one step.
     ///
-    /// If no group has rewards that differ there is nothing to learn: the policy stays as it is, and the step is
-    /// counted as skipped.
+    /// If there is nothing to learn, because no advantage is other than 0 or no completion is left after the filters, the
+    /// policy stays as it is, and the step is counted as skipped.
     pub fn step(&mut self) -> Result<StepMetrics> {
         self.steps += 1;
         self.make_step()
@@ -72,107 +127,212 @@ impl Trainer {
     }
 
     fn make_step(&mut self) -> Result<StepMetrics> {
-        let TrainConfig {
-            prompts_per_step,
-            num_generations,
-            scale,
-            ..
-        } = self.config;
-        let step = self.steps;
+        let mut seconds = PhaseSeconds::default();
+        let (all, kept) = self.sample_groups(&mut seconds)?;
+        let mut metrics = StepMetrics::of_rollouts(
+            self.steps,
+            &all.rollouts,
+            &all.scores(),
+            all.num_generations,
+        );
+        metrics.kept_groups = kept.len();
 
         let start = Instant::now();
-        let rows = self
-            .order
-            .slice((step - 1) * prompts_per_step, prompts_per_step);
-        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let rollouts = self
-            .sampler
-            .sample(&prompts, num_generations, step as u64)?;
-        let sampled = Instant::now();
-
-        let texts = decode(&rollouts, &self.tokenizer)?;
-        let rewards = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
-        let advantages = self
-            .config
-            .advantage
-            .compute(&rewards, num_generations, scale)?;
-        let scored = Instant::now();
-
-        let mut metrics = StepMetrics::of_rollouts(step, &rollouts, &rewards, num_generations);
-        if advantages.to_vec1::<f32>()?.iter().all(|&a| a == 0.) {
-            metrics.skipped = true;
-            self.skipped_steps += 1;
-        } else {
-            self.train(&rollouts, advantages, &mut metrics)?;
+        let mut figures = MetricValues::default();
+        let batch = match kept.is_empty() {
+            true => None,
+            false => self.training_batch(&all.select(&kept)?, &mut figures)?,
+        };
+        match batch {
+            Some(batch) => self.train(&batch, figures, &mut metrics)?,
+            None => {
+                metrics.skipped = true;
+                self.skipped_steps += 1;
+            }
         }
-        metrics.seconds.sample = (sampled - start).as_secs_f64();
-        metrics.seconds.score = (scored - sampled).as_secs_f64();
-        metrics.seconds.train = scored.elapsed().as_secs_f64();
+        seconds.train = start.elapsed().as_secs_f64();
+        metrics.seconds = seconds;
         Ok(metrics)
+    }
+
+    /// Samples until there are enough groups: all groups drawn, and the numbers of those that are trained on.
+    fn sample_groups(
+        &mut self,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<(ScoredRollouts, Vec<usize>)> {
+        let needed = self.config.prompts_per_step;
+        let Some(filter) = self.config.recipe.group_filter else {
+            let all = self.sample_batch(needed, 0, seconds)?;
+            return Ok((all, (0..needed).collect()));
+        };
+        let sampling = DynamicSampling {
+            groups: needed,
+            max_batches: Some(self.config.max_sampling_batches),
+            filter,
+        };
+        let mut all = self.sample_batch(needed, 0, seconds)?;
+        let mut batches = 1;
+        loop {
+            let kept = sampling.keep(&all.groups()?);
+            match sampling.decide(kept.len(), batches)? {
+                SamplingDecision::Sample { missing } => {
+                    all.extend(self.sample_batch(missing, batches, seconds)?)?;
+                    batches += 1;
+                }
+                SamplingDecision::Train | SamplingDecision::GiveUp { .. } => {
+                    return Ok((all, kept));
+                }
+            }
+        }
+    }
+
+    /// The completions of the next `count` prompts, scored.
+    fn sample_batch(
+        &mut self,
+        count: usize,
+        batch: usize,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<ScoredRollouts> {
+        let num_generations = self.config.num_generations;
+        let rows = self.order.slice(self.visited, count);
+        self.visited += count;
+        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        let start = Instant::now();
+        // A prompt may come again in a later batch of the step, and must not get the same completions.
+        let stream = self.steps as u64 | (batch as u64) << 32;
+        let rollouts = self.sampler.sample(&prompts, num_generations, stream)?;
+        let sampled = Instant::now();
+        let texts = decode(&rollouts, &self.tokenizer)?;
+        let components = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
+        seconds.sample += (sampled - start).as_secs_f64();
+        seconds.score += sampled.elapsed().as_secs_f64();
+        Ok(ScoredRollouts {
+            num_generations,
+            rows,
+            rollouts,
+            components,
+        })
+    }
+
+    /// The score of a greedy answer to each of the prompts at `rows`.
+    pub(crate) fn greedy_scores(&self, rows: &[usize]) -> Result<Option<Vec<f32>>> {
+        let Some(sampler) = &self.greedy_sampler else {
+            return Ok(None);
+        };
+        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        let rollouts = sampler.sample(&prompts, 1, 0)?;
+        let texts = decode(&rollouts, &self.tokenizer)?;
+        let components = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
+        let scored = ScoredRollouts {
+            num_generations: 1,
+            rows: rows.to_vec(),
+            rollouts,
+            components,
+        };
+        Ok(Some(scored.scores()))
     }
 
     fn train(
         &mut self,
-        rollouts: &[Rollout],
-        advantages: Tensor,
+        batch: &TrainingBatch,
+        mut figures: MetricValues,
         metrics: &mut StepMetrics,
     ) -> Result<()> {
-        let batch = self.training_batch(rollouts, advantages)?;
-        let mini_batch_size = self.config.mini_batch_size.unwrap_or(rollouts.len());
+        let (completions, _) = batch.dims()?;
+        let mini_batch_size = self.config.mini_batch_size.unwrap_or(completions);
         let mini_batches = batch.split(mini_batch_size)?;
         let factor = self.config.schedule.factor(metrics.step);
         self.actor
             .set_learning_rate(self.config.optimizer.learning_rate * factor);
+        if let Some(controller) = &self.adaptive_entropy {
+            self.actor.set_entropy_coef(controller.entropy_coef());
+        }
         // A step that failed may have left some.
         self.actor.zero_grad();
-        let mut policy = MetricValues::default();
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
-            for mini_batch in &mini_batches {
-                let totals = StepTotals::to_host(&mini_batch.tokens.response_mask)?;
+            for (number, mini_batch) in mini_batches.iter().enumerate() {
+                let Some((mini_batch, totals)) =
+                    self.whole_mini_batch(mini_batch, number * mini_batch_size)?
+                else {
+                    continue;
+                };
                 for micro_batch in mini_batch.split(self.config.micro_batch_size)? {
-                    policy.merge(&self.actor.forward_backward(&micro_batch, &totals)?)?;
+                    figures.merge(&self.actor.forward_backward(&micro_batch, &totals)?)?;
                 }
                 let stats = self.actor.clip_grad_and_step(self.config.max_grad_norm)?;
                 grad_norms.push(stats.grad_norm);
                 metrics.learning_rate = Some(stats.learning_rate);
             }
         }
+        if let (Some(controller), Some(entropy)) =
+            (&mut self.adaptive_entropy, figures.get("entropy"))
+        {
+            controller.update(entropy)?;
+        }
         metrics.grad_norm = Some(grad_norms.iter().sum::<f64>() / grad_norms.len() as f64);
-        metrics.policy = policy
+        metrics.policy = figures
             .iter()
             .map(|(name, value)| (name.to_owned(), value))
             .collect();
         Ok(())
     }
 
-    fn training_batch(&self, rollouts: &[Rollout], advantages: Tensor) -> Result<TrainingBatch> {
-        let device = self.actor.parameters().device();
-        let tokens = TokenBatch::from_rollouts(rollouts, device)?;
-        let in_pieces = |log_probs: &dyn Fn(&TokenBatch) -> Result<Tensor>| -> Result<Tensor> {
-            let (total, _) = tokens.dims()?;
-            let size = self.config.micro_batch_size;
-            let pieces = (0..total)
-                .step_by(size)
-                .map(|start| log_probs(&tokens.narrow(start, size.min(total - start))?))
-                .collect::<Result<Vec<_>>>()?;
-            Ok(Tensor::cat(&pieces, 0)?)
-        };
-        let old_log_probs = match self.config.old_log_probs {
-            OldLogProbs::Recompute => in_pieces(&|piece| self.actor.log_probs(piece))?,
-            OldLogProbs::Sampler => sampler_log_probs(rollouts, device)?,
-        };
-        let temperature = self.config.sampling.temperature;
-        let ref_log_probs = match &self.reference {
-            Some(reference) => Some(in_pieces(&|piece| reference.log_probs(piece, temperature))?),
-            None => None,
-        };
-        Ok(TrainingBatch {
-            advantages: advantages.to_device(device)?,
-            old_log_probs: Some(old_log_probs),
-            ref_log_probs,
-            tokens,
-        })
+    /// A mini-batch, whose first sequence is number `first` of the step, with what depends on all of it; nothing if none of
+    /// its tokens counts.
+    fn whole_mini_batch(
+        &self,
+        mini_batch: &TrainingBatch,
+        first: usize,
+    ) -> Result<Option<(TrainingBatch, StepTotals)>> {
+        let mask = &mini_batch.tokens.response_mask;
+        let mut totals = StepTotals::to_host(mask)?;
+        if totals.tokens == 0. {
+            return Ok(None);
+        }
+        let mut mini_batch = mini_batch.clone();
+        let policy_loss = &self.config.recipe.policy_loss;
+        if [
+            Some(policy_loss.aggregation),
+            policy_loss.entropy_aggregation,
+        ]
+        .contains(&Some(Aggregation::PromptMeanTokenMean))
+        {
+            let (sequences, _) = mini_batch.dims()?;
+            let groups: Vec<usize> = (first..first + sequences)
+                .map(|i| i / self.config.num_generations)
+                .collect();
+            let (tokens, prompts) =
+                prompt_tokens_to_host(&mini_batch.tokens.response_mask, &groups)?;
+            mini_batch.prompt_tokens = Some(tokens);
+            totals.prompts = prompts;
+        }
+        if matches!(
+            policy_loss.surrogate,
+            Surrogate::ClipCov(_) | Surrogate::KlCov(_)
+        ) {
+            let log_probs =
+                self.in_pieces(&mini_batch.tokens, |piece| self.actor.log_probs(piece))?;
+            let seed = self.config.sampling.seed ^ ((self.steps as u64) << 32) ^ first as u64;
+            mini_batch.selected_tokens =
+                policy_loss.select_tokens_to_host(&mini_batch.policy_batch(&log_probs), seed)?;
+        }
+        Ok(Some((mini_batch, totals)))
+    }
+
+    /// What `of_tokens` gives `[B, T]`, computed in pieces of a micro-batch.
+    pub(crate) fn in_pieces(
+        &self,
+        tokens: &TokenBatch,
+        of_tokens: impl Fn(&TokenBatch) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (total, _) = tokens.dims()?;
+        let size = self.config.micro_batch_size;
+        let pieces = (0..total)
+            .step_by(size)
+            .map(|start| of_tokens(&tokens.narrow(start, size.min(total - start))?))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Tensor::cat(&pieces, 0)?)
     }
 
     /// The policy.

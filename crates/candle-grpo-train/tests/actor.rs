@@ -3,9 +3,9 @@
 mod common;
 
 use candle_core::{Device, Tensor};
-use candle_grpo_loss::{KlLoss, PolicyLoss, StepTotals};
+use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, PositiveNll, StepTotals};
 use candle_grpo_nn::AdamWConfig;
-use candle_grpo_train::{Actor, ActorConfig, TokenBatch, TrainingBatch};
+use candle_grpo_train::{Actor, ActorConfig, TokenBatch, TrainingBatch, prompt_tokens_to_host};
 use common::{max_difference, model, parameters, prompts, sampling};
 use rstest::rstest;
 
@@ -32,11 +32,17 @@ fn batch(actor: &Actor) -> TrainingBatch {
     let tokens = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
     let log_probs = actor.log_probs(&tokens).unwrap();
     let advantages: Vec<f32> = (0..12).map(|i| (i as f32 * 1.7).sin()).collect();
+    let prompts: Vec<usize> = (0..12).map(|i| i / 4).collect();
+    let (prompt_tokens, _) = prompt_tokens_to_host(&tokens.response_mask, &prompts).unwrap();
+    let advantages = Tensor::new(advantages, &Device::Cpu).unwrap();
     TrainingBatch {
         old_log_probs: Some((&log_probs + 0.05).unwrap()),
         ref_log_probs: Some((&log_probs * 0.9).unwrap()),
-        advantages: Tensor::new(advantages, &Device::Cpu).unwrap(),
-        tokens,
+        rollout_log_probs: Some((&log_probs - 0.1).unwrap()),
+        scores: Some(advantages.clone()),
+        sample_weights: Some(advantages.abs().unwrap()),
+        prompt_tokens: Some(prompt_tokens),
+        ..TrainingBatch::new(tokens, advantages)
     }
 }
 
@@ -46,14 +52,23 @@ fn micro_batches_add_up_to_the_gradient_of_the_batch(
         PolicyLoss::grpo(),
         PolicyLoss::dapo(),
         PolicyLoss::dr_grpo(8.),
-        PolicyLoss::gspo()
+        PolicyLoss::gspo(),
+        PolicyLoss {
+            aggregation: Aggregation::PromptMeanTokenMean,
+            positive_nll: Some(PositiveNll { coef: 0.3, score_above: 0.2 }),
+            off_policy_threshold: Some(0.12),
+            ..PolicyLoss::grpo()
+        }
     )]
     policy_loss: PolicyLoss,
     #[values(1, 5, 6)] size: usize,
 ) {
     let mut whole = actor(policy_loss.clone());
     let batch = batch(&whole);
-    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals {
+        prompts: 3.,
+        ..StepTotals::to_host(&batch.tokens.response_mask).unwrap()
+    };
     let metrics = whole.forward_backward(&batch, &totals).unwrap();
 
     let mut pieces = actor(policy_loss);

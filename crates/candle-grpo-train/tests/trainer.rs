@@ -3,10 +3,8 @@
 mod common;
 
 use anyhow::Result;
-use candle_grpo_core::{GroupAdvantage, SingleSample};
-use candle_grpo_loss::{
-    Aggregation, ClipCov, KlCov, PolicyLoss, PositiveIf, PositiveNll, RolloutCorrection, Topr,
-};
+use candle_grpo_core::{AdvantageConfig, Scale, SingleSample};
+use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{AdamWConfig, Parameters};
 use candle_grpo_train::{
     Actor, ActorConfig, Example, LearningRateSchedule, OldLogProbs, PretrainConfig, RewardFunction,
@@ -181,78 +179,22 @@ fn settings_that_cannot_be_are_errors(#[case] config: TrainConfig, #[case] words
     assert!(error.starts_with(words), "{error}");
 }
 
-fn topr(positive_if: PositiveIf) -> PolicyLoss {
-    PolicyLoss {
-        surrogate: Topr {
-            positive_if,
-            ..Topr::default()
-        }
-        .into(),
-        ..PolicyLoss::default()
-    }
-}
-
-#[rstest]
-#[case(PolicyLoss { loss_coef: -1., ..PolicyLoss::default() }, "policy_loss: loss_coef: -1")]
-#[case(
-    PolicyLoss { rollout_correction: Some(RolloutCorrection::default()), ..PolicyLoss::default() },
-    "policy_loss.rollout_correction: needs"
-)]
-#[case(
-    PolicyLoss { positive_nll: Some(PositiveNll { coef: 0.1, score_above: 0. }), ..PolicyLoss::default() },
-    "policy_loss.positive_nll: needs"
-)]
-#[case(
-    PolicyLoss { aggregation: Aggregation::PromptMeanTokenMean, ..PolicyLoss::default() },
-    "policy_loss.aggregation.prompt-mean-token-mean: needs"
-)]
-#[case(
-    PolicyLoss { entropy_aggregation: Some(Aggregation::PromptMeanTokenMean), ..PolicyLoss::default() },
-    "policy_loss.entropy_aggregation.prompt-mean-token-mean: needs"
-)]
-#[case(
-    PolicyLoss { surrogate: ClipCov::default().into(), ..PolicyLoss::default() },
-    "policy_loss.surrogate.clip_cov: needs"
-)]
-#[case(
-    PolicyLoss { surrogate: KlCov::default().into(), ..PolicyLoss::default() },
-    "policy_loss.surrogate.kl_cov: needs"
-)]
-#[case(
-    topr(PositiveIf::ScoreAbove(0.)),
-    "policy_loss.surrogate.topr.positive_if.score_above: needs"
-)]
-fn losses_that_cannot_be_fed_are_refused_before_anything_is_drawn(
-    #[case] policy_loss: PolicyLoss,
-    #[case] words: &str,
-) {
-    let config = TrainConfig {
-        policy_loss,
-        ..config()
-    };
+#[test]
+fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
+    let mut config = config();
+    config.recipe.policy_loss.loss_coef = -1.;
     let error = format!("{:#}", config.validate().unwrap_err());
-    assert!(error.starts_with(words), "{error}");
+    assert!(error.starts_with("recipe: loss_coef: -1"), "{error}");
     let error = format!("{:#}", trainer(share_of_a, config.clone()).err().unwrap());
-    assert!(error.starts_with(words), "{error}");
+    assert!(error.starts_with("recipe: loss_coef: -1"), "{error}");
     let config = ActorConfig {
-        policy_loss: config.policy_loss,
+        policy_loss: config.recipe.policy_loss,
         optimizer: config.optimizer,
         temperature: 1.,
     };
     let error = Actor::new(model(), parameters(), config).err().unwrap();
     let error = format!("{error:#}");
-    assert!(error.starts_with(words), "{error}");
-}
-
-#[rstest]
-#[case(topr(PositiveIf::AdvantagePositive))]
-#[case(PolicyLoss { off_policy_threshold: Some(1.), ..PolicyLoss::default() })]
-fn losses_that_need_no_more_than_old_log_probs_are_fine(#[case] policy_loss: PolicyLoss) {
-    let config = TrainConfig {
-        policy_loss,
-        ..config()
-    };
-    assert!(!trainer(share_of_a, config).unwrap().step().unwrap().skipped);
+    assert!(error.starts_with("policy_loss: loss_coef: -1"), "{error}");
 }
 
 /// Seven places of five prompts: two prompts occur twice.
@@ -359,9 +301,13 @@ fn no_prompts_is_an_error() {
 fn groups_of_one_are_fine_with_a_policy_for_them() {
     let config = TrainConfig {
         num_generations: 1,
-        advantage: GroupAdvantage {
-            single_sample: SingleSample::Raw,
-            ..GroupAdvantage::grpo()
+        recipe: Recipe {
+            advantage: AdvantageConfig::Grpo {
+                scale: Scale::Group,
+                epsilon: 1e-6,
+                single_sample: SingleSample::Raw,
+            },
+            ..Recipe::grpo()
         },
         ..config()
     };

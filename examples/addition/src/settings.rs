@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
-use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Surrogate};
+use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::{
     LearningRateSchedule, OldLogProbs, PretrainConfig, SamplingConfig, TrainConfig,
@@ -100,11 +100,14 @@ impl Settings {
                     seed,
                     ..SamplingConfig::default()
                 },
-                policy_loss: PolicyLoss {
-                    surrogate: Surrogate::Clip(Clip::symmetric(0.2)),
-                    kl: Some(KlLoss::k3(0.001)),
-                    aggregation: Aggregation::TokenMean,
-                    ..PolicyLoss::default()
+                recipe: Recipe {
+                    policy_loss: PolicyLoss {
+                        surrogate: Surrogate::Clip(Clip::symmetric(0.2)),
+                        kl: Some(KlLoss::k3(0.001)),
+                        aggregation: Aggregation::TokenMean,
+                        ..PolicyLoss::default()
+                    },
+                    ..Recipe::grpo()
                 },
                 old_log_probs: OldLogProbs::Sampler,
                 // Two updates from each batch, so that the second one is off-policy and the clip has something to do.

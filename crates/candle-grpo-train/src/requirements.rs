@@ -1,0 +1,95 @@
+//! What an algorithm is computed from, besides completions and their rewards.
+
+use anyhow::{Context, Result, ensure};
+use candle_grpo_core::{
+    Baseline, Components, RewardShaping, SequenceAdvantage, SingleSample, TokenBaseline,
+    TokenShaping,
+};
+use candle_grpo_loss::Recipe;
+
+/// What the advantages and the loss of a recipe need.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Requirements {
+    /// Advantages are taken from the log-probs of the policy before the update.
+    pub(crate) old_log_probs: bool,
+    /// The log-probs of a reference policy, for the advantages or the loss.
+    pub(crate) reference: bool,
+    /// The values of a critic.
+    pub(crate) values: bool,
+    /// The score of a greedy answer to each prompt.
+    pub(crate) greedy_scores: bool,
+    /// The sum of the squared probabilities at each token.
+    pub(crate) sum_of_squared_probs: bool,
+}
+
+impl Requirements {
+    pub(crate) fn of(recipe: &Recipe) -> Self {
+        let pipeline = recipe.advantage.pipeline();
+        let of_sequences = |sequence: &SequenceAdvantage| Self {
+            old_log_probs: sequence.kl_penalty.is_some(),
+            reference: sequence.kl_penalty.is_some(),
+            greedy_scores: sequence.group.baseline == Baseline::Given,
+            ..Self::default()
+        };
+        let of_tokens = |tokens: &TokenShaping| {
+            let optimal = matches!(tokens.baseline, TokenBaseline::OptimalToken(_));
+            Self {
+                old_log_probs: tokens.kl_penalty.is_some()
+                    || tokens.distillation.is_some()
+                    || optimal,
+                reference: tokens.kl_penalty.is_some(),
+                values: tokens.lambda.is_some(),
+                greedy_scores: tokens.baseline == TokenBaseline::Given,
+                sum_of_squared_probs: optimal,
+            }
+        };
+        let a = pipeline.sequence.as_ref().map(of_sequences);
+        let b = pipeline.tokens.as_ref().map(of_tokens);
+        let (a, b) = (a.unwrap_or_default(), b.unwrap_or_default());
+        Self {
+            old_log_probs: a.old_log_probs || b.old_log_probs,
+            reference: a.reference || b.reference || recipe.policy_loss.kl.is_some(),
+            values: a.values || b.values,
+            greedy_scores: a.greedy_scores || b.greedy_scores,
+            sum_of_squared_probs: a.sum_of_squared_probs || b.sum_of_squared_probs,
+        }
+    }
+}
+
+/// Whether the components of rewards reach the advantage one by one: nothing before it adds them up.
+pub(crate) fn keeps_components(recipe: &Recipe) -> bool {
+    recipe.reward_shaping == RewardShaping::default() && recipe.overlong.is_none()
+}
+
+/// Errs if `recipe` is not valid, or contradicts itself or groups of this size.
+pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Result<()> {
+    recipe.validate().context("recipe")?;
+    let pipeline = recipe.advantage.pipeline();
+    if let Some(sequence) = &pipeline.sequence {
+        let relative = matches!(
+            sequence.group.baseline,
+            Baseline::GroupMean
+                | Baseline::LeaveOneOut
+                | Baseline::LengthWeighted
+                | Baseline::BestOfOthers
+        );
+        ensure!(
+            num_generations > 1 || !relative || sequence.group.single_sample != SingleSample::Error,
+            "num_generations: 1, a relative advantage needs at least 2 (or choose a single_sample policy in recipe.advantage)"
+        );
+        ensure!(
+            sequence.group.components == Components::SumThenNormalize || keeps_components(recipe),
+            "recipe.advantage: takes the components of rewards one by one, but recipe.reward_shaping or recipe.overlong adds them up before; leave these out"
+        );
+    }
+    let requirements = Requirements::of(recipe);
+    ensure!(
+        !requirements.values,
+        "recipe.advantage: lambda needs the values of a critic, which training does not have yet; leave it out"
+    );
+    ensure!(
+        !requirements.greedy_scores || keeps_components(recipe),
+        "recipe.advantage: compares with the score of a greedy answer, which recipe.reward_shaping and recipe.overlong do not touch; leave these out"
+    );
+    Ok(())
+}
