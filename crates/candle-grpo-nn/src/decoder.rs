@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use crate::attention::{Attention, Pass};
+use crate::frozen_linear::linear;
 use crate::kv_cache::KvCache;
 use crate::mlp::Mlp;
 use crate::norm::RmsNorm;
@@ -141,7 +142,7 @@ impl Decoder {
             .reshape(((), self.config.hidden_size))?;
         let mut shape = dims.to_vec();
         shape[dims.len() - 1] = self.config.vocab_size;
-        rows.matmul(&self.output.t()?)?.reshape(shape)
+        linear(&rows, &self.output)?.reshape(shape)
     }
 
     /// The shape of this decoder.

@@ -1,24 +1,76 @@
 //! A linear map without bias.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
-/// `y = x w^T` for flat rows. Rows are flat because a matmul with a batch dimension would broadcast the weight, and
-/// its gradient, once per batch row.
+use crate::frozen_linear::linear;
+
+/// `y = x w^T` for flat rows, plus what a low-rank adapter adds. Rows are flat because a matmul with a batch dimension
+/// would broadcast the weight, and its gradient, once per batch row.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     weight: Tensor,
+    adapter: Option<Adapter>,
 }
+
+/// `scaling * x a^T b^T`.
+#[derive(Debug, Clone)]
+struct Adapter {
+    /// `[rank, inputs]`
+    a: Tensor,
+    /// `[outputs, rank]`
+    b: Tensor,
+    scaling: f64,
+}
+
+/// Where an adapter of a linear map is found in a builder, beside `weight`.
+pub(crate) const LORA_A: &str = "lora_A.weight";
+/// See [`LORA_A`].
+pub(crate) const LORA_B: &str = "lora_B.weight";
+/// A scalar; see [`LORA_A`].
+pub(crate) const LORA_SCALING: &str = "lora_scaling";
 
 impl Linear {
     pub(crate) fn new(inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             weight: vb.get((outputs, inputs), "weight")?,
+            adapter: match vb.contains_tensor(LORA_A) {
+                true => Some(Adapter::new(inputs, outputs, &vb)?),
+                false => None,
+            },
         })
     }
 
     /// [N, inputs] to [N, outputs].
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x.matmul(&self.weight.t()?)
+        let y = linear(x, &self.weight)?;
+        match &self.adapter {
+            None => Ok(y),
+            Some(adapter) => y + adapter.forward(x)?,
+        }
+    }
+}
+
+impl Adapter {
+    fn new(inputs: usize, outputs: usize, vb: &VarBuilder) -> Result<Self> {
+        let (a, b) = (vb.get_unchecked(LORA_A)?, vb.get_unchecked(LORA_B)?);
+        match (a.dims(), b.dims()) {
+            (&[rank, i], &[o, r]) if rank == r && (i, o) == (inputs, outputs) => {}
+            _ => bail!(
+                "{LORA_A} and {LORA_B} have shapes {:?} and {:?}, they must be [rank, {inputs}] and [{outputs}, rank]",
+                a.dims(),
+                b.dims()
+            ),
+        }
+        let scaling = vb.get_unchecked_dtype(LORA_SCALING, DType::F64)?;
+        Ok(Self {
+            a,
+            b,
+            scaling: scaling.to_scalar::<f64>()?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        linear(&linear(x, &self.a)?, &self.b)? * self.scaling
     }
 }

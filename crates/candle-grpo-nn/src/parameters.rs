@@ -16,7 +16,7 @@ const INIT_STD: f64 = 0.02;
 /// The trainable variables of a decoder under their Hugging Face names, always in sorted order.
 ///
 /// The variables are f32: smaller types lose the updates of an optimiser. It holds exactly the names and shapes of
-/// [`DecoderConfig::parameter_shapes`].
+/// [`DecoderConfig::parameter_shapes`], and what [`Self::with`] has added; those of [`Lora`](crate::Lora) are adapters.
 #[derive(Debug)]
 pub struct Parameters {
     variables: BTreeMap<String, Var>,
@@ -99,6 +99,31 @@ impl Parameters {
             variables,
             device: device.clone(),
         })
+    }
+
+    /// Variables with names of their own.
+    pub(crate) fn from_variables(variables: BTreeMap<String, Var>, device: &Device) -> Self {
+        Self {
+            variables,
+            device: device.clone(),
+        }
+    }
+
+    /// These variables and another one, which starts as an f32 copy of `values`: the head of a critic, for example.
+    ///
+    /// Errs if there is one of that name.
+    pub fn with(mut self, name: &str, values: &Tensor) -> Result<Self> {
+        if self.variables.contains_key(name) {
+            bail!("{name} is there already, the name of another variable must be new");
+        }
+        let values = values
+            .detach()
+            .to_device(&self.device)?
+            .to_dtype(DType::F32)?
+            .contiguous()?;
+        self.variables
+            .insert(name.to_owned(), Var::from_tensor(&values)?);
+        Ok(self)
     }
 
     /// Reads one safetensors file; its names and shapes are checked as in [`Self::from_tensors`].

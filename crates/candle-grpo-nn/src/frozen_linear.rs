@@ -1,0 +1,128 @@
+//! Linear maps by weights that do not train.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, bail};
+
+/// `x w^T` for `x` `[N, inputs]` and `weight` `[outputs, inputs]`.
+///
+/// A weight that is no variable gets no gradient. Candle's own matmul would compute one for it, as large as the weight,
+/// and throw it away.
+pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    // Without a graph there is nothing to save.
+    if weight.track_op() || !x.track_op() {
+        return x.matmul(&weight.t()?);
+    }
+    x.contiguous()?.apply_op1(FrozenLinear {
+        weight: weight.clone(),
+    })
+}
+
+struct FrozenLinear {
+    /// `[outputs, inputs]`, not tracked.
+    weight: Tensor,
+}
+
+impl FrozenLinear {
+    /// `[m, k]` by the transposed weight, whose storage is `of_weight`.
+    fn forward<S: BackendStorage>(
+        &self,
+        x: &S,
+        layout: &Layout,
+        of_weight: &S,
+        weight_layout: &Layout,
+    ) -> Result<(S, Shape)> {
+        let (&[m, k], &[outputs, inputs]) = (layout.dims(), self.weight.dims()) else {
+            bail!("x has shape {:?}, it must be [N, inputs]", layout.dims());
+        };
+        if k != inputs {
+            bail!("x has shape [{m}, {k}], it must be [N, {inputs}] for this weight");
+        }
+        let transposed = weight_layout.transpose(0, 1)?;
+        let y = x.matmul(of_weight, (1, m, outputs, k), layout, &transposed)?;
+        Ok((y, Shape::from((m, outputs))))
+    }
+}
+
+impl CustomOp1 for FrozenLinear {
+    fn name(&self) -> &'static str {
+        "frozen-linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (storage, weight_layout) = self.weight.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(weight) => self.forward(x, layout, weight, weight_layout),
+            _ => bail!("the weight must be on the device of x, the CPU"),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let (storage, weight_layout) = self.weight.storage_and_layout();
+        match &*storage {
+            Storage::Cuda(weight) => self.forward(x, layout, weight, weight_layout),
+            _ => bail!("the weight must be on the device of x, the GPU"),
+        }
+    }
+
+    fn bwd(&self, _x: &Tensor, _y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(gradient.contiguous()?.matmul(&self.weight)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device, Var};
+
+    fn wave(shape: (usize, usize)) -> Tensor {
+        let n = (shape.0 * shape.1) as u32;
+        let x = Tensor::arange(0u32, n, &Device::Cpu).unwrap();
+        let x = x.to_dtype(DType::F32).unwrap().sin().unwrap();
+        x.reshape(shape).unwrap()
+    }
+
+    #[test]
+    fn it_is_the_matmul_without_the_gradient_of_the_weight() {
+        let x = Var::from_tensor(&wave((5, 3))).unwrap();
+        let weight = Var::from_tensor(&wave((4, 3))).unwrap();
+        let frozen = weight.as_detached_tensor();
+        let slope = wave((5, 4));
+        let gradients = |y: Tensor| (y * &slope).unwrap().sum_all().unwrap().backward().unwrap();
+
+        let y = linear(&x, &frozen).unwrap();
+        let trained = linear(&x, &weight).unwrap();
+        assert_eq!(
+            y.to_vec2::<f32>().unwrap(),
+            trained.to_vec2::<f32>().unwrap()
+        );
+        let (of_frozen, of_trained) = (gradients(y), gradients(trained));
+        assert!(of_frozen.get(&frozen).is_none());
+        assert!(of_trained.get(&weight).is_some());
+        let dx = |store: &candle_core::backprop::GradStore| -> Vec<Vec<f32>> {
+            store.get(&x).unwrap().to_vec2().unwrap()
+        };
+        assert_eq!(dx(&of_frozen), dx(&of_trained));
+    }
+
+    #[test]
+    fn a_part_of_a_larger_tensor_is_read_where_it_lies() {
+        let x = Var::from_tensor(&wave((6, 3))).unwrap();
+        let part = x.narrow(0, 2, 3).unwrap();
+        let weight = wave((8, 3)).narrow(0, 1, 4).unwrap();
+        let y = linear(&part, &weight).unwrap().to_vec2::<f32>().unwrap();
+        let plain = part.matmul(&weight.t().unwrap()).unwrap();
+        assert_eq!(y, plain.to_vec2::<f32>().unwrap());
+    }
+
+    #[test]
+    fn shapes_that_do_not_fit_are_errors() {
+        let x = Var::from_tensor(&wave((5, 3))).unwrap();
+        let error = linear(&x, &wave((4, 2))).unwrap_err().to_string();
+        assert!(error.contains("must be [N, 2] for this weight"), "{error}");
+    }
+}

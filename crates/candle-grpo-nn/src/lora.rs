@@ -1,0 +1,326 @@
+//! Low-rank adapters: little to train, and the policy without them at hand.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use candle_core::{Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_nn::VarBuilder;
+use serde::{Deserialize, Serialize};
+
+use crate::linear::{LORA_A, LORA_B, LORA_SCALING};
+use crate::normal::Normal;
+use crate::parameters::check_names;
+use crate::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
+use crate::whole_file::{write_safetensors, write_whole};
+use crate::{DecoderConfig, Parameters};
+
+/// The shape of low-rank adapters.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LoraConfig {
+    /// The rank of the change of each matrix.
+    pub rank: usize,
+    /// The change is multiplied by `alpha / rank`.
+    pub alpha: f64,
+    /// The last parts of the names of the linear maps that are adapted, such as `q_proj` or `self_attn.q_proj`.
+    #[serde(default = "all_linear")]
+    pub target_modules: Vec<String>,
+}
+
+fn all_linear() -> Vec<String> {
+    [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    .map(str::to_owned)
+    .to_vec()
+}
+
+impl LoraConfig {
+    /// Adapters for every linear map of every block; not for embedding and output layer.
+    pub fn all_linear(rank: usize, alpha: f64) -> Self {
+        Self {
+            rank,
+            alpha,
+            target_modules: all_linear(),
+        }
+    }
+
+    /// Checks that the numbers describe adapters of `model`; the error names the field that does not.
+    pub fn validate(&self, model: &DecoderConfig) -> Result<()> {
+        self.shapes(model).map(|_| ())
+    }
+
+    fn scaling(&self) -> f64 {
+        self.alpha / self.rank as f64
+    }
+
+    fn targets(&self, module: &str) -> bool {
+        self.target_modules
+            .iter()
+            .any(|target| is_suffix(target, module))
+    }
+
+    /// The names and shapes of A and B of every adapted map.
+    fn shapes(&self, model: &DecoderConfig) -> Result<BTreeMap<String, Shape>> {
+        model.validate()?;
+        if self.rank == 0 {
+            bail!("rank is 0, it must be at least 1");
+        }
+        if !(self.alpha.is_finite() && self.alpha > 0.0) {
+            bail!("alpha is {}, it must be finite and positive", self.alpha);
+        }
+        let modules: Vec<(String, Shape)> = model
+            .parameter_shapes()
+            .into_iter()
+            .filter_map(|(name, shape)| {
+                let module = name.strip_suffix(".weight")?;
+                let linear = module.contains(".layers.") && shape.rank() == 2;
+                linear.then(|| (module.to_owned(), shape))
+            })
+            .collect();
+        if self.target_modules.is_empty() {
+            bail!("target_modules is empty, it must name at least one linear map");
+        }
+        for target in &self.target_modules {
+            if !modules.iter().any(|(module, _)| is_suffix(target, module)) {
+                bail!(
+                    "target_modules has {target:?}, which ends the name of no linear map in a block of this model"
+                );
+            }
+        }
+        let mut shapes = BTreeMap::new();
+        for (module, shape) in modules {
+            if self.targets(&module) {
+                let (outputs, inputs) = shape.dims2()?;
+                shapes.insert(
+                    format!("{module}.{LORA_A}"),
+                    Shape::from((self.rank, inputs)),
+                );
+                shapes.insert(
+                    format!("{module}.{LORA_B}"),
+                    Shape::from((outputs, self.rank)),
+                );
+            }
+        }
+        Ok(shapes)
+    }
+}
+
+/// Whether the last parts of `module` are those of `target`.
+fn is_suffix(target: &str, module: &str) -> bool {
+    module
+        .strip_suffix(target)
+        .is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
+/// Low-rank adapters (LoRA, Hu et al. 2021): each adapted map computes `x w^T + alpha / rank * x a^T b^T`, where only a
+/// and b train. As b is zero at the start, adapters begin by changing nothing.
+///
+/// The base weights are shared, not copied: a decoder from [`Self::var_builder`] has the adapters on, one from
+/// [`Parameters::detached_var_builder`] of the base has them off, which makes it a reference policy at no cost.
+///
+/// ```
+/// use candle_core::{Device, Result, Tensor};
+/// use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, Lora, LoraConfig, Parameters};
+///
+/// # fn main() -> Result<()> {
+/// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
+/// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8}"#)
+/// #     .map_err(candle_core::Error::wrap)?;
+/// let base = Parameters::init(&model, 7, &Device::Cpu)?;
+/// let lora = Lora::init(LoraConfig::all_linear(2, 4.0), &model, 1, &Device::Cpu)?;
+/// let decoder = Decoder::new(&model, lora.var_builder(&base)?)?;
+///
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// let loss = decoder.logits(&decoder.hidden_states(&ids, &ids.ones_like()?, None)?)?.sqr()?.mean_all()?;
+/// let mut gradients = Gradients::new();
+/// gradients.accumulate(&loss, lora.parameters())?; // of the adapters, and of nothing else
+/// assert_eq!(gradients.iter().count(), 14);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Lora {
+    config: LoraConfig,
+    parameters: Parameters,
+}
+
+impl Lora {
+    /// New adapters: a normal with variance `1 / (3 * inputs)` (that of PEFT's uniform numbers), b zero. The same seed gives
+    /// the same bits on every device.
+    pub fn init(
+        config: LoraConfig,
+        model: &DecoderConfig,
+        seed: u64,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut normal = Normal::new(seed);
+        let mut variables = BTreeMap::new();
+        for (name, shape) in config.shapes(model)? {
+            let values = if name.ends_with(LORA_A) {
+                let (_, inputs) = shape.dims2()?;
+                let std = (3.0 * inputs as f64).powf(-0.5);
+                (0..shape.elem_count())
+                    .map(|_| (normal.draw() * std) as f32)
+                    .collect()
+            } else {
+                vec![0f32; shape.elem_count()]
+            };
+            variables.insert(name, Var::from_vec(values, shape, device)?);
+        }
+        Ok(Self {
+            config,
+            parameters: Parameters::from_variables(variables, device),
+        })
+    }
+
+    /// Their shape.
+    pub fn config(&self) -> &LoraConfig {
+        &self.config
+    }
+
+    /// What trains, under the names of the base with `lora_A.weight` and `lora_B.weight` in place of `weight`.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// A builder that hands out the variables of the adapters, whom gradients reach, and the weights of `base`, whom they
+    /// do not.
+    pub fn var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
+        self.builder_of(base, |variable| variable.as_tensor().clone())
+    }
+
+    /// A builder for sampling and evaluation with the adapters on: no graph is recorded, updates are seen.
+    pub fn detached_var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
+        self.builder_of(base, Var::as_detached_tensor)
+    }
+
+    fn builder_of(
+        &self,
+        base: &Parameters,
+        tensor_of: impl Fn(&Var) -> Tensor,
+    ) -> Result<VarBuilder<'static>> {
+        let mut tensors: HashMap<String, Tensor> = base
+            .iter()
+            .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
+            .collect();
+        let scaling = Tensor::new(self.config.scaling(), &Device::Cpu)?;
+        for (name, variable) in self.parameters.iter() {
+            if let Some(module) = name.strip_suffix(LORA_A) {
+                if !tensors.contains_key(&format!("{module}weight")) {
+                    bail!("base lacks {module}weight, which has an adapter");
+                }
+                tensors.insert(format!("{module}{LORA_SCALING}"), scaling.clone());
+            }
+            tensors.insert(name.to_owned(), tensor_of(variable));
+        }
+        Ok(VarBuilder::from_tensors(
+            tensors,
+            candle_core::DType::F32,
+            base.device(),
+        ))
+    }
+
+    /// `base` with the adapters added to its weights: the same policy without adapters. `base` stays as it is.
+    pub fn merged(&self, model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
+        let mut tensors = HashMap::new();
+        for (name, variable) in base.iter() {
+            let weight = variable.as_detached_tensor();
+            let of = |part| {
+                let module = name.strip_suffix("weight")?;
+                self.parameters.get(&format!("{module}{part}"))
+            };
+            let weight = match (of(LORA_A), of(LORA_B)) {
+                (Some(a), Some(b)) => {
+                    let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
+                    (weight + (change * self.config.scaling())?)?
+                }
+                _ => weight,
+            };
+            tensors.insert(name.to_owned(), weight);
+        }
+        Parameters::from_tensors(model, tensors, base.device())
+    }
+
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into `folder`, as PEFT reads them. `base_model` is the
+    /// name or the path of the model that they belong to.
+    pub fn save(&self, folder: &Path, base_model: Option<&str>) -> Result<()> {
+        let context = |error: Error| {
+            Error::msg(format!(
+                "cannot save adapters to {}: {error}",
+                folder.display()
+            ))
+        };
+        let config = PeftConfig::new(&self.config, base_model);
+        let config = serde_json::to_vec_pretty(&config).map_err(Error::wrap)?;
+        let tensors = self
+            .parameters
+            .iter()
+            .map(|(name, variable)| {
+                let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
+                Ok((format!("{PREFIX}{name}"), tensor))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        write_whole(&folder.join(ADAPTER_CONFIG), &config)
+            .map_err(Error::wrap)
+            .and_then(|()| write_safetensors(&folder.join(ADAPTER_MODEL), tensors, Some(metadata)))
+            .map_err(context)
+    }
+
+    /// Reads what [`Self::save`] or PEFT wrote, for a base of shape `model`.
+    ///
+    /// Errs on adapters that would be computed otherwise than they are meant, naming the key of `adapter_config.json` that
+    /// says so, and on names and shapes that do not fit. `lora_dropout` is not read, as nothing is dropped here.
+    pub fn load(folder: &Path, model: &DecoderConfig, device: &Device) -> Result<Self> {
+        let context = |error: Error| {
+            Error::msg(format!(
+                "cannot load adapters from {}: {error}",
+                folder.display()
+            ))
+        };
+        Self::read(folder, model, device).map_err(context)
+    }
+
+    fn read(folder: &Path, model: &DecoderConfig, device: &Device) -> Result<Self> {
+        let config = std::fs::read(folder.join(ADAPTER_CONFIG)).map_err(Error::wrap)?;
+        let config = PeftConfig::parse(&config)?.lora(all_linear)?;
+        let shapes = config.shapes(model)?;
+        let file = folder.join(ADAPTER_MODEL);
+        let tensors: HashMap<String, Tensor> = candle_core::safetensors::load(file, &Device::Cpu)?
+            .into_iter()
+            .map(|(name, tensor)| match name.strip_prefix(PREFIX) {
+                Some(own) => (own.to_owned(), tensor),
+                None => (name, tensor),
+            })
+            .collect();
+        check_names(ADAPTER_MODEL, &shapes, &tensors)?;
+        let mut variables = BTreeMap::new();
+        for (name, shape) in shapes {
+            let tensor = &tensors[&name];
+            if tensor.shape() != &shape || !tensor.dtype().is_float() {
+                bail!(
+                    "{name} is {:?} of {:?}, it must be {:?} of a floating-point type",
+                    tensor.dims(),
+                    tensor.dtype(),
+                    shape.dims()
+                );
+            }
+            let tensor = tensor
+                .to_device(device)?
+                .to_dtype(candle_core::DType::F32)?
+                .contiguous()?;
+            variables.insert(name, Var::from_tensor(&tensor)?);
+        }
+        Ok(Self {
+            config,
+            parameters: Parameters::from_variables(variables, device),
+        })
+    }
+}

@@ -1,0 +1,74 @@
+//! What makes a decoder a critic.
+
+use candle_core::{DType, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+
+use crate::Parameters;
+use crate::frozen_linear::linear;
+
+/// A value for each position: `hidden w^T + b`, under the names `score.weight` `[1, H]` and `score.bias` `[1]`, which
+/// Hugging Face's models for token classification have with one label (verl's critic is one).
+///
+/// ```
+/// use candle_core::{Device, Result, Tensor};
+/// use candle_grpo_nn::{Decoder, DecoderConfig, Parameters, ValueHead};
+///
+/// # fn main() -> Result<()> {
+/// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
+/// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8,
+/// #     "tie_word_embeddings": true}"#).map_err(candle_core::Error::wrap)?;
+/// let parameters = ValueHead::add_to(Parameters::init(&model, 7, &Device::Cpu)?, model.hidden_size)?;
+/// let decoder = Decoder::new(&model, parameters.var_builder())?;
+/// let head = ValueHead::new(model.hidden_size, parameters.var_builder())?;
+///
+/// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+/// let values = head.forward(&decoder.hidden_states(&ids, &ids.ones_like()?, None)?)?;
+/// assert_eq!(values.to_vec2::<f32>()?, [[0., 0., 0.]]); // until it has learned something
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct ValueHead {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+const WEIGHT: &str = "score.weight";
+const BIAS: &str = "score.bias";
+
+impl ValueHead {
+    /// Takes weight and bias from `vb`, the builder of the whole critic.
+    pub fn new(hidden_size: usize, vb: VarBuilder) -> Result<Self> {
+        Ok(Self {
+            weight: vb.get((1, hidden_size), WEIGHT)?,
+            bias: vb.get(1, BIAS)?,
+        })
+    }
+
+    /// `parameters` and those of a head, which is zero: all values are 0 at first.
+    pub fn add_to(parameters: Parameters, hidden_size: usize) -> Result<Parameters> {
+        let device = parameters.device().clone();
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &device);
+        parameters
+            .with(WEIGHT, &zeros(&[1, hidden_size])?)?
+            .with(BIAS, &zeros(&[1])?)
+    }
+
+    /// The values `[..]` of hidden states `[.., H]`, in their dtype.
+    pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
+        let width = self.weight.dim(1)?;
+        let Some((&last, outer)) = hidden.dims().split_last() else {
+            bail!("hidden is a scalar, it must be [.., {width}]");
+        };
+        if last != width || hidden.elem_count() == 0 {
+            bail!(
+                "hidden has shape {:?}, it must be [.., {width}] and not empty",
+                hidden.dims()
+            );
+        }
+        let rows = hidden.contiguous()?.reshape(((), width))?;
+        linear(&rows, &self.weight)?
+            .broadcast_add(&self.bias)?
+            .reshape(outer)
+    }
+}

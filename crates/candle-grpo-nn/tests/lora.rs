@@ -1,0 +1,341 @@
+//! Low-rank adapters.
+
+mod small;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, LoraConfig, Parameters,
+};
+use rstest::rstest;
+use small::{bits, config, left_padded, lively, max_difference, message, next_token_loss};
+
+/// Adapters whose b is not zero, as it is after some training.
+fn trained(config: LoraConfig, model: &DecoderConfig) -> Result<Lora> {
+    let lora = Lora::init(config, model, 3, &Device::Cpu)?;
+    for (name, variable) in lora.parameters().iter() {
+        if name.ends_with("lora_B.weight") {
+            let n = variable.elem_count() as u32;
+            let wave = Tensor::arange(0u32, n, &Device::Cpu)?
+                .to_dtype(candle_core::DType::F32)?
+                .affine(1.7, name.len() as f64)?
+                .sin()?;
+            variable.set(&(wave * 0.3)?.reshape(variable.shape())?)?;
+        }
+    }
+    Ok(lora)
+}
+
+fn logits(decoder: &Decoder) -> Result<Tensor> {
+    let (ids, mask) = left_padded()?;
+    decoder.logits(&decoder.hidden_states(&ids, &mask, None)?)
+}
+
+#[rstest]
+fn fresh_adapters_change_nothing_and_trained_ones_do(
+    #[values(false, true)] tied: bool,
+) -> Result<()> {
+    let model = config(tied);
+    let base = lively(&model)?;
+    let off = logits(&Decoder::new(&model, base.detached_var_builder())?)?;
+    let fresh = Lora::init(LoraConfig::all_linear(2, 4.), &model, 3, &Device::Cpu)?;
+    let on = logits(&Decoder::new(&model, fresh.detached_var_builder(&base)?)?)?;
+    assert_eq!(max_difference(&on, &off)?, 0.);
+
+    let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
+    let on = logits(&Decoder::new(&model, lora.detached_var_builder(&base)?)?)?;
+    assert!(max_difference(&on, &off)? > 0.1);
+    Ok(())
+}
+
+/// After updates of the adapters too.
+#[test]
+fn without_its_adapters_the_policy_is_the_base_to_the_bit() -> Result<()> {
+    let model = config(false);
+    let base = lively(&model)?;
+    let before = bits(&base)?;
+    let reference = Decoder::new(&model, base.detached_var_builder())?;
+    let of_base = logits(&reference)?;
+    let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
+    let policy = Decoder::new(&model, lora.var_builder(&base)?)?;
+    let sampler = Decoder::new(&model, lora.detached_var_builder(&base)?)?;
+    let of_policy = logits(&sampler)?;
+    let mut optimizer = AdamW::new(AdamWConfig::default(), lora.parameters())?;
+    let (ids, mask) = left_padded()?;
+    let mut losses = Vec::new();
+    for _ in 0..10 {
+        let loss = next_token_loss(&policy, &ids, &mask)?;
+        losses.push(loss.to_scalar::<f32>()?);
+        let mut gradients = Gradients::new();
+        gradients.accumulate(&loss, lora.parameters())?;
+        drop(loss);
+        optimizer.step(lora.parameters(), &gradients)?;
+    }
+    assert!(losses[9] < losses[0]);
+    assert_eq!(max_difference(&logits(&reference)?, &of_base)?, 0.);
+    assert_eq!(bits(&base)?, before);
+    // The detached decoder sees the updates.
+    assert!(max_difference(&logits(&sampler)?, &of_policy)? > 1e-3);
+    Ok(())
+}
+
+#[rstest]
+fn merged_weights_are_the_policy_with_its_adapters(
+    #[values(false, true)] tied: bool,
+) -> Result<()> {
+    let model = config(tied);
+    let base = lively(&model)?;
+    let before = bits(&base)?;
+    let lora = trained(LoraConfig::all_linear(3, 2.), &model)?;
+    let on = logits(&Decoder::new(&model, lora.detached_var_builder(&base)?)?)?;
+    let merged = lora.merged(&model, &base)?;
+    let of_merged = logits(&Decoder::new(&model, merged.detached_var_builder())?)?;
+    assert!(max_difference(&on, &of_merged)? < 1e-4);
+    assert_eq!(bits(&base)?, before);
+    Ok(())
+}
+
+#[test]
+fn gradients_are_those_of_finite_differences() -> Result<()> {
+    let model = config(false);
+    let base = lively(&model)?;
+    let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
+    let policy = Decoder::new(&model, lora.var_builder(&base)?)?;
+    let (ids, mask) = left_padded()?;
+    let mut gradients = Gradients::new();
+    gradients.accumulate(&next_token_loss(&policy, &ids, &mask)?, lora.parameters())?;
+
+    // In f64, as a difference in f32 would round more than it measures.
+    let wide = |moved: Option<(&str, usize, f64)>| -> Result<f64> {
+        let mut tensors = std::collections::HashMap::new();
+        for (name, variable) in base.iter() {
+            let weight = variable
+                .as_detached_tensor()
+                .to_dtype(candle_core::DType::F64)?;
+            let Some(module) = name.strip_suffix("weight") else {
+                continue;
+            };
+            let part = |part: &str| -> Result<Option<Tensor>> {
+                let name = format!("{module}{part}");
+                let Some(variable) = lora.parameters().get(&name) else {
+                    return Ok(None);
+                };
+                let x = variable
+                    .as_detached_tensor()
+                    .to_dtype(candle_core::DType::F64)?;
+                let mut values = x.flatten_all()?.to_vec1::<f64>()?;
+                if let Some((_, at, by)) = moved.filter(|(moved, ..)| *moved == name) {
+                    values[at] += by;
+                }
+                Tensor::from_vec(values, variable.shape(), &Device::Cpu).map(Some)
+            };
+            let weight = match (part("lora_A.weight")?, part("lora_B.weight")?) {
+                // alpha / rank is 2.
+                (Some(a), Some(b)) => (weight + (b.matmul(&a)? * 2.)?)?,
+                _ => weight,
+            };
+            tensors.insert(name.to_owned(), weight);
+        }
+        let vb =
+            candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F64, &Device::Cpu);
+        next_token_loss(&Decoder::new(&model, vb)?, &ids, &mask)?.to_scalar::<f64>()
+    };
+    let step = 1e-5;
+    for (name, gradient) in gradients.iter() {
+        let gradient = gradient.flatten_all()?.to_vec1::<f32>()?;
+        for at in [0, gradient.len() / 2, gradient.len() - 1] {
+            let up = wide(Some((name, at, step)))?;
+            let down = wide(Some((name, at, -step)))?;
+            let expected = (up - down) / (2. * step);
+            let found = f64::from(gradient[at]);
+            assert!(
+                (found - expected).abs() < 2e-5 + 1e-3 * expected.abs(),
+                "{name}[{at}]: {found}, {expected}"
+            );
+        }
+    }
+    assert_eq!(gradients.iter().count(), 2 * 7 * 2);
+    Ok(())
+}
+
+#[test]
+fn the_matrices_of_the_base_get_no_gradient() -> Result<()> {
+    let model = config(false);
+    let base = lively(&model)?;
+    let frozen: BTreeMap<String, Tensor> = base
+        .iter()
+        .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
+        .collect();
+    let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
+    // The builder of the adapters with the base of these very tensors, so that the store can be asked for them.
+    let mut tensors: std::collections::HashMap<String, Tensor> =
+        frozen.clone().into_iter().collect();
+    for (name, variable) in lora.parameters().iter() {
+        tensors.insert(name.to_owned(), variable.as_tensor().clone());
+        if let Some(module) = name.strip_suffix("lora_A.weight") {
+            tensors.insert(
+                format!("{module}lora_scaling"),
+                Tensor::new(2f64, &Device::Cpu)?,
+            );
+        }
+    }
+    let vb = candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu);
+    let policy = Decoder::new(&model, vb)?;
+    let (ids, mask) = left_padded()?;
+    let store = next_token_loss(&policy, &ids, &mask)?.backward()?;
+    for (name, weight) in frozen.iter().filter(|(_, weight)| weight.rank() == 2) {
+        assert!(store.get(weight).is_none(), "{name}");
+    }
+    for (name, variable) in lora.parameters().iter() {
+        assert!(store.get(variable).is_some(), "{name}");
+    }
+    Ok(())
+}
+
+#[test]
+fn targets_are_chosen_by_the_end_of_their_names() -> Result<()> {
+    let model = config(false);
+    let names = |targets: &[&str]| -> Result<Vec<String>> {
+        let config = LoraConfig {
+            target_modules: targets.iter().map(|t| (*t).to_owned()).collect(),
+            ..LoraConfig::all_linear(1, 1.)
+        };
+        let lora = Lora::init(config, &model, 0, &Device::Cpu)?;
+        Ok(lora
+            .parameters()
+            .iter()
+            .map(|(name, _)| name.to_owned())
+            .collect())
+    };
+    assert_eq!(
+        names(&["layers.1.self_attn.q_proj"])?,
+        [
+            "model.layers.1.self_attn.q_proj.lora_A.weight",
+            "model.layers.1.self_attn.q_proj.lora_B.weight"
+        ]
+    );
+    assert_eq!(names(&["q_proj", "v_proj"])?.len(), 8);
+    for (targets, words) in [
+        (vec!["proj"], "target_modules has \"proj\""),
+        (vec!["q_proj", "lm_head"], "target_modules has \"lm_head\""),
+        (vec![], "target_modules is empty"),
+    ] {
+        let error = message(names(&targets));
+        assert!(error.starts_with(words), "{error}");
+    }
+    for (rank, alpha, words) in [
+        (0, 1., "rank is 0"),
+        (1, 0., "alpha is 0"),
+        (1, f64::NAN, "alpha"),
+    ] {
+        let config = LoraConfig::all_linear(rank, alpha);
+        let error = message(Lora::init(config, &model, 0, &Device::Cpu));
+        assert!(error.starts_with(words), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
+fn files_are_those_of_peft_and_come_back_to_the_bit() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = config(false);
+    let config = LoraConfig {
+        target_modules: vec!["q_proj".to_owned(), "mlp.down_proj".to_owned()],
+        ..LoraConfig::all_linear(2, 3.)
+    };
+    let lora = trained(config.clone(), &model)?;
+    lora.save(folder.path(), Some("some/base"))?;
+    let back = Lora::load(folder.path(), &model, &Device::Cpu)?;
+    assert_eq!(back.config(), &config);
+    assert_eq!(bits(back.parameters())?, bits(lora.parameters())?);
+
+    let json: serde_json::Value = read_json(&folder.path().join("adapter_config.json"));
+    assert_eq!(json["peft_type"], "LORA");
+    assert_eq!(json["r"], 2);
+    assert_eq!(json["lora_alpha"], 3);
+    assert_eq!(json["base_model_name_or_path"], "some/base");
+    assert_eq!(
+        json["target_modules"],
+        serde_json::json!(["q_proj", "mlp.down_proj"])
+    );
+    let file = folder.path().join("adapter_model.safetensors");
+    let tensors = candle_core::safetensors::load(file, &Device::Cpu)?;
+    assert_eq!(tensors.len(), 8);
+    let name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight";
+    assert_eq!(tensors[name].dims(), [12, 2]);
+    Ok(())
+}
+
+fn read_json(path: &Path) -> serde_json::Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+#[rstest]
+#[case("peft_type", "IA3".into(), "peft_type is \"IA3\"")]
+#[case("use_dora", true.into(), "use_dora is true, it must be false")]
+#[case("use_rslora", true.into(), "use_rslora is true")]
+#[case("bias", "all".into(), "bias is \"all\", it must be \"none\"")]
+#[case("rank_pattern", serde_json::json!({"q_proj": 4}), "rank_pattern is")]
+#[case("modules_to_save", serde_json::json!(["lm_head"]), "modules_to_save is")]
+#[case("target_modules", ".*q_proj".into(), "target_modules is \".*q_proj\"")]
+#[case("lora_alpha", "two".into(), "lora_alpha is \"two\"")]
+#[case("r", 3.into(), "it must be [3, 20]")]
+#[case("target_modules", serde_json::json!(["k_proj"]), "missing")]
+fn files_that_mean_something_else_are_refused(
+    #[case] key: &str,
+    #[case] value: serde_json::Value,
+    #[case] words: &str,
+) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = config(false);
+    trained(LoraConfig::all_linear(2, 4.), &model)?.save(folder.path(), None)?;
+    let path = folder.path().join("adapter_config.json");
+    let mut json = read_json(&path);
+    json[key] = value;
+    std::fs::write(&path, json.to_string())?;
+    let error = message(Lora::load(folder.path(), &model, &Device::Cpu));
+    assert!(
+        error.starts_with("cannot load adapters from") && error.contains(words),
+        "{error}"
+    );
+    Ok(())
+}
+
+/// With the keys that PEFT writes, most of which mean nothing here.
+#[test]
+fn a_configuration_of_peft_is_read() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = config(false);
+    trained(LoraConfig::all_linear(2, 4.), &model)?.save(folder.path(), None)?;
+    let json = r#"{"alpha_pattern": {}, "auto_mapping": null, "base_model_name_or_path": "x", "bias": "none",
+        "corda_config": null, "eva_config": null, "exclude_modules": null, "fan_in_fan_out": false,
+        "inference_mode": true, "init_lora_weights": true, "layer_replication": null, "layers_pattern": null,
+        "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 4, "lora_bias": false, "lora_dropout": 0.05,
+        "megatron_config": null, "megatron_core": "megatron.core", "modules_to_save": null, "peft_type": "LORA",
+        "qalora_group_size": 16, "r": 2, "rank_pattern": {}, "revision": null,
+        "target_modules": ["v_proj", "up_proj", "q_proj", "o_proj", "k_proj", "gate_proj", "down_proj"],
+        "target_parameters": null, "task_type": "CAUSAL_LM", "trainable_token_indices": null, "use_dora": false,
+        "use_qalora": false, "use_rslora": false}"#;
+    std::fs::write(folder.path().join("adapter_config.json"), json)?;
+    let lora = Lora::load(folder.path(), &model, &Device::Cpu)?;
+    assert_eq!((lora.config().rank, lora.config().alpha), (2, 4.));
+    Ok(())
+}
+
+#[test]
+fn a_base_of_another_shape_is_an_error() -> Result<()> {
+    let lora = Lora::init(
+        LoraConfig::all_linear(1, 1.),
+        &config(false),
+        0,
+        &Device::Cpu,
+    )?;
+    let mut smaller = config(false);
+    smaller.num_hidden_layers = 1;
+    let base = Parameters::init(&smaller, 0, &Device::Cpu)?;
+    let error = message(lora.var_builder(&base));
+    assert!(error.starts_with("base lacks model.layers.1."), "{error}");
+    Ok(())
+}

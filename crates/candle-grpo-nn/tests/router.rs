@@ -1,0 +1,162 @@
+//! Choosing experts, and choosing the same ones again.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_nn::{Router, RouterPass};
+use rstest::rstest;
+
+const TOKENS: usize = 5;
+const EXPERTS: usize = 6;
+
+fn wave(phase: f64) -> Result<Tensor> {
+    let n = (TOKENS * EXPERTS) as u32;
+    let x = Tensor::arange(0u32, n, &Device::Cpu)?.to_dtype(DType::F64)?;
+    (x.affine(1.3, phase)?.sin()? * 2.)?.reshape((TOKENS, EXPERTS))
+}
+
+/// What each token gets if expert e gives `e + 1`.
+fn mixed(routing: &candle_grpo_nn::Routing) -> Result<Tensor> {
+    let outputs = (routing.experts.to_dtype(DType::F64)? + 1.)?.sqr()?;
+    (&routing.gates * outputs)?.sum(1)
+}
+
+#[rstest]
+fn the_largest_logits_are_chosen_in_their_order(#[values(1, 3, 6)] top_k: usize) -> Result<()> {
+    let logits = wave(0.4)?;
+    let experts = Router::new(top_k)
+        .route(&logits)?
+        .experts
+        .to_vec2::<u32>()?;
+    for (row, chosen) in logits.to_vec2::<f64>()?.iter().zip(experts) {
+        let mut order: Vec<u32> = (0..EXPERTS as u32).collect();
+        order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+        assert_eq!(chosen, order[..top_k]);
+    }
+    Ok(())
+}
+
+#[test]
+fn gates_are_a_softmax_over_the_chosen_or_over_all() -> Result<()> {
+    let logits = Tensor::new(&[[0f64, 1., 2., 3.]], &Device::Cpu)?;
+    let e = std::f64::consts::E;
+    let close = |found: &Tensor, expected: [f64; 2]| -> Result<()> {
+        for (x, y) in found.to_vec2::<f64>()?[0].iter().zip(expected) {
+            assert!((x - y).abs() < 1e-12, "{x} {y}");
+        }
+        Ok(())
+    };
+    close(
+        &Router::new(2).route(&logits)?.gates,
+        [e / (1. + e), 1. / (1. + e)],
+    )?;
+    let all = 1. + e + e * e + e * e * e;
+    let routing = Router::over_all_experts(2).route(&logits)?;
+    close(&routing.gates, [e * e * e / all, e * e / all])?;
+    // Half types are exponentiated in f32.
+    let routing = Router::new(2).route(&logits.to_dtype(DType::BF16)?)?;
+    assert_eq!(routing.gates.dtype(), DType::F32);
+    Ok(())
+}
+
+#[test]
+fn a_replay_keeps_the_experts_though_the_logits_changed() -> Result<()> {
+    let router = Router::new(2);
+    let drawn = router.route(&wave(0.4)?)?;
+    let moved = wave(2.1)?;
+    let now = router.replay(&moved, &drawn.experts)?;
+    let own = router.route(&moved)?;
+    let experts = |routing: &candle_grpo_nn::Routing| routing.experts.to_vec2::<u32>();
+    assert_eq!(experts(&now)?, experts(&drawn)?);
+    assert_ne!(experts(&own)?, experts(&drawn)?);
+    // The gates are those of now.
+    assert_ne!(now.gates.to_vec2::<f64>()?, drawn.gates.to_vec2::<f64>()?);
+    // A replay of what is chosen anyway changes nothing.
+    let same = router.replay(&moved, &own.experts)?;
+    assert_eq!(same.gates.to_vec2::<f64>()?, own.gates.to_vec2::<f64>()?);
+    Ok(())
+}
+
+#[rstest]
+fn gradients_reach_the_logits_of_now(
+    #[values(Router::new(2), Router::over_all_experts(3))] router: Router,
+) -> Result<()> {
+    let experts = router.route(&wave(0.4)?)?.experts;
+    let logits = Var::from_tensor(&wave(2.1)?)?;
+    let loss =
+        |x: &Tensor| -> Result<Tensor> { mixed(&router.replay(x, &experts)?)?.sqr()?.sum_all() };
+    let store = loss(&logits)?.backward()?;
+    let gradient = store.get(&logits).expect("the logits get a gradient");
+    let gradient = gradient.flatten_all()?.to_vec1::<f64>()?;
+    let values = logits.flatten_all()?.to_vec1::<f64>()?;
+    let step = 1e-6;
+    for at in 0..values.len() {
+        let moved = |by: f64| -> Result<f64> {
+            let mut values = values.clone();
+            values[at] += by;
+            let x = Tensor::from_vec(values, (TOKENS, EXPERTS), &Device::Cpu)?;
+            loss(&x)?.to_scalar::<f64>()
+        };
+        let expected = (moved(step)? - moved(-step)?) / (2. * step);
+        assert!(
+            (gradient[at] - expected).abs() < 1e-4 + 1e-6 * expected.abs(),
+            "{at}: {} {expected}",
+            gradient[at]
+        );
+    }
+    assert!(gradient.iter().any(|g| g.abs() > 0.1));
+    Ok(())
+}
+
+#[test]
+fn a_pass_over_layers_is_replayed_layer_by_layer() -> Result<()> {
+    let router = Router::new(2);
+    let layers = [wave(0.4)?, wave(1.7)?, wave(2.9)?];
+    let mut recording = RouterPass::recording();
+    for logits in &layers {
+        recording.route(&router, logits)?;
+    }
+    let experts = recording.into_experts();
+    let mut replaying = RouterPass::replaying(experts.clone());
+    for expected in &experts {
+        // Of a router that would choose otherwise.
+        let found = replaying.route(&router, &wave(5.)?)?.experts;
+        assert_eq!(found.to_vec2::<u32>()?, expected.to_vec2::<u32>()?);
+    }
+    let error = replaying
+        .route(&router, &layers[0])
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("asks for layer 3, there are the experts of 3"),
+        "{error}"
+    );
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_is_an_error() -> Result<()> {
+    let logits = wave(0.)?;
+    for router in [Router::new(0), Router::new(7)] {
+        let error = router.route(&logits).unwrap_err().to_string();
+        assert!(
+            error.starts_with("logits is [5, 6]") && error.contains("top_k"),
+            "{error}"
+        );
+    }
+    let router = Router::new(2);
+    for bad in [logits.flatten_all()?, logits.to_dtype(DType::U32)?] {
+        let error = router.route(&bad).unwrap_err().to_string();
+        assert!(error.starts_with("logits is "), "{error}");
+    }
+    let experts = router.route(&logits)?.experts;
+    for bad in [experts.narrow(0, 0, 3)?, experts.to_dtype(DType::I64)?] {
+        let error = router.replay(&logits, &bad).unwrap_err().to_string();
+        assert!(error.starts_with("experts is "), "{error}");
+    }
+    let beyond = (experts.ones_like()? * 6.)?;
+    let error = router.replay(&logits, &beyond).unwrap_err().to_string();
+    assert!(
+        error.starts_with("experts has 6, it must be below 6"),
+        "{error}"
+    );
+    Ok(())
+}
