@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{PolicyLoss, StepTotals, sum_of_squared_probs};
-use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, Parameters};
 use serde::{Deserialize, Serialize};
 
 use crate::response::{predicting_states, response_log_probs};
@@ -38,6 +38,8 @@ pub struct StepStats {
 pub struct Actor {
     model: DecoderConfig,
     parameters: Parameters,
+    /// What trains in place of the parameters, if there are any.
+    adapters: Option<Lora>,
     /// Records a graph.
     training: Decoder,
     /// Shares the parameters and records none.
@@ -52,27 +54,66 @@ impl Actor {
     ///
     /// Errs if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
-        ensure_temperature(config.temperature)?;
-        config.policy_loss.validate().context("policy_loss")?;
-        Ok(Self {
-            training: Decoder::new(&model, parameters.var_builder())?,
-            inference: Decoder::new(&model, parameters.detached_var_builder())?,
-            optimizer: AdamW::new(config.optimizer.clone(), &parameters)?,
-            gradients: Gradients::new(),
+        let training = Decoder::new(&model, parameters.var_builder())?;
+        let inference = Decoder::new(&model, parameters.detached_var_builder())?;
+        Self::of_decoders(model, parameters, None, [training, inference], config)
+    }
+
+    /// An actor that trains `adapters` and leaves `parameters` as they are: what the optimiser and the gradients hold is the
+    /// size of the adapters.
+    ///
+    /// Errs if `config` is not valid or the adapters are of another model.
+    pub fn with_adapters(
+        model: DecoderConfig,
+        parameters: Parameters,
+        adapters: Lora,
+        config: ActorConfig,
+    ) -> Result<Self> {
+        adapters.config().validate(&model).context("adapters")?;
+        let training = Decoder::new(&model, adapters.var_builder(&parameters)?)?;
+        let inference = Decoder::new(&model, adapters.detached_var_builder(&parameters)?)?;
+        Self::of_decoders(
             model,
             parameters,
+            Some(adapters),
+            [training, inference],
+            config,
+        )
+    }
+
+    fn of_decoders(
+        model: DecoderConfig,
+        parameters: Parameters,
+        adapters: Option<Lora>,
+        [training, inference]: [Decoder; 2],
+        config: ActorConfig,
+    ) -> Result<Self> {
+        ensure_temperature(config.temperature)?;
+        config.policy_loss.validate().context("policy_loss")?;
+        let trained = adapters.as_ref().map_or(&parameters, Lora::parameters);
+        Ok(Self {
+            optimizer: AdamW::new(config.optimizer.clone(), trained)?,
+            gradients: Gradients::new(),
+            training,
+            inference,
+            model,
+            parameters,
+            adapters,
             config,
         })
     }
 
     /// A sampler of this policy; it follows the updates.
     pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
-        Sampler::new(&self.model, &self.parameters, config)
+        Sampler::of_decoder(self.inference.clone(), config)
     }
 
-    /// A copy of this policy as it is now.
+    /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.
     pub fn reference(&self) -> Result<Reference> {
-        Reference::new(&self.model, &self.parameters)
+        match &self.adapters {
+            None => Reference::new(&self.model, &self.parameters),
+            Some(_) => Reference::without_adapters(&self.model, &self.parameters),
+        }
     }
 
     /// The log-probs of the responses of `batch`, f32 `[B, T]`, without a graph.
@@ -100,7 +141,11 @@ impl Actor {
         let now = response_log_probs(&self.training, &batch.tokens, self.config.temperature)?;
         let inputs = batch.policy_batch(&now.log_probs).entropy(&now.entropy);
         let output = self.config.policy_loss.compute(&inputs, totals)?;
-        self.gradients.accumulate(&output.loss, &self.parameters)?;
+        let trained = self
+            .adapters
+            .as_ref()
+            .map_or(&self.parameters, Lora::parameters);
+        self.gradients.accumulate(&output.loss, trained)?;
         Ok(output.metrics.to_host()?)
     }
 
@@ -116,7 +161,11 @@ impl Actor {
     fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
         let grad_norm = self.gradients.clip_by_global_norm(max_norm)?;
         let learning_rate = self.optimizer.learning_rate();
-        self.optimizer.step(&self.parameters, &self.gradients)?;
+        let trained = self
+            .adapters
+            .as_ref()
+            .map_or(&self.parameters, Lora::parameters);
+        self.optimizer.step(trained, &self.gradients)?;
         Ok(StepStats {
             grad_norm,
             learning_rate,
@@ -144,9 +193,14 @@ impl Actor {
         &self.model
     }
 
-    /// The parameters of the policy.
+    /// The parameters of the policy; with adapters those that they are added to, which do not change.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
+    }
+
+    /// The adapters, if they train in place of the parameters.
+    pub fn adapters(&self) -> Option<&Lora> {
+        self.adapters.as_ref()
     }
 
     /// The gradients added up since the last step.

@@ -120,6 +120,10 @@ pub struct TrainingBatch {
     pub old_log_probs: Option<Tensor>,
     /// Log-probs under the reference policy, f32 `[B, T]`, for a KL loss.
     pub ref_log_probs: Option<Tensor>,
+    /// What a critic expected at each token, f32 `[B, T]`, for a value loss that clips.
+    pub values: Option<Tensor>,
+    /// What it should have expected, f32 `[B, T]`.
+    pub returns: Option<Tensor>,
     /// Log-probs that the sampler recorded, f32 `[B, T]`, for [`PolicyLoss::off_policy_threshold`](candle_grpo_loss::PolicyLoss::off_policy_threshold).
     pub rollout_log_probs: Option<Tensor>,
     /// The score of each sequence before any shaping, f32 `[B]`.
@@ -146,6 +150,8 @@ impl TrainingBatch {
             advantages,
             old_log_probs: None,
             ref_log_probs: None,
+            values: None,
+            returns: None,
             rollout_log_probs: None,
             scores: None,
             importance_weights: None,
@@ -169,6 +175,8 @@ impl TrainingBatch {
         for (name, of_tokens) in [
             ("old_log_probs", &self.old_log_probs),
             ("ref_log_probs", &self.ref_log_probs),
+            ("values", &self.values),
+            ("returns", &self.returns),
             ("rollout_log_probs", &self.rollout_log_probs),
             ("importance_weights", &self.importance_weights),
             ("policy_mask", &self.policy_mask),
@@ -205,6 +213,8 @@ impl TrainingBatch {
                     advantages: rows(&self.advantages)?,
                     old_log_probs: if_there(&self.old_log_probs)?,
                     ref_log_probs: if_there(&self.ref_log_probs)?,
+                    values: if_there(&self.values)?,
+                    returns: if_there(&self.returns)?,
                     rollout_log_probs: if_there(&self.rollout_log_probs)?,
                     scores: if_there(&self.scores)?,
                     importance_weights: if_there(&self.importance_weights)?,

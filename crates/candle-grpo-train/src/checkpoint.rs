@@ -17,6 +17,7 @@ const CONFIG: &str = "config.json";
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
+const ADAPTER: &str = "adapter";
 
 /// What [`load_checkpoint`] reads.
 pub struct Checkpoint {
@@ -32,6 +33,9 @@ pub struct Checkpoint {
 
 /// Writes a folder in the form of a Hugging Face model, readable by other programs as a Llama: `config.json`,
 /// `model.safetensors` and `tokenizer.json`, and `optimizer.safetensors` for [`AdamW::load_state`].
+///
+/// Of a policy with adapters, `model.safetensors` is what they and the base make together. The folder `adapter` has the
+/// adapters alone, in the form of PEFT, with the state of their optimiser: they belong to the base that training began with.
 ///
 /// `stop_token_ids` are noted as the end-of-sequence tokens.
 ///
@@ -56,7 +60,15 @@ pub fn save_checkpoint(
             .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
         write_whole(&folder.join(CONFIG), &serde_json::to_vec_pretty(&config)?).context(CONFIG)?;
         write_whole(&folder.join(TOKENIZER), tokenizer.as_bytes()).context(TOKENIZER)?;
-        actor.parameters().save(&folder.join(MODEL))?;
+        let Some(adapters) = actor.adapters() else {
+            actor.parameters().save(&folder.join(MODEL))?;
+            return Ok(actor.optimizer().save_state(&folder.join(OPTIMIZER))?);
+        };
+        let merged = adapters.merged(actor.model(), actor.parameters())?;
+        merged.save(&folder.join(MODEL))?;
+        let folder = folder.join(ADAPTER);
+        fs::create_dir(&folder)?;
+        adapters.save(&folder, None)?;
         Ok(actor.optimizer().save_state(&folder.join(OPTIMIZER))?)
     })
 }

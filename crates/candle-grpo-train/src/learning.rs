@@ -8,6 +8,7 @@ use candle_grpo_core::{
 };
 use candle_grpo_loss::Corrected;
 
+use crate::critic::explained_variance;
 use crate::requirements::keeps_components;
 use crate::scored::ScoredRollouts;
 use crate::{FinishReason, OldLogProbs, TokenBatch, Trainer, TrainingBatch, sampler_log_probs};
@@ -20,6 +21,13 @@ struct Policies {
     teacher: Option<Tensor>,
     sampler: Tensor,
     corrected: Option<Corrected>,
+}
+
+/// Advantages, and the values that they were taken from.
+struct Estimated {
+    of: Advantages,
+    /// `[B, T]`, if there is a critic.
+    values: Option<Tensor>,
 }
 
 impl Trainer {
@@ -47,6 +55,7 @@ impl Trainer {
         };
         let advantages = self.advantages(scored, &rewards, &tokens, early.as_ref(), figures)?;
         let nothing = advantages
+            .of
             .advantages
             .flatten_all()?
             .to_dtype(DType::F32)?
@@ -60,6 +69,16 @@ impl Trainer {
             Some(policies) => policies,
             None => self.policies(&tokens, scored, figures)?,
         };
+        let values = advantages.values;
+        if let (Some(values), Some(returns)) = (&values, &advantages.of.returns)
+            && let Some(share) = explained_variance(values, returns, &tokens.response_mask)?
+        {
+            let value = MetricValue::Mean {
+                sum: share,
+                count: 1.,
+            };
+            figures.insert("value_explained_variance", value);
+        }
         let filters = self
             .config
             .recipe
@@ -78,7 +97,9 @@ impl Trainer {
             scores: Some(scores),
             importance_weights,
             policy_mask: kept.filter(|_| filters),
-            ..TrainingBatch::new(tokens, advantages.advantages)
+            values,
+            returns: advantages.of.returns,
+            ..TrainingBatch::new(tokens, advantages.of.advantages)
         }))
     }
 
@@ -181,7 +202,7 @@ impl Trainer {
         tokens: &TokenBatch,
         policies: Option<&Policies>,
         figures: &mut MetricValues,
-    ) -> Result<Advantages> {
+    ) -> Result<Estimated> {
         let greedy = match self.greedy_scores(&scored.rows)? {
             Some(scores) => {
                 let of_samples: Vec<f32> = scores
@@ -198,6 +219,11 @@ impl Trainer {
         };
         let mut batch = AdvantageBatch::new(rewards, scored.num_generations)
             .response_mask(&tokens.response_mask);
+        let values = match &self.critic {
+            Some(critic) => Some(self.in_pieces(tokens, |piece| critic.values(piece))?),
+            None => None,
+        };
+        batch.values = values.as_ref();
         batch.reward_baselines = greedy.as_ref();
         batch.sum_of_squared_probs = squares.as_ref();
         if let Some(policies) = policies {
@@ -233,6 +259,9 @@ impl Trainer {
             controller.update(kl, scored.rollouts.len())?;
         }
         figures.merge(&of_advantages)?;
-        Ok(advantages)
+        Ok(Estimated {
+            of: advantages,
+            values,
+        })
     }
 }

@@ -82,13 +82,8 @@ pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Resu
             "recipe.advantage: takes the components of rewards one by one, but recipe.reward_shaping or recipe.overlong adds them up before; leave these out"
         );
     }
-    let requirements = Requirements::of(recipe);
     ensure!(
-        !requirements.values,
-        "recipe.advantage: lambda needs the values of a critic, which training does not have yet; leave it out"
-    );
-    ensure!(
-        !requirements.greedy_scores || keeps_components(recipe),
+        !Requirements::of(recipe).greedy_scores || keeps_components(recipe),
         "recipe.advantage: compares with the score of a greedy answer, which recipe.reward_shaping and recipe.overlong do not touch; leave these out"
     );
     Ok(())

@@ -86,10 +86,18 @@ impl Sampler {
         parameters: &Parameters,
         config: SamplingConfig,
     ) -> Result<Self> {
+        Self::of_decoder(
+            Decoder::new(model, parameters.detached_var_builder())?,
+            config,
+        )
+    }
+
+    /// A sampler for the policy that `decoder`, which should record no graph, computes.
+    pub fn of_decoder(decoder: Decoder, config: SamplingConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self {
-            decoder: Decoder::new(model, parameters.detached_var_builder())?,
-            device: parameters.device().clone(),
+            device: decoder.output_weight().device().clone(),
+            decoder,
             config,
         })
     }

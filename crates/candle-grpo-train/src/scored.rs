@@ -40,7 +40,7 @@ impl ScoredRollouts {
     /// Mean and spread of the scores of each group.
     pub(crate) fn groups(&self) -> Result<Vec<GroupSummary>> {
         let statistics =
-            GroupAdvantage::grpo().group_statistics(&self.scores(), self.num_generations)?;
+            GroupAdvantage::grpo().group_statistics(self.scores(), self.num_generations)?;
         Ok(statistics.to_host()?)
     }
 

@@ -27,10 +27,10 @@ pub struct StepMetrics {
     pub response_length: f64,
     /// The share of completions that were cut at the greatest length.
     pub truncated: f64,
-    /// The mean norm of the gradients before clipping. Absent if skipped.
+    /// The mean norm of the gradients before clipping. Absent if skipped, or if the critic trained alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub grad_norm: Option<f64>,
-    /// The learning rate. Absent if skipped.
+    /// The learning rate. Absent where the norm is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub learning_rate: Option<f64>,
     /// The figures of advantages and policy loss by name (`kl`, `entropy`, `clip_fraction`, ...). None if skipped.

@@ -1,13 +1,13 @@
 //! The settings of a training run.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_core::{KlController, SampleFilter};
 use candle_grpo_loss::{AdaptiveEntropy, Recipe};
-use candle_grpo_nn::AdamWConfig;
+use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::requirements::{Requirements, ensure_consistent};
-use crate::{ActorConfig, LearningRateSchedule, SamplingConfig};
+use crate::{ActorConfig, CriticConfig, LearningRateSchedule, ReferenceRefresh, SamplingConfig};
 
 /// Where the log-probs that the ratio of an update refers to come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -61,10 +61,17 @@ pub struct TrainConfig {
     /// Which completions are trained on. The others take part in the statistics of their groups, unless the advantage says
     /// otherwise, and are masked in the loss and its denominators.
     pub sample_filters: Vec<SampleFilter>,
+    /// Low-rank adapters to train in place of all parameters. The reference is then the policy without them. Absent: all
+    /// parameters train.
+    pub adapters: Option<LoraConfig>,
+    /// How the reference follows the policy; absent: it stays as it is.
+    pub reference_refresh: Option<ReferenceRefresh>,
     /// What steers the coefficient of a KL penalty in the rewards of tokens, in place of the fixed one in the recipe.
     pub reward_kl: Option<KlController>,
     /// What steers the coefficient of the entropy bonus, in place of the fixed one in the recipe.
     pub adaptive_entropy: Option<AdaptiveEntropy>,
+    /// How the critic learns whose values the advantage needs, if it does: GAE.
+    pub critic: Option<CriticConfig>,
     /// Where the log-probs that the ratio refers to come from.
     pub old_log_probs: OldLogProbs,
     /// How often a step goes through its completions.
@@ -91,8 +98,11 @@ impl Default for TrainConfig {
             recipe: Recipe::grpo(),
             max_sampling_batches: 10,
             sample_filters: Vec::new(),
+            adapters: None,
+            reference_refresh: None,
             reward_kl: None,
             adaptive_entropy: None,
+            critic: None,
             old_log_probs: OldLogProbs::default(),
             epochs: 1,
             mini_batch_size: None,
@@ -134,6 +144,8 @@ impl TrainConfig {
         ensure_consistent(&self.recipe, self.num_generations)?;
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
+        self.validate_reference()?;
+        self.validate_critic()?;
         self.schedule.validate()?;
         self.sampling.validate()
     }
@@ -158,6 +170,35 @@ impl TrainConfig {
                 "old_log_probs: Current, must be another with recipe.advantage, which is taken from them"
             );
         }
+        Ok(())
+    }
+
+    fn validate_critic(&self) -> Result<()> {
+        match (&self.critic, Requirements::of(&self.recipe).values) {
+            (None, true) => {
+                bail!("critic: absent, must be given, as recipe.advantage needs the values of one")
+            }
+            (Some(_), false) => bail!(
+                "critic: given, but recipe.advantage has no lambda, so that nothing needs its values"
+            ),
+            (Some(critic), true) => critic.validate().context("critic"),
+            (None, false) => Ok(()),
+        }
+    }
+
+    fn validate_reference(&self) -> Result<()> {
+        let Some(refresh) = &self.reference_refresh else {
+            return Ok(());
+        };
+        refresh.validate().context("reference_refresh")?;
+        ensure!(
+            Requirements::of(&self.recipe).reference,
+            "reference_refresh: given, but no KL term in recipe needs a reference"
+        );
+        ensure!(
+            self.adapters.is_none(),
+            "reference_refresh: given together with adapters, whose reference is the policy without them; leave one out"
+        );
         Ok(())
     }
 

@@ -5,19 +5,19 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candle_grpo_core::{
-    AdvantageEstimator, DynamicSampling, KlController, MetricValues, RunningMoments,
+    AdvantageEstimator, DynamicSampling, KlController, MetricValue, MetricValues, RunningMoments,
     SamplingDecision,
 };
 use candle_grpo_loss::{AdaptiveEntropy, Aggregation, StepTotals, Surrogate};
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 use tokenizers::Tokenizer;
 
 use crate::requirements::Requirements;
 use crate::reward::{decode, score_rollouts};
 use crate::scored::ScoredRollouts;
 use crate::{
-    Actor, PhaseSeconds, Prompt, Reference, RewardFunction, Sampler, SamplingConfig, ShuffledOrder,
-    StepMetrics, TokenBatch, TrainConfig, TrainingBatch, prompt_tokens_to_host,
+    Actor, Critic, PhaseSeconds, Prompt, Reference, RewardFunction, Sampler, SamplingConfig,
+    ShuffledOrder, StepMetrics, TokenBatch, TrainConfig, TrainingBatch, prompt_tokens_to_host,
 };
 
 /// Trains a policy with rewards: sample, score, compare within groups, update.
@@ -25,6 +25,7 @@ pub struct Trainer {
     pub(crate) actor: Actor,
     pub(crate) reference: Option<Reference>,
     pub(crate) teacher: Option<Reference>,
+    pub(crate) critic: Option<Critic>,
     pub(crate) estimator: Option<Box<dyn AdvantageEstimator>>,
     pub(crate) requirements: Requirements,
     pub(crate) config: TrainConfig,
@@ -58,11 +59,22 @@ impl Trainer {
         config: TrainConfig,
     ) -> Result<Self> {
         config.validate()?;
-        let actor = Actor::new(model, parameters, config.actor())?;
+        let actor = match config.adapters.clone() {
+            None => Actor::new(model, parameters, config.actor())?,
+            Some(adapters) => {
+                let (seed, device) = (config.sampling.seed, parameters.device());
+                let adapters = Lora::init(adapters, &model, seed, device).context("adapters")?;
+                Actor::with_adapters(model, parameters, adapters, config.actor())?
+            }
+        };
         let requirements = Requirements::of(&config.recipe);
         let reference = match requirements.reference {
             true => Some(actor.reference()?),
             false => None,
+        };
+        let critic = match config.critic.clone() {
+            Some(critic) => Some(Critic::new(actor.model(), actor.parameters(), critic)?),
+            None => None,
         };
         let greedy_sampler = match requirements.greedy_scores {
             true => Some(actor.sampler(SamplingConfig {
@@ -85,6 +97,7 @@ impl Trainer {
             adaptive_entropy: config.adaptive_entropy,
             estimator: None,
             teacher: None,
+            critic,
             steps: 0,
             skipped_steps: 0,
             actor,
@@ -149,6 +162,12 @@ impl Trainer {
                 metrics.skipped = true;
                 self.skipped_steps += 1;
             }
+        }
+        if let (Some(refresh), Some(reference)) =
+            (self.config.reference_refresh, &mut self.reference)
+            && self.steps.is_multiple_of(refresh.every_steps)
+        {
+            reference.refresh(self.actor.parameters(), refresh.alpha)?;
         }
         seconds.train = start.elapsed().as_secs_f64();
         metrics.seconds = seconds;
@@ -249,6 +268,11 @@ impl Trainer {
         }
         // A step that failed may have left some.
         self.actor.zero_grad();
+        if let Some(critic) = &mut self.critic {
+            critic.scale_learning_rate(factor);
+            critic.zero_grad();
+        }
+        let warm_up = self.config.critic.as_ref().map_or(0, |c| c.warmup_steps);
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
             for (number, mini_batch) in mini_batches.iter().enumerate() {
@@ -257,6 +281,13 @@ impl Trainer {
                 else {
                     continue;
                 };
+                if let Some(critic) = &mut self.critic {
+                    let size = self.config.micro_batch_size;
+                    update_critic(critic, &mini_batch.split(size)?, &totals, &mut figures)?;
+                }
+                if metrics.step <= warm_up {
+                    continue;
+                }
                 for micro_batch in mini_batch.split(self.config.micro_batch_size)? {
                     figures.merge(&self.actor.forward_backward(&micro_batch, &totals)?)?;
                 }
@@ -270,7 +301,8 @@ impl Trainer {
         {
             controller.update(entropy)?;
         }
-        metrics.grad_norm = Some(grad_norms.iter().sum::<f64>() / grad_norms.len() as f64);
+        let mean = grad_norms.iter().sum::<f64>() / grad_norms.len() as f64;
+        metrics.grad_norm = (!grad_norms.is_empty()).then_some(mean);
         metrics.policy = figures
             .iter()
             .map(|(name, value)| (name.to_owned(), value))
@@ -347,6 +379,11 @@ impl Trainer {
         &mut self.actor
     }
 
+    /// The critic, if there is one.
+    pub fn critic(&self) -> Option<&Critic> {
+        self.critic.as_ref()
+    }
+
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
@@ -371,4 +408,25 @@ impl Trainer {
     pub fn skipped_steps(&self) -> usize {
         self.skipped_steps
     }
+}
+
+/// One optimiser step of the critic.
+fn update_critic(
+    critic: &mut Critic,
+    micro_batches: &[TrainingBatch],
+    totals: &StepTotals,
+    figures: &mut MetricValues,
+) -> Result<()> {
+    let mut loss = 0.;
+    for micro_batch in micro_batches {
+        let (share, of_loss) = critic.forward_backward(micro_batch, totals)?;
+        loss += share;
+        figures.merge(&of_loss)?;
+    }
+    let stats = critic.clip_grad_and_step()?;
+    let mut of_step = MetricValues::default();
+    for (name, sum) in [("value_loss", loss), ("value_grad_norm", stats.grad_norm)] {
+        of_step.insert(name, MetricValue::Mean { sum, count: 1. });
+    }
+    Ok(figures.merge(&of_step)?)
 }

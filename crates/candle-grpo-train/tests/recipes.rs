@@ -16,8 +16,8 @@ use candle_grpo_loss::{
     KlLoss, PolicyLoss, PositiveIf, PositiveNll, Recipe, RolloutCorrection, RolloutFilter, Topr,
 };
 use candle_grpo_train::{
-    OldLogProbs, Reference, RewardFunction, Sample, SamplingConfig, TrainConfig, Trainer,
-    WeightedRewards, evaluate,
+    OldLogProbs, Reference, ReferenceRefresh, RewardFunction, Sample, SamplingConfig, TrainConfig,
+    Trainer, WeightedRewards, evaluate,
 };
 use common::{max_difference, model, parameters, prompts, sampling, tokenizer};
 use rstest::rstest;
@@ -584,4 +584,53 @@ fn coefficients_are_steered() {
     config.recipe.advantage = AdvantageConfig::default();
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with("reward_kl: "), "{error}");
+}
+
+#[test]
+fn the_reference_follows_the_policy() {
+    let mut config = config(Recipe::grpo());
+    config.optimizer.learning_rate = 1e-2;
+    config.reference_refresh = Some(ReferenceRefresh {
+        every_steps: 2,
+        alpha: 1.,
+    });
+    let mut trainer = trainer(share_of_a, config.clone());
+    let kl: Vec<f64> = (0..5)
+        .map(|_| trainer.step().unwrap().policy["kl"])
+        .collect();
+    // Steps 1, 3 and 5 begin where the reference is.
+    for (i, kl) in kl.iter().enumerate() {
+        assert_eq!(*kl == 0., i % 2 == 0, "step {}: {kl}", i + 1);
+    }
+
+    for (refresh, words) in [
+        (
+            ReferenceRefresh {
+                every_steps: 0,
+                alpha: 1.,
+            },
+            "reference_refresh: every_steps: 0",
+        ),
+        (
+            ReferenceRefresh {
+                every_steps: 1,
+                alpha: 2.,
+            },
+            "reference_refresh: alpha: 2",
+        ),
+    ] {
+        config.reference_refresh = Some(refresh);
+        let error = format!("{:#}", config.validate().unwrap_err());
+        assert!(error.starts_with(words), "{error}");
+    }
+    config.recipe.policy_loss.kl = None;
+    config.reference_refresh = Some(ReferenceRefresh {
+        every_steps: 2,
+        alpha: 1.,
+    });
+    let error = config.validate().unwrap_err().to_string();
+    assert!(
+        error.contains("no KL term in recipe needs a reference"),
+        "{error}"
+    );
 }

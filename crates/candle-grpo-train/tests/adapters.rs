@@ -1,0 +1,135 @@
+//! Training adapters in place of all parameters.
+
+mod common;
+
+use candle_core::Device;
+use candle_grpo_loss::Recipe;
+use candle_grpo_nn::{Decoder, Lora, LoraConfig};
+use candle_grpo_train::{
+    ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer, load_checkpoint, save_checkpoint,
+};
+use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
+
+fn config() -> TrainConfig {
+    let mut config = TrainConfig {
+        prompts_per_step: 3,
+        num_generations: 4,
+        sampling: sampling(),
+        micro_batch_size: 5,
+        recipe: Recipe::grpo(),
+        adapters: Some(LoraConfig::all_linear(4, 8.)),
+        ..TrainConfig::default()
+    };
+    config.optimizer.learning_rate = 2e-2;
+    config
+}
+
+fn trainer(config: TrainConfig) -> Trainer {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    let share_of_a = |sample: &Sample| {
+        let a = sample.completion.matches('a').count();
+        a as f32 / sample.completion_tokens.len() as f32
+    };
+    Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        prompts,
+        share_of_a,
+        config,
+    )
+    .unwrap()
+}
+
+#[test]
+fn adapters_learn_and_the_parameters_stay() {
+    let mut trainer = trainer(config());
+    let metrics: Vec<_> = (0..40).map(|_| trainer.step().unwrap()).collect();
+    let mean = |part: &[candle_grpo_train::StepMetrics]| {
+        part.iter().map(|m| m.reward_mean).sum::<f64>() / part.len() as f64
+    };
+    let (first, last) = (mean(&metrics[..5]), mean(&metrics[35..]));
+    assert!(last > first + 0.3, "from {first} to {last}");
+    let before = parameters();
+    for (name, x) in trainer.actor().parameters().iter() {
+        assert_eq!(max_difference(x, before.get(name).unwrap()), 0., "{name}");
+    }
+    // The reference is the policy without adapters, which the policy starts from and leaves.
+    assert!(metrics[0].policy["kl"].abs() < 1e-9);
+    assert!(metrics[39].policy["kl"] > 0.01);
+}
+
+#[test]
+fn the_reference_of_adapters_is_the_base() {
+    let mut trainer = trainer(config());
+    for _ in 0..3 {
+        trainer.step().unwrap();
+    }
+    let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
+    let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+    let reference = trainer.actor().reference().unwrap();
+    let of_base = candle_grpo_train::Reference::new(&model(), &parameters()).unwrap();
+    let [a, b] = [&reference, &of_base].map(|r| r.log_probs(&batch, 1.).unwrap());
+    assert_eq!(max_difference(&a, &b), 0.);
+    let policy = trainer.actor().log_probs(&batch).unwrap();
+    assert!(max_difference(&policy, &b) > 1e-3);
+}
+
+#[test]
+fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
+    let mut trainer = trainer(config());
+    for _ in 0..3 {
+        trainer.step().unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    save_checkpoint(&path, trainer.actor(), &tokenizer(), &[END]).unwrap();
+
+    let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
+    let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+    let policy = trainer.actor().log_probs(&batch).unwrap();
+    let checkpoint = load_checkpoint(&path, &Device::Cpu).unwrap();
+    assert!(checkpoint.optimizer_state.is_none());
+    let merged = candle_grpo_train::Reference::new(&model(), &checkpoint.parameters).unwrap();
+    assert!(max_difference(&merged.log_probs(&batch, 1.).unwrap(), &policy) < 1e-4);
+
+    let adapters = Lora::load(&path.join("adapter"), &model(), &Device::Cpu).unwrap();
+    let base = parameters();
+    let decoder = Decoder::new(&model(), adapters.detached_var_builder(&base).unwrap()).unwrap();
+    let logits = decoder
+        .hidden_states(&batch.input_ids, &batch.attention_mask, None)
+        .and_then(|hidden| decoder.logits(&hidden.narrow(1, 1, 3)?.contiguous()?))
+        .unwrap();
+    let again = candle_grpo_loss::token_log_probs(&logits, &batch.targets, 1.).unwrap();
+    assert_eq!(max_difference(&again.log_probs, &policy), 0.);
+    let state = path.join("adapter/optimizer.safetensors");
+    let state = candle_core::safetensors::load(state, &Device::Cpu).unwrap();
+    trainer
+        .actor_mut()
+        .optimizer_mut()
+        .load_state(state)
+        .unwrap();
+}
+
+#[test]
+fn settings_that_contradict_adapters_are_errors() {
+    let mut config = config();
+    config.reference_refresh = Some(ReferenceRefresh {
+        every_steps: 1,
+        alpha: 1.,
+    });
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.contains("given together with adapters"), "{error}");
+    config.reference_refresh = None;
+    config.adapters = Some(LoraConfig::all_linear(0, 1.));
+    let made = Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        prompts(&["a"]),
+        |_: &Sample| 0.,
+        config,
+    );
+    let error = format!("{:#}", made.err().unwrap());
+    assert!(error.starts_with("adapters: rank is 0"), "{error}");
+}
