@@ -3,7 +3,7 @@
 CARGO ?= cargo
 SEED ?= 0
 
-.PHONY: help demo demo-short test examples lint cuda-check cuda-toolkit ci
+.PHONY: help demo demo-short test examples bench bench-peers lint cuda-check cuda-toolkit ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -19,6 +19,14 @@ test: ## every test, golden cases included
 
 examples: ## the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-own-loop
+
+bench: ## time each fused operator beside its composed twin; ONLY=rms_norm for one, table in target/bench/ops.md
+	$(CARGO) run --release --locked -p candle-grpo-bench --bin ops-system -- --only "$(ONLY)"
+	$(CARGO) run --release --locked -p candle-grpo-bench --bin ops-mimalloc -- --only "$(ONLY)"
+
+bench-peers: ## time the same shapes beside PyTorch and Liger-Kernel, which it installs: target/bench/peers.json
+	$(CARGO) build --release --locked -p candle-grpo-bench
+	benches/peers/run
 
 lint: ## format, clippy and docs, warnings denied
 	$(CARGO) fmt --all --check
