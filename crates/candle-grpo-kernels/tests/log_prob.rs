@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -18,22 +19,8 @@ fn noise(len: usize, seed: u64) -> Vec<f64> {
         .collect()
 }
 
-fn tensor(values: Vec<f64>, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
-}
-
-fn values(tensor: &Tensor) -> Result<Vec<f64>> {
-    tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
-}
-
-fn assert_close(actual: &[f64], expected: &[f64], tolerance: f64, what: &str) {
-    assert_eq!(actual.len(), expected.len(), "{what}");
-    for (index, (a, e)) in actual.iter().zip(expected).enumerate() {
-        assert!(
-            (a - e).abs() <= tolerance * (1.0 + e.abs()),
-            "{what}[{index}]: {a}, expected {e}"
-        );
-    }
+fn tensor(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+    Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
 }
 
 /// A scalar to which all three results contribute, with another weight at each position.
@@ -43,6 +30,7 @@ fn score(tokens: &TokenLogProbs) -> Result<Tensor> {
             noise(tokens.log_probs.elem_count(), seed),
             tokens.log_probs.dims(),
             DType::F64,
+            tokens.log_probs.device(),
         )?
         .to_dtype(tokens.log_probs.dtype())
     };
@@ -76,26 +64,21 @@ fn check_against_f64(
     };
     let expected = composed::log_prob(&exact, targets, temperature, options)?;
     let actual = log_prob(&fused, targets, temperature, options)?;
-    for (name, actual, expected) in [
-        ("log_probs", &actual.log_probs, &expected.log_probs),
-        ("entropy", &actual.entropy, &expected.entropy),
-        ("log_sum_exp", &actual.log_sum_exp, &expected.log_sum_exp),
+    for (actual, expected) in [
+        (&actual.log_probs, &expected.log_probs),
+        (&actual.entropy, &expected.entropy),
+        (&actual.log_sum_exp, &expected.log_sum_exp),
     ] {
         assert_eq!(actual.dtype(), DType::F32);
         assert_eq!(actual.dims(), targets.dims());
-        assert_close(&values(actual)?, &values(expected)?, close, name);
+        assert_close(&numbers(actual)?, &numbers(expected)?, close);
     }
     let (expected, actual) = (score(&expected)?.backward()?, score(&actual)?.backward()?);
     let (Some(expected), Some(actual)) = (expected.get(&exact), actual.get(&fused)) else {
         panic!("a gradient is missing");
     };
     assert_eq!(actual.dtype(), logits.dtype());
-    assert_close(
-        &values(actual)?,
-        &values(expected)?,
-        gradient_close,
-        "gradient",
-    );
+    assert_close(&numbers(actual)?, &numbers(expected)?, gradient_close);
     Ok(())
 }
 
@@ -111,115 +94,118 @@ proptest! {
         masked in any::<bool>(),
         seed in any::<u64>(),
     ) {
-        let logits = tensor(noise(rows * vocab, seed).iter().map(|x| x * scale).collect(), &[rows, vocab], dtype)?;
+        for device in devices() {
+        let logits = tensor(noise(rows * vocab, seed).iter().map(|x| x * scale).collect(), &[rows, vocab], dtype, device)?;
         let targets: Vec<u32> = (0..rows as u64).map(|row| (seed.wrapping_add(row * 7919) % vocab as u64) as u32).collect();
-        let targets = Tensor::from_vec(targets, rows, &Device::Cpu)?;
+        let targets = Tensor::from_vec(targets, rows, device)?;
         let mask: Vec<u8> = (0..rows).map(|row| (seed >> row & 1) as u8).collect();
-        let mask = Tensor::from_vec(mask, rows, &Device::Cpu)?;
+        let mask = Tensor::from_vec(mask, rows, device)?;
         check_against_f64(&logits, &targets, temperature, masked.then_some(&mask))?;
+        }
     }
 }
 
 #[rstest]
 fn any_layout_is_taken(#[values(DType::F32, DType::BF16)] dtype: DType) -> Result<()> {
-    let wide = tensor(noise(3 * 40 * 5, 5), &[3, 40, 5], dtype)?;
-    let targets = Tensor::new(
-        &[[0u32, 3, 9, 1, 2], [8, 7, 6, 5, 4], [9, 9, 0, 0, 1]],
-        &Device::Cpu,
-    )?;
-    check_against_f64(
-        &wide.transpose(1, 2)?.narrow(2, 7, 10)?,
-        &targets,
-        0.7,
-        None,
-    )?;
-    check_against_f64(
-        &wide.narrow(1, 2, 5)?.narrow(2, 1, 3)?,
-        &targets.narrow(1, 0, 5)?.clamp(0u32, 2u32)?,
-        1.3,
-        None,
-    )?;
-    let one = tensor(noise(10, 6), &[1, 1, 10], dtype)?.broadcast_as((3, 5, 10))?;
-    check_against_f64(&one, &targets, 1.0, None)
+    for device in devices() {
+        let wide = tensor(noise(3 * 40 * 5, 5), &[3, 40, 5], dtype, device)?;
+        let targets = Tensor::new(
+            &[[0u32, 3, 9, 1, 2], [8, 7, 6, 5, 4], [9, 9, 0, 0, 1]],
+            device,
+        )?;
+        check_against_f64(
+            &wide.transpose(1, 2)?.narrow(2, 7, 10)?,
+            &targets,
+            0.7,
+            None,
+        )?;
+        check_against_f64(
+            &wide.narrow(1, 2, 5)?.narrow(2, 1, 3)?,
+            &targets.narrow(1, 0, 5)?.clamp(0u32, 2u32)?,
+            1.3,
+            None,
+        )?;
+        let one = tensor(noise(10, 6), &[1, 1, 10], dtype, device)?.broadcast_as((3, 5, 10))?;
+        check_against_f64(&one, &targets, 1.0, None)?;
+    }
+    Ok(())
 }
 
 #[test]
 fn a_dropped_row_may_hold_anything() -> Result<()> {
-    let logits = Var::new(
-        &[[1f32, 2., 3.], [f32::NAN, f32::INFINITY, 0.]],
-        &Device::Cpu,
-    )?;
-    let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;
-    let mask = Tensor::new(&[1f32, 0.], &Device::Cpu)?;
-    for twin in [log_prob, composed::log_prob] {
-        let tokens = twin(
-            &logits,
-            &targets,
-            1.0,
-            LogProbOptions {
-                mask: Some(&mask),
-                ..Default::default()
-            },
-        )?;
-        for result in [&tokens.log_probs, &tokens.entropy, &tokens.log_sum_exp] {
-            let result = result.to_vec1::<f32>()?;
-            assert!(result[0].is_finite());
-            assert_eq!(result[1], 0.0);
+    for device in devices() {
+        let logits = Var::new(&[[1f32, 2., 3.], [f32::NAN, f32::INFINITY, 0.]], device)?;
+        let targets = Tensor::new(&[1i64, -100], device)?;
+        let mask = Tensor::new(&[1f32, 0.], device)?;
+        for twin in [log_prob, composed::log_prob] {
+            let tokens = twin(
+                &logits,
+                &targets,
+                1.0,
+                LogProbOptions {
+                    mask: Some(&mask),
+                    ..Default::default()
+                },
+            )?;
+            for result in [&tokens.log_probs, &tokens.entropy, &tokens.log_sum_exp] {
+                let result = result.to_vec1::<f32>()?;
+                assert!(result[0].is_finite());
+                assert_eq!(result[1], 0.0);
+            }
+            let gradients = score(&tokens)?.backward()?;
+            let gradient = gradients
+                .get(&logits)
+                .expect("a gradient")
+                .to_vec2::<f32>()?;
+            assert!(gradient[0].iter().all(|g| g.is_finite() && *g != 0.0));
+            assert_eq!(gradient[1], [0.0; 3]);
         }
-        let gradients = score(&tokens)?.backward()?;
-        let gradient = gradients
-            .get(&logits)
-            .expect("a gradient")
-            .to_vec2::<f32>()?;
-        assert!(gradient[0].iter().all(|g| g.is_finite() && *g != 0.0));
-        assert_eq!(gradient[1], [0.0; 3]);
     }
     Ok(())
 }
 
 #[test]
 fn minus_infinity_is_outside_the_distribution() -> Result<()> {
-    // More than one block of it, before and after what counts.
-    let vocab = 3000;
-    let mut row = vec![f32::NEG_INFINITY; vocab];
-    row[1500..1504].copy_from_slice(&[0.5, -1.0, 2.0, 0.0]);
-    let logits = Var::from_vec(row, (1, vocab), &Device::Cpu)?;
-    let targets = Tensor::new(&[1502u32], &Device::Cpu)?;
-    let tokens = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
-    let few = Var::new(&[[0.5f32, -1.0, 2.0, 0.0]], &Device::Cpu)?;
-    let expected = log_prob(
-        &few,
-        &Tensor::new(&[2u32], &Device::Cpu)?,
-        1.0,
-        LogProbOptions::default(),
-    )?;
-    assert_close(
-        &values(&tokens.log_probs)?,
-        &values(&expected.log_probs)?,
-        1e-6,
-        "log_probs",
-    );
-    assert_close(
-        &values(&tokens.entropy)?,
-        &values(&expected.entropy)?,
-        1e-6,
-        "entropy",
-    );
-    let gradients = score(&tokens)?.backward()?;
-    let gradient = values(gradients.get(&logits).expect("a gradient"))?;
-    let expected = score(&expected)?.backward()?;
-    assert_close(
-        &gradient[1500..1504],
-        &values(expected.get(&few).expect("a gradient"))?,
-        1e-6,
-        "gradient",
-    );
-    assert!(
-        gradient[..1500]
-            .iter()
-            .chain(&gradient[1504..])
-            .all(|g| *g == 0.0)
-    );
+    for device in devices() {
+        // More than one block of it, before and after what counts.
+        let vocab = 3000;
+        let mut row = vec![f32::NEG_INFINITY; vocab];
+        row[1500..1504].copy_from_slice(&[0.5, -1.0, 2.0, 0.0]);
+        let logits = Var::from_vec(row, (1, vocab), device)?;
+        let targets = Tensor::new(&[1502u32], device)?;
+        let tokens = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
+        let few = Var::new(&[[0.5f32, -1.0, 2.0, 0.0]], device)?;
+        let expected = log_prob(
+            &few,
+            &Tensor::new(&[2u32], device)?,
+            1.0,
+            LogProbOptions::default(),
+        )?;
+        assert_close(
+            &numbers(&tokens.log_probs)?,
+            &numbers(&expected.log_probs)?,
+            1e-6,
+        );
+        assert_close(
+            &numbers(&tokens.entropy)?,
+            &numbers(&expected.entropy)?,
+            1e-6,
+        );
+        let gradients = score(&tokens)?.backward()?;
+        let gradient = numbers(gradients.get(&logits).expect("a gradient"))?;
+        let expected = score(&expected)?.backward()?;
+        assert_close(
+            &gradient[1500..1504],
+            &numbers(expected.get(&few).expect("a gradient"))?,
+            1e-6,
+        );
+        assert!(
+            gradient[..1500]
+                .iter()
+                .chain(&gradient[1504..])
+                .all(|g| *g == 0.0)
+        );
+    }
     Ok(())
 }
 
@@ -229,14 +215,16 @@ fn minus_infinity_is_outside_the_distribution() -> Result<()> {
 #[case(&[1.0, f32::INFINITY, 2.0])]
 #[case(&[f32::NEG_INFINITY, f32::NEG_INFINITY, f32::NEG_INFINITY])]
 fn a_row_that_is_no_distribution_gives_nan(#[case] row: &[f32]) -> Result<()> {
-    let logits = Tensor::from_slice(row, (1, 3), &Device::Cpu)?;
-    let tokens = log_prob(
-        &logits,
-        &Tensor::new(&[0u32], &Device::Cpu)?,
-        1.0,
-        LogProbOptions::default(),
-    )?;
-    assert!(tokens.log_probs.to_vec1::<f32>()?[0].is_nan());
+    for device in devices() {
+        let logits = Tensor::from_slice(row, (1, 3), device)?;
+        let tokens = log_prob(
+            &logits,
+            &Tensor::new(&[0u32], device)?,
+            1.0,
+            LogProbOptions::default(),
+        )?;
+        assert!(tokens.log_probs.to_vec1::<f32>()?[0].is_nan());
+    }
     Ok(())
 }
 
@@ -246,33 +234,41 @@ fn the_backward_pass_can_be_called_alone(
     #[values(DType::F64, DType::F32, DType::BF16)] dtype: DType,
     #[values(false, true)] gradient_into_logits: bool,
 ) -> Result<()> {
-    let logits = Var::from_tensor(&tensor(noise(2 * 3 * 1100, 4), &[2, 3, 1100], dtype)?)?;
-    let targets = Tensor::new(&[[5u32, 1099, 0], [1024, 1023, 77]], &Device::Cpu)?;
-    let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], &Device::Cpu)?;
-    let options = LogProbOptions {
-        mask: Some(&mask),
-        ..Default::default()
-    };
-    let tokens = log_prob(&logits, &targets, 0.7, options)?;
-    let expected = score(&tokens)?.backward()?;
-    let weights =
-        |seed| tensor(noise(6, seed), &[2, 3], DType::F64)?.to_dtype(tokens.log_probs.dtype());
-    let derivatives = TokenLogProbs {
-        log_probs: weights(1)?,
-        entropy: weights(2)?,
-        log_sum_exp: weights(3)?,
-    };
-    let view = logits.as_tensor().reshape(logits.dims())?;
-    let options = LogProbOptions {
-        gradient_into_logits,
-        ..options
-    };
-    let gradient = log_prob_gradient(&view, &targets, 0.7, options, &tokens, &derivatives)?;
-    assert_eq!((gradient.dims(), gradient.dtype()), (logits.dims(), dtype));
-    let expected = values(expected.get(&logits).expect("a gradient"))?;
-    assert_close(&values(&gradient)?, &expected, 1e-12, "gradient");
-    let overwritten = values(&logits)? == values(&gradient)?;
-    assert_eq!(overwritten, gradient_into_logits && dtype != DType::F64);
+    for device in devices() {
+        let logits = Var::from_tensor(&tensor(
+            noise(2 * 3 * 1100, 4),
+            &[2, 3, 1100],
+            dtype,
+            device,
+        )?)?;
+        let targets = Tensor::new(&[[5u32, 1099, 0], [1024, 1023, 77]], device)?;
+        let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], device)?;
+        let options = LogProbOptions {
+            mask: Some(&mask),
+            ..Default::default()
+        };
+        let tokens = log_prob(&logits, &targets, 0.7, options)?;
+        let expected = score(&tokens)?.backward()?;
+        let weights = |seed| {
+            tensor(noise(6, seed), &[2, 3], DType::F64, device)?.to_dtype(tokens.log_probs.dtype())
+        };
+        let derivatives = TokenLogProbs {
+            log_probs: weights(1)?,
+            entropy: weights(2)?,
+            log_sum_exp: weights(3)?,
+        };
+        let view = logits.as_tensor().reshape(logits.dims())?;
+        let options = LogProbOptions {
+            gradient_into_logits,
+            ..options
+        };
+        let gradient = log_prob_gradient(&view, &targets, 0.7, options, &tokens, &derivatives)?;
+        assert_eq!((gradient.dims(), gradient.dtype()), (logits.dims(), dtype));
+        let expected = numbers(expected.get(&logits).expect("a gradient"))?;
+        assert_close(&numbers(&gradient)?, &expected, 1e-12);
+        let overwritten = numbers(&logits)? == numbers(&gradient)?;
+        assert_eq!(overwritten, gradient_into_logits && dtype != DType::F64);
+    }
     Ok(())
 }
 
@@ -280,52 +276,60 @@ fn the_backward_pass_can_be_called_alone(
 fn the_gradient_may_take_the_memory_of_the_logits(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
 ) -> Result<()> {
-    let hidden = Var::from_tensor(&tensor(noise(7 * 4, 1), &[7, 4], dtype)?)?;
-    let weight = tensor(noise(4 * 1500, 2), &[4, 1500], dtype)?;
-    let targets = Tensor::from_vec(vec![3u32, 9, 1400, 1023, 1024, 0, 1499], 7, &Device::Cpu)?;
-    let mask = Tensor::new(&[1u8, 1, 0, 1, 1, 1, 1], &Device::Cpu)?;
-    let run = |gradient_into_logits| -> Result<_> {
-        let logits = hidden.matmul(&weight)?;
-        let options = LogProbOptions {
-            mask: Some(&mask),
-            gradient_into_logits,
+    for device in devices() {
+        let hidden = Var::from_tensor(&tensor(noise(7 * 4, 1), &[7, 4], dtype, device)?)?;
+        let weight = tensor(noise(4 * 1500, 2), &[4, 1500], dtype, device)?;
+        let targets = Tensor::from_vec(vec![3u32, 9, 1400, 1023, 1024, 0, 1499], 7, device)?;
+        let mask = Tensor::new(&[1u8, 1, 0, 1, 1, 1, 1], device)?;
+        let run = |gradient_into_logits| -> Result<_> {
+            let logits = hidden.matmul(&weight)?;
+            let options = LogProbOptions {
+                mask: Some(&mask),
+                gradient_into_logits,
+            };
+            let gradients = score(&log_prob(&logits, &targets, 0.9, options)?)?.backward()?;
+            Ok((
+                numbers(gradients.get(&hidden).expect("a gradient"))?,
+                logits,
+            ))
         };
-        let gradients = score(&log_prob(&logits, &targets, 0.9, options)?)?.backward()?;
-        Ok((values(gradients.get(&hidden).expect("a gradient"))?, logits))
-    };
-    let (apart, kept) = run(false)?;
-    let (in_place, overwritten) = run(true)?;
-    assert_eq!(apart, in_place);
-    assert_ne!(values(&kept)?, values(&overwritten)?);
+        let (apart, kept) = run(false)?;
+        let (in_place, overwritten) = run(true)?;
+        assert_eq!(apart, in_place);
+        assert_ne!(numbers(&kept)?, numbers(&overwritten)?);
+    }
     Ok(())
 }
 
 /// 49,152 columns of bf16, where sums in bf16 would stop at 256.
 #[test]
 fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
-    let logits = tensor(
-        noise(2 * 49_152, 9).iter().map(|x| x * 4.0).collect(),
-        &[2, 49_152],
-        DType::BF16,
-    )?;
-    let targets = Tensor::new(&[17u32, 49_151], &Device::Cpu)?;
-    let expected = composed::log_prob(
-        &logits.to_dtype(DType::F64)?,
-        &targets,
-        1.0,
-        LogProbOptions::default(),
-    )?;
-    let actual = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
-    for (actual, expected) in [
-        (&actual.log_probs, &expected.log_probs),
-        (&actual.entropy, &expected.entropy),
-        (&actual.log_sum_exp, &expected.log_sum_exp),
-    ] {
-        for (actual, expected) in values(actual)?.iter().zip(values(expected)?) {
-            assert!(
-                (actual - expected).abs() < 1e-5,
-                "{actual}, expected {expected}"
-            );
+    for device in devices() {
+        let logits = tensor(
+            noise(2 * 49_152, 9).iter().map(|x| x * 4.0).collect(),
+            &[2, 49_152],
+            DType::BF16,
+            device,
+        )?;
+        let targets = Tensor::new(&[17u32, 49_151], device)?;
+        let expected = composed::log_prob(
+            &logits.to_dtype(DType::F64)?,
+            &targets,
+            1.0,
+            LogProbOptions::default(),
+        )?;
+        let actual = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
+        for (actual, expected) in [
+            (&actual.log_probs, &expected.log_probs),
+            (&actual.entropy, &expected.entropy),
+            (&actual.log_sum_exp, &expected.log_sum_exp),
+        ] {
+            for (actual, expected) in numbers(actual)?.iter().zip(numbers(expected)?) {
+                assert!(
+                    (actual - expected).abs() < 1e-5,
+                    "{actual}, expected {expected}"
+                );
+            }
         }
     }
     Ok(())
@@ -333,17 +337,10 @@ fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
 
 #[test]
 fn bad_input_is_named() -> Result<()> {
-    let logits = Tensor::zeros((2, 5), DType::F32, &Device::Cpu)?;
-    let targets = Tensor::new(&[0u32, 4], &Device::Cpu)?;
-    let message = |result: Result<TokenLogProbs>| {
-        result
-            .expect_err("an error")
-            .to_string()
-            .lines()
-            .next()
-            .unwrap_or_default()
-            .to_owned()
-    };
+    // Ids are checked on the CPU alone.
+    let device = &Device::Cpu;
+    let logits = Tensor::zeros((2, 5), DType::F32, device)?;
+    let targets = Tensor::new(&[0u32, 4], device)?;
     let call = |logits: &Tensor, targets: &Tensor, temperature| {
         message(log_prob(
             logits,
@@ -353,16 +350,14 @@ fn bad_input_is_named() -> Result<()> {
         ))
     };
     assert!(call(&logits, &targets, 0.0).contains("temperature: 0, must be positive"));
-    assert!(call(&logits, &Tensor::new(&[0u32, 5], &Device::Cpu)?, 1.0).contains("token id 5"));
-    assert!(call(&logits, &Tensor::new(&[0i64, -1], &Device::Cpu)?, 1.0).contains("token id -1"));
-    assert!(
-        call(&logits, &Tensor::new(&[0u32], &Device::Cpu)?, 1.0).contains("targets: shape [1]")
-    );
-    assert!(call(&logits, &Tensor::new(&[0f32, 1.], &Device::Cpu)?, 1.0).contains("targets: F32"));
+    assert!(call(&logits, &Tensor::new(&[0u32, 5], device)?, 1.0).contains("token id 5"));
+    assert!(call(&logits, &Tensor::new(&[0i64, -1], device)?, 1.0).contains("token id -1"));
+    assert!(call(&logits, &Tensor::new(&[0u32], device)?, 1.0).contains("targets: shape [1]"));
+    assert!(call(&logits, &Tensor::new(&[0f32, 1.], device)?, 1.0).contains("targets: F32"));
     assert!(call(&targets, &targets, 1.0).contains("logits: U32"));
-    let empty = Tensor::zeros((2, 0), DType::F32, &Device::Cpu)?;
+    let empty = Tensor::zeros((2, 0), DType::F32, device)?;
     assert!(call(&empty, &targets, 1.0).contains("the vocabulary is empty"));
-    let mask = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+    let mask = Tensor::ones(3, DType::F32, device)?;
     let masked = LogProbOptions {
         mask: Some(&mask),
         ..Default::default()
