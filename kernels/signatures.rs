@@ -2,6 +2,12 @@
 // file defines `kernels!`, `In` (a pointer that is read, null where it may be), `Out` (a pointer that is written) and an element
 // type `Self`. A kernel `name` stands for `name_f32`, `name_bf16` and `name_f16` in the file of this name.
 kernels! {
+    embedding EMBEDDING {
+        embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
+        embedding_first(ids: In<u32>, first: Out<u32>, n: u32, vocab: u32);
+        embedding_backward(gradient: In<Self>, ids: In<u32>, first: In<u32>, dweight: Out<Self>, n: u32, vocab: u32,
+            width: i32);
+    }
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);
@@ -13,6 +19,9 @@ kernels! {
         rms_norm_backward(x: In<Self>, weight: In<Self>, gradient: In<Self>, dx: Out<Self>, partial: Out<f32>, n: u64,
             width: i32, epsilon: f32);
         rms_norm_weight(partial: In<f32>, dweight: Out<Self>, parts: i32, width: i32);
+    }
+    rope ROPE {
+        rope(x: In<Self>, cos: In<f32>, sin: In<f32>, y: Out<Self>, heads_in_all: u32, heads: u32, pairs: i32, sign: f32);
     }
     swiglu SWIGLU {
         swiglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);

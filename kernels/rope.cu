@@ -1,0 +1,70 @@
+// Rotary position embedding in the half-split layout: rows [rows, heads * 2 * pairs], angles [rows, pairs] that the heads of
+// a row share. In each head, element i pairs with i + pairs. `sign` is 1, or -1 for the rotation back.
+// blockDim.x threads share a head, blockDim.y heads are in a block.
+
+#include "element.cuh"
+#include "math.cuh"
+
+constexpr int THREADS = 256;
+
+// Turns the `count` pairs whose first elements are at `first` and whose second ones are at `second`.
+template <typename T, int count>
+__device__ __forceinline__ void turn(float (&first)[count], float (&second)[count], const float *cos, const float *sin,
+                                     float sign) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        const float c = cos[i], s = sign * sin[i], a = first[i];
+        first[i] = a * c - second[i] * s;
+        second[i] = second[i] * c + a * s;
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void rotate(const T *x, const float *cos, const float *sin, T *y, uint32_t heads_in_all,
+                                       uint32_t heads, int pairs, float sign) {
+    const uint32_t head = blockIdx.x * blockDim.y + threadIdx.y;
+    if (head >= heads_in_all) return;
+    const uint64_t start = (uint64_t)head * 2 * (uint64_t)pairs;
+    const uint64_t angle = (uint64_t)(head / heads) * (uint64_t)pairs;
+    const T *from = x + start;
+    T *to = y + start;
+    constexpr int count = PACK<T>;
+    const bool packed = pairs % count == 0 && is_aligned(x) && is_aligned(y) && is_aligned(cos) && is_aligned(sin);
+    if (packed) {
+        for (int i = (int)threadIdx.x * count; i < pairs; i += (int)blockDim.x * count) {
+            const uint4 first_pack = load_streaming(reinterpret_cast<const uint4 *>(from + i));
+            const uint4 second_pack = load_streaming(reinterpret_cast<const uint4 *>(from + pairs + i));
+            float first[count], second[count], c[count], s[count];
+#pragma unroll
+            for (int k = 0; k < count; k += 4) {
+                const float4 c4 = *reinterpret_cast<const float4 *>(cos + angle + i + k);
+                const float4 s4 = *reinterpret_cast<const float4 *>(sin + angle + i + k);
+                c[k] = c4.x, c[k + 1] = c4.y, c[k + 2] = c4.z, c[k + 3] = c4.w;
+                s[k] = s4.x, s[k + 1] = s4.y, s[k + 2] = s4.z, s[k + 3] = s4.w;
+            }
+            unpack<T>(first_pack, first);
+            unpack<T>(second_pack, second);
+            turn<T>(first, second, c, s, sign);
+            *reinterpret_cast<uint4 *>(to + i) = pack<T>(first);
+            *reinterpret_cast<uint4 *>(to + pairs + i) = pack<T>(second);
+        }
+    } else {
+        for (int i = (int)threadIdx.x; i < pairs; i += (int)blockDim.x) {
+            float first[1] = {to_float(from[i])}, second[1] = {to_float(from[pairs + i])};
+            turn<T>(first, second, cos + angle + i, sin + angle + i, sign);
+            to[i] = from_float<T>(first[0]);
+            to[pairs + i] = from_float<T>(second[0]);
+        }
+    }
+}
+
+#define ROPE(T, name)                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        rope_##name(const T *x, const float *cos, const float *sin, T *y, uint32_t heads_in_all, uint32_t heads,      \
+                    int pairs, float sign) {                                                                           \
+        rotate(x, cos, sin, y, heads_in_all, heads, pairs, sign);                                                      \
+    }
+
+ROPE(float, f32)
+ROPE(__nv_bfloat16, bf16)
+ROPE(__half, f16)

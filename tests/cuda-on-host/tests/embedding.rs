@@ -1,0 +1,120 @@
+//! `embedding.cu`: the rows that ids name, and the sums of their gradients.
+#![allow(unsafe_code, missing_docs)]
+
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_test_support::assert_close;
+use half::{bf16, f16};
+
+fn check<T: Kernels>(vocab: usize, width: usize, ids: &[u32], behind: usize, tolerance: f64) {
+    let n = ids.len();
+    let of = |len: usize, seed| -> Buffer<T> {
+        let mut numbers: Vec<T> = noise(len, seed).iter().map(|x| T::from_f64(*x)).collect();
+        numbers.resize(len + behind, T::from_f64(f64::NAN));
+        Buffer::of(&numbers)
+    };
+    let (weight, gradient) = (of(vocab * width, 1), of(n * width, 2));
+    let mut dweight_expected = vec![0.0; vocab * width];
+    for (place, &id) in ids
+        .iter()
+        .enumerate()
+        .filter(|(_, id)| (**id as usize) < vocab)
+    {
+        for column in 0..width {
+            dweight_expected[id as usize * width + column] +=
+                gradient[place * width + column].to_f64();
+        }
+    }
+    let ids = Buffer::of(ids);
+    let slices = width.div_ceil(2 * 32 * 16 / size_of::<T>());
+    for order in ORDERS {
+        let seven = T::from_f64(7.0);
+        let mut rows = Buffer::filled(seven, n * width + behind);
+        let mut first = Buffer::filled(0u32, vocab);
+        let mut dweight = Buffer::filled(T::zero(), vocab * width);
+        let by_rows = Grid {
+            grid: [n.div_ceil(8) as u32, 1, 1],
+            block: [32, 8, 1],
+            shared_bytes: 0,
+        };
+        let by_places = Grid {
+            grid: [n as u32, slices as u32, 1],
+            block: [256, 1, 1],
+            shared_bytes: 0,
+        };
+        let (n32, vocab32, width32) = (n as u32, vocab as u32, width as i32);
+        // SAFETY: the buffers have the sizes of n, vocab and width.
+        unsafe {
+            T::embedding_forward(
+                by_rows,
+                order,
+                weight.as_ptr(),
+                ids.as_ptr(),
+                rows.as_mut_ptr(),
+                n as u64,
+                vocab32,
+                width32,
+            )
+            .unwrap();
+            T::embedding_first(
+                Grid::new(n.div_ceil(256) as u32, 256),
+                order,
+                ids.as_ptr(),
+                first.as_mut_ptr(),
+                n32,
+                vocab32,
+            )
+            .unwrap();
+            T::embedding_backward(
+                by_places,
+                order,
+                gradient.as_ptr(),
+                ids.as_ptr(),
+                first.as_ptr(),
+                dweight.as_mut_ptr(),
+                n32,
+                vocab32,
+                width32,
+            )
+            .unwrap();
+        }
+        for (place, &id) in ids.iter().enumerate() {
+            let row = &rows[place * width..][..width];
+            if (id as usize) < vocab {
+                assert!(row == &weight[id as usize * width..][..width]);
+            } else {
+                assert!(row.iter().all(|x| x.to_f64().is_nan()));
+            }
+        }
+        assert!(rows[n * width..].iter().all(|x| *x == seven));
+        let found: Vec<f64> = dweight.iter().map(|x| x.to_f64()).collect();
+        assert_close(&found, &dweight_expected, tolerance);
+    }
+}
+
+fn check_all<T: Kernels>(tolerance: f64) {
+    let many: Vec<u32> = (0..333u32)
+        .map(|i| if i % 3 == 0 { 4 } else { i * i % 9 })
+        .collect();
+    let far = [2, u32::MAX, 0, 9, 2, 1, 1, 8];
+    for behind in [0, 1] {
+        check::<T>(1, 1, &[0], behind, tolerance);
+        check::<T>(9, 72, &far, behind, tolerance);
+        check::<T>(9, 5, &many, behind, tolerance);
+        check::<T>(9, 576, &many, behind, tolerance);
+    }
+}
+
+#[test]
+fn f32_sums_what_belongs_to_a_row() {
+    check_all::<f32>(3e-6);
+}
+
+#[test]
+fn bf16_sums_what_belongs_to_a_row() {
+    check_all::<bf16>(4e-3);
+}
+
+#[test]
+fn f16_sums_what_belongs_to_a_row() {
+    check_all::<f16>(6e-4);
+}

@@ -1,0 +1,86 @@
+//! `rope.cu` against the formula in f64.
+#![allow(unsafe_code, missing_docs)]
+
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_test_support::assert_close;
+use half::{bf16, f16};
+
+/// `rows` of `heads` heads of `2 * pairs` elements, in memory with `behind` further ones.
+fn check<T: Kernels>(rows: usize, heads: usize, pairs: usize, behind: usize, tolerance: f64) {
+    let n = rows * heads * 2 * pairs;
+    let mut x: Vec<T> = noise(n, 1).iter().map(|x| T::from_f64(*x)).collect();
+    let wide: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
+    x.resize(n + behind, T::from_f64(f64::NAN));
+    let x = Buffer::of(&x);
+    let angles = noise(rows * pairs, 2);
+    let cos: Vec<f32> = angles.iter().map(|a| (9.0 * a).cos() as f32).collect();
+    let sin: Vec<f32> = angles.iter().map(|a| (9.0 * a).sin() as f32).collect();
+    let (cos, sin) = (Buffer::of(&cos), Buffer::of(&sin));
+
+    for sign in [1.0f32, -1.0] {
+        let mut expected = vec![0.0; n];
+        for (head, (from, to)) in wide
+            .chunks(2 * pairs)
+            .zip(expected.chunks_mut(2 * pairs))
+            .enumerate()
+        {
+            for i in 0..pairs {
+                let angle = head / heads * pairs + i;
+                let (c, s) = (f64::from(cos[angle]), f64::from(sign * sin[angle]));
+                to[i] = from[i] * c - from[pairs + i] * s;
+                to[pairs + i] = from[pairs + i] * c + from[i] * s;
+            }
+        }
+        for (threads, per_block) in [(4, 64), (1, 256), (6, 2), (32, 8)] {
+            let grid = Grid {
+                grid: [(rows * heads).div_ceil(per_block) as u32, 1, 1],
+                block: [threads, per_block as u32, 1],
+                shared_bytes: 0,
+            };
+            for order in ORDERS {
+                let mut y = Buffer::filled(T::from_f64(7.0), n + behind);
+                // SAFETY: x and y have rows * heads * 2 * pairs elements, cos and sin rows * pairs.
+                unsafe {
+                    T::rope(
+                        grid,
+                        order,
+                        x.as_ptr(),
+                        cos.as_ptr(),
+                        sin.as_ptr(),
+                        y.as_mut_ptr(),
+                        (rows * heads) as u32,
+                        heads as u32,
+                        pairs as i32,
+                        sign,
+                    )
+                }
+                .unwrap();
+                let found: Vec<f64> = y.iter().map(|y| y.to_f64()).collect();
+                assert_close(&found[..n], &expected, tolerance);
+                assert!(found[n..].iter().all(|y| *y == 7.0));
+            }
+        }
+    }
+}
+
+fn check_all<T: Kernels>(tolerance: f64) {
+    for (rows, heads, pairs) in [(1, 1, 1), (5, 3, 32), (7, 2, 8), (3, 9, 5), (2, 3, 48)] {
+        check::<T>(rows, heads, pairs, 0, tolerance);
+        check::<T>(rows, heads, pairs, 1, tolerance);
+    }
+}
+
+#[test]
+fn f32_is_the_formula() {
+    check_all::<f32>(1e-6);
+}
+
+#[test]
+fn bf16_is_the_formula() {
+    check_all::<bf16>(4e-3);
+}
+
+#[test]
+fn f16_is_the_formula() {
+    check_all::<f16>(6e-4);
+}
