@@ -17,6 +17,9 @@ pub struct GroupSummary {
 }
 
 /// Which groups are trained on. Each bound is strict: what equals it is dropped.
+///
+/// Take the figures of a group from its scores before any shaping: a penalty for length gives a spread to a group whose
+/// answers are all right, or all wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupFilter {
@@ -42,6 +45,27 @@ impl Default for GroupFilter {
 }
 
 impl GroupFilter {
+    /// Checks the bounds; the error names the one that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        for (name, bound) in [
+            ("std_above", self.std_above),
+            ("mean_above", self.mean_above),
+            ("mean_below", self.mean_below),
+        ] {
+            if let Some(bound) = bound
+                && bound.is_nan()
+            {
+                bail!("group_filter.{name}: NaN, must be a number");
+            }
+        }
+        if let (Some(above), Some(below)) = (self.mean_above, self.mean_below)
+            && above >= below
+        {
+            bail!("group_filter: mean_above {above} is not below mean_below {below}");
+        }
+        Ok(())
+    }
+
     /// Whether the group is trained on.
     pub fn keeps(&self, group: &GroupSummary) -> bool {
         !(self.spread && group.zero_variance)
@@ -121,6 +145,7 @@ impl DynamicSampling {
                 self.max_batches
             );
         }
+        self.filter.validate()?;
         Ok(match self.groups.saturating_sub(kept) {
             0 => SamplingDecision::Train,
             missing if self.max_batches.is_some_and(|max| batches >= max) => {

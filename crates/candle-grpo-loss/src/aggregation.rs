@@ -43,6 +43,17 @@ impl Aggregation {
         }
     }
 
+    /// Whether a long sequence counts for more than a short one, though its name does not say so.
+    pub(crate) fn weighs_by_length(&self) -> bool {
+        match self {
+            Self::TokenMean
+            | Self::TokenSum
+            | Self::PromptMeanTokenMean
+            | Self::SeqMeanTokenSumNorm { .. } => true,
+            Self::SeqMeanTokenSum | Self::SeqMeanTokenMean => false,
+        }
+    }
+
     /// One number from `per_token` `[B, T]`, of the same dtype: the share of this micro-batch in the step.
     ///
     /// ```

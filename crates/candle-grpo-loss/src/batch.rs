@@ -60,6 +60,7 @@ pub struct PolicyBatch<'a> {
     pub(crate) importance_weights: Option<&'a Tensor>,
     pub(crate) sample_weights: Option<&'a Tensor>,
     pub(crate) policy_mask: Option<&'a Tensor>,
+    pub(crate) entropy_mask: Option<&'a Tensor>,
     pub(crate) selected_tokens: Option<&'a Tensor>,
     pub(crate) prompt_tokens: Option<&'a Tensor>,
 }
@@ -81,6 +82,7 @@ impl<'a> PolicyBatch<'a> {
             importance_weights: None,
             sample_weights: None,
             policy_mask: None,
+            entropy_mask: None,
             selected_tokens: None,
             prompt_tokens: None,
         }
@@ -146,6 +148,14 @@ impl<'a> PolicyBatch<'a> {
     /// denominators stay as they are. Top-entropy tokens and rejected samples are of this kind.
     pub fn policy_mask(mut self, policy_mask: &'a Tensor) -> Self {
         self.policy_mask = Some(policy_mask);
+        self
+    }
+
+    /// The positions `[B, T]` (1 or 0) at which the entropy bonus counts, all others being 0 in it; denominators stay as they
+    /// are. Absent: those of the response mask (ROLL), whatever `policy_mask` is. Give that one here as well for a bonus on
+    /// the same tokens.
+    pub fn entropy_mask(mut self, entropy_mask: &'a Tensor) -> Self {
+        self.entropy_mask = Some(entropy_mask);
         self
     }
 

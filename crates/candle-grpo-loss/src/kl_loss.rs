@@ -55,6 +55,16 @@ impl KlLoss {
         Self::new(coef, Kl::default())
     }
 
+    /// The value of k3 with the gradient of k2, which is that of the divergence on policy; k3's own is that of the
+    /// divergence the other way round (<http://joschu.net/blog/kl-approx.html>; `k3+` in verl).
+    pub fn unbiased(coef: f64) -> Self {
+        let kl = Kl {
+            gradient: KlGradient::StraightThrough,
+            ..Kl::default()
+        };
+        Self::new(coef, kl)
+    }
+
     /// An estimator without bias correction.
     pub fn new(coef: f64, kl: Kl) -> Self {
         Self {

@@ -83,6 +83,9 @@ pub struct PolicyLoss {
     pub aggregation: Aggregation,
     /// Whether sequences without a token count in means over sequences.
     pub empty_sequences: EmptySequences,
+    /// Whether a ratio of whole sequences (GSPO, GMPO) goes with an aggregation that weighs sequences by their length: such a
+    /// loss is neither, and an error unless this says that it is meant.
+    pub allow_length_weighting: bool,
 }
 
 impl Default for PolicyLoss {
@@ -100,6 +103,7 @@ impl Default for PolicyLoss {
             entropy_aggregation: None,
             aggregation: Aggregation::default(),
             empty_sequences: EmptySequences::default(),
+            allow_length_weighting: false,
         }
     }
 }
@@ -170,7 +174,28 @@ impl PolicyLoss {
         if let Some(aggregation) = &self.entropy_aggregation {
             aggregation.validate()?;
         }
-        self.aggregation.validate()
+        self.aggregation.validate()?;
+        self.check_length_weighting()
+    }
+
+    fn check_length_weighting(&self) -> Result<()> {
+        let what = match (self.importance_level, &self.surrogate) {
+            (_, Surrogate::GeometricMean(_)) => "the surrogate geometric_mean (GMPO)",
+            (
+                ImportanceLevel::Sequence
+                | ImportanceLevel::SequenceToken
+                | ImportanceLevel::SequenceProduct,
+                _,
+            ) => "an importance level of the sequence (GSPO)",
+            _ => return Ok(()),
+        };
+        let aggregation = self.aggregation;
+        if aggregation.weighs_by_length() && !self.allow_length_weighting {
+            bail!(
+                "aggregation: {aggregation:?} with {what} weighs sequences by their length, must be seq-mean-token-mean or, as LUSPO has it, seq-mean-token-sum (or set allow_length_weighting)"
+            );
+        }
+        Ok(())
     }
 
     /// The loss of a micro-batch, whose gradient reaches `log_probs`, `entropy` and `kl_values`.
@@ -220,7 +245,11 @@ impl PolicyLoss {
             metrics.push_masked_mean("entropy", entropy, &inputs.mask)?;
             if self.entropy_coef > 0. {
                 let aggregation = self.entropy_aggregation.unwrap_or(self.aggregation);
-                loss = (loss - (aggregate(&aggregation, entropy)? * self.entropy_coef)?)?;
+                let bonus = match &inputs.entropy_mask {
+                    Some(kept) => kept.where_cond(entropy, &entropy.zeros_like()?)?,
+                    None => entropy.clone(),
+                };
+                loss = (loss - (aggregate(&aggregation, &bonus)? * self.entropy_coef)?)?;
             }
         } else if self.entropy_coef > 0. {
             bail!(
@@ -345,6 +374,8 @@ struct Inputs {
     /// u8
     policy_mask: Option<Tensor>,
     /// u8
+    entropy_mask: Option<Tensor>,
+    /// u8
     selected: Option<Tensor>,
     /// With gradient.
     token_log_ratio: Tensor,
@@ -417,6 +448,7 @@ impl Inputs {
                 .map(|x| spread("sample_weights", x))
                 .transpose()?,
             policy_mask: flags("policy_mask", batch.policy_mask)?,
+            entropy_mask: flags("entropy_mask", batch.entropy_mask)?,
             selected: flags("selected_tokens", batch.selected_tokens)?,
             log_probs,
             old_log_probs,

@@ -10,9 +10,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::aggregation::Aggregation;
-use crate::importance::ImportanceLevel;
 use crate::policy_loss::PolicyLoss;
-use crate::surrogate::Surrogate;
 
 /// Everything about an algorithm that does not know of models: a constructor for each published one, and what the algorithm
 /// section of a configuration file holds.
@@ -35,7 +33,7 @@ pub struct Recipe {
     pub reward_shaping: RewardShaping,
     /// A penalty for responses close to the longest that is allowed, added to their rewards.
     pub overlong: Option<OverlongPenalty>,
-    /// Which groups a step is made of; others are sampled again.
+    /// Which groups a step is made of, by their scores before any of this; others are sampled again.
     pub group_filter: Option<GroupFilter>,
     /// How rewards become advantages.
     pub advantage: AdvantageConfig,
@@ -246,32 +244,12 @@ impl Recipe {
         if let Some(overlong) = &self.overlong {
             overlong.validate()?;
         }
+        if let Some(filter) = &self.group_filter {
+            filter.validate()?;
+        }
         self.advantage.validate()?;
         self.policy_loss.validate()?;
         let aggregation = self.policy_loss.aggregation;
-        let weighs_by_tokens = matches!(
-            aggregation,
-            Aggregation::TokenMean
-                | Aggregation::TokenSum
-                | Aggregation::SeqMeanTokenSumNorm { .. }
-        );
-        let one_ratio = match (
-            self.policy_loss.importance_level,
-            &self.policy_loss.surrogate,
-        ) {
-            (ImportanceLevel::Sequence | ImportanceLevel::SequenceProduct, _) => {
-                Some("an importance level of the sequence (GSPO)")
-            }
-            (_, Surrogate::GeometricMean(_)) => Some("the surrogate geometric_mean (GMPO)"),
-            _ => None,
-        };
-        if let Some(what) = one_ratio
-            && weighs_by_tokens
-        {
-            bail!(
-                "policy_loss.aggregation: {aggregation:?} with {what} weighs sequences by their length, must be seq-mean-token-mean (or seq-mean-token-sum, as LUSPO has it)"
-            );
-        }
         if matches!(self.advantage, AdvantageConfig::DrGrpo {})
             && aggregation == Aggregation::SeqMeanTokenMean
         {

@@ -312,6 +312,26 @@ fn dynamic_sampling_goes_on_until_a_step_is_full() -> Result<()> {
             ..sampling
         };
         assert!(message(none.decide(0, 0)).starts_with("groups: 0"));
+        for (filter, expected) in [
+            (
+                GroupFilter {
+                    std_above: Some(f64::NAN),
+                    ..GroupFilter::default()
+                },
+                "group_filter.std_above: NaN",
+            ),
+            (
+                GroupFilter {
+                    mean_above: Some(1.),
+                    mean_below: Some(1.),
+                    ..GroupFilter::default()
+                },
+                "group_filter: mean_above 1 is not below mean_below 1",
+            ),
+        ] {
+            let sampling = DynamicSampling { filter, ..sampling };
+            assert!(message(sampling.decide(1, 1)).starts_with(expected));
+        }
     }
     Ok(())
 }

@@ -69,6 +69,7 @@ fn shapes() {
             ("ref_log_probs", batch.ref_log_probs(&wrong)),
             ("entropy", batch.entropy(&wrong)),
             ("kl_values", batch.kl_values(&wrong)),
+            ("entropy_mask", batch.entropy_mask(&wrong)),
             ("importance_weights", batch.importance_weights(&wrong)),
             ("sample_weights", batch.sample_weights(&wrong)),
         ] {
@@ -246,6 +247,51 @@ fn with(surrogate: impl Into<Surrogate>) -> PolicyLoss {
         surrogate: surrogate.into(),
         ..Default::default()
     }
+}
+
+/// One ratio for a sequence and a weight for each of its tokens go together only if that is meant.
+#[rstest]
+fn ratios_of_sequences_are_not_weighted_by_length(
+    #[values(
+        ImportanceLevel::Sequence,
+        ImportanceLevel::SequenceToken,
+        ImportanceLevel::SequenceProduct
+    )]
+    importance_level: ImportanceLevel,
+    #[values(
+        Aggregation::TokenMean,
+        Aggregation::TokenSum,
+        Aggregation::PromptMeanTokenMean,
+        Aggregation::SeqMeanTokenSumNorm { length: 3. }
+    )]
+    aggregation: Aggregation,
+) -> Result<()> {
+    let refused = PolicyLoss {
+        importance_level,
+        aggregation,
+        ..Default::default()
+    };
+    let expected = format!("aggregation: {aggregation:?} with an importance level of the sequence");
+    let got = message(refused.validate());
+    assert!(got.starts_with(&expected), "{got}");
+    PolicyLoss {
+        allow_length_weighting: true,
+        ..refused.clone()
+    }
+    .validate()?;
+    PolicyLoss {
+        importance_level: ImportanceLevel::Segment,
+        ..refused.clone()
+    }
+    .validate()?;
+    for aggregation in [Aggregation::SeqMeanTokenMean, Aggregation::SeqMeanTokenSum] {
+        PolicyLoss {
+            aggregation,
+            ..refused.clone()
+        }
+        .validate()?;
+    }
+    Ok(())
 }
 
 /// What a loss needs besides log-probs and advantages.

@@ -311,6 +311,7 @@ fn losses_of(surrogates: Vec<Surrogate>) -> Vec<PolicyLoss> {
                 } else {
                     EmptySequences::Exclude
                 },
+                allow_length_weighting: true,
                 ..Default::default()
             });
         }

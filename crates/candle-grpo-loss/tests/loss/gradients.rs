@@ -92,6 +92,14 @@ fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
             assert_close(&[through.loss], &[direct.loss], 1e-12);
             assert_close(&through.log_probs, &k2.log_probs, 1e-12);
         }
+        let with = |kl: KlLoss| PolicyLoss {
+            kl: Some(kl),
+            ..PolicyLoss::dapo()
+        };
+        let k3 = fixture.compute(&with(KlLoss::k3(1.)))?;
+        let unbiased = fixture.compute(&with(KlLoss::unbiased(1.)))?;
+        assert_close(&[unbiased.loss], &[k3.loss], 1e-12);
+        assert_close(&unbiased.log_probs, &k2.log_probs, 1e-12);
     }
     Ok(())
 }
@@ -156,6 +164,7 @@ fn sequence_surrogates_give_the_policy_gradient_too() -> Result<()> {
         for surrogate in [Vespo::default().into(), GeometricMean::default().into()] {
             let got = on_policy.compute(&PolicyLoss {
                 surrogate,
+                allow_length_weighting: true,
                 ..Default::default()
             })?;
             assert_close(&got.log_probs, &expected.log_probs, 1e-12);
@@ -181,6 +190,7 @@ fn a_ratio_that_overflows_gives_a_finite_gradient() -> Result<()> {
             let loss = PolicyLoss {
                 importance_level: level,
                 log_ratio_clamp,
+                allow_length_weighting: true,
                 ..PolicyLoss::verl()
             };
             for advantage in [1f32, -1.] {

@@ -1,8 +1,8 @@
 //! What stands outside the mask changes nothing, whatever it is.
 
-use candle_core::{DType, Result, Tensor};
-use candle_grpo_loss::{Mask, MetricValues, PolicyLoss, StepTotals};
-use candle_grpo_test_support::devices;
+use candle_core::{DType, Result, Tensor, Var};
+use candle_grpo_loss::{Mask, MetricValues, PolicyBatch, PolicyLoss, StepTotals};
+use candle_grpo_test_support::{assert_close, devices, numbers};
 use proptest::prelude::*;
 
 use crate::fixture::{B, Computed, Fixture, T, all_losses};
@@ -107,6 +107,43 @@ fn the_last_token_of_each_sequence() -> Result<()> {
             Mask::new(&mask)?.last()?.to_vec2::<u8>()?,
             [[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
         );
+    }
+    Ok(())
+}
+
+/// The bonus is of the tokens of its own mask, and the figure of all.
+#[test]
+fn the_entropy_bonus_has_a_mask_of_its_own() -> Result<()> {
+    for device in devices() {
+        let zeros = Tensor::zeros((2, 3), DType::F64, device)?;
+        let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], device)?;
+        let advantages = Tensor::new(&[1f64, -1.], device)?;
+        let entropy = Var::new(&[[0.5f64, 1., 2.], [4., f64::NAN, 8.]], device)?;
+        let loss = PolicyLoss {
+            entropy_coef: 0.1,
+            ..PolicyLoss::gpg()
+        };
+        let of = |bonus: &Tensor| -> Result<(f64, Vec<f64>)> {
+            let batch = PolicyBatch::new(&zeros, &advantages, &mask)
+                .policy_mask(&zeros)
+                .entropy(&entropy)
+                .entropy_mask(bonus);
+            let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+            let metrics = output.metrics.to_host()?;
+            assert_eq!(metrics.get("entropy"), Some(7.5 / 4.));
+            let gradients = output.loss.backward()?;
+            let gradient = numbers(gradients.get(&entropy).expect("a gradient"))?;
+            Ok((output.loss.to_scalar()?, gradient))
+        };
+        let (loss_of_two, gradient) = of(&Tensor::new(&[[0f32, 1., 0.], [1., 1., 0.]], device)?)?;
+        assert_close(&[loss_of_two], &[-0.1 * 5. / 4.], 1e-12);
+        assert_close(&gradient, &[0., -0.025, 0., -0.025, 0., 0.], 1e-12);
+        // Without one it is the response mask, whatever the policy mask is.
+        let batch = PolicyBatch::new(&zeros, &advantages, &mask)
+            .policy_mask(&zeros)
+            .entropy(&entropy);
+        let all = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        assert_close(&numbers(&all.loss)?, &[-0.1 * 7.5 / 4.], 1e-12);
     }
     Ok(())
 }

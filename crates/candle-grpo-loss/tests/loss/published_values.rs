@@ -289,3 +289,25 @@ fn weight(
         normalize: false,
     }
 }
+
+/// A bound of GMPO counts only on the side on which it changes something: with `A = 1` above, with `A = -0.5` below.
+#[test]
+fn gmpo_counts_the_clips_that_act() -> Result<()> {
+    for device in devices() {
+        let tight = GeometricMean {
+            low: 0.2,
+            high: 0.2,
+        };
+        // d is 0.3, -0.4, 0.1, 0 and 1.2, -0.4, -0.05.
+        let (_, gradient, metrics) = compute(&of(tight, Aggregation::SeqMeanTokenMean), device)?;
+        let clipped = |i: usize| gradient[i] == 0.;
+        assert_eq!([0, 1, 4, 5].map(clipped), [true, false, false, true]);
+        let names = ["clip_fraction", "clip_fraction_low", "clip_fraction_high"];
+        assert_close(
+            &names.map(|name| metrics.get(name).expect(name)),
+            &[2. / 7., 1. / 7., 1. / 7.],
+            1e-12,
+        );
+    }
+    Ok(())
+}

@@ -1,7 +1,9 @@
 //! Whole recipes: valid, unchanged by a configuration file, and strict about what they are told.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_core::{AdvantageBatch, AdvantageConfig, AdvantageEstimator, RewardShaping};
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, GroupFilter, RewardShaping,
+};
 use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use rstest::rstest;
@@ -79,11 +81,11 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
 #[rstest]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gspo() }, ..Recipe::gspo() },
-    "policy_loss.aggregation: TokenMean with an importance level of the sequence"
+    "aggregation: TokenMean with an importance level of the sequence"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gmpo() }, ..Recipe::gmpo() },
-    "policy_loss.aggregation: TokenMean with the surrogate geometric_mean"
+    "aggregation: TokenMean with the surrogate geometric_mean"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss::grpo(), ..Recipe::dr_grpo(8.) },
@@ -96,6 +98,13 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     "clip: -1"
 )]
 #[case(Recipe::dapo(100, 0), "buffer: 0")]
+#[case(
+    Recipe {
+        group_filter: Some(GroupFilter { mean_above: Some(1.), mean_below: Some(0.), ..Default::default() }),
+        ..Recipe::grpo()
+    },
+    "group_filter: mean_above 1"
+)]
 fn forbidden_combinations(#[case] recipe: Recipe, #[case] expected: &str) {
     let got = message(recipe.validate());
     assert!(got.starts_with(expected), "{got}");

@@ -167,6 +167,29 @@ fn normalised_weights_have_the_mean_one() -> Result<()> {
     Ok(())
 }
 
+/// A filter of sequences and a bound of tokens in one correction: what is kept is truncated all the same.
+#[test]
+fn filters_and_weights_are_combined_at_will() -> Result<()> {
+    for device in devices() {
+        let (old, rollout, mask) = policies(device)?;
+        let correction = RolloutCorrection {
+            weight: Some(ImportanceWeight::truncated(1.1)),
+            filters: vec![RolloutFilter {
+                statistic: FilterStatistic::LogRatio,
+                level: FilterLevel::SequenceMean,
+                min: Some(-0.15),
+                max: Some(0.15),
+            }],
+            ..Default::default()
+        };
+        let corrected = correction.compute(&old, &rollout, &mask)?;
+        assert_eq!(numbers(&corrected.kept)?, [0., 0., 0., 1., 1., 0.]);
+        let weights = numbers(&corrected.weights.expect("weights"))?;
+        assert_close(&weights, &[1.1, (-0.1f64).exp(), 0., 1.1, 1.1, 0.], 1e-12);
+    }
+    Ok(())
+}
+
 /// With one prompt answered at length and one briefly, each prompt counts the same.
 #[test]
 fn a_mean_over_prompts() -> Result<()> {

@@ -22,6 +22,7 @@ pub(super) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
     let use_kl = options.flag("use_kl_loss")?;
     let loss = PolicyLoss {
         importance_level: level(case)?,
+        allow_length_weighting: true,
         log_ratio_clamp: None,
         surrogate: surrogate(case)?,
         loss_coef: options.number("rl_coef")?,

@@ -36,6 +36,7 @@ pub(crate) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
     let level = level(case)?;
     let loss = PolicyLoss {
         importance_level: level,
+        allow_length_weighting: true,
         log_ratio_clamp: None,
         surrogate: surrogate(case, &loss_type)?,
         off_policy_threshold: options.optional_number("off_policy_mask_threshold")?,

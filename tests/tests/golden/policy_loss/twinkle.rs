@@ -47,6 +47,7 @@ pub(super) fn setup(case: &Case) -> Result<Setup> {
     let beta = options.number("beta")?;
     let loss = PolicyLoss {
         importance_level: level(case)?,
+        allow_length_weighting: true,
         log_ratio_clamp: options.optional_number("log_ratio_clamp")?,
         surrogate,
         kl: (beta > 0.).then(|| KlLoss::new(beta, k3(None))),

@@ -25,6 +25,7 @@ pub(super) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
     }
     if name == "gspo" {
         loss.importance_level = ImportanceLevel::SequenceToken;
+        loss.allow_length_weighting = true;
     }
     let mode = options.text("aggregation")?;
     let (mode, rows) = match mode.as_str() {
