@@ -86,3 +86,28 @@ __device__ __forceinline__ uint4 load_streaming(const uint4 *from) { return __ld
 
 // Whether 16 bytes at a time can be read or written from here on.
 __device__ __forceinline__ bool is_aligned(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+
+// Four elements at a time, for arguments of several dtypes that lie side by side.
+template <typename T> __device__ __forceinline__ bool is_aligned_for_four(const T *address) {
+    return reinterpret_cast<uintptr_t>(address) % (4 * sizeof(T)) == 0;
+}
+
+__device__ __forceinline__ void load_four(const float *from, float (&out)[4]) {
+    const float4 four = *reinterpret_cast<const float4 *>(from);
+    out[0] = four.x;
+    out[1] = four.y;
+    out[2] = four.z;
+    out[3] = four.w;
+}
+template <typename T> __device__ __forceinline__ void load_four(const T *from, float (&out)[4]) {
+    const uint2 two = *reinterpret_cast<const uint2 *>(from);
+    unpack_word(two.x, out, from);
+    unpack_word(two.y, out + 2, from);
+}
+
+__device__ __forceinline__ void store_four(float *to, const float (&x)[4]) {
+    *reinterpret_cast<float4 *>(to) = make_float4(x[0], x[1], x[2], x[3]);
+}
+template <typename T> __device__ __forceinline__ void store_four(T *to, const float (&x)[4]) {
+    *reinterpret_cast<uint2 *>(to) = make_uint2(pack_word(x, to), pack_word(x + 2, to));
+}

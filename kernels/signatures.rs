@@ -2,11 +2,24 @@
 // file defines `kernels!`, `In` (a pointer that is read, null where it may be), `Out` (a pointer that is written) and an element
 // type `Self`. A kernel `name` stands for `name_f32`, `name_bf16` and `name_f16` in the file of this name.
 kernels! {
+    adamw ADAMW {
+        adamw(parameter: Out<Self>, master: Out<f32>, average: Out<f32>, square: Out<f32>, gradient: In<f32>, n: u64,
+            beta1: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, epsilon: f32, keep: f32, step_size: f32,
+            inverse_root_correction: f32);
+        adamw_like(parameter: Out<Self>, master: Out<f32>, average: Out<f32>, square: Out<f32>, gradient: In<Self>, n: u64,
+            beta1: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, epsilon: f32, keep: f32, step_size: f32,
+            inverse_root_correction: f32);
+    }
     embedding EMBEDDING {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
         embedding_first(ids: In<u32>, first: Out<u32>, n: u32, vocab: u32);
         embedding_backward(gradient: In<Self>, ids: In<u32>, first: In<u32>, dweight: Out<Self>, n: u32, vocab: u32,
             width: i32);
+    }
+    gradient_norm GRADIENT_NORM {
+        gradient_squares(gradient: In<Self>, parts: Out<f64>, n: u64);
+        gradient_sum_parts(parts: In<f64>, sums: Out<f64>);
+        gradient_scale(gradient: Out<Self>, n: u64, factor: f32);
     }
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,

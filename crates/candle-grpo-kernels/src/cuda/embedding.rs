@@ -1,0 +1,109 @@
+//! The CUDA path of [`embedding`](crate::embedding()).
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::{Layout, Result, Shape, Storage, Tensor, bail};
+
+use super::{In, Kernels, Out, alloc, as_tensor, grid, with_cuda_floats};
+use crate::embedding::Embedding;
+
+/// Threads of a block, as in the kernels: 8 warps, each with a row of the result.
+const THREADS: u32 = 256;
+const ROWS: usize = 8;
+
+/// `weight` `[V, H]`, contiguous, to the rows that the ids name.
+pub(crate) fn forward(
+    weight: &CudaStorage,
+    layout: &Layout,
+    op: &Embedding,
+) -> Result<(CudaStorage, Shape)> {
+    let device = weight.device();
+    let stream = device.cuda_stream();
+    let (vocab, width) = layout.shape().dims2()?;
+    let n = op.ids.elem_count();
+    let ids = op.ids.storage_and_layout();
+    let rows = with_cuda_floats!(weight, "weight", T => {
+        // SAFETY: the kernel writes all of it.
+        #[allow(unsafe_code)]
+        let mut rows = unsafe { alloc::<T>(device, n * width)? };
+        if n > 0 {
+            let mut by_rows = grid(n.div_ceil(ROWS), THREADS)?;
+            by_rows.block_dim = (32, ROWS as u32, 1);
+            // SAFETY: weight has vocab * width elements, ids n, rows n * width.
+            #[allow(unsafe_code)]
+            unsafe {
+                T::embedding_forward(
+                    device,
+                    by_rows,
+                    In::new(weight, layout, &stream)?,
+                    In::of(&ids, &stream)?,
+                    Out::new(&mut rows, &stream),
+                    n as u64,
+                    vocab as u32,
+                    width as i32,
+                )?;
+            }
+        }
+        CudaStorage::wrap_cuda_slice(rows, device.clone())
+    });
+    Ok((rows, Shape::from(op.shape.as_slice())))
+}
+
+/// The gradient of `weight` `[V, H]`. `gradient` is contiguous, `[.., H]` for `ids` `[N]`.
+pub(crate) fn backward(weight: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<Tensor> {
+    let device = weight.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let (vocab, width) = weight.dims2()?;
+    let n = ids.elem_count();
+    if n > i32::MAX as usize || vocab > i32::MAX as usize {
+        bail!("embedding: {n} ids of {vocab}, must be at most 2^31 - 1 on CUDA");
+    }
+    let ids = ids.storage_and_layout();
+    let gradient = gradient.storage_and_layout();
+    let Storage::Cuda(gradient_cuda) = &*gradient.0 else {
+        bail!("embedding: the gradient left the GPU");
+    };
+    let dweight = with_cuda_floats!(gradient_cuda, "gradient", T => {
+        let mut dweight = device.alloc_zeros::<T>(vocab * width)?;
+        if n > 0 {
+            let mut first = device.alloc_zeros::<u32>(vocab)?;
+            // 64 packs of 16 bytes of columns for each block in y.
+            let slices = (width * size_of::<T>()).div_ceil(64 * 16);
+            if slices > 65_535 {
+                bail!("weight: rows of {width}, wider than one launch takes");
+            }
+            let by_places = LaunchConfig {
+                grid_dim: (n as u32, slices as u32, 1),
+                block_dim: (THREADS, 1, 1),
+                shared_mem_bytes: 0,
+            };
+            // SAFETY: ids has n elements, first vocab, gradient n * width, dweight vocab * width.
+            #[allow(unsafe_code)]
+            unsafe {
+                T::embedding_first(
+                    device,
+                    grid(n.div_ceil(THREADS as usize), THREADS)?,
+                    In::of(&ids, &stream)?,
+                    Out::new(&mut first, &stream),
+                    n as u32,
+                    vocab as u32,
+                )?;
+                let first = CudaStorage::wrap_cuda_slice(first, device.clone());
+                T::embedding_backward(
+                    device,
+                    by_places,
+                    In::of(&gradient, &stream)?,
+                    In::of(&ids, &stream)?,
+                    In::new(&first, &Layout::contiguous(vocab), &stream)?,
+                    Out::new(&mut dweight, &stream),
+                    n as u32,
+                    vocab as u32,
+                    width as i32,
+                )?;
+            }
+        }
+        CudaStorage::wrap_cuda_slice(dweight, device.clone())
+    });
+    Ok(as_tensor(dweight, weight.shape()))
+}

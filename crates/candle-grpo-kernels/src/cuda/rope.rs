@@ -1,0 +1,62 @@
+//! The CUDA path of [`rope`](crate::rope()).
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::{Layout, Result, Shape, bail};
+
+use super::{In, Kernels, Out, alloc, with_cuda_floats};
+use crate::rope::Rope;
+
+/// Threads of a block, as in the kernel.
+const THREADS: u32 = 256;
+
+/// `x` `[.., heads * D]`, contiguous, to its shape.
+pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<(CudaStorage, Shape)> {
+    let device = x.device();
+    let stream = device.cuda_stream();
+    let elements = layout.shape().elem_count();
+    let (Some(&width), Some(&pairs)) = (layout.dims().last(), op.cos.dims().last()) else {
+        bail!("rope: a scalar");
+    };
+    let (heads, all_heads) = (width / (2 * pairs), elements / (2 * pairs));
+    let cos = op.cos.storage_and_layout();
+    let sin = op.sin.storage_and_layout();
+    let y = with_cuda_floats!(x, "x", T => {
+        // SAFETY: the kernel writes all of it.
+        #[allow(unsafe_code)]
+        let mut y = unsafe { alloc::<T>(device, elements)? };
+        if all_heads > 0 {
+            // A thread for each 16 bytes of half a head, up to a warp.
+            let threads = (pairs * size_of::<T>()).div_ceil(16).clamp(1, 32) as u32;
+            let per_block = THREADS / threads;
+            // The blocks count further than the heads, by less than a block.
+            if all_heads > (u32::MAX - THREADS) as usize || all_heads.div_ceil(per_block as usize) > i32::MAX as usize {
+                bail!("x: shape {:?}, has more heads than one launch takes", layout.dims());
+            }
+            let grid = LaunchConfig {
+                grid_dim: (all_heads.div_ceil(per_block as usize) as u32, 1, 1),
+                block_dim: (threads, per_block, 1),
+                shared_mem_bytes: 0,
+            };
+            // SAFETY: x and y have all_heads * 2 * pairs elements, cos and sin all_heads / heads * pairs.
+            #[allow(unsafe_code)]
+            unsafe {
+                T::rope(
+                    device,
+                    grid,
+                    In::new(x, layout, &stream)?,
+                    In::of(&cos, &stream)?,
+                    In::of(&sin, &stream)?,
+                    Out::new(&mut y, &stream),
+                    all_heads as u32,
+                    heads as u32,
+                    pairs as i32,
+                    if op.back { -1.0 } else { 1.0 },
+                )?;
+            }
+        }
+        CudaStorage::wrap_cuda_slice(y, device.clone())
+    });
+    Ok((y, layout.shape().clone()))
+}
