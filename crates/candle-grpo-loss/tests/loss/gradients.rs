@@ -3,9 +3,11 @@
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
-    GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate, Vespo,
+    Clip, GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate,
+    Vespo,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
+use rstest::rstest;
 
 use crate::fixture::{
     B, Fixture, T, detached_surrogates, differentiable_losses, differentiable_surrogates,
@@ -142,6 +144,32 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
             assert_close(&got.log_probs, &expected.log_probs, 1e-12);
             assert_eq!(got.output.metrics.to_host()?.get("ratio_mean"), Some(1.));
         }
+    }
+    Ok(())
+}
+
+/// On a bound the clipped and the unclipped loss are equal: the gradient is that of one of them, and not half of each.
+#[rstest]
+#[case(Clip::symmetric(0.))]
+#[case(Clip { delta: Some(1.), ..Clip::symmetric(0.2) })]
+#[case(Clip { delta: Some(1.), ..Clip::symmetric(0.) })]
+fn a_ratio_on_a_bound_keeps_its_whole_gradient(#[case] clip: Clip) -> Result<()> {
+    for device in devices() {
+        let fixture = Fixture::new(device);
+        let on_policy = Fixture {
+            old_log_probs: fixture.log_probs.clone(),
+            ..Fixture::new(device)
+        };
+        let of = |surrogate: Surrogate| {
+            on_policy.compute(&PolicyLoss {
+                surrogate,
+                ..Default::default()
+            })
+        };
+        let expected = of(Surrogate::PolicyGradient)?.log_probs;
+        let got = of(clip.into())?;
+        assert_close(&got.log_probs, &expected, 1e-12);
+        assert_eq!(got.output.metrics.to_host()?.get("clip_fraction"), Some(0.));
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! What the policy losses promise.
 
 mod bad_input;
+mod documentation;
 mod fixture;
 mod full_kl;
 mod gradients;

@@ -10,7 +10,7 @@ use rstest::rstest;
 
 use crate::fixture::Fixture;
 
-fn presets() -> Vec<(&'static str, PolicyLoss)> {
+pub(crate) fn presets() -> Vec<(&'static str, PolicyLoss)> {
     vec![
         ("grpo", PolicyLoss::grpo()),
         ("dapo", PolicyLoss::dapo()),
