@@ -3,7 +3,7 @@
 CARGO ?= cargo
 SEED ?= 0
 
-.PHONY: help demo demo-short test examples bench bench-peers lint cuda-check cuda-toolkit ci
+.PHONY: help demo demo-short test examples bench bench-peers sanitize lint cuda-check cuda-toolkit ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -27,6 +27,9 @@ bench: ## time each fused operator beside its composed twin; ONLY=rms_norm for o
 bench-peers: ## time the same shapes beside PyTorch and Liger-Kernel, which it installs: target/bench/peers.json
 	$(CARGO) build --release --locked -p candle-grpo-bench
 	benches/peers/run
+
+sanitize: ## the tests of the fused operators under AddressSanitizer
+	scripts/sanitize
 
 lint: ## format, clippy and docs, warnings denied
 	$(CARGO) fmt --all --check
