@@ -140,7 +140,8 @@ impl Gigpo {
             EpisodePopulation::Trajectories => {
                 let device = scores.device();
                 let tasks = first_rows.iter().map(|&row| tasks[row as usize]).collect();
-                let once = scores.index_select(&Tensor::new(first_rows, device)?, 0)?;
+                let first_rows = Tensor::new(first_rows, device)?;
+                let once = scores.contiguous()?.index_select(&first_rows, 0)?;
                 let advantages = self.normalize(&once, Groups::Ids(tasks))?.advantages;
                 advantages.index_select(&Tensor::new(episodes, device)?, 0)
             }

@@ -63,7 +63,8 @@ impl Steps {
         }
         let sorted: Vec<i64> = order.iter().map(|&row| ids[row as usize]).collect();
         let device = rewards.device();
-        let rewards = rewards.index_select(&Tensor::new(order, device)?, 0)?;
+        let order = Tensor::new(order, device)?;
+        let rewards = rewards.contiguous()?.index_select(&order, 0)?;
         let (layout, by_time) = by_trajectory(sorted, &rewards)?;
         let discount = (by_time.zeros_like()? + gamma)?;
         let returns = layout.to_samples(&reverse_recurrence(&by_time, &discount)?)?;

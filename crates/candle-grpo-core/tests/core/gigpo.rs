@@ -48,6 +48,12 @@ fn returns_run_over_the_steps_of_a_trajectory() -> Result<()> {
     for device in devices() {
         let returns = steps().discounted_returns(&tensor(&REWARDS, device), 0.5)?;
         assert_close(&numbers(&returns)?, &[1., 2., 9., 0.25, 0., 2., 0.5], 0.);
+        // Every second number of a tensor.
+        let rewards = tensor(&REWARDS, device);
+        let doubled = Tensor::stack(&[&rewards, &rewards], 1)?;
+        let strided = doubled.narrow(1, 1, 1)?.squeeze(1)?;
+        let of_strided = steps().discounted_returns(&strided, 0.5)?;
+        assert_close(&numbers(&of_strided)?, &numbers(&returns)?, 0.);
         let in_order = Steps::new(3, 1).discounted_returns(&tensor(&[1., 2., 4.], device), 1.)?;
         assert_close(&numbers(&in_order)?, &[7., 6., 4.], 0.);
     }
@@ -124,6 +130,8 @@ fn scores_of_episodes_can_be_given() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&REWARDS, device);
         let scores = tensor(&[4., 0., 7., 4., 2., 0., 4.], device);
+        let scores = Tensor::stack(&[&scores, &rewards], 1)?;
+        let scores = scores.narrow(1, 0, 1)?.squeeze(1)?;
         let (tasks, steps) = (TASKS.as_slice(), steps());
         let batch = AdvantageBatch::new(&rewards, tasks)
             .steps(&steps)
