@@ -36,6 +36,30 @@ pub(crate) fn same_device(tensors: &[(&str, &Tensor)]) -> Result<()> {
     Ok(())
 }
 
+/// Errs unless `x` has the dtype of `like`.
+pub(crate) fn same_dtype(name: &str, x: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
+    if x.dtype() == like.dtype() {
+        Ok(())
+    } else {
+        bail!(
+            "{name}: {:?}, must be of the dtype of {like_name}, {:?}",
+            x.dtype(),
+            like.dtype()
+        )
+    }
+}
+
+/// The size of the last dimension of `x`; an error if there is none or if it is empty.
+pub(crate) fn width(name: &str, x: &Tensor) -> Result<usize> {
+    match x.dims().last() {
+        Some(&width) if width > 0 => Ok(width),
+        _ => bail!(
+            "{name}: shape {:?}, must have a last dimension that is not empty",
+            x.dims()
+        ),
+    }
+}
+
 /// A mask of `outer` shape in any dtype as contiguous u8 `[N]`, 1 where it is not 0.
 pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
     if mask.dims() != outer {
@@ -48,33 +72,41 @@ pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
 }
 
 /// Token ids of `outer` shape, integers below `vocab`, as contiguous u32 `[N]`. Where `mask` (`[N]` of u8) is 0 an id
-/// may be anything. On the CPU ids are checked; on a GPU that would be a transfer.
+/// may be anything.
 pub(crate) fn targets(
     targets: &Tensor,
     outer: &[usize],
     vocab: usize,
     mask: Option<&Tensor>,
 ) -> Result<Tensor> {
-    if !targets.dtype().is_int() {
-        bail!(
-            "targets: {:?}, must be of an integer dtype",
-            targets.dtype()
-        );
-    }
     if targets.dims() != outer {
         bail!(
             "targets: shape {:?}, must be that of logits without the last dimension, {outer:?}",
             targets.dims()
         );
     }
-    let flat = targets.detach().flatten_all()?;
-    if matches!(targets.device(), Device::Cpu) {
+    token_ids("targets", targets, vocab, mask)
+}
+
+/// Integers below `vocab` of any shape as contiguous u32 `[N]`. Where `mask` (`[N]` of u8) is 0 an id may be anything.
+/// On the CPU ids are checked; on a GPU that would be a transfer.
+pub(crate) fn token_ids(
+    name: &str,
+    ids: &Tensor,
+    vocab: usize,
+    mask: Option<&Tensor>,
+) -> Result<Tensor> {
+    if !ids.dtype().is_int() {
+        bail!("{name}: {:?}, must be of an integer dtype", ids.dtype());
+    }
+    let flat = ids.detach().flatten_all()?;
+    if matches!(ids.device(), Device::Cpu) {
         let ids = flat.to_dtype(DType::I64)?.to_vec1::<i64>()?;
         let mask = mask.map(Tensor::to_vec1::<u8>).transpose()?;
         for (row, &id) in ids.iter().enumerate() {
             let kept = mask.as_ref().is_none_or(|mask| mask[row] != 0);
             if kept && !(0..vocab as i64).contains(&id) {
-                bail!("targets: token id {id} is out of range for logits of {vocab} tokens");
+                bail!("{name}: token id {id} is out of range, must be below {vocab}");
             }
         }
     }

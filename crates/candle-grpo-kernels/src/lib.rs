@@ -5,21 +5,33 @@
 //! devices without a path of their own. Candle's own fused operators cut the gradient without a word; every operator
 //! here has a gradient for every input that can have one.
 //!
-//! Inputs may be f32, bf16 or f16, of any layout; arithmetic is in f32 and results are f32, unless an operator says
-//! otherwise. f64 stays f64.
+//! Inputs may be f32, bf16 or f16, of any layout, and arithmetic is in f32. Results of losses and log-probs are f32,
+//! those of the layers of a model have the dtype of their input. f64 stays f64.
 //!
 //! | operator | file in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` |
 //! | --- | --- |
 //! | [`log_prob`]: selected log-probs, entropy and log-sum-exp of logits | `log_prob` |
+//! | [`embedding`](embedding()): rows of a table by number | `embedding` |
+//! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
+//! | [`rope`](rope()): rotary position embedding | `rope` |
+//! | [`swiglu`](swiglu()): the gate of a feed-forward layer | `swiglu` |
 
 mod check;
 pub mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod embedding;
 mod log_prob;
 mod path;
 mod precision;
+mod rms_norm;
+mod rope;
+mod swiglu;
 
+pub use embedding::embedding;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
 pub use precision::arithmetic_dtype;
+pub use rms_norm::rms_norm;
+pub use rope::rope;
+pub use swiglu::swiglu;

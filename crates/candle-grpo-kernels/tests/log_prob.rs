@@ -6,22 +6,8 @@ use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-/// Numbers without a pattern, in [-1, 1).
-fn noise(len: usize, seed: u64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..len)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
-        })
-        .collect()
-}
-
-fn tensor(values: Vec<f64>, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-    Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
-}
+mod common;
+use common::{noise, tensor};
 
 /// A scalar to which all three results contribute, with another weight at each position.
 fn score(tokens: &TokenLogProbs) -> Result<Tensor> {

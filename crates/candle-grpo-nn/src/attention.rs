@@ -65,10 +65,8 @@ impl Attention {
         };
         // Scaled before the product: there are fewer queries than scores.
         let query = (self.query.forward(x)? * (self.head_dim as f64).powf(-0.5))?;
-        let query = pass.angles.rotate(&split(query, self.heads)?)?;
-        let key = pass
-            .angles
-            .rotate(&split(self.key.forward(x)?, self.kv_heads)?)?;
+        let query = split(pass.angles.rotate(&query)?, self.heads)?;
+        let key = split(pass.angles.rotate(&self.key.forward(x)?)?, self.kv_heads)?;
         let value = split(self.value.forward(x)?, self.kv_heads)?;
         let (key, value) = match cache {
             None => (key, value),

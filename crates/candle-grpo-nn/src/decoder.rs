@@ -1,6 +1,7 @@
 //! The decoder: token ids in, hidden states and logits out.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_grpo_kernels::embedding;
 use candle_nn::VarBuilder;
 
 use crate::attention::{Attention, Pass};
@@ -104,7 +105,7 @@ impl Decoder {
             bias: &bias,
         };
 
-        let mut x = self.embedding.index_select(&input_ids.flatten_all()?, 0)?;
+        let mut x = embedding(&input_ids.flatten_all()?, &self.embedding)?;
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block.forward(&x, &pass, cache.as_deref_mut().map(|cache| (cache, layer)))?;
         }

@@ -1,6 +1,7 @@
 //! The feed-forward half of a block.
 
 use candle_core::{Result, Tensor};
+use candle_grpo_kernels::swiglu;
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
@@ -26,7 +27,7 @@ impl Mlp {
 
     /// [N, hidden] to [N, hidden].
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.down
-            .forward(&(self.gate.forward(x)?.silu()? * self.up.forward(x)?)?)
+        let inner = swiglu(&self.gate.forward(x)?, &self.up.forward(x)?)?;
+        self.down.forward(&inner)
     }
 }

@@ -1,11 +1,10 @@
 //! Root mean square normalisation.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{Result, Tensor};
+use candle_grpo_kernels::rms_norm;
 use candle_nn::VarBuilder;
 
-use crate::precision::arithmetic_dtype;
-
-/// RMSNorm (Zhang and Sennrich 2019), composed: Candle's fused one has no backward pass.
+/// RMSNorm (Zhang and Sennrich 2019).
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
     weight: Tensor,
@@ -22,11 +21,6 @@ impl RmsNorm {
 
     /// [.., width] to the same shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let wide = x.to_dtype(arithmetic_dtype(x.dtype()))?;
-        let mean_square = (wide.sqr()?.sum_keepdim(D::Minus1)? / wide.dim(D::Minus1)? as f64)?;
-        let scale = (mean_square + self.epsilon)?.sqrt()?.recip()?;
-        wide.broadcast_mul(&scale)?
-            .to_dtype(x.dtype())?
-            .broadcast_mul(&self.weight)
+        rms_norm(x, &self.weight, self.epsilon)
     }
 }

@@ -1,6 +1,7 @@
 //! Rotary position embedding.
 
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_kernels::rope;
 
 use crate::precision::arithmetic_dtype;
 
@@ -10,7 +11,7 @@ pub(crate) struct Rope {
     inverse_frequencies: Tensor,
 }
 
-/// Cosines and sines of one forward pass, [B, 1, S, head_dim / 2]: every layer and head shares them.
+/// Cosines and sines of one forward pass, [B * S, head_dim / 2]: every layer and head shares them.
 #[derive(Debug, Clone)]
 pub(crate) struct RopeAngles {
     cos: Tensor,
@@ -23,7 +24,7 @@ impl Rope {
         let frequencies: Vec<f64> = (0..pairs)
             .map(|pair| theta.powf(-((2 * pair) as f64) / head_dim as f64))
             .collect();
-        let inverse_frequencies = Tensor::from_vec(frequencies, (1, 1, 1, pairs), &Device::Cpu)?
+        let inverse_frequencies = Tensor::from_vec(frequencies, (1, pairs), &Device::Cpu)?
             .to_dtype(arithmetic_dtype(dtype))?
             .to_device(device)?;
         Ok(Self {
@@ -35,8 +36,7 @@ impl Rope {
     pub(crate) fn angles(&self, positions: &Tensor) -> Result<RopeAngles> {
         let positions = positions
             .to_dtype(self.inverse_frequencies.dtype())?
-            .unsqueeze(1)?
-            .unsqueeze(3)?;
+            .reshape(((), 1))?;
         let angles = positions.broadcast_mul(&self.inverse_frequencies)?;
         Ok(RopeAngles {
             cos: angles.cos()?,
@@ -46,16 +46,8 @@ impl Rope {
 }
 
 impl RopeAngles {
-    /// Rotates [B, heads, S, head_dim] in the half-split layout of Hugging Face: element i pairs with
-    /// i + head_dim / 2. Composed, as Candle's fused rotation has no backward pass.
+    /// Rotates the heads of [B * S, heads * head_dim].
     pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
-        let pairs = x.dim(D::Minus1)? / 2;
-        let wide = x.to_dtype(self.cos.dtype())?;
-        let first = wide.narrow(D::Minus1, 0, pairs)?;
-        let second = wide.narrow(D::Minus1, pairs, pairs)?;
-        let rotated_first = (first.broadcast_mul(&self.cos)? - second.broadcast_mul(&self.sin)?)?;
-        let rotated_second =
-            (second.broadcast_mul(&self.cos)? + first.broadcast_mul(&self.sin)?)?;
-        Tensor::cat(&[rotated_first, rotated_second], D::Minus1)?.to_dtype(x.dtype())
+        rope(x, &self.cos, &self.sin)
     }
 }

@@ -2,7 +2,19 @@
 //!
 //! They take and give what the operators do, on every device and in f64 too.
 
+mod embedding;
 mod log_prob;
+mod rms_norm;
+mod rope;
+mod swiglu;
 
+pub use embedding::embedding;
+pub(crate) use embedding::rows as embedding_rows;
 pub use log_prob::log_prob;
 pub(crate) use log_prob::rows as log_prob_rows;
+pub use rms_norm::rms_norm;
+pub(crate) use rms_norm::unchecked as rms_norm_unchecked;
+pub use rope::rope;
+pub(crate) use rope::unchecked as rope_unchecked;
+pub use swiglu::swiglu;
+pub(crate) use swiglu::unchecked as swiglu_unchecked;

@@ -20,6 +20,9 @@ pub(crate) trait Element: WithDType + Sync {
     /// The nearest value of this dtype.
     fn nearest(value: f32) -> Self;
 
+    /// This value in f32.
+    fn wide(self) -> f32;
+
     /// Writes `source` to `target`, of the same length.
     #[inline(always)]
     fn write(source: &[f32], target: &mut [MaybeUninit<Self>]) {
@@ -44,6 +47,11 @@ impl Element for f32 {
     fn nearest(value: f32) -> Self {
         value
     }
+
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self
+    }
 }
 
 impl Element for bf16 {
@@ -59,6 +67,11 @@ impl Element for bf16 {
     fn nearest(value: f32) -> Self {
         Self::from_f32(value)
     }
+
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self.to_f32()
+    }
 }
 
 impl Element for f16 {
@@ -70,5 +83,10 @@ impl Element for f16 {
     #[inline(always)]
     fn nearest(value: f32) -> Self {
         Self::from_f32(value)
+    }
+
+    #[inline(always)]
+    fn wide(self) -> f32 {
+        self.to_f32()
     }
 }

@@ -1,9 +1,13 @@
 //! The CPU paths: SIMD chosen at run time, rows shared out to all cores.
 
 mod element;
+pub(crate) mod embedding;
 pub(crate) mod log_prob;
 mod output;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
 mod simd;
 mod slice;
+pub(crate) mod swiglu;
 
-pub(crate) use slice::{range, with_floats};
+pub(crate) use slice::{range, with_element, with_floats};

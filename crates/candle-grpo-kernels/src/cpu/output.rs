@@ -21,3 +21,23 @@ pub(crate) unsafe fn filled<T: Copy>(
     // caller says that every element is written.
     unsafe { Vec::from_raw_parts(memory.as_mut_ptr().cast(), len, memory.capacity()) }
 }
+
+/// Two vectors as [`filled`] makes one.
+///
+/// # Safety
+///
+/// `fill` must write every element of both.
+#[allow(unsafe_code)]
+pub(crate) unsafe fn two_filled<T: Copy>(
+    len: usize,
+    fill: impl FnOnce(&mut [MaybeUninit<T>], &mut [MaybeUninit<T>]),
+) -> (Vec<T>, Vec<T>) {
+    let mut second = Vec::new();
+    // SAFETY: the caller says that `fill` writes every element of both.
+    let first = unsafe {
+        filled(len, |first| {
+            second = filled(len, |second| fill(first, second))
+        })
+    };
+    (first, second)
+}

@@ -2,11 +2,20 @@
 
 use pulp::Simd;
 
+use super::element::Element;
+
 /// Rows are worked on in blocks of this many elements, which stay in the first cache. A multiple of every vector width.
 pub(crate) const BLOCK: usize = 1024;
 
 /// The widest vector has this many lanes: a padded block is a multiple of it long.
 pub(crate) const MAX_LANES: usize = 16;
+
+/// `row` in f32, padded with zeros to a multiple of every vector width.
+pub(crate) fn padded<T: Element>(row: &[T]) -> Vec<f32> {
+    let mut padded = vec![0.0; row.len().next_multiple_of(MAX_LANES)];
+    T::widen(row, &mut padded[..row.len()]);
+    padded
+}
 
 /// Below this, `exp` in f32 is less than the smallest normal number and is taken as 0.
 pub(crate) const EXP_UNDERFLOW: f32 = -87.336;
@@ -54,4 +63,13 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 pub(crate) fn at_least<S: Simd>(simd: S, x: S::f32s, bound: f32) -> S::f32s {
     let bound = simd.splat_f32s(bound);
     simd.select_f32s(simd.less_than_f32s(x, bound), bound, x)
+}
+
+/// `1 / (1 + exp(-x))`; NaN for NaN.
+#[inline(always)]
+pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    // Below -88 the true value is less than any normal number, and exp would overflow.
+    let e = exp(simd, simd.neg_f32s(at_least(simd, x, -88.0)));
+    let one = simd.splat_f32s(1.0);
+    simd.div_f32s(one, simd.add_f32s(one, e))
 }

@@ -47,3 +47,25 @@ macro_rules! with_floats {
     };
 }
 pub(crate) use with_floats;
+
+/// Runs `$body` with the Rust type of a dtype as `$element`, or errs with the name of the argument.
+macro_rules! with_element {
+    ($dtype:expr, $name:literal, $element:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $element = f32;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $element = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $element = half::f16;
+                $body
+            }
+            other => candle_core::bail!("{}: {other:?}, must be f32, bf16 or f16", $name),
+        }
+    };
+}
+pub(crate) use with_element;

@@ -1,0 +1,102 @@
+//! The CPU path of [`embedding`](crate::embedding()).
+
+use std::mem::MaybeUninit;
+
+use candle_core::{Device, Result, Tensor};
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::element::Element;
+use super::{output, slice};
+
+/// The rows of `weight` `[V, width]` that `ids` name.
+pub(crate) fn forward<T: Element>(weight: &[T], width: usize, ids: &Tensor) -> Result<Vec<T>> {
+    slice::read::<u32, _>(ids, |ids| {
+        let fill = |rows: &mut [MaybeUninit<T>]| {
+            rows.par_chunks_exact_mut(width)
+                .zip(ids)
+                .for_each(|(row, &id)| {
+                    let source = &weight[id as usize * width..][..width];
+                    for (value, &source) in row.iter_mut().zip(source) {
+                        value.write(source);
+                    }
+                });
+        };
+        // SAFETY: the rows cover the result, and each row is written whole.
+        #[allow(unsafe_code)]
+        Ok(unsafe { output::filled(ids.len() * width, fill) })
+    })
+}
+
+/// The gradient of `weight` `[V, H]`. In f32, rows without a token are never touched, and
+/// take no memory.
+pub(crate) fn backward<T: Element>(
+    weight: &Tensor,
+    ids: &Tensor,
+    gradient: &Tensor,
+) -> Result<Tensor> {
+    let (vocab, width) = weight.dims2()?;
+    let mut weight_gradient = vec![T::zero(); vocab * width];
+    slice::read::<u32, _>(ids, |ids| {
+        slice::read::<T, _>(gradient, |gradient| {
+            // The places of each token side by side, in their order.
+            let mut places: Vec<usize> = (0..ids.len()).collect();
+            places.sort_by_key(|&place| ids[place]);
+            let mut rest = weight_gradient.as_mut_slice();
+            let mut seen = 0;
+            let rows: Vec<_> = places
+                .chunk_by(|&a, &b| ids[a] == ids[b])
+                .map(|places| {
+                    let id = ids[places[0]] as usize;
+                    let skipped = std::mem::take(&mut rest)
+                        .split_at_mut((id - seen) * width)
+                        .1;
+                    let (row, after) = skipped.split_at_mut(width);
+                    (rest, seen) = (after, id + 1);
+                    (row, places)
+                })
+                .collect();
+            rows.into_par_iter().for_each_init(
+                || vec![0.0; 2 * width],
+                |buffers, (row, places)| {
+                    Arch::new().dispatch(SumRows {
+                        gradient,
+                        places,
+                        row,
+                        buffers,
+                    });
+                },
+            );
+            Ok(())
+        })
+    })?;
+    Tensor::from_vec(weight_gradient, (vocab, width), &Device::Cpu)
+}
+
+/// `row` becomes the sum of the rows of `gradient` at `places`; `buffers` are two such rows.
+struct SumRows<'a, T> {
+    gradient: &'a [T],
+    places: &'a [usize],
+    row: &'a mut [T],
+    buffers: &'a mut [f32],
+}
+
+impl<T: Element> WithSimd for SumRows<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let width = self.row.len();
+        let (sum, buffer) = self.buffers.split_at_mut(width);
+        sum.fill(0.0);
+        for place in self.places {
+            let part = T::widened(&self.gradient[place * width..][..width], buffer);
+            for (sum, part) in sum.iter_mut().zip(part) {
+                *sum += part;
+            }
+        }
+        for (value, &sum) in self.row.iter_mut().zip(&*sum) {
+            *value = T::nearest(sum);
+        }
+    }
+}

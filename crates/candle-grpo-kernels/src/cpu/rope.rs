@@ -1,0 +1,72 @@
+//! The CPU path of [`rope`](crate::rope()).
+
+use std::mem::MaybeUninit;
+
+use candle_core::Result;
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::element::Element;
+use super::{output, slice};
+use crate::rope::Rope;
+
+/// Rows `[N, width]` of heads to the same, rotated.
+pub(crate) fn rotate<T: Element>(x: &[T], width: usize, op: &Rope) -> Result<Vec<T>> {
+    let pairs = op.cos.dims()[op.cos.rank() - 1];
+    slice::read::<f32, _>(&op.cos, |cos| {
+        slice::read::<f32, _>(&op.sin, |sin| {
+            let angles = cos.par_chunks_exact(pairs).zip(sin.par_chunks_exact(pairs));
+            let fill = |y: &mut [MaybeUninit<T>]| {
+                y.par_chunks_exact_mut(width)
+                    .zip(x.par_chunks_exact(width).zip(angles))
+                    .for_each_init(
+                        || vec![0.0; width],
+                        |buffer, (y, (x, (cos, sin)))| {
+                            Arch::new().dispatch(Row {
+                                x,
+                                cos,
+                                sin,
+                                back: op.back,
+                                y,
+                                buffer,
+                            });
+                        },
+                    );
+            };
+            // SAFETY: the rows cover the result, and each row is written whole.
+            #[allow(unsafe_code)]
+            Ok(unsafe { output::filled(x.len(), fill) })
+        })
+    })
+}
+
+/// `buffer` is as long as `x`.
+struct Row<'a, T> {
+    x: &'a [T],
+    cos: &'a [f32],
+    sin: &'a [f32],
+    back: bool,
+    y: &'a mut [MaybeUninit<T>],
+    buffer: &'a mut [f32],
+}
+
+impl<T: Element> WithSimd for Row<'_, T> {
+    type Output = ();
+
+    /// The loops are left to the compiler, which vectorises them.
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        T::widen(self.x, self.buffer);
+        let pairs = self.cos.len();
+        let sign = if self.back { -1.0 } else { 1.0 };
+        for head in self.buffer.chunks_exact_mut(2 * pairs) {
+            let (first, second) = head.split_at_mut(pairs);
+            let angles = self.cos.iter().zip(self.sin);
+            for ((a, b), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                let sin = sign * sin;
+                (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+            }
+        }
+        T::write(self.buffer, self.y);
+    }
+}

@@ -1,0 +1,69 @@
+//! Rows of a table by number.
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+
+use crate::cpu::{with_element, with_floats};
+use crate::{check, composed, cpu, path};
+
+/// The rows of `weight` `[V, H]` that `ids` `[..]` name, `[.., H]` in the dtype of `weight`.
+///
+/// `weight` is of any float dtype, `ids` are integers below V. The gradient of `weight` is `[V, H]` in its dtype; the
+/// gradients of a token that stands more than once are summed in f32, in the order of the tokens. Errs on other shapes
+/// and dtypes, and on ids that are out of range (checked on the CPU; on a GPU that would be a transfer).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::embedding;
+///
+/// let weight = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let ids = Tensor::new(&[1u32, 1, 0], &Device::Cpu)?;
+/// assert_eq!(embedding(&ids, &weight)?.to_vec2::<f32>()?, [[3., 4.], [3., 4.], [1., 2.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let shape = shape(ids, weight)?;
+    let ids = check::token_ids("ids", ids, weight.dims()[0], None)?;
+    if !path::is_fused_on_cpu(weight) {
+        return composed::embedding_rows(&ids, weight)?.reshape(shape);
+    }
+    weight.contiguous()?.apply_op1(Embedding { ids, shape })
+}
+
+/// The shape of the result, of arguments that fit but for the ids themselves.
+pub(crate) fn shape(ids: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
+    check::float("weight", weight)?;
+    let &[_, width] = weight.dims() else {
+        bail!("weight: shape {:?}, must be [V, H]", weight.dims());
+    };
+    check::width("weight", weight)?;
+    check::same_device(&[("weight", weight), ("ids", ids)])?;
+    Ok([ids.dims(), &[width]].concat())
+}
+
+/// `weight` `[V, H]`, contiguous, to `shape`.
+pub(crate) struct Embedding {
+    /// `[N]` of u32.
+    pub(crate) ids: Tensor,
+    pub(crate) shape: Vec<usize>,
+}
+
+impl CustomOp1 for Embedding {
+    fn name(&self) -> &'static str {
+        "embedding"
+    }
+
+    fn cpu_fwd(&self, weight: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (range, (_, width)) = (cpu::range(layout)?, layout.shape().dims2()?);
+        let rows = with_floats!(weight, "weight", weight => {
+            WithDType::to_cpu_storage_owned(cpu::embedding::forward(&weight[range], width, &self.ids)?)
+        });
+        Ok((rows, Shape::from(self.shape.as_slice())))
+    }
+
+    fn bwd(&self, weight: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let gradient = gradient.contiguous()?;
+        with_element!(weight.dtype(), "weight", T => {
+            cpu::embedding::backward::<T>(weight, &self.ids, &gradient).map(Some)
+        })
+    }
+}

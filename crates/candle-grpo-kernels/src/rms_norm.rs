@@ -1,0 +1,88 @@
+//! Root mean square normalisation.
+
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+
+use crate::cpu::{with_element, with_floats};
+use crate::{check, composed, cpu, path};
+
+/// RMSNorm (Zhang and Sennrich 2019): `x / sqrt(mean(x^2) + epsilon) * weight`, the mean over the last dimension.
+///
+/// `x` `[.., H]` of any float dtype, `weight` `[H]` of the same; the result is like `x`, and both have a gradient.
+/// Arithmetic in f32. In half types the normalised `x` is rounded before it is multiplied by the weight, as Hugging
+/// Face's Llama does. Errs on other shapes and dtypes, and an epsilon that is not positive and finite.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::rms_norm;
+///
+/// let x = Tensor::new(&[[3f32, 4.], [0., 0.]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// let y = rms_norm(&x, &weight, 1e-6)?.to_vec2::<f32>()?;
+/// assert!((y[0][0] - 3. / 12.5f32.sqrt()).abs() < 1e-5 && (y[0][1] - 8. / 12.5f32.sqrt()).abs() < 1e-5);
+/// assert_eq!(y[1], [0., 0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
+    check(x, weight, epsilon)?;
+    if !path::is_fused_on_cpu(x) {
+        return composed::rms_norm_unchecked(x, weight, epsilon);
+    }
+    let op = RmsNorm {
+        epsilon: epsilon as f32,
+    };
+    x.contiguous()?.apply_op2(&weight.contiguous()?, op)
+}
+
+pub(crate) fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
+    check::positive("epsilon", epsilon)?;
+    check::float("x", x)?;
+    let width = check::width("x", x)?;
+    if weight.dims() != [width] {
+        bail!(
+            "weight: shape {:?}, must be [{width}], the last dimension of x",
+            weight.dims()
+        );
+    }
+    check::same_dtype("weight", weight, "x", x)?;
+    check::same_device(&[("x", x), ("weight", weight)])
+}
+
+/// `x` `[.., H]` and `weight` `[H]`, contiguous, to the shape of `x`.
+pub(crate) struct RmsNorm {
+    pub(crate) epsilon: f32,
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        "rms_norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (x_range, weight_range) = (cpu::range(x_layout)?, cpu::range(weight_layout)?);
+        let y = with_floats!(x, "x", x => {
+            let weight = &weight.as_slice()?[weight_range];
+            WithDType::to_cpu_storage_owned(cpu::rms_norm::forward(&x[x_range], weight, self.epsilon))
+        });
+        Ok((y, x_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let gradient = gradient.contiguous()?;
+        let (x_gradient, weight_gradient) = with_element!(x.dtype(), "x", T => {
+            cpu::rms_norm::backward::<T>(x, weight, &gradient, self.epsilon)?
+        });
+        Ok((Some(x_gradient), Some(weight_gradient)))
+    }
+}

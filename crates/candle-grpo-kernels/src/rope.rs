@@ -1,0 +1,101 @@
+//! Rotary position embedding.
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+
+use crate::cpu::with_floats;
+use crate::precision::arithmetic_dtype;
+use crate::{check, composed, cpu, path};
+
+/// Rotary position embedding (Su et al. 2021) in the half-split layout of Hugging Face: in each head of D elements,
+/// element i pairs with i + D / 2, and the pair turns by angle i of the position.
+///
+/// `x` `[.., heads * D]` of any float dtype, the heads side by side as a linear layer leaves them; `cos` and `sin`
+/// `[.., D / 2]` with the leading dimensions of `x`, of f32 (f64 for f64), shared by the heads. The result is like `x`.
+/// Arithmetic in f32. `x` has a gradient, which is the rotation back; `cos` and `sin` have none. Errs on other shapes
+/// and dtypes.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::rope;
+///
+/// // A position with two heads of two elements, turned by a right angle.
+/// let x = Tensor::new(&[[1f32, 0., 2., 3.]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[0f32]], &Device::Cpu)?, Tensor::new(&[[1f32]], &Device::Cpu)?);
+/// assert_eq!(rope(&x, &cos, &sin)?.to_vec2::<f32>()?, [[0., 1., -3., 2.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    check(x, cos, sin)?;
+    if !path::is_fused_on_cpu(x) {
+        return composed::rope_unchecked(x, cos, sin);
+    }
+    x.contiguous()?.apply_op1(Rope {
+        cos: cos.detach().contiguous()?,
+        sin: sin.detach().contiguous()?,
+        back: false,
+    })
+}
+
+pub(crate) fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
+    check::float("x", x)?;
+    let width = check::width("x", x)?;
+    let pairs = check::width("cos", cos)?;
+    let (leading, angle_leading) = (&x.dims()[..x.rank() - 1], &cos.dims()[..cos.rank() - 1]);
+    if leading != angle_leading || width % (2 * pairs) != 0 {
+        bail!(
+            "cos: shape {:?}, must be [.., D / 2] for x of [.., heads * D], which is {:?}",
+            cos.dims(),
+            x.dims()
+        );
+    }
+    if sin.dims() != cos.dims() {
+        bail!(
+            "sin: shape {:?}, must be that of cos, {:?}",
+            sin.dims(),
+            cos.dims()
+        );
+    }
+    for (name, angles) in [("cos", cos), ("sin", sin)] {
+        if angles.dtype() != arithmetic_dtype(x.dtype()) {
+            bail!(
+                "{name}: {:?}, must be {:?} for x of {:?}",
+                angles.dtype(),
+                arithmetic_dtype(x.dtype()),
+                x.dtype()
+            );
+        }
+    }
+    check::same_device(&[("x", x), ("cos", cos), ("sin", sin)])
+}
+
+/// `x` `[.., heads * D]`, contiguous, to its shape.
+pub(crate) struct Rope {
+    /// `[.., D / 2]` of f32, contiguous, as `sin`.
+    pub(crate) cos: Tensor,
+    pub(crate) sin: Tensor,
+    /// Whether the angles are taken negative, as for the gradient.
+    pub(crate) back: bool,
+}
+
+impl CustomOp1 for Rope {
+    fn name(&self) -> &'static str {
+        "rope"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (range, width) = (cpu::range(layout)?, layout.dims()[layout.dims().len() - 1]);
+        let y = with_floats!(x, "x", x => {
+            WithDType::to_cpu_storage_owned(cpu::rope::rotate(&x[range], width, self)?)
+        });
+        Ok((y, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let back = Self {
+            cos: self.cos.clone(),
+            sin: self.sin.clone(),
+            back: !self.back,
+        };
+        gradient.contiguous()?.apply_op1_no_bwd(&back).map(Some)
+    }
+}

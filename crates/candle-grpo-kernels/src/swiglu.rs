@@ -1,0 +1,80 @@
+//! The gate of a feed-forward layer.
+
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+
+use crate::cpu::{with_element, with_floats};
+use crate::{check, composed, cpu, path};
+
+/// SwiGLU (Shazeer 2020): `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`.
+///
+/// `gate` and `up` are of one shape and one float dtype, which are also those of the result; both have a gradient.
+/// Arithmetic in f32. Errs on other shapes and dtypes.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::swiglu;
+///
+/// let gate = Tensor::new(&[0f32, 1., -200.], &Device::Cpu)?;
+/// let up = Tensor::new(&[5f32, 2., 3.], &Device::Cpu)?;
+/// let y = swiglu(&gate, &up)?.to_vec1::<f32>()?;
+/// assert!(y[0] == 0. && (y[1] - 2. / (1. + (-1f32).exp())).abs() < 1e-6 && y[2].abs() < 1e-30);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    check(gate, up)?;
+    if !path::is_fused_on_cpu(gate) {
+        return composed::swiglu_unchecked(gate, up);
+    }
+    gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
+}
+
+pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
+    check::float("gate", gate)?;
+    if gate.dims() != up.dims() {
+        bail!(
+            "up: shape {:?}, must be that of gate, {:?}",
+            up.dims(),
+            gate.dims()
+        );
+    }
+    check::same_dtype("up", up, "gate", gate)?;
+    check::same_device(&[("gate", gate), ("up", up)])
+}
+
+/// `gate` and `up`, contiguous, to their shape.
+struct SwiGlu;
+
+impl CustomOp2 for SwiGlu {
+    fn name(&self) -> &'static str {
+        "swiglu"
+    }
+
+    fn cpu_fwd(
+        &self,
+        gate: &CpuStorage,
+        gate_layout: &Layout,
+        up: &CpuStorage,
+        up_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (gate_range, up_range) = (cpu::range(gate_layout)?, cpu::range(up_layout)?);
+        let y = with_floats!(gate, "gate", gate => {
+            let up = &up.as_slice()?[up_range];
+            WithDType::to_cpu_storage_owned(cpu::swiglu::forward(&gate[gate_range], up))
+        });
+        Ok((y, gate_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let gradient = gradient.contiguous()?;
+        let (gate_gradient, up_gradient) = with_element!(gate.dtype(), "gate", T => {
+            cpu::swiglu::backward::<T>(gate, up, &gradient)?
+        });
+        Ok((Some(gate_gradient), Some(up_gradient)))
+    }
+}

@@ -1,0 +1,140 @@
+//! What the tests of the operators share.
+
+#![allow(dead_code)] // Every test file takes what it needs.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_test_support::{assert_close, devices, numbers};
+
+/// Numbers without a pattern, in [-1, 1).
+pub(crate) fn noise(len: usize, seed: u64) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+        })
+        .collect()
+}
+
+pub(crate) fn tensor(
+    values: Vec<f64>,
+    shape: &[usize],
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
+}
+
+/// A tensor of [`noise`] on the CPU.
+pub(crate) fn noisy(shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> {
+    tensor(
+        noise(shape.iter().product(), seed),
+        shape,
+        dtype,
+        &Device::Cpu,
+    )
+}
+
+/// How far a result of this dtype may be from f64 on the same inputs, relative to numbers near 1.
+pub(crate) fn rounding(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 4e-6,
+        DType::BF16 => 8e-3,
+        _ => 1e-3,
+    }
+}
+
+/// Runs an operator and its twin forward and backward, the twin in f64 on the same inputs, and compares the result and
+/// the gradient of every input, on every device. All have the dtype of the inputs. `loosened` is how many times [`rounding`] is allowed.
+pub(crate) fn check_against_f64(
+    inputs: &[&Tensor],
+    loosened: f64,
+    fused: impl Fn(&[&Tensor]) -> Result<Tensor>,
+    composed: impl Fn(&[&Tensor]) -> Result<Tensor>,
+) -> Result<()> {
+    for device in devices() {
+        check_on(device, inputs, loosened, &fused, &composed)?;
+    }
+    Ok(())
+}
+
+fn check_on(
+    device: &Device,
+    inputs: &[&Tensor],
+    loosened: f64,
+    fused: &dyn Fn(&[&Tensor]) -> Result<Tensor>,
+    composed: &dyn Fn(&[&Tensor]) -> Result<Tensor>,
+) -> Result<()> {
+    let run = |dtype: DType, operator: &dyn Fn(&[&Tensor]) -> Result<Tensor>| -> Result<_> {
+        let variables = inputs
+            .iter()
+            .map(|input| Var::from_tensor(&input.to_dtype(dtype)?.to_device(device)?))
+            .collect::<Result<Vec<_>>>()?;
+        // As they were given: strides, offsets and broadcasts remain.
+        let laid_out = variables
+            .iter()
+            .zip(inputs)
+            .map(|(variable, input)| like(variable, input))
+            .collect::<Result<Vec<_>>>()?;
+        let result = operator(&laid_out.iter().collect::<Vec<_>>())?;
+        assert_eq!(result.dtype(), dtype);
+        let weights = noisy(result.dims(), 77, inputs[0].dtype())?
+            .to_dtype(dtype)?
+            .to_device(device)?;
+        let wide = if dtype == DType::F64 {
+            dtype
+        } else {
+            DType::F32
+        };
+        let gradients = (&result * weights)?.to_dtype(wide)?.sum_all()?.backward()?;
+        let gradients = variables
+            .iter()
+            .map(|variable| {
+                let gradient = match gradients.get(variable) {
+                    Some(gradient) => gradient.clone(),
+                    // Candle gives an operand back where there is nothing to compute, and forgets the other.
+                    None if dtype == DType::F64 && result.elem_count() == 0 => {
+                        variable.zeros_like()?
+                    }
+                    None => panic!("a gradient is missing"),
+                };
+                assert_eq!(gradient.dtype(), dtype);
+                Ok(gradient)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        Ok((result, gradients))
+    };
+    let (expected, expected_gradients) = run(DType::F64, composed)?;
+    let dtype = inputs[0].dtype();
+    let (actual, actual_gradients) = run(dtype, fused)?;
+    assert_eq!(actual.dims(), expected.dims());
+    let tolerance = loosened * rounding(dtype);
+    assert_close(&numbers(&actual)?, &numbers(&expected)?, tolerance);
+    for (input, (actual, expected)) in actual_gradients.iter().zip(&expected_gradients).enumerate()
+    {
+        println!("gradient of input {input}");
+        assert_eq!(actual.dims(), expected.dims());
+        assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
+    }
+    Ok(())
+}
+
+/// `variable` in memory laid out otherwise if `given` is not contiguous.
+fn like(variable: &Var, given: &Tensor) -> Result<Tensor> {
+    if given.is_contiguous() {
+        return Ok(variable.as_tensor().clone());
+    }
+    // Between other rows and transposed, so with an offset and strides.
+    let rank = variable.rank();
+    let around = Tensor::cat(&[variable.as_tensor(), variable, variable], 0)?;
+    let middle = around.narrow(0, variable.dim(0)?, variable.dim(0)?)?;
+    if rank < 2 {
+        return Ok(middle);
+    }
+    middle
+        .transpose(rank - 2, rank - 1)?
+        .contiguous()?
+        .transpose(rank - 2, rank - 1)
+}

@@ -1,0 +1,70 @@
+//! `embedding` against its composed twin in f64.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::{composed, embedding};
+use candle_grpo_test_support::message;
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod common;
+use common::{check_against_f64, noisy};
+
+fn check(ids: &Tensor, weight: &Tensor) -> Result<()> {
+    check_against_f64(
+        &[weight],
+        1.0,
+        |inputs| embedding(&ids.to_device(inputs[0].device())?, inputs[0]),
+        |inputs| composed::embedding(&ids.to_device(inputs[0].device())?, inputs[0]),
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        ids in prop::collection::vec(0u32..30, 0..40),
+        width in prop_oneof![1usize..40, Just(576)],
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        seed in any::<u64>(),
+    ) {
+        let ids = Tensor::from_vec(ids.clone(), ids.len(), &Device::Cpu)?;
+        check(&ids, &noisy(&[30, width], seed, dtype)?)?;
+    }
+}
+
+#[rstest]
+fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+    let ids = Tensor::new(&[[0i64, 3, 1], [2, 3, 3]], &Device::Cpu)?;
+    let weight = noisy(&[5, 9], 1, dtype)?.t()?;
+    check(&ids, &weight)?;
+    check(&ids.t()?, &weight.narrow(0, 2, 4)?)?;
+    assert_eq!(embedding(&ids.t()?, &weight)?.dims(), [3, 2, 5]);
+    Ok(())
+}
+
+/// 1000 gradients of 1/256 for one token: summed in bf16 they would stop growing at 1.
+#[test]
+fn the_gradient_of_a_frequent_token_is_summed_in_f32() -> Result<()> {
+    let weight = Var::zeros((3, 2), DType::BF16, &Device::Cpu)?;
+    let ids = Tensor::ones(1024, DType::U32, &Device::Cpu)?;
+    let rows = (embedding(&ids, &weight)? * (1.0 / 256.0))?.to_dtype(DType::F32)?;
+    let gradients = rows.sum_all()?.backward()?;
+    let gradient = gradients.get(&weight).expect("a gradient");
+    assert_eq!(
+        gradient.to_dtype(DType::F32)?.to_vec2::<f32>()?,
+        [[0., 0.], [4., 4.], [0., 0.]]
+    );
+    Ok(())
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let weight = Tensor::zeros((4, 3), DType::F32, &Device::Cpu)?;
+    let ids = |ids: &[i64]| Tensor::new(ids, &Device::Cpu);
+    assert!(message(embedding(&ids(&[0, 4])?, &weight)).contains("ids: token id 4"));
+    assert!(message(embedding(&ids(&[-1])?, &weight)).contains("ids: token id -1"));
+    assert!(message(embedding(&weight, &weight)).contains("ids: F32, must be of an integer"));
+    assert!(message(embedding(&ids(&[0])?, &ids(&[0])?)).contains("weight: I64"));
+    assert!(message(embedding(&ids(&[0])?, &weight.flatten_all()?)).contains("weight: shape [12]"));
+    Ok(())
+}

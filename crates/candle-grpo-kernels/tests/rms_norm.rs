@@ -1,0 +1,79 @@
+//! `rms_norm` against its composed twin in f64.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_kernels::{composed, rms_norm};
+use candle_grpo_test_support::{message, numbers};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod common;
+use common::{check_against_f64, noisy};
+
+fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
+    check_against_f64(
+        &[x, weight],
+        3.0,
+        |inputs| rms_norm(inputs[0], inputs[1], epsilon),
+        |inputs| composed::rms_norm(inputs[0], inputs[1], epsilon),
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        rows in prop_oneof![0usize..5, Just(130)],
+        width in prop_oneof![1usize..40, Just(576), 1000usize..1100],
+        epsilon in prop_oneof![Just(1e-5), Just(0.1)],
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        seed in any::<u64>(),
+    ) {
+        let x = (noisy(&[rows, width], seed, dtype)? * 3.0)?;
+        // A row of one tiny number has a huge derivative, which says nothing.
+        let x = (x + 0.5)?;
+        check(&x, &noisy(&[width], seed ^ 1, dtype)?, epsilon)?;
+    }
+}
+
+#[rstest]
+fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+    let x = noisy(&[2, 37, 5], 1, dtype)?.transpose(1, 2)?;
+    let weight = noisy(&[74], 2, dtype)?.narrow(0, 37, 37)?;
+    check(&x, &weight, 1e-5)?;
+    check(&x.narrow(1, 1, 3)?, &weight, 1e-5)
+}
+
+#[rstest]
+fn half_types_round_where_the_composed_twin_does(
+    #[values(DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
+    let (x, weight) = (noisy(&[50, 96], 3, dtype)?, noisy(&[96], 4, dtype)?);
+    let fused = numbers(&rms_norm(&x, &weight, 1e-5)?)?;
+    let composed = numbers(&composed::rms_norm(&x, &weight, 1e-5)?)?;
+    // The f32 sums may differ in their last bit, and an entry on the edge may round otherwise.
+    let different = fused.iter().zip(&composed).filter(|(a, b)| a != b).count();
+    assert!(different < fused.len() / 100, "{different} entries differ");
+    Ok(())
+}
+
+#[test]
+fn a_row_of_nan_stays_in_its_row() -> Result<()> {
+    let x = Tensor::new(&[[1f32, 2.], [f32::NAN, 0.], [3., 4.]], &Device::Cpu)?;
+    let y = rms_norm(&x, &Tensor::ones(2, DType::F32, &Device::Cpu)?, 1e-5)?.to_vec2::<f32>()?;
+    assert!(y[1].iter().all(|y| y.is_nan()));
+    assert!([&y[0], &y[2]].into_iter().flatten().all(|y| y.is_finite()));
+    Ok(())
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu);
+    let (x, weight) = (zeros(&[2, 3], DType::F32)?, zeros(&[3], DType::F32)?);
+    let call = |x: &Tensor, weight: &Tensor, epsilon| message(rms_norm(x, weight, epsilon));
+    assert!(call(&x, &weight, 0.0).contains("epsilon: 0, must be positive"));
+    assert!(call(&x, &x, 1e-5).contains("weight: shape [2, 3], must be [3]"));
+    assert!(call(&x, &weight.to_dtype(DType::BF16)?, 1e-5).contains("weight: BF16"));
+    assert!(call(&zeros(&[2, 0], DType::F32)?, &weight, 1e-5).contains("x: shape [2, 0]"));
+    assert!(call(&x.to_dtype(DType::U32)?, &weight, 1e-5).contains("x: U32"));
+    Ok(())
+}

@@ -1,0 +1,80 @@
+//! `rope` against its composed twin in f64.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+use candle_grpo_kernels::{arithmetic_dtype, composed, rope};
+use candle_grpo_test_support::{assert_close, message, numbers};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod common;
+use common::{check_against_f64, noisy};
+
+fn check(x: &Tensor, pairs: usize) -> Result<()> {
+    let mut dims = x.dims().to_vec();
+    *dims.last_mut().unwrap() = pairs;
+    let angles = (noisy(&dims, 5, DType::F32)? * 4.0)?;
+    // Strided, as x may be.
+    let angles = angles.t()?.contiguous()?.t()?;
+    let operator = |rope: fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>| {
+        let angles = angles.clone();
+        move |inputs: &[&Tensor]| {
+            let angles = angles
+                .to_dtype(arithmetic_dtype(inputs[0].dtype()))?
+                .to_device(inputs[0].device())?;
+            rope(inputs[0], &angles.cos()?, &angles.sin()?)
+        }
+    };
+    check_against_f64(&[x], 1.0, operator(rope), operator(composed::rope))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        rows in 0usize..5,
+        heads in 1usize..4,
+        pairs in prop_oneof![1usize..20, Just(32), Just(64)],
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        seed in any::<u64>(),
+    ) {
+        check(&noisy(&[rows, heads * 2 * pairs], seed, dtype)?, pairs)?;
+    }
+}
+
+#[rstest]
+fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+    let x = noisy(&[2, 24, 5], 1, dtype)?.transpose(1, 2)?;
+    check(&x, 4)?;
+    check(&x.narrow(1, 1, 3)?, 6)
+}
+
+#[test]
+fn scores_depend_on_the_distance_of_two_positions_alone() -> Result<()> {
+    let (query, key) = (
+        noisy(&[1, 8], 1, DType::F32)?,
+        noisy(&[1, 8], 2, DType::F32)?,
+    );
+    let frequencies = Tensor::new(&[[1f32, 0.3, 0.1, 0.03]], &Device::Cpu)?;
+    let at = |x: &Tensor, position: f64| {
+        let angles = (&frequencies * position)?;
+        rope(x, &angles.cos()?, &angles.sin()?)
+    };
+    let score = |i, j| numbers(&(at(&query, i)? * at(&key, j)?)?.sum(D::Minus1)?);
+    assert_close(&score(3.0, 1.0)?, &score(12.0, 10.0)?, 1e-5);
+    assert!((score(3.0, 1.0)?[0] - score(3.0, 2.0)?[0]).abs() > 1e-2);
+    Ok(())
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let (x, angles) = (zeros(&[3, 8])?, zeros(&[3, 2])?);
+    assert!(message(rope(&x, &zeros(&[2, 2])?, &angles)).contains("cos: shape [2, 2]"));
+    assert!(message(rope(&x, &zeros(&[3, 3])?, &angles)).contains("cos: shape [3, 3]"));
+    assert!(message(rope(&x, &zeros(&[3, 0])?, &angles)).contains("cos: shape [3, 0]"));
+    assert!(message(rope(&x, &angles, &zeros(&[3, 1])?)).contains("sin: shape [3, 1]"));
+    let half = angles.to_dtype(DType::BF16)?;
+    assert!(message(rope(&x, &half, &angles)).contains("cos: BF16, must be F32"));
+    assert!(message(rope(&x.to_dtype(DType::I64)?, &angles, &angles)).contains("x: I64"));
+    Ok(())
+}
