@@ -3,7 +3,7 @@
 CARGO ?= cargo
 SEED ?= 0
 
-.PHONY: help demo demo-short test examples bench bench-peers sanitize lint cuda-check cuda-toolkit ci
+.PHONY: help demo demo-short test examples bench bench-peers sanitize lint cuda-check cuda-toolkit gpu-bundle ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -38,6 +38,9 @@ lint: ## format, clippy and docs, warnings denied
 
 cuda-check: ## compile every kernel, run it on the CPU, and lint the feature cuda: needs no GPU
 	scripts/cuda-check
+
+gpu-bundle: ## tests and benchmarks with CUDA, for a GPU machine without Rust (docs/cuda.md)
+	scripts/gpu-bundle
 
 cuda-toolkit: ## fetch NVIDIA's compiler from PyPI, where nvcc is not on PATH
 	@scripts/cuda-toolkit

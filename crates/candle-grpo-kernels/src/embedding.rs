@@ -23,7 +23,7 @@ use crate::{check, composed, cpu, path};
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let shape = shape(ids, weight)?;
     let ids = check::token_ids("ids", ids, weight.dims()[0], None)?;
-    if !path::is_fused_on_cpu(weight) {
+    if !path::is_fused(weight) {
         return composed::embedding_rows(&ids, weight)?.reshape(shape);
     }
     weight.contiguous()?.apply_op1(Embedding { ids, shape })
@@ -60,8 +60,21 @@ impl CustomOp1 for Embedding {
         Ok((rows, Shape::from(self.shape.as_slice())))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        weight: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::embedding::forward(weight, layout, self)
+    }
+
     fn bwd(&self, weight: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if weight.device().is_cuda() {
+            return crate::cuda::embedding::backward(weight, &self.ids, &gradient).map(Some);
+        }
         with_element!(weight.dtype(), "weight", T => {
             cpu::embedding::backward::<T>(weight, &self.ids, &gradient).map(Some)
         })

@@ -24,13 +24,21 @@ use crate::{check, composed, cpu, path};
 /// ```
 pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     check(x, weight, epsilon)?;
-    if !path::is_fused_on_cpu(x) {
+    if !is_fused(x) {
         return composed::rms_norm_unchecked(x, weight, epsilon);
     }
     let op = RmsNorm {
         epsilon: epsilon as f32,
     };
     x.contiguous()?.apply_op2(&weight.contiguous()?, op)
+}
+
+fn is_fused(x: &Tensor) -> bool {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() && x.dims().last() > Some(&crate::cuda::rms_norm::MAX_WIDTH) {
+        return false;
+    }
+    path::is_fused(x)
 }
 
 pub(crate) fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
@@ -72,6 +80,17 @@ impl CustomOp2 for RmsNorm {
         Ok((y, x_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        x_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::rms_norm::forward(x, x_layout, weight, weight_layout, self.epsilon)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -80,6 +99,12 @@ impl CustomOp2 for RmsNorm {
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            let (x_gradient, weight_gradient) =
+                crate::cuda::rms_norm::backward(x, weight, &gradient, self.epsilon)?;
+            return Ok((Some(x_gradient), Some(weight_gradient)));
+        }
         let (x_gradient, weight_gradient) = with_element!(x.dtype(), "x", T => {
             cpu::rms_norm::backward::<T>(x, weight, &gradient, self.epsilon)?
         });

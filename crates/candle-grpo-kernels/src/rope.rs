@@ -26,7 +26,7 @@ use crate::{check, composed, cpu, path};
 /// ```
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     check(x, cos, sin)?;
-    if !path::is_fused_on_cpu(x) {
+    if !path::is_fused(x) {
         return composed::rope_unchecked(x, cos, sin);
     }
     x.contiguous()?.apply_op1(Rope {
@@ -88,6 +88,15 @@ impl CustomOp1 for Rope {
             WithDType::to_cpu_storage_owned(cpu::rope::rotate(&x[range], width, self)?)
         });
         Ok((y, layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::rope::rotate(x, layout, self)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

@@ -22,7 +22,7 @@ use crate::{check, composed, cpu, path};
 /// ```
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
-    if !path::is_fused_on_cpu(gate) {
+    if !path::is_fused(gate) {
         return composed::swiglu_unchecked(gate, up);
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
@@ -64,6 +64,17 @@ impl CustomOp2 for SwiGlu {
         Ok((y, gate_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        gate: &candle_core::CudaStorage,
+        gate_layout: &Layout,
+        up: &candle_core::CudaStorage,
+        up_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::swiglu::forward(gate, gate_layout, up, up_layout)
+    }
+
     fn bwd(
         &self,
         gate: &Tensor,
@@ -72,6 +83,11 @@ impl CustomOp2 for SwiGlu {
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if gate.device().is_cuda() {
+            let (gate_gradient, up_gradient) = crate::cuda::swiglu::backward(gate, up, &gradient)?;
+            return Ok((Some(gate_gradient), Some(up_gradient)));
+        }
         let (gate_gradient, up_gradient) = with_element!(gate.dtype(), "gate", T => {
             cpu::swiglu::backward::<T>(gate, up, &gradient)?
         });

@@ -6,7 +6,7 @@ use std::ops::Deref;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+    CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
 use candle_core::{CudaStorage, Layout, Result, Storage, bail};
 
@@ -90,17 +90,26 @@ impl<T> Argument for In<'_, T> {
 /// Elements that a kernel writes. Other streams know of it until this is dropped, which must be after the launch.
 pub(crate) struct Out<'a, T> {
     pointer: CUdeviceptr,
-    _writing: SyncOnDrop<'a>,
+    _writing: Option<SyncOnDrop<'a>>,
     element: PhantomData<T>,
 }
 
 impl<'a, T: CudaDType + 'a> Out<'a, T> {
-    /// All of `slice`.
-    pub(crate) fn new(slice: &'a mut CudaSlice<T>, stream: &'a CudaStream) -> Self {
-        let (pointer, writing) = slice.device_ptr_mut(stream);
+    /// All of a slice or of a view of one.
+    pub(crate) fn new(elements: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
+        let (pointer, writing) = elements.device_ptr_mut(stream);
         Self {
             pointer,
-            _writing: writing,
+            _writing: Some(writing),
+            element: PhantomData,
+        }
+    }
+
+    /// Null, for what a kernel may do without.
+    pub(crate) fn null() -> Self {
+        Self {
+            pointer: 0,
+            _writing: None,
             element: PhantomData,
         }
     }

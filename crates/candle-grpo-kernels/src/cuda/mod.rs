@@ -2,12 +2,12 @@
 
 mod argument;
 mod element;
+pub(crate) mod embedding;
 mod launch;
 pub(crate) mod log_prob;
 mod output;
-#[allow(dead_code)]
 pub(crate) mod rms_norm;
-#[allow(dead_code)]
+pub(crate) mod rope;
 pub(crate) mod swiglu;
 
 use argument::{In, Out};

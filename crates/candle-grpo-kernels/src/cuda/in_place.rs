@@ -1,0 +1,33 @@
+//! Tensors on the GPU that are written in place.
+
+use std::cell::RefCell;
+
+use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Result, Tensor, bail};
+
+/// Calls `write` with what lies behind `tensor`, which must be on a GPU.
+pub(crate) fn write(
+    tensor: &Tensor,
+    write: impl FnOnce(&mut CudaStorage, &Layout) -> Result<()>,
+) -> Result<()> {
+    tensor.inplace_op1(&Write(RefCell::new(Some(write))))
+}
+
+/// The function is taken by the one call: an in-place operation gets itself shared.
+struct Write<F>(RefCell<Option<F>>);
+
+impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> InplaceOp1 for Write<F> {
+    fn name(&self) -> &'static str {
+        "write_in_place"
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        bail!("a tensor is on the CPU, must be on a GPU")
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
+        match self.0.take() {
+            Some(write) => write(storage, layout),
+            None => Ok(()),
+        }
+    }
+}
