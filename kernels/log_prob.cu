@@ -1,5 +1,5 @@
-// Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and backward, one pass each.
-// One block for each row. A row whose mask is 0 gives zeros and reads no logits. A null mask keeps every row.
+// Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and backward, one pass each; of whole
+// rows, or of tiles of the vocabulary one after another. One block for each row. A row whose mask is 0 gives zeros and reads no logits. A null mask keeps every row.
 //
 // Both passes are bound by memory: 16-byte loads, several in flight for each thread, and one exponential for each logit.
 // Exponentials are of base 2, so that the scale of the temperature takes the logarithm's base with it.
@@ -75,18 +75,10 @@ template <> __device__ __forceinline__ uint4 minus_infinities<__half>() {
     return make_uint4(0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u);
 }
 
-template <typename T>
-__device__ __forceinline__ void forward(const T *logits, const uint32_t *targets, const uint8_t *mask, float *packed,
-                                        uint64_t n, uint64_t vocab, float inverse_temperature) {
-    const uint64_t row = blockIdx.x;
-    if (mask != nullptr && mask[row] == 0) {
-        if (threadIdx.x < 3) packed[threadIdx.x * n + row] = 0.0f;
-        return;
-    }
-    const float scale = inverse_temperature * LOG2_E;
-    const T *x = logits + row * vocab;
-    const Row<T> parts(x, (int)vocab);
-    Sums sums = {-INFINITY, 0.0f, 0.0f};
+// The sums over `length` logits from `x` on, in thread 0; the other threads of the block get false.
+template <typename T> __device__ __forceinline__ bool sums_of_row(const T *x, int length, float scale, Sums &sums) {
+    const Row<T> parts(x, length);
+    sums = {-INFINITY, 0.0f, 0.0f};
 
     constexpr int IN_FLIGHT = 4;
     const uint4 *packs = reinterpret_cast<const uint4 *>(x + parts.head);
@@ -106,24 +98,75 @@ __device__ __forceinline__ void forward(const T *logits, const uint32_t *targets
     }
     const int rest = (int)threadIdx.x;
     if (rest < parts.head) sums.add({to_float(x[rest])}, scale);
-    if (rest < parts.tail) sums.add({to_float(x[vocab - 1 - rest])}, scale);
+    if (rest < parts.tail) sums.add({to_float(x[length - 1 - rest])}, scale);
 
     sums.merge_lanes();
     __shared__ Sums warps[WARPS];
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sums;
     __syncthreads();
-    if (threadIdx.x >= 32) return;
+    if (threadIdx.x >= 32) return false;
     sums = {-INFINITY, 0.0f, 0.0f};
     if (threadIdx.x < WARPS) sums = warps[threadIdx.x];
     sums.merge_lanes();
-    if (threadIdx.x == 0) {
-        const float log2_sum = log2f(sums.exp);
-        const uint32_t target = targets[row];
-        // A target out of range has no log-prob, and is not read.
-        const float x_target = target < vocab ? to_float(x[target]) : NAN;
-        packed[row] = LN_2 * (x_target * scale - sums.largest - log2_sum);
-        packed[n + row] = LN_2 * (log2_sum - sums.weighted / sums.exp);
-        packed[2 * n + row] = LN_2 * (sums.largest + log2_sum);
+    return threadIdx.x == 0;
+}
+
+// Writes the results of a row; `target` is the scaled logit of its target.
+__device__ __forceinline__ void finish(Sums sums, float target, float *packed, uint64_t n, uint64_t row) {
+    const float log2_sum = log2f(sums.exp);
+    packed[row] = LN_2 * (target - sums.largest - log2_sum);
+    packed[n + row] = LN_2 * (log2_sum - sums.weighted / sums.exp);
+    packed[2 * n + row] = LN_2 * (sums.largest + log2_sum);
+}
+
+template <typename T>
+__device__ __forceinline__ void forward(const T *logits, const uint32_t *targets, const uint8_t *mask, float *packed,
+                                        uint64_t n, uint64_t vocab, float inverse_temperature) {
+    const uint64_t row = blockIdx.x;
+    if (mask != nullptr && mask[row] == 0) {
+        if (threadIdx.x < 3) packed[threadIdx.x * n + row] = 0.0f;
+        return;
+    }
+    const float scale = inverse_temperature * LOG2_E;
+    const T *x = logits + row * vocab;
+    Sums sums;
+    if (!sums_of_row(x, (int)vocab, scale, sums)) return;
+    const uint32_t target = targets[row];
+    // A target out of range has no log-prob, and is not read.
+    finish(sums, target < vocab ? to_float(x[target]) * scale : NAN, packed, n, row);
+}
+
+// A tile of the vocabulary: logits [n, columns] from `first_column` on. `state` [4, n] holds the sums of the tiles before and
+// the scaled logit of the target, once it was seen; the first tile reads nothing of it, and the last one gives the results.
+template <typename T>
+__device__ __forceinline__ void forward_tile(const T *logits, const uint32_t *targets, const uint8_t *mask, float *state,
+                                             float *packed, uint64_t n, uint64_t columns, uint32_t first_column,
+                                             uint64_t vocab, float inverse_temperature) {
+    const uint64_t row = blockIdx.x;
+    const bool is_last = first_column + columns == vocab;
+    if (mask != nullptr && mask[row] == 0) {
+        if (is_last && threadIdx.x < 3) packed[threadIdx.x * n + row] = 0.0f;
+        return;
+    }
+    const float scale = inverse_temperature * LOG2_E;
+    const T *x = logits + row * columns;
+    Sums sums;
+    if (!sums_of_row(x, (int)columns, scale, sums)) return;
+    float target = NAN;
+    if (first_column > 0) {
+        sums.merge({state[row], state[n + row], state[2 * n + row]});
+        target = state[3 * n + row];
+    }
+    // Below 0, and with that out of range, where the target was in a tile before.
+    const uint32_t column = targets[row] - first_column;
+    if (column < columns && targets[row] >= first_column) target = to_float(x[column]) * scale;
+    if (is_last) {
+        finish(sums, target, packed, n, row);
+    } else {
+        state[row] = sums.largest;
+        state[n + row] = sums.exp;
+        state[2 * n + row] = sums.weighted;
+        state[3 * n + row] = target;
     }
 }
 
@@ -142,22 +185,23 @@ struct Coefficients {
     }
 };
 
-// `gradient` may be `logits`: each thread reads what it writes, before it does.
+// Of the logits [n, columns] from `first_column` of the vocabulary on. `gradient` may be `logits`: each thread reads what it
+// writes, before it does.
 template <typename T>
 __device__ __forceinline__ void backward(const T *logits, const uint32_t *targets, const uint8_t *mask,
                                          const float *packed, const float *packed_gradient, T *gradient, uint64_t n,
-                                         uint64_t vocab, float inverse_temperature) {
+                                         uint64_t columns, uint32_t first_column, float inverse_temperature) {
     const uint64_t row = blockIdx.x;
-    const T *x = logits + row * vocab;
-    T *dx = gradient + row * vocab;
-    const Row<T> parts(dx, (int)vocab);
+    const T *x = logits + row * columns;
+    T *dx = gradient + row * columns;
+    const Row<T> parts(dx, (int)columns);
     uint4 *packs = reinterpret_cast<uint4 *>(dx + parts.head);
     const int thread = (int)threadIdx.x;
 
     if (mask != nullptr && mask[row] == 0) {
         for (int index = thread; index < parts.packs; index += THREADS) packs[index] = make_uint4(0, 0, 0, 0);
         if (thread < parts.head) dx[thread] = from_float<T>(0.0f);
-        if (thread < parts.tail) dx[vocab - 1 - thread] = from_float<T>(0.0f);
+        if (thread < parts.tail) dx[columns - 1 - thread] = from_float<T>(0.0f);
         return;
     }
 
@@ -171,13 +215,14 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
         -inverse_temperature * d_entropy * LN_2,
         inverse_temperature * d_log_prob,
     };
-    const uint32_t target = targets[row];
+    // Of another tile, it is no column of this one.
+    const uint32_t target = targets[row] >= first_column ? targets[row] - first_column : UINT32_MAX;
     auto one = [&](uint64_t column) {
         const float d = row_of.gradient(to_float(x[column]));
         dx[column] = from_float<T>(column == target ? d + row_of.at_target : d);
     };
     if (!same_alignment(x, dx)) {
-        for (uint64_t column = threadIdx.x; column < vocab; column += THREADS) one(column);
+        for (uint64_t column = threadIdx.x; column < columns; column += THREADS) one(column);
         return;
     }
 
@@ -209,7 +254,7 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
         }
     }
     if (thread < parts.head) one(thread);
-    if (thread < parts.tail) one(vocab - 1 - thread);
+    if (thread < parts.tail) one(columns - 1 - thread);
 }
 
 #define LOG_PROB(T, name)                                                                                              \
@@ -218,10 +263,17 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
                                 uint64_t n, uint64_t vocab, float inverse_temperature) {                              \
         forward(logits, targets, mask, packed, n, vocab, inverse_temperature);                                        \
     }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) log_prob_forward_tile_##name(                            \
+        const T *logits, const uint32_t *targets, const uint8_t *mask, float *state, float *packed, uint64_t n,       \
+        uint64_t columns, uint32_t first_column, uint64_t vocab, float inverse_temperature) {                         \
+        forward_tile(logits, targets, mask, state, packed, n, columns, first_column, vocab, inverse_temperature);     \
+    }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 4) log_prob_backward_##name(                                \
         const T *logits, const uint32_t *targets, const uint8_t *mask, const float *packed,                           \
-        const float *packed_gradient, T *gradient, uint64_t n, uint64_t vocab, float inverse_temperature) {           \
-        backward(logits, targets, mask, packed, packed_gradient, gradient, n, vocab, inverse_temperature);            \
+        const float *packed_gradient, T *gradient, uint64_t n, uint64_t columns, uint32_t first_column,               \
+        float inverse_temperature) {                                                                                   \
+        backward(logits, targets, mask, packed, packed_gradient, gradient, n, columns, first_column,                  \
+                 inverse_temperature);                                                                                 \
     }
 
 LOG_PROB(float, f32)

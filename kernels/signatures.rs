@@ -24,8 +24,10 @@ kernels! {
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);
+        log_prob_forward_tile(logits: In<Self>, targets: In<u32>, mask: In<u8>, state: Out<f32>, packed: Out<f32>, n: u64,
+            columns: u64, first_column: u32, vocab: u64, inverse_temperature: f32);
         log_prob_backward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
-            gradient: Out<Self>, n: u64, vocab: u64, inverse_temperature: f32);
+            gradient: Out<Self>, n: u64, columns: u64, first_column: u32, inverse_temperature: f32);
     }
     rms_norm RMS_NORM {
         rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32);

@@ -127,6 +127,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 to,
                 n64,
                 vocab64,
+                0,
                 inverse,
             )
         }
@@ -188,6 +189,104 @@ fn bf16_is_that_of_the_twin() -> Result<()> {
 #[test]
 fn f16_is_that_of_the_twin() -> Result<()> {
     check_all::<f16>(6e-4)
+}
+
+/// Tiles one after another give what the whole row gives, for targets in each of them.
+#[test]
+fn tiles_are_the_row() {
+    let (n, vocab) = (5, 700);
+    let logits: Vec<f32> = noise(n * vocab, 1)
+        .iter()
+        .map(|x| 9.0 * *x as f32)
+        .collect();
+    let (targets, mask) = (
+        Buffer::of(&[0u32, 255, 256, 699, 3]),
+        Buffer::of(&[1u8, 1, 1, 1, 0]),
+    );
+    let packed_gradient: Vec<f32> = noise(3 * n, 2).iter().map(|x| *x as f32).collect();
+    let packed_gradient = Buffer::of(&packed_gradient);
+    let grid = Grid::new(n as u32, THREADS);
+    let run = |bounds: &[usize]| {
+        let mut packed = Buffer::filled(f32::NAN, 3 * n);
+        let mut state = Buffer::filled(f32::NAN, 4 * n);
+        let tile = |columns: std::ops::Range<usize>| -> Vec<f32> {
+            let rows = logits.chunks(vocab);
+            rows.flat_map(|row| row[columns.clone()].to_vec()).collect()
+        };
+        for ends in bounds.windows(2) {
+            let logits = Buffer::of(&tile(ends[0]..ends[1]));
+            // SAFETY: the tile has n rows of these columns, the other buffers the sizes of n.
+            unsafe {
+                f32::log_prob_forward_tile(
+                    grid,
+                    0,
+                    logits.as_ptr(),
+                    targets.as_ptr(),
+                    mask.as_ptr(),
+                    state.as_mut_ptr(),
+                    packed.as_mut_ptr(),
+                    n as u64,
+                    (ends[1] - ends[0]) as u64,
+                    ends[0] as u32,
+                    vocab as u64,
+                    1.25,
+                )
+            }
+            .unwrap();
+        }
+        let mut gradient = vec![0f64; n * vocab];
+        for ends in bounds.windows(2) {
+            let columns = ends[1] - ends[0];
+            let mut logits = Buffer::of(&tile(ends[0]..ends[1]));
+            let memory = logits.as_mut_ptr();
+            // SAFETY: as above; the gradient takes the place of the logits.
+            unsafe {
+                f32::log_prob_backward(
+                    grid,
+                    0,
+                    memory,
+                    targets.as_ptr(),
+                    mask.as_ptr(),
+                    packed.as_ptr(),
+                    packed_gradient.as_ptr(),
+                    memory,
+                    n as u64,
+                    columns as u64,
+                    ends[0] as u32,
+                    1.25,
+                )
+            }
+            .unwrap();
+            for (i, x) in logits.iter().enumerate() {
+                gradient[i / columns * vocab + ends[0] + i % columns] = f64::from(*x);
+            }
+        }
+        let packed: Vec<f64> = packed.iter().map(|x| f64::from(*x)).collect();
+        (packed, gradient)
+    };
+    let mut whole = Buffer::filled(f32::NAN, 3 * n);
+    let all = Buffer::of(&logits);
+    // SAFETY: n rows of the whole vocabulary.
+    unsafe {
+        f32::log_prob_forward(
+            grid,
+            0,
+            all.as_ptr(),
+            targets.as_ptr(),
+            mask.as_ptr(),
+            whole.as_mut_ptr(),
+            n as u64,
+            vocab as u64,
+            1.25,
+        )
+    }
+    .unwrap();
+    let whole: Vec<f64> = whole.iter().map(|x| f64::from(*x)).collect();
+    let (packed, gradient) = run(&[0, 256, 512, 699, 700]);
+    let (packed_of_one, gradient_of_one) = run(&[0, 700]);
+    assert_close(&packed, &whole, 2e-6);
+    assert_close(&packed_of_one, &whole, 0.0);
+    assert_close(&gradient, &gradient_of_one, 2e-6);
 }
 
 #[test]

@@ -126,6 +126,7 @@ fn launch_backward<T: CudaElement>(
             gradient,
             n as u64,
             vocab as u64,
+            0,
             pass.rows.inverse_temperature,
         )
     }
