@@ -121,6 +121,11 @@ impl Actor {
         Ok(response_log_probs(&self.inference, batch, self.config.temperature)?.log_probs)
     }
 
+    /// The entropy of the policy at each position of the responses of `batch`, in nats, f32 `[B, T]`, without a graph.
+    pub fn entropy(&self, batch: &TokenBatch) -> Result<Tensor> {
+        Ok(response_log_probs(&self.inference, batch, self.config.temperature)?.entropy)
+    }
+
     /// The sum of the squared probabilities of all tokens at each position of the responses of `batch`, f32 `[B, T]`,
     /// without a graph: the optimal token baseline needs it.
     pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {

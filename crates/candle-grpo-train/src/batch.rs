@@ -98,7 +98,10 @@ impl TokenBatch {
             len > 0 && start < b && len <= b - start,
             "sequences: {len} from {start} on, there are {b}"
         );
-        let rows = |x: &Tensor| x.narrow(0, start, len)?.contiguous();
+        self.map_rows(&|x| x.narrow(0, start, len)?.contiguous())
+    }
+
+    fn map_rows(&self, rows: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         Ok(Self {
             input_ids: rows(&self.input_ids)?,
             attention_mask: rows(&self.attention_mask)?,
@@ -206,25 +209,45 @@ impl TrainingBatch {
             .step_by(size)
             .map(|start| {
                 let len = size.min(total - start);
-                let rows = |x: &Tensor| x.narrow(0, start, len)?.contiguous();
-                let if_there = |x: &Option<Tensor>| x.as_ref().map(rows).transpose();
-                Ok(Self {
-                    tokens: self.tokens.narrow(start, len)?,
-                    advantages: rows(&self.advantages)?,
-                    old_log_probs: if_there(&self.old_log_probs)?,
-                    ref_log_probs: if_there(&self.ref_log_probs)?,
-                    values: if_there(&self.values)?,
-                    returns: if_there(&self.returns)?,
-                    rollout_log_probs: if_there(&self.rollout_log_probs)?,
-                    scores: if_there(&self.scores)?,
-                    importance_weights: if_there(&self.importance_weights)?,
-                    sample_weights: if_there(&self.sample_weights)?,
-                    policy_mask: if_there(&self.policy_mask)?,
-                    selected_tokens: if_there(&self.selected_tokens)?,
-                    prompt_tokens: if_there(&self.prompt_tokens)?,
-                })
+                self.map_rows(&|x| x.narrow(0, start, len)?.contiguous())
             })
             .collect()
+    }
+
+    /// The sequences of these numbers, in this order; a number may come again.
+    ///
+    /// Errs if there are none, or one is not below B.
+    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let (b, _) = self.dims()?;
+        ensure!(
+            !sequences.is_empty(),
+            "sequences: none, must be at least one"
+        );
+        if let Some(number) = sequences.iter().find(|&&number| number >= b) {
+            bail!("sequences: {number}, there are {b}");
+        }
+        let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
+        let rows = Tensor::new(rows, self.advantages.device())?;
+        self.map_rows(&|x| x.contiguous()?.index_select(&rows, 0))
+    }
+
+    fn map_rows(&self, rows: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+        let if_there = |x: &Option<Tensor>| x.as_ref().map(rows).transpose();
+        Ok(Self {
+            tokens: self.tokens.map_rows(rows)?,
+            advantages: rows(&self.advantages)?,
+            old_log_probs: if_there(&self.old_log_probs)?,
+            ref_log_probs: if_there(&self.ref_log_probs)?,
+            values: if_there(&self.values)?,
+            returns: if_there(&self.returns)?,
+            rollout_log_probs: if_there(&self.rollout_log_probs)?,
+            scores: if_there(&self.scores)?,
+            importance_weights: if_there(&self.importance_weights)?,
+            sample_weights: if_there(&self.sample_weights)?,
+            policy_mask: if_there(&self.policy_mask)?,
+            selected_tokens: if_there(&self.selected_tokens)?,
+            prompt_tokens: if_there(&self.prompt_tokens)?,
+        })
     }
 
     /// What a loss is computed from, with the log-probs `[B, T]` that the policy gives now.
@@ -346,6 +369,22 @@ mod tests {
         assert_eq!(pieces[1].advantages.to_vec1::<f32>().unwrap(), [2.5]);
         let error = batch.split(0).unwrap_err().to_string();
         assert_eq!(error, "micro_batch_size: 0, must be at least 1");
+    }
+
+    #[test]
+    fn sequences_are_selected_and_repeated() {
+        let batch = three();
+        let drawn = batch.select(&[2, 0, 2]).unwrap();
+        assert_eq!(drawn.advantages.to_vec1::<f32>().unwrap(), [2.5, 0.5, 2.5]);
+        let targets = drawn.tokens.targets.to_vec2::<u32>().unwrap();
+        assert_eq!(targets, [[6, 0], [4, 1], [6, 0]]);
+        for (numbers, words) in [
+            (vec![], "sequences: none"),
+            (vec![0, 3], "sequences: 3, there are 3"),
+        ] {
+            let error = batch.select(&numbers).unwrap_err().to_string();
+            assert!(error.starts_with(words), "{error}");
+        }
     }
 
     fn three() -> TrainingBatch {

@@ -4,11 +4,12 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, Mask, MetricValue, MetricValues,
-    SampleFilter,
+    SampleFilter, top_entropy_tokens_to_host,
 };
 use candle_grpo_loss::Corrected;
 
 use crate::critic::explained_variance;
+use crate::draw::{generator, uniform};
 use crate::requirements::keeps_components;
 use crate::scored::ScoredRollouts;
 use crate::{FinishReason, OldLogProbs, TokenBatch, Trainer, TrainingBatch, sampler_log_probs};
@@ -23,6 +24,13 @@ struct Policies {
     corrected: Option<Corrected>,
 }
 
+/// What a step learns from.
+pub(crate) struct Lesson {
+    pub(crate) batch: TrainingBatch,
+    /// The group of each of its sequences.
+    pub(crate) groups: Vec<usize>,
+}
+
 /// Advantages, and the values that they were taken from.
 struct Estimated {
     of: Advantages,
@@ -33,11 +41,11 @@ struct Estimated {
 impl Trainer {
     /// What the policy learns from `scored`; nothing, if no completion is left after the filters, or no advantage is other
     /// than 0. `figures` take what there is to say about rewards and advantages.
-    pub(crate) fn training_batch(
+    pub(crate) fn lesson(
         &mut self,
         scored: &ScoredRollouts,
         figures: &mut MetricValues,
-    ) -> Result<Option<TrainingBatch>> {
+    ) -> Result<Option<Lesson>> {
         let device = self.actor.parameters().device().clone();
         let scores = Tensor::new(scored.scores(), &device)?;
         let mut tokens = TokenBatch::from_rollouts(&scored.rollouts, &device)?;
@@ -79,27 +87,54 @@ impl Trainer {
             };
             figures.insert("value_explained_variance", value);
         }
-        let filters = self
-            .config
-            .recipe
-            .policy_loss
-            .rollout_correction
-            .as_ref()
-            .is_some_and(|correction| !correction.filters.is_empty());
-        let (importance_weights, kept) = match policies.corrected {
-            Some(corrected) => (corrected.weights, Some(corrected.kept)),
-            None => (None, None),
-        };
-        Ok(Some(TrainingBatch {
+        let policy_mask = self.policy_mask(&tokens, policies.corrected.as_ref())?;
+        let batch = TrainingBatch {
             old_log_probs: policies.old,
             ref_log_probs: policies.reference,
             rollout_log_probs: Some(policies.sampler),
             scores: Some(scores),
-            importance_weights,
-            policy_mask: kept.filter(|_| filters),
+            importance_weights: policies.corrected.and_then(|corrected| corrected.weights),
+            policy_mask,
             values,
             returns: advantages.of.returns,
             ..TrainingBatch::new(tokens, advantages.of.advantages)
+        };
+        let groups = (0..scored.rollouts.len()).map(|i| i / scored.num_generations);
+        let groups: Vec<usize> = groups.collect();
+        let Some(resampling) = &self.config.resampling else {
+            return Ok(Some(Lesson { batch, groups }));
+        };
+        let scores: Vec<f64> = scored.scores().into_iter().map(f64::from).collect();
+        // No prompt has this number.
+        let mut random = generator(self.config.sampling.seed, self.steps() as u64, u64::MAX, 0);
+        let uniforms: Vec<f64> = scores.iter().map(|_| uniform(&mut random)).collect();
+        let drawn = resampling.draw(&scores, &uniforms)?;
+        Ok(Some(Lesson {
+            batch: batch.select(&drawn)?,
+            groups: drawn.into_iter().map(|i| groups[i]).collect(),
+        }))
+    }
+
+    /// Where the policy term counts, if not on all tokens: those of high entropy that the filters of the rollout let pass.
+    fn policy_mask(
+        &self,
+        tokens: &TokenBatch,
+        corrected: Option<&Corrected>,
+    ) -> Result<Option<Tensor>> {
+        let correction = &self.config.recipe.policy_loss.rollout_correction;
+        let filters = correction.as_ref().is_some_and(|c| !c.filters.is_empty());
+        let kept = corrected
+            .map(|corrected| &corrected.kept)
+            .filter(|_| filters);
+        let Some(share) = self.config.top_entropy else {
+            return Ok(kept.cloned());
+        };
+        let entropy = self.in_pieces(tokens, |piece| self.actor.entropy(piece))?;
+        let mask = Mask::new(&tokens.response_mask)?;
+        let top = top_entropy_tokens_to_host(&entropy, &mask, share)?;
+        Ok(Some(match kept {
+            Some(kept) => top.and(kept)?.selected().clone(),
+            None => top.selected().clone(),
         }))
     }
 

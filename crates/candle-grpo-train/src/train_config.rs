@@ -1,7 +1,7 @@
 //! The settings of a training run.
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_core::{KlController, SampleFilter};
+use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::{AdaptiveEntropy, Recipe};
 use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
@@ -61,6 +61,12 @@ pub struct TrainConfig {
     /// Which completions are trained on. The others take part in the statistics of their groups, unless the advantage says
     /// otherwise, and are masked in the loss and its denominators.
     pub sample_filters: Vec<SampleFilter>,
+    /// The share of the tokens, those where the policy before the step has the highest entropy, on which the policy term
+    /// counts (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`); absent: all.
+    pub top_entropy: Option<f64>,
+    /// Completions with telling scores are trained on more often: as many as there are, drawn from them with replacement
+    /// after advantages are taken (PF-PPO, <https://arxiv.org/abs/2409.06957>).
+    pub resampling: Option<ScoreResampling>,
     /// Low-rank adapters to train in place of all parameters. The reference is then the policy without them. Absent: all
     /// parameters train.
     pub adapters: Option<LoraConfig>,
@@ -98,6 +104,8 @@ impl Default for TrainConfig {
             recipe: Recipe::grpo(),
             max_sampling_batches: 10,
             sample_filters: Vec::new(),
+            top_entropy: None,
+            resampling: None,
             adapters: None,
             reference_refresh: None,
             reward_kl: None,
@@ -142,6 +150,18 @@ impl TrainConfig {
             "sampling.greedy: true, must be false in training: all completions of a group would be the same"
         );
         ensure_consistent(&self.recipe, self.num_generations)?;
+        if let Some(share) = self.top_entropy {
+            ensure!(
+                share > 0. && share <= 1.,
+                "top_entropy: {share}, must be above 0 and at most 1"
+            );
+        }
+        if let Some(ScoreResampling::Power(power)) = self.resampling {
+            ensure!(
+                power >= 0. && power.is_finite(),
+                "resampling.power: {power}, must be finite and at least 0"
+            );
+        }
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
         self.validate_reference()?;

@@ -12,6 +12,7 @@ use candle_grpo_loss::{AdaptiveEntropy, Aggregation, StepTotals, Surrogate};
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 use tokenizers::Tokenizer;
 
+use crate::learning::Lesson;
 use crate::requirements::Requirements;
 use crate::reward::{decode, score_rollouts};
 use crate::scored::ScoredRollouts;
@@ -152,12 +153,12 @@ impl Trainer {
 
         let start = Instant::now();
         let mut figures = MetricValues::default();
-        let batch = match kept.is_empty() {
+        let lesson = match kept.is_empty() {
             true => None,
-            false => self.training_batch(&all.select(&kept)?, &mut figures)?,
+            false => self.lesson(&all.select(&kept)?, &mut figures)?,
         };
-        match batch {
-            Some(batch) => self.train(&batch, figures, &mut metrics)?,
+        match lesson {
+            Some(lesson) => self.train(&lesson, figures, &mut metrics)?,
             None => {
                 metrics.skipped = true;
                 self.skipped_steps += 1;
@@ -253,13 +254,14 @@ impl Trainer {
 
     fn train(
         &mut self,
-        batch: &TrainingBatch,
+        lesson: &Lesson,
         mut figures: MetricValues,
         metrics: &mut StepMetrics,
     ) -> Result<()> {
-        let (completions, _) = batch.dims()?;
+        let completions = lesson.groups.len();
         let mini_batch_size = self.config.mini_batch_size.unwrap_or(completions);
-        let mini_batches = batch.split(mini_batch_size)?;
+        let mini_batches = lesson.batch.split(mini_batch_size)?;
+        let groups: Vec<&[usize]> = lesson.groups.chunks(mini_batch_size).collect();
         let factor = self.config.schedule.factor(metrics.step);
         self.actor
             .set_learning_rate(self.config.optimizer.learning_rate * factor);
@@ -275,9 +277,9 @@ impl Trainer {
         let warm_up = self.config.critic.as_ref().map_or(0, |c| c.warmup_steps);
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
-            for (number, mini_batch) in mini_batches.iter().enumerate() {
+            for (number, (mini_batch, groups)) in mini_batches.iter().zip(&groups).enumerate() {
                 let Some((mini_batch, totals)) =
-                    self.whole_mini_batch(mini_batch, number * mini_batch_size)?
+                    self.whole_mini_batch(mini_batch, groups, number as u64)?
                 else {
                     continue;
                 };
@@ -310,12 +312,13 @@ impl Trainer {
         Ok(())
     }
 
-    /// A mini-batch, whose first sequence is number `first` of the step, with what depends on all of it; nothing if none of
-    /// its tokens counts.
+    /// Mini-batch `number` of the step, whose sequences are of these `groups`, with what depends on all of it; nothing if
+    /// none of its tokens counts.
     fn whole_mini_batch(
         &self,
         mini_batch: &TrainingBatch,
-        first: usize,
+        groups: &[usize],
+        number: u64,
     ) -> Result<Option<(TrainingBatch, StepTotals)>> {
         let mask = &mini_batch.tokens.response_mask;
         let mut totals = StepTotals::to_host(mask)?;
@@ -330,12 +333,8 @@ impl Trainer {
         ]
         .contains(&Some(Aggregation::PromptMeanTokenMean))
         {
-            let (sequences, _) = mini_batch.dims()?;
-            let groups: Vec<usize> = (first..first + sequences)
-                .map(|i| i / self.config.num_generations)
-                .collect();
             let (tokens, prompts) =
-                prompt_tokens_to_host(&mini_batch.tokens.response_mask, &groups)?;
+                prompt_tokens_to_host(&mini_batch.tokens.response_mask, groups)?;
             mini_batch.prompt_tokens = Some(tokens);
             totals.prompts = prompts;
         }
@@ -345,7 +344,7 @@ impl Trainer {
         ) {
             let log_probs =
                 self.in_pieces(&mini_batch.tokens, |piece| self.actor.log_probs(piece))?;
-            let seed = self.config.sampling.seed ^ ((self.steps as u64) << 32) ^ first as u64;
+            let seed = self.config.sampling.seed ^ ((self.steps as u64) << 32) ^ number;
             mini_batch.selected_tokens =
                 policy_loss.select_tokens_to_host(&mini_batch.policy_batch(&log_probs), seed)?;
         }

@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages,
     GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping, SampleFilter,
-    TokenShaping,
+    ScoreResampling, TokenShaping,
 };
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, ClipCov, FilterLevel, FilterStatistic, ImportanceWeight, KlCov,
@@ -631,6 +631,54 @@ fn the_reference_follows_the_policy() {
     let error = config.validate().unwrap_err().to_string();
     assert!(
         error.contains("no KL term in recipe needs a reference"),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_policy_term_may_count_on_tokens_of_high_entropy_only() {
+    let gradient = |top_entropy| {
+        let config = TrainConfig {
+            top_entropy,
+            ..with_loss(PolicyLoss::default())
+        };
+        let metrics = trainer(share_of_a, config).step().unwrap();
+        metrics.grad_norm.unwrap()
+    };
+    assert_eq!(gradient(Some(1.)), gradient(None));
+    assert!((gradient(Some(0.2)) / gradient(None) - 1.).abs() > 1e-3);
+    let config = TrainConfig {
+        top_entropy: Some(1.5),
+        ..config(Recipe::default())
+    };
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with("top_entropy: 1.5, must be"), "{error}");
+}
+
+/// One completion has a score that is not 0, so it is drawn in every place.
+#[test]
+fn completions_with_telling_scores_are_drawn_more_often() {
+    let calls = Rc::new(RefCell::new(0));
+    let reward = move |_: &Sample| {
+        *calls.borrow_mut() += 1;
+        f32::from(u8::from(*calls.borrow() == 6))
+    };
+    let mut config = with_loss(PolicyLoss {
+        positive_nll: Some(PositiveNll {
+            coef: 0.1,
+            score_above: 0.5,
+        }),
+        aggregation: Aggregation::PromptMeanTokenMean,
+        ..PolicyLoss::default()
+    });
+    config.resampling = Some(ScoreResampling::default());
+    let metrics = trainer(reward.clone(), config.clone()).step().unwrap();
+    assert_eq!(metrics.policy["positive_nll_fraction"], 1.);
+
+    config.resampling = Some(ScoreResampling::Power(-1.));
+    let error = config.validate().unwrap_err().to_string();
+    assert!(
+        error.starts_with("resampling.power: -1, must be"),
         "{error}"
     );
 }
