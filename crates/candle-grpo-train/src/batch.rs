@@ -138,6 +138,8 @@ pub struct TrainingBatch {
     pub sample_weights: Option<Tensor>,
     /// 1 where the policy term counts, `[B, T]`.
     pub policy_mask: Option<Tensor>,
+    /// 1 where the entropy bonus counts, `[B, T]`; absent: on every token of the response mask.
+    pub entropy_mask: Option<Tensor>,
     /// 1 for the tokens that [`PolicyLoss::select_tokens_to_host`](candle_grpo_loss::PolicyLoss::select_tokens_to_host) took from the whole optimiser step, `[B, T]`.
     pub selected_tokens: Option<Tensor>,
     /// For each sequence the tokens that its prompt has in the whole optimiser step, f32 `[B]`, from
@@ -160,6 +162,7 @@ impl TrainingBatch {
             importance_weights: None,
             sample_weights: None,
             policy_mask: None,
+            entropy_mask: None,
             selected_tokens: None,
             prompt_tokens: None,
         }
@@ -183,6 +186,7 @@ impl TrainingBatch {
             ("rollout_log_probs", &self.rollout_log_probs),
             ("importance_weights", &self.importance_weights),
             ("policy_mask", &self.policy_mask),
+            ("entropy_mask", &self.entropy_mask),
             ("selected_tokens", &self.selected_tokens),
         ] {
             if let Some(of_tokens) = of_tokens {
@@ -245,6 +249,7 @@ impl TrainingBatch {
             importance_weights: if_there(&self.importance_weights)?,
             sample_weights: if_there(&self.sample_weights)?,
             policy_mask: if_there(&self.policy_mask)?,
+            entropy_mask: if_there(&self.entropy_mask)?,
             selected_tokens: if_there(&self.selected_tokens)?,
             prompt_tokens: if_there(&self.prompt_tokens)?,
         })
@@ -273,6 +278,9 @@ impl TrainingBatch {
         }
         if let Some(x) = &self.policy_mask {
             batch = batch.policy_mask(x);
+        }
+        if let Some(x) = &self.entropy_mask {
+            batch = batch.entropy_mask(x);
         }
         if let Some(x) = &self.selected_tokens {
             batch = batch.selected_tokens(x);

@@ -42,6 +42,7 @@ fn batch(actor: &Actor) -> TrainingBatch {
         scores: Some(advantages.clone()),
         sample_weights: Some(advantages.abs().unwrap()),
         prompt_tokens: Some(prompt_tokens),
+        entropy_mask: Some(log_probs.lt(-1.).unwrap()),
         ..TrainingBatch::new(tokens, advantages)
     }
 }
