@@ -11,11 +11,13 @@
 //! | operator | file in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` |
 //! | --- | --- |
 //! | [`log_prob`]: selected log-probs, entropy and log-sum-exp of logits | `log_prob` |
+//! | [`attention`](attention()): causal grouped-query attention | `attention` |
 //! | [`embedding`](embedding()): rows of a table by number | `embedding` |
 //! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
 //! | [`rope`](rope()): rotary position embedding | `rope` |
 //! | [`swiglu`](swiglu()): the gate of a feed-forward layer | `swiglu` |
 
+mod attention;
 mod check;
 pub mod composed;
 mod cpu;
@@ -29,6 +31,7 @@ mod rms_norm;
 mod rope;
 mod swiglu;
 
+pub use attention::attention;
 pub use embedding::embedding;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
 pub use precision::arithmetic_dtype;

@@ -11,3 +11,8 @@ pub(crate) fn is_fused(x: &Tensor) -> bool {
     };
     device && matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16)
 }
+
+/// [`is_fused`] for operators that have no path on CUDA yet.
+pub(crate) fn is_fused_on_cpu(x: &Tensor) -> bool {
+    matches!(x.device(), Device::Cpu) && is_fused(x)
+}

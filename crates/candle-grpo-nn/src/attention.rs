@@ -1,6 +1,7 @@
 //! The attention half of a block.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{Result, Tensor};
+use candle_grpo_kernels::attention;
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
@@ -15,8 +16,6 @@ pub(crate) struct Attention {
     key: Linear,
     value: Linear,
     output: Linear,
-    heads: usize,
-    kv_heads: usize,
     head_dim: usize,
 }
 
@@ -27,8 +26,8 @@ pub(crate) struct Pass<'a> {
     /// Number of new positions (S).
     pub(crate) new: usize,
     pub(crate) angles: &'a RopeAngles,
-    /// [B, 1, S, past + S], in the dtype of the softmax.
-    pub(crate) bias: &'a Tensor,
+    /// [B, past + S] of u8.
+    pub(crate) mask: &'a Tensor,
 }
 
 impl Attention {
@@ -44,8 +43,6 @@ impl Attention {
             key: Linear::new(hidden, kv_heads * head_dim, vb.pp("k_proj"))?,
             value: Linear::new(hidden, kv_heads * head_dim, vb.pp("v_proj"))?,
             output: Linear::new(heads * head_dim, hidden, vb.pp("o_proj"))?,
-            heads,
-            kv_heads,
             head_dim,
         })
     }
@@ -57,40 +54,18 @@ impl Attention {
         pass: &Pass,
         cache: Option<(&mut KvCache, usize)>,
     ) -> Result<Tensor> {
-        let (batch, new) = (pass.batch, pass.new);
-        let split = |y: Tensor, heads: usize| {
-            y.reshape((batch, new, heads, self.head_dim))?
-                .transpose(1, 2)?
-                .contiguous()
-        };
-        // Scaled before the product: there are fewer queries than scores.
-        let query = (self.query.forward(x)? * (self.head_dim as f64).powf(-0.5))?;
-        let query = split(pass.angles.rotate(&query)?, self.heads)?;
-        let key = split(pass.angles.rotate(&self.key.forward(x)?)?, self.kv_heads)?;
-        let value = split(self.value.forward(x)?, self.kv_heads)?;
+        let query = pass.angles.rotate(&self.query.forward(x)?)?;
+        let key = pass.angles.rotate(&self.key.forward(x)?)?;
+        let value = self.value.forward(x)?;
         let (key, value) = match cache {
             None => (key, value),
-            Some((cache, layer)) => cache.append(layer, &key, &value)?,
+            Some((cache, layer)) => {
+                let by_sequence = |x: &Tensor| x.reshape((pass.batch, pass.new, ()));
+                cache.append(layer, &by_sequence(&key)?, &by_sequence(&value)?)?
+            }
         };
-        let total = key.dim(2)?;
-
-        // The query heads of one key head lie side by side, so they are one taller matrix and no key is repeated.
-        let grouped = (batch, self.kv_heads, self.heads / self.kv_heads * new, ());
-        let scores = query.reshape(grouped)?.matmul(&key.t()?)?;
-        let scores = scores
-            .reshape((batch, self.heads, new, total))?
-            .to_dtype(pass.bias.dtype())?;
-        let weights = candle_nn::ops::softmax(&scores.broadcast_add(pass.bias)?, D::Minus1)?;
-        let mixed = weights
-            .to_dtype(value.dtype())?
-            .reshape(grouped)?
-            .matmul(&value)?;
-
-        let mixed = mixed
-            .reshape((batch, self.heads, new, self.head_dim))?
-            .transpose(1, 2)?
-            .contiguous()?;
-        self.output
-            .forward(&mixed.reshape((batch * new, self.heads * self.head_dim))?)
+        let scale = (self.head_dim as f64).powf(-0.5);
+        let mixed = attention(&query, &key, &value, pass.mask, self.head_dim, scale)?;
+        self.output.forward(&mixed)
     }
 }

@@ -9,7 +9,6 @@ use crate::frozen_linear::linear;
 use crate::kv_cache::KvCache;
 use crate::mlp::Mlp;
 use crate::norm::RmsNorm;
-use crate::precision::arithmetic_dtype;
 use crate::rope::Rope;
 use crate::{DecoderConfig, mask};
 
@@ -97,12 +96,12 @@ impl Decoder {
         let (batch, new) = self.check_input(input_ids, attention_mask, cache.as_deref())?;
         let seen = mask::to_zero_one(attention_mask)?;
         let angles = self.rope.angles(&mask::positions(&seen, new)?)?;
-        let bias = mask::attention_bias(&seen, new, arithmetic_dtype(self.embedding.dtype()))?;
+        let seen = seen.to_dtype(DType::U8)?;
         let pass = Pass {
             batch,
             new,
             angles: &angles,
-            bias: &bias,
+            mask: &seen,
         };
 
         let mut x = embedding(&input_ids.flatten_all()?, &self.embedding)?;

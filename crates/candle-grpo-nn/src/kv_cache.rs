@@ -48,7 +48,7 @@ impl KvCache {
 
     /// Number of past positions, padding included.
     pub fn len(&self) -> usize {
-        self.first().map_or(0, |keys| keys.dims()[2])
+        self.first().map_or(0, |keys| keys.dims()[1])
     }
 
     /// Whether there is no past position.
@@ -109,7 +109,7 @@ impl KvCache {
         self.first().map(|keys| keys.dims()[0])
     }
 
-    /// Appends keys and values [B, kv_heads, S, head_dim] of one block and returns all that it has.
+    /// Appends keys and values [B, S, kv_heads * head_dim] of one block and returns all that it has.
     pub(crate) fn append(
         &mut self,
         layer: usize,
@@ -120,8 +120,8 @@ impl KvCache {
         let all = match &self.layers[layer] {
             None => (keys, values),
             Some((past_keys, past_values)) => (
-                Tensor::cat(&[past_keys, &keys], 2)?,
-                Tensor::cat(&[past_values, &values], 2)?,
+                Tensor::cat(&[past_keys, &keys], 1)?,
+                Tensor::cat(&[past_values, &values], 1)?,
             ),
         };
         self.layers[layer] = Some(all.clone());
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn what_is_kept_holds_no_graph() -> Result<()> {
-        let variable = Var::ones((1, 1, 2, 2), DType::F32, &Device::Cpu)?;
+        let variable = Var::ones((1, 2, 2), DType::F32, &Device::Cpu)?;
         let tracked = (variable.as_tensor() * 2.0)?;
         let mut cache = KvCache::new(1);
         for _ in 0..2 {

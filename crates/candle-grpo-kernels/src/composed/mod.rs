@@ -2,12 +2,15 @@
 //!
 //! They take and give what the operators do, on every device and in f64 too.
 
+mod attention;
 mod embedding;
 mod log_prob;
 mod rms_norm;
 mod rope;
 mod swiglu;
 
+pub use attention::attention;
+pub(crate) use attention::unchecked as attention_unchecked;
 pub use embedding::embedding;
 pub(crate) use embedding::rows as embedding_rows;
 pub use log_prob::log_prob;

@@ -1,8 +1,10 @@
 //! The CPU paths: SIMD chosen at run time, rows shared out to all cores.
 
+pub(crate) mod attention;
 mod element;
 pub(crate) mod embedding;
 pub(crate) mod log_prob;
+mod matmul;
 mod output;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

@@ -1,0 +1,192 @@
+//! Attention of tokens to those before them.
+
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
+
+use crate::cpu::{with_element, with_floats};
+use crate::{check, composed, cpu, path};
+
+/// Causal grouped-query attention (Ainslie et al. 2023): `softmax(scale * query key^T) value` for each head, over the
+/// positions that a query may see.
+///
+/// - `query`: S new positions for each of B sequences, `[B, S, heads * head_dim]` or `[B * S, heads * head_dim]`, the
+///   heads side by side as a linear layer leaves them; any float dtype.
+/// - `key`, `value`: all T positions, `[B, T, kv_heads * head_dim]` or flat as well, of the same dtype. The new ones
+///   are the last S of them. `heads` is a multiple of `kv_heads`; query heads that lie side by side share a key head.
+/// - `mask`: `[B, T]`, 0 at padding, of any dtype.
+///
+/// A query sees the positions up to its own, but for padding. The result is like `query`; at padding it is 0. What stands
+/// at padding, NaN included, touches no result and no gradient. `query`, `key` and `value` have gradients; no matrix of
+/// the size of the scores outlives its computation. Arithmetic in f32. Errs on other shapes and dtypes, and a scale that
+/// is not positive and finite.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::attention;
+///
+/// // One sequence of two positions, the first of them padding; one head of two elements.
+/// let x = Tensor::new(&[[[1f32, 2.], [3., 4.]]], &Device::Cpu)?;
+/// let mask = Tensor::new(&[[0u8, 1]], &Device::Cpu)?;
+/// let y = attention(&x, &x, &x, &mask, 2, 0.5)?;
+/// assert_eq!(y.to_vec3::<f32>()?, [[[0., 0.], [3., 4.]]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Tensor,
+    head_dim: usize,
+    scale: f64,
+) -> Result<Tensor> {
+    let sizes = Sizes::new(query, key, value, mask, head_dim, scale)?;
+    if !path::is_fused_on_cpu(query) {
+        return composed::attention_unchecked(query, key, value, mask, &sizes, scale);
+    }
+    let op = Attention {
+        mask: check::mask(mask, mask.dims())?,
+        scale: scale as f32,
+        sizes,
+    };
+    query
+        .contiguous()?
+        .apply_op3(&key.contiguous()?, &value.contiguous()?, op)
+}
+
+/// What the arguments of [`attention`] are, in numbers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sizes {
+    /// Number of sequences (B).
+    pub(crate) batch: usize,
+    /// New positions of each (S).
+    pub(crate) new: usize,
+    /// All positions of each (T).
+    pub(crate) total: usize,
+    pub(crate) kv_heads: usize,
+    /// Query heads that share a key head.
+    pub(crate) group: usize,
+    pub(crate) head_dim: usize,
+}
+
+impl Sizes {
+    /// Checks the arguments.
+    pub(crate) fn new(
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        mask: &Tensor,
+        head_dim: usize,
+        scale: f64,
+    ) -> Result<Self> {
+        check::positive("scale", scale)?;
+        check::float("query", query)?;
+        let &[batch, total] = mask.dims() else {
+            bail!("mask: shape {:?}, must be [B, T]", mask.dims());
+        };
+        if batch == 0 || total == 0 {
+            bail!("mask: shape {:?}, must not be empty", mask.dims());
+        }
+        let heads = |name, x: &Tensor| {
+            let width = check::width(name, x)?;
+            if head_dim == 0 || width % head_dim != 0 {
+                bail!(
+                    "{name}: shape {:?}, its last dimension must be a multiple of head_dim, {head_dim}",
+                    x.dims()
+                );
+            }
+            Ok((width / head_dim, x.elem_count() / width))
+        };
+        let (query_heads, queries) = heads("query", query)?;
+        let (kv_heads, keys) = heads("key", key)?;
+        if query_heads % kv_heads != 0 {
+            bail!("query: {query_heads} heads, must be a multiple of those of key, {kv_heads}");
+        }
+        if queries % batch != 0 || queries / batch > total {
+            bail!(
+                "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, as mask says"
+            );
+        }
+        if keys != batch * total {
+            bail!("key: {keys} positions, must be B * T = {batch} * {total}, as mask says");
+        }
+        if value.dims() != key.dims() {
+            bail!(
+                "value: shape {:?}, must be that of key, {:?}",
+                value.dims(),
+                key.dims()
+            );
+        }
+        check::same_dtype("key", key, "query", query)?;
+        check::same_dtype("value", value, "query", query)?;
+        check::same_device(&[
+            ("query", query),
+            ("key", key),
+            ("value", value),
+            ("mask", mask),
+        ])?;
+        Ok(Self {
+            batch,
+            new: queries / batch,
+            total,
+            kv_heads,
+            group: query_heads / kv_heads,
+            head_dim,
+        })
+    }
+
+    /// Positions before the new ones.
+    pub(crate) fn past(&self) -> usize {
+        self.total - self.new
+    }
+}
+
+/// `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value` `[B * T, kv_heads * head_dim]`, contiguous, to the
+/// shape of `query`.
+pub(crate) struct Attention {
+    /// `[B * T]` of u8.
+    pub(crate) mask: Tensor,
+    pub(crate) scale: f32,
+    pub(crate) sizes: Sizes,
+}
+
+impl CustomOp3 for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        query: &CpuStorage,
+        query_layout: &Layout,
+        key: &CpuStorage,
+        key_layout: &Layout,
+        value: &CpuStorage,
+        value_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let query_range = cpu::range(query_layout)?;
+        let (key_range, value_range) = (cpu::range(key_layout)?, cpu::range(value_layout)?);
+        let y = with_floats!(query, "query", query => {
+            let inputs = cpu::attention::Inputs {
+                query: &query[query_range],
+                key: &key.as_slice()?[key_range],
+                value: &value.as_slice()?[value_range],
+            };
+            WithDType::to_cpu_storage_owned(cpu::attention::forward(&inputs, self)?)
+        });
+        Ok((y, query_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let gradient = gradient.contiguous()?;
+        let [of_query, of_key, of_value] = with_element!(query.dtype(), "query", T => {
+            cpu::attention::backward::<T>([query, key, value], &gradient, self)?
+        });
+        Ok((Some(of_query), Some(of_key), Some(of_value)))
+    }
+}

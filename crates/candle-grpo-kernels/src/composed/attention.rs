@@ -1,0 +1,99 @@
+//! The composed twin of [`attention`](crate::attention()).
+
+use candle_core::{D, DType, Result, Tensor};
+
+use crate::attention::Sizes;
+use crate::check;
+use crate::precision::arithmetic_dtype;
+
+/// [`attention`](crate::attention()) in plain Candle operations. The matrix of the scores is kept for the backward pass.
+pub fn attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Tensor,
+    head_dim: usize,
+    scale: f64,
+) -> Result<Tensor> {
+    let sizes = Sizes::new(query, key, value, mask, head_dim, scale)?;
+    unchecked(query, key, value, mask, &sizes, scale)
+}
+
+pub(crate) fn unchecked(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Tensor,
+    sizes: &Sizes,
+    scale: f64,
+) -> Result<Tensor> {
+    let &Sizes {
+        batch,
+        new,
+        total,
+        kv_heads,
+        group,
+        head_dim,
+    } = sizes;
+    if query.elem_count() == 0 {
+        return Ok(query.clone());
+    }
+    let wide = arithmetic_dtype(query.dtype());
+    let real = check::mask(mask, mask.dims())?.reshape((batch, total))?;
+    let real_queries = real.narrow(1, sizes.past(), new)?;
+    // [B, positions, ..] with zeros at padding: what stands there must not reach the arithmetic.
+    let clean = |x: &Tensor, real: &Tensor| {
+        let x = x.reshape((batch, real.dim(1)?, ()))?.to_dtype(wide)?;
+        real.unsqueeze(2)?
+            .broadcast_as(x.shape())?
+            .where_cond(&x, &x.zeros_like()?)
+    };
+    // [B, kv_heads, positions of the heads of a group, head_dim]
+    let split = |x: Tensor, positions: usize, group: usize| {
+        x.reshape((batch, positions, kv_heads * group, head_dim))?
+            .transpose(1, 2)?
+            .contiguous()?
+            .reshape((batch, kv_heads, group * positions, head_dim))
+    };
+    let query_rows = split(clean(query, &real_queries)?, new, group)?;
+    let key_rows = split(clean(key, &real)?, total, 1)?;
+    let value_rows = split(clean(value, &real)?, total, 1)?;
+
+    let device = query.device();
+    let positions = Tensor::arange(0, total as u32, device)?.reshape((1, total))?;
+    let own = Tensor::arange(sizes.past() as u32, total as u32, device)?.reshape((new, 1))?;
+    let causal = positions.broadcast_le(&own)?.to_dtype(DType::U8)?;
+    let visible = real
+        .reshape((batch, 1, 1, total))?
+        .broadcast_mul(&causal.reshape((1, 1, new, total))?)?;
+
+    let scores = (query_rows.matmul(&key_rows.t()?)? * scale)?.reshape((
+        batch,
+        kv_heads * group,
+        new,
+        total,
+    ))?;
+    // Finite: a padded query may see nothing, and its row must not become NaN.
+    let hidden = Tensor::new(-1e30f32, device)?
+        .to_dtype(wide)?
+        .broadcast_as(scores.shape())?;
+    let scores = visible
+        .broadcast_as(scores.shape())?
+        .where_cond(&scores, &hidden)?;
+    let weights = softmax(&scores)?.reshape((batch, kv_heads, group * new, total))?;
+    let mixed = weights
+        .matmul(&value_rows)?
+        .reshape((batch, kv_heads * group, new, head_dim))?
+        .transpose(1, 2)?
+        .contiguous()?
+        .reshape((batch, new, ()))?;
+    clean(&mixed, &real_queries)?
+        .reshape(query.shape())?
+        .to_dtype(query.dtype())
+}
+
+fn softmax(scores: &Tensor) -> Result<Tensor> {
+    let largest = scores.detach().max_keepdim(D::Minus1)?;
+    let weights = scores.broadcast_sub(&largest)?.exp()?;
+    weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)
+}

@@ -1,0 +1,448 @@
+//! The CPU path of [`attention`](crate::attention()).
+//!
+//! One task does one key head of one sequence, with the query heads that share it. It takes the queries in tiles, so
+//! that the scores of a tile stay in cache, and computes the part of a tile that its last query sees. The backward pass
+//! computes the scores again.
+
+use std::mem::MaybeUninit;
+
+use candle_core::{Device, Result, Tensor};
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::element::Element;
+use super::matmul::{Matrix, matmul_on_one_core};
+use super::simd::{EXP_UNDERFLOW, MAX_LANES, at_least, exp};
+use super::{output, slice};
+use crate::attention::{Attention, Sizes};
+
+/// A tile has about this many rows, each a query head at a position.
+const TILE_ROWS: usize = 96;
+
+/// The contiguous inputs of [`attention`](crate::attention()).
+pub(crate) struct Inputs<'a, T> {
+    pub(crate) query: &'a [T],
+    pub(crate) key: &'a [T],
+    pub(crate) value: &'a [T],
+}
+
+/// The mixed values, as long as `query`.
+pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<Vec<T>> {
+    let sizes = &op.sizes;
+    slice::read::<u8, _>(&op.mask, |mask| {
+        let fill = |y: &mut [MaybeUninit<T>]| {
+            by_key_head(y, sizes, sizes.new)
+                .into_par_iter()
+                .enumerate()
+                .for_each_init(
+                    || Scratch::new(sizes),
+                    |scratch, (index, y)| Task::new(index, inputs, mask, op).forward(scratch, y),
+                );
+        };
+        // SAFETY: the tasks share out the result, and each writes its part whole.
+        #[allow(unsafe_code)]
+        Ok(unsafe { output::filled(inputs.query.len(), fill) })
+    })
+}
+
+/// The gradients of `query`, `key` and `value`, of their shapes.
+pub(crate) fn backward<T: Element>(
+    inputs: [&Tensor; 3],
+    gradient: &Tensor,
+    op: &Attention,
+) -> Result<[Tensor; 3]> {
+    let gradients = slice::read::<T, _>(inputs[0], |query| {
+        slice::read::<T, _>(inputs[1], |key| {
+            slice::read::<T, _>(inputs[2], |value| {
+                slice::read::<T, _>(gradient, |gradient| {
+                    slice::read::<u8, _>(&op.mask, |mask| {
+                        let inputs = Inputs { query, key, value };
+                        Ok(backward_of_slices(&inputs, gradient, mask, op))
+                    })
+                })
+            })
+        })
+    })?;
+    let [query, key, value] = gradients;
+    Ok([
+        Tensor::from_vec(query, inputs[0].shape(), &Device::Cpu)?,
+        Tensor::from_vec(key, inputs[1].shape(), &Device::Cpu)?,
+        Tensor::from_vec(value, inputs[2].shape(), &Device::Cpu)?,
+    ])
+}
+
+fn backward_of_slices<T: Element>(
+    inputs: &Inputs<T>,
+    gradient: &[T],
+    mask: &[u8],
+    op: &Attention,
+) -> [Vec<T>; 3] {
+    let sizes = &op.sizes;
+    let mut of_key_and_value = (Vec::new(), Vec::new());
+    let fill = |of_query: &mut [MaybeUninit<T>]| {
+        let fill = |of_key: &mut [MaybeUninit<T>], of_value: &mut [MaybeUninit<T>]| {
+            let of_query = by_key_head(of_query, sizes, sizes.new);
+            let of_key = by_key_head(of_key, sizes, sizes.total);
+            let of_value = by_key_head(of_value, sizes, sizes.total);
+            let outputs = of_query
+                .into_par_iter()
+                .zip(of_key.into_par_iter().zip(of_value));
+            outputs.enumerate().for_each_init(
+                || (Scratch::new(sizes), BackwardScratch::new(sizes)),
+                |(scratch, more), (index, (of_query, (of_key, of_value)))| {
+                    Task::new(index, inputs, mask, op).backward(
+                        scratch,
+                        more,
+                        gradient,
+                        [of_query, of_key, of_value],
+                    );
+                },
+            );
+        };
+        // SAFETY: the tasks share out both results, and each writes its parts whole.
+        #[allow(unsafe_code)]
+        unsafe {
+            of_key_and_value = output::two_filled(inputs.key.len(), fill);
+        }
+    };
+    // SAFETY: the tasks share out the result, and each writes its part whole.
+    #[allow(unsafe_code)]
+    let of_query = unsafe { output::filled(inputs.query.len(), fill) };
+    [of_query, of_key_and_value.0, of_key_and_value.1]
+}
+
+/// The part of each task, in one piece for each position. `rows` is [B * positions, kv_heads * ..].
+fn by_key_head<'a, X>(rows: &'a mut [X], sizes: &Sizes, positions: usize) -> Vec<Vec<&'a mut [X]>> {
+    let tasks = sizes.batch * sizes.kv_heads;
+    let mut parts: Vec<Vec<_>> = (0..tasks).map(|_| Vec::with_capacity(positions)).collect();
+    let width = rows.len() / (tasks * positions).max(1);
+    for (piece, slice) in rows.chunks_exact_mut(width.max(1)).enumerate() {
+        let (row, kv_head) = (piece / sizes.kv_heads, piece % sizes.kv_heads);
+        parts[row / positions * sizes.kv_heads + kv_head].push(slice);
+    }
+    parts
+}
+
+/// Memory of a task for both passes.
+struct Scratch {
+    /// [T, head_dim], zeros at padding; `values` too.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    /// Padded to whole vectors: 0 at a position that counts, minus infinity at padding.
+    bias: Vec<f32>,
+    /// [rows, head_dim], times the scale.
+    queries: Vec<f32>,
+    /// [rows, stride]: scores, then their softmax.
+    weights: Vec<f32>,
+    /// [rows, head_dim]
+    result: Vec<f32>,
+}
+
+/// Memory of a task for the backward pass alone.
+struct BackwardScratch {
+    /// [T, head_dim]
+    of_keys: Vec<f32>,
+    of_values: Vec<f32>,
+    /// [rows, head_dim]: the gradient of the result.
+    of_result: Vec<f32>,
+    /// [rows, stride]: the gradient of the weights, then of the scores.
+    of_scores: Vec<f32>,
+}
+
+impl Scratch {
+    fn new(sizes: &Sizes) -> Self {
+        let (stride, rows) = (stride(sizes.total), tile(sizes) * sizes.group);
+        Self {
+            keys: vec![0.0; sizes.total * sizes.head_dim],
+            values: vec![0.0; sizes.total * sizes.head_dim],
+            bias: vec![0.0; stride],
+            queries: vec![0.0; rows * sizes.head_dim],
+            weights: vec![0.0; rows * stride],
+            result: vec![0.0; rows * sizes.head_dim],
+        }
+    }
+}
+
+impl BackwardScratch {
+    fn new(sizes: &Sizes) -> Self {
+        let rows = tile(sizes) * sizes.group;
+        Self {
+            of_keys: vec![0.0; sizes.total * sizes.head_dim],
+            of_values: vec![0.0; sizes.total * sizes.head_dim],
+            of_result: vec![0.0; rows * sizes.head_dim],
+            of_scores: vec![0.0; rows * stride(sizes.total)],
+        }
+    }
+}
+
+/// Rows of so many scores begin so far apart: whole vectors.
+fn stride(scores: usize) -> usize {
+    scores.next_multiple_of(MAX_LANES)
+}
+
+/// Positions of a tile.
+fn tile(sizes: &Sizes) -> usize {
+    (TILE_ROWS / sizes.group).clamp(1, sizes.new.max(1))
+}
+
+/// One key head of one sequence.
+struct Task<'a, T> {
+    inputs: &'a Inputs<'a, T>,
+    /// [T]
+    mask: &'a [u8],
+    scale: f32,
+    sizes: &'a Sizes,
+    sequence: usize,
+    kv_head: usize,
+}
+
+impl<'a, T: Element> Task<'a, T> {
+    fn new(index: usize, inputs: &'a Inputs<T>, mask: &'a [u8], op: &'a Attention) -> Self {
+        let sizes = &op.sizes;
+        let sequence = index / sizes.kv_heads;
+        Self {
+            inputs,
+            mask: &mask[sequence * sizes.total..][..sizes.total],
+            scale: op.scale,
+            sizes,
+            sequence,
+            kv_head: index % sizes.kv_heads,
+        }
+    }
+
+    fn forward(&self, scratch: &mut Scratch, mut y: Vec<&mut [MaybeUninit<T>]>) {
+        self.load_keys(scratch);
+        let tile = tile(self.sizes);
+        for (index, y) in y.chunks_mut(tile).enumerate() {
+            let tile = self.softmax(scratch, index * tile, y.len());
+            matmul_on_one_core(
+                &mut scratch.result,
+                self.sizes.head_dim,
+                false,
+                tile.matrix(&scratch.weights),
+                Matrix::new(
+                    &scratch.values,
+                    tile.seen,
+                    self.sizes.head_dim,
+                    self.sizes.head_dim,
+                ),
+            );
+            self.write_queries(&scratch.result, tile.first, y);
+        }
+    }
+
+    fn backward(
+        &self,
+        scratch: &mut Scratch,
+        more: &mut BackwardScratch,
+        gradient: &[T],
+        [mut of_query, of_key, of_value]: [Vec<&mut [MaybeUninit<T>]>; 3],
+    ) {
+        self.load_keys(scratch);
+        more.of_keys.fill(0.0);
+        more.of_values.fill(0.0);
+        let (tile, head_dim) = (tile(self.sizes), self.sizes.head_dim);
+        for (index, of_query) in of_query.chunks_mut(tile).enumerate() {
+            let tile = self.softmax(scratch, index * tile, of_query.len());
+            self.load_queries(gradient, tile.first, &mut more.of_result, of_query.len());
+            let rows = |values| Matrix::new(values, tile.rows, head_dim, head_dim);
+            let seen = |values| Matrix::new(values, tile.seen, head_dim, head_dim);
+
+            let weights = tile.matrix(&scratch.weights);
+            let of_result = rows(&more.of_result);
+            matmul_on_one_core(&mut more.of_values, head_dim, true, weights.t(), of_result);
+            let values = seen(&scratch.values).t();
+            matmul_on_one_core(&mut more.of_scores, tile.stride, false, of_result, values);
+            for (weights, of_scores) in scratch
+                .weights
+                .chunks_exact(tile.stride)
+                .zip(more.of_scores.chunks_exact_mut(tile.stride))
+                .take(tile.rows)
+            {
+                of_scores[tile.seen..].fill(0.0);
+                Arch::new().dispatch(SoftmaxBackwardRow { weights, of_scores });
+            }
+            let of_scores = tile.matrix(&more.of_scores);
+            let queries = rows(&scratch.queries);
+            matmul_on_one_core(&mut more.of_keys, head_dim, true, of_scores.t(), queries);
+            let keys = seen(&scratch.keys);
+            matmul_on_one_core(&mut scratch.result, head_dim, false, of_scores, keys);
+            for x in &mut scratch.result[..tile.rows * head_dim] {
+                *x *= self.scale;
+            }
+            self.write_queries(&scratch.result, tile.first, of_query);
+        }
+        for (sums, pieces) in [(&more.of_keys, of_key), (&more.of_values, of_value)] {
+            for (sum, piece) in sums.chunks_exact(head_dim).zip(pieces) {
+                T::write(sum, piece);
+            }
+        }
+    }
+
+    /// Fills the keys, the values and the bias.
+    fn load_keys(&self, scratch: &mut Scratch) {
+        let head_dim = self.sizes.head_dim;
+        let width = self.sizes.kv_heads * head_dim;
+        let first = self.sequence * self.sizes.total * width + self.kv_head * head_dim;
+        for (source, target) in [
+            (self.inputs.key, &mut scratch.keys),
+            (self.inputs.value, &mut scratch.values),
+        ] {
+            let rows = target.chunks_exact_mut(head_dim).zip(self.mask);
+            for (position, (row, &real)) in rows.enumerate() {
+                if real == 0 {
+                    row.fill(0.0);
+                } else {
+                    T::widen(&source[first + position * width..][..head_dim], row);
+                }
+            }
+        }
+        for (bias, &real) in scratch.bias.iter_mut().zip(self.mask) {
+            *bias = if real == 0 { f32::NEG_INFINITY } else { 0.0 };
+        }
+    }
+
+    /// The heads of this task at `len` new positions from `first` on, with zeros at padding.
+    fn load_queries(&self, source: &[T], first: usize, target: &mut [f32], len: usize) {
+        let piece = self.sizes.group * self.sizes.head_dim;
+        for (position, row) in (first..first + len).zip(target.chunks_exact_mut(piece)) {
+            if self.is_real(position) {
+                let row_of_source = self.sequence * self.sizes.new + position;
+                let begin = (row_of_source * self.sizes.kv_heads + self.kv_head) * piece;
+                T::widen(&source[begin..][..piece], row);
+            } else {
+                row.fill(0.0);
+            }
+        }
+    }
+
+    /// The opposite of [`load_queries`](Self::load_queries).
+    fn write_queries(&self, source: &[f32], first: usize, target: &mut [&mut [MaybeUninit<T>]]) {
+        let piece = self.sizes.group * self.sizes.head_dim;
+        for (position, (row, target)) in source.chunks_exact(piece).zip(target).enumerate() {
+            if self.is_real(first + position) {
+                T::write(row, target);
+            } else {
+                target.fill(MaybeUninit::new(T::nearest(0.0)));
+            }
+        }
+    }
+
+    /// Whether a new position is not padding.
+    fn is_real(&self, position: usize) -> bool {
+        self.mask[self.sizes.past() + position] != 0
+    }
+
+    /// Loads the queries of `len` positions from `first` on, and computes their weights.
+    fn softmax(&self, scratch: &mut Scratch, first: usize, len: usize) -> Tile {
+        let head_dim = self.sizes.head_dim;
+        self.load_queries(self.inputs.query, first, &mut scratch.queries, len);
+        for x in &mut scratch.queries {
+            *x *= self.scale;
+        }
+        let seen = self.sizes.past() + first + len;
+        let tile = Tile {
+            first,
+            rows: len * self.sizes.group,
+            seen,
+            stride: stride(seen),
+        };
+        matmul_on_one_core(
+            &mut scratch.weights,
+            tile.stride,
+            false,
+            Matrix::new(&scratch.queries, tile.rows, head_dim, head_dim),
+            Matrix::new(&scratch.keys, seen, head_dim, head_dim).t(),
+        );
+        let rows = scratch
+            .weights
+            .chunks_exact_mut(tile.stride)
+            .take(tile.rows);
+        for (row, scores) in rows.enumerate() {
+            let seen = self.sizes.past() + first + row / self.sizes.group + 1;
+            scores[seen..].fill(f32::NEG_INFINITY);
+            Arch::new().dispatch(SoftmaxRow {
+                scores,
+                bias: &scratch.bias[..tile.stride],
+            });
+        }
+        tile
+    }
+}
+
+/// The scores of some queries.
+#[derive(Clone, Copy)]
+struct Tile {
+    /// The first new position.
+    first: usize,
+    /// Query heads at positions.
+    rows: usize,
+    /// Positions that the last query sees.
+    seen: usize,
+    /// Rows begin so far apart.
+    stride: usize,
+}
+
+impl Tile {
+    fn matrix<'a>(&self, scores: &'a [f32]) -> Matrix<'a> {
+        Matrix::new(scores, self.rows, self.seen, self.stride)
+    }
+}
+
+/// Scores become weights that sum to 1, or zeros where all scores are minus infinity. Both are whole vectors.
+struct SoftmaxRow<'a> {
+    scores: &'a mut [f32],
+    bias: &'a [f32],
+}
+
+impl WithSimd for SoftmaxRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (scores, _) = S::as_mut_simd_f32s(self.scores);
+        let (bias, _) = S::as_simd_f32s(self.bias);
+        let mut largest = simd.splat_f32s(f32::NEG_INFINITY);
+        for (x, &bias) in scores.iter_mut().zip(bias) {
+            *x = simd.add_f32s(*x, bias);
+            largest = simd.max_f32s(largest, *x);
+        }
+        // Finite, so that a row of minus infinity gives zeros.
+        let largest = simd.splat_f32s(simd.reduce_max_f32s(largest).max(f32::MIN));
+        let mut sum = simd.splat_f32s(0.0);
+        for x in scores.iter_mut() {
+            let difference = at_least(simd, simd.sub_f32s(*x, largest), EXP_UNDERFLOW - 1.0);
+            *x = exp(simd, difference);
+            sum = simd.add_f32s(sum, *x);
+        }
+        let sum = simd.reduce_sum_f32s(sum);
+        let scale = simd.splat_f32s(if sum == 0.0 { 0.0 } else { sum.recip() });
+        for x in scores {
+            *x = simd.mul_f32s(*x, scale);
+        }
+    }
+}
+
+/// The gradient of the weights becomes that of the scores: `w (g - sum(w g))`. Both are whole vectors.
+struct SoftmaxBackwardRow<'a> {
+    weights: &'a [f32],
+    of_scores: &'a mut [f32],
+}
+
+impl WithSimd for SoftmaxBackwardRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (weights, _) = S::as_simd_f32s(self.weights);
+        let (gradients, _) = S::as_mut_simd_f32s(self.of_scores);
+        let mut sum = simd.splat_f32s(0.0);
+        for (&weight, gradient) in weights.iter().zip(&*gradients) {
+            sum = simd.mul_add_e_f32s(weight, *gradient, sum);
+        }
+        let sum = simd.splat_f32s(simd.reduce_sum_f32s(sum));
+        for (&weight, gradient) in weights.iter().zip(gradients) {
+            *gradient = simd.mul_f32s(weight, simd.sub_f32s(*gradient, sum));
+        }
+    }
+}

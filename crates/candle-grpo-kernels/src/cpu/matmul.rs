@@ -1,0 +1,104 @@
+//! Matrix products in f32, by the crate that Candle takes for its own.
+
+use gemm::Parallelism;
+
+/// A matrix in a slice; the entry at (i, j) is at `i * row_stride + j * column_stride`.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a> {
+    values: &'a [f32],
+    rows: usize,
+    columns: usize,
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// `rows` rows of `columns` entries each, which begin `row_stride` apart.
+    pub(crate) fn new(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
+        Self {
+            values,
+            rows,
+            columns,
+            row_stride,
+            column_stride: 1,
+        }
+    }
+
+    /// Transposed, in the same memory.
+    pub(crate) fn t(self) -> Self {
+        Self {
+            rows: self.columns,
+            columns: self.rows,
+            row_stride: self.column_stride,
+            column_stride: self.row_stride,
+            ..self
+        }
+    }
+
+    /// How many entries of the slice are reached.
+    fn extent(&self) -> usize {
+        extent(self.rows, self.columns, self.row_stride, self.column_stride)
+    }
+}
+
+fn extent(rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> usize {
+    match (rows, columns) {
+        (0, _) | (_, 0) => 0,
+        _ => (rows - 1) * row_stride + (columns - 1) * column_stride + 1,
+    }
+}
+
+/// `target = a b`, or `target += a b` where `add` is set, on the calling core alone. The rows of `target` begin
+/// `row_stride` apart.
+///
+/// # Panics
+///
+/// If the matrices do not fit each other or `target`.
+pub(crate) fn matmul_on_one_core(
+    target: &mut [f32],
+    row_stride: usize,
+    add: bool,
+    a: Matrix,
+    b: Matrix,
+) {
+    product(target, row_stride, add, a, b, Parallelism::None);
+}
+
+fn product(
+    target: &mut [f32],
+    row_stride: usize,
+    add: bool,
+    a: Matrix,
+    b: Matrix,
+    parallelism: Parallelism,
+) {
+    assert_eq!(a.columns, b.rows, "the inner dimensions differ");
+    assert!(a.extent() <= a.values.len() && b.extent() <= b.values.len());
+    assert!(row_stride >= b.columns && extent(a.rows, b.columns, row_stride, 1) <= target.len());
+    // SAFETY: every entry that the shapes and strides reach is inside its slice, as just asserted; strides fit isize, as
+    // the slices do; rows of the target do not overlap, and it is borrowed mutably, so it overlaps neither operand.
+    #[allow(unsafe_code)]
+    unsafe {
+        gemm::gemm(
+            a.rows,
+            b.columns,
+            a.columns,
+            target.as_mut_ptr(),
+            1,
+            row_stride as isize,
+            add,
+            a.values.as_ptr(),
+            a.column_stride as isize,
+            a.row_stride as isize,
+            b.values.as_ptr(),
+            b.column_stride as isize,
+            b.row_stride as isize,
+            1.0,
+            1.0,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}

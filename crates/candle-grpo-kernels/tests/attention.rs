@@ -1,0 +1,171 @@
+//! `attention` against its composed twin in f64, and what it promises about masks.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::{attention, composed};
+use candle_grpo_test_support::{assert_close, message, numbers};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod common;
+use common::{check_against_f64, noisy};
+
+fn check(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    mask: &Tensor,
+    head_dim: usize,
+) -> Result<()> {
+    check_against_f64(
+        &[query, key, value],
+        2.0,
+        |x| {
+            attention(
+                x[0],
+                x[1],
+                x[2],
+                &mask.to_device(x[0].device())?,
+                head_dim,
+                0.7,
+            )
+        },
+        |x| {
+            composed::attention(
+                x[0],
+                x[1],
+                x[2],
+                &mask.to_device(x[0].device())?,
+                head_dim,
+                0.7,
+            )
+        },
+    )
+}
+
+/// A mask of noise: about a third is padding.
+fn gaps(batch: usize, total: usize, seed: u64) -> Result<Tensor> {
+    noisy(&[batch, total], seed, DType::F32)?.ge(-0.3f32)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        batch in 1usize..4,
+        new in prop_oneof![0usize..4, 30usize..40, Just(100)],
+        past in prop_oneof![Just(0usize), 1usize..20],
+        kv_heads in 1usize..3,
+        group in 1usize..4,
+        head_dim in prop_oneof![1usize..10, Just(16)],
+        padded in any::<bool>(),
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        seed in any::<u64>(),
+    ) {
+        let total = new + past.max(usize::from(new == 0));
+        let width = kv_heads * head_dim;
+        let mask = match padded {
+            true => gaps(batch, total, seed)?,
+            false => Tensor::ones((batch, total), DType::U8, &Device::Cpu)?,
+        };
+        let key = noisy(&[batch, total, width], seed ^ 1, dtype)?;
+        let value = noisy(&[batch, total, width], seed ^ 2, dtype)?;
+        check(&noisy(&[batch, new, width * group], seed ^ 3, dtype)?, &key, &value, &mask, head_dim)?;
+    }
+}
+
+#[rstest]
+fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+    let mask = gaps(2, 7, 4)?;
+    let strided = |width: usize, seed| noisy(&[2, width, 7], seed, dtype)?.transpose(1, 2);
+    let (query, key) = (strided(12, 1)?, strided(6, 2)?);
+    let value = noisy(&[2, 9, 6], 3, dtype)?.narrow(1, 1, 7)?;
+    check(&query, &key, &value, &mask, 3)?;
+    // Flat rows, and a mask of another dtype and layout.
+    let flat = |x: &Tensor| x.reshape((14, ()));
+    let mask = mask.to_dtype(DType::F32)?.t()?.contiguous()?.t()?;
+    check(&flat(&query)?, &flat(&key)?, &flat(&value)?, &mask, 3)
+}
+
+#[test]
+fn padding_may_hold_anything() -> Result<()> {
+    let shape = [2, 40, 8];
+    let mask = gaps(2, 40, 9)?;
+    let hidden = mask.eq(0u8)?.unsqueeze(2)?.broadcast_as(&shape)?;
+    let spoil = |x: &Tensor| {
+        let nan = Tensor::new(f32::NAN, &Device::Cpu)?.broadcast_as(&shape)?;
+        hidden.where_cond(&nan, x)
+    };
+    let inputs = [1, 2, 3].map(|seed| noisy(&shape, seed, DType::F32));
+    let slope = noisy(&shape, 4, DType::F32)?;
+    for operator in [attention, composed::attention] {
+        let run = |spoiled: bool| -> Result<_> {
+            let spoil = |x: &Tensor| if spoiled { spoil(x) } else { Ok(x.clone()) };
+            let mut variables = Vec::new();
+            for input in &inputs {
+                let input = input.as_ref().expect("noise");
+                variables.push(Var::from_tensor(&spoil(input)?)?);
+            }
+            let y = operator(&variables[0], &variables[1], &variables[2], &mask, 4, 0.5)?;
+            // The gradient that comes back is NaN at padding too.
+            let gradients = (&y * spoil(&slope)?)?.sum_all()?.backward()?;
+            let mut results = vec![numbers(&y)?];
+            for variable in &variables {
+                results.push(numbers(gradients.get(variable).expect("a gradient"))?);
+            }
+            Ok(results)
+        };
+        let (spoiled, clean) = (run(true)?, run(false)?);
+        assert_eq!(spoiled, clean);
+        let padding = hidden.flatten_all()?.to_vec1::<u8>()?;
+        for result in &spoiled {
+            let at_padding = result
+                .iter()
+                .zip(&padding)
+                .filter(|(_, hidden)| **hidden == 1);
+            assert!(at_padding.clone().count() > 0 && at_padding.clone().all(|(x, _)| *x == 0.0));
+            assert!(result.iter().filter(|x| **x != 0.0).count() > result.len() / 3);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn one_new_position_against_a_cache_is_the_last_of_the_whole() -> Result<()> {
+    let mask = gaps(3, 50, 5)?;
+    let [query, key, value] = [1, 2, 3].map(|seed| noisy(&[3, 50, 8], seed, DType::F32));
+    let (query, key, value) = (query?, key?, value?);
+    let whole = attention(&query, &key, &value, &mask, 4, 0.5)?;
+    let last = attention(&query.narrow(1, 49, 1)?, &key, &value, &mask, 4, 0.5)?;
+    assert_close(&numbers(&last)?, &numbers(&whole.narrow(1, 49, 1)?)?, 1e-6);
+    Ok(())
+}
+
+#[test]
+fn large_scores_do_not_overflow() -> Result<()> {
+    let x = (noisy(&[1, 20, 4], 1, DType::F32)? * 1e3)?;
+    let mask = Tensor::ones((1, 20), DType::U8, &Device::Cpu)?;
+    check(&x, &x, &noisy(&[1, 20, 4], 2, DType::F32)?, &mask, 4)
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let (query, key, mask) = (zeros(&[2, 3, 8])?, zeros(&[2, 5, 4])?, zeros(&[2, 5])?);
+    let call = |query: &Tensor, key: &Tensor, value: &Tensor, mask: &Tensor| {
+        message(attention(query, key, value, mask, 2, 1.0))
+    };
+    assert!(call(&query, &key, &key, &key).contains("mask: shape [2, 5, 4], must be [B, T]"));
+    assert!(call(&query, &key, &key, &zeros(&[0, 5])?).contains("mask: shape [0, 5]"));
+    assert!(call(&query, &key, &key, &zeros(&[2, 6])?).contains("key: 10 positions"));
+    assert!(call(&zeros(&[2, 6, 8])?, &key, &key, &mask).contains("query: 12 positions"));
+    assert!(call(&zeros(&[2, 3, 6])?, &key, &key, &mask).contains("query: 3 heads"));
+    assert!(call(&zeros(&[2, 3, 7])?, &key, &key, &mask).contains("multiple of head_dim, 2"));
+    assert!(call(&query, &key, &zeros(&[2, 4, 5])?, &mask).contains("value: shape [2, 4, 5]"));
+    let half = key.to_dtype(DType::BF16)?;
+    assert!(call(&query, &half, &key, &mask).contains("key: BF16"));
+    let no_heads = attention(&query, &key, &key, &mask, 0, 1.0);
+    assert!(message(no_heads).contains("head_dim, 0"));
+    let no_scale = attention(&query, &key, &key, &mask, 2, f64::NAN);
+    assert!(message(no_scale).contains("scale: NaN"));
+    Ok(())
+}
