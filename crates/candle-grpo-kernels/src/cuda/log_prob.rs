@@ -8,7 +8,7 @@ use super::{CudaElement, In, Kernels, Out, alloc, grid, with_cuda_floats};
 use crate::log_prob::{Backward, Rows};
 
 /// As in the kernels.
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 
 /// Logits `[N, V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
 pub(crate) fn forward(
@@ -75,7 +75,7 @@ pub(crate) fn backward(
         #[allow(unsafe_code)]
         let mut gradient = unsafe { alloc::<T>(device, layout.shape().elem_count())? };
         let logits = In::<T>::new(storage, layout, &stream)?;
-        launch_backward(device, layout, pass, logits, Out::new(&mut gradient, &stream))?;
+        launch_backward(device, dims(layout)?, 0, pass, logits, Out::new(&mut gradient, &stream))?;
         CudaStorage::wrap_cuda_slice(gradient, device.clone())
     });
     Ok((gradient, layout.shape().clone()))
@@ -91,19 +91,20 @@ pub(crate) fn backward_in_place(
     let stream = device.cuda_stream();
     with_cuda_floats!(&*storage, "logits", T => {
         let gradient = Out::<T>::in_place(storage, layout, &stream)?;
-        launch_backward(&device, layout, pass, gradient.read(), gradient)
+        launch_backward(&device, dims(layout)?, 0, pass, gradient.read(), gradient)
     })
 }
 
-fn launch_backward<T: CudaElement>(
+/// Logits `[N, columns]`, which begin at `first_column` of the vocabulary, to their gradient; both may be one memory.
+pub(super) fn launch_backward<T: CudaElement>(
     device: &CudaDevice,
-    layout: &Layout,
+    (n, columns): (usize, usize),
+    first_column: u32,
     pass: &Backward,
     logits: In<T>,
     gradient: Out<T>,
 ) -> Result<()> {
     let stream = device.cuda_stream();
-    let (n, vocab) = dims(layout)?;
     if n == 0 {
         return Ok(());
     }
@@ -111,7 +112,7 @@ fn launch_backward<T: CudaElement>(
     let mask = pass.rows.mask.as_ref().map(Tensor::storage_and_layout);
     let packed = pass.packed.storage_and_layout();
     let packed_gradient = pass.gradient.storage_and_layout();
-    // SAFETY: targets and mask have n elements, logits and gradient n * vocab, packed and its gradient 3 * n; a block
+    // SAFETY: targets and mask have n elements, logits and gradient n * columns, packed and its gradient 3 * n; a block
     // for each row, whose threads read what they write before they do.
     #[allow(unsafe_code)]
     unsafe {
@@ -125,8 +126,8 @@ fn launch_backward<T: CudaElement>(
             In::of(&packed_gradient, &stream)?,
             gradient,
             n as u64,
-            vocab as u64,
-            0,
+            columns as u64,
+            first_column,
             pass.rows.inverse_temperature,
         )
     }
