@@ -4,8 +4,8 @@
 #include "math.cuh"
 
 constexpr int THREADS = 256;
-// The sums of one gradient, one for each block.
-constexpr int PARTS = 256;
+// The sums of one gradient, one for each block; added by a block with a thread for each.
+constexpr int PARTS = THREADS;
 
 // The sum over the threads of a block, in thread 0.
 __device__ __forceinline__ double block_sum(double x) {
@@ -45,7 +45,7 @@ template <typename T> __device__ __forceinline__ void squares(const T *gradient,
 
 // sums[blockIdx.x] of the PARTS parts of each gradient.
 __device__ __forceinline__ void sum_parts(const double *parts, double *sums) {
-    const double sum = block_sum(threadIdx.x < PARTS ? parts[(uint64_t)blockIdx.x * PARTS + threadIdx.x] : 0.0);
+    const double sum = block_sum(parts[(uint64_t)blockIdx.x * PARTS + threadIdx.x]);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 

@@ -117,11 +117,8 @@ bool end_warp_operation(Fiber* warp, size_t lanes) {
     return ended;
 }
 
-bool end_operations(std::vector<Fiber>& fibers) {
-    bool ended = false;
-    for (size_t first = 0; first < fibers.size(); first += 32)
-        ended |= end_warp_operation(&fibers[first], std::min<size_t>(32, fibers.size() - first));
-    if (ended) return true;
+// Lets the block go on if every thread is at its barrier. Returns whether that was so.
+bool end_block_barrier(std::vector<Fiber>& fibers) {
     for (const Fiber& fiber : fibers)
         if (fiber.state != State::AtBlockBarrier) return false;
     for (Fiber& fiber : fibers) fiber.state = State::Ready;
@@ -165,19 +162,29 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
         fiber.start.uc_link = nullptr;
         makecontext(&fiber.start, run_fiber, 0);
     }
-    std::vector<size_t> order(fibers.size());
-    for (size_t i = 0; i < order.size(); i++) order[i] = reverse ? order.size() - 1 - i : i;
+    // A warp goes as far as it can before the next one begins: what it needs of others, or they of it, takes a barrier.
+    const size_t warps = (fibers.size() + 31) / 32;
+    std::vector<size_t> warp_order(warps), lane_order(32);
+    for (size_t i = 0; i < warps; i++) warp_order[i] = reverse ? warps - 1 - i : i;
+    for (size_t i = 0; i < 32; i++) lane_order[i] = reverse ? 31 - i : i;
     for (;;) {
-        if (shuffle) std::shuffle(order.begin(), order.end(), random);
-        for (size_t i : order) {
-            if (fibers[i].state != State::Ready) continue;
-            resume(&fibers[i]);
-            if (!launch->error.empty()) return;
+        if (shuffle) std::shuffle(warp_order.begin(), warp_order.end(), random);
+        for (size_t warp : warp_order) {
+            Fiber* first = &fibers[32 * warp];
+            const size_t lanes = std::min<size_t>(32, fibers.size() - 32 * warp);
+            do {
+                if (shuffle) std::shuffle(lane_order.begin(), lane_order.end(), random);
+                for (size_t lane : lane_order) {
+                    if (lane >= lanes || first[lane].state != State::Ready) continue;
+                    resume(&first[lane]);
+                    if (!launch->error.empty()) return;
+                }
+            } while (end_warp_operation(first, lanes));
         }
         bool done = true;
         for (const Fiber& fiber : fibers) done = done && fiber.state == State::Done;
         if (done) return;
-        if (!end_operations(fibers)) {
+        if (!end_block_barrier(fibers)) {
             launch->error = deadlock(fibers);
             return;
         }
@@ -256,8 +263,8 @@ extern "C" [[noreturn]] void __ubsan_handle_missing_return(Place* place) {
     cuda_host::fail("missing return at %s:%u:%u", place->file, place->line, place->column);
 }
 
-// Calls body(argument) once for each thread of the grid. `order` 0 runs the threads of a block upwards, 1 downwards, any other
-// number is the seed of a random order: what differs between them depends on a barrier that is missing. Returns null, or
+// Calls body(argument) once for each thread of the grid. `order` 0 runs the warps of a block and their lanes upwards, 1 downwards, any
+// other number is the seed of a random order: what differs between them depends on a barrier that is missing. Returns null, or
 // what went wrong, valid until the next launch of this thread.
 extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order,
                                         void (*body)(void*), void* argument) {

@@ -56,8 +56,10 @@ fn check<T: Kernels>(n: usize, behind: usize, has_master: bool, like: bool, tole
 
     for order in ORDERS {
         let mut parameter = Buffer::of(&p_like);
+        // One further element: the master lies otherwise to addresses of 16 bytes.
+        let further: Vec<f32> = p.iter().copied().chain([7.0]).collect();
         let (mut master, mut average, mut square) =
-            (Buffer::of(&p), Buffer::of(&m), Buffer::of(&v));
+            (Buffer::of(&further), Buffer::of(&m), Buffer::of(&v));
         let (g, g_like) = (Buffer::of(&g), Buffer::of(&g_like));
         let master_or_null = if has_master {
             master.as_mut_ptr()
