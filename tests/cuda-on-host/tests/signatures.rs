@@ -1,0 +1,82 @@
+//! `kernels/signatures.rs` says what the kernels take: names, types and order.
+#![allow(missing_docs)]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+type Arguments = Vec<(String, String)>;
+
+/// The text between `start` and the parenthesis that closes it, without the ends of the lines of a macro.
+fn arguments(text: &str, argument: impl Fn(&str) -> (String, String)) -> Arguments {
+    let end = text.find(')').expect("a closing parenthesis");
+    let plain = text[..end].replace('\\', " ");
+    plain
+        .split(',')
+        .map(str::trim)
+        .filter(|text| !text.is_empty())
+        .map(argument)
+        .collect()
+}
+
+/// `const T *x` is `x: In<Self>`.
+fn from_cuda(argument: &str) -> (String, String) {
+    let words: Vec<&str> = argument.split_whitespace().collect();
+    let (name, types) = words.split_last().expect("a type and a name");
+    let is_pointer = name.starts_with('*');
+    let is_const = types[0] == "const";
+    let plain = match types[usize::from(is_const)] {
+        "T" => "Self",
+        "float" => "f32",
+        "double" => "f64",
+        "uint8_t" => "u8",
+        "uint32_t" => "u32",
+        "uint64_t" => "u64",
+        "int" => "i32",
+        other => panic!("{argument}: {other}"),
+    };
+    let whole = match (is_pointer, is_const) {
+        (true, true) => format!("In<{plain}>"),
+        (true, false) => format!("Out<{plain}>"),
+        (false, _) => plain.to_owned(),
+    };
+    (name.trim_start_matches('*').to_owned(), whole)
+}
+
+fn from_rust(argument: &str) -> (String, String) {
+    let (name, of) = argument.split_once(':').expect("a name and a type");
+    (name.trim().to_owned(), of.trim().to_owned())
+}
+
+#[test]
+fn are_those_of_the_kernels() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
+    let read = |file: &str| std::fs::read_to_string(folder.join(file)).unwrap();
+    let text = read("signatures.rs");
+    let mut listed: BTreeMap<String, Arguments> = BTreeMap::new();
+    let mut found: BTreeMap<String, Arguments> = BTreeMap::new();
+    let body = &text[text.find("kernels! {").unwrap() + "kernels! {".len()..];
+    for block in body.split('}') {
+        let Some((head, signatures)) = block.split_once('{') else {
+            continue;
+        };
+        let file = head.split_whitespace().next().unwrap();
+        for signature in signatures.split(';') {
+            if let Some((name, rest)) = signature.split_once('(') {
+                listed.insert(name.trim().to_owned(), arguments(rest, from_rust));
+            }
+        }
+        // A kernel is `name_##name(arguments)`.
+        let source = read(&format!("{file}.cu"));
+        for (at, mark) in source.match_indices("_##name(") {
+            let before = &source[..at];
+            let start = before
+                .rfind(|c: char| !c.is_alphanumeric() && c != '_')
+                .unwrap()
+                + 1;
+            let rest = &source[at + mark.len()..];
+            found.insert(before[start..].to_owned(), arguments(rest, from_cuda));
+        }
+    }
+    assert!(!listed.is_empty());
+    assert_eq!(listed, found);
+}
