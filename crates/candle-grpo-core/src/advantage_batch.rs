@@ -4,7 +4,7 @@ use candle_core::{D, Result, Tensor, bail};
 
 use crate::groups::Groups;
 use crate::mask::Mask;
-use crate::precision::{for_statistics, result_dtype};
+use crate::precision::{arithmetic_dtype, for_statistics};
 use crate::rewards::{IntoRewards, RewardTensor};
 use crate::steps::Steps;
 
@@ -174,7 +174,7 @@ impl<'a> AdvantageBatch<'a> {
                 values: self
                     .on_tokens("token_rewards", self.token_rewards)?
                     .sum(D::Minus1)?,
-                result_dtype: result_dtype(token_rewards.dtype()),
+                result_dtype: arithmetic_dtype(token_rewards.dtype()),
             }),
             (None, None) => bail!("rewards: absent, must be given (or token_rewards)"),
         }

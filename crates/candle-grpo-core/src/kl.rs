@@ -3,7 +3,7 @@
 use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::result_dtype;
+use crate::precision::arithmetic_dtype;
 use crate::rewards::finite_mask;
 
 /// What one sampled token says about KL(policy || reference), with `d = log_probs - ref_log_probs`.
@@ -117,7 +117,7 @@ impl Kl {
         old_log_probs: Option<&Tensor>,
     ) -> Result<Tensor> {
         self.validate()?;
-        let log_probs = log_probs.to_dtype(result_dtype(log_probs.dtype()))?;
+        let log_probs = log_probs.to_dtype(arithmetic_dtype(log_probs.dtype()))?;
         let same_as = |name: &str, x: &Tensor| {
             if x.dims() != log_probs.dims() {
                 bail!(
@@ -190,7 +190,7 @@ impl Kl {
                 log_dist.dims()
             );
         }
-        let p = log_dist.to_dtype(result_dtype(log_dist.dtype()))?;
+        let p = log_dist.to_dtype(arithmetic_dtype(log_dist.dtype()))?;
         let q = ref_log_dist.to_dtype(p.dtype())?;
         let inside = p.detach().ne(f64::NEG_INFINITY)?;
         let zeros = p.zeros_like()?;

@@ -74,7 +74,7 @@ pub use metrics::{MetricValue, MetricValues, Metrics};
 pub use nearest_key::with_nearest_key;
 pub use optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
 pub use overlong::OverlongPenalty;
-pub use precision::{result_dtype, statistics_dtype};
+pub use precision::{arithmetic_dtype, statistics_dtype};
 pub use recurrence::reverse_recurrence;
 pub use repetition::RepetitionPenalty;
 pub use resampling::ScoreResampling;

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::{for_statistics, result_dtype};
+use crate::precision::{arithmetic_dtype, for_statistics};
 
 /// The soft overlong penalty of DAPO (<https://arxiv.org/abs/2503.14476>):
 /// `-factor * clip((length - (max_length - buffer)) / buffer, 0, 1)`.
@@ -59,6 +59,6 @@ impl OverlongPenalty {
         let excess = ((for_statistics(lengths)? - free)? / self.buffer as f64)?;
         let penalty = (excess.clamp(0., 1.)? * -self.factor)?;
         // 0 and not -0 where there is no penalty.
-        (penalty + 0.)?.to_dtype(result_dtype(lengths.dtype()))
+        (penalty + 0.)?.to_dtype(arithmetic_dtype(lengths.dtype()))
     }
 }

@@ -2,14 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-/// The dtype of results: f64 stays f64, everything else gives f32.
-pub fn result_dtype(input: DType) -> DType {
-    if input == DType::F64 {
-        DType::F64
-    } else {
-        DType::F32
-    }
-}
+pub use candle_grpo_kernels::arithmetic_dtype;
 
 /// The dtype of sums and variances: f64, or f32 on Metal, which has no f64.
 pub fn statistics_dtype(device: &Device) -> DType {

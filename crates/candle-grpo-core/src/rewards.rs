@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::{for_statistics, result_dtype};
+use crate::precision::{arithmetic_dtype, for_statistics};
 
 /// Anything that holds rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector of floats
 /// `[B]`, which becomes a tensor on the CPU.
@@ -28,7 +28,7 @@ impl IntoRewards for &Tensor {
     fn into_rewards(self) -> Result<RewardTensor> {
         Ok(RewardTensor {
             values: for_statistics(self)?,
-            result_dtype: result_dtype(self.dtype()),
+            result_dtype: arithmetic_dtype(self.dtype()),
         })
     }
 }

@@ -9,7 +9,7 @@ use crate::kl::{Kl, KlGradient};
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 use crate::optimal_token_baseline::OptimalTokenBaseline;
-use crate::precision::{for_statistics, result_dtype};
+use crate::precision::{arithmetic_dtype, for_statistics};
 use crate::returns::{MaskedTokens, check_discount, discounted_returns, generalized_advantages};
 use crate::reward_shaping::check_clip;
 use crate::rewards::{NonFinite, check_finite, check_finite_tokens, combine, finite_mask};
@@ -58,7 +58,7 @@ impl KlPenalty {
                 kl.dims()
             );
         }
-        (for_statistics(rewards)? - kl)?.to_dtype(result_dtype(rewards.dtype()))
+        (for_statistics(rewards)? - kl)?.to_dtype(arithmetic_dtype(rewards.dtype()))
     }
 
     /// The estimates against the policy of that name, 0 outside the mask.
@@ -210,7 +210,7 @@ impl TokenShaping {
     ) -> Result<TokenAdvantages> {
         self.validate()?;
         let mask = batch.mask()?;
-        let result_dtype = result_dtype(token_rewards.dtype());
+        let result_dtype = arithmetic_dtype(token_rewards.dtype());
         let mut metrics = Metrics::new();
         let mut rewards = batch.on_tokens("token_rewards", Some(token_rewards))?;
         check_finite_tokens("token_rewards", &rewards)?;

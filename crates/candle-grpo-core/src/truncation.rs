@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::{for_statistics, result_dtype};
+use crate::precision::{arithmetic_dtype, for_statistics};
 
 /// The reward of a response that did not stop by itself (OpenRLHF's `stop_properly_penalty_coef`).
 ///
@@ -58,6 +58,6 @@ impl TruncationPenalty {
             .detach()
             .ne(0.)?
             .where_cond(&changed, &x)?
-            .to_dtype(result_dtype(rewards.dtype()))
+            .to_dtype(arithmetic_dtype(rewards.dtype()))
     }
 }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::mask::Mask;
 use crate::moments::{Moments, divide_by_std};
-use crate::precision::{for_statistics, result_dtype};
+use crate::precision::{arithmetic_dtype, for_statistics};
 
 /// How epsilon keeps a small variance from being divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -104,7 +104,7 @@ impl Whitening {
     pub fn apply(&self, values: &Tensor, mask: &Mask) -> Result<Tensor> {
         mask.check_shape("values", values)?;
         self.apply_selected(&for_statistics(values)?, mask.selected())?
-            .to_dtype(result_dtype(values.dtype()))
+            .to_dtype(arithmetic_dtype(values.dtype()))
     }
 
     /// `x` in the dtype of statistics and `selected` in u8, of one shape.
@@ -171,7 +171,7 @@ pub fn masked_normalize(values: &Tensor, mask: &Mask, min_variance: f64) -> Resu
         .where_cond(&moments.centered, &x.broadcast_sub(&moments.mean)?)?;
     centered
         .broadcast_div(&std)?
-        .to_dtype(result_dtype(values.dtype()))
+        .to_dtype(arithmetic_dtype(values.dtype()))
 }
 
 fn check_epsilon(epsilon: f64) -> Result<()> {

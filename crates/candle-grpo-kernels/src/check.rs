@@ -71,17 +71,18 @@ pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
     mask.detach().flatten_all()?.ne(0f64)?.contiguous()
 }
 
-/// Token ids of `outer` shape, integers below `vocab`, as contiguous u32 `[N]`. Where `mask` (`[N]` of u8) is 0 an id
-/// may be anything.
+/// Token ids of `outer` shape, that of the argument `source` without its last dimension, integers below `vocab`, as
+/// contiguous u32 `[N]`. Where `mask` (`[N]` of u8) is 0 an id may be anything.
 pub(crate) fn targets(
     targets: &Tensor,
+    source: &str,
     outer: &[usize],
     vocab: usize,
     mask: Option<&Tensor>,
 ) -> Result<Tensor> {
     if targets.dims() != outer {
         bail!(
-            "targets: shape {:?}, must be that of logits without the last dimension, {outer:?}",
+            "targets: shape {:?}, must be that of {source} without the last dimension, {outer:?}",
             targets.dims()
         );
     }

@@ -11,6 +11,7 @@
 //! | operator | file in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` |
 //! | --- | --- |
 //! | [`log_prob`]: selected log-probs, entropy and log-sum-exp of logits | `log_prob` |
+//! | [`linear_log_prob`]: the same from hidden states and the output weight | `linear_log_prob` |
 //! | [`attention`](attention()): causal grouped-query attention | `attention` |
 //! | [`embedding`](embedding()): rows of a table by number | `embedding` |
 //! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
@@ -24,6 +25,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod embedding;
+mod linear_log_prob;
 mod log_prob;
 mod path;
 mod precision;
@@ -33,6 +35,7 @@ mod swiglu;
 
 pub use attention::attention;
 pub use embedding::embedding;
+pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
 pub use precision::arithmetic_dtype;
 pub use rms_norm::rms_norm;

@@ -63,8 +63,12 @@ pub fn log_prob(
     if !path::is_fused(logits) {
         return composed::log_prob_rows(&arguments);
     }
-    let outer = arguments.outer.clone();
-    let (logits, rows) = arguments.into_rows();
+    let Arguments {
+        logits,
+        rows,
+        outer,
+        ..
+    } = arguments;
     let packed = logits.apply_op1(LogProb {
         rows,
         gradient_into_logits: options.gradient_into_logits,
@@ -105,14 +109,13 @@ pub fn log_prob_gradient(
             None => logits.zeros_like(),
         };
     }
-    let (flat, rows) = arguments.into_rows();
     let backward = Backward {
-        rows: &rows,
+        rows: &arguments.rows,
         packed,
         gradient,
     };
     backward
-        .apply(&flat, options.gradient_into_logits)?
+        .apply(&arguments.logits, options.gradient_into_logits)?
         .reshape(logits.shape())
 }
 
@@ -128,7 +131,7 @@ impl TokenLogProbs {
     }
 
     /// To contiguous `[3, N]`; `name` is that of the argument.
-    fn pack(&self, name: &str, outer: &[usize]) -> Result<Tensor> {
+    pub(crate) fn pack(&self, name: &str, outer: &[usize]) -> Result<Tensor> {
         let parts = [&self.log_probs, &self.entropy, &self.log_sum_exp];
         if let Some(part) = parts.iter().find(|part| part.dims() != outer) {
             bail!(
@@ -146,10 +149,7 @@ impl TokenLogProbs {
 pub(crate) struct Arguments {
     /// `[N, V]`, contiguous.
     pub(crate) logits: Tensor,
-    /// `[N]` of u32.
-    pub(crate) targets: Tensor,
-    /// `[N]` of u8.
-    pub(crate) mask: Option<Tensor>,
+    pub(crate) rows: Rows,
     pub(crate) temperature: f64,
     /// The shape of the results.
     pub(crate) outer: Vec<usize>,
@@ -162,7 +162,6 @@ impl Arguments {
         temperature: f64,
         options: LogProbOptions,
     ) -> Result<Self> {
-        check::positive("temperature", temperature)?;
         check::float("logits", logits)?;
         let Some((&vocab, outer)) = logits.dims().split_last() else {
             bail!("logits: a scalar, must be [.., V]");
@@ -175,41 +174,61 @@ impl Arguments {
                 "gradient_into_logits: the logits are a variable, which the gradient would overwrite"
             );
         }
-        check::same_device(&[("logits", logits), ("targets", targets)])?;
-        if let Some(mask) = options.mask {
-            check::same_device(&[("logits", logits), ("mask", mask)])?;
-        }
-        let mask = options
-            .mask
-            .map(|mask| check::mask(mask, outer))
-            .transpose()?;
-        let rows = outer.iter().product::<usize>();
+        let rows = Rows::new(
+            ("logits", logits),
+            outer,
+            vocab,
+            targets,
+            temperature,
+            options,
+        )?;
         Ok(Self {
-            targets: check::targets(targets, outer, vocab, mask.as_ref())?,
-            mask,
+            rows,
             temperature,
             outer: outer.to_vec(),
-            logits: logits.contiguous()?.reshape((rows, vocab))?,
+            logits: logits
+                .contiguous()?
+                .reshape((outer.iter().product::<usize>(), vocab))?,
         })
-    }
-
-    fn into_rows(self) -> (Tensor, Rows) {
-        let rows = Rows {
-            targets: self.targets,
-            mask: self.mask,
-            inverse_temperature: (1.0 / self.temperature) as f32,
-        };
-        (self.logits, rows)
     }
 }
 
 /// What a pass needs to know of the rows besides their logits.
+#[derive(Clone)]
 pub(crate) struct Rows {
     /// `[N]` of u32.
     pub(crate) targets: Tensor,
     /// `[N]` of u8.
     pub(crate) mask: Option<Tensor>,
     pub(crate) inverse_temperature: f32,
+}
+
+impl Rows {
+    /// Checks what the operators have in common. The rows are those of `source`, given with its name and of shape
+    /// `[outer.., _]`.
+    pub(crate) fn new(
+        source: (&str, &Tensor),
+        outer: &[usize],
+        vocab: usize,
+        targets: &Tensor,
+        temperature: f64,
+        options: LogProbOptions,
+    ) -> Result<Self> {
+        check::positive("temperature", temperature)?;
+        check::same_device(&[source, ("targets", targets)])?;
+        if let Some(mask) = options.mask {
+            check::same_device(&[source, ("mask", mask)])?;
+        }
+        let mask = options
+            .mask
+            .map(|mask| check::mask(mask, outer))
+            .transpose()?;
+        Ok(Self {
+            targets: check::targets(targets, source.0, outer, vocab, mask.as_ref())?,
+            mask,
+            inverse_temperature: (1.0 / temperature) as f32,
+        })
+    }
 }
 
 /// Logits `[N, V]` to f32 `[3, N]`.

@@ -1,29 +1,13 @@
 //! `log_prob` against its composed twin in f64, and what it promises about masks, memory and infinities.
 
+mod common;
+
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use common::{noise, score, tensor};
 use proptest::prelude::*;
 use rstest::rstest;
-
-mod common;
-use common::{noise, tensor};
-
-/// A scalar to which all three results contribute, with another weight at each position.
-fn score(tokens: &TokenLogProbs) -> Result<Tensor> {
-    let weights = |seed| {
-        tensor(
-            noise(tokens.log_probs.elem_count(), seed),
-            tokens.log_probs.dims(),
-            DType::F64,
-            tokens.log_probs.device(),
-        )?
-        .to_dtype(tokens.log_probs.dtype())
-    };
-    let log_probs = (&tokens.log_probs * weights(1)?)?.sum_all()?;
-    let entropy = (&tokens.entropy * weights(2)?)?.sum_all()?;
-    log_probs + entropy + (&tokens.log_sum_exp * weights(3)?)?.sum_all()?
-}
 
 /// How far the fused path may be from f64 on the same inputs: in its results, and in the gradient, which has the dtype
 /// of the logits.

@@ -48,7 +48,7 @@ impl<'a> OldPolicy<'a> {
 /// ```
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyBatch<'a> {
-    pub(crate) log_probs: &'a Tensor,
+    pub(crate) log_probs: Option<&'a Tensor>,
     pub(crate) advantages: &'a Tensor,
     pub(crate) response_mask: &'a Tensor,
     pub(crate) old: OldPolicy<'a>,
@@ -70,7 +70,15 @@ impl<'a> PolicyBatch<'a> {
     /// `[B, T]`, 0 or 1 in any dtype. The old policy is the current one until another is given.
     pub fn new(log_probs: &'a Tensor, advantages: &'a Tensor, response_mask: &'a Tensor) -> Self {
         Self {
-            log_probs,
+            log_probs: Some(log_probs),
+            ..Self::without_log_probs(advantages, response_mask)
+        }
+    }
+
+    /// The same for [`crate::linear_policy_loss`], which computes log-probs and entropy itself.
+    pub fn without_log_probs(advantages: &'a Tensor, response_mask: &'a Tensor) -> Self {
+        Self {
+            log_probs: None,
             advantages,
             response_mask,
             old: OldPolicy::Current,
@@ -85,6 +93,14 @@ impl<'a> PolicyBatch<'a> {
             entropy_mask: None,
             selected_tokens: None,
             prompt_tokens: None,
+        }
+    }
+
+    /// An error if there are none.
+    pub(crate) fn log_probs(&self) -> Result<&'a Tensor> {
+        match self.log_probs {
+            Some(log_probs) => Ok(log_probs),
+            None => bail!("log_probs: absent, a batch without them is for linear_policy_loss"),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The policy loss: ratio, surrogate, weights, regularisers and aggregation put together.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::{Mask, Metrics, result_dtype};
+use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
@@ -386,13 +386,14 @@ struct Inputs {
 impl Inputs {
     fn new(loss: &PolicyLoss, batch: &PolicyBatch) -> Result<Self> {
         let mask = Mask::new(batch.response_mask)?;
-        if !batch.log_probs.dtype().is_float() {
+        let log_probs = batch.log_probs()?;
+        if !log_probs.dtype().is_float() {
             bail!(
                 "log_probs: {:?}, must be of a float dtype",
-                batch.log_probs.dtype()
+                log_probs.dtype()
             );
         }
-        let dtype = result_dtype(batch.log_probs.dtype());
+        let dtype = arithmetic_dtype(log_probs.dtype());
         let selected = |name: &str, x: &Tensor| -> Result<Tensor> {
             mask.check_shape(name, x)?;
             mask.select(&x.to_dtype(dtype)?)
@@ -411,7 +412,7 @@ impl Inputs {
             .transpose()
         };
 
-        let log_probs = selected("log_probs", batch.log_probs)?;
+        let log_probs = selected("log_probs", log_probs)?;
         let old_log_probs = match constant("old_log_probs", batch.old.log_probs())? {
             Some(old) => old,
             None => log_probs.detach(),

@@ -1,7 +1,7 @@
 //! Weights and filters for samples that another engine drew with another precision, or an older policy.
 
 use candle_core::{D, DType, Result, Tensor, bail};
-use candle_grpo_core::{Mask, Metrics, result_dtype};
+use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::importance::{ImportanceLevel, k3};
@@ -208,7 +208,7 @@ impl RolloutCorrection {
     ) -> Result<Corrected> {
         self.validate()?;
         let mask = Mask::new(response_mask)?;
-        let dtype = result_dtype(old_log_probs.dtype());
+        let dtype = arithmetic_dtype(old_log_probs.dtype());
         let clean = |name: &str, x: &Tensor| -> Result<Tensor> {
             mask.check_shape(name, x)?;
             mask.select(&x.detach().to_dtype(dtype)?)

@@ -51,7 +51,7 @@ fn tokens(batch: &PolicyBatch, mask: &Mask) -> Result<Vec<Token>> {
         mask.check_shape(name, x)?;
         x.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
     };
-    let log_probs = numbers("log_probs", batch.log_probs)?;
+    let log_probs = numbers("log_probs", batch.log_probs()?)?;
     let old_log_probs = match batch.old.log_probs() {
         Some(old) => numbers("old_log_probs", old)?,
         None => log_probs.clone(),

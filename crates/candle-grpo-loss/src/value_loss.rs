@@ -1,7 +1,7 @@
 //! The loss of a critic.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::{Mask, Metrics, result_dtype};
+use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
@@ -43,7 +43,7 @@ impl ValueLoss {
         totals: &StepTotals,
     ) -> Result<(Tensor, Metrics)> {
         let mask = Mask::new(response_mask)?;
-        let dtype = result_dtype(values.dtype());
+        let dtype = arithmetic_dtype(values.dtype());
         let selected = |name: &str, x: &Tensor| -> Result<Tensor> {
             mask.check_shape(name, x)?;
             mask.select(&x.to_dtype(dtype)?)

@@ -62,7 +62,6 @@ mod norm;
 mod normal;
 mod parameters;
 mod peft;
-mod precision;
 mod rope;
 mod router;
 mod value_head;

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::rope;
 
-use crate::precision::arithmetic_dtype;
+use candle_grpo_kernels::arithmetic_dtype;
 
 /// The rotary frequencies `theta^(-2i / head_dim)`, computed in f64 on the host.
 #[derive(Debug, Clone)]

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-use crate::precision::arithmetic_dtype;
+use candle_grpo_kernels::arithmetic_dtype;
 
 /// The router of a layer of a mixture of experts: the `top_k` experts with the largest logits, and how much each counts.
 ///

@@ -2,19 +2,29 @@
 
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_grpo_loss::{TokenLogProbs, token_log_probs};
+use candle_grpo_loss::{LogProbOptions, TokenLogProbs, linear_log_prob};
 use candle_grpo_nn::Decoder;
 
 use crate::TokenBatch;
 
-/// Log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`. It records a graph if the decoder does.
+/// Log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`, 0 outside the response mask. No logits
+/// are held. It records a graph if the decoder does.
 pub(crate) fn response_log_probs(
     decoder: &Decoder,
     batch: &TokenBatch,
     temperature: f64,
 ) -> Result<TokenLogProbs> {
-    let logits = decoder.logits(&predicting_states(decoder, batch)?)?;
-    Ok(token_log_probs(&logits, &batch.targets, temperature)?)
+    Ok(linear_log_prob(
+        &predicting_states(decoder, batch)?,
+        decoder.output_weight(),
+        None,
+        &batch.targets,
+        temperature,
+        LogProbOptions {
+            mask: Some(&batch.response_mask),
+            ..Default::default()
+        },
+    )?)
 }
 
 /// The hidden states `[B, T, H]` of the positions that predict the responses of `batch`: only these need go further.

@@ -3,7 +3,7 @@
 mod common;
 
 use candle_core::Device;
-use candle_grpo_loss::Recipe;
+use candle_grpo_loss::{LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
 use candle_grpo_train::{
     ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer, load_checkpoint, save_checkpoint,
@@ -96,11 +96,22 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     let adapters = Lora::load(&path.join("adapter"), &model(), &Device::Cpu).unwrap();
     let base = parameters();
     let decoder = Decoder::new(&model(), adapters.detached_var_builder(&base).unwrap()).unwrap();
-    let logits = decoder
+    let hidden = decoder
         .hidden_states(&batch.input_ids, &batch.attention_mask, None)
-        .and_then(|hidden| decoder.logits(&hidden.narrow(1, 1, 3)?.contiguous()?))
+        .and_then(|hidden| hidden.narrow(1, 1, 3))
         .unwrap();
-    let again = candle_grpo_loss::token_log_probs(&logits, &batch.targets, 1.).unwrap();
+    let again = linear_log_prob(
+        &hidden,
+        decoder.output_weight(),
+        None,
+        &batch.targets,
+        1.,
+        LogProbOptions {
+            mask: Some(&batch.response_mask),
+            ..Default::default()
+        },
+    )
+    .unwrap();
     assert_eq!(max_difference(&again.log_probs, &policy), 0.);
     let state = path.join("adapter/optimizer.safetensors");
     let state = candle_core::safetensors::load(state, &Device::Cpu).unwrap();

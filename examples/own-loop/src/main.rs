@@ -7,7 +7,7 @@
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_core::{GroupAdvantage, Scale};
-use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals, token_log_probs};
+use candle_grpo_loss::{LogProbOptions, PolicyBatch, PolicyLoss, StepTotals, log_prob};
 use candle_nn::{AdamW, Embedding, Linear, Module, Optimizer, VarBuilder, VarMap};
 use rand::{Rng, SeedableRng, distr::weighted::WeightedIndex, rngs::StdRng};
 
@@ -59,7 +59,7 @@ fn main() -> Result<()> {
         let totals = StepTotals::to_host(&response_mask)?;
 
         let logits = policy.logits(&inputs)?;
-        let tokens = token_log_probs(&logits, &responses, TEMPERATURE)?;
+        let tokens = log_prob(&logits, &responses, TEMPERATURE, LogProbOptions::default())?;
         let batch = PolicyBatch::new(&tokens.log_probs, &advantages, &response_mask)
             .entropy(&tokens.entropy);
         let output = policy_loss.compute(&batch, &totals)?;

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use candle_core::{Tensor, Var};
 use candle_grpo_core::Mask;
-use candle_grpo_loss::{TokenLogProbs, linear_token_log_probs};
+use candle_grpo_loss::{LogProbOptions, TokenLogProbs, linear_log_prob};
 
 use crate::case::{Case, Outputs, Ran};
 use crate::log_prob;
@@ -29,12 +29,13 @@ impl Layer {
     }
 
     fn log_probs(&self, case: &Case) -> Result<TokenLogProbs> {
-        Ok(linear_token_log_probs(
+        Ok(linear_log_prob(
             &self.hidden,
             &self.weight,
             self.bias.as_deref(),
             &case.input("targets")?,
             case.config.number("temperature")?,
+            LogProbOptions::default(),
         )?)
     }
 
@@ -88,12 +89,13 @@ fn reference(case: &Case) -> Result<Option<Tensor>> {
         None => None,
         Some("log_probs") => Some(case.input("ref_log_probs")?),
         Some("hidden") => {
-            let tokens = linear_token_log_probs(
+            let tokens = linear_log_prob(
                 &case.input("ref_hidden")?,
                 &case.input("ref_weight")?,
                 case.optional("ref_bias").as_ref(),
                 &case.input("targets")?,
                 case.config.number("temperature")?,
+                LogProbOptions::default(),
             )?;
             Some(tokens.log_probs)
         }

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use candle_core::Var;
-use candle_grpo_loss::{TokenLogProbs, sum_of_squared_probs, token_log_probs};
+use candle_grpo_loss::{LogProbOptions, TokenLogProbs, log_prob, sum_of_squared_probs};
 
 use crate::case::{Case, Outputs, Ran};
 
@@ -20,7 +20,12 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
         ["torch", "verl", "twinkle", "openrlhf", "roll"].contains(&case.variant.as_str()),
         "unknown variant"
     );
-    let tokens = token_log_probs(&logits, &case.input("targets")?, temperature)?;
+    let tokens = log_prob(
+        &logits,
+        &case.input("targets")?,
+        temperature,
+        LogProbOptions::default(),
+    )?;
     outputs(case, &tokens, &[("logits", &logits)])
 }
 

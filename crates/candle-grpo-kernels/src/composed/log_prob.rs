@@ -2,7 +2,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use crate::log_prob::{Arguments, LogProbOptions, TokenLogProbs};
+use crate::log_prob::{Arguments, LogProbOptions, Rows, TokenLogProbs};
 use crate::precision::arithmetic_dtype;
 
 /// [`log_prob`](crate::log_prob) in plain Candle operations. The gradient always has memory of its own.
@@ -28,14 +28,15 @@ pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
             log_sum_exp: none,
         });
     }
-    let (z, targets) = match &arguments.mask {
-        None => (z, arguments.targets.clone()),
+    let Rows { targets, mask, .. } = &arguments.rows;
+    let (z, targets) = match mask {
+        None => (z, targets.clone()),
         // What is dropped must not reach the arithmetic: 0 times NaN is NaN.
         Some(mask) => (
             mask.unsqueeze(1)?
                 .broadcast_as(z.shape())?
                 .where_cond(&z, &z.zeros_like()?)?,
-            mask.where_cond(&arguments.targets, &arguments.targets.zeros_like()?)?,
+            mask.where_cond(targets, &targets.zeros_like()?)?,
         ),
     };
     let z = (z / arguments.temperature)?;
@@ -50,7 +51,7 @@ pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
     let mean_logit = ((weights * finite_z)?.sum_keepdim(D::Minus1)? / &total)?;
     let finish = |x: Tensor| {
         let x = x.squeeze(1)?;
-        let x = match &arguments.mask {
+        let x = match mask {
             None => x,
             Some(mask) => mask.where_cond(&x, &x.zeros_like()?)?,
         };

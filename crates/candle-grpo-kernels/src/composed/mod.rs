@@ -4,6 +4,7 @@
 
 mod attention;
 mod embedding;
+mod linear_log_prob;
 mod log_prob;
 mod rms_norm;
 mod rope;
@@ -13,6 +14,8 @@ pub use attention::attention;
 pub(crate) use attention::unchecked as attention_unchecked;
 pub use embedding::embedding;
 pub(crate) use embedding::rows as embedding_rows;
+pub use linear_log_prob::linear_log_prob;
+pub(crate) use linear_log_prob::rows as linear_log_prob_rows;
 pub use log_prob::log_prob;
 pub(crate) use log_prob::rows as log_prob_rows;
 pub use rms_norm::rms_norm;

@@ -9,13 +9,25 @@ use half::{bf16, f16};
 /// A float of up to 32 bits.
 pub(crate) trait Element: WithDType + Sync {
     /// `source` in f32, in `buffer` unless it is f32 already. They have the same length.
+    #[inline(always)]
     fn widened<'a>(source: &'a [Self], buffer: &'a mut [f32]) -> &'a [f32] {
-        Self::widen(source, buffer);
-        buffer
+        match Self::as_f32(source) {
+            Some(source) => source,
+            None => {
+                Self::widen(source, buffer);
+                buffer
+            }
+        }
     }
 
     /// Copies `source` to `target`, of the same length.
     fn widen(source: &[Self], target: &mut [f32]);
+
+    /// `source` itself if it is f32.
+    #[inline(always)]
+    fn as_f32(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
 
     /// The nearest value of this dtype.
     fn nearest(value: f32) -> Self;
@@ -34,13 +46,13 @@ pub(crate) trait Element: WithDType + Sync {
 
 impl Element for f32 {
     #[inline(always)]
-    fn widened<'a>(source: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
-        source
+    fn widen(source: &[Self], target: &mut [f32]) {
+        target.copy_from_slice(source);
     }
 
     #[inline(always)]
-    fn widen(source: &[Self], target: &mut [f32]) {
-        target.copy_from_slice(source);
+    fn as_f32(source: &[Self]) -> Option<&[f32]> {
+        Some(source)
     }
 
     #[inline(always)]

@@ -23,6 +23,7 @@ pub(crate) fn forward<T: Element>(logits: &[T], vocab: usize, rows: &Rows) -> Re
             let sums = Arch::new().dispatch(ForwardRow {
                 logits,
                 inverse_temperature,
+                sums: Sums::default(),
             });
             sums.finish(logits[targets[row] as usize].to_f64(), inverse_temperature)
         };
@@ -87,7 +88,7 @@ pub(crate) fn backward_in_place<T: Element>(
 
 impl Rows {
     /// Calls `read` with the targets, and with a function that says whether a row counts.
-    fn read<R>(
+    pub(super) fn read<R>(
         &self,
         read: impl FnOnce(&[u32], &(dyn Fn(usize) -> bool + Sync)) -> R,
     ) -> Result<R> {
@@ -102,7 +103,7 @@ impl Rows {
 
 impl Backward<'_> {
     /// Calls `read` with a function that gives the coefficients of a row, none for a row that does not count.
-    fn read<R>(
+    pub(super) fn read<R>(
         &self,
         read: impl FnOnce(&(dyn Fn(usize) -> Option<Coefficients> + Sync)) -> R,
     ) -> Result<R> {
@@ -127,7 +128,8 @@ impl Backward<'_> {
 }
 
 /// Sums over a row, relative to its largest logit: with `d = (x - largest) / temperature`.
-struct Sums {
+#[derive(Clone, Copy)]
+pub(super) struct Sums {
     largest: f32,
     /// The sum of exp(d).
     exp: f64,
@@ -135,9 +137,20 @@ struct Sums {
     weighted: f64,
 }
 
+impl Default for Sums {
+    /// Of nothing.
+    fn default() -> Self {
+        Self {
+            largest: f32::NEG_INFINITY,
+            exp: 0.0,
+            weighted: 0.0,
+        }
+    }
+}
+
 impl Sums {
     /// Log-prob of the target with logit `target`, entropy and log-sum-exp.
-    fn finish(&self, target: f64, inverse_temperature: f32) -> [f32; 3] {
+    pub(super) fn finish(&self, target: f64, inverse_temperature: f32) -> [f32; 3] {
         let inverse_temperature = f64::from(inverse_temperature);
         let largest = f64::from(self.largest);
         let log_sum = self.exp.ln();
@@ -149,9 +162,11 @@ impl Sums {
     }
 }
 
-struct ForwardRow<'a, T> {
-    logits: &'a [T],
-    inverse_temperature: f32,
+/// Adds `logits` to what has been summed of their row.
+pub(super) struct ForwardRow<'a, T> {
+    pub(super) logits: &'a [T],
+    pub(super) inverse_temperature: f32,
+    pub(super) sums: Sums,
 }
 
 impl<T: Element> WithSimd for ForwardRow<'_, T> {
@@ -159,11 +174,7 @@ impl<T: Element> WithSimd for ForwardRow<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Sums {
-        let mut sums = Sums {
-            largest: f32::NEG_INFINITY,
-            exp: 0.0,
-            weighted: 0.0,
-        };
+        let mut sums = self.sums;
         let mut buffer = [f32::NEG_INFINITY; BLOCK];
         for block in self.logits.chunks(BLOCK) {
             let padded = block.len().next_multiple_of(MAX_LANES);
@@ -223,7 +234,7 @@ impl<T> ForwardRow<'_, T> {
 /// The gradient of a logit x is `p (constant + slope d)` with `d = log p = x / temperature - lse`, plus `at_target`
 /// at the target.
 #[derive(Clone, Copy)]
-struct Coefficients {
+pub(super) struct Coefficients {
     inverse_temperature: f32,
     log_sum_exp: f32,
     constant: f32,
@@ -254,7 +265,7 @@ impl Coefficients {
 
     /// Turns the logits in `block`, which are padded and begin at column `start`, into their gradient.
     #[inline(always)]
-    fn apply<S: Simd>(&self, simd: S, block: &mut [f32], start: usize) {
+    pub(super) fn apply<S: Simd>(&self, simd: S, block: &mut [f32], start: usize) {
         let scale = simd.splat_f32s(self.inverse_temperature);
         let shift = simd.splat_f32s(-self.log_sum_exp);
         let constant = simd.splat_f32s(self.constant);

@@ -48,6 +48,17 @@ fn extent(rows: usize, columns: usize, row_stride: usize, column_stride: usize) 
     }
 }
 
+/// `target = a b`, or `target += a b` where `add` is set, on all cores. The rows of `target` begin `row_stride` apart.
+///
+/// The result does not depend on the number of cores: each entry is summed by one of them.
+///
+/// # Panics
+///
+/// If the matrices do not fit each other or `target`.
+pub(crate) fn matmul(target: &mut [f32], row_stride: usize, add: bool, a: Matrix, b: Matrix) {
+    product(target, row_stride, add, a, b, Parallelism::Rayon(0));
+}
+
 /// `target = a b`, or `target += a b` where `add` is set, on the calling core alone. The rows of `target` begin
 /// `row_stride` apart.
 ///

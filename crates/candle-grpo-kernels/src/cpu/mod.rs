@@ -3,6 +3,7 @@
 pub(crate) mod attention;
 mod element;
 pub(crate) mod embedding;
+pub(crate) mod linear_log_prob;
 pub(crate) mod log_prob;
 mod matmul;
 mod output;
@@ -12,4 +13,4 @@ mod simd;
 mod slice;
 pub(crate) mod swiglu;
 
-pub(crate) use slice::{range, with_element, with_floats};
+pub(crate) use slice::{on_cpu, range, with_element, with_floats};

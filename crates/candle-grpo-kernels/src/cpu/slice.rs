@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, WithDType, bail};
 
 /// Where a contiguous tensor lies in its storage.
 pub(crate) fn range(layout: &Layout) -> Result<Range<usize>> {
@@ -21,11 +21,16 @@ pub(crate) fn read<T: WithDType, R>(
     read: impl FnOnce(&[T]) -> Result<R>,
 ) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(storage) => read(&storage.as_slice::<T>()?[range(layout)?]),
+    read(&on_cpu(&storage)?.as_slice::<T>()?[range(layout)?])
+}
+
+/// The storage of a tensor on the CPU.
+pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
         _ => bail!(
             "a tensor is on {:?}, must be on the CPU",
-            tensor.device().location()
+            storage.device().location()
         ),
     }
 }

@@ -3,6 +3,7 @@
 #![allow(dead_code)] // Every test file takes what it needs.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::TokenLogProbs;
 use candle_grpo_test_support::{assert_close, devices, numbers};
 
 /// Numbers without a pattern, in [-1, 1).
@@ -137,4 +138,20 @@ fn like(variable: &Var, given: &Tensor) -> Result<Tensor> {
         .transpose(rank - 2, rank - 1)?
         .contiguous()?
         .transpose(rank - 2, rank - 1)
+}
+
+/// A scalar to which all three results contribute, with another weight at each position.
+pub(crate) fn score(tokens: &TokenLogProbs) -> Result<Tensor> {
+    let weights = |seed| {
+        tensor(
+            noise(tokens.log_probs.elem_count(), seed),
+            tokens.log_probs.dims(),
+            DType::F64,
+            tokens.log_probs.device(),
+        )?
+        .to_dtype(tokens.log_probs.dtype())
+    };
+    let log_probs = (&tokens.log_probs * weights(1)?)?.sum_all()?;
+    let entropy = (&tokens.entropy * weights(2)?)?.sum_all()?;
+    log_probs + entropy + (&tokens.log_sum_exp * weights(3)?)?.sum_all()?
 }

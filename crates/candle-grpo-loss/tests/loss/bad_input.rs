@@ -4,10 +4,10 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, DivergenceMask, FilterLevel,
-    FilterStatistic, GeometricMean, ImportanceLevel, ImportanceWeight, KlCov, KlLoss, Mask,
-    OldPolicy, PolicyBatch, PolicyLoss, PositiveIf, PositiveNll, RolloutCorrection, RolloutFilter,
-    SoftGate, SquaredLogRatio, StepTotals, Surrogate, Topr, Vespo, linear_token_log_probs,
-    token_log_probs,
+    FilterStatistic, GeometricMean, ImportanceLevel, ImportanceWeight, KlCov, KlLoss,
+    LogProbOptions, Mask, OldPolicy, PolicyBatch, PolicyLoss, PositiveIf, PositiveNll,
+    RolloutCorrection, RolloutFilter, SoftGate, SquaredLogRatio, StepTotals, Surrogate, Topr,
+    Vespo, linear_log_prob, log_prob,
 };
 use candle_grpo_test_support::{devices, message};
 use rstest::rstest;
@@ -411,12 +411,13 @@ fn hidden_states_and_weights() -> Result<()> {
     for device in devices() {
         let targets = Tensor::new(&[0u32, 1], device)?;
         let of = |hidden: &[usize], weight: &[usize], bias: Option<&Tensor>| {
-            message(linear_token_log_probs(
+            message(linear_log_prob(
                 &zeros(hidden, device),
                 &zeros(weight, device),
                 bias,
                 &targets,
                 1.,
+                LogProbOptions::default(),
             ))
         };
         assert_eq!(of(&[2, 4], &[5], None), "weight: shape [5], must be [V, H]");
@@ -433,10 +434,10 @@ fn hidden_states_and_weights() -> Result<()> {
 #[test]
 fn ids_out_of_range() -> Result<()> {
     let logits = zeros(&[2, 5], &Device::Cpu);
-    let of = |targets: Tensor| message(token_log_probs(&logits, &targets, 1.));
+    let of = |targets: Tensor| message(log_prob(&logits, &targets, 1., LogProbOptions::default()));
     assert_eq!(
         of(Tensor::new(&[0u32, 5], &Device::Cpu)?),
-        "targets: token id 5 is out of range for logits of 5 tokens"
+        "targets: token id 5 is out of range, must be below 5"
     );
     assert!(of(Tensor::new(&[0i64, -1], &Device::Cpu)?).contains("token id -1 is out of range"));
     assert!(of(Tensor::new(&[0u32, u32::MAX], &Device::Cpu)?).contains("token id 4294967295"));
@@ -448,13 +449,20 @@ fn logits_and_targets() -> Result<()> {
     for device in devices() {
         let (logits, targets) = (zeros(&[2, 5], device), Tensor::new(&[0u32, 4], device)?);
         for temperature in [0., -1., f64::NAN, f64::INFINITY] {
-            let message = message(token_log_probs(&logits, &targets, temperature));
+            let message = message(log_prob(
+                &logits,
+                &targets,
+                temperature,
+                LogProbOptions::default(),
+            ));
             assert_eq!(
                 message,
                 format!("temperature: {temperature}, must be positive and finite")
             );
         }
-        let of = |logits: &Tensor, targets: &Tensor| message(token_log_probs(logits, targets, 1.));
+        let of = |logits: &Tensor, targets: &Tensor| {
+            message(log_prob(logits, targets, 1., LogProbOptions::default()))
+        };
         assert_eq!(
             of(&logits, &Tensor::new(&[0f32, 1.], device)?),
             "targets: F32, must be of an integer dtype"
@@ -467,7 +475,7 @@ fn logits_and_targets() -> Result<()> {
             of(&logits.to_dtype(DType::U32)?, &targets),
             "logits: U32, must be of a float dtype"
         );
-        assert!(of(&zeros(&[0, 5], device), &targets.narrow(0, 0, 0)?).contains("is empty"));
+        assert!(of(&zeros(&[2, 0], device), &targets).contains("the vocabulary is empty"));
         assert!(of(&Tensor::new(1f32, device)?, &targets).contains("a scalar"));
     }
     Ok(())

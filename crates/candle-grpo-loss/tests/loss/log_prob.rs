@@ -1,5 +1,5 @@
 use candle_core::{DType, Result, Tensor, Var};
-use candle_grpo_loss::{sum_of_squared_probs, token_log_probs};
+use candle_grpo_loss::{LogProbOptions, log_prob, sum_of_squared_probs};
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
@@ -15,7 +15,7 @@ fn gradients_are_finite_differences(#[values(1.0, 0.7, 2.5)] temperature: f64) -
         let targets = Tensor::new(&[2u32, 0, 3], device)?;
         let weights = Tensor::new(&[0.3, -1.1, 0.8], device)?;
         let value = |logits: &Tensor| -> Result<Tensor> {
-            let tokens = token_log_probs(logits, &targets, temperature)?;
+            let tokens = log_prob(logits, &targets, temperature, LogProbOptions::default())?;
             let mixed = ((&tokens.log_probs * 1.5)? + (&tokens.entropy * 0.4)?)?;
             let mixed = (mixed + (&tokens.log_sum_exp * 0.2)?)?;
             let mixed = (mixed + sum_of_squared_probs(logits, temperature)?)?;
@@ -49,9 +49,19 @@ fn minus_infinity_is_outside_the_distribution() -> Result<()> {
     for device in devices() {
         let inf = f32::NEG_INFINITY;
         let logits = Var::new(&[[1f32, inf, 2., inf]], device)?;
-        let tokens = token_log_probs(&logits, &Tensor::new(&[0u32], device)?, 1.)?;
+        let tokens = log_prob(
+            &logits,
+            &Tensor::new(&[0u32], device)?,
+            1.,
+            LogProbOptions::default(),
+        )?;
         let kept = Var::new(&[[1f32, 2.]], device)?;
-        let expected = token_log_probs(&kept, &Tensor::new(&[0u32], device)?, 1.)?;
+        let expected = log_prob(
+            &kept,
+            &Tensor::new(&[0u32], device)?,
+            1.,
+            LogProbOptions::default(),
+        )?;
         assert_close(
             &numbers(&tokens.log_probs)?,
             &numbers(&expected.log_probs)?,
@@ -76,7 +86,12 @@ fn minus_infinity_is_outside_the_distribution() -> Result<()> {
 fn wide_rows_in_bf16_are_summed_in_f32() -> Result<()> {
     for device in devices() {
         let logits = Tensor::zeros((1, 49_152), DType::BF16, device)?;
-        let tokens = token_log_probs(&logits, &Tensor::new(&[7u32], device)?, 1.)?;
+        let tokens = log_prob(
+            &logits,
+            &Tensor::new(&[7u32], device)?,
+            1.,
+            LogProbOptions::default(),
+        )?;
         let expected = 49_152f64.ln();
         assert_eq!(tokens.log_probs.dtype(), DType::F32);
         assert_close(&numbers(&tokens.log_probs)?, &[-expected], 1e-6);
@@ -90,12 +105,13 @@ fn leading_dimensions_and_target_dtypes_are_free() -> Result<()> {
     for device in devices() {
         let logits = Tensor::new(&LOGITS, device)?;
         let targets = Tensor::new(&[2u32, 0, 3], device)?;
-        let flat = numbers(&token_log_probs(&logits, &targets, 1.)?.log_probs)?;
+        let flat = numbers(&log_prob(&logits, &targets, 1., LogProbOptions::default())?.log_probs)?;
         for dtype in [DType::U8, DType::U32, DType::I64] {
-            let tokens = token_log_probs(
+            let tokens = log_prob(
                 &logits.reshape((1, 3, 4))?,
                 &targets.to_dtype(dtype)?.reshape((1, 3))?,
                 1.,
+                LogProbOptions::default(),
             )?;
             assert_eq!(tokens.log_probs.dims(), [1, 3]);
             assert_eq!(tokens.log_probs.dtype(), DType::F64);

@@ -5,6 +5,7 @@ mod documentation;
 mod fixture;
 mod full_kl;
 mod gradients;
+mod linear_policy_loss;
 mod log_prob;
 mod masks;
 mod micro_batches;

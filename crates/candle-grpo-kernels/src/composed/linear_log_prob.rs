@@ -1,0 +1,75 @@
+//! The composed twin of [`linear_log_prob`](crate::linear_log_prob).
+
+use candle_core::{Result, Tensor};
+
+use super::log_prob_rows;
+use crate::linear_log_prob::Arguments;
+use crate::log_prob::{self, LogProbOptions, TokenLogProbs};
+use crate::precision::arithmetic_dtype;
+
+/// [`linear_log_prob`](crate::linear_log_prob) in plain Candle operations, through the whole logits.
+pub fn linear_log_prob(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    temperature: f64,
+    options: LogProbOptions,
+) -> Result<TokenLogProbs> {
+    rows(Arguments::new(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        options,
+    )?)
+}
+
+pub(crate) fn rows(arguments: Arguments) -> Result<TokenLogProbs> {
+    let Arguments {
+        hidden,
+        weight,
+        bias,
+        rows,
+        temperature,
+        outer,
+    } = arguments;
+    let dtype = arithmetic_dtype(hidden.dtype());
+    if hidden.elem_count() == 0 {
+        // Candle's product of nothing has no graph, through which the gradients of 0 come.
+        let mut parts = vec![hidden.to_dtype(dtype)?.sum(1)?];
+        parts.push(weight.to_dtype(dtype)?.narrow(0, 0, 0)?.sum(1)?);
+        if let Some(bias) = bias {
+            parts.push(bias.to_dtype(dtype)?.narrow(0, 0, 0)?);
+        }
+        let none = Tensor::cat(&parts, 0)?;
+        let none = none.reshape(outer)?;
+        return Ok(TokenLogProbs {
+            log_probs: none.clone(),
+            entropy: none.clone(),
+            log_sum_exp: none,
+        });
+    }
+    let hidden = match &rows.mask {
+        None => hidden,
+        // What is dropped must not reach the gradient of the weight: 0 times NaN is NaN.
+        Some(mask) => mask
+            .unsqueeze(1)?
+            .broadcast_as(hidden.shape())?
+            .where_cond(&hidden, &hidden.zeros_like()?)?,
+    };
+    let logits = hidden
+        .to_dtype(dtype)?
+        .matmul(&weight.to_dtype(dtype)?.t()?)?;
+    let logits = match bias {
+        None => logits,
+        Some(bias) => logits.broadcast_add(&bias.to_dtype(dtype)?)?,
+    };
+    log_prob_rows(&log_prob::Arguments {
+        logits,
+        rows,
+        temperature,
+        outer,
+    })
+}

@@ -1,0 +1,319 @@
+//! The CPU path of [`linear_log_prob`](crate::linear_log_prob): the logits are made tile by tile in one small buffer,
+//! read (forward) or turned into their gradient (backward) while they are in the caches, and forgotten.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use candle_core::Result;
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::element::Element;
+use super::log_prob::{Coefficients, ForwardRow, Sums};
+use super::matmul::{Matrix, matmul};
+use super::simd::MAX_LANES;
+use crate::log_prob::{Backward, Rows};
+
+/// A tile has at most this many rows: the gradient of the weight is summed over them by one product.
+const TILE_ROWS: usize = 1024;
+
+/// And at most this many logits, 4 MiB of f32.
+const TILE_LOGITS: usize = 1 << 20;
+
+/// The weight of its columns has at most this many entries, 8 MiB of f32.
+const TILE_WEIGHTS: usize = 1 << 21;
+
+/// The columns of the bias that one core sums at a time.
+const BIAS_COLUMNS: usize = 256;
+
+/// Hidden states `[K, H]` of the rows that are kept, the weight `[V, H]` and the bias, `[V]` or empty.
+#[derive(Clone, Copy)]
+pub(crate) struct Layer<'a, W> {
+    pub(crate) hidden: &'a [f32],
+    pub(crate) weight: &'a [W],
+    pub(crate) bias: &'a [f32],
+    pub(crate) vocab: usize,
+    pub(crate) width: usize,
+}
+
+/// Which gradients are wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(crate) hidden: bool,
+    pub(crate) weight: bool,
+    pub(crate) bias: bool,
+}
+
+/// The gradients that are wanted; the others are empty.
+pub(crate) struct Gradients<W> {
+    /// `[N, H]`
+    pub(crate) hidden: Vec<f32>,
+    /// `[V, H]`
+    pub(crate) weight: Vec<W>,
+    /// `[V]`
+    pub(crate) bias: Vec<f32>,
+}
+
+/// Log-probs, entropy and log-sum-exp, `[3, N]`.
+pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) -> Result<Vec<f32>> {
+    rows.read(|targets, _| {
+        let inverse_temperature = rows.inverse_temperature;
+        // What has been summed of each row, and the logit of its target.
+        let mut seen = vec![(Sums::default(), f32::NAN); kept.rows.len()];
+        layer.for_each_tile(|tile| {
+            let columns = &tile.columns;
+            tile.logits
+                .par_chunks_exact(tile.stride)
+                .zip(&mut seen[tile.rows.clone()])
+                .zip(&kept.rows[tile.rows])
+                .for_each(|((logits, (sums, target_logit)), &row)| {
+                    let logits = &logits[..columns.len()];
+                    *sums = Arch::new().dispatch(ForwardRow {
+                        logits,
+                        inverse_temperature,
+                        sums: *sums,
+                    });
+                    let target = targets[row] as usize;
+                    if columns.contains(&target) {
+                        *target_logit = logits[target - columns.start];
+                    }
+                });
+        });
+        let mut packed = vec![0.0; 3 * kept.among];
+        for (&row, (sums, target_logit)) in kept.rows.iter().zip(seen) {
+            let results = sums.finish(f64::from(target_logit), inverse_temperature);
+            for (part, result) in results.into_iter().enumerate() {
+                packed[part * kept.among + row] = result;
+            }
+        }
+        packed
+    })
+}
+
+/// The gradients that are wanted, from those of the results in `pass`.
+pub(crate) fn backward<W: Element>(
+    layer: &Layer<W>,
+    kept: &Kept,
+    pass: &Backward,
+    wanted: Wanted,
+) -> Result<Gradients<W>> {
+    let coefficients: Vec<Coefficients> = pass.read(|coefficients| {
+        kept.rows
+            .iter()
+            .filter_map(|&row| coefficients(row))
+            .collect()
+    })?;
+    let &Layer { vocab, width, .. } = layer;
+    let len = |wanted: bool, len: usize| if wanted { len } else { 0 };
+    let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.rows.len() * width)];
+    let mut weight_gradient = Vec::with_capacity(len(wanted.weight, vocab * width));
+    let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
+    let mut weight_tile = vec![0.0; len(wanted.weight, layer.tile_columns() * width)];
+
+    layer.for_each_tile(|tile| {
+        let Tile {
+            columns,
+            rows,
+            logits,
+            stride,
+            weight,
+            hidden,
+        } = tile;
+        logits
+            .par_chunks_exact_mut(stride)
+            .zip(&coefficients[rows.clone()])
+            .for_each(|(logits, coefficients)| {
+                Arch::new().dispatch(BackwardRow {
+                    logits,
+                    coefficients,
+                    start: columns.start,
+                });
+            });
+        let gradient = Matrix::new(logits, rows.len(), columns.len(), stride);
+        if wanted.hidden {
+            let target = &mut hidden_gradient[rows.start * width..rows.end * width];
+            let weight = Matrix::new(weight, columns.len(), width, width);
+            matmul(target, width, true, gradient, weight);
+        }
+        if wanted.weight {
+            let target = &mut weight_tile[..columns.len() * width];
+            let hidden = Matrix::new(hidden, rows.len(), width, width);
+            matmul(target, width, rows.start > 0, gradient.t(), hidden);
+            if rows.end == kept.rows.len() {
+                weight_gradient.par_extend(target.par_iter().map(|&x| W::nearest(x)));
+            }
+        }
+        if wanted.bias {
+            bias_gradient[columns]
+                .par_chunks_mut(BIAS_COLUMNS)
+                .enumerate()
+                .for_each(|(chunk, sums)| {
+                    for row in logits.chunks_exact(stride) {
+                        for (sum, x) in sums.iter_mut().zip(&row[chunk * BIAS_COLUMNS..]) {
+                            *sum += x;
+                        }
+                    }
+                });
+        }
+    });
+    if wanted.weight {
+        // Without a row there was no tile.
+        weight_gradient.resize(vocab * width, W::nearest(0.0));
+    }
+    Ok(Gradients {
+        hidden: if wanted.hidden {
+            kept.scatter(hidden_gradient, width)
+        } else {
+            hidden_gradient
+        },
+        weight: weight_gradient,
+        bias: bias_gradient,
+    })
+}
+
+/// The rows that count: the others are left out of every product.
+pub(crate) struct Kept {
+    rows: Vec<usize>,
+    /// How many rows there are with the others.
+    among: usize,
+}
+
+impl Kept {
+    pub(crate) fn new(rows: &Rows) -> Result<Self> {
+        rows.read(|targets, kept| Self {
+            rows: (0..targets.len()).filter(|&row| kept(row)).collect(),
+            among: targets.len(),
+        })
+    }
+
+    fn all(&self) -> bool {
+        self.rows.len() == self.among
+    }
+
+    /// These rows of `[N, width]`, in f32; a copy unless they are that already.
+    pub(crate) fn gather<'a, X: Element>(&self, values: &'a [X], width: usize) -> Cow<'a, [f32]> {
+        if self.all()
+            && let Some(values) = X::as_f32(values)
+        {
+            return Cow::Borrowed(values);
+        }
+        let mut gathered = vec![0.0; self.rows.len() * width];
+        gathered
+            .par_chunks_exact_mut(width)
+            .zip(&self.rows)
+            .for_each(|(target, &row)| X::widen(&values[row * width..][..width], target));
+        Cow::Owned(gathered)
+    }
+
+    /// `values`, those of these rows, among zeros for the others.
+    fn scatter(&self, values: Vec<f32>, width: usize) -> Vec<f32> {
+        if self.all() {
+            return values;
+        }
+        let mut scattered = vec![0.0; self.among * width];
+        for (&row, values) in self.rows.iter().zip(values.chunks_exact(width)) {
+            scattered[row * width..][..width].copy_from_slice(values);
+        }
+        scattered
+    }
+}
+
+/// A part of the logits.
+struct Tile<'t> {
+    /// Among the vocabulary.
+    columns: Range<usize>,
+    /// Among the rows that count.
+    rows: Range<usize>,
+    /// The rows begin `stride` apart, a multiple of every vector width; what lies between is anything.
+    logits: &'t mut [f32],
+    stride: usize,
+    /// The rows of the weight of these columns.
+    weight: &'t [f32],
+    /// The hidden states of these rows.
+    hidden: &'t [f32],
+}
+
+/// Tiles have sizes that depend on nothing but the shapes, so that the results do not either.
+impl<W: Element> Layer<'_, W> {
+    fn rows(&self) -> usize {
+        self.hidden.len() / self.width
+    }
+
+    fn tile_columns(&self) -> usize {
+        let columns = TILE_LOGITS / self.rows().clamp(1, TILE_ROWS);
+        let columns = columns.min(TILE_WEIGHTS / self.width).min(self.vocab);
+        columns.next_multiple_of(MAX_LANES)
+    }
+
+    /// Visits all rows of the first columns, then of the next. There is no tile if there are no rows.
+    fn for_each_tile(&self, mut visit: impl FnMut(Tile)) {
+        let width = self.width;
+        let stride = self.tile_columns();
+        if self.rows() == 0 {
+            return;
+        }
+        let mut logits = vec![0.0; self.rows().min(TILE_ROWS) * stride];
+        let mut widened = Vec::new();
+        for columns in ranges(self.vocab, stride) {
+            let weight = &self.weight[columns.start * width..columns.end * width];
+            let weight = match W::as_f32(weight) {
+                Some(weight) => weight,
+                None => {
+                    widened.resize(weight.len(), 0.0);
+                    widened
+                        .par_chunks_mut(width)
+                        .zip(weight.par_chunks(width))
+                        .for_each(|(target, weight)| W::widen(weight, target));
+                    &widened
+                }
+            };
+            for rows in ranges(self.rows(), TILE_ROWS) {
+                let logits = &mut logits[..rows.len() * stride];
+                if !self.bias.is_empty() {
+                    for row in logits.chunks_exact_mut(stride) {
+                        row[..columns.len()].copy_from_slice(&self.bias[columns.clone()]);
+                    }
+                }
+                let hidden = &self.hidden[rows.start * width..rows.end * width];
+                matmul(
+                    logits,
+                    stride,
+                    !self.bias.is_empty(),
+                    Matrix::new(hidden, rows.len(), width, width),
+                    Matrix::new(weight, columns.len(), width, width).t(),
+                );
+                visit(Tile {
+                    columns: columns.clone(),
+                    rows,
+                    logits,
+                    stride,
+                    weight,
+                    hidden,
+                });
+            }
+        }
+    }
+}
+
+/// `0..len` in ranges of `step`.
+fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len)
+        .step_by(step)
+        .map(move |start| start..len.min(start + step))
+}
+
+/// Turns a row of a tile, which begins at column `start`, into its gradient.
+struct BackwardRow<'a> {
+    logits: &'a mut [f32],
+    coefficients: &'a Coefficients,
+    start: usize,
+}
+
+impl WithSimd for BackwardRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        self.coefficients.apply(simd, self.logits, self.start);
+    }
+}

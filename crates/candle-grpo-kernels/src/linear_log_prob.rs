@@ -1,0 +1,425 @@
+//! Log-probs of tokens from hidden states and the output weight.
+
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, Var, bail};
+
+use crate::cpu::linear_log_prob::{Kept, Layer, Wanted};
+use crate::cpu::with_floats;
+use crate::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs};
+use crate::{check, composed, cpu, path};
+
+/// [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias`, which are never held: `hidden` `[.., H]`,
+/// `weight` `[V, H]`, `bias` `[V]`, `targets` integers `[..]` below V.
+///
+/// The logits are made in tiles of a few MiB, forward and again backward: what a backward pass takes is the memory of
+/// the gradients, and of a copy of hidden states that are of half precision or masked in part. What needs no gradient
+/// (weights that are frozen, hidden states that are a constant) costs no product for it; nor does a row that the mask
+/// drops, whose gradient is 0. Products are taken in f32 (f64 for f64 hidden states, from whole logits) whatever the
+/// dtypes are; the same arguments give the same bits on any number of cores.
+/// [`LogProbOptions::gradient_into_logits`] means nothing here.
+///
+/// Candle's `backward` adds every gradient to a tensor of zeros, which takes the memory of a second weight;
+/// [`LinearLogProb`] does not.
+///
+/// Errs on other shapes and dtypes, a temperature that is not positive and finite, and targets that are out of range
+/// (checked on the CPU only, as in [`log_prob`](crate::log_prob)).
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_grpo_kernels::{LogProbOptions, linear_log_prob};
+///
+/// let hidden = Tensor::ones((2, 3, 8), DType::F32, &Device::Cpu)?;
+/// let weight = Tensor::ones((5, 8), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::zeros((2, 3), DType::U32, &Device::Cpu)?;
+/// let tokens = linear_log_prob(&hidden, &weight, None, &targets, 1.0, LogProbOptions::default())?;
+/// assert_eq!(tokens.log_probs.dims(), [2, 3]);
+/// assert!((tokens.entropy.max_all()?.to_scalar::<f32>()? - 5f32.ln()).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn linear_log_prob(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    temperature: f64,
+    options: LogProbOptions,
+) -> Result<TokenLogProbs> {
+    let LinearLogProb { arguments, wanted } =
+        LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
+    if !arguments.is_fused() {
+        return composed::linear_log_prob_rows(arguments);
+    }
+    let bias = arguments.bias_or_empty()?;
+    let Arguments {
+        hidden,
+        weight,
+        rows,
+        outer,
+        ..
+    } = arguments;
+    let packed = hidden.apply_op3(&weight, &bias, Op { rows, wanted })?;
+    TokenLogProbs::unpack(&packed, &outer)
+}
+
+/// [`linear_log_prob`] with its backward pass in the caller's hands, for losses of which no graph is needed.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
+///
+/// let hidden = Tensor::ones((3, 8), DType::F32, &Device::Cpu)?;
+/// let weight = Var::ones((5, 8), DType::F32, &Device::Cpu)?;
+/// let targets = Tensor::zeros(3, DType::U32, &Device::Cpu)?;
+/// let layer = LinearLogProb::new(&hidden, &weight, None, &targets, 1.0, LogProbOptions::default())?;
+/// let tokens = layer.forward()?;
+/// // The loss is the mean of the negative log-probs.
+/// let derivatives = TokenLogProbs {
+///     log_probs: Tensor::new(&[-1f32 / 3.; 3], &Device::Cpu)?,
+///     entropy: tokens.entropy.zeros_like()?,
+///     log_sum_exp: tokens.log_sum_exp.zeros_like()?,
+/// };
+/// let gradients = layer.backward(&tokens, &derivatives)?;
+/// assert!(gradients.hidden.is_none()); // a constant
+/// assert_eq!(gradients.weight.expect("a variable has one").dims(), [5, 8]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub struct LinearLogProb {
+    arguments: Arguments,
+    wanted: Wanted,
+}
+
+/// The gradients of the arguments of a [`LinearLogProb`], of their shape and dtype, without a graph; none for an
+/// argument that is neither a variable nor computed from one.
+#[derive(Debug, Clone)]
+pub struct LinearGradients {
+    /// Of the hidden states.
+    pub hidden: Option<Tensor>,
+    /// Of the weight.
+    pub weight: Option<Tensor>,
+    /// Of the bias.
+    pub bias: Option<Tensor>,
+}
+
+impl LinearLogProb {
+    /// Takes and checks the arguments of [`linear_log_prob`].
+    pub fn new(
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        targets: &Tensor,
+        temperature: f64,
+        options: LogProbOptions,
+    ) -> Result<Self> {
+        Ok(Self {
+            arguments: Arguments::new(hidden, weight, bias, targets, temperature, options)?,
+            wanted: Wanted {
+                hidden: hidden.track_op(),
+                weight: weight.track_op(),
+                bias: bias.is_some_and(Tensor::track_op),
+            },
+        })
+    }
+
+    /// What [`linear_log_prob`] gives, without a graph.
+    pub fn forward(&self) -> Result<TokenLogProbs> {
+        let arguments = self.arguments.detach();
+        if !arguments.is_fused() {
+            return composed::linear_log_prob_rows(arguments);
+        }
+        let packed = arguments.hidden.apply_op3_no_bwd(
+            &arguments.weight,
+            &arguments.bias_or_empty()?,
+            &Op {
+                rows: arguments.rows,
+                wanted: self.wanted,
+            },
+        )?;
+        TokenLogProbs::unpack(&packed, &arguments.outer)
+    }
+
+    /// The gradients of a scalar whose derivatives by the results of [`Self::forward`], `tokens`, are known; they have
+    /// the shape of the targets.
+    pub fn backward(
+        &self,
+        tokens: &TokenLogProbs,
+        derivatives: &TokenLogProbs,
+    ) -> Result<LinearGradients> {
+        let arguments = self.arguments.detach();
+        let packed = tokens.pack("tokens", &arguments.outer)?.detach();
+        let gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
+        let hidden_shape = self.arguments.hidden_shape();
+        let gradients = if arguments.is_fused() {
+            let bias = arguments.bias_or_empty()?;
+            let op = Op {
+                rows: arguments.rows,
+                wanted: self.wanted,
+            };
+            op.gradients(
+                &arguments.hidden,
+                &arguments.weight,
+                &bias,
+                packed,
+                gradient,
+            )?
+        } else {
+            composed_gradients(arguments, self.wanted, &gradient)?
+        };
+        let [hidden, weight, bias] = gradients;
+        let bias_dtype = self.arguments.bias.as_ref().map(Tensor::dtype);
+        Ok(LinearGradients {
+            hidden: hidden.map(|x| x.reshape(hidden_shape)).transpose()?,
+            weight,
+            bias: bias
+                .zip(bias_dtype)
+                .map(|(x, dtype)| x.to_dtype(dtype))
+                .transpose()?,
+        })
+    }
+}
+
+/// By the composed twin, whose graph ends here.
+fn composed_gradients(
+    arguments: Arguments,
+    wanted: Wanted,
+    gradient: &Tensor,
+) -> Result<[Option<Tensor>; 3]> {
+    let variable = |wanted: bool, x: &Tensor| wanted.then(|| Var::from_tensor(x)).transpose();
+    let hidden = variable(wanted.hidden, &arguments.hidden)?;
+    let weight = variable(wanted.weight, &arguments.weight)?;
+    let bias = match &arguments.bias {
+        Some(bias) => variable(wanted.bias, bias)?,
+        None => None,
+    };
+    let or =
+        |variable: &Option<Var>, x: Tensor| variable.as_ref().map_or(x, |v| v.as_tensor().clone());
+    let outer = arguments.outer.clone();
+    let tokens = composed::linear_log_prob_rows(Arguments {
+        hidden: or(&hidden, arguments.hidden),
+        weight: or(&weight, arguments.weight),
+        bias: arguments.bias.map(|x| or(&bias, x)),
+        ..arguments
+    })?;
+    let store = (tokens.pack("tokens", &outer)? * gradient)?
+        .sum_all()?
+        .backward()?;
+    let found = |variable: Option<Var>| match variable {
+        None => Ok(None),
+        Some(variable) => match store.get(&variable) {
+            Some(gradient) => Ok(Some(gradient.detach())),
+            None => variable.zeros_like().map(Some),
+        },
+    };
+    Ok([found(hidden)?, found(weight)?, found(bias)?])
+}
+
+/// The arguments of [`linear_log_prob`], checked and flattened to N rows.
+pub(crate) struct Arguments {
+    /// `[N, H]`, contiguous.
+    pub(crate) hidden: Tensor,
+    /// `[V, H]`, contiguous.
+    pub(crate) weight: Tensor,
+    /// `[V]`, contiguous.
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) rows: Rows,
+    pub(crate) temperature: f64,
+    /// The shape of the results.
+    pub(crate) outer: Vec<usize>,
+}
+
+impl Arguments {
+    pub(crate) fn new(
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        targets: &Tensor,
+        temperature: f64,
+        options: LogProbOptions,
+    ) -> Result<Self> {
+        for (name, tensor) in [
+            ("hidden", Some(hidden)),
+            ("weight", Some(weight)),
+            ("bias", bias),
+        ] {
+            if let Some(tensor) = tensor {
+                check::float(name, tensor)?;
+                check::same_device(&[("hidden", hidden), (name, tensor)])?;
+            }
+        }
+        let &[vocab, width] = weight.dims() else {
+            bail!("weight: shape {:?}, must be [V, H]", weight.dims());
+        };
+        if vocab == 0 || width == 0 {
+            bail!("weight: shape {:?} is empty", weight.dims());
+        }
+        let Some((&last, outer)) = hidden.dims().split_last() else {
+            bail!("hidden: a scalar, must be [.., {width}]");
+        };
+        if last != width {
+            bail!(
+                "hidden: shape {:?}, the last dimension must be that of weight, {width}",
+                hidden.dims()
+            );
+        }
+        if let Some(bias) = bias
+            && bias.dims() != [vocab]
+        {
+            bail!("bias: shape {:?}, must be [{vocab}]", bias.dims());
+        }
+        Ok(Self {
+            rows: Rows::new(
+                ("hidden", hidden),
+                outer,
+                vocab,
+                targets,
+                temperature,
+                options,
+            )?,
+            temperature,
+            outer: outer.to_vec(),
+            hidden: hidden
+                .contiguous()?
+                .reshape((outer.iter().product::<usize>(), width))?,
+            weight: weight.contiguous()?,
+            bias: bias.map(Tensor::contiguous).transpose()?,
+        })
+    }
+
+    /// The same without graphs.
+    fn detach(&self) -> Self {
+        Self {
+            hidden: self.hidden.detach(),
+            weight: self.weight.detach(),
+            bias: self.bias.as_ref().map(Tensor::detach),
+            rows: self.rows.clone(),
+            temperature: self.temperature,
+            outer: self.outer.clone(),
+        }
+    }
+
+    /// There is no CUDA path yet.
+    fn is_fused(&self) -> bool {
+        path::is_fused_on_cpu(&self.hidden) && path::is_fused_on_cpu(&self.weight)
+    }
+
+    /// The bias in f32, of no entries if there is none.
+    fn bias_or_empty(&self) -> Result<Tensor> {
+        match &self.bias {
+            Some(bias) => bias.to_dtype(DType::F32),
+            None => Tensor::zeros(0, DType::F32, self.hidden.device()),
+        }
+    }
+
+    fn hidden_shape(&self) -> Vec<usize> {
+        [self.outer.as_slice(), &[self.weight.dims()[1]]].concat()
+    }
+}
+
+/// Hidden states `[N, H]`, weight `[V, H]` and bias, f32 `[V]` or `[0]`, to f32 `[3, N]`.
+struct Op {
+    rows: Rows,
+    /// What an argument of the backward pass no longer says.
+    wanted: Wanted,
+}
+
+impl Op {
+    /// The gradients of hidden states, weight and bias, which are detached, from the result and its gradient `[3, N]`.
+    fn gradients(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        packed: Tensor,
+        gradient: Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let pass = Backward {
+            rows: &self.rows,
+            packed,
+            gradient,
+        };
+        let kept = Kept::new(&self.rows)?;
+        let (hidden_storage, hidden_layout) = hidden.storage_and_layout();
+        let (weight_storage, weight_layout) = weight.storage_and_layout();
+        let (bias_storage, bias_layout) = bias.storage_and_layout();
+        let (vocab, width) = weight.dims2()?;
+        let states = with_floats!(cpu::on_cpu(&hidden_storage)?, "hidden", hidden => {
+            kept.gather(&hidden[cpu::range(hidden_layout)?], width)
+        });
+        let found = |x, wanted: bool, shape: &Shape, dtype| match wanted {
+            true => Tensor::from_vec(x, shape, &candle_core::Device::Cpu)?
+                .to_dtype(dtype)
+                .map(Some),
+            false => Ok(None),
+        };
+        with_floats!(cpu::on_cpu(&weight_storage)?, "weight", values => {
+            let layer = Layer {
+                hidden: &states,
+                weight: &values[cpu::range(weight_layout)?],
+                bias: &cpu::on_cpu(&bias_storage)?.as_slice::<f32>()?[cpu::range(bias_layout)?],
+                vocab,
+                width,
+            };
+            let gradients = cpu::linear_log_prob::backward(&layer, &kept, &pass, self.wanted)?;
+            let weight_gradient = self
+                .wanted
+                .weight
+                .then(|| Tensor::from_vec(gradients.weight, weight.shape(), weight.device()))
+                .transpose()?;
+            Ok([
+                found(gradients.hidden, self.wanted.hidden, hidden.shape(), hidden.dtype())?,
+                weight_gradient,
+                found(gradients.bias, self.wanted.bias, bias.shape(), DType::F32)?,
+            ])
+        })
+    }
+}
+
+impl CustomOp3 for Op {
+    fn name(&self) -> &'static str {
+        "linear_log_prob"
+    }
+
+    fn cpu_fwd(
+        &self,
+        hidden: &CpuStorage,
+        hidden_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (rows, _) = hidden_layout.shape().dims2()?;
+        let (vocab, width) = weight_layout.shape().dims2()?;
+        let kept = Kept::new(&self.rows)?;
+        let hidden = with_floats!(hidden, "hidden", hidden => {
+            kept.gather(&hidden[cpu::range(hidden_layout)?], width)
+        });
+        let packed = with_floats!(weight, "weight", weight => {
+            let layer = Layer {
+                hidden: &hidden,
+                weight: &weight[cpu::range(weight_layout)?],
+                bias: &bias.as_slice::<f32>()?[cpu::range(bias_layout)?],
+                vocab,
+                width,
+            };
+            cpu::linear_log_prob::forward(&layer, &kept, &self.rows)?
+        });
+        Ok((CpuStorage::F32(packed), Shape::from((3, rows))))
+    }
+
+    fn bwd(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        packed: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [hidden, weight, bias] = self.gradients(
+            &hidden.detach(),
+            &weight.detach(),
+            &bias.detach(),
+            packed.detach(),
+            gradient.contiguous()?,
+        )?;
+        Ok((hidden, weight, bias))
+    }
+}

@@ -1,0 +1,433 @@
+//! `linear_log_prob` against its composed twin in f64, and what it promises about masks and frozen arguments.
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::{
+    LinearLogProb, LogProbOptions, TokenLogProbs, composed, linear_log_prob,
+};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use common::{noise, score, tensor};
+use proptest::prelude::*;
+use rstest::rstest;
+
+/// Hidden states, weight and bias of small logits.
+struct Layer {
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+impl Layer {
+    /// Of the shape [rows, width, vocab].
+    fn new(
+        [rows, width, vocab]: [usize; 3],
+        bias: bool,
+        dtype: DType,
+        seed: u64,
+        device: &Device,
+    ) -> Result<Self> {
+        let of = |shape: &[usize], seed| {
+            tensor(noise(shape.iter().product(), seed), shape, dtype, device)
+        };
+        Ok(Self {
+            hidden: of(&[rows, width], seed)?,
+            weight: of(&[vocab, width], seed ^ 1)?,
+            bias: bias.then(|| of(&[vocab], seed ^ 2)).transpose()?,
+        })
+    }
+
+    fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            hidden: f(&self.hidden)?,
+            weight: f(&self.weight)?,
+            bias: self.bias.as_ref().map(&f).transpose()?,
+        })
+    }
+
+    fn variables(&self) -> Result<Self> {
+        self.map(|x| Ok(Var::from_tensor(x)?.into_inner()))
+    }
+
+    fn arguments(&self) -> Vec<&Tensor> {
+        [Some(&self.hidden), Some(&self.weight), self.bias.as_ref()]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+
+    fn log_probs(
+        &self,
+        targets: &Tensor,
+        temperature: f64,
+        options: LogProbOptions,
+    ) -> Result<TokenLogProbs> {
+        linear_log_prob(
+            &self.hidden,
+            &self.weight,
+            self.bias.as_ref(),
+            targets,
+            temperature,
+            options,
+        )
+    }
+}
+
+fn targets(rows: usize, vocab: usize, seed: u64, device: &Device) -> Result<Tensor> {
+    let ids = (0..rows as u64).map(|row| (seed.wrapping_add(row * 7919) % vocab as u64) as u32);
+    Tensor::from_vec(ids.collect(), rows, device)
+}
+
+fn results(tokens: &TokenLogProbs) -> [&Tensor; 3] {
+    [&tokens.log_probs, &tokens.entropy, &tokens.log_sum_exp]
+}
+
+/// The fused path, in a graph and without one, against the twin in f64 on the same numbers.
+fn check_against_f64(
+    layer: &Layer,
+    targets: &Tensor,
+    temperature: f64,
+    mask: Option<&Tensor>,
+) -> Result<()> {
+    // The gradients have the dtype of the arguments.
+    let close = match layer.hidden.dtype() {
+        DType::F32 => 1e-5,
+        DType::BF16 => 4e-3,
+        _ => 1e-3,
+    };
+    let options = LogProbOptions {
+        mask,
+        ..Default::default()
+    };
+    let exact = layer.map(|x| x.to_dtype(DType::F64))?.variables()?;
+    let fused = layer.variables()?;
+    let expected = composed::linear_log_prob(
+        &exact.hidden,
+        &exact.weight,
+        exact.bias.as_ref(),
+        targets,
+        temperature,
+        options,
+    )?;
+    let actual = fused.log_probs(targets, temperature, options)?;
+    let alone = LinearLogProb::new(
+        &fused.hidden,
+        &fused.weight,
+        fused.bias.as_ref(),
+        targets,
+        temperature,
+        options,
+    )?;
+    let without_graph = alone.forward()?;
+    for ((expected, actual), alone) in results(&expected)
+        .into_iter()
+        .zip(results(&actual))
+        .zip(results(&without_graph))
+    {
+        assert_eq!(actual.dtype(), DType::F32);
+        assert_eq!(actual.dims(), targets.dims());
+        assert_close(&numbers(actual)?, &numbers(expected)?, 4e-6);
+        assert_eq!(numbers(actual)?, numbers(alone)?);
+        assert!(!alone.track_op());
+    }
+    let expected = score(&expected)?.backward()?;
+    let store = score(&actual)?.backward()?;
+    let weights = |seed| {
+        let weights = noise(targets.elem_count(), seed);
+        tensor(weights, targets.dims(), DType::F32, targets.device())
+    };
+    let derivatives = TokenLogProbs {
+        log_probs: weights(1)?,
+        entropy: weights(2)?,
+        log_sum_exp: weights(3)?,
+    };
+    let gradients = alone.backward(&without_graph, &derivatives)?;
+    let gradients = [gradients.hidden, gradients.weight, gradients.bias];
+    for ((exact, fused), alone) in exact
+        .arguments()
+        .into_iter()
+        .zip(fused.arguments())
+        .zip(gradients)
+    {
+        let expected = expected.get(exact).expect("a gradient of the twin");
+        let actual = store.get(fused).expect("a gradient");
+        assert_eq!(actual.dtype(), fused.dtype());
+        assert_close(&numbers(actual)?, &numbers(expected)?, close);
+        let alone = alone.expect("a gradient without a graph");
+        assert_eq!((alone.dtype(), alone.dims()), (fused.dtype(), fused.dims()));
+        assert_eq!(numbers(&alone)?, numbers(actual)?);
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        rows in 0usize..6,
+        width in prop_oneof![Just(1usize), 2usize..40],
+        vocab in prop_oneof![Just(1usize), 2usize..40, 1000usize..1100],
+        bias in any::<bool>(),
+        temperature in 0.3f64..2.0,
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        masked in any::<bool>(),
+        seed in any::<u64>(),
+    ) {
+        for device in devices() {
+            let layer = Layer::new([rows, width, vocab], bias, dtype, seed, device)?;
+            let mask: Vec<u8> = (0..rows).map(|row| (seed >> row & 1) as u8).collect();
+            let mask = Tensor::from_vec(mask, rows, device)?;
+            let targets = targets(rows, vocab, seed, device)?;
+            check_against_f64(&layer, &targets, temperature, masked.then_some(&mask))?;
+        }
+    }
+}
+
+/// More rows than a tile has, and more columns.
+#[rstest]
+fn many_tiles_make_one_result(#[values(DType::F32, DType::BF16)] dtype: DType) -> Result<()> {
+    for device in devices() {
+        let (rows, vocab) = (1100, 2500);
+        let layer = Layer::new([rows, 5, vocab], true, dtype, 7, device)?;
+        let mask: Vec<u8> = (0..rows).map(|row| (row % 41 != 3) as u8).collect();
+        let mask = Tensor::from_vec(mask, rows, device)?;
+        let targets = targets(rows, vocab, 3, device)?;
+        check_against_f64(&layer, &targets, 0.8, None)?;
+        check_against_f64(&layer, &targets, 0.8, Some(&mask))?;
+    }
+    Ok(())
+}
+
+/// Hidden states and weight from two tensors.
+type View = fn(&Tensor, &Tensor) -> Result<[Tensor; 2]>;
+
+/// Strided, narrowed and broadcast arguments give what copies of them give, and their gradient goes on to what they were
+/// made of.
+#[rstest]
+fn any_layout_is_taken(#[values(DType::F32, DType::F16)] dtype: DType) -> Result<()> {
+    for device in devices() {
+        let wide = tensor(noise(2 * 9 * 7, 5), &[2, 9, 7], dtype, device)?;
+        let weight = tensor(noise(9 * 30, 6), &[9, 30], dtype, device)?;
+        let targets = Tensor::new(&[[0u32, 3, 9], [8, 7, 6]], device)?;
+        let views: [View; 3] = [
+            |x, w| Ok([x.narrow(1, 4, 3)?, w.t()?.narrow(1, 1, 7)?]),
+            |x, w| {
+                Ok([
+                    x.narrow(2, 2, 3)?.transpose(1, 2)?,
+                    w.t()?.narrow(0, 5, 11)?,
+                ])
+            },
+            |x, w| {
+                Ok([
+                    x.narrow(0, 1, 1)?
+                        .narrow(1, 3, 1)?
+                        .broadcast_as((2, 3, 7))?,
+                    w.t()?.narrow(1, 2, 7)?,
+                ])
+            },
+        ];
+        for view in views {
+            let run = |dense: bool| -> Result<_> {
+                let (x, w) = (Var::from_tensor(&wide)?, Var::from_tensor(&weight)?);
+                let [hidden, weight] = view(&x, &w)?;
+                let (hidden, weight) = match dense {
+                    true => (hidden.force_contiguous()?, weight.force_contiguous()?),
+                    false => (hidden, weight),
+                };
+                let layer = Layer {
+                    hidden,
+                    weight,
+                    bias: None,
+                };
+                let tokens = layer.log_probs(&targets, 0.9, LogProbOptions::default())?;
+                let store = score(&tokens)?.backward()?;
+                let gradient = |variable: &Var| numbers(store.get(variable).expect("a gradient"));
+                Ok((numbers(&tokens.log_probs)?, gradient(&x)?, gradient(&w)?))
+            };
+            let (values, of_x, of_w) = run(false)?;
+            let (dense_values, of_dense_x, of_dense_w) = run(true)?;
+            assert_eq!(values, dense_values);
+            assert_close(&of_x, &of_dense_x, 1e-6);
+            assert_close(&of_w, &of_dense_w, 1e-6);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_dropped_row_may_hold_anything() -> Result<()> {
+    for device in devices() {
+        let hidden = Var::new(&[[1f32, 2.], [f32::NAN, f32::INFINITY], [0.5, -1.]], device)?;
+        let weight = Var::from_tensor(&tensor(noise(10, 4), &[5, 2], DType::F32, device)?)?;
+        let bias = Var::from_tensor(&tensor(noise(5, 8), &[5], DType::F32, device)?)?;
+        // On a GPU the id cannot be out of range: the composed twin looks it up.
+        let targets = Tensor::new(&[1i64, if device.is_cpu() { -100 } else { 0 }, 4], device)?;
+        let mask = Tensor::new(&[1f32, 0., 1.], device)?;
+        let options = LogProbOptions {
+            mask: Some(&mask),
+            ..Default::default()
+        };
+        for twin in [linear_log_prob, composed::linear_log_prob] {
+            let tokens = twin(&hidden, &weight, Some(&bias), &targets, 1.0, options)?;
+            for result in results(&tokens) {
+                let result = result.to_vec1::<f32>()?;
+                assert!(result[0].is_finite() && result[2].is_finite());
+                assert_eq!(result[1], 0.0);
+            }
+            let store = score(&tokens)?.backward()?;
+            let gradient = store.get(&hidden).expect("a gradient").to_vec2::<f32>()?;
+            assert!(
+                gradient[0]
+                    .iter()
+                    .chain(&gradient[2])
+                    .all(|g| g.is_finite() && *g != 0.0)
+            );
+            assert_eq!(gradient[1], [0.0; 2]);
+            for variable in [&weight, &bias] {
+                let gradient = numbers(store.get(variable).expect("a gradient"))?;
+                assert!(gradient.iter().all(|g| g.is_finite() && *g != 0.0));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// On the CPU alone: in the composed twin Candle computes gradients of constants as well.
+#[test]
+fn frozen_arguments_get_no_gradient() -> Result<()> {
+    let layer = Layer::new([5, 6, 70], true, DType::F32, 11, &Device::Cpu)?;
+    let targets = targets(5, 70, 2, &Device::Cpu)?;
+    let all = layer.variables()?;
+    let gradients = |layer: &Layer| -> Result<_> {
+        let tokens = layer.log_probs(&targets, 1.0, LogProbOptions::default())?;
+        let store = score(&tokens)?.backward()?;
+        layer
+            .arguments()
+            .into_iter()
+            .map(|x| store.get(x).map(numbers).transpose())
+            .collect::<Result<Vec<_>>>()
+    };
+    let expected = gradients(&all)?;
+    for frozen in 1..7 {
+        let is_frozen = |at: usize| frozen >> at & 1 == 1;
+        let part = |at, variable: &Tensor| match is_frozen(at) {
+            true => variable.detach(),
+            false => variable.clone(),
+        };
+        let some = Layer {
+            hidden: part(0, &all.hidden),
+            weight: part(1, &all.weight),
+            bias: all.bias.as_ref().map(|bias| part(2, bias)),
+        };
+        for (at, (found, expected)) in gradients(&some)?.iter().zip(&expected).enumerate() {
+            assert_eq!(found, if is_frozen(at) { &None } else { expected });
+        }
+    }
+    Ok(())
+}
+
+/// The weight is the embedding as well: one variable with two uses has the sum of both gradients.
+#[test]
+fn the_weight_may_be_the_embedding() -> Result<()> {
+    for device in devices() {
+        let ids = Tensor::new(&[3u32, 0, 7, 3], device)?;
+        let targets = Tensor::new(&[0u32, 7, 3, 11], device)?;
+        let values = tensor(noise(12 * 4, 21), &[12, 4], DType::F32, device)?;
+        let gradient = |dtype| -> Result<_> {
+            let embedding = Var::from_tensor(&values.to_dtype(dtype)?)?;
+            let hidden = embedding.index_select(&ids, 0)?.tanh()?;
+            let layer = Layer {
+                hidden,
+                weight: embedding.as_tensor().clone(),
+                bias: None,
+            };
+            let tokens = layer.log_probs(&targets, 1.0, LogProbOptions::default())?;
+            let store = score(&tokens)?.backward()?;
+            numbers(store.get(&embedding).expect("a gradient"))
+        };
+        assert_close(&gradient(DType::F32)?, &gradient(DType::F64)?, 1e-5);
+    }
+    Ok(())
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu);
+    let (hidden, weight) = (zeros(&[2, 4], DType::F32)?, zeros(&[5, 4], DType::F32)?);
+    let targets = Tensor::new(&[0u32, 4], &Device::Cpu)?;
+    let call =
+        |hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>, targets: &Tensor, temperature| {
+            message(linear_log_prob(
+                hidden,
+                weight,
+                bias,
+                targets,
+                temperature,
+                LogProbOptions::default(),
+            ))
+        };
+    let of = |hidden: &Tensor, weight: &Tensor| call(hidden, weight, None, &targets, 1.0);
+    assert_eq!(
+        of(&hidden, &zeros(&[5], DType::F32)?),
+        "weight: shape [5], must be [V, H]"
+    );
+    assert_eq!(
+        of(&hidden, &zeros(&[0, 4], DType::F32)?),
+        "weight: shape [0, 4] is empty"
+    );
+    assert_eq!(
+        of(&hidden, &zeros(&[5, 4], DType::U32)?),
+        "weight: U32, must be of a float dtype"
+    );
+    assert_eq!(
+        of(&zeros(&[2, 3], DType::F32)?, &weight),
+        "hidden: shape [2, 3], the last dimension must be that of weight, 4"
+    );
+    assert_eq!(
+        of(&zeros(&[], DType::F32)?, &weight),
+        "hidden: a scalar, must be [.., 4]"
+    );
+    assert_eq!(
+        of(&zeros(&[2, 4], DType::I64)?, &weight),
+        "hidden: I64, must be of a float dtype"
+    );
+    let bias = |shape: &[usize], dtype| -> Result<_> {
+        Ok(call(
+            &hidden,
+            &weight,
+            Some(&zeros(shape, dtype)?),
+            &targets,
+            1.0,
+        ))
+    };
+    assert_eq!(bias(&[4], DType::F32)?, "bias: shape [4], must be [5]");
+    assert_eq!(bias(&[5], DType::U8)?, "bias: U8, must be of a float dtype");
+    assert_eq!(
+        call(&hidden, &weight, None, &targets.narrow(0, 0, 1)?, 1.0),
+        "targets: shape [1], must be that of hidden without the last dimension, [2]"
+    );
+    let far = Tensor::new(&[0u32, 5], &Device::Cpu)?;
+    assert!(call(&hidden, &weight, None, &far, 1.0).contains("token id 5"));
+    assert_eq!(
+        call(&hidden, &weight, None, &targets, -1.0),
+        "temperature: -1, must be positive and finite"
+    );
+    let layer = LinearLogProb::new(
+        &hidden,
+        &weight,
+        None,
+        &targets,
+        1.0,
+        LogProbOptions::default(),
+    )?;
+    let tokens = layer.forward()?;
+    let short = TokenLogProbs {
+        entropy: tokens.entropy.narrow(0, 0, 1)?,
+        ..tokens.clone()
+    };
+    assert_eq!(
+        message(layer.backward(&tokens, &short)),
+        "derivatives: shape [1], must be that of targets, [2]"
+    );
+    Ok(())
+}
