@@ -11,7 +11,6 @@ use crate::mlp::Mlp;
 use crate::norm::RmsNorm;
 use crate::rope::Rope;
 use crate::{DecoderConfig, mask};
-use candle_grpo_kernels::arithmetic_dtype;
 
 /// A decoder-only transformer in the layout of Hugging Face's Llama: RMSNorm, rotary positions, grouped-query
 /// attention, SwiGLU.
