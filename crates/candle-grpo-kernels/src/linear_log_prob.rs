@@ -295,16 +295,23 @@ impl Arguments {
         }
     }
 
-    /// There is no CUDA path yet.
+    /// There is no CUDA path with a bias.
     fn is_fused(&self) -> bool {
-        path::is_fused_on_cpu(&self.hidden) && path::is_fused_on_cpu(&self.weight)
+        let is_fused = match &self.bias {
+            None => path::is_fused,
+            Some(_) => path::is_fused_on_cpu,
+        };
+        is_fused(&self.hidden) && is_fused(&self.weight)
     }
 
-    /// The bias in f32, of no entries if there is none.
+    /// The bias in f32. If there is none, it has no entries; on CUDA, where no memory is empty, one that nothing reads.
     fn bias_or_empty(&self) -> Result<Tensor> {
         match &self.bias {
             Some(bias) => bias.to_dtype(DType::F32),
-            None => Tensor::zeros(0, DType::F32, self.hidden.device()),
+            None => {
+                let device = self.hidden.device();
+                Tensor::zeros(usize::from(device.is_cuda()), DType::F32, device)
+            }
         }
     }
 
@@ -335,6 +342,13 @@ impl Op {
             packed,
             gradient,
         };
+        #[cfg(feature = "cuda")]
+        if hidden.device().is_cuda() {
+            let wanted = (self.wanted.hidden, self.wanted.weight);
+            let (hidden, weight) =
+                crate::cuda::linear_log_prob::backward(hidden, weight, &pass, wanted)?;
+            return Ok([hidden, weight, None]);
+        }
         let kept = Kept::new(&self.rows)?;
         let (hidden_storage, hidden_layout) = hidden.storage_and_layout();
         let (weight_storage, weight_layout) = weight.storage_and_layout();
@@ -403,6 +417,25 @@ impl CustomOp3 for Op {
             cpu::linear_log_prob::forward(&layer, &kept, &self.rows)?
         });
         Ok((CpuStorage::F32(packed), Shape::from((3, rows))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        hidden: &candle_core::CudaStorage,
+        hidden_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::linear_log_prob::forward(
+            hidden,
+            hidden_layout,
+            weight,
+            weight_layout,
+            &self.rows,
+        )
     }
 
     fn bwd(

@@ -115,7 +115,14 @@ pub(crate) fn backward(
             let device = storage.device().clone();
             let stream = device.cuda_stream();
             let gradient = Out::<f32>::in_place(storage, layout, &stream)?;
-            launch_backward(&device, (n, columns), start as u32, pass, gradient.read(), gradient)
+            launch_backward(
+                &device,
+                (n, columns),
+                start as u32,
+                pass,
+                gradient.read(),
+                gradient,
+            )
         })?;
         let gradient = logits;
         if hidden_wanted {

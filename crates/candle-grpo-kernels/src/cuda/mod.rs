@@ -3,7 +3,9 @@
 mod argument;
 mod element;
 pub(crate) mod embedding;
+mod in_place;
 mod launch;
+pub(crate) mod linear_log_prob;
 pub(crate) mod log_prob;
 mod output;
 pub(crate) mod rms_norm;
