@@ -32,6 +32,16 @@ impl Metrics {
         self.push(name, Kind::Mean, sum, count)
     }
 
+    /// Adds the scalar `largest`: minus infinity if there was nothing to take it of.
+    pub fn push_max(&mut self, name: &str, largest: &Tensor) -> Result<()> {
+        self.push(name, Kind::Max, largest, &largest.ones_like()?)
+    }
+
+    /// Adds the scalar `smallest`: infinity if there was nothing to take it of.
+    pub fn push_min(&mut self, name: &str, smallest: &Tensor) -> Result<()> {
+        self.push(name, Kind::Min, smallest, &smallest.ones_like()?)
+    }
+
     /// Adds the mean of `values` `[B, T]` over the positions of `mask`.
     pub fn push_masked_mean(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         let dtype = statistics_dtype(values.device());

@@ -1,5 +1,7 @@
 //! Checks of arguments that several operators have.
 
+use std::collections::HashSet;
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Errs unless `value` is positive and finite.
@@ -8,6 +10,15 @@ pub(crate) fn positive(name: &str, value: f64) -> Result<()> {
         Ok(())
     } else {
         bail!("{name}: {value}, must be positive and finite")
+    }
+}
+
+/// Errs unless `value` is at least 0 and finite.
+pub(crate) fn not_negative(name: &str, value: f64) -> Result<()> {
+    if value >= 0.0 && value.is_finite() {
+        Ok(())
+    } else {
+        bail!("{name}: {value}, must be at least 0 and finite")
     }
 }
 
@@ -58,6 +69,27 @@ pub(crate) fn width(name: &str, x: &Tensor) -> Result<usize> {
             x.dims()
         ),
     }
+}
+
+/// Errs unless each of the tensors that are `written` has a memory of its own, apart from those that are only `read`.
+pub(crate) fn apart(name: &str, written: &[&Tensor], read: &[&Tensor]) -> Result<()> {
+    let memory = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
+    let mut seen = HashSet::new();
+    for tensor in written {
+        if !seen.insert(memory(tensor)) {
+            bail!(
+                "{name}: one of shape {:?} shares its memory with another that is written",
+                tensor.dims()
+            );
+        }
+    }
+    if let Some(tensor) = read.iter().find(|tensor| seen.contains(&memory(tensor))) {
+        bail!(
+            "{name}: a gradient of shape {:?} shares its memory with what is written",
+            tensor.dims()
+        );
+    }
+    Ok(())
 }
 
 /// A mask of `outer` shape in any dtype as contiguous u8 `[N]`, 1 where it is not 0.

@@ -10,6 +10,9 @@
 //!
 //! | operator | file in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` |
 //! | --- | --- |
+//! | [`adamw`](adamw()): one step of the optimiser over all parameters, in place | `adamw` |
+//! | [`squared_gradient_norms`], [`scale_gradients`]: clipping by the global norm | `gradient_norm` |
+//! | [`group_advantage`](group_advantage()): rewards relative to their group | `group_advantage` |
 //! | [`log_prob`]: selected log-probs, entropy and log-sum-exp of logits | `log_prob` |
 //! | [`linear_log_prob`]: the same from hidden states and the output weight | `linear_log_prob` |
 //! | [`attention`](attention()): causal grouped-query attention | `attention` |
@@ -17,7 +20,9 @@
 //! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
 //! | [`rope`](rope()): rotary position embedding | `rope` |
 //! | [`swiglu`](swiglu()): the gate of a feed-forward layer | `swiglu` |
+//! | [`policy_loss`](policy_loss()): loss, gradient and figures of log-probs, the composed product being that of `candle-grpo-loss` | `policy_loss` |
 
+mod adamw;
 mod attention;
 mod check;
 pub mod composed;
@@ -25,18 +30,30 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod embedding;
+mod gradient_norm;
+mod group_advantage;
 mod linear_log_prob;
 mod log_prob;
 mod path;
+mod policy_loss;
 mod precision;
 mod rms_norm;
 mod rope;
 mod swiglu;
 
+pub use adamw::{AdamWStep, AdamWTensors, adamw};
 pub use attention::attention;
 pub use embedding::embedding;
+pub use gradient_norm::{scale_gradients, squared_gradient_norms};
+pub use group_advantage::{
+    AdvantageScale, GroupAdvantageOptions, GroupBaseline, LoneSample, SampleGroups, group_advantage,
+};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
+pub use policy_loss::{
+    FusedPolicyLoss, KlEstimate, KlRatio, KlSlope, KlTerm, PolicyLossOptions, PolicyLossTensors,
+    PolicySum, RatioLevel, RowDivisor, TokenSurrogate, policy_loss, policy_loss_is_fused,
+};
 pub use precision::arithmetic_dtype;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

@@ -108,6 +108,11 @@ impl Aggregation {
             }
             _ => selected.sum_all()?,
         };
+        (sum / self.denominator(totals)?)?.to_dtype(per_token.dtype())
+    }
+
+    /// What the sum over all sequences is divided by.
+    pub(crate) fn denominator(&self, totals: &StepTotals) -> Result<f64> {
         let denominator = match *self {
             Self::TokenMean => totals.tokens,
             Self::TokenSum => 1.,
@@ -118,6 +123,6 @@ impl Aggregation {
         if !(denominator > 0. && denominator.is_finite()) {
             bail!("totals: {totals:?} give the denominator {denominator}, it must be positive");
         }
-        (sum / denominator)?.to_dtype(per_token.dtype())
+        Ok(denominator)
     }
 }

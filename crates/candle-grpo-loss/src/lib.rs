@@ -18,6 +18,7 @@
 mod adaptive_entropy;
 mod aggregation;
 mod batch;
+mod fused;
 mod importance;
 mod kl_loss;
 mod limits;

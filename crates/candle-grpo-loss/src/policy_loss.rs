@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
 use crate::batch::{OldPolicy, PolicyBatch, over_tokens};
+use crate::fused;
 use crate::importance::{ImportanceLevel, k3};
 use crate::kl_loss::{KlLoss, KlValues};
 use crate::limits::{check_not_negative, check_positive};
@@ -211,9 +212,21 @@ impl PolicyLoss {
             EmptySequences::Exclude => *totals,
             EmptySequences::Include => totals.with_empty(),
         };
+        match fused::compute(self, batch, &totals)? {
+            Some(output) => Ok(output),
+            None => self.compute_composed(batch, &totals),
+        }
+    }
+
+    /// The product in plain operations: the reference, and the path of all that the fused operator does not cover.
+    fn compute_composed(
+        &self,
+        batch: &PolicyBatch,
+        totals: &StepTotals,
+    ) -> Result<PolicyLossOutput> {
         let inputs = Inputs::new(self, batch)?;
         let aggregate = |aggregation: &Aggregation, x: &Tensor| {
-            aggregation.apply_with_prompts(x, &inputs.mask, &totals, batch.prompt_tokens)
+            aggregation.apply_with_prompts(x, &inputs.mask, totals, batch.prompt_tokens)
         };
         let mut metrics = Metrics::new();
 
@@ -244,12 +257,8 @@ impl PolicyLoss {
         if let Some(entropy) = &inputs.entropy {
             metrics.push_masked_mean("entropy", entropy, &inputs.mask)?;
             if self.entropy_coef > 0. {
-                let aggregation = self.entropy_aggregation.unwrap_or(self.aggregation);
-                let bonus = match &inputs.entropy_mask {
-                    Some(kept) => kept.where_cond(entropy, &entropy.zeros_like()?)?,
-                    None => entropy.clone(),
-                };
-                loss = (loss - (aggregate(&aggregation, &bonus)? * self.entropy_coef)?)?;
+                let kept = inputs.entropy_mask.as_ref();
+                loss = (loss - self.entropy_bonus(entropy, kept, &inputs.mask, totals, batch)?)?;
             }
         } else if self.entropy_coef > 0. {
             bail!(
@@ -269,9 +278,29 @@ impl PolicyLoss {
                 clipped: scored
                     .flags
                     .into_iter()
-                    .find_map(|(name, flag)| (name == "clip_fraction").then_some(flag)),
+                    .find(|(name, _)| *name == "clip_fraction")
+                    .map(|(_, flag)| inputs.mask.select(&flag))
+                    .transpose()?,
             },
         })
+    }
+
+    /// What is taken off the loss for `entropy` `[B, T]`, at the positions that are `kept`.
+    pub(crate) fn entropy_bonus(
+        &self,
+        entropy: &Tensor,
+        kept: Option<&Tensor>,
+        mask: &Mask,
+        totals: &StepTotals,
+        batch: &PolicyBatch,
+    ) -> Result<Tensor> {
+        let aggregation = self.entropy_aggregation.unwrap_or(self.aggregation);
+        let bonus = match kept {
+            Some(kept) => kept.where_cond(entropy, &entropy.zeros_like()?)?,
+            None => entropy.clone(),
+        };
+        let mean = aggregation.apply_with_prompts(&bonus, mask, totals, batch.prompt_tokens)?;
+        mean * self.entropy_coef
     }
 
     /// A correction must be given where one is configured, and must not where the ratio is one already.

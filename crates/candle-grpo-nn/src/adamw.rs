@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use serde::{Deserialize, Serialize};
 
-use crate::adamw_update::{Coefficients, update};
 use crate::parameters::check_names;
 use crate::whole_file::write_safetensors;
 use crate::{Gradients, Parameters};
@@ -108,29 +108,35 @@ impl AdamW {
         self.check_fit(parameters, gradients)?;
         let steps = self.steps + 1;
         let steps_tensor = scalar(steps)?;
-        // As a float, since a count may pass what an i32 power takes.
-        let t = steps as f64;
         let config = &self.config;
-        for (name, (average, square)) in &self.moments {
-            let (Some(variable), Some(gradient)) = (parameters.get(name), gradients.get(name))
-            else {
-                bail!("{name} has no variable or no gradient");
-            };
-            let decays = config.decay.applies(name, variable);
-            let coefficients = Coefficients {
-                beta1: config.beta1,
-                beta2: config.beta2,
-                epsilon: config.epsilon,
-                keep: if decays {
-                    1.0 - config.learning_rate * config.weight_decay
-                } else {
-                    1.0
-                },
-                step_size: config.learning_rate / (1.0 - config.beta1.powf(t)),
-                root_correction: (1.0 - config.beta2.powf(t)).sqrt(),
-            };
-            update(variable, (average, square), gradient, coefficients)?;
-        }
+        let tensors = self
+            .moments
+            .iter()
+            .map(|(name, (average, square))| {
+                let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name))
+                else {
+                    bail!("{name} has no variable or no gradient");
+                };
+                let decays = config.decay.applies(name, parameter);
+                Ok(AdamWTensors {
+                    parameter,
+                    // The variables are f32: they are masters themselves.
+                    master: None,
+                    average,
+                    square,
+                    gradient,
+                    weight_decay: if decays { config.weight_decay } else { 0.0 },
+                })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let step = AdamWStep {
+            learning_rate: config.learning_rate,
+            beta1: config.beta1,
+            beta2: config.beta2,
+            epsilon: config.epsilon,
+            step: steps,
+        };
+        adamw(&tensors, &step)?;
         self.steps = steps;
         self.steps_tensor = steps_tensor;
         Ok(())

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{D, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_grpo_kernels::{scale_gradients, squared_gradient_norms};
 
 use crate::Parameters;
 
@@ -75,32 +76,28 @@ impl Gradients {
 
     /// The Euclidean norm over all gradients together; 0 when there are none.
     ///
-    /// Squares are summed in f32, row by row, and the sums of the variables in f64. One transfer to the host. A norm that is not
-    /// finite is an error that names the first gradient to blame.
+    /// Squares are summed in f64. One transfer to the host. A gradient whose squares sum to more than f32 holds is an error that
+    /// names the first to blame: the optimiser squares it in f32.
     pub fn global_norm(&self) -> Result<f64> {
-        if self.by_name.is_empty() {
-            return Ok(0.0);
-        }
-        // One long sum in f32 would round more.
-        let sums = self
-            .by_name
-            .values()
-            .map(|gradient| gradient.sqr()?.sum(D::Minus1)?.sum_all())
-            .collect::<Result<Vec<_>>>()?;
-        let sums = Tensor::stack(&sums, 0)?.to_vec1::<f32>()?;
+        let gradients: Vec<_> = self.by_name.values().collect();
+        // Widened on the host: not every device has f64.
+        let sums = squared_gradient_norms(&gradients)?
+            .to_device(&Device::Cpu)?
+            .to_dtype(DType::F64)?
+            .to_vec1::<f64>()?;
         if let Some((name, sum)) = self
             .by_name
             .keys()
             .zip(&sums)
-            .find(|(_, sum)| !sum.is_finite())
+            .find(|&(_, &sum)| !(sum as f32).is_finite())
         {
             bail!("the gradient of {name} is not finite: its squares sum to {sum}");
         }
-        Ok(sums.iter().map(|&sum| f64::from(sum)).sum::<f64>().sqrt())
+        Ok(sums.iter().sum::<f64>().sqrt())
     }
 
     /// Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does, and
-    /// returns the norm before.
+    /// returns the norm before. The gradients change in place.
     ///
     /// `max_norm` must be positive; infinity means no clipping. A norm that is not finite is an error, see
     /// [`Self::global_norm`].
@@ -111,12 +108,7 @@ impl Gradients {
         let norm = self.global_norm()?;
         let scale = max_norm / (norm + 1e-6);
         if scale < 1.0 {
-            let scaled = self
-                .by_name
-                .iter()
-                .map(|(name, gradient)| Ok((name.clone(), (gradient * scale)?)))
-                .collect::<Result<BTreeMap<_, _>>>()?;
-            self.by_name = scaled;
+            scale_gradients(&self.by_name.values().collect::<Vec<_>>(), scale)?;
         }
         Ok(norm)
     }

@@ -47,7 +47,6 @@
 //! ```
 
 mod adamw;
-mod adamw_update;
 mod attention;
 mod config;
 mod decoder;

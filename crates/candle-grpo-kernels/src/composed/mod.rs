@@ -2,18 +2,28 @@
 //!
 //! They take and give what the operators do, on every device and in f64 too.
 
+mod adamw;
 mod attention;
 mod embedding;
+mod gradient_norm;
+mod group_advantage;
 mod linear_log_prob;
 mod log_prob;
 mod rms_norm;
 mod rope;
 mod swiglu;
 
+pub use adamw::adamw;
+pub(crate) use adamw::one as adamw_tensors;
 pub use attention::attention;
 pub(crate) use attention::unchecked as attention_unchecked;
 pub use embedding::embedding;
 pub(crate) use embedding::rows as embedding_rows;
+pub(crate) use gradient_norm::scale as scale_gradients_by;
+pub(crate) use gradient_norm::squared_norms as squared_gradient_norms_of;
+pub use gradient_norm::{scale_gradients, squared_gradient_norms};
+pub(crate) use group_advantage::advantages as group_advantage_of;
+pub use group_advantage::group_advantage;
 pub use linear_log_prob::linear_log_prob;
 pub(crate) use linear_log_prob::rows as linear_log_prob_rows;
 pub use log_prob::log_prob;

@@ -1,12 +1,16 @@
 //! The CPU paths: SIMD chosen at run time, rows shared out to all cores.
 
+pub(crate) mod adamw;
 pub(crate) mod attention;
 mod element;
 pub(crate) mod embedding;
+pub(crate) mod gradient_norm;
+pub(crate) mod group_advantage;
 pub(crate) mod linear_log_prob;
 pub(crate) mod log_prob;
 mod matmul;
 mod output;
+pub(crate) mod policy_loss;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod simd;

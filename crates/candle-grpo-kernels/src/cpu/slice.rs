@@ -1,8 +1,12 @@
 //! The elements behind a tensor.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
-use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail};
+
+/// How many elements one thread works on at a time, where an operator goes over memory element by element.
+pub(crate) const CHUNK: usize = 1 << 15;
 
 /// Where a contiguous tensor lies in its storage.
 pub(crate) fn range(layout: &Layout) -> Result<Range<usize>> {
@@ -15,13 +19,18 @@ pub(crate) fn range(layout: &Layout) -> Result<Range<usize>> {
     }
 }
 
+/// The elements of a contiguous tensor on the CPU, by its [`Tensor::storage_and_layout`].
+pub(crate) fn elements<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result<&'a [T]> {
+    Ok(&on_cpu(storage)?.as_slice::<T>()?[range(layout)?])
+}
+
 /// Calls `read` with the elements of a contiguous tensor on the CPU.
 pub(crate) fn read<T: WithDType, R>(
     tensor: &Tensor,
     read: impl FnOnce(&[T]) -> Result<R>,
 ) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
-    read(&on_cpu(&storage)?.as_slice::<T>()?[range(layout)?])
+    read(elements(&storage, layout)?)
 }
 
 /// The storage of a tensor on the CPU.
@@ -32,6 +41,34 @@ pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
             "a tensor is on {:?}, must be on the CPU",
             storage.device().location()
         ),
+    }
+}
+
+/// Calls `write` with the elements of a contiguous f32 tensor on the CPU, which it may change.
+pub(crate) fn write_f32(
+    tensor: &Tensor,
+    write: impl FnOnce(&mut [f32]) -> Result<()>,
+) -> Result<()> {
+    tensor.inplace_op1(&WriteF32(RefCell::new(Some(write))))
+}
+
+/// An in-place op gets itself shared, and the one call takes the closure: hence the cell.
+struct WriteF32<F>(RefCell<Option<F>>);
+
+impl<F: FnOnce(&mut [f32]) -> Result<()>> InplaceOp1 for WriteF32<F> {
+    fn name(&self) -> &'static str {
+        "write_f32"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let range = range(layout)?;
+        match (storage, self.0.take()) {
+            (CpuStorage::F32(values), Some(write)) => write(&mut values[range]),
+            _ => bail!(
+                "a tensor of {} elements is not f32",
+                layout.shape().elem_count()
+            ),
+        }
     }
 }
 

@@ -1,0 +1,194 @@
+//! One step of AdamW, in place.
+
+use candle_core::{DType, Result, Tensor, Var, bail};
+
+use crate::precision::arithmetic_dtype;
+use crate::{check, composed, cpu, path};
+
+/// A parameter, its gradient and its state, all of one shape and on one device.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamWTensors<'a> {
+    /// What moves, of any float dtype.
+    pub parameter: &'a Var,
+    /// The same numbers in f32, for a parameter of bf16 or f16, in which small steps would be lost: the master moves, and
+    /// the parameter becomes what it rounds to.
+    pub master: Option<&'a Var>,
+    /// The average of gradients, in f32 (f64 for an f64 parameter).
+    pub average: &'a Var,
+    /// The average of squared gradients, of the same dtype.
+    pub square: &'a Var,
+    /// The gradient, in f32, bf16 or f16 (f64 for an f64 parameter).
+    pub gradient: &'a Tensor,
+    /// The step shrinks the parameter by `learning_rate * weight_decay` of itself.
+    pub weight_decay: f64,
+}
+
+/// The numbers of one step, the same for all parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWStep {
+    /// Size of the step.
+    pub learning_rate: f64,
+    /// Decay of the average of gradients, in [0, 1).
+    pub beta1: f64,
+    /// Decay of the average of squared gradients, in [0, 1).
+    pub beta2: f64,
+    /// Keeps the division finite.
+    pub epsilon: f64,
+    /// The number of this step, from 1: the averages begin at 0, and are corrected for it.
+    pub step: usize,
+}
+
+/// Adam with decoupled weight decay (Loshchilov and Hutter 2019), as `torch.optim.AdamW` computes it, over all parameters:
+/// one pass over the memory, nothing allocated.
+///
+/// With the gradient g, m becomes `beta1 m + (1 - beta1) g`, v becomes `beta2 v + (1 - beta2) g^2`, and the parameter p
+/// becomes `p (1 - learning_rate weight_decay) - learning_rate m^ / (sqrt(v^) + epsilon)`, where m^ is `m / (1 - beta1^t)`
+/// and v^ is `v / (1 - beta2^t)` in step t.
+///
+/// Errs on numbers out of range, and on tensors of other shapes, dtypes and devices or that share their memory; then
+/// nothing has changed. No graph that used the parameters may be alive, as its backward pass would mix old and new values.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor, Var};
+/// use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
+///
+/// let parameter = Var::new(&[1f32, 1.], &Device::Cpu)?;
+/// let (average, square) = (parameter.zeros_like()?, parameter.zeros_like()?);
+/// let (average, square) = (Var::from_tensor(&average)?, Var::from_tensor(&square)?);
+/// let tensors = AdamWTensors {
+///     parameter: &parameter,
+///     master: None,
+///     average: &average,
+///     square: &square,
+///     gradient: &Tensor::new(&[0.5f32, -2.], &Device::Cpu)?,
+///     weight_decay: 0.0,
+/// };
+/// let step = AdamWStep { learning_rate: 0.1, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, step: 1 };
+/// adamw(&[tensors], &step)?;
+/// let parameter = parameter.to_vec1::<f32>()?;
+/// assert!((parameter[0] - 0.9).abs() < 1e-6 && (parameter[1] - 1.1).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
+    check_arguments(parameters, step)?;
+    let (fused, rest): (Vec<_>, Vec<_>) = parameters
+        .iter()
+        .partition(|tensors| path::is_fused_on_cpu(tensors.parameter));
+    cpu::adamw::step(&fused, step)?;
+    rest.into_iter()
+        .try_for_each(|tensors| composed::adamw_tensors(tensors, step))
+}
+
+pub(crate) fn check_arguments(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
+    step.check()?;
+    for tensors in parameters {
+        tensors.check()?;
+    }
+    let written: Vec<&Tensor> = parameters.iter().flat_map(AdamWTensors::written).collect();
+    let read: Vec<&Tensor> = parameters.iter().map(|tensors| tensors.gradient).collect();
+    check::apart("parameters", &written, &read)
+}
+
+impl AdamWStep {
+    fn check(&self) -> Result<()> {
+        for (name, value) in [
+            ("learning_rate", self.learning_rate),
+            ("epsilon", self.epsilon),
+        ] {
+            check::not_negative(name, value)?;
+        }
+        for (name, value) in [("beta1", self.beta1), ("beta2", self.beta2)] {
+            if !(0.0..1.0).contains(&value) {
+                bail!("{name}: {value}, must be at least 0 and below 1");
+            }
+        }
+        if self.step == 0 {
+            bail!("step: 0, the first step is 1");
+        }
+        Ok(())
+    }
+
+    pub(crate) fn coefficients(&self, weight_decay: f64) -> Coefficients {
+        // As a float, since a count may pass what an integer power takes.
+        let t = self.step as f64;
+        Coefficients {
+            beta1: self.beta1,
+            beta2: self.beta2,
+            epsilon: self.epsilon,
+            keep: 1.0 - self.learning_rate * weight_decay,
+            step_size: self.learning_rate / (1.0 - self.beta1.powf(t)),
+            root_correction: (1.0 - self.beta2.powf(t)).sqrt(),
+        }
+    }
+}
+
+/// The numbers of one step, the same for all elements of a parameter.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Coefficients {
+    pub(crate) beta1: f64,
+    pub(crate) beta2: f64,
+    pub(crate) epsilon: f64,
+    /// `1 - learning_rate * weight_decay`.
+    pub(crate) keep: f64,
+    /// `learning_rate / (1 - beta1^t)`.
+    pub(crate) step_size: f64,
+    /// `sqrt(1 - beta2^t)`.
+    pub(crate) root_correction: f64,
+}
+
+impl AdamWTensors<'_> {
+    fn written(&self) -> impl Iterator<Item = &Tensor> {
+        [
+            Some(self.parameter),
+            self.master,
+            Some(self.average),
+            Some(self.square),
+        ]
+        .into_iter()
+        .flatten()
+        .map(|variable| variable.as_tensor())
+    }
+
+    fn check(&self) -> Result<()> {
+        check::float("parameter", self.parameter)?;
+        check::not_negative("weight_decay", self.weight_decay)?;
+        let state = arithmetic_dtype(self.parameter.dtype());
+        let half = !matches!(self.parameter.dtype(), DType::F32 | DType::F64);
+        if self.master.is_some() && !half {
+            bail!(
+                "master: given for a parameter of {:?}, must be absent but for bf16 and f16",
+                self.parameter.dtype()
+            );
+        }
+        let mut others = vec![
+            ("average", self.average.as_tensor()),
+            ("square", self.square.as_tensor()),
+        ];
+        others.extend(self.master.map(|master| ("master", master.as_tensor())));
+        for (name, variable) in &others {
+            if variable.dtype() != state {
+                bail!("{name}: {:?}, must be {state:?}", variable.dtype());
+            }
+        }
+        others.push(("gradient", self.gradient));
+        check::float("gradient", self.gradient)?;
+        if arithmetic_dtype(self.gradient.dtype()) != state {
+            bail!(
+                "gradient: {:?} for a parameter of {:?}, must be f64 for f64 and only then",
+                self.gradient.dtype(),
+                self.parameter.dtype()
+            );
+        }
+        for (name, tensor) in others {
+            if tensor.shape() != self.parameter.shape() {
+                bail!(
+                    "{name}: shape {:?}, must be that of the parameter, {:?}",
+                    tensor.dims(),
+                    self.parameter.dims()
+                );
+            }
+            check::same_device(&[("parameter", self.parameter), (name, tensor)])?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,31 @@
+//! The composed twin of [`adamw`](crate::adamw()).
+
+use candle_core::Result;
+
+use crate::adamw::{AdamWStep, AdamWTensors, check_arguments};
+
+/// [`adamw`](crate::adamw()) in plain Candle operations.
+pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
+    check_arguments(parameters, step)?;
+    parameters.iter().try_for_each(|tensors| one(tensors, step))
+}
+
+pub(crate) fn one(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
+    let c = step.coefficients(tensors.weight_decay);
+    let (average, square) = (tensors.average, tensors.square);
+    let gradient = tensors.gradient.detach().to_dtype(average.dtype())?;
+    let weight = tensors.master.unwrap_or(tensors.parameter);
+    let p = weight.as_detached_tensor().to_dtype(average.dtype())?;
+    let m = ((average.as_detached_tensor() * c.beta1)? + (&gradient * (1.0 - c.beta1))?)?;
+    let v = ((square.as_detached_tensor() * c.beta2)? + (gradient.sqr()? * (1.0 - c.beta2))?)?;
+    let denominator = ((v.sqrt()? / c.root_correction)? + c.epsilon)?;
+    let p = ((p * c.keep)? - ((&m / denominator)? * c.step_size)?)?;
+    average.set(&m)?;
+    square.set(&v)?;
+    if let Some(master) = tensors.master {
+        master.set(&p)?;
+    }
+    tensors
+        .parameter
+        .set(&p.to_dtype(tensors.parameter.dtype())?)
+}

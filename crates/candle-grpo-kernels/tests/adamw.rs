@@ -1,0 +1,273 @@
+//! `adamw` against its composed twin in f64, and what it promises about masters, memory and errors.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed};
+use candle_grpo_test_support::{assert_close, message, numbers};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod common;
+use common::noisy;
+
+fn assert_same(actual: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
+    assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
+    Ok(())
+}
+
+const STEP: AdamWStep = AdamWStep {
+    learning_rate: 0.01,
+    beta1: 0.9,
+    beta2: 0.99,
+    epsilon: 1e-6,
+    step: 1,
+};
+
+/// A parameter with everything that its step needs.
+struct Held {
+    parameter: Var,
+    master: Option<Var>,
+    average: Var,
+    square: Var,
+    gradient: Tensor,
+    weight_decay: f64,
+}
+
+impl Held {
+    /// After some steps; `state` is the dtype of the averages.
+    fn new(len: usize, seed: u64, dtype: DType, state: DType, master: bool) -> Result<Self> {
+        let parameter = noisy(&[len], seed, DType::F32)?;
+        Ok(Self {
+            parameter: Var::from_tensor(&parameter.to_dtype(dtype)?)?,
+            master: master
+                .then(|| Var::from_tensor(&parameter.to_dtype(state)?))
+                .transpose()?,
+            average: Var::from_tensor(&noisy(&[len], seed + 1, DType::F32)?.to_dtype(state)?)?,
+            square: Var::from_tensor(
+                &noisy(&[len], seed + 2, DType::F32)?
+                    .sqr()?
+                    .to_dtype(state)?,
+            )?,
+            gradient: noisy(&[len], seed + 3, DType::F32)?.to_dtype(state)?,
+            weight_decay: 0.1 * (seed % 3) as f64,
+        })
+    }
+
+    fn tensors(&self) -> AdamWTensors<'_> {
+        AdamWTensors {
+            parameter: &self.parameter,
+            master: self.master.as_ref(),
+            average: &self.average,
+            square: &self.square,
+            gradient: &self.gradient,
+            weight_decay: self.weight_decay,
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        lengths in prop::collection::vec(
+            prop_oneof![0usize..40, 1000usize..1100, Just(1 << 15), (1usize << 15)..(1 << 15) + 2000], 0..4
+        ),
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        master in any::<bool>(),
+        steps in 1usize..4,
+        seed in 0u64..1000,
+    ) {
+        let master = master && dtype != DType::F32;
+        let held = |dtype, state, master| {
+            lengths.iter().enumerate()
+                .map(|(at, &len)| Held::new(len, seed + 7 * at as u64, dtype, state, master))
+                .collect::<Result<Vec<_>>>()
+        };
+        let (fused, exact) = (held(dtype, DType::F32, master)?, held(DType::F64, DType::F64, false)?);
+        for (fused, exact) in fused.iter().zip(&exact) {
+            // A parameter of a half dtype without a master begins where it is rounded to.
+            if !master {
+                exact.parameter.set(&fused.parameter.as_detached_tensor().to_dtype(DType::F64)?)?;
+            }
+        }
+        for step in 1..=steps {
+            let step = AdamWStep { step, ..STEP };
+            adamw(&fused.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+            composed::adamw(&exact.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+        }
+        // Without a master each step rounds.
+        let rounding = match dtype {
+            DType::F32 => 2e-6,
+            DType::BF16 => 4e-3 * steps as f64,
+            _ => 6e-4 * steps as f64,
+        };
+        for (fused, exact) in fused.iter().zip(&exact) {
+            assert_same(&fused.parameter, &exact.parameter, rounding)?;
+            assert_same(&fused.average, &exact.average, 2e-6)?;
+            assert_same(&fused.square, &exact.square, 2e-6)?;
+            if let Some(master) = &fused.master {
+                assert_same(master, &exact.parameter, 2e-6)?;
+                let rounded = master.as_detached_tensor().to_dtype(dtype)?;
+                prop_assert_eq!(numbers(&rounded)?, numbers(&fused.parameter)?);
+            }
+        }
+    }
+}
+
+/// In bf16 the neighbour of 1 is 0.9961: a step of 1e-3 is lost ten times over, unless a master keeps it.
+#[rstest]
+#[case::fused(adamw)]
+#[case::composed(composed::adamw)]
+fn a_master_keeps_steps_that_bf16_loses(
+    #[case] twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>,
+) -> Result<()> {
+    for (master, expected) in [(false, 1.0), (true, 0.9901)] {
+        let one = |dtype| Var::ones(3, dtype, &Device::Cpu);
+        let zero = || Var::zeros(3, DType::F32, &Device::Cpu);
+        let held = Held {
+            parameter: one(DType::BF16)?,
+            master: master.then(|| one(DType::F32)).transpose()?,
+            average: zero()?,
+            square: zero()?,
+            gradient: Tensor::ones(3, DType::BF16, &Device::Cpu)?,
+            weight_decay: 0.0,
+        };
+        for step in 1..=10 {
+            let learning_rate = 1e-3;
+            twin(
+                &[held.tensors()],
+                &AdamWStep {
+                    step,
+                    learning_rate,
+                    ..STEP
+                },
+            )?;
+        }
+        assert_same(
+            &held.parameter,
+            &(Tensor::ones(3, DType::F64, &Device::Cpu)? * expected)?,
+            2e-3,
+        )?;
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_of_any_layout_are_taken() -> Result<()> {
+    let wide = noisy(&[4, 6], 3, DType::F32)?;
+    let one = wide.narrow(0, 1, 1)?.narrow(1, 2, 4)?;
+    for gradient in [
+        wide.t()?.narrow(0, 1, 3)?,
+        wide.narrow(0, 1, 3)?.narrow(1, 2, 4)?,
+        one.broadcast_as((3, 4))?,
+    ] {
+        let shape = gradient.dims();
+        let step = |gradient: Tensor| -> Result<Tensor> {
+            let held = Held {
+                parameter: Var::ones(shape, DType::F32, &Device::Cpu)?,
+                master: None,
+                average: Var::zeros(shape, DType::F32, &Device::Cpu)?,
+                square: Var::zeros(shape, DType::F32, &Device::Cpu)?,
+                gradient,
+                weight_decay: 0.0,
+            };
+            adamw(&[held.tensors()], &STEP)?;
+            Ok(held.average.as_detached_tensor())
+        };
+        assert_same(&step(gradient.clone())?, &(gradient * 0.1)?, 1e-7)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn bad_input_is_named_and_changes_nothing() -> Result<()> {
+    let good = Held::new(5, 1, DType::F32, DType::F32, false)?;
+    let other = Held::new(5, 9, DType::F32, DType::F32, false)?;
+    let half = Held::new(5, 1, DType::BF16, DType::F32, true)?;
+    let longer = Var::zeros(6, DType::F32, &Device::Cpu)?;
+    let before = numbers(&good.parameter)?;
+    let refused = |tensors: AdamWTensors, step: AdamWStep, expected: &str| -> Result<()> {
+        for twin in [adamw, composed::adamw] {
+            let message = message(twin(&[good.tensors(), tensors], &step));
+            assert!(message.contains(expected), "{message}");
+        }
+        assert_eq!(numbers(&good.parameter)?, before);
+        Ok(())
+    };
+    let other = other.tensors();
+    refused(other, AdamWStep { step: 0, ..STEP }, "step: 0")?;
+    refused(other, AdamWStep { beta2: 1.0, ..STEP }, "beta2: 1")?;
+    refused(
+        other,
+        AdamWStep {
+            learning_rate: f64::NAN,
+            ..STEP
+        },
+        "learning_rate: NaN",
+    )?;
+    refused(
+        AdamWTensors {
+            weight_decay: -1.0,
+            ..other
+        },
+        STEP,
+        "weight_decay: -1",
+    )?;
+    refused(
+        AdamWTensors {
+            average: &longer,
+            ..other
+        },
+        STEP,
+        "average: shape [6]",
+    )?;
+    refused(
+        AdamWTensors {
+            gradient: &longer,
+            ..other
+        },
+        STEP,
+        "gradient: shape [6]",
+    )?;
+    refused(
+        AdamWTensors {
+            square: &half.parameter,
+            ..other
+        },
+        STEP,
+        "square: BF16",
+    )?;
+    refused(
+        AdamWTensors {
+            master: Some(&half.average),
+            ..other
+        },
+        STEP,
+        "master: given",
+    )?;
+    let exact = other.gradient.to_dtype(DType::F64)?;
+    refused(
+        AdamWTensors {
+            gradient: &exact,
+            ..other
+        },
+        STEP,
+        "gradient: F64",
+    )?;
+    refused(good.tensors(), STEP, "shares its memory")?;
+    refused(
+        AdamWTensors {
+            square: other.average,
+            ..other
+        },
+        STEP,
+        "shares its memory",
+    )?;
+    refused(
+        AdamWTensors {
+            gradient: other.square,
+            ..other
+        },
+        STEP,
+        "shares its memory",
+    )
+}
