@@ -1,0 +1,66 @@
+//! `adamw` and `gradient_norm` over 28 million parameters, the vocabulary of SmolLM2-135M.
+
+use std::rc::Rc;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed, squared_gradient_norms};
+use candle_nn::{Optimizer, ParamsAdamW};
+
+use crate::case::{Case, Direction, Pair};
+use crate::noise::noise;
+use crate::region::region;
+
+const SHAPE: [usize; 2] = [49_152, 576];
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |op, prepare: fn(&Device) -> Result<Pair>| Case {
+        op,
+        shape: format!("{SHAPE:?}"),
+        dtype: DType::F32,
+        direction: Direction::Forward,
+        prepare: Box::new(prepare),
+    };
+    vec![case("adamw", adamw_pair), case("gradient_norm", gradient_norm_pair)]
+}
+
+/// Beside the optimiser that Candle has.
+fn adamw_pair(device: &Device) -> Result<Pair> {
+    let variable = |seed| Var::from_tensor(&noise(&SHAPE, 0.1, seed, DType::F32, device)?);
+    let zeros = || Var::zeros(&SHAPE, DType::F32, device);
+    let (parameter, average, square) = (variable(1)?, zeros()?, zeros()?);
+    let gradient = noise(&SHAPE, 0.01, 2, DType::F32, device)?;
+
+    // The twin takes its gradient from a store, which only a backward pass makes.
+    let theirs = variable(1)?;
+    let mut store = theirs.sum_all()?.backward()?;
+    store.insert(&theirs, gradient.clone());
+    let mut optimizer = candle_nn::AdamW::new(vec![theirs], ParamsAdamW::default())?;
+
+    let (ours_device, device, mut step) = (device.clone(), device.clone(), 0);
+    Ok(Pair {
+        ours: Box::new(move || {
+            step += 1;
+            let tensors = AdamWTensors {
+                parameter: &parameter,
+                master: None,
+                average: &average,
+                square: &square,
+                gradient: &gradient,
+                weight_decay: 0.01,
+            };
+            let step =
+                AdamWStep { learning_rate: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, step };
+            region(&ours_device, || adamw(&[tensors], &step))
+        }),
+        composed: Box::new(move || region(&device, || optimizer.step(&store))),
+    })
+}
+
+fn gradient_norm_pair(device: &Device) -> Result<Pair> {
+    let gradient = Rc::new(noise(&SHAPE, 0.01, 2, DType::F32, device)?);
+    let run = |norms: fn(&[&Tensor]) -> Result<Tensor>| {
+        let gradient = gradient.clone();
+        Direction::Forward.run(device, move || norms(&[&gradient]))
+    };
+    Ok(Pair { ours: run(squared_gradient_norms), composed: run(composed::squared_gradient_norms) })
+}
