@@ -75,8 +75,13 @@ pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
         .iter()
         .partition(|tensors| path::is_fused_on_cpu(tensors.parameter));
     cpu::adamw::step(&fused, step)?;
-    rest.into_iter()
-        .try_for_each(|tensors| composed::adamw_tensors(tensors, step))
+    rest.into_iter().try_for_each(|tensors| {
+        #[cfg(feature = "cuda")]
+        if path::is_fused(tensors.parameter) {
+            return crate::cuda::adamw::step(tensors, step);
+        }
+        composed::adamw_tensors(tensors, step)
+    })
 }
 
 pub(crate) fn check_arguments(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {

@@ -21,10 +21,13 @@ use crate::{check, composed, cpu, path};
 pub fn squared_gradient_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     check_arguments(gradients)?;
     if gradients.iter().all(|x| path::is_fused_on_cpu(x)) {
-        cpu::gradient_norm::squared_norms(gradients)
-    } else {
-        composed::squared_gradient_norms_of(gradients)
+        return cpu::gradient_norm::squared_norms(gradients);
     }
+    #[cfg(feature = "cuda")]
+    if gradients.iter().all(|x| path::is_fused(x)) {
+        return crate::cuda::gradient_norm::squared_norms(gradients);
+    }
+    composed::squared_gradient_norms_of(gradients)
 }
 
 /// Multiplies all gradients by `factor`, in place: what shares their memory changes too.
@@ -47,6 +50,14 @@ pub fn scale_gradients(gradients: &[&Tensor], factor: f64) -> Result<()> {
     let (fused, rest): (Vec<&Tensor>, Vec<_>) =
         gradients.iter().partition(|x| path::is_fused_on_cpu(x));
     cpu::gradient_norm::scale(&fused, factor as f32)?;
+    #[cfg(feature = "cuda")]
+    let rest = {
+        let (fused, rest): (Vec<&Tensor>, Vec<_>) = rest.iter().partition(|x| path::is_fused(x));
+        fused
+            .into_iter()
+            .try_for_each(|x| crate::cuda::gradient_norm::scale(x, factor as f32))?;
+        rest
+    };
     composed::scale_gradients_by(&rest, factor)
 }
 

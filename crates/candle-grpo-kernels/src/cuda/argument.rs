@@ -106,7 +106,6 @@ impl<'a, T: CudaDType + 'a> Out<'a, T> {
     }
 
     /// Null, for what a kernel may do without.
-    #[allow(dead_code)]
     pub(crate) fn null() -> Self {
         Self {
             pointer: 0,

@@ -9,7 +9,7 @@ use super::argument::{Argument, In, Out};
 use super::element::CudaElement;
 
 /// The kernels as PTX, one constant for each `.cu` file.
-#[allow(unreachable_pub, dead_code)]
+#[allow(unreachable_pub)]
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 }
@@ -21,7 +21,7 @@ macro_rules! kernels {
         /// # Safety
         ///
         /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
-        #[allow(unsafe_code, clippy::too_many_arguments, dead_code)]
+        #[allow(unsafe_code, clippy::too_many_arguments)]
         pub(crate) trait Kernels: CudaElement {$($(
             unsafe fn $kernel(device: &CudaDevice, grid: LaunchConfig, $($name: $type),*) -> Result<()> {
                 let function = device.get_or_load_custom_func(

@@ -1,8 +1,10 @@
 //! The CUDA paths: each file launches the kernels of the file of the same name in `kernels/`.
 
+pub(crate) mod adamw;
 mod argument;
 mod element;
 pub(crate) mod embedding;
+pub(crate) mod gradient_norm;
 mod in_place;
 mod launch;
 pub(crate) mod linear_log_prob;
