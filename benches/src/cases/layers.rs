@@ -3,16 +3,19 @@
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{composed, embedding, rms_norm, rope, swiglu};
+use candle_grpo_kernels::{attention, composed, embedding, rms_norm, rope, swiglu};
 
 use crate::case::{Case, Direction, Pair};
 use crate::noise::{ids, noise};
 
-const TOKENS: usize = 1024;
+const BATCH: usize = 8;
+const POSITIONS: usize = 128;
+const TOKENS: usize = BATCH * POSITIONS;
 const HIDDEN: usize = 576;
 const INTERMEDIATE: usize = 1536;
 const VOCAB: usize = 49_152;
 const HEADS: usize = 9;
+const KV_HEADS: usize = 3;
 const HEAD_DIM: usize = 64;
 
 pub(super) fn cases() -> Vec<Case> {
@@ -49,6 +52,23 @@ pub(super) fn cases() -> Vec<Case> {
                     Twin::Composed => composed::swiglu(&gate, &up),
                 }))
             }),
+            case(
+                "attention",
+                format!("[{BATCH}, {POSITIONS}], {HEADS} and {KV_HEADS} heads of {HEAD_DIM}"),
+                |device| {
+                    let query = variable(&[BATCH, POSITIONS, HEADS * HEAD_DIM], device)?;
+                    let key = variable(&[BATCH, POSITIONS, KV_HEADS * HEAD_DIM], device)?;
+                    let value = variable(&[BATCH, POSITIONS, KV_HEADS * HEAD_DIM], device)?;
+                    let mask = Tensor::ones((BATCH, POSITIONS), DType::U8, device)?;
+                    let scale = (HEAD_DIM as f64).powf(-0.5);
+                    Ok(Box::new(move |twin| match twin {
+                        Twin::Fused => attention(&query, &key, &value, &mask, HEAD_DIM, scale),
+                        Twin::Composed => {
+                            composed::attention(&query, &key, &value, &mask, HEAD_DIM, scale)
+                        }
+                    }))
+                },
+            ),
             case(
                 "embedding",
                 format!("[{TOKENS}] of [{VOCAB}, {HIDDEN}]"),

@@ -20,7 +20,10 @@ pub(super) fn cases() -> Vec<Case> {
         direction: Direction::Forward,
         prepare: Box::new(prepare),
     };
-    vec![case("adamw", adamw_pair), case("gradient_norm", gradient_norm_pair)]
+    vec![
+        case("adamw", adamw_pair),
+        case("gradient_norm", gradient_norm_pair),
+    ]
 }
 
 /// Beside the optimiser that Candle has.
@@ -48,8 +51,13 @@ fn adamw_pair(device: &Device) -> Result<Pair> {
                 gradient: &gradient,
                 weight_decay: 0.01,
             };
-            let step =
-                AdamWStep { learning_rate: 1e-3, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, step };
+            let step = AdamWStep {
+                learning_rate: 1e-3,
+                beta1: 0.9,
+                beta2: 0.999,
+                epsilon: 1e-8,
+                step,
+            };
             region(&ours_device, || adamw(&[tensors], &step))
         }),
         composed: Box::new(move || region(&device, || optimizer.step(&store))),
@@ -62,5 +70,8 @@ fn gradient_norm_pair(device: &Device) -> Result<Pair> {
         let gradient = gradient.clone();
         Direction::Forward.run(device, move || norms(&[&gradient]))
     };
-    Ok(Pair { ours: run(squared_gradient_norms), composed: run(composed::squared_gradient_norms) })
+    Ok(Pair {
+        ours: run(squared_gradient_norms),
+        composed: run(composed::squared_gradient_norms),
+    })
 }

@@ -205,25 +205,34 @@ impl PolicyLoss {
     /// that do not fit, on shapes that differ, and if a term lacks its input. Numbers are not looked at: an advantage that is
     /// NaN gives a loss that is NaN.
     pub fn compute(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
-        self.validate()?;
-        totals.check()?;
-        self.check_correction(batch)?;
-        let totals = match self.empty_sequences {
-            EmptySequences::Exclude => *totals,
-            EmptySequences::Include => totals.with_empty(),
-        };
+        let totals = self.checked(batch, totals)?;
         match fused::compute(self, batch, &totals)? {
             Some(output) => Ok(output),
-            None => self.compute_composed(batch, &totals),
+            None => self.composed(batch, &totals),
         }
     }
 
-    /// The product in plain operations: the reference, and the path of all that the fused operator does not cover.
-    fn compute_composed(
+    /// [`Self::compute`] in plain Candle operations: the reference, and the path of all that the fused operator does not
+    /// cover.
+    pub fn compute_composed(
         &self,
         batch: &PolicyBatch,
         totals: &StepTotals,
     ) -> Result<PolicyLossOutput> {
+        self.composed(batch, &self.checked(batch, totals)?)
+    }
+
+    fn checked(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<StepTotals> {
+        self.validate()?;
+        totals.check()?;
+        self.check_correction(batch)?;
+        Ok(match self.empty_sequences {
+            EmptySequences::Exclude => *totals,
+            EmptySequences::Include => totals.with_empty(),
+        })
+    }
+
+    fn composed(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
         let inputs = Inputs::new(self, batch)?;
         let aggregate = |aggregation: &Aggregation, x: &Tensor| {
             aggregation.apply_with_prompts(x, &inputs.mask, totals, batch.prompt_tokens)
