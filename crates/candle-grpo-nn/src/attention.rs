@@ -7,6 +7,7 @@ use candle_nn::VarBuilder;
 use crate::DecoderConfig;
 use crate::kv_cache::KvCache;
 use crate::linear::Linear;
+use crate::norm::RmsNorm;
 use crate::rope::RopeAngles;
 
 /// Grouped-query attention (Ainslie et al. 2023) with rotary positions.
@@ -16,6 +17,9 @@ pub(crate) struct Attention {
     key: Linear,
     value: Linear,
     output: Linear,
+    /// Of query and key.
+    head_norms: Option<(RmsNorm, RmsNorm)>,
+    rotates: bool,
     head_dim: usize,
 }
 
@@ -31,18 +35,31 @@ pub(crate) struct Pass<'a> {
 }
 
 impl Attention {
-    pub(crate) fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn new(config: &DecoderConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
         let hidden = config.hidden_size;
         let (heads, kv_heads, head_dim) = (
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim(),
         );
+        let projection = |heads: usize, name| {
+            let (outputs, vb) = (heads * head_dim, vb.pp(name));
+            match config.has_projection_biases() {
+                true => Linear::with_bias(hidden, outputs, vb),
+                false => Linear::new(hidden, outputs, vb),
+            }
+        };
+        let head_norm = |name| RmsNorm::new(head_dim, config.rms_norm_eps, vb.pp(name));
         Ok(Self {
-            query: Linear::new(hidden, heads * head_dim, vb.pp("q_proj"))?,
-            key: Linear::new(hidden, kv_heads * head_dim, vb.pp("k_proj"))?,
-            value: Linear::new(hidden, kv_heads * head_dim, vb.pp("v_proj"))?,
+            query: projection(heads, "q_proj")?,
+            key: projection(kv_heads, "k_proj")?,
+            value: projection(kv_heads, "v_proj")?,
             output: Linear::new(heads * head_dim, hidden, vb.pp("o_proj"))?,
+            head_norms: match config.has_head_norms() {
+                true => Some((head_norm("q_norm")?, head_norm("k_norm")?)),
+                false => None,
+            },
+            rotates: config.rotates(layer),
             head_dim,
         })
     }
@@ -54,8 +71,15 @@ impl Attention {
         pass: &Pass,
         cache: Option<(&mut KvCache, usize)>,
     ) -> Result<Tensor> {
-        let query = pass.angles.rotate(&self.query.forward(x)?)?;
-        let key = pass.angles.rotate(&self.key.forward(x)?)?;
+        let (mut query, mut key) = (self.query.forward(x)?, self.key.forward(x)?);
+        if let Some((of_query, of_key)) = &self.head_norms {
+            query = self.normalise_heads(of_query, &query)?;
+            key = self.normalise_heads(of_key, &key)?;
+        }
+        if self.rotates {
+            query = pass.angles.rotate(&query)?;
+            key = pass.angles.rotate(&key)?;
+        }
         let value = self.value.forward(x)?;
         let (key, value) = match cache {
             None => (key, value),
@@ -67,5 +91,10 @@ impl Attention {
         let scale = (self.head_dim as f64).powf(-0.5);
         let mixed = attention(&query, &key, &value, pass.mask, self.head_dim, scale)?;
         self.output.forward(&mixed)
+    }
+    /// [N, heads * head_dim] to the same shape, each head by itself.
+    fn normalise_heads(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {
+        let heads = x.reshape((x.dim(0)?, (), self.head_dim))?;
+        norm.forward(&heads)?.reshape(x.shape())
     }
 }

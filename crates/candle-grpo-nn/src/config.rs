@@ -5,12 +5,32 @@ use std::collections::BTreeMap;
 use candle_core::{Result, Shape, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::RopeScaling;
+
+/// The family of a decoder, as `model_type` of a Hugging Face `config.json` names it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ModelType {
+    /// Llama, and SmolLM 1 and 2, which are Llamas.
+    #[default]
+    Llama,
+    /// Llama with biases on the query, key and value projections. Qwen2.5 is a Qwen2.
+    Qwen2,
+    /// Llama with an RMSNorm on each head of query and key, before the rotation.
+    Qwen3,
+    /// Llama with blocks that do not rotate, see [`DecoderConfig::no_rope_layers`].
+    SmolLm3,
+}
+
 /// The shape of a Llama-style decoder. The fields are named as in a Hugging Face `config.json`.
 ///
-/// This is the shape only: a key of `config.json` that is not a field here, such as `rope_scaling` or
-/// `rope_parameters`, is not read. Who reads such a file must refuse or translate what these fields cannot say.
+/// This is the shape only: a key of `config.json` that is not a field here, such as `rope_parameters`, is not read.
+/// Who reads such a file must refuse or translate what these fields cannot say.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DecoderConfig {
+    /// The family, a Llama if it is not given.
+    #[serde(default)]
+    pub model_type: ModelType,
     /// Number of token ids (V).
     pub vocab_size: usize,
     /// Width of the hidden states (H).
@@ -32,6 +52,13 @@ pub struct DecoderConfig {
     /// Base of the rotary frequencies.
     #[serde(default = "default_rope_theta")]
     pub rope_theta: f64,
+    /// What is done to the rotary frequencies for rows longer than those of pretraining.
+    #[serde(default)]
+    pub rope_scaling: RopeScaling,
+    /// One number a block: 1 where positions rotate, 0 where they do not (SmolLM3's own key, the name notwithstanding).
+    /// Empty means that all rotate.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub no_rope_layers: Vec<u8>,
     /// The most positions that one row may have.
     pub max_position_embeddings: usize,
     /// Whether the output layer uses the embedding matrix instead of a matrix of its own.
@@ -97,7 +124,40 @@ impl DecoderConfig {
                 bail!("{name} is {value}, it must be finite and positive");
             }
         }
-        Ok(())
+        if !self.no_rope_layers.is_empty() {
+            if self.model_type != ModelType::SmolLm3 {
+                bail!(
+                    "no_rope_layers is {:?}, for model_type {:?} it must be empty",
+                    self.no_rope_layers,
+                    self.model_type
+                );
+            }
+            if self.no_rope_layers.len() != self.num_hidden_layers
+                || self.no_rope_layers.iter().any(|&rotates| rotates > 1)
+            {
+                bail!(
+                    "no_rope_layers is {:?}, it must be empty or {} zeros and ones, one a block",
+                    self.no_rope_layers,
+                    self.num_hidden_layers
+                );
+            }
+        }
+        self.rope_scaling.validate()
+    }
+
+    /// Whether query, key and value projections have a bias.
+    pub(crate) fn has_projection_biases(&self) -> bool {
+        self.model_type == ModelType::Qwen2
+    }
+
+    /// Whether each head of query and key is normalised.
+    pub(crate) fn has_head_norms(&self) -> bool {
+        self.model_type == ModelType::Qwen3
+    }
+
+    /// Whether query and key of this block are rotated.
+    pub(crate) fn rotates(&self, layer: usize) -> bool {
+        self.no_rope_layers.get(layer) != Some(&0)
     }
 
     /// Width of one head: the field if it is given, else `hidden_size / num_attention_heads`.
@@ -147,6 +207,18 @@ impl DecoderConfig {
                 ),
             ] {
                 shapes.insert(format!("model.layers.{layer}.{name}.weight"), shape);
+            }
+            let attention = format!("model.layers.{layer}.self_attn");
+            if self.has_projection_biases() {
+                for (name, width) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
+                    shapes.insert(format!("{attention}.{name}.bias"), Shape::from(width));
+                }
+            }
+            if self.has_head_norms() {
+                for name in ["q_norm", "k_norm"] {
+                    let shape = Shape::from(self.head_dim());
+                    shapes.insert(format!("{attention}.{name}.weight"), shape);
+                }
             }
         }
         shapes

@@ -13,7 +13,7 @@ use crate::rope::Rope;
 use crate::{DecoderConfig, mask};
 
 /// A decoder-only transformer in the layout of Hugging Face's Llama: RMSNorm, rotary positions, grouped-query
-/// attention, SwiGLU.
+/// attention, SwiGLU; with what [`ModelType`](crate::ModelType) adds for Qwen2, Qwen3 and SmolLM3.
 ///
 /// Every operator differentiates. Built from [`Parameters::var_builder`](crate::Parameters::var_builder) it records
 /// a graph; built from [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) it does not.
@@ -54,7 +54,7 @@ impl Decoder {
             .pp("embed_tokens")
             .get((config.vocab_size, config.hidden_size), "weight")?;
         let blocks = (0..config.num_hidden_layers)
-            .map(|layer| Block::new(config, model.pp("layers").pp(layer)))
+            .map(|layer| Block::new(config, layer, model.pp("layers").pp(layer)))
             .collect::<Result<Vec<_>>>()?;
         let output = if config.tie_word_embeddings {
             embedding.clone()
@@ -66,12 +66,7 @@ impl Decoder {
             config: config.clone(),
             blocks,
             norm: RmsNorm::new(config.hidden_size, config.rms_norm_eps, model.pp("norm"))?,
-            rope: Rope::new(
-                config.head_dim(),
-                config.rope_theta,
-                vb.dtype(),
-                vb.device(),
-            )?,
+            rope: Rope::new(config, vb.dtype(), vb.device())?,
             embedding,
             output,
         })
@@ -225,11 +220,11 @@ impl Decoder {
 }
 
 impl Block {
-    fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
+    fn new(config: &DecoderConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
         let norm = |name| RmsNorm::new(config.hidden_size, config.rms_norm_eps, vb.pp(name));
         Ok(Self {
             attention_norm: norm("input_layernorm")?,
-            attention: Attention::new(config, vb.pp("self_attn"))?,
+            attention: Attention::new(config, layer, vb.pp("self_attn"))?,
             mlp_norm: norm("post_attention_layernorm")?,
             mlp: Mlp::new(config, vb.pp("mlp"))?,
         })

@@ -9,9 +9,11 @@ use candle_core::{DType, Result, Tensor, bail};
 /// ```
 /// use candle_core::{DType, Device, Result, Tensor};
 /// use candle_grpo_nn::{Decoder, DecoderConfig, KvCache, Parameters};
+/// # use candle_grpo_nn::{ModelType, RopeScaling};
 ///
 /// # fn main() -> Result<()> {
 /// # let config = DecoderConfig {
+/// #     model_type: ModelType::Llama, rope_scaling: RopeScaling::Default, no_rope_layers: vec![],
 /// #     vocab_size: 11, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 4,
 /// #     num_key_value_heads: 2, head_dim: None, rms_norm_eps: 1e-6, rope_theta: 1e4,
 /// #     max_position_embeddings: 32, tie_word_embeddings: true,

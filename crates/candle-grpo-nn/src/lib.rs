@@ -9,11 +9,14 @@
 //!
 //! ```
 //! use candle_core::{Device, Result, Tensor};
-//! use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+//! use candle_grpo_nn::{
+//!     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, ModelType, Parameters, RopeScaling,
+//! };
 //!
 //! # fn main() -> Result<()> {
 //! let device = Device::Cpu;
 //! let config = DecoderConfig {
+//!     model_type: ModelType::Llama,
 //!     vocab_size: 11,
 //!     hidden_size: 16,
 //!     intermediate_size: 32,
@@ -23,6 +26,8 @@
 //!     head_dim: None,
 //!     rms_norm_eps: 1e-6,
 //!     rope_theta: 1e4,
+//!     rope_scaling: RopeScaling::Default,
+//!     no_rope_layers: vec![],
 //!     max_position_embeddings: 32,
 //!     tie_word_embeddings: true,
 //! };
@@ -62,17 +67,19 @@ mod normal;
 mod parameters;
 mod peft;
 mod rope;
+mod rope_scaling;
 mod router;
 mod value_head;
 mod whole_file;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule};
-pub use config::DecoderConfig;
+pub use config::{DecoderConfig, ModelType};
 pub use decoder::Decoder;
 pub use gradients::Gradients;
 pub use kv_cache::KvCache;
 pub use lora::{Lora, LoraConfig};
 pub use parameters::Parameters;
+pub use rope_scaling::RopeScaling;
 pub use router::{Router, RouterPass, Routing};
 pub use value_head::ValueHead;
 pub use whole_file::{sync_parent, write_whole};

@@ -1,15 +1,16 @@
-//! A linear map without bias.
+//! A linear map.
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use crate::frozen_linear::linear;
 
-/// `y = x w^T` for flat rows, plus what a low-rank adapter adds. Rows are flat because a matmul with a batch dimension
+/// `y = x w^T + bias` for flat rows, plus what a low-rank adapter adds. Rows are flat because a matmul with a batch dimension
 /// would broadcast the weight, and its gradient, once per batch row.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     weight: Tensor,
+    bias: Option<Tensor>,
     adapter: Option<Adapter>,
 }
 
@@ -34,6 +35,7 @@ impl Linear {
     pub(crate) fn new(inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             weight: vb.get((outputs, inputs), "weight")?,
+            bias: None,
             adapter: match vb.contains_tensor(LORA_A) {
                 true => Some(Adapter::new(inputs, outputs, &vb)?),
                 false => None,
@@ -41,9 +43,20 @@ impl Linear {
         })
     }
 
+    pub(crate) fn with_bias(inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Self> {
+        let bias = vb.get(outputs, "bias")?;
+        Ok(Self {
+            bias: Some(bias),
+            ..Self::new(inputs, outputs, vb)?
+        })
+    }
+
     /// [N, inputs] to [N, outputs].
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = linear(x, &self.weight)?;
+        let mut y = linear(x, &self.weight)?;
+        if let Some(bias) = &self.bias {
+            y = y.broadcast_add(bias)?;
+        }
         match &self.adapter {
             None => Ok(y),
             Some(adapter) => y + adapter.forward(x)?,

@@ -24,7 +24,7 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Draws new weights: normal with standard deviation 0.02, norms one.
+    /// Draws new weights: normal with standard deviation 0.02, norms one, biases zero.
     ///
     /// The projections that write to the residual stream (`o_proj`, `down_proj`) are scaled by
     /// `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth (GPT-2, section 2.3).
@@ -35,7 +35,9 @@ impl Parameters {
         let mut normal = Normal::new(seed);
         let mut variables = BTreeMap::new();
         for (name, shape) in config.parameter_shapes() {
-            let values = if shape.rank() == 1 {
+            let values = if name.ends_with(".bias") {
+                vec![0f32; shape.elem_count()]
+            } else if shape.rank() == 1 {
                 vec![1f32; shape.elem_count()]
             } else {
                 let writes_residual =

@@ -5,10 +5,14 @@ use candle_grpo_kernels::rope;
 
 use candle_grpo_kernels::arithmetic_dtype;
 
-/// The rotary frequencies `theta^(-2i / head_dim)`, computed in f64 on the host.
+use crate::DecoderConfig;
+
+/// The rotary frequencies, computed in f64 on the host.
 #[derive(Debug, Clone)]
 pub(crate) struct Rope {
     inverse_frequencies: Tensor,
+    /// Cosines and sines are multiplied by it.
+    attention_factor: f64,
 }
 
 /// Cosines and sines of one forward pass, [B * S, head_dim / 2]: every layer and head shares them.
@@ -19,16 +23,17 @@ pub(crate) struct RopeAngles {
 }
 
 impl Rope {
-    pub(crate) fn new(head_dim: usize, theta: f64, dtype: DType, device: &Device) -> Result<Self> {
-        let pairs = head_dim / 2;
-        let frequencies: Vec<f64> = (0..pairs)
-            .map(|pair| theta.powf(-((2 * pair) as f64) / head_dim as f64))
-            .collect();
+    pub(crate) fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
+        let frequencies = config
+            .rope_scaling
+            .frequencies(config.head_dim(), config.rope_theta);
+        let pairs = frequencies.len();
         let inverse_frequencies = Tensor::from_vec(frequencies, (1, pairs), &Device::Cpu)?
             .to_dtype(arithmetic_dtype(dtype))?
             .to_device(device)?;
         Ok(Self {
             inverse_frequencies,
+            attention_factor: config.rope_scaling.attention_factor(),
         })
     }
 
@@ -38,9 +43,13 @@ impl Rope {
             .to_dtype(self.inverse_frequencies.dtype())?
             .reshape(((), 1))?;
         let angles = positions.broadcast_mul(&self.inverse_frequencies)?;
+        let (cos, sin) = (angles.cos()?, angles.sin()?);
+        if self.attention_factor == 1.0 {
+            return Ok(RopeAngles { cos, sin });
+        }
         Ok(RopeAngles {
-            cos: angles.cos()?,
-            sin: angles.sin()?,
+            cos: (cos * self.attention_factor)?,
+            sin: (sin * self.attention_factor)?,
         })
     }
 }

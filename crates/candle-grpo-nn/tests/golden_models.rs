@@ -12,7 +12,6 @@ use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, DecayRule, Decoder, DecoderConfig, Gradients, KvCache, Parameters,
 };
-use serde::Deserialize;
 use serde_json::Value;
 
 mod small;
@@ -23,21 +22,6 @@ const SLACK: f64 = 4.0;
 
 /// A deviation that is stated as zero still stands for rounding: one unit in the last place of a number near 4.
 const FLOOR: f64 = 5e-7;
-
-/// What of `config.json` (transformers 5) these tests need.
-#[derive(Deserialize)]
-struct HubConfig {
-    model_type: String,
-    rope_parameters: HubRope,
-    #[serde(flatten)]
-    rest: serde_json::Map<String, Value>,
-}
-
-#[derive(Deserialize)]
-struct HubRope {
-    rope_type: String,
-    rope_theta: f64,
-}
 
 struct Case {
     name: String,
@@ -60,6 +44,16 @@ impl Case {
             }
         }
         Parameters::from_tensors(&self.config, tensors, &Device::Cpu)
+    }
+
+    /// Another folder beside this one, of the same shape.
+    fn sibling(&self, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            folder: self.folder.with_file_name(name),
+            config: self.config.clone(),
+            deviation: Value::Null,
+        }
     }
 
     fn tolerance(&self, file: &str, quantity: &str) -> f64 {
@@ -88,7 +82,16 @@ impl Case {
     }
 }
 
-/// All cases that this crate can run and that have `file`. The others are named on the output.
+/// What `config.json` (transformers 5) says of the decoder.
+fn decoder_config(text: &str) -> DecoderConfig {
+    let mut hub: Value = serde_json::from_str(text).unwrap();
+    let rope = hub["rope_parameters"].take();
+    hub["rope_theta"] = rope["rope_theta"].clone();
+    hub["rope_scaling"] = rope;
+    serde_json::from_value(hub).unwrap()
+}
+
+/// All cases that have `file`.
 fn cases(file: &str) -> Vec<Case> {
     let root = std::env::var_os("GRPO_GOLDEN_MODELS_DIR").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models"),
@@ -108,26 +111,9 @@ fn cases(file: &str) -> Vec<Case> {
     for folder in folders {
         let name = folder.file_name().unwrap().to_str().unwrap().to_owned();
         if !folder.join(file).exists() {
-            println!("skipped {name}: it has no {file}");
             continue;
         }
-        let hub: HubConfig = serde_json::from_str(&read(&folder.join("config.json"))).unwrap();
-        if hub.model_type != "llama" {
-            println!(
-                "skipped {name}: model_type {} is not supported yet",
-                hub.model_type
-            );
-            continue;
-        }
-        if hub.rope_parameters.rope_type != "default" {
-            println!(
-                "skipped {name}: rope_type {} is not supported yet",
-                hub.rope_parameters.rope_type
-            );
-            continue;
-        }
-        let mut config: DecoderConfig = serde_json::from_value(Value::Object(hub.rest)).unwrap();
-        config.rope_theta = hub.rope_parameters.rope_theta;
+        let config = decoder_config(&read(&folder.join("config.json")));
         let deviation = manifest["float32_deviation"][&name].clone();
         cases.push(Case {
             name,
@@ -405,6 +391,89 @@ fn five_clipped_steps_are_those_of_torch() -> Result<()> {
             assert!(
                 value <= tolerance,
                 "{} {quantity}: {value} is more than {tolerance}",
+                case.name
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Log-probabilities [B, C] of the completion after dividing the logits by the temperature, and zero at padding.
+fn completion_log_probs(
+    decoder: &Decoder,
+    golden: &HashMap<String, Tensor>,
+    temperature: f64,
+) -> Result<Tensor> {
+    let side_by_side = |prompt: &str, completion: &str| {
+        Tensor::cat(&[&golden[prompt], &golden[completion]], 1)?.to_dtype(DType::U32)
+    };
+    let ids = side_by_side("in.prompt_ids", "in.completion_ids")?;
+    let mask = side_by_side("in.prompt_mask", "in.completion_attention_mask")?;
+    let completion = golden["in.completion_ids"].to_dtype(DType::U32)?;
+    let (prompt_length, length) = (golden["in.prompt_ids"].dim(1)?, completion.dim(1)?);
+    let hidden = decoder.hidden_states(&ids, &mask, None)?;
+    let hidden = hidden.narrow(1, prompt_length - 1, length)?;
+    let logits = (decoder.logits(&hidden)? / temperature)?;
+    let log_probs = candle_nn::ops::log_softmax(&logits, D::Minus1)?
+        .gather(&completion.unsqueeze(2)?, 2)?
+        .squeeze(2)?;
+    let real = golden["in.completion_attention_mask"].to_dtype(DType::F32)?;
+    log_probs * real
+}
+
+#[test]
+fn a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Result<()> {
+    for case in cases("grpo.safetensors") {
+        let golden = case.tensors("grpo.safetensors")?;
+        let scalar =
+            |key: &str| Ok::<_, candle_core::Error>(golden[key].to_scalar::<f32>()? as f64);
+        let (temperature, clip, beta) = (
+            scalar("in.temperature")?,
+            scalar("in.clip_eps")?,
+            scalar("in.beta")?,
+        );
+        let bytes = fs::read(case.folder.join("grpo.safetensors"))?;
+        let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let reference = &metadata.metadata().as_ref().unwrap()["reference"];
+        let reference = case.sibling(reference).parameters()?;
+        let reference = Decoder::new(&case.config, reference.detached_var_builder())?;
+        let of_reference = completion_log_probs(&reference, &golden, temperature)?;
+        case.near(
+            "grpo",
+            "log_probs",
+            &of_reference,
+            &golden["out.ref_log_probs"],
+        )?;
+
+        let parameters = case.parameters()?;
+        let decoder = Decoder::new(&case.config, parameters.var_builder())?;
+        let log_probs = completion_log_probs(&decoder, &golden, temperature)?;
+        case.near("grpo", "log_probs", &log_probs, &golden["out.log_probs"])?;
+
+        let mask = golden["in.completion_mask"].to_dtype(DType::F32)?;
+        let ratio = (&log_probs - &golden["in.old_log_probs"])?.exp()?;
+        let advantages = golden["in.advantages"].unsqueeze(1)?;
+        let clipped = ratio
+            .clamp(1.0 - clip, 1.0 + clip)?
+            .broadcast_mul(&advantages)?;
+        let policy = ratio.broadcast_mul(&advantages)?.minimum(&clipped)?.neg()?;
+        let apart = (&of_reference - &log_probs)?;
+        let kl = ((apart.exp()? - &apart)? - 1.0)?;
+        let per_token = ((policy + (kl * beta)?)? * &mask)?;
+        let counted = mask.sum(1)?.clamp(1f32, f32::MAX)?;
+        let loss = (per_token.sum(1)? / counted)?.mean_all()?;
+        case.near("grpo", "loss", &loss, &golden["out.loss"])?;
+
+        let mut gradients = Gradients::new();
+        gradients.accumulate(&loss, &parameters)?;
+        let tolerance = case.tolerance("grpo", "grads_relative");
+        for (name, gradient) in gradients.iter() {
+            let reference = &golden[&format!("grad.{name}")];
+            let scale = max_difference(reference, &reference.zeros_like()?)?;
+            let distance = max_difference(gradient, reference)? / scale;
+            assert!(
+                distance <= tolerance,
+                "{} grpo grad.{name}: {distance} is more than {tolerance}",
                 case.name
             );
         }

@@ -1,14 +1,19 @@
-//! `config.json` of a Hugging Face Llama.
+//! `config.json` of a Hugging Face model.
 
-use anyhow::{Result, bail, ensure};
-use candle_grpo_nn::DecoderConfig;
+use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_nn::{DecoderConfig, ModelType, RopeScaling};
 use serde_json::{Map, Value, json};
 
 pub(crate) fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Value> {
     let mut config = serde_json::to_value(model)?;
+    let architecture = match model.model_type {
+        ModelType::Llama => "LlamaForCausalLM",
+        ModelType::Qwen2 => "Qwen2ForCausalLM",
+        ModelType::Qwen3 => "Qwen3ForCausalLM",
+        ModelType::SmolLm3 => "SmolLM3ForCausalLM",
+    };
     let extra = [
-        ("architectures", json!(["LlamaForCausalLM"])),
-        ("model_type", json!("llama")),
+        ("architectures", json!([architecture])),
         ("hidden_act", json!("silu")),
         ("torch_dtype", json!("float32")),
         ("head_dim", json!(model.head_dim())),
@@ -17,25 +22,38 @@ pub(crate) fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> 
     ];
     if let Some(config) = config.as_object_mut() {
         config.extend(extra.map(|(name, value)| (name.to_owned(), value)));
+        if model.rope_scaling == RopeScaling::Default {
+            config.insert("rope_scaling".to_owned(), Value::Null);
+        }
+        if model.model_type == ModelType::SmolLm3 {
+            // Without the key, transformers takes every fourth block as one that does not rotate.
+            let rotates = |layer| u8::from(model.no_rope_layers.get(layer) != Some(&0));
+            let layers: Vec<_> = (0..model.num_hidden_layers).map(rotates).collect();
+            config.insert("no_rope_layers".to_owned(), json!(layers));
+        }
     }
     Ok(config)
 }
 
 /// The shape of the decoder; errs, with the key, if the file asks for what a [`DecoderConfig`] cannot say.
+///
+/// Reads the key names of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`).
 pub(crate) fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     let mut config: Map<String, Value> = serde_json::from_slice(bytes)?;
+    let known = ["llama", "qwen2", "qwen3", "smollm3"];
     match config.get("model_type") {
-        Some(model_type) => ensure!(
-            model_type == "llama",
-            "model_type: {model_type}, must be \"llama\""
+        Some(found) => ensure!(
+            found.as_str().is_some_and(|found| known.contains(&found)),
+            "model_type: {found}, must be one of {known:?}"
         ),
-        None => bail!("model_type: absent, must be \"llama\""),
+        None => bail!("model_type: absent, must be one of {known:?}"),
     }
     for (key, only) in [
         ("hidden_act", json!("silu")),
         ("attention_bias", json!(false)),
         ("mlp_bias", json!(false)),
-        ("rope_scaling", Value::Null),
+        ("use_sliding_window", json!(false)),
+        ("partial_rotary_factor", json!(1.0)),
         ("quantization_config", Value::Null),
     ] {
         let found = config.get(key).unwrap_or(&only);
@@ -44,47 +62,140 @@ pub(crate) fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
             "{key}: {found}, only {only} is supported"
         );
     }
-    if let Some(theta) = config.get("rope_parameters").map(rope_theta).transpose()?
-        && !theta.is_null()
+    // Qwen's files state a window that use_sliding_window switches off; other families have no such switch.
+    if config.get("use_sliding_window").is_none()
+        && let Some(window) = config
+            .get("sliding_window")
+            .filter(|found| !found.is_null())
     {
-        if let Some(other) = config.get("rope_theta") {
-            ensure!(
-                other.as_f64() == theta.as_f64(),
-                "rope_theta: {other}, but rope_parameters.rope_theta: {theta}"
-            );
-        }
-        config.insert("rope_theta".to_owned(), theta);
+        bail!("sliding_window: {window}, only null is supported");
     }
-    Ok(serde_json::from_value(Value::Object(config))?)
+    if let Some(layers) = config.get("layer_types").and_then(Value::as_array)
+        && let Some(other) = layers.iter().find(|&layer| layer != "full_attention")
+    {
+        bail!("layer_types: {other}, only \"full_attention\" is supported");
+    }
+    if config["model_type"] == "smollm3" {
+        add_no_rope_layers(&mut config)?;
+    } else if config["model_type"] == "qwen3" && absent(&config, "head_dim") {
+        // What transformers takes for a Qwen3 without the key.
+        config.insert("head_dim".to_owned(), json!(128));
+    }
+    if absent(&config, "num_key_value_heads") {
+        let heads = config.get("num_attention_heads").cloned();
+        config.insert("num_key_value_heads".to_owned(), heads.unwrap_or_default());
+    }
+    read_rope(&mut config)?;
+    let model: DecoderConfig = serde_json::from_value(Value::Object(config))?;
+    model.validate()?;
+    Ok(model)
 }
 
-/// The base of the rotary frequencies, or null; errs if that is not all there is to them.
-fn rope_theta(parameters: &Value) -> Result<Value> {
-    let Some(parameters) = parameters.as_object() else {
-        ensure!(
-            parameters.is_null(),
-            "rope_parameters: {parameters}, must be an object"
-        );
-        return Ok(Value::Null);
-    };
-    let mut theta = Value::Null;
-    for (key, value) in parameters {
-        let known = match key.as_str() {
-            "rope_theta" => {
-                theta = value.clone();
-                true
-            }
-            "rope_type" | "type" => value == "default",
-            "partial_rotary_factor" => value.as_f64() == Some(1.),
-            _ => value.is_null(),
+fn absent(config: &Map<String, Value>, key: &str) -> bool {
+    config.get(key).is_none_or(Value::is_null)
+}
+
+/// Without `no_rope_layers`, every `no_rope_layer_interval`-th block does not rotate.
+fn add_no_rope_layers(config: &mut Map<String, Value>) -> Result<()> {
+    if !absent(config, "no_rope_layers") {
+        return Ok(());
+    }
+    let number = |key: &str| config.get(key).and_then(Value::as_u64);
+    let layers = number("num_hidden_layers").context("num_hidden_layers: absent")?;
+    let interval = number("no_rope_layer_interval").unwrap_or(4);
+    ensure!(
+        interval > 0,
+        "no_rope_layer_interval: 0, must be at least 1"
+    );
+    let rotates: Vec<_> = (1..=layers)
+        .map(|layer| u8::from(!layer.is_multiple_of(interval)))
+        .collect();
+    config.insert("no_rope_layers".to_owned(), json!(rotates));
+    Ok(())
+}
+
+/// Brings both forms of the rotary keys into `rope_theta` and `rope_scaling`, with the keys that [`RopeScaling`] has.
+fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
+    let longest = config.get("max_position_embeddings").cloned();
+    let mut scaling: Option<Value> = None;
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(found) = config.remove(key).filter(|found| !found.is_null()) else {
+            continue;
         };
+        let Value::Object(mut rope) = found else {
+            bail!("{key}: {found}, must be an object");
+        };
+        if let Some(theta) = rope.remove("rope_theta").filter(|theta| !theta.is_null()) {
+            if let Some(other) = config.get("rope_theta").filter(|other| !other.is_null()) {
+                ensure!(
+                    other.as_f64() == theta.as_f64(),
+                    "rope_theta: {other}, but {key}.rope_theta: {theta}"
+                );
+            }
+            config.insert("rope_theta".to_owned(), theta);
+        }
+        let read = rope_scaling(key, rope, longest.as_ref())?;
+        if let Some(other) = scaling.filter(|other| *other != read) {
+            bail!("rope_parameters: {read}, but rope_scaling: {other}");
+        }
+        scaling = Some(read);
+    }
+    config.insert(
+        "rope_scaling".to_owned(),
+        scaling.unwrap_or_else(|| json!({"rope_type": "default"})),
+    );
+    Ok(())
+}
+
+/// `rope`, the object under `key`, with no key but those that [`RopeScaling`] reads; another one is an error.
+fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>) -> Result<Value> {
+    rope.retain(|_, value| !value.is_null());
+    let rope_type = match (rope.remove("rope_type"), rope.remove("type")) {
+        (Some(rope_type), _) | (None, Some(rope_type)) => rope_type,
+        (None, None) => json!("default"),
+    };
+    let known: &[&str] = match rope_type.as_str() {
+        Some("default") => &[],
+        Some("linear") => &["factor"],
+        Some("llama3") => &[
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ],
+        Some("yarn") => {
+            // What transformers takes if the key is absent.
+            if let (false, Some(longest)) = (rope.contains_key(ORIGINAL), longest) {
+                rope.insert(ORIGINAL.to_owned(), longest.clone());
+            }
+            &[
+                "factor",
+                ORIGINAL,
+                "beta_fast",
+                "beta_slow",
+                "attention_factor",
+            ]
+        }
+        _ => bail!(
+            "{key}.rope_type: {rope_type}, only \"default\", \"linear\", \"llama3\" and \"yarn\" are supported"
+        ),
+    };
+    for (name, value) in &rope {
+        let one = name == "partial_rotary_factor" && value.as_f64() == Some(1.0);
+        // YaRN's boundaries are rounded to whole pairs unless this is false.
+        let truncated = name == "truncate" && *value == json!(true);
         ensure!(
-            known,
-            "rope_parameters.{key}: {value}, only rope_theta with rope_type \"default\" is supported"
+            one || truncated || known.contains(&name.as_str()),
+            "{key}.{name}: {value}, is not supported with rope_type {rope_type}"
         );
     }
-    Ok(theta)
+    rope.insert("rope_type".to_owned(), rope_type);
+    let scaling: RopeScaling =
+        serde_json::from_value(Value::Object(rope)).context(key.to_owned())?;
+    Ok(serde_json::to_value(scaling)?)
 }
+
+const ORIGINAL: &str = "original_max_position_embeddings";
 
 #[cfg(test)]
 mod tests {
@@ -113,13 +224,115 @@ mod tests {
     }
 
     #[rstest]
-    #[case(json!({"model_type": "qwen3"}), "model_type: \"qwen3\"")]
-    #[case(json!({"model_type": null}), "model_type: null")]
-    #[case(json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.}}), "rope_scaling: {")]
+    #[case(json!({"rope_scaling": {"type": "linear", "factor": 2}}), RopeScaling::Linear { factor: 2. })]
     #[case(
-        json!({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}),
-        "rope_parameters.rope_type: \"llama3\""
+        json!({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}, "rope_scaling": null}),
+        RopeScaling::Linear { factor: 2. }
     )]
+    #[case(
+        json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192}}),
+        RopeScaling::Llama3 {
+            factor: 8.,
+            low_freq_factor: 1.,
+            high_freq_factor: 4.,
+            original_max_position_embeddings: 8192,
+        }
+    )]
+    #[case(
+        json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        RopeScaling::Yarn {
+            factor: 4.,
+            original_max_position_embeddings: 32,
+            beta_fast: 32.,
+            beta_slow: 1.,
+            attention_factor: None,
+        }
+    )]
+    fn scaled_frequencies_are_read_and_written(
+        #[case] extra: Value,
+        #[case] scaling: RopeScaling,
+    ) -> Result<()> {
+        let model = read(extra)?;
+        assert_eq!(model.rope_scaling, scaling);
+        let written = serde_json::to_vec(&to_hugging_face(&model, &[2])?)?;
+        let again = from_hugging_face(&written)?;
+        assert_eq!(
+            (again.rope_scaling, again.rope_theta),
+            (scaling, model.rope_theta)
+        );
+        Ok(())
+    }
+
+    #[rstest]
+    #[case(json!({"model_type": "llama"}), vec![])]
+    #[case(json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 4096}), vec![])]
+    #[case(json!({"model_type": "qwen3", "head_dim": 16}), vec![])]
+    #[case(json!({"model_type": "smollm3", "num_hidden_layers": 5}), vec![1, 1, 1, 0, 1])]
+    #[case(
+        json!({"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2}),
+        vec![1, 0, 1]
+    )]
+    #[case(
+        json!({"model_type": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [0, 1]}),
+        vec![0, 1]
+    )]
+    fn each_family_is_read_and_written(
+        #[case] extra: Value,
+        #[case] no_rope_layers: Vec<u8>,
+    ) -> Result<()> {
+        let mut model = read(extra.clone())?;
+        assert_eq!(serde_json::to_value(model.model_type)?, extra["model_type"]);
+        assert_eq!(model.no_rope_layers, no_rope_layers);
+        let written = to_hugging_face(&model, &[2])?;
+        model.head_dim = Some(model.head_dim());
+        assert_eq!(from_hugging_face(&serde_json::to_vec(&written)?)?, model);
+        Ok(())
+    }
+
+    #[test]
+    fn both_forms_of_every_golden_configuration_are_the_same_decoder() -> Result<()> {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/models");
+        let mut count = 0;
+        for entry in std::fs::read_dir(folder)? {
+            let folder = entry?.path();
+            if folder.is_dir() {
+                let of = |file| from_hugging_face(&std::fs::read(folder.join(file))?);
+                assert_eq!(
+                    of("config.json")?,
+                    of("config_v4.json")?,
+                    "{}",
+                    folder.display()
+                );
+                count += 1;
+            }
+        }
+        assert_eq!(count, 8);
+        Ok(())
+    }
+
+    #[rstest]
+    #[case(json!({"model_type": "gemma3"}), "model_type: \"gemma3\"")]
+    #[case(json!({"model_type": null}), "model_type: null")]
+    #[case(
+        json!({"rope_scaling": {"rope_type": "dynamic", "factor": 8.}}),
+        "rope_scaling.rope_type: \"dynamic\""
+    )]
+    #[case(
+        json!({"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}),
+        "rope_parameters.rope_type: \"longrope\""
+    )]
+    #[case(
+        json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}),
+        "rope_scaling.mscale: 1.0"
+    )]
+    #[case(json!({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}), "rope_scaling.factor is 0.5")]
+    #[case(json!({"use_sliding_window": true}), "use_sliding_window: true")]
+    #[case(json!({"sliding_window": 4096}), "sliding_window: 4096")]
+    #[case(json!({"layer_types": ["sliding_attention"]}), "layer_types: \"sliding_attention\"")]
+    #[case(json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5")]
+    #[case(json!({"model_type": "smollm3", "no_rope_layers": [1, 1]}), "no_rope_layers is [1, 1]")]
+    #[case(json!({"no_rope_layers": [1]}), "no_rope_layers is [1]")]
     #[case(json!({"rope_parameters": {"factor": 8.}}), "rope_parameters.factor: 8.0")]
     #[case(json!({"rope_parameters": "default"}), "rope_parameters: \"default\"")]
     #[case(

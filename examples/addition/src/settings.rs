@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 
 use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
-use candle_grpo_nn::{AdamWConfig, DecoderConfig};
+use candle_grpo_nn::{AdamWConfig, DecoderConfig, ModelType, RopeScaling};
 use candle_grpo_train::{
     LearningRateSchedule, OldLogProbs, PretrainConfig, SamplingConfig, TrainConfig,
 };
@@ -69,6 +69,7 @@ impl Settings {
             steps,
             goal,
             model: DecoderConfig {
+                model_type: ModelType::Llama,
                 vocab_size: VOCABULARY,
                 hidden_size: 32,
                 intermediate_size: 64,
@@ -78,6 +79,8 @@ impl Settings {
                 head_dim: None,
                 rms_norm_eps: 1e-6,
                 rope_theta: 1e4,
+                rope_scaling: RopeScaling::Default,
+                no_rope_layers: vec![],
                 max_position_embeddings: 16,
                 tie_word_embeddings: false,
             },

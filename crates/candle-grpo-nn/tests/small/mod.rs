@@ -5,11 +5,12 @@
 use std::collections::HashMap;
 
 use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
-use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, Parameters};
+use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, ModelType, Parameters, RopeScaling};
 
 /// Two query heads for each key head, and a head width that is not `hidden_size / num_attention_heads`.
 pub(crate) fn config(tied: bool) -> DecoderConfig {
     DecoderConfig {
+        model_type: ModelType::Llama,
         vocab_size: 13,
         hidden_size: 12,
         intermediate_size: 20,
@@ -19,6 +20,8 @@ pub(crate) fn config(tied: bool) -> DecoderConfig {
         head_dim: Some(6),
         rms_norm_eps: 1e-6,
         rope_theta: 100.0,
+        rope_scaling: RopeScaling::Default,
+        no_rope_layers: vec![],
         max_position_embeddings: 16,
         tie_word_embeddings: tied,
     }

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // Each test program uses some of it.
 
 use candle_core::{Device, Tensor};
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
 use candle_grpo_train::{Prompt, Sampler, SamplingConfig, character_tokenizer};
 use serde_json::json;
 use tokenizers::Tokenizer;
@@ -11,6 +11,7 @@ pub(crate) const END: u32 = 0;
 
 pub(crate) fn model() -> DecoderConfig {
     DecoderConfig {
+        model_type: ModelType::Llama,
         vocab_size: 6,
         hidden_size: 16,
         intermediate_size: 24,
@@ -20,6 +21,8 @@ pub(crate) fn model() -> DecoderConfig {
         head_dim: None,
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
+        rope_scaling: RopeScaling::Default,
+        no_rope_layers: vec![],
         max_position_embeddings: 24,
         tie_word_embeddings: false,
     }

@@ -1,0 +1,75 @@
+//! Blocks without rotary positions.
+
+use candle_core::{Device, IndexOp, Result, Tensor};
+use candle_grpo_nn::{Decoder, DecoderConfig, ModelType};
+
+mod small;
+use small::{config, lively, max_difference, message};
+
+fn smollm3(no_rope_layers: Vec<u8>) -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::SmolLm3,
+        no_rope_layers,
+        ..config(true)
+    }
+}
+
+/// The logits after the last token.
+fn last_logits(config: DecoderConfig, ids: &[u32]) -> Result<Tensor> {
+    let parameters = lively(&config)?;
+    let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
+    let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
+    let hidden = decoder.hidden_states(&ids, &ids.ones_like()?, None)?;
+    decoder.logits(&hidden.i((0, ids.dim(1)? - 1))?.unsqueeze(0)?)
+}
+
+#[test]
+fn a_block_that_does_not_rotate_cannot_tell_how_far_a_token_is() -> Result<()> {
+    // With one block, keys and values do not depend on what stands before them: the order of the past is all in the
+    // rotation.
+    let one_block = |no_rope: u8, ids: &[u32]| {
+        let config = DecoderConfig {
+            num_hidden_layers: 1,
+            ..smollm3(vec![no_rope])
+        };
+        last_logits(config, ids)
+    };
+    let moved = |no_rope| {
+        max_difference(
+            &one_block(no_rope, &[3, 1, 7, 4])?,
+            &one_block(no_rope, &[7, 3, 1, 4])?,
+        )
+    };
+    assert!(moved(0)? < 1e-5);
+    assert!(moved(1)? > 1e-3);
+    Ok(())
+}
+
+#[test]
+fn each_block_rotates_or_not_by_its_own_number() -> Result<()> {
+    let ids = [3, 1, 4];
+    let rotating = last_logits(smollm3(vec![]), &ids)?;
+    let all = last_logits(smollm3(vec![1, 1]), &ids)?;
+    assert_eq!(max_difference(&rotating, &all)?, 0.0);
+    for blocks in [[0, 1], [1, 0], [0, 0]] {
+        let other = last_logits(smollm3(blocks.to_vec()), &ids)?;
+        assert!(max_difference(&rotating, &other)? > 1e-3, "{blocks:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn no_rope_layers_of_another_family_or_length_are_refused() {
+    for (model_type, no_rope_layers) in [
+        (ModelType::Llama, vec![1, 0]),
+        (ModelType::SmolLm3, vec![1]),
+        (ModelType::SmolLm3, vec![1, 2]),
+    ] {
+        let config = DecoderConfig {
+            model_type,
+            no_rope_layers,
+            ..config(true)
+        };
+        assert!(message(config.validate()).starts_with("no_rope_layers is"));
+    }
+}
