@@ -11,6 +11,10 @@ pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
 }
 
 pub(crate) fn one(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
+    if tensors.parameter.elem_count() == 0 {
+        // Candle's operations on nothing give an operand back, and a variable refuses to be set to itself.
+        return Ok(());
+    }
     let c = step.coefficients(tensors.weight_decay);
     let (average, square) = (tensors.average, tensors.square);
     let gradient = tensors.gradient.detach().to_dtype(average.dtype())?;
