@@ -92,7 +92,7 @@ pub fn log_prob_gradient(
     tokens: &TokenLogProbs,
     derivatives: &TokenLogProbs,
 ) -> Result<Tensor> {
-    let arguments = Arguments::new(&logits.detach(), targets, temperature, options)?;
+    let arguments = Arguments::new(logits, targets, temperature, options)?;
     let packed = tokens.pack("tokens", &arguments.outer)?.detach();
     let gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
     if !path::is_fused(logits) {
@@ -115,7 +115,7 @@ pub fn log_prob_gradient(
         gradient,
     };
     backward
-        .apply(&arguments.logits, options.gradient_into_logits)?
+        .apply(&arguments.logits.detach(), options.gradient_into_logits)?
         .reshape(logits.shape())
 }
 

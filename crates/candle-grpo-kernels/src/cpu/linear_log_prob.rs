@@ -241,7 +241,9 @@ impl<W: Element> Layer<'_, W> {
 
     fn tile_columns(&self) -> usize {
         let columns = TILE_LOGITS / self.rows().clamp(1, TILE_ROWS);
-        let columns = columns.min(TILE_WEIGHTS / self.width).min(self.vocab);
+        let columns = columns
+            .min((TILE_WEIGHTS / self.width).max(1))
+            .min(self.vocab);
         columns.next_multiple_of(MAX_LANES)
     }
 

@@ -161,6 +161,8 @@ impl<T: Element> WithSimd for BackwardRow<'_, T> {
         let (x, gradient) = self.buffers.split_at_mut(self.weight.len());
         T::widen(self.x, &mut x[..width]);
         T::widen(self.gradient, &mut gradient[..width]);
+        // A row of NaN leaves NaN beyond its end, which the next row would sum.
+        gradient[width..].fill(0.0);
 
         let (x_vectors, _) = S::as_simd_f32s(x);
         let (gradient_vectors, _) = S::as_mut_simd_f32s(gradient);
