@@ -70,6 +70,7 @@ mod rope;
 mod rope_scaling;
 mod router;
 mod value_head;
+mod weight_files;
 mod whole_file;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule};

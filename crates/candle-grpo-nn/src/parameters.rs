@@ -8,6 +8,7 @@ use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
 use crate::normal::Normal;
+use crate::weight_files;
 use crate::whole_file::write_safetensors;
 
 /// Standard deviation of a freshly drawn weight, as in GPT-2 and Hugging Face's `initializer_range`.
@@ -128,7 +129,8 @@ impl Parameters {
         Ok(self)
     }
 
-    /// Reads one safetensors file; its names and shapes are checked as in [`Self::from_tensors`].
+    /// Reads one safetensors file; its names and shapes are checked as in [`Self::from_tensors`], and its numbers must be
+    /// finite.
     pub fn load(config: &DecoderConfig, path: &Path, device: &Device) -> Result<Self> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -136,7 +138,20 @@ impl Parameters {
                 path.display()
             ))
         };
-        let tensors = candle_core::safetensors::load(path, &Device::Cpu).map_err(context)?;
+        let tensors = weight_files::read_file(path).map_err(context)?;
+        Self::from_tensors(config, tensors, device).map_err(context)
+    }
+
+    /// Reads the weights of a Hugging Face folder: `model.safetensors`, or the files that `model.safetensors.index.json`
+    /// names. They are checked as by [`Self::load`].
+    pub fn load_folder(config: &DecoderConfig, folder: &Path, device: &Device) -> Result<Self> {
+        let context = |error: Error| {
+            Error::msg(format!(
+                "cannot load parameters from {}: {error}",
+                folder.display()
+            ))
+        };
+        let tensors = weight_files::read_folder(folder).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
     }
 

@@ -36,14 +36,7 @@ impl Case {
     }
 
     fn parameters(&self) -> Result<Parameters> {
-        let mut tensors = HashMap::new();
-        for entry in fs::read_dir(&self.folder)? {
-            let name = entry?.file_name().into_string().unwrap();
-            if name.starts_with("model") && name.ends_with(".safetensors") {
-                tensors.extend(self.tensors(&name)?);
-            }
-        }
-        Parameters::from_tensors(&self.config, tensors, &Device::Cpu)
+        Parameters::load_folder(&self.config, &self.folder, &Device::Cpu)
     }
 
     /// Another folder beside this one, of the same shape.

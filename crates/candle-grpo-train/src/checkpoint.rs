@@ -31,7 +31,7 @@ pub struct Checkpoint {
     pub optimizer_state: Option<HashMap<String, Tensor>>,
 }
 
-/// Writes a folder in the form of a Hugging Face model, readable by other programs as a Llama: `config.json`,
+/// Writes a folder in the form of a Hugging Face model, readable by other programs: `config.json`,
 /// `model.safetensors` and `tokenizer.json`, and `optimizer.safetensors` for [`AdamW::load_state`].
 ///
 /// Of a policy with adapters, `model.safetensors` is what they and the base make together. The folder `adapter` has the
@@ -73,15 +73,16 @@ pub fn save_checkpoint(
     })
 }
 
-/// Reads what [`save_checkpoint`] wrote, or a Hugging Face Llama in one `model.safetensors`.
+/// Reads what [`save_checkpoint`] wrote, or a Hugging Face Llama, Qwen2, Qwen3 or SmolLM3 in one safetensors file or
+/// several.
 ///
 /// Errs on a model that [`Decoder`](candle_grpo_nn::Decoder) would compute otherwise than it is meant, naming the key of
-/// `config.json` that says so: another type of model, scaled rotary positions, biases, another activation.
+/// `config.json` that says so: another type of model, sliding windows, biases that the family does not have, another activation.
 pub fn load_checkpoint(folder: &Path, device: &Device) -> Result<Checkpoint> {
     let read = || -> Result<Checkpoint> {
         let config = fs::read(folder.join(CONFIG)).context(CONFIG)?;
         let model = from_hugging_face(&config).context(CONFIG)?;
-        let parameters = Parameters::load(&model, &folder.join(MODEL), device)?;
+        let parameters = Parameters::load_folder(&model, folder, device)?;
         let tokenizer = Tokenizer::from_file(folder.join(TOKENIZER))
             .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
         let optimizer = folder.join(OPTIMIZER);

@@ -1,0 +1,81 @@
+//! The weights of a Hugging Face folder, in one safetensors file or several.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs;
+use std::path::{Component, Path};
+
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use serde::Deserialize;
+
+const MODEL: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+#[derive(Deserialize)]
+struct Index {
+    /// The file of each tensor.
+    weight_map: BTreeMap<String, String>,
+}
+
+/// All tensors of `model.safetensors`, or, if there is none, of the files that `model.safetensors.index.json` names.
+pub(crate) fn read_folder(folder: &Path) -> Result<HashMap<String, Tensor>> {
+    let index = folder.join(INDEX);
+    if folder.join(MODEL).exists() || !index.exists() {
+        return read_file(&folder.join(MODEL));
+    }
+    let text = fs::read(index).map_err(|error| Error::msg(format!("{INDEX}: {error}")))?;
+    let Index { weight_map } =
+        serde_json::from_slice(&text).map_err(|error| Error::msg(format!("{INDEX}: {error}")))?;
+    let mut tensors = HashMap::new();
+    for file in weight_map.values().collect::<BTreeSet<_>>() {
+        let mut parts = Path::new(file).components();
+        if !matches!(
+            (parts.next(), parts.next()),
+            (Some(Component::Normal(_)), None)
+        ) {
+            bail!("{INDEX} names {file:?}, it must be the name of a file in the same folder");
+        }
+        for (name, tensor) in read_file(&folder.join(file))? {
+            if weight_map.get(&name) != Some(file) {
+                bail!("{file} has {name}, which {INDEX} does not place there");
+            }
+            tensors.insert(name, tensor);
+        }
+    }
+    if let Some((name, file)) = weight_map
+        .iter()
+        .find(|(name, _)| !tensors.contains_key(*name))
+    {
+        bail!("{file} lacks {name}, which {INDEX} places there");
+    }
+    Ok(tensors)
+}
+
+/// All tensors of one safetensors file; errs, with the file, if one is not finite.
+pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
+    let context = |error: Error| {
+        let name = path.file_name().unwrap_or(path.as_os_str());
+        Error::msg(format!("{}: {error}", name.display()))
+    };
+    let tensors = candle_core::safetensors::load(path, &Device::Cpu).map_err(context)?;
+    for (name, tensor) in &tensors {
+        if tensor.dtype().is_float() && !is_finite(tensor)? {
+            return Err(context(Error::msg(format!(
+                "tensor {name} has a NaN or an infinity, weights must be finite"
+            ))));
+        }
+    }
+    Ok(tensors)
+}
+
+fn is_finite(tensor: &Tensor) -> Result<bool> {
+    if tensor.elem_count() == 0 {
+        return Ok(true);
+    }
+    // Zero times a number is zero, unless the number is not finite. The sum keeps a NaN.
+    let wide = match tensor.dtype() {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    let sum = (tensor.to_dtype(wide)? * 0.0)?.sum_all()?;
+    Ok(!sum.to_dtype(DType::F64)?.to_scalar::<f64>()?.is_nan())
+}

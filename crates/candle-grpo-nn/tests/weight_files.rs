@@ -1,0 +1,163 @@
+//! Weights in one file or several.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_nn::Parameters;
+use rstest::rstest;
+use serde_json::{Value, json};
+
+mod small;
+use small::{bits, config, lively, lively_tensors, message};
+
+const SHARDS: [&str; 2] = [
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+];
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Writes the tensors into two files with an index, which is returned.
+fn write_shards(folder: &Path, tensors: HashMap<String, Tensor>) -> Result<Value> {
+    let mut names: Vec<_> = tensors.keys().cloned().collect();
+    names.sort();
+    let (mut files, mut map) = ([HashMap::new(), HashMap::new()], HashMap::new());
+    for (at, name) in names.into_iter().enumerate() {
+        files[at % 2].insert(name.clone(), tensors[&name].clone());
+        map.insert(name, SHARDS[at % 2]);
+    }
+    for (file, tensors) in SHARDS.iter().zip(&files) {
+        candle_core::safetensors::save(tensors, folder.join(file))?;
+    }
+    let index = json!({"metadata": {}, "weight_map": map});
+    fs::write(folder.join(INDEX), index.to_string())?;
+    Ok(index)
+}
+
+#[test]
+fn several_files_are_the_same_weights_as_one() -> Result<()> {
+    let config = config(false);
+    let folder = tempfile::tempdir()?;
+    write_shards(folder.path(), lively_tensors(&config)?)?;
+    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    assert_eq!(bits(&read)?, bits(&lively(&config)?)?);
+    // Whole in one file again, which goes before an index.
+    read.save(&folder.path().join("model.safetensors"))?;
+    for file in SHARDS {
+        fs::remove_file(folder.path().join(file))?;
+    }
+    let again = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    assert_eq!(bits(&again)?, bits(&read)?);
+    Ok(())
+}
+
+#[rstest]
+fn half_types_become_f32(#[values(DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+    let config = config(true);
+    let folder = tempfile::tempdir()?;
+    let mut tensors = lively_tensors(&config)?;
+    for tensor in tensors.values_mut() {
+        *tensor = tensor.to_dtype(dtype)?;
+    }
+    write_shards(folder.path(), tensors.clone())?;
+    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    let rounded = Parameters::from_tensors(&config, tensors, &Device::Cpu)?;
+    assert_eq!(bits(&read)?, bits(&rounded)?);
+    assert!(
+        read.iter()
+            .all(|(_, variable)| variable.dtype() == DType::F32)
+    );
+    Ok(())
+}
+
+#[test]
+fn an_index_that_does_not_fit_its_files_is_refused_by_name() -> Result<()> {
+    let config = config(true);
+    let folder = tempfile::tempdir()?;
+    let index = write_shards(folder.path(), lively_tensors(&config)?)?;
+    let refused = |change: &dyn Fn(&mut serde_json::Map<String, Value>)| {
+        let mut index = index.clone();
+        change(index["weight_map"].as_object_mut().unwrap());
+        fs::write(folder.path().join(INDEX), index.to_string()).unwrap();
+        message(Parameters::load_folder(
+            &config,
+            folder.path(),
+            &Device::Cpu,
+        ))
+    };
+    let norm = "model.norm.weight";
+    let file = index["weight_map"][norm].as_str().unwrap();
+    let extra = refused(&|map| drop(map.insert("model.extra".to_owned(), json!(file))));
+    assert!(
+        extra.contains(&format!("{file} lacks model.extra")),
+        "{extra}"
+    );
+    let unplaced = refused(&|map| drop(map.remove(norm)));
+    assert!(
+        unplaced.contains(&format!("{file} has {norm}")),
+        "{unplaced}"
+    );
+    let outside = refused(&|map| drop(map.insert(norm.to_owned(), json!("../other.safetensors"))));
+    assert!(
+        outside.contains(r#"names "../other.safetensors""#),
+        "{outside}"
+    );
+    fs::write(folder.path().join(INDEX), "{").unwrap();
+    let torn = message(Parameters::load_folder(
+        &config,
+        folder.path(),
+        &Device::Cpu,
+    ));
+    assert!(torn.contains(INDEX), "{torn}");
+    Ok(())
+}
+
+#[test]
+fn a_shard_that_is_absent_or_torn_is_named() -> Result<()> {
+    let config = config(true);
+    let folder = tempfile::tempdir()?;
+    write_shards(folder.path(), lively_tensors(&config)?)?;
+    let path = folder.path().join(SHARDS[1]);
+    let whole = fs::read(&path)?;
+    fs::write(&path, &whole[..whole.len() - 1])?;
+    let torn = message(Parameters::load_folder(
+        &config,
+        folder.path(),
+        &Device::Cpu,
+    ));
+    assert!(torn.contains(SHARDS[1]), "{torn}");
+    fs::remove_file(&path)?;
+    let absent = message(Parameters::load_folder(
+        &config,
+        folder.path(),
+        &Device::Cpu,
+    ));
+    assert!(absent.contains(SHARDS[1]), "{absent}");
+    Ok(())
+}
+
+#[rstest]
+fn a_weight_that_is_not_finite_is_named(
+    #[values(f32::NAN, f32::INFINITY, f32::NEG_INFINITY)] value: f32,
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
+    let config = config(true);
+    let folder = tempfile::tempdir()?;
+    let mut tensors = lively_tensors(&config)?;
+    let mut values = vec![1f32; config.hidden_size];
+    values[3] = value;
+    let norm = Tensor::from_vec(values, config.hidden_size, &Device::Cpu)?.to_dtype(dtype)?;
+    tensors.insert("model.norm.weight".to_owned(), norm);
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors"))?;
+    let message = message(Parameters::load_folder(
+        &config,
+        folder.path(),
+        &Device::Cpu,
+    ));
+    assert!(
+        message.contains("model.safetensors: tensor model.norm.weight has a NaN or an infinity"),
+        "{message}"
+    );
+    Ok(())
+}
