@@ -177,6 +177,15 @@ impl AdamWTensors<'_> {
         }
         others.push(("gradient", self.gradient));
         check::float("gradient", self.gradient)?;
+        if !matches!(
+            self.gradient.dtype(),
+            DType::F32 | DType::BF16 | DType::F16 | DType::F64
+        ) {
+            bail!(
+                "gradient: {:?}, must be f32, bf16, f16 or f64",
+                self.gradient.dtype()
+            );
+        }
         if arithmetic_dtype(self.gradient.dtype()) != state {
             bail!(
                 "gradient: {:?} for a parameter of {:?}, must be f64 for f64 and only then",

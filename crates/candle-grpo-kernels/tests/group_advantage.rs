@@ -115,3 +115,15 @@ fn bad_input_is_named() -> Result<()> {
     assert!(call(&rewards, of_three, options).contains("mask: shape [5]"));
     Ok(())
 }
+
+/// A group with a NaN has NaN for an advantage, whatever the others are.
+#[rstest]
+#[case(&[1.0, f64::NAN])]
+#[case(&[0.0, 1.0, f64::NAN])]
+fn nan_is_not_equal_to_anything(#[case] rewards: &[f64]) -> Result<()> {
+    let rewards = Tensor::new(rewards, &Device::Cpu)?;
+    let groups = SampleGroups::OfSize(rewards.elem_count());
+    let advantages = group_advantage(&rewards, groups, GroupAdvantageOptions::default())?;
+    assert!(numbers(&advantages)?.iter().all(|a| a.is_nan()));
+    Ok(())
+}

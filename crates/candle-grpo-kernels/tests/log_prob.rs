@@ -339,5 +339,8 @@ fn bad_input_is_named() -> Result<()> {
         ..Default::default()
     };
     assert!(message(log_prob(&variable, &targets, 1.0, over)).contains("gradient_into_logits"));
+    let tokens = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
+    let overwritten = log_prob_gradient(&variable, &targets, 1.0, over, &tokens, &tokens);
+    assert!(message(overwritten).contains("gradient_into_logits"));
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! `rms_norm` against its composed twin in f64.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{composed, rms_norm};
 use candle_grpo_test_support::{message, numbers};
 use proptest::prelude::*;
@@ -62,6 +62,20 @@ fn a_row_of_nan_stays_in_its_row() -> Result<()> {
     let y = rms_norm(&x, &Tensor::ones(2, DType::F32, &Device::Cpu)?, 1e-5)?.to_vec2::<f32>()?;
     assert!(y[1].iter().all(|y| y.is_nan()));
     assert!([&y[0], &y[2]].into_iter().flatten().all(|y| y.is_finite()));
+    Ok(())
+}
+
+/// More rows than one core takes at a time, of a width that fills no vector.
+#[test]
+fn backward_a_row_of_nan_stays_in_its_row() -> Result<()> {
+    let mut values = vec![0.5f32; 130 * 5];
+    values[2] = f32::NAN;
+    let x = Var::from_vec(values, (130, 5), &Device::Cpu)?;
+    let y = rms_norm(&x, &Tensor::ones(5, DType::F32, &Device::Cpu)?, 1e-5)?;
+    let gradients = y.sum_all()?.backward()?;
+    let gradient = numbers(gradients.get(&x).expect("a gradient of x"))?;
+    assert!(gradient[0].is_nan());
+    assert!(gradient[5..].iter().all(|g| g.is_finite()));
     Ok(())
 }
 

@@ -24,7 +24,7 @@ pub struct LinearPolicyLossOutput {
 /// nothing. `batch` is one [without log-probs](PolicyBatch::without_log_probs); the entropy is at hand always. Every
 /// loss that [`PolicyLoss::compute`] knows, over tokens or sequences, is computed on `[B, T]`; the logits are made in
 /// small tiles, once forward and once backward. An argument of `layer` that is neither a variable nor computed from one
-/// gets no gradient and costs no product.
+/// gets no gradient and costs no product. KL values that are given must be constants.
 ///
 /// The gradient of the hidden states is where the backward pass of the model begins: call `backward` on the sum of their
 /// product with it. Where a loss in a graph is simpler, take [`linear_log_prob`](crate::linear_log_prob) and
@@ -66,6 +66,11 @@ pub fn linear_policy_loss(
     if batch.log_probs.is_some() || batch.entropy.is_some() {
         bail!(
             "batch: has log_probs or entropy, which linear_policy_loss computes; begin it with PolicyBatch::without_log_probs"
+        );
+    }
+    if batch.kl_values.is_some_and(Tensor::track_op) {
+        bail!(
+            "kl_values: computed from a variable, must be a constant: their gradient is none that linear_policy_loss returns"
         );
     }
     let tokens = layer.forward()?;

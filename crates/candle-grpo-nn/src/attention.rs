@@ -92,6 +92,7 @@ impl Attention {
         let mixed = attention(&query, &key, &value, pass.mask, self.head_dim, scale)?;
         self.output.forward(&mixed)
     }
+
     /// [N, heads * head_dim] to the same shape, each head by itself.
     fn normalise_heads(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {
         let heads = x.reshape((x.dim(0)?, (), self.head_dim))?;

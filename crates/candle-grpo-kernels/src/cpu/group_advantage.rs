@@ -112,7 +112,8 @@ impl Moments {
             smallest,
             shifted_mean: sum / f64::max(count, 1.0),
             squares: 0.0,
-            constant: smallest == largest,
+            // The smallest and the largest leave NaN out, the sum does not.
+            constant: smallest == largest && sum == 0.0,
         };
         moments.squares = entries.map(|x| moments.centered(x).powi(2)).sum();
         moments

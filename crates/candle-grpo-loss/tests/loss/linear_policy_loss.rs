@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_loss::{
-    LinearLogProb, LogProbOptions, PolicyBatch, PolicyLoss, StepTotals, linear_log_prob,
+    KlLoss, LinearLogProb, LogProbOptions, PolicyBatch, PolicyLoss, StepTotals, linear_log_prob,
     linear_policy_loss,
 };
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
@@ -204,6 +204,21 @@ fn log_probs_are_given_once() -> Result<()> {
     assert_eq!(
         message(loss.compute(&without, &totals)),
         "log_probs: absent, a batch without them is for linear_policy_loss"
+    );
+    let kl_values = Var::from_tensor(&tensors.old)?;
+    let given = PolicyLoss {
+        kl: Some(KlLoss::given(0.1)),
+        ..PolicyLoss::dapo()
+    };
+    let error = message(linear_policy_loss(
+        &given,
+        &prepared,
+        &without.kl_values(&kl_values),
+        &totals,
+    ));
+    assert!(
+        error.starts_with("kl_values: computed from a variable"),
+        "{error}"
     );
     Ok(())
 }
