@@ -29,6 +29,12 @@ pub(crate) trait Element: WithDType + Sync {
         None
     }
 
+    /// `target` itself if it is f32.
+    #[inline(always)]
+    fn as_f32_mut(_: &mut [Self]) -> Option<&mut [f32]> {
+        None
+    }
+
     /// The nearest value of this dtype.
     fn nearest(value: f32) -> Self;
 
@@ -53,6 +59,11 @@ impl Element for f32 {
     #[inline(always)]
     fn as_f32(source: &[Self]) -> Option<&[f32]> {
         Some(source)
+    }
+
+    #[inline(always)]
+    fn as_f32_mut(target: &mut [Self]) -> Option<&mut [f32]> {
+        Some(target)
     }
 
     #[inline(always)]

@@ -17,8 +17,8 @@ use crate::log_prob::{Backward, Rows};
 /// A tile has at most this many rows: the gradient of the weight is summed over them by one product.
 const TILE_ROWS: usize = 1024;
 
-/// And at most this many logits, 4 MiB of f32.
-const TILE_LOGITS: usize = 1 << 20;
+/// And at most this many logits, 8 MiB of f32.
+const TILE_LOGITS: usize = 1 << 21;
 
 /// The weight of its columns has at most this many entries, 8 MiB of f32.
 const TILE_WEIGHTS: usize = 1 << 21;
@@ -106,9 +106,10 @@ pub(crate) fn backward<W: Element>(
     let &Layer { vocab, width, .. } = layer;
     let len = |wanted: bool, len: usize| if wanted { len } else { 0 };
     let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.rows.len() * width)];
-    let mut weight_gradient = Vec::with_capacity(len(wanted.weight, vocab * width));
+    let mut weight_gradient = vec![W::nearest(0.0); len(wanted.weight, vocab * width)];
     let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
-    let mut weight_tile = vec![0.0; len(wanted.weight, layer.tile_columns() * width)];
+    // Where the gradient of a tile's weight is summed before it is rounded; f32 is summed in place.
+    let mut weight_tile = Vec::new();
 
     layer.for_each_tile(|tile| {
         let Tile {
@@ -136,11 +137,21 @@ pub(crate) fn backward<W: Element>(
             matmul(target, width, true, gradient, weight);
         }
         if wanted.weight {
-            let target = &mut weight_tile[..columns.len() * width];
+            let target = &mut weight_gradient[columns.start * width..columns.end * width];
             let hidden = Matrix::new(hidden, rows.len(), width, width);
-            matmul(target, width, rows.start > 0, gradient.t(), hidden);
-            if rows.end == kept.rows.len() {
-                weight_gradient.par_extend(target.par_iter().map(|&x| W::nearest(x)));
+            let (add, last) = (rows.start > 0, rows.end == kept.rows.len());
+            match W::as_f32_mut(target) {
+                Some(target) => matmul(target, width, add, gradient.t(), hidden),
+                None => {
+                    weight_tile.resize(columns.len() * width, 0.0);
+                    matmul(&mut weight_tile, width, add, gradient.t(), hidden);
+                    if last {
+                        target
+                            .par_iter_mut()
+                            .zip(&weight_tile)
+                            .for_each(|(target, &x)| *target = W::nearest(x));
+                    }
+                }
             }
         }
         if wanted.bias {
@@ -156,10 +167,6 @@ pub(crate) fn backward<W: Element>(
                 });
         }
     });
-    if wanted.weight {
-        // Without a row there was no tile.
-        weight_gradient.resize(vocab * width, W::nearest(0.0));
-    }
     Ok(Gradients {
         hidden: if wanted.hidden {
             kept.scatter(hidden_gradient, width)
