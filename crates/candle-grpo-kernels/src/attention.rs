@@ -1,6 +1,8 @@
 //! Attention of tokens to those before them.
 
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, WithDType, bail,
+};
 
 use crate::cpu::{with_element, with_floats};
 use crate::{check, composed, cpu, path};
@@ -12,7 +14,8 @@ use crate::{check, composed, cpu, path};
 ///   heads side by side as a linear layer leaves them; any float dtype.
 /// - `key`, `value`: all T positions, `[B, T, kv_heads * head_dim]` or flat as well, of the same dtype. The new ones
 ///   are the last S of them. `heads` is a multiple of `kv_heads`; query heads that lie side by side share a key head.
-/// - `mask`: `[B, T]`, 0 at padding, of any dtype.
+/// - `sequences`: a mask `[B, T]`, 0 at padding, of any dtype; or the lengths of sequences that lie one after another
+///   without padding ([`Sequences::Packed`]). Then S is T, and all tensors are flat.
 ///
 /// A query sees the positions up to its own, but for padding. The result is like `query`; at padding it is 0. What stands
 /// at padding, NaN included, touches no result and no gradient. `query`, `key` and `value` have gradients; no matrix of
@@ -30,26 +33,77 @@ use crate::{check, composed, cpu, path};
 /// assert_eq!(y.to_vec3::<f32>()?, [[[0., 0.], [3., 4.]]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-pub fn attention(
+pub fn attention<'a>(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
-    mask: &Tensor,
+    sequences: impl Into<Sequences<'a>>,
     head_dim: usize,
     scale: f64,
 ) -> Result<Tensor> {
-    let sizes = Sizes::new(query, key, value, mask, head_dim, scale)?;
+    let sequences = sequences.into();
+    let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
     if !path::is_fused_on_cpu(query) {
-        return composed::attention_unchecked(query, key, value, mask, &sizes, scale);
+        return composed::attention_unchecked(query, key, value, sequences, &sizes, scale);
     }
-    let op = Attention {
-        mask: check::mask(mask, mask.dims())?,
-        scale: scale as f32,
-        sizes,
-    };
-    query
-        .contiguous()?
-        .apply_op3(&key.contiguous()?, &value.contiguous()?, op)
+    query.contiguous()?.apply_op3(
+        &key.contiguous()?,
+        &value.contiguous()?,
+        Attention::new(sequences, sizes, scale, query.device())?,
+    )
+}
+
+/// The backward pass of [`attention`] alone: from the gradient of its result, of the shape and dtype of `query`, those of
+/// `query`, `key` and `value`, in their shapes, without a graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::{Sequences, attention_gradient};
+///
+/// // Two sequences of one position each: the result is the value.
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let [_, _, of_value] = attention_gradient(&x, &x, &x, Sequences::Packed(&[1, 1]), 2, 0.5, &x)?;
+/// assert_eq!(of_value.to_vec2::<f32>()?, [[1., 2.], [3., 4.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn attention_gradient<'a>(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    sequences: impl Into<Sequences<'a>>,
+    head_dim: usize,
+    scale: f64,
+    gradient: &Tensor,
+) -> Result<[Tensor; 3]> {
+    let sequences = sequences.into();
+    let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
+    check::gradient(gradient, "query", query)?;
+    if !path::is_fused_on_cpu(query) {
+        return composed::gradients([query, key, value], gradient, |[query, key, value]| {
+            composed::attention_unchecked(query, key, value, sequences, &sizes, scale)
+        });
+    }
+    Attention::new(sequences, sizes, scale, query.device())?.gradients(
+        &query.contiguous()?,
+        &key.contiguous()?,
+        &value.contiguous()?,
+        gradient,
+    )
+}
+
+/// Which positions belong to which sequence.
+#[derive(Debug, Clone, Copy)]
+pub enum Sequences<'a> {
+    /// Sequences of one width with padding: a mask `[B, T]`, 0 at padding, of any dtype.
+    Padded(&'a Tensor),
+    /// Sequences one after another: the length of each, at least 1.
+    Packed(&'a [usize]),
+}
+
+impl<'a> From<&'a Tensor> for Sequences<'a> {
+    fn from(mask: &'a Tensor) -> Self {
+        Self::Padded(mask)
+    }
 }
 
 /// What the arguments of [`attention`] are, in numbers.
@@ -57,9 +111,9 @@ pub fn attention(
 pub(crate) struct Sizes {
     /// Number of sequences (B).
     pub(crate) batch: usize,
-    /// New positions of each (S).
+    /// New positions of each (S); of the longest, if they are packed.
     pub(crate) new: usize,
-    /// All positions of each (T).
+    /// All positions of each (T); of the longest, if they are packed.
     pub(crate) total: usize,
     pub(crate) kv_heads: usize,
     /// Query heads that share a key head.
@@ -73,18 +127,12 @@ impl Sizes {
         query: &Tensor,
         key: &Tensor,
         value: &Tensor,
-        mask: &Tensor,
+        sequences: Sequences,
         head_dim: usize,
         scale: f64,
     ) -> Result<Self> {
         check::positive("scale", scale)?;
         check::float("query", query)?;
-        let &[batch, total] = mask.dims() else {
-            bail!("mask: shape {:?}, must be [B, T]", mask.dims());
-        };
-        if batch == 0 || total == 0 {
-            bail!("mask: shape {:?}, must not be empty", mask.dims());
-        }
         let heads = |name, x: &Tensor| {
             let width = check::width(name, x)?;
             if head_dim == 0 || width % head_dim != 0 {
@@ -100,14 +148,10 @@ impl Sizes {
         if query_heads % kv_heads != 0 {
             bail!("query: {query_heads} heads, must be a multiple of those of key, {kv_heads}");
         }
-        if queries % batch != 0 || queries / batch > total {
-            bail!(
-                "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, as mask says"
-            );
-        }
-        if keys != batch * total {
-            bail!("key: {keys} positions, must be B * T = {batch} * {total}, as mask says");
-        }
+        let (batch, new, total) = match sequences {
+            Sequences::Padded(mask) => padded(mask, queries, keys)?,
+            Sequences::Packed(lengths) => packed(lengths, queries, keys)?,
+        };
         if value.dims() != key.dims() {
             bail!(
                 "value: shape {:?}, must be that of key, {:?}",
@@ -117,35 +161,138 @@ impl Sizes {
         }
         check::same_dtype("key", key, "query", query)?;
         check::same_dtype("value", value, "query", query)?;
-        check::same_device(&[
-            ("query", query),
-            ("key", key),
-            ("value", value),
-            ("mask", mask),
-        ])?;
+        check::same_device(&[("query", query), ("key", key), ("value", value)])?;
+        if let Sequences::Padded(mask) = sequences {
+            check::same_device(&[("query", query), ("mask", mask)])?;
+        }
         Ok(Self {
             batch,
-            new: queries / batch,
+            new,
             total,
             kv_heads,
             group: query_heads / kv_heads,
             head_dim,
         })
     }
+}
 
+/// B, S and T, of a mask `[B, T]`.
+fn padded(mask: &Tensor, queries: usize, keys: usize) -> Result<(usize, usize, usize)> {
+    let &[batch, total] = mask.dims() else {
+        bail!("mask: shape {:?}, must be [B, T]", mask.dims());
+    };
+    if batch == 0 || total == 0 {
+        bail!("mask: shape {:?}, must not be empty", mask.dims());
+    }
+    if queries % batch != 0 || queries / batch > total {
+        bail!(
+            "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, as mask says"
+        );
+    }
+    if keys != batch * total {
+        bail!("key: {keys} positions, must be B * T = {batch} * {total}, as mask says");
+    }
+    Ok((batch, queries / batch, total))
+}
+
+/// B, and twice the largest of `lengths`.
+fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usize, usize)> {
+    let Some(&longest) = lengths.iter().max() else {
+        bail!("lengths: none, must be at least one");
+    };
+    if let Some(index) = lengths.iter().position(|&length| length == 0) {
+        bail!("lengths[{index}]: 0, must be at least 1");
+    }
+    let sum = lengths
+        .iter()
+        .try_fold(0usize, |sum, &length| sum.checked_add(length));
+    for (name, positions) in [("query", queries), ("key", keys)] {
+        if sum != Some(positions) {
+            bail!("{name}: {positions} positions, must be the sum of lengths, {lengths:?}");
+        }
+    }
+    Ok((lengths.len(), longest, longest))
+}
+
+/// `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value` `[B * T, kv_heads * head_dim]`, contiguous, to the
+/// shape of `query`.
+pub(crate) struct Attention {
+    /// Of u8, one entry for each key.
+    pub(crate) mask: Tensor,
+    pub(crate) scale: f32,
+    pub(crate) sizes: Sizes,
+    /// Where each of the sequences lies.
+    pub(crate) sequences: Vec<Sequence>,
+}
+
+/// The rows of a sequence among those of `query` and `key`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sequence {
+    pub(crate) first_query: usize,
+    pub(crate) new: usize,
+    pub(crate) first_key: usize,
+    pub(crate) total: usize,
+}
+
+impl Sequence {
     /// Positions before the new ones.
     pub(crate) fn past(&self) -> usize {
         self.total - self.new
     }
 }
 
-/// `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value` `[B * T, kv_heads * head_dim]`, contiguous, to the
-/// shape of `query`.
-pub(crate) struct Attention {
-    /// `[B * T]` of u8.
-    pub(crate) mask: Tensor,
-    pub(crate) scale: f32,
-    pub(crate) sizes: Sizes,
+impl Attention {
+    fn new(sequences: Sequences, sizes: Sizes, scale: f64, device: &Device) -> Result<Self> {
+        let (mask, sequences) = match sequences {
+            Sequences::Padded(mask) => {
+                let sequence = |index| Sequence {
+                    first_query: index * sizes.new,
+                    new: sizes.new,
+                    first_key: index * sizes.total,
+                    total: sizes.total,
+                };
+                (
+                    check::mask(mask, mask.dims())?,
+                    (0..sizes.batch).map(sequence).collect(),
+                )
+            }
+            Sequences::Packed(lengths) => {
+                let mut first = 0;
+                let sequence = |&length: &usize| {
+                    let sequence = Sequence {
+                        first_query: first,
+                        new: length,
+                        first_key: first,
+                        total: length,
+                    };
+                    first += length;
+                    sequence
+                };
+                let sequences = lengths.iter().map(sequence).collect();
+                (Tensor::ones(first, DType::U8, device)?, sequences)
+            }
+        };
+        Ok(Self {
+            mask,
+            scale: scale as f32,
+            sizes,
+            sequences,
+        })
+    }
+
+    /// Of contiguous inputs.
+    fn gradients(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Tensor; 3]> {
+        let gradient = gradient.contiguous()?;
+        with_element!(query.dtype(), "query", T => {
+            cpu::attention::backward::<T>([query, key, value], &gradient, self)
+        })
+    }
 }
 
 impl CustomOp3 for Attention {
@@ -183,10 +330,7 @@ impl CustomOp3 for Attention {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradient = gradient.contiguous()?;
-        let [of_query, of_key, of_value] = with_element!(query.dtype(), "query", T => {
-            cpu::attention::backward::<T>([query, key, value], &gradient, self)?
-        });
+        let [of_query, of_key, of_value] = self.gradients(query, key, value, gradient)?;
         Ok((Some(of_query), Some(of_key), Some(of_value)))
     }
 }

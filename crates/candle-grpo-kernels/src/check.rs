@@ -4,6 +4,8 @@ use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::precision::arithmetic_dtype;
+
 /// Errs unless `value` is positive and finite.
 pub(crate) fn positive(name: &str, value: f64) -> Result<()> {
     if value > 0.0 && value.is_finite() {
@@ -60,6 +62,38 @@ pub(crate) fn same_dtype(name: &str, x: &Tensor, like_name: &str, like: &Tensor)
     }
 }
 
+/// Errs unless `sum`, to which numbers of `dtype` are added in place, is contiguous and of the dtype of such sums.
+pub(crate) fn accumulator(name: &str, sum: &Tensor, dtype: DType) -> Result<()> {
+    let wide = arithmetic_dtype(dtype);
+    if sum.dtype() != wide {
+        bail!(
+            "{name}: {:?}, must be {wide:?} to add {dtype:?} to it",
+            sum.dtype()
+        );
+    }
+    if !sum.is_contiguous() {
+        bail!(
+            "{name}: shape {:?} with the strides {:?}, must be contiguous",
+            sum.dims(),
+            sum.stride()
+        );
+    }
+    Ok(())
+}
+
+/// Errs unless `gradient`, that of a result like `like`, has its shape, dtype and device.
+pub(crate) fn gradient(gradient: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
+    if gradient.dims() != like.dims() {
+        bail!(
+            "gradient: shape {:?}, must be that of {like_name}, {:?}",
+            gradient.dims(),
+            like.dims()
+        );
+    }
+    same_dtype("gradient", gradient, like_name, like)?;
+    same_device(&[(like_name, like), ("gradient", gradient)])
+}
+
 /// The size of the last dimension of `x`; an error if there is none or if it is empty.
 pub(crate) fn width(name: &str, x: &Tensor) -> Result<usize> {
     match x.dims().last() {
@@ -85,7 +119,7 @@ pub(crate) fn apart(name: &str, written: &[&Tensor], read: &[&Tensor]) -> Result
     }
     if let Some(tensor) = read.iter().find(|tensor| seen.contains(&memory(tensor))) {
         bail!(
-            "{name}: a gradient of shape {:?} shares its memory with what is written",
+            "{name}: what is read, of shape {:?}, shares its memory with what is written",
             tensor.dims()
         );
     }

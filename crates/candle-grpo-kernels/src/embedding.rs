@@ -29,6 +29,44 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     weight.contiguous()?.apply_op1(Embedding { ids, shape })
 }
 
+/// The backward pass of [`embedding`] alone, into memory that holds a sum already: to the rows of `sum` `[V, H]` that `ids`
+/// `[..]` name, those of `gradient` `[.., H]` are added in place. What shares the memory of `sum` changes too.
+///
+/// `sum` is contiguous, of f32, or f64 for f64; `gradient` is of any float dtype. Only the rows that are named are touched, and the
+/// gradients of a token are summed in their order. With a weight that is also the output layer, the gradient of the one is
+/// added to that of the other so. Errs on other shapes and dtypes, and on ids that are out of range (checked on the CPU).
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::add_embedding_gradient;
+///
+/// let sum = Tensor::new(&[[1f32], [2.], [3.]], &Device::Cpu)?;
+/// let ids = Tensor::new(&[2u32, 0, 2], &Device::Cpu)?;
+/// add_embedding_gradient(&sum, &ids, &Tensor::new(&[[10f32], [20.], [30.]], &Device::Cpu)?)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[21.], [2.], [43.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn add_embedding_gradient(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
+    let shape = shape(ids, sum)?;
+    check::float("gradient", gradient)?;
+    check::accumulator("sum", sum, gradient.dtype())?;
+    if gradient.dims() != shape {
+        bail!(
+            "gradient: shape {:?}, must be {shape:?}, of ids and sum",
+            gradient.dims()
+        );
+    }
+    check::same_device(&[("sum", sum), ("gradient", gradient)])?;
+    let ids = check::token_ids("ids", ids, sum.dims()[0], None)?;
+    let gradient = gradient.detach().contiguous()?;
+    if !path::is_fused_on_cpu(&gradient) {
+        return composed::add_embedding_rows(sum, &ids, &gradient);
+    }
+    with_element!(gradient.dtype(), "gradient", T => {
+        cpu::embedding::add::<T>(sum, &ids, &gradient)
+    })
+}
+
 /// The shape of the result, of arguments that fit but for the ids themselves.
 pub(crate) fn shape(ids: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
     check::float("weight", weight)?;

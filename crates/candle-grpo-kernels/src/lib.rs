@@ -8,6 +8,9 @@
 //! Inputs may be f32, bf16 or f16, of any layout, and arithmetic is in f32. Results of losses and log-probs are f32,
 //! those of the layers of a model have the dtype of their input. f64 stays f64.
 //!
+//! An operator of a model's layers has its backward pass as a function of its own as well (`rms_norm_gradient` and so on), for loops without
+//! a graph.
+//!
 //! | operator | file in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` |
 //! | --- | --- |
 //! | [`adamw`](adamw()): one step of the optimiser over all parameters, in place | `adamw` |
@@ -17,12 +20,14 @@
 //! | [`linear_log_prob`]: the same from hidden states and the output weight | `linear_log_prob` |
 //! | [`attention`](attention()): causal grouped-query attention | `attention` |
 //! | [`embedding`](embedding()): rows of a table by number | `embedding` |
+//! | [`add_matmul`](add_matmul()): a matrix product, added in place; no `cuda` | `add_matmul`, in `cpu/` `matmul` |
 //! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
 //! | [`rope`](rope()): rotary position embedding | `rope` |
 //! | [`swiglu`](swiglu()): the gate of a feed-forward layer | `swiglu` |
 //! | [`policy_loss`](policy_loss()): loss, gradient and figures of log-probs, the composed product being that of `candle-grpo-loss` | `policy_loss` |
 
 mod adamw;
+mod add_matmul;
 mod attention;
 mod check;
 pub mod composed;
@@ -42,8 +47,9 @@ mod rope;
 mod swiglu;
 
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
-pub use attention::attention;
-pub use embedding::embedding;
+pub use add_matmul::add_matmul;
+pub use attention::{Sequences, attention, attention_gradient};
+pub use embedding::{add_embedding_gradient, embedding};
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use group_advantage::{
     AdvantageScale, GroupAdvantageOptions, GroupBaseline, LoneSample, SampleGroups, group_advantage,
@@ -55,6 +61,6 @@ pub use policy_loss::{
     PolicySum, RatioLevel, RowDivisor, TokenSurrogate, policy_loss, policy_loss_is_fused,
 };
 pub use precision::arithmetic_dtype;
-pub use rms_norm::rms_norm;
-pub use rope::rope;
-pub use swiglu::swiglu;
+pub use rms_norm::{rms_norm, rms_norm_gradient};
+pub use rope::{rope, rope_gradient};
+pub use swiglu::{swiglu, swiglu_gradient};

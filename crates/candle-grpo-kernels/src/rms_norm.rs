@@ -33,6 +33,41 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     x.contiguous()?.apply_op2(&weight.contiguous()?, op)
 }
 
+/// The backward pass of [`rms_norm`] alone: from the gradient of its result, of the shape and dtype of `x`, those of `x` and
+/// `weight`, without a graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::rms_norm_gradient;
+///
+/// // A row of one element is normalised to its sign.
+/// let x = Tensor::new(&[[3f32], [-2.]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[5f32], &Device::Cpu)?;
+/// let (of_x, of_weight) = rms_norm_gradient(&x, &weight, 1e-12, &x.ones_like()?)?;
+/// assert!(of_x.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// assert_eq!(of_weight.to_vec1::<f32>()?, [0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn rms_norm_gradient(
+    x: &Tensor,
+    weight: &Tensor,
+    epsilon: f64,
+    gradient: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    check(x, weight, epsilon)?;
+    check::gradient(gradient, "x", x)?;
+    if !is_fused(x) {
+        let [of_x, of_weight] = composed::gradients([x, weight], gradient, |[x, weight]| {
+            composed::rms_norm_unchecked(x, weight, epsilon)
+        })?;
+        return Ok((of_x, of_weight));
+    }
+    let op = RmsNorm {
+        epsilon: epsilon as f32,
+    };
+    op.gradients(&x.contiguous()?, &weight.contiguous()?, gradient)
+}
+
 fn is_fused(x: &Tensor) -> bool {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && x.dims().last() > Some(&crate::cuda::rms_norm::MAX_WIDTH) {
@@ -58,6 +93,25 @@ pub(crate) fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
 /// `x` `[.., H]` and `weight` `[H]`, contiguous, to the shape of `x`.
 pub(crate) struct RmsNorm {
     pub(crate) epsilon: f32,
+}
+
+impl RmsNorm {
+    /// Of contiguous inputs.
+    fn gradients(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return crate::cuda::rms_norm::backward(x, weight, &gradient, self.epsilon);
+        }
+        with_element!(x.dtype(), "x", T => {
+            cpu::rms_norm::backward::<T>(x, weight, &gradient, self.epsilon)
+        })
+    }
 }
 
 impl CustomOp2 for RmsNorm {
@@ -98,16 +152,7 @@ impl CustomOp2 for RmsNorm {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradient = gradient.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if x.device().is_cuda() {
-            let (x_gradient, weight_gradient) =
-                crate::cuda::rms_norm::backward(x, weight, &gradient, self.epsilon)?;
-            return Ok((Some(x_gradient), Some(weight_gradient)));
-        }
-        let (x_gradient, weight_gradient) = with_element!(x.dtype(), "x", T => {
-            cpu::rms_norm::backward::<T>(x, weight, &gradient, self.epsilon)?
-        });
+        let (x_gradient, weight_gradient) = self.gradients(x, weight, gradient)?;
         Ok((Some(x_gradient), Some(weight_gradient)))
     }
 }

@@ -36,6 +36,22 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     })
 }
 
+/// The backward pass of [`rope`] alone: the gradient of its result rotated back, without a graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::{rope, rope_gradient};
+///
+/// let x = Tensor::new(&[[3f32, 4.]], &Device::Cpu)?;
+/// let (cos, sin) = (Tensor::new(&[[0.6f32]], &Device::Cpu)?, Tensor::new(&[[0.8f32]], &Device::Cpu)?);
+/// let back = rope_gradient(&cos, &sin, &rope(&x, &cos, &sin)?)?.to_vec2::<f32>()?;
+/// assert!((back[0][0] - 3.).abs() < 1e-6 && (back[0][1] - 4.).abs() < 1e-6);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn rope_gradient(cos: &Tensor, sin: &Tensor, gradient: &Tensor) -> Result<Tensor> {
+    rope(&gradient.detach(), &cos.detach(), &sin.detach().neg()?)
+}
+
 pub(crate) fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     check::float("x", x)?;
     let width = check::width("x", x)?;

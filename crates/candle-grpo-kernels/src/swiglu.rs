@@ -28,6 +28,44 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
 }
 
+/// The backward pass of [`swiglu`] alone: from the gradient of its result, of the shape and dtype of `gate`, those of `gate` and
+/// `up`, without a graph.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::swiglu_gradient;
+///
+/// let gate = Tensor::new(&[0f32], &Device::Cpu)?;
+/// let up = Tensor::new(&[3f32], &Device::Cpu)?;
+/// let (of_gate, of_up) = swiglu_gradient(&gate, &up, &gate.ones_like()?)?;
+/// assert_eq!(of_gate.to_vec1::<f32>()?, [1.5]); // the slope of silu at 0 is a half
+/// assert_eq!(of_up.to_vec1::<f32>()?, [0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn swiglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+    check(gate, up)?;
+    check::gradient(gradient, "gate", gate)?;
+    if !path::is_fused(gate) {
+        let [of_gate, of_up] = composed::gradients([gate, up], gradient, |[gate, up]| {
+            composed::swiglu_unchecked(gate, up)
+        })?;
+        return Ok((of_gate, of_up));
+    }
+    gradients(&gate.contiguous()?, &up.contiguous()?, gradient)
+}
+
+/// Of contiguous inputs.
+fn gradients(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+    let gradient = gradient.contiguous()?;
+    #[cfg(feature = "cuda")]
+    if gate.device().is_cuda() {
+        return crate::cuda::swiglu::backward(gate, up, &gradient);
+    }
+    with_element!(gate.dtype(), "gate", T => {
+        cpu::swiglu::backward::<T>(gate, up, &gradient)
+    })
+}
+
 pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
     check::float("gate", gate)?;
     if gate.dims() != up.dims() {
@@ -82,15 +120,7 @@ impl CustomOp2 for SwiGlu {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradient = gradient.contiguous()?;
-        #[cfg(feature = "cuda")]
-        if gate.device().is_cuda() {
-            let (gate_gradient, up_gradient) = crate::cuda::swiglu::backward(gate, up, &gradient)?;
-            return Ok((Some(gate_gradient), Some(up_gradient)));
-        }
-        let (gate_gradient, up_gradient) = with_element!(gate.dtype(), "gate", T => {
-            cpu::swiglu::backward::<T>(gate, up, &gradient)?
-        });
+        let (gate_gradient, up_gradient) = gradients(gate, up, gradient)?;
         Ok((Some(gate_gradient), Some(up_gradient)))
     }
 }

@@ -1,13 +1,13 @@
 //! `attention` against its composed twin in f64, and what it promises about masks.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{attention, composed};
+use candle_grpo_kernels::{Sequences, attention, attention_gradient, composed};
 use candle_grpo_test_support::{assert_close, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, noisy};
+use common::{check_against_f64, check_gradient_alone, noisy};
 
 fn check(
     query: &Tensor,
@@ -73,6 +73,95 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+    /// Each by itself, padded to the longest, and one after another are the same to the bit.
+    #[test]
+    fn packed_sequences_do_not_see_each_other(
+        lengths in prop::collection::vec(prop_oneof![1usize..9, 90usize..120], 1..5),
+        kv_heads in 1usize..3,
+        group in 1usize..4,
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16)],
+        seed in any::<u64>(),
+    ) {
+        let head_dim = 4;
+        let (rows, width) = (lengths.iter().sum::<usize>(), kv_heads * head_dim);
+        let query = noisy(&[rows, width * group], seed, dtype)?;
+        let key = noisy(&[rows, width], seed ^ 1, dtype)?;
+        let value = noisy(&[rows, width], seed ^ 2, dtype)?;
+        let gradient = noisy(&[rows, width * group], seed ^ 3, dtype)?;
+        let packed = Sequences::Packed(&lengths);
+        let y = attention(&query, &key, &value, packed, head_dim, 0.7)?;
+        let gradients = attention_gradient(&query, &key, &value, packed, head_dim, 0.7, &gradient)?;
+
+        let mut first = 0;
+        for &length in &lengths {
+            let rows = |x: &Tensor| x.narrow(0, first, length);
+            let all = Tensor::ones((1, length), DType::U8, &Device::Cpu)?;
+            let (query, key, value) = (rows(&query)?, rows(&key)?, rows(&value)?);
+            let alone = attention(&query, &key, &value, &all, head_dim, 0.7)?;
+            assert_eq!(numbers(&rows(&y)?)?, numbers(&alone)?);
+            let alone =
+                attention_gradient(&query, &key, &value, &all, head_dim, 0.7, &rows(&gradient)?)?;
+            for (together, alone) in gradients.iter().zip(&alone) {
+                assert_eq!(numbers(&rows(together)?)?, numbers(alone)?);
+            }
+            first += length;
+        }
+    }
+}
+
+#[test]
+fn packed_is_its_composed_twin() -> Result<()> {
+    let (query, key) = (
+        noisy(&[14, 12], 1, DType::F32)?,
+        noisy(&[14, 6], 2, DType::F32)?,
+    );
+    let value = noisy(&[14, 6], 3, DType::F32)?;
+    check_against_f64(
+        &[&query, &key, &value],
+        2.0,
+        |x| attention(x[0], x[1], x[2], Sequences::Packed(&[3, 1, 10]), 3, 0.7),
+        |x| composed::attention(x[0], x[1], x[2], Sequences::Packed(&[3, 1, 10]), 3, 0.7),
+    )
+}
+
+#[test]
+fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+    let (query, key) = (
+        noisy(&[2, 5, 12], 1, DType::F32)?,
+        noisy(&[2, 7, 6], 2, DType::F32)?,
+    );
+    let value = noisy(&[2, 7, 6], 3, DType::F32)?;
+    let mask = gaps(2, 7, 4)?;
+    check_gradient_alone(
+        &[&query, &key, &value],
+        |x| attention(x[0], x[1], x[2], &mask.to_device(x[0].device())?, 3, 0.7),
+        |x, gradient| {
+            let mask = mask.to_device(x[0].device())?;
+            let [a, b, c] = attention_gradient(x[0], x[1], x[2], &mask, 3, 0.7, gradient)?;
+            Ok(vec![a, b, c])
+        },
+    )
+}
+
+#[test]
+fn lengths_that_do_not_fit_are_named() -> Result<()> {
+    let x = Tensor::zeros((5, 4), DType::F32, &Device::Cpu)?;
+    let call =
+        |lengths: &[usize]| message(attention(&x, &x, &x, Sequences::Packed(lengths), 2, 1.0));
+    assert!(call(&[]).contains("lengths: none"));
+    assert!(call(&[5, 0]).contains("lengths[1]: 0, must be at least 1"));
+    assert!(call(&[2, 2]).contains("query: 5 positions, must be the sum of lengths, [2, 2]"));
+    assert!(call(&[usize::MAX, 6]).contains("query: 5 positions"));
+    let short = x.narrow(0, 0, 4)?;
+    let lengths = Sequences::Packed(&[5]);
+    assert!(message(attention(&x, &short, &short, lengths, 2, 1.0)).contains("key: 4 positions"));
+    let gradient = attention_gradient(&x, &x, &x, lengths, 2, 1.0, &short);
+    assert!(message(gradient).contains("gradient: shape [4, 4], must be that of query, [5, 4]"));
+    Ok(())
+}
+
 #[rstest]
 fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
     let mask = gaps(2, 7, 4)?;
@@ -97,7 +186,7 @@ fn padding_may_hold_anything() -> Result<()> {
     };
     let inputs = [1, 2, 3].map(|seed| noisy(&shape, seed, DType::F32));
     let slope = noisy(&shape, 4, DType::F32)?;
-    for operator in [attention, composed::attention] {
+    for fused in [true, false] {
         let run = |spoiled: bool| -> Result<_> {
             let spoil = |x: &Tensor| if spoiled { spoil(x) } else { Ok(x.clone()) };
             let mut variables = Vec::new();
@@ -105,7 +194,11 @@ fn padding_may_hold_anything() -> Result<()> {
                 let input = input.as_ref().expect("noise");
                 variables.push(Var::from_tensor(&spoil(input)?)?);
             }
-            let y = operator(&variables[0], &variables[1], &variables[2], &mask, 4, 0.5)?;
+            let (query, key, value) = (&variables[0], &variables[1], &variables[2]);
+            let y = match fused {
+                true => attention(query, key, value, &mask, 4, 0.5)?,
+                false => composed::attention(query, key, value, &mask, 4, 0.5)?,
+            };
             // The gradient that comes back is NaN at padding too.
             let gradients = (&y * spoil(&slope)?)?.sum_all()?.backward()?;
             let mut results = vec![numbers(&y)?];

@@ -1,8 +1,8 @@
 //! `embedding` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{composed, embedding};
-use candle_grpo_test_support::message;
+use candle_grpo_kernels::{add_embedding_gradient, composed, embedding};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -39,6 +39,46 @@ fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DTy
     check(&ids, &weight)?;
     check(&ids.t()?, &weight.narrow(0, 2, 4)?)?;
     assert_eq!(embedding(&ids.t()?, &weight)?.dims(), [3, 2, 5]);
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+    #[test]
+    fn gradients_are_added_to_a_sum(
+        ids in prop::collection::vec(0u32..9, 0..30),
+        width in 1usize..20,
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F64)],
+        seed in any::<u64>(),
+    ) {
+        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+        for device in devices() {
+            let gradient = noisy(&[ids.len(), width], seed, dtype)?;
+            let start = noisy(&[9, width], seed ^ 1, wide)?;
+            let sum = start.copy()?.to_device(device)?;
+            let on_device = Tensor::from_vec(ids.clone(), ids.len(), device)?;
+            add_embedding_gradient(&sum, &on_device, &gradient.to_device(device)?)?;
+            let mut expected = numbers(&start)?;
+            for (&id, row) in ids.iter().zip(numbers(&gradient)?.chunks(width)) {
+                for (sum, x) in expected[id as usize * width..].iter_mut().zip(row) {
+                    *sum += x;
+                }
+            }
+            assert_close(&numbers(&sum)?, &expected, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn a_sum_that_does_not_fit_is_named() -> Result<()> {
+    let ids = Tensor::new(&[0u32, 3], &Device::Cpu)?;
+    let zeros = |shape: (usize, usize), dtype| Tensor::zeros(shape, dtype, &Device::Cpu);
+    let gradient = zeros((2, 3), DType::BF16)?;
+    let call = |sum: &Tensor| message(add_embedding_gradient(sum, &ids, &gradient));
+    assert!(call(&zeros((4, 3), DType::BF16)?).contains("sum: BF16, must be F32 to add BF16"));
+    assert!(call(&zeros((3, 4), DType::F32)?.t()?).contains("must be contiguous"));
+    assert!(call(&zeros((4, 2), DType::F32)?).contains("gradient: shape [2, 3], must be [2, 2]"));
+    assert!(call(&zeros((3, 3), DType::F32)?).contains("ids: token id 3"));
     Ok(())
 }
 

@@ -1,13 +1,13 @@
 //! `rms_norm` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{composed, rms_norm};
+use candle_grpo_kernels::{composed, rms_norm, rms_norm_gradient};
 use candle_grpo_test_support::{message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, noisy};
+use common::{check_against_f64, check_gradient_alone, noisy};
 
 fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
     check_against_f64(
@@ -33,6 +33,21 @@ proptest! {
         let x = (x + 0.5)?;
         check(&x, &noisy(&[width], seed ^ 1, dtype)?, epsilon)?;
     }
+}
+
+#[test]
+fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+    check_gradient_alone(
+        &[
+            &noisy(&[3, 37], 1, DType::F32)?,
+            &noisy(&[37], 2, DType::F32)?,
+        ],
+        |x| rms_norm(x[0], x[1], 1e-5),
+        |x, gradient| {
+            let (of_x, of_weight) = rms_norm_gradient(x[0], x[1], 1e-5, gradient)?;
+            Ok(vec![of_x, of_weight])
+        },
+    )
 }
 
 #[rstest]

@@ -1,13 +1,13 @@
 //! `rope` against its composed twin in f64.
 
 use candle_core::{D, DType, Device, Result, Tensor};
-use candle_grpo_kernels::{arithmetic_dtype, composed, rope};
+use candle_grpo_kernels::{arithmetic_dtype, composed, rope, rope_gradient};
 use candle_grpo_test_support::{assert_close, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, noisy};
+use common::{check_against_f64, check_gradient_alone, noisy};
 
 fn check(x: &Tensor, pairs: usize) -> Result<()> {
     let mut dims = x.dims().to_vec();
@@ -39,6 +39,29 @@ proptest! {
     ) {
         check(&noisy(&[rows, heads * 2 * pairs], seed, dtype)?, pairs)?;
     }
+}
+
+#[test]
+fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+    let angles = |x: &Tensor, seed| {
+        let dtype = if x.dtype() == DType::F64 {
+            DType::F64
+        } else {
+            DType::F32
+        };
+        noisy(&[3, 4], seed, dtype)?.to_device(x.device())
+    };
+    check_gradient_alone(
+        &[&noisy(&[3, 16], 1, DType::F32)?],
+        |x| rope(x[0], &angles(x[0], 2)?, &angles(x[0], 3)?),
+        |x, gradient| {
+            Ok(vec![rope_gradient(
+                &angles(x[0], 2)?,
+                &angles(x[0], 3)?,
+                gradient,
+            )?])
+        },
+    )
 }
 
 #[rstest]

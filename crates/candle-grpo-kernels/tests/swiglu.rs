@@ -1,13 +1,13 @@
 //! `swiglu` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{composed, swiglu};
+use candle_grpo_kernels::{composed, swiglu, swiglu_gradient};
 use candle_grpo_test_support::message;
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, noisy};
+use common::{check_against_f64, check_gradient_alone, noisy};
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
     check_against_f64(
@@ -31,6 +31,21 @@ proptest! {
         let gate = (noisy(&[rows, width], seed, dtype)? * scale)?;
         check(&gate, &noisy(&[rows, width], seed ^ 1, dtype)?)?;
     }
+}
+
+#[test]
+fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+    check_gradient_alone(
+        &[
+            &noisy(&[3, 37], 1, DType::F32)?,
+            &noisy(&[3, 37], 2, DType::F32)?,
+        ],
+        |x| swiglu(x[0], x[1]),
+        |x, gradient| {
+            let (of_gate, of_up) = swiglu_gradient(x[0], x[1], gradient)?;
+            Ok(vec![of_gate, of_up])
+        },
+    )
 }
 
 #[rstest]

@@ -2,24 +2,74 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use crate::attention::Sizes;
+use crate::attention::{Sequences, Sizes};
 use crate::check;
 use crate::precision::arithmetic_dtype;
 
 /// [`attention`](crate::attention()) in plain Candle operations. The matrix of the scores is kept for the backward pass.
-pub fn attention(
+pub fn attention<'a>(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
-    mask: &Tensor,
+    sequences: impl Into<Sequences<'a>>,
     head_dim: usize,
     scale: f64,
 ) -> Result<Tensor> {
-    let sizes = Sizes::new(query, key, value, mask, head_dim, scale)?;
-    unchecked(query, key, value, mask, &sizes, scale)
+    let sequences = sequences.into();
+    let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
+    unchecked(query, key, value, sequences, &sizes, scale)
 }
 
 pub(crate) fn unchecked(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    sequences: Sequences,
+    sizes: &Sizes,
+    scale: f64,
+) -> Result<Tensor> {
+    match sequences {
+        Sequences::Padded(mask) => padded(query, key, value, mask, sizes, scale),
+        Sequences::Packed(lengths) => packed(query, key, value, lengths, sizes, scale),
+    }
+}
+
+/// One sequence after another.
+fn packed(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    lengths: &[usize],
+    sizes: &Sizes,
+    scale: f64,
+) -> Result<Tensor> {
+    let flat = |x: &Tensor| x.reshape(((), x.dim(D::Minus1)?));
+    let (query_rows, key_rows, value_rows) = (flat(query)?, flat(key)?, flat(value)?);
+    let mut first = 0;
+    let mut mixed = Vec::with_capacity(lengths.len());
+    for &length in lengths {
+        let rows = |x: &Tensor| x.narrow(0, first, length);
+        let all = Tensor::ones((1, length), DType::U8, query.device())?;
+        let sizes = Sizes {
+            batch: 1,
+            new: length,
+            total: length,
+            ..*sizes
+        };
+        mixed.push(padded(
+            &rows(&query_rows)?,
+            &rows(&key_rows)?,
+            &rows(&value_rows)?,
+            &all,
+            &sizes,
+            scale,
+        )?);
+        first += length;
+    }
+    Tensor::cat(&mixed, 0)?.reshape(query.shape())
+}
+
+fn padded(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
@@ -40,7 +90,8 @@ pub(crate) fn unchecked(
     }
     let wide = arithmetic_dtype(query.dtype());
     let real = check::mask(mask, mask.dims())?.reshape((batch, total))?;
-    let real_queries = real.narrow(1, sizes.past(), new)?;
+    let past = total - new;
+    let real_queries = real.narrow(1, past, new)?;
     // [B, positions, ..] with zeros at padding: what stands there must not reach the arithmetic.
     let clean = |x: &Tensor, real: &Tensor| {
         let x = x.reshape((batch, real.dim(1)?, ()))?.to_dtype(wide)?;
@@ -61,7 +112,7 @@ pub(crate) fn unchecked(
 
     let device = query.device();
     let positions = Tensor::arange(0, total as u32, device)?.reshape((1, total))?;
-    let own = Tensor::arange(sizes.past() as u32, total as u32, device)?.reshape((new, 1))?;
+    let own = Tensor::arange(past as u32, total as u32, device)?.reshape((new, 1))?;
     let causal = positions.broadcast_le(&own)?.to_dtype(DType::U8)?;
     let visible = real
         .reshape((batch, 1, 1, total))?

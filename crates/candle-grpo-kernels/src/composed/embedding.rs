@@ -16,3 +16,15 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
 pub(crate) fn rows(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     weight.contiguous()?.index_select(ids, 0)
 }
+
+/// To the rows of `sum` that `ids`, `[N]` of u32, name, those of `gradient` are added in place.
+pub(crate) fn add(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
+    let rows = gradient
+        .reshape((ids.dim(0)?, sum.dim(1)?))?
+        .to_dtype(sum.dtype())?;
+    if rows.elem_count() == 0 {
+        return Ok(());
+    }
+    let sum = sum.detach();
+    sum.slice_set(&sum.index_add(ids, &rows, 0)?, 0, 0)
+}

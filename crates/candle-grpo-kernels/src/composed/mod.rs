@@ -3,8 +3,10 @@
 //! They take and give what the operators do, on every device and in f64 too.
 
 mod adamw;
+mod add_matmul;
 mod attention;
 mod embedding;
+mod gradient;
 mod gradient_norm;
 mod group_advantage;
 mod linear_log_prob;
@@ -15,10 +17,14 @@ mod swiglu;
 
 pub use adamw::adamw;
 pub(crate) use adamw::one as adamw_tensors;
+pub(crate) use add_matmul::add as add_matmul_to;
+pub use add_matmul::add_matmul;
 pub use attention::attention;
 pub(crate) use attention::unchecked as attention_unchecked;
+pub(crate) use embedding::add as add_embedding_rows;
 pub use embedding::embedding;
 pub(crate) use embedding::rows as embedding_rows;
+pub(crate) use gradient::gradients;
 pub(crate) use gradient_norm::scale as scale_gradients_by;
 pub(crate) use gradient_norm::squared_norms as squared_gradient_norms_of;
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};

@@ -14,7 +14,7 @@ use super::element::Element;
 use super::matmul::{Matrix, matmul_on_one_core};
 use super::simd::{EXP_UNDERFLOW, MAX_LANES, at_least, exp};
 use super::{output, slice};
-use crate::attention::{Attention, Sizes};
+use crate::attention::{Attention, Sequence, Sizes};
 
 /// A tile has about this many rows, each a query head at a position.
 const TILE_ROWS: usize = 96;
@@ -31,7 +31,7 @@ pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<
     let sizes = &op.sizes;
     slice::read::<u8, _>(&op.mask, |mask| {
         let fill = |y: &mut [MaybeUninit<T>]| {
-            by_key_head(y, sizes, sizes.new)
+            by_key_head(y, op, |sequence| sequence.new)
                 .into_par_iter()
                 .enumerate()
                 .for_each_init(
@@ -81,9 +81,9 @@ fn backward_of_slices<T: Element>(
     let mut of_key_and_value = (Vec::new(), Vec::new());
     let fill = |of_query: &mut [MaybeUninit<T>]| {
         let fill = |of_key: &mut [MaybeUninit<T>], of_value: &mut [MaybeUninit<T>]| {
-            let of_query = by_key_head(of_query, sizes, sizes.new);
-            let of_key = by_key_head(of_key, sizes, sizes.total);
-            let of_value = by_key_head(of_value, sizes, sizes.total);
+            let of_query = by_key_head(of_query, op, |sequence| sequence.new);
+            let of_key = by_key_head(of_key, op, |sequence| sequence.total);
+            let of_value = by_key_head(of_value, op, |sequence| sequence.total);
             let outputs = of_query
                 .into_par_iter()
                 .zip(of_key.into_par_iter().zip(of_value));
@@ -111,14 +111,25 @@ fn backward_of_slices<T: Element>(
     [of_query, of_key_and_value.0, of_key_and_value.1]
 }
 
-/// The part of each task, in one piece for each position. `rows` is [B * positions, kv_heads * ..].
-fn by_key_head<'a, X>(rows: &'a mut [X], sizes: &Sizes, positions: usize) -> Vec<Vec<&'a mut [X]>> {
-    let tasks = sizes.batch * sizes.kv_heads;
-    let mut parts: Vec<Vec<_>> = (0..tasks).map(|_| Vec::with_capacity(positions)).collect();
-    let width = rows.len() / (tasks * positions).max(1);
-    for (piece, slice) in rows.chunks_exact_mut(width.max(1)).enumerate() {
-        let (row, kv_head) = (piece / sizes.kv_heads, piece % sizes.kv_heads);
-        parts[row / positions * sizes.kv_heads + kv_head].push(slice);
+/// The part of each task, in one piece for each position. `rows` is [positions of all sequences, kv_heads * ..].
+fn by_key_head<'a, X>(
+    mut rows: &'a mut [X],
+    op: &Attention,
+    positions: impl Fn(&Sequence) -> usize,
+) -> Vec<Vec<&'a mut [X]>> {
+    let kv_heads = op.sizes.kv_heads;
+    let all: usize = op.sequences.iter().map(&positions).sum();
+    let piece = rows.len() / (all * kv_heads).max(1);
+    let mut parts = Vec::with_capacity(op.sequences.len() * kv_heads);
+    for sequence in &op.sequences {
+        let positions = positions(sequence);
+        let (own, rest) = std::mem::take(&mut rows).split_at_mut(positions * kv_heads * piece);
+        rows = rest;
+        let first = parts.len();
+        parts.extend((0..kv_heads).map(|_| Vec::with_capacity(positions)));
+        for (index, slice) in own.chunks_exact_mut(piece.max(1)).enumerate() {
+            parts[first + index % kv_heads].push(slice);
+        }
     }
     parts
 }
@@ -192,17 +203,17 @@ struct Task<'a, T> {
     mask: &'a [u8],
     scale: f32,
     sizes: &'a Sizes,
-    sequence: usize,
+    sequence: Sequence,
     kv_head: usize,
 }
 
 impl<'a, T: Element> Task<'a, T> {
     fn new(index: usize, inputs: &'a Inputs<T>, mask: &'a [u8], op: &'a Attention) -> Self {
         let sizes = &op.sizes;
-        let sequence = index / sizes.kv_heads;
+        let sequence = op.sequences[index / sizes.kv_heads];
         Self {
             inputs,
-            mask: &mask[sequence * sizes.total..][..sizes.total],
+            mask: &mask[sequence.first_key..][..sequence.total],
             scale: op.scale,
             sizes,
             sequence,
@@ -283,7 +294,7 @@ impl<'a, T: Element> Task<'a, T> {
     fn load_keys(&self, scratch: &mut Scratch) {
         let head_dim = self.sizes.head_dim;
         let width = self.sizes.kv_heads * head_dim;
-        let first = self.sequence * self.sizes.total * width + self.kv_head * head_dim;
+        let first = self.sequence.first_key * width + self.kv_head * head_dim;
         for (source, target) in [
             (self.inputs.key, &mut scratch.keys),
             (self.inputs.value, &mut scratch.values),
@@ -307,7 +318,7 @@ impl<'a, T: Element> Task<'a, T> {
         let piece = self.sizes.group * self.sizes.head_dim;
         for (position, row) in (first..first + len).zip(target.chunks_exact_mut(piece)) {
             if self.is_real(position) {
-                let row_of_source = self.sequence * self.sizes.new + position;
+                let row_of_source = self.sequence.first_query + position;
                 let begin = (row_of_source * self.sizes.kv_heads + self.kv_head) * piece;
                 T::widen(&source[begin..][..piece], row);
             } else {
@@ -330,7 +341,7 @@ impl<'a, T: Element> Task<'a, T> {
 
     /// Whether a new position is not padding.
     fn is_real(&self, position: usize) -> bool {
-        self.mask[self.sizes.past() + position] != 0
+        self.mask[self.sequence.past() + position] != 0
     }
 
     /// Loads the queries of `len` positions from `first` on, and computes their weights.
@@ -340,7 +351,7 @@ impl<'a, T: Element> Task<'a, T> {
         for x in &mut scratch.queries {
             *x *= self.scale;
         }
-        let seen = self.sizes.past() + first + len;
+        let seen = self.sequence.past() + first + len;
         let tile = Tile {
             first,
             rows: len * self.sizes.group,
@@ -359,7 +370,7 @@ impl<'a, T: Element> Task<'a, T> {
             .chunks_exact_mut(tile.stride)
             .take(tile.rows);
         for (row, scores) in rows.enumerate() {
-            let seen = self.sizes.past() + first + row / self.sizes.group + 1;
+            let seen = self.sequence.past() + first + row / self.sizes.group + 1;
             scores[seen..].fill(f32::NEG_INFINITY);
             Arch::new().dispatch(SoftmaxRow {
                 scores,

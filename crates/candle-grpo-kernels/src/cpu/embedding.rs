@@ -37,12 +37,28 @@ pub(crate) fn backward<T: Element>(
 ) -> Result<Tensor> {
     let (vocab, width) = weight.dims2()?;
     let mut weight_gradient = vec![T::zero(); vocab * width];
+    add_rows::<T, T>(&mut weight_gradient, width, ids, gradient)?;
+    Tensor::from_vec(weight_gradient, (vocab, width), &Device::Cpu)
+}
+
+/// Adds the rows of `gradient`, contiguous, to those of `sum`, contiguous `[V, H]` of f32, that `ids` name.
+pub(crate) fn add<T: Element>(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
+    let (_, width) = sum.dims2()?;
+    slice::write_f32(sum, |sum| add_rows::<T, f32>(sum, width, ids, gradient))
+}
+
+fn add_rows<T: Element, S: Element>(
+    sum: &mut [S],
+    width: usize,
+    ids: &Tensor,
+    gradient: &Tensor,
+) -> Result<()> {
     slice::read::<u32, _>(ids, |ids| {
         slice::read::<T, _>(gradient, |gradient| {
             // The places of each token side by side, in their order.
             let mut places: Vec<usize> = (0..ids.len()).collect();
             places.sort_by_key(|&place| ids[place]);
-            let mut rest = weight_gradient.as_mut_slice();
+            let mut rest = sum;
             let mut seen = 0;
             let rows: Vec<_> = places
                 .chunk_by(|&a, &b| ids[a] == ids[b])
@@ -59,7 +75,7 @@ pub(crate) fn backward<T: Element>(
             rows.into_par_iter().for_each_init(
                 || vec![0.0; 2 * width],
                 |buffers, (row, places)| {
-                    Arch::new().dispatch(SumRows {
+                    Arch::new().dispatch(AddRows {
                         gradient,
                         places,
                         row,
@@ -69,26 +85,25 @@ pub(crate) fn backward<T: Element>(
             );
             Ok(())
         })
-    })?;
-    Tensor::from_vec(weight_gradient, (vocab, width), &Device::Cpu)
+    })
 }
 
-/// `row` becomes the sum of the rows of `gradient` at `places`; `buffers` are two such rows.
-struct SumRows<'a, T> {
+/// To `row` the rows of `gradient` at `places` are added; `buffers` are two such rows.
+struct AddRows<'a, T, S> {
     gradient: &'a [T],
     places: &'a [usize],
-    row: &'a mut [T],
+    row: &'a mut [S],
     buffers: &'a mut [f32],
 }
 
-impl<T: Element> WithSimd for SumRows<'_, T> {
+impl<T: Element, R: Element> WithSimd for AddRows<'_, T, R> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
         let width = self.row.len();
         let (sum, buffer) = self.buffers.split_at_mut(width);
-        sum.fill(0.0);
+        R::widen(self.row, sum);
         for place in self.places {
             let part = T::widened(&self.gradient[place * width..][..width], buffer);
             for (sum, part) in sum.iter_mut().zip(part) {
@@ -96,7 +111,7 @@ impl<T: Element> WithSimd for SumRows<'_, T> {
             }
         }
         for (value, &sum) in self.row.iter_mut().zip(&*sum) {
-            *value = T::nearest(sum);
+            *value = R::nearest(sum);
         }
     }
 }

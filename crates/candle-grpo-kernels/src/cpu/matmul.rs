@@ -1,6 +1,9 @@
 //! Matrix products in f32, by the crate that Candle takes for its own.
 
+use candle_core::{Layout, Result, Tensor};
 use gemm::Parallelism;
+
+use super::slice;
 
 /// A matrix in a slice; the entry at (i, j) is at `i * row_stride + j * column_stride`.
 #[derive(Clone, Copy)]
@@ -22,6 +25,18 @@ impl<'a> Matrix<'a> {
             row_stride,
             column_stride: 1,
         }
+    }
+
+    /// A matrix where a tensor has it; `values` is its whole storage.
+    fn of_layout(values: &'a [f32], layout: &Layout) -> Result<Self> {
+        let (rows, columns) = layout.shape().dims2()?;
+        Ok(Self {
+            values: &values[layout.start_offset()..],
+            rows,
+            columns,
+            row_stride: layout.stride()[0],
+            column_stride: layout.stride()[1],
+        })
     }
 
     /// Transposed, in the same memory.
@@ -73,6 +88,18 @@ pub(crate) fn matmul_on_one_core(
     b: Matrix,
 ) {
     product(target, row_stride, add, a, b, Parallelism::None);
+}
+
+/// `sum += a b` for tensors of f32, `sum` contiguous.
+pub(crate) fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+    let (a_storage, a_layout) = a.storage_and_layout();
+    let (b_storage, b_layout) = b.storage_and_layout();
+    let a = Matrix::of_layout(slice::on_cpu(&a_storage)?.as_slice()?, a_layout)?;
+    let b = Matrix::of_layout(slice::on_cpu(&b_storage)?.as_slice()?, b_layout)?;
+    slice::write_f32(sum, |sum| {
+        matmul(sum, b.columns, true, a, b);
+        Ok(())
+    })
 }
 
 fn product(

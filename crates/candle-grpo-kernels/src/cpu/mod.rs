@@ -17,4 +17,6 @@ mod simd;
 mod slice;
 pub(crate) mod swiglu;
 
+pub(crate) use matmul::add_matmul;
+
 pub(crate) use slice::{on_cpu, range, with_element, with_floats};

@@ -1,0 +1,49 @@
+//! Matrix products that are added to what is there.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::{check, composed, cpu, path};
+
+/// `sum += a b`, in place: what shares the memory of `sum` changes too. For the gradient of a weight over micro-batches, and for that
+/// of an input that several weights read.
+///
+/// `a` `[M, K]` and `b` `[K, N]` of one float dtype and any layout; `sum` `[M, N]`, contiguous, of f32, or f64 for f64. The result does
+/// not depend on the number of cores. Errs on other shapes and dtypes, and if `a` or `b` shares the memory of `sum`.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::add_matmul;
+///
+/// let sum = Tensor::new(&[[1f32]], &Device::Cpu)?;
+/// let (a, b) = (Tensor::new(&[[2f32, 3.]], &Device::Cpu)?, Tensor::new(&[[4f32], [5.]], &Device::Cpu)?);
+/// add_matmul(&sum, &a, &b)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[24.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+    check(sum, a, b)?;
+    if path::is_fused_on_cpu(a) && a.dtype() == DType::F32 {
+        return cpu::add_matmul(sum, a, b);
+    }
+    composed::add_matmul_to(sum, a, b)
+}
+
+pub(crate) fn check(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+    check::float("a", a)?;
+    check::same_dtype("b", b, "a", a)?;
+    check::accumulator("sum", sum, a.dtype())?;
+    let fits = match (sum.dims(), a.dims(), b.dims()) {
+        (&[m, n], &[rows, k], &[inner, columns]) => (m, n, k) == (rows, columns, inner),
+        _ => false,
+    };
+    if !fits {
+        bail!(
+            "sum, a, b: shapes {:?}, {:?} and {:?}, must be [M, N], [M, K] and [K, N]",
+            sum.dims(),
+            a.dims(),
+            b.dims()
+        );
+    }
+    check::same_device(&[("sum", sum), ("a", a), ("b", b)])?;
+    check::apart("sum", &[sum], &[a, b])
+}

@@ -1,0 +1,20 @@
+//! The composed twin of [`add_matmul`](crate::add_matmul()).
+
+use candle_core::{Result, Tensor};
+
+use crate::add_matmul::check;
+
+/// [`add_matmul`](crate::add_matmul()) in plain Candle operations. Half types multiply in themselves.
+pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+    check(sum, a, b)?;
+    add(sum, a, b)
+}
+
+pub(crate) fn add(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+    if sum.elem_count() == 0 || a.elem_count() == 0 {
+        return Ok(());
+    }
+    let product = a.detach().matmul(&b.detach())?.to_dtype(sum.dtype())?;
+    let sum = sum.detach();
+    sum.slice_set(&(&sum + product)?, 0, 0)
+}

@@ -1,0 +1,56 @@
+//! `add_matmul` against its composed twin in f64.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_kernels::{add_matmul, composed};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use proptest::prelude::*;
+
+mod common;
+use common::{noisy, rounding};
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn fused_equals_composed_in_f64(
+        m in 0usize..40,
+        k in 0usize..40,
+        n in 0usize..40,
+        transposed in any::<[bool; 2]>(),
+        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16), Just(DType::F64)],
+        seed in any::<u64>(),
+    ) {
+        let laid_out = |rows: usize, columns: usize, transposed: bool, seed| match transposed {
+            // A part of a larger matrix, or the transposed of one.
+            false => noisy(&[rows + 1, columns], seed, dtype)?.narrow(0, 1, rows),
+            true => noisy(&[columns, rows], seed, dtype)?.t(),
+        };
+        let (a, b) = (laid_out(m, k, transposed[0], seed)?, laid_out(k, n, transposed[1], seed ^ 1)?);
+        let start = noisy(&[m, n], seed ^ 2, DType::F64)?;
+        let expected = start.copy()?;
+        composed::add_matmul(&expected, &a.to_dtype(DType::F64)?, &b.to_dtype(DType::F64)?)?;
+        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
+        for device in devices() {
+            let sum = start.to_dtype(wide)?.copy()?.to_device(device)?;
+            add_matmul(&sum, &a.to_device(device)?, &b.to_device(device)?)?;
+            assert_close(&numbers(&sum)?, &numbers(&expected)?, 20.0 * rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let zeros = |shape: (usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let (sum, a, b) = (zeros((2, 4))?, zeros((2, 3))?, zeros((3, 4))?);
+    assert!(
+        message(add_matmul(&sum, &a, &a)).contains("shapes [2, 4], [2, 3] and [2, 3], must be")
+    );
+    let half = b.to_dtype(DType::F16)?;
+    assert!(message(add_matmul(&sum, &a, &half)).contains("b: F16"));
+    let halves = add_matmul(&sum.to_dtype(DType::F16)?, &a.to_dtype(DType::F16)?, &half);
+    assert!(message(halves).contains("sum: F16, must be F32"));
+    assert!(message(add_matmul(&zeros((4, 2))?.t()?, &a, &b)).contains("must be contiguous"));
+    let square = zeros((3, 3))?;
+    let shared = message(add_matmul(&square, &square, &square));
+    assert!(shared.contains("shares its memory"), "{shared}");
+    Ok(())
+}
