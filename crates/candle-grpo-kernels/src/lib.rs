@@ -18,7 +18,9 @@
 //! | [`group_advantage`](group_advantage()): rewards relative to their group | `group_advantage` |
 //! | [`log_prob`]: selected log-probs, entropy and log-sum-exp of logits | `log_prob` |
 //! | [`linear_log_prob`]: the same from hidden states and the output weight | `linear_log_prob` |
+//! | [`linear_rows`](linear_rows()): several linear maps of few rows, each row by itself, for decoding | `linear_rows`, on CUDA the twin |
 //! | [`attention`](attention()): causal grouped-query attention | `attention` |
+//! | [`paged_attention`](paged_attention()): attention to keys and values kept in [`KeyValuePages`], for decoding | `paged_attention`, on CUDA the twin |
 //! | [`embedding`](embedding()): rows of a table by number | `embedding` |
 //! | [`add_matmul`](add_matmul()): a matrix product, added in place; no `cuda` | `add_matmul`, in `cpu/` `matmul` |
 //! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
@@ -38,7 +40,9 @@ mod embedding;
 mod gradient_norm;
 mod group_advantage;
 mod linear_log_prob;
+mod linear_rows;
 mod log_prob;
+mod paged_attention;
 mod path;
 mod policy_loss;
 mod precision;
@@ -55,7 +59,9 @@ pub use group_advantage::{
     AdvantageScale, GroupAdvantageOptions, GroupBaseline, LoneSample, SampleGroups, group_advantage,
 };
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
+pub use linear_rows::linear_rows;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
+pub use paged_attention::{KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow, paged_attention};
 pub use policy_loss::{
     FusedPolicyLoss, KlEstimate, KlRatio, KlSlope, KlTerm, PolicyLossOptions, PolicyLossTensors,
     PolicySum, RatioLevel, RowDivisor, TokenSurrogate, policy_loss, policy_loss_is_fused,

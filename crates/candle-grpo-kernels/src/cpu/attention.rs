@@ -401,9 +401,9 @@ impl Tile {
 }
 
 /// Scores become weights that sum to 1, or zeros where all scores are minus infinity. Both are whole vectors.
-struct SoftmaxRow<'a> {
-    scores: &'a mut [f32],
-    bias: &'a [f32],
+pub(super) struct SoftmaxRow<'a> {
+    pub(super) scores: &'a mut [f32],
+    pub(super) bias: &'a [f32],
 }
 
 impl WithSimd for SoftmaxRow<'_> {

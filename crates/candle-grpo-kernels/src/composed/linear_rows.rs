@@ -1,0 +1,17 @@
+//! The composed twin of [`linear_rows`](crate::linear_rows()).
+
+use candle_core::{Result, Tensor};
+
+/// [`linear_rows`](crate::linear_rows()) in plain Candle operations. The bits of a row may depend on how many there are.
+pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
+    crate::linear_rows::check(x, weights)?;
+    unchecked(x, weights)
+}
+
+pub(crate) fn unchecked(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let x = x.detach();
+    weights
+        .iter()
+        .map(|weight| x.matmul(&weight.detach().t()?))
+        .collect()
+}

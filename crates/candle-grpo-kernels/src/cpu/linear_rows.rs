@@ -1,0 +1,226 @@
+//! The CPU path of [`linear_rows`](crate::linear_rows()).
+//!
+//! Every result is one dot product, summed in one vector of partial sums that goes along both rows, so its bits depend on
+//! these two rows alone. A tile of such sums, some rows by some outputs, stays in registers. One task does a few outputs
+//! for all rows, so that a weight is read from memory once.
+
+use std::mem::MaybeUninit;
+
+use candle_core::{Result, Storage, Tensor, WithDType};
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::element::Element;
+use super::{output, slice};
+
+/// Outputs of a task.
+const TASK: usize = 32;
+
+/// Most rows of a tile.
+const ROWS: usize = 6;
+
+/// Outputs of a tile. With 6 rows that makes 24 sums of the 32 vectors that AVX-512 has.
+const OUTPUTS: usize = 4;
+
+/// `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, all contiguous: the results `[N, outputs]` one after the
+/// other.
+pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<T>> {
+    let (rows, inputs) = x.dims2()?;
+    let held: Vec<_> = weights.iter().map(Tensor::storage_and_layout).collect();
+    let weights = held
+        .iter()
+        .map(|(storage, layout)| slice::elements::<T>(storage as &Storage, layout))
+        .collect::<Result<Vec<_>>>()?;
+    let outputs: usize = weights.iter().map(|w| w.len() / inputs).sum();
+    slice::read::<T, _>(x, |x| {
+        let mut wide = vec![0.0; if T::as_f32(x).is_some() { 0 } else { x.len() }];
+        let x = T::widened(x, &mut wide);
+        let fill = |y: &mut [MaybeUninit<T>]| {
+            tasks(y, rows, inputs, &weights)
+                .into_par_iter()
+                .for_each(|task| Arch::new().dispatch(Run { x, inputs, task }));
+        };
+        // SAFETY: the tasks share out the results, and each writes its part whole.
+        #[allow(unsafe_code)]
+        Ok(unsafe { output::filled(rows * outputs, fill) })
+    })
+}
+
+/// Some outputs of one weight.
+struct Task<'a, T> {
+    /// `[outputs, inputs]`
+    weight: &'a [T],
+    /// The results, one piece for each row.
+    y: Vec<&'a mut [MaybeUninit<T>]>,
+}
+
+fn tasks<'a, T: WithDType>(
+    mut y: &'a mut [MaybeUninit<T>],
+    rows: usize,
+    inputs: usize,
+    weights: &[&'a [T]],
+) -> Vec<Task<'a, T>> {
+    let mut tasks: Vec<Task<T>> = Vec::new();
+    for &weight in weights {
+        let outputs = weight.len() / inputs;
+        let (of_weight, rest) = y.split_at_mut(rows * outputs);
+        y = rest;
+        let first = tasks.len();
+        tasks.extend(weight.chunks(TASK * inputs).map(|weight| Task {
+            weight,
+            y: Vec::with_capacity(rows),
+        }));
+        for row in of_weight.chunks_exact_mut(outputs.max(1)) {
+            for (task, piece) in tasks[first..].iter_mut().zip(row.chunks_mut(TASK)) {
+                task.y.push(piece);
+            }
+        }
+    }
+    tasks
+}
+
+struct Run<'a, T> {
+    /// `[N, inputs]`
+    x: &'a [f32],
+    inputs: usize,
+    task: Task<'a, T>,
+}
+
+impl<T: Element> WithSimd for Run<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { x, inputs, task } = self;
+        let Task { weight, mut y } = task;
+        // One row is a matter of memory alone; more outputs in flight help.
+        let width = if y.len() == 1 { 2 * OUTPUTS } else { OUTPUTS };
+        let mut buffer = vec![
+            0.0;
+            if T::as_f32(weight).is_some() {
+                0
+            } else {
+                width * inputs
+            }
+        ];
+        let tiles = y.len().div_ceil(ROWS).max(1);
+        for (index, tile) in weight.chunks(width * inputs).enumerate() {
+            let next = weight.get((index + 1) * width * inputs..).unwrap_or(&[]);
+            let next = &next[..next.len().min(width * inputs)];
+            let first = index * width;
+            let wide = buffer.len().min(tile.len());
+            let w = T::widened(tile, &mut buffer[..wide]);
+            // Rows in tiles of about the same size.
+            let mut start = 0;
+            for tile in 0..tiles {
+                let end = (tile + 1) * y.len() / tiles;
+                prefetch(next, tile, tiles);
+                let rows = &x[start * inputs..end * inputs];
+                products(simd, rows, w, inputs, |row, output, sum| {
+                    y[start + row][first + output].write(T::nearest(sum));
+                });
+                start = end;
+            }
+        }
+    }
+}
+
+/// All dot products of up to [`ROWS`] rows and up to twice [`OUTPUTS`] rows of a weight.
+#[inline(always)]
+fn products<S: Simd>(
+    simd: S,
+    x: &[f32],
+    w: &[f32],
+    inputs: usize,
+    mut write: impl FnMut(usize, usize, f32),
+) {
+    let rows = x.len() / inputs;
+    if rows == 1 && w.len() == 2 * OUTPUTS * inputs {
+        return tile::<S, 1, { 2 * OUTPUTS }>(simd, x, w, inputs, write);
+    }
+    for (index, w) in w.chunks(OUTPUTS * inputs).enumerate() {
+        let mut write = |row, output, sum| write(row, index * OUTPUTS + output, sum);
+        if w.len() == OUTPUTS * inputs {
+            match rows {
+                0 => (),
+                1 => tile::<S, 1, OUTPUTS>(simd, x, w, inputs, write),
+                2 => tile::<S, 2, OUTPUTS>(simd, x, w, inputs, write),
+                3 => tile::<S, 3, OUTPUTS>(simd, x, w, inputs, write),
+                4 => tile::<S, 4, OUTPUTS>(simd, x, w, inputs, write),
+                5 => tile::<S, 5, OUTPUTS>(simd, x, w, inputs, write),
+                _ => tile::<S, ROWS, OUTPUTS>(simd, x, w, inputs, write),
+            }
+            continue;
+        }
+        for (output, w) in w.chunks_exact(inputs).enumerate() {
+            for (row, x) in x.chunks_exact(inputs).enumerate() {
+                tile::<S, 1, 1>(simd, x, w, inputs, |_, _, sum| write(row, output, sum));
+            }
+        }
+    }
+}
+
+/// The dot products of R rows and O rows of a weight.
+#[inline(always)]
+fn tile<S: Simd, const R: usize, const O: usize>(
+    simd: S,
+    x: &[f32],
+    w: &[f32],
+    inputs: usize,
+    mut write: impl FnMut(usize, usize, f32),
+) {
+    let x: [_; R] = std::array::from_fn(|row| S::as_simd_f32s(&x[row * inputs..][..inputs]));
+    let w: [_; O] = std::array::from_fn(|output| S::as_simd_f32s(&w[output * inputs..][..inputs]));
+    let vectors = inputs / S::F32_LANES;
+    let mut sums = [[simd.splat_f32s(0.0); O]; R];
+    for i in 0..vectors {
+        // SAFETY: every row has `inputs` elements, so this many whole vectors.
+        #[allow(unsafe_code)]
+        let (x, w): ([_; R], [_; O]) = unsafe {
+            (
+                std::array::from_fn(|row| *x[row].0.get_unchecked(i)),
+                std::array::from_fn(|output| *w[output].0.get_unchecked(i)),
+            )
+        };
+        for row in 0..R {
+            for output in 0..O {
+                sums[row][output] = simd.mul_add_e_f32s(x[row], w[output], sums[row][output]);
+            }
+        }
+    }
+    if inputs % S::F32_LANES != 0 {
+        let w = w.map(|(_, rest)| simd.partial_load_f32s(rest));
+        for row in 0..R {
+            let x = simd.partial_load_f32s(x[row].1);
+            for output in 0..O {
+                sums[row][output] = simd.mul_add_e_f32s(x, w[output], sums[row][output]);
+            }
+        }
+    }
+    for (row, sums) in sums.into_iter().enumerate() {
+        for (output, sum) in sums.into_iter().enumerate() {
+            write(row, output, simd.reduce_sum_f32s(sum));
+        }
+    }
+}
+
+/// Asks for part `part` of `parts` of what is read next, while the arithmetic of other rows goes on.
+#[inline(always)]
+fn prefetch<T>(next: &[T], part: usize, parts: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        const LINE: usize = 64;
+        let line = LINE / size_of::<T>();
+        let lines = next.len().div_ceil(line);
+        for index in part * lines / parts..(part + 1) * lines / parts {
+            // SAFETY: the address is inside the slice, and a prefetch is only a hint; every x86-64 has it.
+            #[allow(unsafe_code)]
+            unsafe {
+                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+                _mm_prefetch::<_MM_HINT_T1>(next.as_ptr().add(index * line).cast());
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (next, part, parts);
+}

@@ -1,0 +1,69 @@
+//! Linear maps of rows that have nothing to do with each other, for decoding.
+
+use candle_core::{Device, Result, Tensor, bail};
+
+use crate::cpu::with_element;
+use crate::{check, composed, cpu, path};
+
+/// `x w^T` for each of several weights, each row by itself: on the CPU the bits of a row depend on that row and on the
+/// weights, and on nothing else, so not on how many other rows there are.
+///
+/// `x` `[N, inputs]` of any float dtype, each weight `[outputs, inputs]` of the same dtype; the results, `[N, outputs]`, are in
+/// the order of the weights. Made for few rows: every weight is read once, in the order of memory, and several weights make
+/// one round of all cores. Arithmetic in f32. For inference: the results have no gradient. Errs on other shapes and dtypes.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::linear_rows;
+///
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let (a, b) = (Tensor::new(&[[1f32, 1.]], &Device::Cpu)?, Tensor::new(&[[1f32, 0.], [0., 2.]], &Device::Cpu)?);
+/// let y = linear_rows(&x, &[&a, &b])?;
+/// assert_eq!(y[0].to_vec2::<f32>()?, [[3.], [7.]]);
+/// assert_eq!(y[1].to_vec2::<f32>()?, [[1., 4.], [3., 8.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
+    check(x, weights)?;
+    if !path::is_fused_on_cpu(x) {
+        return composed::linear_rows_unchecked(x, weights);
+    }
+    let x = x.contiguous()?;
+    let weights = weights
+        .iter()
+        .map(|weight| weight.contiguous())
+        .collect::<Result<Vec<_>>>()?;
+    let (rows, outputs) = (x.dim(0)?, weights.iter().map(|w| w.dims()[0]));
+    let results = with_element!(x.dtype(), "x", Float => {
+        let results = cpu::linear_rows::forward::<Float>(&x, &weights)?;
+        Tensor::from_vec(results, rows * outputs.clone().sum::<usize>(), &Device::Cpu)?
+    });
+    let mut start = 0;
+    outputs
+        .map(|outputs| {
+            let result = results.narrow(0, start, rows * outputs)?;
+            start += rows * outputs;
+            result.reshape((rows, outputs))
+        })
+        .collect()
+}
+
+pub(crate) fn check(x: &Tensor, weights: &[&Tensor]) -> Result<()> {
+    check::float("x", x)?;
+    let &[_, inputs] = x.dims() else {
+        bail!("x: shape {:?}, must be [N, inputs]", x.dims());
+    };
+    check::width("x", x)?;
+    for (index, weight) in weights.iter().enumerate() {
+        let name = format!("weights[{index}]");
+        if !matches!(weight.dims(), &[_, width] if width == inputs) {
+            bail!(
+                "{name}: shape {:?}, must be [outputs, {inputs}]",
+                weight.dims()
+            );
+        }
+        check::same_dtype(&name, weight, "x", x)?;
+        check::same_device(&[("x", x), (&name, weight)])?;
+    }
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! `linear_rows` against its composed twin in f64, and each row against itself among others.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_kernels::{composed, linear_rows};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod common;
+use common::{noisy, rounding};
+
+fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
+    let wide = |x: &Tensor| x.to_dtype(DType::F64);
+    let wide_weights = weights.iter().map(wide).collect::<Result<Vec<_>>>()?;
+    let expected = composed::linear_rows(&wide(x)?, &wide_weights.iter().collect::<Vec<_>>())?;
+    for device in devices() {
+        let weights = weights
+            .iter()
+            .map(|w| w.to_device(&device))
+            .collect::<Result<Vec<_>>>()?;
+        let actual = linear_rows(&x.to_device(&device)?, &weights.iter().collect::<Vec<_>>())?;
+        assert_eq!(actual.len(), expected.len());
+        for (actual, expected) in actual.iter().zip(&expected) {
+            assert_eq!(
+                (actual.dims(), actual.dtype()),
+                (expected.dims(), x.dtype())
+            );
+            // Sums of up to a hundred products.
+            let tolerance = 20.0 * rounding(x.dtype());
+            assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
+        }
+    }
+    Ok(())
+}
+
+fn dtypes() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)]
+}
+
+fn bits(x: &Tensor) -> Result<Vec<u32>> {
+    let values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    Ok(values.into_iter().map(f32::to_bits).collect())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn fused_equals_composed_in_f64(
+        rows in 0usize..21,
+        inputs in 1usize..100,
+        outputs in proptest::collection::vec(0usize..80, 0..4),
+        dtype in dtypes(),
+        seed in any::<u64>(),
+    ) {
+        let weights = outputs
+            .iter()
+            .enumerate()
+            .map(|(i, &outputs)| noisy(&[outputs, inputs], seed ^ (i as u64 + 1), dtype))
+            .collect::<Result<Vec<_>>>()?;
+        check(&noisy(&[rows, inputs], seed, dtype)?, &weights)?;
+    }
+
+    #[test]
+    fn the_bits_of_a_row_do_not_depend_on_the_other_rows(
+        rows in 1usize..40,
+        inputs in 1usize..200,
+        outputs in 1usize..70,
+        dtype in dtypes(),
+        seed in any::<u64>(),
+    ) {
+        let x = noisy(&[rows, inputs], seed, dtype)?;
+        let weight = noisy(&[outputs, inputs], seed ^ 1, dtype)?;
+        let other = noisy(&[5, inputs], seed ^ 2, dtype)?;
+        let together = &linear_rows(&x, &[&other, &weight])?[1];
+        for row in 0..rows {
+            let alone = &linear_rows(&x.narrow(0, row, 1)?, &[&weight])?[0];
+            prop_assert_eq!(bits(alone)?, bits(&together.narrow(0, row, 1)?)?);
+        }
+    }
+}
+
+#[rstest]
+fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+    let x = noisy(&[3, 24, 5], 1, dtype)?.narrow(0, 1, 1)?.squeeze(0)?;
+    let weight = noisy(&[24, 7], 2, dtype)?.t()?;
+    check(&x.t()?, &[weight.clone(), weight.narrow(0, 3, 2)?])
+}
+
+#[test]
+fn a_row_that_is_not_a_number_stays_in_its_row() -> Result<()> {
+    let x = Tensor::new(&[[1f32, f32::NAN], [2., 3.]], &Device::Cpu)?;
+    let weight = Tensor::new(&[[1f32, 1.]], &Device::Cpu)?;
+    let y = linear_rows(&x, &[&weight])?[0].to_vec2::<f32>()?;
+    assert!(y[0][0].is_nan() && y[1][0] == 5.);
+    Ok(())
+}
+
+#[test]
+fn bad_input_is_named() -> Result<()> {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let (x, weight) = (zeros(&[3, 8])?, zeros(&[2, 8])?);
+    let short = zeros(&[2, 7])?;
+    assert!(
+        message(linear_rows(&x, &[&weight, &short]))
+            .contains("weights[1]: shape [2, 7], must be [outputs, 8]")
+    );
+    assert!(
+        message(linear_rows(&zeros(&[8])?, &[&weight]))
+            .contains("x: shape [8], must be [N, inputs]")
+    );
+    assert!(message(linear_rows(&zeros(&[3, 0])?, &[])).contains("x: shape [3, 0]"));
+    let half = weight.to_dtype(DType::BF16)?;
+    assert!(message(linear_rows(&x, &[&half])).contains("weights[0]: BF16"));
+    assert!(message(linear_rows(&x.to_dtype(DType::I64)?, &[&weight])).contains("x: I64"));
+    Ok(())
+}
