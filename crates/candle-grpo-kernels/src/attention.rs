@@ -184,7 +184,7 @@ fn padded(mask: &Tensor, queries: usize, keys: usize) -> Result<(usize, usize, u
     if batch == 0 || total == 0 {
         bail!("mask: shape {:?}, must not be empty", mask.dims());
     }
-    if queries % batch != 0 || queries / batch > total {
+    if !queries.is_multiple_of(batch) || queries / batch > total {
         bail!(
             "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, as mask says"
         );

@@ -13,14 +13,14 @@ use crate::rope::RopeAngles;
 /// Grouped-query attention (Ainslie et al. 2023) with rotary positions.
 #[derive(Debug, Clone)]
 pub(crate) struct Attention {
-    query: Linear,
-    key: Linear,
-    value: Linear,
-    output: Linear,
+    pub(crate) query: Linear,
+    pub(crate) key: Linear,
+    pub(crate) value: Linear,
+    pub(crate) output: Linear,
     /// Of query and key.
-    head_norms: Option<(RmsNorm, RmsNorm)>,
-    rotates: bool,
-    head_dim: usize,
+    pub(crate) head_norms: Option<(RmsNorm, RmsNorm)>,
+    pub(crate) rotates: bool,
+    pub(crate) head_dim: usize,
 }
 
 /// What every block of one forward pass shares.
@@ -94,7 +94,7 @@ impl Attention {
     }
 
     /// [N, heads * head_dim] to the same shape, each head by itself.
-    fn normalise_heads(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn normalise_heads(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {
         let heads = x.reshape((x.dim(0)?, (), self.head_dim))?;
         norm.forward(&heads)?.reshape(x.shape())
     }

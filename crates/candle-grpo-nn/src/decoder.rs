@@ -24,19 +24,19 @@ use crate::{DecoderConfig, mask};
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: DecoderConfig,
-    embedding: Tensor,
-    blocks: Vec<Block>,
-    norm: RmsNorm,
+    pub(crate) embedding: Tensor,
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) norm: RmsNorm,
     output: Tensor,
-    rope: Rope,
+    pub(crate) rope: Rope,
 }
 
 #[derive(Debug, Clone)]
-struct Block {
-    attention_norm: RmsNorm,
-    attention: Attention,
-    mlp_norm: RmsNorm,
-    mlp: Mlp,
+pub(crate) struct Block {
+    pub(crate) attention_norm: RmsNorm,
+    pub(crate) attention: Attention,
+    pub(crate) mlp_norm: RmsNorm,
+    pub(crate) mlp: Mlp,
 }
 
 impl Decoder {

@@ -1,6 +1,7 @@
 //! A linear map.
 
 use candle_core::{DType, Result, Tensor, bail};
+use candle_grpo_kernels::linear_rows;
 use candle_nn::VarBuilder;
 
 use crate::frozen_linear::linear;
@@ -60,6 +61,30 @@ impl Linear {
         match &self.adapter {
             None => Ok(y),
             Some(adapter) => y + adapter.forward(x)?,
+        }
+    }
+}
+
+impl Linear {
+    /// Several maps of the same rows `[N, inputs]`, each row by itself: see [`linear_rows`]. No gradient.
+    pub(crate) fn forward_rows<const M: usize>(
+        maps: [&Self; M],
+        x: &Tensor,
+    ) -> Result<[Tensor; M]> {
+        let mut results = linear_rows(x, &maps.map(|map| &map.weight))?;
+        for (map, y) in maps.iter().zip(&mut results) {
+            if let Some(bias) = &map.bias {
+                *y = y.broadcast_add(&bias.detach())?;
+            }
+            if let Some(Adapter { a, b, scaling }) = &map.adapter {
+                let narrow = linear_rows(x, &[a])?;
+                let change = linear_rows(&narrow[0], &[b])?;
+                *y = (&*y + (&change[0] * *scaling)?)?;
+            }
+        }
+        match results.try_into() {
+            Ok(results) => Ok(results),
+            Err(results) => bail!("{} results of {M} maps", results.len()),
         }
     }
 }

@@ -10,9 +10,9 @@ use crate::linear::Linear;
 /// SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`.
 #[derive(Debug, Clone)]
 pub(crate) struct Mlp {
-    gate: Linear,
-    up: Linear,
-    down: Linear,
+    pub(crate) gate: Linear,
+    pub(crate) up: Linear,
+    pub(crate) down: Linear,
 }
 
 impl Mlp {

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::attention::Sizes;
+use crate::composed;
 use crate::paged_attention::{self, KeyValuePages, PAGE, PageSlot, PagedRow};
 
 /// [`paged_attention`](crate::paged_attention()) in plain Candle operations: what the rows see is copied into one rectangle.
@@ -63,8 +63,7 @@ pub(crate) fn unchecked(
     };
     let key = gather(pages.keys(), [0, 3, 1, 2])?;
     let value = gather(pages.values(), [0, 2, 1, 3])?;
-    let sizes = Sizes::new(query, &key, &value, &mask, head_dim, scale)?;
-    super::attention_unchecked(query, &key, &value, &mask, &sizes, scale)
+    composed::attention(query, &key, &value, &mask, head_dim, scale)
 }
 
 /// [`KeyValuePages::write`] in plain Candle operations.

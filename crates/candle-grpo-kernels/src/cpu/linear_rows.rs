@@ -188,7 +188,7 @@ fn tile<S: Simd, const R: usize, const O: usize>(
             }
         }
     }
-    if inputs % S::F32_LANES != 0 {
+    if !inputs.is_multiple_of(S::F32_LANES) {
         let w = w.map(|(_, rest)| simd.partial_load_f32s(rest));
         for row in 0..R {
             let x = simd.partial_load_f32s(x[row].1);

@@ -1,0 +1,240 @@
+//! Keys and values of past positions, of sequences that come, fork and go.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Result, bail};
+use candle_grpo_kernels::{KeyValuePages, PAGE, PageSlot, PageSpan};
+
+use crate::DecoderConfig;
+
+/// Pages that there are at first.
+const FIRST_PAGES: usize = 64;
+
+/// The keys and values of the positions that a decoder has seen, of many sequences of any lengths, for
+/// [`Decoder::next_logits`](crate::Decoder::next_logits).
+///
+/// They are kept in pages. A fork shares the pages of what it was forked from, so the prompt of a group is computed and kept
+/// once; a sequence that is removed gives its pages back for others. The memory of a sequence grows with it, and is never moved
+/// but for a doubling of all pages.
+#[derive(Debug)]
+pub struct PagedCache {
+    /// One for each layer; a page has the same number in all.
+    layers: Vec<KeyValuePages>,
+    /// How many sequences hold each page.
+    holders: Vec<usize>,
+    /// Pages that none holds.
+    free: Vec<usize>,
+    sequences: BTreeMap<usize, Sequence>,
+    next_id: usize,
+}
+
+/// A sequence in a [`PagedCache`]. It is never given out twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SequenceId(usize);
+
+#[derive(Debug, Clone, Default)]
+struct Sequence {
+    spans: Vec<PageSpan>,
+    /// So many of the spans came with the fork: their pages may belong to others as well, and are not written any more. What
+    /// follows begins a page, however many forks there are, so that the bits of a result do not depend on that.
+    inherited: usize,
+    len: usize,
+}
+
+impl PagedCache {
+    /// An empty cache for a decoder of shape `config`, whose dtype and device are those of its weights.
+    pub fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
+        config.validate()?;
+        let layer = |_| {
+            KeyValuePages::new(
+                0,
+                config.num_key_value_heads,
+                config.head_dim(),
+                dtype,
+                device,
+            )
+        };
+        Ok(Self {
+            layers: (0..config.num_hidden_layers)
+                .map(layer)
+                .collect::<Result<_>>()?,
+            holders: Vec::new(),
+            free: Vec::new(),
+            sequences: BTreeMap::new(),
+            next_id: 0,
+        })
+    }
+
+    /// A sequence without positions.
+    pub fn add(&mut self) -> SequenceId {
+        self.insert(Sequence::default())
+    }
+
+    /// A sequence that begins with all positions of `id`, and shares their memory.
+    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
+        let mut sequence = self.get(id)?.clone();
+        sequence.inherited = sequence.spans.len();
+        for span in &sequence.spans {
+            self.holders[span.page] += 1;
+        }
+        Ok(self.insert(sequence))
+    }
+
+    /// Forgets a sequence. Its forks stay.
+    pub fn remove(&mut self, id: SequenceId) -> Result<()> {
+        self.get(id)?;
+        for span in self.sequences.remove(&id.0).unwrap_or_default().spans {
+            self.holders[span.page] -= 1;
+            if self.holders[span.page] == 0 {
+                self.free.push(span.page);
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of positions of a sequence.
+    pub fn len(&self, id: SequenceId) -> Result<usize> {
+        Ok(self.get(id)?.len)
+    }
+
+    /// The number of sequences.
+    pub fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// The number of pages that sequences hold, of [`PAGE`] positions each.
+    pub fn pages_in_use(&self) -> usize {
+        self.holders.len() - self.free.len()
+    }
+
+    pub(crate) fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    pub(crate) fn layer(&self, layer: usize) -> &KeyValuePages {
+        &self.layers[layer]
+    }
+
+    /// Makes a sequence longer by `new` positions, which are to be written to the slots returned.
+    pub(crate) fn extend(&mut self, id: SequenceId, new: usize) -> Result<Vec<PageSlot>> {
+        let mut slots = Vec::with_capacity(new);
+        for _ in 0..new {
+            let sequence = self.get(id)?;
+            let full = match sequence.spans[sequence.inherited..].last() {
+                None => true,
+                Some(span) => span.len == PAGE,
+            };
+            let fresh = match full {
+                true => Some(self.take_page()?),
+                false => None,
+            };
+            let Some(sequence) = self.sequences.get_mut(&id.0) else {
+                bail!("{id:?}: not in the cache");
+            };
+            if let Some(page) = fresh {
+                sequence.spans.push(PageSpan { page, len: 0 });
+            }
+            if let Some(span) = sequence.spans.last_mut() {
+                slots.push(PageSlot {
+                    page: span.page,
+                    position: span.len,
+                });
+                span.len += 1;
+            }
+            sequence.len += 1;
+        }
+        Ok(slots)
+    }
+
+    pub(crate) fn spans(&self, id: SequenceId) -> Result<&[PageSpan]> {
+        Ok(&self.get(id)?.spans)
+    }
+
+    fn get(&self, id: SequenceId) -> Result<&Sequence> {
+        match self.sequences.get(&id.0) {
+            Some(sequence) => Ok(sequence),
+            None => bail!("{id:?} is not in the cache: it was removed, or is of another cache"),
+        }
+    }
+
+    fn insert(&mut self, sequence: Sequence) -> SequenceId {
+        let id = self.next_id;
+        self.next_id += 1;
+        self.sequences.insert(id, sequence);
+        SequenceId(id)
+    }
+
+    fn take_page(&mut self) -> Result<usize> {
+        if self.free.is_empty() {
+            let (there, wanted) = (
+                self.holders.len(),
+                (2 * self.holders.len()).max(FIRST_PAGES),
+            );
+            for layer in &mut self.layers {
+                layer.grow(wanted)?;
+            }
+            self.holders.resize(wanted, 0);
+            // The lowest number is taken first.
+            self.free.extend((there..wanted).rev());
+        }
+        let Some(page) = self.free.pop() else {
+            bail!("the cache has no page left");
+        };
+        self.holders[page] = 1;
+        Ok(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache() -> PagedCache {
+        let config = serde_json::from_str(
+            r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 100}"#,
+        );
+        PagedCache::new(&config.unwrap(), DType::F32, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn a_fork_shares_pages_and_grows_in_its_own() {
+        let mut cache = cache();
+        let prompt = cache.add();
+        cache.extend(prompt, PAGE + 3).unwrap();
+        assert_eq!(cache.pages_in_use(), 2);
+        let forks = [cache.fork(prompt).unwrap(), cache.fork(prompt).unwrap()];
+        assert_eq!(cache.pages_in_use(), 2);
+        cache.remove(prompt).unwrap();
+        let slots = forks.map(|fork| cache.extend(fork, 1).unwrap()[0]);
+        assert_ne!(slots[0].page, slots[1].page);
+        assert_eq!(cache.pages_in_use(), 4);
+        assert_eq!(cache.len(forks[0]).unwrap(), PAGE + 4);
+        let lens: Vec<usize> = cache
+            .spans(forks[0])
+            .unwrap()
+            .iter()
+            .map(|s| s.len)
+            .collect();
+        assert_eq!(lens, [PAGE, 3, 1]);
+        for fork in forks {
+            cache.remove(fork).unwrap();
+        }
+        assert_eq!((cache.pages_in_use(), cache.num_sequences()), (0, 0));
+    }
+
+    #[test]
+    fn pages_that_were_given_back_are_taken_again() {
+        let mut cache = cache();
+        for _ in 0..5 {
+            let sequence = cache.add();
+            cache.extend(sequence, FIRST_PAGES * PAGE).unwrap();
+            cache.remove(sequence).unwrap();
+        }
+        assert_eq!(cache.holders.len(), FIRST_PAGES);
+        let gone = cache.add();
+        cache.remove(gone).unwrap();
+        let error = cache.fork(gone).unwrap_err().to_string();
+        assert!(error.contains("is not in the cache"), "{error}");
+    }
+}

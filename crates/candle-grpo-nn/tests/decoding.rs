@@ -1,0 +1,217 @@
+//! Decoding with pages: it is the decoder, and nothing but a sequence decides the bits of its logits.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, ModelType, PagedCache, SequenceId};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod small;
+use small::{config, lively, max_difference, message};
+
+fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
+    PagedCache::new(config, dtype, &Device::Cpu)
+}
+
+/// The logits after each token, by the decoder that trains.
+fn whole(decoder: &Decoder, tokens: &[u32]) -> Result<Tensor> {
+    let ids = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
+    let hidden = decoder.hidden_states(&ids, &ids.ones_like()?, None)?;
+    decoder.logits(&hidden)?.squeeze(0)
+}
+
+/// The same, `prompt` tokens at first and then one by one.
+fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Result<Tensor> {
+    let mut cache = cache(decoder.config(), dtype)?;
+    let sequence = cache.add();
+    let mut logits = vec![decoder.next_logits(&[(sequence, &tokens[..prompt])], &mut cache)?];
+    for token in tokens[prompt..].chunks(1) {
+        logits.push(decoder.next_logits(&[(sequence, token)], &mut cache)?);
+    }
+    Tensor::cat(&logits, 0)
+}
+
+const TOKENS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 12];
+
+#[rstest]
+fn it_is_the_decoder(
+    #[values(
+        ModelType::Llama,
+        ModelType::Qwen2,
+        ModelType::Qwen3,
+        ModelType::SmolLm3
+    )]
+    model_type: ModelType,
+    #[values(false, true)] tied: bool,
+    #[values(1, 4)] prompt: usize,
+    #[values((DType::F32, 1e-4), (DType::F64, 1e-10), (DType::BF16, 0.3))] precision: (DType, f64),
+) -> Result<()> {
+    let (dtype, tolerance) = precision;
+    let config = DecoderConfig {
+        model_type,
+        no_rope_layers: match model_type {
+            ModelType::SmolLm3 => vec![0, 1],
+            _ => vec![],
+        },
+        ..config(tied)
+    };
+    let parameters = lively(&config)?;
+    let decoder = Decoder::new(&config, parameters.detached_var_builder().to_dtype(dtype))?;
+    let expected = whole(&decoder, &TOKENS)?;
+    let actual = cached(&decoder, &TOKENS, prompt, dtype)?;
+    assert_eq!(actual.dtype(), dtype);
+    let expected = expected.narrow(0, prompt - 1, TOKENS.len() - prompt + 1)?;
+    let difference = max_difference(&actual, &expected)?;
+    assert!(difference < tolerance, "{difference}");
+    Ok(())
+}
+
+#[test]
+fn adapters_take_part() -> Result<()> {
+    let config = config(true);
+    let base = lively(&config)?;
+    let lora = Lora::init(LoraConfig::all_linear(3, 6.0), &config, 1, &Device::Cpu)?;
+    for (name, variable) in lora.parameters().iter() {
+        let wave = (variable.as_tensor().ones_like()? * (name.len() as f64 * 0.01))?;
+        variable.set(&(variable.as_tensor() + wave)?)?;
+    }
+    let decoder = Decoder::new(&config, lora.var_builder(&base)?)?;
+    let logits = cached(&decoder, &TOKENS, 1, DType::F32)?;
+    assert!(!logits.track_op());
+    assert!(max_difference(&logits, &whole(&decoder, &TOKENS)?.detach())? < 1e-4);
+    let without = Decoder::new(&config, base.detached_var_builder())?;
+    assert!(max_difference(&logits, &whole(&without, &TOKENS)?)? > 0.1);
+    Ok(())
+}
+
+#[test]
+fn it_follows_the_variables() -> Result<()> {
+    let config = config(true);
+    let parameters = lively(&config)?;
+    let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
+    let before = cached(&decoder, &TOKENS, 3, DType::F32)?;
+    for (_, variable) in parameters.iter() {
+        variable.set(&(variable.as_tensor() * 1.1)?.detach())?;
+    }
+    let after = cached(&decoder, &TOKENS, 3, DType::F32)?;
+    assert!(max_difference(&before, &after)? > 1e-3);
+    assert!(max_difference(&after, &whole(&decoder, &TOKENS)?.narrow(0, 2, 7)?)? < 1e-4);
+    Ok(())
+}
+
+fn long() -> DecoderConfig {
+    DecoderConfig {
+        max_position_embeddings: 200,
+        ..config(true)
+    }
+}
+
+fn bits(logits: &Tensor) -> Result<Vec<Vec<u32>>> {
+    let rows = logits.to_vec2::<f32>()?;
+    Ok(rows
+        .into_iter()
+        .map(|row| row.into_iter().map(f32::to_bits).collect())
+        .collect())
+}
+
+/// What a sequence goes through: a prompt in some chunks, then perhaps a fork, then more chunks.
+type Chunks = Vec<Vec<u32>>;
+
+fn chunks(most: usize) -> impl Strategy<Value = Chunks> {
+    proptest::collection::vec(proptest::collection::vec(0u32..13, 1..25), 1..most)
+}
+
+/// The bits of the last logits of one sequence by itself.
+fn alone(decoder: &Decoder, before: &Chunks, after: &Chunks) -> Result<Vec<u32>> {
+    let mut cache = cache(decoder.config(), DType::F32)?;
+    let sequence = cache.add();
+    let mut last = decoder.next_logits(&[(sequence, &before.concat())], &mut cache)?;
+    if !after.is_empty() {
+        let fork = cache.fork(sequence)?;
+        last = decoder.next_logits(&[(fork, &after.concat())], &mut cache)?;
+    }
+    Ok(bits(&last)?.remove(0))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Sequences go side by side, each at its own pace, in any order, in chunks of any size.
+    #[test]
+    fn only_the_sequence_decides_the_bits(
+        sequences in proptest::collection::vec((chunks(4), chunks(4)), 1..6),
+        reversed in any::<bool>(),
+    ) {
+        let decoder = Decoder::new(&long(), lively(&long())?.detached_var_builder())?;
+        let mut cache = cache(&long(), DType::F32)?;
+        let mut ids: Vec<SequenceId> = sequences.iter().map(|_| cache.add()).collect();
+        let mut last = vec![Vec::new(); sequences.len()];
+        for step in 0..8 {
+            let mut new: Vec<(usize, SequenceId, &[u32])> = Vec::new();
+            for (i, (before, after)) in sequences.iter().enumerate() {
+                if step == before.len() {
+                    let prompt = ids[i];
+                    ids[i] = cache.fork(prompt)?;
+                    cache.remove(prompt)?;
+                }
+                let all: Vec<&Vec<u32>> = before.iter().chain(after).collect();
+                if let Some(chunk) = all.get(step) {
+                    new.push((i, ids[i], chunk.as_slice()));
+                }
+            }
+            if reversed {
+                new.reverse();
+            }
+            if !new.is_empty() {
+                let of_pass: Vec<_> = new.iter().map(|&(_, id, chunk)| (id, chunk)).collect();
+                let logits = bits(&decoder.next_logits(&of_pass, &mut cache)?)?;
+                for ((i, _, _), logits) in new.into_iter().zip(logits) {
+                    last[i] = logits;
+                }
+            }
+        }
+        for ((before, after), last) in sequences.iter().zip(last) {
+            prop_assert_eq!(alone(&decoder, before, after)?, last);
+        }
+    }
+}
+
+#[test]
+fn bad_requests_are_refused_before_the_cache_changes() -> Result<()> {
+    let config = config(true);
+    let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
+    let mut of_other = cache(
+        &DecoderConfig {
+            num_hidden_layers: 3,
+            ..config.clone()
+        },
+        DType::F32,
+    )?;
+    let other = of_other.add();
+    let mut cache = cache(&config, DType::F32)?;
+    let (a, gone) = (cache.add(), cache.add());
+    cache.remove(gone)?;
+    for (new, words) in [
+        (vec![], "new: no sequences"),
+        (vec![(a, &[][..])], "new[0]: no tokens"),
+        (
+            vec![(a, &[1, 13])],
+            "new[0]: token 1 is 13, must be below vocab_size, which is 13",
+        ),
+        (
+            vec![(a, &[1; 17])],
+            "new[0]: 17 tokens make 17 positions, must be at most max_position_embeddings, which is 16",
+        ),
+        (vec![(a, &[1]), (a, &[2])], "occurs twice"),
+        (vec![(a, &[1]), (gone, &[2])], "is not in the cache"),
+    ] {
+        let error = message(decoder.next_logits(&new, &mut cache));
+        assert!(error.contains(words), "{error}");
+    }
+    assert_eq!((cache.len(a)?, cache.pages_in_use()), (0, 0));
+    let error = message(decoder.next_logits(&[(other, &[1])], &mut of_other));
+    assert!(
+        error.contains("cache is for 3 layers, it must be for 2"),
+        "{error}"
+    );
+    Ok(())
+}
