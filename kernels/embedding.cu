@@ -27,7 +27,8 @@ __device__ __forceinline__ void forward(const T *weight, const uint32_t *ids, T 
 }
 
 // The first place of each id that stands anywhere: `first[id]` becomes n less that place. It begins as zeros.
-__device__ __forceinline__ void mark_first(const uint32_t *ids, uint32_t *first, uint32_t n, uint32_t vocab) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_first(const uint32_t *ids, uint32_t *first, uint32_t n, uint32_t vocab) {
     const uint32_t place = blockIdx.x * THREADS + threadIdx.x;
     if (place < n && ids[place] < vocab) atomicMax(first + ids[place], n - place);
 }
@@ -117,10 +118,6 @@ __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids,
         embedding_forward_##name(const T *weight, const uint32_t *ids, T *rows, uint64_t n, uint32_t vocab,           \
                                  int width) {                                                                          \
         forward(weight, ids, rows, n, vocab, width);                                                                   \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                          \
-        embedding_first_##name(const uint32_t *ids, uint32_t *first, uint32_t n, uint32_t vocab) {                    \
-        mark_first(ids, first, n, vocab);                                                                              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                          \
         embedding_backward_##name(const T *gradient, const uint32_t *ids, const uint32_t *first, T *dweight,          \

@@ -7,18 +7,6 @@ constexpr int THREADS = 256;
 // The sums of one gradient, one for each block; added by a block with a thread for each.
 constexpr int PARTS = THREADS;
 
-// The sum over the threads of a block, in thread 0.
-__device__ __forceinline__ double block_sum(double x) {
-    __shared__ double warps[THREADS / 32];
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    if (threadIdx.x == 0)
-        for (int i = 1; i < THREADS / 32; i++) x += warps[i];
-    return x;
-}
-
 // parts[blockIdx.x], of at most PARTS blocks.
 template <typename T> __device__ __forceinline__ void squares(const T *gradient, double *parts, uint64_t n) {
     double sum = 0.0;
@@ -39,13 +27,13 @@ template <typename T> __device__ __forceinline__ void squares(const T *gradient,
         const double x = (double)to_float(gradient[i]);
         sum += x * x;
     }
-    sum = block_sum(sum);
+    sum = block_sum<THREADS>(sum);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
 // sums[blockIdx.x] of the PARTS parts of each gradient.
-__device__ __forceinline__ void sum_parts(const double *parts, double *sums) {
-    const double sum = block_sum(parts[(uint64_t)blockIdx.x * PARTS + threadIdx.x]);
+extern "C" __global__ void __launch_bounds__(THREADS) gradient_sum_parts(const double *parts, double *sums) {
+    const double sum = block_sum<THREADS>(parts[(uint64_t)blockIdx.x * PARTS + threadIdx.x]);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
@@ -69,10 +57,6 @@ template <typename T> __device__ __forceinline__ void scale(T *gradient, uint64_
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         gradient_squares_##name(const T *gradient, double *parts, uint64_t n) {                                       \
         squares(gradient, parts, n);                                                                                   \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        gradient_sum_parts_##name(const double *parts, double *sums) {                                                \
-        sum_parts(parts, sums);                                                                                        \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         gradient_scale_##name(T *gradient, uint64_t n, float factor) {                                                \

@@ -27,6 +27,21 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// The sum over the threads of a block, in every one of them, and in the same order each time.
+template <int THREADS> __device__ __forceinline__ double block_sum(double x) {
+    __shared__ double warps[THREADS / 32];
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    // A sum before this one has been read.
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = warps[0];
+#pragma unroll
+    for (int i = 1; i < THREADS / 32; i++) x += warps[i];
+    return x;
+}
+
 // The dynamic shared memory of the launch, as an array `name`.
 #ifdef CUDA_ON_HOST
 #define DYNAMIC_SHARED(type, name) type *name = reinterpret_cast<type *>(cuda_host::dynamic_shared())

@@ -1,6 +1,7 @@
 // The arguments of every kernel, once for the launches on a GPU and once for the tests on the CPU: whoever includes this
-// file defines `kernels!`, `In` (a pointer that is read, null where it may be), `Out` (a pointer that is written) and an element
-// type `Self`. A kernel `name` stands for `name_f32`, `name_bf16` and `name_f16` in the file of this name.
+// file defines `kernels!`, `plain_kernels!`, `In` (a pointer that is read, null where it may be) and `Out` (a pointer that is
+// written). In `kernels!`, `Self` is an element type, and a kernel `name` stands for `name_f32`, `name_bf16` and `name_f16` in the
+// file of this name.
 kernels! {
     adamw ADAMW {
         adamw(parameter: Out<Self>, master: Out<f32>, average: Out<f32>, square: Out<f32>, gradient: In<f32>, n: u64,
@@ -12,14 +13,16 @@ kernels! {
     }
     embedding EMBEDDING {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
-        embedding_first(ids: In<u32>, first: Out<u32>, n: u32, vocab: u32);
         embedding_backward(gradient: In<Self>, ids: In<u32>, first: In<u32>, dweight: Out<Self>, n: u32, vocab: u32,
             width: i32);
     }
     gradient_norm GRADIENT_NORM {
         gradient_squares(gradient: In<Self>, parts: Out<f64>, n: u64);
-        gradient_sum_parts(parts: In<f64>, sums: Out<f64>);
         gradient_scale(gradient: Out<Self>, n: u64, factor: f32);
+    }
+    group_advantage GROUP_ADVANTAGE {
+        group_advantage(rewards: In<Self>, mask: In<u8>, members: In<u32>, advantages: Out<f32>, samples: u32, groups: u32,
+            leave_one_out: i32, scale: i32, epsilon: f64, ddof: i32, lone_sample: i32);
     }
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
@@ -41,5 +44,24 @@ kernels! {
     swiglu SWIGLU {
         swiglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);
         swiglu_backward(gate: In<Self>, up: In<Self>, gradient: In<Self>, dgate: Out<Self>, dup: Out<Self>, n: u64);
+    }
+}
+
+// Kernels without an element type.
+plain_kernels! {
+    embedding EMBEDDING {
+        embedding_first(ids: In<u32>, first: Out<u32>, n: u32, vocab: u32);
+    }
+    gradient_norm GRADIENT_NORM {
+        gradient_sum_parts(parts: In<f64>, sums: Out<f64>);
+    }
+    policy_loss POLICY_LOSS {
+        policy_loss(log_probs: In<f32>, old_log_probs: In<f32>, ref_log_probs: In<f32>, advantages: In<f32>, weights: In<f32>,
+            entropy: In<f32>, row_divisors: In<f32>, mask: In<u8>, gradient: Out<f32>, surrogate: Out<f32>, policy: Out<f32>,
+            kl: Out<f32>, log_ratios: Out<f32>, clipped: Out<u8>, parts: Out<f64>, finished: Out<u32>, loss: Out<f32>,
+            sums: Out<f64>, batch: u64, tokens: u64, advantages_of_tokens: i32, weights_of_tokens: i32, level: i32,
+            log_ratio_clamp: f32, score: i32, score_a: f32, score_b: f32, score_c: f32, score_d: f32, kl_estimate: i32,
+            kl_slope: i32, kl_ratio: i32, kl_coef: f32, kl_slope_max: f32, kl_log_ratio_clamp: f32, kl_value_clamp: f32,
+            divide_by_length: i32, denominator: f64);
     }
 }

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
 
-use crate::{check, composed, cpu};
+use crate::{check, composed, cpu, path};
 
 /// Which samples answer the same prompt.
 #[derive(Debug, Clone, Copy)]
@@ -104,18 +104,18 @@ pub fn group_advantage(
     options: GroupAdvantageOptions,
 ) -> Result<Tensor> {
     let arguments = Arguments::new(rewards, groups, options)?;
-    if !rewards.device().is_cpu() {
-        return composed::group_advantage_of(&arguments);
-    }
-    let advantages = arguments
-        .rewards
-        .apply_op1_no_bwd(&&GroupAdvantage(&arguments))?;
+    let rewards = match rewards.device() {
+        Device::Cpu => arguments.wide_rewards()?,
+        _ if path::is_fused(rewards) => arguments.rewards.clone(),
+        _ => return composed::group_advantage_of(&arguments),
+    };
+    let advantages = rewards.apply_op1_no_bwd(&&GroupAdvantage(&arguments))?;
     advantages.to_dtype(arguments.result)
 }
 
 /// The arguments of [`group_advantage`](group_advantage()), checked.
 pub(crate) struct Arguments {
-    /// `[B]` in the dtype of statistics, contiguous.
+    /// `[B]`, contiguous.
     pub(crate) rewards: Tensor,
     /// `[B]` of u8.
     pub(crate) mask: Option<Tensor>,
@@ -165,11 +165,6 @@ impl Arguments {
                 );
             }
         }
-        let statistics = if rewards.device().is_metal() {
-            DType::F32
-        } else {
-            DType::F64
-        };
         Ok(Self {
             members: Members::new(groups, batch)?,
             mask: options
@@ -184,7 +179,16 @@ impl Arguments {
                 lone_sample: options.lone_sample,
             },
             result: crate::arithmetic_dtype(rewards.dtype()),
-            rewards: rewards.detach().to_dtype(statistics)?.contiguous()?,
+            rewards: rewards.detach().contiguous()?,
+        })
+    }
+
+    /// The rewards in the dtype of statistics.
+    pub(crate) fn wide_rewards(&self) -> Result<Tensor> {
+        self.rewards.to_dtype(if self.rewards.device().is_metal() {
+            DType::F32
+        } else {
+            DType::F64
         })
     }
 }
@@ -243,7 +247,7 @@ impl Members {
     }
 }
 
-/// Rewards `[B]` of f64 to advantages `[B]` of f64.
+/// Rewards `[B]` to advantages `[B]`, of f64 on the CPU; on CUDA of f32, bf16 or f16 to f32.
 struct GroupAdvantage<'a>(&'a Arguments);
 
 impl CustomOp1 for &GroupAdvantage<'_> {
@@ -256,5 +260,14 @@ impl CustomOp1 for &GroupAdvantage<'_> {
         let rewards = &storage.as_slice::<f64>()?[range];
         let advantages = cpu::group_advantage::forward(rewards, self.0)?;
         Ok((CpuStorage::F64(advantages), layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        storage: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::group_advantage::forward(storage, layout, self.0)
     }
 }

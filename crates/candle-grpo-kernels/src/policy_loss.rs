@@ -267,7 +267,7 @@ impl FusedPolicyLoss {
 /// Whether [`policy_loss`](policy_loss()) takes log-probs of this dtype and device. For all others there is the composed product of
 /// candle-grpo-loss, which is the reference too.
 pub fn policy_loss_is_fused(log_probs: &Tensor) -> bool {
-    path::is_fused_on_cpu(log_probs)
+    path::is_fused(log_probs)
 }
 
 /// The policy loss `sum(weight surrogate + coef kl) / (row_divisor denominator)` over the positions of the mask, with its
@@ -316,7 +316,7 @@ pub fn policy_loss(
     options: &PolicyLossOptions,
 ) -> Result<FusedPolicyLoss> {
     let arguments = Arguments::new(tensors, options)?;
-    let parts = cpu::policy_loss::forward(&arguments)?;
+    let parts = forward(&arguments)?;
     let loss = arguments.log_probs.apply_op1(WithGradient {
         loss: parts.loss,
         gradient: parts.gradient,
@@ -325,11 +325,19 @@ pub fn policy_loss(
         loss,
         surrogate: parts.surrogate,
         policy: parts.policy,
-        kl: options.kl.map(|_| parts.kl),
+        kl: parts.kl,
         log_ratio: parts.log_ratio,
         clipped: parts.clipped,
         sums: parts.sums,
     })
+}
+
+fn forward(arguments: &Arguments) -> Result<Parts> {
+    #[cfg(feature = "cuda")]
+    if arguments.log_probs.device().is_cuda() {
+        return crate::cuda::policy_loss::forward(arguments);
+    }
+    cpu::policy_loss::forward(arguments)
 }
 
 /// The arguments of [`policy_loss`], checked: contiguous, in f32, and detached but for `log_probs`.
@@ -362,7 +370,7 @@ impl<'a> Arguments<'a> {
         };
         if !policy_loss_is_fused(log_probs) {
             bail!(
-                "log_probs: {:?} on {:?}, must be f32, bf16 or f16 on the CPU",
+                "log_probs: {:?} on {:?}, must be f32, bf16 or f16 on the CPU or CUDA",
                 log_probs.dtype(),
                 log_probs.device().location()
             );
@@ -423,7 +431,8 @@ pub(crate) struct Parts {
     pub(crate) gradient: Tensor,
     pub(crate) surrogate: Tensor,
     pub(crate) policy: Tensor,
-    pub(crate) kl: Tensor,
+    /// If there is a KL term.
+    pub(crate) kl: Option<Tensor>,
     pub(crate) log_ratio: Tensor,
     pub(crate) clipped: Tensor,
     /// f64, one for each [`PolicySum`].
@@ -446,6 +455,19 @@ impl CustomOp1 for WithGradient {
         match &*storage {
             Storage::Cpu(loss) => Ok((loss.try_clone(layout)?, Shape::from(()))),
             _ => bail!("loss: not on the CPU"),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let (storage, layout) = self.loss.storage_and_layout();
+        match &*storage {
+            Storage::Cuda(loss) => Ok((loss.try_clone(layout)?, Shape::from(()))),
+            _ => bail!("loss: not on the GPU"),
         }
     }
 

@@ -31,18 +31,38 @@ macro_rules! of_dtype {
     ($element:ident $suffix:literal $($kernel:ident($($name:ident: $type:ty),*);)*) => {
         impl Kernels for $element {$(
             unsafe fn $kernel(grid: Grid, order: u32, $($name: $type),*) -> Result<(), String> {
-                let launched: unsafe extern "C" fn($($type),*) = {
-                    unsafe extern "C" {
-                        #[link_name = concat!(stringify!($kernel), $suffix)]
-                        fn kernel();
-                    }
-                    // SAFETY: all functions of C have pointers of one kind, and these are the arguments of this one.
-                    unsafe { std::mem::transmute(kernel as *const ()) }
-                };
-                // SAFETY: the caller's.
-                unsafe { launch(grid, order, || launched($($name),*)) }
+                call!(concat!(stringify!($kernel), $suffix), grid, order, $($name: $type),*)
             }
         )*}
     };
+}
+
+macro_rules! plain_kernels {
+    ($($file:ident $ptx:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {$($(
+        /// A kernel, run on the CPU in one of the [orders](crate::ORDERS).
+        ///
+        /// # Safety
+        ///
+        /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+        #[allow(clippy::too_many_arguments)]
+        pub unsafe fn $kernel(grid: Grid, order: u32, $($name: $type),*) -> Result<(), String> {
+            call!(stringify!($kernel), grid, order, $($name: $type),*)
+        }
+    )*)*};
+}
+
+macro_rules! call {
+    ($link_name:expr, $grid:ident, $order:ident, $($name:ident: $type:ty),*) => {{
+        let launched: unsafe extern "C" fn($($type),*) = {
+            unsafe extern "C" {
+                #[link_name = $link_name]
+                fn kernel();
+            }
+            // SAFETY: all functions of C have pointers of one kind, and these are the arguments of this one.
+            unsafe { std::mem::transmute(kernel as *const ()) }
+        };
+        // SAFETY: the caller's.
+        unsafe { launch($grid, $order, || launched($($name),*)) }
+    }};
 }
 include!("../../../kernels/signatures.rs");

@@ -1,7 +1,7 @@
 //! `embedding.cu`: the rows that ids name, and the sums of their gradients.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, embedding_first, noise};
 use candle_grpo_test_support::assert_close;
 use half::{bf16, f16};
 
@@ -55,7 +55,7 @@ fn check<T: Kernels>(vocab: usize, width: usize, ids: &[u32], behind: usize, tol
                 width32,
             )
             .unwrap();
-            T::embedding_first(
+            embedding_first(
                 Grid::new(n.div_ceil(256) as u32, 256),
                 order,
                 ids.as_ptr(),

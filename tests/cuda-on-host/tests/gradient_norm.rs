@@ -1,7 +1,7 @@
 //! `gradient_norm.cu`: sums of squares, and scaling in place.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, gradient_sum_parts, noise};
 use candle_grpo_test_support::assert_close;
 use half::{bf16, f16};
 
@@ -33,7 +33,7 @@ fn check<T: Kernels>(lengths: &[usize], behind: usize, size: f64, tolerance: f64
         }
         let grid = Grid::new(lengths.len() as u32, 256);
         // SAFETY: PARTS parts for each sum.
-        unsafe { T::gradient_sum_parts(grid, order, parts.as_ptr(), sums.as_mut_ptr()) }.unwrap();
+        unsafe { gradient_sum_parts(grid, order, parts.as_ptr(), sums.as_mut_ptr()) }.unwrap();
         let scale = size * size;
         let relative = |sums: &[f64]| -> Vec<f64> { sums.iter().map(|x| x / scale).collect() };
         assert_close(&relative(&sums), &relative(&expected), 1e-12);

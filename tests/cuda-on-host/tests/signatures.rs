@@ -54,29 +54,36 @@ fn are_those_of_the_kernels() {
     let text = read("signatures.rs");
     let mut listed: BTreeMap<String, Arguments> = BTreeMap::new();
     let mut found: BTreeMap<String, Arguments> = BTreeMap::new();
-    let body = &text[text.find("kernels! {").unwrap() + "kernels! {".len()..];
-    for block in body.split('}') {
-        let Some((head, signatures)) = block.split_once('{') else {
-            continue;
-        };
-        let file = head.split_whitespace().next().unwrap();
-        for signature in signatures.split(';') {
-            if let Some((name, rest)) = signature.split_once('(') {
-                listed.insert(name.trim().to_owned(), arguments(rest, from_rust));
+    for (marker, suffix) in [("\nkernels! {", "_##name"), ("\nplain_kernels! {", "")] {
+        let start = text.find(marker).unwrap() + marker.len();
+        let body = text[start..].split("\n}").next().unwrap();
+        for block in body.split('}') {
+            let Some((head, signatures)) = block.split_once('{') else {
+                continue;
+            };
+            let file = head.split_whitespace().next().unwrap();
+            for signature in signatures.split(';') {
+                if let Some((name, rest)) = signature.split_once('(') {
+                    let name = name.trim().to_owned() + suffix;
+                    listed.insert(name, arguments(rest, from_rust));
+                }
             }
-        }
-        // A kernel is `name_##name(arguments)`.
-        let source = read(&format!("{file}.cu"));
-        for (at, mark) in source.match_indices("_##name(") {
-            let before = &source[..at];
-            let start = before
-                .rfind(|c: char| !c.is_alphanumeric() && c != '_')
-                .unwrap()
-                + 1;
-            let rest = &source[at + mark.len()..];
-            found.insert(before[start..].to_owned(), arguments(rest, from_cuda));
+            kernels_of(&read(&format!("{file}.cu")), &mut found);
         }
     }
     assert!(!listed.is_empty());
     assert_eq!(listed, found);
+}
+
+/// The kernels of a file: `__global__ void __launch_bounds__(..) name(arguments)`, or `name_##name` for one of each dtype.
+fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
+    for part in source.split("__global__ void").skip(1) {
+        let part = part.replace('\\', " ");
+        let part = match part.trim().strip_prefix("__launch_bounds__(") {
+            Some(bounds) => bounds.split_once(')').expect("a closing parenthesis").1,
+            None => &part,
+        };
+        let (name, rest) = part.split_once('(').expect("arguments");
+        found.insert(name.trim().to_owned(), arguments(rest, from_cuda));
+    }
 }

@@ -16,7 +16,7 @@ pub fn group_advantage(
 }
 
 pub(crate) fn advantages(arguments: &Arguments) -> Result<Tensor> {
-    let rewards = &arguments.rewards;
+    let rewards = &arguments.wide_rewards()?;
     let batch = rewards.dim(0)?;
     if batch == 0 {
         return rewards.to_dtype(arguments.result);

@@ -4,7 +4,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{CudaStorage, DType, Layout, Result, Tensor};
 
 use super::in_place::write;
-use super::{In, Kernels, Out, grid, with_cuda_floats};
+use super::{In, Out, grid, kernels, with_cuda_floats};
 use crate::adamw::{AdamWStep, AdamWTensors, Coefficients};
 
 /// Threads of a block and elements of a thread, as in the kernel.
@@ -79,24 +79,23 @@ impl Pass<'_> {
                     // SAFETY: all have n elements, master if it is not null, and the blocks cover them.
                     #[allow(unsafe_code)]
                     unsafe {
-                        T::$kernel(
-                            &device,
-                            blocks,
+                        kernels::$kernel::<T> {
                             parameter,
                             master,
                             average,
                             square,
-                            In::of(&gradient, self.stream)?,
-                            n as u64,
-                            c.beta1 as f32,
-                            (1.0 - c.beta1) as f32,
-                            c.beta2 as f32,
-                            (1.0 - c.beta2) as f32,
-                            c.epsilon as f32,
-                            c.keep as f32,
-                            c.step_size as f32,
-                            (1.0 / c.root_correction) as f32,
-                        )
+                            gradient: In::of(&gradient, self.stream)?,
+                            n: n as u64,
+                            beta1: c.beta1 as f32,
+                            one_minus_beta1: (1.0 - c.beta1) as f32,
+                            beta2: c.beta2 as f32,
+                            one_minus_beta2: (1.0 - c.beta2) as f32,
+                            epsilon: c.epsilon as f32,
+                            keep: c.keep as f32,
+                            step_size: c.step_size as f32,
+                            inverse_root_correction: (1.0 / c.root_correction) as f32,
+                        }
+                        .launch(&device, blocks)
                     }
                 };
             }

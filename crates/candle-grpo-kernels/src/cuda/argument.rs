@@ -30,7 +30,7 @@ macro_rules! numbers {
         }
     )*};
 }
-numbers!(u64, u32, i32, f32);
+numbers!(u64, u32, i32, f64, f32);
 
 /// Elements that a kernel reads. Other streams know of it until this is dropped, which must be after the launch.
 pub(crate) struct In<'a, T> {

@@ -5,7 +5,7 @@ use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, Storage, Tensor, bail};
 
-use super::{In, Kernels, Out, alloc, as_tensor, grid, with_cuda_floats};
+use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::embedding::Embedding;
 
 /// Threads of a block, as in the kernels: 8 warps, each with a row of the result.
@@ -33,16 +33,7 @@ pub(crate) fn forward(
             // SAFETY: weight has vocab * width elements, ids n, rows n * width.
             #[allow(unsafe_code)]
             unsafe {
-                T::embedding_forward(
-                    device,
-                    by_rows,
-                    In::new(weight, layout, &stream)?,
-                    In::of(&ids, &stream)?,
-                    Out::new(&mut rows, &stream),
-                    n as u64,
-                    vocab as u32,
-                    width as i32,
-                )?;
+                kernels::embedding_forward::<T> { weight: In::new(weight, layout, &stream)?, ids: In::of(&ids, &stream)?, rows: Out::new(&mut rows, &stream), n: n as u64, vocab: vocab as u32, width: width as i32 }.launch(device, by_rows)?;
             }
         }
         CudaStorage::wrap_cuda_slice(rows, device.clone())
@@ -81,26 +72,9 @@ pub(crate) fn backward(weight: &Tensor, ids: &Tensor, gradient: &Tensor) -> Resu
             // SAFETY: ids has n elements, first vocab, gradient n * width, dweight vocab * width.
             #[allow(unsafe_code)]
             unsafe {
-                T::embedding_first(
-                    device,
-                    grid(n.div_ceil(THREADS as usize), THREADS)?,
-                    In::of(&ids, &stream)?,
-                    Out::new(&mut first, &stream),
-                    n as u32,
-                    vocab as u32,
-                )?;
+                kernels::embedding_first { ids: In::of(&ids, &stream)?, first: Out::new(&mut first, &stream), n: n as u32, vocab: vocab as u32 }.launch(device, grid(n.div_ceil(THREADS as usize), THREADS)?)?;
                 let first = CudaStorage::wrap_cuda_slice(first, device.clone());
-                T::embedding_backward(
-                    device,
-                    by_places,
-                    In::of(&gradient, &stream)?,
-                    In::of(&ids, &stream)?,
-                    In::new(&first, &Layout::contiguous(vocab), &stream)?,
-                    Out::new(&mut dweight, &stream),
-                    n as u32,
-                    vocab as u32,
-                    width as i32,
-                )?;
+                kernels::embedding_backward::<T> { gradient: In::of(&gradient, &stream)?, ids: In::of(&ids, &stream)?, first: In::new(&first, &Layout::contiguous(vocab), &stream)?, dweight: Out::new(&mut dweight, &stream), n: n as u32, vocab: vocab as u32, width: width as i32 }.launch(device, by_places)?;
             }
         }
         CudaStorage::wrap_cuda_slice(dweight, device.clone())

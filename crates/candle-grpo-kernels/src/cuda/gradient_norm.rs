@@ -4,7 +4,7 @@
 use candle_core::{CudaStorage, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::in_place::write;
-use super::{In, Kernels, Out, alloc, as_tensor, grid, with_cuda_floats};
+use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
 /// Threads of a block, and the parts of the sum of one gradient, as in the kernels.
 const THREADS: u32 = 256;
@@ -35,13 +35,7 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
             // SAFETY: the gradient has n elements; there are at most PARTS blocks, each with a part.
             #[allow(unsafe_code)]
             unsafe {
-                T::gradient_squares(
-                    device,
-                    grid(blocks, THREADS)?,
-                    In::of(&gradient, &stream)?,
-                    Out::new(&mut own_parts, &stream),
-                    n as u64,
-                )?;
+                kernels::gradient_squares::<T> { gradient: In::of(&gradient, &stream)?, parts: Out::new(&mut own_parts, &stream), n: n as u64 }.launch(device, grid(blocks, THREADS)?)?;
             }
         });
     }
@@ -50,12 +44,11 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     let sums = unsafe {
         let mut sums = alloc::<f64>(device, count)?;
         let parts = CudaStorage::wrap_cuda_slice(parts, device.clone());
-        f32::gradient_sum_parts(
-            device,
-            grid(count, THREADS)?,
-            In::new(&parts, &Layout::contiguous(count * PARTS), &stream)?,
-            Out::new(&mut sums, &stream),
-        )?;
+        kernels::gradient_sum_parts {
+            parts: In::new(&parts, &Layout::contiguous(count * PARTS), &stream)?,
+            sums: Out::new(&mut sums, &stream),
+        }
+        .launch(device, grid(count, THREADS)?)?;
         sums
     };
     let sums = CudaStorage::wrap_cuda_slice(sums, device.clone());
@@ -76,7 +69,7 @@ pub(crate) fn scale(gradient: &Tensor, factor: f32) -> Result<()> {
             let blocks = (n * size_of::<T>()).div_ceil(THREADS as usize * 16);
             // SAFETY: the gradient has n elements, and the blocks cover them.
             #[allow(unsafe_code)]
-            unsafe { T::gradient_scale(&device, grid(blocks, THREADS)?, gradient, n as u64, factor) }
+            unsafe { kernels::gradient_scale::<T> { gradient, n: n as u64, factor }.launch(&device, grid(blocks, THREADS)?) }
         })
     })
 }

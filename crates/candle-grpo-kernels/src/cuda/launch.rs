@@ -1,8 +1,10 @@
-//! One function for each kernel, with the arguments of `kernels/signatures.rs`.
+//! One struct for each kernel, with the arguments of `kernels/signatures.rs` as fields: what is given by name cannot be
+//! swapped.
 
 use candle_core::Result;
 use candle_core::bail;
-use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
 use super::argument::{Argument, In, Out};
@@ -14,34 +16,97 @@ mod ptx {
     include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 }
 
+/// The type of an argument: `argument!('a T In<Self>)`.
+macro_rules! argument {
+    ($a:lifetime $t:ident In<Self>) => { In<$a, $t> };
+    ($a:lifetime $t:ident Out<Self>) => { Out<$a, $t> };
+    ($a:lifetime $t:ident $pointer:ident<$element:ident>) => { $pointer<$a, $element> };
+    ($a:lifetime $t:ident $number:ident) => { $number };
+}
+
+/// kernels of an element type.
 macro_rules! kernels {
-    ($($file:ident $ptx:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {
-        /// The kernels of an element type. Each function launches the one of its name.
-        ///
-        /// # Safety
-        ///
-        /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
-        #[allow(unsafe_code, clippy::too_many_arguments)]
-        pub(crate) trait Kernels: CudaElement {$($(
-            unsafe fn $kernel(device: &CudaDevice, grid: LaunchConfig, $($name: $type),*) -> Result<()> {
-                let function = device.get_or_load_custom_func(
-                    &format!("{}_{}", stringify!($kernel), Self::SUFFIX),
-                    // Modules are cached by name across crates.
-                    concat!("candle-grpo/", stringify!($file)),
-                    ptx::$ptx,
-                )?;
+    ($($file:ident $ptx:ident {
+        $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
+    })*) => {$($(
+        /// The arguments of the kernel of this name.
+        #[allow(non_camel_case_types)]
+        pub(crate) struct $kernel<'a, T> {
+            $(pub(crate) $name: argument!('a T $kind $(<$element>)?)),*
+        }
+
+        impl<T: CudaElement> $kernel<'_, T> {
+            /// Launches it.
+            ///
+            /// # Safety
+            ///
+            /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+            #[allow(unsafe_code)]
+            pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
+                let name = concat!(stringify!($kernel), "_").to_owned() + T::SUFFIX;
+                // Modules are cached by name across crates.
+                let module = concat!("candle-grpo/", stringify!($file));
+                let function = device.get_or_load_custom_func(&name, module, ptx::$ptx)?;
+                allow_shared_memory(&function, grid.shared_mem_bytes)?;
                 let mut launch = function.builder();
-                $(launch.arg($name.bits());)*
+                $(launch.arg(self.$name.bits());)*
                 // SAFETY: order and types are those of the signature, by which the kernel is called in tests, too.
                 unsafe { launch.launch(grid) }.w()?;
                 Ok(())
             }
-        )*)*}
-    };
+        }
+    )*)*};
 }
-include!("../../kernels/signatures.rs");
 
-impl<T: CudaElement> Kernels for T {}
+/// kernels without one.
+macro_rules! plain_kernels {
+    ($($file:ident $ptx:ident {
+        $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
+    })*) => {$($(
+        /// The arguments of the kernel of this name.
+        #[allow(non_camel_case_types)]
+        pub(crate) struct $kernel<'a> {
+            $(pub(crate) $name: argument!('a T $kind $(<$element>)?)),*
+        }
+
+        impl $kernel<'_> {
+            /// Launches it.
+            ///
+            /// # Safety
+            ///
+            /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+            #[allow(unsafe_code)]
+            pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
+                let module = concat!("candle-grpo/", stringify!($file));
+                let function = device.get_or_load_custom_func(stringify!($kernel), module, ptx::$ptx)?;
+                allow_shared_memory(&function, grid.shared_mem_bytes)?;
+                let mut launch = function.builder();
+                $(launch.arg(self.$name.bits());)*
+                // SAFETY: as above.
+                unsafe { launch.launch(grid) }.w()?;
+                Ok(())
+            }
+        }
+    )*)*};
+}
+
+/// The arguments of each kernel by name, with the launch.
+pub(crate) mod kernels {
+    use super::*;
+
+    include!("../../kernels/signatures.rs");
+}
+
+/// What a launch may have of shared memory before the kernel is told.
+const SHARED_BYTES: u32 = 48 << 10;
+
+fn allow_shared_memory(function: &CudaFunction, bytes: u32) -> Result<()> {
+    if bytes > SHARED_BYTES {
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        function.set_attribute(attribute, bytes as i32).w()?;
+    }
+    Ok(())
+}
 
 /// `blocks` in a row of `threads` each.
 pub(crate) fn grid(blocks: usize, threads: u32) -> Result<LaunchConfig> {

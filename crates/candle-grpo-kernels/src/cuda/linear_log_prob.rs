@@ -7,7 +7,7 @@ use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
 
 use super::in_place::write;
 use super::log_prob::{THREADS, launch_backward};
-use super::{In, Kernels, Out, alloc, grid};
+use super::{In, Out, alloc, grid, kernels};
 use crate::log_prob::{Backward, Rows};
 
 /// A tile has about this many logits, 256 MiB of f32: large enough that its products keep the GPU busy.
@@ -67,20 +67,19 @@ pub(crate) fn forward(
         // SAFETY: the logits have n * columns elements, targets and mask n, state 4 * n, packed 3 * n; a block for each row.
         #[allow(unsafe_code)]
         unsafe {
-            f32::log_prob_forward_tile(
-                device,
-                grid(n, THREADS)?,
-                In::new(&logits, &Layout::contiguous((n, columns)), &stream)?,
-                In::of(&targets, &stream)?,
-                In::optional(mask.as_ref(), &stream)?,
-                Out::new(&mut state, &stream),
-                Out::new(&mut packed, &stream),
-                n as u64,
-                columns as u64,
-                start as u32,
-                vocab as u64,
-                rows.inverse_temperature,
-            )?;
+            kernels::log_prob_forward_tile::<f32> {
+                logits: In::new(&logits, &Layout::contiguous((n, columns)), &stream)?,
+                targets: In::of(&targets, &stream)?,
+                mask: In::optional(mask.as_ref(), &stream)?,
+                state: Out::new(&mut state, &stream),
+                packed: Out::new(&mut packed, &stream),
+                n: n as u64,
+                columns: columns as u64,
+                first_column: start as u32,
+                vocab: vocab as u64,
+                inverse_temperature: rows.inverse_temperature,
+            }
+            .launch(device, grid(n, THREADS)?)?;
         }
     }
     let packed = CudaStorage::wrap_cuda_slice(packed, device.clone());

@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Layout, Result, Shape, Tensor, bail};
 
-use super::{CudaElement, In, Kernels, Out, alloc, grid, with_cuda_floats};
+use super::{CudaElement, In, Out, alloc, grid, kernels, with_cuda_floats};
 use crate::log_prob::{Backward, Rows};
 
 /// As in the kernels.
@@ -48,17 +48,16 @@ fn launch_forward<T: CudaElement>(
     // SAFETY: targets and mask have n elements, logits n * vocab, packed 3 * n; a block for each row.
     #[allow(unsafe_code)]
     unsafe {
-        T::log_prob_forward(
-            device,
-            grid(n, THREADS)?,
+        kernels::log_prob_forward::<T> {
             logits,
-            In::of(&targets, &stream)?,
-            In::optional(mask.as_ref(), &stream)?,
+            targets: In::of(&targets, &stream)?,
+            mask: In::optional(mask.as_ref(), &stream)?,
             packed,
-            n as u64,
-            vocab as u64,
-            rows.inverse_temperature,
-        )
+            n: n as u64,
+            vocab: vocab as u64,
+            inverse_temperature: rows.inverse_temperature,
+        }
+        .launch(device, grid(n, THREADS)?)
     }
 }
 
@@ -116,20 +115,19 @@ pub(super) fn launch_backward<T: CudaElement>(
     // for each row, whose threads read what they write before they do.
     #[allow(unsafe_code)]
     unsafe {
-        T::log_prob_backward(
-            device,
-            grid(n, THREADS)?,
+        kernels::log_prob_backward::<T> {
             logits,
-            In::of(&targets, &stream)?,
-            In::optional(mask.as_ref(), &stream)?,
-            In::of(&packed, &stream)?,
-            In::of(&packed_gradient, &stream)?,
+            targets: In::of(&targets, &stream)?,
+            mask: In::optional(mask.as_ref(), &stream)?,
+            packed: In::of(&packed, &stream)?,
+            packed_gradient: In::of(&packed_gradient, &stream)?,
             gradient,
-            n as u64,
-            columns as u64,
+            n: n as u64,
+            columns: columns as u64,
             first_column,
-            pass.rows.inverse_temperature,
-        )
+            inverse_temperature: pass.rows.inverse_temperature,
+        }
+        .launch(device, grid(n, THREADS)?)
     }
 }
 

@@ -5,7 +5,7 @@ use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
-use super::{In, Kernels, Out, alloc, as_tensor, with_cuda_floats};
+use super::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 
 /// The widest row for which the backward pass has room for its sums: 48 KiB, less what the kernel has besides.
 pub(crate) const MAX_WIDTH: usize = (48 << 10) / size_of::<f32>() - 64;
@@ -52,16 +52,7 @@ pub(crate) fn forward(
             // SAFETY: x and y have n * width elements, weight width, which fits an i32.
             #[allow(unsafe_code)]
             unsafe {
-                T::rms_norm_forward(
-                    device,
-                    grid,
-                    In::new(x, x_layout, &stream)?,
-                    In::new(weight, weight_layout, &stream)?,
-                    Out::new(&mut y, &stream),
-                    n as u64,
-                    width as i32,
-                    epsilon,
-                )?;
+                kernels::rms_norm_forward::<T> { x: In::new(x, x_layout, &stream)?, weight: In::new(weight, weight_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, grid)?;
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())
@@ -112,27 +103,9 @@ pub(crate) fn backward(
         // memory has a row of sums for each row of a block.
         #[allow(unsafe_code)]
         unsafe {
-            T::rms_norm_backward(
-                device,
-                by_rows,
-                In::of(&x_storage, &stream)?,
-                In::of(&weight_storage, &stream)?,
-                In::of(&gradient_storage, &stream)?,
-                Out::new(&mut dx, &stream),
-                Out::new(&mut partial, &stream),
-                n as u64,
-                width as i32,
-                epsilon,
-            )?;
+            kernels::rms_norm_backward::<T> { x: In::of(&x_storage, &stream)?, weight: In::of(&weight_storage, &stream)?, gradient: In::of(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, by_rows)?;
             let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
-            T::rms_norm_weight(
-                device,
-                by_columns,
-                In::new(&partial, &Layout::contiguous(blocks * width), &stream)?,
-                Out::new(&mut dweight, &stream),
-                blocks as i32,
-                width as i32,
-            )?;
+            kernels::rms_norm_weight::<T> { partial: In::new(&partial, &Layout::contiguous(blocks * width), &stream)?, dweight: Out::new(&mut dweight, &stream), parts: blocks as i32, width: width as i32 }.launch(device, by_columns)?;
         }
         (
             CudaStorage::wrap_cuda_slice(dx, device.clone()),

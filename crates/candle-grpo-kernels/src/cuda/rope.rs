@@ -5,7 +5,7 @@ use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, bail};
 
-use super::{In, Kernels, Out, alloc, with_cuda_floats};
+use super::{In, Out, alloc, kernels, with_cuda_floats};
 use crate::rope::Rope;
 
 /// Threads of a block, as in the kernel.
@@ -42,18 +42,7 @@ pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<(Cud
             // SAFETY: x and y have all_heads * 2 * pairs elements, cos and sin all_heads / heads * pairs.
             #[allow(unsafe_code)]
             unsafe {
-                T::rope(
-                    device,
-                    grid,
-                    In::new(x, layout, &stream)?,
-                    In::of(&cos, &stream)?,
-                    In::of(&sin, &stream)?,
-                    Out::new(&mut y, &stream),
-                    all_heads as u32,
-                    heads as u32,
-                    pairs as i32,
-                    if op.back { -1.0 } else { 1.0 },
-                )?;
+                kernels::rope::<T> { x: In::new(x, layout, &stream)?, cos: In::of(&cos, &stream)?, sin: In::of(&sin, &stream)?, y: Out::new(&mut y, &stream), heads_in_all: all_heads as u32, heads: heads as u32, pairs: pairs as i32, sign: if op.back { -1.0 } else { 1.0 } }.launch(device, grid)?;
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())

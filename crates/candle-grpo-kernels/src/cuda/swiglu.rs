@@ -5,7 +5,7 @@ use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
-use super::{In, Kernels, Out, alloc, as_tensor, grid, with_cuda_floats};
+use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
 /// Threads of a block, and the bytes of each argument that a thread has, as in the kernels.
 const THREADS: u32 = 256;
@@ -36,14 +36,7 @@ pub(crate) fn forward(
             // SAFETY: all three have n elements, and the blocks cover them.
             #[allow(unsafe_code)]
             unsafe {
-                T::swiglu_forward(
-                    device,
-                    blocks::<T>(n)?,
-                    In::new(gate, gate_layout, &stream)?,
-                    In::new(up, up_layout, &stream)?,
-                    Out::new(&mut y, &stream),
-                    n as u64,
-                )?;
+                kernels::swiglu_forward::<T> { gate: In::new(gate, gate_layout, &stream)?, up: In::new(up, up_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())
@@ -72,16 +65,7 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
             // SAFETY: all five have n elements, and the blocks cover them.
             #[allow(unsafe_code)]
             unsafe {
-                T::swiglu_backward(
-                    device,
-                    blocks::<T>(n)?,
-                    In::of(&gate_storage, &stream)?,
-                    In::of(&up_storage, &stream)?,
-                    In::of(&gradient_storage, &stream)?,
-                    Out::new(&mut dgate, &stream),
-                    Out::new(&mut dup, &stream),
-                    n as u64,
-                )?;
+                kernels::swiglu_backward::<T> { gate: In::of(&gate_storage, &stream)?, up: In::of(&up_storage, &stream)?, gradient: In::of(&gradient_storage, &stream)?, dgate: Out::new(&mut dgate, &stream), dup: Out::new(&mut dup, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
             }
         }
         (

@@ -84,7 +84,7 @@ pub(crate) fn forward(arguments: &Arguments) -> Result<Parts> {
         gradient: tensor(gradient)?,
         surrogate: tensor(surrogate)?,
         policy: tensor(policy)?,
-        kl: tensor(kl)?,
+        kl: arguments.options.kl.map(|_| tensor(kl)).transpose()?,
         log_ratio: tensor(log_ratio)?,
         clipped: Tensor::from_vec(clipped, (batch, tokens), &Device::Cpu)?,
         sums: Tensor::new(&sums.0, &Device::Cpu)?,
