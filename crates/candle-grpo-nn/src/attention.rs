@@ -1,7 +1,7 @@
 //! The attention half of a block.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::attention;
+use candle_grpo_kernels::{Sequences, attention, attention_gradient};
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
@@ -9,6 +9,7 @@ use crate::kv_cache::KvCache;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
 use crate::rope::RopeAngles;
+use crate::sink::GradientSink;
 
 /// Grouped-query attention (Ainslie et al. 2023) with rotary positions.
 #[derive(Debug, Clone)]
@@ -24,14 +25,20 @@ pub(crate) struct Attention {
 }
 
 /// What every block of one forward pass shares.
+#[derive(Clone, Copy)]
 pub(crate) struct Pass<'a> {
-    /// Number of rows (B).
-    pub(crate) batch: usize,
-    /// Number of new positions (S).
-    pub(crate) new: usize,
     pub(crate) angles: &'a RopeAngles,
-    /// [B, past + S] of u8.
-    pub(crate) mask: &'a Tensor,
+    pub(crate) sequences: Sequences<'a>,
+}
+
+/// What the backward pass needs of a forward pass.
+pub(crate) struct AttentionRecord {
+    /// Query and key before their heads were normalised, if they were.
+    before_norm: Option<(Tensor, Tensor)>,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
 }
 
 impl Attention {
@@ -64,17 +71,20 @@ impl Attention {
         })
     }
 
-    /// [B * S, hidden] to [B * S, hidden]; `cache` is the cache and the number of this block in it.
+    /// [N, hidden] to [N, hidden]; `cache` is the cache, the number of this block in it and the number of sequences.
     pub(crate) fn forward(
         &self,
         x: &Tensor,
         pass: &Pass,
-        cache: Option<(&mut KvCache, usize)>,
-    ) -> Result<Tensor> {
+        cache: Option<(&mut KvCache, usize, usize)>,
+    ) -> Result<(Tensor, AttentionRecord)> {
         let (mut query, mut key) = (self.query.forward(x)?, self.key.forward(x)?);
+        let mut before_norm = None;
         if let Some((of_query, of_key)) = &self.head_norms {
-            query = self.normalise_heads(of_query, &query)?;
-            key = self.normalise_heads(of_key, &key)?;
+            let normed = self.normalise_heads(of_query, &query)?;
+            let normed_key = self.normalise_heads(of_key, &key)?;
+            before_norm = Some((query, key));
+            (query, key) = (normed, normed_key);
         }
         if self.rotates {
             query = pass.angles.rotate(&query)?;
@@ -83,19 +93,86 @@ impl Attention {
         let value = self.value.forward(x)?;
         let (key, value) = match cache {
             None => (key, value),
-            Some((cache, layer)) => {
-                let by_sequence = |x: &Tensor| x.reshape((pass.batch, pass.new, ()));
+            Some((cache, layer, batch)) => {
+                let by_sequence = |x: &Tensor| x.reshape((batch, (), x.dim(1)?));
                 cache.append(layer, &by_sequence(&key)?, &by_sequence(&value)?)?
             }
         };
-        let scale = (self.head_dim as f64).powf(-0.5);
-        let mixed = attention(&query, &key, &value, pass.mask, self.head_dim, scale)?;
-        self.output.forward(&mixed)
+        let (head_dim, scale) = (self.head_dim, self.scale());
+        let mixed = attention(&query, &key, &value, pass.sequences, head_dim, scale)?;
+        let y = self.output.forward(&mixed)?;
+        let record = AttentionRecord {
+            before_norm,
+            query,
+            key,
+            value,
+            mixed,
+        };
+        Ok((y, record))
+    }
+
+    /// The gradient of `x` from that of the result; for a pass without a cache.
+    pub(crate) fn backward(
+        &self,
+        x: &Tensor,
+        record: AttentionRecord,
+        pass: &Pass,
+        gradient: &Tensor,
+        sink: &mut GradientSink,
+    ) -> Result<Tensor> {
+        let of_mixed = self.output.backward(&record.mixed, gradient, None, sink)?;
+        let AttentionRecord {
+            before_norm,
+            query,
+            key,
+            value,
+            mixed,
+        } = record;
+        drop(mixed);
+        let [mut of_query, mut of_key, of_value] = attention_gradient(
+            &query,
+            &key,
+            &value,
+            pass.sequences,
+            self.head_dim,
+            self.scale(),
+            &of_mixed,
+        )?;
+        drop((query, key, value, of_mixed));
+        if self.rotates {
+            of_query = pass.angles.rotate_back(&of_query)?;
+            of_key = pass.angles.rotate_back(&of_key)?;
+        }
+        if let (Some((query_norm, key_norm)), Some((query, key))) = (&self.head_norms, before_norm)
+        {
+            of_query = self.heads_backward(query_norm, &query, &of_query, sink)?;
+            of_key = self.heads_backward(key_norm, &key, &of_key, sink)?;
+        }
+        let of_x = self.query.backward(x, &of_query, None, sink)?;
+        let of_x = self.key.backward(x, &of_key, Some(of_x), sink)?;
+        self.value.backward(x, &of_value, Some(of_x), sink)
+    }
+
+    fn scale(&self) -> f64 {
+        (self.head_dim as f64).powf(-0.5)
     }
 
     /// [N, heads * head_dim] to the same shape, each head by itself.
     pub(crate) fn normalise_heads(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {
         let heads = x.reshape((x.dim(0)?, (), self.head_dim))?;
         norm.forward(&heads)?.reshape(x.shape())
+    }
+
+    /// The backward pass of [`Self::normalise_heads`].
+    fn heads_backward(
+        &self,
+        norm: &RmsNorm,
+        x: &Tensor,
+        gradient: &Tensor,
+        sink: &mut GradientSink,
+    ) -> Result<Tensor> {
+        let heads = |x: &Tensor| x.reshape((x.dim(0)?, (), self.head_dim));
+        norm.backward(&heads(x)?, &heads(gradient)?, sink)?
+            .reshape(x.shape())
     }
 }

@@ -1,16 +1,18 @@
 //! The decoder: token ids in, hidden states and logits out.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_grpo_kernels::embedding;
+use candle_grpo_kernels::{Sequences, embedding};
 use candle_nn::VarBuilder;
 
-use crate::attention::{Attention, Pass};
+use crate::attention::Pass;
+use crate::block::{Block, BlockRecord};
 use crate::frozen_linear::linear;
 use crate::kv_cache::KvCache;
-use crate::mlp::Mlp;
 use crate::norm::RmsNorm;
-use crate::rope::Rope;
-use crate::{DecoderConfig, mask};
+use crate::rope::{Rope, RopeAngles};
+use crate::sink::GradientSink;
+use crate::weight::Weight;
+use crate::{DecoderConfig, Gradients, Parameters, mask};
 
 /// A decoder-only transformer in the layout of Hugging Face's Llama: RMSNorm, rotary positions, grouped-query
 /// attention, SwiGLU; with what [`ModelType`](crate::ModelType) adds for Qwen2, Qwen3 and SmolLM3.
@@ -24,19 +26,109 @@ use crate::{DecoderConfig, mask};
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: DecoderConfig,
-    pub(crate) embedding: Tensor,
+    pub(crate) embedding: Weight,
     pub(crate) blocks: Vec<Block>,
     pub(crate) norm: RmsNorm,
-    output: Tensor,
+    output: Weight,
     pub(crate) rope: Rope,
 }
 
-#[derive(Debug, Clone)]
-pub(crate) struct Block {
-    pub(crate) attention_norm: RmsNorm,
-    pub(crate) attention: Attention,
-    pub(crate) mlp_norm: RmsNorm,
-    pub(crate) mlp: Mlp,
+/// The checked input of a forward pass.
+struct Input {
+    /// [N]
+    ids: Tensor,
+    angles: RopeAngles,
+    /// Number of sequences.
+    sequences: usize,
+    places: Places,
+}
+
+/// Where the sequences lie.
+enum Places {
+    /// [B, past + S] of u8.
+    Mask(Tensor),
+    Lengths(Vec<usize>),
+}
+
+impl Input {
+    fn pass(&self) -> Pass<'_> {
+        Pass {
+            angles: &self.angles,
+            sequences: match &self.places {
+                Places::Mask(mask) => Sequences::Padded(mask),
+                Places::Lengths(lengths) => Sequences::Packed(lengths),
+            },
+        }
+    }
+}
+
+/// A forward pass of which the backward pass is still to come; see [`Decoder::record`].
+pub struct Recorded<'a> {
+    decoder: &'a Decoder,
+    input: Input,
+    blocks: Vec<Kept>,
+    /// What the final norm is of.
+    last: Tensor,
+}
+
+/// What is kept of a block.
+enum Kept {
+    All(BlockRecord),
+    /// To compute it again.
+    Input(Tensor),
+}
+
+impl Recorded<'_> {
+    /// Adds the gradients of all weights of the decoder that are in `trained`, from that of the hidden states, `[N, H]` in their
+    /// dtype; but for that of the output weight as such, which the hidden states are not computed from. Memory is given back
+    /// block by block.
+    ///
+    /// Gradients are summed in place: what shares their memory changes. After an error all gradients are forgotten, as some would have
+    /// been added and others not.
+    pub fn backward(
+        self,
+        hidden_gradient: &Tensor,
+        trained: &Parameters,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        let result =
+            self.add_gradients(hidden_gradient, &mut GradientSink::new(trained, gradients));
+        if result.is_err() {
+            gradients.clear();
+        }
+        result
+    }
+
+    fn add_gradients(self, hidden_gradient: &Tensor, sink: &mut GradientSink) -> Result<()> {
+        let Self {
+            decoder,
+            input,
+            mut blocks,
+            last,
+        } = self;
+        if hidden_gradient.dims() != last.dims() || hidden_gradient.dtype() != last.dtype() {
+            bail!(
+                "hidden_gradient has shape {:?} and dtype {:?}, it must be {:?} of {:?}, as the hidden states",
+                hidden_gradient.dims(),
+                hidden_gradient.dtype(),
+                last.dims(),
+                last.dtype()
+            );
+        }
+        let mut gradient = decoder
+            .norm
+            .backward(&last, &hidden_gradient.detach(), sink)?;
+        drop(last);
+        for block in decoder.blocks.iter().rev() {
+            let record = match blocks.pop() {
+                Some(Kept::All(record)) => record,
+                Some(Kept::Input(x)) => block.forward(&x, &input.pass(), None)?.1,
+                None => bail!("a block was not recorded"),
+            };
+            gradient = block.backward(record, &input.pass(), gradient, sink)?;
+        }
+        sink.add_rows(&decoder.embedding, &input.ids, &gradient)
+    }
 }
 
 impl Decoder {
@@ -50,17 +142,15 @@ impl Decoder {
             );
         }
         let model = vb.pp("model");
-        let embedding = model
-            .pp("embed_tokens")
-            .get((config.vocab_size, config.hidden_size), "weight")?;
+        let shape = (config.vocab_size, config.hidden_size);
+        let embedding = Weight::get(&model.pp("embed_tokens"), shape, "weight")?;
         let blocks = (0..config.num_hidden_layers)
             .map(|layer| Block::new(config, layer, model.pp("layers").pp(layer)))
             .collect::<Result<Vec<_>>>()?;
         let output = if config.tie_word_embeddings {
             embedding.clone()
         } else {
-            vb.pp("lm_head")
-                .get((config.vocab_size, config.hidden_size), "weight")?
+            Weight::get(&vb.pp("lm_head"), shape, "weight")?
         };
         Ok(Self {
             config: config.clone(),
@@ -88,32 +178,130 @@ impl Decoder {
         attention_mask: &Tensor,
         mut cache: Option<&mut KvCache>,
     ) -> Result<Tensor> {
-        let (batch, new) = self.check_input(input_ids, attention_mask, cache.as_deref())?;
-        let seen = mask::to_zero_one(attention_mask)?;
-        let angles = self.rope.angles(&mask::positions(&seen, new)?)?;
-        let seen = seen.to_dtype(DType::U8)?;
-        let pass = Pass {
-            batch,
-            new,
-            angles: &angles,
-            mask: &seen,
-        };
-
-        let mut x = embedding(&input_ids.flatten_all()?, &self.embedding)?;
-        for (layer, block) in self.blocks.iter().enumerate() {
-            x = block.forward(&x, &pass, cache.as_deref_mut().map(|cache| (cache, layer)))?;
-        }
-        let x = self
-            .norm
-            .forward(&x)?
-            .reshape((batch, new, self.config.hidden_size))?;
+        let (batch, new) = self.check_padded(input_ids, attention_mask, cache.as_deref())?;
+        let x = self.forward(
+            &self.padded(input_ids, attention_mask)?,
+            cache.as_deref_mut(),
+        )?;
+        let x = x.reshape((batch, new, self.config.hidden_size))?;
         // A gradient that has lost its past would be wrong, so there is none.
         Ok(if cache.is_some() { x.detach() } else { x })
     }
 
+    /// The hidden states after the final norm of sequences without padding, `[N, H]`.
+    ///
+    /// - `input_ids`: `[N]` of u32, the tokens of all sequences one after another; see [`Self::hidden_states`].
+    /// - `lengths`: how many belong to each, at least 1 and at most `max_position_embeddings`; N together.
+    ///
+    /// The same numbers as of padded sequences, but nothing is computed at padding.
+    pub fn packed_hidden_states(&self, input_ids: &Tensor, lengths: &[usize]) -> Result<Tensor> {
+        self.check_packed(input_ids, lengths)?;
+        self.forward(&self.packed(input_ids, lengths)?, None)
+    }
+
+    /// [`Self::packed_hidden_states`] without a graph, and what [`Recorded::backward`] needs to train the model. The decoder
+    /// must be one without a graph, of [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder).
+    ///
+    /// With `checkpointing` only the input of each block is kept, and a block is computed again when its turn comes: the
+    /// memory of one block in place of all, for a third more time.
+    ///
+    /// ```
+    /// use candle_core::{Device, Result, Tensor};
+    /// use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, Parameters};
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
+    /// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8,
+    /// #     "tie_word_embeddings": true}"#).map_err(candle_core::Error::wrap)?;
+    /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
+    /// let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+    ///
+    /// // Sequences of three tokens and of one. The loss is the sum of all hidden states.
+    /// let ids = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
+    /// let (hidden, recorded) = decoder.record(&ids, &[3, 1], false)?;
+    /// let mut gradients = Gradients::new();
+    /// recorded.backward(&hidden.ones_like()?, &parameters, &mut gradients)?;
+    /// assert_eq!(gradients.iter().count(), parameters.len());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn record(
+        &self,
+        input_ids: &Tensor,
+        lengths: &[usize],
+        checkpointing: bool,
+    ) -> Result<(Tensor, Recorded<'_>)> {
+        if self.embedding.tensor.track_op() || self.output.tensor.track_op() {
+            bail!(
+                "the decoder records Candle's graph, it must be one of detached_var_builder to be recorded without"
+            );
+        }
+        self.check_packed(input_ids, lengths)?;
+        let input = self.packed(input_ids, lengths)?;
+        let mut x = embedding(&input.ids, &self.embedding.tensor)?;
+        let mut blocks = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks {
+            let (y, record) = block.forward(&x, &input.pass(), None)?;
+            blocks.push(match checkpointing {
+                true => Kept::Input(x),
+                false => Kept::All(record),
+            });
+            x = y;
+        }
+        let hidden = self.norm.forward(&x)?;
+        let recorded = Recorded {
+            decoder: self,
+            input,
+            blocks,
+            last: x,
+        };
+        Ok((hidden, recorded))
+    }
+
+    fn forward(&self, input: &Input, mut cache: Option<&mut KvCache>) -> Result<Tensor> {
+        let mut x = embedding(&input.ids, &self.embedding.tensor)?;
+        for (layer, block) in self.blocks.iter().enumerate() {
+            let cache = cache
+                .as_deref_mut()
+                .map(|cache| (cache, layer, input.sequences));
+            (x, _) = block.forward(&x, &input.pass(), cache)?;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn padded(&self, input_ids: &Tensor, attention_mask: &Tensor) -> Result<Input> {
+        let seen = mask::to_zero_one(attention_mask)?;
+        let positions = mask::positions(&seen, input_ids.dim(1)?)?;
+        Ok(Input {
+            ids: input_ids.flatten_all()?,
+            angles: self.rope.angles(&positions)?,
+            sequences: input_ids.dim(0)?,
+            places: Places::Mask(seen.to_dtype(DType::U8)?),
+        })
+    }
+
+    fn packed(&self, input_ids: &Tensor, lengths: &[usize]) -> Result<Input> {
+        let positions: Vec<f32> = lengths
+            .iter()
+            .flat_map(|&length| (0..length).map(|position| position as f32))
+            .collect();
+        let positions = Tensor::new(positions, input_ids.device())?;
+        Ok(Input {
+            ids: input_ids.clone(),
+            angles: self.rope.angles(&positions)?,
+            sequences: lengths.len(),
+            places: Places::Lengths(lengths.to_vec()),
+        })
+    }
+
     /// The matrix `[V, H]` of the output layer; the embedding when tied.
     pub fn output_weight(&self) -> &Tensor {
-        &self.output
+        &self.output.tensor
+    }
+
+    /// The name of [`Self::output_weight`] among the parameters.
+    pub fn output_name(&self) -> &str {
+        &self.output.name
     }
 
     /// The logits `[.., V]` of hidden states `[.., H]`, in their dtype.
@@ -125,11 +313,11 @@ impl Decoder {
                 self.config.hidden_size
             );
         }
-        if hidden.dtype() != self.output.dtype() {
+        if hidden.dtype() != self.output.tensor.dtype() {
             bail!(
                 "hidden has dtype {:?}, it must be that of the weights, {:?}",
                 hidden.dtype(),
-                self.output.dtype()
+                self.output.tensor.dtype()
             );
         }
         let rows = hidden
@@ -137,7 +325,7 @@ impl Decoder {
             .reshape(((), self.config.hidden_size))?;
         let mut shape = dims.to_vec();
         shape[dims.len() - 1] = self.config.vocab_size;
-        linear(&rows, &self.output)?.reshape(shape)
+        linear(&rows, &self.output.tensor)?.reshape(shape)
     }
 
     /// The shape of this decoder.
@@ -146,7 +334,7 @@ impl Decoder {
     }
 
     /// Returns B and S.
-    fn check_input(
+    fn check_padded(
         &self,
         ids: &Tensor,
         attention_mask: &Tensor,
@@ -160,9 +348,6 @@ impl Decoder {
                 "input_ids has shape {:?}, it must have at least one row and one position",
                 ids.dims()
             );
-        }
-        if ids.dtype() != DType::U32 {
-            bail!("input_ids has dtype {:?}, it must be u32", ids.dtype());
         }
         let past = cache.map_or(0, KvCache::len);
         let total = past + new;
@@ -191,55 +376,69 @@ impl Decoder {
                 bail!("cache has {rows} rows, it must have {batch}, as input_ids");
             }
         }
-        for (name, tensor) in [("input_ids", ids), ("attention_mask", attention_mask)] {
-            if !tensor.device().same_device(self.embedding.device()) {
-                bail!(
-                    "{name} is on {:?}, it must be on the device of the weights, {:?}",
-                    tensor.device().location(),
-                    self.embedding.device().location()
-                );
-            }
+        self.check_device("attention_mask", attention_mask)?;
+        self.check_ids(ids, new)?;
+        Ok((batch, new))
+    }
+
+    fn check_packed(&self, ids: &Tensor, lengths: &[usize]) -> Result<()> {
+        let &[tokens] = ids.dims() else {
+            bail!("input_ids has shape {:?}, it must be [N]", ids.dims());
+        };
+        let limit = self.config.max_position_embeddings;
+        if let Some(row) = lengths
+            .iter()
+            .position(|&length| length == 0 || length > limit)
+        {
+            bail!(
+                "lengths[{row}] is {}, it must be at least 1 and at most max_position_embeddings, which is {limit}",
+                lengths[row]
+            );
         }
+        if lengths.is_empty() || lengths.iter().sum::<usize>() != tokens {
+            bail!(
+                "lengths is {lengths:?}, its sum must be the number of input_ids, {tokens}, and not 0"
+            );
+        }
+        self.check_ids(ids, tokens)
+    }
+
+    /// Checks the tokens; there are `columns` in a row.
+    fn check_ids(&self, ids: &Tensor, columns: usize) -> Result<()> {
+        if ids.dtype() != DType::U32 {
+            bail!("input_ids has dtype {:?}, it must be u32", ids.dtype());
+        }
+        self.check_device("input_ids", ids)?;
         if matches!(ids.device(), Device::Cpu) {
+            let rank = ids.rank();
             let ids = ids.flatten_all()?.to_vec1::<u32>()?;
             if let Some(at) = ids
                 .iter()
                 .position(|&id| id as usize >= self.config.vocab_size)
             {
+                let place = match rank {
+                    1 => at.to_string(),
+                    _ => format!("{}, {}", at / columns, at % columns),
+                };
                 bail!(
-                    "input_ids[{}, {}] is {}, it must be below vocab_size, which is {}",
-                    at / new,
-                    at % new,
+                    "input_ids[{place}] is {}, it must be below vocab_size, which is {}",
                     ids[at],
                     self.config.vocab_size
                 );
             }
         }
-        Ok((batch, new))
-    }
-}
-
-impl Block {
-    fn new(config: &DecoderConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
-        let norm = |name| RmsNorm::new(config.hidden_size, config.rms_norm_eps, vb.pp(name));
-        Ok(Self {
-            attention_norm: norm("input_layernorm")?,
-            attention: Attention::new(config, layer, vb.pp("self_attn"))?,
-            mlp_norm: norm("post_attention_layernorm")?,
-            mlp: Mlp::new(config, vb.pp("mlp"))?,
-        })
+        Ok(())
     }
 
-    fn forward(
-        &self,
-        x: &Tensor,
-        pass: &Pass,
-        cache: Option<(&mut KvCache, usize)>,
-    ) -> Result<Tensor> {
-        let x = (x + self
-            .attention
-            .forward(&self.attention_norm.forward(x)?, pass, cache)?)?;
-        let y = self.mlp.forward(&self.mlp_norm.forward(&x)?)?;
-        x + y
+    fn check_device(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let device = self.embedding.tensor.device();
+        if !tensor.device().same_device(device) {
+            bail!(
+                "{name} is on {:?}, it must be on the device of the weights, {:?}",
+                tensor.device().location(),
+                device.location()
+            );
+        }
+        Ok(())
     }
 }

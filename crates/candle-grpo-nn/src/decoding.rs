@@ -89,7 +89,11 @@ impl Decoder {
             cache,
         };
 
-        let mut x = embedding(&Tensor::from_vec(tokens, n, device)?, &self.embedding)?.detach();
+        let mut x = embedding(
+            &Tensor::from_vec(tokens, n, device)?,
+            &self.embedding.tensor,
+        )?
+        .detach();
         for (layer, block) in self.blocks.iter().enumerate() {
             let mixed = block
                 .attention

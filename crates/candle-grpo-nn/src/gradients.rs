@@ -45,14 +45,7 @@ impl Gradients {
             }
         }
         drop(store);
-        if !missing.is_empty() {
-            bail!(
-                "{} of {} variables received no gradient from the loss: {}",
-                missing.len(),
-                parameters.len(),
-                missing.join(", ")
-            );
-        }
+        ensure_none(missing, parameters.len())?;
         if !self.by_name.is_empty() {
             if let Some(name) = self
                 .by_name
@@ -72,6 +65,33 @@ impl Gradients {
         }
         self.by_name = received;
         Ok(())
+    }
+
+    /// Adds the gradient of the variable of that name, of any float dtype, as f32: for what is computed without Candle's `backward`. The
+    /// first one is taken as it is, if it is f32 already, and later ones may be added to it in place.
+    pub fn add(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
+        let gradient = gradient.detach().to_dtype(DType::F32)?.contiguous()?;
+        match self.by_name.get_mut(name) {
+            None => {
+                self.by_name.insert(name.to_owned(), gradient);
+            }
+            Some(sum) if sum.dims() == gradient.dims() => *sum = (&*sum + gradient)?,
+            Some(sum) => bail!(
+                "gradient of {name} has shape {:?}, it must be that of the earlier one, {:?}",
+                gradient.dims(),
+                sum.dims()
+            ),
+        }
+        Ok(())
+    }
+
+    /// Errs with their names if variables of `parameters` have no gradient.
+    pub fn ensure_complete(&self, parameters: &Parameters) -> Result<()> {
+        let missing = parameters
+            .iter()
+            .map(|(name, _)| name)
+            .filter(|name| !self.by_name.contains_key(*name));
+        ensure_none(missing.collect(), parameters.len())
     }
 
     /// The Euclidean norm over all gradients together; 0 when there are none.
@@ -134,4 +154,15 @@ impl Gradients {
     pub fn clear(&mut self) {
         self.by_name.clear();
     }
+}
+
+fn ensure_none(missing: Vec<&str>, of: usize) -> Result<()> {
+    if missing.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "{} of {of} variables received no gradient from the loss: {}",
+        missing.len(),
+        missing.join(", ")
+    );
 }

@@ -53,6 +53,7 @@
 
 mod adamw;
 mod attention;
+mod block;
 mod config;
 mod decoder;
 mod decoding;
@@ -71,13 +72,15 @@ mod peft;
 mod rope;
 mod rope_scaling;
 mod router;
+mod sink;
 mod value_head;
+mod weight;
 mod weight_files;
 mod whole_file;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule};
 pub use config::{DecoderConfig, ModelType};
-pub use decoder::Decoder;
+pub use decoder::{Decoder, Recorded};
 pub use gradients::Gradients;
 pub use kv_cache::KvCache;
 pub use lora::{Lora, LoraConfig};

@@ -1,11 +1,12 @@
 //! The feed-forward half of a block.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::swiglu;
+use candle_grpo_kernels::{swiglu, swiglu_gradient};
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
 use crate::linear::Linear;
+use crate::sink::GradientSink;
 
 /// SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`.
 #[derive(Debug, Clone)]
@@ -26,8 +27,32 @@ impl Mlp {
     }
 
     /// [N, hidden] to [N, hidden].
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let inner = swiglu(&self.gate.forward(x)?, &self.up.forward(x)?)?;
-        self.down.forward(&inner)
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<(Tensor, MlpRecord)> {
+        let (gate, up) = (self.gate.forward(x)?, self.up.forward(x)?);
+        let inner = swiglu(&gate, &up)?;
+        let y = self.down.forward(&inner)?;
+        Ok((y, MlpRecord { gate, up, inner }))
     }
+
+    /// The gradient of `x` from that of the result.
+    pub(crate) fn backward(
+        &self,
+        x: &Tensor,
+        record: MlpRecord,
+        gradient: &Tensor,
+        sink: &mut GradientSink,
+    ) -> Result<Tensor> {
+        let of_inner = self.down.backward(&record.inner, gradient, None, sink)?;
+        let (of_gate, of_up) = swiglu_gradient(&record.gate, &record.up, &of_inner)?;
+        drop((record, of_inner));
+        let of_x = self.gate.backward(x, &of_gate, None, sink)?;
+        self.up.backward(x, &of_up, Some(of_x), sink)
+    }
+}
+
+/// What the backward pass needs of a forward pass.
+pub(crate) struct MlpRecord {
+    gate: Tensor,
+    up: Tensor,
+    inner: Tensor,
 }

@@ -1,26 +1,41 @@
 //! Root mean square normalisation.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::rms_norm;
+use candle_grpo_kernels::{rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
+
+use crate::sink::GradientSink;
+use crate::weight::Weight;
 
 /// RMSNorm (Zhang and Sennrich 2019).
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
-    weight: Tensor,
+    weight: Weight,
     epsilon: f64,
 }
 
 impl RmsNorm {
     pub(crate) fn new(width: usize, epsilon: f64, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            weight: vb.get(width, "weight")?,
+            weight: Weight::get(&vb, width, "weight")?,
             epsilon,
         })
     }
 
     /// [.., width] to the same shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        rms_norm(x, &self.weight, self.epsilon)
+        rms_norm(x, &self.weight.tensor, self.epsilon)
+    }
+
+    /// The gradient of `x` from that of the result.
+    pub(crate) fn backward(
+        &self,
+        x: &Tensor,
+        gradient: &Tensor,
+        sink: &mut GradientSink,
+    ) -> Result<Tensor> {
+        let (of_x, of_weight) = rms_norm_gradient(x, &self.weight.tensor, self.epsilon, gradient)?;
+        sink.add(&self.weight, || Ok(of_weight))?;
+        Ok(of_x)
     }
 }

@@ -1,7 +1,7 @@
 //! Rotary position embedding.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::rope;
+use candle_grpo_kernels::{rope, rope_gradient};
 
 use candle_grpo_kernels::arithmetic_dtype;
 
@@ -58,5 +58,10 @@ impl RopeAngles {
     /// Rotates the heads of [B * S, heads * head_dim].
     pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         rope(x, &self.cos, &self.sin)
+    }
+
+    /// The gradient of `x` from that of the result.
+    pub(crate) fn rotate_back(&self, gradient: &Tensor) -> Result<Tensor> {
+        rope_gradient(&self.cos, &self.sin, gradient)
     }
 }

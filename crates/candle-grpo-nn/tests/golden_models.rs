@@ -15,7 +15,7 @@ use candle_grpo_nn::{
 use serde_json::Value;
 
 mod small;
-use small::{max_difference, next_token_log_probs, next_token_loss};
+use small::{max_difference, next_token_log_probs, next_token_loss, recorded_gradients};
 
 /// How many times the stated f32 deviation is allowed.
 const SLACK: f64 = 4.0;
@@ -166,31 +166,52 @@ fn gradients_are_those_of_transformers_with_padding_on_either_side() -> Result<(
             )?;
             let parameters = case.parameters()?;
             let decoder = Decoder::new(&case.config, parameters.var_builder())?;
-            let mut gradients = Gradients::new();
-            gradients.accumulate(&next_token_loss(&decoder, &ids, &mask)?, &parameters)?;
-            let tolerance = case.tolerance(file, "grads_relative");
-            let mut worst = 0f64;
-            for (name, gradient) in gradients.iter() {
-                let reference = &golden[&format!("grad.{name}")];
-                let scale = max_difference(reference, &reference.zeros_like()?)?;
-                let distance = max_difference(gradient, reference)? / scale;
-                assert!(
-                    distance <= tolerance,
-                    "{} {file} grad.{name}: {distance} is more than {tolerance}",
-                    case.name
-                );
-                worst = worst.max(distance);
+            let mut by_graph = Gradients::new();
+            by_graph.accumulate(&next_token_loss(&decoder, &ids, &mask)?, &parameters)?;
+            let decoder = Decoder::new(&case.config, parameters.detached_var_builder())?;
+            let recorded = |checkpointing| {
+                recorded_gradients(&decoder, &parameters, &ids, &mask, checkpointing)
+            };
+            for (way, gradients) in [
+                ("graph", by_graph),
+                ("recorded", recorded(false)?),
+                ("checkpointed", recorded(true)?),
+            ] {
+                check_gradients(&case, file, way, &gradients, &golden)?;
             }
-            println!(
-                "{} {file} gradients: {worst:.2e}, allowed {tolerance:.2e}",
-                case.name
-            );
-            assert_eq!(
-                gradients.iter().count(),
-                golden.keys().filter(|key| key.starts_with("grad.")).count()
-            );
         }
     }
+    Ok(())
+}
+
+fn check_gradients(
+    case: &Case,
+    file: &str,
+    way: &str,
+    gradients: &Gradients,
+    golden: &HashMap<String, Tensor>,
+) -> Result<()> {
+    let tolerance = case.tolerance(file, "grads_relative");
+    let mut worst = 0f64;
+    for (name, gradient) in gradients.iter() {
+        let reference = &golden[&format!("grad.{name}")];
+        let scale = max_difference(reference, &reference.zeros_like()?)?;
+        let distance = max_difference(gradient, reference)? / scale;
+        assert!(
+            distance <= tolerance,
+            "{} {file} {way} grad.{name}: {distance} is more than {tolerance}",
+            case.name
+        );
+        worst = worst.max(distance);
+    }
+    println!(
+        "{} {file} {way} gradients: {worst:.2e}, allowed {tolerance:.2e}",
+        case.name
+    );
+    assert_eq!(
+        gradients.iter().count(),
+        golden.keys().filter(|key| key.starts_with("grad.")).count()
+    );
     Ok(())
 }
 

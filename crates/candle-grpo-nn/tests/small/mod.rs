@@ -4,7 +4,8 @@
 
 use std::collections::HashMap;
 
-use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use candle_core::{D, DType, Device, IndexOp, Result, Tensor, Var};
+use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, ModelType, Parameters, RopeScaling};
 
 /// Two query heads for each key head, and a head width that is not `hidden_size / num_attention_heads`.
@@ -81,6 +82,73 @@ pub(crate) fn next_token_log_probs(
     let mask = mask.to_dtype(all.dtype())?;
     let pairs = (mask.i((.., 1..))? * mask.i((.., ..length - 1))?)?;
     Ok(((all.gather(&next, 2)?.squeeze(2)? * &pairs)?, pairs))
+}
+
+/// The gradients of [`next_token_loss`] without a graph, from the real tokens alone.
+pub(crate) fn recorded_gradients(
+    decoder: &Decoder,
+    trained: &Parameters,
+    ids: &Tensor,
+    mask: &Tensor,
+    checkpointing: bool,
+) -> Result<Gradients> {
+    let mut gradients = Gradients::new();
+    add_recorded(decoder, trained, ids, mask, checkpointing, &mut gradients)?;
+    Ok(gradients)
+}
+
+/// Adds [`recorded_gradients`].
+pub(crate) fn add_recorded(
+    decoder: &Decoder,
+    trained: &Parameters,
+    ids: &Tensor,
+    mask: &Tensor,
+    checkpointing: bool,
+    gradients: &mut Gradients,
+) -> Result<()> {
+    let ids = ids.to_dtype(DType::U32)?.to_vec2::<u32>()?;
+    let mask = mask.to_dtype(DType::U32)?.to_vec2::<u32>()?;
+    let (mut tokens, mut targets, mut counts, mut lengths) = (vec![], vec![], vec![], vec![]);
+    for (ids, mask) in ids.iter().zip(&mask) {
+        let real = ids.iter().zip(mask).filter(|&(_, &real)| real != 0);
+        let real: Vec<u32> = real.map(|(&id, _)| id).collect();
+        lengths.push(real.len());
+        targets.extend(real.iter().skip(1).copied().chain([0]));
+        counts.extend((1..=real.len()).map(|next| u8::from(next < real.len())));
+        tokens.extend(real);
+    }
+    let pairs = counts.iter().filter(|&&count| count == 1).count() as f64;
+    let device = &Device::Cpu;
+    let tokens = Tensor::new(tokens, device)?;
+    let (hidden, recorded) = decoder.record(&tokens, &lengths, checkpointing)?;
+    let hidden = Var::from_tensor(&hidden)?;
+    let output_weight = match trained.get(decoder.output_name()) {
+        Some(variable) => variable.as_tensor(),
+        None => decoder.output_weight(),
+    };
+    let (targets, counts) = (Tensor::new(targets, device)?, Tensor::new(counts, device)?);
+    let options = LogProbOptions {
+        mask: Some(&counts),
+        ..Default::default()
+    };
+    let layer = LinearLogProb::new(&hidden, output_weight, None, &targets, 1.0, options)?;
+    let log_probs = layer.forward()?;
+    let none = log_probs.entropy.zeros_like()?;
+    let derivatives = TokenLogProbs {
+        log_probs: (&none - 1.0 / pairs)?,
+        entropy: none.clone(),
+        log_sum_exp: none,
+    };
+    let found = layer.backward(&log_probs, &derivatives)?;
+    if let Some(gradient) = found.weight {
+        gradients.add(decoder.output_name(), &gradient)?;
+    }
+    recorded.backward(
+        &found.hidden.expect("a variable has one"),
+        trained,
+        gradients,
+    )?;
+    gradients.ensure_complete(trained)
 }
 
 /// Gradients that are exactly `of(name)`, by a loss that is linear in the variables.

@@ -1,0 +1,89 @@
+//! One block of a decoder.
+
+use candle_core::{Result, Tensor};
+use candle_nn::VarBuilder;
+
+use crate::DecoderConfig;
+use crate::attention::{Attention, AttentionRecord, Pass};
+use crate::kv_cache::KvCache;
+use crate::mlp::{Mlp, MlpRecord};
+use crate::norm::RmsNorm;
+use crate::sink::GradientSink;
+
+/// Attention and a feed-forward layer, each after a norm and around a residual.
+#[derive(Debug, Clone)]
+pub(crate) struct Block {
+    pub(crate) attention_norm: RmsNorm,
+    pub(crate) attention: Attention,
+    pub(crate) mlp_norm: RmsNorm,
+    pub(crate) mlp: Mlp,
+}
+
+/// What the backward pass needs of a forward pass.
+pub(crate) struct BlockRecord {
+    x: Tensor,
+    attention_input: Tensor,
+    attention: AttentionRecord,
+    middle: Tensor,
+    mlp_input: Tensor,
+    mlp: MlpRecord,
+}
+
+impl Block {
+    pub(crate) fn new(config: &DecoderConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
+        let norm = |name| RmsNorm::new(config.hidden_size, config.rms_norm_eps, vb.pp(name));
+        Ok(Self {
+            attention_norm: norm("input_layernorm")?,
+            attention: Attention::new(config, layer, vb.pp("self_attn"))?,
+            mlp_norm: norm("post_attention_layernorm")?,
+            mlp: Mlp::new(config, vb.pp("mlp"))?,
+        })
+    }
+
+    /// [N, hidden] to [N, hidden]; `cache` as for [`Attention::forward`].
+    pub(crate) fn forward(
+        &self,
+        x: &Tensor,
+        pass: &Pass,
+        cache: Option<(&mut KvCache, usize, usize)>,
+    ) -> Result<(Tensor, BlockRecord)> {
+        let attention_input = self.attention_norm.forward(x)?;
+        let (mixed, attention) = self.attention.forward(&attention_input, pass, cache)?;
+        let middle = (x + mixed)?;
+        let mlp_input = self.mlp_norm.forward(&middle)?;
+        let (y, mlp) = self.mlp.forward(&mlp_input)?;
+        let y = (&middle + y)?;
+        let record = BlockRecord {
+            x: x.clone(),
+            attention_input,
+            attention,
+            middle,
+            mlp_input,
+            mlp,
+        };
+        Ok((y, record))
+    }
+
+    /// The gradient of `x` from that of the result; for a pass without a cache.
+    pub(crate) fn backward(
+        &self,
+        record: BlockRecord,
+        pass: &Pass,
+        gradient: Tensor,
+        sink: &mut GradientSink,
+    ) -> Result<Tensor> {
+        let of_input = self
+            .mlp
+            .backward(&record.mlp_input, record.mlp, &gradient, sink)?;
+        let of_middle = self.mlp_norm.backward(&record.middle, &of_input, sink)?;
+        let gradient = (gradient + of_middle)?;
+        let of_input = self.attention.backward(
+            &record.attention_input,
+            record.attention,
+            pass,
+            &gradient,
+            sink,
+        )?;
+        gradient + self.attention_norm.backward(&record.x, &of_input, sink)?
+    }
+}
