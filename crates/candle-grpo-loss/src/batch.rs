@@ -134,6 +134,12 @@ impl<'a> PolicyBatch<'a> {
         self
     }
 
+    /// The log-probs `[B, T]` of the policy, with gradient, for a batch that was begun [without](Self::without_log_probs).
+    pub fn with_log_probs(mut self, log_probs: &'a Tensor) -> Self {
+        self.log_probs = Some(log_probs);
+        self
+    }
+
     /// The entropy `[B, T]` of the policy at each position, with gradient: an entropy bonus needs it.
     pub fn entropy(mut self, entropy: &'a Tensor) -> Self {
         self.entropy = Some(entropy);

@@ -3,11 +3,11 @@
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
-use candle_grpo_loss::{PolicyLoss, StepTotals, sum_of_squared_probs};
+use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, Parameters};
 use serde::{Deserialize, Serialize};
 
-use crate::response::{predicting_states, response_log_probs};
+use crate::response::{RecordedStates, predicting_states, response_log_probs};
 use crate::sampler::ensure_temperature;
 use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
@@ -20,6 +20,10 @@ pub struct ActorConfig {
     pub optimizer: AdamWConfig,
     /// The temperature at which completions are drawn: log-probs are those of the distribution drawn from.
     pub temperature: f64,
+    /// Whether the forward pass keeps only the input of each block, and the backward pass computes the rest again: memory that
+    /// hardly grows with the number of blocks, for a third more time.
+    #[serde(default)]
+    pub activation_checkpointing: bool,
 }
 
 /// What an optimiser step did.
@@ -40,10 +44,8 @@ pub struct Actor {
     parameters: Parameters,
     /// What trains in place of the parameters, if there are any.
     adapters: Option<Lora>,
-    /// Records a graph.
-    training: Decoder,
-    /// Shares the parameters and records none.
-    inference: Decoder,
+    /// Shares the parameters, and records no graph.
+    decoder: Decoder,
     config: ActorConfig,
     optimizer: AdamW,
     gradients: Gradients,
@@ -54,9 +56,8 @@ impl Actor {
     ///
     /// Errs if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
-        let training = Decoder::new(&model, parameters.var_builder())?;
-        let inference = Decoder::new(&model, parameters.detached_var_builder())?;
-        Self::of_decoders(model, parameters, None, [training, inference], config)
+        let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+        Self::of_decoder(model, parameters, None, decoder, config)
     }
 
     /// An actor that trains `adapters` and leaves `parameters` as they are: what the optimiser and the gradients hold is the
@@ -70,22 +71,15 @@ impl Actor {
         config: ActorConfig,
     ) -> Result<Self> {
         adapters.config().validate(&model).context("adapters")?;
-        let training = Decoder::new(&model, adapters.var_builder(&parameters)?)?;
-        let inference = Decoder::new(&model, adapters.detached_var_builder(&parameters)?)?;
-        Self::of_decoders(
-            model,
-            parameters,
-            Some(adapters),
-            [training, inference],
-            config,
-        )
+        let decoder = Decoder::new(&model, adapters.detached_var_builder(&parameters)?)?;
+        Self::of_decoder(model, parameters, Some(adapters), decoder, config)
     }
 
-    fn of_decoders(
+    fn of_decoder(
         model: DecoderConfig,
         parameters: Parameters,
         adapters: Option<Lora>,
-        [training, inference]: [Decoder; 2],
+        decoder: Decoder,
         config: ActorConfig,
     ) -> Result<Self> {
         ensure_temperature(config.temperature)?;
@@ -94,8 +88,7 @@ impl Actor {
         Ok(Self {
             optimizer: AdamW::new(config.optimizer.clone(), trained)?,
             gradients: Gradients::new(),
-            training,
-            inference,
+            decoder,
             model,
             parameters,
             adapters,
@@ -105,7 +98,7 @@ impl Actor {
 
     /// A sampler of this policy; it follows the updates.
     pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
-        Sampler::of_decoder(self.inference.clone(), config)
+        Sampler::of_decoder(self.decoder.clone(), config)
     }
 
     /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.
@@ -118,40 +111,47 @@ impl Actor {
 
     /// The log-probs of the responses of `batch`, f32 `[B, T]`, without a graph.
     pub fn log_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(&self.inference, batch, self.config.temperature)?.log_probs)
+        Ok(response_log_probs(&self.decoder, batch, self.config.temperature)?.log_probs)
     }
 
     /// The entropy of the policy at each position of the responses of `batch`, in nats, f32 `[B, T]`, without a graph.
     pub fn entropy(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(&self.inference, batch, self.config.temperature)?.entropy)
+        Ok(response_log_probs(&self.decoder, batch, self.config.temperature)?.entropy)
     }
 
     /// The sum of the squared probabilities of all tokens at each position of the responses of `batch`, f32 `[B, T]`,
     /// without a graph: the optimal token baseline needs it.
     pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        let states = predicting_states(&self.inference, batch)?;
-        let logits = self.inference.logits(&states)?;
+        let states = predicting_states(&self.decoder, batch)?;
+        let logits = self.decoder.logits(&states)?;
         Ok(sum_of_squared_probs(&logits, self.config.temperature)?)
     }
 
     /// Adds the gradient of the loss of `batch`, a part of the step that `totals` counts.
     ///
-    /// Errs if the loss needs what the batch does not hold.
+    /// Errs if the loss needs what the batch does not hold. After an error all gradients may be forgotten.
     pub fn forward_backward(
         &mut self,
         batch: &TrainingBatch,
         totals: &StepTotals,
     ) -> Result<MetricValues> {
         batch.dims()?;
-        let now = response_log_probs(&self.training, &batch.tokens, self.config.temperature)?;
-        let inputs = batch.policy_batch(&now.log_probs).entropy(&now.entropy);
-        let output = self.config.policy_loss.compute(&inputs, totals)?;
         let trained = self
             .adapters
             .as_ref()
             .map_or(&self.parameters, Lora::parameters);
-        self.gradients.accumulate(&output.loss, trained)?;
-        Ok(output.metrics.to_host()?)
+        let checkpointing = self.config.activation_checkpointing;
+        let recorded = RecordedStates::new(&self.decoder, &batch.tokens, checkpointing)?;
+        let layer = recorded.output_layer(trained, &batch.tokens, self.config.temperature)?;
+        let result = linear_policy_loss(
+            &self.config.policy_loss,
+            &layer,
+            &batch.policy_batch(),
+            totals,
+        )?;
+        drop(layer);
+        recorded.backward(result.gradients, trained, &mut self.gradients)?;
+        Ok(result.output.metrics.to_host()?)
     }
 
     /// Scales the gradients down to `max_norm` if their norm is above it, makes an optimiser step and forgets them.

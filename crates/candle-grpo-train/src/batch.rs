@@ -255,9 +255,10 @@ impl TrainingBatch {
         })
     }
 
-    /// What a loss is computed from, with the log-probs `[B, T]` that the policy gives now.
-    pub fn policy_batch<'a>(&'a self, log_probs: &'a Tensor) -> PolicyBatch<'a> {
-        let mut batch = PolicyBatch::new(log_probs, &self.advantages, &self.tokens.response_mask);
+    /// What a loss is computed from, but for the log-probs `[B, T]` that the policy gives now.
+    pub fn policy_batch(&self) -> PolicyBatch<'_> {
+        let mut batch =
+            PolicyBatch::without_log_probs(&self.advantages, &self.tokens.response_mask);
         if let Some(x) = &self.old_log_probs {
             batch = batch.old_log_probs(x);
         }

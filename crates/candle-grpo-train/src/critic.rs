@@ -9,7 +9,7 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::response::predicting_states;
+use crate::response::{RecordedStates, predicting_states};
 use crate::{StepStats, TokenBatch, TrainingBatch};
 
 /// How a [`Critic`] learns.
@@ -64,10 +64,12 @@ impl CriticConfig {
 /// The value of a token is that of the state before it: of the position that predicts it.
 pub struct Critic {
     parameters: Parameters,
+    /// Shares the parameters, and records no graph.
+    decoder: Decoder,
+    /// The same.
+    head: ValueHead,
     /// Records a graph.
-    training: (Decoder, ValueHead),
-    /// Shares the parameters and records none.
-    inference: (Decoder, ValueHead),
+    training_head: ValueHead,
     config: CriticConfig,
     optimizer: AdamW,
     gradients: Gradients,
@@ -91,15 +93,11 @@ impl Critic {
             .collect();
         let parameters = Parameters::from_tensors(&model, tensors, policy.device())?;
         let parameters = ValueHead::add_to(parameters, model.hidden_size)?;
-        let build = |vb: candle_nn::VarBuilder<'static>| -> Result<(Decoder, ValueHead)> {
-            Ok((
-                Decoder::new(&model, vb.clone())?,
-                ValueHead::new(model.hidden_size, vb)?,
-            ))
-        };
+        let head = |vb| ValueHead::new(model.hidden_size, vb);
         Ok(Self {
-            training: build(parameters.var_builder())?,
-            inference: build(parameters.detached_var_builder())?,
+            decoder: Decoder::new(&model, parameters.detached_var_builder())?,
+            head: head(parameters.detached_var_builder())?,
+            training_head: head(parameters.var_builder())?,
             optimizer: AdamW::new(config.optimizer.clone(), &parameters)?,
             gradients: Gradients::new(),
             parameters,
@@ -109,7 +107,9 @@ impl Critic {
 
     /// The values of the responses of `batch`, f32 `[B, T]`, without a graph.
     pub fn values(&self, batch: &TokenBatch) -> Result<Tensor> {
-        values(&self.inference, batch)
+        Ok(self
+            .head
+            .forward(&predicting_states(&self.decoder, batch)?)?)
     }
 
     /// Adds the gradient of the value loss of `batch`, a part of the step that `totals` counts. Returns the loss and its
@@ -126,7 +126,8 @@ impl Critic {
             .returns
             .as_ref()
             .context("returns: absent, a critic needs what it should have expected")?;
-        let now = values(&self.training, &batch.tokens)?;
+        let recorded = RecordedStates::new(&self.decoder, &batch.tokens, false)?;
+        let now = self.training_head.forward(&recorded.states)?;
         let (loss, metrics) = self.config.value_loss.compute(
             &now,
             batch.values.as_ref(),
@@ -136,7 +137,16 @@ impl Critic {
         )?;
         drop(now);
         let value = f64::from(loss.to_scalar::<f32>()?);
-        self.gradients.accumulate(&loss, &self.parameters)?;
+        let mut store = loss.backward()?;
+        let of_states = store
+            .remove(&recorded.states)
+            .context("hidden states: no gradient, the value loss does not depend on them")?;
+        for (name, variable) in self.parameters.iter() {
+            if let Some(gradient) = store.remove(variable) {
+                self.gradients.add(name, &gradient)?;
+            }
+        }
+        recorded.backward_of_states(&of_states.detach(), &self.parameters, &mut self.gradients)?;
         Ok((value, metrics.to_host()?))
     }
 
@@ -184,10 +194,6 @@ impl Critic {
     pub fn config(&self) -> &CriticConfig {
         &self.config
     }
-}
-
-fn values((decoder, head): &(Decoder, ValueHead), batch: &TokenBatch) -> Result<Tensor> {
-    Ok(head.forward(&predicting_states(decoder, batch)?)?)
 }
 
 /// How much of the variance of `returns` `[B, T]` over the tokens of `response_mask` the `values` explain: 1 if they are

@@ -4,11 +4,11 @@ use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
-use candle_grpo_loss::{Aggregation, Mask, StepTotals};
+use candle_grpo_loss::TokenLogProbs;
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
 use serde::{Deserialize, Serialize};
 
-use crate::response::response_log_probs;
+use crate::response::RecordedStates;
 use crate::{ShuffledOrder, TokenBatch};
 
 /// A prompt and the answer to learn, as tokens. The answer should end with a stop token.
@@ -66,7 +66,7 @@ pub fn pretrain(
         "examples: none, there must be at least one"
     );
     ensure!(config.batch_size > 0, "batch_size: 0, must be at least 1");
-    let decoder = Decoder::new(model, parameters.var_builder())?;
+    let decoder = Decoder::new(model, parameters.detached_var_builder())?;
     let mut optimizer = AdamW::new(config.optimizer.clone(), parameters)?;
     let order = ShuffledOrder::new(examples.len(), config.seed)?;
     for step in 0..config.max_steps {
@@ -99,43 +99,62 @@ fn learn(
     batch: &TokenBatch,
     max_grad_norm: f64,
 ) -> Result<f64> {
-    let log_probs = response_log_probs(decoder, batch, 1.)?.log_probs;
-    let loss = cross_entropy(&log_probs, &batch.response_mask)?;
-    drop(log_probs);
-    let value = f64::from(loss.to_scalar::<f32>()?);
+    let recorded = RecordedStates::new(decoder, batch, false)?;
+    let layer = recorded.output_layer(parameters, batch, 1.)?;
+    let tokens = layer.forward()?;
+    let (loss, derivatives) = cross_entropy(&tokens, &batch.response_mask)?;
     let mut gradients = Gradients::new();
-    gradients.accumulate(&loss, parameters)?;
-    drop(loss);
+    recorded.backward(
+        layer.backward(&tokens, &derivatives)?,
+        parameters,
+        &mut gradients,
+    )?;
     gradients.clip_by_global_norm(max_grad_norm)?;
     optimizer.step(parameters, &gradients)?;
-    Ok(value)
+    Ok(loss)
 }
 
-/// The mean over the tokens of the mask; what stands elsewhere does not matter, finite or not.
-fn cross_entropy(log_probs: &Tensor, response_mask: &Tensor) -> Result<Tensor> {
-    let totals = StepTotals::to_host(response_mask)?;
-    let mask = Mask::new(response_mask)?;
-    Ok(Aggregation::TokenMean.apply(&log_probs.neg()?, &mask, &totals)?)
+/// Minus the mean log-prob of the tokens of the mask, and its derivatives. The log-probs are 0 elsewhere.
+fn cross_entropy(tokens: &TokenLogProbs, response_mask: &Tensor) -> Result<(f64, TokenLogProbs)> {
+    let none = tokens.entropy.zeros_like()?;
+    let counts = response_mask.ne(0f64)?.to_dtype(none.dtype())?;
+    let number = f64::from(counts.sum_all()?.to_scalar::<f32>()?);
+    ensure!(number > 0., "response_mask: all 0, must have a token");
+    let sum = f64::from(tokens.log_probs.sum_all()?.to_scalar::<f32>()?);
+    let derivatives = TokenLogProbs {
+        log_probs: (counts * (-1. / number))?,
+        entropy: none.clone(),
+        log_sum_exp: none,
+    };
+    Ok((-sum / number, derivatives))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{Device, Var};
+    use candle_core::Device;
 
     #[test]
-    fn padding_does_not_matter_even_if_it_is_impossible() {
-        let impossible = f32::NEG_INFINITY;
-        let log_probs = Var::new(&[[-1f32, -3.], [-2., impossible]], &Device::Cpu).unwrap();
-        let mask = Tensor::new(&[[1u32, 1], [1, 0]], &Device::Cpu).unwrap();
-        let loss = cross_entropy(&log_probs, &mask).unwrap();
-        assert_eq!(loss.to_scalar::<f32>().unwrap(), 2.);
-        let gradients = loss.backward().unwrap();
-        let gradient = gradients.get(&log_probs).unwrap();
+    fn the_mean_is_over_the_tokens_of_the_mask() {
+        let log_probs = Tensor::new(&[[-1f32, -3.], [-2., 0.]], &Device::Cpu).unwrap();
+        let tokens = TokenLogProbs {
+            entropy: log_probs.clone(),
+            log_sum_exp: log_probs.clone(),
+            log_probs,
+        };
+        let mask = Tensor::new(&[[1u32, 1], [7, 0]], &Device::Cpu).unwrap();
+        let (loss, derivatives) = cross_entropy(&tokens, &mask).unwrap();
+        assert_eq!(loss, 2.);
         let third = -1f32 / 3.;
         assert_eq!(
-            gradient.to_vec2::<f32>().unwrap(),
+            derivatives.log_probs.to_vec2::<f32>().unwrap(),
             [[third, third], [third, 0.]]
+        );
+        let none = cross_entropy(&tokens, &mask.zeros_like().unwrap());
+        assert!(
+            none.unwrap_err()
+                .to_string()
+                .starts_with("response_mask: all 0")
         );
     }
 }

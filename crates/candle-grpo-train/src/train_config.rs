@@ -86,6 +86,9 @@ pub struct TrainConfig {
     pub mini_batch_size: Option<usize>,
     /// Completions for each backward pass. It bounds the memory and does not change the update.
     pub micro_batch_size: usize,
+    /// Whether the policy keeps only the input of each block for the backward pass, and computes the rest again: memory that
+    /// hardly grows with the number of blocks, for a third more time.
+    pub activation_checkpointing: bool,
     /// The optimiser.
     pub optimizer: AdamWConfig,
     /// How the learning rate changes.
@@ -115,6 +118,7 @@ impl Default for TrainConfig {
             epochs: 1,
             mini_batch_size: None,
             micro_batch_size: 32,
+            activation_checkpointing: false,
             optimizer: AdamWConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
@@ -243,6 +247,7 @@ impl TrainConfig {
             policy_loss: self.recipe.policy_loss.clone(),
             optimizer: self.optimizer.clone(),
             temperature: self.sampling.temperature,
+            activation_checkpointing: self.activation_checkpointing,
         }
     }
 }

@@ -345,8 +345,8 @@ impl Trainer {
             let log_probs =
                 self.in_pieces(&mini_batch.tokens, |piece| self.actor.log_probs(piece))?;
             let seed = self.config.sampling.seed ^ ((self.steps as u64) << 32) ^ number;
-            mini_batch.selected_tokens =
-                policy_loss.select_tokens_to_host(&mini_batch.policy_batch(&log_probs), seed)?;
+            let of_policy = mini_batch.policy_batch().with_log_probs(&log_probs);
+            mini_batch.selected_tokens = policy_loss.select_tokens_to_host(&of_policy, seed)?;
         }
         Ok(Some((mini_batch, totals)))
     }

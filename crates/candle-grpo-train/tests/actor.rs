@@ -3,8 +3,10 @@
 mod common;
 
 use candle_core::{Device, Tensor};
-use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, PositiveNll, StepTotals};
-use candle_grpo_nn::AdamWConfig;
+use candle_grpo_loss::{
+    Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, StepTotals, linear_log_prob,
+};
+use candle_grpo_nn::{AdamWConfig, Decoder, Gradients};
 use candle_grpo_train::{Actor, ActorConfig, TokenBatch, TrainingBatch, prompt_tokens_to_host};
 use common::{max_difference, model, parameters, prompts, sampling};
 use rstest::rstest;
@@ -18,6 +20,7 @@ fn actor(policy_loss: PolicyLoss) -> Actor {
         },
         optimizer: AdamWConfig::default(),
         temperature: 1.,
+        activation_checkpointing: false,
     };
     Actor::new(model(), parameters(), config).unwrap()
 }
@@ -192,4 +195,59 @@ fn pieces_and_step_counts_of_nothing_are_errors() {
         .map_err(anyhow::Error::from)
         .and_then(|totals| actor.forward_backward(&batch, &totals));
     assert!(update.is_err());
+}
+
+/// Padded sequences and Candle's own graph, against packed sequences without one.
+#[rstest]
+fn gradients_are_those_of_a_graph(
+    #[values(true, false)] activation_checkpointing: bool,
+    #[values(PolicyLoss::grpo(), PolicyLoss::gspo())] policy_loss: PolicyLoss,
+) {
+    let sampled = actor(policy_loss.clone());
+    let batch = batch(&sampled);
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let config = ActorConfig {
+        activation_checkpointing,
+        ..sampled.config().clone()
+    };
+    let parameters = parameters();
+    let decoder = Decoder::new(&model(), parameters.var_builder()).unwrap();
+    let tokens = &batch.tokens;
+    let hidden = decoder
+        .hidden_states(&tokens.input_ids, &tokens.attention_mask, None)
+        .unwrap();
+    let (_, t) = tokens.dims().unwrap();
+    let states = hidden.narrow(1, hidden.dim(1).unwrap() - t, t).unwrap();
+    let now = linear_log_prob(
+        &states,
+        decoder.output_weight(),
+        None,
+        &tokens.targets,
+        1.,
+        LogProbOptions {
+            mask: Some(&tokens.response_mask),
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    let inputs = batch.policy_batch().with_log_probs(&now.log_probs);
+    let loss = config
+        .policy_loss
+        .compute(&inputs.entropy(&now.entropy), &totals)
+        .unwrap();
+    let mut graph = Gradients::new();
+    graph.accumulate(&loss.loss, &parameters).unwrap();
+
+    let mut actor = Actor::new(model(), common::parameters(), config).unwrap();
+    actor.forward_backward(&batch, &totals).unwrap();
+    assert_eq!(actor.gradients().iter().count(), graph.iter().count());
+    for (name, expected) in graph.iter() {
+        let found = actor.gradients().get(name).unwrap();
+        let largest = max_difference(expected, &expected.zeros_like().unwrap());
+        let distance = max_difference(found, expected);
+        assert!(
+            largest > 0. && distance < 2e-5 * largest,
+            "{name}: {distance} of {largest}"
+        );
+    }
 }

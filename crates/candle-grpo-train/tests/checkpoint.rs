@@ -65,6 +65,7 @@ fn a_checkpoint_gives_back_the_policy_to_the_bit() {
         policy_loss: PolicyLoss::grpo(),
         optimizer: Default::default(),
         temperature: 1.,
+        activation_checkpointing: false,
     };
     let mut actor = Actor::new(read.model, read.parameters, config).unwrap();
     actor

@@ -171,6 +171,7 @@ fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
         policy_loss: PolicyLoss::grpo(),
         optimizer: AdamWConfig::default(),
         temperature,
+        activation_checkpointing: false,
     };
     let actor = Actor::new(model(), parameters(), config).unwrap();
     let config = SamplingConfig {

@@ -191,6 +191,7 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
         policy_loss: config.recipe.policy_loss,
         optimizer: config.optimizer,
         temperature: 1.,
+        activation_checkpointing: false,
     };
     let error = Actor::new(model(), parameters(), config).err().unwrap();
     let error = format!("{error:#}");
