@@ -3,7 +3,7 @@
 CARGO ?= cargo
 SEED ?= 0
 
-.PHONY: help demo demo-short test examples bench bench-peers sanitize lint cuda-check cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short model test examples bench bench-peers sanitize lint cuda-check cuda-toolkit gpu-bundle ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -13,6 +13,9 @@ demo: ## train a tiny policy to add two-digit numbers with GRPO (3 minutes; SEED
 
 demo-short: ## the demo in a minute: it only has to learn something
 	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short --force --out target/demo-short
+
+model: ## fetch SmolLM2-135M-Instruct (93 MB) and convert it to a Hugging Face folder in target/models/
+	@scripts/model
 
 test: ## every test, golden cases included
 	$(CARGO) test --release --locked --workspace

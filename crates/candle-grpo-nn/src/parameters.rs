@@ -8,6 +8,7 @@ use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
 use crate::normal::Normal;
+use crate::redundant::remove_redundant;
 use crate::weight_files;
 use crate::whole_file::write_safetensors;
 
@@ -66,7 +67,7 @@ impl Parameters {
     /// floating-point dtype; the error names what is missing, surplus or misshapen.
     pub fn from_tensors(
         config: &DecoderConfig,
-        tensors: HashMap<String, Tensor>,
+        mut tensors: HashMap<String, Tensor>,
         device: &Device,
     ) -> Result<Self> {
         config.validate()?;
@@ -74,10 +75,11 @@ impl Parameters {
         check_names("tensors", &shapes, &tensors)?;
         let mut variables = BTreeMap::new();
         for (name, shape) in shapes {
-            let Some(tensor) = tensors.get(&name) else {
+            // Each goes when it has been copied, so that a large model is not held twice.
+            let Some(tensor) = tensors.remove(&name) else {
                 bail!("tensors lacks {name}")
             };
-            if tensor.shape() != &shape {
+            if *tensor.shape() != shape {
                 bail!(
                     "tensor {name} has shape {:?}, it must be {:?}",
                     tensor.dims(),
@@ -131,6 +133,9 @@ impl Parameters {
 
     /// Reads one safetensors file; its names and shapes are checked as in [`Self::from_tensors`], and its numbers must be
     /// finite.
+    ///
+    /// A file may also have the output layer of a model with tied embeddings, if it is the embedding, and rotary
+    /// frequencies (`rotary_emb.inv_freq`), which are left out.
     pub fn load(config: &DecoderConfig, path: &Path, device: &Device) -> Result<Self> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -138,7 +143,8 @@ impl Parameters {
                 path.display()
             ))
         };
-        let tensors = weight_files::read_file(path).map_err(context)?;
+        let mut tensors = weight_files::read_file(path).map_err(context)?;
+        remove_redundant(config, &mut tensors).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
     }
 
@@ -151,7 +157,8 @@ impl Parameters {
                 folder.display()
             ))
         };
-        let tensors = weight_files::read_folder(folder).map_err(context)?;
+        let mut tensors = weight_files::read_folder(folder).map_err(context)?;
+        remove_redundant(config, &mut tensors).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
     }
 

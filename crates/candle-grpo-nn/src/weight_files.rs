@@ -4,8 +4,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Component, Path};
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{Device, Error, Result, Tensor, bail};
 use serde::Deserialize;
+
+use crate::finite::ensure_finite;
 
 const MODEL: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -58,24 +60,8 @@ pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
     };
     let tensors = candle_core::safetensors::load(path, &Device::Cpu).map_err(context)?;
     for (name, tensor) in &tensors {
-        if tensor.dtype().is_float() && !is_finite(tensor)? {
-            return Err(context(Error::msg(format!(
-                "tensor {name} has a NaN or an infinity, weights must be finite"
-            ))));
-        }
+        ensure_finite(tensor)
+            .map_err(|error| context(Error::msg(format!("tensor {name}: {error}"))))?;
     }
     Ok(tensors)
-}
-
-fn is_finite(tensor: &Tensor) -> Result<bool> {
-    if tensor.elem_count() == 0 {
-        return Ok(true);
-    }
-    // Zero times a number is zero, unless the number is not finite. The sum keeps a NaN.
-    let wide = match tensor.dtype() {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    };
-    let sum = (tensor.to_dtype(wide)? * 0.0)?.sum_all()?;
-    Ok(!sum.to_dtype(DType::F64)?.to_scalar::<f64>()?.is_nan())
 }

@@ -15,7 +15,9 @@ use candle_grpo_nn::{
 use serde_json::Value;
 
 mod small;
-use small::{max_difference, next_token_log_probs, next_token_loss, recorded_gradients};
+use small::{
+    decoder_config, max_difference, next_token_log_probs, next_token_loss, recorded_gradients,
+};
 
 /// How many times the stated f32 deviation is allowed.
 const SLACK: f64 = 4.0;
@@ -73,15 +75,6 @@ impl Case {
         );
         Ok(())
     }
-}
-
-/// What `config.json` (transformers 5) says of the decoder.
-fn decoder_config(text: &str) -> DecoderConfig {
-    let mut hub: Value = serde_json::from_str(text).unwrap();
-    let rope = hub["rope_parameters"].take();
-    hub["rope_theta"] = rope["rope_theta"].clone();
-    hub["rope_scaling"] = rope;
-    serde_json::from_value(hub).unwrap()
 }
 
 /// All cases that have `file`.

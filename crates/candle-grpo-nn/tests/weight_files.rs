@@ -156,8 +156,61 @@ fn a_weight_that_is_not_finite_is_named(
         &Device::Cpu,
     ));
     assert!(
-        message.contains("model.safetensors: tensor model.norm.weight has a NaN or an infinity"),
+        message.contains("model.safetensors: tensor model.norm.weight: has a NaN or an infinity"),
         "{message}"
     );
+    Ok(())
+}
+
+#[test]
+fn what_says_nothing_new_may_be_there() -> Result<()> {
+    let config = config(true);
+    let folder = tempfile::tempdir()?;
+    let mut tensors = lively_tensors(&config)?;
+    let expected = bits(&lively(&config)?)?;
+    let embedding = tensors["model.embed_tokens.weight"].clone();
+    tensors.insert("lm_head.weight".to_owned(), embedding.clone());
+    let frequencies = Tensor::new(&[1f32, 0.2, 0.05], &Device::Cpu)?;
+    let name = "model.layers.1.self_attn.rotary_emb.inv_freq";
+    tensors.insert(name.to_owned(), frequencies);
+    let path = folder.path().join("model.safetensors");
+    candle_core::safetensors::save(&tensors, &path)?;
+    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    assert_eq!(bits(&read)?, expected);
+    assert_eq!(
+        bits(&Parameters::load(&config, &path, &Device::Cpu)?)?,
+        expected
+    );
+
+    // An output layer of its own is not that of a tied model, be it only by one number.
+    for other in [
+        embedding.narrow(0, 0, 12)?,
+        embedding.to_dtype(DType::F16)?,
+        (&embedding
+            + embedding
+                .zeros_like()?
+                .slice_assign(&[4..5, 7..8], &Tensor::new(&[[1e-3f32]], &Device::Cpu)?)?)?,
+    ] {
+        tensors.insert("lm_head.weight".to_owned(), other);
+        candle_core::safetensors::save(&tensors, &path)?;
+        let message = message(Parameters::load(&config, &path, &Device::Cpu));
+        assert!(
+            message.contains("lm_head.weight is not model.embed_tokens.weight, with tie_word"),
+            "{message}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn an_output_layer_of_its_own_is_kept() -> Result<()> {
+    let config = config(false);
+    let folder = tempfile::tempdir()?;
+    let mut tensors = lively_tensors(&config)?;
+    let embedding = tensors["model.embed_tokens.weight"].clone();
+    tensors.insert("lm_head.weight".to_owned(), embedding);
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors"))?;
+    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    assert!(read.get("lm_head.weight").is_some());
     Ok(())
 }

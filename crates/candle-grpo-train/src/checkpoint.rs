@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_nn::{DecoderConfig, Parameters, write_whole};
 use tokenizers::Tokenizer;
@@ -12,11 +12,9 @@ use tokenizers::Tokenizer;
 use crate::Actor;
 use crate::atomic_file::write_folder;
 use crate::hugging_face_config::{from_hugging_face, to_hugging_face};
+use crate::pretrained::{CONFIG, MODEL, read_tokenizer, write_tokenizer};
 
-const CONFIG: &str = "config.json";
-const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const TOKENIZER: &str = "tokenizer.json";
 const ADAPTER: &str = "adapter";
 
 /// What [`load_checkpoint`] reads.
@@ -55,11 +53,8 @@ pub fn save_checkpoint(
 ) -> Result<()> {
     write_folder(folder, |folder| {
         let config = to_hugging_face(actor.model(), stop_token_ids)?;
-        let tokenizer = tokenizer
-            .to_string(true)
-            .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
         write_whole(&folder.join(CONFIG), &serde_json::to_vec_pretty(&config)?).context(CONFIG)?;
-        write_whole(&folder.join(TOKENIZER), tokenizer.as_bytes()).context(TOKENIZER)?;
+        write_tokenizer(folder, tokenizer)?;
         let Some(adapters) = actor.adapters() else {
             actor.parameters().save(&folder.join(MODEL))?;
             return Ok(actor.optimizer().save_state(&folder.join(OPTIMIZER))?);
@@ -83,8 +78,7 @@ pub fn load_checkpoint(folder: &Path, device: &Device) -> Result<Checkpoint> {
         let config = fs::read(folder.join(CONFIG)).context(CONFIG)?;
         let model = from_hugging_face(&config).context(CONFIG)?;
         let parameters = Parameters::load_folder(&model, folder, device)?;
-        let tokenizer = Tokenizer::from_file(folder.join(TOKENIZER))
-            .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
+        let tokenizer = read_tokenizer(folder)?;
         let optimizer = folder.join(OPTIMIZER);
         let optimizer_state = if optimizer.exists() {
             Some(safetensors::load(optimizer, device)?)

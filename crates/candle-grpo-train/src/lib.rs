@@ -12,22 +12,26 @@
 //! ```
 //!
 //! [`Trainer`] is that way from left to right, [`RunDir`] the folder in which a run leaves what is to be kept, and
-//! [`pretrain`] a warm-up on examples.
+//! [`pretrain`] a warm-up on examples. [`Pretrained`] is a model that somebody else has trained, from a GGUF file or a
+//! Hugging Face folder, with its tokenizer and its [`ChatTemplate`].
 
 mod actor;
 mod atomic_file;
 mod batch;
 mod character_tokenizer;
+mod chat_template;
 mod checkpoint;
 mod critic;
 mod draw;
 mod evaluate;
 mod format_reward;
+mod gguf_tokenizer;
 mod hugging_face_config;
 mod learning;
 mod padding;
 mod plot;
 mod pretrain;
+mod pretrained;
 mod prompt;
 mod reference;
 mod requirements;
@@ -39,6 +43,7 @@ mod sampler;
 mod schedule;
 mod scored;
 mod shuffle;
+mod special_tokens;
 mod step_metrics;
 mod train_config;
 mod trainer;
@@ -46,12 +51,14 @@ mod trainer;
 pub use actor::{Actor, ActorConfig, StepStats};
 pub use batch::{TokenBatch, TrainingBatch, prompt_tokens_to_host, sampler_log_probs};
 pub use character_tokenizer::character_tokenizer;
+pub use chat_template::{Chat, ChatTemplate, EncodedChat, RenderedChat};
 pub use checkpoint::{Checkpoint, load_checkpoint, save_checkpoint};
 pub use critic::{Critic, CriticConfig, explained_variance};
 pub use evaluate::{EvaluatedSample, Evaluation, evaluate};
 pub use format_reward::{RegexReward, TagsReward};
 pub use plot::training_plot_svg;
 pub use pretrain::{Example, PretrainConfig, pretrain};
+pub use pretrained::Pretrained;
 pub use prompt::Prompt;
 pub use reference::{Reference, ReferenceRefresh};
 pub use reward::{RewardFunction, Sample, WeightedRewards};
@@ -60,6 +67,7 @@ pub use run_dir::RunDir;
 pub use sampler::{Sampler, SamplingConfig};
 pub use schedule::LearningRateSchedule;
 pub use shuffle::ShuffledOrder;
+pub use special_tokens::{SpecialToken, SpecialTokens};
 pub use step_metrics::{PhaseSeconds, StepMetrics};
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;

@@ -28,6 +28,15 @@ pub(crate) fn config(tied: bool) -> DecoderConfig {
     }
 }
 
+/// What `config.json` (transformers 5) says of the decoder.
+pub(crate) fn decoder_config(text: &str) -> DecoderConfig {
+    let mut hub: serde_json::Value = serde_json::from_str(text).unwrap();
+    let rope = hub["rope_parameters"].take();
+    hub["rope_theta"] = rope["rope_theta"].clone();
+    hub["rope_scaling"] = rope;
+    serde_json::from_value(hub).unwrap()
+}
+
 /// Weights ten times as large as `init` draws, and norms that are not one, so that no part of the model is idle.
 pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, Tensor>> {
     let drawn = Parameters::init(config, 5, &Device::Cpu)?;

@@ -1,0 +1,194 @@
+//! The shape of a decoder from the metadata of its file.
+
+use candle_core::{Result, bail};
+
+use super::header::Header;
+use super::{GgufValue, rope};
+use crate::{DecoderConfig, ModelType};
+
+pub(super) const EMBEDDING: &str = "token_embd.weight";
+pub(super) const OUTPUT: &str = "output.weight";
+
+/// SmolLM3's files do not say which blocks rotate: llama.cpp takes every fourth as one that does not.
+const SMOLLM3_NO_ROPE_INTERVAL: usize = 4;
+
+/// `rope_factors` reads the tensor of divisors of rotary frequencies, if there is one.
+pub(super) fn read(
+    header: &Header,
+    rope_factors: impl FnOnce() -> Result<Option<Vec<f32>>>,
+) -> Result<DecoderConfig> {
+    let keys = Keys::new(header)?;
+    refuse_other_computations(&keys)?;
+    let num_hidden_layers = keys.size("block_count")?;
+    if num_hidden_layers > header.tensors.len() {
+        bail!(
+            "{}.block_count: {num_hidden_layers}, but the file has only {} tensors",
+            keys.architecture,
+            header.tensors.len()
+        );
+    }
+    let hidden_size = keys.size("embedding_length")?;
+    let Some(embedding) = header.tensors.get(EMBEDDING) else {
+        bail!("lacks the tensor {EMBEDDING}");
+    };
+    let &[vocab_size, _] = embedding.dims.as_slice() else {
+        bail!(
+            "tensor {EMBEDDING}: shape {:?}, it must have two dimensions",
+            embedding.dims
+        );
+    };
+    if let Some(stated) = keys.optional_size("vocab_size")?
+        && stated != vocab_size
+    {
+        bail!(
+            "{}.vocab_size: {stated}, but {EMBEDDING} has {vocab_size} rows",
+            keys.architecture
+        );
+    }
+    let num_attention_heads = keys.size("attention.head_count")?;
+    let head_dim = keys.optional_size("attention.key_length")?;
+    let rope_theta = keys.optional_number("rope.freq_base")?.unwrap_or(1e4);
+    let mut config = DecoderConfig {
+        model_type: keys.model_type,
+        vocab_size,
+        hidden_size,
+        intermediate_size: keys.size("feed_forward_length")?,
+        num_hidden_layers,
+        num_attention_heads,
+        num_key_value_heads: keys
+            .optional_size("attention.head_count_kv")?
+            .unwrap_or(num_attention_heads),
+        head_dim,
+        rms_norm_eps: keys.number("attention.layer_norm_rms_epsilon")?,
+        rope_theta,
+        rope_scaling: rope::metadata_scaling(&keys)?,
+        no_rope_layers: match keys.model_type {
+            ModelType::SmolLm3 => (1..=num_hidden_layers)
+                .map(|layer| u8::from(!layer.is_multiple_of(SMOLLM3_NO_ROPE_INTERVAL)))
+                .collect(),
+            _ => Vec::new(),
+        },
+        max_position_embeddings: keys.size("context_length")?,
+        tie_word_embeddings: !header.tensors.contains_key(OUTPUT),
+    };
+    config.validate()?;
+    for key in ["attention.value_length", "rope.dimension_count"] {
+        if let Some(width) = keys.optional_size(key)?
+            && width != config.head_dim()
+        {
+            bail!(
+                "{}.{key}: {width}, must be the width of a head, which is {}",
+                keys.architecture,
+                config.head_dim()
+            );
+        }
+    }
+    if let Some(factors) = rope_factors()? {
+        config.rope_scaling = rope::tensor_scaling(&config, &factors)?;
+        config.validate()?;
+    }
+    Ok(config)
+}
+
+/// Errs with a key that says that the file is another kind of model.
+fn refuse_other_computations(keys: &Keys) -> Result<()> {
+    if let Some(value) = keys.header.metadata.get("split.count")
+        && value.as_u64().is_none_or(|count| count > 1)
+    {
+        bail!("split.count: {value}, only models in one file are read");
+    }
+    for key in [
+        "expert_count",
+        "attention.sliding_window",
+        "attention.max_alibi_bias",
+        "attention.clamp_kqv",
+        "attention.scale",
+        "logit_scale",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "residual_scale",
+        "embedding_scale",
+    ] {
+        if let Some(value) = keys.get(key)
+            && value.as_f64() != Some(0.0)
+        {
+            bail!(
+                "{}.{key}: {value}, only models without it are read",
+                keys.architecture
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The keys of one architecture.
+pub(super) struct Keys<'a> {
+    header: &'a Header,
+    pub(super) architecture: &'a str,
+    pub(super) model_type: ModelType,
+}
+
+impl<'a> Keys<'a> {
+    fn new(header: &'a Header) -> Result<Self> {
+        const KEY: &str = "general.architecture";
+        const KNOWN: [&str; 4] = ["llama", "qwen2", "qwen3", "smollm3"];
+        let Some(value) = header.metadata.get(KEY) else {
+            bail!("{KEY}: absent, must be one of {KNOWN:?}");
+        };
+        let (architecture, model_type) = match value.as_str() {
+            Some(name @ "llama") => (name, ModelType::Llama),
+            Some(name @ "qwen2") => (name, ModelType::Qwen2),
+            Some(name @ "qwen3") => (name, ModelType::Qwen3),
+            Some(name @ "smollm3") => (name, ModelType::SmolLm3),
+            _ => bail!("{KEY}: {value}, must be one of {KNOWN:?}"),
+        };
+        Ok(Self {
+            header,
+            architecture,
+            model_type,
+        })
+    }
+
+    pub(super) fn get(&self, key: &str) -> Option<&'a GgufValue> {
+        self.header
+            .metadata
+            .get(&format!("{}.{key}", self.architecture))
+    }
+
+    fn size(&self, key: &str) -> Result<usize> {
+        match self.optional_size(key)? {
+            Some(size) => Ok(size),
+            None => bail!("{}.{key}: absent", self.architecture),
+        }
+    }
+
+    pub(super) fn optional_size(&self, key: &str) -> Result<Option<usize>> {
+        let Some(value) = self.get(key) else {
+            return Ok(None);
+        };
+        match value.as_u64().and_then(|size| usize::try_from(size).ok()) {
+            Some(size) => Ok(Some(size)),
+            None => bail!(
+                "{}.{key}: {value}, must be one whole number",
+                self.architecture
+            ),
+        }
+    }
+
+    fn number(&self, key: &str) -> Result<f64> {
+        match self.optional_number(key)? {
+            Some(number) => Ok(number),
+            None => bail!("{}.{key}: absent", self.architecture),
+        }
+    }
+
+    pub(super) fn optional_number(&self, key: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(key) else {
+            return Ok(None);
+        };
+        match value.as_f64() {
+            Some(number) => Ok(Some(number)),
+            None => bail!("{}.{key}: {value}, must be a number", self.architecture),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The weights of a GGUF file under their Hugging Face names.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+use candle_core::quantized::ggml_file::qtensor_from_ggml;
+use candle_core::{Device, Error, Result, Tensor, bail};
+
+use super::config::{EMBEDDING, OUTPUT};
+use super::header::{Header, TensorPlace};
+use super::rope::FACTORS;
+use crate::finite::ensure_finite;
+use crate::parameters::check_names;
+use crate::{DecoderConfig, ModelType};
+
+/// All weights of `config` in f32 by their Hugging Face names.
+pub(super) fn read(
+    path: &Path,
+    header: &Header,
+    config: &DecoderConfig,
+) -> Result<HashMap<String, Tensor>> {
+    let mut expected = BTreeMap::new();
+    let mut names = BTreeMap::new();
+    for (name, shape) in config.parameter_shapes() {
+        let Some(stored) = stored_name(&name) else {
+            bail!("{name} has no name in GGUF files");
+        };
+        expected.insert(stored.clone(), shape);
+        names.insert(stored, name);
+    }
+    let found: HashMap<_, _> = header
+        .tensors
+        .iter()
+        .filter(|(name, _)| *name != FACTORS)
+        .map(|(name, place)| (name.clone(), place))
+        .collect();
+    check_names("tensors", &expected, &found)?;
+    // All shapes first: nothing is read of a file that does not fit.
+    for (stored, shape) in &expected {
+        let dims = &found[stored].dims;
+        if dims != shape.dims() {
+            bail!(
+                "tensor {stored}: shape {dims:?}, it must be {:?}",
+                shape.dims()
+            );
+        }
+    }
+    let mut file = File::open(path)?;
+    names
+        .into_iter()
+        .map(|(stored, name)| {
+            let read = |file: &mut File| -> Result<Tensor> {
+                let tensor = tensor(file, found[&stored])?;
+                ensure_finite(&tensor)?;
+                rotate_by_halves(config, &name, tensor)
+            };
+            let tensor =
+                read(&mut file).map_err(|error| Error::msg(format!("tensor {stored}: {error}")))?;
+            Ok((name, tensor))
+        })
+        .collect()
+}
+
+/// The divisors of the rotary frequencies, if the file has them.
+pub(super) fn rope_factors(path: &Path, header: &Header) -> Result<Option<Vec<f32>>> {
+    let Some(place) = header.tensors.get(FACTORS) else {
+        return Ok(None);
+    };
+    let values = tensor(&mut File::open(path)?, place)?;
+    Ok(Some(values.flatten_all()?.to_vec1()?))
+}
+
+fn tensor(file: &mut File, place: &TensorPlace) -> Result<Tensor> {
+    // The header has been checked against the length of the file.
+    let mut bytes = vec![0; place.length];
+    file.seek(SeekFrom::Start(place.start))?;
+    file.read_exact(&mut bytes)?;
+    qtensor_from_ggml(place.dtype, &bytes, place.dims.clone(), &Device::Cpu)?
+        .dequantize(&Device::Cpu)
+}
+
+/// Puts the rows of query and key back into the order of Hugging Face, where the first half of a head rotates with the
+/// second; the files of Llama and SmolLM3 have the two of a pair side by side.
+fn rotate_by_halves(config: &DecoderConfig, name: &str, tensor: Tensor) -> Result<Tensor> {
+    let heads = match (config.model_type, name) {
+        (ModelType::Qwen2 | ModelType::Qwen3, _) => return Ok(tensor),
+        (_, name) if name.ends_with("q_proj.weight") => config.num_attention_heads,
+        (_, name) if name.ends_with("k_proj.weight") => config.num_key_value_heads,
+        _ => return Ok(tensor),
+    };
+    let (rows, width) = tensor.dims2()?;
+    tensor
+        .reshape((heads, rows / heads / 2, 2, width))?
+        .transpose(1, 2)?
+        .reshape((rows, width))
+}
+
+/// What a GGUF file calls the weight of that Hugging Face name.
+fn stored_name(name: &str) -> Option<String> {
+    Some(match name {
+        "model.embed_tokens.weight" => EMBEDDING.to_owned(),
+        "model.norm.weight" => "output_norm.weight".to_owned(),
+        "lm_head.weight" => OUTPUT.to_owned(),
+        _ => {
+            let (layer, name) = name.strip_prefix("model.layers.")?.split_once('.')?;
+            let (name, kind) = name.rsplit_once('.')?;
+            let name = match name {
+                "input_layernorm" => "attn_norm",
+                "post_attention_layernorm" => "ffn_norm",
+                "self_attn.q_proj" => "attn_q",
+                "self_attn.k_proj" => "attn_k",
+                "self_attn.v_proj" => "attn_v",
+                "self_attn.o_proj" => "attn_output",
+                "self_attn.q_norm" => "attn_q_norm",
+                "self_attn.k_norm" => "attn_k_norm",
+                "mlp.gate_proj" => "ffn_gate",
+                "mlp.up_proj" => "ffn_up",
+                "mlp.down_proj" => "ffn_down",
+                _ => return None,
+            };
+            format!("blk.{layer}.{name}.{kind}")
+        }
+    })
+}

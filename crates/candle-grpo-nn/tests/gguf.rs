@@ -1,0 +1,561 @@
+//! Models in GGUF files, written here by Candle.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, ModelType, Parameters, RopeScaling};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod small;
+use small::{bits, config, decoder_config, lively_tensors, max_difference, message};
+
+/// What is written into a file; tests change it.
+struct Contents {
+    metadata: HashMap<String, Value>,
+    tensors: HashMap<String, Tensor>,
+    dtype: GgmlDType,
+}
+
+impl Contents {
+    fn new(config: &DecoderConfig, weights: &HashMap<String, Tensor>) -> Result<Self> {
+        let architecture = match config.model_type {
+            ModelType::Llama => "llama",
+            ModelType::Qwen2 => "qwen2",
+            ModelType::Qwen3 => "qwen3",
+            ModelType::SmolLm3 => "smollm3",
+        };
+        let size = |value: usize| Value::U32(value as u32);
+        let mut metadata: HashMap<_, _> = [
+            ("block_count", size(config.num_hidden_layers)),
+            ("embedding_length", size(config.hidden_size)),
+            ("feed_forward_length", size(config.intermediate_size)),
+            ("context_length", size(config.max_position_embeddings)),
+            ("attention.head_count", size(config.num_attention_heads)),
+            ("attention.head_count_kv", size(config.num_key_value_heads)),
+            ("attention.key_length", size(config.head_dim())),
+            ("attention.value_length", size(config.head_dim())),
+            ("rope.dimension_count", size(config.head_dim())),
+            (
+                "attention.layer_norm_rms_epsilon",
+                Value::F32(config.rms_norm_eps as f32),
+            ),
+            ("rope.freq_base", Value::F32(config.rope_theta as f32)),
+        ]
+        .into_iter()
+        .map(|(key, value)| (format!("{architecture}.{key}"), value))
+        .collect();
+        let name = Value::String(architecture.to_owned());
+        metadata.insert("general.architecture".to_owned(), name);
+        let mut tensors = HashMap::new();
+        for (name, weight) in weights {
+            let heads = match name {
+                name if name.contains("q_proj.weight") => config.num_attention_heads,
+                name if name.contains("k_proj.weight") => config.num_key_value_heads,
+                _ => 0,
+            };
+            let interleaved = matches!(config.model_type, ModelType::Llama | ModelType::SmolLm3);
+            let weight = if heads > 0 && interleaved {
+                pairs_side_by_side(weight, heads)?
+            } else {
+                weight.clone()
+            };
+            tensors.insert(stored_name(name), weight);
+        }
+        Ok(Self {
+            metadata,
+            tensors,
+            dtype: GgmlDType::F32,
+        })
+    }
+
+    fn write(&self, path: &Path) -> Result<()> {
+        let mut tensors = Vec::new();
+        for (name, tensor) in &self.tensors {
+            let dtype = if tensor.rank() == 1 {
+                GgmlDType::F32
+            } else {
+                self.dtype
+            };
+            tensors.push((name.as_str(), QTensor::quantize(tensor, dtype)?));
+        }
+        // Always in the same order, whatever order the map has.
+        tensors.sort_by_key(|(name, _)| *name);
+        let tensors: Vec<_> = tensors.iter().map(|(name, t)| (*name, t)).collect();
+        let mut metadata: Vec<_> = self.metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
+        metadata.sort_by_key(|(key, _)| *key);
+        gguf_file::write(&mut File::create(path)?, &metadata, &tensors)
+    }
+}
+
+/// The rows of each head: the first of the first half, the first of the second half, the second of the first, ...
+fn pairs_side_by_side(weight: &Tensor, heads: usize) -> Result<Tensor> {
+    let (rows, _) = weight.dims2()?;
+    let half = rows / heads / 2;
+    let order: Vec<u32> = (0..heads)
+        .flat_map(|head| (0..half).flat_map(move |pair| [(head, pair), (head, pair + half)]))
+        .map(|(head, row)| (head * 2 * half + row) as u32)
+        .collect();
+    weight.index_select(&Tensor::new(order, &Device::Cpu)?, 0)
+}
+
+fn stored_name(name: &str) -> String {
+    [
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("model.layers", "blk"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.", "attn_"),
+        ("mlp.", "ffn_"),
+        ("_proj", ""),
+    ]
+    .iter()
+    .fold(name.to_owned(), |name, (from, to)| name.replace(from, to))
+}
+
+struct Folder {
+    folder: tempfile::TempDir,
+}
+
+impl Folder {
+    fn new() -> Self {
+        Self {
+            folder: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("model.gguf")
+    }
+
+    fn read(&self) -> Result<(DecoderConfig, Parameters)> {
+        let file = Gguf::open(&self.path())?;
+        Ok((file.config()?, file.parameters(&Device::Cpu)?))
+    }
+
+    /// The message with which a file of these contents is refused.
+    fn refused(&self, contents: &Contents) -> String {
+        contents.write(&self.path()).unwrap();
+        message(self.read())
+    }
+
+    fn refused_bytes(&self, bytes: &[u8]) -> String {
+        fs::write(self.path(), bytes).unwrap();
+        message(self.read())
+    }
+}
+
+fn contents() -> Contents {
+    let config = config(true);
+    Contents::new(&config, &lively_tensors(&config).unwrap()).unwrap()
+}
+
+#[test]
+fn the_golden_models_are_read_to_the_bit() -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models");
+    let file = Folder::new();
+    let mut families = Vec::new();
+    for name in [
+        "llama_tied",
+        "llama_untied",
+        "llama_untied_sharded",
+        "llama3_rope",
+        "qwen2_tied",
+        "qwen3_tied",
+    ] {
+        let folder = root.join(name);
+        let expected = decoder_config(&fs::read_to_string(folder.join("config.json"))?);
+        let weights = Parameters::load_folder(&expected, &folder, &Device::Cpu)?;
+        let mut contents = Contents::new(&expected, &weights.frozen_copy()?)?;
+        if let RopeScaling::Llama3 { .. } = expected.rope_scaling {
+            // The divisors of the eight frequencies 10^(-i / 2), computed by hand from the formula of Llama 3 with 128
+            // positions: two make more than four turns, the third 2.037, the fourth 0.644 and the others less.
+            let factors = [1f32, 1., 2.339_119, 8., 8., 8., 8., 8.];
+            let factors = Tensor::new(&factors, &Device::Cpu)?;
+            contents.tensors.insert("rope_freqs.weight".into(), factors);
+        }
+        contents.write(&file.path())?;
+        let (config, parameters) = file.read()?;
+        let expected = DecoderConfig {
+            head_dim: Some(expected.head_dim()),
+            ..expected
+        };
+        assert_eq!(config, expected, "{name}");
+        assert_eq!(bits(&parameters)?, bits(&weights)?, "{name}");
+        families.push(config.model_type);
+    }
+    families.dedup();
+    assert_eq!(
+        families,
+        [ModelType::Llama, ModelType::Qwen2, ModelType::Qwen3]
+    );
+    Ok(())
+}
+
+#[test]
+fn smollm3_does_not_rotate_every_fourth_block() -> Result<()> {
+    let config = DecoderConfig {
+        model_type: ModelType::SmolLm3,
+        num_hidden_layers: 5,
+        no_rope_layers: vec![1, 1, 1, 0, 1],
+        ..config(true)
+    };
+    let weights = lively_tensors(&config)?;
+    let file = Folder::new();
+    Contents::new(&config, &weights)?.write(&file.path())?;
+    let (read, parameters) = file.read()?;
+    assert_eq!(read, config);
+    let weights = Parameters::from_tensors(&config, weights, &Device::Cpu)?;
+    assert_eq!(bits(&parameters)?, bits(&weights)?);
+    Ok(())
+}
+
+#[rstest]
+#[case(GgmlDType::F16, 1e-3)]
+#[case(GgmlDType::BF16, 1e-2)]
+#[case(GgmlDType::Q8_0, 2e-2)]
+#[case(GgmlDType::Q5_0, 0.1)]
+#[case(GgmlDType::Q5_1, 0.1)]
+#[case(GgmlDType::Q4_0, 0.2)]
+#[case(GgmlDType::Q4_1, 0.2)]
+#[case(GgmlDType::Q6K, 0.1)]
+#[case(GgmlDType::Q5K, 0.1)]
+#[case(GgmlDType::Q4K, 0.2)]
+#[case(GgmlDType::Q3K, 0.5)]
+#[case(GgmlDType::Q2K, 1.0)]
+fn every_type_is_dequantised(#[case] dtype: GgmlDType, #[case] relative: f64) -> Result<()> {
+    let config = DecoderConfig {
+        hidden_size: 256,
+        intermediate_size: 256,
+        head_dim: Some(64),
+        num_hidden_layers: 1,
+        ..config(false)
+    };
+    let weights = lively_tensors(&config)?;
+    let mut contents = Contents::new(&config, &weights)?;
+    contents.dtype = dtype;
+    let file = Folder::new();
+    contents.write(&file.path())?;
+    let (_, parameters) = file.read()?;
+    let mut smallest = f64::INFINITY;
+    for (name, weight) in &weights {
+        let largest = max_difference(weight, &weight.zeros_like()?)?;
+        let distance = max_difference(parameters.get(name).unwrap(), weight)? / largest;
+        assert!(distance < relative, "{name}: {distance}");
+        if weight.rank() == 2 {
+            smallest = smallest.min(distance);
+        }
+    }
+    assert!(smallest > 0.0, "{dtype:?} was not used");
+    Ok(())
+}
+
+#[test]
+fn metadata_is_handed_out() -> Result<()> {
+    let mut contents = contents();
+    let texts = |texts: &[&str]| {
+        let texts = texts.iter().map(|text| Value::String((*text).to_owned()));
+        Value::Array(texts.collect())
+    };
+    for (key, value) in [
+        ("a", texts(&["é", ""])),
+        ("b", Value::Array(vec![Value::I32(-3), Value::I32(4)])),
+        ("c", Value::Array(vec![Value::F32(0.1)])),
+        ("d", Value::Bool(true)),
+        ("e", Value::U64(u64::MAX)),
+        ("f", Value::F64(0.25)),
+        ("g", Value::Array(vec![Value::Bool(true)])),
+    ] {
+        contents.metadata.insert(key.to_owned(), value);
+    }
+    let file = Folder::new();
+    contents.write(&file.path())?;
+    let read = Gguf::open(&file.path())?;
+    let get = |key: &str| &read.metadata()[key];
+    assert_eq!(
+        *get("a"),
+        GgufValue::Strings(vec!["é".to_owned(), String::new()])
+    );
+    assert_eq!(*get("b"), GgufValue::Integers(vec![-3, 4]));
+    assert!(matches!(get("c"), GgufValue::Floats(x) if x.len() == 1 && (x[0] - 0.1).abs() < 1e-12));
+    assert_eq!(get("d").as_bool(), Some(true));
+    assert_eq!(get("e").as_u64(), Some(u64::MAX));
+    assert_eq!(get("f").as_f64(), Some(0.25));
+    assert_eq!(get("g").as_integers(), Some([1].as_slice()));
+    assert_eq!(get("llama.block_count").as_u64(), Some(2));
+    assert_eq!(get("llama.block_count").as_str(), None);
+    Ok(())
+}
+
+#[rstest]
+#[case(("rope.scaling.factor", Value::F32(4.0)), RopeScaling::Linear { factor: 4.0 })]
+#[case(("rope.scale_linear", Value::F32(2.0)), RopeScaling::Linear { factor: 2.0 })]
+#[case(("rope.scaling.type", Value::String("none".into())), RopeScaling::Default)]
+fn scaled_frequencies_are_read(
+    #[case] (key, value): (&str, Value),
+    #[case] expected: RopeScaling,
+) -> Result<()> {
+    let mut contents = contents();
+    contents.metadata.insert(format!("llama.{key}"), value);
+    let file = Folder::new();
+    contents.write(&file.path())?;
+    assert_eq!(file.read()?.0.rope_scaling, expected);
+    Ok(())
+}
+
+#[test]
+fn yarn_is_read() -> Result<()> {
+    let mut contents = contents();
+    for (key, value) in [
+        ("type", Value::String("yarn".into())),
+        ("factor", Value::F32(4.0)),
+        ("original_context_length", Value::U32(8)),
+    ] {
+        let key = format!("llama.rope.scaling.{key}");
+        contents.metadata.insert(key, value);
+    }
+    let file = Folder::new();
+    contents.write(&file.path())?;
+    let yarn = RopeScaling::Yarn {
+        factor: 4.0,
+        original_max_position_embeddings: 8,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: None,
+    };
+    assert_eq!(file.read()?.0.rope_scaling, yarn);
+    for (absent, words) in [
+        (
+            "original_context_length",
+            "original_context_length: absent, YaRN needs it",
+        ),
+        ("factor", "factor: absent, YaRN needs it"),
+    ] {
+        let key = format!("llama.rope.scaling.{absent}");
+        let value = contents.metadata.remove(&key).unwrap();
+        let message = file.refused(&contents);
+        assert!(
+            message.contains(&format!("llama.rope.scaling.{words}")),
+            "{message}"
+        );
+        contents.metadata.insert(key, value);
+    }
+    Ok(())
+}
+
+#[rstest]
+#[case("general.architecture", Some(Value::String("gemma3".into())), "general.architecture: \"gemma3\", must be one of")]
+#[case("general.architecture", None, "general.architecture: absent")]
+#[case("llama.block_count", None, "llama.block_count: absent")]
+#[case("llama.block_count", Some(Value::U64(1 << 60)), "llama.block_count: 1152921504606846976, but the file has only")]
+#[case("llama.block_count", Some(Value::I32(-1)), "llama.block_count: -1, must be one whole number")]
+#[case("llama.block_count", Some(Value::U32(0)), "num_hidden_layers is 0")]
+#[case("llama.block_count", Some(Value::U32(1)), "surplus [\"blk.1.")]
+#[case(
+    "llama.embedding_length",
+    Some(Value::U64(u64::MAX)),
+    "it must be [12, 18446744073709551615]"
+)]
+#[case("llama.feed_forward_length", Some(Value::U64(1 << 62)), "tensor blk.0.ffn_down.weight: shape [12, 20]")]
+#[case(
+    "llama.context_length",
+    Some(Value::U32(0)),
+    "max_position_embeddings is 0"
+)]
+#[case(
+    "llama.attention.head_count",
+    Some(Value::U32(3)),
+    "a multiple of num_key_value_heads"
+)]
+#[case(
+    "llama.attention.head_count_kv",
+    Some(Value::Array(vec![Value::U32(2), Value::U32(2)])),
+    "llama.attention.head_count_kv: an array of 2 whole numbers, must be one whole number"
+)]
+#[case(
+    "llama.attention.value_length",
+    Some(Value::U32(8)),
+    "llama.attention.value_length: 8, must be the width of a head, which is 6"
+)]
+#[case(
+    "llama.rope.dimension_count",
+    Some(Value::U32(4)),
+    "llama.rope.dimension_count: 4, must be"
+)]
+#[case(
+    "llama.attention.layer_norm_rms_epsilon",
+    Some(Value::F32(f32::NAN)),
+    "rms_norm_eps is NaN"
+)]
+#[case("llama.attention.layer_norm_rms_epsilon", Some(Value::String("1e-5".into())), "must be a number")]
+#[case(
+    "llama.vocab_size",
+    Some(Value::U32(14)),
+    "llama.vocab_size: 14, but token_embd.weight has 13 rows"
+)]
+#[case("llama.rope.scaling.type", Some(Value::String("longrope".into())), "llama.rope.scaling.type: \"longrope\", only")]
+#[case(
+    "llama.rope.scaling.attn_factor",
+    Some(Value::F32(1.2)),
+    "llama.rope.scaling.attn_factor: 1.2, only 1"
+)]
+#[case(
+    "llama.rope.scaling.factor",
+    Some(Value::F32(0.5)),
+    "rope_scaling.factor is 0.5"
+)]
+#[case("llama.expert_count", Some(Value::U32(8)), "llama.expert_count: 8")]
+#[case(
+    "llama.attention.sliding_window",
+    Some(Value::U32(4096)),
+    "llama.attention.sliding_window: 4096"
+)]
+#[case("split.count", Some(Value::U16(2)), "split.count: 2")]
+#[case(
+    "general.alignment",
+    Some(Value::U32(0)),
+    "general.alignment: 0, must be from 1"
+)]
+#[case("general.alignment", Some(Value::String("x".into())), "general.alignment: \"x\"")]
+fn metadata_that_is_no_such_decoder_is_refused_by_key(
+    #[case] key: &str,
+    #[case] value: Option<Value>,
+    #[case] expected: &str,
+) {
+    let mut contents = contents();
+    match value {
+        Some(value) => contents.metadata.insert(key.to_owned(), value),
+        None => contents.metadata.remove(key),
+    };
+    let message = Folder::new().refused(&contents);
+    assert!(message.contains("model.gguf: "), "{message}");
+    assert!(message.contains(expected), "{message}");
+}
+
+type Tensors = HashMap<String, Tensor>;
+
+fn ones(dims: impl Into<candle_core::Shape>) -> Tensor {
+    Tensor::ones(dims, candle_core::DType::F32, &Device::Cpu).unwrap()
+}
+
+#[rstest]
+#[case(|t: &mut Tensors| drop(t.remove("blk.1.attn_k.weight")), r#"missing ["blk.1.attn_k.weight"], surplus []"#)]
+#[case(|t: &mut Tensors| drop(t.remove("token_embd.weight")), "lacks the tensor token_embd.weight")]
+#[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.bias".into(), ones(24))), r#"missing [], surplus ["blk.0.attn_q.bias"]"#)]
+#[case(|t: &mut Tensors| drop(t.insert("token_embd.weight".into(), ones(12))), "tensor token_embd.weight: shape [12], it must have two dimensions")]
+#[case(|t: &mut Tensors| drop(t.insert("token_embd.weight".into(), ones((13, 11)))), "tensor token_embd.weight: shape [13, 11], it must be [13, 12]")]
+#[case(|t: &mut Tensors| drop(t.insert("blk.1.ffn_up.weight".into(), ones((12, 20)))), "tensor blk.1.ffn_up.weight: shape [12, 20], it must be [20, 12]")]
+#[case(|t: &mut Tensors| drop(t.insert("output_norm.weight".into(), (ones(12) * f64::NAN).unwrap())), "tensor output_norm.weight: has a NaN or an infinity")]
+#[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.weight".into(), (ones((24, 12)) / 0.0).unwrap())), "tensor blk.0.attn_q.weight: has a NaN or an infinity")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), ones(4))), "tensor rope_freqs.weight: 4 numbers, it must have half as many as a head is wide, 3")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, 3., 2.], &Device::Cpu).unwrap())), "tensor rope_freqs.weight: [1.0, 3.0, 2.0], these are not the divisors")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, f32::NAN, 2.], &Device::Cpu).unwrap())), "these are not the divisors")]
+fn tensors_that_do_not_fit_are_refused_by_name(
+    #[case] spoil: fn(&mut Tensors),
+    #[case] expected: &str,
+) {
+    let mut contents = contents();
+    spoil(&mut contents.tensors);
+    let message = Folder::new().refused(&contents);
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
+fn a_file_that_is_not_whole_is_refused_at_every_length() {
+    let file = Folder::new();
+    contents().write(&file.path()).unwrap();
+    let whole = fs::read(file.path()).unwrap();
+    // Each byte of the header, and then some. The last tensor ends before the padding at the end of the file.
+    let data = whole.len() - contents().tensors.values().map(padded).sum::<usize>();
+    for length in (0..data).chain((data..whole.len() - 32).step_by(61)) {
+        let message = file.refused_bytes(&whole[..length]);
+        assert!(message.contains("model.gguf: "), "{length}: {message}");
+    }
+    fs::remove_file(file.path()).unwrap();
+    assert!(message(file.read()).contains("model.gguf: "));
+}
+
+fn padded(tensor: &Tensor) -> usize {
+    (tensor.elem_count() * 4).next_multiple_of(32)
+}
+
+/// Where a text begins in a file.
+fn find(bytes: &[u8], text: &str) -> usize {
+    let text = text.as_bytes();
+    let windows = bytes.windows(text.len());
+    windows.into_iter().position(|w| w == text).unwrap()
+}
+
+/// A header that lies must be an error, and not memory of the size that it states.
+#[rstest]
+#[case::magic(|_: &[u8]| 0, &[0], "begins with")]
+#[case::version(|_: &[u8]| 4, &[0, 0, 0, 3], "GGUF version 50331648")]
+#[case::tensor_count(|_: &[u8]| 8, &[0xff; 8], "tensors at byte 24: 18446744073709551615")]
+#[case::metadata_count(|_: &[u8]| 16, &[0xff; 7], "metadata entries at byte 24: 72057594037927935")]
+#[case::key(|_: &[u8]| 24, &[0xff; 8], "string at byte 32: 18446744073709551615")]
+#[case::value_type(|b: &[u8]| find(b, "llama.block_count") + 17, &[77], "metadata llama.block_count: a value of type 77")]
+#[case::array(
+    |b: &[u8]| find(b, "llama.block_count") + 17,
+    // An array of bytes that is larger than the file.
+    &[9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff],
+    "metadata llama.block_count: array at byte"
+)]
+#[case::nested(|b: &[u8]| find(b, "llama.block_count") + 17, &[9, 0, 0, 0, 9, 0, 0, 0], "an array of type 9")]
+#[case::rank(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 19, &[200], "tensor blk.0.attn_q.weight: 200 dimensions")]
+#[case::no_rank(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 19, &[0], "tensor blk.0.attn_q.weight: 0 dimensions")]
+#[case::empty(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 23, &[0], "tensor blk.0.attn_q.weight: shape [24, 0]")]
+#[case::product(
+    |b: &[u8]| find(b, "blk.0.attn_q.weight") + 23,
+    &[0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0],
+    "tensor blk.0.attn_q.weight: shape [281474976710656, 281474976710656], which is too large"
+)]
+#[case::beyond(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 28, &[1], "tensor blk.0.attn_q.weight: 105553116267648 bytes from byte")]
+#[case::dtype(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 39, &[20], "tensor blk.0.attn_q.weight: type 20 of ggml")]
+#[case::blocks(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 39, &[2], "the last must be a multiple of 32 for type Q4_0")]
+#[case::offset(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 43, &[0xff; 8], "tensor blk.0.attn_q.weight: 1152 bytes from byte")]
+#[case::twice(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 11, b"k", "tensor blk.0.attn_k.weight: occurs twice")]
+#[case::key_twice(|b: &[u8]| find(b, "llama.attention.key_length") + 16, b"head_count", "metadata llama.attention.head_count: occurs twice")]
+fn a_header_that_lies_is_refused(
+    #[case] at: fn(&[u8]) -> usize,
+    #[case] lie: &[u8],
+    #[case] expected: &str,
+) {
+    let file = Folder::new();
+    contents().write(&file.path()).unwrap();
+    let mut bytes = fs::read(file.path()).unwrap();
+    let at = at(&bytes);
+    bytes[at..at + lie.len()].copy_from_slice(lie);
+    let message = file.refused_bytes(&bytes);
+    assert!(message.contains(expected), "{message}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Whatever bytes are changed, the file is read or refused.
+    #[test]
+    fn no_bytes_make_the_reader_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8), cut in any::<prop::sample::Index>(), torn: bool) {
+        let file = Folder::new();
+        contents().write(&file.path()).unwrap();
+        let mut bytes = fs::read(file.path()).unwrap();
+        // The header is a small part of the file and the one that matters.
+        let header = bytes.len() - contents().tensors.values().map(padded).sum::<usize>();
+        for (at, value) in changes {
+            bytes[at.index(header)] = value;
+        }
+        if torn {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        fs::write(file.path(), bytes).unwrap();
+        if let Err(error) = file.read() {
+            prop_assert!(error.to_string().contains("model.gguf"));
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! What a chat template is given.
+
+use std::collections::BTreeMap;
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::{Deserialize, Serialize};
+
+/// What a chat template renders. Reads from JSON, where the keys keep their order, which a template may print.
+///
+/// ```
+/// use candle_grpo_train::Chat;
+///
+/// let text = r#"{"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": true}"#;
+/// let chat: Chat = serde_json::from_str(text).unwrap();
+/// # let _ = chat;
+/// ```
+#[derive(Debug, Clone, Deserialize)]
+pub struct Chat {
+    messages: Value,
+    #[serde(default)]
+    tools: Option<Value>,
+    #[serde(default)]
+    documents: Option<Value>,
+    #[serde(default)]
+    add_generation_prompt: bool,
+    #[serde(default)]
+    variables: BTreeMap<String, Value>,
+}
+
+impl Chat {
+    /// `messages` is a list of objects with `role` and `content`, and what else the template asks for.
+    pub fn new(messages: impl Serialize) -> Self {
+        Self {
+            messages: Value::from_serialize(messages),
+            tools: None,
+            documents: None,
+            add_generation_prompt: false,
+            variables: BTreeMap::new(),
+        }
+    }
+
+    /// Asks for the beginning of the assistant's answer at the end.
+    pub fn generation_prompt(mut self) -> Self {
+        self.add_generation_prompt = true;
+        self
+    }
+
+    /// A list of the tools that may be called, each a JSON schema.
+    pub fn tools(mut self, tools: impl Serialize) -> Self {
+        self.tools = Some(Value::from_serialize(tools));
+        self
+    }
+
+    /// A list of documents to answer from, with `title` and `text`.
+    pub fn documents(mut self, documents: impl Serialize) -> Self {
+        self.documents = Some(Value::from_serialize(documents));
+        self
+    }
+
+    /// Another variable for the template, `enable_thinking` for example.
+    pub fn variable(mut self, name: &str, value: impl Serialize) -> Self {
+        self.variables
+            .insert(name.to_owned(), Value::from_serialize(value));
+        self
+    }
+
+    pub(super) fn context(&self, special_tokens: &[(&'static str, String)]) -> Value {
+        let mut context: BTreeMap<&str, Value> = special_tokens
+            .iter()
+            .map(|(name, text)| (*name, Value::from(text.as_str())))
+            .collect();
+        for (name, value) in &self.variables {
+            context.insert(name, value.clone());
+        }
+        context.insert("messages", with_reasoning(&self.messages));
+        let or_none = |value: &Option<Value>| value.clone().unwrap_or(Value::from(()));
+        context.insert("tools", or_none(&self.tools));
+        context.insert("documents", or_none(&self.documents));
+        context.insert(
+            "add_generation_prompt",
+            Value::from(self.add_generation_prompt),
+        );
+        Value::from_iter(context)
+    }
+}
+
+/// Fills `reasoning_content` and `thinking` from whichever name a message has for its reasoning, as transformers does.
+fn with_reasoning(messages: &Value) -> Value {
+    let Ok(all) = messages.try_iter() else {
+        return messages.clone();
+    };
+    if messages.kind() != ValueKind::Seq {
+        return messages.clone();
+    }
+    let filled = |message: Value| {
+        let reasoning = ["reasoning_content", "thinking", "reasoning"]
+            .into_iter()
+            .filter_map(|name| message.get_attr(name).ok())
+            .find(|value| !value.is_undefined() && !value.is_none());
+        let (Some(reasoning), ValueKind::Map, Ok(keys)) =
+            (reasoning, message.kind(), message.try_iter())
+        else {
+            return message;
+        };
+        let mut entries: Vec<(Value, Value)> = keys
+            .map(|key| {
+                let value = match key.as_str() {
+                    Some("reasoning_content") => reasoning.clone(),
+                    _ => message.get_item(&key).unwrap_or_default(),
+                };
+                (key, value)
+            })
+            .collect();
+        let lacks = |name: &str| !entries.iter().any(|(key, _)| key.as_str() == Some(name));
+        let (thinking, content) = (lacks("thinking"), lacks("reasoning_content"));
+        if thinking {
+            entries.insert(0, (Value::from("thinking"), reasoning.clone()));
+        }
+        if content {
+            entries.push((Value::from("reasoning_content"), reasoning));
+        }
+        entries.into_iter().collect()
+    };
+    all.map(filled).collect()
+}

@@ -1,0 +1,387 @@
+//! Models that somebody else has trained: from a file to a folder, and what is refused.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_train::{Chat, Pretrained};
+use rstest::rstest;
+use serde_json::json;
+
+const WIDTH: usize = 8;
+const SPECIAL: [&str; 4] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"];
+const TEMPLATE: &str =
+    "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}";
+
+/// Special tokens, the printable ASCII characters, space and newline as GPT-2 writes them, and merges of them.
+fn tokens() -> Vec<String> {
+    let mut tokens: Vec<String> = SPECIAL.map(str::to_owned).to_vec();
+    tokens.extend((b'!'..=b'~').map(|byte| char::from(byte).to_string()));
+    for token in ["Ġ", "Ċ", "he", "ll", "Ġhe", "12", "ab", "cd", "abcd"] {
+        tokens.push(token.to_owned());
+    }
+    tokens
+}
+
+fn id(token: &str) -> u32 {
+    tokens().iter().position(|other| other == token).unwrap() as u32
+}
+
+fn texts<T: AsRef<str>>(texts: impl IntoIterator<Item = T>) -> Value {
+    Value::Array(
+        texts
+            .into_iter()
+            .map(|text| Value::String(text.as_ref().to_owned()))
+            .collect(),
+    )
+}
+
+fn metadata() -> BTreeMap<String, Value> {
+    let types = (0..tokens().len()).map(|id| match id {
+        0..=2 => 3,
+        3 => 4,
+        _ => 1,
+    });
+    [
+        ("general.architecture", Value::String("qwen2".into())),
+        ("general.license", Value::String("apache-2.0".into())),
+        ("qwen2.block_count", Value::U32(1)),
+        ("qwen2.embedding_length", Value::U32(WIDTH as u32)),
+        ("qwen2.feed_forward_length", Value::U32(WIDTH as u32)),
+        ("qwen2.context_length", Value::U32(64)),
+        ("qwen2.attention.head_count", Value::U32(2)),
+        ("qwen2.attention.head_count_kv", Value::U32(1)),
+        ("qwen2.attention.layer_norm_rms_epsilon", Value::F32(1e-5)),
+        ("tokenizer.ggml.model", Value::String("gpt2".into())),
+        ("tokenizer.ggml.pre", Value::String("smollm".into())),
+        ("tokenizer.ggml.tokens", texts(tokens())),
+        (
+            "tokenizer.ggml.token_type",
+            Value::Array(types.map(Value::I32).collect()),
+        ),
+        (
+            "tokenizer.ggml.merges",
+            texts(["h e", "l l", "Ġ he", "1 2", "a b", "c d"]),
+        ),
+        ("tokenizer.ggml.bos_token_id", Value::U32(1)),
+        ("tokenizer.ggml.eos_token_id", Value::U32(2)),
+        ("tokenizer.ggml.padding_token_id", Value::U32(2)),
+        ("tokenizer.chat_template", Value::String(TEMPLATE.into())),
+    ]
+    .into_iter()
+    .map(|(key, value)| (key.to_owned(), value))
+    .collect()
+}
+
+fn write_gguf(path: &Path, metadata: &BTreeMap<String, Value>) -> Result<()> {
+    let embedding = tokens().len() + 3;
+    let tensors = [
+        ("token_embd.weight", vec![embedding, WIDTH]),
+        ("output_norm.weight", vec![WIDTH]),
+        ("blk.0.attn_norm.weight", vec![WIDTH]),
+        ("blk.0.ffn_norm.weight", vec![WIDTH]),
+        ("blk.0.attn_q.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.attn_k.weight", vec![WIDTH / 2, WIDTH]),
+        ("blk.0.attn_v.weight", vec![WIDTH / 2, WIDTH]),
+        ("blk.0.attn_q.bias", vec![WIDTH]),
+        ("blk.0.attn_k.bias", vec![WIDTH / 2]),
+        ("blk.0.attn_v.bias", vec![WIDTH / 2]),
+        ("blk.0.attn_output.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.ffn_gate.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.ffn_up.weight", vec![WIDTH, WIDTH]),
+        ("blk.0.ffn_down.weight", vec![WIDTH, WIDTH]),
+    ];
+    let mut written = Vec::new();
+    for (at, (name, shape)) in tensors.into_iter().enumerate() {
+        let count: usize = shape.iter().product();
+        let wave = Tensor::arange(0u32, count as u32, &Device::Cpu)?.to_dtype(DType::F32)?;
+        let weight = (wave + at as f64)?.sin()?.reshape(shape)?;
+        written.push((name, QTensor::quantize(&weight, GgmlDType::F32)?));
+    }
+    let written: Vec<_> = written.iter().map(|(name, t)| (*name, t)).collect();
+    let metadata: Vec<_> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
+    Ok(gguf_file::write(
+        &mut File::create(path)?,
+        &metadata,
+        &written,
+    )?)
+}
+
+struct Folder {
+    folder: tempfile::TempDir,
+}
+
+impl Folder {
+    fn new() -> Self {
+        Self {
+            folder: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn gguf(&self) -> PathBuf {
+        self.folder.path().join("model.gguf")
+    }
+
+    fn model(&self) -> PathBuf {
+        self.folder.path().join("model")
+    }
+
+    fn load(&self, metadata: &BTreeMap<String, Value>) -> Result<Pretrained> {
+        write_gguf(&self.gguf(), metadata)?;
+        Pretrained::load(&self.gguf(), &Device::Cpu)
+    }
+
+    /// The folder of the model, loaded from its file and saved.
+    fn saved(&self) -> PathBuf {
+        let pretrained = self.load(&metadata()).unwrap();
+        pretrained.save(&self.model()).unwrap();
+        self.model()
+    }
+
+    /// The message with which the folder is refused.
+    fn refused(&self) -> String {
+        refusal(Pretrained::load(&self.model(), &Device::Cpu))
+    }
+}
+
+fn refusal(result: Result<Pretrained>) -> String {
+    format!("{:#}", result.err().expect("this must be an error"))
+}
+
+fn encode(pretrained: &Pretrained, text: &str) -> Vec<u32> {
+    let encoding = pretrained.tokenizer.encode(text, false).unwrap();
+    encoding.get_ids().to_vec()
+}
+
+fn ids(tokens: &[&str]) -> Vec<u32> {
+    tokens.iter().map(|token| id(token)).collect()
+}
+
+#[test]
+fn a_gguf_file_becomes_a_folder_that_is_the_same_model() -> Result<()> {
+    let folder = Folder::new();
+    let first = folder.load(&metadata())?;
+    first.save(&folder.model())?;
+    let second = Pretrained::load(&folder.model(), &Device::Cpu)?;
+    assert_eq!(first.license.as_deref(), Some("apache-2.0"));
+    assert_eq!(first.special_tokens.stop_token_ids, [2, 0]);
+    // Nothing in the file says what is unknown.
+    assert_eq!(first.special_tokens.unk, None);
+    let mut model = first.model.clone();
+    model.head_dim = Some(model.head_dim());
+    assert_eq!(second.model, model);
+    assert_eq!(second.special_tokens, first.special_tokens);
+    for (name, weight) in first.parameters.iter() {
+        let bits = |weight: &Tensor| weight.flatten_all()?.to_vec1::<f32>();
+        assert_eq!(bits(second.parameters.get(name).unwrap())?, bits(weight)?);
+    }
+    for pretrained in [&first, &second] {
+        for (text, expected) in [
+            ("hello", vec!["he", "ll", "o"]),
+            (" hello 12", vec!["Ġhe", "ll", "o", "Ġ", "1", "2"]),
+            (
+                "<|im_start|>he\n<|im_end|>",
+                vec!["<|im_start|>", "he", "Ċ", "<|im_end|>"],
+            ),
+            ("a<tool>b", vec!["a", "<tool>", "b"]),
+            ("abcd", vec!["ab", "cd"]),
+        ] {
+            assert_eq!(encode(pretrained, text), ids(&expected), "{text:?}");
+            let plain = pretrained.tokenizer.decode(&ids(&expected), false).unwrap();
+            assert_eq!(plain, text);
+        }
+        let decoded = pretrained
+            .tokenizer
+            .decode(&ids(&["<|im_end|>", "a", "<tool>"]), true);
+        assert_eq!(decoded.unwrap(), "a<tool>");
+        let chat = Chat::new(json!([{"content": "he"}]));
+        let template = pretrained.chat_template.as_ref().unwrap();
+        assert_eq!(template.render(&chat)?, "<|im_start|>he<|im_end|>");
+    }
+    let mut names: Vec<_> = fs::read_dir(folder.model())?
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(
+        names,
+        [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json"
+        ]
+    );
+    Ok(())
+}
+
+#[rstest]
+#[case("default", " he+12a", &["Ġhe", "+", "12", "a"])]
+#[case("gpt-2", "he12a", &["he", "12", "a"])]
+#[case("qwen2", " he 12\n\na", &["Ġhe", "Ġ", "1", "2", "Ċ", "Ċ", "a"])]
+#[case("llama-bpe", "12 abcd", &["12", "Ġ", "ab", "cd"])]
+#[case("llama-bpe", "abcd", &["abcd"])]
+#[case("smaug-bpe", "abcd", &["ab", "cd"])]
+fn each_way_of_splitting_is_known(
+    #[case] pre: &str,
+    #[case] text: &str,
+    #[case] expected: &[&str],
+) -> Result<()> {
+    let mut metadata = metadata();
+    metadata.insert("tokenizer.ggml.pre".into(), Value::String(pre.into()));
+    let pretrained = Folder::new().load(&metadata)?;
+    assert_eq!(encode(&pretrained, text), ids(expected));
+    let with_special = pretrained.tokenizer.encode(text, true).unwrap();
+    // Only Llama 3 begins with its token unless the file says so.
+    let begins = with_special.get_ids()[0] == 1;
+    assert_eq!(begins, pre == "llama-bpe");
+    Ok(())
+}
+
+#[test]
+fn the_beginning_is_added_where_the_file_says_so() -> Result<()> {
+    let mut metadata = metadata();
+    metadata.insert("tokenizer.ggml.add_bos_token".into(), Value::Bool(true));
+    let folder = Folder::new();
+    let first = folder.load(&metadata)?;
+    first.save(&folder.model())?;
+    for pretrained in [first, Pretrained::load(&folder.model(), &Device::Cpu)?] {
+        let encoding = pretrained.tokenizer.encode("he", true).unwrap();
+        assert_eq!(encoding.get_ids(), [1, id("he")]);
+        assert_eq!(encode(&pretrained, "he"), [id("he")]);
+    }
+    Ok(())
+}
+
+#[rstest]
+#[case("tokenizer.ggml.model", Some(Value::String("llama".into())), "tokenizer.ggml.model: \"llama\", only \"gpt2\"")]
+#[case("tokenizer.ggml.model", None, "tokenizer.ggml.model: absent")]
+#[case("tokenizer.ggml.pre", Some(Value::String("viking".into())), "tokenizer.ggml.pre: \"viking\", is not known")]
+#[case(
+    "tokenizer.ggml.pre",
+    Some(Value::U8(1)),
+    "tokenizer.ggml.pre: 1, must be a text"
+)]
+#[case("tokenizer.ggml.tokens", None, "tokenizer.ggml.tokens: absent")]
+#[case(
+    "tokenizer.ggml.tokens",
+    Some(Value::U8(1)),
+    "tokenizer.ggml.tokens: 1, must be an array of texts"
+)]
+#[case("tokenizer.ggml.tokens", Some(texts(vec!["a"; 107])), "tokenizer.ggml.tokens: \"a\" is both token 0 and token 1")]
+#[case("tokenizer.ggml.token_type", Some(Value::Array(vec![Value::I32(1)])), "tokenizer.ggml.token_type: an array of 1 whole numbers, must be")]
+#[case("tokenizer.ggml.merges", None, "tokenizer.ggml.merges: absent")]
+#[case("tokenizer.ggml.merges", Some(texts(["h e", "he"])), "tokenizer.ggml.merges: entry 1 is \"he\"")]
+#[case("tokenizer.ggml.merges", Some(texts(["q x"])), "tokenizer.ggml.merges: ")]
+#[case(
+    "tokenizer.ggml.eos_token_id",
+    Some(Value::U32(1000)),
+    "tokenizer.ggml.eos_token_id: 1000, must be the number of one of"
+)]
+#[case("tokenizer.ggml.bos_token_id", Some(Value::I32(-1)), "tokenizer.ggml.bos_token_id: -1, must be")]
+#[case("tokenizer.chat_template", Some(Value::String("{% if %}".into())), "tokenizer.chat_template: chat template, line 1")]
+#[case("tokenizer.huggingface.json", Some(Value::String("{".into())), "tokenizer.huggingface.json: ")]
+fn metadata_that_is_no_tokenizer_is_refused_by_key(
+    #[case] key: &str,
+    #[case] value: Option<Value>,
+    #[case] expected: &str,
+) {
+    let mut metadata = metadata();
+    match value {
+        Some(value) => metadata.insert(key.to_owned(), value),
+        None => metadata.remove(key),
+    };
+    let message = refusal(Folder::new().load(&metadata));
+    assert!(message.contains("model.gguf: "), "{message}");
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
+fn more_tokens_than_rows_are_refused() {
+    let mut metadata = metadata();
+    let more = (0..4).map(|at| format!("more{at}"));
+    let tokens = texts(tokens().into_iter().chain(more));
+    metadata.insert("tokenizer.ggml.tokens".into(), tokens);
+    metadata.remove("tokenizer.ggml.token_type");
+    let message = refusal(Folder::new().load(&metadata));
+    assert!(
+        message.contains("is \"more3\", but the model has only"),
+        "{message}"
+    );
+}
+
+#[rstest]
+#[case("tokenizer_config.json", json!({"eos_token": 3}), "tokenizer_config.json: eos_token: 3, must be a text")]
+#[case("tokenizer_config.json", json!({"chat_template": 3}), "tokenizer_config.json: chat_template: must be a text")]
+#[case("tokenizer_config.json", json!({"chat_template": "{{"}), "tokenizer_config.json: chat template, line 1")]
+#[case("tokenizer_config.json", json!([]), "tokenizer_config.json: invalid type")]
+#[case("generation_config.json", json!({"eos_token_id": "x"}), "generation_config.json: eos_token_id: \"x\"")]
+#[case("generation_config.json", json!({"eos_token_id": [2, 5000]}), "eos_token_id: 5000, but the model has only")]
+#[case("tokenizer.json", json!({}), "tokenizer.json: ")]
+#[case("config.json", json!({}), "config.json: model_type: absent")]
+fn a_folder_with_a_file_that_makes_no_sense_is_refused_by_its_name(
+    #[case] file: &str,
+    #[case] contents: serde_json::Value,
+    #[case] expected: &str,
+) {
+    let folder = Folder::new();
+    fs::write(folder.saved().join(file), contents.to_string()).unwrap();
+    let message = folder.refused();
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
+fn a_folder_has_what_older_and_newer_programs_write() -> Result<()> {
+    let folder = Folder::new();
+    let path = folder.saved();
+    let config = json!({
+        "bos_token": {"content": "<|im_start|>", "special": true}, "eos_token": "<|im_end|>", "unk_token": "<absent>",
+        "chat_template": [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ eos_token }}"}],
+    });
+    fs::write(path.join("tokenizer_config.json"), config.to_string())?;
+    fs::write(
+        path.join("generation_config.json"),
+        r#"{"eos_token_id": 0}"#,
+    )?;
+    let read = Pretrained::load(&path, &Device::Cpu)?;
+    let tokens = &read.special_tokens;
+    assert_eq!(tokens.bos.as_ref().unwrap().id, 1);
+    assert_eq!((tokens.unk.is_none(), tokens.pad.is_none()), (true, true));
+    assert_eq!(tokens.stop_token_ids, [0, 2]);
+    let render = |read: Pretrained| read.chat_template.unwrap().render(&Chat::new(json!([])));
+    assert_eq!(render(read)?, "<|im_end|>");
+
+    fs::write(path.join("chat_template.jinja"), "newer")?;
+    assert_eq!(render(Pretrained::load(&path, &Device::Cpu)?)?, "newer");
+    // With none of these files the model still loads; config.json says where it stops.
+    for file in [
+        "chat_template.jinja",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ] {
+        fs::remove_file(path.join(file))?;
+    }
+    let bare = Pretrained::load(&path, &Device::Cpu)?;
+    assert!(bare.chat_template.is_none());
+    assert_eq!(bare.special_tokens.stop_token_ids, [2, 0]);
+    Ok(())
+}
+
+#[test]
+fn weights_that_do_not_fit_are_named_with_their_folder() {
+    let folder = Folder::new();
+    let weights = folder.saved().join("model.safetensors");
+    let whole = fs::read(&weights).unwrap();
+    fs::write(&weights, &whole[..whole.len() / 2]).unwrap();
+    let torn = folder.refused();
+    assert!(torn.contains("model.safetensors: "), "{torn}");
+    fs::remove_file(weights).unwrap();
+    let absent = folder.refused();
+    assert!(absent.contains("model.safetensors: "), "{absent}");
+    let nowhere = refusal(Pretrained::load("nowhere".as_ref(), &Device::Cpu));
+    assert!(nowhere.starts_with("loading nowhere: "), "{nowhere}");
+}
