@@ -55,17 +55,17 @@ def main():
     cases = []
     for prompt in prompts:
         ids = tokenizer.encode(prompt, add_special_tokens=False)
-        row = torch.tensor([ids])
-        greedy = []
+        row, past, greedy = torch.tensor([ids]), None, []
         while len(greedy) < NEW_TOKENS:
-            best = model(row).logits[0, -1].topk(2)
+            output = model(row, past_key_values=past, use_cache=True)
+            past, best = output.past_key_values, output.logits[0, -1].topk(2)
             if best.values[0] - best.values[1] < SMALLEST_LEAD:
                 break
             token = best.indices[0].item()
             greedy.append(token)
             if token == model.generation_config.eos_token_id[0]:
                 break
-            row = torch.cat([row, best.indices[None, :1]], dim=1)
+            row = best.indices[None, :1]
         cases.append({"prompt": prompt, "ids": ids, "greedy": greedy})
         print(f"{len(greedy):2} tokens: {tokenizer.decode(greedy)!r}", file=sys.stderr)
     print("[\n" + ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases) + "\n]")

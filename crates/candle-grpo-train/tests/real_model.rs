@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use anyhow::Result;
 use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_nn::Decoder;
-use candle_grpo_train::{Chat, Pretrained, Prompt, Sampler, SamplingConfig};
+use candle_grpo_train::{Chat, FinishReason, Pretrained, Prompt, Sampler, SamplingConfig};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -161,7 +161,7 @@ fn greedy_tokens_are_those_of_transformers() -> Result<()> {
 }
 
 #[test]
-fn it_adds() -> Result<()> {
+fn it_answers_a_question_and_stops() -> Result<()> {
     let Some(model) = model() else { return Ok(()) };
     let chat = Chat::new(json!([{"role": "user", "content": "What is 17 + 25?"}]));
     let template = model.chat_template.as_ref().unwrap();
@@ -180,7 +180,9 @@ fn it_adds() -> Result<()> {
         .decode(&rollout.completion_tokens, true)
         .unwrap();
     println!("What is 17 + 25? {answer}");
-    assert!(answer.contains("42"), "{answer}");
+    // It is wrong by ten, as it is in other programs: what is to be learned.
+    assert_eq!(answer, "17 + 25 = 32.");
+    assert_eq!(rollout.finish_reason, FinishReason::Stop);
     Ok(())
 }
 
