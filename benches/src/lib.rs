@@ -12,6 +12,8 @@ mod region;
 mod results;
 mod run;
 mod serve;
+mod training;
 
 pub use allocator::Counting;
 pub use run::main;
+pub use training::training_main;

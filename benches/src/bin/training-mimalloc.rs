@@ -1,0 +1,11 @@
+//! A training step under mimalloc.
+
+use candle_grpo_bench::Counting;
+use mimalloc::MiMalloc;
+
+#[global_allocator]
+static ALLOCATOR: Counting<MiMalloc> = Counting(MiMalloc);
+
+fn main() -> anyhow::Result<()> {
+    candle_grpo_bench::training_main("mimalloc")
+}

@@ -1,0 +1,10 @@
+//! A training step under the system allocator.
+
+use candle_grpo_bench::Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting<std::alloc::System> = Counting(std::alloc::System);
+
+fn main() -> anyhow::Result<()> {
+    candle_grpo_bench::training_main("system")
+}

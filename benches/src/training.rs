@@ -1,0 +1,280 @@
+//! A training step of a whole model: log-probs at every position, forward and backward.
+
+use std::io::{BufRead, Write};
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor, Var};
+use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs, add_matmul};
+use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, ModelType, Parameters, RopeScaling};
+use clap::Parser;
+use serde::Serialize;
+
+use crate::allocator::{peak, restart_peak};
+
+/// Times forward and backward of a model with the dimensions of SmolLM2-135M in f32
+#[derive(Debug, Parser)]
+struct Args {
+    /// Blocks of the model
+    #[arg(long, default_value_t = 30)]
+    layers: usize,
+    /// Sequences of a step
+    #[arg(long, default_value_t = 8)]
+    sequences: usize,
+    /// Tokens of each
+    #[arg(long, default_value_t = 128)]
+    length: usize,
+    /// Keep the inputs of blocks only, and compute the rest again
+    #[arg(long)]
+    checkpointing: bool,
+    /// Measured steps; the median counts
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Make a step for each line on standard input instead, and answer with its milliseconds
+    #[arg(long)]
+    serve: bool,
+}
+
+/// The main function of the programs that measure a training step.
+pub fn training_main(allocator: &str) -> Result<()> {
+    let args = Args::parse();
+    ensure!(args.rounds > 0, "rounds: 0, must be at least 1");
+    let step = Step::new(&args)?;
+    step.run()?;
+    if args.serve {
+        for line in std::io::stdin().lock().lines() {
+            line?;
+            println!("{}", step.run()?.ms);
+            std::io::stdout().flush()?;
+        }
+        return Ok(());
+    }
+    let products = Products::new(&args)?;
+    let (mut steps, mut bare) = (Vec::new(), Vec::new());
+    let mut memory = 0.0;
+    for _ in 0..args.rounds {
+        let measured = step.run()?;
+        memory = measured.peak_mib;
+        steps.push(measured.ms);
+        bare.push(products.run()?);
+    }
+    let (ms, products_ms) = (median(steps), median(bare));
+    let tokens = (args.sequences * args.length) as f64;
+    let report = Report {
+        allocator,
+        layers: args.layers,
+        tokens,
+        checkpointing: args.checkpointing,
+        ms,
+        tokens_per_second: tokens / ms * 1e3,
+        products_ms,
+        products_gflops: products.flop / products_ms / 1e6,
+        ratio_to_products: ms / products_ms,
+        peak_mib: memory,
+        gradients_mib: step.parameters.num_elements() as f64 * 4.0 / MIB,
+        resident_mib: resident_peak_mib()?,
+    };
+    println!("{}", serde_json::to_string(&report)?);
+    Ok(())
+}
+
+const MIB: f64 = (1 << 20) as f64;
+
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    allocator: &'a str,
+    layers: usize,
+    tokens: f64,
+    checkpointing: bool,
+    ms: f64,
+    tokens_per_second: f64,
+    /// What the matrix products of the linear layers take alone.
+    products_ms: f64,
+    products_gflops: f64,
+    ratio_to_products: f64,
+    /// Beyond the weights.
+    peak_mib: f64,
+    gradients_mib: f64,
+    /// Of the process.
+    resident_mib: f64,
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn resident_peak_mib() -> Result<f64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB"));
+    let kib: f64 = kib.context("/proc/self/status: no VmHWM")?.parse()?;
+    Ok(kib / 1024.0)
+}
+
+fn model(layers: usize) -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Llama,
+        vocab_size: 49152,
+        hidden_size: 576,
+        intermediate_size: 1536,
+        num_hidden_layers: layers,
+        num_attention_heads: 9,
+        num_key_value_heads: 3,
+        head_dim: None,
+        rms_norm_eps: 1e-5,
+        rope_theta: 1e5,
+        rope_scaling: RopeScaling::Default,
+        no_rope_layers: vec![],
+        max_position_embeddings: 8192,
+        tie_word_embeddings: true,
+    }
+}
+
+struct Step {
+    parameters: Parameters,
+    decoder: Decoder,
+    ids: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    lengths: Vec<usize>,
+    checkpointing: bool,
+}
+
+struct Measured {
+    ms: f64,
+    peak_mib: f64,
+}
+
+impl Step {
+    fn new(args: &Args) -> Result<Self> {
+        let model = model(args.layers);
+        let device = Device::Cpu;
+        let parameters = Parameters::init(&model, 0, &device)?;
+        let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+        let tokens = args.sequences * args.length;
+        let ids: Vec<u32> = (0..tokens as u32)
+            .map(|i| i.wrapping_mul(2_654_435_761) % model.vocab_size as u32)
+            .collect();
+        let targets = ids.iter().skip(1).copied().chain([0]).collect::<Vec<_>>();
+        // The last token of a sequence predicts nothing.
+        let mask: Vec<u8> = (1..=tokens)
+            .map(|next| u8::from(next % args.length != 0))
+            .collect();
+        Ok(Self {
+            parameters,
+            decoder,
+            ids: Tensor::new(ids, &device)?,
+            targets: Tensor::new(targets, &device)?,
+            mask: Tensor::new(mask, &device)?,
+            lengths: vec![args.length; args.sequences],
+            checkpointing: args.checkpointing,
+        })
+    }
+
+    fn run(&self) -> Result<Measured> {
+        let before = restart_peak();
+        let start = Instant::now();
+        let (hidden, recorded) =
+            self.decoder
+                .record(&self.ids, &self.lengths, self.checkpointing)?;
+        let hidden = Var::from_tensor(&hidden)?;
+        let name = self.decoder.output_name();
+        let weight = self.parameters.get(name).context("output weight")?;
+        let options = LogProbOptions {
+            mask: Some(&self.mask),
+            ..Default::default()
+        };
+        let layer = LinearLogProb::new(&hidden, weight, None, &self.targets, 1.0, options)?;
+        let tokens = layer.forward()?;
+        let none = tokens.entropy.zeros_like()?;
+        let derivatives = TokenLogProbs {
+            log_probs: (&none - 1e-3)?,
+            entropy: none.clone(),
+            log_sum_exp: none,
+        };
+        let found = layer.backward(&tokens, &derivatives)?;
+        let mut gradients = Gradients::new();
+        gradients.add(name, &found.weight.context("a gradient of the weight")?)?;
+        let of_hidden = found.hidden.context("a gradient of the hidden states")?;
+        recorded.backward(&of_hidden, &self.parameters, &mut gradients)?;
+        let ms = start.elapsed().as_secs_f64() * 1e3;
+        gradients.ensure_complete(&self.parameters)?;
+        Ok(Measured {
+            ms,
+            peak_mib: (peak() - before) as f64 / MIB,
+        })
+    }
+}
+
+/// The matrix products of the linear layers of a step, and nothing else.
+struct Products {
+    /// Rows in and out of each linear map of a block, and its weight.
+    maps: Vec<(Tensor, Tensor, Tensor)>,
+    layers: usize,
+    flop: f64,
+}
+
+impl Products {
+    fn new(args: &Args) -> Result<Self> {
+        let tokens = args.sequences * args.length;
+        let model = model(args.layers);
+        let (hidden, inner) = (model.hidden_size, model.intermediate_size);
+        let kv = model.num_key_value_heads * model.head_dim();
+        let zeros = |rows, columns| Tensor::ones((rows, columns), DType::F32, &Device::Cpu);
+        let mut maps = Vec::new();
+        let (mut in_block, mut in_output) = (0, 0);
+        for (inputs, outputs, count) in [
+            (hidden, hidden, 2),
+            (hidden, kv, 2),
+            (hidden, inner, 2),
+            (inner, hidden, 1),
+        ] {
+            for _ in 0..count {
+                maps.push((
+                    zeros(tokens, inputs)?,
+                    zeros(tokens, outputs)?,
+                    zeros(outputs, inputs)?,
+                ));
+                in_block += inputs * outputs;
+            }
+        }
+        in_output += hidden * model.vocab_size;
+        maps.push((
+            zeros(tokens, hidden)?,
+            // A tile of the logits; the output layer is as many of them as make its weight.
+            zeros(tokens, model.vocab_size / 24)?,
+            zeros(model.vocab_size / 24, hidden)?,
+        ));
+        // Three products for a linear map, four for the output layer, which computes its logits twice.
+        let flop = 2 * tokens * (3 * args.layers * in_block + 4 * in_output);
+        Ok(Self {
+            maps,
+            layers: args.layers,
+            flop: flop as f64,
+        })
+    }
+
+    /// The numbers grow beyond all bounds, which takes no longer than others.
+    fn run(&self) -> Result<f64> {
+        let start = Instant::now();
+        let Some(((rows, tile, weight), blocks)) = self.maps.split_last() else {
+            return Ok(0.0);
+        };
+        for _ in 0..self.layers {
+            for (x, y, weight) in blocks {
+                add_matmul(y, x, &weight.t()?)?;
+                add_matmul(x, y, weight)?;
+                add_matmul(weight, &y.t()?, x)?;
+            }
+        }
+        for _ in 0..24 {
+            for _ in 0..2 {
+                add_matmul(tile, rows, &weight.t()?)?;
+            }
+            add_matmul(rows, tile, weight)?;
+            add_matmul(weight, &tile.t()?, rows)?;
+        }
+        Ok(start.elapsed().as_secs_f64() * 1e3)
+    }
+}
