@@ -520,6 +520,12 @@ fn find(bytes: &[u8], text: &str) -> usize {
 #[case::dtype(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 39, &[20], "tensor blk.0.attn_q.weight: type 20 of ggml")]
 #[case::blocks(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 39, &[2], "the last must be a multiple of 32 for type Q4_0")]
 #[case::offset(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 43, &[0xff; 8], "tensor blk.0.attn_q.weight: 1152 bytes from byte")]
+#[case::shared(
+    |b: &[u8]| find(b, "blk.0.attn_q.weight") + 31,
+    // 250 rows from where the data begins: each tensor is within the file, but not all of them beside each other.
+    &[250, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    "bytes together, but the file has only"
+)]
 #[case::twice(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 11, b"k", "tensor blk.0.attn_k.weight: occurs twice")]
 #[case::key_twice(|b: &[u8]| find(b, "llama.attention.key_length") + 16, b"head_count", "metadata llama.attention.head_count: occurs twice")]
 fn a_header_that_lies_is_refused(

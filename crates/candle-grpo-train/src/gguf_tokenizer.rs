@@ -50,7 +50,9 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     const PRE: &str = "tokenizer.ggml.pre";
     match metadata.get(MODEL) {
         Some(GgufValue::String(model)) if model == "gpt2" => {}
-        Some(model) => bail!("{MODEL}: {model}, only \"gpt2\" (byte-level BPE) is read"),
+        Some(model) => bail!(
+            "{MODEL}: {model}, only \"gpt2\" (byte-level BPE) is read; a Hugging Face folder has its tokenizer.json"
+        ),
         None => bail!("{MODEL}: absent, must be \"gpt2\""),
     }
     let name = match metadata.get(PRE) {

@@ -15,8 +15,7 @@ fn main() -> Result<()> {
     let pretrained = Pretrained::load(from, &Device::Cpu)?;
     pretrained.save(to)?;
     println!(
-        "{}: a {:?} of {} layers and {:.1} million parameters, {} tokens, {} positions, {}",
-        to.display(),
+        "a {:?} of {} layers and {:.1} million parameters, {} tokens, {} positions, {}",
         pretrained.model.model_type,
         pretrained.model.num_hidden_layers,
         pretrained.parameters.num_elements() as f64 / 1e6,

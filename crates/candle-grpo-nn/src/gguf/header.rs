@@ -74,6 +74,7 @@ impl Header {
             },
         };
         let data = bytes.position().next_multiple_of(alignment);
+        let mut total = 0u64;
         for (name, place) in &mut tensors {
             let end = data
                 .checked_add(place.start)
@@ -86,6 +87,11 @@ impl Header {
                     place.start
                 );
             }
+            // Tensors that share bytes would take more memory than the file has.
+            total = total.saturating_add(place.length as u64);
+        }
+        if total > file_length {
+            bail!("tensors: {total} bytes together, but the file has only {file_length} bytes");
         }
         Ok(Self { metadata, tensors })
     }

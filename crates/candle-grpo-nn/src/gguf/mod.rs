@@ -20,9 +20,9 @@ pub use value::GgufValue;
 
 /// A GGUF file whose header has been read: metadata, and the places of its tensors.
 ///
-/// The header is not believed: what it says must lie within the file, so that opening a file that is torn or made up
-/// takes no more memory than it has bytes. (Candle's own reader is not used for it: it divides by the alignment that a
-/// file states and turns each number of an array into 32 bytes.)
+/// The header is not believed: what it says must lie within the file, so that a file that is torn or made up takes no
+/// more memory than a whole one of its length. (Candle's own reader is not used for it: it divides by the alignment that
+/// a file states, multiplies shapes without looking, and turns each number of an array into 32 bytes.)
 ///
 /// ```no_run
 /// use candle_core::Device;
