@@ -11,6 +11,32 @@ kernels! {
             beta1: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, epsilon: f32, keep: f32, step_size: f32,
             inverse_root_correction: f32);
     }
+    attention ATTENTION {
+        attention_forward_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: Out<Self>,
+            log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        attention_of_query_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: In<Self>,
+            gradient: In<Self>, log_sums: In<f32>, dots: Out<f32>, of_query: Out<Self>, tiles: u32, kv_heads: u32, group: u32,
+            head_dim: i32, scale: f32);
+        attention_of_key_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        attention_forward_128(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: Out<Self>,
+            log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        attention_of_query_128(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: In<Self>,
+            gradient: In<Self>, log_sums: In<f32>, dots: Out<f32>, of_query: Out<Self>, tiles: u32, kv_heads: u32, group: u32,
+            head_dim: i32, scale: f32);
+        attention_of_key_128(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        attention_forward_256(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: Out<Self>,
+            log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        attention_of_query_256(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: In<Self>,
+            gradient: In<Self>, log_sums: In<f32>, dots: Out<f32>, of_query: Out<Self>, tiles: u32, kv_heads: u32, group: u32,
+            head_dim: i32, scale: f32);
+        attention_of_key_256(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+    }
     embedding EMBEDDING {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
         embedding_backward(gradient: In<Self>, ids: In<u32>, first: In<u32>, dweight: Out<Self>, n: u32, vocab: u32,

@@ -12,6 +12,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         })
         .collect::<std::io::Result<Vec<_>>>()?;
     println!("cargo::rerun-if-changed=build.rs");
+    // A kernel that is new.
+    println!("cargo::rerun-if-changed=kernels");
     // PTX for 8.0 runs on 8.0 and everything newer.
     cudaforge::KernelBuilder::new()
         .source_glob("kernels/*.cu")

@@ -44,7 +44,8 @@ struct Launch {
     std::vector<Fiber> fibers;
     Fiber* running = nullptr;
     jmp_buf scheduler;
-    std::vector<char> shared;
+    char* shared = nullptr;
+    size_t shared_bytes = 0;
     void (*body)(void*) = nullptr;
     void* argument = nullptr;
     std::string error;
@@ -147,7 +148,7 @@ std::string deadlock(const std::vector<Fiber>& fibers) {
 
 void run_block(std::mt19937& random, bool reverse, bool shuffle) {
     std::vector<Fiber>& fibers = launch->fibers;
-    memset(launch->shared.data(), 0xff, launch->shared.size());  // NaN in every float type
+    memset(launch->shared, 0xff, launch->shared_bytes);  // NaN in every float type
     for (size_t i = 0; i < fibers.size(); i++) {
         Fiber& fiber = fibers[i];
         fiber.index = {(unsigned)(i % blockDim.x), (unsigned)(i / blockDim.x % blockDim.y),
@@ -206,7 +207,7 @@ void on_segv(int) {
 
 namespace cuda_host {
 
-void* dynamic_shared() { return launch->shared.data(); }
+void* dynamic_shared() { return launch->shared; }
 
 unsigned lane() { return (unsigned)(linear(*launch->running) % 32); }
 
@@ -263,6 +264,22 @@ extern "C" [[noreturn]] void __ubsan_handle_missing_return(Place* place) {
     cuda_host::fail("missing return at %s:%u:%u", place->file, place->line, place->column);
 }
 
+// A buffer of `bytes` that ends where memory that nobody may touch begins.
+extern "C" void* cuda_host_buffer(size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    char* start = (char*)mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED || mprotect(start + whole, page, PROT_NONE) != 0) {
+        perror("cuda_host: a buffer");
+        abort();
+    }
+    return start + whole - bytes;
+}
+
+extern "C" void cuda_host_free(void* buffer, size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    munmap((char*)buffer + bytes - whole, whole + page);
+}
+
 // Calls body(argument) once for each thread of the grid. `order` 0 runs the warps of a block and their lanes upwards, 1 downwards, any
 // other number is the seed of a random order: what differs between them depends on a barrier that is missing. Returns null, or
 // what went wrong, valid until the next launch of this thread.
@@ -281,13 +298,15 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || threads == 0) error = "a launch without threads";
     if (grid[1] > 65535 || grid[2] > 65535 || grid[0] > 0x7fffffffu) error = "a grid larger than a GPU takes";
     if (threads > 1024 || block[2] > 64) error = "a block larger than a GPU takes";
-    if (shared_bytes > 48 << 10) error = "more than 48 KiB of shared memory";
+    if (shared_bytes > 99 << 10) error = "more than 99 KiB of shared memory, which some GPUs do not have";
     if (!error.empty()) return error.c_str();
 
     Launch current;
     current.fibers.resize(threads);
     for (Fiber& fiber : current.fibers) fiber.stack = take_stack();
-    current.shared.resize(shared_bytes);
+    // In whole pieces of 16 bytes, so that it begins at one.
+    current.shared_bytes = (shared_bytes + 15) / 16 * 16;
+    current.shared = (char*)cuda_host_buffer(current.shared_bytes);
     current.body = body;
     current.argument = argument;
     launch = &current;
@@ -301,26 +320,11 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
         run_block(random, order == 1, order > 1);
     }
     launch = nullptr;
+    cuda_host_free(current.shared, current.shared_bytes);
     for (Fiber& fiber : current.fibers) free_stacks.push_back(fiber.stack);
     if (current.error.empty()) return nullptr;
     char text[80];
     snprintf(text, sizeof text, "block (%u, %u, %u): ", blockIdx.x, blockIdx.y, blockIdx.z);
     error = text + current.error;
     return error.c_str();
-}
-
-// A buffer of `bytes` that ends where memory that nobody may touch begins.
-extern "C" void* cuda_host_buffer(size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    char* start = (char*)mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (start == MAP_FAILED || mprotect(start + whole, page, PROT_NONE) != 0) {
-        perror("cuda_host: a buffer");
-        abort();
-    }
-    return start + whole - bytes;
-}
-
-extern "C" void cuda_host_free(void* buffer, size_t bytes) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
-    munmap((char*)buffer + bytes - whole, whole + page);
 }

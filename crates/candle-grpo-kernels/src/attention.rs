@@ -43,7 +43,7 @@ pub fn attention<'a>(
 ) -> Result<Tensor> {
     let sequences = sequences.into();
     let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
-    if !path::is_fused_on_cpu(query) {
+    if !is_fused(query, head_dim) {
         return composed::attention_unchecked(query, key, value, sequences, &sizes, scale);
     }
     query.contiguous()?.apply_op3(
@@ -78,7 +78,7 @@ pub fn attention_gradient<'a>(
     let sequences = sequences.into();
     let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
     check::gradient(gradient, "query", query)?;
-    if !path::is_fused_on_cpu(query) {
+    if !is_fused(query, head_dim) {
         return composed::gradients([query, key, value], gradient, |[query, key, value]| {
             composed::attention_unchecked(query, key, value, sequences, &sizes, scale)
         });
@@ -87,8 +87,19 @@ pub fn attention_gradient<'a>(
         &query.contiguous()?,
         &key.contiguous()?,
         &value.contiguous()?,
+        None,
         gradient,
     )
+}
+
+/// The kernels on CUDA are for heads of up to 256 elements.
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+fn is_fused(query: &Tensor, head_dim: usize) -> bool {
+    #[cfg(feature = "cuda")]
+    if query.device().is_cuda() && head_dim > crate::cuda::attention::MAX_HEAD_DIM {
+        return false;
+    }
+    path::is_fused(query)
 }
 
 /// Which positions belong to which sequence.
@@ -223,6 +234,9 @@ pub(crate) struct Attention {
     pub(crate) sizes: Sizes,
     /// Where each of the sequences lies.
     pub(crate) sequences: Vec<Sequence>,
+    /// What the backward pass wants of a forward pass on CUDA.
+    #[cfg(feature = "cuda")]
+    log_sums: std::sync::Mutex<Option<Tensor>>,
 }
 
 /// The rows of a sequence among those of `query` and `key`.
@@ -277,18 +291,38 @@ impl Attention {
             scale: scale as f32,
             sizes,
             sequences,
+            #[cfg(feature = "cuda")]
+            log_sums: std::sync::Mutex::new(None),
         })
     }
 
-    /// Of contiguous inputs.
+    #[cfg(feature = "cuda")]
+    fn kept_log_sums(&self) -> std::sync::MutexGuard<'_, Option<Tensor>> {
+        self.log_sums
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Of contiguous inputs; `y` is the result, where it is known.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn gradients(
         &self,
         query: &Tensor,
         key: &Tensor,
         value: &Tensor,
+        y: Option<&Tensor>,
         gradient: &Tensor,
     ) -> Result<[Tensor; 3]> {
         let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if query.device().is_cuda() {
+            let inputs = [query, key, value];
+            let (y, log_sums) = match (y, self.kept_log_sums().clone()) {
+                (Some(y), Some(log_sums)) => (y.clone(), log_sums),
+                _ => crate::cuda::attention::forward_of(inputs, self)?,
+            };
+            return crate::cuda::attention::backward(inputs, &y, &log_sums, &gradient, self);
+        }
         with_element!(query.dtype(), "query", T => {
             cpu::attention::backward::<T>([query, key, value], &gradient, self)
         })
@@ -322,15 +356,35 @@ impl CustomOp3 for Attention {
         Ok((y, query_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        query: &candle_core::CudaStorage,
+        query_layout: &Layout,
+        key: &candle_core::CudaStorage,
+        key_layout: &Layout,
+        value: &candle_core::CudaStorage,
+        value_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let (y, log_sums) = crate::cuda::attention::forward(
+            (query, query_layout),
+            (key, key_layout),
+            (value, value_layout),
+            self,
+        )?;
+        *self.kept_log_sums() = Some(log_sums);
+        Ok((y, query_layout.shape().clone()))
+    }
+
     fn bwd(
         &self,
         query: &Tensor,
         key: &Tensor,
         value: &Tensor,
-        _: &Tensor,
+        y: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [of_query, of_key, of_value] = self.gradients(query, key, value, gradient)?;
+        let [of_query, of_key, of_value] = self.gradients(query, key, value, Some(y), gradient)?;
         Ok((Some(of_query), Some(of_key), Some(of_value)))
     }
 }

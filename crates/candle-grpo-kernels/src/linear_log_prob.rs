@@ -14,7 +14,8 @@ use crate::{check, composed, cpu, path};
 /// the gradients, and of a copy of hidden states that are of half precision or masked in part. What needs no gradient
 /// (weights that are frozen, hidden states that are a constant) costs no product for it; nor does a row that the mask
 /// drops, whose gradient is 0. Products are taken in f32 (f64 for f64 hidden states, from whole logits) whatever the
-/// dtypes are; the same arguments give the same bits on any number of cores.
+/// dtypes are; on CUDA those of two bf16 or f16 arguments are taken as they are and added in f32, and the gradients of
+/// the logits are rounded to bf16 if both are. The same arguments give the same bits on any number of cores.
 /// [`LogProbOptions::gradient_into_logits`] means nothing here.
 ///
 /// Candle's `backward` adds every gradient to a tensor of zeros, which takes the memory of a second weight;
@@ -295,16 +296,11 @@ impl Arguments {
         }
     }
 
-    /// There is no CUDA path with a bias.
     fn is_fused(&self) -> bool {
-        let is_fused = match &self.bias {
-            None => path::is_fused,
-            Some(_) => path::is_fused_on_cpu,
-        };
-        is_fused(&self.hidden) && is_fused(&self.weight)
+        path::is_fused(&self.hidden) && path::is_fused(&self.weight)
     }
 
-    /// The bias in f32. If there is none, it has no entries; on CUDA, where no memory is empty, one that nothing reads.
+    /// The bias in f32. If there is none, it has no entries; on CUDA, where no memory is empty, one of 0.
     fn bias_or_empty(&self) -> Result<Tensor> {
         match &self.bias {
             Some(bias) => bias.to_dtype(DType::F32),
@@ -344,10 +340,8 @@ impl Op {
         };
         #[cfg(feature = "cuda")]
         if hidden.device().is_cuda() {
-            let wanted = (self.wanted.hidden, self.wanted.weight);
-            let (hidden, weight) =
-                crate::cuda::linear_log_prob::backward(hidden, weight, &pass, wanted)?;
-            return Ok([hidden, weight, None]);
+            let layer = [hidden, weight, bias];
+            return crate::cuda::linear_log_prob::backward(layer, &pass, self.wanted);
         }
         let kept = Kept::new(&self.rows)?;
         let (hidden_storage, hidden_layout) = hidden.storage_and_layout();
@@ -426,14 +420,13 @@ impl CustomOp3 for Op {
         hidden_layout: &Layout,
         weight: &candle_core::CudaStorage,
         weight_layout: &Layout,
-        _: &candle_core::CudaStorage,
-        _: &Layout,
+        bias: &candle_core::CudaStorage,
+        bias_layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         crate::cuda::linear_log_prob::forward(
-            hidden,
-            hidden_layout,
-            weight,
-            weight_layout,
+            (hidden, hidden_layout),
+            (weight, weight_layout),
+            (bias, bias_layout),
             &self.rows,
         )
     }

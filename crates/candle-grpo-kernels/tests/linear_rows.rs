@@ -16,9 +16,9 @@ fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
     for device in devices() {
         let weights = weights
             .iter()
-            .map(|w| w.to_device(&device))
+            .map(|w| w.to_device(device))
             .collect::<Result<Vec<_>>>()?;
-        let actual = linear_rows(&x.to_device(&device)?, &weights.iter().collect::<Vec<_>>())?;
+        let actual = linear_rows(&x.to_device(device)?, &weights.iter().collect::<Vec<_>>())?;
         assert_eq!(actual.len(), expected.len());
         for (actual, expected) in actual.iter().zip(&expected) {
             assert_eq!(

@@ -148,10 +148,10 @@ proptest! {
     ) {
         let scale = 0.7;
         for device in devices() {
-            let (pages, sequences) = write_all(&shape, seed, dtype, &device)?;
+            let (pages, sequences) = write_all(&shape, seed, dtype, device)?;
             let rows = rows(&sequences, hidden)?;
             let width = shape.kv_heads * shape.group * shape.head_dim;
-            let query = noisy(&[rows.len(), width], seed, dtype)?.to_device(&device)?;
+            let query = noisy(&[rows.len(), width], seed, dtype)?.to_device(device)?;
             let fused = paged_attention(&query, &pages, &rows, scale)?;
             let composed = composed::paged_attention(&query, &pages, &rows, scale)?;
             prop_assert_eq!(fused.dtype(), dtype);

@@ -84,6 +84,10 @@ fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
             None => &part,
         };
         let (name, rest) = part.split_once('(').expect("arguments");
-        found.insert(name.trim().to_owned(), arguments(rest, from_cuda));
+        // Where there is one of each width, too, `D` is the width.
+        for width in ["64", "128", "256"] {
+            let name = name.trim().replace("##D##", width);
+            found.insert(name, arguments(rest, from_cuda));
+        }
     }
 }

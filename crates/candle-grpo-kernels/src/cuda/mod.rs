@@ -2,6 +2,7 @@
 
 pub(crate) mod adamw;
 mod argument;
+pub(crate) mod attention;
 mod element;
 pub(crate) mod embedding;
 pub(crate) mod gradient_norm;
@@ -10,6 +11,7 @@ mod in_place;
 mod launch;
 pub(crate) mod linear_log_prob;
 pub(crate) mod log_prob;
+mod matmul;
 mod output;
 pub(crate) mod policy_loss;
 pub(crate) mod rms_norm;

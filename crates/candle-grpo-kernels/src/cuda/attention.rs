@@ -1,0 +1,261 @@
+//! The CUDA path of [`attention`](crate::attention()).
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::{Layout, Result, Shape, Storage, Tensor, bail};
+
+use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use crate::attention::{Attention, Sequence, Sizes};
+
+include!("../../kernels/attention.rs");
+
+/// The widest head that there are kernels for.
+pub(crate) const MAX_HEAD_DIM: usize = 256;
+
+/// The result, of the shape of `query`, and what the backward pass wants of the sums: log2 of the sum of the weights of each
+/// query head, f32 `[queries, heads]`. All inputs are contiguous.
+pub(crate) fn forward(
+    (query, query_layout): (&CudaStorage, &Layout),
+    (key, key_layout): (&CudaStorage, &Layout),
+    (value, value_layout): (&CudaStorage, &Layout),
+    op: &Attention,
+) -> Result<(CudaStorage, Tensor)> {
+    let device = query.device();
+    let stream = device.cuda_stream();
+    let (sizes, elements) = (&op.sizes, query_layout.shape().elem_count());
+    let heads = elements / sizes.head_dim;
+    let shape = Shape::from(heads);
+    // SAFETY: the kernel writes all of it.
+    #[allow(unsafe_code)]
+    let mut log_sums = unsafe { alloc::<f32>(device, heads)? };
+    let y = with_cuda_floats!(query, "query", T => {
+        // SAFETY: as above.
+        #[allow(unsafe_code)]
+        let mut y = unsafe { alloc::<T>(device, elements)? };
+        if elements > 0 {
+            let tiles = tiles_of::<T>(sizes)?;
+            let (query_tiles, _) = counts(&tiles, &op.sequences, sizes)?;
+            let blocks = blocks(&tiles, query_tiles, sizes, 1, tiles.forward_bytes)?;
+            let sequences = CudaStorage::wrap_cuda_slice(device.clone_htod(&table(op)?)?, device.clone());
+            let of_sequences = Layout::contiguous(4 * op.sequences.len());
+            let mask = op.mask.storage_and_layout();
+            macro_rules! launch {
+                ($kernel:ident) => {{
+                    // SAFETY: the inputs have the rows that the sequences name, of as many heads; mask an entry for each key. The
+                    // blocks cover the rows of the longest sequence, and have the shared memory of their tiles.
+                    #[allow(unsafe_code)]
+                    unsafe {
+                        kernels::$kernel::<T> {
+                            query: In::new(query, query_layout, &stream)?,
+                            key: In::new(key, key_layout, &stream)?,
+                            value: In::new(value, value_layout, &stream)?,
+                            mask: In::of(&mask, &stream)?,
+                            sequences: In::new(&sequences, &of_sequences, &stream)?,
+                            y: Out::new(&mut y, &stream),
+                            log_sums: Out::new(&mut log_sums, &stream),
+                            tiles: query_tiles,
+                            kv_heads: sizes.kv_heads as u32,
+                            group: sizes.group as u32,
+                            head_dim: sizes.head_dim as i32,
+                            scale: op.scale,
+                        }
+                        .launch(device, blocks)?;
+                    }
+                }};
+            }
+            match tiles.width {
+                64 => launch!(attention_forward_64),
+                128 => launch!(attention_forward_128),
+                _ => launch!(attention_forward_256),
+            }
+        }
+        CudaStorage::wrap_cuda_slice(y, device.clone())
+    });
+    let log_sums = CudaStorage::wrap_cuda_slice(log_sums, device.clone());
+    Ok((y, as_tensor(log_sums, &shape)))
+}
+
+/// [`forward`] of tensors.
+pub(crate) fn forward_of(
+    [query, key, value]: [&Tensor; 3],
+    op: &Attention,
+) -> Result<(Tensor, Tensor)> {
+    let (query_storage, query_layout) = query.storage_and_layout();
+    let (key_storage, key_layout) = key.storage_and_layout();
+    let (value_storage, value_layout) = value.storage_and_layout();
+    let (y, log_sums) = forward(
+        (on_gpu(&query_storage)?, query_layout),
+        (on_gpu(&key_storage)?, key_layout),
+        (on_gpu(&value_storage)?, value_layout),
+        op,
+    )?;
+    Ok((as_tensor(y, query.shape()), log_sums))
+}
+
+/// The gradients of `query`, `key` and `value`; all tensors are contiguous. `y` and `log_sums` are what [`forward`] gave.
+pub(crate) fn backward(
+    [query, key, value]: [&Tensor; 3],
+    y: &Tensor,
+    log_sums: &Tensor,
+    gradient: &Tensor,
+    op: &Attention,
+) -> Result<[Tensor; 3]> {
+    let device = query.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let sizes = &op.sizes;
+    let (query_elements, key_elements) = (query.elem_count(), key.elem_count());
+    if query_elements == 0 {
+        return Ok([query.zeros_like()?, key.zeros_like()?, value.zeros_like()?]);
+    }
+    let heads = query_elements / sizes.head_dim;
+    let (query_storage, key_storage, value_storage) = (
+        query.storage_and_layout(),
+        key.storage_and_layout(),
+        value.storage_and_layout(),
+    );
+    let (y_storage, gradient_storage, log_sums) = (
+        y.storage_and_layout(),
+        gradient.storage_and_layout(),
+        log_sums.storage_and_layout(),
+    );
+    let mask = op.mask.storage_and_layout();
+    let sequences = CudaStorage::wrap_cuda_slice(device.clone_htod(&table(op)?)?, device.clone());
+    let of_sequences = Layout::contiguous(4 * op.sequences.len());
+    let [of_query, of_key, of_value] = with_cuda_floats!(on_gpu(&query_storage.0)?, "query", T => {
+        // SAFETY: the kernels write all of them.
+        #[allow(unsafe_code)]
+        let (mut of_query, mut of_key, mut of_value, mut dots) = unsafe {(
+            alloc::<T>(device, query_elements)?,
+            alloc::<T>(device, key_elements)?,
+            alloc::<T>(device, key_elements)?,
+            alloc::<f32>(device, heads)?,
+        )};
+        let tiles = tiles_of::<T>(sizes)?;
+        let (query_tiles, key_tiles) = counts(&tiles, &op.sequences, sizes)?;
+        let by_queries = blocks(&tiles, query_tiles, sizes, 1, tiles.backward_bytes)?;
+        let by_keys = blocks(&tiles, key_tiles, sizes, tiles.parts, tiles.backward_bytes)?;
+        macro_rules! launch {
+            ($of_query:ident, $of_key:ident) => {{
+                // SAFETY: as in `forward`, the gradients being of the sizes of what they are by; the first launch writes the dots
+                // that the second reads.
+                #[allow(unsafe_code)]
+                unsafe {
+                    kernels::$of_query::<T> {
+                        query: In::of(&query_storage, &stream)?,
+                        key: In::of(&key_storage, &stream)?,
+                        value: In::of(&value_storage, &stream)?,
+                        mask: In::of(&mask, &stream)?,
+                        sequences: In::new(&sequences, &of_sequences, &stream)?,
+                        y: In::of(&y_storage, &stream)?,
+                        gradient: In::of(&gradient_storage, &stream)?,
+                        log_sums: In::of(&log_sums, &stream)?,
+                        dots: Out::new(&mut dots, &stream),
+                        of_query: Out::new(&mut of_query, &stream),
+                        tiles: query_tiles,
+                        kv_heads: sizes.kv_heads as u32,
+                        group: sizes.group as u32,
+                        head_dim: sizes.head_dim as i32,
+                        scale: op.scale,
+                    }
+                    .launch(device, by_queries)?;
+                    let dots = CudaStorage::wrap_cuda_slice(dots, device.clone());
+                    kernels::$of_key::<T> {
+                        query: In::of(&query_storage, &stream)?,
+                        key: In::of(&key_storage, &stream)?,
+                        value: In::of(&value_storage, &stream)?,
+                        mask: In::of(&mask, &stream)?,
+                        sequences: In::new(&sequences, &of_sequences, &stream)?,
+                        gradient: In::of(&gradient_storage, &stream)?,
+                        log_sums: In::of(&log_sums, &stream)?,
+                        dots: In::new(&dots, &Layout::contiguous(heads), &stream)?,
+                        of_key: Out::new(&mut of_key, &stream),
+                        of_value: Out::new(&mut of_value, &stream),
+                        tiles: key_tiles,
+                        kv_heads: sizes.kv_heads as u32,
+                        group: sizes.group as u32,
+                        head_dim: sizes.head_dim as i32,
+                        scale: op.scale,
+                    }
+                    .launch(device, by_keys)?;
+                }
+            }};
+        }
+        match tiles.width {
+            64 => launch!(attention_of_query_64, attention_of_key_64),
+            128 => launch!(attention_of_query_128, attention_of_key_128),
+            _ => launch!(attention_of_query_256, attention_of_key_256),
+        }
+        [of_query, of_key, of_value].map(|x| CudaStorage::wrap_cuda_slice(x, device.clone()))
+    });
+    Ok([
+        as_tensor(of_query, query.shape()),
+        as_tensor(of_key, key.shape()),
+        as_tensor(of_value, value.shape()),
+    ])
+}
+
+fn on_gpu(storage: &Storage) -> Result<&CudaStorage> {
+    match storage {
+        Storage::Cuda(storage) => Ok(storage),
+        _ => bail!("attention: a tensor left the GPU"),
+    }
+}
+
+fn tiles_of<T>(sizes: &Sizes) -> Result<AttentionTiles> {
+    match attention_tiles(sizes.head_dim, size_of::<T>()) {
+        Some(tiles) => Ok(tiles),
+        None => bail!(
+            "head_dim: {}, must be at most {MAX_HEAD_DIM} on CUDA",
+            sizes.head_dim
+        ),
+    }
+}
+
+/// The sequences as the kernels take them: first query, new positions, first key, all positions.
+fn table(op: &Attention) -> Result<Vec<u32>> {
+    let numbers = op.sequences.iter().flat_map(|sequence| {
+        let &Sequence {
+            first_query,
+            new,
+            first_key,
+            total,
+        } = sequence;
+        [first_query, new, first_key, total]
+    });
+    match numbers.map(u32::try_from).collect() {
+        Ok(table) => Ok(table),
+        Err(_) => bail!("attention: more than 2^32 positions"),
+    }
+}
+
+/// The tiles of the rows of the longest sequence, as queries and as keys.
+fn counts(tiles: &AttentionTiles, sequences: &[Sequence], sizes: &Sizes) -> Result<(u32, u32)> {
+    let count = |name: &str, rows: Option<usize>| match rows {
+        // The kernels count rows in 31 bits, up to a tile further than there are.
+        Some(rows) if rows < i32::MAX as usize - 256 => Ok(rows.div_ceil(tiles.rows).max(1) as u32),
+        _ => bail!("{name}: a sequence has more rows than one launch takes"),
+    };
+    let new = sequences.iter().map(|sequence| sequence.new).max();
+    let total = sequences.iter().map(|sequence| sequence.total).max();
+    Ok((
+        count("query", new.unwrap_or(0).checked_mul(sizes.group))?,
+        count("key", total)?,
+    ))
+}
+
+/// `in_row` tiles for each key head of each sequence, with `parts` blocks for each.
+fn blocks(
+    tiles: &AttentionTiles,
+    in_row: u32,
+    sizes: &Sizes,
+    parts: usize,
+    shared_bytes: usize,
+) -> Result<LaunchConfig> {
+    let count = [sizes.kv_heads, sizes.batch, parts]
+        .iter()
+        .try_fold(in_row as usize, |product, x| product.checked_mul(*x));
+    let mut blocks = grid(count.unwrap_or(usize::MAX), 2 * tiles.rows as u32)?;
+    blocks.shared_mem_bytes = shared_bytes as u32;
+    Ok(blocks)
+}

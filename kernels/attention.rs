@@ -1,0 +1,42 @@
+// The tiles of `attention.cu`, once for the launches and once for the tests on the CPU: whoever includes this file gives them to
+// the kernels as blocks and shared memory.
+
+/// The tiles of the kernels for a head dimension.
+#[derive(Debug, Clone, Copy)]
+struct AttentionTiles {
+    /// The kernels are for heads of up to so many elements: 64, 128 or 256.
+    width: usize,
+    /// Rows that a block keeps; it has two threads for each.
+    rows: usize,
+    /// Blocks that share the columns of the gradients of keys and values.
+    parts: usize,
+    /// Shared memory, forward and backward.
+    forward_bytes: usize,
+    backward_bytes: usize,
+}
+
+/// None for a head dimension that is too large. `element` is the size of an element in bytes.
+fn attention_tiles(head_dim: usize, element: usize) -> Option<AttentionTiles> {
+    let width = *[64, 128, 256].iter().find(|width| head_dim <= **width)?;
+    let is_wide = element == 4;
+    let rows = if is_wide && width == 256 { 32 } else { 64 };
+    let keys = match (is_wide, width) {
+        (true, 256) => 16,
+        (true, _) | (false, 256) => 32,
+        (false, _) => 64,
+    };
+    let others = match (is_wide, width) {
+        (true, 64) | (false, 64 | 128) => 32,
+        _ => 16,
+    };
+    let row_bytes = width * element + 16;
+    Some(AttentionTiles {
+        width,
+        rows,
+        parts: width.div_ceil(128),
+        // Queries, keys, values, and a mark for each key.
+        forward_bytes: (rows + 2 * keys) * row_bytes + 4 * keys,
+        // Two tiles of each, and three numbers for each row of what is not kept.
+        backward_bytes: 2 * (rows + others) * row_bytes + 12 * others,
+    })
+}

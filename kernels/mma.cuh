@@ -1,0 +1,186 @@
+// Products of small matrices on the tensor cores, in f32 whatever the elements are: bf16 and f16 as they are, f32 in two parts of
+// 11 bits each (three products; what is left out is 2^-22 of each term).
+//
+// A warp holds the matrices in pieces. With g = lane / 4 and t = lane % 4, a lane has of
+//   a [16, DEPTH]  the rows g and g + 8, at the columns 2t, 2t + 1 (and, in half types, 2t + 8, 2t + 9),
+//   b [DEPTH, 8]   the same rows of the depth at the column g,
+//   c [16, 8]      (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// In f32 the hardware would take the depth in another order; it does not matter in which order products are added.
+#pragma once
+
+#include "element.cuh"
+
+#ifdef CUDA_ON_HOST
+#include "cuda_mma.h"
+#endif
+
+// How many products one instruction adds.
+template <typename T> constexpr int DEPTH = sizeof(T) == 4 ? 8 : 16;
+
+struct FragmentA {
+    uint32_t words[4];
+};
+struct FragmentB {
+    uint32_t words[2];
+};
+
+// Four matrices of 8 x 8 elements of 16 bits from shared memory; a lane gives the address of a row.
+template <bool transposed> __device__ __forceinline__ void load_matrices(const void *row, uint32_t (&words)[4]) {
+#ifdef CUDA_ON_HOST
+    cuda_host::load_matrices(row, transposed, words);
+#else
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(row);
+    if (transposed)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(address)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(address)
+                     : "memory");
+#endif
+}
+
+// The 16 rows of `tile` from `row` on, at DEPTH columns from `column` on.
+template <typename T> __device__ __forceinline__ FragmentA load_a(const T *tile, int stride, int row, int column) {
+    const int lane = (int)threadIdx.x % 32;
+    FragmentA a;
+    load_matrices<false>(tile + (row + lane % 16) * stride + column + lane / 16 * 8, a.words);
+    return a;
+}
+template <> __device__ __forceinline__ FragmentA load_a<float>(const float *tile, int stride, int row, int column) {
+    const int lane = (int)threadIdx.x % 32;
+    const float *from = tile + (row + lane / 4) * stride + column + lane % 4 * 2;
+    const float2 upper = *reinterpret_cast<const float2 *>(from), lower = *reinterpret_cast<const float2 *>(from + 8 * stride);
+    return {{__float_as_uint(upper.x), __float_as_uint(lower.x), __float_as_uint(upper.y), __float_as_uint(lower.y)}};
+}
+
+// Two pieces whose columns are the rows of `tile` from `row` on, and whose depth is its columns from `column` on.
+template <typename T>
+__device__ __forceinline__ void load_b_of_rows(const T *tile, int stride, int row, int column, FragmentB (&b)[2]) {
+    const int lane = (int)threadIdx.x % 32;
+    uint32_t words[4];
+    load_matrices<false>(tile + (row + lane / 16 * 8 + lane % 8) * stride + column + lane / 8 % 2 * 8, words);
+    b[0] = {{words[0], words[1]}};
+    b[1] = {{words[2], words[3]}};
+}
+template <>
+__device__ __forceinline__ void load_b_of_rows<float>(const float *tile, int stride, int row, int column, FragmentB (&b)[2]) {
+    const int lane = (int)threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float2 two =
+            *reinterpret_cast<const float2 *>(tile + (row + i * 8 + lane / 4) * stride + column + lane % 4 * 2);
+        b[i] = {{__float_as_uint(two.x), __float_as_uint(two.y)}};
+    }
+}
+
+// Two pieces whose depth is the rows of `tile` from `row` on, and whose columns are its columns from `column` on.
+template <typename T>
+__device__ __forceinline__ void load_b_of_columns(const T *tile, int stride, int row, int column, FragmentB (&b)[2]) {
+    const int lane = (int)threadIdx.x % 32;
+    uint32_t words[4];
+    load_matrices<true>(tile + (row + lane % 16) * stride + column + lane / 16 * 8, words);
+    b[0] = {{words[0], words[1]}};
+    b[1] = {{words[2], words[3]}};
+}
+template <>
+__device__ __forceinline__ void load_b_of_columns<float>(const float *tile, int stride, int row, int column,
+                                                         FragmentB (&b)[2]) {
+    const int lane = (int)threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float *from = tile + (row + lane % 4 * 2) * stride + column + i * 8 + lane / 4;
+        b[i] = {{__float_as_uint(from[0]), __float_as_uint(from[stride])}};
+    }
+}
+
+// What stands in the pieces of c from `first` on as an a, whose depth is their columns.
+template <typename T, int count> __device__ __forceinline__ FragmentA a_of(const float (&c)[count][4], int first) {
+    const float(&left)[4] = c[first], (&right)[4] = c[first + 1];
+    const T *of = nullptr;
+    return {{pack_word(left, of), pack_word(left + 2, of), pack_word(right, of), pack_word(right + 2, of)}};
+}
+template <int count> __device__ __forceinline__ FragmentA a_of_f32(const float (&c)[count][4], int first) {
+    return {{__float_as_uint(c[first][0]), __float_as_uint(c[first][2]), __float_as_uint(c[first][1]),
+             __float_as_uint(c[first][3])}};
+}
+
+__device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a, const FragmentB &b, const __nv_bfloat16 *) {
+#ifdef CUDA_ON_HOST
+    cuda_host::multiply<16>("mma.bf16", c, a.words, b.words, [](uint32_t word, float *out) {
+        unpack_word(word, out, (const __nv_bfloat16 *)nullptr);
+    });
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]), "r"(b.words[0]), "r"(b.words[1]));
+#endif
+}
+__device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a, const FragmentB &b, const __half *) {
+#ifdef CUDA_ON_HOST
+    cuda_host::multiply<16>("mma.f16", c, a.words, b.words, [](uint32_t word, float *out) {
+        unpack_word(word, out, (const __half *)nullptr);
+    });
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]), "r"(b.words[0]), "r"(b.words[1]));
+#endif
+}
+
+// The nearest number of 11 bits.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+#ifdef CUDA_ON_HOST
+    return cuda_host::to_tf32(x);
+#else
+    uint32_t word;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+    return word;
+#endif
+}
+__device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#ifdef CUDA_ON_HOST
+    cuda_host::multiply<8>("mma.tf32", c, a, b,
+                           [](uint32_t word, float *out) { out[0] = __uint_as_float(word & 0xffffe000u); });
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+// A number as a large part and what it leaves.
+template <int count>
+__device__ __forceinline__ void split(const uint32_t (&words)[count], uint32_t (&large)[count], uint32_t (&small)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        const float x = __uint_as_float(words[i]);
+        large[i] = to_tf32(x);
+        small[i] = to_tf32(x - __uint_as_float(large[i]));
+    }
+}
+
+// c += a b.
+template <typename T> __device__ __forceinline__ void multiply(float (&c)[4], const FragmentA &a, const FragmentB &b) {
+    if constexpr (sizeof(T) == 4) {
+        uint32_t large_a[4], small_a[4], large_b[2], small_b[2];
+        split(a.words, large_a, small_a);
+        split(b.words, large_b, small_b);
+        multiply_tf32(c, small_a, large_b);
+        multiply_tf32(c, large_a, small_b);
+        multiply_tf32(c, large_a, large_b);
+    } else {
+        multiply_half(c, a, b, (const T *)nullptr);
+    }
+}
+
+// The DEPTH columns of c from piece k * DEPTH / 8 on, as an a.
+template <typename T, int count> __device__ __forceinline__ FragmentA as_a(const float (&c)[count][4], int k) {
+    if constexpr (sizeof(T) == 4) return a_of_f32(c, k);
+    else return a_of<T>(c, 2 * k);
+}

@@ -1,0 +1,382 @@
+//! `attention.cu` against the composed twin in f64.
+#![allow(unsafe_code, missing_docs)]
+
+use candle_core::{Device, Result, Tensor, Var};
+use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
+use candle_grpo_kernels::{Sequences, composed};
+use candle_grpo_test_support::{assert_close, numbers};
+use half::{bf16, f16};
+
+include!("../../../kernels/attention.rs");
+
+const SCALE: f64 = 0.3;
+
+/// Sequences of `new` positions after `past` others with padding (the mask is noise, or one of left padding), or packed ones.
+#[derive(Debug, Clone, Copy)]
+enum Layout<'a> {
+    Gaps {
+        batch: usize,
+        new: usize,
+        past: usize,
+    },
+    Left {
+        batch: usize,
+        new: usize,
+        past: usize,
+    },
+    Packed(&'a [usize]),
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Case<'a> {
+    layout: Layout<'a>,
+    kv_heads: usize,
+    group: usize,
+    head_dim: usize,
+    /// How large scores are.
+    spread: f64,
+    /// Elements behind the inputs in their memory, which move where these begin.
+    behind: usize,
+}
+
+impl Case<'_> {
+    /// For each sequence its first query, its new positions, its first key and all its positions.
+    fn sequences(&self) -> Vec<[u32; 4]> {
+        match self.layout {
+            Layout::Gaps { batch, new, past } | Layout::Left { batch, new, past } => (0..batch)
+                .map(|i| [i * new, new, i * (new + past), new + past].map(|x| x as u32))
+                .collect(),
+            Layout::Packed(lengths) => {
+                let mut first = 0;
+                let lengths = lengths.iter().map(|&length| {
+                    first += length;
+                    [first - length, length, first - length, length].map(|x| x as u32)
+                });
+                lengths.collect()
+            }
+        }
+    }
+
+    /// One entry for each key.
+    fn mask(&self) -> Vec<u8> {
+        match self.layout {
+            Layout::Gaps { batch, new, past } => {
+                let noise = noise(batch * (new + past), 9);
+                noise.iter().map(|x| u8::from(*x > -0.4) * 7).collect()
+            }
+            Layout::Left { batch, new, past } => (0..batch)
+                .flat_map(|i| (0..new + past).map(move |at| u8::from(at >= 3 * i)))
+                .collect(),
+            Layout::Packed(lengths) => vec![1; lengths.iter().sum()],
+        }
+    }
+}
+
+/// The result and the gradients, of inputs that are f64.
+fn expected(case: &Case, inputs: [&[f64]; 4], mask: &[u8]) -> Result<[Vec<f64>; 4]> {
+    let device = &Device::Cpu;
+    let [query_width, key_width] =
+        [case.group, 1].map(|group| group * case.kv_heads * case.head_dim);
+    let table = |x: &[f64], width: usize| Tensor::from_slice(x, (x.len() / width, width), device);
+    let query = Var::from_tensor(&table(inputs[0], query_width)?)?;
+    let key = Var::from_tensor(&table(inputs[1], key_width)?)?;
+    let value = Var::from_tensor(&table(inputs[2], key_width)?)?;
+    let gradient = table(inputs[3], query_width)?;
+    let batch = case.sequences().len();
+    let y = match case.layout {
+        Layout::Packed(lengths) => composed::attention(
+            &query,
+            &key,
+            &value,
+            Sequences::Packed(lengths),
+            case.head_dim,
+            SCALE,
+        )?,
+        _ => {
+            let mask = Tensor::from_slice(mask, (batch, mask.len() / batch), device)?;
+            composed::attention(&query, &key, &value, &mask, case.head_dim, SCALE)?
+        }
+    };
+    let gradients = (&y * gradient)?.sum_all()?.backward()?;
+    let of = |x: &Var| numbers(gradients.get(x).expect("a gradient"));
+    Ok([numbers(&y)?, of(&query)?, of(&key)?, of(&value)?])
+}
+
+fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
+    let Case {
+        kv_heads,
+        group,
+        head_dim,
+        ..
+    } = case;
+    let (sequences, mask) = (case.sequences(), case.mask());
+    let heads = kv_heads * group;
+    let queries: usize = sequences.iter().map(|s| s[1] as usize).sum();
+    // Where the new positions are among the keys.
+    let own = |query: usize| {
+        let of = sequences
+            .iter()
+            .find(|s| query < (s[0] + s[1]) as usize)
+            .expect("a sequence");
+        query - of[0] as usize + of[2] as usize + (of[3] - of[1]) as usize
+    };
+    let of = |len: usize, seed, size: f64| -> Vec<T> {
+        noise(len, seed)
+            .iter()
+            .map(|x| T::from_f64(size * x))
+            .collect()
+    };
+    let query = of(queries * heads * head_dim, 1, case.spread);
+    let key = of(mask.len() * kv_heads * head_dim, 2, case.spread);
+    let value = of(mask.len() * kv_heads * head_dim, 3, 2.0);
+    let gradient = of(queries * heads * head_dim, 4, 2.0);
+    let wide = |x: &[T]| -> Vec<f64> { x.iter().map(|x| x.to_f64()).collect() };
+    let inputs = [wide(&query), wide(&key), wide(&value), wide(&gradient)];
+    let expected = expected(
+        &case,
+        [&inputs[0], &inputs[1], &inputs[2], &inputs[3]],
+        &mask,
+    )?;
+
+    // What stands at padding touches nothing.
+    let spoilt = |mut x: Vec<T>, width: usize, at: &dyn Fn(usize) -> usize| {
+        for (position, row) in x.chunks_mut(width).enumerate() {
+            if mask[at(position)] == 0 {
+                row.fill(T::from_f64(f64::NAN));
+            }
+        }
+        x.resize(x.len() + case.behind, T::from_f64(f64::NAN));
+        Buffer::of(&x)
+    };
+    let query = spoilt(query, heads * head_dim, &own);
+    let gradient = spoilt(gradient, heads * head_dim, &own);
+    let key = spoilt(key, kv_heads * head_dim, &|at| at);
+    let value = spoilt(value, kv_heads * head_dim, &|at| at);
+    let table = Buffer::of(&sequences.concat());
+    let kept = Buffer::of(&mask);
+
+    let tiles = attention_tiles(head_dim, size_of::<T>()).expect("a width");
+    let tiles_of = |rows: Vec<usize>| {
+        rows.into_iter()
+            .max()
+            .unwrap_or(0)
+            .div_ceil(tiles.rows)
+            .max(1) as u32
+    };
+    let query_tiles = tiles_of(sequences.iter().map(|s| s[1] as usize * group).collect());
+    let key_tiles = tiles_of(sequences.iter().map(|s| s[3] as usize).collect());
+    let grid = |tiles_in_row: u32, parts: usize, shared_bytes| Grid {
+        grid: [
+            tiles_in_row * (parts * kv_heads * sequences.len()) as u32,
+            1,
+            1,
+        ],
+        block: [2 * tiles.rows as u32, 1, 1],
+        shared_bytes,
+    };
+    for order in ORDERS {
+        let seven = T::from_f64(7.0);
+        let mut y = Buffer::filled(seven, query.len());
+        let mut of_query = Buffer::filled(seven, query.len());
+        let mut of_key = Buffer::filled(seven, key.len());
+        let mut of_value = Buffer::filled(seven, key.len());
+        let mut log_sums = Buffer::filled(f32::NAN, queries * heads);
+        let mut dots = Buffer::filled(f32::NAN, queries * heads);
+        macro_rules! run {
+            ($forward:ident, $of_query:ident, $of_key:ident) => {
+                // SAFETY: the buffers have the sizes of the sequences and heads.
+                unsafe {
+                    T::$forward(
+                        grid(query_tiles, 1, tiles.forward_bytes),
+                        order,
+                        query.as_ptr(),
+                        key.as_ptr(),
+                        value.as_ptr(),
+                        kept.as_ptr(),
+                        table.as_ptr(),
+                        y.as_mut_ptr(),
+                        log_sums.as_mut_ptr(),
+                        query_tiles,
+                        kv_heads as u32,
+                        group as u32,
+                        head_dim as i32,
+                        SCALE as f32,
+                    )
+                    .unwrap_or_else(|error| panic!("{case:?}, forward: {error}"));
+                    T::$of_query(
+                        grid(query_tiles, 1, tiles.backward_bytes),
+                        order,
+                        query.as_ptr(),
+                        key.as_ptr(),
+                        value.as_ptr(),
+                        kept.as_ptr(),
+                        table.as_ptr(),
+                        y.as_ptr(),
+                        gradient.as_ptr(),
+                        log_sums.as_ptr(),
+                        dots.as_mut_ptr(),
+                        of_query.as_mut_ptr(),
+                        query_tiles,
+                        kv_heads as u32,
+                        group as u32,
+                        head_dim as i32,
+                        SCALE as f32,
+                    )
+                    .unwrap_or_else(|error| panic!("{case:?}, of query: {error}"));
+                    T::$of_key(
+                        grid(key_tiles, tiles.parts, tiles.backward_bytes),
+                        order,
+                        query.as_ptr(),
+                        key.as_ptr(),
+                        value.as_ptr(),
+                        kept.as_ptr(),
+                        table.as_ptr(),
+                        gradient.as_ptr(),
+                        log_sums.as_ptr(),
+                        dots.as_ptr(),
+                        of_key.as_mut_ptr(),
+                        of_value.as_mut_ptr(),
+                        key_tiles,
+                        kv_heads as u32,
+                        group as u32,
+                        head_dim as i32,
+                        SCALE as f32,
+                    )
+                    .unwrap_or_else(|error| panic!("{case:?}, of key: {error}"));
+                }
+            };
+        }
+        match tiles.width {
+            64 => run!(
+                attention_forward_64,
+                attention_of_query_64,
+                attention_of_key_64
+            ),
+            128 => run!(
+                attention_forward_128,
+                attention_of_query_128,
+                attention_of_key_128
+            ),
+            _ => run!(
+                attention_forward_256,
+                attention_of_query_256,
+                attention_of_key_256
+            ),
+        }
+        for (name, found, expected) in [
+            ("y", &y, &expected[0]),
+            ("of query", &of_query, &expected[1]),
+            ("of key", &of_key, &expected[2]),
+            ("of value", &of_value, &expected[3]),
+        ] {
+            let (found, behind) = found.split_at(expected.len());
+            let found = wide(found);
+            let close = std::panic::catch_unwind(|| assert_close(&found, expected, tolerance));
+            assert!(close.is_ok(), "{name}, {case:?}, order {order}");
+            assert!(behind.iter().all(|x| *x == seven), "{name}, {case:?}");
+        }
+    }
+    Ok(())
+}
+
+const PLAIN: Case = Case {
+    layout: Layout::Gaps {
+        batch: 2,
+        new: 37,
+        past: 0,
+    },
+    kv_heads: 1,
+    group: 1,
+    head_dim: 64,
+    spread: 1.0,
+    behind: 0,
+};
+
+fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
+    for &head_dim in head_dims {
+        // A memory that begins where 16 bytes at a time cannot be read.
+        let behind = if head_dim == 80 { 1 } else { 0 };
+        let case = Case {
+            head_dim,
+            behind,
+            ..PLAIN
+        };
+        check::<T>(case, tolerance)?;
+    }
+    for (layout, kv_heads, group) in [
+        (
+            Layout::Gaps {
+                batch: 1,
+                new: 1,
+                past: 0,
+            },
+            1,
+            1,
+        ),
+        (
+            Layout::Gaps {
+                batch: 2,
+                new: 1,
+                past: 70,
+            },
+            1,
+            3,
+        ),
+        (
+            Layout::Gaps {
+                batch: 1,
+                new: 30,
+                past: 50,
+            },
+            2,
+            3,
+        ),
+        (
+            Layout::Left {
+                batch: 2,
+                new: 70,
+                past: 3,
+            },
+            1,
+            1,
+        ),
+        (Layout::Packed(&[1, 67, 3, 20]), 1, 2),
+    ] {
+        let case = Case {
+            layout,
+            kv_heads,
+            group,
+            head_dim: 24,
+            ..PLAIN
+        };
+        check::<T>(case, tolerance)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn f32_is_the_twin() -> Result<()> {
+    check_all::<f32>(&[5, 64, 80, 256], 1e-5)
+}
+
+#[test]
+fn bf16_is_the_twin() -> Result<()> {
+    check_all::<bf16>(&[1, 16, 64, 72, 80, 96, 128, 144, 256], 1.5e-2)
+}
+
+#[test]
+fn f16_is_the_twin() -> Result<()> {
+    check_all::<f16>(&[16, 128, 256], 2e-3)
+}
+
+/// Scores of some thousands, whose exponentials overflow.
+#[test]
+fn large_scores_do_not_overflow() -> Result<()> {
+    check::<f32>(
+        Case {
+            spread: 30.0,
+            ..PLAIN
+        },
+        2e-3,
+    )
+}
