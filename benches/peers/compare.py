@@ -1,86 +1,138 @@
 """Times our operators beside PyTorch and Liger-Kernel: one run of each in turn, medians of both.
 
-Our side is a child process that runs a case once for each line it is sent and answers with its milliseconds and its peak of
-memory. Peers run here. Writes target/bench/peers.json and peers.md.
+Each side is a process of its own, which runs a case once for each line that it is sent. Memory is measured apart, in processes
+that are made for one case. Writes peers.json and peers.md.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import peers
 
+# Blocks above this come from the system and go back to it, so that what a process holds is what it uses. Without it glibc
+# keeps what was freed, and the next run seems to need nothing.
+FRESH_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
-class Ours:
-    """Our operators, in a process of their own."""
 
-    def __init__(self, program):
+class Side:
+    """A process that runs cases."""
+
+    def __init__(self, command, **environment):
+        self.command = command
         self.process = subprocess.Popen(
-            [program, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
         )
 
     def run(self, case):
-        fields = [case.op, case.shape, case.dtype, case.direction]
-        self.process.stdin.write("\t".join(fields) + "\n")
+        """Milliseconds, and what the process says of its memory in MiB."""
+        self.process.stdin.write(case.line() + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            sys.exit(f"our program ended at {fields}")
-        return float(answer.split("\t")[0])
+            sys.exit(f"{self.command} ended at {case.line()}")
+        ms, mib = answer.split("\t")
+        return float(ms), float(mib)
+
+    def resident_mib(self, field):
+        """VmRSS, what the process has in memory, or VmHWM, the most it had."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) / 1024
+        raise ValueError(field)
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def milliseconds(run):
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
+def peak_mib(command, case, device):
+    """The memory that one run needs beyond the inputs, in a process where another run has loaded code and made threads."""
+    side = Side(command, **FRESH_MEMORY)
+    side.run(case)
+    if device == "cpu":
+        # 5: the most becomes what there is now.
+        Path(f"/proc/{side.process.pid}/clear_refs").write_text("5")
+        before = side.resident_mib("VmRSS")
+        side.run(case)
+        peak = side.resident_mib("VmHWM") - before
+    else:
+        _, peak = side.run(case)
+    side.end()
+    return peak
 
 
-def measure(ours, case, rounds):
-    run = case.prepare()
-    run()
-    ours.run(case)
-    pairs = [(ours.run(case), milliseconds(run)) for _ in range(rounds)]
+def measure(commands, case, rounds, device):
+    ours_mib, peer_mib = (peak_mib(command, case, device) for command in commands)
+    ours, peer = sides = [Side(command) for command in commands]
+    for side in sides:
+        side.run(case)
+    pairs = [(ours.run(case)[0], peer.run(case)[0]) for _ in range(rounds)]
+    for side in sides:
+        side.end()
     return {
         "op": case.op,
         "shape": case.shape,
         "dtype": case.dtype,
-        "device": "cpu",
+        "device": device,
         "peer": case.peer,
         "ours_ms": statistics.median(a for a, _ in pairs),
         "peer_ms": statistics.median(b for _, b in pairs),
         "ratio": statistics.median(a / b for a, b in pairs),
+        "ours_peak_mib": ours_mib,
+        "peer_peak_mib": peer_mib,
     }
+
+
+def verdict(row, goal):
+    met = row["ratio"] <= goal and row["ours_peak_mib"] < row["peer_peak_mib"]
+    return (f"goal {'met' if met else 'MISSED'}: {row['op']} {row['shape']} {row['dtype']}: {row['ratio']:.3f} of the time of "
+            f"{row['peer']}, at most {goal}; {row['ours_peak_mib']:.0f} MiB beside {row['peer_peak_mib']:.0f} MiB, must be less")
+
+
+TITLES = {
+    "op": "operator", "shape": "shape", "dtype": "dtype", "device": "device", "peer": "peer", "ours_ms": "ours ms",
+    "peer_ms": "peer ms", "ratio": "ratio", "ours_peak_mib": "ours MiB", "peer_peak_mib": "peer MiB",
+}
+FORMATS = {"ours_ms": ".1f", "peer_ms": ".1f", "ratio": ".3f", "ours_peak_mib": ".0f", "peer_peak_mib": ".0f"}
+
+
+def table(rows):
+    yield "| " + " | ".join(TITLES.values()) + " |"
+    yield "| " + " | ".join("---:" if key in FORMATS else "---" for key in TITLES) + " |"
+    for row in rows:
+        yield "| " + " | ".join(format(row[key], FORMATS.get(key, "")) for key in TITLES) + " |"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("program", help="our benchmark program")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="the one that our program was built for")
     parser.add_argument("--only", default="", help="only operators whose name contains this")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("target/bench"))
     args = parser.parse_args()
 
-    ours = Ours(args.program)
-    rows = []
-    for case in peers.cases():
-        if args.only not in case.op:
-            continue
-        row = measure(ours, case, args.rounds)
-        rows.append(row)
-        print(f"{row['op']} {row['shape']} {row['dtype']}: ours {row['ours_ms']:.1f} ms, "
-              f"{row['peer']} {row['peer_ms']:.1f} ms, ratio {row['ratio']:.3f}", flush=True)
+    commands = [
+        [args.program, "--serve"],
+        [sys.executable, str(Path(__file__).with_name("peers.py")), args.device],
+    ]
+    rows, verdicts = [], []
+    for case in peers.cases(args.device):
+        if args.only in case.op:
+            row = measure(commands, case, args.rounds, args.device)
+            rows.append(row)
+            print(list(table([row]))[-1], flush=True)
+            if case.goal:
+                verdicts.append(verdict(row, case.goal))
+    print("\n".join(verdicts))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "peers.json").write_text(json.dumps(rows, indent=2) + "\n")
-    lines = ["| operator | shape | dtype | peer | ours ms | peer ms | ratio |", "| --- | --- | --- | --- | ---: | ---: | ---: |"]
-    lines += [
-        f"| {r['op']} | {r['shape']} | {r['dtype']} | {r['peer']} | {r['ours_ms']:.1f} | {r['peer_ms']:.1f} | {r['ratio']:.3f} |"
-        for r in rows
-    ]
-    (args.out / "peers.md").write_text("\n".join(lines) + "\n")
+    (args.out / "peers.md").write_text("\n".join(table(rows)) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What the peers do for each case: the usual way of their users, compiled only where that is their default."""
+"""What the peers do for each case: the usual way of their users, compiled only where that is their default.
 
+As a program it is the side of the peers: `peers.py DEVICE` reads OP<tab>SHAPE<tab>DTYPE<tab>DIRECTION lines, runs that case
+and answers MS<tab>PEAK_MIB, as our program does with --serve.
+"""
+
+import sys
+import time
 from dataclasses import dataclass
 from typing import Callable
 
-import torch
-import torch.nn.functional as F
-
-torch.set_num_threads(2)
+# Runs on a GPU between two looks at the clock: it begins the next one while the host prepares the one after.
+RUNS_ON_A_GPU = 10
 
 
 @dataclass
@@ -16,71 +20,158 @@ class Case:
     op: str
     shape: str
     dtype: str
-    direction: str
     peer: str
+    # Makes the inputs, and gives the function that is timed.
     prepare: Callable[[], Callable[[], None]]
+    # On a GPU: the share of the peer's time that ours should stay below.
+    goal: float = None
+    direction: str = "forward+backward"
+
+    def line(self):
+        return "\t".join([self.op, self.shape, self.dtype, self.direction])
 
 
-def log_prob(rows, vocab, dtype):
-    logits = (torch.rand(rows, vocab) * 16 - 8).to(dtype).requires_grad_()
-    targets = torch.randint(vocab, (rows, 1))
+def uniform(torch, device, *shape, scale=1.0, dtype="float32"):
+    # In place: a large GPU tensor leaves no copies behind.
+    x = torch.empty(shape, device=device, dtype=getattr(torch, dtype))
+    return x.uniform_(-scale, scale).requires_grad_()
+
+
+def log_prob(device, rows, vocab, dtype):
+    import torch
+    import torch.nn.functional as F
+
+    logits = uniform(torch, device, rows, vocab, scale=8.0, dtype=dtype)
+    targets = torch.randint(vocab, (rows, 1), device=device)
 
     def run():
-        logits.grad = None
         F.log_softmax(logits, -1).gather(1, targets).sum().backward()
+        logits.grad = None
 
     return run
 
 
-def linear_log_prob(rows, width, vocab):
-    hidden = (torch.rand(rows, width) * 2 - 1).requires_grad_()
-    weight = ((torch.rand(vocab, width) * 2 - 1) * 0.3).requires_grad_()
-    targets = torch.randint(vocab, (rows, 1))
+def linear_log_prob(device, rows, width, vocab):
+    import torch
+    import torch.nn.functional as F
+
+    hidden = uniform(torch, device, rows, width)
+    weight = uniform(torch, device, vocab, width, scale=0.3)
+    targets = torch.randint(vocab, (rows, 1), device=device)
 
     def run():
-        hidden.grad = weight.grad = None
         F.log_softmax(hidden @ weight.t(), -1).gather(1, targets).sum().backward()
+        hidden.grad = weight.grad = None
 
     return run
 
 
-def linear_policy_loss(batch, tokens, width, vocab):
+def linear_policy_loss(device, batch, tokens, width, vocab, dtype):
+    import torch
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    # Compiled, it needs a C++ compiler at run time and gains nothing on the CPU.
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, compiled=False, use_ref_model=False)
-    hidden = (torch.rand(batch, tokens, width) * 2 - 1).requires_grad_()
-    weight = ((torch.rand(vocab, width) * 2 - 1) * 0.3).requires_grad_()
-    targets = torch.randint(vocab, (batch, tokens))
-    mask = torch.ones(batch, tokens)
-    advantages = torch.randn(batch)
+    # Compiled, it needs a C++ compiler at run time on the CPU, and gains nothing there.
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, compiled=device == "cuda", use_ref_model=False)
+    hidden = uniform(torch, device, batch, tokens, width, dtype=dtype)
+    weight = uniform(torch, device, vocab, width, scale=0.3, dtype=dtype)
+    targets = torch.randint(vocab, (batch, tokens), device=device)
+    mask = torch.ones(batch, tokens, device=device)
+    advantages = torch.randn(batch, device=device)
 
     def run():
-        hidden.grad = weight.grad = None
         value, _ = loss(hidden, weight, targets, mask, advantages)
         value.backward()
+        hidden.grad = weight.grad = None
 
     return run
 
 
-def adamw(sizes):
-    parameters = [torch.nn.Parameter(torch.rand(size)) for size in sizes]
-    for parameter in parameters:
-        parameter.grad = torch.rand_like(parameter)
-    optimizer = torch.optim.AdamW(parameters)
-    return optimizer.step
+def logits_policy_loss(device, batch, tokens, vocab, dtype):
+    import torch
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    # One position more than it reads: the model's last logits, which have no target.
+    logits = uniform(torch, device, batch, tokens + 1, vocab, scale=8.0, dtype=dtype)
+    targets = torch.randint(vocab, (batch, tokens), device=device)
+    mask = torch.ones(batch, tokens, device=device)
+    advantages = torch.randn(batch, device=device)
+    old = torch.randn(batch, tokens, device=device) - 12
+
+    def run():
+        value, _ = triton_grpo_loss(
+            logits, old, None, targets, advantages, mask, temperature=1.0, beta=0.0, inplace=True, reduce=True
+        )
+        value.backward()
+        logits.grad = None
+
+    return run
 
 
-def cases():
-    both = "forward+backward"
-    yield Case("log_prob", "[256, 49152]", "f32", both, "PyTorch", lambda: log_prob(256, 49152, torch.float32))
-    yield Case("log_prob", "[256, 49152]", "bf16", both, "PyTorch", lambda: log_prob(256, 49152, torch.bfloat16))
-    yield Case("log_prob", "[1024, 49152]", "f32", both, "PyTorch", lambda: log_prob(1024, 49152, torch.float32))
+def cpu_cases():
+    def with_logits(rows, dtype, name):
+        return Case("log_prob", f"[{rows}, 49152]", name, "PyTorch", lambda: log_prob("cpu", rows, 49152, dtype))
+
+    yield with_logits(256, "float32", "f32")
+    yield with_logits(256, "bfloat16", "bf16")
+    yield with_logits(1024, "float32", "f32")
     yield Case(
-        "linear_log_prob", "[1024, 576] x [49152, 576]", "f32", both, "PyTorch",
-        lambda: linear_log_prob(1024, 576, 49152),
+        "linear_log_prob", "[1024, 576] x [49152, 576]", "f32", "PyTorch",
+        lambda: linear_log_prob("cpu", 1024, 576, 49152),
     )
     yield Case(
-        "linear_policy_loss", "[8, 128, 576] x [49152, 576]", "f32", both, "Liger-Kernel",
-        lambda: linear_policy_loss(8, 128, 576, 49152),
+        "linear_policy_loss", "[8, 128, 576] x [49152, 576]", "f32", "Liger-Kernel",
+        lambda: linear_policy_loss("cpu", 8, 128, 576, 49152, "float32"),
     )
+
+
+def cuda_cases():
+    for vocab in (49152, 128256, 151936):
+        yield Case(
+            "log_prob/policy_loss", f"[8, 512, {vocab}]", "bf16", "Liger-Kernel (Triton)",
+            lambda vocab=vocab: logits_policy_loss("cuda", 8, 512, vocab, "bfloat16"), goal=0.9,
+        )
+    yield Case(
+        "linear_policy_loss", "[8, 512, 4096] x [128256, 4096]", "bf16", "Liger-Kernel",
+        lambda: linear_policy_loss("cuda", 8, 512, 4096, 128256, "bfloat16"), goal=0.9,
+    )
+
+
+def cases(device):
+    return {"cpu": cpu_cases, "cuda": cuda_cases}[device]()
+
+
+def sample(run, device):
+    """Milliseconds, and on a GPU the MiB that were alive at most beyond what was alive before."""
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3, float("nan")
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    for _ in range(RUNS_ON_A_GPU):
+        run()
+    torch.cuda.synchronize()
+    ms = (time.perf_counter() - start) * 1e3 / RUNS_ON_A_GPU
+    return ms, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def serve(device):
+    if device == "cpu":
+        import torch
+
+        torch.set_num_threads(2)
+    by_line = {case.line(): case for case in cases(device)}
+    run, prepared = None, None
+    for line in sys.stdin:
+        line = line.rstrip("\n")
+        if line != prepared:
+            run, prepared = by_line[line].prepare(), line
+        print("%f\t%f" % sample(run, device), flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

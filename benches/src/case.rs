@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
+use crate::bandwidth::Bandwidth;
 use crate::region::{Sample, region};
 
 /// A run that measures itself: what it has to prepare does not count.
@@ -22,13 +23,15 @@ pub(crate) struct Case {
     pub(crate) direction: Direction,
     /// Only called when the case is run, since inputs are large.
     pub(crate) prepare: Prepare,
+    /// Whether the twin is a copy, which the operator should be as fast as.
+    pub(crate) bandwidth: Option<Bandwidth>,
 }
 
 /// The operator and its twin, on the same inputs.
 pub(crate) struct Pair {
     /// The fused operator.
     pub(crate) ours: Run,
-    /// Its composed twin.
+    /// Its composed twin, or what else it is measured beside.
     pub(crate) composed: Run,
 }
 

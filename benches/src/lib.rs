@@ -5,8 +5,11 @@
 
 mod allocator;
 mod args;
+mod bandwidth;
 mod case;
 mod cases;
+mod device;
+mod memory;
 mod noise;
 mod region;
 mod results;

@@ -9,7 +9,7 @@ use crate::args::Args;
 use crate::case::Case;
 use crate::region::Sample;
 use crate::results::{self, Row};
-use crate::{cases, serve};
+use crate::{cases, device, serve};
 
 /// The program; `allocator` is the name of the one that it was built with.
 pub fn main(allocator: &str) -> Result<()> {
@@ -20,7 +20,8 @@ pub fn main(allocator: &str) -> Result<()> {
     if args.rounds == 0 {
         bail!("--rounds: 0, must be at least 1");
     }
-    let cases: Vec<Case> = cases::all()
+    let device = device::open()?;
+    let cases: Vec<Case> = cases::on(&device)
         .into_iter()
         .filter(|case| case.op.contains(&args.only))
         .collect();
@@ -30,26 +31,30 @@ pub fn main(allocator: &str) -> Result<()> {
     let progress = ProgressBar::new(cases.len() as u64).with_style(ProgressStyle::with_template(
         "{bar:30} {pos}/{len} {msg} {elapsed} left {eta}",
     )?);
-    let mut rows = Vec::new();
-    for device in devices()? {
-        for case in &cases {
-            progress.set_message(format!("{} {}", case.op, case.shape));
-            rows.push(measure(case, &device, allocator, args.rounds)?);
-            progress.inc(1);
+    let (mut rows, mut verdicts, mut failures) = (Vec::new(), Vec::new(), Vec::new());
+    for case in &cases {
+        let name = format!("{} {} {}", case.op, case.shape, case.dtype.as_str());
+        progress.set_message(name.clone());
+        // One that fails, for want of memory say, does not take the others with it.
+        match measure(case, &device, allocator, args.rounds) {
+            Ok(row) => {
+                verdicts.extend(case.bandwidth.map(|bandwidth| bandwidth.verdict(&row)));
+                rows.push(row);
+            }
+            Err(error) => failures.push(format!("{name}: {error}")),
         }
+        progress.inc(1);
     }
     progress.finish_and_clear();
     print!("{}", results::table(&rows));
-    results::merge(&args.out, rows)
-}
-
-/// The GPU when it is built for one, else the CPU.
-fn devices() -> Result<Vec<Device>> {
-    Ok(vec![if cfg!(feature = "cuda") {
-        Device::new_cuda(0)?
-    } else {
-        Device::Cpu
-    }])
+    for verdict in verdicts {
+        println!("{verdict}");
+    }
+    results::merge(&args.out, rows)?;
+    if !failures.is_empty() {
+        bail!("cases failed:\n{}", failures.join("\n"));
+    }
+    Ok(())
 }
 
 fn measure(case: &Case, device: &Device, allocator: &str, rounds: usize) -> Result<Row> {
@@ -68,7 +73,7 @@ fn measure(case: &Case, device: &Device, allocator: &str, rounds: usize) -> Resu
         op: case.op.to_owned(),
         shape: case.shape.clone(),
         dtype: case.dtype.as_str().to_owned(),
-        device: if device.is_cpu() { "cpu" } else { "cuda" }.to_owned(),
+        device: device::name(device).to_owned(),
         allocator: allocator.to_owned(),
         direction: case.direction.name().to_owned(),
         ours_ms: ms(&ours),

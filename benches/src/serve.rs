@@ -3,15 +3,15 @@
 use std::io::{BufRead, Write};
 
 use anyhow::{Context, Result};
-use candle_core::Device;
 
 use crate::case::Pair;
-use crate::cases;
+use crate::{cases, device};
 
 /// Reads `OP<tab>SHAPE<tab>DTYPE<tab>DIRECTION` lines, runs that case once, and answers `MS<tab>PEAK_MIB`. The case stays
 /// prepared until another one is named.
 pub(crate) fn serve() -> Result<()> {
-    let cases = cases::all();
+    let device = device::open()?;
+    let cases = cases::on(&device);
     let mut prepared: Option<(String, Pair)> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
@@ -27,7 +27,7 @@ pub(crate) fn serve() -> Result<()> {
                 line.split('\t').eq(name)
             });
             let case = wanted.with_context(|| format!("there is no case {line:?}"))?;
-            prepared = Some((line.clone(), (case.prepare)(&Device::Cpu)?));
+            prepared = Some((line.clone(), (case.prepare)(&device)?));
         }
         if let Some((_, pair)) = &mut prepared {
             let sample = (pair.ours)()?;

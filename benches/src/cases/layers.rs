@@ -116,6 +116,7 @@ fn case(
                 composed: run(Twin::Composed),
             })
         }),
+        bandwidth: None,
     }
 }
 

@@ -1,4 +1,4 @@
-//! `linear_log_prob` and `linear_policy_loss`: the output layer of SmolLM2-135M.
+//! `linear_log_prob` and `linear_policy_loss`: the output layer, of SmolLM2-135M but for one large case on a GPU.
 //!
 //! Backward passes are called alone, as in training with `candle-grpo-train`; the rows "in a graph" go through Candle's
 //! `backward`, which adds the gradient of the weight to zeros.
@@ -7,90 +7,116 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, composed, linear_log_prob,
 };
-use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals, linear_policy_loss};
+use candle_grpo_loss::{PolicyBatch, PolicyLoss, linear_policy_loss};
 use gemm::Parallelism;
 
+use super::step::Step;
 use crate::case::{Case, Direction, Pair, Run};
 use crate::noise::{ids, noise};
 use crate::region::region;
 
-const HIDDEN: usize = 576;
-const VOCAB: usize = 49_152;
-/// Response tokens of each sequence.
-const TOKENS: usize = 128;
-
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for rows in [256, 1024] {
-        cases.push(case("linear_log_prob", rows, "", |layer, device| {
+    for sequences in [2, 8] {
+        let pair: MakePair = |layer, device| {
             Ok(Pair {
                 ours: layer.alone(device)?,
                 composed: layer.graph(composed::linear_log_prob, device),
             })
-        }));
+        };
+        cases.push(Sizes::smol(sequences).log_prob("linear_log_prob", "", pair));
     }
-    cases.push(case(
-        "linear_log_prob",
-        1024,
-        " in a graph",
-        |layer, device| {
-            Ok(Pair {
-                ours: layer.graph(linear_log_prob, device),
-                composed: layer.graph(composed::linear_log_prob, device),
-            })
-        },
-    ));
-    // In the column of the twin: the four matrix products alone, two that make logits and two that make gradients.
-    cases.push(case(
-        "linear_log_prob/products",
-        1024,
-        "",
-        |layer, device| {
-            Ok(Pair {
-                ours: layer.alone(device)?,
-                composed: layer.products(device)?,
-            })
-        },
-    ));
-    cases.push(case(
-        "linear_log_prob/products",
-        4096,
-        "",
-        |layer, device| {
-            Ok(Pair {
-                ours: layer.alone(device)?,
-                composed: layer.products(device)?,
-            })
-        },
-    ));
-    cases.push(Case {
-        op: "linear_policy_loss",
-        shape: format!("[8, {TOKENS}, {HIDDEN}] x [{VOCAB}, {HIDDEN}]"),
-        dtype: DType::F32,
-        direction: Direction::Both,
-        prepare: Box::new(|device| {
-            let layer = Layer::new(8 * TOKENS, device)?;
-            Ok(Pair {
-                ours: layer.policy_loss(device)?,
-                composed: layer.composed_policy_loss(device)?,
-            })
-        }),
-    });
+    let in_a_graph: MakePair = |layer, device| {
+        Ok(Pair {
+            ours: layer.graph(linear_log_prob, device),
+            composed: layer.graph(composed::linear_log_prob, device),
+        })
+    };
+    cases.push(Sizes::smol(8).log_prob("linear_log_prob", " in a graph", in_a_graph));
+    cases.push(Sizes::smol(8).policy_loss(DType::F32));
     cases
 }
 
-fn case(
-    op: &'static str,
-    rows: usize,
-    how: &str,
-    pair: fn(&Layer, &Device) -> Result<Pair>,
-) -> Case {
-    Case {
-        op,
-        shape: format!("[{rows}, {HIDDEN}] x [{VOCAB}, {HIDDEN}]{how}"),
-        dtype: DType::F32,
-        direction: Direction::Both,
-        prepare: Box::new(move |device| pair(&Layer::new(rows, device)?, device)),
+/// In the place of the twin the four matrix products alone, two that make logits and two that make gradients.
+pub(super) fn products() -> Vec<Case> {
+    let pair: MakePair = |layer, device| {
+        Ok(Pair {
+            ours: layer.alone(device)?,
+            composed: layer.products(device)?,
+        })
+    };
+    [8, 32]
+        .map(|sequences| Sizes::smol(sequences).log_prob("linear_log_prob/products", "", pair))
+        .into()
+}
+
+/// The output layer of a Llama 3 of 8 billion parameters.
+pub(super) fn large() -> Vec<Case> {
+    let sizes = Sizes {
+        sequences: 8,
+        tokens: 512,
+        width: 4096,
+        vocab: 128_256,
+    };
+    vec![sizes.policy_loss(DType::BF16)]
+}
+
+type MakePair = fn(&Layer, &Device) -> Result<Pair>;
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    sequences: usize,
+    /// Response tokens of each sequence.
+    tokens: usize,
+    width: usize,
+    vocab: usize,
+}
+
+impl Sizes {
+    /// Of SmolLM2-135M.
+    fn smol(sequences: usize) -> Self {
+        Self {
+            sequences,
+            tokens: 128,
+            width: 576,
+            vocab: 49_152,
+        }
+    }
+
+    fn log_prob(self, op: &'static str, how: &str, pair: MakePair) -> Case {
+        let Self { width, vocab, .. } = self;
+        let rows = self.sequences * self.tokens;
+        Case {
+            op,
+            shape: format!("[{rows}, {width}] x [{vocab}, {width}]{how}"),
+            dtype: DType::F32,
+            direction: Direction::Both,
+            prepare: Box::new(move |device| pair(&Layer::new(self, DType::F32, device)?, device)),
+            bandwidth: None,
+        }
+    }
+
+    fn policy_loss(self, dtype: DType) -> Case {
+        let Self {
+            sequences,
+            tokens,
+            width,
+            vocab,
+        } = self;
+        Case {
+            op: "linear_policy_loss",
+            shape: format!("[{sequences}, {tokens}, {width}] x [{vocab}, {width}]"),
+            dtype,
+            direction: Direction::Both,
+            prepare: Box::new(move |device| {
+                let layer = Layer::new(self, dtype, device)?;
+                Ok(Pair {
+                    ours: layer.policy_loss(device)?,
+                    composed: layer.composed_policy_loss(device)?,
+                })
+            }),
+            bandwidth: None,
+        }
     }
 }
 
@@ -99,18 +125,35 @@ type Operator =
 
 #[derive(Clone)]
 struct Layer {
+    sizes: Sizes,
+    /// `[N, H]`
     hidden: Var,
+    /// `[V, H]`
     weight: Var,
+    /// `[N]`
     targets: Tensor,
 }
 
 impl Layer {
-    fn new(rows: usize, device: &Device) -> Result<Self> {
+    fn new(sizes: Sizes, dtype: DType, device: &Device) -> Result<Self> {
+        let Sizes { width, vocab, .. } = sizes;
+        let rows = sizes.sequences * sizes.tokens;
         Ok(Self {
-            hidden: Var::from_tensor(&noise((rows, HIDDEN), 1.0, 1, DType::F32, device)?)?,
-            weight: Var::from_tensor(&noise((VOCAB, HIDDEN), 0.3, 2, DType::F32, device)?)?,
-            targets: ids(rows, VOCAB, 3, device)?,
+            sizes,
+            hidden: Var::from_tensor(&noise((rows, width), 1.0, 1, dtype, device)?)?,
+            weight: Var::from_tensor(&noise((vocab, width), 0.3, 2, dtype, device)?)?,
+            targets: ids(rows, vocab, 3, device)?,
         })
+    }
+
+    /// The hidden states `[B, T, H]`.
+    fn rows(&self) -> Result<Tensor> {
+        let Sizes { tokens, width, .. } = self.sizes;
+        self.hidden.reshape(((), tokens, width))
+    }
+
+    fn step(&self) -> Result<Step> {
+        Step::new(&self.targets.reshape(((), self.sizes.tokens))?)
     }
 
     fn graph(&self, operator: Operator, device: &Device) -> Run {
@@ -118,6 +161,7 @@ impl Layer {
             hidden,
             weight,
             targets,
+            ..
         } = self.clone();
         Direction::Both.run(device, move || {
             let options = LogProbOptions::default();
@@ -132,6 +176,7 @@ impl Layer {
             hidden,
             weight,
             targets,
+            ..
         } = self.clone();
         let ones = targets.ones_like()?.to_dtype(DType::F32)?;
         let zeros = ones.zeros_like()?;
@@ -153,34 +198,35 @@ impl Layer {
     /// The matrix products of both passes into memory that is there already: logits twice, and the gradients of hidden
     /// states and weight from a gradient of the logits.
     fn products(&self, device: &Device) -> Result<Run> {
+        let Sizes { width, vocab, .. } = self.sizes;
         let rows = self.targets.elem_count();
         let hidden = self.hidden.flatten_all()?.to_vec1::<f32>()?;
         let weight = self.weight.flatten_all()?.to_vec1::<f32>()?;
-        let mut logits = vec![0.5f32; rows * VOCAB];
-        let mut of_hidden = vec![0f32; rows * HIDDEN];
-        let mut of_weight = vec![0f32; VOCAB * HIDDEN];
+        let mut logits = vec![0.5f32; rows * vocab];
+        let mut of_hidden = vec![0f32; rows * width];
+        let mut of_weight = vec![0f32; vocab * width];
         let device = device.clone();
         Ok(Box::new(move || {
             region(&device, || {
                 for _ in 0..2 {
                     product(
-                        [rows, VOCAB, HIDDEN],
+                        [rows, vocab, width],
                         &mut logits,
-                        (&hidden, [HIDDEN, 1]),
-                        (&weight, [1, HIDDEN]),
+                        (&hidden, [width, 1]),
+                        (&weight, [1, width]),
                     );
                 }
                 product(
-                    [rows, HIDDEN, VOCAB],
+                    [rows, width, vocab],
                     &mut of_hidden,
-                    (&logits, [VOCAB, 1]),
-                    (&weight, [HIDDEN, 1]),
+                    (&logits, [vocab, 1]),
+                    (&weight, [width, 1]),
                 );
                 product(
-                    [VOCAB, HIDDEN, rows],
+                    [vocab, width, rows],
                     &mut of_weight,
-                    (&logits, [1, VOCAB]),
-                    (&hidden, [HIDDEN, 1]),
+                    (&logits, [1, vocab]),
+                    (&hidden, [width, 1]),
                 );
                 Ok(())
             })
@@ -188,42 +234,31 @@ impl Layer {
     }
 
     fn policy_loss(&self, device: &Device) -> Result<Run> {
-        let Self {
-            hidden,
-            weight,
-            targets,
-        } = self.clone();
-        let step = Step::new(&targets)?;
-        let device = device.clone();
+        let (layer, step, device) = (self.clone(), self.step()?, device.clone());
         Ok(Box::new(move || {
             region(&device, || {
                 let options = LogProbOptions::default();
-                let layer = LinearLogProb::new(
-                    &step.rows(&hidden)?,
-                    &weight,
+                let output = LinearLogProb::new(
+                    &layer.rows()?,
+                    &layer.weight,
                     None,
                     &step.targets,
                     1.0,
                     options,
                 )?;
                 let batch = PolicyBatch::without_log_probs(&step.advantages, &step.mask);
-                linear_policy_loss(&PolicyLoss::dapo(), &layer, &batch, &step.totals)
+                linear_policy_loss(&PolicyLoss::dapo(), &output, &batch, &step.totals)
             })
         }))
     }
 
     fn composed_policy_loss(&self, device: &Device) -> Result<Run> {
-        let Self {
-            hidden,
-            weight,
-            targets,
-        } = self.clone();
-        let step = Step::new(&targets)?;
+        let (layer, step) = (self.clone(), self.step()?);
         Ok(Direction::Both.run(device, move || {
             let options = LogProbOptions::default();
             let tokens = composed::linear_log_prob(
-                &step.rows(&hidden)?,
-                &weight,
+                &layer.rows()?,
+                &layer.weight,
                 None,
                 &step.targets,
                 1.0,
@@ -233,31 +268,6 @@ impl Layer {
                 .entropy(&tokens.entropy);
             Ok(PolicyLoss::dapo().compute(&batch, &step.totals)?.loss)
         }))
-    }
-}
-
-/// What the loss needs besides.
-struct Step {
-    targets: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    totals: StepTotals,
-}
-
-impl Step {
-    fn new(targets: &Tensor) -> Result<Self> {
-        let targets = targets.reshape(((), TOKENS))?;
-        let mask = targets.ones_like()?;
-        Ok(Self {
-            advantages: noise(targets.dim(0)?, 1.0, 4, DType::F32, targets.device())?,
-            totals: StepTotals::to_host(&mask)?,
-            mask,
-            targets,
-        })
-    }
-
-    fn rows(&self, hidden: &Var) -> Result<Tensor> {
-        hidden.reshape(((), TOKENS, HIDDEN))
     }
 }
 

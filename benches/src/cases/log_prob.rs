@@ -15,7 +15,7 @@ const TEMPERATURE: f64 = 1.0;
 const ENTROPY_COEF: f64 = 0.01;
 
 #[derive(Clone, Copy, PartialEq)]
-enum Backward {
+pub(super) enum Backward {
     Alone,
     InPlace,
     InGraph,
@@ -68,6 +68,7 @@ fn case(rows: usize, dtype: DType, direction: Direction, backward: Backward) -> 
                 composed: graph(composed::log_prob),
             })
         }),
+        bandwidth: None,
     }
 }
 
@@ -80,7 +81,7 @@ fn loss(operator: Operator, logits: &Var, targets: &Tensor) -> Result<Tensor> {
 }
 
 /// The passes without Candle's engine.
-fn alone(
+pub(super) fn alone(
     logits: &Tensor,
     targets: &Tensor,
     direction: Direction,

@@ -22,6 +22,7 @@ pub(super) fn cases() -> Vec<Case> {
             dtype: DType::F32,
             direction,
             prepare: Box::new(move |device| policy_loss(direction, device)),
+            bandwidth: None,
         })
         .into();
     cases.push(Case {
@@ -46,6 +47,7 @@ pub(super) fn cases() -> Vec<Case> {
                 composed: run(composed::group_advantage),
             })
         }),
+        bandwidth: None,
     });
     cases
 }

@@ -1,15 +1,25 @@
 //! The cases, one file for each operator or family.
 
+mod bandwidth;
 mod layers;
 mod linear;
 mod log_prob;
+mod logits;
 mod losses;
 mod optimizer;
+mod step;
+
+use candle_core::Device;
 
 use crate::case::Case;
 
-/// Every case, in the order of the table.
-pub(crate) fn all() -> Vec<Case> {
+/// Every case on that device, in the order of the table.
+pub(crate) fn on(device: &Device) -> Vec<Case> {
+    let of_the_device = if device.is_cpu() {
+        vec![linear::products()]
+    } else {
+        vec![bandwidth::cases(), linear::large(), logits::cases()]
+    };
     [
         log_prob::cases(),
         linear::cases(),
@@ -18,6 +28,7 @@ pub(crate) fn all() -> Vec<Case> {
         optimizer::cases(),
     ]
     .into_iter()
+    .chain(of_the_device)
     .flatten()
     .collect()
 }

@@ -19,6 +19,7 @@ pub(super) fn cases() -> Vec<Case> {
         dtype: DType::F32,
         direction: Direction::Forward,
         prepare: Box::new(prepare),
+        bandwidth: None,
     };
     vec![
         case("adamw", adamw_pair),
