@@ -35,6 +35,12 @@ pub(crate) trait Element: WithDType + Sync {
         None
     }
 
+    /// `target` itself if it is f32, not written yet.
+    #[inline(always)]
+    fn as_uninit_f32(_: &mut [MaybeUninit<Self>]) -> Option<&mut [MaybeUninit<f32>]> {
+        None
+    }
+
     /// The nearest value of this dtype.
     fn nearest(value: f32) -> Self;
 
@@ -63,6 +69,11 @@ impl Element for f32 {
 
     #[inline(always)]
     fn as_f32_mut(target: &mut [Self]) -> Option<&mut [f32]> {
+        Some(target)
+    }
+
+    #[inline(always)]
+    fn as_uninit_f32(target: &mut [MaybeUninit<Self>]) -> Option<&mut [MaybeUninit<f32>]> {
         Some(target)
     }
 

@@ -8,16 +8,17 @@ use rayon::prelude::*;
 
 use super::element::Element;
 use super::simd::{BLOCK, MAX_LANES, sigmoid};
+use super::slice::CHUNK;
 use super::{output, slice};
 
 /// Elements of any shape to `silu(gate) * up`.
 pub(crate) fn forward<T: Element>(gate: &[T], up: &[T]) -> Vec<T> {
     let fill = |y: &mut [MaybeUninit<T>]| {
-        y.par_chunks_mut(BLOCK)
-            .zip(gate.par_chunks(BLOCK).zip(up.par_chunks(BLOCK)))
-            .for_each(|(y, (gate, up))| Arch::new().dispatch(ForwardBlock { gate, up, y }));
+        y.par_chunks_mut(CHUNK)
+            .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
+            .for_each(|(y, (gate, up))| Arch::new().dispatch(Forward { gate, up, y }));
     };
-    // SAFETY: the blocks cover the result, and each block is written whole.
+    // SAFETY: the chunks cover the result, and each chunk is written whole.
     #[allow(unsafe_code)]
     unsafe {
         output::filled(gate.len(), fill)
@@ -32,7 +33,7 @@ pub(crate) fn backward<T: Element>(
 ) -> Result<(Tensor, Tensor)> {
     let (gate_gradient, up_gradient) = slice::read::<T, _>(gate, |gate| {
         slice::read::<T, _>(up, |up| {
-            slice::read::<T, _>(gradient, |gradient| Ok(backward_blocks(gate, up, gradient)))
+            slice::read::<T, _>(gradient, |gradient| Ok(backward_chunks(gate, up, gradient)))
         })
     })?;
     Ok((
@@ -41,18 +42,18 @@ pub(crate) fn backward<T: Element>(
     ))
 }
 
-fn backward_blocks<T: Element>(gate: &[T], up: &[T], gradient: &[T]) -> (Vec<T>, Vec<T>) {
+fn backward_chunks<T: Element>(gate: &[T], up: &[T], gradient: &[T]) -> (Vec<T>, Vec<T>) {
     let inputs = gate
-        .par_chunks(BLOCK)
-        .zip(up.par_chunks(BLOCK).zip(gradient.par_chunks(BLOCK)));
+        .par_chunks(CHUNK)
+        .zip(up.par_chunks(CHUNK).zip(gradient.par_chunks(CHUNK)));
     let fill = |gate_gradient: &mut [MaybeUninit<T>], up_gradient: &mut [MaybeUninit<T>]| {
         let outputs = gate_gradient
-            .par_chunks_mut(BLOCK)
-            .zip(up_gradient.par_chunks_mut(BLOCK));
+            .par_chunks_mut(CHUNK)
+            .zip(up_gradient.par_chunks_mut(CHUNK));
         outputs
             .zip(inputs)
             .for_each(|((gate_gradient, up_gradient), (gate, (up, gradient)))| {
-                Arch::new().dispatch(BackwardBlock {
+                Arch::new().dispatch(Backward {
                     gate,
                     up,
                     gradient,
@@ -61,39 +62,62 @@ fn backward_blocks<T: Element>(gate: &[T], up: &[T], gradient: &[T]) -> (Vec<T>,
                 });
             });
     };
-    // SAFETY: the blocks cover both results, and each block is written whole.
+    // SAFETY: the chunks cover both results, and each chunk is written whole.
     #[allow(unsafe_code)]
     unsafe {
         output::two_filled(gate.len(), fill)
     }
 }
 
-struct ForwardBlock<'a, T> {
+struct Forward<'a, T> {
     gate: &'a [T],
     up: &'a [T],
     y: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Element> WithSimd for ForwardBlock<'_, T> {
+impl<T: Element> WithSimd for Forward<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let len = self.gate.len();
-        let (mut gate, mut up) = ([0.0; BLOCK], [0.0; BLOCK]);
-        T::widen(self.gate, &mut gate[..len]);
-        T::widen(self.up, &mut up[..len]);
-        let padded = len.next_multiple_of(MAX_LANES);
-        let (gates, _) = S::as_mut_simd_f32s(&mut gate[..padded]);
-        let (ups, _) = S::as_simd_f32s(&up[..padded]);
-        for (x, &up) in gates.iter_mut().zip(ups) {
-            *x = simd.mul_f32s(simd.mul_f32s(*x, sigmoid(simd, *x)), up);
+        let Self { gate, up, y } = self;
+        // f32 goes from input to result in vectors; all else, and what fills no vector, by way of blocks.
+        let direct = match (T::as_f32(gate), T::as_f32(up), T::as_uninit_f32(y)) {
+            (Some(gate), Some(up), Some(y)) => {
+                let (gates, _) = S::as_simd_f32s(gate);
+                let (ups, _) = S::as_simd_f32s(up);
+                let (ys, tail) = S::as_uninit_mut_simd_f32s(y);
+                for ((y, &gate), &up) in ys.iter_mut().zip(gates).zip(ups) {
+                    y.write(gated(simd, gate, up));
+                }
+                gate.len() - tail.len()
+            }
+            _ => 0,
+        };
+        let mut buffers = [[0.0; BLOCK]; 2];
+        let [gate_buffer, up_buffer] = &mut buffers;
+        let inputs = gate[direct..].chunks(BLOCK).zip(up[direct..].chunks(BLOCK));
+        for ((gate, up), y) in inputs.zip(y[direct..].chunks_mut(BLOCK)) {
+            let (len, padded) = (gate.len(), gate.len().next_multiple_of(MAX_LANES));
+            T::widen(gate, &mut gate_buffer[..len]);
+            T::widen(up, &mut up_buffer[..len]);
+            let (gates, _) = S::as_mut_simd_f32s(&mut gate_buffer[..padded]);
+            let (ups, _) = S::as_simd_f32s(&up_buffer[..padded]);
+            for (gate, &up) in gates.iter_mut().zip(ups) {
+                *gate = gated(simd, *gate, up);
+            }
+            T::write(&gate_buffer[..len], y);
         }
-        T::write(&gate[..len], self.y);
     }
 }
 
-struct BackwardBlock<'a, T> {
+/// `silu(gate) up`
+#[inline(always)]
+fn gated<S: Simd>(simd: S, gate: S::f32s, up: S::f32s) -> S::f32s {
+    simd.mul_f32s(simd.mul_f32s(gate, sigmoid(simd, gate)), up)
+}
+
+struct Backward<'a, T> {
     gate: &'a [T],
     up: &'a [T],
     gradient: &'a [T],
@@ -101,30 +125,79 @@ struct BackwardBlock<'a, T> {
     up_gradient: &'a mut [MaybeUninit<T>],
 }
 
-impl<T: Element> WithSimd for BackwardBlock<'_, T> {
+impl<T: Element> WithSimd for Backward<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let len = self.gate.len();
-        let (mut gate, mut up, mut gradient) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
-        T::widen(self.gate, &mut gate[..len]);
-        T::widen(self.up, &mut up[..len]);
-        T::widen(self.gradient, &mut gradient[..len]);
-        let padded = len.next_multiple_of(MAX_LANES);
-        let (gates, _) = S::as_mut_simd_f32s(&mut gate[..padded]);
-        let (ups, _) = S::as_mut_simd_f32s(&mut up[..padded]);
-        let (gradients, _) = S::as_simd_f32s(&gradient[..padded]);
-        let one = simd.splat_f32s(1.0);
-        for ((x, up), &gradient) in gates.iter_mut().zip(ups).zip(gradients) {
-            let sigmoid = sigmoid(simd, *x);
-            let silu = simd.mul_f32s(*x, sigmoid);
-            // The derivative of silu: s + x s (1 - s).
-            let slope = simd.mul_add_e_f32s(silu, simd.sub_f32s(one, sigmoid), sigmoid);
-            *x = simd.mul_f32s(simd.mul_f32s(gradient, *up), slope);
-            *up = simd.mul_f32s(gradient, silu);
+        let Self {
+            gate,
+            up,
+            gradient,
+            gate_gradient,
+            up_gradient,
+        } = self;
+        // As forward.
+        let inputs = (T::as_f32(gate), T::as_f32(up), T::as_f32(gradient));
+        let outputs = (
+            T::as_uninit_f32(gate_gradient),
+            T::as_uninit_f32(up_gradient),
+        );
+        let direct = match (inputs, outputs) {
+            ((Some(gate), Some(up), Some(gradient)), (Some(gate_gradient), Some(up_gradient))) => {
+                let (gates, _) = S::as_simd_f32s(gate);
+                let (ups, _) = S::as_simd_f32s(up);
+                let (gradients, _) = S::as_simd_f32s(gradient);
+                let (gate_gradients, _) = S::as_uninit_mut_simd_f32s(gate_gradient);
+                let (up_gradients, tail) = S::as_uninit_mut_simd_f32s(up_gradient);
+                let inputs = gates.iter().zip(ups).zip(gradients);
+                let outputs = gate_gradients.iter_mut().zip(up_gradients);
+                for (((&gate, &up), &gradient), (gate_gradient, up_gradient)) in inputs.zip(outputs)
+                {
+                    let [of_gate, of_up] = slopes(simd, gate, up, gradient);
+                    gate_gradient.write(of_gate);
+                    up_gradient.write(of_up);
+                }
+                gate.len() - tail.len()
+            }
+            _ => 0,
+        };
+        let mut buffers = [[0.0; BLOCK]; 3];
+        let [gate_buffer, up_buffer, gradient_buffer] = &mut buffers;
+        let inputs = gate[direct..]
+            .chunks(BLOCK)
+            .zip(up[direct..].chunks(BLOCK))
+            .zip(gradient[direct..].chunks(BLOCK));
+        let outputs = gate_gradient[direct..]
+            .chunks_mut(BLOCK)
+            .zip(up_gradient[direct..].chunks_mut(BLOCK));
+        for (((gate, up), gradient), (gate_gradient, up_gradient)) in inputs.zip(outputs) {
+            let (len, padded) = (gate.len(), gate.len().next_multiple_of(MAX_LANES));
+            T::widen(gate, &mut gate_buffer[..len]);
+            T::widen(up, &mut up_buffer[..len]);
+            T::widen(gradient, &mut gradient_buffer[..len]);
+            let (gates, _) = S::as_mut_simd_f32s(&mut gate_buffer[..padded]);
+            let (ups, _) = S::as_mut_simd_f32s(&mut up_buffer[..padded]);
+            let (gradients, _) = S::as_simd_f32s(&gradient_buffer[..padded]);
+            for ((gate, up), &gradient) in gates.iter_mut().zip(ups).zip(gradients) {
+                [*gate, *up] = slopes(simd, *gate, *up, gradient);
+            }
+            T::write(&gate_buffer[..len], gate_gradient);
+            T::write(&up_buffer[..len], up_gradient);
         }
-        T::write(&gate[..len], self.gate_gradient);
-        T::write(&up[..len], self.up_gradient);
     }
+}
+
+/// The gradients of `gate` and `up`.
+#[inline(always)]
+fn slopes<S: Simd>(simd: S, gate: S::f32s, up: S::f32s, gradient: S::f32s) -> [S::f32s; 2] {
+    let sigmoid = sigmoid(simd, gate);
+    let silu = simd.mul_f32s(gate, sigmoid);
+    // The derivative of silu: s + x s (1 - s).
+    let rest = simd.sub_f32s(simd.splat_f32s(1.0), sigmoid);
+    let slope = simd.mul_add_e_f32s(silu, rest, sigmoid);
+    [
+        simd.mul_f32s(simd.mul_f32s(gradient, up), slope),
+        simd.mul_f32s(gradient, silu),
+    ]
 }
