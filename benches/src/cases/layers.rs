@@ -3,10 +3,14 @@
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{attention, composed, embedding, rms_norm, rope, swiglu};
+use candle_grpo_kernels::{
+    add_embedding_gradient, attention, attention_gradient, composed, embedding, rms_norm,
+    rms_norm_gradient, rope, rope_gradient, swiglu, swiglu_gradient,
+};
 
 use crate::case::{Case, Direction, Pair};
 use crate::noise::{ids, noise};
+use crate::region::region;
 
 const BATCH: usize = 8;
 const POSITIONS: usize = 128;
@@ -17,73 +21,144 @@ const VOCAB: usize = 49_152;
 const HEADS: usize = 9;
 const KV_HEADS: usize = 3;
 const HEAD_DIM: usize = 64;
+const EPSILON: f64 = 1e-5;
 
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for direction in Direction::ALL {
-        let case = |op, shape, layer| case(op, shape, direction, layer);
+    for way in [
+        Way::InGraph(Direction::Forward),
+        Way::InGraph(Direction::Backward),
+        Way::InGraph(Direction::Both),
+        Way::Alone,
+    ] {
         cases.extend([
-            case("rms_norm", format!("[{TOKENS}, {HIDDEN}]"), |device| {
+            case("rms_norm", format!("[{TOKENS}, {HIDDEN}]"), way, |device| {
                 let x = variable(&[TOKENS, HIDDEN], device)?;
                 let weight = variable(&[HIDDEN], device)?;
-                Ok(Box::new(move |twin| match twin {
-                    Twin::Fused => rms_norm(&x, &weight, 1e-5),
-                    Twin::Composed => composed::rms_norm(&x, &weight, 1e-5),
-                }))
+                let (constant, scale) = (x.as_detached_tensor(), weight.as_detached_tensor());
+                let gradient = constant.ones_like()?;
+                Ok(Layer {
+                    graph: Box::new(move |twin| match twin {
+                        Twin::Fused => rms_norm(&x, &weight, EPSILON),
+                        Twin::Composed => composed::rms_norm(&x, &weight, EPSILON),
+                    }),
+                    alone: Box::new(move || {
+                        rms_norm(&constant, &scale, EPSILON)?;
+                        rms_norm_gradient(&constant, &scale, EPSILON, &gradient).map(drop)
+                    }),
+                })
             }),
             case(
                 "rope",
                 format!("[{TOKENS}, {HEADS} * {HEAD_DIM}]"),
+                way,
                 |device| {
                     let x = variable(&[TOKENS, HEADS * HEAD_DIM], device)?;
                     let angles = noise((TOKENS, HEAD_DIM / 2), 3.0, 5, DType::F32, device)?;
                     let (cos, sin) = (angles.cos()?, angles.sin()?);
-                    Ok(Box::new(move |twin| match twin {
-                        Twin::Fused => rope(&x, &cos, &sin),
-                        Twin::Composed => composed::rope(&x, &cos, &sin),
-                    }))
+                    let (constant, tables) = (x.as_detached_tensor(), (cos.clone(), sin.clone()));
+                    let gradient = constant.ones_like()?;
+                    Ok(Layer {
+                        graph: Box::new(move |twin| match twin {
+                            Twin::Fused => rope(&x, &cos, &sin),
+                            Twin::Composed => composed::rope(&x, &cos, &sin),
+                        }),
+                        alone: Box::new(move || {
+                            let (cos, sin) = &tables;
+                            rope(&constant, cos, sin)?;
+                            rope_gradient(cos, sin, &gradient).map(drop)
+                        }),
+                    })
                 },
             ),
-            case("swiglu", format!("[{TOKENS}, {INTERMEDIATE}]"), |device| {
-                let gate = variable(&[TOKENS, INTERMEDIATE], device)?;
-                let up = variable(&[TOKENS, INTERMEDIATE], device)?;
-                Ok(Box::new(move |twin| match twin {
-                    Twin::Fused => swiglu(&gate, &up),
-                    Twin::Composed => composed::swiglu(&gate, &up),
-                }))
-            }),
+            case(
+                "swiglu",
+                format!("[{TOKENS}, {INTERMEDIATE}]"),
+                way,
+                |device| {
+                    let gate = variable(&[TOKENS, INTERMEDIATE], device)?;
+                    let up = variable(&[TOKENS, INTERMEDIATE], device)?;
+                    let constants = (gate.as_detached_tensor(), up.as_detached_tensor());
+                    let gradient = gate.as_detached_tensor().ones_like()?;
+                    Ok(Layer {
+                        graph: Box::new(move |twin| match twin {
+                            Twin::Fused => swiglu(&gate, &up),
+                            Twin::Composed => composed::swiglu(&gate, &up),
+                        }),
+                        alone: Box::new(move || {
+                            let (gate, up) = &constants;
+                            swiglu(gate, up)?;
+                            swiglu_gradient(gate, up, &gradient).map(drop)
+                        }),
+                    })
+                },
+            ),
             case(
                 "attention",
                 format!("[{BATCH}, {POSITIONS}], {HEADS} and {KV_HEADS} heads of {HEAD_DIM}"),
+                way,
                 |device| {
                     let query = variable(&[BATCH, POSITIONS, HEADS * HEAD_DIM], device)?;
                     let key = variable(&[BATCH, POSITIONS, KV_HEADS * HEAD_DIM], device)?;
                     let value = variable(&[BATCH, POSITIONS, KV_HEADS * HEAD_DIM], device)?;
                     let mask = Tensor::ones((BATCH, POSITIONS), DType::U8, device)?;
                     let scale = (HEAD_DIM as f64).powf(-0.5);
-                    Ok(Box::new(move |twin| match twin {
-                        Twin::Fused => attention(&query, &key, &value, &mask, HEAD_DIM, scale),
-                        Twin::Composed => {
-                            composed::attention(&query, &key, &value, &mask, HEAD_DIM, scale)
-                        }
-                    }))
+                    let constants = [&query, &key, &value].map(|x| x.as_detached_tensor());
+                    let gradient = constants[0].ones_like()?;
+                    let masked = mask.clone();
+                    Ok(Layer {
+                        graph: Box::new(move |twin| match twin {
+                            Twin::Fused => attention(&query, &key, &value, &mask, HEAD_DIM, scale),
+                            Twin::Composed => {
+                                composed::attention(&query, &key, &value, &mask, HEAD_DIM, scale)
+                            }
+                        }),
+                        alone: Box::new(move || {
+                            let [query, key, value] = &constants;
+                            attention(query, key, value, &masked, HEAD_DIM, scale)?;
+                            attention_gradient(
+                                query, key, value, &masked, HEAD_DIM, scale, &gradient,
+                            )
+                            .map(drop)
+                        }),
+                    })
                 },
             ),
             case(
                 "embedding",
                 format!("[{TOKENS}] of [{VOCAB}, {HIDDEN}]"),
+                way,
                 |device| {
                     let ids = ids(TOKENS, VOCAB, 7, device)?;
                     let weight = variable(&[VOCAB, HIDDEN], device)?;
-                    Ok(Box::new(move |twin| match twin {
-                        Twin::Fused => embedding(&ids, &weight),
-                        Twin::Composed => composed::embedding(&ids, &weight),
-                    }))
+                    let (rows, table) = (ids.clone(), weight.as_detached_tensor());
+                    let gradient = Tensor::ones((TOKENS, HIDDEN), DType::F32, device)?;
+                    // Of the other uses of the table, say: the operator adds to it.
+                    let sum = table.zeros_like()?;
+                    Ok(Layer {
+                        graph: Box::new(move |twin| match twin {
+                            Twin::Fused => embedding(&ids, &weight),
+                            Twin::Composed => composed::embedding(&ids, &weight),
+                        }),
+                        alone: Box::new(move || {
+                            embedding(&rows, &table)?;
+                            add_embedding_gradient(&sum, &rows, &gradient)
+                        }),
+                    })
                 },
             ),
         ]);
     }
     cases
+}
+
+/// How our operator is called.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Like its twin: Candle's `backward` goes through it.
+    InGraph(Direction),
+    /// Forward, then the backward pass as a function of its own, as the decoder's own backward pass has it.
+    Alone,
 }
 
 #[derive(Clone, Copy)]
@@ -92,29 +167,36 @@ enum Twin {
     Composed,
 }
 
-type Layer = Box<dyn Fn(Twin) -> Result<Tensor>>;
+struct Layer {
+    graph: Box<dyn Fn(Twin) -> Result<Tensor>>,
+    alone: Box<dyn Fn() -> Result<()>>,
+}
 
-fn case(
-    op: &'static str,
-    shape: String,
-    direction: Direction,
-    layer: fn(&Device) -> Result<Layer>,
-) -> Case {
+fn case(op: &'static str, shape: String, way: Way, layer: fn(&Device) -> Result<Layer>) -> Case {
+    let (direction, how) = match way {
+        Way::InGraph(direction) => (direction, ""),
+        Way::Alone => (Direction::Both, ", alone"),
+    };
     Case {
         op,
-        shape,
+        shape: shape + how,
         dtype: DType::F32,
         direction,
         prepare: Box::new(move |device| {
             let layer = Rc::new(layer(device)?);
-            let run = |twin| {
+            let graph = |twin| {
                 let layer = layer.clone();
-                direction.run(device, move || layer(twin)?.sum_all())
+                direction.run(device, move || (layer.graph)(twin)?.sum_all())
             };
-            Ok(Pair {
-                ours: run(Twin::Fused),
-                composed: run(Twin::Composed),
-            })
+            let composed = graph(Twin::Composed);
+            let ours = match way {
+                Way::InGraph(_) => graph(Twin::Fused),
+                Way::Alone => {
+                    let (layer, device) = (layer.clone(), device.clone());
+                    Box::new(move || region(&device, &layer.alone))
+                }
+            };
+            Ok(Pair { ours, composed })
         }),
         bandwidth: None,
     }
