@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::noisy;
+use common::{dtypes, lengths, noisy};
 
 fn assert_same(actual: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
     assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
@@ -68,10 +68,8 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
     fn fused_equals_composed_in_f64(
-        lengths in prop::collection::vec(
-            prop_oneof![0usize..40, 1000usize..1100, Just(1 << 15), (1usize << 15)..(1 << 15) + 2000], 0..4
-        ),
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        lengths in lengths(),
+        dtype in dtypes(),
         master in any::<bool>(),
         steps in 1usize..4,
         seed in 0u64..1000,

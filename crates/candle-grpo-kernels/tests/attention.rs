@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, check_gradient_alone, noisy};
+use common::{check_against_f64, check_gradient_alone, dtypes, noisy};
 
 fn check(
     query: &Tensor,
@@ -58,7 +58,7 @@ proptest! {
         group in 1usize..4,
         head_dim in prop_oneof![1usize..10, Just(16)],
         padded in any::<bool>(),
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        dtype in dtypes(),
         seed in any::<u64>(),
     ) {
         let total = new + past.max(usize::from(new == 0));

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, noisy};
+use common::{check_against_f64, dtypes, noisy};
 
 fn check(ids: &Tensor, weight: &Tensor) -> Result<()> {
     check_against_f64(
@@ -24,7 +24,7 @@ proptest! {
     fn fused_equals_composed_in_f64(
         ids in prop::collection::vec(0u32..30, 0..40),
         width in prop_oneof![1usize..40, Just(576)],
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        dtype in dtypes(),
         seed in any::<u64>(),
     ) {
         let ids = Tensor::from_vec(ids.clone(), ids.len(), &Device::Cpu)?;

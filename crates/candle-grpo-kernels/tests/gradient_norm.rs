@@ -7,16 +7,14 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::noisy;
+use common::{dtypes, lengths, noisy};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
     fn fused_equals_composed_in_f64(
-        lengths in prop::collection::vec(
-            prop_oneof![0usize..40, 1000usize..1100, Just(1 << 15), (1usize << 15)..(1 << 15) + 2000], 0..4
-        ),
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        lengths in lengths(),
+        dtype in dtypes(),
         factor in -2.0f64..2.0,
         seed in 0u64..1000,
     ) {

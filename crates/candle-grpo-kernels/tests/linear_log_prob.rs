@@ -7,7 +7,7 @@ use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, composed, linear_log_prob,
 };
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
-use common::{noise, score, tensor};
+use common::{dtypes, noise, score, tensor};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -169,7 +169,7 @@ proptest! {
         vocab in prop_oneof![Just(1usize), 2usize..40, 1000usize..1100],
         bias in any::<bool>(),
         temperature in 0.3f64..2.0,
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        dtype in dtypes(),
         masked in any::<bool>(),
         seed in any::<u64>(),
     ) {

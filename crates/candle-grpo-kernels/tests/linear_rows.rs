@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{noisy, rounding};
+use common::{bits, dtypes, noisy, rounding};
 
 fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
     let wide = |x: &Tensor| x.to_dtype(DType::F64);
@@ -31,15 +31,6 @@ fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn dtypes() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)]
-}
-
-fn bits(x: &Tensor) -> Result<Vec<u32>> {
-    let values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    Ok(values.into_iter().map(f32::to_bits).collect())
 }
 
 proptest! {

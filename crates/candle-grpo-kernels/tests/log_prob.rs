@@ -5,7 +5,7 @@ mod common;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
-use common::{noise, score, tensor};
+use common::{dtypes, noise, score, tensor};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -60,7 +60,7 @@ proptest! {
         vocab in prop_oneof![Just(1usize), 2usize..40, 1000usize..1100, Just(2048), 2049usize..3000],
         temperature in 0.3f64..2.0,
         scale in prop_oneof![Just(0.0), 0.1f64..30.0],
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        dtype in dtypes(),
         masked in any::<bool>(),
         seed in any::<u64>(),
     ) {

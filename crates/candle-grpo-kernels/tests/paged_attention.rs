@@ -8,7 +8,7 @@ use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
 mod common;
-use common::{noisy, rounding};
+use common::{bits, dtypes, noisy, rounding};
 
 /// A sequence in pages, and the same in one piece.
 struct Sequence {
@@ -76,10 +76,6 @@ fn shapes() -> impl Strategy<Value = Shape> {
         })
 }
 
-fn dtypes() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)]
-}
-
 fn write_all(
     shape: &Shape,
     seed: u64,
@@ -129,11 +125,6 @@ fn rows(sequences: &[Sequence], hidden: usize) -> Result<Vec<PagedRow<'_>>> {
             })
         })
         .collect()
-}
-
-fn bits(x: &Tensor) -> Result<Vec<u32>> {
-    let values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    Ok(values.into_iter().map(f32::to_bits).collect())
 }
 
 proptest! {

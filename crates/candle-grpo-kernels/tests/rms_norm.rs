@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, check_gradient_alone, noisy};
+use common::{check_against_f64, check_gradient_alone, dtypes, noisy};
 
 fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
     check_against_f64(
@@ -25,7 +25,7 @@ proptest! {
         rows in prop_oneof![0usize..5, Just(130)],
         width in prop_oneof![1usize..40, Just(576), 1000usize..1100],
         epsilon in prop_oneof![Just(1e-5), Just(0.1)],
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        dtype in dtypes(),
         seed in any::<u64>(),
     ) {
         let x = (noisy(&[rows, width], seed, dtype)? * 3.0)?;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, check_gradient_alone, noisy};
+use common::{check_against_f64, check_gradient_alone, dtypes, noisy};
 
 fn check(x: &Tensor, pairs: usize) -> Result<()> {
     let mut dims = x.dims().to_vec();
@@ -34,7 +34,7 @@ proptest! {
         rows in 0usize..5,
         heads in 1usize..4,
         pairs in prop_oneof![1usize..20, Just(32), Just(64)],
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        dtype in dtypes(),
         seed in any::<u64>(),
     ) {
         check(&noisy(&[rows, heads * 2 * pairs], seed, dtype)?, pairs)?;

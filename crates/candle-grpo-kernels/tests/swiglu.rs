@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, check_gradient_alone, noisy};
+use common::{check_against_f64, check_gradient_alone, dtypes, noisy};
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
     check_against_f64(
@@ -25,7 +25,7 @@ proptest! {
         rows in 0usize..4,
         width in prop_oneof![1usize..40, 1000usize..1100],
         scale in prop_oneof![Just(0.0), Just(1.0), Just(20.0)],
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)],
+        dtype in dtypes(),
         seed in any::<u64>(),
     ) {
         let gate = (noisy(&[rows, width], seed, dtype)? * scale)?;

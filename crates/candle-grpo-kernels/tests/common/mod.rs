@@ -5,6 +5,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::TokenLogProbs;
 use candle_grpo_test_support::{assert_close, devices, numbers};
+use proptest::prelude::*;
 
 /// Numbers without a pattern, in [-1, 1).
 pub(crate) fn noise(len: usize, seed: u64) -> Vec<f64> {
@@ -36,6 +37,28 @@ pub(crate) fn noisy(shape: &[usize], seed: u64, dtype: DType) -> Result<Tensor> 
         dtype,
         &Device::Cpu,
     )
+}
+
+/// Those that the fused paths take.
+pub(crate) fn dtypes() -> impl Strategy<Value = DType> {
+    prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16)]
+}
+
+/// Lengths of a few tensors, some of which are shared out to several cores.
+pub(crate) fn lengths() -> impl Strategy<Value = Vec<usize>> {
+    let len = prop_oneof![
+        0usize..40,
+        1000usize..1100,
+        Just(1 << 15),
+        (1usize << 15)..(1 << 15) + 2000
+    ];
+    prop::collection::vec(len, 0..4)
+}
+
+/// The entries of a float tensor, to be compared exactly.
+pub(crate) fn bits(x: &Tensor) -> Result<Vec<u32>> {
+    let values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    Ok(values.into_iter().map(f32::to_bits).collect())
 }
 
 /// How far a result of this dtype may be from f64 on the same inputs, relative to numbers near 1.
