@@ -77,6 +77,8 @@ fn chat() -> Chat {
 #[case("{{ x | tojson(indent=1) }}", json!({"a": [], "b": {}, "c": [1]}), "{\n \"a\": [],\n \"b\": {},\n \"c\": [\n  1\n ]\n}")]
 #[case("{{ {1: none, true: 2.0} | tojson }}", json!(0), r#"{"1": null, "true": 2.0}"#)]
 #[case("{{ x is sequence }}{{ x is string }}{{ x is mapping }}", json!("a"), "TrueTrueFalse")]
+#[case("{{ x is iterable }}{{ [] is iterable }}{{ 'a' is iterable }}{{ 1 is iterable }}", json!(null), "FalseTrueTrueFalse")]
+#[case("{{ x | trim }}|{{ ' a ' | trim }}|{{ '-a-' | trim('-') }}", json!([" a", null]), "[' a', None]|a|a")]
 #[case("{{ x.strip('- ').split(' ', 1)[1].title() }}", json!("- a bc de -"), "Bc De")]
 #[case("{% for k, v in x.items() %}{{ k }}{{ v }}{% endfor %}", json!({"b": 1}), "b1")]
 fn values_are_printed_as_python_does(

@@ -18,8 +18,8 @@ use crate::SpecialTokens;
 pub use chat::Chat;
 use generation::Marks;
 
-/// Instructions that one rendering may take: far more than any conversation needs, and far less than forever.
-const FUEL: u64 = 5_000_000;
+/// Instructions that one rendering may take: a message takes some hundreds.
+const FUEL: u64 = 1_000_000;
 
 const NAME: &str = "chat_template";
 
@@ -29,6 +29,10 @@ const NAME: &str = "chat_template";
 /// and the variables of the [`Chat`]; `raise_exception`, `strftime_now` and `tojson`, which writes as Python's
 /// `json.dumps` does; Python's methods of strings and dicts; `{% break %}`, `{% continue %}` and
 /// `{% generation %}` ... `{% endgeneration %}` around what the assistant says. Values are printed as Python prints them.
+/// One difference is known: a loop over `none` is empty, where Python has an error.
+///
+/// A template is a program. One that does not end is stopped with an error, but one that is made to take all memory does
+/// take it: load models from those whom you trust.
 ///
 /// ```
 /// use candle_grpo_train::{Chat, ChatTemplate};
@@ -84,8 +88,10 @@ impl ChatTemplate {
         });
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_filter("tojson", python::tojson);
-        environment.add_filter("string", |value: Value| python::str(&value));
+        environment.add_filter("string", python::str);
+        environment.add_filter("trim", python::trim);
         environment.add_test("sequence", python::is_sequence);
+        environment.add_test("iterable", python::is_iterable);
         environment.add_function("raise_exception", |message: String| {
             Err::<Value, _>(Error::new(ErrorKind::InvalidOperation, message))
         });

@@ -29,6 +29,23 @@ pub(super) fn is_sequence(value: &Value) -> bool {
     )
 }
 
+/// Jinja counts whatever `iter` takes: not `none`.
+pub(super) fn is_iterable(value: &Value) -> bool {
+    !matches!(
+        value.kind(),
+        ValueKind::None | ValueKind::Bool | ValueKind::Number | ValueKind::Plain
+    )
+}
+
+/// `str(value).strip(characters)`.
+pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Error> {
+    let text = str(value)?;
+    Ok(match characters {
+        Some(characters) => text.trim_matches(|c| characters.contains(c)).to_owned(),
+        None => text.trim().to_owned(),
+    })
+}
+
 /// Python's `repr(value)`.
 fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     ensure_depth(depth)?;
