@@ -7,7 +7,9 @@
 // gives the same bits.
 //
 // Scores and sums are f32. In half types the weights of the softmax, and the gradients of the scores, are rounded to the type
-// before they are multiplied, as all the operands of the tensor cores are.
+// before they are multiplied, as all the operands of the tensor cores are. All passes compute a score from the same products in
+// the same order, and round it once it is scaled (__fmul_rn, which becomes no part of a fused operation): where the last bit of a
+// score is worth 1, another rounding is another weight.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -116,16 +118,17 @@ __device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4],
     }
 }
 
-// c[.., n] += the 16 rows of `a` that this warp has, times the rows of `b`, over all of the head.
-template <typename T, int STRIDE, int pieces>
+// c[.., n] += the 16 rows of `a` that this warp has, times the rows of `b`, at the k-th DEPTH columns of the head. `swapped` adds the
+// products in the order of the opposite product.
+template <typename T, int STRIDE, bool swapped, int pieces>
 __device__ __forceinline__ void multiply_rows(float (&c)[pieces][4], const T *a, const T *b, int k) {
     const FragmentA of_a = load_a(a, STRIDE, (int)threadIdx.x / 32 * 16, k * DEPTH<T>);
 #pragma unroll
     for (int n = 0; n < pieces / 2; n++) {
         FragmentB of_b[2];
         load_b_of_rows(b, STRIDE, n * 16, k * DEPTH<T>, of_b);
-        multiply<T>(c[2 * n], of_a, of_b[0]);
-        multiply<T>(c[2 * n + 1], of_a, of_b[1]);
+        multiply<T, swapped>(c[2 * n], of_a, of_b[0]);
+        multiply<T, swapped>(c[2 * n + 1], of_a, of_b[1]);
     }
 }
 
@@ -211,14 +214,14 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
 
         float scores[KEYS / 8][4];
         clear(scores);
-        for (int k = 0; k < padded(head_dim) / DEPTH<T>; k++) multiply_rows<T, STRIDE>(scores, queries, keys, k);
+        for (int k = 0; k < padded(head_dim) / DEPTH<T>; k++) multiply_rows<T, STRIDE, false>(scores, queries, keys, k);
         float peaks[2] = {-INFINITY, -INFINITY};
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const bool visible = marks[n * 8 + lane % 4 * 2 + i % 2] <= own_marks[i / 2];
-                scores[n][i] = visible ? scores[n][i] * to_log2 : -INFINITY;
+                scores[n][i] = visible ? __fmul_rn(scores[n][i], to_log2) : -INFINITY;
                 peaks[i / 2] = fmaxf(peaks[i / 2], scores[n][i]);
             }
         }
@@ -359,8 +362,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         clear(weights);
         clear(of_scores);
         for (int k = 0; k < padded(head_dim) / DEPTH<T>; k++) {
-            multiply_rows<T, STRIDE>(weights, kept, others, k);
-            multiply_rows<T, STRIDE>(of_scores, kept_with, others_with, k);
+            multiply_rows<T, STRIDE, OF_KEYS>(weights, kept, others, k);
+            multiply_rows<T, STRIDE, OF_KEYS>(of_scores, kept_with, others_with, k);
         }
 #pragma unroll
         for (int n = 0; n < OTHERS / 8; n++) {
@@ -370,7 +373,7 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
                 const bool visible = OF_KEYS ? own_marks[i / 2] <= marks[other] : marks[other] <= own_marks[i / 2];
                 const float log_sum = OF_KEYS ? other_sums[other] : own_sums[i / 2];
                 const float dot = OF_KEYS ? other_dots[other] : own_dots[i / 2];
-                weights[n][i] = visible ? exp2_approx(weights[n][i] * to_log2 - log_sum) : 0.0f;
+                weights[n][i] = visible ? exp2_approx(__fmul_rn(weights[n][i], to_log2) - log_sum) : 0.0f;
                 of_scores[n][i] = visible ? weights[n][i] * (of_scores[n][i] - dot) : 0.0f;
             }
         }

@@ -165,14 +165,16 @@ __device__ __forceinline__ void split(const uint32_t (&words)[count], uint32_t (
     }
 }
 
-// c += a b.
-template <typename T> __device__ __forceinline__ void multiply(float (&c)[4], const FragmentA &a, const FragmentB &b) {
+// c += a b. `swapped` adds the products in the order of b^T a^T, which gives the same bits then.
+template <typename T, bool swapped = false>
+__device__ __forceinline__ void multiply(float (&c)[4], const FragmentA &a, const FragmentB &b) {
     if constexpr (sizeof(T) == 4) {
         uint32_t large_a[4], small_a[4], large_b[2], small_b[2];
         split(a.words, large_a, small_a);
         split(b.words, large_b, small_b);
+        if (swapped) multiply_tf32(c, large_a, small_b);
         multiply_tf32(c, small_a, large_b);
-        multiply_tf32(c, large_a, small_b);
+        if (!swapped) multiply_tf32(c, large_a, small_b);
         multiply_tf32(c, large_a, large_b);
     } else {
         multiply_half(c, a, b, (const T *)nullptr);

@@ -233,11 +233,39 @@ fn one_new_position_against_a_cache_is_the_last_of_the_whole() -> Result<()> {
     Ok(())
 }
 
+/// On CUDA there are kernels for heads of up to 64, 128 and 256 elements, which round the weights of the softmax to the dtype.
+#[rstest]
+fn heads_of_every_width(
+    #[values(64, 80, 96, 128, 144, 256, 260)] head_dim: usize,
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
+    let (new, total) = (70, 75);
+    let query = noisy(&[2, new, 2 * head_dim], 1, dtype)?;
+    let key = noisy(&[2, total, head_dim], 2, dtype)?;
+    let value = noisy(&[2, total, head_dim], 3, dtype)?;
+    let mask = gaps(2, total, 4)?;
+    let on = |x: &[&Tensor]| mask.to_device(x[0].device());
+    check_against_f64(
+        &[&query, &key, &value],
+        4.0,
+        |x| attention(x[0], x[1], x[2], &on(x)?, head_dim, 0.1),
+        |x| composed::attention(x[0], x[1], x[2], &on(x)?, head_dim, 0.1),
+    )
+}
+
 #[test]
 fn large_scores_do_not_overflow() -> Result<()> {
     let x = (noisy(&[1, 20, 4], 1, DType::F32)? * 1e3)?;
+    let value = noisy(&[1, 20, 4], 2, DType::F32)?;
     let mask = Tensor::ones((1, 20), DType::U8, &Device::Cpu)?;
-    check(&x, &x, &noisy(&[1, 20, 4], 2, DType::F32)?, &mask, 4)
+    let on = |x: &[&Tensor]| mask.to_device(x[0].device());
+    // Queries and keys of 1000 multiply what is rounded in the gradient of a score.
+    check_against_f64(
+        &[&x, &x, &value],
+        200.0,
+        |x| attention(x[0], x[1], x[2], &on(x)?, 4, 0.7),
+        |x| composed::attention(x[0], x[1], x[2], &on(x)?, 4, 0.7),
+    )
 }
 
 #[test]
