@@ -126,6 +126,24 @@ fn packed_is_its_composed_twin() -> Result<()> {
     )
 }
 
+/// More tasks than cores, so that each has memory that another one left.
+#[test]
+fn many_sequences_are_their_composed_twin() -> Result<()> {
+    let lengths: Vec<usize> = (0..60).map(|at| 1 + at % 4).collect();
+    let rows = lengths.iter().sum();
+    let (query, key) = (
+        noisy(&[rows, 12], 1, DType::F32)?,
+        noisy(&[rows, 6], 2, DType::F32)?,
+    );
+    let value = noisy(&[rows, 6], 3, DType::F32)?;
+    check_against_f64(
+        &[&query, &key, &value],
+        2.0,
+        |x| attention(x[0], x[1], x[2], Sequences::Packed(&lengths), 3, 0.7),
+        |x| composed::attention(x[0], x[1], x[2], Sequences::Packed(&lengths), 3, 0.7),
+    )
+}
+
 #[test]
 fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
     let (query, key) = (

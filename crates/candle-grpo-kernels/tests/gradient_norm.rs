@@ -48,6 +48,7 @@ fn norms_of_any_layout_and_size() -> Result<()> {
     let views = [
         wide.t()?,
         wide.narrow(0, 1, 2)?.narrow(1, 2, 3)?,
+        wide.narrow(0, 1, 2)?,
         wide.narrow(0, 0, 1)?.broadcast_as((5, 6))?,
         Tensor::new(3f32, &Device::Cpu)?,
     ];

@@ -198,6 +198,20 @@ fn a_row_that_is_no_distribution_gives_nan(#[case] row: &[f32]) -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn nan_among_minus_infinity_is_not_lost_in_a_long_row() -> Result<()> {
+    // Blocks of a row are summed one after another, and this one has nothing to sum but NaN.
+    let mut row = vec![f32::NEG_INFINITY; 3000];
+    (row[3], row[2900]) = (f32::NAN, 1.0);
+    for device in devices() {
+        let logits = Tensor::from_slice(&row, (1, 3000), device)?;
+        let targets = Tensor::new(&[2900u32], device)?;
+        let tokens = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
+        assert!(tokens.log_probs.to_vec1::<f32>()?[0].is_nan());
+    }
+    Ok(())
+}
+
 /// The pass alone gives what Candle's `backward` gives, in every dtype, f64 included.
 #[rstest]
 fn the_backward_pass_can_be_called_alone(

@@ -175,16 +175,16 @@ pub(crate) fn check_gradient_alone(
     Ok(())
 }
 
-/// `variable` in memory laid out otherwise if `given` is not contiguous.
+/// `variable` between other rows, so with an offset, and with strides if `given` is not contiguous.
 fn like(variable: &Var, given: &Tensor) -> Result<Tensor> {
-    if given.is_contiguous() {
+    if given.elem_count() == 0 {
         return Ok(variable.as_tensor().clone());
     }
-    // Between other rows and transposed, so with an offset and strides.
     let rank = variable.rank();
-    let around = Tensor::cat(&[variable.as_tensor(), variable, variable], 0)?;
+    let other = variable.as_detached_tensor().neg()?;
+    let around = Tensor::cat(&[&other, variable.as_tensor(), &other], 0)?;
     let middle = around.narrow(0, variable.dim(0)?, variable.dim(0)?)?;
-    if rank < 2 {
+    if rank < 2 || given.is_contiguous() {
         return Ok(middle);
     }
     middle
