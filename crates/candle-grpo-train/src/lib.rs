@@ -22,6 +22,7 @@ mod character_tokenizer;
 mod chat_template;
 mod checkpoint;
 mod critic;
+mod dataset;
 mod draw;
 mod evaluate;
 mod format_reward;
@@ -37,6 +38,7 @@ mod reference;
 mod requirements;
 mod response;
 mod reward;
+mod rewards;
 mod rollout;
 mod run_dir;
 mod sampler;
@@ -45,6 +47,7 @@ mod scored;
 mod shuffle;
 mod special_tokens;
 mod step_metrics;
+mod tensorboard;
 mod train_config;
 mod trainer;
 
@@ -54,6 +57,7 @@ pub use character_tokenizer::character_tokenizer;
 pub use chat_template::{Chat, ChatTemplate, EncodedChat, RenderedChat};
 pub use checkpoint::{Checkpoint, load_checkpoint, save_checkpoint};
 pub use critic::{Critic, CriticConfig, explained_variance};
+pub use dataset::{ChatMessage, Dataset, DatasetConfig, Question, Row, Template, read_rows};
 pub use evaluate::{EvaluatedSample, Evaluation, evaluate};
 pub use format_reward::{RegexReward, TagsReward};
 pub use plot::training_plot_svg;
@@ -62,6 +66,11 @@ pub use pretrained::Pretrained;
 pub use prompt::Prompt;
 pub use reference::{Reference, ReferenceRefresh};
 pub use reward::{RewardFunction, Sample, WeightedRewards};
+pub use rewards::{
+    AnswerPlace, EnsembleOptions, EnsembleReward, ExactReward, JsonReward, LengthReward,
+    NumericReward, ProgramConfig, ProgramReward, RegexOptions, RepetitionReward, RewardConfig,
+    RewardKind, TagsOptions,
+};
 pub use rollout::{FinishReason, Rollout};
 pub use run_dir::RunDir;
 pub use sampler::{Sampler, SamplingConfig};
@@ -69,5 +78,6 @@ pub use schedule::LearningRateSchedule;
 pub use shuffle::ShuffledOrder;
 pub use special_tokens::{SpecialToken, SpecialTokens};
 pub use step_metrics::{PhaseSeconds, StepMetrics};
+pub use tensorboard::EventFile;
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;

@@ -52,7 +52,10 @@ impl<F: Fn(&Sample) -> f32> RewardFunction for F {
     }
 }
 
-/// The weighted sum of several reward functions, which are its components.
+/// A reward function that several threads may ask.
+pub(crate) type SharedReward = Box<dyn RewardFunction + Send + Sync>;
+
+/// The weighted sum of several reward functions, which are its components. They run side by side, each in a thread.
 #[derive(Default)]
 pub struct WeightedRewards {
     terms: Vec<Term>,
@@ -61,7 +64,7 @@ pub struct WeightedRewards {
 struct Term {
     name: String,
     weight: f32,
-    function: Box<dyn RewardFunction>,
+    function: SharedReward,
 }
 
 impl WeightedRewards {
@@ -72,15 +75,19 @@ impl WeightedRewards {
 
     /// Adds `weight` times `function`; `name` is for error messages.
     pub fn with(
-        mut self,
+        self,
         name: &str,
         weight: f32,
-        function: impl RewardFunction + 'static,
+        function: impl RewardFunction + Send + Sync + 'static,
     ) -> Self {
+        self.with_boxed(name, weight, Box::new(function))
+    }
+
+    pub(crate) fn with_boxed(mut self, name: &str, weight: f32, function: SharedReward) -> Self {
         self.terms.push(Term {
             name: name.to_owned(),
             weight,
-            function: Box::new(function),
+            function,
         });
         self
     }
@@ -96,19 +103,43 @@ impl RewardFunction for WeightedRewards {
             !self.terms.is_empty(),
             "rewards: a sum of no reward functions, add at least one"
         );
+        let functions: Vec<&SharedReward> = self.terms.iter().map(|term| &term.function).collect();
         self.terms
             .iter()
-            .map(|term| {
-                let mut scores = term
-                    .function
-                    .score(samples)
-                    .and_then(|scores| check_scores(scores, samples))
-                    .with_context(|| format!("reward function {:?}", term.name))?;
+            .zip(score_in_parallel(&functions, samples))
+            .map(|(term, scores)| {
+                let mut scores =
+                    scores.with_context(|| format!("reward function {:?}", term.name))?;
                 scores.iter_mut().for_each(|score| *score *= term.weight);
                 Ok(scores)
             })
             .collect()
     }
+}
+
+/// The scores of each function, one finite number for each sample. Every function but the first has a thread of its own: some
+/// only wait for a program.
+pub(crate) fn score_in_parallel(
+    functions: &[&SharedReward],
+    samples: &[Sample],
+) -> Vec<Result<Vec<f32>>> {
+    let score = |function: &SharedReward| check_scores(function.score(samples)?, samples);
+    let Some((first, others)) = functions.split_first() else {
+        return Vec::new();
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = others
+            .iter()
+            .map(|function| scope.spawn(move || score(function)))
+            .collect();
+        let first = score(first);
+        let joined = others.into_iter().map(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(anyhow::anyhow!("the reward function panicked")))
+        });
+        std::iter::once(first).chain(joined).collect()
+    })
 }
 
 /// The sum of the components of each sample.

@@ -1,5 +1,6 @@
 //! The folder of a run.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,9 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_nn::write_whole;
 use serde::Serialize;
 
-use crate::{Actor, StepMetrics, save_checkpoint, training_plot_svg};
+use crate::{
+    Actor, EvaluatedSample, Evaluation, EventFile, StepMetrics, save_checkpoint, training_plot_svg,
+};
 use tokenizers::Tokenizer;
 
 const CONFIG: &str = "config.json";
@@ -20,6 +23,8 @@ const METRICS: &str = "metrics.jsonl";
 /// |---|---|
 /// | `config.json` | the settings |
 /// | `metrics.jsonl` | one line of [`StepMetrics`] for each step, complete lines only |
+/// | `events.out.tfevents.*` | the same for TensorBoard |
+/// | `evaluations.jsonl`, `samples.jsonl` | one line for each evaluation, and for each of its answers |
 /// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
 /// | `checkpoint/` | the policy, see [`save_checkpoint`] |
 /// | others | what [`RunDir::write`] is given |
@@ -29,6 +34,7 @@ const METRICS: &str = "metrics.jsonl";
 pub struct RunDir {
     path: PathBuf,
     metrics: File,
+    events: EventFile,
 }
 
 impl RunDir {
@@ -86,6 +92,7 @@ impl RunDir {
             Ok(Self {
                 path: path.to_path_buf(),
                 metrics,
+                events: EventFile::create(path)?,
             })
         };
         begin().with_context(|| format!("run directory {}", path.display()))
@@ -96,14 +103,61 @@ impl RunDir {
         &self.path
     }
 
-    /// Adds a line to `metrics.jsonl`.
+    /// Adds a line to `metrics.jsonl`, and a step to the file of TensorBoard.
     pub fn append_metrics(&mut self, metrics: &StepMetrics) -> Result<()> {
         let mut line = serde_json::to_vec(metrics)?;
         line.push(b'\n');
         self.metrics
             .write_all(&line)
             .and_then(|()| self.metrics.flush())
-            .with_context(|| format!("writing {}", self.path.join(METRICS).display()))
+            .with_context(|| format!("writing {}", self.path.join(METRICS).display()))?;
+        let scalars = metrics.scalars()?;
+        let scalars = scalars
+            .iter()
+            .map(|(name, number)| (name.as_str(), *number));
+        self.events.write_scalars(metrics.step, scalars)
+    }
+
+    /// Adds an evaluation after `step` steps: its figures, of which `reward_mean` and `response_length` are two, to
+    /// `evaluations.jsonl`, its answers to `samples.jsonl`.
+    pub fn append_evaluation(
+        &mut self,
+        step: usize,
+        evaluation: &Evaluation,
+        figures: &BTreeMap<String, f64>,
+    ) -> Result<()> {
+        let mut all = figures.clone();
+        all.insert("reward_mean".to_owned(), evaluation.reward_mean());
+        all.insert(
+            "response_length".to_owned(),
+            evaluation.response_length_mean(),
+        );
+        let line = EvaluationLine {
+            step,
+            figures: &all,
+        };
+        self.append("evaluations.jsonl", &[line])?;
+        let samples = evaluation.samples.iter();
+        let samples: Vec<SampleLine> = samples.map(|sample| SampleLine { step, sample }).collect();
+        self.append("samples.jsonl", &samples)?;
+        let names: Vec<(String, f64)> = all
+            .into_iter()
+            .map(|(name, number)| (format!("evaluation/{name}"), number))
+            .collect();
+        let scalars = names.iter().map(|(name, number)| (name.as_str(), *number));
+        self.events.write_scalars(step, scalars)
+    }
+
+    fn append(&self, name: &str, lines: &[impl Serialize]) -> Result<()> {
+        let path = self.path.join(name);
+        let mut text = Vec::new();
+        for line in lines {
+            serde_json::to_writer(&mut text, line)?;
+            text.push(b'\n');
+        }
+        let file = OpenOptions::new().create(true).append(true).open(&path);
+        file.and_then(|mut file| file.write_all(&text))
+            .with_context(|| format!("writing {}", path.display()))
     }
 
     /// Draws `metrics.svg`.
@@ -131,6 +185,22 @@ impl RunDir {
         let path = self.path.join(name);
         write_whole(&path, contents.as_ref()).with_context(|| format!("writing {}", path.display()))
     }
+}
+
+/// A line of `evaluations.jsonl`.
+#[derive(Serialize)]
+struct EvaluationLine<'a> {
+    step: usize,
+    #[serde(flatten)]
+    figures: &'a BTreeMap<String, f64>,
+}
+
+/// A line of `samples.jsonl`.
+#[derive(Serialize)]
+struct SampleLine<'a> {
+    step: usize,
+    #[serde(flatten)]
+    sample: &'a EvaluatedSample,
 }
 
 /// Whether a run can begin at `path`: there is nothing, or an empty folder.
@@ -185,6 +255,48 @@ mod tests {
     fn an_empty_folder_will_do() {
         let folder = tempfile::tempdir().unwrap();
         RunDir::create(folder.path(), &json!({})).unwrap();
+    }
+
+    #[test]
+    fn an_evaluation_leaves_its_figures_and_answers() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut run = RunDir::create(&folder.path().join("a"), &json!({})).unwrap();
+        let sample = EvaluatedSample {
+            prompt: "1 + 1 =".to_owned(),
+            completion: " 2".to_owned(),
+            reward: 1.,
+            response_length: 2,
+            finish_reason: crate::FinishReason::Stop,
+        };
+        let evaluation = Evaluation {
+            samples: vec![
+                sample.clone(),
+                EvaluatedSample {
+                    reward: 0.,
+                    ..sample
+                },
+            ],
+        };
+        let figures = BTreeMap::from([("pass_at_1".to_owned(), 0.5)]);
+        for step in [0, 10] {
+            run.append_evaluation(step, &evaluation, &figures).unwrap();
+        }
+        let lines = |name: &str| -> Vec<serde_json::Value> {
+            let text = fs::read_to_string(run.path().join(name)).unwrap();
+            text.lines()
+                .map(|line| serde_json::from_str(line).unwrap())
+                .collect()
+        };
+        assert_eq!(
+            lines("evaluations.jsonl")[1],
+            json!({"step": 10, "pass_at_1": 0.5, "reward_mean": 0.5, "response_length": 2.})
+        );
+        let samples = lines("samples.jsonl");
+        assert_eq!(samples.len(), 4);
+        assert_eq!(
+            samples[2],
+            json!({"step": 10, "prompt": "1 + 1 =", "completion": " 2", "reward": 1., "response_length": 2, "finish_reason": "stop"})
+        );
     }
 
     #[test]

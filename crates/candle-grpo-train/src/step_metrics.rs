@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use anyhow::Result;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::{FinishReason, Rollout};
 
@@ -23,6 +25,9 @@ pub struct StepMetrics {
     pub reward_std: f64,
     /// The share of groups whose rewards are all equal: they teach nothing.
     pub constant_groups: f64,
+    /// The mean rewards of the groups: the smallest, three quartiles, the largest.
+    #[serde(default)]
+    pub group_reward_quantiles: [f64; 5],
     /// The mean length of the completions in tokens.
     pub response_length: f64,
     /// The share of completions that were cut at the greatest length.
@@ -52,6 +57,14 @@ pub struct PhaseSeconds {
 }
 
 impl StepMetrics {
+    /// The numbers by name, those within others with a slash (`seconds/train`), for a plot.
+    pub fn scalars(&self) -> Result<Vec<(String, f64)>> {
+        let mut scalars = Vec::new();
+        collect("", &serde_json::to_value(self)?, &mut scalars);
+        scalars.retain(|(name, _)| name != "step");
+        Ok(scalars)
+    }
+
     /// What can be said before training.
     pub(crate) fn of_rollouts(
         step: usize,
@@ -63,6 +76,10 @@ impl StepMetrics {
         let mean = rewards.iter().copied().map(f64::from).sum::<f64>() / n;
         let squares: f64 = rewards.iter().map(|&r| (f64::from(r) - mean).powi(2)).sum();
         let groups = rewards.chunks(num_generations);
+        let group_means: Vec<f64> = groups
+            .clone()
+            .map(|group| group.iter().copied().map(f64::from).sum::<f64>() / group.len() as f64)
+            .collect();
         let constant = groups.clone().filter(|g| g.iter().all(|r| r == &g[0]));
         let tokens: usize = rollouts.iter().map(|r| r.completion_tokens.len()).sum();
         let truncated = rollouts
@@ -75,9 +92,81 @@ impl StepMetrics {
             reward_mean: mean,
             reward_std: (squares / n).sqrt(),
             constant_groups: constant.count() as f64 / groups.len() as f64,
+            group_reward_quantiles: quartiles(group_means),
             response_length: tokens as f64 / n,
             truncated: truncated.count() as f64 / n,
             ..Self::default()
         }
+    }
+}
+
+/// The numbers in `value`, with the names of what they are in.
+fn collect(path: &str, value: &Value, scalars: &mut Vec<(String, f64)>) {
+    let inside = |name: &str| {
+        if path.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{path}/{name}")
+        }
+    };
+    match value {
+        Value::Object(map) => map
+            .iter()
+            .for_each(|(name, value)| collect(&inside(name), value, scalars)),
+        Value::Array(items) => {
+            let items = items.iter().enumerate();
+            items.for_each(|(i, value)| collect(&inside(&i.to_string()), value, scalars));
+        }
+        value => scalars.extend(value.as_f64().map(|number| (path.to_owned(), number))),
+    }
+}
+
+/// The smallest of `values`, their quartiles, each the nearest value, and the largest; zeros if there are none.
+fn quartiles(mut values: Vec<f64>) -> [f64; 5] {
+    values.sort_by(f64::total_cmp);
+    let last = values.len().saturating_sub(1) as f64;
+    [0., 0.25, 0.5, 0.75, 1.].map(|share| {
+        let nearest = (share * last).round() as usize;
+        values.get(nearest).copied().unwrap_or(0.)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quartiles_are_values() {
+        assert_eq!(quartiles(vec![4., 0., 2., 1., 3.]), [0., 1., 2., 3., 4.]);
+        assert_eq!(quartiles(vec![7.]), [7.; 5]);
+        assert_eq!(quartiles(vec![]), [0.; 5]);
+    }
+
+    #[test]
+    fn scalars_have_the_names_of_what_they_are_in() {
+        let mut metrics = StepMetrics {
+            step: 3,
+            reward_mean: 0.5,
+            ..StepMetrics::default()
+        };
+        metrics.seconds.train = 2.;
+        metrics.policy.insert("kl".to_owned(), 0.1);
+        let scalars = metrics.scalars().unwrap();
+        for expected in [
+            ("reward_mean", 0.5),
+            ("seconds/train", 2.),
+            ("kl", 0.1),
+            ("group_reward_quantiles/4", 0.),
+        ] {
+            assert!(
+                scalars.contains(&(expected.0.to_owned(), expected.1)),
+                "{expected:?} in {scalars:?}"
+            );
+        }
+        assert!(
+            !scalars
+                .iter()
+                .any(|(name, _)| name == "step" || name == "skipped" || name == "grad_norm")
+        );
     }
 }

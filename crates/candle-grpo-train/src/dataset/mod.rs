@@ -1,0 +1,11 @@
+//! Prompts from files.
+
+mod config;
+mod question;
+mod read;
+mod template;
+
+pub use config::{Dataset, DatasetConfig};
+pub use question::{ChatMessage, Question};
+pub use read::{Row, read_rows};
+pub use template::Template;

@@ -1,0 +1,152 @@
+//! Rows from a file of JSON.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde_json::Value;
+
+/// A row of a data set and where it stands.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Row {
+    /// The file.
+    pub file: Arc<Path>,
+    /// The line on which it begins, from 1.
+    pub line: usize,
+    /// Its columns: an object.
+    pub columns: Value,
+}
+
+impl Row {
+    /// `file:line`, for messages.
+    pub fn place(&self) -> String {
+        format!("{}:{}", self.file.display(), self.line)
+    }
+}
+
+/// The rows of a file: one JSON object a line, or one array of objects. Lines with nothing but white space are left out.
+///
+/// Errs with the file and the line if it is neither.
+pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
+    let bytes = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    let text = str::from_utf8(&bytes).map_err(|error| {
+        let line = line_of(&bytes[..error.valid_up_to()]);
+        anyhow!("{}:{line}: not UTF-8", path.display())
+    })?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let file: Arc<Path> = PathBuf::from(path).into();
+    let rows = if text.trim_start().starts_with('[') {
+        array(&file, text)?
+    } else {
+        lines(&file, text)?
+    };
+    ensure!(!rows.is_empty(), "{}: has no rows", path.display());
+    Ok(rows)
+}
+
+fn lines(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for (i, line) in text.lines().enumerate() {
+        if line.trim().is_empty() {
+            continue;
+        }
+        let columns = serde_json::from_str(line)
+            .map_err(|error| anyhow!("{}:{}: {}", file.display(), i + 1, in_line(&error)))?;
+        rows.push(row(file, i + 1, columns)?);
+    }
+    Ok(rows)
+}
+
+/// What serde_json says without its own line, which is always 1.
+fn in_line(error: &serde_json::Error) -> String {
+    let message = error.to_string();
+    let message = message.split(" at line ").next().unwrap_or(&message);
+    format!(
+        "must be a JSON object: {message} at column {}",
+        error.column()
+    )
+}
+
+fn array(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
+    let wrong = |at: usize, what: &dyn std::fmt::Display| {
+        let line = line_of(&text.as_bytes()[..at]);
+        anyhow!("{}:{line}: {what}", file.display())
+    };
+    let skip = |at: usize| text.len() - text[at..].trim_start().len();
+    let mut rows = Vec::new();
+    let (mut line, mut counted) = (1, 0);
+    // After the bracket that the text begins with, or the comma before a row.
+    let mut at = skip(0) + 1;
+    loop {
+        at = skip(at);
+        if rows.is_empty() && text[at..].starts_with(']') {
+            at += 1;
+            break;
+        }
+        let mut values = serde_json::Deserializer::from_str(&text[at..]).into_iter::<Value>();
+        let columns = match values.next() {
+            Some(Ok(columns)) => columns,
+            Some(Err(error)) => {
+                let line = line_of(&text.as_bytes()[..at]) + error.line() - 1;
+                bail!("{}:{line}: {error}", file.display());
+            }
+            None => return Err(wrong(at, &"the array is not closed")),
+        };
+        line += newlines(&text.as_bytes()[counted..at]);
+        counted = at;
+        rows.push(row(file, line, columns)?);
+        at = skip(at + values.byte_offset());
+        match text.as_bytes().get(at) {
+            Some(b',') => at += 1,
+            Some(b']') => {
+                at += 1;
+                break;
+            }
+            _ => {
+                return Err(wrong(
+                    at,
+                    &"after a row of the array there must be a comma or a bracket",
+                ));
+            }
+        }
+    }
+    match skip(at) {
+        end if end == text.len() => Ok(rows),
+        end => Err(wrong(end, &"nothing may follow the array")),
+    }
+}
+
+fn row(file: &Arc<Path>, line: usize, columns: Value) -> Result<Row> {
+    ensure!(
+        columns.is_object(),
+        "{}:{line}: {}, must be a JSON object",
+        file.display(),
+        kind(&columns)
+    );
+    Ok(Row {
+        file: Arc::clone(file),
+        line,
+        columns,
+    })
+}
+
+/// What a value is, for messages.
+pub(super) fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "an array",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn line_of(before: &[u8]) -> usize {
+    newlines(before) + 1
+}
+
+fn newlines(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|&&b| b == b'\n').count()
+}

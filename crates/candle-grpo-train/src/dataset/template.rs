@@ -1,0 +1,107 @@
+//! Texts with the columns of a row in them.
+
+use anyhow::{Result, bail};
+use serde_json::Value;
+
+/// A text in which `{column}` stands for a column of the row; `{{` and `}}` are braces.
+///
+/// ```
+/// use candle_grpo_train::Template;
+/// use serde_json::json;
+///
+/// let template = Template::new("What is {a} + {b}?")?;
+/// assert_eq!(template.fill(&json!({"a": 2, "b": "three"}))?, "What is 2 + three?");
+/// let error = template.fill(&json!({"a": 2})).unwrap_err().to_string();
+/// assert_eq!(error, "column \"b\" of \"What is {a} + {b}?\": absent");
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Template {
+    text: String,
+    parts: Vec<Part>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Part {
+    Text(String),
+    Column(String),
+}
+
+impl Template {
+    /// Errs if a brace is not closed or was not opened.
+    pub fn new(text: &str) -> Result<Self> {
+        let mut parts = Vec::new();
+        let mut plain = String::new();
+        let mut rest = text.chars().peekable();
+        while let Some(c) = rest.next() {
+            match c {
+                '{' | '}' if rest.peek() == Some(&c) => {
+                    rest.next();
+                    plain.push(c);
+                }
+                '{' => {
+                    let mut name = String::new();
+                    loop {
+                        match rest.next() {
+                            Some('}') => break,
+                            Some(c) if c != '{' => name.push(c),
+                            _ => bail!(
+                                "{text:?}: a brace is not closed (two of them are one brace of the text)"
+                            ),
+                        }
+                    }
+                    if name.is_empty() {
+                        bail!("{text:?}: empty braces, there must be the name of a column in them");
+                    }
+                    parts.push(Part::Text(std::mem::take(&mut plain)));
+                    parts.push(Part::Column(name));
+                }
+                '}' => bail!(
+                    "{text:?}: a brace was not opened (two of them are one brace of the text)"
+                ),
+                c => plain.push(c),
+            }
+        }
+        parts.push(Part::Text(plain));
+        Ok(Self {
+            text: text.to_owned(),
+            parts,
+        })
+    }
+
+    /// The text for a row; errs if it lacks a column.
+    pub fn fill(&self, columns: &Value) -> Result<String> {
+        let mut filled = String::new();
+        for part in &self.parts {
+            match part {
+                Part::Text(text) => filled.push_str(text),
+                Part::Column(name) => match columns.get(name) {
+                    Some(Value::String(text)) => filled.push_str(text),
+                    Some(value) => filled.push_str(&value.to_string()),
+                    None => bail!("column {name:?} of {:?}: absent", self.text),
+                },
+            }
+        }
+        Ok(filled)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn braces() {
+        let fill = |text: &str| {
+            Template::new(text)
+                .unwrap()
+                .fill(&json!({"a": 1, "b c": [2]}))
+        };
+        assert_eq!(fill("{a}{b c}{{a}}").unwrap(), "1[2]{a}");
+        assert_eq!(fill("").unwrap(), "");
+        for text in ["{a", "a}", "{}", "{a{b}}"] {
+            assert!(Template::new(text).is_err(), "{text:?}");
+        }
+    }
+}

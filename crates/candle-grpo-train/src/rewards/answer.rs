@@ -1,0 +1,105 @@
+//! Where in a completion its answer stands.
+
+use serde::{Deserialize, Serialize};
+
+/// Where in a completion its answer stands.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AnswerPlace {
+    /// The first of these that there is: the last `\boxed{}`, what follows the last `####`, all of the completion.
+    #[default]
+    Auto,
+    /// In the last `\boxed{}`.
+    Boxed,
+    /// On the line after the last mark of this text, such as `####` (GSM8K) or `The answer is`.
+    After(String),
+    /// Between the last `<name>` and the `</name>` after it.
+    Tag(String),
+    /// On the first line that is not empty.
+    FirstLine,
+    /// On the last line that is not empty.
+    LastLine,
+    /// All of the completion.
+    Whole,
+}
+
+impl AnswerPlace {
+    /// The answer in `text`, without white space around it; none if there is no such place.
+    ///
+    /// ```
+    /// use candle_grpo_train::AnswerPlace;
+    ///
+    /// assert_eq!(AnswerPlace::Auto.find(r"so \boxed{\frac{1}{2}}."), Some(r"\frac{1}{2}"));
+    /// assert_eq!(AnswerPlace::Auto.find("6 * 7\n#### 42\n"), Some("42"));
+    /// assert_eq!(AnswerPlace::Tag("answer".into()).find("42"), None);
+    /// ```
+    pub fn find<'a>(&self, text: &'a str) -> Option<&'a str> {
+        let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
+        match self {
+            Self::Auto => boxed(text)
+                .or_else(|| after(text, "####"))
+                .or(Some(text.trim())),
+            Self::Boxed => boxed(text),
+            Self::After(mark) => after(text, mark),
+            Self::Tag(name) => {
+                let (_, inside) = text.rsplit_once(&format!("<{name}>"))?;
+                let (inside, _) = inside.split_once(&format!("</{name}>"))?;
+                Some(inside.trim())
+            }
+            Self::FirstLine => lines().next(),
+            Self::LastLine => lines().next_back(),
+            Self::Whole => Some(text.trim()),
+        }
+    }
+
+    /// Whether the last number at this place counts, as it does in a text that reasons, or the first, as in a line.
+    pub(super) fn counts_last_number(&self) -> bool {
+        !matches!(self, Self::FirstLine | Self::After(_))
+    }
+}
+
+fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
+    let (_, rest) = text.rsplit_once(mark)?;
+    Some(rest.split('\n').next().unwrap_or(rest).trim())
+}
+
+/// What the braces of the last `\boxed{` hold, which may have braces in them.
+fn boxed(text: &str) -> Option<&str> {
+    let (_, rest) = text.rsplit_once("\\boxed{")?;
+    let mut depth = 1;
+    for (at, c) in rest.char_indices() {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return Some(rest[..at].trim());
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    #[rstest]
+    #[case(AnswerPlace::Auto, r"\boxed{1} then \boxed{ 2 } #### 3", Some("2"))]
+    #[case(AnswerPlace::Auto, "#### 1\n#### 3 \nmore", Some("3"))]
+    #[case(AnswerPlace::Auto, " 42 ", Some("42"))]
+    #[case(AnswerPlace::Boxed, r"\boxed{a{b}{c}}", Some("a{b}{c}"))]
+    #[case(AnswerPlace::Boxed, r"\boxed{a", None)]
+    #[case(AnswerPlace::Boxed, "42", None)]
+    #[case(AnswerPlace::After("answer is".into()), "The answer is 5.\nWell", Some("5."))]
+    #[case(AnswerPlace::Tag("a".into()), "<a>1</a><a> 2 </a>", Some("2"))]
+    #[case(AnswerPlace::Tag("a".into()), "<a>1", None)]
+    #[case(AnswerPlace::FirstLine, "\n 1 \n2", Some("1"))]
+    #[case(AnswerPlace::LastLine, "1\n 2 \n\n", Some("2"))]
+    #[case(AnswerPlace::LastLine, "", None)]
+    #[case(AnswerPlace::Whole, "a\nb ", Some("a\nb"))]
+    fn the_answer(#[case] place: AnswerPlace, #[case] text: &str, #[case] expected: Option<&str>) {
+        assert_eq!(place.find(text), expected);
+    }
+}

@@ -1,0 +1,19 @@
+//! The columns of a row, as rewards ask for them.
+
+use anyhow::{Result, bail};
+use serde_json::Value;
+
+/// The column of that name; the error lists those that there are.
+pub(super) fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
+    if let Some(value) = columns.get(name) {
+        return Ok(value);
+    }
+    let names: Vec<String> = columns
+        .as_object()
+        .map(|columns| columns.keys().map(|key| format!("{key:?}")).collect())
+        .unwrap_or_default();
+    if names.is_empty() {
+        bail!("column {name:?}: absent, the row has no columns");
+    }
+    bail!("column {name:?}: absent, the row has {}", names.join(", "))
+}

@@ -1,0 +1,66 @@
+//! Several judges of the same thing.
+
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use candle_grpo_core::{NonFinite, ScoreEnsemble};
+
+use crate::reward::{SharedReward, score_in_parallel};
+use crate::{RewardFunction, Sample};
+
+/// One score from those of several reward functions, which run side by side.
+///
+/// ```
+/// use candle_grpo_core::ScoreEnsemble;
+/// use candle_grpo_train::{EnsembleReward, Sample};
+///
+/// let judges = EnsembleReward::new(ScoreEnsemble::Min)
+///     .with(|sample: &Sample| sample.completion.len() as f32)
+///     .with(|sample: &Sample| sample.completion_tokens.len() as f32);
+/// ```
+pub struct EnsembleReward {
+    combine: ScoreEnsemble,
+    judges: Vec<SharedReward>,
+}
+
+impl EnsembleReward {
+    /// No judges yet: add at least one.
+    pub fn new(combine: ScoreEnsemble) -> Self {
+        Self {
+            combine,
+            judges: Vec::new(),
+        }
+    }
+
+    /// Adds a judge.
+    pub fn with(self, judge: impl RewardFunction + Send + Sync + 'static) -> Self {
+        self.with_boxed(Box::new(judge))
+    }
+
+    pub(super) fn with_boxed(mut self, judge: SharedReward) -> Self {
+        self.judges.push(judge);
+        self
+    }
+}
+
+impl RewardFunction for EnsembleReward {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        anyhow::ensure!(
+            !self.judges.is_empty(),
+            "judges: none, an ensemble must have at least one"
+        );
+        if samples.is_empty() {
+            return Ok(Vec::new());
+        }
+        let judges: Vec<&SharedReward> = self.judges.iter().collect();
+        let scores = score_in_parallel(&judges, samples)
+            .into_iter()
+            .enumerate()
+            .map(|(i, scores)| {
+                let scores = scores.with_context(|| format!("judge {i}"))?;
+                Ok(Tensor::new(scores, &Device::Cpu)?)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let scores = Tensor::stack(&scores, 1)?;
+        Ok(self.combine.combine(&scores, NonFinite::Error)?.to_vec1()?)
+    }
+}

@@ -1,0 +1,99 @@
+//! Whether the answer is right to the letter.
+
+use anyhow::{Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::answer::AnswerPlace;
+use super::column::column;
+use crate::{RewardFunction, Sample};
+
+/// 1 for a completion whose answer is the text of a column of its row, 0 for the others. White space counts as one space, and
+/// not at all at the ends.
+///
+/// ```
+/// use candle_grpo_train::ExactReward;
+/// use serde_json::json;
+///
+/// let reward = ExactReward { ignore_case: true, ..ExactReward::default() };
+/// assert!(reward.matches("#### new  york", &json!({"answer": "New York"}))?);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ExactReward {
+    /// The column that holds the right text: a text, a number, true or false.
+    pub column: String,
+    /// Where the completion's answer stands.
+    pub find: AnswerPlace,
+    /// Whether capital letters are the same as small ones.
+    pub ignore_case: bool,
+}
+
+impl Default for ExactReward {
+    fn default() -> Self {
+        Self {
+            column: "answer".to_owned(),
+            find: AnswerPlace::Auto,
+            ignore_case: false,
+        }
+    }
+}
+
+impl ExactReward {
+    /// The right text of a row; errs if it has none.
+    pub fn expected(&self, columns: &Value) -> Result<String> {
+        match column(columns, &self.column)? {
+            Value::String(text) => Ok(AnswerPlace::Auto.find(text).unwrap_or(text).to_owned()),
+            value @ (Value::Number(_) | Value::Bool(_)) => Ok(value.to_string()),
+            value => bail!(
+                "column {:?}: {value}, must be a text, a number or true or false",
+                self.column
+            ),
+        }
+    }
+
+    /// Whether `completion` has the text of the row.
+    pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
+        let expected = self.normal(&self.expected(columns)?);
+        let found = self.find.find(completion);
+        Ok(found.is_some_and(|answer| self.normal(answer) == expected))
+    }
+
+    fn normal(&self, text: &str) -> String {
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        if self.ignore_case {
+            text.to_lowercase()
+        } else {
+            text
+        }
+    }
+}
+
+impl RewardFunction for ExactReward {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        samples
+            .iter()
+            .map(|sample| Ok(f32::from(self.matches(sample.completion, sample.columns)?)))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn letters_count_and_spaces_do_not() {
+        let reward = ExactReward::default();
+        let row = json!({"answer": "New York"});
+        assert!(reward.matches(" New\nYork ", &row).unwrap());
+        assert!(reward.matches(r"It is \boxed{New York}", &row).unwrap());
+        assert!(!reward.matches("new york", &row).unwrap());
+        assert!(!reward.matches("It is New York", &row).unwrap());
+        assert!(reward.matches("7", &json!({"answer": 7})).unwrap());
+        let error = reward.matches("7", &json!({"answer": [7]})).unwrap_err();
+        assert!(error.to_string().contains("must be a text"), "{error}");
+    }
+}

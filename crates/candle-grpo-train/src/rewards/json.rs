@@ -1,0 +1,142 @@
+//! Whether a completion is JSON.
+
+use anyhow::{Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::column::column;
+use crate::{RewardFunction, Sample};
+
+/// 1 for a completion that is a JSON object, or the very object of a column of its row; 0 for the others.
+///
+/// The order of keys does not matter, and 1 is 1.0.
+///
+/// ```
+/// use candle_grpo_train::JsonReward;
+/// use serde_json::json;
+///
+/// let valid = JsonReward::default();
+/// assert!(valid.matches(r#" {"age": 7} "#, &json!({}))?);
+/// assert!(!valid.matches(r#"Sure: {"age": 7}"#, &json!({}))?);
+///
+/// let exact = JsonReward { column: Some("person".into()), ..JsonReward::default() };
+/// assert!(!exact.matches(r#"{"age": 7}"#, &json!({"person": {"age": 8}}))?);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct JsonReward {
+    /// The column that holds the right value, as JSON or as the text of it; absent: any object is right.
+    pub column: Option<String>,
+    /// Whether the JSON may stand in a fenced block of Markdown, with nothing outside it.
+    pub allow_fence: bool,
+}
+
+impl JsonReward {
+    /// The right value of a row, if there is a column; errs if the row has none.
+    pub fn expected(&self, columns: &Value) -> Result<Option<Value>> {
+        let Some(name) = &self.column else {
+            return Ok(None);
+        };
+        match column(columns, name)? {
+            Value::String(text) => match serde_json::from_str(text) {
+                Ok(value) => Ok(Some(value)),
+                Err(error) => bail!("column {name:?}: {text:?}, must be JSON: {error}"),
+            },
+            value => Ok(Some(value.clone())),
+        }
+    }
+
+    /// Whether `completion` is rewarded.
+    pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
+        let expected = self.expected(columns)?;
+        let text = if self.allow_fence {
+            inside_fence(completion)
+        } else {
+            completion
+        };
+        let Ok(value) = serde_json::from_str::<Value>(text) else {
+            return Ok(false);
+        };
+        Ok(match expected {
+            None => value.is_object(),
+            Some(expected) => same(&value, &expected),
+        })
+    }
+}
+
+impl RewardFunction for JsonReward {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        samples
+            .iter()
+            .map(|sample| Ok(f32::from(self.matches(sample.completion, sample.columns)?)))
+            .collect()
+    }
+}
+
+fn inside_fence(text: &str) -> &str {
+    let inside = || {
+        let rest = text.trim().strip_prefix("```")?.strip_suffix("```")?;
+        let (_language, inside) = rest.split_once('\n')?;
+        Some(inside)
+    };
+    inside().unwrap_or(text)
+}
+
+/// Equal, with numbers compared by value.
+fn same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => a == b || a.as_f64() == b.as_f64(),
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
+        }
+        (Value::Object(a), Value::Object(b)) => {
+            a.len() == b.len()
+                && a.iter()
+                    .all(|(key, a)| b.get(key).is_some_and(|b| same(a, b)))
+        }
+        (a, b) => a == b,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+    use serde_json::json;
+
+    #[rstest]
+    #[case(r#"{"name": "Ann", "age": 7}"#, true, true)]
+    #[case(r#"{"age": 7.0, "name": "Ann"}"#, true, true)]
+    #[case(r#"{"age": "7", "name": "Ann"}"#, true, false)]
+    #[case(r#"{"age": 7, "name": "Ann", "x": 1}"#, true, false)]
+    #[case(r#"{"age": 7}"#, true, false)]
+    #[case(r#"[1]"#, false, false)]
+    #[case(r#"{"age": 7"#, false, false)]
+    #[case("", false, false)]
+    fn validity_and_equality(#[case] text: &str, #[case] valid: bool, #[case] exact: bool) {
+        let row = json!({"as_json": {"name": "Ann", "age": 7}, "as_text": "{\"name\":\"Ann\",\"age\":7}"});
+        assert_eq!(JsonReward::default().matches(text, &row).unwrap(), valid);
+        for name in ["as_json", "as_text"] {
+            let reward = JsonReward {
+                column: Some(name.to_owned()),
+                ..JsonReward::default()
+            };
+            assert_eq!(reward.matches(text, &row).unwrap(), exact);
+        }
+    }
+
+    #[test]
+    fn a_fence_is_allowed_if_it_is_asked_for() {
+        let text = "```json\n{\"a\": 1}\n```";
+        let mut reward = JsonReward::default();
+        assert!(!reward.matches(text, &Value::Null).unwrap());
+        reward.allow_fence = true;
+        assert!(reward.matches(text, &Value::Null).unwrap());
+        assert!(
+            !reward
+                .matches(&format!("Here: {text}"), &Value::Null)
+                .unwrap()
+        );
+    }
+}

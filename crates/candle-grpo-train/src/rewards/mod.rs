@@ -1,0 +1,21 @@
+//! Reward functions that a configuration can name.
+
+mod answer;
+mod column;
+mod config;
+mod ensemble;
+mod exact;
+mod json;
+mod number;
+mod numeric;
+mod penalty;
+mod program;
+
+pub use answer::AnswerPlace;
+pub use config::{EnsembleOptions, RegexOptions, RewardConfig, RewardKind, TagsOptions};
+pub use ensemble::EnsembleReward;
+pub use exact::ExactReward;
+pub use json::JsonReward;
+pub use numeric::NumericReward;
+pub use penalty::{LengthReward, RepetitionReward};
+pub use program::{ProgramConfig, ProgramReward};

@@ -1,0 +1,192 @@
+//! Numbers as people and models write them.
+
+/// The numbers in `text` in their order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and `\frac{3}{4}` are one number each. A unit or a
+/// percent sign after a number is not part of it.
+pub(super) fn numbers(text: &str) -> Vec<f64> {
+    let mut found = Vec::new();
+    let mut at = 0;
+    while let Some(c) = text[at..].chars().next() {
+        match number_at(text, at) {
+            Some((number, end)) => {
+                found.push(number);
+                at = end;
+            }
+            None => at += c.len_utf8(),
+        }
+    }
+    found
+}
+
+/// A number that begins at `at`, a byte of `text` at which a character begins, and where it ends.
+fn number_at(text: &str, at: usize) -> Option<(f64, usize)> {
+    let (negative, unsigned) = sign(text, at);
+    let unsigned = skip(text, unsigned, |c| matches!(c, '$' | '€' | '£' | '¥'));
+    // "$-5" as well as "-$5".
+    let (negative, unsigned) = if unsigned > at && !negative {
+        sign(text, unsigned)
+    } else {
+        (negative, unsigned)
+    };
+    let (value, end) =
+        latex_fraction(text, unsigned).or_else(|| plain_or_fraction(text, unsigned))?;
+    Some((if negative { -value } else { value }, end))
+}
+
+/// Whether there is a minus sign at `at`, and where the rest begins. A sign right after a digit, a letter or a bracket is one of
+/// an operation, and counts for nothing.
+fn sign(text: &str, at: usize) -> (bool, usize) {
+    let before = text[..at].chars().next_back();
+    let operation = before.is_some_and(|c| c.is_alphanumeric() || c == ')' || c == '}');
+    match text[at..].chars().next() {
+        Some(c @ ('-' | '−')) if !operation => (true, at + c.len_utf8()),
+        _ => (false, at),
+    }
+}
+
+fn skip(text: &str, at: usize, is: impl Fn(char) -> bool) -> usize {
+    match text[at..].chars().next() {
+        Some(c) if is(c) => at + c.len_utf8(),
+        _ => at,
+    }
+}
+
+/// `\frac{a}{b}`, `\dfrac{a}{b}`, `\tfrac{a}{b}`.
+fn latex_fraction(text: &str, at: usize) -> Option<(f64, usize)> {
+    let rest = &text[at..];
+    let name = ["\\frac{", "\\dfrac{", "\\tfrac{"]
+        .into_iter()
+        .find(|name| rest.starts_with(name))?;
+    let inside = &rest[name.len()..];
+    let (numerator, after) = inside.split_once("}{")?;
+    let (denominator, _) = after.split_once('}')?;
+    let end = at + name.len() + numerator.len() + "}{".len() + denominator.len() + "}".len();
+    Some((quotient(whole(numerator)?, whole(denominator)?)?, end))
+}
+
+/// A number, `a/b`, or `n a/b`.
+fn plain_or_fraction(text: &str, at: usize) -> Option<(f64, usize)> {
+    let (first, end) = plain(text, at)?;
+    if let Some((value, end)) = over(text, first, end) {
+        return Some((value, end));
+    }
+    let integer = text[at..end].bytes().all(|b| b.is_ascii_digit());
+    if integer
+        && text[end..].starts_with(' ')
+        && let Some((numerator, after)) = plain(text, end + 1)
+        && text[end + 1..after].bytes().all(|b| b.is_ascii_digit())
+        && let Some((fraction, after)) = over(text, numerator, after)
+        && fraction < 1.
+    {
+        return Some((first + fraction, after));
+    }
+    Some((first, end))
+}
+
+/// The rest of a fraction: `/b` at `at`.
+fn over(text: &str, numerator: f64, at: usize) -> Option<(f64, usize)> {
+    if !text[at..].starts_with('/') {
+        return None;
+    }
+    let (denominator, end) = plain(text, at + 1)?;
+    Some((quotient(numerator, denominator)?, end))
+}
+
+fn quotient(numerator: f64, denominator: f64) -> Option<f64> {
+    (denominator != 0.).then(|| numerator / denominator)
+}
+
+/// The number that is all of `text`.
+fn whole(text: &str) -> Option<f64> {
+    let text = text.trim();
+    let (negative, at) = sign(text, 0);
+    let (value, end) = plain(text, at)?;
+    (end == text.len()).then_some(if negative { -value } else { value })
+}
+
+/// Digits, perhaps in groups of three, decimals and an exponent.
+fn plain(text: &str, at: usize) -> Option<(f64, usize)> {
+    let bytes = text.as_bytes();
+    let digits = |from: usize| -> usize {
+        bytes[from.min(bytes.len())..]
+            .iter()
+            .take_while(|b| b.is_ascii_digit())
+            .count()
+    };
+    let first = digits(at);
+    let mut end = at + first;
+    if (1..=3).contains(&first) {
+        let mut grouped = end;
+        while bytes.get(grouped) == Some(&b',') && digits(grouped + 1) == 3 {
+            grouped += 4;
+        }
+        // "1,2345" is two numbers and not "1,234" with a 5 after it.
+        if digits(grouped) == 0 {
+            end = grouped;
+        }
+    }
+    let decimals = if bytes.get(end) == Some(&b'.') {
+        digits(end + 1)
+    } else {
+        0
+    };
+    if decimals > 0 {
+        end += 1 + decimals;
+    } else if first == 0 {
+        return None;
+    }
+    if matches!(bytes.get(end), Some(b'e' | b'E')) {
+        let signed = end + 1 + usize::from(matches!(bytes.get(end + 1), Some(b'-' | b'+')));
+        let exponent = digits(signed);
+        if exponent > 0 {
+            end = signed + exponent;
+        }
+    }
+    let value = text[at..end].replace(',', "").parse().ok()?;
+    Some((value, end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use rstest::rstest;
+
+    #[rstest]
+    #[case("42", &[42.])]
+    #[case("it is 1,234,567.", &[1_234_567.])]
+    #[case("1,2345 and 1,200kg", &[1., 2345., 1200.])]
+    #[case("1, 2, 3", &[1., 2., 3.])]
+    #[case("-7, −8, $-9 and -$10.50", &[-7., -8., -9., -10.5])]
+    #[case("17-5=12", &[17., 5., 12.])]
+    #[case("x -5", &[-5.])]
+    #[case("3/4 of 1/3", &[0.75, 1. / 3.])]
+    #[case("2 1/2 cups, 2 3 4", &[2.5, 2., 3., 4.])]
+    #[case(r"-\frac{1}{2} or \dfrac{-6}{4}", &[-0.5, -1.5])]
+    #[case("1/0", &[1., 0.])]
+    #[case(".5 0.25 5. 1e3 2e", &[0.5, 0.25, 5., 1000., 2.])]
+    #[case("50% of 3.5kg", &[50., 3.5])]
+    #[case("€12 £3", &[12., 3.])]
+    #[case("none - , . / \\frac{1", &[1.])]
+    #[case("", &[])]
+    fn numbers_in_text(#[case] text: &str, #[case] expected: &[f64]) {
+        assert_eq!(numbers(text), expected, "{text:?}");
+    }
+
+    #[test]
+    fn a_number_too_large_for_a_float_is_one_number_all_the_same() {
+        assert_eq!(numbers("1e999"), [f64::INFINITY]);
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(x in -1e9f64..1e9) {
+            let read = numbers(&format!("so: {x}."));
+            prop_assert_eq!(read, vec![x]);
+        }
+
+        #[test]
+        fn nothing_panics(text in ".*") {
+            let _ = numbers(&text);
+        }
+    }
+}

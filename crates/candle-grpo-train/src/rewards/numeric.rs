@@ -1,0 +1,152 @@
+//! Whether the number is right.
+
+use anyhow::{Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::answer::AnswerPlace;
+use super::column::column;
+use super::number::numbers;
+use crate::{RewardFunction, Sample};
+
+/// 1 for a completion whose number is that of a column of its row, 0 for the others.
+///
+/// `1,200`, `$1200`, `1200.0 dollars` and `2400/2` are the same number. The column holds a number or a text with one: in
+/// GSM8K's solutions it is what follows `####`, otherwise the last.
+///
+/// ```
+/// use candle_grpo_train::NumericReward;
+/// use serde_json::json;
+///
+/// let reward = NumericReward::default();
+/// let row = json!({"answer": "30 each, so 2 * 30\n#### 1,060"});
+/// assert!(reward.matches("That makes 1060 in all.", &row)?);
+/// assert!(!reward.matches("That makes 1,060 or 1,070", &row)?);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct NumericReward {
+    /// The column that holds the right number.
+    pub column: String,
+    /// Where the completion's answer stands. The last number there counts; the first on a line that is asked for
+    /// (`first_line`, `after`).
+    pub find: AnswerPlace,
+    /// How far the number may be from the right one.
+    pub tolerance: f64,
+}
+
+impl Default for NumericReward {
+    fn default() -> Self {
+        Self {
+            column: "answer".to_owned(),
+            find: AnswerPlace::Auto,
+            tolerance: 1e-6,
+        }
+    }
+}
+
+impl NumericReward {
+    /// Errs if the options mean nothing.
+    pub fn validate(&self) -> Result<()> {
+        ensure!(
+            self.tolerance >= 0. && self.tolerance.is_finite(),
+            "tolerance: {}, must be finite and at least 0",
+            self.tolerance
+        );
+        Ok(())
+    }
+
+    /// The right number of a row; errs if it has none.
+    pub fn expected(&self, columns: &Value) -> Result<f64> {
+        let value = column(columns, &self.column)?;
+        let number = match value {
+            Value::Number(number) => number.as_f64(),
+            Value::String(text) => AnswerPlace::Auto
+                .find(text)
+                .and_then(|answer| numbers(answer).last().copied()),
+            _ => None,
+        };
+        match number.filter(|number| number.is_finite()) {
+            Some(number) => Ok(number),
+            None => bail!(
+                "column {:?}: {value}, must be a number or a text with one",
+                self.column
+            ),
+        }
+    }
+
+    /// Whether `completion` has the number of the row.
+    pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
+        let expected = self.expected(columns)?;
+        let found = self.find.find(completion).and_then(|answer| {
+            let numbers = numbers(answer);
+            if self.find.counts_last_number() {
+                numbers.last().copied()
+            } else {
+                numbers.first().copied()
+            }
+        });
+        Ok(found.is_some_and(|x| (x - expected).abs() <= self.tolerance))
+    }
+}
+
+impl RewardFunction for NumericReward {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        samples
+            .iter()
+            .map(|sample| Ok(f32::from(self.matches(sample.completion, sample.columns)?)))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+    use serde_json::json;
+
+    #[rstest]
+    #[case("The answer is 18.", json!(18), true)]
+    #[case("18 - 3 = 15", json!(18), false)]
+    #[case("#### 1,200\nSo 5", json!("1200"), true)]
+    #[case(r"\boxed{-\frac{3}{4}}", json!(-0.75), true)]
+    #[case("$80,000 dollars", json!("... #### 80000"), true)]
+    #[case("0.333333", json!("1/3"), true)]
+    #[case("0.33", json!("1/3"), false)]
+    #[case("57500001", json!(57_500_000), false)]
+    #[case("1e999", json!(1), false)]
+    #[case("none", json!(0), false)]
+    #[case("", json!(0), false)]
+    fn numbers_are_compared(#[case] completion: &str, #[case] answer: Value, #[case] right: bool) {
+        let row = json!({ "answer": answer });
+        let reward = NumericReward::default();
+        assert_eq!(reward.matches(completion, &row).unwrap(), right);
+    }
+
+    #[test]
+    fn the_first_number_of_the_first_line_counts() {
+        let reward = NumericReward {
+            find: AnswerPlace::FirstLine,
+            ..NumericReward::default()
+        };
+        let row = json!({"answer": 42});
+        assert!(reward.matches(" 42, 43\n44", &row).unwrap());
+        assert!(!reward.matches(" 41, 42\n42", &row).unwrap());
+    }
+
+    #[test]
+    fn a_row_without_a_number_is_an_error() {
+        let reward = NumericReward::default();
+        let error = reward.expected(&json!({"answer": "none"})).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "column \"answer\": \"none\", must be a number or a text with one"
+        );
+        let error = reward.expected(&json!({"Answer": 1, "id": 2})).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "column \"answer\": absent, the row has \"Answer\", \"id\""
+        );
+    }
+}

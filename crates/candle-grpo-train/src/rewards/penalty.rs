@@ -1,0 +1,38 @@
+//! Penalties for length and repetition as reward functions.
+
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+use candle_grpo_core::{OverlongPenalty, RepetitionPenalty};
+
+use crate::{RewardFunction, Sample};
+
+/// The soft penalty for completions close to the longest that is allowed, over their tokens.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LengthReward(pub OverlongPenalty);
+
+impl RewardFunction for LengthReward {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        if samples.is_empty() {
+            return Ok(Vec::new());
+        }
+        let lengths: Vec<i64> = samples
+            .iter()
+            .map(|sample| sample.completion_tokens.len() as i64)
+            .collect();
+        let penalties = self.0.of(&Tensor::new(lengths, &Device::Cpu)?)?;
+        Ok(penalties.to_dtype(candle_core::DType::F32)?.to_vec1()?)
+    }
+}
+
+/// The penalty for n-grams of tokens that come again.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RepetitionReward(pub RepetitionPenalty);
+
+impl RewardFunction for RepetitionReward {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        samples
+            .iter()
+            .map(|sample| Ok(self.0.of(sample.completion_tokens)? as f32))
+            .collect()
+    }
+}

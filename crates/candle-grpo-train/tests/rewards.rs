@@ -1,0 +1,99 @@
+//! Reward functions as a configuration names them.
+
+use candle_grpo_train::{FinishReason, RewardConfig, RewardFunction, Sample, WeightedRewards};
+use rstest::rstest;
+use serde_json::{Value, json};
+
+fn sample<'a>(completion: &'a str, columns: &'a Value) -> Sample<'a> {
+    Sample {
+        prompt: "ask",
+        completion,
+        prompt_tokens: &[1],
+        completion_tokens: &[2, 3, 2, 3, 2],
+        finish_reason: FinishReason::Stop,
+        columns,
+    }
+}
+
+fn build(rewards: Value) -> anyhow::Result<WeightedRewards> {
+    RewardConfig::build(&serde_json::from_value::<Vec<RewardConfig>>(rewards)?)
+}
+
+fn score(reward: Value, completion: &str) -> f32 {
+    let row = json!({"answer": "... #### 1,200", "person": {"age": 7}});
+    let rewards = build(json!([reward])).unwrap();
+    rewards.score(&[sample(completion, &row)]).unwrap()[0]
+}
+
+#[rstest]
+#[case(json!({"kind": "numeric"}), "makes $1200.00", 1.)]
+#[case(json!({"kind": "numeric", "weight": 0.5}), "makes $1200.00", 0.5)]
+#[case(json!({"kind": "numeric", "find": "boxed"}), "1200", 0.)]
+#[case(json!({"kind": "numeric", "find": {"tag": "a"}}), "<a>1200</a> 7", 1.)]
+#[case(json!({"kind": "exact"}), "1,200", 1.)]
+#[case(json!({"kind": "exact"}), "1200", 0.)]
+#[case(json!({"kind": "regex", "pattern": "^a"}), "ab", 1.)]
+#[case(json!({"kind": "regex", "pattern": "a", "whole": true}), "ab", 0.)]
+#[case(json!({"kind": "tags", "tags": ["t"]}), "x <t></t>", 1.)]
+#[case(json!({"kind": "tags", "tags": ["t"], "nothing_else": true}), "x <t></t>", 0.)]
+#[case(json!({"kind": "json"}), "{}", 1.)]
+#[case(json!({"kind": "json", "column": "person"}), "{}", 0.)]
+#[case(json!({"kind": "json", "column": "person"}), r#"{"age": 7}"#, 1.)]
+#[case(json!({"kind": "length", "max_length": 6, "buffer": 2}), "", -0.5)]
+#[case(json!({"kind": "repetition", "ngram": 2}), "", -0.5)]
+#[case(json!({"kind": "ensemble", "combine": "min", "judges": [{"kind": "json"}, {"kind": "numeric"}]}), "1200", 0.)]
+#[case(json!({"kind": "ensemble", "combine": {"weighted": [1, 3]}, "judges": [{"kind": "json"}, {"kind": "numeric"}]}), "1200", 0.75)]
+fn each_kind(#[case] reward: Value, #[case] completion: &str, #[case] expected: f32) {
+    assert_eq!(score(reward, completion), expected);
+}
+
+#[test]
+fn a_sum_keeps_its_terms_apart() {
+    let rewards = build(json!([
+        {"kind": "numeric", "weight": 2},
+        {"kind": "regex", "pattern": "therefore", "weight": 0.5, "name": "style"},
+    ]))
+    .unwrap();
+    let row = json!({"answer": 3});
+    let samples = [
+        sample("3", &row),
+        sample("therefore 3", &row),
+        sample("therefore", &row),
+    ];
+    assert_eq!(rewards.score(&samples).unwrap(), [2., 2.5, 0.5]);
+    assert_eq!(
+        rewards.components(&samples).unwrap(),
+        [[2., 2., 0.], [0., 0.5, 0.5]]
+    );
+}
+
+#[rstest]
+#[case(json!([]), "rewards: none")]
+#[case(json!([{"kind": "numeric", "tolerance": -1}]), "tolerance: -1")]
+#[case(json!([{"kind": "numeric", "colum": "x"}]), "unknown field `colum`")]
+#[case(json!([{"kind": "numerik"}]), "unknown variant `numerik`")]
+#[case(json!([{"kind": "regex", "pattern": "("}]), "pattern: \"(\"")]
+#[case(json!([{"kind": "json", "weight": "much"}]), "weight: invalid type")]
+#[case(json!([{"kind": "tags", "tags": []}]), "tags: none")]
+#[case(json!([{"kind": "length", "max_length": 1, "buffer": 2}]), "buffer: 2")]
+#[case(json!([{"kind": "repetition", "ngram": 0}]), "ngram: 0")]
+#[case(json!([{"kind": "program", "command": []}]), "command: []")]
+#[case(json!([{"kind": "program", "command": ["x"], "time_limit_seconds": 0}]), "time_limit_seconds: 0")]
+#[case(json!([{"kind": "ensemble", "judges": []}]), "judges: none")]
+#[case(json!([{"kind": "ensemble", "judges": [{"kind": "json"}], "combine": {"weighted": [1, 2]}}]), "combine.weighted: 2 weights for 1 judges")]
+fn what_means_nothing_is_an_error(#[case] rewards: Value, #[case] words: &str) {
+    let error = format!("{:#}", build(rewards).err().expect("an error"));
+    assert!(error.contains(words), "{error}");
+}
+
+#[test]
+fn rows_are_checked_before_anything_is_sampled() {
+    let reward: RewardConfig =
+        serde_json::from_value(json!({"kind": "numeric", "column": "result"})).unwrap();
+    reward.check_row(&json!({"result": 1})).unwrap();
+    let error = format!("{:#}", reward.check_row(&json!({"answer": 1})).unwrap_err());
+    assert_eq!(
+        error,
+        "reward \"numeric\": column \"result\": absent, the row has \"answer\""
+    );
+}

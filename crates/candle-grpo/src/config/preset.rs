@@ -1,0 +1,84 @@
+//! Published algorithms by name.
+
+use candle_grpo_loss::Recipe;
+use serde::{Deserialize, Serialize};
+
+/// The KL penalty of REINFORCE++, where the configuration says nothing.
+const REINFORCE_KL_COEF: f64 = 0.01;
+
+/// A published algorithm: a constructor of [`Recipe`] by its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[allow(missing_docs)] // Each is the constructor of that name.
+pub enum Preset {
+    Grpo,
+    Dapo,
+    DrGrpo,
+    LitePpo,
+    Gspo,
+    Luspo,
+    Gmpo,
+    Cispo,
+    Sapo,
+    Vespo,
+    Gpg,
+    Rloo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Trl,
+    Verl,
+    Roll,
+    Twinkle,
+    Openrlhf,
+}
+
+impl Preset {
+    /// All of them.
+    pub const ALL: [Self; 19] = [
+        Self::Grpo,
+        Self::Dapo,
+        Self::DrGrpo,
+        Self::LitePpo,
+        Self::Gspo,
+        Self::Luspo,
+        Self::Gmpo,
+        Self::Cispo,
+        Self::Sapo,
+        Self::Vespo,
+        Self::Gpg,
+        Self::Rloo,
+        Self::ReinforcePlusPlus,
+        Self::ReinforcePlusPlusBaseline,
+        Self::Trl,
+        Self::Verl,
+        Self::Roll,
+        Self::Twinkle,
+        Self::Openrlhf,
+    ];
+
+    /// The recipe for completions of at most `response_length` tokens. DAPO's penalty grows over the last fifth of them, as in
+    /// the paper.
+    pub fn recipe(self, response_length: usize) -> Recipe {
+        match self {
+            Self::Grpo => Recipe::grpo(),
+            Self::Dapo => Recipe::dapo(response_length, (response_length / 5).max(1)),
+            Self::DrGrpo => Recipe::dr_grpo(response_length as f64),
+            Self::LitePpo => Recipe::lite_ppo(),
+            Self::Gspo => Recipe::gspo(),
+            Self::Luspo => Recipe::luspo(),
+            Self::Gmpo => Recipe::gmpo(),
+            Self::Cispo => Recipe::cispo(),
+            Self::Sapo => Recipe::sapo(),
+            Self::Vespo => Recipe::vespo(),
+            Self::Gpg => Recipe::gpg(),
+            Self::Rloo => Recipe::rloo(),
+            Self::ReinforcePlusPlus => Recipe::reinforce_plus_plus(REINFORCE_KL_COEF),
+            Self::ReinforcePlusPlusBaseline => Recipe::reinforce_plus_plus_baseline(),
+            Self::Trl => Recipe::trl(),
+            Self::Verl => Recipe::verl(),
+            Self::Roll => Recipe::roll(),
+            Self::Twinkle => Recipe::twinkle(),
+            Self::Openrlhf => Recipe::openrlhf(),
+        }
+    }
+}

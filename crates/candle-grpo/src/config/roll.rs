@@ -1,0 +1,546 @@
+//! Configuration files of ROLL, with their roles and strategies.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use candle_grpo_train::{SamplingConfig, TrainConfig};
+use serde_json::{Map, Value, json};
+
+use super::algorithm::AlgorithmConfig;
+use super::document::Document;
+
+/// What becomes of a key of a ROLL file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is used, under this key.
+    Used(String),
+    /// It has no meaning here, for this reason.
+    NoMeaning(String),
+    /// It would mean something, but is not supported.
+    NotSupported(String),
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Used(key) => write!(f, "used: {key}"),
+            Self::NoMeaning(why) => write!(f, "no meaning here: {why}"),
+            Self::NotSupported(why) => write!(f, "not supported: {why}"),
+        }
+    }
+}
+
+/// A key of a ROLL file and what becomes of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RollKey {
+    /// Its path in the file.
+    pub path: String,
+    /// Its line.
+    pub line: Option<usize>,
+    /// What becomes of it.
+    pub verdict: Verdict,
+}
+
+/// A configuration file of ROLL, translated.
+#[derive(Debug, Clone)]
+pub struct RollFile {
+    /// Every key, in the order of the file.
+    pub keys: Vec<RollKey>,
+    /// What it says in the words of this program. Its errors name the lines of the file.
+    pub document: Document,
+}
+
+/// What is done with the keys at a path; `*` stands for one step, and what is below a path goes with it.
+enum Rule {
+    To(&'static str),
+    NoMeaning(&'static str),
+    NotSupported(&'static str),
+}
+
+use Rule::{NoMeaning, NotSupported, To};
+
+const ONE_PROCESS: &str = "one process does everything";
+const TEMPLATE: &str = "the chat template is that of the model";
+const GROUP: &str = "num_return_sequences_in_group says it";
+const METRICS: &str = "metrics are always written to the run directory";
+
+/// The first rule that fits counts.
+const RULES: &[(&str, Rule)] = &[
+    ("seed", To("seed")),
+    ("max_steps", To("max_steps")),
+    ("save_steps", To("checkpoint.every_steps")),
+    ("eval_steps", To("evaluation.every_steps")),
+    ("output_dir", To("run_dir")),
+    ("pretrain", To("model.path")),
+    ("max_grad_norm", To("training.max_grad_norm")),
+    (
+        "defaults",
+        NoMeaning("it includes files for strategies, and there are none"),
+    ),
+    ("hydra", NoMeaning("no other program reads the file")),
+    ("exp_name", NoMeaning("the run directory names a run")),
+    (
+        "logging_dir",
+        NoMeaning("everything is in the run directory"),
+    ),
+    ("logging_steps", NoMeaning("every step is logged")),
+    (
+        "resume_from_checkpoint",
+        NoMeaning("a run is resumed by its run directory"),
+    ),
+    (
+        "checkpoint_config",
+        NoMeaning("checkpoints are in the run directory"),
+    ),
+    ("track_with", NoMeaning(METRICS)),
+    ("tracker_kwargs", NoMeaning(METRICS)),
+    ("system_envs", NoMeaning("set variables in the environment")),
+    ("num_gpus_per_node", NoMeaning(ONE_PROCESS)),
+    ("num_nodes", NoMeaning(ONE_PROCESS)),
+    ("rpc_timeout", NoMeaning(ONE_PROCESS)),
+    (
+        "async_generation_ratio",
+        NotSupported("sampling and training take turns"),
+    ),
+    (
+        "is_num_return_sequences_expand",
+        NoMeaning("groups are always sampled together"),
+    ),
+    ("max_running_requests", NoMeaning(ONE_PROCESS)),
+    (
+        "use_additional_prompts",
+        NotSupported("set algorithm.recipe.group_filter and training.max_sampling_batches"),
+    ),
+    (
+        "max_additional_running_prompts",
+        NotSupported("set training.max_sampling_batches"),
+    ),
+    (
+        "reward_pretrain",
+        NotSupported("a reward model can be a program: a reward of the kind program"),
+    ),
+    (
+        "difficulty_loss_weight",
+        NotSupported("samples are not weighted by difficulty"),
+    ),
+    (
+        "length_loss_weight",
+        NotSupported("samples are not weighted by length"),
+    ),
+    (
+        "enable_reference",
+        NoMeaning("there is a reference where a KL needs one"),
+    ),
+    (
+        "enable_old_logprobs_recompute",
+        NotSupported("set training.old_log_probs"),
+    ),
+    (
+        "sequence_length",
+        NoMeaning("it is the sum of prompt_length and response_length"),
+    ),
+    (
+        "val_batch_size",
+        NoMeaning("all held-out prompts are evaluated"),
+    ),
+    ("*.strategy_args", NoMeaning("there are no strategies")),
+    ("*.device_mapping", NoMeaning(ONE_PROCESS)),
+    ("*.world_size", NoMeaning(ONE_PROCESS)),
+    ("*.num_gpus_per_worker", NoMeaning(ONE_PROCESS)),
+    (
+        "*.infer_batch_size",
+        NoMeaning("the sampler fills its batches itself"),
+    ),
+    ("*.use_remote_checkpoint", NoMeaning(ONE_PROCESS)),
+    (
+        "*.model_args.flash_attn",
+        NoMeaning("there is one attention"),
+    ),
+    (
+        "*.model_args.attn_implementation",
+        NoMeaning("there is one attention"),
+    ),
+    (
+        "*.model_args.disable_gradient_checkpointing",
+        NoMeaning("activations are kept"),
+    ),
+    ("*.model_args.model_type", NoMeaning("the model says it")),
+    ("*.model_args.dtype", NotSupported("parameters are f32")),
+    (
+        "actor_train.model_args.lora_rank",
+        To("training.adapters.rank"),
+    ),
+    (
+        "actor_train.model_args.lora_alpha",
+        To("training.adapters.alpha"),
+    ),
+    (
+        "actor_train.model_args",
+        NotSupported("not an option of a model here"),
+    ),
+    ("actor_train.worker_cls", NoMeaning("pg_variant says it")),
+    ("actor_train.pg_variant", To("algorithm.pg_variant")),
+    (
+        "actor_train.training_args.learning_rate",
+        To("optimizer.learning_rate"),
+    ),
+    (
+        "actor_train.training_args.weight_decay",
+        To("optimizer.weight_decay"),
+    ),
+    (
+        "actor_train.training_args.adam_beta1",
+        To("optimizer.beta1"),
+    ),
+    (
+        "actor_train.training_args.adam_beta2",
+        To("optimizer.beta2"),
+    ),
+    (
+        "actor_train.training_args.adam_epsilon",
+        To("optimizer.epsilon"),
+    ),
+    (
+        "actor_train.training_args.max_grad_norm",
+        To("training.max_grad_norm"),
+    ),
+    (
+        "actor_train.training_args.warmup_steps",
+        To("schedule.warmup_steps"),
+    ),
+    (
+        "actor_train.training_args.per_device_train_batch_size",
+        To("training.micro_batch_size"),
+    ),
+    (
+        "actor_train.training_args.gradient_accumulation_steps",
+        To("training.mini_batch_size"),
+    ),
+    (
+        "actor_train.training_args.num_train_epochs",
+        NoMeaning("max_steps says when a run ends"),
+    ),
+    (
+        "actor_train.training_args.lr_scheduler_type",
+        NotSupported("set schedule.decay_until"),
+    ),
+    (
+        "actor_train.training_args",
+        NotSupported("not an option of the optimiser here"),
+    ),
+    ("actor_train.data_args.file_name", To("data.train")),
+    (
+        "actor_train.data_args.dataset_dir",
+        NoMeaning("files are named with their folders"),
+    ),
+    (
+        "actor_train.data_args.messages",
+        NoMeaning("the column is found by itself"),
+    ),
+    (
+        "actor_train.data_args.preprocessing_num_workers",
+        NoMeaning(ONE_PROCESS),
+    ),
+    (
+        "actor_train.data_args.domain_interleave_probs",
+        NotSupported("there are no domains: all rows are equally likely"),
+    ),
+    (
+        "actor_train.data_args.interleave_probs",
+        NotSupported("there are no domains: all rows are equally likely"),
+    ),
+    ("*.data_args.template", NoMeaning(TEMPLATE)),
+    ("validation.data_args.file_name", To("data.held_out")),
+    (
+        "validation.generating_args.num_return_sequences",
+        To("evaluation.samples_per_prompt"),
+    ),
+    (
+        "validation.generating_args.max_new_tokens",
+        To("evaluation.sampler.max_new_tokens"),
+    ),
+    (
+        "validation.generating_args.temperature",
+        To("evaluation.sampler.temperature"),
+    ),
+    (
+        "validation.generating_args.top_p",
+        To("evaluation.sampler.top_p"),
+    ),
+    (
+        "validation.generating_args.top_k",
+        To("evaluation.sampler.top_k"),
+    ),
+    ("validation.eval_steps", To("evaluation.every_steps")),
+    (
+        "actor_infer.generating_args.max_new_tokens",
+        NoMeaning("response_length says it"),
+    ),
+    (
+        "actor_infer.generating_args.num_return_sequences",
+        NoMeaning(GROUP),
+    ),
+    (
+        "actor_infer.generating_args.temperature",
+        To("sampler.temperature"),
+    ),
+    ("actor_infer.generating_args.top_p", To("sampler.top_p")),
+    ("actor_infer.generating_args.top_k", To("sampler.top_k")),
+    (
+        "*.generating_args.num_beams",
+        NoMeaning("completions are drawn"),
+    ),
+    (
+        "actor_infer",
+        NoMeaning("the policy that trains samples as well"),
+    ),
+    (
+        "reference",
+        NoMeaning("the reference is the policy at the start"),
+    ),
+    ("critic", NotSupported("set training.critic")),
+    (
+        "validation",
+        NotSupported("not an option of an evaluation here"),
+    ),
+    (
+        "rewards",
+        NotSupported(
+            "reward workers are Python classes; list rewards by kind, such as numeric or program",
+        ),
+    ),
+    (
+        "reward",
+        NotSupported(
+            "reward workers are Python classes; list rewards by kind, such as numeric or program",
+        ),
+    ),
+];
+
+impl RollFile {
+    /// The translation of `document`, if it is a file of ROLL: it names roles, or what only ROLL has.
+    pub fn new(document: &Document) -> Option<Self> {
+        let signs = [
+            "actor_train",
+            "actor_infer",
+            "pretrain",
+            "hydra",
+            "num_gpus_per_node",
+        ];
+        if !signs.iter().any(|key| document.get(key).is_some()) {
+            return None;
+        }
+        let mut translation = Translation::new(document);
+        for (path, value) in document.leaves() {
+            translation.take(document, &path, value);
+        }
+        translation.leave_out_idle_keys();
+        translation.keys.sort_by_key(|key| key.line);
+        Some(Self {
+            keys: translation.keys,
+            document: translation.document,
+        })
+    }
+}
+
+struct Translation {
+    keys: Vec<RollKey>,
+    document: Document,
+    algorithm_keys: BTreeSet<String>,
+    own_sections: BTreeSet<String>,
+    sampler_keys: BTreeSet<String>,
+}
+
+fn keys_of(value: Result<Value, serde_json::Error>) -> BTreeSet<String> {
+    match value {
+        Ok(Value::Object(map)) => map.into_iter().map(|(key, _)| key).collect(),
+        _ => BTreeSet::new(),
+    }
+}
+
+impl Translation {
+    fn new(document: &Document) -> Self {
+        let sections = [
+            "model",
+            "data",
+            "algorithm",
+            "sampler",
+            "optimizer",
+            "schedule",
+            "training",
+            "evaluation",
+            "checkpoint",
+            "run_dir",
+            "threads",
+        ];
+        Self {
+            keys: Vec::new(),
+            document: document.emptied(),
+            algorithm_keys: keys_of(serde_json::to_value(AlgorithmConfig::default())),
+            own_sections: sections.map(str::to_owned).into(),
+            sampler_keys: keys_of(serde_json::to_value(SamplingConfig::default())),
+        }
+    }
+
+    fn take(&mut self, document: &Document, path: &str, value: &Value) {
+        let line = document.line_of(path);
+        let value = interpolated(document, value);
+        let top = path.split(['.', '[']).next().unwrap_or(path);
+        let own = self.own_sections.contains(top)
+            || (top == "rewards" && document.get("rewards").is_some_and(Value::is_array));
+        let verdict = if own || self.algorithm_keys.contains(path) {
+            let place = if own {
+                path.to_owned()
+            } else {
+                format!("algorithm.{path}")
+            };
+            self.document.insert(&place, value, line);
+            Verdict::Used(place)
+        } else {
+            match RULES.iter().find(|(pattern, _)| fits(pattern, path)) {
+                Some((_, To(place))) => self.place(place, value, line),
+                // A switch that is off asks for nothing.
+                Some((_, NotSupported(why))) if value == Value::Bool(false) || value.is_null() => {
+                    Verdict::NoMeaning(format!("it is off ({why})"))
+                }
+                Some((_, NoMeaning(why))) => Verdict::NoMeaning((*why).to_owned()),
+                Some((_, NotSupported(why))) => Verdict::NotSupported((*why).to_owned()),
+                None => Verdict::NotSupported("not a key that is known".to_owned()),
+            }
+        };
+        self.keys.push(RollKey {
+            path: path.to_owned(),
+            line,
+            verdict,
+        });
+    }
+
+    fn place(&mut self, place: &str, value: Value, line: Option<usize>) -> Verdict {
+        if let Some((section, key)) = place.rsplit_once('.')
+            && section.ends_with("sampler")
+            && !self.sampler_keys.contains(key)
+        {
+            return Verdict::NotSupported(format!("the sampler has no {key}"));
+        }
+        let value = if place == "training.mini_batch_size" {
+            // Counted in micro-batches there.
+            let micro = self.document.get("training.micro_batch_size");
+            let micro = micro.and_then(Value::as_u64).unwrap_or(1);
+            value
+                .as_u64()
+                .map_or(value, |steps| json!(steps.saturating_mul(micro)))
+        } else {
+            value
+        };
+        self.document.insert(place, value, line);
+        Verdict::Used(place.to_owned())
+    }
+
+    /// Takes out the keys that change nothing in this combination: in ROLL they may stand there all the same.
+    fn leave_out_idle_keys(&mut self) {
+        while let Some(algorithm) = self.document.get("algorithm").cloned() {
+            let Ok(config) = serde_json::from_value::<AlgorithmConfig>(algorithm) else {
+                return;
+            };
+            let Err(error) = config.apply(&mut TrainConfig::default()) else {
+                return;
+            };
+            if !error.idle {
+                return;
+            }
+            let place = format!("algorithm.{}", error.key);
+            self.document.remove("algorithm", error.key);
+            for key in &mut self.keys {
+                if key.verdict == Verdict::Used(place.clone()) {
+                    key.verdict = Verdict::NoMeaning(error.message.clone());
+                }
+            }
+        }
+    }
+}
+
+fn fits(pattern: &str, path: &str) -> bool {
+    let mut steps = path.split(['.', '[']);
+    pattern.split('.').all(|wanted| {
+        steps
+            .next()
+            .is_some_and(|step| wanted == "*" || wanted == step)
+    })
+}
+
+/// `${key}` replaced by the value of that key of the file, once more where that has one, and so on a few times.
+fn interpolated(document: &Document, value: &Value) -> Value {
+    let mut value = value.clone();
+    for _ in 0..8 {
+        let Value::String(text) = &value else { break };
+        let Some((before, rest)) = text.split_once("${") else {
+            break;
+        };
+        let Some((name, after)) = rest.split_once('}') else {
+            break;
+        };
+        let Some(found) = document.get(name) else {
+            break;
+        };
+        value = match found {
+            found if before.is_empty() && after.is_empty() => found.clone(),
+            Value::String(found) => Value::String(format!("{before}{found}{after}")),
+            found => Value::String(format!("{before}{found}{after}")),
+        };
+    }
+    value
+}
+
+impl Document {
+    /// A document without a key, of the same file.
+    fn emptied(&self) -> Self {
+        self.with_value(Value::Object(Map::new()))
+    }
+
+    /// Every value that is not a mapping, with its path, in no order.
+    fn leaves(&self) -> Vec<(String, &Value)> {
+        let mut leaves = Vec::new();
+        let mut open = vec![(String::new(), &self.value)];
+        while let Some((path, value)) = open.pop() {
+            match value {
+                Value::Object(map) if !map.is_empty() => {
+                    open.extend(map.iter().rev().map(|(key, value)| {
+                        let path = if path.is_empty() {
+                            key.clone()
+                        } else {
+                            format!("{path}.{key}")
+                        };
+                        (path, value)
+                    }));
+                }
+                value => leaves.push((path, value)),
+            }
+        }
+        // The size of a micro-batch is known before its number is asked for.
+        leaves.sort_by_key(|(path, _)| path.ends_with("gradient_accumulation_steps"));
+        leaves
+    }
+
+    fn insert(&mut self, path: &str, value: Value, line: Option<usize>) {
+        self.note_line(path, line);
+        let mut at = &mut self.value;
+        let mut steps = path.split('.').peekable();
+        while let Some(step) = steps.next() {
+            if !at.is_object() {
+                *at = Value::Object(Map::new());
+            }
+            let Value::Object(map) = at else { return };
+            if steps.peek().is_none() {
+                map.insert(step.to_owned(), value);
+                return;
+            }
+            at = map.entry(step).or_insert(Value::Null);
+        }
+    }
+
+    fn remove(&mut self, section: &str, key: &str) {
+        if let Some(Value::Object(map)) = self.value.get_mut(section) {
+            map.remove(key);
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Where numbers lie on an axis.
+
+/// An axis from one end to the other, with marks at round numbers.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Axis {
+    pub(super) low: f64,
+    pub(super) high: f64,
+    pub(super) marks: Vec<f64>,
+}
+
+impl Axis {
+    /// An axis with all of `values` that are finite, and about `count` marks; from 0 to 1 if there are none.
+    pub(super) fn around(values: impl IntoIterator<Item = f64>, count: usize) -> Self {
+        let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
+        for value in values.into_iter().filter(|value| value.is_finite()) {
+            (low, high) = (low.min(value), high.max(value));
+        }
+        if low > high {
+            (low, high) = (0., 1.);
+        }
+        if low == high {
+            let room = if low == 0. { 1. } else { 0.1 * low.abs() };
+            (low, high) = (low - room, high + room);
+        }
+        // Nothing below 0 that is never negative.
+        let room = 0.04 * (high - low);
+        let low = if low >= 0. {
+            (low - room).max(0.)
+        } else {
+            low - room
+        };
+        Self::between(low, high + room, count)
+    }
+
+    /// An axis with these ends.
+    pub(super) fn between(low: f64, high: f64, count: usize) -> Self {
+        let step = round_step((high - low) / count.max(1) as f64);
+        let mut marks = Vec::new();
+        if step > 0. && step.is_finite() {
+            let first = (low / step).ceil();
+            let mark = |i: usize| (first + i as f64) * step;
+            marks = (0..2 * count + 2)
+                .map(mark)
+                .take_while(|&x| x <= high)
+                .collect();
+        }
+        Self { low, high, marks }
+    }
+
+    /// 0 at the low end, 1 at the high end.
+    pub(super) fn share(&self, x: f64) -> f64 {
+        (x - self.low) / (self.high - self.low)
+    }
+}
+
+/// The nearest of 1, 2 and 5 times a power of ten that is not below.
+fn round_step(x: f64) -> f64 {
+    let power = 10f64.powf(x.log10().floor());
+    let factor = [1., 2., 5.].into_iter().find(|factor| factor * power >= x);
+    factor.unwrap_or(10.) * power
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_are_round() {
+        let axis = Axis::between(0., 1., 5);
+        assert_eq!(axis.marks.len(), 6);
+        assert!((axis.marks[1] - 0.2).abs() < 1e-12);
+        assert_eq!(Axis::between(-3., 42., 5).marks, [0., 10., 20., 30., 40.]);
+    }
+
+    #[test]
+    fn any_numbers_have_an_axis() {
+        assert_eq!(Axis::around([], 4).marks.len(), 5);
+        for values in [
+            vec![3.],
+            vec![0.],
+            vec![-1e300, 1e300],
+            vec![f64::NAN, 1., f64::INFINITY],
+            vec![1e-9, 2e-9],
+        ] {
+            let axis = Axis::around(values.clone(), 4);
+            assert!(
+                axis.low < axis.high && axis.marks.len() < 12,
+                "{values:?} {axis:?}"
+            );
+            for value in values.into_iter().filter(|value| value.is_finite()) {
+                assert!((0. ..=1.).contains(&axis.share(value)));
+            }
+        }
+        assert_eq!(Axis::around([0., 1.], 4).low, 0.);
+    }
+}

@@ -1,0 +1,184 @@
+//! Line charts as SVG, whose colours are those of the page.
+
+use std::fmt::Write;
+
+use super::axis::Axis;
+use super::html::{escape, short};
+
+const WIDTH: f64 = 480.;
+const HEIGHT: f64 = 250.;
+const LEFT: f64 = 58.;
+const RIGHT: f64 = 12.;
+const TOP: f64 = 10.;
+const BOTTOM: f64 = 34.;
+
+/// How a line is drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stroke {
+    Solid,
+    Dashed,
+    Dotted,
+}
+
+/// A line through `(x, y)`.
+pub(super) struct Line {
+    pub(super) run: usize,
+    pub(super) stroke: Stroke,
+    pub(super) label: String,
+    pub(super) points: Vec<(f64, f64)>,
+}
+
+/// The area between two lines, as `(x, low, high)`.
+pub(super) struct Band {
+    pub(super) run: usize,
+    pub(super) points: Vec<(f64, f64, f64)>,
+}
+
+/// What one chart shows.
+#[derive(Default)]
+pub(super) struct Chart {
+    pub(super) lines: Vec<Line>,
+    pub(super) bands: Vec<Band>,
+}
+
+impl Chart {
+    /// Whether there is anything to see.
+    pub(super) fn is_empty(&self) -> bool {
+        self.lines.iter().all(|line| line.points.is_empty())
+            && self.bands.iter().all(|band| band.points.is_empty())
+    }
+
+    /// The chart over steps; `title` is for those who cannot see it.
+    pub(super) fn svg(&self, title: &str) -> String {
+        let lines = || {
+            self.lines
+                .iter()
+                .flat_map(|line| line.points.iter().copied())
+        };
+        let bands = || {
+            self.bands
+                .iter()
+                .flat_map(|band| band.points.iter().copied())
+        };
+        let steps = lines().map(|(x, _)| x).chain(bands().map(|(x, _, _)| x));
+        let values = lines().map(|(_, y)| y);
+        let values = values.chain(bands().flat_map(|(_, low, high)| [low, high]));
+        let (x, y) = (Axis::around(steps, 6), Axis::around(values, 5));
+        let place = Place { x, y };
+
+        let mut svg = format!(
+            r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{}">"#,
+            escape(title)
+        );
+        place.grid(&mut svg);
+        for band in &self.bands {
+            place.band(&mut svg, band);
+        }
+        for line in &self.lines {
+            place.line(&mut svg, line);
+        }
+        svg.push_str("</svg>");
+        svg
+    }
+}
+
+struct Place {
+    x: Axis,
+    y: Axis,
+}
+
+impl Place {
+    fn at(&self, x: f64, y: f64) -> (f64, f64) {
+        (
+            LEFT + self.x.share(x) * (WIDTH - LEFT - RIGHT),
+            TOP + (1. - self.y.share(y)) * (HEIGHT - TOP - BOTTOM),
+        )
+    }
+
+    fn grid(&self, svg: &mut String) {
+        let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+        for &mark in &self.y.marks {
+            let (_, y) = self.at(self.x.low, mark);
+            let _ = write!(
+                svg,
+                r#"<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1}" y2="{y:.1}"/><text x="{:.1}" y="{:.1}" text-anchor="end">{}</text>"#,
+                LEFT - 6.,
+                y + 4.,
+                short(mark)
+            );
+        }
+        for &mark in self.x.marks.iter().filter(|mark| mark.fract() == 0.) {
+            let (x, _) = self.at(mark, self.y.low);
+            let _ = write!(
+                svg,
+                r#"<line class="grid" x1="{x:.1}" x2="{x:.1}" y1="{bottom}" y2="{:.1}"/><text x="{x:.1}" y="{:.1}" text-anchor="middle">{mark}</text>"#,
+                bottom + 4.,
+                bottom + 16.
+            );
+        }
+        let _ = write!(
+            svg,
+            r#"<text x="{:.1}" y="{:.1}" text-anchor="middle">step</text>"#,
+            (LEFT + right) / 2.,
+            HEIGHT - 3.
+        );
+    }
+
+    fn band(&self, svg: &mut String, band: &Band) {
+        let finite = band
+            .points
+            .iter()
+            .filter(|(_, low, high)| low.is_finite() && high.is_finite());
+        let upper = finite.clone().map(|&(x, _, high)| (x, high));
+        let lower = finite.rev().map(|&(x, low, _)| (x, low));
+        let points = self.points(upper.chain(lower));
+        if !points.is_empty() {
+            let _ = write!(
+                svg,
+                r#"<polygon class="run{}" points="{points}"/>"#,
+                band.run
+            );
+        }
+    }
+
+    fn line(&self, svg: &mut String, line: &Line) {
+        let stroke = match line.stroke {
+            Stroke::Solid => "",
+            Stroke::Dashed => " dashed",
+            Stroke::Dotted => " dotted",
+        };
+        let label = escape(&line.label);
+        // Where a number is missing or not finite the line is broken; a step by itself is a dot.
+        for part in line.points.split(|(_, y)| !y.is_finite()) {
+            match part {
+                [] => {}
+                &[(x, y)] => {
+                    let (x, y) = self.at(x, y);
+                    let _ = write!(
+                        svg,
+                        r#"<circle class="run{}" cx="{x:.1}" cy="{y:.1}" r="2.5"><title>{label}</title></circle>"#,
+                        line.run
+                    );
+                }
+                part => {
+                    let points = self.points(part.iter().copied());
+                    let _ = write!(
+                        svg,
+                        r#"<polyline class="run{}{stroke}" points="{points}"><title>{label}</title></polyline>"#,
+                        line.run
+                    );
+                }
+            }
+        }
+    }
+
+    fn points(&self, points: impl Iterator<Item = (f64, f64)>) -> String {
+        let text: Vec<String> = points
+            .map(|(x, y)| {
+                let (x, y) = self.at(x, y);
+                format!("{x:.1},{y:.1}")
+            })
+            .collect();
+        text.join(" ")
+    }
+}

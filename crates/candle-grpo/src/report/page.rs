@@ -1,0 +1,178 @@
+//! The page.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+use super::html::{escape, short};
+use super::panels::{COLOURS, panels};
+use super::run::{Run, RunSample};
+
+/// How many answers of each run are shown.
+const SHOWN: usize = 24;
+
+const STYLE: &str = include_str!("style.css");
+
+/// A page about `runs` that needs no other file: figures, charts over the steps, answers before and after, settings.
+///
+/// It follows the reader's choice of light and dark, and the width of the window.
+pub fn report_html(runs: &[Run]) -> String {
+    let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
+    let mut page = format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n",
+        escape(&names.join(", "))
+    );
+    let _ = write!(
+        page,
+        "<h1>{}</h1>\n{}",
+        escape(&names.join(", ")),
+        summary(runs)
+    );
+    page.push_str("<div class=\"charts\">\n");
+    for panel in panels(runs) {
+        let _ = writeln!(
+            page,
+            "<figure><figcaption><b>{}</b> <span>{}</span></figcaption>{}</figure>",
+            panel.title,
+            panel.note,
+            panel.chart.svg(panel.title)
+        );
+    }
+    page.push_str("</div>\n");
+    for run in runs {
+        page.push_str(&answers(run));
+    }
+    page.push_str(&settings(runs));
+    page.push_str("</body>\n</html>\n");
+    page
+}
+
+/// A row for each run: how long it is, where its reward began and where it ended.
+fn summary(runs: &[Run]) -> String {
+    let mut table = String::from(
+        "<div class=\"wide\"><table class=\"summary\"><thead><tr><th>run</th><th>steps</th><th>skipped</th><th>reward, first 5 steps</th><th>last 5 steps</th><th>time</th></tr></thead><tbody>\n",
+    );
+    for (i, run) in runs.iter().enumerate() {
+        let rewards: Vec<f64> = run
+            .steps
+            .iter()
+            .filter_map(|figures| figures.get("reward_mean").copied())
+            .collect();
+        let n = rewards.len().min(5);
+        let seconds: f64 = run.steps.iter().map(seconds).sum();
+        let _ = writeln!(
+            table,
+            "<tr><td><i class=\"key run{}\"></i>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            i % COLOURS,
+            escape(&run.name),
+            run.steps.len(),
+            run.skipped,
+            mean(&rewards[..n]),
+            mean(&rewards[rewards.len() - n..]),
+            duration(seconds)
+        );
+    }
+    table.push_str("</tbody></table></div>\n");
+    table
+}
+
+fn mean(values: &[f64]) -> String {
+    if values.is_empty() {
+        return "–".to_owned();
+    }
+    short(values.iter().sum::<f64>() / values.len() as f64)
+}
+
+fn seconds(figures: &BTreeMap<String, f64>) -> f64 {
+    let phases = figures
+        .iter()
+        .filter(|(name, _)| name.starts_with("seconds."));
+    phases.map(|(_, seconds)| seconds).sum()
+}
+
+fn duration(seconds: f64) -> String {
+    let whole = seconds.round() as u64;
+    match whole {
+        0..60 => format!("{seconds:.1} s"),
+        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
+        _ => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
+    }
+}
+
+/// Answers before and after, side by side.
+fn answers(run: &Run) -> String {
+    let pairs = run.before_and_after();
+    let Some((before, after)) = pairs.first() else {
+        return String::new();
+    };
+    let mut section = format!(
+        "<h2>Answers of {}</h2>\n<div class=\"answers\">\n<div class=\"head\"><span>prompt</span><span>after step {}</span><span>after step {}</span></div>\n",
+        escape(&run.name),
+        before.step,
+        after.step
+    );
+    for (before, after) in pairs.iter().take(SHOWN) {
+        let _ = writeln!(
+            section,
+            "<div class=\"pair\"><pre>{}</pre>{}{}</div>",
+            escape(&before.prompt),
+            answer(before),
+            answer(after)
+        );
+    }
+    section.push_str("</div>\n");
+    if pairs.len() > SHOWN {
+        let _ = writeln!(section, "<p>{} more.</p>", pairs.len() - SHOWN);
+    }
+    section
+}
+
+fn answer(sample: &RunSample) -> String {
+    format!(
+        "<pre><b>{}</b> {}</pre>",
+        short(sample.reward),
+        escape(&sample.completion)
+    )
+}
+
+/// The settings: those in which the runs differ first, then all.
+fn settings(runs: &[Run]) -> String {
+    let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.settings.keys()).collect();
+    let (same, different): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| {
+        let first = runs[0].settings.get(*key);
+        runs.iter().all(|run| run.settings.get(*key) == first)
+    });
+    let mut section = String::from("<h2>Settings</h2>\n");
+    if !different.is_empty() {
+        section.push_str(&table(&different, runs));
+    }
+    let title = if different.is_empty() {
+        "All settings"
+    } else {
+        "What is the same"
+    };
+    let _ = write!(
+        section,
+        "<details{}><summary>{title}</summary>\n{}</details>\n",
+        if different.is_empty() { " open" } else { "" },
+        table(&same, &runs[..runs.len().min(1)])
+    );
+    section
+}
+
+fn table(keys: &[&String], runs: &[Run]) -> String {
+    let mut table = String::from("<div class=\"wide\"><table><thead><tr><th>key</th>");
+    for run in runs {
+        let _ = write!(table, "<th>{}</th>", escape(&run.name));
+    }
+    table.push_str("</tr></thead><tbody>\n");
+    for key in keys {
+        let _ = write!(table, "<tr><td>{}</td>", escape(key));
+        for run in runs {
+            let value = run.settings.get(*key).map_or("–", String::as_str);
+            let _ = write!(table, "<td>{}</td>", escape(value));
+        }
+        table.push_str("</tr>\n");
+    }
+    table.push_str("</tbody></table></div>\n");
+    table
+}

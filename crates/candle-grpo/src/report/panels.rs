@@ -1,0 +1,201 @@
+//! Which figures are shown, and how.
+
+use std::collections::BTreeMap;
+
+use super::chart::{Band, Chart, Line, Stroke};
+use super::run::Run;
+
+/// How many colours there are.
+pub(super) const COLOURS: usize = 8;
+
+/// A chart with its title and what is to be known about it.
+pub(super) struct Panel {
+    pub(super) title: &'static str,
+    pub(super) note: &'static str,
+    pub(super) chart: Chart,
+}
+
+/// Lines by the names of their figures, and bands by those of their lower and upper edge.
+struct Plan {
+    title: &'static str,
+    note: &'static str,
+    lines: &'static [(&'static str, Stroke)],
+    bands: &'static [(&'static str, &'static str)],
+}
+
+use Stroke::{Dashed, Dotted, Solid};
+
+const PLANS: &[Plan] = &[
+    Plan {
+        title: "Reward over groups",
+        note: "means of groups: their median; the bands hold all of them, and the middle half",
+        lines: &[("group_reward_quantiles.2", Solid)],
+        bands: &[
+            ("group_reward_quantiles.0", "group_reward_quantiles.4"),
+            ("group_reward_quantiles.1", "group_reward_quantiles.3"),
+        ],
+    },
+    Plan {
+        title: "KL to the reference",
+        note: "nats for each token; dotted: from the policy that drew",
+        lines: &[("kl", Solid), ("approx_kl_k3", Dotted)],
+        bands: &[],
+    },
+    Plan {
+        title: "Entropy",
+        note: "nats for each token",
+        lines: &[("entropy", Solid)],
+        bands: &[],
+    },
+    Plan {
+        title: "Clip fractions",
+        note: "share of tokens; dashed: below, dotted: above",
+        lines: &[
+            ("clip_fraction", Solid),
+            ("clip_fraction_low", Dashed),
+            ("clip_fraction_high", Dotted),
+        ],
+        bands: &[],
+    },
+    Plan {
+        title: "Ratio",
+        note: "of the policy to the one that drew: mean; the band goes from the smallest to the largest",
+        lines: &[("ratio_mean", Solid)],
+        bands: &[("ratio_min", "ratio_max")],
+    },
+    Plan {
+        title: "Gradient norm",
+        note: "before it is clipped",
+        lines: &[("grad_norm", Solid)],
+        bands: &[],
+    },
+    Plan {
+        title: "Length",
+        note: "of completions, in tokens",
+        lines: &[("response_length", Solid)],
+        bands: &[],
+    },
+    Plan {
+        title: "Lost groups and completions",
+        note: "share of groups whose rewards are all equal; dashed: completions cut at the greatest length",
+        lines: &[("constant_groups", Solid), ("truncated", Dashed)],
+        bands: &[],
+    },
+    Plan {
+        title: "Time",
+        note: "seconds: training; dashed: sampling; dotted: scoring",
+        lines: &[
+            ("seconds.train", Solid),
+            ("seconds.sample", Dashed),
+            ("seconds.score", Dotted),
+        ],
+        bands: &[],
+    },
+    Plan {
+        title: "Learning rate",
+        note: "",
+        lines: &[("learning_rate", Solid)],
+        bands: &[],
+    },
+];
+
+/// The charts of `runs`, without those that would be empty.
+pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
+    let mut panels = vec![reward(runs), evaluation(runs)];
+    for plan in PLANS {
+        let mut chart = Chart::default();
+        for (run, of_run) in coloured(runs) {
+            for (low, high) in plan.bands {
+                let points = series(&of_run.steps, |figures| {
+                    Some((*figures.get(*low)?, *figures.get(*high)?))
+                });
+                let points = points.into_iter().map(|(x, (low, high))| (x, low, high));
+                chart.bands.push(Band {
+                    run,
+                    points: points.collect(),
+                });
+            }
+            for &(name, stroke) in plan.lines {
+                let points = series(&of_run.steps, |figures| figures.get(name).copied());
+                chart.lines.push(line(run, stroke, of_run, name, points));
+            }
+        }
+        panels.push(Panel {
+            title: plan.title,
+            note: plan.note,
+            chart,
+        });
+    }
+    panels.retain(|panel| !panel.chart.is_empty());
+    panels
+}
+
+fn line(run: usize, stroke: Stroke, of_run: &Run, name: &str, points: Vec<(f64, f64)>) -> Line {
+    Line {
+        run,
+        stroke,
+        label: format!("{}: {name}", of_run.name),
+        points,
+    }
+}
+
+fn reward(runs: &[Run]) -> Panel {
+    let mut chart = Chart::default();
+    for (run, of_run) in coloured(runs) {
+        let spread = series(&of_run.steps, |figures| {
+            let (mean, std) = (figures.get("reward_mean")?, figures.get("reward_std")?);
+            Some((mean - std, mean + std))
+        });
+        let points = spread.into_iter().map(|(x, (low, high))| (x, low, high));
+        chart.bands.push(Band {
+            run,
+            points: points.collect(),
+        });
+        let mean = series(&of_run.steps, |figures| figures.get("reward_mean").copied());
+        chart
+            .lines
+            .push(line(run, Solid, of_run, "reward_mean", mean));
+    }
+    Panel {
+        title: "Reward",
+        note: "mean of all completions; the band is one standard deviation on each side",
+        chart,
+    }
+}
+
+fn evaluation(runs: &[Run]) -> Panel {
+    let mut chart = Chart::default();
+    for (run, of_run) in coloured(runs) {
+        let names = of_run.evaluations.iter().flat_map(BTreeMap::keys);
+        let mut passes: Vec<&String> = names.filter(|name| name.starts_with("pass_at")).collect();
+        passes.sort_unstable();
+        passes.dedup();
+        let strokes = [Dashed, Dotted].into_iter().cycle();
+        let passes = passes.into_iter().map(String::as_str).zip(strokes);
+        for (name, stroke) in std::iter::once(("reward_mean", Solid)).chain(passes) {
+            let points = series(&of_run.evaluations, |figures| figures.get(name).copied());
+            chart.lines.push(line(run, stroke, of_run, name, points));
+        }
+    }
+    Panel {
+        title: "Evaluation",
+        note: "mean reward on held-out prompts; dashed and dotted: pass@k",
+        chart,
+    }
+}
+
+/// What `of` says of each step that has it.
+fn series<T>(
+    steps: &[BTreeMap<String, f64>],
+    of: impl Fn(&BTreeMap<String, f64>) -> Option<T>,
+) -> Vec<(f64, T)> {
+    steps
+        .iter()
+        .filter_map(|figures| Some((*figures.get("step")?, of(figures)?)))
+        .collect()
+}
+
+/// The runs with the numbers of their colours, which begin again after the last.
+fn coloured(runs: &[Run]) -> impl Iterator<Item = (usize, &Run)> {
+    (0..COLOURS).cycle().zip(runs)
+}

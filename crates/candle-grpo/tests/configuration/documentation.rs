@@ -1,0 +1,286 @@
+//! docs/configuration.md has a table for each section, made from the comments of its struct and from its defaults.
+//!
+//! `UPDATE_DOCS=1 cargo test --release -p candle-grpo --test configuration` writes the tables anew.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_grpo::config::{Document, RollFile, RunConfig};
+use candle_grpo::train::{
+    DatasetConfig, ExactReward, JsonReward, NumericReward, ProgramConfig, RewardKind,
+};
+use serde_json::{Value, json};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// A table: the section it is of, the file and the struct that its comments come from, and its defaults.
+struct Table {
+    section: &'static str,
+    file: &'static str,
+    name: &'static str,
+    defaults: Value,
+    /// Keys of the struct that are not keys of the section.
+    without: &'static [&'static str],
+}
+
+fn tables() -> Vec<Table> {
+    let text = "model: m\ndata: {train: d}\nrewards: [{kind: json}]\nrun_dir: r\n";
+    let document = Document::from_yaml(Path::new("x.yaml"), text).unwrap();
+    let run = RunConfig::new(&document).unwrap().to_value().unwrap();
+    let table = |section, file, name, defaults| Table {
+        section,
+        file,
+        name,
+        defaults,
+        without: &[],
+    };
+    let of = |section: &str| run[section].clone();
+    let kind = |options: Value| {
+        serde_json::to_value(serde_json::from_value::<RewardKind>(options).unwrap()).unwrap()
+    };
+    let sections = "crates/candle-grpo/src/config/sections.rs";
+    let rewards = "crates/candle-grpo-train/src/rewards/config.rs";
+    vec![
+        table("model", sections, "ModelConfig", Value::Null),
+        table(
+            "data",
+            "crates/candle-grpo-train/src/dataset/config.rs",
+            "DatasetConfig",
+            serde_json::to_value(DatasetConfig::default()).unwrap(),
+        ),
+        Table {
+            without: &["kind"],
+            ..table("rewards", rewards, "RewardConfig", json!({"weight": 1}))
+        },
+        table(
+            "numeric",
+            "crates/candle-grpo-train/src/rewards/numeric.rs",
+            "NumericReward",
+            serde_json::to_value(NumericReward::default()).unwrap(),
+        ),
+        table(
+            "exact",
+            "crates/candle-grpo-train/src/rewards/exact.rs",
+            "ExactReward",
+            serde_json::to_value(ExactReward::default()).unwrap(),
+        ),
+        table(
+            "regex",
+            rewards,
+            "RegexOptions",
+            kind(json!({"kind": "regex", "pattern": ""})),
+        ),
+        table(
+            "tags",
+            rewards,
+            "TagsOptions",
+            kind(json!({"kind": "tags", "tags": []})),
+        ),
+        table(
+            "json",
+            "crates/candle-grpo-train/src/rewards/json.rs",
+            "JsonReward",
+            serde_json::to_value(JsonReward::default()).unwrap(),
+        ),
+        table(
+            "length",
+            "crates/candle-grpo-core/src/overlong.rs",
+            "OverlongPenalty",
+            json!({"factor": 1}),
+        ),
+        table(
+            "repetition",
+            "crates/candle-grpo-core/src/repetition.rs",
+            "RepetitionPenalty",
+            kind(json!({"kind": "repetition"})),
+        ),
+        table(
+            "program",
+            "crates/candle-grpo-train/src/rewards/program.rs",
+            "ProgramConfig",
+            {
+                let config: ProgramConfig = serde_json::from_value(json!({"command": []})).unwrap();
+                serde_json::to_value(config).unwrap()
+            },
+        ),
+        table(
+            "ensemble",
+            rewards,
+            "EnsembleOptions",
+            kind(json!({"kind": "ensemble", "judges": []})),
+        ),
+        table(
+            "algorithm",
+            "crates/candle-grpo/src/config/algorithm.rs",
+            "AlgorithmConfig",
+            Value::Null,
+        ),
+        Table {
+            without: &["seed", "max_new_tokens", "greedy"],
+            ..table(
+                "sampler",
+                "crates/candle-grpo-train/src/sampler.rs",
+                "SamplingConfig",
+                of("sampler"),
+            )
+        },
+        table(
+            "optimizer",
+            "crates/candle-grpo-nn/src/adamw.rs",
+            "AdamWConfig",
+            of("optimizer"),
+        ),
+        table(
+            "schedule",
+            "crates/candle-grpo-train/src/schedule.rs",
+            "LearningRateSchedule",
+            of("schedule"),
+        ),
+        Table {
+            without: &[
+                "prompts_per_step",
+                "num_generations",
+                "sampling",
+                "recipe",
+                "optimizer",
+                "schedule",
+                "epochs",
+            ],
+            ..table(
+                "training",
+                "crates/candle-grpo-train/src/train_config.rs",
+                "TrainConfig",
+                of("training"),
+            )
+        },
+        table("evaluation", sections, "EvaluationConfig", of("evaluation")),
+        table("checkpoint", sections, "CheckpointConfig", of("checkpoint")),
+    ]
+}
+
+/// The fields of a struct with their comments.
+fn fields(source: &str, name: &str) -> Vec<(String, String)> {
+    let start = source
+        .find(&format!("pub struct {name} {{"))
+        .unwrap_or_else(|| panic!("{name}"));
+    let mut fields = Vec::new();
+    let mut comment = String::new();
+    for line in source[start..]
+        .lines()
+        .skip(1)
+        .take_while(|line| *line != "}")
+    {
+        let line = line.trim();
+        if let Some(words) = line.strip_prefix("///") {
+            comment.push_str(words);
+        } else if let Some((field, _)) = line
+            .strip_prefix("pub ")
+            .and_then(|line| line.split_once(':'))
+        {
+            fields.push((field.to_owned(), plain(comment.trim())));
+            comment.clear();
+        }
+    }
+    fields
+}
+
+/// A comment without the links of rustdoc.
+fn plain(comment: &str) -> String {
+    let mut text = comment.replace('|', "\\|");
+    while let Some(start) = text.find("[`") {
+        let Some(end) = text[start..].find("`]").map(|end| start + end) else {
+            break;
+        };
+        let inside = text[start + 1..=end].to_owned();
+        let mut rest = text[end + 2..].to_owned();
+        if rest.starts_with('(') {
+            rest = rest[rest.find(')').unwrap() + 1..].to_owned();
+        }
+        text = format!("{}{inside}{rest}", &text[..start]);
+    }
+    text.replace("`Self::", "`")
+}
+
+fn render(table: &Table) -> String {
+    let source = fs::read_to_string(root().join(table.file)).unwrap();
+    let has_defaults = !table.defaults.is_null();
+    let mut text = String::from(if has_defaults {
+        "| key | default | |\n| --- | --- | --- |\n"
+    } else {
+        "| key | |\n| --- | --- |\n"
+    });
+    let fields = fields(&source, table.name);
+    assert!(!fields.is_empty(), "{}", table.name);
+    for (field, comment) in fields {
+        if table.without.contains(&field.as_str()) {
+            continue;
+        }
+        assert!(!comment.is_empty(), "{}.{field}", table.name);
+        let default = match table.defaults.get(&field) {
+            None | Some(Value::Null) => String::new(),
+            Some(Value::Array(items)) if items.is_empty() => String::new(),
+            Some(Value::Object(map)) if map.is_empty() => String::new(),
+            Some(Value::String(default)) if default.is_empty() => String::new(),
+            Some(Value::String(default)) => format!("`{default}`"),
+            Some(default) => format!("`{default}`"),
+        };
+        text += &if has_defaults {
+            format!("| `{field}` | {default} | {comment} |\n")
+        } else {
+            format!("| `{field}` | {comment} |\n")
+        };
+    }
+    text
+}
+
+#[test]
+fn every_section_has_its_table() {
+    let path = root().join("docs/configuration.md");
+    let text = fs::read_to_string(&path).unwrap();
+    let mut updated = text.clone();
+    for table in tables() {
+        let mark = format!("<!-- keys of {} -->\n", table.section);
+        let start = updated.find(&mark).unwrap_or_else(|| panic!("no {mark}")) + mark.len();
+        let length: usize = updated[start..]
+            .split_inclusive('\n')
+            .take_while(|line| line.starts_with('|'))
+            .map(str::len)
+            .sum();
+        updated.replace_range(start..start + length, &render(&table));
+    }
+    if env::var_os("UPDATE_DOCS").is_some() {
+        fs::write(&path, &updated).unwrap();
+    } else {
+        assert!(
+            updated == text,
+            "docs/configuration.md is not what the comments of the structs say: run this test with UPDATE_DOCS=1"
+        );
+    }
+}
+
+/// Every example of the page is accepted.
+#[test]
+fn every_example_is_accepted() {
+    let text = fs::read_to_string(root().join("docs/configuration.md")).unwrap();
+    let mut examples = 0;
+    for (language, block) in text
+        .split("```")
+        .skip(1)
+        .step_by(2)
+        .filter_map(|block| block.split_once('\n'))
+    {
+        let document = match language {
+            "yaml" => Document::from_yaml(Path::new("docs.yaml"), block),
+            "toml" => Document::from_toml(Path::new("docs.toml"), block),
+            _ => continue,
+        };
+        let document = document.unwrap();
+        let document = RollFile::new(&document).map_or(document, |roll| roll.document);
+        RunConfig::new(&document).unwrap_or_else(|error| panic!("{error}\n{block}"));
+        examples += 1;
+    }
+    assert!(examples >= 4, "{examples}");
+}

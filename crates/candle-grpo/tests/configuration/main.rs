@@ -1,0 +1,6 @@
+//! Configuration files.
+
+mod documentation;
+mod roll_file;
+mod roll_page;
+mod run_config;

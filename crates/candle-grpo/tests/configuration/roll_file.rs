@@ -1,0 +1,206 @@
+//! Whole configuration files of ROLL.
+
+use std::path::Path;
+
+use candle_grpo::config::{Document, RollFile, RunConfig, Verdict};
+use candle_grpo::core::{Level, SampleFilter};
+
+const FILE: &str = r#"
+defaults:
+  - ../config/zero@_here_
+hydra:
+  run:
+    dir: .
+exp_name: run-${seed}
+seed: 42
+output_dir: ./output
+system_envs:
+  A: '1'
+num_gpus_per_node: 8
+max_steps: 100
+save_steps: 20
+eval_steps: 5
+rollout_batch_size: 16
+prompt_length: 2048
+response_length: 8192
+num_return_sequences_in_group: 8
+ppo_epochs: 1
+adv_estimator: "reinforce"
+value_clip: 0.5
+reward_clip: 10
+advantage_clip: 2.0
+dual_clip_loss: true
+norm_mean_type: batch
+norm_std_type: batch
+max_len_mask: true
+error_max_len_clip: false
+length_loss_weight: false
+difficulty_loss_weight: true
+add_token_level_kl: false
+whiten_advantages: true
+pretrain: models/${exp_name}
+actor_train:
+  worker_cls: a.b.C
+  model_args:
+    flash_attn: fa2
+    dtype: bf16
+  training_args:
+    learning_rate: 1.0e-6
+    weight_decay: 0
+    gradient_accumulation_steps: 8
+    per_device_train_batch_size: 2
+    warmup_steps: 20
+  data_args:
+    template: qwen3
+    file_name:
+      - data/math.jsonl
+    domain_interleave_probs:
+      math_rule: 1
+  strategy_args:
+    strategy_name: deepspeed_train
+    strategy_config: ${zero3}
+  device_mapping: list(range(0,8))
+actor_infer:
+  generating_args:
+    max_new_tokens: ${response_length}
+    temperature: 0.99
+    num_return_sequences: ${num_return_sequences_in_group}
+validation:
+  data_args:
+    file_name: data/test.jsonl
+  generating_args:
+    temperature: 0.6
+reference:
+  strategy_args:
+    strategy_name: hf_infer
+something_new: 3
+rewards:
+  math_rule:
+    worker_cls: a.b.D
+"#;
+
+fn roll(text: &str) -> RollFile {
+    let document = Document::from_yaml(Path::new("roll.yaml"), text).unwrap();
+    RollFile::new(&document).expect("a file of ROLL")
+}
+
+fn verdict(file: &RollFile, path: &str) -> Verdict {
+    let key = file.keys.iter().find(|key| key.path == path);
+    key.unwrap_or_else(|| panic!("{path}")).verdict.clone()
+}
+
+#[test]
+fn every_key_has_its_verdict() {
+    let file = roll(FILE);
+    let used = |path: &str| match verdict(&file, path) {
+        Verdict::Used(key) => key,
+        other => panic!("{path}: {other}"),
+    };
+    assert_eq!(used("rollout_batch_size"), "algorithm.rollout_batch_size");
+    assert_eq!(used("save_steps"), "checkpoint.every_steps");
+    assert_eq!(
+        used("actor_train.training_args.learning_rate"),
+        "optimizer.learning_rate"
+    );
+    assert_eq!(
+        used("actor_infer.generating_args.temperature"),
+        "sampler.temperature"
+    );
+    for path in [
+        "defaults",
+        "hydra.run.dir",
+        "system_envs.A",
+        "actor_train.strategy_args.strategy_name",
+        "actor_train.device_mapping",
+        "actor_train.data_args.template",
+        "actor_infer.generating_args.max_new_tokens",
+        "reference.strategy_args.strategy_name",
+        "length_loss_weight",
+        // What only a critic has, without one.
+        "value_clip",
+    ] {
+        let verdict = verdict(&file, path);
+        assert!(
+            matches!(verdict, Verdict::NoMeaning(_)),
+            "{path}: {verdict}"
+        );
+    }
+    for path in [
+        "difficulty_loss_weight",
+        "actor_train.data_args.domain_interleave_probs.math_rule",
+        "rewards.math_rule.worker_cls",
+        "something_new",
+    ] {
+        let verdict = verdict(&file, path);
+        assert!(
+            matches!(verdict, Verdict::NotSupported(_)),
+            "{path}: {verdict}"
+        );
+    }
+    let lines: Vec<_> = file.keys.iter().map(|key| key.line).collect();
+    assert!(lines.is_sorted() && lines[0] == Some(2));
+}
+
+#[test]
+fn what_is_used_is_used() {
+    let file = roll(&FILE.replace(
+        "rewards:\n  math_rule:\n    worker_cls: a.b.D",
+        "rewards: [{kind: numeric}]",
+    ));
+    let run = RunConfig::new(&file.document).unwrap();
+    assert_eq!(run.model.path, Path::new("models/run-42"));
+    assert_eq!(run.run_dir, Path::new("./output"));
+    assert_eq!(
+        (run.seed(), run.max_steps, run.max_prompt_tokens),
+        (42, 100, 2048)
+    );
+    assert_eq!(run.checkpoint.every_steps, Some(20));
+    assert_eq!(run.evaluation.every_steps, Some(5));
+    assert_eq!(run.evaluation.sampler.temperature, 0.6);
+    assert_eq!(run.data.train, [Path::new("data/math.jsonl")]);
+    assert_eq!(run.data.held_out, [Path::new("data/test.jsonl")]);
+    let train = &run.train;
+    assert_eq!((train.prompts_per_step, train.num_generations), (16, 8));
+    assert_eq!(
+        (train.micro_batch_size, train.mini_batch_size),
+        (2, Some(16))
+    );
+    assert_eq!(
+        (train.optimizer.learning_rate, train.optimizer.weight_decay),
+        (1e-6, 0.)
+    );
+    assert_eq!(train.schedule.warmup_steps, 20);
+    assert_eq!(train.sampling.temperature, 0.99);
+    assert_eq!(train.recipe.reward_shaping.norm.mean, Level::Batch);
+    assert_eq!(train.recipe.reward_shaping.clip, Some(10.));
+    assert_eq!(
+        train.sample_filters,
+        [SampleFilter::ShorterThan { length: 8192 }]
+    );
+}
+
+#[test]
+fn errors_name_the_lines_of_the_file() {
+    let file = roll(&FILE.replace("ppo_epochs: 1", "ppo_epochs: 0"));
+    let error = RunConfig::new(&file.document).unwrap_err().to_string();
+    assert!(
+        error.starts_with("roll.yaml:20: algorithm.ppo_epochs: 0"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_file_of_this_program_is_not_one_of_roll() {
+    let text = "model: m\ndata: {train: a}\nalgorithm: {rollout_batch_size: 3}\n";
+    let document = Document::from_yaml(Path::new("run.yaml"), text).unwrap();
+    assert!(RollFile::new(&document).is_none());
+}
+
+#[test]
+fn a_reference_to_itself_ends() {
+    let file = roll("pretrain: ${pretrain}\nseed: ${a.b}\n");
+    assert_eq!(
+        verdict(&file, "pretrain"),
+        Verdict::Used("model.path".to_owned())
+    );
+}

@@ -1,0 +1,407 @@
+//! Configuration files.
+
+use std::path::Path;
+
+use candle_grpo::config::{ConfigError, Document, Preset, RunConfig};
+use candle_grpo::core::KlEstimator;
+use candle_grpo::loss::{Recipe, Surrogate};
+use rstest::rstest;
+
+const YAML: &str = "\
+model: models/smol
+data:
+  train: a.jsonl
+  held_out_rows: 8
+rewards:
+  - kind: numeric
+    column: sum
+  - {kind: regex, pattern: '^\\d+$', weight: 0.2, name: form}
+";
+
+const TOML: &str = "\
+model = 'models/smol'
+
+[data]
+train = 'a.jsonl'
+held_out_rows = 8
+
+[[rewards]]
+kind = 'numeric'
+column = 'sum'
+
+[[rewards]]
+kind = 'regex'
+pattern = '^\\d+$'
+weight = 0.2
+name = 'form'
+";
+
+fn yaml(more: &str) -> Result<RunConfig, ConfigError> {
+    let text = format!("{YAML}{more}");
+    RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), &text)?)
+}
+
+fn toml(more: &str) -> Result<RunConfig, ConfigError> {
+    let text = format!("{TOML}\n{more}");
+    RunConfig::new(&Document::from_toml(Path::new("run.toml"), &text)?)
+}
+
+#[test]
+fn yaml_and_toml_say_the_same() {
+    let a = yaml("algorithm: {preset: dapo, response_length: 50}\nseed: 3\n");
+    let text = TOML.replace(
+        "'models/smol'\n",
+        "'models/smol'\nseed = 3\nrun_dir = 'runs/run'\n",
+    );
+    let text = format!("{text}[algorithm]\npreset = 'dapo'\nresponse_length = 50\n");
+    let b = RunConfig::new(&Document::from_toml(Path::new("x.toml"), &text).unwrap());
+    assert_eq!(
+        a.unwrap().to_value().unwrap(),
+        b.unwrap().to_value().unwrap()
+    );
+}
+
+#[test]
+fn defaults() {
+    let run = yaml("").unwrap();
+    assert_eq!(run.model.path, Path::new("models/smol"));
+    assert_eq!(run.run_dir, Path::new("runs/run"));
+    assert_eq!((run.max_steps, run.seed(), run.threads), (100, 0, None));
+    assert_eq!(run.evaluation.every_steps, Some(10));
+    assert_eq!(run.evaluation.sampler, run.train.sampling);
+    assert_eq!(run.rewards[1].name(), "form");
+    assert_eq!(run.rewards[1].weight, 0.2);
+}
+
+#[test]
+fn every_preset_is_its_constructor_and_every_one_is_valid() {
+    for preset in Preset::ALL {
+        let name = serde_json::to_value(preset).unwrap();
+        let run = yaml(&format!(
+            "algorithm: {{preset: {name}, response_length: 100}}\n"
+        ));
+        assert_eq!(run.unwrap().train.recipe, preset.recipe(100), "{name}");
+    }
+    assert_eq!(Preset::Grpo.recipe(1), Recipe::grpo());
+    assert_eq!(Preset::Dapo.recipe(20480), Recipe::dapo(20480, 4096));
+}
+
+/// Any single key of any preset can be said again without a change: so no part of a recipe is out of reach.
+#[test]
+fn every_part_of_every_preset_can_be_laid_over_it() {
+    fn parts(path: &[String], value: &serde_json::Value, all: &mut Vec<serde_json::Value>) {
+        if let Some(map) = value.as_object() {
+            for (key, value) in map {
+                let mut path = path.to_vec();
+                path.push(key.clone());
+                let nested = path.iter().rev().fold(
+                    value.clone(),
+                    |inner, key| serde_json::json!({ key: inner }),
+                );
+                all.push(nested);
+                parts(&path, value, all);
+            }
+        }
+    }
+    for preset in Preset::ALL {
+        let recipe = preset.recipe(256);
+        let mut all = Vec::new();
+        parts(&[], &serde_json::to_value(&recipe).unwrap(), &mut all);
+        assert!(all.len() > 20);
+        for part in all {
+            let name = serde_json::to_value(preset).unwrap();
+            let run = yaml(&format!("algorithm: {{preset: {name}, recipe: {part}}}\n"));
+            assert_eq!(run.unwrap().train.recipe, recipe, "{name} {part}");
+        }
+    }
+}
+
+#[test]
+fn single_keys_of_a_preset_are_overridden() {
+    let run = yaml(
+        "algorithm:\n  preset: grpo\n  recipe:\n    policy_loss:\n      kl: {coef: 0.1, kl: {estimator: k1}}\n      surrogate: {soft_gate: {}}\n    advantage: {name: rloo}\n    overlong: {max_length: 10, buffer: 5}\n",
+    );
+    let recipe = run.unwrap().train.recipe;
+    let kl = recipe.policy_loss.kl.unwrap();
+    assert_eq!((kl.coef, kl.kl.estimator), (0.1, KlEstimator::K1));
+    assert!(matches!(
+        recipe.policy_loss.surrogate,
+        Surrogate::SoftGate(_)
+    ));
+    assert_eq!(
+        recipe.advantage.pipeline(),
+        Recipe::rloo().advantage.pipeline()
+    );
+    assert_eq!(recipe.overlong.unwrap().factor, 1.);
+    assert_eq!(
+        recipe.policy_loss.aggregation,
+        Recipe::grpo().policy_loss.aggregation
+    );
+}
+
+#[test]
+fn sections_are_laid_over_defaults() {
+    let run = yaml(
+        "sampler: {temperature: 0.7}\noptimizer: {learning_rate: 1e-5}\nschedule: {warmup_steps: 3}\ntraining: {mini_batch_size: 4, adapters: {rank: 8, alpha: 16}}\nevaluation: {sampler: {greedy: true, max_new_tokens: 9}, samples_per_prompt: 4, pass_at: [1, 4]}\ncheckpoint: {keep: 5}\nthreads: 2\nrun_dir: here\n",
+    )
+    .unwrap();
+    let train = &run.train;
+    assert_eq!(train.sampling.temperature, 0.7);
+    assert_eq!(
+        (train.optimizer.learning_rate, train.optimizer.beta1),
+        (1e-5, 0.9)
+    );
+    assert_eq!(train.schedule.warmup_steps, 3);
+    assert_eq!(train.mini_batch_size, Some(4));
+    assert_eq!(train.adapters.as_ref().unwrap().rank, 8);
+    assert_eq!(
+        (
+            run.evaluation.sampler.temperature,
+            run.evaluation.sampler.greedy
+        ),
+        (0.7, true)
+    );
+    assert_eq!(run.evaluation.sampler.max_new_tokens, 9);
+    assert_eq!(
+        (run.checkpoint.keep, run.checkpoint.every_steps),
+        (5, Some(10))
+    );
+    assert_eq!(
+        (run.threads, run.run_dir.as_path()),
+        (Some(2), Path::new("here"))
+    );
+}
+
+#[test]
+fn what_it_comes_to_is_a_file_that_says_the_same() {
+    for more in [
+        String::new(),
+        "seed: 7\nevaluation: {sampler: {greedy: true}}\nalgorithm: {preset: rloo, prompt_length: 9}\ntraining: {top_entropy: 0.2}\n".to_owned(),
+        "algorithm: {preset: openrlhf, adv_estimator: gae}\n".to_owned(),
+    ] {
+        let run = yaml(&more).unwrap();
+        let written = run.to_yaml().unwrap();
+        let again = Document::from_yaml(Path::new("other.yaml"), &written).unwrap();
+        let again = RunConfig::new(&again).unwrap_or_else(|error| panic!("{error}\n{written}"));
+        assert_eq!(again.to_value().unwrap(), run.to_value().unwrap());
+        assert_eq!(again.train.recipe, run.train.recipe);
+    }
+}
+
+#[rstest]
+// Unknown keys, at every depth.
+#[case("sed: 1\n", "run.yaml:9: sed: unknown field", "did you mean `seed`?")]
+#[case(
+    "algorithm:\n  preset: grpo\n  rewardclip: 1\n",
+    "run.yaml:11: algorithm",
+    "did you mean `reward_clip`?"
+)]
+#[case(
+    "algorithm:\n  preset: grop\n",
+    "run.yaml:10: algorithm.preset",
+    "did you mean `grpo`?"
+)]
+#[case(
+    "algorithm:\n  recipe:\n    policy_loss:\n      agregation: token-mean\n",
+    "run.yaml:12: algorithm.recipe.policy_loss",
+    "did you mean `aggregation`?"
+)]
+#[case(
+    "algorithm:\n  recipe:\n    policy_loss:\n      surrogate:\n        clip:\n          lo: 1\n",
+    "run.yaml:14: algorithm.recipe.policy_loss.surrogate",
+    "did you mean `low`?"
+)]
+#[case(
+    "algorithm:\n  recipe:\n    advantage:\n      name: rloo\n      gama: 1\n",
+    "run.yaml:13: algorithm.recipe.advantage",
+    "unknown field `gama`"
+)]
+#[case(
+    "training:\n  micro_batchsize: 1\n",
+    "run.yaml:10: training",
+    "did you mean `micro_batch_size`?"
+)]
+#[case(
+    "optimizer: {lerning_rate: 1}\n",
+    "run.yaml:9: optimizer",
+    "did you mean `learning_rate`?"
+)]
+#[case(
+    "sampler:\n  temprature: 1\n",
+    "run.yaml:10: sampler",
+    "did you mean `temperature`?"
+)]
+#[case(
+    "evaluation:\n  sampler:\n    temprature: 1\n",
+    "run.yaml:11: evaluation.sampler",
+    "did you mean `temperature`?"
+)]
+#[case(
+    "checkpoint:\n  kep: 1\n",
+    "run.yaml:10: checkpoint",
+    "did you mean `keep`?"
+)]
+// Values of the wrong kind.
+#[case("seed: many\n", "run.yaml:9: seed:", "invalid type")]
+#[case("max_steps: -1\n", "run.yaml:9: max_steps:", "-1")]
+#[case(
+    "algorithm:\n  pg_clip: wide\n",
+    "run.yaml:10: algorithm.pg_clip:",
+    "invalid type"
+)]
+// Values that mean nothing.
+#[case("max_steps: 0\n", "run.yaml:9: max_steps: 0", "at least 1")]
+#[case(
+    "algorithm:\n  rollout_batch_size: 0\n",
+    "run.yaml:10: algorithm.rollout_batch_size: 0",
+    "at least 1"
+)]
+#[case(
+    "algorithm:\n  response_length: 0\n",
+    "run.yaml:10: algorithm.response_length: 0",
+    "at least 1"
+)]
+#[case(
+    "algorithm:\n  num_return_sequences_in_group: 1\n  preset: grpo\n",
+    "run.yaml:10: algorithm.num_return_sequences_in_group: 1",
+    "at least 2"
+)]
+#[case("algorithm:\n  pg_clip: 2\n", "run.yaml:9: algorithm", "clip.low: 2")]
+#[case(
+    "sampler:\n  temperature: 0\n",
+    "run.yaml:10: sampler.temperature: 0",
+    "above 0"
+)]
+#[case(
+    "training:\n  micro_batch_size: 0\n",
+    "run.yaml:10: training.micro_batch_size: 0",
+    "at least 1"
+)]
+#[case(
+    "schedule:\n  decay_until: 0\n",
+    "run.yaml:9: schedule",
+    "decay_until: 0"
+)]
+#[case(
+    "evaluation:\n  pass_at: [2]\n",
+    "run.yaml:10: evaluation.pass_at: 2",
+    "from 1 to samples_per_prompt, 1"
+)]
+#[case(
+    "checkpoint:\n  keep: 0\n",
+    "run.yaml:10: checkpoint.keep: 0",
+    "at least 1"
+)]
+// Keys that have their place elsewhere.
+#[case(
+    "training:\n  epochs: 2\n",
+    "run.yaml:10: training.epochs",
+    "algorithm.ppo_epochs"
+)]
+#[case("sampler:\n  seed: 2\n", "run.yaml:10: sampler.seed", "with seed")]
+// Not a file of YAML.
+#[case("a: [1\n", "run.yaml:", "")]
+#[case("seed: 1\nseed: 2\n", "run.yaml:10:", "duplicate")]
+#[case("seed: .nan\n", "run.yaml:9:", "")]
+fn what_is_wrong_is_named_with_its_line(
+    #[case] more: &str,
+    #[case] begins: &str,
+    #[case] has: &str,
+) {
+    let error = yaml(more).unwrap_err().to_string();
+    assert!(error.starts_with(begins) && error.contains(has), "{error}");
+}
+
+#[rstest]
+#[case(
+    "  - kind: numeric\n    column: sum\n",
+    "  - kind: numeric\n    colunm: sum\n",
+    "run.yaml:7: rewards[0]",
+    "did you mean `column`?"
+)]
+#[case(
+    "kind: regex",
+    "kind: regx",
+    "run.yaml:8: rewards[1]",
+    "did you mean `regex`?"
+)]
+#[case(
+    "'^\\d+$'",
+    "'('",
+    "run.yaml:8: rewards[1]",
+    "must be a regular expression"
+)]
+#[case(
+    "train: a.jsonl",
+    "trian: a.jsonl",
+    "run.yaml:3: data",
+    "did you mean `train`?"
+)]
+#[case("  train: a.jsonl\n", "", "run.yaml:2: data: train: absent", "")]
+#[case("model: models/smol\n", "", "run.yaml: model: absent", "")]
+#[case(
+    "model: models/smol\n",
+    "model: {paht: x}\n",
+    "run.yaml:1: model",
+    "did you mean `path`?"
+)]
+fn sections_of_the_file(
+    #[case] from: &str,
+    #[case] to: &str,
+    #[case] begins: &str,
+    #[case] has: &str,
+) {
+    assert!(YAML.contains(from));
+    let text = YAML.replace(from, to);
+    let document = Document::from_yaml(Path::new("run.yaml"), &text).unwrap();
+    let error = RunConfig::new(&document).unwrap_err().to_string();
+    assert!(error.starts_with(begins) && error.contains(has), "{error}");
+}
+
+#[rstest]
+#[case(
+    "[algorithm]\nrewardclip = 1\n",
+    "run.toml:18: algorithm",
+    "did you mean `reward_clip`?"
+)]
+#[case(
+    "[algorithm.recipe.policy_loss]\nagregation = 'x'\n",
+    "run.toml:18: algorithm.recipe.policy_loss",
+    "did you mean `aggregation`?"
+)]
+#[case(
+    "[optimizer]\nlearning_rate = inf\n",
+    "run.toml:18: inf, must be finite",
+    ""
+)]
+#[case(
+    "[optimizer]\nlearning_rate = 1979-05-27\n",
+    "run.toml:18: 1979-05-27: a date",
+    ""
+)]
+#[case("[optimizer\n", "run.toml:17:", "")]
+fn toml_has_lines_too(#[case] more: &str, #[case] begins: &str, #[case] has: &str) {
+    let error = toml(more).unwrap_err().to_string();
+    assert!(error.starts_with(begins) && error.contains(has), "{error}");
+}
+
+#[test]
+fn a_file_that_is_not_there_is_named() {
+    let error = RunConfig::read(Path::new("/no/such.yaml"))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with("/no/such.yaml: cannot be read"),
+        "{error}"
+    );
+}
+
+#[test]
+fn aliases_cannot_fill_the_memory() {
+    let mut text = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n".to_owned();
+    for i in 1..12 {
+        let inner = format!("*a{}, ", i - 1).repeat(10);
+        text += &format!("a{i}: &a{i} [{inner}]\n");
+    }
+    assert!(Document::from_yaml(Path::new("x.yaml"), &text).is_err());
+}

@@ -1,0 +1,4 @@
+//! The program and its pages.
+
+mod cli;
+mod report;

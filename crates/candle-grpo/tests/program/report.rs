@@ -1,0 +1,154 @@
+//! Pages about runs.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use candle_grpo::report::{Run, report_html};
+use serde_json::json;
+
+/// The folder of a run of that many steps, whose answers would like to be part of the page.
+fn run(folder: &Path, steps: usize, learning_rate: f64) {
+    fs::create_dir_all(folder).unwrap();
+    let config = json!({"optimizer": {"learning_rate": learning_rate}, "prompts_per_step": 8});
+    fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    let mut metrics = String::new();
+    for step in 1..=steps {
+        let share = step as f64 / steps as f64;
+        let skipped = step % 7 == 0;
+        let mut line = json!({
+            "step": step, "skipped": skipped, "reward_mean": share, "reward_std": 0.4,
+            "group_reward_quantiles": [0., 0.2, share, 0.9, 1.], "constant_groups": 0.1, "truncated": 0.2,
+            "response_length": 12.5, "seconds": {"sample": 1.5, "score": 0.1, "train": 3.},
+        });
+        if !skipped {
+            for (name, value) in [
+                ("kl", 0.01),
+                ("entropy", 0.5),
+                ("clip_fraction", 0.1),
+                ("clip_fraction_low", 0.04),
+                ("clip_fraction_high", 0.06),
+                ("ratio_mean", 1.),
+                ("ratio_min", 0.8),
+                ("ratio_max", 1.3),
+                ("grad_norm", 2.),
+                ("learning_rate", learning_rate),
+            ] {
+                line[name] = json!(value * (1. + share));
+            }
+        }
+        metrics += &format!("{line}\n");
+    }
+    fs::write(folder.join("metrics.jsonl"), metrics).unwrap();
+    let mut samples = String::new();
+    for (step, completion, reward) in [(0, "<script>alert(1)</script>", 0.), (steps, " 42", 1.)] {
+        for prompt in ["40 + 2 =", "<b>6 * 7</b> ="] {
+            let line = json!({"step": step, "prompt": prompt, "completion": completion, "reward": reward, "response_length": 2, "finish_reason": "stop"});
+            samples += &format!("{line}\n");
+        }
+    }
+    fs::write(folder.join("samples.jsonl"), samples).unwrap();
+    let evaluations = [0, steps]
+        .map(|step| json!({"step": step, "reward_mean": 0.5, "pass_at_4": 0.7}).to_string());
+    fs::write(folder.join("evaluations.jsonl"), evaluations.join("\n")).unwrap();
+}
+
+#[test]
+fn the_page_shows_every_chart_and_needs_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let folders = [("slow", 1e-6), ("fast", 1e-5)].map(|(name, rate)| {
+        let path = folder.path().join(name);
+        run(&path, 20, rate);
+        path
+    });
+    let page = report_html(&folders.map(|path| Run::read(&path).unwrap()));
+    for title in [
+        "Reward",
+        "Evaluation",
+        "Reward over groups",
+        "KL to the reference",
+        "Entropy",
+        "Clip fractions",
+        "Ratio",
+        "Gradient norm",
+        "Length",
+        "Lost groups and completions",
+        "Time",
+        "Learning rate",
+    ] {
+        assert!(page.contains(&format!("<b>{title}</b>")), "{title}");
+    }
+    assert_eq!(page.matches("<svg ").count(), 12);
+    assert_eq!(
+        page.matches("<svg ").count(),
+        page.matches("</svg>").count()
+    );
+    // Two runs, of which every chart draws both.
+    for class in ["class=\"run0\"", "class=\"run1\""] {
+        assert!(page.matches(class).count() >= 12, "{class}");
+    }
+    assert!(!page.contains("http") && !page.contains("<script") && !page.contains("<b>6"));
+    assert!(page.contains("&lt;script&gt;alert(1)") && page.contains("&lt;b&gt;6 * 7"));
+    // Settings in which they differ come before those that are the same.
+    let different = page.find("optimizer.learning_rate").unwrap();
+    assert!(different < page.find("prompts_per_step").unwrap());
+    assert!(!page.contains("NaN") && !page.contains("inf,"));
+}
+
+#[test]
+fn answers_stand_beside_those_to_the_same_prompt() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 3, 1e-5);
+    let run = Run::read(folder.path()).unwrap();
+    let pairs = run.before_and_after();
+    assert_eq!(pairs.len(), 2);
+    for (before, after) in pairs {
+        assert_eq!(before.prompt, after.prompt);
+        assert_eq!((before.step, after.step), (0, 3));
+        assert_eq!((before.reward, after.reward), (0., 1.));
+    }
+}
+
+#[test]
+fn runs_that_were_killed_can_be_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 3, 1e-5);
+    let metrics = folder.path().join("metrics.jsonl");
+    let whole = fs::read_to_string(&metrics).unwrap();
+    fs::write(&metrics, format!("{whole}{{\"step\": 4, \"rew")).unwrap();
+    let run = Run::read(folder.path()).unwrap();
+    assert_eq!((run.steps.len(), run.skipped), (3, 0));
+
+    fs::write(&metrics, format!("{{\"step\": 1,\n{whole}")).unwrap();
+    let error = Run::read(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("metrics.jsonl:1:"), "{error}");
+
+    for name in ["metrics.jsonl", "samples.jsonl", "evaluations.jsonl"] {
+        fs::remove_file(folder.path().join(name)).unwrap();
+    }
+    let page = report_html(&[Run::read(folder.path()).unwrap()]);
+    assert!(page.contains("optimizer.learning_rate") && !page.contains("<svg "));
+}
+
+#[test]
+fn the_program_writes_the_page() {
+    let folder = tempfile::tempdir().unwrap();
+    run(&folder.path().join("a"), 5, 1e-5);
+    let grpo = |arguments: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_grpo"))
+            .current_dir(folder.path())
+            .args(arguments)
+            .output()
+            .unwrap()
+    };
+    assert_eq!(
+        grpo(&["report", "a", "--out", "page.html"]).status.code(),
+        Some(0)
+    );
+    let page = fs::read_to_string(folder.path().join("page.html")).unwrap();
+    assert!(page.starts_with("<!doctype html>"));
+    let none = grpo(&["report", "b"]);
+    assert_eq!(none.status.code(), Some(4));
+    assert!(String::from_utf8_lossy(&none.stderr).contains("is not the folder of a run"));
+    assert_eq!(grpo(&["report"]).status.code(), Some(2));
+}
