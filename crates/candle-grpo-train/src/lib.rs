@@ -57,7 +57,7 @@ pub use character_tokenizer::character_tokenizer;
 pub use chat_template::{Chat, ChatTemplate, EncodedChat, RenderedChat};
 pub use checkpoint::{Checkpoint, load_checkpoint, save_checkpoint};
 pub use critic::{Critic, CriticConfig, explained_variance};
-pub use dataset::{ChatMessage, Dataset, DatasetConfig, Question, Row, Template, read_rows};
+pub use dataset::{Dataset, DatasetConfig, Question, Row, Template, read_rows};
 pub use evaluate::{EvaluatedSample, Evaluation, evaluate};
 pub use format_reward::{RegexReward, TagsReward};
 pub use plot::training_plot_svg;

@@ -4,7 +4,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_grpo_train::{ChatMessage, Dataset, DatasetConfig, NumericReward, Question, read_rows};
+use candle_grpo_train::{Dataset, DatasetConfig, NumericReward, Question, read_rows};
 use rstest::rstest;
 use serde_json::json;
 use tempfile::TempDir;
@@ -32,7 +32,11 @@ fn questions(dataset: &Dataset) -> Vec<Question> {
 }
 
 fn user(text: &str) -> Question {
-    Question::Messages(vec![ChatMessage::new("user", text)])
+    Question::Messages(vec![message("user", text)])
+}
+
+fn message(role: &str, content: &str) -> serde_json::Value {
+    json!({"role": role, "content": content})
 }
 
 #[test]
@@ -97,10 +101,7 @@ fn the_columns_that_hold_the_prompt() {
         .join("\n"),
     );
     let dataset = of(&path).load(0).unwrap();
-    let conversation = vec![
-        ChatMessage::new("system", "Be"),
-        ChatMessage::new("user", "Hi"),
-    ];
+    let conversation = vec![message("system", "Be"), message("user", "Hi")];
     assert_eq!(
         questions(&dataset),
         [
@@ -125,10 +126,7 @@ fn templates_system_and_prefill() {
         ..of(&path)
     };
     let dataset = config.load(0).unwrap();
-    let messages = vec![
-        ChatMessage::new("system", "Add."),
-        ChatMessage::new("user", "What is 2 + 3?"),
-    ];
+    let messages = vec![message("system", "Add."), message("user", "What is 2 + 3?")];
     assert_eq!(questions(&dataset), [Question::Messages(messages)]);
     assert_eq!(dataset.prefill(&dataset.train[0]).unwrap(), "2 + 3 =");
 
@@ -166,6 +164,12 @@ fn what_a_row_lacks_is_named_with_its_line() {
     };
     let error = format!("{:#}", config.load(0).unwrap_err());
     assert!(error.contains("data.jsonl:1: column \"x\""), "{error}");
+    let (_folder, path) = file("{\"messages\": [{\"role\": \"user\"}, {\"content\": \"b\"}]}\n");
+    let error = format!("{:#}", of(&path).load(0).unwrap_err());
+    assert!(
+        error.contains("data.jsonl:1: column \"messages\": message 1 is"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -6,6 +6,6 @@ mod read;
 mod template;
 
 pub use config::{Dataset, DatasetConfig};
-pub use question::{ChatMessage, Question};
+pub use question::Question;
 pub use read::{Row, read_rows};
 pub use template::Template;

@@ -1,38 +1,19 @@
 //! What a row asks.
 
 use anyhow::{Context, Result, bail, ensure};
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::read::{Row, kind};
 use super::template::Template;
 
-/// One turn of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChatMessage {
-    /// Who speaks: `system`, `user` or `assistant`.
-    pub role: String,
-    /// What is said.
-    pub content: String,
-}
-
-impl ChatMessage {
-    /// A message of that role.
-    pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self {
-            role: role.to_owned(),
-            content: content.into(),
-        }
-    }
-}
-
 /// What a row asks: a text that the model goes on with, or a conversation that it answers.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Question {
     /// A text, which is taken as it is.
     Text(String),
-    /// A conversation, which becomes a text by the chat template of the model.
-    Messages(Vec<ChatMessage>),
+    /// A conversation, which becomes a text by the chat template of the model: objects with `role` and what else the template asks
+    /// for, such as `content`.
+    Messages(Vec<Value>),
 }
 
 /// How rows become questions.
@@ -100,11 +81,8 @@ impl Asking {
             );
             return Ok(Question::Text(text));
         }
-        let user = ChatMessage::new("user", text);
-        let system = self
-            .system
-            .iter()
-            .map(|text| ChatMessage::new("system", text));
+        let user = message("user", &text);
+        let system = self.system.iter().map(|text| message("system", text));
         Ok(Question::Messages(system.chain([user]).collect()))
     }
 
@@ -116,17 +94,23 @@ impl Asking {
         ensure!(!messages.is_empty(), "column {name:?}: no messages");
         let mut conversation = Vec::with_capacity(messages.len() + 1);
         for (i, message) in messages.iter().enumerate() {
-            let message: ChatMessage = Deserialize::deserialize(message)
-                .with_context(|| format!("column {name:?}: message {i}"))?;
-            conversation.push(message);
+            ensure!(
+                message.get("role").is_some_and(Value::is_string),
+                "column {name:?}: message {i} is {message}, must be an object with a text at \"role\""
+            );
+            conversation.push(message.clone());
         }
         if let Some(system) = &self.system
-            && conversation[0].role != "system"
+            && conversation[0]["role"] != "system"
         {
-            conversation.insert(0, ChatMessage::new("system", system));
+            conversation.insert(0, message("system", system));
         }
         Ok(Question::Messages(conversation))
     }
+}
+
+fn message(role: &str, content: &str) -> Value {
+    json!({"role": role, "content": content})
 }
 
 /// SVAMP's two columns as one text: many a body lacks its last full stop.

@@ -91,6 +91,8 @@ mod tests {
                 assert!((0. ..=1.).contains(&axis.share(value)));
             }
         }
-        assert_eq!(Axis::around([0., 1.], 4).low, 0.);
+        assert_eq!(Axis::around([0.1, 1.], 4).low, 0.);
+        assert!(Axis::around([0.9, 1.], 4).low > 0.8);
+        assert!(Axis::around([-0.1, 1.], 4).low < -0.1);
     }
 }

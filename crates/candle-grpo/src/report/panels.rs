@@ -77,7 +77,7 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "Lost groups and completions",
-        note: "share of groups whose rewards are all equal; dashed: completions cut at the greatest length",
+        note: "shares: groups of equal rewards; dashed: completions cut at the greatest length",
         lines: &[("constant_groups", Solid), ("truncated", Dashed)],
         bands: &[],
     },
