@@ -405,3 +405,38 @@ fn aliases_cannot_fill_the_memory() {
     }
     assert!(Document::from_yaml(Path::new("x.yaml"), &text).is_err());
 }
+
+#[test]
+fn files_that_mean_harm_are_errors() {
+    let deep = "[".repeat(200_000);
+    let nested = "{a: ".repeat(50_000);
+    let keys: String = (0..2000)
+        .map(|i| format!("{}k:\n", " ".repeat(i)))
+        .collect();
+    for text in [
+        deep.as_str(),
+        &nested,
+        &keys,
+        "\0",
+        "%YAML 9\n---\n",
+        "&a [*a]",
+        "? {}\n: 1",
+        "!!binary x: 1",
+        "---\na: 1\n---\nb: 2\n",
+    ] {
+        // Whatever it is, it does not say what to train.
+        if let Ok(document) = Document::from_yaml(Path::new("x.yaml"), text) {
+            assert!(RunConfig::new(&document).is_err());
+        }
+    }
+    for text in [
+        format!("a = {deep}"),
+        format!("a = {}", "{b = ".repeat(50_000)),
+        format!("[{}a]", "a.".repeat(50_000)),
+        "\0".to_owned(),
+    ] {
+        if let Ok(document) = Document::from_toml(Path::new("x.toml"), &text) {
+            assert!(RunConfig::new(&document).is_err());
+        }
+    }
+}

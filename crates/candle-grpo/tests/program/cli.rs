@@ -85,7 +85,7 @@ fn exit_codes() {
         3,
         "run.yaml:4: algorithm.preset",
     );
-    let wrong = folder(CONFIG, "{\"question\": 7}\n");
+    let wrong = folder(CONFIG, "{\"question\": 7}\n{}\n");
     fails(&grpo(wrong.path(), &["check", "run.yaml"]), 4, "data.jsonl");
     let wrong = folder(CONFIG, &DATA.replace("3", "\"three\""));
     fails(
