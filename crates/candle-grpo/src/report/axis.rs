@@ -22,10 +22,10 @@ impl Axis {
             let room = if low == 0. { 1. } else { 0.1 * low.abs() };
             (low, high) = (low - room, high + room);
         }
-        // Nothing below 0 that is never negative.
         let room = 0.04 * (high - low);
-        let low = if low >= 0. {
-            (low - room).max(0.)
+        // What is never negative and comes near to 0 is seen from there.
+        let low = if low >= 0. && low < 0.5 * high {
+            0.
         } else {
             low - room
         };

@@ -266,6 +266,11 @@ fn what_it_comes_to_is_a_file_that_says_the_same() {
     "run.yaml:10: algorithm.num_return_sequences_in_group: 1",
     "at least 2"
 )]
+#[case(
+    "algorithm:\n  num_return_sequences_in_group: 1\n",
+    "run.yaml:10: algorithm.num_return_sequences_in_group: 1",
+    "at least 2"
+)]
 #[case("algorithm:\n  pg_clip: 2\n", "run.yaml:9: algorithm", "clip.low: 2")]
 #[case(
     "sampler:\n  temperature: 0\n",
