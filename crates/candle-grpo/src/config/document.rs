@@ -103,8 +103,8 @@ impl Document {
 
     /// The value at a path.
     pub(super) fn get(&self, path: &str) -> Option<&Value> {
-        let steps = path.split('.');
-        steps.fold(Some(&self.value), |value, step| value?.get(step))
+        let mut steps = path.split('.');
+        steps.try_fold(&self.value, |value, step| value.get(step))
     }
 
     /// An error about the key at `path`.
