@@ -22,6 +22,7 @@ test: ## every test, golden cases included
 
 examples: ## the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-own-loop
+	$(CARGO) run --release --locked -p candle-grpo-example-own-model
 
 bench: ## time each fused operator beside its composed twin; ONLY=rms_norm for one, table in target/bench/ops.md
 	$(CARGO) run --release --locked -p candle-grpo-bench --bin ops-system -- --only "$(ONLY)"

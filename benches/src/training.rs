@@ -6,7 +6,9 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs, add_matmul};
-use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, ModelType, Parameters, RopeScaling};
+use candle_grpo_nn::{
+    Decoder, DecoderConfig, Gradients, ModelType, PackedTokens, Parameters, RopeScaling,
+};
 use clap::Parser;
 use serde::Serialize;
 
@@ -134,11 +136,9 @@ fn model(layers: usize) -> DecoderConfig {
 struct Step {
     parameters: Parameters,
     decoder: Decoder,
-    ids: Tensor,
+    tokens: PackedTokens,
     targets: Tensor,
     mask: Tensor,
-    lengths: Vec<usize>,
-    checkpointing: bool,
 }
 
 struct Measured {
@@ -151,12 +151,14 @@ impl Step {
         let model = model(args.layers);
         let device = Device::Cpu;
         let parameters = Parameters::init(&model, 0, &device)?;
-        let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+        let decoder = Decoder::new(&model, parameters.detached_var_builder())?
+            .with_activation_checkpointing(args.checkpointing);
         let tokens = args.sequences * args.length;
         let ids: Vec<u32> = (0..tokens as u32)
             .map(|i| i.wrapping_mul(2_654_435_761) % model.vocab_size as u32)
             .collect();
         let targets = ids.iter().skip(1).copied().chain([0]).collect::<Vec<_>>();
+        let sequences: Vec<Vec<u32>> = ids.chunks(args.length).map(<[u32]>::to_vec).collect();
         // The last token of a sequence predicts nothing.
         let mask: Vec<u8> = (1..=tokens)
             .map(|next| u8::from(next % args.length != 0))
@@ -164,20 +166,16 @@ impl Step {
         Ok(Self {
             parameters,
             decoder,
-            ids: Tensor::new(ids, &device)?,
+            tokens: PackedTokens::new(&sequences, &device)?,
             targets: Tensor::new(targets, &device)?,
             mask: Tensor::new(mask, &device)?,
-            lengths: vec![args.length; args.sequences],
-            checkpointing: args.checkpointing,
         })
     }
 
     fn run(&self) -> Result<Measured> {
         let before = restart_peak();
         let start = Instant::now();
-        let (hidden, recorded) =
-            self.decoder
-                .record(&self.ids, &self.lengths, self.checkpointing)?;
+        let (hidden, recorded) = self.decoder.record(&self.tokens)?;
         let hidden = Var::from_tensor(&hidden)?;
         let name = self.decoder.output_name();
         let weight = self.parameters.get(name).context("output weight")?;

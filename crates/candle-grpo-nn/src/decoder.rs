@@ -12,7 +12,7 @@ use crate::norm::RmsNorm;
 use crate::rope::{Rope, RopeAngles};
 use crate::sink::GradientSink;
 use crate::weight::Weight;
-use crate::{DecoderConfig, Gradients, Parameters, mask};
+use crate::{DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters, mask};
 
 /// A decoder-only transformer in the layout of Hugging Face's Llama: RMSNorm, rotary positions, grouped-query
 /// attention, SwiGLU; with what [`ModelType`](crate::ModelType) adds for Qwen2, Qwen3 and SmolLM3.
@@ -31,6 +31,7 @@ pub struct Decoder {
     pub(crate) norm: RmsNorm,
     output: Weight,
     pub(crate) rope: Rope,
+    activation_checkpointing: bool,
 }
 
 /// The checked input of a forward pass.
@@ -159,7 +160,15 @@ impl Decoder {
             rope: Rope::new(config, vb.dtype(), vb.device())?,
             embedding,
             output,
+            activation_checkpointing: false,
         })
+    }
+
+    /// Whether [`Self::record`] keeps only the input of each block, and the block is computed again when its turn comes: the memory of one
+    /// block in place of all, for a third more time.
+    pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
+        self.activation_checkpointing = on;
+        self
     }
 
     /// The hidden states after the final norm, `[B, S, H]`.
@@ -188,26 +197,18 @@ impl Decoder {
         Ok(if cache.is_some() { x.detach() } else { x })
     }
 
-    /// The hidden states after the final norm of sequences without padding, `[N, H]`.
-    ///
-    /// - `input_ids`: `[N]` of u32, the tokens of all sequences one after another; see [`Self::hidden_states`].
-    /// - `lengths`: how many belong to each, at least 1 and at most `max_position_embeddings`; N together.
-    ///
-    /// The same numbers as of padded sequences, but nothing is computed at padding.
-    pub fn packed_hidden_states(&self, input_ids: &Tensor, lengths: &[usize]) -> Result<Tensor> {
-        self.check_packed(input_ids, lengths)?;
-        self.forward(&self.packed(input_ids, lengths)?, None)
+    /// The hidden states after the final norm of sequences without padding, `[N, H]`, each at most `max_position_embeddings` long. See
+    /// [`Self::hidden_states`]: the same numbers, but nothing is computed at padding.
+    pub fn packed_hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
+        self.forward(&self.packed(tokens)?, None)
     }
 
     /// [`Self::packed_hidden_states`] without a graph, and what [`Recorded::backward`] needs to train the model. The decoder
     /// must be one without a graph, of [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder).
     ///
-    /// With `checkpointing` only the input of each block is kept, and a block is computed again when its turn comes: the
-    /// memory of one block in place of all, for a third more time.
-    ///
     /// ```
-    /// use candle_core::{Device, Result, Tensor};
-    /// use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, Parameters};
+    /// use candle_core::{Device, Result};
+    /// use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, PackedTokens, Parameters};
     ///
     /// # fn main() -> Result<()> {
     /// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
@@ -216,33 +217,27 @@ impl Decoder {
     /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
     /// let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     ///
-    /// // Sequences of three tokens and of one. The loss is the sum of all hidden states.
-    /// let ids = Tensor::new(&[1u32, 2, 3, 4], &Device::Cpu)?;
-    /// let (hidden, recorded) = decoder.record(&ids, &[3, 1], false)?;
+    /// // The loss is the sum of all hidden states.
+    /// let tokens = PackedTokens::new(&[vec![1, 2, 3], vec![4]], &Device::Cpu)?;
+    /// let (hidden, recorded) = decoder.record(&tokens)?;
     /// let mut gradients = Gradients::new();
     /// recorded.backward(&hidden.ones_like()?, &parameters, &mut gradients)?;
     /// assert_eq!(gradients.iter().count(), parameters.len());
     /// # Ok(())
     /// # }
     /// ```
-    pub fn record(
-        &self,
-        input_ids: &Tensor,
-        lengths: &[usize],
-        checkpointing: bool,
-    ) -> Result<(Tensor, Recorded<'_>)> {
-        if self.embedding.tensor.track_op() || self.output.tensor.track_op() {
+    pub fn record(&self, tokens: &PackedTokens) -> Result<(Tensor, Recorded<'_>)> {
+        if self.is_tracked() {
             bail!(
                 "the decoder records Candle's graph, it must be one of detached_var_builder to be recorded without"
             );
         }
-        self.check_packed(input_ids, lengths)?;
-        let input = self.packed(input_ids, lengths)?;
+        let input = self.packed(tokens)?;
         let mut x = embedding(&input.ids, &self.embedding.tensor)?;
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
             let (y, record) = block.forward(&x, &input.pass(), None)?;
-            blocks.push(match checkpointing {
+            blocks.push(match self.activation_checkpointing {
                 true => Kept::Input(x),
                 false => Kept::All(record),
             });
@@ -280,18 +275,33 @@ impl Decoder {
         })
     }
 
-    fn packed(&self, input_ids: &Tensor, lengths: &[usize]) -> Result<Input> {
+    fn packed(&self, tokens: &PackedTokens) -> Result<Input> {
+        let limit = self.config.max_position_embeddings;
+        let lengths = tokens.lengths();
+        if let Some(row) = lengths.iter().position(|&length| length > limit) {
+            bail!(
+                "tokens: sequence {row} has {} positions, they must be at most max_position_embeddings, which is {limit}",
+                lengths[row]
+            );
+        }
+        let ids = tokens.ids();
+        self.check_ids("tokens", ids, ids.elem_count())?;
         let positions: Vec<f32> = lengths
             .iter()
             .flat_map(|&length| (0..length).map(|position| position as f32))
             .collect();
-        let positions = Tensor::new(positions, input_ids.device())?;
+        let positions = Tensor::new(positions, ids.device())?;
         Ok(Input {
-            ids: input_ids.clone(),
+            ids: ids.clone(),
             angles: self.rope.angles(&positions)?,
             sequences: lengths.len(),
             places: Places::Lengths(lengths.to_vec()),
         })
+    }
+
+    /// Whether a gradient can reach a weight through Candle's graph.
+    fn is_tracked(&self) -> bool {
+        self.embedding.tensor.track_op() || self.output.tensor.track_op()
     }
 
     /// The matrix `[V, H]` of the output layer; the embedding when tied.
@@ -377,38 +387,16 @@ impl Decoder {
             }
         }
         self.check_device("attention_mask", attention_mask)?;
-        self.check_ids(ids, new)?;
+        self.check_ids("input_ids", ids, new)?;
         Ok((batch, new))
     }
 
-    fn check_packed(&self, ids: &Tensor, lengths: &[usize]) -> Result<()> {
-        let &[tokens] = ids.dims() else {
-            bail!("input_ids has shape {:?}, it must be [N]", ids.dims());
-        };
-        let limit = self.config.max_position_embeddings;
-        if let Some(row) = lengths
-            .iter()
-            .position(|&length| length == 0 || length > limit)
-        {
-            bail!(
-                "lengths[{row}] is {}, it must be at least 1 and at most max_position_embeddings, which is {limit}",
-                lengths[row]
-            );
-        }
-        if lengths.is_empty() || lengths.iter().sum::<usize>() != tokens {
-            bail!(
-                "lengths is {lengths:?}, its sum must be the number of input_ids, {tokens}, and not 0"
-            );
-        }
-        self.check_ids(ids, tokens)
-    }
-
     /// Checks the tokens; there are `columns` in a row.
-    fn check_ids(&self, ids: &Tensor, columns: usize) -> Result<()> {
+    fn check_ids(&self, name: &str, ids: &Tensor, columns: usize) -> Result<()> {
         if ids.dtype() != DType::U32 {
-            bail!("input_ids has dtype {:?}, it must be u32", ids.dtype());
+            bail!("{name} has dtype {:?}, it must be u32", ids.dtype());
         }
-        self.check_device("input_ids", ids)?;
+        self.check_device(name, ids)?;
         if matches!(ids.device(), Device::Cpu) {
             let rank = ids.rank();
             let ids = ids.flatten_all()?.to_vec1::<u32>()?;
@@ -421,7 +409,7 @@ impl Decoder {
                     _ => format!("{}, {}", at / columns, at % columns),
                 };
                 bail!(
-                    "input_ids[{place}] is {}, it must be below vocab_size, which is {}",
+                    "{name}[{place}] is {}, it must be below vocab_size, which is {}",
                     ids[at],
                     self.config.vocab_size
                 );
@@ -440,5 +428,33 @@ impl Decoder {
             );
         }
         Ok(())
+    }
+}
+
+impl LanguageModel for Decoder {
+    fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
+        self.packed_hidden_states(tokens)
+    }
+
+    fn output_weight(&self) -> &Tensor {
+        &self.output.tensor
+    }
+
+    fn output_name(&self) -> &str {
+        &self.output.name
+    }
+
+    fn forward_backward(
+        &self,
+        tokens: &PackedTokens,
+        variables: &Parameters,
+        loss: &mut dyn FnMut(&Tensor, &mut Gradients) -> Result<Tensor>,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        let (hidden, recorded) = self.record(tokens)?;
+        let of_hidden = loss(&hidden, gradients)?;
+        drop(hidden);
+        recorded.backward(&of_hidden, variables, gradients)?;
+        gradients.ensure_complete(variables)
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_grpo_kernels::{scale_gradients, squared_gradient_norms};
 
@@ -65,6 +66,18 @@ impl Gradients {
         }
         self.by_name = received;
         Ok(())
+    }
+
+    /// Runs backward from `loss`, a tensor of one element, and adds the gradients of the variables that it reaches; others stay
+    /// without. [`Self::ensure_complete`] asks for all of them, after all that adds to them. Returns what else was reached.
+    pub fn add_reached(&mut self, loss: &Tensor, parameters: &Parameters) -> Result<GradStore> {
+        let mut store = loss.backward()?;
+        for (name, variable) in parameters.iter() {
+            if let Some(gradient) = store.remove(variable) {
+                self.add(name, &gradient)?;
+            }
+        }
+        Ok(store)
     }
 
     /// Adds the gradient of the variable of that name, of any float dtype, as f32: for what is computed without Candle's `backward`. The

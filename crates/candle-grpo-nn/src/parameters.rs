@@ -106,6 +106,45 @@ impl Parameters {
         })
     }
 
+    /// Variables of a model of one's own, by names of its own: those of a `VarMap` of Candle, for example. They are shared, not
+    /// copied.
+    ///
+    /// Errs if there are none, or one is not f32 or not on `device`.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_grpo_nn::Parameters;
+    /// use candle_nn::{VarBuilder, VarMap};
+    ///
+    /// let variables = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+    /// let _model = candle_nn::linear(3, 2, vb.pp("output"))?;
+    /// let variables = variables.data().lock().expect("no other thread").clone();
+    /// let parameters = Parameters::of_variables(variables, &Device::Cpu)?;
+    /// assert!(parameters.get("output.weight").is_some());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn of_variables(
+        variables: impl IntoIterator<Item = (String, Var)>,
+        device: &Device,
+    ) -> Result<Self> {
+        let variables: BTreeMap<String, Var> = variables.into_iter().collect();
+        if variables.is_empty() {
+            bail!("variables: none, there must be at least one");
+        }
+        for (name, variable) in &variables {
+            if variable.dtype() != DType::F32 || !variable.device().same_device(device) {
+                bail!(
+                    "variable {name} is {:?} on {:?}, it must be F32 on {:?}",
+                    variable.dtype(),
+                    variable.device().location(),
+                    device.location()
+                );
+            }
+        }
+        Ok(Self::from_variables(variables, device))
+    }
+
     /// Variables with names of their own.
     pub(crate) fn from_variables(variables: BTreeMap<String, Var>, device: &Device) -> Self {
         Self {

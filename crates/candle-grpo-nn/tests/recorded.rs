@@ -22,6 +22,11 @@ fn model(model_type: ModelType, tied: bool) -> DecoderConfig {
     }
 }
 
+fn packed(sequences: &[&[u32]]) -> Result<PackedTokens> {
+    let sequences: Vec<Vec<u32>> = sequences.iter().map(|tokens| tokens.to_vec()).collect();
+    PackedTokens::new(&sequences, &Device::Cpu)
+}
+
 fn by_graph(
     decoder: &Decoder,
     trained: &Parameters,
@@ -138,8 +143,8 @@ fn packed_hidden_states_are_those_of_padded_sequences() -> Result<()> {
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let (ids, mask) = left_padded()?;
     let padded = decoder.hidden_states(&ids, &mask, None)?;
-    let packed = Tensor::new(&[3u32, 1, 4, 5, 9, 2, 6, 7, 0, 8, 12, 11], &Device::Cpu)?;
-    let packed = decoder.packed_hidden_states(&packed, &[3, 4, 5])?;
+    let packed = packed(&[&[3, 1, 4], &[5, 9, 2, 6], &[7, 0, 8, 12, 11]])?;
+    let packed = decoder.packed_hidden_states(&packed)?;
     let real = Tensor::cat(
         &[
             padded.get(0)?.narrow(0, 2, 3)?,
@@ -158,8 +163,8 @@ fn what_trains_is_chosen_by_name() -> Result<()> {
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let one = Parameters::from_tensors(&model, parameters.frozen_copy()?, &Device::Cpu)?;
-    let ids = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
-    let (hidden, recorded) = decoder.record(&ids, &[3], false)?;
+    let tokens = packed(&[&[1, 2, 3]])?;
+    let (hidden, recorded) = decoder.record(&tokens)?;
     let lora = Lora::init(LoraConfig::all_linear(2, 4.0), &model, 1, &Device::Cpu)?;
     let mut gradients = Gradients::new();
     recorded.backward(&hidden.ones_like()?, lora.parameters(), &mut gradients)?;
@@ -169,7 +174,7 @@ fn what_trains_is_chosen_by_name() -> Result<()> {
         missing.contains("28 of 28 variables received no gradient"),
         "{missing}"
     );
-    let (_, recorded) = decoder.record(&ids, &[3], false)?;
+    let (_, recorded) = decoder.record(&tokens)?;
     recorded.backward(&hidden.ones_like()?, &one, &mut gradients)?;
     gradients.ensure_complete(&one)
 }
@@ -180,40 +185,33 @@ fn bad_input_is_named() -> Result<()> {
     let parameters = lively(&model)?;
     let tracked = Decoder::new(&model, parameters.var_builder())?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
-    let ids = Tensor::new(&[1u32, 2, 3], &Device::Cpu)?;
-    let tracked = message(tracked.record(&ids, &[3], false));
+    let tokens = packed(&[&[1, 2, 3]])?;
+    let tracked = message(tracked.record(&tokens));
     assert!(
         tracked.contains("it must be one of detached_var_builder"),
         "{tracked}"
     );
-    for (lengths, words) in [
-        (
-            &[2usize, 2][..],
-            "its sum must be the number of input_ids, 3",
-        ),
-        (&[], "lengths is []"),
-        (&[3, 0], "lengths[1] is 0"),
-        (
-            &[17],
-            "lengths[0] is 17, it must be at least 1 and at most max_position_embeddings, which is 16",
-        ),
+    for (sequences, words) in [
+        (&[][..], "sequences: none"),
+        (&[&[1u32][..], &[]], "sequences[1]: no tokens"),
     ] {
-        let error = message(decoder.packed_hidden_states(&ids, lengths));
+        let error = message(packed(sequences));
         assert!(error.contains(words), "{error}");
     }
-    let error = message(decoder.packed_hidden_states(&ids.reshape((1, 3))?, &[3]));
+    let error = message(decoder.packed_hidden_states(&packed(&[&[1], &[1; 17]])?));
     assert!(
-        error.contains("input_ids has shape [1, 3], it must be [N]"),
+        error.contains(
+            "sequence 1 has 17 positions, they must be at most max_position_embeddings, which is 16"
+        ),
         "{error}"
     );
-    let error =
-        message(decoder.packed_hidden_states(&Tensor::new(&[1u32, 13], &Device::Cpu)?, &[2]));
+    let error = message(decoder.packed_hidden_states(&packed(&[&[1, 13]])?));
     assert!(
-        error.contains("input_ids[1] is 13, it must be below vocab_size, which is 13"),
+        error.contains("tokens[1] is 13, it must be below vocab_size, which is 13"),
         "{error}"
     );
 
-    let (hidden, recorded) = decoder.record(&ids, &[3], false)?;
+    let (hidden, recorded) = decoder.record(&tokens)?;
     let mut gradients = Gradients::new();
     let error = message(recorded.backward(&hidden.narrow(0, 0, 2)?, &parameters, &mut gradients));
     assert!(
@@ -223,12 +221,115 @@ fn bad_input_is_named() -> Result<()> {
     assert!(gradients.is_empty());
     let wrong = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
     gradients.add("model.norm.weight", &wrong)?;
-    let (hidden, recorded) = decoder.record(&ids, &[3], false)?;
+    let (hidden, recorded) = decoder.record(&tokens)?;
     let error = message(recorded.backward(&hidden, &parameters, &mut gradients));
     assert!(
         error.contains("gradient of model.norm.weight has shape [12]"),
         "{error}"
     );
     assert!(gradients.is_empty(), "what was added in part is forgotten");
+    Ok(())
+}
+
+/// A model of Candle's own operations: the mean of the embeddings of the tokens so far, through a linear map.
+struct Bag {
+    embedding: Tensor,
+    map: Tensor,
+    /// Whether to use an operation that cuts the graph.
+    cuts: bool,
+}
+
+impl LanguageModel for Bag {
+    fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
+        let ids = tokens.right_padded()?;
+        let (batch, width) = ids.dims2()?;
+        let x = self
+            .embedding
+            .index_select(&ids.flatten_all()?, 0)?
+            .reshape((batch, width, ()))?;
+        let counts = Tensor::arange(1u32, width as u32 + 1, ids.device())?
+            .to_dtype(DType::F32)?
+            .reshape((1, width, 1))?;
+        let means = x.cumsum(1)?.broadcast_div(&counts)?;
+        let map = if self.cuts {
+            self.map.detach()
+        } else {
+            self.map.clone()
+        };
+        tokens.rows_of(&means.broadcast_matmul(&map)?)
+    }
+
+    fn output_weight(&self) -> &Tensor {
+        &self.embedding
+    }
+
+    fn output_name(&self) -> &str {
+        "embedding"
+    }
+}
+
+#[test]
+fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
+    let wave = |rows: usize, columns: usize| {
+        let x = Tensor::arange(0u32, (rows * columns) as u32, &Device::Cpu)?;
+        x.to_dtype(DType::F32)?.sin()?.reshape((rows, columns))
+    };
+    let variables = [("embedding", wave(9, 4)?), ("map", wave(4, 4)?)]
+        .into_iter()
+        .map(|(name, values)| Ok((name.to_owned(), Var::from_tensor(&values)?)))
+        .collect::<Result<Vec<_>>>()?;
+    let variables = Parameters::of_variables(variables, &Device::Cpu)?;
+    let get = |name| variables.get(name).expect("a variable").as_tensor().clone();
+    let model = |cuts| Bag {
+        embedding: get("embedding"),
+        map: get("map"),
+        cuts,
+    };
+    let tokens = packed(&[&[1, 2, 3], &[4], &[5, 6]])?;
+    let slope = wave(6, 4)?;
+    let run = |model: &Bag| -> Result<Gradients> {
+        let mut gradients = Gradients::new();
+        let loss = &mut |hidden: &Tensor, gradients: &mut Gradients| {
+            assert_eq!(hidden.dims(), [6, 4]);
+            // As if the output layer had a gradient of one everywhere.
+            gradients.add(
+                "embedding",
+                &Tensor::ones((9, 4), DType::F32, &Device::Cpu)?,
+            )?;
+            Ok(slope.clone())
+        };
+        model.forward_backward(&tokens, &variables, loss, &mut gradients)?;
+        Ok(gradients)
+    };
+    let gradients = run(&model(false))?;
+    let value = |shift: f32, name: &str, at: (usize, usize)| -> Result<f64> {
+        let mut moved = get(name).to_vec2::<f32>()?;
+        moved[at.0][at.1] += shift;
+        let mut model = model(false);
+        let moved = Tensor::new(moved, &Device::Cpu)?;
+        match name {
+            "map" => model.map = moved,
+            _ => model.embedding = moved,
+        }
+        let sum = (model.hidden_states(&tokens)? * &slope)?.sum_all()?;
+        Ok(f64::from(sum.to_scalar::<f32>()?))
+    };
+    for (name, at, from_output) in [
+        ("map", (2, 3), 0.0),
+        ("embedding", (4, 1), 1.0),
+        ("embedding", (8, 1), 1.0),
+    ] {
+        let expected = (value(0.01, name, at)? - value(-0.01, name, at)?) / 0.02 + from_output;
+        let found = gradients.get(name).expect("a gradient").to_vec2::<f32>()?[at.0][at.1];
+        assert!(
+            (f64::from(found) - expected).abs() < 1e-3,
+            "{name}: {found}, expected {expected}"
+        );
+    }
+    let error = message(run(&model(true)));
+    assert!(
+        error.contains("1 of 2 variables received no gradient from the loss: map"),
+        "{error}"
+    );
     Ok(())
 }

@@ -1,13 +1,15 @@
 //! The policy that is trained.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
-use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, Parameters};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, Lora, Parameters,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::response::{RecordedStates, predicting_states, response_log_probs};
+use crate::response::{learn_from_output, predicting_states, response_log_probs};
 use crate::sampler::ensure_temperature;
 use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
@@ -39,13 +41,14 @@ pub struct StepStats {
 ///
 /// Any number of [`Actor::forward_backward`], then [`Actor::clip_grad_and_step`]:
 /// gradients add up over the calls in between.
-pub struct Actor {
-    model: DecoderConfig,
+///
+/// The policy is a [`Decoder`], or a model of your own: [`Actor::of_model`].
+pub struct Actor<M = Decoder> {
+    /// Shares the parameters.
+    policy: M,
     parameters: Parameters,
     /// What trains in place of the parameters, if there are any.
     adapters: Option<Lora>,
-    /// Shares the parameters, and records no graph.
-    decoder: Decoder,
     config: ActorConfig,
     optimizer: AdamW,
     gradients: Gradients,
@@ -57,7 +60,7 @@ impl Actor {
     /// Errs if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
         let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
-        Self::of_decoder(model, parameters, None, decoder, config)
+        Self::of_decoder(parameters, None, decoder, config)
     }
 
     /// An actor that trains `adapters` and leaves `parameters` as they are: what the optimiser and the gradients hold is the
@@ -72,14 +75,55 @@ impl Actor {
     ) -> Result<Self> {
         adapters.config().validate(&model).context("adapters")?;
         let decoder = Decoder::new(&model, adapters.detached_var_builder(&parameters)?)?;
-        Self::of_decoder(model, parameters, Some(adapters), decoder, config)
+        Self::of_decoder(parameters, Some(adapters), decoder, config)
     }
 
     fn of_decoder(
-        model: DecoderConfig,
         parameters: Parameters,
         adapters: Option<Lora>,
         decoder: Decoder,
+        config: ActorConfig,
+    ) -> Result<Self> {
+        let policy = decoder.with_activation_checkpointing(config.activation_checkpointing);
+        Self::of_policy(policy, parameters, adapters, config)
+    }
+
+    /// A sampler of this policy; it follows the updates.
+    pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
+        Sampler::of_decoder(self.policy.clone(), config)
+    }
+
+    /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.
+    pub fn reference(&self) -> Result<Reference> {
+        match &self.adapters {
+            None => Reference::new(self.model(), &self.parameters),
+            Some(_) => Reference::without_adapters(self.model(), &self.parameters),
+        }
+    }
+
+    /// The shape of the policy.
+    pub fn model(&self) -> &DecoderConfig {
+        self.policy.config()
+    }
+}
+
+impl<M: LanguageModel> Actor<M> {
+    /// An actor that trains a model of your own, built from `variables`, so that updates of them change the model.
+    /// [`ActorConfig::activation_checkpointing`] is not for it.
+    ///
+    /// Errs if `config` is not valid.
+    pub fn of_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
+        ensure!(
+            !config.activation_checkpointing,
+            "activation_checkpointing: true, must be false for a model of one's own"
+        );
+        Self::of_policy(model, variables, None, config)
+    }
+
+    fn of_policy(
+        policy: M,
+        parameters: Parameters,
+        adapters: Option<Lora>,
         config: ActorConfig,
     ) -> Result<Self> {
         ensure_temperature(config.temperature)?;
@@ -88,42 +132,36 @@ impl Actor {
         Ok(Self {
             optimizer: AdamW::new(config.optimizer.clone(), trained)?,
             gradients: Gradients::new(),
-            decoder,
-            model,
+            policy,
             parameters,
             adapters,
             config,
         })
     }
 
-    /// A sampler of this policy; it follows the updates.
-    pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
-        Sampler::of_decoder(self.decoder.clone(), config)
-    }
-
-    /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.
-    pub fn reference(&self) -> Result<Reference> {
-        match &self.adapters {
-            None => Reference::new(&self.model, &self.parameters),
-            Some(_) => Reference::without_adapters(&self.model, &self.parameters),
-        }
+    /// The policy.
+    pub fn policy(&self) -> &M {
+        &self.policy
     }
 
     /// The log-probs of the responses of `batch`, f32 `[B, T]`, without a graph.
     pub fn log_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(&self.decoder, batch, self.config.temperature)?.log_probs)
+        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.log_probs)
     }
 
     /// The entropy of the policy at each position of the responses of `batch`, in nats, f32 `[B, T]`, without a graph.
     pub fn entropy(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(&self.decoder, batch, self.config.temperature)?.entropy)
+        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.entropy)
     }
 
     /// The sum of the squared probabilities of all tokens at each position of the responses of `batch`, f32 `[B, T]`,
     /// without a graph: the optimal token baseline needs it.
     pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        let states = predicting_states(&self.decoder, batch)?;
-        let logits = self.decoder.logits(&states)?;
+        let states = predicting_states(&self.policy, batch)?;
+        let (b, t, width) = states.dims3()?;
+        let weight = self.policy.output_weight().detach();
+        let logits = states.reshape((b * t, width))?.matmul(&weight.t()?)?;
+        let logits = logits.reshape((b, t, ()))?;
         Ok(sum_of_squared_probs(&logits, self.config.temperature)?)
     }
 
@@ -140,18 +178,20 @@ impl Actor {
             .adapters
             .as_ref()
             .map_or(&self.parameters, Lora::parameters);
-        let checkpointing = self.config.activation_checkpointing;
-        let recorded = RecordedStates::new(&self.decoder, &batch.tokens, checkpointing)?;
-        let layer = recorded.output_layer(trained, &batch.tokens, self.config.temperature)?;
-        let result = linear_policy_loss(
-            &self.config.policy_loss,
-            &layer,
-            &batch.policy_batch(),
-            totals,
+        let (policy_loss, mut metrics) = (&self.config.policy_loss, None);
+        learn_from_output(
+            &self.policy,
+            &batch.tokens,
+            trained,
+            self.config.temperature,
+            &mut self.gradients,
+            |layer| {
+                let result = linear_policy_loss(policy_loss, layer, &batch.policy_batch(), totals)?;
+                metrics = Some(result.output.metrics);
+                Ok(result.gradients)
+            },
         )?;
-        drop(layer);
-        recorded.backward(result.gradients, trained, &mut self.gradients)?;
-        Ok(result.output.metrics.to_host()?)
+        Ok(metrics.context("policy loss: not computed")?.to_host()?)
     }
 
     /// Scales the gradients down to `max_norm` if their norm is above it, makes an optimiser step and forgets them.
@@ -191,11 +231,6 @@ impl Actor {
     /// [`AdaptiveEntropy`](candle_grpo_loss::AdaptiveEntropy).
     pub fn set_entropy_coef(&mut self, entropy_coef: f64) {
         self.config.policy_loss.entropy_coef = entropy_coef;
-    }
-
-    /// The shape of the policy.
-    pub fn model(&self) -> &DecoderConfig {
-        &self.model
     }
 
     /// The parameters of the policy; with adapters those that they are added to, which do not change.

@@ -1,7 +1,7 @@
 //! The critic: what a completion is expected to be worth, token by token.
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
+use candle_core::{Tensor, Var};
 use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{StepTotals, ValueLoss};
 use candle_grpo_nn::{
@@ -9,7 +9,7 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::response::{RecordedStates, predicting_states};
+use crate::response::{learn_from_states, predicting_states};
 use crate::{StepStats, TokenBatch, TrainingBatch};
 
 /// How a [`Critic`] learns.
@@ -126,28 +126,33 @@ impl Critic {
             .returns
             .as_ref()
             .context("returns: absent, a critic needs what it should have expected")?;
-        let recorded = RecordedStates::new(&self.decoder, &batch.tokens, false)?;
-        let now = self.training_head.forward(&recorded.states)?;
-        let (loss, metrics) = self.config.value_loss.compute(
-            &now,
-            batch.values.as_ref(),
-            returns,
-            &batch.tokens.response_mask,
-            totals,
-        )?;
-        drop(now);
-        let value = f64::from(loss.to_scalar::<f32>()?);
-        let mut store = loss.backward()?;
-        let of_states = store
-            .remove(&recorded.states)
-            .context("hidden states: no gradient, the value loss does not depend on them")?;
-        for (name, variable) in self.parameters.iter() {
-            if let Some(gradient) = store.remove(variable) {
-                self.gradients.add(name, &gradient)?;
+        let mut of_loss = None;
+        let mut loss = |states: &Var, gradients: &mut Gradients| {
+            let (loss, metrics) = self.config.value_loss.compute(
+                &self.training_head.forward(states)?,
+                batch.values.as_ref(),
+                returns,
+                &batch.tokens.response_mask,
+                totals,
+            )?;
+            of_loss = Some((f64::from(loss.to_scalar::<f32>()?), metrics));
+            match gradients
+                .add_reached(&loss, &self.parameters)?
+                .remove(states)
+            {
+                Some(gradient) => Ok(gradient.detach()),
+                None => states.zeros_like(),
             }
-        }
-        recorded.backward_of_states(&of_states.detach(), &self.parameters, &mut self.gradients)?;
-        Ok((value, metrics.to_host()?))
+        };
+        learn_from_states(
+            &self.decoder,
+            &batch.tokens,
+            &self.parameters,
+            &mut self.gradients,
+            &mut loss,
+        )?;
+        let (loss, metrics) = of_loss.context("value loss: not computed")?;
+        Ok((loss, metrics.to_host()?))
     }
 
     /// Scales the gradients down to [`CriticConfig::max_grad_norm`], makes an optimiser step and forgets them.

@@ -3,12 +3,12 @@
 use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
+use candle_core::{Tensor, bail};
 use candle_grpo_loss::TokenLogProbs;
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
 use serde::{Deserialize, Serialize};
 
-use crate::response::RecordedStates;
+use crate::response::learn_from_output;
 use crate::{ShuffledOrder, TokenBatch};
 
 /// A prompt and the answer to learn, as tokens. The answer should end with a stop token.
@@ -99,27 +99,30 @@ fn learn(
     batch: &TokenBatch,
     max_grad_norm: f64,
 ) -> Result<f64> {
-    let recorded = RecordedStates::new(decoder, batch, false)?;
-    let layer = recorded.output_layer(parameters, batch, 1.)?;
-    let tokens = layer.forward()?;
-    let (loss, derivatives) = cross_entropy(&tokens, &batch.response_mask)?;
     let mut gradients = Gradients::new();
-    recorded.backward(
-        layer.backward(&tokens, &derivatives)?,
-        parameters,
-        &mut gradients,
-    )?;
+    let mut value = 0.;
+    learn_from_output(decoder, batch, parameters, 1., &mut gradients, |layer| {
+        let tokens = layer.forward()?;
+        let (loss, derivatives) = cross_entropy(&tokens, &batch.response_mask)?;
+        value = loss;
+        layer.backward(&tokens, &derivatives)
+    })?;
     gradients.clip_by_global_norm(max_grad_norm)?;
     optimizer.step(parameters, &gradients)?;
-    Ok(loss)
+    Ok(value)
 }
 
 /// Minus the mean log-prob of the tokens of the mask, and its derivatives. The log-probs are 0 elsewhere.
-fn cross_entropy(tokens: &TokenLogProbs, response_mask: &Tensor) -> Result<(f64, TokenLogProbs)> {
+fn cross_entropy(
+    tokens: &TokenLogProbs,
+    response_mask: &Tensor,
+) -> candle_core::Result<(f64, TokenLogProbs)> {
     let none = tokens.entropy.zeros_like()?;
     let counts = response_mask.ne(0f64)?.to_dtype(none.dtype())?;
     let number = f64::from(counts.sum_all()?.to_scalar::<f32>()?);
-    ensure!(number > 0., "response_mask: all 0, must have a token");
+    if number == 0. {
+        bail!("response_mask: all 0, must have a token");
+    }
     let sum = f64::from(tokens.log_probs.sum_all()?.to_scalar::<f32>()?);
     let derivatives = TokenLogProbs {
         log_probs: (counts * (-1. / number))?,

@@ -1,134 +1,95 @@
-//! From a decoder to the responses of a batch.
+//! From a model to the responses of a batch, and back.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, embedding};
-use candle_grpo_loss::{
-    LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, linear_log_prob,
-};
-use candle_grpo_nn::{Decoder, Gradients, Parameters, Recorded};
+use candle_grpo_loss::{LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs};
+use candle_grpo_nn::{Gradients, LanguageModel, PackedTokens, Parameters};
 
 use crate::TokenBatch;
 
 /// Log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`, 0 outside the response mask, without a graph.
 /// No logits are held.
 pub(crate) fn response_log_probs(
-    decoder: &Decoder,
+    model: &dyn LanguageModel,
     batch: &TokenBatch,
     temperature: f64,
 ) -> Result<TokenLogProbs> {
-    Ok(linear_log_prob(
-        &predicting_states(decoder, batch)?,
-        decoder.output_weight(),
-        None,
-        &batch.targets,
-        temperature,
-        LogProbOptions {
-            mask: Some(&batch.response_mask),
-            ..Default::default()
-        },
-    )?)
+    let states = predicting_states(model, batch)?;
+    let weight = model.output_weight().detach();
+    Ok(output_layer(&states, &weight, batch, temperature)?.forward()?)
 }
 
 /// The hidden states `[B, T, H]` of the positions that predict the responses of `batch`, without a graph.
-pub(crate) fn predicting_states(decoder: &Decoder, batch: &TokenBatch) -> Result<Tensor> {
+pub(crate) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
     let packed = Packed::new(batch)?;
-    let hidden = decoder.packed_hidden_states(&packed.ids, &packed.lengths)?;
+    let hidden = model.hidden_states(&packed.tokens)?.detach();
     Ok(embedding(&packed.places, &hidden)?)
 }
 
-/// A forward pass over a batch, and where its backward pass begins.
-pub(crate) struct RecordedStates<'a> {
-    /// The hidden states `[B, T, H]` of the positions that predict the responses.
-    pub(crate) states: Var,
-    places: Tensor,
-    hidden: (usize, usize, DType),
-    decoder: &'a Decoder,
-    recorded: Recorded<'a>,
+/// Adds the gradients of the loss of `batch` that `loss` computes from an output layer, whose gradients it gives back.
+pub(crate) fn learn_from_output(
+    model: &dyn LanguageModel,
+    batch: &TokenBatch,
+    variables: &Parameters,
+    temperature: f64,
+    gradients: &mut Gradients,
+    mut loss: impl FnMut(&LinearLogProb) -> candle_core::Result<LinearGradients>,
+) -> Result<()> {
+    let name = model.output_name();
+    let weight = match variables.get(name) {
+        Some(variable) => variable.as_tensor().clone(),
+        None => model.output_weight().detach(),
+    };
+    learn_from_states(model, batch, variables, gradients, |states, gradients| {
+        let found = loss(&output_layer(states, &weight, batch, temperature)?)?;
+        if let Some(gradient) = found.weight {
+            gradients.add(name, &gradient)?;
+        }
+        match found.hidden {
+            Some(gradient) => Ok(gradient),
+            None => states.zeros_like(),
+        }
+    })
 }
 
-impl<'a> RecordedStates<'a> {
-    /// `checkpointing` as in [`Decoder::record`].
-    pub(crate) fn new(
-        decoder: &'a Decoder,
-        batch: &TokenBatch,
-        checkpointing: bool,
-    ) -> Result<Self> {
-        let packed = Packed::new(batch)?;
-        let (hidden, recorded) = decoder.record(&packed.ids, &packed.lengths, checkpointing)?;
-        let (tokens, width) = hidden.dims2()?;
-        Ok(Self {
-            states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
-            places: packed.places,
-            hidden: (tokens, width, hidden.dtype()),
-            decoder,
-            recorded,
-        })
-    }
+/// Adds the gradients of a loss of the [states](predicting_states) of `batch`, by which `loss` gives back the gradient.
+pub(crate) fn learn_from_states(
+    model: &dyn LanguageModel,
+    batch: &TokenBatch,
+    variables: &Parameters,
+    gradients: &mut Gradients,
+    mut loss: impl FnMut(&Var, &mut Gradients) -> candle_core::Result<Tensor>,
+) -> Result<()> {
+    let packed = Packed::new(batch)?;
+    let mut of_hidden = |hidden: &Tensor, gradients: &mut Gradients| {
+        let states = Var::from_tensor(&embedding(&packed.places, hidden)?)?;
+        let of_states = loss(&states, gradients)?;
+        let sum = Tensor::zeros(hidden.shape(), DType::F32, hidden.device())?;
+        add_embedding_gradient(&sum, &packed.places, &of_states)?;
+        sum.to_dtype(hidden.dtype())
+    };
+    model.forward_backward(&packed.tokens, variables, &mut of_hidden, gradients)?;
+    Ok(())
+}
 
-    /// The output layer of `decoder`, of which `trained` may hold the weight, on the states.
-    pub(crate) fn output_layer(
-        &self,
-        trained: &Parameters,
-        batch: &TokenBatch,
-        temperature: f64,
-    ) -> Result<LinearLogProb> {
-        let weight = match trained.get(self.decoder.output_name()) {
-            Some(variable) => variable.as_tensor(),
-            None => self.decoder.output_weight(),
-        };
-        Ok(LinearLogProb::new(
-            &self.states,
-            weight,
-            None,
-            &batch.targets,
-            temperature,
-            LogProbOptions {
-                mask: Some(&batch.response_mask),
-                ..Default::default()
-            },
-        )?)
-    }
-
-    /// Adds the gradients of the weights in `trained`, from those of the arguments of the [output layer](Self::output_layer).
-    pub(crate) fn backward(
-        self,
-        of_output: LinearGradients,
-        trained: &Parameters,
-        gradients: &mut Gradients,
-    ) -> Result<()> {
-        if let Some(gradient) = of_output.weight {
-            gradients.add(self.decoder.output_name(), &gradient)?;
-        }
-        let of_states = of_output
-            .hidden
-            .context("hidden states: no gradient, though they are a variable")?;
-        self.backward_of_states(&of_states, trained, gradients)
-    }
-
-    /// Adds the gradients of the weights in `trained`, from that of the states.
-    pub(crate) fn backward_of_states(
-        self,
-        gradient: &Tensor,
-        trained: &Parameters,
-        gradients: &mut Gradients,
-    ) -> Result<()> {
-        let (tokens, width, dtype) = self.hidden;
-        let of_hidden = Tensor::zeros((tokens, width), DType::F32, gradient.device())?;
-        add_embedding_gradient(&of_hidden, &self.places, gradient)?;
-        self.recorded
-            .backward(&of_hidden.to_dtype(dtype)?, trained, gradients)?;
-        gradients.ensure_complete(trained)?;
-        Ok(())
-    }
+fn output_layer(
+    states: &Tensor,
+    weight: &Tensor,
+    batch: &TokenBatch,
+    temperature: f64,
+) -> candle_core::Result<LinearLogProb> {
+    let options = LogProbOptions {
+        mask: Some(&batch.response_mask),
+        ..Default::default()
+    };
+    LinearLogProb::new(states, weight, None, &batch.targets, temperature, options)
 }
 
 /// The tokens of a batch that its responses depend on, one sequence after another.
 struct Packed {
-    /// u32 `[N]`
-    ids: Tensor,
-    lengths: Vec<usize>,
-    /// For each response token the place in `ids` of the one that predicts it, u32 `[B, T]`; 0 outside the response mask.
+    tokens: PackedTokens,
+    /// For each response token the place in `tokens` of the one that predicts it, u32 `[B, T]`; 0 outside the response mask.
     places: Tensor,
 }
 
@@ -141,24 +102,26 @@ impl Packed {
         let counts = zero_one(&batch.response_mask)?;
         // Not negative, as the inputs are at least as wide as the targets.
         let before = batch.input_ids.dim(1)? - t;
-        let (mut packed, mut lengths, mut places) = (Vec::new(), Vec::with_capacity(b), Vec::new());
+        let (mut packed, mut places) = (Vec::with_capacity(b), Vec::new());
+        let mut first = 0;
         for (row, ids) in ids.iter().enumerate() {
             let (real, counts) = (&real[row], &counts[row]);
             // What stands behind the last token that counts is not read.
             let read = before + counts.iter().rposition(|&counts| counts != 0).unwrap_or(0) + 1;
-            let first = packed.len();
+            let mut sequence = Vec::new();
             let mut place_of = vec![None; read];
             for (column, place) in place_of.iter_mut().enumerate() {
                 if real[column] != 0 {
-                    *place = Some(packed.len() as u32);
-                    packed.push(ids[column]);
+                    *place = Some((first + sequence.len()) as u32);
+                    sequence.push(ids[column]);
                 }
             }
             ensure!(
-                packed.len() > first,
+                !sequence.is_empty(),
                 "attention_mask: sequence {row} has no token to read, must have at least one"
             );
-            lengths.push(packed.len() - first);
+            first += sequence.len();
+            packed.push(sequence);
             for (column, &counts) in counts.iter().enumerate() {
                 let place = place_of.get(before + column).copied().flatten();
                 ensure!(
@@ -169,8 +132,7 @@ impl Packed {
             }
         }
         Ok(Self {
-            ids: Tensor::new(packed, device)?,
-            lengths,
+            tokens: PackedTokens::new(&packed, device)?,
             places: Tensor::from_vec(places, (b, t), device)?,
         })
     }
@@ -195,8 +157,11 @@ mod tests {
         batch.response_mask =
             Tensor::new(&[[1f32, 0., 0.], [0., 1., 0.], [0., 0., 0.]], &Device::Cpu).unwrap();
         let packed = Packed::new(&batch).unwrap();
-        assert_eq!(packed.ids.to_vec1::<u32>().unwrap(), [1, 2, 3, 5, 6, 9]);
-        assert_eq!(packed.lengths, [3, 2, 1]);
+        assert_eq!(
+            packed.tokens.ids().to_vec1::<u32>().unwrap(),
+            [1, 2, 3, 5, 6, 9]
+        );
+        assert_eq!(packed.tokens.lengths(), [3, 2, 1]);
         assert_eq!(
             packed.places.to_vec2::<u32>().unwrap(),
             [[2, 0, 0], [0, 4, 0], [0, 0, 0]]

@@ -6,7 +6,9 @@ use std::collections::HashMap;
 
 use candle_core::{D, DType, Device, IndexOp, Result, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
-use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, ModelType, Parameters, RopeScaling};
+use candle_grpo_nn::{
+    Decoder, DecoderConfig, Gradients, ModelType, PackedTokens, Parameters, RopeScaling,
+};
 
 /// Two query heads for each key head, and a head width that is not `hidden_size / num_attention_heads`.
 pub(crate) fn config(tied: bool) -> DecoderConfig {
@@ -117,19 +119,18 @@ pub(crate) fn add_recorded(
 ) -> Result<()> {
     let ids = ids.to_dtype(DType::U32)?.to_vec2::<u32>()?;
     let mask = mask.to_dtype(DType::U32)?.to_vec2::<u32>()?;
-    let (mut tokens, mut targets, mut counts, mut lengths) = (vec![], vec![], vec![], vec![]);
+    let (mut tokens, mut targets, mut counts) = (vec![], vec![], vec![]);
     for (ids, mask) in ids.iter().zip(&mask) {
         let real = ids.iter().zip(mask).filter(|&(_, &real)| real != 0);
         let real: Vec<u32> = real.map(|(&id, _)| id).collect();
-        lengths.push(real.len());
         targets.extend(real.iter().skip(1).copied().chain([0]));
         counts.extend((1..=real.len()).map(|next| u8::from(next < real.len())));
-        tokens.extend(real);
+        tokens.push(real);
     }
     let pairs = counts.iter().filter(|&&count| count == 1).count() as f64;
     let device = &Device::Cpu;
-    let tokens = Tensor::new(tokens, device)?;
-    let (hidden, recorded) = decoder.record(&tokens, &lengths, checkpointing)?;
+    let decoder = decoder.clone().with_activation_checkpointing(checkpointing);
+    let (hidden, recorded) = decoder.record(&PackedTokens::new(&tokens, device)?)?;
     let hidden = Var::from_tensor(&hidden)?;
     let output_weight = match trained.get(decoder.output_name()) {
         Some(variable) => variable.as_tensor(),
