@@ -54,6 +54,7 @@
 mod adamw;
 mod attention;
 mod block;
+mod compute_copies;
 mod config;
 mod decoder;
 mod decoding;
@@ -84,6 +85,7 @@ mod weight_files;
 mod whole_file;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule};
+pub use compute_copies::ComputeCopies;
 pub use config::{DecoderConfig, ModelType};
 pub use decoder::{Decoder, Recorded};
 pub use gguf::{Gguf, GgufValue};

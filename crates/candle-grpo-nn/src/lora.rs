@@ -3,16 +3,17 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use candle_core::{Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
+use crate::compute_copies::copy;
 use crate::linear::{LORA_A, LORA_B, LORA_SCALING};
 use crate::normal::Normal;
 use crate::parameters::check_names;
 use crate::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::whole_file::{write_safetensors, write_whole};
-use crate::{DecoderConfig, Parameters};
+use crate::{ComputeCopies, DecoderConfig, Parameters};
 
 /// The shape of low-rank adapters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -193,23 +194,48 @@ impl Lora {
     /// A builder that hands out the variables of the adapters, whom gradients reach, and the weights of `base`, whom they
     /// do not.
     pub fn var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
-        self.builder_of(base, |variable| variable.as_tensor().clone())
+        self.builder_of(
+            base,
+            DType::F32,
+            |variable| Ok(variable.as_detached_tensor()),
+            |variable| Ok(variable.as_tensor().clone()),
+        )
     }
 
     /// A builder for sampling and evaluation with the adapters on: no graph is recorded, updates are seen.
     pub fn detached_var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
-        self.builder_of(base, Var::as_detached_tensor)
+        let detached = |variable: &Var| Ok(variable.as_detached_tensor());
+        self.builder_of(base, DType::F32, detached, detached)
+    }
+
+    /// [`Parameters::copied_var_builder`] of `base` with the adapters on. The copies of the adapters are refreshed, those of `base`
+    /// are not.
+    pub fn copied_var_builder(
+        &self,
+        base: &Parameters,
+        dtype: DType,
+    ) -> Result<(VarBuilder<'static>, ComputeCopies)> {
+        let mut copies = ComputeCopies::default();
+        let vb = self.builder_of(
+            base,
+            dtype,
+            |variable| copy(variable, dtype),
+            |variable| copies.add(variable, dtype),
+        )?;
+        Ok((vb, copies))
     }
 
     fn builder_of(
         &self,
         base: &Parameters,
-        tensor_of: impl Fn(&Var) -> Tensor,
+        dtype: DType,
+        of_base: impl Fn(&Var) -> Result<Tensor>,
+        mut of_adapter: impl FnMut(&Var) -> Result<Tensor>,
     ) -> Result<VarBuilder<'static>> {
-        let mut tensors: HashMap<String, Tensor> = base
+        let mut tensors = base
             .iter()
-            .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
-            .collect();
+            .map(|(name, variable)| Ok((name.to_owned(), of_base(variable)?)))
+            .collect::<Result<HashMap<String, Tensor>>>()?;
         let scaling = Tensor::new(self.config.scaling(), &Device::Cpu)?;
         for (name, variable) in self.parameters.iter() {
             if let Some(module) = name.strip_suffix(LORA_A) {
@@ -218,13 +244,9 @@ impl Lora {
                 }
                 tensors.insert(format!("{module}{LORA_SCALING}"), scaling.clone());
             }
-            tensors.insert(name.to_owned(), tensor_of(variable));
+            tensors.insert(name.to_owned(), of_adapter(variable)?);
         }
-        Ok(VarBuilder::from_tensors(
-            tensors,
-            candle_core::DType::F32,
-            base.device(),
-        ))
+        Ok(VarBuilder::from_tensors(tensors, dtype, base.device()))
     }
 
     /// `base` with the adapters added to its weights: the same policy without adapters. `base` stays as it is.

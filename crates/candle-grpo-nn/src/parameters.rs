@@ -6,11 +6,11 @@ use std::path::Path;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
-use crate::DecoderConfig;
 use crate::normal::Normal;
 use crate::redundant::remove_redundant;
 use crate::weight_files;
 use crate::whole_file::write_safetensors;
+use crate::{ComputeCopies, DecoderConfig};
 
 /// Standard deviation of a freshly drawn weight, as in GPT-2 and Hugging Face's `initializer_range`.
 const INIT_STD: f64 = 0.02;
@@ -233,6 +233,19 @@ impl Parameters {
     /// storage is shared.
     pub fn detached_var_builder(&self) -> VarBuilder<'static> {
         self.builder_of(Var::as_detached_tensor)
+    }
+
+    /// A builder for sampling, evaluation and [`Decoder::record`](crate::Decoder::record) in f32, bf16 or f16: of copies, which follow
+    /// updates when they are refreshed. No graph is recorded.
+    pub fn copied_var_builder(&self, dtype: DType) -> Result<(VarBuilder<'static>, ComputeCopies)> {
+        let mut copies = ComputeCopies::default();
+        let tensors = self
+            .variables
+            .iter()
+            .map(|(name, variable)| Ok((name.clone(), copies.add(variable, dtype)?)))
+            .collect::<Result<HashMap<_, _>>>()?;
+        let vb = VarBuilder::from_tensors(tensors, dtype, &self.device);
+        Ok((vb, copies))
     }
 
     /// An independent copy of the values, which later updates do not change.

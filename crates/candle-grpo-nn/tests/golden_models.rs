@@ -165,7 +165,12 @@ fn gradients_are_those_of_transformers_with_padding_on_either_side() -> Result<(
             let recorded = |checkpointing| {
                 recorded_gradients(&decoder, &parameters, &ids, &mask, checkpointing)
             };
+            // The fallback of every operator, as f64 has no fused path.
+            let vb = parameters.detached_var_builder().to_dtype(DType::F64);
+            let wide = Decoder::new(&case.config, vb)?;
+            let composed = recorded_gradients(&wide, &parameters, &ids, &mask, false)?;
             for (way, gradients) in [
+                ("composed", composed),
                 ("graph", by_graph),
                 ("recorded", recorded(false)?),
                 ("checkpointed", recorded(true)?),

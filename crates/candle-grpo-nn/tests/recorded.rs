@@ -1,7 +1,10 @@
 //! The backward pass without a graph, against that of Candle's graph.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, Lora, LoraConfig, ModelType, Parameters};
+use candle_grpo_nn::{
+    Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, ModelType, PackedTokens,
+    Parameters,
+};
 use rstest::rstest;
 
 mod small;

@@ -1,14 +1,16 @@
 //! The policy that is trained.
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, Lora, Parameters,
+    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Gradients, LanguageModel, Lora,
+    Parameters,
 };
 use serde::{Deserialize, Serialize};
 
+use crate::reference::decoder_in;
 use crate::response::{learn_from_output, predicting_states, response_log_probs};
 use crate::sampler::ensure_temperature;
 use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
@@ -26,6 +28,32 @@ pub struct ActorConfig {
     /// hardly grows with the number of blocks, for a third more time.
     #[serde(default)]
     pub activation_checkpointing: bool,
+    /// What the policy computes in. The weights that train are f32 whatever it is.
+    #[serde(default)]
+    pub compute_dtype: ComputeDType,
+}
+
+/// What a policy computes in. Sums, norms, softmax, log-probs and losses are in f32 whatever it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ComputeDType {
+    /// 32 bits.
+    #[default]
+    F32,
+    /// bfloat16: half the memory of activations, and on a GPU a multiple of the speed.
+    Bf16,
+    /// IEEE half precision. Its range is small; bf16 is the safer choice.
+    F16,
+}
+
+impl From<ComputeDType> for DType {
+    fn from(dtype: ComputeDType) -> Self {
+        match dtype {
+            ComputeDType::F32 => DType::F32,
+            ComputeDType::Bf16 => DType::BF16,
+            ComputeDType::F16 => DType::F16,
+        }
+    }
 }
 
 /// What an optimiser step did.
@@ -49,6 +77,8 @@ pub struct Actor<M = Decoder> {
     parameters: Parameters,
     /// What trains in place of the parameters, if there are any.
     adapters: Option<Lora>,
+    /// What the policy computes with, where that is not f32.
+    copies: ComputeCopies,
     config: ActorConfig,
     optimizer: AdamW,
     gradients: Gradients,
@@ -59,8 +89,8 @@ impl Actor {
     ///
     /// Errs if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
-        let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
-        Self::of_decoder(parameters, None, decoder, config)
+        let (decoder, copies) = decoder_in(&model, &parameters, config.compute_dtype)?;
+        Self::of_decoder(parameters, None, decoder, copies, config)
     }
 
     /// An actor that trains `adapters` and leaves `parameters` as they are: what the optimiser and the gradients hold is the
@@ -74,18 +104,26 @@ impl Actor {
         config: ActorConfig,
     ) -> Result<Self> {
         adapters.config().validate(&model).context("adapters")?;
-        let decoder = Decoder::new(&model, adapters.detached_var_builder(&parameters)?)?;
-        Self::of_decoder(parameters, Some(adapters), decoder, config)
+        let (vb, copies) = match config.compute_dtype {
+            ComputeDType::F32 => (
+                adapters.detached_var_builder(&parameters)?,
+                ComputeCopies::default(),
+            ),
+            dtype => adapters.copied_var_builder(&parameters, dtype.into())?,
+        };
+        let decoder = Decoder::new(&model, vb)?;
+        Self::of_decoder(parameters, Some(adapters), decoder, copies, config)
     }
 
     fn of_decoder(
         parameters: Parameters,
         adapters: Option<Lora>,
         decoder: Decoder,
+        copies: ComputeCopies,
         config: ActorConfig,
     ) -> Result<Self> {
         let policy = decoder.with_activation_checkpointing(config.activation_checkpointing);
-        Self::of_policy(policy, parameters, adapters, config)
+        Self::of_policy(policy, parameters, adapters, copies, config)
     }
 
     /// A sampler of this policy; it follows the updates.
@@ -96,8 +134,11 @@ impl Actor {
     /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.
     pub fn reference(&self) -> Result<Reference> {
         match &self.adapters {
-            None => Reference::new(self.model(), &self.parameters),
-            Some(_) => Reference::without_adapters(self.model(), &self.parameters),
+            None => Reference::new(self.model(), &self.parameters, self.config.compute_dtype),
+            Some(_) => {
+                let dtype = self.config.compute_dtype;
+                Reference::without_adapters(self.model(), &self.parameters, dtype)
+            }
         }
     }
 
@@ -109,7 +150,7 @@ impl Actor {
 
 impl<M: LanguageModel> Actor<M> {
     /// An actor that trains a model of your own, built from `variables`, so that updates of them change the model.
-    /// [`ActorConfig::activation_checkpointing`] is not for it.
+    /// [`ActorConfig::activation_checkpointing`] and [`ActorConfig::compute_dtype`] are not for it.
     ///
     /// Errs if `config` is not valid.
     pub fn of_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
@@ -117,13 +158,19 @@ impl<M: LanguageModel> Actor<M> {
             !config.activation_checkpointing,
             "activation_checkpointing: true, must be false for a model of one's own"
         );
-        Self::of_policy(model, variables, None, config)
+        ensure!(
+            config.compute_dtype == ComputeDType::F32,
+            "compute_dtype: {:?}, must be F32 for a model of one's own",
+            config.compute_dtype
+        );
+        Self::of_policy(model, variables, None, ComputeCopies::default(), config)
     }
 
     fn of_policy(
         policy: M,
         parameters: Parameters,
         adapters: Option<Lora>,
+        copies: ComputeCopies,
         config: ActorConfig,
     ) -> Result<Self> {
         ensure_temperature(config.temperature)?;
@@ -135,6 +182,7 @@ impl<M: LanguageModel> Actor<M> {
             policy,
             parameters,
             adapters,
+            copies,
             config,
         })
     }
@@ -211,6 +259,7 @@ impl<M: LanguageModel> Actor<M> {
             .as_ref()
             .map_or(&self.parameters, Lora::parameters);
         self.optimizer.step(trained, &self.gradients)?;
+        self.copies.refresh()?;
         Ok(StepStats {
             grad_norm,
             learning_rate,

@@ -51,7 +51,7 @@ mod tensorboard;
 mod train_config;
 mod trainer;
 
-pub use actor::{Actor, ActorConfig, StepStats};
+pub use actor::{Actor, ActorConfig, ComputeDType, StepStats};
 pub use batch::{TokenBatch, TrainingBatch, prompt_tokens_to_host, sampler_log_probs};
 pub use character_tokenizer::character_tokenizer;
 pub use chat_template::{Chat, ChatTemplate, EncodedChat, RenderedChat};

@@ -2,17 +2,19 @@
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
-use candle_grpo_nn::{Decoder, DecoderConfig, Parameters};
+use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Parameters};
 use serde::{Deserialize, Serialize};
 
-use crate::TokenBatch;
 use crate::response::response_log_probs;
+use crate::{ComputeDType, TokenBatch};
 
 /// A policy that changes only when it is told to.
 pub struct Reference {
     decoder: Decoder,
     /// Its own copy; absent where it shares the parameters that adapters are added to.
     parameters: Option<Parameters>,
+    /// What it computes with, where that is not f32.
+    copies: ComputeCopies,
 }
 
 /// How the reference follows the policy: every so many steps it becomes `alpha * policy + (1 - alpha) * reference`
@@ -48,24 +50,37 @@ fn ensure_share(alpha: f64) -> Result<()> {
 }
 
 impl Reference {
-    /// Copies `parameters` as they are now.
-    pub fn new(model: &DecoderConfig, parameters: &Parameters) -> Result<Self> {
+    /// Copies `parameters` as they are now, to compute in `dtype`.
+    pub fn new(
+        model: &DecoderConfig,
+        parameters: &Parameters,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
         let tensors = parameters
             .iter()
             .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
             .collect();
         let parameters = Parameters::from_tensors(model, tensors, parameters.device())?;
+        let (decoder, copies) = decoder_in(model, &parameters, dtype)?;
         Ok(Self {
-            decoder: Decoder::new(model, parameters.detached_var_builder())?,
+            decoder,
             parameters: Some(parameters),
+            copies,
         })
     }
 
-    /// The policy that `parameters`, which must not change, are without the adapters that train: nothing is copied.
-    pub fn without_adapters(model: &DecoderConfig, parameters: &Parameters) -> Result<Self> {
+    /// The policy that `parameters`, which must not change, are without the adapters that train: nothing is copied, if `dtype` is
+    /// f32.
+    pub fn without_adapters(
+        model: &DecoderConfig,
+        parameters: &Parameters,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
+        let (decoder, copies) = decoder_in(model, parameters, dtype)?;
         Ok(Self {
-            decoder: Decoder::new(model, parameters.detached_var_builder())?,
+            decoder,
             parameters: None,
+            copies,
         })
     }
 
@@ -100,8 +115,22 @@ impl Reference {
                 own.set(&((own.as_detached_tensor() * (1. - alpha))? + (other * alpha)?)?)?;
             }
         }
+        self.copies.refresh()?;
         Ok(())
     }
+}
+
+/// A decoder of `parameters` that records no graph, and what keeps it like them.
+pub(crate) fn decoder_in(
+    model: &DecoderConfig,
+    parameters: &Parameters,
+    dtype: ComputeDType,
+) -> Result<(Decoder, ComputeCopies)> {
+    let (vb, copies) = match dtype {
+        ComputeDType::F32 => (parameters.detached_var_builder(), ComputeCopies::default()),
+        dtype => parameters.copied_var_builder(dtype.into())?,
+    };
+    Ok((Decoder::new(model, vb)?, copies))
 }
 
 #[cfg(test)]
@@ -141,7 +170,7 @@ mod tests {
     #[test]
     fn it_takes_its_share_of_the_policy() {
         let (start, policy) = (drawn(1), drawn(2));
-        let mut reference = Reference::new(&model(8), &start).unwrap();
+        let mut reference = Reference::new(&model(8), &start, ComputeDType::F32).unwrap();
         reference.refresh(&policy, 0.25).unwrap();
         let name = "model.layers.0.mlp.up_proj.weight";
         let mixed = values(reference.parameters.as_ref().unwrap(), name);
@@ -168,8 +197,9 @@ mod tests {
         let log_probs = |reference: &Reference| -> Vec<Vec<f32>> {
             reference.log_probs(&batch, 1.).unwrap().to_vec2().unwrap()
         };
-        let of_policy = log_probs(&Reference::new(&model(8), &drawn(2)).unwrap());
-        let mut reference = Reference::new(&model(8), &drawn(1)).unwrap();
+        let of_policy =
+            log_probs(&Reference::new(&model(8), &drawn(2), ComputeDType::F32).unwrap());
+        let mut reference = Reference::new(&model(8), &drawn(1), ComputeDType::F32).unwrap();
         assert_ne!(log_probs(&reference), of_policy);
         reference.refresh(&drawn(2), 1.).unwrap();
         assert_eq!(log_probs(&reference), of_policy);
@@ -177,7 +207,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_an_error() {
-        let mut reference = Reference::new(&model(8), &drawn(1)).unwrap();
+        let mut reference = Reference::new(&model(8), &drawn(1), ComputeDType::F32).unwrap();
         for alpha in [0., 1.5, f64::NAN] {
             let error = reference.refresh(&drawn(1), alpha).unwrap_err().to_string();
             assert!(error.starts_with("alpha: "), "{error}");

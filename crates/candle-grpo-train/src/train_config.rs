@@ -7,7 +7,9 @@ use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::requirements::{Requirements, ensure_consistent};
-use crate::{ActorConfig, CriticConfig, LearningRateSchedule, ReferenceRefresh, SamplingConfig};
+use crate::{
+    ActorConfig, ComputeDType, CriticConfig, LearningRateSchedule, ReferenceRefresh, SamplingConfig,
+};
 
 /// Where the log-probs that the ratio of an update refers to come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -89,6 +91,8 @@ pub struct TrainConfig {
     /// Whether the policy keeps only the input of each block for the backward pass, and computes the rest again: memory that
     /// hardly grows with the number of blocks, for a third more time.
     pub activation_checkpointing: bool,
+    /// What policy and reference compute in. The weights that train are f32 whatever it is.
+    pub compute_dtype: ComputeDType,
     /// The optimiser.
     pub optimizer: AdamWConfig,
     /// How the learning rate changes.
@@ -119,6 +123,7 @@ impl Default for TrainConfig {
             mini_batch_size: None,
             micro_batch_size: 32,
             activation_checkpointing: false,
+            compute_dtype: ComputeDType::F32,
             optimizer: AdamWConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
@@ -248,6 +253,7 @@ impl TrainConfig {
             optimizer: self.optimizer.clone(),
             temperature: self.sampling.temperature,
             activation_checkpointing: self.activation_checkpointing,
+            compute_dtype: self.compute_dtype,
         }
     }
 }

@@ -7,7 +7,9 @@ use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, StepTotals, linear_log_prob,
 };
 use candle_grpo_nn::{AdamWConfig, Decoder, Gradients};
-use candle_grpo_train::{Actor, ActorConfig, TokenBatch, TrainingBatch, prompt_tokens_to_host};
+use candle_grpo_train::{
+    Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch, prompt_tokens_to_host,
+};
 use common::{max_difference, model, parameters, prompts, sampling};
 use rstest::rstest;
 
@@ -21,6 +23,7 @@ fn actor(policy_loss: PolicyLoss) -> Actor {
         optimizer: AdamWConfig::default(),
         temperature: 1.,
         activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
     };
     Actor::new(model(), parameters(), config).unwrap()
 }
@@ -250,4 +253,52 @@ fn gradients_are_those_of_a_graph(
             "{name}: {distance} of {largest}"
         );
     }
+}
+
+#[rstest]
+#[case(ComputeDType::Bf16, 0.06)]
+#[case(ComputeDType::F16, 0.01)]
+fn half_types_compute_and_f32_learns(#[case] compute_dtype: ComputeDType, #[case] near: f32) {
+    let mut full = actor(PolicyLoss::grpo());
+    let batch = batch(&full);
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let config = ActorConfig {
+        compute_dtype,
+        ..full.config().clone()
+    };
+    let mut half = Actor::new(model(), parameters(), config).unwrap();
+    let before = half.log_probs(&batch.tokens).unwrap();
+    let distance = max_difference(&before, &full.log_probs(&batch.tokens).unwrap());
+    assert!(distance > 0. && distance < near, "{distance}");
+
+    for actor in [&mut full, &mut half] {
+        actor.forward_backward(&batch, &totals).unwrap();
+    }
+    for (name, expected) in full.gradients().iter() {
+        let found = half.gradients().get(name).unwrap();
+        let largest = max_difference(expected, &expected.zeros_like().unwrap());
+        let distance = max_difference(found, expected);
+        assert!(
+            distance < 10. * near * largest,
+            "{name}: {distance} of {largest}"
+        );
+    }
+    let reference = half.reference().unwrap();
+    let sampler = half.sampler(sampling()).unwrap();
+    let prompts = prompts(&["abc"]);
+    let draw = || {
+        sampler
+            .sample(&prompts.iter().collect::<Vec<_>>(), 2, 0)
+            .unwrap()
+    };
+    let drawn = draw();
+    half.set_learning_rate(1.);
+    half.clip_grad_and_step(1.).unwrap();
+    // Policy and sampler follow the update, and the reference does not.
+    assert!(max_difference(&half.log_probs(&batch.tokens).unwrap(), &before) > 1.);
+    assert_ne!(draw()[0].log_probs, drawn[0].log_probs);
+    assert_eq!(
+        max_difference(&reference.log_probs(&batch.tokens, 1.).unwrap(), &before),
+        0.
+    );
 }

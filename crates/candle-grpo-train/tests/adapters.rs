@@ -6,7 +6,8 @@ use candle_core::Device;
 use candle_grpo_loss::{LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
 use candle_grpo_train::{
-    ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer, load_checkpoint, save_checkpoint,
+    ComputeDType, ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer, load_checkpoint,
+    save_checkpoint,
 };
 use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
 
@@ -68,7 +69,8 @@ fn the_reference_of_adapters_is_the_base() {
     let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
     let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
     let reference = trainer.actor().reference().unwrap();
-    let of_base = candle_grpo_train::Reference::new(&model(), &parameters()).unwrap();
+    let of_base =
+        candle_grpo_train::Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
     let [a, b] = [&reference, &of_base].map(|r| r.log_probs(&batch, 1.).unwrap());
     assert_eq!(max_difference(&a, &b), 0.);
     let policy = trainer.actor().log_probs(&batch).unwrap();
@@ -90,7 +92,9 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     let policy = trainer.actor().log_probs(&batch).unwrap();
     let checkpoint = load_checkpoint(&path, &Device::Cpu).unwrap();
     assert!(checkpoint.optimizer_state.is_none());
-    let merged = candle_grpo_train::Reference::new(&model(), &checkpoint.parameters).unwrap();
+    let merged =
+        candle_grpo_train::Reference::new(&model(), &checkpoint.parameters, ComputeDType::F32)
+            .unwrap();
     assert!(max_difference(&merged.log_probs(&batch, 1.).unwrap(), &policy) < 1e-4);
 
     let adapters = Lora::load(&path.join("adapter"), &model(), &Device::Cpu).unwrap();

@@ -7,8 +7,8 @@ use std::fs;
 use candle_core::Device;
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_train::{
-    Actor, ActorConfig, RunDir, Sample, Sampler, TrainConfig, Trainer, load_checkpoint,
-    save_checkpoint,
+    Actor, ActorConfig, ComputeDType, RunDir, Sample, Sampler, TrainConfig, Trainer,
+    load_checkpoint, save_checkpoint,
 };
 use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
 use serde_json::json;
@@ -66,6 +66,7 @@ fn a_checkpoint_gives_back_the_policy_to_the_bit() {
         optimizer: Default::default(),
         temperature: 1.,
         activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
     };
     let mut actor = Actor::new(read.model, read.parameters, config).unwrap();
     actor

@@ -16,8 +16,8 @@ use candle_grpo_loss::{
     KlLoss, PolicyLoss, PositiveIf, PositiveNll, Recipe, RolloutCorrection, RolloutFilter, Topr,
 };
 use candle_grpo_train::{
-    OldLogProbs, Reference, ReferenceRefresh, RewardFunction, Sample, SamplingConfig, TrainConfig,
-    Trainer, WeightedRewards, evaluate,
+    ComputeDType, OldLogProbs, Reference, ReferenceRefresh, RewardFunction, Sample, SamplingConfig,
+    TrainConfig, Trainer, WeightedRewards, evaluate,
 };
 use common::{max_difference, model, parameters, prompts, sampling, tokenizer};
 use rstest::rstest;
@@ -431,7 +431,7 @@ fn a_teacher_is_learned_from() {
         "{error:#}"
     );
     let teacher = candle_grpo_nn::Parameters::init(&model(), 9, &candle_core::Device::Cpu).unwrap();
-    let teacher = Reference::new(&model(), &teacher).unwrap();
+    let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
     let mut trainer = trainer(nothing, config).with_teacher(teacher);
     let metrics = trainer.step().unwrap();
     assert!(!metrics.skipped && metrics.policy["teacher_kl"] > 0.1);

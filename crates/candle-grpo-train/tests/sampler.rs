@@ -6,7 +6,7 @@ use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
 use candle_grpo_train::{
-    Actor, ActorConfig, FinishReason, Prompt, Sampler, SamplingConfig, TokenBatch,
+    Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Sampler, SamplingConfig, TokenBatch,
     sampler_log_probs,
 };
 use common::{END, max_difference, model, parameters, prompts, sampler, sampling};
@@ -172,6 +172,7 @@ fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
         optimizer: AdamWConfig::default(),
         temperature,
         activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
     };
     let actor = Actor::new(model(), parameters(), config).unwrap();
     let config = SamplingConfig {

@@ -7,8 +7,8 @@ use candle_grpo_core::{AdvantageConfig, Scale, SingleSample};
 use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{AdamWConfig, Parameters};
 use candle_grpo_train::{
-    Actor, ActorConfig, Example, LearningRateSchedule, OldLogProbs, PretrainConfig, RewardFunction,
-    Sample, StepMetrics, TrainConfig, Trainer, evaluate, pretrain,
+    Actor, ActorConfig, ComputeDType, Example, LearningRateSchedule, OldLogProbs, PretrainConfig,
+    RewardFunction, Sample, StepMetrics, TrainConfig, Trainer, evaluate, pretrain,
 };
 use common::{END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer};
 use rstest::rstest;
@@ -192,6 +192,7 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
         optimizer: config.optimizer,
         temperature: 1.,
         activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
     };
     let error = Actor::new(model(), parameters(), config).err().unwrap();
     let error = format!("{error:#}");

@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_grpo_core::{GroupAdvantage, Scale};
 use candle_grpo_loss::{PolicyLoss, StepTotals};
 use candle_grpo_nn::{AdamWConfig, LanguageModel, PackedTokens, Parameters};
-use candle_grpo_train::{Actor, ActorConfig, TokenBatch, TrainingBatch};
+use candle_grpo_train::{Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch};
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 use rand::{Rng, SeedableRng, distr::weighted::WeightedIndex, rngs::StdRng};
 
@@ -31,7 +31,10 @@ struct Policy {
 
 impl Policy {
     fn new(vb: VarBuilder) -> Result<Self> {
-        let noise = candle_nn::init::Init::Randn { mean: 0., stdev: 0.3 };
+        let noise = candle_nn::init::Init::Randn {
+            mean: 0.,
+            stdev: 0.3,
+        };
         Ok(Self {
             embedding: vb.get_with_hints((DIGITS, WIDTH), "embedding", noise)?,
             positions: vb.get_with_hints((PROMPT_LENGTH, WIDTH), "positions", noise)?,
@@ -84,7 +87,11 @@ fn main() -> Result<()> {
     let device = Device::Cpu; // or Device::new_cuda(0)?
     let variables = VarMap::new();
     let policy = Policy::new(VarBuilder::from_varmap(&variables, DType::F32, &device))?;
-    let variables = variables.data().lock().expect("no other thread has it").clone();
+    let variables = variables
+        .data()
+        .lock()
+        .expect("no other thread has it")
+        .clone();
     let config = ActorConfig {
         policy_loss: PolicyLoss {
             entropy_coef: 0.02,
@@ -96,8 +103,13 @@ fn main() -> Result<()> {
         },
         temperature: 1.,
         activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
     };
-    let mut actor = Actor::of_model(policy, Parameters::of_variables(variables, &device)?, config)?;
+    let mut actor = Actor::of_model(
+        policy,
+        Parameters::of_variables(variables, &device)?,
+        config,
+    )?;
     let advantage = GroupAdvantage::grpo();
 
     let mut rng = StdRng::seed_from_u64(1);
@@ -121,21 +133,33 @@ fn main() -> Result<()> {
 
         reward = rewards.iter().sum::<f32>() / rewards.len() as f32;
         if step % 50 == 0 {
-            println!("step {step:3}: reward {reward:.2}, gradient norm {:.3}", stats.grad_norm);
+            println!(
+                "step {step:3}: reward {reward:.2}, gradient norm {:.3}",
+                stats.grad_norm
+            );
         }
     }
     println!("after:    reward {reward:.2}");
-    ensure!(reward > 0.9, "the policy did not learn to tell the largest digit");
+    ensure!(
+        reward > 0.9,
+        "the policy did not learn to tell the largest digit"
+    );
     Ok(())
 }
 
 /// Prompts with their samples, those of a group side by side.
 fn sample(policy: &Policy, rng: &mut StdRng) -> Result<Vec<(Vec<u32>, [u32; 1])>> {
     let prompts: Vec<Vec<u32>> = (0..PROMPTS)
-        .map(|_| (0..PROMPT_LENGTH).map(|_| rng.random_range(0..DIGITS as u32)).collect())
+        .map(|_| {
+            (0..PROMPT_LENGTH)
+                .map(|_| rng.random_range(0..DIGITS as u32))
+                .collect()
+        })
         .collect();
     let tokens = PackedTokens::new(&prompts, policy.output.device())?;
-    let last: Vec<u32> = (1..=PROMPTS as u32).map(|row| row * PROMPT_LENGTH as u32 - 1).collect();
+    let last: Vec<u32> = (1..=PROMPTS as u32)
+        .map(|row| row * PROMPT_LENGTH as u32 - 1)
+        .collect();
     let hidden = policy
         .hidden_states(&tokens)?
         .detach()
