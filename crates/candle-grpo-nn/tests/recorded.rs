@@ -282,7 +282,7 @@ fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
         .map(|(name, values)| Ok((name.to_owned(), Var::from_tensor(&values)?)))
         .collect::<Result<Vec<_>>>()?;
     let variables = Parameters::of_variables(variables, &Device::Cpu)?;
-    let get = |name| variables.get(name).expect("a variable").as_tensor().clone();
+    let get = |name: &str| variables.get(name).expect("a variable").as_tensor().clone();
     let model = |cuts| Bag {
         embedding: get("embedding"),
         map: get("map"),
