@@ -200,7 +200,7 @@ mod tests {
             completion,
             prompt_tokens: &[1],
             completion_tokens: &[2],
-            finish_reason: FinishReason::Stop,
+            finish_reason: FinishReason::StopToken,
             columns: &serde_json::Value::Null,
         };
         let samples = [sample("<t>7</t>"), sample("7")];

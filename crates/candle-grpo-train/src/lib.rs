@@ -47,9 +47,11 @@ mod scored;
 mod shuffle;
 mod special_tokens;
 mod step_metrics;
+mod stop_strings;
 mod tensorboard;
 mod train_config;
 mod trainer;
+mod truncation;
 
 pub use actor::{Actor, ActorConfig, ComputeDType, StepStats};
 pub use batch::{TokenBatch, TrainingBatch, prompt_tokens_to_host, sampler_log_probs};

@@ -158,17 +158,21 @@ pub(crate) fn decode(rollouts: &[Rollout], tokenizer: &Tokenizer) -> Result<Vec<
     rollouts
         .iter()
         .map(|rollout| {
-            tokenizer
-                .decode(&rollout.completion_tokens, true)
-                .map_err(|e| {
-                    anyhow::anyhow!(
-                        "completion {} of prompt {} cannot be decoded: {e}",
-                        rollout.sample_index,
-                        rollout.prompt_index
-                    )
-                })
+            decode_tokens(&rollout.completion_tokens, tokenizer).with_context(|| {
+                format!(
+                    "completion {} of prompt {} cannot be decoded",
+                    rollout.sample_index, rollout.prompt_index
+                )
+            })
         })
         .collect()
+}
+
+/// The text of some tokens, special tokens left out.
+pub(crate) fn decode_tokens(tokens: &[u32], tokenizer: &Tokenizer) -> Result<String> {
+    tokenizer
+        .decode(tokens, true)
+        .map_err(|e| anyhow::anyhow!("{e}"))
 }
 
 /// The components of the rewards of `rollouts`, whose completions read `texts` and which answer `prompts` in groups of
@@ -238,7 +242,7 @@ mod tests {
                 completion,
                 prompt_tokens: &[1],
                 completion_tokens: &[2],
-                finish_reason: FinishReason::Stop,
+                finish_reason: FinishReason::StopToken,
                 columns: &Value::Null,
             })
             .collect()

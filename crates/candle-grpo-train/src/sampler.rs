@@ -1,29 +1,51 @@
 //! Drawing completions from a policy.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{DType, Device, Tensor};
-use candle_grpo_nn::{Decoder, DecoderConfig, KvCache, Parameters};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId};
 use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::draw::{Distribution, generator, uniform};
-use crate::padding::{left_padded, padding_mask};
+use crate::stop_strings::{DecodeText, StopStrings};
+use crate::truncation::{Truncated, Truncation};
 use crate::{FinishReason, Prompt, Rollout};
 
+/// About so many prompt tokens go through the decoder at a time.
+const PREFILL_TOKENS: usize = 512;
+
 /// How completions are drawn.
+///
+/// A token is drawn from `softmax(logits / temperature)`, of which `top_k`, `top_p` and `min_p` leave the likelier tokens, in this
+/// order and as in transformers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SamplingConfig {
     /// Logits are divided by this before the softmax. Above 0; 1 is the policy itself.
     pub temperature: f64,
+    /// Only the so many likeliest tokens may be drawn, and those as likely as the last of them; 0 is all.
+    pub top_k: usize,
+    /// Only the likeliest tokens that together have at least this probability may be drawn (nucleus sampling, Holtzman et al.
+    /// 2020); the least number of them, the lower id first among equals. Above 0; 1 is all.
+    pub top_p: f64,
+    /// Only tokens with at least this times the greatest probability may be drawn (Nguyen et al. 2025). 0 is all.
+    pub min_p: f64,
     /// Always take the likeliest token, for evaluation. Log-probs are then still those at `temperature`.
     pub greedy: bool,
     /// The greatest length of a completion in tokens, the stop token included. At least 1.
     pub max_new_tokens: usize,
     /// Tokens that end a completion.
     pub stop_token_ids: Vec<u32>,
+    /// Strings that end a completion once its text has one of them, wherever tokens begin and end. For these the sampler needs
+    /// [`Sampler::with_decoder_of_text`].
+    pub stop_strings: Vec<String>,
+    /// The most completions that are drawn side by side, others wait until one has ended: a bound of memory, without influence on
+    /// what is drawn.
+    pub max_batch_size: usize,
     /// What the random numbers come from.
     pub seed: u64,
 }
@@ -32,9 +54,14 @@ impl Default for SamplingConfig {
     fn default() -> Self {
         Self {
             temperature: 1.,
+            top_k: 0,
+            top_p: 1.,
+            min_p: 0.,
             greedy: false,
             max_new_tokens: 256,
             stop_token_ids: Vec::new(),
+            stop_strings: Vec::new(),
+            max_batch_size: 256,
             seed: 0,
         }
     }
@@ -44,11 +71,25 @@ impl SamplingConfig {
     /// Errs if a field has a value with which nothing can be drawn.
     pub fn validate(&self) -> Result<()> {
         ensure_temperature(self.temperature)?;
-        ensure!(
-            self.max_new_tokens > 0,
-            "max_new_tokens: 0, must be at least 1"
-        );
+        self.truncation().validate()?;
+        for (name, value) in [
+            ("max_new_tokens", self.max_new_tokens),
+            ("max_batch_size", self.max_batch_size),
+        ] {
+            ensure!(value > 0, "{name}: 0, must be at least 1");
+        }
+        if let Some(at) = self.stop_strings.iter().position(String::is_empty) {
+            anyhow::bail!("stop_strings[{at}]: empty, must have at least one character");
+        }
         Ok(())
+    }
+
+    fn truncation(&self) -> Truncation {
+        Truncation {
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+        }
     }
 }
 
@@ -65,18 +106,43 @@ pub(crate) fn ensure_temperature(temperature: f64) -> Result<()> {
 ///
 /// The random numbers of a completion depend on the seed, the `stream`, the index of its prompt and its number among
 /// the completions of that prompt, and on nothing else: the other prompts of the batch do not matter. The number goes on
-/// counting where a prompt occurs again in a batch, so that no two completions of it are the same draw.
+/// counting where a prompt occurs again in a batch, so that no two completions of it are the same draw. On the CPU, tokens and
+/// log-probs are the same to the bit in whatever batch, order and number of threads.
+///
+/// Each distinct prompt is computed once, and its keys and values are shared by its completions; a completion that has ended costs
+/// nothing any more, and one that waits takes its place.
 pub struct Sampler {
     decoder: Decoder,
     device: Device,
     config: SamplingConfig,
+    decode: Option<Arc<DecodeText>>,
 }
 
-/// A completion that has not ended, with its row in the attention mask and the cache.
+/// A distinct prompt of a call.
+struct PromptState<'a> {
+    tokens: &'a [u32],
+    /// Completions that have not begun.
+    waiting: usize,
+    /// Its sequence in the cache and the logits `[1, V]` after it, while completions wait.
+    computed: Option<(SequenceId, Tensor)>,
+}
+
+/// A completion that has not begun.
+struct Waiting {
+    rollout: usize,
+    prompt: usize,
+    random: ChaCha8Rng,
+}
+
+/// A completion that has not ended.
 struct Live {
     rollout: usize,
-    row: u32,
+    sequence: SequenceId,
     random: ChaCha8Rng,
+    tokens: Vec<u32>,
+    log_probs: Vec<f32>,
+    drawn_log_probs: Vec<f32>,
+    end: Option<FinishReason>,
 }
 
 impl Sampler {
@@ -99,7 +165,18 @@ impl Sampler {
             device: decoder.output_weight().device().clone(),
             decoder,
             config,
+            decode: None,
         })
+    }
+
+    /// With the function that turns tokens into text, in which stop strings are looked for. It is called with the last tokens of a
+    /// completion, from several threads.
+    pub fn with_decoder_of_text(
+        mut self,
+        decode: impl Fn(&[u32]) -> Result<String> + Send + Sync + 'static,
+    ) -> Self {
+        self.decode = Some(Arc::new(decode));
+        self
     }
 
     /// How this sampler draws.
@@ -111,7 +188,8 @@ impl Sampler {
     ///
     /// `stream` keeps draws apart that are otherwise the same, those of different training steps for example.
     ///
-    /// Errs if there are no prompts, a prompt is empty or too long for the model, or `num_generations` is 0.
+    /// Errs if there are no prompts, a prompt is empty, too long for the model or has a token that the model does not know,
+    /// `num_generations` is 0, or there are stop strings and nothing to decode text with.
     pub fn sample(
         &self,
         prompts: &[&Prompt],
@@ -123,77 +201,37 @@ impl Sampler {
             "num_generations: 0, must be at least 1"
         );
         self.ensure_prompts_fit(prompts)?;
-
-        // Each distinct prompt runs once.
-        let mut row_of = HashMap::new();
-        let mut distinct: Vec<&[u32]> = Vec::new();
-        let mut rollouts = Vec::with_capacity(prompts.len() * num_generations);
-        let mut live = Vec::with_capacity(rollouts.capacity());
-        let mut drawn_of: HashMap<u64, usize> = HashMap::new();
-        for prompt in prompts {
-            let drawn = drawn_of.entry(prompt.index).or_default();
-            let samples = *drawn..*drawn + num_generations;
-            *drawn = samples.end;
-            let row = *row_of.entry(&prompt.tokens).or_insert_with(|| {
-                distinct.push(&prompt.tokens);
-                distinct.len() as u32 - 1
-            });
-            for sample in samples {
-                live.push(Live {
-                    rollout: rollouts.len(),
-                    row,
-                    random: generator(self.config.seed, stream, prompt.index, sample as u64),
-                });
-                rollouts.push(Rollout {
-                    prompt_index: prompt.index,
-                    sample_index: sample,
-                    prompt_tokens: prompt.tokens.clone(),
-                    completion_tokens: Vec::new(),
-                    log_probs: Vec::new(),
-                    finish_reason: FinishReason::Length,
-                });
+        let stop_strings = self.stop_strings()?;
+        let (mut rollouts, mut states, waiting) = self.plan(prompts, num_generations, stream);
+        let mut waiting = waiting.into_iter();
+        let mut cache = PagedCache::new(
+            self.decoder.config(),
+            self.decoder.output_weight().dtype(),
+            &self.device,
+        )?;
+        let mut live: Vec<Live> = Vec::new();
+        loop {
+            if !live.is_empty() {
+                let new: Vec<(SequenceId, &[u32])> = live
+                    .iter()
+                    .map(|l| (l.sequence, &l.tokens[l.tokens.len() - 1..]))
+                    .collect();
+                let logits = self.decoder.next_logits(&new, &mut cache)?;
+                let rows: Vec<usize> = (0..live.len()).collect();
+                self.draw(&logits, &rows, &mut live, stop_strings.as_ref(), &rollouts)?;
+                self.finish(&mut live, &mut rollouts, &mut cache)?;
+            }
+            let places = self.config.max_batch_size - live.len();
+            let admitted: Vec<Waiting> = waiting.by_ref().take(places).collect();
+            if !admitted.is_empty() {
+                let (logits, rows, mut begun) = self.begin(admitted, &mut states, &mut cache)?;
+                self.draw(&logits, &rows, &mut begun, stop_strings.as_ref(), &rollouts)?;
+                self.finish(&mut begun, &mut rollouts, &mut cache)?;
+                live.append(&mut begun);
+            } else if live.is_empty() {
+                return Ok(rollouts);
             }
         }
-
-        let mut cache = KvCache::new(self.decoder.config().num_hidden_layers);
-        let width = distinct.iter().map(|p| p.len()).max().unwrap_or(0);
-        let mut mask = padding_mask(&distinct, width, &self.device)?;
-        let ids = left_padded(&distinct, width, &self.device)?;
-        let mut logits = self.next_logits(&ids, &mask, &mut cache)?;
-        let mut rows = distinct.len();
-        for length in 1..=self.config.max_new_tokens {
-            let drawn = self.draw(&logits, &mut live, &mut rollouts)?;
-            let ended: Vec<bool> = live
-                .iter()
-                .map(|l| rollouts[l.rollout].finish_reason == FinishReason::Stop)
-                .collect();
-            let (tokens, kept): (Vec<u32>, Vec<u32>) = drawn
-                .iter()
-                .zip(&live)
-                .zip(&ended)
-                .filter(|(_, ended)| !**ended)
-                .map(|((&token, l), _)| (token, l.row))
-                .unzip();
-            if tokens.is_empty() || length == self.config.max_new_tokens {
-                break;
-            }
-            let mut ended = ended.into_iter();
-            live.retain(|_| !ended.next().unwrap_or(false));
-            if kept.len() != rows || kept.iter().enumerate().any(|(i, &row)| row != i as u32) {
-                let kept = Tensor::new(kept.as_slice(), &self.device)?;
-                cache.select_rows(&kept)?;
-                mask = mask.index_select(&kept, 0)?;
-            }
-            rows = live.len();
-            for (row, l) in live.iter_mut().enumerate() {
-                l.row = row as u32;
-            }
-            let ids = Tensor::from_vec(tokens, (rows, 1), &self.device)?;
-            let ones = Tensor::ones((rows, 1), mask.dtype(), &self.device)?;
-            mask = Tensor::cat(&[&mask, &ones], 1)?;
-            logits = self.next_logits(&ids, &mask, &mut cache)?;
-        }
-        Ok(rollouts)
     }
 
     fn ensure_prompts_fit(&self, prompts: &[&Prompt]) -> Result<()> {
@@ -202,6 +240,7 @@ impl Sampler {
             "prompts: none, there must be at least one"
         );
         let max_positions = self.decoder.config().max_position_embeddings;
+        let vocabulary = self.decoder.config().vocab_size;
         for prompt in prompts {
             let (index, length) = (prompt.index, prompt.tokens.len());
             ensure!(
@@ -213,55 +252,244 @@ impl Sampler {
                 "prompt {index}: {length} tokens and max_new_tokens {} make more than the {max_positions} positions of the model",
                 self.config.max_new_tokens
             );
+            if let Some(at) = prompt.tokens.iter().position(|&t| t as usize >= vocabulary) {
+                anyhow::bail!(
+                    "prompt {index}: token {at} is {}, must be below the {vocabulary} of the model",
+                    prompt.tokens[at]
+                );
+            }
         }
         Ok(())
     }
 
-    /// The logits `[rows, V]` after the last of `ids`.
-    fn next_logits(&self, ids: &Tensor, mask: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
-        let hidden = self.decoder.hidden_states(ids, mask, Some(cache))?;
-        let last = hidden.narrow(1, hidden.dim(1)? - 1, 1)?.squeeze(1)?;
-        Ok(self.decoder.logits(&last.contiguous()?)?)
+    fn stop_strings(&self) -> Result<Option<StopStrings>> {
+        let strings = &self.config.stop_strings;
+        if strings.is_empty() {
+            return Ok(None);
+        }
+        let decode = self.decode.clone().context(
+            "stop_strings: the sampler cannot decode text, it must be given how by with_decoder_of_text",
+        )?;
+        Ok(Some(StopStrings::new(strings.clone(), decode)))
     }
 
-    /// Draws the next token of each live completion and adds it to its rollout.
+    /// All completions, the distinct prompts, and what waits.
+    fn plan<'a>(
+        &self,
+        prompts: &[&'a Prompt],
+        num_generations: usize,
+        stream: u64,
+    ) -> (Vec<Rollout>, Vec<PromptState<'a>>, Vec<Waiting>) {
+        let mut state_of = HashMap::new();
+        let mut states: Vec<PromptState> = Vec::new();
+        let mut rollouts = Vec::with_capacity(prompts.len() * num_generations);
+        let mut waiting = Vec::with_capacity(rollouts.capacity());
+        let mut drawn_of: HashMap<u64, usize> = HashMap::new();
+        for prompt in prompts {
+            let drawn = drawn_of.entry(prompt.index).or_default();
+            let samples = *drawn..*drawn + num_generations;
+            *drawn = samples.end;
+            let state = *state_of.entry(&prompt.tokens).or_insert_with(|| {
+                states.push(PromptState {
+                    tokens: &prompt.tokens,
+                    waiting: 0,
+                    computed: None,
+                });
+                states.len() - 1
+            });
+            states[state].waiting += num_generations;
+            for sample in samples {
+                waiting.push(Waiting {
+                    rollout: rollouts.len(),
+                    prompt: state,
+                    random: generator(self.config.seed, stream, prompt.index, sample as u64),
+                });
+                rollouts.push(Rollout {
+                    prompt_index: prompt.index,
+                    sample_index: sample,
+                    prompt_tokens: prompt.tokens.clone(),
+                    completion_tokens: Vec::new(),
+                    log_probs: Vec::new(),
+                    drawn_log_probs: Vec::new(),
+                    finish_reason: FinishReason::Length,
+                });
+            }
+        }
+        (rollouts, states, waiting)
+    }
+
+    /// Computes the prompts of the admitted completions that are not computed yet, and lets the completions begin: the logits
+    /// after the prompts, and which row of them each completion draws from.
+    fn begin(
+        &self,
+        admitted: Vec<Waiting>,
+        states: &mut [PromptState],
+        cache: &mut PagedCache,
+    ) -> Result<(Tensor, Vec<usize>, Vec<Live>)> {
+        let mut wanted: Vec<usize> = admitted.iter().map(|w| w.prompt).collect();
+        wanted.sort_unstable();
+        wanted.dedup();
+        let mut pass: Vec<usize> = Vec::new();
+        let mut tokens = 0;
+        for &prompt in &wanted {
+            if states[prompt].computed.is_some() {
+                continue;
+            }
+            pass.push(prompt);
+            tokens += states[prompt].tokens.len();
+            if tokens >= PREFILL_TOKENS {
+                self.compute(&pass, states, cache)?;
+                pass.clear();
+                tokens = 0;
+            }
+        }
+        self.compute(&pass, states, cache)?;
+
+        let mut logits = Vec::with_capacity(wanted.len());
+        let mut sequences = HashMap::new();
+        for &prompt in &wanted {
+            let (sequence, of_prompt) = states[prompt]
+                .computed
+                .as_ref()
+                .context("a prompt was not computed")?;
+            sequences.insert(prompt, (*sequence, logits.len()));
+            logits.push(of_prompt.clone());
+        }
+        let mut rows = Vec::with_capacity(admitted.len());
+        let mut begun = Vec::with_capacity(admitted.len());
+        for completion in admitted {
+            let (sequence, row) = sequences[&completion.prompt];
+            rows.push(row);
+            begun.push(Live {
+                rollout: completion.rollout,
+                sequence: cache.fork(sequence)?,
+                random: completion.random,
+                tokens: Vec::new(),
+                log_probs: Vec::new(),
+                drawn_log_probs: Vec::new(),
+                end: None,
+            });
+            let state = &mut states[completion.prompt];
+            state.waiting -= 1;
+            if state.waiting == 0 {
+                state.computed = None;
+                cache.remove(sequence)?;
+            }
+        }
+        Ok((Tensor::cat(&logits, 0)?, rows, begun))
+    }
+
+    fn compute(
+        &self,
+        prompts: &[usize],
+        states: &mut [PromptState],
+        cache: &mut PagedCache,
+    ) -> Result<()> {
+        if prompts.is_empty() {
+            return Ok(());
+        }
+        let new: Vec<(SequenceId, &[u32])> = prompts
+            .iter()
+            .map(|&prompt| (cache.add(), states[prompt].tokens))
+            .collect();
+        let logits = self.decoder.next_logits(&new, cache)?;
+        for (row, (&prompt, (sequence, _))) in prompts.iter().zip(new).enumerate() {
+            states[prompt].computed = Some((sequence, logits.narrow(0, row, 1)?));
+        }
+        Ok(())
+    }
+
+    /// Draws the next token of each completion, from the row of `logits` that `rows` says.
     fn draw(
         &self,
         logits: &Tensor,
+        rows: &[usize],
         live: &mut [Live],
-        rollouts: &mut [Rollout],
-    ) -> Result<Vec<u32>> {
+        stop_strings: Option<&StopStrings>,
+        rollouts: &[Rollout],
+    ) -> Result<()> {
         let vocabulary = logits.dim(1)?;
         let logits = logits
+            .to_device(&Device::Cpu)?
             .to_dtype(DType::F32)?
-            .flatten_all()?
-            .to_vec1::<f32>()?;
-        let mut drawn = Vec::with_capacity(live.len());
-        for l in live {
-            let rollout = &mut rollouts[l.rollout];
-            let start = l.row as usize * vocabulary;
-            let row = &logits[start..start + vocabulary];
-            let distribution =
-                Distribution::new(row, self.config.temperature).with_context(|| {
+            .contiguous()?;
+        let (storage, layout) = logits.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(values)) = &*storage else {
+            anyhow::bail!("logits: not f32 on the CPU");
+        };
+        let values = &values[layout.start_offset()..];
+        let results: Vec<Result<()>> = live
+            .par_iter_mut()
+            .zip(rows)
+            .map(|(l, row)| {
+                let logits = &values[row * vocabulary..][..vocabulary];
+                self.draw_one(logits, l, stop_strings).with_context(|| {
+                    let rollout = &rollouts[l.rollout];
                     format!(
                         "completion {} of prompt {}, token {}",
                         rollout.sample_index,
                         rollout.prompt_index,
-                        rollout.completion_tokens.len()
+                        l.tokens.len()
                     )
-                })?;
-            let token = if self.config.greedy {
-                distribution.mode()
+                })
+            })
+            .collect();
+        results.into_iter().collect()
+    }
+
+    fn draw_one(
+        &self,
+        logits: &[f32],
+        l: &mut Live,
+        stop_strings: Option<&StopStrings>,
+    ) -> Result<()> {
+        let distribution = Distribution::new(logits, self.config.temperature)?;
+        let truncation = self.config.truncation();
+        let (token, drawn_log_prob) = if self.config.greedy {
+            (distribution.mode(), 0.)
+        } else {
+            let u = uniform(&mut l.random);
+            if truncation.is_off() {
+                let token = distribution.quantile(u);
+                (token, distribution.log_prob(token))
             } else {
-                distribution.quantile(uniform(&mut l.random))
-            };
-            rollout.completion_tokens.push(token);
-            rollout.log_probs.push(distribution.log_prob(token));
-            if self.config.stop_token_ids.contains(&token) {
-                rollout.finish_reason = FinishReason::Stop;
+                Truncated::new(&distribution, truncation).quantile(u)
             }
-            drawn.push(token);
+        };
+        l.log_probs.push(distribution.log_prob(token));
+        l.drawn_log_probs.push(drawn_log_prob);
+        l.tokens.push(token);
+        let at_string = match stop_strings {
+            Some(stop_strings) => stop_strings.end(&l.tokens)?,
+            None => false,
+        };
+        l.end = if self.config.stop_token_ids.contains(&token) {
+            Some(FinishReason::StopToken)
+        } else if at_string {
+            Some(FinishReason::StopString)
+        } else if l.tokens.len() == self.config.max_new_tokens {
+            Some(FinishReason::Length)
+        } else {
+            None
+        };
+        Ok(())
+    }
+
+    /// Takes the completions that have ended out of `live`.
+    fn finish(
+        &self,
+        live: &mut Vec<Live>,
+        rollouts: &mut [Rollout],
+        cache: &mut PagedCache,
+    ) -> Result<()> {
+        for l in live.extract_if(.., |l| l.end.is_some()) {
+            cache.remove(l.sequence)?;
+            let rollout = &mut rollouts[l.rollout];
+            rollout.completion_tokens = l.tokens;
+            rollout.log_probs = l.log_probs;
+            rollout.drawn_log_probs = l.drawn_log_probs;
+            rollout.finish_reason = l.end.unwrap_or(FinishReason::Length);
         }
-        Ok(drawn)
+        Ok(())
     }
 }

@@ -14,7 +14,7 @@ use tokenizers::Tokenizer;
 
 use crate::learning::Lesson;
 use crate::requirements::Requirements;
-use crate::reward::{decode, score_rollouts};
+use crate::reward::{decode, decode_tokens, score_rollouts};
 use crate::scored::ScoredRollouts;
 use crate::{
     Actor, Critic, PhaseSeconds, Prompt, Reference, RewardFunction, Sampler, SamplingConfig,
@@ -77,8 +77,14 @@ impl Trainer {
             Some(critic) => Some(Critic::new(actor.model(), actor.parameters(), critic)?),
             None => None,
         };
+        let sampler = |sampling: SamplingConfig| -> Result<Sampler> {
+            let tokenizer = tokenizer.clone();
+            Ok(actor
+                .sampler(sampling)?
+                .with_decoder_of_text(move |tokens| decode_tokens(tokens, &tokenizer)))
+        };
         let greedy_sampler = match requirements.greedy_scores {
-            true => Some(actor.sampler(SamplingConfig {
+            true => Some(sampler(SamplingConfig {
                 greedy: true,
                 ..config.sampling.clone()
             })?),
@@ -89,7 +95,7 @@ impl Trainer {
             false => None,
         };
         Ok(Self {
-            sampler: actor.sampler(config.sampling.clone())?,
+            sampler: sampler(config.sampling.clone())?,
             greedy_sampler,
             order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
             visited: 0,

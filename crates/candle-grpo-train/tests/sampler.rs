@@ -6,10 +6,12 @@ use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Sampler, SamplingConfig, TokenBatch,
+    Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
+    TokenBatch,
     sampler_log_probs,
 };
-use common::{END, max_difference, model, parameters, prompts, sampler, sampling};
+use common::{END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer};
+use proptest::prelude::*;
 use rstest::rstest;
 
 fn all(prompts: &[Prompt]) -> Vec<&Prompt> {
@@ -30,13 +32,15 @@ fn completions_end_at_a_stop_token_or_at_the_greatest_length() {
         assert_eq!(rollout.prompt_tokens, prompts[i / 40].tokens);
         let tokens = &rollout.completion_tokens;
         assert_eq!(tokens.len(), rollout.log_probs.len());
+        assert_eq!(rollout.drawn_log_probs, rollout.log_probs);
         let (last, before) = tokens.split_last().unwrap();
         assert!(!before.contains(&END));
         match rollout.finish_reason {
-            FinishReason::Stop => assert_eq!(*last, END),
+            FinishReason::StopToken => assert_eq!(*last, END),
             FinishReason::Length => assert!(tokens.len() == 8 && *last != END),
+            FinishReason::StopString => panic!("there are no stop strings"),
         }
-        seen[usize::from(rollout.finish_reason == FinishReason::Stop)] = true;
+        seen[usize::from(rollout.finish_reason == FinishReason::StopToken)] = true;
     }
     assert_eq!(seen, [true; 2], "both ends should occur");
 }
@@ -116,9 +120,7 @@ fn a_completion_does_not_depend_on_the_other_prompts_of_the_batch() {
         let alone = sampler.sample(&[prompt], 4, 5).unwrap();
         for (a, b) in alone.iter().zip(&together[6 * i..]) {
             assert_eq!(a.completion_tokens, b.completion_tokens);
-            for (x, y) in a.log_probs.iter().zip(&b.log_probs) {
-                assert!((x - y).abs() < 1e-5, "{x} and {y}");
-            }
+            assert_eq!(a.log_probs, b.log_probs);
         }
     }
     let (first, last) = (&together[..6], &together[18..]);
@@ -207,6 +209,7 @@ fn greedy_takes_the_likeliest_token_each_time() {
     assert_eq!(rollouts[0].completion_tokens, rollouts[1].completion_tokens);
     // Of six tokens the likeliest has at least a sixth.
     for rollout in &rollouts {
+        assert!(rollout.drawn_log_probs.iter().all(|&l| l == 0.));
         assert!(rollout.log_probs.iter().all(|&l| l >= (1f32 / 6.).ln()));
     }
 }
@@ -264,6 +267,146 @@ fn bad_requests_are_errors_that_say_what_to_change() {
         .unwrap()
         .to_string();
     assert_eq!(error, "max_new_tokens: 0, must be at least 1");
+    let mut strange = good[0].clone();
+    strange.tokens = vec![1, 6];
+    let error = sampler.sample(&[&strange], 1, 0).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "prompt 0: token 1 is 6, must be below the 6 of the model"
+    );
+    let config = SamplingConfig {
+        stop_strings: vec!["x".to_owned()],
+        ..sampling()
+    };
+    let deaf = common::sampler(config);
+    let error = deaf.sample(&[&good[0]], 1, 0).unwrap_err().to_string();
+    assert!(
+        error.starts_with("stop_strings: the sampler cannot decode text"),
+        "{error}"
+    );
+}
+
+#[rstest]
+#[case(|c: &mut SamplingConfig| c.top_p = 0., "top_p: 0, must be above 0 and at most 1")]
+#[case(|c: &mut SamplingConfig| c.top_p = 1.01, "top_p: 1.01, ")]
+#[case(|c: &mut SamplingConfig| c.top_p = f64::NAN, "top_p: NaN, ")]
+#[case(|c: &mut SamplingConfig| c.min_p = -0.1, "min_p: -0.1, must be at least 0")]
+#[case(|c: &mut SamplingConfig| c.min_p = 1.1, "min_p: 1.1, ")]
+#[case(|c: &mut SamplingConfig| c.max_batch_size = 0, "max_batch_size: 0, must be at least 1")]
+#[case(|c: &mut SamplingConfig| c.stop_strings = vec!["a".to_owned(), String::new()], "stop_strings[1]: empty")]
+fn settings_out_of_range_are_named(#[case] spoil: fn(&mut SamplingConfig), #[case] words: &str) {
+    let mut config = sampling();
+    spoil(&mut config);
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with(words), "{error}");
+}
+
+fn bits(log_probs: &[f32]) -> Vec<u32> {
+    log_probs.iter().map(|x| x.to_bits()).collect()
+}
+
+/// All that a rollout says, to the bit.
+fn said(rollout: &Rollout) -> (Vec<u32>, Vec<u32>, Vec<u32>, FinishReason) {
+    (
+        rollout.completion_tokens.clone(),
+        bits(&rollout.log_probs),
+        bits(&rollout.drawn_log_probs),
+        rollout.finish_reason,
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    /// Batches of any prompts in any order, of any size, on any number of threads.
+    #[test]
+    fn only_seed_prompt_and_number_decide_a_completion(
+        texts in proptest::collection::vec("[a-e]{1,14}", 1..7),
+        order in any::<u64>(),
+        num_generations in 1usize..5,
+        max_batch_size in 1usize..20,
+        threads in 1usize..4,
+        top_p in prop_oneof![Just(1.0), Just(0.8)],
+        seed in any::<u64>(),
+    ) {
+        let prompts = prompts(&texts.iter().map(String::as_str).collect::<Vec<_>>());
+        let mut shuffled = all(&prompts);
+        shuffled.sort_by_key(|p| (p.index + 1).wrapping_mul(order | 1));
+        let config = SamplingConfig { max_batch_size, top_p, seed, ..sampling() };
+        let sampler = sampler(config);
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let together = pool.install(|| sampler.sample(&shuffled, num_generations, 3)).unwrap();
+        for (prompt, rollouts) in shuffled.iter().zip(together.chunks_exact(num_generations)) {
+            let alone = sampler.sample(&[prompt], num_generations, 3).unwrap();
+            for (alone, rollout) in alone.iter().zip(rollouts) {
+                prop_assert_eq!(rollout.prompt_index, prompt.index);
+                prop_assert_eq!(said(alone), said(rollout));
+            }
+        }
+    }
+}
+
+#[test]
+fn truncation_leaves_the_log_probs_of_the_policy_and_says_its_own() {
+    let config = SamplingConfig {
+        top_k: 3,
+        temperature: 1.4,
+        ..sampling()
+    };
+    let prompts = prompts(&["abc", "de"]);
+    let rollouts = sampler(config).sample(&all(&prompts), 200, 0).unwrap();
+    for of_prompt in rollouts.chunks_exact(200) {
+        // Of the first token, whose distribution is that of the prompt.
+        let mut drawn: Vec<(u32, f32, f32)> = of_prompt
+            .iter()
+            .map(|r| (r.completion_tokens[0], r.log_probs[0], r.drawn_log_probs[0]))
+            .collect();
+        drawn.sort_by(|a, b| a.0.cmp(&b.0));
+        drawn.dedup();
+        assert_eq!(drawn.len(), 3, "{drawn:?}");
+        let mass = |of: fn(&(u32, f32, f32)) -> f32| drawn.iter().map(|d| of(d).exp()).sum::<f32>();
+        assert!((mass(|d| d.2) - 1.).abs() < 1e-5);
+        let left = mass(|d| d.1);
+        assert!(left < 0.999);
+        assert!(drawn.iter().all(|d| (d.1 - left.ln() - d.2).abs() < 1e-5));
+    }
+}
+
+#[test]
+fn completions_end_where_their_text_has_a_stop_string() {
+    let config = SamplingConfig {
+        stop_strings: vec!["ab".to_owned(), "dd".to_owned()],
+        ..sampling()
+    };
+    let tokenizer = tokenizer();
+    let text = move |tokens: &[u32]| {
+        let text = tokenizer.decode(tokens, true);
+        text.map_err(|e| anyhow::anyhow!("{e}"))
+    };
+    let prompts = prompts(&["abc", "d", "eeeee"]);
+    let free = sampler(sampling()).sample(&all(&prompts), 100, 0).unwrap();
+    let sampler = sampler(config).with_decoder_of_text(text.clone());
+    let rollouts = sampler.sample(&all(&prompts), 100, 0).unwrap();
+    let mut ended = 0;
+    for (rollout, free) in rollouts.iter().zip(free) {
+        let tokens = &rollout.completion_tokens;
+        let has = |tokens: &[u32]| {
+            let text = text(tokens).unwrap();
+            text.contains("ab") || text.contains("dd")
+        };
+        assert_eq!(*tokens, free.completion_tokens[..tokens.len()]);
+        assert!(!has(&tokens[..tokens.len() - 1]));
+        assert_eq!(
+            has(tokens),
+            rollout.finish_reason == FinishReason::StopString
+        );
+        if has(tokens) {
+            ended += 1;
+        } else {
+            assert_eq!(tokens.len(), free.completion_tokens.len());
+        }
+    }
+    assert!((20..280).contains(&ended), "{ended}");
 }
 
 #[test]

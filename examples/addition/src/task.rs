@@ -118,7 +118,7 @@ mod tests {
                 completion,
                 prompt_tokens: &[],
                 completion_tokens: &[],
-                finish_reason: FinishReason::Stop,
+                finish_reason: FinishReason::StopToken,
                 columns: &prompt.columns,
             })
         };

@@ -1,0 +1,108 @@
+//! Ending a completion where its text has a certain string.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+
+/// Turns tokens into text.
+pub(crate) type DecodeText = dyn Fn(&[u32]) -> Result<String> + Send + Sync;
+
+/// A part of a text may begin in the middle of a character, which then reads as up to three replacement characters of three
+/// bytes each, or lose a space.
+const GARBLED: usize = 10;
+
+/// Strings that end a completion, and what turns its tokens into text.
+#[derive(Clone)]
+pub(crate) struct StopStrings {
+    strings: Vec<String>,
+    decode: Arc<DecodeText>,
+}
+
+impl StopStrings {
+    pub(crate) fn new(strings: Vec<String>, decode: Arc<DecodeText>) -> Self {
+        Self { strings, decode }
+    }
+
+    /// Whether the text of `tokens` has one of the strings, given that it had none without the last token.
+    pub(crate) fn end(&self, tokens: &[u32]) -> Result<bool> {
+        let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
+        // The end of the text is enough, however many tokens it takes: some have no text.
+        let before = match tokens.split_last() {
+            Some((last, _)) => (self.decode)(&[*last])?.len(),
+            None => 0,
+        };
+        let mut len = 1;
+        loop {
+            let len_now = len.min(tokens.len());
+            let text = (self.decode)(&tokens[tokens.len() - len_now..])?;
+            if len_now == tokens.len() || text.len() >= before + longest + GARBLED {
+                return Ok(self.strings.iter().any(|stop| text.contains(stop)));
+            }
+            len *= 2;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::anyhow;
+
+    /// Bytes are tokens; 256 has no text, 257 is "END".
+    fn decode(tokens: &[u32]) -> Result<String> {
+        let mut bytes = Vec::new();
+        for &token in tokens {
+            match token {
+                256 => (),
+                257 => bytes.extend(b"END"),
+                _ => bytes.push(u8::try_from(token).map_err(|e| anyhow!(e))?),
+            }
+        }
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn stops(strings: &[&str]) -> StopStrings {
+        let strings = strings.iter().map(|s| (*s).to_owned()).collect();
+        StopStrings::new(strings, Arc::new(decode))
+    }
+
+    /// Where a completion ends, if it does.
+    fn end(stops: &StopStrings, tokens: &[u32]) -> Option<usize> {
+        (1..=tokens.len()).find(|&len| stops.end(&tokens[..len]).unwrap())
+    }
+
+    fn bytes(text: &str) -> Vec<u32> {
+        text.bytes().map(u32::from).collect()
+    }
+
+    #[test]
+    fn a_string_may_cross_tokens_and_end_inside_one() {
+        let stops = stops(&["</answer>", "EN", "é"]);
+        assert_eq!(end(&stops, &bytes("is 42</answer>, so")), Some(14));
+        assert_eq!(end(&stops, &bytes("is 42</answe r>")), None);
+        assert_eq!(
+            end(
+                &stops,
+                &[bytes("a long beginning "), vec![257, 65]].concat()
+            ),
+            Some(18)
+        );
+        assert_eq!(end(&stops, &bytes("caf\u{e9}s")), Some(5));
+        assert_eq!(end(&stops, &bytes("É")), None);
+        assert_eq!(end(&stops, &[]), None);
+    }
+
+    #[test]
+    fn tokens_without_text_may_stand_between() {
+        let stops = stops(&["end"]);
+        let tokens = [
+            bytes("something else, e"),
+            vec![256; 50],
+            bytes("n"),
+            vec![256; 9],
+            bytes("d"),
+        ];
+        let tokens = tokens.concat();
+        assert_eq!(end(&stops, &tokens), Some(tokens.len()));
+    }
+}
