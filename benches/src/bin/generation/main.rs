@@ -1,0 +1,84 @@
+//! Generation with the dimensions of SmolLM2-135M in f32, beside another system or by its parts.
+//!
+//! Without arguments it reads `PROMPTS<tab>GENERATIONS<tab>PROMPT_TOKENS<tab>NEW_TOKENS` lines, samples that, and answers each with
+//! the seconds it took. With `--parts` it prints, as JSON, what a step costs at several batch sizes and what of it is needed.
+
+mod limits;
+mod parts;
+
+use std::io::{BufRead, Write};
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::Device;
+use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_train::{Prompt, Sampler, SamplingConfig};
+use mimalloc::MiMalloc;
+
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
+
+fn smollm2_135m() -> Result<DecoderConfig> {
+    let config = r#"{
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5,
+        "rope_theta": 100000, "max_position_embeddings": 8192, "tie_word_embeddings": true
+    }"#;
+    Ok(serde_json::from_str(config)?)
+}
+
+/// Seconds that `num_generations` completions of each of `prompts` prompts take. No completion ends early.
+fn generate(
+    parameters: &Parameters,
+    [prompts, num_generations, prompt_tokens, new_tokens]: [usize; 4],
+) -> Result<f64> {
+    let model = smollm2_135m()?;
+    let config = SamplingConfig {
+        max_new_tokens: new_tokens,
+        ..SamplingConfig::default()
+    };
+    let sampler = Sampler::new(&model, parameters, config)?;
+    let prompts: Vec<Prompt> = (0..prompts)
+        .map(|index| Prompt {
+            index: index as u64,
+            text: String::new(),
+            tokens: (0..prompt_tokens)
+                .map(|i| ((index * 7919 + i * 104_729) % model.vocab_size) as u32)
+                .collect(),
+            columns: serde_json::Value::Null,
+        })
+        .collect();
+    let start = Instant::now();
+    let rollouts = sampler.sample(&prompts.iter().collect::<Vec<_>>(), num_generations, 0)?;
+    let seconds = start.elapsed().as_secs_f64();
+    ensure!(
+        rollouts
+            .iter()
+            .all(|r| r.completion_tokens.len() == new_tokens),
+        "a completion ended early"
+    );
+    Ok(seconds)
+}
+
+fn main() -> Result<()> {
+    let model = smollm2_135m()?;
+    let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
+    if std::env::args().any(|argument| argument == "--parts") {
+        let report = parts::measure(&model, &parameters)?;
+        println!("{}", serde_json::to_string_pretty(&report)?);
+        return Ok(());
+    }
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let numbers = line
+            .split('\t')
+            .map(str::parse)
+            .collect::<Result<Vec<usize>, _>>()
+            .with_context(|| format!("{line:?} is not four numbers"))?;
+        let numbers = <[usize; 4]>::try_from(numbers.as_slice())
+            .with_context(|| format!("{line:?} is not four numbers"))?;
+        println!("{}", generate(&parameters, numbers)?);
+        std::io::stdout().flush()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,173 @@
+//! Where the time of a step goes.
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_kernels::{KeyValuePages, PAGE, PageSpan, PagedRow, linear_rows, paged_attention};
+use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId};
+use serde::Serialize;
+
+use crate::limits::{best_seconds, matmul_gflop_s, read_gb_s};
+
+/// Tokens of a prompt, and of a completion when the step is measured.
+const PROMPT: usize = 128;
+const COMPLETION: usize = 32;
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    /// Memory read by all cores.
+    read_gb_s: f64,
+    /// A large matrix product.
+    matmul_gflop_s: f64,
+    /// Bytes of all weights that a step reads.
+    weight_mb: f64,
+    steps: Vec<Step>,
+}
+
+/// Milliseconds of one step of so many completions, in groups of 8.
+#[derive(Debug, Serialize)]
+struct Step {
+    completions: usize,
+    /// The step, from tokens to logits.
+    step_ms: f64,
+    /// The weights read once, at the measured rate.
+    read_limit_ms: f64,
+    /// The matrix products at the measured rate.
+    matmul_limit_ms: f64,
+    /// The linear maps alone.
+    linear_ms: f64,
+    /// Attention alone.
+    attention_ms: f64,
+}
+
+pub(crate) fn measure(model: &DecoderConfig, parameters: &Parameters) -> Result<Report> {
+    let (read_gb_s, matmul_gflop_s) = (read_gb_s()?, matmul_gflop_s()?);
+    let weights: usize = parameters
+        .iter()
+        .filter(|(_, weight)| weight.rank() == 2)
+        .map(|(_, weight)| weight.elem_count())
+        .sum();
+    let steps = [1, 16, 64]
+        .into_iter()
+        .map(|completions| {
+            Ok(Step {
+                completions,
+                step_ms: 1e3 * step(model, parameters, completions)?,
+                read_limit_ms: weights as f64 * 4. / read_gb_s / 1e6,
+                matmul_limit_ms: 2. * (weights * completions) as f64 / matmul_gflop_s / 1e6,
+                linear_ms: 1e3 * linear(model, parameters, completions)?,
+                attention_ms: 1e3 * attention(model, completions)?,
+            })
+        })
+        .collect::<Result<_>>()?;
+    Ok(Report {
+        read_gb_s,
+        matmul_gflop_s,
+        weight_mb: weights as f64 * 4. / 1e6,
+        steps,
+    })
+}
+
+fn step(model: &DecoderConfig, parameters: &Parameters, completions: usize) -> Result<f64> {
+    let decoder = Decoder::new(model, parameters.detached_var_builder())?;
+    let mut cache = PagedCache::new(model, DType::F32, &Device::Cpu)?;
+    let mut live: Vec<SequenceId> = Vec::new();
+    for group in 0..completions.div_ceil(8) {
+        let prompt = cache.add();
+        let tokens: Vec<u32> = (0..PROMPT).map(|i| (group * PROMPT + i) as u32).collect();
+        decoder.next_logits(&[(prompt, &tokens)], &mut cache)?;
+        for _ in 0..8.min(completions - live.len()) {
+            live.push(cache.fork(prompt)?);
+        }
+    }
+    let new: Vec<(SequenceId, &[u32])> = live.iter().map(|&id| (id, &[17][..])).collect();
+    for _ in 1..COMPLETION {
+        decoder.next_logits(&new, &mut cache)?;
+    }
+    best_seconds(9, || {
+        decoder.next_logits(&new, &mut cache)?;
+        Ok(())
+    })
+}
+
+fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) -> Result<f64> {
+    let weight = |name: &str| -> Result<Tensor> {
+        let weight = parameters.get(name);
+        Ok(weight
+            .ok_or_else(|| anyhow::anyhow!("no {name}"))?
+            .as_detached_tensor())
+    };
+    let layers = (0..model.num_hidden_layers)
+        .map(|layer| {
+            let of_layer = |name: &str| weight(&format!("model.layers.{layer}.{name}_proj.weight"));
+            Ok([
+                vec![
+                    of_layer("self_attn.q")?,
+                    of_layer("self_attn.k")?,
+                    of_layer("self_attn.v")?,
+                ],
+                vec![of_layer("self_attn.o")?],
+                vec![of_layer("mlp.gate")?, of_layer("mlp.up")?],
+                vec![of_layer("mlp.down")?],
+            ])
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let head = vec![weight("model.embed_tokens.weight")?];
+    let input = |width| Tensor::ones((completions, width), DType::F32, &Device::Cpu);
+    let (narrow, wide) = (input(model.hidden_size)?, input(model.intermediate_size)?);
+    best_seconds(9, || {
+        for weights in layers.iter().flatten().chain([&head]) {
+            let weights: Vec<&Tensor> = weights.iter().collect();
+            let x = match weights[0].dims()[1] == model.hidden_size {
+                true => &narrow,
+                false => &wide,
+            };
+            linear_rows(x, &weights)?;
+        }
+        Ok(())
+    })
+}
+
+/// Over as many layers as the model has, each with keys and values of its own.
+fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
+    let pages_of = |tokens: usize| tokens.div_ceil(PAGE);
+    let (of_prompt, of_completion) = (pages_of(PROMPT), pages_of(COMPLETION));
+    let groups = completions.div_ceil(8);
+    let pages = groups * of_prompt + completions * of_completion;
+    let (kv_heads, head_dim) = (model.num_key_value_heads, model.head_dim());
+    let layers = (0..model.num_hidden_layers)
+        .map(|_| {
+            Ok(KeyValuePages::new(
+                pages,
+                kv_heads,
+                head_dim,
+                DType::F32,
+                &Device::Cpu,
+            )?)
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let spans: Vec<Vec<PageSpan>> = (0..completions)
+        .map(|completion| {
+            let prompt = completion / 8 * of_prompt;
+            let own = groups * of_prompt + completion * of_completion;
+            (prompt..prompt + of_prompt)
+                .chain(own..own + of_completion)
+                .map(|page| PageSpan { page, len: PAGE })
+                .collect()
+        })
+        .collect();
+    let rows: Vec<PagedRow> = spans
+        .iter()
+        .map(|spans| PagedRow {
+            spans,
+            visible: PROMPT + COMPLETION,
+        })
+        .collect();
+    let width = model.num_attention_heads * head_dim;
+    let query = Tensor::ones((completions, width), DType::F32, &Device::Cpu)?;
+    best_seconds(9, || {
+        for pages in &layers {
+            paged_attention(&query, pages, &rows, 0.125)?;
+        }
+        Ok(())
+    })
+}
