@@ -182,7 +182,7 @@ fn it_answers_a_question_and_stops() -> Result<()> {
     println!("What is 17 + 25? {answer}");
     // It is wrong by ten, as it is in other programs: what is to be learned.
     assert_eq!(answer, "17 + 25 = 32.");
-    assert_eq!(rollout.finish_reason, FinishReason::Stop);
+    assert_eq!(rollout.finish_reason, FinishReason::StopToken);
     Ok(())
 }
 
