@@ -201,6 +201,17 @@ impl Sampler {
             "num_generations: 0, must be at least 1"
         );
         self.ensure_prompts_fit(prompts)?;
+        // On one of the threads that share the work, so that it need not be woken for each operator.
+        let sample = || self.sample_all(prompts, num_generations, stream);
+        rayon::join(sample, || ()).0
+    }
+
+    fn sample_all(
+        &self,
+        prompts: &[&Prompt],
+        num_generations: usize,
+        stream: u64,
+    ) -> Result<Vec<Rollout>> {
         let stop_strings = self.stop_strings()?;
         let (mut rollouts, mut states, waiting) = self.plan(prompts, num_generations, stream);
         let mut waiting = waiting.into_iter();
