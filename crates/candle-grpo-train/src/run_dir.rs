@@ -266,7 +266,7 @@ mod tests {
             completion: " 2".to_owned(),
             reward: 1.,
             response_length: 2,
-            finish_reason: crate::FinishReason::Stop,
+            finish_reason: crate::FinishReason::StopToken,
         };
         let evaluation = Evaluation {
             samples: vec![
@@ -295,7 +295,7 @@ mod tests {
         assert_eq!(samples.len(), 4);
         assert_eq!(
             samples[2],
-            json!({"step": 10, "prompt": "1 + 1 =", "completion": " 2", "reward": 1., "response_length": 2, "finish_reason": "stop"})
+            json!({"step": 10, "prompt": "1 + 1 =", "completion": " 2", "reward": 1., "response_length": 2, "finish_reason": "stop_token"})
         );
     }
 

@@ -10,7 +10,7 @@ fn sample<'a>(completion: &'a str, columns: &'a Value) -> Sample<'a> {
         completion,
         prompt_tokens: &[1],
         completion_tokens: &[2, 3, 2, 3, 2],
-        finish_reason: FinishReason::Stop,
+        finish_reason: FinishReason::StopToken,
         columns,
     }
 }

@@ -43,7 +43,7 @@ fn run(folder: &Path, steps: usize, learning_rate: f64) {
     let mut samples = String::new();
     for (step, completion, reward) in [(0, "<script>alert(1)</script>", 0.), (steps, " 42", 1.)] {
         for prompt in ["40 + 2 =", "<b>6 * 7</b> ="] {
-            let line = json!({"step": step, "prompt": prompt, "completion": completion, "reward": reward, "response_length": 2, "finish_reason": "stop"});
+            let line = json!({"step": step, "prompt": prompt, "completion": completion, "reward": reward, "response_length": 2, "finish_reason": "stop_token"});
             samples += &format!("{line}\n");
         }
     }
