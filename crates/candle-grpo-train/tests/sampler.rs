@@ -361,7 +361,7 @@ fn truncation_leaves_the_log_probs_of_the_policy_and_says_its_own() {
             .iter()
             .map(|r| (r.completion_tokens[0], r.log_probs[0], r.drawn_log_probs[0]))
             .collect();
-        drawn.sort_by(|a, b| a.0.cmp(&b.0));
+        drawn.sort_by_key(|d| d.0);
         drawn.dedup();
         assert_eq!(drawn.len(), 3, "{drawn:?}");
         let mass = |of: fn(&(u32, f32, f32)) -> f32| drawn.iter().map(|d| of(d).exp()).sum::<f32>();
