@@ -114,7 +114,7 @@ fn main() -> Result<()> {
 
     let mut rng = StdRng::seed_from_u64(1);
     let mut reward = 0.;
-    for step in 0..300 {
+    for step in 0..200 {
         let samples = sample(actor.policy(), &mut rng)?;
         let rewards: Vec<f32> = samples
             .iter()
