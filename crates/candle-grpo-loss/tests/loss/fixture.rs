@@ -252,15 +252,15 @@ pub(crate) fn detached_surrogates() -> Vec<Surrogate> {
         .into(),
         Vespo::default().into(),
         DivergenceMask {
-            low: 0.05,
-            high: 0.05,
+            low: 0.04,
+            high: 0.06,
             ..Default::default()
         }
         .into(),
         DivergenceMask {
             divergence: Divergence::BinaryKl,
             low: 0.01,
-            high: 0.01,
+            high: 0.02,
             ratio_max: 1.2,
         }
         .into(),
