@@ -178,6 +178,9 @@ fn a_run_directory_holds_only_complete_files() {
         .map(|e| e.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
+    // The rest of its name is when it was begun.
+    let events = names.remove(2);
+    assert!(events.starts_with("events.out.tfevents."), "{events}");
     assert_eq!(
         names,
         ["checkpoint", "config.json", "metrics.jsonl", "metrics.svg"]
