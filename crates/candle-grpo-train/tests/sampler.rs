@@ -7,8 +7,7 @@ use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
-    TokenBatch,
-    sampler_log_probs,
+    TokenBatch, sampler_log_probs,
 };
 use common::{END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer};
 use proptest::prelude::*;
