@@ -124,7 +124,7 @@ fn batch(tensors: &HashMap<String, Tensor>, ids: &str) -> Result<(Tensor, Tensor
 }
 
 #[test]
-fn logits_log_probs_and_loss_are_those_of_transformers() -> Result<()> {
+fn golden_models_logits_log_probs_and_loss_are_those_of_transformers() -> Result<()> {
     for file in ["golden", "golden_left"] {
         for case in cases(&format!("{file}.safetensors")) {
             let golden = case.tensors(&format!("{file}.safetensors"))?;
@@ -148,7 +148,7 @@ fn logits_log_probs_and_loss_are_those_of_transformers() -> Result<()> {
 }
 
 #[test]
-fn gradients_are_those_of_transformers_with_padding_on_either_side() -> Result<()> {
+fn golden_models_gradients_are_those_of_transformers_with_padding_on_either_side() -> Result<()> {
     for case in cases("golden.safetensors") {
         // Only the file padded on the right has gradients; on the left they must be the same.
         let golden = case.tensors("golden.safetensors")?;
@@ -257,7 +257,7 @@ fn greedy(decoder: &Decoder, hidden: &Tensor) -> Result<(Tensor, Tensor)> {
 }
 
 #[test]
-fn greedy_tokens_are_those_of_transformers_with_and_without_cache() -> Result<()> {
+fn golden_models_greedy_tokens_are_those_of_transformers_with_and_without_cache() -> Result<()> {
     for case in cases("generate.safetensors") {
         let golden = case.tensors("generate.safetensors")?;
         let decoder = Decoder::new(&case.config, case.parameters()?.detached_var_builder())?;
@@ -282,7 +282,7 @@ fn greedy_tokens_are_those_of_transformers_with_and_without_cache() -> Result<()
 }
 
 #[test]
-fn rows_that_end_leave_the_cache_and_the_others_go_on() -> Result<()> {
+fn golden_models_rows_that_end_leave_the_cache_and_the_others_go_on() -> Result<()> {
     for case in cases("generate.safetensors") {
         let golden = case.tensors("generate.safetensors")?;
         let scalar = |key: &str| golden[key].to_scalar::<i64>();
@@ -335,7 +335,7 @@ fn rows_that_end_leave_the_cache_and_the_others_go_on() -> Result<()> {
 }
 
 #[test]
-fn five_clipped_steps_are_those_of_torch() -> Result<()> {
+fn golden_models_five_clipped_steps_are_those_of_torch() -> Result<()> {
     for case in cases("adamw.safetensors") {
         let golden = case.tensors("adamw.safetensors")?;
         let (ids, mask) = batch(&golden, "in.input_ids")?;
@@ -434,7 +434,7 @@ fn completion_log_probs(
 }
 
 #[test]
-fn a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Result<()> {
+fn golden_models_a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Result<()> {
     for case in cases("grpo.safetensors") {
         let golden = case.tensors("grpo.safetensors")?;
         let scalar =

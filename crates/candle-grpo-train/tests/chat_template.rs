@@ -22,7 +22,7 @@ struct Case {
 }
 
 #[test]
-fn every_golden_case_renders_as_in_transformers() -> Result<()> {
+fn golden_models_chat_templates_render_as_in_transformers() -> Result<()> {
     let path = std::env::var_os("GRPO_GOLDEN_MODELS_DIR").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models"),
         Into::into,

@@ -90,7 +90,7 @@ struct Text {
 }
 
 #[test]
-fn texts_become_the_tokens_of_the_golden_cases() -> Result<()> {
+fn golden_models_texts_become_the_tokens_of_the_cases() -> Result<()> {
     let Some(model) = model() else { return Ok(()) };
     let Texts { cases } = golden("smollm2_tokenizer.json")?;
     assert!(cases.len() > 10);
