@@ -185,12 +185,17 @@ proptest! {
     }
 }
 
-/// More rows than a tile has, and more columns.
+/// More rows than a tile has, and more columns. The gradient of a wide weight has room for tiles of logits.
 #[rstest]
-fn many_tiles_make_one_result(#[values(DType::F32, DType::BF16)] dtype: DType) -> Result<()> {
+fn many_tiles_make_one_result(
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+    #[values(5, 300)] width: usize,
+) -> Result<()> {
     for device in devices() {
         let (rows, vocab) = (1100, 2500);
-        let layer = Layer::new([rows, 5, vocab], true, dtype, 7, device)?;
+        let mut layer = Layer::new([rows, width, vocab], true, dtype, 7, device)?;
+        // Logits of the same size at any width.
+        layer.hidden = (layer.hidden * (5. / width as f64).sqrt())?;
         let mask: Vec<u8> = (0..rows).map(|row| (row % 41 != 3) as u8).collect();
         let mask = Tensor::from_vec(mask, rows, device)?;
         let targets = targets(rows, vocab, 3, device)?;

@@ -5,7 +5,7 @@ use candle_grpo_kernels::{
     KlEstimate, KlRatio, KlSlope, KlTerm, PolicyLossOptions, PolicyLossTensors, PolicySum,
     RatioLevel, RowDivisor, TokenSurrogate, policy_loss, policy_loss_is_fused,
 };
-use candle_grpo_test_support::{assert_close, message, numbers};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 
 mod common;
 use common::noisy;
@@ -103,6 +103,156 @@ fn a_weight_of_zero_drops_an_infinite_loss() -> Result<()> {
     let gradients = output.loss.backward()?;
     let gradient = numbers(gradients.get(&log_probs).expect("a gradient"))?;
     assert_eq!(gradient, [0.5, 0.]);
+    Ok(())
+}
+
+/// Of tokens of one sequence that have the reference `references`, without a surrogate: estimates and their gradient.
+fn kl_alone(
+    term: KlTerm,
+    log_probs: &[f32],
+    references: &[f32],
+    device: &Device,
+) -> Result<(Vec<f64>, Vec<f64>)> {
+    let row = |x: &[f32]| Tensor::new(x, device)?.unsqueeze(0);
+    let log_probs = Var::from_tensor(&row(log_probs)?)?;
+    let references = row(references)?;
+    let zero = Tensor::zeros(1, DType::F32, device)?;
+    let mask = Tensor::ones(log_probs.dims(), DType::U8, device)?;
+    let tensors = PolicyLossTensors {
+        ref_log_probs: Some(&references),
+        weights: Some(&zero),
+        ..of(&log_probs, &zero, &mask)
+    };
+    let options = PolicyLossOptions {
+        kl: Some(KlTerm { coef: 1., ..term }),
+        denominator: 1.,
+        ..OPTIONS
+    };
+    let output = policy_loss(&tensors, &options)?;
+    let gradients = output.loss.backward()?;
+    let gradient = gradients.get(&log_probs).expect("a gradient");
+    let estimates = output.kl.expect("an estimate for the term");
+    Ok((numbers(&estimates)?, numbers(gradient)?))
+}
+
+/// Within the clamp, on it, and beyond it on both sides.
+#[test]
+fn beyond_the_clamp_an_estimate_is_constant() -> Result<()> {
+    // d: 0.5, 1, 1.5, -0.5, -1, -1.5.
+    let log_probs = [-1f32, -1., -1., -2., -2., -2.];
+    let references = [-1.5f32, -2., -2.5, -1.5, -1., -0.5];
+    let clamped = [0.5f64, 1., 1., -0.5, -1., -1.];
+    let inside = [1f64, 1., 0., 1., 1., 0.];
+    type Function = fn(f64) -> f64;
+    let estimates: [(KlEstimate, Function, Function); 4] = [
+        (KlEstimate::K1, |d| d, |_| 1.),
+        (KlEstimate::K2, |d| d * d / 2., |d| d),
+        (KlEstimate::K3, |d| (-d).exp() + d - 1., |d| 1. - (-d).exp()),
+        (KlEstimate::Abs, f64::abs, f64::signum),
+    ];
+    for device in devices() {
+        for (estimate, value, slope) in estimates {
+            let term = KlTerm {
+                estimate,
+                log_ratio_clamp: 1.,
+                ..K3
+            };
+            let (values, slopes) = kl_alone(term, &log_probs, &references, device)?;
+            assert_close(&values, &clamped.map(value), 1e-6);
+            let expected: Vec<f64> = clamped
+                .iter()
+                .zip(inside)
+                .map(|(&d, inside)| inside * slope(d))
+                .collect();
+            assert_close(&slopes, &expected, 1e-6);
+        }
+        // The clamp is one of the estimate: a slope of its own goes on.
+        let term = KlTerm {
+            slope: KlSlope::StraightThrough,
+            log_ratio_clamp: 1.,
+            ..K3
+        };
+        let (_, slopes) = kl_alone(term, &log_probs, &references, device)?;
+        assert_close(&slopes, &[0.5, 1., 1.5, -0.5, -1., -1.5], 1e-6);
+    }
+    Ok(())
+}
+
+/// A token that the reference, or the policy, holds to be impossible.
+#[test]
+fn an_infinite_log_ratio_has_no_slope() -> Result<()> {
+    let (log_probs, references) = (
+        [-1f32, f32::NEG_INFINITY, -1.],
+        [f32::NEG_INFINITY, -1., -3.],
+    );
+    let slopes = [
+        (KlSlope::Direct, 1. - (-2f64).exp()),
+        (KlSlope::StraightThrough, 2.),
+        (KlSlope::ImportanceWeighted { max: 0.5 }, 1.),
+    ];
+    for device in devices() {
+        for (slope, of_the_finite) in slopes {
+            let term = KlTerm { slope, ..K3 };
+            let (values, slopes) = kl_alone(term, &log_probs, &references, device)?;
+            assert!(values.iter().all(|value| value.is_finite()), "{values:?}");
+            assert_close(&slopes, &[0., 0., of_the_finite], 1e-6);
+        }
+    }
+    Ok(())
+}
+
+/// Where both terms of the clip are equal the token counts as not clipped, and has the whole gradient of the ratio.
+#[test]
+fn a_tie_is_not_clipped() -> Result<()> {
+    let clip = |ratio_min, ratio_max, dual_clip| TokenSurrogate::Clip {
+        ratio_min,
+        ratio_max,
+        dual_clip,
+        delta: f32::INFINITY,
+    };
+    // Log-ratio and advantage of a token, bounds, and the gradient.
+    let infinite = f32::INFINITY;
+    let ties = [
+        // Nothing is gained outside of the bounds.
+        (1., 0., clip(0.8, 1.2, infinite), 0.),
+        (-1., 0., clip(0.8, 1.2, infinite), 0.),
+        // On the upper and on the lower bound.
+        (0., 1., clip(0.8, 1., infinite), -1.),
+        (0., -1., clip(1., 1.2, infinite), 1.),
+        // On the bound of the dual clip.
+        (0., -2., clip(0.8, 1.2, 1.), 2.),
+    ];
+    let flags = [
+        PolicySum::Clipped,
+        PolicySum::ClippedLow,
+        PolicySum::ClippedHigh,
+        PolicySum::DualClipped,
+    ];
+    for device in devices() {
+        for (log_ratio, advantage, surrogate, expected) in ties {
+            let log_probs = Var::new(&[[-2f32 + log_ratio]], device)?;
+            let old = Tensor::new(&[[-2f32]], device)?;
+            let advantages = Tensor::new(&[advantage as f32], device)?;
+            let mask = Tensor::ones((1, 1), DType::U8, device)?;
+            let tensors = PolicyLossTensors {
+                old_log_probs: Some(&old),
+                ..of(&log_probs, &advantages, &mask)
+            };
+            let options = PolicyLossOptions {
+                surrogate,
+                denominator: 1.,
+                ..OPTIONS
+            };
+            let output = policy_loss(&tensors, &options)?;
+            assert_eq!(numbers(&output.clipped)?, [0.], "{surrogate:?}");
+            for flag in flags {
+                assert_eq!(numbers(&output.sum(flag)?)?, [0.], "{flag:?} {surrogate:?}");
+            }
+            let gradients = output.loss.backward()?;
+            let gradient = gradients.get(&log_probs).expect("a gradient");
+            assert_eq!(numbers(gradient)?, [expected], "{surrogate:?}");
+        }
+    }
     Ok(())
 }
 

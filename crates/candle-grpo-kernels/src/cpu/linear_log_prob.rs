@@ -1,7 +1,9 @@
-//! The CPU path of [`linear_log_prob`](crate::linear_log_prob): the logits are made tile by tile in one small buffer,
-//! read (forward) or turned into their gradient (backward) while they are in the caches, and forgotten.
+//! The CPU path of [`linear_log_prob`](crate::linear_log_prob): the logits are made tile by tile in one place, read (forward)
+//! or turned into their gradient (backward) while they are in the caches, and forgotten. The place is the end of the weight's
+//! gradient where it is f32, which is written from its beginning; else a small buffer.
 
 use std::borrow::Cow;
+use std::mem;
 use std::ops::Range;
 
 use candle_core::Result;
@@ -22,6 +24,10 @@ const TILE_LOGITS: usize = 1 << 21;
 
 /// The weight of its columns has at most this many entries, 8 MiB of f32.
 const TILE_WEIGHTS: usize = 1 << 21;
+
+/// Where tiles lie in the weight's gradient, those of its last columns do not: they have at most this many logits, 1 MiB of
+/// f32.
+const LAST_TILE_LOGITS: usize = 1 << 18;
 
 /// The columns of the bias that one core sums at a time.
 const BIAS_COLUMNS: usize = 256;
@@ -60,7 +66,7 @@ pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) ->
         let inverse_temperature = rows.inverse_temperature;
         // What has been summed of each row, and the logit of its target.
         let mut seen = vec![(Sums::default(), f32::NAN); kept.rows.len()];
-        layer.for_each_tile(|tile| {
+        layer.for_each_tile(&mut [], |tile| {
             let columns = &tile.columns;
             tile.logits
                 .par_chunks_exact(tile.stride)
@@ -111,13 +117,14 @@ pub(crate) fn backward<W: Element>(
     // Where the gradient of a tile's weight is summed before it is rounded; f32 is summed in place.
     let mut weight_tile = Vec::new();
 
-    layer.for_each_tile(|tile| {
+    layer.for_each_tile(&mut weight_gradient, |tile| {
         let Tile {
             columns,
             rows,
             logits,
             stride,
             weight,
+            weight_gradient,
             hidden,
         } = tile;
         logits
@@ -137,16 +144,15 @@ pub(crate) fn backward<W: Element>(
             matmul(target, width, true, gradient, weight);
         }
         if wanted.weight {
-            let target = &mut weight_gradient[columns.start * width..columns.end * width];
             let hidden = Matrix::new(hidden, rows.len(), width, width);
             let (add, last) = (rows.start > 0, rows.end == kept.rows.len());
-            match W::as_f32_mut(target) {
+            match W::as_f32_mut(weight_gradient) {
                 Some(target) => matmul(target, width, add, gradient.t(), hidden),
                 None => {
                     weight_tile.resize(columns.len() * width, 0.0);
                     matmul(&mut weight_tile, width, add, gradient.t(), hidden);
                     if last {
-                        target
+                        weight_gradient
                             .par_iter_mut()
                             .zip(&weight_tile)
                             .for_each(|(target, &x)| *target = W::nearest(x));
@@ -226,7 +232,7 @@ impl Kept {
 }
 
 /// A part of the logits.
-struct Tile<'t> {
+struct Tile<'t, W> {
     /// Among the vocabulary.
     columns: Range<usize>,
     /// Among the rows that count.
@@ -236,18 +242,21 @@ struct Tile<'t> {
     stride: usize,
     /// The rows of the weight of these columns.
     weight: &'t [f32],
+    /// The rows of the weight's gradient of these columns, empty if it is not wanted.
+    weight_gradient: &'t mut [W],
     /// The hidden states of these rows.
     hidden: &'t [f32],
 }
 
-/// Tiles have sizes that depend on nothing but the shapes, so that the results do not either.
+/// Tiles have sizes that depend on nothing but the shapes and what is wanted, so that the results do not depend on more.
 impl<W: Element> Layer<'_, W> {
     fn rows(&self) -> usize {
         self.hidden.len() / self.width
     }
 
-    fn tile_columns(&self) -> usize {
-        let columns = TILE_LOGITS / self.rows().clamp(1, TILE_ROWS);
+    /// The columns of a tile of at most `logits` entries.
+    fn tile_columns(&self, logits: usize) -> usize {
+        let columns = logits / self.rows().clamp(1, TILE_ROWS);
         let columns = columns
             .min((TILE_WEIGHTS / self.width).max(1))
             .min(self.vocab);
@@ -255,27 +264,45 @@ impl<W: Element> Layer<'_, W> {
     }
 
     /// Visits all rows of the first columns, then of the next. There is no tile if there are no rows.
-    fn for_each_tile(&self, mut visit: impl FnMut(Tile)) {
+    ///
+    /// `weight_gradient` is that of the weight, or empty. If it is f32, the logits lie at its end for as long as they fit
+    /// behind the columns of their tile; the columns that are left have narrow tiles, in memory of their own.
+    fn for_each_tile(&self, mut weight_gradient: &mut [W], mut visit: impl FnMut(Tile<W>)) {
         let width = self.width;
-        let stride = self.tile_columns();
-        if self.rows() == 0 {
+        let tile_rows = self.rows().min(TILE_ROWS);
+        if tile_rows == 0 {
             return;
         }
-        let mut logits = vec![0.0; self.rows().min(TILE_ROWS) * stride];
-        let mut widened = Vec::new();
-        for columns in ranges(self.vocab, stride) {
-            let weight = &self.weight[columns.start * width..columns.end * width];
-            let weight = match W::as_f32(weight) {
-                Some(weight) => weight,
-                None => {
-                    widened.resize(weight.len(), 0.0);
-                    widened
-                        .par_chunks_mut(width)
-                        .zip(weight.par_chunks(width))
-                        .for_each(|(target, weight)| W::widen(weight, target));
-                    &widened
+        let widest = self.tile_columns(TILE_LOGITS);
+        let last = match W::as_f32_mut(weight_gradient) {
+            Some([]) | None => widest,
+            Some(_) => self.tile_columns(LAST_TILE_LOGITS),
+        };
+        let (mut scratch, mut widened) = (Vec::new(), Vec::new());
+        let mut start = 0;
+        while start < self.vocab {
+            // As many columns as leave their logits room behind their gradient.
+            let room = weight_gradient.len() / (tile_rows + width) / MAX_LANES * MAX_LANES;
+            let stride = room.clamp(last, widest);
+            let columns = start..self.vocab.min(start + stride);
+            start = columns.end;
+            let own = (columns.len() * width).min(weight_gradient.len());
+            let (gradient, behind) = mem::take(&mut weight_gradient).split_at_mut(own);
+            weight_gradient = behind;
+            let needed = tile_rows * stride;
+            let logits = match W::as_f32_mut(weight_gradient) {
+                Some(behind) if behind.len() >= needed => {
+                    let end = behind.len();
+                    &mut behind[end - needed..]
+                }
+                _ => {
+                    if scratch.len() < needed {
+                        scratch = vec![0.0; needed];
+                    }
+                    &mut scratch[..needed]
                 }
             };
+            let weight = self.widened(&columns, &mut widened);
             for rows in ranges(self.rows(), TILE_ROWS) {
                 let logits = &mut logits[..rows.len() * stride];
                 if !self.bias.is_empty() {
@@ -297,10 +324,25 @@ impl<W: Element> Layer<'_, W> {
                     logits,
                     stride,
                     weight,
+                    weight_gradient: gradient,
                     hidden,
                 });
             }
         }
+    }
+
+    /// The weight of these columns in f32, in `buffer` unless it is f32 already.
+    fn widened<'b>(&'b self, columns: &Range<usize>, buffer: &'b mut Vec<f32>) -> &'b [f32] {
+        let weight = &self.weight[columns.start * self.width..columns.end * self.width];
+        if let Some(weight) = W::as_f32(weight) {
+            return weight;
+        }
+        buffer.resize(weight.len(), 0.0);
+        buffer
+            .par_chunks_mut(self.width)
+            .zip(weight.par_chunks(self.width))
+            .for_each(|(target, weight)| W::widen(weight, target));
+        buffer
     }
 }
 
@@ -324,5 +366,38 @@ impl WithSimd for BackwardRow<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         self.coefficients.apply(simd, self.logits, self.start);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logits_lie_in_the_gradient_of_the_weight() {
+        let (rows, vocab, width) = (1030, 20_000, 64);
+        let layer = Layer {
+            hidden: &vec![0.0; rows * width],
+            weight: &vec![0f32; vocab * width],
+            bias: &[],
+            vocab,
+            width,
+        };
+        let mut gradient = vec![0.0; vocab * width];
+        let end = gradient.as_ptr_range().end;
+        let (mut seen, mut inside) = (0, 0);
+        layer.for_each_tile(&mut gradient, |tile| {
+            if tile.rows.start == 0 {
+                assert_eq!(tile.columns.start, seen);
+                seen = tile.columns.end;
+                if tile.logits.as_ptr_range().end == end {
+                    inside = seen;
+                } else {
+                    assert!(tile.logits.len() <= LAST_TILE_LOGITS);
+                }
+            }
+        });
+        assert_eq!(seen, vocab);
+        assert!(inside > vocab / 4 * 3, "{inside} of {vocab} columns");
     }
 }
