@@ -9,6 +9,7 @@ use crate::kv_cache::KvCache;
 use crate::linear::Linear;
 use crate::norm::RmsNorm;
 use crate::rope::RopeAngles;
+use crate::shared_rows::SharedRows;
 use crate::sink::GradientSink;
 
 /// Grouped-query attention (Ainslie et al. 2023) with rotary positions.
@@ -29,6 +30,8 @@ pub(crate) struct Attention {
 pub(crate) struct Pass<'a> {
     pub(crate) angles: &'a RopeAngles,
     pub(crate) sequences: Sequences<'a>,
+    /// Rows that sequences share, if they do.
+    pub(crate) shared: Option<&'a SharedRows>,
 }
 
 /// What the backward pass needs of a forward pass.
@@ -98,8 +101,7 @@ impl Attention {
                 cache.append(layer, &by_sequence(&key)?, &by_sequence(&value)?)?
             }
         };
-        let (head_dim, scale) = (self.head_dim, self.scale());
-        let mixed = attention(&query, &key, &value, pass.sequences, head_dim, scale)?;
+        let mixed = self.mix([&query, &key, &value], pass)?;
         let y = self.output.forward(&mixed)?;
         let record = AttentionRecord {
             before_norm,
@@ -129,15 +131,8 @@ impl Attention {
             mixed,
         } = record;
         drop(mixed);
-        let [mut of_query, mut of_key, of_value] = attention_gradient(
-            &query,
-            &key,
-            &value,
-            pass.sequences,
-            self.head_dim,
-            self.scale(),
-            &of_mixed,
-        )?;
+        let [mut of_query, mut of_key, of_value] =
+            self.mix_backward([&query, &key, &value], pass, &of_mixed)?;
         drop((query, key, value, of_mixed));
         if self.rotates {
             of_query = pass.angles.rotate_back(&of_query)?;
@@ -151,6 +146,33 @@ impl Attention {
         let of_x = self.query.backward(x, &of_query, None, sink)?;
         let of_x = self.key.backward(x, &of_key, Some(of_x), sink)?;
         self.value.backward(x, &of_value, Some(of_x), sink)
+    }
+
+    /// What each token takes of the values before it.
+    fn mix(&self, x: [&Tensor; 3], pass: &Pass) -> Result<Tensor> {
+        let mix = |[query, key, value]: [&Tensor; 3]| {
+            let (head_dim, scale) = (self.head_dim, self.scale());
+            attention(query, key, value, pass.sequences, head_dim, scale)
+        };
+        match pass.shared {
+            None => mix(x),
+            Some(shared) => shared.to_rows(&mix(shared.to_tokens(x)?.each_ref())?),
+        }
+    }
+
+    /// The gradients of the arguments of [`Self::mix`] from that of its result.
+    fn mix_backward(&self, x: [&Tensor; 3], pass: &Pass, gradient: &Tensor) -> Result<[Tensor; 3]> {
+        let backward = |[query, key, value]: [&Tensor; 3], gradient: &Tensor| {
+            let (head_dim, scale) = (self.head_dim, self.scale());
+            let sequences = pass.sequences;
+            attention_gradient(query, key, value, sequences, head_dim, scale, gradient)
+        };
+        let Some(shared) = pass.shared else {
+            return backward(x, gradient);
+        };
+        let gradient = shared.to_rows_gradient(gradient)?;
+        let x = shared.to_tokens(x)?;
+        shared.to_tokens_gradient(backward(x.each_ref(), &gradient)?)
     }
 
     fn scale(&self) -> f64 {

@@ -10,6 +10,7 @@ use crate::frozen_linear::linear;
 use crate::kv_cache::KvCache;
 use crate::norm::RmsNorm;
 use crate::rope::{Rope, RopeAngles};
+use crate::shared_rows::SharedRows;
 use crate::sink::GradientSink;
 use crate::weight::Weight;
 use crate::{DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters, mask};
@@ -42,6 +43,7 @@ struct Input {
     /// Number of sequences.
     sequences: usize,
     places: Places,
+    shared: Option<SharedRows>,
 }
 
 /// Where the sequences lie.
@@ -59,6 +61,7 @@ impl Input {
                 Places::Mask(mask) => Sequences::Padded(mask),
                 Places::Lengths(lengths) => Sequences::Packed(lengths),
             },
+            shared: self.shared.as_ref(),
         }
     }
 }
@@ -198,7 +201,7 @@ impl Decoder {
     }
 
     /// The hidden states after the final norm of sequences without padding, `[N, H]`, each at most `max_position_embeddings` long. See
-    /// [`Self::hidden_states`]: the same numbers, but nothing is computed at padding.
+    /// [`Self::hidden_states`]: the same numbers, but nothing is computed at padding, and what sequences share is computed once.
     pub fn packed_hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
         self.forward(&self.packed(tokens)?, None)
     }
@@ -272,6 +275,7 @@ impl Decoder {
             angles: self.rope.angles(&positions)?,
             sequences: input_ids.dim(0)?,
             places: Places::Mask(seen.to_dtype(DType::U8)?),
+            shared: None,
         })
     }
 
@@ -290,12 +294,15 @@ impl Decoder {
             .iter()
             .flat_map(|&length| (0..length).map(|position| position as f32))
             .collect();
+        let first = tokens.first_tokens().into_iter();
+        let positions: Vec<f32> = first.map(|token| positions[token as usize]).collect();
         let positions = Tensor::new(positions, ids.device())?;
         Ok(Input {
             ids: ids.clone(),
             angles: self.rope.angles(&positions)?,
             sequences: lengths.len(),
             places: Places::Lengths(lengths.to_vec()),
+            shared: SharedRows::new(tokens)?,
         })
     }
 

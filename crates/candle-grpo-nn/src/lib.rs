@@ -78,6 +78,7 @@ mod redundant;
 mod rope;
 mod rope_scaling;
 mod router;
+mod shared_rows;
 mod sink;
 mod value_head;
 mod weight;

@@ -1,12 +1,18 @@
 //! Tokens without padding.
 
+use std::collections::HashMap;
+
 use candle_core::{Device, Result, Tensor, bail};
 
 /// Tokens of sequences, one after another, without padding.
+///
+/// Sequences that begin alike can share what they have in common ([`Self::sharing_prefixes`]): a causal model computes the same for it.
 #[derive(Debug, Clone)]
 pub struct PackedTokens {
     ids: Tensor,
     lengths: Vec<usize>,
+    /// For each token of each sequence its row in `ids`, where it is not simply the next.
+    rows: Option<Vec<u32>>,
 }
 
 impl PackedTokens {
@@ -24,19 +30,50 @@ impl PackedTokens {
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn new(sequences: &[Vec<u32>], device: &Device) -> Result<Self> {
-        if sequences.is_empty() {
-            bail!("sequences: none, there must be at least one");
-        }
-        if let Some(empty) = sequences.iter().position(Vec::is_empty) {
-            bail!("sequences[{empty}]: no tokens, must have at least one");
-        }
+        check(sequences)?;
         Ok(Self {
             ids: Tensor::new(sequences.concat(), device)?,
             lengths: sequences.iter().map(Vec::len).collect(),
+            rows: None,
         })
     }
 
-    /// The tokens of all sequences, u32 `[N]`.
+    /// As [`Self::new`], but a token that stands after the same tokens in several sequences is there once: the prompt of the completions
+    /// of a group, for example. A causal model computes the same hidden states for it in each of them, and its gradients are summed.
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use candle_grpo_nn::PackedTokens;
+    ///
+    /// let tokens = PackedTokens::sharing_prefixes(&[vec![1, 2, 3], vec![1, 2, 4, 3]], &Device::Cpu)?;
+    /// assert_eq!(tokens.ids().to_vec1::<u32>()?, [1, 2, 3, 4, 3]);
+    /// assert_eq!(tokens.rows(), [0, 1, 2, 0, 1, 3, 4]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn sharing_prefixes(sequences: &[Vec<u32>], device: &Device) -> Result<Self> {
+        check(sequences)?;
+        let (mut ids, mut rows) = (Vec::new(), Vec::new());
+        let mut row_after = HashMap::new();
+        for sequence in sequences {
+            let mut before = None;
+            for &id in sequence {
+                let row = *row_after.entry((before, id)).or_insert_with(|| {
+                    ids.push(id);
+                    ids.len() as u32 - 1
+                });
+                rows.push(row);
+                before = Some(row);
+            }
+        }
+        let shares = ids.len() < rows.len();
+        Ok(Self {
+            ids: Tensor::new(ids, device)?,
+            lengths: sequences.iter().map(Vec::len).collect(),
+            rows: shares.then_some(rows),
+        })
+    }
+
+    /// The tokens of all sequences, u32 `[N]`; one that sequences share is there once.
     pub fn ids(&self) -> &Tensor {
         &self.ids
     }
@@ -46,16 +83,39 @@ impl PackedTokens {
         &self.lengths
     }
 
+    /// For each token of each sequence, one after another, its row in [`Self::ids`].
+    pub fn rows(&self) -> Vec<u32> {
+        match &self.rows {
+            Some(rows) => rows.clone(),
+            None => (0..self.lengths.iter().sum::<usize>() as u32).collect(),
+        }
+    }
+
+    /// [`Self::rows`], if sequences share any.
+    pub(crate) fn shared_rows(&self) -> Option<&[u32]> {
+        self.rows.as_deref()
+    }
+
+    /// For each row its first token, by its number in [`Self::rows`].
+    pub(crate) fn first_tokens(&self) -> Vec<u32> {
+        let mut first = Vec::new();
+        for (token, row) in self.rows().into_iter().enumerate() {
+            // Rows are numbered as they first come.
+            if row as usize == first.len() {
+                first.push(token as u32);
+            }
+        }
+        first
+    }
+
     /// The tokens as u32 `[B, S]`, padded on the right with 0. A causal model needs no mask for that, as no token sees what follows it.
     pub fn right_padded(&self) -> Result<Tensor> {
         let ids = self.ids.to_vec1::<u32>()?;
         let width = self.lengths.iter().copied().max().unwrap_or(0);
-        let mut rows = ids.as_slice();
+        let mut tokens = self.rows().into_iter().map(|row| ids[row as usize]);
         let mut padded = Vec::with_capacity(self.lengths.len() * width);
         for &length in &self.lengths {
-            let (row, rest) = rows.split_at(length);
-            rows = rest;
-            padded.extend_from_slice(row);
+            padded.extend(tokens.by_ref().take(length));
             padded.resize(padded.len() + width - length, 0);
         }
         Tensor::from_vec(padded, (self.lengths.len(), width), self.ids.device())
@@ -80,8 +140,20 @@ impl PackedTokens {
             .enumerate()
             .flat_map(|(row, &length)| (row * width..row * width + length).map(|at| at as u32))
             .collect();
+        let first = self.first_tokens().into_iter();
+        let places: Vec<u32> = first.map(|token| places[token as usize]).collect();
         hidden
             .reshape((batch * width, hidden_size))?
             .index_select(&Tensor::new(places, hidden.device())?, 0)
     }
+}
+
+fn check(sequences: &[Vec<u32>]) -> Result<()> {
+    if sequences.is_empty() {
+        bail!("sequences: none, there must be at least one");
+    }
+    if let Some(empty) = sequences.iter().position(Vec::is_empty) {
+        bail!("sequences[{empty}]: no tokens, must have at least one");
+    }
+    Ok(())
 }

@@ -86,7 +86,8 @@ fn output_layer(
     LinearLogProb::new(states, weight, None, &batch.targets, temperature, options)
 }
 
-/// The tokens of a batch that its responses depend on, one sequence after another.
+/// The tokens of a batch that its responses depend on, one sequence after another. What sequences have in common, above all the prompt
+/// of a group, is there once.
 struct Packed {
     tokens: PackedTokens,
     /// For each response token the place in `tokens` of the one that predicts it, u32 `[B, T]`; 0 outside the response mask.
@@ -112,7 +113,7 @@ impl Packed {
             let mut place_of = vec![None; read];
             for (column, place) in place_of.iter_mut().enumerate() {
                 if real[column] != 0 {
-                    *place = Some((first + sequence.len()) as u32);
+                    *place = Some(first + sequence.len());
                     sequence.push(ids[column]);
                 }
             }
@@ -131,8 +132,11 @@ impl Packed {
                 places.push(place.filter(|_| counts != 0).unwrap_or(0));
             }
         }
+        let tokens = PackedTokens::sharing_prefixes(&packed, device)?;
+        let rows = tokens.rows();
+        let places: Vec<u32> = places.into_iter().map(|place| rows[place]).collect();
         Ok(Self {
-            tokens: PackedTokens::new(&packed, device)?,
+            tokens,
             places: Tensor::from_vec(places, (b, t), device)?,
         })
     }
@@ -165,6 +169,22 @@ mod tests {
         assert_eq!(
             packed.places.to_vec2::<u32>().unwrap(),
             [[2, 0, 0], [0, 4, 0], [0, 0, 0]]
+        );
+    }
+
+    #[test]
+    fn what_sequences_begin_with_is_read_once() {
+        let pairs: [(&[u32], &[u32]); 3] =
+            [(&[1, 2], &[3, 4, 5]), (&[1, 2], &[3, 6, 7]), (&[1], &[2])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let packed = Packed::new(&batch).unwrap();
+        assert_eq!(
+            packed.tokens.ids().to_vec1::<u32>().unwrap(),
+            [1, 2, 3, 4, 6]
+        );
+        assert_eq!(
+            packed.places.to_vec2::<u32>().unwrap(),
+            [[1, 2, 3], [1, 2, 4], [0, 0, 0]]
         );
     }
 

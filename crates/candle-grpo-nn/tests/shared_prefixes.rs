@@ -1,0 +1,164 @@
+//! Sequences that share what they begin with, against the same sequences side by side.
+
+use std::collections::HashSet;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_kernels::embedding;
+use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, ModelType, PackedTokens, Parameters};
+use proptest::prelude::*;
+use rstest::rstest;
+
+mod small;
+use small::{config, lively, max_difference};
+
+/// Two groups, a sequence of its own, one that is all of another, and one that is there twice.
+fn sequences() -> Vec<Vec<u32>> {
+    [
+        &[1, 2, 3, 4, 5][..],
+        &[1, 2, 3, 9],
+        &[1, 2, 3, 4, 6, 7],
+        &[8, 2, 3],
+        &[2, 2, 2, 2],
+        &[8, 2],
+        &[1, 2, 3, 9],
+    ]
+    .map(<[u32]>::to_vec)
+    .to_vec()
+}
+
+fn both(sequences: &[Vec<u32>]) -> Result<(PackedTokens, PackedTokens)> {
+    Ok((
+        PackedTokens::new(sequences, &Device::Cpu)?,
+        PackedTokens::sharing_prefixes(sequences, &Device::Cpu)?,
+    ))
+}
+
+/// Numbers without a pattern, `[rows, columns]`.
+fn wave(rows: usize, columns: usize) -> Result<Tensor> {
+    let x = Tensor::arange(1u32, (rows * columns) as u32 + 1, &Device::Cpu)?;
+    (x.to_dtype(DType::F32)? * 1.7)?
+        .sin()?
+        .reshape((rows, columns))
+}
+
+/// `of_tokens`, summed over the tokens of each row.
+fn summed(tokens: &PackedTokens, of_tokens: &Tensor) -> Result<Tensor> {
+    let rows = Tensor::new(tokens.rows(), &Device::Cpu)?;
+    let zeros = Tensor::zeros(
+        (tokens.ids().dim(0)?, of_tokens.dim(1)?),
+        DType::F32,
+        &Device::Cpu,
+    )?;
+    zeros.index_add(&rows, of_tokens, 0)
+}
+
+fn model(model_type: ModelType) -> DecoderConfig {
+    DecoderConfig {
+        model_type,
+        // The last block of SmolLM3 would not rotate.
+        no_rope_layers: match model_type {
+            ModelType::SmolLm3 => vec![1, 0],
+            _ => vec![],
+        },
+        ..config(true)
+    }
+}
+
+fn recorded(
+    decoder: &Decoder,
+    tokens: &PackedTokens,
+    of_hidden: &Tensor,
+    parameters: &Parameters,
+) -> Result<(Tensor, Gradients)> {
+    let mut gradients = Gradients::new();
+    let (hidden, recorded) = decoder.record(tokens)?;
+    recorded.backward(of_hidden, parameters, &mut gradients)?;
+    Ok((hidden, gradients))
+}
+
+#[rstest]
+fn hidden_states_and_gradients_are_the_same(
+    #[values(
+        ModelType::Llama,
+        ModelType::Qwen2,
+        ModelType::Qwen3,
+        ModelType::SmolLm3
+    )]
+    model_type: ModelType,
+    #[values(true, false)] checkpointing: bool,
+) -> Result<()> {
+    let model = model(model_type);
+    let parameters = lively(&model)?;
+    let decoder = Decoder::new(&model, parameters.detached_var_builder())?
+        .with_activation_checkpointing(checkpointing);
+    let (alone, shared) = both(&sequences())?;
+    assert_eq!((alone.ids().dim(0)?, shared.ids().dim(0)?), (28, 15));
+    let of_hidden = wave(28, model.hidden_size)?;
+    let (hidden, gradients) = recorded(&decoder, &alone, &of_hidden, &parameters)?;
+    let of_rows = summed(&shared, &of_hidden)?;
+    let (rows, of_shared) = recorded(&decoder, &shared, &of_rows, &parameters)?;
+
+    let spread = embedding(&Tensor::new(shared.rows(), &Device::Cpu)?, &rows)?;
+    assert!(max_difference(&spread, &hidden)? < 1e-5);
+    assert_eq!(of_shared.iter().count(), parameters.len());
+    for (name, gradient) in gradients.iter() {
+        let distance = max_difference(of_shared.get(name).expect("a gradient"), gradient)?;
+        let scale = max_difference(gradient, &gradient.zeros_like()?)?;
+        assert!(
+            scale > 0.0 && distance < 1e-5 * scale.max(0.1),
+            "{name}: {distance} of {scale}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn the_graph_knows_what_is_shared() -> Result<()> {
+    let model = config(false);
+    let parameters = lively(&model)?;
+    let (_, shared) = both(&sequences())?;
+    let of_rows = wave(15, model.hidden_size)?;
+    let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+    let (_, recorded) = recorded(&decoder, &shared, &of_rows, &parameters)?;
+    let tracked = Decoder::new(&model, parameters.var_builder())?;
+    let loss = (tracked.packed_hidden_states(&shared)? * of_rows)?.sum_all()?;
+    let graph = loss.backward()?;
+    for (name, gradient) in recorded.iter() {
+        let variable = parameters.get(name).expect("a variable");
+        let by_graph = graph.get(variable).expect("a gradient");
+        let scale = max_difference(gradient, &gradient.zeros_like()?)?;
+        assert!(
+            max_difference(gradient, by_graph)? < 1e-5 * scale.max(0.1),
+            "{name}"
+        );
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn each_beginning_is_there_once(
+        sequences in prop::collection::vec(prop::collection::vec(0u32..3, 1..6), 1..8),
+    ) {
+        let (alone, shared) = both(&sequences).unwrap();
+        let beginnings: HashSet<&[u32]> = sequences
+            .iter()
+            .flat_map(|sequence| (1..=sequence.len()).map(|length| &sequence[..length]))
+            .collect();
+        let ids = shared.ids().to_vec1::<u32>().unwrap();
+        prop_assert_eq!(ids.len(), beginnings.len());
+        let tokens: Vec<u32> = shared.rows().iter().map(|&row| ids[row as usize]).collect();
+        prop_assert_eq!(tokens, alone.ids().to_vec1::<u32>().unwrap());
+        prop_assert_eq!(shared.lengths(), alone.lengths());
+
+        let padded = shared.right_padded().unwrap();
+        prop_assert_eq!(
+            padded.to_vec2::<u32>().unwrap(),
+            alone.right_padded().unwrap().to_vec2::<u32>().unwrap()
+        );
+        let hidden = padded.to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap();
+        let rows = shared.rows_of(&hidden).unwrap().flatten_all().unwrap();
+        let rows: Vec<u32> = rows.to_vec1::<f32>().unwrap().iter().map(|&id| id as u32).collect();
+        prop_assert_eq!(rows, ids);
+    }
+}
