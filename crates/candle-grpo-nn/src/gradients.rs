@@ -112,21 +112,33 @@ impl Gradients {
     /// Squares are summed in f64. One transfer to the host. A gradient whose squares sum to more than f32 holds is an error that
     /// names the first to blame: the optimiser squares it in f32.
     pub fn global_norm(&self) -> Result<f64> {
-        let gradients: Vec<_> = self.by_name.values().collect();
-        // Widened on the host: not every device has f64.
-        let sums = squared_gradient_norms(&gradients)?
-            .to_device(&Device::Cpu)?
-            .to_dtype(DType::F64)?
-            .to_vec1::<f64>()?;
-        if let Some((name, sum)) = self
-            .by_name
-            .keys()
-            .zip(&sums)
-            .find(|&(_, &sum)| !(sum as f32).is_finite())
-        {
+        let sums = self.squared_norms()?;
+        if let Some((name, sum)) = self.first_not_finite(&sums) {
             bail!("the gradient of {name} is not finite: its squares sum to {sum}");
         }
         Ok(sums.iter().sum::<f64>().sqrt())
+    }
+
+    /// The name of the first gradient for which [`Self::global_norm`] errs.
+    pub fn not_finite(&self) -> Result<Option<&str>> {
+        let sums = self.squared_norms()?;
+        Ok(self.first_not_finite(&sums).map(|(name, _)| name))
+    }
+
+    fn squared_norms(&self) -> Result<Vec<f64>> {
+        let gradients: Vec<_> = self.by_name.values().collect();
+        // Widened on the host: not every device has f64.
+        squared_gradient_norms(&gradients)?
+            .to_device(&Device::Cpu)?
+            .to_dtype(DType::F64)?
+            .to_vec1::<f64>()
+    }
+
+    fn first_not_finite(&self, squared_norms: &[f64]) -> Option<(&str, f64)> {
+        let mut named = self.by_name.keys().zip(squared_norms);
+        named
+            .find(|&(_, &sum)| !(sum as f32).is_finite())
+            .map(|(name, &sum)| (name.as_str(), sum))
     }
 
     /// Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does, and

@@ -19,7 +19,9 @@ const INIT_STD: f64 = 0.02;
 ///
 /// The variables are f32: smaller types lose the updates of an optimiser. It holds exactly the names and shapes of
 /// [`DecoderConfig::parameter_shapes`], and what [`Self::with`] has added; those of [`Lora`](crate::Lora) are adapters.
-#[derive(Debug)]
+///
+/// A clone shares the variables: what changes in one changes in the other.
+#[derive(Debug, Clone)]
 pub struct Parameters {
     variables: BTreeMap<String, Var>,
     device: Device,
@@ -263,6 +265,35 @@ impl Parameters {
             DType::F32,
             &self.device,
         ))
+    }
+
+    /// Copies `values` into the variables, in place: decoders that share them see the change. Any floating-point dtype will do.
+    ///
+    /// Errs, and changes nothing, unless these are all names, each with its shape.
+    pub fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
+        let expected = self.variables.iter();
+        let expected = expected.map(|(name, variable)| (name.clone(), variable.shape().clone()));
+        check_names("values", &expected.collect(), values)?;
+        let converted = self
+            .variables
+            .iter()
+            .map(|(name, variable)| {
+                let value = &values[name];
+                if value.shape() != variable.shape() || !value.dtype().is_float() {
+                    bail!(
+                        "values: {name} is {:?} of {:?}, it must be {:?} of a floating-point type",
+                        value.dims(),
+                        value.dtype(),
+                        variable.dims()
+                    );
+                }
+                let value = value.detach().to_device(&self.device)?;
+                Ok((variable, value.to_dtype(DType::F32)?.contiguous()?))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        converted
+            .into_iter()
+            .try_for_each(|(variable, value)| variable.set(&value))
     }
 
     /// Names and variables in sorted order of the names.

@@ -1,5 +1,7 @@
 //! The policy that is trained.
 
+use std::collections::HashMap;
+
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::MetricValues;
@@ -10,6 +12,7 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::not_finite::{blame, clip};
 use crate::reference::decoder_in;
 use crate::response::{learn_from_output, predicting_states, response_log_probs};
 use crate::sampler::ensure_temperature;
@@ -215,7 +218,8 @@ impl<M: LanguageModel> Actor<M> {
 
     /// Adds the gradient of the loss of `batch`, a part of the step that `totals` counts.
     ///
-    /// Errs if the loss needs what the batch does not hold. After an error all gradients may be forgotten.
+    /// Errs if the loss needs what the batch does not hold, or with [`NotFinite`](crate::NotFinite) if it is not finite. After an error all gradients
+    /// may be forgotten.
     pub fn forward_backward(
         &mut self,
         batch: &TrainingBatch,
@@ -226,7 +230,7 @@ impl<M: LanguageModel> Actor<M> {
             .adapters
             .as_ref()
             .map_or(&self.parameters, Lora::parameters);
-        let (policy_loss, mut metrics) = (&self.config.policy_loss, None);
+        let (policy_loss, mut computed) = (&self.config.policy_loss, None);
         learn_from_output(
             &self.policy,
             &batch.tokens,
@@ -235,16 +239,21 @@ impl<M: LanguageModel> Actor<M> {
             &mut self.gradients,
             |layer| {
                 let result = linear_policy_loss(policy_loss, layer, &batch.policy_batch(), totals)?;
-                metrics = Some(result.output.metrics);
+                computed = Some(result.output);
                 Ok(result.gradients)
             },
         )?;
-        Ok(metrics.context("policy loss: not computed")?.to_host()?)
+        let output = computed.context("policy loss: not computed")?;
+        let loss = output.loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+        if !loss.is_finite() {
+            return Err(blame(batch)?.into());
+        }
+        Ok(output.metrics.to_host()?)
     }
 
     /// Scales the gradients down to `max_norm` if their norm is above it, makes an optimiser step and forgets them.
     ///
-    /// Errs if there are no gradients or their norm is not finite; then the parameters are as before.
+    /// Errs if there are no gradients, or with [`NotFinite`](crate::NotFinite) if one is not finite; then the parameters are as before.
     pub fn clip_grad_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
         let result = self.clip_and_step(max_norm);
         self.zero_grad();
@@ -252,7 +261,7 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
-        let grad_norm = self.gradients.clip_by_global_norm(max_norm)?;
+        let grad_norm = clip(&mut self.gradients, max_norm, "")?;
         let learning_rate = self.optimizer.learning_rate();
         let trained = self
             .adapters
@@ -305,6 +314,19 @@ impl<M: LanguageModel> Actor<M> {
     /// The optimiser, to load a state.
     pub fn optimizer_mut(&mut self) -> &mut AdamW {
         &mut self.optimizer
+    }
+
+    /// Takes the values of `values` for all parameters that train.
+    pub(crate) fn set_trained(&self, values: &HashMap<String, Tensor>) -> Result<()> {
+        self.trained().set_values(values)?;
+        Ok(self.copies.refresh()?)
+    }
+
+    /// What trains: the adapters, if there are any.
+    pub(crate) fn trained(&self) -> &Parameters {
+        self.adapters
+            .as_ref()
+            .map_or(&self.parameters, Lora::parameters)
     }
 
     /// How this actor learns.

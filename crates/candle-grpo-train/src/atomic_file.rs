@@ -1,6 +1,6 @@
 //! Folders that are replaced as a whole. Single files are written by [`candle_grpo_nn::write_whole`].
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -57,6 +57,28 @@ fn swap(fresh: &Path, path: &Path) -> Result<()> {
     remove(&old).with_context(|| format!("removing the previous one at {}", old.display()))
 }
 
+/// Removes from `folder` what writing of files and folders has left there when the program was ended in the midst of it, and
+/// nothing else.
+pub(crate) fn remove_leftovers(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if is_leftover(&entry.file_name()) {
+            remove(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether this is the name of something that was being written: `.NAME.PID.tmp`, or was being replaced: `.NAME.PID.old`.
+pub(crate) fn is_leftover(name: &OsStr) -> bool {
+    let parts: Vec<&str> = name.to_str().unwrap_or_default().rsplitn(3, '.').collect();
+    let [extension, pid, hidden] = parts[..] else {
+        return false;
+    };
+    let is_number = !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit());
+    matches!(extension, "tmp" | "old") && is_number && hidden.starts_with('.')
+}
+
 fn remove(path: &Path) -> Result<()> {
     if path.is_dir() {
         fs::remove_dir_all(path)?;
@@ -88,6 +110,26 @@ mod tests {
         write(&path, "second");
         assert_eq!(names(&path), ["second"]);
         assert_eq!(names(folder.path()), ["checkpoint"]);
+    }
+
+    #[test]
+    fn leftovers_are_removed_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in [
+            ".a.7.tmp",
+            ".a.b.12.old",
+            ".config",
+            "a.7.tmp",
+            ".a.tmp",
+            ".a.x.tmp",
+        ] {
+            fs::write(folder.path().join(name), "").unwrap();
+        }
+        fs::create_dir_all(folder.path().join(".c.3.tmp/full")).unwrap();
+        remove_leftovers(folder.path()).unwrap();
+        let mut left = names(folder.path());
+        left.sort();
+        assert_eq!(left, [".a.tmp", ".a.x.tmp", ".config", "a.7.tmp"]);
     }
 
     #[test]

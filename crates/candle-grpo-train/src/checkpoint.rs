@@ -40,9 +40,7 @@ pub struct Checkpoint {
 /// The folder appears when it is complete and replaces one that was there. Whenever the program is interrupted, the
 /// folder is complete, or the previous one is kept beside it under another name (`.NAME.PID.old`).
 ///
-/// It holds policy and optimiser, not the place in a run: a [`Trainer`](crate::Trainer) cannot take up a run where it
-/// ended. One made from a checkpoint begins at step 1 of its order of prompts, random numbers and schedule, and its
-/// reference is the policy of the checkpoint.
+/// It holds policy and optimiser, not the place in a run: for that there is [`Trainer::save_state`](crate::Trainer::save_state).
 ///
 /// [`AdamW::load_state`]: candle_grpo_nn::AdamW::load_state
 pub fn save_checkpoint(

@@ -9,6 +9,7 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::not_finite::clip;
 use crate::response::{learn_from_states, predicting_states};
 use crate::{StepStats, TokenBatch, TrainingBatch};
 
@@ -157,16 +158,14 @@ impl Critic {
 
     /// Scales the gradients down to [`CriticConfig::max_grad_norm`], makes an optimiser step and forgets them.
     ///
-    /// Errs if there are no gradients or their norm is not finite; then the parameters are as before.
+    /// Errs if there are no gradients, or with [`NotFinite`](crate::NotFinite) if one is not finite; then the parameters are as before.
     pub fn clip_grad_and_step(&mut self) -> Result<StepStats> {
         let learning_rate = self.optimizer.learning_rate();
-        let result = self
-            .gradients
-            .clip_by_global_norm(self.config.max_grad_norm)
-            .and_then(|grad_norm| {
-                self.optimizer.step(&self.parameters, &self.gradients)?;
-                Ok(grad_norm)
-            });
+        let max_norm = self.config.max_grad_norm;
+        let result = clip(&mut self.gradients, max_norm, "the critic's ").and_then(|grad_norm| {
+            self.optimizer.step(&self.parameters, &self.gradients)?;
+            Ok(grad_norm)
+        });
         self.zero_grad();
         Ok(StepStats {
             grad_norm: result.context("optimiser step of the critic")?,
@@ -193,6 +192,11 @@ impl Critic {
     /// The optimiser, for its state.
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer
+    }
+
+    /// The optimiser, to load a state.
+    pub fn optimizer_mut(&mut self) -> &mut AdamW {
+        &mut self.optimizer
     }
 
     /// How this critic learns.

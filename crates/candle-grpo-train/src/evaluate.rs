@@ -1,6 +1,6 @@
 //! How good a policy is, without training it.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
@@ -10,8 +10,10 @@ use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 /// The completions of an evaluation and their scores.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// One completion of each prompt, in the order of the prompts.
+    /// The completions, in the order of the prompts, those of one prompt side by side.
     pub samples: Vec<EvaluatedSample>,
+    /// How many completions each prompt has.
+    pub samples_per_prompt: usize,
 }
 
 /// A completion and its score.
@@ -40,39 +42,101 @@ impl Evaluation {
         self.mean(|sample| sample.response_length as f64)
     }
 
+    /// The chance that of `k` completions of a prompt at least one has a reward of at least `pass_reward`, in the mean of the
+    /// prompts: the unbiased estimate from all completions (pass@k, Chen et al. 2021, <https://arxiv.org/abs/2107.03374>).
+    ///
+    /// Errs unless `k` is at least 1 and at most [`Self::samples_per_prompt`].
+    pub fn pass_at(&self, k: usize, pass_reward: f64) -> Result<f64> {
+        let n = self.samples_per_prompt;
+        ensure!(
+            (1..=n).contains(&k),
+            "k: {k}, must be from 1 to the {n} completions of each prompt"
+        );
+        let groups = self.samples.chunks(n);
+        let prompts = groups.len() as f64;
+        let chances = groups.map(|group| {
+            let passes = |sample: &&EvaluatedSample| f64::from(sample.reward) >= pass_reward;
+            let wrong = n - group.iter().filter(passes).count();
+            // All of k drawn without replacement are wrong.
+            1. - (0..k)
+                .map(|i| wrong.saturating_sub(i) as f64 / (n - i) as f64)
+                .product::<f64>()
+        });
+        Ok(chances.sum::<f64>() / prompts)
+    }
+
     /// The mean of some figure of the samples.
     pub fn mean(&self, figure: impl Fn(&EvaluatedSample) -> f64) -> f64 {
         self.samples.iter().map(figure).sum::<f64>() / self.samples.len() as f64
     }
 }
 
-/// Draws one completion of each prompt and scores it. See [`Sampler::sample`] for `stream`.
+/// Draws `samples_per_prompt` completions of each prompt and scores them. See [`Sampler::sample`] for `stream`.
 pub fn evaluate(
     sampler: &Sampler,
     prompts: &[Prompt],
+    samples_per_prompt: usize,
     reward: &dyn RewardFunction,
     tokenizer: &Tokenizer,
     stream: u64,
 ) -> Result<Evaluation> {
     let prompts: Vec<&Prompt> = prompts.iter().collect();
-    let rollouts = sampler.sample(&prompts, 1, stream)?;
+    let rollouts = sampler.sample(&prompts, samples_per_prompt, stream)?;
     let texts = decode(&rollouts, tokenizer)?;
     let components = score_rollouts(reward, &prompts, &rollouts, &texts)?;
     let scores = sums(&components, rollouts.len());
-    let samples = prompts
-        .iter()
-        .zip(rollouts)
+    let samples = rollouts
+        .into_iter()
         .zip(texts)
         .zip(scores)
-        .map(
-            |(((prompt, rollout), completion), reward)| EvaluatedSample {
-                prompt: prompt.text.clone(),
-                completion,
-                reward,
-                response_length: rollout.completion_tokens.len(),
-                finish_reason: rollout.finish_reason,
-            },
-        )
+        .enumerate()
+        .map(|(i, ((rollout, completion), reward))| EvaluatedSample {
+            prompt: prompts[i / samples_per_prompt].text.clone(),
+            completion,
+            reward,
+            response_length: rollout.completion_tokens.len(),
+            finish_reason: rollout.finish_reason,
+        })
         .collect();
-    Ok(Evaluation { samples })
+    Ok(Evaluation {
+        samples,
+        samples_per_prompt,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    /// Of four completions, the share of the sets of k that have a right one, counted by hand.
+    #[rstest]
+    #[case(&[1., 0., 0., 0.], 1, 0.25)]
+    #[case(&[1., 0., 0., 0.], 2, 0.5)]
+    #[case(&[1., 0., 1., 0.], 2, 5. / 6.)]
+    #[case(&[1., 0., 1., 0.], 3, 1.)]
+    #[case(&[0., 0.5, 0.9, 0.], 4, 0.)]
+    #[case(&[1., 0., 0., 0., 0., 0., 0., 0.], 4, 0.5)]
+    fn pass_at_k_is_the_chance_of_a_right_one(
+        #[case] rewards: &[f32],
+        #[case] k: usize,
+        #[case] expected: f64,
+    ) {
+        let samples = rewards.iter().map(|&reward| EvaluatedSample {
+            prompt: String::new(),
+            completion: String::new(),
+            reward,
+            response_length: 1,
+            finish_reason: FinishReason::Length,
+        });
+        let evaluation = Evaluation {
+            samples: samples.collect(),
+            samples_per_prompt: 4,
+        };
+        let chance = evaluation.pass_at(k, 1.).unwrap();
+        assert!((chance - expected).abs() < 1e-12, "{chance}");
+        for wrong in [0, 5] {
+            assert!(evaluation.pass_at(wrong, 1.).is_err());
+        }
+    }
 }

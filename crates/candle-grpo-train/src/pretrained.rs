@@ -13,7 +13,7 @@ use crate::atomic_file::write_folder;
 use crate::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
 use crate::hugging_face_config::{from_hugging_face, to_hugging_face};
 use crate::special_tokens::read_object;
-use crate::{ChatTemplate, SpecialTokens};
+use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
 
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const MODEL: &str = "model.safetensors";
@@ -23,6 +23,9 @@ const GENERATION_CONFIG: &str = "generation_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
 /// A decoder with its weights, its tokenizer and the way in which it is spoken to.
+///
+/// A clone shares the weights: what trains in one trains in the other.
+#[derive(Clone)]
 pub struct Pretrained {
     /// The shape of the decoder.
     pub model: DecoderConfig,
@@ -126,17 +129,46 @@ impl Pretrained {
     ///
     /// The folder appears when it is complete, and replaces one that was there.
     pub fn save(&self, folder: &Path) -> Result<()> {
-        write_folder(folder, |folder| {
-            let write = |file: &str, value: &Value| {
-                write_whole(&folder.join(file), &serde_json::to_vec_pretty(value)?)
-                    .with_context(|| file.to_owned())
-            };
-            write(CONFIG, &self.config()?)?;
-            write(GENERATION_CONFIG, &Value::Object(self.token_ids()))?;
-            write(TOKENIZER_CONFIG, &self.tokenizer_config())?;
-            write_tokenizer(folder, &self.tokenizer)?;
-            Ok(self.parameters.save(&folder.join(MODEL))?)
-        })
+        write_folder(folder, |folder| self.write_files(folder))
+    }
+
+    /// Writes the files of [`Self::save`] into a folder that is there, each by itself whole or not at all: for a checkpoint that has
+    /// more to it.
+    pub fn write_files(&self, folder: &Path) -> Result<()> {
+        let write = |file: &str, value: &Value| {
+            write_whole(&folder.join(file), &serde_json::to_vec_pretty(value)?)
+                .with_context(|| file.to_owned())
+        };
+        write(CONFIG, &self.config()?)?;
+        write(GENERATION_CONFIG, &Value::Object(self.token_ids()))?;
+        write(TOKENIZER_CONFIG, &self.tokenizer_config())?;
+        write_tokenizer(folder, &self.tokenizer)?;
+        Ok(self.parameters.save(&folder.join(MODEL))?)
+    }
+
+    /// `sampling` with the stop tokens of the model, unless it has its own.
+    pub fn sampling(&self, sampling: SamplingConfig) -> SamplingConfig {
+        match sampling.stop_token_ids.is_empty() {
+            true => SamplingConfig {
+                stop_token_ids: self.special_tokens.stop_token_ids.clone(),
+                ..sampling
+            },
+            false => sampling,
+        }
+    }
+
+    /// A sampler of the model, which ends at its stop tokens and finds stop strings.
+    pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
+        let sampler = Sampler::new(&self.model, &self.parameters, self.sampling(sampling))?;
+        Ok(sampler.with_tokenizer(&self.tokenizer))
+    }
+
+    /// The same model with other weights, such as those that a run has made of these.
+    pub fn with_parameters(&self, parameters: Parameters) -> Self {
+        Self {
+            parameters,
+            ..self.clone()
+        }
     }
 
     fn config(&self) -> Result<Value> {

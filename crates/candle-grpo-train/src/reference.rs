@@ -1,5 +1,7 @@
 //! The policy that the trained one is kept near to.
 
+use std::collections::HashMap;
+
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Parameters};
@@ -87,6 +89,20 @@ impl Reference {
     /// The log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, without a graph.
     pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
         Ok(response_log_probs(&self.decoder, batch, temperature)?.log_probs)
+    }
+
+    /// Its own copy of the parameters, if it has one.
+    pub(crate) fn parameters(&self) -> Option<&Parameters> {
+        self.parameters.as_ref()
+    }
+
+    /// Takes other parameters.
+    pub(crate) fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
+        let Some(parameters) = &self.parameters else {
+            bail!("reference: a policy without its adapters, which does not change");
+        };
+        parameters.set_values(values)?;
+        Ok(self.copies.refresh()?)
     }
 
     /// Becomes `alpha * policy + (1 - alpha) * reference`; an alpha of 1 makes it a copy.

@@ -1,21 +1,28 @@
 //! The folder of a run.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_nn::write_whole;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
+use crate::atomic_file::{is_leftover, remove_leftovers};
+use crate::json_lines::{lines_up_to, read_json_lines};
 use crate::{
-    Actor, EvaluatedSample, Evaluation, EventFile, StepMetrics, save_checkpoint, training_plot_svg,
+    Actor, Checkpoints, EvaluatedSample, Evaluation, EventFile, StepMetrics, save_checkpoint,
+    training_plot_svg,
 };
 use tokenizers::Tokenizer;
 
 const CONFIG: &str = "config.json";
 const METRICS: &str = "metrics.jsonl";
+const EVALUATIONS: &str = "evaluations.jsonl";
+const SAMPLES: &str = "samples.jsonl";
+const EVENTS: &str = "events.out.tfevents.";
+const LOCK: &str = ".lock";
 
 /// The folder in which a run leaves what is to be kept.
 ///
@@ -27,14 +34,18 @@ const METRICS: &str = "metrics.jsonl";
 /// | `evaluations.jsonl`, `samples.jsonl` | one line for each evaluation, and for each of its answers |
 /// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
 /// | `checkpoint/` | the policy, see [`save_checkpoint`] |
+/// | `checkpoints/` | what a run goes on from, see [`Checkpoints`] |
+/// | `.lock` | keeps other programs out |
 /// | others | what [`RunDir::write`] is given |
 ///
 /// Files are written under a temporary name and renamed: a run that is interrupted leaves none half written. For the
-/// checkpoint see [`save_checkpoint`].
+/// checkpoint see [`save_checkpoint`]. As long as one program has it open, no other can begin or resume a run there.
 pub struct RunDir {
     path: PathBuf,
     metrics: File,
     events: EventFile,
+    /// Locked.
+    _lock: File,
 }
 
 impl RunDir {
@@ -72,30 +83,83 @@ impl RunDir {
     pub fn replace(path: &Path, config: &impl Serialize) -> Result<Self> {
         if !is_vacant(path)? {
             ensure!(
-                path.join(CONFIG).is_file() && path.join(METRICS).is_file(),
+                Self::is_run(path),
                 "run directory {}: has no {CONFIG} and {METRICS}, it is not a run and will not be removed",
                 path.display()
             );
+            lock(path)?;
             fs::remove_dir_all(path).with_context(|| format!("removing {}", path.display()))?;
         }
         Self::begin(path, config)
     }
 
+    /// Whether a run has begun at `path`.
+    pub fn is_run(path: &Path) -> bool {
+        path.join(CONFIG).is_file() && path.join(METRICS).is_file()
+    }
+
+    /// Goes on with the run at `path` after `step` steps: what was noted of later ones is forgotten. Returns the figures of the steps up to
+    /// there too.
+    ///
+    /// Errs if what is there is not a run, or another program has it open.
+    pub fn resume(
+        path: &Path,
+        config: &impl Serialize,
+        step: usize,
+    ) -> Result<(Self, Vec<StepMetrics>)> {
+        ensure!(
+            Self::is_run(path),
+            "run directory {}: has no {CONFIG} and {METRICS}, there is no run to resume",
+            path.display()
+        );
+        let resume = || -> Result<(Self, Vec<StepMetrics>)> {
+            // Before anything is changed that another program may be writing.
+            let lock = lock(path)?;
+            remove_leftovers(path)?;
+            for name in [METRICS, EVALUATIONS, SAMPLES] {
+                let file = path.join(name);
+                if file.exists() {
+                    write_whole(&file, lines_up_to(&file, step)?.as_bytes())?;
+                }
+            }
+            let metrics: Vec<StepMetrics> = read_json_lines(&path.join(METRICS))?;
+            let old_events = event_files(path)?;
+            let mut run = Self::open(path, config, lock)?;
+            for metrics in &metrics {
+                run.write_scalars(metrics)?;
+            }
+            for evaluation in read_json_lines::<EvaluationLine>(&path.join(EVALUATIONS))? {
+                run.write_figures(evaluation.step, &evaluation.figures)?;
+            }
+            for file in old_events {
+                fs::remove_file(file)?;
+            }
+            Ok((run, metrics))
+        };
+        resume().with_context(|| format!("run directory {}", path.display()))
+    }
+
     fn begin(path: &Path, config: &impl Serialize) -> Result<Self> {
         let begin = || -> Result<Self> {
             fs::create_dir_all(path)?;
-            write_whole(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
-            let metrics = OpenOptions::new()
-                .create(true)
-                .append(true)
-                .open(path.join(METRICS))?;
-            Ok(Self {
-                path: path.to_path_buf(),
-                metrics,
-                events: EventFile::create(path)?,
-            })
+            Self::open(path, config, lock(path)?)
         };
         begin().with_context(|| format!("run directory {}", path.display()))
+    }
+
+    fn open(path: &Path, config: &impl Serialize, lock: File) -> Result<Self> {
+        let metrics = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path.join(METRICS))?;
+        // The last: a folder with settings and metrics is a run.
+        write_whole(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            metrics,
+            events: EventFile::create(path)?,
+            _lock: lock,
+        })
     }
 
     /// Where it is.
@@ -111,6 +175,10 @@ impl RunDir {
             .write_all(&line)
             .and_then(|()| self.metrics.flush())
             .with_context(|| format!("writing {}", self.path.join(METRICS).display()))?;
+        self.write_scalars(metrics)
+    }
+
+    fn write_scalars(&mut self, metrics: &StepMetrics) -> Result<()> {
         let scalars = metrics.scalars()?;
         let scalars = scalars
             .iter()
@@ -119,33 +187,66 @@ impl RunDir {
     }
 
     /// Adds an evaluation after `step` steps: its figures, of which `reward_mean` and `response_length` are two, to
-    /// `evaluations.jsonl`, its answers to `samples.jsonl`.
+    /// `evaluations.jsonl`, its answers to `samples.jsonl`. Returns all figures.
     pub fn append_evaluation(
         &mut self,
         step: usize,
         evaluation: &Evaluation,
         figures: &BTreeMap<String, f64>,
-    ) -> Result<()> {
+    ) -> Result<BTreeMap<String, f64>> {
         let mut all = figures.clone();
         all.insert("reward_mean".to_owned(), evaluation.reward_mean());
         all.insert(
             "response_length".to_owned(),
             evaluation.response_length_mean(),
         );
-        let line = EvaluationLine {
-            step,
-            figures: &all,
-        };
-        self.append("evaluations.jsonl", &[line])?;
+        // The figures last: where they are noted, the answers are too.
         let samples = evaluation.samples.iter();
         let samples: Vec<SampleLine> = samples.map(|sample| SampleLine { step, sample }).collect();
-        self.append("samples.jsonl", &samples)?;
-        let names: Vec<(String, f64)> = all
-            .into_iter()
-            .map(|(name, number)| (format!("evaluation/{name}"), number))
+        self.append(SAMPLES, &samples)?;
+        self.write_figures(step, &all)?;
+        let figures = all.clone();
+        self.append(EVALUATIONS, &[EvaluationLine { step, figures }])?;
+        Ok(all)
+    }
+
+    fn write_figures(&mut self, step: usize, figures: &BTreeMap<String, f64>) -> Result<()> {
+        let names: Vec<(String, f64)> = figures
+            .iter()
+            .map(|(name, number)| (format!("evaluation/{name}"), *number))
             .collect();
         let scalars = names.iter().map(|(name, number)| (name.as_str(), *number));
         self.events.write_scalars(step, scalars)
+    }
+
+    /// The figures of the evaluations so far, with their steps.
+    pub fn evaluations(&self) -> Result<Vec<(usize, BTreeMap<String, f64>)>> {
+        let lines: Vec<EvaluationLine> = read_json_lines(&self.path.join(EVALUATIONS))?;
+        Ok(lines
+            .into_iter()
+            .map(|line| (line.step, line.figures))
+            .collect())
+    }
+
+    /// After how many steps the evaluation of the run at `path` was best that had the greatest mean reward, the earlier of equals; nothing if
+    /// there was none.
+    pub fn best_evaluation(path: &Path) -> Result<Option<usize>> {
+        let lines: Vec<EvaluationLine> = read_json_lines(&path.join(EVALUATIONS))?;
+        let mut best: Option<(usize, f64)> = None;
+        for line in lines {
+            let reward = line.figures.get("reward_mean").copied();
+            if let Some(reward) = reward
+                && best.is_none_or(|(_, least)| reward > least)
+            {
+                best = Some((line.step, reward));
+            }
+        }
+        Ok(best.map(|(step, _)| step))
+    }
+
+    /// The checkpoints of the run at `path`.
+    pub fn checkpoints(path: &Path) -> Checkpoints {
+        Checkpoints::new(&path.join("checkpoints"))
     }
 
     fn append(&self, name: &str, lines: &[impl Serialize]) -> Result<()> {
@@ -188,11 +289,11 @@ impl RunDir {
 }
 
 /// A line of `evaluations.jsonl`.
-#[derive(Serialize)]
-struct EvaluationLine<'a> {
+#[derive(Serialize, Deserialize)]
+struct EvaluationLine {
     step: usize,
     #[serde(flatten)]
-    figures: &'a BTreeMap<String, f64>,
+    figures: BTreeMap<String, f64>,
 }
 
 /// A line of `samples.jsonl`.
@@ -203,7 +304,34 @@ struct SampleLine<'a> {
     sample: &'a EvaluatedSample,
 }
 
-/// Whether a run can begin at `path`: there is nothing, or an empty folder.
+/// Keeps other programs out, until it is dropped.
+fn lock(path: &Path) -> Result<File> {
+    let file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path.join(LOCK))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            bail!("{}: another program has the run open", path.display())
+        }
+        // Some file systems know no locks.
+        Err(TryLockError::Error(_)) => Ok(file),
+    }
+}
+
+fn event_files(path: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(EVENTS) {
+            files.push(entry.path());
+        }
+    }
+    Ok(files)
+}
+
+/// Whether a run can begin at `path`: there is nothing, or a folder with nothing that counts.
 fn is_vacant(path: &Path) -> Result<bool> {
     if !path
         .try_exists()
@@ -211,7 +339,19 @@ fn is_vacant(path: &Path) -> Result<bool> {
     {
         return Ok(true);
     }
-    Ok(path.is_dir() && fs::read_dir(path)?.next().is_none())
+    if !path.is_dir() {
+        return Ok(false);
+    }
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        // What a run leaves that is killed as it begins.
+        let begun = name == METRICS && entry.metadata()?.len() == 0;
+        if !begun && name != LOCK && !is_leftover(&name) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -276,6 +416,7 @@ mod tests {
                     ..sample
                 },
             ],
+            samples_per_prompt: 1,
         };
         let figures = BTreeMap::from([("pass_at_1".to_owned(), 0.5)]);
         for step in [0, 10] {

@@ -9,11 +9,13 @@ use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId}
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
 
 use crate::draw::{Distribution, generator, uniform};
+use crate::reward::decode_tokens;
 use crate::stop_strings::{DecodeText, StopStrings};
 use crate::truncation::{Truncated, Truncation};
-use crate::{FinishReason, Prompt, Rollout};
+use crate::{FinishReason, Interrupted, Prompt, Rollout, Unwatched, Watch};
 
 /// About so many prompt tokens go through the decoder at a time.
 const PREFILL_TOKENS: usize = 512;
@@ -116,6 +118,7 @@ pub struct Sampler {
     device: Device,
     config: SamplingConfig,
     decode: Option<Arc<DecodeText>>,
+    watch: Arc<dyn Watch>,
 }
 
 /// A distinct prompt of a call.
@@ -166,6 +169,7 @@ impl Sampler {
             decoder,
             config,
             decode: None,
+            watch: Arc::new(Unwatched),
         })
     }
 
@@ -179,6 +183,18 @@ impl Sampler {
         self
     }
 
+    /// [`Self::with_decoder_of_text`] of `tokenizer`, special tokens left out.
+    pub fn with_tokenizer(self, tokenizer: &Tokenizer) -> Self {
+        let tokenizer = tokenizer.clone();
+        self.with_decoder_of_text(move |tokens| decode_tokens(tokens, &tokenizer))
+    }
+
+    /// With someone who is told of every token and every completion that ends, and may stop it between two tokens.
+    pub fn with_watch(mut self, watch: Arc<dyn Watch>) -> Self {
+        self.watch = watch;
+        self
+    }
+
     /// How this sampler draws.
     pub fn config(&self) -> &SamplingConfig {
         &self.config
@@ -189,7 +205,7 @@ impl Sampler {
     /// `stream` keeps draws apart that are otherwise the same, those of different training steps for example.
     ///
     /// Errs if there are no prompts, a prompt is empty, too long for the model or has a token that the model does not know,
-    /// `num_generations` is 0, or there are stop strings and nothing to decode text with.
+    /// `num_generations` is 0, or there are stop strings and nothing to decode text with; with [`Interrupted`] if the watch says so.
     pub fn sample(
         &self,
         prompts: &[&Prompt],
@@ -222,6 +238,9 @@ impl Sampler {
         )?;
         let mut live: Vec<Live> = Vec::new();
         loop {
+            if self.watch.wants_stop() {
+                return Err(Interrupted.into());
+            }
             if !live.is_empty() {
                 let new: Vec<(SequenceId, &[u32])> = live
                     .iter()
@@ -486,13 +505,14 @@ impl Sampler {
         Ok(())
     }
 
-    /// Takes the completions that have ended out of `live`.
+    /// Takes the completions that have ended out of `live`, each of which has just got a token.
     fn finish(
         &self,
         live: &mut Vec<Live>,
         rollouts: &mut [Rollout],
         cache: &mut PagedCache,
     ) -> Result<()> {
+        let drawn = live.len();
         for l in live.extract_if(.., |l| l.end.is_some()) {
             cache.remove(l.sequence)?;
             let rollout = &mut rollouts[l.rollout];
@@ -501,6 +521,7 @@ impl Sampler {
             rollout.drawn_log_probs = l.drawn_log_probs;
             rollout.finish_reason = l.end.unwrap_or(FinishReason::Length);
         }
+        self.watch.advance(drawn - live.len(), drawn);
         Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! The training step.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -14,11 +15,12 @@ use tokenizers::Tokenizer;
 
 use crate::learning::Lesson;
 use crate::requirements::Requirements;
-use crate::reward::{decode, decode_tokens, score_rollouts};
+use crate::reward::{decode, score_rollouts};
 use crate::scored::ScoredRollouts;
 use crate::{
-    Actor, Critic, PhaseSeconds, Prompt, Reference, RewardFunction, Sampler, SamplingConfig,
-    ShuffledOrder, StepMetrics, TokenBatch, TrainConfig, TrainingBatch, prompt_tokens_to_host,
+    Actor, Critic, Interrupted, Phase, PhaseSeconds, Prompt, Reference, RewardFunction, Sampler,
+    SamplingConfig, ShuffledOrder, StepMetrics, TokenBatch, TrainConfig, TrainingBatch, Unwatched,
+    Watch, prompt_tokens_to_host,
 };
 
 /// Trains a policy with rewards: sample, score, compare within groups, update.
@@ -40,11 +42,14 @@ pub struct Trainer {
     prompts: Vec<Prompt>,
     order: ShuffledOrder,
     /// How many places of the order have been visited.
-    visited: usize,
+    pub(crate) visited: usize,
     reward: Box<dyn RewardFunction>,
-    adaptive_entropy: Option<AdaptiveEntropy>,
-    steps: usize,
-    skipped_steps: usize,
+    pub(crate) adaptive_entropy: Option<AdaptiveEntropy>,
+    pub(crate) steps: usize,
+    pub(crate) skipped_steps: usize,
+    watch: Arc<dyn Watch>,
+    /// Whether the step that is being made has changed weights, so that it must be made to its end.
+    updated: bool,
 }
 
 impl Trainer {
@@ -78,10 +83,7 @@ impl Trainer {
             None => None,
         };
         let sampler = |sampling: SamplingConfig| -> Result<Sampler> {
-            let tokenizer = tokenizer.clone();
-            Ok(actor
-                .sampler(sampling)?
-                .with_decoder_of_text(move |tokens| decode_tokens(tokens, &tokenizer)))
+            Ok(actor.sampler(sampling)?.with_tokenizer(&tokenizer))
         };
         let greedy_sampler = match requirements.greedy_scores {
             true => Some(sampler(SamplingConfig {
@@ -107,6 +109,8 @@ impl Trainer {
             critic,
             steps: 0,
             skipped_steps: 0,
+            watch: Arc::new(Unwatched),
+            updated: false,
             actor,
             reference,
             requirements,
@@ -136,14 +140,46 @@ impl Trainer {
         self
     }
 
+    /// With someone who follows the steps, and may stop them.
+    pub fn with_watch(mut self, watch: Arc<dyn Watch>) -> Self {
+        self.sampler = self.sampler.with_watch(Arc::clone(&watch));
+        self.greedy_sampler = self
+            .greedy_sampler
+            .map(|sampler| sampler.with_watch(Arc::clone(&watch)));
+        self.watch = watch;
+        self
+    }
+
     /// Makes one step.
     ///
     /// If there is nothing to learn, because no advantage is other than 0 or no completion is left after the filters, the
     /// policy stays as it is, and the step is counted as skipped.
+    ///
+    /// After an error everything is as it was before the step, but for the updates of earlier mini-batches if the step makes
+    /// several. It errs with [`Interrupted`] if the watch says so before the first update; once weights have changed, the step
+    /// is made to its end. It errs with [`NotFinite`](crate::NotFinite) rather than learn from a NaN or an infinity.
     pub fn step(&mut self) -> Result<StepMetrics> {
-        self.steps += 1;
-        self.make_step()
-            .with_context(|| format!("step {}", self.steps))
+        let before = self.state()?;
+        let step = self.steps + 1;
+        self.steps = step;
+        self.updated = false;
+        let made = self.make_step();
+        if made.is_err() {
+            self.set_state(&before)?;
+            self.actor.zero_grad();
+            if let Some(critic) = &mut self.critic {
+                critic.zero_grad();
+            }
+        }
+        made.with_context(|| format!("step {step}"))
+    }
+
+    /// Errs if the step should stop and still can.
+    fn ensure_wanted(&self) -> Result<()> {
+        match !self.updated && self.watch.wants_stop() {
+            true => Err(Interrupted.into()),
+            false => Ok(()),
+        }
     }
 
     fn make_step(&mut self) -> Result<StepMetrics> {
@@ -226,10 +262,14 @@ impl Trainer {
         let start = Instant::now();
         // A prompt may come again in a later batch of the step, and must not get the same completions.
         let stream = self.steps as u64 | (batch as u64) << 32;
+        self.watch.begin(Phase::Sample, count * num_generations);
         let rollouts = self.sampler.sample(&prompts, num_generations, stream)?;
         let sampled = Instant::now();
+        self.watch.begin(Phase::Score, rollouts.len());
         let texts = decode(&rollouts, &self.tokenizer)?;
         let components = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
+        self.watch.advance(rollouts.len(), 0);
+        self.ensure_wanted()?;
         seconds.sample += (sampled - start).as_secs_f64();
         seconds.score += sampled.elapsed().as_secs_f64();
         Ok(ScoredRollouts {
@@ -274,12 +314,11 @@ impl Trainer {
         if let Some(controller) = &self.adaptive_entropy {
             self.actor.set_entropy_coef(controller.entropy_coef());
         }
-        // A step that failed may have left some.
-        self.actor.zero_grad();
         if let Some(critic) = &mut self.critic {
             critic.scale_learning_rate(factor);
-            critic.zero_grad();
         }
+        self.watch
+            .begin(Phase::Learn, completions * self.config.epochs);
         let warm_up = self.config.critic.as_ref().map_or(0, |c| c.warmup_steps);
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
@@ -292,14 +331,21 @@ impl Trainer {
                 if let Some(critic) = &mut self.critic {
                     let size = self.config.micro_batch_size;
                     update_critic(critic, &mini_batch.split(size)?, &totals, &mut figures)?;
+                    self.updated = true;
                 }
                 if metrics.step <= warm_up {
                     continue;
                 }
                 for micro_batch in mini_batch.split(self.config.micro_batch_size)? {
+                    self.ensure_wanted()?;
                     figures.merge(&self.actor.forward_backward(&micro_batch, &totals)?)?;
+                    let tokens = StepTotals::to_host(&micro_batch.tokens.response_mask)?.tokens;
+                    self.watch
+                        .advance(micro_batch.tokens.dims()?.0, tokens as usize);
                 }
+                self.ensure_wanted()?;
                 let stats = self.actor.clip_grad_and_step(self.config.max_grad_norm)?;
+                self.updated = true;
                 grad_norms.push(stats.grad_norm);
                 metrics.learning_rate = Some(stats.learning_rate);
             }
@@ -367,7 +413,10 @@ impl Trainer {
         let size = self.config.micro_batch_size;
         let pieces = (0..total)
             .step_by(size)
-            .map(|start| of_tokens(&tokens.narrow(start, size.min(total - start))?))
+            .map(|start| {
+                self.ensure_wanted()?;
+                of_tokens(&tokens.narrow(start, size.min(total - start))?)
+            })
             .collect::<Result<Vec<_>>>()?;
         Ok(Tensor::cat(&pieces, 0)?)
     }
@@ -377,11 +426,19 @@ impl Trainer {
         &self.actor
     }
 
-    /// The policy, to load a state of its optimiser for example.
+    /// The policy, to change it between steps.
     ///
     /// A learning rate set here does not last: every step sets the one that [`TrainConfig::schedule`] says.
     pub fn actor_mut(&mut self) -> &mut Actor {
         &mut self.actor
+    }
+
+    /// A sampler of the policy, which is watched as the steps are.
+    pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
+        let sampler = self.actor.sampler(sampling)?;
+        Ok(sampler
+            .with_tokenizer(&self.tokenizer)
+            .with_watch(Arc::clone(&self.watch)))
     }
 
     /// The critic, if there is one.

@@ -179,11 +179,17 @@ fn a_run_directory_holds_only_complete_files() {
         .collect();
     names.sort();
     // The rest of its name is when it was begun.
-    let events = names.remove(2);
+    let events = names.remove(3);
     assert!(events.starts_with("events.out.tfevents."), "{events}");
     assert_eq!(
         names,
-        ["checkpoint", "config.json", "metrics.jsonl", "metrics.svg"]
+        [
+            ".lock",
+            "checkpoint",
+            "config.json",
+            "metrics.jsonl",
+            "metrics.svg"
+        ]
     );
 
     // A checkpoint that cannot be written leaves the one before.

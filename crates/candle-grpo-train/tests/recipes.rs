@@ -351,7 +351,7 @@ fn greedy_answers_are_the_baseline_of_remax() {
         })
         .unwrap();
     let all = prompts(&["abc", "d", "ee", "ca", "b"]);
-    let greedy = evaluate(&sampler, &all, &digest, &tokenizer(), 0).unwrap();
+    let greedy = evaluate(&sampler, &all, 1, &digest, &tokenizer(), 0).unwrap();
     let mut expected: Vec<f32> = greedy
         .samples
         .iter()

@@ -255,7 +255,7 @@ fn an_evaluation_scores_one_completion_of_each_prompt() {
     let prompts = prompts(&["abc", "d"]);
     let sampler = sampler(sampling());
     let reward = |sample: &Sample| sample.columns["row"].as_i64().unwrap_or(-1) as f32;
-    let evaluation = evaluate(&sampler, &prompts, &reward, &tokenizer(), 0).unwrap();
+    let evaluation = evaluate(&sampler, &prompts, 1, &reward, &tokenizer(), 0).unwrap();
     assert_eq!(evaluation.reward_mean(), 0.5);
     let rollouts = sampler.sample(&[&prompts[0], &prompts[1]], 1, 0).unwrap();
     for (sample, rollout) in evaluation.samples.iter().zip(&rollouts) {
@@ -266,7 +266,7 @@ fn an_evaluation_scores_one_completion_of_each_prompt() {
         assert_eq!(sample.completion, text);
     }
     assert_eq!(evaluation.samples[1].prompt, "d");
-    assert!(evaluate(&sampler, &[], &reward, &tokenizer(), 0).is_err());
+    assert!(evaluate(&sampler, &[], 1, &reward, &tokenizer(), 0).is_err());
 }
 
 #[test]

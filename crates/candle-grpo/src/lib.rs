@@ -8,6 +8,7 @@
 //! | [`nn`] | a trainable decoder, optimiser, gradient accumulation and clipping |
 //! | [`train`] | data, sampler, rewards, trainer, run directory |
 //! | [`config`] | a whole run from a file of YAML or TOML |
+//! | [`run`] | the run of a configuration: train, evaluate, save, resume |
 //! | [`report`] | one page about runs |
 
 pub use candle_grpo_core as core;
@@ -17,3 +18,4 @@ pub use candle_grpo_train as train;
 
 pub mod config;
 pub mod report;
+pub mod run;

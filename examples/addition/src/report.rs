@@ -25,7 +25,14 @@ impl Measurement {
                 greedy,
                 ..settings.train.sampling.clone()
             })?;
-            evaluate(&sampler, &task.held_out, &is_right, &task.tokenizer, STREAM)
+            evaluate(
+                &sampler,
+                &task.held_out,
+                1,
+                &is_right,
+                &task.tokenizer,
+                STREAM,
+            )
         };
         Ok(Self {
             sampled: answers(false)?,

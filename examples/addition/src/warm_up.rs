@@ -28,7 +28,14 @@ pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
     let mut accuracy = 0.;
     let after_step = |step: usize, loss: f64| {
         if step.is_multiple_of(INTERVAL) {
-            let answers = evaluate(&sampler, &task.held_out, &is_right, &task.tokenizer, STREAM)?;
+            let answers = evaluate(
+                &sampler,
+                &task.held_out,
+                1,
+                &is_right,
+                &task.tokenizer,
+                STREAM,
+            )?;
             accuracy = answers.reward_mean();
         }
         bar.step(&format!("loss {loss:.2}, right {:.0} %", 100. * accuracy));

@@ -4,9 +4,9 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_grpo::config::{Document, RollFile, RunConfig};
-use candle_grpo::train::Dataset;
 
 use super::exit::Exit;
+use super::load;
 
 /// Checks the configuration in `file`, and everything that it names short of loading the model.
 pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
@@ -22,7 +22,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
         None => document,
     };
     let run = RunConfig::new(&document).map_err(config)?;
-    let dataset = check_data(&run)?;
+    let dataset = load::dataset(&run)?;
     check_model(&run)?;
     if !quiet {
         let yaml = run
@@ -41,20 +41,6 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
         write!(out, "{yaml}")?;
     }
     Ok(())
-}
-
-/// Reads the data, and asks the rewards whether each row has what they need.
-fn check_data(run: &RunConfig) -> Result<Dataset, Exit> {
-    let data = |error: anyhow::Error| Exit::Data(format!("{error:#}"));
-    let dataset = run.data.load(run.seed()).map_err(data)?;
-    for row in dataset.train.iter().chain(&dataset.held_out) {
-        for reward in &run.rewards {
-            reward
-                .check_row(&row.columns)
-                .map_err(|error| data(error.context(row.place())))?;
-        }
-    }
-    Ok(dataset)
 }
 
 fn check_model(run: &RunConfig) -> Result<(), Exit> {

@@ -2,10 +2,13 @@
 
 use std::process::ExitCode;
 
+use candle_grpo::train::NotFinite;
+
 /// The exit codes, for `--help`.
 pub(super) const EXIT_CODES: &str = "\
 Exit codes:
   0  all is well
+  1  something else went wrong, such as a full disk
   2  the command line is wrong
   3  the configuration is wrong
   4  the data are wrong
@@ -13,8 +16,7 @@ Exit codes:
   6  a loss or gradient was not finite
   7  the run was interrupted";
 
-/// Why the program ends before it is done. The codes of a model (5), of numbers that are not finite (6) and of an interruption
-/// (7) belong to commands that train.
+/// Why the program ends before it is done.
 #[derive(Debug)]
 pub(super) enum Exit {
     /// The configuration is wrong.
@@ -23,17 +25,38 @@ pub(super) enum Exit {
     Data(String),
     /// The model is wrong.
     Model(String),
+    /// A loss or a gradient was not finite.
+    NotFinite(String),
+    /// It was asked to stop.
+    Interrupted(String),
+    /// Something else went wrong.
+    Run(String),
     /// What it prints is not read.
     Quiet,
 }
 
 impl Exit {
+    /// Of a run that ended with `error`; `hint` says how to go on.
+    pub(super) fn of_run(error: anyhow::Error, hint: String) -> Self {
+        let message = format!("{error:#}\n{hint}");
+        match error.is::<NotFinite>() {
+            true => Self::NotFinite(message),
+            false => Self::Run(message),
+        }
+    }
+
     /// Says why on stderr.
     pub(super) fn report(self) -> ExitCode {
         let (code, message) = match self {
             Self::Config(message) => (3, message),
             Self::Data(message) => (4, message),
             Self::Model(message) => (5, message),
+            Self::NotFinite(message) => (6, message),
+            Self::Interrupted(message) => {
+                eprintln!("interrupted\n{message}");
+                return ExitCode::from(7);
+            }
+            Self::Run(message) => (1, message),
             Self::Quiet => return ExitCode::SUCCESS,
         };
         eprintln!("error: {message}");

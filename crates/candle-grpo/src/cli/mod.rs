@@ -2,16 +2,24 @@
 
 mod check;
 mod completions;
+mod console;
+mod convert;
+mod eval;
 mod exit;
+mod load;
 mod report;
+mod sample;
+mod train;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use candle_grpo::run::Start;
 use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 
 use exit::{EXIT_CODES, Exit};
+use sample::SampleArguments;
 
 /// GRPO training of language models: a model, prompts and a reward in, a trained model out.
 #[derive(Parser)]
@@ -23,6 +31,25 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Train a model as a configuration says.
+    ///
+    /// Leaves a folder (run_dir) with the settings, the figures of each step for grpo report and TensorBoard, the answers to held-out
+    /// prompts, and checkpoints that transformers loads. Ctrl-C stops it and saves where it was.
+    Train(TrainArguments),
+    /// Let a model answer the held-out prompts of a configuration, and print how good the answers are.
+    Eval(EvalArguments),
+    /// Let a model answer a prompt.
+    Sample(SampleArguments),
+    /// Write a GGUF file, or a Hugging Face folder, as a Hugging Face folder in f32.
+    Convert {
+        /// The model.
+        model: PathBuf,
+        /// Where the folder goes.
+        folder: PathBuf,
+        /// Replace a folder that is there.
+        #[arg(long)]
+        force: bool,
+    },
     /// Check a configuration and print what it comes to, without loading a model.
     ///
     /// Reads the file, its data and its rewards, and prints every setting with defaults filled in, as a file that says the same.
@@ -51,6 +78,36 @@ struct CheckArguments {
 }
 
 #[derive(clap::Args)]
+struct TrainArguments {
+    /// The configuration: YAML, or TOML if its name ends in .toml. docs/configuration.md lists the keys.
+    file: PathBuf,
+    /// Go on from the last checkpoint of the run; begin it if there is none yet.
+    #[arg(long, conflicts_with = "replace")]
+    resume: bool,
+    /// Remove a run that is in the folder, and begin anew.
+    #[arg(long)]
+    replace: bool,
+    /// Log warnings only, and show no progress.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+#[derive(clap::Args)]
+struct EvalArguments {
+    /// The configuration, whose data, rewards and evaluation section say what is asked and what is right.
+    file: PathBuf,
+    /// The model, in place of that of the configuration: a folder, a GGUF file, or the folder of a run (its best checkpoint).
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// Write the answers there, as lines of JSON.
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Log warnings only, and show no progress.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+#[derive(clap::Args)]
 struct ReportArguments {
     /// The folders of runs.
     #[arg(required = true, value_name = "RUN")]
@@ -65,6 +122,26 @@ pub(crate) fn run() -> ExitCode {
     let arguments = Arguments::parse();
     let done = match arguments.command {
         Command::Check(arguments) => check::check(&arguments.file, arguments.quiet),
+        Command::Train(arguments) => {
+            let start = match (arguments.resume, arguments.replace) {
+                (true, _) => Start::Resume,
+                (_, true) => Start::Replace,
+                _ => Start::New,
+            };
+            train::train(&arguments.file, start, arguments.quiet)
+        }
+        Command::Eval(arguments) => eval::eval(
+            &arguments.file,
+            arguments.model,
+            arguments.out.as_deref(),
+            arguments.quiet,
+        ),
+        Command::Sample(arguments) => sample::sample(arguments),
+        Command::Convert {
+            model,
+            folder,
+            force,
+        } => convert::convert(&model, &folder, force),
         Command::Report(arguments) => report::report(&arguments.runs, &arguments.out),
         Command::Completions { shell } => completions::print(shell),
     };

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use candle_grpo_train::read_json_lines;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -66,15 +67,15 @@ impl Run {
             .canonicalize()
             .ok()
             .and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
-        let steps: Vec<Value> = lines(&folder.join("metrics.jsonl"))?;
+        let steps: Vec<Value> = read_json_lines(&folder.join("metrics.jsonl"))?;
         let skipped = steps.iter().filter(|step| step["skipped"] == true).count();
         Ok(Self {
             name: name.unwrap_or_else(|| folder.display().to_string()),
             settings,
             steps: figures(&steps),
             skipped,
-            evaluations: figures(&lines(&folder.join("evaluations.jsonl"))?),
-            samples: lines(&folder.join("samples.jsonl"))?,
+            evaluations: figures(&read_json_lines(&folder.join("evaluations.jsonl"))?),
+            samples: read_json_lines(&folder.join("samples.jsonl"))?,
         })
     }
 
@@ -142,23 +143,4 @@ fn flatten(path: &str, value: &Value, take: &mut impl FnMut(&str, &Value)) {
         }
         value => take(path, value),
     }
-}
-
-/// The lines of a file, of which there are none if it is not there.
-fn lines<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<Vec<T>> {
-    let text = match fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error).with_context(|| path.display().to_string()),
-    };
-    let mut read = Vec::new();
-    let mut rest = text.lines().enumerate().peekable();
-    while let Some((i, line)) = rest.next() {
-        match serde_json::from_str(line) {
-            Ok(value) => read.push(value),
-            Err(_) if rest.peek().is_none() && !text.ends_with('\n') => {}
-            Err(error) => bail!("{}:{}: {error}", path.display(), i + 1),
-        }
-    }
-    Ok(read)
 }

@@ -1,0 +1,130 @@
+//! Whether the files of a folder are those that were written.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_nn::write_whole;
+use sha2::{Digest, Sha256};
+
+/// In the form of `sha256sum`, which checks it with `sha256sum --check`.
+const CHECKSUMS: &str = "SHA256SUMS";
+
+/// Notes the sums of all files in `folder` and the folders in it.
+pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
+    let mut text = String::new();
+    for (name, path) in files(folder)? {
+        text += &format!("{}  {name}\n", of_file(&path)?);
+    }
+    Ok(write_whole(&folder.join(CHECKSUMS), text.as_bytes())?)
+}
+
+/// Errs with the name of a file that is missing, surplus or not as it was written.
+pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
+    let text = fs::read_to_string(folder.join(CHECKSUMS)).context(CHECKSUMS)?;
+    let mut found = files(folder)?;
+    for line in text.lines() {
+        let (sum, name) = line
+            .split_once("  ")
+            .with_context(|| format!("{CHECKSUMS}: {line:?}, must be a sum and a name"))?;
+        let Some(path) = found.remove(name) else {
+            bail!("{name}: is missing");
+        };
+        ensure!(of_file(&path)? == sum, "{name}: is damaged");
+    }
+    if let Some(name) = found.keys().next() {
+        bail!("{name}: was not written with the others");
+    }
+    Ok(())
+}
+
+/// The files in `folder` and the folders in it, but for the sums, by their names from there, with slashes.
+fn files(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
+    let mut found = BTreeMap::new();
+    let mut folders = vec![(String::new(), folder.to_path_buf())];
+    while let Some((prefix, folder)) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let entry = entry?;
+            let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+            if entry.file_type()?.is_dir() {
+                folders.push((format!("{name}/"), entry.path()));
+            } else if name != CHECKSUMS {
+                found.insert(name, entry.path());
+            }
+        }
+    }
+    Ok(found)
+}
+
+fn of_file(path: &Path) -> Result<String> {
+    let read = || -> std::io::Result<String> {
+        let mut file = File::open(path)?;
+        let mut hash = Sha256::new();
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut buffer)? {
+                0 => return Ok(hex(&hash.finalize())),
+                read => hash.update(&buffer[..read]),
+            }
+        }
+    };
+    read().with_context(|| path.display().to_string())
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    fn folder() -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("b")).unwrap();
+        fs::write(folder.path().join("a"), "abc").unwrap();
+        fs::write(folder.path().join("b/c"), "").unwrap();
+        write_checksums(folder.path()).unwrap();
+        folder
+    }
+
+    #[test]
+    fn the_sums_are_those_of_sha256sum() {
+        // FIPS 180-4, appendix B.1, and the empty text.
+        let expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad  a\n\
+                        e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855  b/c\n";
+        let folder = folder();
+        let text = fs::read_to_string(folder.path().join(CHECKSUMS)).unwrap();
+        assert_eq!(text, expected);
+        check_checksums(folder.path()).unwrap();
+    }
+
+    #[rstest]
+    #[case::changed("a", Some("abd"), "a: is damaged")]
+    #[case::shortened("a", Some("ab"), "a: is damaged")]
+    #[case::removed("b/c", None, "b/c: is missing")]
+    #[case::added("b/d", Some(""), "b/d: was not written with the others")]
+    #[case::no_sums(CHECKSUMS, None, CHECKSUMS)]
+    #[case::no_line(
+        CHECKSUMS,
+        Some("abc"),
+        "SHA256SUMS: \"abc\", must be a sum and a name"
+    )]
+    fn what_is_not_as_it_was_is_named(
+        #[case] file: &str,
+        #[case] text: Option<&str>,
+        #[case] expected: &str,
+    ) {
+        let folder = folder();
+        let path = folder.path().join(file);
+        match text {
+            Some(text) => fs::write(path, text).unwrap(),
+            None => fs::remove_file(path).unwrap(),
+        }
+        let error = check_checksums(folder.path()).unwrap_err();
+        assert_eq!(error.to_string(), expected);
+    }
+}

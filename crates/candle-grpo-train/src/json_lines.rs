@@ -1,0 +1,88 @@
+//! Files with a JSON value on each line, which grow while a run goes on.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+/// The values of a file, of which there are none if it is not there.
+///
+/// A last line that is not whole, as that of a run that was killed, is left out. Errs with file and line at any other that
+/// cannot be read.
+pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
+    let text = read(path)?;
+    let lines = parse(path, &text)?;
+    Ok(lines.into_iter().map(|(_, value)| value).collect())
+}
+
+/// The lines up to `step`, with their ends, of a file whose lines have a `step` each.
+pub(crate) fn lines_up_to(path: &Path, step: usize) -> Result<String> {
+    #[derive(Deserialize)]
+    struct Line {
+        step: usize,
+    }
+    let text = read(path)?;
+    let mut kept = String::new();
+    for (line, value) in parse::<Line>(path, &text)? {
+        if value.step <= step {
+            kept += line;
+            kept.push('\n');
+        }
+    }
+    Ok(kept)
+}
+
+fn read(path: &Path) -> Result<String> {
+    match fs::read(path) {
+        // What a killed run was writing need not be UTF-8 to its end.
+        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error).with_context(|| path.display().to_string()),
+    }
+}
+
+/// The lines that are whole, and their values.
+fn parse<'a, T: DeserializeOwned>(path: &Path, text: &'a str) -> Result<Vec<(&'a str, T)>> {
+    let mut read = Vec::new();
+    let mut rest = text.lines().enumerate().peekable();
+    while let Some((i, line)) = rest.next() {
+        match serde_json::from_str(line) {
+            Ok(value) => read.push((line, value)),
+            Err(_) if rest.peek().is_none() && !text.ends_with('\n') => {}
+            Err(error) => bail!("{}:{}: {error}", path.display(), i + 1),
+        }
+    }
+    Ok(read)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_that_was_being_written_is_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        assert_eq!(lines_up_to(&path, 5).unwrap(), "");
+        fs::write(
+            &path,
+            b"{\"step\":1}\n{\"step\":2,\"a\":1.50}\n{\"step\":3}\n{\"st\xc3",
+        )
+        .unwrap();
+        assert_eq!(
+            lines_up_to(&path, 2).unwrap(),
+            "{\"step\":1}\n{\"step\":2,\"a\":1.50}\n"
+        );
+        assert_eq!(
+            read_json_lines::<serde_json::Value>(&path).unwrap().len(),
+            3
+        );
+
+        fs::write(&path, "{\"step\":1}\n{\"st\n{\"step\":3}\n").unwrap();
+        let error = lines_up_to(&path, 2).unwrap_err().to_string();
+        assert!(error.contains("metrics.jsonl:2: "), "{error}");
+    }
+}

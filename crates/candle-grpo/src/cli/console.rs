@@ -1,0 +1,197 @@
+//! What a person sees while a command works.
+
+use std::io::{self, IsTerminal, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use candle_grpo::train::{Phase, Watch};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::MakeWriter;
+
+/// Progress bars on stderr, below what is printed and logged, and the wish to stop.
+#[derive(Clone)]
+pub(super) struct Console {
+    bars: MultiProgress,
+    /// The steps of the run; hidden as long as none are announced.
+    steps: ProgressBar,
+    phase: Arc<Mutex<PhaseBar>>,
+    stop: Arc<AtomicBool>,
+}
+
+struct PhaseBar {
+    bar: ProgressBar,
+    begun: Instant,
+    tokens: usize,
+}
+
+impl Console {
+    /// Begins to log to stderr: warnings, what is done too unless `quiet`, or what the variable `RUST_LOG` says.
+    pub(super) fn new(quiet: bool) -> Self {
+        let bars = MultiProgress::new();
+        if quiet || !io::stderr().is_terminal() {
+            bars.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        let steps = bars.add(ProgressBar::hidden());
+        let bar = bars.add(ProgressBar::hidden());
+        let console = Self {
+            bars,
+            steps,
+            phase: Arc::new(Mutex::new(PhaseBar {
+                bar,
+                begun: Instant::now(),
+                tokens: 0,
+            })),
+            stop: Arc::new(AtomicBool::new(false)),
+        };
+        let level = if quiet { "warn" } else { "info" };
+        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+        // It errs where a logger has been set before, which is then the one to use.
+        let _ = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_target(false)
+            .without_time()
+            .with_ansi(io::stderr().is_terminal())
+            .with_writer(console.clone())
+            .try_init();
+        console
+    }
+
+    /// From now on Ctrl-C, or a request to terminate, asks to stop; a second one ends the program at once.
+    pub(super) fn stop_when_asked(&self) {
+        let console = self.clone();
+        let set = ctrlc::set_handler(move || {
+            if console.stop.swap(true, Ordering::SeqCst) {
+                std::process::exit(130);
+            }
+            console.print_err(
+                "stopping as soon as this can be saved; press Ctrl-C again to stop at once",
+            );
+        });
+        if let Err(error) = set {
+            tracing::warn!("Ctrl-C will end the program at once: {error}");
+        }
+    }
+
+    /// Shows a bar of `steps` steps, `done` of which are made.
+    pub(super) fn begin_steps(&self, done: usize, steps: usize) {
+        self.steps.set_length(steps as u64);
+        self.steps.set_position(done as u64);
+        self.steps.reset_eta();
+        set_style(
+            &self.steps,
+            "{prefix:9} {bar:30} {pos}/{len}  {elapsed_precise}  {eta} left",
+        );
+        self.steps.set_prefix("step");
+        self.bars.remove(&self.steps);
+        self.bars.insert(0, self.steps.clone());
+        self.steps.enable_steady_tick(Duration::from_secs(1));
+    }
+
+    /// So many steps are made.
+    pub(super) fn set_steps(&self, done: usize) {
+        self.steps.set_position(done as u64);
+    }
+
+    /// Prints a line to stdout, above the bars.
+    pub(super) fn print(&self, line: &str) -> io::Result<()> {
+        self.bars.suspend(|| {
+            let mut out = io::stdout().lock();
+            writeln!(out, "{line}")?;
+            out.flush()
+        })
+    }
+
+    fn print_err(&self, line: &str) {
+        self.bars.suspend(|| eprintln!("{line}"));
+    }
+
+    /// Takes the bars away.
+    pub(super) fn finish(&self) {
+        self.steps.finish_and_clear();
+        self.phase().bar.finish_and_clear();
+    }
+
+    fn phase(&self) -> std::sync::MutexGuard<'_, PhaseBar> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Watch for Console {
+    fn begin(&self, phase: Phase, units: usize) {
+        let mut shown = self.phase();
+        self.bars.remove(&shown.bar);
+        let bar = self.bars.add(ProgressBar::new(units as u64));
+        set_style(
+            &bar,
+            "{prefix:9} {bar:30} {pos}/{len} completions  {msg}  {eta} left",
+        );
+        bar.set_prefix(match phase {
+            Phase::Sample => "sampling",
+            Phase::Score => "scoring",
+            Phase::Learn => "training",
+            Phase::Evaluate => "answering",
+        });
+        *shown = PhaseBar {
+            bar,
+            begun: Instant::now(),
+            tokens: 0,
+        };
+    }
+
+    fn advance(&self, units: usize, tokens: usize) {
+        let mut shown = self.phase();
+        shown.tokens += tokens;
+        if shown.tokens > 0 {
+            let rate = shown.tokens as f64 / shown.begun.elapsed().as_secs_f64();
+            shown.bar.set_message(format!("{rate:.0} tokens/s"));
+        }
+        shown.bar.inc(units as u64);
+    }
+
+    fn wants_stop(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+}
+
+fn set_style(bar: &ProgressBar, template: &str) {
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+}
+
+/// Lines of the log, above the bars.
+pub(super) struct LogLine<'a> {
+    console: &'a Console,
+    line: Vec<u8>,
+}
+
+impl<'a> MakeWriter<'a> for Console {
+    type Writer = LogLine<'a>;
+
+    fn make_writer(&'a self) -> LogLine<'a> {
+        LogLine {
+            console: self,
+            line: Vec::new(),
+        }
+    }
+}
+
+impl Write for LogLine<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.line.extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for LogLine<'_> {
+    fn drop(&mut self) {
+        let line = String::from_utf8_lossy(&self.line);
+        self.console.print_err(line.trim_end_matches('\n'));
+    }
+}

@@ -1,0 +1,84 @@
+//! `grpo eval`.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Context;
+use candle_grpo::config::ModelConfig;
+use candle_grpo::nn::write_whole;
+use candle_grpo::run::{evaluate_policy, evaluation_figures, prompts};
+use candle_grpo::train::{Evaluation, Interrupted, Phase, Watch};
+
+use super::console::Console;
+use super::exit::Exit;
+use super::load;
+
+/// Lets `model`, or that of the configuration in `file`, answer the held-out prompts, and prints how good the answers are.
+pub(super) fn eval(
+    file: &Path,
+    model: Option<PathBuf>,
+    out: Option<&Path>,
+    quiet: bool,
+) -> Result<(), Exit> {
+    let mut run = load::config(file)?;
+    if let Some(path) = model {
+        run.model = ModelConfig { path, ..run.model };
+    }
+    let console = Console::new(quiet);
+    console.stop_when_asked();
+    load::set_threads(&run)?;
+    let dataset = load::dataset(&run)?;
+    let reward = load::rewards(&run)?;
+    if dataset.held_out.is_empty() {
+        return Err(Exit::Config(format!(
+            "{}: nothing is held out: give data.held_out or data.held_out_rows",
+            file.display()
+        )));
+    }
+    let pretrained = load::model(&run.model)?;
+    let config = &run.evaluation;
+    let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
+        let held_out = prompts(
+            &dataset,
+            &dataset.held_out,
+            &pretrained,
+            run.max_prompt_tokens,
+        )?;
+        let count = config.max_prompts.unwrap_or(usize::MAX).min(held_out.len());
+        console.begin(Phase::Evaluate, count * config.samples_per_prompt);
+        let sampler = pretrained.sampler(config.sampler.clone())?;
+        let sampler = sampler.with_watch(Arc::new(console.clone()));
+        let tokenizer = &pretrained.tokenizer;
+        let evaluation = evaluate_policy(&sampler, &held_out, &reward, tokenizer, config)?;
+        let mut figures = evaluation_figures(&evaluation, config)?;
+        figures.insert("reward_mean".to_owned(), evaluation.reward_mean());
+        let length = evaluation.response_length_mean();
+        figures.insert("response_length".to_owned(), length);
+        if let Some(out) = out {
+            write_answers(&evaluation, out)?;
+        }
+        Ok((evaluation, figures))
+    };
+    let answered = answer();
+    console.finish();
+    let (evaluation, figures) = answered.map_err(|error| match error.is::<Interrupted>() {
+        true => Exit::Interrupted("Nothing was written.".to_owned()),
+        false => Exit::Run(format!("{error:#}")),
+    })?;
+    console.print(&format!("{:20} {}", "answers", evaluation.samples.len()))?;
+    for (name, value) in figures {
+        console.print(&format!("{name:20} {value:.4}"))?;
+    }
+    Ok(())
+}
+
+/// A line of JSON for each answer.
+fn write_answers(evaluation: &Evaluation, out: &Path) -> anyhow::Result<()> {
+    let mut text = Vec::new();
+    for sample in &evaluation.samples {
+        serde_json::to_writer(&mut text, sample)?;
+        text.push(b'\n');
+    }
+    write_whole(out, &text).with_context(|| format!("writing {}", out.display()))
+}

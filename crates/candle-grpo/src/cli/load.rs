@@ -1,0 +1,54 @@
+//! What a configuration names, each with the exit code of its kind.
+
+use std::path::Path;
+
+use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig};
+use candle_grpo::run::load_model;
+use candle_grpo::train::{Dataset, Pretrained, RewardConfig, WeightedRewards};
+
+use super::exit::Exit;
+
+/// The run that a file describes, of ours or of ROLL.
+pub(super) fn config(file: &Path) -> Result<RunConfig, Exit> {
+    let wrong = |error: ConfigError| Exit::Config(error.to_string());
+    let document = Document::read(file).map_err(wrong)?;
+    let document = match RollFile::new(&document) {
+        Some(roll) => roll.document,
+        None => document,
+    };
+    RunConfig::new(&document).map_err(wrong)
+}
+
+/// The rows of a run, each of which has what the rewards need.
+pub(super) fn dataset(run: &RunConfig) -> Result<Dataset, Exit> {
+    let data = |error: anyhow::Error| Exit::Data(format!("{error:#}"));
+    let dataset = run.data.load(run.seed()).map_err(data)?;
+    for row in dataset.train.iter().chain(&dataset.held_out) {
+        for reward in &run.rewards {
+            reward
+                .check_row(&row.columns)
+                .map_err(|error| data(error.context(row.place())))?;
+        }
+    }
+    Ok(dataset)
+}
+
+/// The rewards of a run.
+pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
+    RewardConfig::build(&run.rewards).map_err(|error| Exit::Config(format!("{error:#}")))
+}
+
+/// A model.
+pub(super) fn model(config: &ModelConfig) -> Result<Pretrained, Exit> {
+    load_model(config).map_err(|error| Exit::Model(format!("{error:#}")))
+}
+
+/// Lets everything compute with as many threads as the run says.
+pub(super) fn set_threads(run: &RunConfig) -> Result<(), Exit> {
+    let Some(threads) = run.threads else {
+        return Ok(());
+    };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    pool.build_global()
+        .map_err(|error| Exit::Config(format!("threads: {threads}: {error}")))
+}

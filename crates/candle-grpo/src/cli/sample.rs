@@ -1,0 +1,158 @@
+//! `grpo sample`.
+
+use std::io::{Read, stdin};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use candle_grpo::config::ModelConfig;
+use candle_grpo::train::{
+    Chat, Interrupted, Phase, Pretrained, Prompt, Rollout, SamplingConfig, Watch,
+};
+use serde_json::{Value, json};
+
+use super::console::Console;
+use super::exit::Exit;
+use super::load;
+
+#[derive(clap::Args)]
+pub(super) struct SampleArguments {
+    /// A model: the folder of a Hugging Face model, a GGUF file, or the folder of a run (its best checkpoint).
+    model: PathBuf,
+    /// What it is asked; absent: what stands on standard input.
+    prompt: Option<String>,
+    /// Take the prompt as a text to go on with, not as a message to the chat template of the model.
+    #[arg(long)]
+    raw: bool,
+    /// The system message before the prompt.
+    #[arg(long, conflicts_with = "raw", value_name = "TEXT")]
+    system: Option<String>,
+    /// What the answer begins with.
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "",
+        hide_default_value = true
+    )]
+    prefill: String,
+    /// How many answers.
+    #[arg(short = 'n', long, default_value_t = 1, value_name = "N")]
+    samples: usize,
+    /// The greatest length of an answer in tokens.
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    max_new_tokens: usize,
+    /// 1 is the model itself; lower is more careful, and 0 takes the likeliest token each time.
+    #[arg(short, long, default_value_t = 1.)]
+    temperature: f64,
+    /// Draw only among the so many likeliest tokens; 0 is all.
+    #[arg(long, default_value_t = 0, value_name = "K")]
+    top_k: usize,
+    /// Draw only among the likeliest tokens that together have this probability.
+    #[arg(long, default_value_t = 1., value_name = "P")]
+    top_p: f64,
+    /// Draw only among tokens with at least this times the greatest probability.
+    #[arg(long, default_value_t = 0., value_name = "P")]
+    min_p: f64,
+    /// An answer ends at this text; may be given several times.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// What the random numbers come from.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Print an object of JSON for each answer, with its tokens and their log-probs.
+    #[arg(long)]
+    json: bool,
+    /// Log warnings only, and show no progress.
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Lets a model answer a prompt.
+pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
+    let text = match &arguments.prompt {
+        Some(text) => text.clone(),
+        None => {
+            let mut text = String::new();
+            stdin()
+                .read_to_string(&mut text)
+                .map_err(|error| Exit::Data(format!("standard input: {error}")))?;
+            text
+        }
+    };
+    let console = Console::new(arguments.quiet);
+    console.stop_when_asked();
+    let pretrained = load::model(&ModelConfig {
+        path: arguments.model.clone(),
+        chat_template: None,
+    })?;
+    let answered = answer(&arguments, &text, &pretrained, &console);
+    console.finish();
+    let rollouts = answered.map_err(|error| match error.is::<Interrupted>() {
+        true => Exit::Interrupted("Nothing was drawn to its end.".to_owned()),
+        false => Exit::Run(format!("{error:#}")),
+    })?;
+    for (i, (rollout, text)) in rollouts.iter().enumerate() {
+        if arguments.json {
+            console.print(&as_json(rollout, text).to_string())?;
+        } else {
+            if rollouts.len() > 1 {
+                console.print(&format!("--- {}", i + 1))?;
+            }
+            console.print(text)?;
+        }
+    }
+    Ok(())
+}
+
+fn answer(
+    arguments: &SampleArguments,
+    text: &str,
+    pretrained: &Pretrained,
+    console: &Console,
+) -> anyhow::Result<Vec<(Rollout, String)>> {
+    let template = pretrained.chat_template.as_ref().filter(|_| !arguments.raw);
+    let asked = match template {
+        Some(template) => {
+            let message = |role: &str, text: &str| json!({"role": role, "content": text});
+            let system = arguments.system.iter().map(|text| message("system", text));
+            let messages: Vec<Value> = system.chain([message("user", text)]).collect();
+            template.render(&Chat::new(messages).generation_prompt())?
+        }
+        None => text.to_owned(),
+    };
+    let asked = asked + &arguments.prefill;
+    let prompt = Prompt::new(0, &asked, Value::Null, &pretrained.tokenizer)?;
+    let greedy = arguments.temperature == 0.;
+    let sampler = pretrained.sampler(SamplingConfig {
+        temperature: if greedy { 1. } else { arguments.temperature },
+        greedy,
+        top_k: arguments.top_k,
+        top_p: arguments.top_p,
+        min_p: arguments.min_p,
+        max_new_tokens: arguments.max_new_tokens,
+        stop_strings: arguments.stop.clone(),
+        seed: arguments.seed,
+        ..SamplingConfig::default()
+    })?;
+    console.begin(Phase::Evaluate, arguments.samples);
+    let sampler = sampler.with_watch(Arc::new(console.clone()));
+    let rollouts = sampler.sample(&[&prompt], arguments.samples, 0)?;
+    rollouts
+        .into_iter()
+        .map(|rollout| {
+            let text = pretrained
+                .tokenizer
+                .decode(&rollout.completion_tokens, true)
+                .map_err(|error| anyhow::anyhow!("{error}"))?;
+            Ok((rollout, text))
+        })
+        .collect()
+}
+
+fn as_json(rollout: &Rollout, text: &str) -> Value {
+    json!({
+        "completion": text,
+        "finish_reason": rollout.finish_reason,
+        "tokens": rollout.completion_tokens,
+        "log_probs": rollout.log_probs,
+    })
+}

@@ -1,0 +1,116 @@
+//! `grpo train`.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_grpo::config::RunConfig;
+use candle_grpo::run::{Progress, Session, Start};
+use candle_grpo::train::{RunDir, StepMetrics};
+
+use super::console::Console;
+use super::exit::Exit;
+use super::load;
+
+/// Makes the run that the configuration in `file` describes.
+pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
+    let config = load::config(file)?;
+    let console = Console::new(quiet);
+    console.stop_when_asked();
+    let done = run(file, config, start, &console);
+    console.finish();
+    done
+}
+
+fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Result<(), Exit> {
+    load::set_threads(&config)?;
+    let dataset = load::dataset(&config)?;
+    let reward = load::rewards(&config)?;
+    let pretrained = load::model(&config.model)?;
+    let (path, steps) = (config.run_dir.clone(), config.max_steps);
+    let watch = Arc::new(console.clone());
+    let failed = |error: anyhow::Error| Exit::of_run(error, resume_hint(file, &path));
+    let mut session = Session::new(config, pretrained, dataset, reward, start, watch)
+        .map_err(|error| Exit::Run(format!("{error:#}")))?;
+    let begun = Instant::now();
+    console.begin_steps(session.trainer().steps(), steps);
+    loop {
+        match session.advance().map_err(failed)? {
+            Progress::Step(metrics) => {
+                console.set_steps(metrics.step);
+                console.print(&summary(&metrics, steps))?;
+            }
+            Progress::Evaluated { step, figures } => {
+                let figures = figures.iter();
+                let figures: Vec<String> = figures
+                    .map(|(name, value)| format!("{name} {value:.3}"))
+                    .collect();
+                console.print(&format!(
+                    "held out, after {step} steps:  {}",
+                    figures.join("  ")
+                ))?;
+            }
+            Progress::Saved(_) => {}
+            Progress::Interrupted => {
+                return Err(Exit::Interrupted(resume_hint(file, session.path())));
+            }
+            Progress::Finished => break,
+        }
+    }
+    console.finish();
+    let trainer = session.trainer();
+    console.print(&format!(
+        "{} steps, {} of them with nothing to learn; {:.0} seconds; {}",
+        trainer.steps(),
+        trainer.skipped_steps(),
+        begun.elapsed().as_secs_f64(),
+        session.path().display()
+    ))?;
+    Ok(())
+}
+
+/// A line about a step.
+fn summary(metrics: &StepMetrics, steps: usize) -> String {
+    let seconds = &metrics.seconds;
+    let mut line = format!(
+        "step {}/{steps}  reward {:.3} ± {:.3}",
+        metrics.step, metrics.reward_mean, metrics.reward_std
+    );
+    if metrics.skipped {
+        line += "  nothing to learn";
+    }
+    for (name, shown) in [
+        ("kl", "kl"),
+        ("entropy", "entropy"),
+        ("clip_fraction", "clipped"),
+    ] {
+        if let Some(value) = metrics.policy.get(name) {
+            line += &format!("  {shown} {value:.4}");
+        }
+    }
+    if let Some(norm) = metrics.grad_norm {
+        line += &format!("  gradient {norm:.3}");
+    }
+    line + &format!(
+        "  length {:.1}  {:.1} s",
+        metrics.response_length,
+        seconds.sample + seconds.score + seconds.train
+    )
+}
+
+/// How to go on after a run that ended early.
+fn resume_hint(file: &Path, run: &Path) -> String {
+    let checkpoints = RunDir::checkpoints(run).all().unwrap_or_default();
+    match checkpoints.last() {
+        Some(last) => format!(
+            "The run is saved up to step {} in {}; to go on: grpo train {} --resume",
+            last.step,
+            last.path.display(),
+            file.display()
+        ),
+        None => format!(
+            "There is no checkpoint yet; to begin again: grpo train {} --resume",
+            file.display()
+        ),
+    }
+}

@@ -1,0 +1,11 @@
+//! Runs from a configuration: what the program `grpo` does, for programs of one's own.
+
+mod evaluation;
+mod model;
+mod prompts;
+mod session;
+
+pub use evaluation::{evaluate_policy, evaluation_figures};
+pub use model::load_model;
+pub use prompts::prompts;
+pub use session::{Progress, Session, Start};

@@ -1,0 +1,394 @@
+//! `grpo train`, from a model and a file of prompts to a trained model, however often it is stopped.
+
+use std::fs::{self, File};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use candle_core::Device;
+use candle_grpo::nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
+use candle_grpo::train::{Pretrained, RunDir, SpecialTokens, character_tokenizer};
+use serde_json::{Value, json};
+
+const CONFIG: &str = "
+model: model
+data: {train: data.jsonl, held_out_rows: 4}
+rewards: [{kind: regex, pattern: '^[ab]'}]
+algorithm:
+  rollout_batch_size: 4
+  num_return_sequences_in_group: 4
+  response_length: 6
+  use_kl_loss: true
+  kl_loss_coef: 0.01
+optimizer: {learning_rate: 3e-3}
+evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}
+checkpoint: {every_steps: 3}
+max_steps: 12
+run_dir: run
+threads: 1
+";
+
+fn model() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Llama,
+        vocab_size: 6,
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: None,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        rope_scaling: RopeScaling::Default,
+        no_rope_layers: vec![],
+        max_position_embeddings: 24,
+        tie_word_embeddings: false,
+    }
+}
+
+/// A folder with a model, prompts and a configuration.
+fn folder(config: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let parameters = Parameters::init(&model(), 3, &Device::Cpu).unwrap();
+    let pretrained = Pretrained {
+        model: model(),
+        parameters,
+        tokenizer: character_tokenizer("abcde").unwrap(),
+        special_tokens: SpecialTokens {
+            stop_token_ids: vec![0],
+            ..SpecialTokens::default()
+        },
+        chat_template: None,
+        license: None,
+    };
+    pretrained.save(&folder.path().join("model")).unwrap();
+    let rows = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
+    let rows: String = rows
+        .iter()
+        .map(|prompt| json!({ "prompt": prompt }).to_string() + "\n")
+        .collect();
+    fs::write(folder.path().join("data.jsonl"), rows).unwrap();
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    folder
+}
+
+fn command(folder: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_grpo"));
+    command.current_dir(folder).args(arguments);
+    command
+}
+
+fn grpo(folder: &Path, arguments: &[&str]) -> Output {
+    command(folder, arguments).output().unwrap()
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn succeeds(folder: &Path, arguments: &[&str]) -> String {
+    let output = grpo(folder, arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn lines(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines()
+        .map(|line| {
+            let mut value: Value = serde_json::from_str(line).unwrap();
+            // Those of two runs differ.
+            if let Some(line) = value.as_object_mut() {
+                line.remove("seconds");
+            }
+            value
+        })
+        .collect()
+}
+
+/// What a run has come to: files that must not depend on how often it was stopped.
+fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
+    for name in ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl"] {
+        let of = |folder: &Path| lines(&folder.join("run").join(name));
+        assert_eq!(of(folder), of(other), "{name}");
+    }
+    let last = format!("run/checkpoints/step-{steps:06}");
+    for name in ["model.safetensors", "optimizer.safetensors", "trainer.json"] {
+        let of = |folder: &Path| fs::read(folder.join(&last).join(name)).unwrap();
+        assert!(of(folder) == of(other), "{name}");
+    }
+}
+
+#[test]
+fn a_run_leaves_what_others_read() {
+    let folder = folder(CONFIG);
+    let run = folder.path().join("run");
+    let printed = succeeds(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(printed.matches("\nstep ").count(), 12, "{printed}");
+    assert!(printed.contains("held out, after 0 steps:  pass_at_1 0."));
+    assert_eq!(lines(&run.join("metrics.jsonl")).len(), 12);
+    let evaluations = lines(&run.join("evaluations.jsonl"));
+    let steps: Vec<_> = evaluations.iter().map(|line| &line["step"]).collect();
+    assert_eq!(steps, [0, 4, 8, 12]);
+    assert_eq!(lines(&run.join("samples.jsonl")).len(), 4 * 16);
+    let kept = RunDir::checkpoints(&run).all().unwrap();
+    let kept: Vec<usize> = kept.iter().map(|checkpoint| checkpoint.step).collect();
+    assert!(kept.ends_with(&[9, 12]) && kept.len() <= 3, "{kept:?}");
+
+    // What it has learned is there to be used.
+    let last = "run/checkpoints/step-000012";
+    let eval = [
+        "eval",
+        "run.yaml",
+        "--model",
+        last,
+        "--out",
+        "answers.jsonl",
+    ];
+    let printed = succeeds(folder.path(), &eval);
+    let reward = evaluations[3]["reward_mean"].as_f64().unwrap();
+    assert!(
+        printed.contains(&format!("reward_mean          {reward:.4}")),
+        "{printed}"
+    );
+    let answers = lines(&folder.path().join("answers.jsonl"));
+    assert_eq!(answers.len(), 16);
+    let sample = [
+        "sample",
+        last,
+        "ab",
+        "-n",
+        "3",
+        "--max-new-tokens",
+        "4",
+        "--json",
+    ];
+    let printed = succeeds(folder.path(), &sample);
+    assert_eq!(printed.lines().count(), 3);
+    let answer: Value = serde_json::from_str(printed.lines().next().unwrap()).unwrap();
+    assert_eq!(
+        answer["tokens"].as_array().unwrap().len(),
+        answer["log_probs"].as_array().unwrap().len()
+    );
+    succeeds(folder.path(), &["convert", last, "converted"]);
+    assert!(folder.path().join("converted/config.json").exists());
+    succeeds(folder.path(), &["report", "run"]);
+    let page = fs::read_to_string(folder.path().join("report.html")).unwrap();
+    assert!(
+        page.contains("pass_at_1") || page.contains("pass@1"),
+        "no evaluation in the page"
+    );
+
+    // It is not written over, and there is nothing left to do.
+    let again = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(again.status.code(), Some(1));
+    assert!(said(&again).contains("run directory run: exists already"));
+    succeeds(folder.path(), &["train", "run.yaml", "--resume"]);
+    assert_eq!(lines(&run.join("metrics.jsonl")).len(), 12);
+}
+
+#[test]
+fn it_learns() {
+    let config = CONFIG.replace("max_steps: 12", "max_steps: 60");
+    let folder = folder(&config);
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    let evaluations = lines(&folder.path().join("run/evaluations.jsonl"));
+    let reward = |line: &Value| line["reward_mean"].as_f64().unwrap();
+    let (first, last) = (reward(&evaluations[0]), reward(&evaluations[15]));
+    assert!(last > first + 0.3, "from {first} to {last}");
+}
+
+fn start(folder: &Path) -> Child {
+    let mut command = command(folder, &["train", "run.yaml", "--resume"]);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    command.spawn().unwrap()
+}
+
+#[test]
+fn a_run_that_is_killed_again_and_again_ends_as_one_that_was_not() {
+    let whole = folder(CONFIG);
+    let begun = Instant::now();
+    succeeds(whole.path(), &["train", "run.yaml"]);
+    let time = begun.elapsed();
+
+    // It has no end while it is killed: before its first step, between checkpoints, while they are written.
+    let set_steps = |folder: &Path, steps: usize| {
+        let config = CONFIG.replace("max_steps: 12", &format!("max_steps: {steps}"));
+        fs::write(folder.join("run.yaml"), config).unwrap();
+    };
+    let killed = folder(CONFIG);
+    set_steps(killed.path(), 1_000_000);
+    for i in 1..=20 {
+        let mut child = start(killed.path());
+        std::thread::sleep(time * i / 16);
+        child.kill().unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), None, "{}", said(&output));
+    }
+    let run = killed.path().join("run");
+    let latest = RunDir::checkpoints(&run).latest().unwrap();
+    assert!(latest.damaged.is_empty(), "{:?}", latest.damaged);
+    let steps = latest.checkpoint.expect("no checkpoint was made").step + 4;
+
+    for (folder, how) in [(&killed, "--resume"), (&whole, "--replace")] {
+        set_steps(folder.path(), steps);
+        succeeds(folder.path(), &["train", "run.yaml", how]);
+    }
+    assert_same_run(killed.path(), whole.path(), steps);
+    let checkpoints = fs::read_dir(run.join("checkpoints")).unwrap();
+    for entry in checkpoints {
+        let name = entry.unwrap().file_name();
+        assert!(name.to_string_lossy().starts_with("step-"), "{name:?}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_saves_and_says_how_to_go_on() {
+    use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
+
+    let config = CONFIG.replace("every_steps: 3", "every_steps: 100");
+    let (whole, stopped) = (folder(&config), folder(&config));
+    succeeds(whole.path(), &["train", "run.yaml"]);
+    let child = start(stopped.path());
+    let metrics = stopped.path().join("run/metrics.jsonl");
+    let begun = Instant::now();
+    while fs::read_to_string(&metrics)
+        .unwrap_or_default()
+        .lines()
+        .count()
+        < 2
+    {
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "no step was made"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
+    let output = child.wait_with_output().unwrap();
+    // On a machine that is slow to deliver it the run may be done.
+    if output.status.code() != Some(0) {
+        assert_eq!(output.status.code(), Some(7), "{}", said(&output));
+        assert!(
+            said(&output).contains("to go on: grpo train run.yaml --resume"),
+            "{}",
+            said(&output)
+        );
+        succeeds(stopped.path(), &["train", "run.yaml", "--resume"]);
+    }
+    assert_same_run(stopped.path(), whole.path(), 12);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_passed_over_and_said_so() {
+    let (whole, damaged) = (folder(CONFIG), folder(CONFIG));
+    succeeds(whole.path(), &["train", "run.yaml"]);
+    succeeds(damaged.path(), &["train", "run.yaml"]);
+    let checkpoints = damaged.path().join("run/checkpoints");
+    let file = checkpoints.join("step-000012/optimizer.safetensors");
+    let mut file = File::options().write(true).open(file).unwrap();
+    file.seek(SeekFrom::End(-3)).unwrap();
+    file.write_all(&[0xff]).unwrap();
+    let output = grpo(damaged.path(), &["train", "run.yaml", "--resume"]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    for words in [
+        "run/checkpoints/step-000012: optimizer.safetensors: is damaged; it is passed over",
+        "resuming from run/checkpoints/step-000009",
+    ] {
+        assert!(said(&output).contains(words), "{}", said(&output));
+    }
+    assert_same_run(damaged.path(), whole.path(), 12);
+
+    for entry in fs::read_dir(&checkpoints).unwrap() {
+        fs::write(entry.unwrap().path().join("trainer.json"), "{}").unwrap();
+    }
+    let output = grpo(damaged.path(), &["train", "run.yaml", "--resume"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        said(&output).contains("no other checkpoint of the run is whole"),
+        "{}",
+        said(&output)
+    );
+    assert_eq!(lines(&damaged.path().join("run/metrics.jsonl")).len(), 12);
+}
+
+#[test]
+fn what_is_not_finite_stops_it() {
+    // Gradients whose squares no f32 holds.
+    let config = CONFIG.replace("algorithm:", "algorithm:\n  preset: dr_grpo");
+    let folder = folder(&config.replace("'^[ab]'", "'^[ab]', weight: 1e30"));
+    let output = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(6), "{}", said(&output));
+    assert!(
+        said(&output).contains("not finite, nothing was learned from it"),
+        "{}",
+        said(&output)
+    );
+}
+
+#[test]
+fn one_program_at_a_time() {
+    let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 100000"));
+    let mut first = start(folder.path());
+    let begun = Instant::now();
+    while !RunDir::is_run(&folder.path().join("run")) {
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "the run has not begun"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for how in ["--resume", "--replace"] {
+        let second = grpo(folder.path(), &["train", "run.yaml", how]);
+        assert_eq!(second.status.code(), Some(1), "{}", said(&second));
+        assert!(
+            said(&second).contains("another program has the run open"),
+            "{}",
+            said(&second)
+        );
+    }
+    first.kill().unwrap();
+    first.wait().unwrap();
+}
+
+#[test]
+fn what_cannot_be_trained_is_said_before_it_begins() {
+    let there = folder(CONFIG);
+    let train = |from: &str, to: &str| {
+        let config = CONFIG.replace(from, to);
+        assert_ne!(config, CONFIG);
+        fs::write(there.path().join("other.yaml"), config).unwrap();
+        grpo(there.path(), &["train", "other.yaml"])
+    };
+    for (from, to, code, words) in [
+        (
+            "response_length: 6",
+            "response_length: 50",
+            1,
+            "response_length: 50 tokens after a prompt of",
+        ),
+        ("model: model", "model: run.yaml", 5, "run.yaml"),
+        ("data.jsonl", "none.jsonl", 4, "none.jsonl"),
+        ("kind: regex", "kind: regexp", 3, "regexp"),
+    ] {
+        let output = train(from, to);
+        assert_eq!(output.status.code(), Some(code), "{}", said(&output));
+        assert!(said(&output).contains(words), "{}", said(&output));
+        assert!(!there.path().join("run").exists(), "{words}");
+    }
+    // Some prompts are left.
+    let output = train(
+        "response_length: 6",
+        "response_length: 6\n  prompt_length: 2",
+    );
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(
+        said(&output).contains("prompts have more than 2 tokens"),
+        "{}",
+        said(&output)
+    );
+}
