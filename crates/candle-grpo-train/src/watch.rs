@@ -12,6 +12,8 @@ pub enum Phase {
     Score,
     /// Drawing completions of an evaluation; units and tokens as in [`Phase::Sample`].
     Evaluate,
+    /// Writing a checkpoint: one unit.
+    Save,
     /// Forward and backward passes. A unit is a completion, its tokens those that count in the loss.
     Learn,
 }

@@ -10,6 +10,8 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
+const COMPLETIONS: &str = "{prefix:9} {bar:30} {pos}/{len} completions  {msg}  {eta} left";
+
 /// Progress bars on stderr, below what is printed and logged, and the wish to stop.
 #[derive(Clone)]
 pub(super) struct Console {
@@ -123,16 +125,16 @@ impl Watch for Console {
         let mut shown = self.phase();
         self.bars.remove(&shown.bar);
         let bar = self.bars.add(ProgressBar::new(units as u64));
-        set_style(
-            &bar,
-            "{prefix:9} {bar:30} {pos}/{len} completions  {msg}  {eta} left",
-        );
-        bar.set_prefix(match phase {
-            Phase::Sample => "sampling",
-            Phase::Score => "scoring",
-            Phase::Learn => "training",
-            Phase::Evaluate => "answering",
-        });
+        let (name, template) = match phase {
+            Phase::Sample => ("sampling", COMPLETIONS),
+            Phase::Score => ("scoring", COMPLETIONS),
+            Phase::Learn => ("training", COMPLETIONS),
+            Phase::Evaluate => ("answering", COMPLETIONS),
+            Phase::Save => ("saving", "{prefix:9} {spinner}"),
+        };
+        set_style(&bar, template);
+        bar.set_prefix(name);
+        bar.tick();
         *shown = PhaseBar {
             bar,
             begun: Instant::now(),

@@ -43,7 +43,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
 /// When and how the policy is evaluated on held-out prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EvaluationConfig {
-    /// After each multiple of this many steps; absent: never.
+    /// Before the first step, after each multiple of this many, and after the last; absent: never.
     pub every_steps: Option<usize>,
     /// Completions of each prompt.
     pub samples_per_prompt: usize,
@@ -90,7 +90,7 @@ pub struct CheckpointConfig {
     pub every_steps: Option<usize>,
     /// How many of the latest are kept.
     pub keep: usize,
-    /// Whether the one with the best evaluation is kept as well.
+    /// Whether the one whose evaluation had the greatest mean reward is kept as well.
     pub keep_best: bool,
 }
 

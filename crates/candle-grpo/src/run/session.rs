@@ -215,6 +215,7 @@ impl Session {
         let checkpoints = RunDir::checkpoints(self.dir.path());
         let policy = self.trainer.policy_parameters()?;
         let policy = self.pretrained.with_parameters(policy);
+        self.watch.begin(Phase::Save, 1);
         let path = checkpoints.write(step, |folder| {
             policy.write_files(folder)?;
             self.trainer.save_state(folder)
@@ -226,6 +227,7 @@ impl Session {
         };
         checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
         self.dir.write_plot(&self.metrics)?;
+        self.watch.advance(1, 0);
         tracing::info!("checkpoint {}", path.display());
         Ok(path)
     }

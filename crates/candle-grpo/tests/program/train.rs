@@ -222,7 +222,7 @@ fn a_run_that_is_killed_again_and_again_ends_as_one_that_was_not() {
     set_steps(killed.path(), 1_000_000);
     for i in 1..=20 {
         let mut child = start(killed.path());
-        std::thread::sleep(time * i / 16);
+        std::thread::sleep(time * i / 32);
         child.kill().unwrap();
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), None, "{}", said(&output));
