@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 mod small;
-use small::{config, lively, max_difference, message};
+use small::{config, config_of, lively, max_difference, message};
 
 fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
     PagedCache::new(config, dtype, &Device::Cpu)
@@ -46,14 +46,7 @@ fn it_is_the_decoder(
     #[values((DType::F32, 1e-4), (DType::F64, 1e-10), (DType::BF16, 0.3))] precision: (DType, f64),
 ) -> Result<()> {
     let (dtype, tolerance) = precision;
-    let config = DecoderConfig {
-        model_type,
-        no_rope_layers: match model_type {
-            ModelType::SmolLm3 => vec![0, 1],
-            _ => vec![],
-        },
-        ..config(tied)
-    };
+    let config = config_of(model_type, tied);
     let parameters = lively(&config)?;
     let decoder = Decoder::new(&config, parameters.detached_var_builder().to_dtype(dtype))?;
     let expected = whole(&decoder, &TOKENS)?;

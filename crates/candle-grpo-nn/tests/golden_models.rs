@@ -478,17 +478,7 @@ fn golden_models_a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Re
 
         let mut gradients = Gradients::new();
         gradients.accumulate(&loss, &parameters)?;
-        let tolerance = case.tolerance("grpo", "grads_relative");
-        for (name, gradient) in gradients.iter() {
-            let reference = &golden[&format!("grad.{name}")];
-            let scale = max_difference(reference, &reference.zeros_like()?)?;
-            let distance = max_difference(gradient, reference)? / scale;
-            assert!(
-                distance <= tolerance,
-                "{} grpo grad.{name}: {distance} is more than {tolerance}",
-                case.name
-            );
-        }
+        check_gradients(&case, "grpo", "composed", &gradients, &golden)?;
     }
     Ok(())
 }

@@ -2,28 +2,15 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, ModelType, PackedTokens,
-    Parameters,
+    Decoder, Gradients, LanguageModel, Lora, LoraConfig, ModelType, PackedTokens, Parameters,
 };
 use rstest::rstest;
 
 mod small;
 use small::{
-    add_recorded, config, left_padded, lively, max_difference, message, next_token_loss,
+    add_recorded, config, config_of, left_padded, lively, max_difference, message, next_token_loss,
     recorded_gradients,
 };
-
-fn model(model_type: ModelType, tied: bool) -> DecoderConfig {
-    DecoderConfig {
-        model_type,
-        // The last block of SmolLM3 would not rotate.
-        no_rope_layers: match model_type {
-            ModelType::SmolLm3 => vec![1, 0],
-            _ => vec![],
-        },
-        ..config(tied)
-    }
-}
 
 fn packed(sequences: &[&[u32]]) -> Result<PackedTokens> {
     let sequences: Vec<Vec<u32>> = sequences.iter().map(|tokens| tokens.to_vec()).collect();
@@ -67,7 +54,7 @@ fn gradients_are_those_of_the_graph(
     #[values(true, false)] tied: bool,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
-    let model = model(model_type, tied);
+    let model = config_of(model_type, tied);
     let parameters = lively(&model)?;
     let batch = left_padded()?;
     let graph = by_graph(
@@ -82,7 +69,7 @@ fn gradients_are_those_of_the_graph(
 
 #[rstest]
 fn adapters_train_alone(#[values(true, false)] checkpointing: bool) -> Result<()> {
-    let model = model(ModelType::Qwen2, true);
+    let model = config_of(ModelType::Qwen2, true);
     let base = lively(&model)?;
     let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, &Device::Cpu)?;
     for (_, variable) in lora.parameters().iter() {
@@ -105,7 +92,7 @@ fn adapters_train_alone(#[values(true, false)] checkpointing: bool) -> Result<()
 
 #[test]
 fn micro_batches_add_up() -> Result<()> {
-    let model = model(ModelType::Qwen3, true);
+    let model = config_of(ModelType::Qwen3, true);
     let parameters = lively(&model)?;
     let (ids, mask) = left_padded()?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
@@ -123,7 +110,7 @@ fn micro_batches_add_up() -> Result<()> {
 
 #[test]
 fn checkpointing_gives_the_same_bits() -> Result<()> {
-    let model = model(ModelType::Llama, false);
+    let model = config_of(ModelType::Llama, false);
     let parameters = lively(&model)?;
     let (ids, mask) = left_padded()?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
@@ -141,7 +128,7 @@ fn checkpointing_gives_the_same_bits() -> Result<()> {
 
 #[test]
 fn packed_hidden_states_are_those_of_padded_sequences() -> Result<()> {
-    let model = model(ModelType::Llama, true);
+    let model = config_of(ModelType::Llama, true);
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let (ids, mask) = left_padded()?;

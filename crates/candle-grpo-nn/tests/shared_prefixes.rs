@@ -4,12 +4,12 @@ use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::embedding;
-use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, ModelType, PackedTokens, Parameters};
+use candle_grpo_nn::{Decoder, Gradients, ModelType, PackedTokens, Parameters};
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod small;
-use small::{config, lively, max_difference};
+use small::{config, config_of, lively, max_difference};
 
 /// Two groups, a sequence of its own, one that is all of another, and one that is there twice.
 fn sequences() -> Vec<Vec<u32>> {
@@ -52,18 +52,6 @@ fn summed(tokens: &PackedTokens, of_tokens: &Tensor) -> Result<Tensor> {
     zeros.index_add(&rows, of_tokens, 0)
 }
 
-fn model(model_type: ModelType) -> DecoderConfig {
-    DecoderConfig {
-        model_type,
-        // The last block of SmolLM3 would not rotate.
-        no_rope_layers: match model_type {
-            ModelType::SmolLm3 => vec![1, 0],
-            _ => vec![],
-        },
-        ..config(true)
-    }
-}
-
 fn recorded(
     decoder: &Decoder,
     tokens: &PackedTokens,
@@ -87,7 +75,7 @@ fn hidden_states_and_gradients_are_the_same(
     model_type: ModelType,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
-    let model = model(model_type);
+    let model = config_of(model_type, true);
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?
         .with_activation_checkpointing(checkpointing);

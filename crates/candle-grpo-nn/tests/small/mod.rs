@@ -30,6 +30,19 @@ pub(crate) fn config(tied: bool) -> DecoderConfig {
     }
 }
 
+/// [`config`] of another family.
+pub(crate) fn config_of(model_type: ModelType, tied: bool) -> DecoderConfig {
+    DecoderConfig {
+        model_type,
+        // The last block of SmolLM3 would not rotate.
+        no_rope_layers: match model_type {
+            ModelType::SmolLm3 => vec![1, 0],
+            _ => vec![],
+        },
+        ..config(tied)
+    }
+}
+
 /// What `config.json` (transformers 5) says of the decoder.
 pub(crate) fn decoder_config(text: &str) -> DecoderConfig {
     let mut hub: serde_json::Value = serde_json::from_str(text).unwrap();

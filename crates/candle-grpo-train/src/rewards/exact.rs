@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::answer::AnswerPlace;
 use super::column::column;
+use super::right_or_wrong::right_or_wrong;
 use crate::{RewardFunction, Sample};
 
 /// 1 for a completion whose answer is the text of a column of its row, 0 for the others. White space counts as one space, and
@@ -72,10 +73,9 @@ impl ExactReward {
 
 impl RewardFunction for ExactReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        samples
-            .iter()
-            .map(|sample| Ok(f32::from(self.matches(sample.completion, sample.columns)?)))
-            .collect()
+        right_or_wrong(samples, |sample| {
+            self.matches(sample.completion, sample.columns)
+        })
     }
 }
 

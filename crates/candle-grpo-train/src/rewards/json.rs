@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::column::column;
+use super::right_or_wrong::right_or_wrong;
 use crate::{RewardFunction, Sample};
 
 /// 1 for a completion that is a JSON object, or the very object of a column of its row; 0 for the others.
@@ -67,10 +68,9 @@ impl JsonReward {
 
 impl RewardFunction for JsonReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        samples
-            .iter()
-            .map(|sample| Ok(f32::from(self.matches(sample.completion, sample.columns)?)))
-            .collect()
+        right_or_wrong(samples, |sample| {
+            self.matches(sample.completion, sample.columns)
+        })
     }
 }
 

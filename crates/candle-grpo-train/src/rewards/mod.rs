@@ -10,6 +10,7 @@ mod number;
 mod numeric;
 mod penalty;
 mod program;
+mod right_or_wrong;
 
 pub use answer::AnswerPlace;
 pub use config::{EnsembleOptions, RegexOptions, RewardConfig, RewardKind, TagsOptions};

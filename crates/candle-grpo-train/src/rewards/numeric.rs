@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::answer::AnswerPlace;
 use super::column::column;
 use super::number::numbers;
+use super::right_or_wrong::right_or_wrong;
 use crate::{RewardFunction, Sample};
 
 /// 1 for a completion whose number is that of a column of its row, 0 for the others.
@@ -93,10 +94,9 @@ impl NumericReward {
 
 impl RewardFunction for NumericReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        samples
-            .iter()
-            .map(|sample| Ok(f32::from(self.matches(sample.completion, sample.columns)?)))
-            .collect()
+        right_or_wrong(samples, |sample| {
+            self.matches(sample.completion, sample.columns)
+        })
     }
 }
 

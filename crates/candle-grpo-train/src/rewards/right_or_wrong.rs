@@ -1,0 +1,16 @@
+//! Scores of answers that are right or wrong.
+
+use anyhow::Result;
+
+use crate::Sample;
+
+/// 1 for each sample that `is_right`, 0 for the others.
+pub(super) fn right_or_wrong(
+    samples: &[Sample],
+    is_right: impl Fn(&Sample) -> Result<bool>,
+) -> Result<Vec<f32>> {
+    samples
+        .iter()
+        .map(|sample| Ok(f32::from(is_right(sample)?)))
+        .collect()
+}
