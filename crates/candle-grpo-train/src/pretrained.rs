@@ -15,9 +15,9 @@ use crate::hugging_face_config::{from_hugging_face, to_hugging_face};
 use crate::special_tokens::read_object;
 use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
 
-pub(crate) const CONFIG: &str = "config.json";
+const CONFIG: &str = "config.json";
 pub(crate) const MODEL: &str = "model.safetensors";
-pub(crate) const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
@@ -208,11 +208,11 @@ impl Pretrained {
     }
 }
 
-pub(crate) fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
+fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
     Tokenizer::from_file(folder.join(TOKENIZER)).map_err(|e| anyhow!("{TOKENIZER}: {e}"))
 }
 
-pub(crate) fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
+fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
     let text = tokenizer
         .to_string(true)
         .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;

@@ -9,13 +9,12 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_nn::write_whole;
 use serde::{Deserialize, Serialize};
 
-use crate::atomic_file::{is_leftover, remove_leftovers};
+use crate::atomic_file::{is_leftover, remove_leftovers, write_folder};
 use crate::json_lines::{lines_up_to, read_json_lines};
 use crate::{
-    Actor, Checkpoints, EvaluatedSample, Evaluation, EventFile, StepMetrics, save_checkpoint,
+    Checkpoints, EvaluatedSample, Evaluation, EventFile, Pretrained, StepMetrics, Trainer,
     training_plot_svg,
 };
-use tokenizers::Tokenizer;
 
 const CONFIG: &str = "config.json";
 const METRICS: &str = "metrics.jsonl";
@@ -33,13 +32,12 @@ const LOCK: &str = ".lock";
 /// | `events.out.tfevents.*` | the same for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line for each evaluation, and for each of its answers |
 /// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
-/// | `checkpoint/` | the policy, see [`save_checkpoint`] |
+/// | `checkpoint/` | the policy at the end, see [`Self::write_checkpoint`] |
 /// | `checkpoints/` | what a run goes on from, see [`Checkpoints`] |
 /// | `.lock` | keeps other programs out |
 /// | others | what [`RunDir::write`] is given |
 ///
-/// Files are written under a temporary name and renamed: a run that is interrupted leaves none half written. For the
-/// checkpoint see [`save_checkpoint`]. As long as one program has it open, no other can begin or resume a run there.
+/// Files are written under a temporary name and renamed: a run that is interrupted leaves none half written. As long as one program has it open, no other can begin or resume a run there.
 pub struct RunDir {
     path: PathBuf,
     metrics: File,
@@ -266,19 +264,14 @@ impl RunDir {
         self.write("metrics.svg", training_plot_svg(metrics)?)
     }
 
-    /// Writes the policy to `checkpoint/`.
-    pub fn write_checkpoint(
-        &self,
-        actor: &Actor,
-        tokenizer: &Tokenizer,
-        stop_token_ids: &[u32],
-    ) -> Result<()> {
-        save_checkpoint(
-            &self.path.join("checkpoint"),
-            actor,
-            tokenizer,
-            stop_token_ids,
-        )
+    /// Writes a checkpoint to `checkpoint/`, in place of one that is there: see [`Trainer::write_checkpoint`].
+    ///
+    /// The folder appears when it is complete. Whenever the program is interrupted, the folder is complete, or the previous one is
+    /// kept beside it under another name (`.checkpoint.PID.old`).
+    pub fn write_checkpoint(&self, trainer: &Trainer, model: &Pretrained) -> Result<()> {
+        write_folder(&self.path.join("checkpoint"), |folder| {
+            trainer.write_checkpoint(folder, model)
+        })
     }
 
     /// Writes another file.

@@ -12,9 +12,9 @@ use candle_grpo_nn::{Lora, Parameters, write_whole};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::Trainer;
 use crate::checksums::hex;
 use crate::pretrained::MODEL;
+use crate::{Pretrained, Trainer};
 
 const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -85,8 +85,17 @@ impl Trainer {
         }
     }
 
+    /// Writes a checkpoint into a folder that is there: `model`, which training began with, as the policy now is, in the form of
+    /// [`Pretrained::save`], and what [`Self::save_state`] writes. Of a policy with adapters the weights are what they and the base make
+    /// together.
+    pub fn write_checkpoint(&self, folder: &Path, model: &Pretrained) -> Result<()> {
+        let policy = model.with_parameters(self.policy_parameters()?);
+        policy.write_files(folder)?;
+        self.save_state(folder)
+    }
+
     /// Writes what is needed besides the weights of the policy to go on from here to the bit, into a folder that
-    /// [`Pretrained::save`](crate::Pretrained::save) has made or will make: the state of the trainer and of its optimisers, adapters
+    /// [`Pretrained::save`] has made or will make: the state of the trainer and of its optimisers, adapters
     /// by themselves in `adapter/`, the critic, and the reference if it follows the policy.
     ///
     /// An advantage estimator or a reward function of one's own must keep what they remember themselves.
@@ -120,7 +129,7 @@ impl Trainer {
         save().with_context(|| format!("saving the state of the run in {}", folder.display()))
     }
 
-    /// Goes on from what [`Self::save_state`] and [`Pretrained::save`](crate::Pretrained::save) wrote: on the CPU the following steps are
+    /// Goes on from what [`Self::save_state`] and [`Pretrained::save`] wrote: on the CPU the following steps are
     /// the same, to the bit, as if the run had never ended. The trainer must have been made as that one was, from the same model.
     ///
     /// Errs if that cannot be: another shape, other adapters, a critic more or less, other weights that adapters or reference began

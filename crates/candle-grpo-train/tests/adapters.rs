@@ -6,10 +6,9 @@ use candle_core::Device;
 use candle_grpo_loss::{LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
 use candle_grpo_train::{
-    ComputeDType, ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer, load_checkpoint,
-    save_checkpoint,
+    ComputeDType, Pretrained, ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer,
 };
-use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
+use common::{END, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
 
 fn config() -> TrainConfig {
     let mut config = TrainConfig {
@@ -84,17 +83,14 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
         trainer.step().unwrap();
     }
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("checkpoint");
-    save_checkpoint(&path, trainer.actor(), &tokenizer(), &[END]).unwrap();
+    let path = folder.path();
+    trainer.write_checkpoint(path, &pretrained()).unwrap();
 
     let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
     let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
     let policy = trainer.actor().log_probs(&batch).unwrap();
-    let checkpoint = load_checkpoint(&path, &Device::Cpu).unwrap();
-    assert!(checkpoint.optimizer_state.is_none());
-    let merged =
-        candle_grpo_train::Reference::new(&model(), &checkpoint.parameters, ComputeDType::F32)
-            .unwrap();
+    let merged = Pretrained::load(path, &Device::Cpu).unwrap().parameters;
+    let merged = candle_grpo_train::Reference::new(&model(), &merged, ComputeDType::F32).unwrap();
     assert!(max_difference(&merged.log_probs(&batch, 1.).unwrap(), &policy) < 1e-4);
 
     let adapters = Lora::load(&path.join("adapter"), &model(), &Device::Cpu).unwrap();
@@ -117,7 +113,7 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     )
     .unwrap();
     assert_eq!(max_difference(&again.log_probs, &policy), 0.);
-    let state = path.join("adapter/optimizer.safetensors");
+    let state = path.join("optimizer.safetensors");
     let state = candle_core::safetensors::load(state, &Device::Cpu).unwrap();
     trainer
         .actor_mut()

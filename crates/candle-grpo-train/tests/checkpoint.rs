@@ -5,12 +5,8 @@ mod common;
 use std::fs;
 
 use candle_core::Device;
-use candle_grpo_loss::PolicyLoss;
-use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, RunDir, Sample, Sampler, TrainConfig, Trainer,
-    load_checkpoint, save_checkpoint,
-};
-use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
+use candle_grpo_train::{Pretrained, RunDir, Sample, TrainConfig, Trainer};
+use common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
 use serde_json::json;
 
 /// A policy that has made an optimiser step.
@@ -34,13 +30,24 @@ fn trainer() -> Trainer {
     trainer
 }
 
+/// A folder with a checkpoint.
+fn checkpoint() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let trainer = trainer();
+    trainer
+        .write_checkpoint(folder.path(), &pretrained())
+        .unwrap();
+    folder
+}
+
 #[test]
 fn a_checkpoint_gives_back_the_policy_to_the_bit() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("checkpoint");
     let trainer = trainer();
-    save_checkpoint(&path, trainer.actor(), &tokenizer(), &[END]).unwrap();
-    let read = load_checkpoint(&path, &Device::Cpu).unwrap();
+    trainer
+        .write_checkpoint(folder.path(), &pretrained())
+        .unwrap();
+    let read = Pretrained::load(folder.path(), &Device::Cpu).unwrap();
 
     assert_eq!(read.model.vocab_size, 6);
     for (name, value) in trainer.actor().parameters().iter() {
@@ -52,39 +59,18 @@ fn a_checkpoint_gives_back_the_policy_to_the_bit() {
     }
     let prompts = prompts(&["abc", "d"]);
     let prompts: Vec<_> = prompts.iter().collect();
-    let before = trainer
-        .actor()
-        .sampler(sampling())
-        .unwrap()
-        .sample(&prompts, 4, 9)
-        .unwrap();
-    let sampler = Sampler::new(&read.model, &read.parameters, sampling()).unwrap();
+    let of_trainer = trainer.sampler(sampling()).unwrap();
+    let before = of_trainer.sample(&prompts, 4, 9).unwrap();
+    let sampler = read.sampler(sampling()).unwrap();
     assert_eq!(sampler.sample(&prompts, 4, 9).unwrap(), before);
-
-    let config = ActorConfig {
-        policy_loss: PolicyLoss::grpo(),
-        optimizer: Default::default(),
-        temperature: 1.,
-        activation_checkpointing: false,
-        compute_dtype: ComputeDType::F32,
-    };
-    let mut actor = Actor::new(read.model, read.parameters, config).unwrap();
-    actor
-        .optimizer_mut()
-        .load_state(read.optimizer_state.unwrap())
-        .unwrap();
-    assert_eq!(actor.optimizer().steps(), 1);
-    assert_eq!(
-        read.tokenizer.encode("cab", false).unwrap().get_ids(),
-        [3, 1, 2]
-    );
+    let encoded = read.tokenizer.encode("cab", false).unwrap();
+    assert_eq!(encoded.get_ids(), [3, 1, 2]);
 }
 
 #[test]
 fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("checkpoint");
-    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
+    let folder = checkpoint();
+    let path = folder.path();
     let config: serde_json::Value =
         serde_json::from_slice(&fs::read(path.join("config.json")).unwrap()).unwrap();
     for (name, value) in [
@@ -96,7 +82,7 @@ fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
     ] {
         assert_eq!(config[name], value);
     }
-    let mut names: Vec<_> = fs::read_dir(&path)
+    let mut names: Vec<_> = fs::read_dir(path)
         .unwrap()
         .map(|e| e.unwrap().file_name().into_string().unwrap())
         .collect();
@@ -105,9 +91,12 @@ fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
         names,
         [
             "config.json",
+            "generation_config.json",
             "model.safetensors",
             "optimizer.safetensors",
-            "tokenizer.json"
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "trainer.json"
         ]
     );
 }
@@ -116,13 +105,13 @@ fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
 #[test]
 fn all_files_of_a_checkpoint_have_the_mode_of_any_file() {
     use std::os::unix::fs::PermissionsExt;
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("checkpoint");
-    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
-    let other = folder.path().join("other");
+    let folder = checkpoint();
+    let path = folder.path();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let other = elsewhere.path().join("other");
     fs::write(&other, "").unwrap();
     let mode = |path| fs::metadata(path).unwrap().permissions().mode();
-    for entry in fs::read_dir(&path).unwrap() {
+    for entry in fs::read_dir(path).unwrap() {
         let file = entry.unwrap().path();
         assert_eq!(
             mode(file.clone()),
@@ -135,13 +124,12 @@ fn all_files_of_a_checkpoint_have_the_mode_of_any_file() {
 
 #[test]
 fn a_checkpoint_of_a_foreign_model_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("checkpoint");
-    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
+    let folder = checkpoint();
+    let path = folder.path();
     let config = path.join("config.json");
     let text = fs::read_to_string(&config).unwrap();
     fs::write(&config, text.replace("\"llama\"", "\"gemma3\"")).unwrap();
-    let error = format!("{:#}", load_checkpoint(&path, &Device::Cpu).err().unwrap());
+    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
     assert!(
         error.contains("config.json: model_type: \"gemma3\", must be one of"),
         "{error}"
@@ -151,12 +139,12 @@ fn a_checkpoint_of_a_foreign_model_is_refused() {
 #[test]
 fn a_checkpoint_that_cannot_be_read_says_which_file() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("checkpoint");
-    let error = format!("{:#}", load_checkpoint(&path, &Device::Cpu).err().unwrap());
+    let path = folder.path();
+    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
     assert!(error.contains("config.json"), "{error}");
-    save_checkpoint(&path, trainer().actor(), &tokenizer(), &[END]).unwrap();
+    trainer().write_checkpoint(path, &pretrained()).unwrap();
     fs::write(path.join("model.safetensors"), "torn").unwrap();
-    let error = format!("{:#}", load_checkpoint(&path, &Device::Cpu).err().unwrap());
+    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
     assert!(error.contains("model.safetensors"), "{error}");
 }
 
@@ -170,8 +158,7 @@ fn a_run_directory_holds_only_complete_files() {
     run.write_plot(&metrics).unwrap();
     run.write_plot(&metrics).unwrap();
     for _ in 0..2 {
-        run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END])
-            .unwrap();
+        run.write_checkpoint(&trainer, &pretrained()).unwrap();
     }
     let mut names: Vec<_> = fs::read_dir(run.path())
         .unwrap()
@@ -195,7 +182,7 @@ fn a_run_directory_holds_only_complete_files() {
     // A checkpoint that cannot be written leaves the one before.
     fs::remove_dir_all(run.path().join("checkpoint")).unwrap();
     fs::write(run.path().join("checkpoint"), "in the way").unwrap();
-    let result = run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END]);
+    let result = run.write_checkpoint(&trainer, &pretrained());
     assert!(result.is_err());
     assert_eq!(
         fs::read_to_string(run.path().join("checkpoint")).unwrap(),

@@ -14,10 +14,10 @@ use candle_grpo_core::{
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_train::{
-    CriticConfig, Interrupted, LearningRateSchedule, NotFinite, Phase, Pretrained,
-    ReferenceRefresh, Sample, SpecialTokens, StepMetrics, TrainConfig, Trainer, Watch,
+    CriticConfig, Interrupted, LearningRateSchedule, NotFinite, Phase, ReferenceRefresh, Sample,
+    StepMetrics, TrainConfig, Trainer, Watch,
 };
-use common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
+use common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
 use rstest::rstest;
 
 fn config() -> TrainConfig {
@@ -109,19 +109,7 @@ fn trainer(config: TrainConfig) -> Trainer {
 }
 
 fn save(trainer: &Trainer, folder: &Path) {
-    let policy = Pretrained {
-        model: model(),
-        parameters: trainer.policy_parameters().unwrap(),
-        tokenizer: tokenizer(),
-        special_tokens: SpecialTokens {
-            stop_token_ids: vec![END],
-            ..SpecialTokens::default()
-        },
-        chat_template: None,
-        license: None,
-    };
-    policy.write_files(folder).unwrap();
-    trainer.save_state(folder).unwrap();
+    trainer.write_checkpoint(folder, &pretrained()).unwrap();
 }
 
 fn without_seconds(mut metrics: StepMetrics) -> StepMetrics {

@@ -3,7 +3,9 @@
 
 use candle_core::{Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
-use candle_grpo_train::{Prompt, Sampler, SamplingConfig, character_tokenizer};
+use candle_grpo_train::{
+    Pretrained, Prompt, Sampler, SamplingConfig, SpecialTokens, character_tokenizer,
+};
 use serde_json::json;
 use tokenizers::Tokenizer;
 
@@ -41,6 +43,20 @@ pub(crate) fn parameters() -> Parameters {
         })
         .collect();
     Parameters::from_tensors(&model(), larger, &Device::Cpu).unwrap()
+}
+
+pub(crate) fn pretrained() -> Pretrained {
+    Pretrained {
+        model: model(),
+        parameters: parameters(),
+        tokenizer: tokenizer(),
+        special_tokens: SpecialTokens {
+            stop_token_ids: vec![END],
+            ..SpecialTokens::default()
+        },
+        chat_template: None,
+        license: None,
+    }
 }
 
 pub(crate) fn tokenizer() -> Tokenizer {

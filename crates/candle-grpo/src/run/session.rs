@@ -213,12 +213,9 @@ impl Session {
     /// Writes a checkpoint, and removes those that are not to be kept.
     fn save(&mut self, step: usize) -> Result<PathBuf> {
         let checkpoints = RunDir::checkpoints(self.dir.path());
-        let policy = self.trainer.policy_parameters()?;
-        let policy = self.pretrained.with_parameters(policy);
         self.watch.begin(Phase::Save, 1);
         let path = checkpoints.write(step, |folder| {
-            policy.write_files(folder)?;
-            self.trainer.save_state(folder)
+            self.trainer.write_checkpoint(folder, &self.pretrained)
         })?;
         self.saved = Some(step);
         let best = match self.config.checkpoint.keep_best {
