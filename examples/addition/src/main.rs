@@ -3,6 +3,7 @@
 //! It is warmed up on examples until it is right about one time in three, and then trained with GRPO, whose only
 //! source is whether an answer is right. The run directory keeps settings, metrics, plot, answers and checkpoint.
 
+mod base;
 mod progress;
 mod report;
 mod settings;
@@ -18,7 +19,7 @@ use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 
 use crate::report::{Measurement, samples_side_by_side, table};
-use crate::settings::Settings;
+use crate::settings::{Settings, Size};
 use crate::task::{END, Task, is_right};
 
 /// Much of the time goes into allocating and freeing tensors.
@@ -43,6 +44,15 @@ struct Args {
     /// A short run, which must learn something but need not get good.
     #[arg(long)]
     short: bool,
+    /// Stop after the warm-up, and leave the policy and its problems in this folder for other programs to train.
+    #[arg(long, conflicts_with_all = ["out", "force", "steps", "short"])]
+    base: Option<PathBuf>,
+    /// The width of the policy: a multiple of 8.
+    #[arg(long, requires = "base", default_value_t = Size::default().hidden_size)]
+    hidden_size: usize,
+    /// The layers of the policy.
+    #[arg(long, requires = "base", default_value_t = Size::default().num_hidden_layers)]
+    layers: usize,
 }
 
 fn main() -> Result<()> {
@@ -54,9 +64,16 @@ fn main() -> Result<()> {
 
 fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
-    let settings = Settings::new(args.seed, args.steps, args.short);
+    let size = Size {
+        hidden_size: args.hidden_size,
+        num_hidden_layers: args.layers,
+    };
+    let settings = Settings::new(args.seed, args.steps, args.short, size);
     // Before the warm-up, which takes its time.
     settings.train.validate()?;
+    if let Some(folder) = &args.base {
+        return base::make(folder, &settings);
+    }
     let open = if args.force {
         RunDir::replace
     } else {
@@ -128,7 +145,10 @@ mod tests {
     #[test]
     fn the_settings_are_valid() {
         for short in [false, true] {
-            Settings::new(0, None, short).train.validate().unwrap();
+            Settings::new(0, None, short, Size::default())
+                .train
+                .validate()
+                .unwrap();
         }
     }
 }

@@ -27,6 +27,22 @@ pub(crate) struct Settings {
     pub(crate) train: TrainConfig,
 }
 
+/// How large the policy is.
+#[derive(Clone, Copy)]
+pub(crate) struct Size {
+    pub(crate) hidden_size: usize,
+    pub(crate) num_hidden_layers: usize,
+}
+
+impl Default for Size {
+    fn default() -> Self {
+        Self {
+            hidden_size: 32,
+            num_hidden_layers: 2,
+        }
+    }
+}
+
 /// What counts as having learned.
 #[derive(Clone, Copy, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -57,13 +73,14 @@ impl fmt::Display for Goal {
 }
 
 impl Settings {
-    pub(crate) fn new(seed: u64, steps: Option<usize>, short: bool) -> Self {
+    pub(crate) fn new(seed: u64, steps: Option<usize>, short: bool, size: Size) -> Self {
         let (default_steps, goal) = if short {
             (200, Goal::Rise(0.1))
         } else {
             (1400, Goal::Accuracy(0.8))
         };
         let steps = steps.unwrap_or(default_steps);
+        let width = size.hidden_size as f64 / Size::default().hidden_size as f64;
         Self {
             seed,
             steps,
@@ -71,9 +88,9 @@ impl Settings {
             model: DecoderConfig {
                 model_type: ModelType::Llama,
                 vocab_size: VOCABULARY,
-                hidden_size: 32,
-                intermediate_size: 64,
-                num_hidden_layers: 2,
+                hidden_size: size.hidden_size,
+                intermediate_size: 2 * size.hidden_size,
+                num_hidden_layers: size.num_hidden_layers,
                 num_attention_heads: 4,
                 num_key_value_heads: 2,
                 head_dim: None,
@@ -85,11 +102,11 @@ impl Settings {
                 tie_word_embeddings: false,
             },
             // About 1 / sqrt(hidden_size): the 0.02 of large models makes so narrow a one slow to begin.
-            initial_std: 0.16,
+            initial_std: 0.16 / width.sqrt(),
             warm_up: PretrainConfig {
                 max_steps: 1500,
                 batch_size: 128,
-                optimizer: adamw(3e-3),
+                optimizer: adamw(3e-3 / width),
                 seed,
                 ..PretrainConfig::default()
             },
@@ -117,7 +134,7 @@ impl Settings {
                 mini_batch_size: Some(256),
                 // Tensors that stay in the cache, and below the size at which Candle calls its threads together.
                 micro_batch_size: 64,
-                optimizer: adamw(1.5e-3),
+                optimizer: adamw(1.5e-3 / width),
                 schedule: LearningRateSchedule {
                     warmup_steps: (steps / 10).min(50),
                     decay_until: Some(steps),

@@ -1,0 +1,119 @@
+//! A policy to start from, for other programs.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use candle_grpo_nn::{Parameters, write_whole};
+use candle_grpo_train::{Pretrained, Prompt, SpecialToken, SpecialTokens};
+use serde_json::json;
+
+use crate::settings::Settings;
+use crate::task::{END, Task, answer};
+use crate::warm_up;
+
+/// Warms a policy up, and leaves in `folder` what it takes to train it elsewhere: `model`, a folder that transformers loads,
+/// and problems with their answers, `train.jsonl` and `held_out.jsonl`.
+pub(crate) fn make(folder: &Path, settings: &Settings) -> Result<()> {
+    ensure!(
+        !folder.exists(),
+        "base {}: exists already, choose another or remove it",
+        folder.display()
+    );
+    let task = Task::new(settings.seed)?;
+    let parameters = warm_up::warm_up(settings, &task)?;
+    write(folder, settings, &task, parameters).with_context(|| format!("base {}", folder.display()))
+}
+
+fn write(folder: &Path, settings: &Settings, task: &Task, parameters: Parameters) -> Result<()> {
+    let end = task
+        .tokenizer
+        .id_to_token(END)
+        .map(|text| SpecialToken { id: END, text });
+    fs::create_dir_all(folder)?;
+    let pretrained = Pretrained {
+        model: settings.model.clone(),
+        parameters,
+        tokenizer: task.tokenizer.clone(),
+        special_tokens: SpecialTokens {
+            eos: end.clone(),
+            // Other programs fill rows up.
+            pad: end,
+            stop_token_ids: vec![END],
+            ..SpecialTokens::default()
+        },
+        chat_template: None,
+        license: None,
+    };
+    pretrained.save(&folder.join("model"))?;
+    write_whole(
+        &folder.join("train.jsonl"),
+        lines(&task.training).as_bytes(),
+    )?;
+    write_whole(
+        &folder.join("held_out.jsonl"),
+        lines(&task.held_out).as_bytes(),
+    )?;
+    Ok(())
+}
+
+/// One line of JSON for each problem.
+fn lines(prompts: &[Prompt]) -> String {
+    let line = |prompt: &Prompt| json!({"prompt": prompt.text, "answer": answer(prompt)});
+    prompts
+        .iter()
+        .map(|prompt| format!("{}\n", line(prompt)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::Size;
+    use candle_core::Device;
+    use candle_grpo_nn::DecoderConfig;
+    use candle_grpo_train::{DatasetConfig, Question};
+
+    #[test]
+    fn what_is_left_is_read_again() {
+        let size = Size {
+            hidden_size: 16,
+            num_hidden_layers: 3,
+        };
+        let settings = Settings::new(0, None, false, size);
+        let task = Task::new(0).unwrap();
+        let parameters = Parameters::init(&settings.model, 0, &Device::Cpu).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), &settings, &task, parameters).unwrap();
+
+        let model = Pretrained::load(&folder.path().join("model"), &Device::Cpu).unwrap();
+        let head_dim = Some(settings.model.head_dim());
+        let expected = DecoderConfig {
+            head_dim,
+            ..settings.model
+        };
+        assert_eq!(model.model, expected);
+        assert_eq!(model.special_tokens.stop_token_ids, [END]);
+        assert_eq!(model.special_tokens.pad.unwrap().id, END);
+        let data = DatasetConfig {
+            train: vec![folder.path().join("train.jsonl")],
+            held_out: vec![folder.path().join("held_out.jsonl")],
+            ..DatasetConfig::default()
+        };
+        let data = data.load(0).unwrap();
+        assert_eq!((data.train.len(), data.held_out.len()), (7100, 1000));
+        for (row, prompt) in data.held_out.iter().zip(&task.held_out) {
+            let question = data.question(row).unwrap();
+            assert_eq!(question, Question::Text(prompt.text.clone()));
+            assert_eq!(row.columns["answer"], prompt.columns["answer"]);
+        }
+    }
+
+    #[test]
+    fn what_is_there_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = Settings::new(0, None, false, Size::default());
+        let error = make(folder.path(), &settings).unwrap_err().to_string();
+        assert!(error.ends_with("exists already, choose another or remove it"));
+    }
+}
