@@ -25,13 +25,13 @@ pub(crate) fn make(folder: &Path, settings: &Settings) -> Result<()> {
     write(folder, settings, &task, parameters).with_context(|| format!("base {}", folder.display()))
 }
 
-fn write(folder: &Path, settings: &Settings, task: &Task, parameters: Parameters) -> Result<()> {
+/// The warmed-up policy with what belongs to it.
+pub(crate) fn pretrained(settings: &Settings, task: &Task, parameters: Parameters) -> Pretrained {
     let end = task
         .tokenizer
         .id_to_token(END)
         .map(|text| SpecialToken { id: END, text });
-    fs::create_dir_all(folder)?;
-    let pretrained = Pretrained {
+    Pretrained {
         model: settings.model.clone(),
         parameters,
         tokenizer: task.tokenizer.clone(),
@@ -44,7 +44,12 @@ fn write(folder: &Path, settings: &Settings, task: &Task, parameters: Parameters
         },
         chat_template: None,
         license: None,
-    };
+    }
+}
+
+fn write(folder: &Path, settings: &Settings, task: &Task, parameters: Parameters) -> Result<()> {
+    fs::create_dir_all(folder)?;
+    let pretrained = pretrained(settings, task, parameters);
     pretrained.save(&folder.join("model"))?;
     write_whole(
         &folder.join("train.jsonl"),

@@ -20,7 +20,7 @@ use clap::builder::RangedU64ValueParser;
 
 use crate::report::{Measurement, samples_side_by_side, table};
 use crate::settings::{Settings, Size};
-use crate::task::{END, Task, is_right};
+use crate::task::{Task, is_right};
 
 /// Much of the time goes into allocating and freeing tensors.
 #[global_allocator]
@@ -83,9 +83,10 @@ fn run(args: &Args) -> Result<()> {
     let task = Task::new(settings.seed)?;
 
     let parameters = warm_up::warm_up(&settings, &task)?;
+    let pretrained = base::pretrained(&settings, &task, parameters);
     let mut trainer = Trainer::new(
-        settings.model.clone(),
-        parameters,
+        pretrained.model.clone(),
+        pretrained.parameters.clone(),
         task.tokenizer.clone(),
         task.training.clone(),
         is_right,
@@ -98,7 +99,7 @@ fn run(args: &Args) -> Result<()> {
 
     run.write_plot(&metrics)?;
     run.write("samples.md", samples_side_by_side(&task, &before, &after))?;
-    run.write_checkpoint(trainer.actor(), trainer.tokenizer(), &[END])?;
+    run.write_checkpoint(&trainer, &pretrained)?;
     println!("\n{}", table(&before, &after));
     println!(
         "\n{} training steps, {} skipped; {:.0} seconds in all; see {}",
