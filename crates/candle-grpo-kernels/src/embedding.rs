@@ -59,6 +59,13 @@ pub fn add_embedding_gradient(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> 
     check::same_device(&[("sum", sum), ("gradient", gradient)])?;
     let ids = check::token_ids("ids", ids, sum.dims()[0], None)?;
     let gradient = gradient.detach().contiguous()?;
+    #[cfg(feature = "cuda")]
+    if path::is_fused(&gradient) && gradient.device().is_cuda() {
+        // Parallel over tokens; Candle's index_add goes through them one after another.
+        let rows = crate::cuda::embedding::backward(sum, &ids, &gradient)?;
+        let sum = sum.detach();
+        return sum.slice_set(&(&sum + rows.to_dtype(sum.dtype())?)?, 0, 0);
+    }
     if !path::is_fused_on_cpu(&gradient) {
         return composed::add_embedding_rows(sum, &ids, &gradient);
     }

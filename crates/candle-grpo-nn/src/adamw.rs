@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use serde::{Deserialize, Serialize};
 
-use crate::parameters::check_names;
+use crate::parameters::{check_names, copy_into};
 use crate::whole_file::write_safetensors;
 use crate::{Gradients, Parameters};
 
@@ -72,7 +72,6 @@ pub struct AdamW {
     steps: usize,
     /// The same number, made when it changes, as making a tensor can err and exporting the state should not.
     steps_tensor: Tensor,
-    device: Device,
 }
 
 impl AdamW {
@@ -91,7 +90,6 @@ impl AdamW {
             moments,
             steps: 0,
             steps_tensor: scalar(0)?,
-            device: parameters.device().clone(),
         })
     }
 
@@ -194,7 +192,7 @@ impl AdamW {
     /// Continues from a state that [`Self::state`] gave, to the bit. The learning rate and other settings are not
     /// part of it.
     ///
-    /// Names and shapes must be those of the parameters; after an error nothing has changed.
+    /// Names and shapes must be those of the parameters, or nothing changes. The state may lie on any device.
     pub fn load_state(&mut self, state: HashMap<String, Tensor>) -> Result<()> {
         let mut expected = BTreeMap::from([(STEP.to_owned(), Shape::from(()))]);
         for (name, (average, square)) in &self.moments {
@@ -221,27 +219,12 @@ impl AdamW {
         if !(steps >= 0.0 && steps.fract() == 0.0) {
             bail!("state {STEP} is {steps}, it must be a whole number that is not negative");
         }
-        let variable = |name: String| {
-            let tensor = state[&name]
-                .detach()
-                .to_device(&self.device)?
-                .to_dtype(DType::F32)?
-                .contiguous()?;
-            Var::from_tensor(&tensor)
-        };
-        let moments = self
-            .moments
-            .keys()
-            .map(|name| {
-                Ok((
-                    name.clone(),
-                    (variable(average_name(name))?, variable(square_name(name))?),
-                ))
-            })
-            .collect::<Result<BTreeMap<_, _>>>()?;
+        for (name, (average, square)) in &self.moments {
+            copy_into(average, &state[&average_name(name)])?;
+            copy_into(square, &state[&square_name(name)])?;
+        }
         let steps = steps as usize;
         self.steps_tensor = scalar(steps)?;
-        self.moments = moments;
         self.steps = steps;
         Ok(())
     }

@@ -274,26 +274,20 @@ impl Parameters {
         let expected = self.variables.iter();
         let expected = expected.map(|(name, variable)| (name.clone(), variable.shape().clone()));
         check_names("values", &expected.collect(), values)?;
-        let converted = self
-            .variables
+        for (name, variable) in &self.variables {
+            let value = &values[name];
+            if value.shape() != variable.shape() || !value.dtype().is_float() {
+                bail!(
+                    "values: {name} is {:?} of {:?}, it must be {:?} of a floating-point type",
+                    value.dims(),
+                    value.dtype(),
+                    variable.dims()
+                );
+            }
+        }
+        self.variables
             .iter()
-            .map(|(name, variable)| {
-                let value = &values[name];
-                if value.shape() != variable.shape() || !value.dtype().is_float() {
-                    bail!(
-                        "values: {name} is {:?} of {:?}, it must be {:?} of a floating-point type",
-                        value.dims(),
-                        value.dtype(),
-                        variable.dims()
-                    );
-                }
-                let value = value.detach().to_device(&self.device)?;
-                Ok((variable, value.to_dtype(DType::F32)?.contiguous()?))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        converted
-            .into_iter()
-            .try_for_each(|(variable, value)| variable.set(&value))
+            .try_for_each(|(name, variable)| copy_into(variable, &values[name]))
     }
 
     /// Names and variables in sorted order of the names.
@@ -340,6 +334,12 @@ impl Parameters {
         // Not a VarMap: that would make up a random tensor for a name it does not know.
         VarBuilder::from_tensors(tensors, DType::F32, &self.device)
     }
+}
+
+/// Copies `value`, of the shape of `variable` and any floating-point type, from any device.
+pub(crate) fn copy_into(variable: &Var, value: &Tensor) -> Result<()> {
+    let value = value.detach().to_device(variable.device())?;
+    variable.set(&value.to_dtype(variable.dtype())?.contiguous()?)
 }
 
 /// Errs with the names that `found` lacks or has beyond `expected`.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{Error, ErrorKind, Result, Write};
 use std::path::{Path, PathBuf};
 
@@ -24,6 +24,11 @@ use candle_core::Tensor;
 /// # }
 /// ```
 pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    write_with(path, |temporary| File::create(temporary)?.write_all(bytes))
+}
+
+/// What `write` writes to the path that it is given appears at `path`.
+fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let Some(name) = path.file_name() else {
         return Err(Error::new(
             ErrorKind::InvalidInput,
@@ -35,9 +40,12 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     temporary_name.push(format!(".{}.tmp", std::process::id()));
     let temporary = path.with_file_name(temporary_name);
     let written = (|| {
-        let mut file = File::create(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
+        write(&temporary)?;
+        // Windows flushes only what is open for writing.
+        OpenOptions::new()
+            .append(true)
+            .open(&temporary)?
+            .sync_all()?;
         fs::rename(&temporary, path)
     })();
     if written.is_err() {
@@ -54,8 +62,18 @@ pub(crate) fn write_safetensors(
     tensors: impl IntoIterator<Item = (String, Tensor)>,
     metadata: Option<HashMap<String, String>>,
 ) -> candle_core::Result<()> {
-    let bytes = safetensors::serialize(tensors, metadata).map_err(candle_core::Error::wrap)?;
-    write_whole(path, &bytes).map_err(candle_core::Error::wrap)
+    // Tensor by tensor: a copy of all of them in memory would be as large as the file.
+    let write = |temporary: &Path| {
+        // The library makes files that only their owner reads.
+        let mode = File::create(temporary)?.metadata()?.permissions();
+        let written = safetensors::serialize_to_file(tensors, metadata, temporary);
+        written.map_err(|error| match error {
+            safetensors::SafeTensorError::IoError(error) => error,
+            error => Error::other(error),
+        })?;
+        fs::set_permissions(temporary, mode)
+    };
+    write_with(path, write).map_err(candle_core::Error::wrap)
 }
 
 /// Flushes the folder that `path` lies in, so that a rename to `path` outlasts a loss of power.

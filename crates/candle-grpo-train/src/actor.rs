@@ -246,6 +246,7 @@ impl<M: LanguageModel> Actor<M> {
         let output = computed.context("policy loss: not computed")?;
         let loss = output.loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
         if !loss.is_finite() {
+            self.zero_grad();
             return Err(blame(batch)?.into());
         }
         Ok(output.metrics.to_host()?)

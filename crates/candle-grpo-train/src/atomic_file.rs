@@ -57,6 +57,14 @@ fn swap(fresh: &Path, path: &Path) -> Result<()> {
     remove(&old).with_context(|| format!("removing the previous one at {}", old.display()))
 }
 
+/// Removes the folder at `path` at once, as far as others see.
+pub(crate) fn remove_folder(path: &Path) -> Result<()> {
+    let old = beside(path, "old")?;
+    remove(&old)?;
+    fs::rename(path, &old)?;
+    remove(&old)
+}
+
 /// Removes from `folder` what writing of files and folders has left there when the program was ended in the midst of it, and
 /// nothing else.
 pub(crate) fn remove_leftovers(folder: &Path) -> Result<()> {

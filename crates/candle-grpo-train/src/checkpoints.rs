@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::atomic_file::{remove_leftovers, write_folder};
+use crate::atomic_file::{remove_folder, remove_leftovers, write_folder};
 use crate::checksums::{check_checksums, write_checksums};
 
 const PREFIX: &str = "step-";
@@ -50,6 +50,8 @@ impl Checkpoints {
     pub fn write(&self, step: usize, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         fs::create_dir_all(&self.folder)
             .with_context(|| format!("making {}", self.folder.display()))?;
+        // What was being written when a program was killed would keep its place on a full disk.
+        remove_leftovers(&self.folder)?;
         let path = self.folder.join(format!("{PREFIX}{step:06}"));
         write_folder(&path, |folder| {
             fill(folder)?;
@@ -93,20 +95,25 @@ impl Checkpoints {
         Ok(latest)
     }
 
-    /// Removes all but the last `keep`, at least one, and those after the steps `also`; and what writing has left that was ended in the midst
-    /// of it.
+    /// Removes all but the last `keep`, at least one, and those after the steps `also`.
     pub fn prune(&self, keep: usize, also: &[usize]) -> Result<()> {
         let mut old = self.all()?;
         old.truncate(old.len().saturating_sub(keep.max(1)));
-        for checkpoint in old.into_iter().filter(|old| !also.contains(&old.step)) {
-            fs::remove_dir_all(&checkpoint.path)
-                .with_context(|| format!("removing {}", checkpoint.path.display()))?;
-        }
-        match self.folder.is_dir() {
-            true => remove_leftovers(&self.folder),
-            false => Ok(()),
-        }
+        old.retain(|checkpoint| !also.contains(&checkpoint.step));
+        old.iter().try_for_each(remove)
     }
+
+    /// Removes those of later steps than `step`.
+    pub fn remove_after(&self, step: usize) -> Result<()> {
+        let mut later = self.all()?;
+        later.retain(|checkpoint| checkpoint.step > step);
+        later.iter().try_for_each(remove)
+    }
+}
+
+fn remove(checkpoint: &StepCheckpoint) -> Result<()> {
+    remove_folder(&checkpoint.path)
+        .with_context(|| format!("removing {}", checkpoint.path.display()))
 }
 
 #[cfg(test)]
@@ -163,12 +170,21 @@ mod tests {
     #[test]
     fn the_last_ones_and_the_best_are_kept() {
         let (_folder, checkpoints) = checkpoints(&[5, 10, 15, 20]);
-        fs::create_dir(checkpoints.folder.join(".step-000025.1.tmp")).unwrap();
         checkpoints.prune(2, &[5]).unwrap();
         assert_eq!(steps(&checkpoints), [5, 15, 20]);
-        assert_eq!(fs::read_dir(&checkpoints.folder).unwrap().count(), 3);
+        checkpoints.remove_after(15).unwrap();
+        assert_eq!(steps(&checkpoints), [5, 15]);
         checkpoints.prune(0, &[]).unwrap();
-        assert_eq!(steps(&checkpoints), [20]);
+        assert_eq!(steps(&checkpoints), [15]);
+        assert_eq!(fs::read_dir(&checkpoints.folder).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_a_killed_program_was_writing_goes() {
+        let (_folder, checkpoints) = checkpoints(&[5]);
+        fs::create_dir(checkpoints.folder.join(".step-000010.1.tmp")).unwrap();
+        write(&checkpoints, 10);
+        assert_eq!(fs::read_dir(&checkpoints.folder).unwrap().count(), 2);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! How good a policy is, without training it.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
@@ -63,6 +65,18 @@ impl Evaluation {
                 .product::<f64>()
         });
         Ok(chances.sum::<f64>() / prompts)
+    }
+
+    /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k of `pass_at`: see [`Self::pass_at`].
+    pub fn figures(&self, pass_at: &[usize], pass_reward: f64) -> Result<BTreeMap<String, f64>> {
+        let mut figures = BTreeMap::from([
+            ("reward_mean".to_owned(), self.reward_mean()),
+            ("response_length".to_owned(), self.response_length_mean()),
+        ]);
+        for &k in pass_at {
+            figures.insert(format!("pass_at_{k}"), self.pass_at(k, pass_reward)?);
+        }
+        Ok(figures)
     }
 
     /// The mean of some figure of the samples.

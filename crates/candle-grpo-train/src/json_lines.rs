@@ -18,8 +18,8 @@ pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     Ok(lines.into_iter().map(|(_, value)| value).collect())
 }
 
-/// The lines up to `step`, with their ends, of a file whose lines have a `step` each.
-pub(crate) fn lines_up_to(path: &Path, step: usize) -> Result<String> {
+/// The lines, with their ends, whose `step` is to be kept.
+pub(crate) fn lines_of(path: &Path, keep: impl Fn(usize) -> bool) -> Result<String> {
     #[derive(Deserialize)]
     struct Line {
         step: usize,
@@ -27,7 +27,7 @@ pub(crate) fn lines_up_to(path: &Path, step: usize) -> Result<String> {
     let text = read(path)?;
     let mut kept = String::new();
     for (line, value) in parse::<Line>(path, &text)? {
-        if value.step <= step {
+        if keep(value.step) {
             kept += line;
             kept.push('\n');
         }
@@ -66,14 +66,14 @@ mod tests {
     fn a_line_that_was_being_written_is_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        assert_eq!(lines_up_to(&path, 5).unwrap(), "");
+        assert_eq!(lines_of(&path, |_| true).unwrap(), "");
         fs::write(
             &path,
             b"{\"step\":1}\n{\"step\":2,\"a\":1.50}\n{\"step\":3}\n{\"st\xc3",
         )
         .unwrap();
         assert_eq!(
-            lines_up_to(&path, 2).unwrap(),
+            lines_of(&path, |step| step <= 2).unwrap(),
             "{\"step\":1}\n{\"step\":2,\"a\":1.50}\n"
         );
         assert_eq!(
@@ -82,7 +82,7 @@ mod tests {
         );
 
         fs::write(&path, "{\"step\":1}\n{\"st\n{\"step\":3}\n").unwrap();
-        let error = lines_up_to(&path, 2).unwrap_err().to_string();
+        let error = lines_of(&path, |step| step <= 2).unwrap_err().to_string();
         assert!(error.contains("metrics.jsonl:2: "), "{error}");
     }
 }

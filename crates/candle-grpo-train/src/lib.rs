@@ -81,7 +81,7 @@ pub use rewards::{
     RewardKind, TagsOptions,
 };
 pub use rollout::{FinishReason, Rollout};
-pub use run_dir::RunDir;
+pub use run_dir::{RunDir, RunLock};
 pub use sampler::{Sampler, SamplingConfig};
 pub use schedule::LearningRateSchedule;
 pub use shuffle::ShuffledOrder;

@@ -1,6 +1,6 @@
 //! The folder of a run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use candle_grpo_nn::write_whole;
 use serde::{Deserialize, Serialize};
 
 use crate::atomic_file::{is_leftover, remove_leftovers, write_folder};
-use crate::json_lines::{lines_up_to, read_json_lines};
+use crate::json_lines::{lines_of, read_json_lines};
 use crate::{
-    Checkpoints, EvaluatedSample, Evaluation, EventFile, Pretrained, StepMetrics, Trainer,
-    training_plot_svg,
+    Checkpoints, EvaluatedSample, Evaluation, EventFile, Pretrained, StepCheckpoint, StepMetrics,
+    Trainer, training_plot_svg,
 };
 
 const CONFIG: &str = "config.json";
@@ -28,7 +28,7 @@ const LOCK: &str = ".lock";
 /// | file | |
 /// |---|---|
 /// | `config.json` | the settings |
-/// | `metrics.jsonl` | one line of [`StepMetrics`] for each step, complete lines only |
+/// | `metrics.jsonl` | one line of [`StepMetrics`] for each step |
 /// | `events.out.tfevents.*` | the same for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line for each evaluation, and for each of its answers |
 /// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
@@ -37,13 +37,39 @@ const LOCK: &str = ".lock";
 /// | `.lock` | keeps other programs out |
 /// | others | what [`RunDir::write`] is given |
 ///
-/// Files are written under a temporary name and renamed: a run that is interrupted leaves none half written. As long as one program has it open, no other can begin or resume a run there.
+/// Files are written under a temporary name and renamed, but for those that grow by lines or records: of these a run that is killed may
+/// leave the last one torn, which readers leave out. As long as one program has it open, no other can begin or resume a run there.
 pub struct RunDir {
     path: PathBuf,
     metrics: File,
     events: EventFile,
-    /// Locked.
-    _lock: File,
+    _lock: RunLock,
+}
+
+/// Keeps other programs from beginning, resuming or replacing the run in a folder, until it is dropped.
+#[derive(Debug)]
+pub struct RunLock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl RunLock {
+    /// Locks the folder at `path`, which must be there.
+    ///
+    /// Errs if another program has it open.
+    pub fn take(path: &Path) -> Result<Self> {
+        let lock = path.join(LOCK);
+        let file = OpenOptions::new().create(true).append(true).open(&lock);
+        let file = file.with_context(|| format!("opening {}", lock.display()))?;
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            bail!("{}: another program has the run open", path.display());
+        }
+        // Another error is that of a file system that knows no locks.
+        Ok(Self {
+            path: path.to_path_buf(),
+            _file: file,
+        })
+    }
 }
 
 impl RunDir {
@@ -85,7 +111,7 @@ impl RunDir {
                 "run directory {}: has no {CONFIG} and {METRICS}, it is not a run and will not be removed",
                 path.display()
             );
-            lock(path)?;
+            let _lock = RunLock::take(path)?;
             fs::remove_dir_all(path).with_context(|| format!("removing {}", path.display()))?;
         }
         Self::begin(path, config)
@@ -96,37 +122,44 @@ impl RunDir {
         path.join(CONFIG).is_file() && path.join(METRICS).is_file()
     }
 
-    /// Goes on with the run at `path` after `step` steps: what was noted of later ones is forgotten. Returns the figures of the steps up to
-    /// there too.
+    /// Goes on with the run that is locked, after `step` steps: what was noted of later ones is forgotten, and so are checkpoints of later
+    /// ones. Returns the figures of the steps up to there too.
     ///
-    /// Errs if what is there is not a run, or another program has it open.
+    /// Errs if what is there is not a run.
     pub fn resume(
-        path: &Path,
+        lock: RunLock,
         config: &impl Serialize,
         step: usize,
     ) -> Result<(Self, Vec<StepMetrics>)> {
+        let path = lock.path.clone();
+        let path = path.as_path();
         ensure!(
             Self::is_run(path),
             "run directory {}: has no {CONFIG} and {METRICS}, there is no run to resume",
             path.display()
         );
         let resume = || -> Result<(Self, Vec<StepMetrics>)> {
-            // Before anything is changed that another program may be writing.
-            let lock = lock(path)?;
             remove_leftovers(path)?;
-            for name in [METRICS, EVALUATIONS, SAMPLES] {
+            let keep = |name: &str, keep: &dyn Fn(usize) -> bool| -> Result<()> {
                 let file = path.join(name);
-                if file.exists() {
-                    write_whole(&file, lines_up_to(&file, step)?.as_bytes())?;
+                match file.exists() {
+                    true => Ok(write_whole(&file, lines_of(&file, keep)?.as_bytes())?),
+                    false => Ok(()),
                 }
-            }
+            };
+            keep(METRICS, &|of| of <= step)?;
+            keep(EVALUATIONS, &|of| of <= step)?;
+            // Answers are noted before the figures of their evaluation.
+            let evaluated: BTreeSet<usize> = evaluations(path)?.iter().map(|e| e.step).collect();
+            keep(SAMPLES, &|of| evaluated.contains(&of))?;
+            Self::checkpoints(path).remove_after(step)?;
             let metrics: Vec<StepMetrics> = read_json_lines(&path.join(METRICS))?;
             let old_events = event_files(path)?;
             let mut run = Self::open(path, config, lock)?;
             for metrics in &metrics {
                 run.write_scalars(metrics)?;
             }
-            for evaluation in read_json_lines::<EvaluationLine>(&path.join(EVALUATIONS))? {
+            for evaluation in evaluations(path)? {
                 run.write_figures(evaluation.step, &evaluation.figures)?;
             }
             for file in old_events {
@@ -140,12 +173,18 @@ impl RunDir {
     fn begin(path: &Path, config: &impl Serialize) -> Result<Self> {
         let begin = || -> Result<Self> {
             fs::create_dir_all(path)?;
-            Self::open(path, config, lock(path)?)
+            let lock = RunLock::take(path)?;
+            // Another program may have been quicker.
+            ensure!(
+                is_vacant(path)?,
+                "exists already, choose another or remove it"
+            );
+            Self::open(path, config, lock)
         };
         begin().with_context(|| format!("run directory {}", path.display()))
     }
 
-    fn open(path: &Path, config: &impl Serialize, lock: File) -> Result<Self> {
+    fn open(path: &Path, config: &impl Serialize, lock: RunLock) -> Result<Self> {
         let metrics = OpenOptions::new()
             .create(true)
             .append(true)
@@ -184,28 +223,21 @@ impl RunDir {
         self.events.write_scalars(metrics.step, scalars)
     }
 
-    /// Adds an evaluation after `step` steps: its figures, of which `reward_mean` and `response_length` are two, to
-    /// `evaluations.jsonl`, its answers to `samples.jsonl`. Returns all figures.
+    /// Adds an evaluation after `step` steps: its figures, of which `reward_mean` says which is best, to `evaluations.jsonl`, its answers
+    /// to `samples.jsonl`.
     pub fn append_evaluation(
         &mut self,
         step: usize,
         evaluation: &Evaluation,
         figures: &BTreeMap<String, f64>,
-    ) -> Result<BTreeMap<String, f64>> {
-        let mut all = figures.clone();
-        all.insert("reward_mean".to_owned(), evaluation.reward_mean());
-        all.insert(
-            "response_length".to_owned(),
-            evaluation.response_length_mean(),
-        );
+    ) -> Result<()> {
         // The figures last: where they are noted, the answers are too.
         let samples = evaluation.samples.iter();
         let samples: Vec<SampleLine> = samples.map(|sample| SampleLine { step, sample }).collect();
         self.append(SAMPLES, &samples)?;
-        self.write_figures(step, &all)?;
-        let figures = all.clone();
-        self.append(EVALUATIONS, &[EvaluationLine { step, figures }])?;
-        Ok(all)
+        self.write_figures(step, figures)?;
+        let figures = figures.clone();
+        self.append(EVALUATIONS, &[EvaluationLine { step, figures }])
     }
 
     fn write_figures(&mut self, step: usize, figures: &BTreeMap<String, f64>) -> Result<()> {
@@ -219,27 +251,43 @@ impl RunDir {
 
     /// The figures of the evaluations so far, with their steps.
     pub fn evaluations(&self) -> Result<Vec<(usize, BTreeMap<String, f64>)>> {
-        let lines: Vec<EvaluationLine> = read_json_lines(&self.path.join(EVALUATIONS))?;
-        Ok(lines
+        Ok(evaluations(&self.path)?
             .into_iter()
             .map(|line| (line.step, line.figures))
             .collect())
     }
 
-    /// After how many steps the evaluation of the run at `path` was best that had the greatest mean reward, the earlier of equals; nothing if
-    /// there was none.
-    pub fn best_evaluation(path: &Path) -> Result<Option<usize>> {
-        let lines: Vec<EvaluationLine> = read_json_lines(&path.join(EVALUATIONS))?;
-        let mut best: Option<(usize, f64)> = None;
-        for line in lines {
-            let reward = line.figures.get("reward_mean").copied();
-            if let Some(reward) = reward
-                && best.is_none_or(|(_, least)| reward > least)
-            {
-                best = Some((line.step, reward));
+    /// The checkpoint of the run at `path` whose evaluation had the greatest mean reward, the earlier of equals; the last one that is whole if none
+    /// was evaluated.
+    pub fn best_checkpoint(path: &Path) -> Result<Option<StepCheckpoint>> {
+        let checkpoints = Self::checkpoints(path);
+        let mut all = checkpoints.all()?;
+        match best(&evaluations(path)?, |step| {
+            all.iter().any(|c| c.step == step)
+        }) {
+            Some(best) => {
+                all.retain(|checkpoint| checkpoint.step == best);
+                Ok(all.pop())
+            }
+            None => Ok(checkpoints.latest()?.checkpoint),
+        }
+    }
+
+    /// After how many steps the evaluation was made that had the greatest mean reward, the earlier of equals; nothing if there was none.
+    pub fn best_step(&self) -> Result<Option<usize>> {
+        Ok(best(&evaluations(&self.path)?, |_| true))
+    }
+
+    /// Makes sure that what was noted outlasts a loss of power.
+    pub fn sync(&self) -> Result<()> {
+        self.metrics.sync_all()?;
+        for name in [EVALUATIONS, SAMPLES] {
+            let file = self.path.join(name);
+            if file.exists() {
+                OpenOptions::new().append(true).open(file)?.sync_all()?;
             }
         }
-        Ok(best.map(|(step, _)| step))
+        Ok(())
     }
 
     /// The checkpoints of the run at `path`.
@@ -289,6 +337,19 @@ struct EvaluationLine {
     figures: BTreeMap<String, f64>,
 }
 
+/// The step of the evaluation with the greatest mean reward among those that count.
+fn best(evaluations: &[EvaluationLine], counts: impl Fn(usize) -> bool) -> Option<usize> {
+    let mut best: Option<(usize, f64)> = None;
+    for line in evaluations.iter().filter(|line| counts(line.step)) {
+        if let Some(&reward) = line.figures.get("reward_mean")
+            && best.is_none_or(|(_, least)| reward > least)
+        {
+            best = Some((line.step, reward));
+        }
+    }
+    best.map(|(step, _)| step)
+}
+
 /// A line of `samples.jsonl`.
 #[derive(Serialize)]
 struct SampleLine<'a> {
@@ -297,20 +358,8 @@ struct SampleLine<'a> {
     sample: &'a EvaluatedSample,
 }
 
-/// Keeps other programs out, until it is dropped.
-fn lock(path: &Path) -> Result<File> {
-    let file = OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(path.join(LOCK))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => {
-            bail!("{}: another program has the run open", path.display())
-        }
-        // Some file systems know no locks.
-        Err(TryLockError::Error(_)) => Ok(file),
-    }
+fn evaluations(path: &Path) -> Result<Vec<EvaluationLine>> {
+    read_json_lines(&path.join(EVALUATIONS))
 }
 
 fn event_files(path: &Path) -> Result<Vec<PathBuf>> {
@@ -411,7 +460,7 @@ mod tests {
             ],
             samples_per_prompt: 1,
         };
-        let figures = BTreeMap::from([("pass_at_1".to_owned(), 0.5)]);
+        let figures = evaluation.figures(&[1], 1.).unwrap();
         for step in [0, 10] {
             run.append_evaluation(step, &evaluation, &figures).unwrap();
         }

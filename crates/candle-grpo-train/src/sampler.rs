@@ -217,6 +217,11 @@ impl Sampler {
             "num_generations: 0, must be at least 1"
         );
         self.ensure_prompts_fit(prompts)?;
+        ensure!(
+            prompts.len().saturating_mul(num_generations) <= u32::MAX as usize,
+            "num_generations: {num_generations} for each of {} prompts, must be fewer than 2^32 in all",
+            prompts.len()
+        );
         // On one of the threads that share the work, so that it need not be woken for each operator.
         let sample = || self.sample_all(prompts, num_generations, stream);
         rayon::join(sample, || ()).0
@@ -278,7 +283,7 @@ impl Sampler {
                 "prompt {index}: no tokens, must have at least one"
             );
             ensure!(
-                length + self.config.max_new_tokens <= max_positions,
+                length.saturating_add(self.config.max_new_tokens) <= max_positions,
                 "prompt {index}: {length} tokens and max_new_tokens {} make more than the {max_positions} positions of the model",
                 self.config.max_new_tokens
             );

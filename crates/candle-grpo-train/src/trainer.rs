@@ -1,9 +1,10 @@
 //! The training step.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::{
     AdvantageEstimator, DynamicSampling, KlController, MetricValue, MetricValues, RunningMoments,
@@ -50,6 +51,10 @@ pub struct Trainer {
     watch: Arc<dyn Watch>,
     /// Whether the step that is being made has changed weights, so that it must be made to its end.
     updated: bool,
+    /// Whether a step failed after it had changed weights.
+    pub(crate) torn: bool,
+    /// Of the weights that the run began with, once it has been asked for.
+    pub(crate) base_sha256: OnceCell<String>,
 }
 
 impl Trainer {
@@ -111,6 +116,8 @@ impl Trainer {
             skipped_steps: 0,
             watch: Arc::new(Unwatched),
             updated: false,
+            torn: false,
+            base_sha256: OnceCell::new(),
             actor,
             reference,
             requirements,
@@ -155,16 +162,19 @@ impl Trainer {
     /// If there is nothing to learn, because no advantage is other than 0 or no completion is left after the filters, the
     /// policy stays as it is, and the step is counted as skipped.
     ///
-    /// After an error everything is as it was before the step, but for the updates of earlier mini-batches if the step makes
-    /// several. It errs with [`Interrupted`] if the watch says so before the first update; once weights have changed, the step
-    /// is made to its end. It errs with [`NotFinite`](crate::NotFinite) rather than learn from a NaN or an infinity.
+    /// After an error everything is as it was before the step. It errs with [`Interrupted`] if the watch says so before the first update;
+    /// once weights have changed, the step is made to its end. It errs with [`NotFinite`](crate::NotFinite) rather than learn from a NaN
+    /// or an infinity. If that comes after an earlier mini-batch of the step has changed weights, no further step can be made, and
+    /// nothing be saved: there is a checkpoint to go back to.
     pub fn step(&mut self) -> Result<StepMetrics> {
+        self.ensure_whole()?;
         let before = self.state()?;
         let step = self.steps + 1;
         self.steps = step;
         self.updated = false;
         let made = self.make_step();
         if made.is_err() {
+            self.torn = self.updated;
             self.set_state(&before)?;
             self.actor.zero_grad();
             if let Some(critic) = &mut self.critic {
@@ -172,6 +182,16 @@ impl Trainer {
             }
         }
         made.with_context(|| format!("step {step}"))
+    }
+
+    /// Errs if the weights are those of half a step.
+    pub(crate) fn ensure_whole(&self) -> Result<()> {
+        ensure!(
+            !self.torn,
+            "step {}: failed after it had changed weights, go back to a checkpoint",
+            self.steps + 1
+        );
+        Ok(())
     }
 
     /// Errs if the step should stop and still can.
@@ -359,6 +379,8 @@ impl Trainer {
         metrics.grad_norm = (!grad_norms.is_empty()).then_some(mean);
         metrics.policy = figures
             .iter()
+            // No JSON number can be one that is not finite.
+            .filter(|(_, value)| value.is_finite())
             .map(|(name, value)| (name.to_owned(), value))
             .collect();
         Ok(())

@@ -94,16 +94,17 @@ impl Trainer {
         self.save_state(folder)
     }
 
-    /// Writes what is needed besides the weights of the policy to go on from here to the bit, into a folder that
-    /// [`Pretrained::save`] has made or will make: the state of the trainer and of its optimisers, adapters
+    /// Writes what is needed besides the weights of the policy to go on from here to the bit, into a folder to which
+    /// [`Pretrained::write_files`] writes these: the state of the trainer and of its optimisers, adapters
     /// by themselves in `adapter/`, the critic, and the reference if it follows the policy.
     ///
     /// An advantage estimator or a reward function of one's own must keep what they remember themselves.
     pub fn save_state(&self, folder: &Path) -> Result<()> {
+        self.ensure_whole()?;
         let save = || -> Result<()> {
             self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
             if let Some(adapters) = self.actor.adapters() {
-                fs::create_dir(folder.join(ADAPTER))?;
+                fs::create_dir_all(folder.join(ADAPTER))?;
                 adapters.save(&folder.join(ADAPTER), None)?;
             }
             if let (Some(reference), Some(_)) = (&self.reference, self.config.reference_refresh)
@@ -129,7 +130,7 @@ impl Trainer {
         save().with_context(|| format!("saving the state of the run in {}", folder.display()))
     }
 
-    /// Goes on from what [`Self::save_state`] and [`Pretrained::save`] wrote: on the CPU the following steps are
+    /// Goes on from what [`Self::write_checkpoint`] wrote: on the CPU the following steps are
     /// the same, to the bit, as if the run had never ended. The trainer must have been made as that one was, from the same model.
     ///
     /// Errs if that cannot be: another shape, other adapters, a critic more or less, other weights that adapters or reference began
@@ -140,8 +141,7 @@ impl Trainer {
     }
 
     fn read_state(&mut self, folder: &Path) -> Result<()> {
-        let device = self.actor.parameters().device().clone();
-        let read = |name: &str| read_tensors(&folder.join(name), &device);
+        let read = |name: &str| read_tensors(&folder.join(name));
         let file = fs::read(folder.join(STATE)).context(STATE)?;
         let file: StateFile = serde_json::from_slice(&file).context(STATE)?;
         ensure!(
@@ -150,8 +150,15 @@ impl Trainer {
         );
         match self.actor.adapters() {
             None => self.actor.set_trained(&read(MODEL)?).context(MODEL)?,
-            Some(_) => {
-                let adapters = Lora::load(&folder.join(ADAPTER), self.actor.model(), &device)?;
+            Some(own) => {
+                let folder = folder.join(ADAPTER);
+                let adapters = Lora::load(&folder, self.actor.model(), &Device::Cpu)?;
+                ensure!(
+                    adapters.config() == own.config(),
+                    "{ADAPTER}: the run began with {:?}, and would go on with {:?}",
+                    adapters.config(),
+                    own.config()
+                );
                 let values = adapters.parameters().iter();
                 let values =
                     values.map(|(name, value)| (name.to_owned(), value.as_detached_tensor()));
@@ -174,6 +181,29 @@ impl Trainer {
                 .context(CRITIC)?;
             critic.optimizer_mut().load_state(read(CRITIC_OPTIMIZER)?)?;
         }
+        for (name, saved, now) in [
+            (
+                "running_moments",
+                file.state.running_moments.is_some(),
+                self.running_moments.is_some(),
+            ),
+            (
+                "reward_kl",
+                file.state.reward_kl.is_some(),
+                self.reward_kl.is_some(),
+            ),
+            (
+                "adaptive_entropy",
+                file.state.adaptive_entropy.is_some(),
+                self.adaptive_entropy.is_some(),
+            ),
+        ] {
+            ensure!(
+                saved == now,
+                "{name}: the run has it now and had it not, or the other way round"
+            );
+        }
+        self.torn = false;
         self.set_state(&file.state)
     }
 
@@ -186,12 +216,20 @@ impl Trainer {
             }
             _ => None,
         };
-        base.map(sha256).transpose()
+        let Some(base) = base else {
+            return Ok(None);
+        };
+        // It does not change, and takes a while.
+        if self.base_sha256.get().is_none() {
+            let _ = self.base_sha256.set(sha256(base)?);
+        }
+        Ok(self.base_sha256.get().cloned())
     }
 }
 
-fn read_tensors(path: &Path, device: &Device) -> Result<HashMap<String, Tensor>> {
-    safetensors::load(path, device).with_context(|| path.display().to_string())
+/// On the CPU: on a GPU there need not be room for them twice.
+fn read_tensors(path: &Path) -> Result<HashMap<String, Tensor>> {
+    safetensors::load(path, &Device::Cpu).with_context(|| path.display().to_string())
 }
 
 fn sha256(parameters: &Parameters) -> Result<String> {

@@ -18,7 +18,7 @@ pub enum Phase {
     Learn,
 }
 
-/// Is told how far a step has come, and says when it should stop. Called from the thread that makes the step.
+/// Is told how far a step has come, and says when it should stop. Called from one thread at a time.
 pub trait Watch: Send + Sync {
     /// So many units are to be done.
     fn begin(&self, phase: Phase, units: usize) {

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages,
-    GroupFilter, KlController, Level,
+    GroupFilter, KlController, Level, ScoreResampling,
 };
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_train::{
-    CriticConfig, Interrupted, LearningRateSchedule, NotFinite, Phase, ReferenceRefresh, Sample,
-    StepMetrics, TrainConfig, Trainer, Watch,
+    ComputeDType, CriticConfig, Interrupted, LearningRateSchedule, NotFinite, Phase,
+    ReferenceRefresh, Sample, StepMetrics, TrainConfig, Trainer, Watch,
 };
 use common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
 use rstest::rstest;
@@ -96,6 +96,15 @@ fn critic() -> TrainConfig {
     config
 }
 
+/// Half precision, and what is drawn or chosen besides completions.
+fn chosen() -> TrainConfig {
+    let mut config = kept_reference();
+    config.compute_dtype = ComputeDType::Bf16;
+    config.top_entropy = Some(0.5);
+    config.resampling = Some(ScoreResampling::Power(1.));
+    config
+}
+
 /// Differs for almost any two completions.
 fn digest(sample: &Sample) -> f32 {
     let weighted = |(i, &token): (usize, &u32)| (i as f32 + 1.) * token as f32;
@@ -132,6 +141,7 @@ fn assert_equal(a: &Parameters, b: &Parameters) {
 #[case::moving_reference(moving_reference())]
 #[case::controllers(controllers())]
 #[case::critic(critic())]
+#[case::chosen(chosen())]
 fn a_resumed_run_goes_on_to_the_bit(#[case] config: TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
     let mut whole = trainer(config.clone());
@@ -165,6 +175,9 @@ fn a_resumed_run_goes_on_to_the_bit(#[case] config: TrainConfig) {
 #[case::no_reference(kept_reference(), config())]
 #[case::no_critic(critic(), config())]
 #[case::a_critic(config(), critic())]
+#[case::other_rank(adapters(), TrainConfig { adapters: Some(LoraConfig::all_linear(2, 8.)), ..adapters() })]
+#[case::other_scale(adapters(), TrainConfig { adapters: Some(LoraConfig::all_linear(4, 9.)), ..adapters() })]
+#[case::no_controller(controllers(), TrainConfig { reward_kl: None, ..controllers() })]
 fn a_run_of_another_kind_is_not_resumed(#[case] saved: TrainConfig, #[case] now: TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
     save(&trainer(saved), folder.path());
@@ -315,4 +328,31 @@ fn nothing_is_learned_from_what_is_not_finite(#[case] broken: bool, #[case] expe
     assert_eq!(named.tensor(), expected);
     assert_equal(trainer.actor().parameters(), &parameters());
     assert_eq!(trainer.steps(), 0);
+}
+
+/// Fails in the second of two updates.
+#[test]
+fn half_a_step_is_neither_gone_on_from_nor_saved() {
+    let mut config = config();
+    config.epochs = 2;
+    // Weights so large after one update that the next finds no finite gradient.
+    config.optimizer.learning_rate = 1e30;
+    let mut trainer = trainer(config.clone());
+    let error = trainer.step().unwrap_err();
+    assert!(!error.is::<Interrupted>());
+    assert_eq!(trainer.steps(), 0);
+    let folder = tempfile::tempdir().unwrap();
+    for error in [
+        trainer.step().unwrap_err(),
+        trainer.save_state(folder.path()).unwrap_err(),
+    ] {
+        let error = error.to_string();
+        assert_eq!(
+            error,
+            "step 1: failed after it had changed weights, go back to a checkpoint"
+        );
+    }
+    save(&self::trainer(config), folder.path());
+    trainer.load_state(folder.path()).unwrap();
+    assert_equal(trainer.actor().parameters(), &parameters());
 }

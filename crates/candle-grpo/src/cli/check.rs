@@ -3,25 +3,17 @@
 use std::io::{Write, stdout};
 use std::path::Path;
 
-use candle_grpo::config::{Document, RollFile, RunConfig};
+use candle_grpo::config::{RollFile, RunConfig};
 
 use super::exit::Exit;
 use super::load;
 
 /// Checks the configuration in `file`, and everything that it names short of loading the model.
 pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
-    let config = |error: candle_grpo::config::ConfigError| Exit::Config(error.to_string());
-    let document = Document::read(file).map_err(config)?;
-    let document = match RollFile::new(&document) {
-        Some(roll) => {
-            if !quiet {
-                print_keys(&roll)?;
-            }
-            roll.document
-        }
-        None => document,
-    };
-    let run = RunConfig::new(&document).map_err(config)?;
+    let run = load::config(file, |roll| match quiet {
+        true => Ok(()),
+        false => print_keys(roll),
+    })?;
     let dataset = load::dataset(&run)?;
     check_model(&run)?;
     if !quiet {
@@ -35,7 +27,9 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             "# {} prompts to train on, {} held out; {} completions a step for {} steps.",
             dataset.train.len(),
             dataset.held_out.len(),
-            run.train.prompts_per_step * run.train.num_generations,
+            run.train
+                .prompts_per_step
+                .saturating_mul(run.train.num_generations),
             run.max_steps,
         )?;
         write!(out, "{yaml}")?;

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use candle_grpo::train::{Phase, Watch};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag::{register, register_conditional_shutdown};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -20,6 +22,8 @@ pub(super) struct Console {
     steps: ProgressBar,
     phase: Arc<Mutex<PhaseBar>>,
     stop: Arc<AtomicBool>,
+    /// Whether it has been said that it stops.
+    announced: Arc<AtomicBool>,
 }
 
 struct PhaseBar {
@@ -46,6 +50,7 @@ impl Console {
                 tokens: 0,
             })),
             stop: Arc::new(AtomicBool::new(false)),
+            announced: Arc::new(AtomicBool::new(false)),
         };
         let level = if quiet { "warn" } else { "info" };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
@@ -60,19 +65,14 @@ impl Console {
         console
     }
 
-    /// From now on Ctrl-C, or a request to terminate, asks to stop; a second one ends the program at once.
+    /// From now on Ctrl-C, or a request to terminate, asks to stop; a second one ends the program at once, with code 130.
     pub(super) fn stop_when_asked(&self) {
-        let console = self.clone();
-        let set = ctrlc::set_handler(move || {
-            if console.stop.swap(true, Ordering::SeqCst) {
-                std::process::exit(130);
+        for signal in [SIGINT, SIGTERM] {
+            let registered = register_conditional_shutdown(signal, 130, Arc::clone(&self.stop))
+                .and_then(|_| register(signal, Arc::clone(&self.stop)));
+            if let Err(error) = registered {
+                tracing::warn!("signal {signal} will end the program at once: {error}");
             }
-            console.print_err(
-                "stopping as soon as this can be saved; press Ctrl-C again to stop at once",
-            );
-        });
-        if let Err(error) = set {
-            tracing::warn!("Ctrl-C will end the program at once: {error}");
         }
     }
 
@@ -105,8 +105,14 @@ impl Console {
         })
     }
 
+    /// [`Self::print`] of what a run says as it goes on: it does not end because nobody reads.
+    pub(super) fn say(&self, line: &str) {
+        let _ = self.print(line);
+    }
+
     fn print_err(&self, line: &str) {
-        self.bars.suspend(|| eprintln!("{line}"));
+        // As above.
+        let _ = self.bars.suspend(|| writeln!(io::stderr(), "{line}"));
     }
 
     /// Takes the bars away.
@@ -153,7 +159,11 @@ impl Watch for Console {
     }
 
     fn wants_stop(&self) -> bool {
-        self.stop.load(Ordering::SeqCst)
+        let stop = self.stop.load(Ordering::SeqCst);
+        if stop && !self.announced.swap(true, Ordering::SeqCst) {
+            self.print_err("stopping; press Ctrl-C again to stop without saving");
+        }
+        stop
     }
 }
 

@@ -16,9 +16,17 @@ pub(super) fn convert(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
             to.display()
         )));
     }
-    let wrong = |error: anyhow::Error| Exit::Model(format!("{error:#}"));
-    let pretrained = Pretrained::load(from, &Device::Cpu).map_err(wrong)?;
-    pretrained.save(to).map_err(wrong)?;
+    if to.exists() && !to.join("config.json").is_file() {
+        return Err(Exit::Config(format!(
+            "{}: has no config.json, it is not a model and will not be replaced",
+            to.display()
+        )));
+    }
+    let pretrained =
+        Pretrained::load(from, &Device::Cpu).map_err(|error| Exit::Model(format!("{error:#}")))?;
+    pretrained
+        .save(to)
+        .map_err(|error| Exit::Run(format!("{error:#}")))?;
     let mut out = stdout().lock();
     writeln!(
         out,

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use anyhow::Context;
 use candle_grpo::config::ModelConfig;
 use candle_grpo::nn::write_whole;
-use candle_grpo::run::{evaluate_policy, evaluation_figures, prompts};
-use candle_grpo::train::{Evaluation, Interrupted, Phase, Watch};
+use candle_grpo::run::{evaluate_policy, prompts};
+use candle_grpo::train::{Evaluation, Interrupted};
 
 use super::console::Console;
 use super::exit::Exit;
@@ -21,7 +21,7 @@ pub(super) fn eval(
     out: Option<&Path>,
     quiet: bool,
 ) -> Result<(), Exit> {
-    let mut run = load::config(file)?;
+    let mut run = load::config(file, |_| Ok(()))?;
     if let Some(path) = model {
         run.model = ModelConfig { path, ..run.model };
     }
@@ -37,27 +37,21 @@ pub(super) fn eval(
         )));
     }
     let pretrained = load::model(&run.model)?;
+    let held_out = prompts(
+        &dataset,
+        &dataset.held_out,
+        &pretrained,
+        run.max_prompt_tokens,
+    )
+    .map_err(|error| Exit::Data(format!("{error:#}")))?;
     let config = &run.evaluation;
+    let watch = Arc::new(console.clone());
     let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
-        let held_out = prompts(
-            &dataset,
-            &dataset.held_out,
-            &pretrained,
-            run.max_prompt_tokens,
-        )?;
-        let count = config.max_prompts.unwrap_or(usize::MAX).min(held_out.len());
-        console.begin(Phase::Evaluate, count * config.samples_per_prompt);
         let sampler = pretrained.sampler(config.sampler.clone())?;
-        let sampler = sampler.with_watch(Arc::new(console.clone()));
+        let sampler = sampler.with_watch(watch.clone());
         let tokenizer = &pretrained.tokenizer;
-        let evaluation = evaluate_policy(&sampler, &held_out, &reward, tokenizer, config)?;
-        let mut figures = evaluation_figures(&evaluation, config)?;
-        figures.insert("reward_mean".to_owned(), evaluation.reward_mean());
-        let length = evaluation.response_length_mean();
-        figures.insert("response_length".to_owned(), length);
-        if let Some(out) = out {
-            write_answers(&evaluation, out)?;
-        }
+        let evaluation = evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*watch)?;
+        let figures = evaluation.figures(&config.pass_at, config.pass_reward)?;
         Ok((evaluation, figures))
     };
     let answered = answer();
@@ -70,7 +64,12 @@ pub(super) fn eval(
     for (name, value) in figures {
         console.print(&format!("{name:20} {value:.4}"))?;
     }
-    Ok(())
+    match out {
+        Some(out) => {
+            write_answers(&evaluation, out).map_err(|error| Exit::Run(format!("{error:#}")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// A line of JSON for each answer.

@@ -1,5 +1,6 @@
 //! How the program ends.
 
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use candle_grpo::train::NotFinite;
@@ -14,7 +15,8 @@ Exit codes:
   4  the data are wrong
   5  the model is wrong
   6  a loss or gradient was not finite
-  7  the run was interrupted";
+  7  the run was interrupted, and has saved where it was
+  130  it was stopped at once, by a second Ctrl-C";
 
 /// Why the program ends before it is done.
 #[derive(Debug)]
@@ -53,13 +55,29 @@ impl Exit {
             Self::Model(message) => (5, message),
             Self::NotFinite(message) => (6, message),
             Self::Interrupted(message) => {
-                eprintln!("interrupted\n{message}");
+                complain(&format!("interrupted\n{message}"));
                 return ExitCode::from(7);
             }
             Self::Run(message) => (1, message),
             Self::Quiet => return ExitCode::SUCCESS,
         };
-        eprintln!("error: {message}");
+        complain(&format!("error: {message}"));
         ExitCode::from(code)
     }
+}
+
+impl From<io::Error> for Exit {
+    /// Of what is printed.
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            // The reader has gone, as `head` does.
+            io::ErrorKind::BrokenPipe => Self::Quiet,
+            _ => Self::Run(format!("standard output: {error}")),
+        }
+    }
+}
+
+/// There may be nobody to read it.
+fn complain(message: &str) {
+    let _ = writeln!(io::stderr(), "{message}");
 }

@@ -3,17 +3,23 @@
 use std::path::Path;
 
 use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig};
-use candle_grpo::run::load_model;
+use candle_grpo::run::{RunPrompts, load_model};
 use candle_grpo::train::{Dataset, Pretrained, RewardConfig, WeightedRewards};
 
 use super::exit::Exit;
 
-/// The run that a file describes, of ours or of ROLL.
-pub(super) fn config(file: &Path) -> Result<RunConfig, Exit> {
+/// The run that a file describes. A file of ROLL is translated, and `explain` is told of its keys.
+pub(super) fn config(
+    file: &Path,
+    explain: impl FnOnce(&RollFile) -> Result<(), Exit>,
+) -> Result<RunConfig, Exit> {
     let wrong = |error: ConfigError| Exit::Config(error.to_string());
     let document = Document::read(file).map_err(wrong)?;
     let document = match RollFile::new(&document) {
-        Some(roll) => roll.document,
+        Some(roll) => {
+            explain(&roll)?;
+            roll.document
+        }
         None => document,
     };
     RunConfig::new(&document).map_err(wrong)
@@ -31,6 +37,15 @@ pub(super) fn dataset(run: &RunConfig) -> Result<Dataset, Exit> {
         }
     }
     Ok(dataset)
+}
+
+/// What the rows ask the model.
+pub(super) fn prompts(
+    run: &RunConfig,
+    dataset: &Dataset,
+    pretrained: &Pretrained,
+) -> Result<RunPrompts, Exit> {
+    RunPrompts::new(run, dataset, pretrained).map_err(|error| Exit::Data(format!("{error:#}")))
 }
 
 /// The rewards of a run.

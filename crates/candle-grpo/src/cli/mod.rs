@@ -18,7 +18,7 @@ use candle_grpo::run::Start;
 use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 
-use exit::{EXIT_CODES, Exit};
+use exit::EXIT_CODES;
 use sample::SampleArguments;
 
 /// GRPO training of language models: a model, prompts and a reward in, a trained model out.
@@ -148,12 +148,5 @@ pub(crate) fn run() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(exit) => exit.report(),
-    }
-}
-
-impl From<std::io::Error> for Exit {
-    /// What is printed cannot be written: the reader has gone, as `head` does.
-    fn from(_: std::io::Error) -> Self {
-        Self::Quiet
     }
 }

@@ -1,9 +1,9 @@
 //! `grpo report`.
 
-use std::fs;
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 
+use candle_grpo::nn::write_whole;
 use candle_grpo::report::{Run, report_html};
 
 use super::exit::Exit;
@@ -14,8 +14,8 @@ pub(super) fn report(folders: &[PathBuf], out: &Path) -> Result<(), Exit> {
     let runs: Vec<Run> = runs
         .collect::<anyhow::Result<_>>()
         .map_err(|error| Exit::Data(format!("{error:#}")))?;
-    fs::write(out, report_html(&runs))
-        .map_err(|error| Exit::Data(format!("writing {}: {error}", out.display())))?;
+    write_whole(out, report_html(&runs).as_bytes())
+        .map_err(|error| Exit::Run(format!("writing {}: {error}", out.display())))?;
     writeln!(stdout(), "{}", out.display())?;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! `grpo sample`.
 
 use std::io::{Read, stdin};
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -35,8 +36,8 @@ pub(super) struct SampleArguments {
     )]
     prefill: String,
     /// How many answers.
-    #[arg(short = 'n', long, default_value_t = 1, value_name = "N")]
-    samples: usize,
+    #[arg(short = 'n', long, default_value = "1", value_name = "N")]
+    samples: NonZeroU32,
     /// The greatest length of an answer in tokens.
     #[arg(long, default_value_t = 256, value_name = "N")]
     max_new_tokens: usize,
@@ -75,7 +76,8 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
             stdin()
                 .read_to_string(&mut text)
                 .map_err(|error| Exit::Data(format!("standard input: {error}")))?;
-            text
+            // Not the end of the last line.
+            text.strip_suffix('\n').unwrap_or(&text).to_owned()
         }
     };
     let console = Console::new(arguments.quiet);
@@ -84,6 +86,11 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
         path: arguments.model.clone(),
         chat_template: None,
     })?;
+    if arguments.system.is_some() && pretrained.chat_template.is_none() {
+        return Err(Exit::Model(
+            "--system: given, but the model has no chat template".to_owned(),
+        ));
+    }
     let answered = answer(&arguments, &text, &pretrained, &console);
     console.finish();
     let rollouts = answered.map_err(|error| match error.is::<Interrupted>() {
@@ -133,9 +140,10 @@ fn answer(
         seed: arguments.seed,
         ..SamplingConfig::default()
     })?;
-    console.begin(Phase::Evaluate, arguments.samples);
+    let samples = arguments.samples.get() as usize;
+    console.begin(Phase::Evaluate, samples);
     let sampler = sampler.with_watch(Arc::new(console.clone()));
-    let rollouts = sampler.sample(&[&prompt], arguments.samples, 0)?;
+    let rollouts = sampler.sample(&[&prompt], samples, 0)?;
     rollouts
         .into_iter()
         .map(|rollout| {

@@ -14,7 +14,7 @@ use super::load;
 
 /// Makes the run that the configuration in `file` describes.
 pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
-    let config = load::config(file)?;
+    let config = load::config(file, |_| Ok(()))?;
     let console = Console::new(quiet);
     console.stop_when_asked();
     let done = run(file, config, start, &console);
@@ -27,10 +27,11 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     let dataset = load::dataset(&config)?;
     let reward = load::rewards(&config)?;
     let pretrained = load::model(&config.model)?;
+    let prompts = load::prompts(&config, &dataset, &pretrained)?;
     let (path, steps) = (config.run_dir.clone(), config.max_steps);
     let watch = Arc::new(console.clone());
     let failed = |error: anyhow::Error| Exit::of_run(error, resume_hint(file, &path));
-    let mut session = Session::new(config, pretrained, dataset, reward, start, watch)
+    let mut session = Session::new(config, pretrained, prompts, reward, start, watch)
         .map_err(|error| Exit::Run(format!("{error:#}")))?;
     let begun = Instant::now();
     console.begin_steps(session.trainer().steps(), steps);
@@ -38,17 +39,17 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
         match session.advance().map_err(failed)? {
             Progress::Step(metrics) => {
                 console.set_steps(metrics.step);
-                console.print(&summary(&metrics, steps))?;
+                console.say(&summary(&metrics, steps));
             }
             Progress::Evaluated { step, figures } => {
                 let figures = figures.iter();
                 let figures: Vec<String> = figures
                     .map(|(name, value)| format!("{name} {value:.3}"))
                     .collect();
-                console.print(&format!(
+                console.say(&format!(
                     "held out, after {step} steps:  {}",
                     figures.join("  ")
-                ))?;
+                ));
             }
             Progress::Saved(_) => {}
             Progress::Interrupted => {
@@ -59,13 +60,13 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     }
     console.finish();
     let trainer = session.trainer();
-    console.print(&format!(
+    console.say(&format!(
         "{} steps, {} of them with nothing to learn; {:.0} seconds; {}",
         trainer.steps(),
         trainer.skipped_steps(),
         begun.elapsed().as_secs_f64(),
         session.path().display()
-    ))?;
+    ));
     Ok(())
 }
 
@@ -100,8 +101,8 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
 
 /// How to go on after a run that ended early.
 fn resume_hint(file: &Path, run: &Path) -> String {
-    let checkpoints = RunDir::checkpoints(run).all().unwrap_or_default();
-    match checkpoints.last() {
+    let latest = RunDir::checkpoints(run).latest().unwrap_or_default();
+    match latest.checkpoint {
         Some(last) => format!(
             "The run is saved up to step {} in {}; to go on: grpo train {} --resume",
             last.step,

@@ -9,10 +9,17 @@ use serde_json::{Map, Value};
 /// Which model is trained.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct ModelConfig {
-    /// A folder with `config.json`, `tokenizer.json` and safetensors, or a GGUF file.
+    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, or the folder of a run: its best checkpoint.
     pub path: PathBuf,
     /// A file with the chat template; absent: the one that comes with the model.
     pub chat_template: Option<PathBuf>,
+}
+
+impl EvaluationConfig {
+    /// Those of `prompts` that are asked.
+    pub fn of<'a, T>(&self, prompts: &'a [T]) -> &'a [T] {
+        &prompts[..self.max_prompts.unwrap_or(usize::MAX).min(prompts.len())]
+    }
 }
 
 /// `model: PATH`, or a mapping.

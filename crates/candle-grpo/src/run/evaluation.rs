@@ -1,9 +1,7 @@
 //! Evaluation on held-out prompts.
 
-use std::collections::BTreeMap;
-
 use anyhow::Result;
-use candle_grpo_train::{Evaluation, Prompt, RewardFunction, Sampler, evaluate};
+use candle_grpo_train::{Evaluation, Phase, Prompt, RewardFunction, Sampler, Watch, evaluate};
 use tokenizers::Tokenizer;
 
 use crate::config::EvaluationConfig;
@@ -19,28 +17,9 @@ pub fn evaluate_policy(
     reward: &dyn RewardFunction,
     tokenizer: &Tokenizer,
     config: &EvaluationConfig,
+    watch: &dyn Watch,
 ) -> Result<Evaluation> {
-    let count = config.max_prompts.unwrap_or(usize::MAX).min(prompts.len());
-    evaluate(
-        sampler,
-        &prompts[..count],
-        config.samples_per_prompt,
-        reward,
-        tokenizer,
-        STREAM,
-    )
-}
-
-/// The figures of an evaluation that `config` asks for, besides mean reward and length: `pass_at_1` and so on.
-pub fn evaluation_figures(
-    evaluation: &Evaluation,
-    config: &EvaluationConfig,
-) -> Result<BTreeMap<String, f64>> {
-    let pass_at = config.pass_at.iter();
-    pass_at
-        .map(|&k| {
-            let chance = evaluation.pass_at(k, config.pass_reward)?;
-            Ok((format!("pass_at_{k}"), chance))
-        })
-        .collect()
+    let (prompts, samples) = (config.of(prompts), config.samples_per_prompt);
+    watch.begin(Phase::Evaluate, prompts.len().saturating_mul(samples));
+    evaluate(sampler, prompts, samples, reward, tokenizer, STREAM)
 }

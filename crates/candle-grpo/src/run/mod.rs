@@ -5,7 +5,7 @@ mod model;
 mod prompts;
 mod session;
 
-pub use evaluation::{evaluate_policy, evaluation_figures};
+pub use evaluation::evaluate_policy;
 pub use model::load_model;
-pub use prompts::prompts;
+pub use prompts::{RunPrompts, prompts};
 pub use session::{Progress, Session, Start};

@@ -3,18 +3,18 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::Device;
-use candle_grpo_train::{ChatTemplate, Pretrained, RunDir, StepCheckpoint};
+use candle_grpo_train::{ChatTemplate, Pretrained, RunDir};
 
 use crate::config::ModelConfig;
 
 /// Loads a model, onto the first CUDA device if the program was built for CUDA and there is one. Its path may be that of a run: its
-/// best checkpoint, or the last if no evaluation says which is best.
+/// best checkpoint, or the last that is whole if no evaluation says which is best.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     let device = Device::cuda_if_available(0)?;
     let path = match RunDir::is_run(&config.path) {
-        true => best_checkpoint(&config.path)?,
+        true => checkpoint_of(&config.path)?,
         false => config.path.clone(),
     };
     let mut pretrained = Pretrained::load(&path, &device)?;
@@ -37,11 +37,16 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     Ok(pretrained)
 }
 
-fn best_checkpoint(run: &Path) -> Result<PathBuf> {
-    let all = RunDir::checkpoints(run).all()?;
-    let best = RunDir::best_evaluation(run)?;
-    let of_best = |checkpoint: &&StepCheckpoint| Some(checkpoint.step) == best;
-    let chosen = all.iter().find(of_best).or(all.last());
-    let chosen = chosen.with_context(|| format!("{}: the run has no checkpoint", run.display()))?;
-    Ok(chosen.path.clone())
+/// That of `grpo train`, or what is left by a program that saves at the end only.
+fn checkpoint_of(run: &Path) -> Result<PathBuf> {
+    if let Some(best) = RunDir::best_checkpoint(run)? {
+        return Ok(best.path);
+    }
+    let last = run.join("checkpoint");
+    ensure!(
+        last.is_dir(),
+        "{}: the run has no checkpoint",
+        run.display()
+    );
+    Ok(last)
 }

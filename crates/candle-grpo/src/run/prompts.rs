@@ -3,6 +3,27 @@
 use anyhow::{Context, Result, ensure};
 use candle_grpo_train::{Chat, Dataset, Pretrained, Prompt, Question, Row};
 
+use crate::config::RunConfig;
+
+/// The prompts of a run.
+pub struct RunPrompts {
+    /// Those to train on.
+    pub train: Vec<Prompt>,
+    /// Those to evaluate on; there may be none.
+    pub held_out: Vec<Prompt>,
+}
+
+impl RunPrompts {
+    /// The prompts of both parts of `dataset`: see [`prompts`].
+    pub fn new(config: &RunConfig, dataset: &Dataset, pretrained: &Pretrained) -> Result<Self> {
+        let of = |rows| prompts(dataset, rows, pretrained, config.max_prompt_tokens);
+        Ok(Self {
+            train: of(&dataset.train)?,
+            held_out: of(&dataset.held_out)?,
+        })
+    }
+}
+
 /// The prompts of `rows`, in their order, without those of more than `max_prompt_tokens` tokens.
 ///
 /// A conversation becomes text by the chat template of the model, which asks for an answer; what the data say that the answer begins with

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_train::{
-    Dataset, Interrupted, Phase, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig,
+    Interrupted, Phase, Pretrained, Prompt, RewardFunction, RunDir, RunLock, SamplingConfig,
     StepMetrics, Trainer, Watch,
 };
 use serde_json::Value;
 
-use super::evaluation::{evaluate_policy, evaluation_figures};
-use super::prompts::prompts;
+use super::evaluation::evaluate_policy;
+use super::prompts::RunPrompts;
 use crate::config::{EvaluationConfig, RunConfig};
 
 /// How a run begins.
@@ -52,15 +52,15 @@ pub enum Progress {
 /// use std::path::Path;
 /// use std::sync::Arc;
 /// use candle_grpo::config::RunConfig;
-/// use candle_grpo::run::{Progress, Session, Start, load_model};
+/// use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
 /// use candle_grpo::train::{Sample, Unwatched};
 ///
 /// let config = RunConfig::read(Path::new("run.yaml"))?;
 /// let pretrained = load_model(&config.model)?;
-/// let dataset = config.data.load(config.seed())?;
+/// let prompts = RunPrompts::new(&config, &config.data.load(config.seed())?, &pretrained)?;
 /// let shorter = |sample: &Sample| -(sample.completion_tokens.len() as f32);
 /// let watch = Arc::new(Unwatched);
-/// let mut session = Session::new(config, pretrained, dataset, shorter, Start::New, watch)?;
+/// let mut session = Session::new(config, pretrained, prompts, shorter, Start::New, watch)?;
 /// loop {
 ///     match session.advance()? {
 ///         Progress::Step(metrics) => println!("step {}: {:.3}", metrics.step, metrics.reward_mean),
@@ -82,23 +82,24 @@ pub struct Session {
     /// After how many steps the last evaluation and the last checkpoint were made.
     evaluated: Option<usize>,
     saved: Option<usize>,
+    /// After how many steps the evaluation was best.
+    best: Option<usize>,
     watch: Arc<dyn Watch>,
 }
 
 impl Session {
-    /// Makes everything ready: prompts, trainer, folder, and what was saved if it resumes.
+    /// Makes everything ready: trainer, folder, and what was saved if it resumes. [`RunConfig::threads`] is the caller's to set.
     ///
     /// The weights of `pretrained` are those that train.
     pub fn new(
         config: RunConfig,
         pretrained: Pretrained,
-        dataset: Dataset,
+        prompts: RunPrompts,
         reward: impl RewardFunction + 'static,
         start: Start,
         watch: Arc<dyn Watch>,
     ) -> Result<Self> {
-        let of = |rows| prompts(&dataset, rows, &pretrained, config.max_prompt_tokens);
-        let (train, held_out) = (of(&dataset.train)?, of(&dataset.held_out)?);
+        let RunPrompts { train, held_out } = prompts;
         let sampling = |sampling: &SamplingConfig| pretrained.sampling(sampling.clone());
         let evaluation = EvaluationConfig {
             sampler: sampling(&config.evaluation.sampler),
@@ -127,6 +128,7 @@ impl Session {
         Ok(Self {
             evaluated: evaluations.last().map(|(step, _)| *step),
             saved: (step > 0).then_some(step),
+            best: dir.best_step()?,
             config,
             evaluation,
             pretrained,
@@ -187,25 +189,23 @@ impl Session {
         step > 0
             && self.saved != Some(step)
             && (every.is_some_and(|every| step.is_multiple_of(every))
-                || step == self.config.max_steps)
+                || step == self.config.max_steps
+                || self.config.checkpoint.keep_best && self.best == Some(step))
     }
 
     fn evaluate(&mut self, step: usize) -> Result<Progress> {
         let config = &self.evaluation;
-        let prompts = config.max_prompts.unwrap_or(usize::MAX);
-        let prompts = prompts.min(self.held_out.len());
-        self.watch
-            .begin(Phase::Evaluate, prompts * config.samples_per_prompt);
-        let sampler = self.trainer.sampler(config.sampler.clone())?;
         let evaluation = evaluate_policy(
-            &sampler,
+            &self.trainer.sampler(config.sampler.clone())?,
             &self.held_out,
             self.trainer.reward(),
             self.trainer.tokenizer(),
             config,
+            &*self.watch,
         )?;
-        let figures = evaluation_figures(&evaluation, config)?;
-        let figures = self.dir.append_evaluation(step, &evaluation, &figures)?;
+        let figures = evaluation.figures(&config.pass_at, config.pass_reward)?;
+        self.dir.append_evaluation(step, &evaluation, &figures)?;
+        self.best = self.dir.best_step()?;
         self.evaluated = Some(step);
         Ok(Progress::Evaluated { step, figures })
     }
@@ -213,15 +213,13 @@ impl Session {
     /// Writes a checkpoint, and removes those that are not to be kept.
     fn save(&mut self, step: usize) -> Result<PathBuf> {
         let checkpoints = RunDir::checkpoints(self.dir.path());
+        self.dir.sync()?;
         self.watch.begin(Phase::Save, 1);
         let path = checkpoints.write(step, |folder| {
             self.trainer.write_checkpoint(folder, &self.pretrained)
         })?;
         self.saved = Some(step);
-        let best = match self.config.checkpoint.keep_best {
-            true => RunDir::best_evaluation(self.dir.path())?,
-            false => None,
-        };
+        let best = self.best.filter(|_| self.config.checkpoint.keep_best);
         checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
         self.dir.write_plot(&self.metrics)?;
         self.watch.advance(1, 0);
@@ -260,7 +258,7 @@ fn ensure_positions(
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
     let longest = longest.unwrap_or(0);
     ensure!(
-        longest + sampling.max_new_tokens <= positions,
+        longest.saturating_add(sampling.max_new_tokens) <= positions,
         "response_length: {} tokens after a prompt of {longest} make more than the {positions} positions of the model; lower it, or prompt_length",
         sampling.max_new_tokens
     );
@@ -281,6 +279,8 @@ fn open(
         Start::Replace => fresh(RunDir::replace(path, &settings)),
         Start::Resume if !RunDir::is_run(path) => fresh(RunDir::create(path, &settings)),
         Start::Resume => {
+            // Before the checkpoints are looked at, which another program may be writing.
+            let lock = RunLock::take(path)?;
             let found = RunDir::checkpoints(path).latest()?;
             for (checkpoint, what) in &found.damaged {
                 tracing::warn!("{}: {what}; it is passed over", checkpoint.path.display());
@@ -299,7 +299,7 @@ fn open(
             for difference in differences(path, &settings)? {
                 tracing::warn!("the run began with another {difference}");
             }
-            RunDir::resume(path, &settings, trainer.steps())
+            RunDir::resume(lock, &settings, trainer.steps())
         }
     }
 }

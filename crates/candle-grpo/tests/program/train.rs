@@ -316,6 +316,74 @@ fn a_damaged_checkpoint_is_passed_over_and_said_so() {
     assert_eq!(lines(&damaged.path().join("run/metrics.jsonl")).len(), 12);
 }
 
+/// It is removed, so that it does not count as one of those that are kept.
+#[test]
+fn a_checkpoint_after_a_damaged_one_is_kept() {
+    let config = CONFIG.replace(
+        "every_steps: 3",
+        "every_steps: 4, keep: 2, keep_best: false",
+    );
+    let folder = folder(&config);
+    let checkpoints = RunDir::checkpoints(&folder.path().join("run"));
+    let steps = || -> Vec<usize> {
+        let all = checkpoints.all().unwrap();
+        all.iter().map(|checkpoint| checkpoint.step).collect()
+    };
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(steps(), [8, 12]);
+    let last = folder
+        .path()
+        .join("run/checkpoints/step-000012/trainer.json");
+    fs::write(last, "{}").unwrap();
+    fs::write(
+        folder.path().join("run.yaml"),
+        config.replace("max_steps: 12", "max_steps: 9"),
+    )
+    .unwrap();
+    succeeds(folder.path(), &["train", "run.yaml", "--resume"]);
+    assert_eq!(steps(), [8, 9]);
+}
+
+/// Of three evaluations the second is best, and has a checkpoint although none is due.
+#[test]
+fn the_best_checkpoint_is_kept_and_used() {
+    let config = CONFIG
+        .replace("every_steps: 3", "every_steps: 100, keep: 1")
+        .replace("max_steps: 12", "max_steps: 40");
+    let folder = folder(&config);
+    let run = folder.path().join("run");
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    let evaluations = lines(&run.join("evaluations.jsonl"));
+    let reward = |line: &Value| line["reward_mean"].as_f64().unwrap();
+    let best = evaluations
+        .iter()
+        .rev()
+        .max_by(|a, b| reward(a).total_cmp(&reward(b)))
+        .unwrap();
+    let step = best["step"].as_u64().unwrap() as usize;
+    let kept = RunDir::checkpoints(&run).all().unwrap();
+    let kept: Vec<usize> = kept.iter().map(|checkpoint| checkpoint.step).collect();
+    let mut expected = vec![step, 40];
+    expected.dedup();
+    assert_eq!(kept, expected);
+    assert_eq!(RunDir::best_checkpoint(&run).unwrap().unwrap().step, step);
+    let printed = succeeds(folder.path(), &["eval", "run.yaml", "--model", "run"]);
+    let expected = format!("reward_mean          {:.4}", reward(best));
+    assert!(printed.contains(&expected), "{printed}");
+}
+
+/// As with `grpo train run.yaml | head -1`.
+#[test]
+fn a_run_goes_on_when_nobody_reads_what_it_says() {
+    let folder = folder(CONFIG);
+    let mut command = command(folder.path(), &["train", "run.yaml"]);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    drop((child.stdout.take(), child.stderr.take()));
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(lines(&folder.path().join("run/metrics.jsonl")).len(), 12);
+}
+
 #[test]
 fn what_is_not_finite_stops_it() {
     // Gradients whose squares no f32 holds.
