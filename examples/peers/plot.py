@@ -58,43 +58,51 @@ def curves(evaluations, metrics, out):
     plt.rcParams.update({"svg.hashsalt": "peers", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), facecolor="white", layout="constrained")
     draw(left, evaluations, "right on 1,000 held-out problems", lambda values: values)
-    draw(right, metrics, "right in training, mean of 10 steps", smooth)
+    draw(right, metrics, "right in training, mean of the last 10 steps", smooth)
     left.legend(loc="lower right", frameon=False)
     figure.savefig(out, metadata={"Date": None})
 
 
-def table(evaluations, metrics, clocks):
-    sides = list(COLOURS)
-    rows = [["", *sides], ["---", *["---"] * len(sides)]]
-    seeds = evaluations[sides[0]].keys()
-    share = lambda x: f"{100 * x:.1f} %"
-    for name, value in [
-        ("held out, before", lambda side, seed: evaluations[side][seed][0]["reward_mean"]),
-        ("held out, after", lambda side, seed: evaluations[side][seed][-1]["reward_mean"]),
-        (
-            "in training, last 20 steps",
-            lambda side, seed: statistics.fmean(line["reward_mean"] for line in metrics[side][seed][-20:]),
-        ),
+def share(x):
+    return f"{100 * x:.1f} %"
+
+
+def markdown(rows):
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def shares(evaluations, metrics):
+    """The shares of right answers by seed, and their means."""
+    rows = [["", "", *[f"seed {seed}" for seed in next(iter(evaluations.values()))], "mean"]]
+    for name, found, value in [
+        ("held out, before", evaluations, lambda run: run[0]["reward_mean"]),
+        ("held out, after", evaluations, lambda run: run[-1]["reward_mean"]),
+        ("in training, last 20 steps", metrics, lambda run: statistics.fmean(line["reward_mean"] for line in run[-20:])),
     ]:
-        for seed in seeds:
-            rows.append([f"{name}, seed {seed}", *[share(value(side, seed)) for side in sides]])
-        mean = [statistics.fmean(value(side, seed) for seed in seeds) for side in sides]
-        rows.append([f"**{name}, mean**", *[f"**{share(x)}**" for x in mean]])
+        for side, by_seed in found.items():
+            values = [value(run) for run in by_seed.values()]
+            rows.append([name, side, *map(share, values), share(statistics.fmean(values))])
+    return markdown(rows)
+
+
+def clock(metrics):
+    """The median seconds of a step by round, and how many times as long TRL takes."""
     medians = {
         side: [statistics.median(seconds(line) for line in run[UNTIMED:]) for run in by_round.values()]
-        for side, by_round in clocks.items()
+        for side, by_round in metrics.items()
     }
-    for number, row in enumerate(zip(*medians.values(), strict=True)):
-        rows.append([f"seconds a step, round {number}", *[f"{x:.3f}" for x in row]])
-    ratio = statistics.median(b / a for a, b in zip(*medians.values(), strict=True))
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"{text}\n\nTRL takes {ratio:.2f} times as long a step: median of {len(clocks[sides[0]])} rounds.\n"
+    ratios = [theirs / ours for ours, theirs in zip(medians["candle-grpo"], medians["TRL"], strict=True)]
+    rows = [["seconds a step", *[f"round {number}" for number in metrics["TRL"]], "median"]]
+    for name, values, form in [*[(side, values, ".3f") for side, values in medians.items()], ("TRL / candle-grpo", ratios, ".2f")]:
+        rows.append([name, *[format(x, form) for x in values], format(statistics.median(values), form)])
+    return markdown(rows)
 
 
 def main():
     evaluations, metrics = runs(RUNS, "evaluations.jsonl"), runs(RUNS, "metrics.jsonl")
     curves(evaluations, metrics, RUNS.parent / "curves.svg")
-    text = table(evaluations, metrics, runs(RUNS / "clock", "metrics.jsonl"))
+    text = shares(evaluations, metrics) + "\n" + clock(runs(RUNS / "clock", "metrics.jsonl"))
     (RUNS.parent / "table.md").write_text(text)
     print(text)
 
