@@ -8,10 +8,10 @@ SEED ?= 0
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
-demo: ## train a tiny policy to add two-digit numbers with GRPO (3 minutes; SEED=1 for another run)
+demo: ## train a tiny policy to add two-digit numbers with GRPO (a minute; SEED=1 for another run)
 	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED)
 
-demo-short: ## the demo in a minute: it only has to learn something
+demo-short: ## the demo in half a minute: it only has to learn something
 	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short --force --out target/demo-short
 
 model: ## fetch SmolLM2-135M-Instruct (93 MB) and convert it to a Hugging Face folder in target/models/
