@@ -2,8 +2,9 @@
 
 CARGO ?= cargo
 SEED ?= 0
+DATA ?= data
 
-.PHONY: help demo demo-short model test examples bench bench-peers sanitize lint cuda-check cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test examples bench bench-peers sanitize lint cuda-check cuda-toolkit gpu-bundle ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -13,6 +14,17 @@ demo: ## train a tiny policy to add two-digit numbers with GRPO (a minute; SEED=
 
 demo-short: ## the demo in half a minute: it only has to learn something
 	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short --force --out target/demo-short
+
+demo-llm: model ## teach SmolLM2-135M-Instruct to add two-digit numbers on the CPU: runs/addition-llm-SEED (docs/llm.md)
+	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)/' examples/addition-llm/run.yaml > target/addition-llm.yaml
+	MIMALLOC_PURGE_DELAY=-1 $(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-llm.yaml
+
+eval-llm: model ## SmolLM2-135M-Instruct on GSM8K and SVAMP, whose folders gsm8k and svamp lie in DATA=data
+	@for name in gsm8k svamp; do \
+	  if [ ! -d "$(DATA)/$$name" ]; then echo "$(DATA)/$$name is not there: skipped"; continue; fi; \
+	  sed "s# data/# $(DATA)/#" examples/word-problems/$$name.yaml > target/$$name.yaml; \
+	  $(CARGO) run --release --locked -p candle-grpo -- eval target/$$name.yaml || exit 1; \
+	done
 
 model: ## fetch SmolLM2-135M-Instruct (93 MB) and convert it to a Hugging Face folder in target/models/
 	@scripts/model

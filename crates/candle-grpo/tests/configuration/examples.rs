@@ -1,0 +1,108 @@
+//! The configurations in `examples/`.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use candle_grpo::config::RunConfig;
+use candle_grpo::train::{
+    Dataset, FinishReason, Question, RewardConfig, RewardFunction, Row, Sample,
+};
+use rstest::rstest;
+use serde_json::Value;
+
+/// A configuration of `examples/`, and its data.
+fn read(file: &str) -> (RunConfig, Dataset) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut config = RunConfig::read(&root.join("examples").join(file)).unwrap();
+    let in_root = |paths: &[PathBuf]| paths.iter().map(|path| root.join(path)).collect();
+    config.data.train = in_root(&config.data.train);
+    config.data.held_out = in_root(&config.data.held_out);
+    let data = config.data.load(config.seed()).unwrap();
+    (config, data)
+}
+
+fn score(config: &RunConfig, row: &Row, completion: &str) -> f32 {
+    let rewards = RewardConfig::build(&config.rewards).unwrap();
+    let sample = Sample {
+        prompt: "",
+        completion,
+        prompt_tokens: &[],
+        completion_tokens: &[],
+        finish_reason: FinishReason::StopToken,
+        columns: &row.columns,
+    };
+    rewards.score(&[sample]).unwrap()[0]
+}
+
+fn numbers(row: &Row) -> [u64; 3] {
+    ["a", "b", "sum"].map(|column| row.columns[column].as_u64().unwrap())
+}
+
+#[test]
+fn sums_are_right_and_no_held_out_one_is_trained_on() {
+    let (config, data) = read("addition-llm/run.yaml");
+    let trained: HashSet<[u64; 2]> = data.train.iter().map(in_order).collect();
+    assert_eq!((data.train.len(), data.held_out.len()), (2000, 200));
+    for row in data.train.iter().chain(&data.held_out) {
+        let [a, b, sum] = numbers(row);
+        assert_eq!(a + b, sum, "{}", row.place());
+    }
+    for row in &data.held_out {
+        assert!(!trained.contains(&in_order(row)), "{}", row.place());
+    }
+    let row = &data.held_out[0];
+    let [a, b, sum] = numbers(row);
+    let prompt = format!(
+        "<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n{a} + {b} ="
+    );
+    assert_eq!(data.question(row).unwrap(), Question::Text(prompt));
+    for (completion, right) in [
+        (format!(" {sum}, {a}"), 1.0),
+        (format!(" {sum}\n1"), 1.0),
+        (format!(" {sum}1"), 0.0),
+        (format!(" {a} {sum}"), 0.0),
+        (format!(" .\n{sum}"), 0.0),
+    ] {
+        assert_eq!(score(&config, row, &completion), right, "{completion:?}");
+    }
+}
+
+/// The two numbers, which are the same sum in either order.
+fn in_order(row: &Row) -> [u64; 2] {
+    let [a, b, _] = numbers(row);
+    [a.min(b), a.max(b)]
+}
+
+#[test]
+fn people_are_right_and_no_held_out_name_is_trained_on() {
+    let (config, data) = read("json-llm/run.yaml");
+    let name = |row: &Row| row.columns["name"].as_str().unwrap().to_owned();
+    let trained: HashSet<String> = data.train.iter().map(name).collect();
+    for row in &data.held_out {
+        assert!(!trained.contains(&name(row)), "{}", row.place());
+    }
+    for row in data.train.iter().chain(&data.held_out) {
+        let columns = &row.columns;
+        let person = &columns["person"];
+        assert_eq!(person["name"], columns["name"], "{}", row.place());
+        assert_eq!(person["age"], columns["age"], "{}", row.place());
+    }
+    let row = &data.held_out[0];
+    let person: &Value = &row.columns["person"];
+    for (completion, reward) in [
+        (person.to_string(), 1.0),
+        (format!("{person}."), 0.0),
+        ("{\"name\": 1}".to_owned(), 0.2),
+        (String::new(), 0.0),
+    ] {
+        assert_eq!(score(&config, row, &completion), reward, "{completion:?}");
+    }
+}
+
+#[rstest]
+#[case("word-problems/gsm8k.yaml")]
+#[case("word-problems/svamp.yaml")]
+fn what_has_no_data_here_can_be_read(#[case] file: &str) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
+    RunConfig::read(&root.join(file)).unwrap();
+}
