@@ -48,7 +48,7 @@ struct Block {
     }
 };
 
-// Mean and variance, relative to the smallest reward.
+// Mean and variance, relative to the smallest reward. Of no rewards they are not numbers: no sample asks for them.
 struct Moments {
     double count, smallest, shifted_mean, squares;
     // Whether all rewards are equal. Their mean can be rounded; what is centred on it is 0 all the same.
@@ -56,11 +56,8 @@ struct Moments {
 
     __device__ __forceinline__ double centered(double x) const { return constant ? 0.0 : (x - smallest) - shifted_mean; }
 
-    // 0 where it is not defined.
-    __device__ __forceinline__ double std(int ddof) const {
-        const double denominator = count - (double)ddof;
-        return denominator > 0.0 ? sqrt(squares / denominator) : 0.0;
-    }
+    // Where nothing is left in the denominator, there is one reward, and the squares are 0.
+    __device__ __forceinline__ double std(int ddof) const { return sqrt(squares / fmax(count - (double)ddof, 1.0)); }
 };
 
 // Of `size` samples; `sample(i)` is the number of one, `reward(sample, &x)` says whether it has a reward, and which.
@@ -80,7 +77,7 @@ __device__ __forceinline__ Moments moments_of(uint32_t size, Sample sample, Rewa
         if (reward(sample(i), x)) sum += x - smallest;
     sum = Team::template merged<Sum>(sum);
     // The smallest and the largest leave NaN out, the sum does not.
-    Moments moments = {count, smallest, sum / fmax(count, 1.0), 0.0, smallest == largest && sum == 0.0};
+    Moments moments = {count, smallest, sum / count, 0.0, smallest == largest && sum == 0.0};
     for (uint32_t i = Team::rank(); i < size; i += Team::SIZE)
         if (reward(sample(i), x)) squares += moments.centered(x) * moments.centered(x);
     moments.squares = Team::template merged<Sum>(squares);
@@ -114,18 +111,17 @@ __device__ __forceinline__ void advantages_of(const T *rewards, const uint8_t *m
         const Moments moments = moments_of<Warp>(size, sample, reward);
         for (uint32_t i = Warp::rank(); i < size; i += 32) {
             double x = 0.0, advantage = 0.0;
-            const bool has_reward = reward(sample(i), x);
-            if (!has_reward) {
+            if (!reward(sample(i), x)) {
                 // No reward, no advantage.
-            } else if (moments.count == 1.0 && lone_sample == LONE_RAW) {
-                advantage = x;
-            } else if (moments.count == 1.0 && lone_sample == LONE_BATCH_MEAN) {
-                advantage = batch.centered(x);
-                // The deviation of a batch of one is not defined.
-                if (scale == SCALE_BATCH) advantage = divided(advantage, batch.count == 1.0 ? 1.0 : batch.std(ddof), epsilon);
+            } else if (moments.count == 1.0) {
+                if (lone_sample == LONE_RAW) advantage = x;
+                if (lone_sample == LONE_BATCH_MEAN) {
+                    advantage = batch.centered(x);
+                    if (scale == SCALE_BATCH) advantage = divided(advantage, batch.std(ddof), epsilon);
+                }
             } else {
                 advantage = moments.centered(x);
-                if (leave_one_out) advantage *= moments.count / fmax(moments.count - 1.0, 1.0);
+                if (leave_one_out) advantage *= moments.count / (moments.count - 1.0);
                 if (scale == SCALE_GROUP) advantage = divided(advantage, moments.std(ddof), epsilon);
                 if (scale == SCALE_BATCH) advantage = divided(advantage, batch.std(ddof), epsilon);
             }

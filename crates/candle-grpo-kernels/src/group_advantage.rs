@@ -45,8 +45,7 @@ pub enum LoneSample {
     Zero,
     /// The reward itself.
     Raw,
-    /// The reward minus the mean of the batch; with [`AdvantageScale::Batch`] divided by the batch's standard deviation (by
-    /// 1 in a batch of one).
+    /// The reward minus the mean of the batch; with [`AdvantageScale::Batch`] divided by the batch's standard deviation.
     BatchMean,
 }
 

@@ -55,9 +55,7 @@ pub(crate) fn advantages(arguments: &Arguments) -> Result<Tensor> {
         (LoneSample::Zero, _) => rewards.zeros_like()?.unsqueeze(0)?,
         (LoneSample::Raw, _) => rewards.unsqueeze(0)?,
         (LoneSample::BatchMean, AdvantageScale::Batch) => {
-            let std = whole.std(statistic.ddof)?;
-            let std = whole.count.eq(1.0)?.where_cond(&std.ones_like()?, &std)?;
-            divided(&whole.centered, std)?
+            divided(&whole.centered, whole.std(statistic.ddof)?)?
         }
         (LoneSample::BatchMean, _) => whole.centered,
     };

@@ -47,16 +47,16 @@ impl Statistic {
 
     fn advantage(&self, reward: f64, group: &Moments, batch: Option<&Moments>) -> f64 {
         if group.count == 1.0 {
-            match (self.lone_sample, batch) {
-                (LoneSample::Raw, _) => return reward,
-                (LoneSample::BatchMean, Some(batch)) => return self.beside_batch(reward, batch),
-                _ => (),
-            }
+            return match (self.lone_sample, batch) {
+                (LoneSample::Raw, _) => reward,
+                (LoneSample::BatchMean, Some(batch)) => self.beside_batch(reward, batch),
+                _ => 0.0,
+            };
         }
         let centered = group.centered(reward);
         let centered = match self.baseline {
             GroupBaseline::Mean => centered,
-            GroupBaseline::LeaveOneOut => centered * (group.count / (group.count - 1.0).max(1.0)),
+            GroupBaseline::LeaveOneOut => centered * (group.count / (group.count - 1.0)),
         };
         match (self.scale, batch) {
             (AdvantageScale::Group, _) => self.divided(centered, group.std(self.ddof)),
@@ -68,8 +68,6 @@ impl Statistic {
     fn beside_batch(&self, reward: f64, batch: &Moments) -> f64 {
         let centered = batch.centered(reward);
         match self.scale {
-            // The deviation of a batch of one is not defined.
-            AdvantageScale::Batch if batch.count == 1.0 => self.divided(centered, 1.0),
             AdvantageScale::Batch => self.divided(centered, batch.std(self.ddof)),
             _ => centered,
         }
@@ -86,7 +84,7 @@ impl Statistic {
     }
 }
 
-/// Mean and variance, relative to the smallest entry.
+/// Mean and variance, relative to the smallest entry. Of no entries they are not numbers: no sample asks for them.
 struct Moments {
     count: f64,
     smallest: f64,
@@ -110,7 +108,7 @@ impl Moments {
         let mut moments = Self {
             count,
             smallest,
-            shifted_mean: sum / f64::max(count, 1.0),
+            shifted_mean: sum / count,
             squares: 0.0,
             // The smallest and the largest leave NaN out, the sum does not.
             constant: smallest == largest && sum == 0.0,
@@ -127,13 +125,8 @@ impl Moments {
         }
     }
 
-    /// 0 where it is not defined.
     fn std(&self, ddof: usize) -> f64 {
-        let denominator = self.count - ddof as f64;
-        if denominator > 0.0 {
-            (self.squares / denominator).sqrt()
-        } else {
-            0.0
-        }
+        // Where nothing is left in the denominator, there is one entry, and the squares are 0.
+        (self.squares / (self.count - ddof as f64).max(1.0)).sqrt()
     }
 }

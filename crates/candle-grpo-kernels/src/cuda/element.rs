@@ -30,24 +30,14 @@ impl CudaElement for f16 {
     const BLAS: cudaDataType_t = cudaDataType_t::CUDA_R_16F;
 }
 
-/// Runs `$body` with `$element` the float dtype of a storage, or errs with the name of the argument.
+/// [`with_element`](crate::cpu::with_element) for the dtype of a storage.
 macro_rules! with_cuda_floats {
     ($storage:expr, $name:literal, $element:ident => $body:expr) => {
-        match candle_core::backend::BackendStorage::dtype($storage) {
-            candle_core::DType::F32 => {
-                type $element = f32;
-                $body
-            }
-            candle_core::DType::BF16 => {
-                type $element = half::bf16;
-                $body
-            }
-            candle_core::DType::F16 => {
-                type $element = half::f16;
-                $body
-            }
-            dtype => candle_core::bail!("{}: {dtype:?}, must be f32, bf16 or f16", $name),
-        }
+        crate::cpu::with_element!(
+            candle_core::backend::BackendStorage::dtype($storage),
+            $name,
+            $element => $body
+        )
     };
 }
 pub(crate) use with_cuda_floats;
