@@ -170,7 +170,7 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]; infinite for one that sees nothing.
+// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]; of one that sees nothing it is not read.
 template <typename T, int D>
 __device__ __forceinline__ void forward(const T *query, const T *key, const T *value, const uint8_t *mask,
                                         const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
@@ -257,7 +257,7 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
         const float sum = row_sum(sums[r]);
         factors[r] = own_marks[r] < 0 ? 0.0f : 1.0f / sum;
         if (lane % 4 == 0 && own_row + 8 * r < head.rows)
-            log_sums[head.row_place(own_row + 8 * r)] = own_marks[r] < 0 ? INFINITY : largest[r] + log2f(sum);
+            log_sums[head.row_place(own_row + 8 * r)] = largest[r] + log2f(sum);
     }
     store_rows<T, STRIDE>(queries, mixed, factors, head_dim, aligned, [&](int row) {
         return first_row + row < head.rows ? y + head.elements(head.row_place(first_row + row)) : nullptr;

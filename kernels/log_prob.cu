@@ -21,13 +21,11 @@ struct Sums {
 
     // Makes the sums relative to `other`, which is larger.
     __device__ __forceinline__ void raise(float other) {
-        // An empty sum has nothing to scale, and a NaN stays one.
-        if (exp > 0.0f) {
-            const float shift = largest - other;
-            const float factor = exp2_approx(shift);
-            weighted = factor == 0.0f ? 0.0f : factor * (weighted + shift * exp);
-            exp *= factor;
-        }
+        const float shift = largest - other;
+        const float factor = exp2_approx(shift);
+        // A shift that is infinite, as that of an empty sum is, would give NaN.
+        weighted = factor == 0.0f ? 0.0f : factor * (weighted + shift * exp);
+        exp *= factor;
         largest = other;
     }
 
@@ -157,9 +155,9 @@ __device__ __forceinline__ void forward_tile(const T *logits, const uint32_t *ta
         sums.merge({state[row], state[n + row], state[2 * n + row]});
         target = state[3 * n + row];
     }
-    // Below 0, and with that out of range, where the target was in a tile before.
+    // Out of range, since it is not signed, where the target was in a tile before.
     const uint32_t column = targets[row] - first_column;
-    if (column < columns && targets[row] >= first_column) target = to_float(x[column]) * scale;
+    if (column < columns) target = to_float(x[column]) * scale;
     if (is_last) {
         finish(sums, target, packed, n, row);
     } else {
@@ -215,8 +213,8 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
         -inverse_temperature * d_entropy * LN_2,
         inverse_temperature * d_log_prob,
     };
-    // Of another tile, it is no column of this one.
-    const uint32_t target = targets[row] >= first_column ? targets[row] - first_column : UINT32_MAX;
+    // Of another tile, it is no column of this one: of one before it is out of range, since it is not signed.
+    const uint32_t target = targets[row] - first_column;
     auto one = [&](uint64_t column) {
         const float d = row_of.gradient(to_float(x[column]));
         dx[column] = from_float<T>(column == target ? d + row_of.at_target : d);
@@ -228,10 +226,9 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
 
     constexpr int IN_FLIGHT = 4;
     const uint4 *from = reinterpret_cast<const uint4 *>(x + parts.head);
-    // The target's pack and its place there; none for a target in head or tail.
+    // The target's pack and its place there, of which one is negative for a target before the packs.
     const int in_packs = (int)target - parts.head;
-    const int target_pack = in_packs < 0 ? -1 : in_packs / PACK<T>;
-    const int target_place = in_packs % PACK<T>;
+    const int target_pack = in_packs / PACK<T>, target_place = in_packs % PACK<T>;
     for (int first = thread; first < parts.packs; first += IN_FLIGHT * THREADS) {
         uint4 loaded[IN_FLIGHT];
 #pragma unroll

@@ -11,6 +11,9 @@ include!("../../../kernels/attention.rs");
 
 const SCALE: f64 = 0.3;
 
+/// The padding of a second sequence on the left: more than a tile has keys.
+const LEFT: usize = 67;
+
 /// Sequences of `new` positions after `past` others with padding (the mask is noise, or one of left padding), or packed ones.
 #[derive(Debug, Clone, Copy)]
 enum Layout<'a> {
@@ -37,6 +40,10 @@ struct Case<'a> {
     spread: f64,
     /// Elements behind the inputs in their memory, which move where these begin.
     behind: usize,
+    /// The same of the results, but for the gradient of the keys, besides.
+    behind_results: usize,
+    /// Whether the first value and the last gradient that count are NaN, of which only padding must show nothing.
+    nan: bool,
 }
 
 impl Case<'_> {
@@ -65,7 +72,7 @@ impl Case<'_> {
                 noise.iter().map(|x| u8::from(*x > -0.4) * 7).collect()
             }
             Layout::Left { batch, new, past } => (0..batch)
-                .flat_map(|i| (0..new + past).map(move |at| u8::from(at >= 3 * i)))
+                .flat_map(|i| (0..new + past).map(move |at| u8::from(at >= LEFT * i)))
                 .collect(),
             Layout::Packed(lengths) => vec![1; lengths.iter().sum()],
         }
@@ -138,6 +145,18 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         &mask,
     )?;
 
+    let (mut value, mut gradient) = (value, gradient);
+    if case.nan {
+        let first = mask
+            .iter()
+            .position(|x| *x != 0)
+            .expect("a key that counts");
+        value[first * kv_heads * head_dim] = T::from_f64(f64::NAN);
+        let last = (0..queries).rfind(|query| mask[own(*query)] != 0);
+        let last = last.expect("a query that counts");
+        gradient[last * heads * head_dim] = T::from_f64(f64::NAN);
+    }
+
     // What stands at padding touches nothing.
     let spoilt = |mut x: Vec<T>, width: usize, at: &dyn Fn(usize) -> usize| {
         for (position, row) in x.chunks_mut(width).enumerate() {
@@ -176,10 +195,10 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     };
     for order in ORDERS {
         let seven = T::from_f64(7.0);
-        let mut y = Buffer::filled(seven, query.len());
-        let mut of_query = Buffer::filled(seven, query.len());
+        let result = |inputs: usize| Buffer::filled(seven, inputs + case.behind_results);
+        let (mut y, mut of_query) = (result(query.len()), result(query.len()));
         let mut of_key = Buffer::filled(seven, key.len());
-        let mut of_value = Buffer::filled(seven, key.len());
+        let mut of_value = result(key.len());
         let mut log_sums = Buffer::filled(f32::NAN, queries * heads);
         let mut dots = Buffer::filled(f32::NAN, queries * heads);
         macro_rules! run {
@@ -263,14 +282,24 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 attention_of_key_256
             ),
         }
-        for (name, found, expected) in [
-            ("y", &y, &expected[0]),
-            ("of query", &of_query, &expected[1]),
-            ("of key", &of_key, &expected[2]),
-            ("of value", &of_value, &expected[3]),
+        type Place<'a> = &'a dyn Fn(usize) -> usize;
+        let of_queries: (usize, Place) = (heads * head_dim, &own);
+        let of_keys: (usize, Place) = (kv_heads * head_dim, &|at| at);
+        for (name, found, expected, (width, at)) in [
+            ("y", &y, &expected[0], of_queries),
+            ("of query", &of_query, &expected[1], of_queries),
+            ("of key", &of_key, &expected[2], of_keys),
+            ("of value", &of_value, &expected[3], of_keys),
         ] {
             let (found, behind) = found.split_at(expected.len());
-            let found = wide(found);
+            let mut found = wide(found);
+            if case.nan {
+                for (i, (x, expected)) in found.iter_mut().zip(expected).enumerate() {
+                    if mask[at(i / width)] != 0 {
+                        *x = *expected;
+                    }
+                }
+            }
             let close = std::panic::catch_unwind(|| assert_close(&found, expected, tolerance));
             assert!(close.is_ok(), "{name}, {case:?}, order {order}");
             assert!(behind.iter().all(|x| *x == seven), "{name}, {case:?}");
@@ -290,12 +319,19 @@ const PLAIN: Case = Case {
     head_dim: 64,
     spread: 1.0,
     behind: 0,
+    behind_results: 0,
+    nan: false,
 };
 
 fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
     for &head_dim in head_dims {
-        // A memory that begins where 16 bytes at a time cannot be read.
-        let behind = if head_dim == 80 { 1 } else { 0 };
+        let behind = match head_dim {
+            // Rows that begin where 16 bytes at a time cannot be read, in memory that does not.
+            5 => 2,
+            // Memory that does.
+            80 => 1,
+            _ => 0,
+        };
         let case = Case {
             head_dim,
             behind,
@@ -303,6 +339,12 @@ fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
         };
         check::<T>(case, tolerance)?;
     }
+    let results_elsewhere = Case {
+        behind_results: 1,
+        ..PLAIN
+    };
+    check::<T>(results_elsewhere, tolerance)?;
+    check::<T>(Case { nan: true, ..PLAIN }, tolerance)?;
     for (layout, kv_heads, group) in [
         (
             Layout::Gaps {
@@ -334,12 +376,14 @@ fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
         (
             Layout::Left {
                 batch: 2,
-                new: 70,
+                new: 75,
                 past: 3,
             },
             1,
             1,
         ),
+        // The last key is the first of its tile.
+        (Layout::Packed(&[65]), 1, 1),
         (Layout::Packed(&[1, 67, 3, 20]), 1, 2),
     ] {
         let case = Case {

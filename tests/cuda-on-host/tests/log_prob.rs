@@ -346,3 +346,34 @@ fn a_target_out_of_range_is_not_read() {
     assert!(packed[0].is_nan());
     assert!(packed[2].is_finite());
 }
+
+/// The distance of the logits is more than the largest f32.
+#[test]
+fn huge_logits_are_no_nan() {
+    let mut logits = vec![-2e38f32; 1000];
+    logits[700] = 2e38;
+    let (logits, target) = (Buffer::of(&logits), Buffer::of(&[700u32]));
+    for order in ORDERS {
+        let mut packed = Buffer::filled(f32::NAN, 3);
+        // SAFETY: one row of 1000 logits.
+        unsafe {
+            f32::log_prob_forward(
+                Grid::new(1, THREADS),
+                order,
+                logits.as_ptr(),
+                target.as_ptr(),
+                std::ptr::null(),
+                packed.as_mut_ptr(),
+                1,
+                1000,
+                1.0,
+            )
+        }
+        .unwrap();
+        let [log_prob, entropy, log_sum_exp] = packed[..] else {
+            unreachable!("three results")
+        };
+        assert_eq!((log_prob, entropy), (0.0, 0.0));
+        assert!((log_sum_exp / 2e38 - 1.0).abs() < 1e-6, "{log_sum_exp}");
+    }
+}
