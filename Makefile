@@ -3,8 +3,9 @@
 CARGO ?= cargo
 SEED ?= 0
 DATA ?= data
+SECONDS ?= 60
 
-.PHONY: help demo demo-short demo-llm eval-llm model test examples bench bench-peers sanitize lint cuda-check cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test examples bench bench-peers sanitize fuzz lint cuda-check cuda-toolkit gpu-bundle ci
 
 help: ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -46,6 +47,9 @@ bench-peers: ## time the same shapes beside PyTorch and Liger-Kernel, which it i
 
 sanitize: ## the tests of the fused operators under AddressSanitizer
 	scripts/sanitize
+
+fuzz: ## fuzz what reads files, SECONDS=60 for each target or TARGET=gguf alone; needs g++ and python3 (docs/fuzzing.md)
+	SECONDS_EACH=$(SECONDS) scripts/fuzz $(TARGET)
 
 lint: ## format, clippy and docs, warnings denied
 	$(CARGO) fmt --all --check

@@ -22,6 +22,10 @@ pub enum ModelType {
     SmolLm3,
 }
 
+/// More blocks than any model has. Names and shapes are listed block by block before a weight is looked for, so a file
+/// cannot ask for more.
+const MAX_LAYERS: usize = 10_000;
+
 /// The shape of a Llama-style decoder. The fields are named as in a Hugging Face `config.json`.
 ///
 /// This is the shape only: a key of `config.json` that is not a field here, such as `rope_parameters`, is not read.
@@ -89,6 +93,12 @@ impl DecoderConfig {
             if value == 0 {
                 bail!("{name} is 0, it must be at least 1");
             }
+        }
+        if self.num_hidden_layers > MAX_LAYERS {
+            bail!(
+                "num_hidden_layers is {}, it must be at most {MAX_LAYERS}",
+                self.num_hidden_layers
+            );
         }
         if u32::try_from(self.vocab_size).is_err() {
             bail!("vocab_size is {}, it must fit in 32 bits", self.vocab_size);

@@ -241,6 +241,7 @@ fn tensors_that_do_not_fit_are_refused_by_name(
 #[case("hidden_size is 0", |c: &mut DecoderConfig| c.hidden_size = 0)]
 #[case("intermediate_size is 0", |c: &mut DecoderConfig| c.intermediate_size = 0)]
 #[case("num_hidden_layers is 0", |c: &mut DecoderConfig| c.num_hidden_layers = 0)]
+#[case("num_hidden_layers is 18446744073709551615, it must be at most 10000", |c: &mut DecoderConfig| c.num_hidden_layers = usize::MAX)]
 #[case("num_attention_heads is 0", |c: &mut DecoderConfig| c.num_attention_heads = 0)]
 #[case("num_key_value_heads is 0", |c: &mut DecoderConfig| c.num_key_value_heads = 0)]
 #[case("max_position_embeddings is 0", |c: &mut DecoderConfig| c.max_position_embeddings = 0)]

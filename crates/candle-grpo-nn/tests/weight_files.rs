@@ -139,13 +139,13 @@ fn a_shard_that_is_absent_or_torn_is_named() -> Result<()> {
 
 #[rstest]
 fn a_weight_that_is_not_finite_is_named(
-    #[values(f32::NAN, f32::INFINITY, f32::NEG_INFINITY)] value: f32,
-    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e300)] value: f64,
+    #[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType,
 ) -> Result<()> {
     let config = config(true);
     let folder = tempfile::tempdir()?;
     let mut tensors = lively_tensors(&config)?;
-    let mut values = vec![1f32; config.hidden_size];
+    let mut values = vec![1f64; config.hidden_size];
     values[3] = value;
     let norm = Tensor::from_vec(values, config.hidden_size, &Device::Cpu)?.to_dtype(dtype)?;
     tensors.insert("model.norm.weight".to_owned(), norm);

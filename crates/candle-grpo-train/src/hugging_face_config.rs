@@ -75,9 +75,7 @@ pub(crate) fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     {
         bail!("layer_types: {other}, only \"full_attention\" is supported");
     }
-    if config["model_type"] == "smollm3" {
-        add_no_rope_layers(&mut config)?;
-    } else if config["model_type"] == "qwen3" && absent(&config, "head_dim") {
+    if config["model_type"] == "qwen3" && absent(&config, "head_dim") {
         // What transformers takes for a Qwen3 without the key.
         config.insert("head_dim".to_owned(), json!(128));
     }
@@ -86,8 +84,16 @@ pub(crate) fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         config.insert("num_key_value_heads".to_owned(), heads.unwrap_or_default());
     }
     read_rope(&mut config)?;
-    let model: DecoderConfig = serde_json::from_value(Value::Object(config))?;
+    let by_interval = absent(&config, "no_rope_layers");
+    if by_interval {
+        config.remove("no_rope_layers");
+    }
+    let interval = config.remove("no_rope_layer_interval");
+    let mut model: DecoderConfig = serde_json::from_value(Value::Object(config))?;
     model.validate()?;
+    if model.model_type == ModelType::SmolLm3 && by_interval {
+        model.no_rope_layers = no_rope_layers(model.num_hidden_layers, interval)?;
+    }
     Ok(model)
 }
 
@@ -96,22 +102,15 @@ fn absent(config: &Map<String, Value>, key: &str) -> bool {
 }
 
 /// Without `no_rope_layers`, every `no_rope_layer_interval`-th block does not rotate.
-fn add_no_rope_layers(config: &mut Map<String, Value>) -> Result<()> {
-    if !absent(config, "no_rope_layers") {
-        return Ok(());
-    }
-    let number = |key: &str| config.get(key).and_then(Value::as_u64);
-    let layers = number("num_hidden_layers").context("num_hidden_layers: absent")?;
-    let interval = number("no_rope_layer_interval").unwrap_or(4);
-    ensure!(
-        interval > 0,
-        "no_rope_layer_interval: 0, must be at least 1"
-    );
-    let rotates: Vec<_> = (1..=layers)
-        .map(|layer| u8::from(!layer.is_multiple_of(interval)))
-        .collect();
-    config.insert("no_rope_layers".to_owned(), json!(rotates));
-    Ok(())
+fn no_rope_layers(layers: usize, interval: Option<Value>) -> Result<Vec<u8>> {
+    let interval = interval.filter(|x| !x.is_null()).unwrap_or(json!(4));
+    let count = interval.as_u64().and_then(|x| usize::try_from(x).ok());
+    let Some(count @ 1..) = count else {
+        bail!("no_rope_layer_interval: {interval}, must be a whole number of at least 1");
+    };
+    Ok((1..=layers)
+        .map(|layer| u8::from(!layer.is_multiple_of(count)))
+        .collect())
 }
 
 /// Brings both forms of the rotary keys into `rope_theta` and `rope_scaling`, with the keys that [`RopeScaling`] has.
@@ -314,6 +313,15 @@ mod tests {
     #[rstest]
     #[case(json!({"model_type": "gemma3"}), "model_type: \"gemma3\"")]
     #[case(json!({"model_type": null}), "model_type: null")]
+    #[case(json!({"num_hidden_layers": 1_000_000_000_000_u64}), "num_hidden_layers is 1000000000000")]
+    #[case(
+        json!({"model_type": "smollm3", "num_hidden_layers": 1_000_000_000_000_u64}),
+        "num_hidden_layers is 1000000000000"
+    )]
+    #[case(
+        json!({"model_type": "smollm3", "no_rope_layer_interval": 0}),
+        "no_rope_layer_interval: 0, must be"
+    )]
     #[case(
         json!({"rope_scaling": {"rope_type": "dynamic", "factor": 8.}}),
         "rope_scaling.rope_type: \"dynamic\""

@@ -52,6 +52,7 @@ mod special_tokens;
 mod step_metrics;
 mod stop_strings;
 mod tensorboard;
+mod tokenizer_json;
 mod train_config;
 mod trainer;
 mod trainer_state;

@@ -13,6 +13,7 @@ use crate::atomic_file::write_folder;
 use crate::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
 use crate::hugging_face_config::{from_hugging_face, to_hugging_face};
 use crate::special_tokens::read_object;
+use crate::tokenizer_json::tokenizer_of_json;
 use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
 
 const CONFIG: &str = "config.json";
@@ -67,8 +68,9 @@ impl Pretrained {
         // What can be read at once is read before the weights.
         let model = file.config()?;
         let tokenizer = match text("tokenizer.huggingface.json") {
-            Some(json) => Tokenizer::from_bytes(json)
-                .map_err(|e| anyhow!("tokenizer.huggingface.json: {e}"))?,
+            Some(json) => {
+                tokenizer_of_json(json.as_bytes()).context("tokenizer.huggingface.json")?
+            }
             None => gguf_tokenizer(metadata)?,
         };
         let special_tokens = gguf_special_tokens(metadata)?;
@@ -209,7 +211,8 @@ impl Pretrained {
 }
 
 fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
-    Tokenizer::from_file(folder.join(TOKENIZER)).map_err(|e| anyhow!("{TOKENIZER}: {e}"))
+    let json = fs::read(folder.join(TOKENIZER)).context(TOKENIZER)?;
+    tokenizer_of_json(&json).context(TOKENIZER)
 }
 
 fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {

@@ -197,6 +197,22 @@ fn a_template_that_is_none_is_refused_with_its_line(#[case] source: &str, #[case
     "{% set n = namespace(x=[]) %}{% for i in range(300) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
     "nested more than 200 times"
 )]
+#[case(
+    "{% set n = namespace(x='ab') %}{% for i in range(90) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "more than 16 MiB of text"
+)]
+#[case(
+    "{% for i in range(30000) %}{{ 'ab' * 500 }}{% endfor %}",
+    "more than 16 MiB of text"
+)]
+#[case(
+    "{% set n = namespace() %}{% set n.a = n %}{% set n.b = n %}{{ n | tojson }}",
+    "nested more than 200 times"
+)]
+#[case(
+    "{% set n = namespace(x='ab') %}{% for i in range(90) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x | tojson }}",
+    "more than 16 MiB of text"
+)]
 fn what_a_template_cannot_do_is_an_error(#[case] source: &str, #[case] words: &str) {
     let error = render(source, &chat()).unwrap_err().to_string();
     assert!(error.contains(words), "{error}");

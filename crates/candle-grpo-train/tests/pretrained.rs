@@ -334,6 +334,27 @@ fn a_folder_with_a_file_that_makes_no_sense_is_refused_by_its_name(
     assert!(message.contains(expected), "{message}");
 }
 
+/// `tokenizers` panics on these.
+#[rstest]
+#[case(
+    r#"{"decoder": {"type": : 1}}"#,
+    "tokenizer.json: expected value at line 1"
+)]
+#[case(
+    r#"{"normalizer": {"type": "Precompiled"}}"#,
+    "tokenizer.json: normalizer: Precompiled: missing field"
+)]
+#[case(
+    r#"{"normalizer": {"type": "Sequence", "normalizers": [{"type": "Precompiled", "precompiled_charsmap": "AAAA"}]}}"#,
+    "tokenizer.json: normalizer: Precompiled: "
+)]
+fn a_text_that_is_no_tokenizer_is_refused(#[case] json: &str, #[case] expected: &str) {
+    let folder = Folder::new();
+    fs::write(folder.saved().join("tokenizer.json"), json).unwrap();
+    let message = folder.refused();
+    assert!(message.contains(expected), "{message}");
+}
+
 #[test]
 fn a_folder_has_what_older_and_newer_programs_write() -> Result<()> {
     let folder = Folder::new();

@@ -4,6 +4,7 @@ mod chat;
 mod generation;
 mod python;
 
+use std::io;
 use std::ops::Range;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -20,6 +21,9 @@ use generation::Marks;
 
 /// Instructions that one rendering may take: a message takes some hundreds.
 const FUEL: u64 = 1_000_000;
+
+/// The longest text of a chat, and of one value, in bytes: a million tokens take some 4 MiB.
+const MAX_TEXT: usize = 16 << 20;
 
 const NAME: &str = "chat_template";
 
@@ -150,7 +154,11 @@ impl ChatTemplate {
     pub fn render_with_assistant(&self, chat: &Chat) -> Result<RenderedChat> {
         let context = chat.context(&self.special_tokens);
         let template = self.environment.get_template(NAME).map_err(readable)?;
-        let text = template.render(context).map_err(readable)?;
+        let mut text = Bounded(Vec::new());
+        template
+            .render_captured_to(context, &mut text)
+            .map_err(readable)?;
+        let text = String::from_utf8(text.0)?;
         match &self.marks {
             Some(marks) => marks.take_out(&text),
             None => Ok(RenderedChat {
@@ -179,6 +187,23 @@ impl ChatTemplate {
     }
 }
 
+/// A text of at most [`MAX_TEXT`].
+struct Bounded(Vec<u8>);
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_TEXT {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 fn strftime(now: DateTime, format: &str) -> Result<String, Error> {
     strtime::format(format, now).map_err(|error| {
         Error::new(
@@ -191,6 +216,10 @@ fn strftime(now: DateTime, format: &str) -> Result<String, Error> {
 /// The innermost message, which is that of `raise_exception` if it was called, and the line.
 fn readable(error: Error) -> anyhow::Error {
     let message = match error.detail() {
+        // Nothing else of [`Bounded`] fails.
+        _ if error.kind() == ErrorKind::WriteFailure => {
+            format!("more than {} MiB of text", MAX_TEXT >> 20)
+        }
         Some(detail) => detail.to_owned(),
         None => error.kind().to_string(),
     };

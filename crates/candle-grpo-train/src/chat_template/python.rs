@@ -5,6 +5,8 @@ use std::fmt::Write;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
+use super::MAX_TEXT;
+
 /// Lists within lists, as deep as is printed.
 const MAX_DEPTH: usize = 200;
 
@@ -48,7 +50,7 @@ pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Er
 
 /// Python's `repr(value)`.
 fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
-    ensure_depth(depth)?;
+    ensure_printable(depth, out)?;
     match value.kind() {
         ValueKind::None => out.push_str("None"),
         ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
@@ -84,14 +86,16 @@ fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     Ok(())
 }
 
-fn ensure_depth(depth: usize) -> Result<(), Error> {
-    if depth > MAX_DEPTH {
-        return Err(Error::new(
-            ErrorKind::InvalidOperation,
-            format!("a value is nested more than {MAX_DEPTH} times"),
-        ));
-    }
-    Ok(())
+/// Lists that share lists take few bytes themselves, and print as any number.
+fn ensure_printable(depth: usize, out: &str) -> Result<(), Error> {
+    let message = if depth > MAX_DEPTH {
+        format!("a value is nested more than {MAX_DEPTH} times")
+    } else if out.len() > MAX_TEXT {
+        format!("a value has more than {} MiB of text", MAX_TEXT >> 20)
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
 /// Text in Python's quotes: single ones, unless the text has those and no double ones.
@@ -207,7 +211,7 @@ struct Json {
 
 impl Json {
     fn write(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
-        ensure_depth(depth)?;
+        ensure_printable(depth, out)?;
         match value.kind() {
             ValueKind::None | ValueKind::Bool | ValueKind::Number => out.push_str(&scalar(value)),
             ValueKind::String => self.string(value.as_str().unwrap_or_default(), out),

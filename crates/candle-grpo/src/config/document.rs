@@ -13,6 +13,9 @@ use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
 
+/// The longest path of a key, in bytes. Every key is kept with its path, so that long ones would take more memory than the file.
+const LONGEST_PATH: usize = 500;
+
 /// A configuration file: what it says, and on which line it says it.
 #[derive(Debug, Clone, Default)]
 pub struct Document {
@@ -47,7 +50,7 @@ impl Document {
             line: error.location().map(|place| place.line() as usize),
             message: plain_message(&error.to_string()),
         })?;
-        Ok(Self::new(file, node))
+        Self::new(file, node)
     }
 
     /// The document that a TOML text is; `file` is for messages.
@@ -61,17 +64,26 @@ impl Document {
             .map_err(|error| fail(error.span().map(|span| span.start), error.message()))?;
         let node =
             of_table(text, table.get_ref()).map_err(|(at, message)| fail(Some(at), &message))?;
-        Ok(Self::new(file, node))
+        Self::new(file, node)
     }
 
-    fn new(file: &Path, node: Node) -> Self {
+    fn new(file: &Path, node: Node) -> Result<Self, ConfigError> {
         let mut lines = BTreeMap::new();
         let value = node.into_value(String::new(), &mut lines);
-        Self {
+        let value = value.map_err(|LongPath { path, line }| ConfigError {
+            file: file.to_path_buf(),
+            line: Some(line),
+            message: format!(
+                "key {:?}...: its path has {} bytes, must have at most {LONGEST_PATH}",
+                path.chars().take(40).collect::<String>(),
+                path.len()
+            ),
+        })?;
+        Ok(Self {
             file: file.to_path_buf(),
             value,
             lines,
-        }
+        })
     }
 
     /// Where a run goes that does not say it: a folder of the name of the file, in `runs`.
@@ -195,16 +207,26 @@ enum Node {
     Mapping(Vec<(String, usize, Node)>),
 }
 
+/// A path that is longer than [`LONGEST_PATH`].
+struct LongPath {
+    path: String,
+    line: usize,
+}
+
 impl Node {
-    fn into_value(self, path: String, lines: &mut BTreeMap<String, usize>) -> Value {
-        match self {
+    fn into_value(
+        self,
+        path: String,
+        lines: &mut BTreeMap<String, usize>,
+    ) -> Result<Value, LongPath> {
+        Ok(match self {
             Self::Scalar(value) => value,
             Self::Sequence(items) => {
                 let items = items.into_iter().enumerate();
                 Value::Array(
                     items
                         .map(|(i, item)| item.into_value(format!("{path}[{i}]"), lines))
-                        .collect(),
+                        .collect::<Result<_, _>>()?,
                 )
             }
             Self::Mapping(entries) => {
@@ -215,14 +237,17 @@ impl Node {
                     } else {
                         format!("{path}.{key}")
                     };
+                    if at.len() > LONGEST_PATH {
+                        return Err(LongPath { path: at, line });
+                    }
                     lines.insert(at.clone(), line);
                     // An item of a sequence begins with its first key.
                     lines.entry(path.clone()).or_insert(line);
-                    map.insert(key, node.into_value(at, lines));
+                    map.insert(key, node.into_value(at, lines)?);
                 }
                 Value::Object(map)
             }
-        }
+        })
     }
 }
 

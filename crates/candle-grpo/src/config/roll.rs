@@ -343,9 +343,14 @@ impl RollFile {
     }
 }
 
+/// How much text `${key}` may bring in, in bytes, all of them together.
+const INTERPOLATED: usize = 1 << 20;
+
 struct Translation {
     keys: Vec<RollKey>,
     document: Document,
+    /// What is left of [`INTERPOLATED`].
+    room: usize,
     algorithm_keys: BTreeSet<String>,
     own_sections: BTreeSet<String>,
     sampler_keys: BTreeSet<String>,
@@ -376,6 +381,7 @@ impl Translation {
         Self {
             keys: Vec::new(),
             document: document.emptied(),
+            room: INTERPOLATED,
             algorithm_keys: keys_of(serde_json::to_value(AlgorithmConfig::default())),
             own_sections: sections.map(str::to_owned).into(),
             sampler_keys: keys_of(serde_json::to_value(SamplingConfig::default())),
@@ -384,7 +390,7 @@ impl Translation {
 
     fn take(&mut self, document: &Document, path: &str, value: &Value) {
         let line = document.line_of(path);
-        let value = interpolated(document, value);
+        let value = interpolated(document, value, &mut self.room);
         let top = path.split(['.', '[']).next().unwrap_or(path);
         let own = self.own_sections.contains(top)
             || (top == "rewards" && document.get("rewards").is_some_and(Value::is_array));
@@ -468,8 +474,9 @@ fn fits(pattern: &str, path: &str) -> bool {
     })
 }
 
-/// `${key}` replaced by the value of that key of the file, once more where that has one, and so on a few times.
-fn interpolated(document: &Document, value: &Value) -> Value {
+/// `${key}` replaced by the value of that key of the file, once more where that has one, and so on a few times, while there is
+/// `room` for what comes in.
+fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
     let mut value = value.clone();
     for _ in 0..8 {
         let Value::String(text) = &value else { break };
@@ -479,9 +486,10 @@ fn interpolated(document: &Document, value: &Value) -> Value {
         let Some((name, after)) = rest.split_once('}') else {
             break;
         };
-        let Some(found) = document.get(name) else {
+        let Some(found) = document.get(name).filter(|_| *room > 0) else {
             break;
         };
+        *room = room.saturating_sub(found.to_string().len());
         value = match found {
             found if before.is_empty() && after.is_empty() => found.clone(),
             Value::String(found) => Value::String(format!("{before}{found}{after}")),

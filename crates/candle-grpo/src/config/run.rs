@@ -162,20 +162,18 @@ impl RunConfig {
         data.validate()
             .map_err(|error| document.error("data", format!("{error:#}")))?;
         validate_rewards(document, &sections.rewards)?;
-        let evaluation_keys = sections.evaluation;
-        let evaluation = evaluation(document, &evaluation_keys, &train.sampling)?;
-        if evaluation.every_steps.is_some()
-            && data.held_out.is_empty()
-            && data.held_out_rows.is_none()
-            && document
-                .get("evaluation.every_steps")
-                .is_some_and(|steps| !steps.is_null())
-        {
-            return Err(document.error(
-                "evaluation.every_steps",
-                "given, but nothing is held out: give data.held_out or data.held_out_rows",
-            ));
+        let mut evaluation_keys = sections.evaluation;
+        if data.held_out.is_empty() && data.held_out_rows.is_none() {
+            let key = "evaluation.every_steps";
+            if document.get(key).is_some_and(|steps| !steps.is_null()) {
+                return Err(document.error(
+                    key,
+                    "given, but nothing is held out: give data.held_out or data.held_out_rows",
+                ));
+            }
+            evaluation_keys.every_steps = None;
         }
+        let evaluation = evaluation(document, &evaluation_keys, &train.sampling)?;
         for (key, value) in [
             ("max_steps", Some(sections.max_steps)),
             ("threads", sections.threads),

@@ -27,7 +27,7 @@ struct Table {
 }
 
 fn tables() -> Vec<Table> {
-    let text = "model: m\ndata: {train: d}\nrewards: [{kind: json}]\nrun_dir: r\n";
+    let text = "model: m\ndata: {train: d, held_out: h}\nrewards: [{kind: json}]\nrun_dir: r\n";
     let document = Document::from_yaml(Path::new("x.yaml"), text).unwrap();
     let run = RunConfig::new(&document).unwrap().to_value().unwrap();
     let table = |section, file, name, defaults| Table {

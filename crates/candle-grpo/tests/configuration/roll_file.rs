@@ -204,3 +204,18 @@ fn a_reference_to_itself_ends() {
         Verdict::Used("model.path".to_owned())
     );
 }
+
+/// Many keys that name one long text would take far more memory than the file.
+#[test]
+fn only_so_much_is_interpolated() {
+    let model = |length: usize| {
+        let long = "y".repeat(length);
+        let file = roll(&format!(
+            "a: {long}\nb: ${{a}}\nc: ${{a}}\nd: m\nnum_gpus_per_node: 1\npretrain: ${{d}}\n\
+             data: {{train: t}}\nrewards: [{{kind: exact}}]\n"
+        ));
+        RunConfig::new(&file.document).unwrap().model.path
+    };
+    assert_eq!(model(10), Path::new("m"));
+    assert_eq!(model(600_000), Path::new("${d}"));
+}

@@ -188,6 +188,37 @@ fn what_it_comes_to_is_a_file_that_says_the_same() {
     }
 }
 
+/// Each key is kept with its path: a long one that holds many would take far more memory than the file.
+#[test]
+fn a_path_without_end_is_refused() {
+    let (file, key) = (Path::new("run"), "k".repeat(300));
+    let yaml = Document::from_yaml(file, &format!("a: 1\n? {key}\n:\n  {key}: [1]\n"));
+    let toml = Document::from_toml(file, &format!("a = 1\n[{key}]\n{key} = [1]\n"));
+    for (document, line) in [(yaml, 4), (toml, 3)] {
+        let error = document.unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("run:{line}: key \"kkkk")),
+            "{error}"
+        );
+        assert!(
+            error.ends_with("has 601 bytes, must have at most 500"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn without_held_out_rows_nothing_is_evaluated() {
+    let run = |text: &str| {
+        let document = Document::from_yaml(Path::new("run.yaml"), text).unwrap();
+        RunConfig::new(&document).unwrap()
+    };
+    let plain = run("{model: m, data: {train: a.jsonl}, rewards: [{kind: exact}]}");
+    assert_eq!(plain.evaluation.every_steps, None);
+    let written = plain.to_yaml().unwrap();
+    assert_eq!(run(&written).to_yaml().unwrap(), written);
+}
+
 #[rstest]
 // Unknown keys, at every depth.
 #[case("sed: 1\n", "run.yaml:9: sed: unknown field", "did you mean `seed`?")]

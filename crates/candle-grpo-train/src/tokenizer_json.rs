@@ -1,0 +1,26 @@
+//! A tokenizer from the text of a `tokenizer.json`.
+
+use anyhow::{Context, Result, anyhow};
+use serde_json::Value;
+use tokenizers::Tokenizer;
+use tokenizers::normalizers::Precompiled;
+
+/// The tokenizer that `json` describes.
+///
+/// `tokenizers` panics on some texts that describe none, which are refused first.
+pub(crate) fn tokenizer_of_json(json: &[u8]) -> Result<Tokenizer> {
+    let value: Value = serde_json::from_slice(json)?;
+    ensure_normalizer(&value["normalizer"]).context("normalizer")?;
+    Tokenizer::from_bytes(json).map_err(|error| anyhow!("{error}"))
+}
+
+fn ensure_normalizer(normalizer: &Value) -> Result<()> {
+    match (normalizer["type"].as_str(), &normalizer["normalizers"]) {
+        (Some("Precompiled"), _) => {
+            serde_json::from_value::<Precompiled>(normalizer.clone()).context("Precompiled")?;
+        }
+        (_, Value::Array(parts)) => parts.iter().try_for_each(ensure_normalizer)?,
+        _ => {}
+    }
+    Ok(())
+}

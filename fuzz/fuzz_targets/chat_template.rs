@@ -1,0 +1,22 @@
+//! A chat template, and the chat that it renders: JSON on the first line.
+#![no_main]
+
+use candle_grpo_train::{Chat, ChatTemplate};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|input: &str| {
+    let Some((chat, source)) = input.split_once('\n') else {
+        return;
+    };
+    let (Ok(chat), Ok(template)) = (
+        serde_json::from_str::<Chat>(chat),
+        ChatTemplate::new(source),
+    ) else {
+        return;
+    };
+    if let Ok(rendered) = template.render_with_assistant(&chat) {
+        for said in &rendered.assistant {
+            assert!(rendered.text.get(said.clone()).is_some());
+        }
+    }
+});

@@ -1,0 +1,60 @@
+//! What the targets share.
+
+use std::fs;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use candle_grpo_nn::{DecoderConfig, ModelType, RopeScaling};
+use tempfile::TempDir;
+
+/// The folder of this process, in which a target writes what a reader opens.
+pub fn folder() -> &'static Path {
+    static FOLDER: OnceLock<TempDir> = OnceLock::new();
+    let folder = FOLDER.get_or_init(|| tempfile::tempdir().expect("a folder for temporary files"));
+    folder.path()
+}
+
+/// Writes a file of [`folder`].
+pub fn write(name: &str, bytes: &[u8]) {
+    fs::write(folder().join(name), bytes).expect("room for a temporary file");
+}
+
+/// Leaves only those files of `names` in [`folder`] that `input` has: a line `--- NAME` begins each, and the last one may be
+/// anything to the end.
+pub fn write_files(input: &[u8], names: &[&str]) {
+    for name in names {
+        let _ = fs::remove_file(folder().join(name));
+    }
+    let mut rest = input;
+    while let Some((name, from)) = names.iter().find_map(|name| {
+        let begin = [b"--- ", name.as_bytes(), b"\n"].concat();
+        Some((name, rest.strip_prefix(begin.as_slice())?))
+    }) {
+        let end = from
+            .windows(5)
+            .position(|window| window == b"\n--- ")
+            .map_or(from.len(), |at| at + 1);
+        write(name, &from[..end]);
+        rest = &from[end..];
+    }
+}
+
+/// The smallest decoder: its weights take 200 bytes.
+pub fn decoder() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Llama,
+        vocab_size: 4,
+        hidden_size: 2,
+        intermediate_size: 2,
+        num_hidden_layers: 1,
+        num_attention_heads: 1,
+        num_key_value_heads: 1,
+        head_dim: None,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        rope_scaling: RopeScaling::Default,
+        no_rope_layers: Vec::new(),
+        max_position_embeddings: 8,
+        tie_word_embeddings: true,
+    }
+}
