@@ -35,8 +35,8 @@ const NAME: &str = "chat_template";
 /// `{% generation %}` ... `{% endgeneration %}` around what the assistant says. Values are printed as Python prints them.
 /// One difference is known: a loop over `none` is empty, where Python has an error.
 ///
-/// A template is a program. One that does not end is stopped with an error, but one that is made to take all memory does
-/// take it: load models from those whom you trust.
+/// A template is a program. One that does not end, or writes more than 16 MiB, is stopped with an error, but one that is made
+/// to take all memory or the whole stack within does: load models from those whom you trust.
 ///
 /// ```
 /// use candle_grpo_train::{Chat, ChatTemplate};
