@@ -250,13 +250,18 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     use nix::sys::signal::{Signal, kill};
     use nix::unistd::Pid;
 
-    let config = CONFIG.replace("every_steps: 3", "every_steps: 100");
-    let (whole, stopped) = (folder(&config), folder(&config));
-    succeeds(whole.path(), &["train", "run.yaml"]);
+    let set_steps = |folder: &Path, steps: usize| {
+        let config = CONFIG.replace("every_steps: 3", "every_steps: 1000000");
+        let config = config.replace("max_steps: 12", &format!("max_steps: {steps}"));
+        fs::write(folder.join("run.yaml"), config).unwrap();
+    };
+    let (whole, stopped) = (folder(CONFIG), folder(CONFIG));
+    // It would not end by itself.
+    set_steps(stopped.path(), 1_000_000);
     let child = start(stopped.path());
-    let metrics = stopped.path().join("run/metrics.jsonl");
+    let run = stopped.path().join("run");
     let begun = Instant::now();
-    while fs::read_to_string(&metrics)
+    while fs::read_to_string(run.join("metrics.jsonl"))
         .unwrap_or_default()
         .lines()
         .count()
@@ -270,17 +275,20 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     }
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
     let output = child.wait_with_output().unwrap();
-    // On a machine that is slow to deliver it the run may be done.
-    if output.status.code() != Some(0) {
-        assert_eq!(output.status.code(), Some(7), "{}", said(&output));
-        assert!(
-            said(&output).contains("to go on: grpo train run.yaml --resume"),
-            "{}",
-            said(&output)
-        );
-        succeeds(stopped.path(), &["train", "run.yaml", "--resume"]);
+    assert_eq!(output.status.code(), Some(7), "{}", said(&output));
+    for words in [
+        "stopping; press Ctrl-C again to stop without saving",
+        "to go on: grpo train run.yaml --resume",
+    ] {
+        assert!(said(&output).contains(words), "{}", said(&output));
     }
-    assert_same_run(stopped.path(), whole.path(), 12);
+    let latest = RunDir::checkpoints(&run).latest().unwrap();
+    let steps = latest.checkpoint.expect("nothing was saved").step + 3;
+    for (folder, how) in [(&stopped, "--resume"), (&whole, "--replace")] {
+        set_steps(folder.path(), steps);
+        succeeds(folder.path(), &["train", "run.yaml", how]);
+    }
+    assert_same_run(stopped.path(), whole.path(), steps);
 }
 
 #[test]
@@ -393,6 +401,71 @@ fn what_is_not_finite_stops_it() {
     assert_eq!(output.status.code(), Some(6), "{}", said(&output));
     assert!(
         said(&output).contains("not finite, nothing was learned from it"),
+        "{}",
+        said(&output)
+    );
+}
+
+#[test]
+fn a_model_is_not_written_over_unless_asked() {
+    let folder = folder(CONFIG);
+    let convert = |to: &str, how: &[&str]| {
+        grpo(
+            folder.path(),
+            &[&["convert", "model", to][..], how].concat(),
+        )
+    };
+    assert_eq!(convert("other", &[]).status.code(), Some(0));
+    let taken = convert("other", &[]);
+    assert_eq!(taken.status.code(), Some(3));
+    assert!(said(&taken).contains("give --force"), "{}", said(&taken));
+    assert_eq!(convert("other", &["--force"]).status.code(), Some(0));
+    fs::create_dir(folder.path().join("thesis")).unwrap();
+    let thesis = convert("thesis", &["--force"]);
+    assert_eq!(thesis.status.code(), Some(3));
+    assert!(
+        said(&thesis).contains("will not be replaced"),
+        "{}",
+        said(&thesis)
+    );
+}
+
+#[test]
+fn an_evaluation_asks_as_many_prompts_as_it_should() {
+    let config = CONFIG.replace("pass_at: [1, 2]", "pass_at: [1, 2], max_prompts: 3");
+    let asked = folder(&config);
+    let printed = succeeds(asked.path(), &["eval", "run.yaml"]);
+    assert!(printed.contains("answers              12\n"), "{printed}");
+
+    let none = folder(
+        &CONFIG
+            .replace(", held_out_rows: 4", "")
+            .replace("every_steps: 4, ", "every_steps: null, "),
+    );
+    let output = grpo(none.path(), &["eval", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+    assert!(
+        said(&output).contains("nothing is held out"),
+        "{}",
+        said(&output)
+    );
+}
+
+/// As programs leave it that save at the end only.
+#[test]
+fn the_folder_of_a_run_stands_for_its_only_checkpoint() {
+    let folder = folder(CONFIG);
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    let run = folder.path().join("run");
+    fs::rename(run.join("checkpoints/step-000012"), run.join("checkpoint")).unwrap();
+    fs::remove_dir_all(run.join("checkpoints")).unwrap();
+    let sample = ["sample", "run", "ab", "--max-new-tokens", "2", "--json"];
+    assert_eq!(succeeds(folder.path(), &sample).lines().count(), 1);
+    fs::remove_dir_all(run.join("checkpoint")).unwrap();
+    let output = grpo(folder.path(), &sample);
+    assert_eq!(output.status.code(), Some(5), "{}", said(&output));
+    assert!(
+        said(&output).contains("the run has no checkpoint"),
         "{}",
         said(&output)
     );
