@@ -174,6 +174,10 @@ impl Narrow {
             .zip(square.chunks_mut(BLOCK))
             .zip(gradient.chunks(BLOCK));
         for (((p, m), v), g) in blocks {
+            if let Some(weights) = P::as_f32_mut(p) {
+                self.update_block(weights, m, v, g);
+                continue;
+            }
             let weights = &mut buffer[..p.len()];
             P::widen(p, weights);
             self.update_block(weights, m, v, g);
