@@ -4,16 +4,16 @@ use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, V
 
 use crate::cpu::linear_log_prob::{Kept, Layer, Wanted};
 use crate::cpu::with_floats;
-use crate::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs};
+use crate::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_width};
 use crate::{check, composed, cpu, path};
 
 /// [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias`, which are never held: `hidden` `[.., H]`,
 /// `weight` `[V, H]`, `bias` `[V]`, `targets` integers `[..]` below V.
 ///
-/// The logits are made in tiles of a few MiB, forward and again backward: what a backward pass takes is the memory of
-/// the gradients, and of a copy of hidden states that are of half precision or masked in part. What needs no gradient
+/// The logits are made in tiles of a few MiB (on CUDA a few hundred), forward and again backward: what a backward pass takes
+/// is the memory of the gradients, that of hidden states in f32 until it is rounded, and some 10 MiB. What needs no gradient
 /// (weights that are frozen, hidden states that are a constant) costs no product for it; nor does a row that the mask
-/// drops, whose gradient is 0. Products are taken in f32 (f64 for f64 hidden states, from whole logits) whatever the
+/// drops, whose gradient is 0 (on CUDA the others are copied, for which the mask is read on the host). Products are taken in f32 (f64 for f64 hidden states, from whole logits) whatever the
 /// dtypes are; on CUDA those of two bf16 or f16 arguments are taken as they are and added in f32, and the gradients of
 /// the logits are rounded to bf16 if both are. The same arguments give the same bits on any number of cores.
 /// [`LogProbOptions::gradient_into_logits`] means nothing here.
@@ -44,8 +44,11 @@ pub fn linear_log_prob(
     temperature: f64,
     options: LogProbOptions,
 ) -> Result<TokenLogProbs> {
-    let LinearLogProb { arguments, wanted } =
-        LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
+    let LinearLogProb {
+        arguments,
+        kept,
+        wanted,
+    } = LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
     if !arguments.is_fused() {
         return composed::linear_log_prob_rows(arguments);
     }
@@ -58,7 +61,7 @@ pub fn linear_log_prob(
         ..
     } = arguments;
     let packed = hidden.apply_op3(&weight, &bias, Op { rows, wanted })?;
-    TokenLogProbs::unpack(&packed, &outer)
+    TokenLogProbs::unpack(&spread(kept.as_ref(), packed, 1)?, &outer)
 }
 
 /// [`linear_log_prob`] with its backward pass in the caller's hands, for losses of which no graph is needed.
@@ -84,7 +87,9 @@ pub fn linear_log_prob(
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub struct LinearLogProb {
+    /// Those of the rows in `kept`, if there is such.
     arguments: Arguments,
+    kept: Option<KeptRows>,
     wanted: Wanted,
 }
 
@@ -110,13 +115,45 @@ impl LinearLogProb {
         temperature: f64,
         options: LogProbOptions,
     ) -> Result<Self> {
-        Ok(Self {
+        let layer = Self {
             arguments: Arguments::new(hidden, weight, bias, targets, temperature, options)?,
+            kept: None,
             wanted: Wanted {
                 hidden: hidden.track_op(),
                 weight: weight.track_op(),
                 bias: bias.is_some_and(Tensor::track_op),
             },
+        };
+        // The CPU path leaves out the other rows by itself, and without a copy of these.
+        if hidden.device().is_cuda() && layer.arguments.is_fused() {
+            layer.without_dropped_rows()
+        } else {
+            Ok(layer)
+        }
+    }
+
+    /// The same, computed of rows that the mask keeps alone.
+    fn without_dropped_rows(self) -> Result<Self> {
+        let Some(kept) = self.arguments.rows.mask.as_ref().map(KeptRows::new) else {
+            return Ok(self);
+        };
+        let Some(kept) = kept? else {
+            return Ok(self);
+        };
+        let Arguments { hidden, rows, .. } = &self.arguments;
+        let (n, width) = rows_and_width(hidden.layout());
+        Ok(Self {
+            arguments: Arguments {
+                hidden: kept.select(&hidden.reshape((n, width))?, 0)?,
+                rows: Rows {
+                    targets: kept.select(&rows.targets, 0)?,
+                    mask: None,
+                    inverse_temperature: rows.inverse_temperature,
+                },
+                ..self.arguments
+            },
+            kept: Some(kept),
+            wanted: self.wanted,
         })
     }
 
@@ -134,6 +171,7 @@ impl LinearLogProb {
                 wanted: self.wanted,
             },
         )?;
+        let packed = spread(self.kept.as_ref(), packed, 1)?;
         TokenLogProbs::unpack(&packed, &arguments.outer)
     }
 
@@ -145,8 +183,12 @@ impl LinearLogProb {
         derivatives: &TokenLogProbs,
     ) -> Result<LinearGradients> {
         let arguments = self.arguments.detach();
-        let packed = tokens.pack("tokens", &arguments.outer)?.detach();
-        let gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
+        let mut packed = tokens.pack("tokens", &arguments.outer)?.detach();
+        let mut gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
+        if let Some(kept) = &self.kept {
+            packed = kept.select(&packed, 1)?;
+            gradient = kept.select(&gradient, 1)?;
+        }
         let hidden_shape = self.arguments.hidden_shape();
         let gradients = if arguments.is_fused() {
             let bias = arguments.bias_or_empty()?;
@@ -167,7 +209,9 @@ impl LinearLogProb {
         let [hidden, weight, bias] = gradients;
         let bias_dtype = self.arguments.bias.as_ref().map(Tensor::dtype);
         Ok(LinearGradients {
-            hidden: hidden.map(|x| x.reshape(hidden_shape)).transpose()?,
+            hidden: hidden
+                .map(|x| spread(self.kept.as_ref(), x, 0)?.reshape(hidden_shape))
+                .transpose()?,
             weight,
             bias: bias
                 .zip(bias_dtype)
@@ -212,9 +256,50 @@ fn composed_gradients(
     Ok([found(hidden)?, found(weight)?, found(bias)?])
 }
 
-/// The arguments of [`linear_log_prob`], checked and flattened to N rows.
+/// The rows that a mask keeps, where they are computed as a tensor of their own.
+struct KeptRows {
+    /// u32 `[K]`
+    indices: Tensor,
+    /// How many rows there are with the others.
+    among: usize,
+}
+
+impl KeptRows {
+    /// None if `mask`, u8 `[N]`, keeps all, or nothing: no tensor on a GPU is empty. Waits for the device.
+    fn new(mask: &Tensor) -> Result<Option<Self>> {
+        let indices: Vec<u32> = (0..)
+            .zip(mask.to_vec1::<u8>()?)
+            .filter_map(|(row, is_kept)| (is_kept != 0).then_some(row))
+            .collect();
+        let among = mask.elem_count();
+        if indices.is_empty() || indices.len() == among {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            indices: Tensor::new(indices, mask.device())?,
+            among,
+        }))
+    }
+
+    /// These rows of `x`, along `dim`.
+    fn select(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
+        x.index_select(&self.indices, dim)
+    }
+}
+
+/// `x`, that of the rows in `kept` if there is such, among zeros for the others.
+fn spread(kept: Option<&KeptRows>, x: Tensor, dim: usize) -> Result<Tensor> {
+    let Some(KeptRows { indices, among }) = kept else {
+        return Ok(x);
+    };
+    let mut shape = x.dims().to_vec();
+    shape[dim] = *among;
+    Tensor::zeros(shape, x.dtype(), x.device())?.index_add(indices, &x, dim)
+}
+
+/// The arguments of [`linear_log_prob`], checked.
 pub(crate) struct Arguments {
-    /// `[N, H]`, contiguous.
+    /// `[.., H]`, contiguous: N rows.
     pub(crate) hidden: Tensor,
     /// `[V, H]`, contiguous.
     pub(crate) weight: Tensor,
@@ -276,9 +361,7 @@ impl Arguments {
             )?,
             temperature,
             outer: outer.to_vec(),
-            hidden: hidden
-                .contiguous()?
-                .reshape((outer.iter().product::<usize>(), width))?,
+            hidden: hidden.contiguous()?,
             weight: weight.contiguous()?,
             bias: bias.map(Tensor::contiguous).transpose()?,
         })
@@ -316,7 +399,7 @@ impl Arguments {
     }
 }
 
-/// Hidden states `[N, H]`, weight `[V, H]` and bias, f32 `[V]` or `[0]`, to f32 `[3, N]`.
+/// Hidden states `[.., H]`, weight `[V, H]` and bias, f32 `[V]` or `[0]`, to f32 `[3, N]`.
 struct Op {
     rows: Rows,
     /// What an argument of the backward pass no longer says.
@@ -345,11 +428,12 @@ impl Op {
         }
         let kept = Kept::new(&self.rows)?;
         let (hidden_storage, hidden_layout) = hidden.storage_and_layout();
+        let hidden_storage = cpu::on_cpu(&hidden_storage)?;
         let (weight_storage, weight_layout) = weight.storage_and_layout();
         let (bias_storage, bias_layout) = bias.storage_and_layout();
         let (vocab, width) = weight.dims2()?;
-        let states = with_floats!(cpu::on_cpu(&hidden_storage)?, "hidden", hidden => {
-            kept.gather(&hidden[cpu::range(hidden_layout)?], width)
+        let states = with_floats!(hidden_storage, "hidden", hidden => {
+            kept.states(&hidden[cpu::range(hidden_layout)?], width)
         });
         let found = |x, wanted: bool, shape: &Shape, dtype| match wanted {
             true => Tensor::from_vec(x, shape, &candle_core::Device::Cpu)?
@@ -394,11 +478,11 @@ impl CustomOp3 for Op {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (rows, _) = hidden_layout.shape().dims2()?;
+        let (rows, _) = rows_and_width(hidden_layout);
         let (vocab, width) = weight_layout.shape().dims2()?;
         let kept = Kept::new(&self.rows)?;
         let hidden = with_floats!(hidden, "hidden", hidden => {
-            kept.gather(&hidden[cpu::range(hidden_layout)?], width)
+            kept.states(&hidden[cpu::range(hidden_layout)?], width)
         });
         let packed = with_floats!(weight, "weight", weight => {
             let layer = Layer {
@@ -447,5 +531,72 @@ impl CustomOp3 for Op {
             gradient.contiguous()?,
         )?;
         Ok((hidden, weight, bias))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    /// Numbers without a pattern, in [-0.5, 0.5).
+    fn noise(shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let values: Vec<f32> = (0..shape.iter().product::<usize>())
+            .map(|i| (i as f32 * 0.618_034).fract() - 0.5)
+            .collect();
+        Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
+    }
+
+    /// What GPUs are given, checked on the CPU, whose own path leaves rows out in another way: to the bit, and over several
+    /// tiles of rows.
+    #[test]
+    fn dropped_rows_can_be_left_out_before() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let masks: [fn(u32) -> bool; 4] =
+                [|row| row % 3 != 1, |row| row == 7, |_| false, |_| true];
+            for keep in masks {
+                let (rows, vocab, width) = (3100u32, 37, 5);
+                let hidden = Var::from_tensor(&noise(&[31, 100, width], dtype)?)?;
+                let weight = Var::from_tensor(&noise(&[vocab, width], dtype)?)?;
+                let bias = Var::from_tensor(&noise(&[vocab], DType::F32)?)?;
+                let targets = (0..rows).map(|row| row % vocab as u32);
+                let targets = Tensor::from_iter(targets, &Device::Cpu)?.reshape((31, 100))?;
+                let mask =
+                    Tensor::from_iter((0..rows).map(|row| u8::from(keep(row))), &Device::Cpu)?
+                        .reshape(targets.shape())?;
+                let options = LogProbOptions {
+                    mask: Some(&mask),
+                    ..Default::default()
+                };
+                let new =
+                    || LinearLogProb::new(&hidden, &weight, Some(&bias), &targets, 0.7, options);
+                let (whole, compact) = (new()?, new()?.without_dropped_rows()?);
+                let (expected, found) = (whole.forward()?, compact.forward()?);
+                let flat = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+                let same = |a: &Tensor, b: &Tensor| -> Result<()> {
+                    assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
+                    assert_eq!(flat(a)?, flat(b)?);
+                    Ok(())
+                };
+                same(&found.log_probs, &expected.log_probs)?;
+                same(&found.entropy, &expected.entropy)?;
+                same(&found.log_sum_exp, &expected.log_sum_exp)?;
+                let derivatives = TokenLogProbs {
+                    log_probs: noise(targets.dims(), DType::F32)?,
+                    entropy: noise(targets.dims(), DType::F32)?,
+                    log_sum_exp: noise(targets.dims(), DType::F32)?,
+                };
+                let expected = whole.backward(&expected, &derivatives)?;
+                let found = compact.backward(&found, &derivatives)?;
+                for (found, expected) in [
+                    (found.hidden, expected.hidden),
+                    (found.weight, expected.weight),
+                    (found.bias, expected.bias),
+                ] {
+                    same(&found.expect("wanted"), &expected.expect("wanted"))?;
+                }
+            }
+        }
+        Ok(())
     }
 }

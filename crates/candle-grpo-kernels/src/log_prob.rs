@@ -114,9 +114,7 @@ pub fn log_prob_gradient(
         packed,
         gradient,
     };
-    backward
-        .apply(&arguments.logits.detach(), options.gradient_into_logits)?
-        .reshape(logits.shape())
+    backward.apply(&arguments.logits.detach(), options.gradient_into_logits)
 }
 
 impl TokenLogProbs {
@@ -145,9 +143,9 @@ impl TokenLogProbs {
     }
 }
 
-/// The arguments of [`log_prob`], checked and flattened to N rows.
+/// The arguments of [`log_prob`], checked.
 pub(crate) struct Arguments {
-    /// `[N, V]`, contiguous.
+    /// `[.., V]`, contiguous: N rows. They keep their shape, since in a graph each reshape takes their memory twice.
     pub(crate) logits: Tensor,
     pub(crate) rows: Rows,
     pub(crate) temperature: f64,
@@ -186,9 +184,7 @@ impl Arguments {
             rows,
             temperature,
             outer: outer.to_vec(),
-            logits: logits
-                .contiguous()?
-                .reshape((outer.iter().product::<usize>(), vocab))?,
+            logits: logits.contiguous()?,
         })
     }
 }
@@ -231,7 +227,7 @@ impl Rows {
     }
 }
 
-/// Logits `[N, V]` to f32 `[3, N]`.
+/// Logits `[.., V]` to f32 `[3, N]`.
 struct LogProb {
     rows: Rows,
     gradient_into_logits: bool,
@@ -243,7 +239,7 @@ impl CustomOp1 for LogProb {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (range, (rows, vocab)) = (cpu::range(layout)?, layout.shape().dims2()?);
+        let (range, (rows, vocab)) = (cpu::range(layout)?, rows_and_width(layout));
         let packed = with_floats!(storage, "logits", logits => {
             cpu::log_prob::forward(&logits[range], vocab, &self.rows)?
         });
@@ -270,7 +266,13 @@ impl CustomOp1 for LogProb {
     }
 }
 
-/// Logits `[N, V]` to their gradient, in their dtype, in memory of its own or in theirs.
+/// The N rows of a tensor `[.., V]`, and V, which is not 0.
+pub(crate) fn rows_and_width(layout: &Layout) -> (usize, usize) {
+    let width = layout.dims().last().copied().unwrap_or(1);
+    (layout.shape().elem_count() / width, width)
+}
+
+/// Logits `[.., V]` to their gradient, in their dtype, in memory of its own or in theirs.
 pub(crate) struct Backward<'a> {
     pub(crate) rows: &'a Rows,
     /// The result of the forward pass, f32 `[3, N]`.
@@ -297,7 +299,7 @@ impl CustomOp1 for &Backward<'_> {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (range, vocab) = (cpu::range(layout)?, layout.dims()[1]);
+        let (range, (_, vocab)) = (cpu::range(layout)?, rows_and_width(layout));
         let gradient = with_floats!(storage, "logits", logits => {
             WithDType::to_cpu_storage_owned(cpu::log_prob::backward(&logits[range], vocab, self)?)
         });
@@ -320,7 +322,7 @@ impl InplaceOp1 for Backward<'_> {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let (range, vocab) = (cpu::range(layout)?, layout.dims()[1]);
+        let (range, (_, vocab)) = (cpu::range(layout)?, rows_and_width(layout));
         with_floats!(storage, "logits", logits => {
             cpu::log_prob::backward_in_place(&mut logits[range], vocab, self)
         })

@@ -1,6 +1,6 @@
 //! The composed twin of [`linear_log_prob`](crate::linear_log_prob).
 
-use candle_core::{Result, Tensor};
+use candle_core::{D, Result, Tensor};
 
 use super::log_prob_rows;
 use crate::linear_log_prob::Arguments;
@@ -38,7 +38,7 @@ pub(crate) fn rows(arguments: Arguments) -> Result<TokenLogProbs> {
     let dtype = arithmetic_dtype(hidden.dtype());
     if hidden.elem_count() == 0 {
         // Candle's product of nothing has no graph, through which the gradients of 0 come.
-        let mut parts = vec![hidden.to_dtype(dtype)?.sum(1)?];
+        let mut parts = vec![hidden.to_dtype(dtype)?.sum(D::Minus1)?.flatten_all()?];
         parts.push(weight.to_dtype(dtype)?.narrow(0, 0, 0)?.sum(1)?);
         if let Some(bias) = bias {
             parts.push(bias.to_dtype(dtype)?.narrow(0, 0, 0)?);
@@ -51,6 +51,7 @@ pub(crate) fn rows(arguments: Arguments) -> Result<TokenLogProbs> {
             log_sum_exp: none,
         });
     }
+    let hidden = hidden.reshape((rows.targets.elem_count(), hidden.dim(D::Minus1)?))?;
     let hidden = match &rows.mask {
         None => hidden,
         // What is dropped must not reach the gradient of the weight: 0 times NaN is NaN.

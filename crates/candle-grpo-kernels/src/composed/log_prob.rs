@@ -29,6 +29,7 @@ pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
         });
     }
     let Rows { targets, mask, .. } = &arguments.rows;
+    let z = z.reshape((targets.elem_count(), z.dim(D::Minus1)?))?;
     let (z, targets) = match mask {
         None => (z, targets.clone()),
         // What is dropped must not reach the arithmetic: 0 times NaN is NaN.

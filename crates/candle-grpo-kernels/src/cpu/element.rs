@@ -4,6 +4,7 @@ use std::mem::MaybeUninit;
 
 use candle_core::WithDType;
 use half::slice::HalfFloatSliceExt;
+use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
 /// A float of up to 32 bits.
@@ -19,6 +20,9 @@ pub(crate) trait Element: WithDType + Sync {
             }
         }
     }
+
+    /// `len` times 0, which takes no pass over the memory.
+    fn zeros(len: usize) -> Vec<Self>;
 
     /// Copies `source` to `target`, of the same length.
     fn widen(source: &[Self], target: &mut [f32]);
@@ -57,6 +61,10 @@ pub(crate) trait Element: WithDType + Sync {
 }
 
 impl Element for f32 {
+    fn zeros(len: usize) -> Vec<Self> {
+        vec![0.0; len]
+    }
+
     #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
         target.copy_from_slice(source);
@@ -89,6 +97,10 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
+    fn zeros(len: usize) -> Vec<Self> {
+        vec![0u16; len].reinterpret_into()
+    }
+
     #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
         // The upper half of an f32, so a shift: the compiler vectorises this.
@@ -109,6 +121,10 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
+    fn zeros(len: usize) -> Vec<Self> {
+        vec![0u16; len].reinterpret_into()
+    }
+
     #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
         source.convert_to_f32_slice(target);

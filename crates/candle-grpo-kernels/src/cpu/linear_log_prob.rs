@@ -2,7 +2,6 @@
 //! or turned into their gradient (backward) while they are in the caches, and forgotten. The place is the end of the weight's
 //! gradient where it is f32, which is written from its beginning; else a small buffer.
 
-use std::borrow::Cow;
 use std::mem;
 use std::ops::Range;
 
@@ -33,9 +32,8 @@ const LAST_TILE_LOGITS: usize = 1 << 18;
 const BIAS_COLUMNS: usize = 256;
 
 /// Hidden states `[K, H]` of the rows that are kept, the weight `[V, H]` and the bias, `[V]` or empty.
-#[derive(Clone, Copy)]
 pub(crate) struct Layer<'a, W> {
-    pub(crate) hidden: &'a [f32],
+    pub(crate) hidden: &'a States<'a>,
     pub(crate) weight: &'a [W],
     pub(crate) bias: &'a [f32],
     pub(crate) vocab: usize,
@@ -66,7 +64,7 @@ pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) ->
         let inverse_temperature = rows.inverse_temperature;
         // What has been summed of each row, and the logit of its target.
         let mut seen = vec![(Sums::default(), f32::NAN); kept.rows.len()];
-        layer.for_each_tile(&mut [], |tile| {
+        layer.for_each_tile(kept, &mut [], |tile| {
             let columns = &tile.columns;
             tile.logits
                 .par_chunks_exact(tile.stride)
@@ -111,13 +109,14 @@ pub(crate) fn backward<W: Element>(
     })?;
     let &Layer { vocab, width, .. } = layer;
     let len = |wanted: bool, len: usize| if wanted { len } else { 0 };
-    let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.rows.len() * width)];
-    let mut weight_gradient = vec![W::nearest(0.0); len(wanted.weight, vocab * width)];
+    // The rows that are kept come first, until all are known.
+    let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.among * width)];
+    let mut weight_gradient = W::zeros(len(wanted.weight, vocab * width));
     let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
     // Where the gradient of a tile's weight is summed before it is rounded; f32 is summed in place.
     let mut weight_tile = Vec::new();
 
-    layer.for_each_tile(&mut weight_gradient, |tile| {
+    layer.for_each_tile(kept, &mut weight_gradient, |tile| {
         let Tile {
             columns,
             rows,
@@ -173,12 +172,11 @@ pub(crate) fn backward<W: Element>(
                 });
         }
     });
+    if wanted.hidden {
+        kept.spread(&mut hidden_gradient, width);
+    }
     Ok(Gradients {
-        hidden: if wanted.hidden {
-            kept.scatter(hidden_gradient, width)
-        } else {
-            hidden_gradient
-        },
+        hidden: hidden_gradient,
         weight: weight_gradient,
         bias: bias_gradient,
     })
@@ -203,33 +201,47 @@ impl Kept {
         self.rows.len() == self.among
     }
 
-    /// These rows of `[N, width]`, in f32; a copy unless they are that already.
-    pub(crate) fn gather<'a, X: Element>(&self, values: &'a [X], width: usize) -> Cow<'a, [f32]> {
+    /// These rows of `values`, `[N, width]`.
+    pub(crate) fn states<'a, X: Element>(&'a self, values: &'a [X], width: usize) -> States<'a> {
         if self.all()
             && let Some(values) = X::as_f32(values)
         {
-            return Cow::Borrowed(values);
+            return States::Whole(values);
         }
-        let mut gathered = vec![0.0; self.rows.len() * width];
-        gathered
-            .par_chunks_exact_mut(width)
-            .zip(&self.rows)
-            .for_each(|(target, &row)| X::widen(&values[row * width..][..width], target));
-        Cow::Owned(gathered)
+        States::Copied(Box::new(move |rows, target| {
+            target
+                .par_chunks_exact_mut(width)
+                .zip(&self.rows[rows])
+                .for_each(|(target, &row)| X::widen(&values[row * width..][..width], target));
+        }))
     }
 
-    /// `values`, those of these rows, among zeros for the others.
-    fn scatter(&self, values: Vec<f32>, width: usize) -> Vec<f32> {
+    /// Moves these rows, the first ones of `values` `[N, width]`, to their places; the others become 0.
+    fn spread(&self, values: &mut [f32], width: usize) {
         if self.all() {
-            return values;
+            return;
         }
-        let mut scattered = vec![0.0; self.among * width];
-        for (&row, values) in self.rows.iter().zip(values.chunks_exact(width)) {
-            scattered[row * width..][..width].copy_from_slice(values);
+        let mut end = self.among;
+        // From the last one: no row moves to before where it is.
+        for (from, &row) in self.rows.iter().enumerate().rev() {
+            values.copy_within(from * width..(from + 1) * width, row * width);
+            values[(row + 1) * width..end * width].fill(0.0);
+            end = row;
         }
-        scattered
+        values[..end * width].fill(0.0);
     }
 }
+
+/// Hidden states `[K, H]` of the rows that are kept.
+pub(crate) enum States<'a> {
+    /// All rows, which are f32: nothing is copied.
+    Whole(&'a [f32]),
+    /// Copied in f32 as they are needed.
+    Copied(Box<CopyRows<'a>>),
+}
+
+/// Writes the rows of a range.
+type CopyRows<'a> = dyn Fn(Range<usize>, &mut [f32]) + 'a;
 
 /// A part of the logits.
 struct Tile<'t, W> {
@@ -250,13 +262,9 @@ struct Tile<'t, W> {
 
 /// Tiles have sizes that depend on nothing but the shapes and what is wanted, so that the results do not depend on more.
 impl<W: Element> Layer<'_, W> {
-    fn rows(&self) -> usize {
-        self.hidden.len() / self.width
-    }
-
-    /// The columns of a tile of at most `logits` entries.
-    fn tile_columns(&self, logits: usize) -> usize {
-        let columns = logits / self.rows().clamp(1, TILE_ROWS);
+    /// The columns of a tile of `rows` rows and at most `logits` entries.
+    fn tile_columns(&self, rows: usize, logits: usize) -> usize {
+        let columns = logits / rows;
         let columns = columns
             .min((TILE_WEIGHTS / self.width).max(1))
             .min(self.vocab);
@@ -267,16 +275,23 @@ impl<W: Element> Layer<'_, W> {
     ///
     /// `weight_gradient` is that of the weight, or empty. If it is f32, the logits lie at its end for as long as they fit
     /// behind the columns of their tile; the columns that are left have narrow tiles, in memory of their own.
-    fn for_each_tile(&self, mut weight_gradient: &mut [W], mut visit: impl FnMut(Tile<W>)) {
+    fn for_each_tile(
+        &self,
+        kept: &Kept,
+        mut weight_gradient: &mut [W],
+        mut visit: impl FnMut(Tile<W>),
+    ) {
         let width = self.width;
-        let tile_rows = self.rows().min(TILE_ROWS);
+        let tile_rows = kept.rows.len().min(TILE_ROWS);
         if tile_rows == 0 {
             return;
         }
-        let widest = self.tile_columns(TILE_LOGITS);
+        // The hidden states of a tile, where they are copied, and which rows they are.
+        let (mut copied, mut copied_rows) = (Vec::new(), 0..0);
+        let widest = self.tile_columns(tile_rows, TILE_LOGITS);
         let last = match W::as_f32_mut(weight_gradient) {
             Some([]) | None => widest,
-            Some(_) => self.tile_columns(LAST_TILE_LOGITS),
+            Some(_) => self.tile_columns(tile_rows, LAST_TILE_LOGITS),
         };
         let (mut scratch, mut widened) = (Vec::new(), Vec::new());
         let mut start = 0;
@@ -303,14 +318,25 @@ impl<W: Element> Layer<'_, W> {
                 }
             };
             let weight = self.widened(&columns, &mut widened);
-            for rows in ranges(self.rows(), TILE_ROWS) {
+            for rows in ranges(kept.rows.len(), TILE_ROWS) {
                 let logits = &mut logits[..rows.len() * stride];
                 if !self.bias.is_empty() {
                     for row in logits.chunks_exact_mut(stride) {
                         row[..columns.len()].copy_from_slice(&self.bias[columns.clone()]);
                     }
                 }
-                let hidden = &self.hidden[rows.start * width..rows.end * width];
+                let hidden = match self.hidden {
+                    States::Whole(hidden) => &hidden[rows.start * width..rows.end * width],
+                    States::Copied(copy) => {
+                        copied.resize(tile_rows * width, 0.0);
+                        let target = &mut copied[..rows.len() * width];
+                        if copied_rows != rows {
+                            copy(rows.clone(), target);
+                            copied_rows = rows.clone();
+                        }
+                        target
+                    }
+                };
                 matmul(
                     logits,
                     stride,
@@ -376,8 +402,13 @@ mod tests {
     #[test]
     fn logits_lie_in_the_gradient_of_the_weight() {
         let (rows, vocab, width) = (1030, 20_000, 64);
+        let kept = Kept {
+            rows: (0..rows).collect(),
+            among: rows,
+        };
+        let hidden = vec![0f32; rows * width];
         let layer = Layer {
-            hidden: &vec![0.0; rows * width],
+            hidden: &kept.states(&hidden, width),
             weight: &vec![0f32; vocab * width],
             bias: &[],
             vocab,
@@ -386,7 +417,7 @@ mod tests {
         let mut gradient = vec![0.0; vocab * width];
         let end = gradient.as_ptr_range().end;
         let (mut seen, mut inside) = (0, 0);
-        layer.for_each_tile(&mut gradient, |tile| {
+        layer.for_each_tile(&kept, &mut gradient, |tile| {
             if tile.rows.start == 0 {
                 assert_eq!(tile.columns.start, seen);
                 seen = tile.columns.end;

@@ -10,7 +10,7 @@ use super::log_prob::{THREADS, launch_backward};
 use super::matmul::{Matrix, matmul};
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::cpu::linear_log_prob::Wanted;
-use crate::log_prob::{Backward, Rows};
+use crate::log_prob::{Backward, Rows, rows_and_width};
 
 /// A tile has about this many logits, 256 MiB of f32: large enough that its products keep the GPU busy.
 const TILE_LOGITS: usize = 1 << 26;
@@ -29,7 +29,7 @@ fn tiles(n: usize, vocab: usize) -> Result<impl Iterator<Item = (usize, usize)>>
         .map(move |start| (start, columns.min(vocab - start))))
 }
 
-/// Hidden states `[N, H]`, the weight `[V, H]` and a bias `[V]` of f32, contiguous, to log-probs, entropy and log-sum-exp,
+/// Hidden states `[.., H]`, the weight `[V, H]` and a bias `[V]` of f32, contiguous, to log-probs, entropy and log-sum-exp,
 /// `[3, N]`. Products are of the dtype that hidden states and weight have in common, f32 if there is none, with sums in f32. A
 /// bias of other than V entries is none.
 pub(crate) fn forward(
@@ -40,7 +40,7 @@ pub(crate) fn forward(
 ) -> Result<(CudaStorage, Shape)> {
     let device = hidden.device();
     let stream = device.cuda_stream();
-    let (n, width) = hidden_layout.shape().dims2()?;
+    let (n, width) = rows_and_width(hidden_layout);
     let (vocab, _) = weight_layout.shape().dims2()?;
     let has_bias = bias_layout.shape().elem_count() == vocab;
     // SAFETY: the last tile writes all of `packed`; the first one reads nothing of `state`.
@@ -118,14 +118,16 @@ pub(crate) fn forward(
     Ok((packed, Shape::from((3, n))))
 }
 
-/// The gradients of `hidden` `[N, H]`, `weight` `[V, H]` and `bias` `[V]` of f32, which are detached and contiguous, where they are
+/// The gradients of `hidden` `[.., H]`, `weight` `[V, H]` and `bias` `[V]` of f32, which are detached and contiguous, where they are
 /// wanted. Products are as in [`forward`], but of f32 for f16, in which the gradients of logits would become 0.
 pub(crate) fn backward(
     [hidden, weight, bias]: [&Tensor; 3],
     pass: &Backward,
     wanted: Wanted,
 ) -> Result<[Option<Tensor>; 3]> {
-    let (n, width) = hidden.dims2()?;
+    let shape = hidden.shape();
+    let (n, width) = rows_and_width(hidden.layout());
+    let hidden = hidden.reshape((n, width))?;
     let (vocab, _) = weight.dims2()?;
     let has_bias = bias.elem_count() == vocab;
     let dtype = match (hidden.dtype(), weight.dtype()) {
@@ -208,7 +210,7 @@ pub(crate) fn backward(
         }
     }
     let hidden_gradient = hidden_gradient
-        .map(|gradient| gradient.to_dtype(hidden.dtype()))
+        .map(|gradient| gradient.to_dtype(hidden.dtype())?.reshape(shape))
         .transpose()?;
     Ok([hidden_gradient, weight_gradient, bias_gradient])
 }

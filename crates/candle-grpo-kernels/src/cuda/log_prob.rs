@@ -5,18 +5,18 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Layout, Result, Shape, Tensor, bail};
 
 use super::{CudaElement, In, Out, alloc, grid, kernels, with_cuda_floats};
-use crate::log_prob::{Backward, Rows};
+use crate::log_prob::{Backward, Rows, rows_and_width};
 
 /// As in the kernels.
 pub(super) const THREADS: u32 = 256;
 
-/// Logits `[N, V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
+/// Logits `[.., V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
 pub(crate) fn forward(
     storage: &CudaStorage,
     layout: &Layout,
     rows: &Rows,
 ) -> Result<(CudaStorage, Shape)> {
-    let (device, n) = (storage.device(), layout.dims()[0]);
+    let (device, (n, _)) = (storage.device(), dims(layout)?);
     // SAFETY: the kernel writes all of it.
     #[allow(unsafe_code)]
     let mut packed = unsafe { alloc::<f32>(device, 3 * n)? };
@@ -61,7 +61,7 @@ fn launch_forward<T: CudaElement>(
     }
 }
 
-/// Logits `[N, V]` to their gradient.
+/// Logits `[.., V]` to their gradient.
 pub(crate) fn backward(
     storage: &CudaStorage,
     layout: &Layout,
@@ -80,7 +80,7 @@ pub(crate) fn backward(
     Ok((gradient, layout.shape().clone()))
 }
 
-/// Logits `[N, V]` become their gradient.
+/// Logits `[.., V]` become their gradient.
 pub(crate) fn backward_in_place(
     storage: &mut CudaStorage,
     layout: &Layout,
@@ -133,7 +133,7 @@ pub(super) fn launch_backward<T: CudaElement>(
 
 /// Rows and vocabulary. The kernels count the columns of a row in 31 bits.
 fn dims(layout: &Layout) -> Result<(usize, usize)> {
-    let (n, vocab) = layout.shape().dims2()?;
+    let (n, vocab) = rows_and_width(layout);
     if vocab > 1 << 30 {
         bail!("logits: a vocabulary of {vocab}, must be at most 2^30 on CUDA");
     }
