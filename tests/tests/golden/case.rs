@@ -263,8 +263,13 @@ impl Outputs {
             let gradient = gradients
                 .get(variable)
                 .with_context(|| format!("{name} received no gradient"))?;
-            self.values.insert(format!("grad.{name}"), gradient.clone());
+            self = self.gradient(name, gradient);
         }
         Ok(self)
+    }
+
+    pub(crate) fn gradient(mut self, name: &str, value: &Tensor) -> Self {
+        self.values.insert(format!("grad.{name}"), value.clone());
+        self
     }
 }

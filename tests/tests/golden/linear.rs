@@ -1,13 +1,16 @@
 //! `linear_log_prob` and `linear_grpo_loss`: from hidden states and the output weight.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Tensor, Var};
 use candle_grpo_core::Mask;
-use candle_grpo_loss::{LogProbOptions, TokenLogProbs, linear_log_prob};
+use candle_grpo_loss::{
+    LinearLogProb, LogProbOptions, PolicyBatch, PolicyLossOutput, TokenLogProbs, linear_log_prob,
+    linear_policy_loss,
+};
 
 use crate::case::{Case, Outputs, Ran};
 use crate::log_prob;
-use crate::policy_loss::{Results, Tensors, trl};
+use crate::policy_loss::{Results, Setup, Tensors, trl};
 
 /// The output layer of a case.
 struct Layer {
@@ -60,6 +63,7 @@ pub(crate) fn log_prob(case: &Case) -> Result<Ran> {
     log_prob::outputs(case, &tokens, &layer.variables())
 }
 
+/// In a graph, and in one call.
 pub(crate) fn grpo_loss(case: &Case) -> Result<Ran> {
     ensure!(case.variant.starts_with("liger_"), "unknown variant");
     case.config.ignore(&["bias", "dtype", "chunk_size"]);
@@ -72,15 +76,65 @@ pub(crate) fn grpo_loss(case: &Case) -> Result<Ran> {
         return Ok(Err(reason.clone()));
     }
     let output = setup.compute_with(&setup.loss, &tensors, &log_probs)?;
-    let outputs = Outputs::default()
-        .out("loss", &output.loss)
-        .gradients(&output.loss, &layer.variables())?;
+    let gradients = Outputs::default().gradients(&output.loss, &layer.variables())?;
+    case.compare(&outputs(case, gradients, output, &setup, &tensors)?)
+        .context("in a graph")?;
+
+    let (output, gradients) = one_call(case, &layer, &setup, &tensors)?;
+    Ok(Ok(outputs(case, gradients, output, &setup, &tensors)?))
+}
+
+/// The loss and its gradients from [`linear_policy_loss`].
+fn one_call(
+    case: &Case,
+    layer: &Layer,
+    setup: &Setup,
+    tensors: &Tensors,
+) -> Result<(PolicyLossOutput, Outputs)> {
+    let options = LogProbOptions {
+        mask: Some(&tensors.mask),
+        ..Default::default()
+    };
+    let prepared = LinearLogProb::new(
+        &layer.hidden,
+        &layer.weight,
+        layer.bias.as_deref(),
+        &case.input("targets")?,
+        case.config.number("temperature")?,
+        options,
+    )?;
+    let batch = PolicyBatch::without_log_probs(&tensors.advantages, &tensors.mask);
+    let batch = setup.fill(batch, tensors);
+    let result = linear_policy_loss(&setup.loss, &prepared, &batch, &setup.totals)?;
+    let mut outputs = Outputs::default();
+    let gradients = result.gradients;
+    for (name, gradient) in [
+        ("hidden", gradients.hidden),
+        ("weight", gradients.weight),
+        ("bias", gradients.bias),
+    ] {
+        if let Some(gradient) = gradient {
+            outputs = outputs.gradient(name, &gradient);
+        }
+    }
+    Ok((result.output, outputs))
+}
+
+/// The gradients with the loss and its metrics.
+fn outputs(
+    case: &Case,
+    gradients: Outputs,
+    output: PolicyLossOutput,
+    setup: &Setup,
+    tensors: &Tensors,
+) -> Result<Outputs> {
     let results = Results {
         metrics: output.metrics.to_host()?,
-        output,
         mask: Mask::new(&tensors.mask)?,
+        output,
     };
-    Ok(Ok(trl::metrics(case, outputs, &results, &setup, &tensors)?))
+    let gradients = gradients.out("loss", &results.output.loss);
+    trl::metrics(case, gradients, &results, setup, tensors)
 }
 
 /// The log-probs of the reference policy, given or from its hidden states.

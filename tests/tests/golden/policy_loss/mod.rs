@@ -160,7 +160,21 @@ impl Setup {
         tensors: &Tensors,
         log_probs: &Tensor,
     ) -> Result<PolicyLossOutput> {
-        let mut batch = PolicyBatch::new(log_probs, &tensors.advantages, &tensors.mask);
+        let batch = PolicyBatch::new(log_probs, &tensors.advantages, &tensors.mask);
+        let mut batch = self.fill(batch, tensors);
+        let selected = loss.select_tokens_to_host(&batch, 0)?;
+        if let Some(x) = &selected {
+            batch = batch.selected_tokens(x);
+        }
+        Ok(loss.compute(&batch, &self.totals)?)
+    }
+
+    /// The batch with what the case gives besides log-probs, advantages and mask.
+    pub(crate) fn fill<'a>(
+        &'a self,
+        mut batch: PolicyBatch<'a>,
+        tensors: &'a Tensors,
+    ) -> PolicyBatch<'a> {
         if let Some(x) = &tensors.old_log_probs {
             batch = batch.old_log_probs(x);
         }
@@ -185,11 +199,7 @@ impl Setup {
         if let Some(x) = &self.policy_mask {
             batch = batch.policy_mask(x);
         }
-        let selected = loss.select_tokens_to_host(&batch, 0)?;
-        if let Some(x) = &selected {
-            batch = batch.selected_tokens(x);
-        }
-        Ok(loss.compute(&batch, &self.totals)?)
+        batch
     }
 }
 
