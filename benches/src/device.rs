@@ -6,7 +6,7 @@ use candle_core::{Device, Result};
 pub(crate) fn open() -> Result<Device> {
     #[cfg(feature = "cuda")]
     {
-        let device = Device::new_cuda(0)?;
+        let device = Device::new_cuda_with_stream(0)?;
         crate::memory::keep(device.as_cuda_device()?)?;
         Ok(device)
     }

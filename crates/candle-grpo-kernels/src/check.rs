@@ -134,6 +134,10 @@ pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
             mask.dims()
         );
     }
+    if mask.elem_count() == 0 {
+        // Candle compares no empty tensors on CUDA.
+        return Tensor::zeros(0, DType::U8, mask.device());
+    }
     mask.detach().flatten_all()?.ne(0f64)?.contiguous()
 }
 
@@ -166,7 +170,7 @@ pub(crate) fn token_ids(
     if !ids.dtype().is_int() {
         bail!("{name}: {:?}, must be of an integer dtype", ids.dtype());
     }
-    let flat = ids.detach().flatten_all()?;
+    let mut flat = ids.detach().flatten_all()?;
     if matches!(ids.device(), Device::Cpu) {
         let ids = flat.to_dtype(DType::I64)?.to_vec1::<i64>()?;
         let mask = mask.map(Tensor::to_vec1::<u8>).transpose()?;
@@ -177,5 +181,14 @@ pub(crate) fn token_ids(
             }
         }
     }
-    flat.to_dtype(DType::U32)?.contiguous()
+    if matches!(flat.dtype(), DType::I16 | DType::I32) {
+        // Which Candle does not convert on CUDA.
+        flat = flat.to_device(&Device::Cpu)?;
+    }
+    if flat.elem_count() == 0 {
+        return Tensor::zeros(0, DType::U32, ids.device());
+    }
+    flat.to_dtype(DType::U32)?
+        .contiguous()?
+        .to_device(ids.device())
 }

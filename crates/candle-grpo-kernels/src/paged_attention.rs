@@ -12,7 +12,8 @@ pub const PAGE: usize = 16;
 /// sequence has is written elsewhere, so sequences may share them, and grow without being moved.
 #[derive(Debug, Clone)]
 pub struct KeyValuePages {
-    /// `[pages, kv_heads, head_dim, PAGE]`: transposed, as a vector takes the same element of all positions.
+    /// Like `values`; for the path on the CPU transposed, `[pages, kv_heads, head_dim, PAGE]`, as a vector takes the same element
+    /// of all positions.
     keys: Tensor,
     /// `[pages, kv_heads, PAGE, head_dim]`
     values: Tensor,
@@ -64,10 +65,13 @@ impl KeyValuePages {
         if !dtype.is_float() {
             bail!("dtype: {dtype:?}, must be a float dtype");
         }
-        Ok(Self {
-            keys: Tensor::zeros((pages, kv_heads, head_dim, PAGE), dtype, device)?,
-            values: Tensor::zeros((pages, kv_heads, PAGE, head_dim), dtype, device)?,
-        })
+        let values = Tensor::zeros((pages, kv_heads, PAGE, head_dim), dtype, device)?;
+        let of_keys = match path::is_fused_on_cpu(&values) {
+            true => [pages, kv_heads, head_dim, PAGE],
+            false => [pages, kv_heads, PAGE, head_dim],
+        };
+        let keys = Tensor::zeros(&of_keys, dtype, device)?;
+        Ok(Self { keys, values })
     }
 
     /// The number of pages.
@@ -88,7 +92,7 @@ impl KeyValuePages {
                 self.len()
             );
         };
-        let (_, kv_heads, head_dim, _) = self.keys.dims4()?;
+        let (_, kv_heads, _, head_dim) = self.values.dims4()?;
         let grown = Self::new(
             self.len() + more,
             kv_heads,
@@ -108,7 +112,7 @@ impl KeyValuePages {
     ///
     /// Errs on other shapes and dtypes, and slots that are not there. A slot may not occur twice, which is not checked.
     pub fn write(&self, key: &Tensor, value: &Tensor, slots: &[PageSlot]) -> Result<()> {
-        let (pages, kv_heads, head_dim, _) = self.keys.dims4()?;
+        let (pages, kv_heads, _, head_dim) = self.values.dims4()?;
         for (name, x) in [("key", key), ("value", value)] {
             if x.dims() != [slots.len(), kv_heads * head_dim] {
                 bail!(
@@ -131,7 +135,7 @@ impl KeyValuePages {
             }
         }
         let (key, value) = (key.detach(), value.detach());
-        if !path::is_fused_on_cpu(&self.keys) {
+        if !self.has_transposed_keys() {
             return composed::write_pages(self, &key, &value, slots);
         }
         let write = |transposed| WriteRows { slots, transposed };
@@ -141,6 +145,10 @@ impl KeyValuePages {
 
     pub(crate) fn keys(&self) -> &Tensor {
         &self.keys
+    }
+
+    pub(crate) fn has_transposed_keys(&self) -> bool {
+        path::is_fused_on_cpu(&self.keys)
     }
 
     pub(crate) fn values(&self) -> &Tensor {
@@ -195,7 +203,7 @@ pub(crate) fn check(
     scale: f64,
 ) -> Result<()> {
     check::positive("scale", scale)?;
-    let (of_pages, kv_heads, head_dim, _) = pages.keys.dims4()?;
+    let (of_pages, kv_heads, _, head_dim) = pages.values.dims4()?;
     let width = kv_heads * head_dim;
     if !matches!(query.dims(), &[n, wide] if n == rows.len() && wide > 0 && wide % width == 0) {
         bail!(

@@ -222,9 +222,14 @@ impl Sampler {
             "num_generations: {num_generations} for each of {} prompts, must be fewer than 2^32 in all",
             prompts.len()
         );
-        // On one of the threads that share the work, so that it need not be woken for each operator.
         let sample = || self.sample_all(prompts, num_generations, stream);
-        rayon::join(sample, || ()).0
+        if self.device.is_cpu() {
+            // On one of the threads that share the work, so that it need not be woken for each operator.
+            rayon::join(sample, || ()).0
+        } else {
+            // Candle's default stream on CUDA is another in each thread: there, weights might be read before they are written.
+            sample()
+        }
     }
 
     fn sample_all(

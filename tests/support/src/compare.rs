@@ -1,9 +1,11 @@
 //! Tensors as numbers, numbers against numbers, and errors as text.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// The entries of a tensor of any shape, dtype and device.
 pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
+    // There first: on CUDA Candle converts no empty tensors.
+    let tensor = tensor.to_device(&Device::Cpu)?;
     tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
 }
 

@@ -25,7 +25,7 @@ pub(crate) fn unchecked(
     if rows.is_empty() {
         return Ok(query.clone());
     }
-    let (_, kv_heads, head_dim, _) = pages.keys().dims4()?;
+    let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
     let longest = rows.iter().map(|row| row.visible).max().unwrap_or(0);
     // The pages in order, and what each row sees at the right end of a rectangle.
     let mut selected = Vec::new();
@@ -53,20 +53,22 @@ pub(crate) fn unchecked(
     let positions = Tensor::from_vec(positions, rows.len() * longest, device)?;
     let mask = Tensor::from_vec(mask, (rows.len(), longest), device)?;
     let width = kv_heads * head_dim;
-    let gather = |of_pages: &Tensor, to_rows: [usize; 4]| {
-        of_pages
-            .index_select(&selected, 0)?
-            .permute(to_rows)?
-            .contiguous()?
+    let gather = |of_pages: &Tensor, is_transposed: bool| {
+        let heads = of_pages.index_select(&selected, 0)?;
+        let rows = match is_transposed {
+            true => heads.permute((0, 3, 1, 2))?,
+            false => heads.permute((0, 2, 1, 3))?,
+        };
+        rows.contiguous()?
             .reshape(((), width))?
             .index_select(&positions, 0)
     };
-    let key = gather(pages.keys(), [0, 3, 1, 2])?;
-    let value = gather(pages.values(), [0, 2, 1, 3])?;
+    let key = gather(pages.keys(), pages.has_transposed_keys())?;
+    let value = gather(pages.values(), false)?;
     composed::attention(query, &key, &value, &mask, head_dim, scale)
 }
 
-/// [`KeyValuePages::write`] in plain Candle operations.
+/// [`KeyValuePages::write`] in plain Candle operations, to keys that are not transposed.
 pub(crate) fn write(
     pages: &KeyValuePages,
     key: &Tensor,
@@ -76,25 +78,23 @@ pub(crate) fn write(
     if slots.is_empty() {
         return Ok(());
     }
-    let (_, kv_heads, head_dim, _) = pages.keys().dims4()?;
-    let width = kv_heads * head_dim;
-    let device = key.device();
-    // Where each element goes: an offset of its slot, and one of its place in the row.
-    let put = |of_pages: &Tensor, rows: &Tensor, position_stride: usize, element_stride: usize| {
-        let of_slots: Vec<i64> = slots
-            .iter()
-            .map(|slot| (slot.page * width * PAGE + slot.position * position_stride) as i64)
-            .collect();
-        let of_elements: Vec<i64> = (0..width)
-            .map(|i| (i / head_dim * head_dim * PAGE + i % head_dim * element_stride) as i64)
-            .collect();
-        let indexes = Tensor::from_vec(of_slots, (slots.len(), 1), device)?
-            .broadcast_add(&Tensor::from_vec(of_elements, (1, width), device)?)?
-            .flatten_all()?;
+    let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
+    // The pages as rows of one head each. Candle's kernel has a thread for each column, and each writes all rows.
+    let rows: Vec<i64> = slots
+        .iter()
+        .flat_map(|slot| {
+            (0..kv_heads).map(|head| ((slot.page * kv_heads + head) * PAGE + slot.position) as i64)
+        })
+        .collect();
+    let shape = (rows.len(), head_dim);
+    let rows = Tensor::from_vec(rows, (shape.0, 1), key.device())?
+        .broadcast_as(shape)?
+        .contiguous()?;
+    let put = |of_pages: &Tensor, x: &Tensor| {
         of_pages
-            .flatten_all()?
-            .scatter_set(&indexes, &rows.flatten_all()?.contiguous()?, 0)
+            .flatten(0, 2)?
+            .scatter_set(&rows, &x.contiguous()?.reshape(shape)?, 0)
     };
-    put(pages.keys(), key, 1, PAGE)?;
-    put(pages.values(), value, head_dim, 1)
+    put(pages.keys(), key)?;
+    put(pages.values(), value)
 }

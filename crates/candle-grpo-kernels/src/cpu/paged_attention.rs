@@ -27,7 +27,7 @@ pub(crate) fn forward<T: Element>(
     rows: &[PagedRow],
     scale: f32,
 ) -> Result<Vec<T>> {
-    let (_, kv_heads, head_dim, _) = pages.keys().dims4()?;
+    let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
     slice::read::<T, _>(query, |query| {
         slice::read::<T, _>(pages.keys(), |keys| {
             slice::read::<T, _>(pages.values(), |values| {

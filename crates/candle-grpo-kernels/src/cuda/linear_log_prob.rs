@@ -135,6 +135,17 @@ pub(crate) fn backward(
         _ => DType::F32,
     };
     let device = hidden.device();
+    if n == 0 {
+        // Candle converts no empty tensors on CUDA.
+        let zeros = |wanted: bool, x: &Tensor| wanted.then(|| x.zeros_like()).transpose();
+        return Ok([
+            zeros(wanted.hidden, &hidden)?
+                .map(|x| x.reshape(shape))
+                .transpose()?,
+            zeros(wanted.weight, weight)?,
+            zeros(wanted.bias, bias)?,
+        ]);
+    }
     let gpu = device.as_cuda_device()?;
     let mut states = hidden.clone();
     if let Some(mask) = &pass.rows.mask {
@@ -151,11 +162,12 @@ pub(crate) fn backward(
     let hidden_gradient = zeros(wanted.hidden, hidden.shape(), DType::F32)?;
     let weight_gradient = zeros(wanted.weight, weight.shape(), weight.dtype())?;
     let bias_gradient = zeros(wanted.bias, bias.shape(), DType::F32)?;
-    for (start, columns) in tiles(n, vocab)?.filter(|_| n > 0) {
+    for (start, columns) in tiles(n, vocab)? {
         let weight = weight.narrow(0, start, columns)?.to_dtype(dtype)?;
         let logits = if has_bias {
             let rows = bias.narrow(0, start, columns)?.broadcast_as((n, columns))?;
-            rows.contiguous()?
+            // Candle would call one row contiguous, and this is written.
+            rows.force_contiguous()?
         } else {
             // SAFETY: the product writes all of it.
             #[allow(unsafe_code)]
@@ -199,13 +211,14 @@ pub(crate) fn backward(
         }
         if let Some(weight_gradient) = &weight_gradient {
             let sizes = [columns, n, width];
-            if weight_gradient.dtype() == dtype {
-                let of_tile = weight_gradient.narrow(0, start, columns)?;
-                product(sizes, (&gradient, true), (&states, false), &of_tile, false)?;
-            } else {
-                let part = Tensor::zeros((columns, width), DType::F32, device)?;
-                product(sizes, (&gradient, true), (&states, false), &part, false)?;
-                weight_gradient.slice_set(&part.to_dtype(weight_gradient.dtype())?, 0, start)?;
+            // In f32, since cuBLAS may add parts of a sum in the dtype of its result.
+            let of_tile = match weight_gradient.dtype() {
+                DType::F32 => weight_gradient.narrow(0, start, columns)?,
+                _ => Tensor::zeros((columns, width), DType::F32, device)?,
+            };
+            product(sizes, (&gradient, true), (&states, false), &of_tile, false)?;
+            if weight_gradient.dtype() != DType::F32 {
+                weight_gradient.slice_set(&of_tile.to_dtype(weight_gradient.dtype())?, 0, start)?;
             }
         }
     }
@@ -216,7 +229,7 @@ pub(crate) fn backward(
 }
 
 /// `c = a b`, or `c += a b` if that `is_added`, of contiguous tensors, each of `a` and `b` transposed if that is said: `[m, k]` and
-/// `[k, n]` to `[m, n]`.
+/// `[k, n]` to f32 `[m, n]`.
 fn product(
     sizes: [usize; 3],
     (a, is_a_transposed): (&Tensor, bool),
@@ -225,7 +238,6 @@ fn product(
     is_added: bool,
 ) -> Result<()> {
     let (a, b) = (a.storage_and_layout(), b.storage_and_layout());
-    let is_wide = c.dtype() == DType::F32;
     write(c, |c, layout| {
         let device = c.device().clone();
         let stream = device.cuda_stream();
@@ -244,13 +256,8 @@ fn product(
             // SAFETY: the sizes are those of the tensors.
             #[allow(unsafe_code)]
             unsafe {
-                if is_wide {
-                    let c = Out::<f32>::in_place(c, layout, &stream)?;
-                    matmul(&device, sizes, &a, &b, &c, is_added)?;
-                } else {
-                    let c = Out::<T>::in_place(c, layout, &stream)?;
-                    matmul(&device, sizes, &a, &b, &c, is_added)?;
-                }
+                let c = Out::<f32>::in_place(c, layout, &stream)?;
+                matmul(&device, sizes, &a, &b, &c, is_added)?;
             }
         });
         Ok(())

@@ -17,18 +17,18 @@ pub(super) struct Matrix<'a, T> {
 }
 
 /// `c = a b`, or `c += a b` if that `is_added`: `a` `[m, k]`, `b` `[k, n]` and `c` `[m, n]`, row by row, none of them empty. Products are
-/// added in f32. `c` is of f32 or of the dtype of `a` and `b`.
+/// added in f32.
 ///
 /// # Safety
 ///
 /// The pointers must be to as many elements as that.
 #[allow(unsafe_code)]
-pub(super) unsafe fn matmul<T: CudaElement, C: CudaElement>(
+pub(super) unsafe fn matmul<T: CudaElement>(
     device: &CudaDevice,
     [m, k, n]: [usize; 3],
     a: &Matrix<T>,
     b: &Matrix<T>,
-    c: &Out<C>,
+    c: &Out<f32>,
     is_added: bool,
 ) -> Result<()> {
     let int = |size: usize| match i32::try_from(size) {
@@ -66,7 +66,7 @@ pub(super) unsafe fn matmul<T: CudaElement, C: CudaElement>(
             if a.is_transposed { m } else { k },
             (&raw const beta).cast(),
             *c.bits() as *mut _,
-            C::BLAS,
+            f32::BLAS,
             n,
             compute,
             cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,

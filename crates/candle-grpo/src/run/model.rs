@@ -9,10 +9,15 @@ use candle_grpo_train::{ChatTemplate, Pretrained, RunDir};
 
 use crate::config::ModelConfig;
 
-/// Loads a model, onto the first CUDA device if the program was built for CUDA and there is one. Its path may be that of a run: its
-/// best checkpoint, or the last that is whole if no evaluation says which is best.
+/// Loads a model, onto the first CUDA device if the program was built for CUDA. Its path may be that of a run: its best
+/// checkpoint, or the last that is whole if no evaluation says which is best.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
-    let device = Device::cuda_if_available(0)?;
+    let device = match candle_core::utils::cuda_is_available() {
+        // With a stream of its own: Candle's default is another one in each thread, and waits for none of them.
+        true => Device::new_cuda_with_stream(0)
+            .context("this program was built for CUDA, which does not answer")?,
+        false => Device::Cpu,
+    };
     let path = match RunDir::is_run(&config.path) {
         true => checkpoint_of(&config.path)?,
         false => config.path.clone(),
