@@ -44,6 +44,14 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Counting<A> {
     }
 }
 
+/// What `run` gives, and the most bytes that were alive meanwhile beyond those before, in a program whose allocator this is.
+/// What other threads take is counted too.
+pub fn peak_bytes<T>(run: impl FnOnce() -> T) -> (T, usize) {
+    let before = restart_peak();
+    let result = run();
+    (result, peak().saturating_sub(before))
+}
+
 /// Forgets earlier peaks and gives the bytes alive now.
 pub(crate) fn restart_peak() -> usize {
     let live = LIVE.load(Ordering::Relaxed);

@@ -17,6 +17,6 @@ mod run;
 mod serve;
 mod training;
 
-pub use allocator::Counting;
+pub use allocator::{Counting, peak_bytes};
 pub use run::main;
 pub use training::training_main;

@@ -1,0 +1,99 @@
+//! What the operators on the vocabulary take beside their arguments and results.
+
+use std::alloc::System;
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_bench::{Counting, peak_bytes};
+use candle_grpo_kernels::{
+    LinearLogProb, LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient,
+};
+use rstest::rstest;
+
+#[global_allocator]
+static ALLOCATOR: Counting<System> = Counting(System);
+
+/// The allocator counts for the whole process: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+const MIB: usize = 1 << 20;
+
+fn ones_like(tokens: &TokenLogProbs) -> Result<TokenLogProbs> {
+    Ok(TokenLogProbs {
+        log_probs: tokens.log_probs.ones_like()?,
+        entropy: tokens.entropy.ones_like()?,
+        log_sum_exp: tokens.log_sum_exp.ones_like()?,
+    })
+}
+
+#[rstest]
+fn log_prob_takes_its_gradient_or_nothing(
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+    #[values(false, true)] gradient_into_logits: bool,
+) -> Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (rows, vocab) = (256, 20_000);
+    let logits = Tensor::randn(0f32, 1., (rows, vocab), &Device::Cpu)?.to_dtype(dtype)?;
+    let targets = Tensor::zeros(rows, DType::U32, &Device::Cpu)?;
+    let options = LogProbOptions {
+        gradient_into_logits,
+        ..Default::default()
+    };
+    let (gradient, bytes) = peak_bytes(|| {
+        let tokens = log_prob(&logits, &targets, 1.0, options)?;
+        let derivatives = ones_like(&tokens)?;
+        log_prob_gradient(&logits, &targets, 1.0, options, &tokens, &derivatives)
+    });
+    let of_logits = gradient?.elem_count() * dtype.size_in_bytes();
+    let allowed = if gradient_into_logits { 0 } else { of_logits };
+    assert!(
+        bytes <= allowed + of_logits / 20,
+        "{bytes} bytes beside logits of {of_logits}"
+    );
+    Ok(())
+}
+
+/// Whatever the number of rows is: logits of the most here would take 312 MiB, and one more copy of hidden states 20.
+#[rstest]
+fn linear_log_prob_takes_its_gradients_and_a_few_mib(
+    #[values(1, 1000, 20_000)] rows: usize,
+    #[values(false, true)] is_masked: bool,
+    #[values(false, true)] is_frozen: bool,
+    #[values(DType::F32, DType::BF16)] dtype: DType,
+) -> Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (vocab, width) = (4096, 256);
+    let random = |shape: (usize, usize)| {
+        Var::from_tensor(&Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype)?)
+    };
+    let (hidden, weight) = (random((rows, width))?, random((vocab, width))?);
+    let weight = match is_frozen {
+        true => weight.as_detached_tensor(),
+        false => weight.as_tensor().clone(),
+    };
+    let targets = Tensor::zeros(rows, DType::U32, &Device::Cpu)?;
+    let kept = (0..rows).map(|row| u8::from(row % 4 != 1));
+    let mask = Tensor::from_iter(kept, &Device::Cpu)?;
+    let options = LogProbOptions {
+        mask: is_masked.then_some(&mask),
+        ..Default::default()
+    };
+    let layer = LinearLogProb::new(&hidden, &weight, None, &targets, 1.0, options)?;
+    let (gradients, bytes) = peak_bytes(|| {
+        let tokens = layer.forward()?;
+        let derivatives = ones_like(&tokens)?;
+        layer.backward(&tokens, &derivatives)
+    });
+    let gradients = gradients?;
+    assert_eq!(gradients.weight.is_none(), is_frozen);
+    let size = dtype.size_in_bytes();
+    let of_weight = if is_frozen { 0 } else { vocab * width * size };
+    // That of the hidden states is summed in f32 first.
+    let rounded = if dtype == DType::F32 { 0 } else { size };
+    let of_hidden = rows * width * (DType::F32.size_in_bytes() + rounded);
+    // A few numbers for each row: tokens, derivatives, coefficients and which rows are kept.
+    let of_rows = rows * 256;
+    let allowed = of_weight + of_hidden + of_rows + 13 * MIB;
+    assert!(bytes <= allowed, "{bytes} bytes, allowed are {allowed}");
+    Ok(())
+}
