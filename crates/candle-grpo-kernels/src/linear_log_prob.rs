@@ -11,7 +11,7 @@ use crate::{check, composed, cpu, path};
 /// `weight` `[V, H]`, `bias` `[V]`, `targets` integers `[..]` below V.
 ///
 /// The logits are made in tiles of a few MiB (on CUDA a few hundred), forward and again backward: what a backward pass takes
-/// is the memory of the gradients, that of hidden states in f32 until it is rounded, and some 10 MiB. What needs no gradient
+/// is the memory of the gradients, that of hidden states in f32 until it is rounded, and at most 24 MiB. What needs no gradient
 /// (weights that are frozen, hidden states that are a constant) costs no product for it; nor does a row that the mask
 /// drops, whose gradient is 0 (on CUDA the others are copied, for which the mask is read on the host). Products are taken in f32 (f64 for f64 hidden states, from whole logits) whatever the
 /// dtypes are; on CUDA those of two bf16 or f16 arguments are taken as they are and added in f32, and the gradients of
