@@ -33,6 +33,16 @@ pub(crate) fn float(name: &str, x: &Tensor) -> Result<()> {
     }
 }
 
+/// Errs if `x` is in a graph, which an operator without a gradient would end without a word.
+pub(crate) fn constant(name: &str, x: &Tensor) -> Result<()> {
+    if x.track_op() {
+        bail!(
+            "{name}: a variable or computed from one, must be detached, as no gradient comes back"
+        );
+    }
+    Ok(())
+}
+
 /// Errs unless the tensors are on one device; each is given with its name.
 pub(crate) fn same_device(tensors: &[(&str, &Tensor)]) -> Result<()> {
     if let Some(((first_name, first), rest)) = tensors.split_first() {

@@ -3,7 +3,7 @@
 //! Each operator is one function on tensors. Behind it stand a CPU path (SIMD, all cores), a CUDA path, and the
 //! composed twin in plain Candle operations in [`composed`], which is the reference, and the fallback for f64 and for
 //! devices without a path of their own. Candle's own fused operators cut the gradient without a word; every operator
-//! here has a gradient for every input that can have one.
+//! here has a gradient for every input that can have one, and those for inference alone refuse what is in a graph.
 //!
 //! Inputs may be f32, bf16 or f16, of any layout, and arithmetic is in f32. Results of losses and log-probs are f32,
 //! those of the layers of a model have the dtype of their input. f64 stays f64.

@@ -10,7 +10,8 @@ use crate::{check, composed, cpu, path};
 ///
 /// `x` `[N, inputs]` of any float dtype, each weight `[outputs, inputs]` of the same dtype; the results, `[N, outputs]`, are in
 /// the order of the weights. Made for few rows: every weight is read once, in the order of memory, and several weights make
-/// one round of all cores. Arithmetic in f32. For inference: the results have no gradient. Errs on other shapes and dtypes.
+/// one round of all cores. Arithmetic in f32. For inference: errs on what is in a graph, and on other shapes
+/// and dtypes.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -50,6 +51,7 @@ pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
 
 pub(crate) fn check(x: &Tensor, weights: &[&Tensor]) -> Result<()> {
     check::float("x", x)?;
+    check::constant("x", x)?;
     let &[_, inputs] = x.dims() else {
         bail!("x: shape {:?}, must be [N, inputs]", x.dims());
     };
@@ -62,6 +64,7 @@ pub(crate) fn check(x: &Tensor, weights: &[&Tensor]) -> Result<()> {
                 weight.dims()
             );
         }
+        check::constant(&name, weight)?;
         check::same_dtype(&name, weight, "x", x)?;
         check::same_device(&[("x", x), (&name, weight)])?;
     }

@@ -110,7 +110,7 @@ impl KeyValuePages {
 
     /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` of the dtype of the pages, to slot i.
     ///
-    /// Errs on other shapes and dtypes, and slots that are not there. A slot may not occur twice, which is not checked.
+    /// Errs on what is in a graph, other shapes and dtypes, and slots that are not there. A slot may not occur twice, which is not checked.
     pub fn write(&self, key: &Tensor, value: &Tensor, slots: &[PageSlot]) -> Result<()> {
         let (pages, kv_heads, _, head_dim) = self.values.dims4()?;
         for (name, x) in [("key", key), ("value", value)] {
@@ -122,6 +122,7 @@ impl KeyValuePages {
                     kv_heads * head_dim
                 );
             }
+            check::constant(name, x)?;
             check::same_dtype(name, x, "the pages", &self.keys)?;
             check::same_device(&[("the pages", &self.keys), (name, x)])?;
         }
@@ -134,9 +135,8 @@ impl KeyValuePages {
                 );
             }
         }
-        let (key, value) = (key.detach(), value.detach());
         if !self.has_transposed_keys() {
-            return composed::write_pages(self, &key, &value, slots);
+            return composed::write_pages(self, key, value, slots);
         }
         let write = |transposed| WriteRows { slots, transposed };
         self.keys.inplace_op2(&key.contiguous()?, &write(true))?;
@@ -162,8 +162,8 @@ impl KeyValuePages {
 /// `query` `[N, heads * head_dim]`, the heads side by side as a linear layer leaves them, of the dtype of the pages; `heads` is
 /// a multiple of `kv_heads`, and query heads that lie side by side share a key head. Row i sees what `rows[i]` says, its own
 /// position included, whose key and value are written before. The result is like `query`; on the CPU the bits of a row depend
-/// on that row and what it sees, cut into spans as they are, and on nothing else. Arithmetic in f32. For inference: the result
-/// has no gradient. Errs on other shapes and dtypes, a scale that is not positive and finite, and rows that see nothing or what
+/// on that row and what it sees, cut into spans as they are, and on nothing else. Arithmetic in f32. For inference: errs
+/// on what is in a graph, other shapes and dtypes, a scale that is not positive and finite, and rows that see nothing or what
 /// is not there.
 ///
 /// ```
@@ -184,9 +184,8 @@ pub fn paged_attention(
     scale: f64,
 ) -> Result<Tensor> {
     check(query, pages, rows, scale)?;
-    let query = query.detach();
-    if !path::is_fused_on_cpu(&query) || rows.is_empty() {
-        return composed::paged_attention_unchecked(&query, pages, rows, scale);
+    if !path::is_fused_on_cpu(query) || rows.is_empty() {
+        return composed::paged_attention_unchecked(query, pages, rows, scale);
     }
     let attended = query.contiguous()?;
     let shape = query.shape();
@@ -203,6 +202,7 @@ pub(crate) fn check(
     scale: f64,
 ) -> Result<()> {
     check::positive("scale", scale)?;
+    check::constant("query", query)?;
     let (of_pages, kv_heads, _, head_dim) = pages.values.dims4()?;
     let width = kv_heads * head_dim;
     if !matches!(query.dims(), &[n, wide] if n == rows.len() && wide > 0 && wide % width == 0) {

@@ -105,8 +105,8 @@ impl Decoder {
         if n > last.len() {
             x = x.index_select(&Tensor::new(last, device)?, 0)?;
         }
-        let hidden = self.norm.forward(&x)?;
-        Ok(linear_rows(&hidden, &[self.output_weight()])?.swap_remove(0))
+        let hidden = self.norm.forward(&x)?.detach();
+        Ok(linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0))
     }
 
     fn check_new(&self, new: &[(SequenceId, &[u32])], cache: &PagedCache) -> Result<()> {
@@ -163,6 +163,8 @@ impl Attention {
             query = pass.angles.rotate(&query)?;
             key = pass.angles.rotate(&key)?;
         }
+        // The norms of heads may have variables.
+        let [query, key, value] = [query, key, value].map(|x| x.detach());
         let pages = pass.cache.layer(layer);
         pages.write(&key, &value, &pass.slots)?;
         let scale = (self.head_dim as f64).powf(-0.5);

@@ -90,14 +90,16 @@ impl Linear {
         maps: [&Self; M],
         x: &Tensor,
     ) -> Result<[Tensor; M]> {
-        let mut results = linear_rows(x, &maps.map(|map| &map.weight.tensor))?;
+        let x = &x.detach();
+        let weights = maps.map(|map| map.weight.tensor.detach());
+        let mut results = linear_rows(x, &weights.each_ref())?;
         for (map, y) in maps.iter().zip(&mut results) {
             if let Some(bias) = &map.bias {
                 *y = y.broadcast_add(&bias.tensor.detach())?;
             }
             if let Some(Adapter { a, b, scaling }) = &map.adapter {
-                let narrow = linear_rows(x, &[&a.tensor])?;
-                let change = linear_rows(&narrow[0], &[&b.tensor])?;
+                let narrow = linear_rows(x, &[&a.tensor.detach()])?;
+                let change = linear_rows(&narrow[0], &[&b.tensor.detach()])?;
                 *y = (&*y + (&change[0] * *scaling)?)?;
             }
         }

@@ -18,6 +18,9 @@ use crate::response::{learn_from_output, predicting_states, response_log_probs};
 use crate::sampler::ensure_temperature;
 use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
+/// Sums of squared probabilities are computed from this many logits at a time, 16 MiB of f32.
+const PIECE_LOGITS: usize = 1 << 22;
+
 /// How an [`Actor`] learns.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ActorConfig {
@@ -211,9 +214,9 @@ impl<M: LanguageModel> Actor<M> {
         let states = predicting_states(&self.policy, batch)?;
         let (b, t, width) = states.dims3()?;
         let weight = self.policy.output_weight().detach();
-        let logits = states.reshape((b * t, width))?.matmul(&weight.t()?)?;
-        let logits = logits.reshape((b, t, ()))?;
-        Ok(sum_of_squared_probs(&logits, self.config.temperature)?)
+        let rows = states.reshape((b * t, width))?;
+        let sums = squared_probs_in_pieces(&rows, &weight, self.config.temperature, PIECE_LOGITS)?;
+        Ok(sums.reshape((b, t))?)
     }
 
     /// Adds the gradient of the loss of `batch`, a part of the step that `totals` counts.
@@ -333,5 +336,46 @@ impl<M: LanguageModel> Actor<M> {
     /// How this actor learns.
     pub fn config(&self) -> &ActorConfig {
         &self.config
+    }
+}
+
+/// [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]`, so that the logits of all rows are never held.
+fn squared_probs_in_pieces(
+    states: &Tensor,
+    weight: &Tensor,
+    temperature: f64,
+    piece_logits: usize,
+) -> candle_core::Result<Tensor> {
+    let n = states.dim(0)?;
+    let rows = (piece_logits / weight.dim(0)?).max(1);
+    let pieces = (0..n)
+        .step_by(rows)
+        .map(|start| {
+            let states = states.narrow(0, start, rows.min(n - start))?;
+            sum_of_squared_probs(&states.matmul(&weight.t()?)?, temperature)
+        })
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    Tensor::cat(&pieces, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn pieces_make_what_one_product_makes() -> candle_core::Result<()> {
+        let states = Tensor::randn(0f32, 1., (7, 4), &Device::Cpu)?;
+        let weight = Tensor::randn(0f32, 1., (5, 4), &Device::Cpu)?;
+        let whole = sum_of_squared_probs(&states.matmul(&weight.t()?)?, 0.7)?.to_vec1::<f32>()?;
+        for piece_logits in [0, 5, 14, 35, 100] {
+            let found = squared_probs_in_pieces(&states, &weight, 0.7, piece_logits)?;
+            for (found, whole) in found.to_vec1::<f32>()?.iter().zip(&whole) {
+                assert!((found - whole).abs() < 1e-6);
+            }
+            assert_eq!(found.dims(), [7]);
+        }
+        Ok(())
     }
 }

@@ -13,7 +13,7 @@ pub fn paged_attention(
     scale: f64,
 ) -> Result<Tensor> {
     paged_attention::check(query, pages, rows, scale)?;
-    unchecked(&query.detach(), pages, rows, scale)
+    unchecked(query, pages, rows, scale)
 }
 
 pub(crate) fn unchecked(
