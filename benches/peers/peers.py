@@ -109,7 +109,123 @@ def logits_policy_loss(device, batch, tokens, vocab, dtype):
     return run
 
 
+def through_a_graph(function, *inputs):
+    def run():
+        function(*inputs).sum().backward()
+        for x in inputs:
+            x.grad = None
+
+    return run
+
+
+def rms_norm(tokens, width):
+    import torch
+    import torch.nn.functional as F
+
+    x, weight = uniform(torch, "cpu", tokens, width), uniform(torch, "cpu", width)
+    return through_a_graph(lambda x, weight: F.rms_norm(x, (width,), weight, 1e-5), x, weight)
+
+
+def rope(tokens, heads, head_dim):
+    import torch
+
+    angles = torch.rand(tokens, 1, head_dim // 2).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotate(x):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return through_a_graph(rotate, uniform(torch, "cpu", tokens, heads, head_dim))
+
+
+def swiglu(tokens, width):
+    import torch
+    import torch.nn.functional as F
+
+    inputs = [uniform(torch, "cpu", tokens, width) for _ in range(2)]
+    return through_a_graph(lambda gate, up: F.silu(gate) * up, *inputs)
+
+
+def attention(batch, positions, heads, kv_heads, head_dim):
+    import torch
+    import torch.nn.functional as F
+
+    inputs = [uniform(torch, "cpu", batch, n, positions, head_dim) for n in (heads, kv_heads, kv_heads)]
+    return through_a_graph(
+        lambda *inputs: F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True), *inputs
+    )
+
+
+def embedding(tokens, vocab, width):
+    import torch
+    import torch.nn.functional as F
+
+    weight = uniform(torch, "cpu", vocab, width)
+    # There already, as in ours: the gradient is added to it.
+    weight.grad = torch.zeros_like(weight)
+    ids = torch.randint(vocab, (tokens,))
+
+    def run():
+        F.embedding(ids, weight).sum().backward()
+
+    return run
+
+
+def adamw(vocab, width):
+    import torch
+
+    parameter = uniform(torch, "cpu", vocab, width, scale=0.1)
+    parameter.grad = torch.full_like(parameter, 0.01)
+    return torch.optim.AdamW([parameter], fused=True).step
+
+
+def gradient_norm(vocab, width):
+    import torch
+
+    gradient = torch.empty(vocab, width).uniform_(-0.01, 0.01)
+
+    def run():
+        torch.nn.utils.get_total_norm([gradient])
+
+    return run
+
+
+def policy_loss(batch, tokens):
+    """GRPO with a KL loss as TRL writes it: a mean of each sequence, then of the batch."""
+    import torch
+
+    log_probs = uniform(torch, "cpu", batch, tokens)
+    old, reference = (log_probs.detach() + 0.2 * torch.randn(batch, tokens) for _ in range(2))
+    mask = (torch.rand(batch, tokens) < 0.9).float()
+    advantages = torch.randn(batch, 1)
+
+    def loss(log_probs):
+        ratio = torch.exp(log_probs - old)
+        surrogate = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
+        difference = reference - log_probs
+        token = surrogate + 0.04 * (torch.exp(difference) - difference - 1)
+        return ((token * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+    return through_a_graph(loss, log_probs)
+
+
+def group_advantage(samples, group_size):
+    import torch
+
+    rewards = torch.randn(samples)
+
+    def run():
+        groups = rewards.view(-1, group_size)
+        ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+
+    return run
+
+
 def cpu_cases():
+    def beside_pytorch(op, shape, prepare, direction="forward+backward"):
+        return Case(op, shape, "f32", "PyTorch", prepare, direction=direction)
+
     def with_logits(rows, dtype, name):
         return Case("log_prob", f"[{rows}, 49152]", name, "PyTorch", lambda: log_prob("cpu", rows, 49152, dtype))
 
@@ -124,6 +240,22 @@ def cpu_cases():
         "linear_policy_loss", "[8, 128, 576] x [49152, 576]", "f32", "Liger-Kernel",
         lambda: linear_policy_loss("cpu", 8, 128, 576, 49152, "float32"),
     )
+    # The layers of SmolLM2-135M on 8 sequences of 128 tokens.
+    yield beside_pytorch("rms_norm", "[1024, 576], alone", lambda: rms_norm(1024, 576))
+    yield beside_pytorch("rope", "[1024, 9 * 64], alone", lambda: rope(1024, 9, 64))
+    yield beside_pytorch("swiglu", "[1024, 1536], alone", lambda: swiglu(1024, 1536))
+    yield beside_pytorch(
+        "attention", "[8, 128], 9 and 3 heads of 64, alone", lambda: attention(8, 128, 9, 3, 64)
+    )
+    yield beside_pytorch(
+        "embedding", "[1024] of [49152, 576], alone", lambda: embedding(1024, 49152, 576)
+    )
+    yield beside_pytorch("policy_loss", "[64, 512]", lambda: policy_loss(64, 512))
+    yield beside_pytorch(
+        "group_advantage", "[4096] in groups of 8", lambda: group_advantage(4096, 8), "forward"
+    )
+    yield beside_pytorch("adamw", "[49152, 576]", lambda: adamw(49152, 576), "forward")
+    yield beside_pytorch("gradient_norm", "[49152, 576]", lambda: gradient_norm(49152, 576), "forward")
 
 
 def cuda_cases():
