@@ -22,6 +22,7 @@ pub(crate) fn forward(
     let stream = device.cuda_stream();
     let (vocab, width) = layout.shape().dims2()?;
     let n = op.ids.elem_count();
+    check(n, vocab, width)?;
     let ids = op.ids.storage_and_layout();
     let rows = with_cuda_floats!(weight, "weight", T => {
         // SAFETY: the kernel writes all of it.
@@ -47,9 +48,7 @@ pub(crate) fn backward(weight: &Tensor, ids: &Tensor, gradient: &Tensor) -> Resu
     let stream = device.cuda_stream();
     let (vocab, width) = weight.dims2()?;
     let n = ids.elem_count();
-    if n > i32::MAX as usize || vocab > i32::MAX as usize {
-        bail!("embedding: {n} ids of {vocab}, must be at most 2^31 - 1 on CUDA");
-    }
+    check(n, vocab, width)?;
     let ids = ids.storage_and_layout();
     let gradient = gradient.storage_and_layout();
     let Storage::Cuda(gradient_cuda) = &*gradient.0 else {
@@ -80,4 +79,12 @@ pub(crate) fn backward(weight: &Tensor, ids: &Tensor, gradient: &Tensor) -> Resu
         CudaStorage::wrap_cuda_slice(dweight, device.clone())
     });
     Ok(as_tensor(dweight, weight.shape()))
+}
+
+/// The kernels count ids, rows of the weight and columns in 31 bits.
+fn check(n: usize, vocab: usize, width: usize) -> Result<()> {
+    if n.max(vocab).max(width) > i32::MAX as usize {
+        bail!("embedding: {n} ids of {vocab} rows of {width}, must be below 2^31 each on CUDA");
+    }
+    Ok(())
 }
