@@ -53,8 +53,6 @@ kernels! {
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);
-        log_prob_forward_tile(logits: In<Self>, targets: In<u32>, mask: In<u8>, state: Out<f32>, packed: Out<f32>, n: u64,
-            columns: u64, first_column: u32, vocab: u64, inverse_temperature: f32);
         log_prob_backward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
             gradient: Out<Self>, n: u64, columns: u64, first_column: u32, inverse_temperature: f32);
     }
@@ -80,6 +78,10 @@ plain_kernels! {
     }
     gradient_norm GRADIENT_NORM {
         gradient_sum_parts(parts: In<f64>, sums: Out<f64>);
+    }
+    linear_log_prob LINEAR_LOG_PROB {
+        linear_log_prob_tile(logits: In<f32>, targets: In<u32>, mask: In<u8>, state: Out<f32>, packed: Out<f32>, n: u64,
+            columns: u64, first_column: u32, vocab: u64, inverse_temperature: f32);
     }
     policy_loss POLICY_LOSS {
         policy_loss(log_probs: In<f32>, old_log_probs: In<f32>, ref_log_probs: In<f32>, advantages: In<f32>, weights: In<f32>,

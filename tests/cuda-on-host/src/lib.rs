@@ -1,13 +1,16 @@
 //! Runs the CUDA kernels of candle-grpo on the CPU.
 //!
 //! The files in `kernels/` are compiled as C++ with a stand-in for nvcc's built-ins, in which the threads of a block are
-//! fibers that meet at barriers and shuffles as they do on a GPU. [`Kernels`] has each of them as a function; those without an element type are functions of this crate. What this proves is what a kernel computes, that its threads meet, that its loads are
+//! fibers that meet at barriers and shuffles as they do on a GPU. [`Kernels`] has each of them as a function; those without an
+//! element type are functions of this crate. [`Expected`] is what their results are held to. What this proves is what a kernel computes, that its threads meet, that its loads are
 //! aligned and inside their buffers. It proves nothing of the GPU itself: neither speed nor races between warps that
 //! no order of the fibers shows.
 #![allow(unsafe_code)]
 
+mod expected;
 mod kernels;
 
+pub use expected::{Expected, forward_and_backward};
 pub use kernels::*;
 
 use std::ffi::{CStr, c_char, c_void};

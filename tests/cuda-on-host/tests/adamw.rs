@@ -1,19 +1,30 @@
-//! `adamw.cu` against the formula in f64.
+//! `adamw.cu` against the formula in f64 and the CPU path.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
-use candle_grpo_test_support::assert_close;
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, noise};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
+use candle_grpo_test_support::numbers;
 use half::{bf16, f16};
 
 const BETA1: f64 = 0.9;
 const BETA2: f64 = 0.99;
 const EPSILON: f64 = 1e-6;
-const KEEP: f64 = 0.97;
-const STEP_SIZE: f64 = 0.3;
-const ROOT_CORRECTION: f64 = 0.8;
+const LEARNING_RATE: f64 = 0.3;
+const WEIGHT_DECAY: f64 = 0.1;
+const STEP: i32 = 100;
+const KEEP: f64 = 1.0 - LEARNING_RATE * WEIGHT_DECAY;
+
+fn step_size() -> f64 {
+    LEARNING_RATE / (1.0 - BETA1.powi(STEP))
+}
+
+fn root_correction() -> f64 {
+    (1.0 - BETA2.powi(STEP)).sqrt()
+}
 
 /// p, m and v after the step.
-fn expected(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
+fn formula(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
     let m: Vec<f64> = m
         .iter()
         .zip(g)
@@ -27,12 +38,18 @@ fn expected(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
     let p = p
         .iter()
         .zip(m.iter().zip(&v))
-        .map(|(p, (m, v))| p * KEEP - STEP_SIZE * m / (v.sqrt() / ROOT_CORRECTION + EPSILON));
+        .map(|(p, (m, v))| p * KEEP - step_size() * m / (v.sqrt() / root_correction() + EPSILON));
     [p.collect(), m, v]
 }
 
 /// `n` elements, in memory with `behind` further ones; with a master or without, a gradient like the parameter or of f32.
-fn check<T: Kernels>(n: usize, behind: usize, has_master: bool, like: bool, tolerance: f64) {
+fn check<T: Kernels>(
+    n: usize,
+    behind: usize,
+    has_master: bool,
+    like: bool,
+    tolerance: f64,
+) -> Result<()> {
     let with_behind = |numbers: &[f64]| -> Vec<f32> {
         let mut numbers: Vec<f32> = numbers.iter().map(|x| *x as f32).collect();
         numbers.resize(n + behind, 7.0);
@@ -52,7 +69,47 @@ fn check<T: Kernels>(n: usize, behind: usize, has_master: bool, like: bool, tole
     let (p_like, g_like) = (rounded(&p), rounded(&g));
     let start = if has_master { exact(&p) } else { wide(&p_like) };
     let gradient = if like { wide(&g_like) } else { exact(&g) };
-    let [p_expected, m_expected, v_expected] = expected(&start, &exact(&m), &exact(&v), &gradient);
+    let [p_exact, m_exact, v_exact] = formula(&start, &exact(&m), &exact(&v), &gradient);
+
+    let variable = |x: &[f32]| Var::from_slice(&x[..n], n, &Device::Cpu);
+    let p_on_cpu = Var::from_slice(&p_like[..n], n, &Device::Cpu)?;
+    let (master_on_cpu, m_on_cpu, v_on_cpu) = (variable(&p)?, variable(&m)?, variable(&v)?);
+    // A parameter of f32, which the operator gives no master, is its own.
+    let is_own_master = has_master && T::DTYPE == DType::F32;
+    let tensors = AdamWTensors {
+        parameter: &p_on_cpu,
+        master: (has_master && !is_own_master).then_some(&master_on_cpu),
+        average: &m_on_cpu,
+        square: &v_on_cpu,
+        gradient: &if like {
+            Tensor::from_slice(&g_like[..n], n, &Device::Cpu)?
+        } else {
+            Tensor::from_slice(&g[..n], n, &Device::Cpu)?
+        },
+        weight_decay: WEIGHT_DECAY,
+    };
+    let step = AdamWStep {
+        learning_rate: LEARNING_RATE,
+        beta1: BETA1,
+        beta2: BETA2,
+        epsilon: EPSILON,
+        step: STEP as usize,
+    };
+    adamw(&[tensors], &step)?;
+    let expected = |exact: &[f64], on_cpu: &Var| -> Result<Expected> {
+        Ok(Expected {
+            exact: exact.to_vec(),
+            on_cpu: numbers(on_cpu)?,
+        })
+    };
+    let p_expected = expected(&p_exact, &p_on_cpu)?;
+    let m_expected = expected(&m_exact, &m_on_cpu)?;
+    let v_expected = expected(&v_exact, &v_on_cpu)?;
+    let master_expected = match (has_master, is_own_master) {
+        (true, true) => expected(&p_exact, &p_on_cpu)?,
+        (true, false) => expected(&p_exact, &master_on_cpu)?,
+        (false, _) => expected(&exact(&p), &master_on_cpu)?,
+    };
 
     for order in ORDERS {
         let mut parameter = Buffer::of(&p_like);
@@ -86,8 +143,8 @@ fn check<T: Kernels>(n: usize, behind: usize, has_master: bool, like: bool, tole
                         (1.0 - BETA2) as f32,
                         EPSILON as f32,
                         KEEP as f32,
-                        STEP_SIZE as f32,
-                        (1.0 / ROOT_CORRECTION) as f32,
+                        step_size() as f32,
+                        (1.0 / root_correction()) as f32,
                     )
                     .unwrap()
                 };
@@ -98,23 +155,19 @@ fn check<T: Kernels>(n: usize, behind: usize, has_master: bool, like: bool, tole
                 step!(adamw, g.as_ptr());
             }
         }
-        assert_close(&wide(&parameter), &p_expected, tolerance);
-        assert_close(&exact(&average), &m_expected, 1e-6);
-        assert_close(&exact(&square), &v_expected, 1e-6);
-        let master_expected = if has_master {
-            p_expected.clone()
-        } else {
-            exact(&p)
-        };
-        assert_close(&exact(&master), &master_expected, 1e-5);
+        p_expected.assert_close(&wide(&parameter), tolerance);
+        m_expected.assert_close(&exact(&average), 1e-6);
+        v_expected.assert_close(&exact(&square), 1e-6);
+        master_expected.assert_close(&exact(&master), 1e-5);
         assert!(parameter[n..].iter().all(|x| x.to_f64() == 7.0));
         for state in [&master, &average, &square] {
             assert!(state[n..].iter().all(|x| *x == 7.0));
         }
     }
+    Ok(())
 }
 
-fn check_all<T: Kernels>(tolerance: f64) {
+fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     for n in [1, 4, 1023, 2048] {
         for (behind, has_master, like) in [
             (0, false, false),
@@ -122,22 +175,23 @@ fn check_all<T: Kernels>(tolerance: f64) {
             (0, true, true),
             (2, false, true),
         ] {
-            check::<T>(n, behind, has_master, like, tolerance);
+            check::<T>(n, behind, has_master, like, tolerance)?;
         }
     }
+    Ok(())
 }
 
 #[test]
-fn f32_is_the_formula() {
-    check_all::<f32>(1e-5);
+fn f32_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f32>(1e-5)
 }
 
 #[test]
-fn bf16_is_the_formula() {
-    check_all::<bf16>(4e-3);
+fn bf16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<bf16>(4e-3)
 }
 
 #[test]
-fn f16_is_the_formula() {
-    check_all::<f16>(6e-4);
+fn f16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f16>(6e-4)
 }

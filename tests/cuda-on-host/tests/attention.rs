@@ -1,10 +1,9 @@
-//! `attention.cu` against the composed twin in f64.
+//! `attention.cu` against the composed twin in f64 and the CPU path.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_core::{Device, Result, Tensor, Var};
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
-use candle_grpo_kernels::{Sequences, composed};
-use candle_grpo_test_support::{assert_close, numbers};
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, noise};
+use candle_grpo_kernels::{Sequences, attention, composed};
 use half::{bf16, f16};
 
 include!("../../../kernels/attention.rs");
@@ -79,34 +78,33 @@ impl Case<'_> {
     }
 }
 
-/// The result and the gradients, of inputs that are f64.
-fn expected(case: &Case, inputs: [&[f64]; 4], mask: &[u8]) -> Result<[Vec<f64>; 4]> {
+/// The result and the gradients of query, key and value.
+fn expected<T: Kernels>(case: &Case, inputs: [&[T]; 4], mask: &[u8]) -> Result<Vec<Expected>> {
     let device = &Device::Cpu;
     let [query_width, key_width] =
         [case.group, 1].map(|group| group * case.kv_heads * case.head_dim);
-    let table = |x: &[f64], width: usize| Tensor::from_slice(x, (x.len() / width, width), device);
-    let query = Var::from_tensor(&table(inputs[0], query_width)?)?;
-    let key = Var::from_tensor(&table(inputs[1], key_width)?)?;
-    let value = Var::from_tensor(&table(inputs[2], key_width)?)?;
-    let gradient = table(inputs[3], query_width)?;
-    let batch = case.sequences().len();
-    let y = match case.layout {
-        Layout::Packed(lengths) => composed::attention(
-            &query,
-            &key,
-            &value,
-            Sequences::Packed(lengths),
-            case.head_dim,
-            SCALE,
-        )?,
+    let table = |x: &[T], width: usize| Tensor::from_slice(x, (x.len() / width, width), device);
+    let [query, key, value, gradient] = inputs;
+    let inputs = [
+        table(query, query_width)?,
+        table(key, key_width)?,
+        table(value, key_width)?,
+    ];
+    let padded;
+    let sequences = match case.layout {
+        Layout::Packed(lengths) => Sequences::Packed(lengths),
         _ => {
-            let mask = Tensor::from_slice(mask, (batch, mask.len() / batch), device)?;
-            composed::attention(&query, &key, &value, &mask, case.head_dim, SCALE)?
+            let batch = case.sequences().len();
+            padded = Tensor::from_slice(mask, (batch, mask.len() / batch), device)?;
+            Sequences::Padded(&padded)
         }
     };
-    let gradients = (&y * gradient)?.sum_all()?.backward()?;
-    let of = |x: &Var| numbers(gradients.get(x).expect("a gradient"));
-    Ok([numbers(&y)?, of(&query)?, of(&key)?, of(&value)?])
+    Expected::of_twin(
+        &inputs,
+        &table(gradient, query_width)?,
+        |x| composed::attention(&x[0], &x[1], &x[2], sequences, case.head_dim, SCALE),
+        |x| attention(&x[0], &x[1], &x[2], sequences, case.head_dim, SCALE),
+    )
 }
 
 fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
@@ -138,12 +136,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let value = of(mask.len() * kv_heads * head_dim, 3, 2.0);
     let gradient = of(queries * heads * head_dim, 4, 2.0);
     let wide = |x: &[T]| -> Vec<f64> { x.iter().map(|x| x.to_f64()).collect() };
-    let inputs = [wide(&query), wide(&key), wide(&value), wide(&gradient)];
-    let expected = expected(
-        &case,
-        [&inputs[0], &inputs[1], &inputs[2], &inputs[3]],
-        &mask,
-    )?;
+    let expected = expected(&case, [&query, &key, &value, &gradient], &mask)?;
 
     let (mut value, mut gradient) = (value, gradient);
     if case.nan {
@@ -291,16 +284,16 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
             ("of key", &of_key, &expected[2], of_keys),
             ("of value", &of_value, &expected[3], of_keys),
         ] {
-            let (found, behind) = found.split_at(expected.len());
+            let (found, behind) = found.split_at(expected.exact.len());
             let mut found = wide(found);
             if case.nan {
-                for (i, (x, expected)) in found.iter_mut().zip(expected).enumerate() {
+                for (i, (x, expected)) in found.iter_mut().zip(&expected.exact).enumerate() {
                     if mask[at(i / width)] != 0 {
                         *x = *expected;
                     }
                 }
             }
-            let close = std::panic::catch_unwind(|| assert_close(&found, expected, tolerance));
+            let close = std::panic::catch_unwind(|| expected.assert_close(&found, tolerance));
             assert!(close.is_ok(), "{name}, {case:?}, order {order}");
             assert!(behind.iter().all(|x| *x == seven), "{name}, {case:?}");
         }
@@ -399,17 +392,17 @@ fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
 }
 
 #[test]
-fn f32_is_the_twin() -> Result<()> {
+fn f32_is_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<f32>(&[5, 64, 80, 256], 1e-5)
 }
 
 #[test]
-fn bf16_is_the_twin() -> Result<()> {
+fn bf16_is_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<bf16>(&[1, 16, 64, 72, 80, 96, 128, 144, 256], 3e-2)
 }
 
 #[test]
-fn f16_is_the_twin() -> Result<()> {
+fn f16_is_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<f16>(&[16, 128, 256], 4e-3)
 }
 

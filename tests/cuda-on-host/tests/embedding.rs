@@ -1,11 +1,20 @@
-//! `embedding.cu`: the rows that ids name, and the sums of their gradients.
+//! `embedding.cu`: the rows that ids name, and the sums of their gradients; and what the CPU path makes of them.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, embedding_first, noise};
-use candle_grpo_test_support::assert_close;
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_cuda_on_host::{
+    Buffer, Expected, Grid, Kernels, ORDERS, embedding_first, forward_and_backward, noise,
+};
+use candle_grpo_kernels::embedding;
 use half::{bf16, f16};
 
-fn check<T: Kernels>(vocab: usize, width: usize, ids: &[u32], behind: usize, tolerance: f64) {
+fn check<T: Kernels>(
+    vocab: usize,
+    width: usize,
+    ids: &[u32],
+    behind: usize,
+    tolerance: f64,
+) -> Result<()> {
     let n = ids.len();
     let of = |len: usize, seed| -> Buffer<T> {
         let mut numbers: Vec<T> = noise(len, seed).iter().map(|x| T::from_f64(*x)).collect();
@@ -24,6 +33,22 @@ fn check<T: Kernels>(vocab: usize, width: usize, ids: &[u32], behind: usize, tol
                 gradient[place * width + column].to_f64();
         }
     }
+    // The CPU path refuses an id out of range, which here names a further row of NaN.
+    let nan = vec![T::from_f64(f64::NAN); width];
+    let table = |x: &[T]| Tensor::from_slice(x, (x.len() / width, width), &Device::Cpu);
+    let weight_of = table(&[&weight[..vocab * width], &nan].concat())?;
+    let ids_of: Vec<u32> = ids.iter().map(|id| (*id).min(vocab as u32)).collect();
+    let ids_of = Tensor::from_vec(ids_of, n, &Device::Cpu)?;
+    let mut on_cpu =
+        forward_and_backward(&[weight_of], &table(&gradient[..n * width])?, |inputs| {
+            embedding(&ids_of, &inputs[0])
+        })?;
+    on_cpu[1].truncate(vocab * width);
+    let rows_on_cpu = on_cpu.remove(0);
+    let dweight_expected = Expected {
+        exact: dweight_expected,
+        on_cpu: on_cpu.remove(0),
+    };
     let ids = Buffer::of(ids);
     let slices = width.div_ceil(2 * 32 * 16 / size_of::<T>());
     for order in ORDERS {
@@ -85,36 +110,41 @@ fn check<T: Kernels>(vocab: usize, width: usize, ids: &[u32], behind: usize, tol
                 assert!(row.iter().all(|x| x.to_f64().is_nan()));
             }
         }
+        for (found, on_cpu) in rows.iter().map(|x| x.to_f64()).zip(&rows_on_cpu) {
+            assert!(found == *on_cpu || (found.is_nan() && on_cpu.is_nan()));
+        }
         assert!(rows[n * width..].iter().all(|x| *x == seven));
         let found: Vec<f64> = dweight.iter().map(|x| x.to_f64()).collect();
-        assert_close(&found, &dweight_expected, tolerance);
+        dweight_expected.assert_close(&found, tolerance);
     }
+    Ok(())
 }
 
-fn check_all<T: Kernels>(tolerance: f64) {
+fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     let many: Vec<u32> = (0..333u32)
         .map(|i| if i % 3 == 0 { 4 } else { i * i % 9 })
         .collect();
     let far = [2, u32::MAX, 0, 9, 2, 1, 1, 8];
     for behind in [0, 1] {
-        check::<T>(1, 1, &[0], behind, tolerance);
-        check::<T>(9, 72, &far, behind, tolerance);
-        check::<T>(9, 5, &many, behind, tolerance);
-        check::<T>(9, 576, &many, behind, tolerance);
+        check::<T>(1, 1, &[0], behind, tolerance)?;
+        check::<T>(9, 72, &far, behind, tolerance)?;
+        check::<T>(9, 5, &many, behind, tolerance)?;
+        check::<T>(9, 576, &many, behind, tolerance)?;
     }
+    Ok(())
 }
 
 #[test]
-fn f32_sums_what_belongs_to_a_row() {
-    check_all::<f32>(3e-6);
+fn f32_sums_what_belongs_to_a_row() -> Result<()> {
+    check_all::<f32>(3e-6)
 }
 
 #[test]
-fn bf16_sums_what_belongs_to_a_row() {
-    check_all::<bf16>(4e-3);
+fn bf16_sums_what_belongs_to_a_row() -> Result<()> {
+    check_all::<bf16>(4e-3)
 }
 
 #[test]
-fn f16_sums_what_belongs_to_a_row() {
-    check_all::<f16>(6e-4);
+fn f16_sums_what_belongs_to_a_row() -> Result<()> {
+    check_all::<f16>(6e-4)
 }

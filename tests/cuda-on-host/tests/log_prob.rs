@@ -1,14 +1,15 @@
-//! `log_prob.cu` against the composed twin in f64.
+//! `log_prob.cu` against the composed twin in f64 and the CPU path.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
-use candle_grpo_kernels::{LogProbOptions, composed};
-use candle_grpo_test_support::{assert_close, numbers};
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, noise};
+use candle_grpo_kernels::{LogProbOptions, composed, log_prob};
 use half::{bf16, f16};
 
+mod common;
+use common::{THREADS, stacked};
+
 const TEMPERATURE: f64 = 0.7;
-const THREADS: u32 = 256;
 
 /// `n` rows of `vocab` logits, which end where their memory does: n and vocab say how they lie to addresses of 16 bytes.
 /// The gradient ends `shift` elements before the end of its own memory, or is written over the logits.
@@ -19,33 +20,6 @@ struct Case {
     shift: usize,
     masked: bool,
     in_place: bool,
-}
-
-/// What the twin says: the packed results and the gradient, for what the packed gradient is.
-fn expected(
-    logits: &[f64],
-    targets: &[u32],
-    mask: &[u8],
-    packed_gradient: &[f32],
-) -> Result<(Vec<f64>, Vec<f64>)> {
-    let n = targets.len();
-    let device = &Device::Cpu;
-    let logits = Var::from_slice(logits, (n, logits.len() / n), device)?;
-    let mask = Tensor::from_slice(mask, n, device)?;
-    let options = LogProbOptions {
-        mask: Some(&mask),
-        ..Default::default()
-    };
-    let targets = Tensor::from_slice(targets, n, device)?;
-    let tokens = composed::log_prob(&logits, &targets, TEMPERATURE, options)?;
-    let packed = Tensor::stack(
-        &[&tokens.log_probs, &tokens.entropy, &tokens.log_sum_exp],
-        0,
-    )?;
-    let weights = Tensor::from_slice(packed_gradient, (3, n), device)?.to_dtype(DType::F64)?;
-    let gradients = (&packed * weights)?.sum_all()?.backward()?;
-    let gradient = gradients.get(&logits).expect("a gradient");
-    Ok((numbers(&packed)?, numbers(gradient)?))
 }
 
 /// `tolerance` is that of the gradient, which has the dtype of the logits.
@@ -68,8 +42,25 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let packed_gradient: Vec<f32> = noise(3 * n, 2).iter().map(|x| *x as f32).collect();
 
     let rounded: Vec<T> = logits.iter().map(|x| T::from_f64(*x)).collect();
-    let exact: Vec<f64> = rounded.iter().map(|x| x.to_f64()).collect();
-    let (packed_expected, gradient_expected) = expected(&exact, &targets, &mask, &packed_gradient)?;
+    let of_rows = Tensor::from_slice(&targets, n, &Device::Cpu)?;
+    let kept = Tensor::from_slice(&mask, n, &Device::Cpu)?;
+    let options = LogProbOptions {
+        mask: Some(&kept),
+        ..Default::default()
+    };
+    let expected = Expected::of_twin(
+        &[Tensor::from_slice(&rounded, (n, vocab), &Device::Cpu)?],
+        &Tensor::from_slice(&packed_gradient, (3, n), &Device::Cpu)?,
+        |logits| {
+            stacked(composed::log_prob(
+                &logits[0],
+                &of_rows,
+                TEMPERATURE,
+                options,
+            )?)
+        },
+        |logits| stacked(log_prob(&logits[0], &of_rows, TEMPERATURE, options)?),
+    )?;
 
     let mut memory = rounded;
     for (row, logits) in memory.chunks_mut(vocab).enumerate() {
@@ -106,7 +97,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         }
         .unwrap_or_else(|error| panic!("{case:?}, order {order}: {error}"));
         let results: Vec<f64> = packed.iter().map(|x| f64::from(*x)).collect();
-        assert_close(&results, &packed_expected, 3e-6);
+        expected[0].assert_close(&results, 3e-6);
 
         let mut apart = Buffer::filled(T::from_f64(7.0), n * vocab + case.shift);
         let (from, to) = if case.in_place {
@@ -135,7 +126,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         let written = if case.in_place { &logits } else { &apart };
         let written: Vec<f64> = written.iter().map(|x| x.to_f64()).collect();
         let (gradient, behind) = written.split_at(n * vocab);
-        assert_close(gradient, &gradient_expected, tolerance);
+        expected[1].assert_close(gradient, tolerance);
         assert!(behind.iter().all(|x| *x == 7.0), "{case:?}: {behind:?}");
     }
     Ok(())
@@ -177,116 +168,18 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
 }
 
 #[test]
-fn f32_is_that_of_the_twin() -> Result<()> {
+fn f32_is_that_of_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<f32>(2e-6)
 }
 
 #[test]
-fn bf16_is_that_of_the_twin() -> Result<()> {
+fn bf16_is_that_of_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<bf16>(4e-3)
 }
 
 #[test]
-fn f16_is_that_of_the_twin() -> Result<()> {
+fn f16_is_that_of_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<f16>(6e-4)
-}
-
-/// Tiles one after another give what the whole row gives, for targets in each of them.
-#[test]
-fn tiles_are_the_row() {
-    let (n, vocab) = (5, 700);
-    let logits: Vec<f32> = noise(n * vocab, 1)
-        .iter()
-        .map(|x| 9.0 * *x as f32)
-        .collect();
-    let (targets, mask) = (
-        Buffer::of(&[0u32, 255, 256, 699, 3]),
-        Buffer::of(&[1u8, 1, 1, 1, 0]),
-    );
-    let packed_gradient: Vec<f32> = noise(3 * n, 2).iter().map(|x| *x as f32).collect();
-    let packed_gradient = Buffer::of(&packed_gradient);
-    let grid = Grid::new(n as u32, THREADS);
-    let run = |bounds: &[usize]| {
-        let mut packed = Buffer::filled(f32::NAN, 3 * n);
-        let mut state = Buffer::filled(f32::NAN, 4 * n);
-        let tile = |columns: std::ops::Range<usize>| -> Vec<f32> {
-            let rows = logits.chunks(vocab);
-            rows.flat_map(|row| row[columns.clone()].to_vec()).collect()
-        };
-        for ends in bounds.windows(2) {
-            let logits = Buffer::of(&tile(ends[0]..ends[1]));
-            // SAFETY: the tile has n rows of these columns, the other buffers the sizes of n.
-            unsafe {
-                f32::log_prob_forward_tile(
-                    grid,
-                    0,
-                    logits.as_ptr(),
-                    targets.as_ptr(),
-                    mask.as_ptr(),
-                    state.as_mut_ptr(),
-                    packed.as_mut_ptr(),
-                    n as u64,
-                    (ends[1] - ends[0]) as u64,
-                    ends[0] as u32,
-                    vocab as u64,
-                    1.25,
-                )
-            }
-            .unwrap();
-        }
-        let mut gradient = vec![0f64; n * vocab];
-        for ends in bounds.windows(2) {
-            let columns = ends[1] - ends[0];
-            let mut logits = Buffer::of(&tile(ends[0]..ends[1]));
-            let memory = logits.as_mut_ptr();
-            // SAFETY: as above; the gradient takes the place of the logits.
-            unsafe {
-                f32::log_prob_backward(
-                    grid,
-                    0,
-                    memory,
-                    targets.as_ptr(),
-                    mask.as_ptr(),
-                    packed.as_ptr(),
-                    packed_gradient.as_ptr(),
-                    memory,
-                    n as u64,
-                    columns as u64,
-                    ends[0] as u32,
-                    1.25,
-                )
-            }
-            .unwrap();
-            for (i, x) in logits.iter().enumerate() {
-                gradient[i / columns * vocab + ends[0] + i % columns] = f64::from(*x);
-            }
-        }
-        let packed: Vec<f64> = packed.iter().map(|x| f64::from(*x)).collect();
-        (packed, gradient)
-    };
-    let mut whole = Buffer::filled(f32::NAN, 3 * n);
-    let all = Buffer::of(&logits);
-    // SAFETY: n rows of the whole vocabulary.
-    unsafe {
-        f32::log_prob_forward(
-            grid,
-            0,
-            all.as_ptr(),
-            targets.as_ptr(),
-            mask.as_ptr(),
-            whole.as_mut_ptr(),
-            n as u64,
-            vocab as u64,
-            1.25,
-        )
-    }
-    .unwrap();
-    let whole: Vec<f64> = whole.iter().map(|x| f64::from(*x)).collect();
-    let (packed, gradient) = run(&[0, 256, 512, 699, 700]);
-    let (packed_of_one, gradient_of_one) = run(&[0, 700]);
-    assert_close(&packed, &whole, 2e-6);
-    assert_close(&packed_of_one, &whole, 0.0);
-    assert_close(&gradient, &gradient_of_one, 2e-6);
 }
 
 #[test]

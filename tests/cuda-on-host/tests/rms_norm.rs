@@ -1,8 +1,11 @@
-//! `rms_norm.cu` against the formula in f64.
+//! `rms_norm.cu` against the formula in f64 and the CPU path.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
-use candle_grpo_test_support::assert_close;
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_cuda_on_host::{
+    Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward, noise,
+};
+use candle_grpo_kernels::rms_norm;
 use half::{bf16, f16};
 
 const EPSILON: f64 = 1e-3;
@@ -19,7 +22,7 @@ struct Case {
 }
 
 /// y, dx and dweight.
-fn expected(x: &[f64], weight: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
+fn formula(x: &[f64], weight: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
     let width = weight.len();
     let (mut y, mut dx, mut dweight) = (vec![], vec![], vec![0.0; width]);
     for (x, gradient) in x.chunks(width).zip(gradient.chunks(width)) {
@@ -35,7 +38,7 @@ fn expected(x: &[f64], weight: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
     [y, dx, dweight]
 }
 
-fn check<T: Kernels>(case: Case, tolerance: f64) {
+fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let Case { n, width, .. } = case;
     let of = |len: usize, seed| -> Vec<T> {
         noise(len, seed)
@@ -45,8 +48,17 @@ fn check<T: Kernels>(case: Case, tolerance: f64) {
     };
     let wide = |x: &[T]| -> Vec<f64> { x.iter().map(|x| x.to_f64()).collect() };
     let (x, weight, gradient) = (of(n * width, 1), of(width, 2), of(n * width, 3));
-    let [y_expected, dx_expected, dweight_expected] =
-        expected(&wide(&x), &wide(&weight), &wide(&gradient));
+    let table = |x: &[T]| Tensor::from_slice(x, (n, width), &Device::Cpu);
+    let inputs = [
+        table(&x)?,
+        Tensor::from_slice(&weight, width, &Device::Cpu)?,
+    ];
+    let expected = Expected::all(
+        formula(&wide(&x), &wide(&weight), &wide(&gradient)),
+        forward_and_backward(&inputs, &table(&gradient)?, |inputs| {
+            rms_norm(&inputs[0], &inputs[1], EPSILON)
+        })?,
+    );
     let with_behind = |x: &[T]| {
         let mut x = x.to_vec();
         x.resize(x.len() + case.behind, T::from_f64(f64::NAN));
@@ -111,16 +123,16 @@ fn check<T: Kernels>(case: Case, tolerance: f64) {
             )
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));
         }
-        for (found, expected) in [(&y, &y_expected), (&dx, &dx_expected)] {
-            let (found, behind) = found.split_at(n * width);
-            assert_close(&wide(found), expected, tolerance);
+        for (found, expected) in [&y, &dx, &dweight].into_iter().zip(&expected) {
+            let (found, behind) = found.split_at(expected.exact.len());
+            expected.assert_close(&wide(found), tolerance);
             assert!(behind.iter().all(|x| *x == seven), "{case:?}");
         }
-        assert_close(&wide(&dweight), &dweight_expected, tolerance);
     }
+    Ok(())
 }
 
-fn check_all<T: Kernels>(tolerance: f64) {
+fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     for width in [1, 5, 72, 577, 1024] {
         for (threads, rows, blocks) in [(32, 8, 1), (32, 8, 3), (64, 4, 2), (256, 1, 5)] {
             for (n, behind) in [(1, 0), (11, 0), (9, 3)] {
@@ -132,23 +144,24 @@ fn check_all<T: Kernels>(tolerance: f64) {
                     rows,
                     blocks,
                 };
-                check::<T>(case, tolerance);
+                check::<T>(case, tolerance)?;
             }
         }
     }
+    Ok(())
 }
 
 #[test]
-fn f32_is_the_formula() {
-    check_all::<f32>(1e-5);
+fn f32_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f32>(1e-5)
 }
 
 #[test]
-fn bf16_is_the_formula() {
-    check_all::<bf16>(1e-2);
+fn bf16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<bf16>(1e-2)
 }
 
 #[test]
-fn f16_is_the_formula() {
-    check_all::<f16>(1.5e-3);
+fn f16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f16>(1.5e-3)
 }

@@ -1,27 +1,43 @@
-//! `rope.cu` against the formula in f64.
+//! `rope.cu` against the formula in f64 and the CPU path.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
-use candle_grpo_test_support::assert_close;
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_cuda_on_host::{
+    Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward, noise,
+};
+use candle_grpo_kernels::rope;
 use half::{bf16, f16};
 
 /// `rows` of `heads` heads of `2 * pairs` elements, in memory with `behind` further ones.
-fn check<T: Kernels>(rows: usize, heads: usize, pairs: usize, behind: usize, tolerance: f64) {
+fn check<T: Kernels>(
+    rows: usize,
+    heads: usize,
+    pairs: usize,
+    behind: usize,
+    tolerance: f64,
+) -> Result<()> {
     let n = rows * heads * 2 * pairs;
     let mut x: Vec<T> = noise(n, 1).iter().map(|x| T::from_f64(*x)).collect();
     let wide: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
+    let table = Tensor::from_slice(&x, (rows, heads * 2 * pairs), &Device::Cpu)?;
     x.resize(n + behind, T::from_f64(f64::NAN));
     let x = Buffer::of(&x);
     let angles = noise(rows * pairs, 2);
     let cos: Vec<f32> = angles.iter().map(|a| (9.0 * a).cos() as f32).collect();
     let sin: Vec<f32> = angles.iter().map(|a| (9.0 * a).sin() as f32).collect();
+    let of_angles = |x: &[f32]| Tensor::from_slice(x, (rows, pairs), &Device::Cpu);
+    let (cos_table, sin_table) = (of_angles(&cos)?, of_angles(&sin)?);
+    // The gradient is the rotation back.
+    let on_cpu = forward_and_backward(std::slice::from_ref(&table), &table, |inputs| {
+        rope(&inputs[0], &cos_table, &sin_table)
+    })?;
     let (cos, sin) = (Buffer::of(&cos), Buffer::of(&sin));
 
-    for sign in [1.0f32, -1.0] {
-        let mut expected = vec![0.0; n];
+    for (sign, on_cpu) in [1.0f32, -1.0].into_iter().zip(on_cpu) {
+        let mut exact = vec![0.0; n];
         for (head, (from, to)) in wide
             .chunks(2 * pairs)
-            .zip(expected.chunks_mut(2 * pairs))
+            .zip(exact.chunks_mut(2 * pairs))
             .enumerate()
         {
             for i in 0..pairs {
@@ -31,6 +47,7 @@ fn check<T: Kernels>(rows: usize, heads: usize, pairs: usize, behind: usize, tol
                 to[pairs + i] = from[pairs + i] * c + from[i] * s;
             }
         }
+        let expected = Expected { exact, on_cpu };
         for (threads, per_block) in [(4, 64), (1, 256), (6, 2), (32, 8)] {
             let grid = Grid {
                 grid: [(rows * heads).div_ceil(per_block) as u32, 1, 1],
@@ -56,31 +73,33 @@ fn check<T: Kernels>(rows: usize, heads: usize, pairs: usize, behind: usize, tol
                 }
                 .unwrap();
                 let found: Vec<f64> = y.iter().map(|y| y.to_f64()).collect();
-                assert_close(&found[..n], &expected, tolerance);
+                expected.assert_close(&found[..n], tolerance);
                 assert!(found[n..].iter().all(|y| *y == 7.0));
             }
         }
     }
+    Ok(())
 }
 
-fn check_all<T: Kernels>(tolerance: f64) {
+fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     for (rows, heads, pairs) in [(1, 1, 1), (5, 3, 32), (7, 2, 8), (3, 9, 5), (2, 3, 48)] {
-        check::<T>(rows, heads, pairs, 0, tolerance);
-        check::<T>(rows, heads, pairs, 1, tolerance);
+        check::<T>(rows, heads, pairs, 0, tolerance)?;
+        check::<T>(rows, heads, pairs, 1, tolerance)?;
     }
+    Ok(())
 }
 
 #[test]
-fn f32_is_the_formula() {
-    check_all::<f32>(1e-6);
+fn f32_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f32>(1e-6)
 }
 
 #[test]
-fn bf16_is_the_formula() {
-    check_all::<bf16>(4e-3);
+fn bf16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<bf16>(4e-3)
 }
 
 #[test]
-fn f16_is_the_formula() {
-    check_all::<f16>(6e-4);
+fn f16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f16>(6e-4)
 }

@@ -1,12 +1,15 @@
-//! `swiglu.cu` against the formula in f64.
+//! `swiglu.cu` against the formula in f64 and the CPU path.
 #![allow(unsafe_code, missing_docs)]
 
-use candle_grpo_cuda_on_host::{Buffer, Grid, Kernels, ORDERS, noise};
-use candle_grpo_test_support::assert_close;
+use candle_core::{Device, Result, Tensor};
+use candle_grpo_cuda_on_host::{
+    Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward, noise,
+};
+use candle_grpo_kernels::swiglu;
 use half::{bf16, f16};
 
 /// `n` elements, in memory with `behind` further ones.
-fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) {
+fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) -> Result<()> {
     let of = |seed, scale: f64| -> Buffer<T> {
         let mut numbers: Vec<T> = noise(n, seed)
             .iter()
@@ -28,6 +31,13 @@ fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) {
         dgate_expected.push(gradient * up * s * (1.0 + gate * (1.0 - s)));
         dup_expected.push(gradient * gate * s);
     }
+    let row = |x: &[T]| Tensor::from_slice(&x[..n], n, &Device::Cpu);
+    let expected = Expected::all(
+        [y_expected, dgate_expected, dup_expected],
+        forward_and_backward(&[row(&gate)?, row(&up)?], &row(&gradient)?, |inputs| {
+            swiglu(&inputs[0], &inputs[1])
+        })?,
+    );
     let per_block = 256 * 2 * 16 / size_of::<T>();
     let grid = Grid::new(n.div_ceil(per_block) as u32, 256);
     for order in ORDERS {
@@ -56,35 +66,33 @@ fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) {
             )
             .unwrap();
         }
-        for (found, expected) in [
-            (&y, &y_expected),
-            (&dgate, &dgate_expected),
-            (&dup, &dup_expected),
-        ] {
-            assert_close(&wide(found), expected, tolerance);
+        for (found, expected) in [&y, &dgate, &dup].into_iter().zip(&expected) {
+            expected.assert_close(&wide(found), tolerance);
             assert!(found[n..].iter().all(|x| *x == seven));
         }
     }
+    Ok(())
 }
 
-fn check_all<T: Kernels>(tolerance: f64) {
+fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     for n in [1, 4, 8, 513, 4096, 8192, 20_003] {
-        check::<T>(n, 0, tolerance);
-        check::<T>(n, 1, tolerance);
+        check::<T>(n, 0, tolerance)?;
+        check::<T>(n, 1, tolerance)?;
     }
+    Ok(())
 }
 
 #[test]
-fn f32_is_the_formula() {
-    check_all::<f32>(2e-6);
+fn f32_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f32>(2e-6)
 }
 
 #[test]
-fn bf16_is_the_formula() {
-    check_all::<bf16>(4e-3);
+fn bf16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<bf16>(4e-3)
 }
 
 #[test]
-fn f16_is_the_formula() {
-    check_all::<f16>(6e-4);
+fn f16_is_the_formula_and_the_cpu_path() -> Result<()> {
+    check_all::<f16>(6e-4)
 }

@@ -99,7 +99,7 @@ pub(crate) fn forward(
         // SAFETY: the logits have n * columns elements, targets and mask n, state 4 * n, packed 3 * n; a block for each row.
         #[allow(unsafe_code)]
         unsafe {
-            kernels::log_prob_forward_tile::<f32> {
+            kernels::linear_log_prob_tile {
                 logits: In::new(&logits, &of_logits, &stream)?,
                 targets: In::of(&targets, &stream)?,
                 mask: In::optional(mask.as_ref(), &stream)?,

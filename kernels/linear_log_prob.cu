@@ -1,0 +1,38 @@
+// The forward pass of log_prob.cu in tiles of the vocabulary, one after another, as matrix products make their logits: f32,
+// [n, columns] from `first_column` on. One block for each row. A row whose mask is 0 gives zeros and reads no logits. A null
+// mask keeps every row. The backward pass needs no state, and is log_prob_backward.
+
+#include "log_prob.cuh"
+
+// `state` [4, n] holds the sums of the tiles before and the scaled logit of the target, once it was seen; the first tile reads
+// nothing of it, and the last one gives the results.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    linear_log_prob_tile(const float *logits, const uint32_t *targets, const uint8_t *mask, float *state, float *packed,
+                         uint64_t n, uint64_t columns, uint32_t first_column, uint64_t vocab, float inverse_temperature) {
+    const uint64_t row = blockIdx.x;
+    const bool is_last = first_column + columns == vocab;
+    if (mask != nullptr && mask[row] == 0) {
+        if (is_last && threadIdx.x < 3) packed[threadIdx.x * n + row] = 0.0f;
+        return;
+    }
+    const float scale = inverse_temperature * LOG2_E;
+    const float *x = logits + row * columns;
+    Sums sums;
+    if (!sums_of_row(x, (int)columns, scale, sums)) return;
+    float target = NAN;
+    if (first_column > 0) {
+        sums.merge({state[row], state[n + row], state[2 * n + row]});
+        target = state[3 * n + row];
+    }
+    // Out of range, since it is not signed, where the target was in a tile before.
+    const uint32_t column = targets[row] - first_column;
+    if (column < columns) target = x[column] * scale;
+    if (is_last) {
+        finish(sums, target, packed, n, row);
+    } else {
+        state[row] = sums.largest;
+        state[n + row] = sums.exp;
+        state[2 * n + row] = sums.weighted;
+        state[3 * n + row] = target;
+    }
+}
