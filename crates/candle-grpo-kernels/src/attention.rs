@@ -193,10 +193,11 @@ fn padded(mask: &Tensor, queries: usize, keys: usize) -> Result<(usize, usize, u
     let &[batch, total] = mask.dims() else {
         bail!("mask: shape {:?}, must be [B, T]", mask.dims());
     };
-    if batch == 0 || total == 0 {
-        bail!("mask: shape {:?}, must not be empty", mask.dims());
+    if total == 0 {
+        bail!("mask: shape {:?}, T must be at least 1", mask.dims());
     }
-    if !queries.is_multiple_of(batch) || queries / batch > total {
+    let new = queries.checked_div(batch).unwrap_or(0);
+    if queries != batch * new || new > total {
         bail!(
             "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, as mask says"
         );
@@ -204,7 +205,7 @@ fn padded(mask: &Tensor, queries: usize, keys: usize) -> Result<(usize, usize, u
     if keys != batch * total {
         bail!("key: {keys} positions, must be B * T = {batch} * {total}, as mask says");
     }
-    Ok((batch, queries / batch, total))
+    Ok((batch, new, total))
 }
 
 /// B, and twice the largest of `lengths`.

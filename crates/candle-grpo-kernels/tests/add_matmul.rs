@@ -1,12 +1,12 @@
 //! `add_matmul` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{add_matmul, composed};
+use candle_grpo_kernels::{add_matmul, arithmetic_dtype, composed};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
 mod common;
-use common::{noisy, rounding};
+use common::{dtypes, layouts, noisy, rounding};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
@@ -15,22 +15,17 @@ proptest! {
         m in 0usize..40,
         k in 0usize..40,
         n in 0usize..40,
-        transposed in any::<[bool; 2]>(),
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16), Just(DType::F64)],
+        layouts in [layouts(), layouts()],
+        dtype in prop_oneof![dtypes(), Just(DType::F64)],
         seed in any::<u64>(),
     ) {
-        let laid_out = |rows: usize, columns: usize, transposed: bool, seed| match transposed {
-            // A part of a larger matrix, or the transposed of one.
-            false => noisy(&[rows + 1, columns], seed, dtype)?.narrow(0, 1, rows),
-            true => noisy(&[columns, rows], seed, dtype)?.t(),
-        };
-        let (a, b) = (laid_out(m, k, transposed[0], seed)?, laid_out(k, n, transposed[1], seed ^ 1)?);
+        let a = layouts[0].of(&noisy(&[m, k], seed, dtype)?)?;
+        let b = layouts[1].of(&noisy(&[k, n], seed ^ 1, dtype)?)?;
         let start = noisy(&[m, n], seed ^ 2, DType::F64)?;
         let expected = start.copy()?;
         composed::add_matmul(&expected, &a.to_dtype(DType::F64)?, &b.to_dtype(DType::F64)?)?;
-        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
         for device in devices() {
-            let sum = start.to_dtype(wide)?.copy()?.to_device(device)?;
+            let sum = start.to_dtype(arithmetic_dtype(dtype))?.copy()?.to_device(device)?;
             add_matmul(&sum, &a.to_device(device)?, &b.to_device(device)?)?;
             assert_close(&numbers(&sum)?, &numbers(&expected)?, 20.0 * rounding(dtype));
         }

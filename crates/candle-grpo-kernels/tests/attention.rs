@@ -2,43 +2,40 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{Sequences, attention, attention_gradient, composed};
-use candle_grpo_test_support::{assert_close, message, numbers};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, check_gradient_alone, dtypes, noisy};
+use common::{Layout, check_against_f64, check_gradient_alone, dtypes, layouts, noisy};
 
+/// Query, key and value of the shape and layout that they are given in.
 fn check(
-    query: &Tensor,
-    key: &Tensor,
-    value: &Tensor,
+    inputs: [(&Tensor, Layout); 3],
     mask: &Tensor,
     head_dim: usize,
+    scale: f64,
+    loosened: f64,
 ) -> Result<()> {
+    let on = |x: &[&Tensor]| mask.to_device(x[0].device());
     check_against_f64(
-        &[query, key, value],
+        &inputs,
+        loosened,
+        |x| attention(x[0], x[1], x[2], &on(x)?, head_dim, scale),
+        |x| composed::attention(x[0], x[1], x[2], &on(x)?, head_dim, scale),
+    )
+}
+
+fn check_packed(lengths: &[usize]) -> Result<()> {
+    let rows = lengths.iter().sum();
+    let query = noisy(&[rows, 12], 1, DType::F32)?;
+    let key = noisy(&[rows, 6], 2, DType::F32)?;
+    let value = noisy(&[rows, 6], 3, DType::F32)?;
+    check_against_f64(
+        &[&query, &key, &value].map(|x| (x, Layout::Contiguous)),
         2.0,
-        |x| {
-            attention(
-                x[0],
-                x[1],
-                x[2],
-                &mask.to_device(x[0].device())?,
-                head_dim,
-                0.7,
-            )
-        },
-        |x| {
-            composed::attention(
-                x[0],
-                x[1],
-                x[2],
-                &mask.to_device(x[0].device())?,
-                head_dim,
-                0.7,
-            )
-        },
+        |x| attention(x[0], x[1], x[2], Sequences::Packed(lengths), 3, 0.7),
+        |x| composed::attention(x[0], x[1], x[2], Sequences::Packed(lengths), 3, 0.7),
     )
 }
 
@@ -51,7 +48,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn fused_equals_composed_in_f64(
-        batch in 1usize..4,
+        batch in 0usize..4,
         new in prop_oneof![0usize..4, 30usize..40, Just(100)],
         past in prop_oneof![Just(0usize), 1usize..20],
         kv_heads in 1usize..3,
@@ -59,6 +56,7 @@ proptest! {
         head_dim in prop_oneof![1usize..10, Just(16)],
         padded in any::<bool>(),
         dtype in dtypes(),
+        layouts in [layouts(), layouts(), layouts(), layouts()],
         seed in any::<u64>(),
     ) {
         let total = new + past.max(usize::from(new == 0));
@@ -69,7 +67,9 @@ proptest! {
         };
         let key = noisy(&[batch, total, width], seed ^ 1, dtype)?;
         let value = noisy(&[batch, total, width], seed ^ 2, dtype)?;
-        check(&noisy(&[batch, new, width * group], seed ^ 3, dtype)?, &key, &value, &mask, head_dim)?;
+        let query = noisy(&[batch, new, width * group], seed ^ 3, dtype)?;
+        let inputs = [(&query, layouts[0]), (&key, layouts[1]), (&value, layouts[2])];
+        check(inputs, &layouts[3].of(&mask)?, head_dim, 0.7, 2.0)?;
     }
 }
 
@@ -81,67 +81,46 @@ proptest! {
         lengths in prop::collection::vec(prop_oneof![1usize..9, 90usize..120], 1..5),
         kv_heads in 1usize..3,
         group in 1usize..4,
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16)],
+        dtype in dtypes(),
         seed in any::<u64>(),
     ) {
         let head_dim = 4;
         let (rows, width) = (lengths.iter().sum::<usize>(), kv_heads * head_dim);
-        let query = noisy(&[rows, width * group], seed, dtype)?;
-        let key = noisy(&[rows, width], seed ^ 1, dtype)?;
-        let value = noisy(&[rows, width], seed ^ 2, dtype)?;
-        let gradient = noisy(&[rows, width * group], seed ^ 3, dtype)?;
-        let packed = Sequences::Packed(&lengths);
-        let y = attention(&query, &key, &value, packed, head_dim, 0.7)?;
-        let gradients = attention_gradient(&query, &key, &value, packed, head_dim, 0.7, &gradient)?;
+        for device in devices() {
+            let noise = |width: usize, seed| noisy(&[rows, width], seed, dtype)?.to_device(device);
+            let (query, gradient) = (noise(width * group, seed)?, noise(width * group, seed ^ 3)?);
+            let (key, value) = (noise(width, seed ^ 1)?, noise(width, seed ^ 2)?);
+            let packed = Sequences::Packed(&lengths);
+            let y = attention(&query, &key, &value, packed, head_dim, 0.7)?;
+            let gradients = attention_gradient(&query, &key, &value, packed, head_dim, 0.7, &gradient)?;
 
-        let mut first = 0;
-        for &length in &lengths {
-            let rows = |x: &Tensor| x.narrow(0, first, length);
-            let all = Tensor::ones((1, length), DType::U8, &Device::Cpu)?;
-            let (query, key, value) = (rows(&query)?, rows(&key)?, rows(&value)?);
-            let alone = attention(&query, &key, &value, &all, head_dim, 0.7)?;
-            assert_eq!(numbers(&rows(&y)?)?, numbers(&alone)?);
-            let alone =
-                attention_gradient(&query, &key, &value, &all, head_dim, 0.7, &rows(&gradient)?)?;
-            for (together, alone) in gradients.iter().zip(&alone) {
-                assert_eq!(numbers(&rows(together)?)?, numbers(alone)?);
+            let mut first = 0;
+            for &length in &lengths {
+                let rows = |x: &Tensor| x.narrow(0, first, length);
+                let all = Tensor::ones((1, length), DType::U8, device)?;
+                let (query, key, value) = (rows(&query)?, rows(&key)?, rows(&value)?);
+                let alone = attention(&query, &key, &value, &all, head_dim, 0.7)?;
+                assert_eq!(numbers(&rows(&y)?)?, numbers(&alone)?);
+                let alone =
+                    attention_gradient(&query, &key, &value, &all, head_dim, 0.7, &rows(&gradient)?)?;
+                for (together, alone) in gradients.iter().zip(&alone) {
+                    assert_eq!(numbers(&rows(together)?)?, numbers(alone)?);
+                }
+                first += length;
             }
-            first += length;
         }
     }
 }
 
 #[test]
 fn packed_is_its_composed_twin() -> Result<()> {
-    let (query, key) = (
-        noisy(&[14, 12], 1, DType::F32)?,
-        noisy(&[14, 6], 2, DType::F32)?,
-    );
-    let value = noisy(&[14, 6], 3, DType::F32)?;
-    check_against_f64(
-        &[&query, &key, &value],
-        2.0,
-        |x| attention(x[0], x[1], x[2], Sequences::Packed(&[3, 1, 10]), 3, 0.7),
-        |x| composed::attention(x[0], x[1], x[2], Sequences::Packed(&[3, 1, 10]), 3, 0.7),
-    )
+    check_packed(&[3, 1, 10])
 }
 
 /// More tasks than cores, so that each has memory that another one left.
 #[test]
 fn many_sequences_are_their_composed_twin() -> Result<()> {
-    let lengths: Vec<usize> = (0..60).map(|at| 1 + at % 4).collect();
-    let rows = lengths.iter().sum();
-    let (query, key) = (
-        noisy(&[rows, 12], 1, DType::F32)?,
-        noisy(&[rows, 6], 2, DType::F32)?,
-    );
-    let value = noisy(&[rows, 6], 3, DType::F32)?;
-    check_against_f64(
-        &[&query, &key, &value],
-        2.0,
-        |x| attention(x[0], x[1], x[2], Sequences::Packed(&lengths), 3, 0.7),
-        |x| composed::attention(x[0], x[1], x[2], Sequences::Packed(&lengths), 3, 0.7),
-    )
+    check_packed(&(0..60).map(|at| 1 + at % 4).collect::<Vec<_>>())
 }
 
 #[test]
@@ -181,60 +160,60 @@ fn lengths_that_do_not_fit_are_named() -> Result<()> {
 }
 
 #[rstest]
-fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
-    let mask = gaps(2, 7, 4)?;
-    let strided = |width: usize, seed| noisy(&[2, width, 7], seed, dtype)?.transpose(1, 2);
-    let (query, key) = (strided(12, 1)?, strided(6, 2)?);
-    let value = noisy(&[2, 9, 6], 3, dtype)?.narrow(1, 1, 7)?;
-    check(&query, &key, &value, &mask, 3)?;
-    // Flat rows, and a mask of another dtype and layout.
-    let flat = |x: &Tensor| x.reshape((14, ()));
-    let mask = mask.to_dtype(DType::F32)?.t()?.contiguous()?.t()?;
-    check(&flat(&query)?, &flat(&key)?, &flat(&value)?, &mask, 3)
+fn flat_rows_are_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+    let (query, key) = (noisy(&[14, 12], 1, dtype)?, noisy(&[14, 6], 2, dtype)?);
+    let value = noisy(&[14, 6], 3, dtype)?;
+    let mask = gaps(2, 7, 4)?.to_dtype(DType::F32)?;
+    let inputs = [&query, &key, &value].map(|x| (x, Layout::Transposed));
+    check(inputs, &mask, 3, 0.7, 2.0)
 }
 
 #[test]
 fn padding_may_hold_anything() -> Result<()> {
-    let shape = [2, 40, 8];
-    let mask = gaps(2, 40, 9)?;
-    let hidden = mask.eq(0u8)?.unsqueeze(2)?.broadcast_as(&shape)?;
-    let spoil = |x: &Tensor| {
-        let nan = Tensor::new(f32::NAN, &Device::Cpu)?.broadcast_as(&shape)?;
-        hidden.where_cond(&nan, x)
-    };
-    let inputs = [1, 2, 3].map(|seed| noisy(&shape, seed, DType::F32));
-    let slope = noisy(&shape, 4, DType::F32)?;
-    for fused in [true, false] {
-        let run = |spoiled: bool| -> Result<_> {
-            let spoil = |x: &Tensor| if spoiled { spoil(x) } else { Ok(x.clone()) };
-            let mut variables = Vec::new();
-            for input in &inputs {
-                let input = input.as_ref().expect("noise");
-                variables.push(Var::from_tensor(&spoil(input)?)?);
-            }
-            let (query, key, value) = (&variables[0], &variables[1], &variables[2]);
-            let y = match fused {
-                true => attention(query, key, value, &mask, 4, 0.5)?,
-                false => composed::attention(query, key, value, &mask, 4, 0.5)?,
-            };
-            // The gradient that comes back is NaN at padding too.
-            let gradients = (&y * spoil(&slope)?)?.sum_all()?.backward()?;
-            let mut results = vec![numbers(&y)?];
-            for variable in &variables {
-                results.push(numbers(gradients.get(variable).expect("a gradient"))?);
-            }
-            Ok(results)
+    for device in devices() {
+        let shape = [2, 40, 8];
+        let mask = gaps(2, 40, 9)?.to_device(device)?;
+        let hidden = mask.eq(0u8)?.unsqueeze(2)?.broadcast_as(&shape)?;
+        let spoil = |x: &Tensor| {
+            let nan = Tensor::new(f32::NAN, device)?.broadcast_as(&shape)?;
+            hidden.where_cond(&nan, x)
         };
-        let (spoiled, clean) = (run(true)?, run(false)?);
-        assert_eq!(spoiled, clean);
-        let padding = hidden.flatten_all()?.to_vec1::<u8>()?;
-        for result in &spoiled {
-            let at_padding = result
-                .iter()
-                .zip(&padding)
-                .filter(|(_, hidden)| **hidden == 1);
-            assert!(at_padding.clone().count() > 0 && at_padding.clone().all(|(x, _)| *x == 0.0));
-            assert!(result.iter().filter(|x| **x != 0.0).count() > result.len() / 3);
+        let inputs = [1, 2, 3].map(|seed| noisy(&shape, seed, DType::F32));
+        let slope = noisy(&shape, 4, DType::F32)?.to_device(device)?;
+        for fused in [true, false] {
+            let run = |spoiled: bool| -> Result<_> {
+                let spoil = |x: &Tensor| if spoiled { spoil(x) } else { Ok(x.clone()) };
+                let mut variables = Vec::new();
+                for input in &inputs {
+                    let input = input.as_ref().expect("noise").to_device(device)?;
+                    variables.push(Var::from_tensor(&spoil(&input)?)?);
+                }
+                let (query, key, value) = (&variables[0], &variables[1], &variables[2]);
+                let y = match fused {
+                    true => attention(query, key, value, &mask, 4, 0.5)?,
+                    false => composed::attention(query, key, value, &mask, 4, 0.5)?,
+                };
+                // The gradient that comes back is NaN at padding too.
+                let gradients = (&y * spoil(&slope)?)?.sum_all()?.backward()?;
+                let mut results = vec![numbers(&y)?];
+                for variable in &variables {
+                    results.push(numbers(gradients.get(variable).expect("a gradient"))?);
+                }
+                Ok(results)
+            };
+            let (spoiled, clean) = (run(true)?, run(false)?);
+            assert_eq!(spoiled, clean);
+            let padding = hidden.flatten_all()?.to_vec1::<u8>()?;
+            for result in &spoiled {
+                let at_padding = result
+                    .iter()
+                    .zip(&padding)
+                    .filter(|(_, hidden)| **hidden == 1);
+                assert!(
+                    at_padding.clone().count() > 0 && at_padding.clone().all(|(x, _)| *x == 0.0)
+                );
+                assert!(result.iter().filter(|x| **x != 0.0).count() > result.len() / 3);
+            }
         }
     }
     Ok(())
@@ -242,12 +221,14 @@ fn padding_may_hold_anything() -> Result<()> {
 
 #[test]
 fn one_new_position_against_a_cache_is_the_last_of_the_whole() -> Result<()> {
-    let mask = gaps(3, 50, 5)?;
-    let [query, key, value] = [1, 2, 3].map(|seed| noisy(&[3, 50, 8], seed, DType::F32));
-    let (query, key, value) = (query?, key?, value?);
-    let whole = attention(&query, &key, &value, &mask, 4, 0.5)?;
-    let last = attention(&query.narrow(1, 49, 1)?, &key, &value, &mask, 4, 0.5)?;
-    assert_close(&numbers(&last)?, &numbers(&whole.narrow(1, 49, 1)?)?, 1e-6);
+    for device in devices() {
+        let mask = gaps(3, 50, 5)?.to_device(device)?;
+        let noise = |seed| noisy(&[3, 50, 8], seed, DType::F32)?.to_device(device);
+        let (query, key, value) = (noise(1)?, noise(2)?, noise(3)?);
+        let whole = attention(&query, &key, &value, &mask, 4, 0.5)?;
+        let last = attention(&query.narrow(1, 49, 1)?, &key, &value, &mask, 4, 0.5)?;
+        assert_close(&numbers(&last)?, &numbers(&whole.narrow(1, 49, 1)?)?, 1e-6);
+    }
     Ok(())
 }
 
@@ -262,13 +243,8 @@ fn heads_of_every_width(
     let key = noisy(&[2, total, head_dim], 2, dtype)?;
     let value = noisy(&[2, total, head_dim], 3, dtype)?;
     let mask = gaps(2, total, 4)?;
-    let on = |x: &[&Tensor]| mask.to_device(x[0].device());
-    check_against_f64(
-        &[&query, &key, &value],
-        4.0,
-        |x| attention(x[0], x[1], x[2], &on(x)?, head_dim, 0.1),
-        |x| composed::attention(x[0], x[1], x[2], &on(x)?, head_dim, 0.1),
-    )
+    let inputs = [&query, &key, &value].map(|x| (x, Layout::Contiguous));
+    check(inputs, &mask, head_dim, 0.1, 4.0)
 }
 
 #[test]
@@ -276,14 +252,9 @@ fn large_scores_do_not_overflow() -> Result<()> {
     let x = (noisy(&[1, 20, 4], 1, DType::F32)? * 1e3)?;
     let value = noisy(&[1, 20, 4], 2, DType::F32)?;
     let mask = Tensor::ones((1, 20), DType::U8, &Device::Cpu)?;
-    let on = |x: &[&Tensor]| mask.to_device(x[0].device());
+    let inputs = [&x, &x, &value].map(|x| (x, Layout::Contiguous));
     // Queries and keys of 1000 multiply what is rounded in the gradient of a score.
-    check_against_f64(
-        &[&x, &x, &value],
-        200.0,
-        |x| attention(x[0], x[1], x[2], &on(x)?, 4, 0.7),
-        |x| composed::attention(x[0], x[1], x[2], &on(x)?, 4, 0.7),
-    )
+    check(inputs, &mask, 4, 0.7, 200.0)
 }
 
 #[test]
@@ -294,7 +265,8 @@ fn bad_input_is_named() -> Result<()> {
         message(attention(query, key, value, mask, 2, 1.0))
     };
     assert!(call(&query, &key, &key, &key).contains("mask: shape [2, 5, 4], must be [B, T]"));
-    assert!(call(&query, &key, &key, &zeros(&[0, 5])?).contains("mask: shape [0, 5]"));
+    assert!(call(&query, &key, &key, &zeros(&[0, 5])?).contains("query: 6 positions"));
+    assert!(call(&query, &key, &key, &zeros(&[2, 0])?).contains("mask: shape [2, 0]"));
     assert!(call(&query, &key, &key, &zeros(&[2, 6])?).contains("key: 10 positions"));
     assert!(call(&zeros(&[2, 6, 8])?, &key, &key, &mask).contains("query: 12 positions"));
     assert!(call(&zeros(&[2, 3, 6])?, &key, &key, &mask).contains("query: 3 heads"));

@@ -9,6 +9,9 @@ use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
+mod common;
+use common::{dtypes, layouts};
+
 proptest! {
     #[test]
     fn fused_equals_composed(
@@ -21,22 +24,24 @@ proptest! {
         epsilon in prop_oneof![Just(0.0), Just(1e-4)],
         ddof in 0usize..2,
         masked in any::<bool>(),
-        dtype in prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F16), Just(DType::F64)],
+        dtype in prop_oneof![dtypes(), Just(DType::F64)],
+        layouts in [layouts(), layouts()],
     ) {
         let batch = size.map_or(samples.len(), |size| samples.len() / size * size);
         let samples = &samples[..batch];
         for device in devices() {
             // Rounded to quarters, so that groups of equal rewards come up.
             let rewards: Vec<f64> = samples.iter().map(|&(_, _, x)| (x * 4.0).round() / 4.0 + offset).collect();
-            let rewards = Tensor::from_vec(rewards, batch, device)?.to_dtype(dtype)?;
+            let rewards = layouts[0].of(&Tensor::from_vec(rewards, batch, device)?.to_dtype(dtype)?)?;
             let mask: Vec<u8> = samples.iter().map(|&(_, kept, _)| kept.min(1)).collect();
-            let mask = Tensor::from_vec(mask, batch, device)?;
+            let mask = layouts[1].of(&Tensor::from_vec(mask, batch, device)?)?;
             let ids: Vec<i64> = samples.iter().map(|&(id, _, _)| id).collect();
             let groups = size.map_or(SampleGroups::Ids(&ids), SampleGroups::OfSize);
             let mask = masked.then_some(&mask);
             let options = GroupAdvantageOptions { baseline, scale, epsilon, ddof, lone_sample, mask };
             let fused = group_advantage(&rewards, groups, options)?;
             let composed = composed::group_advantage(&rewards, groups, options)?;
+            prop_assert_eq!(fused.dims(), [batch]);
             prop_assert_eq!(fused.dtype(), composed.dtype());
             prop_assert_eq!(fused.dtype() == DType::F64, dtype == DType::F64);
             let tolerance = if dtype == DType::F64 { 1e-12 } else { 2e-7 };
@@ -121,9 +126,13 @@ fn bad_input_is_named() -> Result<()> {
 #[case(&[1.0, f64::NAN])]
 #[case(&[0.0, 1.0, f64::NAN])]
 fn nan_is_not_equal_to_anything(#[case] rewards: &[f64]) -> Result<()> {
-    let rewards = Tensor::new(rewards, &Device::Cpu)?;
-    let groups = SampleGroups::OfSize(rewards.elem_count());
-    let advantages = group_advantage(&rewards, groups, GroupAdvantageOptions::default())?;
-    assert!(numbers(&advantages)?.iter().all(|a| a.is_nan()));
+    for device in devices() {
+        for dtype in [DType::F64, DType::F32] {
+            let rewards = Tensor::new(rewards, device)?.to_dtype(dtype)?;
+            let groups = SampleGroups::OfSize(rewards.elem_count());
+            let advantages = group_advantage(&rewards, groups, GroupAdvantageOptions::default())?;
+            assert!(numbers(&advantages)?.iter().all(|a| a.is_nan()));
+        }
+    }
     Ok(())
 }

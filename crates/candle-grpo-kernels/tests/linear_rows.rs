@@ -4,10 +4,9 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{composed, linear_rows};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
-use rstest::rstest;
 
 mod common;
-use common::{bits, dtypes, noisy, rounding};
+use common::{bits, dtypes, layouts, noisy, rounding};
 
 fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
     let wide = |x: &Tensor| x.to_dtype(DType::F64);
@@ -42,14 +41,15 @@ proptest! {
         inputs in 1usize..100,
         outputs in proptest::collection::vec(0usize..80, 0..4),
         dtype in dtypes(),
+        layouts in [layouts(), layouts(), layouts(), layouts()],
         seed in any::<u64>(),
     ) {
         let weights = outputs
             .iter()
-            .enumerate()
-            .map(|(i, &outputs)| noisy(&[outputs, inputs], seed ^ (i as u64 + 1), dtype))
+            .zip(1..)
+            .map(|(&outputs, i)| layouts[i].of(&noisy(&[outputs, inputs], seed ^ i as u64, dtype)?))
             .collect::<Result<Vec<_>>>()?;
-        check(&noisy(&[rows, inputs], seed, dtype)?, &weights)?;
+        check(&layouts[0].of(&noisy(&[rows, inputs], seed, dtype)?)?, &weights)?;
     }
 
     #[test]
@@ -69,13 +69,6 @@ proptest! {
             prop_assert_eq!(bits(alone)?, bits(&together.narrow(0, row, 1)?)?);
         }
     }
-}
-
-#[rstest]
-fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
-    let x = noisy(&[3, 24, 5], 1, dtype)?.narrow(0, 1, 1)?.squeeze(0)?;
-    let weight = noisy(&[24, 7], 2, dtype)?.t()?;
-    check(&x.t()?, &[weight.clone(), weight.narrow(0, 3, 2)?])
 }
 
 #[test]

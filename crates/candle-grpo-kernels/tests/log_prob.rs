@@ -5,7 +5,7 @@ mod common;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
-use common::{dtypes, noise, score, tensor};
+use common::{Layout, check_views, dtypes, layouts, noise, noisy, results, score, targets, tensor};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -19,29 +19,28 @@ fn tolerances(dtype: DType) -> (f64, f64) {
     }
 }
 
+/// The logits of the shape and layout that they are given in.
 fn check_against_f64(
-    logits: &Tensor,
+    (logits, layout): (&Tensor, Layout),
     targets: &Tensor,
     temperature: f64,
     mask: Option<&Tensor>,
 ) -> Result<()> {
     let (close, gradient_close) = tolerances(logits.dtype());
-    let exact = Var::from_tensor(&logits.to_dtype(DType::F64)?)?;
-    let fused = Var::from_tensor(logits)?;
+    let device = targets.device();
+    let values = layout.of(logits)?.to_device(device)?;
+    let exact = Var::from_tensor(&values.to_dtype(DType::F64)?)?;
+    let fused = Var::from_tensor(&values)?;
     let options = LogProbOptions {
         mask,
         ..Default::default()
     };
     let expected = composed::log_prob(&exact, targets, temperature, options)?;
     let actual = log_prob(&fused, targets, temperature, options)?;
-    for (actual, expected) in [
-        (&actual.log_probs, &expected.log_probs),
-        (&actual.entropy, &expected.entropy),
-        (&actual.log_sum_exp, &expected.log_sum_exp),
-    ] {
+    for (actual, expected) in results(&actual).iter().zip(results(&expected)) {
         assert_eq!(actual.dtype(), DType::F32);
         assert_eq!(actual.dims(), targets.dims());
-        assert_close(&numbers(actual)?, &numbers(expected)?, close);
+        assert_close(&numbers(actual)?, &numbers(&expected)?, close);
     }
     let (expected, actual) = (score(&expected)?.backward()?, score(&actual)?.backward()?);
     let (Some(expected), Some(actual)) = (expected.get(&exact), actual.get(&fused)) else {
@@ -49,56 +48,34 @@ fn check_against_f64(
     };
     assert_eq!(actual.dtype(), logits.dtype());
     assert_close(&numbers(actual)?, &numbers(expected)?, gradient_close);
-    Ok(())
+    check_views(device, &[(logits, layout)], |views| {
+        let tokens = log_prob(views[0], targets, temperature, options)?;
+        Ok((results(&tokens).to_vec(), score(&tokens)?))
+    })
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
     fn fused_equals_composed_in_f64(
-        rows in 0usize..5,
+        outer in prop::collection::vec(0usize..4, 1..3),
         vocab in prop_oneof![Just(1usize), 2usize..40, 1000usize..1100, Just(2048), 2049usize..3000],
         temperature in 0.3f64..2.0,
         scale in prop_oneof![Just(0.0), 0.1f64..30.0],
         dtype in dtypes(),
+        layouts in [layouts(), layouts(), layouts()],
         masked in any::<bool>(),
         seed in any::<u64>(),
     ) {
+        let rows: usize = outer.iter().product();
+        let logits = (noisy(&[&outer[..], &[vocab]].concat(), seed, DType::F64)? * scale)?.to_dtype(dtype)?;
         for device in devices() {
-        let logits = tensor(noise(rows * vocab, seed).iter().map(|x| x * scale).collect(), &[rows, vocab], dtype, device)?;
-        let targets: Vec<u32> = (0..rows as u64).map(|row| (seed.wrapping_add(row * 7919) % vocab as u64) as u32).collect();
-        let targets = Tensor::from_vec(targets, rows, device)?;
-        let mask: Vec<u8> = (0..rows).map(|row| (seed >> row & 1) as u8).collect();
-        let mask = Tensor::from_vec(mask, rows, device)?;
-        check_against_f64(&logits, &targets, temperature, masked.then_some(&mask))?;
+            let targets = layouts[1].of(&targets(rows, vocab, seed, device)?.reshape(&outer[..])?)?;
+            let mask: Vec<u8> = (0..rows).map(|row| (seed >> row & 1) as u8).collect();
+            let mask = layouts[2].of(&Tensor::from_vec(mask, &outer[..], device)?)?;
+            check_against_f64((&logits, layouts[0]), &targets, temperature, masked.then_some(&mask))?;
         }
     }
-}
-
-#[rstest]
-fn any_layout_is_taken(#[values(DType::F32, DType::BF16)] dtype: DType) -> Result<()> {
-    for device in devices() {
-        let wide = tensor(noise(3 * 40 * 5, 5), &[3, 40, 5], dtype, device)?;
-        let targets = Tensor::new(
-            &[[0u32, 3, 9, 1, 2], [8, 7, 6, 5, 4], [9, 9, 0, 0, 1]],
-            device,
-        )?;
-        check_against_f64(
-            &wide.transpose(1, 2)?.narrow(2, 7, 10)?,
-            &targets,
-            0.7,
-            None,
-        )?;
-        check_against_f64(
-            &wide.narrow(1, 2, 5)?.narrow(2, 1, 3)?,
-            &targets.narrow(1, 0, 5)?.clamp(0u32, 2u32)?,
-            1.3,
-            None,
-        )?;
-        let one = tensor(noise(10, 6), &[1, 1, 10], dtype, device)?.broadcast_as((3, 5, 10))?;
-        check_against_f64(&one, &targets, 1.0, None)?;
-    }
-    Ok(())
 }
 
 #[test]
@@ -117,7 +94,7 @@ fn a_dropped_row_may_hold_anything() -> Result<()> {
                     ..Default::default()
                 },
             )?;
-            for result in [&tokens.log_probs, &tokens.entropy, &tokens.log_sum_exp] {
+            for result in results(&tokens) {
                 let result = result.to_vec1::<f32>()?;
                 assert!(result[0].is_finite());
                 assert_eq!(result[1], 0.0);
@@ -215,7 +192,7 @@ fn nan_among_minus_infinity_is_not_lost_in_a_long_row() -> Result<()> {
 /// The pass alone gives what Candle's `backward` gives, in every dtype, f64 included.
 #[rstest]
 fn the_backward_pass_can_be_called_alone(
-    #[values(DType::F64, DType::F32, DType::BF16)] dtype: DType,
+    #[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType,
     #[values(false, true)] gradient_into_logits: bool,
 ) -> Result<()> {
     for device in devices() {
@@ -285,6 +262,41 @@ fn the_gradient_may_take_the_memory_of_the_logits(
     Ok(())
 }
 
+/// A copy is necessary where the rows of the logits do not lie one after another.
+#[rstest]
+fn the_gradient_never_goes_into_what_the_logits_are_a_view_of(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(
+        Layout::Strided,
+        Layout::Transposed,
+        Layout::BroadcastFirst,
+        Layout::BroadcastLast
+    )]
+    layout: Layout,
+) -> Result<()> {
+    for device in devices() {
+        let values = tensor(noise(7 * 1100, 3), &[7, 1100], dtype, device)?;
+        let targets = targets(7, 1100, 5, device)?;
+        let run = |gradient_into_logits| -> Result<_> {
+            let variable = Var::from_tensor(&layout.memory(&values)?)?;
+            let logits = layout.view(&variable, values.dims())?;
+            let options = LogProbOptions {
+                mask: None,
+                gradient_into_logits,
+            };
+            let tokens = log_prob(&logits, &targets, 0.9, options)?;
+            let store = score(&tokens)?.backward()?;
+            assert_eq!(numbers(&variable)?, numbers(&layout.memory(&values)?)?);
+            let gradient = numbers(store.get(&variable).expect("a gradient"))?;
+            let alone = log_prob_gradient(&logits, &targets, 0.9, options, &tokens, &tokens)?;
+            assert_eq!(numbers(&variable)?, numbers(&layout.memory(&values)?)?);
+            Ok((numbers(&tokens.log_probs)?, gradient, numbers(&alone)?))
+        };
+        assert_eq!(run(true)?, run(false)?);
+    }
+    Ok(())
+}
+
 /// 49,152 columns of bf16, where sums in bf16 would stop at 256.
 #[test]
 fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
@@ -303,12 +315,8 @@ fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
             LogProbOptions::default(),
         )?;
         let actual = log_prob(&logits, &targets, 1.0, LogProbOptions::default())?;
-        for (actual, expected) in [
-            (&actual.log_probs, &expected.log_probs),
-            (&actual.entropy, &expected.entropy),
-            (&actual.log_sum_exp, &expected.log_sum_exp),
-        ] {
-            for (actual, expected) in numbers(actual)?.iter().zip(numbers(expected)?) {
+        for (actual, expected) in results(&actual).iter().zip(results(&expected)) {
+            for (actual, expected) in numbers(actual)?.iter().zip(numbers(&expected)?) {
                 assert!(
                     (actual - expected).abs() < 1e-5,
                     "{actual}, expected {expected}"

@@ -8,7 +8,7 @@ use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
 mod common;
-use common::{bits, dtypes, noisy, rounding};
+use common::{Layout, bits, dtypes, layouts, noisy, rounding};
 
 /// A sequence in pages, and the same in one piece.
 struct Sequence {
@@ -66,7 +66,7 @@ fn shapes() -> impl Strategy<Value = Shape> {
         1usize..4,
         1usize..4,
         prop_oneof![1usize..40, Just(64), Just(96)],
-        proptest::collection::vec(sequence, 1..5),
+        proptest::collection::vec(sequence, 0..5),
     )
         .prop_map(|(kv_heads, group, head_dim, sequences)| Shape {
             kv_heads,
@@ -76,8 +76,10 @@ fn shapes() -> impl Strategy<Value = Shape> {
         })
 }
 
+/// Of noise, which is written from keys and values in `layout`.
 fn write_all(
     shape: &Shape,
+    layout: Layout,
     seed: u64,
     dtype: DType,
     device: &Device,
@@ -100,7 +102,8 @@ fn write_all(
         first += lens.len();
         let rows: usize = lens.iter().sum();
         let noise = |salt: u64| {
-            noisy(&[rows, width], seed ^ (salt + 2 * index as u64), dtype)?.to_device(device)
+            let rows = noisy(&[rows, width], seed ^ (salt + 2 * index as u64), dtype)?;
+            layout.of(&rows)?.to_device(device)
         };
         sequences.push(Sequence::write(
             &of_pages,
@@ -135,17 +138,19 @@ proptest! {
         shape in shapes(),
         hidden in 0usize..20,
         dtype in dtypes(),
+        layouts in [layouts(), layouts()],
         seed in any::<u64>(),
     ) {
         let scale = 0.7;
         for device in devices() {
-            let (pages, sequences) = write_all(&shape, seed, dtype, device)?;
+            let (pages, sequences) = write_all(&shape, layouts[0], seed, dtype, device)?;
             let rows = rows(&sequences, hidden)?;
             let width = shape.kv_heads * shape.group * shape.head_dim;
-            let query = noisy(&[rows.len(), width], seed, dtype)?.to_device(device)?;
+            let query = layouts[1].of(&noisy(&[rows.len(), width], seed, dtype)?)?.to_device(device)?;
             let fused = paged_attention(&query, &pages, &rows, scale)?;
             let composed = composed::paged_attention(&query, &pages, &rows, scale)?;
-            prop_assert_eq!(fused.dtype(), dtype);
+            prop_assert_eq!((fused.dims(), fused.dtype()), (query.dims(), dtype));
+            prop_assert_eq!((composed.dims(), composed.dtype()), (query.dims(), dtype));
             for (index, (row, sequence)) in rows.iter().zip(&sequences).enumerate() {
                 let wide = |x: &Tensor| x.to_device(&Device::Cpu)?.to_dtype(DType::F64);
                 let seen = |x: &Tensor| wide(&x.narrow(0, 0, row.visible)?);
@@ -167,7 +172,7 @@ proptest! {
         seed in any::<u64>(),
         copies in 1usize..30,
     ) {
-        let (pages, sequences) = write_all(&shape, seed, dtype, &Device::Cpu)?;
+        let (pages, sequences) = write_all(&shape, Layout::Contiguous, seed, dtype, &Device::Cpu)?;
         // Many rows, so that cores share them.
         let one = rows(&sequences, 0)?;
         let rows = one.repeat(copies);

@@ -2,21 +2,12 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{composed, rms_norm, rms_norm_gradient};
-use candle_grpo_test_support::{message, numbers};
+use candle_grpo_test_support::{devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{check_against_f64, check_gradient_alone, dtypes, noisy};
-
-fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
-    check_against_f64(
-        &[x, weight],
-        3.0,
-        |inputs| rms_norm(inputs[0], inputs[1], epsilon),
-        |inputs| composed::rms_norm(inputs[0], inputs[1], epsilon),
-    )
-}
+use common::{check_against_f64, check_gradient_alone, dtypes, layouts, noisy};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
@@ -26,12 +17,18 @@ proptest! {
         width in prop_oneof![1usize..40, Just(576), 1000usize..1100],
         epsilon in prop_oneof![Just(1e-5), Just(0.1)],
         dtype in dtypes(),
+        layouts in [layouts(), layouts()],
         seed in any::<u64>(),
     ) {
-        let x = (noisy(&[rows, width], seed, dtype)? * 3.0)?;
-        // A row of one tiny number has a huge derivative, which says nothing.
-        let x = (x + 0.5)?;
-        check(&x, &noisy(&[width], seed ^ 1, dtype)?, epsilon)?;
+        let x = noisy(&[rows, width], seed, dtype)?;
+        // A row of tiny numbers has a huge derivative, which says nothing.
+        let x = ((&x * 3.0)? + (x.sign()? * 0.5)?)?;
+        check_against_f64(
+            &[(&x, layouts[0]), (&noisy(&[width], seed ^ 1, dtype)?, layouts[1])],
+            3.0,
+            |inputs| rms_norm(inputs[0], inputs[1], epsilon),
+            |inputs| composed::rms_norm(inputs[0], inputs[1], epsilon),
+        )?;
     }
 }
 
@@ -51,32 +48,29 @@ fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
 }
 
 #[rstest]
-fn any_layout_is_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
-    let x = noisy(&[2, 37, 5], 1, dtype)?.transpose(1, 2)?;
-    let weight = noisy(&[74], 2, dtype)?.narrow(0, 37, 37)?;
-    check(&x, &weight, 1e-5)?;
-    check(&x.narrow(1, 1, 3)?, &weight, 1e-5)
-}
-
-#[rstest]
 fn half_types_round_where_the_composed_twin_does(
     #[values(DType::BF16, DType::F16)] dtype: DType,
 ) -> Result<()> {
-    let (x, weight) = (noisy(&[50, 96], 3, dtype)?, noisy(&[96], 4, dtype)?);
-    let fused = numbers(&rms_norm(&x, &weight, 1e-5)?)?;
-    let composed = numbers(&composed::rms_norm(&x, &weight, 1e-5)?)?;
-    // The f32 sums may differ in their last bit, and an entry on the edge may round otherwise.
-    let different = fused.iter().zip(&composed).filter(|(a, b)| a != b).count();
-    assert!(different < fused.len() / 100, "{different} entries differ");
+    for device in devices() {
+        let x = noisy(&[50, 96], 3, dtype)?.to_device(device)?;
+        let weight = noisy(&[96], 4, dtype)?.to_device(device)?;
+        let fused = numbers(&rms_norm(&x, &weight, 1e-5)?)?;
+        let composed = numbers(&composed::rms_norm(&x, &weight, 1e-5)?)?;
+        // The f32 sums may differ in their last bit, and an entry on the edge may round otherwise.
+        let different = fused.iter().zip(&composed).filter(|(a, b)| a != b).count();
+        assert!(different < fused.len() / 100, "{different} entries differ");
+    }
     Ok(())
 }
 
 #[test]
 fn a_row_of_nan_stays_in_its_row() -> Result<()> {
-    let x = Tensor::new(&[[1f32, 2.], [f32::NAN, 0.], [3., 4.]], &Device::Cpu)?;
-    let y = rms_norm(&x, &Tensor::ones(2, DType::F32, &Device::Cpu)?, 1e-5)?.to_vec2::<f32>()?;
-    assert!(y[1].iter().all(|y| y.is_nan()));
-    assert!([&y[0], &y[2]].into_iter().flatten().all(|y| y.is_finite()));
+    for device in devices() {
+        let x = Tensor::new(&[[1f32, 2.], [f32::NAN, 0.], [3., 4.]], device)?;
+        let y = rms_norm(&x, &Tensor::ones(2, DType::F32, device)?, 1e-5)?.to_vec2::<f32>()?;
+        assert!(y[1].iter().all(|y| y.is_nan()));
+        assert!([&y[0], &y[2]].into_iter().flatten().all(|y| y.is_finite()));
+    }
     Ok(())
 }
 
@@ -85,12 +79,14 @@ fn a_row_of_nan_stays_in_its_row() -> Result<()> {
 fn backward_a_row_of_nan_stays_in_its_row() -> Result<()> {
     let mut values = vec![0.5f32; 130 * 5];
     values[2] = f32::NAN;
-    let x = Var::from_vec(values, (130, 5), &Device::Cpu)?;
-    let y = rms_norm(&x, &Tensor::ones(5, DType::F32, &Device::Cpu)?, 1e-5)?;
-    let gradients = y.sum_all()?.backward()?;
-    let gradient = numbers(gradients.get(&x).expect("a gradient of x"))?;
-    assert!(gradient[0].is_nan());
-    assert!(gradient[5..].iter().all(|g| g.is_finite()));
+    for device in devices() {
+        let x = Var::from_slice(&values, (130, 5), device)?;
+        let y = rms_norm(&x, &Tensor::ones(5, DType::F32, device)?, 1e-5)?;
+        let gradients = y.sum_all()?.backward()?;
+        let gradient = numbers(gradients.get(&x).expect("a gradient of x"))?;
+        assert!(gradient[0].is_nan());
+        assert!(gradient[5..].iter().all(|g| g.is_finite()));
+    }
     Ok(())
 }
 
