@@ -6,9 +6,10 @@ use candle_grpo_kernels::{
     RatioLevel, RowDivisor, TokenSurrogate, policy_loss, policy_loss_is_fused,
 };
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use proptest::prelude::*;
 
 mod common;
-use common::noisy;
+use common::{check_views, dtypes, layouts, noisy};
 
 const OPTIONS: PolicyLossOptions = PolicyLossOptions {
     level: RatioLevel::Token,
@@ -49,60 +50,75 @@ fn of<'a>(
     }
 }
 
-#[test]
-fn any_layout_is_taken() -> Result<()> {
-    let wide = noisy(&[7, 5, 2], 3, DType::F32)?;
-    let strided = |x: &Tensor| x.narrow(0, 1, 4)?.narrow(2, 1, 1)?.squeeze(2)?.t();
-    let log_probs = Var::from_tensor(&wide)?;
-    let old = noisy(&[7, 5, 2], 4, DType::F32)?;
-    let mask = noisy(&[7, 5, 2], 5, DType::F32)?.gt(-0.5)?;
-    let advantages = noisy(&[5], 6, DType::F32)?
-        .unsqueeze(1)?
-        .broadcast_as((5, 4))?;
-    let run = |is_contiguous: bool| -> Result<(Vec<f64>, Vec<f64>)> {
-        let lay = |x: Tensor| if is_contiguous { x.contiguous() } else { Ok(x) };
-        let (log_probs_of, old, mask) = (
-            lay(strided(&log_probs)?)?,
-            lay(strided(&old)?)?,
-            lay(strided(&mask)?)?,
-        );
-        let advantages = lay(advantages.clone())?;
-        let tensors = PolicyLossTensors {
-            old_log_probs: Some(&old),
-            ..of(&log_probs_of, &advantages, &mask)
-        };
-        let output = policy_loss(&tensors, &OPTIONS)?;
-        let gradients = output.loss.backward()?;
-        let gradient = gradients.get(&log_probs).expect("a gradient");
-        Ok((numbers(&output.loss)?, numbers(gradient)?))
-    };
-    let (strided, contiguous) = (run(false)?, run(true)?);
-    assert_eq!(strided, contiguous);
-    assert!(strided.1.iter().any(|&g| g != 0.0));
-    Ok(())
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn any_layout_is_taken(
+        batch in 0usize..4,
+        tokens in 0usize..6,
+        advantages_of_tokens in any::<bool>(),
+        dtype in dtypes(),
+        layouts in prop::collection::vec(layouts(), 7),
+        seed in any::<u64>(),
+    ) {
+        let noise = |index: u64| noisy(&[batch, tokens], seed ^ index, dtype);
+        let per_row = noisy(&[batch], seed ^ 9, dtype)?;
+        for device in devices() {
+            let lay = |index: usize, x: &Tensor| layouts[index].of(x)?.to_device(device);
+            let (old, reference) = (lay(1, &noise(1)?)?, lay(2, &noise(2)?)?);
+            let (weights, entropy) = (lay(3, &noise(3)?)?, lay(4, &noise(4)?)?);
+            let advantages = lay(5, &if advantages_of_tokens { noise(5)? } else { per_row.clone() })?;
+            let mask = lay(6, &noise(6)?.gt(-0.5)?)?;
+            let copies = [&old, &reference, &weights, &entropy, &advantages, &mask].map(Tensor::force_contiguous);
+            let copies = copies.into_iter().collect::<Result<Vec<_>>>()?;
+            let outputs = |log_probs: &Tensor, [old, reference, weights, entropy, advantages, mask]: [&Tensor; 6]| {
+                let tensors = PolicyLossTensors {
+                    log_probs,
+                    old_log_probs: Some(old),
+                    ref_log_probs: Some(reference),
+                    advantages,
+                    weights: Some(weights),
+                    entropy: Some(entropy),
+                    mask,
+                };
+                policy_loss(&tensors, &PolicyLossOptions { kl: Some(K3), ..OPTIONS })
+            };
+            check_views(device, &[(&noise(0)?, layouts[0])], |views| {
+                let output = outputs(views[0], [&old, &reference, &weights, &entropy, &advantages, &mask])?;
+                let of_copies = outputs(views[0], std::array::from_fn(|index| &copies[index]))?;
+                assert_eq!(numbers(&output.loss)?, numbers(&of_copies.loss)?);
+                assert_eq!(numbers(&output.policy)?, numbers(&of_copies.policy)?);
+                let entropy = output.sum(PolicySum::Entropy)?;
+                assert_eq!(numbers(&entropy)?, numbers(&of_copies.sum(PolicySum::Entropy)?)?);
+                Ok((vec![output.loss.clone(), output.policy, entropy], output.loss))
+            })?;
+        }
+    }
 }
 
 /// The ratio overflows, and so does what the token scores.
 #[test]
 fn a_weight_of_zero_drops_an_infinite_loss() -> Result<()> {
-    let log_probs = Var::new(&[[-1f32, -1.]], &Device::Cpu)?;
-    let old = Tensor::new(&[[-1f32, -200.]], &Device::Cpu)?;
-    let (advantages, mask) = (
-        Tensor::new(&[-1f32], &Device::Cpu)?,
-        Tensor::ones((1, 2), DType::U8, &Device::Cpu)?,
-    );
-    let weights = Tensor::new(&[[1f32, 0.]], &Device::Cpu)?;
-    let weighted = PolicyLossTensors {
-        old_log_probs: Some(&old),
-        weights: Some(&weights),
-        ..of(&log_probs, &advantages, &mask)
-    };
-    let output = policy_loss(&weighted, &OPTIONS)?;
-    assert_eq!(numbers(&output.surrogate)?, [1., f64::INFINITY]);
-    assert_eq!(numbers(&output.policy)?, [1., 0.]);
-    let gradients = output.loss.backward()?;
-    let gradient = numbers(gradients.get(&log_probs).expect("a gradient"))?;
-    assert_eq!(gradient, [0.5, 0.]);
+    for device in devices() {
+        let log_probs = Var::new(&[[-1f32, -1.]], device)?;
+        let old = Tensor::new(&[[-1f32, -200.]], device)?;
+        let (advantages, mask) = (
+            Tensor::new(&[-1f32], device)?,
+            Tensor::ones((1, 2), DType::U8, device)?,
+        );
+        let weights = Tensor::new(&[[1f32, 0.]], device)?;
+        let weighted = PolicyLossTensors {
+            old_log_probs: Some(&old),
+            weights: Some(&weights),
+            ..of(&log_probs, &advantages, &mask)
+        };
+        let output = policy_loss(&weighted, &OPTIONS)?;
+        assert_eq!(numbers(&output.surrogate)?, [1., f64::INFINITY]);
+        assert_eq!(numbers(&output.policy)?, [1., 0.]);
+        let gradients = output.loss.backward()?;
+        let gradient = numbers(gradients.get(&log_probs).expect("a gradient"))?;
+        assert_eq!(gradient, [0.5, 0.]);
+    }
     Ok(())
 }
 
@@ -260,35 +276,37 @@ fn a_tie_is_not_clipped() -> Result<()> {
 #[test]
 fn long_batches_add_up() -> Result<()> {
     let (batch, tokens) = (37, 1001);
-    let log_probs = noisy(&[batch, tokens], 1, DType::F32)?;
-    let old = noisy(&[batch, tokens], 2, DType::F32)?;
-    let advantages = noisy(&[batch], 3, DType::F32)?;
-    let mask = noisy(&[batch, tokens], 4, DType::F32)?.gt(-0.9)?;
-    let run = |row: usize, rows: usize| -> Result<Vec<f64>> {
-        let part = |x: &Tensor| x.narrow(0, row, rows);
-        let (log_probs, old, advantages, mask) = (
-            part(&log_probs)?,
-            part(&old)?,
-            part(&advantages)?,
-            part(&mask)?,
-        );
-        let tensors = PolicyLossTensors {
-            old_log_probs: Some(&old),
-            ..of(&log_probs, &advantages, &mask)
+    for device in devices() {
+        let noise = |seed| noisy(&[batch, tokens], seed, DType::F32)?.to_device(device);
+        let (log_probs, old) = (noise(1)?, noise(2)?);
+        let advantages = noisy(&[batch], 3, DType::F32)?.to_device(device)?;
+        let mask = noise(4)?.gt(-0.9)?;
+        let run = |row: usize, rows: usize| -> Result<Vec<f64>> {
+            let part = |x: &Tensor| x.narrow(0, row, rows);
+            let (log_probs, old, advantages, mask) = (
+                part(&log_probs)?,
+                part(&old)?,
+                part(&advantages)?,
+                part(&mask)?,
+            );
+            let tensors = PolicyLossTensors {
+                old_log_probs: Some(&old),
+                ..of(&log_probs, &advantages, &mask)
+            };
+            let output = policy_loss(&tensors, &OPTIONS)?;
+            let count = output.sum(PolicySum::Count)?.to_scalar::<f64>()?;
+            let ratio = output.sum(PolicySum::Ratio)?.to_scalar::<f64>()?;
+            let clipped = output.sum(PolicySum::Clipped)?.to_scalar::<f64>()?;
+            Ok(vec![numbers(&output.loss)?[0], count, ratio, clipped])
         };
-        let output = policy_loss(&tensors, &OPTIONS)?;
-        let count = output.sum(PolicySum::Count)?.to_scalar::<f64>()?;
-        let ratio = output.sum(PolicySum::Ratio)?.to_scalar::<f64>()?;
-        let clipped = output.sum(PolicySum::Clipped)?.to_scalar::<f64>()?;
-        Ok(vec![numbers(&output.loss)?[0], count, ratio, clipped])
-    };
-    let mut sum = vec![0.0; 4];
-    for row in 0..batch {
-        for (sum, x) in sum.iter_mut().zip(run(row, 1)?) {
-            *sum += x;
+        let mut sum = vec![0.0; 4];
+        for row in 0..batch {
+            for (sum, x) in sum.iter_mut().zip(run(row, 1)?) {
+                *sum += x;
+            }
         }
+        assert_close(&run(0, batch)?, &sum, 1e-6);
     }
-    assert_close(&run(0, batch)?, &sum, 1e-6);
     Ok(())
 }
 
