@@ -2,12 +2,12 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed};
-use candle_grpo_test_support::{assert_close, message, numbers};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
 mod common;
-use common::{dtypes, lengths, noisy};
+use common::{dtypes, layouts, lengths, noisy};
 
 fn assert_same(actual: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
     assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
@@ -34,20 +34,23 @@ struct Held {
 
 impl Held {
     /// After some steps; `state` is the dtype of the averages.
-    fn new(len: usize, seed: u64, dtype: DType, state: DType, master: bool) -> Result<Self> {
-        let parameter = noisy(&[len], seed, DType::F32)?;
+    fn new(
+        len: usize,
+        seed: u64,
+        [dtype, state]: [DType; 2],
+        master: bool,
+        device: &Device,
+    ) -> Result<Self> {
+        let noise = |seed| noisy(&[len], seed, DType::F32)?.to_device(device);
+        let parameter = noise(seed)?;
         Ok(Self {
             parameter: Var::from_tensor(&parameter.to_dtype(dtype)?)?,
             master: master
                 .then(|| Var::from_tensor(&parameter.to_dtype(state)?))
                 .transpose()?,
-            average: Var::from_tensor(&noisy(&[len], seed + 1, DType::F32)?.to_dtype(state)?)?,
-            square: Var::from_tensor(
-                &noisy(&[len], seed + 2, DType::F32)?
-                    .sqr()?
-                    .to_dtype(state)?,
-            )?,
-            gradient: noisy(&[len], seed + 3, DType::F32)?.to_dtype(state)?,
+            average: Var::from_tensor(&noise(seed + 1)?.to_dtype(state)?)?,
+            square: Var::from_tensor(&noise(seed + 2)?.sqr()?.to_dtype(state)?)?,
+            gradient: noise(seed + 3)?.to_dtype(state)?,
             weight_decay: 0.1 * (seed % 3) as f64,
         })
     }
@@ -75,37 +78,39 @@ proptest! {
         seed in 0u64..1000,
     ) {
         let master = master && dtype != DType::F32;
-        let held = |dtype, state, master| {
-            lengths.iter().enumerate()
-                .map(|(at, &len)| Held::new(len, seed + 7 * at as u64, dtype, state, master))
-                .collect::<Result<Vec<_>>>()
-        };
-        let (fused, exact) = (held(dtype, DType::F32, master)?, held(DType::F64, DType::F64, false)?);
-        for (fused, exact) in fused.iter().zip(&exact) {
-            // A parameter of a half dtype without a master begins where it is rounded to.
-            if !master {
-                exact.parameter.set(&fused.parameter.as_detached_tensor().to_dtype(DType::F64)?)?;
+        for device in devices() {
+            let held = |dtypes, master| {
+                lengths.iter().enumerate()
+                    .map(|(at, &len)| Held::new(len, seed + 7 * at as u64, dtypes, master, device))
+                    .collect::<Result<Vec<_>>>()
+            };
+            let (fused, exact) = (held([dtype, DType::F32], master)?, held([DType::F64; 2], false)?);
+            for (fused, exact) in fused.iter().zip(&exact) {
+                // A parameter of a half dtype without a master begins where it is rounded to.
+                if !master {
+                    exact.parameter.set(&fused.parameter.as_detached_tensor().to_dtype(DType::F64)?)?;
+                }
             }
-        }
-        for step in 1..=steps {
-            let step = AdamWStep { step, ..STEP };
-            adamw(&fused.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
-            composed::adamw(&exact.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
-        }
-        // Without a master each step rounds.
-        let rounding = match dtype {
-            DType::F32 => 2e-6,
-            DType::BF16 => 4e-3 * steps as f64,
-            _ => 6e-4 * steps as f64,
-        };
-        for (fused, exact) in fused.iter().zip(&exact) {
-            assert_same(&fused.parameter, &exact.parameter, rounding)?;
-            assert_same(&fused.average, &exact.average, 2e-6)?;
-            assert_same(&fused.square, &exact.square, 2e-6)?;
-            if let Some(master) = &fused.master {
-                assert_same(master, &exact.parameter, 2e-6)?;
-                let rounded = master.as_detached_tensor().to_dtype(dtype)?;
-                prop_assert_eq!(numbers(&rounded)?, numbers(&fused.parameter)?);
+            for step in 1..=steps {
+                let step = AdamWStep { step, ..STEP };
+                adamw(&fused.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+                composed::adamw(&exact.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+            }
+            // Without a master each step rounds.
+            let rounding = match dtype {
+                DType::F32 => 2e-6,
+                DType::BF16 => 4e-3 * steps as f64,
+                _ => 6e-4 * steps as f64,
+            };
+            for (fused, exact) in fused.iter().zip(&exact) {
+                assert_same(&fused.parameter, &exact.parameter, rounding)?;
+                assert_same(&fused.average, &exact.average, 2e-6)?;
+                assert_same(&fused.square, &exact.square, 2e-6)?;
+                if let Some(master) = &fused.master {
+                    assert_same(master, &exact.parameter, 2e-6)?;
+                    let rounded = master.as_detached_tensor().to_dtype(dtype)?;
+                    prop_assert_eq!(numbers(&rounded)?, numbers(&fused.parameter)?);
+                }
             }
         }
     }
@@ -118,69 +123,67 @@ proptest! {
 fn a_master_keeps_steps_that_bf16_loses(
     #[case] twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>,
 ) -> Result<()> {
-    for (master, expected) in [(false, 1.0), (true, 0.9901)] {
-        let one = |dtype| Var::ones(3, dtype, &Device::Cpu);
-        let zero = || Var::zeros(3, DType::F32, &Device::Cpu);
-        let held = Held {
-            parameter: one(DType::BF16)?,
-            master: master.then(|| one(DType::F32)).transpose()?,
-            average: zero()?,
-            square: zero()?,
-            gradient: Tensor::ones(3, DType::BF16, &Device::Cpu)?,
-            weight_decay: 0.0,
-        };
-        for step in 1..=10 {
-            let learning_rate = 1e-3;
-            twin(
-                &[held.tensors()],
-                &AdamWStep {
-                    step,
-                    learning_rate,
-                    ..STEP
-                },
-            )?;
+    for device in devices() {
+        for (master, expected) in [(false, 1.0), (true, 0.9901)] {
+            let one = |dtype| Var::ones(3, dtype, device);
+            let zero = || Var::zeros(3, DType::F32, device);
+            let held = Held {
+                parameter: one(DType::BF16)?,
+                master: master.then(|| one(DType::F32)).transpose()?,
+                average: zero()?,
+                square: zero()?,
+                gradient: Tensor::ones(3, DType::BF16, device)?,
+                weight_decay: 0.0,
+            };
+            for step in 1..=10 {
+                let learning_rate = 1e-3;
+                twin(
+                    &[held.tensors()],
+                    &AdamWStep {
+                        step,
+                        learning_rate,
+                        ..STEP
+                    },
+                )?;
+            }
+            assert_close(&numbers(&held.parameter)?, &[expected; 3], 2e-3);
         }
-        assert_same(
-            &held.parameter,
-            &(Tensor::ones(3, DType::F64, &Device::Cpu)? * expected)?,
-            2e-3,
-        )?;
     }
     Ok(())
 }
 
-#[test]
-fn gradients_of_any_layout_are_taken() -> Result<()> {
-    let wide = noisy(&[4, 6], 3, DType::F32)?;
-    let one = wide.narrow(0, 1, 1)?.narrow(1, 2, 4)?;
-    for gradient in [
-        wide.t()?.narrow(0, 1, 3)?,
-        wide.narrow(0, 1, 3)?.narrow(1, 2, 4)?,
-        one.broadcast_as((3, 4))?,
-    ] {
-        let shape = gradient.dims();
-        let step = |gradient: Tensor| -> Result<Tensor> {
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+    #[test]
+    fn gradients_of_any_layout_are_taken(
+        rows in 0usize..4,
+        columns in 0usize..40,
+        dtype in dtypes(),
+        layout in layouts(),
+        seed in any::<u64>(),
+    ) {
+        let shape = [rows, columns];
+        for device in devices() {
+            let gradient = layout.of(&noisy(&shape, seed, dtype)?)?.to_device(device)?;
             let held = Held {
-                parameter: Var::ones(shape, DType::F32, &Device::Cpu)?,
+                parameter: Var::ones(&shape, DType::F32, device)?,
                 master: None,
-                average: Var::zeros(shape, DType::F32, &Device::Cpu)?,
-                square: Var::zeros(shape, DType::F32, &Device::Cpu)?,
+                average: Var::zeros(&shape, DType::F32, device)?,
+                square: Var::zeros(&shape, DType::F32, device)?,
                 gradient,
                 weight_decay: 0.0,
             };
             adamw(&[held.tensors()], &STEP)?;
-            Ok(held.average.as_detached_tensor())
-        };
-        assert_same(&step(gradient.clone())?, &(gradient * 0.1)?, 1e-7)?;
+            assert_same(&held.average, &(held.gradient.to_dtype(DType::F32)? * 0.1)?, 1e-7)?;
+        }
     }
-    Ok(())
 }
 
 #[test]
 fn bad_input_is_named_and_changes_nothing() -> Result<()> {
-    let good = Held::new(5, 1, DType::F32, DType::F32, false)?;
-    let other = Held::new(5, 9, DType::F32, DType::F32, false)?;
-    let half = Held::new(5, 1, DType::BF16, DType::F32, true)?;
+    let good = Held::new(5, 1, [DType::F32, DType::F32], false, &Device::Cpu)?;
+    let other = Held::new(5, 9, [DType::F32, DType::F32], false, &Device::Cpu)?;
+    let half = Held::new(5, 1, [DType::BF16, DType::F32], true, &Device::Cpu)?;
     let longer = Var::zeros(6, DType::F32, &Device::Cpu)?;
     let before = numbers(&good.parameter)?;
     let refused = |tensors: AdamWTensors, step: AdamWStep, expected: &str| -> Result<()> {
