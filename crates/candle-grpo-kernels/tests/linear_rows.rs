@@ -73,10 +73,12 @@ proptest! {
 
 #[test]
 fn a_row_that_is_not_a_number_stays_in_its_row() -> Result<()> {
-    let x = Tensor::new(&[[1f32, f32::NAN], [2., 3.]], &Device::Cpu)?;
-    let weight = Tensor::new(&[[1f32, 1.]], &Device::Cpu)?;
-    let y = linear_rows(&x, &[&weight])?[0].to_vec2::<f32>()?;
-    assert!(y[0][0].is_nan() && y[1][0] == 5.);
+    for device in devices() {
+        let x = Tensor::new(&[[1f32, f32::NAN], [2., 3.]], device)?;
+        let weight = Tensor::new(&[[1f32, 1.]], device)?;
+        let y = linear_rows(&x, &[&weight])?[0].to_vec2::<f32>()?;
+        assert!(y[0][0].is_nan() && y[1][0] == 5.);
+    }
     Ok(())
 }
 
