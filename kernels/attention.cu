@@ -23,6 +23,8 @@ template <typename T, int D> struct Tiles {
     static constexpr bool WIDE = sizeof(T) == 4;
     static constexpr int ROWS = WIDE && D == 256 ? 32 : 64;
     static constexpr int THREADS = 2 * ROWS;
+    // As many blocks share a multiprocessor forward as its shared memory has room for; with more the compiler would spill.
+    static constexpr int FORWARD_BLOCKS = D == 64 ? 4 : 2;
     // Forward, and backward.
     static constexpr int KEYS = WIDE ? (D == 256 ? 16 : 32) : (D == 256 ? 32 : 64);
     static constexpr int OTHERS = WIDE ? (D == 64 ? 32 : 16) : (D == 256 ? 16 : 32);
@@ -403,7 +405,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
 }
 
 #define ATTENTION(D, T, name)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS) attention_forward_##D##_##name(                \
+    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS, Tiles<T, D>::FORWARD_BLOCKS)                   \
+        attention_forward_##D##_##name(                                                                                \
         const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences, T *y,           \
         float *log_sums, uint32_t tiles, uint32_t kv_heads, uint32_t group, int head_dim, float scale) {              \
         forward<T, D>(query, key, value, mask, sequences, y, log_sums, tiles, kv_heads, group, head_dim, scale);      \

@@ -4,7 +4,7 @@
 
 #include "log_prob.cuh"
 
-// `state` [4, n] holds the sums of the tiles before and the scaled logit of the target, once it was seen; the first tile reads
+// `state` [4, n] holds the sums of the tiles before and the logit of the target, once it was seen; the first tile reads
 // nothing of it, and the last one gives the results.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     linear_log_prob_tile(const float *logits, const uint32_t *targets, const uint8_t *mask, float *state, float *packed,
@@ -21,14 +21,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     if (!sums_of_row(x, (int)columns, scale, sums)) return;
     float target = NAN;
     if (first_column > 0) {
-        sums.merge({state[row], state[n + row], state[2 * n + row]});
+        sums.merge({state[row], state[n + row], state[2 * n + row]}, scale);
         target = state[3 * n + row];
     }
     // Out of range, since it is not signed, where the target was in a tile before.
     const uint32_t column = targets[row] - first_column;
-    if (column < columns) target = x[column] * scale;
+    if (column < columns) target = x[column];
     if (is_last) {
-        finish(sums, target, packed, n, row);
+        finish(sums, target, scale, packed, n, row);
     } else {
         state[row] = sums.largest;
         state[n + row] = sums.exp;

@@ -18,7 +18,7 @@ __device__ __forceinline__ void forward(const T *logits, const uint32_t *targets
     if (!sums_of_row(x, (int)vocab, scale, sums)) return;
     const uint32_t target = targets[row];
     // A target out of range has no log-prob, and is not read.
-    finish(sums, target < vocab ? to_float(x[target]) * scale : NAN, packed, n, row);
+    finish(sums, target < vocab ? to_float(x[target]) : NAN, scale, packed, n, row);
 }
 
 // How the gradient of a row follows from its logits.

@@ -13,16 +13,16 @@ constexpr int WARPS = THREADS / 32;
 // The log2 of a weight that is 0 in f32: in the place of minus infinity, whose product with that 0 would be NaN.
 constexpr float NO_WEIGHT = -200.0f;
 
-// Sums over logits x of a row, relative to the largest one: with d = x * scale - largest, which is log2 of a weight, the
-// sums of exp2(d) and of d * exp2(d). `largest` is scaled; it is minus infinity as long as every logit was.
+// Sums over logits x of a row, relative to the largest one: with d = (x - largest) * scale, which is log2 of a weight, the
+// sums of exp2(d) and of d * exp2(d). `largest` is minus infinity as long as every logit was.
 struct Sums {
     float largest;
     float exp;
     float weighted;
 
     // Makes the sums relative to `other`, which is larger.
-    __device__ __forceinline__ void raise(float other) {
-        const float shift = largest - other;
+    __device__ __forceinline__ void raise(float other, float scale) {
+        const float shift = (largest - other) * scale;
         const float factor = exp2_approx(shift);
         // A shift that is infinite, as that of an empty sum is, would give NaN.
         weighted = factor == 0.0f ? 0.0f : factor * (weighted + shift * exp);
@@ -30,9 +30,9 @@ struct Sums {
         largest = other;
     }
 
-    __device__ __forceinline__ void merge(Sums other) {
-        if (other.largest > largest) raise(other.largest);
-        else if (other.largest < largest) other.raise(largest);
+    __device__ __forceinline__ void merge(Sums other, float scale) {
+        if (other.largest > largest) raise(other.largest, scale);
+        else if (other.largest < largest) other.raise(largest, scale);
         exp += other.exp;
         weighted += other.weighted;
     }
@@ -42,12 +42,13 @@ struct Sums {
         float largest_x = x[0];
 #pragma unroll
         for (int i = 1; i < count; i++) largest_x = fmaxf(largest_x, x[i]);
-        if (largest_x * scale > largest) raise(largest_x * scale);
+        if (largest_x > largest) raise(largest_x, scale);
         // Minus infinity is outside of the distribution, and relative to itself it would be NaN.
         const float subtract = largest == -INFINITY ? 0.0f : largest;
 #pragma unroll
         for (int i = 0; i < count; i++) {
-            const float d = x[i] * scale - subtract;
+            // The difference first: that of numbers near each other is exact.
+            const float d = (x[i] - subtract) * scale;
             const float e = exp2_approx(d);
             exp += e;
             weighted += fmaxf(d, NO_WEIGHT) * e;
@@ -55,11 +56,11 @@ struct Sums {
     }
 
     // What the warp has, in every lane.
-    __device__ __forceinline__ void merge_lanes() {
+    __device__ __forceinline__ void merge_lanes(float scale) {
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2)
             merge({__shfl_xor_sync(0xffffffffu, largest, offset), __shfl_xor_sync(0xffffffffu, exp, offset),
-                   __shfl_xor_sync(0xffffffffu, weighted, offset)});
+                   __shfl_xor_sync(0xffffffffu, weighted, offset)}, scale);
     }
 };
 
@@ -99,21 +100,21 @@ template <typename T> __device__ __forceinline__ bool sums_of_row(const T *x, in
     if (rest < parts.head) sums.add({to_float(x[rest])}, scale);
     if (rest < parts.tail) sums.add({to_float(x[length - 1 - rest])}, scale);
 
-    sums.merge_lanes();
+    sums.merge_lanes(scale);
     __shared__ Sums warps[WARPS];
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sums;
     __syncthreads();
     if (threadIdx.x >= 32) return false;
     sums = {-INFINITY, 0.0f, 0.0f};
     if (threadIdx.x < WARPS) sums = warps[threadIdx.x];
-    sums.merge_lanes();
+    sums.merge_lanes(scale);
     return threadIdx.x == 0;
 }
 
-// Writes the results of a row; `target` is the scaled logit of its target.
-__device__ __forceinline__ void finish(Sums sums, float target, float *packed, uint64_t n, uint64_t row) {
+// Writes the results of a row; `target` is the logit of its target.
+__device__ __forceinline__ void finish(Sums sums, float target, float scale, float *packed, uint64_t n, uint64_t row) {
     const float log2_sum = log2f(sums.exp);
-    packed[row] = LN_2 * (target - sums.largest - log2_sum);
+    packed[row] = LN_2 * ((target - sums.largest) * scale - log2_sum);
     packed[n + row] = LN_2 * (log2_sum - sums.weighted / sums.exp);
-    packed[2 * n + row] = LN_2 * (sums.largest + log2_sum);
+    packed[2 * n + row] = LN_2 * (sums.largest * scale + log2_sum);
 }

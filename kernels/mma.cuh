@@ -133,14 +133,15 @@ __device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a,
 #endif
 }
 
-// The nearest number of 11 bits.
+// The nearest number of 11 bits. What the instruction leaves in the others is not documented, and what they hold must not count
+// here and be dropped in a product.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
 #ifdef CUDA_ON_HOST
     return cuda_host::to_tf32(x);
 #else
     uint32_t word;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
-    return word;
+    return word & 0xffffe000u;
 #endif
 }
 __device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -172,10 +173,15 @@ __device__ __forceinline__ void multiply(float (&c)[4], const FragmentA &a, cons
         uint32_t large_a[4], small_a[4], large_b[2], small_b[2];
         split(a.words, large_a, small_a);
         split(b.words, large_b, small_b);
+        // Tensor cores add towards zero, so long sums are added here, to the nearest (Ootomo and Yokota, 2022).
+        const float before[4] = {c[0], c[1], c[2], c[3]};
+        c[0] = c[1] = c[2] = c[3] = 0.0f;
         if (swapped) multiply_tf32(c, large_a, small_b);
         multiply_tf32(c, small_a, large_b);
         if (!swapped) multiply_tf32(c, large_a, small_b);
         multiply_tf32(c, large_a, large_b);
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[i] += before[i];
     } else {
         multiply_half(c, a, b, (const T *)nullptr);
     }
