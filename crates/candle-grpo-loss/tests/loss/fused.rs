@@ -11,14 +11,14 @@ use proptest::prelude::*;
 
 use crate::fixture::{aggregations, detached_surrogates, differentiable_surrogates, kl_losses};
 
-fn surrogates() -> Vec<Surrogate> {
+pub(crate) fn surrogates() -> Vec<Surrogate> {
     let mut surrogates = differentiable_surrogates();
     surrogates.extend(detached_surrogates());
     surrogates
 }
 
 /// Those of the fixture, and every gradient that is not that of its value.
-fn kls() -> Vec<Option<KlLoss>> {
+pub(crate) fn kls() -> Vec<Option<KlLoss>> {
     let mut kls = kl_losses();
     for (estimator, gradient, bias_correction) in [
         (
@@ -50,7 +50,7 @@ fn kls() -> Vec<Option<KlLoss>> {
     kls
 }
 
-const LEVELS: [ImportanceLevel; 5] = [
+pub(crate) const LEVELS: [ImportanceLevel; 5] = [
     ImportanceLevel::Token,
     ImportanceLevel::Sequence,
     ImportanceLevel::SequenceToken,
@@ -204,12 +204,20 @@ impl Numbers {
 }
 
 fn assert_same(fused: &Computed, exact: &Computed, tolerance: f64) -> Result<()> {
-    let loss = |computed: &Computed| numbers(&computed.output.loss);
-    assert_close(&loss(fused)?, &loss(exact)?, tolerance);
     for (fused, exact) in fused.gradients.iter().zip(&exact.gradients) {
         assert_close(fused, exact, tolerance);
     }
-    let (terms, expected) = (&fused.output.tokens, &exact.output.tokens);
+    assert_same_output(&fused.output, &exact.output, tolerance)
+}
+
+/// Compares loss, terms and metrics.
+pub(crate) fn assert_same_output(
+    fused: &PolicyLossOutput,
+    exact: &PolicyLossOutput,
+    tolerance: f64,
+) -> Result<()> {
+    assert_close(&numbers(&fused.loss)?, &numbers(&exact.loss)?, tolerance);
+    let (terms, expected) = (&fused.tokens, &exact.tokens);
     assert_close(
         &numbers(&terms.surrogate)?,
         &numbers(&expected.surrogate)?,
@@ -234,8 +242,7 @@ fn assert_same(fused: &Computed, exact: &Computed, tolerance: f64) -> Result<()>
             assert_close(&numbers(term)?, &numbers(expected)?, tolerance);
         }
     }
-    let host = |computed: &Computed| computed.output.metrics.to_host();
-    let (metrics, expected) = (host(fused)?, host(exact)?);
+    let (metrics, expected) = (fused.metrics.to_host()?, exact.metrics.to_host()?);
     let names = |values: &candle_grpo_loss::MetricValues| -> Vec<String> {
         values.iter().map(|(name, _)| name.to_owned()).collect()
     };

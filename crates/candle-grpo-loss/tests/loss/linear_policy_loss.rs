@@ -1,13 +1,17 @@
-//! `linear_policy_loss` against the same loss in a graph.
+//! `linear_policy_loss` against the same loss in a graph, and against the composed twins in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_kernels::composed;
 use candle_grpo_loss::{
-    KlLoss, LinearLogProb, LogProbOptions, PolicyBatch, PolicyLoss, StepTotals, linear_log_prob,
-    linear_policy_loss,
+    ImportanceLevel, KlLoss, LinearLogProb, LogProbOptions, PolicyBatch, PolicyLoss, StepTotals,
+    Surrogate, linear_log_prob, linear_policy_loss,
 };
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use proptest::prelude::*;
+use rstest::rstest;
 
-use crate::fixture::{B, Fixture, T, all_losses};
+use crate::fixture::{B, Fixture, T, aggregations, all_losses};
+use crate::fused::{LEVELS, assert_same_output, kls, surrogates};
 
 const H: usize = 4;
 const V: usize = 7;
@@ -148,6 +152,207 @@ fn every_loss_has_the_gradients_of_its_graph() -> Result<()> {
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// How hidden states lie in their variable.
+#[derive(Debug, Clone, Copy)]
+enum View {
+    Dense,
+    Strided,
+    Broadcast,
+}
+
+impl View {
+    /// `[batch, tokens, H]` from `[tokens + 1, batch + 1, H]`.
+    fn of(self, x: &Tensor, batch: usize, tokens: usize) -> Result<Tensor> {
+        let rows = match self {
+            Self::Broadcast => 1,
+            _ => batch,
+        };
+        let strided = x
+            .narrow(0, 1, tokens)?
+            .narrow(1, 1, rows)?
+            .transpose(0, 1)?;
+        match self {
+            Self::Dense => strided.contiguous(),
+            Self::Strided => Ok(strided),
+            Self::Broadcast => strided.broadcast_as((batch, tokens, x.dim(2)?)),
+        }
+    }
+}
+
+/// An output layer of any size with random numbers.
+#[derive(Debug, Clone, Copy)]
+struct Random {
+    batch: usize,
+    tokens: usize,
+    width: usize,
+    vocab: usize,
+    bias: bool,
+    view: View,
+    dtype: DType,
+    seed: u32,
+}
+
+impl Random {
+    /// Another `salt` gives other numbers, in [-1, 1].
+    fn noise(&self, shape: &[usize], salt: u32, device: &Device) -> Result<Tensor> {
+        let seed = f64::from(self.seed) + 0.1 * f64::from(salt);
+        let values = (0..shape.iter().product::<usize>())
+            .map(|i| ((i * i % 9973) as f64 * 37. + seed).sin());
+        Tensor::from_iter(values, device)?.reshape(shape)
+    }
+
+    /// `linear_policy_loss` against the loss in a graph of the composed twins, in f64 on the same numbers.
+    fn check(&self, loss: &PolicyLoss, device: &Device) -> Result<()> {
+        let &Self {
+            batch,
+            tokens,
+            width,
+            vocab,
+            ..
+        } = self;
+        // The gradients have the dtype of the arguments.
+        let close = match self.dtype {
+            DType::F32 => 1e-4,
+            // There the gradients of the logits are rounded as well.
+            DType::BF16 if device.is_cuda() => 1.2e-2,
+            DType::BF16 => 4e-3,
+            _ => 1e-3,
+        };
+        let variable = |shape: &[usize], salt| {
+            Var::from_tensor(&self.noise(shape, salt, device)?.to_dtype(self.dtype)?)
+        };
+        let states = variable(&[tokens + 1, batch + 1, width], 1)?;
+        let hidden = self.view.of(&states, batch, tokens)?;
+        let weight = variable(&[vocab, width], 2)?;
+        let bias = self.bias.then(|| variable(&[vocab], 3)).transpose()?;
+        let exact = |x: &Tensor| Var::from_tensor(&x.detach().to_dtype(DType::F64)?);
+        let (exact_hidden, exact_weight) = (exact(&hidden)?, exact(&weight)?);
+        let exact_bias = bias.as_deref().map(exact).transpose()?;
+
+        let shape = [batch, tokens];
+        let ids = (0..batch * tokens).map(|i| ((i * 7919 + self.seed as usize) % vocab) as u32);
+        let targets = Tensor::from_iter(ids, device)?.reshape(&shape)?;
+        let mask = self.noise(&shape, 4, device)?.gt(-0.5)?;
+        let options = LogProbOptions {
+            mask: Some(&mask),
+            ..Default::default()
+        };
+        let expected_tokens = composed::linear_log_prob(
+            &exact_hidden,
+            &exact_weight,
+            exact_bias.as_deref(),
+            &targets,
+            0.8,
+            options,
+        )?;
+
+        let current = expected_tokens.log_probs.detach();
+        let near =
+            |salt| (&current + (self.noise(&shape, salt, device)? * 0.5)?)?.to_dtype(DType::F32);
+        let (old, reference) = (near(5)?, near(6)?);
+        let advantages = self.noise(&[batch], 7, device)?.to_dtype(DType::F32)?;
+        let selected = self.noise(&shape, 8, device)?.gt(0.)?;
+        let prompt_tokens = Tensor::from_iter((1..=batch).map(|n| n as f64), device)?;
+        let totals = StepTotals {
+            tokens: (batch * tokens) as f64,
+            sequences: batch as f64,
+            rows: batch as f64,
+            prompts: 2.,
+        };
+        let batch = PolicyBatch::without_log_probs(&advantages, &mask)
+            .old_log_probs(&old)
+            .ref_log_probs(&reference)
+            .scores(&advantages)
+            .selected_tokens(&selected)
+            .prompt_tokens(&prompt_tokens);
+        let in_graph = batch
+            .with_log_probs(&expected_tokens.log_probs)
+            .entropy(&expected_tokens.entropy);
+        let expected = loss.compute_composed(&in_graph, &totals)?;
+        let store = expected.loss.backward()?;
+
+        let layer = LinearLogProb::new(&hidden, &weight, bias.as_deref(), &targets, 0.8, options)?;
+        let found = linear_policy_loss(loss, &layer, &batch, &totals)?;
+        // A log-prob is exact to some 4e-6 of its size, and a ratio of a sequence adds those of its tokens up.
+        assert_same_output(&found.output, &expected, 1e-4)?;
+        let gradients = found.gradients;
+        assert_eq!(gradients.bias.is_some(), self.bias);
+        for (found, exact) in [
+            (gradients.hidden, Some(exact_hidden)),
+            (gradients.weight, Some(exact_weight)),
+            (gradients.bias, exact_bias),
+        ] {
+            let (Some(found), Some(exact)) = (found, exact) else {
+                continue;
+            };
+            assert_eq!((found.dims(), found.dtype()), (exact.dims(), self.dtype));
+            let expected = store.get(&exact).expect("a gradient of the twin");
+            assert_close(&numbers(&found)?, &numbers(expected)?, close);
+        }
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn one_call_equals_the_composed_twins_in_f64(
+        sizes in (
+            1usize..5,
+            1usize..6,
+            prop_oneof![Just(1usize), 2usize..30],
+            prop_oneof![Just(1usize), 2usize..40, 1000usize..1100],
+        ),
+        bias in any::<bool>(),
+        view in prop::sample::select(vec![View::Dense, View::Strided, View::Broadcast]),
+        dtype in prop::sample::select(vec![DType::F32, DType::BF16, DType::F16]),
+        seed in 0u32..1000,
+        surrogate in prop::sample::select(surrogates()),
+        level in prop::sample::select(LEVELS.to_vec()),
+        kl in prop::sample::select(kls()),
+        aggregation in prop::sample::select(aggregations()),
+        entropy_coef in prop_oneof![Just(0.), Just(0.05)],
+    ) {
+        let (batch, tokens, width, vocab) = sizes;
+        let own_level = matches!(surrogate, Surrogate::GeometricMean(_) | Surrogate::Vespo(_));
+        let loss = PolicyLoss {
+            importance_level: if own_level { ImportanceLevel::Token } else { level },
+            surrogate,
+            kl,
+            aggregation,
+            entropy_coef,
+            allow_length_weighting: true,
+            ..Default::default()
+        };
+        let layer = Random { batch, tokens, width, vocab, bias, view, dtype, seed };
+        for device in devices() {
+            layer.check(&loss, device)?;
+        }
+    }
+}
+
+/// More logits than a tile has, and more rows.
+#[rstest]
+fn many_tiles_make_one_loss(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+    #[values(PolicyLoss::grpo(), PolicyLoss::gspo())] loss: PolicyLoss,
+) -> Result<()> {
+    let layer = Random {
+        batch: 11,
+        tokens: 100,
+        width: 8,
+        vocab: 4000,
+        bias: true,
+        view: View::Strided,
+        dtype,
+        seed: 1,
+    };
+    for device in devices() {
+        layer.check(&loss, device)?;
     }
     Ok(())
 }
