@@ -73,6 +73,8 @@ pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
     check_arguments(parameters, step)?;
     let (fused, rest): (Vec<_>, Vec<_>) = parameters
         .iter()
+        // Candle takes an empty tensor for one whose elements share memory.
+        .filter(|tensors| tensors.parameter.elem_count() > 0)
         .partition(|tensors| path::is_fused_on_cpu(tensors.parameter));
     cpu::adamw::step(&fused, step)?;
     rest.into_iter().try_for_each(|tensors| {

@@ -47,8 +47,11 @@ pub fn squared_gradient_norms(gradients: &[&Tensor]) -> Result<Tensor> {
 /// ```
 pub fn scale_gradients(gradients: &[&Tensor], factor: f64) -> Result<()> {
     check_scale(gradients, factor)?;
-    let (fused, rest): (Vec<&Tensor>, Vec<_>) =
-        gradients.iter().partition(|x| path::is_fused_on_cpu(x));
+    let (fused, rest): (Vec<&Tensor>, Vec<_>) = gradients
+        .iter()
+        // Candle takes an empty tensor for one whose elements share memory.
+        .filter(|gradient| gradient.elem_count() > 0)
+        .partition(|x| path::is_fused_on_cpu(x));
     cpu::gradient_norm::scale(&fused, factor as f32)?;
     #[cfg(feature = "cuda")]
     let rest = {

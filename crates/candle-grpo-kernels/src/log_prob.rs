@@ -285,7 +285,10 @@ impl Backward<'_> {
     /// The gradient of `logits`, which have no graph.
     fn apply(&self, logits: &Tensor, into_logits: bool) -> Result<Tensor> {
         if into_logits {
-            logits.inplace_op1(self)?;
+            // Candle takes an empty tensor for one whose elements share memory.
+            if logits.elem_count() > 0 {
+                logits.inplace_op1(self)?;
+            }
             Ok(logits.clone())
         } else {
             logits.apply_op1_no_bwd(&self)

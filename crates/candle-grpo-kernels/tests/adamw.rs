@@ -272,3 +272,22 @@ fn bad_input_is_named_and_changes_nothing() -> Result<()> {
         "shares its memory",
     )
 }
+
+#[test]
+fn empty_tensors_are_left_alone() -> Result<()> {
+    for device in devices() {
+        for shape in [&[2, 0][..], &[0, 3], &[0]] {
+            let held = Held {
+                parameter: Var::ones(shape, DType::F32, device)?,
+                master: None,
+                average: Var::zeros(shape, DType::F32, device)?,
+                square: Var::zeros(shape, DType::F32, device)?,
+                gradient: Tensor::ones(shape, DType::F32, device)?,
+                weight_decay: 0.0,
+            };
+            adamw(&[held.tensors()], &STEP)?;
+            assert_eq!(held.parameter.dims(), shape);
+        }
+    }
+    Ok(())
+}

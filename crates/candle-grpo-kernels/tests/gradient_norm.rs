@@ -117,3 +117,14 @@ fn scaling_is_in_place_and_keeps_to_its_part_of_a_memory(
     }
     Ok(())
 }
+
+#[test]
+fn empty_gradients_are_left_alone() -> Result<()> {
+    for device in devices() {
+        let none = Tensor::ones((2, 0), DType::F32, device)?;
+        let some = Tensor::ones(3, DType::F32, device)?;
+        scale_gradients(&[&none, &some], 0.5)?;
+        assert_eq!(numbers(&some)?, [0.5; 3]);
+    }
+    Ok(())
+}

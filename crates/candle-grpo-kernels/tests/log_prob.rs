@@ -366,3 +366,26 @@ fn bad_input_is_named() -> Result<()> {
     assert!(message(overwritten).contains("gradient_into_logits"));
     Ok(())
 }
+
+#[rstest]
+fn no_rows_have_an_empty_gradient(
+    #[values(false, true)] gradient_into_logits: bool,
+    #[values(&[0, 3][..], &[2, 0, 3])] shape: &[usize],
+) -> Result<()> {
+    for device in devices() {
+        let logits = Var::zeros(shape, DType::F32, device)?;
+        // No variable; most operations give an empty tensor back as it is.
+        let inner = logits.flatten_all()?.reshape(shape)?;
+        let targets = Tensor::zeros(&shape[..shape.len() - 1], DType::U32, device)?;
+        let options = LogProbOptions {
+            gradient_into_logits,
+            ..Default::default()
+        };
+        let tokens = log_prob(&inner, &targets, 1.0, options)?;
+        let store = tokens.log_probs.sum_all()?.backward()?;
+        assert_eq!(store.get(&logits).expect("a gradient").dims(), shape);
+        let alone = log_prob_gradient(&inner, &targets, 1.0, options, &tokens, &tokens)?;
+        assert_eq!(alone.dims(), shape);
+    }
+    Ok(())
+}
