@@ -41,10 +41,10 @@ const REWARDS: [f32; 4] = [1., 0., 1., 0.];
 /// What makes log-probs of hidden states.
 #[derive(Debug, Clone, Copy)]
 enum Output {
-    LogProb,
-    LinearLogProb,
+    Logits,
+    Linear,
     /// The weight is the embedding as well.
-    TiedLinearLogProb,
+    Tied,
 }
 
 /// A decoder whose variables are made where they are used first.
@@ -160,7 +160,7 @@ impl Network {
         let table = self.weight("table", &[VOCAB, WIDTH])?;
         let hidden = self.hidden(&table, &ids)?;
         let weight = match self.output {
-            Output::LogProb => {
+            Output::Logits => {
                 let (batch, tokens, width) = hidden.dims3()?;
                 let rows = hidden.reshape((batch * tokens, width))?;
                 let logits = self.linear("output", &rows, VOCAB)?;
@@ -168,8 +168,8 @@ impl Network {
                 let logits = self.input("log_prob.logits", &logits)?;
                 return log_prob(&logits, &targets, 0.9, options);
             }
-            Output::LinearLogProb => self.weight("output", &[VOCAB, WIDTH])?,
-            Output::TiedLinearLogProb => table,
+            Output::Linear => self.weight("output", &[VOCAB, WIDTH])?,
+            Output::Tied => table,
         };
         linear_log_prob(
             &self.input("linear_log_prob.hidden", &hidden)?,
@@ -276,7 +276,7 @@ fn norm(gradients: &[&Tensor]) -> Result<f64> {
 
 #[rstest]
 fn training_finds_a_gradient_in_every_input_and_moves_it(
-    #[values(Output::LogProb, Output::LinearLogProb, Output::TiedLinearLogProb)] output: Output,
+    #[values(Output::Logits, Output::Linear, Output::Tied)] output: Output,
     #[values(DType::F32, DType::BF16)] dtype: DType,
 ) -> Result<()> {
     const MAX_NORM: f64 = 0.05;
@@ -329,7 +329,7 @@ fn training_finds_a_gradient_in_every_input_and_moves_it(
 /// In training a result that lost its graph hides behind another.
 #[rstest]
 fn each_result_of_log_prob_has_a_gradient_of_every_input(
-    #[values(Output::LogProb, Output::LinearLogProb)] output: Output,
+    #[values(Output::Logits, Output::Linear)] output: Output,
     #[values(DType::F32, DType::BF16)] dtype: DType,
 ) -> Result<()> {
     for device in devices() {
