@@ -7,9 +7,14 @@ use pulp::Arch;
 use rayon::prelude::*;
 
 use super::element::Element;
-use super::simd::BLOCK;
+use super::simd::{BLOCK, prefetch};
 use super::slice::{self, CHUNK, range, with_floats};
 use crate::adamw::{AdamWStep, AdamWTensors, Coefficients};
+
+/// The step waits for memory alone, in four places at once and page after page: it is asked for this many elements before they are
+/// needed, a few lines of each place at a time.
+const AHEAD: usize = 512;
+const PART: usize = 64;
 
 /// Moves all parameters. Small ones are shared out to the cores whole, large ones in chunks.
 pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
@@ -207,11 +212,26 @@ impl Narrow {
         }
     }
 
-    /// Plain loops: the compiler makes vectors of them.
     #[inline(always)]
     fn update_block<G: Element>(&self, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[G]) {
         let mut buffer = [0.0; BLOCK];
         let g = G::widened(g, &mut buffer[..g.len()]);
+        let parts = p
+            .chunks_mut(PART)
+            .zip(m.chunks_mut(PART))
+            .zip(v.chunks_mut(PART))
+            .zip(g.chunks(PART));
+        for (((p, m), v), g) in parts {
+            for x in [&*p, m, v, g] {
+                prefetch(x, AHEAD);
+            }
+            self.update_part(p, m, v, g);
+        }
+    }
+
+    /// Plain loops: the compiler makes vectors of them.
+    #[inline(always)]
+    fn update_part(&self, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
         for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(g) {
             *m = *m * self.beta1 + g * self.one_minus_beta1;
             *v = *v * self.beta2 + g * g * self.one_minus_beta2;

@@ -17,6 +17,22 @@ pub(crate) fn padded<T: Element>(row: &[T]) -> Vec<f32> {
     padded
 }
 
+/// Asks for the memory of as many elements as `x` has, `ahead` elements further on, whether that is memory or not.
+#[inline(always)]
+pub(crate) fn prefetch(x: &[f32], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..x.len()).step_by(16) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch is no access, so any address will do.
+        #[allow(unsafe_code)]
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().wrapping_add(line + ahead).cast());
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (x, ahead);
+}
+
 /// Below this, `exp` in f32 is less than the smallest normal number and is taken as 0.
 pub(crate) const EXP_UNDERFLOW: f32 = -87.336;
 
