@@ -22,70 +22,37 @@
 //!
 //! Shapes: B samples, P groups, T response tokens. Statistics run in f64; results are f32, or f64 for f64 tensors.
 
-mod advantage_batch;
-mod advantage_config;
-mod advantage_estimator;
-mod advantage_pipeline;
-mod dynamic_sampling;
-mod ensemble;
-mod gigpo;
-mod group_advantage;
+pub mod advantage;
+pub mod dtype;
 mod groups;
-mod kl;
-mod kl_controller;
+pub mod kl;
 mod mask;
-mod metrics;
+pub mod metrics;
 mod moments;
 mod nearest_key;
-mod optimal_token_baseline;
-mod overlong;
-mod precision;
-mod recurrence;
-mod repetition;
-mod resampling;
-mod returns;
-mod reward_norm;
-mod reward_shaping;
-mod rewards;
-mod sample_filter;
-mod sequence_advantage;
-mod steps;
-mod token_shaping;
-mod top_entropy;
-mod truncation;
-mod whiten;
+pub mod rewards;
+pub mod selection;
+pub mod trajectories;
 
-pub use advantage_batch::AdvantageBatch;
-pub use advantage_config::AdvantageConfig;
-pub use advantage_estimator::{AdvantageEstimator, Advantages};
-pub use advantage_pipeline::AdvantagePipeline;
-pub use dynamic_sampling::{DynamicSampling, GroupFilter, GroupSummary, SamplingDecision};
-pub use ensemble::ScoreEnsemble;
-pub use gigpo::{EpisodePopulation, Gigpo};
-pub use group_advantage::{
-    Baseline, BaselinePopulation, Compensation, Components, GroupAdvantage, GroupStatistics, Scale,
-    SingleSample,
+pub use advantage::{
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages, Baseline,
+    BaselinePopulation, Compensation, Components, EpsilonPlacement, GroupAdvantage,
+    GroupStatistics, KlPenalty, MaskedTokens, OptimalTokenBaseline, Scale, SequenceAdvantage,
+    SingleSample, TokenAdvantages, TokenAlignment, TokenBaseline, TokenShaping, Whitening,
+    masked_normalize, masked_whiten, reverse_recurrence,
 };
+pub use dtype::{arithmetic_dtype, statistics_dtype};
 pub use groups::Groups;
-pub use kl::{Kl, KlEstimator, KlGradient};
-pub use kl_controller::KlController;
+pub use kl::{Kl, KlController, KlEstimator, KlGradient};
 pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};
 pub use nearest_key::with_nearest_key;
-pub use optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
-pub use overlong::OverlongPenalty;
-pub use precision::{arithmetic_dtype, statistics_dtype};
-pub use recurrence::reverse_recurrence;
-pub use repetition::RepetitionPenalty;
-pub use resampling::ScoreResampling;
-pub use returns::MaskedTokens;
-pub use reward_norm::{Level, RewardNorm, RunningMoments, RunningState};
-pub use reward_shaping::{RewardShaping, ShapedRewards};
-pub use rewards::{IntoRewards, NonFinite, RewardTensor};
-pub use sample_filter::{FilterBatch, SampleFilter};
-pub use sequence_advantage::SequenceAdvantage;
-pub use steps::Steps;
-pub use token_shaping::{KlPenalty, TokenAdvantages, TokenBaseline, TokenShaping};
-pub use top_entropy::top_entropy_tokens_to_host;
-pub use truncation::TruncationPenalty;
-pub use whiten::{EpsilonPlacement, Whitening, masked_normalize, masked_whiten};
+pub use rewards::{
+    IntoRewards, Level, NonFinite, OverlongPenalty, RepetitionPenalty, RewardNorm, RewardShaping,
+    RewardTensor, RunningMoments, RunningState, ScoreEnsemble, ShapedRewards, TruncationPenalty,
+};
+pub use selection::{
+    DynamicSampling, FilterBatch, GroupFilter, GroupSummary, SampleFilter, SamplingDecision,
+    ScoreResampling, top_entropy_tokens_to_host,
+};
+pub use trajectories::{EpisodePopulation, Gigpo, Steps};

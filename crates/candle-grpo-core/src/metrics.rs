@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::statistics_dtype;
 use crate::mask::Mask;
-use crate::precision::statistics_dtype;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {

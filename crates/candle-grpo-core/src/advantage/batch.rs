@@ -2,11 +2,11 @@
 
 use candle_core::{D, Result, Tensor, bail};
 
+use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::groups::Groups;
 use crate::mask::Mask;
-use crate::precision::{arithmetic_dtype, for_statistics};
 use crate::rewards::{IntoRewards, RewardTensor};
-use crate::steps::Steps;
+use crate::trajectories::Steps;
 
 /// The tensors of a batch of B sequences with T response tokens, from which advantages are taken.
 ///

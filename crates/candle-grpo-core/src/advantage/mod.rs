@@ -1,8 +1,33 @@
 //! What every way to estimate advantages has in common.
 
+mod batch;
+mod config;
+mod group;
+mod optimal_token_baseline;
+mod pipeline;
+pub(crate) mod recurrence;
+pub(crate) mod returns;
+pub(crate) mod sequence;
+mod token;
+mod whiten;
+
+pub use batch::AdvantageBatch;
+pub use config::AdvantageConfig;
+pub(crate) use group::SequenceInputs;
+pub use group::{
+    Baseline, BaselinePopulation, Compensation, Components, GroupAdvantage, GroupStatistics, Scale,
+    SingleSample,
+};
+pub use optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
+pub use pipeline::AdvantagePipeline;
+pub use recurrence::reverse_recurrence;
+pub use returns::MaskedTokens;
+pub use sequence::SequenceAdvantage;
+pub use token::{KlPenalty, TokenAdvantages, TokenBaseline, TokenShaping};
+pub use whiten::{EpsilonPlacement, Whitening, masked_normalize, masked_whiten};
+
 use candle_core::{Result, Tensor};
 
-use crate::advantage_batch::AdvantageBatch;
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 

@@ -1,9 +1,23 @@
 //! What may be handed in as rewards, and the check that they are numbers.
 
+mod ensemble;
+mod normalize;
+mod overlong;
+mod repetition;
+pub(crate) mod shaping;
+mod truncation;
+
+pub use ensemble::ScoreEnsemble;
+pub use normalize::{Level, RewardNorm, RunningMoments, RunningState};
+pub use overlong::OverlongPenalty;
+pub use repetition::RepetitionPenalty;
+pub use shaping::{RewardShaping, ShapedRewards};
+pub use truncation::TruncationPenalty;
+
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::{arithmetic_dtype, for_statistics};
+use crate::dtype::{arithmetic_dtype, for_statistics};
 
 /// Anything that holds rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector of floats
 /// `[B]`, which becomes a tensor on the CPU.

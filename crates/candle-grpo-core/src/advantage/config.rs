@@ -3,10 +3,10 @@
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use crate::advantage_batch::AdvantageBatch;
-use crate::advantage_estimator::{AdvantageEstimator, Advantages};
-use crate::advantage_pipeline::AdvantagePipeline;
-use crate::group_advantage::{Compensation, Scale, SingleSample};
+use crate::advantage::{
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, Compensation, Scale,
+    SingleSample,
+};
 
 /// An estimator by its name and the options that it has; a name or an option that is not known is an error.
 ///

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::{arithmetic_dtype, for_statistics};
+use crate::dtype::{arithmetic_dtype, for_statistics};
 
 /// The reward of a response that did not stop by itself (OpenRLHF's `stop_properly_penalty_coef`).
 ///

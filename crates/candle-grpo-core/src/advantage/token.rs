@@ -3,17 +3,18 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage_batch::AdvantageBatch;
-use crate::advantage_estimator::{AdvantageEstimator, Advantages};
+use crate::advantage::returns::{
+    MaskedTokens, check_discount, discounted_returns, generalized_advantages,
+};
+use crate::advantage::{
+    AdvantageBatch, AdvantageEstimator, Advantages, OptimalTokenBaseline, Whitening,
+};
+use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::kl::{Kl, KlGradient};
 use crate::mask::Mask;
 use crate::metrics::Metrics;
-use crate::optimal_token_baseline::OptimalTokenBaseline;
-use crate::precision::{arithmetic_dtype, for_statistics};
-use crate::returns::{MaskedTokens, check_discount, discounted_returns, generalized_advantages};
-use crate::reward_shaping::check_clip;
+use crate::rewards::shaping::check_clip;
 use crate::rewards::{NonFinite, check_finite, check_finite_tokens, combine, finite_mask};
-use crate::whiten::Whitening;
 
 /// A KL penalty that is taken off the reward of each token, or of the sequence: `coef * KL(old policy || reference)`.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]

@@ -1,9 +1,13 @@
 //! Estimators of the Kullback-Leibler divergence of a policy from a reference.
 
+mod controller;
+
+pub use controller::KlController;
+
 use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::arithmetic_dtype;
+use crate::dtype::arithmetic_dtype;
 use crate::rewards::finite_mask;
 
 /// What one sampled token says about KL(policy || reference), with `d = log_probs - ref_log_probs`.

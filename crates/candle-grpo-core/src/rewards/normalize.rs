@@ -3,9 +3,9 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::statistics_dtype;
 use crate::groups::{GroupLayout, Groups};
 use crate::moments::{Moments, divide_by_std};
-use crate::precision::statistics_dtype;
 
 /// Over which rewards a moment is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -1,12 +1,16 @@
 //! Batches whose rows are steps of trajectories: which rows belong together, in time and by the state they start from.
 
+mod gigpo;
+
+pub use gigpo::{EpisodePopulation, Gigpo};
+
 use std::collections::HashMap;
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::advantage::recurrence::reverse_recurrence;
+use crate::advantage::returns::check_discount;
 use crate::groups::{GroupLayout, Groups};
-use crate::recurrence::reverse_recurrence;
-use crate::returns::check_discount;
 
 /// What each row of a batch is a step of. B rows.
 ///

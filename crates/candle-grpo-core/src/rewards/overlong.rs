@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::precision::{arithmetic_dtype, for_statistics};
+use crate::dtype::{arithmetic_dtype, for_statistics};
 
 /// The soft overlong penalty of DAPO (<https://arxiv.org/abs/2503.14476>):
 /// `-factor * clip((length - (max_length - buffer)) / buffer, 0, 1)`.

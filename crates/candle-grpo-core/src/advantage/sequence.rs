@@ -3,12 +3,12 @@
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage_batch::AdvantageBatch;
-use crate::advantage_estimator::{AdvantageEstimator, Advantages};
-use crate::group_advantage::{GroupAdvantage, Scale, SequenceInputs};
+use crate::advantage::{
+    AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage, KlPenalty, Scale,
+    SequenceInputs,
+};
 use crate::metrics::Metrics;
 use crate::rewards::{RewardTensor, combine};
-use crate::token_shaping::KlPenalty;
 
 /// Advantages `[B]`: the KL penalty comes off the rewards, then `group` and `scale` make them advantages, which are
 /// clipped at last.

@@ -3,8 +3,8 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::advantage::recurrence::{reverse_recurrence, shift_left};
 use crate::mask::Mask;
-use crate::recurrence::{reverse_recurrence, shift_left};
 
 /// Whether time passes at a token that the policy did not write, such as the output of a tool between two turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -3,11 +3,10 @@
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::advantage::sequence::check_range;
 use crate::groups::Groups;
 use crate::metrics::Metrics;
-use crate::reward_norm::{RewardNorm, RunningMoments};
-use crate::rewards::{IntoRewards, NonFinite, check_weights, combine};
-use crate::sequence_advantage::check_range;
+use crate::rewards::{IntoRewards, NonFinite, RewardNorm, RunningMoments, check_weights, combine};
 
 /// Shaping of response-level rewards, in the order of the ROLL pipeline: components are summed, then
 /// `(reward + shift) * scale`, then normalised, then clipped.

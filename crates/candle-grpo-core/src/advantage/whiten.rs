@@ -3,9 +3,9 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::mask::Mask;
 use crate::moments::{Moments, divide_by_std};
-use crate::precision::{arithmetic_dtype, for_statistics};
 
 /// How epsilon keeps a small variance from being divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -3,13 +3,11 @@
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage_batch::AdvantageBatch;
-use crate::advantage_estimator::{AdvantageEstimator, Advantages};
-use crate::group_advantage::{Baseline, Compensation, Components, GroupAdvantage, Scale};
-use crate::optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
-use crate::sequence_advantage::SequenceAdvantage;
-use crate::token_shaping::{TokenBaseline, TokenShaping};
-use crate::whiten::Whitening;
+use crate::advantage::{
+    AdvantageBatch, AdvantageEstimator, Advantages, Baseline, Compensation, Components,
+    GroupAdvantage, OptimalTokenBaseline, Scale, SequenceAdvantage, TokenAlignment, TokenBaseline,
+    TokenShaping, Whitening,
+};
 
 /// From rewards to advantages in at most two stages: one of sequences, one of tokens.
 ///

@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage_batch::AdvantageBatch;
+use crate::advantage::AdvantageBatch;
 use crate::groups::GroupLayout;
 use crate::mask::Mask;
 

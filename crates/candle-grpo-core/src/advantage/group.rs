@@ -6,14 +6,14 @@ use candle_grpo_kernels::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::dynamic_sampling::GroupSummary;
+use crate::advantage::Whitening;
 use crate::groups::{GroupLayout, Groups};
 use crate::mask::Mask;
 use crate::moments::{Moments, divide_by_std};
 use crate::rewards::{
     IntoRewards, NonFinite, RewardTensor, check_finite, check_weights, combine, finite_mask,
 };
-use crate::whiten::Whitening;
+use crate::selection::GroupSummary;
 
 /// What is subtracted from a reward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -3,16 +3,16 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage_batch::AdvantageBatch;
-use crate::advantage_estimator::{AdvantageEstimator, Advantages};
-use crate::group_advantage::{Baseline, BaselinePopulation, GroupAdvantage, Scale, SingleSample};
+use crate::advantage::returns::check_discount;
+use crate::advantage::{
+    AdvantageBatch, AdvantageEstimator, Advantages, Baseline, BaselinePopulation, GroupAdvantage,
+    Scale, SequenceAdvantage, SingleSample,
+};
+use crate::dtype::for_statistics;
 use crate::groups::{GroupLayout, Groups};
 use crate::metrics::Metrics;
-use crate::precision::for_statistics;
-use crate::returns::check_discount;
 use crate::rewards::combine;
-use crate::sequence_advantage::SequenceAdvantage;
-use crate::steps::{Steps, numbered};
+use crate::trajectories::{Steps, numbered};
 
 /// What the mean and deviation of the scores of episodes are taken over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -1,0 +1,11 @@
+//! Selection of groups, samples and tokens for training.
+
+mod dynamic_sampling;
+mod resampling;
+mod sample_filter;
+mod top_entropy;
+
+pub use dynamic_sampling::{DynamicSampling, GroupFilter, GroupSummary, SamplingDecision};
+pub use resampling::ScoreResampling;
+pub use sample_filter::{FilterBatch, SampleFilter};
+pub use top_entropy::top_entropy_tokens_to_host;
