@@ -51,53 +51,21 @@
 //! # }
 //! ```
 
-mod adamw;
-mod attention;
-mod block;
-mod compute_copies;
-mod config;
-mod decoder;
-mod decoding;
-mod finite;
-mod frozen_linear;
-mod gguf;
-mod gradients;
-mod kv_cache;
-mod language_model;
-mod linear;
-mod lora;
-mod mask;
-mod mlp;
-mod norm;
-mod normal;
-mod packed_tokens;
-mod paged_cache;
-mod parameters;
-mod peft;
-mod redundant;
-mod rope;
-mod rope_scaling;
-mod router;
-mod shared_rows;
-mod sink;
-mod value_head;
-mod weight;
-mod weight_files;
-mod whole_file;
+pub mod adapters;
+pub mod atomic_file;
+pub mod decoding;
+pub mod model;
+pub mod optim;
+pub mod packing;
+pub mod weights;
 
-pub use adamw::{AdamW, AdamWConfig, DecayRule};
-pub use compute_copies::ComputeCopies;
-pub use config::{DecoderConfig, ModelType};
-pub use decoder::{Decoder, Recorded};
-pub use gguf::{Gguf, GgufValue};
-pub use gradients::Gradients;
-pub use kv_cache::KvCache;
-pub use language_model::LanguageModel;
-pub use lora::{Lora, LoraConfig};
-pub use packed_tokens::PackedTokens;
-pub use paged_cache::{PagedCache, SequenceId};
-pub use parameters::Parameters;
-pub use rope_scaling::RopeScaling;
-pub use router::{Router, RouterPass, Routing};
-pub use value_head::ValueHead;
-pub use whole_file::{sync_parent, write_whole};
+pub use adapters::{Lora, LoraConfig};
+pub use atomic_file::{sync_parent, write_whole};
+pub use decoding::{KvCache, PagedCache, SequenceId};
+pub use model::{
+    Decoder, DecoderConfig, LanguageModel, ModelType, Recorded, RopeScaling, Router, RouterPass,
+    Routing, ValueHead,
+};
+pub use optim::{AdamW, AdamWConfig, DecayRule, Gradients};
+pub use packing::PackedTokens;
+pub use weights::{ComputeCopies, Gguf, GgufValue, Parameters};

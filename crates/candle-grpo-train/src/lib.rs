@@ -28,7 +28,6 @@ mod draw;
 mod evaluate;
 mod format_reward;
 mod gguf_tokenizer;
-mod hugging_face_config;
 mod json_lines;
 mod learning;
 mod not_finite;

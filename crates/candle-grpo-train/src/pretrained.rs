@@ -11,7 +11,6 @@ use tokenizers::Tokenizer;
 
 use crate::atomic_file::write_folder;
 use crate::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
-use crate::hugging_face_config::{from_hugging_face, to_hugging_face};
 use crate::special_tokens::read_object;
 use crate::tokenizer_json::tokenizer_of_json;
 use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
@@ -89,7 +88,7 @@ impl Pretrained {
 
     fn read_folder(folder: &Path, device: &Device) -> Result<Self> {
         let bytes = fs::read(folder.join(CONFIG)).context(CONFIG)?;
-        let model = from_hugging_face(&bytes).context(CONFIG)?;
+        let model = DecoderConfig::from_hugging_face(&bytes).context(CONFIG)?;
         let config: Map<String, Value> = serde_json::from_slice(&bytes).context(CONFIG)?;
         let tokenizer = read_tokenizer(folder)?;
         let special_tokens = SpecialTokens::read(folder, &config, &tokenizer)?;
@@ -174,7 +173,9 @@ impl Pretrained {
     }
 
     fn config(&self) -> Result<Value> {
-        let mut config = to_hugging_face(&self.model, &self.special_tokens.stop_token_ids)?;
+        let mut config = self
+            .model
+            .to_hugging_face(&self.special_tokens.stop_token_ids)?;
         if let Some(config) = config.as_object_mut() {
             config.extend(self.token_ids());
         }

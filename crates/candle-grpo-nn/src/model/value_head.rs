@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use crate::Parameters;
-use crate::frozen_linear::linear;
+use crate::model::frozen_linear::linear;
 
 /// A value for each position: `hidden w^T + b`, under the names `score.weight` `[1, H]` and `score.bias` `[1]`, which
 /// Hugging Face's models for token classification have with one label (verl's critic is one).

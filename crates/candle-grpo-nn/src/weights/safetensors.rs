@@ -7,7 +7,7 @@ use std::path::{Component, Path};
 use candle_core::{Device, Error, Result, Tensor, bail};
 use serde::Deserialize;
 
-use crate::finite::ensure_finite;
+use crate::weights::finite::ensure_finite;
 
 const MODEL: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

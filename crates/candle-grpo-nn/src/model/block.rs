@@ -4,11 +4,11 @@ use candle_core::{Result, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
-use crate::attention::{Attention, AttentionRecord, Pass};
-use crate::kv_cache::KvCache;
-use crate::mlp::{Mlp, MlpRecord};
-use crate::norm::RmsNorm;
-use crate::sink::GradientSink;
+use crate::decoding::KvCache;
+use crate::model::attention::{Attention, AttentionRecord, Pass};
+use crate::model::mlp::{Mlp, MlpRecord};
+use crate::model::norm::RmsNorm;
+use crate::optim::grad_sink::GradientSink;
 
 /// Attention and a feed-forward layer, each after a norm and around a residual.
 #[derive(Debug, Clone)]

@@ -11,8 +11,8 @@ use candle_core::{Device, Error, Result, Tensor, bail};
 use super::config::{EMBEDDING, OUTPUT};
 use super::header::{Header, TensorPlace};
 use super::rope::FACTORS;
-use crate::finite::ensure_finite;
-use crate::parameters::check_names;
+use crate::weights::finite::ensure_finite;
+use crate::weights::parameters::check_names;
 use crate::{DecoderConfig, ModelType};
 
 /// All weights of `config` in f32 by their Hugging Face names.

@@ -7,12 +7,12 @@ use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
-use crate::compute_copies::copy;
-use crate::linear::{LORA_A, LORA_B, LORA_SCALING};
-use crate::normal::Normal;
-use crate::parameters::check_names;
-use crate::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
-use crate::whole_file::{write_safetensors, write_whole};
+use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
+use crate::atomic_file::{write_safetensors, write_whole};
+use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
+use crate::weights::compute_copies::copy;
+use crate::weights::normal::Normal;
+use crate::weights::parameters::check_names;
 use crate::{ComputeCopies, DecoderConfig, Parameters};
 
 /// The shape of low-rank adapters.

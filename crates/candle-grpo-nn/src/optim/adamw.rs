@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use serde::{Deserialize, Serialize};
 
-use crate::parameters::{check_names, copy_into};
-use crate::whole_file::write_safetensors;
+use crate::atomic_file::write_safetensors;
+use crate::weights::parameters::{check_names, copy_into};
 use crate::{Gradients, Parameters};
 
 /// The settings of [`AdamW`].

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::{add_embedding_gradient, add_matmul};
 
-use crate::weight::Weight;
+use crate::model::named_weight::Weight;
 use crate::{Gradients, Parameters};
 
 /// Adds gradients of the weights that train to [`Gradients`], in place; for others it costs nothing.

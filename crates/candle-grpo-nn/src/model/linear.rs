@@ -4,9 +4,9 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{add_matmul, linear_rows};
 use candle_nn::VarBuilder;
 
-use crate::frozen_linear::linear;
-use crate::sink::GradientSink;
-use crate::weight::Weight;
+use crate::model::frozen_linear::linear;
+use crate::model::named_weight::Weight;
+use crate::optim::grad_sink::GradientSink;
 
 /// `y = x w^T + bias` for flat rows, plus what a low-rank adapter adds. Rows are flat because a matmul with a batch dimension
 /// would broadcast the weight, and its gradient, once per batch row.

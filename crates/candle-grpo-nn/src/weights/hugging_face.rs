@@ -1,11 +1,30 @@
 //! `config.json` of a Hugging Face model.
 
-use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_nn::{DecoderConfig, ModelType, RopeScaling};
+use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
 
-pub(crate) fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Value> {
-    let mut config = serde_json::to_value(model)?;
+use crate::{DecoderConfig, ModelType, RopeScaling};
+
+impl DecoderConfig {
+    /// Reads the `config.json` of a Hugging Face model.
+    ///
+    /// Accepts the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`).
+    ///
+    /// # Errors
+    ///
+    /// If the file asks for a computation that a [`DecoderConfig`] cannot express. The message starts with the key.
+    pub fn from_hugging_face(config_json: &[u8]) -> Result<Self> {
+        from_hugging_face(config_json)
+    }
+
+    /// The contents of a `config.json` that Hugging Face transformers loads.
+    pub fn to_hugging_face(&self, stop_token_ids: &[u32]) -> Result<Value> {
+        to_hugging_face(self, stop_token_ids)
+    }
+}
+
+fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Value> {
+    let mut config = serde_json::to_value(model).map_err(Error::wrap)?;
     let architecture = match model.model_type {
         ModelType::Llama => "LlamaForCausalLM",
         ModelType::Qwen2 => "Qwen2ForCausalLM",
@@ -35,17 +54,12 @@ pub(crate) fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> 
     Ok(config)
 }
 
-/// The shape of the decoder; errs, with the key, if the file asks for what a [`DecoderConfig`] cannot say.
-///
-/// Reads the key names of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`).
-pub(crate) fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
-    let mut config: Map<String, Value> = serde_json::from_slice(bytes)?;
+fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
+    let mut config: Map<String, Value> = serde_json::from_slice(bytes).map_err(Error::wrap)?;
     let known = ["llama", "qwen2", "qwen3", "smollm3"];
     match config.get("model_type") {
-        Some(found) => ensure!(
-            found.as_str().is_some_and(|found| known.contains(&found)),
-            "model_type: {found}, must be one of {known:?}"
-        ),
+        Some(found) if found.as_str().is_some_and(|found| known.contains(&found)) => {}
+        Some(found) => bail!("model_type: {found}, must be one of {known:?}"),
         None => bail!("model_type: absent, must be one of {known:?}"),
     }
     for (key, only) in [
@@ -57,10 +71,9 @@ pub(crate) fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         ("quantization_config", Value::Null),
     ] {
         let found = config.get(key).unwrap_or(&only);
-        ensure!(
-            found.is_null() || *found == only,
-            "{key}: {found}, only {only} is supported"
-        );
+        if !found.is_null() && *found != only {
+            bail!("{key}: {found}, only {only} is supported");
+        }
     }
     // Qwen's files state a window that use_sliding_window switches off; other families have no such switch.
     if config.get("use_sliding_window").is_none()
@@ -89,7 +102,8 @@ pub(crate) fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         config.remove("no_rope_layers");
     }
     let interval = config.remove("no_rope_layer_interval");
-    let mut model: DecoderConfig = serde_json::from_value(Value::Object(config))?;
+    let mut model: DecoderConfig =
+        serde_json::from_value(Value::Object(config)).map_err(Error::wrap)?;
     model.validate()?;
     if model.model_type == ModelType::SmolLm3 && by_interval {
         model.no_rope_layers = no_rope_layers(model.num_hidden_layers, interval)?;
@@ -125,11 +139,10 @@ fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
             bail!("{key}: {found}, must be an object");
         };
         if let Some(theta) = rope.remove("rope_theta").filter(|theta| !theta.is_null()) {
-            if let Some(other) = config.get("rope_theta").filter(|other| !other.is_null()) {
-                ensure!(
-                    other.as_f64() == theta.as_f64(),
-                    "rope_theta: {other}, but {key}.rope_theta: {theta}"
-                );
+            if let Some(other) = config.get("rope_theta").filter(|other| !other.is_null())
+                && other.as_f64() != theta.as_f64()
+            {
+                bail!("rope_theta: {other}, but {key}.rope_theta: {theta}");
             }
             config.insert("rope_theta".to_owned(), theta);
         }
@@ -183,15 +196,14 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
         let one = name == "partial_rotary_factor" && value.as_f64() == Some(1.0);
         // YaRN's boundaries are rounded to whole pairs unless this is false.
         let truncated = name == "truncate" && *value == json!(true);
-        ensure!(
-            one || truncated || known.contains(&name.as_str()),
-            "{key}.{name}: {value}, is not supported with rope_type {rope_type}"
-        );
+        if !(one || truncated || known.contains(&name.as_str())) {
+            bail!("{key}.{name}: {value}, is not supported with rope_type {rope_type}");
+        }
     }
     rope.insert("rope_type".to_owned(), rope_type);
-    let scaling: RopeScaling =
-        serde_json::from_value(Value::Object(rope)).context(key.to_owned())?;
-    Ok(serde_json::to_value(scaling)?)
+    let scaling: RopeScaling = serde_json::from_value(Value::Object(rope))
+        .map_err(|error| Error::msg(format!("{key}: {error}")))?;
+    serde_json::to_value(scaling).map_err(Error::wrap)
 }
 
 const ORIGINAL: &str = "original_max_position_embeddings";
@@ -209,7 +221,7 @@ mod tests {
         });
         let extra = extra.as_object().unwrap().clone();
         config.as_object_mut().unwrap().extend(extra);
-        from_hugging_face(&serde_json::to_vec(&config)?)
+        from_hugging_face(&serde_json::to_vec(&config).unwrap())
     }
 
     #[rstest]
@@ -254,7 +266,7 @@ mod tests {
     ) -> Result<()> {
         let model = read(extra)?;
         assert_eq!(model.rope_scaling, scaling);
-        let written = serde_json::to_vec(&to_hugging_face(&model, &[2])?)?;
+        let written = serde_json::to_vec(&to_hugging_face(&model, &[2])?).unwrap();
         let again = from_hugging_face(&written)?;
         assert_eq!(
             (again.rope_scaling, again.rope_theta),
@@ -281,11 +293,17 @@ mod tests {
         #[case] no_rope_layers: Vec<u8>,
     ) -> Result<()> {
         let mut model = read(extra.clone())?;
-        assert_eq!(serde_json::to_value(model.model_type)?, extra["model_type"]);
+        assert_eq!(
+            serde_json::to_value(model.model_type).unwrap(),
+            extra["model_type"]
+        );
         assert_eq!(model.no_rope_layers, no_rope_layers);
         let written = to_hugging_face(&model, &[2])?;
         model.head_dim = Some(model.head_dim());
-        assert_eq!(from_hugging_face(&serde_json::to_vec(&written)?)?, model);
+        assert_eq!(
+            from_hugging_face(&serde_json::to_vec(&written).unwrap())?,
+            model
+        );
         Ok(())
     }
 

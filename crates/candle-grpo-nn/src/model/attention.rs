@@ -5,12 +5,12 @@ use candle_grpo_kernels::{Sequences, attention, attention_gradient};
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
-use crate::kv_cache::KvCache;
-use crate::linear::Linear;
-use crate::norm::RmsNorm;
-use crate::rope::RopeAngles;
-use crate::shared_rows::SharedRows;
-use crate::sink::GradientSink;
+use crate::decoding::KvCache;
+use crate::model::linear::Linear;
+use crate::model::norm::RmsNorm;
+use crate::model::rope::RopeAngles;
+use crate::optim::grad_sink::GradientSink;
+use crate::packing::shared_rows::SharedRows;
 
 /// Grouped-query attention (Ainslie et al. 2023) with rotary positions.
 #[derive(Debug, Clone)]

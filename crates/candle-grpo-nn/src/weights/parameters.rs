@@ -6,10 +6,10 @@ use std::path::Path;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
-use crate::normal::Normal;
-use crate::redundant::remove_redundant;
-use crate::weight_files;
-use crate::whole_file::write_safetensors;
+use crate::atomic_file::write_safetensors;
+use crate::weights::normal::Normal;
+use crate::weights::redundant::remove_redundant;
+use crate::weights::safetensors;
 use crate::{ComputeCopies, DecoderConfig};
 
 /// Standard deviation of a freshly drawn weight, as in GPT-2 and Hugging Face's `initializer_range`.
@@ -184,7 +184,7 @@ impl Parameters {
                 path.display()
             ))
         };
-        let mut tensors = weight_files::read_file(path).map_err(context)?;
+        let mut tensors = safetensors::read_file(path).map_err(context)?;
         remove_redundant(config, &mut tensors).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
     }
@@ -198,7 +198,7 @@ impl Parameters {
                 folder.display()
             ))
         };
-        let mut tensors = weight_files::read_folder(folder).map_err(context)?;
+        let mut tensors = safetensors::read_folder(folder).map_err(context)?;
         remove_redundant(config, &mut tensors).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
     }

@@ -4,16 +4,17 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_grpo_kernels::{Sequences, embedding};
 use candle_nn::VarBuilder;
 
-use crate::attention::Pass;
-use crate::block::{Block, BlockRecord};
-use crate::frozen_linear::linear;
-use crate::kv_cache::KvCache;
-use crate::norm::RmsNorm;
-use crate::rope::{Rope, RopeAngles};
-use crate::shared_rows::SharedRows;
-use crate::sink::GradientSink;
-use crate::weight::Weight;
-use crate::{DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters, mask};
+use crate::decoding::KvCache;
+use crate::model::attention::Pass;
+use crate::model::attention_mask;
+use crate::model::block::{Block, BlockRecord};
+use crate::model::frozen_linear::linear;
+use crate::model::named_weight::Weight;
+use crate::model::norm::RmsNorm;
+use crate::model::rope::{Rope, RopeAngles};
+use crate::optim::grad_sink::GradientSink;
+use crate::packing::shared_rows::SharedRows;
+use crate::{DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
 
 /// A decoder-only transformer in the layout of Hugging Face's Llama: RMSNorm, rotary positions, grouped-query
 /// attention, SwiGLU; with what [`ModelType`](crate::ModelType) adds for Qwen2, Qwen3 and SmolLM3.
@@ -268,8 +269,8 @@ impl Decoder {
     }
 
     fn padded(&self, input_ids: &Tensor, attention_mask: &Tensor) -> Result<Input> {
-        let seen = mask::to_zero_one(attention_mask)?;
-        let positions = mask::positions(&seen, input_ids.dim(1)?)?;
+        let seen = attention_mask::to_zero_one(attention_mask)?;
+        let positions = attention_mask::positions(&seen, input_ids.dim(1)?)?;
         Ok(Input {
             ids: input_ids.flatten_all()?,
             angles: self.rope.angles(&positions)?,

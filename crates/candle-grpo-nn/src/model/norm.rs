@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
-use crate::sink::GradientSink;
-use crate::weight::Weight;
+use crate::model::named_weight::Weight;
+use crate::optim::grad_sink::GradientSink;
 
 /// RMSNorm (Zhang and Sennrich 2019).
 #[derive(Debug, Clone)]

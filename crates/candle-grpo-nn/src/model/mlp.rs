@@ -5,8 +5,8 @@ use candle_grpo_kernels::{swiglu, swiglu_gradient};
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
-use crate::linear::Linear;
-use crate::sink::GradientSink;
+use crate::model::linear::Linear;
+use crate::optim::grad_sink::GradientSink;
 
 /// SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`.
 #[derive(Debug, Clone)]

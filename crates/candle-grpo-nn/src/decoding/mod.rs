@@ -1,14 +1,19 @@
-//! Decoding: the logits of the next token, from what is cached and what is new.
+//! Sampling token by token: the logits of the next token, and the cache of keys and values.
+
+mod kv_cache;
+mod paged_cache;
+
+pub use kv_cache::KvCache;
+pub use paged_cache::{PagedCache, SequenceId};
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{PageSlot, PagedRow, embedding, linear_rows, paged_attention, swiglu};
 
-use crate::attention::Attention;
-use crate::decoder::Decoder;
-use crate::linear::Linear;
-use crate::mlp::Mlp;
-use crate::paged_cache::{PagedCache, SequenceId};
-use crate::rope::RopeAngles;
+use crate::model::Decoder;
+use crate::model::attention::Attention;
+use crate::model::linear::Linear;
+use crate::model::mlp::Mlp;
+use crate::model::rope::RopeAngles;
 
 /// What every block of one pass shares: N new tokens, each a row.
 struct Pass<'a> {

@@ -1,0 +1,8 @@
+//! Gradients over micro-batches, and the optimizer.
+
+mod adamw;
+pub(crate) mod grad_sink;
+mod gradients;
+
+pub use adamw::{AdamW, AdamWConfig, DecayRule};
+pub use gradients::Gradients;
