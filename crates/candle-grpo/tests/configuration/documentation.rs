@@ -129,7 +129,7 @@ fn tables() -> Vec<Table> {
         },
         table(
             "optimizer",
-            "crates/candle-grpo-nn/src/adamw.rs",
+            "crates/candle-grpo-nn/src/optim/adamw.rs",
             "AdamWConfig",
             of("optimizer"),
         ),
