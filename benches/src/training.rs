@@ -7,7 +7,8 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs, add_matmul};
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, ModelType, PackedTokens, Parameters, RopeScaling,
+    Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
+    RopeScaling,
 };
 use clap::Parser;
 use serde::Serialize;

@@ -63,7 +63,7 @@ pub use adapters::{Lora, LoraConfig};
 pub use atomic_file::{sync_parent, write_whole};
 pub use decoding::{KvCache, PagedCache, SequenceId};
 pub use model::{
-    Decoder, DecoderConfig, LanguageModel, ModelType, Recorded, RopeScaling, Router, RouterPass,
+    Backward, Decoder, DecoderConfig, LanguageModel, ModelType, RopeScaling, Router, RouterPass,
     Routing, ValueHead,
 };
 pub use optim::{AdamW, AdamWConfig, DecayRule, Gradients};

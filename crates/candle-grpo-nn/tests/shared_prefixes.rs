@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::embedding;
-use candle_grpo_nn::{Decoder, Gradients, ModelType, PackedTokens, Parameters};
+use candle_grpo_nn::{Decoder, Gradients, LanguageModel, ModelType, PackedTokens, Parameters};
 use proptest::prelude::*;
 use rstest::rstest;
 

@@ -9,12 +9,13 @@ use crate::model::attention::Pass;
 use crate::model::attention_mask;
 use crate::model::block::{Block, BlockRecord};
 use crate::model::frozen_linear::linear;
+use crate::model::language_model::check_hidden_gradient;
 use crate::model::named_weight::Weight;
 use crate::model::norm::RmsNorm;
 use crate::model::rope::{Rope, RopeAngles};
 use crate::optim::grad_sink::GradientSink;
 use crate::packing::shared_rows::SharedRows;
-use crate::{DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
+use crate::{Backward, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
 
 /// A decoder-only transformer in the layout of Hugging Face's Llama: RMSNorm, rotary positions, grouped-query
 /// attention, SwiGLU; with what [`ModelType`](crate::ModelType) adds for Qwen2, Qwen3 and SmolLM3.
@@ -67,8 +68,8 @@ impl Input {
     }
 }
 
-/// A forward pass of which the backward pass is still to come; see [`Decoder::record`].
-pub struct Recorded<'a> {
+/// A recorded forward pass of a decoder: what its backward pass needs.
+struct DecoderBackward<'a> {
     decoder: &'a Decoder,
     input: Input,
     blocks: Vec<Kept>,
@@ -83,27 +84,20 @@ enum Kept {
     Input(Tensor),
 }
 
-impl Recorded<'_> {
-    /// Adds the gradients of all weights of the decoder that are in `trained`, from that of the hidden states, `[N, H]` in their
-    /// dtype; but for that of the output weight as such, which the hidden states are not computed from. Memory is given back
-    /// block by block.
-    ///
-    /// Gradients are summed in place: what shares their memory changes. After an error all gradients are forgotten, as some would have
-    /// been added and others not.
-    pub fn backward(
-        self,
+impl Backward for DecoderBackward<'_> {
+    /// Frees memory block by block.
+    fn backward(
+        self: Box<Self>,
         hidden_gradient: &Tensor,
         trained: &Parameters,
         gradients: &mut Gradients,
     ) -> Result<()> {
-        let result =
-            self.add_gradients(hidden_gradient, &mut GradientSink::new(trained, gradients));
-        if result.is_err() {
-            gradients.clear();
-        }
-        result
+        self.add_gradients(hidden_gradient, &mut GradientSink::new(trained, gradients))
+            .inspect_err(|_| gradients.clear())
     }
+}
 
+impl DecoderBackward<'_> {
     fn add_gradients(self, hidden_gradient: &Tensor, sink: &mut GradientSink) -> Result<()> {
         let Self {
             decoder,
@@ -111,15 +105,7 @@ impl Recorded<'_> {
             mut blocks,
             last,
         } = self;
-        if hidden_gradient.dims() != last.dims() || hidden_gradient.dtype() != last.dtype() {
-            bail!(
-                "hidden_gradient has shape {:?} and dtype {:?}, it must be {:?} of {:?}, as the hidden states",
-                hidden_gradient.dims(),
-                hidden_gradient.dtype(),
-                last.dims(),
-                last.dtype()
-            );
-        }
+        check_hidden_gradient(hidden_gradient, &last)?;
         let mut gradient = decoder
             .norm
             .backward(&last, &hidden_gradient.detach(), sink)?;
@@ -168,7 +154,7 @@ impl Decoder {
         })
     }
 
-    /// Whether [`Self::record`] keeps only the input of each block, and the block is computed again when its turn comes: the memory of one
+    /// Whether [`LanguageModel::record`] keeps only the input of each block, and the block is computed again when its turn comes: the memory of one
     /// block in place of all, for a third more time.
     pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
         self.activation_checkpointing = on;
@@ -205,56 +191,6 @@ impl Decoder {
     /// [`Self::hidden_states`]: the same numbers, but nothing is computed at padding, and what sequences share is computed once.
     pub fn packed_hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
         self.forward(&self.packed(tokens)?, None)
-    }
-
-    /// [`Self::packed_hidden_states`] without a graph, and what [`Recorded::backward`] needs to train the model. The decoder
-    /// must be one without a graph, of [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder).
-    ///
-    /// ```
-    /// use candle_core::{Device, Result};
-    /// use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, PackedTokens, Parameters};
-    ///
-    /// # fn main() -> Result<()> {
-    /// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
-    /// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8,
-    /// #     "tie_word_embeddings": true}"#).map_err(candle_core::Error::wrap)?;
-    /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
-    /// let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
-    ///
-    /// // The loss is the sum of all hidden states.
-    /// let tokens = PackedTokens::new(&[vec![1, 2, 3], vec![4]], &Device::Cpu)?;
-    /// let (hidden, recorded) = decoder.record(&tokens)?;
-    /// let mut gradients = Gradients::new();
-    /// recorded.backward(&hidden.ones_like()?, &parameters, &mut gradients)?;
-    /// assert_eq!(gradients.iter().count(), parameters.len());
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn record(&self, tokens: &PackedTokens) -> Result<(Tensor, Recorded<'_>)> {
-        if self.is_tracked() {
-            bail!(
-                "the decoder records Candle's graph, it must be one of detached_var_builder to be recorded without"
-            );
-        }
-        let input = self.packed(tokens)?;
-        let mut x = embedding(&input.ids, &self.embedding.tensor)?;
-        let mut blocks = Vec::with_capacity(self.blocks.len());
-        for block in &self.blocks {
-            let (y, record) = block.forward(&x, &input.pass(), None)?;
-            blocks.push(match self.activation_checkpointing {
-                true => Kept::Input(x),
-                false => Kept::All(record),
-            });
-            x = y;
-        }
-        let hidden = self.norm.forward(&x)?;
-        let recorded = Recorded {
-            decoder: self,
-            input,
-            blocks,
-            last: x,
-        };
-        Ok((hidden, recorded))
     }
 
     fn forward(&self, input: &Input, mut cache: Option<&mut KvCache>) -> Result<Tensor> {
@@ -452,17 +388,55 @@ impl LanguageModel for Decoder {
         &self.output.name
     }
 
-    fn forward_backward(
-        &self,
-        tokens: &PackedTokens,
-        variables: &Parameters,
-        loss: &mut dyn FnMut(&Tensor, &mut Gradients) -> Result<Tensor>,
-        gradients: &mut Gradients,
-    ) -> Result<()> {
-        let (hidden, recorded) = self.record(tokens)?;
-        let of_hidden = loss(&hidden, gradients)?;
-        drop(hidden);
-        recorded.backward(&of_hidden, variables, gradients)?;
-        gradients.ensure_complete(variables)
+    /// Computes the hidden states without a graph, and keeps what the backward pass needs.
+    ///
+    /// The decoder must be built from
+    /// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) or another builder without a graph.
+    ///
+    /// ```
+    /// use candle_core::{Device, Result};
+    /// use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
+    /// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8,
+    /// #     "tie_word_embeddings": true}"#).map_err(candle_core::Error::wrap)?;
+    /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
+    /// let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+    ///
+    /// // The loss is the sum of all hidden states.
+    /// let tokens = PackedTokens::new(&[vec![1, 2, 3], vec![4]], &Device::Cpu)?;
+    /// let (hidden, recorded) = decoder.record(&tokens)?;
+    /// let mut gradients = Gradients::new();
+    /// recorded.backward(&hidden.ones_like()?, &parameters, &mut gradients)?;
+    /// assert_eq!(gradients.iter().count(), parameters.len());
+    /// # Ok(())
+    /// # }
+    /// ```
+    fn record<'a>(&'a self, tokens: &PackedTokens) -> Result<(Tensor, Box<dyn Backward + 'a>)> {
+        if self.is_tracked() {
+            bail!(
+                "the decoder records Candle's graph, it must be one of detached_var_builder to be recorded without"
+            );
+        }
+        let input = self.packed(tokens)?;
+        let mut x = embedding(&input.ids, &self.embedding.tensor)?;
+        let mut blocks = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks {
+            let (y, record) = block.forward(&x, &input.pass(), None)?;
+            blocks.push(match self.activation_checkpointing {
+                true => Kept::Input(x),
+                false => Kept::All(record),
+            });
+            x = y;
+        }
+        let hidden = self.norm.forward(&x)?;
+        let recorded = DecoderBackward {
+            decoder: self,
+            input,
+            blocks,
+            last: x,
+        };
+        Ok((hidden, Box::new(recorded)))
     }
 }

@@ -1,4 +1,4 @@
-//! What a model must be able to do to be trained.
+//! The interface between a model and its training.
 
 use candle_core::{Result, Tensor, bail};
 
@@ -6,12 +6,11 @@ use crate::{Gradients, PackedTokens, Parameters};
 
 /// A causal language model: its hidden states, and the weight of its output layer.
 ///
-/// Any model of Candle operations can be one: build it from variables (of a [`VarMap`](candle_nn::VarMap), for example, which
-/// [`Parameters::of_variables`] takes), so that it records Candle's graph, and leave [`Self::forward_backward`] as it is. It names the
-/// variables that received no gradient, because an operation on the way has cut the graph. [`Decoder`](crate::Decoder) is one that
-/// does better.
+/// Any model of Candle operations can implement this trait: build it from variables, for example of a
+/// [`VarMap`](candle_nn::VarMap) that [`Parameters::of_variables`] takes, and keep the provided [`Self::record`].
+/// [`Decoder`](crate::Decoder) records less memory and computes its own backward pass.
 pub trait LanguageModel {
-    /// The hidden states `[N, H]` from which the output layer computes the logits of the next token.
+    /// Computes the hidden states `[N, H]`, from which the output layer computes the logits of the next token.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor>;
 
     /// The weight of the output layer, `[V, H]`.
@@ -19,6 +18,14 @@ pub trait LanguageModel {
 
     /// The name of [`Self::output_weight`] among the variables.
     fn output_name(&self) -> &str;
+
+    /// Computes the hidden states `[N, H]` without a graph, and returns the backward pass from their gradient.
+    ///
+    /// The provided implementation records Candle's graph.
+    fn record<'a>(&'a self, tokens: &PackedTokens) -> Result<(Tensor, Box<dyn Backward + 'a>)> {
+        let hidden = self.hidden_states(tokens)?;
+        Ok((hidden.detach(), Box::new(GraphBackward { hidden })))
+    }
 
     /// Computes the hidden states, hands them without a graph to `loss`, which gives back the gradient of its loss by them, and adds the
     /// gradients of all of `variables`. What `loss` adds itself, such as the gradient of the output weight, comes on top.
@@ -31,16 +38,65 @@ pub trait LanguageModel {
         loss: &mut dyn FnMut(&Tensor, &mut Gradients) -> Result<Tensor>,
         gradients: &mut Gradients,
     ) -> Result<()> {
-        let hidden = self.hidden_states(tokens)?;
-        let of_hidden = loss(&hidden.detach(), gradients)?;
-        if of_hidden.dims() != hidden.dims() {
-            bail!(
-                "the gradient of the hidden states has shape {:?}, it must be {:?}",
-                of_hidden.dims(),
-                hidden.dims()
-            );
-        }
-        gradients.add_reached(&(hidden * of_hidden.detach())?.sum_all()?, variables)?;
+        let (hidden, recorded) = self.record(tokens)?;
+        let of_hidden = loss(&hidden, gradients)?;
+        drop(hidden);
+        recorded.backward(&of_hidden, variables, gradients)?;
         gradients.ensure_complete(variables)
     }
+}
+
+/// The backward pass of one [`LanguageModel::record`].
+pub trait Backward {
+    /// Adds the gradients of the variables of `trained` that the hidden states depend on, from `hidden_gradient`, the
+    /// gradient of the hidden states in their shape and dtype.
+    ///
+    /// The gradient of the output weight as such is not among them: the hidden states do not depend on it.
+    /// [`Gradients::ensure_complete`] lists the variables that received none.
+    ///
+    /// # Errors
+    ///
+    /// If `hidden_gradient` has another shape or dtype. After an error all of `gradients` are cleared, as some may
+    /// have been added and others not.
+    fn backward(
+        self: Box<Self>,
+        hidden_gradient: &Tensor,
+        trained: &Parameters,
+        gradients: &mut Gradients,
+    ) -> Result<()>;
+}
+
+/// The backward pass through Candle's graph.
+struct GraphBackward {
+    /// With the graph.
+    hidden: Tensor,
+}
+
+impl Backward for GraphBackward {
+    fn backward(
+        self: Box<Self>,
+        hidden_gradient: &Tensor,
+        trained: &Parameters,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        check_hidden_gradient(hidden_gradient, &self.hidden)
+            .and_then(|()| (self.hidden * hidden_gradient.detach())?.sum_all())
+            .and_then(|loss| gradients.add_reached(&loss, trained))
+            .map(drop)
+            .inspect_err(|_| gradients.clear())
+    }
+}
+
+/// Checks that `gradient` has the shape and the dtype of the hidden states.
+pub(crate) fn check_hidden_gradient(gradient: &Tensor, hidden: &Tensor) -> Result<()> {
+    if gradient.dims() != hidden.dims() || gradient.dtype() != hidden.dtype() {
+        bail!(
+            "hidden_gradient: {:?} of {:?}, must be {:?} of {:?}, as the hidden states",
+            gradient.dims(),
+            gradient.dtype(),
+            hidden.dims(),
+            hidden.dtype()
+        );
+    }
+    Ok(())
 }

@@ -237,7 +237,7 @@ impl Parameters {
         self.builder_of(Var::as_detached_tensor)
     }
 
-    /// A builder for sampling, evaluation and [`Decoder::record`](crate::Decoder::record) in f32, bf16 or f16: of copies, which follow
+    /// A builder for sampling, evaluation and [`LanguageModel::record`](crate::LanguageModel::record) in f32, bf16 or f16: of copies, which follow
     /// updates when they are refreshed. No graph is recorded.
     pub fn copied_var_builder(&self, dtype: DType) -> Result<(VarBuilder<'static>, ComputeCopies)> {
         let mut copies = ComputeCopies::default();

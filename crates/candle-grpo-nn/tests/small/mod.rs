@@ -7,7 +7,8 @@ use std::collections::HashMap;
 use candle_core::{D, DType, Device, IndexOp, Result, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, ModelType, PackedTokens, Parameters, RopeScaling,
+    Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
+    RopeScaling,
 };
 
 /// Two query heads for each key head, and a head width that is not `hidden_size / num_attention_heads`.
