@@ -310,7 +310,8 @@ fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
             "{name}: {found}, expected {expected}"
         );
     }
-    let (_, recorded) = model(false).record(&tokens)?;
+    let whole = model(false);
+    let (_, recorded) = whole.record(&tokens)?;
     let mut gradients = Gradients::new();
     gradients.add("map", &get("map"))?;
     let error = message(recorded.backward(&slope.narrow(0, 0, 5)?, &variables, &mut gradients));
