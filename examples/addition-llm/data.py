@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes train.jsonl and held_out.jsonl beside this file: sums of two numbers from 10 to 99, always the same ones.
+"""Writes train.jsonl and held_out.jsonl beside this file: sums of two numbers from 10 to 99, with a fixed seed.
 
-No held-out sum is trained on, in either order of its numbers.
+No held-out sum is in the training data, in either order of its numbers.
 """
 
 import json

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes train.jsonl and held_out.jsonl beside this file: a name, an age, and the object that has both, always the same ones.
+"""Writes train.jsonl and held_out.jsonl beside this file: a name, an age, and an object of both, with a fixed seed.
 
-No held-out name is trained on.
+No held-out name is in the training data.
 """
 
 import json

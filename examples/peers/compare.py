@@ -1,6 +1,6 @@
-"""Trains the same policy with candle-grpo and with TRL and puts the runs side by side: target/peers/curves.svg and table.md.
+"""Trains the same policy with candle-grpo and with TRL, and compares the runs: target/peers/curves.svg and table.md.
 
-First whole runs, for the curves; a run that is there is not made again. Then short ones without evaluations, in turns, for the clock.
+Makes complete runs for the curves first, then alternating short runs without evaluations for the times. Keeps existing runs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def command(side, program, config):
 
 
 def train(side, program, name, settings, changes):
-    """The run `name`, unless it is there."""
+    """Makes the run `name` unless it exists."""
     folder = RUNS / name
     if folder.with_suffix(".done").exists():
         return

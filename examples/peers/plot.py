@@ -1,4 +1,4 @@
-"""Puts the runs of compare.py side by side: curves.svg and table.md in target/peers."""
+"""Plots the runs of compare.py: curves.svg and table.md in target/peers."""
 
 import json
 import re
@@ -11,7 +11,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 RUNS = Path("target/peers/runs")
-COLOURS = {"candle-grpo": "#2563eb", "TRL": "#d97706"}
+COLORS = {"candle-grpo": "#2563eb", "TRL": "#d97706"}
 # The first steps of a short run warm up caches and threads.
 UNTIMED = 2
 
@@ -22,7 +22,7 @@ def lines(path):
 
 def runs(folder, file):
     """The lines of `file` of each run in `folder`, by side and number."""
-    found = {side: {} for side in COLOURS}
+    found = {side: {} for side in COLORS}
     for done in sorted(folder.glob("*.done")):
         side, number = re.fullmatch(r"(.*)-(\d+)\.done", done.name).groups()
         found[side][int(number)] = lines(done.with_suffix("") / file)
@@ -43,9 +43,9 @@ def draw(ax, found, title, values):
         for run in by_seed.values():
             curves.append(values([line["reward_mean"] for line in run]))
             steps = [line["step"] for line in run]
-            ax.plot(steps, curves[-1], color=COLOURS[side], alpha=0.35, linewidth=1)
+            ax.plot(steps, curves[-1], color=COLORS[side], alpha=0.35, linewidth=1)
         mean = [statistics.fmean(at_step) for at_step in zip(*curves, strict=True)]
-        ax.plot(steps, mean, color=COLOURS[side], linewidth=2.2, label=f"{side}, mean of {len(curves)} seeds")
+        ax.plot(steps, mean, color=COLORS[side], linewidth=2.2, label=f"{side}, mean of {len(curves)} seeds")
     ax.set(title=title, xlabel="step", ylim=(0, None))
     ax.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     ax.grid(color="#e5e7eb")
@@ -54,7 +54,7 @@ def draw(ax, found, title, values):
 
 
 def curves(evaluations, metrics, out):
-    # The same runs give the same file.
+    # The file depends only on the runs.
     plt.rcParams.update({"svg.hashsalt": "peers", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), facecolor="white", layout="constrained")
     draw(left, evaluations, "right on 1,000 held-out problems", lambda values: values)
@@ -73,7 +73,7 @@ def markdown(rows):
 
 
 def shares(evaluations, metrics):
-    """The shares of right answers by seed, and their means."""
+    """Yields the shares of correct answers by seed, and their means."""
     rows = [["", "", *[f"seed {seed}" for seed in next(iter(evaluations.values()))], "mean"]]
     for name, found, value in [
         ("held out, before", evaluations, lambda run: run[0]["reward_mean"]),
@@ -87,7 +87,7 @@ def shares(evaluations, metrics):
 
 
 def clock(metrics):
-    """The median seconds of a step by round, and how many times as long TRL takes."""
+    """Yields the median seconds of a step by round, and the ratios of TRL's time to ours."""
     medians = {
         side: [statistics.median(seconds(line) for line in run[UNTIMED:]) for run in by_round.values()]
         for side, by_round in metrics.items()

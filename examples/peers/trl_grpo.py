@@ -1,7 +1,7 @@
-"""Trains with TRL by the settings of a configuration file of ours, and leaves what ours leaves in the folder of the run:
-metrics.jsonl with a line for each step, and evaluations.jsonl.
+"""Trains with TRL using a configuration file of candle-grpo, and writes the files of `grpo train`: metrics.jsonl with one line per
+step, and evaluations.jsonl.
 
-The seconds are those of the steps, without the evaluations between them.
+The seconds exclude the evaluations between steps.
 """
 
 import json
@@ -22,7 +22,7 @@ def is_right(completions, answer, **_):
 
 @torch.no_grad()
 def share_right(model, tokenizer, problems, max_new_tokens):
-    """How many problems are answered right, by one answer each, sampled at temperature 1."""
+    """Counts correct answers, one per problem, sampled at temperature 1."""
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=True,
@@ -41,13 +41,13 @@ def share_right(model, tokenizer, problems, max_new_tokens):
 def grpo_config(run):
     algorithm, optimizer, training = run["algorithm"], run["optimizer"], run["training"]
     completions = algorithm["rollout_batch_size"] * algorithm["num_return_sequences_in_group"]
-    # The preset stands for what are TRL's defaults, stated here all the same.
+    # The preset equals TRL's defaults, which are repeated here.
     assert algorithm["preset"] == "trl"
     return GRPOConfig(
         output_dir=f"{run['run_dir']}/trl",
         seed=run["seed"],
         max_steps=run["max_steps"],
-        # One update for each step, from all of its completions.
+        # One update per step, from all of its completions.
         per_device_train_batch_size=training["micro_batch_size"],
         gradient_accumulation_steps=completions // training["micro_batch_size"],
         num_iterations=1,
@@ -65,7 +65,7 @@ def grpo_config(run):
         weight_decay=optimizer["weight_decay"],
         max_grad_norm=training["max_grad_norm"],
         lr_scheduler_type="constant",
-        # All in f32, nothing computed twice, nothing saved on the way.
+        # f32, without recomputation and without intermediate checkpoints.
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -92,7 +92,7 @@ class RunFiles(TrainerCallback):
             self.append_evaluation(0, model)
         self.began = time.perf_counter()
 
-    # Logging is the last thing that a step does.
+    # Logging is the last action of a step.
     def on_log(self, args, state, control, logs, model, **_):
         if "reward" not in logs:
             return
