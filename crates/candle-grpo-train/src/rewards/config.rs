@@ -6,11 +6,11 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
+use super::function::SharedReward;
 use super::{
     EnsembleReward, ExactReward, JsonReward, LengthReward, NumericReward, ProgramConfig,
     ProgramReward, RepetitionReward,
 };
-use crate::reward::SharedReward;
 use crate::{RegexReward, TagsReward, WeightedRewards};
 
 /// One term of the reward, as a configuration file names it: `kind`, the options of that kind, `weight` and `name`.

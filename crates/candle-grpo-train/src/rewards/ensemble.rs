@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{NonFinite, ScoreEnsemble};
 
-use crate::reward::{SharedReward, score_in_parallel};
+use super::function::{SharedReward, score_in_parallel};
 use crate::{RewardFunction, Sample};
 
 /// One score from those of several reward functions, which run side by side.

@@ -1,10 +1,12 @@
-//! Reward functions that a configuration can name.
+//! Reward functions.
 
 mod answer;
 mod column;
 mod config;
 mod ensemble;
 mod exact;
+mod format;
+pub(crate) mod function;
 mod json;
 mod number;
 mod numeric;
@@ -16,6 +18,8 @@ pub use answer::AnswerPlace;
 pub use config::{EnsembleOptions, RegexOptions, RewardConfig, RewardKind, TagsOptions};
 pub use ensemble::EnsembleReward;
 pub use exact::ExactReward;
+pub use format::{RegexReward, TagsReward};
+pub use function::{RewardFunction, Sample, WeightedRewards};
 pub use json::JsonReward;
 pub use numeric::NumericReward;
 pub use penalty::{LengthReward, RepetitionReward};

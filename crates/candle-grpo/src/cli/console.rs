@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use candle_grpo::train::{Phase, Watch};
+use candle_grpo::train::{Phase, Progress};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag::{register, register_conditional_shutdown};
@@ -126,7 +126,7 @@ impl Console {
     }
 }
 
-impl Watch for Console {
+impl Progress for Console {
     fn begin(&self, phase: Phase, units: usize) {
         let mut shown = self.phase();
         self.bars.remove(&shown.bar);
@@ -158,7 +158,7 @@ impl Watch for Console {
         shown.bar.inc(units as u64);
     }
 
-    fn wants_stop(&self) -> bool {
+    fn is_canceled(&self) -> bool {
         let stop = self.stop.load(Ordering::SeqCst);
         if stop && !self.announced.swap(true, Ordering::SeqCst) {
             self.print_err("stopping; press Ctrl-C again to stop without saving");

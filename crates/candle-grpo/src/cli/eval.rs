@@ -45,12 +45,13 @@ pub(super) fn eval(
     )
     .map_err(|error| Exit::Data(format!("{error:#}")))?;
     let config = &run.evaluation;
-    let watch = Arc::new(console.clone());
+    let progress = Arc::new(console.clone());
     let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
         let sampler = pretrained.sampler(config.sampler.clone())?;
-        let sampler = sampler.with_watch(watch.clone());
+        let sampler = sampler.with_progress(progress.clone());
         let tokenizer = &pretrained.tokenizer;
-        let evaluation = evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*watch)?;
+        let evaluation =
+            evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*progress)?;
         let figures = evaluation.figures(&config.pass_at, config.pass_reward)?;
         Ok((evaluation, figures))
     };

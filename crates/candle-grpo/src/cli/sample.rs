@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_grpo::config::ModelConfig;
 use candle_grpo::train::{
-    Chat, Interrupted, Phase, Pretrained, Prompt, Rollout, SamplingConfig, Watch,
+    Chat, Interrupted, Phase, Pretrained, Progress, Prompt, Rollout, SamplingConfig,
 };
 use serde_json::{Value, json};
 
@@ -142,7 +142,7 @@ fn answer(
     })?;
     let samples = arguments.samples.get() as usize;
     console.begin(Phase::Evaluate, samples);
-    let sampler = sampler.with_watch(Arc::new(console.clone()));
+    let sampler = sampler.with_progress(Arc::new(console.clone()));
     let rollouts = sampler.sample(&[&prompt], samples, 0)?;
     rollouts
         .into_iter()

@@ -29,9 +29,9 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     let pretrained = load::model(&config.model)?;
     let prompts = load::prompts(&config, &dataset, &pretrained)?;
     let (path, steps) = (config.run_dir.clone(), config.max_steps);
-    let watch = Arc::new(console.clone());
+    let progress = Arc::new(console.clone());
     let failed = |error: anyhow::Error| Exit::of_run(error, resume_hint(file, &path));
-    let mut session = Session::new(config, pretrained, prompts, reward, start, watch)
+    let mut session = Session::new(config, pretrained, prompts, reward, start, progress)
         .map_err(|error| Exit::Run(format!("{error:#}")))?;
     let begun = Instant::now();
     console.begin_steps(session.trainer().steps(), steps);

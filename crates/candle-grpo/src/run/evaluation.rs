@@ -1,7 +1,7 @@
 //! Evaluation on held-out prompts.
 
 use anyhow::Result;
-use candle_grpo_train::{Evaluation, Phase, Prompt, RewardFunction, Sampler, Watch, evaluate};
+use candle_grpo_train::{Evaluation, Phase, Progress, Prompt, RewardFunction, Sampler, evaluate};
 use tokenizers::Tokenizer;
 
 use crate::config::EvaluationConfig;
@@ -17,9 +17,9 @@ pub fn evaluate_policy(
     reward: &dyn RewardFunction,
     tokenizer: &Tokenizer,
     config: &EvaluationConfig,
-    watch: &dyn Watch,
+    progress: &dyn Progress,
 ) -> Result<Evaluation> {
     let (prompts, samples) = (config.of(prompts), config.samples_per_prompt);
-    watch.begin(Phase::Evaluate, prompts.len().saturating_mul(samples));
+    progress.begin(Phase::Evaluate, prompts.len().saturating_mul(samples));
     evaluate(sampler, prompts, samples, reward, tokenizer, STREAM)
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_train::{
     Interrupted, Phase, Pretrained, Prompt, RewardFunction, RunDir, RunLock, SamplingConfig,
-    StepMetrics, Trainer, Watch,
+    StepMetrics, Trainer,
 };
 use serde_json::Value;
 
@@ -40,7 +40,7 @@ pub enum Progress {
     },
     /// A checkpoint: where it is.
     Saved(PathBuf),
-    /// The watch wanted it to stop, and it has saved where it was.
+    /// The progress wanted it to stop, and it has saved where it was.
     Interrupted,
     /// All steps are made.
     Finished,
@@ -53,14 +53,14 @@ pub enum Progress {
 /// use std::sync::Arc;
 /// use candle_grpo::config::RunConfig;
 /// use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
-/// use candle_grpo::train::{Sample, Unwatched};
+/// use candle_grpo::train::{Sample, NoProgress};
 ///
 /// let config = RunConfig::read(Path::new("run.yaml"))?;
 /// let pretrained = load_model(&config.model)?;
 /// let prompts = RunPrompts::new(&config, &config.data.load(config.seed())?, &pretrained)?;
 /// let shorter = |sample: &Sample| -(sample.completion_tokens.len() as f32);
-/// let watch = Arc::new(Unwatched);
-/// let mut session = Session::new(config, pretrained, prompts, shorter, Start::New, watch)?;
+/// let progress = Arc::new(NoProgress);
+/// let mut session = Session::new(config, pretrained, prompts, shorter, Start::New, progress)?;
 /// loop {
 ///     match session.advance()? {
 ///         Progress::Step(metrics) => println!("step {}: {:.3}", metrics.step, metrics.reward_mean),
@@ -84,7 +84,7 @@ pub struct Session {
     saved: Option<usize>,
     /// After how many steps the evaluation was best.
     best: Option<usize>,
-    watch: Arc<dyn Watch>,
+    progress: Arc<dyn candle_grpo_train::Progress>,
 }
 
 impl Session {
@@ -97,7 +97,7 @@ impl Session {
         prompts: RunPrompts,
         reward: impl RewardFunction + 'static,
         start: Start,
-        watch: Arc<dyn Watch>,
+        progress: Arc<dyn candle_grpo_train::Progress>,
     ) -> Result<Self> {
         let RunPrompts { train, held_out } = prompts;
         let sampling = |sampling: &SamplingConfig| pretrained.sampling(sampling.clone());
@@ -121,7 +121,7 @@ impl Session {
             reward,
             settings,
         )?
-        .with_watch(Arc::clone(&watch));
+        .with_progress(Arc::clone(&progress));
         let (dir, metrics) = open(&config, &mut trainer, start)?;
         let step = trainer.steps();
         let evaluations = dir.evaluations()?;
@@ -136,7 +136,7 @@ impl Session {
             trainer,
             dir,
             metrics,
-            watch,
+            progress,
         })
     }
 
@@ -201,7 +201,7 @@ impl Session {
             self.trainer.reward(),
             self.trainer.tokenizer(),
             config,
-            &*self.watch,
+            &*self.progress,
         )?;
         let figures = evaluation.figures(&config.pass_at, config.pass_reward)?;
         self.dir.append_evaluation(step, &evaluation, &figures)?;
@@ -214,7 +214,7 @@ impl Session {
     fn save(&mut self, step: usize) -> Result<PathBuf> {
         let checkpoints = RunDir::checkpoints(self.dir.path());
         self.dir.sync()?;
-        self.watch.begin(Phase::Save, 1);
+        self.progress.begin(Phase::Save, 1);
         let path = checkpoints.write(step, |folder| {
             self.trainer.write_checkpoint(folder, &self.pretrained)
         })?;
@@ -222,7 +222,7 @@ impl Session {
         let best = self.best.filter(|_| self.config.checkpoint.keep_best);
         checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
         self.dir.write_plot(&self.metrics)?;
-        self.watch.advance(1, 0);
+        self.progress.advance(1, 0);
         tracing::info!("checkpoint {}", path.display());
         Ok(path)
     }

@@ -47,7 +47,7 @@ fn tables() -> Vec<Table> {
         table("model", sections, "ModelConfig", Value::Null),
         table(
             "data",
-            "crates/candle-grpo-train/src/dataset/config.rs",
+            "crates/candle-grpo-train/src/data/dataset.rs",
             "DatasetConfig",
             serde_json::to_value(DatasetConfig::default()).unwrap(),
         ),
@@ -122,7 +122,7 @@ fn tables() -> Vec<Table> {
             without: &["seed", "max_new_tokens", "greedy"],
             ..table(
                 "sampler",
-                "crates/candle-grpo-train/src/sampler.rs",
+                "crates/candle-grpo-train/src/rollout/sampler.rs",
                 "SamplingConfig",
                 of("sampler"),
             )
@@ -135,7 +135,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "schedule",
-            "crates/candle-grpo-train/src/schedule.rs",
+            "crates/candle-grpo-train/src/learn/schedule.rs",
             "LearningRateSchedule",
             of("schedule"),
         ),
@@ -151,7 +151,7 @@ fn tables() -> Vec<Table> {
             ],
             ..table(
                 "training",
-                "crates/candle-grpo-train/src/train_config.rs",
+                "crates/candle-grpo-train/src/learn/train_config.rs",
                 "TrainConfig",
                 of("training"),
             )

@@ -1,0 +1,17 @@
+//! Prompts: data sets, templates and the order of their rows.
+
+mod dataset;
+pub(crate) mod json_lines;
+mod prompt;
+mod question;
+mod rows;
+mod shuffle;
+mod template;
+
+pub use dataset::{Dataset, DatasetConfig};
+pub use json_lines::read_json_lines;
+pub use prompt::Prompt;
+pub use question::Question;
+pub use rows::{Row, read_rows};
+pub use shuffle::ShuffledOrder;
+pub use template::Template;

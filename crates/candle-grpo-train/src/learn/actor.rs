@@ -1,0 +1,381 @@
+//! The policy that is trained.
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Tensor};
+use candle_grpo_core::MetricValues;
+use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Gradients, LanguageModel, Lora,
+    Parameters,
+};
+use serde::{Deserialize, Serialize};
+
+use super::not_finite::{blame, clip};
+use super::reference::decoder_in;
+use super::response_forward::{learn_from_output, predicting_states, response_log_probs};
+use crate::rollout::sampler::ensure_temperature;
+use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
+
+/// Sums of squared probabilities are computed from this many logits at a time, 16 MiB of f32.
+const PIECE_LOGITS: usize = 1 << 22;
+
+/// How an [`Actor`] learns.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ActorConfig {
+    /// What is minimised.
+    pub policy_loss: PolicyLoss,
+    /// The optimiser.
+    pub optimizer: AdamWConfig,
+    /// The temperature at which completions are drawn: log-probs are those of the distribution drawn from.
+    pub temperature: f64,
+    /// Whether the forward pass keeps only the input of each block, and the backward pass computes the rest again: memory that
+    /// hardly grows with the number of blocks, for a third more time.
+    #[serde(default)]
+    pub activation_checkpointing: bool,
+    /// What the policy computes in. The weights that train are f32 whatever it is.
+    #[serde(default)]
+    pub compute_dtype: ComputeDType,
+}
+
+/// What a policy computes in. Sums, norms, softmax, log-probs and losses are in f32 whatever it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ComputeDType {
+    /// 32 bits.
+    #[default]
+    F32,
+    /// bfloat16: half the memory of activations, and on a GPU a multiple of the speed.
+    Bf16,
+    /// IEEE half precision. Its range is small; bf16 is the safer choice.
+    F16,
+}
+
+impl From<ComputeDType> for DType {
+    fn from(dtype: ComputeDType) -> Self {
+        match dtype {
+            ComputeDType::F32 => DType::F32,
+            ComputeDType::Bf16 => DType::BF16,
+            ComputeDType::F16 => DType::F16,
+        }
+    }
+}
+
+/// What an optimiser step did.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StepStats {
+    /// The norm of all gradients together, before clipping.
+    pub grad_norm: f64,
+    /// The learning rate of the step.
+    pub learning_rate: f64,
+}
+
+/// A policy with its loss and its optimiser.
+///
+/// Any number of [`Actor::forward_backward`], then [`Actor::clip_grad_and_step`]:
+/// gradients add up over the calls in between.
+///
+/// The policy is a [`Decoder`], or a model of your own: [`Actor::of_model`].
+pub struct Actor<M = Decoder> {
+    /// Shares the parameters.
+    policy: M,
+    parameters: Parameters,
+    /// What trains in place of the parameters, if there are any.
+    adapters: Option<Lora>,
+    /// What the policy computes with, where that is not f32.
+    copies: ComputeCopies,
+    config: ActorConfig,
+    optimizer: AdamW,
+    gradients: Gradients,
+}
+
+impl Actor {
+    /// An actor whose policy starts from `parameters`, of shape `model`.
+    ///
+    /// Errs if `config` is not valid.
+    pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
+        let (decoder, copies) = decoder_in(&model, &parameters, config.compute_dtype)?;
+        Self::of_decoder(parameters, None, decoder, copies, config)
+    }
+
+    /// An actor that trains `adapters` and leaves `parameters` as they are: what the optimiser and the gradients hold is the
+    /// size of the adapters.
+    ///
+    /// Errs if `config` is not valid or the adapters are of another model.
+    pub fn with_adapters(
+        model: DecoderConfig,
+        parameters: Parameters,
+        adapters: Lora,
+        config: ActorConfig,
+    ) -> Result<Self> {
+        adapters.config().validate(&model).context("adapters")?;
+        let (vb, copies) = match config.compute_dtype {
+            ComputeDType::F32 => (
+                adapters.detached_var_builder(&parameters)?,
+                ComputeCopies::default(),
+            ),
+            dtype => adapters.copied_var_builder(&parameters, dtype.into())?,
+        };
+        let decoder = Decoder::new(&model, vb)?;
+        Self::of_decoder(parameters, Some(adapters), decoder, copies, config)
+    }
+
+    fn of_decoder(
+        parameters: Parameters,
+        adapters: Option<Lora>,
+        decoder: Decoder,
+        copies: ComputeCopies,
+        config: ActorConfig,
+    ) -> Result<Self> {
+        let policy = decoder.with_activation_checkpointing(config.activation_checkpointing);
+        Self::of_policy(policy, parameters, adapters, copies, config)
+    }
+
+    /// A sampler of this policy; it follows the updates.
+    pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
+        Sampler::of_decoder(self.policy.clone(), config)
+    }
+
+    /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.
+    pub fn reference(&self) -> Result<Reference> {
+        match &self.adapters {
+            None => Reference::new(self.model(), &self.parameters, self.config.compute_dtype),
+            Some(_) => {
+                let dtype = self.config.compute_dtype;
+                Reference::without_adapters(self.model(), &self.parameters, dtype)
+            }
+        }
+    }
+
+    /// The shape of the policy.
+    pub fn model(&self) -> &DecoderConfig {
+        self.policy.config()
+    }
+}
+
+impl<M: LanguageModel> Actor<M> {
+    /// An actor that trains a model of your own, built from `variables`, so that updates of them change the model.
+    /// [`ActorConfig::activation_checkpointing`] and [`ActorConfig::compute_dtype`] are not for it.
+    ///
+    /// Errs if `config` is not valid.
+    pub fn of_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
+        ensure!(
+            !config.activation_checkpointing,
+            "activation_checkpointing: true, must be false for a model of one's own"
+        );
+        ensure!(
+            config.compute_dtype == ComputeDType::F32,
+            "compute_dtype: {:?}, must be F32 for a model of one's own",
+            config.compute_dtype
+        );
+        Self::of_policy(model, variables, None, ComputeCopies::default(), config)
+    }
+
+    fn of_policy(
+        policy: M,
+        parameters: Parameters,
+        adapters: Option<Lora>,
+        copies: ComputeCopies,
+        config: ActorConfig,
+    ) -> Result<Self> {
+        ensure_temperature(config.temperature)?;
+        config.policy_loss.validate().context("policy_loss")?;
+        let trained = adapters.as_ref().map_or(&parameters, Lora::parameters);
+        Ok(Self {
+            optimizer: AdamW::new(config.optimizer.clone(), trained)?,
+            gradients: Gradients::new(),
+            policy,
+            parameters,
+            adapters,
+            copies,
+            config,
+        })
+    }
+
+    /// The policy.
+    pub fn policy(&self) -> &M {
+        &self.policy
+    }
+
+    /// The log-probs of the responses of `batch`, f32 `[B, T]`, without a graph.
+    pub fn log_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
+        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.log_probs)
+    }
+
+    /// The entropy of the policy at each position of the responses of `batch`, in nats, f32 `[B, T]`, without a graph.
+    pub fn entropy(&self, batch: &TokenBatch) -> Result<Tensor> {
+        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.entropy)
+    }
+
+    /// The sum of the squared probabilities of all tokens at each position of the responses of `batch`, f32 `[B, T]`,
+    /// without a graph: the optimal token baseline needs it.
+    pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
+        let states = predicting_states(&self.policy, batch)?;
+        let (b, t, width) = states.dims3()?;
+        let weight = self.policy.output_weight().detach();
+        let rows = states.reshape((b * t, width))?;
+        let sums = squared_probs_in_pieces(&rows, &weight, self.config.temperature, PIECE_LOGITS)?;
+        Ok(sums.reshape((b, t))?)
+    }
+
+    /// Adds the gradient of the loss of `batch`, a part of the step that `totals` counts.
+    ///
+    /// Errs if the loss needs what the batch does not hold, or with [`NotFinite`](crate::NotFinite) if it is not finite. After an error all gradients
+    /// may be forgotten.
+    pub fn forward_backward(
+        &mut self,
+        batch: &TrainingBatch,
+        totals: &StepTotals,
+    ) -> Result<MetricValues> {
+        batch.dims()?;
+        let trained = self
+            .adapters
+            .as_ref()
+            .map_or(&self.parameters, Lora::parameters);
+        let (policy_loss, mut computed) = (&self.config.policy_loss, None);
+        learn_from_output(
+            &self.policy,
+            &batch.tokens,
+            trained,
+            self.config.temperature,
+            &mut self.gradients,
+            |layer| {
+                let result = linear_policy_loss(policy_loss, layer, &batch.policy_batch(), totals)?;
+                computed = Some(result.output);
+                Ok(result.gradients)
+            },
+        )?;
+        let output = computed.context("policy loss: not computed")?;
+        let loss = output.loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+        if !loss.is_finite() {
+            self.zero_grad();
+            return Err(blame(batch)?.into());
+        }
+        Ok(output.metrics.to_host()?)
+    }
+
+    /// Scales the gradients down to `max_norm` if their norm is above it, makes an optimiser step and forgets them.
+    ///
+    /// Errs if there are no gradients, or with [`NotFinite`](crate::NotFinite) if one is not finite; then the parameters are as before.
+    pub fn clip_grad_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
+        let result = self.clip_and_step(max_norm);
+        self.zero_grad();
+        result.context("optimiser step")
+    }
+
+    fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
+        let grad_norm = clip(&mut self.gradients, max_norm, "")?;
+        let learning_rate = self.optimizer.learning_rate();
+        let trained = self
+            .adapters
+            .as_ref()
+            .map_or(&self.parameters, Lora::parameters);
+        self.optimizer.step(trained, &self.gradients)?;
+        self.copies.refresh()?;
+        Ok(StepStats {
+            grad_norm,
+            learning_rate,
+        })
+    }
+
+    /// Forgets the gradients added up since the last step.
+    pub fn zero_grad(&mut self) {
+        self.gradients.clear();
+    }
+
+    /// Sets the learning rate of the next steps.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.optimizer.set_learning_rate(learning_rate);
+    }
+
+    /// Sets the coefficient of the entropy bonus of the next steps, for
+    /// [`AdaptiveEntropy`](candle_grpo_loss::AdaptiveEntropy).
+    pub fn set_entropy_coef(&mut self, entropy_coef: f64) {
+        self.config.policy_loss.entropy_coef = entropy_coef;
+    }
+
+    /// The parameters of the policy; with adapters those that they are added to, which do not change.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The adapters, if they train in place of the parameters.
+    pub fn adapters(&self) -> Option<&Lora> {
+        self.adapters.as_ref()
+    }
+
+    /// The gradients added up since the last step.
+    pub fn gradients(&self) -> &Gradients {
+        &self.gradients
+    }
+
+    /// The optimiser, for its state.
+    pub fn optimizer(&self) -> &AdamW {
+        &self.optimizer
+    }
+
+    /// The optimiser, to load a state.
+    pub fn optimizer_mut(&mut self) -> &mut AdamW {
+        &mut self.optimizer
+    }
+
+    /// Takes the values of `values` for all parameters that train.
+    pub(crate) fn set_trained(&self, values: &HashMap<String, Tensor>) -> Result<()> {
+        self.trained().set_values(values)?;
+        Ok(self.copies.refresh()?)
+    }
+
+    /// What trains: the adapters, if there are any.
+    pub(crate) fn trained(&self) -> &Parameters {
+        self.adapters
+            .as_ref()
+            .map_or(&self.parameters, Lora::parameters)
+    }
+
+    /// How this actor learns.
+    pub fn config(&self) -> &ActorConfig {
+        &self.config
+    }
+}
+
+/// [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]`, so that the logits of all rows are never held.
+fn squared_probs_in_pieces(
+    states: &Tensor,
+    weight: &Tensor,
+    temperature: f64,
+    piece_logits: usize,
+) -> candle_core::Result<Tensor> {
+    let n = states.dim(0)?;
+    let rows = (piece_logits / weight.dim(0)?).max(1);
+    let pieces = (0..n)
+        .step_by(rows)
+        .map(|start| {
+            let states = states.narrow(0, start, rows.min(n - start))?;
+            sum_of_squared_probs(&states.matmul(&weight.t()?)?, temperature)
+        })
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    Tensor::cat(&pieces, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn pieces_make_what_one_product_makes() -> candle_core::Result<()> {
+        let states = Tensor::randn(0f32, 1., (7, 4), &Device::Cpu)?;
+        let weight = Tensor::randn(0f32, 1., (5, 4), &Device::Cpu)?;
+        let whole = sum_of_squared_probs(&states.matmul(&weight.t()?)?, 0.7)?.to_vec1::<f32>()?;
+        for piece_logits in [0, 5, 14, 35, 100] {
+            let found = squared_probs_in_pieces(&states, &weight, 0.7, piece_logits)?;
+            for (found, whole) in found.to_vec1::<f32>()?.iter().zip(&whole) {
+                assert!((found - whole).abs() < 1e-6);
+            }
+            assert_eq!(found.dims(), [7]);
+        }
+        Ok(())
+    }
+}

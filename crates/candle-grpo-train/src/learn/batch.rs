@@ -1,0 +1,469 @@
+//! Prompts and responses as tensors.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail, ensure};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_loss::{Mask, PolicyBatch};
+
+use super::padding::{left_padded, padding_mask, response_mask, right_padded};
+use crate::Rollout;
+
+/// The tokens of B sequences: prompts padded on the left to P, responses padded on the right to T.
+///
+/// The last token of a response is only ever predicted, so the inputs are P + T - 1 wide.
+#[derive(Debug, Clone)]
+pub struct TokenBatch {
+    /// What the decoder reads, u32 `[B, P + T - 1]`.
+    pub input_ids: Tensor,
+    /// 1 where `input_ids` has a token and 0 where it has padding, u32 `[B, P + T - 1]`.
+    pub attention_mask: Tensor,
+    /// The responses, u32 `[B, T]`.
+    pub targets: Tensor,
+    /// 1 where `targets` has a token that counts and 0 elsewhere, where there is padding at least: `[B, T]` of any dtype.
+    pub response_mask: Tensor,
+}
+
+impl TokenBatch {
+    /// A batch of (prompt, response) pairs.
+    ///
+    /// Errs if there are no pairs, or a prompt or a response has no tokens.
+    pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
+        ensure!(
+            !pairs.is_empty(),
+            "sequences: none, a batch must have at least one"
+        );
+        for (i, (prompt, response)) in pairs.iter().enumerate() {
+            ensure!(
+                !prompt.is_empty() && !response.is_empty(),
+                "sequence {i}: {} prompt tokens and {} response tokens, must have at least one of each",
+                prompt.len(),
+                response.len()
+            );
+        }
+        let prompts: Vec<&[u32]> = pairs.iter().map(|(prompt, _)| *prompt).collect();
+        let responses: Vec<&[u32]> = pairs.iter().map(|(_, response)| *response).collect();
+        let longest = |rows: &[&[u32]]| rows.iter().map(|row| row.len()).max().unwrap_or(0);
+        let (p, t) = (longest(&prompts), longest(&responses));
+        let targets = right_padded(&responses, t, device)?;
+        let response_mask = response_mask(&responses, t, device)?;
+        let read = |prompts: Tensor, responses: &Tensor| {
+            Tensor::cat(&[prompts, responses.narrow(1, 0, t - 1)?], 1)
+        };
+        Ok(Self {
+            input_ids: read(left_padded(&prompts, p, device)?, &targets)?,
+            attention_mask: read(padding_mask(&prompts, p, device)?, &response_mask)?,
+            targets,
+            response_mask,
+        })
+    }
+
+    /// The batch of some rollouts.
+    pub fn from_rollouts(rollouts: &[Rollout], device: &Device) -> Result<Self> {
+        let pairs: Vec<(&[u32], &[u32])> = rollouts
+            .iter()
+            .map(|r| (r.prompt_tokens.as_slice(), r.completion_tokens.as_slice()))
+            .collect();
+        Self::new(&pairs, device)
+    }
+
+    /// The number of sequences (B) and the length of the longest response (T).
+    ///
+    /// Errs, with the name of the field, if the shapes do not belong together.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        let &[b, t] = self.targets.dims() else {
+            bail!("targets: shape {:?}, must be [B, T]", self.targets.dims());
+        };
+        ensure!(
+            b > 0 && t > 0,
+            "targets: shape [{b}, {t}], must have at least one sequence and one token"
+        );
+        ensure_dims("response_mask", &self.response_mask, &[b, t])?;
+        match *self.input_ids.dims() {
+            [rows, width] if rows == b && width >= t => {
+                ensure_dims("attention_mask", &self.attention_mask, &[b, width])?;
+            }
+            _ => bail!(
+                "input_ids: shape {:?}, must be [{b}, P + T - 1] with P at least 1 and T {t}",
+                self.input_ids.dims()
+            ),
+        }
+        Ok((b, t))
+    }
+
+    /// `len` sequences from `start` on.
+    pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
+        let (b, _) = self.dims()?;
+        ensure!(
+            len > 0 && start < b && len <= b - start,
+            "sequences: {len} from {start} on, there are {b}"
+        );
+        self.map_rows(&|x| x.narrow(0, start, len)?.contiguous())
+    }
+
+    fn map_rows(&self, rows: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            input_ids: rows(&self.input_ids)?,
+            attention_mask: rows(&self.attention_mask)?,
+            targets: rows(&self.targets)?,
+            response_mask: rows(&self.response_mask)?,
+        })
+    }
+}
+
+/// What an update of the policy is computed from. A loss that needs what is absent gives an error that names it.
+#[derive(Debug, Clone)]
+pub struct TrainingBatch {
+    /// The sequences.
+    pub tokens: TokenBatch,
+    /// How much better than its group each sequence did, f32 `[B]`, or each token `[B, T]`.
+    pub advantages: Tensor,
+    /// Log-probs under the policy before the step, f32 `[B, T]`. Absent: the update is the first after sampling, the
+    /// policy is still the one that drew.
+    pub old_log_probs: Option<Tensor>,
+    /// Log-probs under the reference policy, f32 `[B, T]`, for a KL loss.
+    pub ref_log_probs: Option<Tensor>,
+    /// What a critic expected at each token, f32 `[B, T]`, for a value loss that clips.
+    pub values: Option<Tensor>,
+    /// What it should have expected, f32 `[B, T]`.
+    pub returns: Option<Tensor>,
+    /// Log-probs that the sampler recorded, f32 `[B, T]`, for [`PolicyLoss::off_policy_threshold`](candle_grpo_loss::PolicyLoss::off_policy_threshold).
+    pub rollout_log_probs: Option<Tensor>,
+    /// The score of each sequence before any shaping, f32 `[B]`.
+    pub scores: Option<Tensor>,
+    /// Weights of the policy term for samples of another engine, f32 `[B, T]`, from
+    /// [`RolloutCorrection`](candle_grpo_loss::RolloutCorrection).
+    pub importance_weights: Option<Tensor>,
+    /// A weight of the policy term for each sequence, f32 `[B]`.
+    pub sample_weights: Option<Tensor>,
+    /// 1 where the policy term counts, `[B, T]`.
+    pub policy_mask: Option<Tensor>,
+    /// 1 where the entropy bonus counts, `[B, T]`; absent: on every token of the response mask.
+    pub entropy_mask: Option<Tensor>,
+    /// 1 for the tokens that [`PolicyLoss::select_tokens_to_host`](candle_grpo_loss::PolicyLoss::select_tokens_to_host) took from the whole optimiser step, `[B, T]`.
+    pub selected_tokens: Option<Tensor>,
+    /// For each sequence the tokens that its prompt has in the whole optimiser step, f32 `[B]`, from
+    /// [`prompt_tokens_to_host`].
+    pub prompt_tokens: Option<Tensor>,
+}
+
+impl TrainingBatch {
+    /// A batch with nothing but advantages: right for a first update after sampling without a KL loss.
+    pub fn new(tokens: TokenBatch, advantages: Tensor) -> Self {
+        Self {
+            tokens,
+            advantages,
+            old_log_probs: None,
+            ref_log_probs: None,
+            values: None,
+            returns: None,
+            rollout_log_probs: None,
+            scores: None,
+            importance_weights: None,
+            sample_weights: None,
+            policy_mask: None,
+            entropy_mask: None,
+            selected_tokens: None,
+            prompt_tokens: None,
+        }
+    }
+
+    /// The number of sequences (B) and the length of the longest response (T).
+    ///
+    /// Errs, with the name of the field, if the shapes do not belong together.
+    pub fn dims(&self) -> Result<(usize, usize)> {
+        let (b, t) = self.tokens.dims()?;
+        let advantages = self.advantages.dims();
+        ensure!(
+            advantages == [b] || advantages == [b, t],
+            "advantages: shape {advantages:?}, must be [{b}] or [{b}, {t}]"
+        );
+        for (name, of_tokens) in [
+            ("old_log_probs", &self.old_log_probs),
+            ("ref_log_probs", &self.ref_log_probs),
+            ("values", &self.values),
+            ("returns", &self.returns),
+            ("rollout_log_probs", &self.rollout_log_probs),
+            ("importance_weights", &self.importance_weights),
+            ("policy_mask", &self.policy_mask),
+            ("entropy_mask", &self.entropy_mask),
+            ("selected_tokens", &self.selected_tokens),
+        ] {
+            if let Some(of_tokens) = of_tokens {
+                ensure_dims(name, of_tokens, &[b, t])?;
+            }
+        }
+        for (name, of_sequences) in [
+            ("scores", &self.scores),
+            ("sample_weights", &self.sample_weights),
+            ("prompt_tokens", &self.prompt_tokens),
+        ] {
+            if let Some(of_sequences) = of_sequences {
+                ensure_dims(name, of_sequences, &[b])?;
+            }
+        }
+        Ok((b, t))
+    }
+
+    /// The batch in pieces of `size` sequences; the last one may be smaller.
+    pub fn split(&self, size: usize) -> Result<Vec<Self>> {
+        ensure!(size > 0, "micro_batch_size: 0, must be at least 1");
+        let (total, _) = self.dims()?;
+        (0..total)
+            .step_by(size)
+            .map(|start| {
+                let len = size.min(total - start);
+                self.map_rows(&|x| x.narrow(0, start, len)?.contiguous())
+            })
+            .collect()
+    }
+
+    /// The sequences of these numbers, in this order; a number may come again.
+    ///
+    /// Errs if there are none, or one is not below B.
+    pub fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let (b, _) = self.dims()?;
+        ensure!(
+            !sequences.is_empty(),
+            "sequences: none, must be at least one"
+        );
+        if let Some(number) = sequences.iter().find(|&&number| number >= b) {
+            bail!("sequences: {number}, there are {b}");
+        }
+        let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
+        let rows = Tensor::new(rows, self.advantages.device())?;
+        self.map_rows(&|x| x.contiguous()?.index_select(&rows, 0))
+    }
+
+    fn map_rows(&self, rows: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+        let if_there = |x: &Option<Tensor>| x.as_ref().map(rows).transpose();
+        Ok(Self {
+            tokens: self.tokens.map_rows(rows)?,
+            advantages: rows(&self.advantages)?,
+            old_log_probs: if_there(&self.old_log_probs)?,
+            ref_log_probs: if_there(&self.ref_log_probs)?,
+            values: if_there(&self.values)?,
+            returns: if_there(&self.returns)?,
+            rollout_log_probs: if_there(&self.rollout_log_probs)?,
+            scores: if_there(&self.scores)?,
+            importance_weights: if_there(&self.importance_weights)?,
+            sample_weights: if_there(&self.sample_weights)?,
+            policy_mask: if_there(&self.policy_mask)?,
+            entropy_mask: if_there(&self.entropy_mask)?,
+            selected_tokens: if_there(&self.selected_tokens)?,
+            prompt_tokens: if_there(&self.prompt_tokens)?,
+        })
+    }
+
+    /// What a loss is computed from, but for the log-probs `[B, T]` that the policy gives now.
+    pub fn policy_batch(&self) -> PolicyBatch<'_> {
+        let mut batch =
+            PolicyBatch::without_log_probs(&self.advantages, &self.tokens.response_mask);
+        if let Some(x) = &self.old_log_probs {
+            batch = batch.old_log_probs(x);
+        }
+        if let Some(x) = &self.ref_log_probs {
+            batch = batch.ref_log_probs(x);
+        }
+        if let Some(x) = &self.rollout_log_probs {
+            batch = batch.rollout_log_probs(x);
+        }
+        if let Some(x) = &self.scores {
+            batch = batch.scores(x);
+        }
+        if let Some(x) = &self.importance_weights {
+            batch = batch.importance_weights(x);
+        }
+        if let Some(x) = &self.sample_weights {
+            batch = batch.sample_weights(x);
+        }
+        if let Some(x) = &self.policy_mask {
+            batch = batch.policy_mask(x);
+        }
+        if let Some(x) = &self.entropy_mask {
+            batch = batch.entropy_mask(x);
+        }
+        if let Some(x) = &self.selected_tokens {
+            batch = batch.selected_tokens(x);
+        }
+        if let Some(x) = &self.prompt_tokens {
+            batch = batch.prompt_tokens(x);
+        }
+        batch
+    }
+}
+
+/// For each sequence of an optimiser step, how many tokens of `response_mask` `[B, T]` the sequences that answer its
+/// prompt have together, f32 `[B]`; and how many prompts have a token, for
+/// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts). `prompts` says which prompt each sequence answers.
+///
+/// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs both. The lengths are
+/// copied to the host.
+pub fn prompt_tokens_to_host(response_mask: &Tensor, prompts: &[usize]) -> Result<(Tensor, f64)> {
+    let lengths = Mask::new(response_mask)?
+        .lengths(DType::F32)?
+        .flatten_all()?
+        .to_vec1::<f32>()?;
+    ensure!(
+        lengths.len() == prompts.len(),
+        "prompts: {} for {} sequences, there must be one for each",
+        prompts.len(),
+        lengths.len()
+    );
+    let mut of_prompt: BTreeMap<usize, f32> = BTreeMap::new();
+    for (&prompt, length) in prompts.iter().zip(lengths) {
+        *of_prompt.entry(prompt).or_default() += length;
+    }
+    let of_sequence: Vec<f32> = prompts.iter().map(|prompt| of_prompt[prompt]).collect();
+    let counting = of_prompt.values().filter(|&&tokens| tokens > 0.).count();
+    Ok((
+        Tensor::new(of_sequence, response_mask.device())?,
+        counting as f64,
+    ))
+}
+
+fn ensure_dims(name: &str, x: &Tensor, dims: &[usize]) -> Result<()> {
+    ensure!(
+        x.dims() == dims,
+        "{name}: shape {:?}, must be {dims:?}",
+        x.dims()
+    );
+    Ok(())
+}
+
+/// The log-probs that the sampler recorded, f32 `[B, T]`, 0 where there is no token.
+pub fn sampler_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
+    let width = rollouts
+        .iter()
+        .map(|r| r.log_probs.len())
+        .max()
+        .unwrap_or(0);
+    ensure!(width > 0, "rollouts: no tokens, there must be at least one");
+    let mut cells = vec![0f32; rollouts.len() * width];
+    for (rollout, cells) in rollouts.iter().zip(cells.chunks_exact_mut(width)) {
+        cells[..rollout.log_probs.len()].copy_from_slice(&rollout.log_probs);
+    }
+    Ok(Tensor::from_vec(cells, (rollouts.len(), width), device)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_are_padded_on_the_left_and_responses_on_the_right() {
+        let pairs: [(&[u32], &[u32]); 2] = [(&[1, 2, 3], &[4]), (&[5], &[6, 7, 8])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let rows = |x: &Tensor| x.to_vec2::<u32>().unwrap();
+        assert_eq!(rows(&batch.input_ids), [[1, 2, 3, 4, 0], [0, 0, 5, 6, 7]]);
+        assert_eq!(
+            rows(&batch.attention_mask),
+            [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+        );
+        assert_eq!(rows(&batch.targets), [[4, 0, 0], [6, 7, 8]]);
+        assert_eq!(rows(&batch.response_mask), [[1, 0, 0], [1, 1, 1]]);
+        assert_eq!(batch.dims().unwrap(), (2, 3));
+    }
+
+    #[test]
+    fn a_batch_splits_into_pieces() {
+        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4]), (&[2], &[5]), (&[3], &[6])];
+        let batch = TrainingBatch::new(
+            TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
+            Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+        );
+        let pieces = batch.split(2).unwrap();
+        assert_eq!(pieces.len(), 2);
+        assert_eq!(pieces[1].tokens.targets.to_vec2::<u32>().unwrap(), [[6]]);
+        assert_eq!(pieces[1].advantages.to_vec1::<f32>().unwrap(), [2.5]);
+        let error = batch.split(0).unwrap_err().to_string();
+        assert_eq!(error, "micro_batch_size: 0, must be at least 1");
+    }
+
+    #[test]
+    fn sequences_are_selected_and_repeated() {
+        let batch = three();
+        let drawn = batch.select(&[2, 0, 2]).unwrap();
+        assert_eq!(drawn.advantages.to_vec1::<f32>().unwrap(), [2.5, 0.5, 2.5]);
+        let targets = drawn.tokens.targets.to_vec2::<u32>().unwrap();
+        assert_eq!(targets, [[6, 0], [4, 1], [6, 0]]);
+        for (numbers, words) in [
+            (vec![], "sequences: none"),
+            (vec![0, 3], "sequences: 3, there are 3"),
+        ] {
+            let error = batch.select(&numbers).unwrap_err().to_string();
+            assert!(error.starts_with(words), "{error}");
+        }
+    }
+
+    fn three() -> TrainingBatch {
+        let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
+        TrainingBatch::new(
+            TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
+            Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+        )
+    }
+
+    fn shaped(dims: &[usize]) -> Tensor {
+        Tensor::ones(dims, candle_core::DType::U32, &Device::Cpu).unwrap()
+    }
+
+    #[rstest::rstest]
+    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[3]), "targets: shape [3], must be [B, T]")]
+    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[]), "targets: shape [], must be [B, T]")]
+    #[case(|b: &mut TrainingBatch| b.tokens.targets = shaped(&[3, 0]), "targets: shape [3, 0], must have")]
+    #[case(|b: &mut TrainingBatch| b.tokens.response_mask = shaped(&[3, 1]), "response_mask: shape [3, 1], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[3, 1]), "input_ids: shape [3, 1], must be [3, P")]
+    #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[2, 2]), "input_ids: shape [2, 2], must be [3, P")]
+    #[case(|b: &mut TrainingBatch| b.tokens.attention_mask = shaped(&[3, 3]), "attention_mask: shape [3, 3], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.advantages = shaped(&[2]), "advantages: shape [2], must be [3] or [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.old_log_probs = Some(shaped(&[3])), "old_log_probs: shape [3], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.ref_log_probs = Some(shaped(&[2, 2])), "ref_log_probs: shape [2, 2], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.scores = Some(shaped(&[3, 2])), "scores: shape [3, 2], must be [3]")]
+    #[case(|b: &mut TrainingBatch| b.policy_mask = Some(shaped(&[3])), "policy_mask: shape [3], must be [3, 2]")]
+    fn shapes_that_do_not_belong_together_are_named(
+        #[case] spoil: fn(&mut TrainingBatch),
+        #[case] words: &str,
+    ) {
+        let mut batch = three();
+        spoil(&mut batch);
+        let error = batch.split(2).unwrap_err().to_string();
+        assert!(error.starts_with(words), "{error}");
+    }
+
+    #[test]
+    fn tokens_are_counted_by_prompt() {
+        let mask = Tensor::new(&[[1u8, 1], [1, 0], [0, 0], [1, 1], [0, 0]], &Device::Cpu).unwrap();
+        let (tokens, prompts) = prompt_tokens_to_host(&mask, &[7, 3, 3, 7, 5]).unwrap();
+        assert_eq!(tokens.to_vec1::<f32>().unwrap(), [4., 1., 1., 4., 0.]);
+        assert_eq!(prompts, 2.);
+        let error = prompt_tokens_to_host(&mask, &[1]).unwrap_err().to_string();
+        assert!(error.starts_with("prompts: 1 for 5 sequences"), "{error}");
+    }
+
+    #[test]
+    fn sequences_that_are_not_there_are_an_error() {
+        let tokens = three().tokens;
+        for (start, len) in [(3, 1), (2, 2), (1, 0), (1, usize::MAX)] {
+            let error = tokens.narrow(start, len).unwrap_err().to_string();
+            assert_eq!(
+                error,
+                format!("sequences: {len} from {start} on, there are 3")
+            );
+        }
+    }
+
+    #[test]
+    fn empty_batches_and_sequences_are_errors() {
+        let error = TokenBatch::new(&[], &Device::Cpu).unwrap_err().to_string();
+        assert_eq!(error, "sequences: none, a batch must have at least one");
+        let pairs: [(&[u32], &[u32]); 2] = [(&[1], &[2]), (&[1, 1], &[])];
+        let error = TokenBatch::new(&pairs, &Device::Cpu)
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "sequence 1: 2 prompt tokens and 0 response tokens, must have at least one of each"
+        );
+    }
+}

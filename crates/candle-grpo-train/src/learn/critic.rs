@@ -1,0 +1,258 @@
+//! The critic: what a completion is expected to be worth, token by token.
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{Tensor, Var};
+use candle_grpo_core::MetricValues;
+use candle_grpo_loss::{StepTotals, ValueLoss};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters, ValueHead,
+};
+use serde::{Deserialize, Serialize};
+
+use super::not_finite::clip;
+use super::response_forward::{learn_from_states, predicting_states};
+use crate::{StepStats, TokenBatch, TrainingBatch};
+
+/// How a [`Critic`] learns.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CriticConfig {
+    /// What is minimised.
+    pub value_loss: ValueLoss,
+    /// The optimiser.
+    pub optimizer: AdamWConfig,
+    /// Gradients are scaled down to this norm.
+    pub max_grad_norm: f64,
+    /// The first steps, this many, train the critic alone, so that the policy is not led by values that mean nothing yet.
+    pub warmup_steps: usize,
+}
+
+impl Default for CriticConfig {
+    fn default() -> Self {
+        Self {
+            value_loss: ValueLoss::default(),
+            optimizer: AdamWConfig {
+                learning_rate: 1e-5,
+                ..AdamWConfig::default()
+            },
+            max_grad_norm: 1.,
+            warmup_steps: 0,
+        }
+    }
+}
+
+impl CriticConfig {
+    /// Errs if a field has a value with which nothing can be learned.
+    pub fn validate(&self) -> Result<()> {
+        ensure!(
+            self.max_grad_norm > 0.,
+            "max_grad_norm: {}, must be above 0",
+            self.max_grad_norm
+        );
+        if let Some(clip) = self.value_loss.clip {
+            ensure!(
+                clip > 0. && clip.is_finite(),
+                "value_loss.clip: {clip}, must be positive and finite"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// A decoder with a value head, its loss and its optimiser: it learns the returns of tokens, which generalised advantages
+/// (GAE, <https://arxiv.org/abs/1506.02438>) are taken from.
+///
+/// The value of a token is that of the state before it: of the position that predicts it.
+pub struct Critic {
+    parameters: Parameters,
+    /// Shares the parameters, and records no graph.
+    decoder: Decoder,
+    /// The same.
+    head: ValueHead,
+    /// Records a graph.
+    training_head: ValueHead,
+    config: CriticConfig,
+    optimizer: AdamW,
+    gradients: Gradients,
+}
+
+impl Critic {
+    /// A critic whose decoder starts from a copy of the `policy` of shape `model`, without its output layer; all values are
+    /// 0 at first.
+    pub fn new(model: &DecoderConfig, policy: &Parameters, config: CriticConfig) -> Result<Self> {
+        config.validate()?;
+        // A tied decoder has no output layer of its own, which nothing here would use.
+        let model = DecoderConfig {
+            tie_word_embeddings: true,
+            ..model.clone()
+        };
+        let shapes = model.parameter_shapes();
+        let tensors = policy
+            .iter()
+            .filter(|(name, _)| shapes.contains_key(*name))
+            .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
+            .collect();
+        let parameters = Parameters::from_tensors(&model, tensors, policy.device())?;
+        let parameters = ValueHead::add_to(parameters, model.hidden_size)?;
+        let head = |vb| ValueHead::new(model.hidden_size, vb);
+        Ok(Self {
+            decoder: Decoder::new(&model, parameters.detached_var_builder())?,
+            head: head(parameters.detached_var_builder())?,
+            training_head: head(parameters.var_builder())?,
+            optimizer: AdamW::new(config.optimizer.clone(), &parameters)?,
+            gradients: Gradients::new(),
+            parameters,
+            config,
+        })
+    }
+
+    /// The values of the responses of `batch`, f32 `[B, T]`, without a graph.
+    pub fn values(&self, batch: &TokenBatch) -> Result<Tensor> {
+        Ok(self
+            .head
+            .forward(&predicting_states(&self.decoder, batch)?)?)
+    }
+
+    /// Adds the gradient of the value loss of `batch`, a part of the step that `totals` counts. Returns the loss and its
+    /// figures.
+    ///
+    /// Errs if the batch has no returns, or no values where the loss clips.
+    pub fn forward_backward(
+        &mut self,
+        batch: &TrainingBatch,
+        totals: &StepTotals,
+    ) -> Result<(f64, MetricValues)> {
+        batch.dims()?;
+        let returns = batch
+            .returns
+            .as_ref()
+            .context("returns: absent, a critic needs what it should have expected")?;
+        let mut of_loss = None;
+        let mut loss = |states: &Var, gradients: &mut Gradients| {
+            let (loss, metrics) = self.config.value_loss.compute(
+                &self.training_head.forward(states)?,
+                batch.values.as_ref(),
+                returns,
+                &batch.tokens.response_mask,
+                totals,
+            )?;
+            of_loss = Some((f64::from(loss.to_scalar::<f32>()?), metrics));
+            match gradients
+                .add_reached(&loss, &self.parameters)?
+                .remove(states)
+            {
+                Some(gradient) => Ok(gradient.detach()),
+                None => states.zeros_like(),
+            }
+        };
+        learn_from_states(
+            &self.decoder,
+            &batch.tokens,
+            &self.parameters,
+            &mut self.gradients,
+            &mut loss,
+        )?;
+        let (loss, metrics) = of_loss.context("value loss: not computed")?;
+        Ok((loss, metrics.to_host()?))
+    }
+
+    /// Scales the gradients down to [`CriticConfig::max_grad_norm`], makes an optimiser step and forgets them.
+    ///
+    /// Errs if there are no gradients, or with [`NotFinite`](crate::NotFinite) if one is not finite; then the parameters are as before.
+    pub fn clip_grad_and_step(&mut self) -> Result<StepStats> {
+        let learning_rate = self.optimizer.learning_rate();
+        let max_norm = self.config.max_grad_norm;
+        let result = clip(&mut self.gradients, max_norm, "the critic's ").and_then(|grad_norm| {
+            self.optimizer.step(&self.parameters, &self.gradients)?;
+            Ok(grad_norm)
+        });
+        self.zero_grad();
+        Ok(StepStats {
+            grad_norm: result.context("optimiser step of the critic")?,
+            learning_rate,
+        })
+    }
+
+    /// Forgets the gradients added up since the last step.
+    pub fn zero_grad(&mut self) {
+        self.gradients.clear();
+    }
+
+    /// Sets the learning rate of the next steps to that of the configuration times `factor`.
+    pub fn scale_learning_rate(&mut self, factor: f64) {
+        self.optimizer
+            .set_learning_rate(self.config.optimizer.learning_rate * factor);
+    }
+
+    /// The parameters: those of the decoder, and `score.weight` and `score.bias`.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The optimiser, for its state.
+    pub fn optimizer(&self) -> &AdamW {
+        &self.optimizer
+    }
+
+    /// The optimiser, to load a state.
+    pub fn optimizer_mut(&mut self) -> &mut AdamW {
+        &mut self.optimizer
+    }
+
+    /// How this critic learns.
+    pub fn config(&self) -> &CriticConfig {
+        &self.config
+    }
+}
+
+/// How much of the variance of `returns` `[B, T]` over the tokens of `response_mask` the `values` explain: 1 if they are
+/// equal but for a constant, 0 if they say nothing; nothing if the returns do not vary. On the host.
+pub fn explained_variance(
+    values: &Tensor,
+    returns: &Tensor,
+    response_mask: &Tensor,
+) -> Result<Option<f64>> {
+    let numbers = |x: &Tensor| -> Result<Vec<f64>> {
+        Ok(x.flatten_all()?
+            .to_device(&candle_core::Device::Cpu)?
+            .to_dtype(candle_core::DType::F64)?
+            .to_vec1::<f64>()?)
+    };
+    let mask = numbers(response_mask)?;
+    let (values, returns) = (numbers(values)?, numbers(returns)?);
+    ensure!(
+        values.len() == mask.len() && returns.len() == mask.len(),
+        "values, returns and response_mask: {}, {} and {} numbers, must be as many",
+        values.len(),
+        returns.len(),
+        mask.len()
+    );
+    let inside = || (0..mask.len()).filter(|&i| mask[i] != 0.);
+    let variance = |of: &dyn Fn(usize) -> f64| {
+        let n = inside().count().max(1) as f64;
+        let mean = inside().map(of).sum::<f64>() / n;
+        inside().map(|i| (of(i) - mean).powi(2)).sum::<f64>() / n
+    };
+    let total = variance(&|i| returns[i]);
+    let left = variance(&|i| returns[i] - values[i]);
+    Ok((total > 0.).then(|| 1. - left / total))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn explained_variance_is_that_of_the_mask() {
+        let tensor = |x: [f32; 4]| Tensor::new(&[x], &Device::Cpu).unwrap();
+        let mask = Tensor::new(&[[1u32, 1, 1, 0]], &Device::Cpu).unwrap();
+        let of =
+            |values, returns| explained_variance(&tensor(values), &tensor(returns), &mask).unwrap();
+        let returns = [1., 2., 3., f32::NAN];
+        assert_eq!(of([11., 12., 13., 0.], returns), Some(1.));
+        assert_eq!(of([5., 5., 5., f32::INFINITY], returns), Some(0.));
+        assert_eq!(of([3., 2., 1., 0.], returns), Some(-3.));
+        assert_eq!(of([1., 2., 3., 0.], [7., 7., 7., 0.]), None);
+    }
+}

@@ -1,0 +1,28 @@
+//! The training loop: batches, policy, critic, reference and the steps over them.
+
+mod actor;
+mod batch;
+mod critic;
+mod not_finite;
+mod padding;
+mod pretrain;
+mod recipe_inputs;
+mod reference;
+mod response_forward;
+mod schedule;
+mod scored_rollouts;
+mod step_batch;
+mod step_metrics;
+mod train_config;
+mod trainer;
+
+pub use actor::{Actor, ActorConfig, ComputeDType, StepStats};
+pub use batch::{TokenBatch, TrainingBatch, prompt_tokens_to_host, sampler_log_probs};
+pub use critic::{Critic, CriticConfig, explained_variance};
+pub use not_finite::NotFinite;
+pub use pretrain::{Example, PretrainConfig, pretrain};
+pub use reference::{Reference, ReferenceRefresh};
+pub use schedule::LearningRateSchedule;
+pub use step_metrics::{PhaseSeconds, StepMetrics};
+pub use train_config::{OldLogProbs, TrainConfig};
+pub use trainer::Trainer;

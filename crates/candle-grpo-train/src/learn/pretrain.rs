@@ -1,0 +1,163 @@
+//! Learning from examples, to give reinforcement learning something to reinforce.
+
+use std::ops::ControlFlow;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{Tensor, bail};
+use candle_grpo_loss::TokenLogProbs;
+use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+use serde::{Deserialize, Serialize};
+
+use super::response_forward::learn_from_output;
+use crate::{ShuffledOrder, TokenBatch};
+
+/// A prompt and the answer to learn, as tokens. The answer should end with a stop token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Example {
+    /// What is asked.
+    pub prompt: Vec<u32>,
+    /// What to answer.
+    pub answer: Vec<u32>,
+}
+
+/// How [`pretrain`] learns.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PretrainConfig {
+    /// The greatest number of optimiser steps.
+    pub max_steps: usize,
+    /// Examples for each step.
+    pub batch_size: usize,
+    /// The optimiser.
+    pub optimizer: AdamWConfig,
+    /// Gradients are scaled down to this norm.
+    pub max_grad_norm: f64,
+    /// What the order of the examples comes from.
+    pub seed: u64,
+}
+
+impl Default for PretrainConfig {
+    fn default() -> Self {
+        Self {
+            max_steps: 1000,
+            batch_size: 64,
+            optimizer: AdamWConfig::default(),
+            max_grad_norm: 1.,
+            seed: 0,
+        }
+    }
+}
+
+/// Trains `parameters` on `examples` by the cross-entropy of the answer tokens.
+///
+/// `after_step` is called with the number of steps made and the loss of the last one; it may end the training.
+/// Returns the number of steps made.
+///
+/// Errs if there are no examples, one is empty, or `batch_size` is 0.
+pub fn pretrain(
+    model: &DecoderConfig,
+    parameters: &Parameters,
+    examples: &[Example],
+    config: &PretrainConfig,
+    mut after_step: impl FnMut(usize, f64) -> Result<ControlFlow<()>>,
+) -> Result<usize> {
+    ensure!(
+        !examples.is_empty(),
+        "examples: none, there must be at least one"
+    );
+    ensure!(config.batch_size > 0, "batch_size: 0, must be at least 1");
+    let decoder = Decoder::new(model, parameters.detached_var_builder())?;
+    let mut optimizer = AdamW::new(config.optimizer.clone(), parameters)?;
+    let order = ShuffledOrder::new(examples.len(), config.seed)?;
+    for step in 0..config.max_steps {
+        let pairs: Vec<(&[u32], &[u32])> = order
+            .slice(step * config.batch_size, config.batch_size)
+            .into_iter()
+            .map(|i| (examples[i].prompt.as_slice(), examples[i].answer.as_slice()))
+            .collect();
+        let batch = TokenBatch::new(&pairs, parameters.device())?;
+        let loss = learn(
+            &decoder,
+            parameters,
+            &mut optimizer,
+            &batch,
+            config.max_grad_norm,
+        )
+        .with_context(|| format!("pretraining step {}", step + 1))?;
+        if after_step(step + 1, loss)?.is_break() {
+            return Ok(step + 1);
+        }
+    }
+    Ok(config.max_steps)
+}
+
+/// One step; returns the mean loss of the answer tokens before it.
+fn learn(
+    decoder: &Decoder,
+    parameters: &Parameters,
+    optimizer: &mut AdamW,
+    batch: &TokenBatch,
+    max_grad_norm: f64,
+) -> Result<f64> {
+    let mut gradients = Gradients::new();
+    let mut value = 0.;
+    learn_from_output(decoder, batch, parameters, 1., &mut gradients, |layer| {
+        let tokens = layer.forward()?;
+        let (loss, derivatives) = cross_entropy(&tokens, &batch.response_mask)?;
+        value = loss;
+        layer.backward(&tokens, &derivatives)
+    })?;
+    gradients.clip_by_global_norm(max_grad_norm)?;
+    optimizer.step(parameters, &gradients)?;
+    Ok(value)
+}
+
+/// Minus the mean log-prob of the tokens of the mask, and its derivatives. The log-probs are 0 elsewhere.
+fn cross_entropy(
+    tokens: &TokenLogProbs,
+    response_mask: &Tensor,
+) -> candle_core::Result<(f64, TokenLogProbs)> {
+    let none = tokens.entropy.zeros_like()?;
+    let counts = response_mask.ne(0f64)?.to_dtype(none.dtype())?;
+    let number = f64::from(counts.sum_all()?.to_scalar::<f32>()?);
+    if number == 0. {
+        bail!("response_mask: all 0, must have a token");
+    }
+    let sum = f64::from(tokens.log_probs.sum_all()?.to_scalar::<f32>()?);
+    let derivatives = TokenLogProbs {
+        log_probs: (counts * (-1. / number))?,
+        entropy: none.clone(),
+        log_sum_exp: none,
+    };
+    Ok((-sum / number, derivatives))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    #[test]
+    fn the_mean_is_over_the_tokens_of_the_mask() {
+        let log_probs = Tensor::new(&[[-1f32, -3.], [-2., 0.]], &Device::Cpu).unwrap();
+        let tokens = TokenLogProbs {
+            entropy: log_probs.clone(),
+            log_sum_exp: log_probs.clone(),
+            log_probs,
+        };
+        let mask = Tensor::new(&[[1u32, 1], [7, 0]], &Device::Cpu).unwrap();
+        let (loss, derivatives) = cross_entropy(&tokens, &mask).unwrap();
+        assert_eq!(loss, 2.);
+        let third = -1f32 / 3.;
+        assert_eq!(
+            derivatives.log_probs.to_vec2::<f32>().unwrap(),
+            [[third, third], [third, 0.]]
+        );
+        let none = cross_entropy(&tokens, &mask.zeros_like().unwrap());
+        assert!(
+            none.unwrap_err()
+                .to_string()
+                .starts_with("response_mask: all 0")
+        );
+    }
+}

@@ -1,0 +1,237 @@
+//! The policy that the trained one is kept near to.
+
+use std::collections::HashMap;
+
+use anyhow::{Result, bail, ensure};
+use candle_core::Tensor;
+use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Parameters};
+use serde::{Deserialize, Serialize};
+
+use super::response_forward::response_log_probs;
+use crate::{ComputeDType, TokenBatch};
+
+/// A policy that changes only when it is told to.
+pub struct Reference {
+    decoder: Decoder,
+    /// Its own copy; absent where it shares the parameters that adapters are added to.
+    parameters: Option<Parameters>,
+    /// What it computes with, where that is not f32.
+    copies: ComputeCopies,
+}
+
+/// How the reference follows the policy: every so many steps it becomes `alpha * policy + (1 - alpha) * reference`
+/// (TR-DPO, <https://arxiv.org/abs/2404.09656>; TRL's `sync_ref_model`).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReferenceRefresh {
+    /// After each multiple of this many training steps.
+    pub every_steps: usize,
+    /// How much of the policy it takes; 1, the default, makes it a copy.
+    #[serde(default = "one")]
+    pub alpha: f64,
+}
+
+fn one() -> f64 {
+    1.
+}
+
+impl ReferenceRefresh {
+    /// Errs if a field has a value with which nothing would be refreshed.
+    pub fn validate(&self) -> Result<()> {
+        ensure!(self.every_steps > 0, "every_steps: 0, must be at least 1");
+        ensure_share(self.alpha)
+    }
+}
+
+fn ensure_share(alpha: f64) -> Result<()> {
+    ensure!(
+        alpha > 0. && alpha <= 1.,
+        "alpha: {alpha}, must be above 0 and at most 1"
+    );
+    Ok(())
+}
+
+impl Reference {
+    /// Copies `parameters` as they are now, to compute in `dtype`.
+    pub fn new(
+        model: &DecoderConfig,
+        parameters: &Parameters,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
+        let tensors = parameters
+            .iter()
+            .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
+            .collect();
+        let parameters = Parameters::from_tensors(model, tensors, parameters.device())?;
+        let (decoder, copies) = decoder_in(model, &parameters, dtype)?;
+        Ok(Self {
+            decoder,
+            parameters: Some(parameters),
+            copies,
+        })
+    }
+
+    /// The policy that `parameters`, which must not change, are without the adapters that train: nothing is copied, if `dtype` is
+    /// f32.
+    pub fn without_adapters(
+        model: &DecoderConfig,
+        parameters: &Parameters,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
+        let (decoder, copies) = decoder_in(model, parameters, dtype)?;
+        Ok(Self {
+            decoder,
+            parameters: None,
+            copies,
+        })
+    }
+
+    /// The log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, without a graph.
+    pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
+        Ok(response_log_probs(&self.decoder, batch, temperature)?.log_probs)
+    }
+
+    /// Its own copy of the parameters, if it has one.
+    pub(crate) fn parameters(&self) -> Option<&Parameters> {
+        self.parameters.as_ref()
+    }
+
+    /// Takes other parameters.
+    pub(crate) fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
+        let Some(parameters) = &self.parameters else {
+            bail!("reference: a policy without its adapters, which does not change");
+        };
+        parameters.set_values(values)?;
+        Ok(self.copies.refresh()?)
+    }
+
+    /// Becomes `alpha * policy + (1 - alpha) * reference`; an alpha of 1 makes it a copy.
+    ///
+    /// Errs if `alpha` is not above 0 and at most 1, `policy` has other parameters, or the reference is a policy without its
+    /// adapters.
+    pub fn refresh(&mut self, policy: &Parameters, alpha: f64) -> Result<()> {
+        ensure_share(alpha)?;
+        let Some(parameters) = &self.parameters else {
+            bail!("reference: a policy without its adapters, which does not change");
+        };
+        ensure!(
+            policy.len() == parameters.len(),
+            "policy: {} parameters, must be {}, as the reference has",
+            policy.len(),
+            parameters.len()
+        );
+        for (name, own) in parameters.iter() {
+            let Some(other) = policy.get(name) else {
+                bail!("policy: lacks {name}, which the reference has");
+            };
+            let other = other.as_detached_tensor();
+            if alpha == 1. {
+                own.set(&other)?;
+            } else {
+                own.set(&((own.as_detached_tensor() * (1. - alpha))? + (other * alpha)?)?)?;
+            }
+        }
+        self.copies.refresh()?;
+        Ok(())
+    }
+}
+
+/// A decoder of `parameters` that records no graph, and what keeps it like them.
+pub(crate) fn decoder_in(
+    model: &DecoderConfig,
+    parameters: &Parameters,
+    dtype: ComputeDType,
+) -> Result<(Decoder, ComputeCopies)> {
+    let (vb, copies) = match dtype {
+        ComputeDType::F32 => (parameters.detached_var_builder(), ComputeCopies::default()),
+        dtype => parameters.copied_var_builder(dtype.into())?,
+    };
+    Ok((Decoder::new(model, vb)?, copies))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use candle_grpo_nn::{ModelType, RopeScaling};
+
+    fn model(hidden_size: usize) -> DecoderConfig {
+        DecoderConfig {
+            model_type: ModelType::Llama,
+            vocab_size: 5,
+            hidden_size,
+            intermediate_size: 8,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            num_key_value_heads: 1,
+            head_dim: None,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e4,
+            rope_scaling: RopeScaling::Default,
+            no_rope_layers: vec![],
+            max_position_embeddings: 8,
+            tie_word_embeddings: true,
+        }
+    }
+
+    fn drawn(seed: u64) -> Parameters {
+        Parameters::init(&model(8), seed, &Device::Cpu).unwrap()
+    }
+
+    fn values(parameters: &Parameters, name: &str) -> Vec<f32> {
+        let values = parameters.get(name).unwrap().flatten_all().unwrap();
+        values.to_vec1().unwrap()
+    }
+
+    #[test]
+    fn it_takes_its_share_of_the_policy() {
+        let (start, policy) = (drawn(1), drawn(2));
+        let mut reference = Reference::new(&model(8), &start, ComputeDType::F32).unwrap();
+        reference.refresh(&policy, 0.25).unwrap();
+        let name = "model.layers.0.mlp.up_proj.weight";
+        let mixed = values(reference.parameters.as_ref().unwrap(), name);
+        for ((new, old), policy) in mixed
+            .iter()
+            .zip(values(&start, name))
+            .zip(values(&policy, name))
+        {
+            assert!((new - (0.75 * old + 0.25 * policy)).abs() < 1e-9);
+        }
+        reference.refresh(&policy, 1.).unwrap();
+        for (name, _) in policy.iter() {
+            assert_eq!(
+                values(reference.parameters.as_ref().unwrap(), name),
+                values(&policy, name)
+            );
+        }
+    }
+
+    #[test]
+    fn its_log_probs_follow() {
+        let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, 0])];
+        let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+        let log_probs = |reference: &Reference| -> Vec<Vec<f32>> {
+            reference.log_probs(&batch, 1.).unwrap().to_vec2().unwrap()
+        };
+        let of_policy =
+            log_probs(&Reference::new(&model(8), &drawn(2), ComputeDType::F32).unwrap());
+        let mut reference = Reference::new(&model(8), &drawn(1), ComputeDType::F32).unwrap();
+        assert_ne!(log_probs(&reference), of_policy);
+        reference.refresh(&drawn(2), 1.).unwrap();
+        assert_eq!(log_probs(&reference), of_policy);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error() {
+        let mut reference = Reference::new(&model(8), &drawn(1), ComputeDType::F32).unwrap();
+        for alpha in [0., 1.5, f64::NAN] {
+            let error = reference.refresh(&drawn(1), alpha).unwrap_err().to_string();
+            assert!(error.starts_with("alpha: "), "{error}");
+        }
+        let mut untied = model(8);
+        untied.tie_word_embeddings = false;
+        let other = Parameters::init(&untied, 0, &Device::Cpu).unwrap();
+        let error = reference.refresh(&other, 1.).unwrap_err().to_string();
+        assert!(error.starts_with("policy: "), "{error}");
+    }
+}

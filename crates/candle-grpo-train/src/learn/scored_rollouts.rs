@@ -1,0 +1,82 @@
+//! Completions with their scores.
+
+use anyhow::{Context, Result};
+use candle_core::{Device, Tensor};
+use candle_grpo_core::{GroupAdvantage, GroupSummary};
+
+use crate::Rollout;
+use crate::rewards::function::sums;
+
+/// Completions in groups of one size, side by side, with their scores.
+#[derive(Debug, Clone)]
+pub(crate) struct ScoredRollouts {
+    pub(crate) num_generations: usize,
+    /// The row of the data set that each group answers.
+    pub(crate) rows: Vec<usize>,
+    pub(crate) rollouts: Vec<Rollout>,
+    /// For each component of the reward one number for each completion.
+    pub(crate) components: Vec<Vec<f32>>,
+}
+
+impl ScoredRollouts {
+    /// The score of each completion: the sum of its components.
+    pub(crate) fn scores(&self) -> Vec<f32> {
+        sums(&self.components, self.rollouts.len())
+    }
+
+    /// Components as f32 `[B, K]`, or `[B]` if there is one.
+    pub(crate) fn component_tensor(&self, device: &Device) -> Result<Tensor> {
+        let columns = self
+            .components
+            .iter()
+            .map(|component| Tensor::new(component.as_slice(), device))
+            .collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(match columns.as_slice() {
+            [one] => one.clone(),
+            several => Tensor::stack(several, 1)?,
+        })
+    }
+
+    /// Mean and spread of the scores of each group.
+    pub(crate) fn groups(&self) -> Result<Vec<GroupSummary>> {
+        let statistics =
+            GroupAdvantage::grpo().group_statistics(self.scores(), self.num_generations)?;
+        Ok(statistics.to_host()?)
+    }
+
+    /// Adds the groups of `other`, whose rewards must have as many components.
+    pub(crate) fn extend(&mut self, other: Self) -> Result<()> {
+        anyhow::ensure!(
+            self.components.len() == other.components.len(),
+            "rewards: {} components after {}, there must always be as many",
+            other.components.len(),
+            self.components.len()
+        );
+        self.rows.extend(other.rows);
+        self.rollouts.extend(other.rollouts);
+        for (component, more) in self.components.iter_mut().zip(other.components) {
+            component.extend(more);
+        }
+        Ok(())
+    }
+
+    /// The groups of these numbers.
+    pub(crate) fn select(&self, groups: &[usize]) -> Result<Self> {
+        let n = self.num_generations;
+        let samples = || groups.iter().flat_map(|&group| group * n..(group + 1) * n);
+        let rollouts = samples()
+            .map(|i| self.rollouts.get(i).cloned())
+            .collect::<Option<Vec<_>>>()
+            .context("groups: out of range")?;
+        Ok(Self {
+            num_generations: n,
+            rows: groups.iter().map(|&group| self.rows[group]).collect(),
+            rollouts,
+            components: self
+                .components
+                .iter()
+                .map(|component| samples().map(|i| component[i]).collect())
+                .collect(),
+        })
+    }
+}

@@ -1,0 +1,284 @@
+//! The tokenizer that a GGUF file carries in its metadata.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use candle_grpo_nn::GgufValue;
+use tokenizers::decoders::byte_level::ByteLevel as ByteLevelDecoder;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::normalizers::NFC;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::digits::Digits;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::template::TemplateProcessing;
+use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
+
+use super::special_tokens::{SpecialToken, SpecialTokens};
+
+type Metadata = BTreeMap<String, GgufValue>;
+
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
+const MERGES: &str = "tokenizer.ggml.merges";
+
+/// Values of [`TOKEN_TYPE`].
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+const UNUSED: i64 = 5;
+
+/// Control tokens that end a turn or a text, besides the end-of-sequence token. Files name only one or two of them;
+/// llama.cpp stops at all that it knows by these texts.
+const ENDS: [&str; 8] = [
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+];
+
+/// Builds the byte-level BPE that `metadata` describes. It saves to a `tokenizer.json` that other programs read.
+///
+/// Errs on other kinds of tokenizer, and on a way of splitting text that is not known: a wrong one gives wrong tokens
+/// without a word.
+pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
+    const MODEL: &str = "tokenizer.ggml.model";
+    const PRE: &str = "tokenizer.ggml.pre";
+    match metadata.get(MODEL) {
+        Some(GgufValue::String(model)) if model == "gpt2" => {}
+        Some(model) => bail!(
+            "{MODEL}: {model}, only \"gpt2\" (byte-level BPE) is read; a Hugging Face folder has its tokenizer.json"
+        ),
+        None => bail!("{MODEL}: absent, must be \"gpt2\""),
+    }
+    let name = match metadata.get(PRE) {
+        None => "default",
+        Some(value) => value
+            .as_str()
+            .with_context(|| format!("{PRE}: {value}, must be a text"))?,
+    };
+    let splitting =
+        Splitting::named(name).with_context(|| format!("{PRE}: {name:?}, is not known"))?;
+    let tokens = strings(metadata, TOKENS)?;
+    let types = token_types(metadata, tokens.len())?;
+
+    let mut vocabulary = Vocab::default();
+    for (id, token) in tokens.iter().enumerate() {
+        // The rows of an embedding that is wider than its vocabulary.
+        if types[id] == UNUSED && *token == format!("[PAD{id}]") {
+            continue;
+        }
+        let id = u32::try_from(id)?;
+        if let Some(other) = vocabulary.insert(token.clone(), id) {
+            bail!("{TOKENS}: {token:?} is both token {other} and token {id}");
+        }
+    }
+    let merges = strings(metadata, MERGES)?
+        .iter()
+        .enumerate()
+        .map(|(at, merge)| match merge.split_once(' ') {
+            Some((left, right)) => Ok((left.to_owned(), right.to_owned())),
+            None => {
+                bail!("{MERGES}: entry {at} is {merge:?}, must be two parts with a space between")
+            }
+        })
+        .collect::<Result<_>>()?;
+    let model = BPE::builder()
+        .vocab_and_merges(vocabulary, merges)
+        .ignore_merges(splitting.whole_words)
+        .build()
+        .map_err(|error| anyhow!("{MERGES}: {error}"))?;
+
+    let mut tokenizer = Tokenizer::new(model);
+    if splitting.composed {
+        tokenizer
+            .with_normalizer(Some(NFC))
+            .map_err(|error| anyhow!("{PRE}: {error}"))?;
+    }
+    tokenizer.with_pre_tokenizer(Some(splitting.pre_tokenizer()?));
+    tokenizer.with_decoder(Some(ByteLevelDecoder::new(true, true, true)));
+    for (token, token_type) in tokens.iter().zip(types) {
+        let added = match token_type {
+            CONTROL => tokenizer.add_special_tokens([AddedToken::from(token.as_str(), true)]),
+            USER_DEFINED => {
+                tokenizer.add_tokens([AddedToken::from(token.as_str(), false).normalized(false)])
+            }
+            _ => continue,
+        };
+        added.map_err(|error| anyhow!("{TOKENS}: {token:?}: {error}"))?;
+    }
+    if metadata
+        .get("tokenizer.ggml.add_bos_token")
+        .map_or(Some(splitting.begins_with_bos), GgufValue::as_bool)
+        == Some(true)
+        && let Some(bos) = gguf_special_tokens(metadata)?.bos
+    {
+        let template = TemplateProcessing::builder()
+            .try_single(vec![bos.text.as_str(), "$A"])
+            .map_err(|error| anyhow!("tokenizer.ggml.bos_token_id: {error}"))?
+            .special_tokens(vec![(bos.text.as_str(), bos.id)])
+            .build()
+            .context("tokenizer.ggml.bos_token_id")?;
+        tokenizer.with_post_processor(Some(template));
+    }
+    Ok(tokenizer)
+}
+
+/// The tokens with a purpose, by the keys `tokenizer.ggml.*_token_id`.
+pub(crate) fn gguf_special_tokens(metadata: &Metadata) -> Result<SpecialTokens> {
+    let tokens = strings(metadata, TOKENS)?;
+    let token = |name: &str| -> Result<Option<SpecialToken>> {
+        let key = format!("tokenizer.ggml.{name}_token_id");
+        let Some(value) = metadata.get(&key) else {
+            return Ok(None);
+        };
+        let found = value
+            .as_u64()
+            .and_then(|id| u32::try_from(id).ok())
+            .and_then(|id| Some((id, tokens.get(id as usize)?)));
+        match found {
+            Some((id, text)) => Ok(Some(SpecialToken {
+                id,
+                text: text.clone(),
+            })),
+            None => bail!(
+                "{key}: {value}, must be the number of one of the {} tokens",
+                tokens.len()
+            ),
+        }
+    };
+    let (eos, eot, eom) = (token("eos")?, token("eot")?, token("eom")?);
+    let mut stop_token_ids: Vec<u32> = [&eos, &eot, &eom]
+        .into_iter()
+        .flatten()
+        .map(|token| token.id)
+        .collect();
+    for (id, token_type) in token_types(metadata, tokens.len())?.into_iter().enumerate() {
+        if token_type == CONTROL && ENDS.contains(&tokens[id].as_str()) {
+            stop_token_ids.push(u32::try_from(id)?);
+        }
+    }
+    let mut seen = Vec::new();
+    stop_token_ids.retain(|id| {
+        !seen.contains(id) && {
+            seen.push(*id);
+            true
+        }
+    });
+    Ok(SpecialTokens {
+        bos: token("bos")?,
+        eos,
+        unk: token("unknown")?,
+        pad: token("padding")?,
+        stop_token_ids,
+    })
+}
+
+fn strings<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a [String]> {
+    let value = metadata
+        .get(key)
+        .with_context(|| format!("{key}: absent"))?;
+    value
+        .as_strings()
+        .with_context(|| format!("{key}: {value}, must be an array of texts"))
+}
+
+/// One number a token, all ordinary if the file says nothing.
+fn token_types(metadata: &Metadata, count: usize) -> Result<Vec<i64>> {
+    let Some(value) = metadata.get(TOKEN_TYPE) else {
+        return Ok(vec![1; count]);
+    };
+    let types = value.as_integers().unwrap_or_default();
+    ensure!(
+        types.len() == count,
+        "{TOKEN_TYPE}: {value}, must be an array of {count} whole numbers, one a token"
+    );
+    Ok(types.to_vec())
+}
+
+/// How text is cut into words before the merges, which GGUF files state by the name of a model that does so.
+struct Splitting {
+    /// What is cut apart, one pattern after the other. Empty stands for the pattern of GPT-2 alone.
+    patterns: &'static [&'static str],
+    /// Every digit is a word.
+    digits: bool,
+    /// The pattern of GPT-2 follows.
+    gpt2: bool,
+    /// Characters are composed first (NFC).
+    composed: bool,
+    /// A word that is a token is that token, whatever the merges make of it.
+    whole_words: bool,
+    begins_with_bos: bool,
+}
+
+const CONTRACTIONS_AND_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const WITH_NUMBERS_OF_THREE: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+impl Splitting {
+    /// The names and patterns of llama.cpp. It leaves out the NFC of Qwen's own tokenizer, which is done here.
+    fn named(name: &str) -> Option<Self> {
+        let plain = Self {
+            patterns: &[],
+            digits: false,
+            gpt2: false,
+            composed: false,
+            whole_words: false,
+            begins_with_bos: false,
+        };
+        Some(match name {
+            "default" => Self {
+                patterns: &[r"[\p{P}\$\+<=>\^~\|]+"],
+                gpt2: true,
+                ..plain
+            },
+            "gpt-2" | "gpt2" => Self {
+                gpt2: true,
+                ..plain
+            },
+            "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" => Self {
+                digits: true,
+                gpt2: true,
+                ..plain
+            },
+            "qwen2" | "deepseek-r1-qwen" => Self {
+                patterns: &[CONTRACTIONS_AND_WORDS],
+                composed: true,
+                ..plain
+            },
+            "llama-bpe" | "llama3" | "llama-v3" => Self {
+                patterns: &[WITH_NUMBERS_OF_THREE],
+                whole_words: true,
+                begins_with_bos: true,
+                ..plain
+            },
+            "smaug-bpe" => Self {
+                patterns: &[WITH_NUMBERS_OF_THREE],
+                ..plain
+            },
+            _ => return None,
+        })
+    }
+
+    fn pre_tokenizer(&self) -> Result<PreTokenizerWrapper> {
+        let split = |pattern: &str| -> Result<PreTokenizerWrapper> {
+            let pattern = SplitPattern::Regex(pattern.to_owned());
+            Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
+                .map(Into::into)
+                .map_err(|error| anyhow!("{error}"))
+        };
+        let mut steps = Vec::new();
+        for pattern in self.patterns {
+            steps.push(split(pattern)?);
+        }
+        if self.digits {
+            steps.push(Digits::new(true).into());
+        }
+        // No space is put before the text.
+        steps.push(ByteLevel::new(false, true, self.gpt2).into());
+        Ok(Sequence::new(steps).into())
+    }
+}

@@ -1,0 +1,13 @@
+//! Pretrained models with their tokenizers and chat templates.
+
+mod character_tokenizer;
+mod chat_template;
+mod gguf_tokenizer;
+pub(crate) mod pretrained;
+mod special_tokens;
+mod tokenizer_json;
+
+pub use character_tokenizer::character_tokenizer;
+pub use chat_template::{Chat, ChatTemplate, EncodedChat, RenderedChat};
+pub use pretrained::Pretrained;
+pub use special_tokens::{SpecialToken, SpecialTokens};

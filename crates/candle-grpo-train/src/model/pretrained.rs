@@ -1,0 +1,247 @@
+//! Models that somebody else has trained, with all that belongs to them.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use candle_core::Device;
+use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, Parameters, write_whole};
+use serde_json::{Map, Value, json};
+use tokenizers::Tokenizer;
+
+use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
+use super::special_tokens::read_object;
+use super::tokenizer_json::tokenizer_of_json;
+use crate::atomic_file::write_folder;
+use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
+
+const CONFIG: &str = "config.json";
+pub(crate) const MODEL: &str = "model.safetensors";
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const GENERATION_CONFIG: &str = "generation_config.json";
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// A decoder with its weights, its tokenizer and the way in which it is spoken to.
+///
+/// A clone shares the weights: what trains in one trains in the other.
+#[derive(Clone)]
+pub struct Pretrained {
+    /// The shape of the decoder.
+    pub model: DecoderConfig,
+    /// Its weights.
+    pub parameters: Parameters,
+    /// Its tokenizer.
+    pub tokenizer: Tokenizer,
+    /// The tokens with a purpose, and those at which it stops.
+    pub special_tokens: SpecialTokens,
+    /// How messages become text, with the special tokens; `None` if the model does not say.
+    pub chat_template: Option<ChatTemplate>,
+    /// What the model may be used for, in the words of its file.
+    pub license: Option<String>,
+}
+
+impl Pretrained {
+    /// Reads a GGUF file, or the folder of a Hugging Face model in safetensors files.
+    ///
+    /// Errs on a model that [`Decoder`](candle_grpo_nn::Decoder) would compute otherwise than it is meant, on weights that
+    /// are missing, surplus, misshapen or not finite, and on a tokenizer that does not fit the model; the message names
+    /// file and key.
+    pub fn load(path: &Path, device: &Device) -> Result<Self> {
+        let read = || -> Result<Self> {
+            let pretrained = if path.is_dir() {
+                Self::read_folder(path, device)?
+            } else {
+                Self::read_gguf(path, device)?
+            };
+            pretrained.ensure_tokens_fit()?;
+            Ok(pretrained)
+        };
+        read().with_context(|| format!("loading {}", path.display()))
+    }
+
+    fn read_gguf(path: &Path, device: &Device) -> Result<Self> {
+        let file = Gguf::open(path)?;
+        let metadata = file.metadata();
+        let text = |key: &str| metadata.get(key).and_then(GgufValue::as_str);
+        // What can be read at once is read before the weights.
+        let model = file.config()?;
+        let tokenizer = match text("tokenizer.huggingface.json") {
+            Some(json) => {
+                tokenizer_of_json(json.as_bytes()).context("tokenizer.huggingface.json")?
+            }
+            None => gguf_tokenizer(metadata)?,
+        };
+        let special_tokens = gguf_special_tokens(metadata)?;
+        let chat_template = text("tokenizer.chat_template")
+            .map(|source| ChatTemplate::new(source).context("tokenizer.chat_template"))
+            .transpose()?;
+        Ok(Self {
+            parameters: file.parameters(device)?,
+            model,
+            tokenizer,
+            chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
+            special_tokens,
+            license: text("general.license").map(str::to_owned),
+        })
+    }
+
+    fn read_folder(folder: &Path, device: &Device) -> Result<Self> {
+        let bytes = fs::read(folder.join(CONFIG)).context(CONFIG)?;
+        let model = DecoderConfig::from_hugging_face(&bytes).context(CONFIG)?;
+        let config: Map<String, Value> = serde_json::from_slice(&bytes).context(CONFIG)?;
+        let tokenizer = read_tokenizer(folder)?;
+        let special_tokens = SpecialTokens::read(folder, &config, &tokenizer)?;
+        let chat_template = read_chat_template(folder)?;
+        Ok(Self {
+            parameters: Parameters::load_folder(&model, folder, device)?,
+            model,
+            tokenizer,
+            chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
+            special_tokens,
+            license: None,
+        })
+    }
+
+    fn ensure_tokens_fit(&self) -> Result<()> {
+        let vocab_size = self.model.vocab_size;
+        let highest = self
+            .tokenizer
+            .get_vocab(true)
+            .into_iter()
+            .max_by_key(|(_, id)| *id);
+        if let Some((token, id)) = highest {
+            ensure!(
+                (id as usize) < vocab_size,
+                "tokenizer: token {id} is {token:?}, but the model has only {vocab_size} tokens"
+            );
+        }
+        for &id in &self.special_tokens.stop_token_ids {
+            ensure!(
+                (id as usize) < vocab_size,
+                "eos_token_id: {id}, but the model has only {vocab_size} tokens"
+            );
+        }
+        Ok(())
+    }
+
+    /// Writes a folder that Hugging Face transformers loads: `config.json`, `model.safetensors` in f32, `tokenizer.json`,
+    /// `tokenizer_config.json` with the chat template, and `generation_config.json`.
+    ///
+    /// The folder appears when it is complete, and replaces one that was there.
+    pub fn save(&self, folder: &Path) -> Result<()> {
+        write_folder(folder, |folder| self.write_files(folder))
+    }
+
+    /// Writes the files of [`Self::save`] into a folder that is there, each by itself whole or not at all: for a checkpoint that has
+    /// more to it.
+    pub fn write_files(&self, folder: &Path) -> Result<()> {
+        let write = |file: &str, value: &Value| {
+            write_whole(&folder.join(file), &serde_json::to_vec_pretty(value)?)
+                .with_context(|| file.to_owned())
+        };
+        write(CONFIG, &self.config()?)?;
+        write(GENERATION_CONFIG, &Value::Object(self.token_ids()))?;
+        write(TOKENIZER_CONFIG, &self.tokenizer_config())?;
+        write_tokenizer(folder, &self.tokenizer)?;
+        Ok(self.parameters.save(&folder.join(MODEL))?)
+    }
+
+    /// `sampling` with the stop tokens of the model, unless it has its own.
+    pub fn sampling(&self, sampling: SamplingConfig) -> SamplingConfig {
+        match sampling.stop_token_ids.is_empty() {
+            true => SamplingConfig {
+                stop_token_ids: self.special_tokens.stop_token_ids.clone(),
+                ..sampling
+            },
+            false => sampling,
+        }
+    }
+
+    /// A sampler of the model, which ends at its stop tokens and finds stop strings.
+    pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
+        let sampler = Sampler::new(&self.model, &self.parameters, self.sampling(sampling))?;
+        Ok(sampler.with_tokenizer(&self.tokenizer))
+    }
+
+    /// The same model with other weights, such as those that a run has made of these.
+    pub fn with_parameters(&self, parameters: Parameters) -> Self {
+        Self {
+            parameters,
+            ..self.clone()
+        }
+    }
+
+    fn config(&self) -> Result<Value> {
+        let mut config = self
+            .model
+            .to_hugging_face(&self.special_tokens.stop_token_ids)?;
+        if let Some(config) = config.as_object_mut() {
+            config.extend(self.token_ids());
+        }
+        Ok(config)
+    }
+
+    fn token_ids(&self) -> Map<String, Value> {
+        let id = |token: &Option<crate::SpecialToken>| token.as_ref().map(|token| token.id);
+        [
+            ("bos_token_id", json!(id(&self.special_tokens.bos))),
+            ("eos_token_id", json!(self.special_tokens.stop_token_ids)),
+            ("pad_token_id", json!(id(&self.special_tokens.pad))),
+        ]
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value))
+        .collect()
+    }
+
+    fn tokenizer_config(&self) -> Value {
+        let mut config = json!({
+            // The class that takes tokenizer.json as it is.
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.model.max_position_embeddings,
+            "clean_up_tokenization_spaces": false,
+        });
+        for (name, token) in self.special_tokens.named() {
+            config[name] = json!(token.text);
+        }
+        if let Some(template) = &self.chat_template {
+            config["chat_template"] = json!(template.source());
+        }
+        config
+    }
+}
+
+fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
+    let json = fs::read(folder.join(TOKENIZER)).context(TOKENIZER)?;
+    tokenizer_of_json(&json).context(TOKENIZER)
+}
+
+fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
+    let text = tokenizer
+        .to_string(true)
+        .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
+    write_whole(&folder.join(TOKENIZER), text.as_bytes()).context(TOKENIZER)
+}
+
+/// `chat_template.jinja`, where newer folders have it, or `chat_template` of `tokenizer_config.json`: a template, or
+/// several by name, of which `default` is meant for chats.
+fn read_chat_template(folder: &Path) -> Result<Option<ChatTemplate>> {
+    let file = folder.join(CHAT_TEMPLATE);
+    if file.exists() {
+        let source = fs::read_to_string(file).context(CHAT_TEMPLATE)?;
+        return Ok(Some(ChatTemplate::new(&source).context(CHAT_TEMPLATE)?));
+    }
+    let config = read_object(folder, TOKENIZER_CONFIG)?;
+    let source = match config.get("chat_template") {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(templates)) => templates
+            .iter()
+            .find(|template| template["name"] == "default")
+            .and_then(|template| template["template"].as_str()),
+        Some(template) => template.as_str(),
+    };
+    let source = source.with_context(|| {
+        format!("{TOKENIZER_CONFIG}: chat_template: must be a text, or a list with one named \"default\"")
+    })?;
+    Ok(Some(ChatTemplate::new(source).context(TOKENIZER_CONFIG)?))
+}

@@ -1,0 +1,62 @@
+//! Progress reports and cancellation of a step.
+
+use std::error::Error;
+use std::fmt;
+
+/// The phase of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Sampling of completions. A unit is a completion; its tokens are those drawn.
+    Sample,
+    /// Decoding and scoring of completions.
+    Score,
+    /// Sampling for an evaluation; units and tokens as in [`Phase::Sample`].
+    Evaluate,
+    /// Writing of a checkpoint: one unit.
+    Save,
+    /// Forward and backward passes. A unit is a completion; its tokens are those that count in the loss.
+    Learn,
+}
+
+/// Receives the progress of steps and can cancel them. Called from one thread at a time.
+pub trait Progress: Send + Sync {
+    /// Starts a phase of `units` units.
+    fn begin(&self, phase: Phase, units: usize) {
+        let _ = (phase, units);
+    }
+
+    /// Adds finished units and tokens to the phase.
+    fn advance(&self, units: usize, tokens: usize) {
+        let _ = (units, tokens);
+    }
+
+    /// Returns true to cancel the step, which then ends with [`Interrupted`] as soon as possible.
+    fn is_canceled(&self) -> bool {
+        false
+    }
+}
+
+/// Ignores progress and never cancels.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoProgress;
+
+impl Progress for NoProgress {}
+
+/// The error of an operation that [`Progress::is_canceled`] canceled.
+///
+/// ```
+/// use candle_grpo_train::Interrupted;
+///
+/// let error = anyhow::Error::new(Interrupted).context("step 3");
+/// assert!(error.is::<Interrupted>());
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Interrupted;
+
+impl fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("interrupted")
+    }
+}
+
+impl Error for Interrupted {}

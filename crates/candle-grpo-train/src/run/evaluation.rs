@@ -1,0 +1,157 @@
+//! How good a policy is, without training it.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
+
+use crate::rewards::function::{score_rollouts, sums};
+use crate::rollout::decode::decode;
+use crate::{FinishReason, Prompt, RewardFunction, Sampler};
+
+/// The completions of an evaluation and their scores.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// The completions, in the order of the prompts, those of one prompt side by side.
+    pub samples: Vec<EvaluatedSample>,
+    /// How many completions each prompt has.
+    pub samples_per_prompt: usize,
+}
+
+/// A completion and its score.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EvaluatedSample {
+    /// The text of the prompt.
+    pub prompt: String,
+    /// The text of the completion, without special tokens.
+    pub completion: String,
+    /// The score.
+    pub reward: f32,
+    /// The length of the completion in tokens, the stop token included.
+    pub response_length: usize,
+    /// Why the completion ended.
+    pub finish_reason: FinishReason,
+}
+
+impl Evaluation {
+    /// The mean reward.
+    pub fn reward_mean(&self) -> f64 {
+        self.mean(|sample| f64::from(sample.reward))
+    }
+
+    /// The mean length of the completions in tokens.
+    pub fn response_length_mean(&self) -> f64 {
+        self.mean(|sample| sample.response_length as f64)
+    }
+
+    /// The chance that of `k` completions of a prompt at least one has a reward of at least `pass_reward`, in the mean of the
+    /// prompts: the unbiased estimate from all completions (pass@k, Chen et al. 2021, <https://arxiv.org/abs/2107.03374>).
+    ///
+    /// Errs unless `k` is at least 1 and at most [`Self::samples_per_prompt`].
+    pub fn pass_at(&self, k: usize, pass_reward: f64) -> Result<f64> {
+        let n = self.samples_per_prompt;
+        ensure!(
+            (1..=n).contains(&k),
+            "k: {k}, must be from 1 to the {n} completions of each prompt"
+        );
+        let groups = self.samples.chunks(n);
+        let prompts = groups.len() as f64;
+        let chances = groups.map(|group| {
+            let passes = |sample: &&EvaluatedSample| f64::from(sample.reward) >= pass_reward;
+            let wrong = n - group.iter().filter(passes).count();
+            // All of k drawn without replacement are wrong.
+            1. - (0..k)
+                .map(|i| wrong.saturating_sub(i) as f64 / (n - i) as f64)
+                .product::<f64>()
+        });
+        Ok(chances.sum::<f64>() / prompts)
+    }
+
+    /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k of `pass_at`: see [`Self::pass_at`].
+    pub fn figures(&self, pass_at: &[usize], pass_reward: f64) -> Result<BTreeMap<String, f64>> {
+        let mut figures = BTreeMap::from([
+            ("reward_mean".to_owned(), self.reward_mean()),
+            ("response_length".to_owned(), self.response_length_mean()),
+        ]);
+        for &k in pass_at {
+            figures.insert(format!("pass_at_{k}"), self.pass_at(k, pass_reward)?);
+        }
+        Ok(figures)
+    }
+
+    /// The mean of some figure of the samples.
+    pub fn mean(&self, figure: impl Fn(&EvaluatedSample) -> f64) -> f64 {
+        self.samples.iter().map(figure).sum::<f64>() / self.samples.len() as f64
+    }
+}
+
+/// Draws `samples_per_prompt` completions of each prompt and scores them. See [`Sampler::sample`] for `stream`.
+pub fn evaluate(
+    sampler: &Sampler,
+    prompts: &[Prompt],
+    samples_per_prompt: usize,
+    reward: &dyn RewardFunction,
+    tokenizer: &Tokenizer,
+    stream: u64,
+) -> Result<Evaluation> {
+    let prompts: Vec<&Prompt> = prompts.iter().collect();
+    let rollouts = sampler.sample(&prompts, samples_per_prompt, stream)?;
+    let texts = decode(&rollouts, tokenizer)?;
+    let components = score_rollouts(reward, &prompts, &rollouts, &texts)?;
+    let scores = sums(&components, rollouts.len());
+    let samples = rollouts
+        .into_iter()
+        .zip(texts)
+        .zip(scores)
+        .enumerate()
+        .map(|(i, ((rollout, completion), reward))| EvaluatedSample {
+            prompt: prompts[i / samples_per_prompt].text.clone(),
+            completion,
+            reward,
+            response_length: rollout.completion_tokens.len(),
+            finish_reason: rollout.finish_reason,
+        })
+        .collect();
+    Ok(Evaluation {
+        samples,
+        samples_per_prompt,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    /// Of four completions, the share of the sets of k that have a right one, counted by hand.
+    #[rstest]
+    #[case(&[1., 0., 0., 0.], 1, 0.25)]
+    #[case(&[1., 0., 0., 0.], 2, 0.5)]
+    #[case(&[1., 0., 1., 0.], 2, 5. / 6.)]
+    #[case(&[1., 0., 1., 0.], 3, 1.)]
+    #[case(&[0., 0.5, 0.9, 0.], 4, 0.)]
+    #[case(&[1., 0., 0., 0., 0., 0., 0., 0.], 4, 0.5)]
+    fn pass_at_k_is_the_chance_of_a_right_one(
+        #[case] rewards: &[f32],
+        #[case] k: usize,
+        #[case] expected: f64,
+    ) {
+        let samples = rewards.iter().map(|&reward| EvaluatedSample {
+            prompt: String::new(),
+            completion: String::new(),
+            reward,
+            response_length: 1,
+            finish_reason: FinishReason::Length,
+        });
+        let evaluation = Evaluation {
+            samples: samples.collect(),
+            samples_per_prompt: 4,
+        };
+        let chance = evaluation.pass_at(k, 1.).unwrap();
+        assert!((chance - expected).abs() < 1e-12, "{chance}");
+        for wrong in [0, 5] {
+            assert!(evaluation.pass_at(wrong, 1.).is_err());
+        }
+    }
+}

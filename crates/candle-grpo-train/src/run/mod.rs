@@ -1,0 +1,16 @@
+//! Runs on disk: folders, checkpoints, plots and TensorBoard events; and evaluation.
+
+mod checkpoints;
+mod checksums;
+mod dir;
+mod evaluation;
+mod plot;
+mod tensorboard;
+mod trainer_state;
+
+pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
+pub use dir::{RunDir, RunLock};
+pub use evaluation::{EvaluatedSample, Evaluation, evaluate};
+pub use plot::training_plot_svg;
+pub use tensorboard::EventFile;
+pub use trainer_state::TrainerState;

@@ -1,0 +1,247 @@
+//! Where a run is, in memory and on disk.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{Device, Tensor, safetensors};
+use candle_grpo_core::{KlController, RunningMoments, RunningState};
+use candle_grpo_loss::AdaptiveEntropy;
+use candle_grpo_nn::{Lora, Parameters, write_whole};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::checksums::hex;
+use crate::model::pretrained::MODEL;
+use crate::{Pretrained, Trainer};
+
+const STATE: &str = "trainer.json";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const ADAPTER: &str = "adapter";
+const REFERENCE: &str = "reference.safetensors";
+const CRITIC: &str = "critic.safetensors";
+const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
+
+/// What the steps of a [`Trainer`] change, besides weights and optimisers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainerState {
+    /// The steps made, the skipped ones included.
+    pub steps: usize,
+    /// Those that made no update.
+    pub skipped_steps: usize,
+    /// How many places of the order of prompts have been visited.
+    pub visited: usize,
+    /// Of the rewards, over the steps.
+    pub running_moments: Option<RunningState>,
+    /// The coefficient of the KL penalty in rewards, and what steers it.
+    pub reward_kl: Option<KlController>,
+    /// The coefficient of the entropy bonus, and what steers it.
+    pub adaptive_entropy: Option<AdaptiveEntropy>,
+}
+
+/// The file of it.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StateFile {
+    state: TrainerState,
+    /// Of the weights that the run began with, where they are needed and not saved: by adapters, and by a reference that stays.
+    base_sha256: Option<String>,
+}
+
+impl Trainer {
+    /// Where the run is.
+    pub fn state(&self) -> Result<TrainerState> {
+        let running_moments = self.running_moments.as_ref();
+        Ok(TrainerState {
+            steps: self.steps,
+            skipped_steps: self.skipped_steps,
+            visited: self.visited,
+            running_moments: running_moments.map(RunningMoments::to_host).transpose()?,
+            reward_kl: self.reward_kl,
+            adaptive_entropy: self.adaptive_entropy,
+        })
+    }
+
+    pub(crate) fn set_state(&mut self, state: &TrainerState) -> Result<()> {
+        let device = self.actor.parameters().device();
+        let moments = state.running_moments;
+        let moments = moments.map(|state| RunningMoments::from_state(state, device));
+        self.running_moments = moments.transpose()?;
+        self.steps = state.steps;
+        self.skipped_steps = state.skipped_steps;
+        self.visited = state.visited;
+        self.reward_kl = state.reward_kl;
+        self.adaptive_entropy = state.adaptive_entropy;
+        Ok(())
+    }
+
+    /// The policy as it is now, with the adapters added if there are any. Without adapters it shares what trains.
+    pub fn policy_parameters(&self) -> Result<Parameters> {
+        match self.actor.adapters() {
+            None => Ok(self.actor.parameters().clone()),
+            Some(adapters) => Ok(adapters.merged(self.actor.model(), self.actor.parameters())?),
+        }
+    }
+
+    /// Writes a checkpoint into a folder that is there: `model`, which training began with, as the policy now is, in the form of
+    /// [`Pretrained::save`], and what [`Self::save_state`] writes. Of a policy with adapters the weights are what they and the base make
+    /// together.
+    pub fn write_checkpoint(&self, folder: &Path, model: &Pretrained) -> Result<()> {
+        let policy = model.with_parameters(self.policy_parameters()?);
+        policy.write_files(folder)?;
+        self.save_state(folder)
+    }
+
+    /// Writes what is needed besides the weights of the policy to go on from here to the bit, into a folder to which
+    /// [`Pretrained::write_files`] writes these: the state of the trainer and of its optimisers, adapters
+    /// by themselves in `adapter/`, the critic, and the reference if it follows the policy.
+    ///
+    /// An advantage estimator or a reward function of one's own must keep what they remember themselves.
+    pub fn save_state(&self, folder: &Path) -> Result<()> {
+        self.ensure_whole()?;
+        let save = || -> Result<()> {
+            self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
+            if let Some(adapters) = self.actor.adapters() {
+                fs::create_dir_all(folder.join(ADAPTER))?;
+                adapters.save(&folder.join(ADAPTER), None)?;
+            }
+            if let (Some(reference), Some(_)) = (&self.reference, self.config.reference_refresh)
+                && let Some(parameters) = reference.parameters()
+            {
+                parameters.save(&folder.join(REFERENCE))?;
+            }
+            if let Some(critic) = &self.critic {
+                critic.parameters().save(&folder.join(CRITIC))?;
+                critic
+                    .optimizer()
+                    .save_state(&folder.join(CRITIC_OPTIMIZER))?;
+            }
+            let file = StateFile {
+                state: self.state()?,
+                base_sha256: self.base_sha256()?,
+            };
+            Ok(write_whole(
+                &folder.join(STATE),
+                &serde_json::to_vec_pretty(&file)?,
+            )?)
+        };
+        save().with_context(|| format!("saving the state of the run in {}", folder.display()))
+    }
+
+    /// Goes on from what [`Self::write_checkpoint`] wrote: on the CPU the following steps are
+    /// the same, to the bit, as if the run had never ended. The trainer must have been made as that one was, from the same model.
+    ///
+    /// Errs if that cannot be: another shape, other adapters, a critic more or less, other weights that adapters or reference began
+    /// with. Then the trainer should not be used any more.
+    pub fn load_state(&mut self, folder: &Path) -> Result<()> {
+        self.read_state(folder)
+            .with_context(|| format!("reading the state of the run in {}", folder.display()))
+    }
+
+    fn read_state(&mut self, folder: &Path) -> Result<()> {
+        let read = |name: &str| read_tensors(&folder.join(name));
+        let file = fs::read(folder.join(STATE)).context(STATE)?;
+        let file: StateFile = serde_json::from_slice(&file).context(STATE)?;
+        ensure!(
+            file.base_sha256 == self.base_sha256()?,
+            "{STATE}: the run began with other weights, or with other adapters, KL terms or reference, than it would go on with"
+        );
+        match self.actor.adapters() {
+            None => self.actor.set_trained(&read(MODEL)?).context(MODEL)?,
+            Some(own) => {
+                let folder = folder.join(ADAPTER);
+                let adapters = Lora::load(&folder, self.actor.model(), &Device::Cpu)?;
+                ensure!(
+                    adapters.config() == own.config(),
+                    "{ADAPTER}: the run began with {:?}, and would go on with {:?}",
+                    adapters.config(),
+                    own.config()
+                );
+                let values = adapters.parameters().iter();
+                let values =
+                    values.map(|(name, value)| (name.to_owned(), value.as_detached_tensor()));
+                self.actor.set_trained(&values.collect()).context(ADAPTER)?;
+            }
+        }
+        let state = read(OPTIMIZER)?;
+        self.actor.optimizer_mut().load_state(state)?;
+        if let (Some(reference), Some(_)) = (&self.reference, self.config.reference_refresh) {
+            reference.set_values(&read(REFERENCE)?).context(REFERENCE)?;
+        }
+        ensure!(
+            self.critic.is_some() == folder.join(CRITIC).exists(),
+            "{CRITIC}: the run has a critic now and had none, or the other way round"
+        );
+        if let Some(critic) = &mut self.critic {
+            critic
+                .parameters()
+                .set_values(&read(CRITIC)?)
+                .context(CRITIC)?;
+            critic.optimizer_mut().load_state(read(CRITIC_OPTIMIZER)?)?;
+        }
+        for (name, saved, now) in [
+            (
+                "running_moments",
+                file.state.running_moments.is_some(),
+                self.running_moments.is_some(),
+            ),
+            (
+                "reward_kl",
+                file.state.reward_kl.is_some(),
+                self.reward_kl.is_some(),
+            ),
+            (
+                "adaptive_entropy",
+                file.state.adaptive_entropy.is_some(),
+                self.adaptive_entropy.is_some(),
+            ),
+        ] {
+            ensure!(
+                saved == now,
+                "{name}: the run has it now and had it not, or the other way round"
+            );
+        }
+        self.torn = false;
+        self.set_state(&file.state)
+    }
+
+    /// Of the weights that stay as they were at the start of the run, if there are any that count.
+    fn base_sha256(&self) -> Result<Option<String>> {
+        let base = match (self.actor.adapters(), &self.reference) {
+            (Some(_), _) => Some(self.actor.parameters()),
+            (None, Some(reference)) if self.config.reference_refresh.is_none() => {
+                reference.parameters()
+            }
+            _ => None,
+        };
+        let Some(base) = base else {
+            return Ok(None);
+        };
+        // It does not change, and takes a while.
+        if self.base_sha256.get().is_none() {
+            let _ = self.base_sha256.set(sha256(base)?);
+        }
+        Ok(self.base_sha256.get().cloned())
+    }
+}
+
+/// On the CPU: on a GPU there need not be room for them twice.
+fn read_tensors(path: &Path) -> Result<HashMap<String, Tensor>> {
+    safetensors::load(path, &Device::Cpu).with_context(|| path.display().to_string())
+}
+
+fn sha256(parameters: &Parameters) -> Result<String> {
+    let mut hash = Sha256::new();
+    let mut bytes = Vec::new();
+    for (name, variable) in parameters.iter() {
+        hash.update(name);
+        for numbers in variable.flatten_all()?.to_vec1::<f32>()?.chunks(1 << 14) {
+            bytes.clear();
+            bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+            hash.update(&bytes);
+        }
+    }
+    Ok(hex(&hash.finalize()))
+}

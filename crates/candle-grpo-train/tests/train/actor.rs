@@ -1,0 +1,302 @@
+//! What an update does to the policy.
+
+use crate::common::{max_difference, model, parameters, prompts, sampling};
+use candle_core::{Device, Tensor};
+use candle_grpo_loss::{
+    Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, StepTotals, linear_log_prob,
+};
+use candle_grpo_nn::{AdamWConfig, Decoder, Gradients};
+use candle_grpo_train::{
+    Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch, prompt_tokens_to_host,
+};
+use rstest::rstest;
+
+fn actor(policy_loss: PolicyLoss) -> Actor {
+    let config = ActorConfig {
+        policy_loss: PolicyLoss {
+            kl: Some(KlLoss::k3(0.1)),
+            entropy_coef: 0.01,
+            ..policy_loss
+        },
+        optimizer: AdamWConfig::default(),
+        temperature: 1.,
+        activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
+    };
+    Actor::new(model(), parameters(), config).unwrap()
+}
+
+/// Completions of unequal length, off-policy by a little.
+fn batch(actor: &Actor) -> TrainingBatch {
+    let prompts = prompts(&["abc", "d", "eeeee"]);
+    let sampler = actor.sampler(sampling()).unwrap();
+    let rollouts = sampler
+        .sample(&prompts.iter().collect::<Vec<_>>(), 4, 0)
+        .unwrap();
+    let tokens = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
+    let log_probs = actor.log_probs(&tokens).unwrap();
+    let advantages: Vec<f32> = (0..12).map(|i| (i as f32 * 1.7).sin()).collect();
+    let prompts: Vec<usize> = (0..12).map(|i| i / 4).collect();
+    let (prompt_tokens, _) = prompt_tokens_to_host(&tokens.response_mask, &prompts).unwrap();
+    let advantages = Tensor::new(advantages, &Device::Cpu).unwrap();
+    TrainingBatch {
+        old_log_probs: Some((&log_probs + 0.05).unwrap()),
+        ref_log_probs: Some((&log_probs * 0.9).unwrap()),
+        rollout_log_probs: Some((&log_probs - 0.1).unwrap()),
+        scores: Some(advantages.clone()),
+        sample_weights: Some(advantages.abs().unwrap()),
+        prompt_tokens: Some(prompt_tokens),
+        entropy_mask: Some(log_probs.lt(-1.).unwrap()),
+        ..TrainingBatch::new(tokens, advantages)
+    }
+}
+
+#[rstest]
+fn micro_batches_add_up_to_the_gradient_of_the_batch(
+    #[values(
+        PolicyLoss::grpo(),
+        PolicyLoss::dapo(),
+        PolicyLoss::dr_grpo(8.),
+        PolicyLoss::gspo(),
+        PolicyLoss {
+            aggregation: Aggregation::PromptMeanTokenMean,
+            positive_nll: Some(PositiveNll { coef: 0.3, score_above: 0.2 }),
+            off_policy_threshold: Some(0.12),
+            ..PolicyLoss::grpo()
+        }
+    )]
+    policy_loss: PolicyLoss,
+    #[values(1, 5, 6)] size: usize,
+) {
+    let mut whole = actor(policy_loss.clone());
+    let batch = batch(&whole);
+    let totals = StepTotals {
+        prompts: 3.,
+        ..StepTotals::to_host(&batch.tokens.response_mask).unwrap()
+    };
+    let metrics = whole.forward_backward(&batch, &totals).unwrap();
+
+    let mut pieces = actor(policy_loss);
+    let mut merged = candle_grpo_core::MetricValues::default();
+    for piece in batch.split(size).unwrap() {
+        merged
+            .merge(&pieces.forward_backward(&piece, &totals).unwrap())
+            .unwrap();
+    }
+
+    for (name, gradient) in whole.gradients().iter() {
+        let largest = gradient
+            .abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap();
+        let largest = largest.to_scalar::<f32>().unwrap();
+        let difference = max_difference(gradient, pieces.gradients().get(name).unwrap());
+        assert!(
+            difference <= 1e-5 * largest.max(1e-2),
+            "{name}: {difference} of {largest}"
+        );
+    }
+    for ((name, a), (other, b)) in metrics.iter().zip(merged.iter()) {
+        assert_eq!(name, other);
+        assert!((a - b).abs() < 1e-5, "{name}: {a} and {b}");
+    }
+}
+
+#[test]
+fn a_step_raises_what_did_well_and_leaves_the_reference() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let reference = actor.reference().unwrap();
+    let mut batch = batch(&actor);
+    batch.advantages = batch.advantages.ones_like().unwrap();
+    let mask = batch
+        .tokens
+        .response_mask
+        .to_dtype(candle_core::DType::F32)
+        .unwrap();
+    let likelihood = |actor: &Actor| -> f32 {
+        let log_probs = actor.log_probs(&batch.tokens).unwrap();
+        (log_probs * &mask)
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar()
+            .unwrap()
+    };
+    let before = likelihood(&actor);
+    let reference_before = reference.log_probs(&batch.tokens, 1.).unwrap();
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    actor.forward_backward(&batch, &totals).unwrap();
+    let stats = actor.clip_grad_and_step(1.).unwrap();
+    assert!(stats.grad_norm > 0. && stats.learning_rate == 1e-3);
+    assert!(likelihood(&actor) > before);
+    let reference_after = reference.log_probs(&batch.tokens, 1.).unwrap();
+    assert_eq!(max_difference(&reference_before, &reference_after), 0.);
+    assert!(actor.gradients().is_empty(), "a step forgets the gradients");
+}
+
+#[test]
+fn a_step_without_gradients_is_an_error() {
+    let error = actor(PolicyLoss::grpo())
+        .clip_grad_and_step(1.)
+        .unwrap_err();
+    assert!(
+        format!("{error:#}").contains("optimiser step: gradients"),
+        "{error:#}"
+    );
+}
+
+#[test]
+fn gradients_that_are_not_finite_change_nothing() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let mut batch = batch(&actor);
+    batch.advantages = (batch.advantages * f64::NAN).unwrap();
+    let before = actor.parameters().frozen_copy().unwrap();
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let result = actor
+        .forward_backward(&batch, &totals)
+        .and_then(|_| actor.clip_grad_and_step(1.));
+    assert!(result.is_err());
+    for (name, value) in actor.parameters().iter() {
+        assert_eq!(max_difference(value, &before[name]), 0., "{name}");
+    }
+}
+
+#[test]
+fn shapes_that_do_not_belong_together_are_errors_that_name_them() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let good = batch(&actor);
+    let totals = StepTotals::to_host(&good.tokens.response_mask).unwrap();
+    let mut narrow = good.clone();
+    narrow.tokens.input_ids = narrow.tokens.input_ids.narrow(1, 0, 2).unwrap();
+    narrow.tokens.attention_mask = narrow.tokens.attention_mask.narrow(1, 0, 2).unwrap();
+    let mut flat = good.clone();
+    flat.tokens.targets = flat.tokens.targets.flatten_all().unwrap();
+    for (bad, name) in [(&narrow, "input_ids: "), (&flat, "targets: ")] {
+        let error = actor.forward_backward(bad, &totals).unwrap_err();
+        assert!(error.to_string().starts_with(name), "{error}");
+        let error = actor.log_probs(&bad.tokens).unwrap_err();
+        assert!(error.to_string().starts_with(name), "{error}");
+    }
+    let mut short = good.clone();
+    short.advantages = short.advantages.narrow(0, 0, 3).unwrap();
+    let error = actor.forward_backward(&short, &totals).unwrap_err();
+    assert!(error.to_string().starts_with("advantages: "), "{error}");
+}
+
+#[test]
+fn pieces_and_step_counts_of_nothing_are_errors() {
+    let mut actor = actor(PolicyLoss::grpo());
+    let batch = batch(&actor);
+    assert!(batch.split(0).is_err());
+    let nothing = batch.tokens.response_mask.zeros_like().unwrap();
+    let update = StepTotals::to_host(&nothing)
+        .map_err(anyhow::Error::from)
+        .and_then(|totals| actor.forward_backward(&batch, &totals));
+    assert!(update.is_err());
+}
+
+/// Padded sequences and Candle's own graph, against packed sequences without one.
+#[rstest]
+fn gradients_are_those_of_a_graph(
+    #[values(true, false)] activation_checkpointing: bool,
+    #[values(PolicyLoss::grpo(), PolicyLoss::gspo())] policy_loss: PolicyLoss,
+) {
+    let sampled = actor(policy_loss.clone());
+    let batch = batch(&sampled);
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let config = ActorConfig {
+        activation_checkpointing,
+        ..sampled.config().clone()
+    };
+    let parameters = parameters();
+    let decoder = Decoder::new(&model(), parameters.var_builder()).unwrap();
+    let tokens = &batch.tokens;
+    let hidden = decoder
+        .hidden_states(&tokens.input_ids, &tokens.attention_mask, None)
+        .unwrap();
+    let (_, t) = tokens.dims().unwrap();
+    let states = hidden.narrow(1, hidden.dim(1).unwrap() - t, t).unwrap();
+    let now = linear_log_prob(
+        &states,
+        decoder.output_weight(),
+        None,
+        &tokens.targets,
+        1.,
+        LogProbOptions {
+            mask: Some(&tokens.response_mask),
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    let inputs = batch.policy_batch().with_log_probs(&now.log_probs);
+    let loss = config
+        .policy_loss
+        .compute(&inputs.entropy(&now.entropy), &totals)
+        .unwrap();
+    let mut graph = Gradients::new();
+    graph.accumulate(&loss.loss, &parameters).unwrap();
+
+    let mut actor = Actor::new(model(), crate::common::parameters(), config).unwrap();
+    actor.forward_backward(&batch, &totals).unwrap();
+    assert_eq!(actor.gradients().iter().count(), graph.iter().count());
+    for (name, expected) in graph.iter() {
+        let found = actor.gradients().get(name).unwrap();
+        let largest = max_difference(expected, &expected.zeros_like().unwrap());
+        let distance = max_difference(found, expected);
+        assert!(
+            largest > 0. && distance < 2e-5 * largest,
+            "{name}: {distance} of {largest}"
+        );
+    }
+}
+
+#[rstest]
+#[case(ComputeDType::Bf16, 0.06)]
+#[case(ComputeDType::F16, 0.01)]
+fn half_types_compute_and_f32_learns(#[case] compute_dtype: ComputeDType, #[case] near: f32) {
+    let mut full = actor(PolicyLoss::grpo());
+    let batch = batch(&full);
+    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let config = ActorConfig {
+        compute_dtype,
+        ..full.config().clone()
+    };
+    let mut half = Actor::new(model(), parameters(), config).unwrap();
+    let before = half.log_probs(&batch.tokens).unwrap();
+    let distance = max_difference(&before, &full.log_probs(&batch.tokens).unwrap());
+    assert!(distance > 0. && distance < near, "{distance}");
+
+    for actor in [&mut full, &mut half] {
+        actor.forward_backward(&batch, &totals).unwrap();
+    }
+    for (name, expected) in full.gradients().iter() {
+        let found = half.gradients().get(name).unwrap();
+        let largest = max_difference(expected, &expected.zeros_like().unwrap());
+        let distance = max_difference(found, expected);
+        assert!(
+            distance < 10. * near * largest,
+            "{name}: {distance} of {largest}"
+        );
+    }
+    let reference = half.reference().unwrap();
+    let sampler = half.sampler(sampling()).unwrap();
+    let prompts = prompts(&["abc"]);
+    let draw = || {
+        sampler
+            .sample(&prompts.iter().collect::<Vec<_>>(), 2, 0)
+            .unwrap()
+    };
+    let drawn = draw();
+    half.set_learning_rate(1.);
+    half.clip_grad_and_step(1.).unwrap();
+    // Policy and sampler follow the update, and the reference does not.
+    assert!(max_difference(&half.log_probs(&batch.tokens).unwrap(), &before) > 1.);
+    assert_ne!(draw()[0].log_probs, drawn[0].log_probs);
+    assert_eq!(
+        max_difference(&reference.log_probs(&batch.tokens, 1.).unwrap(), &before),
+        0.
+    );
+}

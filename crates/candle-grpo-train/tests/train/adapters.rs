@@ -1,0 +1,146 @@
+//! Training adapters in place of all parameters.
+
+use crate::common::{
+    END, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer,
+};
+use candle_core::Device;
+use candle_grpo_loss::{LogProbOptions, Recipe, linear_log_prob};
+use candle_grpo_nn::{Decoder, Lora, LoraConfig};
+use candle_grpo_train::{
+    ComputeDType, Pretrained, ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer,
+};
+
+fn config() -> TrainConfig {
+    let mut config = TrainConfig {
+        prompts_per_step: 3,
+        num_generations: 4,
+        sampling: sampling(),
+        micro_batch_size: 5,
+        recipe: Recipe::grpo(),
+        adapters: Some(LoraConfig::all_linear(4, 8.)),
+        ..TrainConfig::default()
+    };
+    config.optimizer.learning_rate = 2e-2;
+    config
+}
+
+fn trainer(config: TrainConfig) -> Trainer {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    let share_of_a = |sample: &Sample| {
+        let a = sample.completion.matches('a').count();
+        a as f32 / sample.completion_tokens.len() as f32
+    };
+    Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        prompts,
+        share_of_a,
+        config,
+    )
+    .unwrap()
+}
+
+#[test]
+fn adapters_learn_and_the_parameters_stay() {
+    let mut trainer = trainer(config());
+    let metrics: Vec<_> = (0..40).map(|_| trainer.step().unwrap()).collect();
+    let mean = |part: &[candle_grpo_train::StepMetrics]| {
+        part.iter().map(|m| m.reward_mean).sum::<f64>() / part.len() as f64
+    };
+    let (first, last) = (mean(&metrics[..5]), mean(&metrics[35..]));
+    assert!(last > first + 0.3, "from {first} to {last}");
+    let before = parameters();
+    for (name, x) in trainer.actor().parameters().iter() {
+        assert_eq!(max_difference(x, before.get(name).unwrap()), 0., "{name}");
+    }
+    // The reference is the policy without adapters, which the policy starts from and leaves.
+    assert!(metrics[0].policy["kl"].abs() < 1e-9);
+    assert!(metrics[39].policy["kl"] > 0.01);
+}
+
+#[test]
+fn the_reference_of_adapters_is_the_base() {
+    let mut trainer = trainer(config());
+    for _ in 0..3 {
+        trainer.step().unwrap();
+    }
+    let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
+    let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+    let reference = trainer.actor().reference().unwrap();
+    let of_base =
+        candle_grpo_train::Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+    let [a, b] = [&reference, &of_base].map(|r| r.log_probs(&batch, 1.).unwrap());
+    assert_eq!(max_difference(&a, &b), 0.);
+    let policy = trainer.actor().log_probs(&batch).unwrap();
+    assert!(max_difference(&policy, &b) > 1e-3);
+}
+
+#[test]
+fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
+    let mut trainer = trainer(config());
+    for _ in 0..3 {
+        trainer.step().unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    trainer.write_checkpoint(path, &pretrained()).unwrap();
+
+    let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
+    let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+    let policy = trainer.actor().log_probs(&batch).unwrap();
+    let merged = Pretrained::load(path, &Device::Cpu).unwrap().parameters;
+    let merged = candle_grpo_train::Reference::new(&model(), &merged, ComputeDType::F32).unwrap();
+    assert!(max_difference(&merged.log_probs(&batch, 1.).unwrap(), &policy) < 1e-4);
+
+    let adapters = Lora::load(&path.join("adapter"), &model(), &Device::Cpu).unwrap();
+    let base = parameters();
+    let decoder = Decoder::new(&model(), adapters.detached_var_builder(&base).unwrap()).unwrap();
+    let hidden = decoder
+        .hidden_states(&batch.input_ids, &batch.attention_mask, None)
+        .and_then(|hidden| hidden.narrow(1, 1, 3))
+        .unwrap();
+    let again = linear_log_prob(
+        &hidden,
+        decoder.output_weight(),
+        None,
+        &batch.targets,
+        1.,
+        LogProbOptions {
+            mask: Some(&batch.response_mask),
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    assert_eq!(max_difference(&again.log_probs, &policy), 0.);
+    let state = path.join("optimizer.safetensors");
+    let state = candle_core::safetensors::load(state, &Device::Cpu).unwrap();
+    trainer
+        .actor_mut()
+        .optimizer_mut()
+        .load_state(state)
+        .unwrap();
+}
+
+#[test]
+fn settings_that_contradict_adapters_are_errors() {
+    let mut config = config();
+    config.reference_refresh = Some(ReferenceRefresh {
+        every_steps: 1,
+        alpha: 1.,
+    });
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.contains("given together with adapters"), "{error}");
+    config.reference_refresh = None;
+    config.adapters = Some(LoraConfig::all_linear(0, 1.));
+    let made = Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        prompts(&["a"]),
+        |_: &Sample| 0.,
+        config,
+    );
+    let error = format!("{:#}", made.err().unwrap());
+    assert!(error.starts_with("adapters: rank is 0"), "{error}");
+}

@@ -1,0 +1,194 @@
+//! Policies on disk.
+
+use std::fs;
+
+use crate::common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
+use candle_core::Device;
+use candle_grpo_train::{Pretrained, RunDir, Sample, TrainConfig, Trainer};
+use serde_json::json;
+
+/// A policy that has made an optimiser step.
+fn trainer() -> Trainer {
+    let config = TrainConfig {
+        prompts_per_step: 2,
+        sampling: sampling(),
+        ..TrainConfig::default()
+    };
+    let reward = |sample: &Sample| sample.completion.len() as f32;
+    let mut trainer = Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        prompts(&["ab", "c"]),
+        reward,
+        config,
+    )
+    .unwrap();
+    assert!(!trainer.step().unwrap().skipped);
+    trainer
+}
+
+/// A folder with a checkpoint.
+fn checkpoint() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let trainer = trainer();
+    trainer
+        .write_checkpoint(folder.path(), &pretrained())
+        .unwrap();
+    folder
+}
+
+#[test]
+fn a_checkpoint_gives_back_the_policy_to_the_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let trainer = trainer();
+    trainer
+        .write_checkpoint(folder.path(), &pretrained())
+        .unwrap();
+    let read = Pretrained::load(folder.path(), &Device::Cpu).unwrap();
+
+    assert_eq!(read.model.vocab_size, 6);
+    for (name, value) in trainer.actor().parameters().iter() {
+        assert_eq!(
+            max_difference(value, read.parameters.get(name).unwrap()),
+            0.,
+            "{name}"
+        );
+    }
+    let prompts = prompts(&["abc", "d"]);
+    let prompts: Vec<_> = prompts.iter().collect();
+    let of_trainer = trainer.sampler(sampling()).unwrap();
+    let before = of_trainer.sample(&prompts, 4, 9).unwrap();
+    let sampler = read.sampler(sampling()).unwrap();
+    assert_eq!(sampler.sample(&prompts, 4, 9).unwrap(), before);
+    let encoded = read.tokenizer.encode("cab", false).unwrap();
+    assert_eq!(encoded.get_ids(), [3, 1, 2]);
+}
+
+#[test]
+fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
+    let folder = checkpoint();
+    let path = folder.path();
+    let config: serde_json::Value =
+        serde_json::from_slice(&fs::read(path.join("config.json")).unwrap()).unwrap();
+    for (name, value) in [
+        ("model_type", json!("llama")),
+        ("architectures", json!(["LlamaForCausalLM"])),
+        ("eos_token_id", json!([0])),
+        ("head_dim", json!(4)),
+        ("num_key_value_heads", json!(2)),
+    ] {
+        assert_eq!(config[name], value);
+    }
+    let mut names: Vec<_> = fs::read_dir(path)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(
+        names,
+        [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "optimizer.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "trainer.json"
+        ]
+    );
+}
+
+#[cfg(unix)]
+#[test]
+fn all_files_of_a_checkpoint_have_the_mode_of_any_file() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = checkpoint();
+    let path = folder.path();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let other = elsewhere.path().join("other");
+    fs::write(&other, "").unwrap();
+    let mode = |path| fs::metadata(path).unwrap().permissions().mode();
+    for entry in fs::read_dir(path).unwrap() {
+        let file = entry.unwrap().path();
+        assert_eq!(
+            mode(file.clone()),
+            mode(other.clone()),
+            "{}",
+            file.display()
+        );
+    }
+}
+
+#[test]
+fn a_checkpoint_of_a_foreign_model_is_refused() {
+    let folder = checkpoint();
+    let path = folder.path();
+    let config = path.join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    fs::write(&config, text.replace("\"llama\"", "\"gemma3\"")).unwrap();
+    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
+    assert!(
+        error.contains("config.json: model_type: \"gemma3\", must be one of"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_read_says_which_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
+    assert!(error.contains("config.json"), "{error}");
+    trainer().write_checkpoint(path, &pretrained()).unwrap();
+    fs::write(path.join("model.safetensors"), "torn").unwrap();
+    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
+    assert!(error.contains("model.safetensors"), "{error}");
+}
+
+#[test]
+fn a_run_directory_holds_only_complete_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = trainer();
+    let mut run = RunDir::create(&folder.path().join("run"), trainer.config()).unwrap();
+    let metrics = vec![trainer.step().unwrap()];
+    run.append_metrics(&metrics[0]).unwrap();
+    run.write_plot(&metrics).unwrap();
+    run.write_plot(&metrics).unwrap();
+    for _ in 0..2 {
+        run.write_checkpoint(&trainer, &pretrained()).unwrap();
+    }
+    let mut names: Vec<_> = fs::read_dir(run.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    // The rest of its name is when it was begun.
+    let events = names.remove(3);
+    assert!(events.starts_with("events.out.tfevents."), "{events}");
+    assert_eq!(
+        names,
+        [
+            ".lock",
+            "checkpoint",
+            "config.json",
+            "metrics.jsonl",
+            "metrics.svg"
+        ]
+    );
+
+    // A checkpoint that cannot be written leaves the one before.
+    fs::remove_dir_all(run.path().join("checkpoint")).unwrap();
+    fs::write(run.path().join("checkpoint"), "in the way").unwrap();
+    let result = run.write_checkpoint(&trainer, &pretrained());
+    assert!(result.is_err());
+    assert_eq!(
+        fs::read_to_string(run.path().join("checkpoint")).unwrap(),
+        "in the way"
+    );
+    assert!(
+        !fs::read_dir(run.path())
+            .unwrap()
+            .any(|e| { e.unwrap().file_name().to_string_lossy().ends_with(".tmp") })
+    );
+}

@@ -1,0 +1,96 @@
+//! A tiny policy and a few prompts.
+
+use candle_core::{Device, Tensor};
+use candle_grpo_nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
+use candle_grpo_train::{
+    Pretrained, Prompt, Sampler, SamplingConfig, SpecialTokens, character_tokenizer,
+};
+use serde_json::json;
+use tokenizers::Tokenizer;
+
+pub(crate) const END: u32 = 0;
+
+pub(crate) fn model() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Llama,
+        vocab_size: 6,
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: None,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        rope_scaling: RopeScaling::Default,
+        no_rope_layers: vec![],
+        max_position_embeddings: 24,
+        tie_word_embeddings: false,
+    }
+}
+
+/// Weights ten times larger than at the start of training, so that the distributions are far from uniform.
+pub(crate) fn parameters() -> Parameters {
+    let fresh = Parameters::init(&model(), 3, &Device::Cpu).unwrap();
+    let larger = fresh
+        .frozen_copy()
+        .unwrap()
+        .into_iter()
+        .map(|(name, x)| {
+            let factor = if x.rank() == 2 { 10. } else { 1. };
+            (name, (x * factor).unwrap())
+        })
+        .collect();
+    Parameters::from_tensors(&model(), larger, &Device::Cpu).unwrap()
+}
+
+pub(crate) fn pretrained() -> Pretrained {
+    Pretrained {
+        model: model(),
+        parameters: parameters(),
+        tokenizer: tokenizer(),
+        special_tokens: SpecialTokens {
+            stop_token_ids: vec![END],
+            ..SpecialTokens::default()
+        },
+        chat_template: None,
+        license: None,
+    }
+}
+
+pub(crate) fn tokenizer() -> Tokenizer {
+    character_tokenizer("abcde").unwrap()
+}
+
+pub(crate) fn prompts(texts: &[&str]) -> Vec<Prompt> {
+    let tokenizer = tokenizer();
+    texts
+        .iter()
+        .enumerate()
+        .map(|(i, text)| Prompt::new(i as u64, text, json!({ "row": i }), &tokenizer).unwrap())
+        .collect()
+}
+
+pub(crate) fn sampling() -> SamplingConfig {
+    SamplingConfig {
+        max_new_tokens: 8,
+        stop_token_ids: vec![END],
+        seed: 11,
+        ..SamplingConfig::default()
+    }
+}
+
+pub(crate) fn sampler(config: SamplingConfig) -> Sampler {
+    Sampler::new(&model(), &parameters(), config).unwrap()
+}
+
+pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
+    let difference = (a - b).unwrap().abs().unwrap();
+    difference
+        .flatten_all()
+        .unwrap()
+        .max(0)
+        .unwrap()
+        .to_scalar()
+        .unwrap()
+}

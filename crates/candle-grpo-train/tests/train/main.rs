@@ -1,0 +1,18 @@
+//! Tests of sampling, rewards, training and runs.
+
+mod actor;
+mod adapters;
+mod chat_template;
+mod checkpoint;
+mod common;
+mod critic;
+mod dataset;
+mod pretrained;
+#[cfg(unix)]
+mod program_reward;
+mod real_model;
+mod recipes;
+mod resume;
+mod rewards;
+mod sampler;
+mod trainer;

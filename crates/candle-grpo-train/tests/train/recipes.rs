@@ -1,0 +1,682 @@
+//! That a step feeds what each part of an algorithm needs.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use crate::common::{max_difference, model, parameters, prompts, sampling, tokenizer};
+use candle_core::Tensor;
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages,
+    GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping, SampleFilter,
+    ScoreResampling, TokenShaping,
+};
+use candle_grpo_loss::{
+    AdaptiveEntropy, Aggregation, ClipCov, FilterLevel, FilterStatistic, ImportanceWeight, KlCov,
+    KlLoss, PolicyLoss, PositiveIf, PositiveNll, Recipe, RolloutCorrection, RolloutFilter, Topr,
+};
+use candle_grpo_train::{
+    ComputeDType, OldLogProbs, Reference, ReferenceRefresh, RewardFunction, Sample, SamplingConfig,
+    TrainConfig, Trainer, WeightedRewards, evaluate,
+};
+use rstest::rstest;
+
+fn config(recipe: Recipe) -> TrainConfig {
+    TrainConfig {
+        prompts_per_step: 3,
+        num_generations: 4,
+        sampling: sampling(),
+        micro_batch_size: 5,
+        recipe,
+        ..TrainConfig::default()
+    }
+}
+
+fn with_loss(policy_loss: PolicyLoss) -> TrainConfig {
+    config(Recipe {
+        policy_loss,
+        ..Recipe::default()
+    })
+}
+
+fn with_advantage(advantage: AdvantageConfig) -> TrainConfig {
+    config(Recipe {
+        advantage,
+        ..Recipe::default()
+    })
+}
+
+fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config).unwrap()
+}
+
+/// How many of its characters are an "a".
+fn share_of_a(sample: &Sample) -> f32 {
+    let a = sample.completion.matches('a').count();
+    a as f32 / sample.completion_tokens.len() as f32
+}
+
+#[rstest]
+fn every_published_recipe_trains(
+    #[values(
+        Recipe::grpo(),
+        Recipe::dapo(8, 4),
+        Recipe::dr_grpo(8.),
+        Recipe::lite_ppo(),
+        Recipe::gspo(),
+        Recipe::luspo(),
+        Recipe::gmpo(),
+        Recipe::cispo(),
+        Recipe::sapo(),
+        Recipe::vespo(),
+        Recipe::gpg(),
+        Recipe::rloo(),
+        Recipe::reinforce_plus_plus(0.01),
+        Recipe::reinforce_plus_plus_baseline(),
+        Recipe::trl(),
+        Recipe::verl(),
+        Recipe::roll(),
+        Recipe::twinkle(),
+        Recipe::openrlhf()
+    )]
+    recipe: Recipe,
+) {
+    let config = TrainConfig {
+        epochs: 2,
+        mini_batch_size: Some(7),
+        ..config(recipe)
+    };
+    let mut trainer = trainer(share_of_a, config);
+    let metrics = trainer.step().unwrap();
+    assert!(!metrics.skipped);
+    let norm = metrics.grad_norm.unwrap();
+    assert!(norm > 0. && norm.is_finite());
+    let moved = trainer
+        .actor()
+        .parameters()
+        .iter()
+        .any(|(name, x)| max_difference(x, parameters().get(name).unwrap()) > 0.);
+    assert!(moved);
+}
+
+#[rstest]
+fn every_named_advantage_without_a_critic_trains(
+    #[values(
+        r#"{"name": "opo"}"#,
+        r#"{"name": "max_rl"}"#,
+        r#"{"name": "pass_at_k"}"#,
+        r#"{"name": "gdpo"}"#,
+        r#"{"name": "remax"}"#,
+        r#"{"name": "optimal_token_baseline"}"#,
+        r#"{"name": "multi_turn_optimal_token_baseline"}"#,
+        r#"{"name": "reinforce"}"#,
+        r#"{"name": "reinforce_baseline"}"#,
+        r#"{"name": "flash_reinforce"}"#
+    )]
+    name: &str,
+) {
+    let advantage = serde_json::from_str(name).unwrap();
+    let metrics = trainer(share_of_a, with_advantage(advantage))
+        .step()
+        .unwrap();
+    assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
+}
+
+/// Samples whose score is above 0.1, over all tokens.
+#[rstest]
+#[case(PolicyLoss { positive_nll: Some(PositiveNll { coef: 0.1, score_above: 0.1 }), ..PolicyLoss::default() }, "positive_nll_fraction")]
+#[case(
+    PolicyLoss {
+        surrogate: Topr { positive_if: PositiveIf::ScoreAbove(0.1), ..Topr::default() }.into(),
+        ..PolicyLoss::default()
+    },
+    "positive_fraction"
+)]
+fn losses_that_ask_for_scores_get_them(#[case] policy_loss: PolicyLoss, #[case] figure: &str) {
+    let counts = Rc::new(RefCell::new((0, 0)));
+    let reward = {
+        let counts = counts.clone();
+        move |sample: &Sample| {
+            let score = share_of_a(sample);
+            let tokens = sample.completion_tokens.len();
+            let mut counts = counts.borrow_mut();
+            counts.0 += if score > 0.1 { tokens } else { 0 };
+            counts.1 += tokens;
+            score
+        }
+    };
+    // Shaping must not reach what asks whether a sample was right.
+    let mut config = with_loss(policy_loss);
+    config.recipe.reward_shaping = RewardShaping {
+        shift: -5.,
+        ..RewardShaping::default()
+    };
+    let metrics = trainer(reward, config).step().unwrap();
+    let (positive, all) = *counts.borrow();
+    assert!(positive > 0 && positive < all);
+    let expected = positive as f64 / all as f64;
+    assert!((metrics.policy[figure] - expected).abs() < 1e-6);
+}
+
+#[rstest]
+#[case(ClipCov { ratio: 0.2, lower: 0., upper: 100., ..ClipCov::default() }.into())]
+#[case(KlCov { ratio: 0.2, coef: 1. }.into())]
+fn tokens_of_high_covariance_are_taken_from_the_whole_optimiser_step(
+    #[case] surrogate: candle_grpo_loss::Surrogate,
+) {
+    let policy_loss = PolicyLoss {
+        surrogate,
+        ..PolicyLoss::default()
+    };
+    let config = with_loss(policy_loss);
+    let metrics = trainer(share_of_a, config).step().unwrap();
+    let tokens = (metrics.response_length * 12.).round();
+    let selected = metrics.policy["selected_fraction"] * tokens;
+    // A share of each micro-batch would be rounded down in each.
+    assert!(
+        (selected - (0.2 * tokens).floor()).abs() < 1e-3,
+        "{selected} of {tokens}"
+    );
+}
+
+#[test]
+fn a_mean_over_prompts_counts_those_of_the_optimiser_step() {
+    let gradient = |aggregation, config: fn(&mut TrainConfig)| {
+        let mut settings = with_loss(PolicyLoss {
+            aggregation,
+            ..PolicyLoss::default()
+        });
+        config(&mut settings);
+        trainer(share_of_a, settings)
+            .step()
+            .unwrap()
+            .grad_norm
+            .unwrap()
+    };
+    // With one prompt its mean is that over all tokens.
+    let one_prompt: fn(&mut TrainConfig) = |config| config.prompts_per_step = 1;
+    let by_prompt = gradient(Aggregation::PromptMeanTokenMean, one_prompt);
+    let by_token = gradient(Aggregation::TokenMean, one_prompt);
+    assert!(
+        (by_prompt / by_token - 1.).abs() < 1e-5,
+        "{by_prompt} {by_token}"
+    );
+    let three = gradient(Aggregation::PromptMeanTokenMean, |_| ());
+    let by_token = gradient(Aggregation::TokenMean, |_| ());
+    assert!((three / by_token - 1.).abs() > 1e-3, "{three} {by_token}");
+}
+
+#[test]
+fn the_rollout_is_corrected_for() {
+    let correction = |filters: Vec<RolloutFilter>| {
+        with_loss(PolicyLoss {
+            rollout_correction: Some(RolloutCorrection {
+                weight: Some(ImportanceWeight::truncated(2.)),
+                filters,
+                ..RolloutCorrection::default()
+            }),
+            ..PolicyLoss::default()
+        })
+    };
+    let metrics = trainer(share_of_a, correction(vec![])).step().unwrap();
+    // The sampler is the policy up to rounding.
+    assert!((metrics.policy["rollout_weight_mean"] - 1.).abs() < 1e-4);
+    assert!(metrics.grad_norm.unwrap() > 1e-3);
+
+    let reject_all = RolloutFilter {
+        statistic: FilterStatistic::LogRatio,
+        level: FilterLevel::Token,
+        min: Some(1.),
+        max: None,
+    };
+    let metrics = trainer(share_of_a, correction(vec![reject_all]))
+        .step()
+        .unwrap();
+    assert_eq!(metrics.policy["rollout_rejected_fraction"], 1.);
+    assert_eq!(metrics.grad_norm, Some(0.));
+
+    let config = TrainConfig {
+        old_log_probs: OldLogProbs::Sampler,
+        ..correction(vec![])
+    };
+    let error = config.validate().unwrap_err().to_string();
+    assert!(
+        error.starts_with("old_log_probs: Sampler, must be Recompute"),
+        "{error}"
+    );
+}
+
+type Seen = Rc<RefCell<Vec<Option<Vec<f32>>>>>;
+
+/// Gives advantages that are the rewards, and keeps what it was given.
+struct Spy {
+    seen: Seen,
+    of: fn(&AdvantageBatch) -> Option<Tensor>,
+}
+
+impl AdvantageEstimator for Spy {
+    fn estimate(&self, batch: &AdvantageBatch<'_>) -> candle_core::Result<Advantages> {
+        let seen = (self.of)(batch).map(|x| x.flatten_all()?.to_vec1::<f32>());
+        self.seen.borrow_mut().push(seen.transpose()?);
+        let rewards = batch.sequence_rewards()?.values;
+        let sums = match rewards.rank() {
+            2 => rewards.sum(1)?,
+            _ => rewards,
+        };
+        Ok(Advantages::new(sums.to_dtype(candle_core::DType::F32)?))
+    }
+}
+
+fn spied(
+    reward: impl RewardFunction + 'static,
+    config: TrainConfig,
+    of: fn(&AdvantageBatch) -> Option<Tensor>,
+) -> Option<Vec<f32>> {
+    let seen = Seen::default();
+    let spy = Spy {
+        seen: seen.clone(),
+        of,
+    };
+    let mut trainer = trainer(reward, config).with_advantage_estimator(spy);
+    trainer.step().unwrap();
+    let [seen] = seen
+        .borrow_mut()
+        .drain(..)
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap();
+    seen
+}
+
+#[test]
+fn components_of_rewards_stay_apart() {
+    let rewards = || {
+        WeightedRewards::new()
+            .with("one", 1., |_: &Sample| 1.)
+            .with("a", 2., share_of_a)
+    };
+    let seen = spied(rewards(), config(Recipe::default()), |batch| {
+        batch.rewards.cloned()
+    })
+    .unwrap();
+    assert_eq!(seen.len(), 24);
+    assert!(
+        seen.chunks(2)
+            .all(|both| both[0] == 1. && (0. ..=2.).contains(&both[1]))
+    );
+    // Shaping adds them up.
+    let mut shaped = config(Recipe::default());
+    shaped.recipe.reward_shaping.shift = 1.;
+    let sums = spied(rewards(), shaped.clone(), |batch| batch.rewards.cloned()).unwrap();
+    for (both, sum) in seen.chunks(2).zip(&sums) {
+        assert!((both[0] + both[1] + 1. - sum).abs() < 1e-6);
+    }
+    shaped.recipe.advantage = AdvantageConfig::Gdpo {
+        reward_weights: None,
+    };
+    let error = shaped.validate().unwrap_err().to_string();
+    assert!(
+        error.starts_with("recipe.advantage: takes the components"),
+        "{error}"
+    );
+}
+
+/// Differs for almost any two completions.
+fn digest(sample: &Sample) -> f32 {
+    let weighted = |(i, &token): (usize, &u32)| (i as f32 + 1.) * token as f32;
+    sample
+        .completion_tokens
+        .iter()
+        .enumerate()
+        .map(weighted)
+        .sum()
+}
+
+#[test]
+fn greedy_answers_are_the_baseline_of_remax() {
+    let mut config = with_advantage(AdvantageConfig::Remax {});
+    config.prompts_per_step = 5;
+    let seen = spied(digest, config.clone(), |batch| {
+        batch.reward_baselines.cloned()
+    })
+    .unwrap();
+    let trainer = trainer(digest, config);
+    let sampler = trainer
+        .actor()
+        .sampler(SamplingConfig {
+            greedy: true,
+            ..sampling()
+        })
+        .unwrap();
+    let all = prompts(&["abc", "d", "ee", "ca", "b"]);
+    let greedy = evaluate(&sampler, &all, 1, &digest, &tokenizer(), 0).unwrap();
+    let mut expected: Vec<f32> = greedy
+        .samples
+        .iter()
+        .flat_map(|sample| [sample.reward; 4])
+        .collect();
+    let mut seen = seen;
+    // The order of the prompts is shuffled.
+    expected.sort_by(f32::total_cmp);
+    seen.sort_by(f32::total_cmp);
+    assert_eq!(seen, expected);
+    assert!(seen[0] < seen[19]);
+}
+
+#[test]
+fn an_estimator_of_ones_own_gets_log_probs_and_mask() {
+    let mut config = with_loss(PolicyLoss {
+        kl: Some(KlLoss::k3(0.1)),
+        ..PolicyLoss::default()
+    });
+    let get: fn(&AdvantageBatch) -> Option<Tensor> = |batch| {
+        let difference = (batch.old_log_probs? - batch.ref_log_probs?).ok()?;
+        assert!(batch.response_mask.is_some());
+        Some(difference)
+    };
+    let difference = spied(share_of_a, config.clone(), get).unwrap();
+    assert!(difference.iter().all(|&x| x == 0.));
+    config.recipe.policy_loss.kl = None;
+    assert_eq!(spied(share_of_a, config, get), None);
+}
+
+#[test]
+fn long_completions_are_penalised() {
+    let config = config(Recipe {
+        overlong: Some(OverlongPenalty {
+            max_length: 3,
+            buffer: 2,
+            factor: 1.,
+        }),
+        ..Recipe::default()
+    });
+    let length = |sample: &Sample| sample.completion_tokens.len() as f32;
+    let seen = spied(length, config, |batch| batch.rewards.cloned()).unwrap();
+    for reward in &seen {
+        let valid = [
+            (1., 0.),
+            (2., 0.5),
+            (3., 1.),
+            (4., 1.),
+            (5., 1.),
+            (6., 1.),
+            (7., 1.),
+            (8., 1.),
+        ];
+        assert!(
+            valid
+                .iter()
+                .any(|(length, penalty)| length - penalty == *reward)
+        );
+    }
+    assert!(seen.contains(&7.), "some completions have all 8 tokens");
+}
+
+#[test]
+fn a_teacher_is_learned_from() {
+    let pipeline = AdvantagePipeline::of_tokens(TokenShaping {
+        distillation: Some(KlPenalty {
+            coef: 1.,
+            ..KlPenalty::default()
+        }),
+        ..TokenShaping::default()
+    });
+    let config = with_advantage(AdvantageConfig::Pipeline(Box::new(pipeline)));
+    let nothing = |_: &Sample| 0.;
+    let error = trainer(nothing, config.clone()).step().unwrap_err();
+    assert!(
+        format!("{error:#}").contains("teacher_log_probs: absent"),
+        "{error:#}"
+    );
+    let teacher = candle_grpo_nn::Parameters::init(&model(), 9, &candle_core::Device::Cpu).unwrap();
+    let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
+    let mut trainer = trainer(nothing, config).with_teacher(teacher);
+    let metrics = trainer.step().unwrap();
+    assert!(!metrics.skipped && metrics.policy["teacher_kl"] > 0.1);
+}
+
+/// One prompt in five teaches something.
+fn only_abc(sample: &Sample) -> f32 {
+    match sample.prompt {
+        "abc" => digest(sample),
+        _ => 1.,
+    }
+}
+
+#[test]
+fn groups_that_teach_nothing_are_sampled_again() {
+    let mut config = config(Recipe {
+        group_filter: Some(GroupFilter::default()),
+        ..Recipe::default()
+    });
+    config.prompts_per_step = 2;
+    config.max_sampling_batches = 20;
+    let metrics = trainer(only_abc, config.clone()).step().unwrap();
+    assert_eq!(metrics.kept_groups, 2);
+    // One in five, so it takes at least six to find two.
+    assert!(metrics.sampled_groups >= 6, "{}", metrics.sampled_groups);
+    let share = 1. - 2. / metrics.sampled_groups as f64;
+    assert!((metrics.constant_groups - share).abs() < 1e-12);
+
+    config.max_sampling_batches = 1;
+    let mut trainer = trainer(only_abc, config);
+    let steps: Vec<_> = (0..5).map(|_| trainer.step().unwrap()).collect();
+    assert!(steps.iter().all(|m| m.sampled_groups == 2));
+    // Ten places, each of the five prompts twice: two groups teach.
+    assert_eq!(steps.iter().map(|m| m.kept_groups).sum::<usize>(), 2);
+    assert_eq!(
+        trainer.skipped_steps(),
+        steps.iter().filter(|m| m.kept_groups == 0).count()
+    );
+}
+
+#[test]
+fn a_prompt_that_is_sampled_again_in_a_step_gets_other_completions() {
+    let seen = Rc::new(RefCell::new(Vec::new()));
+    let reward = {
+        let seen = seen.clone();
+        move |sample: &Sample| {
+            if sample.prompt == "abc" {
+                seen.borrow_mut().push(sample.completion_tokens.to_vec());
+            }
+            only_abc(sample)
+        }
+    };
+    let mut config = config(Recipe {
+        group_filter: Some(GroupFilter::default()),
+        ..Recipe::default()
+    });
+    config.prompts_per_step = 2;
+    config.num_generations = 8;
+    trainer(reward, config).step().unwrap();
+    let seen = seen.borrow();
+    assert_ne!(seen[..8], seen[8..16]);
+}
+
+#[test]
+fn filtered_completions_leave_loss_and_denominators() {
+    let mut config = with_loss(PolicyLoss::default());
+    config.sample_filters = vec![SampleFilter::NotTruncated {}];
+    let metrics = trainer(share_of_a, config.clone()).step().unwrap();
+    assert!(!metrics.skipped && metrics.truncated > 0. && metrics.truncated < 1.);
+    let mut all = config.clone();
+    all.sample_filters = Vec::new();
+    let whole = trainer(share_of_a, all).step().unwrap();
+    assert_ne!(metrics.grad_norm, whole.grad_norm);
+
+    config.sample_filters = vec![SampleFilter::ShorterThan { length: 1 }];
+    assert!(trainer(share_of_a, config).step().unwrap().skipped);
+}
+
+#[test]
+fn a_single_update_needs_no_pass_before_it() {
+    let gradient = |old_log_probs| {
+        let config = TrainConfig {
+            old_log_probs,
+            ..with_loss(PolicyLoss::default())
+        };
+        let mut trainer = trainer(share_of_a, config);
+        trainer.step().unwrap().grad_norm.unwrap()
+    };
+    let current = gradient(OldLogProbs::Current);
+    let recomputed = gradient(OldLogProbs::Recompute);
+    assert!((current / recomputed - 1.).abs() < 1e-5);
+
+    let current = TrainConfig {
+        old_log_probs: OldLogProbs::Current,
+        ..config(Recipe::grpo())
+    };
+    current.validate().unwrap();
+    for (bad, words) in [
+        (
+            TrainConfig {
+                epochs: 2,
+                ..current.clone()
+            },
+            "with 2 epochs",
+        ),
+        (
+            TrainConfig {
+                mini_batch_size: Some(6),
+                ..current.clone()
+            },
+            "mini-batches of Some(6) of 12",
+        ),
+        (
+            TrainConfig {
+                recipe: Recipe::reinforce_plus_plus(0.1),
+                ..current.clone()
+            },
+            "with recipe.advantage",
+        ),
+    ] {
+        let error = bad.validate().unwrap_err().to_string();
+        assert!(
+            error.starts_with("old_log_probs: Current") && error.contains(words),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn coefficients_are_steered() {
+    let mut config = config(Recipe::reinforce_plus_plus(0.5));
+    config.reward_kl = Some(KlController::adaptive(0.2, 0.1, 100.).unwrap());
+    config.adaptive_entropy = Some(AdaptiveEntropy {
+        target: 10.,
+        delta: 0.01,
+        ..AdaptiveEntropy::default()
+    });
+    let mut trainer = trainer(share_of_a, config.clone());
+    let first = trainer.step().unwrap();
+    assert_eq!(first.policy["reward_kl_coef"], 0.2);
+    // The policy is still the reference: the divergence is 0, an error of -0.2 in 12 samples of 100.
+    let second = trainer.step().unwrap();
+    assert!((second.policy["reward_kl_coef"] - 0.2 * (1. - 0.2 * 0.12)).abs() < 1e-9);
+    assert_eq!(trainer.actor().config().policy_loss.entropy_coef, 0.01);
+
+    config.recipe.policy_loss.entropy_coef = 0.1;
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with("adaptive_entropy: "), "{error}");
+    config.adaptive_entropy = None;
+    config.recipe.advantage = AdvantageConfig::default();
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with("reward_kl: "), "{error}");
+}
+
+#[test]
+fn the_reference_follows_the_policy() {
+    let mut config = config(Recipe::grpo());
+    config.optimizer.learning_rate = 1e-2;
+    config.reference_refresh = Some(ReferenceRefresh {
+        every_steps: 2,
+        alpha: 1.,
+    });
+    let mut trainer = trainer(share_of_a, config.clone());
+    let kl: Vec<f64> = (0..5)
+        .map(|_| trainer.step().unwrap().policy["kl"])
+        .collect();
+    // Steps 1, 3 and 5 begin where the reference is.
+    for (i, kl) in kl.iter().enumerate() {
+        assert_eq!(*kl == 0., i % 2 == 0, "step {}: {kl}", i + 1);
+    }
+
+    for (refresh, words) in [
+        (
+            ReferenceRefresh {
+                every_steps: 0,
+                alpha: 1.,
+            },
+            "reference_refresh: every_steps: 0",
+        ),
+        (
+            ReferenceRefresh {
+                every_steps: 1,
+                alpha: 2.,
+            },
+            "reference_refresh: alpha: 2",
+        ),
+    ] {
+        config.reference_refresh = Some(refresh);
+        let error = format!("{:#}", config.validate().unwrap_err());
+        assert!(error.starts_with(words), "{error}");
+    }
+    config.recipe.policy_loss.kl = None;
+    config.reference_refresh = Some(ReferenceRefresh {
+        every_steps: 2,
+        alpha: 1.,
+    });
+    let error = config.validate().unwrap_err().to_string();
+    assert!(
+        error.contains("no KL term in recipe needs a reference"),
+        "{error}"
+    );
+}
+
+#[test]
+fn the_policy_term_may_count_on_tokens_of_high_entropy_only() {
+    let gradient = |top_entropy| {
+        let config = TrainConfig {
+            top_entropy,
+            ..with_loss(PolicyLoss::default())
+        };
+        let metrics = trainer(share_of_a, config).step().unwrap();
+        metrics.grad_norm.unwrap()
+    };
+    assert_eq!(gradient(Some(1.)), gradient(None));
+    assert!((gradient(Some(0.2)) / gradient(None) - 1.).abs() > 1e-3);
+    let config = TrainConfig {
+        top_entropy: Some(1.5),
+        ..config(Recipe::default())
+    };
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with("top_entropy: 1.5, must be"), "{error}");
+}
+
+/// One completion has a score that is not 0, so it is drawn in every place.
+#[test]
+fn completions_with_telling_scores_are_drawn_more_often() {
+    let calls = Rc::new(RefCell::new(0));
+    let reward = move |_: &Sample| {
+        *calls.borrow_mut() += 1;
+        f32::from(u8::from(*calls.borrow() == 6))
+    };
+    let mut config = with_loss(PolicyLoss {
+        positive_nll: Some(PositiveNll {
+            coef: 0.1,
+            score_above: 0.5,
+        }),
+        aggregation: Aggregation::PromptMeanTokenMean,
+        ..PolicyLoss::default()
+    });
+    config.resampling = Some(ScoreResampling::default());
+    let metrics = trainer(reward.clone(), config.clone()).step().unwrap();
+    assert_eq!(metrics.policy["positive_nll_fraction"], 1.);
+
+    config.resampling = Some(ScoreResampling::Power(-1.));
+    let error = config.validate().unwrap_err().to_string();
+    assert!(
+        error.starts_with("resampling.power: -1, must be"),
+        "{error}"
+    );
+}

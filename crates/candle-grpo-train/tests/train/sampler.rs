@@ -1,0 +1,423 @@
+//! What the sampler draws.
+
+use crate::common::{
+    END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer,
+};
+use candle_core::{Device, IndexOp, Tensor};
+use candle_grpo_loss::PolicyLoss;
+use candle_grpo_nn::{AdamWConfig, Decoder};
+use candle_grpo_train::{
+    Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
+    TokenBatch, sampler_log_probs,
+};
+use proptest::prelude::*;
+use rstest::rstest;
+
+fn all(prompts: &[Prompt]) -> Vec<&Prompt> {
+    prompts.iter().collect()
+}
+
+#[test]
+fn completions_end_at_a_stop_token_or_at_the_greatest_length() {
+    let prompts = prompts(&["abc", "d", "eeeee"]);
+    let rollouts = sampler(sampling()).sample(&all(&prompts), 40, 0).unwrap();
+    assert_eq!(rollouts.len(), 120);
+    let mut seen = [false; 2];
+    for (i, rollout) in rollouts.iter().enumerate() {
+        assert_eq!(
+            (rollout.prompt_index, rollout.sample_index),
+            (i as u64 / 40, i % 40)
+        );
+        assert_eq!(rollout.prompt_tokens, prompts[i / 40].tokens);
+        let tokens = &rollout.completion_tokens;
+        assert_eq!(tokens.len(), rollout.log_probs.len());
+        assert_eq!(rollout.drawn_log_probs, rollout.log_probs);
+        let (last, before) = tokens.split_last().unwrap();
+        assert!(!before.contains(&END));
+        match rollout.finish_reason {
+            FinishReason::StopToken => assert_eq!(*last, END),
+            FinishReason::Length => assert!(tokens.len() == 8 && *last != END),
+            FinishReason::StopString => panic!("there are no stop strings"),
+        }
+        seen[usize::from(rollout.finish_reason == FinishReason::StopToken)] = true;
+    }
+    assert_eq!(seen, [true; 2], "both ends should occur");
+}
+
+/// The first tokens and, for each of them, the second tokens, against the probabilities of the decoder.
+#[test]
+fn frequencies_are_the_probabilities_of_the_policy() {
+    const DRAWS: usize = 20_000;
+    /// The 99.9 % quantile of chi-square with 5 degrees of freedom.
+    const CRITICAL: f64 = 20.52;
+    let temperature = 1.3;
+    let config = SamplingConfig {
+        temperature,
+        max_new_tokens: 2,
+        ..sampling()
+    };
+    let prompts = prompts(&["cab"]);
+    let rollouts = sampler(config).sample(&all(&prompts), DRAWS, 0).unwrap();
+
+    let decoder = Decoder::new(&model(), parameters().detached_var_builder()).unwrap();
+    let probabilities = |tokens: &[u32]| -> Vec<f64> {
+        let ids = Tensor::new(tokens, &Device::Cpu)
+            .unwrap()
+            .unsqueeze(0)
+            .unwrap();
+        let hidden = decoder
+            .hidden_states(&ids, &ids.ones_like().unwrap(), None)
+            .unwrap();
+        let last = hidden.i((.., tokens.len() - 1)).unwrap();
+        let logits = decoder
+            .logits(&last)
+            .unwrap()
+            .i(0)
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
+        let weights: Vec<f64> = logits
+            .iter()
+            .map(|&x| (f64::from(x) / temperature).exp())
+            .collect();
+        let total: f64 = weights.iter().sum();
+        weights.iter().map(|w| w / total).collect()
+    };
+    let check = |tokens: &[u32], drawn: &mut dyn Iterator<Item = u32>| {
+        let mut counts = [0f64; 6];
+        drawn.for_each(|token| counts[token as usize] += 1.);
+        let n: f64 = counts.iter().sum();
+        let p = probabilities(tokens);
+        let chi_square: f64 = p
+            .iter()
+            .zip(counts)
+            .map(|(p, c)| (c - n * p).powi(2) / (n * p))
+            .sum();
+        assert!(
+            chi_square < CRITICAL,
+            "after {tokens:?}: {counts:?}, expected {p:?} of {n}"
+        );
+    };
+    let prompt = &prompts[0].tokens;
+    check(prompt, &mut rollouts.iter().map(|r| r.completion_tokens[0]));
+    for first in 1..6 {
+        let mut after = rollouts
+            .iter()
+            .filter(|r| r.completion_tokens[0] == first)
+            .map(|r| r.completion_tokens[1]);
+        check(&[prompt.as_slice(), &[first]].concat(), &mut after);
+    }
+}
+
+#[test]
+fn a_completion_does_not_depend_on_the_other_prompts_of_the_batch() {
+    let prompts = prompts(&["abc", "d", "eeeee", "abc"]);
+    let sampler = sampler(sampling());
+    let together = sampler.sample(&all(&prompts), 6, 5).unwrap();
+    for (i, prompt) in prompts.iter().enumerate() {
+        // Fewer samples than before as well.
+        let alone = sampler.sample(&[prompt], 4, 5).unwrap();
+        for (a, b) in alone.iter().zip(&together[6 * i..]) {
+            assert_eq!(a.completion_tokens, b.completion_tokens);
+            assert_eq!(a.log_probs, b.log_probs);
+        }
+    }
+    let (first, last) = (&together[..6], &together[18..]);
+    let tokens = |rollouts: &[candle_grpo_train::Rollout]| -> Vec<Vec<u32>> {
+        rollouts
+            .iter()
+            .map(|r| r.completion_tokens.clone())
+            .collect()
+    };
+    assert_ne!(
+        tokens(first),
+        tokens(last),
+        "equal prompts of other index are other draws"
+    );
+}
+
+#[test]
+fn a_prompt_that_occurs_again_goes_on_drawing() {
+    let prompts = prompts(&["abc", "d"]);
+    let (a, b) = (&prompts[0], &prompts[1]);
+    let sampler = sampler(sampling());
+    let twice = sampler.sample(&[a, b, a], 4, 5).unwrap();
+    let eight = sampler.sample(&[a], 8, 5).unwrap();
+    for (x, y) in twice[..4].iter().chain(&twice[8..]).zip(&eight) {
+        assert_eq!(x.completion_tokens, y.completion_tokens);
+        assert_eq!(x.sample_index, y.sample_index);
+    }
+    assert_ne!(eight[..4], eight[4..]);
+    assert_eq!(twice[4].sample_index, 0);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_bits_and_another_seed_or_stream_others() {
+    let prompts = prompts(&["abc", "d"]);
+    let draw = |seed, stream| {
+        let config = SamplingConfig { seed, ..sampling() };
+        sampler(config).sample(&all(&prompts), 8, stream).unwrap()
+    };
+    assert_eq!(draw(1, 2), draw(1, 2));
+    assert_ne!(draw(1, 2), draw(2, 2));
+    assert_ne!(draw(1, 2), draw(1, 3));
+}
+
+#[rstest]
+#[case(1.)]
+#[case(0.6)]
+#[case(1.7)]
+fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
+    let config = ActorConfig {
+        policy_loss: PolicyLoss::grpo(),
+        optimizer: AdamWConfig::default(),
+        temperature,
+        activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
+    };
+    let actor = Actor::new(model(), parameters(), config).unwrap();
+    let config = SamplingConfig {
+        temperature,
+        ..sampling()
+    };
+    let prompts = prompts(&["abc", "d", "eeeee"]);
+    let rollouts = actor
+        .sampler(config)
+        .unwrap()
+        .sample(&all(&prompts), 16, 0)
+        .unwrap();
+    let batch = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
+    let mask = batch
+        .response_mask
+        .to_dtype(candle_core::DType::F32)
+        .unwrap();
+    let recorded = sampler_log_probs(&rollouts, &Device::Cpu).unwrap();
+    let computed = (actor.log_probs(&batch).unwrap() * mask).unwrap();
+    let difference = max_difference(&recorded, &computed);
+    assert!(difference < 2e-5, "{difference}");
+}
+
+#[test]
+fn greedy_takes_the_likeliest_token_each_time() {
+    let config = SamplingConfig {
+        greedy: true,
+        ..sampling()
+    };
+    let prompts = prompts(&["abc", "d"]);
+    let rollouts = sampler(config).sample(&all(&prompts), 2, 0).unwrap();
+    assert_eq!(rollouts[0].completion_tokens, rollouts[1].completion_tokens);
+    // Of six tokens the likeliest has at least a sixth.
+    for rollout in &rollouts {
+        assert!(rollout.drawn_log_probs.iter().all(|&l| l == 0.));
+        assert!(rollout.log_probs.iter().all(|&l| l >= (1f32 / 6.).ln()));
+    }
+}
+
+#[rstest]
+#[case(0.)]
+#[case(-1.)]
+#[case(f64::NAN)]
+#[case(f64::INFINITY)]
+fn a_temperature_that_is_not_above_0_is_an_error(#[case] temperature: f64) {
+    let config = SamplingConfig {
+        temperature,
+        ..sampling()
+    };
+    let error = Sampler::new(&model(), &parameters(), config)
+        .err()
+        .unwrap()
+        .to_string();
+    assert_eq!(
+        error,
+        format!(
+            "temperature: {temperature}, must be finite and above 0 (for the likeliest token set greedy)"
+        )
+    );
+}
+
+#[test]
+fn bad_requests_are_errors_that_say_what_to_change() {
+    let good = prompts(&["abc"]);
+    let mut empty = good[0].clone();
+    empty.tokens.clear();
+    let mut long = good[0].clone();
+    long.tokens = vec![1; 17];
+    let sampler = sampler(sampling());
+    let error = |prompts: &[&Prompt], n| sampler.sample(prompts, n, 0).unwrap_err().to_string();
+    assert_eq!(error(&[], 1), "prompts: none, there must be at least one");
+    assert_eq!(
+        error(&[&good[0]], 0),
+        "num_generations: 0, must be at least 1"
+    );
+    assert_eq!(
+        error(&[&empty], 1),
+        "prompt 0: no tokens, must have at least one"
+    );
+    assert_eq!(
+        error(&[&good[0], &long], 1),
+        "prompt 0: 17 tokens and max_new_tokens 8 make more than the 24 positions of the model"
+    );
+    let config = SamplingConfig {
+        max_new_tokens: 0,
+        ..sampling()
+    };
+    let error = Sampler::new(&model(), &parameters(), config)
+        .err()
+        .unwrap()
+        .to_string();
+    assert_eq!(error, "max_new_tokens: 0, must be at least 1");
+    let mut strange = good[0].clone();
+    strange.tokens = vec![1, 6];
+    let error = sampler.sample(&[&strange], 1, 0).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "prompt 0: token 1 is 6, must be below the 6 of the model"
+    );
+    let config = SamplingConfig {
+        stop_strings: vec!["x".to_owned()],
+        ..sampling()
+    };
+    let deaf = crate::common::sampler(config);
+    let error = deaf.sample(&[&good[0]], 1, 0).unwrap_err().to_string();
+    assert!(
+        error.starts_with("stop_strings: the sampler cannot decode text"),
+        "{error}"
+    );
+}
+
+#[rstest]
+#[case(|c: &mut SamplingConfig| c.top_p = 0., "top_p: 0, must be above 0 and at most 1")]
+#[case(|c: &mut SamplingConfig| c.top_p = 1.01, "top_p: 1.01, ")]
+#[case(|c: &mut SamplingConfig| c.top_p = f64::NAN, "top_p: NaN, ")]
+#[case(|c: &mut SamplingConfig| c.min_p = -0.1, "min_p: -0.1, must be at least 0")]
+#[case(|c: &mut SamplingConfig| c.min_p = 1.1, "min_p: 1.1, ")]
+#[case(|c: &mut SamplingConfig| c.max_batch_size = 0, "max_batch_size: 0, must be at least 1")]
+#[case(|c: &mut SamplingConfig| c.stop_strings = vec!["a".to_owned(), String::new()], "stop_strings[1]: empty")]
+fn settings_out_of_range_are_named(#[case] spoil: fn(&mut SamplingConfig), #[case] words: &str) {
+    let mut config = sampling();
+    spoil(&mut config);
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with(words), "{error}");
+}
+
+fn bits(log_probs: &[f32]) -> Vec<u32> {
+    log_probs.iter().map(|x| x.to_bits()).collect()
+}
+
+/// All that a rollout says, to the bit.
+fn said(rollout: &Rollout) -> (Vec<u32>, Vec<u32>, Vec<u32>, FinishReason) {
+    (
+        rollout.completion_tokens.clone(),
+        bits(&rollout.log_probs),
+        bits(&rollout.drawn_log_probs),
+        rollout.finish_reason,
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    /// Batches of any prompts in any order, of any size, on any number of threads.
+    #[test]
+    fn only_seed_prompt_and_number_decide_a_completion(
+        texts in proptest::collection::vec("[a-e]{1,14}", 1..7),
+        order in any::<u64>(),
+        num_generations in 1usize..5,
+        max_batch_size in 1usize..20,
+        threads in 1usize..4,
+        top_p in prop_oneof![Just(1.0), Just(0.8)],
+        seed in any::<u64>(),
+    ) {
+        let prompts = prompts(&texts.iter().map(String::as_str).collect::<Vec<_>>());
+        let mut shuffled = all(&prompts);
+        shuffled.sort_by_key(|p| (p.index + 1).wrapping_mul(order | 1));
+        let config = SamplingConfig { max_batch_size, top_p, seed, ..sampling() };
+        let sampler = sampler(config);
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let together = pool.install(|| sampler.sample(&shuffled, num_generations, 3)).unwrap();
+        for (prompt, rollouts) in shuffled.iter().zip(together.chunks_exact(num_generations)) {
+            let alone = sampler.sample(&[prompt], num_generations, 3).unwrap();
+            for (alone, rollout) in alone.iter().zip(rollouts) {
+                prop_assert_eq!(rollout.prompt_index, prompt.index);
+                prop_assert_eq!(said(alone), said(rollout));
+            }
+        }
+    }
+}
+
+#[test]
+fn truncation_leaves_the_log_probs_of_the_policy_and_says_its_own() {
+    let config = SamplingConfig {
+        top_k: 3,
+        temperature: 1.4,
+        ..sampling()
+    };
+    let prompts = prompts(&["abc", "de"]);
+    let rollouts = sampler(config).sample(&all(&prompts), 200, 0).unwrap();
+    for of_prompt in rollouts.chunks_exact(200) {
+        // Of the first token, whose distribution is that of the prompt.
+        let mut drawn: Vec<(u32, f32, f32)> = of_prompt
+            .iter()
+            .map(|r| (r.completion_tokens[0], r.log_probs[0], r.drawn_log_probs[0]))
+            .collect();
+        drawn.sort_by_key(|d| d.0);
+        drawn.dedup();
+        assert_eq!(drawn.len(), 3, "{drawn:?}");
+        let mass = |of: fn(&(u32, f32, f32)) -> f32| drawn.iter().map(|d| of(d).exp()).sum::<f32>();
+        assert!((mass(|d| d.2) - 1.).abs() < 1e-5);
+        let left = mass(|d| d.1);
+        assert!(left < 0.999);
+        assert!(drawn.iter().all(|d| (d.1 - left.ln() - d.2).abs() < 1e-5));
+    }
+}
+
+#[test]
+fn completions_end_where_their_text_has_a_stop_string() {
+    let config = SamplingConfig {
+        stop_strings: vec!["ab".to_owned(), "dd".to_owned()],
+        ..sampling()
+    };
+    let tokenizer = tokenizer();
+    let text = move |tokens: &[u32]| {
+        let text = tokenizer.decode(tokens, true);
+        text.map_err(|e| anyhow::anyhow!("{e}"))
+    };
+    let prompts = prompts(&["abc", "d", "eeeee"]);
+    let free = sampler(sampling()).sample(&all(&prompts), 100, 0).unwrap();
+    let sampler = sampler(config).with_decoder_of_text(text.clone());
+    let rollouts = sampler.sample(&all(&prompts), 100, 0).unwrap();
+    let mut ended = 0;
+    for (rollout, free) in rollouts.iter().zip(free) {
+        let tokens = &rollout.completion_tokens;
+        let has = |tokens: &[u32]| {
+            let text = text(tokens).unwrap();
+            text.contains("ab") || text.contains("dd")
+        };
+        assert_eq!(*tokens, free.completion_tokens[..tokens.len()]);
+        assert!(!has(&tokens[..tokens.len() - 1]));
+        assert_eq!(
+            has(tokens),
+            rollout.finish_reason == FinishReason::StopString
+        );
+        if has(tokens) {
+            ended += 1;
+        } else {
+            assert_eq!(tokens.len(), free.completion_tokens.len());
+        }
+    }
+    assert!((20..280).contains(&ended), "{ended}");
+}
+
+#[test]
+fn a_policy_that_is_not_finite_is_an_error_that_names_the_completion() {
+    let mut broken = parameters().frozen_copy().unwrap();
+    let norm = broken.get_mut("model.norm.weight").unwrap();
+    *norm = (norm.ones_like().unwrap() * f64::NAN).unwrap();
+    let broken = candle_grpo_nn::Parameters::from_tensors(&model(), broken, &Device::Cpu).unwrap();
+    let sampler = Sampler::new(&model(), &broken, sampling()).unwrap();
+    let error = sampler.sample(&all(&prompts(&["abc"])), 2, 0).unwrap_err();
+    assert_eq!(
+        format!("{error:#}"),
+        "completion 0 of prompt 0, token 0: the logit of token 0 is NaN"
+    );
+}

@@ -1,0 +1,381 @@
+//! The training step as a whole.
+
+use crate::common::{
+    END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer,
+};
+use anyhow::Result;
+use candle_grpo_core::{AdvantageConfig, Scale, SingleSample};
+use candle_grpo_loss::Recipe;
+use candle_grpo_nn::{AdamWConfig, Parameters};
+use candle_grpo_train::{
+    Actor, ActorConfig, ComputeDType, Example, LearningRateSchedule, OldLogProbs, PretrainConfig,
+    RewardFunction, Sample, StepMetrics, TrainConfig, Trainer, evaluate, pretrain,
+};
+use rstest::rstest;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::rc::Rc;
+
+fn config() -> TrainConfig {
+    TrainConfig {
+        prompts_per_step: 3,
+        num_generations: 4,
+        sampling: sampling(),
+        epochs: 2,
+        mini_batch_size: Some(6),
+        micro_batch_size: 4,
+        optimizer: AdamWConfig {
+            learning_rate: 1e-2,
+            ..AdamWConfig::default()
+        },
+        ..TrainConfig::default()
+    }
+}
+
+fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Result<Trainer> {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config)
+}
+
+/// How many of its characters are an "a".
+fn share_of_a(sample: &Sample) -> f32 {
+    let a = sample.completion.matches('a').count();
+    a as f32 / sample.completion_tokens.len() as f32
+}
+
+fn without_seconds(metrics: StepMetrics) -> StepMetrics {
+    StepMetrics {
+        seconds: Default::default(),
+        ..metrics
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run_to_the_bit() {
+    let run = || {
+        let mut trainer = trainer(share_of_a, config()).unwrap();
+        let metrics: Vec<StepMetrics> = (0..5)
+            .map(|_| without_seconds(trainer.step().unwrap()))
+            .collect();
+        let bits: HashMap<String, Vec<u32>> = trainer
+            .actor()
+            .parameters()
+            .iter()
+            .map(|(name, x)| {
+                let values = x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                (
+                    name.to_owned(),
+                    values.into_iter().map(f32::to_bits).collect(),
+                )
+            })
+            .collect();
+        (metrics, bits)
+    };
+    let (metrics, bits) = run();
+    assert_eq!(run(), (metrics.clone(), bits));
+    assert!(
+        metrics
+            .iter()
+            .any(|m| !m.skipped && m.policy.contains_key("kl"))
+    );
+}
+
+#[rstest]
+#[case(OldLogProbs::Recompute)]
+#[case(OldLogProbs::Sampler)]
+fn it_learns_what_is_rewarded(#[case] old_log_probs: OldLogProbs) {
+    let config = TrainConfig {
+        old_log_probs,
+        ..config()
+    };
+    let mut trainer = trainer(share_of_a, config).unwrap();
+    let rewards: Vec<f64> = (0..40)
+        .map(|_| trainer.step().unwrap().reward_mean)
+        .collect();
+    let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
+    let (first, last) = (mean(&rewards[..5]), mean(&rewards[35..]));
+    assert!(last > first + 0.3, "from {first} to {last}");
+}
+
+#[test]
+fn a_step_with_nothing_to_learn_is_skipped_and_counted() {
+    let mut trainer = trainer(|_: &Sample| 0.3, config()).unwrap();
+    for step in 1..=2 {
+        let metrics = trainer.step().unwrap();
+        assert!(metrics.skipped);
+        assert_eq!((metrics.step, metrics.constant_groups), (step, 1.));
+        assert_eq!((metrics.grad_norm, metrics.reward_std), (None, 0.));
+        assert_eq!(trainer.skipped_steps(), step);
+    }
+    let before = parameters();
+    for (name, value) in trainer.actor().parameters().iter() {
+        assert_eq!(
+            max_difference(value, before.get(name).unwrap()),
+            0.,
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn the_learning_rate_follows_its_schedule() {
+    let config = TrainConfig {
+        schedule: LearningRateSchedule {
+            warmup_steps: 4,
+            decay_until: None,
+        },
+        ..config()
+    };
+    let mut trainer = trainer(share_of_a, config).unwrap();
+    let rates: Vec<f64> = (0..6)
+        .map(|_| trainer.step().unwrap().learning_rate.unwrap())
+        .collect();
+    assert_eq!(rates, [2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2, 1e-2]);
+}
+
+#[test]
+fn a_reward_that_is_not_finite_names_step_and_sample() {
+    let reward = |sample: &Sample| if sample.prompt == "d" { f32::NAN } else { 0. };
+    let config = TrainConfig {
+        prompts_per_step: 5,
+        ..config()
+    };
+    let error = format!("{:#}", trainer(reward, config).unwrap().step().unwrap_err());
+    assert!(error.starts_with("step 1: rewards: sample "), "{error}");
+    assert!(
+        error.contains("prompt \"d\"") && error.ends_with("has reward NaN, must be finite"),
+        "{error}"
+    );
+}
+
+struct OneTooMany;
+
+impl RewardFunction for OneTooMany {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        Ok(vec![0.; samples.len() + 1])
+    }
+}
+
+#[test]
+fn a_reward_function_of_the_wrong_length_is_an_error() {
+    let error = trainer(OneTooMany, config()).unwrap().step().unwrap_err();
+    assert_eq!(
+        format!("{error:#}"),
+        "step 1: rewards: 13 scores for 12 samples, there must be one for each"
+    );
+}
+
+#[rstest]
+#[case(TrainConfig { prompts_per_step: 0, ..config() }, "prompts_per_step: 0, must be at least 1")]
+#[case(TrainConfig { num_generations: 0, ..config() }, "num_generations: 0, must be at least 1")]
+#[case(TrainConfig { epochs: 0, ..config() }, "epochs: 0, must be at least 1")]
+#[case(TrainConfig { mini_batch_size: Some(0), ..config() }, "mini_batch_size: 0, must be at least 1")]
+#[case(TrainConfig { micro_batch_size: 0, ..config() }, "micro_batch_size: 0, must be at least 1")]
+#[case(TrainConfig { num_generations: 1, ..config() }, "num_generations: 1, a relative advantage needs at least 2")]
+#[case(TrainConfig { max_grad_norm: f64::NAN, ..config() }, "max_grad_norm: NaN, must be above 0")]
+fn settings_that_cannot_be_are_errors(#[case] config: TrainConfig, #[case] words: &str) {
+    let error = trainer(share_of_a, config).err().unwrap().to_string();
+    assert!(error.starts_with(words), "{error}");
+}
+
+#[test]
+fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
+    let mut config = config();
+    config.recipe.policy_loss.loss_coef = -1.;
+    let error = format!("{:#}", config.validate().unwrap_err());
+    assert!(error.starts_with("recipe: loss_coef: -1"), "{error}");
+    let error = format!("{:#}", trainer(share_of_a, config.clone()).err().unwrap());
+    assert!(error.starts_with("recipe: loss_coef: -1"), "{error}");
+    let config = ActorConfig {
+        policy_loss: config.recipe.policy_loss,
+        optimizer: config.optimizer,
+        temperature: 1.,
+        activation_checkpointing: false,
+        compute_dtype: ComputeDType::F32,
+    };
+    let error = Actor::new(model(), parameters(), config).err().unwrap();
+    let error = format!("{error:#}");
+    assert!(error.starts_with("policy_loss: loss_coef: -1"), "{error}");
+}
+
+/// Seven places of five prompts: two prompts occur twice.
+#[test]
+fn a_prompt_that_occurs_twice_in_a_step_has_two_groups() {
+    let seen = Rc::new(RefCell::new(Vec::new()));
+    let reward = {
+        let seen = seen.clone();
+        move |sample: &Sample| {
+            let completion = sample.completion_tokens.to_vec();
+            seen.borrow_mut()
+                .push((sample.prompt.to_owned(), completion));
+            0.
+        }
+    };
+    let config = TrainConfig {
+        prompts_per_step: 7,
+        num_generations: 8,
+        ..config()
+    };
+    trainer(reward, config).unwrap().step().unwrap();
+    let seen = seen.borrow();
+    let groups: Vec<_> = seen.chunks(8).collect();
+    let mut twice = 0;
+    for (i, a) in groups.iter().enumerate() {
+        for b in &groups[..i] {
+            if a[0].0 == b[0].0 {
+                assert_ne!(a, b);
+                twice += 1;
+            }
+        }
+    }
+    assert_eq!(twice, 2);
+}
+
+#[test]
+fn sampling_settings_are_checked_too() {
+    let mut config = config();
+    config.sampling.temperature = 0.;
+    let error = trainer(share_of_a, config.clone())
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(
+        error.starts_with("temperature: 0, must be finite and above 0"),
+        "{error}"
+    );
+    config.sampling.temperature = 1.;
+    config.sampling.greedy = true;
+    let error = trainer(share_of_a, config).err().unwrap().to_string();
+    assert!(error.starts_with("sampling.greedy: true"), "{error}");
+}
+
+#[test]
+fn an_evaluation_scores_one_completion_of_each_prompt() {
+    let prompts = prompts(&["abc", "d"]);
+    let sampler = sampler(sampling());
+    let reward = |sample: &Sample| sample.columns["row"].as_i64().unwrap_or(-1) as f32;
+    let evaluation = evaluate(&sampler, &prompts, 1, &reward, &tokenizer(), 0).unwrap();
+    assert_eq!(evaluation.reward_mean(), 0.5);
+    let rollouts = sampler.sample(&[&prompts[0], &prompts[1]], 1, 0).unwrap();
+    for (sample, rollout) in evaluation.samples.iter().zip(&rollouts) {
+        assert_eq!(sample.response_length, rollout.completion_tokens.len());
+        let text = tokenizer()
+            .decode(&rollout.completion_tokens, true)
+            .unwrap();
+        assert_eq!(sample.completion, text);
+    }
+    assert_eq!(evaluation.samples[1].prompt, "d");
+    assert!(evaluate(&sampler, &[], 1, &reward, &tokenizer(), 0).is_err());
+}
+
+#[test]
+fn a_step_that_failed_does_not_stop_the_next() {
+    let calls = std::cell::Cell::new(0);
+    let reward = move |sample: &Sample| {
+        calls.set(calls.get() + 1);
+        if calls.get() <= 12 {
+            f32::NAN
+        } else {
+            share_of_a(sample)
+        }
+    };
+    let mut trainer = trainer(reward, config()).unwrap();
+    assert!(trainer.step().is_err());
+    assert!(!trainer.step().unwrap().skipped);
+}
+
+#[test]
+fn no_prompts_is_an_error() {
+    let made = Trainer::new(
+        model(),
+        parameters(),
+        tokenizer(),
+        vec![],
+        share_of_a,
+        config(),
+    );
+    let error = format!("{:#}", made.err().unwrap());
+    assert!(error.starts_with("prompts"), "{error}");
+}
+
+#[test]
+fn groups_of_one_are_fine_with_a_policy_for_them() {
+    let config = TrainConfig {
+        num_generations: 1,
+        recipe: Recipe {
+            advantage: AdvantageConfig::Grpo {
+                scale: Scale::Group,
+                epsilon: 1e-6,
+                single_sample: SingleSample::Raw,
+            },
+            ..Recipe::grpo()
+        },
+        ..config()
+    };
+    let metrics = trainer(|_: &Sample| 1., config).unwrap().step().unwrap();
+    assert!(!metrics.skipped);
+}
+
+#[test]
+fn settings_survive_a_file() {
+    let text = serde_json::to_string(&config()).unwrap();
+    let read: TrainConfig = serde_json::from_str(&text).unwrap();
+    assert_eq!(serde_json::to_string(&read).unwrap(), text);
+    let error = serde_json::from_str::<TrainConfig>(r#"{"num_generation": 4}"#).unwrap_err();
+    assert!(error.to_string().contains("unknown field `num_generation`"));
+}
+
+#[test]
+fn pretraining_learns_its_examples() {
+    let parameters = Parameters::init(&model(), 0, &candle_core::Device::Cpu).unwrap();
+    let examples = [
+        Example {
+            prompt: vec![1, 2],
+            answer: vec![3, END],
+        },
+        Example {
+            prompt: vec![2],
+            answer: vec![4, 5, END],
+        },
+    ];
+    let config = PretrainConfig {
+        max_steps: 500,
+        batch_size: 2,
+        optimizer: AdamWConfig {
+            learning_rate: 1e-2,
+            ..AdamWConfig::default()
+        },
+        ..PretrainConfig::default()
+    };
+    let mut losses = Vec::new();
+    let steps = pretrain(&model(), &parameters, &examples, &config, |step, loss| {
+        losses.push(loss);
+        assert_eq!(step, losses.len());
+        Ok(if loss < 0.05 {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        })
+    })
+    .unwrap();
+    assert!((losses[0] - 6f64.ln()).abs() < 0.1, "{}", losses[0]);
+    assert!(steps < 500 && losses.len() == steps);
+
+    let error = |examples: &[Example], config: &PretrainConfig| {
+        pretrain(&model(), &parameters, examples, config, |_, _| {
+            Ok(ControlFlow::Continue(()))
+        })
+        .unwrap_err()
+        .to_string()
+    };
+    assert_eq!(
+        error(&[], &config),
+        "examples: none, there must be at least one"
+    );
+    let none = PretrainConfig {
+        batch_size: 0,
+        ..config
+    };
+    assert_eq!(error(&examples, &none), "batch_size: 0, must be at least 1");
+}
