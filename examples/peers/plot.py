@@ -73,7 +73,7 @@ def markdown(rows):
 
 
 def shares(evaluations, metrics):
-    """Yields the shares of correct answers by seed, and their means."""
+    """Returns a table of the shares of correct answers by seed, and their means."""
     rows = [["", "", *[f"seed {seed}" for seed in next(iter(evaluations.values()))], "mean"]]
     for name, found, value in [
         ("held out, before", evaluations, lambda run: run[0]["reward_mean"]),
@@ -87,7 +87,7 @@ def shares(evaluations, metrics):
 
 
 def clock(metrics):
-    """Yields the median seconds of a step by round, and the ratios of TRL's time to ours."""
+    """Returns a table of the median seconds of a step by round, and the ratios of TRL's time to ours."""
     medians = {
         side: [statistics.median(seconds(line) for line in run[UNTIMED:]) for run in by_round.values()]
         for side, by_round in metrics.items()
