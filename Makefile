@@ -5,7 +5,7 @@ SEED ?= 0
 DATA ?= data
 SECONDS ?= 60
 
-.PHONY: help demo demo-short demo-llm eval-llm model test examples bench bench-raw bench-peers sanitize fuzz lint prose package deny cuda-check cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -55,6 +55,9 @@ sanitize: ## run the tests of the operators under AddressSanitizer
 fuzz: ## fuzz the file parsers, SECONDS=60 each, or TARGET=gguf alone; needs a C++ compiler and python3 (docs/fuzzing.md)
 	SECONDS_EACH=$(SECONDS) scripts/fuzz $(TARGET)
 
+fmt: ## format the code and wrap comments at 100 columns
+	RUSTC_BOOTSTRAP=1 $(CARGO) fmt --all -- --config wrap_comments=true,comment_width=100
+
 lint: ## check formatting, clippy, rustdoc and licenses; warnings are errors; needs python3
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
@@ -65,7 +68,7 @@ prose: ## check the prose against the rules in CONTRIBUTING.md; needs python3
 	scripts/prose
 
 package: ## build each crate from its package, as on crates.io; publishes nothing
-	$(CARGO) package --locked --allow-dirty $(patsubst crates/%/,-p %,$(wildcard crates/*/))
+	CARGO_PROFILE_DEV_DEBUG=false $(CARGO) package --locked --allow-dirty $(patsubst crates/%/,-p %,$(wildcard crates/*/))
 
 deny: ## check licenses, advisories and sources of dependencies; needs cargo-deny
 	$(CARGO) deny --workspace check
