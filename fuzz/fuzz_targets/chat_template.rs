@@ -1,4 +1,4 @@
-//! A chat template, and the chat that it renders: JSON on the first line.
+//! Chat templates. The first line is the rendered chat, as JSON.
 #![no_main]
 
 use candle_grpo_train::{Chat, ChatTemplate};

@@ -1,4 +1,4 @@
-//! A configuration file in both languages, of this program or of ROLL.
+//! Configuration files in YAML and TOML, of this program or of ROLL.
 #![no_main]
 
 use std::path::Path;
@@ -15,7 +15,7 @@ fuzz_target!(|text: &str| {
             let Ok(config) = RunConfig::new(document) else {
                 continue;
             };
-            // What `grpo check` prints is a file that says the same.
+            // The output of `grpo check` is an equivalent configuration.
             let text = config.to_yaml().expect("a configuration can be written");
             let again =
                 Document::from_yaml(Path::new("again.yaml"), &text).expect("it can be read");

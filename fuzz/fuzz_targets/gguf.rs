@@ -1,4 +1,4 @@
-//! A GGUF file: header, shape, weights, tokenizer and chat template.
+//! GGUF files: header, shapes, weights, tokenizer and chat template.
 #![no_main]
 
 use candle_core::Device;
@@ -16,7 +16,7 @@ fuzz_target!(|bytes: &[u8]| {
     for value in gguf.metadata().values() {
         let _ = value.to_string();
     }
-    // Of files without a tokenizer as well.
+    // Also for files without a tokenizer.
     let _ = gguf.parameters(&Device::Cpu);
     if let Ok(pretrained) = Pretrained::load(&path, &Device::Cpu) {
         if let Ok(encoding) = pretrained

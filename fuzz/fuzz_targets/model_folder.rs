@@ -1,4 +1,4 @@
-//! The text files of a Hugging Face folder, around weights and a tokenizer that are right, and the adapters of PEFT.
+//! The text files of a Hugging Face folder and of PEFT adapters, with valid weights.
 #![no_main]
 
 use std::fs;

@@ -1,4 +1,4 @@
-//! A file of rows, whose first line is the data section of a configuration.
+//! Files of rows. The first line is the data section of a configuration.
 #![no_main]
 
 use candle_grpo_fuzz::{folder, write};

@@ -1,4 +1,4 @@
-//! What a run has left in its folder, and the page about it.
+//! The files of a run folder, and the page of `grpo report`.
 #![no_main]
 
 use candle_grpo::report::{Run, report_html};

@@ -1,4 +1,4 @@
-//! The weights of a model: one safetensors file.
+//! Model weights in one safetensors file.
 #![no_main]
 
 use candle_core::Device;

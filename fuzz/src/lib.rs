@@ -1,4 +1,4 @@
-//! What the targets share.
+//! Helpers of the fuzz targets.
 
 use std::fs;
 use std::path::Path;
@@ -7,20 +7,21 @@ use std::sync::OnceLock;
 use candle_grpo_nn::{DecoderConfig, ModelType, RopeScaling};
 use tempfile::TempDir;
 
-/// The folder of this process, in which a target writes what a reader opens.
+/// Returns the temporary folder of this process, where targets write the parsed files.
 pub fn folder() -> &'static Path {
     static FOLDER: OnceLock<TempDir> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| tempfile::tempdir().expect("a folder for temporary files"));
     folder.path()
 }
 
-/// Writes a file of [`folder`].
+/// Writes a file to [`folder`].
 pub fn write(name: &str, bytes: &[u8]) {
     fs::write(folder().join(name), bytes).expect("room for a temporary file");
 }
 
-/// Leaves only those files of `names` in [`folder`] that `input` has: a line `--- NAME` begins each, and the last one may be
-/// anything to the end.
+/// Splits `input` into files of [`folder`] and removes the other files of `names`.
+///
+/// A line `--- NAME` starts each file.
 pub fn write_files(input: &[u8], names: &[&str]) {
     for name in names {
         let _ = fs::remove_file(folder().join(name));
@@ -39,7 +40,7 @@ pub fn write_files(input: &[u8], names: &[&str]) {
     }
 }
 
-/// The smallest decoder: its weights take 200 bytes.
+/// Returns the smallest decoder, with 200 bytes of weights.
 pub fn decoder() -> DecoderConfig {
     DecoderConfig {
         model_type: ModelType::Llama,
