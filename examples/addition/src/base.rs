@@ -1,4 +1,4 @@
-//! A policy to start from, for other programs.
+//! Export of the warmed-up policy for other programs.
 
 use std::fs;
 use std::path::Path;
@@ -12,8 +12,10 @@ use crate::settings::Settings;
 use crate::task::{END, Task, answer};
 use crate::warm_up;
 
-/// Warms a policy up, and leaves in `folder` what it takes to train it elsewhere: `model`, a folder that transformers loads,
-/// and problems with their answers, `train.jsonl` and `held_out.jsonl`.
+/// Warms a policy up and writes to `folder` all that another program needs to train it.
+///
+/// `model` is a folder that transformers loads; `train.jsonl` and `held_out.jsonl` have the
+/// problems with their answers.
 pub(crate) fn make(folder: &Path, settings: &Settings) -> Result<()> {
     ensure!(
         !folder.exists(),
@@ -25,7 +27,7 @@ pub(crate) fn make(folder: &Path, settings: &Settings) -> Result<()> {
     write(folder, settings, &task, parameters).with_context(|| format!("base {}", folder.display()))
 }
 
-/// The warmed-up policy with what belongs to it.
+/// Writes the warmed-up policy with its tokenizer and configuration.
 pub(crate) fn pretrained(settings: &Settings, task: &Task, parameters: Parameters) -> Pretrained {
     let end = task
         .tokenizer
@@ -37,7 +39,7 @@ pub(crate) fn pretrained(settings: &Settings, task: &Task, parameters: Parameter
         tokenizer: task.tokenizer.clone(),
         special_tokens: SpecialTokens {
             eos: end.clone(),
-            // Other programs fill rows up.
+            // Other programs pad rows.
             pad: end,
             stop_token_ids: vec![END],
             ..SpecialTokens::default()
@@ -62,7 +64,7 @@ fn write(folder: &Path, settings: &Settings, task: &Task, parameters: Parameters
     Ok(())
 }
 
-/// One line of JSON for each problem.
+/// Writes one line of JSON per problem.
 fn lines(prompts: &[Prompt]) -> String {
     let line = |prompt: &Prompt| json!({"prompt": prompt.text, "answer": answer(prompt)});
     prompts

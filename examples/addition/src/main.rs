@@ -1,7 +1,8 @@
 //! A tiny policy learns to add two-digit numbers, in minutes on a CPU.
 //!
-//! It is warmed up on examples until it is right about one time in three, and then trained with GRPO, whose only
-//! source is whether an answer is right. The run directory keeps settings, metrics, plot, answers and checkpoint.
+//! It warms up on examples until about a third of its answers are correct. Then GRPO trains it; the
+//! only reward is whether the answer is correct. The run folder has settings, metrics, a plot,
+//! answers and a checkpoint.
 
 mod base;
 mod progress;
@@ -22,42 +23,42 @@ use crate::report::{Measurement, samples_side_by_side, table};
 use crate::settings::{Settings, Size};
 use crate::task::{Task, is_right};
 
-/// Much of the time goes into allocating and freeing tensors.
+/// A fast allocator, because the program allocates and frees many tensors.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Trains a tiny language model to add two-digit numbers with GRPO, on the CPU.
 #[derive(Parser)]
 struct Args {
-    /// Where to leave the run; if that is taken, in the first free of OUT-2, OUT-3, ...
+    /// Folder of the run; if it exists, the first free of OUT-2, OUT-3, ...
     #[arg(long, default_value = "runs/addition")]
     out: PathBuf,
-    /// Replace a run that is there.
+    /// Replace an existing run.
     #[arg(long)]
     force: bool,
-    /// What all random numbers come from.
+    /// Seed of all random numbers.
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Training steps; the default depends on --short.
     #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     steps: Option<usize>,
-    /// A short run, which must learn something but need not get good.
+    /// A short run, which must improve but need not reach a high accuracy.
     #[arg(long)]
     short: bool,
-    /// Stop after the warm-up, and leave the policy and its problems in this folder for other programs to train.
+    /// Stop after the warm-up and write the policy and its problems to this folder.
     #[arg(long, conflicts_with_all = ["out", "force", "steps", "short"])]
     base: Option<PathBuf>,
-    /// The width of the policy: a multiple of 8.
+    /// Hidden size of the policy: a multiple of 8.
     #[arg(long, requires = "base", default_value_t = Size::default().hidden_size)]
     hidden_size: usize,
-    /// The layers of the policy.
+    /// Number of layers of the policy.
     #[arg(long, requires = "base", default_value_t = Size::default().num_hidden_layers)]
     layers: usize,
 }
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    // Matrices as small as these multiply faster on one core than two cores agree on who does what.
+    // Matrices this small multiply faster on one core than on two.
     let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
     one_thread.install(|| run(&args))
 }
@@ -69,7 +70,7 @@ fn run(args: &Args) -> Result<()> {
         num_hidden_layers: args.layers,
     };
     let settings = Settings::new(args.seed, args.steps, args.short, size);
-    // Before the warm-up, which takes its time.
+    // Before the warm-up, which takes a while.
     settings.train.validate()?;
     if let Some(folder) = &args.base {
         return base::make(folder, &settings);
@@ -118,7 +119,7 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Makes the training steps; each leaves its line in the run directory.
+/// Runs the training steps; each appends a line of metrics to the run folder.
 fn train(trainer: &mut Trainer, run: &mut RunDir, steps: usize) -> Result<Vec<StepMetrics>> {
     let bar = progress::Bar::of_steps("GRPO", steps);
     let mut all = Vec::new();

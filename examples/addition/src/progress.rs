@@ -1,16 +1,16 @@
-//! A progress bar, or a few lines where there is no terminal to draw one on.
+//! A progress bar, or a few lines without a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
 
 pub(crate) struct Bar {
     bar: ProgressBar,
     name: &'static str,
-    /// Steps between lines.
+    /// Number of steps between lines.
     interval: u64,
 }
 
 impl Bar {
-    /// For a known number of steps: with the time left.
+    /// Creates a bar for a known number of steps, with the remaining time.
     pub(crate) fn of_steps(name: &'static str, steps: usize) -> Self {
         let bar = ProgressBar::new(steps as u64);
         Self::new(
@@ -21,7 +21,7 @@ impl Bar {
         )
     }
 
-    /// For as many steps as it takes.
+    /// Creates a bar for an unknown number of steps.
     pub(crate) fn open_ended(name: &'static str) -> Self {
         Self::new(
             ProgressBar::no_length(),
@@ -43,7 +43,7 @@ impl Bar {
         }
     }
 
-    /// One more step is done.
+    /// Advances by one step.
     pub(crate) fn step(&self, message: &str) {
         self.bar.set_message(message.to_owned());
         self.bar.inc(1);

@@ -1,4 +1,4 @@
-//! Before and after.
+//! The comparison of answers before and after training.
 
 use anyhow::Result;
 use candle_grpo_train::{Actor, Evaluation, SamplingConfig, evaluate};
@@ -6,13 +6,13 @@ use candle_grpo_train::{Actor, Evaluation, SamplingConfig, evaluate};
 use crate::settings::Settings;
 use crate::task::{Task, answer, is_right};
 
-/// Separates the draws of evaluations from those of training steps, which count from 1.
+/// The step number for the random numbers of evaluations. Training steps count from 1.
 pub(crate) const STREAM: u64 = 0;
 
-/// How many answers are shown.
+/// Number of answers in the table.
 const SHOWN: usize = 40;
 
-/// How the policy answers the held-out problems.
+/// Answers of a policy to the held-out problems.
 pub(crate) struct Measurement {
     sampled: Evaluation,
     greedy: Evaluation,
@@ -40,7 +40,7 @@ impl Measurement {
         })
     }
 
-    /// The share of right answers, sampled.
+    /// The share of correct sampled answers.
     pub(crate) fn accuracy(&self) -> f64 {
         self.sampled.reward_mean()
     }
@@ -87,7 +87,7 @@ pub(crate) fn samples_side_by_side(
     after: &Measurement,
 ) -> String {
     let mut text = String::from(
-        "# Sampled answers to held-out problems\n\n| problem | right answer | before | | after | |\n|---|---|---|---|---|---|\n",
+        "# Sampled answers to held-out problems\n\n| problem | correct answer | before | | after | |\n|---|---|---|---|---|---|\n",
     );
     let pairs = before.sampled.samples.iter().zip(&after.sampled.samples);
     for (prompt, (before, after)) in task.held_out.iter().zip(pairs).take(SHOWN) {

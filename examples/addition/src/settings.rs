@@ -1,4 +1,4 @@
-//! The settings of the demonstration.
+//! The settings of the demo.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -12,22 +12,22 @@ use serde::Serialize;
 
 use crate::task::{END, VOCABULARY};
 
-/// All settings; they go into the run directory.
+/// All settings; the run folder contains them.
 #[derive(Serialize)]
 pub(crate) struct Settings {
     pub(crate) seed: u64,
     pub(crate) steps: usize,
     pub(crate) goal: Goal,
     pub(crate) model: DecoderConfig,
-    /// The standard deviation of the weights at the start.
+    /// The standard deviation of the initial weights.
     pub(crate) initial_std: f64,
     pub(crate) warm_up: PretrainConfig,
-    /// The held-out accuracy, greedy, at which the warm-up ends, and the one that it must not pass.
+    /// The greedy held-out accuracy that ends the warm-up, and its upper limit.
     pub(crate) warm_up_accuracy: RangeInclusive<f64>,
     pub(crate) train: TrainConfig,
 }
 
-/// How large the policy is.
+/// The size of the policy.
 #[derive(Clone, Copy)]
 pub(crate) struct Size {
     pub(crate) hidden_size: usize,
@@ -43,13 +43,13 @@ impl Default for Size {
     }
 }
 
-/// What counts as having learned.
+/// The criterion for success.
 #[derive(Clone, Copy, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Goal {
-    /// Right on this share of the held-out problems.
+    /// A share of correct held-out answers.
     Accuracy(f64),
-    /// Right on more of them than before, by this share.
+    /// An increase of that share.
     Rise(f64),
 }
 
@@ -101,7 +101,8 @@ impl Settings {
                 max_position_embeddings: 16,
                 tie_word_embeddings: false,
             },
-            // About 1 / sqrt(hidden_size): the 0.02 of large models makes so narrow a one slow to begin.
+            // About 1 / sqrt(hidden_size): 0.02, as in large models, makes narrow ones start
+            // slowly.
             initial_std: 0.16 / width.sqrt(),
             warm_up: PretrainConfig {
                 max_steps: 1500,
@@ -130,9 +131,10 @@ impl Settings {
                     ..Recipe::grpo()
                 },
                 old_log_probs: OldLogProbs::Sampler,
-                // Two updates from each batch, so that the second one is off-policy and the clip has something to do.
+                // Two updates per batch, so that the second is off-policy and the clip takes
+                // effect.
                 mini_batch_size: Some(256),
-                // Tensors that stay in the cache, and below the size at which Candle calls its threads together.
+                // Tensors that stay in the cache, below the size at which Candle uses threads.
                 micro_batch_size: 64,
                 optimizer: adamw(1.5e-3 / width),
                 schedule: LearningRateSchedule {

@@ -1,23 +1,23 @@
-//! The task: `37+58=` is to be answered with `95`.
+//! The task: the answer to `37+58=` is `95`.
 
 use anyhow::Result;
 use candle_grpo_train::{Example, Prompt, Sample, ShuffledOrder, character_tokenizer};
 use serde_json::json;
 use tokenizers::Tokenizer;
 
-/// Problems that the policy never trains on.
+/// Number of held-out problems, which the policy never trains on.
 const HELD_OUT: usize = 1000;
 
 /// The characters of problems and answers.
 const ALPHABET: &str = "0123456789+=";
 
-/// The number of tokens: one for each character and [`END`].
+/// Number of tokens: one per character, and [`END`].
 pub(crate) const VOCABULARY: usize = ALPHABET.len() + 1;
 
 /// The token that ends an answer.
 pub(crate) const END: u32 = 0;
 
-/// All sums of two two-digit numbers, divided by chance into those to train on and those to be asked at the end.
+/// All sums of two two-digit numbers, split randomly into training and held-out problems.
 pub(crate) struct Task {
     pub(crate) tokenizer: Tokenizer,
     pub(crate) training: Vec<Prompt>,
@@ -63,12 +63,12 @@ impl Task {
     }
 }
 
-/// The right answer.
+/// Returns the correct answer.
 pub(crate) fn answer(prompt: &Prompt) -> &str {
     prompt.columns["answer"].as_str().unwrap_or_default()
 }
 
-/// 1 for the right answer, 0 for any other: all that reinforcement learning is told.
+/// The only reward of the training: 1 for the correct answer, 0 for any other.
 pub(crate) fn is_right(sample: &Sample) -> f32 {
     f32::from(u8::from(sample.columns["answer"] == sample.completion))
 }

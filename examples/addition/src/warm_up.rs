@@ -1,4 +1,4 @@
-//! Learning from examples until reinforcement learning has something to reinforce.
+//! Supervised warm-up, so that reinforcement learning starts with some correct answers.
 
 use std::ops::ControlFlow;
 
@@ -12,13 +12,13 @@ use crate::report::STREAM;
 use crate::settings::Settings;
 use crate::task::{Task, is_right};
 
-/// Steps between looks at the accuracy.
+/// Number of steps between measurements of the accuracy.
 const INTERVAL: usize = 5;
 
-/// A policy that is right on held-out problems as often as the settings ask for.
+/// Trains a policy to the held-out accuracy of the settings.
 pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
     let parameters = initial_parameters(settings)?;
-    // The better of the two ways to answer: the policy must not know more than it is said to.
+    // The greedy accuracy, which is the higher one, must stay below the limit.
     let sampling = SamplingConfig {
         greedy: true,
         ..settings.train.sampling.clone()
@@ -60,13 +60,13 @@ pub(crate) fn warm_up(settings: &Settings, task: &Task) -> Result<Parameters> {
     );
     drop(bar);
     println!(
-        "\nwarmed up in {steps} steps on examples: {:.1} % right at its best guess",
+        "\nwarmed up in {steps} steps on examples: {:.1} % correct greedily",
         100. * accuracy
     );
     Ok(parameters)
 }
 
-/// [`Parameters::init`] with matrices of another size.
+/// Initializes parameters like [`Parameters::init`], with scaled matrices.
 fn initial_parameters(settings: &Settings) -> Result<Parameters> {
     let device = Device::Cpu;
     let factor = settings.initial_std / 0.02;
