@@ -33,6 +33,7 @@ mod nearest_key;
 pub mod rewards;
 pub mod selection;
 pub mod trajectories;
+pub mod validate;
 
 pub use advantage::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages, Baseline,
@@ -56,3 +57,4 @@ pub use selection::{
     ScoreResampling, top_entropy_tokens_to_host,
 };
 pub use trajectories::{EpisodePopulation, Gigpo, Steps};
+pub use validate::Invalid;

@@ -14,6 +14,7 @@ use crate::rewards::{
     IntoRewards, NonFinite, RewardTensor, check_finite, check_weights, combine, finite_mask,
 };
 use crate::selection::GroupSummary;
+use crate::validate;
 
 /// What is subtracted from a reward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -304,9 +305,7 @@ impl GroupAdvantage {
     ///
     /// Whether the scale goes with them, [`crate::SequenceAdvantage::validate`] says, which has one.
     pub fn validate(&self) -> Result<()> {
-        if !(self.epsilon >= 0. && self.epsilon.is_finite()) {
-            bail!("epsilon: {}, must be finite and at least 0", self.epsilon);
-        }
+        validate::non_negative("epsilon", self.epsilon)?;
         if self.ddof > 1 {
             bail!("ddof: {}, must be 0 or 1", self.ddof);
         }
