@@ -83,13 +83,4 @@ plain_kernels! {
         linear_log_prob_tile(logits: In<f32>, targets: In<u32>, mask: In<u8>, state: Out<f32>, packed: Out<f32>, n: u64,
             columns: u64, first_column: u32, vocab: u64, inverse_temperature: f32);
     }
-    policy_loss POLICY_LOSS {
-        policy_loss(log_probs: In<f32>, old_log_probs: In<f32>, ref_log_probs: In<f32>, advantages: In<f32>, weights: In<f32>,
-            entropy: In<f32>, row_divisors: In<f32>, mask: In<u8>, gradient: Out<f32>, surrogate: Out<f32>, policy: Out<f32>,
-            kl: Out<f32>, log_ratios: Out<f32>, clipped: Out<u8>, parts: Out<f64>, finished: Out<u32>, loss: Out<f32>,
-            sums: Out<f64>, batch: u64, tokens: u64, advantages_of_tokens: i32, weights_of_tokens: i32, level: i32,
-            log_ratio_clamp: f32, score: i32, score_a: f32, score_b: f32, score_c: f32, score_d: f32, kl_estimate: i32,
-            kl_slope: i32, kl_ratio: i32, kl_coef: f32, kl_slope_max: f32, kl_log_ratio_clamp: f32, kl_value_clamp: f32,
-            divide_by_length: i32, denominator: f64);
-    }
 }

@@ -191,37 +191,6 @@ def gradient_norm(vocab, width):
     return run
 
 
-def policy_loss(batch, tokens):
-    """GRPO with a KL loss as TRL writes it: a mean of each sequence, then of the batch."""
-    import torch
-
-    log_probs = uniform(torch, "cpu", batch, tokens)
-    old, reference = (log_probs.detach() + 0.2 * torch.randn(batch, tokens) for _ in range(2))
-    mask = (torch.rand(batch, tokens) < 0.9).float()
-    advantages = torch.randn(batch, 1)
-
-    def loss(log_probs):
-        ratio = torch.exp(log_probs - old)
-        surrogate = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
-        difference = reference - log_probs
-        token = surrogate + 0.04 * (torch.exp(difference) - difference - 1)
-        return ((token * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-    return through_a_graph(loss, log_probs)
-
-
-def group_advantage(samples, group_size):
-    import torch
-
-    rewards = torch.randn(samples)
-
-    def run():
-        groups = rewards.view(-1, group_size)
-        ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-
-    return run
-
-
 def cpu_cases():
     def beside_pytorch(op, shape, prepare, direction="forward+backward"):
         return Case(op, shape, "f32", "PyTorch", prepare, direction=direction)
@@ -249,10 +218,6 @@ def cpu_cases():
     )
     yield beside_pytorch(
         "embedding", "[1024] of [49152, 576], alone", lambda: embedding(1024, 49152, 576)
-    )
-    yield beside_pytorch("policy_loss", "[64, 512]", lambda: policy_loss(64, 512))
-    yield beside_pytorch(
-        "group_advantage", "[4096] in groups of 8", lambda: group_advantage(4096, 8), "forward"
     )
     yield beside_pytorch("adamw", "[49152, 576]", lambda: adamw(49152, 576), "forward")
     yield beside_pytorch("gradient_norm", "[49152, 576]", lambda: gradient_norm(49152, 576), "forward")

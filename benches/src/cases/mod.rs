@@ -5,7 +5,6 @@ mod layers;
 mod linear;
 mod log_prob;
 mod logits;
-mod losses;
 mod optimizer;
 mod step;
 
@@ -23,7 +22,6 @@ pub(crate) fn on(device: &Device) -> Vec<Case> {
     [
         log_prob::cases(),
         linear::cases(),
-        losses::cases(),
         layers::cases(),
         optimizer::cases(),
     ]

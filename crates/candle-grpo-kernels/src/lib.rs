@@ -26,7 +26,6 @@
 //! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
 //! | [`rope`](rope()): rotary position embedding | `rope` |
 //! | [`swiglu`](swiglu()): the gate of a feed-forward layer | `swiglu` |
-//! | [`policy_loss`](policy_loss()): loss, gradient and figures of log-probs, the composed product being that of `candle-grpo-loss` | `policy_loss` |
 
 mod adamw;
 mod add_matmul;
@@ -44,7 +43,6 @@ mod linear_rows;
 mod log_prob;
 mod paged_attention;
 mod path;
-mod policy_loss;
 mod precision;
 mod rms_norm;
 mod rope;
@@ -62,10 +60,6 @@ pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
 pub use linear_rows::linear_rows;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
 pub use paged_attention::{KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow, paged_attention};
-pub use policy_loss::{
-    FusedPolicyLoss, KlEstimate, KlRatio, KlSlope, KlTerm, PolicyLossOptions, PolicyLossTensors,
-    PolicySum, RatioLevel, RowDivisor, TokenSurrogate, policy_loss, policy_loss_is_fused,
-};
 pub use precision::arithmetic_dtype;
 pub use rms_norm::{rms_norm, rms_norm_gradient};
 pub use rope::{rope, rope_gradient};

@@ -18,7 +18,6 @@
 mod adaptive_entropy;
 mod aggregation;
 mod batch;
-mod fused;
 mod importance;
 mod kl_loss;
 mod limits;

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
 use crate::batch::{OldPolicy, PolicyBatch, over_tokens};
-use crate::fused;
 use crate::importance::{ImportanceLevel, k3};
 use crate::kl_loss::{KlLoss, KlValues};
 use crate::limits::{check_not_negative, check_positive};
@@ -205,37 +204,16 @@ impl PolicyLoss {
     /// that do not fit, on shapes that differ, and if a term lacks its input. Numbers are not looked at: an advantage that is
     /// NaN gives a loss that is NaN.
     pub fn compute(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
-        let totals = self.checked(batch, totals)?;
-        match fused::compute(self, batch, &totals)? {
-            Some(output) => Ok(output),
-            None => self.composed(batch, &totals),
-        }
-    }
-
-    /// [`Self::compute`] in plain Candle operations: the reference, and the path of all that the fused operator does not
-    /// cover.
-    pub fn compute_composed(
-        &self,
-        batch: &PolicyBatch,
-        totals: &StepTotals,
-    ) -> Result<PolicyLossOutput> {
-        self.composed(batch, &self.checked(batch, totals)?)
-    }
-
-    fn checked(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<StepTotals> {
         self.validate()?;
         totals.check()?;
         self.check_correction(batch)?;
-        Ok(match self.empty_sequences {
+        let totals = match self.empty_sequences {
             EmptySequences::Exclude => *totals,
             EmptySequences::Include => totals.with_empty(),
-        })
-    }
-
-    fn composed(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
+        };
         let inputs = Inputs::new(self, batch)?;
         let aggregate = |aggregation: &Aggregation, x: &Tensor| {
-            aggregation.apply_with_prompts(x, &inputs.mask, totals, batch.prompt_tokens)
+            aggregation.apply_with_prompts(x, &inputs.mask, &totals, batch.prompt_tokens)
         };
         let mut metrics = Metrics::new();
 
@@ -266,8 +244,12 @@ impl PolicyLoss {
         if let Some(entropy) = &inputs.entropy {
             metrics.push_masked_mean("entropy", entropy, &inputs.mask)?;
             if self.entropy_coef > 0. {
-                let kept = inputs.entropy_mask.as_ref();
-                loss = (loss - self.entropy_bonus(entropy, kept, &inputs.mask, totals, batch)?)?;
+                let bonus = match &inputs.entropy_mask {
+                    Some(kept) => kept.where_cond(entropy, &entropy.zeros_like()?)?,
+                    None => entropy.clone(),
+                };
+                let aggregation = self.entropy_aggregation.unwrap_or(self.aggregation);
+                loss = (loss - (aggregate(&aggregation, &bonus)? * self.entropy_coef)?)?;
             }
         } else if self.entropy_coef > 0. {
             bail!(
@@ -292,24 +274,6 @@ impl PolicyLoss {
                     .transpose()?,
             },
         })
-    }
-
-    /// What is taken off the loss for `entropy` `[B, T]`, at the positions that are `kept`.
-    pub(crate) fn entropy_bonus(
-        &self,
-        entropy: &Tensor,
-        kept: Option<&Tensor>,
-        mask: &Mask,
-        totals: &StepTotals,
-        batch: &PolicyBatch,
-    ) -> Result<Tensor> {
-        let aggregation = self.entropy_aggregation.unwrap_or(self.aggregation);
-        let bonus = match kept {
-            Some(kept) => kept.where_cond(entropy, &entropy.zeros_like()?)?,
-            None => entropy.clone(),
-        };
-        let mean = aggregation.apply_with_prompts(&bonus, mask, totals, batch.prompt_tokens)?;
-        mean * self.entropy_coef
     }
 
     /// A correction must be given where one is configured, and must not where the ratio is one already.

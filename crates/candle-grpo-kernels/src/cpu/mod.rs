@@ -12,7 +12,6 @@ pub(crate) mod log_prob;
 mod matmul;
 mod output;
 pub(crate) mod paged_attention;
-pub(crate) mod policy_loss;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 mod simd;

@@ -13,7 +13,6 @@ pub(crate) mod linear_log_prob;
 pub(crate) mod log_prob;
 mod matmul;
 mod output;
-pub(crate) mod policy_loss;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

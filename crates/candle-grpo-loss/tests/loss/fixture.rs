@@ -4,11 +4,11 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask,
-    EmptySequences, GeometricMean, ImportanceLevel, KlCov, KlLoss, PolicyBatch, PolicyLoss,
-    PolicyLossOutput, PositiveIf, PositiveNll, SoftGate, SquaredLogRatio, StepTotals, Surrogate,
-    Topr, UnifiedMask, Vespo,
+    EmptySequences, GeometricMean, ImportanceLevel, KlCov, KlLoss, MetricValues, PolicyBatch,
+    PolicyLoss, PolicyLossOutput, PositiveIf, PositiveNll, SoftGate, SquaredLogRatio, StepTotals,
+    Surrogate, Topr, UnifiedMask, Vespo,
 };
-use candle_grpo_test_support::numbers;
+use candle_grpo_test_support::{assert_close, numbers};
 
 /// Sequences and tokens.
 pub(crate) const B: usize = 5;
@@ -145,6 +145,52 @@ pub(crate) struct Computed {
     pub(crate) output: PolicyLossOutput,
 }
 
+/// Compares loss, terms and metrics.
+pub(crate) fn assert_same_output(
+    found: &PolicyLossOutput,
+    expected: &PolicyLossOutput,
+    tolerance: f64,
+) -> Result<()> {
+    assert_close(&numbers(&found.loss)?, &numbers(&expected.loss)?, tolerance);
+    let (terms, expected_terms) = (&found.tokens, &expected.tokens);
+    assert_close(
+        &numbers(&terms.surrogate)?,
+        &numbers(&expected_terms.surrogate)?,
+        tolerance,
+    );
+    assert_close(
+        &numbers(&terms.policy)?,
+        &numbers(&expected_terms.policy)?,
+        tolerance,
+    );
+    assert_close(
+        &numbers(&terms.log_ratio)?,
+        &numbers(&expected_terms.log_ratio)?,
+        tolerance,
+    );
+    for (term, expected) in [
+        (&terms.kl, &expected_terms.kl),
+        (&terms.clipped, &expected_terms.clipped),
+    ] {
+        assert_eq!(term.is_some(), expected.is_some());
+        if let (Some(term), Some(expected)) = (term, expected) {
+            assert_close(&numbers(term)?, &numbers(expected)?, tolerance);
+        }
+    }
+    let (metrics, expected) = (found.metrics.to_host()?, expected.metrics.to_host()?);
+    let names = |values: &MetricValues| -> Vec<String> {
+        values.iter().map(|(name, _)| name.to_owned()).collect()
+    };
+    assert_eq!(names(&metrics), names(&expected));
+    for ((name, value), (_, expected)) in metrics.iter().zip(expected.iter()) {
+        assert!(
+            (value - expected).abs() <= tolerance * (1. + expected.abs()),
+            "{name}: {value}, expected {expected}"
+        );
+    }
+    Ok(())
+}
+
 pub(crate) fn aggregations() -> Vec<Aggregation> {
     vec![
         Aggregation::TokenMean,
@@ -181,12 +227,53 @@ pub(crate) fn kl_losses() -> Vec<Option<KlLoss>> {
     ]
 }
 
-pub(crate) const LEVELS: [ImportanceLevel; 4] = [
+pub(crate) const LEVELS: [ImportanceLevel; 5] = [
     ImportanceLevel::Token,
     ImportanceLevel::Sequence,
+    ImportanceLevel::SequenceToken,
     ImportanceLevel::SequenceProduct,
     ImportanceLevel::Segment,
 ];
+
+/// [`kl_losses`], and every gradient that is not the derivative of its value.
+pub(crate) fn kls() -> Vec<Option<KlLoss>> {
+    let mut kls = kl_losses();
+    for (estimator, gradient, bias_correction) in [
+        (
+            KlEstimator::K1,
+            KlGradient::StraightThrough,
+            BiasCorrection::Off,
+        ),
+        (
+            KlEstimator::K3,
+            KlGradient::ImportanceWeighted { max: 1.1 },
+            BiasCorrection::Off,
+        ),
+        (
+            KlEstimator::K2,
+            KlGradient::Direct,
+            BiasCorrection::ImportanceLevel,
+        ),
+        (KlEstimator::Abs, KlGradient::Direct, BiasCorrection::Token),
+    ] {
+        let kl = Kl {
+            gradient,
+            ..Kl::new(estimator)
+        };
+        kls.push(Some(KlLoss {
+            bias_correction,
+            ..KlLoss::new(0.3, kl)
+        }));
+    }
+    kls
+}
+
+/// Levels at which the gradient of a loss is that of its value.
+fn differentiable_levels() -> impl Iterator<Item = ImportanceLevel> {
+    LEVELS
+        .into_iter()
+        .filter(|level| *level != ImportanceLevel::SequenceToken)
+}
 
 /// Surrogates whose gradient is that of their value.
 pub(crate) fn differentiable_surrogates() -> Vec<Surrogate> {
@@ -267,7 +354,13 @@ pub(crate) fn detached_surrogates() -> Vec<Surrogate> {
     ]
 }
 
-fn is_of_tokens_only(surrogate: &Surrogate) -> bool {
+pub(crate) fn surrogates() -> Vec<Surrogate> {
+    let mut surrogates = differentiable_surrogates();
+    surrogates.extend(detached_surrogates());
+    surrogates
+}
+
+pub(crate) fn is_of_tokens_only(surrogate: &Surrogate) -> bool {
     matches!(surrogate, Surrogate::GeometricMean(_) | Surrogate::Vespo(_))
 }
 
@@ -287,7 +380,7 @@ pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
 fn losses_of(surrogates: Vec<Surrogate>) -> Vec<PolicyLoss> {
     let mut losses = Vec::new();
     for surrogate in surrogates {
-        for importance_level in LEVELS {
+        for importance_level in differentiable_levels() {
             if importance_level != ImportanceLevel::Token && is_of_tokens_only(&surrogate) {
                 continue;
             }

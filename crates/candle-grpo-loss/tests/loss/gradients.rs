@@ -287,3 +287,50 @@ fn half_precision_is_computed_in_f32() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn half_log_probs_give_an_f32_loss_and_a_gradient_of_their_dtype() -> Result<()> {
+    for device in devices() {
+        let log_probs = Tensor::new(&[[-1f32, -0.5, -2.], [-0.25, -1.5, -3.]], device)?;
+        let old = (&log_probs + 0.125)?;
+        let advantages = Tensor::new(&[1f32, -0.5], device)?;
+        let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], device)?;
+        let loss = PolicyLoss::default();
+        let run = |dtype: DType| -> Result<(Tensor, Tensor)> {
+            let log_probs = Var::from_tensor(&log_probs.to_dtype(dtype)?)?;
+            let old = old.to_dtype(dtype)?;
+            let batch = PolicyBatch::new(&log_probs, &advantages, &mask).old_log_probs(&old);
+            let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+            let gradients = output.loss.backward()?;
+            let gradient = gradients.get(&log_probs).expect("a gradient").clone();
+            Ok((output.loss, gradient))
+        };
+        let (expected, expected_gradient) = run(DType::F64)?;
+        for dtype in [DType::BF16, DType::F16] {
+            let (loss, gradient) = run(dtype)?;
+            assert_eq!((loss.dtype(), gradient.dtype()), (DType::F32, dtype));
+            assert_close(&numbers(&loss)?, &numbers(&expected)?, 1e-6);
+            assert_close(&numbers(&gradient)?, &numbers(&expected_gradient)?, 1e-3);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_gradient_of_a_scaled_loss_is_scaled() -> Result<()> {
+    for device in devices() {
+        let log_probs = Var::new(&[[-1f32, -0.5]], device)?;
+        let advantages = Tensor::new(&[1f32], device)?;
+        let mask = Tensor::new(&[[1u8, 1]], device)?;
+        let loss = PolicyLoss {
+            aggregation: Aggregation::TokenSum,
+            ..Default::default()
+        };
+        let batch = PolicyBatch::new(&log_probs, &advantages, &mask);
+        let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        let gradients = (output.loss * 0.25)?.backward()?;
+        let gradient = gradients.get(&log_probs).expect("a gradient");
+        assert_eq!(numbers(gradient)?, [-0.25, -0.25]);
+    }
+    Ok(())
+}

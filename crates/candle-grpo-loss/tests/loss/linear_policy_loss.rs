@@ -10,8 +10,10 @@ use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-use crate::fixture::{B, Fixture, T, aggregations, all_losses};
-use crate::fused::{LEVELS, assert_same_output, kls, surrogates};
+use crate::fixture::{
+    B, Fixture, LEVELS, T, aggregations, all_losses, assert_same_output, is_of_tokens_only, kls,
+    surrogates,
+};
 
 const H: usize = 4;
 const V: usize = 7;
@@ -272,7 +274,7 @@ impl Random {
         let in_graph = batch
             .with_log_probs(&expected_tokens.log_probs)
             .entropy(&expected_tokens.entropy);
-        let expected = loss.compute_composed(&in_graph, &totals)?;
+        let expected = loss.compute(&in_graph, &totals)?;
         let store = expected.loss.backward()?;
 
         let layer = LinearLogProb::new(&hidden, &weight, bias.as_deref(), &targets, 0.8, options)?;
@@ -318,7 +320,7 @@ proptest! {
         entropy_coef in prop_oneof![Just(0.), Just(0.05)],
     ) {
         let (batch, tokens, width, vocab) = sizes;
-        let own_level = matches!(surrogate, Surrogate::GeometricMean(_) | Surrogate::Vespo(_));
+        let own_level = is_of_tokens_only(&surrogate);
         let loss = PolicyLoss {
             importance_level: if own_level { ImportanceLevel::Token } else { level },
             surrogate,

@@ -4,7 +4,6 @@ mod bad_input;
 mod documentation;
 mod fixture;
 mod full_kl;
-mod fused;
 mod gradients;
 mod linear_policy_loss;
 mod log_prob;
