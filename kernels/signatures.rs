@@ -46,10 +46,6 @@ kernels! {
         gradient_squares(gradient: In<Self>, parts: Out<f64>, n: u64);
         gradient_scale(gradient: Out<Self>, n: u64, factor: f32);
     }
-    group_advantage GROUP_ADVANTAGE {
-        group_advantage(rewards: In<Self>, mask: In<u8>, members: In<u32>, advantages: Out<f32>, samples: u32, groups: u32,
-            leave_one_out: i32, scale: i32, epsilon: f64, ddof: i32, lone_sample: i32);
-    }
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);

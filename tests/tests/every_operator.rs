@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_core::{GroupAdvantage, Scale};
 use candle_grpo_kernels::{
-    AdamWStep, AdamWTensors, GroupAdvantageOptions, LogProbOptions, SampleGroups, TokenLogProbs,
-    adamw, attention, embedding, group_advantage, linear_log_prob, log_prob, rms_norm, rope,
-    scale_gradients, squared_gradient_norms, swiglu,
+    AdamWStep, AdamWTensors, LogProbOptions, TokenLogProbs, adamw, attention, embedding,
+    linear_log_prob, log_prob, rms_norm, rope, scale_gradients, squared_gradient_norms, swiglu,
 };
 use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals};
 use candle_grpo_test_support::{assert_close, devices, numbers};
@@ -187,8 +187,7 @@ impl Network {
 
     fn loss(&self, tokens: &TokenLogProbs, old: &Tensor) -> Result<Tensor> {
         let rewards = Tensor::new(&REWARDS, &self.device)?;
-        let options = GroupAdvantageOptions::default();
-        let advantages = group_advantage(&rewards, SampleGroups::OfSize(2), options)?;
+        let advantages = GroupAdvantage::grpo().compute(&rewards, 2, Scale::Group)?;
         let mask = self.response_mask()?;
         let log_probs = self.input("policy_loss.log_probs", &tokens.log_probs)?;
         let entropy = self.input("policy_loss.entropy", &tokens.entropy)?;

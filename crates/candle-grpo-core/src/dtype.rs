@@ -2,7 +2,13 @@
 
 use candle_core::{DType, Device, Tensor};
 
-pub use candle_grpo_kernels::arithmetic_dtype;
+/// The dtype in which sums and exponentials of `dtype` are computed: f64 for f64, f32 for all others.
+pub fn arithmetic_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}
 
 /// The dtype of sums and variances: f64, or f32 on Metal, which has no f64.
 pub fn statistics_dtype(device: &Device) -> DType {

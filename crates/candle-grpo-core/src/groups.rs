@@ -1,7 +1,6 @@
 //! Which samples answer the same prompt.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_grpo_kernels::SampleGroups;
 use std::collections::HashMap;
 
 /// The groups of a batch: samples of one group answer the same prompt.
@@ -83,30 +82,6 @@ impl Groups {
 }
 
 impl Groups {
-    /// The number of samples in the smallest group; nothing if the groups are not of `batch` samples.
-    pub(crate) fn smallest(&self, batch: usize) -> Option<usize> {
-        match self {
-            Self::Consecutive(size) if *size > 0 && batch.is_multiple_of(*size) => Some(*size),
-            Self::Ids(ids) if ids.len() == batch => {
-                let mut sizes = HashMap::new();
-                for id in ids {
-                    *sizes.entry(id).or_insert(0) += 1;
-                }
-                sizes.into_values().min()
-            }
-            _ => None,
-        }
-    }
-
-    /// The same for the fused operators; a negative size is one that no number of samples has.
-    pub(crate) fn as_sample_groups(&self) -> SampleGroups<'_> {
-        match self {
-            Self::Consecutive(size) => SampleGroups::OfSize(*size),
-            Self::Ids(ids) => SampleGroups::Ids(ids),
-            Self::Negative(_) => SampleGroups::OfSize(0),
-        }
-    }
-
     /// The id of each of `rows` rows; `name` is what errors call them.
     pub(crate) fn to_ids(&self, name: &str, rows: usize) -> Result<Vec<i64>> {
         match self {

@@ -15,7 +15,6 @@
 //! | --- | --- |
 //! | [`adamw`](adamw()): one step of the optimiser over all parameters, in place | `adamw` |
 //! | [`squared_gradient_norms`], [`scale_gradients`]: clipping by the global norm | `gradient_norm` |
-//! | [`group_advantage`](group_advantage()): rewards relative to their group | `group_advantage` |
 //! | [`log_prob`]: selected log-probs, entropy and log-sum-exp of logits | `log_prob` |
 //! | [`linear_log_prob`]: the same from hidden states and the output weight | `linear_log_prob` |
 //! | [`linear_rows`](linear_rows()): several linear maps of few rows, each row by itself, for decoding | `linear_rows`, on CUDA the twin |
@@ -37,7 +36,6 @@ mod cpu;
 mod cuda;
 mod embedding;
 mod gradient_norm;
-mod group_advantage;
 mod linear_log_prob;
 mod linear_rows;
 mod log_prob;
@@ -53,9 +51,6 @@ pub use add_matmul::add_matmul;
 pub use attention::{Sequences, attention, attention_gradient};
 pub use embedding::{add_embedding_gradient, embedding};
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
-pub use group_advantage::{
-    AdvantageScale, GroupAdvantageOptions, GroupBaseline, LoneSample, SampleGroups, group_advantage,
-};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
 pub use linear_rows::linear_rows;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};

@@ -1,9 +1,6 @@
 //! Advantages of sequences: reward minus baseline, divided by a scale.
 
 use candle_core::{DType, Result, Tensor, bail};
-use candle_grpo_kernels::{
-    AdvantageScale, GroupAdvantageOptions, GroupBaseline, LoneSample, group_advantage,
-};
 use serde::{Deserialize, Serialize};
 
 use crate::advantage::Whitening;
@@ -232,16 +229,6 @@ impl GroupAdvantage {
         self.validate_with(scale)?;
         let rewards = &inputs.rewards;
         let combined = self.combined(rewards)?;
-        if let Some(options) = self.fused(inputs, scale) {
-            let selected = self.selected(inputs, &combined)?;
-            let options = GroupAdvantageOptions {
-                mask: Some(&selected),
-                ..options
-            };
-            let groups = inputs.groups.as_sample_groups();
-            let advantages = group_advantage(&combined.0, groups, options)?;
-            return (advantages * self.factor)?.to_dtype(rewards.result_dtype);
-        }
         let sums = self.statistics_of(inputs, &combined)?;
         let advantages = match (self.components, rewards.values.dims()) {
             (Components::NormalizeThenSum, &[_, components]) => {
@@ -330,47 +317,6 @@ impl GroupAdvantage {
             );
         }
         Ok(())
-    }
-
-    /// The options of the fused operator if it covers this: a baseline and a scale that it has, and nothing after them. The
-    /// composed path computes the rest, and says what is wrong with groups.
-    fn fused(
-        &self,
-        inputs: &SequenceInputs<'_>,
-        scale: Scale,
-    ) -> Option<GroupAdvantageOptions<'static>> {
-        let (samples, has_components) = match *inputs.rewards.values.dims() {
-            [samples] => (samples, false),
-            [samples, _] => (samples, true),
-            _ => return None,
-        };
-        let one_by_one = self.components == Components::NormalizeThenSum && has_components;
-        if one_by_one || self.compensation != Compensation::None || self.normalize.is_some() {
-            return None;
-        }
-        let smallest_group = inputs.groups.smallest(samples)?;
-        Some(GroupAdvantageOptions {
-            baseline: match self.baseline {
-                Baseline::GroupMean => GroupBaseline::Mean,
-                Baseline::LeaveOneOut => GroupBaseline::LeaveOneOut,
-                _ => return None,
-            },
-            scale: match scale {
-                Scale::Group => AdvantageScale::Group,
-                Scale::Batch => AdvantageScale::Batch,
-                Scale::None => AdvantageScale::None,
-                Scale::GroupMean => return None,
-            },
-            lone_sample: match self.single_sample {
-                SingleSample::Error if smallest_group == 1 => return None,
-                SingleSample::Error | SingleSample::Zero => LoneSample::Zero,
-                SingleSample::Raw => LoneSample::Raw,
-                SingleSample::BatchMean => LoneSample::BatchMean,
-            },
-            epsilon: self.epsilon,
-            ddof: self.ddof,
-            mask: None,
-        })
     }
 
     /// The weighted sums of the components, and which samples have one.

@@ -5,7 +5,6 @@ pub(crate) mod attention;
 mod element;
 pub(crate) mod embedding;
 pub(crate) mod gradient_norm;
-pub(crate) mod group_advantage;
 pub(crate) mod linear_log_prob;
 pub(crate) mod linear_rows;
 pub(crate) mod log_prob;

@@ -6,7 +6,6 @@ pub(crate) mod attention;
 mod element;
 pub(crate) mod embedding;
 pub(crate) mod gradient_norm;
-pub(crate) mod group_advantage;
 mod in_place;
 mod launch;
 pub(crate) mod linear_log_prob;
