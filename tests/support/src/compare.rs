@@ -1,19 +1,41 @@
-//! Tensors as numbers, numbers against numbers, and errors as text.
+//! Comparison of tensors, numbers and error messages.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var, backprop::GradStore};
 
-/// The entries of a tensor of any shape, dtype and device.
+/// Returns the entries of a tensor of any shape, dtype and device. Synchronizes with the device.
+///
+/// # Errors
+///
+/// Fails if the device does not copy the tensor.
 pub fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    // There first: on CUDA Candle converts no empty tensors.
+    // The copy comes first: Candle does not convert empty tensors on CUDA.
     let tensor = tensor.to_device(&Device::Cpu)?;
     tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
 }
 
-/// `tolerance` is absolute up to 1 and relative above.
+/// Returns the entries of the gradient of `variable`.
+///
+/// # Errors
+///
+/// Fails if the device does not copy the gradient.
 ///
 /// # Panics
 ///
-/// If the lengths differ, or an entry is further off than that.
+/// Panics if the variable has no gradient.
+#[track_caller]
+pub fn gradient(gradients: &GradStore, variable: &Var) -> Result<Vec<f64>> {
+    match gradients.get(variable) {
+        Some(gradient) => numbers(gradient),
+        None => panic!("a variable of shape {:?} has no gradient", variable.dims()),
+    }
+}
+
+/// Compares two lists of numbers. `tolerance` is absolute for expected numbers up to 1, and
+/// relative above.
+///
+/// # Panics
+///
+/// Panics if the lengths differ or if one entry differs by more than `tolerance`.
 #[track_caller]
 pub fn assert_close(got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len());
@@ -25,13 +47,13 @@ pub fn assert_close(got: &[f64], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// The first line of an error: with a backtrace it has more.
+/// Returns the first line of an error, without its backtrace.
 ///
 /// # Panics
 ///
-/// If there is none.
+/// Panics if the result is not an error.
 #[track_caller]
-pub fn message<T>(result: Result<T>) -> String {
+pub fn message<T, E: std::fmt::Display>(result: std::result::Result<T, E>) -> String {
     match result {
         Ok(_) => panic!("an error was expected"),
         Err(error) => error

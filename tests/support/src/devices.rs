@@ -1,4 +1,4 @@
-//! The devices that tests run on.
+//! Devices that tests run on.
 
 use std::io::Write;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -7,10 +7,10 @@ use candle_core::Device;
 
 static CPU: Device = Device::Cpu;
 
-/// Held while a test runs on CUDA: tests have threads of their own, and these share one handle of cuBLAS.
+/// Locked while a test runs on CUDA, because the threads of all tests share one cuBLAS handle.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The CPU, and CUDA where it is compiled in and a GPU answers.
+/// Returns the CPU, and the GPU if the build has CUDA and a GPU is present.
 pub fn devices() -> Devices {
     Devices {
         rest: [Some(&CPU), cuda().ok()].into_iter().flatten().collect(),
@@ -18,7 +18,7 @@ pub fn devices() -> Devices {
     }
 }
 
-/// The iterator of [`devices`]. While it is at CUDA no other one is.
+/// The iterator of [`devices`]. Only one iterator at a time is on the GPU.
 #[derive(Debug)]
 pub struct Devices {
     rest: std::collections::VecDeque<&'static Device>,
@@ -34,35 +34,36 @@ impl Iterator for Devices {
         if device.is_cuda() {
             self.turn = Some(TURN.lock().unwrap_or_else(PoisonError::into_inner));
         }
-        // Shown with a test that fails.
+        // The harness shows this line if the test fails.
         println!("on {:?}", device.location());
         Some(device)
     }
 }
 
-/// The one CUDA device of this process, or why there is none.
+/// Returns the CUDA device of this process, or the reason why there is none.
 ///
-/// Every call to Candle's constructor gives another device, and tensors of two do not mix. The stream is one of its own:
-/// the default one is another in each thread.
+/// There is only one: Candle's constructor creates a new device on each call, and tensors of two
+/// devices do not mix. It has its own stream, because the default stream differs between threads.
+///
+/// In a build with CUDA, the first call writes to standard error whether the tests run on a GPU.
 pub fn cuda() -> Result<&'static Device, &'static str> {
     static CUDA: OnceLock<Result<Device, String>> = OnceLock::new();
     let cuda = CUDA.get_or_init(|| {
         if !candle_core::utils::cuda_is_available() {
             return Err("built without the feature cuda".to_owned());
         }
-        Device::new_cuda_with_stream(0).map_err(|error| {
+        let device = Device::new_cuda_with_stream(0).map_err(|error| {
             let error = error.to_string();
             error.lines().next().unwrap_or_default().to_owned()
-        })
+        });
+        let line = match &device {
+            Ok(_) => "CUDA: tests run on the GPU and on the CPU".to_owned(),
+            Err(reason) => format!("CUDA: tests run on the CPU only: {reason}"),
+        };
+        // The test harness captures what `eprintln` writes, but not this. A closed stream is no
+        // reason to fail a test.
+        let _ = writeln!(std::io::stderr(), "{line}");
+        device
     });
     cuda.as_ref().map_err(String::as_str)
-}
-
-/// Writes past the capture of a test's output whether the tests run on CUDA, or why they do not.
-pub fn say_whether_on_cuda() -> std::io::Result<()> {
-    let text = match cuda() {
-        Ok(_) => "CUDA: tests run on it as well as on the CPU".to_owned(),
-        Err(reason) => format!("CUDA: skipped, {reason}"),
-    };
-    writeln!(std::io::stderr(), "{text}")
 }

@@ -1,24 +1,27 @@
-//! What the tests of several crates share: the devices they run on, and how they compare.
+//! Helpers for the tests and benchmarks of all crates: devices, inputs and comparisons.
 //!
-//! A test is written once, for whatever device it is given:
+//! A test runs on every device:
 //!
 //! ```
-//! use candle_core::{Result, Tensor};
-//! use candle_grpo_test_support::{assert_close, devices, numbers};
+//! use candle_core::{DType, Result};
+//! use candle_grpo_test_support::{assert_close, devices, noise_tensor, numbers};
 //!
-//! fn a_sum() -> Result<()> {
+//! fn the_sum_of_a_tensor_is_the_sum_of_its_entries() -> Result<()> {
 //!     for device in devices() {
-//!         let x = Tensor::new(&[1f32, 2.], device)?;
-//!         assert_close(&numbers(&x.sum_all()?)?, &[3.], 1e-6);
+//!         let x = noise_tensor((3, 4), 1, DType::F64, device)?;
+//!         let expected: f64 = numbers(&x)?.iter().sum();
+//!         assert_close(&numbers(&x.sum_all()?)?, &[expected], 1e-12);
 //!     }
 //!     Ok(())
 //! }
-//! # a_sum()?;
+//! # the_sum_of_a_tensor_is_the_sum_of_its_entries()?;
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 
 mod compare;
 mod devices;
+mod noise;
 
-pub use compare::{assert_close, message, numbers};
-pub use devices::{Devices, cuda, devices, say_whether_on_cuda};
+pub use compare::{assert_close, gradient, message, numbers};
+pub use devices::{Devices, cuda, devices};
+pub use noise::{noise, noise_tensor, token_ids};

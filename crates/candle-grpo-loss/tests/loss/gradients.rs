@@ -3,8 +3,8 @@
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::{
-    Clip, GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate,
-    Vespo,
+    Aggregation, Clip, GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals,
+    Surrogate, Vespo,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::composed;
 use candle_grpo_loss::{
     ImportanceLevel, KlLoss, LinearLogProb, LogProbOptions, PolicyBatch, PolicyLoss, StepTotals,
-    Surrogate, linear_log_prob, linear_policy_loss,
+    linear_log_prob, linear_policy_loss,
 };
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;

@@ -13,10 +13,3 @@ mod presets;
 mod published_values;
 mod recipes;
 mod step_wide;
-
-/// The other tests run on every device there is; this one says which.
-#[test]
-#[cfg_attr(not(feature = "cuda"), ignore = "built without the feature cuda")]
-fn cuda_is_present_or_skipped() -> std::io::Result<()> {
-    candle_grpo_test_support::say_whether_on_cuda()
-}
