@@ -1,4 +1,4 @@
-//! The command line.
+//! Command line arguments.
 
 use std::path::PathBuf;
 
@@ -10,13 +10,13 @@ pub(crate) struct Args {
     /// Only operators whose name contains this
     #[arg(long, default_value = "")]
     pub(crate) only: String,
-    /// Measured runs of each side; the median counts
+    /// Measured runs of each side, whose median is reported
     #[arg(long, default_value_t = 9)]
     pub(crate) rounds: usize,
-    /// Where ops.json and ops.md go
+    /// Folder for ops.json and ops.md
     #[arg(long, default_value = "target/bench")]
     pub(crate) out: PathBuf,
-    /// Run cases named on standard input instead, one a line, and answer each with its milliseconds
+    /// Run the cases named on standard input, one per line, and print the milliseconds of each
     #[arg(long)]
     pub(crate) serve: bool,
 }

@@ -1,19 +1,18 @@
-//! How near an operator comes to the speed of a copy.
+//! Comparison of an operator with the speed of a copy.
 
 use crate::results::Row;
 
-/// A goal for an operator whose time is that of its memory traffic. In the place of the twin is a copy that reads and writes
-/// as many bytes.
+/// A goal for an operator bound by memory bandwidth. A copy of as many bytes replaces the twin.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bandwidth {
-    /// The bytes that the operator has to read and write.
+    /// The bytes that the operator must read and write.
     pub(crate) bytes: usize,
-    /// The share of the speed of the copy that it should reach.
+    /// The goal, as a share of the speed of the copy.
     pub(crate) goal: f64,
 }
 
 impl Bandwidth {
-    /// What was reached, in a line.
+    /// Returns one line with the reached share.
     pub(crate) fn verdict(&self, row: &Row) -> String {
         let speed = |ms: f64| self.bytes as f64 / ms / 1e6;
         let share = 1.0 / row.ratio;

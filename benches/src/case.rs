@@ -1,17 +1,17 @@
-//! What is measured.
+//! The cases that the benchmarks measure.
 
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::bandwidth::Bandwidth;
 use crate::region::{Sample, region};
 
-/// A run that measures itself: what it has to prepare does not count.
+/// A run that measures itself, without its preparation.
 pub(crate) type Run = Box<dyn FnMut() -> Result<Sample>>;
 
-/// Makes the inputs on a device, and gives the operator and its twin.
+/// Creates the inputs on a device and returns the operator and its twin.
 pub(crate) type Prepare = Box<dyn Fn(&Device) -> Result<Pair>>;
 
-/// One row of the table: an operator on one shape, with the twin that it is measured beside.
+/// One row of the table: an operator and its twin on one shape.
 pub(crate) struct Case {
     /// The operator.
     pub(crate) op: &'static str,
@@ -19,11 +19,11 @@ pub(crate) struct Case {
     pub(crate) shape: String,
     /// The dtype of its main input.
     pub(crate) dtype: DType,
-    /// Which passes count.
+    /// The measured passes.
     pub(crate) direction: Direction,
-    /// Only called when the case is run, since inputs are large.
+    /// Called only when the case runs, because inputs are large.
     pub(crate) prepare: Prepare,
-    /// Whether the twin is a copy, which the operator should be as fast as.
+    /// The bandwidth goal, if the twin is a copy.
     pub(crate) bandwidth: Option<Bandwidth>,
 }
 
@@ -31,26 +31,26 @@ pub(crate) struct Case {
 pub(crate) struct Pair {
     /// The fused operator.
     pub(crate) ours: Run,
-    /// Its composed twin, or what else it is measured beside.
+    /// Its composed twin, or another reference.
     pub(crate) composed: Run,
 }
 
-/// Which passes count.
+/// The measured passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     /// The forward pass.
     Forward,
     /// The backward pass.
     Backward,
-    /// Both.
+    /// Both passes.
     Both,
 }
 
 impl Direction {
-    /// All of them.
+    /// All directions.
     pub(crate) const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::Both];
 
-    /// As the table says it.
+    /// Returns the name in the table.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
@@ -59,7 +59,7 @@ impl Direction {
         }
     }
 
-    /// A run of `forward`, which gives a scalar in a graph.
+    /// Creates a run of `forward`, which returns a scalar in a graph.
     pub(crate) fn run(
         self,
         device: &Device,

@@ -1,8 +1,8 @@
-//! Where the cases run.
+//! The device of the cases.
 
 use candle_core::{Device, Result};
 
-/// The GPU when this is built for one, else the CPU.
+/// Returns the GPU if the program is built for one, else the CPU.
 pub(crate) fn open() -> Result<Device> {
     #[cfg(feature = "cuda")]
     {
@@ -14,7 +14,7 @@ pub(crate) fn open() -> Result<Device> {
     Ok(Device::Cpu)
 }
 
-/// Its name in the results.
+/// Returns the name of the device in the results.
 pub(crate) fn name(device: &Device) -> &'static str {
     if device.is_cpu() { "cpu" } else { "cuda" }
 }

@@ -1,7 +1,8 @@
-//! Times each fused operator beside its composed twin, in alternation, and writes what came out.
+//! Times each fused operator beside its composed twin, in alternation, and writes the results.
 //!
-//! `make bench` runs this under the system allocator and under mimalloc, since a large part of the composed operators'
-//! time is page faults of fresh memory. `make bench-peers` drives the same cases beside PyTorch and Liger-Kernel.
+//! `make bench` runs this under the system allocator and under mimalloc, because page faults on
+//! fresh memory take a large part of the composed operators' time. `make bench-peers` runs the same
+//! cases beside PyTorch and Liger-Kernel.
 
 mod allocator;
 mod args;

@@ -1,16 +1,16 @@
-//! The memory that a run takes.
+//! The memory of a run.
 
 use candle_core::{Device, Result};
 
 use crate::allocator;
 
-/// Counts from where it was started: in the allocator of this program, or in the memory pool of the GPU.
+/// A meter of the memory since its start, in the allocator of the program or the pool of the GPU.
 pub(crate) struct Meter {
     before: usize,
 }
 
 impl Meter {
-    /// Forgets earlier peaks. What the device was given to do must be done.
+    /// Resets the peak. The device must have completed its work.
     pub(crate) fn start(device: &Device) -> Result<Self> {
         let before = match device {
             #[cfg(feature = "cuda")]
@@ -20,7 +20,7 @@ impl Meter {
         Ok(Self { before })
     }
 
-    /// The most that was alive since the start, beyond what was alive then, in MiB.
+    /// Returns the peak since the start, beyond the memory at the start, in MiB.
     pub(crate) fn peak_mib(&self, device: &Device) -> Result<f64> {
         let peak = match device {
             #[cfg(feature = "cuda")]
@@ -34,27 +34,29 @@ impl Meter {
 #[cfg(feature = "cuda")]
 pub(crate) use pool::keep;
 
-/// From which Candle takes what it allocates on the GPU.
+/// The pool from which Candle allocates on the GPU.
 #[cfg(feature = "cuda")]
 mod pool {
     use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
     use candle_core::cuda_backend::cudarc::driver::sys::{CUmemPool_attribute, CUmemoryPool};
     use candle_core::{CudaDevice, Error, Result};
 
-    /// Has the pool keep what it has, as the peers' allocator does: by default each synchronisation gives it back.
+    /// Makes the pool keep freed memory, as the peers' allocator does.
+    ///
+    /// By default, each synchronization releases it.
     pub(crate) fn keep(device: &CudaDevice) -> Result<()> {
         let threshold = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         set(of(device)?, threshold, u64::MAX)
     }
 
-    /// Gives the bytes in use.
+    /// Resets the peak and returns the bytes in use.
     pub(super) fn restart_peak(device: &CudaDevice) -> Result<usize> {
         let pool = of(device)?;
         set(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)?;
         get(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
     }
 
-    /// The most bytes in use since then.
+    /// Returns the peak of bytes in use since [`restart_peak`].
     pub(super) fn peak(device: &CudaDevice) -> Result<usize> {
         get(
             of(device)?,
@@ -63,14 +65,14 @@ mod pool {
     }
 
     fn of(candle: &CudaDevice) -> Result<CUmemoryPool> {
-        // SAFETY: the device is one that was opened.
+        // SAFETY: the device is open.
         #[allow(unsafe_code)]
         unsafe { device::get_default_mem_pool(candle.cuda_stream().context().cu_device()) }
             .map_err(Error::wrap)
     }
 
     fn set(pool: CUmemoryPool, attribute: CUmemPool_attribute, mut value: u64) -> Result<()> {
-        // SAFETY: the pool is a device's own, and the attributes set here are of 64 bits.
+        // SAFETY: the pool is the default pool of a device, and this attribute has 64 bits.
         #[allow(unsafe_code)]
         unsafe { mem_pool::set_attribute(pool, attribute, (&raw mut value).cast()) }
             .map_err(Error::wrap)
@@ -78,7 +80,7 @@ mod pool {
 
     fn get(pool: CUmemoryPool, attribute: CUmemPool_attribute) -> Result<usize> {
         let mut value = 0u64;
-        // SAFETY: the pool is a device's own, and the attributes read here are of 64 bits.
+        // SAFETY: the pool is the default pool of a device, and this attribute has 64 bits.
         #[allow(unsafe_code)]
         unsafe { mem_pool::get_attribute(pool, attribute, (&raw mut value).cast()) }
             .map_err(Error::wrap)?;

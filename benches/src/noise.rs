@@ -1,8 +1,8 @@
-//! Inputs.
+//! Pseudo-random inputs.
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// Numbers without a pattern in [-scale, scale), the same for the same `seed`.
+/// Returns pseudo-random numbers in [-scale, scale), determined by `seed`.
 pub(crate) fn noise(
     shape: impl Into<Shape>,
     scale: f32,
@@ -18,7 +18,7 @@ pub(crate) fn noise(
     Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
 }
 
-/// Token ids below `vocab`.
+/// Returns token ids below `vocab`.
 pub(crate) fn ids(len: usize, vocab: usize, seed: u64, device: &Device) -> Result<Tensor> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let ids: Vec<u32> = (0..len)

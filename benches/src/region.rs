@@ -1,4 +1,4 @@
-//! The stretch of a run that counts.
+//! The measured part of a run.
 
 use std::time::Instant;
 
@@ -6,19 +6,20 @@ use candle_core::{Device, Result};
 
 use crate::memory::Meter;
 
-/// How often a GPU works on what is measured: it begins the next run while the host prepares the one after.
+/// Number of runs per sample on a GPU. The host enqueues the next run while the GPU works.
 const RUNS_ON_A_GPU: u32 = 10;
 
-/// What one run took.
+/// The cost of one run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sample {
-    /// Milliseconds.
+    /// The time in milliseconds.
     pub(crate) ms: f64,
-    /// The most memory of the device that was alive at once, beyond what was alive at the start, in MiB.
+    /// The peak of device memory beyond the memory at the start, in MiB.
     pub(crate) peak_mib: f64,
 }
 
-/// Times `work`, with the release of what it returns, by a clock that waits for the device before and after.
+/// Times `work`, including the release of its result. Synchronizes with the device before and
+/// after.
 pub(crate) fn region<R>(device: &Device, mut work: impl FnMut() -> Result<R>) -> Result<Sample> {
     let runs = if device.is_cpu() { 1 } else { RUNS_ON_A_GPU };
     device.synchronize()?;

@@ -1,4 +1,4 @@
-//! The table and its file.
+//! The table of results and its files.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// One line of `ops.json`: medians.
+/// One row of `ops.json`, with medians.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Row {
     pub(crate) op: String,
@@ -19,7 +19,7 @@ pub(crate) struct Row {
     pub(crate) direction: String,
     pub(crate) ours_ms: f64,
     pub(crate) composed_ms: f64,
-    /// The median of the ratios of neighbouring runs.
+    /// The median of the ratios of neighboring runs.
     pub(crate) ratio: f64,
     pub(crate) ours_peak_mib: f64,
     pub(crate) composed_peak_mib: f64,
@@ -42,12 +42,12 @@ impl Row {
     }
 }
 
-/// Puts `new` rows in the place of those of the same cases in `ops.json` under `folder`, and writes the table anew.
+/// Replaces the rows of the same cases in `ops.json` in `folder` by `new`, and rewrites the table.
 pub(crate) fn merge(folder: &Path, new: Vec<Row>) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let path = folder.join("ops.json");
     let mut rows: Vec<Row> = match fs::read(&path) {
-        // What an older version wrote is measured anew.
+        // Rows of an older version are dropped.
         Ok(bytes) => serde_json::from_slice(&bytes).unwrap_or_default(),
         Err(_) => Vec::new(),
     };
@@ -64,7 +64,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// The rows as a Markdown table.
+/// Renders the rows as a Markdown table.
 pub(crate) fn table(rows: &[Row]) -> String {
     let mut table = String::from(
         "| operator | shape | dtype | device | allocator | direction | ours ms | composed ms | ratio | ours MiB | composed MiB |\n\

@@ -1,4 +1,4 @@
-//! Runs the cases.
+//! The main program of the operator benchmarks.
 
 use anyhow::{Result, bail};
 use candle_core::Device;
@@ -11,7 +11,7 @@ use crate::region::Sample;
 use crate::results::{self, Row};
 use crate::{cases, device, serve};
 
-/// The program; `allocator` is the name of the one that it was built with.
+/// Runs the cases and writes the results. `allocator` is the name of the allocator of the program.
 pub fn main(allocator: &str) -> Result<()> {
     let args = Args::parse();
     if args.serve {
@@ -35,7 +35,7 @@ pub fn main(allocator: &str) -> Result<()> {
     for case in &cases {
         let name = format!("{} {} {}", case.op, case.shape, case.dtype.as_str());
         progress.set_message(name.clone());
-        // One that fails, for want of memory say, does not take the others with it.
+        // A case that fails, for example without enough memory, does not stop the others.
         match measure(case, &device, allocator, args.rounds) {
             Ok(row) => {
                 verdicts.extend(case.bandwidth.map(|bandwidth| bandwidth.verdict(&row)));
@@ -59,7 +59,7 @@ pub fn main(allocator: &str) -> Result<()> {
 
 fn measure(case: &Case, device: &Device, allocator: &str, rounds: usize) -> Result<Row> {
     let mut pair = (case.prepare)(device)?;
-    // The first run of each side loads code and caches.
+    // Warm-up: the first run of each side loads code and caches.
     (pair.ours)()?;
     (pair.composed)()?;
     let (mut ours, mut composed) = (Vec::new(), Vec::new());

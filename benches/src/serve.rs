@@ -1,4 +1,4 @@
-//! Our side of a comparison with another system, which asks for runs in alternation with its own.
+//! One side of a comparison with another system, which requests runs in alternation with its own.
 
 use std::io::{BufRead, Write};
 
@@ -7,15 +7,17 @@ use anyhow::{Context, Result};
 use crate::case::Pair;
 use crate::{cases, device};
 
-/// Reads `OP<tab>SHAPE<tab>DTYPE<tab>DIRECTION` lines, runs that case once, and answers `MS<tab>PEAK_MIB`. The case stays
-/// prepared until another one is named.
+/// Reads lines `OP<tab>SHAPE<tab>DTYPE<tab>DIRECTION`, runs each case once and prints
+/// `MS<tab>PEAK_MIB`.
+///
+/// The case stays prepared until a line names another one.
 pub(crate) fn serve() -> Result<()> {
     let device = device::open()?;
     let cases = cases::on(&device);
     let mut prepared: Option<(String, Pair)> = None;
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        // The inputs of one case make room before those of the next are made.
+        // Frees the inputs of the previous case before the next ones are allocated.
         if prepared.take_if(|(name, _)| *name != line).is_some() || prepared.is_none() {
             let wanted = cases.iter().find(|case| {
                 let name = [

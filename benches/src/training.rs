@@ -18,22 +18,22 @@ use crate::allocator::{peak, restart_peak};
 /// Times forward and backward of a model with the dimensions of SmolLM2-135M in f32
 #[derive(Debug, Parser)]
 struct Args {
-    /// Blocks of the model
+    /// Number of blocks of the model
     #[arg(long, default_value_t = 30)]
     layers: usize,
-    /// Sequences of a step
+    /// Number of sequences per step
     #[arg(long, default_value_t = 8)]
     sequences: usize,
-    /// Tokens of each
+    /// Number of tokens per sequence
     #[arg(long, default_value_t = 128)]
     length: usize,
-    /// Keep the inputs of blocks only, and compute the rest again
+    /// Keep only the inputs of blocks, and recompute the rest
     #[arg(long)]
     checkpointing: bool,
-    /// Measured steps; the median counts
+    /// Measured steps, whose median is reported
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Make a step for each line on standard input instead, and answer with its milliseconds
+    /// Run one step per line on standard input, and print its milliseconds
     #[arg(long)]
     serve: bool,
 }
@@ -91,14 +91,14 @@ struct Report<'a> {
     checkpointing: bool,
     ms: f64,
     tokens_per_second: f64,
-    /// What the matrix products of the linear layers take alone.
+    /// Time of the matrix products of the linear layers alone.
     products_ms: f64,
     products_gflops: f64,
     ratio_to_products: f64,
-    /// Beyond the weights.
+    /// Peak memory beyond the weights.
     peak_mib: f64,
     gradients_mib: f64,
-    /// Of the process.
+    /// Peak memory of the process.
     resident_mib: f64,
 }
 
@@ -206,9 +206,9 @@ impl Step {
     }
 }
 
-/// The matrix products of the linear layers of a step, and nothing else.
+/// The matrix products of the linear layers of a step.
 struct Products {
-    /// Rows in and out of each linear map of a block, and its weight.
+    /// Input rows, output rows and weight of each linear layer of a block.
     maps: Vec<(Tensor, Tensor, Tensor)>,
     layers: usize,
     flop: f64,
@@ -241,11 +241,12 @@ impl Products {
         in_output += hidden * model.vocab_size;
         maps.push((
             zeros(tokens, hidden)?,
-            // A tile of the logits; the output layer is as many of them as make its weight.
+            // One tile of the logits. The output layer has as many tiles as its weight requires.
             zeros(tokens, model.vocab_size / 24)?,
             zeros(model.vocab_size / 24, hidden)?,
         ));
-        // Three products for a linear map, four for the output layer, which computes its logits twice.
+        // Three products per linear layer; four for the output layer, which computes its logits
+        // twice.
         let flop = 2 * tokens * (3 * args.layers * in_block + 4 * in_output);
         Ok(Self {
             maps,
@@ -254,7 +255,7 @@ impl Products {
         })
     }
 
-    /// The numbers grow beyond all bounds, which takes no longer than others.
+    /// Runs the products. Values overflow, which does not change the time.
     fn run(&self) -> Result<f64> {
         let start = Instant::now();
         let Some(((rows, tile, weight), blocks)) = self.maps.split_last() else {

@@ -1,4 +1,4 @@
-//! What the operators on the vocabulary take beside their arguments and results.
+//! Memory of the operators on the vocabulary beyond their arguments and results.
 
 use std::alloc::System;
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +13,7 @@ use rstest::rstest;
 #[global_allocator]
 static ALLOCATOR: Counting<System> = Counting(System);
 
-/// The allocator counts for the whole process: one test at a time.
+/// One test at a time, because the allocator counts for the whole process.
 static ALONE: Mutex<()> = Mutex::new(());
 
 const MIB: usize = 1 << 20;
@@ -53,7 +53,8 @@ fn log_prob_takes_its_gradient_or_nothing(
     Ok(())
 }
 
-/// Whatever the number of rows is: logits of the most here would take 312 MiB, and one more copy of hidden states 20.
+/// The bound, for any number of rows. Logits would take up to 312 MiB, a copy of the hidden states
+/// 20.
 #[rstest]
 fn linear_log_prob_takes_its_gradients_and_a_few_mib(
     #[values(1, 1000, 20_000)] rows: usize,
@@ -88,12 +89,13 @@ fn linear_log_prob_takes_its_gradients_and_a_few_mib(
     assert_eq!(gradients.weight.is_none(), is_frozen);
     let size = dtype.size_in_bytes();
     let of_weight = if is_frozen { 0 } else { vocab * width * size };
-    // That of the hidden states is summed in f32 first.
+    // The gradient of the hidden states is first summed in f32.
     let rounded = if dtype == DType::F32 { 0 } else { size };
     let of_hidden = rows * width * (DType::F32.size_in_bytes() + rounded);
-    // A few numbers for each row: tokens, derivatives, coefficients and which rows are kept.
+    // A few numbers per row: tokens, derivatives, coefficients, indices of unmasked rows.
     let of_rows = rows * 256;
-    // A tile of logits, what products pack, and for half precision a tile of each argument in f32.
+    // A tile of logits, packing buffers of products, and for half precision a tile of each argument
+    // in f32.
     let of_tile = if dtype == DType::F32 { 13 } else { 20 } * MIB;
     let allowed = of_weight + of_hidden + of_rows + of_tile;
     assert!(bytes <= allowed, "{bytes} bytes, allowed are {allowed}");

@@ -1,4 +1,4 @@
-//! The cases under mimalloc.
+//! The operator benchmarks under mimalloc.
 
 use candle_grpo_bench::Counting;
 use mimalloc::MiMalloc;

@@ -1,4 +1,4 @@
-//! The cases under the system allocator.
+//! The operator benchmarks under the system allocator.
 
 use candle_grpo_bench::Counting;
 

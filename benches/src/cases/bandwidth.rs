@@ -1,4 +1,4 @@
-//! `log_prob` beside a copy, on logits of the size of large models: on a GPU its time is that of reading and writing memory.
+//! `log_prob` beside a copy, on logits of large models. On a GPU, it is bound by memory bandwidth.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -23,7 +23,7 @@ pub(super) fn cases() -> Vec<Case> {
 }
 
 fn case(vocab: usize, dtype: DType, direction: Direction) -> Case {
-    // The logits are read once forward, read and written once backward.
+    // One read of the logits forward; one read and one write backward.
     let (passes, goal) = match direction {
         Direction::Forward => (1, 0.85),
         _ => (3, 0.80),
@@ -36,7 +36,7 @@ fn case(vocab: usize, dtype: DType, direction: Direction) -> Case {
         prepare: Box::new(move |device| {
             let logits = noise((ROWS, vocab), 8.0, 1, dtype, device)?;
             let targets = ids(ROWS, vocab, 2, device)?;
-            // A copy reads and writes, so half as much makes one pass.
+            // A copy reads and writes, so half the size makes one pass.
             let copied = Tensor::zeros((passes * ROWS / 2, vocab), dtype, device)?;
             Ok(Pair {
                 ours: alone(&logits, &targets, direction, Backward::Alone, device)?,

@@ -133,7 +133,7 @@ pub(super) fn cases() -> Vec<Case> {
                     let weight = variable(&[VOCAB, HIDDEN], device)?;
                     let (rows, table) = (ids.clone(), weight.as_detached_tensor());
                     let gradient = Tensor::ones((TOKENS, HIDDEN), DType::F32, device)?;
-                    // Of the other uses of the table, say: the operator adds to it.
+                    // The gradient of other uses of the table, to which the operator adds.
                     let sum = table.zeros_like()?;
                     Ok(Layer {
                         graph: Box::new(move |twin| match twin {
@@ -152,12 +152,12 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// How our operator is called.
+/// The call of the fused operator.
 #[derive(Clone, Copy)]
 enum Way {
-    /// Like its twin: Candle's `backward` goes through it.
+    /// In a graph, like its twin.
     InGraph(Direction),
-    /// Forward, then the backward pass as a function of its own, as the decoder's own backward pass has it.
+    /// Forward, then the backward function, as in the decoder.
     Alone,
 }
 

@@ -1,7 +1,8 @@
-//! `linear_log_prob` and `linear_policy_loss`: the output layer, of SmolLM2-135M but for one large case on a GPU.
+//! `linear_log_prob` and `linear_policy_loss` on the output layer of SmolLM2-135M, and one larger
+//! case on a GPU.
 //!
-//! Backward passes are called alone, as in training with `candle-grpo-train`; the rows "in a graph" go through Candle's
-//! `backward`, which adds the gradient of the weight to zeros.
+//! Backward passes are called alone, as in training with `candle-grpo-train`. The rows "in a graph"
+//! use Candle's `backward`, which adds the gradient of the weight to zeros.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -37,7 +38,7 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// In the place of the twin the four matrix products alone, two that make logits and two that make gradients.
+/// Compares with the four matrix products alone: two for the logits and two for the gradients.
 pub(super) fn products() -> Vec<Case> {
     let pair: MakePair = |layer, device| {
         Ok(Pair {
@@ -50,7 +51,7 @@ pub(super) fn products() -> Vec<Case> {
         .into()
 }
 
-/// The output layer of a Llama 3 of 8 billion parameters.
+/// The output layer of Llama 3 8B.
 pub(super) fn large() -> Vec<Case> {
     let sizes = Sizes {
         sequences: 8,
@@ -66,14 +67,14 @@ type MakePair = fn(&Layer, &Device) -> Result<Pair>;
 #[derive(Clone, Copy)]
 struct Sizes {
     sequences: usize,
-    /// Response tokens of each sequence.
+    /// Number of response tokens per sequence.
     tokens: usize,
     width: usize,
     vocab: usize,
 }
 
 impl Sizes {
-    /// Of SmolLM2-135M.
+    /// The output layer of SmolLM2-135M.
     fn smol(sequences: usize) -> Self {
         Self {
             sequences,
@@ -195,8 +196,8 @@ impl Layer {
         }))
     }
 
-    /// The matrix products of both passes into memory that is there already: logits twice, and the gradients of hidden
-    /// states and weight from a gradient of the logits.
+    /// Runs the matrix products of both passes into allocated memory: the logits twice, and the
+    /// gradients of hidden states and weight from a gradient of the logits.
     fn products(&self, device: &Device) -> Result<Run> {
         let Sizes { width, vocab, .. } = self.sizes;
         let rows = self.targets.elem_count();
@@ -271,7 +272,7 @@ impl Layer {
     }
 }
 
-/// `target [m, n] = left [m, k] right [k, n]`, each matrix with its strides of rows and columns.
+/// Computes `target [m, n] = left [m, k] right [k, n]`; each matrix has row and column strides.
 fn product(
     [m, n, k]: [usize; 3],
     target: &mut [f32],
@@ -281,7 +282,7 @@ fn product(
     let [left_row, left_column] = left_strides.map(|stride| stride as isize);
     let [right_row, right_column] = right_strides.map(|stride| stride as isize);
     assert!(target.len() == m * n && left.len() == m * k && right.len() == k * n);
-    // SAFETY: the matrices are as long as their sizes say, and the strides walk them once.
+    // SAFETY: the slices cover the sizes, and the strides visit each element once.
     #[allow(unsafe_code)]
     unsafe {
         gemm::gemm(

@@ -1,8 +1,8 @@
-//! `log_prob`.
+//! The operator `log_prob`.
 //!
-//! The composed twin only has Candle's `backward`. That adds each gradient to zeros and keeps the sum, which takes two more
-//! tensors of the size of the logits; the rows "in a graph" have our operator pay for that as well, the others call its
-//! backward pass alone.
+//! The composed twin has only Candle's `backward`, which adds each gradient to zeros and keeps the
+//! sum: two more tensors of the size of the logits. The rows "in a graph" include that cost for the
+//! fused operator too; the others call its backward pass alone.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
@@ -74,13 +74,13 @@ fn case(rows: usize, dtype: DType, direction: Direction, backward: Backward) -> 
 
 type Operator = fn(&Tensor, &Tensor, f64, LogProbOptions) -> Result<TokenLogProbs>;
 
-/// The log-probs with a little entropy, as in a training step.
+/// Returns the log-probs plus a small entropy term, as in a training step.
 fn loss(operator: Operator, logits: &Var, targets: &Tensor) -> Result<Tensor> {
     let tokens = operator(logits, targets, TEMPERATURE, LogProbOptions::default())?;
     tokens.log_probs.sum_all()? + (tokens.entropy.sum_all()? * ENTROPY_COEF)?
 }
 
-/// The passes without Candle's engine.
+/// Runs the passes without Candle's autograd.
 pub(super) fn alone(
     logits: &Tensor,
     targets: &Tensor,

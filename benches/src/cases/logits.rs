@@ -1,4 +1,5 @@
-//! From logits to the policy loss and the gradient of the logits, in their memory: what Liger-Kernel's GRPO kernel does.
+//! From logits to the policy loss and the gradient of the logits, in place, like Liger-Kernel's
+//! GRPO kernel.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
@@ -45,7 +46,7 @@ fn in_place(logits: Tensor, old: Tensor, step: Step, device: &Device) -> Run {
                 ..Default::default()
             };
             let tokens = log_prob(&logits, &step.targets, TEMPERATURE, options)?;
-            // A graph of [B, T] that begins at the log-probs.
+            // A graph of [B, T] tensors that starts at the log-probs.
             let log_probs = Var::from_tensor(&tokens.log_probs)?;
             let store = loss(&log_probs, &old, &step)?.backward()?;
             let zeros = log_probs.zeros_like()?;

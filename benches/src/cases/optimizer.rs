@@ -27,14 +27,14 @@ pub(super) fn cases() -> Vec<Case> {
     ]
 }
 
-/// Beside the optimiser that Candle has.
+/// Compares with `candle_nn::AdamW`.
 fn adamw_pair(device: &Device) -> Result<Pair> {
     let variable = |seed| Var::from_tensor(&noise(&SHAPE, 0.1, seed, DType::F32, device)?);
     let zeros = || Var::zeros(&SHAPE, DType::F32, device);
     let (parameter, average, square) = (variable(1)?, zeros()?, zeros()?);
     let gradient = noise(&SHAPE, 0.01, 2, DType::F32, device)?;
 
-    // The twin takes its gradient from a store, which only a backward pass makes.
+    // The twin takes its gradient from a store, which only a backward pass can create.
     let theirs = variable(1)?;
     let mut store = theirs.sum_all()?.backward()?;
     store.insert(&theirs, gradient.clone());

@@ -1,4 +1,4 @@
-//! What a policy loss needs besides log-probs.
+//! The inputs of a policy loss other than log-probs.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_loss::StepTotals;
@@ -8,7 +8,7 @@ use crate::noise::noise;
 pub(super) struct Step {
     /// `[B, T]`
     pub(super) targets: Tensor,
-    /// `[B, T]`, all of which counts.
+    /// `[B, T]`, all ones.
     pub(super) mask: Tensor,
     /// `[B]`
     pub(super) advantages: Tensor,
@@ -16,7 +16,7 @@ pub(super) struct Step {
 }
 
 impl Step {
-    /// For `targets` `[B, T]`.
+    /// Creates the inputs for `targets` `[B, T]`.
     pub(super) fn new(targets: &Tensor) -> Result<Self> {
         let mask = targets.ones_like()?;
         Ok(Self {

@@ -1,11 +1,11 @@
-//! What the machine can do at best.
+//! Limits of the machine.
 
 use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
-/// The best of some runs of `run`, in seconds.
+/// Returns the shortest time of several runs of `run`, in seconds.
 pub(crate) fn best_seconds(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut best = f64::INFINITY;
     for _ in 0..runs {
@@ -16,12 +16,12 @@ pub(crate) fn best_seconds(runs: usize, mut run: impl FnMut() -> Result<()>) -> 
     Ok(best)
 }
 
-/// GB a second at which all cores together read memory that is in no cache.
+/// Returns the bandwidth of all cores for uncached reads, in GB/s.
 pub(crate) fn read_gb_s() -> Result<f64> {
     let values = vec![1f32; 1 << 28];
     let cores = std::thread::available_parallelism()?.get();
     let sum = |part: &[f32]| {
-        // So many sums that they do not wait for each other.
+        // Enough independent sums to hide the latency of an addition.
         let mut sums = [0f32; 64];
         for chunk in part.chunks_exact(64) {
             for (sum, x) in sums.iter_mut().zip(chunk) {
@@ -41,7 +41,7 @@ pub(crate) fn read_gb_s() -> Result<f64> {
     Ok(size_of_val(values.as_slice()) as f64 / seconds / 1e9)
 }
 
-/// GFLOP a second of a large matrix product, as Candle computes it.
+/// Returns the speed of a large matrix product in Candle, in GFLOP/s.
 pub(crate) fn matmul_gflop_s() -> Result<f64> {
     let (m, k, n) = (1024, 576, 12288);
     let a = Tensor::ones((m, k), DType::F32, &Device::Cpu)?;

@@ -1,7 +1,8 @@
-//! Generation with the dimensions of SmolLM2-135M in f32, beside another system or by its parts.
+//! Generation with the dimensions of SmolLM2-135M in f32, as a whole or by parts.
 //!
-//! Without arguments it reads `PROMPTS<tab>GENERATIONS<tab>PROMPT_TOKENS<tab>NEW_TOKENS` lines, samples that, and answers each with
-//! the seconds it took. With `--parts` it prints, as JSON, what a step costs at several batch sizes and what of it is needed.
+//! Without arguments it reads lines `PROMPTS<tab>GENERATIONS<tab>PROMPT_TOKENS<tab>NEW_TOKENS`,
+//! generates and prints the seconds. With `--parts` it prints, as JSON, the time of a step at
+//! several batch sizes, and the limits of the machine.
 
 mod limits;
 mod parts;
@@ -27,7 +28,9 @@ fn smollm2_135m() -> Result<DecoderConfig> {
     Ok(serde_json::from_str(config)?)
 }
 
-/// Seconds that `num_generations` completions of each of `prompts` prompts take. No completion ends early.
+/// Returns the seconds for `num_generations` completions of each of `prompts` prompts.
+///
+/// No completion ends early.
 fn generate(
     parameters: &Parameters,
     [prompts, num_generations, prompt_tokens, new_tokens]: [usize; 4],

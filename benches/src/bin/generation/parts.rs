@@ -1,4 +1,4 @@
-//! Where the time of a step goes.
+//! The time of a step by parts.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -8,32 +8,32 @@ use serde::Serialize;
 
 use crate::limits::{best_seconds, matmul_gflop_s, read_gb_s};
 
-/// Tokens of a prompt, and of a completion when the step is measured.
+/// Number of tokens of a prompt, and of a completion at the measured step.
 const PROMPT: usize = 128;
 const COMPLETION: usize = 32;
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
-    /// Memory read by all cores.
+    /// Bandwidth of all cores for reads.
     read_gb_s: f64,
-    /// A large matrix product.
+    /// Speed of a large matrix product.
     matmul_gflop_s: f64,
-    /// Bytes of all weights that a step reads.
+    /// Bytes of the weights that a step reads.
     weight_mb: f64,
     steps: Vec<Step>,
 }
 
-/// Milliseconds of one step of so many completions, in groups of 8.
+/// Milliseconds of one step by the number of completions, in groups of 8.
 #[derive(Debug, Serialize)]
 struct Step {
     completions: usize,
-    /// The step, from tokens to logits.
+    /// The whole step, from tokens to logits.
     step_ms: f64,
-    /// The weights read once, at the measured rate.
+    /// One read of the weights, at the measured bandwidth.
     read_limit_ms: f64,
-    /// The matrix products at the measured rate.
+    /// The matrix products, at the measured speed.
     matmul_limit_ms: f64,
-    /// The linear maps alone.
+    /// The linear layers alone.
     linear_ms: f64,
     /// Attention alone.
     attention_ms: f64,
@@ -127,7 +127,7 @@ fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) ->
     })
 }
 
-/// Over as many layers as the model has, each with keys and values of its own.
+/// Times attention over all layers, each with its own keys and values.
 fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
     let pages_of = |tokens: usize| tokens.div_ceil(PAGE);
     let (of_prompt, of_completion) = (pages_of(PROMPT), pages_of(COMPLETION));
