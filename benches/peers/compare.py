@@ -1,7 +1,7 @@
-"""Times our operators beside PyTorch and Liger-Kernel: one run of each in turn, medians of both.
+"""Times the operators beside PyTorch and Liger-Kernel in alternation, and reports medians.
 
-Each side is a process of its own, which runs a case once for each line that it is sent. Memory is measured apart, in processes
-that are made for one case. Writes peers.json and peers.md.
+Each side is a separate process, which runs a case once per input line. Memory is measured in separate processes, one per case.
+Writes peers.json and peers.md.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import peers
 
-# Blocks above this come from the system and go back to it, so that what a process holds is what it uses. Without it glibc
-# keeps what was freed, and the next run seems to need nothing.
+# Above this size, glibc allocates blocks from the system and returns them, so that the resident memory is the used memory.
+# Otherwise glibc keeps freed blocks, and the next run seems to need no memory.
 FRESH_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -29,7 +29,7 @@ class Side:
         )
 
     def run(self, case):
-        """Milliseconds, and what the process says of its memory in MiB."""
+        """Returns the milliseconds of a run, and the memory that the process reports, in MiB."""
         self.process.stdin.write(case.line() + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
@@ -39,7 +39,7 @@ class Side:
         return float(ms), float(mib)
 
     def resident_mib(self, field):
-        """VmRSS, what the process has in memory, or VmHWM, the most it had."""
+        """Returns VmRSS, the resident memory of the process, or VmHWM, its peak."""
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) / 1024
@@ -51,11 +51,11 @@ class Side:
 
 
 def peak_mib(command, case, device):
-    """The memory that one run needs beyond the inputs, in a process where another run has loaded code and made threads."""
+    """Measures the memory of one run beyond the inputs, after a warm-up run has loaded code and created threads."""
     side = Side(command, **FRESH_MEMORY)
     side.run(case)
     if device == "cpu":
-        # 5: the most becomes what there is now.
+        # 5 resets the peak to the current value.
         Path(f"/proc/{side.process.pid}/clear_refs").write_text("5")
         before = side.resident_mib("VmRSS")
         side.run(case)

@@ -1,7 +1,7 @@
-"""Times generation beside transformers: one run of each in turn, medians of both.
+"""Times generation beside transformers in alternation, and reports medians.
 
-Both have SmolLM2-135M's dimensions, weights drawn at random, f32, temperature 1 over the whole vocabulary, and no end of a
-completion but its length. Our side is a process that is sent a case a line and answers with seconds. Writes
+Both use SmolLM2-135M's dimensions, random weights, f32, temperature 1 over the whole vocabulary, and completions of fixed length.
+The side of candle-grpo is a process that reads one case per line and prints seconds. Writes
 target/bench/generation.json and generation.md.
 """
 
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(2)
 
-# Prompts, completions of each, tokens of a prompt, new tokens.
+# Prompts, completions per prompt, prompt tokens, new tokens.
 CASES = [(1, 1, 128, 64), (2, 8, 128, 64), (8, 8, 128, 64)]
 
 
@@ -45,7 +45,7 @@ def transformers_run(model, prompts, generations, prompt_tokens, new_tokens):
 
 
 class Ours:
-    """Our sampler, in a process of its own."""
+    """The sampler of candle-grpo, in a separate process."""
 
     def __init__(self, program):
         self.process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,10 +1,10 @@
-"""Records what Hugging Face transformers says after 20 prompts: tests/golden/models/smollm2_greedy.json.
+"""Records the greedy completions of 20 prompts by Hugging Face transformers: tests/golden/models/smollm2_greedy.json.
 
     make model
     python benches/peers/greedy.py target/models/SmolLM2-135M-Instruct > tests/golden/models/smollm2_greedy.json
 
-f32 on the CPU, each prompt alone, the likeliest token at each step. A continuation ends where the best two logits are
-nearer than 0.01: there, sums in another order may choose the other.
+f32 on the CPU, one prompt at a time. A completion ends where the two largest logits differ by less than 0.01, because rounding may
+select the other token there.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What the peers do for each case: the usual way of their users, compiled only where that is their default.
+"""The peers' implementation of each case, as their users call it, compiled only where that is the default.
 
-As a program it is the side of the peers: `peers.py DEVICE` reads OP<tab>SHAPE<tab>DTYPE<tab>DIRECTION lines, runs that case
-and answers MS<tab>PEAK_MIB, as our program does with --serve.
+`peers.py DEVICE` reads lines OP<tab>SHAPE<tab>DTYPE<tab>DIRECTION, runs each case and prints MS<tab>PEAK_MIB, like the program of
+candle-grpo with --serve.
 """
 
 import sys
@@ -9,23 +9,23 @@ import time
 from dataclasses import dataclass
 from typing import Callable
 
-# Runs on a GPU between two looks at the clock: it begins the next one while the host prepares the one after.
+# Number of runs per sample on a GPU. The host enqueues the next run while the GPU works.
 RUNS_ON_A_GPU = 10
 
 
 @dataclass
 class Case:
-    """A case that our benchmark program has under the same op, shape, dtype and direction."""
+    """A case with the op, shape, dtype and direction of a case of candle-grpo's benchmark."""
 
     op: str
     shape: str
     dtype: str
     peer: str
-    # Makes the inputs, and gives the function that is timed.
+    # Creates the inputs and returns the timed function.
     prepare: Callable[[], Callable[[], None]]
-    # On a GPU: the share of the peer's time that ours should stay below.
+    # The goal on a GPU: the largest share of the peer's time.
     goal: float = None
-    # Whether ours should need less memory, too.
+    # True if the goal includes less memory.
     less_memory: bool = False
     direction: str = "forward+backward"
 
@@ -34,7 +34,7 @@ class Case:
 
 
 def uniform(torch, device, *shape, scale=1.0, dtype="float32"):
-    # In place: a large GPU tensor leaves no copies behind.
+    # In place, without copies of a large GPU tensor.
     x = torch.empty(shape, device=device, dtype=getattr(torch, dtype))
     return x.uniform_(-scale, scale).requires_grad_()
 
@@ -72,7 +72,7 @@ def linear_policy_loss(device, batch, tokens, width, vocab, dtype):
     import torch
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    # Compiled, it needs a C++ compiler at run time on the CPU, and gains nothing there.
+    # Compilation needs a C++ compiler at run time on the CPU, and does not help there.
     loss = LigerFusedLinearGRPOLoss(beta=0.0, compiled=device == "cuda", use_ref_model=False)
     hidden = uniform(torch, device, batch, tokens, width, dtype=dtype)
     weight = uniform(torch, device, vocab, width, scale=0.3, dtype=dtype)
@@ -92,7 +92,7 @@ def logits_policy_loss(device, batch, tokens, vocab, dtype):
     import torch
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    # One position more than it reads: the model's last logits, which have no target.
+    # One more position than targets: the last logits have no target.
     logits = uniform(torch, device, batch, tokens + 1, vocab, scale=8.0, dtype=dtype)
     targets = torch.randint(vocab, (batch, tokens), device=device)
     mask = torch.ones(batch, tokens, device=device)
@@ -240,7 +240,7 @@ def cases(device):
 
 
 def sample(run, device):
-    """Milliseconds, and on a GPU the MiB that were alive at most beyond what was alive before."""
+    """Returns milliseconds and, on a GPU, the peak of memory beyond the memory before, in MiB."""
     if device == "cpu":
         start = time.perf_counter()
         run()

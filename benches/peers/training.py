@@ -1,8 +1,8 @@
 """Times a training step of a model with the dimensions of SmolLM2-135M beside PyTorch with transformers.
 
-Each side is a process of its own that makes a step for each line it is sent: forward and backward of 8 sequences of 128 tokens
-in f32, with the log-prob of the next token at every position. They take turns; medians of both, and the peak of each process's
-resident memory. Writes training.json.
+Each side is a separate process that runs one step per input line: forward and backward of 8 sequences of 128 tokens in f32, with
+the log-prob of the next token at every position. The sides alternate. Reports medians and the peak resident memory of each
+process. Writes training.json.
 """
 
 import argparse
@@ -16,7 +16,7 @@ LAYERS, SEQUENCES, LENGTH = 30, 8, 128
 
 
 def worker():
-    """The side of PyTorch."""
+    """Runs the side of PyTorch."""
     import time
 
     import torch
