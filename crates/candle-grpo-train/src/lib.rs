@@ -28,6 +28,6 @@ pub use data::*;
 pub use learn::*;
 pub use model::*;
 pub use progress::{Interrupted, NoProgress, Phase, Progress};
-pub use rewards::*;
+pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::*;
 pub use run::*;

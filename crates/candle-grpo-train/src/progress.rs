@@ -18,7 +18,8 @@ pub enum Phase {
     Learn,
 }
 
-/// Receives the progress of steps and can cancel them. Called from one thread at a time.
+/// Receives the progress of steps and can cancel them. [`Self::begin`] and [`Self::advance`] are called from one thread at
+/// a time, [`Self::is_canceled`] from several.
 pub trait Progress: Send + Sync {
     /// Starts a phase of `units` units.
     fn begin(&self, phase: Phase, units: usize) {

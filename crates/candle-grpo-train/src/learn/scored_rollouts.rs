@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor};
 use candle_grpo_core::{GroupAdvantage, GroupSummary};
 
 use crate::Rollout;
-use crate::rewards::function::sums;
+use crate::rewards::{RolloutScores, Scores};
 
 /// Completions in groups of one size, side by side, with their scores.
 #[derive(Debug, Clone)]
@@ -14,14 +14,27 @@ pub(crate) struct ScoredRollouts {
     /// The row of the data set that each group answers.
     pub(crate) rows: Vec<usize>,
     pub(crate) rollouts: Vec<Rollout>,
+    /// The score of each completion: the sum of its components.
+    pub(crate) scores: Vec<f32>,
     /// For each component of the reward one number for each completion.
     pub(crate) components: Vec<Vec<f32>>,
 }
 
 impl ScoredRollouts {
-    /// The score of each completion: the sum of its components.
-    pub(crate) fn scores(&self) -> Vec<f32> {
-        sums(&self.components, self.rollouts.len())
+    pub(crate) fn new(
+        num_generations: usize,
+        rows: Vec<usize>,
+        rollouts: Vec<Rollout>,
+        scores: RolloutScores,
+    ) -> Self {
+        let components = scores.components.into_iter();
+        Self {
+            num_generations,
+            rows,
+            rollouts,
+            scores: scores.total.into_vec(),
+            components: components.map(Scores::into_vec).collect(),
+        }
     }
 
     /// Components as f32 `[B, K]`, or `[B]` if there is one.
@@ -40,7 +53,7 @@ impl ScoredRollouts {
     /// Mean and spread of the scores of each group.
     pub(crate) fn groups(&self) -> Result<Vec<GroupSummary>> {
         let statistics =
-            GroupAdvantage::grpo().group_statistics(self.scores(), self.num_generations)?;
+            GroupAdvantage::grpo().group_statistics(self.scores.as_slice(), self.num_generations)?;
         Ok(statistics.to_host()?)
     }
 
@@ -54,6 +67,7 @@ impl ScoredRollouts {
         );
         self.rows.extend(other.rows);
         self.rollouts.extend(other.rollouts);
+        self.scores.extend(other.scores);
         for (component, more) in self.components.iter_mut().zip(other.components) {
             component.extend(more);
         }
@@ -64,6 +78,7 @@ impl ScoredRollouts {
     pub(crate) fn select(&self, groups: &[usize]) -> Result<Self> {
         let n = self.num_generations;
         let samples = || groups.iter().flat_map(|&group| group * n..(group + 1) * n);
+        let of = |scores: &[f32]| samples().map(|i| scores[i]).collect();
         let rollouts = samples()
             .map(|i| self.rollouts.get(i).cloned())
             .collect::<Option<Vec<_>>>()
@@ -72,11 +87,8 @@ impl ScoredRollouts {
             num_generations: n,
             rows: groups.iter().map(|&group| self.rows[group]).collect(),
             rollouts,
-            components: self
-                .components
-                .iter()
-                .map(|component| samples().map(|i| component[i]).collect())
-                .collect(),
+            scores: of(&self.scores),
+            components: self.components.iter().map(|c| of(c)).collect(),
         })
     }
 }

@@ -47,7 +47,7 @@ impl Trainer {
         figures: &mut MetricValues,
     ) -> Result<Option<Lesson>> {
         let device = self.actor.parameters().device().clone();
-        let scores = Tensor::new(scored.scores(), &device)?;
+        let scores = Tensor::new(scored.scores.as_slice(), &device)?;
         let mut tokens = TokenBatch::from_rollouts(&scored.rollouts, &device)?;
         let mask = self.filtered_mask(&tokens, &scores, scored)?;
         if mask.count(DType::F32)?.to_scalar::<f32>()? == 0. {
@@ -104,7 +104,7 @@ impl Trainer {
         let Some(resampling) = &self.config.resampling else {
             return Ok(Some(Lesson { batch, groups }));
         };
-        let scores: Vec<f64> = scored.scores().into_iter().map(f64::from).collect();
+        let scores: Vec<f64> = scored.scores.iter().copied().map(f64::from).collect();
         // No prompt has this number.
         let mut random = generator(self.config.sampling.seed, self.steps() as u64, u64::MAX, 0);
         let uniforms: Vec<f64> = scores.iter().map(|_| uniform(&mut random)).collect();

@@ -17,7 +17,7 @@ use tokenizers::Tokenizer;
 use super::recipe_inputs::Requirements;
 use super::scored_rollouts::ScoredRollouts;
 use super::step_batch::Lesson;
-use crate::rewards::function::score_rollouts;
+use crate::rewards::score_rollouts;
 use crate::rollout::decode::decode;
 use crate::{
     Actor, Critic, Interrupted, NoProgress, Phase, PhaseSeconds, Progress, Prompt, Reference,
@@ -154,6 +154,7 @@ impl Trainer {
         self.greedy_sampler = self
             .greedy_sampler
             .map(|sampler| sampler.with_progress(Arc::clone(&progress)));
+        self.reward.set_progress(Arc::clone(&progress));
         self.progress = progress;
         self
     }
@@ -209,7 +210,7 @@ impl Trainer {
         let mut metrics = StepMetrics::of_rollouts(
             self.steps,
             &all.rollouts,
-            &all.scores(),
+            &all.scores,
             all.num_generations,
         );
         metrics.kept_groups = kept.len();
@@ -288,17 +289,12 @@ impl Trainer {
         let sampled = Instant::now();
         self.progress.begin(Phase::Score, rollouts.len());
         let texts = decode(&rollouts, &self.tokenizer)?;
-        let components = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
+        let scores = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
         self.progress.advance(rollouts.len(), 0);
         self.ensure_wanted()?;
         seconds.sample += (sampled - start).as_secs_f64();
         seconds.score += sampled.elapsed().as_secs_f64();
-        Ok(ScoredRollouts {
-            num_generations,
-            rows,
-            rollouts,
-            components,
-        })
+        Ok(ScoredRollouts::new(num_generations, rows, rollouts, scores))
     }
 
     /// The score of a greedy answer to each of the prompts at `rows`.
@@ -309,14 +305,8 @@ impl Trainer {
         let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         let rollouts = sampler.sample(&prompts, 1, 0)?;
         let texts = decode(&rollouts, &self.tokenizer)?;
-        let components = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
-        let scored = ScoredRollouts {
-            num_generations: 1,
-            rows: rows.to_vec(),
-            rollouts,
-            components,
-        };
-        Ok(Some(scored.scores()))
+        let scores = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
+        Ok(Some(scores.total.into_vec()))
     }
 
     fn train(

@@ -27,7 +27,7 @@ impl AnswerPlace {
     /// The answer in `text`, without white space around it; none if there is no such place.
     ///
     /// ```
-    /// use candle_grpo_train::AnswerPlace;
+    /// use candle_grpo_train::rewards::AnswerPlace;
     ///
     /// assert_eq!(AnswerPlace::Auto.find(r"so \boxed{\frac{1}{2}}."), Some(r"\frac{1}{2}"));
     /// assert_eq!(AnswerPlace::Auto.find("6 * 7\n#### 42\n"), Some("42"));

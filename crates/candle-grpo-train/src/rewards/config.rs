@@ -1,5 +1,7 @@
 //! Reward functions by name.
 
+use std::path::PathBuf;
+
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::{OverlongPenalty, RepetitionPenalty, ScoreEnsemble};
 use serde::de::Error as _;
@@ -9,14 +11,13 @@ use serde_json::{Map, Value};
 use super::function::SharedReward;
 use super::{
     EnsembleReward, ExactReward, JsonReward, LengthReward, NumericReward, ProgramConfig,
-    ProgramReward, RepetitionReward,
+    ProgramReward, RegexReward, RepetitionReward, TagsReward, WeightedRewards,
 };
-use crate::{RegexReward, TagsReward, WeightedRewards};
 
 /// One term of the reward, as a configuration file names it: `kind`, the options of that kind, `weight` and `name`.
 ///
 /// ```
-/// use candle_grpo_train::RewardConfig;
+/// use candle_grpo_train::rewards::RewardConfig;
 ///
 /// let rewards: Vec<RewardConfig> = serde_json::from_str(
 ///     r#"[{"kind": "numeric", "column": "answer"},
@@ -93,6 +94,46 @@ pub struct EnsembleOptions {
     pub combine: ScoreEnsemble,
 }
 
+impl RegexOptions {
+    fn build(&self) -> Result<RegexReward> {
+        match self.whole {
+            true => RegexReward::whole(&self.pattern),
+            false => RegexReward::search(&self.pattern),
+        }
+    }
+}
+
+impl TagsOptions {
+    fn build(&self) -> Result<TagsReward> {
+        let tags = TagsReward::new(self.tags.iter().map(String::as_str))?;
+        Ok(match self.nothing_else {
+            true => tags.nothing_else(),
+            false => tags,
+        })
+    }
+}
+
+impl EnsembleOptions {
+    fn validate(&self) -> Result<()> {
+        ensure!(
+            !self.judges.is_empty(),
+            "judges: none, an ensemble must have at least one"
+        );
+        if let ScoreEnsemble::Weighted(weights) = &self.combine {
+            ensure!(
+                weights.len() == self.judges.len(),
+                "combine.weighted: {} weights for {} judges, there must be one each",
+                weights.len(),
+                self.judges.len()
+            );
+        }
+        let judges = self.judges.iter().enumerate();
+        judges
+            .map(|(i, judge)| judge.validate().with_context(|| format!("judge {i}")))
+            .collect()
+    }
+}
+
 /// `name` and `weight` are taken out first, so that an unknown option of a kind is an error.
 impl<'de> Deserialize<'de> for RewardConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -113,9 +154,41 @@ impl<'de> Deserialize<'de> for RewardConfig {
 }
 
 impl RewardConfig {
-    /// The weighted sum of `rewards`, whose terms run side by side.
+    /// Checks the options. Starts no program and opens no file: see [`Self::check_files`].
     ///
-    /// Errs if there are none, or one cannot be made from its options.
+    /// # Errors
+    ///
+    /// If the weight is not finite, or an option is not valid.
+    pub fn validate(&self) -> Result<()> {
+        ensure!(
+            (self.weight as f32).is_finite(),
+            "weight: {}, must be a finite f32",
+            self.weight
+        );
+        self.kind.validate()
+    }
+
+    /// Checks that the programs, scripts and folders are there that the reward needs.
+    ///
+    /// # Errors
+    ///
+    /// If one is missing.
+    pub fn check_files(&self) -> Result<()> {
+        let programs = self.kind.programs();
+        programs.into_iter().try_for_each(ProgramConfig::check_files)
+    }
+
+    /// The files that decide scores: programs and scripts.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let programs = self.kind.programs();
+        programs.into_iter().flat_map(ProgramConfig::files).collect()
+    }
+
+    /// Makes the weighted sum of `rewards`, and starts their programs.
+    ///
+    /// # Errors
+    ///
+    /// If `rewards` is empty, an option is not valid or a program cannot be started.
     pub fn build(rewards: &[Self]) -> Result<WeightedRewards> {
         ensure!(
             !rewards.is_empty(),
@@ -124,15 +197,11 @@ impl RewardConfig {
         let mut sum = WeightedRewards::new();
         for reward in rewards {
             let name = reward.name();
-            ensure!(
-                reward.weight.is_finite(),
-                "rewards: {name:?}: weight: {}, must be finite",
-                reward.weight
-            );
-            let function = reward
-                .kind
-                .build()
-                .with_context(|| format!("rewards: {name:?}"))?;
+            let build = || -> Result<SharedReward> {
+                reward.validate()?;
+                reward.kind.build()
+            };
+            let function = build().with_context(|| format!("rewards: {name:?}"))?;
             sum = sum.with_boxed(&name, reward.weight as f32, function);
         }
         Ok(sum)
@@ -167,56 +236,47 @@ impl RewardKind {
         name.to_owned()
     }
 
+    fn validate(&self) -> Result<()> {
+        match self {
+            Self::Numeric(reward) => reward.validate(),
+            Self::Exact(_) | Self::Json(_) => Ok(()),
+            Self::Regex(options) => options.build().map(drop),
+            Self::Tags(options) => options.build().map(drop),
+            Self::Length(penalty) => Ok(penalty.validate()?),
+            Self::Repetition(penalty) => Ok(penalty.of::<u32>(&[]).map(drop)?),
+            Self::Program(config) => config.validate(),
+            Self::Ensemble(options) => options.validate(),
+        }
+    }
+
+    /// Makes the function of options that are valid.
     fn build(&self) -> Result<SharedReward> {
         Ok(match self {
-            Self::Numeric(reward) => {
-                reward.validate()?;
-                Box::new(reward.clone())
-            }
+            Self::Numeric(reward) => Box::new(reward.clone()),
             Self::Exact(reward) => Box::new(reward.clone()),
-            Self::Regex(options) if options.whole => {
-                Box::new(RegexReward::whole(&options.pattern)?)
-            }
-            Self::Regex(options) => Box::new(RegexReward::search(&options.pattern)?),
-            Self::Tags(options) => {
-                let tags = TagsReward::new(options.tags.iter().map(String::as_str))?;
-                Box::new(if options.nothing_else {
-                    tags.nothing_else()
-                } else {
-                    tags
-                })
-            }
             Self::Json(reward) => Box::new(reward.clone()),
-            Self::Length(penalty) => {
-                penalty.validate()?;
-                Box::new(LengthReward(*penalty))
-            }
-            Self::Repetition(penalty) => {
-                penalty.of::<u32>(&[])?;
-                Box::new(RepetitionReward(*penalty))
-            }
+            Self::Regex(options) => Box::new(options.build()?),
+            Self::Tags(options) => Box::new(options.build()?),
+            Self::Length(penalty) => Box::new(LengthReward(*penalty)),
+            Self::Repetition(penalty) => Box::new(RepetitionReward(*penalty)),
             Self::Program(config) => Box::new(ProgramReward::new(config.clone())?),
             Self::Ensemble(options) => {
-                ensure!(
-                    !options.judges.is_empty(),
-                    "judges: none, an ensemble must have at least one"
-                );
-                if let ScoreEnsemble::Weighted(weights) = &options.combine {
-                    ensure!(
-                        weights.len() == options.judges.len(),
-                        "combine.weighted: {} weights for {} judges, there must be one each",
-                        weights.len(),
-                        options.judges.len()
-                    );
-                }
                 let mut ensemble = EnsembleReward::new(options.combine.clone());
                 for (i, judge) in options.judges.iter().enumerate() {
-                    ensemble =
-                        ensemble.with_boxed(judge.build().with_context(|| format!("judge {i}"))?);
+                    let judge = judge.build().with_context(|| format!("judge {i}"))?;
+                    ensemble = ensemble.with_boxed(judge);
                 }
                 Box::new(ensemble)
             }
         })
+    }
+
+    fn programs(&self) -> Vec<&ProgramConfig> {
+        match self {
+            Self::Program(config) => vec![config],
+            Self::Ensemble(options) => options.judges.iter().flat_map(Self::programs).collect(),
+            _ => Vec::new(),
+        }
     }
 
     fn check_row(&self, columns: &Value) -> Result<()> {

@@ -1,17 +1,21 @@
-//! Several judges of the same thing.
+//! Ensembles of judges.
+
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{NonFinite, ScoreEnsemble};
 
-use super::function::{SharedReward, score_in_parallel};
-use crate::{RewardFunction, Sample};
+use super::function::{RewardFunction, Sample, Scores, SharedReward};
+use super::weighted::in_parallel;
+use crate::Progress;
 
-/// One score from those of several reward functions, which run side by side.
+/// One score combined from those of several reward functions, which run concurrently.
 ///
 /// ```
 /// use candle_grpo_core::ScoreEnsemble;
-/// use candle_grpo_train::{EnsembleReward, Sample};
+/// use candle_grpo_train::Sample;
+/// use candle_grpo_train::rewards::EnsembleReward;
 ///
 /// let judges = EnsembleReward::new(ScoreEnsemble::Min)
 ///     .with(|sample: &Sample| sample.completion.len() as f32)
@@ -51,16 +55,29 @@ impl RewardFunction for EnsembleReward {
         if samples.is_empty() {
             return Ok(Vec::new());
         }
-        let judges: Vec<&SharedReward> = self.judges.iter().collect();
-        let scores = score_in_parallel(&judges, samples)
+        let score = |judge: &SharedReward| Scores::new(judge.score(samples)?, samples);
+        let scores = in_parallel(&self.judges, score)
             .into_iter()
             .enumerate()
             .map(|(i, scores)| {
                 let scores = scores.with_context(|| format!("judge {i}"))?;
-                Ok(Tensor::new(scores, &Device::Cpu)?)
+                Ok(Tensor::new(scores.into_vec(), &Device::Cpu)?)
             })
             .collect::<Result<Vec<_>>>()?;
         let scores = Tensor::stack(&scores, 1)?;
         Ok(self.combine.combine(&scores, NonFinite::Error)?.to_vec1()?)
+    }
+
+    fn set_progress(&mut self, progress: Arc<dyn Progress>) {
+        for judge in &mut self.judges {
+            judge.set_progress(Arc::clone(&progress));
+        }
+    }
+
+    fn finish(&self) -> Result<()> {
+        let judges = self.judges.iter().enumerate();
+        judges
+            .map(|(i, judge)| judge.finish().with_context(|| format!("judge {i}")))
+            .collect()
     }
 }

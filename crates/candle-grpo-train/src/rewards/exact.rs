@@ -13,7 +13,7 @@ use crate::{RewardFunction, Sample};
 /// not at all at the ends.
 ///
 /// ```
-/// use candle_grpo_train::ExactReward;
+/// use candle_grpo_train::rewards::ExactReward;
 /// use serde_json::json;
 ///
 /// let reward = ExactReward { ignore_case: true, ..ExactReward::default() };

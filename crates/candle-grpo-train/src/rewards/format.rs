@@ -3,12 +3,12 @@
 use anyhow::{Context, Result, ensure};
 use regex::Regex;
 
-use crate::{RewardFunction, Sample};
+use super::function::{RewardFunction, Sample};
 
 /// 1 for a completion that a regular expression (of the crate `regex`) matches, 0 for the others.
 ///
 /// ```
-/// use candle_grpo_train::RegexReward;
+/// use candle_grpo_train::rewards::RegexReward;
 ///
 /// let boxed = RegexReward::search(r"\\boxed\{-?\d+\}")?;
 /// assert!(boxed.matches(r"so it is \boxed{42}."));
@@ -61,7 +61,7 @@ impl RewardFunction for RegexReward {
 /// DeepSeek-R1's format reward is that of `think` and `answer` (<https://arxiv.org/abs/2501.12948>).
 ///
 /// ```
-/// use candle_grpo_train::TagsReward;
+/// use candle_grpo_train::rewards::TagsReward;
 ///
 /// let format = TagsReward::new(["think", "answer"])?;
 /// assert!(format.matches("<think>2 and 2</think> so <answer>4</answer>"));

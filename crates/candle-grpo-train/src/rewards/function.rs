@@ -1,11 +1,14 @@
-//! How good a completion is.
+//! The interface of reward functions.
 
-use anyhow::{Context, Result, ensure};
+use std::ops::Deref;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
 use serde_json::Value;
 
-use crate::{FinishReason, Prompt, Rollout};
+use crate::{FinishReason, Progress};
 
-/// A completion as a reward function sees it.
+/// A completion to score.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample<'a> {
     /// The text of the prompt.
@@ -24,7 +27,7 @@ pub struct Sample<'a> {
 
 /// Scores a batch of samples; a higher score is better.
 ///
-/// A closure that scores one sample is one too:
+/// A closure that scores one sample implements it:
 ///
 /// ```
 /// use candle_grpo_train::{RewardFunction, Sample};
@@ -33,15 +36,29 @@ pub struct Sample<'a> {
 /// let _: &dyn RewardFunction = &shorter_is_better;
 /// ```
 pub trait RewardFunction {
-    /// One finite score for each sample, in their order.
+    /// Returns one finite score for each sample, in their order.
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>>;
 
-    /// The parts whose sum the score is, each with one finite number for each sample: one part, unless the function says
-    /// otherwise. Their number is always the same.
+    /// Returns the terms whose sum is the score: one term by default. Their number is constant.
     ///
-    /// An advantage may look at them one by one: GDPO does.
-    fn components(&self, samples: &[Sample]) -> Result<Vec<Vec<f32>>> {
-        Ok(vec![self.score(samples)?])
+    /// Some advantages use them separately, such as GDPO.
+    fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
+        Ok(vec![Scores::new(self.score(samples)?, samples)?])
+    }
+
+    /// Sets the observer whose request to stop ends a long wait for scores, with the error
+    /// [`Interrupted`](crate::Interrupted). A function that does not wait can ignore it.
+    fn set_progress(&mut self, progress: Arc<dyn Progress>) {
+        let _ = progress;
+    }
+
+    /// Ends the function after the last batch of a run.
+    ///
+    /// # Errors
+    ///
+    /// If the scores that it has given turn out to be wrong.
+    fn finish(&self) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -51,227 +68,69 @@ impl<F: Fn(&Sample) -> f32> RewardFunction for F {
     }
 }
 
-/// A reward function that several threads may ask.
+/// A reward function that several threads may call.
 pub(crate) type SharedReward = Box<dyn RewardFunction + Send + Sync>;
 
-/// The weighted sum of several reward functions, which are its components. They run side by side, each in a thread.
-#[derive(Default)]
-pub struct WeightedRewards {
-    terms: Vec<Term>,
-}
+/// One finite score for each sample of a batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scores(Vec<f32>);
 
-struct Term {
-    name: String,
-    weight: f32,
-    function: SharedReward,
-}
-
-impl WeightedRewards {
-    /// A sum of nothing: add at least one function.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Adds `weight` times `function`; `name` is for error messages.
-    pub fn with(
-        self,
-        name: &str,
-        weight: f32,
-        function: impl RewardFunction + Send + Sync + 'static,
-    ) -> Self {
-        self.with_boxed(name, weight, Box::new(function))
-    }
-
-    pub(crate) fn with_boxed(mut self, name: &str, weight: f32, function: SharedReward) -> Self {
-        self.terms.push(Term {
-            name: name.to_owned(),
-            weight,
-            function,
-        });
-        self
-    }
-}
-
-impl RewardFunction for WeightedRewards {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        Ok(sums(&self.components(samples)?, samples.len()))
-    }
-
-    fn components(&self, samples: &[Sample]) -> Result<Vec<Vec<f32>>> {
+impl Scores {
+    /// Checks `scores`.
+    ///
+    /// # Errors
+    ///
+    /// If their number is not that of `samples`, or one is not finite.
+    pub fn new(scores: Vec<f32>, samples: &[Sample]) -> Result<Self> {
         ensure!(
-            !self.terms.is_empty(),
-            "rewards: a sum of no reward functions, add at least one"
+            scores.len() == samples.len(),
+            "rewards: {} scores for {} samples, there must be one for each",
+            scores.len(),
+            samples.len()
         );
-        let functions: Vec<&SharedReward> = self.terms.iter().map(|term| &term.function).collect();
-        self.terms
-            .iter()
-            .zip(score_in_parallel(&functions, samples))
-            .map(|(term, scores)| {
-                let mut scores =
-                    scores.with_context(|| format!("reward function {:?}", term.name))?;
-                scores.iter_mut().for_each(|score| *score *= term.weight);
-                Ok(scores)
-            })
-            .collect()
-    }
-}
-
-/// The scores of each function, one finite number for each sample. Every function but the first has a thread of its own: some
-/// only wait for a program.
-pub(crate) fn score_in_parallel(
-    functions: &[&SharedReward],
-    samples: &[Sample],
-) -> Vec<Result<Vec<f32>>> {
-    let score = |function: &SharedReward| check_scores(function.score(samples)?, samples);
-    let Some((first, others)) = functions.split_first() else {
-        return Vec::new();
-    };
-    std::thread::scope(|scope| {
-        let others: Vec<_> = others
-            .iter()
-            .map(|function| scope.spawn(move || score(function)))
-            .collect();
-        let first = score(first);
-        let joined = others.into_iter().map(|thread| {
-            thread
-                .join()
-                .unwrap_or_else(|_| Err(anyhow::anyhow!("the reward function panicked")))
-        });
-        std::iter::once(first).chain(joined).collect()
-    })
-}
-
-/// The sum of the components of each sample.
-pub(crate) fn sums(components: &[Vec<f32>], samples: usize) -> Vec<f32> {
-    let mut sums = vec![0.; samples];
-    for component in components {
-        for (sum, score) in sums.iter_mut().zip(component) {
-            *sum += score;
+        for (i, (score, sample)) in scores.iter().zip(samples).enumerate() {
+            ensure!(
+                score.is_finite(),
+                "rewards: sample {i} (prompt {:?}, completion {:?}) has reward {score}, must be finite",
+                sample.prompt,
+                sample.completion
+            );
         }
+        Ok(Self(scores))
     }
-    sums
+
+    /// The scores as a vector.
+    pub fn into_vec(self) -> Vec<f32> {
+        self.0
+    }
 }
 
-/// The components of the rewards of `rollouts`, whose completions read `texts` and which answer `prompts` in groups of
-/// equal size.
-pub(crate) fn score_rollouts(
-    function: &dyn RewardFunction,
-    prompts: &[&Prompt],
-    rollouts: &[Rollout],
-    texts: &[String],
-) -> Result<Vec<Vec<f32>>> {
-    let num_generations = rollouts.len() / prompts.len().max(1);
-    let samples: Vec<Sample> = rollouts
-        .iter()
-        .zip(texts)
-        .enumerate()
-        .map(|(i, (rollout, text))| {
-            let prompt = prompts[i / num_generations];
-            Sample {
-                prompt: &prompt.text,
-                completion: text,
-                prompt_tokens: &rollout.prompt_tokens,
-                completion_tokens: &rollout.completion_tokens,
-                finish_reason: rollout.finish_reason,
-                columns: &prompt.columns,
-            }
-        })
-        .collect();
-    let components = function.components(&samples)?;
-    ensure!(
-        !components.is_empty(),
-        "rewards: no components, there must be at least one"
-    );
-    components
-        .into_iter()
-        .map(|scores| check_scores(scores, &samples))
-        .collect()
-}
+impl Deref for Scores {
+    type Target = [f32];
 
-/// The scores, if there is one finite number for each of `samples`.
-fn check_scores(scores: Vec<f32>, samples: &[Sample]) -> Result<Vec<f32>> {
-    ensure!(
-        scores.len() == samples.len(),
-        "rewards: {} scores for {} samples, there must be one for each",
-        scores.len(),
-        samples.len()
-    );
-    for (i, (score, sample)) in scores.iter().zip(samples).enumerate() {
-        ensure!(
-            score.is_finite(),
-            "rewards: sample {i} (prompt {:?}, completion {:?}) has reward {score}, must be finite",
-            sample.prompt,
-            sample.completion
-        );
+    fn deref(&self) -> &[f32] {
+        &self.0
     }
-    Ok(scores)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn samples<'a>(completions: &[&'a str]) -> Vec<Sample<'a>> {
-        completions
-            .iter()
-            .map(|completion| Sample {
-                prompt: "say",
-                completion,
-                prompt_tokens: &[1],
-                completion_tokens: &[2],
-                finish_reason: FinishReason::StopToken,
-                columns: &Value::Null,
-            })
-            .collect()
-    }
-
-    struct OneTooFew;
-
-    impl RewardFunction for OneTooFew {
-        fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-            Ok(vec![0.; samples.len() - 1])
-        }
-    }
-
     #[test]
-    fn a_weighted_sum() {
-        let rewards = WeightedRewards::new()
-            .with("length", 0.5, |s: &Sample| s.completion.len() as f32)
-            .with("polite", 2., |s: &Sample| {
-                f32::from(s.completion.contains("please"))
-            });
-        let scores = rewards.score(&samples(&["yes", "please"])).unwrap();
-        assert_eq!(scores, [1.5, 5.]);
-        let components = rewards.components(&samples(&["yes", "please"])).unwrap();
-        assert_eq!(components, [[1.5, 3.], [0., 2.]]);
-    }
-
-    #[test]
-    fn a_reward_that_is_not_finite_names_sample_and_function() {
-        let rewards = WeightedRewards::new()
-            .with("fine", 1., |_: &Sample| 1.)
-            .with("ratio", 1., |s: &Sample| 0. / s.completion.len() as f32);
-        let error = rewards.score(&samples(&["yes", ""])).unwrap_err();
-        let error = format!("{error:#}");
-        assert_eq!(
-            error,
-            "reward function \"ratio\": rewards: sample 1 (prompt \"say\", completion \"\") has reward NaN, must be finite"
-        );
-    }
-
-    #[test]
-    fn a_wrong_number_of_scores_is_an_error() {
-        let samples = samples(&["a", "b", "c"]);
-        let error = check_scores(OneTooFew.score(&samples).unwrap(), &samples).unwrap_err();
+    fn scores_must_be_as_many_as_samples() {
+        let sample = Sample {
+            prompt: "say",
+            completion: "yes",
+            prompt_tokens: &[1],
+            completion_tokens: &[2],
+            finish_reason: FinishReason::StopToken,
+            columns: &Value::Null,
+        };
+        let error = Scores::new(vec![0.; 2], &[sample; 3]).unwrap_err();
         assert_eq!(
             error.to_string(),
             "rewards: 2 scores for 3 samples, there must be one for each"
         );
-    }
-
-    #[test]
-    fn a_sum_of_nothing_is_an_error() {
-        let error = WeightedRewards::new().score(&samples(&["a"])).unwrap_err();
-        assert!(error.to_string().contains("add at least one"));
     }
 }

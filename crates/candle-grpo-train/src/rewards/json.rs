@@ -13,7 +13,7 @@ use crate::{RewardFunction, Sample};
 /// The order of keys does not matter, and 1 is 1.0.
 ///
 /// ```
-/// use candle_grpo_train::JsonReward;
+/// use candle_grpo_train::rewards::JsonReward;
 /// use serde_json::json;
 ///
 /// let valid = JsonReward::default();

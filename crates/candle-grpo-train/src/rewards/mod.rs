@@ -1,4 +1,4 @@
-//! Reward functions.
+//! Reward functions: the interface, sums, the functions that a configuration can name, and their options.
 
 mod answer;
 mod column;
@@ -6,21 +6,26 @@ mod config;
 mod ensemble;
 mod exact;
 mod format;
-pub(crate) mod function;
+mod function;
 mod json;
 mod number;
 mod numeric;
 mod penalty;
 mod program;
 mod right_or_wrong;
+mod rollouts;
+mod weighted;
 
 pub use answer::AnswerPlace;
 pub use config::{EnsembleOptions, RegexOptions, RewardConfig, RewardKind, TagsOptions};
 pub use ensemble::EnsembleReward;
 pub use exact::ExactReward;
 pub use format::{RegexReward, TagsReward};
-pub use function::{RewardFunction, Sample, WeightedRewards};
+pub use function::{RewardFunction, Sample, Scores};
 pub use json::JsonReward;
 pub use numeric::NumericReward;
 pub use penalty::{LengthReward, RepetitionReward};
 pub use program::{ProgramConfig, ProgramReward};
+pub use weighted::WeightedRewards;
+
+pub(crate) use rollouts::{RolloutScores, score_rollouts};

@@ -16,7 +16,7 @@ use crate::{RewardFunction, Sample};
 /// GSM8K's solutions it is what follows `####`, otherwise the last.
 ///
 /// ```
-/// use candle_grpo_train::NumericReward;
+/// use candle_grpo_train::rewards::NumericReward;
 /// use serde_json::json;
 ///
 /// let reward = NumericReward::default();

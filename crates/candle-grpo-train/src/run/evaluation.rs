@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
-use crate::rewards::function::{score_rollouts, sums};
+use crate::rewards::score_rollouts;
 use crate::rollout::decode::decode;
 use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 
@@ -98,12 +98,11 @@ pub fn evaluate(
     let prompts: Vec<&Prompt> = prompts.iter().collect();
     let rollouts = sampler.sample(&prompts, samples_per_prompt, stream)?;
     let texts = decode(&rollouts, tokenizer)?;
-    let components = score_rollouts(reward, &prompts, &rollouts, &texts)?;
-    let scores = sums(&components, rollouts.len());
+    let scores = score_rollouts(reward, &prompts, &rollouts, &texts)?.total;
     let samples = rollouts
         .into_iter()
         .zip(texts)
-        .zip(scores)
+        .zip(scores.into_vec())
         .enumerate()
         .map(|(i, ((rollout, completion), reward))| EvaluatedSample {
             prompt: prompts[i / samples_per_prompt].text.clone(),

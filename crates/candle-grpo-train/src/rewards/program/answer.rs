@@ -1,0 +1,168 @@
+//! The lines that a reward program reads and writes.
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::Sample;
+
+/// The line that asks for the score of `sample`.
+pub(super) fn request(id: u64, sample: &Sample) -> Result<String> {
+    let mut line = serde_json::to_string(&json!({
+        "id": id,
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "finish_reason": sample.finish_reason,
+        "completion_tokens": sample.completion_tokens.len(),
+        "columns": sample.columns,
+    }))?;
+    line.push('\n');
+    Ok(line)
+}
+
+/// A score, and the id of its request if the program echoes it.
+#[derive(Debug, PartialEq)]
+pub(super) struct Answer {
+    pub(super) id: Option<u64>,
+    pub(super) score: f32,
+}
+
+impl Answer {
+    /// Parses a line: a number, or an object with the number `score` and perhaps `id`.
+    pub(super) fn parse(line: &str) -> Result<Self> {
+        Self::of_line(line.trim()).with_context(|| quoted(line))
+    }
+
+    fn of_line(line: &str) -> Result<Self> {
+        ensure!(!line.is_empty(), "an empty line, must be a score");
+        match serde_json::from_str(line) {
+            Ok(Value::Object(mut fields)) => {
+                let id = match fields.remove("id") {
+                    None => None,
+                    Some(id) => match id.as_u64() {
+                        Some(id) => Some(id),
+                        None => bail!("id: {id}, must be the number of the request"),
+                    },
+                };
+                match fields.remove("score") {
+                    Some(value) => {
+                        let score = number(&value).context("score")?;
+                        Ok(Self { id, score })
+                    }
+                    None => {
+                        bail!("must be a number, or an object with the number \"score\"")
+                    }
+                }
+            }
+            Ok(value) => Ok(Self {
+                id: None,
+                score: number(&value)?,
+            }),
+            Err(error) => Err(not_json(line, &error)),
+        }
+    }
+}
+
+fn number(value: &Value) -> Result<f32> {
+    match value {
+        Value::Number(number) => {
+            let number = number.as_f64().unwrap_or(f64::INFINITY);
+            ensure!((number as f32).is_finite(), OUT_OF_RANGE);
+            Ok(number as f32)
+        }
+        Value::Null => bail!(NULL),
+        Value::Bool(_) => bail!(TRUE_OR_FALSE),
+        Value::String(_) => bail!("a text, must be a number: write it without quotes"),
+        Value::Array(_) => bail!("an array, must be one number on each line"),
+        Value::Object(_) => bail!("an object, must be a number"),
+    }
+}
+
+const OUT_OF_RANGE: &str = "outside the range of f32, must be from -3.4e38 to 3.4e38";
+const NULL: &str = "null, must be a finite number for every completion, such as 0";
+const TRUE_OR_FALSE: &str = "true or false, must be a number: write 1 or 0";
+const NOT_FINITE: &str = "NaN or an infinity, must be a finite number";
+
+/// The error of a line that JSON does not have, such as Python's `nan` and `True`.
+fn not_json(line: &str, error: &serde_json::Error) -> anyhow::Error {
+    let lower = line.to_ascii_lowercase();
+    match lower.trim_start_matches(['-', '+']) {
+        "nan" | "inf" | "infinity" => anyhow::anyhow!(NOT_FINITE),
+        "none" | "null" => anyhow::anyhow!(NULL),
+        "true" | "false" => anyhow::anyhow!(TRUE_OR_FALSE),
+        // JSON has the syntax, and no f64 the value.
+        digits if digits.parse::<f64>().is_ok_and(f64::is_infinite) => {
+            anyhow::anyhow!(OUT_OF_RANGE)
+        }
+        _ if line.starts_with('{') && (line.contains("NaN") || line.contains("Infinity")) => {
+            anyhow::anyhow!("{NOT_FINITE}")
+        }
+        _ => anyhow::anyhow!(
+            "must be a number or a JSON object, and other output belongs on stderr: {error}"
+        ),
+    }
+}
+
+/// The line for messages, cut where it is long.
+pub(super) fn quoted(line: &str) -> String {
+    const SHOWN: usize = 200;
+    match line.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{:?} ...", &line[..end]),
+        None => format!("{line:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+
+    #[rstest]
+    #[case("0.5", None, 0.5)]
+    #[case(" -3e2 \r", None, -300.)]
+    #[case(r#"{"score": 1}"#, None, 1.)]
+    #[case(r#"{"score": 1e-50, "id": 7, "why": "short"}"#, Some(7), 0.)]
+    fn a_score_is_a_number_or_an_object_with_one(
+        #[case] line: &str,
+        #[case] id: Option<u64>,
+        #[case] score: f32,
+    ) {
+        assert_eq!(Answer::parse(line).unwrap(), Answer { id, score });
+    }
+
+    #[rstest]
+    #[case("", "an empty line")]
+    #[case("null", NULL)]
+    #[case("None", NULL)]
+    #[case("nan", NOT_FINITE)]
+    #[case("NaN", NOT_FINITE)]
+    #[case("-inf", NOT_FINITE)]
+    #[case("Infinity", NOT_FINITE)]
+    #[case("true", TRUE_OR_FALSE)]
+    #[case("False", TRUE_OR_FALSE)]
+    #[case("\"0.5\"", "without quotes")]
+    #[case("[0.5]", "an array")]
+    #[case("1e39", OUT_OF_RANGE)]
+    #[case("-1e39", OUT_OF_RANGE)]
+    #[case("1e999", OUT_OF_RANGE)]
+    #[case("good", "other output belongs on stderr")]
+    #[case("0.5 0.7", "other output belongs on stderr")]
+    #[case("{}", "the number \"score\"")]
+    #[case(r#"{"score": null}"#, "score: null")]
+    #[case(r#"{"score": true}"#, "score: true or false")]
+    #[case(r#"{"score": NaN}"#, NOT_FINITE)]
+    #[case(r#"{"score": "1"}"#, "score: a text")]
+    #[case(r#"{"score": {"a": 1}}"#, "score: an object")]
+    #[case(r#"{"score": 1, "id": "7"}"#, "id: \"7\"")]
+    #[case(r#"{"score": 1, "id": null}"#, "id: null")]
+    fn what_is_not_a_score_has_a_message_of_its_own(#[case] line: &str, #[case] words: &str) {
+        let error = format!("{:#}", Answer::parse(line).unwrap_err());
+        assert!(error.contains(words), "{error}");
+        assert!(error.starts_with(&format!("{line:?}: ")), "{error}");
+    }
+
+    #[test]
+    fn a_long_line_is_cut_in_messages() {
+        let error = format!("{:#}", Answer::parse(&"é".repeat(5000)).unwrap_err());
+        assert!(error.contains("é\" ...: ") && error.len() < 700, "{error}");
+    }
+}

@@ -1,0 +1,103 @@
+//! The files that a command names.
+
+use std::env;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, ensure};
+
+use super::ProgramConfig;
+
+/// Programs whose first argument is the file that they run.
+const INTERPRETERS: [&str; 11] = [
+    "python", "sh", "bash", "dash", "zsh", "node", "ruby", "perl", "Rscript", "julia", "php",
+];
+
+/// Options of interpreters that take no value, so that the script comes after them.
+const PLAIN_OPTIONS: [&str; 7] = ["-u", "-B", "-E", "-I", "-O", "-s", "-S"];
+
+impl ProgramConfig {
+    /// Checks that the folder, the program and the script that it runs are there. Starts nothing.
+    ///
+    /// # Errors
+    ///
+    /// If one of them is missing.
+    pub fn check_files(&self) -> Result<()> {
+        if let Some(folder) = &self.folder {
+            ensure!(
+                folder.is_dir(),
+                "folder: {}, must be a folder",
+                folder.display()
+            );
+        }
+        let Some(name) = self.command.first() else {
+            return self.validate();
+        };
+        ensure!(
+            self.find_program(name).is_some(),
+            "command: {name:?}, {}",
+            match is_path(name) {
+                true => "there is no such program",
+                false => "there is no such program in PATH",
+            }
+        );
+        if let Some(script) = self.script() {
+            let path = self.in_folder(script);
+            ensure!(
+                path.is_file(),
+                "command: {}, there is no such file",
+                path.display()
+            );
+        }
+        Ok(())
+    }
+
+    /// The files that decide scores: the program if it is named by its path, and arguments that are files.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let [name, arguments @ ..] = self.command.as_slice() else {
+            return Vec::new();
+        };
+        let program = is_path(name).then_some(name);
+        let paths = program.into_iter().chain(arguments);
+        paths
+            .map(|path| self.in_folder(path))
+            .filter(|path| path.is_file())
+            .collect()
+    }
+
+    fn in_folder(&self, path: &str) -> PathBuf {
+        match &self.folder {
+            Some(folder) => folder.join(path),
+            None => PathBuf::from(path),
+        }
+    }
+
+    fn find_program(&self, name: &str) -> Option<PathBuf> {
+        if is_path(name) {
+            return Some(self.in_folder(name)).filter(|path| path.is_file());
+        }
+        let folders = env::var_os("PATH")?;
+        env::split_paths(&folders)
+            .map(|folder| folder.join(name))
+            .find(|path| path.is_file() || path.with_extension("exe").is_file())
+    }
+
+    /// The script of an interpreter, if its options leave no doubt which argument that is.
+    fn script(&self) -> Option<&str> {
+        let [name, arguments @ ..] = self.command.as_slice() else {
+            return None;
+        };
+        let name = Path::new(name).file_stem()?.to_str()?;
+        let name = name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
+        if !INTERPRETERS.iter().any(|known| *known == name) {
+            return None;
+        }
+        let script = arguments
+            .iter()
+            .find(|argument| !PLAIN_OPTIONS.contains(&argument.as_str()))?;
+        Some(script.as_str()).filter(|script| !script.starts_with('-'))
+    }
+}
+
+fn is_path(name: &str) -> bool {
+    name.contains(std::path::MAIN_SEPARATOR) || name.contains('/')
+}

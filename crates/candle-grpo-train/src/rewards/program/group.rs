@@ -1,0 +1,87 @@
+//! The processes of a reward program, as a group that ends with this process.
+
+use std::io;
+use std::process::Command;
+
+#[cfg(unix)]
+pub(super) use unix::ProcessGroup;
+
+#[cfg(not(unix))]
+pub(super) use other::ProcessGroup;
+
+#[cfg(unix)]
+mod unix {
+    use std::os::unix::process::CommandExt;
+    use std::process::{Child, Stdio};
+
+    use nix::sys::signal::{Signal, killpg};
+    use nix::unistd::Pid;
+
+    use super::{Command, io};
+
+    /// Kills its process group as soon as the pipe from this process closes.
+    const GUARD: &str = "read -r line; kill -9 0";
+
+    /// A process group whose leader is a guard: a shell that reads a pipe from this process. If this
+    /// process dies, even by `SIGKILL`, the system closes the pipe, and the guard kills the group.
+    ///
+    /// The parent-death signal of Linux does less: it does not reach what the program has started,
+    /// and fires when the thread ends that started the program. The guard starts before the program,
+    /// so there is no moment at which the program runs without it. The leader is not reaped before the
+    /// group is killed, so no other group can have its number.
+    pub(in super::super) struct ProcessGroup {
+        guard: Child,
+    }
+
+    impl ProcessGroup {
+        pub(in super::super) fn start() -> io::Result<Self> {
+            let guard = Command::new("sh")
+                .args(["-c", GUARD])
+                .process_group(0)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()?;
+            Ok(Self { guard })
+        }
+
+        /// Lets `command` start in this group.
+        pub(in super::super) fn add(&self, command: &mut Command) {
+            command.process_group(self.id());
+        }
+
+        /// Kills everything in the group. It can be called again.
+        pub(in super::super) fn kill(&mut self) {
+            // Once the guard is reaped, its number may be that of another group.
+            if let Ok(None) = self.guard.try_wait() {
+                // It fails only where nothing is left to kill.
+                let _ = killpg(Pid::from_raw(self.id()), Signal::SIGKILL);
+                let _ = self.guard.wait();
+            }
+        }
+
+        fn id(&self) -> i32 {
+            // A pid is positive and fits.
+            self.guard.id().cast_signed()
+        }
+    }
+
+}
+
+#[cfg(not(unix))]
+mod other {
+    use super::{Command, io};
+
+    /// No group: only the program itself is killed.
+    pub(in super::super) struct ProcessGroup;
+
+    impl ProcessGroup {
+        pub(in super::super) fn start() -> io::Result<Self> {
+            Ok(Self)
+        }
+
+        pub(in super::super) fn add(&self, _: &mut Command) {}
+
+        pub(in super::super) fn kill(&mut self) {}
+    }
+}

@@ -1,0 +1,371 @@
+//! A running reward program.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+
+use super::answer::{Answer, quoted, request};
+use super::{ProgramConfig, group::ProcessGroup};
+use crate::{Sample, Progress};
+
+/// How long a program without ids must be silent after its last score, so that it has not written more.
+const QUIET: Duration = Duration::from_millis(20);
+
+/// How long a batch may go on after a stop is requested.
+const STOP_GRACE: Duration = Duration::from_secs(3);
+
+/// How often a waiting batch looks for a request to stop.
+const POLL: Duration = Duration::from_millis(50);
+
+/// How long a program may take to end after its input has ended.
+const END_GRACE: Duration = Duration::from_secs(5);
+
+/// The longest line of output, in bytes.
+const MAX_LINE: u64 = 1 << 20;
+
+/// Lines that wait to be read; more stay in the pipe.
+const MAX_LINES: usize = 1 << 10;
+
+/// Why a batch has no scores.
+pub(super) enum Failure {
+    /// The program ended or exceeded the time: another start may help.
+    Ended(anyhow::Error),
+    /// What it wrote is wrong.
+    Wrong(anyhow::Error),
+    /// A stop was requested.
+    Interrupted,
+}
+
+/// A program with a thread for each of its pipes, so that none of them can fill up and stop it.
+pub(super) struct Process {
+    program: Child,
+    group: ProcessGroup,
+    input: Option<Sender<Vec<u8>>>,
+    output: Receiver<Result<String, String>>,
+    errors: Arc<Mutex<Tail>>,
+    error_reader: thread::JoinHandle<()>,
+    /// The id of the next request.
+    next_id: u64,
+    /// Whether its answers have ids, once it has answered.
+    echoes_ids: Option<bool>,
+}
+
+impl Process {
+    pub(super) fn start(config: &ProgramConfig) -> Result<Self> {
+        let [name, arguments @ ..] = config.command.as_slice() else {
+            bail!("command: empty");
+        };
+        let group = ProcessGroup::start().context("starting sh")?;
+        let mut command = Command::new(name);
+        command
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        if let Some(folder) = &config.folder {
+            command.current_dir(folder);
+        }
+        group.add(&mut command);
+        let mut program = command
+            .spawn()
+            .with_context(|| format!("starting {name:?}"))?;
+        let missing = || anyhow!("pipe: absent");
+        let stdin = program.stdin.take().ok_or_else(missing)?;
+        let stdout = program.stdout.take().ok_or_else(missing)?;
+        let mut stderr = program.stderr.take().ok_or_else(missing)?;
+
+        let (input, batches) = channel();
+        thread::spawn(move || write_batches(stdin, &batches));
+        let (lines, output) = sync_channel(MAX_LINES);
+        thread::spawn(move || read_lines(stdout, &lines));
+        let errors = Arc::new(Mutex::new(Tail::default()));
+        let tail = Arc::clone(&errors);
+        let error_reader = thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = stderr.read(&mut bytes) {
+                tail.lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(&bytes[..count]);
+            }
+        });
+        Ok(Self {
+            program,
+            group,
+            input: Some(input),
+            output,
+            errors,
+            error_reader,
+            next_id: 0,
+            echoes_ids: None,
+        })
+    }
+
+    /// The scores of `samples`.
+    pub(super) fn score(
+        &mut self,
+        samples: &[Sample],
+        limit: Duration,
+        progress: &dyn Progress,
+    ) -> Result<Vec<f32>, Failure> {
+        let mut deadline = Instant::now() + limit;
+        let mut stops_at = None;
+        self.ensure_silent().map_err(Failure::Wrong)?;
+        let first = self.next_id;
+        self.send(samples).map_err(Failure::Wrong)?;
+        let mut scores = vec![None; samples.len()];
+        let mut answered = 0;
+        while answered < samples.len() {
+            let now = Instant::now();
+            if stops_at.is_none() && progress.is_canceled() {
+                stops_at = Some(now + STOP_GRACE);
+                deadline = deadline.min(now + STOP_GRACE);
+            }
+            if now >= deadline {
+                return Err(match stops_at {
+                    Some(_) => Failure::Interrupted,
+                    None => Failure::Ended(overdue(answered, samples.len(), limit)),
+                });
+            }
+            let ended = match self.output.recv_timeout(POLL.min(deadline - now)) {
+                Ok(Ok(line)) => {
+                    self.take(&line, first, answered, &mut scores)
+                        .with_context(|| format!("answer {} of {}", answered + 1, samples.len()))
+                        .map_err(Failure::Wrong)?;
+                    answered += 1;
+                    continue;
+                }
+                Err(RecvTimeoutError::Timeout) => continue,
+                Ok(Err(error)) => error,
+                Err(RecvTimeoutError::Disconnected) => "ended".to_owned(),
+            };
+            let error = anyhow!("{ended} after {answered} of {} scores", samples.len());
+            return Err(Failure::Ended(error));
+        }
+        self.ensure_no_more().map_err(Failure::Wrong)?;
+        Ok(scores.into_iter().flatten().collect())
+    }
+
+    /// Errs if the program has written anything that no request asked for.
+    fn ensure_silent(&self) -> Result<()> {
+        match self.output.try_recv() {
+            Ok(line) => Err(self.surplus(line)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// The error of a line that no request asked for.
+    fn surplus(&self, line: Result<String, String>) -> anyhow::Error {
+        let line = line.map_or_else(|error| error, |line| quoted(&line));
+        match self.next_id {
+            0 => anyhow!("wrote {line} before the first request: {ELSEWHERE}"),
+            _ => anyhow!(
+                "wrote {line} after the last score of a batch, so scores may belong to other \
+                 completions: {ELSEWHERE}"
+            ),
+        }
+    }
+
+    fn send(&mut self, samples: &[Sample]) -> Result<()> {
+        let mut lines = String::new();
+        for sample in samples {
+            lines += &request(self.next_id, sample)?;
+            self.next_id += 1;
+        }
+        if let Some(input) = &self.input {
+            // An error means that the program has ended, and the other pipe shows that too.
+            let _ = input.send(lines.into_bytes());
+        }
+        Ok(())
+    }
+
+    /// Notes the score of a line that is answer `answered` to the requests from `first`.
+    fn take(
+        &mut self,
+        line: &str,
+        first: u64,
+        answered: usize,
+        scores: &mut [Option<f32>],
+    ) -> Result<()> {
+        let answer = Answer::parse(line)?;
+        let echoes = *self.echoes_ids.get_or_insert(answer.id.is_some());
+        let place = match answer.id {
+            _ if answer.id.is_some() != echoes => bail!(
+                "{}: {} an id, unlike the answers before: give one to all answers or to none",
+                quoted(line),
+                if echoes { "has not" } else { "has" }
+            ),
+            None => Some(answered),
+            Some(id) => id.checked_sub(first).map(|place| place as usize),
+        };
+        match place.and_then(|place| scores.get_mut(place)) {
+            Some(score @ None) => *score = Some(answer.score),
+            Some(Some(_)) => bail!("{}: answers a request twice", quoted(line)),
+            None => bail!(
+                "{}: must have the id of one of the requests, {first} to {}",
+                quoted(line),
+                first + scores.len().saturating_sub(1) as u64
+            ),
+        }
+        Ok(())
+    }
+
+    /// Errs if a line comes after the last score. An answer with an id is the right one in any case.
+    fn ensure_no_more(&self) -> Result<()> {
+        let patience = match self.echoes_ids {
+            Some(false) => QUIET,
+            _ => Duration::ZERO,
+        };
+        match self.output.recv_timeout(patience) {
+            Ok(line) => Err(self.surplus(line)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Closes the input and lets the program end.
+    ///
+    /// # Errors
+    ///
+    /// If it writes a line that no request asked for: scores may belong to other completions.
+    pub(super) fn finish(mut self) -> Result<()> {
+        self.input = None;
+        let deadline = Instant::now() + END_GRACE;
+        loop {
+            let ended = !matches!(self.program.try_wait(), Ok(None));
+            match self.output.recv_timeout(QUIET) {
+                Ok(line) => return Err(self.surplus(line)),
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Timeout) if ended || Instant::now() > deadline => {
+                    return Ok(());
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// Kills the program, and adds to `error` its exit status and the end of its stderr.
+    pub(super) fn stop(mut self, error: anyhow::Error) -> anyhow::Error {
+        // One that has closed its output is about to end by itself, with a status of its own.
+        let status = match self.wait(QUIET) {
+            Some(status) => format!(" ({status})"),
+            None => String::new(),
+        };
+        self.kill();
+        // All pipes are closed now; the reader takes what is left.
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while !self.error_reader.is_finished() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(2));
+        }
+        let mut tail = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
+        match tail.text().trim() {
+            "" => anyhow!("{error:#}{status}; it wrote nothing to stderr"),
+            text => anyhow!("{error:#}{status}; its stderr ends with:\n{text}"),
+        }
+    }
+
+    /// Waits until the program ends, at most for `patience`.
+    fn wait(&mut self, patience: Duration) -> Option<ExitStatus> {
+        let deadline = Instant::now() + patience;
+        loop {
+            match self.program.try_wait() {
+                Ok(None) if Instant::now() < deadline => thread::sleep(Duration::from_millis(1)),
+                Ok(status) => return status,
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn kill(&mut self) {
+        self.group.kill();
+        let _ = self.program.kill();
+        // Waiting leaves no zombie.
+        let _ = self.program.wait();
+    }
+}
+
+const ELSEWHERE: &str = "write one line for each request and everything else to stderr, or echo \
+    the \"id\" of the request so that each score finds its completion";
+
+fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
+    anyhow!(
+        "{answered} of {of} scores after {} seconds, the limit; does it flush every line (in Python \
+         print(score, flush=True)), and is time_limit_seconds enough?",
+        limit.as_secs_f64()
+    )
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.input = None;
+        self.wait(Duration::from_secs(1));
+        self.kill();
+    }
+}
+
+fn write_batches(mut stdin: ChildStdin, batches: &Receiver<Vec<u8>>) {
+    for batch in batches {
+        if stdin
+            .write_all(&batch)
+            .and_then(|()| stdin.flush())
+            .is_err()
+        {
+            return;
+        }
+    }
+}
+
+/// Sends each line, or the message of one that cannot be read.
+fn read_lines(stdout: ChildStdout, lines: &SyncSender<Result<String, String>>) {
+    let mut reader = BufReader::new(stdout);
+    while let Some(line) = next_line(&mut reader) {
+        let is_last = line.is_err();
+        if lines.send(line).is_err() || is_last {
+            return;
+        }
+    }
+}
+
+fn next_line(reader: &mut impl BufRead) -> Option<Result<String, String>> {
+    let mut bytes = Vec::new();
+    match reader.take(MAX_LINE).read_until(b'\n', &mut bytes) {
+        Ok(0) => return None,
+        Ok(_) => {}
+        Err(error) => return Some(Err(format!("its output cannot be read: {error}"))),
+    }
+    Some(match bytes.strip_suffix(b"\n") {
+        Some(line) => match str::from_utf8(line) {
+            Ok(line) => Ok(line.to_owned()),
+            Err(_) => Err("a line that is not UTF-8".to_owned()),
+        },
+        None if bytes.len() as u64 == MAX_LINE => {
+            Err(format!("a line of more than {} MiB", MAX_LINE >> 20))
+        }
+        None => {
+            let line = quoted(&String::from_utf8_lossy(&bytes));
+            Err(format!("ended within the line {line}"))
+        }
+    })
+}
+
+/// The last few kilobytes of a text.
+#[derive(Default)]
+struct Tail(VecDeque<u8>);
+
+impl Tail {
+    const KEPT: usize = 4096;
+
+    fn push(&mut self, bytes: &[u8]) {
+        self.0.extend(bytes);
+        let excess = self.0.len().saturating_sub(Self::KEPT);
+        self.0.drain(..excess);
+    }
+
+    fn text(&mut self) -> String {
+        String::from_utf8_lossy(self.0.make_contiguous()).into_owned()
+    }
+}

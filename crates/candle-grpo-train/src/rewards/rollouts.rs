@@ -1,0 +1,52 @@
+//! Scores of rollouts.
+
+use anyhow::{Result, ensure};
+
+use super::function::{RewardFunction, Sample, Scores};
+use super::weighted::total;
+use crate::{Prompt, Rollout};
+
+/// The rewards of some rollouts.
+pub(crate) struct RolloutScores {
+    /// The total of each rollout.
+    pub(crate) total: Scores,
+    /// The terms of the totals, at least one.
+    pub(crate) components: Vec<Scores>,
+}
+
+/// The rewards of `rollouts`, which are groups of equal size, one for each of `prompts`.
+/// `texts` are their decoded completions.
+pub(crate) fn score_rollouts(
+    function: &dyn RewardFunction,
+    prompts: &[&Prompt],
+    rollouts: &[Rollout],
+    texts: &[String],
+) -> Result<RolloutScores> {
+    let num_generations = rollouts.len() / prompts.len().max(1);
+    let samples: Vec<Sample> = rollouts
+        .iter()
+        .zip(texts)
+        .enumerate()
+        .map(|(i, (rollout, text))| {
+            let prompt = prompts[i / num_generations];
+            Sample {
+                prompt: &prompt.text,
+                completion: text,
+                prompt_tokens: &rollout.prompt_tokens,
+                completion_tokens: &rollout.completion_tokens,
+                finish_reason: rollout.finish_reason,
+                columns: &prompt.columns,
+            }
+        })
+        .collect();
+    let components = function.components(&samples)?;
+    ensure!(
+        !components.is_empty() && components.iter().all(|scores| scores.len() == samples.len()),
+        "rewards: no components, or of another batch; there must be at least one, of {} scores",
+        samples.len()
+    );
+    Ok(RolloutScores {
+        total: total(&components, &samples)?,
+        components,
+    })
+}

@@ -1,0 +1,182 @@
+//! Weighted sums of reward functions.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+
+use super::function::{RewardFunction, Sample, Scores, SharedReward};
+use crate::Progress;
+
+/// The weighted sum of several reward functions, which are its components. They run concurrently, one
+/// thread each.
+#[derive(Default)]
+pub struct WeightedRewards {
+    terms: Vec<Term>,
+}
+
+struct Term {
+    name: String,
+    weight: f32,
+    function: SharedReward,
+}
+
+impl WeightedRewards {
+    /// An empty sum: add at least one function.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds `weight` times `function`; `name` is for error messages.
+    pub fn with(
+        self,
+        name: &str,
+        weight: f32,
+        function: impl RewardFunction + Send + Sync + 'static,
+    ) -> Self {
+        self.with_boxed(name, weight, Box::new(function))
+    }
+
+    pub(super) fn with_boxed(mut self, name: &str, weight: f32, function: SharedReward) -> Self {
+        self.terms.push(Term {
+            name: name.to_owned(),
+            weight,
+            function,
+        });
+        self
+    }
+}
+
+impl RewardFunction for WeightedRewards {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        Ok(total(&self.components(samples)?, samples)?.into_vec())
+    }
+
+    fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
+        ensure!(
+            !self.terms.is_empty(),
+            "rewards: a sum of no reward functions, add at least one"
+        );
+        let weigh = |term: &Term| {
+            let mut scores = term.function.score(samples)?;
+            scores.iter_mut().for_each(|score| *score *= term.weight);
+            Scores::new(scores, samples)
+        };
+        self.terms
+            .iter()
+            .zip(in_parallel(&self.terms, weigh))
+            .map(|(term, scores)| {
+                scores.with_context(|| format!("reward function {:?}", term.name))
+            })
+            .collect()
+    }
+
+    fn set_progress(&mut self, progress: Arc<dyn Progress>) {
+        for term in &mut self.terms {
+            term.function.set_progress(Arc::clone(&progress));
+        }
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.terms.iter().try_for_each(|term| {
+            let finished = term.function.finish();
+            finished.with_context(|| format!("reward function {:?}", term.name))
+        })
+    }
+}
+
+/// The results of `score` for each of `functions`. Each but the first has its own thread: some only
+/// wait for a program.
+pub(super) fn in_parallel<F: Sync>(
+    functions: &[F],
+    score: impl Fn(&F) -> Result<Scores> + Sync,
+) -> Vec<Result<Scores>> {
+    let Some((first, others)) = functions.split_first() else {
+        return Vec::new();
+    };
+    let score = &score;
+    std::thread::scope(|scope| {
+        let others: Vec<_> = others
+            .iter()
+            .map(|function| scope.spawn(move || score(function)))
+            .collect();
+        let first = score(first);
+        let joined = others.into_iter().map(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(anyhow::anyhow!("the reward function panicked")))
+        });
+        std::iter::once(first).chain(joined).collect()
+    })
+}
+
+/// The sum of the components of each sample.
+pub(super) fn total(components: &[Scores], samples: &[Sample]) -> Result<Scores> {
+    let mut sums = vec![0.; samples.len()];
+    for component in components {
+        for (sum, score) in sums.iter_mut().zip(component.iter()) {
+            *sum += score;
+        }
+    }
+    Scores::new(sums, samples)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::FinishReason;
+    use serde_json::Value;
+
+    fn samples<'a>(completions: &[&'a str]) -> Vec<Sample<'a>> {
+        completions
+            .iter()
+            .map(|completion| Sample {
+                prompt: "say",
+                completion,
+                prompt_tokens: &[1],
+                completion_tokens: &[2],
+                finish_reason: FinishReason::StopToken,
+                columns: &Value::Null,
+            })
+            .collect()
+    }
+
+    #[test]
+    fn components_are_weighted_and_add_up() {
+        let rewards = WeightedRewards::new()
+            .with("length", 0.5, |s: &Sample| s.completion.len() as f32)
+            .with("polite", 2., |s: &Sample| {
+                f32::from(s.completion.contains("please"))
+            });
+        let scores = rewards.score(&samples(&["yes", "please"])).unwrap();
+        assert_eq!(scores, [1.5, 5.]);
+        let components = rewards.components(&samples(&["yes", "please"])).unwrap();
+        let components: Vec<&[f32]> = components.iter().map(|scores| &**scores).collect();
+        assert_eq!(components, [[1.5, 3.], [0., 2.]]);
+    }
+
+    #[test]
+    fn a_reward_that_is_not_finite_names_sample_and_function() {
+        let rewards = WeightedRewards::new()
+            .with("fine", 1., |_: &Sample| 1.)
+            .with("ratio", 1., |s: &Sample| 0. / s.completion.len() as f32);
+        let error = rewards.score(&samples(&["yes", ""])).unwrap_err();
+        let error = format!("{error:#}");
+        assert_eq!(
+            error,
+            "reward function \"ratio\": rewards: sample 1 (prompt \"say\", completion \"\") has reward NaN, must be finite"
+        );
+    }
+
+    #[test]
+    fn a_weight_that_overflows_names_the_function() {
+        let rewards = WeightedRewards::new().with("large", 1e30, |_: &Sample| 1e30);
+        let error = format!("{:#}", rewards.score(&samples(&["yes"])).unwrap_err());
+        assert!(error.contains("\"large\"") && error.contains("reward inf"), "{error}");
+    }
+
+    #[test]
+    fn an_empty_sum_is_an_error() {
+        let error = WeightedRewards::new().score(&samples(&["a"])).unwrap_err();
+        assert!(error.to_string().contains("add at least one"));
+    }
+}
