@@ -4,7 +4,8 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_grpo_train::{Dataset, DatasetConfig, NumericReward, Question, read_rows};
+use candle_grpo_train::rewards::NumericReward;
+use candle_grpo_train::{Dataset, DatasetConfig, Question, read_rows};
 use rstest::rstest;
 use serde_json::json;
 use tempfile::TempDir;

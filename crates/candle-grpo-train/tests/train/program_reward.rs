@@ -1,9 +1,14 @@
-//! Programs of the user's as reward functions.
+//! Programs as reward functions, well behaved and not.
 
 use std::fs;
 use std::time::{Duration, Instant};
 
-use candle_grpo_train::{FinishReason, ProgramConfig, ProgramReward, RewardFunction, Sample};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use candle_grpo_train::rewards::{ProgramConfig, ProgramReward};
+use candle_grpo_train::{FinishReason, Interrupted, Progress, RewardFunction, Sample};
 use serde_json::{Value, json};
 
 fn program(script: &str, time_limit_seconds: f64, restarts: usize) -> ProgramReward {
@@ -37,7 +42,7 @@ fn error(reward: &ProgramReward, completions: &[&str]) -> String {
 }
 
 #[test]
-fn it_keeps_running_between_batches() {
+fn a_program_keeps_running_between_batches() {
     let reward = program(
         r#"n=0; while read -r line; do n=$((n+1)); echo "{\"score\": $n}"; done"#,
         20.,
@@ -49,7 +54,7 @@ fn it_keeps_running_between_batches() {
 }
 
 #[test]
-fn it_is_told_everything_about_a_completion() {
+fn a_request_has_everything_about_a_completion() {
     let folder = tempfile::tempdir().unwrap();
     let seen = folder.path().join("seen");
     let reward = program(
@@ -64,12 +69,12 @@ fn it_is_told_everything_about_a_completion() {
     let line: Value = serde_json::from_str(&fs::read_to_string(seen).unwrap()).unwrap();
     assert_eq!(
         line,
-        json!({"prompt": "ask", "completion": "two\nlines", "finish_reason": "length", "completion_tokens": 2, "columns": {"answer": 3}})
+        json!({"id": 0, "prompt": "ask", "completion": "two\nlines", "finish_reason": "length", "completion_tokens": 2, "columns": {"answer": 3}})
     );
 }
 
 #[test]
-fn an_error_shows_what_it_said_last() {
+fn an_error_shows_the_status_and_the_end_of_stderr() {
     let reward = program("echo no such module >&2; exit 3", 20., 1);
     let error = error(&reward, &["a"]);
     for words in [
@@ -83,14 +88,14 @@ fn an_error_shows_what_it_said_last() {
 }
 
 #[test]
-fn it_is_started_again_once() {
+fn a_program_that_ends_is_started_again_for_the_whole_batch() {
     let folder = tempfile::tempdir().unwrap();
     let mark = folder.path().join("mark");
     let script = format!(
         "if [ ! -e {0} ]; then touch {0}; read -r line; echo 9; exit 1; fi; while read -r line; do echo 1; done",
         mark.display()
     );
-    // What the first run had scored does not count.
+    // The score of the first run does not count.
     assert_eq!(
         score(&program(&script, 20., 1), &["a", "b"]).unwrap(),
         [1., 1.]
@@ -98,7 +103,7 @@ fn it_is_started_again_once() {
 }
 
 #[test]
-fn what_takes_too_long_is_ended_with_all_it_started() {
+fn a_program_that_takes_too_long_is_killed_with_its_children() {
     let folder = tempfile::tempdir().unwrap();
     let pid = folder.path().join("pid");
     let script = format!("sleep 600 & echo $! > {}; wait", pid.display());
@@ -106,7 +111,7 @@ fn what_takes_too_long_is_ended_with_all_it_started() {
     let began = Instant::now();
     let error = error(&reward, &["a"]);
     assert!(
-        error.contains("0 of 1 scores after 0.5 seconds, the limit"),
+        error.contains("0 of 1 scores after 0.5 seconds, the limit; does it flush every line"),
         "{error}"
     );
     assert!(began.elapsed() < Duration::from_secs(60));
@@ -127,7 +132,7 @@ fn ends(pid: u32) -> bool {
 }
 
 #[test]
-fn full_pipes_stop_nothing() {
+fn full_pipes_do_not_block() {
     // More than a pipe holds goes in before anything comes out, and more than a pipe holds comes out of stderr.
     let script = r#"head -n 300 > /dev/null; yes complaint | head -c 300000 >&2; for i in $(seq 300); do echo 2; done; cat > /dev/null"#;
     let reward = program(script, 60., 0);
@@ -139,42 +144,226 @@ fn full_pipes_stop_nothing() {
 }
 
 #[test]
-fn a_program_that_does_not_read_ends_with_the_time() {
+fn a_program_that_does_not_read_exceeds_the_time() {
     let reward = program("sleep 600", 0.5, 0);
     let long = "x".repeat(10_000);
     let error = error(&reward, &vec![long.as_str(); 100]);
     assert!(error.contains("the limit"), "{error}");
 }
 
-#[test]
-fn nonsense_is_an_error_that_shows_it() {
-    for (line, words) in [
-        ("good", "\\\"good\\\", must be JSON"),
-        ("null", "\\\"null\\\", must be a number"),
-        ("1e999", "must be"),
-        ("{}", "the number \"score\""),
-    ] {
-        let error = error(
-            &program(&format!("echo '{line}'; cat > /dev/null"), 20., 0),
-            &["a"],
-        );
-        let words = words.replace("\\\"", "\"");
-        assert!(error.contains(&words), "{words:?} in {error}");
-    }
-    let twice = program("while read -r line; do echo 1; echo 1; done", 20., 0);
-    let first = score(&twice, &["a"]);
-    std::thread::sleep(Duration::from_millis(300));
-    assert!(first.is_err() || score(&twice, &["a"]).is_err());
+/// Echoes the id, and gives the number of characters of the completion.
+const ECHO: &str = r#"
+import json, sys
+for line in sys.stdin:
+    sample = json.loads(line)
+    print(json.dumps({"id": sample["id"], "score": len(sample["completion"])}), flush=True)
+"#;
+
+fn python(script: &str) -> ProgramReward {
+    ProgramReward::new(ProgramConfig {
+        command: ["python3", "-c", script].map(str::to_owned).to_vec(),
+        folder: None,
+        time_limit_seconds: 60.,
+        restarts: 1,
+    })
+    .unwrap()
 }
 
 #[test]
-fn a_missing_program_is_named() {
+fn answers_with_ids_may_come_in_any_order() {
+    let reward = python(
+        r#"
+import json, sys
+waiting = []
+for line in sys.stdin:
+    sample = json.loads(line)
+    waiting.append({"id": sample["id"], "score": len(sample["completion"])})
+    if len(waiting) == 3:
+        for answer in reversed(waiting):
+            print(json.dumps(answer), flush=True)
+        waiting = []
+"#,
+    );
+    assert_eq!(score(&reward, &["a", "bb", "ccc"]).unwrap(), [1., 2., 3.]);
+    assert_eq!(score(&reward, &["ccc", "", "a"]).unwrap(), [3., 0., 1.]);
+    reward.finish().unwrap();
+}
+
+#[test]
+fn a_wrong_id_is_an_error() {
+    for (change, words) in [
+        ("sample['id'] + 100", "must have the id of one of the requests, 0 to 1"),
+        ("0", "answers a request twice"),
+        ("'0'", "must be the number of the request"),
+    ] {
+        let script = ECHO.replace("sample[\"id\"]", change);
+        let error = error(&python(&script), &["a", "b"]);
+        assert!(error.contains(words), "{words:?} in {error}");
+    }
+}
+
+#[test]
+fn ids_in_some_answers_only_are_an_error() {
+    let reward = program(
+        r#"read -r line; echo '{"id": 0, "score": 1}'; read -r line; echo 1; cat > /dev/null"#,
+        20.,
+        0,
+    );
+    let error = error(&reward, &["a", "b"]);
+    assert!(error.contains("give one to all answers or to none"), "{error}");
+}
+
+/// An additional line is found, whenever it comes: never are all scores taken and the end is silent.
+#[test]
+fn an_additional_line_is_an_error_whenever_it_comes() {
+    let delays = ["0", "0.005", "0.05", "0.3"];
+    let scripts = [
+        // Before the first request.
+        "echo 7; sleep DELAY; while read -r line; do echo 1; done",
+        "sleep DELAY; echo 7; while read -r line; do echo 1; done",
+        // After the first answer, together with it or later.
+        "read -r line; echo 1; sleep DELAY; echo 7; while read -r line; do echo 1; done",
+        "read -r line; echo 1; (sleep DELAY; echo 7) & while read -r line; do echo 1; done; wait",
+        // After the last answer, and after the end of the input.
+        "while read -r line; do echo 1; done; sleep DELAY; echo 7",
+    ];
+    for script in scripts {
+        for delay in delays {
+            let reward = program(&script.replace("DELAY", delay), 20., 1);
+            let mut scored = Ok(());
+            for _ in 0..3 {
+                scored = scored.and(score(&reward, &["a", "b"]).map(drop));
+            }
+            let end = scored.and_then(|()| reward.finish());
+            let error = format!("{:#}", end.expect_err(script));
+            assert!(error.contains("wrote \"7\"") || error.contains("wrote \"1\""), "{error}");
+        }
+    }
+}
+
+#[test]
+fn two_lines_for_each_request_are_an_error_at_the_first_batch() {
+    let reward = program("while read -r line; do echo 1; echo 7; done", 20., 1);
+    let error = error(&reward, &["a", "b"]);
+    assert!(error.contains("after the last score of a batch"), "{error}");
+    // It is no use to start it again.
+    assert!(!error.contains("tried"), "{error}");
+}
+
+/// With ids the line of another print is found at once, and no score goes to another completion.
+#[test]
+fn an_additional_line_among_answers_with_ids_is_an_error_at_once() {
+    let script = ECHO.replace("    print(", "    print(0.5, flush=True)\n    print(");
+    let error = error(&python(&script), &["a", "bb"]);
+    assert!(error.contains("give one to all answers or to none"), "{error}");
+}
+
+#[test]
+fn a_program_that_is_as_it_should_be_finishes_without_an_error() {
+    for reward in [python(ECHO), program("while read -r line; do echo 1; done", 20., 0)] {
+        score(&reward, &["a", "b"]).unwrap();
+        reward.finish().unwrap();
+        // It may go on after that.
+        score(&reward, &["a"]).unwrap();
+    }
+}
+
+#[test]
+fn output_that_is_no_line_is_an_error() {
+    for (script, words) in [
+        ("read -r line; printf 1", "ended within the line \"1\""),
+        (r"printf '\377\n'; cat > /dev/null", "not UTF-8"),
+        ("yes | tr -d '\\n' | head -c 3000000; cat > /dev/null", "a line of more than 1 MiB"),
+    ] {
+        let error = error(&program(script, 20., 0), &["a"]);
+        assert!(error.contains(words), "{words:?} in {error}");
+    }
+}
+
+/// Asks to stop once it is set.
+#[derive(Default)]
+struct Stop(AtomicBool);
+
+impl Progress for Stop {
+    fn is_canceled(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn a_stop_request_waits_for_a_hanging_program_only_for_a_grace_period() {
+    let mut reward = program("sleep 600", 600., 0);
+    let stop = Arc::new(Stop::default());
+    reward.set_progress(stop.clone());
+    let begun = Instant::now();
+    let scored = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(200));
+            stop.0.store(true, Ordering::SeqCst);
+        });
+        score(&reward, &["a"])
+    });
+    let error = scored.unwrap_err();
+    assert!(error.is::<Interrupted>(), "{error:#}");
+    assert!(begun.elapsed() < Duration::from_secs(60));
+}
+
+#[test]
+fn scores_that_come_within_the_grace_period_count() {
+    let mut reward = program("sleep 1; while read -r line; do echo 1; done", 600., 0);
+    let stop = Arc::new(Stop::default());
+    stop.0.store(true, Ordering::SeqCst);
+    reward.set_progress(stop);
+    assert_eq!(score(&reward, &["a"]).unwrap(), [1.]);
+}
+
+/// This test program starts itself, as a process that has a reward program and is killed.
+#[test]
+fn a_program_and_its_children_end_with_a_process_that_is_killed() {
+    const CHILD: &str = "CANDLE_GRPO_TEST_PIDS";
+    if let Some(folder) = std::env::var_os(CHILD) {
+        let script = format!(
+            "sleep 600 & echo $! > {0}/child; echo $$ > {0}/program; exec sleep 600",
+            folder.to_string_lossy()
+        );
+        let _reward = program(&script, 600., 0);
+        std::thread::sleep(Duration::from_secs(600));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut process = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "program_reward::a_program_and_its_children_end_with_a_process_that_is_killed"])
+        .env(CHILD, folder.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let pid = |name: &str| -> u32 {
+        let begun = Instant::now();
+        loop {
+            let text = fs::read_to_string(folder.path().join(name)).unwrap_or_default();
+            if let Some(pid) = text.strip_suffix('\n') {
+                return pid.parse().unwrap();
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "no {name}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let pids = [pid("child"), pid("program")];
+    process.kill().unwrap();
+    process.wait().unwrap();
+    for pid in pids {
+        assert!(ends(pid), "the process {pid} still runs");
+    }
+}
+
+#[test]
+fn a_missing_program_is_an_error_before_the_first_batch() {
     let reward = ProgramReward::new(ProgramConfig {
         command: vec!["/no/such/program".to_owned()],
         folder: None,
         time_limit_seconds: 1.,
         restarts: 0,
-    })
-    .unwrap();
-    assert!(error(&reward, &["a"]).contains("starting \"/no/such/program\""));
+    });
+    let error = format!("{:#}", reward.err().unwrap());
+    assert!(error.contains("starting \"/no/such/program\""), "{error}");
 }

@@ -61,10 +61,9 @@ fn a_sum_keeps_its_terms_apart() {
         sample("therefore", &row),
     ];
     assert_eq!(rewards.score(&samples).unwrap(), [2., 2.5, 0.5]);
-    assert_eq!(
-        rewards.components(&samples).unwrap(),
-        [[2., 2., 0.], [0., 0.5, 0.5]]
-    );
+    let components = rewards.components(&samples).unwrap();
+    let components: Vec<&[f32]> = components.iter().map(|scores| &**scores).collect();
+    assert_eq!(components, [[2., 2., 0.], [0., 0.5, 0.5]]);
 }
 
 #[rstest]
@@ -79,9 +78,11 @@ fn a_sum_keeps_its_terms_apart() {
 #[case(json!([{"kind": "repetition", "ngram": 0}]), "ngram: 0")]
 #[case(json!([{"kind": "program", "command": []}]), "command: []")]
 #[case(json!([{"kind": "program", "command": ["x"], "time_limit_seconds": 0}]), "time_limit_seconds: 0")]
+#[case(json!([{"kind": "json", "weight": 1e300}]), "weight: 1e300")]
 #[case(json!([{"kind": "ensemble", "judges": []}]), "judges: none")]
+#[case(json!([{"kind": "ensemble", "judges": [{"kind": "numeric", "tolerance": -1}]}]), "judge 0: tolerance: -1")]
 #[case(json!([{"kind": "ensemble", "judges": [{"kind": "json"}], "combine": {"weighted": [1, 2]}}]), "combine.weighted: 2 weights for 1 judges")]
-fn what_means_nothing_is_an_error(#[case] rewards: Value, #[case] words: &str) {
+fn an_option_that_is_not_valid_is_an_error(#[case] rewards: Value, #[case] words: &str) {
     let error = format!("{:#}", build(rewards).err().expect("an error"));
     assert!(error.contains(words), "{error}");
 }
@@ -96,4 +97,38 @@ fn rows_are_checked_before_anything_is_sampled() {
         error,
         "reward \"numeric\": column \"result\": absent, the row has \"answer\""
     );
+}
+
+/// What `grpo check` finds out before a run starts a program.
+#[test]
+fn missing_programs_scripts_and_folders_are_found_without_a_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("reward.py");
+    std::fs::write(&script, "").unwrap();
+    let check = |options: Value| -> Result<(), String> {
+        let mut reward = json!({"kind": "program"});
+        for (key, value) in options.as_object().unwrap() {
+            reward[key] = value.clone();
+        }
+        let reward: RewardConfig = serde_json::from_value(reward).unwrap();
+        reward.check_files().map_err(|error| format!("{error:#}"))
+    };
+    check(json!({"command": ["sh", script]})).unwrap();
+    check(json!({"command": ["sh", "-u", "reward.py"], "folder": folder.path()})).unwrap();
+    check(json!({"command": ["sh", "-c", "no file"]})).unwrap();
+    for (options, words) in [
+        (json!({"command": ["no-such-program"]}), "\"no-such-program\", there is no such program in PATH"),
+        (json!({"command": ["./no-such-program"]}), "there is no such program"),
+        (json!({"command": ["sh", "no-such.sh"]}), "no-such.sh, there is no such file"),
+        (json!({"command": ["python3.11", "no-such.py"]}), "there is no such"),
+        (json!({"command": ["sh"], "folder": "no-such-folder"}), "folder: no-such-folder"),
+    ] {
+        let error = check(options).unwrap_err();
+        assert!(error.contains(words), "{words:?} in {error}");
+    }
+    let nested: RewardConfig = serde_json::from_value(
+        json!({"kind": "ensemble", "judges": [{"kind": "program", "command": ["no-such-program"]}]}),
+    )
+    .unwrap();
+    assert!(nested.check_files().is_err());
 }

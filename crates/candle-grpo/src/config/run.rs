@@ -300,15 +300,15 @@ fn validate_train(document: &Document, train: &TrainConfig) -> Result<(), Config
 }
 
 fn validate_rewards(document: &Document, rewards: &[RewardConfig]) -> Result<(), ConfigError> {
+    if rewards.is_empty() {
+        return Err(document.error("rewards", "none, there must be at least one"));
+    }
     for (i, reward) in rewards.iter().enumerate() {
-        if let Err(error) = RewardConfig::build(std::slice::from_ref(reward)) {
+        if let Err(error) = reward.validate() {
             return Err(document.error(&format!("rewards[{i}]"), format!("{error:#}")));
         }
     }
-    match RewardConfig::build(rewards) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(document.error("rewards", format!("{error:#}"))),
-    }
+    Ok(())
 }
 
 fn evaluation(

@@ -7,8 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_grpo::config::{Document, RollFile, RunConfig};
-use candle_grpo::train::{
-    DatasetConfig, ExactReward, JsonReward, NumericReward, ProgramConfig, RewardKind,
+use candle_grpo::train::DatasetConfig;
+use candle_grpo::train::rewards::{
+    ExactReward, JsonReward, NumericReward, ProgramConfig, RewardKind,
 };
 use serde_json::{Value, json};
 
@@ -99,7 +100,7 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "program",
-            "crates/candle-grpo-train/src/rewards/program.rs",
+            "crates/candle-grpo-train/src/rewards/program/mod.rs",
             "ProgramConfig",
             {
                 let config: ProgramConfig = serde_json::from_value(json!({"command": []})).unwrap();
