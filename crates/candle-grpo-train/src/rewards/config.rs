@@ -162,7 +162,7 @@ impl RewardConfig {
     pub fn validate(&self) -> Result<()> {
         ensure!(
             (self.weight as f32).is_finite(),
-            "weight: {}, must be a finite f32",
+            "weight: {:?}, must be a finite f32",
             self.weight
         );
         self.kind.validate()
