@@ -88,13 +88,13 @@ fn tables() -> Vec<Table> {
         ),
         table(
             "length",
-            "crates/candle-grpo-core/src/overlong.rs",
+            "crates/candle-grpo-core/src/rewards/overlong.rs",
             "OverlongPenalty",
             json!({"factor": 1}),
         ),
         table(
             "repetition",
-            "crates/candle-grpo-core/src/repetition.rs",
+            "crates/candle-grpo-core/src/rewards/repetition.rs",
             "RepetitionPenalty",
             kind(json!({"kind": "repetition"})),
         ),
