@@ -77,14 +77,20 @@ pub(crate) fn remove_leftovers(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether this is the name of something that was being written: `.NAME.PID.tmp`, or was being replaced: `.NAME.PID.old`.
+/// Returns whether this is the name of something that was being written (`.NAME.PID.tmp`) or replaced (`.NAME.PID.old`).
 pub(crate) fn is_leftover(name: &OsStr) -> bool {
-    let parts: Vec<&str> = name.to_str().unwrap_or_default().rsplitn(3, '.').collect();
+    name.to_str().and_then(leftover_of).is_some()
+}
+
+/// Returns the `NAME` of a leftover `.NAME.PID.tmp` or `.NAME.PID.old`.
+pub(crate) fn leftover_of(name: &str) -> Option<&str> {
+    let parts: Vec<&str> = name.rsplitn(3, '.').collect();
     let [extension, pid, hidden] = parts[..] else {
-        return false;
+        return None;
     };
     let is_number = !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit());
-    matches!(extension, "tmp" | "old") && is_number && hidden.starts_with('.')
+    let is_leftover = matches!(extension, "tmp" | "old") && is_number;
+    hidden.strip_prefix('.').filter(|_| is_leftover)
 }
 
 fn remove(path: &Path) -> Result<()> {

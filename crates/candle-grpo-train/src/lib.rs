@@ -18,6 +18,7 @@ mod atomic_file;
 pub mod data;
 pub mod learn;
 pub mod model;
+mod owned_files;
 pub mod progress;
 mod random;
 pub mod rewards;

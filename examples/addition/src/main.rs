@@ -75,12 +75,11 @@ fn run(args: &Args) -> Result<()> {
     if let Some(folder) = &args.base {
         return base::make(folder, &settings);
     }
-    let open = if args.force {
-        RunDir::replace
+    let (mut run, replaced) = if args.force {
+        RunDir::replace(&args.out, &settings)?
     } else {
-        RunDir::create_numbered
+        (RunDir::create_numbered(&args.out, &settings)?, None)
     };
-    let mut run = open(&args.out, &settings)?;
     let task = Task::new(settings.seed)?;
 
     let parameters = warm_up::warm_up(&settings, &task)?;
@@ -101,6 +100,9 @@ fn run(args: &Args) -> Result<()> {
     run.write_plot(&metrics)?;
     run.write("samples.md", samples_side_by_side(&task, &before, &after))?;
     run.write_checkpoint(&trainer, &pretrained)?;
+    if let Some(replaced) = replaced {
+        replaced.remove()?;
+    }
     println!("\n{}", table(&before, &after));
     println!(
         "\n{} training steps, {} skipped; {:.0} seconds in all; see {}",

@@ -1,7 +1,7 @@
 //! Models that somebody else has trained, with all that belongs to them.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::Device;
@@ -13,6 +13,7 @@ use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_of_json;
 use crate::atomic_file::write_folder;
+use crate::owned_files::Owned;
 use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
 
 const CONFIG: &str = "config.json";
@@ -131,6 +132,25 @@ impl Pretrained {
     /// The folder appears when it is complete, and replaces one that was there.
     pub fn save(&self, folder: &Path) -> Result<()> {
         write_folder(folder, |folder| self.write_files(folder))
+    }
+
+    /// Returns the path of the first entry of `folder` that is not of a model in the Hugging Face layout; `None` if [`Self::save`]
+    /// would replace a model and nothing else.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if `folder` is a link or a file, or holds no model.
+    pub fn first_foreign(folder: &Path) -> Result<Option<PathBuf>> {
+        ensure!(
+            folder.is_dir() && !folder.is_symlink(),
+            "is not a folder, must be the folder of a model"
+        );
+        let foreign = Owned::Model.first_foreign(folder)?;
+        ensure!(
+            foreign.is_some() || folder.join(CONFIG).is_file() && Owned::has_weights(folder)?,
+            "has no {CONFIG} with safetensors, must be the folder of a model"
+        );
+        Ok(foreign)
     }
 
     /// Writes the files of [`Self::save`] into a folder that is there, each by itself whole or not at all: for a checkpoint that has

@@ -1,6 +1,7 @@
 //! The folder of a run.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::env;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -11,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::atomic_file::{is_leftover, remove_leftovers, write_folder};
 use crate::data::json_lines::{lines_of, read_json_lines};
+use crate::owned_files::Owned;
 use crate::{
     Checkpoints, EvaluatedSample, Evaluation, EventFile, Pretrained, StepCheckpoint, StepMetrics,
     Trainer, training_plot_svg,
@@ -22,6 +24,10 @@ const EVALUATIONS: &str = "evaluations.jsonl";
 const SAMPLES: &str = "samples.jsonl";
 const EVENTS: &str = "events.out.tfevents.";
 const LOCK: &str = ".lock";
+
+/// The message about a folder that holds a run already.
+const TAKEN: &str =
+    "exists already: go on with it (--resume), replace it (--replace), or choose another run_dir";
 
 /// The folder in which a run leaves what is to be kept.
 ///
@@ -72,52 +78,101 @@ impl RunLock {
     }
 }
 
+/// A run that was set aside for a new one. It stays on the disk until [`Self::remove`] is called.
+#[derive(Debug)]
+pub struct ReplacedRun {
+    path: PathBuf,
+    lock: RunLock,
+}
+
+impl ReplacedRun {
+    /// Returns its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Removes it.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error, and removes nothing, if it has an entry by now that no run writes.
+    pub fn remove(self) -> Result<()> {
+        Owned::Run.remove(&self.path)?;
+        drop(self.lock);
+        Ok(())
+    }
+}
+
 impl RunDir {
     /// Makes the folder and writes `config` to it.
     ///
     /// Errs if there is something at `path` already, other than an empty folder.
     pub fn create(path: &Path, config: &impl Serialize) -> Result<Self> {
-        ensure!(
-            is_vacant(path)?,
-            "run directory {}: exists already, choose another or remove it",
-            path.display()
-        );
+        if !is_vacant(path)? {
+            let taken = ensure_whole(path).and_then(|()| bail!("{TAKEN}"));
+            return taken.with_context(|| format!("run directory {}", path.display()));
+        }
         Self::begin(path, config)
     }
 
     /// [`RunDir::create`] at `path`, or if that is taken at the first free one of `path-2`, `path-3`, ...
     pub fn create_numbered(path: &Path, config: &impl Serialize) -> Result<Self> {
-        let mut candidate = path.to_path_buf();
-        let mut number = 1;
-        while !is_vacant(&candidate)? {
-            number += 1;
-            let Some(name) = path.file_name() else {
-                bail!("run directory {}: has no name to number", path.display());
-            };
-            let mut name = name.to_owned();
-            name.push(format!("-{number}"));
-            candidate = path.with_file_name(name);
-        }
+        let candidate = numbered(path, is_vacant)
+            .with_context(|| format!("run directory {}", path.display()))?;
         Self::begin(&candidate, config)
     }
 
-    /// [`RunDir::create`], removing a run that is there.
+    /// [`RunDir::create`] in place of a run that is there, which is set aside beside it as `NAME.replaced`.
     ///
-    /// Errs if what is there is not a run directory.
-    pub fn replace(path: &Path, config: &impl Serialize) -> Result<Self> {
-        if !is_vacant(path)? {
-            ensure!(
-                Self::is_run(path),
-                "run directory {}: has no {CONFIG} and {METRICS}, it is not a run and will not be removed",
-                path.display()
-            );
-            let _lock = RunLock::take(path)?;
-            fs::remove_dir_all(path).with_context(|| format!("removing {}", path.display()))?;
+    /// # Errors
+    ///
+    /// Returns an error, and changes nothing, if the folder is not that of a run, has an entry that no run writes, is a link,
+    /// holds the working directory, or is open in another program.
+    pub fn replace(path: &Path, config: &impl Serialize) -> Result<(Self, Option<ReplacedRun>)> {
+        if is_vacant(path)? {
+            return Ok((Self::begin(path, config)?, None));
         }
-        Self::begin(path, config)
+        let set_aside = || -> Result<ReplacedRun> {
+            ensure!(!path.is_symlink(), "is a link, must be the folder itself");
+            let path = path.canonicalize()?;
+            let here = env::current_dir()?.canonicalize()?;
+            ensure!(
+                !here.starts_with(&path),
+                "holds the working directory and is not replaced, must be another folder"
+            );
+            ensure_whole(&path)?;
+            if let Some(foreign) = Owned::Run.first_foreign(&path)? {
+                bail!(
+                    "holds {}, which no run writes; it is not replaced, move that or choose another run_dir",
+                    foreign.strip_prefix(&path).unwrap_or(&foreign).display()
+                );
+            }
+            let lock = RunLock::take(&path)?;
+            let mut aside = path.clone().into_os_string();
+            aside.push(".replaced");
+            let is_free = |aside: &Path| Ok(!aside.try_exists()? && !aside.is_symlink());
+            let aside = numbered(Path::new(&aside), is_free)?;
+            fs::rename(&path, &aside)?;
+            Ok(ReplacedRun { path: aside, lock })
+        };
+        let replaced = set_aside().with_context(|| format!("run directory {}", path.display()))?;
+        match Self::begin(path, config) {
+            Ok(run) => Ok((run, Some(replaced))),
+            // Nothing of the new run is of value yet.
+            Err(error) => {
+                let _ = Owned::Run.remove(path);
+                Err(match fs::rename(&replaced.path, path) {
+                    Ok(()) => error,
+                    Err(_) => error.context(format!(
+                        "the previous run is kept in {}",
+                        replaced.path.display()
+                    )),
+                })
+            }
+        }
     }
 
-    /// Whether a run has begun at `path`.
+    /// Returns whether a run has begun at `path`.
     pub fn is_run(path: &Path) -> bool {
         path.join(CONFIG).is_file() && path.join(METRICS).is_file()
     }
@@ -175,10 +230,7 @@ impl RunDir {
             fs::create_dir_all(path)?;
             let lock = RunLock::take(path)?;
             // Another program may have been quicker.
-            ensure!(
-                is_vacant(path)?,
-                "exists already, choose another or remove it"
-            );
+            ensure!(is_vacant(path)?, "{TAKEN}");
             Self::open(path, config, lock)
         };
         begin().with_context(|| format!("run directory {}", path.display()))
@@ -373,6 +425,49 @@ fn event_files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
+/// Returns an error unless `path` holds a run with its settings and metrics. It says what is missing, and how to go on from
+/// the last whole checkpoint if there is one.
+fn ensure_whole(path: &Path) -> Result<()> {
+    if RunDir::is_run(path) {
+        return Ok(());
+    }
+    let Some(checkpoint) = RunDir::checkpoints(path).latest()?.checkpoint else {
+        bail!("exists already and is not a run, choose another run_dir");
+    };
+    let missing = [
+        (CONFIG, "one with {} will do"),
+        (METRICS, "an empty one will do"),
+    ];
+    let missing = missing
+        .into_iter()
+        .filter(|(name, _)| !path.join(name).is_file());
+    let missing: Vec<String> = missing
+        .map(|(name, substitute)| format!("{name} ({substitute})"))
+        .collect();
+    bail!(
+        "the run has lost {}. Its checkpoint of step {} is whole. Put back what is missing and give --resume, or train on in another run_dir with model: {}",
+        missing.join(" and "),
+        checkpoint.step,
+        checkpoint.path.display()
+    )
+}
+
+/// Returns the first of `path`, `path-2`, `path-3`, ... that is free.
+fn numbered(path: &Path, is_free: impl Fn(&Path) -> Result<bool>) -> Result<PathBuf> {
+    let mut candidate = path.to_path_buf();
+    let mut number = 1;
+    while !is_free(&candidate)? {
+        number += 1;
+        let mut name = path
+            .file_name()
+            .context("has no name to number")?
+            .to_owned();
+        name.push(format!("-{number}"));
+        candidate = path.with_file_name(name);
+    }
+    Ok(candidate)
+}
+
 /// Whether a run can begin at `path`: there is nothing, or a folder with nothing that counts.
 fn is_vacant(path: &Path) -> Result<bool> {
     if !path
@@ -401,36 +496,96 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn message<T>(result: Result<T>) -> String {
+        format!("{:#}", result.err().unwrap())
+    }
+
     #[test]
-    fn a_run_is_not_overwritten_unless_asked() {
+    fn an_existing_run_is_refused_with_the_ways_to_go_on() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("runs/a");
         RunDir::create(&path, &json!({"seed": 1})).unwrap();
-        let error = RunDir::create(&path, &json!({})).err().unwrap().to_string();
+        let error = message(RunDir::create(&path, &json!({})));
         assert!(
-            error.ends_with("exists already, choose another or remove it"),
+            error.contains("--resume") && error.contains("--replace"),
             "{error}"
         );
         for expected in ["a-2", "a-3"] {
             let run = RunDir::create_numbered(&path, &json!({})).unwrap();
             assert_eq!(run.path().file_name().unwrap(), expected);
         }
-        RunDir::replace(&path, &json!({"seed": 2})).unwrap();
-        let config = fs::read_to_string(path.join(CONFIG)).unwrap();
-        assert!(config.contains('2'));
     }
 
     #[test]
-    fn what_is_not_a_run_is_never_removed() {
+    fn a_replaced_run_stays_until_it_is_removed() {
         let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("thesis.tex"), "x").unwrap();
-        let error = RunDir::replace(folder.path(), &json!({})).err().unwrap();
-        assert!(
-            error
-                .to_string()
-                .contains("it is not a run and will not be removed")
-        );
+        let path = folder.path().join("a");
+        let seed = |path: &Path| -> serde_json::Value {
+            let config = fs::read(path.join(CONFIG)).unwrap();
+            serde_json::from_slice::<serde_json::Value>(&config).unwrap()["seed"].clone()
+        };
+        RunDir::create(&path, &json!({"seed": 1})).unwrap();
+        let (run, replaced) = RunDir::replace(&path, &json!({"seed": 2})).unwrap();
+        let first = replaced.unwrap();
+        assert!(first.path().ends_with("a.replaced"));
+        assert_eq!((seed(&path), seed(first.path())), (2.into(), 1.into()));
+        drop(run);
+        let (_run, replaced) = RunDir::replace(&path, &json!({"seed": 3})).unwrap();
+        let second = replaced.unwrap();
+        assert!(second.path().ends_with("a.replaced-2"));
+
+        let kept = first.path().to_path_buf();
+        fs::write(kept.join("notes.txt"), "mine").unwrap();
+        let error = message(first.remove());
+        assert!(error.contains("notes.txt"), "{error}");
+        assert_eq!(seed(&kept), 1);
+        let gone = second.path().to_path_buf();
+        second.remove().unwrap();
+        assert!(!gone.exists());
+    }
+
+    #[test]
+    fn only_a_folder_that_runs_alone_have_written_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("thesis.tex"), "mine").unwrap();
+        let error = message(RunDir::replace(folder.path(), &json!({})));
+        assert!(error.contains("is not a run"), "{error}");
         assert!(folder.path().join("thesis.tex").exists());
+
+        let outer = folder.path().join("outer");
+        RunDir::create(&outer, &json!({})).unwrap();
+        RunDir::create(&outer.join("inner"), &json!({})).unwrap();
+        let error = message(RunDir::replace(&outer, &json!({})));
+        assert!(
+            error.contains("holds inner, which no run writes"),
+            "{error}"
+        );
+        assert!(RunDir::is_run(&outer) && RunDir::is_run(&outer.join("inner")));
+    }
+
+    #[test]
+    fn a_run_that_lost_a_file_names_it_and_its_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        let run = RunDir::create(&path, &json!({})).unwrap();
+        let fill = |folder: &Path| Ok(fs::write(folder.join("trainer.json"), "{}")?);
+        RunDir::checkpoints(&path).write(7, fill).unwrap();
+        drop(run);
+        for name in [CONFIG, METRICS] {
+            let content = fs::read(path.join(name)).unwrap();
+            fs::remove_file(path.join(name)).unwrap();
+            for error in [
+                message(RunDir::create(&path, &json!({}))),
+                message(RunDir::replace(&path, &json!({}))),
+            ] {
+                assert!(
+                    error.contains(&format!("has lost {name}")) && error.contains("step-000007"),
+                    "{error}"
+                );
+            }
+            fs::write(path.join(name), content).unwrap();
+        }
+        assert!(path.join("checkpoints/step-000007/trainer.json").exists());
     }
 
     #[test]

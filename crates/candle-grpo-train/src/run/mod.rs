@@ -9,7 +9,7 @@ mod tensorboard;
 mod trainer_state;
 
 pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
-pub use dir::{RunDir, RunLock};
+pub use dir::{ReplacedRun, RunDir, RunLock};
 pub use evaluation::{EvaluatedSample, Evaluation, evaluate};
 pub use plot::training_plot_svg;
 pub use tensorboard::EventFile;

@@ -65,9 +65,10 @@ impl Console {
         console
     }
 
-    /// From now on Ctrl-C, or a request to terminate, asks to stop; a second one ends the program at once, with code 130.
+    /// Lets Ctrl-C, a request to terminate and the end of the terminal ask to stop. A second one ends the program at once, with
+    /// exit code 130.
     pub(super) fn stop_when_asked(&self) {
-        for signal in [SIGINT, SIGTERM] {
+        for signal in stop_signals() {
             let registered = register_conditional_shutdown(signal, 130, Arc::clone(&self.stop))
                 .and_then(|_| register(signal, Arc::clone(&self.stop)));
             if let Err(error) = registered {
@@ -165,6 +166,32 @@ impl Progress for Console {
         }
         stop
     }
+}
+
+/// Returns the signals that ask to stop. SIGHUP is one of them unless it is ignored, as under `nohup`.
+#[cfg(unix)]
+fn stop_signals() -> Vec<i32> {
+    use nix::sys::signal::{SigHandler, Signal, signal};
+    use signal_hook::consts::SIGHUP;
+
+    let mut signals = vec![SIGINT, SIGTERM];
+    // SAFETY: the default and ignored dispositions run no code of this program.
+    #[expect(unsafe_code, reason = "there is no other way to read a disposition")]
+    let before = unsafe { signal(Signal::SIGHUP, SigHandler::SigDfl) };
+    match before {
+        Ok(SigHandler::SigIgn) => {
+            // SAFETY: as above.
+            #[expect(unsafe_code, reason = "the signal stays ignored")]
+            let _ = unsafe { signal(Signal::SIGHUP, SigHandler::SigIgn) };
+        }
+        _ => signals.push(SIGHUP),
+    }
+    signals
+}
+
+#[cfg(not(unix))]
+fn stop_signals() -> Vec<i32> {
+    vec![SIGINT, SIGTERM]
 }
 
 fn set_style(bar: &ProgressBar, template: &str) {

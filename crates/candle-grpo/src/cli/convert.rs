@@ -1,29 +1,22 @@
 //! `grpo convert`.
 
+use std::env;
 use std::io::{Write, stdout};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::Device;
+use candle_grpo::run::model_path;
 use candle_grpo::train::Pretrained;
 
 use super::exit::Exit;
 
-/// Writes the model at `from`, a GGUF file or a Hugging Face folder, to a Hugging Face folder in f32 at `to`.
+/// Writes the model at `from` to a Hugging Face folder in f32 at `to`. `from` is a GGUF file, a Hugging Face folder, or the folder
+/// of a run.
 pub(super) fn convert(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
-    if to.exists() && !force {
-        return Err(Exit::Config(format!(
-            "{}: exists already, choose another folder or give --force",
-            to.display()
-        )));
-    }
-    if to.exists() && !to.join("config.json").is_file() {
-        return Err(Exit::Config(format!(
-            "{}: has no config.json, it is not a model and will not be replaced",
-            to.display()
-        )));
-    }
+    let from = model_path(from).map_err(|error| Exit::Model(format!("{error:#}")))?;
+    check_folder(&from, to, force)?;
     let pretrained =
-        Pretrained::load(from, &Device::Cpu).map_err(|error| Exit::Model(format!("{error:#}")))?;
+        Pretrained::load(&from, &Device::Cpu).map_err(|error| Exit::Model(format!("{error:#}")))?;
     pretrained
         .save(to)
         .map_err(|error| Exit::Run(format!("{error:#}")))?;
@@ -42,8 +35,58 @@ pub(super) fn convert(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
         }
     )?;
     match pretrained.license {
-        Some(license) => writeln!(out, "licence, as the file says: {license}")?,
-        None => writeln!(out, "licence: the file does not say")?,
+        Some(license) => writeln!(out, "license, as the file has it: {license}")?,
+        None => writeln!(out, "license: the file has none")?,
     }
     Ok(())
+}
+
+/// Returns an error unless `to` is free, or holds a model alone that `force` allows to replace.
+fn check_folder(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
+    let refuse = |reason: String| Err(Exit::Config(format!("{}: {reason}", to.display())));
+    let source = resolved(from)?;
+    let folder = resolved(to)?;
+    if source.starts_with(&folder) || folder.starts_with(&source) {
+        let source = from.display();
+        return refuse(format!(
+            "is, holds or lies in the source {source}, must be another folder"
+        ));
+    }
+    if !to.exists() && !to.is_symlink() {
+        return Ok(());
+    }
+    if !force {
+        return refuse("exists already, choose another folder or give --force".to_owned());
+    }
+    if resolved(&env::current_dir()?)?.starts_with(&folder) {
+        return refuse("holds the working directory and is not replaced".to_owned());
+    }
+    match Pretrained::first_foreign(to) {
+        Err(error) => refuse(format!("{error:#}; it is not replaced")),
+        Ok(Some(foreign)) => refuse(format!(
+            "holds {}, which is not of a model; the folder is not replaced",
+            foreign.strip_prefix(to).unwrap_or(&foreign).display()
+        )),
+        Ok(None) => Ok(()),
+    }
+}
+
+/// Returns `path` without links and dots. Its end need not exist.
+fn resolved(path: &Path) -> Result<PathBuf, Exit> {
+    let absolute = std::path::absolute(path)?;
+    let mut existing = absolute.as_path();
+    let mut rest = Vec::new();
+    loop {
+        if let Ok(mut resolved) = existing.canonicalize() {
+            resolved.extend(rest.iter().rev());
+            return Ok(resolved);
+        }
+        match (existing.parent(), existing.file_name()) {
+            (Some(parent), Some(name)) => {
+                rest.push(name);
+                existing = parent;
+            }
+            _ => return Ok(absolute),
+        }
+    }
 }

@@ -4,23 +4,26 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Context;
 use candle_grpo::config::ModelConfig;
-use candle_grpo::nn::write_whole;
 use candle_grpo::run::{evaluate_policy, prompts};
 use candle_grpo::train::{Evaluation, Interrupted};
+use serde_json::Value;
 
 use super::console::Console;
 use super::exit::Exit;
-use super::load;
+use super::{load, output};
 
 /// Lets `model`, or that of the configuration in `file`, answer the held-out prompts, and prints how good the answers are.
 pub(super) fn eval(
     file: &Path,
     model: Option<PathBuf>,
     out: Option<&Path>,
+    force: bool,
     quiet: bool,
 ) -> Result<(), Exit> {
+    if let Some(out) = out {
+        output::check(out, force, is_answer)?;
+    }
     let mut run = load::config(file, |_| Ok(()))?;
     if let Some(path) = model {
         run.model = ModelConfig { path, ..run.model };
@@ -66,19 +69,27 @@ pub(super) fn eval(
         console.print(&format!("{name:20} {value:.4}"))?;
     }
     match out {
-        Some(out) => {
-            write_answers(&evaluation, out).map_err(|error| Exit::Run(format!("{error:#}")))
-        }
+        Some(out) => write_answers(&evaluation, out),
         None => Ok(()),
     }
 }
 
-/// A line of JSON for each answer.
-fn write_answers(evaluation: &Evaluation, out: &Path) -> anyhow::Result<()> {
+/// Writes a line of JSON for each answer.
+fn write_answers(evaluation: &Evaluation, out: &Path) -> Result<(), Exit> {
     let mut text = Vec::new();
     for sample in &evaluation.samples {
-        serde_json::to_writer(&mut text, sample)?;
+        let line = serde_json::to_string(sample).map_err(|error| Exit::Run(error.to_string()))?;
+        text.extend_from_slice(line.as_bytes());
         text.push(b'\n');
     }
-    write_whole(out, &text).with_context(|| format!("writing {}", out.display()))
+    output::write(out, &text)
+}
+
+/// Returns whether a line is one of [`write_answers`]; those of a run have their step, too.
+fn is_answer(line: &str) -> bool {
+    let Ok(Value::Object(line)) = serde_json::from_str(line) else {
+        return false;
+    };
+    let has = |key: &str| line.contains_key(key);
+    has("prompt") && has("completion") && has("finish_reason") && !has("step")
 }

@@ -7,6 +7,7 @@ mod convert;
 mod eval;
 mod exit;
 mod load;
+mod output;
 mod report;
 mod sample;
 mod train;
@@ -102,6 +103,9 @@ struct EvalArguments {
     /// Write the answers there, as lines of JSON.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// Replace a file of --out that does not hold such answers.
+    #[arg(long, requires = "out")]
+    force: bool,
     /// Log warnings only, and show no progress.
     #[arg(short, long)]
     quiet: bool,
@@ -115,6 +119,9 @@ struct ReportArguments {
     /// Where the page goes.
     #[arg(short, long, value_name = "FILE", default_value = "report.html")]
     out: PathBuf,
+    /// Replace a file that is not such a page.
+    #[arg(long)]
+    force: bool,
 }
 
 /// Runs the program.
@@ -134,6 +141,7 @@ pub(crate) fn run() -> ExitCode {
             &arguments.file,
             arguments.model,
             arguments.out.as_deref(),
+            arguments.force,
             arguments.quiet,
         ),
         Command::Sample(arguments) => sample::sample(arguments),
@@ -142,7 +150,9 @@ pub(crate) fn run() -> ExitCode {
             folder,
             force,
         } => convert::convert(&model, &folder, force),
-        Command::Report(arguments) => report::report(&arguments.runs, &arguments.out),
+        Command::Report(arguments) => {
+            report::report(&arguments.runs, &arguments.out, arguments.force)
+        }
         Command::Completions { shell } => completions::print(shell),
     };
     match done {

@@ -3,19 +3,26 @@
 use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 
-use candle_grpo::nn::write_whole;
-use candle_grpo::report::{Run, report_html};
+use candle_grpo::report::{REPORT_START, Run, report_html};
 
 use super::exit::Exit;
+use super::output;
 
 /// Writes a page about the runs in `folders` to `out`.
-pub(super) fn report(folders: &[PathBuf], out: &Path) -> Result<(), Exit> {
-    let runs = folders.iter().map(|folder| Run::read(folder));
-    let runs: Vec<Run> = runs
-        .collect::<anyhow::Result<_>>()
-        .map_err(|error| Exit::Data(format!("{error:#}")))?;
-    write_whole(out, report_html(&runs).as_bytes())
-        .map_err(|error| Exit::Run(format!("writing {}: {error}", out.display())))?;
+pub(super) fn report(folders: &[PathBuf], out: &Path, force: bool) -> Result<(), Exit> {
+    output::check(out, force, |line| line.trim_end() == REPORT_START)?;
+    let mut runs = Vec::new();
+    for folder in folders {
+        let run = Run::read(folder).map_err(|error| Exit::Data(format!("{error:#}")))?;
+        if run.steps.is_empty() && run.evaluations.is_empty() {
+            return Err(Exit::Data(format!(
+                "{}: the run has no step and no evaluation yet, there is nothing to show",
+                folder.display()
+            )));
+        }
+        runs.push(run);
+    }
+    output::write(out, report_html(&runs).as_bytes())?;
     writeln!(stdout(), "{}", out.display())?;
     Ok(())
 }

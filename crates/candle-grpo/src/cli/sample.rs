@@ -80,6 +80,12 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
             text.strip_suffix('\n').unwrap_or(&text).to_owned()
         }
     };
+    if text.trim().is_empty() {
+        return Err(Exit::Config(
+            "the prompt is empty, must have at least one character that is not white space"
+                .to_owned(),
+        ));
+    }
     let console = Console::new(arguments.quiet);
     console.stop_when_asked();
     let pretrained = load::model(&ModelConfig {

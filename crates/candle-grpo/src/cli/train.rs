@@ -28,15 +28,15 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     let reward = load::rewards(&config)?;
     let pretrained = load::model(&config.model)?;
     let prompts = load::prompts(&config, &dataset, &pretrained)?;
-    let (path, steps) = (config.run_dir.clone(), config.max_steps);
+    let steps = config.max_steps;
     let progress = Arc::new(console.clone());
-    let failed = |error: anyhow::Error| Exit::of_run(error, resume_hint(file, &path));
     let mut session = Session::new(config, pretrained, prompts, reward, start, progress)
         .map_err(|error| Exit::Run(format!("{error:#}")))?;
     let begun = Instant::now();
     console.begin_steps(session.trainer().steps(), steps);
     loop {
-        match session.advance().map_err(failed)? {
+        let advanced = session.advance();
+        match advanced.map_err(|error| Exit::of_run(error, hint(file, &session)))? {
             Progress::Step(metrics) => {
                 console.set_steps(metrics.step);
                 console.say(&summary(&metrics, steps));
@@ -53,7 +53,7 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
             }
             Progress::Saved(_) => {}
             Progress::Interrupted => {
-                return Err(Exit::Interrupted(resume_hint(file, session.path())));
+                return Err(Exit::Interrupted(hint(file, &session)));
             }
             Progress::Finished => break,
         }
@@ -99,10 +99,10 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
     )
 }
 
-/// How to go on after a run that ended early.
-fn resume_hint(file: &Path, run: &Path) -> String {
-    let latest = RunDir::checkpoints(run).latest().unwrap_or_default();
-    match latest.checkpoint {
+/// Returns how to go on after a run that ended early, and where the run is that it replaces.
+fn hint(file: &Path, session: &Session) -> String {
+    let latest = RunDir::checkpoints(session.path()).latest();
+    let mut hint = match latest.unwrap_or_default().checkpoint {
         Some(last) => format!(
             "The run is saved up to step {} in {}; to go on: grpo train {} --resume",
             last.step,
@@ -113,5 +113,9 @@ fn resume_hint(file: &Path, run: &Path) -> String {
             "There is no checkpoint yet; to begin again: grpo train {} --resume",
             file.display()
         ),
+    };
+    if let Some(replaced) = session.replaced() {
+        hint += &format!("\nThe previous run is kept in {}.", replaced.display());
     }
+    hint
 }

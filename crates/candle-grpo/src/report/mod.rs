@@ -7,5 +7,5 @@ mod page;
 mod panels;
 mod run;
 
-pub use page::report_html;
+pub use page::{REPORT_START, report_html};
 pub use run::{Run, RunSample};

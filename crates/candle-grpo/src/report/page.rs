@@ -12,13 +12,16 @@ const SHOWN: usize = 24;
 
 const STYLE: &str = include_str!("style.css");
 
-/// A page about `runs` that needs no other file: figures, charts over the steps, answers before and after, settings.
+/// The first line of every page, by which a page is told from other files.
+pub const REPORT_START: &str = "<!doctype html><!-- grpo report -->";
+
+/// Returns a page about `runs` that needs no other file: figures, charts over the steps, answers before and after, settings.
 ///
 /// It follows the reader's choice of light and dark, and the width of the window.
 pub fn report_html(runs: &[Run]) -> String {
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let mut page = format!(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n",
+        "{REPORT_START}\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n",
         escape(&names.join(", "))
     );
     let _ = write!(

@@ -6,6 +6,6 @@ mod prompts;
 mod session;
 
 pub use evaluation::evaluate_policy;
-pub use model::load_model;
+pub use model::{load_model, model_path};
 pub use prompts::{RunPrompts, prompts};
 pub use session::{Progress, Session, Start};

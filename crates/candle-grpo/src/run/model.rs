@@ -18,10 +18,7 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
             .context("this program was built for CUDA, which does not answer")?,
         false => Device::Cpu,
     };
-    let path = match RunDir::is_run(&config.path) {
-        true => checkpoint_of(&config.path)?,
-        false => config.path.clone(),
-    };
+    let path = model_path(&config.path)?;
     let mut pretrained = Pretrained::load(&path, &device)?;
     if let Some(file) = &config.chat_template {
         let read = || -> Result<ChatTemplate> {
@@ -42,11 +39,20 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     Ok(pretrained)
 }
 
-/// That of `grpo train`, or what is left by a program that saves at the end only.
-fn checkpoint_of(run: &Path) -> Result<PathBuf> {
+/// Returns the path of a model: that of the best checkpoint if `path` is the folder of a run, otherwise `path`.
+///
+/// # Errors
+///
+/// Returns an error if the run has no checkpoint.
+pub fn model_path(path: &Path) -> Result<PathBuf> {
+    if !RunDir::is_run(path) {
+        return Ok(path.to_path_buf());
+    }
+    let run = path;
     if let Some(best) = RunDir::best_checkpoint(run)? {
         return Ok(best.path);
     }
+    // Programs that save at the end only leave one there.
     let last = run.join("checkpoint");
     ensure!(
         last.is_dir(),

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_train::{
-    Interrupted, Phase, Pretrained, Prompt, RewardFunction, RunDir, RunLock, SamplingConfig,
-    StepMetrics, Trainer,
+    Interrupted, Phase, Pretrained, Prompt, ReplacedRun, RewardFunction, RunDir, RunLock,
+    SamplingConfig, StepMetrics, Trainer,
 };
 use serde_json::Value;
 
@@ -20,7 +20,7 @@ use crate::config::{EvaluationConfig, RunConfig};
 pub enum Start {
     /// In a folder that is not there yet.
     New,
-    /// In place of a run that is there.
+    /// In place of a run that is there, which is removed once the new run has a checkpoint.
     Replace,
     /// From the last checkpoint of the run that is there; from the start, if there is none yet.
     Resume,
@@ -78,6 +78,8 @@ pub struct Session {
     held_out: Vec<Prompt>,
     trainer: Trainer,
     dir: RunDir,
+    /// The run that this one replaces, until this one has a checkpoint.
+    replaced: Option<ReplacedRun>,
     metrics: Vec<StepMetrics>,
     /// After how many steps the last evaluation and the last checkpoint were made.
     evaluated: Option<usize>,
@@ -122,7 +124,7 @@ impl Session {
             settings,
         )?
         .with_progress(Arc::clone(&progress));
-        let (dir, metrics) = open(&config, &mut trainer, start)?;
+        let (dir, metrics, replaced) = open(&config, &mut trainer, start)?;
         let step = trainer.steps();
         let evaluations = dir.evaluations()?;
         Ok(Self {
@@ -135,6 +137,7 @@ impl Session {
             held_out,
             trainer,
             dir,
+            replaced,
             metrics,
             progress,
         })
@@ -219,6 +222,14 @@ impl Session {
             self.trainer.write_checkpoint(folder, &self.pretrained)
         })?;
         self.saved = Some(step);
+        if let Some(replaced) = self.replaced.take() {
+            let folder = replaced.path().display().to_string();
+            // The new run goes on all the same.
+            match replaced.remove() {
+                Ok(()) => tracing::info!("the previous run is removed"),
+                Err(error) => tracing::warn!("the previous run is kept in {folder}: {error:#}"),
+            }
+        }
         let best = self.best.filter(|_| self.config.checkpoint.keep_best);
         checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
         self.dir.write_plot(&self.metrics)?;
@@ -235,6 +246,11 @@ impl Session {
     /// The folder.
     pub fn path(&self) -> &Path {
         self.dir.path()
+    }
+
+    /// Returns the folder of the run that this one replaces, as long as this one has no checkpoint.
+    pub fn replaced(&self) -> Option<&Path> {
+        self.replaced.as_ref().map(ReplacedRun::path)
     }
 
     /// What trains.
@@ -270,13 +286,22 @@ fn open(
     config: &RunConfig,
     trainer: &mut Trainer,
     start: Start,
-) -> Result<(RunDir, Vec<StepMetrics>)> {
+) -> Result<(RunDir, Vec<StepMetrics>, Option<ReplacedRun>)> {
     let path = &config.run_dir;
     let settings = config.to_value()?;
-    let fresh = |dir: Result<RunDir>| Ok((dir?, Vec::new()));
+    let fresh = |dir: Result<RunDir>| Ok((dir?, Vec::new(), None));
     match start {
         Start::New => fresh(RunDir::create(path, &settings)),
-        Start::Replace => fresh(RunDir::replace(path, &settings)),
+        Start::Replace => {
+            let (dir, replaced) = RunDir::replace(path, &settings)?;
+            if let Some(replaced) = &replaced {
+                tracing::info!(
+                    "the previous run is kept in {} until this one has a checkpoint",
+                    replaced.path().display()
+                );
+            }
+            Ok((dir, Vec::new(), replaced))
+        }
         Start::Resume if !RunDir::is_run(path) => fresh(RunDir::create(path, &settings)),
         Start::Resume => {
             // Before the checkpoints are looked at, which another program may be writing.
@@ -299,7 +324,8 @@ fn open(
             for difference in differences(path, &settings)? {
                 tracing::warn!("the run began with another {difference}");
             }
-            RunDir::resume(lock, &settings, trainer.steps())
+            let (dir, metrics) = RunDir::resume(lock, &settings, trainer.steps())?;
+            Ok((dir, metrics, None))
         }
     }
 }

@@ -3,110 +3,13 @@
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use candle_core::Device;
-use candle_grpo::nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
-use candle_grpo::train::{Pretrained, RunDir, SpecialTokens, character_tokenizer};
-use serde_json::{Value, json};
+use candle_grpo::train::RunDir;
+use serde_json::Value;
 
-const CONFIG: &str = "
-model: model
-data: {train: data.jsonl, held_out_rows: 4}
-rewards: [{kind: regex, pattern: '^[ab]'}]
-algorithm:
-  rollout_batch_size: 4
-  num_return_sequences_in_group: 4
-  response_length: 6
-  use_kl_loss: true
-  kl_loss_coef: 0.01
-optimizer: {learning_rate: 3e-3}
-evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}
-checkpoint: {every_steps: 3}
-max_steps: 12
-run_dir: run
-threads: 1
-";
-
-fn model() -> DecoderConfig {
-    DecoderConfig {
-        model_type: ModelType::Llama,
-        vocab_size: 6,
-        hidden_size: 16,
-        intermediate_size: 24,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: None,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        rope_scaling: RopeScaling::Default,
-        no_rope_layers: vec![],
-        max_position_embeddings: 24,
-        tie_word_embeddings: false,
-    }
-}
-
-/// A folder with a model, prompts and a configuration.
-fn folder(config: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let parameters = Parameters::init(&model(), 3, &Device::Cpu).unwrap();
-    let pretrained = Pretrained {
-        model: model(),
-        parameters,
-        tokenizer: character_tokenizer("abcde").unwrap(),
-        special_tokens: SpecialTokens {
-            stop_token_ids: vec![0],
-            ..SpecialTokens::default()
-        },
-        chat_template: None,
-        license: None,
-    };
-    pretrained.save(&folder.path().join("model")).unwrap();
-    let rows = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
-    let rows: String = rows
-        .iter()
-        .map(|prompt| json!({ "prompt": prompt }).to_string() + "\n")
-        .collect();
-    fs::write(folder.path().join("data.jsonl"), rows).unwrap();
-    fs::write(folder.path().join("run.yaml"), config).unwrap();
-    folder
-}
-
-fn command(folder: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_grpo"));
-    command.current_dir(folder).args(arguments);
-    command
-}
-
-fn grpo(folder: &Path, arguments: &[&str]) -> Output {
-    command(folder, arguments).output().unwrap()
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn succeeds(folder: &Path, arguments: &[&str]) -> String {
-    let output = grpo(folder, arguments);
-    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn lines(path: &Path) -> Vec<Value> {
-    let text = fs::read_to_string(path).unwrap();
-    text.lines()
-        .map(|line| {
-            let mut value: Value = serde_json::from_str(line).unwrap();
-            // Those of two runs differ.
-            if let Some(line) = value.as_object_mut() {
-                line.remove("seconds");
-            }
-            value
-        })
-        .collect()
-}
+use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds};
 
 /// What a run has come to: files that must not depend on how often it was stopped.
 fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
@@ -184,7 +87,7 @@ fn a_run_leaves_what_others_read() {
     // It is not written over, and there is nothing left to do.
     let again = grpo(folder.path(), &["train", "run.yaml"]);
     assert_eq!(again.status.code(), Some(1));
-    assert!(said(&again).contains("run directory run: exists already"));
+    assert!(said(&again).contains("run directory run: exists already: go on with it (--resume)"));
     succeeds(folder.path(), &["train", "run.yaml", "--resume"]);
     assert_eq!(lines(&run.join("metrics.jsonl")).len(), 12);
 }
@@ -403,30 +306,6 @@ fn what_is_not_finite_stops_it() {
         said(&output).contains("not finite, nothing was learned from it"),
         "{}",
         said(&output)
-    );
-}
-
-#[test]
-fn a_model_is_not_written_over_unless_asked() {
-    let folder = folder(CONFIG);
-    let convert = |to: &str, how: &[&str]| {
-        grpo(
-            folder.path(),
-            &[&["convert", "model", to][..], how].concat(),
-        )
-    };
-    assert_eq!(convert("other", &[]).status.code(), Some(0));
-    let taken = convert("other", &[]);
-    assert_eq!(taken.status.code(), Some(3));
-    assert!(said(&taken).contains("give --force"), "{}", said(&taken));
-    assert_eq!(convert("other", &["--force"]).status.code(), Some(0));
-    fs::create_dir(folder.path().join("thesis")).unwrap();
-    let thesis = convert("thesis", &["--force"]);
-    assert_eq!(thesis.status.code(), Some(3));
-    assert!(
-        said(&thesis).contains("will not be replaced"),
-        "{}",
-        said(&thesis)
     );
 }
 

@@ -1,0 +1,237 @@
+//! The one list of the files that a run and a saved model consist of, and removal of these alone.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+use crate::atomic_file::leftover_of;
+
+/// A folder whose entries are known by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Owned {
+    /// The folder of a run.
+    Run,
+    /// The folder of its checkpoints.
+    Checkpoints,
+    /// A checkpoint: a model with the state of the trainer.
+    Checkpoint,
+    /// The adapter of a checkpoint.
+    Adapter,
+    /// The folder of a model in the Hugging Face layout.
+    Model,
+}
+
+enum Entry {
+    File,
+    Folder(Owned),
+}
+
+const RUN: &[&str] = &[
+    "config.json",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "samples.jsonl",
+    "samples.md",
+    "metrics.svg",
+    ".lock",
+];
+
+const TRAINER_STATE: &[&str] = &[
+    "trainer.json",
+    "optimizer.safetensors",
+    "reference.safetensors",
+    "critic.safetensors",
+    "critic_optimizer.safetensors",
+    "SHA256SUMS",
+];
+
+const ADAPTER: &[&str] = &["adapter_config.json", "adapter_model.safetensors"];
+
+const MODEL: &[&str] = &[
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+impl Owned {
+    fn entry(self, name: &str) -> Option<Entry> {
+        let file = |known: bool| known.then_some(Entry::File);
+        match self {
+            Self::Run if name == "checkpoint" => Some(Entry::Folder(Self::Checkpoint)),
+            Self::Run if name == "checkpoints" => Some(Entry::Folder(Self::Checkpoints)),
+            Self::Run => file(RUN.contains(&name) || name.starts_with("events.out.tfevents.")),
+            Self::Checkpoints => {
+                let step = name.strip_prefix("step-")?;
+                let is_step = !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit());
+                is_step.then_some(Entry::Folder(Self::Checkpoint))
+            }
+            Self::Checkpoint if name == "adapter" => Some(Entry::Folder(Self::Adapter)),
+            Self::Checkpoint => file(TRAINER_STATE.contains(&name) || is_of_model(name)),
+            Self::Adapter => file(ADAPTER.contains(&name)),
+            Self::Model => file(is_of_model(name)),
+        }
+    }
+
+    /// Returns the path of the first entry in `folder`, or below it, that is not in the list.
+    ///
+    /// Links are never in the list. What an interrupted write leaves of a listed entry is.
+    pub(crate) fn first_foreign(self, folder: &Path) -> Result<Option<PathBuf>> {
+        for (path, entry) in self.entries(folder)? {
+            let foreign = match entry {
+                None => Some(path),
+                Some(Entry::File) => None,
+                Some(Entry::Folder(kind)) => kind.first_foreign(&path)?,
+            };
+            if foreign.is_some() {
+                return Ok(foreign);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Returns whether `folder` has the weights of a model.
+    pub(crate) fn has_weights(folder: &Path) -> Result<bool> {
+        let entries = Self::Model.entries(folder)?;
+        let mut names = entries
+            .iter()
+            .filter_map(|(path, _)| path.file_name()?.to_str());
+        Ok(names.any(|name| name.starts_with("model") && name.ends_with(".safetensors")))
+    }
+
+    /// Removes `folder` with everything in it.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error, and removes nothing, if the folder has an entry that is not in the list.
+    pub(crate) fn remove(self, folder: &Path) -> Result<()> {
+        if let Some(path) = self.first_foreign(folder)? {
+            bail!("{}: is not of a run and is not removed", path.display());
+        }
+        self.remove_listed(folder)
+            .with_context(|| format!("removing {}", folder.display()))
+    }
+
+    fn remove_listed(self, folder: &Path) -> Result<()> {
+        for (path, entry) in self.entries(folder)? {
+            match entry {
+                Some(Entry::File) => fs::remove_file(path)?,
+                Some(Entry::Folder(kind)) => kind.remove_listed(&path)?,
+                None => {}
+            }
+        }
+        // This fails if anything has appeared since the check.
+        Ok(fs::remove_dir(folder)?)
+    }
+
+    /// Returns the entries of `folder` in the order of their names; those that are not in the list are `None`.
+    fn entries(self, folder: &Path) -> Result<Vec<(PathBuf, Option<Entry>)>> {
+        let read = || -> Result<Vec<_>> {
+            let mut entries = Vec::new();
+            for entry in fs::read_dir(folder)? {
+                let entry = entry?;
+                let name = entry.file_name();
+                let listed = name
+                    .to_str()
+                    .and_then(|name| self.entry(name).or_else(|| self.entry(leftover_of(name)?)));
+                let kind = entry.file_type()?;
+                let fits = match listed {
+                    Some(Entry::File) => kind.is_file(),
+                    Some(Entry::Folder(_)) => kind.is_dir(),
+                    None => false,
+                };
+                entries.push((entry.path(), listed.filter(|_| fits)));
+            }
+            entries.sort_by(|(a, _), (b, _)| a.cmp(b));
+            Ok(entries)
+        };
+        read().with_context(|| format!("reading {}", folder.display()))
+    }
+}
+
+fn is_of_model(name: &str) -> bool {
+    let is_shard = name.starts_with("model-") && name.ends_with(".safetensors");
+    MODEL.contains(&name) || is_shard
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_listed_entries_are_owned() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path().join("run");
+        let step = run.join("checkpoints/step-000010");
+        fs::create_dir_all(step.join("adapter")).unwrap();
+        fs::create_dir_all(run.join("checkpoints/.step-000020.77.tmp")).unwrap();
+        for name in [
+            "config.json",
+            "metrics.jsonl",
+            ".lock",
+            ".config.json.8.tmp",
+        ] {
+            fs::write(run.join(name), "").unwrap();
+        }
+        for name in [
+            "model.safetensors",
+            "SHA256SUMS",
+            "adapter/adapter_config.json",
+        ] {
+            fs::write(step.join(name), "").unwrap();
+        }
+        assert_eq!(Owned::Run.first_foreign(&run).unwrap(), None);
+
+        let foreign = [
+            "notes.txt",
+            "checkpoints/step-000010/notes.txt",
+            "checkpoints/best",
+            ".notes.txt.8.tmp",
+            "other/config.json",
+        ];
+        for name in foreign {
+            let path = run.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, "mine").unwrap();
+            let error = format!("{:#}", Owned::Run.remove(&run).unwrap_err());
+            let first = if name.starts_with("other") {
+                "other"
+            } else {
+                name
+            };
+            assert!(
+                error.starts_with(&run.join(first).display().to_string()),
+                "{error}"
+            );
+            assert!(path.exists() && step.join("model.safetensors").exists());
+            fs::remove_file(&path).unwrap();
+            if first == "other" {
+                fs::remove_dir(run.join("other")).unwrap();
+            }
+        }
+        Owned::Run.remove(&run).unwrap();
+        assert!(!run.exists());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_is_not_owned() {
+        let folder = tempfile::tempdir().unwrap();
+        let (run, elsewhere) = (folder.path().join("run"), folder.path().join("elsewhere"));
+        fs::create_dir(&run).unwrap();
+        fs::create_dir(&elsewhere).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, run.join("checkpoints")).unwrap();
+        let foreign = Owned::Run.first_foreign(&run).unwrap();
+        assert_eq!(foreign, Some(run.join("checkpoints")));
+    }
+}

@@ -1,0 +1,194 @@
+//! The names that other trainers have for keys of this program.
+
+/// Each name of a key in TRL, verl, OpenRLHF or ROLL, with the path of the key here.
+const NAMES: &[(&str, &str)] = &[
+    // Sizes of a step.
+    ("num_generations", "algorithm.num_return_sequences_in_group"),
+    ("group_size", "algorithm.num_return_sequences_in_group"),
+    ("n", "algorithm.num_return_sequences_in_group"),
+    ("n_samples_per_prompt", "algorithm.num_return_sequences_in_group"),
+    ("num_return_sequences", "algorithm.num_return_sequences_in_group"),
+    ("generation_batch_size", "algorithm.rollout_batch_size"),
+    ("train_batch_size", "algorithm.rollout_batch_size"),
+    ("batch_size", "algorithm.rollout_batch_size"),
+    ("gen_batch_size", "algorithm.rollout_batch_size"),
+    ("num_iterations", "algorithm.ppo_epochs"),
+    ("max_epochs", "algorithm.ppo_epochs"),
+    ("max_completion_length", "algorithm.response_length"),
+    ("max_response_length", "algorithm.response_length"),
+    ("generate_max_len", "algorithm.response_length"),
+    ("max_new_tokens", "algorithm.response_length"),
+    ("max_prompt_length", "algorithm.prompt_length"),
+    ("prompt_max_len", "algorithm.prompt_length"),
+    ("per_device_train_batch_size", "training.micro_batch_size"),
+    ("micro_train_batch_size", "training.micro_batch_size"),
+    ("ppo_micro_batch_size", "training.micro_batch_size"),
+    ("ppo_micro_batch_size_per_gpu", "training.micro_batch_size"),
+    ("gradient_accumulation_steps", "training.mini_batch_size"),
+    ("ppo_mini_batch_size", "training.mini_batch_size"),
+    ("steps_per_generation", "training.mini_batch_size"),
+    ("micro_rollout_batch_size", "sampler.max_batch_size"),
+    ("per_device_eval_batch_size", "sampler.max_batch_size"),
+    ("max_num_seqs", "sampler.max_batch_size"),
+    ("num_train_epochs", "max_steps"),
+    ("num_episodes", "max_steps"),
+    ("total_epochs", "max_steps"),
+    ("total_training_steps", "max_steps"),
+    // Rewards and advantages.
+    ("reward_funcs", "rewards"),
+    ("reward_weights", "rewards"),
+    ("reward_model", "rewards"),
+    ("custom_reward_function", "rewards"),
+    ("remote_rm_url", "rewards"),
+    ("advantage_estimator", "algorithm.adv_estimator"),
+    ("scale_rewards", "algorithm.advantage_scale"),
+    ("norm_adv_by_std_in_grpo", "algorithm.advantage_scale"),
+    ("no_advantage_std_norm", "algorithm.advantage_scale"),
+    ("reward_clip_range", "algorithm.reward_clip"),
+    ("lam", "algorithm.lambd"),
+    ("gae_lambda", "algorithm.lambd"),
+    ("filter_groups", "algorithm.recipe"),
+    ("dynamic_filtering", "algorithm.recipe"),
+    ("overlong_buffer", "algorithm.recipe"),
+    // The loss.
+    ("beta", "algorithm.kl_coef"),
+    ("kl_coeff", "algorithm.kl_coef"),
+    ("kl_beta", "algorithm.kl_coef"),
+    ("kl_estimator", "algorithm.kl_penalty"),
+    ("use_kl_in_reward", "algorithm.add_token_level_kl"),
+    ("kl_target", "algorithm.target_kl"),
+    ("horizon", "algorithm.kl_horizon"),
+    ("loss_type", "algorithm.loss_agg_mode"),
+    ("policy_loss_type", "algorithm.preset"),
+    ("loss_mode", "algorithm.preset"),
+    ("importance_sampling_level", "algorithm.importance_sampling"),
+    ("epsilon", "algorithm.pg_clip"),
+    ("eps_clip", "algorithm.pg_clip"),
+    ("clip_ratio", "algorithm.pg_clip"),
+    ("cliprange", "algorithm.pg_clip"),
+    ("epsilon_low", "algorithm.pg_clip_low"),
+    ("clip_ratio_low", "algorithm.pg_clip_low"),
+    ("epsilon_high", "algorithm.pg_clip_high"),
+    ("clip_ratio_high", "algorithm.pg_clip_high"),
+    ("eps_clip_low_high", "algorithm.pg_clip_high"),
+    ("delta", "algorithm.dual_clip_loss"),
+    ("clip_ratio_c", "algorithm.dual_clip_loss"),
+    ("dual_clip", "algorithm.dual_clip_loss"),
+    ("cliprange_value", "algorithm.value_clip"),
+    ("value_clip_range", "algorithm.value_clip"),
+    ("entropy_coeff", "algorithm.entropy_loss_coef"),
+    ("entropy_coef", "algorithm.entropy_loss_coef"),
+    ("mask_truncated_completions", "algorithm.max_len_mask"),
+    ("overlong_filter", "algorithm.max_len_mask"),
+    ("top_entropy_quantile", "training.top_entropy"),
+    ("vllm_importance_sampling_correction", "algorithm.recipe"),
+    ("rollout_is", "algorithm.recipe"),
+    // Optimizer and schedule.
+    ("lr", "optimizer.learning_rate"),
+    ("actor_learning_rate", "optimizer.learning_rate"),
+    ("adam_beta1", "optimizer.beta1"),
+    ("adam_beta2", "optimizer.beta2"),
+    ("adam_betas", "optimizer.beta1"),
+    ("betas", "optimizer.beta1"),
+    ("adam_epsilon", "optimizer.epsilon"),
+    ("eps", "optimizer.epsilon"),
+    ("l2", "optimizer.weight_decay"),
+    ("max_norm", "training.max_grad_norm"),
+    ("grad_clip", "training.max_grad_norm"),
+    ("clip_grad", "training.max_grad_norm"),
+    ("lr_warmup_steps", "schedule.warmup_steps"),
+    ("num_warmup_steps", "schedule.warmup_steps"),
+    ("warmup_ratio", "schedule.warmup_steps"),
+    ("lr_warmup_ratio", "schedule.warmup_steps"),
+    ("lr_warmup_steps_ratio", "schedule.warmup_steps"),
+    ("lr_scheduler_type", "schedule.decay_until"),
+    ("lr_scheduler", "schedule.decay_until"),
+    // Memory and adapters.
+    ("gradient_checkpointing", "training.activation_checkpointing"),
+    ("enable_gradient_checkpointing", "training.activation_checkpointing"),
+    ("bf16", "training.compute_dtype"),
+    ("fp16", "training.compute_dtype"),
+    ("torch_dtype", "training.compute_dtype"),
+    ("dtype", "training.compute_dtype"),
+    ("use_peft", "training.adapters"),
+    ("peft_config", "training.adapters"),
+    ("lora_r", "training.adapters"),
+    ("lora_rank", "training.adapters"),
+    ("lora_alpha", "training.adapters"),
+    ("lora_target_modules", "training.adapters"),
+    ("target_modules", "training.adapters"),
+    ("sync_ref_model", "training.reference_refresh"),
+    ("ref_model_sync_steps", "training.reference_refresh"),
+    ("ref_model_mixup_alpha", "training.reference_refresh"),
+    // Models, data and files.
+    ("model_name_or_path", "model"),
+    ("pretrain", "model"),
+    ("base_model", "model"),
+    ("chat_template_path", "model.chat_template"),
+    ("dataset_name", "data.train"),
+    ("dataset", "data.train"),
+    ("train_dataset", "data.train"),
+    ("train_files", "data.train"),
+    ("prompt_data", "data.train"),
+    ("eval_dataset", "data.held_out"),
+    ("val_files", "data.held_out"),
+    ("eval_data", "data.held_out"),
+    ("max_samples", "data.max_rows"),
+    ("system_prompt", "data.system"),
+    ("input_template", "data.prompt"),
+    ("apply_chat_template", "data.chat"),
+    ("output_dir", "run_dir"),
+    ("save_path", "run_dir"),
+    ("default_local_dir", "run_dir"),
+    ("ckpt_path", "run_dir"),
+    ("save_steps", "checkpoint.every_steps"),
+    ("save_freq", "checkpoint.every_steps"),
+    ("save_total_limit", "checkpoint.keep"),
+    ("max_ckpt_num", "checkpoint.keep"),
+    ("max_actor_ckpt_to_keep", "checkpoint.keep"),
+    ("load_best_model_at_end", "checkpoint.keep_best"),
+    ("eval_steps", "evaluation.every_steps"),
+    ("test_freq", "evaluation.every_steps"),
+    ("eval_n_samples_per_prompt", "evaluation.samples_per_prompt"),
+    ("num_workers", "threads"),
+];
+
+/// Returns the path here of a key that another trainer calls `name`.
+pub(super) fn path_of(name: &str) -> Option<&'static str> {
+    let found = NAMES.iter().find(|(other, _)| *other == name)?;
+    Some(found.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::config::algorithm::AlgorithmConfig;
+    use crate::config::{Document, RunConfig};
+
+    #[test]
+    fn every_name_leads_to_a_key_that_exists() {
+        let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}]}";
+        let document = Document::from_yaml(Path::new("x.yaml"), text).unwrap();
+        let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
+        let Value::Object(keys) = serde_json::to_value(AlgorithmConfig::default()).unwrap() else {
+            panic!("a section is a mapping");
+        };
+        for (key, value) in keys {
+            all["algorithm"][key] = value;
+        }
+        let mut seen = BTreeSet::new();
+        for (name, path) in NAMES {
+            assert!(seen.insert(name), "{name} is there twice");
+            let pointer = format!("/{}", path.replace('.', "/"));
+            assert!(all.pointer(&pointer).is_some(), "{name}: {path}");
+        }
+        assert_eq!(path_of("beta"), Some("algorithm.kl_coef"));
+        assert_eq!(path_of("of no trainer"), None);
+        assert_ne!(all, json!({}));
+    }
+}

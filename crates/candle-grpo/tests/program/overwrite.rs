@@ -1,0 +1,275 @@
+//! No command removes or replaces what it has not written.
+
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+use candle_grpo::train::RunDir;
+
+use crate::support::{CONFIG, folder, grpo, said, succeeds};
+
+/// Every file below `folder` with its bytes, but for the lock.
+fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut found = Vec::new();
+    let mut open = vec![folder.to_path_buf()];
+    while let Some(folder) = open.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                open.push(path);
+            } else if !path.ends_with(".lock") {
+                let bytes = fs::read(&path).unwrap();
+                found.push((path.display().to_string(), bytes));
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+fn refused(output: &Output, code: i32, words: &str) {
+    assert_eq!(output.status.code(), Some(code), "{}", said(output));
+    assert!(
+        said(output).contains(words),
+        "{words:?} in {}",
+        said(output)
+    );
+}
+
+/// A folder in which a run of a few steps has ended.
+fn finished() -> tempfile::TempDir {
+    let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 3"));
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    folder
+}
+
+/// Writes `run.yaml` with another `run_dir`.
+fn set_run_dir(folder: &Path, run_dir: &str) {
+    let config = CONFIG.replace("max_steps: 12", "max_steps: 3");
+    let config = config.replace("run_dir: run", &format!("run_dir: {run_dir}"));
+    fs::write(folder.join("run.yaml"), config).unwrap();
+}
+
+const REPLACE: [&str; 3] = ["train", "run.yaml", "--replace"];
+
+#[test]
+fn replace_names_a_file_that_no_run_wrote_and_keeps_everything() {
+    let folder = finished();
+    let before = files(&folder.path().join("run"));
+    for name in [
+        "notes.txt",
+        "checkpoints/step-000003/notes.txt",
+        "checkpoints/notes.txt",
+    ] {
+        let notes = folder.path().join("run").join(name);
+        fs::write(&notes, "mine").unwrap();
+        refused(&grpo(folder.path(), &REPLACE), 1, name);
+        assert_eq!(fs::read_to_string(&notes).unwrap(), "mine");
+        fs::remove_file(&notes).unwrap();
+    }
+    assert_eq!(files(&folder.path().join("run")), before);
+}
+
+#[test]
+fn replace_keeps_runs_below_a_run() {
+    let folder = finished();
+    set_run_dir(folder.path(), "run/inner");
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    set_run_dir(folder.path(), "run");
+    let before = files(&folder.path().join("run"));
+    refused(
+        &grpo(folder.path(), &REPLACE),
+        1,
+        "holds inner, which no run writes",
+    );
+    assert_eq!(files(&folder.path().join("run")), before);
+}
+
+/// The project has a `config.json` and a `metrics.jsonl`, as a run has.
+#[test]
+fn replace_refuses_the_working_directory_and_its_parents() {
+    let folder = folder(CONFIG);
+    fs::write(folder.path().join("config.json"), "{}").unwrap();
+    fs::write(folder.path().join("metrics.jsonl"), "{\"step\": 1}\n").unwrap();
+    fs::create_dir(folder.path().join("below")).unwrap();
+    let before = files(folder.path());
+    for run_dir in [".", "below/.."] {
+        set_run_dir(folder.path(), run_dir);
+        let output = grpo(folder.path(), &REPLACE);
+        refused(&output, 1, "holds the working directory");
+    }
+    fs::write(folder.path().join("run.yaml"), CONFIG).unwrap();
+    assert_eq!(files(folder.path()), before);
+}
+
+#[cfg(unix)]
+#[test]
+fn replace_refuses_a_link() {
+    let folder = finished();
+    std::os::unix::fs::symlink("run", folder.path().join("link")).unwrap();
+    set_run_dir(folder.path(), "link");
+    refused(&grpo(folder.path(), &REPLACE), 1, "is a link");
+    assert!(RunDir::is_run(&folder.path().join("run")));
+}
+
+#[test]
+fn the_old_run_is_kept_until_the_new_one_has_a_checkpoint() {
+    let folder = finished();
+    let (run, aside) = (
+        folder.path().join("run"),
+        folder.path().join("run.replaced"),
+    );
+    let before = files(&run);
+
+    // It fails before it has a checkpoint.
+    let config = CONFIG.replace("algorithm:", "algorithm:\n  preset: dr_grpo");
+    let config = config.replace("'^[ab]'", "'^[ab]', weight: 1e30");
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    let output = grpo(folder.path(), &REPLACE);
+    refused(&output, 6, "The previous run is kept in ");
+    assert!(said(&output).contains("run.replaced"), "{}", said(&output));
+    let moved: Vec<Vec<u8>> = files(&aside).into_iter().map(|(_, bytes)| bytes).collect();
+    let bytes: Vec<Vec<u8>> = before.into_iter().map(|(_, bytes)| bytes).collect();
+    assert!(moved == bytes);
+
+    // Only the run that this one replaces goes.
+    set_run_dir(folder.path(), "run");
+    succeeds(folder.path(), &REPLACE);
+    let names: Vec<String> = fs::read_dir(folder.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .filter(|name| name.starts_with("run") && name != "run.yaml")
+        .collect();
+    assert_eq!(names.len(), 2, "{names:?}");
+    assert!(RunDir::is_run(&aside));
+}
+
+#[test]
+fn a_run_that_lost_its_metrics_goes_on_from_its_checkpoint() {
+    let folder = finished();
+    let run = folder.path().join("run");
+    for (name, substitute) in [("metrics.jsonl", ""), ("config.json", "{}")] {
+        fs::remove_file(run.join(name)).unwrap();
+        let words = format!("the run has lost {name}");
+        for how in [
+            &["train", "run.yaml"][..],
+            &["train", "run.yaml", "--resume"],
+            &REPLACE,
+        ] {
+            refused(&grpo(folder.path(), how), 1, &words);
+        }
+        // As the message says.
+        fs::write(run.join(name), substitute).unwrap();
+        let more = CONFIG.replace("max_steps: 12", "max_steps: 4");
+        fs::write(folder.path().join("run.yaml"), more).unwrap();
+        succeeds(folder.path(), &["train", "run.yaml", "--resume"]);
+    }
+    assert!(run.join("checkpoints/step-000004").is_dir());
+}
+
+#[test]
+fn convert_replaces_a_model_alone() {
+    let folder = finished();
+    let convert = |from: &str, to: &str, how: &[&str]| {
+        grpo(folder.path(), &[&["convert", from, to][..], how].concat())
+    };
+    assert_eq!(convert("model", "other", &[]).status.code(), Some(0));
+    refused(&convert("model", "other", &[]), 3, "give --force");
+    assert_eq!(
+        convert("model", "other", &["--force"]).status.code(),
+        Some(0)
+    );
+
+    fs::create_dir(folder.path().join("thesis")).unwrap();
+    refused(
+        &convert("model", "thesis", &["--force"]),
+        3,
+        "is not replaced",
+    );
+    fs::write(folder.path().join("other/notes.txt"), "mine").unwrap();
+    refused(
+        &convert("model", "other", &["--force"]),
+        3,
+        "holds notes.txt",
+    );
+
+    let before = files(&folder.path().join("run"));
+    refused(
+        &convert("model", "run", &["--force"]),
+        3,
+        "which is not of a model",
+    );
+    let checkpoint = "run/checkpoints/step-000003";
+    refused(
+        &convert("model", checkpoint, &["--force"]),
+        3,
+        "which is not of a model",
+    );
+    // The source itself, what holds it and what it holds.
+    for to in [
+        "run",
+        "run/checkpoints",
+        checkpoint,
+        "run/checkpoints/step-000003/below",
+    ] {
+        refused(&convert("run", to, &["--force"]), 3, "the source");
+    }
+    refused(&convert("model", ".", &["--force"]), 3, "the source");
+    assert_eq!(files(&folder.path().join("run")), before);
+}
+
+#[test]
+fn convert_takes_the_folder_of_a_run() {
+    let folder = finished();
+    succeeds(folder.path(), &["convert", "run", "converted"]);
+    let best = RunDir::best_checkpoint(&folder.path().join("run"))
+        .unwrap()
+        .unwrap();
+    let weights = |path: &Path| fs::read(path.join("model.safetensors")).unwrap();
+    assert!(weights(&folder.path().join("converted")) == weights(&best.path));
+}
+
+#[test]
+fn report_replaces_its_own_pages_alone() {
+    let folder = finished();
+    let thesis = folder.path().join("thesis.html");
+    fs::write(&thesis, "<!doctype html>\n<p>mine\n").unwrap();
+    let report = |how: &[&str]| {
+        grpo(
+            folder.path(),
+            &[&["report", "run", "-o", "thesis.html"][..], how].concat(),
+        )
+    };
+    refused(&report(&[]), 3, "thesis.html: exists already");
+    assert_eq!(
+        fs::read_to_string(&thesis).unwrap(),
+        "<!doctype html>\n<p>mine\n"
+    );
+    assert_eq!(report(&["--force"]).status.code(), Some(0));
+    // Now it is a page.
+    assert_eq!(report(&[]).status.code(), Some(0));
+    let folders = grpo(folder.path(), &["report", "run", "-o", "run"]);
+    refused(&folders, 3, "run: is a folder");
+}
+
+#[test]
+fn eval_replaces_its_own_answers_alone() {
+    let folder = finished();
+    let eval = |out: &str, how: &[&str]| {
+        grpo(
+            folder.path(),
+            &[&["eval", "run.yaml", "--out", out][..], how].concat(),
+        )
+    };
+    let before = files(&folder.path().join("run"));
+    for out in ["data.jsonl", "run.yaml", "run/samples.jsonl"] {
+        refused(&eval(out, &[]), 3, "exists already");
+    }
+    assert_eq!(files(&folder.path().join("run")), before);
+    for _ in 0..2 {
+        assert_eq!(eval("answers.jsonl", &[]).status.code(), Some(0));
+    }
+    fs::write(folder.path().join("answers.jsonl"), "mine\n").unwrap();
+    refused(&eval("answers.jsonl", &[]), 3, "exists already");
+    assert_eq!(eval("answers.jsonl", &["--force"]).status.code(), Some(0));
+}

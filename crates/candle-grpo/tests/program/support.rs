@@ -1,0 +1,107 @@
+//! A tiny model with prompts, and the program.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use candle_core::Device;
+use candle_grpo::nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
+use candle_grpo::train::{Pretrained, SpecialTokens, character_tokenizer};
+use serde_json::{Value, json};
+
+pub(crate) const CONFIG: &str = "
+model: model
+data: {train: data.jsonl, held_out_rows: 4}
+rewards: [{kind: regex, pattern: '^[ab]'}]
+algorithm:
+  rollout_batch_size: 4
+  num_return_sequences_in_group: 4
+  response_length: 6
+  use_kl_loss: true
+  kl_loss_coef: 0.01
+optimizer: {learning_rate: 3e-3}
+evaluation: {every_steps: 4, samples_per_prompt: 4, pass_at: [1, 2]}
+checkpoint: {every_steps: 3}
+max_steps: 12
+run_dir: run
+threads: 1
+";
+
+pub(crate) fn model() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Llama,
+        vocab_size: 6,
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: None,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        rope_scaling: RopeScaling::Default,
+        no_rope_layers: vec![],
+        max_position_embeddings: 24,
+        tie_word_embeddings: false,
+    }
+}
+
+/// A folder with a model, prompts and a configuration.
+pub(crate) fn folder(config: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let parameters = Parameters::init(&model(), 3, &Device::Cpu).unwrap();
+    let pretrained = Pretrained {
+        model: model(),
+        parameters,
+        tokenizer: character_tokenizer("abcde").unwrap(),
+        special_tokens: SpecialTokens {
+            stop_token_ids: vec![0],
+            ..SpecialTokens::default()
+        },
+        chat_template: None,
+        license: None,
+    };
+    pretrained.save(&folder.path().join("model")).unwrap();
+    let rows = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
+    let rows: String = rows
+        .iter()
+        .map(|prompt| json!({ "prompt": prompt }).to_string() + "\n")
+        .collect();
+    fs::write(folder.path().join("data.jsonl"), rows).unwrap();
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    folder
+}
+
+pub(crate) fn command(folder: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_grpo"));
+    command.current_dir(folder).args(arguments);
+    command
+}
+
+pub(crate) fn grpo(folder: &Path, arguments: &[&str]) -> Output {
+    command(folder, arguments).output().unwrap()
+}
+
+pub(crate) fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+pub(crate) fn succeeds(folder: &Path, arguments: &[&str]) -> String {
+    let output = grpo(folder, arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+pub(crate) fn lines(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines()
+        .map(|line| {
+            let mut value: Value = serde_json::from_str(line).unwrap();
+            // Those of two runs differ.
+            if let Some(line) = value.as_object_mut() {
+                line.remove("seconds");
+            }
+            value
+        })
+        .collect()
+}
