@@ -7,8 +7,7 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs, add_matmul};
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
-    RopeScaling,
+    Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters,
 };
 use clap::Parser;
 use serde::Serialize;
@@ -117,20 +116,17 @@ fn resident_peak_mib() -> Result<f64> {
 
 fn model(layers: usize) -> DecoderConfig {
     DecoderConfig {
-        model_type: ModelType::Llama,
         vocab_size: 49152,
         hidden_size: 576,
         intermediate_size: 1536,
         num_hidden_layers: layers,
         num_attention_heads: 9,
         num_key_value_heads: 3,
-        head_dim: None,
         rms_norm_eps: 1e-5,
         rope_theta: 1e5,
-        rope_scaling: RopeScaling::Default,
-        no_rope_layers: vec![],
         max_position_embeddings: 8192,
         tie_word_embeddings: true,
+        ..DecoderConfig::default()
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use candle_grpo_nn::{DecoderConfig, ModelType, RopeScaling};
+use candle_grpo_nn::DecoderConfig;
 use tempfile::TempDir;
 
 /// Returns the temporary folder of this process, where targets write the parsed files.
@@ -43,19 +43,14 @@ pub fn write_files(input: &[u8], names: &[&str]) {
 /// Returns the smallest decoder, with 200 bytes of weights.
 pub fn decoder() -> DecoderConfig {
     DecoderConfig {
-        model_type: ModelType::Llama,
         vocab_size: 4,
         hidden_size: 2,
         intermediate_size: 2,
         num_hidden_layers: 1,
         num_attention_heads: 1,
         num_key_value_heads: 1,
-        head_dim: None,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        rope_scaling: RopeScaling::Default,
-        no_rope_layers: Vec::new(),
         max_position_embeddings: 8,
         tie_word_embeddings: true,
+        ..DecoderConfig::default()
     }
 }

@@ -1,4 +1,4 @@
-//! Trainable decoder-only transformers, optimiser and gradient handling for candle-grpo.
+//! Trainable decoder-only transformers, optimizer and gradient handling for candle-grpo.
 //!
 //! The decoders of candle-transformers are made for inference: their normalisation, rotary embedding and softmax
 //! are fused operators without a backward pass, so that most weights receive no gradient and no error says so. The
@@ -33,11 +33,11 @@
 //! };
 //! let parameters = Parameters::init(&config, 7, &device)?;
 //! let decoder = Decoder::new(&config, parameters.var_builder())?;
-//! let mut optimiser = AdamW::new(AdamWConfig::default(), &parameters)?;
+//! let mut optimizer = AdamW::new(AdamWConfig::default(), &parameters)?;
 //!
 //! let ids = Tensor::new(&[[1u32, 2, 3, 4]], &device)?;
 //! let mask = Tensor::ones((1, 4), candle_core::DType::U32, &device)?;
-//! let hidden = decoder.hidden_states(&ids, &mask, None)?;
+//! let hidden = decoder.padded_hidden_states(&ids, &mask)?;
 //! let log_probs = candle_nn::ops::log_softmax(&decoder.logits(&hidden)?, 2)?;
 //! let loss = log_probs.mean_all()?.neg()?;
 //!
@@ -45,8 +45,8 @@
 //! gradients.accumulate(&loss, &parameters)?;
 //! drop((hidden, log_probs, loss)); // the graph ends before the variables change
 //! gradients.clip_by_global_norm(1.0)?;
-//! optimiser.step(&parameters, &gradients)?;
-//! assert_eq!(optimiser.steps(), 1);
+//! optimizer.step(&parameters, &gradients)?;
+//! assert_eq!(optimizer.steps(), 1);
 //! # Ok(())
 //! # }
 //! ```
@@ -61,7 +61,7 @@ pub mod weights;
 
 pub use adapters::{Lora, LoraConfig};
 pub use atomic_file::{sync_parent, write_whole};
-pub use decoding::{KvCache, PagedCache, SequenceId};
+pub use decoding::{PagedCache, SequenceId};
 pub use model::{
     Backward, Decoder, DecoderConfig, LanguageModel, ModelType, RopeScaling, Router, RouterPass,
     Routing, ValueHead,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 
 use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
-use candle_grpo_nn::{AdamWConfig, DecoderConfig, ModelType, RopeScaling};
+use candle_grpo_nn::{AdamWConfig, DecoderConfig};
 use candle_grpo_train::{
     LearningRateSchedule, OldLogProbs, PretrainConfig, SamplingConfig, TrainConfig,
 };
@@ -86,20 +86,14 @@ impl Settings {
             steps,
             goal,
             model: DecoderConfig {
-                model_type: ModelType::Llama,
                 vocab_size: VOCABULARY,
                 hidden_size: size.hidden_size,
                 intermediate_size: 2 * size.hidden_size,
                 num_hidden_layers: size.num_hidden_layers,
                 num_attention_heads: 4,
                 num_key_value_heads: 2,
-                head_dim: None,
-                rms_norm_eps: 1e-6,
-                rope_theta: 1e4,
-                rope_scaling: RopeScaling::Default,
-                no_rope_layers: vec![],
                 max_position_embeddings: 16,
-                tie_word_embeddings: false,
+                ..DecoderConfig::default()
             },
             // About 1 / sqrt(hidden_size): 0.02, as in large models, makes narrow ones start
             // slowly.

@@ -71,10 +71,10 @@ impl LoraConfig {
     fn shapes(&self, model: &DecoderConfig) -> Result<BTreeMap<String, Shape>> {
         model.validate()?;
         if self.rank == 0 {
-            bail!("rank is 0, it must be at least 1");
+            bail!("rank: 0, must be at least 1");
         }
         if !(self.alpha.is_finite() && self.alpha > 0.0) {
-            bail!("alpha is {}, it must be finite and positive", self.alpha);
+            bail!("alpha: {}, must be finite and positive", self.alpha);
         }
         let modules: Vec<(String, Shape)> = model
             .parameter_shapes()
@@ -86,12 +86,12 @@ impl LoraConfig {
             })
             .collect();
         if self.target_modules.is_empty() {
-            bail!("target_modules is empty, it must name at least one linear map");
+            bail!("target_modules: empty, must name at least one linear map");
         }
         for target in &self.target_modules {
             if !modules.iter().any(|(module, _)| is_suffix(target, module)) {
                 bail!(
-                    "target_modules has {target:?}, which ends the name of no linear map in a block of this model"
+                    "target_modules: {target:?}, must end the name of a linear map in a block of this model"
                 );
             }
         }
@@ -139,7 +139,7 @@ fn is_suffix(target: &str, module: &str) -> bool {
 /// let decoder = Decoder::new(&model, lora.var_builder(&base)?)?;
 ///
 /// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
-/// let loss = decoder.logits(&decoder.hidden_states(&ids, &ids.ones_like()?, None)?)?.sqr()?.mean_all()?;
+/// let loss = decoder.logits(&decoder.padded_hidden_states(&ids, &ids.ones_like()?)?)?.sqr()?.mean_all()?;
 /// let mut gradients = Gradients::new();
 /// gradients.accumulate(&loss, lora.parameters())?; // of the adapters, and of nothing else
 /// assert_eq!(gradients.iter().count(), 14);
@@ -240,7 +240,7 @@ impl Lora {
         for (name, variable) in self.parameters.iter() {
             if let Some(module) = name.strip_suffix(LORA_A) {
                 if !tensors.contains_key(&format!("{module}weight")) {
-                    bail!("base lacks {module}weight, which has an adapter");
+                    bail!("base: no {module}weight, must have it as there is an adapter for it");
                 }
                 tensors.insert(format!("{module}{LORA_SCALING}"), scaling.clone());
             }
@@ -328,7 +328,7 @@ impl Lora {
             let tensor = &tensors[&name];
             if tensor.shape() != &shape || !tensor.dtype().is_float() {
                 bail!(
-                    "{name} is {:?} of {:?}, it must be {:?} of a floating-point type",
+                    "{name}: {:?} of {:?}, must be {:?} of a floating-point type",
                     tensor.dims(),
                     tensor.dtype(),
                     shape.dims()

@@ -86,7 +86,7 @@ impl PeftConfig {
     pub(crate) fn lora(&self, all_linear: fn() -> Vec<String>) -> Result<LoraConfig> {
         if self.peft_type != "LORA" {
             bail!(
-                "{ADAPTER_CONFIG}: peft_type is {:?}, it must be LORA",
+                "{ADAPTER_CONFIG}: peft_type: {:?}, must be LORA",
                 self.peft_type
             );
         }
@@ -95,12 +95,12 @@ impl PeftConfig {
                 && !value.is_null()
                 && value != &harmless
             {
-                bail!("{ADAPTER_CONFIG}: {key} is {value}, it must be {harmless}");
+                bail!("{ADAPTER_CONFIG}: {key}: {value}, must be {harmless}");
             }
         }
         let Some(alpha) = self.lora_alpha.as_f64() else {
             bail!(
-                "{ADAPTER_CONFIG}: lora_alpha is {}, it must be a number",
+                "{ADAPTER_CONFIG}: lora_alpha: {}, must be a number",
                 self.lora_alpha
             );
         };
@@ -112,7 +112,7 @@ impl PeftConfig {
                 .map(str::to_owned)
                 .collect(),
             other => bail!(
-                "{ADAPTER_CONFIG}: target_modules is {other}, it must be a list of names or all-linear (a regular expression is not read)"
+                "{ADAPTER_CONFIG}: target_modules: {other}, must be a list of names or all-linear (a regular expression is not read)"
             ),
         };
         Ok(LoraConfig {

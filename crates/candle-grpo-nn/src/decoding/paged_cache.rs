@@ -153,7 +153,7 @@ impl PagedCache {
     fn get(&self, id: SequenceId) -> Result<&Sequence> {
         match self.sequences.get(&id.0) {
             Some(sequence) => Ok(sequence),
-            None => bail!("{id:?} is not in the cache: it was removed, or is of another cache"),
+            None => bail!("{id:?}: not in the cache, must be from this cache and not removed"),
         }
     }
 
@@ -235,6 +235,6 @@ mod tests {
         let gone = cache.add();
         cache.remove(gone).unwrap();
         let error = cache.fork(gone).unwrap_err().to_string();
-        assert!(error.contains("is not in the cache"), "{error}");
+        assert!(error.contains("not in the cache"), "{error}");
     }
 }

@@ -4,22 +4,22 @@ use candle_core::{Result, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
-use crate::decoding::KvCache;
-use crate::model::attention::{Attention, AttentionRecord, Pass};
+use crate::model::attention::{Attention, AttentionRecord};
 use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::norm::RmsNorm;
-use crate::optim::grad_sink::GradientSink;
+use crate::model::pass::Pass;
+use crate::optim::grad_sink::GradSink;
 
-/// Attention and a feed-forward layer, each after a norm and around a residual.
+/// `m = x + attention(norm(x))`, `y = m + mlp(norm(m))`.
 #[derive(Debug, Clone)]
 pub(crate) struct Block {
-    pub(crate) attention_norm: RmsNorm,
-    pub(crate) attention: Attention,
-    pub(crate) mlp_norm: RmsNorm,
-    pub(crate) mlp: Mlp,
+    attention_norm: RmsNorm,
+    attention: Attention,
+    mlp_norm: RmsNorm,
+    mlp: Mlp,
 }
 
-/// What the backward pass needs of a forward pass.
+/// The tensors of a forward pass that the backward pass needs.
 pub(crate) struct BlockRecord {
     x: Tensor,
     attention_input: Tensor,
@@ -40,18 +40,13 @@ impl Block {
         })
     }
 
-    /// [N, hidden] to [N, hidden]; `cache` as for [`Attention::forward`].
-    pub(crate) fn forward(
-        &self,
-        x: &Tensor,
-        pass: &Pass,
-        cache: Option<(&mut KvCache, usize, usize)>,
-    ) -> Result<(Tensor, BlockRecord)> {
+    /// `[N, hidden]` to `[N, hidden]`.
+    pub(crate) fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, BlockRecord)> {
         let attention_input = self.attention_norm.forward(x)?;
-        let (mixed, attention) = self.attention.forward(&attention_input, pass, cache)?;
+        let (mixed, attention) = self.attention.forward(&attention_input, pass)?;
         let middle = (x + mixed)?;
         let mlp_input = self.mlp_norm.forward(&middle)?;
-        let (y, mlp) = self.mlp.forward(&mlp_input)?;
+        let (y, mlp) = self.mlp.forward(&mlp_input, pass.products())?;
         let y = (&middle + y)?;
         let record = BlockRecord {
             x: x.clone(),
@@ -64,13 +59,13 @@ impl Block {
         Ok((y, record))
     }
 
-    /// The gradient of `x` from that of the result; for a pass without a cache.
+    /// Returns the gradient of `x` from that of the result.
     pub(crate) fn backward(
         &self,
         record: BlockRecord,
         pass: &Pass,
         gradient: Tensor,
-        sink: &mut GradientSink,
+        sink: &mut GradSink,
     ) -> Result<Tensor> {
         let of_input = self
             .mlp

@@ -1,4 +1,4 @@
-//! The shape of a decoder.
+//! The configuration of a decoder.
 
 use std::collections::BTreeMap;
 
@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::RopeScaling;
 
-/// The family of a decoder, as `model_type` of a Hugging Face `config.json` names it.
+/// The family of a decoder, named as `model_type` in a Hugging Face `config.json`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelType {
-    /// Llama, and SmolLM 1 and 2, which are Llamas.
+    /// Llama. SmolLM 1 and 2 are Llamas.
     #[default]
     Llama,
     /// Llama with biases on the query, key and value projections. Qwen2.5 is a Qwen2.
@@ -22,17 +22,17 @@ pub enum ModelType {
     SmolLm3,
 }
 
-/// More blocks than any model has. Names and shapes are listed block by block before a weight is looked for, so a file
-/// cannot ask for more.
+/// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is read, so that a
+/// file cannot ask for a longer list.
 const MAX_LAYERS: usize = 10_000;
 
-/// The shape of a Llama-style decoder. The fields are named as in a Hugging Face `config.json`.
+/// The configuration of a Llama-style decoder. The fields are named as in a Hugging Face `config.json`.
 ///
-/// This is the shape only: a key of `config.json` that is not a field here, such as `rope_parameters`, is not read.
-/// Who reads such a file must refuse or translate what these fields cannot say.
+/// Deserializing it ignores keys that are not fields here. Use [`Self::from_hugging_face`] to read a `config.json`: it
+/// translates or refuses every key that changes the computation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DecoderConfig {
-    /// The family, a Llama if it is not given.
+    /// The family. Default: Llama.
     #[serde(default)]
     pub model_type: ModelType,
     /// Number of token ids (V).
@@ -56,18 +56,24 @@ pub struct DecoderConfig {
     /// Base of the rotary frequencies.
     #[serde(default = "default_rope_theta")]
     pub rope_theta: f64,
-    /// What is done to the rotary frequencies for rows longer than those of pretraining.
+    /// The change of the rotary frequencies for rows longer than those of pretraining.
     #[serde(default)]
     pub rope_scaling: RopeScaling,
-    /// One number a block: 1 where positions rotate, 0 where they do not (SmolLM3's own key, the name notwithstanding).
-    /// Empty means that all rotate.
+    /// One number for each block: 1 if its positions rotate, 0 if they do not. This is SmolLM3's own key, despite its
+    /// name. Empty: all rotate.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub no_rope_layers: Vec<u8>,
-    /// The most positions that one row may have.
+    /// Maximum number of positions of a row.
     pub max_position_embeddings: usize,
-    /// Whether the output layer uses the embedding matrix instead of a matrix of its own.
+    /// Whether the output layer shares the embedding matrix.
     #[serde(default)]
     pub tie_word_embeddings: bool,
+    /// Whether all four projections of attention have a bias. Always false for Qwen2, where three have one.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub attention_bias: bool,
+    /// Whether the three projections of the feed-forward layer have a bias: Llama and SmolLM3 only.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub mlp_bias: bool,
 }
 
 fn default_rms_norm_eps() -> f64 {
@@ -78,8 +84,40 @@ fn default_rope_theta() -> f64 {
     1e4
 }
 
+fn is_false(flag: &bool) -> bool {
+    !flag
+}
+
+/// The defaults of Hugging Face's `LlamaConfig`, which is a Llama with 7 billion parameters.
+impl Default for DecoderConfig {
+    fn default() -> Self {
+        Self {
+            model_type: ModelType::Llama,
+            vocab_size: 32_000,
+            hidden_size: 4096,
+            intermediate_size: 11_008,
+            num_hidden_layers: 32,
+            num_attention_heads: 32,
+            num_key_value_heads: 32,
+            head_dim: None,
+            rms_norm_eps: default_rms_norm_eps(),
+            rope_theta: default_rope_theta(),
+            rope_scaling: RopeScaling::Default,
+            no_rope_layers: Vec::new(),
+            max_position_embeddings: 2048,
+            tie_word_embeddings: false,
+            attention_bias: false,
+            mlp_bias: false,
+        }
+    }
+}
+
 impl DecoderConfig {
-    /// Checks that the numbers describe a decoder; the error names the first field that does not.
+    /// Checks that the fields describe a decoder.
+    ///
+    /// # Errors
+    ///
+    /// Names the first field that does not fit, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("vocab_size", self.vocab_size),
@@ -91,31 +129,31 @@ impl DecoderConfig {
             ("max_position_embeddings", self.max_position_embeddings),
         ] {
             if value == 0 {
-                bail!("{name} is 0, it must be at least 1");
+                bail!("{name}: 0, must be at least 1");
             }
         }
         if self.num_hidden_layers > MAX_LAYERS {
             bail!(
-                "num_hidden_layers is {}, it must be at most {MAX_LAYERS}",
+                "num_hidden_layers: {}, must be at most {MAX_LAYERS}",
                 self.num_hidden_layers
             );
         }
         if u32::try_from(self.vocab_size).is_err() {
-            bail!("vocab_size is {}, it must fit in 32 bits", self.vocab_size);
+            bail!("vocab_size: {}, must fit in 32 bits", self.vocab_size);
         }
         if !self
             .num_attention_heads
             .is_multiple_of(self.num_key_value_heads)
         {
             bail!(
-                "num_attention_heads is {}, it must be a multiple of num_key_value_heads, which is {}",
+                "num_attention_heads: {}, must be a multiple of num_key_value_heads, which is {}",
                 self.num_attention_heads,
                 self.num_key_value_heads
             );
         }
         if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             bail!(
-                "hidden_size is {}, without head_dim it must be a multiple of num_attention_heads, which is {}",
+                "hidden_size: {}, without head_dim must be a multiple of num_attention_heads, which is {}",
                 self.hidden_size,
                 self.num_attention_heads
             );
@@ -123,7 +161,7 @@ impl DecoderConfig {
         let head_dim = self.head_dim();
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             bail!(
-                "head_dim is {head_dim}, it must be even and at least 2, as rotary embedding turns pairs"
+                "head_dim: {head_dim}, must be even and at least 2, as rotary embedding turns pairs"
             );
         }
         for (name, value) in [
@@ -131,13 +169,13 @@ impl DecoderConfig {
             ("rope_theta", self.rope_theta),
         ] {
             if !(value.is_finite() && value > 0.0) {
-                bail!("{name} is {value}, it must be finite and positive");
+                bail!("{name}: {value}, must be finite and positive");
             }
         }
         if !self.no_rope_layers.is_empty() {
             if self.model_type != ModelType::SmolLm3 {
                 bail!(
-                    "no_rope_layers is {:?}, for model_type {:?} it must be empty",
+                    "no_rope_layers: {:?}, must be empty for model_type {:?}",
                     self.no_rope_layers,
                     self.model_type
                 );
@@ -146,31 +184,44 @@ impl DecoderConfig {
                 || self.no_rope_layers.iter().any(|&rotates| rotates > 1)
             {
                 bail!(
-                    "no_rope_layers is {:?}, it must be empty or {} zeros and ones, one a block",
+                    "no_rope_layers: {:?}, must be empty or {} zeros and ones, one for each block",
                     self.no_rope_layers,
                     self.num_hidden_layers
+                );
+            }
+        }
+        let attention_bias = self.model_type != ModelType::Qwen2;
+        let mlp_bias = matches!(self.model_type, ModelType::Llama | ModelType::SmolLm3);
+        for (name, value, possible) in [
+            ("attention_bias", self.attention_bias, attention_bias),
+            ("mlp_bias", self.mlp_bias, mlp_bias),
+        ] {
+            if value && !possible {
+                bail!(
+                    "{name}: true, must be false for model_type {:?}",
+                    self.model_type
                 );
             }
         }
         self.rope_scaling.validate()
     }
 
-    /// Whether query, key and value projections have a bias.
-    pub(crate) fn has_projection_biases(&self) -> bool {
-        self.model_type == ModelType::Qwen2
+    /// Whether the query, key and value projections have a bias. That of the output projection is `attention_bias`.
+    pub(crate) fn has_input_biases(&self) -> bool {
+        self.attention_bias || self.model_type == ModelType::Qwen2
     }
 
-    /// Whether each head of query and key is normalised.
+    /// Whether each head of query and key is normalized.
     pub(crate) fn has_head_norms(&self) -> bool {
         self.model_type == ModelType::Qwen3
     }
 
-    /// Whether query and key of this block are rotated.
+    /// Whether query and key of block `layer` are rotated.
     pub(crate) fn rotates(&self, layer: usize) -> bool {
         self.no_rope_layers.get(layer) != Some(&0)
     }
 
-    /// Width of one head: the field if it is given, else `hidden_size / num_attention_heads`.
+    /// Width of one head: the field if present, else `hidden_size / num_attention_heads`.
     pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or_else(|| {
             self.hidden_size
@@ -183,52 +234,55 @@ impl DecoderConfig {
     ///
     /// With tied embeddings there is no `lm_head.weight`.
     pub fn parameter_shapes(&self) -> BTreeMap<String, Shape> {
-        let hidden = self.hidden_size;
+        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
         let queries = self.num_attention_heads.saturating_mul(self.head_dim());
         let keys = self.num_key_value_heads.saturating_mul(self.head_dim());
+        let (of_inputs, of_output, of_mlp) =
+            (self.has_input_biases(), self.attention_bias, self.mlp_bias);
+        let linear_maps = [
+            ("self_attn.q_proj", queries, hidden, of_inputs),
+            ("self_attn.k_proj", keys, hidden, of_inputs),
+            ("self_attn.v_proj", keys, hidden, of_inputs),
+            ("self_attn.o_proj", hidden, queries, of_output),
+            ("mlp.gate_proj", inner, hidden, of_mlp),
+            ("mlp.up_proj", inner, hidden, of_mlp),
+            ("mlp.down_proj", hidden, inner, of_mlp),
+        ];
+        let mut norms = vec![
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
+        ];
+        if self.has_head_norms() {
+            norms.extend(
+                ["self_attn.q_norm", "self_attn.k_norm"].map(|name| (name, self.head_dim())),
+            );
+        }
         let mut shapes = BTreeMap::new();
-        shapes.insert(
+        let mut insert = |name: String, shape: Shape| shapes.insert(name, shape);
+        insert(
             "model.embed_tokens.weight".to_owned(),
             Shape::from((self.vocab_size, hidden)),
         );
-        shapes.insert("model.norm.weight".to_owned(), Shape::from(hidden));
+        insert("model.norm.weight".to_owned(), Shape::from(hidden));
         if !self.tie_word_embeddings {
-            shapes.insert(
+            insert(
                 "lm_head.weight".to_owned(),
                 Shape::from((self.vocab_size, hidden)),
             );
         }
         for layer in 0..self.num_hidden_layers {
-            for (name, shape) in [
-                ("input_layernorm", Shape::from(hidden)),
-                ("post_attention_layernorm", Shape::from(hidden)),
-                ("self_attn.q_proj", Shape::from((queries, hidden))),
-                ("self_attn.k_proj", Shape::from((keys, hidden))),
-                ("self_attn.v_proj", Shape::from((keys, hidden))),
-                ("self_attn.o_proj", Shape::from((hidden, queries))),
-                (
-                    "mlp.gate_proj",
-                    Shape::from((self.intermediate_size, hidden)),
-                ),
-                ("mlp.up_proj", Shape::from((self.intermediate_size, hidden))),
-                (
-                    "mlp.down_proj",
-                    Shape::from((hidden, self.intermediate_size)),
-                ),
-            ] {
-                shapes.insert(format!("model.layers.{layer}.{name}.weight"), shape);
-            }
-            let attention = format!("model.layers.{layer}.self_attn");
-            if self.has_projection_biases() {
-                for (name, width) in [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)] {
-                    shapes.insert(format!("{attention}.{name}.bias"), Shape::from(width));
+            let block = format!("model.layers.{layer}");
+            for (name, outputs, inputs, bias) in linear_maps {
+                insert(
+                    format!("{block}.{name}.weight"),
+                    Shape::from((outputs, inputs)),
+                );
+                if bias {
+                    insert(format!("{block}.{name}.bias"), Shape::from(outputs));
                 }
             }
-            if self.has_head_norms() {
-                for name in ["q_norm", "k_norm"] {
-                    let shape = Shape::from(self.head_dim());
-                    shapes.insert(format!("{attention}.{name}.weight"), shape);
-                }
+            for (name, width) in &norms {
+                insert(format!("{block}.{name}.weight"), Shape::from(*width));
             }
         }
         shapes

@@ -32,10 +32,10 @@ impl FrozenLinear {
         weight_layout: &Layout,
     ) -> Result<(S, Shape)> {
         let (&[m, k], &[outputs, inputs]) = (layout.dims(), self.weight.dims()) else {
-            bail!("x has shape {:?}, it must be [N, inputs]", layout.dims());
+            bail!("x: shape {:?}, must be [N, inputs]", layout.dims());
         };
         if k != inputs {
-            bail!("x has shape [{m}, {k}], it must be [N, {inputs}] for this weight");
+            bail!("x: shape [{m}, {k}], must be [N, {inputs}] for this weight");
         }
         let transposed = weight_layout.transpose(0, 1)?;
         let y = x.matmul(of_weight, (1, m, outputs, k), layout, &transposed)?;

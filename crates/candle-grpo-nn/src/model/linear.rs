@@ -1,78 +1,117 @@
-//! A linear map.
+//! Linear maps, with a bias and a low-rank adapter where there is one.
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{add_matmul, linear_rows};
 use candle_nn::VarBuilder;
 
 use crate::model::frozen_linear::linear;
-use crate::model::named_weight::Weight;
-use crate::optim::grad_sink::GradientSink;
+use crate::model::named_weight::NamedWeight;
+use crate::optim::grad_sink::GradSink;
 
-/// `y = x w^T + bias` for flat rows, plus what a low-rank adapter adds. Rows are flat because a matmul with a batch dimension
-/// would broadcast the weight, and its gradient, once per batch row.
+/// `y = x w^T + bias + scaling * x a^T b^T` for flat rows.
+///
+/// The rows are flat, as a matmul with a batch dimension broadcasts the weight and its gradient once per batch row.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
-    weight: Weight,
-    bias: Option<Weight>,
+    weight: NamedWeight,
+    bias: Option<NamedWeight>,
     adapter: Option<Adapter>,
 }
 
-/// `scaling * x a^T b^T`.
+/// A low-rank adapter.
 #[derive(Debug, Clone)]
 struct Adapter {
     /// `[rank, inputs]`
-    a: Weight,
+    a: NamedWeight,
     /// `[outputs, rank]`
-    b: Weight,
+    b: NamedWeight,
     scaling: f64,
 }
 
-/// Where an adapter of a linear map is found in a builder, beside `weight`.
+/// The name of an adapter's first matrix in a builder, beside `weight`.
 pub(crate) const LORA_A: &str = "lora_A.weight";
-/// See [`LORA_A`].
+/// The name of its second matrix.
 pub(crate) const LORA_B: &str = "lora_B.weight";
-/// A scalar; see [`LORA_A`].
+/// The name of its factor, a scalar.
 pub(crate) const LORA_SCALING: &str = "lora_scaling";
 
+/// How the rows of a product are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Products {
+    /// Together, with a gradient.
+    Joint,
+    /// Each row on its own, so that its bits do not depend on the other rows; see [`linear_rows`]. Without a gradient.
+    RowByRow,
+}
+
+impl Products {
+    /// `x w^T` for each of `weights`.
+    fn compute(self, x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
+        match self {
+            Self::Joint => weights.iter().map(|weight| linear(x, weight)).collect(),
+            Self::RowByRow => {
+                let weights: Vec<_> = weights.iter().map(|weight| weight.detach()).collect();
+                linear_rows(&x.detach(), &weights.iter().collect::<Vec<_>>())
+            }
+        }
+    }
+}
+
 impl Linear {
-    pub(crate) fn new(inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Self> {
+    /// Takes `weight`, and `bias` if there is one, from `vb`; and an adapter, if `vb` has one.
+    pub(crate) fn new(inputs: usize, outputs: usize, bias: bool, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            weight: Weight::get(&vb, (outputs, inputs), "weight")?,
-            bias: None,
-            adapter: match vb.contains_tensor(LORA_A) {
-                true => Some(Adapter::new(inputs, outputs, &vb)?),
-                false => None,
-            },
+            weight: NamedWeight::get(&vb, (outputs, inputs), "weight")?,
+            bias: bias
+                .then(|| NamedWeight::get(&vb, outputs, "bias"))
+                .transpose()?,
+            adapter: vb
+                .contains_tensor(LORA_A)
+                .then(|| Adapter::new(inputs, outputs, &vb))
+                .transpose()?,
         })
     }
 
-    pub(crate) fn with_bias(inputs: usize, outputs: usize, vb: VarBuilder) -> Result<Self> {
-        let bias = Weight::get(&vb, outputs, "bias")?;
-        Ok(Self {
-            bias: Some(bias),
-            ..Self::new(inputs, outputs, vb)?
-        })
+    /// `[N, inputs]` to `[N, outputs]`.
+    pub(crate) fn forward(&self, x: &Tensor, products: Products) -> Result<Tensor> {
+        let [y] = Self::forward_all([self], x, products)?;
+        Ok(y)
     }
 
-    /// [N, inputs] to [N, outputs].
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let mut y = linear(x, &self.weight.tensor)?;
-        if let Some(bias) = &self.bias {
-            y = y.broadcast_add(&bias.tensor)?;
+    /// [`Self::forward`] of several maps of the same rows.
+    pub(crate) fn forward_all<const M: usize>(
+        maps: [&Self; M],
+        x: &Tensor,
+        products: Products,
+    ) -> Result<[Tensor; M]> {
+        let mut results = products.compute(x, &maps.map(|map| &map.weight.tensor))?;
+        for (map, y) in maps.iter().zip(&mut results) {
+            if let Some(bias) = &map.bias {
+                *y = y.broadcast_add(&bias.tensor)?;
+            }
+            if let Some(Adapter { a, b, scaling }) = &map.adapter {
+                let inner = products.compute(x, &[&a.tensor])?;
+                let change = products.compute(&inner[0], &[&b.tensor])?;
+                *y = (&*y + (&change[0] * *scaling)?)?;
+            }
+            if products == Products::RowByRow {
+                *y = y.detach();
+            }
         }
-        match &self.adapter {
-            None => Ok(y),
-            Some(adapter) => y + adapter.forward(x)?,
+        match results.try_into() {
+            Ok(results) => Ok(results),
+            Err(results) => bail!("{} results of {M} maps", results.len()),
         }
     }
 
-    /// The gradient of `x` from that of the result; it is added to `sum`, the gradient by other maps of the same `x`.
+    /// Returns `sum`, the gradient of `x` by other maps, plus the gradient of `x` by this map, from `gradient`, that of
+    /// the result. May reuse the memory of `sum`.
     pub(crate) fn backward(
         &self,
         x: &Tensor,
         gradient: &Tensor,
         sum: Option<Tensor>,
-        sink: &mut GradientSink,
+        sink: &mut GradSink,
     ) -> Result<Tensor> {
         sink.add_product(&self.weight, &gradient.t()?, x)?;
         if let Some(bias) = &self.bias {
@@ -84,41 +123,17 @@ impl Linear {
             Some(adapter) => adapter.backward(x, gradient, of_x, sink),
         }
     }
-
-    /// Several maps of the same rows `[N, inputs]`, each row by itself: see [`linear_rows`]. No gradient.
-    pub(crate) fn forward_rows<const M: usize>(
-        maps: [&Self; M],
-        x: &Tensor,
-    ) -> Result<[Tensor; M]> {
-        let x = &x.detach();
-        let weights = maps.map(|map| map.weight.tensor.detach());
-        let mut results = linear_rows(x, &weights.each_ref())?;
-        for (map, y) in maps.iter().zip(&mut results) {
-            if let Some(bias) = &map.bias {
-                *y = y.broadcast_add(&bias.tensor.detach())?;
-            }
-            if let Some(Adapter { a, b, scaling }) = &map.adapter {
-                let narrow = linear_rows(x, &[&a.tensor.detach()])?;
-                let change = linear_rows(&narrow[0], &[&b.tensor.detach()])?;
-                *y = (&*y + (&change[0] * *scaling)?)?;
-            }
-        }
-        match results.try_into() {
-            Ok(results) => Ok(results),
-            Err(results) => bail!("{} results of {M} maps", results.len()),
-        }
-    }
 }
 
 impl Adapter {
     fn new(inputs: usize, outputs: usize, vb: &VarBuilder) -> Result<Self> {
         let weight =
-            |name| Ok::<_, candle_core::Error>(Weight::new(vb, vb.get_unchecked(name)?, name));
+            |name| Ok::<_, candle_core::Error>(NamedWeight::new(vb, vb.get_unchecked(name)?, name));
         let (a, b) = (weight(LORA_A)?, weight(LORA_B)?);
         match (a.tensor.dims(), b.tensor.dims()) {
             (&[rank, i], &[o, r]) if rank == r && (i, o) == (inputs, outputs) => {}
             _ => bail!(
-                "{LORA_A} and {LORA_B} have shapes {:?} and {:?}, they must be [rank, {inputs}] and [{outputs}, rank]",
+                "{LORA_A} and {LORA_B}: shapes {:?} and {:?}, must be [rank, {inputs}] and [{outputs}, rank]",
                 a.tensor.dims(),
                 b.tensor.dims()
             ),
@@ -131,17 +146,13 @@ impl Adapter {
         })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        linear(&linear(x, &self.a.tensor)?, &self.b.tensor)? * self.scaling
-    }
-
-    /// As [`Linear::backward`].
+    /// See [`Linear::backward`].
     fn backward(
         &self,
         x: &Tensor,
         gradient: &Tensor,
         sum: Tensor,
-        sink: &mut GradientSink,
+        sink: &mut GradSink,
     ) -> Result<Tensor> {
         let gradient = (gradient * self.scaling)?;
         let inner = linear(x, &self.a.tensor)?;
@@ -152,7 +163,7 @@ impl Adapter {
     }
 }
 
-/// `sum + a b`; in the memory of `sum` if it has the dtype of sums.
+/// `sum + a b`, in the memory of `sum` if its dtype is one that is summed in.
 fn plus_product(sum: Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     match sum {
         None => a.matmul(b),

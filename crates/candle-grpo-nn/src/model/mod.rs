@@ -1,17 +1,21 @@
-//! The decoder and its parts. Each part has its forward and its backward pass in one file.
+//! The decoder and its parts.
+//!
+//! Each part has its forward and its backward pass in one file. Sampling with a cache takes the same forward pass with
+//! another [context](pass::Context).
 
-pub(crate) mod attention;
-pub(crate) mod attention_mask;
-pub(crate) mod block;
+mod attention;
+mod block;
 mod config;
 mod decoder;
-pub(crate) mod frozen_linear;
-pub(crate) mod language_model;
+mod frozen_linear;
+mod input;
+mod language_model;
 pub(crate) mod linear;
-pub(crate) mod mlp;
+mod mlp;
 pub(crate) mod named_weight;
-pub(crate) mod norm;
-pub(crate) mod rope;
+mod norm;
+pub(crate) mod pass;
+mod rope;
 mod rope_scaling;
 mod router;
 mod value_head;

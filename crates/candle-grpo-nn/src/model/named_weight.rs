@@ -3,15 +3,17 @@
 use candle_core::{Result, Shape, Tensor};
 use candle_nn::VarBuilder;
 
-/// What a builder handed out. The name is that of the variable among [`Parameters`](crate::Parameters): a backward pass
-/// without a graph knows by it where the gradient goes.
+/// A tensor from a builder, with its name there.
+///
+/// The name is that of the variable among [`Parameters`](crate::Parameters): a backward pass without a graph stores the
+/// gradient under it.
 #[derive(Debug, Clone)]
-pub(crate) struct Weight {
+pub(crate) struct NamedWeight {
     pub(crate) name: String,
     pub(crate) tensor: Tensor,
 }
 
-impl Weight {
+impl NamedWeight {
     pub(crate) fn get(vb: &VarBuilder, shape: impl Into<Shape>, name: &str) -> Result<Self> {
         let tensor = vb.get(shape.into(), name)?;
         Ok(Self::new(vb, tensor, name))
@@ -20,9 +22,10 @@ impl Weight {
     /// `tensor` under the name that it has in `vb`.
     pub(crate) fn new(vb: &VarBuilder, tensor: Tensor, name: &str) -> Self {
         let prefix = vb.prefix();
-        let name = match prefix.is_empty() {
-            true => name.to_owned(),
-            false => format!("{prefix}.{name}"),
+        let name = if prefix.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{prefix}.{name}")
         };
         Self { name, tensor }
     }

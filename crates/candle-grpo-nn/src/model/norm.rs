@@ -4,20 +4,20 @@ use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
-use crate::model::named_weight::Weight;
-use crate::optim::grad_sink::GradientSink;
+use crate::model::named_weight::NamedWeight;
+use crate::optim::grad_sink::GradSink;
 
 /// RMSNorm (Zhang and Sennrich 2019).
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
-    weight: Weight,
+    weight: NamedWeight,
     epsilon: f64,
 }
 
 impl RmsNorm {
     pub(crate) fn new(width: usize, epsilon: f64, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            weight: Weight::get(&vb, width, "weight")?,
+            weight: NamedWeight::get(&vb, width, "weight")?,
             epsilon,
         })
     }
@@ -32,7 +32,7 @@ impl RmsNorm {
         &self,
         x: &Tensor,
         gradient: &Tensor,
-        sink: &mut GradientSink,
+        sink: &mut GradSink,
     ) -> Result<Tensor> {
         let (of_x, of_weight) = rms_norm_gradient(x, &self.weight.tensor, self.epsilon, gradient)?;
         sink.add(&self.weight, || Ok(of_weight))?;

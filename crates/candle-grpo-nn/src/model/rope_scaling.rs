@@ -73,7 +73,7 @@ impl RopeScaling {
             } => {
                 if !(low > 0.0 && high > low && high.is_finite()) {
                     bail!(
-                        "rope_scaling.low_freq_factor is {low} and high_freq_factor {high}, the first must be \
+                        "rope_scaling.low_freq_factor: {low} and high_freq_factor: {high}, the first must be \
                          positive and the second greater"
                     );
                 }
@@ -88,23 +88,23 @@ impl RopeScaling {
             } => {
                 if !(slow > 0.0 && fast > slow && fast.is_finite()) {
                     bail!(
-                        "rope_scaling.beta_slow is {slow} and beta_fast {fast}, the first must be positive and the \
+                        "rope_scaling.beta_slow: {slow} and beta_fast: {fast}, the first must be positive and the \
                          second greater"
                     );
                 }
                 if let Some(by) = attention_factor
                     && !(by > 0.0 && by.is_finite())
                 {
-                    bail!("rope_scaling.attention_factor is {by}, it must be finite and positive");
+                    bail!("rope_scaling.attention_factor: {by}, must be finite and positive");
                 }
                 (factor, original)
             }
         };
         if !(factor >= 1.0 && factor.is_finite()) {
-            bail!("rope_scaling.factor is {factor}, it must be finite and at least 1");
+            bail!("rope_scaling.factor: {factor}, must be finite and at least 1");
         }
         if original == 0 {
-            bail!("rope_scaling.original_max_position_embeddings is 0, it must be at least 1");
+            bail!("rope_scaling.original_max_position_embeddings: 0, must be at least 1");
         }
         Ok(())
     }
@@ -219,24 +219,24 @@ mod tests {
         for (scaling, words) in [
             (
                 r#"{"rope_type": "linear", "factor": 0.5}"#,
-                "rope_scaling.factor is 0.5",
+                "rope_scaling.factor: 0.5",
             ),
             (
                 r#"{"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
                    "original_max_position_embeddings": 8}"#,
-                "rope_scaling.low_freq_factor is 4",
+                "rope_scaling.low_freq_factor: 4",
             ),
             (
                 r#"{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 0}"#,
-                "rope_scaling.original_max_position_embeddings is 0",
+                "rope_scaling.original_max_position_embeddings: 0",
             ),
             (
                 r#"{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 9, "beta_fast": 1}"#,
-                "rope_scaling.beta_slow is 1",
+                "rope_scaling.beta_slow: 1",
             ),
             (
                 r#"{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 9, "attention_factor": 0}"#,
-                "rope_scaling.attention_factor is 0",
+                "rope_scaling.attention_factor: 0",
             ),
         ] {
             let scaling: RopeScaling = serde_json::from_str(scaling).unwrap();

@@ -36,7 +36,7 @@ pub struct Router {
 pub struct Routing {
     /// The numbers of the experts, u32 `[N, top_k]`; [`Router::route`] puts the largest logit first.
     pub experts: Tensor,
-    /// What the output of each of these experts is multiplied by, `[N, top_k]`, differentiable; in f32 (f64 for f64 logits).
+    /// What the output of each of these experts: multiplied by, `[N, top_k]`, differentiable; in f32 (f64 for f64 logits).
     pub gates: Tensor,
 }
 
@@ -80,7 +80,7 @@ impl Router {
         let (tokens, number) = self.check_logits(logits)?;
         if experts.dims() != [tokens, self.top_k] || experts.dtype() != DType::U32 {
             bail!(
-                "experts is {:?} of {:?}, it must be [{tokens}, {}] of U32",
+                "experts: {:?} of {:?}, must be [{tokens}, {}] of U32",
                 experts.dims(),
                 experts.dtype(),
                 self.top_k
@@ -89,7 +89,7 @@ impl Router {
         if experts.device().is_cpu() {
             let largest = experts.max_all()?.to_scalar::<u32>()?;
             if largest as usize >= number {
-                bail!("experts has {largest}, it must be below {number}, the number of experts");
+                bail!("experts: {largest}, must be below {number}, the number of experts");
             }
         }
         let logits = logits.to_dtype(arithmetic_dtype(logits.dtype()))?;
@@ -118,7 +118,7 @@ impl Router {
                 Ok((tokens, experts))
             }
             _ => bail!(
-                "logits is {:?} of {:?}, it must be [N, E] of a floating-point type, with at least one token and E at least \
+                "logits: {:?} of {:?}, must be [N, E] of a floating-point type, with at least one token and E at least \
                  top_k, which is {} and must be at least 1",
                 logits.dims(),
                 logits.dtype(),

@@ -22,7 +22,7 @@ use crate::model::frozen_linear::linear;
 /// let head = ValueHead::new(model.hidden_size, parameters.var_builder())?;
 ///
 /// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
-/// let values = head.forward(&decoder.hidden_states(&ids, &ids.ones_like()?, None)?)?;
+/// let values = head.forward(&decoder.padded_hidden_states(&ids, &ids.ones_like()?)?)?;
 /// assert_eq!(values.to_vec2::<f32>()?, [[0., 0., 0.]]); // until it has learned something
 /// # Ok(())
 /// # }
@@ -58,11 +58,11 @@ impl ValueHead {
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
         let width = self.weight.dim(1)?;
         let Some((&last, outer)) = hidden.dims().split_last() else {
-            bail!("hidden is a scalar, it must be [.., {width}]");
+            bail!("hidden: a scalar, must be [.., {width}]");
         };
         if last != width || hidden.elem_count() == 0 {
             bail!(
-                "hidden has shape {:?}, it must be [.., {width}] and not empty",
+                "hidden: shape {:?}, must be [.., {width}] and not empty",
                 hidden.dims()
             );
         }

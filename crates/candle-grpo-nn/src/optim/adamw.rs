@@ -1,4 +1,4 @@
-//! The optimiser.
+//! The optimizer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -75,7 +75,7 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// An optimiser that has made no step, for these parameters.
+    /// An optimizer that has made no step, for these parameters.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
         check_config(&config)?;
         let moments = parameters
@@ -99,7 +99,7 @@ impl AdamW {
     /// variables may be alive, as its backward pass would mix old and new values. Whether the gradients are finite is
     /// not checked here: see [`Gradients::global_norm`].
     ///
-    /// When `parameters` or `gradients` do not fit this optimiser, or the settings have become invalid, the error
+    /// When `parameters` or `gradients` do not fit this optimizer, or the settings have become invalid, the error
     /// says how and nothing has changed.
     pub fn step(&mut self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
         check_config(&self.config)?;
@@ -113,7 +113,7 @@ impl AdamW {
             .map(|(name, (average, square))| {
                 let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name))
                 else {
-                    bail!("{name} has no variable or no gradient");
+                    bail!("{name}: no variable or no gradient, must have both");
                 };
                 let decays = config.decay.applies(name, parameter);
                 Ok(AdamWTensors {
@@ -163,7 +163,7 @@ impl AdamW {
     /// The state, for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` in f32 for every parameter, and `step`, an
     /// i64 scalar on the CPU.
     ///
-    /// The tensors share their storage with the optimiser, so that a checkpoint costs no memory: save or copy them
+    /// The tensors share their storage with the optimizer, so that a checkpoint costs no memory: save or copy them
     /// before the next [`Self::step`], which changes them.
     pub fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::from([(STEP.to_owned(), self.steps_tensor.clone())]);
@@ -183,7 +183,7 @@ impl AdamW {
             .collect::<Result<Vec<_>>>()?;
         write_safetensors(path, tensors, None).map_err(|error| {
             Error::msg(format!(
-                "cannot save the state of the optimiser to {}: {error}",
+                "cannot save the state of the optimizer to {}: {error}",
                 path.display()
             ))
         })
@@ -203,21 +203,21 @@ impl AdamW {
         for (name, shape) in &expected {
             if state[name].shape() != shape {
                 bail!(
-                    "state {name} has shape {:?}, it must be {:?}",
+                    "state {name}: shape {:?}, must be {:?}",
                     state[name].dims(),
                     shape.dims()
                 );
             }
             if name != STEP && !state[name].dtype().is_float() {
                 bail!(
-                    "state {name} has dtype {:?}, it must be a floating-point type",
+                    "state {name}: dtype {:?}, must be a floating-point type",
                     state[name].dtype()
                 );
             }
         }
         let steps = state[STEP].to_dtype(DType::F64)?.to_scalar::<f64>()?;
         if !(steps >= 0.0 && steps.fract() == 0.0) {
-            bail!("state {STEP} is {steps}, it must be a whole number that is not negative");
+            bail!("state {STEP}: {steps}, must be a whole number that is not negative");
         }
         for (name, (average, square)) in &self.moments {
             copy_into(average, &state[&average_name(name)])?;
@@ -238,7 +238,7 @@ impl AdamW {
             .collect();
         if !missing.is_empty() {
             bail!(
-                "gradients lacks {} of {} parameters: {}",
+                "gradients: none for {} of {} parameters, must have {}",
                 missing.len(),
                 self.moments.len(),
                 missing.join(", ")
@@ -248,21 +248,21 @@ impl AdamW {
             .iter()
             .find(|(name, _)| !self.moments.contains_key(*name))
         {
-            bail!("gradients has {name}, which is not a parameter of this optimiser");
+            bail!("gradients: {name}, must be a parameter of this optimizer");
         }
         if let Some((name, _)) = parameters
             .iter()
             .find(|(name, _)| !self.moments.contains_key(*name))
         {
-            bail!("parameters has {name}, which is not a parameter of this optimiser");
+            bail!("parameters: {name}, must be a parameter of this optimizer");
         }
         for (name, (average, _)) in &self.moments {
             let Some(variable) = parameters.get(name) else {
-                bail!("parameters lacks {name}");
+                bail!("parameters: no {name}, must have it");
             };
             if variable.shape() != average.shape() {
                 bail!(
-                    "parameter {name} has shape {:?}, it must be {:?}",
+                    "parameter {name}: shape {:?}, must be {:?}",
                     variable.dims(),
                     average.dims()
                 );
@@ -273,7 +273,7 @@ impl AdamW {
                     || !gradient.device().same_device(average.device()))
             {
                 bail!(
-                    "the gradient of {name} is {:?} of {:?} on {:?}, it must be {:?} of f32 on {:?}",
+                    "gradient of {name}: {:?} of {:?} on {:?}, must be {:?} of f32 on {:?}",
                     gradient.dims(),
                     gradient.dtype(),
                     gradient.device().location(),
@@ -307,12 +307,12 @@ fn check_config(config: &AdamWConfig) -> Result<()> {
         ("weight_decay", config.weight_decay),
     ] {
         if !(value.is_finite() && value >= 0.0) {
-            bail!("{name} is {value}, it must be finite and not negative");
+            bail!("{name}: {value}, must be finite and not negative");
         }
     }
     for (name, value) in [("beta1", config.beta1), ("beta2", config.beta2)] {
         if !(0.0..1.0).contains(&value) {
-            bail!("{name} is {value}, it must be at least 0 and below 1");
+            bail!("{name}: {value}, must be at least 0 and below 1");
         }
     }
     Ok(())

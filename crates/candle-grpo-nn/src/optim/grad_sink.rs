@@ -3,16 +3,16 @@
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::{add_embedding_gradient, add_matmul};
 
-use crate::model::named_weight::Weight;
+use crate::model::named_weight::NamedWeight;
 use crate::{Gradients, Parameters};
 
 /// Adds gradients of the weights that train to [`Gradients`], in place; for others it costs nothing.
-pub(crate) struct GradientSink<'a> {
+pub(crate) struct GradSink<'a> {
     trained: &'a Parameters,
     gradients: &'a mut Gradients,
 }
 
-impl<'a> GradientSink<'a> {
+impl<'a> GradSink<'a> {
     pub(crate) fn new(trained: &'a Parameters, gradients: &'a mut Gradients) -> Self {
         Self { trained, gradients }
     }
@@ -20,7 +20,7 @@ impl<'a> GradientSink<'a> {
     /// Adds what `gradient` computes, if `weight` trains.
     pub(crate) fn add(
         &mut self,
-        weight: &Weight,
+        weight: &NamedWeight,
         gradient: impl FnOnce() -> Result<Tensor>,
     ) -> Result<()> {
         if self.trained.get(&weight.name).is_none() {
@@ -30,7 +30,12 @@ impl<'a> GradientSink<'a> {
     }
 
     /// Adds `a b`, if `weight` trains.
-    pub(crate) fn add_product(&mut self, weight: &Weight, a: &Tensor, b: &Tensor) -> Result<()> {
+    pub(crate) fn add_product(
+        &mut self,
+        weight: &NamedWeight,
+        a: &Tensor,
+        b: &Tensor,
+    ) -> Result<()> {
         match self.gradients.get(&weight.name) {
             Some(sum) if a.dtype() != DType::F64 => add_matmul(sum, a, b),
             _ => self.add(weight, || a.matmul(b)),
@@ -40,7 +45,7 @@ impl<'a> GradientSink<'a> {
     /// Adds the rows of `gradient` to those that `ids` name, if `weight` trains.
     pub(crate) fn add_rows(
         &mut self,
-        weight: &Weight,
+        weight: &NamedWeight,
         ids: &Tensor,
         gradient: &Tensor,
     ) -> Result<()> {

@@ -29,7 +29,7 @@ impl Gradients {
     pub fn accumulate(&mut self, loss: &Tensor, parameters: &Parameters) -> Result<()> {
         if loss.elem_count() != 1 || !loss.dtype().is_float() {
             bail!(
-                "loss has shape {:?} and dtype {:?}, it must be one floating-point number",
+                "loss: shape {:?} and dtype {:?}, must be one floating-point number",
                 loss.dims(),
                 loss.dtype()
             );
@@ -53,13 +53,11 @@ impl Gradients {
                 .keys()
                 .find(|name| !received.contains_key(*name))
             {
-                bail!("parameters lacks {name}, for which there is a gradient already");
+                bail!("parameters: no {name}, must have it as the earlier backward passes");
             }
             for (name, gradient) in &mut received {
                 let Some(sum) = self.by_name.get(name) else {
-                    bail!(
-                        "parameters has {name}, for which the earlier backward passes have no gradient"
-                    );
+                    bail!("parameters: {name}, must be absent as in the earlier backward passes");
                 };
                 *gradient = (sum + &*gradient)?;
             }
@@ -90,7 +88,7 @@ impl Gradients {
             }
             Some(sum) if sum.dims() == gradient.dims() => *sum = (&*sum + gradient)?,
             Some(sum) => bail!(
-                "gradient of {name} has shape {:?}, it must be that of the earlier one, {:?}",
+                "gradient of {name}: shape {:?}, must be that of the earlier one, {:?}",
                 gradient.dims(),
                 sum.dims()
             ),
@@ -110,11 +108,11 @@ impl Gradients {
     /// The Euclidean norm over all gradients together; 0 when there are none.
     ///
     /// Squares are summed in f64. One transfer to the host. A gradient whose squares sum to more than f32 holds is an error that
-    /// names the first to blame: the optimiser squares it in f32.
+    /// names the first to blame: the optimizer squares it in f32.
     pub fn global_norm(&self) -> Result<f64> {
         let sums = self.squared_norms()?;
         if let Some((name, sum)) = self.first_not_finite(&sums) {
-            bail!("the gradient of {name} is not finite: its squares sum to {sum}");
+            bail!("gradient of {name}: not finite, its squares sum to {sum}");
         }
         Ok(sums.iter().sum::<f64>().sqrt())
     }
@@ -148,7 +146,7 @@ impl Gradients {
     /// [`Self::global_norm`].
     pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
         if max_norm.is_nan() || max_norm <= 0.0 {
-            bail!("max_norm is {max_norm}, it must be positive");
+            bail!("max_norm: {max_norm}, must be positive");
         }
         let norm = self.global_norm()?;
         let scale = max_norm / (norm + 1e-6);

@@ -124,12 +124,12 @@ impl PackedTokens {
     /// The rows `[N, H]` of the tokens among hidden states `[B, S, H]` of [`Self::right_padded`].
     pub fn rows_of(&self, hidden: &Tensor) -> Result<Tensor> {
         let &[batch, width, hidden_size] = hidden.dims() else {
-            bail!("hidden has shape {:?}, it must be [B, S, H]", hidden.dims());
+            bail!("hidden: shape {:?}, must be [B, S, H]", hidden.dims());
         };
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
         if batch != self.lengths.len() || width != longest {
             bail!(
-                "hidden has shape {:?}, it must be [{}, {longest}, H]",
+                "hidden: shape {:?}, must be [{}, {longest}, H]",
                 hidden.dims(),
                 self.lengths.len()
             );
@@ -150,7 +150,7 @@ impl PackedTokens {
 
 fn check(sequences: &[Vec<u32>]) -> Result<()> {
     if sequences.is_empty() {
-        bail!("sequences: none, there must be at least one");
+        bail!("sequences: none, must have at least one");
     }
     if let Some(empty) = sequences.iter().position(Vec::is_empty) {
         bail!("sequences[{empty}]: no tokens, must have at least one");

@@ -29,8 +29,8 @@ impl SharedRows {
     }
 
     /// Query, key and value from `[N, ..]` to `[T, ..]`.
-    pub(crate) fn to_tokens(&self, x: [&Tensor; 3]) -> Result<[Tensor; 3]> {
-        let [query, key, value] = x.map(|x| embedding(&self.row_of_token, x));
+    pub(crate) fn to_tokens(&self, x: &[Tensor; 3]) -> Result<[Tensor; 3]> {
+        let [query, key, value] = x.each_ref().map(|x| embedding(&self.row_of_token, x));
         Ok([query?, key?, value?])
     }
 

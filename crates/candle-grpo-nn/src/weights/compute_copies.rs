@@ -55,7 +55,7 @@ impl ComputeCopies {
 /// A detached copy, in memory of its own.
 pub(crate) fn copy(variable: &Var, dtype: DType) -> Result<Tensor> {
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
-        bail!("dtype is {dtype:?}, it must be F32, BF16 or F16");
+        bail!("dtype: {dtype:?}, must be F32, BF16 or F16");
     }
     match variable.dtype() == dtype {
         true => variable.as_detached_tensor().copy(),

@@ -64,8 +64,6 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     }
     for (key, only) in [
         ("hidden_act", json!("silu")),
-        ("attention_bias", json!(false)),
-        ("mlp_bias", json!(false)),
         ("use_sliding_window", json!(false)),
         ("partial_rotary_factor", json!(1.0)),
         ("quantization_config", Value::Null),
@@ -87,6 +85,11 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         && let Some(other) = layers.iter().find(|&layer| layer != "full_attention")
     {
         bail!("layer_types: {other}, only \"full_attention\" is supported");
+    }
+    for key in ["attention_bias", "mlp_bias"] {
+        if absent(&config, key) {
+            config.remove(key);
+        }
     }
     if config["model_type"] == "qwen3" && absent(&config, "head_dim") {
         // What transformers takes for a Qwen3 without the key.
@@ -277,6 +280,9 @@ mod tests {
 
     #[rstest]
     #[case(json!({"model_type": "llama"}), vec![])]
+    #[case(json!({"model_type": "llama", "attention_bias": true, "mlp_bias": true}), vec![])]
+    #[case(json!({"model_type": "llama", "attention_bias": null, "mlp_bias": null}), vec![])]
+    #[case(json!({"model_type": "qwen3", "attention_bias": true}), vec![])]
     #[case(json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 4096}), vec![])]
     #[case(json!({"model_type": "qwen3", "head_dim": 16}), vec![])]
     #[case(json!({"model_type": "smollm3", "num_hidden_layers": 5}), vec![1, 1, 1, 0, 1])]
@@ -298,6 +304,8 @@ mod tests {
             extra["model_type"]
         );
         assert_eq!(model.no_rope_layers, no_rope_layers);
+        assert_eq!(model.attention_bias, extra["attention_bias"] == true);
+        assert_eq!(model.mlp_bias, extra["mlp_bias"] == true);
         let written = to_hugging_face(&model, &[2])?;
         model.head_dim = Some(model.head_dim());
         assert_eq!(
@@ -331,10 +339,10 @@ mod tests {
     #[rstest]
     #[case(json!({"model_type": "gemma3"}), "model_type: \"gemma3\"")]
     #[case(json!({"model_type": null}), "model_type: null")]
-    #[case(json!({"num_hidden_layers": 1_000_000_000_000_u64}), "num_hidden_layers is 1000000000000")]
+    #[case(json!({"num_hidden_layers": 1_000_000_000_000_u64}), "num_hidden_layers: 1000000000000")]
     #[case(
         json!({"model_type": "smollm3", "num_hidden_layers": 1_000_000_000_000_u64}),
-        "num_hidden_layers is 1000000000000"
+        "num_hidden_layers: 1000000000000"
     )]
     #[case(
         json!({"model_type": "smollm3", "no_rope_layer_interval": 0}),
@@ -352,21 +360,24 @@ mod tests {
         json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}),
         "rope_scaling.mscale: 1.0"
     )]
-    #[case(json!({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}), "rope_scaling.factor is 0.5")]
+    #[case(json!({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}), "rope_scaling.factor: 0.5")]
     #[case(json!({"use_sliding_window": true}), "use_sliding_window: true")]
     #[case(json!({"sliding_window": 4096}), "sliding_window: 4096")]
     #[case(json!({"layer_types": ["sliding_attention"]}), "layer_types: \"sliding_attention\"")]
     #[case(json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5")]
-    #[case(json!({"model_type": "smollm3", "no_rope_layers": [1, 1]}), "no_rope_layers is [1, 1]")]
-    #[case(json!({"no_rope_layers": [1]}), "no_rope_layers is [1]")]
+    #[case(json!({"model_type": "smollm3", "no_rope_layers": [1, 1]}), "no_rope_layers: [1, 1]")]
+    #[case(json!({"no_rope_layers": [1]}), "no_rope_layers: [1]")]
     #[case(json!({"rope_parameters": {"factor": 8.}}), "rope_parameters.factor: 8.0")]
     #[case(json!({"rope_parameters": "default"}), "rope_parameters: \"default\"")]
     #[case(
         json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}),
         "rope_theta: 10000.0, but rope_parameters.rope_theta: 500000.0"
     )]
-    #[case(json!({"attention_bias": true}), "attention_bias: true")]
-    #[case(json!({"mlp_bias": true}), "mlp_bias: true")]
+    #[case(
+        json!({"model_type": "qwen2", "attention_bias": true}),
+        "attention_bias: true, must be false"
+    )]
+    #[case(json!({"model_type": "qwen3", "mlp_bias": true}), "mlp_bias: true, must be false")]
     #[case(json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\"")]
     fn a_foreign_model_is_refused_by_its_key(#[case] extra: Value, #[case] words: &str) {
         let error = read(extra).unwrap_err().to_string();

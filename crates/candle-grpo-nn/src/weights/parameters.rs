@@ -17,7 +17,7 @@ const INIT_STD: f64 = 0.02;
 
 /// The trainable variables of a decoder under their Hugging Face names, always in sorted order.
 ///
-/// The variables are f32: smaller types lose the updates of an optimiser. It holds exactly the names and shapes of
+/// The variables are f32: smaller types lose the updates of an optimizer. It holds exactly the names and shapes of
 /// [`DecoderConfig::parameter_shapes`], and what [`Self::with`] has added; those of [`Lora`](crate::Lora) are adapters.
 ///
 /// A clone shares the variables: what changes in one changes in the other.
@@ -79,18 +79,18 @@ impl Parameters {
         for (name, shape) in shapes {
             // Each goes when it has been copied, so that a large model is not held twice.
             let Some(tensor) = tensors.remove(&name) else {
-                bail!("tensors lacks {name}")
+                bail!("tensors: no {name}")
             };
             if *tensor.shape() != shape {
                 bail!(
-                    "tensor {name} has shape {:?}, it must be {:?}",
+                    "tensor {name}: shape {:?}, must be {:?}",
                     tensor.dims(),
                     shape.dims()
                 );
             }
             if !tensor.dtype().is_float() {
                 bail!(
-                    "tensor {name} has dtype {:?}, it must be a floating-point type",
+                    "tensor {name}: dtype {:?}, must be a floating-point type",
                     tensor.dtype()
                 );
             }
@@ -132,12 +132,12 @@ impl Parameters {
     ) -> Result<Self> {
         let variables: BTreeMap<String, Var> = variables.into_iter().collect();
         if variables.is_empty() {
-            bail!("variables: none, there must be at least one");
+            bail!("variables: none, must have at least one");
         }
         for (name, variable) in &variables {
             if variable.dtype() != DType::F32 || !variable.device().same_device(device) {
                 bail!(
-                    "variable {name} is {:?} on {:?}, it must be F32 on {:?}",
+                    "variable {name}: {:?} on {:?}, must be F32 on {:?}",
                     variable.dtype(),
                     variable.device().location(),
                     device.location()
@@ -160,7 +160,7 @@ impl Parameters {
     /// Errs if there is one of that name.
     pub fn with(mut self, name: &str, values: &Tensor) -> Result<Self> {
         if self.variables.contains_key(name) {
-            bail!("{name} is there already, the name of another variable must be new");
+            bail!("{name}: a variable of that name exists, must be a new name");
         }
         let values = values
             .detach()
@@ -278,7 +278,7 @@ impl Parameters {
             let value = &values[name];
             if value.shape() != variable.shape() || !value.dtype().is_float() {
                 bail!(
-                    "values: {name} is {:?} of {:?}, it must be {:?} of a floating-point type",
+                    "values: {name}: {:?} of {:?}, must be {:?} of a floating-point type",
                     value.dims(),
                     value.dtype(),
                     variable.dims()
@@ -359,7 +359,7 @@ pub(crate) fn check_names<T>(
     surplus.sort();
     if !missing.is_empty() || !surplus.is_empty() {
         bail!(
-            "{argument} must have the names of the parameters: missing {missing:?}, surplus {surplus:?}"
+            "{argument}: missing {missing:?}, surplus {surplus:?}, must have exactly the names of the parameters"
         );
     }
     Ok(())

@@ -21,7 +21,7 @@ pub(crate) fn remove_redundant(
     {
         if !equal(embedding, output)? {
             bail!(
-                "{OUTPUT} is not {EMBEDDING}, with tie_word_embeddings it must be the same or absent"
+                "{OUTPUT}: differs from {EMBEDDING}, must be equal or absent with tie_word_embeddings"
             );
         }
         tensors.remove(OUTPUT);

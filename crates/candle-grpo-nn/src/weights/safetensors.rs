@@ -34,11 +34,11 @@ pub(crate) fn read_folder(folder: &Path) -> Result<HashMap<String, Tensor>> {
             (parts.next(), parts.next()),
             (Some(Component::Normal(_)), None)
         ) {
-            bail!("{INDEX} names {file:?}, it must be the name of a file in the same folder");
+            bail!("{INDEX}: {file:?}, must be the name of a file in the same folder");
         }
         for (name, tensor) in read_file(&folder.join(file))? {
             if weight_map.get(&name) != Some(file) {
-                bail!("{file} has {name}, which {INDEX} does not place there");
+                bail!("{file}: {name}, must be where {INDEX} places it");
             }
             tensors.insert(name, tensor);
         }
@@ -47,7 +47,7 @@ pub(crate) fn read_folder(folder: &Path) -> Result<HashMap<String, Tensor>> {
         .iter()
         .find(|(name, _)| !tensors.contains_key(*name))
     {
-        bail!("{file} lacks {name}, which {INDEX} places there");
+        bail!("{file}: no {name}, must have it as {INDEX} places it there");
     }
     Ok(tensors)
 }

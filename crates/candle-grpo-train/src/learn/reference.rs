@@ -153,24 +153,18 @@ pub(crate) fn decoder_in(
 mod tests {
     use super::*;
     use candle_core::Device;
-    use candle_grpo_nn::{ModelType, RopeScaling};
 
     fn model(hidden_size: usize) -> DecoderConfig {
         DecoderConfig {
-            model_type: ModelType::Llama,
             vocab_size: 5,
             hidden_size,
             intermediate_size: 8,
             num_hidden_layers: 1,
             num_attention_heads: 2,
             num_key_value_heads: 1,
-            head_dim: None,
-            rms_norm_eps: 1e-6,
-            rope_theta: 1e4,
-            rope_scaling: RopeScaling::Default,
-            no_rope_layers: vec![],
             max_position_embeddings: 8,
             tie_word_embeddings: true,
+            ..DecoderConfig::default()
         }
     }
 

@@ -215,7 +215,7 @@ fn gradients_are_those_of_a_graph(
     let decoder = Decoder::new(&model(), parameters.var_builder()).unwrap();
     let tokens = &batch.tokens;
     let hidden = decoder
-        .hidden_states(&tokens.input_ids, &tokens.attention_mask, None)
+        .padded_hidden_states(&tokens.input_ids, &tokens.attention_mask)
         .unwrap();
     let (_, t) = tokens.dims().unwrap();
     let states = hidden.narrow(1, hidden.dim(1).unwrap() - t, t).unwrap();

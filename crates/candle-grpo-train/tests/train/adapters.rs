@@ -97,7 +97,7 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     let base = parameters();
     let decoder = Decoder::new(&model(), adapters.detached_var_builder(&base).unwrap()).unwrap();
     let hidden = decoder
-        .hidden_states(&batch.input_ids, &batch.attention_mask, None)
+        .padded_hidden_states(&batch.input_ids, &batch.attention_mask)
         .and_then(|hidden| hidden.narrow(1, 1, 3))
         .unwrap();
     let again = linear_log_prob(
@@ -142,5 +142,5 @@ fn settings_that_contradict_adapters_are_errors() {
         config,
     );
     let error = format!("{:#}", made.err().unwrap());
-    assert!(error.starts_with("adapters: rank is 0"), "{error}");
+    assert!(error.starts_with("adapters: rank: 0"), "{error}");
 }

@@ -1,7 +1,7 @@
 //! A tiny policy and a few prompts.
 
 use candle_core::{Device, Tensor};
-use candle_grpo_nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
+use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::{
     Pretrained, Prompt, Sampler, SamplingConfig, SpecialTokens, character_tokenizer,
 };
@@ -12,20 +12,14 @@ pub(crate) const END: u32 = 0;
 
 pub(crate) fn model() -> DecoderConfig {
     DecoderConfig {
-        model_type: ModelType::Llama,
         vocab_size: 6,
         hidden_size: 16,
         intermediate_size: 24,
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
-        head_dim: None,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        rope_scaling: RopeScaling::Default,
-        no_rope_layers: vec![],
         max_position_embeddings: 24,
-        tie_word_embeddings: false,
+        ..DecoderConfig::default()
     }
 }
 

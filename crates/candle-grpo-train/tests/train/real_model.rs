@@ -56,7 +56,7 @@ fn the_next_token_has_the_probability_that_other_programs_give_it() -> Result<()
     assert_eq!(ids, [504, 3575, 282, 4649, 314]);
     let decoder = Decoder::new(&model.model, model.parameters.detached_var_builder())?;
     let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
-    let hidden = decoder.hidden_states(&ids, &ids.ones_like()?, None)?;
+    let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     let logits = decoder.logits(&hidden.i((.., 4))?)?;
     let log_probs = candle_nn::ops::log_softmax(&logits, 1)?.squeeze(0)?;
     // A forward pass in NumPy and f64 over the same file.

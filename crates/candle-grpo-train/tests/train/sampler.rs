@@ -66,7 +66,7 @@ fn frequencies_are_the_probabilities_of_the_policy() {
             .unsqueeze(0)
             .unwrap();
         let hidden = decoder
-            .hidden_states(&ids, &ids.ones_like().unwrap(), None)
+            .padded_hidden_states(&ids, &ids.ones_like().unwrap())
             .unwrap();
         let last = hidden.i((.., tokens.len() - 1)).unwrap();
         let logits = decoder

@@ -8,6 +8,10 @@ use crate::{DecoderConfig, ModelType};
 
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const OUTPUT: &str = "output.weight";
+/// Present if all projections of attention have biases; for Qwen2 three have them in any case.
+const ATTENTION_BIAS: &str = "blk.0.attn_q.bias";
+/// Present if the projections of feed-forward layers have biases.
+const MLP_BIAS: &str = "blk.0.ffn_gate.bias";
 
 /// SmolLM3's files do not say which blocks rotate: llama.cpp takes every fourth as one that does not.
 const SMOLLM3_NO_ROPE_INTERVAL: usize = 4;
@@ -29,11 +33,11 @@ pub(super) fn read(
     }
     let hidden_size = keys.size("embedding_length")?;
     let Some(embedding) = header.tensors.get(EMBEDDING) else {
-        bail!("lacks the tensor {EMBEDDING}");
+        bail!("tensor {EMBEDDING}: absent, must be present");
     };
     let &[vocab_size, _] = embedding.dims.as_slice() else {
         bail!(
-            "tensor {EMBEDDING}: shape {:?}, it must have two dimensions",
+            "tensor {EMBEDDING}: shape {:?}, must have two dimensions",
             embedding.dims
         );
     };
@@ -70,6 +74,9 @@ pub(super) fn read(
         },
         max_position_embeddings: keys.size("context_length")?,
         tie_word_embeddings: !header.tensors.contains_key(OUTPUT),
+        attention_bias: keys.model_type != ModelType::Qwen2
+            && header.tensors.contains_key(ATTENTION_BIAS),
+        mlp_bias: header.tensors.contains_key(MLP_BIAS),
     };
     config.validate()?;
     for key in ["attention.value_length", "rope.dimension_count"] {
@@ -158,7 +165,7 @@ impl<'a> Keys<'a> {
     fn size(&self, key: &str) -> Result<usize> {
         match self.optional_size(key)? {
             Some(size) => Ok(size),
-            None => bail!("{}.{key}: absent", self.architecture),
+            None => bail!("{}.{key}: absent, must be present", self.architecture),
         }
     }
 
@@ -178,7 +185,7 @@ impl<'a> Keys<'a> {
     fn number(&self, key: &str) -> Result<f64> {
         match self.optional_number(key)? {
             Some(number) => Ok(number),
-            None => bail!("{}.{key}: absent", self.architecture),
+            None => bail!("{}.{key}: absent, must be present", self.architecture),
         }
     }
 

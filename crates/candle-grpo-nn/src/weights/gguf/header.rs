@@ -35,11 +35,11 @@ impl Header {
         let mut bytes = Bytes::new(reader, file_length);
         let magic: [u8; 4] = bytes.array()?;
         if magic != *MAGIC {
-            bail!("begins with {magic:?}, a GGUF file begins with {MAGIC:?}");
+            bail!("magic: {magic:?}, must be {MAGIC:?}");
         }
         let version = bytes.u32()?;
         if !(2..=3).contains(&version) {
-            bail!("GGUF version {version}, only 2 and 3 of little-endian files are read");
+            bail!("version: {version}, must be 2 or 3 of a little-endian file");
         }
         let (tensor_count, metadata_count) = (bytes.u64()?, bytes.u64()?);
         // A string of length 0, the type and a byte; a string, the number of dimensions, the type and the offset.
@@ -53,7 +53,7 @@ impl Header {
             let value = value(&mut bytes, value_type)
                 .map_err(|error| Error::msg(format!("metadata {key}: {error}")))?;
             if metadata.insert(key.clone(), value).is_some() {
-                bail!("metadata {key}: occurs twice");
+                bail!("metadata {key}: twice, must occur once");
             }
         }
         let mut tensors = BTreeMap::new();
@@ -62,7 +62,7 @@ impl Header {
             let place =
                 place(&mut bytes).map_err(|error| Error::msg(format!("tensor {name}: {error}")))?;
             if tensors.insert(name.clone(), place).is_some() {
-                bail!("tensor {name}: occurs twice");
+                bail!("tensor {name}: twice, must occur once");
             }
         }
 
@@ -169,7 +169,7 @@ fn float(bytes: &mut Bytes<impl Read>, value_type: u32) -> Result<f64> {
 fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
     let rank = bytes.u32()?;
     if !(1..=MAX_DIMS).contains(&rank) {
-        bail!("{rank} dimensions, there must be 1 to {MAX_DIMS}");
+        bail!("{rank} dimensions, must be 1 to {MAX_DIMS}");
     }
     let mut dims = Vec::new();
     for _ in 0..rank {

@@ -79,7 +79,7 @@ pub(super) fn tensor_scaling(config: &DecoderConfig, factors: &[f32]) -> Result<
     let head_dim = config.head_dim();
     if factors.len() != head_dim / 2 {
         bail!(
-            "tensor {FACTORS}: {} numbers, it must have half as many as a head is wide, {}",
+            "tensor {FACTORS}: {} numbers, must have half as many as a head is wide, {}",
             factors.len(),
             head_dim / 2
         );

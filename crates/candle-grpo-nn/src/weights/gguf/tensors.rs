@@ -42,7 +42,7 @@ pub(super) fn read(
         let dims = &found[stored].dims;
         if dims != shape.dims() {
             bail!(
-                "tensor {stored}: shape {dims:?}, it must be {:?}",
+                "tensor {stored}: shape {dims:?}, must be {:?}",
                 shape.dims()
             );
         }
@@ -81,20 +81,20 @@ fn tensor(file: &mut File, place: &TensorPlace) -> Result<Tensor> {
         .dequantize(&Device::Cpu)
 }
 
-/// Puts the rows of query and key back into the order of Hugging Face, where the first half of a head rotates with the
-/// second; the files of Llama and SmolLM3 have the two of a pair side by side.
+/// Reorders the rows of query and key to Hugging Face's layout, where the first half of a head rotates with the second.
+/// The files of Llama and SmolLM3 store the two rows of a pair side by side, in weights and biases.
 fn rotate_by_halves(config: &DecoderConfig, name: &str, tensor: Tensor) -> Result<Tensor> {
     let heads = match (config.model_type, name) {
         (ModelType::Qwen2 | ModelType::Qwen3, _) => return Ok(tensor),
-        (_, name) if name.ends_with("q_proj.weight") => config.num_attention_heads,
-        (_, name) if name.ends_with("k_proj.weight") => config.num_key_value_heads,
+        (_, name) if name.contains(".q_proj.") => config.num_attention_heads,
+        (_, name) if name.contains(".k_proj.") => config.num_key_value_heads,
         _ => return Ok(tensor),
     };
-    let (rows, width) = tensor.dims2()?;
+    let rows = tensor.dim(0)?;
     tensor
-        .reshape((heads, rows / heads / 2, 2, width))?
+        .reshape((heads, rows / heads / 2, 2, ()))?
         .transpose(1, 2)?
-        .reshape((rows, width))
+        .reshape(tensor.shape())
 }
 
 /// What a GGUF file calls the weight of that Hugging Face name.

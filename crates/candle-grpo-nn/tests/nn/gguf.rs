@@ -11,8 +11,9 @@ use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, ModelType, Parameters, Rope
 use proptest::prelude::*;
 use rstest::rstest;
 
-mod small;
-use small::{bits, config, decoder_config, lively_tensors, max_difference, message};
+use candle_grpo_test_support::message;
+
+use crate::small::{Family, bits, config, lively_tensors, max_difference};
 
 /// What is written into a file; tests change it.
 struct Contents {
@@ -54,8 +55,8 @@ impl Contents {
         let mut tensors = HashMap::new();
         for (name, weight) in weights {
             let heads = match name {
-                name if name.contains("q_proj.weight") => config.num_attention_heads,
-                name if name.contains("k_proj.weight") => config.num_key_value_heads,
+                name if name.contains("q_proj.") => config.num_attention_heads,
+                name if name.contains("k_proj.") => config.num_key_value_heads,
                 _ => 0,
             };
             let interleaved = matches!(config.model_type, ModelType::Llama | ModelType::SmolLm3);
@@ -92,9 +93,9 @@ impl Contents {
     }
 }
 
-/// The rows of each head: the first of the first half, the first of the second half, the second of the first, ...
+/// The rows of each head in the order: the first of the first half, the first of the second half, the second of the first, ...
 fn pairs_side_by_side(weight: &Tensor, heads: usize) -> Result<Tensor> {
-    let (rows, _) = weight.dims2()?;
+    let rows = weight.dim(0)?;
     let half = rows / heads / 2;
     let order: Vec<u32> = (0..heads)
         .flat_map(|head| (0..half).flat_map(move |pair| [(head, pair), (head, pair + half)]))
@@ -171,7 +172,7 @@ fn the_golden_models_are_read_to_the_bit() -> Result<()> {
         "qwen3_tied",
     ] {
         let folder = root.join(name);
-        let expected = decoder_config(&fs::read_to_string(folder.join("config.json"))?);
+        let expected = DecoderConfig::from_hugging_face(&fs::read(folder.join("config.json"))?)?;
         let weights = Parameters::load_folder(&expected, &folder, &Device::Cpu)?;
         let mut contents = Contents::new(&expected, &weights.frozen_copy()?)?;
         if let RopeScaling::Llama3 { .. } = expected.rope_scaling {
@@ -207,6 +208,19 @@ fn smollm3_does_not_rotate_every_fourth_block() -> Result<()> {
         no_rope_layers: vec![1, 1, 1, 0, 1],
         ..config(true)
     };
+    let weights = lively_tensors(&config)?;
+    let file = Folder::new();
+    Contents::new(&config, &weights)?.write(&file.path())?;
+    let (read, parameters) = file.read()?;
+    assert_eq!(read, config);
+    let weights = Parameters::from_tensors(&config, weights, &Device::Cpu)?;
+    assert_eq!(bits(&parameters)?, bits(&weights)?);
+    Ok(())
+}
+
+#[test]
+fn biases_of_all_projections_are_read() -> Result<()> {
+    let config = Family::LlamaWithBiases.config(false);
     let weights = lively_tensors(&config)?;
     let file = Folder::new();
     Contents::new(&config, &weights)?.write(&file.path())?;
@@ -356,18 +370,18 @@ fn yarn_is_read() -> Result<()> {
 #[case("llama.block_count", None, "llama.block_count: absent")]
 #[case("llama.block_count", Some(Value::U64(1 << 60)), "llama.block_count: 1152921504606846976, but the file has only")]
 #[case("llama.block_count", Some(Value::I32(-1)), "llama.block_count: -1, must be one whole number")]
-#[case("llama.block_count", Some(Value::U32(0)), "num_hidden_layers is 0")]
+#[case("llama.block_count", Some(Value::U32(0)), "num_hidden_layers: 0")]
 #[case("llama.block_count", Some(Value::U32(1)), "surplus [\"blk.1.")]
 #[case(
     "llama.embedding_length",
     Some(Value::U64(u64::MAX)),
-    "it must be [12, 18446744073709551615]"
+    "must be [12, 18446744073709551615]"
 )]
 #[case("llama.feed_forward_length", Some(Value::U64(1 << 62)), "tensor blk.0.ffn_down.weight: shape [12, 20]")]
 #[case(
     "llama.context_length",
     Some(Value::U32(0)),
-    "max_position_embeddings is 0"
+    "max_position_embeddings: 0"
 )]
 #[case(
     "llama.attention.head_count",
@@ -392,7 +406,7 @@ fn yarn_is_read() -> Result<()> {
 #[case(
     "llama.attention.layer_norm_rms_epsilon",
     Some(Value::F32(f32::NAN)),
-    "rms_norm_eps is NaN"
+    "rms_norm_eps: NaN"
 )]
 #[case("llama.attention.layer_norm_rms_epsilon", Some(Value::String("1e-5".into())), "must be a number")]
 #[case(
@@ -409,7 +423,7 @@ fn yarn_is_read() -> Result<()> {
 #[case(
     "llama.rope.scaling.factor",
     Some(Value::F32(0.5)),
-    "rope_scaling.factor is 0.5"
+    "rope_scaling.factor: 0.5"
 )]
 #[case("llama.expert_count", Some(Value::U32(8)), "llama.expert_count: 8")]
 #[case(
@@ -447,14 +461,14 @@ fn ones(dims: impl Into<candle_core::Shape>) -> Tensor {
 
 #[rstest]
 #[case(|t: &mut Tensors| drop(t.remove("blk.1.attn_k.weight")), r#"missing ["blk.1.attn_k.weight"], surplus []"#)]
-#[case(|t: &mut Tensors| drop(t.remove("token_embd.weight")), "lacks the tensor token_embd.weight")]
-#[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.bias".into(), ones(24))), r#"missing [], surplus ["blk.0.attn_q.bias"]"#)]
-#[case(|t: &mut Tensors| drop(t.insert("token_embd.weight".into(), ones(12))), "tensor token_embd.weight: shape [12], it must have two dimensions")]
-#[case(|t: &mut Tensors| drop(t.insert("token_embd.weight".into(), ones((13, 11)))), "tensor token_embd.weight: shape [13, 11], it must be [13, 12]")]
-#[case(|t: &mut Tensors| drop(t.insert("blk.1.ffn_up.weight".into(), ones((12, 20)))), "tensor blk.1.ffn_up.weight: shape [12, 20], it must be [20, 12]")]
-#[case(|t: &mut Tensors| drop(t.insert("output_norm.weight".into(), (ones(12) * f64::NAN).unwrap())), "tensor output_norm.weight: has a NaN or an infinity")]
-#[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.weight".into(), (ones((24, 12)) / 0.0).unwrap())), "tensor blk.0.attn_q.weight: has a NaN or an infinity")]
-#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), ones(4))), "tensor rope_freqs.weight: 4 numbers, it must have half as many as a head is wide, 3")]
+#[case(|t: &mut Tensors| drop(t.remove("token_embd.weight")), "tensor token_embd.weight: absent")]
+#[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.bias".into(), ones(24))), r#"tensors: missing ["blk.0.attn_k.bias", "blk.0.attn_output.bias", "#)]
+#[case(|t: &mut Tensors| drop(t.insert("token_embd.weight".into(), ones(12))), "tensor token_embd.weight: shape [12], must have two dimensions")]
+#[case(|t: &mut Tensors| drop(t.insert("token_embd.weight".into(), ones((13, 11)))), "tensor token_embd.weight: shape [13, 11], must be [13, 12]")]
+#[case(|t: &mut Tensors| drop(t.insert("blk.1.ffn_up.weight".into(), ones((12, 20)))), "tensor blk.1.ffn_up.weight: shape [12, 20], must be [20, 12]")]
+#[case(|t: &mut Tensors| drop(t.insert("output_norm.weight".into(), (ones(12) * f64::NAN).unwrap())), "tensor output_norm.weight: a NaN or an infinity")]
+#[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.weight".into(), (ones((24, 12)) / 0.0).unwrap())), "tensor blk.0.attn_q.weight: a NaN or an infinity")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), ones(4))), "tensor rope_freqs.weight: 4 numbers, must have half as many as a head is wide, 3")]
 #[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, 3., 2.], &Device::Cpu).unwrap())), "tensor rope_freqs.weight: [1.0, 3.0, 2.0], these are not the divisors")]
 #[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, f32::NAN, 2.], &Device::Cpu).unwrap())), "these are not the divisors")]
 fn tensors_that_do_not_fit_are_refused_by_name(
@@ -495,8 +509,8 @@ fn find(bytes: &[u8], text: &str) -> usize {
 
 /// A header that lies must be an error, and not memory of the size that it states.
 #[rstest]
-#[case::magic(|_: &[u8]| 0, &[0], "begins with")]
-#[case::version(|_: &[u8]| 4, &[0, 0, 0, 3], "GGUF version 50331648")]
+#[case::magic(|_: &[u8]| 0, &[0], "magic: ")]
+#[case::version(|_: &[u8]| 4, &[0, 0, 0, 3], "version: 50331648")]
 #[case::tensor_count(|_: &[u8]| 8, &[0xff; 8], "tensors at byte 24: 18446744073709551615")]
 #[case::metadata_count(|_: &[u8]| 16, &[0xff; 7], "metadata entries at byte 24: 72057594037927935")]
 #[case::key(|_: &[u8]| 24, &[0xff; 8], "string at byte 32: 18446744073709551615")]
@@ -526,8 +540,8 @@ fn find(bytes: &[u8], text: &str) -> usize {
     &[250, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     "bytes together, but the file has only"
 )]
-#[case::twice(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 11, b"k", "tensor blk.0.attn_k.weight: occurs twice")]
-#[case::key_twice(|b: &[u8]| find(b, "llama.attention.key_length") + 16, b"head_count", "metadata llama.attention.head_count: occurs twice")]
+#[case::twice(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 11, b"k", "tensor blk.0.attn_k.weight: twice, must occur once")]
+#[case::key_twice(|b: &[u8]| find(b, "llama.attention.key_length") + 16, b"head_count", "metadata llama.attention.head_count: twice, must occur once")]
 fn a_header_that_lies_is_refused(
     #[case] at: fn(&[u8]) -> usize,
     #[case] lie: &[u8],

@@ -3,8 +3,9 @@
 use candle_core::{Device, IndexOp, Result, Tensor};
 use candle_grpo_nn::{Decoder, DecoderConfig, ModelType};
 
-mod small;
-use small::{config, lively, max_difference, message};
+use candle_grpo_test_support::message;
+
+use crate::small::{config, lively, max_difference};
 
 fn smollm3(no_rope_layers: Vec<u8>) -> DecoderConfig {
     DecoderConfig {
@@ -19,7 +20,7 @@ fn last_logits(config: DecoderConfig, ids: &[u32]) -> Result<Tensor> {
     let parameters = lively(&config)?;
     let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
     let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
-    let hidden = decoder.hidden_states(&ids, &ids.ones_like()?, None)?;
+    let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     decoder.logits(&hidden.i((0, ids.dim(1)? - 1))?.unsqueeze(0)?)
 }
 
@@ -70,6 +71,6 @@ fn no_rope_layers_of_another_family_or_length_are_refused() {
             no_rope_layers,
             ..config(true)
         };
-        assert!(message(config.validate()).starts_with("no_rope_layers is"));
+        assert!(message(config.validate()).starts_with("no_rope_layers:"));
     }
 }

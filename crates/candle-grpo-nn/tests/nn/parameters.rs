@@ -7,8 +7,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use rstest::rstest;
 
-mod small;
-use small::{bits, config, lively, lively_tensors, max_difference, message};
+use candle_grpo_test_support::message;
+
+use crate::small::{bits, config, lively, lively_tensors, max_difference};
 
 #[test]
 fn the_same_seed_gives_the_same_bits_and_another_does_not() -> Result<()> {
@@ -210,11 +211,11 @@ fn a_file_that_is_not_whole_is_refused_at_every_length() -> Result<()> {
 #[case::surplus(|t: &mut HashMap<String, Tensor>| { t.insert("model.extra".into(), t["model.norm.weight"].clone()); }, r#"missing [], surplus ["model.extra"]"#)]
 #[case::misshapen(
     |t: &mut HashMap<String, Tensor>| { let w = t["model.layers.0.mlp.up_proj.weight"].t().unwrap().contiguous().unwrap(); t.insert("model.layers.0.mlp.up_proj.weight".into(), w); },
-    "tensor model.layers.0.mlp.up_proj.weight has shape [12, 20], it must be [20, 12]"
+    "tensor model.layers.0.mlp.up_proj.weight: shape [12, 20], must be [20, 12]"
 )]
 #[case::integer(
     |t: &mut HashMap<String, Tensor>| { let w = t["model.norm.weight"].to_dtype(DType::I64).unwrap(); t.insert("model.norm.weight".into(), w); },
-    "tensor model.norm.weight has dtype I64"
+    "tensor model.norm.weight: dtype I64"
 )]
 fn tensors_that_do_not_fit_are_refused_by_name(
     #[case] spoil: fn(&mut HashMap<String, Tensor>),
@@ -236,22 +237,22 @@ fn tensors_that_do_not_fit_are_refused_by_name(
 }
 
 #[rstest]
-#[case("vocab_size is 0", |c: &mut DecoderConfig| c.vocab_size = 0)]
-#[case("vocab_size is 4294967296", |c: &mut DecoderConfig| c.vocab_size = 1 << 32)]
-#[case("hidden_size is 0", |c: &mut DecoderConfig| c.hidden_size = 0)]
-#[case("intermediate_size is 0", |c: &mut DecoderConfig| c.intermediate_size = 0)]
-#[case("num_hidden_layers is 0", |c: &mut DecoderConfig| c.num_hidden_layers = 0)]
-#[case("num_hidden_layers is 18446744073709551615, it must be at most 10000", |c: &mut DecoderConfig| c.num_hidden_layers = usize::MAX)]
-#[case("num_attention_heads is 0", |c: &mut DecoderConfig| c.num_attention_heads = 0)]
-#[case("num_key_value_heads is 0", |c: &mut DecoderConfig| c.num_key_value_heads = 0)]
-#[case("max_position_embeddings is 0", |c: &mut DecoderConfig| c.max_position_embeddings = 0)]
+#[case("vocab_size: 0", |c: &mut DecoderConfig| c.vocab_size = 0)]
+#[case("vocab_size: 4294967296", |c: &mut DecoderConfig| c.vocab_size = 1 << 32)]
+#[case("hidden_size: 0", |c: &mut DecoderConfig| c.hidden_size = 0)]
+#[case("intermediate_size: 0", |c: &mut DecoderConfig| c.intermediate_size = 0)]
+#[case("num_hidden_layers: 0", |c: &mut DecoderConfig| c.num_hidden_layers = 0)]
+#[case("num_hidden_layers: 18446744073709551615, must be at most 10000", |c: &mut DecoderConfig| c.num_hidden_layers = usize::MAX)]
+#[case("num_attention_heads: 0", |c: &mut DecoderConfig| c.num_attention_heads = 0)]
+#[case("num_key_value_heads: 0", |c: &mut DecoderConfig| c.num_key_value_heads = 0)]
+#[case("max_position_embeddings: 0", |c: &mut DecoderConfig| c.max_position_embeddings = 0)]
 #[case("a multiple of num_key_value_heads", |c: &mut DecoderConfig| c.num_key_value_heads = 3)]
 #[case("a multiple of num_attention_heads", |c: &mut DecoderConfig| (c.head_dim, c.hidden_size) = (None, 14))]
-#[case("head_dim is 5", |c: &mut DecoderConfig| c.head_dim = Some(5))]
-#[case("head_dim is 0", |c: &mut DecoderConfig| c.head_dim = Some(0))]
-#[case("head_dim is 3", |c: &mut DecoderConfig| c.head_dim = None)]
-#[case("rms_norm_eps is 0", |c: &mut DecoderConfig| c.rms_norm_eps = 0.0)]
-#[case("rope_theta is NaN", |c: &mut DecoderConfig| c.rope_theta = f64::NAN)]
+#[case("head_dim: 5", |c: &mut DecoderConfig| c.head_dim = Some(5))]
+#[case("head_dim: 0", |c: &mut DecoderConfig| c.head_dim = Some(0))]
+#[case("head_dim: 3", |c: &mut DecoderConfig| c.head_dim = None)]
+#[case("rms_norm_eps: 0", |c: &mut DecoderConfig| c.rms_norm_eps = 0.0)]
+#[case("rope_theta: NaN", |c: &mut DecoderConfig| c.rope_theta = f64::NAN)]
 fn a_configuration_that_is_no_decoder_is_refused(
     #[case] expected: &str,
     #[case] spoil: fn(&mut DecoderConfig),

@@ -6,8 +6,9 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_nn::{AdamW, AdamWConfig, DecayRule, Decoder, Gradients, Parameters};
 use rstest::rstest;
 
-mod small;
-use small::{bits, config, exact_gradients, left_padded, lively, message, next_token_loss};
+use candle_grpo_test_support::message;
+
+use crate::small::{bits, config, exact_gradients, left_padded, lively, next_token_loss};
 
 /// Numbers under which two steps can be followed by hand.
 fn by_hand(decay: DecayRule) -> AdamWConfig {
@@ -50,23 +51,23 @@ fn assert_all(tensor: &Tensor, expected: f64, what: &str) -> Result<()> {
 #[test]
 fn two_steps_have_the_numbers_computed_by_hand() -> Result<()> {
     let parameters = ones()?;
-    let mut optimiser = AdamW::new(by_hand(DecayRule::All), &parameters)?;
+    let mut optimizer = AdamW::new(by_hand(DecayRule::All), &parameters)?;
     // Step 1, gradient 0.5: m = 0.05, v = 0.0025; corrected 0.5 and 0.25; p = 0.95 - 0.1 * 0.5 / 0.5.
     // Step 2, gradient -1: m = -0.055, v = 0.012475; corrected by 0.19 and 0.0199.
     for (gradient, p, m, v) in [
         (0.5, 0.85, 0.05, 0.0025),
         (-1.0, 0.844_060_772_8, -0.055, 0.012_475),
     ] {
-        optimiser.step(&parameters, &constant(&parameters, gradient)?)?;
-        let state = optimiser.state();
+        optimizer.step(&parameters, &constant(&parameters, gradient)?)?;
+        let state = optimizer.state();
         for (name, variable) in parameters.iter() {
             assert_all(variable, p, name)?;
             assert_all(&state[&format!("exp_avg.{name}")], m, name)?;
             assert_all(&state[&format!("exp_avg_sq.{name}")], v, name)?;
         }
     }
-    assert_eq!(optimiser.steps(), 2);
-    assert_eq!(optimiser.state()["step"].to_scalar::<i64>()?, 2);
+    assert_eq!(optimizer.steps(), 2);
+    assert_eq!(optimizer.state()["step"].to_scalar::<i64>()?, 2);
     Ok(())
 }
 
@@ -77,8 +78,8 @@ fn only_matrices_of_linear_layers_decay_unless_all_do() -> Result<()> {
         (DecayRule::All, vec![""]),
     ] {
         let parameters = ones()?;
-        let mut optimiser = AdamW::new(by_hand(rule), &parameters)?;
-        optimiser.step(&parameters, &constant(&parameters, 0.0)?)?;
+        let mut optimizer = AdamW::new(by_hand(rule), &parameters)?;
+        optimizer.step(&parameters, &constant(&parameters, 0.0)?)?;
         for (name, variable) in parameters.iter() {
             let decays = decaying.iter().any(|end| name.ends_with(end));
             assert_all(variable, if decays { 0.95 } else { 1.0 }, name)?;
@@ -91,28 +92,28 @@ fn only_matrices_of_linear_layers_decay_unless_all_do() -> Result<()> {
 #[test]
 fn the_learning_rate_of_a_schedule_is_that_of_the_next_step() -> Result<()> {
     let parameters = ones()?;
-    let mut optimiser = AdamW::new(by_hand(DecayRule::All), &parameters)?;
-    optimiser.set_learning_rate(0.0);
+    let mut optimizer = AdamW::new(by_hand(DecayRule::All), &parameters)?;
+    optimizer.set_learning_rate(0.0);
     let before = bits(&parameters)?;
-    optimiser.step(&parameters, &constant(&parameters, 0.5)?)?;
+    optimizer.step(&parameters, &constant(&parameters, 0.5)?)?;
     assert_eq!(bits(&parameters)?, before);
-    optimiser.set_learning_rate(0.2);
-    assert_eq!(optimiser.learning_rate(), 0.2);
+    optimizer.set_learning_rate(0.2);
+    assert_eq!(optimizer.learning_rate(), 0.2);
     // The moments of two equal gradients, corrected, are that gradient and its square.
-    optimiser.step(&parameters, &constant(&parameters, 0.5)?)?;
+    optimizer.step(&parameters, &constant(&parameters, 0.5)?)?;
     for (name, variable) in parameters.iter() {
         assert_all(variable, 0.9 - 0.2, name)?;
     }
     Ok(())
 }
 
-fn train(parameters: &Parameters, optimiser: &mut AdamW, steps: usize) -> Result<()> {
+fn train(parameters: &Parameters, optimizer: &mut AdamW, steps: usize) -> Result<()> {
     let decoder = Decoder::new(&config(true), parameters.var_builder())?;
     let (ids, mask) = left_padded()?;
     for _ in 0..steps {
         let mut gradients = Gradients::new();
         gradients.accumulate(&next_token_loss(&decoder, &ids, &mask)?, parameters)?;
-        optimiser.step(parameters, &gradients)?;
+        optimizer.step(parameters, &gradients)?;
     }
     Ok(())
 }
@@ -122,8 +123,8 @@ fn a_run_that_was_saved_goes_on_to_the_bit() -> Result<()> {
     let config = config(true);
     let settings = by_hand(DecayRule::Matrices);
     let parameters = lively(&config)?;
-    let mut optimiser = AdamW::new(settings.clone(), &parameters)?;
-    train(&parameters, &mut optimiser, 2)?;
+    let mut optimizer = AdamW::new(settings.clone(), &parameters)?;
+    train(&parameters, &mut optimizer, 2)?;
 
     let folder = tempfile::tempdir()?;
     let (weights, state) = (
@@ -131,8 +132,8 @@ fn a_run_that_was_saved_goes_on_to_the_bit() -> Result<()> {
         folder.path().join("state.safetensors"),
     );
     parameters.save(&weights)?;
-    candle_core::safetensors::save(&optimiser.state(), &state)?;
-    train(&parameters, &mut optimiser, 3)?;
+    candle_core::safetensors::save(&optimizer.state(), &state)?;
+    train(&parameters, &mut optimizer, 3)?;
 
     let again = Parameters::load(&config, &weights, &Device::Cpu)?;
     let mut continued = AdamW::new(settings.clone(), &again)?;
@@ -171,49 +172,49 @@ fn a_loaded_state_is_a_copy() -> Result<()> {
 #[case::surplus(|s: &mut HashMap<String, Tensor>| { s.insert("exp_avg.extra".into(), s["step"].clone()); }, "exp_avg.extra")]
 #[case::shape(
     |s: &mut HashMap<String, Tensor>| { s.insert("exp_avg_sq.model.norm.weight".into(), s["exp_avg_sq.model.embed_tokens.weight"].clone()); },
-    "exp_avg_sq.model.norm.weight has shape [13, 12], it must be [12]"
+    "exp_avg_sq.model.norm.weight: shape [13, 12], must be [12]"
 )]
 #[case::dtype(
     |s: &mut HashMap<String, Tensor>| { let t = s["exp_avg.model.norm.weight"].to_dtype(DType::U32).unwrap(); s.insert("exp_avg.model.norm.weight".into(), t); },
-    "exp_avg.model.norm.weight has dtype U32"
+    "exp_avg.model.norm.weight: dtype U32"
 )]
 #[case::negative(
     |s: &mut HashMap<String, Tensor>| { s.insert("step".into(), Tensor::new(-1i64, &Device::Cpu).unwrap()); },
-    "step is -1"
+    "step: -1"
 )]
 fn a_state_that_does_not_fit_is_refused(
     #[case] spoil: fn(&mut HashMap<String, Tensor>),
     #[case] expected: &str,
 ) -> Result<()> {
     let parameters = ones()?;
-    let mut optimiser = AdamW::new(by_hand(DecayRule::All), &parameters)?;
-    optimiser.step(&parameters, &constant(&parameters, 0.5)?)?;
+    let mut optimizer = AdamW::new(by_hand(DecayRule::All), &parameters)?;
+    optimizer.step(&parameters, &constant(&parameters, 0.5)?)?;
     let mut other = AdamW::new(by_hand(DecayRule::All), &parameters)?.state();
     spoil(&mut other);
-    let message = message(optimiser.load_state(other));
+    let message = message(optimizer.load_state(other));
     assert!(message.contains(expected), "{message}");
     // What was there is still there.
-    assert_eq!(optimiser.steps(), 1);
+    assert_eq!(optimizer.steps(), 1);
     assert_all(
-        &optimiser.state()["exp_avg.model.norm.weight"],
+        &optimizer.state()["exp_avg.model.norm.weight"],
         0.05,
         "exp_avg",
     )
 }
 
-/// A step that is refused has changed neither the parameters nor the optimiser.
+/// A step that is refused has changed neither the parameters nor the optimizer.
 fn refused(
     parameters: &Parameters,
-    optimiser: &mut AdamW,
+    optimizer: &mut AdamW,
     step: impl FnOnce(&mut AdamW) -> Result<()>,
     expected: &str,
 ) -> Result<()> {
     let before = bits(parameters)?;
-    let message = message(step(optimiser));
+    let message = message(step(optimizer));
     assert!(message.contains(expected), "{message}");
     assert_eq!(bits(parameters)?, before);
-    assert_eq!(optimiser.steps(), 0);
-    for (name, tensor) in optimiser.state() {
+    assert_eq!(optimizer.steps(), 0);
+    for (name, tensor) in optimizer.state() {
         if name != "step" {
             assert_all(&tensor, 0.0, &name)?;
         }
@@ -225,43 +226,43 @@ fn refused(
 fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
     let parameters = ones()?;
     let good = constant(&parameters, 0.5)?;
-    let mut optimiser = AdamW::new(by_hand(DecayRule::All), &parameters)?;
+    let mut optimizer = AdamW::new(by_hand(DecayRule::All), &parameters)?;
 
     refused(
         &parameters,
-        &mut optimiser,
+        &mut optimizer,
         |o| o.step(&parameters, &Gradients::new()),
-        "gradients lacks 21 of 21",
+        "gradients: none for 21 of 21",
     )?;
 
     // A tied model has no lm_head.
     let tied = lively(&config(true))?;
     let of_tied = constant(&tied, 0.5)?;
-    let lacks = "gradients lacks 1 of 21 parameters: lm_head.weight";
+    let lacks = "gradients: none for 1 of 21 parameters, must have lm_head.weight";
     refused(
         &parameters,
-        &mut optimiser,
+        &mut optimizer,
         |o| o.step(&parameters, &of_tied),
         lacks,
     )?;
     refused(
         &parameters,
-        &mut optimiser,
+        &mut optimizer,
         |o| o.step(&tied, &good),
-        "parameters lacks lm_head.weight",
+        "parameters: no lm_head.weight",
     )?;
     let mut of_fewer = AdamW::new(by_hand(DecayRule::All), &tied)?;
     refused(
         &tied,
         &mut of_fewer,
         |o| o.step(&tied, &good),
-        "gradients has lm_head.weight",
+        "gradients: lm_head.weight",
     )?;
     refused(
         &tied,
         &mut of_fewer,
         |o| o.step(&parameters, &of_tied),
-        "parameters has lm_head.weight",
+        "parameters: lm_head.weight",
     )?;
 
     // The last name in sorted order, so that checking as it goes would have changed the others.
@@ -269,27 +270,27 @@ fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
     wider.hidden_size = 14;
     let wide = lively(&wider)?;
     let of_wide = constant(&wide, 0.5)?;
-    let shape = "the gradient of lm_head.weight is [13, 14]";
+    let shape = "gradient of lm_head.weight: [13, 14]";
     refused(
         &parameters,
-        &mut optimiser,
+        &mut optimizer,
         |o| o.step(&parameters, &of_wide),
         shape,
     )?;
-    let shape = "parameter lm_head.weight has shape [13, 14], it must be [13, 12]";
-    refused(&parameters, &mut optimiser, |o| o.step(&wide, &good), shape)?;
+    let shape = "parameter lm_head.weight: shape [13, 14], must be [13, 12]";
+    refused(&parameters, &mut optimizer, |o| o.step(&wide, &good), shape)?;
 
     for bad in [f64::NAN, f64::INFINITY, -1e-3] {
-        optimiser.set_learning_rate(bad);
+        optimizer.set_learning_rate(bad);
         refused(
             &parameters,
-            &mut optimiser,
+            &mut optimizer,
             |o| o.step(&parameters, &good),
             "learning_rate is",
         )?;
     }
-    optimiser.set_learning_rate(0.1);
-    optimiser.step(&parameters, &good)
+    optimizer.set_learning_rate(0.1);
+    optimizer.step(&parameters, &good)
 }
 
 #[rstest]
@@ -305,7 +306,7 @@ fn settings_out_of_range_are_refused_by_name(
     let mut settings = AdamWConfig::default();
     spoil(&mut settings);
     let message = message(AdamW::new(settings, &ones()?));
-    assert!(message.contains(&format!("{name} is")), "{message}");
+    assert!(message.contains(&format!("{name}: ")), "{message}");
     Ok(())
 }
 

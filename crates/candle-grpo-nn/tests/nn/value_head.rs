@@ -1,11 +1,11 @@
 //! What makes a decoder a critic.
 
-mod small;
-
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_nn::{Decoder, Gradients, ValueHead};
+use candle_grpo_test_support::message;
 use candle_nn::VarBuilder;
-use small::{config, left_padded, lively, message};
+
+use crate::small::{config, left_padded, lively};
 
 #[test]
 fn it_is_a_linear_map_of_each_position() -> Result<()> {
@@ -37,7 +37,7 @@ fn it_is_a_linear_map_of_each_position() -> Result<()> {
     );
     let error = message(head.forward(&hidden.narrow(2, 0, 1)?));
     assert!(
-        error.starts_with("hidden has shape [2, 2, 1], it must be [.., 2]"),
+        error.starts_with("hidden: shape [2, 2, 1], must be [.., 2]"),
         "{error}"
     );
     Ok(())
@@ -51,7 +51,7 @@ fn every_variable_of_a_critic_gets_a_gradient() -> Result<()> {
     let decoder = Decoder::new(&model, parameters.var_builder())?;
     let head = ValueHead::new(model.hidden_size, parameters.var_builder())?;
     let (ids, mask) = left_padded()?;
-    let values = head.forward(&decoder.hidden_states(&ids, &mask, None)?)?;
+    let values = head.forward(&decoder.padded_hidden_states(&ids, &mask)?)?;
     assert_eq!(values.dims(), ids.dims());
     let loss = (values - 1.)?.sqr()?.mean_all()?;
     let mut gradients = Gradients::new();
@@ -63,7 +63,7 @@ fn every_variable_of_a_critic_gets_a_gradient() -> Result<()> {
 
     let error = message(ValueHead::add_to(parameters, model.hidden_size));
     assert!(
-        error.starts_with("score.weight is there already"),
+        error.starts_with("score.weight: a variable of that name exists"),
         "{error}"
     );
     Ok(())

@@ -1,6 +1,4 @@
 //! A decoder small enough to check by hand and a batch for it.
-// Every test file uses a part of this.
-#![allow(dead_code)]
 
 use std::collections::HashMap;
 
@@ -8,13 +6,11 @@ use candle_core::{D, DType, Device, IndexOp, Result, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
     Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
-    RopeScaling,
 };
 
 /// Two query heads for each key head, and a head width that is not `hidden_size / num_attention_heads`.
 pub(crate) fn config(tied: bool) -> DecoderConfig {
     DecoderConfig {
-        model_type: ModelType::Llama,
         vocab_size: 13,
         hidden_size: 12,
         intermediate_size: 20,
@@ -22,35 +18,50 @@ pub(crate) fn config(tied: bool) -> DecoderConfig {
         num_attention_heads: 4,
         num_key_value_heads: 2,
         head_dim: Some(6),
-        rms_norm_eps: 1e-6,
         rope_theta: 100.0,
-        rope_scaling: RopeScaling::Default,
-        no_rope_layers: vec![],
         max_position_embeddings: 16,
         tie_word_embeddings: tied,
+        ..DecoderConfig::default()
     }
 }
 
-/// [`config`] of another family.
-pub(crate) fn config_of(model_type: ModelType, tied: bool) -> DecoderConfig {
-    DecoderConfig {
-        model_type,
-        // The last block of SmolLM3 would not rotate.
-        no_rope_layers: match model_type {
-            ModelType::SmolLm3 => vec![1, 0],
-            _ => vec![],
-        },
-        ..config(tied)
-    }
+/// The decoders that tests of all families cover.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Family {
+    Llama,
+    LlamaWithBiases,
+    Qwen2,
+    Qwen3,
+    SmolLm3,
 }
 
-/// What `config.json` (transformers 5) says of the decoder.
-pub(crate) fn decoder_config(text: &str) -> DecoderConfig {
-    let mut hub: serde_json::Value = serde_json::from_str(text).unwrap();
-    let rope = hub["rope_parameters"].take();
-    hub["rope_theta"] = rope["rope_theta"].clone();
-    hub["rope_scaling"] = rope;
-    serde_json::from_value(hub).unwrap()
+impl Family {
+    /// [`config`] of this family.
+    pub(crate) fn config(self, tied: bool) -> DecoderConfig {
+        let config = config(tied);
+        match self {
+            Self::Llama => config,
+            Self::LlamaWithBiases => DecoderConfig {
+                attention_bias: true,
+                mlp_bias: true,
+                ..config
+            },
+            Self::Qwen2 => DecoderConfig {
+                model_type: ModelType::Qwen2,
+                ..config
+            },
+            Self::Qwen3 => DecoderConfig {
+                model_type: ModelType::Qwen3,
+                ..config
+            },
+            Self::SmolLm3 => DecoderConfig {
+                model_type: ModelType::SmolLm3,
+                // The last block does not rotate.
+                no_rope_layers: vec![1, 0],
+                ..config
+            },
+        }
+    }
 }
 
 /// Weights ten times as large as `init` draws, and norms that are not one, so that no part of the model is idle.
@@ -100,7 +111,7 @@ pub(crate) fn next_token_log_probs(
 ) -> Result<(Tensor, Tensor)> {
     let length = ids.dim(1)?;
     let logits = decoder
-        .logits(&decoder.hidden_states(ids, mask, None)?)?
+        .logits(&decoder.padded_hidden_states(ids, mask)?)?
         .narrow(1, 0, length - 1)?;
     let all = candle_nn::ops::log_softmax(&logits, D::Minus1)?;
     let next = ids.i((.., 1..))?.contiguous()?.unsqueeze(2)?;
@@ -215,12 +226,4 @@ pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> Result<f64> {
         .into_iter()
         .map(|d| if d.is_nan() { f64::INFINITY } else { d })
         .fold(0.0, f64::max))
-}
-
-/// The message of an error, which must be one.
-pub(crate) fn message<T>(result: Result<T>) -> String {
-    match result {
-        Ok(_) => panic!("this must be an error"),
-        Err(error) => error.to_string(),
-    }
 }

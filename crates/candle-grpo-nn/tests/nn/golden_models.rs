@@ -1,30 +1,34 @@
-//! The decoder, its gradients and the optimiser against Hugging Face transformers and torch.
+//! The decoder, its gradients and the optimizer against Hugging Face transformers and torch.
 //!
-//! The values lie in `tests/golden/models` of the workspace, or where `GRPO_GOLDEN_MODELS_DIR` says; the README there
-//! describes them. Tolerances are a few times the distance of an unmodified f32 transformers model from the same
-//! values, which the manifest states.
+//! The values are in `tests/golden/models` of the workspace, or in the folder that `GRPO_GOLDEN_MODELS_DIR` names; the
+//! README there describes them. Tolerances are a few times the distance of an unmodified f32 transformers model from the
+//! same values, which the manifest states. Every model of the folder is tested, also after another has failed.
 
 use std::collections::HashMap;
 use std::fs;
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, DecayRule, Decoder, DecoderConfig, Gradients, KvCache, Parameters,
+    AdamW, AdamWConfig, DecayRule, Decoder, DecoderConfig, Gradients, PagedCache, Parameters,
+    SequenceId,
 };
 use serde_json::Value;
 
-mod small;
-use small::{
-    decoder_config, max_difference, next_token_log_probs, next_token_loss, recorded_gradients,
-};
+use crate::small::{max_difference, next_token_log_probs, next_token_loss, recorded_gradients};
 
 /// How many times the stated f32 deviation is allowed.
 const SLACK: f64 = 4.0;
 
-/// A deviation that is stated as zero still stands for rounding: one unit in the last place of a number near 4.
+/// The rounding that remains where the stated deviation is zero: one unit in the last place of a number near 4.
 const FLOOR: f64 = 5e-7;
 
+/// Number of elements that may be further off than the manifest counts after steps of AdamW, even if it counts none.
+const HANDFUL: f64 = 5.0;
+
+/// One folder of golden values.
 struct Case {
     name: String,
     folder: PathBuf,
@@ -33,6 +37,16 @@ struct Case {
 }
 
 impl Case {
+    fn read(folder: &Path, manifest: &Value) -> Result<Self> {
+        let name = name_of(folder);
+        Ok(Self {
+            config: DecoderConfig::from_hugging_face(&fs::read(folder.join("config.json"))?)?,
+            folder: folder.to_owned(),
+            deviation: manifest["float32_deviation"][&name].clone(),
+            name,
+        })
+    }
+
     fn tensors(&self, file: &str) -> Result<HashMap<String, Tensor>> {
         candle_core::safetensors::load(self.folder.join(file), &Device::Cpu)
     }
@@ -41,7 +55,11 @@ impl Case {
         Parameters::load_folder(&self.config, &self.folder, &Device::Cpu)
     }
 
-    /// Another folder beside this one, of the same shape.
+    fn decoder(&self) -> Result<Decoder> {
+        Decoder::new(&self.config, self.parameters()?.detached_var_builder())
+    }
+
+    /// Another folder beside this one, of the same configuration.
     fn sibling(&self, name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -70,50 +88,57 @@ impl Case {
         );
         assert!(
             distance <= tolerance,
-            "{} {file} {quantity}: {distance} is more than {tolerance}",
-            self.name
+            "{file} {quantity}: {distance} is more than {tolerance}"
         );
         Ok(())
     }
 }
 
-/// All cases that have `file`.
-fn cases(file: &str) -> Vec<Case> {
+fn name_of(folder: &Path) -> String {
+    folder
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// Runs `check` on every case that has `file`. Fails after all of them have run, and prints a line of counts.
+fn for_each_case(quantity: &str, file: &str, check: impl Fn(&Case) -> Result<()>) -> Result<()> {
     let root = std::env::var_os("GRPO_GOLDEN_MODELS_DIR").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models"),
         PathBuf::from,
     );
-    let read = |path: &Path| {
-        fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-    };
-    let manifest: Value = serde_json::from_str(&read(&root.join("manifest.json"))).unwrap();
-    let mut folders: Vec<_> = fs::read_dir(&root)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .collect();
-    folders.retain(|path| path.is_dir());
+    let manifest = fs::read(root.join("manifest.json"))?;
+    let manifest: Value = serde_json::from_slice(&manifest).expect("manifest.json is JSON");
+    let mut folders: Vec<_> = fs::read_dir(&root)?
+        .map(|entry| Ok(entry?.path()))
+        .collect::<Result<_>>()?;
+    folders.retain(|folder| folder.join(file).exists());
     folders.sort();
-    let mut cases = Vec::new();
-    for folder in folders {
-        let name = folder.file_name().unwrap().to_str().unwrap().to_owned();
-        if !folder.join(file).exists() {
-            continue;
-        }
-        let config = decoder_config(&read(&folder.join("config.json")));
-        let deviation = manifest["float32_deviation"][&name].clone();
-        cases.push(Case {
-            name,
-            folder,
-            config,
-            deviation,
-        });
-    }
     assert!(
-        !cases.is_empty(),
-        "no case with {file} in {}",
+        !folders.is_empty(),
+        "no folder with {file} in {}",
         root.display()
     );
-    cases
+    let mut failures = Vec::new();
+    for folder in &folders {
+        // A failed assertion must not hide the other models; its message has been printed.
+        let run = || Case::read(folder, &manifest).and_then(|case| check(&case));
+        match catch_unwind(AssertUnwindSafe(run)) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => failures.push(format!("{}: {error}", name_of(folder))),
+            Err(_) => failures.push(format!("{}: an assertion failed", name_of(folder))),
+        }
+    }
+    let counts = format!(
+        "golden_models {quantity}: {} passed, {} failed",
+        folders.len() - failures.len(),
+        failures.len()
+    );
+    // Unlike println!, this is shown for a test that passes.
+    writeln!(std::io::stderr(), "{counts}")?;
+    assert!(failures.is_empty(), "{counts}\n{}", failures.join("\n"));
+    Ok(())
 }
 
 fn batch(tensors: &HashMap<String, Tensor>, ids: &str) -> Result<(Tensor, Tensor)> {
@@ -126,30 +151,27 @@ fn batch(tensors: &HashMap<String, Tensor>, ids: &str) -> Result<(Tensor, Tensor
 #[test]
 fn golden_models_logits_log_probs_and_loss_are_those_of_transformers() -> Result<()> {
     for file in ["golden", "golden_left"] {
-        for case in cases(&format!("{file}.safetensors")) {
-            let golden = case.tensors(&format!("{file}.safetensors"))?;
-            let decoder = Decoder::new(&case.config, case.parameters()?.detached_var_builder())?;
+        let name = format!("{file}.safetensors");
+        for_each_case(&format!("{file} forward"), &name, |case| {
+            let golden = case.tensors(&name)?;
+            let decoder = case.decoder()?;
             let (ids, mask) = batch(&golden, "in.input_ids")?;
-            let logits = decoder.logits(&decoder.hidden_states(&ids, &mask, None)?)?;
+            let logits = decoder.logits(&decoder.padded_hidden_states(&ids, &mask)?)?;
             // Numbers at padding are stored as zero and mean nothing.
             let logits = logits.broadcast_mul(&mask.to_dtype(DType::F32)?.unsqueeze(2)?)?;
             case.near(file, "logits", &logits, &golden["out.logits"])?;
             let (log_probs, _) = next_token_log_probs(&decoder, &ids, &mask)?;
             case.near(file, "log_probs", &log_probs, &golden["out.log_probs"])?;
-            case.near(
-                file,
-                "loss",
-                &next_token_loss(&decoder, &ids, &mask)?,
-                &golden["out.loss"],
-            )?;
-        }
+            let loss = next_token_loss(&decoder, &ids, &mask)?;
+            case.near(file, "loss", &loss, &golden["out.loss"])
+        })?;
     }
     Ok(())
 }
 
 #[test]
 fn golden_models_gradients_are_those_of_transformers_with_padding_on_either_side() -> Result<()> {
-    for case in cases("golden.safetensors") {
+    for_each_case("gradients", "golden.safetensors", |case| {
         // Only the file padded on the right has gradients; on the left they must be the same.
         let golden = case.tensors("golden.safetensors")?;
         for file in ["golden", "golden_left"] {
@@ -165,7 +187,7 @@ fn golden_models_gradients_are_those_of_transformers_with_padding_on_either_side
             let recorded = |checkpointing| {
                 recorded_gradients(&decoder, &parameters, &ids, &mask, checkpointing)
             };
-            // The fallback of every operator, as f64 has no fused path.
+            // f64 takes the composed path of every operator.
             let vb = parameters.detached_var_builder().to_dtype(DType::F64);
             let wide = Decoder::new(&case.config, vb)?;
             let composed = recorded_gradients(&wide, &parameters, &ids, &mask, false)?;
@@ -175,11 +197,11 @@ fn golden_models_gradients_are_those_of_transformers_with_padding_on_either_side
                 ("recorded", recorded(false)?),
                 ("checkpointed", recorded(true)?),
             ] {
-                check_gradients(&case, file, way, &gradients, &golden)?;
+                check_gradients(case, file, way, &gradients, &golden)?;
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 fn check_gradients(
@@ -197,8 +219,7 @@ fn check_gradients(
         let distance = max_difference(gradient, reference)? / scale;
         assert!(
             distance <= tolerance,
-            "{} {file} {way} grad.{name}: {distance} is more than {tolerance}",
-            case.name
+            "{file} {way} grad.{name}: {distance} is more than {tolerance}"
         );
         worst = worst.max(distance);
     }
@@ -213,63 +234,110 @@ fn check_gradients(
     Ok(())
 }
 
-/// Greedy decoding of 16 tokens, the whole sequence anew for each: ids and log-probabilities.
+/// The tokens of each row without padding.
+fn unpadded(ids: &Tensor, mask: &Tensor) -> Result<Vec<Vec<u32>>> {
+    let mask = mask.to_dtype(DType::U32)?.to_vec2::<u32>()?;
+    let rows = ids.to_vec2::<u32>()?.into_iter().zip(mask);
+    Ok(rows
+        .map(|(ids, mask)| {
+            let real = ids.into_iter().zip(mask).filter(|&(_, real)| real != 0);
+            real.map(|(id, _)| id).collect()
+        })
+        .collect())
+}
+
+/// The best token of each row of `logits` `[B, V]` and its log-probability.
+fn greedy(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
+    let log_probs = candle_nn::ops::log_softmax(logits, D::Minus1)?;
+    let tokens = log_probs.argmax(1)?.to_vec1::<u32>()?;
+    let best = log_probs.max(1)?.to_vec1::<f32>()?;
+    Ok(tokens.into_iter().zip(best).collect())
+}
+
+/// Greedy decoding of `steps` tokens; each step computes the whole sequences again, padded on the left.
 fn generate_without_cache(
     decoder: &Decoder,
     ids: &Tensor,
     mask: &Tensor,
-) -> Result<(Tensor, Tensor)> {
+    steps: usize,
+) -> Result<Vec<Vec<(u32, f32)>>> {
     let (mut ids, mut mask) = (ids.clone(), mask.to_dtype(DType::U32)?);
-    let (mut tokens, mut log_probs) = (Vec::new(), Vec::new());
-    for _ in 0..16 {
-        let hidden = decoder.hidden_states(&ids, &mask, None)?;
-        let (token, log_prob) = greedy(decoder, &hidden)?;
-        ids = Tensor::cat(&[&ids, &token], 1)?;
-        mask = Tensor::cat(&[&mask, &token.ones_like()?], 1)?;
-        tokens.push(token);
-        log_probs.push(log_prob);
+    let mut generated = vec![Vec::new(); ids.dim(0)?];
+    for _ in 0..steps {
+        let hidden = decoder.padded_hidden_states(&ids, &mask)?;
+        let last = hidden.narrow(1, hidden.dim(1)? - 1, 1)?.squeeze(1)?;
+        let best = greedy(&decoder.logits(&last)?)?;
+        let tokens: Vec<u32> = best.iter().map(|&(token, _)| token).collect();
+        let tokens = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(1)?;
+        ids = Tensor::cat(&[&ids, &tokens], 1)?;
+        mask = Tensor::cat(&[&mask, &tokens.ones_like()?], 1)?;
+        generated
+            .iter_mut()
+            .zip(best)
+            .for_each(|(row, best)| row.push(best));
     }
-    Ok((Tensor::cat(&tokens, 1)?, Tensor::cat(&log_probs, 1)?))
+    Ok(generated)
 }
 
-/// The same with a cache, which sees one token at a time.
-fn generate_with_cache(decoder: &Decoder, ids: &Tensor, mask: &Tensor) -> Result<(Tensor, Tensor)> {
-    let mut cache = KvCache::new(decoder.config().num_hidden_layers);
-    let (mut ids, mut mask) = (ids.clone(), mask.to_dtype(DType::U32)?);
-    let (mut tokens, mut log_probs) = (Vec::new(), Vec::new());
-    for _ in 0..16 {
-        let hidden = decoder.hidden_states(&ids, &mask, Some(&mut cache))?;
-        let (token, log_prob) = greedy(decoder, &hidden)?;
-        mask = Tensor::cat(&[&mask, &token.ones_like()?], 1)?;
-        ids = token.clone();
-        tokens.push(token);
-        log_probs.push(log_prob);
+/// Greedy decoding with a cache of at most `steps` tokens. A row whose token is `end` leaves the cache after it.
+fn generate_with_cache(
+    decoder: &Decoder,
+    prompts: &[Vec<u32>],
+    steps: usize,
+    end: Option<u32>,
+) -> Result<Vec<Vec<(u32, f32)>>> {
+    let mut cache = PagedCache::new(decoder.config(), DType::F32, &Device::Cpu)?;
+    let mut alive: Vec<(usize, SequenceId, Vec<u32>)> = prompts
+        .iter()
+        .enumerate()
+        .map(|(row, prompt)| (row, cache.add(), prompt.clone()))
+        .collect();
+    let mut generated = vec![Vec::new(); prompts.len()];
+    for _ in 0..steps {
+        let new: Vec<(SequenceId, &[u32])> = alive
+            .iter()
+            .map(|(_, id, tokens)| (*id, tokens.as_slice()))
+            .collect();
+        let best = greedy(&decoder.next_logits(&new, &mut cache)?)?;
+        let mut going_on = Vec::new();
+        for ((row, id, _), (token, log_prob)) in alive.into_iter().zip(best) {
+            generated[row].push((token, log_prob));
+            if Some(token) == end {
+                cache.remove(id)?;
+            } else {
+                going_on.push((row, id, vec![token]));
+            }
+        }
+        alive = going_on;
+        if alive.is_empty() {
+            break;
+        }
     }
-    Ok((Tensor::cat(&tokens, 1)?, Tensor::cat(&log_probs, 1)?))
+    Ok(generated)
 }
 
-/// The best token at the last position and its log-probability, [B, 1] each.
-fn greedy(decoder: &Decoder, hidden: &Tensor) -> Result<(Tensor, Tensor)> {
-    let last = hidden.narrow(1, hidden.dim(1)? - 1, 1)?.squeeze(1)?;
-    let log_probs = candle_nn::ops::log_softmax(&decoder.logits(&last)?, D::Minus1)?;
-    let token = log_probs.argmax_keepdim(1)?;
-    Ok((token.clone(), log_probs.gather(&token, 1)?))
+fn tokens_of(rows: &[Vec<(u32, f32)>]) -> Vec<Vec<i64>> {
+    let tokens = |row: &Vec<(u32, f32)>| row.iter().map(|&(token, _)| token.into()).collect();
+    rows.iter().map(tokens).collect()
 }
 
 #[test]
 fn golden_models_greedy_tokens_are_those_of_transformers_with_and_without_cache() -> Result<()> {
-    for case in cases("generate.safetensors") {
+    for_each_case("greedy", "generate.safetensors", |case| {
         let golden = case.tensors("generate.safetensors")?;
-        let decoder = Decoder::new(&case.config, case.parameters()?.detached_var_builder())?;
+        let decoder = case.decoder()?;
         let (ids, mask) = batch(&golden, "in.prompt_ids")?;
-        for generate in [generate_without_cache, generate_with_cache] {
-            let (tokens, log_probs) = generate(&decoder, &ids, &mask)?;
-            assert_eq!(
-                tokens.to_dtype(DType::I64)?.to_vec2::<i64>()?,
-                golden["out.generated_ids"].to_vec2::<i64>()?,
-                "{}",
-                case.name
-            );
+        let expected = golden["out.generated_ids"].to_vec2::<i64>()?;
+        let steps = expected[0].len();
+        let whole = generate_without_cache(&decoder, &ids, &mask, steps)?;
+        let cached = generate_with_cache(&decoder, &unpadded(&ids, &mask)?, steps, None)?;
+        for generated in [whole, cached] {
+            assert_eq!(tokens_of(&generated), expected);
+            let log_probs: Vec<Vec<f32>> = generated
+                .iter()
+                .map(|row| row.iter().map(|&(_, log_prob)| log_prob).collect())
+                .collect();
+            let log_probs = Tensor::new(log_probs, &Device::Cpu)?;
             case.near(
                 "generate",
                 "log_probs",
@@ -277,66 +345,36 @@ fn golden_models_greedy_tokens_are_those_of_transformers_with_and_without_cache(
                 &golden["out.log_probs"],
             )?;
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 fn golden_models_rows_that_end_leave_the_cache_and_the_others_go_on() -> Result<()> {
-    for case in cases("generate.safetensors") {
+    for_each_case("rows that end", "generate.safetensors", |case| {
         let golden = case.tensors("generate.safetensors")?;
         let scalar = |key: &str| golden[key].to_scalar::<i64>();
         let (end, pad) = (
             scalar("in.eos_token_id")? as u32,
             scalar("in.pad_token_id")?,
         );
-        let decoder = Decoder::new(&case.config, case.parameters()?.detached_var_builder())?;
-        let (mut ids, mask) = batch(&golden, "in.prompt_ids")?;
-        let mut mask = mask.to_dtype(DType::U32)?;
-        let mut cache = KvCache::new(case.config.num_hidden_layers);
-        let mut alive: Vec<usize> = (0..ids.dim(0)?).collect();
-        let mut generated = vec![Vec::new(); alive.len()];
-        for _ in 0..16 {
-            let (token, _) = greedy(
-                &decoder,
-                &decoder.hidden_states(&ids, &mask, Some(&mut cache))?,
-            )?;
-            let tokens = token.flatten_all()?.to_vec1::<u32>()?;
-            let mut kept = Vec::new();
-            for (at, (&row, &id)) in alive.iter().zip(&tokens).enumerate() {
-                generated[row].push(i64::from(id));
-                if id != end {
-                    kept.push(at as u32);
-                }
-            }
-            alive = kept.iter().map(|&at| alive[at as usize]).collect();
-            let kept = Tensor::new(kept, &Device::Cpu)?;
-            cache.select_rows(&kept)?;
-            ids = token.index_select(&kept, 0)?;
-            mask = Tensor::cat(&[&mask.index_select(&kept, 0)?, &ids.ones_like()?], 1)?;
-        }
-        assert_eq!(alive.len(), 2, "{}: one row of three ends", case.name);
-        let lengths: Vec<_> = generated.iter().map(|row| row.len() as i64).collect();
-        generated.iter_mut().for_each(|row| row.resize(16, pad));
-        assert_eq!(
-            generated,
-            golden["out.generated_ids_eos"].to_vec2::<i64>()?,
-            "{}",
-            case.name
-        );
-        assert_eq!(
-            lengths,
-            golden["out.lengths_eos"].to_vec1::<i64>()?,
-            "{}",
-            case.name
-        );
-    }
-    Ok(())
+        let (ids, mask) = batch(&golden, "in.prompt_ids")?;
+        let expected = golden["out.generated_ids_eos"].to_vec2::<i64>()?;
+        let steps = expected[0].len();
+        let prompts = unpadded(&ids, &mask)?;
+        let generated = generate_with_cache(&case.decoder()?, &prompts, steps, Some(end))?;
+        let mut tokens = tokens_of(&generated);
+        let lengths: Vec<_> = tokens.iter().map(|row| row.len() as i64).collect();
+        assert_eq!(lengths, golden["out.lengths_eos"].to_vec1::<i64>()?);
+        tokens.iter_mut().for_each(|row| row.resize(steps, pad));
+        assert_eq!(tokens, expected);
+        Ok(())
+    })
 }
 
 #[test]
 fn golden_models_five_clipped_steps_are_those_of_torch() -> Result<()> {
-    for case in cases("adamw.safetensors") {
+    for_each_case("adamw", "adamw.safetensors", |case| {
         let golden = case.tensors("adamw.safetensors")?;
         let (ids, mask) = batch(&golden, "in.input_ids")?;
         let parameters = case.parameters()?;
@@ -349,7 +387,7 @@ fn golden_models_five_clipped_steps_are_those_of_torch() -> Result<()> {
             weight_decay: 0.1,
             decay: DecayRule::All,
         };
-        let mut optimiser = AdamW::new(config, &parameters)?;
+        let mut optimizer = AdamW::new(config, &parameters)?;
         let mut gradients = Gradients::new();
         for step in 0..5 {
             let loss = next_token_loss(&decoder, &ids, &mask)?;
@@ -364,7 +402,7 @@ fn golden_models_five_clipped_steps_are_those_of_torch() -> Result<()> {
                 &norm,
                 &golden["out.grad_norms"].i(step)?,
             )?;
-            optimiser.step(&parameters, &gradients)?;
+            optimizer.step(&parameters, &gradients)?;
         }
         case.near(
             "adamw",
@@ -399,15 +437,17 @@ fn golden_models_five_clipped_steps_are_those_of_torch() -> Result<()> {
             ("params_mean", mean),
             ("params_above_1e-5", above),
         ] {
-            let tolerance = case.tolerance("adamw", quantity);
+            let tolerance = match quantity {
+                "params_above_1e-5" => case.tolerance("adamw", quantity).max(HANDFUL),
+                _ => case.tolerance("adamw", quantity),
+            };
             assert!(
                 value <= tolerance,
-                "{} {quantity}: {value} is more than {tolerance}",
-                case.name
+                "{quantity}: {value} is more than {tolerance}"
             );
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Log-probabilities [B, C] of the completion after dividing the logits by the temperature, and zero at padding.
@@ -423,7 +463,7 @@ fn completion_log_probs(
     let mask = side_by_side("in.prompt_mask", "in.completion_attention_mask")?;
     let completion = golden["in.completion_ids"].to_dtype(DType::U32)?;
     let (prompt_length, length) = (golden["in.prompt_ids"].dim(1)?, completion.dim(1)?);
-    let hidden = decoder.hidden_states(&ids, &mask, None)?;
+    let hidden = decoder.padded_hidden_states(&ids, &mask)?;
     let hidden = hidden.narrow(1, prompt_length - 1, length)?;
     let logits = (decoder.logits(&hidden)? / temperature)?;
     let log_probs = candle_nn::ops::log_softmax(&logits, D::Minus1)?
@@ -435,7 +475,7 @@ fn completion_log_probs(
 
 #[test]
 fn golden_models_a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Result<()> {
-    for case in cases("grpo.safetensors") {
+    for_each_case("grpo", "grpo.safetensors", |case| {
         let golden = case.tensors("grpo.safetensors")?;
         let scalar =
             |key: &str| Ok::<_, candle_core::Error>(golden[key].to_scalar::<f32>()? as f64);
@@ -478,7 +518,6 @@ fn golden_models_a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Re
 
         let mut gradients = Gradients::new();
         gradients.accumulate(&loss, &parameters)?;
-        check_gradients(&case, "grpo", "composed", &gradients, &golden)?;
-    }
-    Ok(())
+        check_gradients(case, "grpo", "composed", &gradients, &golden)
+    })
 }

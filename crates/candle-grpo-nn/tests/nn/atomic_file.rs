@@ -5,11 +5,10 @@ use std::fs;
 use candle_core::{Device, Result};
 use candle_grpo_nn::{AdamW, AdamWConfig, Parameters, write_whole};
 
-mod small;
-use small::config;
+use crate::small::config;
 
 #[test]
-fn the_state_of_an_optimiser_is_a_file_like_the_parameters() -> Result<()> {
+fn the_state_of_an_optimizer_is_a_file_like_the_parameters() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let [model, state, other] = ["model", "state", "other"].map(|name| folder.path().join(name));
     let parameters = Parameters::init(&config(false), 1, &Device::Cpu)?;

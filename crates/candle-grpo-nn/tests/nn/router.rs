@@ -138,25 +138,22 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     for router in [Router::new(0), Router::new(7)] {
         let error = router.route(&logits).unwrap_err().to_string();
         assert!(
-            error.starts_with("logits is [5, 6]") && error.contains("top_k"),
+            error.starts_with("logits: [5, 6]") && error.contains("top_k"),
             "{error}"
         );
     }
     let router = Router::new(2);
     for bad in [logits.flatten_all()?, logits.to_dtype(DType::U32)?] {
         let error = router.route(&bad).unwrap_err().to_string();
-        assert!(error.starts_with("logits is "), "{error}");
+        assert!(error.starts_with("logits: "), "{error}");
     }
     let experts = router.route(&logits)?.experts;
     for bad in [experts.narrow(0, 0, 3)?, experts.to_dtype(DType::I64)?] {
         let error = router.replay(&logits, &bad).unwrap_err().to_string();
-        assert!(error.starts_with("experts is "), "{error}");
+        assert!(error.starts_with("experts: "), "{error}");
     }
     let beyond = (experts.ones_like()? * 6.)?;
     let error = router.replay(&logits, &beyond).unwrap_err().to_string();
-    assert!(
-        error.starts_with("experts has 6, it must be below 6"),
-        "{error}"
-    );
+    assert!(error.starts_with("experts: 6, must be below 6"), "{error}");
     Ok(())
 }

@@ -1,7 +1,5 @@
 //! Low-rank adapters.
 
-mod small;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -9,8 +7,10 @@ use candle_core::{Device, Result, Tensor};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, LoraConfig, Parameters,
 };
+use candle_grpo_test_support::message;
 use rstest::rstest;
-use small::{bits, config, left_padded, lively, max_difference, message, next_token_loss};
+
+use crate::small::{Family, bits, config, left_padded, lively, max_difference, next_token_loss};
 
 /// Adapters whose b is not zero, as it is after some training.
 fn trained(config: LoraConfig, model: &DecoderConfig) -> Result<Lora> {
@@ -30,7 +30,7 @@ fn trained(config: LoraConfig, model: &DecoderConfig) -> Result<Lora> {
 
 fn logits(decoder: &Decoder) -> Result<Tensor> {
     let (ids, mask) = left_padded()?;
-    decoder.logits(&decoder.hidden_states(&ids, &mask, None)?)
+    decoder.logits(&decoder.padded_hidden_states(&ids, &mask)?)
 }
 
 #[rstest]
@@ -83,9 +83,10 @@ fn without_its_adapters_the_policy_is_the_base_to_the_bit() -> Result<()> {
 
 #[rstest]
 fn merged_weights_are_the_policy_with_its_adapters(
+    #[values(Family::Llama, Family::LlamaWithBiases)] family: Family,
     #[values(false, true)] tied: bool,
 ) -> Result<()> {
-    let model = config(tied);
+    let model = family.config(tied);
     let base = lively(&model)?;
     let before = bits(&base)?;
     let lora = trained(LoraConfig::all_linear(3, 2.), &model)?;
@@ -218,16 +219,16 @@ fn targets_are_chosen_by_the_end_of_their_names() -> Result<()> {
     );
     assert_eq!(names(&["q_proj", "v_proj"])?.len(), 8);
     for (targets, words) in [
-        (vec!["proj"], "target_modules has \"proj\""),
-        (vec!["q_proj", "lm_head"], "target_modules has \"lm_head\""),
-        (vec![], "target_modules is empty"),
+        (vec!["proj"], "target_modules: \"proj\""),
+        (vec!["q_proj", "lm_head"], "target_modules: \"lm_head\""),
+        (vec![], "target_modules: empty"),
     ] {
         let error = message(names(&targets));
         assert!(error.starts_with(words), "{error}");
     }
     for (rank, alpha, words) in [
-        (0, 1., "rank is 0"),
-        (1, 0., "alpha is 0"),
+        (0, 1., "rank: 0"),
+        (1, 0., "alpha: 0"),
         (1, f64::NAN, "alpha"),
     ] {
         let config = LoraConfig::all_linear(rank, alpha);
@@ -273,15 +274,15 @@ fn read_json(path: &Path) -> serde_json::Value {
 }
 
 #[rstest]
-#[case("peft_type", "IA3".into(), "peft_type is \"IA3\"")]
-#[case("use_dora", true.into(), "use_dora is true, it must be false")]
-#[case("use_rslora", true.into(), "use_rslora is true")]
-#[case("bias", "all".into(), "bias is \"all\", it must be \"none\"")]
-#[case("rank_pattern", serde_json::json!({"q_proj": 4}), "rank_pattern is")]
-#[case("modules_to_save", serde_json::json!(["lm_head"]), "modules_to_save is")]
-#[case("target_modules", ".*q_proj".into(), "target_modules is \".*q_proj\"")]
-#[case("lora_alpha", "two".into(), "lora_alpha is \"two\"")]
-#[case("r", 3.into(), "it must be [3, 20]")]
+#[case("peft_type", "IA3".into(), "peft_type: \"IA3\"")]
+#[case("use_dora", true.into(), "use_dora: true, must be false")]
+#[case("use_rslora", true.into(), "use_rslora: true")]
+#[case("bias", "all".into(), "bias: \"all\", must be \"none\"")]
+#[case("rank_pattern", serde_json::json!({"q_proj": 4}), "rank_pattern: ")]
+#[case("modules_to_save", serde_json::json!(["lm_head"]), "modules_to_save: ")]
+#[case("target_modules", ".*q_proj".into(), "target_modules: \".*q_proj\"")]
+#[case("lora_alpha", "two".into(), "lora_alpha: \"two\"")]
+#[case("r", 3.into(), "must be [3, 20]")]
 #[case("target_modules", serde_json::json!(["k_proj"]), "missing")]
 fn files_that_mean_something_else_are_refused(
     #[case] key: &str,
@@ -336,6 +337,6 @@ fn a_base_of_another_shape_is_an_error() -> Result<()> {
     smaller.num_hidden_layers = 1;
     let base = Parameters::init(&smaller, 0, &Device::Cpu)?;
     let error = message(lora.var_builder(&base));
-    assert!(error.starts_with("base lacks model.layers.1."), "{error}");
+    assert!(error.starts_with("base: no model.layers.1."), "{error}");
     Ok(())
 }

@@ -4,12 +4,11 @@ use std::collections::HashSet;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::embedding;
-use candle_grpo_nn::{Decoder, Gradients, LanguageModel, ModelType, PackedTokens, Parameters};
+use candle_grpo_nn::{Decoder, Gradients, LanguageModel, PackedTokens, Parameters};
 use proptest::prelude::*;
 use rstest::rstest;
 
-mod small;
-use small::{config, config_of, lively, max_difference};
+use crate::small::{Family, config, lively, max_difference};
 
 /// Two groups, a sequence of its own, one that is all of another, and one that is there twice.
 fn sequences() -> Vec<Vec<u32>> {
@@ -67,15 +66,16 @@ fn recorded(
 #[rstest]
 fn hidden_states_and_gradients_are_the_same(
     #[values(
-        ModelType::Llama,
-        ModelType::Qwen2,
-        ModelType::Qwen3,
-        ModelType::SmolLm3
+        Family::Llama,
+        Family::LlamaWithBiases,
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::SmolLm3
     )]
-    model_type: ModelType,
+    family: Family,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
-    let model = config_of(model_type, true);
+    let model = family.config(true);
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?
         .with_activation_checkpointing(checkpointing);
@@ -109,7 +109,7 @@ fn the_graph_knows_what_is_shared() -> Result<()> {
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let (_, recorded) = recorded(&decoder, &shared, &of_rows, &parameters)?;
     let tracked = Decoder::new(&model, parameters.var_builder())?;
-    let loss = (tracked.packed_hidden_states(&shared)? * of_rows)?.sum_all()?;
+    let loss = (tracked.hidden_states(&shared)? * of_rows)?.sum_all()?;
     let graph = loss.backward()?;
     for (name, gradient) in recorded.iter() {
         let variable = parameters.get(name).expect("a variable");

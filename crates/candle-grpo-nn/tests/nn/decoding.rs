@@ -1,12 +1,13 @@
 //! Decoding with pages: it is the decoder, and nothing but a sequence decides the bits of its logits.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, ModelType, PagedCache, SequenceId};
+use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, PagedCache, SequenceId};
 use proptest::prelude::*;
 use rstest::rstest;
 
-mod small;
-use small::{config, config_of, lively, max_difference, message};
+use candle_grpo_test_support::message;
+
+use crate::small::{Family, config, lively, max_difference};
 
 fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
     PagedCache::new(config, dtype, &Device::Cpu)
@@ -15,7 +16,7 @@ fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
 /// The logits after each token, by the decoder that trains.
 fn whole(decoder: &Decoder, tokens: &[u32]) -> Result<Tensor> {
     let ids = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
-    let hidden = decoder.hidden_states(&ids, &ids.ones_like()?, None)?;
+    let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     decoder.logits(&hidden)?.squeeze(0)
 }
 
@@ -35,18 +36,19 @@ const TOKENS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 12];
 #[rstest]
 fn it_is_the_decoder(
     #[values(
-        ModelType::Llama,
-        ModelType::Qwen2,
-        ModelType::Qwen3,
-        ModelType::SmolLm3
+        Family::Llama,
+        Family::LlamaWithBiases,
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::SmolLm3
     )]
-    model_type: ModelType,
+    family: Family,
     #[values(false, true)] tied: bool,
     #[values(1, 4)] prompt: usize,
     #[values((DType::F32, 1e-4), (DType::F64, 1e-10), (DType::BF16, 0.3))] precision: (DType, f64),
 ) -> Result<()> {
     let (dtype, tolerance) = precision;
-    let config = config_of(model_type, tied);
+    let config = family.config(tied);
     let parameters = lively(&config)?;
     let decoder = Decoder::new(&config, parameters.detached_var_builder().to_dtype(dtype))?;
     let expected = whole(&decoder, &TOKENS)?;
@@ -188,23 +190,20 @@ fn bad_requests_are_refused_before_the_cache_changes() -> Result<()> {
         (vec![(a, &[][..])], "new[0]: no tokens"),
         (
             vec![(a, &[1, 13])],
-            "new[0]: token 1 is 13, must be below vocab_size, which is 13",
+            "new[0]: token 1: 13, must be below vocab_size, which is 13",
         ),
         (
             vec![(a, &[1; 17])],
             "new[0]: 17 tokens make 17 positions, must be at most max_position_embeddings, which is 16",
         ),
-        (vec![(a, &[1]), (a, &[2])], "occurs twice"),
-        (vec![(a, &[1]), (gone, &[2])], "is not in the cache"),
+        (vec![(a, &[1]), (a, &[2])], "twice, must occur once"),
+        (vec![(a, &[1]), (gone, &[2])], "not in the cache"),
     ] {
         let error = message(decoder.next_logits(&new, &mut cache));
         assert!(error.contains(words), "{error}");
     }
     assert_eq!((cache.len(a)?, cache.pages_in_use()), (0, 0));
     let error = message(decoder.next_logits(&[(other, &[1])], &mut of_other));
-    assert!(
-        error.contains("cache is for 3 layers, it must be for 2"),
-        "{error}"
-    );
+    assert!(error.contains("cache: 3 layers, must have 2"), "{error}");
     Ok(())
 }

@@ -2,13 +2,14 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_nn::{
-    Decoder, Gradients, LanguageModel, Lora, LoraConfig, ModelType, PackedTokens, Parameters,
+    Decoder, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens, Parameters,
 };
 use rstest::rstest;
 
-mod small;
-use small::{
-    add_recorded, config, config_of, left_padded, lively, max_difference, message, next_token_loss,
+use candle_grpo_test_support::message;
+
+use crate::small::{
+    Family, add_recorded, config, left_padded, lively, max_difference, next_token_loss,
     recorded_gradients,
 };
 
@@ -45,16 +46,17 @@ fn check(recorded: &Gradients, graph: &Gradients) -> Result<()> {
 #[rstest]
 fn gradients_are_those_of_the_graph(
     #[values(
-        ModelType::Llama,
-        ModelType::Qwen2,
-        ModelType::Qwen3,
-        ModelType::SmolLm3
+        Family::Llama,
+        Family::LlamaWithBiases,
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::SmolLm3
     )]
-    model_type: ModelType,
+    family: Family,
     #[values(true, false)] tied: bool,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
-    let model = config_of(model_type, tied);
+    let model = family.config(tied);
     let parameters = lively(&model)?;
     let batch = left_padded()?;
     let graph = by_graph(
@@ -69,7 +71,7 @@ fn gradients_are_those_of_the_graph(
 
 #[rstest]
 fn adapters_train_alone(#[values(true, false)] checkpointing: bool) -> Result<()> {
-    let model = config_of(ModelType::Qwen2, true);
+    let model = Family::LlamaWithBiases.config(true);
     let base = lively(&model)?;
     let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, &Device::Cpu)?;
     for (_, variable) in lora.parameters().iter() {
@@ -92,7 +94,7 @@ fn adapters_train_alone(#[values(true, false)] checkpointing: bool) -> Result<()
 
 #[test]
 fn micro_batches_add_up() -> Result<()> {
-    let model = config_of(ModelType::Qwen3, true);
+    let model = Family::Qwen3.config(true);
     let parameters = lively(&model)?;
     let (ids, mask) = left_padded()?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
@@ -110,7 +112,7 @@ fn micro_batches_add_up() -> Result<()> {
 
 #[test]
 fn checkpointing_gives_the_same_bits() -> Result<()> {
-    let model = config_of(ModelType::Llama, false);
+    let model = Family::Llama.config(false);
     let parameters = lively(&model)?;
     let (ids, mask) = left_padded()?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
@@ -128,13 +130,13 @@ fn checkpointing_gives_the_same_bits() -> Result<()> {
 
 #[test]
 fn packed_hidden_states_are_those_of_padded_sequences() -> Result<()> {
-    let model = config_of(ModelType::Llama, true);
+    let model = Family::Llama.config(true);
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let (ids, mask) = left_padded()?;
-    let padded = decoder.hidden_states(&ids, &mask, None)?;
+    let padded = decoder.padded_hidden_states(&ids, &mask)?;
     let packed = packed(&[&[3, 1, 4], &[5, 9, 2, 6], &[7, 0, 8, 12, 11]])?;
-    let packed = decoder.packed_hidden_states(&packed)?;
+    let packed = decoder.hidden_states(&packed)?;
     let real = Tensor::cat(
         &[
             padded.get(0)?.narrow(0, 2, 3)?,
@@ -178,7 +180,7 @@ fn bad_input_is_named() -> Result<()> {
     let tokens = packed(&[&[1, 2, 3]])?;
     let tracked = message(tracked.record(&tokens));
     assert!(
-        tracked.contains("it must be one of detached_var_builder"),
+        tracked.contains("must be built from detached_var_builder"),
         "{tracked}"
     );
     for (sequences, words) in [
@@ -188,16 +190,16 @@ fn bad_input_is_named() -> Result<()> {
         let error = message(packed(sequences));
         assert!(error.contains(words), "{error}");
     }
-    let error = message(decoder.packed_hidden_states(&packed(&[&[1], &[1; 17]])?));
+    let error = message(decoder.hidden_states(&packed(&[&[1], &[1; 17]])?));
     assert!(
         error.contains(
-            "sequence 1 has 17 positions, they must be at most max_position_embeddings, which is 16"
+            "17 positions in sequence 1, must be at most max_position_embeddings, which is 16"
         ),
         "{error}"
     );
-    let error = message(decoder.packed_hidden_states(&packed(&[&[1, 13]])?));
+    let error = message(decoder.hidden_states(&packed(&[&[1, 13]])?));
     assert!(
-        error.contains("tokens[1] is 13, it must be below vocab_size, which is 13"),
+        error.contains("tokens[1]: 13, must be below vocab_size, which is 13"),
         "{error}"
     );
 
@@ -211,7 +213,7 @@ fn bad_input_is_named() -> Result<()> {
     let (hidden, recorded) = decoder.record(&tokens)?;
     let error = message(recorded.backward(&hidden, &parameters, &mut gradients));
     assert!(
-        error.contains("gradient of model.norm.weight has shape [12]"),
+        error.contains("gradient of model.norm.weight: shape [12]"),
         "{error}"
     );
     assert!(gradients.is_empty(), "what was added in part is forgotten");

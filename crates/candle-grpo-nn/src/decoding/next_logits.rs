@@ -1,0 +1,130 @@
+//! The logits of the next token.
+
+use candle_core::{Result, Tensor, bail};
+use candle_grpo_kernels::{PagedRow, linear_rows};
+
+use crate::model::pass::{Context, Pass};
+use crate::{Decoder, PagedCache, SequenceId};
+
+impl Decoder {
+    /// Computes the logits `[S, V]` after the last of the new tokens of each of S sequences, and adds the new tokens to
+    /// the sequences of `cache`.
+    ///
+    /// `new` lists each sequence with at least one token: the whole prompt in the first pass, then one token at a time. A
+    /// pass may mix both. There is no padding, and the result has no gradient.
+    ///
+    /// On the CPU the bits of a row depend only on the weights, the tokens of its sequence and the places where it was
+    /// forked. They do not depend on the other sequences, nor on how its tokens were divided into passes.
+    ///
+    /// # Errors
+    ///
+    /// Before the cache changes: if `new` is empty, a sequence has no tokens, twice, must occur once or is not in `cache`, a token
+    /// is not below `vocab_size`, a sequence exceeds `max_position_embeddings`, or the cache has another number of
+    /// layers. After any other error the sequences of `new` are invalid.
+    ///
+    /// ```
+    /// use candle_core::{Device, Result};
+    /// use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters};
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let config: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
+    /// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8}"#)
+    /// #     .map_err(candle_core::Error::wrap)?;
+    /// # let parameters = Parameters::init(&config, 7, &Device::Cpu)?;
+    /// let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
+    /// let mut cache = PagedCache::new(&config, candle_core::DType::F32, &Device::Cpu)?;
+    ///
+    /// let prompt = cache.add();
+    /// let first = decoder.next_logits(&[(prompt, &[5, 6, 7])], &mut cache)?;
+    /// assert_eq!(first.dims(), [1, 11]);
+    ///
+    /// // Two completions of the one prompt, each with its own next token.
+    /// let (a, b) = (cache.fork(prompt)?, cache.fork(prompt)?);
+    /// let second = decoder.next_logits(&[(a, &[8]), (b, &[9])], &mut cache)?;
+    /// assert_eq!(second.dims(), [2, 11]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn next_logits(
+        &self,
+        new: &[(SequenceId, &[u32])],
+        cache: &mut PagedCache,
+    ) -> Result<Tensor> {
+        self.check_new(new, cache)?;
+        let device = self.output_weight().device();
+        let (mut slots, mut positions) = (Vec::new(), Vec::new());
+        let (mut ids, mut last) = (Vec::new(), Vec::new());
+        for &(id, tokens) in new {
+            let past = cache.len(id)?;
+            positions.extend((past..past + tokens.len()).map(|position| position as f64));
+            ids.extend_from_slice(tokens);
+            last.push(ids.len() as u32 - 1);
+            slots.extend(cache.extend(id, tokens.len())?);
+        }
+        let cache = &*cache;
+        let mut rows = Vec::with_capacity(ids.len());
+        for &(id, tokens) in new {
+            let (spans, total) = (cache.spans(id)?, cache.len(id)?);
+            let past = total - tokens.len();
+            rows.extend((past + 1..=total).map(|visible| PagedRow { spans, visible }));
+        }
+        let n = ids.len();
+        let pass = Pass {
+            angles: &self
+                .rope
+                .angles(&Tensor::from_vec(positions, (n, 1), device)?)?,
+            context: Context::Cache {
+                cache,
+                slots: &slots,
+                rows: &rows,
+            },
+        };
+        let x = self.embed(&Tensor::from_vec(ids, n, device)?)?.detach();
+        let mut x = self.run_blocks(x, &pass)?;
+        if n > last.len() {
+            x = x.index_select(&Tensor::new(last, device)?, 0)?;
+        }
+        let hidden = self.norm(&x)?.detach();
+        Ok(linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0))
+    }
+
+    fn check_new(&self, new: &[(SequenceId, &[u32])], cache: &PagedCache) -> Result<()> {
+        if new.is_empty() {
+            bail!("new: no sequences, must have at least one");
+        }
+        let config = self.config();
+        if cache.num_layers() != config.num_hidden_layers {
+            bail!(
+                "cache: {} layers, must have {}",
+                cache.num_layers(),
+                config.num_hidden_layers
+            );
+        }
+        let mut ids: Vec<SequenceId> = new.iter().map(|(id, _)| *id).collect();
+        ids.sort_unstable();
+        if let Some(pair) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
+            bail!("new: {:?} twice, must occur once", pair[0]);
+        }
+        for (index, (id, tokens)) in new.iter().enumerate() {
+            if tokens.is_empty() {
+                bail!("new[{index}]: no tokens, must have at least one");
+            }
+            let total = cache.len(*id)? + tokens.len();
+            if total > config.max_position_embeddings {
+                bail!(
+                    "new[{index}]: {} tokens make {total} positions, must be at most max_position_embeddings, which is {}",
+                    tokens.len(),
+                    config.max_position_embeddings
+                );
+            }
+            if let Some(at) = tokens.iter().position(|&t| t as usize >= config.vocab_size) {
+                bail!(
+                    "new[{index}]: token {at}: {}, must be below vocab_size, which is {}",
+                    tokens[at],
+                    config.vocab_size
+                );
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,143 @@
+//! The checked input of a forward pass over whole sequences.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_grpo_kernels::Sequences;
+
+use crate::model::pass::{Context, Pass};
+use crate::model::rope::RopeAngles;
+use crate::packing::shared_rows::SharedRows;
+use crate::{Decoder, PackedTokens};
+
+/// Tokens, their positions and where their sequences lie.
+pub(crate) struct Input {
+    /// `[N]`
+    pub(crate) ids: Tensor,
+    angles: RopeAngles,
+    layout: Layout,
+    shared: Option<SharedRows>,
+}
+
+/// The place of each sequence.
+enum Layout {
+    /// One row each, u8 `[B, S]`.
+    Padded(Tensor),
+    /// One after another, with these lengths.
+    Packed(Vec<usize>),
+}
+
+impl Input {
+    /// `ids` and `attention_mask` are `[B, S]`.
+    pub(crate) fn padded(decoder: &Decoder, ids: &Tensor, attention_mask: &Tensor) -> Result<Self> {
+        check_padded(decoder, ids, attention_mask)?;
+        let real = attention_mask
+            .to_dtype(DType::F32)?
+            .ne(0f32)?
+            .to_dtype(DType::F32)?;
+        let positions = (real.cumsum(1)? - 1.0)?.maximum(0.0)?;
+        Ok(Self {
+            ids: ids.flatten_all()?,
+            angles: decoder.rope.angles(&positions)?,
+            layout: Layout::Padded(real.to_dtype(DType::U8)?),
+            shared: None,
+        })
+    }
+
+    pub(crate) fn packed(decoder: &Decoder, tokens: &PackedTokens) -> Result<Self> {
+        let limit = decoder.config().max_position_embeddings;
+        let lengths = tokens.lengths();
+        if let Some(sequence) = lengths.iter().position(|&length| length > limit) {
+            bail!(
+                "tokens: {} positions in sequence {sequence}, must be at most max_position_embeddings, which is {limit}",
+                lengths[sequence]
+            );
+        }
+        check_ids(decoder, "tokens", tokens.ids())?;
+        let positions: Vec<f32> = lengths
+            .iter()
+            .flat_map(|&length| (0..length).map(|position| position as f32))
+            .collect();
+        let first = tokens.first_tokens().into_iter();
+        let positions: Vec<f32> = first.map(|token| positions[token as usize]).collect();
+        let positions = Tensor::new(positions, tokens.ids().device())?;
+        Ok(Self {
+            ids: tokens.ids().clone(),
+            angles: decoder.rope.angles(&positions)?,
+            layout: Layout::Packed(lengths.to_vec()),
+            shared: SharedRows::new(tokens)?,
+        })
+    }
+
+    pub(crate) fn pass(&self) -> Pass<'_> {
+        Pass {
+            angles: &self.angles,
+            context: Context::Sequences {
+                sequences: match &self.layout {
+                    Layout::Padded(mask) => Sequences::Padded(mask),
+                    Layout::Packed(lengths) => Sequences::Packed(lengths),
+                },
+                shared: self.shared.as_ref(),
+            },
+        }
+    }
+}
+
+fn check_padded(decoder: &Decoder, ids: &Tensor, attention_mask: &Tensor) -> Result<()> {
+    let &[batch, length] = ids.dims() else {
+        bail!("input_ids: shape {:?}, must be [B, S]", ids.dims());
+    };
+    if batch == 0 || length == 0 {
+        bail!(
+            "input_ids: shape {:?}, must have at least one row and one position",
+            ids.dims()
+        );
+    }
+    let limit = decoder.config().max_position_embeddings;
+    if length > limit {
+        bail!(
+            "input_ids: {length} positions, must be at most max_position_embeddings, which is {limit}"
+        );
+    }
+    if attention_mask.dims() != [batch, length] {
+        bail!(
+            "attention_mask: shape {:?}, must be [{batch}, {length}]",
+            attention_mask.dims()
+        );
+    }
+    check_device(decoder, "attention_mask", attention_mask)?;
+    check_ids(decoder, "input_ids", ids)
+}
+
+/// Checks token ids `[N]` or `[B, S]`.
+fn check_ids(decoder: &Decoder, name: &str, ids: &Tensor) -> Result<()> {
+    if ids.dtype() != DType::U32 {
+        bail!("{name}: dtype {:?}, must be u32", ids.dtype());
+    }
+    check_device(decoder, name, ids)?;
+    if matches!(ids.device(), Device::Cpu) {
+        let vocab_size = decoder.config().vocab_size;
+        let values = ids.flatten_all()?.to_vec1::<u32>()?;
+        if let Some(at) = values.iter().position(|&id| id as usize >= vocab_size) {
+            let place = match *ids.dims() {
+                [_, columns] => format!("{}, {}", at / columns, at % columns),
+                _ => at.to_string(),
+            };
+            bail!(
+                "{name}[{place}]: {}, must be below vocab_size, which is {vocab_size}",
+                values[at]
+            );
+        }
+    }
+    Ok(())
+}
+
+fn check_device(decoder: &Decoder, name: &str, tensor: &Tensor) -> Result<()> {
+    let device = decoder.output_weight().device();
+    if !tensor.device().same_device(device) {
+        bail!(
+            "{name}: on {:?}, must be on the device of the weights, {:?}",
+            tensor.device().location(),
+            device.location()
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,19 @@
+//! Tests of the crate, one module for each subject.
+
+mod adamw;
+mod atomic_file;
+mod biases;
+mod decoder;
+mod decoding;
+mod gguf;
+mod golden_models;
+mod gradients;
+mod lora;
+mod parameters;
+mod recorded;
+mod router;
+mod safetensors;
+mod shared_prefixes;
+mod small;
+mod smollm3;
+mod value_head;
