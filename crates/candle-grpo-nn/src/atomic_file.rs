@@ -1,62 +1,39 @@
-//! Files that appear whole or not at all.
+//! Files and folders that appear completely or not at all.
+//!
+//! Contents are written beside their place under a temporary name, flushed to the disk and renamed. A program that is
+//! killed leaves the previous contents in place, and perhaps a [leftover](remove_leftovers) under a temporary name.
 
 use std::collections::HashMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{Error, ErrorKind, Result, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 
-/// Writes a file that appears whole or not at all, with the mode that any new file gets.
+/// Writes a file atomically, replacing one that exists, with the mode of any new file.
 ///
-/// It is written beside its place under another name, flushed to the disk and then renamed, which replaces what was
-/// there; after an error that stays as it was. If the error is about flushing the folder, the file is in place, but may
-/// not outlast a loss of power.
+/// # Errors
+///
+/// The previous file stays as it was, unless only the folder could not be flushed: then the new file is in place, but
+/// may not survive a loss of power.
 ///
 /// ```
+/// use candle_grpo_nn::atomic_file;
+///
 /// # fn main() -> std::io::Result<()> {
 /// let folder = tempfile::tempdir()?;
 /// let path = folder.path().join("settings.json");
-/// candle_grpo_nn::write_whole(&path, b"{}")?;
+/// atomic_file::write(&path, b"{}")?;
 /// assert_eq!(std::fs::read(&path)?, b"{}");
 /// # Ok(())
 /// # }
 /// ```
-pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     write_with(path, |temporary| File::create(temporary)?.write_all(bytes))
 }
 
-/// What `write` writes to the path that it is given appears at `path`.
-fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let Some(name) = path.file_name() else {
-        return Err(Error::new(
-            ErrorKind::InvalidInput,
-            "the path does not end in a file name",
-        ));
-    };
-    let mut temporary_name = OsString::from(".");
-    temporary_name.push(name);
-    temporary_name.push(format!(".{}.tmp", std::process::id()));
-    let temporary = path.with_file_name(temporary_name);
-    let written = (|| {
-        write(&temporary)?;
-        // Windows flushes only what is open for writing.
-        OpenOptions::new()
-            .append(true)
-            .open(&temporary)?
-            .sync_all()?;
-        fs::rename(&temporary, path)
-    })();
-    if written.is_err() {
-        // The first error is the one worth telling.
-        let _ = fs::remove_file(&temporary);
-        return written;
-    }
-    sync_parent(path)
-}
-
-/// [`write_whole`] in the safetensors format.
+/// [`write`](write()) in the safetensors format.
 pub(crate) fn write_safetensors(
     path: &Path,
     tensors: impl IntoIterator<Item = (String, Tensor)>,
@@ -64,7 +41,7 @@ pub(crate) fn write_safetensors(
 ) -> candle_core::Result<()> {
     // Tensor by tensor: a copy of all of them in memory would be as large as the file.
     let write = |temporary: &Path| {
-        // The library makes files that only their owner reads.
+        // The library restricts the mode of its files to their owner.
         let mode = File::create(temporary)?.metadata()?.permissions();
         let written = safetensors::serialize_to_file(tensors, metadata, temporary);
         written.map_err(|error| match error {
@@ -76,10 +53,141 @@ pub(crate) fn write_safetensors(
     write_with(path, write).map_err(candle_core::Error::wrap)
 }
 
-/// Flushes the folder that `path` lies in, so that a rename to `path` outlasts a loss of power.
+/// Calls `write` with a temporary path, and moves the file that it writes there to `path`.
+fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let temporary = beside(path, "tmp")?;
+    let written = (|| {
+        write(&temporary)?;
+        // Windows flushes only a file that is open for writing.
+        OpenOptions::new()
+            .append(true)
+            .open(&temporary)?
+            .sync_all()?;
+        fs::rename(&temporary, path)
+    })();
+    if written.is_err() {
+        // The first error is the one to report.
+        let _ = fs::remove_file(&temporary);
+        return written;
+    }
+    sync_parent(path)
+}
+
+/// Writes a folder atomically: `fill` fills a folder under a temporary name, which replaces the one at `path`.
 ///
-/// Does nothing on systems on which folders cannot be opened and flushed.
-pub fn sync_parent(path: &Path) -> Result<()> {
+/// `fill` must flush its files, as [`write`](write()) does. No system call swaps two folders on every platform. The
+/// previous folder is therefore renamed to `.NAME.PID.old` first and removed afterwards. Whenever the program is killed,
+/// the folder at `path` is complete, or it is absent and the previous one is kept under that name.
+///
+/// # Errors
+///
+/// The previous folder is moved back.
+pub fn write_folder<E: From<Error>>(
+    path: &Path,
+    fill: impl FnOnce(&Path) -> std::result::Result<(), E>,
+) -> std::result::Result<(), E> {
+    let fresh = beside(path, "tmp")?;
+    let written = (|| {
+        remove(&fresh)?;
+        fs::create_dir_all(&fresh)?;
+        fill(&fresh)?;
+        Ok(swap(&fresh, path)?)
+    })();
+    if written.is_err() {
+        // The first error is the one to report.
+        let _ = remove(&fresh);
+    }
+    written
+}
+
+/// Removes the folder at `path` atomically: it is renamed before its contents are removed.
+pub fn remove_folder(path: &Path) -> Result<()> {
+    let old = beside(path, "old")?;
+    remove(&old)?;
+    fs::rename(path, &old)?;
+    remove(&old)
+}
+
+/// Removes from `folder` the temporary files and folders of a program that was killed while it wrote there, and no others.
+pub fn remove_leftovers(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if is_leftover(&entry.file_name()) {
+            remove(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether `name` is a temporary name of this module, see [`leftover_of`].
+pub fn is_leftover(name: &OsStr) -> bool {
+    name.to_str().and_then(leftover_of).is_some()
+}
+
+/// Returns the `NAME` in a temporary name of this module: `.NAME.PID.tmp` or `.NAME.PID.old`.
+pub fn leftover_of(name: &str) -> Option<&str> {
+    let parts: Vec<&str> = name.rsplitn(3, '.').collect();
+    let [extension, pid, hidden] = parts[..] else {
+        return None;
+    };
+    let is_number = !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit());
+    let is_leftover = matches!(extension, "tmp" | "old") && is_number;
+    hidden.strip_prefix('.').filter(|_| is_leftover)
+}
+
+/// The path `.NAME.PID.extension` in the folder of `path`.
+fn beside(path: &Path, extension: &str) -> Result<PathBuf> {
+    let Some(name) = path.file_name() else {
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!("path: {}, must end in a file name", path.display()),
+        ));
+    };
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    hidden.push(format!(".{}.{extension}", std::process::id()));
+    Ok(path.with_file_name(hidden))
+}
+
+/// Renames the folder `fresh` to `path`. If that fails, the previous folder is moved back.
+fn swap(fresh: &Path, path: &Path) -> Result<()> {
+    if !path.is_dir() {
+        fs::rename(fresh, path)?;
+        return sync_parent(path);
+    }
+    // A rename does not replace a folder that has contents: move the old one aside first.
+    let old = beside(path, "old")?;
+    remove(&old)?;
+    fs::rename(path, &old)?;
+    if let Err(error) = fs::rename(fresh, path) {
+        return Err(match fs::rename(&old, path) {
+            Ok(()) => error,
+            Err(_) => Error::new(
+                error.kind(),
+                format!("the previous folder is at {}: {error}", old.display()),
+            ),
+        });
+    }
+    sync_parent(path)?;
+    remove(&old).map_err(|error| {
+        let text = format!("removing the previous folder at {}: {error}", old.display());
+        Error::new(error.kind(), text)
+    })
+}
+
+fn remove(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        fs::remove_dir_all(path)?;
+    } else if path.exists() {
+        fs::remove_file(path)?;
+    }
+    Ok(())
+}
+
+/// Flushes the folder that contains `path`, so that a rename to `path` survives a loss of power.
+///
+/// Does nothing on systems where a folder cannot be opened and flushed.
+fn sync_parent(path: &Path) -> Result<()> {
     if cfg!(unix) {
         let parent = path
             .parent()
@@ -87,4 +195,22 @@ pub fn sync_parent(path: &Path) -> Result<()> {
         File::open(parent.map_or_else(|| PathBuf::from("."), Path::to_path_buf))?.sync_all()?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_cannot_be_moved_in_leaves_the_old_one_in_place() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("checkpoint");
+        fs::create_dir(&path)?;
+        fs::write(path.join("first"), "first")?;
+        // The old one can be moved aside, the new one does not exist.
+        assert!(swap(&folder.path().join("lost"), &path).is_err());
+        assert_eq!(fs::read(path.join("first"))?, b"first");
+        assert_eq!(fs::read_dir(folder.path())?.count(), 1);
+        Ok(())
+    }
 }

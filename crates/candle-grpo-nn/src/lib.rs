@@ -60,7 +60,6 @@ pub mod packing;
 pub mod weights;
 
 pub use adapters::{Lora, LoraConfig};
-pub use atomic_file::{sync_parent, write_whole};
 pub use decoding::{PagedCache, SequenceId};
 pub use model::{
     Backward, Decoder, DecoderConfig, LanguageModel, ModelType, RopeScaling, Router, RouterPass,

@@ -14,7 +14,6 @@
 //! [`Trainer`] runs these stages in order, [`RunDir`] is the folder of a run, and [`pretrain`] trains on examples.
 //! [`Pretrained`] is a model from a GGUF file or a Hugging Face folder with its tokenizer and its [`ChatTemplate`].
 
-mod atomic_file;
 pub mod data;
 pub mod learn;
 pub mod model;

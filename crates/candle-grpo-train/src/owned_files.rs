@@ -4,8 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-
-use crate::atomic_file::leftover_of;
+use candle_grpo_nn::atomic_file::leftover_of;
 
 /// A folder whose entries are known by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_nn::{Parameters, write_whole};
+use candle_grpo_nn::{Parameters, atomic_file};
 use candle_grpo_train::{Pretrained, Prompt, SpecialToken, SpecialTokens};
 use serde_json::json;
 
@@ -53,11 +53,11 @@ fn write(folder: &Path, settings: &Settings, task: &Task, parameters: Parameters
     fs::create_dir_all(folder)?;
     let pretrained = pretrained(settings, task, parameters);
     pretrained.save(&folder.join("model"))?;
-    write_whole(
+    atomic_file::write(
         &folder.join("train.jsonl"),
         lines(&task.training).as_bytes(),
     )?;
-    write_whole(
+    atomic_file::write(
         &folder.join("held_out.jsonl"),
         lines(&task.held_out).as_bytes(),
     )?;

@@ -8,7 +8,7 @@ use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
-use crate::atomic_file::{write_safetensors, write_whole};
+use crate::atomic_file::{self, write_safetensors};
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
 use crate::weights::compute_copies::copy;
 use crate::weights::normal::Normal;
@@ -290,7 +290,7 @@ impl Lora {
             })
             .collect::<Result<Vec<_>>>()?;
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        write_whole(&folder.join(ADAPTER_CONFIG), &config)
+        atomic_file::write(&folder.join(ADAPTER_CONFIG), &config)
             .map_err(Error::wrap)
             .and_then(|()| write_safetensors(&folder.join(ADAPTER_MODEL), tensors, Some(metadata)))
             .map_err(context)

@@ -174,7 +174,7 @@ impl AdamW {
         state
     }
 
-    /// Writes [`Self::state`] to one safetensors file, whole or not at all: see [`write_whole`](crate::write_whole).
+    /// Writes [`Self::state`] to one safetensors file [atomically](crate::atomic_file).
     pub fn save_state(&self, path: &Path) -> Result<()> {
         let tensors = self
             .state()

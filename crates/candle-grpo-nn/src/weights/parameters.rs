@@ -205,7 +205,7 @@ impl Parameters {
 
     /// Writes one safetensors file that [`Self::load`] and Hugging Face transformers read.
     ///
-    /// The file appears whole or not at all, see [`write_whole`](crate::write_whole).
+    /// The file is written [atomically](crate::atomic_file).
     pub fn save(&self, path: &Path) -> Result<()> {
         let context = |error: Error| {
             Error::msg(format!(

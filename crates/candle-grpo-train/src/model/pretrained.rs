@@ -5,14 +5,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::Device;
-use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, Parameters, write_whole};
+use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, Parameters, atomic_file};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
 use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_of_json;
-use crate::atomic_file::write_folder;
 use crate::owned_files::Owned;
 use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
 
@@ -131,7 +130,8 @@ impl Pretrained {
     ///
     /// The folder appears when it is complete, and replaces one that was there.
     pub fn save(&self, folder: &Path) -> Result<()> {
-        write_folder(folder, |folder| self.write_files(folder))
+        atomic_file::write_folder(folder, |folder| self.write_files(folder))
+            .with_context(|| format!("writing {}", folder.display()))
     }
 
     /// Returns the path of the first entry of `folder` that is not of a model in the Hugging Face layout; `None` if [`Self::save`]
@@ -157,7 +157,7 @@ impl Pretrained {
     /// more to it.
     pub fn write_files(&self, folder: &Path) -> Result<()> {
         let write = |file: &str, value: &Value| {
-            write_whole(&folder.join(file), &serde_json::to_vec_pretty(value)?)
+            atomic_file::write(&folder.join(file), &serde_json::to_vec_pretty(value)?)
                 .with_context(|| file.to_owned())
         };
         write(CONFIG, &self.config()?)?;
@@ -240,7 +240,7 @@ fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
     let text = tokenizer
         .to_string(true)
         .map_err(|e| anyhow!("{TOKENIZER}: {e}"))?;
-    write_whole(&folder.join(TOKENIZER), text.as_bytes()).context(TOKENIZER)
+    atomic_file::write(&folder.join(TOKENIZER), text.as_bytes()).context(TOKENIZER)
 }
 
 /// `chat_template.jinja`, where newer folders have it, or `chat_template` of `tokenizer_config.json`: a template, or

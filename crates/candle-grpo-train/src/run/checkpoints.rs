@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use candle_grpo_nn::atomic_file;
 
 use super::checksums::{check_checksums, write_checksums};
-use crate::atomic_file::{remove_folder, remove_leftovers, write_folder};
 
 const PREFIX: &str = "step-";
 
@@ -51,12 +51,13 @@ impl Checkpoints {
         fs::create_dir_all(&self.folder)
             .with_context(|| format!("making {}", self.folder.display()))?;
         // What was being written when a program was killed would keep its place on a full disk.
-        remove_leftovers(&self.folder)?;
+        atomic_file::remove_leftovers(&self.folder)?;
         let path = self.folder.join(format!("{PREFIX}{step:06}"));
-        write_folder(&path, |folder| {
+        atomic_file::write_folder(&path, |folder| {
             fill(folder)?;
             write_checksums(folder)
-        })?;
+        })
+        .with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }
 
@@ -112,7 +113,7 @@ impl Checkpoints {
 }
 
 fn remove(checkpoint: &StepCheckpoint) -> Result<()> {
-    remove_folder(&checkpoint.path)
+    atomic_file::remove_folder(&checkpoint.path)
         .with_context(|| format!("removing {}", checkpoint.path.display()))
 }
 

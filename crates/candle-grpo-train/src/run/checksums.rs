@@ -6,7 +6,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_nn::write_whole;
+use candle_grpo_nn::atomic_file;
 use sha2::{Digest, Sha256};
 
 /// In the form of `sha256sum`, which checks it with `sha256sum --check`.
@@ -18,7 +18,10 @@ pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
     for (name, path) in files(folder)? {
         text += &format!("{}  {name}\n", of_file(&path)?);
     }
-    Ok(write_whole(&folder.join(CHECKSUMS), text.as_bytes())?)
+    Ok(atomic_file::write(
+        &folder.join(CHECKSUMS),
+        text.as_bytes(),
+    )?)
 }
 
 /// Errs with the name of a file that is missing, surplus or not as it was written.

@@ -7,10 +7,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_nn::write_whole;
+use candle_grpo_nn::atomic_file::{self, is_leftover, remove_leftovers};
 use serde::{Deserialize, Serialize};
 
-use crate::atomic_file::{is_leftover, remove_leftovers, write_folder};
 use crate::data::json_lines::{lines_of, read_json_lines};
 use crate::owned_files::Owned;
 use crate::{
@@ -198,7 +197,10 @@ impl RunDir {
             let keep = |name: &str, keep: &dyn Fn(usize) -> bool| -> Result<()> {
                 let file = path.join(name);
                 match file.exists() {
-                    true => Ok(write_whole(&file, lines_of(&file, keep)?.as_bytes())?),
+                    true => Ok(atomic_file::write(
+                        &file,
+                        lines_of(&file, keep)?.as_bytes(),
+                    )?),
                     false => Ok(()),
                 }
             };
@@ -242,7 +244,7 @@ impl RunDir {
             .append(true)
             .open(path.join(METRICS))?;
         // The last: a folder with settings and metrics is a run.
-        write_whole(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
+        atomic_file::write(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
         Ok(Self {
             path: path.to_path_buf(),
             metrics,
@@ -369,15 +371,16 @@ impl RunDir {
     /// The folder appears when it is complete. Whenever the program is interrupted, the folder is complete, or the previous one is
     /// kept beside it under another name (`.checkpoint.PID.old`).
     pub fn write_checkpoint(&self, trainer: &Trainer, model: &Pretrained) -> Result<()> {
-        write_folder(&self.path.join("checkpoint"), |folder| {
-            trainer.write_checkpoint(folder, model)
-        })
+        let path = self.path.join("checkpoint");
+        atomic_file::write_folder(&path, |folder| trainer.write_checkpoint(folder, model))
+            .with_context(|| format!("writing {}", path.display()))
     }
 
     /// Writes another file.
     pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> Result<()> {
         let path = self.path.join(name);
-        write_whole(&path, contents.as_ref()).with_context(|| format!("writing {}", path.display()))
+        atomic_file::write(&path, contents.as_ref())
+            .with_context(|| format!("writing {}", path.display()))
     }
 }
 

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_core::{KlController, RunningMoments, RunningState};
 use candle_grpo_loss::AdaptiveEntropy;
-use candle_grpo_nn::{Lora, Parameters, write_whole};
+use candle_grpo_nn::{Lora, Parameters, atomic_file};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -122,7 +122,7 @@ impl Trainer {
                 state: self.state()?,
                 base_sha256: self.base_sha256()?,
             };
-            Ok(write_whole(
+            Ok(atomic_file::write(
                 &folder.join(STATE),
                 &serde_json::to_vec_pretty(&file)?,
             )?)

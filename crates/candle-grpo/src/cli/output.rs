@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::path::Path;
 
-use candle_grpo::nn::write_whole;
+use candle_grpo::nn::atomic_file;
 
 use super::exit::Exit;
 
@@ -40,6 +40,6 @@ pub(super) fn check(
 
 /// Writes `bytes` to the file at `path`, which is then whole or as it was.
 pub(super) fn write(path: &Path, bytes: &[u8]) -> Result<(), Exit> {
-    write_whole(path, bytes)
+    atomic_file::write(path, bytes)
         .map_err(|error| Exit::Run(format!("writing {}: {error}", path.display())))
 }

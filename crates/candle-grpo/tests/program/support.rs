@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use candle_core::Device;
-use candle_grpo::nn::{DecoderConfig, ModelType, Parameters, RopeScaling};
+use candle_grpo::nn::{DecoderConfig, Parameters};
 use candle_grpo::train::{Pretrained, SpecialTokens, character_tokenizer};
 use serde_json::{Value, json};
 
@@ -29,20 +29,14 @@ threads: 1
 
 pub(crate) fn model() -> DecoderConfig {
     DecoderConfig {
-        model_type: ModelType::Llama,
         vocab_size: 6,
         hidden_size: 16,
         intermediate_size: 24,
         num_hidden_layers: 2,
         num_attention_heads: 4,
         num_key_value_heads: 2,
-        head_dim: None,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        rope_scaling: RopeScaling::Default,
-        no_rope_layers: vec![],
         max_position_embeddings: 24,
-        tie_word_embeddings: false,
+        ..DecoderConfig::default()
     }
 }
 
