@@ -286,7 +286,7 @@ fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
             &parameters,
             &mut optimizer,
             |o| o.step(&parameters, &good),
-            "learning_rate is",
+            "learning_rate:",
         )?;
     }
     optimizer.set_learning_rate(0.1);
