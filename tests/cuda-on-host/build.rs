@@ -3,7 +3,8 @@
 use std::path::Path;
 
 fn main() {
-    // Asked when it runs: a build script may have been compiled in another checkout, with which this one shares a target folder.
+    // Asked when it runs: a build script may have been compiled in another checkout, with which
+    // this one shares a target folder.
     let here = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets it");
     let kernels = Path::new(&here).join("../../kernels");
     println!("cargo::rerun-if-changed={}", kernels.display());
@@ -17,7 +18,8 @@ fn main() {
     sources.sort();
     sources.push("src/wrong.cu".into());
 
-    // What is undefined is reported through functions of cuda_host.cpp, so that no sanitizer's runtime is linked.
+    // What is undefined is reported through functions of cuda_host.cpp, so that no sanitizer's
+    // runtime is linked.
     cpp(&kernels)
         .flag("-Wno-unknown-pragmas")
         .flag("-include")

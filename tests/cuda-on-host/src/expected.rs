@@ -38,7 +38,8 @@ impl Expected {
         Ok(Self::all(exact, on_cpu))
     }
 
-    /// `tolerance` is that of the exact result; two results that are both rounded may be twice as far apart.
+    /// `tolerance` is that of the exact result; two results that are both rounded may be twice as
+    /// far apart.
     ///
     /// # Panics
     ///
@@ -50,7 +51,8 @@ impl Expected {
     }
 }
 
-/// The result of an operator, and then the gradient of each input, where `gradient` is that of the result.
+/// The result of an operator, and then the gradient of each input, where `gradient` is that of the
+/// result.
 pub fn forward_and_backward(
     inputs: &[Tensor],
     gradient: &Tensor,

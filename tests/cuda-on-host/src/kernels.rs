@@ -1,4 +1,5 @@
-//! One function for each kernel, with the arguments of `kernels/signatures.rs`, by which the launches on a GPU go, too.
+//! One function for each kernel, with the arguments of `kernels/signatures.rs`, by which the
+//! launches on a GPU go, too.
 
 use candle_core::WithDType;
 use half::{bf16, f16};

@@ -1,10 +1,12 @@
 //! Runs the CUDA kernels of candle-grpo on the CPU.
 //!
-//! The files in `kernels/` are compiled as C++ with a stand-in for nvcc's built-ins, in which the threads of a block are
-//! fibers that meet at barriers and shuffles as they do on a GPU. [`Kernels`] has each of them as a function; those without an
-//! element type are functions of this crate. [`Expected`] is what their results are held to. What this proves is what a kernel computes, that its threads meet, that its loads are
-//! aligned and inside their buffers. It proves nothing of the GPU itself: neither speed nor races between warps that
-//! no order of the fibers shows.
+//! The files in `kernels/` are compiled as C++ with a stand-in for nvcc's built-ins, in which the
+//! threads of a block are fibers that meet at barriers and shuffles as they do on a GPU.
+//! [`Kernels`] has each of them as a function; those without an element type are functions of this
+//! crate. [`Expected`] is what their results are held to. What this proves is what a kernel
+//! computes, that its threads meet, that its loads are aligned and inside their buffers. It proves
+//! nothing of the GPU itself: neither speed nor races between warps that no order of the fibers
+//! shows.
 #![allow(unsafe_code)]
 
 mod expected;
@@ -29,8 +31,8 @@ unsafe extern "C" {
     fn cuda_host_free(buffer: *mut c_void, bytes: usize);
 }
 
-/// The orders in which the threads of a block run: upwards, downwards and a random one. A result that differs between them
-/// shows a barrier that is missing.
+/// The orders in which the threads of a block run: upwards, downwards and a random one. A result
+/// that differs between them shows a barrier that is missing.
 pub const ORDERS: [u32; 3] = [0, 1, 20];
 
 /// The shape of a launch.
@@ -57,8 +59,8 @@ impl Grid {
 
 /// Calls `thread` once for each thread of the grid, with its index in the kernel's built-ins.
 ///
-/// Errs where threads wait for each other in vain, and on what C++ leaves undefined, with the place. An access outside of every
-/// [`Buffer`] ends the process with a message.
+/// Errs where threads wait for each other in vain, and on what C++ leaves undefined, with the
+/// place. An access outside of every [`Buffer`] ends the process with a message.
 ///
 /// # Safety
 ///
@@ -68,7 +70,8 @@ pub unsafe fn launch<F: Fn()>(grid: Grid, order: u32, thread: F) -> Result<(), S
         // SAFETY: `launch` hands over a pointer to its own `thread`, which outlives the call.
         unsafe { (*thread.cast::<F>())() }
     }
-    // SAFETY: the pointers are to three numbers each, and to a closure of the type that `call` expects.
+    // SAFETY: the pointers are to three numbers each, and to a closure of the type that `call`
+    // expects.
     let error = unsafe {
         cuda_host_launch(
             grid.grid.as_ptr(),
@@ -88,7 +91,8 @@ pub unsafe fn launch<F: Fn()>(grid: Grid, order: u32, thread: F) -> Result<(), S
         .into_owned())
 }
 
-/// Numbers with forbidden memory behind the last one: a kernel that goes beyond them ends the process.
+/// Numbers with forbidden memory behind the last one: a kernel that goes beyond them ends the
+/// process.
 #[derive(Debug)]
 pub struct Buffer<T: Copy> {
     start: *mut T,
@@ -134,17 +138,4 @@ impl<T: Copy> Drop for Buffer<T> {
         // SAFETY: `start` came from `cuda_host_buffer` with this size, and this is its end.
         unsafe { cuda_host_free(self.start.cast(), size_of::<T>() * self.len) }
     }
-}
-
-/// Numbers without a pattern, in [-1, 1).
-pub fn noise(len: usize, seed: u64) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..len)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
-        })
-        .collect()
 }

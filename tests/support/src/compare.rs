@@ -40,9 +40,13 @@ pub fn gradient(gradients: &GradStore, variable: &Var) -> Result<Vec<f64>> {
 pub fn assert_close(got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len());
     for (i, (g, e)) in got.iter().zip(expected).enumerate() {
+        let near = i.saturating_sub(4)..(i + 5).min(got.len());
         assert!(
             (g - e).abs() <= tolerance * e.abs().max(1.),
-            "[{i}] is {g}, expected {e}: {got:?} against {expected:?}"
+            "[{i}] of {} is {g}, expected {e}; {near:?}: {:?} against {:?}",
+            got.len(),
+            &got[near.clone()],
+            &expected[near.clone()]
         );
     }
 }

@@ -6,8 +6,9 @@ use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-mod common;
-use common::{Layout, check_against_f64, check_gradient_alone, dtypes, layouts, noisy};
+use crate::layout::{Layout, layouts};
+use crate::strategies::dtypes;
+use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
 /// Query, key and value of the shape and layout that they are given in.
 fn check(
@@ -69,7 +70,7 @@ proptest! {
         let value = noisy(&[batch, total, width], seed ^ 2, dtype)?;
         let query = noisy(&[batch, new, width * group], seed ^ 3, dtype)?;
         let inputs = [(&query, layouts[0]), (&key, layouts[1]), (&value, layouts[2])];
-        check(inputs, &layouts[3].of(&mask)?, head_dim, 0.7, 2.0)?;
+        check(inputs, &layouts[3].apply(&mask)?, head_dim, 0.7, 2.0)?;
     }
 }
 
@@ -232,7 +233,8 @@ fn one_new_position_against_a_cache_is_the_last_of_the_whole() -> Result<()> {
     Ok(())
 }
 
-/// On CUDA there are kernels for heads of up to 64, 128 and 256 elements, which round the weights of the softmax to the dtype.
+/// On CUDA there are kernels for heads of up to 64, 128 and 256 elements, which round the weights
+/// of the softmax to the dtype.
 #[rstest]
 fn heads_of_every_width(
     #[values(64, 80, 96, 128, 144, 256, 260)] head_dim: usize,

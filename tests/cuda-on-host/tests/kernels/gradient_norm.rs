@@ -1,12 +1,10 @@
-//! `gradient_norm.cu`: sums of squares, and scaling in place, against the formula in f64 and the CPU path.
-#![allow(unsafe_code, missing_docs)]
+//! `gradient_norm.cu`: sums of squares, and scaling in place, against the formula in f64 and the
+//! CPU path.
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_cuda_on_host::{
-    Buffer, Expected, Grid, Kernels, ORDERS, gradient_sum_parts, noise,
-};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, gradient_sum_parts};
 use candle_grpo_kernels::{scale_gradients, squared_gradient_norms};
-use candle_grpo_test_support::numbers;
+use candle_grpo_test_support::{noise, numbers};
 use half::{bf16, f16};
 
 const PARTS: usize = 256;

@@ -5,8 +5,9 @@ use candle_grpo_kernels::{add_embedding_gradient, arithmetic_dtype, composed, em
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
-mod common;
-use common::{Layout, check_against_f64, dtypes, layouts, noisy};
+use crate::layout::{Layout, layouts};
+use crate::strategies::dtypes;
+use crate::twin::{check_against_f64, noisy};
 
 fn check(ids: &Tensor, weight: &Tensor, layout: Layout) -> Result<()> {
     check_against_f64(
@@ -29,7 +30,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let ids: Vec<u32> = ids.into_iter().map(|id| id % vocab).collect();
-        let ids = layouts[0].of(&Tensor::from_slice(&ids, ids.len(), &Device::Cpu)?)?;
+        let ids = layouts[0].apply(&Tensor::from_slice(&ids, ids.len(), &Device::Cpu)?)?;
         check(&ids, &noisy(&[vocab as usize, width], seed, dtype)?, layouts[1])?;
     }
 }
@@ -54,7 +55,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         for device in devices() {
-            let gradient = layout.of(&noisy(&[ids.len(), width], seed, dtype)?)?;
+            let gradient = layout.apply(&noisy(&[ids.len(), width], seed, dtype)?)?;
             let start = noisy(&[9, width], seed ^ 1, arithmetic_dtype(dtype))?;
             let sum = start.copy()?.to_device(device)?;
             let on_device = Tensor::from_vec(ids.clone(), ids.len(), device)?;

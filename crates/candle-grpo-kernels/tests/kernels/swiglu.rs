@@ -5,8 +5,9 @@ use candle_grpo_kernels::{composed, swiglu, swiglu_gradient};
 use candle_grpo_test_support::{devices, message};
 use proptest::prelude::*;
 
-mod common;
-use common::{check_against_f64, check_gradient_alone, dtypes, layouts, noisy};
+use crate::layout::layouts;
+use crate::strategies::dtypes;
+use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]

@@ -5,8 +5,9 @@ use candle_grpo_kernels::{add_matmul, arithmetic_dtype, composed};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
-mod common;
-use common::{dtypes, layouts, noisy, rounding};
+use crate::layout::layouts;
+use crate::strategies::dtypes;
+use crate::twin::{noisy, rounding};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
@@ -19,8 +20,8 @@ proptest! {
         dtype in prop_oneof![dtypes(), Just(DType::F64)],
         seed in any::<u64>(),
     ) {
-        let a = layouts[0].of(&noisy(&[m, k], seed, dtype)?)?;
-        let b = layouts[1].of(&noisy(&[k, n], seed ^ 1, dtype)?)?;
+        let a = layouts[0].apply(&noisy(&[m, k], seed, dtype)?)?;
+        let b = layouts[1].apply(&noisy(&[k, n], seed ^ 1, dtype)?)?;
         let start = noisy(&[m, n], seed ^ 2, DType::F64)?;
         let expected = start.copy()?;
         composed::add_matmul(&expected, &a.to_dtype(DType::F64)?, &b.to_dtype(DType::F64)?)?;

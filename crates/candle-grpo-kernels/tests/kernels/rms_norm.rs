@@ -6,8 +6,9 @@ use candle_grpo_test_support::{devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-mod common;
-use common::{check_against_f64, check_gradient_alone, dtypes, layouts, noisy};
+use crate::layout::layouts;
+use crate::strategies::dtypes;
+use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]

@@ -1,19 +1,20 @@
 //! `attention.cu` against the composed twin in f64 and the CPU path.
-#![allow(unsafe_code, missing_docs)]
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, noise};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
 use candle_grpo_kernels::{Sequences, attention, composed};
+use candle_grpo_test_support::noise;
 use half::{bf16, f16};
 
-include!("../../../kernels/attention.rs");
+include!("../../../../kernels/attention.rs");
 
 const SCALE: f64 = 0.3;
 
 /// The padding of a second sequence on the left: more than a tile has keys.
 const LEFT: usize = 67;
 
-/// Sequences of `new` positions after `past` others with padding (the mask is noise, or one of left padding), or packed ones.
+/// Sequences of `new` positions after `past` others with padding (the mask is noise, or one of left
+/// padding), or packed ones.
 #[derive(Debug, Clone, Copy)]
 enum Layout<'a> {
     Gaps {
@@ -41,7 +42,8 @@ struct Case<'a> {
     behind: usize,
     /// The same of the results, but for the gradient of the keys, besides.
     behind_results: usize,
-    /// Whether the first value and the last gradient that count are NaN, of which only padding must show nothing.
+    /// Whether the first value and the last gradient that count are NaN, of which only padding
+    /// must show nothing.
     nan: bool,
 }
 

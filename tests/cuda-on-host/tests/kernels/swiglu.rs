@@ -1,11 +1,9 @@
 //! `swiglu.cu` against the formula in f64 and the CPU path.
-#![allow(unsafe_code, missing_docs)]
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_cuda_on_host::{
-    Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward, noise,
-};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
 use candle_grpo_kernels::swiglu;
+use candle_grpo_test_support::noise;
 use half::{bf16, f16};
 
 /// `n` elements, in memory with `behind` further ones.

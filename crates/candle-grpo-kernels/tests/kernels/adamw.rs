@@ -6,8 +6,9 @@ use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-mod common;
-use common::{dtypes, layouts, lengths, noisy};
+use crate::layout::layouts;
+use crate::strategies::{dtypes, lengths};
+use crate::twin::noisy;
 
 fn assert_same(actual: &Tensor, expected: &Tensor, tolerance: f64) -> Result<()> {
     assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
@@ -116,7 +117,8 @@ proptest! {
     }
 }
 
-/// In bf16 the neighbour of 1 is 0.9961: a step of 1e-3 is lost ten times over, unless a master keeps it.
+/// In bf16 the neighbour of 1 is 0.9961: a step of 1e-3 is lost ten times over, unless a master
+/// keeps it.
 #[rstest]
 #[case::fused(adamw)]
 #[case::composed(composed::adamw)]
@@ -164,7 +166,7 @@ proptest! {
     ) {
         let shape = [rows, columns];
         for device in devices() {
-            let gradient = layout.of(&noisy(&shape, seed, dtype)?)?.to_device(device)?;
+            let gradient = layout.apply(&noisy(&shape, seed, dtype)?)?.to_device(device)?;
             let held = Held {
                 parameter: Var::ones(&shape, DType::F32, device)?,
                 master: None,

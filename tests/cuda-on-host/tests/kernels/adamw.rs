@@ -1,10 +1,9 @@
 //! `adamw.cu` against the formula in f64 and the CPU path.
-#![allow(unsafe_code, missing_docs)]
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, noise};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
-use candle_grpo_test_support::numbers;
+use candle_grpo_test_support::{noise, numbers};
 use half::{bf16, f16};
 
 const BETA1: f64 = 0.9;
@@ -42,7 +41,8 @@ fn formula(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
     [p.collect(), m, v]
 }
 
-/// `n` elements, in memory with `behind` further ones; with a master or without, a gradient like the parameter or of f32.
+/// `n` elements, in memory with `behind` further ones; with a master or without, a gradient like
+/// the parameter or of f32.
 fn check<T: Kernels>(
     n: usize,
     behind: usize,

@@ -6,8 +6,9 @@ use candle_grpo_test_support::{devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-mod common;
-use common::{dtypes, layouts, lengths, noisy};
+use crate::layout::layouts;
+use crate::strategies::{dtypes, lengths};
+use crate::twin::noisy;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
@@ -55,7 +56,7 @@ proptest! {
         for device in devices() {
             let mut gradients = vec![Tensor::new(3f32, device)?];
             for (shape, layout) in &shapes {
-                gradients.push(layout.of(&noisy(shape, seed, dtype)?)?.to_device(device)?);
+                gradients.push(layout.apply(&noisy(shape, seed, dtype)?)?.to_device(device)?);
             }
             let norms = squared_gradient_norms(&gradients.iter().collect::<Vec<_>>())?.to_vec1::<f64>()?;
             prop_assert_eq!(norms.len(), gradients.len());

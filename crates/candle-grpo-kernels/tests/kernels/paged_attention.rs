@@ -1,4 +1,5 @@
-//! `paged_attention` against `attention` on the same positions in f64, and each row against itself among others.
+//! `paged_attention` against `attention` on the same positions in f64, and each row against itself
+//! among others.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{
@@ -7,8 +8,9 @@ use candle_grpo_kernels::{
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
-mod common;
-use common::{Layout, bits, dtypes, layouts, noisy, rounding};
+use crate::layout::{Layout, layouts};
+use crate::strategies::dtypes;
+use crate::twin::{bits, noisy, rounding};
 
 /// A sequence in pages, and the same in one piece.
 struct Sequence {
@@ -103,7 +105,7 @@ fn write_all(
         let rows: usize = lens.iter().sum();
         let noise = |salt: u64| {
             let rows = noisy(&[rows, width], seed ^ (salt + 2 * index as u64), dtype)?;
-            layout.of(&rows)?.to_device(device)
+            layout.apply(&rows)?.to_device(device)
         };
         sequences.push(Sequence::write(
             &of_pages,
@@ -146,7 +148,7 @@ proptest! {
             let (pages, sequences) = write_all(&shape, layouts[0], seed, dtype, device)?;
             let rows = rows(&sequences, hidden)?;
             let width = shape.kv_heads * shape.group * shape.head_dim;
-            let query = layouts[1].of(&noisy(&[rows.len(), width], seed, dtype)?)?.to_device(device)?;
+            let query = layouts[1].apply(&noisy(&[rows.len(), width], seed, dtype)?)?.to_device(device)?;
             let fused = paged_attention(&query, &pages, &rows, scale)?;
             let composed = composed::paged_attention(&query, &pages, &rows, scale)?;
             prop_assert_eq!((fused.dims(), fused.dtype()), (query.dims(), dtype));
@@ -206,7 +208,7 @@ fn pages_keep_what_they_hold_as_they_grow() -> Result<()> {
     };
     let y = paged_attention(&x, &pages, &[row], 1.0)?;
     assert_eq!(numbers(&y)?, numbers(&x)?);
-    assert!(message(pages.grow(4)).contains("pages: 4, must be at least those there are, 5"));
+    assert!(message(pages.grow(4)).contains("pages: 4, must be at least the current number, 5"));
     Ok(())
 }
 
@@ -224,10 +226,10 @@ fn bad_input_is_named() -> Result<()> {
     let x = zeros(&[1, 8])?;
     let error =
         |query: &Tensor, rows: &[PagedRow]| message(paged_attention(query, &pages, rows, 1.0));
-    assert!(error(&x, &row(0)).contains("rows[0]: sees 0 positions"));
+    assert!(error(&x, &row(0)).contains("rows[0]: 0 visible positions"));
     assert!(
         error(&x, &row(4))
-            .contains("rows[0]: sees 4 positions, must be at least 1 and at most the 3")
+            .contains("rows[0]: 4 visible positions, must be at least 1 and at most the 3")
     );
     assert!(
         error(&zeros(&[1, 6])?, &row(1))

@@ -5,8 +5,9 @@ use candle_grpo_kernels::{composed, linear_rows};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
-mod common;
-use common::{bits, dtypes, layouts, noisy, rounding};
+use crate::layout::layouts;
+use crate::strategies::dtypes;
+use crate::twin::{bits, noisy, rounding};
 
 fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
     let wide = |x: &Tensor| x.to_dtype(DType::F64);
@@ -47,9 +48,9 @@ proptest! {
         let weights = outputs
             .iter()
             .zip(1..)
-            .map(|(&outputs, i)| layouts[i].of(&noisy(&[outputs, inputs], seed ^ i as u64, dtype)?))
+            .map(|(&outputs, i)| layouts[i].apply(&noisy(&[outputs, inputs], seed ^ i as u64, dtype)?))
             .collect::<Result<Vec<_>>>()?;
-        check(&layouts[0].of(&noisy(&[rows, inputs], seed, dtype)?)?, &weights)?;
+        check(&layouts[0].apply(&noisy(&[rows, inputs], seed, dtype)?)?, &weights)?;
     }
 
     #[test]

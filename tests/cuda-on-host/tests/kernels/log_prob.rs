@@ -1,18 +1,18 @@
 //! `log_prob.cu` against the composed twin in f64 and the CPU path.
-#![allow(unsafe_code, missing_docs)]
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, noise};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
 use candle_grpo_kernels::{LogProbOptions, composed, log_prob};
+use candle_grpo_test_support::noise;
 use half::{bf16, f16};
 
-mod common;
-use common::{THREADS, stacked};
+use crate::token_rows::{THREADS, stacked};
 
 const TEMPERATURE: f64 = 0.7;
 
-/// `n` rows of `vocab` logits, which end where their memory does: n and vocab say how they lie to addresses of 16 bytes.
-/// The gradient ends `shift` elements before the end of its own memory, or is written over the logits.
+/// `n` rows of `vocab` logits, which end where their memory does: n and vocab say how they lie to
+/// addresses of 16 bytes. The gradient ends `shift` elements before the end of its own memory, or
+/// is written over the logits.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     n: usize,

@@ -1,16 +1,15 @@
 //! `rms_norm.cu` against the formula in f64 and the CPU path.
-#![allow(unsafe_code, missing_docs)]
 
 use candle_core::{Device, Result, Tensor};
-use candle_grpo_cuda_on_host::{
-    Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward, noise,
-};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
 use candle_grpo_kernels::rms_norm;
+use candle_grpo_test_support::noise;
 use half::{bf16, f16};
 
 const EPSILON: f64 = 1e-3;
 
-/// `n` rows of `width`, in memory with `behind` further elements; threads of a row, rows of a block, blocks.
+/// `n` rows of `width`, in memory with `behind` further elements; threads of a row, rows of a
+/// block, blocks.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     n: usize,

@@ -1,18 +1,14 @@
-//! `linear_log_prob.cu`, with the backward pass in `log_prob.cu`, against the composed twin in f64 and the CPU path. The matrix
-//! products, which are those of cuBLAS on a GPU, are Candle's.
-#![allow(unsafe_code, missing_docs)]
+//! `linear_log_prob.cu`, with the backward pass in `log_prob.cu`, against the composed twin in f64
+//! and the CPU path. The matrix products, which are those of cuBLAS on a GPU, are Candle's.
 
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
-use candle_grpo_cuda_on_host::{
-    Buffer, Expected, Grid, Kernels, ORDERS, linear_log_prob_tile, noise,
-};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, linear_log_prob_tile};
 use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, linear_log_prob};
-use candle_grpo_test_support::numbers;
+use candle_grpo_test_support::{noise, numbers};
 
-mod common;
-use common::{THREADS, stacked};
+use crate::token_rows::{THREADS, stacked};
 
 const TEMPERATURE: f64 = 0.8;
 const N: usize = 5;

@@ -1,15 +1,18 @@
-//! `linear_log_prob` against its composed twin in f64, and what it promises about masks and frozen arguments.
-
-mod common;
+//! `linear_log_prob` against its composed twin in f64, and what it promises about masks and frozen
+//! arguments.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, composed, embedding, linear_log_prob,
 };
-use candle_grpo_test_support::{assert_close, devices, message, numbers};
-use common::{check_views, dtypes, layouts, noise, results, rounding, score, targets, tensor};
+use candle_grpo_test_support::{assert_close, devices, message, noise_tensor, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
+
+use crate::layout::layouts;
+use crate::strategies::dtypes;
+use crate::token_results::{derivatives, results, score, targets};
+use crate::twin::{check_views, rounding};
 
 /// Hidden states, weight and bias of small logits.
 struct Layer {
@@ -27,13 +30,12 @@ impl Layer {
         seed: u64,
         device: &Device,
     ) -> Result<Self> {
-        let of = |shape: &[usize], seed| {
-            tensor(noise(shape.iter().product(), seed), shape, dtype, device)
-        };
         Ok(Self {
-            hidden: of(&[rows, width], seed)?,
-            weight: of(&[vocab, width], seed ^ 1)?,
-            bias: bias.then(|| of(&[vocab], seed ^ 2)).transpose()?,
+            hidden: noise_tensor((rows, width), seed, dtype, device)?,
+            weight: noise_tensor((vocab, width), seed ^ 1, dtype, device)?,
+            bias: bias
+                .then(|| noise_tensor(vocab, seed ^ 2, dtype, device))
+                .transpose()?,
         })
     }
 
@@ -125,16 +127,7 @@ fn check_against_f64(
     }
     let expected = score(&expected)?.backward()?;
     let store = score(&actual)?.backward()?;
-    let weights = |seed| {
-        let weights = noise(targets.elem_count(), seed);
-        tensor(weights, targets.dims(), DType::F32, targets.device())
-    };
-    let derivatives = TokenLogProbs {
-        log_probs: weights(1)?,
-        entropy: weights(2)?,
-        log_sum_exp: weights(3)?,
-    };
-    let gradients = alone.backward(&without_graph, &derivatives)?;
+    let gradients = alone.backward(&without_graph, &derivatives(&without_graph)?)?;
     let gradients = [gradients.hidden, gradients.weight, gradients.bias];
     for ((exact, fused), alone) in exact
         .arguments()
@@ -194,7 +187,8 @@ proptest! {
     }
 }
 
-/// More rows than a tile has, and more columns. The gradient of a wide weight has room for tiles of logits.
+/// More rows than a tile has, and more columns. The gradient of a wide weight has room for tiles of
+/// logits.
 #[rstest]
 fn many_tiles_make_one_result(
     #[values(DType::F32, DType::BF16)] dtype: DType,
@@ -218,8 +212,8 @@ fn many_tiles_make_one_result(
 fn a_dropped_row_may_hold_anything() -> Result<()> {
     for device in devices() {
         let hidden = Var::new(&[[1f32, 2.], [f32::NAN, f32::INFINITY], [0.5, -1.]], device)?;
-        let weight = Var::from_tensor(&tensor(noise(10, 4), &[5, 2], DType::F32, device)?)?;
-        let bias = Var::from_tensor(&tensor(noise(5, 8), &[5], DType::F32, device)?)?;
+        let weight = Var::from_tensor(&noise_tensor((5, 2), 4, DType::F32, device)?)?;
+        let bias = Var::from_tensor(&noise_tensor(5, 8, DType::F32, device)?)?;
         // On a GPU the id cannot be out of range: the composed twin looks it up.
         let targets = Tensor::new(&[1i64, if device.is_cpu() { -100 } else { 0 }, 4], device)?;
         let mask = Tensor::new(&[1f32, 0., 1.], device)?;
@@ -294,7 +288,7 @@ fn the_weight_may_be_the_embedding(
     for device in devices() {
         let ids = Tensor::new(&[3u32, 0, 7, 3], device)?;
         let targets = Tensor::new(&[0u32, 7, 3, 11], device)?;
-        let values = tensor(noise(12 * 4, 21), &[12, 4], dtype, device)?;
+        let values = noise_tensor((12, 4), 21, dtype, device)?;
         let gradient = |dtype| -> Result<_> {
             let weight = Var::from_tensor(&values.to_dtype(dtype)?)?;
             let layer = Layer {
@@ -336,7 +330,7 @@ fn bad_input_is_named() -> Result<()> {
     );
     assert_eq!(
         of(&hidden, &zeros(&[0, 4], DType::F32)?),
-        "weight: shape [0, 4] is empty"
+        "weight: shape [0, 4], must not be empty"
     );
     assert_eq!(
         of(&hidden, &zeros(&[5, 4], DType::U32)?),

@@ -1,12 +1,12 @@
 //! `kernels/signatures.rs` says what the kernels take: names, types and order.
-#![allow(missing_docs)]
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 type Arguments = Vec<(String, String)>;
 
-/// The text between `start` and the parenthesis that closes it, without the ends of the lines of a macro.
+/// The text between `start` and the parenthesis that closes it, without the ends of the lines of a
+/// macro.
 fn arguments(text: &str, argument: impl Fn(&str) -> (String, String)) -> Arguments {
     let end = text.find(')').expect("a closing parenthesis");
     let plain = text[..end].replace('\\', " ");
@@ -75,7 +75,8 @@ fn are_those_of_the_kernels() {
     assert_eq!(listed, found);
 }
 
-/// The kernels of a file: `__global__ void __launch_bounds__(..) name(arguments)`, or `name_##name` for one of each dtype.
+/// The kernels of a file: `__global__ void __launch_bounds__(..) name(arguments)`, or `name_##name`
+/// for one of each dtype.
 fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
     for part in source.split("__global__ void").skip(1) {
         let part = part.replace('\\', " ");

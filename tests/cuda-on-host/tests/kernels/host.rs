@@ -1,5 +1,4 @@
 //! The stand-in itself: it finds the mistakes it is for, and shuffles as a GPU does.
-#![allow(unsafe_code, missing_docs)]
 
 use candle_grpo_cuda_on_host::{Buffer, Grid, ORDERS, launch};
 

@@ -5,8 +5,9 @@ use candle_grpo_kernels::{arithmetic_dtype, composed, rope, rope_gradient};
 use candle_grpo_test_support::{assert_close, message, numbers};
 use proptest::prelude::*;
 
-mod common;
-use common::{check_against_f64, check_gradient_alone, dtypes, layouts, noisy};
+use crate::layout::layouts;
+use crate::strategies::dtypes;
+use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
@@ -25,7 +26,7 @@ proptest! {
             move |inputs: &[&Tensor]| {
                 let x = inputs[0];
                 let angles = angles.to_dtype(arithmetic_dtype(x.dtype()))?.to_device(x.device())?;
-                rope(x, &layouts[1].of(&angles.cos()?)?, &layouts[1].of(&angles.sin()?)?)
+                rope(x, &layouts[1].apply(&angles.cos()?)?, &layouts[1].apply(&angles.sin()?)?)
             }
         };
         let x = noisy(&[rows, heads * 2 * pairs], seed, dtype)?;

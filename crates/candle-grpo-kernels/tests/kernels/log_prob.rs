@@ -1,16 +1,19 @@
-//! `log_prob` against its composed twin in f64, and what it promises about masks, memory and infinities.
-
-mod common;
+//! `log_prob` against its composed twin in f64, and what it promises about masks, memory and
+//! infinities.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{LogProbOptions, TokenLogProbs, composed, log_prob, log_prob_gradient};
-use candle_grpo_test_support::{assert_close, devices, message, numbers};
-use common::{Layout, check_views, dtypes, layouts, noise, noisy, results, score, targets, tensor};
+use candle_grpo_kernels::{LogProbOptions, composed, log_prob, log_prob_gradient};
+use candle_grpo_test_support::{assert_close, devices, message, noise_tensor, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-/// How far the fused path may be from f64 on the same inputs: in its results, and in the gradient, which has the dtype
-/// of the logits.
+use crate::layout::{Layout, layouts};
+use crate::strategies::dtypes;
+use crate::token_results::{derivatives, results, score, targets};
+use crate::twin::{check_views, noisy};
+
+/// How far the fused path may be from f64 on the same inputs: in its results, and in the gradient,
+/// which has the dtype of the logits.
 fn tolerances(dtype: DType) -> (f64, f64) {
     match dtype {
         DType::F32 => (4e-6, 4e-6),
@@ -28,7 +31,7 @@ fn check_against_f64(
 ) -> Result<()> {
     let (close, gradient_close) = tolerances(logits.dtype());
     let device = targets.device();
-    let values = layout.of(logits)?.to_device(device)?;
+    let values = layout.apply(logits)?.to_device(device)?;
     let exact = Var::from_tensor(&values.to_dtype(DType::F64)?)?;
     let fused = Var::from_tensor(&values)?;
     let options = LogProbOptions {
@@ -70,9 +73,10 @@ proptest! {
         let rows: usize = outer.iter().product();
         let logits = (noisy(&[&outer[..], &[vocab]].concat(), seed, DType::F64)? * scale)?.to_dtype(dtype)?;
         for device in devices() {
-            let targets = layouts[1].of(&targets(rows, vocab, seed, device)?.reshape(&outer[..])?)?;
+            let targets = targets(rows, vocab, seed, device)?.reshape(&outer[..])?;
+            let targets = layouts[1].apply(&targets)?;
             let mask: Vec<u8> = (0..rows).map(|row| (seed >> row & 1) as u8).collect();
-            let mask = layouts[2].of(&Tensor::from_vec(mask, &outer[..], device)?)?;
+            let mask = layouts[2].apply(&Tensor::from_vec(mask, &outer[..], device)?)?;
             check_against_f64((&logits, layouts[0]), &targets, temperature, masked.then_some(&mask))?;
         }
     }
@@ -196,12 +200,7 @@ fn the_backward_pass_can_be_called_alone(
     #[values(false, true)] gradient_into_logits: bool,
 ) -> Result<()> {
     for device in devices() {
-        let logits = Var::from_tensor(&tensor(
-            noise(2 * 3 * 1100, 4),
-            &[2, 3, 1100],
-            dtype,
-            device,
-        )?)?;
+        let logits = Var::from_tensor(&noise_tensor((2, 3, 1100), 4, dtype, device)?)?;
         let targets = Tensor::new(&[[5u32, 1099, 0], [1024, 1023, 77]], device)?;
         let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], device)?;
         let options = LogProbOptions {
@@ -210,14 +209,7 @@ fn the_backward_pass_can_be_called_alone(
         };
         let tokens = log_prob(&logits, &targets, 0.7, options)?;
         let expected = score(&tokens)?.backward()?;
-        let weights = |seed| {
-            tensor(noise(6, seed), &[2, 3], DType::F64, device)?.to_dtype(tokens.log_probs.dtype())
-        };
-        let derivatives = TokenLogProbs {
-            log_probs: weights(1)?,
-            entropy: weights(2)?,
-            log_sum_exp: weights(3)?,
-        };
+        let derivatives = derivatives(&tokens)?;
         let view = logits.as_tensor().reshape(logits.dims())?;
         let options = LogProbOptions {
             gradient_into_logits,
@@ -238,8 +230,8 @@ fn the_gradient_may_take_the_memory_of_the_logits(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
 ) -> Result<()> {
     for device in devices() {
-        let hidden = Var::from_tensor(&tensor(noise(7 * 4, 1), &[7, 4], dtype, device)?)?;
-        let weight = tensor(noise(4 * 1500, 2), &[4, 1500], dtype, device)?;
+        let hidden = Var::from_tensor(&noise_tensor((7, 4), 1, dtype, device)?)?;
+        let weight = noise_tensor((4, 1500), 2, dtype, device)?;
         let targets = Tensor::from_vec(vec![3u32, 9, 1400, 1023, 1024, 0, 1499], 7, device)?;
         let mask = Tensor::new(&[1u8, 1, 0, 1, 1, 1, 1], device)?;
         let run = |gradient_into_logits| -> Result<_> {
@@ -275,7 +267,7 @@ fn the_gradient_never_goes_into_what_the_logits_are_a_view_of(
     layout: Layout,
 ) -> Result<()> {
     for device in devices() {
-        let values = tensor(noise(7 * 1100, 3), &[7, 1100], dtype, device)?;
+        let values = noise_tensor((7, 1100), 3, dtype, device)?;
         let targets = targets(7, 1100, 5, device)?;
         let run = |gradient_into_logits| -> Result<_> {
             let variable = Var::from_tensor(&layout.memory(&values)?)?;
@@ -301,12 +293,7 @@ fn the_gradient_never_goes_into_what_the_logits_are_a_view_of(
 #[test]
 fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
     for device in devices() {
-        let logits = tensor(
-            noise(2 * 49_152, 9).iter().map(|x| x * 4.0).collect(),
-            &[2, 49_152],
-            DType::BF16,
-            device,
-        )?;
+        let logits = (noise_tensor((2, 49_152), 9, DType::BF16, device)? * 4.0)?;
         let targets = Tensor::new(&[17u32, 49_151], device)?;
         let expected = composed::log_prob(
             &logits.to_dtype(DType::F64)?,

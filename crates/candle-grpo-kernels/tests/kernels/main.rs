@@ -1,0 +1,18 @@
+//! Tests of the operators, on every device.
+
+mod adamw;
+mod add_matmul;
+mod attention;
+mod embedding;
+mod gradient_norm;
+mod layout;
+mod linear_log_prob;
+mod linear_rows;
+mod log_prob;
+mod paged_attention;
+mod rms_norm;
+mod rope;
+mod strategies;
+mod swiglu;
+mod token_results;
+mod twin;
