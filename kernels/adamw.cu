@@ -1,5 +1,5 @@
-// One step of AdamW for one parameter, in place. A master of f32 moves in the place of a parameter of half precision, which
-// becomes what the master rounds to; without one (null) the parameter moves in f32 and is rounded.
+// One AdamW step of one parameter, in place. With an f32 master the kernel updates the master and
+// rounds it to the parameter. Without a master (null) it updates the parameter in f32 and rounds it.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void step_all(P *parameter, float *master, float *ave
     }
 }
 
-// The gradient is of f32 (adamw) or of the dtype of the parameter (adamw_like).
+// The gradient is in f32 (adamw) or in the dtype of the parameter (adamw_like).
 #define ADAMW(T, name)                                                                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                             \
         adamw_##name(T *parameter, float *master, float *average, float *square, const float *gradient, uint64_t n,   \

@@ -1,15 +1,17 @@
-// Causal grouped-query attention without a matrix of scores in memory, forward and backward, on the tensor cores.
+// Causal grouped-query attention on the tensor cores, forward and backward. The matrix of the scores
+// is never stored.
 //
-// The query heads that share a key head are rows of one matrix: row r of a sequence is head r % group at new position r / group. A
-// block keeps some rows of the result and takes what they are made of in tiles, as FlashAttention-2 does (Dao 2023,
-// https://arxiv.org/abs/2307.08691): forward and for the gradient of the queries it keeps queries and takes keys, for that of keys
-// and values it keeps keys and takes queries. Each number is added up by one thread in one order, without atomics: the same input
-// gives the same bits.
+// The query heads that share a key head are the rows of one matrix: row r of a sequence is head
+// r % group at new position r / group. A block keeps some rows of its result and loads the other
+// operands in tiles, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691). The forward pass and
+// the gradient of the queries keep queries and load keys. The gradient of keys and values keeps keys
+// and loads queries. One thread computes each sum in a fixed order without atomics, so results are
+// deterministic.
 //
-// Scores and sums are f32. In half types the weights of the softmax, and the gradients of the scores, are rounded to the type
-// before they are multiplied, as all the operands of the tensor cores are. All passes compute a score from the same products in
-// the same order, and round it once it is scaled (__fmul_rn, which becomes no part of a fused operation): where the last bit of a
-// score is worth 1, another rounding is another weight.
+// Scores and sums are f32. In bf16 and f16 the softmax weights and the gradients of the scores are
+// rounded to the dtype, like all operands of the tensor cores. All passes compute a score from the
+// same products in the same order. __fmul_rn rounds the scaled score and is never part of a fused
+// operation: if the last bit of a score is worth 1, another rounding gives another weight.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -17,24 +19,26 @@
 
 #include <climits>
 
-// The sizes of tiles for heads of up to D elements, which `attention.rs` says once more for the launches. Every 16 rows that are kept
-// have a warp.
+// The sizes of tiles for heads of up to D elements. `attention.rs` has the same sizes for the launches.
+// A warp has 16 of the kept rows.
 template <typename T, int D> struct Tiles {
     static constexpr bool WIDE = sizeof(T) == 4;
     static constexpr int ROWS = WIDE && D == 256 ? 32 : 64;
     static constexpr int THREADS = 2 * ROWS;
-    // As many blocks share a multiprocessor forward as its shared memory has room for; with more the compiler would spill.
+    // Forward blocks of a multiprocessor, limited by its shared memory. With more blocks the compiler
+    // would spill registers.
     static constexpr int FORWARD_BLOCKS = D == 64 ? 4 : 2;
-    // Forward, and backward.
+    // Rows of a loaded tile, forward and backward.
     static constexpr int KEYS = WIDE ? (D == 256 ? 16 : 32) : (D == 256 ? 32 : 64);
     static constexpr int OTHERS = WIDE ? (D == 64 ? 32 : 16) : (D == 256 ? 16 : 32);
-    // Rows begin 16 bytes further than they are wide, in other banks of the memory.
+    // Rows have 16 bytes of padding, to start in different banks.
     static constexpr int STRIDE = D + PACK<T>;
-    // The columns of the gradients of keys and values that one block has registers for.
+    // Columns of the gradients of keys and values that fit in the registers of one block.
     static constexpr int COLUMNS = D < 128 ? D : 128;
 };
 
-// One key head of one sequence. `sequences` has for each its first query, its new positions, its first key and all its positions.
+// One key head of one sequence. `sequences` has the first query, new positions, first key and all
+// positions of each sequence.
 struct Head {
     uint32_t first_query, first_key, kv_heads, kv_head, group;
     int total, past, rows, head_dim;
@@ -52,7 +56,7 @@ struct Head {
         this->mask = mask + first_key;
     }
 
-    // The place of a row among the heads of all queries.
+    // Returns the index of a row among the heads of all queries.
     __device__ __forceinline__ uint64_t row_place(int row) const {
         const uint64_t position = first_query + (uint32_t)row / group;
         return (position * kv_heads + kv_head) * group + (uint32_t)row % group;
@@ -62,7 +66,8 @@ struct Head {
     }
     __device__ __forceinline__ uint64_t elements(uint64_t place) const { return place * (uint64_t)head_dim; }
 
-    // A row sees a key if the mark of the key is not above that of the row: the positions of both, but at padding.
+    // A key is visible to a row if its mark is not above the mark of the row. The mark is the position,
+    // except at padding.
     __device__ __forceinline__ int row_mark(int row) const {
         if (row >= rows) return -1;
         const int position = past + row / (int)group;
@@ -71,10 +76,11 @@ struct Head {
     __device__ __forceinline__ int key_mark(int key) const { return key < total && mask[key] != 0 ? key : INT_MAX; }
 };
 
-// Head dimensions are multiplied in whole pieces.
+// Products cover whole fragments of the head dimension.
 __device__ __forceinline__ int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
-// Fills `rows` rows of a tile from where `source(row)` says, with zeros where that is null and behind the head.
+// Loads `rows` rows of a tile from `source(row)`. Rows with a null source, and columns beyond the head,
+// are 0.
 template <typename T, int STRIDE, int THREADS, typename Source>
 __device__ __forceinline__ void load_tile(T *tile, int rows, int head_dim, bool aligned, Source source) {
     const int packs = padded(head_dim) / PACK<T>;
@@ -92,8 +98,8 @@ __device__ __forceinline__ void load_tile(T *tile, int rows, int head_dim, bool 
     }
 }
 
-// Writes what a warp has in c, 16 rows by `columns`, to where `target(row)` says, through its rows of a tile. `factors` are for
-// the rows of this lane; a factor of 0 gives 0, whatever it multiplies.
+// Writes 16 rows by `columns` of c to `target(row)`, through the rows of this warp in a tile. `factors`
+// scale the rows of this lane. A factor of 0 gives 0, also for NaN.
 template <typename T, int STRIDE, int pieces, typename Target>
 __device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4], const float (&factors)[2], int columns,
                                            bool aligned, Target target) {
@@ -120,8 +126,8 @@ __device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4],
     }
 }
 
-// c[.., n] += the 16 rows of `a` that this warp has, times the rows of `b`, at the k-th DEPTH columns of the head. `swapped` adds the
-// products in the order of the opposite product.
+// Adds to c[.., n] the product of the 16 rows of `a` of this warp with the rows of `b`, at the k-th DEPTH
+// columns of the head. `swapped` adds the products in the order of the transposed product.
 template <typename T, int STRIDE, bool swapped, int pieces>
 __device__ __forceinline__ void multiply_rows(float (&c)[pieces][4], const T *a, const T *b, int k) {
     const FragmentA of_a = load_a(a, STRIDE, (int)threadIdx.x / 32 * 16, k * DEPTH<T>);
@@ -134,7 +140,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[pieces][4], const T *a,
     }
 }
 
-// c += weights b, whose columns are those of the tile from `first` on, as far as the head goes.
+// c += weights b, at the columns of the tile from `first` to the end of the head.
 template <typename T, int STRIDE, int pieces, int others>
 __device__ __forceinline__ void multiply_columns(float (&c)[pieces][4], const float (&weights)[others][4], const T *b, int first,
                                                  int head_dim) {
@@ -143,7 +149,7 @@ __device__ __forceinline__ void multiply_columns(float (&c)[pieces][4], const fl
         const FragmentA a = as_a<T>(weights, k);
 #pragma unroll
         for (int n = 0; n < pieces / 2; n++) {
-            // Not `break`, with which the pieces would not stay in registers.
+            // Not `break`: the fragments would leave the registers.
             if (first + n * 16 < head_dim) {
                 FragmentB of_b[2];
                 load_b_of_columns(b, STRIDE, k * DEPTH<T>, first + n * 16, of_b);
@@ -162,7 +168,7 @@ template <int pieces> __device__ __forceinline__ void clear(float (&c)[pieces][4
     }
 }
 
-// Over the four lanes that have parts of the same rows.
+// Reductions over the four lanes with parts of the same rows.
 __device__ __forceinline__ float row_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -172,7 +178,8 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]; of one that sees nothing it is not read.
+// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]. Not read for a row without
+// visible keys.
 template <typename T, int D>
 __device__ __forceinline__ void forward(const T *query, const T *key, const T *value, const uint8_t *mask,
                                         const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
@@ -184,7 +191,7 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
     int *marks = reinterpret_cast<int *>(values + KEYS * STRIDE);
 
     const Head head(mask, sequences, blockIdx.x / tiles, kv_heads, group, head_dim);
-    // Those that see most come first.
+    // The rows with the most visible keys come first.
     const int first_row = (int)(tiles - 1 - blockIdx.x % tiles) * Size::ROWS;
     if (first_row >= head.rows) return;
     const bool aligned = head_dim % PACK<T> == 0 && is_aligned(query) && is_aligned(key) && is_aligned(value) && is_aligned(y);
@@ -231,7 +238,7 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float peak = fmaxf(largest[r], row_max(peaks[r]));
-            // Minus infinity relative to itself would be NaN.
+            // The difference of two minus infinities would be NaN.
             subtract[r] = peak == -INFINITY ? 0.0f : peak;
             factors[r] = exp2_approx(largest[r] - subtract[r]);
             largest[r] = peak;
@@ -266,8 +273,9 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
     });
 }
 
-// The gradient of the queries (`first`), or of keys (`first`) and values (`second`). `dots`: the sum over each row of its result times the
-// gradient of that, [queries, heads], which the pass of the queries writes and that of the keys reads.
+// The gradient of the queries (`first`), or of keys (`first`) and values (`second`). `dots`: the dot
+// product of each row of the result with its gradient, [queries, heads]. The pass of the queries
+// writes it, and the pass of the keys reads it.
 template <typename T, int D, bool OF_KEYS>
 __device__ __forceinline__ void backward(const T *query, const T *key, const T *value, const uint8_t *mask,
                                          const uint32_t *sequences, const T *y, const T *gradient, const float *log_sums,
@@ -275,7 +283,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
                                          int head_dim, float scale) {
     using Size = Tiles<T, D>;
     constexpr int STRIDE = Size::STRIDE, OTHERS = Size::OTHERS, COLUMNS = OF_KEYS ? Size::COLUMNS : D;
-    // What is kept, queries and the gradient of their results or keys and values, and what comes in tiles, the other two.
+    // The kept operands are queries and the gradient of the result, or keys and values. The other two
+    // are loaded in tiles.
     DYNAMIC_SHARED(T, kept);
     T *kept_with = kept + Size::ROWS * STRIDE, *others = kept_with + Size::ROWS * STRIDE, *others_with = others + OTHERS * STRIDE;
     int *marks = reinterpret_cast<int *>(others_with + OTHERS * STRIDE);
@@ -285,7 +294,7 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     const int column = (int)(blockIdx.x % PARTS) * COLUMNS;
     const uint32_t block = blockIdx.x / PARTS;
     const Head head(mask, sequences, block / tiles, kv_heads, group, head_dim);
-    // Those that have most to do come first: late queries, early keys.
+    // The blocks with the most work come first: late queries, early keys.
     const int tile = (int)(OF_KEYS ? block % tiles : tiles - 1 - block % tiles), first_own = tile * Size::ROWS;
     if (first_own >= (OF_KEYS ? head.total : head.rows)) return;
     const bool aligned = head_dim % PACK<T> == 0 && is_aligned(query) && is_aligned(key) && is_aligned(value) &&
@@ -334,7 +343,7 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     float of_first[COLUMNS / 8][4], of_second[OF_KEYS ? COLUMNS / 8 : 1][4];
     clear(of_first);
     clear(of_second);
-    // Queries from the first on that sees a key of these; keys up to the last that a query of these sees.
+    // Queries from the first with a visible key of this block, or keys up to the last visible one.
     const int begin = OF_KEYS ? max(first_own - head.past, 0) * (int)group : 0;
     const int end = OF_KEYS ? head.rows : head.past + (min(first_own + Size::ROWS, head.rows) - 1) / (int)group + 1;
     for (int from = begin; from < end; from += OTHERS) {
@@ -359,7 +368,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         }
         __syncthreads();
 
-        // Of keys, both are transposed. The weights, and their gradient, which becomes that of the scores.
+        // The weights, and their gradient, which becomes the gradient of the scores. Both are transposed
+        // in the pass of the keys.
         float weights[OTHERS / 8][4], of_scores[OTHERS / 8][4];
         clear(weights);
         clear(of_scores);
@@ -391,7 +401,7 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
             };
         };
         const bool real[2] = {own_marks[0] != INT_MAX, own_marks[1] != INT_MAX};
-        // The pieces of this warp in the tiles are read by nobody else, and by nobody any more.
+        // Only this warp reads its rows of the tiles, and it has finished.
         store_rows<T, STRIDE>(kept, of_first, {real[0] ? scale : 0.0f, real[1] ? scale : 0.0f}, columns, aligned, target(first));
         store_rows<T, STRIDE>(kept_with, of_second, {real[0] ? 1.0f : 0.0f, real[1] ? 1.0f : 0.0f}, columns, aligned,
                               target(second));

@@ -1,21 +1,21 @@
-// The tiles of `attention.cu`, once for the launches and once for the tests on the CPU: whoever includes this file gives them to
-// the kernels as blocks and shared memory.
+// The tiles of `attention.cu`, for the launches and for the tests on the CPU. Both include this file to
+// compute blocks and shared memory.
 
-/// The tiles of the kernels for a head dimension.
+/// Tiles of the kernels for a head dimension.
 #[derive(Debug, Clone, Copy)]
 struct AttentionTiles {
-    /// The kernels are for heads of up to so many elements: 64, 128 or 256.
+    /// Maximum width of a head: 64, 128 or 256.
     width: usize,
-    /// Rows that a block keeps; it has two threads for each.
+    /// Rows that a block keeps, with two threads for each.
     rows: usize,
     /// Blocks that share the columns of the gradients of keys and values.
     parts: usize,
-    /// Shared memory, forward and backward.
+    /// Shared memory of the forward and of the backward pass.
     forward_bytes: usize,
     backward_bytes: usize,
 }
 
-/// None for a head dimension that is too large. `element` is the size of an element in bytes.
+/// Returns `None` for a head dimension that is too large. `element` is the size of an element in bytes.
 fn attention_tiles(head_dim: usize, element: usize) -> Option<AttentionTiles> {
     let width = *[64, 128, 256].iter().find(|width| head_dim <= **width)?;
     let is_wide = element == 4;
@@ -36,7 +36,7 @@ fn attention_tiles(head_dim: usize, element: usize) -> Option<AttentionTiles> {
         parts: width.div_ceil(128),
         // Queries, keys, values, and a mark for each key.
         forward_bytes: (rows + 2 * keys) * row_bytes + 4 * keys,
-        // Two tiles of each, and three numbers for each row of what is not kept.
+        // Two tiles of each operand, and three numbers for each loaded row.
         backward_bytes: 2 * (rows + others) * row_bytes + 12 * others,
     })
 }

@@ -1,4 +1,4 @@
-// The float dtypes that kernels read and write, one at a time or 16 bytes at a time; they compute in f32.
+// Float dtypes that kernels read and write, one element or 16 bytes at a time. Arithmetic is in f32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,10 +16,10 @@ template <> __device__ __forceinline__ float from_float<float>(float x) { return
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
 
-// How many elements 16 bytes hold.
+// Elements in 16 bytes.
 template <typename T> constexpr int PACK = 16 / sizeof(T);
 
-// The elements of one 32-bit word.
+// Converts the elements of one 32-bit word.
 __device__ __forceinline__ void unpack_word(uint32_t word, float *out, const float *) { out[0] = __uint_as_float(word); }
 __device__ __forceinline__ void unpack_word(uint32_t word, float *out, const __nv_bfloat16 *) {
     out[0] = __uint_as_float(word << 16);
@@ -61,8 +61,8 @@ template <typename T> __device__ __forceinline__ uint4 pack(const float (&x)[PAC
                       pack_word(x + 2 * n, (const T *)nullptr), pack_word(x + 3 * n, (const T *)nullptr));
 }
 
-// A row of `length` elements: `head` of them before the first address that is a multiple of 16, then `packs` of 16 bytes,
-// then `tail`. A row may begin anywhere, where its length is odd or the tensor is a part of another.
+// A row of `length` elements: `head` elements before the first multiple of 16 bytes, then `packs` of 16
+// bytes, then `tail` elements. A row of odd length, or of a view, may start at any address.
 template <typename T> struct Row {
     int head;
     int packs;
@@ -76,18 +76,18 @@ template <typename T> struct Row {
     }
 };
 
-// Whether two rows have their packs at the same columns.
+// Returns whether two rows have their packs at the same columns.
 __device__ __forceinline__ bool same_alignment(const void *a, const void *b) {
     return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
 }
 
-// Read or written once: not worth a place in a cache.
+// For data that is read or written once: bypasses the caches.
 __device__ __forceinline__ uint4 load_streaming(const uint4 *from) { return __ldcs(from); }
 
-// Whether 16 bytes at a time can be read or written from here on.
+// Returns whether a pointer is aligned to 16 bytes.
 __device__ __forceinline__ bool is_aligned(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
-// Four elements at a time, for arguments of several dtypes that lie side by side.
+// Four elements at a time, for arguments of several dtypes.
 template <typename T> __device__ __forceinline__ bool is_aligned_for_four(const T *address) {
     return reinterpret_cast<uintptr_t>(address) % (4 * sizeof(T)) == 0;
 }

@@ -1,5 +1,5 @@
-// Rows of a table [vocab, width] by ids [n], and the gradient of the table. An id out of range names no row: NaN forward,
-// nothing backward.
+// Rows of a table [vocab, width] at ids [n], and the gradient of the table. An id out of range gives NaN
+// forward and no gradient.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -7,7 +7,7 @@
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
-// A warp for each row: blockDim is 32 by WARPS.
+// A warp for each row; blockDim is 32 by WARPS.
 template <typename T>
 __device__ __forceinline__ void forward(const T *weight, const uint32_t *ids, T *rows, uint64_t n, uint32_t vocab,
                                         int width) {
@@ -26,16 +26,16 @@ __device__ __forceinline__ void forward(const T *weight, const uint32_t *ids, T 
     for (int i = done + (int)threadIdx.x; i < width; i += 32) to[i] = is_row ? from[i] : from_float<T>(NAN);
 }
 
-// The first place of each id that stands anywhere: `first[id]` becomes n less that place. It begins as zeros.
+// Sets `first[id]` to n minus the first position of the id. It starts as zeros.
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_first(const uint32_t *ids, uint32_t *first, uint32_t n, uint32_t vocab) {
     const uint32_t place = blockIdx.x * THREADS + threadIdx.x;
     if (place < n && ids[place] < vocab) atomicMax(first + ids[place], n - place);
 }
 
-// A block for each place (blockIdx.x) and each 64 packs of columns (blockIdx.y); it sums the rows of its id if the place
-// is the first of it. Each warp takes a part of the places, in their order, and the warps are added in theirs: the same
-// bits each time. What has no place in `ids` is not written.
+// A block for each position (blockIdx.x) and each 64 packs of columns (blockIdx.y). It sums the rows of
+// its id if the position is the first of the id. A warp sums some positions in order, and the block
+// adds the warps in order, so the result is deterministic. Rows without an id are not written.
 template <typename T>
 __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids, const uint32_t *first, T *dweight,
                                          uint32_t n, uint32_t vocab, int width) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids,
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) sums[i] = 0.0f;
 
-    // Element i of pack p of a lane is of column first_column + p * 32 * PACK + lane * PACK + i.
+    // Element i of pack p of a lane has the column first_column + p * 32 * PACK + lane * PACK + i.
     auto add_row = [&](uint32_t row) {
         const T *from = gradient + (uint64_t)row * (uint64_t)width;
 #pragma unroll
@@ -78,7 +78,7 @@ __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids,
     for (uint32_t at = begin; at < end; at += 32) {
         const bool is_here = at + (uint32_t)lane < end && ids[at + (uint32_t)lane] == id;
         unsigned here = __ballot_sync(0xffffffffu, is_here);
-        // Up to four rows at once: their loads do not wait for each other.
+        // Up to four rows at once, so that their loads overlap.
         while (here != 0) {
             uint32_t rows[4];
             int count = 0;

@@ -4,10 +4,10 @@
 #include "math.cuh"
 
 constexpr int THREADS = 256;
-// The sums of one gradient, one for each block; added by a block with a thread for each.
+// Partial sums of one gradient, one for each block. A block with a thread for each part adds them.
 constexpr int PARTS = THREADS;
 
-// parts[blockIdx.x], of at most PARTS blocks.
+// Writes parts[blockIdx.x], for at most PARTS blocks.
 template <typename T> __device__ __forceinline__ void squares(const T *gradient, double *parts, uint64_t n) {
     double sum = 0.0;
     const uint64_t thread = (uint64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -31,7 +31,7 @@ template <typename T> __device__ __forceinline__ void squares(const T *gradient,
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// sums[blockIdx.x] of the PARTS parts of each gradient.
+// Writes sums[blockIdx.x], the sum of the PARTS parts of a gradient.
 extern "C" __global__ void __launch_bounds__(THREADS) gradient_sum_parts(const double *parts, double *sums) {
     const double sum = block_sum<THREADS>(parts[(uint64_t)blockIdx.x * PARTS + threadIdx.x]);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;

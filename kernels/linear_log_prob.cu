@@ -1,11 +1,11 @@
-// The forward pass of log_prob.cu in tiles of the vocabulary, one after another, as matrix products make their logits: f32,
-// [n, columns] from `first_column` on. One block for each row. A row whose mask is 0 gives zeros and reads no logits. A null
-// mask keeps every row. The backward pass needs no state, and is log_prob_backward.
+// The forward pass of log_prob.cu in tiles of the vocabulary: f32 logits [n, columns] from
+// `first_column`. One block for each row. A row with a mask of 0 gives zeros without a read of its
+// logits. A null mask keeps every row. The backward pass is log_prob_backward.
 
 #include "log_prob.cuh"
 
-// `state` [4, n] holds the sums of the tiles before and the logit of the target, once it was seen; the first tile reads
-// nothing of it, and the last one gives the results.
+// `state` [4, n] holds the sums of the previous tiles and the logit of the target. The first tile does
+// not read it, and the last tile writes the results.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     linear_log_prob_tile(const float *logits, const uint32_t *targets, const uint8_t *mask, float *state, float *packed,
                          uint64_t n, uint64_t columns, uint32_t first_column, uint64_t vocab, float inverse_temperature) {
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         sums.merge({state[row], state[n + row], state[2 * n + row]}, scale);
         target = state[3 * n + row];
     }
-    // Out of range, since it is not signed, where the target was in a tile before.
+    // Unsigned: out of range if the target is in a previous tile.
     const uint32_t column = targets[row] - first_column;
     if (column < columns) target = x[column];
     if (is_last) {

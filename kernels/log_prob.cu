@@ -1,6 +1,7 @@
-// Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and backward, one pass each; backward
-// also of a tile of the vocabulary, for linear_log_prob. One block for each row. A row whose mask is 0 gives zeros and reads no
-// logits. A null mask keeps every row.
+// Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and backward
+// with one pass each. The backward pass also takes a tile of the vocabulary, for linear_log_prob. One
+// block for each row. A row with a mask of 0 gives zeros without a read of its logits. A null mask
+// keeps every row.
 
 #include "log_prob.cuh"
 
@@ -17,11 +18,11 @@ __device__ __forceinline__ void forward(const T *logits, const uint32_t *targets
     Sums sums;
     if (!sums_of_row(x, (int)vocab, scale, sums)) return;
     const uint32_t target = targets[row];
-    // A target out of range has no log-prob, and is not read.
+    // A target out of range is not read, and has no log-prob.
     finish(sums, target < vocab ? to_float(x[target]) : NAN, scale, packed, n, row);
 }
 
-// How the gradient of a row follows from its logits.
+// The coefficients of the gradient of a row.
 struct Coefficients {
     float scale;
     float log2_sum_exp;
@@ -29,15 +30,15 @@ struct Coefficients {
     float slope;
     float at_target;
 
-    // All but the share of the target.
+    // The gradient without the term of the target.
     __device__ __forceinline__ float gradient(float x) const {
         const float log2_p = x * scale - log2_sum_exp;
         return exp2_approx(log2_p) * (constant + slope * fmaxf(log2_p, NO_WEIGHT));
     }
 };
 
-// Of the logits [n, columns] from `first_column` of the vocabulary on. `gradient` may be `logits`: each thread reads what it
-// writes, before it does.
+// The gradient of logits [n, columns] from `first_column` of the vocabulary. `gradient` may be `logits`:
+// a thread reads an element before it writes it.
 template <typename T>
 __device__ __forceinline__ void backward(const T *logits, const uint32_t *targets, const uint8_t *mask,
                                          const float *packed, const float *packed_gradient, T *gradient, uint64_t n,
@@ -56,7 +57,8 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
         return;
     }
 
-    // By z = x / temperature: the log-prob has 1[target] - p, the log-sum-exp p, the entropy -p (log p + entropy).
+    // Derivatives by z = x / temperature: 1[target] - p of the log-prob, p of the log-sum-exp, and
+    // -p (log p + entropy) of the entropy.
     const float entropy = packed[n + row];
     const float d_log_prob = packed_gradient[row], d_entropy = packed_gradient[n + row];
     const Coefficients row_of = {
@@ -66,7 +68,7 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
         -inverse_temperature * d_entropy * LN_2,
         inverse_temperature * d_log_prob,
     };
-    // Of another tile, it is no column of this one: of one before it is out of range, since it is not signed.
+    // Unsigned: out of range if the target is in another tile.
     const uint32_t target = targets[row] - first_column;
     auto one = [&](uint64_t column) {
         const float d = row_of.gradient(to_float(x[column]));
@@ -79,7 +81,7 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
 
     constexpr int IN_FLIGHT = 4;
     const uint4 *from = reinterpret_cast<const uint4 *>(x + parts.head);
-    // The target's pack and its place there, of which one is negative for a target before the packs.
+    // The pack of the target and its position there. One is negative for a target before the packs.
     const int in_packs = (int)target - parts.head;
     const int target_pack = in_packs / PACK<T>, target_place = in_packs % PACK<T>;
     for (int first = thread; first < parts.packs; first += IN_FLIGHT * THREADS) {

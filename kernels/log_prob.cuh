@@ -1,7 +1,7 @@
-// What the passes over logits share: a block for each row, its sums, and the results that follow from them.
+// Shared code of the passes over logits: a block for each row, its sums, and the results.
 //
-// They are bound by memory: 16-byte loads, several in flight for each thread, and one exponential for each logit. Exponentials are of
-// base 2, so that the scale of the temperature takes the logarithm's base with it.
+// The passes are bound by memory: 16-byte loads, several in flight for each thread, and one exponential
+// for each logit. Exponentials have base 2, and the factor of the temperature includes the base.
 
 #pragma once
 
@@ -10,21 +10,21 @@
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-// The log2 of a weight that is 0 in f32: in the place of minus infinity, whose product with that 0 would be NaN.
+// log2 of a weight that is 0 in f32. Replaces minus infinity, whose product with 0 would be NaN.
 constexpr float NO_WEIGHT = -200.0f;
 
-// Sums over logits x of a row, relative to the largest one: with d = (x - largest) * scale, which is log2 of a weight, the
-// sums of exp2(d) and of d * exp2(d). `largest` is minus infinity as long as every logit was.
+// Sums over logits x of a row, relative to the largest one: the sums of exp2(d) and of d * exp2(d) with
+// d = (x - largest) * scale. `largest` is minus infinity if all logits are.
 struct Sums {
     float largest;
     float exp;
     float weighted;
 
-    // Makes the sums relative to `other`, which is larger.
+    // Rescales the sums to `other`, which is larger.
     __device__ __forceinline__ void raise(float other, float scale) {
         const float shift = (largest - other) * scale;
         const float factor = exp2_approx(shift);
-        // A shift that is infinite, as that of an empty sum is, would give NaN.
+        // An infinite shift, as of an empty sum, would give NaN.
         weighted = factor == 0.0f ? 0.0f : factor * (weighted + shift * exp);
         exp *= factor;
         largest = other;
@@ -43,11 +43,11 @@ struct Sums {
 #pragma unroll
         for (int i = 1; i < count; i++) largest_x = fmaxf(largest_x, x[i]);
         if (largest_x > largest) raise(largest_x, scale);
-        // Minus infinity is outside of the distribution, and relative to itself it would be NaN.
+        // Minus infinity has probability 0. The difference of two would be NaN.
         const float subtract = largest == -INFINITY ? 0.0f : largest;
 #pragma unroll
         for (int i = 0; i < count; i++) {
-            // The difference first: that of numbers near each other is exact.
+            // The difference first: it is exact for nearby numbers.
             const float d = (x[i] - subtract) * scale;
             const float e = exp2_approx(d);
             exp += e;
@@ -55,7 +55,7 @@ struct Sums {
         }
     }
 
-    // What the warp has, in every lane.
+    // Combines the sums of the lanes of a warp, in each lane.
     __device__ __forceinline__ void merge_lanes(float scale) {
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2)
@@ -75,7 +75,7 @@ template <> __device__ __forceinline__ uint4 minus_infinities<__half>() {
     return make_uint4(0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u, 0xfc00fc00u);
 }
 
-// The sums over `length` logits from `x` on, in thread 0; the other threads of the block get false.
+// Sums `length` logits from `x`. Returns true in thread 0, which has the result.
 template <typename T> __device__ __forceinline__ bool sums_of_row(const T *x, int length, float scale, Sums &sums) {
     const Row<T> parts(x, length);
     sums = {-INFINITY, 0.0f, 0.0f};
@@ -111,7 +111,7 @@ template <typename T> __device__ __forceinline__ bool sums_of_row(const T *x, in
     return threadIdx.x == 0;
 }
 
-// Writes the results of a row; `target` is the logit of its target.
+// Writes the results of a row. `target` is the logit of its target.
 __device__ __forceinline__ void finish(Sums sums, float target, float scale, float *packed, uint64_t n, uint64_t row) {
     const float log2_sum = log2f(sums.exp);
     packed[row] = LN_2 * ((target - sums.largest) * scale - log2_sum);

@@ -1,4 +1,4 @@
-// Arithmetic and sums of a warp that several operators have.
+// Arithmetic and reductions of several operators.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,7 +6,7 @@
 constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
 
-// 2 to the power of x, in one instruction; what is below the smallest normal number is 0.
+// Returns 2^x in one instruction. Results below the smallest normal number are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
     float y;
@@ -17,22 +17,22 @@ __device__ __forceinline__ float exp2_approx(float x) {
 #endif
 }
 
-// 1 / (1 + exp(-x)).
+// Returns 1 / (1 + exp(-x)).
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_approx(-x * LOG2_E)); }
 
-// The sum over the lanes of a warp, in every lane.
+// Returns the sum over the lanes of a warp to each lane.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
 }
 
-// The sum over the threads of a block, in every one of them, and in the same order each time.
+// Returns the sum over the threads of a block to each thread. The order is deterministic.
 template <int THREADS> __device__ __forceinline__ double block_sum(double x) {
     __shared__ double warps[THREADS / 32];
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    // A sum before this one has been read.
+    // All threads have read the previous sum.
     __syncthreads();
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
     __syncthreads();

@@ -1,11 +1,11 @@
-// Products of small matrices on the tensor cores, in f32 whatever the elements are: bf16 and f16 as they are, f32 in two parts of
-// 11 bits each (three products; what is left out is 2^-22 of each term).
+// Products of small matrices on the tensor cores, with sums in f32. bf16 and f16 are multiplied
+// directly. f32 is split into two parts of 11 bits: three products leave an error of 2^-22 of each term.
 //
-// A warp holds the matrices in pieces. With g = lane / 4 and t = lane % 4, a lane has of
+// A warp holds the matrices in fragments. With g = lane / 4 and t = lane % 4, a lane has
 //   a [16, DEPTH]  the rows g and g + 8, at the columns 2t, 2t + 1 (and, in half types, 2t + 8, 2t + 9),
 //   b [DEPTH, 8]   the same rows of the depth at the column g,
 //   c [16, 8]      (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
-// In f32 the hardware would take the depth in another order; it does not matter in which order products are added.
+// In f32 the hardware has another order of the depth. The order of the products does not matter.
 #pragma once
 
 #include "element.cuh"
@@ -14,7 +14,7 @@
 #include "cuda_mma.h"
 #endif
 
-// How many products one instruction adds.
+// Products that one instruction adds.
 template <typename T> constexpr int DEPTH = sizeof(T) == 4 ? 8 : 16;
 
 struct FragmentA {
@@ -24,7 +24,7 @@ struct FragmentB {
     uint32_t words[2];
 };
 
-// Four matrices of 8 x 8 elements of 16 bits from shared memory; a lane gives the address of a row.
+// Loads four matrices of 8 x 8 16-bit elements from shared memory. Each lane has the address of a row.
 template <bool transposed> __device__ __forceinline__ void load_matrices(const void *row, uint32_t (&words)[4]) {
 #ifdef CUDA_ON_HOST
     cuda_host::load_matrices(row, transposed, words);
@@ -43,7 +43,7 @@ template <bool transposed> __device__ __forceinline__ void load_matrices(const v
 #endif
 }
 
-// The 16 rows of `tile` from `row` on, at DEPTH columns from `column` on.
+// Loads 16 rows of `tile` from `row`, at DEPTH columns from `column`.
 template <typename T> __device__ __forceinline__ FragmentA load_a(const T *tile, int stride, int row, int column) {
     const int lane = (int)threadIdx.x % 32;
     FragmentA a;
@@ -57,7 +57,8 @@ template <> __device__ __forceinline__ FragmentA load_a<float>(const float *tile
     return {{__float_as_uint(upper.x), __float_as_uint(lower.x), __float_as_uint(upper.y), __float_as_uint(lower.y)}};
 }
 
-// Two pieces whose columns are the rows of `tile` from `row` on, and whose depth is its columns from `column` on.
+// Loads two fragments. Their columns are the rows of `tile` from `row`, and their depth its columns from
+// `column`.
 template <typename T>
 __device__ __forceinline__ void load_b_of_rows(const T *tile, int stride, int row, int column, FragmentB (&b)[2]) {
     const int lane = (int)threadIdx.x % 32;
@@ -77,7 +78,8 @@ __device__ __forceinline__ void load_b_of_rows<float>(const float *tile, int str
     }
 }
 
-// Two pieces whose depth is the rows of `tile` from `row` on, and whose columns are its columns from `column` on.
+// Loads two fragments. Their depth is the rows of `tile` from `row`, and their columns its columns from
+// `column`.
 template <typename T>
 __device__ __forceinline__ void load_b_of_columns(const T *tile, int stride, int row, int column, FragmentB (&b)[2]) {
     const int lane = (int)threadIdx.x % 32;
@@ -97,7 +99,7 @@ __device__ __forceinline__ void load_b_of_columns<float>(const float *tile, int 
     }
 }
 
-// What stands in the pieces of c from `first` on as an a, whose depth is their columns.
+// Converts the fragments of c from `first` to a fragment of a, whose depth is their columns.
 template <typename T, int count> __device__ __forceinline__ FragmentA a_of(const float (&c)[count][4], int first) {
     const float(&left)[4] = c[first], (&right)[4] = c[first + 1];
     const T *of = nullptr;
@@ -133,8 +135,8 @@ __device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a,
 #endif
 }
 
-// The nearest number of 11 bits. What the instruction leaves in the others is not documented, and what they hold must not count
-// here and be dropped in a product.
+// Rounds to the nearest number of 11 bits. The instruction leaves the other bits undefined, so they are
+// cleared: a product ignores them, and the remainder must not.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
 #ifdef CUDA_ON_HOST
     return cuda_host::to_tf32(x);
@@ -155,7 +157,7 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint32_t (&a)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #endif
 }
-// A number as a large part and what it leaves.
+// Splits a number into a large part and a remainder.
 template <int count>
 __device__ __forceinline__ void split(const uint32_t (&words)[count], uint32_t (&large)[count], uint32_t (&small)[count]) {
 #pragma unroll
@@ -166,14 +168,15 @@ __device__ __forceinline__ void split(const uint32_t (&words)[count], uint32_t (
     }
 }
 
-// c += a b. `swapped` adds the products in the order of b^T a^T, which gives the same bits then.
+// c += a b. `swapped` adds the products in the order of b^T a^T, for bit-identical results.
 template <typename T, bool swapped = false>
 __device__ __forceinline__ void multiply(float (&c)[4], const FragmentA &a, const FragmentB &b) {
     if constexpr (sizeof(T) == 4) {
         uint32_t large_a[4], small_a[4], large_b[2], small_b[2];
         split(a.words, large_a, small_a);
         split(b.words, large_b, small_b);
-        // Tensor cores add towards zero, so long sums are added here, to the nearest (Ootomo and Yokota, 2022).
+        // Tensor cores round sums toward zero. Long sums are added here, to the nearest
+        // (https://arxiv.org/abs/2203.03341).
         const float before[4] = {c[0], c[1], c[2], c[3]};
         c[0] = c[1] = c[2] = c[3] = 0.0f;
         if (swapped) multiply_tf32(c, large_a, small_b);
@@ -187,7 +190,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const FragmentA &a, cons
     }
 }
 
-// The DEPTH columns of c from piece k * DEPTH / 8 on, as an a.
+// Converts the DEPTH columns of c from fragment k * DEPTH / 8 to a fragment of a.
 template <typename T, int count> __device__ __forceinline__ FragmentA as_a(const float (&c)[count][4], int k) {
     if constexpr (sizeof(T) == 4) return a_of_f32(c, k);
     else return a_of<T>(c, 2 * k);

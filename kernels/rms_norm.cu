@@ -1,12 +1,13 @@
 // y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward.
-// blockDim.x threads, a multiple of 32, share a row; blockDim.y rows are in a block, which goes over the rows in strides of
-// the grid. A second reading of a row comes from the caches.
+// blockDim.x threads, a multiple of 32, share a row, and a block has blockDim.y rows. The blocks loop over
+// the rows in strides of the grid. The second read of a row comes from the caches.
 
 #include "element.cuh"
 #include "math.cuh"
 
-// Calls `each(first, values...)` for the `count` columns from `first` on that this thread has of a row: packs where every
-// pointer and the width allow it, single elements else. Which columns a thread has does not depend on the row.
+// Calls `each(first, values...)` for the columns of this thread in a row, `count` columns from `first` at a
+// time: packs if all pointers and the width are aligned, else single elements. The columns of a thread
+// are the same in each row.
 template <bool packed, typename T, typename Each>
 __device__ __forceinline__ void for_columns(int width, Each each) {
     constexpr int step = packed ? PACK<T> : 1;
@@ -25,14 +26,14 @@ __device__ __forceinline__ void store(T *to, const float (&values)[packed ? PACK
     else *to = from_float<T>(values[0]);
 }
 
-// The sums over the threads of a row, in each of them. `scratch` has two numbers for each warp of the block.
+// Returns the sums over the threads of a row to each of them. `scratch` has two numbers for each warp.
 __device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
     a = warp_sum(a);
     b = warp_sum(b);
     const int warps = (int)blockDim.x / 32;
     if (warps == 1) return make_float2(a, b);
     float2 *row = scratch + (int)threadIdx.y * warps;
-    // What was there is read no more.
+    // All threads have read the previous values.
     __syncthreads();
     if (threadIdx.x % 32 == 0) row[threadIdx.x / 32] = make_float2(a, b);
     __syncthreads();
@@ -51,7 +52,7 @@ __device__ __forceinline__ void forward(const T *x, const T *weight, T *y, uint6
     constexpr int count = packed ? PACK<T> : 1;
     __shared__ float2 scratch[THREADS / 32];
     const uint64_t stride = (uint64_t)gridDim.x * blockDim.y;
-    // The same number of times in every thread, as they meet in the sum.
+    // The same number of iterations in each thread, because the sum has a barrier.
     for (uint64_t first = (uint64_t)blockIdx.x * blockDim.y; first < n; first += stride) {
         const uint64_t row = first + threadIdx.y;
         const bool is_row = row < n;
@@ -72,7 +73,7 @@ __device__ __forceinline__ void forward(const T *x, const T *weight, T *y, uint6
             float values[count], weights[count];
             load<packed, T>(from + column, values);
             load<packed, T>(weight + column, weights);
-            // Rounded in between, as it is where the normalised row is a tensor.
+            // Rounds in between, as a tensor of normalized rows would.
 #pragma unroll
             for (int i = 0; i < count; i++) values[i] = to_float(from_float<T>(values[i] * scale)) * weights[i];
             store<packed, T>(to + column, values);
@@ -80,14 +81,14 @@ __device__ __forceinline__ void forward(const T *x, const T *weight, T *y, uint6
     }
 }
 
-// Besides dx, the sums over the rows of each block of what each gives to the gradient of the weight: `partial`
+// Computes dx, and the gradient of the weight summed over the rows of each block: `partial`
 // [gridDim.x, width]. `weight_sums` is shared memory of blockDim.y * width floats.
 template <bool packed, typename T>
 __device__ __forceinline__ void backward(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,
                                          int width, float epsilon, float *weight_sums) {
     constexpr int count = packed ? PACK<T> : 1;
     __shared__ float2 scratch[THREADS / 32];
-    // Element i of pack p is at i * packs + p: neighbours in a warp are neighbours in memory.
+    // Element i of pack p is at i * packs + p, so that a warp accesses adjacent memory.
     const int packs = width / count;
     float *sums = weight_sums + (int)threadIdx.y * width;
     for_columns<packed, T>(width, [&](int column) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
         const float2 both = row_sums(squares, products, scratch);
         const float scale = rsqrtf(both.x / (float)width + epsilon);
         if (!is_row) continue;
-        // With g the gradient times the weight: scale g - x scale^3 mean(g x).
+        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the weight.
         const float along_x = -scale * scale * scale * both.y / (float)width;
         T *to = dx + row * (uint64_t)width;
         for_columns<packed, T>(width, [&](int column) {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
     }
 }
 
-// The sums over `parts` rows of `partial` [parts, width]. 32 columns for each block of 32 by 8 threads.
+// Sums `parts` rows of `partial` [parts, width]. A block of 32 by 8 threads has 32 columns.
 template <typename T>
 __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int parts, int width) {
     __shared__ float shared[8][32];

@@ -1,13 +1,14 @@
-// Rotary position embedding in the half-split layout: rows [rows, heads * 2 * pairs], angles [rows, pairs] that the heads of
-// a row share. In each head, element i pairs with i + pairs. `sign` is 1, or -1 for the rotation back.
-// blockDim.x threads share a head, blockDim.y heads are in a block.
+// Rotary position embedding in the half-split layout: rows [rows, heads * 2 * pairs], and angles
+// [rows, pairs] shared by the heads of a row. In each head, elements i and i + pairs are a pair. `sign`
+// is 1, or -1 for the inverse rotation. blockDim.x threads share a head, and a block has blockDim.y
+// heads.
 
 #include "element.cuh"
 #include "math.cuh"
 
 constexpr int THREADS = 256;
 
-// Turns the `count` pairs whose first elements are at `first` and whose second ones are at `second`.
+// Rotates `count` pairs, with the first elements at `first` and the second elements at `second`.
 template <typename T, int count>
 __device__ __forceinline__ void turn(float (&first)[count], float (&second)[count], const float *cos, const float *sin,
                                      float sign) {

@@ -4,10 +4,11 @@
 #include "math.cuh"
 
 constexpr int THREADS = 256;
-// Packs for each thread, which go apart by the number of threads.
+// Packs of a thread, at a distance of the number of threads.
 constexpr int IN_FLIGHT = 2;
 
-// Calls `each` for the elements of this block: `each.template operator()<true>(start)` for 16 bytes of them, with false for one.
+// Calls `each` for the elements of this block: `each.template operator()<true>(start)` for 16 bytes, with
+// false for one element.
 template <typename T, typename Pack, typename One>
 __device__ __forceinline__ void for_elements(uint64_t n, bool aligned, Pack pack, One one) {
     const uint64_t per_block = (uint64_t)THREADS * IN_FLIGHT * PACK<T>;
@@ -24,7 +25,7 @@ __device__ __forceinline__ void for_elements(uint64_t n, bool aligned, Pack pack
 
 __device__ __forceinline__ float forward(float gate, float up) { return gate * sigmoid(gate) * up; }
 
-// The gradients of gate and up.
+// Computes the gradients of gate and up.
 __device__ __forceinline__ float2 backward(float gate, float up, float gradient) {
     const float s = sigmoid(gate), silu = gate * s;
     return make_float2(gradient * up * (s + silu * (1.0f - s)), gradient * silu);

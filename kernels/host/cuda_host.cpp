@@ -1,4 +1,5 @@
-// Runs one launch: blocks one after another, the threads of a block as fibers that hand over at barriers and warp operations.
+// Runs a launch: the blocks in sequence, and the threads of a block as fibers that switch at barriers and
+// warp operations.
 
 #include "include/cuda_host.h"
 
@@ -34,10 +35,10 @@ struct Fiber {
     void* stack;
     uint3 index;
     State state;
-    const char* operation;  // that it waits at
+    const char* operation;  // the operation of the waiting fiber
     unsigned mask;
     uint64_t brought;
-    cuda_host::Lanes lanes;  // what each lane brought to the operation that ended last
+    cuda_host::Lanes lanes;  // values of the lanes in the last operation
 };
 
 struct Launch {
@@ -68,7 +69,7 @@ void* take_stack() {
     return stack;
 }
 
-// A context only begins a fiber: changing between contexts costs a system call, jumping costs nothing.
+// A context starts a fiber; later switches are jumps. Switching contexts would take a system call each time.
 __attribute__((noinline)) void resume(Fiber* fiber) {
     launch->running = fiber;
     threadIdx = fiber->index;
@@ -95,7 +96,7 @@ size_t linear(const Fiber& fiber) {
     return fiber.index.x + (size_t)blockDim.x * (fiber.index.y + (size_t)blockDim.y * fiber.index.z);
 }
 
-// Lets a warp go on whose lanes have all arrived. Returns whether there was one.
+// Resumes a warp whose lanes have all arrived. Returns whether there was one.
 bool end_warp_operation(Fiber* warp, size_t lanes) {
     bool ended = false;
     for (size_t i = 0; i < lanes; i++) {
@@ -118,7 +119,7 @@ bool end_warp_operation(Fiber* warp, size_t lanes) {
     return ended;
 }
 
-// Lets the block go on if every thread is at its barrier. Returns whether that was so.
+// Resumes the block if all threads are at its barrier. Returns whether they are.
 bool end_block_barrier(std::vector<Fiber>& fibers) {
     for (const Fiber& fiber : fibers)
         if (fiber.state != State::AtBlockBarrier) return false;
@@ -134,7 +135,7 @@ std::string where(const Fiber& fiber) {
     return text;
 }
 
-// Says which threads cannot meet.
+// Reports the threads that cannot meet.
 std::string deadlock(const std::vector<Fiber>& fibers) {
     const Fiber* waiting = nullptr;
     for (const Fiber& fiber : fibers)
@@ -163,7 +164,7 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
         fiber.start.uc_link = nullptr;
         makecontext(&fiber.start, run_fiber, 0);
     }
-    // A warp goes as far as it can before the next one begins: what it needs of others, or they of it, takes a barrier.
+    // A warp runs until it blocks before the next one starts: exchange between warps needs a barrier.
     const size_t warps = (fibers.size() + 31) / 32;
     std::vector<size_t> warp_order(warps), lane_order(32);
     for (size_t i = 0; i < warps; i++) warp_order[i] = reverse ? warps - 1 - i : i;
@@ -192,7 +193,7 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
     }
 }
 
-// A load or store outside of every buffer ends the process: this says where it came from.
+// Reports a load or store outside of every buffer, which ends the process.
 void on_segv(int) {
     char text[200];
     int length = snprintf(text, sizeof text,
@@ -234,8 +235,8 @@ void fail(const char* format, ...) {
 
 }  // namespace cuda_host
 
-// Kernels are compiled with -fsanitize=undefined. These are what the compiler calls where it finds something; each is given a
-// description that starts with the place.
+// Handlers of -fsanitize=undefined, with which the kernels are compiled. The argument of each starts with
+// the source location.
 struct Place {
     const char* file;
     uint32_t line, column;
@@ -264,7 +265,7 @@ extern "C" [[noreturn]] void __ubsan_handle_missing_return(Place* place) {
     cuda_host::fail("missing return at %s:%u:%u", place->file, place->line, place->column);
 }
 
-// A buffer of `bytes` that ends where memory that nobody may touch begins.
+// Allocates a buffer of `bytes` that ends at an inaccessible page.
 extern "C" void* cuda_host_buffer(size_t bytes) {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
     char* start = (char*)mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -280,9 +281,10 @@ extern "C" void cuda_host_free(void* buffer, size_t bytes) {
     munmap((char*)buffer + bytes - whole, whole + page);
 }
 
-// Calls body(argument) once for each thread of the grid. `order` 0 runs the warps of a block and their lanes upwards, 1 downwards, any
-// other number is the seed of a random order: what differs between them depends on a barrier that is missing. Returns null, or
-// what went wrong, valid until the next launch of this thread.
+// Calls body(argument) once for each thread of the grid. `order` 0 runs the warps of a block and their lanes
+// in ascending order, 1 in descending order, and any other number in a random order with that seed. A
+// result that differs between orders shows a missing barrier. Returns null or an error message, valid until
+// the next launch of this thread.
 extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order,
                                         void (*body)(void*), void* argument) {
     static thread_local std::string error;
@@ -304,7 +306,7 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     Launch current;
     current.fibers.resize(threads);
     for (Fiber& fiber : current.fibers) fiber.stack = take_stack();
-    // In whole pieces of 16 bytes, so that it begins at one.
+    // Multiples of 16 bytes, so that the start is aligned.
     current.shared_bytes = (shared_bytes + 15) / 16 * 16;
     current.shared = (char*)cuda_host_buffer(current.shared_bytes);
     current.body = body;

@@ -5,48 +5,58 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
 
-/// A parameter, its gradient and its state, all of one shape and on one device.
+/// A parameter, its gradient and its optimizer state, of one shape and on one device.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWTensors<'a> {
-    /// What moves, of any float dtype.
+    /// The parameter, of any float dtype.
     pub parameter: &'a Var,
-    /// The same numbers in f32, for a parameter of bf16 or f16, in which small steps would be lost: the master moves, and
-    /// the parameter becomes what it rounds to.
+    /// The master copy of a bf16 or f16 parameter, in f32. The step updates the master and rounds
+    /// it to the parameter. Without a master, steps below the precision of the dtype are lost.
     pub master: Option<&'a Var>,
-    /// The average of gradients, in f32 (f64 for an f64 parameter).
+    /// The moving average of gradients, in f32 (f64 for an f64 parameter).
     pub average: &'a Var,
-    /// The average of squared gradients, of the same dtype.
+    /// The moving average of squared gradients, of the same dtype.
     pub square: &'a Var,
     /// The gradient, in f32, bf16 or f16 (f64 for an f64 parameter).
     pub gradient: &'a Tensor,
-    /// The step shrinks the parameter by `learning_rate * weight_decay` of itself.
+    /// The weight decay coefficient. The step multiplies the parameter by
+    /// `1 - learning_rate * weight_decay`.
     pub weight_decay: f64,
 }
 
-/// The numbers of one step, the same for all parameters.
+/// The hyperparameters of one step, equal for all parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
-    /// Size of the step.
+    /// Step size.
     pub learning_rate: f64,
     /// Decay of the average of gradients, in [0, 1).
     pub beta1: f64,
     /// Decay of the average of squared gradients, in [0, 1).
     pub beta2: f64,
-    /// Keeps the division finite.
+    /// Added to the denominator.
     pub epsilon: f64,
-    /// The number of this step, from 1: the averages begin at 0, and are corrected for it.
+    /// Index of this step, from 1. It determines the bias correction of the averages.
     pub step: usize,
 }
 
-/// Adam with decoupled weight decay (Loshchilov and Hutter 2019), as `torch.optim.AdamW` computes it, over all parameters:
-/// one pass over the memory, nothing allocated.
+/// Updates all parameters with AdamW (<https://arxiv.org/abs/1711.05101>), in place.
 ///
-/// With the gradient g, m becomes `beta1 m + (1 - beta1) g`, v becomes `beta2 v + (1 - beta2) g^2`, and the parameter p
-/// becomes `p (1 - learning_rate weight_decay) - learning_rate m^ / (sqrt(v^) + epsilon)`, where m^ is `m / (1 - beta1^t)`
-/// and v^ is `v / (1 - beta2^t)` in step t.
+/// One pass over the memory, no allocation. Step t with the gradient g is
 ///
-/// Errs on numbers out of range, and on tensors of other shapes, dtypes and devices or that share their memory; then
-/// nothing has changed. No graph that used the parameters may be alive, as its backward pass would mix old and new values.
+/// ```text
+/// m = beta1 m + (1 - beta1) g
+/// v = beta2 v + (1 - beta2) g^2
+/// p = p (1 - learning_rate weight_decay)
+///     - learning_rate (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
+/// ```
+///
+/// as in `torch.optim.AdamW`. A graph that uses the parameters must not be alive: its backward pass
+/// would mix old and new values.
+///
+/// # Errors
+///
+/// Fails if a hyperparameter is out of range, if shapes, dtypes or devices differ, or if tensors
+/// share memory. Nothing has changed in these cases.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -73,7 +83,7 @@ pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
     check_arguments(parameters, step)?;
     let (fused, rest): (Vec<_>, Vec<_>) = parameters
         .iter()
-        // Candle takes an empty tensor for one whose elements share memory.
+        // Candle treats an empty tensor as one whose elements share memory.
         .filter(|tensors| tensors.parameter.elem_count() > 0)
         .partition(|tensors| path::is_fused_on_cpu(tensors.parameter));
     cpu::adamw::step(&fused, step)?;
@@ -82,7 +92,7 @@ pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
         if path::is_fused(tensors.parameter) {
             return crate::cuda::adamw::step(tensors, step);
         }
-        composed::adamw_tensors(tensors, step)
+        composed::adamw::unchecked(tensors, step)
     })
 }
 
@@ -116,7 +126,7 @@ impl AdamWStep {
     }
 
     pub(crate) fn coefficients(&self, weight_decay: f64) -> Coefficients {
-        // As a float, since a count may pass what an integer power takes.
+        // A float, because the step may exceed the range of an integer power.
         let t = self.step as f64;
         Coefficients {
             beta1: self.beta1,
@@ -129,7 +139,7 @@ impl AdamWStep {
     }
 }
 
-/// The numbers of one step, the same for all elements of a parameter.
+/// The coefficients of one step, equal for all elements of a parameter.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Coefficients {
     pub(crate) beta1: f64,
@@ -163,7 +173,7 @@ impl AdamWTensors<'_> {
         let half = !matches!(self.parameter.dtype(), DType::F32 | DType::F64);
         if self.master.is_some() && !half {
             bail!(
-                "master: given for a parameter of {:?}, must be absent but for bf16 and f16",
+                "master: given for a parameter of {:?}, must be absent unless the parameter is bf16 or f16",
                 self.parameter.dtype()
             );
         }
@@ -190,7 +200,7 @@ impl AdamWTensors<'_> {
         }
         if arithmetic_dtype(self.gradient.dtype()) != state {
             bail!(
-                "gradient: {:?} for a parameter of {:?}, must be f64 for f64 and only then",
+                "gradient: {:?} for a parameter of {:?}, both or neither must be f64",
                 self.gradient.dtype(),
                 self.parameter.dtype()
             );

@@ -1,14 +1,22 @@
-//! Matrix products that are added to what is there.
+//! Matrix product added to a sum.
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::{check, composed, cpu, path};
 
-/// `sum += a b`, in place: what shares the memory of `sum` changes too. For the gradient of a weight over micro-batches, and for that
-/// of an input that several weights read.
+/// Computes `sum += a b` in place, for gradients that accumulate over micro-batches or uses.
 ///
-/// `a` `[M, K]` and `b` `[K, N]` of one float dtype and any layout; `sum` `[M, N]`, contiguous, of f32, or f64 for f64. The result does
-/// not depend on the number of cores. Errs on other shapes and dtypes, and if `a` or `b` shares the memory of `sum`.
+/// Tensors that share the memory of `sum` change too. The result is the same on any number of
+/// cores.
+///
+/// # Shapes
+///
+/// - `a`: `[M, K]`, `b`: `[K, N]`, of one float dtype and any layout
+/// - `sum`: `[M, N]`, contiguous, f32 (f64 for f64)
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, and if `a` or `b` shares the memory of `sum`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -28,7 +36,7 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if path::is_fused_on_cpu(a) && a.dtype() == DType::F32 {
         return cpu::add_matmul(sum, a, b);
     }
-    composed::add_matmul_to(sum, a, b)
+    composed::add_matmul::unchecked(sum, a, b)
 }
 
 pub(crate) fn check(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Attention of tokens to those before them.
+//! Causal attention.
 
 use candle_core::{
     CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, WithDType, bail,
@@ -7,21 +7,32 @@ use candle_core::{
 use crate::cpu::{with_element, with_floats};
 use crate::{check, composed, cpu, path};
 
-/// Causal grouped-query attention (Ainslie et al. 2023): `softmax(scale * query key^T) value` for each head, over the
-/// positions that a query may see.
+/// Causal grouped-query attention (<https://arxiv.org/abs/2305.13245>):
+/// `softmax(scale * query key^T) value` for each head.
 ///
-/// - `query`: S new positions for each of B sequences, `[B, S, heads * head_dim]` or `[B * S, heads * head_dim]`, the
-///   heads side by side as a linear layer leaves them; any float dtype.
-/// - `key`, `value`: all T positions, `[B, T, kv_heads * head_dim]` or flat as well, of the same dtype. The new ones
-///   are the last S of them. `heads` is a multiple of `kv_heads`; query heads that lie side by side share a key head.
-/// - `sequences`: a mask `[B, T]`, 0 at padding, of any dtype; or the lengths of sequences that lie one after another
-///   without padding ([`Sequences::Packed`]). Then S is T, and all tensors are flat.
+/// A query attends to the positions up to its own, except padding. The result has the shape and
+/// dtype of `query`, and is 0 at padding. Values at padding, NaN included, do not influence a
+/// result or a gradient. `query`, `key` and `value` have gradients. The fused paths do
+/// not store the matrix of the scores.
 ///
-/// A query sees the positions up to its own, but for padding. The result is like `query`; at padding it is 0. What stands
-/// at padding, NaN included, touches no result and no gradient. `query`, `key` and `value` have gradients; no matrix of
-/// the size of the scores outlives its computation. Arithmetic in f32; on CUDA (heads of up to 256 elements) bf16 and f16
-/// are multiplied as they are and added in f32, the weights of the softmax being rounded for that. Errs on other shapes and
-/// dtypes, and a scale that is not positive and finite.
+/// Arithmetic is in f32. On CUDA bf16 and f16 are multiplied in their dtype and summed in f32, and
+/// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements.
+///
+/// # Shapes
+///
+/// B sequences with S new positions of T. The heads are side by side, as a linear layer returns
+/// them.
+///
+/// - `query`: `[B, S, heads * head_dim]` or `[B * S, heads * head_dim]`, any float dtype. The S
+///   positions are the last of the T positions.
+/// - `key`, `value`: `[B, T, kv_heads * head_dim]` or `[B * T, kv_heads * head_dim]`, of the same
+///   dtype. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
+/// - `sequences`: a mask `[B, T]` of any dtype, 0 at padding, or the lengths of packed sequences
+///   ([`Sequences::Packed`]). For packed sequences S = T, and the tensors are flat.
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, and on a scale that is not positive and finite.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -45,7 +56,7 @@ pub fn attention<'a>(
     let sequences = sequences.into();
     let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
     if !is_fused(query, head_dim) {
-        return composed::attention_unchecked(query, key, value, sequences, &sizes, scale);
+        return composed::attention::unchecked(query, key, value, sequences, &sizes, scale);
     }
     query.contiguous()?.apply_op3(
         &key.contiguous()?,
@@ -54,8 +65,14 @@ pub fn attention<'a>(
     )
 }
 
-/// The backward pass of [`attention`] alone: from the gradient of its result, of the shape and dtype of `query`, those of
-/// `query`, `key` and `value`, in their shapes, without a graph.
+/// The backward pass of [`attention`], without a graph.
+///
+/// `gradient` is the gradient of the result. Returns the gradients of `query`, `key` and `value`,
+/// in their shapes and dtype.
+///
+/// # Errors
+///
+/// Fails as [`attention`], and if `gradient` does not have the shape and dtype of `query`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -81,7 +98,7 @@ pub fn attention_gradient<'a>(
     check::gradient(gradient, "query", query)?;
     if !is_fused(query, head_dim) {
         return composed::gradients([query, key, value], gradient, |[query, key, value]| {
-            composed::attention_unchecked(query, key, value, sequences, &sizes, scale)
+            composed::attention::unchecked(query, key, value, sequences, &sizes, scale)
         });
     }
     Attention::new(sequences, sizes, scale, query.device())?.gradients(
@@ -93,7 +110,7 @@ pub fn attention_gradient<'a>(
     )
 }
 
-/// The kernels on CUDA are for heads of up to 256 elements.
+/// Returns whether a fused path exists. The CUDA kernels take heads of up to 256 elements.
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
 fn is_fused(query: &Tensor, head_dim: usize) -> bool {
     #[cfg(feature = "cuda")]
@@ -103,12 +120,12 @@ fn is_fused(query: &Tensor, head_dim: usize) -> bool {
     path::is_fused(query)
 }
 
-/// Which positions belong to which sequence.
+/// The arrangement of sequences in a tensor of positions.
 #[derive(Debug, Clone, Copy)]
 pub enum Sequences<'a> {
-    /// Sequences of one width with padding: a mask `[B, T]`, 0 at padding, of any dtype.
+    /// Sequences padded to one width, with a mask `[B, T]` of any dtype, 0 at padding.
     Padded(&'a Tensor),
-    /// Sequences one after another: the length of each, at least 1.
+    /// Sequences one after another, with the length of each, at least 1.
     Packed(&'a [usize]),
 }
 
@@ -118,14 +135,14 @@ impl<'a> From<&'a Tensor> for Sequences<'a> {
     }
 }
 
-/// What the arguments of [`attention`] are, in numbers.
+/// The sizes of the arguments of [`attention`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sizes {
     /// Number of sequences (B).
     pub(crate) batch: usize,
-    /// New positions of each (S); of the longest, if they are packed.
+    /// New positions of each sequence (S), or of the longest packed one.
     pub(crate) new: usize,
-    /// All positions of each (T); of the longest, if they are packed.
+    /// All positions of each sequence (T), or of the longest packed one.
     pub(crate) total: usize,
     pub(crate) kv_heads: usize,
     /// Query heads that share a key head.
@@ -188,7 +205,7 @@ impl Sizes {
     }
 }
 
-/// B, S and T, of a mask `[B, T]`.
+/// Returns B, S and T for a mask `[B, T]`.
 fn padded(mask: &Tensor, queries: usize, keys: usize) -> Result<(usize, usize, usize)> {
     let &[batch, total] = mask.dims() else {
         bail!("mask: shape {:?}, must be [B, T]", mask.dims());
@@ -199,16 +216,16 @@ fn padded(mask: &Tensor, queries: usize, keys: usize) -> Result<(usize, usize, u
     let new = queries.checked_div(batch).unwrap_or(0);
     if queries != batch * new || new > total {
         bail!(
-            "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, as mask says"
+            "query: {queries} positions, must be B * S with B = {batch} and S at most {total}, from mask"
         );
     }
     if keys != batch * total {
-        bail!("key: {keys} positions, must be B * T = {batch} * {total}, as mask says");
+        bail!("key: {keys} positions, must be B * T = {batch} * {total}, from mask");
     }
     Ok((batch, new, total))
 }
 
-/// B, and twice the largest of `lengths`.
+/// Returns B, and twice the largest of `lengths`.
 fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usize, usize)> {
     let Some(&longest) = lengths.iter().max() else {
         bail!("lengths: none, must be at least one");
@@ -227,21 +244,21 @@ fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usiz
     Ok((lengths.len(), longest, longest))
 }
 
-/// `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value` `[B * T, kv_heads * head_dim]`, contiguous, to the
-/// shape of `query`.
+/// The operation on contiguous `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value`
+/// `[B * T, kv_heads * head_dim]`.
 pub(crate) struct Attention {
-    /// Of u8, one entry for each key.
+    /// u8, one entry for each key.
     pub(crate) mask: Tensor,
     pub(crate) scale: f32,
     pub(crate) sizes: Sizes,
-    /// Where each of the sequences lies.
+    /// The rows of each sequence.
     pub(crate) sequences: Vec<Sequence>,
-    /// What the backward pass wants of a forward pass on CUDA.
+    /// The log-sum-exps of a forward pass on CUDA, for the backward pass.
     #[cfg(feature = "cuda")]
     log_sums: std::sync::Mutex<Option<Tensor>>,
 }
 
-/// The rows of a sequence among those of `query` and `key`.
+/// The rows of a sequence in `query` and `key`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {
     pub(crate) first_query: usize,
@@ -305,7 +322,7 @@ impl Attention {
             .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Of contiguous inputs; `y` is the result, where it is known.
+    /// Returns the gradients of contiguous inputs. `y` is the result, if it is known.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn gradients(
         &self,

@@ -1,4 +1,4 @@
-//! Checks of arguments that several operators have.
+//! Argument checks of several operators.
 
 use std::collections::HashSet;
 
@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::precision::arithmetic_dtype;
 
-/// Errs unless `value` is positive and finite.
+/// Fails unless `value` is positive and finite.
 pub(crate) fn positive(name: &str, value: f64) -> Result<()> {
     if value > 0.0 && value.is_finite() {
         Ok(())
@@ -15,7 +15,7 @@ pub(crate) fn positive(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Errs unless `value` is at least 0 and finite.
+/// Fails unless `value` is at least 0 and finite.
 pub(crate) fn not_negative(name: &str, value: f64) -> Result<()> {
     if value >= 0.0 && value.is_finite() {
         Ok(())
@@ -24,7 +24,7 @@ pub(crate) fn not_negative(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Errs unless `x` is of a float dtype.
+/// Fails unless `x` has a float dtype.
 pub(crate) fn float(name: &str, x: &Tensor) -> Result<()> {
     if x.dtype().is_float() {
         Ok(())
@@ -33,17 +33,17 @@ pub(crate) fn float(name: &str, x: &Tensor) -> Result<()> {
     }
 }
 
-/// Errs if `x` is in a graph, which an operator without a gradient would end without a word.
+/// Fails if `x` is in a graph, because the operator has no gradient.
 pub(crate) fn constant(name: &str, x: &Tensor) -> Result<()> {
     if x.track_op() {
         bail!(
-            "{name}: a variable or computed from one, must be detached, as no gradient comes back"
+            "{name}: a variable or computed from one, must be detached: the operator has no gradient"
         );
     }
     Ok(())
 }
 
-/// Errs unless the tensors are on one device; each is given with its name.
+/// Fails unless all tensors, given with their names, are on one device.
 pub(crate) fn same_device(tensors: &[(&str, &Tensor)]) -> Result<()> {
     if let Some(((first_name, first), rest)) = tensors.split_first() {
         for (name, tensor) in rest {
@@ -59,7 +59,7 @@ pub(crate) fn same_device(tensors: &[(&str, &Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// Errs unless `x` has the dtype of `like`.
+/// Fails unless `x` has the dtype of `like`.
 pub(crate) fn same_dtype(name: &str, x: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
     if x.dtype() == like.dtype() {
         Ok(())
@@ -72,7 +72,8 @@ pub(crate) fn same_dtype(name: &str, x: &Tensor, like_name: &str, like: &Tensor)
     }
 }
 
-/// Errs unless `sum`, to which numbers of `dtype` are added in place, is contiguous and of the dtype of such sums.
+/// Fails unless `sum`, to which values of `dtype` are added in place, is contiguous and has the
+/// arithmetic dtype.
 pub(crate) fn accumulator(name: &str, sum: &Tensor, dtype: DType) -> Result<()> {
     let wide = arithmetic_dtype(dtype);
     if sum.dtype() != wide {
@@ -91,7 +92,7 @@ pub(crate) fn accumulator(name: &str, sum: &Tensor, dtype: DType) -> Result<()> 
     Ok(())
 }
 
-/// Errs unless `gradient`, that of a result like `like`, has its shape, dtype and device.
+/// Fails unless `gradient` has the shape, dtype and device of `like`.
 pub(crate) fn gradient(gradient: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
     if gradient.dims() != like.dims() {
         bail!(
@@ -104,7 +105,7 @@ pub(crate) fn gradient(gradient: &Tensor, like_name: &str, like: &Tensor) -> Res
     same_device(&[(like_name, like), ("gradient", gradient)])
 }
 
-/// The size of the last dimension of `x`; an error if there is none or if it is empty.
+/// Returns the size of the last dimension of `x`. Fails if there is none or if it is 0.
 pub(crate) fn width(name: &str, x: &Tensor) -> Result<usize> {
     match x.dims().last() {
         Some(&width) if width > 0 => Ok(width),
@@ -115,28 +116,28 @@ pub(crate) fn width(name: &str, x: &Tensor) -> Result<usize> {
     }
 }
 
-/// Errs unless each of the tensors that are `written` has a memory of its own, apart from those that are only `read`.
+/// Fails if a tensor of `written` shares memory with another one or with a tensor of `read`.
 pub(crate) fn apart(name: &str, written: &[&Tensor], read: &[&Tensor]) -> Result<()> {
     let memory = |tensor: &Tensor| std::ptr::from_ref(&*tensor.storage_and_layout().0).addr();
     let mut seen = HashSet::new();
     for tensor in written {
         if !seen.insert(memory(tensor)) {
             bail!(
-                "{name}: one of shape {:?} shares its memory with another that is written",
+                "{name}: a tensor of shape {:?} shares its memory with another that is written",
                 tensor.dims()
             );
         }
     }
     if let Some(tensor) = read.iter().find(|tensor| seen.contains(&memory(tensor))) {
         bail!(
-            "{name}: what is read, of shape {:?}, shares its memory with what is written",
+            "{name}: a tensor of shape {:?} is read and shares its memory with one that is written",
             tensor.dims()
         );
     }
     Ok(())
 }
 
-/// A mask of `outer` shape in any dtype as contiguous u8 `[N]`, 1 where it is not 0.
+/// Converts a mask of the shape `outer` and any dtype to contiguous u8 `[N]` of 0 and 1.
 pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
     if mask.dims() != outer {
         bail!(
@@ -145,14 +146,15 @@ pub(crate) fn mask(mask: &Tensor, outer: &[usize]) -> Result<Tensor> {
         );
     }
     if mask.elem_count() == 0 {
-        // Candle compares no empty tensors on CUDA.
+        // Candle does not compare empty tensors on CUDA.
         return Tensor::zeros(0, DType::U8, mask.device());
     }
     mask.detach().flatten_all()?.ne(0f64)?.contiguous()
 }
 
-/// Token ids of `outer` shape, that of the argument `source` without its last dimension, integers below `vocab`, as
-/// contiguous u32 `[N]`. Where `mask` (`[N]` of u8) is 0 an id may be anything.
+/// Converts targets of the shape `outer` to contiguous u32 `[N]`, as [`token_ids`].
+///
+/// `outer` is the shape of the argument `source` without the last dimension.
 pub(crate) fn targets(
     targets: &Tensor,
     source: &str,
@@ -169,8 +171,10 @@ pub(crate) fn targets(
     token_ids("targets", targets, vocab, mask)
 }
 
-/// Integers below `vocab` of any shape as contiguous u32 `[N]`. Where `mask` (`[N]` of u8) is 0 an id may be anything.
-/// On the CPU ids are checked; on a GPU that would be a transfer.
+/// Converts integers below `vocab` of any shape to contiguous u32 `[N]`.
+///
+/// Where `mask`, u8 `[N]`, is 0, any id is valid. Ids are checked on the CPU only: on a GPU the
+/// check would synchronize with the device.
 pub(crate) fn token_ids(
     name: &str,
     ids: &Tensor,
@@ -192,7 +196,7 @@ pub(crate) fn token_ids(
         }
     }
     if matches!(flat.dtype(), DType::I16 | DType::I32) {
-        // Which Candle does not convert on CUDA.
+        // Candle does not convert these dtypes on CUDA.
         flat = flat.to_device(&Device::Cpu)?;
     }
     if flat.elem_count() == 0 {

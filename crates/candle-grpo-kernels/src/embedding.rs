@@ -1,15 +1,25 @@
-//! Rows of a table by number.
+//! Embedding lookup.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use crate::cpu::{with_element, with_floats};
 use crate::{check, composed, cpu, path};
 
-/// The rows of `weight` `[V, H]` that `ids` `[..]` name, `[.., H]` in the dtype of `weight`.
+/// Returns the rows of `weight` at `ids`.
 ///
-/// `weight` is of any float dtype, `ids` are integers below V. The gradient of `weight` is `[V, H]` in its dtype; the
-/// gradients of a token that stands more than once are summed in f32, in the order of the tokens. Errs on other shapes
-/// and dtypes, and on ids that are out of range (checked on the CPU; on a GPU that would be a transfer).
+/// The gradient of `weight` has its shape and dtype. Gradients of a repeated token are summed in
+/// f32, in the order of the tokens.
+///
+/// # Shapes
+///
+/// - `ids`: `[..]`, integers below V
+/// - `weight`: `[V, H]`, any float dtype
+/// - result: `[.., H]`, the dtype of `weight`
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, and on ids out of range. Ids are checked on the CPU only: on a
+/// GPU the check would synchronize with the device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -24,17 +34,26 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let shape = shape(ids, weight)?;
     let ids = check::token_ids("ids", ids, weight.dims()[0], None)?;
     if !path::is_fused(weight) {
-        return composed::embedding_rows(&ids, weight)?.reshape(shape);
+        return composed::embedding::rows(&ids, weight)?.reshape(shape);
     }
     weight.contiguous()?.apply_op1(Embedding { ids, shape })
 }
 
-/// The backward pass of [`embedding`] alone, into memory that holds a sum already: to the rows of `sum` `[V, H]` that `ids`
-/// `[..]` name, those of `gradient` `[.., H]` are added in place. What shares the memory of `sum` changes too.
+/// The backward pass of [`embedding`], added to `sum` in place, without a graph.
 ///
-/// `sum` is contiguous, of f32, or f64 for f64; `gradient` is of any float dtype. Only the rows that are named are touched, and the
-/// gradients of a token are summed in their order. With a weight that is also the output layer, the gradient of the one is
-/// added to that of the other so. Errs on other shapes and dtypes, and on ids that are out of range (checked on the CPU).
+/// Adds the rows of `gradient` to the rows of `sum` at `ids`, in their order. Other rows are not
+/// read or written. Tensors that share the memory of `sum` change too. For a weight that is also
+/// the output layer, `sum` holds the gradient of the output layer.
+///
+/// # Shapes
+///
+/// - `sum`: `[V, H]`, contiguous, f32 (f64 for f64)
+/// - `ids`: `[..]`, integers below V
+/// - `gradient`: `[.., H]`, any float dtype
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, and on ids out of range (checked on the CPU only).
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -61,20 +80,20 @@ pub fn add_embedding_gradient(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> 
     let gradient = gradient.detach().contiguous()?;
     #[cfg(feature = "cuda")]
     if path::is_fused(&gradient) && gradient.device().is_cuda() {
-        // Parallel over tokens; Candle's index_add goes through them one after another.
+        // Parallel over tokens. Candle's index_add is sequential.
         let rows = crate::cuda::embedding::backward(sum, &ids, &gradient)?;
         let sum = sum.detach();
         return sum.slice_set(&(&sum + rows.to_dtype(sum.dtype())?)?, 0, 0);
     }
     if !path::is_fused_on_cpu(&gradient) {
-        return composed::add_embedding_rows(sum, &ids, &gradient);
+        return composed::embedding::add_rows(sum, &ids, &gradient);
     }
     with_element!(gradient.dtype(), "gradient", T => {
         cpu::embedding::add::<T>(sum, &ids, &gradient)
     })
 }
 
-/// The shape of the result, of arguments that fit but for the ids themselves.
+/// Checks the arguments except the values of the ids, and returns the shape of the result.
 pub(crate) fn shape(ids: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
     check::float("weight", weight)?;
     let &[_, width] = weight.dims() else {
@@ -85,9 +104,9 @@ pub(crate) fn shape(ids: &Tensor, weight: &Tensor) -> Result<Vec<usize>> {
     Ok([ids.dims(), &[width]].concat())
 }
 
-/// `weight` `[V, H]`, contiguous, to `shape`.
+/// The lookup in a contiguous `weight` `[V, H]`.
 pub(crate) struct Embedding {
-    /// `[N]` of u32.
+    /// u32 `[N]`.
     pub(crate) ids: Tensor,
     pub(crate) shape: Vec<usize>,
 }

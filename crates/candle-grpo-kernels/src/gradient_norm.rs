@@ -1,14 +1,18 @@
-//! The norm of gradients, and their scaling.
+//! Norms and scaling of gradients.
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::{check, composed, cpu, path};
 
-/// The sum of the squares of each gradient, `[n]` on the device of the gradients: the square root of their sum is the
-/// norm of all together.
+/// Returns the sum of squares of each of n gradients, `[n]`. The square root of their sum is the
+/// global norm.
 ///
-/// Gradients may be of any float dtype and shape. Squares and sums are in f64 (f32 on Metal, which has none), so that
-/// nothing overflows that f32 can hold. The order of the sums does not depend on the number of threads.
+/// Gradients have any float dtype and shape. Squares and sums are in f64 (f32 on Metal), so finite
+/// f32 gradients do not overflow. The result is the same on any number of threads.
+///
+/// # Errors
+///
+/// Fails if a gradient has no float dtype, or if the devices differ.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -27,13 +31,19 @@ pub fn squared_gradient_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     if gradients.iter().all(|x| path::is_fused(x)) {
         return crate::cuda::gradient_norm::squared_norms(gradients);
     }
-    composed::squared_gradient_norms_of(gradients)
+    composed::gradient_norm::squared_norms_unchecked(gradients)
 }
 
-/// Multiplies all gradients by `factor`, in place: what shares their memory changes too.
+/// Multiplies all gradients by `factor`, in place. Tensors that share their memory change too.
 ///
-/// Errs on gradients that are not contiguous or share memory with one another; then nothing has changed. The sum of
-/// gradients over micro-batches, clipped by their global norm:
+/// # Errors
+///
+/// Fails if a gradient is not contiguous or shares memory with another, or if `factor` is not
+/// finite. Nothing has changed in these cases.
+///
+/// # Examples
+///
+/// Clipping by the global norm:
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -49,7 +59,7 @@ pub fn scale_gradients(gradients: &[&Tensor], factor: f64) -> Result<()> {
     check_scale(gradients, factor)?;
     let (fused, rest): (Vec<&Tensor>, Vec<_>) = gradients
         .iter()
-        // Candle takes an empty tensor for one whose elements share memory.
+        // Candle treats an empty tensor as one whose elements share memory.
         .filter(|gradient| gradient.elem_count() > 0)
         .partition(|x| path::is_fused_on_cpu(x));
     cpu::gradient_norm::scale(&fused, factor as f32)?;
@@ -61,7 +71,7 @@ pub fn scale_gradients(gradients: &[&Tensor], factor: f64) -> Result<()> {
             .try_for_each(|x| crate::cuda::gradient_norm::scale(x, factor as f32))?;
         rest
     };
-    composed::scale_gradients_by(&rest, factor)
+    composed::gradient_norm::scale_unchecked(&rest, factor)
 }
 
 pub(crate) fn check_arguments(gradients: &[&Tensor]) -> Result<()> {
@@ -87,7 +97,7 @@ pub(crate) fn check_scale(gradients: &[&Tensor], factor: f64) -> Result<()> {
     check::apart("gradients", gradients, &[])
 }
 
-/// The dtype of the sums.
+/// Returns the dtype of the sums.
 pub(crate) fn sum_dtype(gradient: &Tensor) -> DType {
     if gradient.device().is_metal() {
         DType::F32

@@ -1,35 +1,59 @@
-//! Fused operators with backward passes, for Candle on CPU and CUDA.
+//! Fused operators with backward passes for training on Candle, on the CPU and on CUDA.
 //!
-//! Each operator is one function on tensors. Behind it stand a CPU path (SIMD, all cores), a CUDA path, and the
-//! composed twin in plain Candle operations in [`composed`], which is the reference, and the fallback for f64 and for
-//! devices without a path of their own. Candle's own fused operators cut the gradient without a word; every operator
-//! here has a gradient for every input that can have one, and those for inference alone refuse what is in a graph.
+//! Candle's fused operators `candle_nn::ops::rms_norm` and `candle_nn::rotary_emb::rope` have no
+//! backward pass: a model that calls them trains without those gradients, and no error reports
+//! it. Every operator here has a gradient for each float input. Operators for inference return
+//! an error for inputs that are in a graph.
 //!
-//! Inputs may be f32, bf16 or f16, of any layout, and arithmetic is in f32. Results of losses and log-probs are f32,
-//! those of the layers of a model have the dtype of their input. f64 stays f64.
+//! ```
+//! use candle_core::{DType, Device, Tensor, Var};
+//! use candle_grpo_kernels::rms_norm;
 //!
-//! An operator of a model's layers has its backward pass as a function of its own as well (`rms_norm_gradient` and so on), for loops without
-//! a graph.
+//! let x = Var::new(&[[1f32, 2., 3.], [4., 5., 6.]], &Device::Cpu)?;
+//! let weight = Var::ones(3, DType::F32, &Device::Cpu)?;
+//! let gradients = rms_norm(&x, &weight, 1e-6)?.sqr()?.sum_all()?.backward()?;
+//! assert!(gradients.get(&x).is_some() && gradients.get(&weight).is_some());
+//! # Ok::<(), candle_core::Error>(())
+//! ```
 //!
-//! | operator | file in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` |
-//! | --- | --- |
-//! | [`adamw`](adamw()): one step of the optimiser over all parameters, in place | `adamw` |
-//! | [`squared_gradient_norms`], [`scale_gradients`]: clipping by the global norm | `gradient_norm` |
-//! | [`log_prob`]: selected log-probs, entropy and log-sum-exp of logits | `log_prob` |
-//! | [`linear_log_prob`]: the same from hidden states and the output weight | `linear_log_prob` |
-//! | [`linear_rows`](linear_rows()): several linear maps of few rows, each row by itself, for decoding | `linear_rows`, on CUDA the twin |
-//! | [`attention`](attention()): causal grouped-query attention | `attention` |
-//! | [`paged_attention`](paged_attention()): attention to keys and values kept in [`KeyValuePages`], for decoding | `paged_attention`, on CUDA the twin |
-//! | [`embedding`](embedding()): rows of a table by number | `embedding` |
-//! | [`add_matmul`](add_matmul()): a matrix product, added in place; no `cuda` | `add_matmul`, in `cpu/` `matmul` |
-//! | [`rms_norm`](rms_norm()): root mean square normalisation | `rms_norm` |
-//! | [`rope`](rope()): rotary position embedding | `rope` |
-//! | [`swiglu`](swiglu()): the gate of a feed-forward layer | `swiglu` |
+//! # Operators
+//!
+//! | operator | computes | CUDA kernel |
+//! | --- | --- | --- |
+//! | [`log_prob`] | log-probs, entropy and log-sum-exp from logits | yes |
+//! | [`linear_log_prob`] | the same from hidden states and the output weight, without the logits | yes |
+//! | [`attention`](attention()) | causal grouped-query attention, padded or packed | yes |
+//! | [`rms_norm`](rms_norm()) | root mean square normalization | yes |
+//! | [`rope`](rope()) | rotary position embedding | yes |
+//! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | yes |
+//! | [`embedding`](embedding()) | rows of a table by id | yes |
+//! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
+//! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
+//! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | no |
+//! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | no |
+//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | no |
+//!
+//! # Conventions
+//!
+//! - Inputs are f32, bf16 or f16 tensors of any layout. f64 stays f64.
+//! - Arithmetic is in f32. Log-probs are f32; the results of layers have the dtype of their input.
+//! - A mask has any dtype. NaN at a masked position does not reach a result or a gradient.
+//! - The backward pass of each layer is also a function without a graph, such as
+//!   [`rms_norm_gradient`].
+//! - An error names the argument, its value and the requirement.
+//!
+//! # Implementations
+//!
+//! An operator has a CPU path (SIMD chosen at run time, all cores) and, with the feature `cuda`, a
+//! CUDA path. Its composed twin, in plain Candle operations, is the fallback for f64 and for
+//! devices without a path. The tests compare the paths with the twin in f64. A file of the same
+//! name in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` has each part.
 
 mod adamw;
 mod add_matmul;
 mod attention;
 mod check;
+#[doc(hidden)]
 pub mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]

@@ -1,28 +1,42 @@
-//! Log-probs of tokens from hidden states and the output weight.
+//! Log-probs from hidden states and the output weight.
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, Var, bail};
+use candle_core::{
+    CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, Var, bail,
+};
 
 use crate::cpu::linear_log_prob::{Kept, Layer, Wanted};
 use crate::cpu::with_floats;
 use crate::log_prob::{Backward, LogProbOptions, Rows, TokenLogProbs, rows_and_width};
 use crate::{check, composed, cpu, path};
 
-/// [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias`, which are never held: `hidden` `[.., H]`,
-/// `weight` `[V, H]`, `bias` `[V]`, `targets` integers `[..]` below V.
+/// Computes [`log_prob`](crate::log_prob) of `logits = hidden weight^T + bias` without storing the
+/// logits.
 ///
-/// The logits are made in tiles of a few MiB (on CUDA a few hundred), forward and again backward: what a backward pass takes
-/// is the memory of the gradients, that of hidden states in f32 until it is rounded, and at most 24 MiB. What needs no gradient
-/// (weights that are frozen, hidden states that are a constant) costs no product for it; nor does a row that the mask
-/// drops, whose gradient is 0 (on CUDA the others are copied, for which the mask is read on the host). Products are taken in f32 (f64 for f64 hidden states, from whole logits) whatever the
-/// dtypes are; on CUDA those of two bf16 or f16 arguments are taken as they are and added in f32, and the gradients of
-/// the logits are rounded to bf16 if both are. The same arguments give the same bits on any number of cores.
-/// [`LogProbOptions::gradient_into_logits`] means nothing here.
+/// **Memory.** Both passes compute the logits in tiles of a few MiB (a few hundred MiB on CUDA).
+/// The backward pass allocates the gradients and at most 24 MiB. The gradient of the hidden states
+/// is in f32 until it is rounded.
 ///
-/// Candle's `backward` adds every gradient to a tensor of zeros, which takes the memory of a second weight;
-/// [`LinearLogProb`] does not.
+/// **Skipped work.** An argument without a gradient costs no product. Neither does a masked row,
+/// whose gradient is 0. On CUDA the mask is read on the host, which synchronizes with the device.
 ///
-/// Errs on other shapes and dtypes, a temperature that is not positive and finite, and targets that are out of range
-/// (checked on the CPU only, as in [`log_prob`](crate::log_prob)).
+/// **Precision.** Products are in f32. On CUDA two bf16 or two f16 arguments are multiplied in
+/// their dtype and summed in f32; for two bf16 arguments the gradients of the logits are rounded to
+/// bf16. f64 hidden states use the composed path, which stores the logits. Results are
+/// bit-identical on any number of cores.
+///
+/// [`LogProbOptions::gradient_into_logits`] has no effect. Candle's `backward` adds each gradient
+/// to a tensor of zeros, which takes the memory of a second weight; [`LinearLogProb`] avoids it.
+///
+/// # Shapes
+///
+/// - `hidden`: `[.., H]`, `weight`: `[V, H]`, `bias`: `[V]`, any float dtypes
+/// - `targets`: `[..]`, integers below V
+/// - results: `[..]`
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, on a temperature that is not positive and finite, and on
+/// targets out of range (checked on the CPU only).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -50,9 +64,9 @@ pub fn linear_log_prob(
         wanted,
     } = LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
     if !arguments.is_fused() {
-        return composed::linear_log_prob_rows(arguments);
+        return composed::linear_log_prob::unchecked(arguments);
     }
-    let bias = arguments.bias_or_empty()?;
+    let bias = arguments.wide_bias()?;
     let Arguments {
         hidden,
         weight,
@@ -60,11 +74,15 @@ pub fn linear_log_prob(
         outer,
         ..
     } = arguments;
-    let packed = hidden.apply_op3(&weight, &bias, Op { rows, wanted })?;
+    let op = Op { rows, wanted };
+    let packed = match &bias {
+        Some(bias) => hidden.apply_op3(&weight, bias, op)?,
+        None => hidden.apply_op2(&weight, op)?,
+    };
     TokenLogProbs::unpack(&spread(kept.as_ref(), packed, 1)?, &outer)
 }
 
-/// [`linear_log_prob`] with its backward pass in the caller's hands, for losses of which no graph is needed.
+/// [`linear_log_prob`] without a graph: the caller runs the backward pass.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -82,31 +100,37 @@ pub fn linear_log_prob(
 ///     log_sum_exp: tokens.log_sum_exp.zeros_like()?,
 /// };
 /// let gradients = layer.backward(&tokens, &derivatives)?;
-/// assert!(gradients.hidden.is_none()); // a constant
-/// assert_eq!(gradients.weight.expect("a variable has one").dims(), [5, 8]);
+/// assert!(gradients.hidden.is_none()); // hidden is a constant
+/// assert_eq!(gradients.weight.expect("the weight is a variable").dims(), [5, 8]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub struct LinearLogProb {
-    /// Those of the rows in `kept`, if there is such.
+    /// The arguments of all rows, or of the rows in `kept`.
     arguments: Arguments,
     kept: Option<KeptRows>,
     wanted: Wanted,
 }
 
-/// The gradients of the arguments of a [`LinearLogProb`], of their shape and dtype, without a graph; none for an
-/// argument that is neither a variable nor computed from one.
+/// The gradients of the arguments of a [`LinearLogProb`], in their shapes and dtypes, without a
+/// graph.
+///
+/// `None` for an argument that is neither a variable nor computed from one.
 #[derive(Debug, Clone)]
 pub struct LinearGradients {
-    /// Of the hidden states.
+    /// Gradient of the hidden states.
     pub hidden: Option<Tensor>,
-    /// Of the weight.
+    /// Gradient of the weight.
     pub weight: Option<Tensor>,
-    /// Of the bias.
+    /// Gradient of the bias.
     pub bias: Option<Tensor>,
 }
 
 impl LinearLogProb {
-    /// Takes and checks the arguments of [`linear_log_prob`].
+    /// Checks the arguments of [`linear_log_prob`] and stores them.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`linear_log_prob`].
     pub fn new(
         hidden: &Tensor,
         weight: &Tensor,
@@ -124,7 +148,7 @@ impl LinearLogProb {
                 bias: bias.is_some_and(Tensor::track_op),
             },
         };
-        // The CPU path leaves out the other rows by itself, and without a copy of these.
+        // The CPU path skips masked rows without a copy of the other rows.
         if hidden.device().is_cuda() && layer.arguments.is_fused() {
             layer.without_dropped_rows()
         } else {
@@ -132,7 +156,7 @@ impl LinearLogProb {
         }
     }
 
-    /// The same, computed of rows that the mask keeps alone.
+    /// Returns the same layer restricted to the unmasked rows.
     fn without_dropped_rows(self) -> Result<Self> {
         let Some(kept) = self.arguments.rows.mask.as_ref().map(KeptRows::new) else {
             return Ok(self);
@@ -157,26 +181,44 @@ impl LinearLogProb {
         })
     }
 
-    /// What [`linear_log_prob`] gives, without a graph.
+    /// Returns the results of [`linear_log_prob`], without a graph.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the device fails.
     pub fn forward(&self) -> Result<TokenLogProbs> {
         let arguments = self.arguments.detach();
         if !arguments.is_fused() {
-            return composed::linear_log_prob_rows(arguments);
+            return composed::linear_log_prob::unchecked(arguments);
         }
-        let packed = arguments.hidden.apply_op3_no_bwd(
-            &arguments.weight,
-            &arguments.bias_or_empty()?,
-            &Op {
-                rows: arguments.rows,
-                wanted: self.wanted,
-            },
-        )?;
+        let bias = arguments.wide_bias()?;
+        let Arguments {
+            hidden,
+            weight,
+            rows,
+            outer,
+            ..
+        } = arguments;
+        let op = Op {
+            rows,
+            wanted: self.wanted,
+        };
+        let packed = match &bias {
+            Some(bias) => hidden.apply_op3_no_bwd(&weight, bias, &op)?,
+            None => hidden.apply_op2_no_bwd(&weight, &op)?,
+        };
         let packed = spread(self.kept.as_ref(), packed, 1)?;
-        TokenLogProbs::unpack(&packed, &arguments.outer)
+        TokenLogProbs::unpack(&packed, &outer)
     }
 
-    /// The gradients of a scalar whose derivatives by the results of [`Self::forward`], `tokens`, are known; they have
-    /// the shape of the targets.
+    /// Returns the gradients of a scalar.
+    ///
+    /// `tokens` is the result of [`Self::forward`]. `derivatives` are the derivatives of the scalar
+    /// by each result, of the shape of the targets.
+    ///
+    /// # Errors
+    ///
+    /// Fails on other shapes.
     pub fn backward(
         &self,
         tokens: &TokenLogProbs,
@@ -191,7 +233,7 @@ impl LinearLogProb {
         }
         let hidden_shape = self.arguments.hidden_shape();
         let gradients = if arguments.is_fused() {
-            let bias = arguments.bias_or_empty()?;
+            let bias = arguments.wide_bias()?;
             let op = Op {
                 rows: arguments.rows,
                 wanted: self.wanted,
@@ -199,7 +241,7 @@ impl LinearLogProb {
             op.gradients(
                 &arguments.hidden,
                 &arguments.weight,
-                &bias,
+                bias.as_ref(),
                 packed,
                 gradient,
             )?
@@ -221,7 +263,7 @@ impl LinearLogProb {
     }
 }
 
-/// By the composed twin, whose graph ends here.
+/// Returns the gradients of the composed twin.
 fn composed_gradients(
     arguments: Arguments,
     wanted: Wanted,
@@ -237,7 +279,7 @@ fn composed_gradients(
     let or =
         |variable: &Option<Var>, x: Tensor| variable.as_ref().map_or(x, |v| v.as_tensor().clone());
     let outer = arguments.outer.clone();
-    let tokens = composed::linear_log_prob_rows(Arguments {
+    let tokens = composed::linear_log_prob::unchecked(Arguments {
         hidden: or(&hidden, arguments.hidden),
         weight: or(&weight, arguments.weight),
         bias: arguments.bias.map(|x| or(&bias, x)),
@@ -256,16 +298,17 @@ fn composed_gradients(
     Ok([found(hidden)?, found(weight)?, found(bias)?])
 }
 
-/// The rows that a mask keeps, where they are computed as a tensor of their own.
+/// The unmasked rows, in a separate tensor.
 struct KeptRows {
     /// u32 `[K]`
     indices: Tensor,
-    /// How many rows there are with the others.
+    /// The number of all rows.
     among: usize,
 }
 
 impl KeptRows {
-    /// None if `mask`, u8 `[N]`, keeps all, or nothing: no tensor on a GPU is empty. Waits for the device.
+    /// Returns the rows where `mask`, u8 `[N]`, is not 0, or `None` if these are all or none:
+    /// Candle has no empty tensors on CUDA. Synchronizes with the device.
     fn new(mask: &Tensor) -> Result<Option<Self>> {
         let indices: Vec<u32> = (0..)
             .zip(mask.to_vec1::<u8>()?)
@@ -281,13 +324,13 @@ impl KeptRows {
         }))
     }
 
-    /// These rows of `x`, along `dim`.
+    /// Returns these rows of `x`, along `dim`.
     fn select(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
         x.index_select(&self.indices, dim)
     }
 }
 
-/// `x`, that of the rows in `kept` if there is such, among zeros for the others.
+/// Scatters `x`, which has the rows in `kept`, along `dim`; the other rows are 0.
 fn spread(kept: Option<&KeptRows>, x: Tensor, dim: usize) -> Result<Tensor> {
     let Some(KeptRows { indices, among }) = kept else {
         return Ok(x);
@@ -297,9 +340,9 @@ fn spread(kept: Option<&KeptRows>, x: Tensor, dim: usize) -> Result<Tensor> {
     Tensor::zeros(shape, x.dtype(), x.device())?.index_add(indices, &x, dim)
 }
 
-/// The arguments of [`linear_log_prob`], checked.
+/// The checked arguments of [`linear_log_prob`].
 pub(crate) struct Arguments {
-    /// `[.., H]`, contiguous: N rows.
+    /// `[.., H]`, contiguous; N rows.
     pub(crate) hidden: Tensor,
     /// `[V, H]`, contiguous.
     pub(crate) weight: Tensor,
@@ -334,7 +377,7 @@ impl Arguments {
             bail!("weight: shape {:?}, must be [V, H]", weight.dims());
         };
         if vocab == 0 || width == 0 {
-            bail!("weight: shape {:?} is empty", weight.dims());
+            bail!("weight: shape {:?}, must not be empty", weight.dims());
         }
         let Some((&last, outer)) = hidden.dims().split_last() else {
             bail!("hidden: a scalar, must be [.., {width}]");
@@ -367,7 +410,7 @@ impl Arguments {
         })
     }
 
-    /// The same without graphs.
+    /// Returns the arguments without graphs.
     fn detach(&self) -> Self {
         Self {
             hidden: self.hidden.detach(),
@@ -383,15 +426,12 @@ impl Arguments {
         path::is_fused(&self.hidden) && path::is_fused(&self.weight)
     }
 
-    /// The bias in f32. If there is none, it has no entries; on CUDA, where no memory is empty, one of 0.
-    fn bias_or_empty(&self) -> Result<Tensor> {
-        match &self.bias {
-            Some(bias) => bias.to_dtype(DType::F32),
-            None => {
-                let device = self.hidden.device();
-                Tensor::zeros(usize::from(device.is_cuda()), DType::F32, device)
-            }
-        }
+    /// Returns the bias in f32.
+    fn wide_bias(&self) -> Result<Option<Tensor>> {
+        self.bias
+            .as_ref()
+            .map(|bias| bias.to_dtype(DType::F32))
+            .transpose()
     }
 
     fn hidden_shape(&self) -> Vec<usize> {
@@ -399,20 +439,22 @@ impl Arguments {
     }
 }
 
-/// Hidden states `[.., H]`, weight `[V, H]` and bias, f32 `[V]` or `[0]`, to f32 `[3, N]`.
+/// Maps hidden states `[.., H]`, the weight `[V, H]` and an optional bias `[V]` of f32 to f32
+/// `[3, N]`. The inputs are contiguous.
 struct Op {
     rows: Rows,
-    /// What an argument of the backward pass no longer says.
+    /// The arguments that need a gradient. The backward pass cannot ask its detached arguments.
     wanted: Wanted,
 }
 
 impl Op {
-    /// The gradients of hidden states, weight and bias, which are detached, from the result and its gradient `[3, N]`.
+    /// Returns the gradients of detached hidden states, weight and bias. `packed` is the result of
+    /// the forward pass and `gradient` its gradient, `[3, N]`.
     fn gradients(
         &self,
         hidden: &Tensor,
         weight: &Tensor,
-        bias: &Tensor,
+        bias: Option<&Tensor>,
         packed: Tensor,
         gradient: Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
@@ -423,44 +465,134 @@ impl Op {
         };
         #[cfg(feature = "cuda")]
         if hidden.device().is_cuda() {
-            let layer = [hidden, weight, bias];
-            return crate::cuda::linear_log_prob::backward(layer, &pass, self.wanted);
+            return crate::cuda::linear_log_prob::backward(
+                hidden,
+                weight,
+                bias,
+                &pass,
+                self.wanted,
+            );
         }
         let kept = Kept::new(&self.rows)?;
         let (hidden_storage, hidden_layout) = hidden.storage_and_layout();
         let hidden_storage = cpu::on_cpu(&hidden_storage)?;
         let (weight_storage, weight_layout) = weight.storage_and_layout();
-        let (bias_storage, bias_layout) = bias.storage_and_layout();
+        let bias = bias.map(Tensor::storage_and_layout);
+        let bias = bias
+            .as_ref()
+            .map(|(storage, layout)| floats(cpu::on_cpu(storage)?, layout))
+            .transpose()?;
         let (vocab, width) = weight.dims2()?;
         let states = with_floats!(hidden_storage, "hidden", hidden => {
             kept.states(&hidden[cpu::range(hidden_layout)?], width)
         });
-        let found = |x, wanted: bool, shape: &Shape, dtype| match wanted {
-            true => Tensor::from_vec(x, shape, &candle_core::Device::Cpu)?
-                .to_dtype(dtype)
-                .map(Some),
-            false => Ok(None),
-        };
         with_floats!(cpu::on_cpu(&weight_storage)?, "weight", values => {
             let layer = Layer {
                 hidden: &states,
                 weight: &values[cpu::range(weight_layout)?],
-                bias: &cpu::on_cpu(&bias_storage)?.as_slice::<f32>()?[cpu::range(bias_layout)?],
+                bias,
                 vocab,
                 width,
             };
             let gradients = cpu::linear_log_prob::backward(&layer, &kept, &pass, self.wanted)?;
-            let weight_gradient = self
-                .wanted
-                .weight
-                .then(|| Tensor::from_vec(gradients.weight, weight.shape(), weight.device()))
-                .transpose()?;
+            let tensor = |x, shape: &Shape| Tensor::from_vec(x, shape, &Device::Cpu);
             Ok([
-                found(gradients.hidden, self.wanted.hidden, hidden.shape(), hidden.dtype())?,
-                weight_gradient,
-                found(gradients.bias, self.wanted.bias, bias.shape(), DType::F32)?,
+                self.wanted
+                    .hidden
+                    .then(|| tensor(gradients.hidden, hidden.shape())?.to_dtype(hidden.dtype()))
+                    .transpose()?,
+                self.wanted
+                    .weight
+                    .then(|| Tensor::from_vec(gradients.weight, weight.shape(), &Device::Cpu))
+                    .transpose()?,
+                self.wanted
+                    .bias
+                    .then(|| tensor(gradients.bias, &Shape::from(vocab)))
+                    .transpose()?,
             ])
         })
+    }
+
+    fn forward_on_cpu(
+        &self,
+        (hidden, hidden_layout): (&CpuStorage, &Layout),
+        (weight, weight_layout): (&CpuStorage, &Layout),
+        bias: Option<(&CpuStorage, &Layout)>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (rows, _) = rows_and_width(hidden_layout);
+        let (vocab, width) = weight_layout.shape().dims2()?;
+        let kept = Kept::new(&self.rows)?;
+        let hidden = with_floats!(hidden, "hidden", hidden => {
+            kept.states(&hidden[cpu::range(hidden_layout)?], width)
+        });
+        let bias = bias
+            .map(|(storage, layout)| floats(storage, layout))
+            .transpose()?;
+        let packed = with_floats!(weight, "weight", weight => {
+            let layer = Layer {
+                hidden: &hidden,
+                weight: &weight[cpu::range(weight_layout)?],
+                bias,
+                vocab,
+                width,
+            };
+            cpu::linear_log_prob::forward(&layer, &kept, &self.rows)?
+        });
+        Ok((CpuStorage::F32(packed), Shape::from((3, rows))))
+    }
+}
+
+/// Returns the entries of a contiguous f32 tensor.
+fn floats<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    Ok(&storage.as_slice::<f32>()?[cpu::range(layout)?])
+}
+
+impl CustomOp2 for Op {
+    fn name(&self) -> &'static str {
+        "linear_log_prob"
+    }
+
+    fn cpu_fwd(
+        &self,
+        hidden: &CpuStorage,
+        hidden_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward_on_cpu((hidden, hidden_layout), (weight, weight_layout), None)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        hidden: &candle_core::CudaStorage,
+        hidden_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::linear_log_prob::forward(
+            (hidden, hidden_layout),
+            (weight, weight_layout),
+            None,
+            &self.rows,
+        )
+    }
+
+    fn bwd(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        packed: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [hidden, weight, _] = self.gradients(
+            &hidden.detach(),
+            &weight.detach(),
+            None,
+            packed.detach(),
+            gradient.contiguous()?,
+        )?;
+        Ok((hidden, weight))
     }
 }
 
@@ -478,23 +610,11 @@ impl CustomOp3 for Op {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (rows, _) = rows_and_width(hidden_layout);
-        let (vocab, width) = weight_layout.shape().dims2()?;
-        let kept = Kept::new(&self.rows)?;
-        let hidden = with_floats!(hidden, "hidden", hidden => {
-            kept.states(&hidden[cpu::range(hidden_layout)?], width)
-        });
-        let packed = with_floats!(weight, "weight", weight => {
-            let layer = Layer {
-                hidden: &hidden,
-                weight: &weight[cpu::range(weight_layout)?],
-                bias: &bias.as_slice::<f32>()?[cpu::range(bias_layout)?],
-                vocab,
-                width,
-            };
-            cpu::linear_log_prob::forward(&layer, &kept, &self.rows)?
-        });
-        Ok((CpuStorage::F32(packed), Shape::from((3, rows))))
+        self.forward_on_cpu(
+            (hidden, hidden_layout),
+            (weight, weight_layout),
+            Some((bias, bias_layout)),
+        )
     }
 
     #[cfg(feature = "cuda")]
@@ -510,7 +630,7 @@ impl CustomOp3 for Op {
         crate::cuda::linear_log_prob::forward(
             (hidden, hidden_layout),
             (weight, weight_layout),
-            (bias, bias_layout),
+            Some((bias, bias_layout)),
             &self.rows,
         )
     }
@@ -526,7 +646,7 @@ impl CustomOp3 for Op {
         let [hidden, weight, bias] = self.gradients(
             &hidden.detach(),
             &weight.detach(),
-            &bias.detach(),
+            Some(&bias.detach()),
             packed.detach(),
             gradient.contiguous()?,
         )?;
@@ -537,28 +657,23 @@ impl CustomOp3 for Op {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
+    use candle_grpo_test_support::noise_tensor;
 
-    /// Numbers without a pattern, in [-0.5, 0.5).
-    fn noise(shape: &[usize], dtype: DType) -> Result<Tensor> {
-        let values: Vec<f32> = (0..shape.iter().product::<usize>())
-            .map(|i| (i as f32 * 0.618_034).fract() - 0.5)
-            .collect();
-        Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
-    }
-
-    /// What GPUs are given, checked on the CPU, whose own path leaves rows out in another way: to the bit, and over several
-    /// tiles of rows.
+    /// The CUDA path drops masked rows before its products. The CPU path checks that the result is
+    /// bit-identical, over several tiles of rows.
     #[test]
-    fn dropped_rows_can_be_left_out_before() -> Result<()> {
+    fn dropping_masked_rows_first_does_not_change_a_bit() -> Result<()> {
         for dtype in [DType::F32, DType::BF16] {
             let masks: [fn(u32) -> bool; 4] =
                 [|row| row % 3 != 1, |row| row == 7, |_| false, |_| true];
             for keep in masks {
                 let (rows, vocab, width) = (3100u32, 37, 5);
-                let hidden = Var::from_tensor(&noise(&[31, 100, width], dtype)?)?;
-                let weight = Var::from_tensor(&noise(&[vocab, width], dtype)?)?;
-                let bias = Var::from_tensor(&noise(&[vocab], DType::F32)?)?;
+                let variable = |shape: &[usize], seed, dtype| {
+                    Var::from_tensor(&noise_tensor(shape, seed, dtype, &Device::Cpu)?)
+                };
+                let hidden = variable(&[31, 100, width], 1, dtype)?;
+                let weight = variable(&[vocab, width], 2, dtype)?;
+                let bias = variable(&[vocab], 3, DType::F32)?;
                 let targets = (0..rows).map(|row| row % vocab as u32);
                 let targets = Tensor::from_iter(targets, &Device::Cpu)?.reshape((31, 100))?;
                 let mask =
@@ -581,10 +696,12 @@ mod tests {
                 same(&found.log_probs, &expected.log_probs)?;
                 same(&found.entropy, &expected.entropy)?;
                 same(&found.log_sum_exp, &expected.log_sum_exp)?;
+                let derivative =
+                    |seed| noise_tensor(targets.dims(), seed, DType::F32, &Device::Cpu);
                 let derivatives = TokenLogProbs {
-                    log_probs: noise(targets.dims(), DType::F32)?,
-                    entropy: noise(targets.dims(), DType::F32)?,
-                    log_sum_exp: noise(targets.dims(), DType::F32)?,
+                    log_probs: derivative(4)?,
+                    entropy: derivative(5)?,
+                    log_sum_exp: derivative(6)?,
                 };
                 let expected = whole.backward(&expected, &derivatives)?;
                 let found = compact.backward(&found, &derivatives)?;

@@ -1,17 +1,25 @@
-//! Linear maps of rows that have nothing to do with each other, for decoding.
+//! Linear maps with independent rows, for decoding.
 
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::cpu::with_element;
 use crate::{check, composed, cpu, path};
 
-/// `x w^T` for each of several weights, each row by itself: on the CPU the bits of a row depend on that row and on the
-/// weights, and on nothing else, so not on how many other rows there are.
+/// Computes `x w^T` for each weight `w`. On the CPU each row of a result is bit-identical for any
+/// number of other rows.
 ///
-/// `x` `[N, inputs]` of any float dtype, each weight `[outputs, inputs]` of the same dtype; the results, `[N, outputs]`, are in
-/// the order of the weights. Made for few rows: every weight is read once, in the order of memory, and several weights make
-/// one round of all cores. Arithmetic in f32. For inference: errs on what is in a graph, and on other shapes
-/// and dtypes.
+/// For few rows, in inference: each weight is read once, in memory order, and all cores share the
+/// weights. Arithmetic is in f32.
+///
+/// # Shapes
+///
+/// - `x`: `[N, inputs]`, any float dtype
+/// - each weight: `[outputs, inputs]`, the same dtype
+/// - results: `[N, outputs]`, in the order of the weights
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, and if an argument is in a graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -27,7 +35,7 @@ use crate::{check, composed, cpu, path};
 pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
     check(x, weights)?;
     if !path::is_fused_on_cpu(x) {
-        return composed::linear_rows_unchecked(x, weights);
+        return composed::linear_rows::unchecked(x, weights);
     }
     let x = x.contiguous()?;
     let weights = weights

@@ -1,4 +1,4 @@
-//! Log-probs of tokens from logits.
+//! Log-probs from logits.
 
 use candle_core::{
     CpuStorage, CustomOp1, InplaceOp1, Layout, Result, Shape, Tensor, WithDType, bail,
@@ -7,40 +7,52 @@ use candle_core::{
 use crate::cpu::with_floats;
 use crate::{check, composed, cpu, path};
 
-/// What [`log_prob`] says of each position, all differentiable, in f32 (f64 for f64 logits).
+/// The results of [`log_prob`] for each position. All are differentiable, in f32 (f64 for f64
+/// logits).
 #[derive(Debug, Clone)]
 pub struct TokenLogProbs {
-    /// The log-probability of the target, of the shape of the targets.
+    /// Log-probability of the target, of the shape of the targets.
     pub log_probs: Tensor,
-    /// The entropy of the distribution in nats, of the same shape.
+    /// Entropy of the distribution in nats, of the same shape.
     pub entropy: Tensor,
-    /// The logarithm of the sum of `exp(logits / temperature)`, of the same shape.
+    /// Logarithm of the sum of `exp(logits / temperature)`, of the same shape.
     pub log_sum_exp: Tensor,
 }
 
-/// What [`log_prob`] may be told besides; the default is no mask and a gradient in memory of its own.
+/// Options of [`log_prob`]. By default there is no mask, and the gradient has its own memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LogProbOptions<'a> {
-    /// The positions that count, of the shape of the targets, any dtype, 0 where a position is dropped. A dropped
-    /// position costs nothing: its results and its gradient are 0, whatever its logits and target are.
+    /// A mask of the shape of the targets, any dtype. The results and the gradient of a position
+    /// with 0 are 0 for any logits and target, and the position costs nothing.
     pub mask: Option<&'a Tensor>,
-    /// Whether the backward pass writes the gradient over the logits, which saves memory of their size. Then nothing
-    /// else may read the logits from that backward pass on: neither the caller nor the backward pass of the operation
-    /// that made them (that of a matrix product does not). An error for logits that are a variable. f64, and logits
-    /// whose layout makes a copy necessary, are never overwritten.
+    /// Whether the backward pass overwrites the logits with their gradient, which saves memory of
+    /// their size. Nothing may read the logits after that backward pass: neither the caller
+    /// nor the backward pass of the operation that produced them. That of a matrix product
+    /// does not.
+    ///
+    /// An error for logits that are a variable. f64 logits, and logits that need a contiguous
+    /// copy, are not overwritten.
     pub gradient_into_logits: bool,
 }
 
-/// Log-probs of `targets` under `softmax(logits / temperature)`, with the entropy and the normaliser of that
-/// distribution.
+/// Returns log-probs of `targets` under `softmax(logits / temperature)`, with the entropy and the
+/// log-sum-exp of that distribution.
 ///
-/// `logits` `[.., V]` of any float dtype, `targets` integers `[..]` below V. `temperature` is that of sampling: it must
-/// be the same here, or the ratio of new to old policy starts away from 1. Entries of minus infinity are outside the
-/// distribution: probability 0, no part in the entropy, gradient 0. One pass over the logits forward, one backward;
-/// arithmetic in f32 whatever the logits are.
+/// Use the temperature of sampling, or the ratio of new to old policy does not start at 1. A logit
+/// of minus infinity has probability 0, no part in the entropy, and gradient 0. Each pass reads the
+/// logits once. Arithmetic is in f32 for every logit dtype but f64.
 ///
-/// Errs on other shapes and dtypes, a temperature that is not positive and finite, and targets that are out of range
-/// (checked on the CPU; on a GPU that would be a transfer, and such a target has a log-prob of NaN).
+/// # Shapes
+///
+/// - `logits`: `[.., V]`, any float dtype
+/// - `targets`: `[..]`, integers below V
+/// - results: `[..]`
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, on a temperature that is not positive and finite, and on
+/// targets out of range. Targets are checked on the CPU only; on a GPU the check would synchronize
+/// with the device, and such a target has the log-prob NaN.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -61,7 +73,7 @@ pub fn log_prob(
 ) -> Result<TokenLogProbs> {
     let arguments = Arguments::new(logits, targets, temperature, options)?;
     if !path::is_fused(logits) {
-        return composed::log_prob_rows(&arguments);
+        return composed::log_prob::unchecked(&arguments);
     }
     let Arguments {
         logits,
@@ -76,14 +88,19 @@ pub fn log_prob(
     TokenLogProbs::unpack(&packed, &outer)
 }
 
-/// The gradient by `logits` of a scalar whose derivatives by the results of [`log_prob`] are known: the backward pass
-/// of [`log_prob`] alone, for loops that need its memory.
+/// The backward pass of [`log_prob`], without a graph.
 ///
-/// Candle's `backward` adds every gradient to a tensor of zeros and keeps the sum, which takes two more tensors of the
-/// size of the logits than this, or three with `options.gradient_into_logits`.
+/// `tokens` is the result of [`log_prob`] for the same arguments. `derivatives` are the derivatives
+/// of a scalar by each result, of the shape of the targets. Returns the gradient of the scalar by
+/// the logits, in their shape and dtype.
 ///
-/// `tokens` is what [`log_prob`] returned for the same arguments, `derivatives` has the scalar's derivative by each of its
-/// results, of the shape of the targets. The gradient has the shape and dtype of the logits and no graph.
+/// Candle's `backward` adds each gradient to a tensor of zeros and keeps the sum. This function
+/// needs two tensors of the size of the logits less, or three with
+/// [`LogProbOptions::gradient_into_logits`].
+///
+/// # Errors
+///
+/// Fails as [`log_prob`], and if `tokens` or `derivatives` do not have the shape of the targets.
 pub fn log_prob_gradient(
     logits: &Tensor,
     targets: &Tensor,
@@ -118,7 +135,7 @@ pub fn log_prob_gradient(
 }
 
 impl TokenLogProbs {
-    /// From `[3, N]`: log-probs, entropy and log-sum-exp. Each takes the shape `outer`.
+    /// Splits `[3, N]` into log-probs, entropy and log-sum-exp of the shape `outer`.
     pub(crate) fn unpack(packed: &Tensor, outer: &[usize]) -> Result<Self> {
         let part = |index| packed.narrow(0, index, 1)?.reshape(outer);
         Ok(Self {
@@ -128,7 +145,7 @@ impl TokenLogProbs {
         })
     }
 
-    /// To contiguous `[3, N]`; `name` is that of the argument.
+    /// Stacks the results to contiguous `[3, N]`. Errors use `name`.
     pub(crate) fn pack(&self, name: &str, outer: &[usize]) -> Result<Tensor> {
         let parts = [&self.log_probs, &self.entropy, &self.log_sum_exp];
         if let Some(part) = parts.iter().find(|part| part.dims() != outer) {
@@ -143,9 +160,10 @@ impl TokenLogProbs {
     }
 }
 
-/// The arguments of [`log_prob`], checked.
+/// The checked arguments of [`log_prob`].
 pub(crate) struct Arguments {
-    /// `[.., V]`, contiguous: N rows. They keep their shape, since in a graph each reshape takes their memory twice.
+    /// `[.., V]`, contiguous; N rows. Not reshaped: in a graph a reshape allocates twice their
+    /// memory.
     pub(crate) logits: Tensor,
     pub(crate) rows: Rows,
     pub(crate) temperature: f64,
@@ -189,19 +207,19 @@ impl Arguments {
     }
 }
 
-/// What a pass needs to know of the rows besides their logits.
+/// The inputs of a pass other than the logits.
 #[derive(Clone)]
 pub(crate) struct Rows {
-    /// `[N]` of u32.
+    /// u32 `[N]`.
     pub(crate) targets: Tensor,
-    /// `[N]` of u8.
+    /// u8 `[N]`.
     pub(crate) mask: Option<Tensor>,
     pub(crate) inverse_temperature: f32,
 }
 
 impl Rows {
-    /// Checks what the operators have in common. The rows are those of `source`, given with its name and of shape
-    /// `[outer.., _]`.
+    /// Checks the arguments that both operators have. `source` is the tensor with the rows, of the
+    /// shape `[outer.., _]`, and its name.
     pub(crate) fn new(
         source: (&str, &Tensor),
         outer: &[usize],
@@ -227,7 +245,7 @@ impl Rows {
     }
 }
 
-/// Logits `[.., V]` to f32 `[3, N]`.
+/// Maps logits `[.., V]` to f32 `[3, N]`.
 struct LogProb {
     rows: Rows,
     gradient_into_logits: bool,
@@ -266,26 +284,26 @@ impl CustomOp1 for LogProb {
     }
 }
 
-/// The N rows of a tensor `[.., V]`, and V, which is not 0.
+/// Returns N and V of a tensor `[.., V]` with N rows. V is not 0.
 pub(crate) fn rows_and_width(layout: &Layout) -> (usize, usize) {
     let width = layout.dims().last().copied().unwrap_or(1);
     (layout.shape().elem_count() / width, width)
 }
 
-/// Logits `[.., V]` to their gradient, in their dtype, in memory of its own or in theirs.
+/// Maps logits `[.., V]` to their gradient, in their dtype, in new memory or in place.
 pub(crate) struct Backward<'a> {
     pub(crate) rows: &'a Rows,
-    /// The result of the forward pass, f32 `[3, N]`.
+    /// Result of the forward pass, f32 `[3, N]`.
     pub(crate) packed: Tensor,
-    /// Its gradient, f32 `[3, N]`.
+    /// Gradient of the result, f32 `[3, N]`.
     pub(crate) gradient: Tensor,
 }
 
 impl Backward<'_> {
-    /// The gradient of `logits`, which have no graph.
+    /// Returns the gradient of detached `logits`.
     fn apply(&self, logits: &Tensor, into_logits: bool) -> Result<Tensor> {
         if into_logits {
-            // Candle takes an empty tensor for one whose elements share memory.
+            // Candle treats an empty tensor as one whose elements share memory.
             if logits.elem_count() > 0 {
                 logits.inplace_op1(self)?;
             }

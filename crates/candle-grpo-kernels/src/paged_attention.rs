@@ -1,55 +1,59 @@
-//! Attention of new tokens to keys and values that are kept in pages.
+//! Attention to keys and values in pages, for decoding.
 
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType, bail};
 
 use crate::cpu::{with_element, with_floats};
 use crate::{check, composed, cpu, path};
 
-/// Positions of a page. A multiple of every vector width, so that the scores of a page are whole vectors.
+/// Positions of a page: a multiple of every vector width.
 pub const PAGE: usize = 16;
 
-/// Keys and values of one layer in pages of [`PAGE`] positions (PagedAttention, Kwon et al. 2023, vLLM): which pages a
-/// sequence has is written elsewhere, so sequences may share them, and grow without being moved.
+/// Keys and values of one layer in pages of [`PAGE`] positions (<https://arxiv.org/abs/2309.06180>).
+///
+/// The caller keeps the list of pages of each sequence. Sequences may share pages, and grow without
+/// a copy.
 #[derive(Debug, Clone)]
 pub struct KeyValuePages {
-    /// Like `values`; for the path on the CPU transposed, `[pages, kv_heads, head_dim, PAGE]`, as a vector takes the same element
-    /// of all positions.
+    /// `[pages, kv_heads, PAGE, head_dim]`, or `[pages, kv_heads, head_dim, PAGE]` for the CPU
+    /// path, whose vectors hold the same element of all positions.
     keys: Tensor,
     /// `[pages, kv_heads, PAGE, head_dim]`
     values: Tensor,
 }
 
-/// A piece of a sequence.
+/// A part of a sequence in one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageSpan {
-    /// The number of the page.
+    /// Index of the page.
     pub page: usize,
-    /// How many of its first positions belong to the sequence, at most [`PAGE`].
+    /// Number of positions from the start of the page, at most [`PAGE`].
     pub len: usize,
 }
 
-/// What one query sees.
+/// The positions that one query attends to.
 #[derive(Debug, Clone, Copy)]
 pub struct PagedRow<'a> {
-    /// The pages of its sequence in order.
+    /// The pages of the sequence, in order.
     pub spans: &'a [PageSpan],
-    /// How many positions it sees, from the first one on; at least 1, and at most those of the spans.
+    /// Number of visible positions from the first, at least 1 and at most those of the spans.
     pub visible: usize,
 }
 
 /// A position in a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageSlot {
-    /// The number of the page.
+    /// Index of the page.
     pub page: usize,
-    /// The position in it, below [`PAGE`].
+    /// Position in the page, below [`PAGE`].
     pub position: usize,
 }
 
 impl KeyValuePages {
-    /// Pages of zeros. Errs if a size is 0 or `dtype` is not of floats.
+    /// Returns pages of zeros. On the CPU the system allocates a page when it is first written.
     ///
-    /// On the CPU memory is taken from the system as pages are written.
+    /// # Errors
+    ///
+    /// Fails if a size is 0 or `dtype` is not a float dtype.
     pub fn new(
         pages: usize,
         kv_heads: usize,
@@ -66,29 +70,34 @@ impl KeyValuePages {
             bail!("dtype: {dtype:?}, must be a float dtype");
         }
         let values = Tensor::zeros((pages, kv_heads, PAGE, head_dim), dtype, device)?;
-        let of_keys = match path::is_fused_on_cpu(&values) {
-            true => [pages, kv_heads, head_dim, PAGE],
-            false => [pages, kv_heads, PAGE, head_dim],
+        let key_shape = if path::is_fused_on_cpu(&values) {
+            [pages, kv_heads, head_dim, PAGE]
+        } else {
+            [pages, kv_heads, PAGE, head_dim]
         };
-        let keys = Tensor::zeros(&of_keys, dtype, device)?;
+        let keys = Tensor::zeros(&key_shape, dtype, device)?;
         Ok(Self { keys, values })
     }
 
-    /// The number of pages.
+    /// Returns the number of pages.
     pub fn len(&self) -> usize {
         self.keys.dims()[0]
     }
 
-    /// Whether there are no pages.
+    /// Returns whether there are no pages.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// As many more pages of zeros as make `pages`; those that are there keep their numbers. Errs if there are more already.
+    /// Appends pages of zeros up to `pages` pages.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are more pages already.
     pub fn grow(&mut self, pages: usize) -> Result<()> {
         let Some(more) = pages.checked_sub(self.len()) else {
             bail!(
-                "pages: {pages}, must be at least those there are, {}",
+                "pages: {pages}, must be at least the current number, {}",
                 self.len()
             );
         };
@@ -108,9 +117,14 @@ impl KeyValuePages {
         Ok(())
     }
 
-    /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` of the dtype of the pages, to slot i.
+    /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` in the dtype of the pages, to
+    /// slot i.
     ///
-    /// Errs on what is in a graph, other shapes and dtypes, and slots that are not there. A slot may not occur twice, which is not checked.
+    /// The slots must be distinct; this is not checked.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an argument is in a graph, on other shapes and dtypes, and on slots out of range.
     pub fn write(&self, key: &Tensor, value: &Tensor, slots: &[PageSlot]) -> Result<()> {
         let (pages, kv_heads, _, head_dim) = self.values.dims4()?;
         for (name, x) in [("key", key), ("value", value)] {
@@ -136,7 +150,7 @@ impl KeyValuePages {
             }
         }
         if !self.has_transposed_keys() {
-            return composed::write_pages(self, key, value, slots);
+            return composed::paged_attention::write(self, key, value, slots);
         }
         let write = |transposed| WriteRows { slots, transposed };
         self.keys.inplace_op2(&key.contiguous()?, &write(true))?;
@@ -156,15 +170,22 @@ impl KeyValuePages {
     }
 }
 
-/// Grouped-query attention of one token each to the positions that [`KeyValuePages`] hold: `softmax(scale * query key^T)
-/// value` for each head.
+/// Grouped-query attention of one token for each sequence: `softmax(scale * query key^T) value` for
+/// each head.
 ///
-/// `query` `[N, heads * head_dim]`, the heads side by side as a linear layer leaves them, of the dtype of the pages; `heads` is
-/// a multiple of `kv_heads`, and query heads that lie side by side share a key head. Row i sees what `rows[i]` says, its own
-/// position included, whose key and value are written before. The result is like `query`; on the CPU the bits of a row depend
-/// on that row and what it sees, cut into spans as they are, and on nothing else. Arithmetic in f32. For inference: errs
-/// on what is in a graph, other shapes and dtypes, a scale that is not positive and finite, and rows that see nothing or what
-/// is not there.
+/// Row i of `query` attends to `rows[i]`, which includes its own position: write its key and value
+/// first. On the CPU a row is bit-identical for any other rows, given the same spans. Arithmetic is
+/// in f32.
+///
+/// # Shapes
+///
+/// `query` and the result are `[N, heads * head_dim]` in the dtype of the pages, with the heads
+/// side by side. `heads` is a multiple of `kv_heads`; adjacent query heads share a key head.
+///
+/// # Errors
+///
+/// Fails if `query` is in a graph, on other shapes and dtypes, on a scale that is not positive and
+/// finite, and on rows with no visible position or with positions that do not exist.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -185,7 +206,7 @@ pub fn paged_attention(
 ) -> Result<Tensor> {
     check(query, pages, rows, scale)?;
     if !path::is_fused_on_cpu(query) || rows.is_empty() {
-        return composed::paged_attention_unchecked(query, pages, rows, scale);
+        return composed::paged_attention::unchecked(query, pages, rows, scale);
     }
     let attended = query.contiguous()?;
     let shape = query.shape();
@@ -219,7 +240,7 @@ pub(crate) fn check(
         for span in row.spans {
             if span.page >= of_pages || span.len > PAGE {
                 bail!(
-                    "rows[{index}]: {} positions of page {}, must be at most {PAGE}, and the page below {of_pages}",
+                    "rows[{index}]: {} positions of page {}, must be at most {PAGE} and below {of_pages}",
                     span.len,
                     span.page
                 );
@@ -228,7 +249,7 @@ pub(crate) fn check(
         }
         if row.visible == 0 || row.visible > there {
             bail!(
-                "rows[{index}]: sees {} positions, must be at least 1 and at most the {there} of its spans",
+                "rows[{index}]: {} visible positions, must be at least 1 and at most the {there} of its spans",
                 row.visible
             );
         }
@@ -236,7 +257,7 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// Writes rows to slots of pages, transposed or not.
+/// Writes rows to slots of pages.
 struct WriteRows<'a> {
     slots: &'a [PageSlot],
     transposed: bool,
@@ -257,7 +278,7 @@ impl InplaceOp2 for WriteRows<'_> {
         let (range, of_rows) = (cpu::range(layout)?, cpu::range(rows_layout)?);
         let &[_, kv_heads, a, b] = layout.dims() else {
             bail!(
-                "the pages have shape {:?}, must be of four dimensions",
+                "pages: shape {:?}, must have four dimensions",
                 layout.dims()
             );
         };

@@ -1,8 +1,8 @@
-//! In which dtype to do arithmetic that sums or exponentiates.
+//! Dtypes of arithmetic.
 
 use candle_core::DType;
 
-/// f32 for everything but f64, which stays: sums of the half types lose too much.
+/// Returns the dtype of sums and exponentials of `dtype`: f64 for f64, f32 for all others.
 pub fn arithmetic_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,

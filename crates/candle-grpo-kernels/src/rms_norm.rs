@@ -1,15 +1,24 @@
-//! Root mean square normalisation.
+//! Root mean square normalization.
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use crate::cpu::{with_element, with_floats};
 use crate::{check, composed, cpu, path};
 
-/// RMSNorm (Zhang and Sennrich 2019): `x / sqrt(mean(x^2) + epsilon) * weight`, the mean over the last dimension.
+/// RMSNorm (<https://arxiv.org/abs/1910.07467>): `x / sqrt(mean(x^2) + epsilon) * weight`, with the mean
+/// over the last dimension.
 ///
-/// `x` `[.., H]` of any float dtype, `weight` `[H]` of the same; the result is like `x`, and both have a gradient.
-/// Arithmetic in f32. In half types the normalised `x` is rounded before it is multiplied by the weight, as Hugging
-/// Face's Llama does. Errs on other shapes and dtypes, and an epsilon that is not positive and finite.
+/// `x` and `weight` have gradients. Arithmetic is in f32. For bf16 and f16 the normalized `x` is
+/// rounded before the product with the weight, as in Llama of Hugging Face transformers.
+///
+/// # Shapes
+///
+/// - `x`: `[.., H]`, any float dtype; the result has its shape and dtype
+/// - `weight`: `[H]`, the same dtype
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, and on an epsilon that is not positive and finite.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -25,7 +34,7 @@ use crate::{check, composed, cpu, path};
 pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     check(x, weight, epsilon)?;
     if !is_fused(x) {
-        return composed::rms_norm_unchecked(x, weight, epsilon);
+        return composed::rms_norm::unchecked(x, weight, epsilon);
     }
     let op = RmsNorm {
         epsilon: epsilon as f32,
@@ -33,14 +42,19 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     x.contiguous()?.apply_op2(&weight.contiguous()?, op)
 }
 
-/// The backward pass of [`rms_norm`] alone: from the gradient of its result, of the shape and dtype of `x`, those of `x` and
-/// `weight`, without a graph.
+/// The backward pass of [`rms_norm`], without a graph.
+///
+/// `gradient` is the gradient of the result. Returns the gradients of `x` and `weight`.
+///
+/// # Errors
+///
+/// Fails as [`rms_norm`], and if `gradient` does not have the shape and dtype of `x`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use candle_grpo_kernels::rms_norm_gradient;
 ///
-/// // A row of one element is normalised to its sign.
+/// // A row of one element is normalized to its sign.
 /// let x = Tensor::new(&[[3f32], [-2.]], &Device::Cpu)?;
 /// let weight = Tensor::new(&[5f32], &Device::Cpu)?;
 /// let (of_x, of_weight) = rms_norm_gradient(&x, &weight, 1e-12, &x.ones_like()?)?;
@@ -58,7 +72,7 @@ pub fn rms_norm_gradient(
     check::gradient(gradient, "x", x)?;
     if !is_fused(x) {
         let [of_x, of_weight] = composed::gradients([x, weight], gradient, |[x, weight]| {
-            composed::rms_norm_unchecked(x, weight, epsilon)
+            composed::rms_norm::unchecked(x, weight, epsilon)
         })?;
         return Ok((of_x, of_weight));
     }
@@ -90,13 +104,13 @@ pub(crate) fn check(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<()> {
     check::same_device(&[("x", x), ("weight", weight)])
 }
 
-/// `x` `[.., H]` and `weight` `[H]`, contiguous, to the shape of `x`.
+/// The operation on contiguous `x` `[.., H]` and `weight` `[H]`.
 pub(crate) struct RmsNorm {
     pub(crate) epsilon: f32,
 }
 
 impl RmsNorm {
-    /// Of contiguous inputs.
+    /// Returns the gradients of contiguous inputs.
     fn gradients(
         &self,
         x: &Tensor,

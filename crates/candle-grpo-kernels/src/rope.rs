@@ -6,19 +6,28 @@ use crate::cpu::with_floats;
 use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
 
-/// Rotary position embedding (Su et al. 2021) in the half-split layout of Hugging Face: in each head of D elements,
-/// element i pairs with i + D / 2, and the pair turns by angle i of the position.
+/// Rotary position embedding (<https://arxiv.org/abs/2104.09864>) in the half-split layout of Hugging
+/// Face transformers.
 ///
-/// `x` `[.., heads * D]` of any float dtype, the heads side by side as a linear layer leaves them; `cos` and `sin`
-/// `[.., D / 2]` with the leading dimensions of `x`, of f32 (f64 for f64), shared by the heads. The result is like `x`.
-/// Arithmetic in f32. `x` has a gradient, which is the rotation back; `cos` and `sin` have none. Errs on other shapes
-/// and dtypes.
+/// In each head of D elements, elements i and i + D / 2 are a pair, rotated by angle i of the
+/// position. `x` has a gradient; `cos` and `sin` have none. Arithmetic is in f32.
+///
+/// # Shapes
+///
+/// - `x`: `[.., heads * D]`, any float dtype, with the heads side by side; the result has its shape
+///   and dtype
+/// - `cos`, `sin`: `[.., D / 2]` with the leading dimensions of `x`, f32 (f64 for f64), shared by
+///   the heads
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use candle_grpo_kernels::rope;
 ///
-/// // A position with two heads of two elements, turned by a right angle.
+/// // A position with two heads of two elements, rotated by a right angle.
 /// let x = Tensor::new(&[[1f32, 0., 2., 3.]], &Device::Cpu)?;
 /// let (cos, sin) = (Tensor::new(&[[0f32]], &Device::Cpu)?, Tensor::new(&[[1f32]], &Device::Cpu)?);
 /// assert_eq!(rope(&x, &cos, &sin)?.to_vec2::<f32>()?, [[0., 1., -3., 2.]]);
@@ -27,7 +36,7 @@ use crate::{check, composed, cpu, path};
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     check(x, cos, sin)?;
     if !path::is_fused(x) {
-        return composed::rope_unchecked(x, cos, sin);
+        return composed::rope::unchecked(x, cos, sin);
     }
     x.contiguous()?.apply_op1(Rope {
         cos: cos.detach().contiguous()?,
@@ -36,7 +45,12 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// The backward pass of [`rope`] alone: the gradient of its result rotated back, without a graph.
+/// The backward pass of [`rope`], without a graph: the inverse rotation of the gradient of the
+/// result.
+///
+/// # Errors
+///
+/// Fails as [`rope`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -84,12 +98,12 @@ pub(crate) fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     check::same_device(&[("x", x), ("cos", cos), ("sin", sin)])
 }
 
-/// `x` `[.., heads * D]`, contiguous, to its shape.
+/// The operation on a contiguous `x` `[.., heads * D]`.
 pub(crate) struct Rope {
-    /// `[.., D / 2]` of f32, contiguous, as `sin`.
+    /// f32 `[.., D / 2]`, contiguous, like `sin`.
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,
-    /// Whether the angles are taken negative, as for the gradient.
+    /// Whether to rotate by the negative angles, as for the gradient.
     pub(crate) back: bool,
 }
 

@@ -5,10 +5,14 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use crate::cpu::{with_element, with_floats};
 use crate::{check, composed, cpu, path};
 
-/// SwiGLU (Shazeer 2020): `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`.
+/// SwiGLU (<https://arxiv.org/abs/2002.05202>): `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`.
 ///
-/// `gate` and `up` are of one shape and one float dtype, which are also those of the result; both have a gradient.
-/// Arithmetic in f32. Errs on other shapes and dtypes.
+/// `gate`, `up` and the result have one shape and one float dtype. Both inputs have gradients.
+/// Arithmetic is in f32.
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -23,13 +27,18 @@ use crate::{check, composed, cpu, path};
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
     if !path::is_fused(gate) {
-        return composed::swiglu_unchecked(gate, up);
+        return composed::swiglu::unchecked(gate, up);
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
 }
 
-/// The backward pass of [`swiglu`] alone: from the gradient of its result, of the shape and dtype of `gate`, those of `gate` and
-/// `up`, without a graph.
+/// The backward pass of [`swiglu`], without a graph.
+///
+/// `gradient` is the gradient of the result. Returns the gradients of `gate` and `up`.
+///
+/// # Errors
+///
+/// Fails as [`swiglu`], and if `gradient` does not have the shape and dtype of `gate`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -38,7 +47,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// let gate = Tensor::new(&[0f32], &Device::Cpu)?;
 /// let up = Tensor::new(&[3f32], &Device::Cpu)?;
 /// let (of_gate, of_up) = swiglu_gradient(&gate, &up, &gate.ones_like()?)?;
-/// assert_eq!(of_gate.to_vec1::<f32>()?, [1.5]); // the slope of silu at 0 is a half
+/// assert_eq!(of_gate.to_vec1::<f32>()?, [1.5]); // the derivative of silu at 0 is 1/2
 /// assert_eq!(of_up.to_vec1::<f32>()?, [0.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -47,14 +56,14 @@ pub fn swiglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
     check::gradient(gradient, "gate", gate)?;
     if !path::is_fused(gate) {
         let [of_gate, of_up] = composed::gradients([gate, up], gradient, |[gate, up]| {
-            composed::swiglu_unchecked(gate, up)
+            composed::swiglu::unchecked(gate, up)
         })?;
         return Ok((of_gate, of_up));
     }
     gradients(&gate.contiguous()?, &up.contiguous()?, gradient)
 }
 
-/// Of contiguous inputs.
+/// Returns the gradients of contiguous inputs.
 fn gradients(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
     let gradient = gradient.contiguous()?;
     #[cfg(feature = "cuda")]
@@ -79,7 +88,7 @@ pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
     check::same_device(&[("gate", gate), ("up", up)])
 }
 
-/// `gate` and `up`, contiguous, to their shape.
+/// The operation on contiguous `gate` and `up`.
 struct SwiGlu;
 
 impl CustomOp2 for SwiGlu {

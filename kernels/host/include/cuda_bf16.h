@@ -1,4 +1,4 @@
-// Stands in for NVIDIA's header of this name: the type and its conversions.
+// Replaces NVIDIA's header of this name: the type and its conversions.
 #pragma once
 
 #include "cuda_host.h"
@@ -8,7 +8,7 @@ struct alignas(4) __nv_bfloat162 { __nv_bfloat16 x, y; };
 
 static inline float __bfloat162float(__nv_bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
-// To the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 static inline __nv_bfloat16 __float2bfloat16(float x) {
     unsigned bits = __float_as_uint(x);
     if (isnan(x)) return {0x7fff};

@@ -1,4 +1,4 @@
-// Stands in for NVIDIA's header of this name: the type and its conversions.
+// Replaces NVIDIA's header of this name: the type and its conversions.
 #pragma once
 
 #include "cuda_host.h"
@@ -15,7 +15,7 @@ static inline float __half2float(__half x) {
     return x.bits & 0x8000 ? -size : size;
 }
 
-// To the nearest, ties to even; beyond the largest number, infinity.
+// Rounds to the nearest, ties to even. Beyond the largest number the result is infinity.
 static inline __half __float2half(float x) {
     uint16_t sign = signbit(x) ? 0x8000 : 0;
     if (isnan(x)) return {0x7fff};
@@ -26,7 +26,7 @@ static inline __half __float2half(float x) {
     frexpf(size, &exponent);
     int step = (exponent < -13 ? -13 : exponent) - 11;  // of the last bit, a power of two
     uint32_t steps = (uint32_t)nearbyintf(ldexpf(size, -step));
-    // A number below the smallest normal one is its count of steps; above it the exponent adds 1024 for each doubling.
+    // A subnormal number is a multiple of the step. Above, the exponent adds 1024 for each doubling.
     return {(uint16_t)(sign | (steps + ((uint32_t)(step + 24) << 10)))};
 }
 static inline __half __float2half_rn(float x) { return __float2half(x); }

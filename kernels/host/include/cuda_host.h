@@ -1,7 +1,7 @@
-// Stands in for nvcc's built-ins, so that a kernel compiles as C++ and runs on the CPU: for tests, not for speed.
+// Replaces nvcc's built-ins, so that a kernel compiles as C++ and runs on the CPU, for tests.
 //
-// The threads of a block are fibers on one thread of the CPU. A barrier, a shuffle or a vote hands over to the next fiber,
-// and is complete when every thread that it names has arrived; a thread that cannot arrive any more is an error.
+// The threads of a block are fibers on one CPU thread. A barrier, a shuffle or a vote switches to the next
+// fiber, and completes when all participating threads have arrived. It is an error if one cannot arrive.
 #pragma once
 
 #include <math.h>
@@ -45,12 +45,12 @@ namespace cuda_host {
 
 using Lanes = uint64_t[32];
 
-// The shared memory that the launch asked for, from its first byte.
+// The dynamic shared memory of the launch.
 void* dynamic_shared();
 
 void block_barrier();
 
-// Arrives with `value` at the operation `name` of the lanes in `mask`, and returns what each of them brought.
+// Arrives with `value` at the operation `name` of the lanes in `mask`, and returns the values of all lanes.
 const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value);
 
 // Ends the launch with this message.
@@ -73,7 +73,7 @@ T from_bits(uint64_t bits) {
     return value;
 }
 
-// What lane `from` brought, or the own value where `from` is outside of the part of the warp that has this width.
+// The value of lane `from`, or the lane's own value if `from` is outside its part of the warp.
 template <class T>
 T shuffle(const char* name, unsigned mask, T value, int from, int width) {
     int self = (int)lane(), first = self / width * width;
@@ -118,7 +118,7 @@ static inline int __all_sync(unsigned mask, int predicate) { return __ballot_syn
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
-// Fibers change only at barriers: plain arithmetic is atomic here.
+// Fibers switch only at barriers, so plain arithmetic is atomic.
 template <class T, class U>
 T atomicAdd(T* address, U value) {
     T old = *address;
@@ -143,7 +143,7 @@ void __stcs(T* address, T value) { *address = value; }
 template <class T>
 void __stcg(T* address, T value) { *address = value; }
 
-// Macros, since the C library declares functions of these names.
+// Macros, because the C library declares functions of these names.
 #define __expf expf
 #define __logf logf
 #define __log2f log2f

@@ -1,11 +1,11 @@
-// Stands in for the tensor cores: a warp brings its pieces of two matrices, and each lane computes its part of their product.
+// Replaces the tensor cores: each lane has fragments of two matrices, and computes its part of the product.
 #pragma once
 
 #include "cuda_host.h"
 
 namespace cuda_host {
 
-// What each lane brings, word by word.
+// The words of each lane.
 template <int count>
 void exchange_words(const char* name, const uint32_t (&mine)[count], uint32_t (&all)[32][count]) {
     for (int i = 0; i < count; i += 2) {
@@ -17,8 +17,8 @@ void exchange_words(const char* name, const uint32_t (&mine)[count], uint32_t (&
     }
 }
 
-// ldmatrix.x4: of four matrices of 8 x 8 elements of 16 bits, lane 8 m + r gives the address of row r of matrix m. A lane
-// receives two elements of each that are side by side, or one above the other.
+// ldmatrix.x4 of four matrices of 8 x 8 16-bit elements: lane 8 m + r has the address of row r of matrix m. A
+// lane receives two elements of each matrix, adjacent in a row or in a column.
 inline void load_matrices(const void* row, bool transposed, uint32_t (&words)[4]) {
     if ((uintptr_t)row % 16 != 0) fail("ldmatrix of a row that is not aligned to 16 bytes");
     const Lanes& rows = warp_exchange(transposed ? "ldmatrix.trans" : "ldmatrix", 0xffffffffu, (uint64_t)(uintptr_t)row);
@@ -30,14 +30,14 @@ inline void load_matrices(const void* row, bool transposed, uint32_t (&words)[4]
     }
 }
 
-// mma.m16n8k`depth`, as the manual of PTX shares the matrices out to the lanes.
+// mma.m16n8k`depth`, with the fragments of the PTX manual.
 template <int depth, class Unpack>
 void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Unpack unpack) {
     constexpr int in_word = depth / 8;
     uint32_t all_a[32][4], all_b[32][2];
     exchange_words(name, a, all_a);
     exchange_words(name, b, all_b);
-    // Of the depth, a lane of a group of four has the elements from in_word * thread on, and those 4 * in_word further.
+    // A lane of a group of four has the elements of the depth from in_word * thread, and those 4 * in_word later.
     auto element = [&](uint32_t word, int k) {
         float out[2];
         unpack(word, out);
@@ -56,7 +56,7 @@ void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uin
     }
 }
 
-// To the nearest, ties away from 0.
+// Rounds to the nearest, ties away from 0.
 inline uint32_t to_tf32(float x) {
     const uint32_t bits = (uint32_t)to_bits(x);
     if (isnan(x)) return 0x7fffffffu;

@@ -1,4 +1,4 @@
-// Stands in for NVIDIA's header of this name.
+// Replaces NVIDIA's header of this name.
 #pragma once
 
 #include "cuda_host.h"

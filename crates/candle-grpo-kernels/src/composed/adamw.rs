@@ -7,12 +7,14 @@ use crate::adamw::{AdamWStep, AdamWTensors, check_arguments};
 /// [`adamw`](crate::adamw()) in plain Candle operations.
 pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
     check_arguments(parameters, step)?;
-    parameters.iter().try_for_each(|tensors| one(tensors, step))
+    parameters
+        .iter()
+        .try_for_each(|tensors| unchecked(tensors, step))
 }
 
-pub(crate) fn one(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
+pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
     if tensors.parameter.elem_count() == 0 {
-        // Candle's operations on nothing give an operand back, and a variable refuses to be set to itself.
+        // For empty tensors Candle returns an operand, and a variable cannot be set to itself.
         return Ok(());
     }
     let c = step.coefficients(tensors.weight_decay);

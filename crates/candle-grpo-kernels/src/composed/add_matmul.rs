@@ -4,13 +4,14 @@ use candle_core::{Result, Tensor};
 
 use crate::add_matmul::check;
 
-/// [`add_matmul`](crate::add_matmul()) in plain Candle operations. Half types multiply in themselves.
+/// [`add_matmul`](crate::add_matmul()) in plain Candle operations. bf16 and f16 are multiplied in
+/// their dtype.
 pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     check(sum, a, b)?;
-    add(sum, a, b)
+    unchecked(sum, a, b)
 }
 
-pub(crate) fn add(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
+pub(crate) fn unchecked(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if sum.elem_count() == 0 || a.elem_count() == 0 {
         return Ok(());
     }

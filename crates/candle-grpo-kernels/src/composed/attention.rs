@@ -6,7 +6,7 @@ use crate::attention::{Sequences, Sizes};
 use crate::check;
 use crate::precision::arithmetic_dtype;
 
-/// [`attention`](crate::attention()) in plain Candle operations. The matrix of the scores is kept for the backward pass.
+/// [`attention`](crate::attention()) in plain Candle operations. Stores the matrix of the scores.
 pub fn attention<'a>(
     query: &Tensor,
     key: &Tensor,
@@ -92,14 +92,14 @@ fn padded(
     let real = check::mask(mask, mask.dims())?.reshape((batch, total))?;
     let past = total - new;
     let real_queries = real.narrow(1, past, new)?;
-    // [B, positions, ..] with zeros at padding: what stands there must not reach the arithmetic.
+    // [B, positions, ..] with zeros at padding, so that NaN there has no effect.
     let clean = |x: &Tensor, real: &Tensor| {
         let x = x.reshape((batch, real.dim(1)?, ()))?.to_dtype(wide)?;
         real.unsqueeze(2)?
             .broadcast_as(x.shape())?
             .where_cond(&x, &x.zeros_like()?)
     };
-    // [B, kv_heads, positions of the heads of a group, head_dim]
+    // [B, kv_heads, positions of all heads of a group, head_dim]
     let split = |x: Tensor, positions: usize, group: usize| {
         x.reshape((batch, positions, kv_heads * group, head_dim))?
             .transpose(1, 2)?
@@ -124,7 +124,7 @@ fn padded(
         new,
         total,
     ))?;
-    // Finite: a padded query may see nothing, and its row must not become NaN.
+    // Finite, so that a padded query without visible positions does not give NaN.
     let hidden = Tensor::new(-1e30f32, device)?
         .to_dtype(wide)?
         .broadcast_as(scores.shape())?;

@@ -5,20 +5,21 @@ use candle_core::{Result, Tensor};
 use crate::check;
 use crate::embedding::shape;
 
-/// [`embedding`](crate::embedding()) in plain Candle operations. Half types sum the gradient in themselves.
+/// [`embedding`](crate::embedding()) in plain Candle operations. Gradients of bf16 and f16 are
+/// summed in their dtype.
 pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let shape = shape(ids, weight)?;
     let ids = check::token_ids("ids", ids, weight.dims()[0], None)?;
     rows(&ids, weight)?.reshape(shape)
 }
 
-/// `ids` is `[N]` of u32.
+/// Returns the rows at `ids`, u32 `[N]`.
 pub(crate) fn rows(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
     weight.contiguous()?.index_select(ids, 0)
 }
 
-/// To the rows of `sum` that `ids`, `[N]` of u32, name, those of `gradient` are added in place.
-pub(crate) fn add(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
+/// Adds the rows of `gradient` to the rows of `sum` at `ids`, u32 `[N]`, in place.
+pub(crate) fn add_rows(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
     let rows = gradient
         .reshape((ids.dim(0)?, sum.dim(1)?))?
         .to_dtype(sum.dtype())?;

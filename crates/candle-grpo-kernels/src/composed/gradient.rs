@@ -1,8 +1,8 @@
-//! Backward passes by Candle's graph.
+//! Backward passes with Candle's graph.
 
 use candle_core::{Result, Tensor, Var};
 
-/// The gradients of `inputs`, without a graph, from the gradient of what `forward` makes of them.
+/// Returns the detached gradients of `inputs`, given the gradient of `forward(inputs)`.
 pub(crate) fn gradients<const N: usize>(
     inputs: [&Tensor; N],
     gradient: &Tensor,

@@ -2,12 +2,12 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::log_prob_rows;
+use crate::composed;
 use crate::linear_log_prob::Arguments;
 use crate::log_prob::{self, LogProbOptions, TokenLogProbs};
 use crate::precision::arithmetic_dtype;
 
-/// [`linear_log_prob`](crate::linear_log_prob) in plain Candle operations, through the whole logits.
+/// [`linear_log_prob`](crate::linear_log_prob) in plain Candle operations. Stores the logits.
 pub fn linear_log_prob(
     hidden: &Tensor,
     weight: &Tensor,
@@ -16,7 +16,7 @@ pub fn linear_log_prob(
     temperature: f64,
     options: LogProbOptions,
 ) -> Result<TokenLogProbs> {
-    rows(Arguments::new(
+    unchecked(Arguments::new(
         hidden,
         weight,
         bias,
@@ -26,7 +26,7 @@ pub fn linear_log_prob(
     )?)
 }
 
-pub(crate) fn rows(arguments: Arguments) -> Result<TokenLogProbs> {
+pub(crate) fn unchecked(arguments: Arguments) -> Result<TokenLogProbs> {
     let Arguments {
         hidden,
         weight,
@@ -37,7 +37,7 @@ pub(crate) fn rows(arguments: Arguments) -> Result<TokenLogProbs> {
     } = arguments;
     let dtype = arithmetic_dtype(hidden.dtype());
     if hidden.elem_count() == 0 {
-        // Candle's product of nothing has no graph, through which the gradients of 0 come.
+        // Candle's product of empty tensors has no graph, so gradients of 0 need another path.
         let mut parts = vec![hidden.to_dtype(dtype)?.sum(D::Minus1)?.flatten_all()?];
         parts.push(weight.to_dtype(dtype)?.narrow(0, 0, 0)?.sum(1)?);
         if let Some(bias) = bias {
@@ -54,7 +54,7 @@ pub(crate) fn rows(arguments: Arguments) -> Result<TokenLogProbs> {
     let hidden = hidden.reshape((rows.targets.elem_count(), hidden.dim(D::Minus1)?))?;
     let hidden = match &rows.mask {
         None => hidden,
-        // What is dropped must not reach the gradient of the weight: 0 times NaN is NaN.
+        // A masked row must not reach the gradient of the weight: 0 times NaN is NaN.
         Some(mask) => mask
             .unsqueeze(1)?
             .broadcast_as(hidden.shape())?
@@ -67,7 +67,7 @@ pub(crate) fn rows(arguments: Arguments) -> Result<TokenLogProbs> {
         None => logits,
         Some(bias) => logits.broadcast_add(&bias.to_dtype(dtype)?)?,
     };
-    log_prob_rows(&log_prob::Arguments {
+    composed::log_prob::unchecked(&log_prob::Arguments {
         logits,
         rows,
         temperature,

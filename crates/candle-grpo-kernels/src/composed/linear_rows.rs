@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-/// [`linear_rows`](crate::linear_rows()) in plain Candle operations. The bits of a row may depend on how many there are.
+/// [`linear_rows`](crate::linear_rows()) in plain Candle operations. The number of rows may change
+/// the last bits of a row.
 pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
     crate::linear_rows::check(x, weights)?;
     unchecked(x, weights)

@@ -5,22 +5,22 @@ use candle_core::{D, Result, Tensor};
 use crate::log_prob::{Arguments, LogProbOptions, Rows, TokenLogProbs};
 use crate::precision::arithmetic_dtype;
 
-/// [`log_prob`](crate::log_prob) in plain Candle operations. The gradient always has memory of its own.
+/// [`log_prob`](crate::log_prob) in plain Candle operations. Never overwrites the logits.
 pub fn log_prob(
     logits: &Tensor,
     targets: &Tensor,
     temperature: f64,
     options: LogProbOptions,
 ) -> Result<TokenLogProbs> {
-    rows(&Arguments::new(logits, targets, temperature, options)?)
+    unchecked(&Arguments::new(logits, targets, temperature, options)?)
 }
 
-pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
+pub(crate) fn unchecked(arguments: &Arguments) -> Result<TokenLogProbs> {
     let z = arguments
         .logits
         .to_dtype(arithmetic_dtype(arguments.logits.dtype()))?;
     if z.elem_count() == 0 {
-        // Candle has no largest entry of nothing; the sum keeps the graph.
+        // Candle has no maximum of an empty tensor. The sum keeps the graph.
         let none = z.sum(D::Minus1)?.reshape(arguments.outer.as_slice())?;
         return Ok(TokenLogProbs {
             log_probs: none.clone(),
@@ -32,7 +32,7 @@ pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
     let z = z.reshape((targets.elem_count(), z.dim(D::Minus1)?))?;
     let (z, targets) = match mask {
         None => (z, targets.clone()),
-        // What is dropped must not reach the arithmetic: 0 times NaN is NaN.
+        // A masked row must not reach the arithmetic: 0 times NaN is NaN.
         Some(mask) => (
             mask.unsqueeze(1)?
                 .broadcast_as(z.shape())?
@@ -41,7 +41,7 @@ pub(crate) fn rows(arguments: &Arguments) -> Result<TokenLogProbs> {
         ),
     };
     let z = (z / arguments.temperature)?;
-    // Relative to the largest logit, so that nothing overflows.
+    // Relative to the largest logit, to avoid overflow.
     let largest = z.detach().max_keepdim(D::Minus1)?;
     let weights = z.broadcast_sub(&largest)?.exp()?;
     let total = weights.sum_keepdim(D::Minus1)?;

@@ -5,7 +5,8 @@ use candle_core::{Result, Tensor};
 use crate::composed;
 use crate::paged_attention::{self, KeyValuePages, PAGE, PageSlot, PagedRow};
 
-/// [`paged_attention`](crate::paged_attention()) in plain Candle operations: what the rows see is copied into one rectangle.
+/// [`paged_attention`](crate::paged_attention()) in plain Candle operations. Copies the visible
+/// positions to one padded tensor.
 pub fn paged_attention(
     query: &Tensor,
     pages: &KeyValuePages,
@@ -27,7 +28,7 @@ pub(crate) fn unchecked(
     }
     let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
     let longest = rows.iter().map(|row| row.visible).max().unwrap_or(0);
-    // The pages in order, and what each row sees at the right end of a rectangle.
+    // The pages in order, and the visible positions of each row, padded on the left.
     let mut selected = Vec::new();
     let mut positions = vec![0u32; rows.len() * longest];
     let mut mask = vec![0u8; rows.len() * longest];
@@ -55,9 +56,10 @@ pub(crate) fn unchecked(
     let width = kv_heads * head_dim;
     let gather = |of_pages: &Tensor, is_transposed: bool| {
         let heads = of_pages.index_select(&selected, 0)?;
-        let rows = match is_transposed {
-            true => heads.permute((0, 3, 1, 2))?,
-            false => heads.permute((0, 2, 1, 3))?,
+        let rows = if is_transposed {
+            heads.permute((0, 3, 1, 2))?
+        } else {
+            heads.permute((0, 2, 1, 3))?
         };
         rows.contiguous()?
             .reshape(((), width))?
@@ -68,7 +70,7 @@ pub(crate) fn unchecked(
     composed::attention(query, &key, &value, &mask, head_dim, scale)
 }
 
-/// [`KeyValuePages::write`] in plain Candle operations, to keys that are not transposed.
+/// [`KeyValuePages::write`] in plain Candle operations, for keys that are not transposed.
 pub(crate) fn write(
     pages: &KeyValuePages,
     key: &Tensor,
@@ -79,7 +81,8 @@ pub(crate) fn write(
         return Ok(());
     }
     let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
-    // The pages as rows of one head each. Candle's kernel has a thread for each column, and each writes all rows.
+    // The pages as rows of one head each. Candle's kernel has a thread for each column, which
+    // writes all rows.
     let rows: Vec<i64> = slots
         .iter()
         .flat_map(|slot| {

@@ -11,19 +11,19 @@ use super::simd::{BLOCK, prefetch};
 use super::slice::{self, CHUNK, range, with_floats};
 use crate::adamw::{AdamWStep, AdamWTensors, Coefficients};
 
-/// The step waits for memory alone, in four places at once and page after page: it is asked for this many elements before they are
-/// needed, a few lines of each place at a time.
+/// Prefetch distance in elements. The step is bound by memory and reads four streams, so the
+/// hardware prefetcher does not suffice at page boundaries.
 const AHEAD: usize = 512;
 const PART: usize = 64;
 
-/// Moves all parameters. Small ones are shared out to the cores whole, large ones in chunks.
+/// Updates all parameters. A core updates whole small parameters and chunks of large ones.
 pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
     parameters.par_iter().try_for_each(|tensors| {
         let pass = Pass {
             gradient: tensors.gradient.contiguous()?,
             coefficients: step.coefficients(tensors.weight_decay),
         };
-        // One tensor can be written at a time, so the slices of the others are handed inward.
+        // A closure writes one tensor, so the slices of several tensors need nested closures.
         slice::write_f32(tensors.average, |average| {
             slice::write_f32(tensors.square, |square| match tensors.master {
                 None => pass.write(
@@ -50,13 +50,13 @@ pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()>
     })
 }
 
-/// What the step of one parameter reads.
+/// The inputs of the step of one parameter.
 struct Pass {
     gradient: Tensor,
     coefficients: Coefficients,
 }
 
-/// What the step of one parameter writes besides the parameter; all of one length.
+/// The optimizer state that the step of one parameter writes, of one length.
 struct State<'a> {
     average: &'a mut [f32],
     square: &'a mut [f32],
@@ -86,7 +86,7 @@ impl Pass {
 
 struct WriteParameter<'a> {
     pass: &'a Pass,
-    /// Taken by the one call; an in-place op gets itself shared.
+    /// Taken by the only call: an in-place operation has a shared reference to itself.
     state: RefCell<Option<State<'a>>>,
 }
 
@@ -163,7 +163,7 @@ impl From<Coefficients> for Narrow {
 }
 
 impl Narrow {
-    /// The parameter moves in f32, and is rounded to its dtype.
+    /// Updates the parameter in f32, and rounds it to its dtype.
     #[inline(always)]
     fn update_rounded<P: Element, G: Element>(
         &self,
@@ -190,7 +190,7 @@ impl Narrow {
         }
     }
 
-    /// The master moves, and the parameter becomes what it rounds to.
+    /// Updates the master, and rounds it to the parameter.
     #[inline(always)]
     fn update_master<P: Element, G: Element>(
         &self,
@@ -229,7 +229,7 @@ impl Narrow {
         }
     }
 
-    /// Plain loops: the compiler makes vectors of them.
+    /// Plain loops, which the compiler vectorizes.
     #[inline(always)]
     fn update_part(&self, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
         for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(g) {

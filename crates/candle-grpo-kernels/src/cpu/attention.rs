@@ -1,8 +1,8 @@
 //! The CPU path of [`attention`](crate::attention()).
 //!
-//! One task does one key head of one sequence, with the query heads that share it. It takes the queries in tiles, so
-//! that the scores of a tile stay in cache, and computes the part of a tile that its last query sees. The backward pass
-//! computes the scores again.
+//! A task computes one key head of one sequence and the query heads that share it. It processes the
+//! queries in tiles whose scores fit in the cache, up to the last visible position of a tile. The
+//! backward pass recomputes the scores.
 
 use std::mem::MaybeUninit;
 
@@ -16,7 +16,7 @@ use super::simd::{EXP_UNDERFLOW, MAX_LANES, at_least, exp};
 use super::{output, slice};
 use crate::attention::{Attention, Sequence, Sizes};
 
-/// A tile has about this many rows, each a query head at a position.
+/// Approximate rows of a tile. A row is a query head at a position.
 const TILE_ROWS: usize = 96;
 
 /// The contiguous inputs of [`attention`](crate::attention()).
@@ -26,7 +26,7 @@ pub(crate) struct Inputs<'a, T> {
     pub(crate) value: &'a [T],
 }
 
-/// The mixed values, as long as `query`.
+/// Returns the attended values, of the length of `query`.
 pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<Vec<T>> {
     let sizes = &op.sizes;
     slice::read::<u8, _>(&op.mask, |mask| {
@@ -39,13 +39,13 @@ pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<
                     |scratch, (index, y)| Task::new(index, inputs, mask, op).forward(scratch, y),
                 );
         };
-        // SAFETY: the tasks share out the result, and each writes its part whole.
+        // SAFETY: the tasks partition the result, and each writes its whole part.
         #[allow(unsafe_code)]
         Ok(unsafe { output::filled(inputs.query.len(), fill) })
     })
 }
 
-/// The gradients of `query`, `key` and `value`, of their shapes.
+/// Returns the gradients of `query`, `key` and `value`, in their shapes.
 pub(crate) fn backward<T: Element>(
     inputs: [&Tensor; 3],
     gradient: &Tensor,
@@ -99,19 +99,20 @@ fn backward_of_slices<T: Element>(
                 },
             );
         };
-        // SAFETY: the tasks share out both results, and each writes its parts whole.
+        // SAFETY: the tasks partition both results, and each writes its whole parts.
         #[allow(unsafe_code)]
         unsafe {
             of_key_and_value = output::two_filled(inputs.key.len(), fill);
         }
     };
-    // SAFETY: the tasks share out the result, and each writes its part whole.
+    // SAFETY: the tasks partition the result, and each writes its whole part.
     #[allow(unsafe_code)]
     let of_query = unsafe { output::filled(inputs.query.len(), fill) };
     [of_query, of_key_and_value.0, of_key_and_value.1]
 }
 
-/// The part of each task, in one piece for each position. `rows` is [positions of all sequences, kv_heads * ..].
+/// Returns the part of each task, as one slice for each position. `rows` is
+/// `[positions of all sequences, kv_heads * ..]`.
 fn by_key_head<'a, X>(
     mut rows: &'a mut [X],
     op: &Attention,
@@ -134,29 +135,29 @@ fn by_key_head<'a, X>(
     parts
 }
 
-/// Memory of a task for both passes.
+/// Buffers of a task in both passes.
 struct Scratch {
-    /// [T, head_dim], zeros at padding; `values` too.
+    /// `[T, head_dim]`, 0 at padding, like `values`.
     keys: Vec<f32>,
     values: Vec<f32>,
-    /// Padded to whole vectors: 0 at a position that counts, minus infinity at padding.
+    /// 0 at an unmasked position, minus infinity at padding; padded to whole vectors.
     bias: Vec<f32>,
-    /// [rows, head_dim], times the scale.
+    /// `[rows, head_dim]`, multiplied by the scale.
     queries: Vec<f32>,
-    /// [rows, stride]: scores, then their softmax.
+    /// `[rows, stride]`: scores, then their softmax.
     weights: Vec<f32>,
-    /// [rows, head_dim]
+    /// `[rows, head_dim]`
     result: Vec<f32>,
 }
 
-/// Memory of a task for the backward pass alone.
+/// Further buffers of a task in the backward pass.
 struct BackwardScratch {
-    /// [T, head_dim]
+    /// `[T, head_dim]`
     of_keys: Vec<f32>,
     of_values: Vec<f32>,
-    /// [rows, head_dim]: the gradient of the result.
+    /// `[rows, head_dim]`: the gradient of the result.
     of_result: Vec<f32>,
-    /// [rows, stride]: the gradient of the weights, then of the scores.
+    /// `[rows, stride]`: the gradient of the weights, then of the scores.
     of_scores: Vec<f32>,
 }
 
@@ -186,12 +187,12 @@ impl BackwardScratch {
     }
 }
 
-/// Rows of so many scores begin so far apart: whole vectors.
+/// Returns the stride of rows with `scores` entries: whole vectors.
 fn stride(scores: usize) -> usize {
     scores.next_multiple_of(MAX_LANES)
 }
 
-/// Positions of a tile.
+/// Returns the positions of a tile.
 fn tile(sizes: &Sizes) -> usize {
     (TILE_ROWS / sizes.group).clamp(1, sizes.new.max(1))
 }
@@ -199,7 +200,7 @@ fn tile(sizes: &Sizes) -> usize {
 /// One key head of one sequence.
 struct Task<'a, T> {
     inputs: &'a Inputs<'a, T>,
-    /// [T]
+    /// `[T]`
     mask: &'a [u8],
     scale: f32,
     sizes: &'a Sizes,
@@ -313,7 +314,7 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// The heads of this task at `len` new positions from `first` on, with zeros at padding.
+    /// Copies the heads of this task at `len` new positions from `first`, with zeros at padding.
     fn load_queries(&self, source: &[T], first: usize, target: &mut [f32], len: usize) {
         let piece = self.sizes.group * self.sizes.head_dim;
         for (position, row) in (first..first + len).zip(target.chunks_exact_mut(piece)) {
@@ -327,7 +328,7 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// The opposite of [`load_queries`](Self::load_queries).
+    /// Inverse of [`load_queries`](Self::load_queries).
     fn write_queries(&self, source: &[f32], first: usize, target: &mut [&mut [MaybeUninit<T>]]) {
         let piece = self.sizes.group * self.sizes.head_dim;
         for (position, (row, target)) in source.chunks_exact(piece).zip(target).enumerate() {
@@ -339,12 +340,12 @@ impl<'a, T: Element> Task<'a, T> {
         }
     }
 
-    /// Whether a new position is not padding.
+    /// Returns whether a new position is not padding.
     fn is_real(&self, position: usize) -> bool {
         self.mask[self.sequence.past() + position] != 0
     }
 
-    /// Loads the queries of `len` positions from `first` on, and computes their weights.
+    /// Loads the queries of `len` positions from `first`, and computes their weights.
     fn softmax(&self, scratch: &mut Scratch, first: usize, len: usize) -> Tile {
         let head_dim = self.sizes.head_dim;
         self.load_queries(self.inputs.query, first, &mut scratch.queries, len);
@@ -388,9 +389,9 @@ struct Tile {
     first: usize,
     /// Query heads at positions.
     rows: usize,
-    /// Positions that the last query sees.
+    /// Positions that are visible to the last query.
     seen: usize,
-    /// Rows begin so far apart.
+    /// Distance between the starts of rows.
     stride: usize,
 }
 
@@ -400,7 +401,8 @@ impl Tile {
     }
 }
 
-/// Scores become weights that sum to 1, or zeros where all scores are minus infinity. Both are whole vectors.
+/// Replaces scores by their softmax, or by zeros if all scores are minus infinity. Rows are whole
+/// vectors.
 pub(super) struct SoftmaxRow<'a> {
     pub(super) scores: &'a mut [f32],
     pub(super) bias: &'a [f32],
@@ -434,7 +436,8 @@ impl WithSimd for SoftmaxRow<'_> {
     }
 }
 
-/// The gradient of the weights becomes that of the scores: `w (g - sum(w g))`. Both are whole vectors.
+/// Replaces the gradient of the weights by the gradient of the scores, `w (g - sum(w g))`. Rows are
+/// whole vectors.
 struct SoftmaxBackwardRow<'a> {
     weights: &'a [f32],
     of_scores: &'a mut [f32],

@@ -1,4 +1,4 @@
-//! The float dtypes that the fused paths read and write; they compute in f32.
+//! Float dtypes that the fused paths read and write. Arithmetic is in f32.
 
 use std::mem::MaybeUninit;
 
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 /// A float of up to 32 bits.
 pub(crate) trait Element: WithDType + Sync {
-    /// `source` in f32, in `buffer` unless it is f32 already. They have the same length.
+    /// Returns `source` in f32. Uses `buffer`, of the same length, unless `source` is f32.
     #[inline(always)]
     fn widened<'a>(source: &'a [Self], buffer: &'a mut [f32]) -> &'a [f32] {
         match Self::as_f32(source) {
@@ -21,37 +21,37 @@ pub(crate) trait Element: WithDType + Sync {
         }
     }
 
-    /// `len` times 0, which takes no pass over the memory.
+    /// Returns `len` zeros without a pass over the memory.
     fn zeros(len: usize) -> Vec<Self>;
 
     /// Copies `source` to `target`, of the same length.
     fn widen(source: &[Self], target: &mut [f32]);
 
-    /// `source` itself if it is f32.
+    /// Returns `source` if it is f32.
     #[inline(always)]
     fn as_f32(_: &[Self]) -> Option<&[f32]> {
         None
     }
 
-    /// `target` itself if it is f32.
+    /// Returns `target` if it is f32.
     #[inline(always)]
     fn as_f32_mut(_: &mut [Self]) -> Option<&mut [f32]> {
         None
     }
 
-    /// `target` itself if it is f32, not written yet.
+    /// Returns uninitialized `target` if it is f32.
     #[inline(always)]
     fn as_uninit_f32(_: &mut [MaybeUninit<Self>]) -> Option<&mut [MaybeUninit<f32>]> {
         None
     }
 
-    /// The nearest value of this dtype.
+    /// Returns the nearest value of this dtype.
     fn nearest(value: f32) -> Self;
 
-    /// This value in f32.
+    /// Returns this value in f32.
     fn wide(self) -> f32;
 
-    /// Writes `source` to `target`, of the same length.
+    /// Rounds `source` to `target`, of the same length.
     #[inline(always)]
     fn write(source: &[f32], target: &mut [MaybeUninit<Self>]) {
         for (target, &value) in target.iter_mut().zip(source) {

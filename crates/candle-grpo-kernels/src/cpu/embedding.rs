@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::element::Element;
 use super::{output, slice};
 
-/// The rows of `weight` `[V, width]` that `ids` name.
+/// Returns the rows of `weight` `[V, width]` at `ids`.
 pub(crate) fn forward<T: Element>(weight: &[T], width: usize, ids: &Tensor) -> Result<Vec<T>> {
     slice::read::<u32, _>(ids, |ids| {
         let fill = |rows: &mut [MaybeUninit<T>]| {
@@ -22,14 +22,14 @@ pub(crate) fn forward<T: Element>(weight: &[T], width: usize, ids: &Tensor) -> R
                     }
                 });
         };
-        // SAFETY: the rows cover the result, and each row is written whole.
+        // SAFETY: the rows cover the result, and each row is written completely.
         #[allow(unsafe_code)]
         Ok(unsafe { output::filled(ids.len() * width, fill) })
     })
 }
 
-/// The gradient of `weight` `[V, H]`. In f32, rows without a token are never touched, and
-/// take no memory.
+/// Returns the gradient of `weight` `[V, H]`. In f32, rows without a token are not written, so the
+/// system does not allocate them.
 pub(crate) fn backward<T: Element>(
     weight: &Tensor,
     ids: &Tensor,
@@ -41,7 +41,8 @@ pub(crate) fn backward<T: Element>(
     Tensor::from_vec(weight_gradient, (vocab, width), &Device::Cpu)
 }
 
-/// Adds the rows of `gradient`, contiguous, to those of `sum`, contiguous `[V, H]` of f32, that `ids` name.
+/// Adds the rows of a contiguous `gradient` to the rows of a contiguous f32 `sum` `[V, H]` at
+/// `ids`.
 pub(crate) fn add<T: Element>(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
     let (_, width) = sum.dims2()?;
     slice::write_f32(sum, |sum| add_rows::<T, f32>(sum, width, ids, gradient))
@@ -55,7 +56,7 @@ fn add_rows<T: Element, S: Element>(
 ) -> Result<()> {
     slice::read::<u32, _>(ids, |ids| {
         slice::read::<T, _>(gradient, |gradient| {
-            // The places of each token side by side, in their order.
+            // The positions, grouped by token, in their order.
             let mut places: Vec<usize> = (0..ids.len()).collect();
             places.sort_by_key(|&place| ids[place]);
             let mut rest = sum;
@@ -88,7 +89,7 @@ fn add_rows<T: Element, S: Element>(
     })
 }
 
-/// To `row` the rows of `gradient` at `places` are added; `buffers` are two such rows.
+/// Adds the rows of `gradient` at `places` to `row`. `buffers` holds two rows.
 struct AddRows<'a, T, S> {
     gradient: &'a [T],
     places: &'a [usize],

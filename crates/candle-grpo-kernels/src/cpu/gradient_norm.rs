@@ -9,7 +9,7 @@ use super::element::Element;
 use super::simd::BLOCK;
 use super::slice::{CHUNK, range, with_floats};
 
-/// The sum of the squares of each gradient, f64 `[n]`.
+/// Returns the sum of squares of each gradient, f64 `[n]`.
 pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     let sums = gradients
         .par_iter()
@@ -32,13 +32,13 @@ fn squared_norm<T: Element>(values: &[T]) -> f64 {
         .par_chunks(CHUNK)
         .map(|chunk| Arch::new().dispatch(|| sum_of_squares(chunk)))
         .collect();
-    // Added in order, whoever computed them.
+    // Added in order, for any assignment of chunks to threads.
     of_chunks.into_iter().sum()
 }
 
 #[inline(always)]
 fn sum_of_squares<T: Element>(values: &[T]) -> f64 {
-    // As many sums as keep the adders busy.
+    // Independent sums hide the latency of additions.
     const SUMS: usize = 32;
     let mut sums = [0f64; SUMS];
     let mut buffer = [0f32; BLOCK];
@@ -57,7 +57,7 @@ fn sum_of_squares<T: Element>(values: &[T]) -> f64 {
     sums.into_iter().sum()
 }
 
-/// Multiplies the gradients, which do not share memory, by `factor`.
+/// Multiplies gradients that do not share memory by `factor`.
 pub(crate) fn scale(gradients: &[&Tensor], factor: f32) -> Result<()> {
     gradients
         .par_iter()

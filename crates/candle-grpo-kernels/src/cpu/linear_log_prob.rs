@@ -1,6 +1,8 @@
-//! The CPU path of [`linear_log_prob`](crate::linear_log_prob): the logits are made tile by tile in one place, read (forward)
-//! or turned into their gradient (backward) while they are in the caches, and forgotten. The place is the end of the weight's
-//! gradient where it is f32, which is written from its beginning; else a small buffer.
+//! The CPU path of [`linear_log_prob`](crate::linear_log_prob).
+//!
+//! Computes the logits tile by tile in one buffer. The forward pass reads a tile, and the backward
+//! pass replaces it by its gradient, while it is in the caches. The buffer is the end of an f32
+//! gradient of the weight, which is written from the start, or a small allocation.
 
 use std::mem;
 use std::ops::Range;
@@ -15,32 +17,32 @@ use super::matmul::{Matrix, matmul};
 use super::simd::MAX_LANES;
 use crate::log_prob::{Backward, Rows};
 
-/// A tile has at most this many rows: the gradient of the weight is summed over them by one product.
+/// Maximum rows of a tile. One product sums the gradient of the weight over them.
 const TILE_ROWS: usize = 1024;
 
-/// And at most this many logits, 8 MiB of f32.
+/// Maximum logits of a tile, 8 MiB of f32.
 const TILE_LOGITS: usize = 1 << 21;
 
-/// The weight of its columns has at most this many entries, 8 MiB of f32.
+/// Maximum entries of the weight at the columns of a tile, 8 MiB of f32.
 const TILE_WEIGHTS: usize = 1 << 21;
 
-/// Where tiles lie in the weight's gradient, those of its last columns do not: they have at most this many logits, 1 MiB of
-/// f32.
+/// Maximum logits of a tile of the last columns, 1 MiB of f32. These tiles do not fit in the
+/// gradient of the weight.
 const LAST_TILE_LOGITS: usize = 1 << 18;
 
-/// The columns of the bias that one core sums at a time.
+/// Columns of the bias that one core sums at a time.
 const BIAS_COLUMNS: usize = 256;
 
-/// Hidden states `[K, H]` of the rows that are kept, the weight `[V, H]` and the bias, `[V]` or empty.
+/// Hidden states `[K, H]` of the kept rows, the weight `[V, H]` and the bias `[V]`.
 pub(crate) struct Layer<'a, W> {
     pub(crate) hidden: &'a States<'a>,
     pub(crate) weight: &'a [W],
-    pub(crate) bias: &'a [f32],
+    pub(crate) bias: Option<&'a [f32]>,
     pub(crate) vocab: usize,
     pub(crate) width: usize,
 }
 
-/// Which gradients are wanted.
+/// The arguments that need a gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) hidden: bool,
@@ -48,7 +50,7 @@ pub(crate) struct Wanted {
     pub(crate) bias: bool,
 }
 
-/// The gradients that are wanted; the others are empty.
+/// The requested gradients; the others are empty.
 pub(crate) struct Gradients<W> {
     /// `[N, H]`
     pub(crate) hidden: Vec<f32>,
@@ -58,11 +60,11 @@ pub(crate) struct Gradients<W> {
     pub(crate) bias: Vec<f32>,
 }
 
-/// Log-probs, entropy and log-sum-exp, `[3, N]`.
+/// Returns log-probs, entropy and log-sum-exp, `[3, N]`.
 pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) -> Result<Vec<f32>> {
     rows.read(|targets, _| {
         let inverse_temperature = rows.inverse_temperature;
-        // What has been summed of each row, and the logit of its target.
+        // The sums of each row, and the logit of its target.
         let mut seen = vec![(Sums::default(), f32::NAN); kept.rows.len()];
         layer.for_each_tile(kept, &mut [], |tile| {
             let columns = &tile.columns;
@@ -94,7 +96,7 @@ pub(crate) fn forward<W: Element>(layer: &Layer<W>, kept: &Kept, rows: &Rows) ->
     })
 }
 
-/// The gradients that are wanted, from those of the results in `pass`.
+/// Returns the requested gradients, from the gradients of the results in `pass`.
 pub(crate) fn backward<W: Element>(
     layer: &Layer<W>,
     kept: &Kept,
@@ -109,11 +111,11 @@ pub(crate) fn backward<W: Element>(
     })?;
     let &Layer { vocab, width, .. } = layer;
     let len = |wanted: bool, len: usize| if wanted { len } else { 0 };
-    // The rows that are kept come first, until all are known.
+    // Kept rows come first, and move to their places at the end.
     let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.among * width)];
     let mut weight_gradient = W::zeros(len(wanted.weight, vocab * width));
     let mut bias_gradient = vec![0.0; len(wanted.bias, vocab)];
-    // Where the gradient of a tile's weight is summed before it is rounded; f32 is summed in place.
+    // Sums the gradient of a tile of the weight before rounding. f32 is summed in place.
     let mut weight_tile = Vec::new();
 
     layer.for_each_tile(kept, &mut weight_gradient, |tile| {
@@ -182,10 +184,10 @@ pub(crate) fn backward<W: Element>(
     })
 }
 
-/// The rows that count: the others are left out of every product.
+/// The unmasked rows. Masked rows take no part in any product.
 pub(crate) struct Kept {
     rows: Vec<usize>,
-    /// How many rows there are with the others.
+    /// The number of all rows.
     among: usize,
 }
 
@@ -201,7 +203,7 @@ impl Kept {
         self.rows.len() == self.among
     }
 
-    /// These rows of `values`, `[N, width]`.
+    /// Returns these rows of `values`, `[N, width]`.
     pub(crate) fn states<'a, X: Element>(&'a self, values: &'a [X], width: usize) -> States<'a> {
         if self.all()
             && let Some(values) = X::as_f32(values)
@@ -216,13 +218,14 @@ impl Kept {
         }))
     }
 
-    /// Moves these rows, the first ones of `values` `[N, width]`, to their places; the others become 0.
+    /// Moves these rows from the start of `values` `[N, width]` to their places, and zeros the
+    /// others.
     fn spread(&self, values: &mut [f32], width: usize) {
         if self.all() {
             return;
         }
         let mut end = self.among;
-        // From the last one: no row moves to before where it is.
+        // Starts at the last row, because each row moves to a later place.
         for (from, &row) in self.rows.iter().enumerate().rev() {
             values.copy_within(from * width..(from + 1) * width, row * width);
             values[(row + 1) * width..end * width].fill(0.0);
@@ -232,11 +235,11 @@ impl Kept {
     }
 }
 
-/// Hidden states `[K, H]` of the rows that are kept.
+/// Hidden states `[K, H]` of the kept rows.
 pub(crate) enum States<'a> {
-    /// All rows, which are f32: nothing is copied.
+    /// All rows, in f32, without a copy.
     Whole(&'a [f32]),
-    /// Copied in f32 as they are needed.
+    /// Copied to f32 on demand.
     Copied(Box<CopyRows<'a>>),
 }
 
@@ -245,24 +248,26 @@ type CopyRows<'a> = dyn Fn(Range<usize>, &mut [f32]) + 'a;
 
 /// A part of the logits.
 struct Tile<'t, W> {
-    /// Among the vocabulary.
+    /// Columns of the vocabulary.
     columns: Range<usize>,
-    /// Among the rows that count.
+    /// Indices into the kept rows.
     rows: Range<usize>,
-    /// The rows begin `stride` apart, a multiple of every vector width; what lies between is anything.
+    /// Rows of logits that start `stride` apart, a multiple of every vector width. The padding is
+    /// arbitrary.
     logits: &'t mut [f32],
     stride: usize,
-    /// The rows of the weight of these columns.
+    /// The rows of the weight at these columns.
     weight: &'t [f32],
-    /// The rows of the weight's gradient of these columns, empty if it is not wanted.
+    /// The rows of the gradient of the weight at these columns. Empty if it is not requested.
     weight_gradient: &'t mut [W],
     /// The hidden states of these rows.
     hidden: &'t [f32],
 }
 
-/// Tiles have sizes that depend on nothing but the shapes and what is wanted, so that the results do not depend on more.
+/// The tile sizes are a function of the shapes and the requested gradients, for deterministic
+/// results.
 impl<W: Element> Layer<'_, W> {
-    /// The columns of a tile of `rows` rows and at most `logits` entries.
+    /// Returns the columns of a tile with `rows` rows and at most `logits` entries.
     fn tile_columns(&self, rows: usize, logits: usize) -> usize {
         let columns = logits / rows;
         let columns = columns
@@ -271,10 +276,12 @@ impl<W: Element> Layer<'_, W> {
         columns.next_multiple_of(MAX_LANES)
     }
 
-    /// Visits all rows of the first columns, then of the next. There is no tile if there are no rows.
+    /// Visits all rows of the first columns, then all rows of the next. Without rows there are no
+    /// tiles.
     ///
-    /// `weight_gradient` is that of the weight, or empty. If it is f32, the logits lie at its end for as long as they fit
-    /// behind the columns of their tile; the columns that are left have narrow tiles, in memory of their own.
+    /// `weight_gradient` is the gradient of the weight, or empty. The end of an f32 gradient holds
+    /// the logits while they fit after the columns of their tile. The remaining columns have
+    /// narrow tiles in a separate buffer.
     fn for_each_tile(
         &self,
         kept: &Kept,
@@ -286,7 +293,7 @@ impl<W: Element> Layer<'_, W> {
         if tile_rows == 0 {
             return;
         }
-        // The hidden states of a tile, where they are copied, and which rows they are.
+        // A copy of the hidden states of a tile, and its rows.
         let (mut copied, mut copied_rows) = (Vec::new(), 0..0);
         let widest = self.tile_columns(tile_rows, TILE_LOGITS);
         let last = match W::as_f32_mut(weight_gradient) {
@@ -296,7 +303,7 @@ impl<W: Element> Layer<'_, W> {
         let (mut scratch, mut widened) = (Vec::new(), Vec::new());
         let mut start = 0;
         while start < self.vocab {
-            // As many columns as leave their logits room behind their gradient.
+            // As many columns as leave room for their logits after their gradient.
             let room = weight_gradient.len() / (tile_rows + width) / MAX_LANES * MAX_LANES;
             let stride = room.clamp(last, widest);
             let columns = start..self.vocab.min(start + stride);
@@ -320,9 +327,9 @@ impl<W: Element> Layer<'_, W> {
             let weight = self.widened(&columns, &mut widened);
             for rows in ranges(kept.rows.len(), TILE_ROWS) {
                 let logits = &mut logits[..rows.len() * stride];
-                if !self.bias.is_empty() {
+                if let Some(bias) = self.bias {
                     for row in logits.chunks_exact_mut(stride) {
-                        row[..columns.len()].copy_from_slice(&self.bias[columns.clone()]);
+                        row[..columns.len()].copy_from_slice(&bias[columns.clone()]);
                     }
                 }
                 let hidden = match self.hidden {
@@ -340,7 +347,7 @@ impl<W: Element> Layer<'_, W> {
                 matmul(
                     logits,
                     stride,
-                    !self.bias.is_empty(),
+                    self.bias.is_some(),
                     Matrix::new(hidden, rows.len(), width, width),
                     Matrix::new(weight, columns.len(), width, width).t(),
                 );
@@ -357,7 +364,7 @@ impl<W: Element> Layer<'_, W> {
         }
     }
 
-    /// The weight of these columns in f32, in `buffer` unless it is f32 already.
+    /// Returns the weight at these columns in f32. Uses `buffer` unless the weight is f32.
     fn widened<'b>(&'b self, columns: &Range<usize>, buffer: &'b mut Vec<f32>) -> &'b [f32] {
         let weight = &self.weight[columns.start * self.width..columns.end * self.width];
         if let Some(weight) = W::as_f32(weight) {
@@ -372,14 +379,14 @@ impl<W: Element> Layer<'_, W> {
     }
 }
 
-/// `0..len` in ranges of `step`.
+/// Splits `0..len` into ranges of `step`.
 fn ranges(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len)
         .step_by(step)
         .map(move |start| start..len.min(start + step))
 }
 
-/// Turns a row of a tile, which begins at column `start`, into its gradient.
+/// Replaces a row of a tile, which starts at column `start`, by its gradient.
 struct BackwardRow<'a> {
     logits: &'a mut [f32],
     coefficients: &'a Coefficients,
@@ -410,7 +417,7 @@ mod tests {
         let layer = Layer {
             hidden: &kept.states(&hidden, width),
             weight: &vec![0f32; vocab * width],
-            bias: &[],
+            bias: None,
             vocab,
             width,
         };

@@ -1,8 +1,8 @@
 //! The CPU path of [`linear_rows`](crate::linear_rows()).
 //!
-//! Every result is one dot product, summed in one vector of partial sums that goes along both rows, so its bits depend on
-//! these two rows alone. A tile of such sums, some rows by some outputs, stays in registers. One task does a few outputs
-//! for all rows, so that a weight is read from memory once.
+//! Each result is a dot product with one vector of partial sums, so it is a function of two rows,
+//! bit by bit. A tile of sums, of some rows and outputs, stays in registers. A task computes a few
+//! outputs of all rows, so each weight is read from memory once.
 
 use std::mem::MaybeUninit;
 
@@ -16,14 +16,14 @@ use super::{output, slice};
 /// Outputs of a task.
 const TASK: usize = 32;
 
-/// Most rows of a tile.
+/// Rows of a tile, at most.
 const ROWS: usize = 6;
 
-/// Outputs of a tile. With 6 rows that makes 24 sums of the 32 vectors that AVX-512 has.
+/// Outputs of a tile. With 6 rows these are 24 sums, for the 32 vector registers of AVX-512.
 const OUTPUTS: usize = 4;
 
-/// `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, all contiguous: the results `[N, outputs]` one after the
-/// other.
+/// Multiplies `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, all contiguous. Returns
+/// the results `[N, outputs]` one after another.
 pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<T>> {
     let (rows, inputs) = x.dims2()?;
     let held: Vec<_> = weights.iter().map(Tensor::storage_and_layout).collect();
@@ -40,7 +40,7 @@ pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<
                 .into_par_iter()
                 .for_each(|task| Arch::new().dispatch(Run { x, inputs, task }));
         };
-        // SAFETY: the tasks share out the results, and each writes its part whole.
+        // SAFETY: the tasks partition the results, and each writes its whole part.
         #[allow(unsafe_code)]
         Ok(unsafe { output::filled(rows * outputs, fill) })
     })
@@ -50,7 +50,7 @@ pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<
 struct Task<'a, T> {
     /// `[outputs, inputs]`
     weight: &'a [T],
-    /// The results, one piece for each row.
+    /// The results, one slice for each row.
     y: Vec<&'a mut [MaybeUninit<T>]>,
 }
 
@@ -93,7 +93,7 @@ impl<T: Element> WithSimd for Run<'_, T> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { x, inputs, task } = self;
         let Task { weight, mut y } = task;
-        // One row is a matter of memory alone; more outputs in flight help.
+        // One row is bound by memory. More outputs at once hide its latency.
         let width = if y.len() == 1 { 2 * OUTPUTS } else { OUTPUTS };
         let mut buffer = vec![
             0.0;
@@ -110,7 +110,7 @@ impl<T: Element> WithSimd for Run<'_, T> {
             let first = index * width;
             let wide = buffer.len().min(tile.len());
             let w = T::widened(tile, &mut buffer[..wide]);
-            // Rows in tiles of about the same size.
+            // Tiles of about the same number of rows.
             let mut start = 0;
             for tile in 0..tiles {
                 let end = (tile + 1) * y.len() / tiles;
@@ -125,7 +125,8 @@ impl<T: Element> WithSimd for Run<'_, T> {
     }
 }
 
-/// All dot products of up to [`ROWS`] rows and up to twice [`OUTPUTS`] rows of a weight.
+/// Computes the dot products of at most [`ROWS`] rows and at most twice [`OUTPUTS`] rows of a
+/// weight.
 #[inline(always)]
 fn products<S: Simd>(
     simd: S,
@@ -160,7 +161,7 @@ fn products<S: Simd>(
     }
 }
 
-/// The dot products of R rows and O rows of a weight.
+/// Returns the dot products of R rows and O rows of a weight.
 #[inline(always)]
 fn tile<S: Simd, const R: usize, const O: usize>(
     simd: S,
@@ -174,7 +175,7 @@ fn tile<S: Simd, const R: usize, const O: usize>(
     let vectors = inputs / S::F32_LANES;
     let mut sums = [[simd.splat_f32s(0.0); O]; R];
     for i in 0..vectors {
-        // SAFETY: every row has `inputs` elements, so this many whole vectors.
+        // SAFETY: each row has `inputs` elements, and so this many whole vectors.
         #[allow(unsafe_code)]
         let (x, w): ([_; R], [_; O]) = unsafe {
             (
@@ -204,7 +205,7 @@ fn tile<S: Simd, const R: usize, const O: usize>(
     }
 }
 
-/// Asks for part `part` of `parts` of what is read next, while the arithmetic of other rows goes on.
+/// Prefetches part `part` of `parts` of the next rows during the arithmetic of other rows.
 #[inline(always)]
 fn prefetch<T>(next: &[T], part: usize, parts: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -213,7 +214,8 @@ fn prefetch<T>(next: &[T], part: usize, parts: usize) {
         let line = LINE / size_of::<T>();
         let lines = next.len().div_ceil(line);
         for index in part * lines / parts..(part + 1) * lines / parts {
-            // SAFETY: the address is inside the slice, and a prefetch is only a hint; every x86-64 has it.
+            // SAFETY: the address is inside the slice. A prefetch is a hint that each x86-64
+            // processor has.
             #[allow(unsafe_code)]
             unsafe {
                 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};

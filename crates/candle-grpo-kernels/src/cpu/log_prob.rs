@@ -12,7 +12,7 @@ use super::simd::{BLOCK, EXP_UNDERFLOW, MAX_LANES, at_least, exp};
 use super::slice;
 use crate::log_prob::{Backward, Rows};
 
-/// Logits `[N, V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
+/// Maps logits `[N, V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
 pub(crate) fn forward<T: Element>(logits: &[T], vocab: usize, rows: &Rows) -> Result<Vec<f32>> {
     let inverse_temperature = rows.inverse_temperature;
     let results: Vec<[f32; 3]> = rows.read(|targets, kept| {
@@ -38,7 +38,7 @@ pub(crate) fn forward<T: Element>(logits: &[T], vocab: usize, rows: &Rows) -> Re
         .collect())
 }
 
-/// Logits `[N, V]` to their gradient.
+/// Maps logits `[N, V]` to their gradient.
 pub(crate) fn backward<T: Element>(logits: &[T], vocab: usize, pass: &Backward) -> Result<Vec<T>> {
     pass.read(|coefficients| {
         let fill = |gradient: &mut [MaybeUninit<T>]| {
@@ -57,7 +57,8 @@ pub(crate) fn backward<T: Element>(logits: &[T], vocab: usize, pass: &Backward) 
                     None => gradient.fill(MaybeUninit::new(T::nearest(0.0))),
                 });
         };
-        // SAFETY: the rows cover the gradient, and each row is written whole: either filled, or block by block.
+        // SAFETY: the rows cover the gradient, and each row is written completely, at once or block
+        // by block.
         #[allow(unsafe_code)]
         unsafe {
             output::filled(logits.len(), fill)
@@ -65,7 +66,7 @@ pub(crate) fn backward<T: Element>(logits: &[T], vocab: usize, pass: &Backward) 
     })
 }
 
-/// Logits `[N, V]` become their gradient.
+/// Replaces logits `[N, V]` by their gradient.
 pub(crate) fn backward_in_place<T: Element>(
     logits: &mut [T],
     vocab: usize,
@@ -87,7 +88,7 @@ pub(crate) fn backward_in_place<T: Element>(
 }
 
 impl Rows {
-    /// Calls `read` with the targets, and with a function that says whether a row counts.
+    /// Calls `read` with the targets and a function that returns whether a row is unmasked.
     pub(super) fn read<R>(
         &self,
         read: impl FnOnce(&[u32], &(dyn Fn(usize) -> bool + Sync)) -> R,
@@ -102,7 +103,8 @@ impl Rows {
 }
 
 impl Backward<'_> {
-    /// Calls `read` with a function that gives the coefficients of a row, none for a row that does not count.
+    /// Calls `read` with a function that returns the coefficients of a row, or `None` for a masked
+    /// row.
     pub(super) fn read<R>(
         &self,
         read: impl FnOnce(&(dyn Fn(usize) -> Option<Coefficients> + Sync)) -> R,
@@ -127,18 +129,18 @@ impl Backward<'_> {
     }
 }
 
-/// Sums over a row, relative to its largest logit: with `d = (x - largest) / temperature`.
+/// Sums over a row, relative to its largest logit, with `d = (x - largest) / temperature`.
 #[derive(Clone, Copy)]
 pub(super) struct Sums {
     largest: f32,
-    /// The sum of exp(d).
+    /// Sum of exp(d).
     exp: f64,
-    /// The sum of d exp(d).
+    /// Sum of d exp(d).
     weighted: f64,
 }
 
 impl Default for Sums {
-    /// Of nothing.
+    /// The sums of an empty row.
     fn default() -> Self {
         Self {
             largest: f32::NEG_INFINITY,
@@ -149,7 +151,7 @@ impl Default for Sums {
 }
 
 impl Sums {
-    /// Log-prob of the target with logit `target`, entropy and log-sum-exp.
+    /// Returns the log-prob of the target with logit `target`, the entropy and the log-sum-exp.
     pub(super) fn finish(&self, target: f64, inverse_temperature: f32) -> [f32; 3] {
         let inverse_temperature = f64::from(inverse_temperature);
         let largest = f64::from(self.largest);
@@ -162,7 +164,7 @@ impl Sums {
     }
 }
 
-/// Adds `logits` to what has been summed of their row.
+/// Adds `logits` to the sums of their row.
 pub(super) struct ForwardRow<'a, T> {
     pub(super) logits: &'a [T],
     pub(super) inverse_temperature: f32,
@@ -201,7 +203,7 @@ impl<T> ForwardRow<'_, T> {
         }
         let largest = simd.reduce_max_f32s(largest);
         if largest > sums.largest {
-            // What was summed relative to the old largest logit becomes relative to the new one.
+            // Rescales the sums from the old largest logit to the new one.
             if sums.exp > 0.0 {
                 let shift = (f64::from(sums.largest) - f64::from(largest))
                     * f64::from(self.inverse_temperature);
@@ -220,7 +222,7 @@ impl<T> ForwardRow<'_, T> {
         let mut weighted_sum = simd.splat_f32s(0.0);
         for &x in vectors {
             let d = simd.mul_f32s(simd.sub_f32s(x, largest), scale);
-            // Minus infinity, which is outside the distribution, would give NaN in d exp(d).
+            // Minus infinity would give NaN in d exp(d).
             let d = at_least(simd, d, EXP_UNDERFLOW - 1.0);
             let e = exp(simd, d);
             exp_sum = simd.add_f32s(exp_sum, e);
@@ -231,8 +233,8 @@ impl<T> ForwardRow<'_, T> {
     }
 }
 
-/// The gradient of a logit x is `p (constant + slope d)` with `d = log p = x / temperature - lse`, plus `at_target`
-/// at the target.
+/// Coefficients of the gradient of a logit x: `p (constant + slope d)` with
+/// `d = log p = x / temperature - lse`, plus `at_target` at the target.
 #[derive(Clone, Copy)]
 pub(super) struct Coefficients {
     inverse_temperature: f32,
@@ -250,8 +252,8 @@ impl Coefficients {
         [entropy, log_sum_exp]: [f32; 2],
         [log_prob_gradient, entropy_gradient, log_sum_exp_gradient]: [f32; 3],
     ) -> Self {
-        // The derivatives by z = x / temperature: of the log-prob 1[target] - p, of the log-sum-exp p, of the entropy
-        // -p (log p + entropy).
+        // Derivatives by z = x / temperature: 1[target] - p of the log-prob, p of the log-sum-exp,
+        // and -p (log p + entropy) of the entropy.
         Self {
             inverse_temperature,
             log_sum_exp,
@@ -263,7 +265,8 @@ impl Coefficients {
         }
     }
 
-    /// Turns the logits in `block`, which are padded and begin at column `start`, into their gradient.
+    /// Replaces the logits in `block` by their gradient. The block is padded and starts at column
+    /// `start`.
     #[inline(always)]
     pub(super) fn apply<S: Simd>(&self, simd: S, block: &mut [f32], start: usize) {
         let scale = simd.splat_f32s(self.inverse_temperature);

@@ -1,11 +1,11 @@
-//! Matrix products in f32, by the crate that Candle takes for its own.
+//! Matrix products in f32, with `gemm`, the crate that Candle uses.
 
 use candle_core::{Layout, Result, Tensor};
 use gemm::Parallelism;
 
 use super::slice;
 
-/// A matrix in a slice; the entry at (i, j) is at `i * row_stride + j * column_stride`.
+/// A matrix in a slice, with entry (i, j) at `i * row_stride + j * column_stride`.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     values: &'a [f32],
@@ -16,7 +16,7 @@ pub(crate) struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// `rows` rows of `columns` entries each, which begin `row_stride` apart.
+    /// Returns a matrix whose rows start `row_stride` apart.
     pub(crate) fn new(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
         Self {
             values,
@@ -27,8 +27,8 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// A matrix where a tensor has it; `values` is its whole storage.
-    fn of_layout(values: &'a [f32], layout: &Layout) -> Result<Self> {
+    /// Returns the matrix of a tensor. `values` is the whole storage.
+    fn from_layout(values: &'a [f32], layout: &Layout) -> Result<Self> {
         let (rows, columns) = layout.shape().dims2()?;
         Ok(Self {
             values: &values[layout.start_offset()..],
@@ -39,7 +39,7 @@ impl<'a> Matrix<'a> {
         })
     }
 
-    /// Transposed, in the same memory.
+    /// Returns the transpose, in the same memory.
     pub(crate) fn t(self) -> Self {
         Self {
             rows: self.columns,
@@ -50,7 +50,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// How many entries of the slice are reached.
+    /// Returns the length of the slice that the entries span.
     fn extent(&self) -> usize {
         extent(self.rows, self.columns, self.row_stride, self.column_stride)
     }
@@ -63,23 +63,23 @@ fn extent(rows: usize, columns: usize, row_stride: usize, column_stride: usize) 
     }
 }
 
-/// `target = a b`, or `target += a b` where `add` is set, on all cores. The rows of `target` begin `row_stride` apart.
+/// Computes `target = a b`, or `target += a b` if `add` is set, on all cores.
 ///
-/// The result does not depend on the number of cores: each entry is summed by one of them.
+/// The rows of `target` start `row_stride` apart. One core sums each entry, so the result is the
+/// same on any number of cores.
 ///
 /// # Panics
 ///
-/// If the matrices do not fit each other or `target`.
+/// Panics if the matrices do not fit each other or `target`.
 pub(crate) fn matmul(target: &mut [f32], row_stride: usize, add: bool, a: Matrix, b: Matrix) {
     product(target, row_stride, add, a, b, Parallelism::Rayon(0));
 }
 
-/// `target = a b`, or `target += a b` where `add` is set, on the calling core alone. The rows of `target` begin
-/// `row_stride` apart.
+/// [`matmul`] on the calling core.
 ///
 /// # Panics
 ///
-/// If the matrices do not fit each other or `target`.
+/// Panics if the matrices do not fit each other or `target`.
 pub(crate) fn matmul_on_one_core(
     target: &mut [f32],
     row_stride: usize,
@@ -90,12 +90,12 @@ pub(crate) fn matmul_on_one_core(
     product(target, row_stride, add, a, b, Parallelism::None);
 }
 
-/// `sum += a b` for tensors of f32, `sum` contiguous.
+/// Computes `sum += a b` for f32 tensors with a contiguous `sum`.
 pub(crate) fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     let (a_storage, a_layout) = a.storage_and_layout();
     let (b_storage, b_layout) = b.storage_and_layout();
-    let a = Matrix::of_layout(slice::on_cpu(&a_storage)?.as_slice()?, a_layout)?;
-    let b = Matrix::of_layout(slice::on_cpu(&b_storage)?.as_slice()?, b_layout)?;
+    let a = Matrix::from_layout(slice::on_cpu(&a_storage)?.as_slice()?, a_layout)?;
+    let b = Matrix::from_layout(slice::on_cpu(&b_storage)?.as_slice()?, b_layout)?;
     slice::write_f32(sum, |sum| {
         matmul(sum, b.columns, true, a, b);
         Ok(())
@@ -113,8 +113,9 @@ fn product(
     assert_eq!(a.columns, b.rows, "the inner dimensions differ");
     assert!(a.extent() <= a.values.len() && b.extent() <= b.values.len());
     assert!(row_stride >= b.columns && extent(a.rows, b.columns, row_stride, 1) <= target.len());
-    // SAFETY: every entry that the shapes and strides reach is inside its slice, as just asserted; strides fit isize, as
-    // the slices do; rows of the target do not overlap, and it is borrowed mutably, so it overlaps neither operand.
+    // SAFETY: the assertions keep every entry inside its slice. Strides fit isize because the
+    // slices do. The rows of the target do not overlap. It is borrowed mutably, so it overlaps
+    // no operand.
     #[allow(unsafe_code)]
     unsafe {
         gemm::gemm(

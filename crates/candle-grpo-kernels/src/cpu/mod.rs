@@ -1,4 +1,4 @@
-//! The CPU paths: SIMD chosen at run time, rows shared out to all cores.
+//! CPU paths, with SIMD chosen at run time and rows distributed over all cores.
 
 pub(crate) mod adamw;
 pub(crate) mod attention;

@@ -1,8 +1,8 @@
-//! Memory for results.
+//! Allocation of results.
 
 use std::mem::{ManuallyDrop, MaybeUninit};
 
-/// A vector of `len` elements that `fill` writes, without a pass that would only set them to 0.
+/// Returns a vector of `len` elements that `fill` writes, without zeroing them first.
 ///
 /// # Safety
 ///
@@ -13,16 +13,16 @@ pub(crate) unsafe fn filled<T: Copy>(
     fill: impl FnOnce(&mut [MaybeUninit<T>]),
 ) -> Vec<T> {
     let mut memory = Vec::<MaybeUninit<T>>::with_capacity(len);
-    // SAFETY: the capacity is `len`, and uninitialised memory is a valid `MaybeUninit`.
+    // SAFETY: the capacity is `len`, and uninitialized memory is a valid `MaybeUninit`.
     unsafe { memory.set_len(len) };
     fill(&mut memory);
     let mut memory = ManuallyDrop::new(memory);
-    // SAFETY: `MaybeUninit<T>` has the layout of `T`, the parts are those of one vector that is not dropped, and the
-    // caller says that every element is written.
+    // SAFETY: `MaybeUninit<T>` has the layout of `T`. The parts are those of one vector, which is
+    // not dropped. The caller guarantees that every element is written.
     unsafe { Vec::from_raw_parts(memory.as_mut_ptr().cast(), len, memory.capacity()) }
 }
 
-/// Two vectors as [`filled`] makes one.
+/// Returns two vectors, as [`filled`].
 ///
 /// # Safety
 ///
@@ -33,7 +33,7 @@ pub(crate) unsafe fn two_filled<T: Copy>(
     fill: impl FnOnce(&mut [MaybeUninit<T>], &mut [MaybeUninit<T>]),
 ) -> (Vec<T>, Vec<T>) {
     let mut second = Vec::new();
-    // SAFETY: the caller says that `fill` writes every element of both.
+    // SAFETY: the caller guarantees that `fill` writes every element of both.
     let first = unsafe {
         filled(len, |first| {
             second = filled(len, |second| fill(first, second))

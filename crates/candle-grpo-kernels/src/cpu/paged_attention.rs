@@ -1,7 +1,7 @@
 //! The CPU path of [`paged_attention`](crate::paged_attention()).
 //!
-//! One task does one key head of one row, with the query heads that share it: the scores of all that it sees, their softmax, and
-//! the mixed values. Pages are read where they are.
+//! A task computes one key head of one row and the query heads that share it: the scores of all
+//! visible positions, their softmax, and the weighted sum of values. Pages are read in place.
 
 use std::mem::MaybeUninit;
 
@@ -14,13 +14,13 @@ use super::element::Element;
 use super::{output, slice};
 use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PagedRow};
 
-/// Fewer products than this are not worth waking the other cores.
+/// Minimum number of products for more than one core.
 const WORTH_SHARING: usize = 1 << 18;
 
-/// Sums that go on side by side, as one sum would wait for itself.
+/// Independent partial sums, which hide the latency of additions.
 const SUMS: usize = 4;
 
-/// The mixed values, as long as `query`, which is contiguous.
+/// Returns the attended values, of the length of a contiguous `query`.
 pub(crate) fn forward<T: Element>(
     query: &Tensor,
     pages: &KeyValuePages,
@@ -61,7 +61,7 @@ pub(crate) fn forward<T: Element>(
                             });
                     }
                 };
-                // SAFETY: the tasks share out the result, and each writes its part whole.
+                // SAFETY: the tasks partition the result, and each writes its whole part.
                 #[allow(unsafe_code)]
                 Ok(unsafe { output::filled(query.len(), fill) })
             })
@@ -69,8 +69,8 @@ pub(crate) fn forward<T: Element>(
     })
 }
 
-/// Writes `rows` `[N, kv_heads * head_dim]` to slots of `pages`, which have `[head_dim, PAGE]` for each head if `transposed`, else
-/// `[PAGE, head_dim]`.
+/// Writes `rows` `[N, kv_heads * head_dim]` to slots of `pages`. The layout of a head in a page is
+/// `[head_dim, PAGE]` if `transposed`, else `[PAGE, head_dim]`.
 pub(crate) fn write<T: Element>(
     pages: &mut [T],
     rows: &[T],
@@ -92,17 +92,17 @@ pub(crate) fn write<T: Element>(
     }
 }
 
-/// Memory of a task.
+/// Buffers of a task.
 #[derive(Default)]
 struct Scratch {
     /// Zeros.
     bias: Vec<f32>,
-    /// The scores of a query head, then their softmax, a page for each span.
+    /// The scores of a query head, then their softmax, with one page for each span.
     weights: Vec<f32>,
     query: Vec<f32>,
-    /// Of one head.
+    /// The result of one head.
     result: Vec<f32>,
-    /// A page of one head in f32, if it is not.
+    /// A page of one head in f32, unless the pages are f32.
     page: Vec<f32>,
 }
 
@@ -138,7 +138,7 @@ impl<T: Element> WithSimd for Task<'_, T> {
         scratch.result.fill(0.0);
         scratch.page.resize(head_dim * PAGE, 0.0);
 
-        // The pages, and how much of each is seen.
+        // The pages, and the visible positions of each.
         let mut left = row.visible;
         let spans = row.spans.iter().map_while(move |span| {
             let len = span.len.min(left);
@@ -160,7 +160,7 @@ impl<T: Element> WithSimd for Task<'_, T> {
             {
                 let scores = &mut weights[index * PAGE..][..PAGE];
                 products(simd, query, keys, scores);
-                // Whatever stands there.
+                // Masks positions after the last visible one, which may hold NaN.
                 scores[len..].fill(f32::NEG_INFINITY);
             }
         }
@@ -183,7 +183,7 @@ impl<T: Element> WithSimd for Task<'_, T> {
     }
 }
 
-/// The products of a query with the keys of a page, `[head_dim, PAGE]`.
+/// Computes the products of a query with the keys of a page, `[head_dim, PAGE]`.
 #[inline(always)]
 fn products<S: Simd>(simd: S, query: &[f32], keys: &[f32], scores: &mut [f32]) {
     let (keys, _) = S::as_simd_f32s(keys);
@@ -207,7 +207,7 @@ fn products<S: Simd>(simd: S, query: &[f32], keys: &[f32], scores: &mut [f32]) {
     }
 }
 
-/// Adds values `[len, head_dim]`, each times its weight, to `result`.
+/// Adds the weighted values `[len, head_dim]` to `result`.
 #[inline(always)]
 fn mix<S: Simd>(simd: S, weights: &[f32], values: &[f32], result: &mut [f32]) {
     let head_dim = result.len();

@@ -10,11 +10,11 @@ use super::element::Element;
 use super::simd::padded;
 use super::{output, slice};
 
-/// The gradient of the weight is summed over groups of rows, and then over the groups, in their order: the same bits
-/// for any number of threads. There are at most this many groups.
+/// Maximum number of groups of rows. The gradient of the weight is summed over the rows of a group,
+/// then over the groups in order, so it is bit-identical on any number of threads.
 const GROUPS: usize = 64;
 
-/// Rows `[N, H]` to their normalised rows.
+/// Normalizes the rows of `x` `[N, H]`.
 pub(crate) fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f32) -> Vec<T> {
     let width = weight.len();
     let weight = padded(weight);
@@ -34,14 +34,14 @@ pub(crate) fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f32) -> Vec<T>
                 },
             );
     };
-    // SAFETY: the rows cover the result, and each row is written whole.
+    // SAFETY: the rows cover the result, and each row is written completely.
     #[allow(unsafe_code)]
     unsafe {
         output::filled(x.len(), fill)
     }
 }
 
-/// The gradients of `x` and `weight`, of their shapes.
+/// Returns the gradients of `x` and `weight`, in their shapes.
 pub(crate) fn backward<T: Element>(
     x: &Tensor,
     weight: &Tensor,
@@ -96,7 +96,8 @@ fn backward_rows<T: Element>(
             })
             .collect();
     };
-    // SAFETY: the groups cover the result, the rows of a group cover it, and each row is written whole.
+    // SAFETY: the groups cover the result, the rows of a group cover the group, and each row is
+    // written completely.
     #[allow(unsafe_code)]
     let x_gradient = unsafe { output::filled(x.len(), fill) };
     let mut weight_gradient = vec![0.0; weight.len()];
@@ -112,7 +113,7 @@ fn backward_rows<T: Element>(
     (x_gradient, weight_gradient)
 }
 
-/// `weight` and `buffer` are padded; what `buffer` holds beyond the row is 0.
+/// The forward pass of a row. `weight` and `buffer` are padded, and `buffer` is 0 beyond the row.
 struct ForwardRow<'a, T> {
     x: &'a [T],
     weight: &'a [f32],
@@ -141,7 +142,8 @@ impl<T: Element> WithSimd for ForwardRow<'_, T> {
     }
 }
 
-/// `weight`, `weight_gradient` and each half of `buffers` are padded; what `buffers` hold beyond the row is 0.
+/// The backward pass of a row. `weight`, `weight_gradient` and each half of `buffers` are padded,
+/// and `buffers` is 0 beyond the row.
 struct BackwardRow<'a, T> {
     x: &'a [T],
     weight: &'a [f32],
@@ -161,7 +163,7 @@ impl<T: Element> WithSimd for BackwardRow<'_, T> {
         let (x, gradient) = self.buffers.split_at_mut(self.weight.len());
         T::widen(self.x, &mut x[..width]);
         T::widen(self.gradient, &mut gradient[..width]);
-        // A row of NaN leaves NaN beyond its end, which the next row would sum.
+        // A row of NaN leaves NaN in the padding, which the next row would sum.
         gradient[width..].fill(0.0);
 
         let (x_vectors, _) = S::as_simd_f32s(x);
@@ -179,7 +181,7 @@ impl<T: Element> WithSimd for BackwardRow<'_, T> {
         }
         let mean = simd.reduce_sum_f32s(squares) / width as f32;
         let scale = (mean + self.epsilon).sqrt().recip();
-        // With g the gradient times the weight: scale g - x scale^3 mean(g x).
+        // dx = scale g - x scale^3 mean(g x), where g is the gradient times the weight.
         let along_x = -scale * scale * scale * simd.reduce_sum_f32s(products) / width as f32;
 
         let (scale, along_x) = (simd.splat_f32s(scale), simd.splat_f32s(along_x));

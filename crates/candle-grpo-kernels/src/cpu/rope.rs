@@ -10,7 +10,7 @@ use super::element::Element;
 use super::{output, slice};
 use crate::rope::Rope;
 
-/// Rows `[N, width]` of heads to the same, rotated.
+/// Rotates the heads in rows `[N, width]`.
 pub(crate) fn rotate<T: Element>(x: &[T], width: usize, op: &Rope) -> Result<Vec<T>> {
     let pairs = op.cos.dims()[op.cos.rank() - 1];
     slice::read::<f32, _>(&op.cos, |cos| {
@@ -33,14 +33,14 @@ pub(crate) fn rotate<T: Element>(x: &[T], width: usize, op: &Rope) -> Result<Vec
                         },
                     );
             };
-            // SAFETY: the rows cover the result, and each row is written whole.
+            // SAFETY: the rows cover the result, and each row is written completely.
             #[allow(unsafe_code)]
             Ok(unsafe { output::filled(x.len(), fill) })
         })
     })
 }
 
-/// `buffer` is as long as `x`.
+/// The rotation of a row. `buffer` has the length of `x`.
 struct Row<'a, T> {
     x: &'a [T],
     cos: &'a [f32],
@@ -53,7 +53,7 @@ struct Row<'a, T> {
 impl<T: Element> WithSimd for Row<'_, T> {
     type Output = ();
 
-    /// The loops are left to the compiler, which vectorises them.
+    /// Plain loops, which the compiler vectorizes.
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
         T::widen(self.x, self.buffer);

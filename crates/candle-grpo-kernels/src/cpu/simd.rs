@@ -1,29 +1,30 @@
-//! Arithmetic on vectors of the width that the processor has.
+//! Arithmetic on SIMD vectors of any width.
 
 use pulp::Simd;
 
 use super::element::Element;
 
-/// Rows are worked on in blocks of this many elements, which stay in the first cache. A multiple of every vector width.
+/// Elements of a block of a row, which fits in the L1 cache. A multiple of every vector width.
 pub(crate) const BLOCK: usize = 1024;
 
-/// The widest vector has this many lanes: a padded block is a multiple of it long.
+/// Lanes of the widest vector. The length of a padded block is a multiple of it.
 pub(crate) const MAX_LANES: usize = 16;
 
-/// `row` in f32, padded with zeros to a multiple of every vector width.
+/// Returns `row` in f32, padded with zeros to a multiple of every vector width.
 pub(crate) fn padded<T: Element>(row: &[T]) -> Vec<f32> {
     let mut padded = vec![0.0; row.len().next_multiple_of(MAX_LANES)];
     T::widen(row, &mut padded[..row.len()]);
     padded
 }
 
-/// Asks for the memory of as many elements as `x` has, `ahead` elements further on, whether that is memory or not.
+/// Prefetches the memory `ahead` elements after `x`, for the length of `x`. The address need not be
+/// valid.
 #[inline(always)]
 pub(crate) fn prefetch(x: &[f32], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in (0..x.len()).step_by(16) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch is no access, so any address will do.
+        // SAFETY: a prefetch does not access memory, so any address is valid.
         #[allow(unsafe_code)]
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().wrapping_add(line + ahead).cast());
@@ -33,18 +34,19 @@ pub(crate) fn prefetch(x: &[f32], ahead: usize) {
     let _ = (x, ahead);
 }
 
-/// Below this, `exp` in f32 is less than the smallest normal number and is taken as 0.
+/// Below this, `exp` in f32 is less than the smallest normal number, and is 0 here.
 pub(crate) const EXP_UNDERFLOW: f32 = -87.336;
 
-/// `exp(x)` for x up to 88, with a relative error of about 1e-7; 0 below [`EXP_UNDERFLOW`], NaN for NaN.
+/// Returns `exp(x)` for x up to 88, with a relative error of about 1e-7; 0 below [`EXP_UNDERFLOW`],
+/// NaN for NaN.
 ///
-/// `exp(x) = 2^n exp(r)` with n the integer nearest to x / ln 2 and |r| at most ln 2 / 2, where `exp(r)` is a polynomial
-/// of degree 6, interpolated at Chebyshev nodes (relative error 2.4e-8).
+/// `exp(x) = 2^n exp(r)`, where n is the integer nearest to x / ln 2, and |r| is at most ln 2 / 2.
+/// `exp(r)` is a polynomial of degree 6, interpolated at Chebyshev nodes (relative error 2.4e-8).
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    // Adding 1.5 * 2^23 leaves an integer in the lower bits of the significand, rounded.
+    // Adding 1.5 * 2^23 leaves the rounded integer in the lower bits of the significand.
     const SHIFT: f32 = 12_582_912.0;
-    // ln 2 in two parts: n times the first is exact.
+    // ln 2 in two parts. The product of n and the first part is exact.
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     const COEFFICIENTS: [f32; 5] = [
@@ -66,7 +68,7 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     }
     let polynomial = simd.mul_add_e_f32s(polynomial, simd.mul_f32s(r, r), r);
     let polynomial = simd.add_f32s(polynomial, constant(1.0));
-    // 2^n: the integer moves to the exponent, whose bias is 127.
+    // 2^n: shifts the integer to the exponent, whose bias is 127.
     let exponent =
         simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let power = simd.transmute_f32s_u32s(simd.add_u32s(exponent, simd.splat_u32s(127 << 23)));
@@ -74,17 +76,17 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(underflow, constant(0.0), simd.mul_f32s(polynomial, power))
 }
 
-/// `x`, at least `bound`; NaN stays.
+/// Returns the maximum of `x` and `bound`; NaN for NaN.
 #[inline(always)]
 pub(crate) fn at_least<S: Simd>(simd: S, x: S::f32s, bound: f32) -> S::f32s {
     let bound = simd.splat_f32s(bound);
     simd.select_f32s(simd.less_than_f32s(x, bound), bound, x)
 }
 
-/// `1 / (1 + exp(-x))`; NaN for NaN.
+/// Returns `1 / (1 + exp(-x))`; NaN for NaN.
 #[inline(always)]
 pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    // Below -88 the true value is less than any normal number, and exp would overflow.
+    // Below -88 the exact value is less than any normal number, and exp would overflow.
     let e = exp(simd, simd.neg_f32s(at_least(simd, x, -88.0)));
     let one = simd.splat_f32s(1.0);
     simd.div_f32s(one, simd.add_f32s(one, e))

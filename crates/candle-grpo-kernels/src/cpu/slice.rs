@@ -1,25 +1,25 @@
-//! The elements behind a tensor.
+//! Elements of a tensor as a slice.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, WithDType, bail};
 
-/// How many elements one thread works on at a time, where an operator goes over memory element by element.
+/// Elements that one thread processes at a time, in operators on single elements.
 pub(crate) const CHUNK: usize = 1 << 15;
 
-/// Where a contiguous tensor lies in its storage.
+/// Returns the range of a contiguous tensor in its storage.
 pub(crate) fn range(layout: &Layout) -> Result<Range<usize>> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(start..end),
         None => bail!(
-            "a layout of strides {:?} was not made contiguous",
+            "a tensor has the strides {:?}, must be contiguous",
             layout.stride()
         ),
     }
 }
 
-/// The elements of a contiguous tensor on the CPU, by its [`Tensor::storage_and_layout`].
+/// Returns the elements of a contiguous tensor on the CPU, given its storage and layout.
 pub(crate) fn elements<'a, T: WithDType>(storage: &'a Storage, layout: &Layout) -> Result<&'a [T]> {
     Ok(&on_cpu(storage)?.as_slice::<T>()?[range(layout)?])
 }
@@ -33,7 +33,7 @@ pub(crate) fn read<T: WithDType, R>(
     read(elements(&storage, layout)?)
 }
 
-/// The storage of a tensor on the CPU.
+/// Returns the storage of a tensor on the CPU.
 pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
@@ -44,7 +44,7 @@ pub(crate) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     }
 }
 
-/// Calls `write` with the elements of a contiguous f32 tensor on the CPU, which it may change.
+/// Calls `write` with the mutable elements of a contiguous f32 tensor on the CPU.
 pub(crate) fn write_f32(
     tensor: &Tensor,
     write: impl FnOnce(&mut [f32]) -> Result<()>,
@@ -52,7 +52,7 @@ pub(crate) fn write_f32(
     tensor.inplace_op1(&WriteF32(RefCell::new(Some(write))))
 }
 
-/// An in-place op gets itself shared, and the one call takes the closure: hence the cell.
+/// Holds the closure in a cell: an in-place operation has only a shared reference to itself.
 struct WriteF32<F>(RefCell<Option<F>>);
 
 impl<F: FnOnce(&mut [f32]) -> Result<()>> InplaceOp1 for WriteF32<F> {
@@ -65,15 +65,15 @@ impl<F: FnOnce(&mut [f32]) -> Result<()>> InplaceOp1 for WriteF32<F> {
         match (storage, self.0.take()) {
             (CpuStorage::F32(values), Some(write)) => write(&mut values[range]),
             _ => bail!(
-                "a tensor of {} elements is not f32",
+                "a tensor of {} elements, must be f32",
                 layout.shape().elem_count()
             ),
         }
     }
 }
 
-/// Runs `$body` with the vector of floats in a [`CpuStorage`](candle_core::CpuStorage) as `$values`, or errs with the
-/// name of the argument.
+/// Runs `$body` with the floats of a [`CpuStorage`](candle_core::CpuStorage) as `$values`. Other
+/// dtypes are an error with the name of the argument.
 macro_rules! with_floats {
     ($storage:expr, $name:literal, $values:ident => $body:expr) => {
         match $storage {
@@ -90,7 +90,8 @@ macro_rules! with_floats {
 }
 pub(crate) use with_floats;
 
-/// Runs `$body` with the Rust type of a dtype as `$element`, or errs with the name of the argument.
+/// Runs `$body` with the Rust type of a dtype as `$element`. Other dtypes are an error with the
+/// name of the argument.
 macro_rules! with_element {
     ($dtype:expr, $name:literal, $element:ident => $body:expr) => {
         match $dtype {

@@ -11,21 +11,21 @@ use super::simd::{BLOCK, MAX_LANES, sigmoid};
 use super::slice::CHUNK;
 use super::{output, slice};
 
-/// Elements of any shape to `silu(gate) * up`.
+/// Returns `silu(gate) * up`, element by element.
 pub(crate) fn forward<T: Element>(gate: &[T], up: &[T]) -> Vec<T> {
     let fill = |y: &mut [MaybeUninit<T>]| {
         y.par_chunks_mut(CHUNK)
             .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
             .for_each(|(y, (gate, up))| Arch::new().dispatch(Forward { gate, up, y }));
     };
-    // SAFETY: the chunks cover the result, and each chunk is written whole.
+    // SAFETY: the chunks cover the result, and each chunk is written completely.
     #[allow(unsafe_code)]
     unsafe {
         output::filled(gate.len(), fill)
     }
 }
 
-/// The gradients of `gate` and `up`, of their shapes.
+/// Returns the gradients of `gate` and `up`, in their shapes.
 pub(crate) fn backward<T: Element>(
     gate: &Tensor,
     up: &Tensor,
@@ -62,7 +62,7 @@ fn backward_chunks<T: Element>(gate: &[T], up: &[T], gradient: &[T]) -> (Vec<T>,
                 });
             });
     };
-    // SAFETY: the chunks cover both results, and each chunk is written whole.
+    // SAFETY: the chunks cover both results, and each chunk is written completely.
     #[allow(unsafe_code)]
     unsafe {
         output::two_filled(gate.len(), fill)
@@ -81,7 +81,8 @@ impl<T: Element> WithSimd for Forward<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { gate, up, y } = self;
-        // f32 goes from input to result in vectors; all else, and what fills no vector, by way of blocks.
+        // Whole f32 vectors go from input to result directly. Other dtypes and the tail use blocks
+        // in f32.
         let direct = match (T::as_f32(gate), T::as_f32(up), T::as_uninit_f32(y)) {
             (Some(gate), Some(up), Some(y)) => {
                 let (gates, _) = S::as_simd_f32s(gate);
@@ -111,7 +112,7 @@ impl<T: Element> WithSimd for Forward<'_, T> {
     }
 }
 
-/// `silu(gate) up`
+/// Returns `silu(gate) up`.
 #[inline(always)]
 fn gated<S: Simd>(simd: S, gate: S::f32s, up: S::f32s) -> S::f32s {
     simd.mul_f32s(simd.mul_f32s(gate, sigmoid(simd, gate)), up)
@@ -137,7 +138,7 @@ impl<T: Element> WithSimd for Backward<'_, T> {
             gate_gradient,
             up_gradient,
         } = self;
-        // As forward.
+        // The same split as in the forward pass.
         let inputs = (T::as_f32(gate), T::as_f32(up), T::as_f32(gradient));
         let outputs = (
             T::as_uninit_f32(gate_gradient),
@@ -188,12 +189,12 @@ impl<T: Element> WithSimd for Backward<'_, T> {
     }
 }
 
-/// The gradients of `gate` and `up`.
+/// Returns the gradients of `gate` and `up`.
 #[inline(always)]
 fn slopes<S: Simd>(simd: S, gate: S::f32s, up: S::f32s, gradient: S::f32s) -> [S::f32s; 2] {
     let sigmoid = sigmoid(simd, gate);
     let silu = simd.mul_f32s(gate, sigmoid);
-    // The derivative of silu: s + x s (1 - s).
+    // The derivative of silu is s + x s (1 - s).
     let rest = simd.sub_f32s(simd.splat_f32s(1.0), sigmoid);
     let slope = simd.mul_add_e_f32s(silu, rest, sigmoid);
     [

@@ -11,12 +11,12 @@ use crate::adamw::{AdamWStep, AdamWTensors, Coefficients};
 const THREADS: u32 = 256;
 const ELEMENTS: usize = 4;
 
-/// Moves one parameter of f32, bf16 or f16.
+/// Updates one f32, bf16 or f16 parameter.
 pub(crate) fn step(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
     if tensors.parameter.elem_count() == 0 {
         return Ok(());
     }
-    // The kernels take a gradient like the parameter, or one of f32.
+    // The kernels take a gradient in the dtype of the parameter, or in f32.
     let is_like = tensors.gradient.dtype() == tensors.parameter.dtype();
     let gradient = if is_like {
         tensors.gradient.contiguous()?
@@ -31,7 +31,7 @@ pub(crate) fn step(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
         coefficients: step.coefficients(tensors.weight_decay),
         stream: &stream,
     };
-    // One tensor can be written at a time, so the memory of the others is handed inward.
+    // A closure writes one tensor, so the memory of several tensors needs nested closures.
     write(tensors.average, |average, layout| {
         let average = Out::in_place(average, layout, &stream)?;
         write(tensors.square, |square, layout| {
@@ -76,7 +76,7 @@ impl Pass<'_> {
             let parameter = Out::in_place(parameter, layout, self.stream)?;
             macro_rules! launch {
                 ($kernel:ident) => {
-                    // SAFETY: all have n elements, master if it is not null, and the blocks cover them.
+                    // SAFETY: all have n elements (master may be null), and the blocks cover them.
                     #[allow(unsafe_code)]
                     unsafe {
                         kernels::$kernel::<T> {

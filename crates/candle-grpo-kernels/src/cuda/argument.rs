@@ -1,4 +1,4 @@
-//! What a kernel is given: pointers to elements, and numbers.
+//! Kernel arguments: pointers to elements, and numbers.
 
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -10,12 +10,12 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::{CudaStorage, Layout, Result, Storage, bail};
 
-/// Something with the bits of a kernel's argument.
+/// A value that can be passed to a kernel.
 pub(crate) trait Argument {
-    /// What the kernel takes.
+    /// The type that the kernel takes.
     type Bits: DeviceRepr;
 
-    /// Where it lies.
+    /// Returns the value.
     fn bits(&self) -> &Self::Bits;
 }
 
@@ -32,7 +32,8 @@ macro_rules! numbers {
 }
 numbers!(u64, u32, i32, f64, f32);
 
-/// Elements that a kernel reads. Other streams know of it until this is dropped, which must be after the launch.
+/// Elements that a kernel reads. Records the access for other streams until it is dropped, which
+/// must be after the launch.
 pub(crate) struct In<'a, T> {
     pointer: CUdeviceptr,
     _reading: Option<SyncOnDrop<'a>>,
@@ -40,7 +41,7 @@ pub(crate) struct In<'a, T> {
 }
 
 impl<'a, T: CudaDType + 'a> In<'a, T> {
-    /// The elements of a contiguous layout.
+    /// Returns the elements of a contiguous layout.
     pub(crate) fn new(
         storage: &'a CudaStorage,
         layout: &Layout,
@@ -54,7 +55,7 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
         })
     }
 
-    /// The elements of a contiguous tensor, from its `storage_and_layout()`.
+    /// Returns the elements of a contiguous tensor, given its `storage_and_layout()`.
     pub(crate) fn of(
         (storage, layout): &'a (impl Deref<Target = Storage>, &Layout),
         stream: &'a CudaStream,
@@ -65,7 +66,7 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
         }
     }
 
-    /// As [`of`](Self::of), null for a tensor that is missing.
+    /// Returns the elements as [`of`](Self::of), or null for `None`.
     pub(crate) fn optional(
         tensor: Option<&'a (impl Deref<Target = Storage>, &Layout)>,
         stream: &'a CudaStream,
@@ -87,7 +88,8 @@ impl<T> Argument for In<'_, T> {
     }
 }
 
-/// Elements that a kernel writes. Other streams know of it until this is dropped, which must be after the launch.
+/// Elements that a kernel writes. Records the access for other streams until it is dropped, which
+/// must be after the launch.
 pub(crate) struct Out<'a, T> {
     pointer: CUdeviceptr,
     _writing: Option<SyncOnDrop<'a>>,
@@ -95,7 +97,7 @@ pub(crate) struct Out<'a, T> {
 }
 
 impl<'a, T: CudaDType + 'a> Out<'a, T> {
-    /// All of a slice or of a view of one.
+    /// Returns all elements of a slice or a view.
     pub(crate) fn new(elements: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
         let (pointer, writing) = elements.device_ptr_mut(stream);
         Self {
@@ -105,7 +107,7 @@ impl<'a, T: CudaDType + 'a> Out<'a, T> {
         }
     }
 
-    /// Null, for what a kernel may do without.
+    /// Returns null, for an optional argument.
     pub(crate) fn null() -> Self {
         Self {
             pointer: 0,
@@ -114,7 +116,7 @@ impl<'a, T: CudaDType + 'a> Out<'a, T> {
         }
     }
 
-    /// The elements of a contiguous layout.
+    /// Returns the elements of a contiguous layout.
     pub(crate) fn in_place(
         storage: &'a mut CudaStorage,
         layout: &Layout,
@@ -125,7 +127,7 @@ impl<'a, T: CudaDType + 'a> Out<'a, T> {
         Ok(out)
     }
 
-    /// The same elements, for a kernel that reads each before it writes it.
+    /// Returns the same elements, for a kernel that reads each element before it writes it.
     pub(crate) fn read(&self) -> In<'a, T> {
         In {
             pointer: self.pointer,
@@ -143,7 +145,7 @@ impl<T> Argument for Out<'_, T> {
     }
 }
 
-/// Where a contiguous layout begins, in bytes.
+/// Returns the offset of a contiguous layout in bytes.
 fn offset_of<T>(layout: &Layout) -> Result<CUdeviceptr> {
     match layout.contiguous_offsets() {
         Some((start, _)) => Ok((start * size_of::<T>()) as CUdeviceptr),

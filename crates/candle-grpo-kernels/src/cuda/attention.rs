@@ -10,11 +10,11 @@ use crate::attention::{Attention, Sequence, Sizes};
 
 include!("../../kernels/attention.rs");
 
-/// The widest head that there are kernels for.
+/// Maximum width of a head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 
-/// The result, of the shape of `query`, and what the backward pass wants of the sums: log2 of the sum of the weights of each
-/// query head, f32 `[queries, heads]`. All inputs are contiguous.
+/// Returns the result, of the shape of `query`, and log2 of the sum of the weights of each query
+/// head, f32 `[queries, heads]`, for the backward pass. All inputs are contiguous.
 pub(crate) fn forward(
     (query, query_layout): (&CudaStorage, &Layout),
     (key, key_layout): (&CudaStorage, &Layout),
@@ -26,7 +26,7 @@ pub(crate) fn forward(
     let (sizes, elements) = (&op.sizes, query_layout.shape().elem_count());
     let heads = elements / sizes.head_dim;
     let shape = Shape::from(heads);
-    // SAFETY: the kernel writes all of it.
+    // SAFETY: the kernel writes every element.
     #[allow(unsafe_code)]
     let mut log_sums = unsafe { alloc::<f32>(device, heads)? };
     let y = with_cuda_floats!(query, "query", T => {
@@ -42,8 +42,9 @@ pub(crate) fn forward(
             let mask = op.mask.storage_and_layout();
             macro_rules! launch {
                 ($kernel:ident) => {{
-                    // SAFETY: the inputs have the rows that the sequences name, of as many heads; mask an entry for each key. The
-                    // blocks cover the rows of the longest sequence, and have the shared memory of their tiles.
+                    // SAFETY: the inputs have the rows of all sequences and the heads, and mask
+                    // has an entry for each key. The blocks cover the rows of the longest
+                    // sequence and have the shared memory of their tiles.
                     #[allow(unsafe_code)]
                     unsafe {
                         kernels::$kernel::<T> {
@@ -93,7 +94,8 @@ pub(crate) fn forward_of(
     Ok((as_tensor(y, query.shape()), log_sums))
 }
 
-/// The gradients of `query`, `key` and `value`; all tensors are contiguous. `y` and `log_sums` are what [`forward`] gave.
+/// Returns the gradients of `query`, `key` and `value`. All tensors are contiguous. `y` and
+/// `log_sums` are the results of [`forward`].
 pub(crate) fn backward(
     [query, key, value]: [&Tensor; 3],
     y: &Tensor,
@@ -123,7 +125,7 @@ pub(crate) fn backward(
     let sequences = CudaStorage::wrap_cuda_slice(device.clone_htod(&table(op)?)?, device.clone());
     let of_sequences = Layout::contiguous(4 * op.sequences.len());
     let [of_query, of_key, of_value] = with_cuda_floats!(on_gpu(&query_storage.0)?, "query", T => {
-        // SAFETY: the kernels write all of them.
+        // SAFETY: the kernels write every element.
         #[allow(unsafe_code)]
         let (mut of_query, mut of_key, mut of_value, mut dots) = unsafe {(
             alloc::<T>(device, query_elements)?,
@@ -137,8 +139,8 @@ pub(crate) fn backward(
         let by_keys = blocks(&tiles, key_tiles, sizes, tiles.parts, tiles.backward_bytes)?;
         macro_rules! launch {
             ($of_query:ident, $of_key:ident) => {{
-                // SAFETY: as in `forward`, the gradients being of the sizes of what they are by; the first launch writes the dots
-                // that the second reads.
+                // SAFETY: as in `forward`. The gradients have the sizes of their inputs. The first
+                // launch writes the dots that the second reads.
                 #[allow(unsafe_code)]
                 unsafe {
                     kernels::$of_query::<T> {
@@ -212,7 +214,7 @@ fn tiles_of<T>(sizes: &Sizes) -> Result<AttentionTiles> {
     }
 }
 
-/// The sequences as the kernels take them: first query, new positions, first key, all positions.
+/// Returns the sequences for the kernels: first query, new positions, first key, all positions.
 fn table(op: &Attention) -> Result<Vec<u32>> {
     let numbers = op.sequences.iter().flat_map(|sequence| {
         let &Sequence {
@@ -229,10 +231,10 @@ fn table(op: &Attention) -> Result<Vec<u32>> {
     }
 }
 
-/// The tiles of the rows of the longest sequence, as queries and as keys.
+/// Returns the number of tiles of the longest sequence, as queries and as keys.
 fn counts(tiles: &AttentionTiles, sequences: &[Sequence], sizes: &Sizes) -> Result<(u32, u32)> {
     let count = |name: &str, rows: Option<usize>| match rows {
-        // The kernels count rows in 31 bits, up to a tile further than there are.
+        // The kernels count rows in 31 bits, up to one tile beyond the last row.
         Some(rows) if rows < i32::MAX as usize - 256 => Ok(rows.div_ceil(tiles.rows).max(1) as u32),
         _ => bail!("{name}: a sequence has more rows than one launch takes"),
     };
@@ -244,7 +246,8 @@ fn counts(tiles: &AttentionTiles, sequences: &[Sequence], sizes: &Sizes) -> Resu
     ))
 }
 
-/// `in_row` tiles for each key head of each sequence, with `parts` blocks for each.
+/// Returns the number of blocks: `in_row` tiles for each key head of each sequence, with `parts`
+/// blocks for each tile.
 fn blocks(
     tiles: &AttentionTiles,
     in_row: u32,

@@ -8,11 +8,11 @@ use candle_core::{Layout, Result, Shape, Storage, Tensor, bail};
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::embedding::Embedding;
 
-/// Threads of a block, as in the kernels: 8 warps, each with a row of the result.
+/// Threads of a block, as in the kernels: 8 warps, with one row of the result each.
 const THREADS: u32 = 256;
 const ROWS: usize = 8;
 
-/// `weight` `[V, H]`, contiguous, to the rows that the ids name.
+/// Returns the rows of a contiguous `weight` `[V, H]` at the ids.
 pub(crate) fn forward(
     weight: &CudaStorage,
     layout: &Layout,
@@ -25,7 +25,7 @@ pub(crate) fn forward(
     check(n, vocab, width)?;
     let ids = op.ids.storage_and_layout();
     let rows = with_cuda_floats!(weight, "weight", T => {
-        // SAFETY: the kernel writes all of it.
+        // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
         let mut rows = unsafe { alloc::<T>(device, n * width)? };
         if n > 0 {
@@ -42,7 +42,7 @@ pub(crate) fn forward(
     Ok((rows, Shape::from(op.shape.as_slice())))
 }
 
-/// The gradient of `weight` `[V, H]`. `gradient` is contiguous, `[.., H]` for `ids` `[N]`.
+/// Returns the gradient of `weight` `[V, H]`. `gradient` is contiguous, `[.., H]` for `ids` `[N]`.
 pub(crate) fn backward(weight: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<Tensor> {
     let device = weight.device().as_cuda_device()?;
     let stream = device.cuda_stream();

@@ -6,14 +6,14 @@ use candle_core::{CudaStorage, Layout, Result, Shape, Storage, Tensor, bail};
 use super::in_place::write;
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
-/// Threads of a block, and the parts of the sum of one gradient, as in the kernels.
+/// Threads of a block and partial sums of one gradient, as in the kernels.
 const THREADS: u32 = 256;
 const PARTS: usize = 256;
 
-/// What a block sums at least, so that small gradients take few.
+/// Minimum bytes of a block, so that a small gradient has few blocks.
 const BYTES_OF_BLOCK: usize = THREADS as usize * 16 * 4;
 
-/// The sum of the squares of each gradient, f64 `[n]`. There is one at least.
+/// Returns the sum of squares of each of at least one gradient, f64 `[n]`.
 pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     let device = gradients[0].device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -32,14 +32,14 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
         let mut own_parts = parts.slice_mut(index * PARTS..(index + 1) * PARTS);
         with_cuda_floats!(storage, "gradients", T => {
             let blocks = (n * size_of::<T>()).div_ceil(BYTES_OF_BLOCK).min(PARTS);
-            // SAFETY: the gradient has n elements; there are at most PARTS blocks, each with a part.
+            // SAFETY: the gradient has n elements. There are at most PARTS blocks with one part each.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::gradient_squares::<T> { gradient: In::of(&gradient, &stream)?, parts: Out::new(&mut own_parts, &stream), n: n as u64 }.launch(device, grid(blocks, THREADS)?)?;
             }
         });
     }
-    // SAFETY: the kernel writes all of it, from PARTS parts of each gradient.
+    // SAFETY: the kernel writes every element, from PARTS parts of each gradient.
     #[allow(unsafe_code)]
     let sums = unsafe {
         let mut sums = alloc::<f64>(device, count)?;

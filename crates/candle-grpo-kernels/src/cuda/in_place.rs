@@ -1,10 +1,10 @@
-//! Tensors on the GPU that are written in place.
+//! In-place writes to tensors on the GPU.
 
 use std::cell::RefCell;
 
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Result, Tensor, bail};
 
-/// Calls `write` with what lies behind `tensor`, which must be on a GPU.
+/// Calls `write` with the storage of `tensor`, which must be on a GPU.
 pub(crate) fn write(
     tensor: &Tensor,
     write: impl FnOnce(&mut CudaStorage, &Layout) -> Result<()>,
@@ -12,7 +12,7 @@ pub(crate) fn write(
     tensor.inplace_op1(&Write(RefCell::new(Some(write))))
 }
 
-/// The function is taken by the one call: an in-place operation gets itself shared.
+/// Holds the closure in a cell: an in-place operation has only a shared reference to itself.
 struct Write<F>(RefCell<Option<F>>);
 
 impl<F: FnOnce(&mut CudaStorage, &Layout) -> Result<()>> InplaceOp1 for Write<F> {

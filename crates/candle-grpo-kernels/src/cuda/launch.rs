@@ -1,5 +1,5 @@
-//! One struct for each kernel, with the arguments of `kernels/signatures.rs` as fields: what is given by name cannot be
-//! swapped.
+//! One struct for each kernel, with the arguments of `kernels/signatures.rs` as fields. Named
+//! arguments cannot be swapped.
 
 use candle_core::Result;
 use candle_core::bail;
@@ -24,23 +24,24 @@ macro_rules! argument {
     ($a:lifetime $t:ident $number:ident) => { $number };
 }
 
-/// kernels of an element type.
+/// Defines the structs of kernels with an element type.
 macro_rules! kernels {
     ($($file:ident $ptx:ident {
         $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
     })*) => {$($(
-        /// The arguments of the kernel of this name.
+        /// Arguments of the kernel of this name.
         #[allow(non_camel_case_types)]
         pub(crate) struct $kernel<'a, T> {
             $(pub(crate) $name: argument!('a T $kind $(<$element>)?)),*
         }
 
         impl<T: CudaElement> $kernel<'_, T> {
-            /// Launches it.
+            /// Launches the kernel.
             ///
             /// # Safety
             ///
-            /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+            /// The pointers must point to all elements that the kernel reads or writes with
+            /// these arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
                 let name = concat!(stringify!($kernel), "_").to_owned() + T::SUFFIX;
@@ -50,7 +51,7 @@ macro_rules! kernels {
                 allow_shared_memory(&function, grid.shared_mem_bytes)?;
                 let mut launch = function.builder();
                 $(launch.arg(self.$name.bits());)*
-                // SAFETY: order and types are those of the signature, by which the kernel is called in tests, too.
+                // SAFETY: order and types are those of the signature, which the tests use too.
                 unsafe { launch.launch(grid) }.w()?;
                 Ok(())
             }
@@ -58,23 +59,24 @@ macro_rules! kernels {
     )*)*};
 }
 
-/// kernels without one.
+/// Defines the structs of kernels without an element type.
 macro_rules! plain_kernels {
     ($($file:ident $ptx:ident {
         $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
     })*) => {$($(
-        /// The arguments of the kernel of this name.
+        /// Arguments of the kernel of this name.
         #[allow(non_camel_case_types)]
         pub(crate) struct $kernel<'a> {
             $(pub(crate) $name: argument!('a T $kind $(<$element>)?)),*
         }
 
         impl $kernel<'_> {
-            /// Launches it.
+            /// Launches the kernel.
             ///
             /// # Safety
             ///
-            /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+            /// The pointers must point to all elements that the kernel reads or writes with
+            /// these arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
                 let module = concat!("candle-grpo/", stringify!($file));
@@ -82,7 +84,7 @@ macro_rules! plain_kernels {
                 allow_shared_memory(&function, grid.shared_mem_bytes)?;
                 let mut launch = function.builder();
                 $(launch.arg(self.$name.bits());)*
-                // SAFETY: as above.
+                // SAFETY: order and types are those of the signature, which the tests use too.
                 unsafe { launch.launch(grid) }.w()?;
                 Ok(())
             }
@@ -90,14 +92,14 @@ macro_rules! plain_kernels {
     )*)*};
 }
 
-/// The arguments of each kernel by name, with the launch.
+/// A struct with the arguments of each kernel.
 pub(crate) mod kernels {
     use super::*;
 
     include!("../../kernels/signatures.rs");
 }
 
-/// What a launch may have of shared memory before the kernel is told.
+/// Shared memory of a block that needs no attribute of the kernel.
 const SHARED_BYTES: u32 = 48 << 10;
 
 fn allow_shared_memory(function: &CudaFunction, bytes: u32) -> Result<()> {
@@ -108,7 +110,7 @@ fn allow_shared_memory(function: &CudaFunction, bytes: u32) -> Result<()> {
     Ok(())
 }
 
-/// `blocks` in a row of `threads` each.
+/// Returns a launch of `blocks` blocks of `threads` threads in one dimension.
 pub(crate) fn grid(blocks: usize, threads: u32) -> Result<LaunchConfig> {
     match u32::try_from(blocks) {
         Ok(blocks) if blocks <= i32::MAX as u32 => Ok(LaunchConfig {

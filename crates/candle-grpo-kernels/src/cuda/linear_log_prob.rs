@@ -1,5 +1,7 @@
-//! The CUDA path of [`linear_log_prob`](crate::linear_log_prob()): the logits are made tile by tile of the vocabulary, read
-//! (forward) or turned into their gradient (backward), and forgotten.
+//! The CUDA path of [`linear_log_prob`](crate::linear_log_prob()).
+//!
+//! Computes the logits in tiles of the vocabulary. The forward pass reads a tile, and the backward
+//! pass replaces it by its gradient.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
@@ -12,13 +14,13 @@ use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::cpu::linear_log_prob::Wanted;
 use crate::log_prob::{Backward, Rows, rows_and_width};
 
-/// A tile has about this many logits, 256 MiB of f32: large enough that its products keep the GPU busy.
+/// Approximate logits of a tile, 256 MiB of f32, for efficient products.
 const TILE_LOGITS: usize = 1 << 26;
 
-/// And at least this many columns.
+/// Minimum columns of a tile.
 const MIN_COLUMNS: usize = 1024;
 
-/// The columns of each tile: where they begin, and how many they are.
+/// Returns the first column and the number of columns of each tile.
 fn tiles(n: usize, vocab: usize) -> Result<impl Iterator<Item = (usize, usize)>> {
     if vocab > i32::MAX as usize {
         bail!("weight: a vocabulary of {vocab}, must be below 2^31 on CUDA");
@@ -29,21 +31,22 @@ fn tiles(n: usize, vocab: usize) -> Result<impl Iterator<Item = (usize, usize)>>
         .map(move |start| (start, columns.min(vocab - start))))
 }
 
-/// Hidden states `[.., H]`, the weight `[V, H]` and a bias `[V]` of f32, contiguous, to log-probs, entropy and log-sum-exp,
-/// `[3, N]`. Products are of the dtype that hidden states and weight have in common, f32 if there is none, with sums in f32. A
-/// bias of other than V entries is none.
+/// Maps contiguous hidden states `[.., H]`, the weight `[V, H]` and an f32 bias `[V]` to log-probs,
+/// entropy and log-sum-exp, `[3, N]`.
+///
+/// Products are in the dtype of hidden states and weight, or in f32 if the dtypes differ. Sums are
+/// in f32.
 pub(crate) fn forward(
     (hidden, hidden_layout): (&CudaStorage, &Layout),
     (weight, weight_layout): (&CudaStorage, &Layout),
-    (bias, bias_layout): (&CudaStorage, &Layout),
+    bias: Option<(&CudaStorage, &Layout)>,
     rows: &Rows,
 ) -> Result<(CudaStorage, Shape)> {
     let device = hidden.device();
     let stream = device.cuda_stream();
     let (n, width) = rows_and_width(hidden_layout);
     let (vocab, _) = weight_layout.shape().dims2()?;
-    let has_bias = bias_layout.shape().elem_count() == vocab;
-    // SAFETY: the last tile writes all of `packed`; the first one reads nothing of `state`.
+    // SAFETY: the last tile writes all of `packed`. The first tile does not read `state`.
     #[allow(unsafe_code)]
     let (mut packed, mut state) =
         unsafe { (alloc::<f32>(device, 3 * n)?, alloc::<f32>(device, 4 * n)?) };
@@ -69,13 +72,13 @@ pub(crate) fn forward(
             (&converted, Layout::contiguous((columns, width)))
         };
         let of_logits = Layout::contiguous((n, columns));
-        let mut logits = if has_bias {
-            // The same for each row.
+        let mut logits = if let Some((bias, bias_layout)) = bias {
+            // Stride 0: every row starts with the bias.
             let first = bias_layout.start_offset() + start;
             let rows = Layout::new(Shape::from((n, columns)), vec![0, 1], first);
             bias.to_dtype(&rows, DType::F32)?
         } else {
-            // SAFETY: the product writes all of it.
+            // SAFETY: the product writes every element.
             #[allow(unsafe_code)]
             let logits = unsafe { alloc::<f32>(device, n * columns)? };
             CudaStorage::wrap_cuda_slice(logits, device.clone())
@@ -90,13 +93,15 @@ pub(crate) fn forward(
                 is_transposed: true,
             };
             let logits = Out::<f32>::in_place(&mut logits, &of_logits, &stream)?;
-            // SAFETY: hidden has n * width elements, the tile of the weight columns * width, the logits n * columns.
+            // SAFETY: hidden has n * width elements, the tile of the weight columns * width, and
+            // the logits n * columns.
             #[allow(unsafe_code)]
             unsafe {
-                matmul(device, [n, width, columns], &hidden, &weight, &logits, has_bias)?;
+                matmul(device, [n, width, columns], &hidden, &weight, &logits, bias.is_some())?;
             }
         });
-        // SAFETY: the logits have n * columns elements, targets and mask n, state 4 * n, packed 3 * n; a block for each row.
+        // SAFETY: the logits have n * columns elements, targets and mask n, state 4 * n, packed
+        // 3 * n. There is a block for each row.
         #[allow(unsafe_code)]
         unsafe {
             kernels::linear_log_prob_tile {
@@ -118,10 +123,15 @@ pub(crate) fn forward(
     Ok((packed, Shape::from((3, n))))
 }
 
-/// The gradients of `hidden` `[.., H]`, `weight` `[V, H]` and `bias` `[V]` of f32, which are detached and contiguous, where they are
-/// wanted. Products are as in [`forward`], but of f32 for f16, in which the gradients of logits would become 0.
+/// Returns the requested gradients of detached, contiguous `hidden` `[.., H]`, `weight` `[V, H]`
+/// and f32 `bias` `[V]`.
+///
+/// Products are as in [`forward`], except that f16 uses f32: in f16 the gradients of logits would
+/// underflow.
 pub(crate) fn backward(
-    [hidden, weight, bias]: [&Tensor; 3],
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
     pass: &Backward,
     wanted: Wanted,
 ) -> Result<[Option<Tensor>; 3]> {
@@ -129,27 +139,28 @@ pub(crate) fn backward(
     let (n, width) = rows_and_width(hidden.layout());
     let hidden = hidden.reshape((n, width))?;
     let (vocab, _) = weight.dims2()?;
-    let has_bias = bias.elem_count() == vocab;
     let dtype = match (hidden.dtype(), weight.dtype()) {
         (DType::BF16, DType::BF16) => DType::BF16,
         _ => DType::F32,
     };
     let device = hidden.device();
     if n == 0 {
-        // Candle converts no empty tensors on CUDA.
+        // Candle does not convert empty tensors on CUDA.
         let zeros = |wanted: bool, x: &Tensor| wanted.then(|| x.zeros_like()).transpose();
         return Ok([
             zeros(wanted.hidden, &hidden)?
                 .map(|x| x.reshape(shape))
                 .transpose()?,
             zeros(wanted.weight, weight)?,
-            zeros(wanted.bias, bias)?,
+            bias.filter(|_| wanted.bias)
+                .map(Tensor::zeros_like)
+                .transpose()?,
         ]);
     }
     let gpu = device.as_cuda_device()?;
     let mut states = hidden.clone();
     if let Some(mask) = &pass.rows.mask {
-        // The gradient of the weight is a product with all rows: 0 times NaN would be NaN.
+        // The gradient of the weight is a product with all rows, and 0 times NaN is NaN.
         let mask = mask.unsqueeze(1)?.broadcast_as(states.shape())?;
         states = mask.where_cond(&states, &states.zeros_like()?)?;
     }
@@ -161,15 +172,15 @@ pub(crate) fn backward(
     };
     let hidden_gradient = zeros(wanted.hidden, hidden.shape(), DType::F32)?;
     let weight_gradient = zeros(wanted.weight, weight.shape(), weight.dtype())?;
-    let bias_gradient = zeros(wanted.bias, bias.shape(), DType::F32)?;
+    let bias_gradient = zeros(wanted.bias, &Shape::from(vocab), DType::F32)?;
     for (start, columns) in tiles(n, vocab)? {
         let weight = weight.narrow(0, start, columns)?.to_dtype(dtype)?;
-        let logits = if has_bias {
+        let logits = if let Some(bias) = bias {
             let rows = bias.narrow(0, start, columns)?.broadcast_as((n, columns))?;
-            // Candle would call one row contiguous, and this is written.
+            // Candle treats a single broadcast row as contiguous, but this tensor is written.
             rows.force_contiguous()?
         } else {
-            // SAFETY: the product writes all of it.
+            // SAFETY: the product writes every element.
             #[allow(unsafe_code)]
             let logits = unsafe { alloc::<f32>(gpu, n * columns)? };
             let logits = CudaStorage::wrap_cuda_slice(logits, gpu.clone());
@@ -180,7 +191,7 @@ pub(crate) fn backward(
             (&states, false),
             (&weight, true),
             &logits,
-            has_bias,
+            bias.is_some(),
         )?;
         write(&logits, |storage, layout| {
             let device = storage.device().clone();
@@ -211,7 +222,7 @@ pub(crate) fn backward(
         }
         if let Some(weight_gradient) = &weight_gradient {
             let sizes = [columns, n, width];
-            // In f32, since cuBLAS may add parts of a sum in the dtype of its result.
+            // In f32, because cuBLAS may add partial sums in the dtype of the result.
             let of_tile = match weight_gradient.dtype() {
                 DType::F32 => weight_gradient.narrow(0, start, columns)?,
                 _ => Tensor::zeros((columns, width), DType::F32, device)?,
@@ -228,8 +239,8 @@ pub(crate) fn backward(
     Ok([hidden_gradient, weight_gradient, bias_gradient])
 }
 
-/// `c = a b`, or `c += a b` if that `is_added`, of contiguous tensors, each of `a` and `b` transposed if that is said: `[m, k]` and
-/// `[k, n]` to f32 `[m, n]`.
+/// Computes `c = a b`, or `c += a b` if `is_added`, of contiguous tensors. `a` `[m, k]` and `b`
+/// `[k, n]` may be transposed, and `c` is f32 `[m, n]`.
 fn product(
     sizes: [usize; 3],
     (a, is_a_transposed): (&Tensor, bool),

@@ -7,17 +7,17 @@ use candle_core::{Layout, Result, Shape, Tensor, bail};
 use super::{CudaElement, In, Out, alloc, grid, kernels, with_cuda_floats};
 use crate::log_prob::{Backward, Rows, rows_and_width};
 
-/// As in the kernels.
+/// Threads of a block, as in the kernels.
 pub(super) const THREADS: u32 = 256;
 
-/// Logits `[.., V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
+/// Maps logits `[.., V]` to log-probs, entropy and log-sum-exp, `[3, N]`.
 pub(crate) fn forward(
     storage: &CudaStorage,
     layout: &Layout,
     rows: &Rows,
 ) -> Result<(CudaStorage, Shape)> {
     let (device, (n, _)) = (storage.device(), dims(layout)?);
-    // SAFETY: the kernel writes all of it.
+    // SAFETY: the kernel writes every element.
     #[allow(unsafe_code)]
     let mut packed = unsafe { alloc::<f32>(device, 3 * n)? };
     if n > 0 {
@@ -45,7 +45,8 @@ fn launch_forward<T: CudaElement>(
     let (n, vocab) = dims(layout)?;
     let targets = rows.targets.storage_and_layout();
     let mask = rows.mask.as_ref().map(Tensor::storage_and_layout);
-    // SAFETY: targets and mask have n elements, logits n * vocab, packed 3 * n; a block for each row.
+    // SAFETY: targets and mask have n elements, logits n * vocab, packed 3 * n. There is a block
+    // for each row.
     #[allow(unsafe_code)]
     unsafe {
         kernels::log_prob_forward::<T> {
@@ -61,7 +62,7 @@ fn launch_forward<T: CudaElement>(
     }
 }
 
-/// Logits `[.., V]` to their gradient.
+/// Maps logits `[.., V]` to their gradient.
 pub(crate) fn backward(
     storage: &CudaStorage,
     layout: &Layout,
@@ -70,7 +71,7 @@ pub(crate) fn backward(
     let device = storage.device();
     let stream = device.cuda_stream();
     let gradient = with_cuda_floats!(storage, "logits", T => {
-        // SAFETY: the kernel writes all of it.
+        // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
         let mut gradient = unsafe { alloc::<T>(device, layout.shape().elem_count())? };
         let logits = In::<T>::new(storage, layout, &stream)?;
@@ -80,7 +81,7 @@ pub(crate) fn backward(
     Ok((gradient, layout.shape().clone()))
 }
 
-/// Logits `[.., V]` become their gradient.
+/// Replaces logits `[.., V]` by their gradient.
 pub(crate) fn backward_in_place(
     storage: &mut CudaStorage,
     layout: &Layout,
@@ -94,7 +95,8 @@ pub(crate) fn backward_in_place(
     })
 }
 
-/// Logits `[N, columns]`, which begin at `first_column` of the vocabulary, to their gradient; both may be one memory.
+/// Maps logits `[N, columns]`, which start at `first_column` of the vocabulary, to their gradient,
+/// which may share their memory.
 pub(super) fn launch_backward<T: CudaElement>(
     device: &CudaDevice,
     (n, columns): (usize, usize),
@@ -111,8 +113,9 @@ pub(super) fn launch_backward<T: CudaElement>(
     let mask = pass.rows.mask.as_ref().map(Tensor::storage_and_layout);
     let packed = pass.packed.storage_and_layout();
     let packed_gradient = pass.gradient.storage_and_layout();
-    // SAFETY: targets and mask have n elements, logits and gradient n * columns, packed and its gradient 3 * n; a block
-    // for each row, whose threads read what they write before they do.
+    // SAFETY: targets and mask have n elements, logits and gradient n * columns, packed and its
+    // gradient 3 * n. There is a block for each row, and a thread reads an element before it writes
+    // it.
     #[allow(unsafe_code)]
     unsafe {
         kernels::log_prob_backward::<T> {
@@ -131,7 +134,7 @@ pub(super) fn launch_backward<T: CudaElement>(
     }
 }
 
-/// Rows and vocabulary. The kernels count the columns of a row in 31 bits.
+/// Returns the rows and the vocabulary. The kernels count the columns of a row in 31 bits.
 fn dims(layout: &Layout) -> Result<(usize, usize)> {
     let (n, vocab) = rows_and_width(layout);
     if vocab > 1 << 30 {

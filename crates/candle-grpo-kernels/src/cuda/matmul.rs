@@ -1,4 +1,5 @@
-//! Matrix products of cuBLAS. Candle's give the dtype of their operands; sums of many products, and logits, are wanted in f32.
+//! Matrix products with cuBLAS and f32 results. Candle's products return the dtype of their
+//! operands.
 
 use candle_core::cuda_backend::cudarc::cublas::result::gemm_ex;
 use candle_core::cuda_backend::cudarc::cublas::sys::{
@@ -10,18 +11,18 @@ use candle_core::{Error, Result, bail};
 use super::argument::Argument;
 use super::{CudaElement, In, Out};
 
-/// A matrix row by row, or the transpose of one.
+/// A row-major matrix, or the transpose of one.
 pub(super) struct Matrix<'a, T> {
     pub(super) elements: In<'a, T>,
     pub(super) is_transposed: bool,
 }
 
-/// `c = a b`, or `c += a b` if that `is_added`: `a` `[m, k]`, `b` `[k, n]` and `c` `[m, n]`, row by row, none of them empty. Products are
-/// added in f32.
+/// Computes `c = a b`, or `c += a b` if `is_added`, of row-major `a` `[m, k]`, `b` `[k, n]` and `c`
+/// `[m, n]`, none of them empty. Sums are in f32.
 ///
 /// # Safety
 ///
-/// The pointers must be to as many elements as that.
+/// The pointers must point to as many elements as the sizes require.
 #[allow(unsafe_code)]
 pub(super) unsafe fn matmul<T: CudaElement>(
     device: &CudaDevice,
@@ -36,10 +37,13 @@ pub(super) unsafe fn matmul<T: CudaElement>(
         Err(_) => bail!("a matrix of {size} rows or columns, must be below 2^31 on CUDA"),
     };
     let (m, k, n) = (int(m)?, int(k)?, int(n)?);
-    // cuBLAS has its matrices column by column: what lies row by row is transposed to it. So it is told of c^T = b^T a^T.
-    let operation = |is_transposed| match is_transposed {
-        true => cublasOperation_t::CUBLAS_OP_T,
-        false => cublasOperation_t::CUBLAS_OP_N,
+    // cuBLAS has column-major matrices, so it computes c^T = b^T a^T.
+    let operation = |is_transposed| {
+        if is_transposed {
+            cublasOperation_t::CUBLAS_OP_T
+        } else {
+            cublasOperation_t::CUBLAS_OP_N
+        }
     };
     let (alpha, beta) = (1f32, f32::from(u8::from(is_added)));
     let compute = if T::IS_F32 && gemm_reduced_precision_f32() {
@@ -48,7 +52,8 @@ pub(super) unsafe fn matmul<T: CudaElement>(
         cublasComputeType_t::CUBLAS_COMPUTE_32F
     };
     let blas = device.cublas_handle();
-    // SAFETY: the sizes are the caller's; a row of a matrix follows the one before, and the numbers outlive the call.
+    // SAFETY: the caller guarantees the sizes. The rows of a matrix are adjacent, and alpha and
+    // beta outlive the call.
     unsafe {
         gemm_ex(
             *blas.handle(),

@@ -1,4 +1,4 @@
-//! The CUDA paths: each file launches the kernels of the file of the same name in `kernels/`.
+//! CUDA paths. Each file launches the kernels of the `.cu` file of the same name.
 
 pub(crate) mod adamw;
 mod argument;

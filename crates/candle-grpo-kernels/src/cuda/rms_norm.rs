@@ -7,14 +7,16 @@ use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
 use super::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
 
-/// The widest row for which the backward pass has room for its sums: 48 KiB, less what the kernel has besides.
+/// Maximum width of a row. The sums of the backward pass must fit in 48 KiB of shared memory,
+/// beside the other arrays of the kernel.
 pub(crate) const MAX_WIDTH: usize = (48 << 10) / size_of::<f32>() - 64;
 
-/// The gradient of the weight is summed over the rows of a block, and then over the blocks, in their order: the same bits on
-/// every GPU. There are at most this many blocks.
+/// Maximum number of blocks. The gradient of the weight is summed over the rows of a block, then
+/// over the blocks in order, so it is deterministic.
 const MAX_BLOCKS: usize = 512;
 
-/// Threads of a row, and rows of a block: a warp for a narrow row, all 256 threads for a wide one.
+/// Returns the threads of a row and the rows of a block: a warp for a narrow row, 256 threads for a
+/// wide one.
 fn block(width: usize) -> (u32, u32) {
     let threads = match width {
         0..=1024 => 32,
@@ -25,7 +27,7 @@ fn block(width: usize) -> (u32, u32) {
     (threads, 256 / threads)
 }
 
-/// `x` `[.., H]` and `weight` `[H]` to the shape of `x`.
+/// Returns the result for contiguous `x` `[.., H]` and `weight` `[H]`.
 pub(crate) fn forward(
     x: &CudaStorage,
     x_layout: &Layout,
@@ -39,12 +41,12 @@ pub(crate) fn forward(
     let n = x_layout.shape().elem_count() / width;
     let (threads, rows) = block(width);
     let y = with_cuda_floats!(x, "x", T => {
-        // SAFETY: the kernel writes all of it.
+        // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
         let mut y = unsafe { alloc::<T>(device, n * width)? };
         if n > 0 {
             let grid = LaunchConfig {
-                // Blocks go on to further rows.
+                // A block loops over further rows.
                 grid_dim: (n.div_ceil(rows as usize).min(1 << 16) as u32, 1, 1),
                 block_dim: (threads, rows, 1),
                 shared_mem_bytes: 0,
@@ -60,7 +62,8 @@ pub(crate) fn forward(
     Ok((y, x_layout.shape().clone()))
 }
 
-/// The gradients of `x` and `weight`. All are contiguous; the width is at most [`MAX_WIDTH`].
+/// Returns the gradients of `x` and `weight`. All are contiguous; the width is at most
+/// [`MAX_WIDTH`].
 pub(crate) fn backward(
     x: &Tensor,
     weight: &Tensor,
@@ -82,7 +85,7 @@ pub(crate) fn backward(
         candle_core::bail!("rms_norm: x left the GPU");
     };
     let (dx, dweight) = with_cuda_floats!(x_cuda, "x", T => {
-        // SAFETY: the kernels write all of them; with no rows, zeros for the gradient of the weight.
+        // SAFETY: the kernels write every element; without rows, zeros for the gradient of the weight.
         #[allow(unsafe_code)]
         let (mut dx, mut dweight, mut partial) = unsafe {(
             alloc::<T>(device, n * width)?,
@@ -99,8 +102,8 @@ pub(crate) fn backward(
             block_dim: (32, 8, 1),
             shared_mem_bytes: 0,
         };
-        // SAFETY: x, gradient and dx have n * width elements, weight and dweight width, partial blocks * width; the shared
-        // memory has a row of sums for each row of a block.
+        // SAFETY: x, gradient and dx have n * width elements, weight and dweight width, partial
+        // blocks * width. The shared memory has a row of sums for each row of a block.
         #[allow(unsafe_code)]
         unsafe {
             kernels::rms_norm_backward::<T> { x: In::of(&x_storage, &stream)?, weight: In::of(&weight_storage, &stream)?, gradient: In::of(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, by_rows)?;

@@ -11,7 +11,7 @@ use crate::rope::Rope;
 /// Threads of a block, as in the kernel.
 const THREADS: u32 = 256;
 
-/// `x` `[.., heads * D]`, contiguous, to its shape.
+/// Rotates a contiguous `x` `[.., heads * D]`.
 pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<(CudaStorage, Shape)> {
     let device = x.device();
     let stream = device.cuda_stream();
@@ -23,14 +23,14 @@ pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<(Cud
     let cos = op.cos.storage_and_layout();
     let sin = op.sin.storage_and_layout();
     let y = with_cuda_floats!(x, "x", T => {
-        // SAFETY: the kernel writes all of it.
+        // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
         let mut y = unsafe { alloc::<T>(device, elements)? };
         if all_heads > 0 {
             // A thread for each 16 bytes of half a head, up to a warp.
             let threads = (pairs * size_of::<T>()).div_ceil(16).clamp(1, 32) as u32;
             let per_block = THREADS / threads;
-            // The blocks count further than the heads, by less than a block.
+            // The index of a head exceeds the last one by less than a block.
             if all_heads > (u32::MAX - THREADS) as usize || all_heads.div_ceil(per_block as usize) > i32::MAX as usize {
                 bail!("x: shape {:?}, has more heads than one launch takes", layout.dims());
             }
@@ -39,7 +39,8 @@ pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<(Cud
                 block_dim: (threads, per_block, 1),
                 shared_mem_bytes: 0,
             };
-            // SAFETY: x and y have all_heads * 2 * pairs elements, cos and sin all_heads / heads * pairs.
+            // SAFETY: x and y have all_heads * 2 * pairs elements, cos and sin
+            // all_heads / heads * pairs.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::rope::<T> { x: In::new(x, layout, &stream)?, cos: In::of(&cos, &stream)?, sin: In::of(&sin, &stream)?, y: Out::new(&mut y, &stream), heads_in_all: all_heads as u32, heads: heads as u32, pairs: pairs as i32, sign: if op.back { -1.0 } else { 1.0 } }.launch(device, grid)?;

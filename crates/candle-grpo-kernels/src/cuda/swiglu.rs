@@ -7,7 +7,7 @@ use candle_core::{Layout, Result, Shape, Storage, Tensor};
 
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 
-/// Threads of a block, and the bytes of each argument that a thread has, as in the kernels.
+/// Threads of a block and bytes of each argument for a thread, as in the kernels.
 const THREADS: u32 = 256;
 const BYTES: usize = 2 * 16;
 
@@ -18,7 +18,7 @@ fn blocks<T>(n: usize) -> Result<LaunchConfig> {
     )
 }
 
-/// `gate` and `up`, contiguous and of one shape, to that shape.
+/// Returns the result for contiguous `gate` and `up` of one shape.
 pub(crate) fn forward(
     gate: &CudaStorage,
     gate_layout: &Layout,
@@ -29,7 +29,7 @@ pub(crate) fn forward(
     let stream = device.cuda_stream();
     let n = gate_layout.shape().elem_count();
     let y = with_cuda_floats!(gate, "gate", T => {
-        // SAFETY: the kernel writes all of it.
+        // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
         let mut y = unsafe { alloc::<T>(device, n)? };
         if n > 0 {
@@ -44,7 +44,7 @@ pub(crate) fn forward(
     Ok((y, gate_layout.shape().clone()))
 }
 
-/// The gradients of `gate` and `up`. All are contiguous and of one shape.
+/// Returns the gradients of `gate` and `up`. All are contiguous and of one shape.
 pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
     let device = gate.device().as_cuda_device()?;
     let stream = device.cuda_stream();
@@ -58,7 +58,7 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
         candle_core::bail!("swiglu: gate left the GPU");
     };
     let (dgate, dup) = with_cuda_floats!(gate_cuda, "gate", T => {
-        // SAFETY: the kernel writes all of them.
+        // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
         let (mut dgate, mut dup) = unsafe { (alloc::<T>(device, n)?, alloc::<T>(device, n)?) };
         if n > 0 {
