@@ -1,4 +1,4 @@
-//! What `grpo check` does with valid configurations, some of whose keys are changed.
+//! `grpo check` on valid configurations with some keys changed.
 #![no_main]
 
 use std::path::Path;
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 #[path = "../../crates/candle-grpo/tests/mutation.rs"]
 mod mutation;
 
-/// A configuration for each preset, and what it comes to.
+/// Returns a configuration for each preset, and its effective form.
 fn bases() -> &'static [(Value, Value)] {
     static BASES: OnceLock<Vec<(Value, Value)>> = OnceLock::new();
     BASES.get_or_init(|| {
