@@ -1,14 +1,17 @@
-//! A tokenizer for small tasks: one token for each character.
+//! A tokenizer for small tasks, with one token per character.
 
 use anyhow::{Result, anyhow, ensure};
 use serde_json::json;
 use tokenizers::Tokenizer;
 
-/// A tokenizer whose tokens are `<eos>` (token 0) and then each character of `alphabet` in turn.
+/// Builds a tokenizer with the tokens `<eos>` (token 0) and the characters of `alphabet`, in order.
 ///
-/// Text with any other character cannot be encoded. It saves to a `tokenizer.json` that other programs read.
+/// Text with other characters cannot be encoded. It saves to a `tokenizer.json` that other programs
+/// read.
 ///
-/// Errs if `alphabet` is empty or has a character twice.
+/// # Errors
+///
+/// Returns an error if `alphabet` is empty or repeats a character.
 pub fn character_tokenizer(alphabet: &str) -> Result<Tokenizer> {
     ensure!(
         !alphabet.is_empty(),

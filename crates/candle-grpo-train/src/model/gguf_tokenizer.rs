@@ -1,4 +1,4 @@
-//! The tokenizer that a GGUF file carries in its metadata.
+//! The tokenizer in the metadata of a GGUF file.
 
 use std::collections::BTreeMap;
 
@@ -28,8 +28,9 @@ const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 
-/// Control tokens that end a turn or a text, besides the end-of-sequence token. Files name only one or two of them;
-/// llama.cpp stops at all that it knows by these texts.
+/// Control tokens, other than the end-of-sequence token, that end a turn or a text.
+///
+/// Files name only one or two of them. llama.cpp stops at every token with one of these texts.
 const ENDS: [&str; 8] = [
     "<|im_end|>",
     "<|endoftext|>",
@@ -41,10 +42,13 @@ const ENDS: [&str; 8] = [
     "</s>",
 ];
 
-/// Builds the byte-level BPE that `metadata` describes. It saves to a `tokenizer.json` that other programs read.
+/// Builds the byte-level BPE of `metadata`. It saves to a `tokenizer.json` that other programs
+/// read.
 ///
-/// Errs on other kinds of tokenizer, and on a way of splitting text that is not known: a wrong one gives wrong tokens
-/// without a word.
+/// # Errors
+///
+/// Returns an error for other kinds of tokenizers, and for an unknown pre-tokenizer, which would
+/// silently give wrong tokens.
 pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     const MODEL: &str = "tokenizer.ggml.model";
     const PRE: &str = "tokenizer.ggml.pre";
@@ -68,7 +72,7 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
 
     let mut vocabulary = Vocab::default();
     for (id, token) in tokens.iter().enumerate() {
-        // The rows of an embedding that is wider than its vocabulary.
+        // Padding rows of an embedding that is wider than its vocabulary.
         if types[id] == UNUSED && *token == format!("[PAD{id}]") {
             continue;
         }
@@ -128,7 +132,7 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-/// The tokens with a purpose, by the keys `tokenizer.ggml.*_token_id`.
+/// Reads the special tokens from the keys `tokenizer.ggml.*_token_id`.
 pub(crate) fn gguf_special_tokens(metadata: &Metadata) -> Result<SpecialTokens> {
     let tokens = strings(metadata, TOKENS)?;
     let token = |name: &str| -> Result<Option<SpecialToken>> {
@@ -187,7 +191,7 @@ fn strings<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a [String]> {
         .with_context(|| format!("{key}: {value}, must be an array of texts"))
 }
 
-/// One number a token, all ordinary if the file says nothing.
+/// Reads one type per token. All tokens are ordinary if the key is absent.
 fn token_types(metadata: &Metadata, count: usize) -> Result<Vec<i64>> {
     let Some(value) = metadata.get(TOKEN_TYPE) else {
         return Ok(vec![1; count]);
@@ -200,17 +204,17 @@ fn token_types(metadata: &Metadata, count: usize) -> Result<Vec<i64>> {
     Ok(types.to_vec())
 }
 
-/// How text is cut into words before the merges, which GGUF files state by the name of a model that does so.
+/// The pre-tokenizer, which splits text into words. GGUF files name a model that uses it.
 struct Splitting {
-    /// What is cut apart, one pattern after the other. Empty stands for the pattern of GPT-2 alone.
+    /// Patterns that split the text, in order. Empty means only the pattern of GPT-2.
     patterns: &'static [&'static str],
-    /// Every digit is a word.
+    /// If true, each digit is a word.
     digits: bool,
-    /// The pattern of GPT-2 follows.
+    /// If true, the pattern of GPT-2 follows.
     gpt2: bool,
-    /// Characters are composed first (NFC).
+    /// If true, characters are composed first (NFC).
     composed: bool,
-    /// A word that is a token is that token, whatever the merges make of it.
+    /// If true, a word that is a token skips the merges.
     whole_words: bool,
     begins_with_bos: bool,
 }
@@ -219,7 +223,9 @@ const CONTRACTIONS_AND_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\
 const WITH_NUMBERS_OF_THREE: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 impl Splitting {
-    /// The names and patterns of llama.cpp. It leaves out the NFC of Qwen's own tokenizer, which is done here.
+    /// Returns the pre-tokenizer by its name in llama.cpp.
+    ///
+    /// For Qwen, NFC is added as in its own tokenizer; llama.cpp omits it.
     fn named(name: &str) -> Option<Self> {
         let plain = Self {
             patterns: &[],
@@ -277,7 +283,7 @@ impl Splitting {
         if self.digits {
             steps.push(Digits::new(true).into());
         }
-        // No space is put before the text.
+        // No space before the text.
         steps.push(ByteLevel::new(false, true, self.gpt2).into());
         Ok(Sequence::new(steps).into())
     }

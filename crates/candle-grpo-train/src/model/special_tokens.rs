@@ -1,4 +1,4 @@
-//! Tokens with a purpose.
+//! Special tokens of a model.
 
 use std::fs;
 use std::path::Path;
@@ -7,27 +7,28 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
-/// A token and its text.
+/// A token id and its text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpecialToken {
-    /// Its number.
+    /// The token id.
     pub id: u32,
-    /// Its text, `<|im_end|>` for example.
+    /// The text, for example `<|im_end|>`.
     pub text: String,
 }
 
-/// The tokens with a purpose of a model.
+/// The special tokens of a model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SpecialTokens {
-    /// Begins a text.
+    /// The token at the start of a text.
     pub bos: Option<SpecialToken>,
-    /// Ends a turn or a text.
+    /// The token at the end of a turn or a text.
     pub eos: Option<SpecialToken>,
-    /// Stands for what is unknown.
+    /// The token for unknown text.
     pub unk: Option<SpecialToken>,
-    /// Fills rows up. It may be the same as `eos`: no mask may be derived from it.
+    /// The padding token. It may equal `eos`, so no mask can be derived from it.
     pub pad: Option<SpecialToken>,
-    /// All tokens at which a completion ends, for [`SamplingConfig::stop_token_ids`](crate::SamplingConfig).
+    /// All tokens that end a completion, for
+    /// [`SamplingConfig::stop_token_ids`](crate::SamplingConfig).
     pub stop_token_ids: Vec<u32>,
 }
 
@@ -35,8 +36,11 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 impl SpecialTokens {
-    /// Reads `tokenizer_config.json` and `generation_config.json` of a Hugging Face folder, as far as they are there;
-    /// `config` is its `config.json`, which names the stop tokens where the latter does not.
+    /// Reads `tokenizer_config.json` and `generation_config.json` of a Hugging Face folder, if
+    /// present.
+    ///
+    /// `config` is its `config.json`, which has the stop tokens if `generation_config.json` does
+    /// not.
     pub(crate) fn read(
         folder: &Path,
         config: &Map<String, Value>,
@@ -53,7 +57,7 @@ impl SpecialTokens {
                 },
                 Some(other) => bail!("{TOKENIZER_CONFIG}: {key}: {other}, must be a text"),
             };
-            // A tokenizer_config.json may name a token that the vocabulary lacks; nothing can then be done with it.
+            // A tokenizer_config.json may name a token that the vocabulary lacks. It is ignored.
             Ok(tokenizer.token_to_id(text).map(|id| SpecialToken {
                 id,
                 text: text.clone(),
@@ -68,7 +72,7 @@ impl SpecialTokens {
                 None => Vec::new(),
             },
         };
-        // The end of a turn of a chat is often named here alone.
+        // Often only this file names the end of a chat turn.
         if let Some(eos) = &eos
             && !stop_token_ids.contains(&eos.id)
         {
@@ -83,7 +87,7 @@ impl SpecialTokens {
         })
     }
 
-    /// The names by which a chat template and `tokenizer_config.json` know them.
+    /// Returns the tokens with their names in chat templates and `tokenizer_config.json`.
     pub(crate) fn named(&self) -> impl Iterator<Item = (&'static str, &SpecialToken)> {
         [
             ("bos_token", &self.bos),
@@ -96,7 +100,7 @@ impl SpecialTokens {
     }
 }
 
-/// The object in a file, empty if there is no such file.
+/// Reads the JSON object of a file; empty if the file does not exist.
 pub(crate) fn read_object(folder: &Path, file: &str) -> Result<Map<String, Value>> {
     let path = folder.join(file);
     if !path.exists() {
@@ -106,7 +110,7 @@ pub(crate) fn read_object(folder: &Path, file: &str) -> Result<Map<String, Value
         .with_context(|| file.to_owned())
 }
 
-/// One number or several.
+/// Reads one number or a list.
 fn token_ids(value: &Value) -> Result<Vec<u32>> {
     let numbers = match value {
         Value::Array(numbers) => numbers.as_slice(),

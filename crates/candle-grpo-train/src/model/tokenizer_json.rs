@@ -1,13 +1,13 @@
-//! A tokenizer from the text of a `tokenizer.json`.
+//! Tokenizers from the text of a `tokenizer.json`.
 
 use anyhow::{Context, Result, anyhow};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::Precompiled;
 
-/// The tokenizer that `json` describes.
+/// Builds the tokenizer of `json`.
 ///
-/// `tokenizers` panics on some texts that describe none, which are refused first.
+/// Refuses some invalid texts first, on which `tokenizers` panics.
 pub(crate) fn tokenizer_of_json(json: &[u8]) -> Result<Tokenizer> {
     let value: Value = serde_json::from_slice(json)?;
     ensure_normalizer(&value["normalizer"]).context("normalizer")?;

@@ -1,4 +1,4 @@
-//! What a chat template is given.
+//! The input of a chat template.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::{Deserialize, Serialize};
 
-/// What a chat template renders. Reads from JSON, where the keys keep their order, which a template may print.
+/// The input of a chat template. JSON keys keep their order, because a template may print them.
 ///
 /// ```
 /// use candle_grpo_train::Chat;
@@ -29,7 +29,7 @@ pub struct Chat {
 }
 
 impl Chat {
-    /// `messages` is a list of objects with `role` and `content`, and what else the template asks for.
+    /// Creates a chat from a list of objects with `role`, `content` and other keys of the template.
     pub fn new(messages: impl Serialize) -> Self {
         Self {
             messages: Value::from_serialize(messages),
@@ -40,25 +40,25 @@ impl Chat {
         }
     }
 
-    /// Asks for the beginning of the assistant's answer at the end.
+    /// Appends the start of the assistant's answer.
     pub fn generation_prompt(mut self) -> Self {
         self.add_generation_prompt = true;
         self
     }
 
-    /// A list of the tools that may be called, each a JSON schema.
+    /// Sets the list of available tools, each a JSON schema.
     pub fn tools(mut self, tools: impl Serialize) -> Self {
         self.tools = Some(Value::from_serialize(tools));
         self
     }
 
-    /// A list of documents to answer from, with `title` and `text`.
+    /// Sets a list of documents with `title` and `text`.
     pub fn documents(mut self, documents: impl Serialize) -> Self {
         self.documents = Some(Value::from_serialize(documents));
         self
     }
 
-    /// Another variable for the template, `enable_thinking` for example.
+    /// Sets another variable of the template, for example `enable_thinking`.
     pub fn variable(mut self, name: &str, value: impl Serialize) -> Self {
         self.variables
             .insert(name.to_owned(), Value::from_serialize(value));
@@ -85,7 +85,8 @@ impl Chat {
     }
 }
 
-/// Fills `reasoning_content` and `thinking` from whichever name a message has for its reasoning, as transformers does.
+/// Copies the reasoning of a message to both `reasoning_content` and `thinking`, as transformers
+/// does.
 fn with_reasoning(messages: &Value) -> Value {
     let Ok(all) = messages.try_iter() else {
         return messages.clone();

@@ -1,7 +1,7 @@
-//! `{% generation %}` blocks, which Jinja does not have.
+//! Support for `{% generation %}` blocks, which Jinja lacks.
 //!
-//! The tags are replaced by ones that Jinja has, with a mark at either end of what they enclose. The marks are found in
-//! the text and taken out.
+//! The tags are replaced by standard tags that write a marker at each end of the block. The markers
+//! are then found in the text and removed.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use regex::{Captures, Regex};
 
 use super::RenderedChat;
 
-/// Two characters that stand for nothing: Unicode keeps them for use within a program.
+/// Two Unicode noncharacters, which are reserved for internal use by programs.
 const CANDIDATES: Range<u32> = 0xFDD0..0xFDF0;
 
 #[derive(Debug, Clone, Copy)]
@@ -30,8 +30,8 @@ impl Marks {
         Ok(Self { begin, end })
     }
 
-    /// The outer tag of each pair keeps the control of white space, and the name scope of the block; nothing but the mark
-    /// stands between it and the inner one.
+    /// The outer tag of each pair keeps the white space control and the scope of the block. Only
+    /// the marker is between the outer and the inner tag.
     pub(super) fn replace_tags(&self, source: &str) -> Result<String> {
         let tag = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")?;
         let replacement = |found: &Captures| {

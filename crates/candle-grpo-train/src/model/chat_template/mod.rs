@@ -1,4 +1,4 @@
-//! Chat templates: messages to the text that a model was trained on.
+//! Chat templates, which convert messages to the text format of a model.
 
 mod chat;
 mod generation;
@@ -19,24 +19,31 @@ use crate::SpecialTokens;
 pub use chat::Chat;
 use generation::Marks;
 
-/// Instructions that one rendering may take: a message takes some hundreds.
+/// Maximum number of instructions of one rendering. A message takes some hundreds.
 const FUEL: u64 = 1_000_000;
 
-/// The longest text of a chat, and of one value, in bytes: a million tokens take some 4 MiB.
+/// Maximum size of the text of a chat, and of one value, in bytes. A million tokens take about 4
+/// MiB.
 const MAX_TEXT: usize = 16 << 20;
 
 const NAME: &str = "chat_template";
 
-/// A chat template, which is a Jinja template as Hugging Face transformers renders it.
+/// A chat template: a Jinja template, rendered as in Hugging Face transformers.
 ///
-/// It sees `messages`, `tools`, `documents`, `add_generation_prompt`, the special tokens (`bos_token`, `eos_token`, ...)
-/// and the variables of the [`Chat`]; `raise_exception`, `strftime_now` and `tojson`, which writes as Python's
-/// `json.dumps` does; Python's methods of strings and dicts; `{% break %}`, `{% continue %}` and
-/// `{% generation %}` ... `{% endgeneration %}` around what the assistant says. Values are printed as Python prints them.
-/// One difference is known: a loop over `none` is empty, where Python has an error.
+/// A template has access to:
 ///
-/// A template is a program. One that does not end, or writes more than 16 MiB, is stopped with an error, but one that is made
-/// to take all memory or the whole stack within does: load models from those whom you trust.
+/// - `messages`, `tools`, `documents`, `add_generation_prompt`, the special tokens (`bos_token`,
+///   `eos_token`, ...) and the variables of the [`Chat`],
+/// - `raise_exception`, `strftime_now`, and `tojson`, which writes like Python's `json.dumps`,
+/// - Python's methods of strings and dicts,
+/// - `{% break %}`, `{% continue %}`, and `{% generation %}` ... `{% endgeneration %}` around the
+///   text of the assistant.
+///
+/// Values print as in Python. One difference is known: a loop over `none` is empty, where Python
+/// raises an error.
+///
+/// A template is a program. Endless loops and more than 16 MiB of output are errors. A malicious
+/// template can still exhaust memory or the stack, so load only models that you trust.
 ///
 /// ```
 /// use candle_grpo_train::{Chat, ChatTemplate};
@@ -56,31 +63,36 @@ const NAME: &str = "chat_template";
 pub struct ChatTemplate {
     source: String,
     environment: Environment<'static>,
-    /// `None` if there is no generation block.
+    /// The markers of generation blocks; `None` without such blocks.
     marks: Option<Marks>,
     special_tokens: Vec<(&'static str, String)>,
 }
 
-/// A chat as text.
+/// The text of a rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderedChat {
-    /// The text.
+    /// The rendered text.
     pub text: String,
-    /// The bytes of the text within `{% generation %}` blocks: what the assistant said. Empty if the template has none.
+    /// Byte ranges of the `{% generation %}` blocks, which the assistant wrote. Empty without such
+    /// blocks.
     pub assistant: Vec<Range<usize>>,
 }
 
-/// A chat as tokens.
+/// The tokens of a rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedChat {
-    /// The tokens.
+    /// The token ids.
     pub tokens: Vec<u32>,
-    /// For each token whether the assistant said it, see [`RenderedChat::assistant`].
+    /// True for each token that the assistant wrote, see [`RenderedChat::assistant`].
     pub assistant_mask: Vec<bool>,
 }
 
 impl ChatTemplate {
-    /// Errs if `source` is no Jinja template, with the line.
+    /// Compiles a template.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line if `source` is not a valid Jinja template.
     pub fn new(source: &str) -> Result<Self> {
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
@@ -116,7 +128,7 @@ impl ChatTemplate {
         })
     }
 
-    /// Hands the texts of these tokens to the template, as `bos_token`, `eos_token`, `unk_token` and `pad_token`.
+    /// Sets `bos_token`, `eos_token`, `unk_token` and `pad_token` to the texts of these tokens.
     pub fn with_special_tokens(mut self, tokens: &SpecialTokens) -> Self {
         self.special_tokens = tokens
             .named()
@@ -125,9 +137,9 @@ impl ChatTemplate {
         self
     }
 
-    /// Stops the clock that `strftime_now` reads: a template that prints the day then gives the same text on every day.
+    /// Fixes the time of `strftime_now`, so that a template that prints the date is deterministic.
     ///
-    /// `now` is a local time as in `2025-03-05T14:07:09`.
+    /// `now` is a local time such as `2025-03-05T14:07:09`.
     pub fn with_clock_at(mut self, now: &str) -> Result<Self> {
         let now: DateTime = now
             .parse()
@@ -137,20 +149,22 @@ impl ChatTemplate {
         Ok(self)
     }
 
-    /// The Jinja template.
+    /// Returns the Jinja source.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// The text of `chat`.
+    /// Renders `chat` to text.
     ///
-    /// Errs with the message of `raise_exception` if the template calls it, and with the line if it does what cannot be
-    /// done or goes on for ever.
+    /// # Errors
+    ///
+    /// Returns the message of `raise_exception` if the template calls it. Returns an error with the
+    /// line for an invalid operation or an endless loop.
     pub fn render(&self, chat: &Chat) -> Result<String> {
         Ok(self.render_with_assistant(chat)?.text)
     }
 
-    /// The text of `chat`, and which of it the assistant said.
+    /// Renders `chat` to text, with the ranges that the assistant wrote.
     pub fn render_with_assistant(&self, chat: &Chat) -> Result<RenderedChat> {
         let context = chat.context(&self.special_tokens);
         let template = self.environment.get_template(NAME).map_err(readable)?;
@@ -168,7 +182,7 @@ impl ChatTemplate {
         }
     }
 
-    /// The tokens of the text of `chat`, without special tokens but those that the template writes.
+    /// Renders `chat` to tokens, without special tokens other than those in the template.
     pub fn encode(&self, chat: &Chat, tokenizer: &Tokenizer) -> Result<EncodedChat> {
         let RenderedChat { text, assistant } = self.render_with_assistant(chat)?;
         let encoding = tokenizer
@@ -187,7 +201,7 @@ impl ChatTemplate {
     }
 }
 
-/// A text of at most [`MAX_TEXT`].
+/// A writer of at most [`MAX_TEXT`] bytes.
 struct Bounded(Vec<u8>);
 
 impl io::Write for Bounded {
@@ -213,10 +227,10 @@ fn strftime(now: DateTime, format: &str) -> Result<String, Error> {
     })
 }
 
-/// The innermost message, which is that of `raise_exception` if it was called, and the line.
+/// Returns an error with the line and the innermost message, for example of `raise_exception`.
 fn readable(error: Error) -> anyhow::Error {
     let message = match error.detail() {
-        // Nothing else of [`Bounded`] fails.
+        // [`Bounded`] has no other error.
         _ if error.kind() == ErrorKind::WriteFailure => {
             format!("more than {} MiB of text", MAX_TEXT >> 20)
         }

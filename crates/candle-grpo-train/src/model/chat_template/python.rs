@@ -1,4 +1,4 @@
-//! Values as Python writes them.
+//! Formatting of values as in Python.
 
 use std::fmt::Write;
 
@@ -7,10 +7,10 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::MAX_TEXT;
 
-/// Lists within lists, as deep as is printed.
+/// Maximum nesting of printed lists.
 const MAX_DEPTH: usize = 200;
 
-/// Python's `str(value)`, and nothing for what is undefined.
+/// Formats like Python's `str(value)`. Undefined values print nothing.
 pub(super) fn str(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Undefined => Ok(String::new()),
@@ -23,7 +23,7 @@ pub(super) fn str(value: &Value) -> Result<String, Error> {
     }
 }
 
-/// Jinja counts whatever has a length and items, text and dicts among them.
+/// Returns true for values with a length and items, including strings and dicts.
 pub(super) fn is_sequence(value: &Value) -> bool {
     matches!(
         value.kind(),
@@ -31,7 +31,7 @@ pub(super) fn is_sequence(value: &Value) -> bool {
     )
 }
 
-/// Jinja counts whatever `iter` takes: not `none`.
+/// Returns true for values that `iter` accepts, which excludes `none`.
 pub(super) fn is_iterable(value: &Value) -> bool {
     !matches!(
         value.kind(),
@@ -39,7 +39,7 @@ pub(super) fn is_iterable(value: &Value) -> bool {
     )
 }
 
-/// `str(value).strip(characters)`.
+/// Implements `str(value).strip(characters)`.
 pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Error> {
     let text = str(value)?;
     Ok(match characters {
@@ -48,7 +48,7 @@ pub(super) fn trim(value: &Value, characters: Option<&str>) -> Result<String, Er
     })
 }
 
-/// Python's `repr(value)`.
+/// Formats like Python's `repr(value)`.
 fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     ensure_printable(depth, out)?;
     match value.kind() {
@@ -86,7 +86,8 @@ fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
     Ok(())
 }
 
-/// Lists that share lists take few bytes themselves, and print as any number.
+/// Returns an error for values that print as too much text. Lists may share elements, so a small
+/// value can print as any amount.
 fn ensure_printable(depth: usize, out: &str) -> Result<(), Error> {
     let message = if depth > MAX_DEPTH {
         format!("a value is nested more than {MAX_DEPTH} times")
@@ -98,7 +99,7 @@ fn ensure_printable(depth: usize, out: &str) -> Result<(), Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// Text in Python's quotes: single ones, unless the text has those and no double ones.
+/// Writes a string in single quotes, or in double quotes if it contains only single ones.
 fn quote(text: &str, out: &mut String) {
     let quote = if text.contains('\'') && !text.contains('"') {
         '"'
@@ -125,7 +126,7 @@ fn quote(text: &str, out: &mut String) {
     out.push(quote);
 }
 
-/// A number as Python writes it; `special` are its words for NaN and the infinities.
+/// Formats a number as in Python; `special` has the words for NaN and the infinities.
 fn number(value: &Value, special: [&str; 3]) -> String {
     let Ok(float) = f64::try_from(value.clone()) else {
         return value.to_string();
@@ -139,7 +140,8 @@ fn number(value: &Value, special: [&str; 3]) -> String {
     if float.is_infinite() {
         return special[if float > 0.0 { 1 } else { 2 }].to_owned();
     }
-    // Both write the fewest digits that read back as the number; Python writes an exponent from 1e16 and below 1e-4.
+    // Rust and Python write the shortest digits that parse to the same number. Python writes an
+    // exponent from 1e16 and below 1e-4.
     let scientific = format!("{float:e}");
     let Some((digits, exponent)) = scientific.split_once('e') else {
         return scientific;
@@ -153,7 +155,7 @@ fn number(value: &Value, special: [&str; 3]) -> String {
     }
 }
 
-/// Python's `json.dumps` with `ensure_ascii=False` unless it is given.
+/// Implements Python's `json.dumps`, with `ensure_ascii=False` by default.
 pub(super) fn tojson(
     value: &Value,
     ensure_ascii: Option<bool>,
@@ -203,7 +205,7 @@ pub(super) fn tojson(
 
 struct Json {
     indent: Option<String>,
-    /// Between items, and between a key and its value.
+    /// The separators between items, and between a key and its value.
     separators: [String; 2],
     ensure_ascii: bool,
     sort_keys: bool,
