@@ -1,28 +1,28 @@
-//! Rows of tokens of unequal length as rectangles.
+//! Padding of token rows of unequal length.
 
 use candle_core::{Device, Result, Tensor};
 
-/// Stands where there is no token. Any token would do: masks keep it from mattering.
+/// The padding token. Masks make its value irrelevant.
 const PADDING: u32 = 0;
 
-/// `rows` as u32 `[rows, width]`, each at the right end.
+/// Returns `rows` as u32 `[rows, width]`, padded on the left.
 pub(crate) fn left_padded(rows: &[&[u32]], width: usize, device: &Device) -> Result<Tensor> {
     rectangle(rows, width, device, |row| (width - row.len(), row.to_vec()))
 }
 
-/// `rows` as u32 `[rows, width]`, each at the left end.
+/// Returns `rows` as u32 `[rows, width]`, padded on the right.
 pub(crate) fn right_padded(rows: &[&[u32]], width: usize, device: &Device) -> Result<Tensor> {
     rectangle(rows, width, device, |row| (0, row.to_vec()))
 }
 
-/// 1 where [`left_padded`] has a token, else 0.
+/// Returns the mask of [`left_padded`]: 1 at tokens, else 0.
 pub(crate) fn padding_mask(rows: &[&[u32]], width: usize, device: &Device) -> Result<Tensor> {
     rectangle(rows, width, device, |row| {
         (width - row.len(), vec![1; row.len()])
     })
 }
 
-/// 1 where [`right_padded`] has a token, else 0.
+/// Returns the mask of [`right_padded`]: 1 at tokens, else 0.
 pub(crate) fn response_mask(rows: &[&[u32]], width: usize, device: &Device) -> Result<Tensor> {
     rectangle(rows, width, device, |row| (0, vec![1; row.len()]))
 }

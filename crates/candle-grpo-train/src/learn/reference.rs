@@ -1,4 +1,4 @@
-//! The policy that the trained one is kept near to.
+//! The reference policy of the KL term.
 
 use std::collections::HashMap;
 
@@ -10,23 +10,25 @@ use serde::{Deserialize, Serialize};
 use super::response_forward::response_log_probs;
 use crate::{ComputeDType, TokenBatch};
 
-/// A policy that changes only when it is told to.
+/// A policy that changes only in [`Self::refresh`] and when it is replaced.
 pub struct Reference {
     decoder: Decoder,
-    /// Its own copy; absent where it shares the parameters that adapters are added to.
+    /// A copy of the parameters; absent if the reference shares the base of the adapters.
     parameters: Option<Parameters>,
-    /// What it computes with, where that is not f32.
+    /// Low-precision copies of the parameters, unless it computes in f32.
     copies: ComputeCopies,
 }
 
-/// How the reference follows the policy: every so many steps it becomes `alpha * policy + (1 - alpha) * reference`
-/// (TR-DPO, <https://arxiv.org/abs/2404.09656>; TRL's `sync_ref_model`).
+/// A schedule that moves the reference toward the policy: `alpha * policy + (1 - alpha) *
+/// reference`.
+///
+/// TR-DPO, <https://arxiv.org/abs/2404.09656>; TRL's `sync_ref_model`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReferenceRefresh {
-    /// After each multiple of this many training steps.
+    /// Interval in training steps.
     pub every_steps: usize,
-    /// How much of the policy it takes; 1, the default, makes it a copy.
+    /// Weight of the policy, in (0, 1]. The default 1 copies the policy.
     #[serde(default = "one")]
     pub alpha: f64,
 }
@@ -36,7 +38,11 @@ fn one() -> f64 {
 }
 
 impl ReferenceRefresh {
-    /// Errs if a field has a value with which nothing would be refreshed.
+    /// Checks the fields.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error for a value that would never refresh the reference.
     pub fn validate(&self) -> Result<()> {
         ensure!(self.every_steps > 0, "every_steps: 0, must be at least 1");
         ensure_share(self.alpha)
@@ -52,7 +58,7 @@ fn ensure_share(alpha: f64) -> Result<()> {
 }
 
 impl Reference {
-    /// Copies `parameters` as they are now, to compute in `dtype`.
+    /// Creates a reference from a copy of `parameters` that computes in `dtype`.
     pub fn new(
         model: &DecoderConfig,
         parameters: &Parameters,
@@ -71,8 +77,9 @@ impl Reference {
         })
     }
 
-    /// The policy that `parameters`, which must not change, are without the adapters that train: nothing is copied, if `dtype` is
-    /// f32.
+    /// Creates a reference that is the policy without its adapters.
+    ///
+    /// `parameters` must not change. They are not copied if `dtype` is f32.
     pub fn without_adapters(
         model: &DecoderConfig,
         parameters: &Parameters,
@@ -86,17 +93,17 @@ impl Reference {
         })
     }
 
-    /// The log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, without a graph.
+    /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
         Ok(response_log_probs(&self.decoder, batch, temperature)?.log_probs)
     }
 
-    /// Its own copy of the parameters, if it has one.
+    /// Returns the copy of the parameters, if there is one.
     pub(crate) fn parameters(&self) -> Option<&Parameters> {
         self.parameters.as_ref()
     }
 
-    /// Takes other parameters.
+    /// Replaces the parameters.
     pub(crate) fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
         let Some(parameters) = &self.parameters else {
             bail!("reference: a policy without its adapters, which does not change");
@@ -105,10 +112,12 @@ impl Reference {
         Ok(self.copies.refresh()?)
     }
 
-    /// Becomes `alpha * policy + (1 - alpha) * reference`; an alpha of 1 makes it a copy.
+    /// Sets the reference to `alpha * policy + (1 - alpha) * reference`.
     ///
-    /// Errs if `alpha` is not above 0 and at most 1, `policy` has other parameters, or the reference is a policy without its
-    /// adapters.
+    /// # Errors
+    ///
+    /// Returns an error if `alpha` is not in (0, 1], `policy` has other parameters, or the
+    /// reference is a policy without its adapters.
     pub fn refresh(&mut self, policy: &Parameters, alpha: f64) -> Result<()> {
         ensure_share(alpha)?;
         let Some(parameters) = &self.parameters else {
@@ -136,7 +145,7 @@ impl Reference {
     }
 }
 
-/// A decoder of `parameters` that records no graph, and what keeps it like them.
+/// Returns a detached decoder of `parameters`, and its low-precision copies.
 pub(crate) fn decoder_in(
     model: &DecoderConfig,
     parameters: &Parameters,

@@ -1,4 +1,4 @@
-//! The figures of one training step.
+//! The metrics of one training step.
 
 use std::collections::BTreeMap;
 
@@ -8,56 +8,58 @@ use serde_json::Value;
 
 use crate::{FinishReason, Rollout};
 
-/// The figures of one training step: one line of `metrics.jsonl`.
+/// The metrics of one training step: one line of `metrics.jsonl`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// The number of the step, from 1.
     pub step: usize,
-    /// Whether no update was made, since there was nothing to learn: no advantage other than 0, or no completion left.
+    /// True if the step made no update, because all advantages were 0 or no completion remained.
     pub skipped: bool,
-    /// The groups drawn. More than are in a step, if some were dropped.
+    /// Number of sampled groups, including dropped ones.
     pub sampled_groups: usize,
-    /// The groups that are left after [`Recipe::group_filter`](candle_grpo_loss::Recipe::group_filter).
+    /// Number of groups after [`Recipe::group_filter`](candle_grpo_loss::Recipe::group_filter).
     pub kept_groups: usize,
-    /// The mean reward of all completions drawn, before any shaping.
+    /// Mean reward of all sampled completions, before shaping.
     pub reward_mean: f64,
-    /// The standard deviation of the rewards of all completions (of the population).
+    /// Standard deviation of the rewards of all completions (population).
     pub reward_std: f64,
-    /// The share of groups whose rewards are all equal: they teach nothing.
+    /// Share of groups with equal rewards, which teach nothing.
     pub constant_groups: f64,
-    /// The mean rewards of the groups: the smallest, three quartiles, the largest.
+    /// Mean rewards of the groups: minimum, three quartiles, maximum.
     #[serde(default)]
     pub group_reward_quantiles: [f64; 5],
-    /// The mean length of the completions in tokens.
+    /// Mean length of the completions in tokens.
     pub response_length: f64,
-    /// The share of completions that were cut at the greatest length.
+    /// Share of completions that reached the maximum length.
     pub truncated: f64,
-    /// The mean norm of the gradients before clipping. Absent if skipped, or if the critic trained alone.
+    /// Mean norm of the gradients before clipping. Absent if skipped, or if only the critic
+    /// trained.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub grad_norm: Option<f64>,
-    /// The learning rate. Absent where the norm is.
+    /// Learning rate. Absent if the norm is absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub learning_rate: Option<f64>,
-    /// The figures of advantages and policy loss by name (`kl`, `entropy`, `clip_fraction`, ...). None if skipped.
+    /// Metrics of advantages and policy loss by name (`kl`, `entropy`, `clip_fraction`, ...).
+    /// Empty if skipped.
     #[serde(flatten)]
     pub policy: BTreeMap<String, f64>,
-    /// Seconds by phase.
+    /// Seconds per phase.
     pub seconds: PhaseSeconds,
 }
 
-/// How long the phases of a step took, in seconds.
+/// The times of the phases of a step, in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct PhaseSeconds {
-    /// Drawing completions.
+    /// Sampling completions.
     pub sample: f64,
     /// Decoding and scoring them.
     pub score: f64,
-    /// Log-probs, backward passes and optimiser steps.
+    /// Log-probs, backward passes and optimizer steps.
     pub train: f64,
 }
 
 impl StepMetrics {
-    /// The numbers by name, those within others with a slash (`seconds/train`), for a plot.
+    /// Returns the metrics by name, nested ones with a slash (`seconds/train`).
     pub fn scalars(&self) -> Result<Vec<(String, f64)>> {
         let mut scalars = Vec::new();
         collect("", &serde_json::to_value(self)?, &mut scalars);
@@ -65,7 +67,7 @@ impl StepMetrics {
         Ok(scalars)
     }
 
-    /// What can be said before training.
+    /// Computes the metrics that are known before training.
     pub(crate) fn of_rollouts(
         step: usize,
         rollouts: &[Rollout],
@@ -100,7 +102,7 @@ impl StepMetrics {
     }
 }
 
-/// The numbers in `value`, with the names of what they are in.
+/// Collects the numbers in `value`, with the path of their keys.
 fn collect(path: &str, value: &Value, scalars: &mut Vec<(String, f64)>) {
     let inside = |name: &str| {
         if path.is_empty() {
@@ -121,7 +123,7 @@ fn collect(path: &str, value: &Value, scalars: &mut Vec<(String, f64)>) {
     }
 }
 
-/// The smallest of `values`, their quartiles, each the nearest value, and the largest; zeros if there are none.
+/// Returns the minimum, the nearest-rank quartiles and the maximum of `values`; zeros if empty.
 fn quartiles(mut values: Vec<f64>) -> [f64; 5] {
     values.sort_by(f64::total_cmp);
     let last = values.len().saturating_sub(1) as f64;

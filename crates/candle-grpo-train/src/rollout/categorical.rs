@@ -1,22 +1,26 @@
-//! Drawing one token from one row of logits.
+//! Sampling of one token from one row of logits.
 
 use anyhow::{Result, bail, ensure};
 
-/// A block of this many tokens has its sum kept.
+/// Number of tokens per block with a cached sum.
 const BLOCK: usize = 512;
 
-/// softmax(logits / temperature) in f64, not normalised.
+/// Unnormalized softmax(logits / temperature) in f64.
 pub(crate) struct Distribution<'a> {
     logits: &'a [f32],
     greatest: f64,
     inverse_temperature: f64,
-    /// The sum of the weights of each block of [`BLOCK`] tokens.
+    /// Sums of the weights per block of [`BLOCK`] tokens.
     blocks: Vec<f64>,
     total: f64,
 }
 
 impl<'a> Distribution<'a> {
-    /// Errs if a logit is NaN or +inf, or all are -inf.
+    /// Computes the weights of a row.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if a logit is NaN or +inf, or all are -inf.
     pub(crate) fn new(logits: &'a [f32], temperature: f64) -> Result<Self> {
         if let Some(token) = logits
             .iter()
@@ -44,32 +48,33 @@ impl<'a> Distribution<'a> {
         Ok(distribution)
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     pub(crate) fn len(&self) -> usize {
         self.logits.len()
     }
 
-    /// The sum of all weights.
+    /// Returns the sum of all weights.
     pub(crate) fn total(&self) -> f64 {
         self.total
     }
 
-    /// The logits.
+    /// Returns the logits.
     pub(crate) fn logits(&self) -> &[f32] {
         self.logits
     }
 
-    /// `exp((logit - greatest logit) / temperature)`: 1 at the likeliest token.
+    /// Returns `exp((logit - max logit) / temperature)`, which is 1 for the most likely token.
     pub(crate) fn weight_of(&self, logit: f32) -> f64 {
         ((f64::from(logit) - self.greatest) * self.inverse_temperature).exp()
     }
 
-    /// The logit that has the weight `weight`.
+    /// Returns the logit of a weight.
     pub(crate) fn logit_of(&self, weight: f64) -> f64 {
         self.greatest + weight.ln() / self.inverse_temperature
     }
 
-    /// The first token whose cumulative probability is above `u`, by the inverse of the distribution function.
+    /// Returns the first token with a cumulative probability above `u` (inverse transform
+    /// sampling).
     pub(crate) fn quantile(&self, u: f64) -> u32 {
         let threshold = u * self.total;
         let mut before = 0.;
@@ -89,20 +94,22 @@ impl<'a> Distribution<'a> {
         (first + position_above(weights, threshold - before)) as u32
     }
 
-    /// The likeliest token, the first one among equals.
+    /// Returns the most likely token, the first of equals.
     pub(crate) fn mode(&self) -> u32 {
         let greatest = |x: &f32| f64::from(*x) == self.greatest;
         self.logits.iter().position(greatest).unwrap_or(0) as u32
     }
 
-    /// The log-probability of `token`.
+    /// Returns the log-probability of `token`.
     pub(crate) fn log_prob(&self, token: u32) -> f32 {
         let logit = f64::from(self.logits[token as usize]);
         ((logit - self.greatest) * self.inverse_temperature - self.total.ln()) as f32
     }
 }
 
-/// Where the sum of `weights` first is above `threshold`; the last that is not 0 where rounding keeps it below.
+/// Returns the first index where the cumulative sum exceeds `threshold`.
+///
+/// If rounding keeps the sum below it, returns the last nonzero index.
 pub(crate) fn position_above(weights: impl Iterator<Item = f64>, threshold: f64) -> usize {
     let mut cumulative = 0.;
     let mut last = 0;

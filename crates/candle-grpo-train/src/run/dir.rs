@@ -24,26 +24,27 @@ const SAMPLES: &str = "samples.jsonl";
 const EVENTS: &str = "events.out.tfevents.";
 const LOCK: &str = ".lock";
 
-/// The message about a folder that holds a run already.
+/// The message about a folder that already contains a run.
 const TAKEN: &str =
     "exists already: go on with it (--resume), replace it (--replace), or choose another run_dir";
 
-/// The folder in which a run leaves what is to be kept.
+/// The folder of a run.
 ///
 /// | file | |
 /// |---|---|
 /// | `config.json` | the settings |
-/// | `metrics.jsonl` | one line of [`StepMetrics`] for each step |
-/// | `events.out.tfevents.*` | the same for TensorBoard |
-/// | `evaluations.jsonl`, `samples.jsonl` | one line for each evaluation, and for each of its answers |
+/// | `metrics.jsonl` | one line of [`StepMetrics`] per step |
+/// | `events.out.tfevents.*` | the same metrics for TensorBoard |
+/// | `evaluations.jsonl`, `samples.jsonl` | one line per evaluation, and per answer |
 /// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
-/// | `checkpoint/` | the policy at the end, see [`Self::write_checkpoint`] |
-/// | `checkpoints/` | what a run goes on from, see [`Checkpoints`] |
-/// | `.lock` | keeps other programs out |
-/// | others | what [`RunDir::write`] is given |
+/// | `checkpoint/` | the final policy, see [`Self::write_checkpoint`] |
+/// | `checkpoints/` | the states from which a run resumes, see [`Checkpoints`] |
+/// | `.lock` | the lock against other programs |
+/// | others | the files of [`RunDir::write`] |
 ///
-/// Files are written under a temporary name and renamed, but for those that grow by lines or records: of these a run that is killed may
-/// leave the last one torn, which readers leave out. As long as one program has it open, no other can begin or resume a run there.
+/// Files are written under a temporary name and renamed. Files that grow by lines or records may
+/// end in a partial one after a kill; readers skip it. While one program has the run open, no other
+/// program can start or resume a run in the folder.
 pub struct RunDir {
     path: PathBuf,
     metrics: File,
@@ -51,7 +52,7 @@ pub struct RunDir {
     _lock: RunLock,
 }
 
-/// Keeps other programs from beginning, resuming or replacing the run in a folder, until it is dropped.
+/// A lock that prevents other programs from starting, resuming or replacing the run in a folder.
 #[derive(Debug)]
 pub struct RunLock {
     path: PathBuf,
@@ -59,9 +60,11 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Locks the folder at `path`, which must be there.
+    /// Locks the existing folder at `path`.
     ///
-    /// Errs if another program has it open.
+    /// # Errors
+    ///
+    /// Returns an error if another program has the run open.
     pub fn take(path: &Path) -> Result<Self> {
         let lock = path.join(LOCK);
         let file = OpenOptions::new().create(true).append(true).open(&lock);
@@ -69,7 +72,7 @@ impl RunLock {
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             bail!("{}: another program has the run open", path.display());
         }
-        // Another error is that of a file system that knows no locks.
+        // Other errors come from file systems without locks.
         Ok(Self {
             path: path.to_path_buf(),
             _file: file,
@@ -77,7 +80,7 @@ impl RunLock {
     }
 }
 
-/// A run that was set aside for a new one. It stays on the disk until [`Self::remove`] is called.
+/// A run that a new one has replaced. It stays on the disk until [`Self::remove`].
 #[derive(Debug)]
 pub struct ReplacedRun {
     path: PathBuf,
@@ -85,16 +88,16 @@ pub struct ReplacedRun {
 }
 
 impl ReplacedRun {
-    /// Returns its folder.
+    /// Returns the folder of the replaced run.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes it.
+    /// Removes the replaced run.
     ///
     /// # Errors
     ///
-    /// Returns an error, and removes nothing, if it has an entry by now that no run writes.
+    /// Returns an error and removes nothing if the folder has an entry that no run writes.
     pub fn remove(self) -> Result<()> {
         Owned::Run.remove(&self.path)?;
         drop(self.lock);
@@ -103,9 +106,11 @@ impl ReplacedRun {
 }
 
 impl RunDir {
-    /// Makes the folder and writes `config` to it.
+    /// Creates the folder and writes `config` to it.
     ///
-    /// Errs if there is something at `path` already, other than an empty folder.
+    /// # Errors
+    ///
+    /// Returns an error if `path` exists and is not an empty folder.
     pub fn create(path: &Path, config: &impl Serialize) -> Result<Self> {
         if !is_vacant(path)? {
             let taken = ensure_whole(path).and_then(|()| bail!("{TAKEN}"));
@@ -114,19 +119,20 @@ impl RunDir {
         Self::begin(path, config)
     }
 
-    /// [`RunDir::create`] at `path`, or if that is taken at the first free one of `path-2`, `path-3`, ...
+    /// Calls [`RunDir::create`] with `path` or, if it exists, the first free of `path-2`, `path-3`,
+    /// ...
     pub fn create_numbered(path: &Path, config: &impl Serialize) -> Result<Self> {
         let candidate = numbered(path, is_vacant)
             .with_context(|| format!("run directory {}", path.display()))?;
         Self::begin(&candidate, config)
     }
 
-    /// [`RunDir::create`] in place of a run that is there, which is set aside beside it as `NAME.replaced`.
+    /// Creates a run in place of an existing one, which is renamed to `NAME.replaced`.
     ///
     /// # Errors
     ///
-    /// Returns an error, and changes nothing, if the folder is not that of a run, has an entry that no run writes, is a link,
-    /// holds the working directory, or is open in another program.
+    /// Returns an error, and changes nothing, if the folder is not that of a run, has an entry that
+    /// no run writes, is a link, holds the working directory, or is open in another program.
     pub fn replace(path: &Path, config: &impl Serialize) -> Result<(Self, Option<ReplacedRun>)> {
         if is_vacant(path)? {
             return Ok((Self::begin(path, config)?, None));
@@ -157,7 +163,7 @@ impl RunDir {
         let replaced = set_aside().with_context(|| format!("run directory {}", path.display()))?;
         match Self::begin(path, config) {
             Ok(run) => Ok((run, Some(replaced))),
-            // Nothing of the new run is of value yet.
+            // The new run has no results yet.
             Err(error) => {
                 let _ = Owned::Run.remove(path);
                 Err(match fs::rename(&replaced.path, path) {
@@ -176,10 +182,14 @@ impl RunDir {
         path.join(CONFIG).is_file() && path.join(METRICS).is_file()
     }
 
-    /// Goes on with the run that is locked, after `step` steps: what was noted of later ones is forgotten, and so are checkpoints of later
-    /// ones. Returns the figures of the steps up to there too.
+    /// Resumes the locked run after `step` steps.
     ///
-    /// Errs if what is there is not a run.
+    /// Removes the metrics, evaluations, answers and checkpoints of later steps. Also returns the
+    /// metrics of the steps so far.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the folder is not a run.
     pub fn resume(
         lock: RunLock,
         config: &impl Serialize,
@@ -206,7 +216,7 @@ impl RunDir {
             };
             keep(METRICS, &|of| of <= step)?;
             keep(EVALUATIONS, &|of| of <= step)?;
-            // Answers are noted before the figures of their evaluation.
+            // Answers are written before the metrics of their evaluation.
             let evaluated: BTreeSet<usize> = evaluations(path)?.iter().map(|e| e.step).collect();
             keep(SAMPLES, &|of| evaluated.contains(&of))?;
             Self::checkpoints(path).remove_after(step)?;
@@ -231,7 +241,7 @@ impl RunDir {
         let begin = || -> Result<Self> {
             fs::create_dir_all(path)?;
             let lock = RunLock::take(path)?;
-            // Another program may have been quicker.
+            // Another program may have started a run in the meantime.
             ensure!(is_vacant(path)?, "{TAKEN}");
             Self::open(path, config, lock)
         };
@@ -243,7 +253,7 @@ impl RunDir {
             .create(true)
             .append(true)
             .open(path.join(METRICS))?;
-        // The last: a folder with settings and metrics is a run.
+        // Written last, because settings and metrics together make a folder a run.
         atomic_file::write(&path.join(CONFIG), &serde_json::to_vec_pretty(config)?)?;
         Ok(Self {
             path: path.to_path_buf(),
@@ -253,12 +263,12 @@ impl RunDir {
         })
     }
 
-    /// Where it is.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Adds a line to `metrics.jsonl`, and a step to the file of TensorBoard.
+    /// Appends a line to `metrics.jsonl` and a step to the TensorBoard file.
     pub fn append_metrics(&mut self, metrics: &StepMetrics) -> Result<()> {
         let mut line = serde_json::to_vec(metrics)?;
         line.push(b'\n');
@@ -277,15 +287,17 @@ impl RunDir {
         self.events.write_scalars(metrics.step, scalars)
     }
 
-    /// Adds an evaluation after `step` steps: its figures, of which `reward_mean` says which is best, to `evaluations.jsonl`, its answers
-    /// to `samples.jsonl`.
+    /// Appends an evaluation after `step` steps.
+    ///
+    /// Its metrics go to `evaluations.jsonl`, its answers to `samples.jsonl`. The metric
+    /// `reward_mean` selects the best checkpoint.
     pub fn append_evaluation(
         &mut self,
         step: usize,
         evaluation: &Evaluation,
         figures: &BTreeMap<String, f64>,
     ) -> Result<()> {
-        // The figures last: where they are noted, the answers are too.
+        // Metrics are written last, so that an evaluation with metrics also has its answers.
         let samples = evaluation.samples.iter();
         let samples: Vec<SampleLine> = samples.map(|sample| SampleLine { step, sample }).collect();
         self.append(SAMPLES, &samples)?;
@@ -303,7 +315,7 @@ impl RunDir {
         self.events.write_scalars(step, scalars)
     }
 
-    /// The figures of the evaluations so far, with their steps.
+    /// Returns the metrics of the evaluations so far, with their steps.
     pub fn evaluations(&self) -> Result<Vec<(usize, BTreeMap<String, f64>)>> {
         Ok(evaluations(&self.path)?
             .into_iter()
@@ -311,8 +323,10 @@ impl RunDir {
             .collect())
     }
 
-    /// The checkpoint of the run at `path` whose evaluation had the greatest mean reward, the earlier of equals; the last one that is whole if none
-    /// was evaluated.
+    /// Returns the checkpoint of the run at `path` with the best evaluation.
+    ///
+    /// The best evaluation has the largest mean reward, the earlier of equals. Without evaluations,
+    /// returns the last intact checkpoint.
     pub fn best_checkpoint(path: &Path) -> Result<Option<StepCheckpoint>> {
         let checkpoints = Self::checkpoints(path);
         let mut all = checkpoints.all()?;
@@ -327,12 +341,12 @@ impl RunDir {
         }
     }
 
-    /// After how many steps the evaluation was made that had the greatest mean reward, the earlier of equals; nothing if there was none.
+    /// Returns the step of the evaluation with the largest mean reward, the earlier of equals.
     pub fn best_step(&self) -> Result<Option<usize>> {
         Ok(best(&evaluations(&self.path)?, |_| true))
     }
 
-    /// Makes sure that what was noted outlasts a loss of power.
+    /// Flushes the logs to the disk, so that they survive a power failure.
     pub fn sync(&self) -> Result<()> {
         self.metrics.sync_all()?;
         for name in [EVALUATIONS, SAMPLES] {
@@ -344,7 +358,7 @@ impl RunDir {
         Ok(())
     }
 
-    /// The checkpoints of the run at `path`.
+    /// Returns the checkpoints of the run at `path`.
     pub fn checkpoints(path: &Path) -> Checkpoints {
         Checkpoints::new(&path.join("checkpoints"))
     }
@@ -361,22 +375,22 @@ impl RunDir {
             .with_context(|| format!("writing {}", path.display()))
     }
 
-    /// Draws `metrics.svg`.
+    /// Writes `metrics.svg`.
     pub fn write_plot(&self, metrics: &[StepMetrics]) -> Result<()> {
         self.write("metrics.svg", training_plot_svg(metrics)?)
     }
 
-    /// Writes a checkpoint to `checkpoint/`, in place of one that is there: see [`Trainer::write_checkpoint`].
+    /// Writes or replaces the checkpoint in `checkpoint/`, see [`Trainer::write_checkpoint`].
     ///
-    /// The folder appears when it is complete. Whenever the program is interrupted, the folder is complete, or the previous one is
-    /// kept beside it under another name (`.checkpoint.PID.old`).
+    /// The folder appears when it is complete. After an interruption, the folder is complete, or
+    /// the previous one remains as `.checkpoint.PID.old`.
     pub fn write_checkpoint(&self, trainer: &Trainer, model: &Pretrained) -> Result<()> {
         let path = self.path.join("checkpoint");
         atomic_file::write_folder(&path, |folder| trainer.write_checkpoint(folder, model))
             .with_context(|| format!("writing {}", path.display()))
     }
 
-    /// Writes another file.
+    /// Writes another file to the folder.
     pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> Result<()> {
         let path = self.path.join(name);
         atomic_file::write(&path, contents.as_ref())
@@ -384,7 +398,7 @@ impl RunDir {
     }
 }
 
-/// A line of `evaluations.jsonl`.
+/// One line of `evaluations.jsonl`.
 #[derive(Serialize, Deserialize)]
 struct EvaluationLine {
     step: usize,
@@ -392,7 +406,7 @@ struct EvaluationLine {
     figures: BTreeMap<String, f64>,
 }
 
-/// The step of the evaluation with the greatest mean reward among those that count.
+/// Returns the step with the largest mean reward among the evaluations that `counts` selects.
 fn best(evaluations: &[EvaluationLine], counts: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for line in evaluations.iter().filter(|line| counts(line.step)) {
@@ -405,7 +419,7 @@ fn best(evaluations: &[EvaluationLine], counts: impl Fn(usize) -> bool) -> Optio
     best.map(|(step, _)| step)
 }
 
-/// A line of `samples.jsonl`.
+/// One line of `samples.jsonl`.
 #[derive(Serialize)]
 struct SampleLine<'a> {
     step: usize,
@@ -428,8 +442,9 @@ fn event_files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns an error unless `path` holds a run with its settings and metrics. It says what is missing, and how to go on from
-/// the last whole checkpoint if there is one.
+/// Returns an error unless `path` contains a run with settings and metrics.
+///
+/// The message names the missing file, and how to continue from the last intact checkpoint.
 fn ensure_whole(path: &Path) -> Result<()> {
     if RunDir::is_run(path) {
         return Ok(());
@@ -471,7 +486,7 @@ fn numbered(path: &Path, is_free: impl Fn(&Path) -> Result<bool>) -> Result<Path
     Ok(candidate)
 }
 
-/// Whether a run can begin at `path`: there is nothing, or a folder with nothing that counts.
+/// Returns true if a run can start at `path`: it is absent, or a folder with only leftovers.
 fn is_vacant(path: &Path) -> Result<bool> {
     if !path
         .try_exists()
@@ -485,7 +500,7 @@ fn is_vacant(path: &Path) -> Result<bool> {
     for entry in fs::read_dir(path)? {
         let entry = entry?;
         let name = entry.file_name();
-        // What a run leaves that is killed as it begins.
+        // Leftovers of a run that was killed at its start.
         let begun = name == METRICS && entry.metadata()?.len() == 0;
         if !begun && name != LOCK && !is_leftover(&name) {
             return Ok(false);

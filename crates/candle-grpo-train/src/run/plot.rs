@@ -1,4 +1,4 @@
-//! The picture of a run.
+//! The plot of a run.
 
 use std::ops::Range;
 
@@ -13,10 +13,10 @@ const FONT: &str = "sans-serif";
 const RAW: RGBColor = RGBColor(150, 170, 200);
 const SMOOTH: RGBColor = RGBColor(20, 60, 130);
 
-/// A picture (SVG) of mean reward, KL to the reference, entropy and clip fraction over the steps: raw values as dots,
-/// a moving median as a line. Rare values far above the others are triangles at the upper edge.
+/// Plots mean reward, KL to the reference, entropy and clip fraction over the steps as SVG.
 ///
-/// Skipped steps have a reward only. A figure that no step has leaves its panel empty.
+/// Dots are values, lines a moving median. Triangles at the upper edge are outliers. Skipped steps
+/// have only a reward. A metric that no step has leaves its panel empty.
 pub fn training_plot_svg(metrics: &[StepMetrics]) -> Result<String> {
     let policy = |name: &str| -> Vec<(f64, f64)> {
         metrics
@@ -90,7 +90,8 @@ fn panel(
     Ok(())
 }
 
-/// From 0, or from below if there are negative values, to a little above all but the rarest values and the line.
+/// Returns the range of the axis: from 0, or the smallest value, to slightly above all but
+/// outliers.
 fn value_range(points: &[(f64, f64)], smooth: &[(f64, f64)]) -> Range<f64> {
     let finite = |points: &[(f64, f64)]| -> Vec<f64> {
         points
@@ -110,8 +111,9 @@ fn value_range(points: &[(f64, f64)], smooth: &[(f64, f64)]) -> Range<f64> {
     low - below..high + margin
 }
 
-/// The median of each value and its neighbours, about a fifteenth of all in number: estimates of the KL have outliers
-/// that would drag a mean along.
+/// Returns a moving median over about a fifteenth of the values.
+///
+/// A median, because estimates of the KL have outliers that would distort a mean.
 fn moving_median(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let half = points.len() / 30;
     (0..points.len())
@@ -124,7 +126,7 @@ fn moving_median(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// Short, and still different from its neighbours.
+/// Formats a tick label with as few digits as distinguish it from its neighbors.
 fn label(y: f64) -> String {
     match y.abs() {
         0. => "0".to_owned(),

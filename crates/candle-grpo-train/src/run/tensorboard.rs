@@ -1,4 +1,4 @@
-//! Event files that TensorBoard reads.
+//! Event files for TensorBoard.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -9,8 +9,9 @@ use anyhow::{Context, Result};
 
 /// An event file of scalars for TensorBoard.
 ///
-/// Records are framed as in TFRecord files: length, masked CRC-32C of the length, data, masked CRC-32C of the data; the data are
-/// messages of the protocol buffer `tensorflow.Event`, of which four fields are needed.
+/// Records are framed as in TFRecord files: length, masked CRC-32C of the length, data, masked
+/// CRC-32C of the data. The data are protocol buffers of the type `tensorflow.Event`, with four
+/// fields.
 ///
 /// ```
 /// use candle_grpo_train::EventFile;
@@ -26,10 +27,10 @@ pub struct EventFile {
 }
 
 impl EventFile {
-    /// Begins a file in `folder`, which must be there, under a name that none has yet.
+    /// Creates a file with a new name in the existing `folder`.
     pub fn create(folder: &Path) -> Result<Self> {
         let seconds = now().as_secs();
-        // TensorBoard reads the files of a folder in the order of their names.
+        // TensorBoard reads the files of a folder in order of their names.
         let create = |number: u32| {
             let path = folder.join(format!(
                 "events.out.tfevents.{seconds:010}.{number:03}.grpo"
@@ -53,13 +54,14 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Where it is.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Adds the scalars of a step; names may have parts with slashes between them. Numbers that are not finite are left to
-    /// TensorBoard, which shows them as such.
+    /// Appends the scalars of a step.
+    ///
+    /// Names may contain slashes. Values may be NaN or infinite; TensorBoard marks them.
     pub fn write_scalars<'a>(
         &mut self,
         step: usize,
@@ -78,7 +80,7 @@ impl EventFile {
         self.write(&event)
     }
 
-    /// A record in one write, so that a run that is killed leaves none in halves but the last.
+    /// Appends a record in one write, so that only the last record can be partial after a kill.
     fn write(&mut self, data: &[u8]) -> Result<()> {
         let length = (data.len() as u64).to_le_bytes();
         let mut record = length.to_vec();
@@ -92,7 +94,7 @@ impl EventFile {
 }
 
 fn now() -> std::time::Duration {
-    // A clock before 1970 counts as 1970.
+    // A clock before 1970 is clamped to 1970.
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
@@ -103,7 +105,7 @@ const FIXED_64: u8 = 1;
 const BYTES: u8 = 2;
 const FIXED_32: u8 = 5;
 
-/// The beginning of an event: wall time and step.
+/// Returns the first fields of an event: wall time and step.
 fn event(step: usize) -> Vec<u8> {
     let mut event = Vec::new();
     tag(&mut event, 1, FIXED_64);
@@ -131,12 +133,12 @@ fn varint(message: &mut Vec<u8>, mut x: u64) {
     message.push(x as u8);
 }
 
-/// The checksum of a record, rotated and shifted by a constant as TFRecord has it.
+/// Returns the masked checksum of TFRecord: rotated, plus a constant.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// CRC-32C (Castagnoli), bit by bit: records are short.
+/// Computes CRC-32C (Castagnoli) bitwise, which is fast enough for short records.
 fn crc32c(data: &[u8]) -> u32 {
     let mut crc = !0u32;
     for &byte in data {
@@ -162,7 +164,7 @@ mod tests {
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
     }
 
-    /// Records as a reader takes them apart.
+    /// Parses records as a reader does.
     fn records(bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut rest = bytes;
         let mut records = Vec::new();
@@ -188,7 +190,7 @@ mod tests {
         let records = records(&fs::read(events.path()).unwrap());
         assert_eq!(records.len(), 2);
         assert!(records[0].ends_with(b"brain.Event:2"));
-        // Field 2 is the step as a varint; field 5 holds field 1, which holds the name and the number.
+        // Field 2 is the step as a varint; field 5 contains field 1, which contains name and value.
         assert_eq!(records[1][9..12], [0x10, 0xac, 0x02]);
         let mut scalar = vec![0x0a, 13];
         scalar.extend(b"seconds/train");
