@@ -6,9 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs, add_matmul};
-use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters,
-};
+use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
 use clap::Parser;
 use serde::Serialize;
 

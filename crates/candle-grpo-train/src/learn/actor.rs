@@ -1,6 +1,7 @@
 //! The policy that is trained.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
@@ -15,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use super::not_finite::{blame, clip};
 use super::reference::decoder_in;
 use super::response_forward::{learn_from_output, predicting_states, response_log_probs};
-use crate::rollout::sampler::ensure_temperature;
-use crate::{Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
+use crate::rollout::sampling_config::ensure_temperature;
+use crate::{LocalGenerator, Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
 /// Sums of squared probabilities are computed from this many logits at a time, 16 MiB of f32.
 const PIECE_LOGITS: usize = 1 << 22;
@@ -132,9 +133,10 @@ impl Actor {
         Self::of_policy(policy, parameters, adapters, copies, config)
     }
 
-    /// A sampler of this policy; it follows the updates.
+    /// Returns a sampler that shares the parameters of this policy.
     pub fn sampler(&self, config: SamplingConfig) -> Result<Sampler> {
-        Sampler::of_decoder(self.policy.clone(), config)
+        let generator = LocalGenerator::from_decoder(self.policy.clone());
+        Sampler::from_generator(Arc::new(generator), self.model().vocab_size, config)
     }
 
     /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.

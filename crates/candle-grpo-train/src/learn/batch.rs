@@ -58,13 +58,34 @@ impl TokenBatch {
         })
     }
 
-    /// The batch of some rollouts.
+    /// Creates the batch of `rollouts`. Tokens that the policy did not write are context: they are not in the response mask.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
     pub fn from_rollouts(rollouts: &[Rollout], device: &Device) -> Result<Self> {
         let pairs: Vec<(&[u32], &[u32])> = rollouts
             .iter()
-            .map(|r| (r.prompt_tokens.as_slice(), r.completion_tokens.as_slice()))
+            .map(|r| (r.prompt_tokens.as_slice(), r.completion.tokens.as_slice()))
             .collect();
-        Self::new(&pairs, device)
+        let batch = Self::new(&pairs, device)?;
+        if rollouts.iter().all(|r| r.completion.written.is_none()) {
+            return Ok(batch);
+        }
+        let (b, t) = batch.dims()?;
+        let mut mask = vec![0u32; b * t];
+        for (rollout, mask) in rollouts.iter().zip(mask.chunks_exact_mut(t)) {
+            for (at, cell) in mask[..rollout.completion.tokens.len()]
+                .iter_mut()
+                .enumerate()
+            {
+                *cell = u32::from(rollout.completion.is_written(at));
+            }
+        }
+        Ok(Self {
+            response_mask: Tensor::from_vec(mask, (b, t), device)?,
+            ..batch
+        })
     }
 
     /// The number of sequences (B) and the length of the longest response (T).
@@ -331,17 +352,26 @@ fn ensure_dims(name: &str, x: &Tensor, dims: &[usize]) -> Result<()> {
     Ok(())
 }
 
-/// The log-probs that the sampler recorded, f32 `[B, T]`, 0 where there is no token.
-pub fn sampler_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
-    let width = rollouts
-        .iter()
-        .map(|r| r.log_probs.len())
-        .max()
-        .unwrap_or(0);
+/// Returns the log-probs that the generator reported, f32 `[B, T]`: those of the policy, or of the distribution drawn from if
+/// it does not compute these. 0 for padding and for tokens that the policy did not write.
+///
+/// # Errors
+///
+/// If no rollout has a token.
+pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor> {
+    let lengths = rollouts.iter().map(|r| r.completion.tokens.len());
+    let width = lengths.max().unwrap_or(0);
     ensure!(width > 0, "rollouts: no tokens, there must be at least one");
     let mut cells = vec![0f32; rollouts.len() * width];
     for (rollout, cells) in rollouts.iter().zip(cells.chunks_exact_mut(width)) {
-        cells[..rollout.log_probs.len()].copy_from_slice(&rollout.log_probs);
+        let completion = &rollout.completion;
+        let log_probs = completion.log_probs.as_ref();
+        let log_probs = log_probs.unwrap_or(&completion.drawn_log_probs);
+        for (at, (cell, &log_prob)) in cells.iter_mut().zip(log_probs).enumerate() {
+            if completion.is_written(at) {
+                *cell = log_prob;
+            }
+        }
     }
     Ok(Tensor::from_vec(cells, (rollouts.len(), width), device)?)
 }

@@ -9,7 +9,7 @@ use candle_grpo_loss::Recipe;
 
 /// What the advantages and the loss of a recipe need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Requirements {
+pub(crate) struct RecipeInputs {
     /// Advantages are taken from the log-probs of the policy before the update.
     pub(crate) old_log_probs: bool,
     /// The log-probs of a reference policy, for the advantages or the loss.
@@ -22,8 +22,8 @@ pub(crate) struct Requirements {
     pub(crate) sum_of_squared_probs: bool,
 }
 
-impl Requirements {
-    pub(crate) fn of(recipe: &Recipe) -> Self {
+impl RecipeInputs {
+    pub(crate) fn new(recipe: &Recipe) -> Self {
         let pipeline = recipe.advantage.pipeline();
         let of_sequences = |sequence: &SequenceAdvantage| Self {
             old_log_probs: sequence.kl_penalty.is_some(),
@@ -83,7 +83,7 @@ pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Resu
         );
     }
     ensure!(
-        !Requirements::of(recipe).greedy_scores || keeps_components(recipe),
+        !RecipeInputs::new(recipe).greedy_scores || keeps_components(recipe),
         "recipe.advantage: compares with the score of a greedy answer, which recipe.reward_shaping and recipe.overlong do not touch; leave these out"
     );
     Ok(())

@@ -18,6 +18,8 @@ pub(crate) struct ScoredRollouts {
     pub(crate) scores: Vec<f32>,
     /// For each component of the reward one number for each completion.
     pub(crate) components: Vec<Vec<f32>>,
+    /// The score of the greedy completion of each group's prompt, if the advantages need it.
+    pub(crate) greedy_scores: Option<Vec<f32>>,
 }
 
 impl ScoredRollouts {
@@ -34,6 +36,7 @@ impl ScoredRollouts {
             rollouts,
             scores: scores.total.into_vec(),
             components: components.map(Scores::into_vec).collect(),
+            greedy_scores: None,
         }
     }
 
@@ -52,8 +55,8 @@ impl ScoredRollouts {
 
     /// Mean and spread of the scores of each group.
     pub(crate) fn groups(&self) -> Result<Vec<GroupSummary>> {
-        let statistics =
-            GroupAdvantage::grpo().group_statistics(self.scores.as_slice(), self.num_generations)?;
+        let statistics = GroupAdvantage::grpo()
+            .group_statistics(self.scores.as_slice(), self.num_generations)?;
         Ok(statistics.to_host()?)
     }
 
@@ -89,6 +92,19 @@ impl ScoredRollouts {
             rollouts,
             scores: of(&self.scores),
             components: self.components.iter().map(|c| of(c)).collect(),
+            greedy_scores: None,
         })
+    }
+
+    /// The greedy scores `[B]`, repeated for each completion of a group.
+    pub(crate) fn greedy_baselines(&self, device: &Device) -> Result<Option<Tensor>> {
+        let Some(scores) = &self.greedy_scores else {
+            return Ok(None);
+        };
+        let repeated: Vec<f32> = scores
+            .iter()
+            .flat_map(|&score| std::iter::repeat_n(score, self.num_generations))
+            .collect();
+        Ok(Some(Tensor::new(repeated, device)?))
     }
 }

@@ -1,121 +1,147 @@
-//! From scored completions to what an update is computed from.
+//! The training batch of a step: from scored completions to advantages and log-probs.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, Mask, MetricValue, MetricValues,
-    SampleFilter, top_entropy_tokens_to_host,
+    RunningMoments, SampleFilter, top_entropy_tokens_to_host,
 };
 use candle_grpo_loss::Corrected;
 
 use super::critic::explained_variance;
-use super::recipe_inputs::keeps_components;
+use super::models::{MicroBatches, Models};
+use super::recipe_inputs::{RecipeInputs, keeps_components};
 use super::scored_rollouts::ScoredRollouts;
 use crate::random::{generator, uniform};
-use crate::{FinishReason, OldLogProbs, TokenBatch, Trainer, TrainingBatch, sampler_log_probs};
+use crate::{
+    FinishReason, OldLogProbs, Reference, TokenBatch, TrainConfig, TrainerState, TrainingBatch,
+    rollout_log_probs,
+};
 
-/// What policies say of the tokens of a step, each `[B, T]`.
-struct Policies {
-    /// Absent: the policy is still the one that drew.
+/// The batch that a step trains on.
+pub(super) struct StepBatch {
+    pub(super) batch: TrainingBatch,
+    /// The group of each sequence.
+    pub(super) groups: Vec<usize>,
+}
+
+/// The result of [`Preparation::prepare`].
+pub(super) struct PreparedStep {
+    /// Absent if the filters drop all completions or all advantages are 0.
+    pub(super) batch: Option<StepBatch>,
+    /// The state of the run, in which controllers and running moments have advanced.
+    pub(super) state: TrainerState,
+    /// The metrics of rewards and advantages.
+    pub(super) metrics: MetricValues,
+}
+
+/// The computation of a [`StepBatch`].
+pub(super) struct Preparation<'a> {
+    pub(super) models: &'a Models,
+    pub(super) config: &'a TrainConfig,
+    pub(super) inputs: RecipeInputs,
+    /// A custom estimator in place of the one in the recipe.
+    pub(super) estimator: Option<&'a dyn AdvantageEstimator>,
+    pub(super) micro_batches: MicroBatches<'a>,
+    pub(super) scored: &'a ScoredRollouts,
+    pub(super) state: TrainerState,
+    pub(super) metrics: MetricValues,
+}
+
+/// Log-probs of the tokens of a step, each `[B, T]`.
+struct LogProbs {
+    /// Absent: the policy has not changed since it drew the tokens.
     old: Option<Tensor>,
     reference: Option<Tensor>,
     teacher: Option<Tensor>,
-    sampler: Tensor,
+    rollout: Tensor,
     corrected: Option<Corrected>,
 }
 
-/// What a step learns from.
-pub(crate) struct Lesson {
-    pub(crate) batch: TrainingBatch,
-    /// The group of each of its sequences.
-    pub(crate) groups: Vec<usize>,
-}
+impl Preparation<'_> {
+    /// Computes the batch.
+    pub(super) fn prepare(mut self) -> Result<PreparedStep> {
+        let batch = self.step_batch()?;
+        Ok(PreparedStep {
+            batch,
+            state: self.state,
+            metrics: self.metrics,
+        })
+    }
 
-/// Advantages, and the values that they were taken from.
-struct Estimated {
-    of: Advantages,
-    /// `[B, T]`, if there is a critic.
-    values: Option<Tensor>,
-}
-
-impl Trainer {
-    /// What the policy learns from `scored`; nothing, if no completion is left after the filters, or no advantage is other
-    /// than 0. `figures` take what there is to say about rewards and advantages.
-    pub(crate) fn lesson(
-        &mut self,
-        scored: &ScoredRollouts,
-        figures: &mut MetricValues,
-    ) -> Result<Option<Lesson>> {
-        let device = self.actor.parameters().device().clone();
-        let scores = Tensor::new(scored.scores.as_slice(), &device)?;
-        let mut tokens = TokenBatch::from_rollouts(&scored.rollouts, &device)?;
-        let mask = self.filtered_mask(&tokens, &scores, scored)?;
+    fn step_batch(&mut self) -> Result<Option<StepBatch>> {
+        let scored = self.scored;
+        let device = self.models.actor.parameters().device();
+        let scores = Tensor::new(scored.scores.as_slice(), device)?;
+        let mut tokens = TokenBatch::from_rollouts(&scored.rollouts, device)?;
+        let mask = self.filtered_mask(&tokens, &scores)?;
         if mask.count(DType::F32)?.to_scalar::<f32>()? == 0. {
             return Ok(None);
         }
         tokens.response_mask = mask.selected().clone();
 
-        let rewards = self.rewards(scored, &tokens, figures)?;
-        // Passes over the model that a step with nothing to learn need not make.
-        let early = match self.estimator.is_some() || self.requirements.old_log_probs {
-            true => Some(self.policies(&tokens, scored, figures)?),
+        let rewards = self.rewards(&tokens)?;
+        // A step without a signal saves these passes over the models, unless the advantages need them.
+        let early = match self.estimator.is_some() || self.inputs.old_log_probs {
+            true => Some(self.log_probs(&tokens)?),
             false => None,
         };
-        let advantages = self.advantages(scored, &rewards, &tokens, early.as_ref(), figures)?;
-        let nothing = advantages
-            .of
-            .advantages
-            .flatten_all()?
-            .to_dtype(DType::F32)?
-            .to_vec1::<f32>()?
-            .iter()
-            .all(|&a| a == 0.);
-        if nothing && self.config.recipe.policy_loss.positive_nll.is_none() {
+        let values = match &self.models.critic {
+            Some(critic) => Some(
+                self.micro_batches
+                    .map(&tokens, |piece| critic.values(piece))?,
+            ),
+            None => None,
+        };
+        let advantages = self.advantages(&rewards, &tokens, values.as_ref(), early.as_ref())?;
+        if is_zero(&advantages.advantages)? && self.config.recipe.policy_loss.positive_nll.is_none()
+        {
             return Ok(None);
         }
-        let policies = match early {
-            Some(policies) => policies,
-            None => self.policies(&tokens, scored, figures)?,
+        let log_probs = match early {
+            Some(log_probs) => log_probs,
+            None => self.log_probs(&tokens)?,
         };
-        let values = advantages.values;
-        if let (Some(values), Some(returns)) = (&values, &advantages.of.returns)
+        if let (Some(values), Some(returns)) = (&values, &advantages.returns)
             && let Some(share) = explained_variance(values, returns, &tokens.response_mask)?
         {
-            let value = MetricValue::Mean {
-                sum: share,
-                count: 1.,
-            };
-            figures.insert("value_explained_variance", value);
+            self.metrics
+                .insert("value_explained_variance", single(share));
         }
-        let policy_mask = self.policy_mask(&tokens, policies.corrected.as_ref())?;
+        let policy_mask = self.policy_mask(&tokens, log_probs.corrected.as_ref())?;
         let batch = TrainingBatch {
-            old_log_probs: policies.old,
-            ref_log_probs: policies.reference,
-            rollout_log_probs: Some(policies.sampler),
+            old_log_probs: log_probs.old,
+            ref_log_probs: log_probs.reference,
+            rollout_log_probs: Some(log_probs.rollout),
             scores: Some(scores),
-            importance_weights: policies.corrected.and_then(|corrected| corrected.weights),
+            importance_weights: log_probs.corrected.and_then(|corrected| corrected.weights),
             policy_mask,
             values,
-            returns: advantages.of.returns,
-            ..TrainingBatch::new(tokens, advantages.of.advantages)
+            returns: advantages.returns,
+            ..TrainingBatch::new(tokens, advantages.advantages)
         };
         let groups = (0..scored.rollouts.len()).map(|i| i / scored.num_generations);
-        let groups: Vec<usize> = groups.collect();
-        let Some(resampling) = &self.config.resampling else {
-            return Ok(Some(Lesson { batch, groups }));
-        };
-        let scores: Vec<f64> = scored.scores.iter().copied().map(f64::from).collect();
-        // No prompt has this number.
-        let mut random = generator(self.config.sampling.seed, self.steps() as u64, u64::MAX, 0);
-        let uniforms: Vec<f64> = scores.iter().map(|_| uniform(&mut random)).collect();
-        let drawn = resampling.draw(&scores, &uniforms)?;
-        Ok(Some(Lesson {
-            batch: batch.select(&drawn)?,
-            groups: drawn.into_iter().map(|i| groups[i]).collect(),
-        }))
+        Ok(Some(self.resample(batch, groups.collect())?))
     }
 
-    /// Where the policy term counts, if not on all tokens: those of high entropy that the filters of the rollout let pass.
+    /// Draws the sequences to train on, if [`TrainConfig::resampling`] is set.
+    fn resample(&self, batch: TrainingBatch, groups: Vec<usize>) -> Result<StepBatch> {
+        let Some(resampling) = &self.config.resampling else {
+            return Ok(StepBatch { batch, groups });
+        };
+        let scores: Vec<f64> = self.scored.scores.iter().copied().map(f64::from).collect();
+        // No prompt has this index.
+        let (seed, step) = (self.config.sampling.seed, self.state.steps as u64);
+        let mut random = generator(seed, step, u64::MAX, 0);
+        let uniforms: Vec<f64> = scores.iter().map(|_| uniform(&mut random)).collect();
+        let drawn = resampling.draw(&scores, &uniforms)?;
+        Ok(StepBatch {
+            batch: batch.select(&drawn)?,
+            groups: drawn.into_iter().map(|i| groups[i]).collect(),
+        })
+    }
+
+    /// The tokens of the policy term, if not all: those of high entropy that the rollout filters keep.
     fn policy_mask(
         &self,
         tokens: &TokenBatch,
@@ -129,7 +155,10 @@ impl Trainer {
         let Some(share) = self.config.top_entropy else {
             return Ok(kept.cloned());
         };
-        let entropy = self.in_pieces(tokens, |piece| self.actor.entropy(piece))?;
+        let actor = &self.models.actor;
+        let entropy = self
+            .micro_batches
+            .map(tokens, |piece| actor.entropy(piece))?;
         let mask = Mask::new(&tokens.response_mask)?;
         let top = top_entropy_tokens_to_host(&entropy, &mask, share)?;
         Ok(Some(match kept {
@@ -139,17 +168,13 @@ impl Trainer {
     }
 
     /// The tokens of the completions that every filter keeps.
-    fn filtered_mask(
-        &self,
-        tokens: &TokenBatch,
-        scores: &Tensor,
-        scored: &ScoredRollouts,
-    ) -> Result<Mask> {
+    fn filtered_mask(&self, tokens: &TokenBatch, scores: &Tensor) -> Result<Mask> {
+        let scored = self.scored;
         let mask = Mask::new(&tokens.response_mask)?;
         let truncated: Vec<u8> = scored
             .rollouts
             .iter()
-            .map(|rollout| u8::from(rollout.finish_reason == FinishReason::Length))
+            .map(|rollout| u8::from(rollout.completion.finish_reason == FinishReason::Length))
             .collect();
         let truncated = Tensor::new(truncated, scores.device())?;
         let batch = FilterBatch {
@@ -162,119 +187,119 @@ impl Trainer {
         Ok(mask.keep_samples(&keep)?)
     }
 
-    /// The rewards `[B]` after shaping and penalty, or their components `[B, K]` where nothing adds them up.
-    fn rewards(
-        &mut self,
-        scored: &ScoredRollouts,
-        tokens: &TokenBatch,
-        figures: &mut MetricValues,
-    ) -> Result<Tensor> {
-        let recipe = &self.config.recipe;
-        let components = scored.component_tensor(tokens.targets.device())?;
+    /// The rewards `[B]` after shaping and penalty, or their components `[B, K]` if nothing adds them up.
+    fn rewards(&mut self, tokens: &TokenBatch) -> Result<Tensor> {
+        let (recipe, scored) = (&self.config.recipe, self.scored);
+        let device = tokens.targets.device();
+        let components = scored.component_tensor(device)?;
         if keeps_components(recipe) {
             return Ok(components);
         }
-        let shaped = recipe.reward_shaping.apply(
-            &components,
-            scored.num_generations,
-            self.running_moments.as_mut(),
-        )?;
-        figures.merge(&shaped.metrics.to_host()?)?;
+        let mut moments = self
+            .state
+            .running_moments
+            .map(|state| RunningMoments::from_state(state, device))
+            .transpose()?;
+        let shaped =
+            recipe
+                .reward_shaping
+                .apply(&components, scored.num_generations, moments.as_mut())?;
+        self.state.running_moments = moments.map(|moments| moments.to_host()).transpose()?;
+        self.metrics.merge(&shaped.metrics.to_host()?)?;
         let Some(overlong) = &recipe.overlong else {
             return Ok(shaped.rewards);
         };
         let lengths: Vec<f32> = scored
             .rollouts
             .iter()
-            .map(|rollout| rollout.completion_tokens.len() as f32)
+            .map(|rollout| rollout.completion.tokens.len() as f32)
             .collect();
-        let penalty = overlong.of(&Tensor::new(lengths, tokens.targets.device())?)?;
+        let penalty = overlong.of(&Tensor::new(lengths, device)?)?;
         Ok((shaped.rewards + penalty)?)
     }
 
-    fn policies(
-        &self,
-        tokens: &TokenBatch,
-        scored: &ScoredRollouts,
-        figures: &mut MetricValues,
-    ) -> Result<Policies> {
-        let sampler = sampler_log_probs(&scored.rollouts, tokens.targets.device())?;
+    fn log_probs(&mut self, tokens: &TokenBatch) -> Result<LogProbs> {
+        let (models, rollouts) = (self.models, &self.scored.rollouts);
+        let rollout = rollout_log_probs(rollouts, tokens.targets.device())?;
         let old = match self.config.old_log_probs {
-            OldLogProbs::Recompute => {
-                Some(self.in_pieces(tokens, |piece| self.actor.log_probs(piece))?)
+            OldLogProbs::Recompute => Some(
+                self.micro_batches
+                    .map(tokens, |piece| models.actor.log_probs(piece))?,
+            ),
+            OldLogProbs::Sampler => {
+                ensure!(
+                    rollouts
+                        .iter()
+                        .all(|rollout| rollout.completion.log_probs.is_some()),
+                    "old_log_probs: Sampler, must be Recompute with a generator that does not compute the log-probs of the policy"
+                );
+                Some(rollout.clone())
             }
-            OldLogProbs::Sampler => Some(sampler.clone()),
             OldLogProbs::Current => None,
         };
         let corrected = match (&self.config.recipe.policy_loss.rollout_correction, &old) {
             (Some(correction), Some(old)) => {
-                let corrected = correction.compute(old, &sampler, &tokens.response_mask)?;
-                figures.merge(&corrected.metrics.to_host()?)?;
+                let corrected = correction.compute(old, &rollout, &tokens.response_mask)?;
+                self.metrics.merge(&corrected.metrics.to_host()?)?;
                 Some(corrected)
             }
             _ => None,
         };
         let temperature = self.config.sampling.temperature;
-        let fixed = |policy: &Option<crate::Reference>| {
+        let fixed = |policy: &Option<Reference>| {
             policy
                 .as_ref()
-                .map(|policy| self.in_pieces(tokens, |piece| policy.log_probs(piece, temperature)))
+                .map(|policy| {
+                    self.micro_batches
+                        .map(tokens, |piece| policy.log_probs(piece, temperature))
+                })
                 .transpose()
         };
-        Ok(Policies {
-            reference: fixed(&self.reference)?,
-            teacher: fixed(&self.teacher)?,
+        Ok(LogProbs {
+            reference: fixed(&models.reference)?,
+            teacher: fixed(&models.teacher)?,
             old,
-            sampler,
+            rollout,
             corrected,
         })
     }
 
     fn advantages(
         &mut self,
-        scored: &ScoredRollouts,
         rewards: &Tensor,
         tokens: &TokenBatch,
-        policies: Option<&Policies>,
-        figures: &mut MetricValues,
-    ) -> Result<Estimated> {
-        let greedy = match self.greedy_scores(&scored.rows)? {
-            Some(scores) => {
-                let of_samples: Vec<f32> = scores
-                    .into_iter()
-                    .flat_map(|score| std::iter::repeat_n(score, scored.num_generations))
-                    .collect();
-                Some(Tensor::new(of_samples, rewards.device())?)
-            }
-            None => None,
-        };
-        let squares = match self.requirements.sum_of_squared_probs {
-            true => Some(self.in_pieces(tokens, |piece| self.actor.sum_of_squared_probs(piece))?),
+        values: Option<&Tensor>,
+        log_probs: Option<&LogProbs>,
+    ) -> Result<Advantages> {
+        let scored = self.scored;
+        let greedy = scored.greedy_baselines(rewards.device())?;
+        let actor = &self.models.actor;
+        let squares = match self.inputs.sum_of_squared_probs {
+            true => Some(
+                self.micro_batches
+                    .map(tokens, |piece| actor.sum_of_squared_probs(piece))?,
+            ),
             false => None,
         };
         let mut batch = AdvantageBatch::new(rewards, scored.num_generations)
             .response_mask(&tokens.response_mask);
-        let values = match &self.critic {
-            Some(critic) => Some(self.in_pieces(tokens, |piece| critic.values(piece))?),
-            None => None,
-        };
-        batch.values = values.as_ref();
+        batch.values = values;
         batch.reward_baselines = greedy.as_ref();
         batch.sum_of_squared_probs = squares.as_ref();
-        if let Some(policies) = policies {
-            batch.old_log_probs = policies.old.as_ref();
-            batch.ref_log_probs = policies.reference.as_ref();
-            batch.teacher_log_probs = policies.teacher.as_ref();
-            batch.rollout_weights = policies
+        if let Some(log_probs) = log_probs {
+            batch.old_log_probs = log_probs.old.as_ref();
+            batch.ref_log_probs = log_probs.reference.as_ref();
+            batch.teacher_log_probs = log_probs.teacher.as_ref();
+            batch.rollout_weights = log_probs
                 .corrected
                 .as_ref()
                 .and_then(|corrected| corrected.weights.as_ref());
         }
-        let advantages = match &self.estimator {
+        let advantages = match self.estimator {
             Some(estimator) => estimator.estimate(&batch)?,
             None => {
                 let mut pipeline = self.config.recipe.advantage.pipeline();
-                if let Some(controller) = &self.reward_kl {
+                if let Some(controller) = &self.state.reward_kl {
                     pipeline = pipeline.map_tokens(|tokens| {
                         if let Some(penalty) = &mut tokens.kl_penalty {
                             penalty.coef = controller.coef();
@@ -286,17 +311,24 @@ impl Trainer {
         };
         let of_advantages = advantages.metrics.to_host()?;
         if let (Some(controller), Some(kl)) = (
-            &mut self.reward_kl,
+            &mut self.state.reward_kl,
             of_advantages.get("reward_kl_per_sequence"),
         ) {
-            let (sum, count) = (controller.coef(), 1.);
-            figures.insert("reward_kl_coef", MetricValue::Mean { sum, count });
+            self.metrics
+                .insert("reward_kl_coef", single(controller.coef()));
             controller.update(kl, scored.rollouts.len())?;
         }
-        figures.merge(&of_advantages)?;
-        Ok(Estimated {
-            of: advantages,
-            values,
-        })
+        self.metrics.merge(&of_advantages)?;
+        Ok(advantages)
     }
+}
+
+/// A metric with one observation.
+pub(super) fn single(sum: f64) -> MetricValue {
+    MetricValue::Mean { sum, count: 1. }
+}
+
+fn is_zero(x: &Tensor) -> Result<bool> {
+    let entries = x.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+    Ok(entries.iter().all(|&entry| entry == 0.))
 }

@@ -68,7 +68,7 @@ impl StepMetrics {
     }
 
     /// Computes the metrics that are known before training.
-    pub(crate) fn of_rollouts(
+    pub(crate) fn from_rollouts(
         step: usize,
         rollouts: &[Rollout],
         rewards: &[f32],
@@ -83,10 +83,10 @@ impl StepMetrics {
             .map(|group| group.iter().copied().map(f64::from).sum::<f64>() / group.len() as f64)
             .collect();
         let constant = groups.clone().filter(|g| g.iter().all(|r| r == &g[0]));
-        let tokens: usize = rollouts.iter().map(|r| r.completion_tokens.len()).sum();
+        let tokens: usize = rollouts.iter().map(|r| r.completion.tokens.len()).sum();
         let truncated = rollouts
             .iter()
-            .filter(|r| r.finish_reason == FinishReason::Length);
+            .filter(|r| r.completion.finish_reason == FinishReason::Length);
         Self {
             step,
             sampled_groups: groups.len(),

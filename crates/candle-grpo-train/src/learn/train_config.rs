@@ -6,7 +6,7 @@ use candle_grpo_loss::{AdaptiveEntropy, Recipe};
 use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
 
-use super::recipe_inputs::{Requirements, ensure_consistent};
+use super::recipe_inputs::{RecipeInputs, ensure_consistent};
 use crate::{
     ActorConfig, ComputeDType, CriticConfig, LearningRateSchedule, ReferenceRefresh, SamplingConfig,
 };
@@ -195,7 +195,7 @@ impl TrainConfig {
                 self.mini_batch_size
             );
             ensure!(
-                !Requirements::of(&self.recipe).old_log_probs,
+                !RecipeInputs::new(&self.recipe).old_log_probs,
                 "old_log_probs: Current, must be another with recipe.advantage, which is taken from them"
             );
         }
@@ -203,7 +203,7 @@ impl TrainConfig {
     }
 
     fn validate_critic(&self) -> Result<()> {
-        match (&self.critic, Requirements::of(&self.recipe).values) {
+        match (&self.critic, RecipeInputs::new(&self.recipe).values) {
             (None, true) => {
                 bail!("critic: absent, must be given, as recipe.advantage needs the values of one")
             }
@@ -221,7 +221,7 @@ impl TrainConfig {
         };
         refresh.validate().context("reference_refresh")?;
         ensure!(
-            Requirements::of(&self.recipe).reference,
+            RecipeInputs::new(&self.recipe).reference,
             "reference_refresh: given, but no KL term in recipe needs a reference"
         );
         ensure!(

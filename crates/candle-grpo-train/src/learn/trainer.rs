@@ -1,67 +1,61 @@
-//! The training step.
+//! The training loop.
 
-use std::cell::OnceCell;
+use std::cell::Cell;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
 use candle_grpo_core::{
-    AdvantageEstimator, DynamicSampling, KlController, MetricValue, MetricValues, RunningMoments,
-    SamplingDecision,
+    AdvantageEstimator, DynamicSampling, MetricValues, RunningState, SamplingDecision,
 };
-use candle_grpo_loss::{AdaptiveEntropy, Aggregation, StepTotals, Surrogate};
-use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+use candle_grpo_loss::{Aggregation, StepTotals, Surrogate};
+use candle_grpo_nn::{DecoderConfig, Parameters};
 use tokenizers::Tokenizer;
 
-use super::recipe_inputs::Requirements;
+use super::models::{MicroBatches, Models, ensure_not_canceled};
+use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
-use super::step_batch::Lesson;
+use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use crate::rewards::score_rollouts;
 use crate::rollout::decode::decode;
 use crate::{
-    Actor, Critic, Interrupted, NoProgress, Phase, PhaseSeconds, Progress, Prompt, Reference,
-    RewardFunction, Sampler, SamplingConfig, ShuffledOrder, StepMetrics, TokenBatch, TrainConfig,
-    TrainingBatch, prompt_tokens_to_host,
+    Actor, Critic, Generator, NoProgress, Phase, PhaseSeconds, Pretrained, Progress, Prompt,
+    Reference, RewardFunction, Sampler, SamplingConfig, ShuffledOrder, StepMetrics, TrainConfig,
+    TrainerState, TrainingBatch, prompt_tokens_to_host,
 };
 
-/// Trains a policy with rewards: sample, score, compare within groups, update.
+/// Trains a policy with rewards. A step samples completions, scores them, computes advantages and updates the policy.
 pub struct Trainer {
-    pub(crate) actor: Actor,
-    pub(crate) reference: Option<Reference>,
-    pub(crate) teacher: Option<Reference>,
-    pub(crate) critic: Option<Critic>,
-    pub(crate) estimator: Option<Box<dyn AdvantageEstimator>>,
-    pub(crate) requirements: Requirements,
-    pub(crate) config: TrainConfig,
-    /// Of rewards, over the steps.
-    pub(crate) running_moments: Option<RunningMoments>,
-    pub(crate) reward_kl: Option<KlController>,
+    models: Models,
+    config: TrainConfig,
+    inputs: RecipeInputs,
+    /// A custom estimator in place of the one in the recipe.
+    estimator: Option<Box<dyn AdvantageEstimator>>,
     sampler: Sampler,
-    /// Draws the likeliest tokens, if scores are compared with those of greedy answers.
-    greedy_sampler: Option<Sampler>,
     tokenizer: Tokenizer,
     prompts: Vec<Prompt>,
     order: ShuffledOrder,
-    /// How many places of the order have been visited.
-    pub(crate) visited: usize,
     reward: Box<dyn RewardFunction>,
-    pub(crate) adaptive_entropy: Option<AdaptiveEntropy>,
-    pub(crate) steps: usize,
-    pub(crate) skipped_steps: usize,
     progress: Arc<dyn Progress>,
-    /// Whether the step that is being made has changed weights, so that it must be made to its end.
+    state: TrainerState,
+    /// The number of training steps that the weights of the policy have seen.
+    weights_version: u64,
+    /// The version of the weights that the generator has.
+    generator_version: Cell<Option<u64>>,
+    /// True if the current step has changed weights. Such a step can no longer be canceled.
     updated: bool,
-    /// Whether a step failed after it had changed weights.
-    pub(crate) torn: bool,
-    /// Of the weights that the run began with, once it has been asked for.
-    pub(crate) base_sha256: OnceCell<String>,
+    /// True if a step failed after it had changed weights.
+    torn: bool,
 }
 
 impl Trainer {
-    /// A run that starts from `parameters`, of shape `model`.
+    /// Creates a trainer that starts from `parameters`, of shape `model`, and draws completions from the policy in this
+    /// process.
     ///
-    /// Errs if there are no prompts or `config` is not valid.
+    /// # Errors
+    ///
+    /// If there are no prompts or `config` is not valid.
     pub fn new(
         model: DecoderConfig,
         parameters: Parameters,
@@ -71,68 +65,49 @@ impl Trainer {
         config: TrainConfig,
     ) -> Result<Self> {
         config.validate()?;
-        let actor = match config.adapters.clone() {
-            None => Actor::new(model, parameters, config.actor())?,
-            Some(adapters) => {
-                let (seed, device) = (config.sampling.seed, parameters.device());
-                let adapters = Lora::init(adapters, &model, seed, device).context("adapters")?;
-                Actor::with_adapters(model, parameters, adapters, config.actor())?
-            }
-        };
-        let requirements = Requirements::of(&config.recipe);
-        let reference = match requirements.reference {
-            true => Some(actor.reference()?),
-            false => None,
-        };
-        let critic = match config.critic.clone() {
-            Some(critic) => Some(Critic::new(actor.model(), actor.parameters(), critic)?),
-            None => None,
-        };
-        let sampler = |sampling: SamplingConfig| -> Result<Sampler> {
-            Ok(actor.sampler(sampling)?.with_tokenizer(&tokenizer))
-        };
-        let greedy_sampler = match requirements.greedy_scores {
-            true => Some(sampler(SamplingConfig {
-                greedy: true,
-                ..config.sampling.clone()
-            })?),
-            false => None,
-        };
-        let running_moments = match config.recipe.reward_shaping.norm.is_running() {
-            true => Some(RunningMoments::new(actor.parameters().device())?),
-            false => None,
-        };
-        Ok(Self {
-            sampler: sampler(config.sampling.clone())?,
-            greedy_sampler,
-            order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
-            visited: 0,
-            reward: Box::new(reward),
-            reward_kl: config.reward_kl,
-            adaptive_entropy: config.adaptive_entropy,
-            estimator: None,
-            teacher: None,
-            critic,
+        let inputs = RecipeInputs::new(&config.recipe);
+        let models = Models::new(model, parameters, &config, inputs)?;
+        let norm = &config.recipe.reward_shaping.norm;
+        let state = TrainerState {
             steps: 0,
             skipped_steps: 0,
-            progress: Arc::new(NoProgress),
-            updated: false,
-            torn: false,
-            base_sha256: OnceCell::new(),
-            actor,
-            reference,
-            requirements,
-            running_moments,
+            visited: 0,
+            running_moments: norm.is_running().then(RunningState::default),
+            reward_kl: config.reward_kl,
+            adaptive_entropy: config.adaptive_entropy,
+        };
+        let sampler = models.actor.sampler(config.sampling.clone())?;
+        Ok(Self {
+            sampler: sampler.with_tokenizer(&tokenizer),
+            order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
+            models,
+            config,
+            inputs,
+            estimator: None,
             tokenizer,
             prompts,
-            config,
+            reward: Box::new(reward),
+            progress: Arc::new(NoProgress),
+            state,
+            weights_version: 0,
+            generator_version: Cell::new(None),
+            updated: false,
+            torn: false,
         })
     }
 
-    /// Takes advantages from `estimator`, one of your own, in place of the one in the recipe.
+    /// Draws completions from `generator` in place of the policy in this process. The generator receives the weights before
+    /// the first completion and after each update.
+    pub fn with_generator(mut self, generator: Arc<dyn Generator>) -> Self {
+        self.sampler = self.sampler.with_generator(generator);
+        self.generator_version.set(None);
+        self
+    }
+
+    /// Computes advantages with `estimator` in place of the one in the recipe.
     ///
-    /// It is given everything that the run has: rewards, groups, response mask, log-probs of the old policy (unless
-    /// [`TrainConfig::old_log_probs`] is `Current`), and of reference and teacher if there are any.
+    /// It receives everything that the run has: rewards, groups, response mask, log-probs of the old policy (unless
+    /// [`TrainConfig::old_log_probs`] is `Current`), and those of reference and teacher if there are any.
     pub fn with_advantage_estimator(
         mut self,
         estimator: impl AdvantageEstimator + 'static,
@@ -141,191 +116,209 @@ impl Trainer {
         self
     }
 
-    /// The policy to learn from, for [`TokenShaping::distillation`](candle_grpo_core::TokenShaping::distillation). Its
-    /// tokens must be those of the policy.
+    /// Sets the policy to learn from, for
+    /// [`TokenShaping::distillation`](candle_grpo_core::TokenShaping::distillation). It must have the tokens of the policy.
     pub fn with_teacher(mut self, teacher: Reference) -> Self {
-        self.teacher = Some(teacher);
+        self.models.teacher = Some(teacher);
         self
     }
 
-    /// With someone who follows the steps, and may stop them.
+    /// Sets the receiver of progress, which can also cancel steps.
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.sampler = self.sampler.with_progress(Arc::clone(&progress));
-        self.greedy_sampler = self
-            .greedy_sampler
-            .map(|sampler| sampler.with_progress(Arc::clone(&progress)));
         self.reward.set_progress(Arc::clone(&progress));
         self.progress = progress;
         self
     }
 
-    /// Makes one step.
+    /// Runs one training step.
     ///
-    /// If there is nothing to learn, because no advantage is other than 0 or no completion is left after the filters, the
-    /// policy stays as it is, and the step is counted as skipped.
+    /// If all advantages are 0, or the filters drop all completions, the policy does not change and the step counts as
+    /// skipped.
     ///
-    /// After an error everything is as it was before the step. It errs with [`Interrupted`] if the progress says so before the first update;
-    /// once weights have changed, the step is made to its end. It errs with [`NotFinite`](crate::NotFinite) rather than learn from a NaN
-    /// or an infinity. If that comes after an earlier mini-batch of the step has changed weights, no further step can be made, and
-    /// nothing be saved: there is a checkpoint to go back to.
+    /// # Errors
+    ///
+    /// With [`Interrupted`](crate::Interrupted) if the progress cancels before the first update of the step, and with
+    /// [`NotFinite`](crate::NotFinite) if a loss or gradient is NaN or infinite. After an error the trainer is as before the
+    /// step, unless an earlier mini-batch of the step has already changed weights: then every further step and every
+    /// checkpoint is an error, and the run must be resumed from a checkpoint.
     pub fn step(&mut self) -> Result<StepMetrics> {
         self.ensure_whole()?;
-        let before = self.state()?;
-        let step = self.steps + 1;
-        self.steps = step;
+        let step = self.state.steps + 1;
         self.updated = false;
-        let made = self.make_step();
-        if made.is_err() {
+        let result = self.try_step();
+        if result.is_err() {
             self.torn = self.updated;
-            self.set_state(&before)?;
-            self.actor.zero_grad();
-            if let Some(critic) = &mut self.critic {
-                critic.zero_grad();
-            }
+            self.models.zero_grad();
         }
-        made.with_context(|| format!("step {step}"))
+        result.with_context(|| format!("step {step}"))
     }
 
-    /// Errs if the weights are those of half a step.
-    pub(crate) fn ensure_whole(&self) -> Result<()> {
-        ensure!(
-            !self.torn,
-            "step {}: failed after it had changed weights, go back to a checkpoint",
-            self.steps + 1
-        );
-        Ok(())
-    }
-
-    /// Errs if the step should stop and still can.
-    fn ensure_wanted(&self) -> Result<()> {
-        match !self.updated && self.progress.is_canceled() {
-            true => Err(Interrupted.into()),
-            false => Ok(()),
-        }
-    }
-
-    fn make_step(&mut self) -> Result<StepMetrics> {
+    /// Collects completions, prepares the batch, updates the models, and finally commits the state.
+    fn try_step(&mut self) -> Result<StepMetrics> {
         let mut seconds = PhaseSeconds::default();
-        let (all, kept) = self.sample_groups(&mut seconds)?;
-        let mut metrics = StepMetrics::of_rollouts(
-            self.steps,
+        let mut state = self.state.clone();
+        state.steps += 1;
+        let (all, kept) = self.collect(&mut state, &mut seconds)?;
+        let mut metrics = StepMetrics::from_rollouts(
+            state.steps,
             &all.rollouts,
             &all.scores,
             all.num_generations,
         );
-        metrics.kept_groups = kept.len();
-
         let start = Instant::now();
-        let mut figures = MetricValues::default();
-        let lesson = match kept.is_empty() {
-            true => None,
-            false => self.lesson(&all.select(&kept)?, &mut figures)?,
-        };
-        match lesson {
-            Some(lesson) => self.train(&lesson, figures, &mut metrics)?,
-            None => {
-                metrics.skipped = true;
-                self.skipped_steps += 1;
+        if let Some(kept) = &kept {
+            metrics.kept_groups = kept.rows.len();
+            let prepared = self.prepare(kept, state)?;
+            state = prepared.state;
+            metrics.skipped = prepared.batch.is_none();
+            if let Some(batch) = &prepared.batch {
+                self.update(batch, &mut state, prepared.metrics, &mut metrics)?;
             }
+        } else {
+            metrics.kept_groups = 0;
+            metrics.skipped = true;
         }
-        if let (Some(refresh), Some(reference)) =
-            (self.config.reference_refresh, &mut self.reference)
-            && self.steps.is_multiple_of(refresh.every_steps)
-        {
-            reference.refresh(self.actor.parameters(), refresh.alpha)?;
+        state.skipped_steps += usize::from(metrics.skipped);
+        self.models.refresh_reference(state.steps)?;
+        if self.updated {
+            self.weights_version = state.steps as u64;
         }
+        self.state = state;
         seconds.train = start.elapsed().as_secs_f64();
         metrics.seconds = seconds;
         Ok(metrics)
     }
 
-    /// Samples until there are enough groups: all groups drawn, and the numbers of those that are trained on.
-    fn sample_groups(
-        &mut self,
+    /// Samples until there are enough groups. Returns all groups drawn, and those to train on, if there are any.
+    fn collect(
+        &self,
+        state: &mut TrainerState,
         seconds: &mut PhaseSeconds,
-    ) -> Result<(ScoredRollouts, Vec<usize>)> {
+    ) -> Result<(ScoredRollouts, Option<ScoredRollouts>)> {
         let needed = self.config.prompts_per_step;
-        let Some(filter) = self.config.recipe.group_filter else {
-            let all = self.sample_batch(needed, 0, seconds)?;
-            return Ok((all, (0..needed).collect()));
-        };
-        let sampling = DynamicSampling {
-            groups: needed,
-            max_batches: Some(self.config.max_sampling_batches),
-            filter,
-        };
-        let mut all = self.sample_batch(needed, 0, seconds)?;
-        let mut batches = 1;
-        loop {
-            let kept = sampling.keep(&all.groups()?);
-            match sampling.decide(kept.len(), batches)? {
-                SamplingDecision::Sample { missing } => {
-                    all.extend(self.sample_batch(missing, batches, seconds)?)?;
-                    batches += 1;
-                }
-                SamplingDecision::Train | SamplingDecision::GiveUp { .. } => {
-                    return Ok((all, kept));
+        let mut all = self.sample_groups(needed, 0, state, seconds)?;
+        let kept = match self.config.recipe.group_filter {
+            None => (0..needed).collect(),
+            Some(filter) => {
+                let sampling = DynamicSampling {
+                    groups: needed,
+                    max_batches: Some(self.config.max_sampling_batches),
+                    filter,
+                };
+                let mut batches = 1;
+                loop {
+                    let kept = sampling.keep(&all.groups()?);
+                    match sampling.decide(kept.len(), batches)? {
+                        SamplingDecision::Sample { missing } => {
+                            all.extend(self.sample_groups(missing, batches, state, seconds)?)?;
+                            batches += 1;
+                        }
+                        SamplingDecision::Train | SamplingDecision::GiveUp { .. } => break kept,
+                    }
                 }
             }
+        };
+        if kept.is_empty() {
+            return Ok((all, None));
         }
+        let mut kept = all.select(&kept)?;
+        if self.inputs.greedy_scores {
+            kept.greedy_scores = Some(self.greedy_scores(&kept.rows, seconds)?);
+        }
+        Ok((all, Some(kept)))
     }
 
-    /// The completions of the next `count` prompts, scored.
-    fn sample_batch(
-        &mut self,
+    /// Draws and scores the completions of the next `count` prompts.
+    fn sample_groups(
+        &self,
         count: usize,
         batch: usize,
+        state: &mut TrainerState,
         seconds: &mut PhaseSeconds,
     ) -> Result<ScoredRollouts> {
+        let rows = self.order.slice(state.visited, count);
+        state.visited += count;
+        // A prompt may occur again in a later batch of the step, with other completions.
+        let stream = state.steps as u64 | (batch as u64) << 32;
         let num_generations = self.config.num_generations;
-        let rows = self.order.slice(self.visited, count);
-        self.visited += count;
+        self.draw_and_score(
+            self.current_sampler()?,
+            rows,
+            num_generations,
+            stream,
+            seconds,
+        )
+    }
+
+    /// The score of the greedy completion of each of the prompts at `rows`.
+    fn greedy_scores(&self, rows: &[usize], seconds: &mut PhaseSeconds) -> Result<Vec<f32>> {
+        let sampler = self.sampler(SamplingConfig {
+            greedy: true,
+            ..self.config.sampling.clone()
+        })?;
+        let scored = self.draw_and_score(&sampler, rows.to_vec(), 1, 0, seconds)?;
+        Ok(scored.scores)
+    }
+
+    fn draw_and_score(
+        &self,
+        sampler: &Sampler,
+        rows: Vec<usize>,
+        num_generations: usize,
+        stream: u64,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<ScoredRollouts> {
         let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         let start = Instant::now();
-        // A prompt may come again in a later batch of the step, and must not get the same completions.
-        let stream = self.steps as u64 | (batch as u64) << 32;
-        self.progress.begin(Phase::Sample, count * num_generations);
-        let rollouts = self.sampler.sample(&prompts, num_generations, stream)?;
+        self.progress
+            .begin(Phase::Sample, prompts.len() * num_generations);
+        let rollouts = sampler.sample(&prompts, num_generations, stream)?;
         let sampled = Instant::now();
         self.progress.begin(Phase::Score, rollouts.len());
         let texts = decode(&rollouts, &self.tokenizer)?;
         let scores = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
         self.progress.advance(rollouts.len(), 0);
-        self.ensure_wanted()?;
+        ensure_not_canceled(&*self.progress)?;
         seconds.sample += (sampled - start).as_secs_f64();
         seconds.score += sampled.elapsed().as_secs_f64();
         Ok(ScoredRollouts::new(num_generations, rows, rollouts, scores))
     }
 
-    /// The score of a greedy answer to each of the prompts at `rows`.
-    pub(crate) fn greedy_scores(&self, rows: &[usize]) -> Result<Option<Vec<f32>>> {
-        let Some(sampler) = &self.greedy_sampler else {
-            return Ok(None);
+    /// Computes the batch of `scored`, without a change to the trainer.
+    fn prepare(&self, scored: &ScoredRollouts, state: TrainerState) -> Result<PreparedStep> {
+        let preparation = Preparation {
+            models: &self.models,
+            config: &self.config,
+            inputs: self.inputs,
+            estimator: self.estimator.as_deref(),
+            micro_batches: self.micro_batches(),
+            scored,
+            state,
+            metrics: MetricValues::default(),
         };
-        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let rollouts = sampler.sample(&prompts, 1, 0)?;
-        let texts = decode(&rollouts, &self.tokenizer)?;
-        let scores = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
-        Ok(Some(scores.total.into_vec()))
+        preparation.prepare()
     }
 
-    fn train(
+    /// Updates the models with all mini-batches of `step`, once per epoch.
+    fn update(
         &mut self,
-        lesson: &Lesson,
-        mut figures: MetricValues,
+        step: &StepBatch,
+        state: &mut TrainerState,
+        mut values: MetricValues,
         metrics: &mut StepMetrics,
     ) -> Result<()> {
-        let completions = lesson.groups.len();
+        let completions = step.groups.len();
         let mini_batch_size = self.config.mini_batch_size.unwrap_or(completions);
-        let mini_batches = lesson.batch.split(mini_batch_size)?;
-        let groups: Vec<&[usize]> = lesson.groups.chunks(mini_batch_size).collect();
-        let factor = self.config.schedule.factor(metrics.step);
-        self.actor
-            .set_learning_rate(self.config.optimizer.learning_rate * factor);
-        if let Some(controller) = &self.adaptive_entropy {
-            self.actor.set_entropy_coef(controller.entropy_coef());
+        let mini_batches = step.batch.split(mini_batch_size)?;
+        let groups: Vec<&[usize]> = step.groups.chunks(mini_batch_size).collect();
+        let factor = self.config.schedule.factor(state.steps);
+        let Models { actor, critic, .. } = &mut self.models;
+        actor.set_learning_rate(self.config.optimizer.learning_rate * factor);
+        if let Some(controller) = &state.adaptive_entropy {
+            actor.set_entropy_coef(controller.entropy_coef());
         }
-        if let Some(critic) = &mut self.critic {
+        if let Some(critic) = critic {
             critic.scale_learning_rate(factor);
         }
         self.progress
@@ -334,56 +327,58 @@ impl Trainer {
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
             for (number, (mini_batch, groups)) in mini_batches.iter().zip(&groups).enumerate() {
+                let seed = self.config.sampling.seed ^ ((state.steps as u64) << 32) ^ number as u64;
                 let Some((mini_batch, totals)) =
-                    self.whole_mini_batch(mini_batch, groups, number as u64)?
+                    self.complete_mini_batch(mini_batch, groups, seed)?
                 else {
                     continue;
                 };
-                if let Some(critic) = &mut self.critic {
-                    let size = self.config.micro_batch_size;
-                    update_critic(critic, &mini_batch.split(size)?, &totals, &mut figures)?;
+                let micro_batches = mini_batch.split(self.config.micro_batch_size)?;
+                if let Some(critic) = &mut self.models.critic {
+                    update_critic(critic, &micro_batches, &totals, &mut values)?;
                     self.updated = true;
                 }
-                if metrics.step <= warm_up {
+                if state.steps <= warm_up {
                     continue;
                 }
-                for micro_batch in mini_batch.split(self.config.micro_batch_size)? {
-                    self.ensure_wanted()?;
-                    figures.merge(&self.actor.forward_backward(&micro_batch, &totals)?)?;
+                for micro_batch in &micro_batches {
+                    self.ensure_not_canceled()?;
+                    values.merge(&self.models.actor.forward_backward(micro_batch, &totals)?)?;
                     let tokens = StepTotals::to_host(&micro_batch.tokens.response_mask)?.tokens;
                     self.progress
                         .advance(micro_batch.tokens.dims()?.0, tokens as usize);
                 }
-                self.ensure_wanted()?;
-                let stats = self.actor.clip_grad_and_step(self.config.max_grad_norm)?;
+                self.ensure_not_canceled()?;
+                let max_norm = self.config.max_grad_norm;
+                let stats = self.models.actor.clip_grad_and_step(max_norm)?;
                 self.updated = true;
                 grad_norms.push(stats.grad_norm);
                 metrics.learning_rate = Some(stats.learning_rate);
             }
         }
         if let (Some(controller), Some(entropy)) =
-            (&mut self.adaptive_entropy, figures.get("entropy"))
+            (&mut state.adaptive_entropy, values.get("entropy"))
         {
             controller.update(entropy)?;
         }
         let mean = grad_norms.iter().sum::<f64>() / grad_norms.len() as f64;
         metrics.grad_norm = (!grad_norms.is_empty()).then_some(mean);
-        metrics.policy = figures
+        metrics.policy = values
             .iter()
-            // No JSON number can be one that is not finite.
+            // JSON has no number for NaN and infinity.
             .filter(|(_, value)| value.is_finite())
             .map(|(name, value)| (name.to_owned(), value))
             .collect();
         Ok(())
     }
 
-    /// Mini-batch `number` of the step, whose sequences are of these `groups`, with what depends on all of it; nothing if
-    /// none of its tokens counts.
-    fn whole_mini_batch(
+    /// Adds to a mini-batch, whose sequences belong to `groups`, everything that depends on all of it. Returns `None` if no
+    /// token counts.
+    fn complete_mini_batch(
         &self,
         mini_batch: &TrainingBatch,
         groups: &[usize],
-        number: u64,
+        seed: u64,
     ) -> Result<Option<(TrainingBatch, StepTotals)>> {
         let mask = &mini_batch.tokens.response_mask;
         let mut totals = StepTotals::to_host(mask)?;
@@ -407,56 +402,129 @@ impl Trainer {
             policy_loss.surrogate,
             Surrogate::ClipCov(_) | Surrogate::KlCov(_)
         ) {
-            let log_probs =
-                self.in_pieces(&mini_batch.tokens, |piece| self.actor.log_probs(piece))?;
-            let seed = self.config.sampling.seed ^ ((self.steps as u64) << 32) ^ number;
+            let actor = &self.models.actor;
+            let log_probs = self
+                .micro_batches()
+                .map(&mini_batch.tokens, |piece| actor.log_probs(piece))?;
             let of_policy = mini_batch.policy_batch().with_log_probs(&log_probs);
             mini_batch.selected_tokens = policy_loss.select_tokens_to_host(&of_policy, seed)?;
         }
         Ok(Some((mini_batch, totals)))
     }
 
-    /// What `of_tokens` gives `[B, T]`, computed in pieces of a micro-batch.
-    pub(crate) fn in_pieces(
-        &self,
-        tokens: &TokenBatch,
-        of_tokens: impl Fn(&TokenBatch) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let (total, _) = tokens.dims()?;
-        let size = self.config.micro_batch_size;
-        let pieces = (0..total)
-            .step_by(size)
-            .map(|start| {
-                self.ensure_wanted()?;
-                of_tokens(&tokens.narrow(start, size.min(total - start))?)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        Ok(Tensor::cat(&pieces, 0)?)
+    fn micro_batches(&self) -> MicroBatches<'_> {
+        MicroBatches {
+            size: self.config.micro_batch_size,
+            progress: if self.updated {
+                &NoProgress
+            } else {
+                &*self.progress
+            },
+        }
+    }
+
+    /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress cancels and the step has not changed weights.
+    fn ensure_not_canceled(&self) -> Result<()> {
+        match self.updated {
+            true => Ok(()),
+            false => ensure_not_canceled(&*self.progress),
+        }
+    }
+
+    /// Fails if the weights are those of half a step.
+    fn ensure_whole(&self) -> Result<()> {
+        ensure!(
+            !self.torn,
+            "step {}: failed after it had changed weights, resume from a checkpoint",
+            self.state.steps + 1
+        );
+        Ok(())
+    }
+
+    /// The sampler of training, whose generator has the current weights.
+    fn current_sampler(&self) -> Result<&Sampler> {
+        if self.generator_version.get() != Some(self.weights_version) {
+            let weights = self.models.weights(self.weights_version);
+            self.sampler.generator().weights_changed(&weights)?;
+            self.generator_version.set(Some(self.weights_version));
+        }
+        Ok(&self.sampler)
+    }
+
+    /// Returns a sampler of the policy, with the generator, the tokenizer and the progress of the trainer.
+    ///
+    /// # Errors
+    ///
+    /// If `sampling` is not valid or the generator fails to take over the current weights.
+    pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
+        self.current_sampler()?.clone().with_config(sampling)
+    }
+
+    /// Returns the state of the run.
+    pub fn state(&self) -> &TrainerState {
+        &self.state
+    }
+
+    /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy, in the form of
+    /// [`Pretrained::save`], and [`Self::save_state`]. Adapters are merged into the weights.
+    pub fn write_checkpoint(&self, folder: &Path, model: &Pretrained) -> Result<()> {
+        let policy = model.with_parameters(self.policy_parameters()?);
+        policy.write_files(folder)?;
+        self.save_state(folder)
+    }
+
+    /// Writes the state of the run except the weights of the policy, which [`Pretrained::write_files`] writes into the same
+    /// folder: the state of trainer and optimizers, adapters in `adapter/`, the critic, and a reference that follows the
+    /// policy.
+    ///
+    /// Custom advantage estimators, reward functions and generators must save their state themselves.
+    pub fn save_state(&self, folder: &Path) -> Result<()> {
+        self.ensure_whole()?;
+        self.models
+            .save(folder, &self.state)
+            .with_context(|| format!("saving the state of the run in {}", folder.display()))
+    }
+
+    /// Resumes from a checkpoint of [`Self::write_checkpoint`]. On the CPU the following steps are bit-identical to those of
+    /// an uninterrupted run. The trainer must have the same model and configuration as the one that wrote the checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// If shape, adapters, critic or the initial weights of adapters or reference differ. The trainer must not be used
+    /// after an error.
+    pub fn load_state(&mut self, folder: &Path) -> Result<()> {
+        self.state = self
+            .models
+            .load(folder, &self.state)
+            .with_context(|| format!("reading the state of the run in {}", folder.display()))?;
+        self.torn = false;
+        self.weights_version = self.state.steps as u64;
+        self.generator_version.set(None);
+        Ok(())
+    }
+
+    /// Returns the current parameters of the policy, with merged adapters if there are any. Without adapters the parameters
+    /// are shared with the policy.
+    pub fn policy_parameters(&self) -> Result<Parameters> {
+        self.models.weights(self.weights_version).merged()
     }
 
     /// The policy.
     pub fn actor(&self) -> &Actor {
-        &self.actor
+        &self.models.actor
     }
 
-    /// The policy, to change it between steps.
+    /// The policy, for changes between steps.
     ///
-    /// A learning rate set here does not last: every step sets the one that [`TrainConfig::schedule`] says.
+    /// A learning rate set here does not last: every step sets that of [`TrainConfig::schedule`].
     pub fn actor_mut(&mut self) -> &mut Actor {
-        &mut self.actor
-    }
-
-    /// A sampler of the policy, which is watched as the steps are.
-    pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
-        let sampler = self.actor.sampler(sampling)?;
-        Ok(sampler
-            .with_tokenizer(&self.tokenizer)
-            .with_progress(Arc::clone(&self.progress)))
+        self.generator_version.set(None);
+        &mut self.models.actor
     }
 
     /// The critic, if there is one.
     pub fn critic(&self) -> Option<&Critic> {
-        self.critic.as_ref()
+        self.models.critic.as_ref()
     }
 
     /// The tokenizer.
@@ -474,34 +542,34 @@ impl Trainer {
         &self.config
     }
 
-    /// The number of steps made, the skipped ones included.
+    /// The number of steps, including skipped ones.
     pub fn steps(&self) -> usize {
-        self.steps
+        self.state.steps
     }
 
-    /// The number of steps that made no update.
+    /// The number of steps without an update.
     pub fn skipped_steps(&self) -> usize {
-        self.skipped_steps
+        self.state.skipped_steps
     }
 }
 
-/// One optimiser step of the critic.
+/// Runs one optimizer step of the critic.
 fn update_critic(
     critic: &mut Critic,
     micro_batches: &[TrainingBatch],
     totals: &StepTotals,
-    figures: &mut MetricValues,
+    values: &mut MetricValues,
 ) -> Result<()> {
     let mut loss = 0.;
     for micro_batch in micro_batches {
         let (share, of_loss) = critic.forward_backward(micro_batch, totals)?;
         loss += share;
-        figures.merge(&of_loss)?;
+        values.merge(&of_loss)?;
     }
     let stats = critic.clip_grad_and_step()?;
     let mut of_step = MetricValues::default();
     for (name, sum) in [("value_loss", loss), ("value_grad_norm", stats.grad_norm)] {
-        of_step.insert(name, MetricValue::Mean { sum, count: 1. });
+        of_step.insert(name, single(sum));
     }
-    Ok(figures.merge(&of_step)?)
+    Ok(values.merge(&of_step)?)
 }

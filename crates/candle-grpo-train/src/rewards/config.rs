@@ -175,13 +175,18 @@ impl RewardConfig {
     /// If one is missing.
     pub fn check_files(&self) -> Result<()> {
         let programs = self.kind.programs();
-        programs.into_iter().try_for_each(ProgramConfig::check_files)
+        programs
+            .into_iter()
+            .try_for_each(ProgramConfig::check_files)
     }
 
     /// The files that decide scores: programs and scripts.
     pub fn files(&self) -> Vec<PathBuf> {
         let programs = self.kind.programs();
-        programs.into_iter().flat_map(ProgramConfig::files).collect()
+        programs
+            .into_iter()
+            .flat_map(ProgramConfig::files)
+            .collect()
     }
 
     /// Makes the weighted sum of `rewards`, and starts their programs.

@@ -33,15 +33,18 @@ pub(crate) fn score_rollouts(
                 prompt: &prompt.text,
                 completion: text,
                 prompt_tokens: &rollout.prompt_tokens,
-                completion_tokens: &rollout.completion_tokens,
-                finish_reason: rollout.finish_reason,
+                completion_tokens: &rollout.completion.tokens,
+                finish_reason: rollout.completion.finish_reason,
                 columns: &prompt.columns,
             }
         })
         .collect();
     let components = function.components(&samples)?;
     ensure!(
-        !components.is_empty() && components.iter().all(|scores| scores.len() == samples.len()),
+        !components.is_empty()
+            && components
+                .iter()
+                .all(|scores| scores.len() == samples.len()),
         "rewards: no components, or of another batch; there must be at least one, of {} scores",
         samples.len()
     );

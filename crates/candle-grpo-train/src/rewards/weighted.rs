@@ -171,7 +171,10 @@ mod tests {
     fn a_weight_that_overflows_names_the_function() {
         let rewards = WeightedRewards::new().with("large", 1e30, |_: &Sample| 1e30);
         let error = format!("{:#}", rewards.score(&samples(&["yes"])).unwrap_err());
-        assert!(error.contains("\"large\"") && error.contains("reward inf"), "{error}");
+        assert!(
+            error.contains("\"large\"") && error.contains("reward inf"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -1,38 +1,105 @@
-//! What the policy answered.
+//! Completions of prompts.
 
+use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-/// Why a completion ended.
+/// The reason why a completion ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
     /// The policy drew a stop token.
     StopToken,
-    /// The text of the completion has a stop string.
+    /// The text of the completion contains a stop string.
     StopString,
-    /// The completion has the greatest length allowed.
+    /// The completion has the maximum length.
     Length,
 }
+
+/// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors have one entry per token.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Completion {
+    /// The tokens, including a stop token and those of a stop string.
+    pub tokens: Vec<u32>,
+    /// The log-probability of each token under the distribution that it was drawn from, after temperature, top-k, top-p
+    /// and min-p; 0 for greedy decoding.
+    pub drawn_log_probs: Vec<f32>,
+    /// The log-probability of each token under the policy at the temperature of sampling, `softmax(logits / temperature)`
+    /// over all tokens. `None` if the generator cannot compute them.
+    pub log_probs: Option<Vec<f32>>,
+    /// False for tokens that the policy did not write, such as the output of a tool. They are context and never
+    /// trained on; their log-probabilities are ignored. `None` if the policy wrote all tokens.
+    pub written: Option<Vec<bool>>,
+    /// The version of the weights that drew each token: [`PolicyWeights::version`](crate::PolicyWeights::version).
+    pub weight_versions: Vec<u64>,
+    /// The reason why it ended.
+    pub finish_reason: FinishReason,
+}
+
+impl Completion {
+    /// Checks a completion of a model with `vocab_size` tokens.
+    ///
+    /// # Errors
+    ///
+    /// If there are no tokens, a token is not below `vocab_size`, lengths differ, a log-probability is above 0 or not
+    /// finite, or the policy wrote none of the tokens.
+    pub fn validate(&self, vocab_size: usize) -> Result<()> {
+        let length = self.tokens.len();
+        ensure!(length > 0, "tokens: none, must be at least one");
+        if let Some(at) = self.tokens.iter().position(|&t| t as usize >= vocab_size) {
+            anyhow::bail!(
+                "tokens: {} at {at}, must be below the vocabulary size {vocab_size}",
+                self.tokens[at]
+            );
+        }
+        let lengths = [
+            ("drawn_log_probs", Some(self.drawn_log_probs.len())),
+            ("log_probs", self.log_probs.as_ref().map(Vec::len)),
+            ("written", self.written.as_ref().map(Vec::len)),
+            ("weight_versions", Some(self.weight_versions.len())),
+        ];
+        for (name, found) in lengths {
+            let found = found.unwrap_or(length);
+            ensure!(
+                found == length,
+                "{name}: {found} entries, must be {length}, one per token"
+            );
+        }
+        ensure!(
+            (0..length).any(|at| self.is_written(at)),
+            "written: false for all tokens, must be true for at least one"
+        );
+        for (name, log_probs) in [
+            ("drawn_log_probs", Some(&self.drawn_log_probs)),
+            ("log_probs", self.log_probs.as_ref()),
+        ] {
+            for (at, &log_prob) in log_probs.into_iter().flatten().enumerate() {
+                ensure!(
+                    !self.is_written(at) || log_prob.is_finite() && log_prob <= ROUNDING,
+                    "{name}: {log_prob} at {at}, must be finite and at most 0"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns true if the policy wrote the token at `at`.
+    pub(crate) fn is_written(&self, at: usize) -> bool {
+        self.written.as_ref().is_none_or(|written| written[at])
+    }
+}
+
+/// Rounding of a log-softmax in low precision may exceed 0 by this much.
+const ROUNDING: f32 = 1e-2;
 
 /// One completion of one prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rollout {
     /// [`crate::Prompt::index`] of its prompt.
     pub prompt_index: u64,
-    /// Which of the completions of the prompt it is; it goes on counting where a prompt occurs again in a step.
+    /// The number of the completion among those of the prompt. It keeps counting if a prompt occurs again in a step.
     pub sample_index: usize,
     /// The tokens of the prompt.
     pub prompt_tokens: Vec<u32>,
-    /// The tokens drawn, a stop token and those of a stop string included. All of them count; [`TokenBatch`](crate::TokenBatch)
-    /// pads them and has the mask.
-    pub completion_tokens: Vec<u32>,
-    /// The log-probability of each token under the policy at the temperature of sampling, `softmax(logits / temperature)` over
-    /// all tokens: what [`Actor::log_probs`](crate::Actor::log_probs) computes, and what training compares with.
-    pub log_probs: Vec<f32>,
-    /// The log-probability of each token under the distribution that it was drawn from: that of `log_probs`, renormalised over
-    /// the tokens that top-k, top-p and min-p left. The same as `log_probs` where these are off, and 0 where the likeliest token
-    /// was taken.
-    pub drawn_log_probs: Vec<f32>,
-    /// Why it ended.
-    pub finish_reason: FinishReason,
+    /// The completion.
+    pub completion: Completion,
 }

@@ -10,7 +10,7 @@ pub(crate) fn decode(rollouts: &[Rollout], tokenizer: &Tokenizer) -> Result<Vec<
     rollouts
         .iter()
         .map(|rollout| {
-            decode_tokens(&rollout.completion_tokens, tokenizer).with_context(|| {
+            decode_tokens(&rollout.completion.tokens, tokenizer).with_context(|| {
                 format!(
                     "completion {} of prompt {} cannot be decoded",
                     rollout.sample_index, rollout.prompt_index

@@ -1,4 +1,4 @@
-//! Drawing from the likelier tokens only.
+//! Top-k, top-p and min-p.
 
 use std::cmp::Ordering;
 
@@ -6,18 +6,18 @@ use anyhow::{Result, ensure};
 
 use super::categorical::{Distribution, position_above};
 
-/// Which tokens may be drawn, as in transformers and in this order: the `top_k` likeliest, of these the likeliest that together
-/// have `top_p`, of these those with at least `min_p` times the greatest probability. vLLM agrees but for one case: where
-/// `min_p` and `top_p` are both on, it takes `top_p` of what `min_p` left.
+/// The filters of transformers, in its order: the `top_k` most likely tokens, of these the most likely ones with a total
+/// probability of `top_p`, of these the ones with at least `min_p` times the greatest probability. vLLM differs in one case:
+/// with both `min_p` and `top_p` it applies `min_p` first.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Truncation {
+pub(crate) struct LogitFilters {
     pub(crate) top_k: usize,
     pub(crate) top_p: f64,
     pub(crate) min_p: f64,
 }
 
-impl Truncation {
-    /// Errs if a field is out of range.
+impl LogitFilters {
+    /// Fails if a field is out of range.
     pub(crate) fn validate(&self) -> Result<()> {
         ensure!(
             self.top_p > 0. && self.top_p <= 1.,
@@ -32,27 +32,27 @@ impl Truncation {
         Ok(())
     }
 
-    /// Whether all tokens may be drawn.
+    /// True if all tokens may be drawn.
     pub(crate) fn is_off(&self) -> bool {
         self.top_k == 0 && self.top_p == 1. && self.min_p == 0.
     }
 }
 
-/// What a [`Truncation`] leaves of a [`Distribution`].
-pub(crate) struct Truncated {
-    /// Tokens and their weights, the likeliest first.
+/// The tokens of a [`Distribution`] that [`LogitFilters`] keep.
+pub(crate) struct FilteredDistribution {
+    /// Tokens and their weights, the most likely first.
     kept: Vec<(u32, f64)>,
     total: f64,
 }
 
-impl Truncated {
-    /// There is always a token left, the likeliest.
-    pub(crate) fn new(distribution: &Distribution, truncation: Truncation) -> Self {
-        let Truncation {
+impl FilteredDistribution {
+    /// Keeps at least one token, the most likely.
+    pub(crate) fn new(distribution: &Distribution, filters: LogitFilters) -> Self {
+        let LogitFilters {
             top_k,
             top_p,
             min_p,
-        } = truncation;
+        } = filters;
         let logits = distribution.logits();
         let mut lowest = f32::NEG_INFINITY;
         let mut total = distribution.total();
@@ -106,7 +106,7 @@ mod tests {
     use crate::random::{generator, uniform};
     use rstest::rstest;
 
-    const OFF: Truncation = Truncation {
+    const OFF: LogitFilters = LogitFilters {
         top_k: 0,
         top_p: 1.,
         min_p: 0.,
@@ -121,42 +121,42 @@ mod tests {
         -1.995_732_3,
     ];
 
-    fn tokens(logits: &[f32], truncation: Truncation) -> Vec<u32> {
+    fn tokens(logits: &[f32], filters: LogitFilters) -> Vec<u32> {
         let distribution = Distribution::new(logits, 1.).unwrap();
-        let truncated = Truncated::new(&distribution, truncation);
+        let truncated = FilteredDistribution::new(&distribution, filters);
         truncated.kept.iter().map(|(token, _)| *token).collect()
     }
 
     #[rstest]
     #[case(OFF, &[0, 2, 3, 1, 4])]
-    #[case(Truncation { top_k: 2, ..OFF }, &[0, 2])]
-    #[case(Truncation { top_k: 9, ..OFF }, &[0, 2, 3, 1, 4])]
-    #[case(Truncation { top_p: 0.69, ..OFF }, &[0, 2])]
-    #[case(Truncation { top_p: 0.71, ..OFF }, &[0, 2, 3])]
-    #[case(Truncation { top_p: 1e-9, ..OFF }, &[0])]
-    #[case(Truncation { min_p: 0.36, ..OFF }, &[0, 2, 3])]
-    #[case(Truncation { min_p: 1., ..OFF }, &[0])]
+    #[case(LogitFilters { top_k: 2, ..OFF }, &[0, 2])]
+    #[case(LogitFilters { top_k: 9, ..OFF }, &[0, 2, 3, 1, 4])]
+    #[case(LogitFilters { top_p: 0.69, ..OFF }, &[0, 2])]
+    #[case(LogitFilters { top_p: 0.71, ..OFF }, &[0, 2, 3])]
+    #[case(LogitFilters { top_p: 1e-9, ..OFF }, &[0])]
+    #[case(LogitFilters { min_p: 0.36, ..OFF }, &[0, 2, 3])]
+    #[case(LogitFilters { min_p: 1., ..OFF }, &[0])]
     // 0.4 and 0.3 are 0.82 of what top_k leaves.
-    #[case(Truncation { top_k: 3, top_p: 0.82, ..OFF }, &[0, 2])]
-    #[case(Truncation { top_k: 3, top_p: 0.83, ..OFF }, &[0, 2, 3])]
-    #[case(Truncation { top_k: 3, top_p: 0.83, min_p: 0.5 }, &[0, 2])]
+    #[case(LogitFilters { top_k: 3, top_p: 0.82, ..OFF }, &[0, 2])]
+    #[case(LogitFilters { top_k: 3, top_p: 0.83, ..OFF }, &[0, 2, 3])]
+    #[case(LogitFilters { top_k: 3, top_p: 0.83, min_p: 0.5 }, &[0, 2])]
     // transformers: 0.4, 0.3 and 0.15 are the first to reach 0.8; vLLM would stop at 0.4 + 0.3 of 0.85.
-    #[case(Truncation { top_p: 0.8, min_p: 0.3, ..OFF }, &[0, 2, 3])]
+    #[case(LogitFilters { top_p: 0.8, min_p: 0.3, ..OFF }, &[0, 2, 3])]
     fn the_tokens_are_those_of_the_definitions(
-        #[case] truncation: Truncation,
+        #[case] filters: LogitFilters,
         #[case] expected: &[u32],
     ) {
-        assert_eq!(tokens(&LOGITS, truncation), expected);
+        assert_eq!(tokens(&LOGITS, filters), expected);
     }
 
     #[test]
     fn ties_at_the_kth_are_kept_and_equals_are_taken_in_order() {
         let logits = [1f32, 2., 1., 1., f32::NEG_INFINITY];
         assert_eq!(
-            tokens(&logits, Truncation { top_k: 2, ..OFF }),
+            tokens(&logits, LogitFilters { top_k: 2, ..OFF }),
             [1, 0, 2, 3]
         );
-        assert_eq!(tokens(&logits, Truncation { top_p: 0.6, ..OFF }), [1, 0]);
+        assert_eq!(tokens(&logits, LogitFilters { top_p: 0.6, ..OFF }), [1, 0]);
         assert_eq!(tokens(&logits, OFF), [1, 0, 2, 3]);
     }
 
@@ -165,7 +165,7 @@ mod tests {
         /// 99.9 % quantile of chi-square with 2 degrees of freedom.
         const CRITICAL_2: f64 = 13.82;
         let distribution = Distribution::new(&LOGITS, 1.).unwrap();
-        let truncated = Truncated::new(&distribution, Truncation { top_k: 3, ..OFF });
+        let truncated = FilteredDistribution::new(&distribution, LogitFilters { top_k: 3, ..OFF });
         let (n, mut rng) = (1_000_000, generator(5, 1, 2, 3));
         let mut counts = [0f64; 5];
         for _ in 0..n {

@@ -1,11 +1,19 @@
-//! Completions of prompts and how they are drawn.
+//! Completions of prompts and their sources.
 
 mod categorical;
 mod completion;
 pub(crate) mod decode;
+mod generator;
+mod local;
 mod logit_filters;
-pub(crate) mod sampler;
+mod sampler;
+pub(crate) mod sampling_config;
 mod stop_strings;
 
-pub use completion::{FinishReason, Rollout};
-pub use sampler::{Sampler, SamplingConfig};
+pub use completion::{Completion, FinishReason, Rollout};
+pub use generator::{
+    CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
+};
+pub use local::LocalGenerator;
+pub use sampler::Sampler;
+pub use sampling_config::SamplingConfig;

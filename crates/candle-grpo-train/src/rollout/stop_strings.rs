@@ -1,32 +1,36 @@
-//! Ending a completion where its text has a certain string.
+//! Stop strings.
 
-use std::sync::Arc;
+use anyhow::{Context, Result};
 
-use anyhow::Result;
+use super::{DecodeText, GenerationBatch};
 
-/// Turns tokens into text.
-pub(crate) type DecodeText = dyn Fn(&[u32]) -> Result<String> + Send + Sync;
-
-/// A part of a text may begin in the middle of a character, which then reads as up to three replacement characters of three
-/// bytes each, or lose a space.
+/// The text of some tokens may begin in the middle of a character, which decodes to up to three replacement characters of
+/// three bytes each, or lack a space.
 const GARBLED: usize = 10;
 
-/// Strings that end a completion, and what turns its tokens into text.
-#[derive(Clone)]
-pub(crate) struct StopStrings {
-    strings: Vec<String>,
-    decode: Arc<DecodeText>,
+/// Strings that end a completion.
+pub(super) struct StopStrings<'a> {
+    strings: &'a [String],
+    decode: &'a DecodeText,
 }
 
-impl StopStrings {
-    pub(crate) fn new(strings: Vec<String>, decode: Arc<DecodeText>) -> Self {
-        Self { strings, decode }
+impl<'a> StopStrings<'a> {
+    /// The stop strings of `batch`, if it has any.
+    pub(super) fn new(batch: &GenerationBatch<'a>) -> Result<Option<Self>> {
+        let strings = &batch.sampling.stop_strings;
+        if strings.is_empty() {
+            return Ok(None);
+        }
+        let decode = batch.decode.context(
+            "stop_strings: the sampler cannot decode text, it needs with_tokenizer or with_decoder_of_text",
+        )?;
+        Ok(Some(Self { strings, decode }))
     }
 
-    /// Whether the text of `tokens` has one of the strings, given that it had none without the last token.
-    pub(crate) fn end(&self, tokens: &[u32]) -> Result<bool> {
+    /// Returns true if the text of `tokens` contains one of the strings. Without the last token it must contain none.
+    pub(super) fn end(&self, tokens: &[u32]) -> Result<bool> {
         let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
-        // The end of the text is enough, however many tokens it takes: some have no text.
+        // The end of the text is enough. It may take many tokens, as some have no text.
         let before = match tokens.split_last() {
             Some((last, _)) => (self.decode)(&[*last])?.len(),
             None => 0,
@@ -61,9 +65,15 @@ mod tests {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    fn stops(strings: &[&str]) -> StopStrings {
-        let strings = strings.iter().map(|s| (*s).to_owned()).collect();
-        StopStrings::new(strings, Arc::new(decode))
+    fn strings(strings: &[&str]) -> Vec<String> {
+        strings.iter().map(|s| (*s).to_owned()).collect()
+    }
+
+    fn stops(strings: &[String]) -> StopStrings<'_> {
+        StopStrings {
+            strings,
+            decode: &decode,
+        }
     }
 
     /// Where a completion ends, if it does.
@@ -77,7 +87,8 @@ mod tests {
 
     #[test]
     fn a_string_may_cross_tokens_and_end_inside_one() {
-        let stops = stops(&["</answer>", "EN", "é"]);
+        let words = strings(&["</answer>", "EN", "é"]);
+        let stops = stops(&words);
         assert_eq!(end(&stops, &bytes("is 42</answer>, so")), Some(14));
         assert_eq!(end(&stops, &bytes("is 42</answe r>")), None);
         assert_eq!(
@@ -94,7 +105,8 @@ mod tests {
 
     #[test]
     fn tokens_without_text_may_stand_between() {
-        let stops = stops(&["end"]);
+        let words = strings(&["end"]);
+        let stops = stops(&words);
         let tokens = [
             bytes("something else, e"),
             vec![256; 50],

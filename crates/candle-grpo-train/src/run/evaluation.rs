@@ -108,8 +108,8 @@ pub fn evaluate(
             prompt: prompts[i / samples_per_prompt].text.clone(),
             completion,
             reward,
-            response_length: rollout.completion_tokens.len(),
-            finish_reason: rollout.finish_reason,
+            response_length: rollout.completion.tokens.len(),
+            finish_reason: rollout.completion.finish_reason,
         })
         .collect();
     Ok(Evaluation {

@@ -6,15 +6,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor, safetensors};
-use candle_grpo_core::{KlController, RunningMoments, RunningState};
+use candle_grpo_core::{KlController, RunningState};
 use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::{Lora, Parameters, atomic_file};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::checksums::hex;
+use crate::learn::models::Models;
 use crate::model::pretrained::MODEL;
-use crate::{Pretrained, Trainer};
 
 const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -23,7 +23,7 @@ const REFERENCE: &str = "reference.safetensors";
 const CRITIC: &str = "critic.safetensors";
 const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 
-/// What the steps of a [`Trainer`] change, besides weights and optimisers.
+/// The state that the steps of a [`Trainer`](crate::Trainer) change, except weights and optimizers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainerState {
@@ -50,97 +50,38 @@ struct StateFile {
     base_sha256: Option<String>,
 }
 
-impl Trainer {
-    /// Where the run is.
-    pub fn state(&self) -> Result<TrainerState> {
-        let running_moments = self.running_moments.as_ref();
-        Ok(TrainerState {
-            steps: self.steps,
-            skipped_steps: self.skipped_steps,
-            visited: self.visited,
-            running_moments: running_moments.map(RunningMoments::to_host).transpose()?,
-            reward_kl: self.reward_kl,
-            adaptive_entropy: self.adaptive_entropy,
-        })
-    }
-
-    pub(crate) fn set_state(&mut self, state: &TrainerState) -> Result<()> {
-        let device = self.actor.parameters().device();
-        let moments = state.running_moments;
-        let moments = moments.map(|state| RunningMoments::from_state(state, device));
-        self.running_moments = moments.transpose()?;
-        self.steps = state.steps;
-        self.skipped_steps = state.skipped_steps;
-        self.visited = state.visited;
-        self.reward_kl = state.reward_kl;
-        self.adaptive_entropy = state.adaptive_entropy;
-        Ok(())
-    }
-
-    /// The policy as it is now, with the adapters added if there are any. Without adapters it shares what trains.
-    pub fn policy_parameters(&self) -> Result<Parameters> {
-        match self.actor.adapters() {
-            None => Ok(self.actor.parameters().clone()),
-            Some(adapters) => Ok(adapters.merged(self.actor.model(), self.actor.parameters())?),
+impl Models {
+    /// Writes everything of a checkpoint except the weights of the policy.
+    pub(crate) fn save(&self, folder: &Path, state: &TrainerState) -> Result<()> {
+        self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
+        if let Some(adapters) = self.actor.adapters() {
+            fs::create_dir_all(folder.join(ADAPTER))?;
+            adapters.save(&folder.join(ADAPTER), None)?;
         }
-    }
-
-    /// Writes a checkpoint into a folder that is there: `model`, which training began with, as the policy now is, in the form of
-    /// [`Pretrained::save`], and what [`Self::save_state`] writes. Of a policy with adapters the weights are what they and the base make
-    /// together.
-    pub fn write_checkpoint(&self, folder: &Path, model: &Pretrained) -> Result<()> {
-        let policy = model.with_parameters(self.policy_parameters()?);
-        policy.write_files(folder)?;
-        self.save_state(folder)
-    }
-
-    /// Writes what is needed besides the weights of the policy to go on from here to the bit, into a folder to which
-    /// [`Pretrained::write_files`] writes these: the state of the trainer and of its optimisers, adapters
-    /// by themselves in `adapter/`, the critic, and the reference if it follows the policy.
-    ///
-    /// An advantage estimator or a reward function of one's own must keep what they remember themselves.
-    pub fn save_state(&self, folder: &Path) -> Result<()> {
-        self.ensure_whole()?;
-        let save = || -> Result<()> {
-            self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
-            if let Some(adapters) = self.actor.adapters() {
-                fs::create_dir_all(folder.join(ADAPTER))?;
-                adapters.save(&folder.join(ADAPTER), None)?;
-            }
-            if let (Some(reference), Some(_)) = (&self.reference, self.config.reference_refresh)
-                && let Some(parameters) = reference.parameters()
-            {
-                parameters.save(&folder.join(REFERENCE))?;
-            }
-            if let Some(critic) = &self.critic {
-                critic.parameters().save(&folder.join(CRITIC))?;
-                critic
-                    .optimizer()
-                    .save_state(&folder.join(CRITIC_OPTIMIZER))?;
-            }
-            let file = StateFile {
-                state: self.state()?,
-                base_sha256: self.base_sha256()?,
-            };
-            Ok(atomic_file::write(
-                &folder.join(STATE),
-                &serde_json::to_vec_pretty(&file)?,
-            )?)
+        if let (Some(reference), Some(_)) = (&self.reference, self.reference_refresh)
+            && let Some(parameters) = reference.parameters()
+        {
+            parameters.save(&folder.join(REFERENCE))?;
+        }
+        if let Some(critic) = &self.critic {
+            critic.parameters().save(&folder.join(CRITIC))?;
+            critic
+                .optimizer()
+                .save_state(&folder.join(CRITIC_OPTIMIZER))?;
+        }
+        let file = StateFile {
+            state: state.clone(),
+            base_sha256: self.base_sha256()?,
         };
-        save().with_context(|| format!("saving the state of the run in {}", folder.display()))
+        Ok(atomic_file::write(
+            &folder.join(STATE),
+            &serde_json::to_vec_pretty(&file)?,
+        )?)
     }
 
-    /// Goes on from what [`Self::write_checkpoint`] wrote: on the CPU the following steps are
-    /// the same, to the bit, as if the run had never ended. The trainer must have been made as that one was, from the same model.
-    ///
-    /// Errs if that cannot be: another shape, other adapters, a critic more or less, other weights that adapters or reference began
-    /// with. Then the trainer should not be used any more.
-    pub fn load_state(&mut self, folder: &Path) -> Result<()> {
-        self.read_state(folder)
-            .with_context(|| format!("reading the state of the run in {}", folder.display()))
-    }
-
-    fn read_state(&mut self, folder: &Path) -> Result<()> {
+    /// Reads what [`Self::save`] wrote, and the weights of the policy. `now` is the state of the new run, which must have the
+    /// same parts.
+    pub(crate) fn load(&mut self, folder: &Path, now: &TrainerState) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
         let file = fs::read(folder.join(STATE)).context(STATE)?;
         let file: StateFile = serde_json::from_slice(&file).context(STATE)?;
@@ -167,7 +108,7 @@ impl Trainer {
         }
         let state = read(OPTIMIZER)?;
         self.actor.optimizer_mut().load_state(state)?;
-        if let (Some(reference), Some(_)) = (&self.reference, self.config.reference_refresh) {
+        if let (Some(reference), Some(_)) = (&self.reference, self.reference_refresh) {
             reference.set_values(&read(REFERENCE)?).context(REFERENCE)?;
         }
         ensure!(
@@ -185,17 +126,17 @@ impl Trainer {
             (
                 "running_moments",
                 file.state.running_moments.is_some(),
-                self.running_moments.is_some(),
+                now.running_moments.is_some(),
             ),
             (
                 "reward_kl",
                 file.state.reward_kl.is_some(),
-                self.reward_kl.is_some(),
+                now.reward_kl.is_some(),
             ),
             (
                 "adaptive_entropy",
                 file.state.adaptive_entropy.is_some(),
-                self.adaptive_entropy.is_some(),
+                now.adaptive_entropy.is_some(),
             ),
         ] {
             ensure!(
@@ -203,23 +144,20 @@ impl Trainer {
                 "{name}: the run has it now and had it not, or the other way round"
             );
         }
-        self.torn = false;
-        self.set_state(&file.state)
+        Ok(file.state)
     }
 
-    /// Of the weights that stay as they were at the start of the run, if there are any that count.
+    /// The hash of the initial weights, if the adapters or a frozen reference depend on them.
     fn base_sha256(&self) -> Result<Option<String>> {
         let base = match (self.actor.adapters(), &self.reference) {
             (Some(_), _) => Some(self.actor.parameters()),
-            (None, Some(reference)) if self.config.reference_refresh.is_none() => {
-                reference.parameters()
-            }
+            (None, Some(reference)) if self.reference_refresh.is_none() => reference.parameters(),
             _ => None,
         };
         let Some(base) = base else {
             return Ok(None);
         };
-        // It does not change, and takes a while.
+        // The weights do not change, and hashing them takes a while.
         if self.base_sha256.get().is_none() {
             let _ = self.base_sha256.set(sha256(base)?);
         }

@@ -294,7 +294,10 @@ fn half_types_compute_and_f32_learns(#[case] compute_dtype: ComputeDType, #[case
     half.clip_grad_and_step(1.).unwrap();
     // Policy and sampler follow the update, and the reference does not.
     assert!(max_difference(&half.log_probs(&batch.tokens).unwrap(), &before) > 1.);
-    assert_ne!(draw()[0].log_probs, drawn[0].log_probs);
+    assert_ne!(
+        draw()[0].completion.log_probs,
+        drawn[0].completion.log_probs
+    );
     assert_eq!(
         max_difference(&reference.log_probs(&batch.tokens, 1.).unwrap(), &before),
         0.

@@ -7,6 +7,7 @@ mod checkpoint;
 mod common;
 mod critic;
 mod dataset;
+mod generator;
 mod pretrained;
 #[cfg(unix)]
 mod program_reward;

@@ -192,7 +192,10 @@ for line in sys.stdin:
 #[test]
 fn a_wrong_id_is_an_error() {
     for (change, words) in [
-        ("sample['id'] + 100", "must have the id of one of the requests, 0 to 1"),
+        (
+            "sample['id'] + 100",
+            "must have the id of one of the requests, 0 to 1",
+        ),
         ("0", "answers a request twice"),
         ("'0'", "must be the number of the request"),
     ] {
@@ -210,7 +213,10 @@ fn ids_in_some_answers_only_are_an_error() {
         0,
     );
     let error = error(&reward, &["a", "b"]);
-    assert!(error.contains("give one to all answers or to none"), "{error}");
+    assert!(
+        error.contains("give one to all answers or to none"),
+        "{error}"
+    );
 }
 
 /// An additional line is found, whenever it comes: never are all scores taken and the end is silent.
@@ -236,7 +242,10 @@ fn an_additional_line_is_an_error_whenever_it_comes() {
             }
             let end = scored.and_then(|()| reward.finish());
             let error = format!("{:#}", end.expect_err(script));
-            assert!(error.contains("wrote \"7\"") || error.contains("wrote \"1\""), "{error}");
+            assert!(
+                error.contains("wrote \"7\"") || error.contains("wrote \"1\""),
+                "{error}"
+            );
         }
     }
 }
@@ -255,12 +264,18 @@ fn two_lines_for_each_request_are_an_error_at_the_first_batch() {
 fn an_additional_line_among_answers_with_ids_is_an_error_at_once() {
     let script = ECHO.replace("    print(", "    print(0.5, flush=True)\n    print(");
     let error = error(&python(&script), &["a", "bb"]);
-    assert!(error.contains("give one to all answers or to none"), "{error}");
+    assert!(
+        error.contains("give one to all answers or to none"),
+        "{error}"
+    );
 }
 
 #[test]
 fn a_program_that_is_as_it_should_be_finishes_without_an_error() {
-    for reward in [python(ECHO), program("while read -r line; do echo 1; done", 20., 0)] {
+    for reward in [
+        python(ECHO),
+        program("while read -r line; do echo 1; done", 20., 0),
+    ] {
         score(&reward, &["a", "b"]).unwrap();
         reward.finish().unwrap();
         // It may go on after that.
@@ -273,7 +288,10 @@ fn output_that_is_no_line_is_an_error() {
     for (script, words) in [
         ("read -r line; printf 1", "ended within the line \"1\""),
         (r"printf '\377\n'; cat > /dev/null", "not UTF-8"),
-        ("yes | tr -d '\\n' | head -c 3000000; cat > /dev/null", "a line of more than 1 MiB"),
+        (
+            "yes | tr -d '\\n' | head -c 3000000; cat > /dev/null",
+            "a line of more than 1 MiB",
+        ),
     ] {
         let error = error(&program(script, 20., 0), &["a"]);
         assert!(error.contains(words), "{words:?} in {error}");
@@ -331,7 +349,10 @@ fn a_program_and_its_children_end_with_a_process_that_is_killed() {
     }
     let folder = tempfile::tempdir().unwrap();
     let mut process = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "program_reward::a_program_and_its_children_end_with_a_process_that_is_killed"])
+        .args([
+            "--exact",
+            "program_reward::a_program_and_its_children_end_with_a_process_that_is_killed",
+        ])
         .env(CHILD, folder.path())
         .stdout(Stdio::null())
         .stderr(Stdio::null())

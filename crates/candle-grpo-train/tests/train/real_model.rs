@@ -153,7 +153,7 @@ fn greedy_tokens_are_those_of_transformers() -> Result<()> {
     }
     let rollouts = sampler.sample(&prompts.iter().collect::<Vec<_>>(), 1, 0)?;
     for (case, rollout) in cases.iter().zip(rollouts) {
-        let ours = &rollout.completion_tokens;
+        let ours = &rollout.completion.tokens;
         let ours = &ours[..ours.len().min(case.greedy.len())];
         assert_eq!(ours, case.greedy, "{:?}", case.prompt);
     }
@@ -177,12 +177,12 @@ fn it_answers_a_question_and_stops() -> Result<()> {
     let rollout = &sampler.sample(&[&prompt], 1, 0)?[0];
     let answer = model
         .tokenizer
-        .decode(&rollout.completion_tokens, true)
+        .decode(&rollout.completion.tokens, true)
         .unwrap();
     println!("What is 17 + 25? {answer}");
     // It is wrong by ten, as it is in other programs: what is to be learned.
     assert_eq!(answer, "17 + 25 = 32.");
-    assert_eq!(rollout.finish_reason, FinishReason::StopToken);
+    assert_eq!(rollout.completion.finish_reason, FinishReason::StopToken);
     Ok(())
 }
 

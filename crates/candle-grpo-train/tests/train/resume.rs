@@ -156,7 +156,7 @@ fn a_resumed_run_goes_on_to_the_bit(#[case] config: TrainConfig) {
     for expected in &expected[2..] {
         assert_eq!(&without_seconds(resumed.step().unwrap()), expected);
     }
-    assert_eq!(resumed.state().unwrap(), whole.state().unwrap());
+    assert_eq!(resumed.state(), whole.state());
     let (a, b) = (resumed.policy_parameters(), whole.policy_parameters());
     assert_equal(&a.unwrap(), &b.unwrap());
     let moved = whole.policy_parameters().unwrap();

@@ -117,11 +117,26 @@ fn missing_programs_scripts_and_folders_are_found_without_a_start() {
     check(json!({"command": ["sh", "-u", "reward.py"], "folder": folder.path()})).unwrap();
     check(json!({"command": ["sh", "-c", "no file"]})).unwrap();
     for (options, words) in [
-        (json!({"command": ["no-such-program"]}), "\"no-such-program\", there is no such program in PATH"),
-        (json!({"command": ["./no-such-program"]}), "there is no such program"),
-        (json!({"command": ["sh", "no-such.sh"]}), "no-such.sh, there is no such file"),
-        (json!({"command": ["python3.11", "no-such.py"]}), "there is no such"),
-        (json!({"command": ["sh"], "folder": "no-such-folder"}), "folder: no-such-folder"),
+        (
+            json!({"command": ["no-such-program"]}),
+            "\"no-such-program\", there is no such program in PATH",
+        ),
+        (
+            json!({"command": ["./no-such-program"]}),
+            "there is no such program",
+        ),
+        (
+            json!({"command": ["sh", "no-such.sh"]}),
+            "no-such.sh, there is no such file",
+        ),
+        (
+            json!({"command": ["python3.11", "no-such.py"]}),
+            "there is no such",
+        ),
+        (
+            json!({"command": ["sh"], "folder": "no-such-folder"}),
+            "folder: no-such-folder",
+        ),
     ] {
         let error = check(options).unwrap_err();
         assert!(error.contains(words), "{words:?} in {error}");

@@ -8,10 +8,15 @@ use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
-    TokenBatch, sampler_log_probs,
+    TokenBatch, rollout_log_probs,
 };
 use proptest::prelude::*;
 use rstest::rstest;
+
+/// The log-probs of the policy, which the local generator always computes.
+fn policy_log_probs(rollout: &Rollout) -> &[f32] {
+    rollout.completion.log_probs.as_ref().unwrap()
+}
 
 fn all(prompts: &[Prompt]) -> Vec<&Prompt> {
     prompts.iter().collect()
@@ -29,17 +34,20 @@ fn completions_end_at_a_stop_token_or_at_the_greatest_length() {
             (i as u64 / 40, i % 40)
         );
         assert_eq!(rollout.prompt_tokens, prompts[i / 40].tokens);
-        let tokens = &rollout.completion_tokens;
-        assert_eq!(tokens.len(), rollout.log_probs.len());
-        assert_eq!(rollout.drawn_log_probs, rollout.log_probs);
+        let tokens = &rollout.completion.tokens;
+        assert_eq!(tokens.len(), policy_log_probs(rollout).len());
+        assert_eq!(
+            rollout.completion.drawn_log_probs,
+            policy_log_probs(rollout)
+        );
         let (last, before) = tokens.split_last().unwrap();
         assert!(!before.contains(&END));
-        match rollout.finish_reason {
+        match rollout.completion.finish_reason {
             FinishReason::StopToken => assert_eq!(*last, END),
             FinishReason::Length => assert!(tokens.len() == 8 && *last != END),
             FinishReason::StopString => panic!("there are no stop strings"),
         }
-        seen[usize::from(rollout.finish_reason == FinishReason::StopToken)] = true;
+        seen[usize::from(rollout.completion.finish_reason == FinishReason::StopToken)] = true;
     }
     assert_eq!(seen, [true; 2], "both ends should occur");
 }
@@ -99,12 +107,12 @@ fn frequencies_are_the_probabilities_of_the_policy() {
         );
     };
     let prompt = &prompts[0].tokens;
-    check(prompt, &mut rollouts.iter().map(|r| r.completion_tokens[0]));
+    check(prompt, &mut rollouts.iter().map(|r| r.completion.tokens[0]));
     for first in 1..6 {
         let mut after = rollouts
             .iter()
-            .filter(|r| r.completion_tokens[0] == first)
-            .map(|r| r.completion_tokens[1]);
+            .filter(|r| r.completion.tokens[0] == first)
+            .map(|r| r.completion.tokens[1]);
         check(&[prompt.as_slice(), &[first]].concat(), &mut after);
     }
 }
@@ -118,15 +126,15 @@ fn a_completion_does_not_depend_on_the_other_prompts_of_the_batch() {
         // Fewer samples than before as well.
         let alone = sampler.sample(&[prompt], 4, 5).unwrap();
         for (a, b) in alone.iter().zip(&together[6 * i..]) {
-            assert_eq!(a.completion_tokens, b.completion_tokens);
-            assert_eq!(a.log_probs, b.log_probs);
+            assert_eq!(a.completion.tokens, b.completion.tokens);
+            assert_eq!(policy_log_probs(a), policy_log_probs(b));
         }
     }
     let (first, last) = (&together[..6], &together[18..]);
     let tokens = |rollouts: &[candle_grpo_train::Rollout]| -> Vec<Vec<u32>> {
         rollouts
             .iter()
-            .map(|r| r.completion_tokens.clone())
+            .map(|r| r.completion.tokens.clone())
             .collect()
     };
     assert_ne!(
@@ -144,7 +152,7 @@ fn a_prompt_that_occurs_again_goes_on_drawing() {
     let twice = sampler.sample(&[a, b, a], 4, 5).unwrap();
     let eight = sampler.sample(&[a], 8, 5).unwrap();
     for (x, y) in twice[..4].iter().chain(&twice[8..]).zip(&eight) {
-        assert_eq!(x.completion_tokens, y.completion_tokens);
+        assert_eq!(x.completion.tokens, y.completion.tokens);
         assert_eq!(x.sample_index, y.sample_index);
     }
     assert_ne!(eight[..4], eight[4..]);
@@ -191,7 +199,7 @@ fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
         .response_mask
         .to_dtype(candle_core::DType::F32)
         .unwrap();
-    let recorded = sampler_log_probs(&rollouts, &Device::Cpu).unwrap();
+    let recorded = rollout_log_probs(&rollouts, &Device::Cpu).unwrap();
     let computed = (actor.log_probs(&batch).unwrap() * mask).unwrap();
     let difference = max_difference(&recorded, &computed);
     assert!(difference < 2e-5, "{difference}");
@@ -205,11 +213,15 @@ fn greedy_takes_the_likeliest_token_each_time() {
     };
     let prompts = prompts(&["abc", "d"]);
     let rollouts = sampler(config).sample(&all(&prompts), 2, 0).unwrap();
-    assert_eq!(rollouts[0].completion_tokens, rollouts[1].completion_tokens);
+    assert_eq!(rollouts[0].completion.tokens, rollouts[1].completion.tokens);
     // Of six tokens the likeliest has at least a sixth.
     for rollout in &rollouts {
-        assert!(rollout.drawn_log_probs.iter().all(|&l| l == 0.));
-        assert!(rollout.log_probs.iter().all(|&l| l >= (1f32 / 6.).ln()));
+        assert!(rollout.completion.drawn_log_probs.iter().all(|&l| l == 0.));
+        assert!(
+            policy_log_probs(rollout)
+                .iter()
+                .all(|&l| l >= (1f32 / 6.).ln())
+        );
     }
 }
 
@@ -230,7 +242,7 @@ fn a_temperature_that_is_not_above_0_is_an_error(#[case] temperature: f64) {
     assert_eq!(
         error,
         format!(
-            "temperature: {temperature}, must be finite and above 0 (for the likeliest token set greedy)"
+            "temperature: {temperature}, must be finite and above 0 (set greedy for the most likely token)"
         )
     );
 }
@@ -307,10 +319,10 @@ fn bits(log_probs: &[f32]) -> Vec<u32> {
 /// All that a rollout says, to the bit.
 fn said(rollout: &Rollout) -> (Vec<u32>, Vec<u32>, Vec<u32>, FinishReason) {
     (
-        rollout.completion_tokens.clone(),
-        bits(&rollout.log_probs),
-        bits(&rollout.drawn_log_probs),
-        rollout.finish_reason,
+        rollout.completion.tokens.clone(),
+        bits(policy_log_probs(rollout)),
+        bits(&rollout.completion.drawn_log_probs),
+        rollout.completion.finish_reason,
     )
 }
 
@@ -358,7 +370,13 @@ fn truncation_leaves_the_log_probs_of_the_policy_and_says_its_own() {
         // Of the first token, whose distribution is that of the prompt.
         let mut drawn: Vec<(u32, f32, f32)> = of_prompt
             .iter()
-            .map(|r| (r.completion_tokens[0], r.log_probs[0], r.drawn_log_probs[0]))
+            .map(|r| {
+                (
+                    r.completion.tokens[0],
+                    policy_log_probs(r)[0],
+                    r.completion.drawn_log_probs[0],
+                )
+            })
             .collect();
         drawn.sort_by_key(|d| d.0);
         drawn.dedup();
@@ -388,21 +406,21 @@ fn completions_end_where_their_text_has_a_stop_string() {
     let rollouts = sampler.sample(&all(&prompts), 100, 0).unwrap();
     let mut ended = 0;
     for (rollout, free) in rollouts.iter().zip(free) {
-        let tokens = &rollout.completion_tokens;
+        let tokens = &rollout.completion.tokens;
         let has = |tokens: &[u32]| {
             let text = text(tokens).unwrap();
             text.contains("ab") || text.contains("dd")
         };
-        assert_eq!(*tokens, free.completion_tokens[..tokens.len()]);
+        assert_eq!(*tokens, free.completion.tokens[..tokens.len()]);
         assert!(!has(&tokens[..tokens.len() - 1]));
         assert_eq!(
             has(tokens),
-            rollout.finish_reason == FinishReason::StopString
+            rollout.completion.finish_reason == FinishReason::StopString
         );
         if has(tokens) {
             ended += 1;
         } else {
-            assert_eq!(tokens.len(), free.completion_tokens.len());
+            assert_eq!(tokens.len(), free.completion.tokens.len());
         }
     }
     assert!((20..280).contains(&ended), "{ended}");

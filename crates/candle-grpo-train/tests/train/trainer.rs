@@ -259,9 +259,9 @@ fn an_evaluation_scores_one_completion_of_each_prompt() {
     assert_eq!(evaluation.reward_mean(), 0.5);
     let rollouts = sampler.sample(&[&prompts[0], &prompts[1]], 1, 0).unwrap();
     for (sample, rollout) in evaluation.samples.iter().zip(&rollouts) {
-        assert_eq!(sample.response_length, rollout.completion_tokens.len());
+        assert_eq!(sample.response_length, rollout.completion.tokens.len());
         let text = tokenizer()
-            .decode(&rollout.completion_tokens, true)
+            .decode(&rollout.completion.tokens, true)
             .unwrap();
         assert_eq!(sample.completion, text);
     }

@@ -155,7 +155,7 @@ fn answer(
         .map(|rollout| {
             let text = pretrained
                 .tokenizer
-                .decode(&rollout.completion_tokens, true)
+                .decode(&rollout.completion.tokens, true)
                 .map_err(|error| anyhow::anyhow!("{error}"))?;
             Ok((rollout, text))
         })
@@ -165,8 +165,8 @@ fn answer(
 fn as_json(rollout: &Rollout, text: &str) -> Value {
     json!({
         "completion": text,
-        "finish_reason": rollout.finish_reason,
-        "tokens": rollout.completion_tokens,
-        "log_probs": rollout.log_probs,
+        "finish_reason": rollout.completion.finish_reason,
+        "tokens": rollout.completion.tokens,
+        "log_probs": rollout.completion.log_probs,
     })
 }

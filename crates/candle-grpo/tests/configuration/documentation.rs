@@ -123,7 +123,7 @@ fn tables() -> Vec<Table> {
             without: &["seed", "max_new_tokens", "greedy"],
             ..table(
                 "sampler",
-                "crates/candle-grpo-train/src/rollout/sampler.rs",
+                "crates/candle-grpo-train/src/rollout/sampling_config.rs",
                 "SamplingConfig",
                 of("sampler"),
             )

@@ -65,7 +65,6 @@ mod unix {
             self.guard.id().cast_signed()
         }
     }
-
 }
 
 #[cfg(not(unix))]

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use self::process::{Failure, Process};
-use crate::{Interrupted, RewardFunction, Sample, NoProgress, Progress};
+use crate::{Interrupted, NoProgress, Progress, RewardFunction, Sample};
 
 /// The options of [`ProgramReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

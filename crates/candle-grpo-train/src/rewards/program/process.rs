@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow, bail};
 
 use super::answer::{Answer, quoted, request};
 use super::{ProgramConfig, group::ProcessGroup};
-use crate::{Sample, Progress};
+use crate::{Progress, Sample};
 
 /// How long a program without ids must be silent after its last score, so that it has not written more.
 const QUIET: Duration = Duration::from_millis(20);

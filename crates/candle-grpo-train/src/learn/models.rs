@@ -1,0 +1,123 @@
+//! The models of a run.
+
+use std::cell::OnceCell;
+
+use anyhow::{Context, Result};
+use candle_core::Tensor;
+use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+
+use super::recipe_inputs::RecipeInputs;
+use crate::{
+    Actor, Critic, Interrupted, PolicyWeights, Progress, Reference, ReferenceRefresh, TokenBatch,
+    TrainConfig,
+};
+
+/// The policy that trains, and the models that its update is computed from.
+pub(crate) struct Models {
+    pub(crate) actor: Actor,
+    pub(crate) reference: Option<Reference>,
+    /// How the reference follows the policy; absent: it is frozen.
+    pub(crate) reference_refresh: Option<ReferenceRefresh>,
+    pub(crate) teacher: Option<Reference>,
+    pub(crate) critic: Option<Critic>,
+    /// The hash of the weights at the start of the run, once it is computed.
+    pub(crate) base_sha256: OnceCell<String>,
+}
+
+impl Models {
+    pub(super) fn new(
+        model: DecoderConfig,
+        parameters: Parameters,
+        config: &TrainConfig,
+        inputs: RecipeInputs,
+    ) -> Result<Self> {
+        let actor = match config.adapters.clone() {
+            None => Actor::new(model, parameters, config.actor())?,
+            Some(adapters) => {
+                let (seed, device) = (config.sampling.seed, parameters.device());
+                let adapters = Lora::init(adapters, &model, seed, device).context("adapters")?;
+                Actor::with_adapters(model, parameters, adapters, config.actor())?
+            }
+        };
+        let reference = inputs.reference.then(|| actor.reference()).transpose()?;
+        let critic = config
+            .critic
+            .clone()
+            .map(|critic| Critic::new(actor.model(), actor.parameters(), critic))
+            .transpose()?;
+        Ok(Self {
+            actor,
+            reference,
+            reference_refresh: config.reference_refresh,
+            teacher: None,
+            critic,
+            base_sha256: OnceCell::new(),
+        })
+    }
+
+    /// The weights of the policy, for a generator.
+    pub(super) fn weights(&self, version: u64) -> PolicyWeights<'_> {
+        PolicyWeights {
+            version,
+            model: self.actor.model(),
+            parameters: self.actor.parameters(),
+            adapters: self.actor.adapters(),
+        }
+    }
+
+    /// Lets the reference follow the policy after step `step`, if it is due.
+    pub(super) fn refresh_reference(&mut self, step: usize) -> Result<()> {
+        if let (Some(refresh), Some(reference)) = (self.reference_refresh, &mut self.reference)
+            && step.is_multiple_of(refresh.every_steps)
+        {
+            reference.refresh(self.actor.parameters(), refresh.alpha)?;
+        }
+        Ok(())
+    }
+
+    /// Discards all gradients.
+    pub(super) fn zero_grad(&mut self) {
+        self.actor.zero_grad();
+        if let Some(critic) = &mut self.critic {
+            critic.zero_grad();
+        }
+    }
+}
+
+/// Forward passes of a model over a batch, in micro-batches.
+#[derive(Clone, Copy)]
+pub(super) struct MicroBatches<'a> {
+    pub(super) size: usize,
+    pub(super) progress: &'a dyn Progress,
+}
+
+impl MicroBatches<'_> {
+    /// Concatenates `forward` `[B, T]` of all micro-batches of `tokens`.
+    ///
+    /// # Errors
+    ///
+    /// If `forward` fails, or with [`Interrupted`] if the progress cancels.
+    pub(super) fn map(
+        self,
+        tokens: &TokenBatch,
+        forward: impl Fn(&TokenBatch) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (total, _) = tokens.dims()?;
+        let pieces = (0..total)
+            .step_by(self.size)
+            .map(|start| {
+                ensure_not_canceled(self.progress)?;
+                forward(&tokens.narrow(start, self.size.min(total - start))?)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Tensor::cat(&pieces, 0)?)
+    }
+}
+
+/// Returns [`Interrupted`] as an error if `progress` cancels.
+pub(super) fn ensure_not_canceled(progress: &dyn Progress) -> Result<()> {
+    match progress.is_canceled() {
+        true => Err(Interrupted.into()),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,127 @@
+//! The interface to whatever draws completions.
+
+use anyhow::Result;
+use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::RngCore;
+
+use super::Completion;
+use super::SamplingConfig;
+use crate::Progress;
+use crate::random::generator;
+
+/// A source of completions: the decoder in this process ([`LocalGenerator`](crate::LocalGenerator)), an inference
+/// engine on another machine, a recording, or an environment around another generator.
+///
+/// [`Sampler`](crate::Sampler) builds the requests and checks the completions. A trainer shares the generator with other
+/// threads, so its methods take `&self`.
+pub trait Generator: Send + Sync {
+    /// Draws all completions of `batch` and passes each to `deliver` as soon as it has ended, in any order.
+    ///
+    /// The first argument of `deliver` is the place of the completion among all completions of the batch: those of the
+    /// first prompt come first, in the order of its seeds. Every place must be delivered once.
+    ///
+    /// # Errors
+    ///
+    /// If a completion cannot be drawn, `deliver` returns an error, or with [`Interrupted`](crate::Interrupted) after
+    /// [`Progress::is_canceled`] returns true.
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()>;
+
+    /// Receives the weights of the policy: once before the first completion and after each update, before the next
+    /// completion. The default implementation ignores them.
+    ///
+    /// # Errors
+    ///
+    /// If the weights cannot be taken over. The trainer then fails before it samples, and tries again at the next step.
+    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        let _ = weights;
+        Ok(())
+    }
+}
+
+/// The receiver of finished completions.
+pub type Deliver<'a> = dyn FnMut(usize, Completion) -> Result<()> + Send + 'a;
+
+/// Converts tokens to text.
+pub type DecodeText = dyn Fn(&[u32]) -> Result<String> + Send + Sync;
+
+/// A call of [`Generator::generate`].
+#[derive(Clone, Copy)]
+pub struct GenerationBatch<'a> {
+    /// The prompts, at least one.
+    pub prompts: &'a [PromptRequest<'a>],
+    /// The distribution to draw from, and the tokens and strings that end a completion.
+    pub sampling: &'a SamplingConfig,
+    /// Converts tokens to text, for a generator that searches for stop strings itself.
+    pub decode: Option<&'a DecodeText>,
+    /// Receives each finished completion and its tokens, and can cancel the call.
+    pub progress: &'a dyn Progress,
+}
+
+/// A prompt and the completions to draw of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PromptRequest<'a> {
+    /// The tokens to continue, at least one.
+    pub tokens: &'a [u32],
+    /// One seed for each completion, at least one.
+    pub seeds: Vec<CompletionSeed>,
+    /// The maximum length of a completion in tokens, at most [`SamplingConfig::max_new_tokens`]. A request that continues
+    /// an unfinished completion has less.
+    pub max_new_tokens: usize,
+}
+
+/// The identity of a completion, from which its random numbers are derived. The other completions of a batch, its order and
+/// the number of threads have no influence on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CompletionSeed {
+    /// [`SamplingConfig::seed`].
+    pub seed: u64,
+    /// The training step and sampling round, or 0 in an evaluation.
+    pub stream: u64,
+    /// [`Prompt::index`](crate::Prompt::index).
+    pub prompt: u64,
+    /// The number of the completion among those of the prompt.
+    pub sample: u64,
+}
+
+impl CompletionSeed {
+    /// A single number for an engine whose seeds are 64-bit integers.
+    pub fn to_u64(self) -> u64 {
+        self.random().next_u64()
+    }
+
+    /// The random numbers of the completion.
+    pub(crate) fn random(self) -> ChaCha8Rng {
+        generator(self.seed, self.stream, self.prompt, self.sample)
+    }
+}
+
+/// The weights of the policy at one point of the training.
+///
+/// [`LocalGenerator`](crate::LocalGenerator) shares the parameters and needs only the version. A generator in another
+/// process copies the adapters, or the parameters, whose names are those of Hugging Face.
+#[derive(Clone, Copy)]
+pub struct PolicyWeights<'a> {
+    /// The number of training steps that the weights have seen. It grows with each update.
+    pub version: u64,
+    /// The shape of the policy.
+    pub model: &'a DecoderConfig,
+    /// The parameters; with adapters the frozen ones to which these are added.
+    pub parameters: &'a Parameters,
+    /// The adapters, if they train in place of the parameters.
+    pub adapters: Option<&'a Lora>,
+}
+
+impl PolicyWeights<'_> {
+    /// Returns the parameters with the adapters merged into them.
+    ///
+    /// # Errors
+    ///
+    /// If the adapters belong to another model.
+    pub fn merged(&self) -> Result<Parameters> {
+        match self.adapters {
+            None => Ok(self.parameters.clone()),
+            Some(adapters) => Ok(adapters.merged(self.model, self.parameters)?),
+        }
+    }
+}

@@ -1,0 +1,370 @@
+//! A generator in this process.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId};
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+
+use super::categorical::Distribution;
+use super::generator::{CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights};
+use super::logit_filters::FilteredDistribution;
+use super::stop_strings::StopStrings;
+use super::{Completion, FinishReason};
+use crate::Interrupted;
+use crate::random::uniform;
+
+/// Prompts are split into passes of the decoder with about this many tokens.
+const PREFILL_TOKENS: usize = 512;
+
+/// Draws completions from a decoder that shares the parameters of the policy: after an optimizer step it draws from the new
+/// policy.
+///
+/// On the CPU, tokens and log-probs are bit-identical for any batch, order and number of threads.
+///
+/// Each distinct prompt is computed once, and its completions share its keys and values. A completion that has ended is
+/// removed from the batch, and the next one takes its place.
+pub struct LocalGenerator {
+    decoder: Decoder,
+    device: Device,
+    /// The version of the weights.
+    version: AtomicU64,
+}
+
+/// One call of [`Generator::generate`].
+struct Run<'a> {
+    decoder: &'a Decoder,
+    batch: &'a GenerationBatch<'a>,
+    stop_strings: Option<StopStrings<'a>>,
+    version: u64,
+    cache: PagedCache,
+    prompts: Vec<PromptState<'a>>,
+}
+
+/// A distinct prompt of a call.
+struct PromptState<'a> {
+    tokens: &'a [u32],
+    /// The number of completions that have not begun.
+    waiting: usize,
+    /// Its sequence in the cache and the logits `[1, V]` after it, while completions wait.
+    computed: Option<(SequenceId, Tensor)>,
+}
+
+/// A completion that has not begun.
+struct Waiting {
+    place: usize,
+    prompt: usize,
+    seed: CompletionSeed,
+    max_new_tokens: usize,
+}
+
+/// A completion that has not ended.
+struct Live {
+    place: usize,
+    seed: CompletionSeed,
+    max_new_tokens: usize,
+    sequence: SequenceId,
+    random: ChaCha8Rng,
+    tokens: Vec<u32>,
+    log_probs: Vec<f32>,
+    drawn_log_probs: Vec<f32>,
+    end: Option<FinishReason>,
+}
+
+impl LocalGenerator {
+    /// Creates a generator for the policy `parameters` of shape `model`.
+    ///
+    /// # Errors
+    ///
+    /// If `parameters` do not have the shape.
+    pub fn new(model: &DecoderConfig, parameters: &Parameters) -> Result<Self> {
+        let decoder = Decoder::new(model, parameters.detached_var_builder())?;
+        Ok(Self::from_decoder(decoder))
+    }
+
+    /// Creates a generator for the policy that `decoder` computes. The decoder should record no graph.
+    pub fn from_decoder(decoder: Decoder) -> Self {
+        Self {
+            device: decoder.output_weight().device().clone(),
+            decoder,
+            version: AtomicU64::new(0),
+        }
+    }
+
+    fn check(&self, batch: &GenerationBatch<'_>) -> Result<()> {
+        batch.sampling.validate()?;
+        let max_positions = self.decoder.config().max_position_embeddings;
+        let vocabulary = self.decoder.config().vocab_size;
+        for prompt in batch.prompts {
+            let index = prompt.seeds.first().map_or(0, |seed| seed.prompt);
+            let (length, new) = (prompt.tokens.len(), prompt.max_new_tokens);
+            ensure!(
+                length > 0,
+                "prompt {index}: no tokens, must have at least one"
+            );
+            ensure!(
+                new > 0,
+                "prompt {index}: max_new_tokens 0, must be at least 1"
+            );
+            ensure!(
+                length.saturating_add(new) <= max_positions,
+                "prompt {index}: {length} tokens and max_new_tokens {new} make more than the {max_positions} positions of the model"
+            );
+            if let Some(at) = prompt.tokens.iter().position(|&t| t as usize >= vocabulary) {
+                anyhow::bail!(
+                    "prompt {index}: token {at} is {}, must be below the {vocabulary} of the model",
+                    prompt.tokens[at]
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Generator for LocalGenerator {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        self.check(batch)?;
+        let run = Run {
+            decoder: &self.decoder,
+            batch,
+            stop_strings: StopStrings::new(batch)?,
+            version: self.version.load(Ordering::Acquire),
+            cache: PagedCache::new(
+                self.decoder.config(),
+                self.decoder.output_weight().dtype(),
+                &self.device,
+            )?,
+            prompts: Vec::new(),
+        };
+        if self.device.is_cpu() {
+            // A thread of rayon's pool drives the decoder: the pool need not be woken for each operator.
+            rayon::join(|| run.run(deliver), || ()).0
+        } else {
+            // On CUDA each thread has its own default stream: on another thread, weights might be read before they are
+            // written.
+            run.run(deliver)
+        }
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        self.version.store(weights.version, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Run<'_> {
+    fn run(mut self, deliver: &mut Deliver<'_>) -> Result<()> {
+        let mut waiting = self.plan().into_iter();
+        let mut live: Vec<Live> = Vec::new();
+        loop {
+            if self.batch.progress.is_canceled() {
+                return Err(Interrupted.into());
+            }
+            if !live.is_empty() {
+                let new: Vec<(SequenceId, &[u32])> = live
+                    .iter()
+                    .map(|l| (l.sequence, &l.tokens[l.tokens.len() - 1..]))
+                    .collect();
+                let logits = self.decoder.next_logits(&new, &mut self.cache)?;
+                let rows: Vec<usize> = (0..live.len()).collect();
+                self.draw(&logits, &rows, &mut live)?;
+                self.finish(&mut live, deliver)?;
+            }
+            let places = self.batch.sampling.max_batch_size - live.len();
+            let admitted: Vec<Waiting> = waiting.by_ref().take(places).collect();
+            if !admitted.is_empty() {
+                let (logits, rows, mut begun) = self.begin(admitted)?;
+                self.draw(&logits, &rows, &mut begun)?;
+                self.finish(&mut begun, deliver)?;
+                live.append(&mut begun);
+            } else if live.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Finds the distinct prompts, and lists all completions in order.
+    fn plan(&mut self) -> Vec<Waiting> {
+        let mut state_of = HashMap::new();
+        let mut waiting = Vec::new();
+        for request in self.batch.prompts {
+            let prompt = *state_of.entry(request.tokens).or_insert_with(|| {
+                self.prompts.push(PromptState {
+                    tokens: request.tokens,
+                    waiting: 0,
+                    computed: None,
+                });
+                self.prompts.len() - 1
+            });
+            self.prompts[prompt].waiting += request.seeds.len();
+            for &seed in &request.seeds {
+                waiting.push(Waiting {
+                    place: waiting.len(),
+                    prompt,
+                    seed,
+                    max_new_tokens: request.max_new_tokens,
+                });
+            }
+        }
+        waiting
+    }
+
+    /// Starts the admitted completions. Returns the logits after their prompts, and the row of each completion in them.
+    fn begin(&mut self, admitted: Vec<Waiting>) -> Result<(Tensor, Vec<usize>, Vec<Live>)> {
+        let mut needed: Vec<usize> = admitted.iter().map(|w| w.prompt).collect();
+        needed.sort_unstable();
+        needed.dedup();
+        let mut pass: Vec<usize> = Vec::new();
+        let mut tokens = 0;
+        for &prompt in &needed {
+            if self.prompts[prompt].computed.is_some() {
+                continue;
+            }
+            pass.push(prompt);
+            tokens += self.prompts[prompt].tokens.len();
+            if tokens >= PREFILL_TOKENS {
+                self.prefill(&pass)?;
+                pass.clear();
+                tokens = 0;
+            }
+        }
+        self.prefill(&pass)?;
+
+        let mut logits = Vec::with_capacity(needed.len());
+        let mut sequences = HashMap::new();
+        for &prompt in &needed {
+            let (sequence, of_prompt) = self.prompts[prompt]
+                .computed
+                .as_ref()
+                .context("a prompt was not computed")?;
+            sequences.insert(prompt, (*sequence, logits.len()));
+            logits.push(of_prompt.clone());
+        }
+        let mut rows = Vec::with_capacity(admitted.len());
+        let mut begun = Vec::with_capacity(admitted.len());
+        for completion in admitted {
+            let (sequence, row) = sequences[&completion.prompt];
+            rows.push(row);
+            begun.push(Live {
+                place: completion.place,
+                seed: completion.seed,
+                max_new_tokens: completion.max_new_tokens,
+                sequence: self.cache.fork(sequence)?,
+                random: completion.seed.random(),
+                tokens: Vec::new(),
+                log_probs: Vec::new(),
+                drawn_log_probs: Vec::new(),
+                end: None,
+            });
+            let state = &mut self.prompts[completion.prompt];
+            state.waiting -= 1;
+            if state.waiting == 0 {
+                state.computed = None;
+                self.cache.remove(sequence)?;
+            }
+        }
+        Ok((Tensor::cat(&logits, 0)?, rows, begun))
+    }
+
+    /// Computes the keys and values of prompts, and the logits after them.
+    fn prefill(&mut self, prompts: &[usize]) -> Result<()> {
+        if prompts.is_empty() {
+            return Ok(());
+        }
+        let mut new: Vec<(SequenceId, &[u32])> = Vec::with_capacity(prompts.len());
+        for &prompt in prompts {
+            new.push((self.cache.add(), self.prompts[prompt].tokens));
+        }
+        let logits = self.decoder.next_logits(&new, &mut self.cache)?;
+        for (row, (&prompt, (sequence, _))) in prompts.iter().zip(new).enumerate() {
+            self.prompts[prompt].computed = Some((sequence, logits.narrow(0, row, 1)?));
+        }
+        Ok(())
+    }
+
+    /// Draws the next token of each completion, from its row of `logits`.
+    fn draw(&self, logits: &Tensor, rows: &[usize], live: &mut [Live]) -> Result<()> {
+        let vocabulary = logits.dim(1)?;
+        let logits = logits
+            .to_device(&Device::Cpu)?
+            .to_dtype(DType::F32)?
+            .contiguous()?;
+        let (storage, layout) = logits.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(values)) = &*storage else {
+            anyhow::bail!("logits: not f32 on the CPU");
+        };
+        let values = &values[layout.start_offset()..];
+        let results: Vec<Result<()>> = live
+            .par_iter_mut()
+            .zip(rows)
+            .map(|(l, row)| {
+                let logits = &values[row * vocabulary..][..vocabulary];
+                self.draw_one(logits, l).with_context(|| {
+                    format!(
+                        "completion {} of prompt {}, token {}",
+                        l.seed.sample,
+                        l.seed.prompt,
+                        l.tokens.len()
+                    )
+                })
+            })
+            .collect();
+        results.into_iter().collect()
+    }
+
+    fn draw_one(&self, logits: &[f32], l: &mut Live) -> Result<()> {
+        let sampling = self.batch.sampling;
+        let distribution = Distribution::new(logits, sampling.temperature)?;
+        let filters = sampling.filters();
+        let (token, drawn_log_prob) = if sampling.greedy {
+            (distribution.mode(), 0.)
+        } else {
+            let u = uniform(&mut l.random);
+            if filters.is_off() {
+                let token = distribution.quantile(u);
+                (token, distribution.log_prob(token))
+            } else {
+                FilteredDistribution::new(&distribution, filters).quantile(u)
+            }
+        };
+        l.log_probs.push(distribution.log_prob(token));
+        l.drawn_log_probs.push(drawn_log_prob);
+        l.tokens.push(token);
+        let at_string = match &self.stop_strings {
+            Some(stop_strings) => stop_strings.end(&l.tokens)?,
+            None => false,
+        };
+        l.end = if sampling.stop_token_ids.contains(&token) {
+            Some(FinishReason::StopToken)
+        } else if at_string {
+            Some(FinishReason::StopString)
+        } else if l.tokens.len() == l.max_new_tokens {
+            Some(FinishReason::Length)
+        } else {
+            None
+        };
+        Ok(())
+    }
+
+    /// Removes the completions that have ended from `live` and delivers them. Each of `live` has just received a token.
+    fn finish(&mut self, live: &mut Vec<Live>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let drawn = live.len();
+        for l in live.extract_if(.., |l| l.end.is_some()) {
+            self.cache.remove(l.sequence)?;
+            let completion = Completion {
+                weight_versions: vec![self.version; l.tokens.len()],
+                tokens: l.tokens,
+                drawn_log_probs: l.drawn_log_probs,
+                log_probs: Some(l.log_probs),
+                written: None,
+                finish_reason: l.end.unwrap_or(FinishReason::Length),
+            };
+            deliver(l.place, completion)?;
+        }
+        self.batch.progress.advance(drawn - live.len(), drawn);
+        Ok(())
+    }
+}

@@ -1,0 +1,93 @@
+//! The settings of sampling.
+
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use super::logit_filters::LogitFilters;
+
+/// The distribution that completions are drawn from, and their end.
+///
+/// A token is drawn from `softmax(logits / temperature)`, of which `top_k`, `top_p` and `min_p` keep the most likely tokens, in
+/// this order and as in transformers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SamplingConfig {
+    /// Divisor of the logits before the softmax. Above 0; 1 is the policy itself.
+    pub temperature: f64,
+    /// Sample from the `top_k` most likely tokens, ties included. 0 disables it.
+    pub top_k: usize,
+    /// Sample from the smallest set of most likely tokens whose total probability is at least `top_p` (nucleus sampling,
+    /// Holtzman et al. 2020). Above 0; 1 disables it.
+    pub top_p: f64,
+    /// Sample from tokens with at least `min_p` times the greatest probability (Nguyen et al. 2025). 0 disables it.
+    pub min_p: f64,
+    /// Always take the most likely token, for evaluation. Log-probs are still those at `temperature`.
+    pub greedy: bool,
+    /// Maximum length of a completion in tokens, including the stop token. At least 1.
+    pub max_new_tokens: usize,
+    /// Tokens that end a completion.
+    pub stop_token_ids: Vec<u32>,
+    /// Strings that end a completion as soon as its text contains one of them, whatever the token boundaries. They need
+    /// [`Sampler::with_tokenizer`](crate::Sampler::with_tokenizer).
+    pub stop_strings: Vec<String>,
+    /// Maximum number of completions drawn at the same time. It bounds memory and has no influence on what is drawn.
+    pub max_batch_size: usize,
+    /// Seed of the random numbers.
+    pub seed: u64,
+}
+
+impl Default for SamplingConfig {
+    fn default() -> Self {
+        Self {
+            temperature: 1.,
+            top_k: 0,
+            top_p: 1.,
+            min_p: 0.,
+            greedy: false,
+            max_new_tokens: 256,
+            stop_token_ids: Vec::new(),
+            stop_strings: Vec::new(),
+            max_batch_size: 256,
+            seed: 0,
+        }
+    }
+}
+
+impl SamplingConfig {
+    /// Checks all fields.
+    ///
+    /// # Errors
+    ///
+    /// If a field is out of range.
+    pub fn validate(&self) -> Result<()> {
+        ensure_temperature(self.temperature)?;
+        self.filters().validate()?;
+        for (name, value) in [
+            ("max_new_tokens", self.max_new_tokens),
+            ("max_batch_size", self.max_batch_size),
+        ] {
+            ensure!(value > 0, "{name}: 0, must be at least 1");
+        }
+        if let Some(at) = self.stop_strings.iter().position(String::is_empty) {
+            anyhow::bail!("stop_strings[{at}]: empty, must have at least one character");
+        }
+        Ok(())
+    }
+
+    pub(super) fn filters(&self) -> LogitFilters {
+        LogitFilters {
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+        }
+    }
+}
+
+/// Checks that logits can be divided by `temperature`.
+pub(crate) fn ensure_temperature(temperature: f64) -> Result<()> {
+    ensure!(
+        temperature > 0. && temperature.is_finite(),
+        "temperature: {temperature}, must be finite and above 0 (set greedy for the most likely token)"
+    );
+    Ok(())
+}

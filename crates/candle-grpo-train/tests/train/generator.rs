@@ -1,0 +1,285 @@
+//! Custom generators.
+
+use std::sync::{Arc, Mutex};
+
+use anyhow::Result;
+use candle_core::Device;
+use candle_grpo_nn::LoraConfig;
+use candle_grpo_train::{
+    Completion, Deliver, FinishReason, GenerationBatch, Generator, LocalGenerator, OldLogProbs,
+    PolicyWeights, Sampler, TokenBatch, TrainConfig, Trainer, evaluate, rollout_log_probs,
+};
+use rstest::rstest;
+
+use crate::common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
+
+fn config() -> TrainConfig {
+    TrainConfig {
+        prompts_per_step: 3,
+        num_generations: 4,
+        sampling: sampling(),
+        micro_batch_size: 5,
+        ..TrainConfig::default()
+    }
+}
+
+fn trainer(config: TrainConfig) -> Trainer {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    let length = |sample: &candle_grpo_train::Sample| sample.completion_tokens.len() as f32;
+    Trainer::new(model(), parameters(), tokenizer(), prompts, length, config).unwrap()
+}
+
+/// Draws from a copy of the weights that it received last, delivers in reverse order and records the versions.
+struct Remote {
+    weights: Mutex<Option<(u64, LocalGenerator)>>,
+    versions: Arc<Mutex<Vec<u64>>>,
+}
+
+impl Remote {
+    fn new() -> (Arc<Self>, Arc<Mutex<Vec<u64>>>) {
+        let versions = Arc::new(Mutex::new(Vec::new()));
+        let remote = Self {
+            weights: Mutex::new(None),
+            versions: Arc::clone(&versions),
+        };
+        (Arc::new(remote), versions)
+    }
+}
+
+impl Generator for Remote {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let weights = self.weights.lock().unwrap();
+        let (version, local) = weights
+            .as_ref()
+            .expect("weights before the first completion");
+        let mut completions = Vec::new();
+        local.generate(batch, &mut |place, completion| {
+            completions.push((place, completion));
+            Ok(())
+        })?;
+        completions.sort_by_key(|(place, _)| std::cmp::Reverse(*place));
+        for (place, mut completion) in completions {
+            completion.weight_versions.fill(*version);
+            deliver(place, completion)?;
+        }
+        Ok(())
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        self.versions.lock().unwrap().push(weights.version);
+        let copy = weights.merged()?.frozen_copy()?.into_iter().collect();
+        let copy = candle_grpo_nn::Parameters::from_tensors(weights.model, copy, &Device::Cpu)?;
+        let local = LocalGenerator::new(weights.model, &copy)?;
+        *self.weights.lock().unwrap() = Some((weights.version, local));
+        Ok(())
+    }
+}
+
+#[rstest]
+#[case::all_weights(None)]
+#[case::adapters(Some(LoraConfig::all_linear(4, 8.)))]
+fn a_generator_that_copies_the_weights_trains_like_the_policy_itself(
+    #[case] adapters: Option<LoraConfig>,
+) {
+    let mut config = config();
+    config.adapters = adapters;
+    config.optimizer.learning_rate = 1e-2;
+    let (remote, versions) = Remote::new();
+    let mut local = trainer(config.clone());
+    let mut remote = trainer(config).with_generator(remote);
+    for _ in 0..3 {
+        let (a, b) = (local.step().unwrap(), remote.step().unwrap());
+        assert!(!a.skipped);
+        assert_eq!(a.reward_mean, b.reward_mean);
+    }
+    let (a, b) = (
+        local.policy_parameters().unwrap(),
+        remote.policy_parameters().unwrap(),
+    );
+    for (name, variable) in a.iter() {
+        assert!(
+            max_difference(variable, b.get(name).unwrap()) < 1e-4,
+            "{name}"
+        );
+    }
+    assert_eq!(*versions.lock().unwrap(), [0, 1, 2]);
+    // An evaluation draws from the current weights.
+    remote.sampler(sampling()).unwrap();
+    assert_eq!(*versions.lock().unwrap(), [0, 1, 2, 3]);
+}
+
+#[test]
+fn tokens_carry_the_version_of_the_weights_that_drew_them() {
+    let mut trainer = trainer(config());
+    let prompts = prompts(&["abc"]);
+    for version in 0..2 {
+        let sampler = trainer.sampler(sampling()).unwrap();
+        for rollout in sampler.sample(&[&prompts[0]], 3, 0).unwrap() {
+            let completion = rollout.completion;
+            assert_eq!(
+                completion.weight_versions,
+                vec![version; completion.tokens.len()]
+            );
+        }
+        assert!(!trainer.step().unwrap().skipped);
+    }
+}
+
+/// Repeats one completion for every seed.
+struct Constant(Completion);
+
+impl Generator for Constant {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let completions = batch.prompts.iter().map(|prompt| prompt.seeds.len()).sum();
+        (0..completions).try_for_each(|place| deliver(place, self.0.clone()))
+    }
+}
+
+/// Tokens 1 and 2 of the policy, then 3 of a tool, then the end.
+fn with_tool() -> Completion {
+    Completion {
+        tokens: vec![1, 2, 3, END],
+        drawn_log_probs: vec![-1., -2., f32::NAN, -3.],
+        log_probs: None,
+        written: Some(vec![true, true, false, true]),
+        weight_versions: vec![0; 4],
+        finish_reason: FinishReason::StopToken,
+    }
+}
+
+#[test]
+fn tokens_that_the_policy_did_not_write_are_context_only() {
+    let sampler = Sampler::from_generator(Arc::new(Constant(with_tool())), 6, sampling()).unwrap();
+    let prompts = prompts(&["abc"]);
+    let rollouts = sampler.sample(&[&prompts[0]], 2, 0).unwrap();
+    let batch = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
+    let mask = batch.response_mask.to_vec2::<u32>().unwrap();
+    assert_eq!(mask, [[1, 1, 0, 1]; 2]);
+    let attention = batch.attention_mask.to_vec2::<u32>().unwrap();
+    assert_eq!(attention, [[1; 6]; 2]);
+    let log_probs = rollout_log_probs(&rollouts, &Device::Cpu).unwrap();
+    assert_eq!(
+        log_probs.to_vec2::<f32>().unwrap(),
+        [[-1., -2., 0., -3.]; 2]
+    );
+}
+
+/// Ends the completions of odd places with a stop token, the others later, so that rewards differ.
+struct Alternating;
+
+impl Generator for Alternating {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let completions = batch.prompts.iter().map(|prompt| prompt.seeds.len()).sum();
+        for place in 0..completions {
+            let mut completion = with_tool();
+            if place % 2 == 1 {
+                completion.tokens.remove(1);
+                completion.drawn_log_probs.remove(1);
+                completion.weight_versions.remove(1);
+                completion.written = Some(vec![true, false, true]);
+            }
+            deliver(place, completion)?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn old_log_probs_of_a_generator_without_those_of_the_policy_are_an_error() {
+    let mut config = config();
+    config.old_log_probs = OldLogProbs::Sampler;
+    let mut trainer = trainer(config).with_generator(Arc::new(Alternating));
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    assert!(
+        error.starts_with("step 1: old_log_probs: Sampler, must be Recompute"),
+        "{error}"
+    );
+}
+
+#[test]
+fn completions_with_the_tokens_of_a_tool_train() {
+    let mut trainer = trainer(config()).with_generator(Arc::new(Alternating));
+    let metrics = trainer.step().unwrap();
+    assert!(metrics.grad_norm.unwrap() > 0.);
+}
+
+#[rstest]
+#[case(|c: &mut Completion| c.tokens.clear(), "tokens: none, must be at least one")]
+#[case(|c: &mut Completion| c.tokens[1] = 6, "tokens: 6 at 1, must be below the vocabulary size 6")]
+#[case(|c: &mut Completion| drop(c.drawn_log_probs.pop()), "drawn_log_probs: 3 entries, must be 4, one per token")]
+#[case(|c: &mut Completion| c.log_probs = Some(vec![-1.]), "log_probs: 1 entries, must be 4, one per token")]
+#[case(|c: &mut Completion| drop(c.weight_versions.pop()), "weight_versions: 3 entries, must be 4, one per token")]
+#[case(|c: &mut Completion| c.written = Some(vec![false; 4]), "written: false for all tokens, must be true for at least one")]
+#[case(|c: &mut Completion| c.drawn_log_probs[0] = 0.5, "drawn_log_probs: 0.5 at 0, must be finite and at most 0")]
+#[case(|c: &mut Completion| c.drawn_log_probs[3] = f32::NAN, "drawn_log_probs: NaN at 3, must be finite and at most 0")]
+fn a_malformed_completion_is_refused_by_name(
+    #[case] spoil: fn(&mut Completion),
+    #[case] words: &str,
+) {
+    let mut completion = with_tool();
+    spoil(&mut completion);
+    let sampler = Sampler::from_generator(Arc::new(Constant(completion)), 6, sampling()).unwrap();
+    let prompts = prompts(&["abc"]);
+    let error = sampler.sample(&[&prompts[0]], 2, 0).unwrap_err();
+    assert_eq!(
+        format!("{error:#}"),
+        format!("generator: completion 0 of prompt 0: {words}")
+    );
+}
+
+/// Delivers the places it is told to.
+struct Places(Vec<usize>);
+
+impl Generator for Places {
+    fn generate(&self, _: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        self.0
+            .iter()
+            .try_for_each(|&place| deliver(place, with_tool()))
+    }
+}
+
+#[rstest]
+#[case(vec![0], "generator: completion 1 of prompt 0 is missing")]
+#[case(vec![1, 1], "generator: completion 1 of prompt 0 came twice")]
+#[case(vec![0, 1, 2], "generator: delivered completion 2, must be below 2")]
+fn lost_and_doubled_completions_are_errors(#[case] places: Vec<usize>, #[case] words: &str) {
+    let sampler = Sampler::from_generator(Arc::new(Places(places)), 6, sampling()).unwrap();
+    let prompts = prompts(&["abc"]);
+    let error = sampler.sample(&[&prompts[0]], 2, 0).unwrap_err();
+    assert_eq!(error.to_string(), words);
+}
+
+/// Fails to take over weights the first time.
+struct Unreachable(Mutex<usize>);
+
+impl Generator for Unreachable {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        Constant(with_tool()).generate(batch, deliver)
+    }
+
+    fn weights_changed(&self, _: &PolicyWeights<'_>) -> Result<()> {
+        let mut calls = self.0.lock().unwrap();
+        *calls += 1;
+        anyhow::ensure!(*calls > 1, "engine: no answer");
+        Ok(())
+    }
+}
+
+#[test]
+fn a_step_whose_generator_did_not_take_the_weights_can_be_repeated() {
+    let mut trainer = trainer(config()).with_generator(Arc::new(Unreachable(Mutex::new(0))));
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    assert_eq!(error, "step 1: engine: no answer");
+    assert_eq!(trainer.steps(), 0);
+    trainer.step().unwrap();
+    assert_eq!(trainer.steps(), 1);
+}
+
+#[test]
+fn an_evaluation_takes_any_generator() {
+    let sampler = Sampler::from_generator(Arc::new(Constant(with_tool())), 6, sampling()).unwrap();
+    let length = |sample: &candle_grpo_train::Sample| sample.completion_tokens.len() as f32;
+    let prompts = prompts(&["abc", "d"]);
+    let evaluation = evaluate(&sampler, &prompts, 2, &length, &tokenizer(), 0).unwrap();
+    assert_eq!(evaluation.reward_mean(), 4.);
+}
