@@ -347,7 +347,7 @@ fn half_a_step_is_neither_gone_on_from_nor_saved() {
         let error = error.to_string();
         assert_eq!(
             error,
-            "step 1: failed after it had changed weights, go back to a checkpoint"
+            "step 1: failed after it had changed weights, resume from a checkpoint"
         );
     }
     save(&self::trainer(config), folder.path());
