@@ -57,7 +57,7 @@ fn generate(
     ensure!(
         rollouts
             .iter()
-            .all(|r| r.completion_tokens.len() == new_tokens),
+            .all(|r| r.completion.tokens.len() == new_tokens),
         "a completion ended early"
     );
     Ok(seconds)
