@@ -1,8 +1,8 @@
-//! The dtypes in which things are computed and returned.
+//! Data types of computations and results.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
-/// The dtype in which sums and exponentials of `dtype` are computed: f64 for f64, f32 for all others.
+/// Returns the dtype in which inputs of `dtype` are computed and returned: f64 for f64, f32 for all others.
 pub fn arithmetic_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
@@ -10,7 +10,7 @@ pub fn arithmetic_dtype(dtype: DType) -> DType {
     }
 }
 
-/// The dtype of sums and variances: f64, or f32 on Metal, which has no f64.
+/// Returns the dtype of sums and variances: f64, or f32 on Metal, which has no f64.
 pub fn statistics_dtype(device: &Device) -> DType {
     if device.is_metal() {
         DType::F32
@@ -19,7 +19,7 @@ pub fn statistics_dtype(device: &Device) -> DType {
     }
 }
 
-/// `x` in the dtype of [`statistics_dtype`], without a graph.
-pub(crate) fn for_statistics(x: &Tensor) -> candle_core::Result<Tensor> {
+/// Returns `x` in the dtype of statistics, detached.
+pub(crate) fn for_statistics(x: &Tensor) -> Result<Tensor> {
     x.detach().to_dtype(statistics_dtype(x.device()))
 }

@@ -1,12 +1,13 @@
-//! Which samples answer the same prompt.
+//! Groups of samples that share a prompt.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
 use std::collections::HashMap;
 
-/// The groups of a batch: samples of one group answer the same prompt.
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// The groups of a batch: the samples of one group share a prompt.
 ///
-/// Functions take `impl Into<Groups>`: a number is the size of consecutive blocks (`num_generations`), a slice or
-/// vector of integers names the group of each sample, in any order and with groups of any size.
+/// Functions take `impl Into<Groups>`. A number is the size of consecutive blocks (`num_generations`). A slice or vector
+/// of integers is the group id of each sample, in any order and with groups of any size.
 ///
 /// ```
 /// use candle_grpo_core::Groups;
@@ -19,8 +20,6 @@ pub enum Groups {
     Consecutive(usize),
     /// `ids[i]` is the group of sample `i`.
     Ids(Vec<i64>),
-    /// What a negative number became: it is refused when it is used.
-    Negative(i32),
 }
 
 impl From<usize> for Groups {
@@ -29,21 +28,11 @@ impl From<usize> for Groups {
     }
 }
 
-/// A number without a suffix is an `i32`; a negative one is refused when it is used.
-impl From<i32> for Groups {
-    fn from(num_generations: i32) -> Self {
-        match usize::try_from(num_generations) {
-            Ok(size) => Self::Consecutive(size),
-            Err(_) => Self::Negative(num_generations),
-        }
-    }
-}
-
 macro_rules! ids_from {
     ($($int:ty),*) => {$(
         impl From<&[$int]> for Groups {
             fn from(ids: &[$int]) -> Self {
-                // Only equality of ids counts, and `as` between 64-bit integers keeps it.
+                // Only equality of ids matters, and `as` between 64-bit integers preserves it.
                 Self::Ids(ids.iter().map(|&i| i as i64).collect())
             }
         }
@@ -68,21 +57,7 @@ impl From<&Groups> for Groups {
 }
 
 impl Groups {
-    /// The groups named by a tensor of integers `[B]`, copied to the host.
-    pub fn from_ids_to_host(group_ids: &Tensor) -> Result<Self> {
-        if group_ids.rank() != 1 || !group_ids.dtype().is_int() {
-            bail!(
-                "group_ids: {:?} of {:?}, must be integers of shape [B]",
-                group_ids.dtype(),
-                group_ids.dims()
-            );
-        }
-        Ok(Self::Ids(group_ids.to_dtype(DType::I64)?.to_vec1::<i64>()?))
-    }
-}
-
-impl Groups {
-    /// The id of each of `rows` rows; `name` is what errors call them.
+    /// The id of each of `rows` rows; `name` is for errors.
     pub(crate) fn to_ids(&self, name: &str, rows: usize) -> Result<Vec<i64>> {
         match self {
             Self::Ids(ids) if ids.len() == rows => Ok(ids.clone()),
@@ -96,12 +71,11 @@ impl Groups {
             Self::Consecutive(size) => bail!(
                 "{name}: blocks of {size} for {rows} rows, the size must be positive and divide their number"
             ),
-            Self::Negative(size) => bail!("{name}: blocks of {size}, the size must be positive"),
         }
     }
 }
 
-/// A batch laid out with one row for each group, as wide as the widest group.
+/// The layout of a batch with one row for each group, as wide as the largest group.
 #[derive(Debug, Clone)]
 pub(crate) struct GroupLayout {
     sizes: Vec<usize>,
@@ -110,10 +84,10 @@ pub(crate) struct GroupLayout {
     device: Device,
 }
 
-/// How groups that are not consecutive blocks of one size map to rows.
+/// Map between samples and rows for groups that are not consecutive blocks of one size.
 #[derive(Debug, Clone)]
 struct Ragged {
-    /// `[P * W]`: the sample at each place of the rows (any sample where there is none).
+    /// `[P * W]`: the sample at each place of the rows (an arbitrary one at an empty place).
     sample_at: Tensor,
     /// `[P, W]`, u8: 1 where there is a sample.
     present: Tensor,
@@ -126,9 +100,6 @@ impl GroupLayout {
         match groups {
             Groups::Consecutive(0) => {
                 bail!("num_generations: 0, a group must have at least one sample")
-            }
-            Groups::Negative(number) => {
-                bail!("num_generations: {number}, a group must have at least one sample")
             }
             Groups::Consecutive(size) if !batch.is_multiple_of(*size) => bail!(
                 "num_generations: {size} does not divide the {batch} rewards; pass group_ids for groups of unequal size"
@@ -215,8 +186,8 @@ impl GroupLayout {
     }
 
     /// `[P, 1]`, one number for each group, to `[B]`.
-    pub(crate) fn to_members(&self, of_group: &Tensor) -> Result<Tensor> {
-        self.to_samples(&of_group.broadcast_as((self.sizes.len(), self.width))?)
+    pub(crate) fn to_members(&self, per_group: &Tensor) -> Result<Tensor> {
+        self.to_samples(&per_group.broadcast_as((self.sizes.len(), self.width))?)
     }
 
     /// `[P, W]`, u8: 1 where there is a sample.

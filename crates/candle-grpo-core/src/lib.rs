@@ -1,6 +1,6 @@
-//! Rewards and groups to advantages, as Candle tensor operations on the device of the tensor.
+//! Advantages for GRPO-family training, as Candle tensor operations on the device of the tensor.
 //!
-//! The short way is an advantage function, made once and called with rewards, `num_generations` and a scale:
+//! Create an advantage function once, then call it with the rewards, the group size and a scale:
 //!
 //! ```
 //! use candle_grpo_core::{GroupAdvantage, Scale};
@@ -10,17 +10,22 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! The general way is an [`AdvantageEstimator`]: an [`AdvantagePipeline`], which has every published estimator as a point
-//! of one product of stages, baselines, scales and whitenings, or one of your own. It takes an [`AdvantageBatch`] and gives
-//! advantages of sequences or of tokens. [`Gigpo`] is for batches whose rows are steps of trajectories. [`AdvantageConfig`] names the published ones for a configuration file.
+//! [`AdvantageEstimator`] is the general interface: it takes an [`AdvantageBatch`] and returns [`Advantages`] of sequences or
+//! tokens. [`AdvantagePipeline`] has a constructor for each published estimator, and [`AdvantageConfig`] names them in
+//! configuration files. Implement the trait for your own.
 //!
-//! Before it: [`RewardShaping`] (shift, scale, normalise, clip), [`ScoreEnsemble`], penalties for length
-//! ([`OverlongPenalty`]), truncation ([`TruncationPenalty`]) and repetition ([`RepetitionPenalty`]), [`ScoreResampling`]
-//! and [`DynamicSampling`]. In it: [`TokenShaping`] (KL in the reward, returns, whitening, clipping) with [`Kl`] and
-//! [`KlController`]. After it: [`SampleFilter`] and [`top_entropy_tokens_to_host`] say which samples and tokens are trained
-//! on, and [`Metrics`] are figures that leave the device together.
+//! | module | contents |
+//! | --- | --- |
+//! | [`rewards`] | shaping before the advantage, score ensembles, length and repetition penalties |
+//! | [`advantage`] | advantages of sequences and tokens, published estimators, whitening, returns |
+//! | [`selection`] | dynamic sampling, filters of samples and tokens, resampling |
+//! | [`trajectories`] | batches whose rows are steps of trajectories, GiGPO |
+//! | [`kl`] | KL estimators with their gradients, adaptive KL coefficient |
+//! | [`metrics`] | metrics that merge over micro-batches and workers |
+//! | [`validate`] | the typed error of invalid options |
 //!
-//! Shapes: B samples, P groups, T response tokens. Statistics run in f64; results are f32, or f64 for f64 tensors.
+//! Shapes: B sequences, P groups, T response tokens, K reward components. Statistics run in f64; results are f32, or f64 for
+//! tensors in f64.
 
 pub mod advantage;
 pub mod dtype;
@@ -36,11 +41,9 @@ pub mod trajectories;
 pub mod validate;
 
 pub use advantage::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages, Baseline,
-    BaselinePopulation, Compensation, Components, EpsilonPlacement, GroupAdvantage,
-    GroupStatistics, KlPenalty, MaskedTokens, OptimalTokenBaseline, Scale, SequenceAdvantage,
-    SingleSample, TokenAdvantages, TokenAlignment, TokenBaseline, TokenShaping, Whitening,
-    masked_normalize, masked_whiten, reverse_recurrence,
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
+    Advantages, Baseline, GroupAdvantage, KlPenalty, Scale, SingletonGroup, TokenAdvantage,
+    Whitening, reverse_recurrence,
 };
 pub use dtype::{arithmetic_dtype, statistics_dtype};
 pub use groups::Groups;
@@ -49,12 +52,11 @@ pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};
 pub use nearest_key::with_nearest_key;
 pub use rewards::{
-    IntoRewards, Level, NonFinite, OverlongPenalty, RepetitionPenalty, RewardNorm, RewardShaping,
-    RewardTensor, RunningMoments, RunningState, ScoreEnsemble, ShapedRewards, TruncationPenalty,
+    NonFinite, NormLevel, OverlongPenalty, RepetitionPenalty, RewardNorm, RewardShaping,
+    RunningMoments, RunningState, ScoreEnsemble,
 };
 pub use selection::{
     DynamicSampling, FilterBatch, GroupFilter, GroupSummary, SampleFilter, SamplingDecision,
-    ScoreResampling, top_entropy_tokens_to_host,
+    ScoreResampling,
 };
-pub use trajectories::{EpisodePopulation, Gigpo, Steps};
 pub use validate::Invalid;

@@ -1,11 +1,12 @@
-//! Which positions count.
+//! Masks over response tokens.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-/// A 0/1 mask over response tokens `[B, T]`: what is not selected never reaches a value or a gradient, not even NaN.
+/// A 0/1 mask over response tokens `[B, T]`. Positions outside the mask never reach a value or a gradient, even if they hold
+/// NaN.
 ///
-/// Multiplying by a mask keeps NaN and infinity (`0 * inf`), so entries are selected, and selected before anything is
-/// exponentiated.
+/// Multiplication by a mask propagates NaN and infinity (`0 * inf`), so entries are selected instead, before any
+/// exponentiation.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -22,7 +23,11 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// A mask of any dtype, `[B, T]`: an entry counts if it is not 0.
+    /// A mask from `[B, T]` of any dtype: entries other than 0 are selected.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the tensor is empty or has another rank.
     pub fn new(response_mask: &Tensor) -> Result<Self> {
         let &[batch, tokens] = response_mask.dims() else {
             bail!(
@@ -40,17 +45,17 @@ impl Mask {
         })
     }
 
-    /// The mask itself: u8 `[B, T]`.
+    /// Returns the mask: u8 `[B, T]`.
     pub fn selected(&self) -> &Tensor {
         &self.selected
     }
 
-    /// B and T.
+    /// Returns B and T.
     pub fn dims(&self) -> Result<(usize, usize)> {
         self.selected.dims2()
     }
 
-    /// An error that names `name` unless `x` has the shape of the mask.
+    /// Checks that `x` has the shape of the mask; `name` is for the error.
     pub fn check_shape(&self, name: &str, x: &Tensor) -> Result<()> {
         if x.dims() != self.selected.dims() {
             bail!(
@@ -62,12 +67,12 @@ impl Mask {
         Ok(())
     }
 
-    /// `x` where the mask is 1, elsewhere 0.
+    /// Returns `x` inside the mask and 0 outside.
     pub fn select(&self, x: &Tensor) -> Result<Tensor> {
         self.selected.where_cond(x, &x.zeros_like()?)
     }
 
-    /// The positions of this mask where `condition` (u8 `[B, T]`) holds as well.
+    /// Returns the positions of this mask where `condition` (u8 `[B, T]`) holds.
     pub fn and(&self, condition: &Tensor) -> Result<Self> {
         self.check_shape("condition", condition)?;
         Ok(Self {
@@ -75,7 +80,8 @@ impl Mask {
         })
     }
 
-    /// The positions of this mask in the sequences for which `keep` `[B]` is not 0, as [`crate::SampleFilter`] says it.
+    /// Returns the positions of this mask in the sequences where `keep` `[B]`, such as the result of a
+    /// [`SampleFilter`](crate::selection::SampleFilter), is not 0.
     pub fn keep_samples(&self, keep: &Tensor) -> Result<Self> {
         let (batch, _) = self.dims()?;
         if keep.dims() != [batch] {
@@ -90,53 +96,53 @@ impl Mask {
         })
     }
 
-    /// `of_sequence` `[B]` at every position of the mask, elsewhere 0: `[B, T]`.
-    pub fn spread(&self, of_sequence: &Tensor) -> Result<Tensor> {
-        self.select(&self.every_token(of_sequence)?)
+    /// Returns `per_sequence` `[B]` at every position of the mask and 0 outside: `[B, T]`.
+    pub fn spread(&self, per_sequence: &Tensor) -> Result<Tensor> {
+        self.select(&self.every_token(per_sequence)?)
     }
 
-    /// `of_sequence` `[B]` at the last position of each sequence that counts, elsewhere 0: `[B, T]`. That of a sequence
-    /// without any is lost.
-    pub fn place_on_last(&self, of_sequence: &Tensor) -> Result<Tensor> {
-        let everywhere = self.every_token(of_sequence)?;
+    /// Returns `per_sequence` `[B]` at the last position of each sequence in the mask and 0 elsewhere: `[B, T]`. A sequence
+    /// without a position in the mask gets 0 everywhere.
+    pub fn place_on_last(&self, per_sequence: &Tensor) -> Result<Tensor> {
+        let everywhere = self.every_token(per_sequence)?;
         self.last()?
             .where_cond(&everywhere, &everywhere.zeros_like()?)
     }
 
-    fn every_token(&self, of_sequence: &Tensor) -> Result<Tensor> {
+    fn every_token(&self, per_sequence: &Tensor) -> Result<Tensor> {
         let (batch, tokens) = self.dims()?;
-        if of_sequence.dims() != [batch] {
+        if per_sequence.dims() != [batch] {
             bail!(
                 "rewards: shape {:?}, must be [{batch}], one for each row of response_mask",
-                of_sequence.dims()
+                per_sequence.dims()
             );
         }
-        of_sequence
+        per_sequence
             .unsqueeze(1)?
             .broadcast_as((batch, tokens))?
             .contiguous()
     }
 
-    /// 1 and 0 in `dtype`, `[B, T]`.
+    /// Returns the mask as 1 and 0 in `dtype`: `[B, T]`.
     pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
         self.selected.to_dtype(dtype)
     }
 
-    /// The number of tokens that count in each sequence, `[B, 1]` in `dtype`.
+    /// Returns the number of tokens of each sequence in the mask: `[B, 1]` in `dtype`.
     pub fn lengths(&self, dtype: DType) -> Result<Tensor> {
         self.selected.to_dtype(dtype)?.sum_keepdim(D::Minus1)
     }
 
-    /// The number of tokens that count, a scalar in `dtype`.
+    /// Returns the number of tokens in the mask: a scalar in `dtype`.
     pub fn count(&self, dtype: DType) -> Result<Tensor> {
         self.selected.to_dtype(dtype)?.sum_all()
     }
 
-    /// 1 at the last position of each sequence that counts: u8 `[B, T]`. A sequence without any has none.
+    /// Returns 1 at the last position of each sequence in the mask: u8 `[B, T]`.
     pub fn last(&self) -> Result<Tensor> {
         let (_, tokens) = self.dims()?;
         let device = self.selected.device();
-        // Positions from 1, so that 0 means none.
+        // Positions start at 1, so that 0 means no position.
         let position = Tensor::arange(1u32, tokens as u32 + 1, device)?.to_dtype(DType::F32)?;
         let position = self.to_dtype(DType::F32)?.broadcast_mul(&position)?;
         let last = position.max_keepdim(D::Minus1)?;

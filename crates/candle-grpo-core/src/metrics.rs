@@ -1,4 +1,4 @@
-//! Figures as sums and counts, so that they add up over micro-batches and workers without bias.
+//! Metrics as sums and counts, so that they merge over micro-batches and workers without bias.
 
 use std::collections::BTreeMap;
 
@@ -15,14 +15,24 @@ enum Kind {
     Min,
 }
 
-/// Figures that are still on the device: nothing is transferred until [`Metrics::to_host`].
+/// Metrics on the device. Nothing is transferred until [`Metrics::to_host`].
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
-    entries: Vec<(String, Kind, Tensor, Tensor)>,
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug, Clone)]
+struct Entry {
+    name: String,
+    kind: Kind,
+    /// The sum of a mean, the maximum or the minimum: `[1]`.
+    value: Tensor,
+    /// `[1]`.
+    count: Tensor,
 }
 
 impl Metrics {
-    /// No figures.
+    /// No metrics.
     pub fn new() -> Self {
         Self::default()
     }
@@ -32,12 +42,12 @@ impl Metrics {
         self.push(name, Kind::Mean, sum, count)
     }
 
-    /// Adds the scalar `largest`: minus infinity if there was nothing to take it of.
+    /// Adds the maximum `largest`, a scalar; minus infinity stands for the maximum of no entries.
     pub fn push_max(&mut self, name: &str, largest: &Tensor) -> Result<()> {
         self.push(name, Kind::Max, largest, &largest.ones_like()?)
     }
 
-    /// Adds the scalar `smallest`: infinity if there was nothing to take it of.
+    /// Adds the minimum `smallest`, a scalar; infinity stands for the minimum of no entries.
     pub fn push_min(&mut self, name: &str, smallest: &Tensor) -> Result<()> {
         self.push(name, Kind::Min, smallest, &smallest.ones_like()?)
     }
@@ -49,12 +59,12 @@ impl Metrics {
         self.push_mean(name, &sum, &mask.count(dtype)?)
     }
 
-    /// Adds the largest of `values` `[B, T]` over the positions of `mask`.
+    /// Adds the maximum of `values` `[B, T]` over the positions of `mask`.
     pub fn push_masked_max(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_extreme(name, values, mask, Kind::Max)
     }
 
-    /// Adds the smallest of `values` `[B, T]` over the positions of `mask`.
+    /// Adds the minimum of `values` `[B, T]` over the positions of `mask`.
     pub fn push_masked_min(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         self.push_extreme(name, values, mask, Kind::Min)
     }
@@ -90,17 +100,25 @@ impl Metrics {
         }
         let dtype = statistics_dtype(value.device());
         let scalar = |x: &Tensor| x.detach().to_dtype(dtype)?.reshape(1);
-        self.entries
-            .push((name.to_owned(), kind, scalar(value)?, scalar(count)?));
+        self.entries.push(Entry {
+            name: name.to_owned(),
+            kind,
+            value: scalar(value)?,
+            count: scalar(count)?,
+        });
         Ok(())
     }
 
-    /// Adds the figures of `other`, such as those of another micro-batch: what has the same name is merged.
+    /// Adds the metrics of `other`, such as those of another micro-batch. Metrics of the same name are merged.
     pub fn extend(&mut self, other: Metrics) {
         self.entries.extend(other.entries);
     }
 
-    /// Brings all figures to the host in one transfer.
+    /// Copies all metrics to the host in one transfer. Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// Fails if metrics of one name are of different kinds.
     pub fn to_host(&self) -> Result<MetricValues> {
         let mut values = MetricValues::default();
         if self.entries.is_empty() {
@@ -109,45 +127,45 @@ impl Metrics {
         let scalars: Vec<&Tensor> = self
             .entries
             .iter()
-            .flat_map(|(_, _, v, n)| [v, n])
+            .flat_map(|entry| [&entry.value, &entry.count])
             .collect();
         // Widened on the host: not every device has f64.
         let numbers = Tensor::cat(&scalars, 0)?
             .to_device(&Device::Cpu)?
             .to_dtype(DType::F64)?
             .to_vec1::<f64>()?;
-        for ((name, kind, _, _), pair) in self.entries.iter().zip(numbers.chunks_exact(2)) {
+        for (entry, pair) in self.entries.iter().zip(numbers.chunks_exact(2)) {
             let (value, count) = (pair[0], pair[1]);
-            let value = match kind {
+            let value = match entry.kind {
                 Kind::Mean => MetricValue::Mean { sum: value, count },
                 Kind::Max => MetricValue::Max(value),
                 Kind::Min => MetricValue::Min(value),
             };
-            values.add(name, value)?;
+            values.add(&entry.name, value)?;
         }
         Ok(values)
     }
 }
 
-/// One figure on the host.
+/// One metric on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MetricValue {
-    /// A mean, kept as what it is the quotient of.
+    /// A mean, as its sum and count.
     Mean {
-        /// The sum.
+        /// Sum.
         sum: f64,
-        /// What it is divided by.
+        /// Count.
         count: f64,
     },
-    /// A largest value.
+    /// A maximum.
     Max(f64),
-    /// A smallest value.
+    /// A minimum.
     Min(f64),
 }
 
 impl MetricValue {
-    /// The figure itself, or nothing if there was nothing to take it of.
+    /// Returns the value, or `None` if there were no entries.
     pub fn value(&self) -> Option<f64> {
         match *self {
             Self::Mean { sum, count } => (count != 0.).then(|| sum / count),
@@ -169,7 +187,7 @@ impl MetricValue {
     }
 }
 
-/// Figures on the host, by name: merged over micro-batches, steps or workers, they are what one batch would have given.
+/// Metrics on the host, by name. Merged over micro-batches, steps or workers, they equal those of one batch.
 ///
 /// ```
 /// use candle_grpo_core::{MetricValue, MetricValues};
@@ -187,17 +205,21 @@ impl MetricValue {
 pub struct MetricValues(BTreeMap<String, MetricValue>);
 
 impl MetricValues {
-    /// Sets a figure.
+    /// Sets a metric.
     pub fn insert(&mut self, name: &str, value: MetricValue) {
         self.0.insert(name.to_owned(), value);
     }
 
-    /// The figure of that name; nothing if there is none or it is of no tokens at all.
+    /// Returns the value of a metric, or `None` if there is no such metric or it has no entries.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.0.get(name).and_then(MetricValue::value)
     }
 
-    /// Adds the figures of another micro-batch or worker. Errs if the two mean different things by a name.
+    /// Merges the metrics of another micro-batch or worker.
+    ///
+    /// # Errors
+    ///
+    /// Fails if metrics of one name are of different kinds.
     pub fn merge(&mut self, other: &Self) -> Result<()> {
         for (name, &value) in &other.0 {
             self.add(name, value)?;
@@ -205,7 +227,7 @@ impl MetricValues {
         Ok(())
     }
 
-    /// Merges one figure with the one of that name, if there is one.
+    /// Merges one metric with that of the same name, if there is one.
     fn add(&mut self, name: &str, value: MetricValue) -> Result<()> {
         let merged = match self.0.get(name) {
             None => value,
@@ -218,7 +240,7 @@ impl MetricValues {
         Ok(())
     }
 
-    /// Names and figures in the order of the names, those of nothing left out.
+    /// Iterates over names and values in the order of the names, without metrics that have no entries.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0
             .iter()

@@ -1,14 +1,14 @@
-//! Mean and variance of selected entries, two-pass and relative to the smallest entry, so that equal entries have the
-//! variance 0 exactly and a large offset costs no digits.
+//! Mean and variance of selected entries, in two passes and relative to the smallest entry: the variance of equal entries is
+//! exactly 0, and a large offset costs no precision.
 
 use candle_core::{D, Result, Tensor};
 
 /// The moments along the last dimension of the entries where `selected` is 1.
 #[derive(Debug, Clone)]
 pub(crate) struct Moments {
-    /// How many entries are selected, `[.., 1]`.
+    /// The number of selected entries, `[.., 1]`.
     pub(crate) count: Tensor,
-    /// Their mean, `[.., 1]`; 0 where there is none.
+    /// Their mean, `[.., 1]`; 0 if none is selected.
     pub(crate) mean: Tensor,
     /// The entries minus their mean, 0 where not selected: the shape of the input.
     pub(crate) centered: Tensor,
@@ -19,7 +19,7 @@ pub(crate) struct Moments {
 }
 
 impl Moments {
-    /// `x` in the dtype of statistics and `selected` in u8, of the same shape.
+    /// The moments of `x`, in the dtype of statistics, where `selected` (u8, the same shape) is 1.
     pub(crate) fn new(x: &Tensor, selected: &Tensor) -> Result<Self> {
         let zeros = x.zeros_like()?;
         let count = selected.to_dtype(x.dtype())?.sum_keepdim(D::Minus1)?;
@@ -32,7 +32,7 @@ impl Moments {
         let shifted_mean = (shifted.sum_keepdim(D::Minus1)? / count.maximum(1.)?)?;
         let centered = selected.where_cond(&shifted.broadcast_sub(&shifted_mean)?, &zeros)?;
         let constant = shifted.max_keepdim(D::Minus1)?.eq(0.)?;
-        // The mean of equal entries can be rounded; what is centred on it is 0 all the same.
+        // Rounding may make the mean of equal entries differ from them.
         let centered = constant
             .broadcast_as(x.shape())?
             .where_cond(&zeros, &centered)?;
@@ -45,7 +45,7 @@ impl Moments {
         })
     }
 
-    /// The variance with `count - ddof` in the denominator; 0 where that is not positive.
+    /// The variance with the denominator `count - ddof`; 0 where that is not positive.
     pub(crate) fn variance(&self, ddof: usize) -> Result<Tensor> {
         let denominator = (&self.count - ddof as f64)?;
         let defined = denominator.gt(0.)?;
@@ -55,7 +55,7 @@ impl Moments {
         )
     }
 
-    /// The sum of the squared distances from the mean, `[.., 1]`.
+    /// The sum of the squared deviations, `[.., 1]`.
     pub(crate) fn sum_of_squares(&self) -> &Tensor {
         &self.squares
     }

@@ -1,22 +1,96 @@
-//! The published estimators by name, for configuration files.
+//! Published advantage estimators by name, for configuration files.
 
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use crate::advantage::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, Compensation, Scale,
-    SingleSample,
+use super::{
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, GroupAdvantage, KlPenalty,
+    Scale, SingletonGroup, TokenAdvantage, ZeroSignalScaling,
 };
+use crate::validate::{self, Checked};
 
-/// An estimator by its name and the options that it has; a name or an option that is not known is an error.
-///
-/// `name` is one of the variants in snake case. What goes beyond their options is said with `pipeline`, which has all.
+/// Name of a published advantage estimator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdvantageName {
+    /// [`AdvantagePipeline::grpo`].
+    #[default]
+    Grpo,
+    /// [`AdvantagePipeline::dr_grpo`].
+    DrGrpo,
+    /// [`AdvantagePipeline::lite_ppo`].
+    LitePpo,
+    /// [`AdvantagePipeline::rloo`].
+    Rloo,
+    /// [`AdvantagePipeline::max_rl`].
+    MaxRl,
+    /// [`AdvantagePipeline::opo`].
+    Opo,
+    /// [`AdvantagePipeline::gpg`].
+    Gpg,
+    /// [`AdvantagePipeline::pass_at_k`].
+    PassAtK,
+    /// [`AdvantagePipeline::gdpo`].
+    Gdpo,
+    /// [`AdvantagePipeline::reinforce_plus_plus`].
+    ReinforcePlusPlus,
+    /// [`AdvantagePipeline::reinforce_plus_plus_baseline`].
+    ReinforcePlusPlusBaseline,
+    /// [`AdvantagePipeline::remax`].
+    Remax,
+    /// [`AdvantagePipeline::gae`], with gamma 1 and lambda 0.95.
+    Gae,
+    /// [`AdvantagePipeline::optimal_token_baseline`].
+    OptimalTokenBaseline,
+    /// [`AdvantagePipeline::multi_turn_optimal_token_baseline`].
+    MultiTurnOptimalTokenBaseline,
+    /// [`AdvantagePipeline::reinforce`].
+    Reinforce,
+    /// [`AdvantagePipeline::reinforce_baseline`].
+    ReinforceBaseline,
+    /// [`AdvantagePipeline::flash_reinforce`].
+    FlashReinforce,
+    /// No stages: [`AdvantageConfig::sequence`] and [`AdvantageConfig::tokens`] give them.
+    Pipeline,
+}
+
+impl AdvantageName {
+    /// Returns the stages of the estimator.
+    pub fn pipeline(self) -> AdvantagePipeline {
+        match self {
+            Self::Grpo => AdvantagePipeline::grpo(),
+            Self::DrGrpo => AdvantagePipeline::dr_grpo(),
+            Self::LitePpo => AdvantagePipeline::lite_ppo(),
+            Self::Rloo => AdvantagePipeline::rloo(),
+            Self::MaxRl => AdvantagePipeline::max_rl(),
+            Self::Opo => AdvantagePipeline::opo(),
+            Self::Gpg => AdvantagePipeline::gpg(),
+            Self::PassAtK => AdvantagePipeline::pass_at_k(),
+            Self::Gdpo => AdvantagePipeline::gdpo(),
+            Self::ReinforcePlusPlus => AdvantagePipeline::reinforce_plus_plus(),
+            Self::ReinforcePlusPlusBaseline => AdvantagePipeline::reinforce_plus_plus_baseline(),
+            Self::Remax => AdvantagePipeline::remax(),
+            Self::Gae => AdvantagePipeline::gae(1., 0.95),
+            Self::OptimalTokenBaseline => AdvantagePipeline::optimal_token_baseline(),
+            Self::MultiTurnOptimalTokenBaseline => {
+                AdvantagePipeline::multi_turn_optimal_token_baseline()
+            }
+            Self::Reinforce => AdvantagePipeline::reinforce(),
+            Self::ReinforceBaseline => AdvantagePipeline::reinforce_baseline(),
+            Self::FlashReinforce => AdvantagePipeline::flash_reinforce(),
+            Self::Pipeline => AdvantagePipeline::default(),
+        }
+    }
+}
+
+/// A published estimator by name, and options that are laid over it. An absent option keeps the value of the estimator.
 ///
 /// ```
 /// use candle_grpo_core::{AdvantageConfig, AdvantagePipeline};
 ///
-/// let config: AdvantageConfig = serde_json::from_str(r#"{"name": "rloo"}"#)?;
-/// assert_eq!(config.pipeline(), AdvantagePipeline::rloo());
+/// let config: AdvantageConfig = serde_json::from_str(r#"{"name": "rloo", "epsilon": 1e-4}"#)?;
+/// let changed = AdvantagePipeline::rloo().map_sequence(|group| group.epsilon = 1e-4);
+/// assert_eq!(config.pipeline(), changed);
 /// assert!(serde_json::from_str::<AdvantageConfig>(r#"{"name": "rloo", "gama": 1}"#).is_err());
 ///
 /// let config = r#"{"name": "pipeline", "sequence": {"scale": "batch"}, "tokens": {"advantage_clip": 2.0}}"#;
@@ -24,191 +98,146 @@ use crate::advantage::{
 /// assert_eq!(config.pipeline().sequence, AdvantagePipeline::lite_ppo().sequence);
 /// # Ok::<(), serde_json::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "name", rename_all = "snake_case", deny_unknown_fields)]
-pub enum AdvantageConfig {
-    /// [`AdvantagePipeline::grpo`].
-    Grpo {
-        /// What is divided by.
-        #[serde(default)]
-        scale: Scale,
-        /// Added to the standard deviation.
-        #[serde(default = "grpo_epsilon")]
-        epsilon: f64,
-        /// What a group of one gives.
-        #[serde(default)]
-        single_sample: SingleSample,
-    },
-    /// [`AdvantagePipeline::dr_grpo`].
-    DrGrpo {},
-    /// [`AdvantagePipeline::lite_ppo`].
-    LitePpo {},
-    /// [`AdvantagePipeline::rloo`].
-    Rloo {
-        /// What is divided by.
-        #[serde(default = "no_scale")]
-        scale: Scale,
-        /// What a group of one gives.
-        #[serde(default)]
-        single_sample: SingleSample,
-    },
-    /// [`AdvantagePipeline::max_rl`].
-    MaxRl {},
-    /// [`AdvantagePipeline::opo`].
-    Opo {},
-    /// [`AdvantagePipeline::gpg`].
-    Gpg {
-        /// How the samples that teach are counted.
-        #[serde(default = "by_spread")]
-        compensation: Compensation,
-    },
-    /// [`AdvantagePipeline::pass_at_k`].
-    PassAtK {
-        /// What is divided by.
-        #[serde(default)]
-        scale: Scale,
-    },
-    /// [`AdvantagePipeline::gdpo`].
-    Gdpo {
-        /// A weight for each component; absent: all 1.
-        #[serde(default)]
-        reward_weights: Option<Vec<f64>>,
-    },
-    /// [`AdvantagePipeline::reinforce_plus_plus`].
-    ReinforcePlusPlus {
-        /// The discount from one token to the next.
-        #[serde(default = "one")]
-        gamma: f64,
-    },
-    /// [`AdvantagePipeline::reinforce_plus_plus_baseline`].
-    ReinforcePlusPlusBaseline {},
-    /// [`AdvantagePipeline::remax`].
-    Remax {},
-    /// [`AdvantagePipeline::gae`].
-    Gae {
-        /// The discount from one token to the next.
-        #[serde(default = "one")]
-        gamma: f64,
-        /// How far rewards are trusted over the critic.
-        #[serde(default = "gae_lambda")]
-        lambda: f64,
-    },
-    /// [`AdvantagePipeline::optimal_token_baseline`].
-    OptimalTokenBaseline {},
-    /// [`AdvantagePipeline::multi_turn_optimal_token_baseline`].
-    MultiTurnOptimalTokenBaseline {},
-    /// [`AdvantagePipeline::reinforce`].
-    Reinforce {
-        /// The discount from one token to the next.
-        #[serde(default = "one")]
-        gamma: f64,
-    },
-    /// [`AdvantagePipeline::reinforce_baseline`].
-    ReinforceBaseline {},
-    /// [`AdvantagePipeline::flash_reinforce`].
-    FlashReinforce {},
-    /// Any point of the product.
-    Pipeline(Box<AdvantagePipeline>),
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdvantageConfig {
+    /// Estimator.
+    pub name: AdvantageName,
+    /// Divisor of the stage of sequences.
+    pub scale: Option<Scale>,
+    /// Epsilon of the stage of sequences.
+    pub epsilon: Option<f64>,
+    /// Advantage of a sample that is alone in its group.
+    pub single_sample: Option<SingletonGroup>,
+    /// Factor that compensates for samples without a signal.
+    pub compensation: Option<ZeroSignalScaling>,
+    /// Weights of the reward components.
+    pub reward_weights: Option<Vec<f64>>,
+    /// Discount of the stage of tokens.
+    pub gamma: Option<f64>,
+    /// Lambda of GAE.
+    pub lambda: Option<f64>,
+    /// KL penalty in the reward: of the stage of tokens or, without one, of the stage of sequences.
+    pub kl_penalty: Option<KlPenalty>,
+    /// Stage of sequences, for an estimator that has none.
+    pub sequence: Option<GroupAdvantage>,
+    /// Stage of tokens, for an estimator that has none.
+    pub tokens: Option<TokenAdvantage>,
 }
 
-fn grpo_epsilon() -> f64 {
-    1e-6
+impl From<AdvantageName> for AdvantageConfig {
+    fn from(name: AdvantageName) -> Self {
+        Self {
+            name,
+            ..Self::default()
+        }
+    }
 }
 
-fn no_scale() -> Scale {
-    Scale::None
-}
-
-fn by_spread() -> Compensation {
-    Compensation::GroupsWithSpread
-}
-
-fn one() -> f64 {
-    1.
-}
-
-fn gae_lambda() -> f64 {
-    0.95
-}
-
-impl Default for AdvantageConfig {
-    fn default() -> Self {
-        Self::Grpo {
-            scale: Scale::Group,
-            epsilon: grpo_epsilon(),
-            single_sample: SingleSample::Error,
+impl From<AdvantagePipeline> for AdvantageConfig {
+    fn from(AdvantagePipeline { sequence, tokens }: AdvantagePipeline) -> Self {
+        Self {
+            sequence,
+            tokens,
+            ..AdvantageName::Pipeline.into()
         }
     }
 }
 
 impl AdvantageConfig {
-    /// Checks the options; the error names the one that is wrong.
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option, or of an option that the estimator lacks.
     ///
     /// ```
     /// use candle_grpo_core::AdvantageConfig;
     ///
     /// let config: AdvantageConfig = serde_json::from_str(r#"{"name": "gae", "gamma": 7}"#)?;
-    /// let error = config.validate().expect_err("a discount is at most 1").to_string();
-    /// assert!(error.starts_with("gamma: 7, must be from 0 to 1"));
+    /// let error = config.validate().expect_err("a discount is at most 1");
+    /// assert_eq!(error.to_string(), "gamma: 7, must be from 0 to 1");
     /// # Ok::<(), serde_json::Error>(())
     /// ```
-    pub fn validate(&self) -> Result<()> {
-        self.pipeline().validate()
+    pub fn validate(&self) -> Checked {
+        let named = self.name.pipeline();
+        for (field, given, allowed) in [
+            (
+                "sequence",
+                self.sequence.is_some(),
+                named.sequence.is_none(),
+            ),
+            ("tokens", self.tokens.is_some(), named.tokens.is_none()),
+        ] {
+            validate::check(
+                allowed || !given,
+                field,
+                "given",
+                &format!(
+                    "be absent for {:?}, which has this stage (or name it pipeline)",
+                    self.name
+                ),
+            )?;
+        }
+        let pipeline = self.pipeline();
+        let sequence = pipeline.sequence.is_some();
+        let lambda = pipeline
+            .tokens
+            .is_some_and(|tokens| tokens.lambda.is_some());
+        for (field, given, has) in [
+            ("scale", self.scale.is_some(), sequence),
+            ("epsilon", self.epsilon.is_some(), sequence),
+            ("single_sample", self.single_sample.is_some(), sequence),
+            ("compensation", self.compensation.is_some(), sequence),
+            ("reward_weights", self.reward_weights.is_some(), sequence),
+            ("gamma", self.gamma.is_some(), pipeline.tokens.is_some()),
+            ("lambda", self.lambda.is_some(), lambda),
+        ] {
+            let must = format!("be absent for {:?}, which does not have it", self.name);
+            validate::check(has || !given, field, "given", &must)?;
+        }
+        pipeline.validate()
     }
 
-    /// The point of the product that the name stands for.
+    /// Returns the stages of the estimator with the options laid over them.
     pub fn pipeline(&self) -> AdvantagePipeline {
-        match self {
-            Self::Grpo {
-                scale,
-                epsilon,
-                single_sample,
-            } => AdvantagePipeline::grpo().map_sequence(|sequence| {
-                sequence.scale = *scale;
-                sequence.group.epsilon = *epsilon;
-                sequence.group.single_sample = *single_sample;
-            }),
-            Self::DrGrpo {} => AdvantagePipeline::dr_grpo(),
-            Self::LitePpo {} => AdvantagePipeline::lite_ppo(),
-            Self::Rloo {
-                scale,
-                single_sample,
-            } => AdvantagePipeline::rloo().map_sequence(|sequence| {
-                sequence.scale = *scale;
-                sequence.group.single_sample = *single_sample;
-            }),
-            Self::MaxRl {} => AdvantagePipeline::max_rl(),
-            Self::Opo {} => AdvantagePipeline::opo(),
-            Self::Gpg { compensation } => AdvantagePipeline::gpg()
-                .map_sequence(|sequence| sequence.group.compensation = *compensation),
-            Self::PassAtK { scale } => {
-                AdvantagePipeline::pass_at_k().map_sequence(|sequence| sequence.scale = *scale)
+        let named = self.name.pipeline();
+        let mut sequence = self.sequence.clone().or(named.sequence);
+        let mut tokens = self.tokens.or(named.tokens);
+        if let Some(group) = &mut sequence {
+            set(&mut group.scale, self.scale);
+            set(&mut group.epsilon, self.epsilon);
+            set(&mut group.single_sample, self.single_sample);
+            set(&mut group.compensation, self.compensation);
+            if self.reward_weights.is_some() {
+                group.reward_weights.clone_from(&self.reward_weights);
             }
-            Self::Gdpo { reward_weights } => AdvantagePipeline::gdpo().map_sequence(|sequence| {
-                sequence.group.reward_weights.clone_from(reward_weights);
-            }),
-            Self::ReinforcePlusPlus { gamma } => {
-                AdvantagePipeline::reinforce_plus_plus().map_tokens(|tokens| tokens.gamma = *gamma)
-            }
-            Self::ReinforcePlusPlusBaseline {} => AdvantagePipeline::reinforce_plus_plus_baseline(),
-            Self::Remax {} => AdvantagePipeline::remax(),
-            Self::Gae { gamma, lambda } => AdvantagePipeline::gae(*gamma, *lambda),
-            Self::OptimalTokenBaseline {} => AdvantagePipeline::optimal_token_baseline(),
-            Self::MultiTurnOptimalTokenBaseline {} => {
-                AdvantagePipeline::multi_turn_optimal_token_baseline()
-            }
-            Self::Reinforce { gamma } => {
-                AdvantagePipeline::reinforce().map_tokens(|tokens| tokens.gamma = *gamma)
-            }
-            Self::ReinforceBaseline {} => AdvantagePipeline::reinforce_baseline(),
-            Self::FlashReinforce {} => AdvantagePipeline::flash_reinforce(),
-            Self::Pipeline(pipeline) => (**pipeline).clone(),
         }
+        if let Some(tokens) = &mut tokens {
+            set(&mut tokens.gamma, self.gamma);
+            tokens.lambda = tokens.lambda.and(self.lambda).or(tokens.lambda);
+        }
+        let penalty = match (&mut tokens, &mut sequence) {
+            (Some(tokens), _) => Some(&mut tokens.kl_penalty),
+            (None, Some(group)) => Some(&mut group.kl_penalty),
+            (None, None) => None,
+        };
+        if let (Some(penalty), Some(given)) = (penalty, self.kl_penalty) {
+            *penalty = Some(given);
+        }
+        AdvantagePipeline { sequence, tokens }
+    }
+}
+
+fn set<T>(to: &mut T, value: Option<T>) {
+    if let Some(value) = value {
+        *to = value;
     }
 }
 
 impl AdvantageEstimator for AdvantageConfig {
     fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+        self.validate()?;
         self.pipeline().estimate(batch)
     }
 }

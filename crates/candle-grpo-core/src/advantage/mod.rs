@@ -1,49 +1,53 @@
-//! What every way to estimate advantages has in common.
+//! From rewards to advantages.
+//!
+//! [`GroupAdvantage`] is the stage of sequences, [`TokenAdvantage`] the stage of tokens. An
+//! [`AdvantagePipeline`] combines them and has a constructor for each published estimator;
+//! [`AdvantageConfig`] is a published estimator by name, with options laid over it.
 
 mod batch;
 mod config;
 mod group;
+mod group_options;
+mod kl_penalty;
 mod optimal_token_baseline;
 mod pipeline;
-pub(crate) mod recurrence;
 pub(crate) mod returns;
-pub(crate) mod sequence;
 mod token;
 mod whiten;
 
 pub use batch::AdvantageBatch;
-pub use config::AdvantageConfig;
-pub(crate) use group::SequenceInputs;
-pub use group::{
-    Baseline, BaselinePopulation, Compensation, Components, GroupAdvantage, GroupStatistics, Scale,
-    SingleSample,
+pub use config::{AdvantageConfig, AdvantageName};
+pub use group::{GroupAdvantage, GroupStatistics};
+pub use group_options::{
+    Baseline, BaselinePopulation, ComponentOrder, DEFAULT_EPSILON, Scale, SingletonGroup,
+    ZeroSignalScaling,
 };
+pub use kl_penalty::KlPenalty;
 pub use optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
 pub use pipeline::AdvantagePipeline;
-pub use recurrence::reverse_recurrence;
-pub use returns::MaskedTokens;
-pub use sequence::SequenceAdvantage;
-pub use token::{KlPenalty, TokenAdvantages, TokenBaseline, TokenShaping};
-pub use whiten::{EpsilonPlacement, Whitening, masked_normalize, masked_whiten};
+pub use returns::{MaskedTokens, reverse_recurrence};
+pub use token::{TokenAdvantage, TokenBaseline};
+pub use whiten::{EpsilonPlacement, Whitening};
 
 use candle_core::{Result, Tensor};
 
 use crate::mask::Mask;
 use crate::metrics::Metrics;
 
-/// How much better than expected each sequence, or each token, was.
+/// Advantages of sequences or of tokens.
 #[derive(Debug, Clone)]
 pub struct Advantages {
-    /// `[B]`, or `[B, T]` and 0 outside the mask; in f32 (f64 for rewards in f64).
+    /// `[B]`, or `[B, T]` and 0 outside the mask. f32, or f64 for rewards in f64.
     pub advantages: Tensor,
-    /// What a critic should have expected, `[B, T]` and 0 outside the mask, if the estimator is one of tokens.
+    /// Targets of a critic before whitening and clipping, `[B, T]` and 0 outside the mask, from a
+    /// stage of tokens.
     pub returns: Option<Tensor>,
-    /// Figures such as the fraction of what was clipped.
+    /// Metrics such as the fraction of clipped tokens.
     pub metrics: Metrics,
 }
 
 impl Advantages {
-    /// Advantages and nothing else.
+    /// Advantages without returns and metrics.
     pub fn new(advantages: Tensor) -> Self {
         Self {
             advantages,
@@ -52,7 +56,8 @@ impl Advantages {
         }
     }
 
-    /// The advantages as `[B, T]`, 0 outside the mask: those of sequences are the same at each of their tokens.
+    /// Returns the advantages as `[B, T]`, 0 outside the mask. An advantage of a sequence is
+    /// repeated at each of its tokens.
     pub fn on_tokens(&self, mask: &Mask) -> Result<Tensor> {
         if self.advantages.rank() == 2 {
             mask.check_shape("advantages", &self.advantages)?;
@@ -63,13 +68,14 @@ impl Advantages {
     }
 }
 
-/// A way to estimate advantages. [`crate::AdvantagePipeline`] has those that are published; implement this for others.
+/// An advantage estimator. [`AdvantagePipeline`] has the published ones; implement this trait for
+/// others.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
 /// use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, Advantages};
 ///
-/// /// Only the sign of a reward counts.
+/// /// The sign of the reward.
 /// struct Sign;
 ///
 /// impl AdvantageEstimator for Sign {
@@ -87,6 +93,10 @@ impl Advantages {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub trait AdvantageEstimator {
-    /// The advantages of a batch. Errs if a tensor that it needs is absent or of the wrong shape.
+    /// Computes the advantages of a batch.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a tensor that the estimator needs is absent or has the wrong shape.
     fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages>;
 }

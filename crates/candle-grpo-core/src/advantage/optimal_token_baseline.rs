@@ -1,41 +1,44 @@
-//! The baseline of a group that differs from token to token, weighted by how much the trajectories scatter.
+//! Minimum-variance baseline of each token.
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use candle_core::{D, DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage::AdvantageBatch;
+use super::{AdvantageBatch, reverse_recurrence};
 use crate::groups::GroupLayout;
 use crate::mask::Mask;
+use crate::validate::{self, Checked};
 
-/// Which tokens of two sequences correspond.
+/// Alignment of the tokens of two sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenAlignment {
-    /// Those at the same position.
+    /// By position.
     #[default]
     Position,
-    /// Those before which the policy wrote as many tokens: what others wrote between the turns does not count (verl's
-    /// `tir_optimal_token_baseline`).
+    /// By the number of tokens that the policy generated before them, without those of other sources between the turns
+    /// (verl's `tir_optimal_token_baseline`).
     Generated,
 }
 
-/// The baseline of each token that leaves the least variance, as verl has it (`optimal_token_baseline`).
+/// Minimum-variance baseline of each token (verl's `optimal_token_baseline`).
 ///
-/// With p the probability of the token under the old policy and q the sum of the squares of all probabilities there, the
-/// energy of a token is `1 - 2 p + q` (times the square of its rollout weight, where there are such), W the sum of the
-/// energies from the first token to this one, and G the sum of the rewards from this one on: the baseline is
-/// `sum(G W) / (sum(W) + epsilon)` over the sequences of the group that have a token there. A sequence that is the only one
-/// of its group to have tokens has the baseline 0.
+/// ```text
+/// baseline_t = sum(G_t W_t) / (sum(W_t) + epsilon)   over the sequences of the group with a token at t
+/// W_t = sum_(u <= t) (1 - 2 p_u + q_u) w_u^2
+/// ```
+///
+/// G is the return, p the probability of the token under the old policy, q the sum of the squared probabilities at its
+/// position, and w its rollout weight (1 if absent). The only sequence of a group that has tokens gets the baseline 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimalTokenBaseline {
-    /// Which tokens of two sequences correspond.
+    /// Alignment of the tokens of two sequences.
     pub alignment: TokenAlignment,
-    /// Whether the baseline is 0 where the longest sequence of a group goes on after all others have ended. There it would
-    /// be the return of that very sequence, and its advantage 0. Sequences are as long as they have tokens, and count as
-    /// ended after so many columns, as in verl; unlike there, a column that another one has a token in keeps its baseline.
+    /// Whether the baseline is 0 after the second longest sequence of the group has ended. The baseline would be the
+    /// return of the longest sequence there, and its advantage 0. As in verl, a sequence of n tokens ends after column n;
+    /// unlike in verl, a column in which another sequence has a token keeps its baseline.
     pub handle_zero_tail: bool,
-    /// Added to the sum of the weights.
+    /// Added to the sum of the W.
     pub epsilon: f64,
 }
 
@@ -50,16 +53,17 @@ impl Default for OptimalTokenBaseline {
 }
 
 impl OptimalTokenBaseline {
-    /// Checks the options; the error names the one that is wrong.
-    pub fn validate(&self) -> Result<()> {
-        if !(self.epsilon > 0. && self.epsilon.is_finite()) {
-            bail!("epsilon: {}, must be positive and finite", self.epsilon);
-        }
-        Ok(())
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::positive("epsilon", self.epsilon)
     }
 
     /// The baseline `[B, T]` of `returns` `[B, T]`, both 0 outside the mask.
-    pub(crate) fn of(
+    pub(super) fn compute(
         &self,
         returns: &Tensor,
         mask: &Mask,
@@ -159,7 +163,7 @@ fn cumulative_energy(mask: &Mask, batch: &AdvantageBatch<'_>) -> Result<Tensor> 
 /// The sum of the entries up to each, along the last dimension.
 fn cumulative_sum(x: &Tensor) -> Result<Tensor> {
     let last = [x.rank() - 1];
-    let sums = crate::reverse_recurrence(&x.flip(&last)?, &x.ones_like()?)?;
+    let sums = reverse_recurrence(&x.flip(&last)?, &x.ones_like()?)?;
     sums.flip(&last)
 }
 

@@ -1,24 +1,75 @@
-//! Sums of what comes after a token: discounted returns and generalised advantages.
+//! Discounted returns and generalized advantage estimation.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage::recurrence::{reverse_recurrence, shift_left};
 use crate::mask::Mask;
 
-/// Whether time passes at a token that the policy did not write, such as the output of a tool between two turns.
+/// Treatment of tokens that the policy did not generate, such as the output of a tool between two turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MaskedTokens {
-    /// It does not: discounts and values go from one token of the mask to the next (verl, twinkle).
+    /// They take no time step: discounts and values pass from one token of the mask to the next (verl, twinkle).
     #[default]
     Skipped,
-    /// It does: such a token is a step with reward 0 and value 0 (OpenRLHF, ROLL).
+    /// Each is a time step with reward 0 and value 0 (OpenRLHF, ROLL).
     Counted,
 }
 
-/// The factor of a recurrence that is `factor` for each step of time, `[B, T]`.
-fn factor_of_step(like: &Tensor, factor: f64, mask: &Mask, masked: MaskedTokens) -> Result<Tensor> {
+/// Computes `y[.., t] = input[.., t] + factor[.., t] * y[.., t + 1]` along the last dimension, with 0 after the last
+/// position.
+///
+/// Discounted returns, generalized advantages and sums over runs of tokens have this form. The scan doubles its width
+/// in each pass: it takes log2(T) passes instead of T. Differentiable.
+///
+/// # Errors
+///
+/// Fails if the shapes of `input` and `factor` differ.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_core::advantage::reverse_recurrence;
+///
+/// let rewards = Tensor::new(&[[0f32, 0., 1.]], &Device::Cpu)?;
+/// let discount = Tensor::full(0.5f32, (1, 3), &Device::Cpu)?;
+/// let returns = reverse_recurrence(&rewards, &discount)?;
+/// assert_eq!(returns.to_vec2::<f32>()?, [[0.25, 0.5, 1.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn reverse_recurrence(input: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    if input.dims() != factor.dims() {
+        bail!(
+            "factor: shape {:?}, must be that of input, {:?}",
+            factor.dims(),
+            input.dims()
+        );
+    }
+    let tokens = input.dim(D::Minus1)?;
+    let (mut y, mut factor) = (input.clone(), factor.clone());
+    let mut width = 1;
+    // After the pass of width k, y[t] holds the terms of k positions.
+    while width < tokens {
+        y = (&y + (&factor * shift_left(&y, width)?)?)?;
+        factor = (&factor * shift_left(&factor, width)?)?;
+        width *= 2;
+    }
+    Ok(y)
+}
+
+/// `x[.., t + by]`, and 0 past the end.
+fn shift_left(x: &Tensor, by: usize) -> Result<Tensor> {
+    let tokens = x.dim(D::Minus1)?;
+    x.narrow(D::Minus1, by, tokens - by)?
+        .pad_with_zeros(D::Minus1, 0, by)
+}
+
+/// The factor of a recurrence that applies `factor` once for each time step, `[B, T]`.
+fn factor_per_step(
+    like: &Tensor,
+    factor: f64,
+    mask: &Mask,
+    masked: MaskedTokens,
+) -> Result<Tensor> {
     let step = (like.zeros_like()? + factor)?;
     match masked {
         MaskedTokens::Counted => Ok(step),
@@ -26,28 +77,20 @@ fn factor_of_step(like: &Tensor, factor: f64, mask: &Mask, masked: MaskedTokens)
     }
 }
 
-/// An error that names the discount unless it is one.
-pub(crate) fn check_discount(name: &str, discount: f64) -> Result<()> {
-    if !(0. ..=1.).contains(&discount) {
-        bail!("{name}: {discount}, must be from 0 to 1");
-    }
-    Ok(())
-}
-
-/// `G_t = r_t + gamma * G_{t+1}` of `rewards` `[B, T]`, which are 0 outside the mask; the returns are as well.
+/// `G_t = r_t + gamma * G_{t+1}` of `rewards` `[B, T]`; 0 outside the mask, as the rewards must be.
 pub(crate) fn discounted_returns(
     rewards: &Tensor,
     gamma: f64,
     mask: &Mask,
     masked: MaskedTokens,
 ) -> Result<Tensor> {
-    let gamma = factor_of_step(rewards, gamma, mask, masked)?;
+    let gamma = factor_per_step(rewards, gamma, mask, masked)?;
     mask.select(&reverse_recurrence(rewards, &gamma)?)
 }
 
 /// `A_t = d_t + gamma * lambda * A_{t+1}` with `d_t = r_t + gamma * V_{t+1} - V_t`
-/// (<https://arxiv.org/abs/1506.02438>): `[B, T]`, 0 outside the mask, where `rewards` and `values` are 0 as well. The
-/// value after the last token is 0.
+/// (<https://arxiv.org/abs/1506.02438>): `[B, T]`, 0 outside the mask, as `rewards` and `values` must be. The value after
+/// the last token is 0.
 pub(crate) fn generalized_advantages(
     rewards: &Tensor,
     values: &Tensor,
@@ -59,7 +102,7 @@ pub(crate) fn generalized_advantages(
     let next_values = match masked {
         MaskedTokens::Counted => shift_left(values, 1)?,
         MaskedTokens::Skipped => {
-            // The value at this token or, outside the mask, at the next token of it.
+            // The value of this token or, outside the mask, of the next token in the mask.
             let outside = mask.selected().eq(0u8)?.to_dtype(values.dtype())?;
             shift_left(&reverse_recurrence(values, &outside)?, 1)?
         }
@@ -69,6 +112,31 @@ pub(crate) fn generalized_advantages(
         MaskedTokens::Counted => deltas,
         MaskedTokens::Skipped => mask.select(&deltas)?,
     };
-    let factor = factor_of_step(rewards, gamma * lambda, mask, masked)?;
+    let factor = factor_per_step(rewards, gamma * lambda, mask, masked)?;
     mask.select(&reverse_recurrence(&deltas, &factor)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_grpo_test_support::{assert_close, devices, numbers};
+
+    #[test]
+    fn the_scan_equals_the_loop_over_tokens() -> Result<()> {
+        let input: Vec<f64> = (0..7).map(|i| f64::from(i * i) - 9.).collect();
+        let factor: Vec<f64> = (0..7).map(|i| 0.3 + 0.1 * f64::from(i)).collect();
+        let mut expected = vec![0.; 7];
+        let mut next = 0.;
+        for t in (0..7).rev() {
+            next = input[t] + factor[t] * next;
+            expected[t] = next;
+        }
+        for device in devices() {
+            let input = Tensor::new(input.as_slice(), device)?;
+            let factor = Tensor::new(factor.as_slice(), device)?;
+            let got = numbers(&reverse_recurrence(&input, &factor)?)?;
+            assert_close(&got, &expected, 1e-12);
+        }
+        Ok(())
+    }
 }

@@ -1,13 +1,14 @@
-//! Whitening over the tokens of a batch, and normalising each sequence.
+//! Whitening over the tokens or samples of a batch.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::mask::Mask;
 use crate::moments::{Moments, divide_by_std};
+use crate::validate::{self, Checked};
 
-/// How epsilon keeps a small variance from being divided by.
+/// Position of epsilon in the divisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EpsilonPlacement {
@@ -20,7 +21,7 @@ pub enum EpsilonPlacement {
     Floor,
 }
 
-/// `(x - mean) / std` with the moments of everything that counts, all sequences together.
+/// `(x - mean) / std` with the moments of all selected entries of a batch.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -35,20 +36,20 @@ pub enum EpsilonPlacement {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Whitening {
-    /// Whether the mean is subtracted; if not, it is added back.
+    /// Whether the result has mean 0. If false, the mean is added back.
     pub shift_mean: bool,
-    /// Whether the standard deviation is divided by (OpenRLHF's `no_std_norm` is the opposite).
+    /// Whether to divide by the standard deviation (the opposite of OpenRLHF's `no_std_norm`).
     pub divide: bool,
-    /// 1 for the variance of a sample (n - 1), 0 for that of a population (n).
+    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n.
     pub ddof: usize,
-    /// What keeps a small variance from being divided by.
+    /// Bounds the divisor away from 0.
     pub epsilon: f64,
-    /// How it does so.
+    /// Position of epsilon in the divisor.
     pub placement: EpsilonPlacement,
 }
 
 impl Default for Whitening {
-    /// As verl and ROLL have it: `(x - mean) / sqrt(var + 1e-8)`, the variance being that of a sample.
+    /// `(x - mean) / sqrt(var + 1e-8)` with the sample variance (verl, ROLL).
     fn default() -> Self {
         Self {
             shift_mean: true,
@@ -61,7 +62,7 @@ impl Default for Whitening {
 }
 
 impl Whitening {
-    /// `(x - mean) / sqrt(max(var, 1e-8))`, the variance being that of the population.
+    /// `(x - mean) / sqrt(max(var, 1e-8))` with the population variance (OpenRLHF).
     pub fn openrlhf() -> Self {
         Self {
             ddof: 0,
@@ -70,7 +71,7 @@ impl Whitening {
         }
     }
 
-    /// `(x - mean) / (std + 1e-4)`, the standard deviation being that of a sample, as TRL normalises advantages.
+    /// `(x - mean) / (std + 1e-4)` with the sample standard deviation, as TRL normalizes advantages.
     pub fn trl() -> Self {
         Self {
             epsilon: 1e-4,
@@ -79,7 +80,7 @@ impl Whitening {
         }
     }
 
-    /// `(x - mean) / (std + 1e-8)`, the standard deviation being that of the population, as twinkle has it.
+    /// `(x - mean) / (std + 1e-8)` with the population standard deviation (twinkle).
     pub fn twinkle() -> Self {
         Self {
             ddof: 0,
@@ -88,26 +89,27 @@ impl Whitening {
         }
     }
 
-    /// Checks the options; the error names the one that is wrong.
-    pub fn validate(&self) -> Result<()> {
-        check_epsilon(self.epsilon)?;
-        if self.ddof > 1 {
-            bail!("ddof: {}, must be 0 or 1", self.ddof);
-        }
-        Ok(())
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::positive("epsilon", self.epsilon)?;
+        validate::ddof("ddof", self.ddof)
     }
 
-    /// `values` `[B, T]` gives `[B, T]` in f32 (f64 for f64).
+    /// Whitens `values` `[B, T]` with the moments of the positions in `mask`; the result is f32 (f64 for f64).
     ///
-    /// Positions outside the mask are transformed as well: select by the mask afterwards. With fewer than two positions in
-    /// the mask there is no variance, and the values come back as they are.
+    /// Positions outside the mask are transformed too: select by the mask afterwards. With fewer than two positions in the
+    /// mask the variance is undefined, and the values are returned unchanged.
     pub fn apply(&self, values: &Tensor, mask: &Mask) -> Result<Tensor> {
         mask.check_shape("values", values)?;
         self.apply_selected(&for_statistics(values)?, mask.selected())?
             .to_dtype(arithmetic_dtype(values.dtype()))
     }
 
-    /// `x` in the dtype of statistics and `selected` in u8, of one shape.
+    /// Whitens `x` in the dtype of statistics with `selected` in u8 of the same shape.
     pub(crate) fn apply_selected(&self, x: &Tensor, selected: &Tensor) -> Result<Tensor> {
         self.validate()?;
         let moments = Moments::new(&x.flatten_all()?, &selected.flatten_all()?)?;
@@ -126,7 +128,7 @@ impl Whitening {
                 }
             }
         };
-        // Equal values are 0 exactly, however the mean is rounded.
+        // Equal values give exactly 0, whatever the rounding of the mean.
         let centered = selected.where_cond(
             &moments.centered.reshape(x.shape())?,
             &x.broadcast_sub(&moments.mean)?,
@@ -138,45 +140,4 @@ impl Whitening {
         let enough = moments.count.ge(2.)?.broadcast_as(x.shape())?;
         enough.where_cond(&whitened, x)
     }
-}
-
-/// [`Whitening`] as verl and ROLL have it, with the epsilon and, unless `shift_mean`, the mean added back.
-pub fn masked_whiten(
-    values: &Tensor,
-    mask: &Mask,
-    shift_mean: bool,
-    epsilon: f64,
-) -> Result<Tensor> {
-    let whitening = Whitening {
-        shift_mean,
-        epsilon,
-        ..Whitening::default()
-    };
-    whitening.apply(values, mask)
-}
-
-/// `(x - mean) / sqrt(max(variance, min_variance))` for each sequence, with the moments of its positions of `mask` and
-/// the variance of a population (n), as in OpenRLHF and ROLL.
-///
-/// `values` `[B, T]` gives `[B, T]` in f32 (f64 for f64). Positions outside the mask count as 0 and are transformed as
-/// well: select by the mask afterwards.
-pub fn masked_normalize(values: &Tensor, mask: &Mask, min_variance: f64) -> Result<Tensor> {
-    mask.check_shape("values", values)?;
-    check_epsilon(min_variance)?;
-    let x = mask.select(&for_statistics(values)?)?;
-    let moments = Moments::new(&x, mask.selected())?;
-    let std = moments.variance(0)?.maximum(min_variance)?.sqrt()?;
-    let centered = mask
-        .selected()
-        .where_cond(&moments.centered, &x.broadcast_sub(&moments.mean)?)?;
-    centered
-        .broadcast_div(&std)?
-        .to_dtype(arithmetic_dtype(values.dtype()))
-}
-
-fn check_epsilon(epsilon: f64) -> Result<()> {
-    if !(epsilon > 0. && epsilon.is_finite()) {
-        bail!("epsilon: {epsilon}, must be positive and finite");
-    }
-    Ok(())
 }

@@ -1,9 +1,11 @@
-//! The coefficient of a KL penalty, fixed or steered.
+//! Coefficient of a KL penalty, fixed or adaptive.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-/// The coefficient of a KL penalty over the steps of a training. What serde writes is its whole state.
+use crate::validate::{self, Checked};
+
+/// Coefficient of a KL penalty over the steps of a run. The serialized form is the whole state.
 ///
 /// ```
 /// use candle_grpo_core::KlController;
@@ -16,36 +18,44 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum KlController {
-    /// Always the same.
+    /// Constant.
     Fixed {
-        /// The coefficient.
+        /// Coefficient.
         coef: f64,
     },
     /// `coef * max(0, 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)` after each step
-    /// (<https://arxiv.org/abs/1909.08593>; verl, ROLL, OpenRLHF, which let the coefficient turn negative in a step of more
-    /// than five times as many samples as the horizon). A coefficient of 0 stays 0.
+    /// (<https://arxiv.org/abs/1909.08593>; verl, ROLL, OpenRLHF). A coefficient of 0 stays 0. In those libraries the
+    /// coefficient becomes negative in a step of more than `5 * horizon` samples.
     Adaptive {
-        /// The coefficient as it is now.
+        /// Current coefficient.
         coef: f64,
-        /// The divergence to hold.
+        /// Target divergence.
         target: f64,
-        /// How many samples it takes to change the coefficient by its own size, were the error 1.
+        /// Number of samples in which an error of 1 would double the coefficient.
         horizon: f64,
     },
 }
 
-/// How large an error counts at most.
+/// Largest relative error that is applied.
 const MAX_ERROR: f64 = 0.2;
 
 impl KlController {
-    /// Always `coef`.
+    /// A constant coefficient.
+    ///
+    /// # Errors
+    ///
+    /// Fails if it is not finite and at least 0.
     pub fn fixed(coef: f64) -> Result<Self> {
         let controller = Self::Fixed { coef };
         controller.validate()?;
         Ok(controller)
     }
 
-    /// Starts with `coef`.
+    /// An adaptive coefficient that starts at `coef`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid.
     pub fn adaptive(coef: f64, target: f64, horizon: f64) -> Result<Self> {
         let controller = Self::Adaptive {
             coef,
@@ -56,20 +66,24 @@ impl KlController {
         Ok(controller)
     }
 
-    /// The coefficient for the next step.
+    /// Returns the coefficient of the next step.
     pub fn coef(&self) -> f64 {
         match *self {
             Self::Fixed { coef } | Self::Adaptive { coef, .. } => coef,
         }
     }
 
-    /// Takes note of the mean divergence `kl` of a step of that many samples: the mean over sequences of the means over
-    /// their tokens, of the estimator that the penalty has (`reward_kl_per_sequence` of [`crate::TokenShaping`]).
+    /// Updates the coefficient with the mean divergence `kl` of a step of `samples` samples.
+    ///
+    /// `kl` is the mean over sequences of the means over their tokens, from the estimator of the penalty: the metric
+    /// `reward_kl_per_sequence` of [`crate::TokenAdvantage`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid or `kl` is not finite.
     pub fn update(&mut self, kl: f64, samples: usize) -> Result<()> {
         self.validate()?;
-        if !kl.is_finite() {
-            bail!("kl: {kl}, must be finite");
-        }
+        validate::finite("kl", kl)?;
         if let Self::Adaptive {
             coef,
             target,
@@ -82,21 +96,19 @@ impl KlController {
         Ok(())
     }
 
-    /// Checks the options; the error names the one that is wrong.
-    pub fn validate(&self) -> Result<()> {
-        let coef = self.coef();
-        if !(coef >= 0. && coef.is_finite()) {
-            bail!("coef: {coef}, must be finite and at least 0");
-        }
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::non_negative("coef", self.coef())?;
         if let Self::Adaptive {
             target, horizon, ..
         } = *self
         {
-            for (name, x) in [("target", target), ("horizon", horizon)] {
-                if !(x > 0. && x.is_finite()) {
-                    bail!("{name}: {x}, must be positive and finite");
-                }
-            }
+            validate::positive("target", target)?;
+            validate::positive("horizon", horizon)?;
         }
         Ok(())
     }

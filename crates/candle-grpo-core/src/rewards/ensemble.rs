@@ -1,16 +1,16 @@
-//! Several judges of one response.
+//! Combination of several scores of one response.
 
 use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask};
 
-/// One reward from the scores of several judges. A weighted sum of things that are different (format, correctness) is
-/// [`crate::RewardShaping::reward_weights`].
+/// Combination of the scores that several judges give to one response. For a weighted sum of different criteria (format,
+/// correctness) use [`crate::RewardShaping::reward_weights`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_core::{NonFinite, ScoreEnsemble};
+/// use candle_grpo_core::rewards::{NonFinite, ScoreEnsemble};
 ///
 /// let scores = Tensor::new(&[[0.5f32, 1.], [0., f32::NAN]], &Device::Cpu)?;
 /// let lowest = ScoreEnsemble::Min.combine(&scores, NonFinite::Exclude)?;
@@ -20,20 +20,26 @@ use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask};
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreEnsemble {
-    /// Their mean.
+    /// Mean.
     #[default]
     Mean,
-    /// The lowest, which is the hardest to deceive.
+    /// Minimum, the most conservative choice.
     Min,
-    /// The highest.
+    /// Maximum.
     Max,
-    /// Their mean with these weights, one for each judge, not negative and not all 0.
+    /// Weighted mean. There is one weight for each judge, at least 0 and not all 0.
     Weighted(Vec<f64>),
 }
 
 impl ScoreEnsemble {
-    /// `scores` `[B, K]` of K judges give `[B]`. With [`NonFinite::Exclude`] a judge without an opinion is left out, and a
-    /// sample without any score stays NaN.
+    /// Combines `scores` `[B, K]` of K judges to `[B]`.
+    ///
+    /// With [`NonFinite::Exclude`] missing scores are left out, and a sample without any score stays NaN.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the shape is another or empty, if the weights are invalid, and on a score that is not finite unless it is
+    /// excluded.
     pub fn combine(&self, scores: impl IntoRewards, non_finite: NonFinite) -> Result<Tensor> {
         let scores = scores.into_rewards()?;
         let x = &scores.values;

@@ -1,40 +1,39 @@
-//! What may be handed in as rewards, and the check that they are numbers.
+//! Rewards: the accepted types, shaping before the advantage, and penalties.
 
 mod ensemble;
 mod normalize;
 mod overlong;
 mod repetition;
-pub(crate) mod shaping;
-mod truncation;
+mod shaping;
 
 pub use ensemble::ScoreEnsemble;
-pub use normalize::{Level, RewardNorm, RunningMoments, RunningState};
+pub use normalize::{NormLevel, RewardNorm, RunningMoments, RunningState};
 pub use overlong::OverlongPenalty;
 pub use repetition::RepetitionPenalty;
 pub use shaping::{RewardShaping, ShapedRewards};
-pub use truncation::TruncationPenalty;
 
 use candle_core::{DType, Device, Result, Tensor, WithDType, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::{arithmetic_dtype, for_statistics};
+use crate::validate::{Checked, Invalid};
 
-/// Anything that holds rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector of floats
-/// `[B]`, which becomes a tensor on the CPU.
+/// Types that hold rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector of numbers `[B]`, which
+/// becomes a tensor on the CPU.
 ///
-/// Half precision, integers and f32 give results in f32. A tensor of f64 gives f64; a slice of f64 is computed in f64
-/// and gives f32, as the log-probs it will meet are f32.
+/// Results are f32, except that a tensor of f64 gives f64. A slice of f64 is computed in f64 and gives f32, the dtype of
+/// log-probs.
 pub trait IntoRewards {
-    /// The rewards as a tensor.
+    /// Converts the rewards to a tensor.
     fn into_rewards(self) -> Result<RewardTensor>;
 }
 
-/// Rewards as a tensor, together with the dtype that results shall have.
+/// Rewards as a tensor, and the dtype of results.
 #[derive(Debug, Clone)]
 pub struct RewardTensor {
-    /// The rewards, `[B]` or `[B, K]`, in the dtype of statistics (f64, but f32 on Metal).
+    /// Rewards, `[B]` or `[B, K]`, in the dtype of statistics (f64, or f32 on Metal).
     pub values: Tensor,
-    /// The dtype of what is computed from them: f32, or f64.
+    /// Dtype of results: f32 or f64.
     pub result_dtype: DType,
 }
 
@@ -93,20 +92,20 @@ impl<T: WithDType, const N: usize> IntoRewards for &[T; N] {
     }
 }
 
-/// What to do with a reward that is NaN or infinite.
+/// Treatment of rewards that are NaN or infinite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NonFinite {
-    /// An error that names the sample. Reads one number back from the device.
+    /// An error that names the sample. Synchronizes with the device.
     #[default]
     Error,
-    /// A missing score: it is left out of every statistic, and a sample without any score gets the advantage 0 (TRL).
+    /// A missing score: excluded from every statistic. A sample without any score gets the advantage 0 (TRL).
     Exclude,
 }
 
-/// Rewards of shape `[B]` with the samples that have one: components are summed with their weights.
+/// The weighted sums `[B]` of the components, and u8 `[B]`: 1 for samples with at least one finite component.
 ///
-/// `weights` has one number for each of the K components (absent: all 1).
+/// `weights` has one number for each of the K components. If absent, all weights are 1.
 pub(crate) fn combine(
     rewards: &RewardTensor,
     weights: Option<&[f64]>,
@@ -156,26 +155,26 @@ pub(crate) fn combine(
     }
 }
 
-/// An error that names the first weight that is not finite.
-pub(crate) fn check_weights(weights: Option<&[f64]>) -> Result<()> {
+/// Checks that all weights are finite.
+pub(crate) fn check_weights(weights: Option<&[f64]>) -> Checked {
     let weights = weights.unwrap_or_default();
-    if let Some(k) = weights.iter().position(|w| !w.is_finite()) {
-        bail!(
-            "reward_weights: weight {k} is {}, must be finite",
-            weights[k]
-        );
+    match weights.iter().position(|w| !w.is_finite()) {
+        Some(k) => Err(Invalid::new(
+            "reward_weights",
+            format_args!("weight {k} is {}", weights[k]),
+            "be finite",
+        )),
+        None => Ok(()),
     }
-    Ok(())
 }
 
-/// 1 where `x` is a number that is neither NaN nor infinite, as u8.
+/// u8, 1 where `x` is finite.
 pub(crate) fn finite_mask(x: &Tensor) -> Result<Tensor> {
-    // NaN and infinity times 0 are NaN, which equals nothing.
+    // NaN and infinity times 0 are NaN, which is unequal to everything.
     (x * 0.)?.eq(0.)
 }
 
-/// An error that names the first entry of `values` `[B, T]`, which are 0 outside the mask, that is not finite. Reads one
-/// number back from the device.
+/// Checks that `values` `[B, T]`, which are 0 outside the mask, are finite. Synchronizes with the device.
 pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
     if let Some((index, value)) = first_non_finite(values, &finite_mask(values)?)? {
         let tokens = values.dims2()?.1;
@@ -188,7 +187,7 @@ pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The first entry of `values` that is not `finite`, and where it is in the flattened tensor.
+/// Index in the flattened tensor and value of the first entry that is not `finite`.
 fn first_non_finite(values: &Tensor, finite: &Tensor) -> Result<Option<(usize, f64)>> {
     let flags = finite.flatten_all()?;
     if flags.to_dtype(DType::F32)?.min(0)?.to_scalar::<f32>()? == 1. {
@@ -204,7 +203,7 @@ fn first_non_finite(values: &Tensor, finite: &Tensor) -> Result<Option<(usize, f
     Ok(Some((index, value)))
 }
 
-/// An error that names the first entry of `values` that is not `finite`.
+/// Checks that all entries of `values` are `finite`. Synchronizes with the device.
 pub(crate) fn check_finite(name: &str, values: &Tensor, finite: &Tensor) -> Result<()> {
     let Some((index, value)) = first_non_finite(values, finite)? else {
         return Ok(());

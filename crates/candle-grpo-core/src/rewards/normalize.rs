@@ -1,74 +1,72 @@
-//! Normalising rewards with a mean and a standard deviation that are chosen independently.
+//! Normalization of rewards with independent levels of the mean and the standard deviation.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::advantage::DEFAULT_EPSILON;
 use crate::dtype::statistics_dtype;
 use crate::groups::{GroupLayout, Groups};
 use crate::moments::{Moments, divide_by_std};
+use crate::validate::{self, Checked};
 
-/// Over which rewards a moment is taken.
+/// Rewards that a moment is computed from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Level {
-    /// Not at all: the mean is 0, the standard deviation is not divided by.
+pub enum NormLevel {
+    /// None: the mean is 0, or the rewards are not divided.
     #[default]
     None,
-    /// The samples of the same prompt.
+    /// Samples of the same prompt.
     Group,
     /// All samples of the batch.
     Batch,
-    /// All samples seen so far, these included: needs [`RunningMoments`].
+    /// All samples so far, including this batch. Needs [`RunningMoments`].
     Running,
 }
 
-/// `(reward - mean) / (std + epsilon)` as in ROLL, where mean and std may be of different levels: mean of the group and
-/// std of the batch is the normalisation of <https://arxiv.org/abs/2508.08221>.
+/// `(reward - mean) / (std + epsilon)` as in ROLL, with independent levels of mean and std. The mean of the group and the
+/// std of the batch give the normalization of <https://arxiv.org/abs/2508.08221>.
 ///
-/// With the std of the group, a group whose rewards are all equal is not divided: with the mean of the group it gives 0,
-/// with any other its distance from that mean, and not that distance over epsilon.
+/// With the std of the group, a group of equal rewards is not divided: it gives 0 with the mean of the group, and the
+/// distance from the mean with any other level.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardNorm {
-    /// The level of the mean (ROLL's `norm_mean_type`).
-    pub mean: Level,
-    /// The level of the standard deviation (ROLL's `norm_std_type`).
-    pub std: Level,
+    /// Level of the mean (ROLL's `norm_mean_type`).
+    pub mean: NormLevel,
+    /// Level of the standard deviation (ROLL's `norm_std_type`).
+    pub std: NormLevel,
     /// Added to the standard deviation.
     pub epsilon: f64,
-    /// 1 for the standard deviation of a sample, 0 for that of a population.
+    /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n.
     pub ddof: usize,
 }
 
 impl Default for RewardNorm {
     fn default() -> Self {
         Self {
-            mean: Level::None,
-            std: Level::None,
-            epsilon: 1e-6,
+            mean: NormLevel::None,
+            std: NormLevel::None,
+            epsilon: DEFAULT_EPSILON,
             ddof: 1,
         }
     }
 }
 
 impl RewardNorm {
-    /// Whether [`RunningMoments`] are needed.
+    /// Returns whether [`RunningMoments`] are needed.
     pub fn is_running(&self) -> bool {
-        self.mean == Level::Running || self.std == Level::Running
+        self.mean == NormLevel::Running || self.std == NormLevel::Running
     }
 
-    /// Checks the options; the error names the one that is wrong.
-    pub fn validate(&self) -> Result<()> {
-        if !(self.epsilon > 0. && self.epsilon.is_finite()) {
-            bail!(
-                "norm.epsilon: {}, must be positive and finite",
-                self.epsilon
-            );
-        }
-        if self.ddof > 1 {
-            bail!("norm.ddof: {}, must be 0 or 1", self.ddof);
-        }
-        Ok(())
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::positive("epsilon", self.epsilon)?;
+        validate::ddof("ddof", self.ddof)
     }
 
     pub(crate) fn apply(
@@ -78,14 +76,13 @@ impl RewardNorm {
         groups: &Groups,
         running: Option<&mut RunningMoments>,
     ) -> Result<Tensor> {
-        self.validate()?;
         let layout = GroupLayout::new(groups, rewards.dim(0)?, rewards.device())?;
-        if self.std == Level::Group
+        if self.std == NormLevel::Group
             && self.ddof == 1
             && let Some(group) = layout.sizes().iter().position(|&n| n == 1)
         {
             bail!(
-                "norm.std: group {group} has one sample, whose standard deviation is not defined; use batch, running or none"
+                "norm.std: group {group} has one sample, whose standard deviation is undefined; use batch, running or none"
             );
         }
         let rows = layout.to_rows(rewards)?;
@@ -103,31 +100,31 @@ impl RewardNorm {
             _ => None,
         };
         let centered = match (self.mean, &running) {
-            (Level::Group, _) => group.centered.clone(),
-            (Level::Batch, _) => layout.to_rows(&batch.centered)?,
-            (Level::Running, Some(running)) => rows.broadcast_sub(&running.mean)?,
+            (NormLevel::Group, _) => group.centered.clone(),
+            (NormLevel::Batch, _) => layout.to_rows(&batch.centered)?,
+            (NormLevel::Running, Some(running)) => rows.broadcast_sub(&running.mean)?,
             _ => rows,
         };
-        let normalised = match (self.std, &running) {
-            (Level::Group, _) => {
+        let normalized = match (self.std, &running) {
+            (NormLevel::Group, _) => {
                 let divided = divide_by_std(&centered, &group.std(self.ddof)?, self.epsilon)?;
                 let constant = group.constant.broadcast_as(centered.shape())?;
                 constant.where_cond(&centered, &divided)?
             }
-            (Level::Batch, _) => {
+            (NormLevel::Batch, _) => {
                 let std = batch.std(self.ddof)?.unsqueeze(0)?;
                 divide_by_std(&centered, &std, self.epsilon)?
             }
-            (Level::Running, Some(running)) => {
+            (NormLevel::Running, Some(running)) => {
                 divide_by_std(&centered, &running.std(self.ddof)?, self.epsilon)?
             }
             _ => centered,
         };
-        layout.to_samples(&normalised)
+        layout.to_samples(&normalized)
     }
 }
 
-/// Mean and variance of all rewards seen so far (Chan's parallel update), on the device, without decay.
+/// Mean and variance of all rewards so far, on the device and without decay (Chan's parallel update).
 #[derive(Debug, Clone)]
 pub struct RunningMoments {
     count: Tensor,
@@ -135,25 +132,29 @@ pub struct RunningMoments {
     squares: Tensor,
 }
 
-/// [`RunningMoments`] as numbers, for a checkpoint.
+/// State of [`RunningMoments`], for a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunningState {
-    /// How many rewards.
+    /// Number of rewards.
     pub count: f64,
-    /// Their mean.
+    /// Mean of the rewards.
     pub mean: f64,
-    /// The sum of their squared distances from the mean.
+    /// Sum of the squared distances from the mean.
     pub squares: f64,
 }
 
 impl RunningMoments {
-    /// Nothing seen yet.
+    /// Moments of no rewards.
     pub fn new(device: &Device) -> Result<Self> {
         Self::from_state(RunningState::default(), device)
     }
 
-    /// What a checkpoint holds.
+    /// Restores the moments from a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a number is not finite, or if the count or the squares are negative.
     pub fn from_state(state: RunningState, device: &Device) -> Result<Self> {
         if !(state.count >= 0. && state.squares >= 0. && state.mean.is_finite()) {
             bail!("running moments: {state:?}, counts and squares must be at least 0 and finite");
@@ -167,8 +168,8 @@ impl RunningMoments {
         })
     }
 
-    /// The numbers, copied to the host.
-    pub fn to_host(&self) -> Result<RunningState> {
+    /// Copies the state to the host. Synchronizes with the device.
+    pub fn state(&self) -> Result<RunningState> {
         let numbers = Tensor::cat(&[&self.count, &self.mean, &self.squares], 0)?
             .to_dtype(DType::F64)?
             .to_vec1::<f64>()?;
@@ -179,7 +180,7 @@ impl RunningMoments {
         })
     }
 
-    /// The standard deviation of the rewards seen, `[1]`; 1 as long as it is not defined.
+    /// Returns the standard deviation of the rewards so far, `[1]`, or 1 while it is undefined.
     pub fn std(&self, ddof: usize) -> Result<Tensor> {
         let denominator = (&self.count - ddof as f64)?;
         let defined = denominator.gt(0.)?;
@@ -187,7 +188,7 @@ impl RunningMoments {
         defined.where_cond(&variance.sqrt()?, &self.mean.ones_like()?)
     }
 
-    /// The mean of the rewards seen, `[1]`.
+    /// Returns the mean of the rewards so far, `[1]`.
     pub fn mean(&self) -> &Tensor {
         &self.mean
     }

@@ -1,33 +1,34 @@
-//! A penalty for responses that come close to the longest that is allowed.
+//! Penalty for responses close to the length limit.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::{arithmetic_dtype, for_statistics};
+use crate::validate::{self, Checked};
 
 /// The soft overlong penalty of DAPO (<https://arxiv.org/abs/2503.14476>):
 /// `-factor * clip((length - (max_length - buffer)) / buffer, 0, 1)`.
 ///
-/// Up to `max_length` verl (`overlong_buffer`), OpenRLHF (`overlong_penalty_factor`) and TRL
-/// (`get_soft_overlong_punishment`, with the factor 1) have the same; beyond it, verl's goes on growing.
+/// verl (`overlong_buffer`), OpenRLHF (`overlong_penalty_factor`) and TRL (`get_soft_overlong_punishment`, with the factor 1)
+/// agree up to `max_length`. Beyond it, verl's penalty continues to grow.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_core::OverlongPenalty;
+/// use candle_grpo_core::rewards::OverlongPenalty;
 ///
 /// let penalty = OverlongPenalty { max_length: 100, buffer: 20, factor: 1. };
 /// let lengths = Tensor::new(&[50u32, 80, 90, 100, 130], &Device::Cpu)?;
-/// assert_eq!(penalty.of(&lengths)?.to_vec1::<f32>()?, [0., 0., -0.5, -1., -1.]);
+/// assert_eq!(penalty.compute(&lengths)?.to_vec1::<f32>()?, [0., 0., -0.5, -1., -1.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OverlongPenalty {
-    /// The length at which the penalty is whole.
+    /// Length at which the penalty reaches `factor`.
     pub max_length: usize,
-    /// Over how many tokens before that it grows.
+    /// Number of tokens before `max_length` over which the penalty grows.
     pub buffer: usize,
-    /// The whole penalty.
+    /// Largest penalty.
     #[serde(default = "one")]
     pub factor: f64,
 }
@@ -37,28 +38,32 @@ fn one() -> f64 {
 }
 
 impl OverlongPenalty {
-    /// Checks the options; the error names the one that is wrong.
-    pub fn validate(&self) -> Result<()> {
-        if self.buffer == 0 || self.buffer > self.max_length {
-            bail!(
-                "buffer: {}, must be from 1 to max_length, {}",
-                self.buffer,
-                self.max_length
-            );
-        }
-        if !(self.factor >= 0. && self.factor.is_finite()) {
-            bail!("factor: {}, must be finite and at least 0", self.factor);
-        }
-        Ok(())
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::check(
+            (1..=self.max_length).contains(&self.buffer),
+            "buffer",
+            self.buffer,
+            &format!("be from 1 to max_length, {}", self.max_length),
+        )?;
+        validate::non_negative("factor", self.factor)
     }
 
-    /// What is added to the rewards of responses of these `lengths`: the same shape, not above 0.
-    pub fn of(&self, lengths: &Tensor) -> Result<Tensor> {
+    /// Computes the terms, at most 0, to add to the rewards of responses of these `lengths`. The shape is that of `lengths`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid.
+    pub fn compute(&self, lengths: &Tensor) -> Result<Tensor> {
         self.validate()?;
         let free = (self.max_length - self.buffer) as f64;
         let excess = ((for_statistics(lengths)? - free)? / self.buffer as f64)?;
         let penalty = (excess.clamp(0., 1.)? * -self.factor)?;
-        // 0 and not -0 where there is no penalty.
+        // 0 instead of -0 where there is no penalty.
         (penalty + 0.)?.to_dtype(arithmetic_dtype(lengths.dtype()))
     }
 }

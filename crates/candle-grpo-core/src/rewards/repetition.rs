@@ -1,28 +1,30 @@
-//! A penalty for saying the same thing again.
+//! Penalty for repeated n-grams.
 
 use std::collections::HashSet;
 use std::hash::Hash;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
+use crate::validate::{self, Checked};
+
 /// `-penalty * (1 - distinct n-grams / n-grams)` (<https://arxiv.org/abs/2502.03373>; ROLL, with n = 3): 0 for a response
-/// that never repeats itself, close to `-penalty` for one that does nothing else.
+/// without repetition, close to `-penalty` for one that only repeats.
 ///
 /// ```
-/// use candle_grpo_core::RepetitionPenalty;
+/// use candle_grpo_core::rewards::RepetitionPenalty;
 ///
 /// let penalty = RepetitionPenalty { ngram: 2, penalty: 1. };
-/// assert_eq!(penalty.of(&[1, 2, 3, 4])?, 0.);
-/// assert_eq!(penalty.of(&["a", "b", "a", "b", "a"])?, -0.5); // ab ba ab ba
+/// assert_eq!(penalty.compute(&[1, 2, 3, 4])?, 0.);
+/// assert_eq!(penalty.compute(&["a", "b", "a", "b", "a"])?, -0.5); // ab ba ab ba
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RepetitionPenalty {
-    /// How many items make an n-gram.
+    /// Number of tokens or words in an n-gram.
     pub ngram: usize,
-    /// The largest penalty.
+    /// Largest penalty.
     pub penalty: f64,
 }
 
@@ -36,15 +38,24 @@ impl Default for RepetitionPenalty {
 }
 
 impl RepetitionPenalty {
-    /// What is added to the reward of a response of these tokens (or words), on the host. A response shorter than one
-    /// n-gram gets 0.
-    pub fn of<T: Eq + Hash>(&self, response: &[T]) -> Result<f64> {
-        if self.ngram == 0 {
-            bail!("ngram: 0, must be at least 1");
-        }
-        if !(self.penalty >= 0. && self.penalty.is_finite()) {
-            bail!("penalty: {}, must be finite and at least 0", self.penalty);
-        }
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::at_least_one("ngram", self.ngram)?;
+        validate::non_negative("penalty", self.penalty)
+    }
+
+    /// Computes the term, at most 0, to add to the reward of a response of these tokens or words. A response shorter than
+    /// one n-gram gets 0.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid.
+    pub fn compute<T: Eq + Hash>(&self, response: &[T]) -> Result<f64> {
+        self.validate()?;
         let ngrams = response.windows(self.ngram);
         let count = ngrams.len();
         let distinct = ngrams.collect::<HashSet<_>>().len();

@@ -1,21 +1,22 @@
-//! What happens to the rewards of samples before advantages are taken.
+//! Shaping of rewards before advantages are computed.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::advantage::sequence::check_range;
 use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::rewards::{IntoRewards, NonFinite, RewardNorm, RunningMoments, check_weights, combine};
+use crate::validate::{self, Checked, Invalid};
 
-/// Shaping of response-level rewards, in the order of the ROLL pipeline: components are summed, then
-/// `(reward + shift) * scale`, then normalised, then clipped.
+/// Shaping of sequence rewards, in the order of the ROLL pipeline: components are summed, then `(reward + shift) * scale`,
+/// then normalization, then the clip.
 ///
 /// ```
-/// use candle_grpo_core::{Level, RewardNorm, RewardShaping};
+/// use candle_grpo_core::rewards::{NormLevel, RewardNorm};
+/// use candle_grpo_core::RewardShaping;
 ///
 /// let shaping = RewardShaping {
-///     norm: RewardNorm { mean: Level::Group, std: Level::Batch, ..Default::default() },
+///     norm: RewardNorm { mean: NormLevel::Group, std: NormLevel::Batch, ..Default::default() },
 ///     clip: Some(1.0),
 ///     ..Default::default()
 /// };
@@ -29,19 +30,19 @@ use crate::rewards::{IntoRewards, NonFinite, RewardNorm, RunningMoments, check_w
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardShaping {
-    /// A weight for each of K reward components; absent: all 1.
+    /// Weights of the K reward components. If absent, all weights are 1.
     pub reward_weights: Option<Vec<f64>>,
     /// Added to each reward.
     pub shift: f64,
-    /// Multiplies each reward, after the shift.
+    /// Factor of each reward, after the shift.
     pub scale: f64,
-    /// Mean and standard deviation, each over group, batch, running or not at all.
+    /// Normalization: mean and standard deviation, each of the group, the batch, all steps so far, or none.
     pub norm: RewardNorm,
     /// Rewards are clipped to plus and minus this.
     pub clip: Option<f64>,
-    /// Rewards are clipped to lie from the first to the second (TRL's `reward_clip_range`); not together with `clip`.
+    /// Bounds to which rewards are clipped (TRL's `reward_clip_range`). Excludes `clip`.
     pub clip_range: Option<[f64; 2]>,
-    /// What a reward that is not finite gives. Excluded ones stay NaN, so that the advantage function excludes them too.
+    /// Treatment of rewards that are not finite. Excluded rewards stay NaN, so that the advantage function excludes them too.
     pub non_finite: NonFinite,
 }
 
@@ -62,15 +63,21 @@ impl Default for RewardShaping {
 /// Rewards after shaping.
 #[derive(Debug, Clone)]
 pub struct ShapedRewards {
-    /// `[B]`, in f32 (f64 for f64).
+    /// Rewards, `[B]`, in f32 (f64 for f64).
     pub rewards: Tensor,
-    /// `reward_clip_fraction`, over the samples, if there is a clip.
+    /// `reward_clip_fraction` over the samples, if there is a clip.
     pub metrics: Metrics,
 }
 
 impl RewardShaping {
-    /// Shapes `rewards` `[B]` or `[B, K]`. `running` is needed, and updated before it is used, if the normalisation is
-    /// of that level.
+    /// Shapes `rewards` `[B]` or `[B, K]`.
+    ///
+    /// `running` is updated with these rewards first, and needed only for [`NormLevel::Running`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid, if the rewards do not fit the groups or weights, or if `running` is absent but
+    /// needed.
     pub fn apply(
         &self,
         rewards: impl IntoRewards,
@@ -105,39 +112,36 @@ impl RewardShaping {
             metrics,
         })
     }
-}
 
-impl RewardShaping {
-    /// Checks the options; the error names the one that is wrong.
-    pub fn validate(&self) -> Result<()> {
-        for (name, x) in [("shift", self.shift), ("scale", self.scale)] {
-            if !x.is_finite() {
-                bail!("{name}: {x}, must be finite");
-            }
-        }
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::finite("shift", self.shift)?;
+        validate::finite("scale", self.scale)?;
         check_weights(self.reward_weights.as_deref())?;
-        self.norm.validate()?;
-        if let Some(bounds) = self.bounds()? {
-            check_range("clip_range", bounds)?;
-        }
-        Ok(())
+        self.norm.validate().map_err(|e| e.within("norm"))?;
+        self.bounds().map(|_| ())
     }
 
-    fn bounds(&self) -> Result<Option<[f64; 2]>> {
+    fn bounds(&self) -> std::result::Result<Option<[f64; 2]>, Invalid> {
         match (self.clip, self.clip_range) {
-            (Some(_), Some(_)) => bail!("clip and clip_range: both given, must be one of them"),
+            (Some(_), Some(_)) => Err(Invalid::new(
+                "clip and clip_range",
+                "both given",
+                "be one of them",
+            )),
             (Some(clip), None) => {
-                check_clip("clip", clip)?;
+                validate::positive("clip", clip)?;
                 Ok(Some([-clip, clip]))
             }
-            (None, range) => Ok(range),
+            (None, Some(range)) => {
+                validate::range("clip_range", range)?;
+                Ok(Some(range))
+            }
+            (None, None) => Ok(None),
         }
     }
-}
-
-pub(crate) fn check_clip(name: &str, clip: f64) -> Result<()> {
-    if !(clip > 0. && clip.is_finite()) {
-        bail!("{name}: {clip}, must be positive and finite");
-    }
-    Ok(())
 }

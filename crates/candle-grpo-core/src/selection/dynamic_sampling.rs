@@ -1,35 +1,37 @@
-//! Whether a step has enough groups that teach something.
+//! Dynamic sampling: groups without a learning signal are replaced.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-/// The figures of one group on the host, from [`crate::GroupStatistics::to_host`].
+use crate::validate::{self, Checked};
+
+/// Statistics of one group on the host, from [`crate::advantage::GroupStatistics::summaries`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupSummary {
-    /// The mean reward.
+    /// Mean reward.
     pub mean: f64,
-    /// The standard deviation.
+    /// Standard deviation of the rewards.
     pub std: f64,
-    /// How many samples have a reward.
+    /// Number of samples with a reward.
     pub count: usize,
     /// Whether all rewards are equal.
     pub zero_variance: bool,
 }
 
-/// Which groups are trained on. Each bound is strict: what equals it is dropped.
+/// Filter of groups. All bounds are strict.
 ///
-/// Take the figures of a group from its scores before any shaping: a penalty for length gives a spread to a group whose
-/// answers are all right, or all wrong.
+/// Compute the statistics from scores before any shaping: a length penalty makes the rewards differ in a group whose
+/// answers are all right or all wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupFilter {
-    /// Whether the rewards of a group must differ, as DAPO has it (<https://arxiv.org/abs/2503.14476>).
+    /// Whether the rewards of a group must differ (DAPO, <https://arxiv.org/abs/2503.14476>).
     pub spread: bool,
-    /// The standard deviation must be above this (ROLL's `std_filter`).
+    /// Lower bound of the standard deviation (ROLL's `std_filter`).
     pub std_above: Option<f64>,
-    /// The mean must be above this (ROLL's `mean_filter`, OpenRLHF's `dynamic_filtering`).
+    /// Lower bound of the mean (ROLL's `mean_filter`, OpenRLHF's `dynamic_filtering`).
     pub mean_above: Option<f64>,
-    /// The mean must be below this.
+    /// Upper bound of the mean.
     pub mean_below: Option<f64>,
 }
 
@@ -45,28 +47,28 @@ impl Default for GroupFilter {
 }
 
 impl GroupFilter {
-    /// Checks the bounds; the error names the one that is wrong.
-    pub fn validate(&self) -> Result<()> {
-        for (name, bound) in [
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        for (field, bound) in [
             ("std_above", self.std_above),
             ("mean_above", self.mean_above),
             ("mean_below", self.mean_below),
         ] {
-            if let Some(bound) = bound
-                && bound.is_nan()
-            {
-                bail!("group_filter.{name}: NaN, must be a number");
-            }
+            let valid = bound.is_none_or(|bound| !bound.is_nan());
+            validate::check(valid, field, "NaN", "be a number")?;
         }
-        if let (Some(above), Some(below)) = (self.mean_above, self.mean_below)
-            && above >= below
-        {
-            bail!("group_filter: mean_above {above} is not below mean_below {below}");
+        if let (Some(above), Some(below)) = (self.mean_above, self.mean_below) {
+            let must = format!("be below mean_below, {below}");
+            validate::check(above < below, "mean_above", above, &must)?;
         }
         Ok(())
     }
 
-    /// Whether the group is trained on.
+    /// Returns whether the filter keeps the group.
     pub fn keeps(&self, group: &GroupSummary) -> bool {
         !(self.spread && group.zero_variance)
             && self.std_above.is_none_or(|bound| group.std > bound)
@@ -86,19 +88,19 @@ impl GroupFilter {
 /// let sampling = DynamicSampling { groups: 2, max_batches: Some(3), ..Default::default() };
 /// let statistics = GroupAdvantage::grpo().group_statistics(&[0., 1., 1., 1.], 2)?;
 ///
-/// let kept = sampling.keep(&statistics.to_host()?);
-/// assert_eq!(kept, [0]); // the second group is all right
+/// let kept = sampling.keep(&statistics.summaries()?);
+/// assert_eq!(kept, [0]); // all rewards of the second group are 1
 /// assert_eq!(sampling.decide(kept.len(), 1)?, SamplingDecision::Sample { missing: 1 });
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DynamicSampling {
-    /// How many groups a step needs.
+    /// Number of groups of a step.
     pub groups: usize,
-    /// How many batches are sampled for one step at most; absent: as many as it takes.
+    /// Maximum number of batches sampled for one step. If absent, there is no limit.
     pub max_batches: Option<usize>,
-    /// Which groups count.
+    /// Filter of groups.
     pub filter: GroupFilter,
 }
 
@@ -112,40 +114,48 @@ impl Default for DynamicSampling {
     }
 }
 
-/// What comes next in a step.
+/// Next action of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SamplingDecision {
-    /// There are enough groups.
+    /// Train: there are enough groups.
     Train,
-    /// So many groups are missing: sample another batch.
+    /// Sample another batch.
     Sample {
-        /// How many.
+        /// Number of missing groups.
         missing: usize,
     },
-    /// So many groups are missing, and no further batch is allowed.
+    /// Stop sampling: the limit of batches is reached.
     GiveUp {
-        /// How many.
+        /// Number of missing groups.
         missing: usize,
     },
 }
 
 impl DynamicSampling {
-    /// The indices of the groups that are kept.
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::at_least_one("groups", self.groups)?;
+        validate::at_least_one("max_batches", self.max_batches.unwrap_or(1))?;
+        self.filter.validate().map_err(|e| e.within("filter"))
+    }
+
+    /// Returns the indices of the groups that the filter keeps.
     pub fn keep(&self, groups: &[GroupSummary]) -> Vec<usize> {
         let kept = |i: &usize| self.filter.keeps(&groups[*i]);
         (0..groups.len()).filter(kept).collect()
     }
 
-    /// What to do with `kept` groups after `batches` batches of this step.
+    /// Decides the next action with `kept` groups after `batches` batches of this step.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid.
     pub fn decide(&self, kept: usize, batches: usize) -> Result<SamplingDecision> {
-        if self.groups == 0 || self.max_batches == Some(0) {
-            bail!(
-                "groups: {} and max_batches: {:?}, must be at least 1",
-                self.groups,
-                self.max_batches
-            );
-        }
-        self.filter.validate()?;
+        self.validate()?;
         Ok(match self.groups.saturating_sub(kept) {
             0 => SamplingDecision::Train,
             missing if self.max_batches.is_some_and(|max| batches >= max) => {

@@ -8,4 +8,4 @@ mod top_entropy;
 pub use dynamic_sampling::{DynamicSampling, GroupFilter, GroupSummary, SamplingDecision};
 pub use resampling::ScoreResampling;
 pub use sample_filter::{FilterBatch, SampleFilter};
-pub use top_entropy::top_entropy_tokens_to_host;
+pub use top_entropy::top_entropy_tokens;

@@ -1,14 +1,16 @@
-//! Drawing the samples of a step anew, those with telling rewards more often.
+//! Resampling of the samples of a step by their rewards.
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-/// Resampling with replacement by reward (PF-PPO, <https://arxiv.org/abs/2409.06957>, as in verl): what weight a sample has.
+use crate::validate::{self, Checked};
+
+/// Resampling with replacement by reward (PF-PPO, <https://arxiv.org/abs/2409.06957>, as in verl). The variants are weights.
 ///
 /// ```
-/// use candle_grpo_core::ScoreResampling;
+/// use candle_grpo_core::selection::ScoreResampling;
 ///
-/// // The uniform numbers come from the caller's own generator.
+/// // The caller provides the uniform random numbers.
 /// let drawn = ScoreResampling::default().draw(&[0., 0., 3., 1.], &[0.05, 0.5, 0.95])?;
 /// assert_eq!(drawn, [2, 2, 3]); // the weights are 0, 0, 9, 1
 /// # Ok::<(), candle_core::Error>(())
@@ -18,9 +20,9 @@ use serde::{Deserialize, Serialize};
 pub enum ScoreResampling {
     /// `|score|` to this power.
     Power(f64),
-    /// 1 for the highest and the lowest score, 0 for what is between.
+    /// 1 for the highest and the lowest score, 0 for all others.
     MaxMin,
-    /// 0.4 for the highest score, 0.1 for the rest.
+    /// 0.4 for the highest score, 0.1 for all others.
     MaxRandom,
 }
 
@@ -30,13 +32,29 @@ impl Default for ScoreResampling {
     }
 }
 
-/// Added to each weight, so that a batch without any weight is drawn from evenly.
+/// Added to each weight, so that a batch whose weights are all 0 is sampled uniformly.
 const FLOOR: f64 = 1e-8;
 
 impl ScoreResampling {
-    /// One index into `scores` for each of `uniforms`, which are independent and uniform from 0 to 1 (1 excluded). On the
-    /// host.
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        match *self {
+            Self::Power(power) => validate::non_negative("power", power),
+            Self::MaxMin | Self::MaxRandom => Ok(()),
+        }
+    }
+
+    /// Draws one index into `scores` for each of `uniforms`: independent random numbers, uniform in [0, 1).
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are no scores, or if a score, a uniform number or the power is invalid.
     pub fn draw(&self, scores: &[f64], uniforms: &[f64]) -> Result<Vec<usize>> {
+        self.validate()?;
         if scores.is_empty() {
             bail!("scores: empty, there must be at least one");
         }
@@ -48,7 +66,7 @@ impl ScoreResampling {
         }
         let mut total = 0.;
         let cumulative: Vec<f64> = self
-            .weights(scores)?
+            .weights(scores)
             .iter()
             .map(|weight| {
                 total += weight + FLOOR;
@@ -62,7 +80,7 @@ impl ScoreResampling {
         Ok(uniforms.iter().map(pick).collect())
     }
 
-    fn weights(&self, scores: &[f64]) -> Result<Vec<f64>> {
+    fn weights(&self, scores: &[f64]) -> Vec<f64> {
         let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let lowest = scores.iter().copied().fold(f64::INFINITY, f64::min);
         let weigh = |score: f64| match *self {
@@ -71,11 +89,6 @@ impl ScoreResampling {
             Self::MaxRandom if score == highest => 0.4,
             Self::MaxRandom => 0.1,
         };
-        if let Self::Power(power) = *self
-            && !(power >= 0. && power.is_finite())
-        {
-            bail!("power: {power}, must be finite and at least 0");
-        }
-        Ok(scores.iter().map(|&score| weigh(score)).collect())
+        scores.iter().map(|&score| weigh(score)).collect()
     }
 }

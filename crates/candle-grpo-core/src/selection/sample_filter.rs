@@ -1,4 +1,4 @@
-//! Which samples are trained on.
+//! Filters of samples.
 
 use candle_core::{DType, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -7,26 +7,30 @@ use crate::groups::{GroupLayout, Groups};
 use crate::mask::Mask;
 use crate::moments::Moments;
 use crate::rewards::{IntoRewards, finite_mask};
+use crate::validate::{self, Checked};
 
-/// What the filters of samples look at.
+/// Tensors of a batch that [`SampleFilter`] uses.
 #[derive(Debug, Clone)]
 pub struct FilterBatch<'a> {
-    /// The scores `[B]` before any shaping. A sample without a finite one is kept out of the figures of its group.
+    /// Scores `[B]` before any shaping. Scores that are not finite do not enter the statistics of their group.
     pub scores: &'a Tensor,
-    /// Which samples answer the same prompt.
+    /// Groups of samples that share a prompt.
     pub groups: Groups,
-    /// The tokens `[B, T]` that the policy wrote.
+    /// Tokens `[B, T]` that the policy generated.
     pub response_mask: &'a Mask,
-    /// `[B]`, 1 where a response was cut off; [`SampleFilter::NotTruncated`] needs it.
+    /// 1 where a response was truncated, `[B]`. [`SampleFilter::NotTruncated`] needs it.
     pub truncated: Option<&'a Tensor>,
 }
 
-/// A reason to train on a sample or not. Filters do not touch the rewards: what is filtered out takes part in the statistics
-/// of its group unless [`crate::BaselinePopulation::Unmasked`] says otherwise.
+/// A filter of samples.
+///
+/// Filters do not change rewards: a sample that is dropped still enters the statistics of its group, unless the population is
+/// [`crate::advantage::BaselinePopulation::Unmasked`].
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
-/// use candle_grpo_core::{FilterBatch, Mask, SampleFilter};
+/// use candle_grpo_core::Mask;
+/// use candle_grpo_core::selection::{FilterBatch, SampleFilter};
 ///
 /// let mask = Mask::new(&Tensor::new(&[[1u8, 1], [1, 0], [1, 0], [1, 0]], &Device::Cpu)?)?;
 /// let scores = Tensor::new(&[0f32, 1., 1., 1.], &Device::Cpu)?;
@@ -41,33 +45,51 @@ pub struct FilterBatch<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum SampleFilter {
-    /// The scores of its group differ.
+    /// Keeps samples of groups whose scores differ.
     Spread {},
-    /// The mean score of its group lies between the bounds and equals neither (ROLL's `difficulty_mask`). A group of one is
-    /// kept.
+    /// Keeps samples of groups whose mean score lies strictly between the bounds (ROLL's `difficulty_mask`). Groups of one
+    /// are kept.
     Difficulty {
-        /// Not too hard.
+        /// Lower bound: drops groups that are too hard.
         low: f64,
-        /// Not too easy.
+        /// Upper bound: drops groups that are too easy.
         high: f64,
     },
-    /// It has fewer tokens than this (ROLL's `max_len_mask`, with the longest response that is allowed).
+    /// Keeps samples with fewer tokens than this (ROLL's `max_len_mask`, with the length limit).
     ShorterThan {
-        /// The number of tokens.
+        /// Number of tokens.
         length: usize,
     },
-    /// It was not cut off (TRL's `mask_truncated_completions`).
+    /// Keeps samples that were not truncated (TRL's `mask_truncated_completions`).
     NotTruncated {},
-    /// Its score is 1, or 0 and it has fewer tokens than this: a long wrong answer may be one that was cut off (ROLL's
-    /// `error_max_len_clip`). Any other score is dropped.
+    /// Keeps samples with the score 1, and those with the score 0 and fewer tokens than this: a long wrong answer may have
+    /// been truncated (ROLL's `error_max_len_clip`).
     ShortErrors {
-        /// The number of tokens.
+        /// Number of tokens.
         length: usize,
     },
 }
 
 impl SampleFilter {
-    /// 1 for the samples that every filter keeps: u8 `[B]`.
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        match *self {
+            Self::Difficulty { low, high } => {
+                validate::check(low < high, "low", low, &format!("be below high, {high}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns 1 for the samples that every filter keeps: u8 `[B]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a filter is invalid or a tensor is absent or of another shape.
     pub fn keep_all(filters: &[Self], batch: &FilterBatch<'_>) -> Result<Tensor> {
         let (sequences, _) = batch.response_mask.dims()?;
         let all = Tensor::ones(
@@ -79,8 +101,13 @@ impl SampleFilter {
         filters.iter().try_fold(all, keep)
     }
 
-    /// 1 for the samples that this filter keeps: u8 `[B]`.
+    /// Returns 1 for the samples that this filter keeps: u8 `[B]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the filter is invalid or a tensor is absent or of another shape.
     pub fn keep(&self, batch: &FilterBatch<'_>) -> Result<Tensor> {
+        self.validate()?;
         let scores = batch.scores.into_rewards()?.values;
         let mask = batch.response_mask;
         let (sequences, _) = mask.dims()?;
@@ -94,14 +121,11 @@ impl SampleFilter {
             |length: usize| mask.lengths(scores.dtype())?.squeeze(1)?.lt(length as f64);
         match *self {
             Self::Spread {} => {
-                let (layout, moments) = of_groups(&scores, &batch.groups)?;
+                let (layout, moments) = group_moments(&scores, &batch.groups)?;
                 layout.to_members(&moments.constant.eq(0u8)?)
             }
             Self::Difficulty { low, high } => {
-                if low.is_nan() || high.is_nan() || low >= high {
-                    bail!("difficulty: low {low} and high {high}, low must be below high");
-                }
-                let (layout, moments) = of_groups(&scores, &batch.groups)?;
+                let (layout, moments) = group_moments(&scores, &batch.groups)?;
                 let between = (moments.mean.gt(low)? * moments.mean.lt(high)?)?;
                 let alone = moments.count.le(1.)?;
                 layout.to_members(&(between + alone)?.ne(0u8)?)
@@ -109,7 +133,7 @@ impl SampleFilter {
             Self::ShorterThan { length } => shorter_than(length),
             Self::NotTruncated {} => {
                 let Some(truncated) = batch.truncated else {
-                    bail!("truncated: absent, must be given to keep what was not truncated");
+                    bail!("truncated: absent, must be given for the filter not_truncated");
                 };
                 if truncated.dims() != [sequences] {
                     bail!(
@@ -127,7 +151,7 @@ impl SampleFilter {
     }
 }
 
-fn of_groups(scores: &Tensor, groups: &Groups) -> Result<(GroupLayout, Moments)> {
+fn group_moments(scores: &Tensor, groups: &Groups) -> Result<(GroupLayout, Moments)> {
     let layout = GroupLayout::new(groups, scores.dim(0)?, scores.device())?;
     let selected = (layout.to_rows(&finite_mask(scores)?)? * layout.present()?)?;
     let moments = Moments::new(&layout.to_rows(scores)?, &selected)?;

@@ -1,32 +1,36 @@
-//! Which tokens are forks in the road.
+//! Selection of the tokens with the highest entropy.
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 
 use crate::mask::Mask;
+use crate::validate;
 
-/// The tokens of the mask with the highest entropy, that part `fraction` of them which a policy gradient needs
-/// (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`): those whose entropy is at least the
-/// `1 - fraction` quantile over all tokens of the mask, linear between two of them.
+/// Returns the share `fraction` of the tokens of `mask` that has the highest entropy
+/// (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`).
 ///
-/// `entropy` `[B, T]` of the whole step, so that the choice does not depend on how it is split. The quantile is taken on the
-/// host, which costs one copy of the entropies. A mask without a token comes back as it is.
+/// These are the tokens whose entropy is at least the `1 - fraction` quantile over all tokens of the mask, interpolated
+/// linearly. `entropy` is `[B, T]` of the whole step, so that the selection does not depend on how the step is split. A mask
+/// without a token is returned unchanged. Synchronizes with the device and copies the entropies to the host.
+///
+/// # Errors
+///
+/// Fails if the shapes differ or `fraction` is not above 0 and at most 1.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_core::{Mask, top_entropy_tokens_to_host};
+/// use candle_grpo_core::Mask;
+/// use candle_grpo_core::selection::top_entropy_tokens;
 ///
 /// let mask = Mask::new(&Tensor::new(&[[1u8, 1, 1], [1, 1, 0]], &Device::Cpu)?)?;
 /// let entropy = Tensor::new(&[[0.1f32, 2., 0.3], [1., 0., 9.]], &Device::Cpu)?;
-/// let top = top_entropy_tokens_to_host(&entropy, &mask, 0.4)?;
+/// let top = top_entropy_tokens(&entropy, &mask, 0.4)?;
 /// assert_eq!(top.selected().to_vec2::<u8>()?, [[0, 1, 0], [1, 0, 0]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-pub fn top_entropy_tokens_to_host(entropy: &Tensor, mask: &Mask, fraction: f64) -> Result<Mask> {
+pub fn top_entropy_tokens(entropy: &Tensor, mask: &Mask, fraction: f64) -> Result<Mask> {
     mask.check_shape("entropy", entropy)?;
-    if !(fraction > 0. && fraction <= 1.) {
-        bail!("fraction: {fraction}, must be above 0 and at most 1");
-    }
-    // Masked entries may hold anything; comparing has to be with numbers.
+    validate::share("fraction", fraction)?;
+    // Masked entries may be NaN, and every comparison with NaN is false.
     let entropy = mask.select(&entropy.detach().to_dtype(DType::F32)?)?;
     let numbers = entropy.flatten_all()?.to_vec1::<f32>()?;
     let selected = mask.selected().flatten_all()?.to_vec1::<u8>()?;
@@ -42,7 +46,7 @@ pub fn top_entropy_tokens_to_host(entropy: &Tensor, mask: &Mask, fraction: f64) 
     let place = (1. - fraction) * (valid.len() - 1) as f64;
     let below = f64::from(valid[place.floor() as usize]);
     let above = f64::from(valid[place.ceil() as usize]);
-    // Rounded as the entropies are, so that a quantile that is one of them selects it.
+    // In f32 like the entropies, so that a quantile equal to one of them selects it.
     let threshold = (below + (above - below) * place.fract()) as f32;
     mask.and(&entropy.ge(threshold)?)
 }

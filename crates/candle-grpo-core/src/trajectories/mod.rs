@@ -1,4 +1,4 @@
-//! Batches whose rows are steps of trajectories: which rows belong together, in time and by the state they start from.
+//! Batches whose rows are steps of trajectories, for multi-turn training.
 
 mod gigpo;
 
@@ -8,17 +8,17 @@ use std::collections::HashMap;
 
 use candle_core::{Result, Tensor, bail};
 
-use crate::advantage::recurrence::reverse_recurrence;
-use crate::advantage::returns::check_discount;
+use crate::advantage::reverse_recurrence;
 use crate::groups::{GroupLayout, Groups};
+use crate::validate;
 
-/// What each row of a batch is a step of. B rows.
+/// Trajectory and state of each of the B rows of a batch.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_core::Steps;
+/// use candle_grpo_core::trajectories::Steps;
 ///
-/// // Two trajectories of two steps, the second one backwards; both start in state 7.
+/// // Two trajectories of two steps, the second one in reverse order; both start in state 7.
 /// let steps = Steps::new([0u32, 0, 1, 1].as_slice(), [7u32, 8, 9, 7].as_slice()).numbers(vec![0, 1, 1, 0]);
 /// let rewards = Tensor::new(&[0f64, 1., 4., 2.], &Device::Cpu)?;
 /// let returns = steps.discounted_returns(&rewards, 0.5)?;
@@ -27,18 +27,18 @@ use crate::groups::{GroupLayout, Groups};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Steps {
-    /// The trajectory of each row.
+    /// Trajectory of each row.
     pub trajectories: Groups,
-    /// The state that each row's action was taken in, such as a hash of the observation. Rows of other tasks may have the
-    /// same.
+    /// State in which the action of each row was taken, such as a hash of the observation. Rows of different tasks may
+    /// share a number.
     pub states: Groups,
-    /// When in its trajectory each row was taken; only the order counts. Absent: the rows of a trajectory are in the order
+    /// Time of each row in its trajectory; only the order matters. If absent, the rows of a trajectory are in the order
     /// of time.
     pub numbers: Option<Vec<i64>>,
 }
 
 impl Steps {
-    /// Rows that stand in the order of time.
+    /// Steps whose rows are in the order of time.
     pub fn new(trajectories: impl Into<Groups>, states: impl Into<Groups>) -> Self {
         Self {
             trajectories: trajectories.into(),
@@ -47,20 +47,22 @@ impl Steps {
         }
     }
 
-    /// Says when in its trajectory each row was taken.
+    /// Sets the time of each row in its trajectory.
     pub fn numbers(mut self, numbers: Vec<i64>) -> Self {
         self.numbers = Some(numbers);
         self
     }
 
-    /// `G_t = r_t + gamma G_(t+1)` along each trajectory: `rewards` `[B]` to returns `[B]` of the same rows.
+    /// Computes `G_t = r_t + gamma G_(t+1)` along each trajectory: `rewards` `[B]` to returns `[B]` of the same rows.
     ///
-    /// Errs if there is not one trajectory, and one number where they are given, for each row, or if two rows are the
-    /// same step.
+    /// # Errors
+    ///
+    /// Fails if the numbers of trajectories or times differ from B, if two rows are the same step, or if `gamma` is not
+    /// from 0 to 1.
     pub fn discounted_returns(&self, rewards: &Tensor, gamma: f64) -> Result<Tensor> {
-        check_discount("gamma", gamma)?;
+        validate::unit_interval("gamma", gamma)?;
         let ids = self.trajectory_of(rewards)?;
-        let order = self.in_time(&ids)?;
+        let order = self.by_time(&ids)?;
         let mut place = vec![0u32; order.len()];
         for (at, &row) in order.iter().enumerate() {
             place[row as usize] = at as u32;
@@ -69,13 +71,13 @@ impl Steps {
         let device = rewards.device();
         let order = Tensor::new(order, device)?;
         let rewards = rewards.contiguous()?.index_select(&order, 0)?;
-        let (layout, by_time) = by_trajectory(sorted, &rewards)?;
-        let discount = (by_time.zeros_like()? + gamma)?;
-        let returns = layout.to_samples(&reverse_recurrence(&by_time, &discount)?)?;
+        let (layout, rows) = by_trajectory(sorted, &rewards)?;
+        let discount = (rows.zeros_like()? + gamma)?;
+        let returns = layout.to_samples(&reverse_recurrence(&rows, &discount)?)?;
         returns.index_select(&Tensor::new(place, device)?, 0)
     }
 
-    /// The sum of the rewards of the trajectory that each row is of: `[B]` to `[B]`.
+    /// The sum of the rewards of each row's trajectory: `[B]` to `[B]`.
     pub(crate) fn sums(&self, rewards: &Tensor) -> Result<Tensor> {
         let (layout, rewards) = by_trajectory(self.trajectory_of(rewards)?, rewards)?;
         layout.to_members(&rewards.sum_keepdim(1)?)
@@ -91,8 +93,8 @@ impl Steps {
         self.trajectories.to_ids("trajectories", rows)
     }
 
-    /// The rows, trajectory by trajectory and in the order of time.
-    fn in_time(&self, trajectories: &[i64]) -> Result<Vec<u32>> {
+    /// The rows ordered by trajectory, then by time.
+    fn by_time(&self, trajectories: &[i64]) -> Result<Vec<u32>> {
         let rows = trajectories.len();
         let mut order: Vec<u32> = (0..rows as u32).collect();
         let Some(numbers) = &self.numbers else {
@@ -118,15 +120,15 @@ impl Steps {
         Ok(order)
     }
 
-    /// Groups of the rows that were taken in the same state of the same task.
-    pub(crate) fn of_states(&self, tasks: &Groups, rows: usize) -> Result<Groups> {
+    /// Groups of rows in the same state of the same task.
+    pub(crate) fn state_groups(&self, tasks: &Groups, rows: usize) -> Result<Groups> {
         let tasks = tasks.to_ids("groups", rows)?;
         let states = self.states.to_ids("states", rows)?;
         Ok(Groups::Ids(numbered(tasks.into_iter().zip(states))))
     }
 }
 
-/// One row for each trajectory, 0 where it has no more steps.
+/// The rewards with one row for each trajectory, 0 after its last step.
 fn by_trajectory(ids: Vec<i64>, rewards: &Tensor) -> Result<(GroupLayout, Tensor)> {
     let layout = GroupLayout::new(&Groups::Ids(ids), rewards.dim(0)?, rewards.device())?;
     let rows = layout.to_rows(rewards)?;
@@ -134,7 +136,7 @@ fn by_trajectory(ids: Vec<i64>, rewards: &Tensor) -> Result<(GroupLayout, Tensor
     Ok((layout, rows))
 }
 
-/// A number for each item, the same for equal ones, counted from 0 in the order in which they first appear.
+/// Numbers the items from 0 in the order of first appearance; equal items share a number.
 pub(crate) fn numbered<T: std::hash::Hash + Eq>(items: impl Iterator<Item = T>) -> Vec<i64> {
     let mut numbers = HashMap::new();
     items
