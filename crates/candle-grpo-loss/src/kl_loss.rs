@@ -118,7 +118,7 @@ impl KlLoss {
                 self.kl.gradient
             );
         }
-        self.kl.validate()
+        Ok(self.kl.validate()?)
     }
 
     /// The estimate for each token, without the coefficient; the log-ratios are that of the token and that of the

@@ -2,8 +2,8 @@
 
 use candle_core::{Result, bail};
 use candle_grpo_core::{
-    AdvantageConfig, AdvantagePipeline, Compensation, GroupFilter, Kl, KlEstimator, KlPenalty,
-    Level, OverlongPenalty, RewardNorm, RewardShaping, Scale, SingleSample, TokenShaping,
+    AdvantageConfig, AdvantageName, AdvantagePipeline, GroupFilter, Kl, KlEstimator, KlPenalty,
+    NormLevel, OverlongPenalty, RewardNorm, RewardShaping, SingletonGroup, TokenAdvantage,
     with_nearest_key,
 };
 use serde::de::Error as _;
@@ -56,9 +56,9 @@ impl<'de> Deserialize<'de> for Recipe {
 }
 
 impl Recipe {
-    fn new(advantage: AdvantageConfig, policy_loss: PolicyLoss) -> Self {
+    fn new(advantage: impl Into<AdvantageConfig>, policy_loss: PolicyLoss) -> Self {
         Self {
-            advantage,
+            advantage: advantage.into(),
             policy_loss,
             ..Self::default()
         }
@@ -89,12 +89,12 @@ impl Recipe {
 
     /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): no division by the deviation, nor by the length of a response.
     pub fn dr_grpo(length: f64) -> Self {
-        Self::new(AdvantageConfig::DrGrpo {}, PolicyLoss::dr_grpo(length))
+        Self::new(AdvantageName::DrGrpo, PolicyLoss::dr_grpo(length))
     }
 
     /// Lite PPO (<https://arxiv.org/abs/2508.08221>): the mean of the group, the deviation of the batch, token-mean.
     pub fn lite_ppo() -> Self {
-        Self::new(AdvantageConfig::LitePpo {}, PolicyLoss::bnpo())
+        Self::new(AdvantageName::LitePpo, PolicyLoss::bnpo())
     }
 
     /// GSPO (<https://arxiv.org/abs/2507.18071>).
@@ -130,40 +130,31 @@ impl Recipe {
     /// GPG (<https://arxiv.org/abs/2504.02546>): centred rewards, compensated for the groups that teach nothing, with the
     /// plain policy gradient.
     pub fn gpg() -> Self {
-        let advantage = AdvantageConfig::Gpg {
-            compensation: Compensation::GroupsWithSpread,
-        };
-        Self::new(advantage, PolicyLoss::gpg())
+        Self::new(AdvantageName::Gpg, PolicyLoss::gpg())
     }
 
     /// RLOO (<https://arxiv.org/abs/2402.14740>): leave-one-out without scaling, the policy gradient of whole sequences.
     pub fn rloo() -> Self {
-        let advantage = AdvantageConfig::Rloo {
-            scale: Scale::None,
-            single_sample: SingleSample::Error,
-        };
-        Self::new(advantage, PolicyLoss::rloo())
+        Self::new(AdvantageName::Rloo, PolicyLoss::rloo())
     }
 
     /// REINFORCE++ (<https://arxiv.org/abs/2501.03262>): a k1 penalty of `kl_coef` in the reward of each token, returns, and
     /// whitening over the batch.
     pub fn reinforce_plus_plus(kl_coef: f64) -> Self {
-        let advantage = AdvantagePipeline::reinforce_plus_plus().map_tokens(|tokens| {
-            tokens.kl_penalty = Some(KlPenalty {
+        let advantage = AdvantageConfig {
+            kl_penalty: Some(KlPenalty {
                 coef: kl_coef,
                 kl: Kl::new(KlEstimator::K1),
-            });
-        });
-        Self::new(
-            AdvantageConfig::Pipeline(Box::new(advantage)),
-            PolicyLoss::reinforce_plus_plus(),
-        )
+            }),
+            ..AdvantageName::ReinforcePlusPlus.into()
+        };
+        Self::new(advantage, PolicyLoss::reinforce_plus_plus())
     }
 
     /// REINFORCE++-baseline (<https://arxiv.org/abs/2501.03262>): the mean of the group comes off first.
     pub fn reinforce_plus_plus_baseline() -> Self {
         Self::new(
-            AdvantageConfig::ReinforcePlusPlusBaseline {},
+            AdvantageName::ReinforcePlusPlusBaseline,
             PolicyLoss::reinforce_plus_plus(),
         )
     }
@@ -171,71 +162,67 @@ impl Recipe {
     /// The defaults of TRL's GRPO: an epsilon of 1e-4, clip 0.2, token-mean, no KL.
     pub fn trl() -> Self {
         Self::new(
-            group_deviation(1e-4, SingleSample::Zero),
+            group_deviation(1e-4, SingletonGroup::Zero),
             PolicyLoss::bnpo(),
         )
     }
 
     /// The defaults of verl's GRPO: clip 0.2 and dual clip 3, token-mean, no KL.
     pub fn verl() -> Self {
-        Self::new(group_deviation(1e-6, SingleSample::Raw), PolicyLoss::verl())
+        Self::new(
+            group_deviation(1e-6, SingletonGroup::Raw),
+            PolicyLoss::verl(),
+        )
     }
 
     /// The GRPO example of ROLL's documentation: rewards normalised in their group and clipped to 10, advantages whitened
     /// and clipped to 2, dual clip.
     pub fn roll() -> Self {
-        let advantage = AdvantagePipeline::of_tokens(TokenShaping {
+        let advantage = AdvantagePipeline::from(TokenAdvantage {
             whiten_advantages: true,
             advantage_clip: Some(2.),
-            ..TokenShaping::default()
+            ..TokenAdvantage::default()
         });
         Self {
             reward_shaping: RewardShaping {
                 norm: RewardNorm {
-                    mean: Level::Group,
-                    std: Level::Group,
+                    mean: NormLevel::Group,
+                    std: NormLevel::Group,
                     ..RewardNorm::default()
                 },
                 clip: Some(10.),
                 ..RewardShaping::default()
             },
-            ..Self::new(
-                AdvantageConfig::Pipeline(Box::new(advantage)),
-                PolicyLoss::roll(),
-            )
+            ..Self::new(advantage, PolicyLoss::roll())
         }
     }
 
     /// The defaults of twinkle's GRPO: an epsilon of 1e-8, clip 0.2, no KL.
     pub fn twinkle() -> Self {
         Self::new(
-            group_deviation(1e-8, SingleSample::Raw),
+            group_deviation(1e-8, SingletonGroup::Raw),
             PolicyLoss::twinkle(),
         )
     }
 
     /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a clip of 10, a k1 penalty of 0.01 in the reward, clip 0.2, token-mean.
     pub fn openrlhf() -> Self {
-        let advantage = AdvantagePipeline::grpo()
-            .map_sequence(|sequence| {
-                sequence.group.epsilon = 1e-9;
-                sequence.clip = Some([-10., 10.]);
-            })
-            .then(TokenShaping {
-                kl_penalty: Some(KlPenalty {
-                    coef: 0.01,
-                    kl: Kl {
-                        log_ratio_clamp: None,
-                        value_clamp: Some(10.),
-                        ..Kl::new(KlEstimator::K1)
-                    },
-                }),
-                ..TokenShaping::default()
-            });
-        Self::new(
-            AdvantageConfig::Pipeline(Box::new(advantage)),
-            PolicyLoss::bnpo(),
-        )
+        let group_norm = AdvantagePipeline::grpo()
+            .map_sequence(|sequence| sequence.clip = Some([-10., 10.]))
+            .then(TokenAdvantage::default());
+        let advantage = AdvantageConfig {
+            epsilon: Some(1e-9),
+            kl_penalty: Some(KlPenalty {
+                coef: 0.01,
+                kl: Kl {
+                    log_ratio_clamp: None,
+                    value_clamp: Some(10.),
+                    ..Kl::new(KlEstimator::K1)
+                },
+            }),
+            ..group_norm.into()
+        };
+        Self::new(advantage, PolicyLoss::bnpo())
     }
 
     /// Checks the options and the combinations that the papers rule out; the error names the key and what it must be.
@@ -245,12 +232,12 @@ impl Recipe {
             overlong.validate()?;
         }
         if let Some(filter) = &self.group_filter {
-            filter.validate()?;
+            filter.validate().map_err(|e| e.within("group_filter"))?;
         }
         self.advantage.validate()?;
         self.policy_loss.validate()?;
         let aggregation = self.policy_loss.aggregation;
-        if matches!(self.advantage, AdvantageConfig::DrGrpo {})
+        if self.advantage.name == AdvantageName::DrGrpo
             && aggregation == Aggregation::SeqMeanTokenMean
         {
             bail!(
@@ -261,10 +248,10 @@ impl Recipe {
     }
 }
 
-fn group_deviation(epsilon: f64, single_sample: SingleSample) -> AdvantageConfig {
-    AdvantageConfig::Grpo {
-        scale: Scale::Group,
-        epsilon,
-        single_sample,
+fn group_deviation(epsilon: f64, single_sample: SingletonGroup) -> AdvantageConfig {
+    AdvantageConfig {
+        epsilon: Some(epsilon),
+        single_sample: Some(single_sample),
+        ..AdvantageConfig::default()
     }
 }

@@ -2,18 +2,21 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{D, DType, Tensor};
+use candle_grpo_core::advantage::{
+    ComponentOrder, MaskedTokens, OptimalTokenBaseline, TokenAlignment, TokenBaseline, Whitening,
+    ZeroSignalScaling, reverse_recurrence,
+};
+use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, Compensation, Components,
-    GroupAdvantage, Groups, Kl, KlEstimator, KlPenalty, Mask, MaskedTokens, NonFinite,
-    OptimalTokenBaseline, RewardShaping, Scale, SequenceAdvantage, SingleSample, TokenAlignment,
-    TokenBaseline, TokenShaping, Whitening, reverse_recurrence,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Baseline, GroupAdvantage, Groups, Kl,
+    KlEstimator, KlPenalty, Mask, RewardShaping, Scale, SingletonGroup, TokenAdvantage,
 };
 use serde_json::Value;
 
 use crate::case::{Case, Outputs, Ran};
 
 pub(crate) fn run(case: &Case) -> Result<Ran> {
-    // It says which rewards these are, not what is done with them.
+    // The option describes the rewards.
     case.config.ignore(&["rewards"]);
     Ok(Ok(match case.variant.as_str() {
         "twinkle_grpo" | "twinkle_rloo" => twinkle(case)?,
@@ -63,7 +66,7 @@ fn relative(case: &Case) -> Result<GroupAdvantage> {
     })
 }
 
-/// Errs unless the case is of that estimator.
+/// Checks the estimator of the case.
 fn check_estimator(case: &Case, expected: &str) -> Result<()> {
     let estimator = case.config.text("estimator")?;
     ensure!(estimator == expected, "unknown estimator {estimator}");
@@ -97,9 +100,9 @@ fn twinkle(case: &Case) -> Result<Outputs> {
     let function = GroupAdvantage {
         epsilon: case.config.number("epsilon")?,
         single_sample: if scale == Scale::Group {
-            SingleSample::Raw
+            SingletonGroup::Raw
         } else {
-            SingleSample::BatchMean
+            SingletonGroup::BatchMean
         },
         ..relative(case)?
     };
@@ -118,22 +121,22 @@ fn trl(case: &Case) -> Result<Outputs> {
         .text_or("aggregation", "sum_then_normalize")?
         .as_str()
     {
-        "sum_then_normalize" => Components::SumThenNormalize,
-        "normalize_then_sum" => Components::NormalizeThenSum,
+        "sum_then_normalize" => ComponentOrder::SumThenNormalize,
+        "normalize_then_sum" => ComponentOrder::NormalizeThenSum,
         other => bail!("unknown aggregation {other}"),
     };
     let scale = match case.variant.as_str() {
         "trl_rloo" | "trl_rloo_kl" => Scale::None,
         _ => scale(case)?,
     };
-    // TRL does not look at the scale where components are normalised on their own.
+    // TRL ignores the scale if it normalizes each component.
     let scale = match components {
-        Components::SumThenNormalize => scale,
-        Components::NormalizeThenSum => Scale::Group,
+        ComponentOrder::SumThenNormalize => scale,
+        ComponentOrder::NormalizeThenSum => Scale::Group,
     };
     let group = GroupAdvantage {
         epsilon,
-        single_sample: SingleSample::Zero,
+        single_sample: SingletonGroup::Zero,
         non_finite: if case.config.flag("missing_rewards")? {
             NonFinite::Exclude
         } else {
@@ -144,17 +147,15 @@ fn trl(case: &Case) -> Result<Outputs> {
         ..relative(case)?
     };
     let normalizes =
-        case.config.flag("normalize_batch")? || components == Components::NormalizeThenSum;
-    let sequence = SequenceAdvantage::new(
-        GroupAdvantage {
-            normalize: normalizes.then_some(Whitening {
-                epsilon,
-                ..Whitening::trl()
-            }),
-            ..group.clone()
-        },
+        case.config.flag("normalize_batch")? || components == ComponentOrder::NormalizeThenSum;
+    let sequence = GroupAdvantage {
         scale,
-    );
+        normalize: normalizes.then_some(Whitening {
+            epsilon,
+            ..Whitening::trl()
+        }),
+        ..group.clone()
+    };
 
     let scores = case.input("rewards")?;
     let mut rewards = scores.clone();
@@ -182,11 +183,11 @@ fn trl(case: &Case) -> Result<Outputs> {
                 .response_mask(mask)
                 .old_log_probs(old)
                 .ref_log_probs(reference);
-            let penalised = SequenceAdvantage {
+            let penalized = GroupAdvantage {
                 kl_penalty: Some(k1_penalty(coef)),
                 ..sequence
             };
-            penalised.estimate(&batch)?.advantages
+            penalized.estimate(&batch)?.advantages
         }
         (None, None, None, None) => {
             let batch = AdvantageBatch::new(&rewards, group_size);
@@ -195,10 +196,10 @@ fn trl(case: &Case) -> Result<Outputs> {
         _ => bail!("a KL penalty needs beta, mask, old_log_probs and ref_log_probs together"),
     };
 
-    // TRL's figures are of the rewards before the clip and the KL penalty.
+    // TRL's metrics use the rewards before the clip and the KL penalty.
     let of_batch = group.group_statistics(&scores, scores.dim(0)?)?;
     let constant = match (components, scale) {
-        (Components::NormalizeThenSum, _) => {
+        (ComponentOrder::NormalizeThenSum, _) => {
             let sums = group.compute(&scores, group_size, scale)?;
             GroupAdvantage::grpo()
                 .group_statistics(&sums, scores.dim(0)?)?
@@ -224,7 +225,7 @@ fn k1_penalty(coef: f64) -> KlPenalty {
     KlPenalty { coef, kl }
 }
 
-/// verl's estimators that look at the reward of a sequence.
+/// verl's estimators from the reward of a sequence.
 fn verl_outcome(case: &Case) -> Result<Outputs> {
     let estimator = case.config.text("estimator")?;
     ensure!(
@@ -232,7 +233,8 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
         "unknown estimator {estimator}"
     );
     let group = GroupAdvantage {
-        single_sample: SingleSample::Raw,
+        single_sample: SingletonGroup::Raw,
+        scale: Scale::None,
         ..GroupAdvantage::default()
     };
     let epsilon =
@@ -244,70 +246,75 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
             Scale::None
         })
     };
-    let whitened = |epsilon: f64| TokenShaping {
+    let whitened = |epsilon: f64| TokenAdvantage {
         whiten_advantages: true,
         whitening: Whitening {
             epsilon,
             ..Whitening::default()
         },
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     };
     let mut rewards = case.input("rewards")?;
     let pipeline = match estimator.as_str() {
         "grpo" | "grpo_vectorized" => {
-            let epsilon = epsilon("epsilon")?;
-            AdvantagePipeline::of_sequences(GroupAdvantage { epsilon, ..group }, by_std()?)
+            let group = GroupAdvantage {
+                epsilon: epsilon("epsilon")?,
+                scale: by_std()?,
+                ..group
+            };
+            AdvantagePipeline::from(group)
         }
         "grpo_passk" => {
             let group = GroupAdvantage {
                 baseline: Baseline::BestOfOthers,
                 epsilon: epsilon("epsilon")?,
-                single_sample: SingleSample::Error,
+                single_sample: SingletonGroup::Error,
+                scale: by_std()?,
                 ..group
             };
-            AdvantagePipeline::of_sequences(group, by_std()?)
+            AdvantagePipeline::from(group)
         }
         "rloo" | "rloo_vectorized" => {
             let group = GroupAdvantage {
                 baseline: Baseline::LeaveOneOut,
                 single_sample: if estimator == "rloo" {
-                    SingleSample::Raw
+                    SingletonGroup::Raw
                 } else {
-                    SingleSample::Zero
+                    SingletonGroup::Zero
                 },
                 ..group
             };
-            AdvantagePipeline::of_sequences(group, Scale::None)
+            AdvantagePipeline::from(group)
         }
         "opo" => {
             let group = GroupAdvantage {
                 baseline: Baseline::LengthWeighted,
                 ..group
             };
-            AdvantagePipeline::of_sequences(group, Scale::None)
+            AdvantagePipeline::from(group)
         }
         "gpg" => {
             let group = GroupAdvantage {
-                compensation: Compensation::NonZeroRewards,
+                compensation: ZeroSignalScaling::NonZeroRewards,
                 factor: 1. / case.config.number("f_norm")?,
                 ..group
             };
-            AdvantagePipeline::of_sequences(group, Scale::None)
+            AdvantagePipeline::from(group)
         }
         "reinforce_plus_plus_baseline" => {
-            AdvantagePipeline::of_sequences(group, Scale::None).then(whitened(epsilon("epsilon")?))
+            AdvantagePipeline::from(group).then(whitened(epsilon("epsilon")?))
         }
         "gdpo" => {
             rewards = case.input("reward_components")?;
             case.config.ignore(&["group_size"]); // the groups are in `group_ids`
             let group = GroupAdvantage {
-                components: Components::NormalizeThenSum,
+                components: ComponentOrder::NormalizeThenSum,
                 epsilon: epsilon("epsilon")?,
                 reward_weights: numbers(case, "component_weights")?,
+                scale: Scale::Group,
                 ..group
             };
-            AdvantagePipeline::of_sequences(group, Scale::Group)
-                .then(whitened(epsilon("whiten_epsilon")?))
+            AdvantagePipeline::from(group).then(whitened(epsilon("whiten_epsilon")?))
         }
         other => bail!("unknown estimator {other}"),
     };
@@ -315,7 +322,7 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
     let batch = AdvantageBatch::new(&rewards, groups(case)?).response_mask(&response_mask);
     let mask = batch.mask()?;
     let tokens = pipeline.estimate(&batch)?.on_tokens(&mask)?;
-    // Every token of a sequence has the same; a sequence without any has 0.
+    // All tokens of a sequence have the same advantage; a sequence without tokens has 0.
     let lengths = mask.lengths(tokens.dtype())?.squeeze(1)?.maximum(1.)?;
     let first = (tokens.sum(D::Minus1)? / lengths)?;
     Ok(Outputs::default()
@@ -325,38 +332,36 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
 }
 
 fn groups(case: &Case) -> Result<Groups> {
-    Ok(Groups::from_ids_to_host(&case.input("group_ids")?)?)
+    let ids = case.input("group_ids")?.to_dtype(DType::I64)?;
+    Ok(ids.to_vec1::<i64>()?.into())
 }
 
 fn verl_reinforce_plus_plus(case: &Case) -> Result<Outputs> {
     check_estimator(case, "reinforce_plus_plus")?;
-    let tokens = TokenShaping {
+    let tokens = TokenAdvantage {
         gamma: case.config.number("gamma")?,
         whiten_advantages: true,
         whitening: Whitening {
             epsilon: case.config.number("whiten_epsilon")?,
             ..Whitening::default()
         },
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     };
-    let shaped = tokens.apply_to_tokens(
-        &case.input("token_level_rewards")?,
-        &case.input("mask")?,
-        None,
-    )?;
+    let (rewards, mask) = (case.input("token_level_rewards")?, case.input("mask")?);
+    let out = tokens.estimate(&AdvantageBatch::from_token_rewards(&rewards, &mask))?;
     Ok(Outputs::default()
-        .out("advantages", &shaped.advantages)
-        .out("returns", &shaped.returns))
+        .out("advantages", &out.advantages)
+        .out("returns", &out.returns.context("no returns")?))
 }
 
-/// `ours` where the mask is 1 and, elsewhere, what a peer leaves there: nothing that is trained on, but part of the case.
+/// `ours` inside the mask, and outside it the values that the peer leaves there, which the case contains too.
 fn with_leftovers(mask: &Mask, ours: &Tensor, leftovers: &Tensor) -> Result<Tensor> {
     Ok(mask
         .selected()
         .where_cond(ours, &leftovers.to_dtype(ours.dtype())?)?)
 }
 
-/// Outside the mask, the value of the next token in it.
+/// `x` inside the mask, and outside it the value of the next token in the mask.
 fn carried(mask: &Mask, x: &Tensor) -> Result<Tensor> {
     let outside = mask.selected().eq(0u8)?.to_dtype(x.dtype())?;
     Ok(reverse_recurrence(&mask.select(x)?, &outside)?)
@@ -371,7 +376,7 @@ fn verl_remax(case: &Case) -> Result<Outputs> {
     let mask = batch.mask()?;
     let out = AdvantagePipeline::remax().estimate(&batch)?;
     let returns = out.returns.context("no returns")?;
-    // verl takes no baseline off outside the mask.
+    // verl subtracts no baseline outside the mask.
     let leftovers = carried(&mask, &returns)?;
     Ok(Outputs::default()
         .out(
@@ -385,12 +390,12 @@ fn verl_remax(case: &Case) -> Result<Outputs> {
 fn gae(case: &Case, whitening: Option<Whitening>, response_mask: &Tensor) -> Result<[Tensor; 3]> {
     let (rewards, values) = (case.input("token_level_rewards")?, case.input("values")?);
     let batch = AdvantageBatch::from_token_rewards(&rewards, response_mask).values(&values);
-    let plain = TokenShaping {
+    let plain = TokenAdvantage {
         gamma: case.config.number("gamma")?,
         lambda: Some(case.config.number("lambda")?),
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     };
-    let whitened = TokenShaping {
+    let whitened = TokenAdvantage {
         whiten_advantages: whitening.is_some(),
         whitening: whitening.unwrap_or_default(),
         ..plain
@@ -412,7 +417,7 @@ fn verl_gae(case: &Case) -> Result<Outputs> {
     let response_mask = case.input("mask")?;
     let mask = Mask::new(&response_mask)?;
     let [plain, whitened, returns] = gae(case, Some(whitening), &response_mask)?;
-    // Outside the mask verl has the advantage of the next token, whitened, and that plus the value as the return.
+    // Outside the mask, verl's advantage is that of the next token, whitened, and its return is that plus the value.
     let carried = carried(&mask, &plain)?;
     let advantages = with_leftovers(&mask, &whitened, &whitening.apply(&carried, &mask)?)?;
     let returns = with_leftovers(&mask, &returns, &(carried + case.input("values")?)?)?;
@@ -446,9 +451,9 @@ fn optimal_token_baseline(case: &Case) -> Result<Outputs> {
         handle_zero_tail: case.config.flag("handle_zero_tail")?,
         epsilon: case.config.number("epsilon")?,
     };
-    let tokens = TokenShaping {
+    let tokens = TokenAdvantage {
         baseline: TokenBaseline::OptimalToken(baseline),
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     };
     let (rewards, response_mask) = (case.input("token_level_rewards")?, case.input("mask")?);
     let (old, squares) = (case.input("old_log_probs")?, case.input("sum_pi_squared")?);
@@ -483,16 +488,12 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
         "reinforce" | "gae" => (Baseline::None, Scale::None),
         other => bail!("unknown estimator {other}"),
     };
-    let sequence = SequenceAdvantage {
+    let sequence = GroupAdvantage {
+        baseline,
+        scale,
+        epsilon: case.config.optional_number("epsilon")?.unwrap_or(0.),
         clip: range(case, "reward_clip")?,
-        ..SequenceAdvantage::new(
-            GroupAdvantage {
-                baseline,
-                epsilon: case.config.optional_number("epsilon")?.unwrap_or(0.),
-                ..GroupAdvantage::default()
-            },
-            scale,
-        )
+        ..GroupAdvantage::default()
     };
     let normalizes = matches!(
         estimator.as_str(),
@@ -504,21 +505,21 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
         ..Whitening::openrlhf()
     };
     let lambda = case.config.number("lambda")?;
-    let plain = TokenShaping {
+    let plain = TokenAdvantage {
         kl_penalty: Some(k1_penalty(case.config.number("kl_coef")?)),
         gamma: case.config.number("gamma")?,
         lambda: (estimator == "gae").then_some(lambda),
         masked_tokens: MaskedTokens::Counted,
         whitening,
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     };
-    let tokens = TokenShaping {
+    let tokens = TokenAdvantage {
         whiten_advantages: normalizes,
         ..plain
     };
 
     let (rewards, response_mask) = (case.input("rewards")?, case.input("mask")?);
-    // The divergence is given as such: k1 of it and nothing is the same.
+    // The case contains the divergence itself, which is k1 of it and 0.
     let kl = case.input("kl")?;
     let (zeros, values) = (kl.zeros_like()?, case.optional("values"));
     let mut batch = AdvantageBatch::new(&rewards, case.config.size("group_size")?)
@@ -528,7 +529,7 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
     if let Some(values) = &values {
         batch = batch.values(values);
     }
-    let of = |tokens: TokenShaping| {
+    let of = |tokens: TokenAdvantage| {
         let pipeline = AdvantagePipeline {
             sequence: Some(sequence.clone()),
             tokens: Some(tokens),
@@ -538,7 +539,7 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
     let out = of(tokens)?;
     let mut advantages = out.advantages;
     if normalizes {
-        // OpenRLHF normalises what is outside the mask along with the rest.
+        // OpenRLHF also normalizes the positions outside the mask.
         let leftovers = whitening.apply(&of(plain)?.advantages, &batch.mask()?)?;
         advantages = with_leftovers(&batch.mask()?, &advantages, &leftovers)?;
     }
@@ -547,8 +548,8 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
         .out("returns", &out.returns.context("no returns")?))
 }
 
-/// ROLL sums rewards and values up as if every position were a token of the response, and applies its mask to the rewards
-/// before and to the advantages afterwards: the first stage here has a mask of ones, the second only whitens and clips.
+/// ROLL accumulates rewards and values over all positions, and masks only the rewards before and the advantages after. So
+/// the first stage here has a mask of ones, and the second only whitens and clips.
 fn roll(case: &Case) -> Result<Outputs> {
     let estimator = case.config.text("estimator")?;
     ensure!(
@@ -574,33 +575,34 @@ fn roll(case: &Case) -> Result<Outputs> {
     if let Some(values) = &values {
         batch = batch.values(values);
     }
-    let sums = TokenShaping {
+    let sums = TokenAdvantage {
         gamma: case.config.number("gamma")?,
         lambda: match estimator.as_str() {
             "reinforce" => None,
             "gae" => Some(lambda),
             other => bail!("unknown estimator {other}"),
         },
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     };
     let sums = sums.estimate(&batch)?;
 
-    // Without a discount that reaches the next token, a return is the token's own reward.
-    let finish = TokenShaping {
+    // With gamma 0, a return is the reward of the token itself.
+    let finish = TokenAdvantage {
         gamma: 0.,
         whiten_advantages: case.config.flag("whiten_advantages")?,
         whitening,
         advantage_clip: case.config.optional_number("advantage_clip")?,
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     };
-    let finished = finish.apply_to_tokens(&sums.advantages, &response_mask, None)?;
+    let batch = AdvantageBatch::from_token_rewards(&sums.advantages, &response_mask);
+    let finished = finish.estimate(&batch)?;
     let outputs = Outputs::default()
         .out("advantages", &finished.advantages)
         .out("returns", &sums.returns.context("no returns")?);
     match finished.metrics.to_host()?.get("advantage_clip_fraction") {
         None => Ok(outputs),
         Some(fraction) => {
-            // ROLL divides by all positions, masked ones included.
+            // ROLL divides by the number of all positions, including masked ones.
             let valid = mask.count(DType::F64)?.to_scalar::<f64>()?;
             let all = response_mask.elem_count() as f64;
             outputs.number("clip_fraction", fraction * valid / all)

@@ -1,11 +1,10 @@
-//! `reward_norm`: normalising rewards and values.
+//! `reward_norm`: normalization of rewards and values.
 
 use anyhow::{Result, bail, ensure};
-use candle_core::{Device, Tensor};
-use candle_grpo_core::{
-    EpsilonPlacement, Level, Mask, RewardNorm, RewardShaping, RunningMoments, RunningState,
-    Whitening, masked_normalize,
-};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_core::advantage::{EpsilonPlacement, Whitening};
+use candle_grpo_core::rewards::{NormLevel, RewardNorm, RunningMoments, RunningState};
+use candle_grpo_core::{Mask, RewardShaping};
 
 use crate::case::{Case, Outputs, Ran};
 
@@ -19,12 +18,12 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
     }))
 }
 
-fn level(name: &str) -> Result<Level> {
+fn level(name: &str) -> Result<NormLevel> {
     Ok(match name {
-        "none" => Level::None,
-        "group" => Level::Group,
-        "batch" => Level::Batch,
-        "running" => Level::Running,
+        "none" => NormLevel::None,
+        "group" => NormLevel::Group,
+        "batch" => NormLevel::Batch,
+        "running" => NormLevel::Running,
         other => bail!("unknown level {other}"),
     })
 }
@@ -42,15 +41,15 @@ fn shape(case: &Case) -> Result<Outputs> {
         ..Default::default()
     };
     if std == "batch_of_centered" {
-        // The deviation of the centred rewards: centre first, then divide.
+        // The deviation of the centered rewards: center first, then divide.
         let center = RewardShaping {
             norm,
             ..Default::default()
         };
         rewards = center.apply(&rewards, group_size, None)?.rewards;
         norm = RewardNorm {
-            mean: Level::None,
-            std: Level::Batch,
+            mean: NormLevel::None,
+            std: NormLevel::Batch,
             ..norm
         };
     } else {
@@ -71,7 +70,7 @@ fn shape(case: &Case) -> Result<Outputs> {
 }
 
 fn running(case: &Case) -> Result<Outputs> {
-    // It says what was added to the batches, not what is done with them.
+    // The option describes the batches.
     case.config.ignore(&["offset"]);
     let count = case.config.number("initial_count")?;
     let initial = RunningState {
@@ -81,7 +80,7 @@ fn running(case: &Case) -> Result<Outputs> {
     };
     let norm = RewardShaping {
         norm: RewardNorm {
-            mean: Level::Running,
+            mean: NormLevel::Running,
             ..Default::default()
         },
         ..Default::default()
@@ -95,14 +94,14 @@ fn running(case: &Case) -> Result<Outputs> {
         norm.apply(&batch, size, Some(&mut moments))?;
         let mut of_batch = RunningMoments::new(&case.device)?;
         norm.apply(&batch, size, Some(&mut of_batch))?;
-        let state = moments.to_host()?;
+        let state = moments.state()?;
         let std = |m: &RunningMoments| -> Result<f64> { Ok(m.std(1)?.get(0)?.to_scalar::<f64>()?) };
         let row = [
             state.mean,
             state.squares / state.count,
             std(&moments)?,
             state.count,
-            of_batch.to_host()?.mean,
+            of_batch.state()?.mean,
             std(&of_batch)?,
         ];
         for (column, x) in columns.iter_mut().zip(row) {
@@ -139,14 +138,30 @@ fn normalize(case: &Case) -> Result<Outputs> {
     case.config.ignore(&["values"]);
     ensure!(
         case.config.size("dim")? == 1 && !case.config.flag("unbiased")?,
-        "another form of normalising"
+        "unknown form of normalization"
     );
     let mask = Mask::new(&case.input("mask")?)?;
-    let mut values = masked_normalize(
-        &case.input("values")?,
-        &mask,
-        case.config.number("min_variance")?,
-    )?;
+    let values = mask.select(&case.input("values")?)?;
+    let (rows, _) = mask.dims()?;
+    let epsilon = case.config.number("min_variance")?;
+    let whitening = Whitening {
+        epsilon,
+        ..Whitening::openrlhf()
+    };
+    let mut normalized = Vec::new();
+    for i in 0..rows {
+        let x = values.narrow(0, i, 1)?;
+        let of_row = Mask::new(&mask.selected().narrow(0, i, 1)?)?;
+        let count = of_row.count(DType::F64)?.to_scalar::<f64>()?;
+        normalized.push(if count >= 2. {
+            whitening.apply(&x, &of_row)?
+        } else {
+            // The whitening of a batch leaves one value unchanged; here its variance is 0.
+            let mean = x.sum_all()?;
+            (x.broadcast_sub(&mean)? / epsilon.sqrt())?
+        });
+    }
+    let mut values = Tensor::cat(&normalized, 0)?;
     if case.config.flag("masked_positions_zero")? {
         values = mask.select(&values)?;
     }

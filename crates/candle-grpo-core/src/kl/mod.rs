@@ -4,7 +4,7 @@ mod controller;
 
 pub use controller::KlController;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::arithmetic_dtype;
@@ -194,5 +194,29 @@ impl Kl {
             Some(c) => value.clamp(-c, c),
             None => Ok(value),
         }
+    }
+
+    /// Computes the exact divergence of log-distributions `[.., V]`: the sum over the vocabulary of
+    /// `exp(log_p) * (log_p - log_q)`, of shape `[..]`. Entries of minus infinity in `log_dist` have probability 0.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the shapes differ.
+    pub fn full(log_dist: &Tensor, ref_log_dist: &Tensor) -> Result<Tensor> {
+        if log_dist.dims() != ref_log_dist.dims() {
+            bail!(
+                "ref_log_dist: shape {:?}, must be that of log_dist, {:?}",
+                ref_log_dist.dims(),
+                log_dist.dims()
+            );
+        }
+        let p = log_dist.to_dtype(arithmetic_dtype(log_dist.dtype()))?;
+        let q = ref_log_dist.to_dtype(p.dtype())?;
+        let inside = p.detach().ne(f64::NEG_INFINITY)?;
+        let zeros = p.zeros_like()?;
+        let p = inside.where_cond(&p, &zeros)?;
+        let q = inside.where_cond(&q, &zeros)?;
+        let terms = (p.exp()? * (&p - &q)?)?;
+        inside.where_cond(&terms, &zeros)?.sum(D::Minus1)
     }
 }

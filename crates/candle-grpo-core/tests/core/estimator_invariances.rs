@@ -1,9 +1,9 @@
 //! What must not change, or must change in step, for every estimator of the product.
 
 use candle_core::{Device, Result, Tensor};
+use candle_grpo_core::advantage::{OptimalTokenBaseline, TokenBaseline};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, OptimalTokenBaseline, SequenceAdvantage,
-    TokenBaseline, TokenShaping,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, TokenAdvantage,
 };
 use candle_grpo_test_support::{devices, numbers};
 use proptest::prelude::*;
@@ -117,8 +117,8 @@ impl Data {
 
 fn without_epsilon(pipeline: AdvantagePipeline) -> AdvantagePipeline {
     pipeline
-        .map_sequence(|sequence: &mut SequenceAdvantage| sequence.group.epsilon = 0.)
-        .map_tokens(|tokens: &mut TokenShaping| tokens.whitening.epsilon = 1e-30)
+        .map_sequence(|sequence: &mut GroupAdvantage| sequence.epsilon = 0.)
+        .map_tokens(|tokens: &mut TokenAdvantage| tokens.whitening.epsilon = 1e-30)
 }
 
 fn one_of(pipelines: Vec<AdvantagePipeline>) -> impl Strategy<Value = AdvantagePipeline> {
@@ -127,7 +127,7 @@ fn one_of(pipelines: Vec<AdvantagePipeline>) -> impl Strategy<Value = AdvantageP
 
 /// Of which a factor on the rewards is one on the advantages.
 fn linear() -> Vec<AdvantagePipeline> {
-    let no_tail = |tokens: &mut TokenShaping| {
+    let no_tail = |tokens: &mut TokenAdvantage| {
         tokens.baseline = match tokens.baseline {
             TokenBaseline::OptimalToken(baseline) => {
                 TokenBaseline::OptimalToken(OptimalTokenBaseline {

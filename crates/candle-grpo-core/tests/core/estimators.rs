@@ -1,10 +1,14 @@
 //! The published numbers of each estimator, and what each gives where a group or a batch is special.
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_grpo_core::advantage::{
+    BaselinePopulation, MaskedTokens, OptimalTokenBaseline, TokenAlignment, TokenBaseline,
+    Whitening, ZeroSignalScaling,
+};
+use candle_grpo_core::rewards::NonFinite;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, BaselinePopulation,
-    Compensation, Kl, KlEstimator, KlPenalty, MaskedTokens, NonFinite, OptimalTokenBaseline, Scale,
-    SequenceAdvantage, SingleSample, TokenAlignment, TokenBaseline, TokenShaping, Whitening,
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Kl,
+    KlEstimator, KlPenalty, Scale, SingletonGroup, TokenAdvantage,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
@@ -52,7 +56,7 @@ fn gpg_counts_as_verl_does_if_asked() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&EXAMPLE.map(|r| r as f32), device);
         let gpg = AdvantagePipeline::gpg()
-            .map_sequence(|s| s.group.compensation = Compensation::NonZeroRewards);
+            .map_sequence(|s| s.compensation = ZeroSignalScaling::NonZeroRewards);
         let got = numbers(&gpg.estimate(&AdvantageBatch::new(&rewards, 4))?.advantages)?;
         let (a, b, c) = (4. / 3., 2., -2. / 3.);
         assert_close(&got, &[-a, a, -a, a, b, c, c, c], 1e-6);
@@ -191,13 +195,13 @@ fn the_optimal_token_baseline_has_the_values_of_verl(
 ) -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device)?;
-        let tokens = |handle_zero_tail| TokenShaping {
+        let tokens = |handle_zero_tail| TokenAdvantage {
             baseline: TokenBaseline::OptimalToken(OptimalTokenBaseline {
                 alignment,
                 handle_zero_tail,
                 ..OptimalTokenBaseline::default()
             }),
-            ..TokenShaping::default()
+            ..TokenAdvantage::default()
         };
         let got = tokens(false).estimate(&fixture.batch())?.advantages;
         let expected = [
@@ -228,14 +232,14 @@ fn tokens_of_others_take_no_step_unless_they_are_counted() -> Result<()> {
             -0.25 + 0.25 * 0.25 + 0.0625 * 0.5,
         );
         for (masked_tokens, discounted, generalised) in [skipped, counted] {
-            let returns = TokenShaping {
+            let returns = TokenAdvantage {
                 gamma: 0.5,
                 masked_tokens,
-                ..TokenShaping::default()
+                ..TokenAdvantage::default()
             };
             let got = returns.estimate(&batch)?.advantages;
             assert_close(&numbers(&got)?, &[discounted, 0., 1.], 1e-12);
-            let gae = TokenShaping {
+            let gae = TokenAdvantage {
                 lambda: Some(0.5),
                 ..returns
             };
@@ -268,9 +272,9 @@ fn components_are_normalised_before_the_sum() -> Result<()> {
         let rewards = Tensor::new(&missing, device)?;
         let batch = AdvantageBatch::new(&rewards, [0u32, 0, 0, 0, 0, 1].as_slice());
         let gdpo = AdvantagePipeline::gdpo().map_sequence(|sequence| {
-            sequence.group.non_finite = NonFinite::Exclude;
-            sequence.group.single_sample = SingleSample::Zero;
-            sequence.group.normalize = None;
+            sequence.non_finite = NonFinite::Exclude;
+            sequence.single_sample = SingletonGroup::Zero;
+            sequence.normalize = None;
         });
         let got = numbers(&gdpo.estimate(&batch)?.advantages)?;
         assert_eq!(got[4..], [0., 0.]);
@@ -284,7 +288,7 @@ fn advantages_of_the_batch_are_normalised_as_in_trl() -> Result<()> {
     for device in devices() {
         let rewards = Tensor::new(&EXAMPLE, device)?;
         let rloo = AdvantagePipeline::rloo()
-            .map_sequence(|sequence| sequence.group.normalize = Some(Whitening::trl()));
+            .map_sequence(|sequence| sequence.normalize = Some(Whitening::trl()));
         let got = numbers(&rloo.estimate(&AdvantageBatch::new(&rewards, 4))?.advantages)?;
         let variance: f64 = (4. * 4. / 9. + 1. + 3. / 9.) / 7.;
         assert_close(&got[4..5], &[1. / (variance.sqrt() + 1e-4)], 1e-9);
@@ -298,7 +302,7 @@ fn the_kl_of_a_sequence_comes_off_its_reward() -> Result<()> {
         let fixture = Fixture::new(device)?;
         let shifted = (&fixture.log_probs - 0.1)?;
         let batch = fixture.batch().ref_log_probs(&shifted);
-        let sequence = SequenceAdvantage {
+        let sequence = GroupAdvantage {
             kl_penalty: Some(KlPenalty {
                 coef: 2.,
                 kl: Kl::new(KlEstimator::K1),
@@ -322,12 +326,12 @@ fn a_teacher_is_followed_token_by_token() -> Result<()> {
             .response_mask(&fixture.mask)
             .old_log_probs(&fixture.log_probs)
             .teacher_log_probs(&teacher);
-        let tokens = TokenShaping {
+        let tokens = TokenAdvantage {
             distillation: Some(KlPenalty {
                 coef: 2.,
                 kl: Kl::new(KlEstimator::K1),
             }),
-            ..TokenShaping::default()
+            ..TokenAdvantage::default()
         };
         let got = tokens.estimate(&batch)?;
         let expected = [1., 1., 1., 1., 0., 0., 1., 1., 0., 1., 1., 1.];
@@ -348,7 +352,7 @@ fn masked_samples_can_be_kept_out_of_the_statistics() -> Result<()> {
         let got = numbers(&all.estimate(&batch)?.advantages)?;
         assert_close(&got[..3], &[-1., -2., 3.], 1e-6);
         let unmasked =
-            all.map_sequence(|sequence| sequence.group.population = BaselinePopulation::Unmasked);
+            all.map_sequence(|sequence| sequence.population = BaselinePopulation::Unmasked);
         let got = numbers(&unmasked.estimate(&batch)?.advantages)?;
         assert_close(&got[..3], &[0.5, -0.5, 0.], 1e-6);
         assert_close(&got[3..], &[2. / 3., -1. / 3., -1. / 3.], 1e-6);
@@ -368,7 +372,7 @@ fn pass_at_k_is_how_far_the_best_is_ahead(
     for device in devices() {
         let pipeline = AdvantagePipeline::pass_at_k().map_sequence(|sequence| {
             sequence.scale = Scale::None;
-            sequence.group.non_finite = NonFinite::Exclude;
+            sequence.non_finite = NonFinite::Exclude;
         });
         let rewards = tensor(rewards, device);
         let got = pipeline.estimate(&AdvantageBatch::new(&rewards, 3))?;
@@ -428,7 +432,7 @@ fn a_configuration_names_every_estimator_and_knows_its_options() -> serde_json::
         assert_eq!(config.pipeline(), pipeline, "{name}");
         let again: AdvantageConfig = serde_json::from_str(&serde_json::to_string(&config)?)?;
         assert_eq!(again, config);
-        let explicit = AdvantageConfig::Pipeline(Box::new(pipeline));
+        let explicit = AdvantageConfig::from(pipeline);
         let again: AdvantageConfig = serde_json::from_str(&serde_json::to_string(&explicit)?)?;
         assert_eq!(again, explicit);
         let unknown = format!(r#"{{"name": "{name}", "epsilom": 1}}"#);
@@ -441,7 +445,7 @@ fn a_configuration_names_every_estimator_and_knows_its_options() -> serde_json::
     assert!(error.to_string().contains("grop"), "{error}");
     let gae: AdvantageConfig = serde_json::from_str(r#"{"name": "gae", "lambda": 0.5}"#)?;
     assert_eq!(gae.pipeline(), AdvantagePipeline::gae(1., 0.5));
-    let unknown = r#"{"name": "pipeline", "sequence": {"group": {"epsilom": 1}}}"#;
+    let unknown = r#"{"name": "pipeline", "sequence": {"epsilom": 1}}"#;
     assert!(serde_json::from_str::<AdvantageConfig>(unknown).is_err());
     Ok(())
 }

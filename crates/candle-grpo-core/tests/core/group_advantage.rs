@@ -1,5 +1,6 @@
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_core::{GroupAdvantage, Groups, NonFinite, Scale, SingleSample};
+use candle_grpo_core::rewards::NonFinite;
+use candle_grpo_core::{GroupAdvantage, Scale, SingletonGroup};
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
@@ -105,16 +106,12 @@ fn groups_of_any_size_in_any_order() -> Result<()> {
     for device in devices() {
         // The groups a = {2, 1, 0} and b = {5, 3}, interleaved.
         let rewards = tensor(&[2., 5., 1., 0., 3.], device);
-        let ids = Tensor::new(&[7i64, -1, 7, 7, -1], device)?;
         let from_slice =
             GroupAdvantage::grpo().compute(&rewards, [7u32, 1, 7, 7, 1].as_slice(), Scale::None)?;
         assert_eq!(from_slice.to_vec1::<f32>()?, [1., 1., 0., -1., -1.]);
-        let from_tensor = GroupAdvantage::grpo().compute(
-            &rewards,
-            Groups::from_ids_to_host(&ids)?,
-            Scale::None,
-        )?;
-        assert_eq!(from_tensor.to_vec1::<f32>()?, from_slice.to_vec1::<f32>()?);
+        let from_vec =
+            GroupAdvantage::grpo().compute(&rewards, vec![7i64, -1, 7, 7, -1], Scale::None)?;
+        assert_eq!(from_vec.to_vec1::<f32>()?, from_slice.to_vec1::<f32>()?);
         let rloo =
             GroupAdvantage::rloo().compute(&rewards, vec![7usize, 1, 7, 7, 1], Scale::None)?;
         assert_eq!(rloo.to_vec1::<f32>()?, [1.5, 2., 0., -1.5, -2.]);
@@ -124,12 +121,12 @@ fn groups_of_any_size_in_any_order() -> Result<()> {
 
 /// Unequal groups [2 | 1, 0] in the words of verl and twinkle.
 #[rstest]
-#[case(SingleSample::Raw, Scale::None, [2., 0.5, -0.5])]
-#[case(SingleSample::Zero, Scale::None, [0., 0.5, -0.5])]
-#[case(SingleSample::BatchMean, Scale::None, [1., 0.5, -0.5])]
-#[case(SingleSample::BatchMean, Scale::Batch, [1., 0.5, -0.5])]
+#[case(SingletonGroup::Raw, Scale::None, [2., 0.5, -0.5])]
+#[case(SingletonGroup::Zero, Scale::None, [0., 0.5, -0.5])]
+#[case(SingletonGroup::BatchMean, Scale::None, [1., 0.5, -0.5])]
+#[case(SingletonGroup::BatchMean, Scale::Batch, [1., 0.5, -0.5])]
 fn a_single_sample_follows_its_policy(
-    #[case] single_sample: SingleSample,
+    #[case] single_sample: SingletonGroup,
     #[case] scale: Scale,
     #[case] expected: [f64; 3],
 ) -> Result<()> {
@@ -218,7 +215,7 @@ fn integers_and_half_precision_are_taken() -> Result<()> {
 #[test]
 fn the_settings_survive_serde() -> Result<()> {
     let function = GroupAdvantage {
-        single_sample: SingleSample::BatchMean,
+        single_sample: SingletonGroup::BatchMean,
         reward_weights: Some(vec![1., 2.]),
         ..GroupAdvantage::rloo()
     };

@@ -1,7 +1,9 @@
 use candle_core::{Result, Tensor, Var};
+use candle_grpo_core::advantage::Whitening;
+use candle_grpo_core::rewards::{NormLevel, RewardNorm, RunningMoments};
 use candle_grpo_core::{
-    Kl, KlEstimator, KlGradient, KlPenalty, Level, Mask, RewardNorm, RewardShaping, RunningMoments,
-    TokenShaping, masked_whiten,
+    AdvantageBatch, AdvantageEstimator, Kl, KlEstimator, KlGradient, KlPenalty, Mask,
+    RewardShaping, TokenAdvantage,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
@@ -12,14 +14,14 @@ const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
 /// ROLL's published values, and the combination that ROLL breaks on: std of the group without its mean.
 #[rstest]
-#[case(Level::Group, Level::Group, [-0.866024, 0.866024, 1.499997, -0.499999])]
-#[case(Level::Group, Level::Batch, [-0.96609, 0.96609, 1.44914, -0.48305])]
-#[case(Level::Batch, Level::Batch, [-0.724567, 1.207612, 1.207612, -0.724567])]
-#[case(Level::None, Level::Group, [0., 1.732048, 1.999996, 0.])]
-#[case(Level::Batch, Level::Group, [-0.649518, 1.082530, 1.249998, -0.749999])]
+#[case(NormLevel::Group, NormLevel::Group, [-0.866024, 0.866024, 1.499997, -0.499999])]
+#[case(NormLevel::Group, NormLevel::Batch, [-0.96609, 0.96609, 1.44914, -0.48305])]
+#[case(NormLevel::Batch, NormLevel::Batch, [-0.724567, 1.207612, 1.207612, -0.724567])]
+#[case(NormLevel::None, NormLevel::Group, [0., 1.732048, 1.999996, 0.])]
+#[case(NormLevel::Batch, NormLevel::Group, [-0.649518, 1.082530, 1.249998, -0.749999])]
 fn mean_and_std_are_chosen_independently(
-    #[case] mean: Level,
-    #[case] std: Level,
+    #[case] mean: NormLevel,
+    #[case] std: NormLevel,
     #[case] values: [f64; 4],
 ) -> Result<()> {
     for device in devices() {
@@ -67,8 +69,8 @@ fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
     for device in devices() {
         let shaping = RewardShaping {
             norm: RewardNorm {
-                mean: Level::Running,
-                std: Level::Running,
+                mean: NormLevel::Running,
+                std: NormLevel::Running,
                 epsilon: 1e-12,
                 ..Default::default()
             },
@@ -80,7 +82,7 @@ fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
             3,
             Some(&mut running),
         )?;
-        let restored = RunningMoments::from_state(running.to_host()?, device)?;
+        let restored = RunningMoments::from_state(running.state()?, device)?;
         let mut running = restored;
         let second = shaping
             .apply(tensor(&[1e4 + 2., 1e4 + 7.], device), 2, Some(&mut running))?
@@ -88,7 +90,7 @@ fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
         // Mean 3 and variance 34 / 4 of {0, 1, 5, 2, 7}.
         let std = (34f64 / 4.).sqrt();
         assert_close(&numbers(&second)?, &[-1. / std, 4. / std], 1e-6);
-        assert_eq!(running.to_host()?.count, 5.);
+        assert_eq!(running.state()?.count, 5.);
     }
     Ok(())
 }
@@ -107,7 +109,7 @@ fn tokens_go_through_the_pipeline_in_its_order() -> Result<()> {
             &[[-2f32, -1., nan, nan], [-1., -1., -4., nan], [nan; 4]],
             device,
         )?;
-        let shaping = TokenShaping {
+        let shaping = TokenAdvantage {
             kl_penalty: Some(KlPenalty {
                 coef: 0.5,
                 kl: Kl::new(KlEstimator::K1),
@@ -118,10 +120,14 @@ fn tokens_go_through_the_pipeline_in_its_order() -> Result<()> {
             ..Default::default()
         };
         let rewards = tensor(&[1., 3., 9.], device);
-        let tokens = shaping.apply(&rewards, &mask, Some((&old, &reference)))?;
+        let batch = AdvantageBatch::new(&rewards, 1)
+            .response_mask(&mask)
+            .old_log_probs(&old)
+            .ref_log_probs(&reference);
+        let tokens = shaping.estimate(&batch)?;
         // k1 is [1, -1 | 0, 0, 3]: token rewards [-0.5, 1.5 | 0, 0, 1.5], clipped to [-0.5, 1 | 0, 0, 1].
         let returns = [0., 1., 0., 0., 0.25, 0.5, 1., 0., 0., 0., 0., 0.];
-        assert_close(&numbers(&tokens.returns)?, &returns, 1e-7);
+        assert_close(&numbers(&tokens.returns.unwrap())?, &returns, 1e-7);
         let advantages = [0., 0.7, 0., 0., 0.25, 0.5, 0.7, 0., 0., 0., 0., 0.];
         assert_close(&numbers(&tokens.advantages)?, &advantages, 1e-7);
         let metrics = tokens.metrics.to_host()?;
@@ -144,13 +150,13 @@ fn tokens_go_through_the_pipeline_in_its_order() -> Result<()> {
 fn whitened_advantages_have_mean_zero_and_variance_one_over_the_mask() -> Result<()> {
     for device in devices() {
         let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], device)?;
-        let shaping = TokenShaping {
+        let shaping = TokenAdvantage {
             whiten_advantages: true,
             ..Default::default()
         };
-        let advantages = shaping
-            .apply(&tensor(&[2., -1.], device), &mask, None)?
-            .advantages;
+        let rewards = tensor(&[2., -1.], device);
+        let batch = AdvantageBatch::new(&rewards, 1).response_mask(&mask);
+        let advantages = shaping.estimate(&batch)?.advantages;
         // {2, 2, 2, -1}: mean 1.25, variance 2.25.
         assert_close(&numbers(&advantages)?, &[0.5, 0.5, 0.5, -1.5, 0., 0.], 1e-6);
     }
@@ -162,7 +168,7 @@ fn whitening_of_fewer_than_two_tokens_changes_nothing() -> Result<()> {
     for device in devices() {
         let mask = Mask::new(&Tensor::new(&[[0u8, 1, 0]], device)?)?;
         let values = Tensor::new(&[[5f32, 3., 7.]], device)?;
-        let whitened = masked_whiten(&values, &mask, true, 1e-8)?;
+        let whitened = Whitening::default().apply(&values, &mask)?;
         assert_eq!(whitened.to_vec2::<f32>()?, values.to_vec2::<f32>()?);
     }
     Ok(())
@@ -191,15 +197,15 @@ fn kl_estimators_have_their_published_values(
 /// A group without spread has no deviation to be measured in: its distance from the mean of others would be divided by
 /// epsilon alone.
 #[rstest]
-#[case(Level::None, [1., 1., 1., 1.])]
-#[case(Level::Batch, [0.25, 0.25, 0.25, 0.25])]
-#[case(Level::Running, [0.25, 0.25, 0.25, 0.25])]
-#[case(Level::Group, [0.; 4])]
-fn a_flat_group_is_not_divided(#[case] mean: Level, #[case] expected: [f64; 4]) -> Result<()> {
+#[case(NormLevel::None, [1., 1., 1., 1.])]
+#[case(NormLevel::Batch, [0.25, 0.25, 0.25, 0.25])]
+#[case(NormLevel::Running, [0.25, 0.25, 0.25, 0.25])]
+#[case(NormLevel::Group, [0.; 4])]
+fn a_flat_group_is_not_divided(#[case] mean: NormLevel, #[case] expected: [f64; 4]) -> Result<()> {
     for device in devices() {
         let norm = RewardNorm {
             mean,
-            std: Level::Group,
+            std: NormLevel::Group,
             ..Default::default()
         };
         let shaping = RewardShaping {

@@ -1,10 +1,11 @@
 //! The configurations that docs/algorithms.md shows are ones.
 
 use candle_core::{Error, Result};
+use candle_grpo_core::trajectories::Gigpo;
 use candle_grpo_core::{
-    AdvantageConfig, DynamicSampling, Gigpo, GroupAdvantage, Kl, KlController, OverlongPenalty,
-    RepetitionPenalty, RewardShaping, SampleFilter, ScoreEnsemble, ScoreResampling,
-    SequenceAdvantage, TokenShaping, TruncationPenalty, Whitening,
+    AdvantageConfig, DynamicSampling, GroupAdvantage, Kl, KlController, OverlongPenalty,
+    RepetitionPenalty, RewardShaping, SampleFilter, ScoreEnsemble, ScoreResampling, TokenAdvantage,
+    Whitening,
 };
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, Surrogate,
@@ -88,10 +89,8 @@ fn each_configuration_is_read_as_the_type_that_it_is_shown_for() -> Result<()> {
             "SampleFilter" => read::<SampleFilter>(text),
             "ScoreEnsemble" => read::<ScoreEnsemble>(text),
             "ScoreResampling" => read::<ScoreResampling>(text),
-            "SequenceAdvantage" => read::<SequenceAdvantage>(text),
             "Surrogate" => read::<Surrogate>(text),
-            "TokenShaping" => read::<TokenShaping>(text),
-            "TruncationPenalty" => read::<TruncationPenalty>(text),
+            "TokenAdvantage" => read::<TokenAdvantage>(text),
             "ValueLoss" => read::<ValueLoss>(text),
             "Whitening" => read::<Whitening>(text),
             other => panic!("{name}: a configuration of {other}, which this test does not know"),

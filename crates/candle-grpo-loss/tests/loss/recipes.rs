@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, GroupFilter, RewardShaping,
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, GroupFilter, RewardShaping,
 };
 use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
@@ -92,7 +92,7 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     "policy_loss.aggregation: SeqMeanTokenMean with the advantage dr_grpo"
 )]
 #[case(Recipe { policy_loss: PolicyLoss::dr_grpo(0.), ..Recipe::grpo() }, "aggregation.length: 0")]
-#[case(Recipe { advantage: AdvantageConfig::Gae { gamma: 7., lambda: 0.9 }, ..Recipe::grpo() }, "gamma: 7")]
+#[case(Recipe { advantage: AdvantageConfig { gamma: Some(7.), ..AdvantageName::Gae.into() }, ..Recipe::grpo() }, "gamma: 7")]
 #[case(
     Recipe { reward_shaping: RewardShaping { clip: Some(-1.), ..Default::default() }, ..Recipe::grpo() },
     "clip: -1"
@@ -103,7 +103,7 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
         group_filter: Some(GroupFilter { mean_above: Some(1.), mean_below: Some(0.), ..Default::default() }),
         ..Recipe::grpo()
     },
-    "group_filter: mean_above 1"
+    "group_filter.mean_above: 1, must be below mean_below, 0"
 )]
 fn forbidden_combinations(#[case] recipe: Recipe, #[case] expected: &str) {
     let got = message(recipe.validate());

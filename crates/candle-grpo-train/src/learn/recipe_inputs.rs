@@ -1,10 +1,8 @@
 //! What an algorithm is computed from, besides completions and their rewards.
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::{
-    Baseline, Components, RewardShaping, SequenceAdvantage, SingleSample, TokenBaseline,
-    TokenShaping,
-};
+use candle_grpo_core::advantage::{ComponentOrder, TokenBaseline};
+use candle_grpo_core::{Baseline, GroupAdvantage, RewardShaping, SingletonGroup, TokenAdvantage};
 use candle_grpo_loss::Recipe;
 
 /// What the advantages and the loss of a recipe need.
@@ -25,13 +23,13 @@ pub(crate) struct RecipeInputs {
 impl RecipeInputs {
     pub(crate) fn new(recipe: &Recipe) -> Self {
         let pipeline = recipe.advantage.pipeline();
-        let of_sequences = |sequence: &SequenceAdvantage| Self {
+        let of_sequences = |sequence: &GroupAdvantage| Self {
             old_log_probs: sequence.kl_penalty.is_some(),
             reference: sequence.kl_penalty.is_some(),
-            greedy_scores: sequence.group.baseline == Baseline::Given,
+            greedy_scores: sequence.baseline == Baseline::Given,
             ..Self::default()
         };
-        let of_tokens = |tokens: &TokenShaping| {
+        let of_tokens = |tokens: &TokenAdvantage| {
             let optimal = matches!(tokens.baseline, TokenBaseline::OptimalToken(_));
             Self {
                 old_log_probs: tokens.kl_penalty.is_some()
@@ -66,19 +64,13 @@ pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Resu
     recipe.validate().context("recipe")?;
     let pipeline = recipe.advantage.pipeline();
     if let Some(sequence) = &pipeline.sequence {
-        let relative = matches!(
-            sequence.group.baseline,
-            Baseline::GroupMean
-                | Baseline::LeaveOneOut
-                | Baseline::LengthWeighted
-                | Baseline::BestOfOthers
-        );
+        let relative = sequence.baseline.is_group_relative();
         ensure!(
-            num_generations > 1 || !relative || sequence.group.single_sample != SingleSample::Error,
+            num_generations > 1 || !relative || sequence.single_sample != SingletonGroup::Error,
             "num_generations: 1, a relative advantage needs at least 2 (or choose a single_sample policy in recipe.advantage)"
         );
         ensure!(
-            sequence.group.components == Components::SumThenNormalize || keeps_components(recipe),
+            sequence.components == ComponentOrder::SumThenNormalize || keeps_components(recipe),
             "recipe.advantage: takes the components of rewards one by one, but recipe.reward_shaping or recipe.overlong adds them up before; leave these out"
         );
     }

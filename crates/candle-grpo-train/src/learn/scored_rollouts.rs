@@ -57,7 +57,7 @@ impl ScoredRollouts {
     pub(crate) fn groups(&self) -> Result<Vec<GroupSummary>> {
         let statistics = GroupAdvantage::grpo()
             .group_statistics(self.scores.as_slice(), self.num_generations)?;
-        Ok(statistics.to_host()?)
+        Ok(statistics.summaries()?)
     }
 
     /// Adds the groups of `other`, whose rewards must have as many components.

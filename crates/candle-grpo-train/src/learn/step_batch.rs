@@ -2,9 +2,10 @@
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
+use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, Mask, MetricValue, MetricValues,
-    RunningMoments, SampleFilter, top_entropy_tokens_to_host,
+    RunningMoments, SampleFilter,
 };
 use candle_grpo_loss::Corrected;
 
@@ -160,7 +161,7 @@ impl Preparation<'_> {
             .micro_batches
             .map(tokens, |piece| actor.entropy(piece))?;
         let mask = Mask::new(&tokens.response_mask)?;
-        let top = top_entropy_tokens_to_host(&entropy, &mask, share)?;
+        let top = top_entropy_tokens(&entropy, &mask, share)?;
         Ok(Some(match kept {
             Some(kept) => top.and(kept)?.selected().clone(),
             None => top.selected().clone(),
@@ -204,7 +205,7 @@ impl Preparation<'_> {
             recipe
                 .reward_shaping
                 .apply(&components, scored.num_generations, moments.as_mut())?;
-        self.state.running_moments = moments.map(|moments| moments.to_host()).transpose()?;
+        self.state.running_moments = moments.map(|moments| moments.state()).transpose()?;
         self.metrics.merge(&shaped.metrics.to_host()?)?;
         let Some(overlong) = &recipe.overlong else {
             return Ok(shaped.rewards);
@@ -214,7 +215,7 @@ impl Preparation<'_> {
             .iter()
             .map(|rollout| rollout.completion.tokens.len() as f32)
             .collect();
-        let penalty = overlong.of(&Tensor::new(lengths, device)?)?;
+        let penalty = overlong.compute(&Tensor::new(lengths, device)?)?;
         Ok((shaped.rewards + penalty)?)
     }
 

@@ -117,7 +117,7 @@ impl Trainer {
     }
 
     /// Sets the policy to learn from, for
-    /// [`TokenShaping::distillation`](candle_grpo_core::TokenShaping::distillation). It must have the tokens of the policy.
+    /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation). It must have the tokens of the policy.
     pub fn with_teacher(mut self, teacher: Reference) -> Self {
         self.models.teacher = Some(teacher);
         self

@@ -248,7 +248,7 @@ impl RewardKind {
             Self::Regex(options) => options.build().map(drop),
             Self::Tags(options) => options.build().map(drop),
             Self::Length(penalty) => Ok(penalty.validate()?),
-            Self::Repetition(penalty) => Ok(penalty.of::<u32>(&[]).map(drop)?),
+            Self::Repetition(penalty) => Ok(penalty.validate()?),
             Self::Program(config) => config.validate(),
             Self::Ensemble(options) => options.validate(),
         }

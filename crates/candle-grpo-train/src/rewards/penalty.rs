@@ -19,7 +19,7 @@ impl RewardFunction for LengthReward {
             .iter()
             .map(|sample| sample.completion_tokens.len() as i64)
             .collect();
-        let penalties = self.0.of(&Tensor::new(lengths, &Device::Cpu)?)?;
+        let penalties = self.0.compute(&Tensor::new(lengths, &Device::Cpu)?)?;
         Ok(penalties.to_dtype(candle_core::DType::F32)?.to_vec1()?)
     }
 }
@@ -32,7 +32,7 @@ impl RewardFunction for RepetitionReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
         samples
             .iter()
-            .map(|sample| Ok(self.0.of(sample.completion_tokens)? as f32))
+            .map(|sample| Ok(self.0.compute(sample.completion_tokens)? as f32))
             .collect()
     }
 }

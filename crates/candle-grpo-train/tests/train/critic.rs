@@ -2,7 +2,7 @@
 
 use crate::common::{max_difference, model, parameters, prompts, sampling, tokenizer};
 use candle_core::{Device, Tensor};
-use candle_grpo_core::AdvantageConfig;
+use candle_grpo_core::{AdvantageConfig, AdvantageName};
 use candle_grpo_loss::{PolicyLoss, Recipe, StepTotals, ValueLoss};
 use candle_grpo_nn::AdamWConfig;
 use candle_grpo_train::{
@@ -27,10 +27,7 @@ fn config() -> TrainConfig {
         sampling: sampling(),
         micro_batch_size: 7,
         recipe: Recipe {
-            advantage: AdvantageConfig::Gae {
-                gamma: 1.,
-                lambda: 0.95,
-            },
+            advantage: AdvantageName::Gae.into(),
             policy_loss: PolicyLoss::default(),
             ..Recipe::default()
         },

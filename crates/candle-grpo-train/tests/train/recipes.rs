@@ -6,9 +6,9 @@ use std::rc::Rc;
 use crate::common::{max_difference, model, parameters, prompts, sampling, tokenizer};
 use candle_core::Tensor;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages,
-    GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping, SampleFilter,
-    ScoreResampling, TokenShaping,
+    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
+    Advantages, GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping, SampleFilter,
+    ScoreResampling, TokenAdvantage,
 };
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, ClipCov, FilterLevel, FilterStatistic, ImportanceWeight, KlCov,
@@ -38,9 +38,9 @@ fn with_loss(policy_loss: PolicyLoss) -> TrainConfig {
     })
 }
 
-fn with_advantage(advantage: AdvantageConfig) -> TrainConfig {
+fn with_advantage(advantage: impl Into<AdvantageConfig>) -> TrainConfig {
     config(Recipe {
-        advantage,
+        advantage: advantage.into(),
         ..Recipe::default()
     })
 }
@@ -115,7 +115,7 @@ fn every_named_advantage_without_a_critic_trains(
     )]
     name: &str,
 ) {
-    let advantage = serde_json::from_str(name).unwrap();
+    let advantage: AdvantageConfig = serde_json::from_str(name).unwrap();
     let metrics = trainer(share_of_a, with_advantage(advantage))
         .step()
         .unwrap();
@@ -311,9 +311,7 @@ fn components_of_rewards_stay_apart() {
     for (both, sum) in seen.chunks(2).zip(&sums) {
         assert!((both[0] + both[1] + 1. - sum).abs() < 1e-6);
     }
-    shaped.recipe.advantage = AdvantageConfig::Gdpo {
-        reward_weights: None,
-    };
+    shaped.recipe.advantage = AdvantageName::Gdpo.into();
     let error = shaped.validate().unwrap_err().to_string();
     assert!(
         error.starts_with("recipe.advantage: takes the components"),
@@ -334,7 +332,7 @@ fn digest(sample: &Sample) -> f32 {
 
 #[test]
 fn greedy_answers_are_the_baseline_of_remax() {
-    let mut config = with_advantage(AdvantageConfig::Remax {});
+    let mut config = with_advantage(AdvantageName::Remax);
     config.prompts_per_step = 5;
     let seen = spied(digest, config.clone(), |batch| {
         batch.reward_baselines.cloned()
@@ -414,14 +412,14 @@ fn long_completions_are_penalised() {
 
 #[test]
 fn a_teacher_is_learned_from() {
-    let pipeline = AdvantagePipeline::of_tokens(TokenShaping {
+    let pipeline = AdvantagePipeline::from(TokenAdvantage {
         distillation: Some(KlPenalty {
             coef: 1.,
             ..KlPenalty::default()
         }),
-        ..TokenShaping::default()
+        ..TokenAdvantage::default()
     });
-    let config = with_advantage(AdvantageConfig::Pipeline(Box::new(pipeline)));
+    let config = with_advantage(pipeline);
     let nothing = |_: &Sample| 0.;
     let error = trainer(nothing, config.clone()).step().unwrap_err();
     assert!(

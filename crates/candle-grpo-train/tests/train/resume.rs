@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantagePipeline, Advantages,
-    GroupFilter, KlController, Level, ScoreResampling,
+    AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, GroupFilter,
+    KlController, NormLevel, ScoreResampling,
 };
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
@@ -36,8 +36,8 @@ fn dynamic() -> TrainConfig {
     let mut config = config();
     config.recipe = Recipe::dapo(8, 2);
     config.recipe.group_filter = Some(GroupFilter::default());
-    config.recipe.reward_shaping.norm.mean = Level::Running;
-    config.recipe.reward_shaping.norm.std = Level::Running;
+    config.recipe.reward_shaping.norm.mean = NormLevel::Running;
+    config.recipe.reward_shaping.norm.std = NormLevel::Running;
     config.schedule = LearningRateSchedule {
         warmup_steps: 3,
         ..LearningRateSchedule::default()
@@ -83,10 +83,7 @@ fn controllers() -> TrainConfig {
 
 fn critic() -> TrainConfig {
     let mut config = config();
-    config.recipe.advantage = AdvantageConfig::Gae {
-        gamma: 1.,
-        lambda: 0.95,
-    };
+    config.recipe.advantage = AdvantageName::Gae.into();
     config.critic = Some(CriticConfig {
         warmup_steps: 1,
         ..CriticConfig::default()

@@ -4,7 +4,7 @@ use crate::common::{
     END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer,
 };
 use anyhow::Result;
-use candle_grpo_core::{AdvantageConfig, Scale, SingleSample};
+use candle_grpo_core::{AdvantageConfig, SingletonGroup};
 use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{AdamWConfig, Parameters};
 use candle_grpo_train::{
@@ -304,10 +304,9 @@ fn groups_of_one_are_fine_with_a_policy_for_them() {
     let config = TrainConfig {
         num_generations: 1,
         recipe: Recipe {
-            advantage: AdvantageConfig::Grpo {
-                scale: Scale::Group,
-                epsilon: 1e-6,
-                single_sample: SingleSample::Raw,
+            advantage: AdvantageConfig {
+                single_sample: Some(SingletonGroup::Raw),
+                ..AdvantageConfig::default()
             },
             ..Recipe::grpo()
         },

@@ -1,6 +1,6 @@
 //! The algorithm section, in the words of ROLL's documentation.
 
-use candle_grpo_core::Level;
+use candle_grpo_core::NormLevel;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -46,15 +46,15 @@ pub struct AlgorithmConfig {
     pub value_clip: Option<f64>,
 
     /// Over which samples rewards are normalised: `batch`, `group`, `running`, or null (`group` for `adv_estimator: grpo`).
-    pub reward_norm: Option<Level>,
+    pub reward_norm: Option<NormLevel>,
     /// Whether normalising rewards only subtracts the mean.
     pub reward_shift: Option<bool>,
     /// Whether normalising rewards only divides by the standard deviation.
     pub reward_scale: Option<bool>,
     /// The level of the mean alone, in place of `reward_norm`.
-    pub norm_mean_type: Option<Level>,
+    pub norm_mean_type: Option<NormLevel>,
     /// The level of the standard deviation alone, in place of `reward_norm`.
-    pub norm_std_type: Option<Level>,
+    pub norm_std_type: Option<NormLevel>,
     /// Rewards are clipped to plus and minus this after they are normalised; with `add_token_level_kl` those of tokens too.
     pub reward_clip: Option<f64>,
 

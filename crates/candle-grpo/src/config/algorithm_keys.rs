@@ -1,8 +1,8 @@
 //! What the keys of the algorithm section do to the settings of a run.
 
 use candle_grpo_core::{
-    AdvantageConfig, AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, Level,
-    RewardNorm, RewardShaping, SampleFilter, TokenShaping,
+    AdvantageConfig, AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, NormLevel,
+    RewardNorm, RewardShaping, SampleFilter, TokenAdvantage,
 };
 use candle_grpo_loss::{
     Aggregation, Clip, DetachedWeight, ImportanceLevel, KlLoss, PolicyLoss, PositiveIf, Recipe,
@@ -73,12 +73,12 @@ impl AlgorithmConfig {
     fn apply_estimator(&self, config: &mut TrainConfig) -> Checked {
         let gae = self.adv_estimator == Some(AdvEstimator::Gae);
         if let Some(estimator) = self.adv_estimator {
-            config.recipe.advantage = of_tokens(TokenShaping {
+            config.recipe.advantage = of_tokens(TokenAdvantage {
                 lambda: gae.then(|| self.lambd.unwrap_or(LAMBD)),
-                ..TokenShaping::default()
+                ..TokenAdvantage::default()
             });
             config.recipe.reward_shaping.norm = match estimator {
-                AdvEstimator::Grpo => norm(Level::Group, Level::Group),
+                AdvEstimator::Grpo => norm(NormLevel::Group, NormLevel::Group),
                 _ => RewardNorm::default(),
             };
         }
@@ -121,14 +121,14 @@ impl AlgorithmConfig {
             ("reward_shift", shift, &mut shaping.norm.std),
             ("reward_scale", scale, &mut shaping.norm.mean),
         ] {
-            if only && *other == Level::None {
+            if only && *other == NormLevel::None {
                 return Err(wrong(
                     key,
                     "true, needs reward_norm: batch, group or running",
                 ));
             }
             if only {
-                *other = Level::None;
+                *other = NormLevel::None;
             }
         }
         set(&mut shaping.norm.mean, self.norm_mean_type);
@@ -428,10 +428,10 @@ fn needs<T>(key: &'static str, value: Option<T>, met: bool, needed: &str) -> Che
 fn plain() -> Recipe {
     Recipe {
         reward_shaping: RewardShaping {
-            norm: norm(Level::Group, Level::Group),
+            norm: norm(NormLevel::Group, NormLevel::Group),
             ..RewardShaping::default()
         },
-        advantage: of_tokens(TokenShaping::default()),
+        advantage: of_tokens(TokenAdvantage::default()),
         policy_loss: PolicyLoss {
             aggregation: Aggregation::SeqMeanTokenMean,
             ..PolicyLoss::default()
@@ -440,7 +440,7 @@ fn plain() -> Recipe {
     }
 }
 
-fn norm(mean: Level, std: Level) -> RewardNorm {
+fn norm(mean: NormLevel, std: NormLevel) -> RewardNorm {
     RewardNorm {
         mean,
         std,
@@ -455,13 +455,13 @@ fn clamped(estimator: KlEstimator) -> Kl {
     }
 }
 
-fn of_tokens(tokens: TokenShaping) -> AdvantageConfig {
-    AdvantageConfig::Pipeline(Box::new(AdvantagePipeline::of_tokens(tokens)))
+fn of_tokens(tokens: TokenAdvantage) -> AdvantageConfig {
+    AdvantagePipeline::from(tokens).into()
 }
 
 /// Changes the stage of tokens of the advantage, which gets one if it has none.
-fn map_tokens(recipe: &mut Recipe, change: impl FnOnce(&mut TokenShaping)) {
+fn map_tokens(recipe: &mut Recipe, change: impl FnOnce(&mut TokenAdvantage)) {
     let mut pipeline = recipe.advantage.pipeline();
-    change(pipeline.tokens.get_or_insert_with(TokenShaping::default));
-    recipe.advantage = AdvantageConfig::Pipeline(Box::new(pipeline));
+    change(pipeline.tokens.get_or_insert_with(TokenAdvantage::default));
+    recipe.advantage = pipeline.into();
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_grpo_core::Level;
+use candle_grpo_core::NormLevel;
 use candle_grpo_train::{
     DatasetConfig, LearningRateSchedule, RewardConfig, SamplingConfig, TrainConfig,
 };
@@ -275,7 +275,7 @@ fn own_place(
 
 /// What the trainer says about its settings, by the key of the file.
 fn validate_train(document: &Document, train: &TrainConfig) -> Result<(), ConfigError> {
-    let group_deviation = train.recipe.reward_shaping.norm.std == Level::Group;
+    let group_deviation = train.recipe.reward_shaping.norm.std == NormLevel::Group;
     if group_deviation && train.num_generations == 1 {
         return Err(document.error(
             "algorithm.num_return_sequences_in_group",

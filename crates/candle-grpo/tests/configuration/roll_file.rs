@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_grpo::config::{Document, RollFile, RunConfig, Verdict};
-use candle_grpo::core::{Level, SampleFilter};
+use candle_grpo::core::{NormLevel, SampleFilter};
 
 const FILE: &str = r#"
 defaults:
@@ -171,7 +171,7 @@ fn what_is_used_is_used() {
     );
     assert_eq!(train.schedule.warmup_steps, 20);
     assert_eq!(train.sampling.temperature, 0.99);
-    assert_eq!(train.recipe.reward_shaping.norm.mean, Level::Batch);
+    assert_eq!(train.recipe.reward_shaping.norm.mean, NormLevel::Batch);
     assert_eq!(train.recipe.reward_shaping.clip, Some(10.));
     assert_eq!(
         train.sample_filters,

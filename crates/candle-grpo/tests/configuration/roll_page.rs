@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use candle_grpo::config::{ConfigError, Document, RunConfig};
-use candle_grpo::core::{Kl, KlEstimator, KlPenalty, Level, SampleFilter, TokenShaping};
+use candle_grpo::core::{Kl, KlEstimator, KlPenalty, NormLevel, SampleFilter, TokenAdvantage};
 use candle_grpo::loss::{Aggregation, Clip, Recipe, Surrogate};
 use candle_grpo::train::TrainConfig;
 use rstest::rstest;
@@ -72,7 +72,7 @@ fn with(from: &str, to: &str) -> TrainConfig {
     run(&page.replace(from, to)).unwrap().train
 }
 
-fn tokens(train: &TrainConfig) -> TokenShaping {
+fn tokens(train: &TrainConfig) -> TokenAdvantage {
     train.recipe.advantage.pipeline().tokens.unwrap()
 }
 
@@ -116,8 +116,8 @@ fn sizes() {
 #[test]
 fn adv_estimator() {
     let reinforce = with("\"grpo\"", "reinforce");
-    assert_eq!(reinforce.recipe.reward_shaping.norm.mean, Level::None);
-    assert_eq!(reinforce.recipe.reward_shaping.norm.std, Level::None);
+    assert_eq!(reinforce.recipe.reward_shaping.norm.mean, NormLevel::None);
+    assert_eq!(reinforce.recipe.reward_shaping.norm.std, NormLevel::None);
     assert_eq!(tokens(&reinforce).lambda, None);
     let gae = with(
         "\"grpo\"",
@@ -202,10 +202,10 @@ fn reward_clip() {
 }
 
 #[rstest]
-#[case("batch", Level::Batch)]
-#[case("group", Level::Group)]
-#[case("running", Level::Running)]
-fn reward_norm(#[case] name: &str, #[case] level: Level) {
+#[case("batch", NormLevel::Batch)]
+#[case("group", NormLevel::Group)]
+#[case("running", NormLevel::Running)]
+fn reward_norm(#[case] name: &str, #[case] level: NormLevel) {
     let norm = with("reward_norm: null", &format!("reward_norm: {name}"))
         .recipe
         .reward_shaping
@@ -219,7 +219,7 @@ fn reward_shift_only_subtracts_the_mean() {
         .recipe
         .reward_shaping
         .norm;
-    assert_eq!((norm.mean, norm.std), (Level::Group, Level::None));
+    assert_eq!((norm.mean, norm.std), (NormLevel::Group, NormLevel::None));
 }
 
 #[test]
@@ -228,14 +228,14 @@ fn reward_scale_only_divides_by_the_deviation() {
         .recipe
         .reward_shaping
         .norm;
-    assert_eq!((norm.mean, norm.std), (Level::None, Level::Group));
+    assert_eq!((norm.mean, norm.std), (NormLevel::None, NormLevel::Group));
 }
 
 #[test]
 fn norm_types_take_the_levels_apart() {
     let page = page(TYPE_KEYS).replace("norm_std_type: ~", "norm_std_type: batch");
     let norm = run(&page).unwrap().train.recipe.reward_shaping.norm;
-    assert_eq!((norm.mean, norm.std), (Level::Group, Level::Batch));
+    assert_eq!((norm.mean, norm.std), (NormLevel::Group, NormLevel::Batch));
 }
 
 #[test]
