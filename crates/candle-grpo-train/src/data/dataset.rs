@@ -1,16 +1,18 @@
-//! Which files a run trains on, and how.
+//! The data of a run.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Deserializer, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use super::question::{Asking, Question};
 use super::rows::{Row, read_rows};
 use super::template::Template;
 use crate::ShuffledOrder;
 
-/// Which files a run trains on, and how their rows become prompts: the data section of a configuration.
+/// The data section of a configuration: files, and how their rows become prompts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DatasetConfig {
@@ -20,19 +22,22 @@ pub struct DatasetConfig {
     /// Files to evaluate on: one, or a list.
     #[serde(deserialize_with = "one_or_more")]
     pub held_out: Vec<PathBuf>,
-    /// How many rows of `train` are held out, drawn by the seed; not together with `held_out`.
+    /// Number of rows of `train` to hold out, drawn by the seed; not together with `held_out`.
     pub held_out_rows: Option<usize>,
-    /// The prompt of a row, with `{column}` for its columns; absent: the columns `messages`, `prompt`, `question` (GSM8K), or
-    /// `Body` and `Question` (SVAMP).
+    /// The prompt of a row, with `{column}` for its columns; absent: the columns `messages`,
+    /// `prompt`, `question` (GSM8K), or `Body` and `Question` (SVAMP).
     pub prompt: Option<String>,
-    /// The system message that comes before the prompt.
+    /// The system message before the prompt.
     pub system: Option<String>,
-    /// Whether the prompt is a message to the chat template of the model, or the text that the model goes on with; absent: all but
-    /// a text in the column `prompt` are messages.
+    /// If true, the prompt is a message for the chat template of the model; if false, a text that
+    /// the model continues. Absent: all are messages, except a text in the column `prompt`.
     pub chat: Option<bool>,
-    /// What the answer of the model begins with, with `{column}` for columns.
+    /// The beginning of the model's answer, with `{column}` for columns.
     pub prefill: Option<String>,
-    /// At most this many rows of each file.
+    /// If true, messages of the assistant at the end of a conversation (as in data for supervised
+    /// training) are cut off; if false, they are an error.
+    pub cut_answer: bool,
+    /// Greatest number of rows of each file.
     pub max_rows: Option<usize>,
 }
 
@@ -50,19 +55,28 @@ fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<PathBuf
     })
 }
 
+/// The SHA-256 of a question.
+type Digest = [u8; 32];
+
 /// The rows of a run.
 #[derive(Debug, Clone)]
 pub struct Dataset {
     /// The rows to train on, in the order of the files.
     pub train: Vec<Row>,
-    /// The rows to evaluate on; there may be none.
+    /// The rows to evaluate on, possibly none.
     pub held_out: Vec<Row>,
+    /// The number of rows of `held_out` that ask the same as a row of `train`.
+    pub held_out_in_train: usize,
     asking: Asking,
     prefill: Option<Template>,
 }
 
 impl DatasetConfig {
-    /// Errs if the keys contradict each other or a template is not one. Opens no file.
+    /// Checks the keys. Opens no file.
+    ///
+    /// # Errors
+    ///
+    /// If keys contradict each other or a template is not valid.
     pub fn validate(&self) -> Result<()> {
         ensure!(
             !self.train.is_empty(),
@@ -89,6 +103,7 @@ impl DatasetConfig {
             prompt: prompt.context("prompt")?,
             system: self.system.clone(),
             chat: self.chat,
+            cut_answer: self.cut_answer,
         })
     }
 
@@ -99,7 +114,10 @@ impl DatasetConfig {
 
     /// Reads the files. `seed` decides which rows are held out.
     ///
-    /// Errs with file and line if something cannot be read, or a row has no prompt.
+    /// # Errors
+    ///
+    /// With file and line if something cannot be read, or a row has no prompt. If rows that differ
+    /// all ask the same, or all rows that are held out are trained on too.
     pub fn load(&self, seed: u64) -> Result<Dataset> {
         self.validate()?;
         let mut train = self.rows(&self.train)?;
@@ -112,16 +130,14 @@ impl DatasetConfig {
             );
             (train, held_out) = split(train, count, seed)?;
         }
-        let dataset = Dataset {
+        let mut dataset = Dataset {
             train,
             held_out,
+            held_out_in_train: 0,
             asking: self.asking()?,
             prefill: self.prefill()?,
         };
-        for row in dataset.train.iter().chain(&dataset.held_out) {
-            dataset.question(row)?;
-            dataset.prefill(row)?;
-        }
+        dataset.held_out_in_train = dataset.compare_questions()?;
         Ok(dataset)
     }
 
@@ -149,12 +165,46 @@ fn split(rows: Vec<Row>, count: usize, seed: u64) -> Result<(Vec<Row>, Vec<Row>)
 }
 
 impl Dataset {
-    /// What a row asks.
+    /// Makes every question, and returns how many of those held out are trained on too.
+    fn compare_questions(&self) -> Result<usize> {
+        let digests = |rows: &[Row]| -> Result<Vec<Digest>> {
+            rows.iter().map(|row| self.digest(row)).collect()
+        };
+        let (train, held_out) = (digests(&self.train)?, digests(&self.held_out)?);
+        let trained: HashSet<&Digest> = train.iter().collect();
+        let differ = |rows: &[Row]| {
+            rows.windows(2)
+                .any(|pair| pair[0].columns != pair[1].columns)
+        };
+        ensure!(
+            trained.len() > 1 || !differ(&self.train),
+            "prompt: the same for all {} rows, must have the columns in which they differ",
+            self.train.len()
+        );
+        let repeated = held_out.iter().filter(|row| trained.contains(row)).count();
+        ensure!(
+            repeated == 0 || repeated < held_out.len(),
+            "held_out: all {repeated} rows ask the same as rows of train, there must be other ones"
+        );
+        Ok(repeated)
+    }
+
+    fn digest(&self, row: &Row) -> Result<Digest> {
+        let mut hash = Sha256::new();
+        match self.question(row)? {
+            Question::Text(text) => hash.update(text),
+            Question::Messages(messages) => hash.update(serde_json::to_vec(&messages)?),
+        }
+        hash.update(self.prefill(row)?);
+        Ok(hash.finalize().into())
+    }
+
+    /// The question of a row.
     pub fn question(&self, row: &Row) -> Result<Question> {
         self.asking.question(row)
     }
 
-    /// What the answer to a row begins with; nothing, unless the configuration says so.
+    /// The beginning of the answer to a row; empty, unless the configuration gives one.
     pub fn prefill(&self, row: &Row) -> Result<String> {
         match &self.prefill {
             Some(template) => template.fill(&row.columns).with_context(|| row.place()),

@@ -1,4 +1,4 @@
-//! Files with a JSON value on each line, which grow while a run goes on.
+//! Files with one JSON value per line, which grow during a run.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -8,17 +8,20 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-/// The values of a file, of which there are none if it is not there.
+/// Reads the values of a file; none if it is absent.
 ///
-/// A last line that is not whole, as that of a run that was killed, is left out. Errs with file and line at any other that
-/// cannot be read.
+/// A last line that is incomplete, as after a kill, is left out.
+///
+/// # Errors
+///
+/// With file and line if any other line cannot be read.
 pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let text = read(path)?;
     let lines = parse(path, &text)?;
     Ok(lines.into_iter().map(|(_, value)| value).collect())
 }
 
-/// The lines, with their ends, whose `step` is to be kept.
+/// Returns the lines for whose `step` the function `keep` returns true.
 pub(crate) fn lines_of(path: &Path, keep: impl Fn(usize) -> bool) -> Result<String> {
     #[derive(Deserialize)]
     struct Line {
@@ -37,14 +40,14 @@ pub(crate) fn lines_of(path: &Path, keep: impl Fn(usize) -> bool) -> Result<Stri
 
 fn read(path: &Path) -> Result<String> {
     match fs::read(path) {
-        // What a killed run was writing need not be UTF-8 to its end.
+        // The last line of a killed run may end within a character.
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(String::new()),
         Err(error) => Err(error).with_context(|| path.display().to_string()),
     }
 }
 
-/// The lines that are whole, and their values.
+/// The complete lines and their values.
 fn parse<'a, T: DeserializeOwned>(path: &Path, text: &'a str) -> Result<Vec<(&'a str, T)>> {
     let mut read = Vec::new();
     let mut rest = text.lines().enumerate().peekable();
@@ -63,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_that_was_being_written_is_left_out() {
+    fn an_incomplete_last_line_is_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         assert_eq!(lines_of(&path, |_| true).unwrap(), "");

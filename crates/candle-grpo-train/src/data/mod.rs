@@ -2,11 +2,13 @@
 
 mod dataset;
 pub(crate) mod json_lines;
+mod other_formats;
 mod prompt;
 mod question;
 mod rows;
 mod shuffle;
 mod template;
+mod unique_keys;
 
 pub use dataset::{Dataset, DatasetConfig};
 pub use json_lines::read_json_lines;

@@ -1,4 +1,4 @@
-//! What the policy is asked.
+//! Prompts as tokens.
 
 use anyhow::{Result, anyhow, ensure};
 use serde_json::Value;
@@ -7,7 +7,8 @@ use tokenizers::Tokenizer;
 /// A prompt and the row of the data set that it comes from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
-    /// Its place in the data set. Together with the seed it decides the random numbers of its completions.
+    /// Its position in the data set. With the seed it determines the random numbers of its
+    /// completions.
     pub index: u64,
     /// The text.
     pub text: String,
@@ -20,7 +21,9 @@ pub struct Prompt {
 impl Prompt {
     /// Encodes `text` with `tokenizer`, without adding special tokens.
     ///
-    /// Errs if the text has no tokens or the tokenizer does not know a part of it.
+    /// # Errors
+    ///
+    /// If the text has no tokens or the tokenizer cannot encode it.
     pub fn new(index: u64, text: &str, columns: Value, tokenizer: &Tokenizer) -> Result<Self> {
         let encoding = tokenizer
             .encode(text, false)

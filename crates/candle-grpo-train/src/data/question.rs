@@ -1,4 +1,4 @@
-//! What a row asks.
+//! Rows as questions.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
@@ -6,27 +6,29 @@ use serde_json::{Value, json};
 use super::rows::{Row, kind};
 use super::template::Template;
 
-/// What a row asks: a text that the model goes on with, or a conversation that it answers.
+/// The question of a row: a text that the model continues, or a conversation that it answers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Question {
-    /// A text, which is taken as it is.
+    /// A text, used verbatim.
     Text(String),
-    /// A conversation, which becomes a text by the chat template of the model: objects with `role` and what else the template asks
-    /// for, such as `content`.
+    /// A conversation, which the chat template of the model renders: objects with `role` and other
+    /// keys of the template, such as `content`.
     Messages(Vec<Value>),
 }
 
-/// How rows become questions.
+/// The rules that turn rows into questions.
 #[derive(Debug, Clone)]
 pub(super) struct Asking {
     pub(super) prompt: Option<Template>,
     pub(super) system: Option<String>,
     pub(super) chat: Option<bool>,
+    pub(super) cut_answer: bool,
 }
 
 impl Asking {
-    /// The question of a row, by its first column of this kind: a template that is given, `messages`, `prompt` (a text or
-    /// messages), `question` (GSM8K), `Body` and `Question` (SVAMP).
+    /// The question of a row, by its first column of this kind: a template that is given,
+    /// `messages`, `prompt` (a text or messages), `question` (GSM8K), `Body` and `Question`
+    /// (SVAMP).
     pub(super) fn question(&self, row: &Row) -> Result<Question> {
         self.of_columns(&row.columns).with_context(|| row.place())
     }
@@ -65,13 +67,16 @@ impl Asking {
             .as_object()
             .map(|columns| columns.keys().map(String::as_str).collect())
             .unwrap_or_default();
+        let example = match question_column(columns) {
+            Some(name) => format!(", such as \"{{{name}}}\""),
+            None => String::new(),
+        };
         bail!(
-            "no column \"prompt\", \"messages\" or \"question\" among {names:?}: name columns with data.prompt, such as \"{{{}}}\"",
-            names.first().unwrap_or(&"column")
+            "no column \"prompt\", \"messages\" or \"question\" among {names:?}: name columns with data.prompt{example}"
         )
     }
 
-    /// A text as a question: as a message where `chat` says so, or by default where it is one of a person.
+    /// A text as a question: a message if `chat` is true, by default if it is that of a person.
     fn ask(&self, text: String, of_a_person: bool) -> Result<Question> {
         ensure!(!text.is_empty(), "the prompt is empty");
         if !self.chat.unwrap_or(of_a_person) {
@@ -98,7 +103,25 @@ impl Asking {
                 message.get("role").is_some_and(Value::is_string),
                 "column {name:?}: message {i} is {message}, must be an object with a text at \"role\""
             );
-            conversation.push(message.clone());
+            let message = with_text_content(message)
+                .with_context(|| format!("column {name:?}: message {i}"))?;
+            conversation.push(message);
+        }
+        let is_answer = |message: &Value| message["role"] == "assistant";
+        if conversation.last().is_some_and(is_answer) {
+            ensure!(
+                self.cut_answer,
+                "column {name:?}: ends with a message of the assistant, so the prompt would give the answer away; remove it from the data, or set data.cut_answer to true"
+            );
+            while conversation.last().is_some_and(is_answer) {
+                conversation.pop();
+            }
+            ensure!(
+                conversation
+                    .iter()
+                    .any(|message| message["role"] != "system"),
+                "column {name:?}: no message of the user before the answer"
+            );
         }
         if let Some(system) = &self.system
             && conversation[0]["role"] != "system"
@@ -107,6 +130,73 @@ impl Asking {
         }
         Ok(Question::Messages(conversation))
     }
+}
+
+/// The message with its content as one text. Parts of the kind `text` are joined.
+///
+/// # Errors
+///
+/// If the content is multimodal, with the kind of the part.
+fn with_text_content(message: &Value) -> Result<Value> {
+    let parts = match message.get("content") {
+        // A message can consist of calls of tools.
+        None | Some(Value::Null | Value::String(_)) => return Ok(message.clone()),
+        Some(Value::Array(parts)) => parts,
+        Some(other) => bail!("the content is {}, must be a text", kind(other)),
+    };
+    let mut text = String::new();
+    for part in parts {
+        match (part["type"].as_str(), part["text"].as_str()) {
+            (Some("text"), Some(words)) => text += words,
+            (Some(kind), _) if kind != "text" => {
+                bail!(
+                    "the content has a part of type {kind:?}, must be text: only text is supported"
+                )
+            }
+            _ => bail!("the content has the part {part}, must be a text"),
+        }
+    }
+    let mut message = message.clone();
+    message["content"] = Value::String(text);
+    Ok(message)
+}
+
+/// A column that may hold the question: a text whose name is not that of an answer.
+fn question_column(columns: &Value) -> Option<&str> {
+    const QUESTIONS: [&str; 9] = [
+        "instruct", "problem", "query", "input", "task", "text", "ask", "content", "story",
+    ];
+    const OTHERS: [&str; 17] = [
+        "answer",
+        "solution",
+        "target",
+        "label",
+        "output",
+        "completion",
+        "response",
+        "reference",
+        "truth",
+        "result",
+        "score",
+        "reward",
+        "chosen",
+        "rejected",
+        "gold",
+        "final",
+        "expected",
+    ];
+    let names = columns.as_object()?.iter();
+    let texts = names.filter(|(_, value)| value.is_string());
+    let is = |name: &str, words: &[&str]| {
+        let name = name.to_lowercase();
+        words.iter().any(|word| name.contains(word))
+    };
+    let candidates: Vec<&str> = texts
+        .map(|(name, _)| name.as_str())
+        .filter(|name| !is(name, &OTHERS))
+        .collect();
+    let likely = candidates.iter().find(|name| is(name, &QUESTIONS));
+    likely.or(candidates.first()).copied()
 }
 
 fn message(role: &str, content: &str) -> Value {

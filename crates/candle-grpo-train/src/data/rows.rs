@@ -7,12 +7,15 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 
-/// A row of a data set and where it stands.
+use super::other_formats::other_format;
+use super::unique_keys::UniqueKeys;
+
+/// A row of a data set and its place.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     /// The file.
     pub file: Arc<Path>,
-    /// The line on which it begins, from 1.
+    /// The line of its first character, from 1.
     pub line: usize,
     /// Its columns: an object.
     pub columns: Value,
@@ -25,11 +28,17 @@ impl Row {
     }
 }
 
-/// The rows of a file: one JSON object a line, or one array of objects. Lines with nothing but white space are left out.
+/// Reads the rows of a file: one JSON object a line, or one array of objects. Blank lines are
+/// skipped.
 ///
-/// Errs with the file and the line if it is neither.
+/// # Errors
+///
+/// With the file and the line if it has another format, or an object has a key twice.
 pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
     let bytes = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    if let Some(format) = other_format(path, &bytes) {
+        bail!("{}: {format}", path.display());
+    }
     let text = str::from_utf8(&bytes).map_err(|error| {
         let line = line_of(&bytes[..error.valid_up_to()]);
         anyhow!("{}:{line}: not UTF-8", path.display())
@@ -51,14 +60,14 @@ fn lines(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
         if line.trim().is_empty() {
             continue;
         }
-        let columns = serde_json::from_str(line)
+        let UniqueKeys(columns) = serde_json::from_str(line)
             .map_err(|error| anyhow!("{}:{}: {}", file.display(), i + 1, in_line(&error)))?;
         rows.push(row(file, i + 1, columns)?);
     }
     Ok(rows)
 }
 
-/// What serde_json says without its own line, which is always 1.
+/// The message of serde_json without its own line, which is always 1.
 fn in_line(error: &serde_json::Error) -> String {
     let message = error.to_string();
     let message = message.split(" at line ").next().unwrap_or(&message);
@@ -84,9 +93,9 @@ fn array(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
             at += 1;
             break;
         }
-        let mut values = serde_json::Deserializer::from_str(&text[at..]).into_iter::<Value>();
+        let mut values = serde_json::Deserializer::from_str(&text[at..]).into_iter::<UniqueKeys>();
         let columns = match values.next() {
-            Some(Ok(columns)) => columns,
+            Some(Ok(UniqueKeys(columns))) => columns,
             Some(Err(error)) => {
                 let line = line_of(&text.as_bytes()[..at]) + error.line() - 1;
                 bail!("{}:{line}: {error}", file.display());
@@ -131,7 +140,7 @@ fn row(file: &Arc<Path>, line: usize, columns: Value) -> Result<Row> {
     })
 }
 
-/// What a value is, for messages.
+/// The kind of a value, for messages.
 pub(super) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

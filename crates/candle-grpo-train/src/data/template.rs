@@ -1,4 +1,4 @@
-//! Texts with the columns of a row in them.
+//! Texts with placeholders for columns.
 
 use anyhow::{Result, bail};
 use serde_json::Value;
@@ -28,7 +28,11 @@ enum Part {
 }
 
 impl Template {
-    /// Errs if a brace is not closed or was not opened.
+    /// Parses a template.
+    ///
+    /// # Errors
+    ///
+    /// If a brace is not closed or was not opened.
     pub fn new(text: &str) -> Result<Self> {
         let mut parts = Vec::new();
         let mut plain = String::new();
@@ -69,7 +73,11 @@ impl Template {
         })
     }
 
-    /// The text for a row; errs if it lacks a column.
+    /// Fills in the columns of a row.
+    ///
+    /// # Errors
+    ///
+    /// If the row lacks a column.
     pub fn fill(&self, columns: &Value) -> Result<String> {
         let mut filled = String::new();
         for part in &self.parts {
@@ -92,7 +100,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn braces() {
+    fn single_braces_are_columns_and_double_ones_are_text() {
         let fill = |text: &str| {
             Template::new(text)
                 .unwrap()

@@ -263,3 +263,209 @@ fn gsm8k_and_svamp_load_as_they_are() {
         }
     }
 }
+
+#[rstest]
+#[case(
+    "{\"a\": 1, \"b\": 2, \"a\": 3}\n",
+    "data.jsonl:1: must be a JSON object: key \"a\" twice"
+)]
+#[case(
+    "{\"a\": 1}\n{\"b\": {\"c\": [{\"d\": 1, \"d\": 1}]}}\n",
+    "data.jsonl:2: must be a JSON object: key \"d\" twice"
+)]
+#[case(
+    "[{\"a\": 1},\n {\"b\": 1,\n \"b\": 2}]",
+    "data.jsonl:3: key \"b\" twice"
+)]
+fn a_duplicate_key_is_an_error_with_its_line(#[case] contents: &str, #[case] words: &str) {
+    let (_folder, path) = file(contents);
+    let error = format!("{:#}", read_rows(&path).unwrap_err());
+    assert!(error.contains(words), "{error}");
+}
+
+#[test]
+fn rows_have_the_values_of_the_file() {
+    let text = r#"{"a": null, "b": [true, -7, 18446744073709551615, 0.1, 1e300], "c": {"d": "é\n", "e": {}}}"#;
+    let (_folder, path) = file(text);
+    let expected: serde_json::Value = serde_json::from_str(text).unwrap();
+    assert_eq!(read_rows(&path).unwrap()[0].columns, expected);
+}
+
+#[rstest]
+#[case(b"PAR1\x15\x04", "a Parquet file, must be JSON lines")]
+#[case(b"ARROW1\x00\x00", "an Arrow file")]
+#[case(b"\x1f\x8b\x08\x00", "a gzip file")]
+#[case(b"\x28\xb5\x2f\xfd", "a Zstandard file")]
+#[case(b"PK\x03\x04", "a ZIP file")]
+#[case(b"\xff\xfe{\x00}\x00", "a file in UTF-16")]
+#[case(b"question,answer\nWhy?,because\n", "a CSV file")]
+#[case(b"question\tanswer\nWhy?\tbecause\n", "a CSV file")]
+fn another_format_is_named(#[case] contents: &[u8], #[case] words: &str) {
+    let (_folder, path) = file(contents);
+    let error = format!("{:#}", read_rows(&path).unwrap_err());
+    assert!(
+        error.contains("data.jsonl: ") && error.contains(words),
+        "{error}"
+    );
+    assert!(error.contains("to convert it: "), "{error}");
+}
+
+#[test]
+fn a_file_named_csv_is_csv_unless_it_is_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("data.CSV");
+    fs::write(&path, "question\nWhy?\n").unwrap();
+    let error = read_rows(&path).unwrap_err().to_string();
+    assert!(error.contains("a CSV file"), "{error}");
+    fs::write(&path, "{\"prompt\": \"a, b\"}\n").unwrap();
+    assert_eq!(read_rows(&path).unwrap().len(), 1);
+}
+
+#[test]
+fn an_answer_at_the_end_of_a_conversation_is_an_error_or_cut() {
+    let (_folder, path) = file(
+        [
+            r#"{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}"#,
+            r#"{"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}]}"#,
+        ]
+        .join("\n"),
+    );
+    let error = format!("{:#}", of(&path).load(0).unwrap_err());
+    for words in [
+        "data.jsonl:1: column \"messages\": ends with a message of the assistant",
+        "set data.cut_answer to true",
+    ] {
+        assert!(error.contains(words), "{error}");
+    }
+    let config = DatasetConfig {
+        cut_answer: true,
+        ..of(&path)
+    };
+    let dataset = config.load(0).unwrap();
+    let second =
+        ["1", "2", "3"].map(|text| message(if text == "2" { "assistant" } else { "user" }, text));
+    assert_eq!(
+        questions(&dataset),
+        [user("2 + 2?"), Question::Messages(second.to_vec())]
+    );
+    // Rewards still have it.
+    assert_eq!(dataset.train[0].columns["messages"][1]["content"], "4");
+
+    let (_folder, path) = file(
+        r#"{"messages": [{"role": "system", "content": "Be"}, {"role": "assistant", "content": "4"}]}"#,
+    );
+    let config = DatasetConfig {
+        cut_answer: true,
+        ..of(&path)
+    };
+    let error = format!("{:#}", config.load(0).unwrap_err());
+    assert!(
+        error.contains("no message of the user before the answer"),
+        "{error}"
+    );
+}
+
+#[test]
+fn multimodal_content_is_named_and_text_parts_are_joined() {
+    let conversation = |content: serde_json::Value| {
+        json!({"messages": [{"role": "user", "content": content}]}).to_string()
+    };
+    for (content, words) in [
+        (
+            json!([{"type": "text", "text": "What is"}, {"type": "image_url", "image_url": {}}]),
+            "type \"image_url\"",
+        ),
+        (json!([{"type": "image"}]), "type \"image\""),
+        (
+            json!([{"type": "input_audio", "input_audio": {}}]),
+            "type \"input_audio\"",
+        ),
+        (json!([{"type": "video", "text": "x"}]), "type \"video\""),
+        (json!(["text"]), "the part \"text\""),
+        (json!({"text": "x"}), "the content is an object"),
+        (json!(7), "the content is a number"),
+    ] {
+        let (_folder, path) = file(conversation(content));
+        let error = format!("{:#}", of(&path).load(0).unwrap_err());
+        assert!(
+            error.contains("data.jsonl:1: column \"messages\": message 0"),
+            "{error}"
+        );
+        assert!(error.contains(words), "{words:?} in {error}");
+    }
+    let parts = json!([{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]);
+    let (_folder, path) = file(conversation(parts));
+    assert_eq!(
+        questions(&of(&path).load(0).unwrap()),
+        [user("What is this?")]
+    );
+}
+
+#[rstest]
+#[case(json!({"answer": "4", "problem": "2 + 2?"}), Some("{problem}"))]
+#[case(json!({"Answer": "4", "id": 7, "words": "2 + 2?"}), Some("{words}"))]
+#[case(json!({"answer": "4", "gold_solution": "2 + 2 = 4"}), None)]
+#[case(json!({"answer": 4, "sum": 7}), None)]
+#[case(json!({}), None)]
+fn a_column_hint_never_proposes_the_answer(
+    #[case] row: serde_json::Value,
+    #[case] hint: Option<&str>,
+) {
+    let (_folder, path) = file(row.to_string());
+    let error = format!("{:#}", of(&path).load(0).unwrap_err());
+    match hint {
+        Some(hint) => assert!(
+            error.ends_with(&format!("data.prompt, such as \"{hint}\"")),
+            "{error}"
+        ),
+        None => assert!(error.ends_with("name columns with data.prompt"), "{error}"),
+    }
+}
+
+#[test]
+fn a_prompt_that_is_the_same_for_all_rows_is_an_error() {
+    let (_folder, path) = file("{\"a\": 1}\n{\"a\": 2}\n");
+    let config = DatasetConfig {
+        prompt: Some("What is a?".to_owned()),
+        ..of(&path)
+    };
+    let error = format!("{:#}", config.load(0).unwrap_err());
+    assert!(error.contains("prompt: the same for all 2 rows"), "{error}");
+    let prefilled = DatasetConfig {
+        prefill: Some("{a}".to_owned()),
+        ..config.clone()
+    };
+    assert_eq!(prefilled.load(0).unwrap().train.len(), 2);
+    // One row, as often as it is there, is a choice.
+    fs::write(&path, "{\"a\": 1}\n{\"a\": 1}\n").unwrap();
+    assert_eq!(config.load(0).unwrap().train.len(), 2);
+}
+
+#[test]
+fn rows_that_are_held_out_and_trained_on_are_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, prompts: &[&str]| {
+        let rows = prompts.iter().enumerate();
+        let rows: String = rows
+            .map(|(i, prompt)| json!({"prompt": prompt, "row": i}).to_string() + "\n")
+            .collect();
+        let path = folder.path().join(name);
+        fs::write(&path, rows).unwrap();
+        path
+    };
+    let load = |held_out: &[&str]| {
+        let config = DatasetConfig {
+            train: vec![write("train.jsonl", &["a", "b", "c"])],
+            held_out: vec![write("held_out.jsonl", held_out)],
+            ..DatasetConfig::default()
+        };
+        config.load(0)
+    };
+    assert_eq!(load(&["d", "e"]).unwrap().held_out_in_train, 0);
+    assert_eq!(load(&["d", "b", "a"]).unwrap().held_out_in_train, 2);
+    let error = load(&["c", "a", "c"]).unwrap_err().to_string();
+    assert!(
+        error.contains("held_out: all 3 rows ask the same as rows of train"),
+        "{error}"
+    );
+}

@@ -1,4 +1,4 @@
-//! From rows of data to what the policy is asked.
+//! Prompts of a run.
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_train::{Chat, Dataset, Pretrained, Prompt, Question, Row};
@@ -7,30 +7,40 @@ use crate::config::RunConfig;
 
 /// The prompts of a run.
 pub struct RunPrompts {
-    /// Those to train on.
+    /// The prompts to train on.
     pub train: Vec<Prompt>,
-    /// Those to evaluate on; there may be none.
+    /// The prompts to evaluate on, possibly none.
     pub held_out: Vec<Prompt>,
 }
 
 impl RunPrompts {
     /// The prompts of both parts of `dataset`: see [`prompts`].
     pub fn new(config: &RunConfig, dataset: &Dataset, pretrained: &Pretrained) -> Result<Self> {
-        let of = |rows| prompts(dataset, rows, pretrained, config.max_prompt_tokens);
+        if dataset.held_out_in_train > 0 {
+            tracing::warn!(
+                "{} of {} held-out rows ask the same as rows to train on, so evaluations measure memory too",
+                dataset.held_out_in_train,
+                dataset.held_out.len()
+            );
+        }
+        let prompts = |rows| prompts(dataset, rows, pretrained, config.max_prompt_tokens);
         Ok(Self {
-            train: of(&dataset.train)?,
-            held_out: of(&dataset.held_out)?,
+            train: prompts(&dataset.train)?,
+            held_out: prompts(&dataset.held_out)?,
         })
     }
 }
 
-/// The prompts of `rows`, in their order, without those of more than `max_prompt_tokens` tokens.
+/// The prompts of `rows` in their order, except those of more than `max_prompt_tokens` tokens.
 ///
-/// A conversation becomes text by the chat template of the model, which asks for an answer; what the data say that the answer begins with
-/// comes after.
+/// The chat template of the model renders a conversation, with the beginning of an answer. The
+/// prefill of the data follows.
 ///
-/// Errs with file and line if a row is a conversation and the model has no chat template, or the template does not know what
-/// to do with it; and if no prompt is left.
+/// # Errors
+///
+/// With file and line if a row is a conversation and the model has no chat template, or the
+/// template rejects the row. If the template renders all rows alike although they differ, or no
+/// prompt is short enough.
 pub fn prompts(
     dataset: &Dataset,
     rows: &[Row],
@@ -44,6 +54,7 @@ pub fn prompts(
         let prompt = Prompt::new(index as u64, &text, columns, &pretrained.tokenizer);
         prompts.push(prompt.with_context(|| row.place())?);
     }
+    ensure_different(dataset, rows, &prompts)?;
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
     prompts.retain(|prompt| prompt.tokens.len() <= max_prompt_tokens);
     ensure!(
@@ -60,6 +71,24 @@ pub fn prompts(
         );
     }
     Ok(prompts)
+}
+
+/// Returns an error if different questions have become one text.
+fn ensure_different(dataset: &Dataset, rows: &[Row], prompts: &[Prompt]) -> Result<()> {
+    let alike = prompts.windows(2).all(|pair| pair[0].text == pair[1].text);
+    if !alike || prompts.len() < 2 {
+        return Ok(());
+    }
+    let first = dataset.question(&rows[0])?;
+    for row in rows {
+        ensure!(
+            dataset.question(row)? == first,
+            "chat template: renders all {} rows alike, as {:?}; it must print the messages",
+            rows.len(),
+            prompts[0].text
+        );
+    }
+    Ok(())
 }
 
 fn text(dataset: &Dataset, row: &Row, pretrained: &Pretrained) -> Result<String> {
