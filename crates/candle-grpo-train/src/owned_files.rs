@@ -28,6 +28,7 @@ enum Entry {
 
 const RUN: &[&str] = &[
     "config.json",
+    "inputs.json",
     "metrics.jsonl",
     "evaluations.jsonl",
     "samples.jsonl",

@@ -4,7 +4,7 @@ mod actor;
 mod batch;
 mod critic;
 pub(crate) mod models;
-mod not_finite;
+pub(crate) mod not_finite;
 mod padding;
 mod pretrain;
 mod recipe_inputs;

@@ -1,4 +1,4 @@
-//! Numbers that are none.
+//! Detection of NaN and infinity.
 
 use std::error::Error;
 use std::fmt;
@@ -10,35 +10,52 @@ use candle_grpo_nn::Gradients;
 
 use crate::TrainingBatch;
 
-/// The error of a step that would learn from a NaN or an infinity. Nothing has changed by it.
+/// The error of a step that would learn from a NaN or an infinity, or of a checkpoint that would
+/// have one in its weights. A step with this error changes nothing, and no checkpoint is written.
 ///
-/// It is found by its type, whatever has been said around it: `error.is::<NotFinite>()`.
+/// It is found by its type in an error with any context: `error.is::<NotFinite>()`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotFinite {
-    what: String,
+    tensor: String,
+    consequence: &'static str,
 }
 
 impl NotFinite {
-    pub(crate) fn new(what: impl Into<String>) -> Self {
-        Self { what: what.into() }
+    pub(crate) fn new(tensor: impl Into<String>) -> Self {
+        Self {
+            tensor: tensor.into(),
+            consequence: "nothing was learned from it",
+        }
     }
 
-    /// The tensor.
+    /// The error of a weight that training has ruined.
+    pub(crate) fn of_weight(tensor: impl Into<String>) -> Self {
+        Self {
+            tensor: tensor.into(),
+            consequence: "the run has diverged and is not saved; resume from the last checkpoint with a lower learning rate",
+        }
+    }
+
+    /// The name of the tensor.
     pub fn tensor(&self) -> &str {
-        &self.what
+        &self.tensor
     }
 }
 
 impl fmt::Display for NotFinite {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{}: not finite, nothing was learned from it", self.what)
+        write!(f, "{}: not finite, {}", self.tensor, self.consequence)
     }
 }
 
 impl Error for NotFinite {}
 
-/// Scales `gradients` down to `max_norm`, and returns their norm before. Errs with the name of the first that is not finite;
-/// `owner` says whose they are.
+/// Scales `gradients` down to `max_norm`, and returns their norm before. `owner` is a prefix for
+/// error messages.
+///
+/// # Errors
+///
+/// [`NotFinite`] with the name of the first gradient that is not finite.
 pub(crate) fn clip(gradients: &mut Gradients, max_norm: f64, owner: &str) -> Result<f64> {
     match gradients.clip_by_global_norm(max_norm) {
         Ok(norm) => Ok(norm),
@@ -49,7 +66,8 @@ pub(crate) fn clip(gradients: &mut Gradients, max_norm: f64, owner: &str) -> Res
     }
 }
 
-/// Why the policy loss of `batch` is not finite: the first of what it was computed from that is not, or the loss itself.
+/// The reason that the policy loss of `batch` is not finite: the first of its inputs that is not,
+/// or the loss itself.
 pub(crate) fn blame(batch: &TrainingBatch) -> Result<NotFinite> {
     let mask = Mask::new(&batch.tokens.response_mask)?;
     let inputs = [
@@ -69,13 +87,18 @@ pub(crate) fn blame(batch: &TrainingBatch) -> Result<NotFinite> {
     Ok(NotFinite::new("policy loss"))
 }
 
-/// Whether all entries of `[B]` or `[B, T]` that count are finite.
+/// Returns true if all selected entries of `[B]` or `[B, T]` are finite.
 fn is_finite(tensor: &Tensor, mask: &Mask) -> Result<bool> {
     let tensor = match tensor.rank() {
         1 => tensor.unsqueeze(1)?.broadcast_as(mask.selected().shape())?,
         _ => tensor.clone(),
     };
+    all_finite(&mask.select(&tensor.contiguous()?)?)
+}
+
+/// Returns true if all entries are finite. Synchronizes with the device.
+pub(crate) fn all_finite(tensor: &Tensor) -> Result<bool> {
     // Zero times a number is zero, unless the number is not finite.
-    let sum = (mask.select(&tensor.contiguous()?)? * 0.)?.sum_all()?;
+    let sum = (tensor * 0.)?.sum_all()?;
     Ok(sum.to_dtype(DType::F32)?.to_scalar::<f32>()? == 0.)
 }

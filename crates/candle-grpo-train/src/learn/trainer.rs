@@ -465,9 +465,24 @@ impl Trainer {
         &self.state
     }
 
+    /// Checks the weights that train.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`](crate::NotFinite) if a weight of the policy, its adapters or the critic is NaN or
+    /// infinite.
+    pub fn ensure_finite(&self) -> Result<()> {
+        self.models.ensure_finite()
+    }
+
     /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy, in the form of
     /// [`Pretrained::save`], and [`Self::save_state`]. Adapters are merged into the weights.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`](crate::NotFinite) before anything is written, if a weight is NaN or infinite.
     pub fn write_checkpoint(&self, folder: &Path, model: &Pretrained) -> Result<()> {
+        self.ensure_finite()?;
         let policy = model.with_parameters(self.policy_parameters()?);
         policy.write_files(folder)?;
         self.save_state(folder)
@@ -530,6 +545,11 @@ impl Trainer {
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// The prompts to train on.
+    pub fn prompts(&self) -> &[Prompt] {
+        &self.prompts
     }
 
     /// The reward function.

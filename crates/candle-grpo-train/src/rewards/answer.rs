@@ -1,12 +1,13 @@
-//! Where in a completion its answer stands.
+//! The place of the answer in a completion.
 
 use serde::{Deserialize, Serialize};
 
-/// Where in a completion its answer stands.
+/// The place of the answer in a completion.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AnswerPlace {
-    /// The first of these that there is: the last `\boxed{}`, what follows the last `####`, all of the completion.
+    /// The first that exists of: the last `\boxed{}`, the text after the last `####`, the whole
+    /// completion.
     #[default]
     Auto,
     /// In the last `\boxed{}`.
@@ -19,12 +20,13 @@ pub enum AnswerPlace {
     FirstLine,
     /// On the last line that is not empty.
     LastLine,
-    /// All of the completion.
+    /// The whole completion.
     Whole,
 }
 
 impl AnswerPlace {
-    /// The answer in `text`, without white space around it; none if there is no such place.
+    /// Returns the answer in `text` without surrounding white space, or none if there is no such
+    /// place.
     ///
     /// ```
     /// use candle_grpo_train::rewards::AnswerPlace;
@@ -52,7 +54,8 @@ impl AnswerPlace {
         }
     }
 
-    /// Whether the last number at this place counts, as it does in a text that reasons, or the first, as in a line.
+    /// Returns true if the last number at this place counts, as in a chain of thought, and false if
+    /// the first does, as in a line.
     pub(super) fn counts_last_number(&self) -> bool {
         !matches!(self, Self::FirstLine | Self::After(_))
     }
@@ -63,7 +66,7 @@ fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
     Some(rest.split('\n').next().unwrap_or(rest).trim())
 }
 
-/// What the braces of the last `\boxed{` hold, which may have braces in them.
+/// Returns the text in the braces of the last `\boxed{`, which may be nested.
 fn boxed(text: &str) -> Option<&str> {
     let (_, rest) = text.rsplit_once("\\boxed{")?;
     let mut depth = 1;
@@ -99,7 +102,11 @@ mod tests {
     #[case(AnswerPlace::LastLine, "1\n 2 \n\n", Some("2"))]
     #[case(AnswerPlace::LastLine, "", None)]
     #[case(AnswerPlace::Whole, "a\nb ", Some("a\nb"))]
-    fn the_answer(#[case] place: AnswerPlace, #[case] text: &str, #[case] expected: Option<&str>) {
+    fn the_answer_is_found_at_its_place(
+        #[case] place: AnswerPlace,
+        #[case] text: &str,
+        #[case] expected: Option<&str>,
+    ) {
         assert_eq!(place.find(text), expected);
     }
 }

@@ -1,9 +1,9 @@
-//! The columns of a row, as rewards ask for them.
+//! Access to the columns of a row.
 
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-/// The column of that name; the error lists those that there are.
+/// Returns a column. The error lists the columns of the row.
 pub(super) fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
     if let Some(value) = columns.get(name) {
         return Ok(value);

@@ -14,7 +14,8 @@ use super::{
     ProgramReward, RegexReward, RepetitionReward, TagsReward, WeightedRewards,
 };
 
-/// One term of the reward, as a configuration file names it: `kind`, the options of that kind, `weight` and `name`.
+/// One term of the reward in a configuration file: `kind`, the options of that kind, `weight` and
+/// `name`.
 ///
 /// ```
 /// use candle_grpo_train::rewards::RewardConfig;
@@ -28,11 +29,11 @@ use super::{
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RewardConfig {
-    /// What it is called in messages and figures; absent: its kind.
+    /// Its name in messages; absent: its kind.
     pub name: Option<String>,
-    /// What multiplies its score.
+    /// The factor of its score.
     pub weight: f64,
-    /// Which function, with its options.
+    /// The function and its options.
     #[serde(flatten)]
     pub kind: RewardKind,
 }
@@ -67,7 +68,7 @@ pub enum RewardKind {
 pub struct RegexOptions {
     /// The regular expression.
     pub pattern: String,
-    /// Whether it must match the completion from beginning to end.
+    /// If true, it must match the completion from beginning to end.
     #[serde(default)]
     pub whole: bool,
 }
@@ -76,9 +77,9 @@ pub struct RegexOptions {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TagsOptions {
-    /// Names of tags, in the order in which they must come.
+    /// The names of the tags in their required order.
     pub tags: Vec<String>,
-    /// Whether only white space may stand outside them.
+    /// If true, only white space may stand outside the tags.
     #[serde(default)]
     pub nothing_else: bool,
 }
@@ -89,7 +90,7 @@ pub struct TagsOptions {
 pub struct EnsembleOptions {
     /// The judges, each with the options of its kind.
     pub judges: Vec<RewardKind>,
-    /// How their scores become one.
+    /// The function that combines their scores.
     #[serde(default)]
     pub combine: ScoreEnsemble,
 }
@@ -134,7 +135,7 @@ impl EnsembleOptions {
     }
 }
 
-/// `name` and `weight` are taken out first, so that an unknown option of a kind is an error.
+/// Removes `name` and `weight` first, so that an unknown option of a kind is an error.
 impl<'de> Deserialize<'de> for RewardConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut options = Map::deserialize(deserializer)?;
@@ -212,12 +213,16 @@ impl RewardConfig {
         Ok(sum)
     }
 
-    /// What it is called.
+    /// Its name, or else its kind.
     pub fn name(&self) -> String {
         self.name.clone().unwrap_or_else(|| self.kind.name())
     }
 
-    /// Errs if a row lacks what the function needs, so that it is known before a model is loaded.
+    /// Checks that a row has the columns of the function, before a model is loaded.
+    ///
+    /// # Errors
+    ///
+    /// If a column is absent or has a value of another kind.
     pub fn check_row(&self, columns: &Value) -> Result<()> {
         self.kind
             .check_row(columns)

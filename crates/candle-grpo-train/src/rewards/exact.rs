@@ -1,4 +1,4 @@
-//! Whether the answer is right to the letter.
+//! Comparison of texts.
 
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
@@ -9,8 +9,8 @@ use super::column::column;
 use super::right_or_wrong::right_or_wrong;
 use crate::{RewardFunction, Sample};
 
-/// 1 for a completion whose answer is the text of a column of its row, 0 for the others. White space counts as one space, and
-/// not at all at the ends.
+/// 1 if the answer of the completion equals the text of a column of its row, 0 otherwise. Runs of
+/// white space equal one space; white space at the ends is ignored.
 ///
 /// ```
 /// use candle_grpo_train::rewards::ExactReward;
@@ -23,11 +23,11 @@ use crate::{RewardFunction, Sample};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ExactReward {
-    /// The column that holds the right text: a text, a number, true or false.
+    /// The column with the expected value: a text, a number, true or false.
     pub column: String,
-    /// Where the completion's answer stands.
+    /// The place of the answer in the completion.
     pub find: AnswerPlace,
-    /// Whether capital letters are the same as small ones.
+    /// If true, upper and lower case are equal.
     pub ignore_case: bool,
 }
 
@@ -42,7 +42,11 @@ impl Default for ExactReward {
 }
 
 impl ExactReward {
-    /// The right text of a row; errs if it has none.
+    /// Returns the expected text of a row.
+    ///
+    /// # Errors
+    ///
+    /// If the column is absent, or neither a text, a number nor a boolean.
     pub fn expected(&self, columns: &Value) -> Result<String> {
         match column(columns, &self.column)? {
             Value::String(text) => Ok(AnswerPlace::Auto.find(text).unwrap_or(text).to_owned()),
@@ -54,7 +58,7 @@ impl ExactReward {
         }
     }
 
-    /// Whether `completion` has the text of the row.
+    /// Returns true if the answer of `completion` is the text of the row.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.normal(&self.expected(columns)?);
         let found = self.find.find(completion);
@@ -85,7 +89,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn letters_count_and_spaces_do_not() {
+    fn case_matters_and_spaces_do_not() {
         let reward = ExactReward::default();
         let row = json!({"answer": "New York"});
         assert!(reward.matches(" New\nYork ", &row).unwrap());

@@ -1,11 +1,11 @@
-//! Rewards for the form of a completion.
+//! Rewards for the format of a completion.
 
 use anyhow::{Context, Result, ensure};
 use regex::Regex;
 
 use super::function::{RewardFunction, Sample};
 
-/// 1 for a completion that a regular expression (of the crate `regex`) matches, 0 for the others.
+/// 1 if a regular expression (of the crate `regex`) matches the completion, 0 otherwise.
 ///
 /// ```
 /// use candle_grpo_train::rewards::RegexReward;
@@ -23,24 +23,24 @@ pub struct RegexReward {
 }
 
 impl RegexReward {
-    /// The expression must match the completion from beginning to end. A dot does not match the end of a line, unless the
-    /// pattern says `(?s)`.
+    /// Matches the completion from beginning to end. A dot does not match a line break, unless the
+    /// pattern has `(?s)`.
     pub fn whole(pattern: &str) -> Result<Self> {
-        // By itself first, so that the error shows it, and no parenthesis in it closes the group.
+        // Alone first: the error shows this pattern, and no parenthesis in it closes the group.
         compile(pattern)?;
         Ok(Self {
             regex: compile(&format!(r"\A(?:{pattern})\z"))?,
         })
     }
 
-    /// The expression must match somewhere in the completion.
+    /// Matches anywhere in the completion.
     pub fn search(pattern: &str) -> Result<Self> {
         Ok(Self {
             regex: compile(pattern)?,
         })
     }
 
-    /// Whether `completion` is rewarded.
+    /// Returns true if `completion` scores 1.
     pub fn matches(&self, completion: &str) -> bool {
         self.regex.is_match(completion)
     }
@@ -57,8 +57,9 @@ impl RewardFunction for RegexReward {
     }
 }
 
-/// 1 for a completion in which each tag is opened once and then closed once, one tag after the other; 0 for the others.
-/// DeepSeek-R1's format reward is that of `think` and `answer` (<https://arxiv.org/abs/2501.12948>).
+/// 1 if the completion opens and closes each tag exactly once, one tag after the other; 0
+/// otherwise. The format reward of DeepSeek-R1 has the tags `think` and `answer`
+/// (<https://arxiv.org/abs/2501.12948>).
 ///
 /// ```
 /// use candle_grpo_train::rewards::TagsReward;
@@ -74,15 +75,17 @@ impl RewardFunction for RegexReward {
 /// ```
 #[derive(Debug, Clone)]
 pub struct TagsReward {
-    /// Opening and closing tags in the order in which they must come.
+    /// Opening and closing tags in their required order.
     marks: Vec<String>,
     nothing_else: bool,
 }
 
 impl TagsReward {
-    /// The names of the tags, without brackets, in their order.
+    /// Takes the names of the tags in their order, without brackets.
     ///
-    /// Errs if there are none, or one is empty, has a bracket in it or occurs twice.
+    /// # Errors
+    ///
+    /// If there is no name, or one is empty, has a bracket or occurs twice.
     pub fn new<'a>(names: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut marks: Vec<String> = Vec::new();
         for name in names {
@@ -102,13 +105,13 @@ impl TagsReward {
         })
     }
 
-    /// Only white space may stand before, between and after the tags.
+    /// Allows only white space before, between and after the tags.
     pub fn nothing_else(mut self) -> Self {
         self.nothing_else = true;
         self
     }
 
-    /// Whether `completion` is rewarded.
+    /// Returns true if `completion` scores 1.
     pub fn matches(&self, completion: &str) -> bool {
         let mut rest = completion;
         for (i, mark) in self.marks.iter().enumerate() {
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_an_error() {
+    fn a_pattern_or_tag_that_is_not_valid_is_an_error() {
         for pattern in ["(", "a)|(b"] {
             let error = RegexReward::whole(pattern).unwrap_err().to_string();
             assert_eq!(

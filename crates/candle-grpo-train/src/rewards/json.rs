@@ -1,4 +1,4 @@
-//! Whether a completion is JSON.
+//! Comparison of JSON.
 
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use super::column::column;
 use super::right_or_wrong::right_or_wrong;
 use crate::{RewardFunction, Sample};
 
-/// 1 for a completion that is a JSON object, or the very object of a column of its row; 0 for the others.
+/// 1 if the completion is a JSON object, or equals the value of a column of its row; 0 otherwise.
 ///
 /// The order of keys does not matter, and 1 is 1.0.
 ///
@@ -27,14 +27,18 @@ use crate::{RewardFunction, Sample};
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct JsonReward {
-    /// The column that holds the right value, as JSON or as the text of it; absent: any object is right.
+    /// The column with the expected value, as JSON or as its text; absent: any object is right.
     pub column: Option<String>,
-    /// Whether the JSON may stand in a fenced block of Markdown, with nothing outside it.
+    /// If true, the JSON may stand in a fenced block of Markdown with nothing outside it.
     pub allow_fence: bool,
 }
 
 impl JsonReward {
-    /// The right value of a row, if there is a column; errs if the row has none.
+    /// Returns the expected value of a row, if the reward has a column.
+    ///
+    /// # Errors
+    ///
+    /// If the row lacks the column, or its text is not JSON.
     pub fn expected(&self, columns: &Value) -> Result<Option<Value>> {
         let Some(name) = &self.column else {
             return Ok(None);
@@ -48,7 +52,7 @@ impl JsonReward {
         }
     }
 
-    /// Whether `completion` is rewarded.
+    /// Returns true if `completion` scores 1.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.expected(columns)?;
         let text = if self.allow_fence {
@@ -114,7 +118,11 @@ mod tests {
     #[case(r#"[1]"#, false, false)]
     #[case(r#"{"age": 7"#, false, false)]
     #[case("", false, false)]
-    fn validity_and_equality(#[case] text: &str, #[case] valid: bool, #[case] exact: bool) {
+    fn an_object_is_valid_and_equal_if_its_values_are(
+        #[case] text: &str,
+        #[case] valid: bool,
+        #[case] exact: bool,
+    ) {
         let row = json!({"as_json": {"name": "Ann", "age": 7}, "as_text": "{\"name\":\"Ann\",\"age\":7}"});
         assert_eq!(JsonReward::default().matches(text, &row).unwrap(), valid);
         for name in ["as_json", "as_text"] {

@@ -1,4 +1,5 @@
-//! Reward functions: the interface, sums, the functions that a configuration can name, and their options.
+//! Reward functions: the trait, weighted sums, the functions of the configuration, and their
+//! options.
 
 mod answer;
 mod column;

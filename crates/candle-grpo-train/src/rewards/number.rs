@@ -1,7 +1,7 @@
-//! Numbers as people and models write them.
+//! Numbers in texts.
 
-/// The numbers in `text` in their order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and `\frac{3}{4}` are one number each. A unit or a
-/// percent sign after a number is not part of it.
+/// Returns the numbers in `text` in their order: `-1,200.50`, `$18`, `3/4`, `1 1/2` and
+/// `\frac{3}{4}` are one number each. Units and percent signs are ignored.
 pub(super) fn numbers(text: &str) -> Vec<f64> {
     let mut found = Vec::new();
     let mut at = 0;
@@ -17,7 +17,7 @@ pub(super) fn numbers(text: &str) -> Vec<f64> {
     found
 }
 
-/// A number that begins at `at`, a byte of `text` at which a character begins, and where it ends.
+/// Parses a number at `at`, the first byte of a character. Returns it and its end.
 fn number_at(text: &str, at: usize) -> Option<(f64, usize)> {
     let (negative, unsigned) = sign(text, at);
     let unsigned = skip(text, unsigned, |c| matches!(c, '$' | '€' | '£' | '¥'));
@@ -32,8 +32,8 @@ fn number_at(text: &str, at: usize) -> Option<(f64, usize)> {
     Some((if negative { -value } else { value }, end))
 }
 
-/// Whether there is a minus sign at `at`, and where the rest begins. A sign right after a digit, a letter or a bracket is one of
-/// an operation, and counts for nothing.
+/// Returns whether there is a minus sign at `at`, and the position after it. A sign directly after
+/// a digit, a letter or a bracket is a subtraction and does not count.
 fn sign(text: &str, at: usize) -> (bool, usize) {
     let before = text[..at].chars().next_back();
     let operation = before.is_some_and(|c| c.is_alphanumeric() || c == ')' || c == '}');

@@ -1,4 +1,4 @@
-//! Whether the number is right.
+//! Comparison of numbers.
 
 use anyhow::{Result, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -10,10 +10,10 @@ use super::number::numbers;
 use super::right_or_wrong::right_or_wrong;
 use crate::{RewardFunction, Sample};
 
-/// 1 for a completion whose number is that of a column of its row, 0 for the others.
+/// 1 if the number of the completion equals that of a column of its row, 0 otherwise.
 ///
-/// `1,200`, `$1200`, `1200.0 dollars` and `2400/2` are the same number. The column holds a number or a text with one: in
-/// GSM8K's solutions it is what follows `####`, otherwise the last.
+/// `1,200`, `$1200`, `1200.0 dollars` and `2400/2` are equal. The column has a number or a text
+/// with one: the number after `####` as in GSM8K, otherwise the last.
 ///
 /// ```
 /// use candle_grpo_train::rewards::NumericReward;
@@ -28,12 +28,12 @@ use crate::{RewardFunction, Sample};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct NumericReward {
-    /// The column that holds the right number.
+    /// The column with the expected number.
     pub column: String,
-    /// Where the completion's answer stands. The last number there counts; the first on a line that is asked for
-    /// (`first_line`, `after`).
+    /// The place of the answer in the completion. The last number there counts; with `first_line`
+    /// and `after` the first.
     pub find: AnswerPlace,
-    /// How far the number may be from the right one.
+    /// The largest accepted difference.
     pub tolerance: f64,
 }
 
@@ -48,7 +48,11 @@ impl Default for NumericReward {
 }
 
 impl NumericReward {
-    /// Errs if the options mean nothing.
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// If the tolerance is negative or not finite.
     pub fn validate(&self) -> Result<()> {
         ensure!(
             self.tolerance >= 0. && self.tolerance.is_finite(),
@@ -58,7 +62,11 @@ impl NumericReward {
         Ok(())
     }
 
-    /// The right number of a row; errs if it has none.
+    /// Returns the expected number of a row.
+    ///
+    /// # Errors
+    ///
+    /// If the column is absent or has no finite number.
     pub fn expected(&self, columns: &Value) -> Result<f64> {
         let value = column(columns, &self.column)?;
         let number = match value {
@@ -77,7 +85,7 @@ impl NumericReward {
         }
     }
 
-    /// Whether `completion` has the number of the row.
+    /// Returns true if the number of `completion` is that of the row.
     pub fn matches(&self, completion: &str, columns: &Value) -> Result<bool> {
         let expected = self.expected(columns)?;
         let found = self.find.find(completion).and_then(|answer| {

@@ -6,7 +6,7 @@ use candle_grpo_core::{OverlongPenalty, RepetitionPenalty};
 
 use crate::{RewardFunction, Sample};
 
-/// The soft penalty for completions close to the longest that is allowed, over their tokens.
+/// The soft penalty for completions close to the greatest length, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LengthReward(pub OverlongPenalty);
 
@@ -24,7 +24,7 @@ impl RewardFunction for LengthReward {
     }
 }
 
-/// The penalty for n-grams of tokens that come again.
+/// The penalty for repeated n-grams of tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RepetitionReward(pub RepetitionPenalty);
 

@@ -1,10 +1,10 @@
-//! Scores of answers that are right or wrong.
+//! Scores of 0 or 1.
 
 use anyhow::Result;
 
 use crate::Sample;
 
-/// 1 for each sample that `is_right`, 0 for the others.
+/// Returns 1 for each sample that `is_right` accepts, 0 for the others.
 pub(super) fn right_or_wrong(
     samples: &[Sample],
     is_right: impl Fn(&Sample) -> Result<bool>,

@@ -7,8 +7,8 @@ use anyhow::{Context, Result, ensure};
 use super::function::{RewardFunction, Sample, Scores, SharedReward};
 use crate::Progress;
 
-/// The weighted sum of several reward functions, which are its components. They run concurrently, one
-/// thread each.
+/// The weighted sum of several reward functions, which are its components. They run concurrently,
+/// one thread each.
 #[derive(Default)]
 pub struct WeightedRewards {
     terms: Vec<Term>,

@@ -10,8 +10,8 @@ use super::checksums::{check_checksums, write_checksums};
 
 const PREFIX: &str = "step-";
 
-/// The folder in which a run keeps its checkpoints, `step-000010` and so on: each is there as a whole or not at all, with
-/// the sums of its files in `SHA256SUMS`.
+/// The folder of the checkpoints of a run: `step-000010` and so on. Each appears complete or not at
+/// all, with the sums of its files in `SHA256SUMS`.
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     folder: PathBuf,
@@ -20,37 +20,37 @@ pub struct Checkpoints {
 /// A checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepCheckpoint {
-    /// After so many steps.
+    /// The number of steps before it.
     pub step: usize,
-    /// Where it is.
+    /// Its folder.
     pub path: PathBuf,
 }
 
-/// What [`Checkpoints::latest`] finds.
+/// The result of [`Checkpoints::latest`].
 #[derive(Debug, Default)]
 pub struct LatestCheckpoint {
-    /// The last one that is whole, if there is one.
+    /// The last intact checkpoint.
     pub checkpoint: Option<StepCheckpoint>,
-    /// Later ones, and what is wrong with each.
+    /// Later checkpoints that are damaged, with the reasons.
     pub damaged: Vec<(StepCheckpoint, String)>,
 }
 
 impl Checkpoints {
-    /// Those in `folder`, which need not be there yet.
+    /// The checkpoints in `folder`, which may be absent.
     pub fn new(folder: &Path) -> Self {
         Self {
             folder: folder.to_path_buf(),
         }
     }
 
-    /// Writes one: `fill` fills its folder, with files that are flushed to the disk.
+    /// Writes a checkpoint. `fill` writes the files into its folder and flushes them.
     ///
-    /// It appears when it is complete and its sums are noted. After an error, such as that of a full disk, nothing of it is left
-    /// and the others are as they were.
+    /// The checkpoint appears when it is complete and has its sums. After an error, such as a full
+    /// disk, nothing of it is left, and the others are unchanged.
     pub fn write(&self, step: usize, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         fs::create_dir_all(&self.folder)
             .with_context(|| format!("making {}", self.folder.display()))?;
-        // What was being written when a program was killed would keep its place on a full disk.
+        // Leftovers of a killed program take space on a full disk.
         atomic_file::remove_leftovers(&self.folder)?;
         let path = self.folder.join(format!("{PREFIX}{step:06}"));
         atomic_file::write_folder(&path, |folder| {
@@ -81,7 +81,7 @@ impl Checkpoints {
         Ok(found)
     }
 
-    /// The last one whose files are all as they were written.
+    /// Finds the last intact checkpoint: all sums are right.
     pub fn latest(&self) -> Result<LatestCheckpoint> {
         let mut latest = LatestCheckpoint::default();
         for checkpoint in self.all()?.into_iter().rev() {
@@ -96,7 +96,7 @@ impl Checkpoints {
         Ok(latest)
     }
 
-    /// Removes all but the last `keep`, at least one, and those after the steps `also`.
+    /// Removes all except the last `keep` (at least one) and those of the steps `also`.
     pub fn prune(&self, keep: usize, also: &[usize]) -> Result<()> {
         let mut old = self.all()?;
         old.truncate(old.len().saturating_sub(keep.max(1)));
@@ -104,7 +104,7 @@ impl Checkpoints {
         old.iter().try_for_each(remove)
     }
 
-    /// Removes those of later steps than `step`.
+    /// Removes the checkpoints of steps after `step`.
     pub fn remove_after(&self, step: usize) -> Result<()> {
         let mut later = self.all()?;
         later.retain(|checkpoint| checkpoint.step > step);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_whole_one_is_found_and_what_is_wrong_with_later_ones() {
+    fn the_latest_intact_checkpoint_is_found_and_later_damage_reported() {
         let (_folder, checkpoints) = checkpoints(&[5, 10, 15, 100]);
         let latest = checkpoints.latest().unwrap();
         assert_eq!(latest.checkpoint.unwrap().step, 100);
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn there_may_be_none() {
+    fn an_absent_folder_has_no_checkpoints() {
         let (_folder, checkpoints) = checkpoints(&[]);
         assert!(checkpoints.latest().unwrap().checkpoint.is_none());
         checkpoints.prune(1, &[]).unwrap();
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_program_was_writing_goes() {
+    fn leftovers_of_a_killed_program_are_removed() {
         let (_folder, checkpoints) = checkpoints(&[5]);
         fs::create_dir(checkpoints.folder.join(".step-000010.1.tmp")).unwrap();
         write(&checkpoints, 10);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_could_not_be_written_leaves_the_others_as_they_were() {
+    fn a_checkpoint_that_cannot_be_written_leaves_the_others_unchanged() {
         let (_folder, checkpoints) = checkpoints(&[5]);
         let full = |folder: &Path| -> Result<()> {
             fs::write(folder.join("state"), "1")?;

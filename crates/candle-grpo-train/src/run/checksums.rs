@@ -1,4 +1,4 @@
-//! Whether the files of a folder are those that were written.
+//! SHA-256 sums of files and weights.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -6,17 +6,17 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_nn::atomic_file;
+use candle_grpo_nn::{Parameters, atomic_file};
 use sha2::{Digest, Sha256};
 
 /// In the form of `sha256sum`, which checks it with `sha256sum --check`.
 const CHECKSUMS: &str = "SHA256SUMS";
 
-/// Notes the sums of all files in `folder` and the folders in it.
+/// Writes the sums of all files in `folder` and its subfolders.
 pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
     let mut text = String::new();
     for (name, path) in files(folder)? {
-        text += &format!("{}  {name}\n", of_file(&path)?);
+        text += &format!("{}  {name}\n", sha256_of_file(&path)?);
     }
     Ok(atomic_file::write(
         &folder.join(CHECKSUMS),
@@ -24,7 +24,11 @@ pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
     )?)
 }
 
-/// Errs with the name of a file that is missing, surplus or not as it was written.
+/// Checks the files against their sums.
+///
+/// # Errors
+///
+/// With the name of a file that is missing, added or changed.
 pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
     let text = fs::read_to_string(folder.join(CHECKSUMS)).context(CHECKSUMS)?;
     let mut found = files(folder)?;
@@ -35,7 +39,7 @@ pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
         let Some(path) = found.remove(name) else {
             bail!("{name}: is missing");
         };
-        ensure!(of_file(&path)? == sum, "{name}: is damaged");
+        ensure!(sha256_of_file(&path)? == sum, "{name}: is damaged");
     }
     if let Some(name) = found.keys().next() {
         bail!("{name}: was not written with the others");
@@ -43,7 +47,7 @@ pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files in `folder` and the folders in it, but for the sums, by their names from there, with slashes.
+/// The files in `folder` and its subfolders except the sums, by their relative names with slashes.
 fn files(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     let mut folders = vec![(String::new(), folder.to_path_buf())];
@@ -61,7 +65,8 @@ fn files(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
     Ok(found)
 }
 
-fn of_file(path: &Path) -> Result<String> {
+/// The sum of a file.
+pub(super) fn sha256_of_file(path: &Path) -> Result<String> {
     let read = || -> std::io::Result<String> {
         let mut file = File::open(path)?;
         let mut hash = Sha256::new();
@@ -76,7 +81,23 @@ fn of_file(path: &Path) -> Result<String> {
     read().with_context(|| path.display().to_string())
 }
 
-pub(crate) fn hex(bytes: &[u8]) -> String {
+/// The sum of the names and values of all parameters.
+pub(super) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
+    let mut hash = Sha256::new();
+    let mut bytes = Vec::new();
+    for (name, variable) in parameters.iter() {
+        hash.update(name);
+        for numbers in variable.flatten_all()?.to_vec1::<f32>()?.chunks(1 << 14) {
+            bytes.clear();
+            bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+            hash.update(&bytes);
+        }
+    }
+    Ok(hex(&hash.finalize()))
+}
+
+/// Bytes as hexadecimal digits.
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
@@ -116,7 +137,7 @@ mod tests {
         Some("abc"),
         "SHA256SUMS: \"abc\", must be a sum and a name"
     )]
-    fn what_is_not_as_it_was_is_named(
+    fn a_file_that_is_not_as_it_was_is_named(
         #[case] file: &str,
         #[case] text: Option<&str>,
         #[case] expected: &str,

@@ -33,6 +33,7 @@ const TAKEN: &str =
 /// | file | |
 /// |---|---|
 /// | `config.json` | the settings |
+/// | `inputs.json` | digests of the model, the prompts and the reward programs, see [`RunInputs`](crate::RunInputs) |
 /// | `metrics.jsonl` | one line of [`StepMetrics`] per step |
 /// | `events.out.tfevents.*` | the same metrics for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line per evaluation, and per answer |

@@ -1,4 +1,4 @@
-//! Where a run is, in memory and on disk.
+//! The state of a run, in memory and on disk.
 
 use std::collections::HashMap;
 use std::fs;
@@ -10,10 +10,10 @@ use candle_grpo_core::{KlController, RunningState};
 use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::{Lora, Parameters, atomic_file};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
-use super::checksums::hex;
+use super::checksums::sha256_of_parameters;
 use crate::learn::models::Models;
+use crate::learn::not_finite::{NotFinite, all_finite};
 use crate::model::pretrained::MODEL;
 
 const STATE: &str = "trainer.json";
@@ -27,30 +27,44 @@ const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainerState {
-    /// The steps made, the skipped ones included.
+    /// The number of steps, skipped ones included.
     pub steps: usize,
-    /// Those that made no update.
+    /// The number of steps without an update.
     pub skipped_steps: usize,
-    /// How many places of the order of prompts have been visited.
+    /// The number of visited positions in the order of prompts.
     pub visited: usize,
-    /// Of the rewards, over the steps.
+    /// Mean and variance of the rewards over the steps.
     pub running_moments: Option<RunningState>,
-    /// The coefficient of the KL penalty in rewards, and what steers it.
+    /// The controller of the coefficient of the KL penalty in rewards.
     pub reward_kl: Option<KlController>,
-    /// The coefficient of the entropy bonus, and what steers it.
+    /// The controller of the coefficient of the entropy bonus.
     pub adaptive_entropy: Option<AdaptiveEntropy>,
 }
 
-/// The file of it.
+/// The file of [`TrainerState`].
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct StateFile {
     state: TrainerState,
-    /// Of the weights that the run began with, where they are needed and not saved: by adapters, and by a reference that stays.
+    /// The sum of the initial weights, where adapters or a fixed reference need them: they are not
+    /// saved.
     base_sha256: Option<String>,
 }
 
 impl Models {
+    /// Checks the weights that train.
+    ///
+    /// # Errors
+    ///
+    /// [`NotFinite`] if one is NaN or infinite.
+    pub(crate) fn ensure_finite(&self) -> Result<()> {
+        check_weights(self.actor.trained(), "")?;
+        match &self.critic {
+            Some(critic) => check_weights(critic.parameters(), "critic's "),
+            None => Ok(()),
+        }
+    }
+
     /// Writes everything of a checkpoint except the weights of the policy.
     pub(crate) fn save(&self, folder: &Path, state: &TrainerState) -> Result<()> {
         self.actor.optimizer().save_state(&folder.join(OPTIMIZER))?;
@@ -159,27 +173,22 @@ impl Models {
         };
         // The weights do not change, and hashing them takes a while.
         if self.base_sha256.get().is_none() {
-            let _ = self.base_sha256.set(sha256(base)?);
+            let _ = self.base_sha256.set(sha256_of_parameters(base)?);
         }
         Ok(self.base_sha256.get().cloned())
     }
 }
 
-/// On the CPU: on a GPU there need not be room for them twice.
-fn read_tensors(path: &Path) -> Result<HashMap<String, Tensor>> {
-    safetensors::load(path, &Device::Cpu).with_context(|| path.display().to_string())
-}
-
-fn sha256(parameters: &Parameters) -> Result<String> {
-    let mut hash = Sha256::new();
-    let mut bytes = Vec::new();
+fn check_weights(parameters: &Parameters, owner: &str) -> Result<()> {
     for (name, variable) in parameters.iter() {
-        hash.update(name);
-        for numbers in variable.flatten_all()?.to_vec1::<f32>()?.chunks(1 << 14) {
-            bytes.clear();
-            bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
-            hash.update(&bytes);
+        if !all_finite(variable)? {
+            return Err(NotFinite::of_weight(format!("{owner}weight {name}")).into());
         }
     }
-    Ok(hex(&hash.finalize()))
+    Ok(())
+}
+
+/// Reads tensors onto the CPU: a GPU may not have memory for two copies.
+fn read_tensors(path: &Path) -> Result<HashMap<String, Tensor>> {
+    safetensors::load(path, &Device::Cpu).with_context(|| path.display().to_string())
 }

@@ -119,7 +119,7 @@ fn a_program_that_takes_too_long_is_killed_with_its_children() {
     assert!(ends(pid), "the process {pid} that it started still runs");
 }
 
-/// Whether the process is gone, or dead and waits for its parent, within a few seconds.
+/// Returns true if the process ends within a few seconds, reaped by its parent or not.
 fn ends(pid: u32) -> bool {
     let deadline = Instant::now() + Duration::from_secs(10);
     while Instant::now() < deadline {
@@ -133,7 +133,8 @@ fn ends(pid: u32) -> bool {
 
 #[test]
 fn full_pipes_do_not_block() {
-    // More than a pipe holds goes in before anything comes out, and more than a pipe holds comes out of stderr.
+    // More than a pipe holds goes in before anything comes out, and more than a pipe holds comes
+    // out of stderr.
     let script = r#"head -n 300 > /dev/null; yes complaint | head -c 300000 >&2; for i in $(seq 300); do echo 2; done; cat > /dev/null"#;
     let reward = program(script, 60., 0);
     let long = "x".repeat(2000);
@@ -219,7 +220,8 @@ fn ids_in_some_answers_only_are_an_error() {
     );
 }
 
-/// An additional line is found, whenever it comes: never are all scores taken and the end is silent.
+/// An additional line is found, whenever it comes: never are all scores taken and the end is
+/// silent.
 #[test]
 fn an_additional_line_is_an_error_whenever_it_comes() {
     let delays = ["0", "0.005", "0.05", "0.3"];

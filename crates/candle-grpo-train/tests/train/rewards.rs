@@ -99,7 +99,7 @@ fn rows_are_checked_before_anything_is_sampled() {
     );
 }
 
-/// What `grpo check` finds out before a run starts a program.
+/// Checked by `grpo check`, which starts no program.
 #[test]
 fn missing_programs_scripts_and_folders_are_found_without_a_start() {
     let folder = tempfile::tempdir().unwrap();

@@ -16,6 +16,13 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     })?;
     let dataset = load::dataset(&run)?;
     check_model(&run)?;
+    if dataset.held_out_in_train > 0 {
+        eprintln!(
+            "warning: {} of {} held-out rows ask the same as rows to train on",
+            dataset.held_out_in_train,
+            dataset.held_out.len()
+        );
+    }
     if !quiet {
         let yaml = run
             .to_yaml()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_grpo::config::ModelConfig;
 use candle_grpo::run::{evaluate_policy, prompts};
-use candle_grpo::train::{Evaluation, Interrupted};
+use candle_grpo::train::{Evaluation, Interrupted, RewardFunction};
 use serde_json::Value;
 
 use super::console::Console;
@@ -32,7 +32,7 @@ pub(super) fn eval(
     console.stop_when_asked();
     load::set_threads(&run)?;
     let dataset = load::dataset(&run)?;
-    let reward = load::rewards(&run)?;
+    let mut reward = load::rewards(&run)?;
     if dataset.held_out.is_empty() {
         return Err(Exit::Config(format!(
             "{}: nothing is held out: give data.held_out or data.held_out_rows",
@@ -49,12 +49,14 @@ pub(super) fn eval(
     .map_err(|error| Exit::Data(format!("{error:#}")))?;
     let config = &run.evaluation;
     let progress = Arc::new(console.clone());
+    reward.set_progress(progress.clone());
     let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
         let sampler = pretrained.sampler(config.sampler.clone())?;
         let sampler = sampler.with_progress(progress.clone());
         let tokenizer = &pretrained.tokenizer;
         let evaluation =
             evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*progress)?;
+        reward.finish()?;
         let figures = evaluation.figures(&config.pass_at, config.pass_reward)?;
         Ok((evaluation, figures))
     };

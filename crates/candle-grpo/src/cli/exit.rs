@@ -14,7 +14,7 @@ Exit codes:
   3  the configuration is wrong
   4  the data are wrong
   5  the model is wrong
-  6  a loss or gradient was not finite
+  6  a loss, gradient or weight was not finite
   7  the run was interrupted, and has saved where it was
   130  it was stopped at once, by a second Ctrl-C";
 
@@ -27,7 +27,7 @@ pub(super) enum Exit {
     Data(String),
     /// The model is wrong.
     Model(String),
-    /// A loss or a gradient was not finite.
+    /// A loss, a gradient or a weight was not finite.
     NotFinite(String),
     /// It was asked to stop.
     Interrupted(String),

@@ -22,7 +22,13 @@ pub(super) fn config(
         }
         None => document,
     };
-    RunConfig::new(&document).map_err(wrong)
+    let run = RunConfig::new(&document).map_err(wrong)?;
+    for (i, reward) in run.rewards.iter().enumerate() {
+        reward.check_files().map_err(|error| {
+            Exit::Config(format!("{}: rewards[{i}]: {error:#}", file.display()))
+        })?;
+    }
+    Ok(run)
 }
 
 /// The rows of a run, each of which has what the rewards need.

@@ -85,6 +85,9 @@ struct TrainArguments {
     /// Go on from the last checkpoint of the run; begin it if there is none yet.
     #[arg(long, conflicts_with = "replace")]
     resume: bool,
+    /// With --resume: accept another model, other held-out rows and changed settings.
+    #[arg(long, requires = "resume")]
+    accept_changes: bool,
     /// Remove a run that is in the folder, and begin anew.
     #[arg(long)]
     replace: bool,
@@ -131,6 +134,7 @@ pub(crate) fn run() -> ExitCode {
         Command::Check(arguments) => check::check(&arguments.file, arguments.quiet),
         Command::Train(arguments) => {
             let start = match (arguments.resume, arguments.replace) {
+                (true, _) if arguments.accept_changes => Start::ResumeChanged,
                 (true, _) => Start::Resume,
                 (_, true) => Start::Replace,
                 _ => Start::New,

@@ -6,8 +6,8 @@ use tokenizers::Tokenizer;
 
 use crate::config::EvaluationConfig;
 
-/// Keeps the draws of evaluations apart from those of training steps, which count from 1. It is the same in all evaluations: they
-/// differ by the policy only.
+/// Keeps the draws of evaluations apart from those of training steps, which count from 1. It is the
+/// same in all evaluations: they differ by the policy only.
 const STREAM: u64 = 0;
 
 /// The answers of a policy to held-out prompts, of which `config` may want the first only.

@@ -3,6 +3,7 @@
 mod evaluation;
 mod model;
 mod prompts;
+mod resume;
 mod session;
 
 pub use evaluation::evaluate_policy;

@@ -9,11 +9,13 @@ use candle_grpo_train::{ChatTemplate, Pretrained, RunDir};
 
 use crate::config::ModelConfig;
 
-/// Loads a model, onto the first CUDA device if the program was built for CUDA. Its path may be that of a run: its best
-/// checkpoint, or the last that is whole if no evaluation says which is best.
+/// Loads a model, onto the first CUDA device if the program was built for CUDA. Its path may be
+/// that of a run: its best checkpoint, or the last that is whole if no evaluation says which is
+/// best.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     let device = match candle_core::utils::cuda_is_available() {
-        // With a stream of its own: Candle's default is another one in each thread, and waits for none of them.
+        // With a stream of its own: Candle's default is another one in each thread, and waits for
+        // none of them.
         true => Device::new_cuda_with_stream(0)
             .context("this program was built for CUDA, which does not answer")?,
         false => Device::Cpu,
@@ -39,7 +41,8 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     Ok(pretrained)
 }
 
-/// Returns the path of a model: that of the best checkpoint if `path` is the folder of a run, otherwise `path`.
+/// Returns the path of a model: that of the best checkpoint if `path` is the folder of a run,
+/// otherwise `path`.
 ///
 /// # Errors
 ///

@@ -1,52 +1,55 @@
-//! A run, from its first step to its last.
+//! A run from its first step to its last.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, ensure};
 use candle_grpo_train::{
-    Interrupted, Phase, Pretrained, Prompt, ReplacedRun, RewardFunction, RunDir, RunLock,
+    Interrupted, Phase, Pretrained, Prompt, ReplacedRun, RewardFunction, RunDir, RunInputs,
     SamplingConfig, StepMetrics, Trainer,
 };
-use serde_json::Value;
 
 use super::evaluation::evaluate_policy;
 use super::prompts::RunPrompts;
+use super::resume::open;
 use crate::config::{EvaluationConfig, RunConfig};
 
-/// How a run begins.
+/// The start of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// In a folder that is not there yet.
+    /// In a new folder.
     New,
-    /// In place of a run that is there, which is removed once the new run has a checkpoint.
+    /// In place of an existing run, which is removed once the new run has a checkpoint.
     Replace,
-    /// From the last checkpoint of the run that is there; from the start, if there is none yet.
+    /// From the last checkpoint of an existing run, or from the beginning if there is none. Another
+    /// model, other held-out rows and settings of another run are errors.
     Resume,
+    /// [`Self::Resume`] with such changes accepted.
+    ResumeChanged,
 }
 
-/// What a [`Session`] has done.
+/// The result of [`Session::advance`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum Progress {
     /// A step.
     Step(StepMetrics),
-    /// An evaluation: its figures.
+    /// An evaluation and its metrics.
     Evaluated {
-        /// After so many steps.
+        /// The number of steps before it.
         step: usize,
-        /// `reward_mean`, `response_length` and what the configuration asks for.
+        /// `reward_mean`, `response_length` and the metrics of the configuration.
         figures: BTreeMap<String, f64>,
     },
-    /// A checkpoint: where it is.
+    /// A checkpoint and its path.
     Saved(PathBuf),
-    /// The progress wanted it to stop, and it has saved where it was.
+    /// It was canceled, and has saved its state.
     Interrupted,
-    /// All steps are made.
+    /// All steps are done.
     Finished,
 }
 
-/// A run of a configuration, which keeps what there is to keep.
+/// A run of a configuration: steps, evaluations and checkpoints.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -72,7 +75,7 @@ pub enum Progress {
 /// ```
 pub struct Session {
     config: RunConfig,
-    /// How evaluations draw, with the stop tokens of the model.
+    /// The evaluation section, with the stop tokens of the model.
     evaluation: EvaluationConfig,
     pretrained: Pretrained,
     held_out: Vec<Prompt>,
@@ -81,18 +84,19 @@ pub struct Session {
     /// The run that this one replaces, until this one has a checkpoint.
     replaced: Option<ReplacedRun>,
     metrics: Vec<StepMetrics>,
-    /// After how many steps the last evaluation and the last checkpoint were made.
+    /// The steps of the last evaluation and the last checkpoint.
     evaluated: Option<usize>,
     saved: Option<usize>,
-    /// After how many steps the evaluation was best.
+    /// The step of the best evaluation.
     best: Option<usize>,
     progress: Arc<dyn candle_grpo_train::Progress>,
 }
 
 impl Session {
-    /// Makes everything ready: trainer, folder, and what was saved if it resumes. [`RunConfig::threads`] is the caller's to set.
+    /// Makes the trainer and opens the folder. A run that resumes loads its last checkpoint. The
+    /// caller must apply [`RunConfig::threads`].
     ///
-    /// The weights of `pretrained` are those that train.
+    /// The weights of `pretrained` are trained in place.
     pub fn new(
         config: RunConfig,
         pretrained: Pretrained,
@@ -115,6 +119,7 @@ impl Session {
         ] {
             ensure_positions(prompts, sampling, &pretrained)?;
         }
+        let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?;
         let mut trainer = Trainer::new(
             pretrained.model.clone(),
             pretrained.parameters.clone(),
@@ -124,7 +129,7 @@ impl Session {
             settings,
         )?
         .with_progress(Arc::clone(&progress));
-        let (dir, metrics, replaced) = open(&config, &mut trainer, start)?;
+        let (dir, metrics, replaced) = open(&config, &inputs, &mut trainer, start)?;
         let step = trainer.steps();
         let evaluations = dir.evaluations()?;
         Ok(Self {
@@ -143,10 +148,13 @@ impl Session {
         })
     }
 
-    /// Does what is due next: an evaluation, a checkpoint or a step.
+    /// Performs the next evaluation, checkpoint or step.
     ///
-    /// Whenever it errs or the program is killed, the run can be resumed from its last checkpoint. An error that is
-    /// [`NotFinite`](candle_grpo_train::NotFinite) says which tensor was.
+    /// # Errors
+    ///
+    /// With [`NotFinite`](candle_grpo_train::NotFinite) and the name of the tensor if a loss, a
+    /// gradient or a weight is not finite. After any error, or if the program is killed, the
+    /// run can be resumed from its last checkpoint.
     pub fn advance(&mut self) -> Result<Progress> {
         let step = self.trainer.steps();
         let done = if self.is_evaluation_due(step) {
@@ -155,6 +163,7 @@ impl Session {
             return self.save(step).map(Progress::Saved);
         } else if step >= self.config.max_steps {
             self.dir.write_plot(&self.metrics)?;
+            self.trainer.reward().finish()?;
             return Ok(Progress::Finished);
         } else {
             self.step()
@@ -166,6 +175,11 @@ impl Session {
                 }
                 Ok(Progress::Interrupted)
             }
+            // Weights that are not finite show in logits first.
+            Err(error) => Err(match self.trainer.ensure_finite() {
+                Err(weights) => weights.context(format!("{error:#}")),
+                Ok(()) => error,
+            }),
             done => done,
         }
     }
@@ -177,7 +191,7 @@ impl Session {
         Ok(Progress::Step(metrics))
     }
 
-    /// Before the first step, after each multiple of so many, and after the last.
+    /// Before the first step, after each multiple of `every_steps`, and after the last step.
     fn is_evaluation_due(&self, step: usize) -> bool {
         let Some(every) = self.evaluation.every_steps else {
             return false;
@@ -213,7 +227,7 @@ impl Session {
         Ok(Progress::Evaluated { step, figures })
     }
 
-    /// Writes a checkpoint, and removes those that are not to be kept.
+    /// Writes a checkpoint, and removes old ones.
     fn save(&mut self, step: usize) -> Result<PathBuf> {
         let checkpoints = RunDir::checkpoints(self.dir.path());
         self.dir.sync()?;
@@ -253,18 +267,18 @@ impl Session {
         self.replaced.as_ref().map(ReplacedRun::path)
     }
 
-    /// What trains.
+    /// The trainer.
     pub fn trainer(&self) -> &Trainer {
         &self.trainer
     }
 
-    /// The figures of all steps, those before it was resumed included.
+    /// The metrics of all steps, those before a resume included.
     pub fn metrics(&self) -> &[StepMetrics] {
         &self.metrics
     }
 }
 
-/// Errs unless every prompt and a completion fit into the positions of the model: now, rather than when the prompt comes.
+/// Checks that every prompt and a completion fit into the positions of the model.
 fn ensure_positions(
     prompts: &[Prompt],
     sampling: &SamplingConfig,
@@ -279,83 +293,4 @@ fn ensure_positions(
         sampling.max_new_tokens
     );
     Ok(())
-}
-
-/// The folder of the run, and the steps that were made there; `trainer` goes on from the last checkpoint.
-fn open(
-    config: &RunConfig,
-    trainer: &mut Trainer,
-    start: Start,
-) -> Result<(RunDir, Vec<StepMetrics>, Option<ReplacedRun>)> {
-    let path = &config.run_dir;
-    let settings = config.to_value()?;
-    let fresh = |dir: Result<RunDir>| Ok((dir?, Vec::new(), None));
-    match start {
-        Start::New => fresh(RunDir::create(path, &settings)),
-        Start::Replace => {
-            let (dir, replaced) = RunDir::replace(path, &settings)?;
-            if let Some(replaced) = &replaced {
-                tracing::info!(
-                    "the previous run is kept in {} until this one has a checkpoint",
-                    replaced.path().display()
-                );
-            }
-            Ok((dir, Vec::new(), replaced))
-        }
-        Start::Resume if !RunDir::is_run(path) => fresh(RunDir::create(path, &settings)),
-        Start::Resume => {
-            // Before the checkpoints are looked at, which another program may be writing.
-            let lock = RunLock::take(path)?;
-            let found = RunDir::checkpoints(path).latest()?;
-            for (checkpoint, what) in &found.damaged {
-                tracing::warn!("{}: {what}; it is passed over", checkpoint.path.display());
-            }
-            if let Some(checkpoint) = &found.checkpoint {
-                trainer.load_state(&checkpoint.path)?;
-                tracing::info!("resuming from {}", checkpoint.path.display());
-            } else if let Some((checkpoint, what)) = found.damaged.first() {
-                bail!(
-                    "{}: {what}, and no other checkpoint of the run is whole",
-                    checkpoint.path.display()
-                );
-            } else {
-                tracing::info!("{}: has no checkpoint yet, beginning anew", path.display());
-            }
-            for difference in differences(path, &settings)? {
-                tracing::warn!("the run began with another {difference}");
-            }
-            let (dir, metrics) = RunDir::resume(lock, &settings, trainer.steps())?;
-            Ok((dir, metrics, None))
-        }
-    }
-}
-
-/// The keys on which the settings of the run at `path` and `now` differ, with both values.
-fn differences(path: &Path, now: &Value) -> Result<Vec<String>> {
-    let config = path.join("config.json");
-    let before = std::fs::read(&config).with_context(|| config.display().to_string())?;
-    let before = serde_json::from_slice(&before).with_context(|| config.display().to_string())?;
-    let mut found = Vec::new();
-    compare("", &before, now, &mut found);
-    Ok(found)
-}
-
-fn compare(path: &str, before: &Value, now: &Value, found: &mut Vec<String>) {
-    match (before, now) {
-        (Value::Object(before), Value::Object(now)) => {
-            let keys: std::collections::BTreeSet<_> = before.keys().chain(now.keys()).collect();
-            for key in keys {
-                let of = |map: &serde_json::Map<String, Value>| {
-                    map.get(key).cloned().unwrap_or(Value::Null)
-                };
-                let path = match path {
-                    "" => key.clone(),
-                    path => format!("{path}.{key}"),
-                };
-                compare(&path, &of(before), &of(now), found);
-            }
-        }
-        (before, now) if before != now => found.push(format!("{path}: {before}, now {now}")),
-        _ => {}
-    }
 }

@@ -51,7 +51,8 @@ impl ProgramConfig {
         Ok(())
     }
 
-    /// The files that decide scores: the program if it is named by its path, and arguments that are files.
+    /// The files that decide scores: the program if it is given by its path, and arguments that are
+    /// files.
     pub fn files(&self) -> Vec<PathBuf> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             return Vec::new();

@@ -22,13 +22,14 @@ mod unix {
     /// Kills its process group as soon as the pipe from this process closes.
     const GUARD: &str = "read -r line; kill -9 0";
 
-    /// A process group whose leader is a guard: a shell that reads a pipe from this process. If this
-    /// process dies, even by `SIGKILL`, the system closes the pipe, and the guard kills the group.
+    /// A process group whose leader is a guard: a shell that reads a pipe from this process. If
+    /// this process dies, even by `SIGKILL`, the system closes the pipe, and the guard kills
+    /// the group.
     ///
     /// The parent-death signal of Linux does less: it does not reach what the program has started,
-    /// and fires when the thread ends that started the program. The guard starts before the program,
-    /// so there is no moment at which the program runs without it. The leader is not reaped before the
-    /// group is killed, so no other group can have its number.
+    /// and fires when the thread ends that started the program. The guard starts before the
+    /// program, so there is no moment at which the program runs without it. The leader is not
+    /// reaped before the group is killed, so no other group can have its number.
     pub(in super::super) struct ProcessGroup {
         guard: Child,
     }

@@ -27,7 +27,7 @@ pub struct ProgramConfig {
     /// The longest time for the scores of one batch.
     #[serde(default = "time_limit")]
     pub time_limit_seconds: f64,
-    /// How often it is started again for the same batch, when it ends or exceeds the time.
+    /// The number of restarts for one batch, when the program ends or exceeds the time.
     #[serde(default = "restarts")]
     pub restarts: usize,
 }
@@ -67,9 +67,9 @@ impl ProgramConfig {
 /// (their number) and `columns`. An answer is a number, or an object with the number at `score`.
 /// Answers come in the order of the requests, or echo the `id` of the request, in any order.
 ///
-/// The program must flush each line, write nothing else to stdout, and end when its input does. It is
-/// started once and keeps running between batches, until this value is dropped. It ends with this
-/// process too, even if that is killed.
+/// The program must flush each line, write nothing else to stdout, and end when its input does. It
+/// is started once and keeps running between batches, until this value is dropped. It ends with
+/// this process too, even if that is killed.
 ///
 /// Without ids an additional line shifts the scores after it. It is an error at the latest in
 /// [`RewardFunction::finish`]; with ids it is an error at once.

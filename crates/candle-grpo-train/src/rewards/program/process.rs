@@ -14,16 +14,16 @@ use super::answer::{Answer, quoted, request};
 use super::{ProgramConfig, group::ProcessGroup};
 use crate::{Progress, Sample};
 
-/// How long a program without ids must be silent after its last score, so that it has not written more.
+/// The time without output after the last score of a batch, for programs without ids.
 const QUIET: Duration = Duration::from_millis(20);
 
-/// How long a batch may go on after a stop is requested.
+/// The time that a batch has after a request to stop.
 const STOP_GRACE: Duration = Duration::from_secs(3);
 
-/// How often a waiting batch looks for a request to stop.
+/// The interval between checks for a request to stop.
 const POLL: Duration = Duration::from_millis(50);
 
-/// How long a program may take to end after its input has ended.
+/// The time that a program has to end after its input.
 const END_GRACE: Duration = Duration::from_secs(5);
 
 /// The longest line of output, in bytes.
@@ -32,11 +32,11 @@ const MAX_LINE: u64 = 1 << 20;
 /// Lines that wait to be read; more stay in the pipe.
 const MAX_LINES: usize = 1 << 10;
 
-/// Why a batch has no scores.
+/// The reason that a batch has no scores.
 pub(super) enum Failure {
     /// The program ended or exceeded the time: another start may help.
     Ended(anyhow::Error),
-    /// What it wrote is wrong.
+    /// Its output is wrong.
     Wrong(anyhow::Error),
     /// A stop was requested.
     Interrupted,
@@ -52,7 +52,7 @@ pub(super) struct Process {
     error_reader: thread::JoinHandle<()>,
     /// The id of the next request.
     next_id: u64,
-    /// Whether its answers have ids, once it has answered.
+    /// True if its answers have ids; none before the first answer.
     echoes_ids: Option<bool>,
 }
 
@@ -151,7 +151,7 @@ impl Process {
         Ok(scores.into_iter().flatten().collect())
     }
 
-    /// Errs if the program has written anything that no request asked for.
+    /// Checks that the program has written only answers so far.
     fn ensure_silent(&self) -> Result<()> {
         match self.output.try_recv() {
             Ok(line) => Err(self.surplus(line)),
@@ -215,7 +215,7 @@ impl Process {
         Ok(())
     }
 
-    /// Errs if a line comes after the last score. An answer with an id is the right one in any case.
+    /// Checks that no line follows the last score. Answers with ids need no wait.
     fn ensure_no_more(&self) -> Result<()> {
         let patience = match self.echoes_ids {
             Some(false) => QUIET,

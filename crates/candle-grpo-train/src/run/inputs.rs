@@ -1,0 +1,163 @@
+//! Digests of the inputs of a run, to notice changes when it resumes.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, anyhow};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::checksums::{hex, sha256_of_file, sha256_of_parameters};
+use crate::{Pretrained, Prompt, RewardConfig};
+
+/// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs and
+/// scripts of its rewards.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunInputs {
+    /// Shape and weights of the model.
+    weights: String,
+    /// Tokenizer and stop tokens.
+    tokenizer: String,
+    chat_template: Option<String>,
+    train: PromptDigests,
+    held_out: PromptDigests,
+    /// By path.
+    reward_files: BTreeMap<String, String>,
+}
+
+/// Digests of prompts in their order, and in any order.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PromptDigests {
+    count: usize,
+    in_order: String,
+    in_any_order: String,
+}
+
+/// The differences between the inputs of a run and those with which it would resume.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct InputChanges {
+    /// Changes after which the metrics before and after cannot be compared.
+    pub breaking: Vec<String>,
+    /// Changes that affect the next steps only.
+    pub notable: Vec<String>,
+}
+
+impl RunInputs {
+    /// Computes the digests. `model` must be as it is before training.
+    ///
+    /// The text of a prompt is not part of its digest, but the columns of its row are: a chat
+    /// template can print the date.
+    pub fn new(
+        model: &Pretrained,
+        train: &[Prompt],
+        held_out: &[Prompt],
+        rewards: &[RewardConfig],
+    ) -> Result<Self> {
+        let mut weights = Sha256::new();
+        weights.update(serde_json::to_vec(&model.model)?);
+        weights.update(sha256_of_parameters(&model.parameters)?);
+        let tokenizer = model.tokenizer.to_string(false);
+        let mut tokens = Sha256::new();
+        tokens.update(tokenizer.map_err(|error| anyhow!("tokenizer: {error}"))?);
+        tokens.update(serde_json::to_vec(&model.special_tokens.stop_token_ids)?);
+        let template = model.chat_template.as_ref();
+        let mut reward_files = BTreeMap::new();
+        for path in rewards.iter().flat_map(RewardConfig::files) {
+            reward_files.insert(path.display().to_string(), sha256_of_file(&path)?);
+        }
+        Ok(Self {
+            weights: hex(&weights.finalize()),
+            tokenizer: hex(&tokens.finalize()),
+            chat_template: template.map(|template| hex(&Sha256::digest(template.source()))),
+            train: PromptDigests::new(train),
+            held_out: PromptDigests::new(held_out),
+            reward_files,
+        })
+    }
+
+    /// The differences from `self` to `now`, whose training prompts are `train`.
+    pub fn changes(&self, now: &Self, train: &[Prompt]) -> InputChanges {
+        let mut changes = InputChanges::default();
+        let mut breaking = |differs: bool, what: &str| {
+            if differs {
+                changes.breaking.push(what.to_owned());
+            }
+        };
+        breaking(
+            self.weights != now.weights,
+            "the model has other weights: the run would continue with those of its checkpoint, and KL terms and adapters would be relative to another model",
+        );
+        breaking(
+            self.tokenizer != now.tokenizer,
+            "the model has another tokenizer or other stop tokens, with which the policy was not trained",
+        );
+        breaking(
+            self.chat_template != now.chat_template,
+            "the model has another chat template, so prompts have another form",
+        );
+        breaking(
+            self.held_out != now.held_out,
+            &format!(
+                "the held-out rows are other ones ({}, now {}): evaluations could not be compared with those before, and rows that were trained on could be among them",
+                self.held_out.count, now.held_out.count
+            ),
+        );
+        if let Some(change) = self.train.change(&now.train, train) {
+            changes.notable.push(format!(
+                "{change}: the rows have a new random order, so some may repeat early and others come late"
+            ));
+        }
+        let paths = self.reward_files.keys().chain(now.reward_files.keys());
+        let paths: std::collections::BTreeSet<&String> = paths.collect();
+        for path in paths {
+            if self.reward_files.get(path) != now.reward_files.get(path) {
+                changes.notable.push(format!(
+                    "the reward file {path} is another one: rewards before and after may not be comparable"
+                ));
+            }
+        }
+        changes
+    }
+}
+
+impl PromptDigests {
+    fn new(prompts: &[Prompt]) -> Self {
+        let mut rows: Vec<[u8; 32]> = prompts.iter().map(row).collect();
+        let in_order = hex(&Sha256::digest(rows.concat()));
+        rows.sort_unstable();
+        Self {
+            count: prompts.len(),
+            in_order,
+            in_any_order: hex(&Sha256::digest(rows.concat())),
+        }
+    }
+
+    /// Describes the difference from these to `prompts`, whose digests are `now`.
+    fn change(&self, now: &Self, prompts: &[Prompt]) -> Option<String> {
+        if self == now {
+            return None;
+        }
+        if self.in_any_order == now.in_any_order {
+            return Some("the training rows have another order".to_owned());
+        }
+        let beginning = prompts.get(..self.count).map(Self::new);
+        Some(
+            match beginning.is_some_and(|beginning| beginning == *self) {
+                true => format!("{} training rows were added", now.count - self.count),
+                false => format!(
+                    "the training rows are other ones ({}, now {})",
+                    self.count, now.count
+                ),
+            },
+        )
+    }
+}
+
+fn row(prompt: &Prompt) -> [u8; 32] {
+    match &prompt.columns {
+        Value::Null => Sha256::digest(&prompt.text).into(),
+        columns => Sha256::digest(columns.to_string()).into(),
+    }
+}

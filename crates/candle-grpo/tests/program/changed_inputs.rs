@@ -1,0 +1,236 @@
+//! `grpo train --resume` after something has changed since the run began.
+
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+use candle_core::Device;
+use candle_grpo::nn::Parameters;
+use candle_grpo::train::Pretrained;
+use rstest::rstest;
+use serde_json::json;
+
+use super::support::{CONFIG, folder, grpo, lines, said, succeeds};
+
+/// A run of six steps, which would go on to nine.
+fn run() -> tempfile::TempDir {
+    // The held-out rows are a file, so that training rows can change alone.
+    let config = CONFIG.replace("held_out_rows: 4", "held_out: held_out.jsonl");
+    let folder = folder(&config.replace("max_steps: 12", "max_steps: 6"));
+    write_rows(&folder.path().join("held_out.jsonl"), &["ce", "ad", "bb"]);
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    change(folder.path(), "max_steps: 6", "max_steps: 9");
+    folder
+}
+
+fn write_rows(path: &Path, prompts: &[&str]) {
+    let rows = prompts.iter();
+    let rows: String = rows
+        .map(|prompt| json!({ "prompt": prompt }).to_string() + "\n")
+        .collect();
+    fs::write(path, rows).unwrap();
+}
+
+/// Replaces a part of the configuration.
+fn change(folder: &Path, from: &str, to: &str) {
+    let path = folder.join("run.yaml");
+    let config = fs::read_to_string(&path).unwrap();
+    assert!(config.contains(from), "{from}");
+    fs::write(path, config.replace(from, to)).unwrap();
+}
+
+fn resume(folder: &Path, more: &[&str]) -> Output {
+    grpo(folder, &[&["train", "run.yaml", "--resume"], more].concat())
+}
+
+fn steps(folder: &Path) -> usize {
+    lines(&folder.join("run/metrics.jsonl")).len()
+}
+
+/// It is refused with these words and leaves the run as it is, until it is accepted.
+fn assert_refused_until_accepted(folder: &Path, words: &str) {
+    let before = steps(folder);
+    let refused = resume(folder, &[]);
+    assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
+    for words in [words, "--accept-changes"] {
+        assert!(
+            said(&refused).contains(words),
+            "{words:?} in {}",
+            said(&refused)
+        );
+    }
+    assert_eq!(steps(folder), before);
+    let accepted = resume(folder, &["--accept-changes"]);
+    assert_eq!(accepted.status.code(), Some(0), "{}", said(&accepted));
+    assert_eq!(steps(folder), 9);
+    // It is what the run now has.
+    let again = resume(folder, &[]);
+    assert_eq!(again.status.code(), Some(0), "{}", said(&again));
+    assert!(!said(&again).contains("WARN"), "{}", said(&again));
+}
+
+#[test]
+fn nothing_changed_is_no_warning() {
+    let folder = run();
+    // Another name for the same rows, in another place.
+    fs::create_dir(folder.path().join("data")).unwrap();
+    fs::rename(
+        folder.path().join("data.jsonl"),
+        folder.path().join("data/rows.jsonl"),
+    )
+    .unwrap();
+    change(folder.path(), "data.jsonl", "data/rows.jsonl");
+    let output = resume(folder.path(), &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let warnings: Vec<String> = said(&output)
+        .lines()
+        .filter(|line| line.contains("WARN"))
+        .map(str::to_owned)
+        .collect();
+    let expected = ["another data.train", "another max_steps"];
+    assert_eq!(warnings.len(), expected.len(), "{warnings:?}");
+    for (warning, words) in warnings.iter().zip(expected) {
+        assert!(warning.contains(words), "{warning}");
+    }
+}
+
+#[rstest]
+#[case::appended(&["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab", "eea"], "1 training rows were added")]
+#[case::reordered(&["d", "abc", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"], "the training rows have another order")]
+#[case::replaced(&["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "e"], "the training rows are other ones (10, now 10)")]
+#[case::removed(&["abc", "d", "ee"], "the training rows are other ones (10, now 3)")]
+fn other_training_rows_are_a_warning(#[case] prompts: &[&str], #[case] words: &str) {
+    let folder = run();
+    write_rows(&folder.path().join("data.jsonl"), prompts);
+    let output = resume(folder.path(), &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(said(&output).contains(words), "{}", said(&output));
+    assert_eq!(steps(folder.path()), 9);
+}
+
+#[rstest]
+#[case::appended(&["ce", "ad", "bb", "ea"])]
+#[case::reordered(&["ad", "ce", "bb"])]
+#[case::replaced(&["ce", "ad", "be"])]
+fn other_held_out_rows_are_refused(#[case] prompts: &[&str]) {
+    let folder = run();
+    write_rows(&folder.path().join("held_out.jsonl"), prompts);
+    let words = format!(
+        "the held-out rows are other ones (3, now {})",
+        prompts.len()
+    );
+    assert_refused_until_accepted(folder.path(), &words);
+}
+
+/// Rows that are added change which are drawn to be held out.
+#[test]
+fn another_split_of_the_same_file_is_refused() {
+    let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 6"));
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    change(folder.path(), "max_steps: 6", "max_steps: 9");
+    let path = folder.path().join("data.jsonl");
+    let rows = fs::read_to_string(&path).unwrap();
+    fs::write(&path, rows + "{\"prompt\": \"eea\"}\n").unwrap();
+    assert_refused_until_accepted(folder.path(), "the held-out rows are other ones (4, now 4)");
+}
+
+#[test]
+fn another_model_is_refused() {
+    let folder = run();
+    // With KL terms the base weights could not be accepted.
+    let path = folder.path().join("model");
+    let model = Pretrained::load(&path, &Device::Cpu).unwrap();
+    let parameters = Parameters::init(&model.model, 4, &Device::Cpu).unwrap();
+    fs::remove_dir_all(&path).unwrap();
+    model.with_parameters(parameters).save(&path).unwrap();
+    let refused = resume(folder.path(), &[]);
+    assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
+    for words in ["the model has other weights", "--accept-changes"] {
+        assert!(said(&refused).contains(words), "{}", said(&refused));
+    }
+    assert_eq!(steps(folder.path()), 6);
+}
+
+#[test]
+fn another_chat_template_is_refused() {
+    let folder = run();
+    fs::write(
+        folder.path().join("template.jinja"),
+        "{{ messages[0].content }}",
+    )
+    .unwrap();
+    change(
+        folder.path(),
+        "model: model",
+        "model: {path: model, chat_template: template.jinja}",
+    );
+    assert_refused_until_accepted(folder.path(), "the model has another chat template");
+}
+
+#[test]
+fn another_reward_script_is_a_warning() {
+    let script = "import sys\nfor line in sys.stdin: print(1, flush=True)\n";
+    let config = CONFIG
+        .replace(
+            "{kind: regex, pattern: '^[ab]'}",
+            "{kind: program, command: [python3, reward.py]}",
+        )
+        .replace("max_steps: 12", "max_steps: 3");
+    let folder = folder(&config);
+    let path = folder.path().join("reward.py");
+    fs::write(&path, script).unwrap();
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    change(folder.path(), "max_steps: 3", "max_steps: 4");
+    fs::write(&path, script.replace("print(1", "print(2")).unwrap();
+    let output = resume(folder.path(), &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(
+        said(&output).contains("the reward file reward.py is another one"),
+        "{}",
+        said(&output)
+    );
+}
+
+/// Another configuration with the name of this one has the same folder, unless it names its own.
+#[test]
+fn another_configuration_does_not_resume_the_run() {
+    let folder = run();
+    for (from, to, key) in [
+        (
+            "rollout_batch_size: 4",
+            "rollout_batch_size: 2",
+            "algorithm.rollout_batch_size: 4, now 2",
+        ),
+        ("pattern: '^[ab]'", "pattern: '^[cd]'", "rewards: "),
+        (
+            "learning_rate: 3e-3",
+            "learning_rate: 1e-3",
+            "optimizer.learning_rate: 0.003, now 0.001",
+        ),
+        (
+            "run_dir: run\n",
+            "run_dir: run\nseed: 7\n",
+            "seed: 0, now 7",
+        ),
+    ] {
+        let config = fs::read_to_string(folder.path().join("run.yaml")).unwrap();
+        change(folder.path(), from, to);
+        let refused = resume(folder.path(), &[]);
+        assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
+        for words in [
+            "run directory run: began with other settings",
+            key,
+            "--accept-changes",
+        ] {
+            assert!(
+                said(&refused).contains(words),
+                "{words:?} in {}",
+                said(&refused)
+            );
+        }
+        assert_eq!(steps(folder.path()), 6);
+        fs::write(folder.path().join("run.yaml"), config).unwrap();
+    }
+    change(folder.path(), "learning_rate: 3e-3", "learning_rate: 1e-3");
+    assert_refused_until_accepted(folder.path(), "optimizer.learning_rate");
+}

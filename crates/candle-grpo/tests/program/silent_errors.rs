@@ -1,0 +1,254 @@
+//! Errors that used to go unnoticed: wrong scores, prompts that tell the answer, weights that are
+//! not finite.
+
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use candle_grpo::train::RunDir;
+use rstest::rstest;
+
+use super::support::{CONFIG, command, folder, grpo, lines, said};
+
+/// The configuration with the program `reward.py`, which is `script`.
+fn with_program(script: &str) -> tempfile::TempDir {
+    let reward = "{kind: program, command: [python3, reward.py], time_limit_seconds: 600}";
+    let folder = folder(&CONFIG.replace("{kind: regex, pattern: '^[ab]'}", reward));
+    fs::write(folder.path().join("reward.py"), script).unwrap();
+    folder
+}
+
+/// A print that was forgotten: once, in each answer, at the start, at the end.
+#[rstest]
+#[case::once("print(1, flush=True)\n        if i == 20: print(7, flush=True)")]
+#[case::always("print(7, flush=True); print(1, flush=True)")]
+#[case::at_the_end("print(1, flush=True)\nprint(7, flush=True)")]
+fn an_additional_line_of_a_reward_program_ends_the_run_with_an_error(#[case] answer: &str) {
+    let folder = with_program(&format!(
+        "import sys\nif True:\n    for i, line in enumerate(sys.stdin):\n        {answer}\n"
+    ));
+    let output = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert!(
+        said(&output).contains("after the last score of a batch"),
+        "{}",
+        said(&output)
+    );
+}
+
+#[test]
+fn a_missing_reward_script_is_an_error_of_the_configuration() {
+    let folder = with_program("");
+    fs::remove_file(folder.path().join("reward.py")).unwrap();
+    for command in ["check", "train", "eval"] {
+        let output = grpo(folder.path(), &[command, "run.yaml"]);
+        assert_eq!(output.status.code(), Some(3), "{}", said(&output));
+        assert!(
+            said(&output).contains("rewards[0]: command: reward.py, there is no such file"),
+            "{}",
+            said(&output)
+        );
+    }
+}
+
+/// Waits for a file that a reward program writes: its process ids.
+fn pids(folder: &Path) -> Vec<u32> {
+    let begun = Instant::now();
+    loop {
+        let text = fs::read_to_string(folder.join("pids")).unwrap_or_default();
+        if text.ends_with('\n') {
+            return text
+                .split_whitespace()
+                .map(|pid| pid.parse().unwrap())
+                .collect();
+        }
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "it was not asked"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn ends(pid: u32) -> bool {
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(10) {
+        match fs::read_to_string(format!("/proc/{pid}/stat")) {
+            Ok(stat) if !stat.contains(") Z ") => std::thread::sleep(Duration::from_millis(10)),
+            _ => return true,
+        }
+    }
+    false
+}
+
+/// Starts a child, notes both process ids once it is asked, and never answers.
+const HANGING: &str = "
+import os, subprocess, sys, time
+child = subprocess.Popen(['sleep', '600'])
+sys.stdin.readline()
+with open('pids', 'w') as file:
+    file.write(f'{os.getpid()} {child.pid}\\n')
+time.sleep(600)
+";
+
+#[cfg(target_os = "linux")]
+#[rstest]
+#[case::killed("SIGKILL", None)]
+#[case::asked_to_stop("SIGINT", Some(7))]
+fn a_hanging_reward_program_ends_with_the_run(#[case] signal: &str, #[case] code: Option<i32>) {
+    use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
+
+    let folder = with_program(HANGING);
+    let mut command = command(folder.path(), &["train", "run.yaml"]);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let pids = pids(folder.path());
+    let begun = Instant::now();
+    let signal: Signal = signal.parse().unwrap();
+    kill(Pid::from_raw(child.id() as i32), signal).unwrap();
+    let output = child.wait_with_output().unwrap();
+    // The time limit of the reward is ten minutes.
+    assert!(begun.elapsed() < Duration::from_secs(60));
+    assert_eq!(output.status.code(), code, "{}", said(&output));
+    for pid in pids {
+        assert!(ends(pid), "the process {pid} still runs");
+    }
+}
+
+#[test]
+fn a_conversation_that_ends_with_the_answer_is_an_error_of_the_data() {
+    let config = CONFIG.replace(
+        "model: model",
+        "model: {path: model, chat_template: template}",
+    );
+    let folder = folder(&config);
+    fs::write(
+        folder.path().join("template"),
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    .unwrap();
+    let rows: String = ["ab", "cd", "ea", "bc", "de", "ac"]
+        .iter()
+        .map(|text| {
+            format!(
+                "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{text}\"}}, {{\"role\": \"assistant\", \"content\": \"e\"}}]}}\n"
+            )
+        })
+        .collect();
+    fs::write(folder.path().join("data.jsonl"), rows).unwrap();
+    for command in ["check", "train"] {
+        let output = grpo(folder.path(), &[command, "run.yaml"]);
+        assert_eq!(output.status.code(), Some(4), "{}", said(&output));
+        assert!(
+            said(&output).contains("data.jsonl:1: "),
+            "{}",
+            said(&output)
+        );
+        assert!(
+            said(&output).contains("data.cut_answer"),
+            "{}",
+            said(&output)
+        );
+    }
+    let config = config.replace("data: {", "data: {cut_answer: true, ");
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    let output = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let samples = lines(&folder.path().join("run/samples.jsonl"));
+    assert!(
+        samples
+            .iter()
+            .all(|line| line["prompt"].as_str().unwrap().len() == 2)
+    );
+}
+
+#[test]
+fn a_chat_template_that_renders_all_rows_alike_is_an_error_of_the_data() {
+    let config = CONFIG
+        .replace(
+            "model: model",
+            "model: {path: model, chat_template: template}",
+        )
+        .replace("data: {", "data: {chat: true, ");
+    let folder = folder(&config);
+    fs::write(folder.path().join("template"), "abc").unwrap();
+    let output = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(4), "{}", said(&output));
+    assert!(
+        said(&output).contains("chat template: renders all 6 rows alike, as \"abc\""),
+        "{}",
+        said(&output)
+    );
+}
+
+#[test]
+fn rows_that_are_trained_on_and_held_out_are_a_warning_or_an_error() {
+    let config = CONFIG.replace("held_out_rows: 4", "held_out: held_out.jsonl");
+    let folder = folder(&config);
+    let held_out = folder.path().join("held_out.jsonl");
+    fs::write(&held_out, "{\"prompt\": \"cab\"}\n{\"prompt\": \"abc\"}\n").unwrap();
+    for command in ["check", "train"] {
+        let output = grpo(folder.path(), &[command, "run.yaml"]);
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        assert!(
+            said(&output).contains("1 of 2 held-out rows ask the same as rows to train on"),
+            "{}",
+            said(&output)
+        );
+    }
+    fs::write(&held_out, "{\"prompt\": \"ee\"}\n{\"prompt\": \"abc\"}\n").unwrap();
+    for command in ["check", "train"] {
+        let output = grpo(folder.path(), &[command, "run.yaml"]);
+        assert_eq!(output.status.code(), Some(4), "{}", said(&output));
+        assert!(
+            said(&output).contains("held_out: all 2 rows"),
+            "{}",
+            said(&output)
+        );
+    }
+}
+
+/// A learning rate that throws the weights out of f32. The last checkpoint before stays.
+#[test]
+fn weights_that_are_not_finite_are_not_saved() {
+    let config = CONFIG
+        .replace(
+            "every_steps: 3}",
+            "every_steps: 1, keep: 1, keep_best: false}",
+        )
+        .replace("max_steps: 12", "max_steps: 2");
+    let folder = folder(&config);
+    let run = folder.path().join("run");
+    let output = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let config = config
+        .replace(
+            "learning_rate: 3e-3",
+            "learning_rate: 3e38, weight_decay: 1",
+        )
+        .replace("max_steps: 2", "max_steps: 6");
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    let output = grpo(
+        folder.path(),
+        &["train", "run.yaml", "--resume", "--accept-changes"],
+    );
+    assert_eq!(output.status.code(), Some(6), "{}", said(&output));
+    assert!(said(&output).contains("not finite"), "{}", said(&output));
+    let checkpoints = RunDir::checkpoints(&run);
+    let steps: Vec<usize> = checkpoints.all().unwrap().iter().map(|c| c.step).collect();
+    assert_eq!(steps.len(), 1, "{steps:?}");
+    let latest = checkpoints.latest().unwrap().checkpoint.unwrap();
+    let model = candle_grpo::train::Pretrained::load(&latest.path, &candle_core::Device::Cpu);
+    for (name, weight) in model.unwrap().parameters.iter() {
+        let sum = weight
+            .abs()
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar::<f32>()
+            .unwrap();
+        assert!(sum.is_finite(), "{name}");
+    }
+}
