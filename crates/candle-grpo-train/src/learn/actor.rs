@@ -15,7 +15,9 @@ use serde::{Deserialize, Serialize};
 
 use super::not_finite::{blame, clip};
 use super::reference::decoder_in;
-use super::response_forward::{learn_from_output, predicting_states, response_log_probs};
+use super::response_forward::{
+    RecordedResponses, output_layer, output_weight, predicting_states, response_log_probs,
+};
 use crate::rollout::sampling_config::ensure_temperature;
 use crate::{LocalGenerator, Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
@@ -231,24 +233,28 @@ impl<M: LanguageModel> Actor<M> {
         totals: &StepTotals,
     ) -> Result<MetricValues> {
         batch.dims()?;
-        let trained = self
-            .adapters
-            .as_ref()
-            .map_or(&self.parameters, Lora::parameters);
-        let (policy_loss, mut computed) = (&self.config.policy_loss, None);
-        learn_from_output(
-            &self.policy,
-            &batch.tokens,
-            trained,
-            self.config.temperature,
-            &mut self.gradients,
-            |layer| {
-                let result = linear_policy_loss(policy_loss, layer, &batch.policy_batch(), totals)?;
-                computed = Some(result.output);
-                Ok(result.gradients)
-            },
+        let trained = match &self.adapters {
+            Some(adapters) => adapters.parameters(),
+            None => &self.parameters,
+        };
+        let recorded = RecordedResponses::new(&self.policy, &batch.tokens)?;
+        let weight = output_weight(&self.policy, trained);
+        let loss = linear_policy_loss(
+            &self.config.policy_loss,
+            &output_layer(
+                &recorded.states,
+                &weight,
+                &batch.tokens,
+                self.config.temperature,
+            )?,
+            &batch.policy_batch(),
+            totals,
         )?;
-        let output = computed.context("policy loss: not computed")?;
+        if let Some(gradient) = loss.gradients.weight {
+            self.gradients.add(self.policy.output_name(), &gradient)?;
+        }
+        recorded.backward(loss.gradients.hidden, trained, &mut self.gradients)?;
+        let output = loss.output;
         let loss = output.loss.to_dtype(DType::F32)?.to_scalar::<f32>()?;
         if !loss.is_finite() {
             self.zero_grad();

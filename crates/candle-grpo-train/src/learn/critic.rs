@@ -1,7 +1,7 @@
 //! The critic: what a completion is expected to be worth, token by token.
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{Tensor, Var};
+use candle_core::Tensor;
 use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{StepTotals, ValueLoss};
 use candle_grpo_nn::{
@@ -10,7 +10,7 @@ use candle_grpo_nn::{
 use serde::{Deserialize, Serialize};
 
 use super::not_finite::clip;
-use super::response_forward::{learn_from_states, predicting_states};
+use super::response_forward::{RecordedResponses, predicting_states};
 use crate::{StepStats, TokenBatch, TrainingBatch};
 
 /// How a [`Critic`] learns.
@@ -127,33 +127,22 @@ impl Critic {
             .returns
             .as_ref()
             .context("returns: absent, a critic needs what it should have expected")?;
-        let mut of_loss = None;
-        let mut loss = |states: &Var, gradients: &mut Gradients| {
-            let (loss, metrics) = self.config.value_loss.compute(
-                &self.training_head.forward(states)?,
-                batch.values.as_ref(),
-                returns,
-                &batch.tokens.response_mask,
-                totals,
-            )?;
-            of_loss = Some((f64::from(loss.to_scalar::<f32>()?), metrics));
-            match gradients
-                .add_reached(&loss, &self.parameters)?
-                .remove(states)
-            {
-                Some(gradient) => Ok(gradient.detach()),
-                None => states.zeros_like(),
-            }
-        };
-        learn_from_states(
-            &self.decoder,
-            &batch.tokens,
-            &self.parameters,
-            &mut self.gradients,
-            &mut loss,
+        let recorded = RecordedResponses::new(&self.decoder, &batch.tokens)?;
+        let (loss, metrics) = self.config.value_loss.compute(
+            &self.training_head.forward(&recorded.states)?,
+            batch.values.as_ref(),
+            returns,
+            &batch.tokens.response_mask,
+            totals,
         )?;
-        let (loss, metrics) = of_loss.context("value loss: not computed")?;
-        Ok((loss, metrics.to_host()?))
+        let states_gradient = self
+            .gradients
+            .add_reached(&loss, &self.parameters)?
+            .remove(&recorded.states);
+        let value = f64::from(loss.to_scalar::<f32>()?);
+        drop(loss);
+        recorded.backward(states_gradient, &self.parameters, &mut self.gradients)?;
+        Ok((value, metrics.to_host()?))
     }
 
     /// Scales the gradients down to [`CriticConfig::max_grad_norm`], makes an optimiser step and forgets them.

@@ -5,10 +5,12 @@ use std::ops::ControlFlow;
 use anyhow::{Context, Result, ensure};
 use candle_core::{Tensor, bail};
 use candle_grpo_loss::TokenLogProbs;
-use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters,
+};
 use serde::{Deserialize, Serialize};
 
-use super::response_forward::learn_from_output;
+use super::response_forward::{RecordedResponses, output_layer, output_weight};
 use crate::{ShuffledOrder, TokenBatch};
 
 /// A prompt and the answer to learn, as tokens. The answer should end with a stop token.
@@ -100,16 +102,20 @@ fn learn(
     max_grad_norm: f64,
 ) -> Result<f64> {
     let mut gradients = Gradients::new();
-    let mut value = 0.;
-    learn_from_output(decoder, batch, parameters, 1., &mut gradients, |layer| {
-        let tokens = layer.forward()?;
-        let (loss, derivatives) = cross_entropy(&tokens, &batch.response_mask)?;
-        value = loss;
-        layer.backward(&tokens, &derivatives)
-    })?;
+    let recorded = RecordedResponses::new(decoder, batch)?;
+    let weight = output_weight(decoder, parameters);
+    let layer = output_layer(&recorded.states, &weight, batch, 1.)?;
+    let tokens = layer.forward()?;
+    let (loss, derivatives) = cross_entropy(&tokens, &batch.response_mask)?;
+    let found = layer.backward(&tokens, &derivatives)?;
+    drop(layer);
+    if let Some(gradient) = found.weight {
+        gradients.add(decoder.output_name(), &gradient)?;
+    }
+    recorded.backward(found.hidden, parameters, &mut gradients)?;
     gradients.clip_by_global_norm(max_grad_norm)?;
     optimizer.step(parameters, &gradients)?;
-    Ok(value)
+    Ok(loss)
 }
 
 /// Minus the mean log-prob of the tokens of the mask, and its derivatives. The log-probs are 0 elsewhere.

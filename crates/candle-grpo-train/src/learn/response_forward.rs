@@ -1,16 +1,16 @@
-//! From a model to the responses of a batch, and back.
+//! Forward and backward passes of a model over the responses of a batch.
 
 use anyhow::{Result, ensure};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Shape, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, embedding};
-use candle_grpo_loss::{LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs};
-use candle_grpo_nn::{Gradients, LanguageModel, PackedTokens, Parameters};
+use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
+use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameters};
 
 use crate::TokenBatch;
 
-/// Log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`, 0 outside the response mask, without a graph.
-/// No logits are held.
-pub(crate) fn response_log_probs(
+/// Computes log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`, 0 outside the response mask, without
+/// a graph and without the logits of the batch.
+pub(super) fn response_log_probs(
     model: &dyn LanguageModel,
     batch: &TokenBatch,
     temperature: f64,
@@ -20,60 +20,15 @@ pub(crate) fn response_log_probs(
     Ok(output_layer(&states, &weight, batch, temperature)?.forward()?)
 }
 
-/// The hidden states `[B, T, H]` of the positions that predict the responses of `batch`, without a graph.
-pub(crate) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
+/// Computes the hidden states `[B, T, H]` of the positions that predict the responses of `batch`, without a graph.
+pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
     let packed = Packed::new(batch)?;
     let hidden = model.hidden_states(&packed.tokens)?.detach();
     Ok(embedding(&packed.places, &hidden)?)
 }
 
-/// Adds the gradients of the loss of `batch` that `loss` computes from an output layer, whose gradients it gives back.
-pub(crate) fn learn_from_output(
-    model: &dyn LanguageModel,
-    batch: &TokenBatch,
-    variables: &Parameters,
-    temperature: f64,
-    gradients: &mut Gradients,
-    mut loss: impl FnMut(&LinearLogProb) -> candle_core::Result<LinearGradients>,
-) -> Result<()> {
-    let name = model.output_name();
-    let weight = match variables.get(name) {
-        Some(variable) => variable.as_tensor().clone(),
-        None => model.output_weight().detach(),
-    };
-    learn_from_states(model, batch, variables, gradients, |states, gradients| {
-        let found = loss(&output_layer(states, &weight, batch, temperature)?)?;
-        if let Some(gradient) = found.weight {
-            gradients.add(name, &gradient)?;
-        }
-        match found.hidden {
-            Some(gradient) => Ok(gradient),
-            None => states.zeros_like(),
-        }
-    })
-}
-
-/// Adds the gradients of a loss of the [states](predicting_states) of `batch`, by which `loss` gives back the gradient.
-pub(crate) fn learn_from_states(
-    model: &dyn LanguageModel,
-    batch: &TokenBatch,
-    variables: &Parameters,
-    gradients: &mut Gradients,
-    mut loss: impl FnMut(&Var, &mut Gradients) -> candle_core::Result<Tensor>,
-) -> Result<()> {
-    let packed = Packed::new(batch)?;
-    let mut of_hidden = |hidden: &Tensor, gradients: &mut Gradients| {
-        let states = Var::from_tensor(&embedding(&packed.places, hidden)?)?;
-        let of_states = loss(&states, gradients)?;
-        let sum = Tensor::zeros(hidden.shape(), DType::F32, hidden.device())?;
-        add_embedding_gradient(&sum, &packed.places, &of_states)?;
-        sum.to_dtype(hidden.dtype())
-    };
-    model.forward_backward(&packed.tokens, variables, &mut of_hidden, gradients)?;
-    Ok(())
-}
-
-fn output_layer(
+/// The output layer over `states` `[B, T, H]`, which computes the log-probs of the responses of `batch`.
+pub(super) fn output_layer(
     states: &Tensor,
     weight: &Tensor,
     batch: &TokenBatch,
@@ -86,11 +41,63 @@ fn output_layer(
     LinearLogProb::new(states, weight, None, &batch.targets, temperature, options)
 }
 
-/// The tokens of a batch that its responses depend on, one sequence after another. What sequences have in common, above all the prompt
-/// of a group, is there once.
+/// The output weight of `model`, as a variable if it is one of `trained`.
+pub(super) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> Tensor {
+    match trained.get(model.output_name()) {
+        Some(variable) => variable.as_tensor().clone(),
+        None => model.output_weight().detach(),
+    }
+}
+
+/// A forward pass over the responses of a batch, and the way back from the gradient of its states.
+pub(super) struct RecordedResponses<'a> {
+    /// The states of [`predicting_states`] as a variable, with which the graph of a loss begins.
+    pub(super) states: Var,
+    places: Tensor,
+    hidden_shape: Shape,
+    hidden_dtype: DType,
+    backward: Box<dyn Backward + 'a>,
+}
+
+impl<'a> RecordedResponses<'a> {
+    pub(super) fn new(model: &'a dyn LanguageModel, batch: &TokenBatch) -> Result<Self> {
+        let packed = Packed::new(batch)?;
+        let (hidden, backward) = model.record(&packed.tokens)?;
+        Ok(Self {
+            states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
+            places: packed.places,
+            hidden_shape: hidden.shape().clone(),
+            hidden_dtype: hidden.dtype(),
+            backward,
+        })
+    }
+
+    /// Adds the gradients of `trained` from the gradient `[B, T, H]` of the states; `None` is 0.
+    ///
+    /// Fails if a variable has no gradient then. After an error the gradients must be cleared.
+    pub(super) fn backward(
+        self,
+        states_gradient: Option<Tensor>,
+        trained: &Parameters,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        let sum = Tensor::zeros(self.hidden_shape, DType::F32, self.states.device())?;
+        if let Some(states_gradient) = states_gradient {
+            add_embedding_gradient(&sum, &self.places, &states_gradient)?;
+        }
+        drop(self.states);
+        let hidden_gradient = sum.to_dtype(self.hidden_dtype)?;
+        self.backward
+            .backward(&hidden_gradient, trained, gradients)?;
+        Ok(gradients.ensure_complete(trained)?)
+    }
+}
+
+/// The tokens of a batch that its responses depend on, one sequence after another. A prefix that sequences share, such as the
+/// prompt of a group, is there once.
 struct Packed {
     tokens: PackedTokens,
-    /// For each response token the place in `tokens` of the one that predicts it, u32 `[B, T]`; 0 outside the response mask.
+    /// The place in `tokens` of the token that predicts each response token, u32 `[B, T]`; 0 outside the response mask.
     places: Tensor,
 }
 
@@ -101,13 +108,13 @@ impl Packed {
         let ids = batch.input_ids.to_vec2::<u32>()?;
         let real = zero_one(&batch.attention_mask)?;
         let counts = zero_one(&batch.response_mask)?;
-        // Not negative, as the inputs are at least as wide as the targets.
+        // At least 0: the inputs are at least as wide as the targets.
         let before = batch.input_ids.dim(1)? - t;
         let (mut packed, mut places) = (Vec::with_capacity(b), Vec::new());
         let mut first = 0;
         for (row, ids) in ids.iter().enumerate() {
             let (real, counts) = (&real[row], &counts[row]);
-            // What stands behind the last token that counts is not read.
+            // Tokens after the last one that counts are not read.
             let read = before + counts.iter().rposition(|&counts| counts != 0).unwrap_or(0) + 1;
             let mut sequence = Vec::new();
             let mut place_of = vec![None; read];
@@ -142,7 +149,7 @@ impl Packed {
     }
 }
 
-/// The mask on the host, 0 where it is 0.
+/// Copies the mask to the host, as 0 and 1.
 fn zero_one(mask: &Tensor) -> Result<Vec<Vec<u8>>> {
     Ok(mask.ne(0f64)?.to_vec2()?)
 }
@@ -153,7 +160,7 @@ mod tests {
     use candle_core::Device;
 
     #[test]
-    fn only_what_responses_depend_on_is_read() {
+    fn tokens_that_no_response_depends_on_are_not_read() {
         let pairs: [(&[u32], &[u32]); 3] =
             [(&[1, 2, 3], &[4]), (&[5], &[6, 7, 8]), (&[9], &[1, 2])];
         let mut batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
@@ -173,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_sequences_begin_with_is_read_once() {
+    fn shared_prefixes_are_read_once() {
         let pairs: [(&[u32], &[u32]); 3] =
             [(&[1, 2], &[3, 4, 5]), (&[1, 2], &[3, 6, 7]), (&[1], &[2])];
         let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
@@ -189,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn masks_that_contradict_each_other_are_named() {
+    fn contradictory_masks_are_errors_with_their_names() {
         let pairs: [(&[u32], &[u32]); 2] = [(&[1], &[4]), (&[5], &[6, 7, 8])];
         let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
         let ones = batch.response_mask.ones_like().unwrap();
