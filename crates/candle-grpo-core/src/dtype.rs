@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Returns the dtype in which inputs of `dtype` are computed and returned: f64 for f64, f32 for all others.
+/// Returns the dtype in which inputs of `dtype` are computed and returned: f64 for f64, f32 for all
+/// others.
 pub fn arithmetic_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,

@@ -6,8 +6,9 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// The groups of a batch: the samples of one group share a prompt.
 ///
-/// Functions take `impl Into<Groups>`. A number is the size of consecutive blocks (`num_generations`). A slice or vector
-/// of integers is the group id of each sample, in any order and with groups of any size.
+/// Functions take `impl Into<Groups>`. A number is the size of consecutive blocks
+/// (`num_generations`). A slice or vector of integers is the group id of each sample, in any order
+/// and with groups of any size.
 ///
 /// ```
 /// use candle_grpo_core::Groups;

@@ -10,9 +10,10 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! [`AdvantageEstimator`] is the general interface: it takes an [`AdvantageBatch`] and returns [`Advantages`] of sequences or
-//! tokens. [`AdvantagePipeline`] has a constructor for each published estimator, and [`AdvantageConfig`] names them in
-//! configuration files. Implement the trait for your own.
+//! [`AdvantageEstimator`] is the general interface: it takes an [`AdvantageBatch`] and returns
+//! [`Advantages`] of sequences or tokens. [`AdvantagePipeline`] has a constructor for each
+//! published estimator, and [`AdvantageConfig`] names them in configuration files. Implement the
+//! trait for your own.
 //!
 //! | module | contents |
 //! | --- | --- |
@@ -24,8 +25,8 @@
 //! | [`metrics`] | metrics that merge over micro-batches and workers |
 //! | [`validate`] | the typed error of invalid options |
 //!
-//! Shapes: B sequences, P groups, T response tokens, K reward components. Statistics run in f64; results are f32, or f64 for
-//! tensors in f64.
+//! Shapes: B sequences, P groups, T response tokens, K reward components. Statistics run in f64;
+//! results are f32, or f64 for tensors in f64.
 
 pub mod advantage;
 pub mod dtype;
@@ -60,3 +61,7 @@ pub use selection::{
     ScoreResampling,
 };
 pub use validate::Invalid;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -2,11 +2,11 @@
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-/// A 0/1 mask over response tokens `[B, T]`. Positions outside the mask never reach a value or a gradient, even if they hold
-/// NaN.
+/// A 0/1 mask over response tokens `[B, T]`. Positions outside the mask never reach a value or a
+/// gradient, even if they hold NaN.
 ///
-/// Multiplication by a mask propagates NaN and infinity (`0 * inf`), so entries are selected instead, before any
-/// exponentiation.
+/// Multiplication by a mask propagates NaN and infinity (`0 * inf`), so entries are selected
+/// instead, before any exponentiation.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -80,8 +80,8 @@ impl Mask {
         })
     }
 
-    /// Returns the positions of this mask in the sequences where `keep` `[B]`, such as the result of a
-    /// [`SampleFilter`](crate::selection::SampleFilter), is not 0.
+    /// Returns the positions of this mask in the sequences where `keep` `[B]`, such as the result
+    /// of a [`SampleFilter`](crate::selection::SampleFilter), is not 0.
     pub fn keep_samples(&self, keep: &Tensor) -> Result<Self> {
         let (batch, _) = self.dims()?;
         if keep.dims() != [batch] {
@@ -101,8 +101,8 @@ impl Mask {
         self.select(&self.every_token(per_sequence)?)
     }
 
-    /// Returns `per_sequence` `[B]` at the last position of each sequence in the mask and 0 elsewhere: `[B, T]`. A sequence
-    /// without a position in the mask gets 0 everywhere.
+    /// Returns `per_sequence` `[B]` at the last position of each sequence in the mask and 0
+    /// elsewhere: `[B, T]`. A sequence without a position in the mask gets 0 everywhere.
     pub fn place_on_last(&self, per_sequence: &Tensor) -> Result<Tensor> {
         let everywhere = self.every_token(per_sequence)?;
         self.last()?

@@ -109,7 +109,8 @@ impl Metrics {
         Ok(())
     }
 
-    /// Adds the metrics of `other`, such as those of another micro-batch. Metrics of the same name are merged.
+    /// Adds the metrics of `other`, such as those of another micro-batch. Metrics of the same name
+    /// are merged.
     pub fn extend(&mut self, other: Metrics) {
         self.entries.extend(other.entries);
     }
@@ -187,7 +188,8 @@ impl MetricValue {
     }
 }
 
-/// Metrics on the host, by name. Merged over micro-batches, steps or workers, they equal those of one batch.
+/// Metrics on the host, by name. Merged over micro-batches, steps or workers, they equal those of
+/// one batch.
 ///
 /// ```
 /// use candle_grpo_core::{MetricValue, MetricValues};
@@ -240,7 +242,8 @@ impl MetricValues {
         Ok(())
     }
 
-    /// Iterates over names and values in the order of the names, without metrics that have no entries.
+    /// Iterates over names and values in the order of the names, without metrics that have no
+    /// entries.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0
             .iter()

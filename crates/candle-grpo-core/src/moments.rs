@@ -1,5 +1,5 @@
-//! Mean and variance of selected entries, in two passes and relative to the smallest entry: the variance of equal entries is
-//! exactly 0, and a large offset costs no precision.
+//! Mean and variance of selected entries, in two passes and relative to the smallest entry: the
+//! variance of equal entries is exactly 0, and a large offset costs no precision.
 
 use candle_core::{D, Result, Tensor};
 

@@ -1,7 +1,7 @@
 //! Errors about unknown keys that say which key was probably meant.
 
-/// Adds the nearest of the expected names to serde's message about an unknown field or variant; any other message, and one
-/// that has it already, stays as it is.
+/// Adds the nearest of the expected names to serde's message about an unknown field or variant; any
+/// other message, and one that has it already, stays as it is.
 ///
 /// ```
 /// use candle_grpo_core::{GroupAdvantage, with_nearest_key};

@@ -6,8 +6,8 @@ use candle_core::Error;
 
 /// An invalid option: its name, its value, and what it must be.
 ///
-/// It displays as `field: value, must ...` and converts into [`candle_core::Error`], so `?` works in functions of both
-/// error types. [`Invalid::find`] recovers it from there.
+/// It displays as `field: value, must ...` and converts into [`candle_core::Error`], so `?` works
+/// in functions of both error types. [`Invalid::find`] recovers it from there.
 ///
 /// ```
 /// use candle_grpo_core::{GroupAdvantage, Invalid, Scale};

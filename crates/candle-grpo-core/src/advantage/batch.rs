@@ -10,8 +10,8 @@ use crate::trajectories::Steps;
 
 /// The tensors of a batch of B sequences with T response tokens from which advantages are computed.
 ///
-/// Every tensor is a constant. Positions outside the response mask may hold anything, including NaN. An estimator that
-/// needs an absent tensor returns an error that names it.
+/// Every tensor is a constant. Positions outside the response mask may hold anything, including
+/// NaN. An estimator that needs an absent tensor returns an error that names it.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -51,7 +51,8 @@ pub struct AdvantageBatch<'a> {
     pub rollout_weights: Option<&'a Tensor>,
     /// Trajectory and state of each row, if the rows are steps of trajectories.
     pub steps: Option<&'a Steps>,
-    /// Scores of the whole trajectories, `[B]`, if they are not the sums of the rewards of their steps.
+    /// Scores of the whole trajectories, `[B]`, if they are not the sums of the rewards of their
+    /// steps.
     pub episode_rewards: Option<&'a Tensor>,
 }
 
@@ -64,7 +65,8 @@ impl<'a> AdvantageBatch<'a> {
         }
     }
 
-    /// A batch of `token_rewards` `[B, T]` in which every sequence is a group of its own; see [`Self::groups`].
+    /// A batch of `token_rewards` `[B, T]` in which every sequence is a group of its own; see
+    /// [`Self::groups`].
     pub fn from_token_rewards(token_rewards: &'a Tensor, response_mask: &'a Tensor) -> Self {
         Self {
             token_rewards: Some(token_rewards),
@@ -103,7 +105,8 @@ impl<'a> AdvantageBatch<'a> {
         self
     }
 
-    /// Sets the rewards `[B, T]` of the tokens. If there are no rewards of sequences, these are their sums.
+    /// Sets the rewards `[B, T]` of the tokens. If there are no rewards of sequences, these are
+    /// their sums.
     pub fn token_rewards(mut self, token_rewards: &'a Tensor) -> Self {
         self.token_rewards = Some(token_rewards);
         self
@@ -115,7 +118,8 @@ impl<'a> AdvantageBatch<'a> {
         self
     }
 
-    /// Sets baselines `[B]` from another source, such as the rewards of greedy completions of the same prompts.
+    /// Sets baselines `[B]` from another source, such as the rewards of greedy completions of the
+    /// same prompts.
     pub fn reward_baselines(mut self, reward_baselines: &'a Tensor) -> Self {
         self.reward_baselines = Some(reward_baselines);
         self
@@ -157,7 +161,8 @@ impl<'a> AdvantageBatch<'a> {
         self
     }
 
-    /// Sets the score `[B]` of the whole trajectory of each row, if it is not the sum of the rewards of its steps.
+    /// Sets the score `[B]` of the whole trajectory of each row, if it is not the sum of the
+    /// rewards of its steps.
     pub fn episode_rewards(mut self, episode_rewards: &'a Tensor) -> Self {
         self.episode_rewards = Some(episode_rewards);
         self
@@ -175,7 +180,8 @@ impl<'a> AdvantageBatch<'a> {
         }
     }
 
-    /// Returns the rewards of the sequences: [`Self::rewards`], or the sums `[B]` of the token rewards over the mask.
+    /// Returns the rewards of the sequences: [`Self::rewards`], or the sums `[B]` of the token
+    /// rewards over the mask.
     ///
     /// # Errors
     ///
@@ -193,7 +199,8 @@ impl<'a> AdvantageBatch<'a> {
         }
     }
 
-    /// Returns a tensor `[B, T]` of this batch in the dtype of statistics, 0 outside the mask. `name` is for errors.
+    /// Returns a tensor `[B, T]` of this batch in the dtype of statistics, 0 outside the mask.
+    /// `name` is for errors.
     ///
     /// # Errors
     ///

@@ -83,7 +83,8 @@ impl AdvantageName {
     }
 }
 
-/// A published estimator by name, and options that are laid over it. An absent option keeps the value of the estimator.
+/// A published estimator by name, and options that are laid over it. An absent option keeps the
+/// value of the estimator.
 ///
 /// ```
 /// use candle_grpo_core::{AdvantageConfig, AdvantagePipeline};
@@ -117,7 +118,8 @@ pub struct AdvantageConfig {
     pub gamma: Option<f64>,
     /// Lambda of GAE.
     pub lambda: Option<f64>,
-    /// KL penalty in the reward: of the stage of tokens or, without one, of the stage of sequences.
+    /// KL penalty in the reward: of the stage of tokens or, without one, of the stage of
+    /// sequences.
     pub kl_penalty: Option<KlPenalty>,
     /// Stage of sequences, for an estimator that has none.
     pub sequence: Option<GroupAdvantage>,

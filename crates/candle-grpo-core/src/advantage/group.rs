@@ -46,8 +46,9 @@ use crate::validate::{self, Checked, Invalid};
 /// RLOO  (x - m) n / (n - 1), divided by s + epsilon unless the scale is Scale::None
 /// ```
 ///
-/// As an [`AdvantageEstimator`] it uses its own [`scale`](Self::scale) and also applies the KL penalty and the clip.
-/// Statistics run in f64, in two passes and relative to the smallest reward: equal rewards get exactly 0.
+/// As an [`AdvantageEstimator`] it uses its own [`scale`](Self::scale) and also applies the KL
+/// penalty and the clip. Statistics run in f64, in two passes and relative to the smallest reward:
+/// equal rewards get exactly 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupAdvantage {
@@ -57,9 +58,11 @@ pub struct GroupAdvantage {
     pub baseline: Baseline,
     /// Divisor.
     pub scale: Scale,
-    /// Added to the standard deviation. 1e-6 in verl and ROLL, 1e-4 in TRL, 1e-8 in twinkle, 1e-9 in OpenRLHF.
+    /// Added to the standard deviation. 1e-6 in verl and ROLL, 1e-4 in TRL, 1e-8 in twinkle, 1e-9
+    /// in OpenRLHF.
     pub epsilon: f64,
-    /// Delta degrees of freedom of the variance: 1 divides by n - 1 (as all these libraries do), 0 by n.
+    /// Delta degrees of freedom of the variance: 1 divides by n - 1 (as all these libraries do), 0
+    /// by n.
     pub ddof: usize,
     /// Advantage of a sample that is alone in its group.
     pub single_sample: SingletonGroup,
@@ -77,7 +80,8 @@ pub struct GroupAdvantage {
     pub factor: f64,
     /// Whitening of the advantages over the whole batch, after the factors.
     pub normalize: Option<Whitening>,
-    /// Bounds to which advantages are clipped, after everything else (OpenRLHF's `reward.clip_range`).
+    /// Bounds to which advantages are clipped, after everything else (OpenRLHF's
+    /// `reward.clip_range`).
     pub clip: Option<[f64; 2]>,
 }
 
@@ -123,15 +127,17 @@ impl GroupAdvantage {
         }
     }
 
-    /// Computes advantages `[B]` of `rewards` `[B]` or `[B, K]` with this `scale`, on the device of the rewards.
+    /// Computes advantages `[B]` of `rewards` `[B]` or `[B, K]` with this `scale`, on the device of
+    /// the rewards.
     ///
     /// `groups` is the number of consecutive samples of one prompt, or the group id of each sample.
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, if the rewards are empty or of another shape, if the group size does not divide
-    /// B, if the ids are not B, and in the cases of [`non_finite`](Self::non_finite) and
-    /// [`single_sample`](Self::single_sample). Options that need more than rewards and groups, such as the KL penalty,
+    /// Fails if an option is invalid, if the rewards are empty or of another shape, if the group
+    /// size does not divide B, if the ids are not B, and in the cases of
+    /// [`non_finite`](Self::non_finite) and [`single_sample`](Self::single_sample). Options
+    /// that need more than rewards and groups, such as the KL penalty,
     /// need [`AdvantageEstimator::estimate`].
     pub fn compute(
         &self,
@@ -151,7 +157,8 @@ impl GroupAdvantage {
             .to_dtype(rewards.result_dtype)
     }
 
-    /// Computes mean, standard deviation and spread of each group of `rewards`, for filters and metrics.
+    /// Computes mean, standard deviation and spread of each group of `rewards`, for filters and
+    /// metrics.
     ///
     /// # Errors
     ///
@@ -192,7 +199,8 @@ impl GroupAdvantage {
         if let Some(penalty) = &self.kl_penalty {
             penalty.validate().map_err(|e| e.within("kl_penalty"))?;
         }
-        // Equal rewards of a group at a distance from another baseline would be divided by epsilon alone.
+        // Equal rewards of a group at a distance from another baseline would be divided by epsilon
+        // alone.
         if matches!(self.scale, Scale::Group | Scale::GroupMean)
             && !self.baseline.is_group_relative()
         {
@@ -365,7 +373,8 @@ impl GroupAdvantage {
         }
     }
 
-    /// The rewards minus the baseline, 0 where there is no reward and, for a baseline of the group, in groups of one.
+    /// The rewards minus the baseline, 0 where there is no reward and, for a baseline of the group,
+    /// in groups of one.
     fn subtract_baseline(&self, stats: &RowStatistics, inputs: &Inputs<'_>) -> Result<Tensor> {
         let centered = &stats.moments.centered;
         let select = |x: &Tensor| stats.selected.where_cond(x, &x.zeros_like()?);
@@ -435,8 +444,8 @@ impl GroupAdvantage {
 }
 
 impl AdvantageEstimator for GroupAdvantage {
-    /// Computes advantages `[B]` from the rewards `[B]` or `[B, K]` of the batch or, without these, from the sums of its
-    /// token rewards.
+    /// Computes advantages `[B]` from the rewards `[B]` or `[B, K]` of the batch or, without these,
+    /// from the sums of its token rewards.
     fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
         let rewards = batch.sequence_rewards()?;
         let wide = self.estimate_from(&rewards, batch)?;

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Epsilon that [`GroupAdvantage`](super::GroupAdvantage) and [`RewardNorm`](crate::rewards::RewardNorm) add to a
-/// standard deviation by default.
+/// Epsilon that [`GroupAdvantage`](super::GroupAdvantage) and
+/// [`RewardNorm`](crate::rewards::RewardNorm) add to a standard deviation by default.
 pub const DEFAULT_EPSILON: f64 = 1e-6;
 
 /// Baseline that is subtracted from a reward.

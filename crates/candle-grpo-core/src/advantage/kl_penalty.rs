@@ -8,7 +8,8 @@ use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::kl::{Kl, KlGradient};
 use crate::validate::{self, Checked, Invalid};
 
-/// A KL penalty that is subtracted from the reward of each token or sequence: `coef * KL(old policy || reference)`.
+/// A KL penalty that is subtracted from the reward of each token or sequence: `coef * KL(old policy
+/// || reference)`.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlPenalty {
@@ -37,12 +38,13 @@ impl KlPenalty {
         self.kl.validate()
     }
 
-    /// Subtracts `coef` times the sum of the estimates of each sequence's tokens from `rewards` `[B]`, as TRL's RLOO
-    /// does.
+    /// Subtracts `coef` times the sum of the estimates of each sequence's tokens from `rewards`
+    /// `[B]`, as TRL's RLOO does.
     ///
     /// # Errors
     ///
-    /// Fails if the batch lacks `response_mask`, `old_log_probs` or `ref_log_probs`, or if a shape differs.
+    /// Fails if the batch lacks `response_mask`, `old_log_probs` or `ref_log_probs`, or if a shape
+    /// differs.
     pub fn penalize_sequence_rewards(
         &self,
         rewards: &Tensor,
@@ -61,7 +63,8 @@ impl KlPenalty {
         (for_statistics(rewards)? - kl)?.to_dtype(arithmetic_dtype(rewards.dtype()))
     }
 
-    /// The estimates against the policy `name` with log-probs `other`, 0 outside the mask: `[B, T]`.
+    /// The estimates against the policy `name` with log-probs `other`, 0 outside the mask: `[B,
+    /// T]`.
     pub(super) fn per_token(
         &self,
         batch: &AdvantageBatch<'_>,

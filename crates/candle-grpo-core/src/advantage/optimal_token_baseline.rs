@@ -15,8 +15,8 @@ pub enum TokenAlignment {
     /// By position.
     #[default]
     Position,
-    /// By the number of tokens that the policy generated before them, without those of other sources between the turns
-    /// (verl's `tir_optimal_token_baseline`).
+    /// By the number of tokens that the policy generated before them, without those of other
+    /// sources between the turns (verl's `tir_optimal_token_baseline`).
     Generated,
 }
 
@@ -27,16 +27,18 @@ pub enum TokenAlignment {
 /// W_t = sum_(u <= t) (1 - 2 p_u + q_u) w_u^2
 /// ```
 ///
-/// G is the return, p the probability of the token under the old policy, q the sum of the squared probabilities at its
-/// position, and w its rollout weight (1 if absent). The only sequence of a group that has tokens gets the baseline 0.
+/// G is the return, p the probability of the token under the old policy, q the sum of the squared
+/// probabilities at its position, and w its rollout weight (1 if absent). The only sequence of a
+/// group that has tokens gets the baseline 0.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimalTokenBaseline {
     /// Alignment of the tokens of two sequences.
     pub alignment: TokenAlignment,
-    /// Whether the baseline is 0 after the second longest sequence of the group has ended. The baseline would be the
-    /// return of the longest sequence there, and its advantage 0. As in verl, a sequence of n tokens ends after column n;
-    /// unlike in verl, a column in which another sequence has a token keeps its baseline.
+    /// Sets the baseline to 0 after the second longest sequence of the group has ended. The
+    /// baseline would be the return of the longest sequence there, and its advantage 0. As in verl,
+    /// a sequence of n tokens ends after column n. Unlike in verl, a column in which another
+    /// sequence has a token keeps its baseline.
     pub handle_zero_tail: bool,
     /// Added to the sum of the W.
     pub epsilon: f64,
@@ -89,7 +91,8 @@ impl OptimalTokenBaseline {
         mask.select(&baseline)
     }
 
-    /// The baseline where the tokens in the same column correspond; `here` is 1 where a sequence has a token.
+    /// The baseline where the tokens in the same column correspond; `here` is 1 where a sequence
+    /// has a token.
     fn by_column(
         &self,
         returns: &Tensor,
@@ -126,7 +129,8 @@ impl OptimalTokenBaseline {
     }
 }
 
-/// 0 in the columns of the one longest sequence of each group that no other reaches, else 1: u8 `[B, T]`.
+/// 0 in the columns of the one longest sequence of each group that no other reaches, else 1: u8
+/// `[B, T]`.
 fn before_the_tail(lengths: &Tensor, tokens: usize, layout: &GroupLayout) -> Result<Tensor> {
     let longest = lengths.max_keepdim(1)?;
     let is_longest = lengths.broadcast_eq(&longest)?;

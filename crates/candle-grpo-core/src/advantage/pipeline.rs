@@ -12,9 +12,10 @@ use crate::validate::{Checked, Invalid};
 
 /// Advantages in up to two stages: one of sequences, one of tokens.
 ///
-/// The stage of sequences alone gives advantages `[B]`. The stage of tokens alone gives advantages `[B, T]` and returns,
-/// from token rewards or from rewards of sequences at their last tokens. With both, the advantages of sequences are the
-/// rewards of the last tokens. Every constructor is one configuration; its parts can be changed afterwards.
+/// The stage of sequences alone gives advantages `[B]`. The stage of tokens alone gives advantages
+/// `[B, T]` and returns, from token rewards or from rewards of sequences at their last tokens. With
+/// both, the advantages of sequences are the rewards of the last tokens. Every constructor is one
+/// configuration; its parts can be changed afterwards.
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -41,7 +42,8 @@ pub struct AdvantagePipeline {
     pub tokens: Option<TokenAdvantage>,
 }
 
-/// A stage of tokens that repeats the advantage of a sequence at its tokens and whitens over all tokens.
+/// A stage of tokens that repeats the advantage of a sequence at its tokens and whitens over all
+/// tokens.
 fn whitened(whitening: Whitening) -> TokenAdvantage {
     TokenAdvantage {
         whiten_advantages: true,
@@ -150,8 +152,8 @@ impl AdvantagePipeline {
         GroupAdvantage::centered(Baseline::LengthWeighted).into()
     }
 
-    /// `a (r - mean of the group)`, with a the inverse of the fraction of samples whose group has spread
-    /// (<https://arxiv.org/abs/2504.02546>).
+    /// `a (r - mean of the group)`, with a the inverse of the fraction of samples whose group has
+    /// spread (<https://arxiv.org/abs/2504.02546>).
     pub fn gpg() -> Self {
         Self::dr_grpo()
             .map_sequence(|group| group.compensation = ZeroSignalScaling::GroupsWithSpread)
@@ -202,14 +204,14 @@ impl AdvantagePipeline {
         .into()
     }
 
-    /// Returns minus the minimum-variance baseline of each token; see [`OptimalTokenBaseline`]. Needs `old_log_probs` and
-    /// `sum_of_squared_probs`.
+    /// Returns minus the minimum-variance baseline of each token; see [`OptimalTokenBaseline`].
+    /// Needs `old_log_probs` and `sum_of_squared_probs`.
     pub fn optimal_token_baseline() -> Self {
         Self::with_token_baseline(TokenBaseline::OptimalToken(OptimalTokenBaseline::default()))
     }
 
-    /// [`Self::optimal_token_baseline`] for sequences with turns, whose tokens are aligned by the number of generated
-    /// tokens before them.
+    /// [`Self::optimal_token_baseline`] for sequences with turns, whose tokens are aligned by the
+    /// number of generated tokens before them.
     pub fn multi_turn_optimal_token_baseline() -> Self {
         Self::with_token_baseline(TokenBaseline::OptimalToken(OptimalTokenBaseline {
             alignment: TokenAlignment::Generated,
@@ -217,7 +219,8 @@ impl AdvantagePipeline {
         }))
     }
 
-    /// OpenRLHF's `reinforce`: returns, normalized over all tokens by mean and population deviation.
+    /// OpenRLHF's `reinforce`: returns, normalized over all tokens by mean and population
+    /// deviation.
     pub fn reinforce() -> Self {
         whitened(Whitening::openrlhf()).into()
     }

@@ -5,22 +5,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::mask::Mask;
 
-/// Treatment of tokens that the policy did not generate, such as the output of a tool between two turns.
+/// Treatment of tokens that the policy did not generate, such as the output of a tool between two
+/// turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MaskedTokens {
-    /// They take no time step: discounts and values pass from one token of the mask to the next (verl, twinkle).
+    /// They take no time step: discounts and values pass from one token of the mask to the next
+    /// (verl, twinkle).
     #[default]
     Skipped,
     /// Each is a time step with reward 0 and value 0 (OpenRLHF, ROLL).
     Counted,
 }
 
-/// Computes `y[.., t] = input[.., t] + factor[.., t] * y[.., t + 1]` along the last dimension, with 0 after the last
-/// position.
+/// Computes `y[.., t] = input[.., t] + factor[.., t] * y[.., t + 1]` along the last dimension, with
+/// 0 after the last position.
 ///
-/// Discounted returns, generalized advantages and sums over runs of tokens have this form. The scan doubles its width
-/// in each pass: it takes log2(T) passes instead of T. Differentiable.
+/// Discounted returns, generalized advantages and sums over runs of tokens have this form. The scan
+/// doubles its width in each pass: it takes log2(T) passes instead of T. Differentiable.
 ///
 /// # Errors
 ///

@@ -36,7 +36,8 @@ pub enum TokenBaseline {
 /// 4. The baseline and the divergence from a teacher are subtracted.
 /// 5. The result is whitened, masked and clipped.
 ///
-/// Unlike in ROLL, [`Self::token_reward_clip`] is not the clip of the samples, and fractions count only tokens of the mask.
+/// Unlike in ROLL, [`Self::token_reward_clip`] is not the clip of the samples, and fractions count
+/// only tokens of the mask.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -56,8 +57,9 @@ pub enum TokenBaseline {
 ///
 /// # Metrics
 ///
-/// Over the tokens of the mask: `reward_kl` and `teacher_kl` of the penalties, `token_reward_clip_fraction` and
-/// `advantage_clip_fraction` of the clips. `reward_kl_per_sequence` is the mean over sequences of their means; update a
+/// Over the tokens of the mask: `reward_kl` and `teacher_kl` of the penalties,
+/// `token_reward_clip_fraction` and `advantage_clip_fraction` of the clips.
+/// `reward_kl_per_sequence` is the mean over sequences of their means; update a
 /// [`crate::KlController`] with it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -66,7 +68,7 @@ pub struct TokenAdvantage {
     pub kl_penalty: Option<KlPenalty>,
     /// Token rewards are clipped to plus and minus this, after the penalty.
     pub token_reward_clip: Option<f64>,
-    /// Whether token rewards are whitened.
+    /// Whitens token rewards.
     pub whiten_rewards: bool,
     /// Discount from one token to the next.
     pub gamma: f64,
@@ -77,9 +79,10 @@ pub struct TokenAdvantage {
     pub masked_tokens: MaskedTokens,
     /// Baseline that is subtracted from the returns.
     pub baseline: TokenBaseline,
-    /// Divergence from `teacher_log_probs` that is subtracted from each advantage: on-policy distillation (ROLL, NeMo-RL).
+    /// Divergence from `teacher_log_probs` that is subtracted from each advantage: on-policy
+    /// distillation (ROLL, NeMo-RL).
     pub distillation: Option<KlPenalty>,
-    /// Whether advantages are whitened over all tokens of the batch.
+    /// Whitens advantages over all tokens of the batch.
     pub whiten_advantages: bool,
     /// Whitening of rewards and advantages.
     pub whitening: Whitening,
@@ -231,8 +234,9 @@ impl TokenAdvantage {
 }
 
 impl AdvantageEstimator for TokenAdvantage {
-    /// Computes advantages `[B, T]` and returns from the token rewards of the batch or, without these, from the rewards of
-    /// its sequences at their last tokens. A sequence without a token in the mask is left out.
+    /// Computes advantages `[B, T]` and returns from the token rewards of the batch or, without
+    /// these, from the rewards of its sequences at their last tokens. A sequence without a
+    /// token in the mask is left out.
     fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
         if let Some(token_rewards) = batch.token_rewards {
             let result_dtype = arithmetic_dtype(token_rewards.dtype());

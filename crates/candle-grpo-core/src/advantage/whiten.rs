@@ -36,9 +36,9 @@ pub enum EpsilonPlacement {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Whitening {
-    /// Whether the result has mean 0. If false, the mean is added back.
+    /// Subtracts the mean. If false, the mean is added back after the division.
     pub shift_mean: bool,
-    /// Whether to divide by the standard deviation (the opposite of OpenRLHF's `no_std_norm`).
+    /// Divides by the standard deviation (the opposite of OpenRLHF's `no_std_norm`).
     pub divide: bool,
     /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n.
     pub ddof: usize,
@@ -71,7 +71,8 @@ impl Whitening {
         }
     }
 
-    /// `(x - mean) / (std + 1e-4)` with the sample standard deviation, as TRL normalizes advantages.
+    /// `(x - mean) / (std + 1e-4)` with the sample standard deviation, as TRL normalizes
+    /// advantages.
     pub fn trl() -> Self {
         Self {
             epsilon: 1e-4,
@@ -99,10 +100,12 @@ impl Whitening {
         validate::ddof("ddof", self.ddof)
     }
 
-    /// Whitens `values` `[B, T]` with the moments of the positions in `mask`; the result is f32 (f64 for f64).
+    /// Whitens `values` `[B, T]` with the moments of the positions in `mask`; the result is f32
+    /// (f64 for f64).
     ///
-    /// Positions outside the mask are transformed too: select by the mask afterwards. With fewer than two positions in the
-    /// mask the variance is undefined, and the values are returned unchanged.
+    /// Positions outside the mask are transformed too: select by the mask afterwards. With fewer
+    /// than two positions in the mask the variance is undefined, and the values are returned
+    /// unchanged.
     pub fn apply(&self, values: &Tensor, mask: &Mask) -> Result<Tensor> {
         mask.check_shape("values", values)?;
         self.apply_selected(&for_statistics(values)?, mask.selected())?

@@ -75,8 +75,8 @@ impl KlController {
 
     /// Updates the coefficient with the mean divergence `kl` of a step of `samples` samples.
     ///
-    /// `kl` is the mean over sequences of the means over their tokens, from the estimator of the penalty: the metric
-    /// `reward_kl_per_sequence` of [`crate::TokenAdvantage`].
+    /// `kl` is the mean over sequences of the means over their tokens, from the estimator of the
+    /// penalty: the metric `reward_kl_per_sequence` of [`crate::TokenAdvantage`].
     ///
     /// # Errors
     ///

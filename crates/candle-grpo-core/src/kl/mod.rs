@@ -11,7 +11,8 @@ use crate::dtype::arithmetic_dtype;
 use crate::rewards::finite_mask;
 use crate::validate::{self, Checked};
 
-/// Estimator of KL(policy || reference) from one sampled token, with `d = log_probs - ref_log_probs`.
+/// Estimator of KL(policy || reference) from one sampled token, with `d = log_probs -
+/// ref_log_probs`.
 ///
 /// k1, k2 and k3 are the names of <http://joschu.net/blog/kl-approx.html>. Names of verl and ROLL are in brackets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -54,8 +55,8 @@ pub enum KlGradient {
     Direct,
     /// `d`, the gradient of k2, which is unbiased on policy (`k1+` and `k3+` in verl).
     StraightThrough,
-    /// `w * d` with the constant `w = min(exp(log_probs - old_log_probs), max)`. Unbiased for samples of the old policy
-    /// (OpenRLHF). Needs `old_log_probs`.
+    /// `w * d` with the constant `w = min(exp(log_probs - old_log_probs), max)`. Unbiased for
+    /// samples of the old policy (OpenRLHF). Needs `old_log_probs`.
     ImportanceWeighted {
         /// Largest weight.
         max: f64,
@@ -82,11 +83,12 @@ pub struct Kl {
     pub estimator: KlEstimator,
     /// Gradient.
     pub gradient: KlGradient,
-    /// Bound of `d`, positive and negative, before it is exponentiated. Beyond it the gradient of the estimator is 0. The
-    /// other gradients use the unclamped `d`, as in verl, and are 0 only where it is infinite.
+    /// Bound of `d`, positive and negative, before it is exponentiated. Beyond it the gradient of
+    /// the estimator is 0. The other gradients use the unclamped `d`, as in verl, and are 0
+    /// only where it is infinite.
     pub log_ratio_clamp: Option<f64>,
-    /// Bound of the estimate, positive and negative. It removes the gradient where the policy is far from the reference,
-    /// so it is off by default. verl, ROLL and OpenRLHF use 10.
+    /// Bound of the estimate, positive and negative. It removes the gradient where the policy is
+    /// far from the reference, so it is off by default. verl, ROLL and OpenRLHF use 10.
     pub value_clamp: Option<f64>,
 }
 
@@ -197,7 +199,8 @@ impl Kl {
     }
 
     /// Computes the exact divergence of log-distributions `[.., V]`: the sum over the vocabulary of
-    /// `exp(log_p) * (log_p - log_q)`, of shape `[..]`. Entries of minus infinity in `log_dist` have probability 0.
+    /// `exp(log_p) * (log_p - log_q)`, of shape `[..]`. Entries of minus infinity in `log_dist`
+    /// have probability 0.
     ///
     /// # Errors
     ///

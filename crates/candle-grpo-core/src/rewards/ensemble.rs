@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask};
 
-/// Combination of the scores that several judges give to one response. For a weighted sum of different criteria (format,
-/// correctness) use [`crate::RewardShaping::reward_weights`].
+/// Combination of the scores that several judges give to one response. For a weighted sum of
+/// different criteria (format, correctness) use [`crate::RewardShaping::reward_weights`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -34,12 +34,13 @@ pub enum ScoreEnsemble {
 impl ScoreEnsemble {
     /// Combines `scores` `[B, K]` of K judges to `[B]`.
     ///
-    /// With [`NonFinite::Exclude`] missing scores are left out, and a sample without any score stays NaN.
+    /// With [`NonFinite::Exclude`] missing scores are left out, and a sample without any score
+    /// stays NaN.
     ///
     /// # Errors
     ///
-    /// Fails if the shape is another or empty, if the weights are invalid, and on a score that is not finite unless it is
-    /// excluded.
+    /// Fails if the shape is another or empty, if the weights are invalid, and on a score that is
+    /// not finite unless it is excluded.
     pub fn combine(&self, scores: impl IntoRewards, non_finite: NonFinite) -> Result<Tensor> {
         let scores = scores.into_rewards()?;
         let x = &scores.values;

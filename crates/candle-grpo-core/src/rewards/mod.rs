@@ -18,11 +18,11 @@ use serde::{Deserialize, Serialize};
 use crate::dtype::{arithmetic_dtype, for_statistics};
 use crate::validate::{Checked, Invalid};
 
-/// Types that hold rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector of numbers `[B]`, which
-/// becomes a tensor on the CPU.
+/// Types that hold rewards: a tensor `[B]` or `[B, K]` on any device, or a slice, array or vector
+/// of numbers `[B]`, which becomes a tensor on the CPU.
 ///
-/// Results are f32, except that a tensor of f64 gives f64. A slice of f64 is computed in f64 and gives f32, the dtype of
-/// log-probs.
+/// Results are f32, except that a tensor of f64 gives f64. A slice of f64 is computed in f64 and
+/// gives f32, the dtype of log-probs.
 pub trait IntoRewards {
     /// Converts the rewards to a tensor.
     fn into_rewards(self) -> Result<RewardTensor>;
@@ -99,11 +99,13 @@ pub enum NonFinite {
     /// An error that names the sample. Synchronizes with the device.
     #[default]
     Error,
-    /// A missing score: excluded from every statistic. A sample without any score gets the advantage 0 (TRL).
+    /// A missing score: excluded from every statistic. A sample without any score gets the
+    /// advantage 0 (TRL).
     Exclude,
 }
 
-/// The weighted sums `[B]` of the components, and u8 `[B]`: 1 for samples with at least one finite component.
+/// The weighted sums `[B]` of the components, and u8 `[B]`: 1 for samples with at least one finite
+/// component.
 ///
 /// `weights` has one number for each of the K components. If absent, all weights are 1.
 pub(crate) fn combine(
@@ -174,7 +176,8 @@ pub(crate) fn finite_mask(x: &Tensor) -> Result<Tensor> {
     (x * 0.)?.eq(0.)
 }
 
-/// Checks that `values` `[B, T]`, which are 0 outside the mask, are finite. Synchronizes with the device.
+/// Checks that `values` `[B, T]`, which are 0 outside the mask, are finite. Synchronizes with the
+/// device.
 pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {
     if let Some((index, value)) = first_non_finite(values, &finite_mask(values)?)? {
         let tokens = values.dims2()?.1;

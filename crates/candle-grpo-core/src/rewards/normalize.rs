@@ -24,11 +24,11 @@ pub enum NormLevel {
     Running,
 }
 
-/// `(reward - mean) / (std + epsilon)` as in ROLL, with independent levels of mean and std. The mean of the group and the
-/// std of the batch give the normalization of <https://arxiv.org/abs/2508.08221>.
+/// `(reward - mean) / (std + epsilon)` as in ROLL, with independent levels of mean and std. The
+/// mean of the group and the std of the batch give the normalization of <https://arxiv.org/abs/2508.08221>.
 ///
-/// With the std of the group, a group of equal rewards is not divided: it gives 0 with the mean of the group, and the
-/// distance from the mean with any other level.
+/// With the std of the group, a group of equal rewards is not divided: it gives 0 with the mean of
+/// the group, and the distance from the mean with any other level.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RewardNorm {
@@ -124,7 +124,8 @@ impl RewardNorm {
     }
 }
 
-/// Mean and variance of all rewards so far, on the device and without decay (Chan's parallel update).
+/// Mean and variance of all rewards so far, on the device and without decay (Chan's parallel
+/// update).
 #[derive(Debug, Clone)]
 pub struct RunningMoments {
     count: Tensor,

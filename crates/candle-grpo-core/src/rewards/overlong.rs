@@ -9,8 +9,9 @@ use crate::validate::{self, Checked};
 /// The soft overlong penalty of DAPO (<https://arxiv.org/abs/2503.14476>):
 /// `-factor * clip((length - (max_length - buffer)) / buffer, 0, 1)`.
 ///
-/// verl (`overlong_buffer`), OpenRLHF (`overlong_penalty_factor`) and TRL (`get_soft_overlong_punishment`, with the factor 1)
-/// agree up to `max_length`. Beyond it, verl's penalty continues to grow.
+/// verl (`overlong_buffer`), OpenRLHF (`overlong_penalty_factor`) and TRL
+/// (`get_soft_overlong_punishment`, with the factor 1) agree up to `max_length`. Beyond it, verl's
+/// penalty continues to grow.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -53,7 +54,8 @@ impl OverlongPenalty {
         validate::non_negative("factor", self.factor)
     }
 
-    /// Computes the terms, at most 0, to add to the rewards of responses of these `lengths`. The shape is that of `lengths`.
+    /// Computes the terms, at most 0, to add to the rewards of responses of these `lengths`. The
+    /// shape is that of `lengths`.
     ///
     /// # Errors
     ///

@@ -48,8 +48,8 @@ impl RepetitionPenalty {
         validate::non_negative("penalty", self.penalty)
     }
 
-    /// Computes the term, at most 0, to add to the reward of a response of these tokens or words. A response shorter than
-    /// one n-gram gets 0.
+    /// Computes the term, at most 0, to add to the reward of a response of these tokens or words. A
+    /// response shorter than one n-gram gets 0.
     ///
     /// # Errors
     ///

@@ -8,8 +8,8 @@ use crate::metrics::Metrics;
 use crate::rewards::{IntoRewards, NonFinite, RewardNorm, RunningMoments, check_weights, combine};
 use crate::validate::{self, Checked, Invalid};
 
-/// Shaping of sequence rewards, in the order of the ROLL pipeline: components are summed, then `(reward + shift) * scale`,
-/// then normalization, then the clip.
+/// Shaping of sequence rewards, in the order of the ROLL pipeline: components are summed, then
+/// `(reward + shift) * scale`, then normalization, then the clip.
 ///
 /// ```
 /// use candle_grpo_core::rewards::{NormLevel, RewardNorm};
@@ -36,13 +36,15 @@ pub struct RewardShaping {
     pub shift: f64,
     /// Factor of each reward, after the shift.
     pub scale: f64,
-    /// Normalization: mean and standard deviation, each of the group, the batch, all steps so far, or none.
+    /// Normalization: mean and standard deviation, each of the group, the batch, all steps so far,
+    /// or none.
     pub norm: RewardNorm,
     /// Rewards are clipped to plus and minus this.
     pub clip: Option<f64>,
     /// Bounds to which rewards are clipped (TRL's `reward_clip_range`). Excludes `clip`.
     pub clip_range: Option<[f64; 2]>,
-    /// Treatment of rewards that are not finite. Excluded rewards stay NaN, so that the advantage function excludes them too.
+    /// Treatment of rewards that are not finite. Excluded rewards stay NaN, so that the advantage
+    /// function excludes them too.
     pub non_finite: NonFinite,
 }
 
@@ -76,8 +78,8 @@ impl RewardShaping {
     ///
     /// # Errors
     ///
-    /// Fails if an option is invalid, if the rewards do not fit the groups or weights, or if `running` is absent but
-    /// needed.
+    /// Fails if an option is invalid, if the rewards do not fit the groups or weights, or if
+    /// `running` is absent but needed.
     pub fn apply(
         &self,
         rewards: impl IntoRewards,

@@ -14,18 +14,18 @@ pub struct GroupSummary {
     pub std: f64,
     /// Number of samples with a reward.
     pub count: usize,
-    /// Whether all rewards are equal.
+    /// All rewards are equal.
     pub zero_variance: bool,
 }
 
 /// Filter of groups. All bounds are strict.
 ///
-/// Compute the statistics from scores before any shaping: a length penalty makes the rewards differ in a group whose
-/// answers are all right or all wrong.
+/// Compute the statistics from scores before any shaping: a length penalty makes the rewards differ
+/// in a group whose answers are all right or all wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GroupFilter {
-    /// Whether the rewards of a group must differ (DAPO, <https://arxiv.org/abs/2503.14476>).
+    /// Requires that the rewards of a group differ (DAPO, <https://arxiv.org/abs/2503.14476>).
     pub spread: bool,
     /// Lower bound of the standard deviation (ROLL's `std_filter`).
     pub std_above: Option<f64>,

@@ -48,7 +48,8 @@ impl ScoreResampling {
         }
     }
 
-    /// Draws one index into `scores` for each of `uniforms`: independent random numbers, uniform in [0, 1).
+    /// Draws one index into `scores` for each of `uniforms`: independent random numbers, uniform in
+    /// [0, 1).
     ///
     /// # Errors
     ///

@@ -12,7 +12,8 @@ use crate::validate::{self, Checked};
 /// Tensors of a batch that [`SampleFilter`] uses.
 #[derive(Debug, Clone)]
 pub struct FilterBatch<'a> {
-    /// Scores `[B]` before any shaping. Scores that are not finite do not enter the statistics of their group.
+    /// Scores `[B]` before any shaping. Scores that are not finite do not enter the statistics of
+    /// their group.
     pub scores: &'a Tensor,
     /// Groups of samples that share a prompt.
     pub groups: Groups,
@@ -24,8 +25,8 @@ pub struct FilterBatch<'a> {
 
 /// A filter of samples.
 ///
-/// Filters do not change rewards: a sample that is dropped still enters the statistics of its group, unless the population is
-/// [`crate::advantage::BaselinePopulation::Unmasked`].
+/// Filters do not change rewards: a sample that is dropped still enters the statistics of its
+/// group, unless the population is [`crate::advantage::BaselinePopulation::Unmasked`].
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -47,8 +48,8 @@ pub struct FilterBatch<'a> {
 pub enum SampleFilter {
     /// Keeps samples of groups whose scores differ.
     Spread {},
-    /// Keeps samples of groups whose mean score lies strictly between the bounds (ROLL's `difficulty_mask`). Groups of one
-    /// are kept.
+    /// Keeps samples of groups whose mean score lies strictly between the bounds (ROLL's
+    /// `difficulty_mask`). Groups of one are kept.
     Difficulty {
         /// Lower bound: drops groups that are too hard.
         low: f64,
@@ -62,8 +63,8 @@ pub enum SampleFilter {
     },
     /// Keeps samples that were not truncated (TRL's `mask_truncated_completions`).
     NotTruncated {},
-    /// Keeps samples with the score 1, and those with the score 0 and fewer tokens than this: a long wrong answer may have
-    /// been truncated (ROLL's `error_max_len_clip`).
+    /// Keeps samples with the score 1, and those with the score 0 and fewer tokens than this: a
+    /// long wrong answer may have been truncated (ROLL's `error_max_len_clip`).
     ShortErrors {
         /// Number of tokens.
         length: usize,

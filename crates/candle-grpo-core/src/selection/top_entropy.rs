@@ -8,9 +8,10 @@ use crate::validate;
 /// Returns the share `fraction` of the tokens of `mask` that has the highest entropy
 /// (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`).
 ///
-/// These are the tokens whose entropy is at least the `1 - fraction` quantile over all tokens of the mask, interpolated
-/// linearly. `entropy` is `[B, T]` of the whole step, so that the selection does not depend on how the step is split. A mask
-/// without a token is returned unchanged. Synchronizes with the device and copies the entropies to the host.
+/// These are the tokens whose entropy is at least the `1 - fraction` quantile over all tokens of
+/// the mask, interpolated linearly. `entropy` is `[B, T]` of the whole step, so that the selection
+/// does not depend on how the step is split. A mask without a token is returned unchanged.
+/// Synchronizes with the device and copies the entropies to the host.
 ///
 /// # Errors
 ///

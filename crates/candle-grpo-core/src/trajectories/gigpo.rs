@@ -31,12 +31,14 @@ pub enum EpisodePopulation {
 /// A = episode_weight N(episode score) + step_weight N(G)     G_t = r_t + gamma G_(t+1)
 /// ```
 ///
-/// The first `N` normalizes over the trajectories of the same task, the second over the rows of the same task and state. With
-/// an `episode_weight` of 0 and one state everywhere it is ROLL's `step_reinforce`.
+/// The first `N` normalizes over the trajectories of the same task, the second over the rows of the
+/// same task and state. With an `episode_weight` of 0 and one state everywhere it is ROLL's
+/// `step_reinforce`.
 ///
-/// The rows of the batch are steps: `rewards` are their rewards, `groups` the tasks, and `steps` their trajectories and
-/// states. The score of an episode is the sum of its rewards, unless `episode_rewards` are given. Advantages are `[B]`;
-/// [`crate::TokenAdvantage`] whitens and clips them over tokens, as ROLL does.
+/// The rows of the batch are steps: `rewards` are their rewards, `groups` the tasks, and `steps`
+/// their trajectories and states. The score of an episode is the sum of its rewards, unless
+/// `episode_rewards` are given. Advantages are `[B]`; [`crate::TokenAdvantage`] whitens and clips
+/// them over tokens, as ROLL does.
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -66,8 +68,9 @@ pub struct Gigpo {
     pub step_weight: f64,
     /// Population of the statistics of episodes.
     pub episode_population: EpisodePopulation,
-    /// `N` of both levels, without a KL penalty. In ROLL's terms the default is `mean_std`; `mean` has the scale none,
-    /// `identity` the scale and baseline none, `asym_clip` a clip from -1 to 3. The paper has `mean_std` and `mean`.
+    /// `N` of both levels, without a KL penalty. In ROLL's terms the default is `mean_std`; `mean`
+    /// has the scale none, `identity` the scale and baseline none, `asym_clip` a clip from -1
+    /// to 3. The paper has `mean_std` and `mean`.
     pub normalization: GroupAdvantage,
 }
 

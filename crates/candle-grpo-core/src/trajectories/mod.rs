@@ -29,11 +29,11 @@ use crate::validate;
 pub struct Steps {
     /// Trajectory of each row.
     pub trajectories: Groups,
-    /// State in which the action of each row was taken, such as a hash of the observation. Rows of different tasks may
-    /// share a number.
+    /// State in which the action of each row was taken, such as a hash of the observation. Rows of
+    /// different tasks may share a number.
     pub states: Groups,
-    /// Time of each row in its trajectory; only the order matters. If absent, the rows of a trajectory are in the order
-    /// of time.
+    /// Time of each row in its trajectory; only the order matters. If absent, the rows of a
+    /// trajectory are in the order of time.
     pub numbers: Option<Vec<i64>>,
 }
 
@@ -53,12 +53,13 @@ impl Steps {
         self
     }
 
-    /// Computes `G_t = r_t + gamma G_(t+1)` along each trajectory: `rewards` `[B]` to returns `[B]` of the same rows.
+    /// Computes `G_t = r_t + gamma G_(t+1)` along each trajectory: `rewards` `[B]` to returns `[B]`
+    /// of the same rows.
     ///
     /// # Errors
     ///
-    /// Fails if the numbers of trajectories or times differ from B, if two rows are the same step, or if `gamma` is not
-    /// from 0 to 1.
+    /// Fails if the numbers of trajectories or times differ from B, if two rows are the same step,
+    /// or if `gamma` is not from 0 to 1.
     pub fn discounted_returns(&self, rewards: &Tensor, gamma: f64) -> Result<Tensor> {
         validate::unit_interval("gamma", gamma)?;
         let ids = self.trajectory_of(rewards)?;

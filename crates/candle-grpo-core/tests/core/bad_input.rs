@@ -1,4 +1,4 @@
-//! Bad input gives an error that names the argument, what it is and what it must be.
+//! Invalid input gives an error with the argument, its value and the requirement.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::advantage::{
@@ -22,7 +22,7 @@ fn grpo(rewards: &[f32], groups: impl Into<Groups>, device: &Device) -> Result<T
 }
 
 #[test]
-fn rewards() -> Result<()> {
+fn invalid_rewards_are_named() -> Result<()> {
     for device in devices() {
         assert_eq!(
             message(grpo(&[0., 1., f32::NAN, 1.], 2, device)),
@@ -56,7 +56,7 @@ fn rewards() -> Result<()> {
 }
 
 #[test]
-fn groups() -> Result<()> {
+fn groups_that_do_not_fit_are_named() -> Result<()> {
     for device in devices() {
         let message_of = |groups: Groups| message(grpo(&[0., 1., 2., 3., 4., 5.], groups, device));
         assert_eq!(
@@ -80,7 +80,10 @@ fn groups() -> Result<()> {
 #[case(GroupAdvantage { epsilon: -1., ..Default::default() }, "epsilon: -1, must be")]
 #[case(GroupAdvantage { epsilon: f64::NAN, ..Default::default() }, "epsilon: NaN, must be")]
 #[case(GroupAdvantage { ddof: 2, ..Default::default() }, "ddof: 2, must be 0 or 1")]
-fn options(#[case] function: GroupAdvantage, #[case] expected: &str) {
+fn invalid_options_of_the_advantage_function_are_named(
+    #[case] function: GroupAdvantage,
+    #[case] expected: &str,
+) {
     for device in devices() {
         let message = message(function.compute(tensor(&[0., 1.], device), 2, Scale::Group));
         assert!(message.starts_with(expected), "{message}");
@@ -90,7 +93,10 @@ fn options(#[case] function: GroupAdvantage, #[case] expected: &str) {
 #[rstest]
 #[case(f64::NAN, "reward_weights: weight 1 is NaN, must be finite")]
 #[case(f64::NEG_INFINITY, "reward_weights: weight 1 is -inf, must be finite")]
-fn weights(#[case] weight: f64, #[case] expected: &str) -> Result<()> {
+fn weights_that_are_not_finite_are_named(
+    #[case] weight: f64,
+    #[case] expected: &str,
+) -> Result<()> {
     for device in devices() {
         let reward_weights = Some(vec![1., weight]);
         let rewards = Tensor::new(&[[0f32, 1.], [1., 0.]], device)?;
@@ -111,7 +117,6 @@ fn weights(#[case] weight: f64, #[case] expected: &str) -> Result<()> {
     Ok(())
 }
 
-/// A pipeline that needs a tensor says which, and one whose parts do not go together says so.
 #[rstest]
 #[case(AdvantagePipeline::opo(), "response_mask: absent")]
 #[case(AdvantagePipeline::reinforce_plus_plus(), "response_mask: absent")]
@@ -138,7 +143,10 @@ fn weights(#[case] weight: f64, #[case] expected: &str) -> Result<()> {
     "old_log_probs: absent"
 )]
 #[case(AdvantagePipeline::pass_at_k().map_sequence(|s| s.ddof = 3), "ddof: 3, must be 0 or 1")]
-fn pipelines_without_tokens(#[case] pipeline: AdvantagePipeline, #[case] expected: &str) {
+fn missing_tensors_and_invalid_sequence_stages_are_named(
+    #[case] pipeline: AdvantagePipeline,
+    #[case] expected: &str,
+) {
     for device in devices() {
         let rewards = tensor(&[0., 1.], device);
         let message = message(pipeline.estimate(&AdvantageBatch::new(&rewards, 2)));
@@ -168,7 +176,7 @@ fn pipelines_without_tokens(#[case] pipeline: AdvantagePipeline, #[case] expecte
     "epsilon: 0, must be positive"
 )]
 #[case(AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.ddof = 2), "ddof: 2, must be 0 or 1")]
-fn pipelines_with_tokens(
+fn missing_tensors_and_invalid_token_stages_are_named(
     #[case] pipeline: AdvantagePipeline,
     #[case] expected: &str,
 ) -> Result<()> {
@@ -191,7 +199,7 @@ fn pipelines_with_tokens(
 }
 
 #[test]
-fn baselines() -> Result<()> {
+fn invalid_reward_baselines_are_named() -> Result<()> {
     for device in devices() {
         let (rewards, nan) = (tensor(&[0., 1.], device), tensor(&[0., f32::NAN], device));
         let mask = Tensor::ones((2, 3), DType::U8, device)?;
@@ -219,7 +227,7 @@ fn baselines() -> Result<()> {
     RewardShaping { norm: RewardNorm { std: NormLevel::Batch, epsilon: 0., ..Default::default() }, ..Default::default() },
     "norm.epsilon: 0, must be positive"
 )]
-fn reward_shaping(#[case] shaping: RewardShaping, #[case] expected: &str) {
+fn invalid_shaping_is_refused_when_applied(#[case] shaping: RewardShaping, #[case] expected: &str) {
     for device in devices() {
         let message = message(shaping.apply(tensor(&[0., 1.], device), 2, None));
         assert!(message.starts_with(expected), "{message}");
@@ -245,7 +253,7 @@ fn a_group_of_one_has_no_standard_deviation() {
 }
 
 #[test]
-fn tokens() -> Result<()> {
+fn shapes_and_options_of_the_token_stage_are_checked() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&[0., 1.], device);
         let mask = Tensor::ones((2, 3), DType::U8, device)?;
@@ -300,9 +308,9 @@ fn tokens() -> Result<()> {
     Ok(())
 }
 
-/// A NaN among the rewards would make every whitened advantage NaN; outside the mask it may be.
+/// One NaN inside the mask would make every whitened advantage NaN.
 #[test]
-fn token_rewards_that_are_not_finite() -> Result<()> {
+fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
     for device in devices() {
         let mask = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], device)?;
         let whitened = TokenAdvantage {
@@ -329,7 +337,6 @@ fn token_rewards_that_are_not_finite() -> Result<()> {
     Ok(())
 }
 
-/// A configuration can be checked before there is anything to compute from.
 #[rstest]
 #[case(
     AdvantageConfig { gamma: Some(7.), ..AdvantageName::Gae.into() },
@@ -425,7 +432,10 @@ fn token_rewards_that_are_not_finite() -> Result<()> {
         .into_config(),
     "epsilon: 0, must be positive"
 )]
-fn configurations(#[case] config: AdvantageConfig, #[case] expected: &str) {
+fn configurations_are_checked_without_a_batch(
+    #[case] config: AdvantageConfig,
+    #[case] expected: &str,
+) {
     let text = message(config.validate());
     assert!(text.starts_with(expected), "{text}");
 }
@@ -478,7 +488,7 @@ fn the_default_configurations_are_valid() -> Result<()> {
     RewardShaping { norm: RewardNorm { ddof: 2, ..Default::default() }, ..Default::default() },
     "norm.ddof: 2, must be 0 or 1"
 )]
-fn shapings(#[case] shaping: RewardShaping, #[case] expected: &str) {
+fn shaping_is_checked_without_rewards(#[case] shaping: RewardShaping, #[case] expected: &str) {
     let text = message(shaping.validate());
     assert!(text.starts_with(expected), "{text}");
 }
@@ -494,7 +504,7 @@ fn an_overlong_penalty_is_checked_without_lengths() {
 }
 
 #[test]
-fn kl() {
+fn kl_checks_shapes_and_options() {
     for device in devices() {
         let (a, b) = (tensor(&[0., 1.], device), tensor(&[0.], device));
         assert_eq!(
@@ -518,7 +528,7 @@ fn kl() {
 }
 
 #[test]
-fn metrics_and_running_state() -> Result<()> {
+fn metrics_and_running_moments_refuse_invalid_input() -> Result<()> {
     for device in devices() {
         let vector = tensor(&[0., 1.], device);
         assert!(

@@ -1,4 +1,4 @@
-//! What must not change, or must change in step, for every estimator of the product.
+//! Invariances and equivariances of every published estimator.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::advantage::{OptimalTokenBaseline, TokenBaseline};
@@ -7,6 +7,8 @@ use candle_grpo_core::{
 };
 use candle_grpo_test_support::{devices, numbers};
 use proptest::prelude::*;
+
+use crate::close;
 
 const TOKENS: usize = 5;
 
@@ -125,7 +127,7 @@ fn one_of(pipelines: Vec<AdvantagePipeline>) -> impl Strategy<Value = AdvantageP
     prop::sample::select(pipelines)
 }
 
-/// Of which a factor on the rewards is one on the advantages.
+/// Estimators that are linear in the scale of the rewards.
 fn linear() -> Vec<AdvantagePipeline> {
     let no_tail = |tokens: &mut TokenAdvantage| {
         tokens.baseline = match tokens.baseline {
@@ -152,7 +154,7 @@ fn linear() -> Vec<AdvantagePipeline> {
     ]
 }
 
-/// Of which a factor on the rewards is lost.
+/// Estimators that do not depend on the scale of the rewards.
 fn scale_free() -> Vec<AdvantagePipeline> {
     vec![
         AdvantagePipeline::grpo(),
@@ -182,16 +184,9 @@ fn all() -> Vec<AdvantagePipeline> {
     all
 }
 
-fn close(a: &[f64], b: &[f64]) -> bool {
-    a.len() == b.len()
-        && a.iter()
-            .zip(b)
-            .all(|(x, y)| (x - y).abs() <= 1e-6 * (1. + x.abs()))
-}
-
 proptest! {
     #[test]
-    fn what_is_outside_the_mask_reaches_nothing(
+    fn values_outside_the_mask_have_no_effect(
         data in data(), pipeline in one_of(all()), outside in prop::sample::select(vec![f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30]),
     ) {
         for device in devices() {

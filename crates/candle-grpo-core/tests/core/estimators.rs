@@ -1,4 +1,4 @@
-//! The published numbers of each estimator, and what each gives where a group or a batch is special.
+//! Published values of each estimator, and its results for special groups and batches.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::advantage::{
@@ -17,8 +17,8 @@ use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
-/// What the example gives with three tokens in each sequence, as [failure, success] of group 1 and [success, failure] of
-/// group 2.
+/// Values of the example with three tokens in each sequence: [failure, success] of group 1 and
+/// [success, failure] of group 2.
 #[rstest]
 #[case::grpo(AdvantagePipeline::grpo(), [-0.866023904, 0.866023904, 1.499997, -0.499999])]
 #[case::dr_grpo(AdvantagePipeline::dr_grpo(), [-0.5, 0.5, 0.75, -0.25])]
@@ -52,7 +52,7 @@ fn the_example_has_the_published_values(
 }
 
 #[test]
-fn gpg_counts_as_verl_does_if_asked() -> Result<()> {
+fn gpg_can_count_nonzero_rewards_as_verl_does() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&EXAMPLE.map(|r| r as f32), device);
         let gpg = AdvantagePipeline::gpg()
@@ -61,7 +61,7 @@ fn gpg_counts_as_verl_does_if_asked() -> Result<()> {
         let (a, b, c) = (4. / 3., 2., -2. / 3.);
         assert_close(&got, &[-a, a, -a, a, b, c, c, c], 1e-6);
 
-        // Half the samples are in a group without spread: the others count twice, whatever their rewards are.
+        // Half of the samples are in a group without spread, so the others count twice.
         let rewards = tensor(&[-1., 1., 1., 1.], device);
         let batch = AdvantageBatch::new(&rewards, 2);
         let by_spread = AdvantagePipeline::gpg().estimate(&batch)?.advantages;
@@ -72,7 +72,7 @@ fn gpg_counts_as_verl_does_if_asked() -> Result<()> {
     Ok(())
 }
 
-/// Lengths 3, 1, 2, 3, rewards 1, 0, 1, 0 at the last token, NaN wherever nothing may look.
+/// Lengths 3, 1, 2, 3 and rewards 1, 0, 1, 0 at the last token; NaN at all masked positions.
 struct Fixture {
     rewards: Tensor,
     mask: Tensor,
@@ -120,7 +120,7 @@ impl Fixture {
 }
 
 #[test]
-fn opo_weighs_by_length() -> Result<()> {
+fn opo_weights_the_baseline_by_length() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device)?;
         let got = AdvantagePipeline::opo().estimate(&fixture.batch())?;
@@ -160,7 +160,7 @@ fn the_baseline_variant_whitens_over_tokens() -> Result<()> {
 }
 
 #[test]
-fn remax_subtracts_what_it_is_given() -> Result<()> {
+fn remax_subtracts_the_given_baselines() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device)?;
         let baselines = Tensor::new(&[0.5f64, 0.5, 0., 1.], device)?;
@@ -218,14 +218,14 @@ fn the_optimal_token_baseline_has_the_values_of_verl(
 }
 
 #[test]
-fn tokens_of_others_take_no_step_unless_they_are_counted() -> Result<()> {
+fn masked_tokens_take_a_time_step_only_if_counted() -> Result<()> {
     for device in devices() {
         let mask = Tensor::new(&[[1u8, 0, 1]], device)?;
         let rewards = Tensor::new(&[[0f64, f64::NAN, 1.]], device)?;
         let values = Tensor::new(&[[0.25f64, f64::NAN, 0.5]], device)?;
         let batch = AdvantageBatch::from_token_rewards(&rewards, &mask).values(&values);
         let skipped = (MaskedTokens::Skipped, 0.5, 0.5 * 0.5 - 0.25 + 0.25 * 0.5);
-        // The step between is worth nothing itself and leads to a value of a half.
+        // The masked token has reward 0 and is followed by a value of 0.5.
         let counted = (
             MaskedTokens::Counted,
             0.25,
@@ -251,7 +251,7 @@ fn tokens_of_others_take_no_step_unless_they_are_counted() -> Result<()> {
 }
 
 #[test]
-fn components_are_normalised_before_the_sum() -> Result<()> {
+fn gdpo_normalizes_components_before_the_sum() -> Result<()> {
     for device in devices() {
         let components = [[1f64, 0.], [0., 1.], [1., 1.], [0., 0.]];
         let rewards = Tensor::new(&components, device)?;
@@ -259,7 +259,7 @@ fn components_are_normalised_before_the_sum() -> Result<()> {
         let expected = [0., 0., 1.224658260, -1.224658260];
         assert_close(&numbers(&got.advantages)?, &expected, 1e-8);
 
-        // A missing component is left out; a sample without any gets 0 and moves no other.
+        // A missing component is excluded; a sample without any gets 0 and affects no other.
         let nan = f64::NAN;
         let missing = [
             [1f64, 0.],
@@ -284,7 +284,7 @@ fn components_are_normalised_before_the_sum() -> Result<()> {
 }
 
 #[test]
-fn advantages_of_the_batch_are_normalised_as_in_trl() -> Result<()> {
+fn batch_normalization_equals_trl() -> Result<()> {
     for device in devices() {
         let rewards = Tensor::new(&EXAMPLE, device)?;
         let rloo = AdvantagePipeline::rloo()
@@ -297,7 +297,7 @@ fn advantages_of_the_batch_are_normalised_as_in_trl() -> Result<()> {
 }
 
 #[test]
-fn the_kl_of_a_sequence_comes_off_its_reward() -> Result<()> {
+fn the_kl_penalty_is_subtracted_from_the_sequence_reward() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device)?;
         let shifted = (&fixture.log_probs - 0.1)?;
@@ -317,7 +317,7 @@ fn the_kl_of_a_sequence_comes_off_its_reward() -> Result<()> {
 }
 
 #[test]
-fn a_teacher_is_followed_token_by_token() -> Result<()> {
+fn distillation_subtracts_the_divergence_from_the_teacher() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device)?;
         let zeros = fixture.rewards.zeros_like()?;
@@ -343,7 +343,7 @@ fn a_teacher_is_followed_token_by_token() -> Result<()> {
 }
 
 #[test]
-fn masked_samples_can_be_kept_out_of_the_statistics() -> Result<()> {
+fn masked_samples_can_be_excluded_from_the_statistics() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&[1., 0., 5., 1., 0., 0.], device);
         let mask = Tensor::new(&[[1u8], [1], [0], [1], [1], [1]], device)?;
@@ -365,7 +365,7 @@ fn masked_samples_can_be_kept_out_of_the_statistics() -> Result<()> {
 #[case(&[-3., -1., -2.], [0., 1., 0.])]
 #[case(&[f32::NAN, 7., 3.], [0., 4., 0.])]
 #[case(&[f32::NAN, f32::NAN, 3.], [0., 0., 0.])]
-fn pass_at_k_is_how_far_the_best_is_ahead(
+fn pass_at_k_is_the_margin_of_the_best_sample(
     #[case] rewards: &[f32],
     #[case] expected: [f64; 3],
 ) -> Result<()> {
@@ -394,8 +394,8 @@ fn openrlhf_clips_after_the_baseline() -> Result<()> {
     Ok(())
 }
 
-/// Every name, with the pipeline that it stands for.
-fn names() -> [(&'static str, AdvantagePipeline); 18] {
+/// Names and pipelines of the published estimators.
+fn published() -> [(&'static str, AdvantagePipeline); 18] {
     use AdvantagePipeline as P;
     [
         ("grpo", P::grpo()),
@@ -426,8 +426,8 @@ fn names() -> [(&'static str, AdvantagePipeline); 18] {
 }
 
 #[test]
-fn a_configuration_names_every_estimator_and_knows_its_options() -> serde_json::Result<()> {
-    for (name, pipeline) in names() {
+fn every_estimator_has_a_name_and_survives_serde() -> serde_json::Result<()> {
+    for (name, pipeline) in published() {
         let config: AdvantageConfig = serde_json::from_str(&format!(r#"{{"name": "{name}"}}"#))?;
         assert_eq!(config.pipeline(), pipeline, "{name}");
         let again: AdvantageConfig = serde_json::from_str(&serde_json::to_string(&config)?)?;
@@ -450,9 +450,8 @@ fn a_configuration_names_every_estimator_and_knows_its_options() -> serde_json::
     Ok(())
 }
 
-/// Masked gaps do not make a tail of a column that two sequences have a token in.
 #[test]
-fn the_tail_of_the_optimal_token_baseline_is_of_one_sequence_alone() -> Result<()> {
+fn the_zero_tail_excludes_columns_that_two_sequences_share() -> Result<()> {
     for device in devices() {
         let mask = Tensor::new(&[[1u8, 0, 0, 1, 1], [1, 0, 0, 1, 0]], device)?;
         let rewards = tensor(&[1., 3.], device);
@@ -463,7 +462,8 @@ fn the_tail_of_the_optimal_token_baseline_is_of_one_sequence_alone() -> Result<(
             .old_log_probs(&log_probs)
             .sum_of_squared_probs(&squares);
         let advantages = AdvantagePipeline::optimal_token_baseline().estimate(&batch)?;
-        // The energies are equal, so the baseline is the mean of the returns, 2, but for the last column.
+        // The energies are equal, so the baseline is the mean of the returns, 2, but for the last
+        // column.
         let expected = [-1., 0., 0., -1., 1., 1., 0., 0., 1., 0.];
         assert_close(&numbers(&advantages.advantages)?, &expected, 1e-6);
     }

@@ -15,9 +15,9 @@ use rstest::rstest;
 
 use crate::tensor;
 
-/// Task 0: trajectory 10 visits the states a, b, a with rewards 0, 0, 1; trajectory 11 visits a, c with rewards 1, 2; and
-/// trajectory 12 is one step in a without reward. Task 1: trajectory 13 is in a as well, but that is another a. The rows are
-/// shuffled.
+/// Task 0: trajectory 10 visits the states a, b, a with rewards 0, 0, 1; trajectory 11 visits a, c
+/// with rewards 1, 2; and trajectory 12 is one step in a without reward. Task 1: trajectory 13 is
+/// in a too, but states of different tasks are distinct. The rows are shuffled.
 const TASKS: [u32; 7] = [0, 0, 1, 0, 0, 0, 0];
 const TRAJECTORIES: [u32; 7] = [10, 11, 13, 10, 12, 11, 10];
 const NUMBERS: [i64; 7] = [2, 1, 0, 0, 0, 0, 1];
@@ -46,7 +46,7 @@ fn estimate(gigpo: &Gigpo, device: &Device) -> Result<Vec<f64>> {
 }
 
 #[test]
-fn returns_run_over_the_steps_of_a_trajectory() -> Result<()> {
+fn returns_accumulate_over_the_steps_of_a_trajectory() -> Result<()> {
     for device in devices() {
         let returns = steps().discounted_returns(&tensor(&REWARDS, device), 0.5)?;
         assert_close(&numbers(&returns)?, &[1., 2., 9., 0.25, 0., 2., 0.5], 0.);
@@ -62,7 +62,8 @@ fn returns_run_over_the_steps_of_a_trajectory() -> Result<()> {
     Ok(())
 }
 
-/// The scores of the episodes of task 0 are 1, 3 and 0; the returns in its state a are 1, 0.25, 0 and 2, of mean 0.8125.
+/// The scores of the episodes of task 0 are 1, 3 and 0; the returns in its state a are 1, 0.25, 0
+/// and 2, of mean 0.8125.
 #[rstest]
 #[case::episodes(
     mean(|g| g.step_weight = 0.),
@@ -105,7 +106,7 @@ fn both_levels_are_relative_to_their_group(
 
 /// With deviations, by the formula of ROLL: variances of 7 / 3 and of 2.421875 / 3.
 #[test]
-fn deviations_are_those_of_the_groups() -> Result<()> {
+fn both_levels_divide_by_the_deviation_of_their_group() -> Result<()> {
     let episode = (7f64 / 3.).sqrt() + 1e-6;
     let step = (2.421875f64 / 3.).sqrt() + 1e-6;
     let expected = [
@@ -128,7 +129,7 @@ fn deviations_are_those_of_the_groups() -> Result<()> {
 }
 
 #[test]
-fn scores_of_episodes_can_be_given() -> Result<()> {
+fn episode_scores_can_be_given() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&REWARDS, device);
         let scores = tensor(&[4., 0., 7., 4., 2., 0., 4.], device);
@@ -154,7 +155,7 @@ fn scores_of_episodes_can_be_given() -> Result<()> {
     Ok(())
 }
 
-/// The steps up to a missing score are left out, and the episode; the others are compared among themselves.
+/// A missing score excludes the episode and the steps up to it; the others are compared.
 #[test]
 fn missing_scores_can_be_excluded() -> Result<()> {
     for device in devices() {
@@ -190,7 +191,7 @@ fn missing_scores_can_be_excluded() -> Result<()> {
     "normalization: GroupMean of Unmasked"
 )]
 #[case(mean(|g| g.normalization.ddof = 2), "normalization.ddof: 2")]
-fn options(#[case] gigpo: Gigpo, #[case] expected: &str) {
+fn invalid_options_are_named(#[case] gigpo: Gigpo, #[case] expected: &str) {
     let got = message(gigpo.validate());
     assert!(got.starts_with(expected), "{got}");
     for device in devices() {
@@ -199,7 +200,7 @@ fn options(#[case] gigpo: Gigpo, #[case] expected: &str) {
 }
 
 #[test]
-fn rows_that_do_not_go_together() -> Result<()> {
+fn inconsistent_rows_are_refused() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&[0., 1.], device);
         let scores = tensor(&[0.], device);
@@ -246,7 +247,8 @@ fn the_settings_survive_serde() -> serde_json::Result<()> {
 /// A row of a batch: task, trajectory, number of the step, state, reward.
 type Row = (u32, u32, i64, u32, f64);
 
-/// Two to four tasks with two or three trajectories of up to four steps in three states each, shuffled.
+/// Two to four tasks with two or three trajectories of up to four steps in three states each,
+/// shuffled.
 fn rows() -> impl Strategy<Value = Vec<Row>> {
     let step = (0u32..3, -16i32..16);
     let trajectory = prop::collection::vec(step, 1..5);
@@ -278,7 +280,7 @@ fn of_rows(rows: &[Row], gigpo: &Gigpo, device: &Device) -> Result<Vec<f64>> {
     numbers(&gigpo.estimate(&batch)?.advantages)
 }
 
-/// The same in plain loops: `(x - mean) / (std + 1e-6)` among the entries of one key, 0 for one alone.
+/// GiGPO in plain loops: `(x - mean) / (std + 1e-6)` among the entries of one key, 0 for one entry.
 fn by_loops(rows: &[Row], gamma: f64) -> Vec<f64> {
     let sum = |row: &Row, weight: &dyn Fn(i64) -> f64| -> f64 {
         let later = rows.iter().filter(|r| r.1 == row.1);

@@ -8,7 +8,8 @@ use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
-/// The published values of each system for the example (failures and success of group 1, then of group 2).
+/// The published values of each system for the example (failures and success of group 1, then of
+/// group 2).
 #[rstest]
 #[case::trl(1e-4, Scale::Group, [0.865875430, 1.499700060, -0.499900020])]
 #[case::verl_and_roll(1e-6, Scale::Group, [0.866023904, 1.499997000, -0.499999000])]
@@ -62,7 +63,8 @@ fn rloo_gives_the_published_values(#[case] scale: Scale, #[case] values: [f64; 3
     Ok(())
 }
 
-/// 0.1 is not a binary fraction: a mean that is rounded leaves a residue, which a small epsilon blows up.
+/// 0.1 is not a binary fraction: the rounded mean leaves a residue, which a small epsilon
+/// amplifies.
 #[rstest]
 fn a_constant_group_gives_exact_zeros(
     #[values(2, 3, 7, 10, 49, 1000)] size: usize,
@@ -85,7 +87,7 @@ fn a_constant_group_gives_exact_zeros(
 }
 
 #[rstest]
-fn an_offset_loses_nothing(
+fn a_large_offset_costs_no_precision(
     #[values(Scale::Group, Scale::Batch, Scale::None)] scale: Scale,
 ) -> Result<()> {
     for device in devices() {
@@ -119,7 +121,7 @@ fn groups_of_any_size_in_any_order() -> Result<()> {
     Ok(())
 }
 
-/// Unequal groups [2 | 1, 0] in the words of verl and twinkle.
+/// Unequal groups [2 | 1, 0] with the conventions of verl and twinkle.
 #[rstest]
 #[case(SingletonGroup::Raw, Scale::None, [2., 0.5, -0.5])]
 #[case(SingletonGroup::Zero, Scale::None, [0., 0.5, -0.5])]
@@ -199,7 +201,7 @@ fn missing_scores_can_be_excluded() -> Result<()> {
 }
 
 #[test]
-fn integers_and_half_precision_are_taken() -> Result<()> {
+fn integers_and_half_precision_give_f32() -> Result<()> {
     for device in devices() {
         let expected = [-0.5, 0.5, -0.5, 0.5];
         for dtype in [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16] {

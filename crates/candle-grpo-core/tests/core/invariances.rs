@@ -1,9 +1,11 @@
-//! What must not change, or must change in step, whatever the rewards are.
+//! Invariances and equivariances of the advantage functions.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::{GroupAdvantage, Scale};
 use candle_grpo_test_support::{devices, numbers};
 use proptest::prelude::*;
+
+use crate::close;
 
 fn function() -> impl Strategy<Value = GroupAdvantage> {
     prop_oneof![Just(GroupAdvantage::grpo()), Just(GroupAdvantage::rloo())]
@@ -36,12 +38,6 @@ fn compute(
 ) -> Result<Vec<f64>> {
     let rewards = Tensor::new(rewards, device)?;
     numbers(&function.compute(&rewards, ids, scale)?)
-}
-
-fn close(a: &[f64], b: &[f64]) -> bool {
-    a.iter()
-        .zip(b)
-        .all(|(x, y)| (x - y).abs() <= 1e-6 * (1. + x.abs()))
 }
 
 proptest! {

@@ -1,4 +1,4 @@
-//! Controllers, penalties, ensembles, resampling, filters and the decision of dynamic sampling.
+//! KL controllers, penalties, ensembles, resampling, filters and dynamic sampling.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::rewards::{NonFinite, OverlongPenalty, RepetitionPenalty, ScoreEnsemble};
@@ -18,7 +18,7 @@ use crate::tensor;
 #[case(0.11, 1.01024)]
 #[case(0.5, 1.02048)]
 #[case(-3., 0.97952)] // k1 can be negative
-fn the_adaptive_controller_steers_by_at_most_a_fifth(
+fn the_adaptive_controller_changes_by_at_most_a_fifth(
     #[case] kl: f64,
     #[case] expected: f64,
 ) -> Result<()> {
@@ -36,7 +36,7 @@ fn the_adaptive_controller_steers_by_at_most_a_fifth(
 }
 
 #[test]
-fn controllers_refuse_what_is_not_a_number() -> Result<()> {
+fn controllers_refuse_nan() -> Result<()> {
     assert!(message(KlController::fixed(-1.)).starts_with("coef: -1, must be"));
     assert!(message(KlController::adaptive(1., 0., 1.)).starts_with("target: 0, must be"));
     assert!(message(KlController::adaptive(1., 1., f64::NAN)).starts_with("horizon: NaN, must be"));
@@ -47,7 +47,7 @@ fn controllers_refuse_what_is_not_a_number() -> Result<()> {
 }
 
 #[test]
-fn overlong_responses_are_penalised_softly() -> Result<()> {
+fn the_overlong_penalty_grows_linearly_and_saturates() -> Result<()> {
     for device in devices() {
         let lengths = tensor(&[0., 12., 14., 16., 20.], device);
         let penalty = OverlongPenalty {
@@ -98,7 +98,7 @@ fn repetitions_are_counted_in_ngrams() -> Result<()> {
 #[case(ScoreEnsemble::Min, [1., 3.])]
 #[case(ScoreEnsemble::Max, [3., 3.])]
 #[case(ScoreEnsemble::Weighted(vec![3., 1.]), [1.5, 3.])]
-fn ensembles_leave_out_a_judge_without_an_opinion(
+fn ensembles_leave_out_missing_scores(
     #[case] ensemble: ScoreEnsemble,
     #[case] expected: [f64; 2],
 ) -> Result<()> {
@@ -194,7 +194,7 @@ fn filter(filter: SampleFilter, scores: &[f32], device: &Device) -> Result<Vec<u
 #[case(SampleFilter::ShorterThan { length: 3 }, [1, 1, 0, 1, 1, 0])]
 #[case(SampleFilter::NotTruncated {}, [1, 1, 0, 1, 1, 0])]
 #[case(SampleFilter::ShortErrors { length: 3 }, [1, 1, 0, 1, 1, 1])]
-fn filters_keep_what_they_say(
+fn each_filter_keeps_its_samples(
     #[case] which: SampleFilter,
     #[case] expected: [u8; 6],
 ) -> Result<()> {
@@ -208,7 +208,7 @@ fn filters_keep_what_they_say(
 }
 
 #[test]
-fn filters_look_at_bounds_strictly_and_at_missing_scores_not_at_all() -> Result<()> {
+fn filters_have_strict_bounds_and_ignore_missing_scores() -> Result<()> {
     for device in devices() {
         let nan = f32::NAN;
         let strict = SampleFilter::Difficulty { low: 0., high: 0.5 };
@@ -248,7 +248,7 @@ fn filters_look_at_bounds_strictly_and_at_missing_scores_not_at_all() -> Result<
 }
 
 #[test]
-fn dynamic_sampling_goes_on_until_a_step_is_full() -> Result<()> {
+fn dynamic_sampling_continues_until_a_step_is_full() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&[0., 1., 1., 1., 0., 0., 0.5, 1.], device);
         let groups = GroupAdvantage::grpo()
@@ -309,7 +309,7 @@ fn dynamic_sampling_goes_on_until_a_step_is_full() -> Result<()> {
 }
 
 #[test]
-fn the_top_entropy_quantile_is_that_of_torch() -> Result<()> {
+fn the_top_entropy_quantile_equals_torch() -> Result<()> {
     for device in devices() {
         let nan = f32::NAN;
         let mask = Mask::new(&Tensor::new(&[[1u8, 1, 1], [1, 0, 1]], device)?)?;
@@ -367,9 +367,8 @@ fn rewards_can_be_clipped_to_a_range() -> Result<()> {
     Ok(())
 }
 
-/// A step of many more samples than the horizon takes the coefficient to 0 at most.
 #[test]
-fn the_adaptive_controller_does_not_turn_negative() -> Result<()> {
+fn the_adaptive_coefficient_never_becomes_negative() -> Result<()> {
     let mut controller = KlController::adaptive(0.2, 0.1, 100.)?;
     controller.update(0., 1024)?;
     assert_eq!(controller.coef(), 0.);

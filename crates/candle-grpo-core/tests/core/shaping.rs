@@ -12,7 +12,8 @@ use crate::tensor;
 
 const EXAMPLE: [f64; 8] = [0., 1., 0., 1., 1., 0., 0., 0.];
 
-/// ROLL's published values, and the combination that ROLL breaks on: std of the group without its mean.
+/// ROLL's published values, and a combination that fails in ROLL: std of the group without its
+/// mean.
 #[rstest]
 #[case(NormLevel::Group, NormLevel::Group, [-0.866024, 0.866024, 1.499997, -0.499999])]
 #[case(NormLevel::Group, NormLevel::Batch, [-0.96609, 0.96609, 1.44914, -0.48305])]
@@ -65,7 +66,7 @@ fn shift_and_scale_come_before_the_clip() -> Result<()> {
 }
 
 #[test]
-fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
+fn running_moments_cover_all_rewards_so_far() -> Result<()> {
     for device in devices() {
         let shaping = RewardShaping {
             norm: RewardNorm {
@@ -95,9 +96,9 @@ fn running_moments_are_those_of_all_rewards_so_far() -> Result<()> {
     Ok(())
 }
 
-/// Masked positions hold NaN throughout: none of it may show.
+/// Masked positions hold NaN, which must not reach any result.
 #[test]
-fn tokens_go_through_the_pipeline_in_its_order() -> Result<()> {
+fn the_token_stage_applies_its_steps_in_order() -> Result<()> {
     for device in devices() {
         let nan = f32::NAN;
         let mask = Tensor::new(&[[1u8, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], device)?;
@@ -125,7 +126,8 @@ fn tokens_go_through_the_pipeline_in_its_order() -> Result<()> {
             .old_log_probs(&old)
             .ref_log_probs(&reference);
         let tokens = shaping.estimate(&batch)?;
-        // k1 is [1, -1 | 0, 0, 3]: token rewards [-0.5, 1.5 | 0, 0, 1.5], clipped to [-0.5, 1 | 0, 0, 1].
+        // k1 is [1, -1 | 0, 0, 3]: token rewards [-0.5, 1.5 | 0, 0, 1.5], clipped to [-0.5, 1 | 0,
+        // 0, 1].
         let returns = [0., 1., 0., 0., 0.25, 0.5, 1., 0., 0., 0., 0., 0.];
         assert_close(&numbers(&tokens.returns.unwrap())?, &returns, 1e-7);
         let advantages = [0., 0.7, 0., 0., 0.25, 0.5, 0.7, 0., 0., 0., 0., 0.];
@@ -194,8 +196,7 @@ fn kl_estimators_have_their_published_values(
     Ok(())
 }
 
-/// A group without spread has no deviation to be measured in: its distance from the mean of others would be divided by
-/// epsilon alone.
+/// Division by the deviation of equal rewards would divide by epsilon alone.
 #[rstest]
 #[case(NormLevel::None, [1., 1., 1., 1.])]
 #[case(NormLevel::Batch, [0.25, 0.25, 0.25, 0.25])]
@@ -225,8 +226,8 @@ fn a_flat_group_is_not_divided(#[case] mean: NormLevel, #[case] expected: [f64; 
     Ok(())
 }
 
-/// A token that the reference thinks impossible, or nearly so, has the value that it has with the estimator's own gradient,
-/// and a finite gradient.
+/// A token with probability 0, or nearly 0, under the reference has a finite gradient, and the same
+/// value as with the gradient of the estimator.
 #[rstest]
 #[case(KlGradient::StraightThrough)]
 #[case(KlGradient::ImportanceWeighted { max: 10. })]
