@@ -1,5 +1,6 @@
 // One AdamW step of one parameter, in place. With an f32 master the kernel updates the master and
-// rounds it to the parameter. Without a master (null) it updates the parameter in f32 and rounds it.
+// rounds it to the parameter. Without a master (null) it updates the parameter in f32 and rounds
+// it.
 
 #include "element.cuh"
 #include "math.cuh"

@@ -1,12 +1,12 @@
-// Causal grouped-query attention on the tensor cores, forward and backward. The matrix of the scores
-// is never stored.
+// Causal grouped-query attention on the tensor cores, forward and backward. The matrix of the
+// scores is never stored.
 //
-// The query heads that share a key head are the rows of one matrix: row r of a sequence is head
-// r % group at new position r / group. A block keeps some rows of its result and loads the other
-// operands in tiles, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691). The forward pass and
-// the gradient of the queries keep queries and load keys. The gradient of keys and values keeps keys
-// and loads queries. One thread computes each sum in a fixed order without atomics, so results are
-// deterministic.
+// The query heads that share a key head are the rows of one matrix: row r of a sequence is head r %
+// group at new position r / group. A block keeps some rows of its result and loads the other
+// operands in tiles, as in FlashAttention-2 (https://arxiv.org/abs/2307.08691). The forward pass
+// and the gradient of the queries keep queries and load keys. The gradient of keys and values keeps
+// keys and loads queries. One thread computes each sum in a fixed order without atomics, so results
+// are deterministic.
 //
 // Scores and sums are f32. In bf16 and f16 the softmax weights and the gradients of the scores are
 // rounded to the dtype, like all operands of the tensor cores. All passes compute a score from the
@@ -19,14 +19,14 @@
 
 #include <climits>
 
-// The sizes of tiles for heads of up to D elements. `attention.rs` has the same sizes for the launches.
-// A warp has 16 of the kept rows.
+// The sizes of tiles for heads of up to D elements. `attention.rs` has the same sizes for the
+// launches. A warp has 16 of the kept rows.
 template <typename T, int D> struct Tiles {
     static constexpr bool WIDE = sizeof(T) == 4;
     static constexpr int ROWS = WIDE && D == 256 ? 32 : 64;
     static constexpr int THREADS = 2 * ROWS;
-    // Forward blocks of a multiprocessor, limited by its shared memory. With more blocks the compiler
-    // would spill registers.
+    // Forward blocks of a multiprocessor, limited by its shared memory. With more blocks the
+    // compiler would spill registers.
     static constexpr int FORWARD_BLOCKS = D == 64 ? 4 : 2;
     // Rows of a loaded tile, forward and backward.
     static constexpr int KEYS = WIDE ? (D == 256 ? 16 : 32) : (D == 256 ? 32 : 64);
@@ -66,8 +66,8 @@ struct Head {
     }
     __device__ __forceinline__ uint64_t elements(uint64_t place) const { return place * (uint64_t)head_dim; }
 
-    // A key is visible to a row if its mark is not above the mark of the row. The mark is the position,
-    // except at padding.
+    // A key is visible to a row if its mark is not above the mark of the row. The mark is the
+    // position, except at padding.
     __device__ __forceinline__ int row_mark(int row) const {
         if (row >= rows) return -1;
         const int position = past + row / (int)group;
@@ -79,8 +79,8 @@ struct Head {
 // Products cover whole fragments of the head dimension.
 __device__ __forceinline__ int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
-// Loads `rows` rows of a tile from `source(row)`. Rows with a null source, and columns beyond the head,
-// are 0.
+// Loads `rows` rows of a tile from `source(row)`. Rows with a null source, and columns beyond the
+// head, are 0.
 template <typename T, int STRIDE, int THREADS, typename Source>
 __device__ __forceinline__ void load_tile(T *tile, int rows, int head_dim, bool aligned, Source source) {
     const int packs = padded(head_dim) / PACK<T>;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void load_tile(T *tile, int rows, int head_dim, bool 
     }
 }
 
-// Writes 16 rows by `columns` of c to `target(row)`, through the rows of this warp in a tile. `factors`
-// scale the rows of this lane. A factor of 0 gives 0, also for NaN.
+// Writes 16 rows by `columns` of c to `target(row)`, through the rows of this warp in a tile.
+// `factors` scale the rows of this lane. A factor of 0 gives 0, also for NaN.
 template <typename T, int STRIDE, int pieces, typename Target>
 __device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4], const float (&factors)[2], int columns,
                                            bool aligned, Target target) {
@@ -126,8 +126,8 @@ __device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4],
     }
 }
 
-// Adds to c[.., n] the product of the 16 rows of `a` of this warp with the rows of `b`, at the k-th DEPTH
-// columns of the head. `swapped` adds the products in the order of the transposed product.
+// Adds to c[.., n] the product of the 16 rows of `a` of this warp with the rows of `b`, at the k-th
+// DEPTH columns of the head. `swapped` adds the products in the order of the transposed product.
 template <typename T, int STRIDE, bool swapped, int pieces>
 __device__ __forceinline__ void multiply_rows(float (&c)[pieces][4], const T *a, const T *b, int k) {
     const FragmentA of_a = load_a(a, STRIDE, (int)threadIdx.x / 32 * 16, k * DEPTH<T>);
@@ -178,8 +178,8 @@ __device__ __forceinline__ float row_max(float x) {
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]. Not read for a row without
-// visible keys.
+// `log_sums`: log2 of the sum of the weights of each row, [queries, heads]. Not read for a row
+// without visible keys.
 template <typename T, int D>
 __device__ __forceinline__ void forward(const T *query, const T *key, const T *value, const uint8_t *mask,
                                         const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
@@ -273,9 +273,9 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
     });
 }
 
-// The gradient of the queries (`first`), or of keys (`first`) and values (`second`). `dots`: the dot
-// product of each row of the result with its gradient, [queries, heads]. The pass of the queries
-// writes it, and the pass of the keys reads it.
+// The gradient of the queries (`first`), or of keys (`first`) and values (`second`). `dots`: the
+// dot product of each row of the result with its gradient, [queries, heads]. The pass of the
+// queries writes it, and the pass of the keys reads it.
 template <typename T, int D, bool OF_KEYS>
 __device__ __forceinline__ void backward(const T *query, const T *key, const T *value, const uint8_t *mask,
                                          const uint32_t *sequences, const T *y, const T *gradient, const float *log_sums,
@@ -283,8 +283,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
                                          int head_dim, float scale) {
     using Size = Tiles<T, D>;
     constexpr int STRIDE = Size::STRIDE, OTHERS = Size::OTHERS, COLUMNS = OF_KEYS ? Size::COLUMNS : D;
-    // The kept operands are queries and the gradient of the result, or keys and values. The other two
-    // are loaded in tiles.
+    // The kept operands are queries and the gradient of the result, or keys and values. The other
+    // two are loaded in tiles.
     DYNAMIC_SHARED(T, kept);
     T *kept_with = kept + Size::ROWS * STRIDE, *others = kept_with + Size::ROWS * STRIDE, *others_with = others + OTHERS * STRIDE;
     int *marks = reinterpret_cast<int *>(others_with + OTHERS * STRIDE);
@@ -368,8 +368,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         }
         __syncthreads();
 
-        // The weights, and their gradient, which becomes the gradient of the scores. Both are transposed
-        // in the pass of the keys.
+        // The weights, and their gradient, which becomes the gradient of the scores. Both are
+        // transposed in the pass of the keys.
         float weights[OTHERS / 8][4], of_scores[OTHERS / 8][4];
         clear(weights);
         clear(of_scores);

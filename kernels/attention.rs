@@ -1,5 +1,5 @@
-// The tiles of `attention.cu`, for the launches and for the tests on the CPU. Both include this file to
-// compute blocks and shared memory.
+// The tiles of `attention.cu`, for the launches and for the tests on the CPU. Both include this
+// file to compute blocks and shared memory.
 
 /// Tiles of the kernels for a head dimension.
 #[derive(Debug, Clone, Copy)]
@@ -15,7 +15,8 @@ struct AttentionTiles {
     backward_bytes: usize,
 }
 
-/// Returns `None` for a head dimension that is too large. `element` is the size of an element in bytes.
+/// Returns `None` for a head dimension that is too large. `element` is the size of an element in
+/// bytes.
 fn attention_tiles(head_dim: usize, element: usize) -> Option<AttentionTiles> {
     let width = *[64, 128, 256].iter().find(|width| head_dim <= **width)?;
     let is_wide = element == 4;

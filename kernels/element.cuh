@@ -1,4 +1,5 @@
-// Float dtypes that kernels read and write, one element or 16 bytes at a time. Arithmetic is in f32.
+// Float dtypes that kernels read and write, one element or 16 bytes at a time. Arithmetic is in
+// f32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -61,8 +62,8 @@ template <typename T> __device__ __forceinline__ uint4 pack(const float (&x)[PAC
                       pack_word(x + 2 * n, (const T *)nullptr), pack_word(x + 3 * n, (const T *)nullptr));
 }
 
-// A row of `length` elements: `head` elements before the first multiple of 16 bytes, then `packs` of 16
-// bytes, then `tail` elements. A row of odd length, or of a view, may start at any address.
+// A row of `length` elements: `head` elements before the first multiple of 16 bytes, then `packs`
+// of 16 bytes, then `tail` elements. A row of odd length, or of a view, may start at any address.
 template <typename T> struct Row {
     int head;
     int packs;

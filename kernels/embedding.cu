@@ -1,5 +1,5 @@
-// Rows of a table [vocab, width] at ids [n], and the gradient of the table. An id out of range gives NaN
-// forward and no gradient.
+// Rows of a table [vocab, width] at ids [n], and the gradient of the table. An id out of range
+// gives NaN forward and no gradient.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -33,9 +33,10 @@ embedding_first(const uint32_t *ids, uint32_t *first, uint32_t n, uint32_t vocab
     if (place < n && ids[place] < vocab) atomicMax(first + ids[place], n - place);
 }
 
-// A block for each position (blockIdx.x) and each 64 packs of columns (blockIdx.y). It sums the rows of
-// its id if the position is the first of the id. A warp sums some positions in order, and the block
-// adds the warps in order, so the result is deterministic. Rows without an id are not written.
+// A block for each position (blockIdx.x) and each 64 packs of columns (blockIdx.y). It sums the
+// rows of its id if the position is the first of the id. A warp sums some positions in order, and
+// the block adds the warps in order, so the result is deterministic. Rows without an id are not
+// written.
 template <typename T>
 __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids, const uint32_t *first, T *dweight,
                                          uint32_t n, uint32_t vocab, int width) {

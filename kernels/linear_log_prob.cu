@@ -4,8 +4,8 @@
 
 #include "log_prob.cuh"
 
-// `state` [4, n] holds the sums of the previous tiles and the logit of the target. The first tile does
-// not read it, and the last tile writes the results.
+// `state` [4, n] holds the sums of the previous tiles and the logit of the target. The first tile
+// does not read it, and the last tile writes the results.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     linear_log_prob_tile(const float *logits, const uint32_t *targets, const uint8_t *mask, float *state, float *packed,
                          uint64_t n, uint64_t columns, uint32_t first_column, uint64_t vocab, float inverse_temperature) {

@@ -1,7 +1,7 @@
-// Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and backward
-// with one pass each. The backward pass also takes a tile of the vocabulary, for linear_log_prob. One
-// block for each row. A row with a mask of 0 gives zeros without a read of its logits. A null mask
-// keeps every row.
+// Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and
+// backward with one pass each. The backward pass also takes a tile of the vocabulary, for
+// linear_log_prob. One block for each row. A row with a mask of 0 gives zeros without a read of its
+// logits. A null mask keeps every row.
 
 #include "log_prob.cuh"
 
@@ -37,8 +37,8 @@ struct Coefficients {
     }
 };
 
-// The gradient of logits [n, columns] from `first_column` of the vocabulary. `gradient` may be `logits`:
-// a thread reads an element before it writes it.
+// The gradient of logits [n, columns] from `first_column` of the vocabulary. `gradient` may be
+// `logits`: a thread reads an element before it writes it.
 template <typename T>
 __device__ __forceinline__ void backward(const T *logits, const uint32_t *targets, const uint8_t *mask,
                                          const float *packed, const float *packed_gradient, T *gradient, uint64_t n,

@@ -1,7 +1,8 @@
 // Shared code of the passes over logits: a block for each row, its sums, and the results.
 //
-// The passes are bound by memory: 16-byte loads, several in flight for each thread, and one exponential
-// for each logit. Exponentials have base 2, and the factor of the temperature includes the base.
+// The passes are bound by memory: 16-byte loads, several in flight for each thread, and one
+// exponential for each logit. Exponentials have base 2, and the factor of the temperature includes
+// the base.
 
 #pragma once
 
@@ -13,8 +14,8 @@ constexpr int WARPS = THREADS / 32;
 // log2 of a weight that is 0 in f32. Replaces minus infinity, whose product with 0 would be NaN.
 constexpr float NO_WEIGHT = -200.0f;
 
-// Sums over logits x of a row, relative to the largest one: the sums of exp2(d) and of d * exp2(d) with
-// d = (x - largest) * scale. `largest` is minus infinity if all logits are.
+// Sums over logits x of a row, relative to the largest one: the sums of exp2(d) and of d * exp2(d)
+// with d = (x - largest) * scale. `largest` is minus infinity if all logits are.
 struct Sums {
     float largest;
     float exp;

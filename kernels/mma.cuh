@@ -1,8 +1,9 @@
 // Products of small matrices on the tensor cores, with sums in f32. bf16 and f16 are multiplied
-// directly. f32 is split into two parts of 11 bits: three products leave an error of 2^-22 of each term.
+// directly. f32 is split into two parts of 11 bits: three products leave an error of 2^-22 of each
+// term.
 //
 // A warp holds the matrices in fragments. With g = lane / 4 and t = lane % 4, a lane has
-//   a [16, DEPTH]  the rows g and g + 8, at the columns 2t, 2t + 1 (and, in half types, 2t + 8, 2t + 9),
+//   a [16, DEPTH]  the rows g and g + 8, at the columns 2t, 2t + 1 (and 2t + 8, 2t + 9 in bf16, f16),
 //   b [DEPTH, 8]   the same rows of the depth at the column g,
 //   c [16, 8]      (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 // In f32 the hardware has another order of the depth. The order of the products does not matter.
@@ -24,7 +25,8 @@ struct FragmentB {
     uint32_t words[2];
 };
 
-// Loads four matrices of 8 x 8 16-bit elements from shared memory. Each lane has the address of a row.
+// Loads four matrices of 8 x 8 16-bit elements from shared memory. Each lane has the address of a
+// row.
 template <bool transposed> __device__ __forceinline__ void load_matrices(const void *row, uint32_t (&words)[4]) {
 #ifdef CUDA_ON_HOST
     cuda_host::load_matrices(row, transposed, words);
@@ -57,8 +59,8 @@ template <> __device__ __forceinline__ FragmentA load_a<float>(const float *tile
     return {{__float_as_uint(upper.x), __float_as_uint(lower.x), __float_as_uint(upper.y), __float_as_uint(lower.y)}};
 }
 
-// Loads two fragments. Their columns are the rows of `tile` from `row`, and their depth its columns from
-// `column`.
+// Loads two fragments. Their columns are the rows of `tile` from `row`, and their depth its columns
+// from `column`.
 template <typename T>
 __device__ __forceinline__ void load_b_of_rows(const T *tile, int stride, int row, int column, FragmentB (&b)[2]) {
     const int lane = (int)threadIdx.x % 32;
@@ -78,8 +80,8 @@ __device__ __forceinline__ void load_b_of_rows<float>(const float *tile, int str
     }
 }
 
-// Loads two fragments. Their depth is the rows of `tile` from `row`, and their columns its columns from
-// `column`.
+// Loads two fragments. Their depth is the rows of `tile` from `row`, and their columns its columns
+// from `column`.
 template <typename T>
 __device__ __forceinline__ void load_b_of_columns(const T *tile, int stride, int row, int column, FragmentB (&b)[2]) {
     const int lane = (int)threadIdx.x % 32;
@@ -135,8 +137,8 @@ __device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a,
 #endif
 }
 
-// Rounds to the nearest number of 11 bits. The instruction leaves the other bits undefined, so they are
-// cleared: a product ignores them, and the remainder must not.
+// Rounds to the nearest number of 11 bits. The instruction leaves the other bits undefined, so they
+// are cleared: a product ignores them, and the remainder must not.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
 #ifdef CUDA_ON_HOST
     return cuda_host::to_tf32(x);

@@ -1,13 +1,13 @@
-// y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward.
-// blockDim.x threads, a multiple of 32, share a row, and a block has blockDim.y rows. The blocks loop over
-// the rows in strides of the grid. The second read of a row comes from the caches.
+// y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. blockDim.x
+// threads, a multiple of 32, share a row, and a block has blockDim.y rows. The blocks loop over the
+// rows in strides of the grid. The second read of a row comes from the caches.
 
 #include "element.cuh"
 #include "math.cuh"
 
-// Calls `each(first, values...)` for the columns of this thread in a row, `count` columns from `first` at a
-// time: packs if all pointers and the width are aligned, else single elements. The columns of a thread
-// are the same in each row.
+// Calls `each(first, values...)` for the columns of this thread in a row, `count` columns from
+// `first` at a time: packs if all pointers and the width are aligned, else single elements. The
+// columns of a thread are the same in each row.
 template <bool packed, typename T, typename Each>
 __device__ __forceinline__ void for_columns(int width, Each each) {
     constexpr int step = packed ? PACK<T> : 1;
@@ -26,7 +26,8 @@ __device__ __forceinline__ void store(T *to, const float (&values)[packed ? PACK
     else *to = from_float<T>(values[0]);
 }
 
-// Returns the sums over the threads of a row to each of them. `scratch` has two numbers for each warp.
+// Returns the sums over the threads of a row to each of them. `scratch` has two numbers for each
+// warp.
 __device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
     a = warp_sum(a);
     b = warp_sum(b);

@@ -1,7 +1,7 @@
 // Rotary position embedding in the half-split layout: rows [rows, heads * 2 * pairs], and angles
-// [rows, pairs] shared by the heads of a row. In each head, elements i and i + pairs are a pair. `sign`
-// is 1, or -1 for the inverse rotation. blockDim.x threads share a head, and a block has blockDim.y
-// heads.
+// [rows, pairs] shared by the heads of a row. In each head, elements i and i + pairs are a pair.
+// `sign` is 1, or -1 for the inverse rotation. blockDim.x threads share a head, and a block has
+// blockDim.y heads.
 
 #include "element.cuh"
 #include "math.cuh"

@@ -1,7 +1,7 @@
-// The arguments of every kernel, for the launches on a GPU and for the tests on the CPU. Both include this
-// file and define `kernels!`, `plain_kernels!`, `In` (a pointer for reads, which may be null) and `Out` (a
-// pointer for writes). In `kernels!`, `Self` is an element type, and the kernel `name` is `name_f32`,
-// `name_bf16` and `name_f16` in the `.cu` file.
+// The arguments of every kernel, for the launches on a GPU and for the tests on the CPU. Both
+// include this file and define `kernels!`, `plain_kernels!`, `In` (a pointer for reads, which may
+// be null) and `Out` (a pointer for writes). In `kernels!`, `Self` is an element type, and the
+// kernel `name` is `name_f32`, `name_bf16` and `name_f16` in the `.cu` file.
 kernels! {
     adamw ADAMW {
         adamw(parameter: Out<Self>, master: Out<f32>, average: Out<f32>, square: Out<f32>, gradient: In<f32>, n: u64,

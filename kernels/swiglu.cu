@@ -7,8 +7,8 @@ constexpr int THREADS = 256;
 // Packs of a thread, at a distance of the number of threads.
 constexpr int IN_FLIGHT = 2;
 
-// Calls `each` for the elements of this block: `each.template operator()<true>(start)` for 16 bytes, with
-// false for one element.
+// Calls `each` for the elements of this block: `each.template operator()<true>(start)` for 16
+// bytes, with false for one element.
 template <typename T, typename Pack, typename One>
 __device__ __forceinline__ void for_elements(uint64_t n, bool aligned, Pack pack, One one) {
     const uint64_t per_block = (uint64_t)THREADS * IN_FLIGHT * PACK<T>;

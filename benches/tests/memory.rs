@@ -68,9 +68,10 @@ fn linear_log_prob_takes_its_gradients_and_a_few_mib(
         Var::from_tensor(&Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype)?)
     };
     let (hidden, weight) = (random((rows, width))?, random((vocab, width))?);
-    let weight = match is_frozen {
-        true => weight.as_detached_tensor(),
-        false => weight.as_tensor().clone(),
+    let weight = if is_frozen {
+        weight.as_detached_tensor()
+    } else {
+        weight.as_tensor().clone()
     };
     let targets = Tensor::zeros(rows, DType::U32, &Device::Cpu)?;
     let kept = (0..rows).map(|row| u8::from(row % 4 != 1));

@@ -1,5 +1,5 @@
-// Runs a launch: the blocks in sequence, and the threads of a block as fibers that switch at barriers and
-// warp operations.
+// Runs a launch: the blocks in sequence, and the threads of a block as fibers that switch at
+// barriers and warp operations.
 
 #include "include/cuda_host.h"
 
@@ -69,7 +69,8 @@ void* take_stack() {
     return stack;
 }
 
-// A context starts a fiber; later switches are jumps. Switching contexts would take a system call each time.
+// A context starts a fiber; later switches are jumps. Switching contexts would take a system call
+// each time.
 __attribute__((noinline)) void resume(Fiber* fiber) {
     launch->running = fiber;
     threadIdx = fiber->index;
@@ -164,7 +165,8 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
         fiber.start.uc_link = nullptr;
         makecontext(&fiber.start, run_fiber, 0);
     }
-    // A warp runs until it blocks before the next one starts: exchange between warps needs a barrier.
+    // A warp runs until it blocks before the next one starts: exchange between warps needs a
+    // barrier.
     const size_t warps = (fibers.size() + 31) / 32;
     std::vector<size_t> warp_order(warps), lane_order(32);
     for (size_t i = 0; i < warps; i++) warp_order[i] = reverse ? warps - 1 - i : i;
@@ -235,8 +237,8 @@ void fail(const char* format, ...) {
 
 }  // namespace cuda_host
 
-// Handlers of -fsanitize=undefined, with which the kernels are compiled. The argument of each starts with
-// the source location.
+// Handlers of -fsanitize=undefined, with which the kernels are compiled. The argument of each
+// starts with the source location.
 struct Place {
     const char* file;
     uint32_t line, column;
@@ -281,10 +283,10 @@ extern "C" void cuda_host_free(void* buffer, size_t bytes) {
     munmap((char*)buffer + bytes - whole, whole + page);
 }
 
-// Calls body(argument) once for each thread of the grid. `order` 0 runs the warps of a block and their lanes
-// in ascending order, 1 in descending order, and any other number in a random order with that seed. A
-// result that differs between orders shows a missing barrier. Returns null or an error message, valid until
-// the next launch of this thread.
+// Calls body(argument) once for each thread of the grid. `order` 0 runs the warps of a block and
+// their lanes in ascending order, 1 in descending order, and any other number in a random order
+// with that seed. A result that differs between orders shows a missing barrier. Returns null or an
+// error message, valid until the next launch of this thread.
 extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order,
                                         void (*body)(void*), void* argument) {
     static thread_local std::string error;

@@ -1,10 +1,9 @@
-//! Compiles `kernels/*.cu` as C++, with `kernels/host` in the place of nvcc's built-ins.
+//! Compiles `kernels/*.cu` as C++, with `kernels/host` as replacement of nvcc's built-ins.
 
 use std::path::Path;
 
 fn main() {
-    // Asked when it runs: a build script may have been compiled in another checkout, with which
-    // this one shares a target folder.
+    // Read at run time: checkouts that share a target folder share compiled build scripts.
     let here = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets it");
     let kernels = Path::new(&here).join("../../kernels");
     println!("cargo::rerun-if-changed={}", kernels.display());
@@ -18,8 +17,7 @@ fn main() {
     sources.sort();
     sources.push("src/wrong.cu".into());
 
-    // What is undefined is reported through functions of cuda_host.cpp, so that no sanitizer's
-    // runtime is linked.
+    // Functions of cuda_host.cpp report undefined behavior, so no sanitizer runtime is linked.
     cpp(&kernels)
         .flag("-Wno-unknown-pragmas")
         .flag("-include")

@@ -23,7 +23,8 @@ use crate::{check, composed, cpu, path};
 /// use candle_grpo_kernels::add_matmul;
 ///
 /// let sum = Tensor::new(&[[1f32]], &Device::Cpu)?;
-/// let (a, b) = (Tensor::new(&[[2f32, 3.]], &Device::Cpu)?, Tensor::new(&[[4f32], [5.]], &Device::Cpu)?);
+/// let a = Tensor::new(&[[2f32, 3.]], &Device::Cpu)?;
+/// let b = Tensor::new(&[[4f32], [5.]], &Device::Cpu)?;
 /// add_matmul(&sum, &a, &b)?;
 /// assert_eq!(sum.to_vec2::<f32>()?, [[24.]]);
 /// # Ok::<(), candle_core::Error>(())

@@ -49,6 +49,10 @@
 //! devices without a path. The tests compare the paths with the twin in f64. A file of the same
 //! name in `src/`, `src/cpu/`, `src/cuda/`, `src/composed/` and `kernels/` has each part.
 
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 mod adamw;
 mod add_matmul;
 mod attention;

@@ -91,7 +91,8 @@ pub fn linear_log_prob(
 /// let hidden = Tensor::ones((3, 8), DType::F32, &Device::Cpu)?;
 /// let weight = Var::ones((5, 8), DType::F32, &Device::Cpu)?;
 /// let targets = Tensor::zeros(3, DType::U32, &Device::Cpu)?;
-/// let layer = LinearLogProb::new(&hidden, &weight, None, &targets, 1.0, LogProbOptions::default())?;
+/// let options = LogProbOptions::default();
+/// let layer = LinearLogProb::new(&hidden, &weight, None, &targets, 1.0, options)?;
 /// let tokens = layer.forward()?;
 /// // The loss is the mean of the negative log-probs.
 /// let derivatives = TokenLogProbs {

@@ -26,7 +26,8 @@ use crate::{check, composed, cpu, path};
 /// use candle_grpo_kernels::linear_rows;
 ///
 /// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
-/// let (a, b) = (Tensor::new(&[[1f32, 1.]], &Device::Cpu)?, Tensor::new(&[[1f32, 0.], [0., 2.]], &Device::Cpu)?);
+/// let a = Tensor::new(&[[1f32, 1.]], &Device::Cpu)?;
+/// let b = Tensor::new(&[[1f32, 0.], [0., 2.]], &Device::Cpu)?;
 /// let y = linear_rows(&x, &[&a, &b])?;
 /// assert_eq!(y[0].to_vec2::<f32>()?, [[3.], [7.]]);
 /// assert_eq!(y[1].to_vec2::<f32>()?, [[1., 4.], [3., 8.]]);

@@ -27,7 +27,8 @@ use crate::{check, composed, cpu, path};
 /// let x = Tensor::new(&[[3f32, 4.], [0., 0.]], &Device::Cpu)?;
 /// let weight = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
 /// let y = rms_norm(&x, &weight, 1e-6)?.to_vec2::<f32>()?;
-/// assert!((y[0][0] - 3. / 12.5f32.sqrt()).abs() < 1e-5 && (y[0][1] - 8. / 12.5f32.sqrt()).abs() < 1e-5);
+/// let scale = 12.5f32.sqrt();
+/// assert!((y[0][0] - 3. / scale).abs() < 1e-5 && (y[0][1] - 8. / scale).abs() < 1e-5);
 /// assert_eq!(y[1], [0., 0.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```

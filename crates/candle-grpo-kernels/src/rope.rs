@@ -29,7 +29,8 @@ use crate::{check, composed, cpu, path};
 ///
 /// // A position with two heads of two elements, rotated by a right angle.
 /// let x = Tensor::new(&[[1f32, 0., 2., 3.]], &Device::Cpu)?;
-/// let (cos, sin) = (Tensor::new(&[[0f32]], &Device::Cpu)?, Tensor::new(&[[1f32]], &Device::Cpu)?);
+/// let cos = Tensor::new(&[[0f32]], &Device::Cpu)?;
+/// let sin = Tensor::new(&[[1f32]], &Device::Cpu)?;
 /// assert_eq!(rope(&x, &cos, &sin)?.to_vec2::<f32>()?, [[0., 1., -3., 2.]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -57,7 +58,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// use candle_grpo_kernels::{rope, rope_gradient};
 ///
 /// let x = Tensor::new(&[[3f32, 4.]], &Device::Cpu)?;
-/// let (cos, sin) = (Tensor::new(&[[0.6f32]], &Device::Cpu)?, Tensor::new(&[[0.8f32]], &Device::Cpu)?);
+/// let cos = Tensor::new(&[[0.6f32]], &Device::Cpu)?;
+/// let sin = Tensor::new(&[[0.8f32]], &Device::Cpu)?;
 /// let back = rope_gradient(&cos, &sin, &rope(&x, &cos, &sin)?)?.to_vec2::<f32>()?;
 /// assert!((back[0][0] - 3.).abs() < 1e-6 && (back[0][1] - 4.).abs() < 1e-6);
 /// # Ok::<(), candle_core::Error>(())
@@ -103,7 +105,7 @@ pub(crate) struct Rope {
     /// f32 `[.., D / 2]`, contiguous, like `sin`.
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,
-    /// Whether to rotate by the negative angles, as for the gradient.
+    /// Rotates by the negative angles, for the gradient.
     pub(crate) back: bool,
 }
 

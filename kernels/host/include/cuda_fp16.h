@@ -26,7 +26,8 @@ static inline __half __float2half(float x) {
     frexpf(size, &exponent);
     int step = (exponent < -13 ? -13 : exponent) - 11;  // of the last bit, a power of two
     uint32_t steps = (uint32_t)nearbyintf(ldexpf(size, -step));
-    // A subnormal number is a multiple of the step. Above, the exponent adds 1024 for each doubling.
+    // A subnormal number is a multiple of the step. Above, the exponent adds 1024 for each
+    // doubling.
     return {(uint16_t)(sign | (steps + ((uint32_t)(step + 24) << 10)))};
 }
 static inline __half __float2half_rn(float x) { return __float2half(x); }

@@ -1,7 +1,8 @@
 // Replaces nvcc's built-ins, so that a kernel compiles as C++ and runs on the CPU, for tests.
 //
-// The threads of a block are fibers on one CPU thread. A barrier, a shuffle or a vote switches to the next
-// fiber, and completes when all participating threads have arrived. It is an error if one cannot arrive.
+// The threads of a block are fibers on one CPU thread. A barrier, a shuffle or a vote switches to
+// the next fiber, and completes when all participating threads have arrived. It is an error if one
+// cannot arrive.
 #pragma once
 
 #include <math.h>
@@ -50,7 +51,8 @@ void* dynamic_shared();
 
 void block_barrier();
 
-// Arrives with `value` at the operation `name` of the lanes in `mask`, and returns the values of all lanes.
+// Arrives with `value` at the operation `name` of the lanes in `mask`, and returns the values of
+// all lanes.
 const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value);
 
 // Ends the launch with this message.

@@ -1,4 +1,5 @@
-// Replaces the tensor cores: each lane has fragments of two matrices, and computes its part of the product.
+// Replaces the tensor cores: each lane has fragments of two matrices, and computes its part of the
+// product.
 #pragma once
 
 #include "cuda_host.h"
@@ -17,8 +18,8 @@ void exchange_words(const char* name, const uint32_t (&mine)[count], uint32_t (&
     }
 }
 
-// ldmatrix.x4 of four matrices of 8 x 8 16-bit elements: lane 8 m + r has the address of row r of matrix m. A
-// lane receives two elements of each matrix, adjacent in a row or in a column.
+// ldmatrix.x4 of four matrices of 8 x 8 16-bit elements: lane 8 m + r has the address of row r of
+// matrix m. A lane receives two elements of each matrix, adjacent in a row or in a column.
 inline void load_matrices(const void* row, bool transposed, uint32_t (&words)[4]) {
     if ((uintptr_t)row % 16 != 0) fail("ldmatrix of a row that is not aligned to 16 bytes");
     const Lanes& rows = warp_exchange(transposed ? "ldmatrix.trans" : "ldmatrix", 0xffffffffu, (uint64_t)(uintptr_t)row);
@@ -37,7 +38,8 @@ void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uin
     uint32_t all_a[32][4], all_b[32][2];
     exchange_words(name, a, all_a);
     exchange_words(name, b, all_b);
-    // A lane of a group of four has the elements of the depth from in_word * thread, and those 4 * in_word later.
+    // A lane of a group of four has the elements of the depth from in_word * thread, and those 4 *
+    // in_word later.
     auto element = [&](uint32_t word, int k) {
         float out[2];
         unpack(word, out);

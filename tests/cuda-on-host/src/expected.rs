@@ -1,19 +1,19 @@
-//! What the results of a kernel are held to.
+//! Expected results of a kernel.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_test_support::{assert_close, numbers};
 
-/// A result that was computed in two other ways.
+/// A result, computed in two other ways.
 #[derive(Debug)]
 pub struct Expected {
-    /// By the formula or the composed twin, in f64.
+    /// The result of the formula or of the composed twin, in f64.
     pub exact: Vec<f64>,
-    /// By the operator in Rust, on the CPU and in the dtype of the kernel.
+    /// The result of the CPU path, in the dtype of the kernel.
     pub on_cpu: Vec<f64>,
 }
 
 impl Expected {
-    /// One for each of several results.
+    /// Pairs the results of both ways.
     pub fn all(
         exact: impl IntoIterator<Item = Vec<f64>>,
         on_cpu: impl IntoIterator<Item = Vec<f64>>,
@@ -24,8 +24,12 @@ impl Expected {
             .collect()
     }
 
-    /// The [`forward_and_backward`] of an operator, and of its twin in f64.
-    pub fn of_twin(
+    /// Returns [`forward_and_backward`] of an operator, and of its twin in f64.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the operator or the twin fails.
+    pub fn from_twin(
         inputs: &[Tensor],
         gradient: &Tensor,
         composed: impl Fn(&[Var]) -> Result<Tensor>,
@@ -38,12 +42,11 @@ impl Expected {
         Ok(Self::all(exact, on_cpu))
     }
 
-    /// `tolerance` is that of the exact result; two results that are both rounded may be twice as
-    /// far apart.
+    /// Compares `found` with the exact result, and with the rounded one at twice the `tolerance`.
     ///
     /// # Panics
     ///
-    /// If `found` is further off.
+    /// Panics if `found` differs by more.
     #[track_caller]
     pub fn assert_close(&self, found: &[f64], tolerance: f64) {
         assert_close(found, &self.exact, tolerance);
@@ -51,8 +54,12 @@ impl Expected {
     }
 }
 
-/// The result of an operator, and then the gradient of each input, where `gradient` is that of the
+/// Returns the result of an operator, and the gradient of each input for a `gradient` of the
 /// result.
+///
+/// # Errors
+///
+/// Fails if the operator fails or an input has no gradient.
 pub fn forward_and_backward(
     inputs: &[Tensor],
     gradient: &Tensor,

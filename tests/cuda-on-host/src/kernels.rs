@@ -1,5 +1,4 @@
-//! One function for each kernel, with the arguments of `kernels/signatures.rs`, by which the
-//! launches on a GPU go, too.
+//! One function for each kernel, with the arguments of `kernels/signatures.rs`.
 
 use candle_core::WithDType;
 use half::{bf16, f16};
@@ -13,11 +12,13 @@ pub type Out<T> = *mut T;
 
 macro_rules! kernels {
     ($($file:ident $ptx:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {
-        /// The kernels of an element type, run on the CPU in one of the [orders](crate::ORDERS).
+        /// The kernels of an element type. Each runs on the CPU in one of the
+        /// [orders](crate::ORDERS).
         ///
         /// # Safety
         ///
-        /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+        /// The pointers must point to all elements that the kernel reads or writes with these
+        /// arguments and this grid.
         #[allow(clippy::missing_safety_doc, clippy::too_many_arguments, missing_docs)]
         pub trait Kernels: WithDType {$($(
             unsafe fn $kernel(grid: Grid, order: u32, $($name: $type),*) -> Result<(), String>;
@@ -40,11 +41,12 @@ macro_rules! of_dtype {
 
 macro_rules! plain_kernels {
     ($($file:ident $ptx:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {$($(
-        /// A kernel, run on the CPU in one of the [orders](crate::ORDERS).
+        /// Runs the kernel of this name on the CPU in one of the [orders](crate::ORDERS).
         ///
         /// # Safety
         ///
-        /// The pointers must be to as many elements as the kernel reads or writes, given its numbers and the grid.
+        /// The pointers must point to all elements that the kernel reads or writes with these
+        /// arguments and this grid.
         #[allow(clippy::too_many_arguments)]
         pub unsafe fn $kernel(grid: Grid, order: u32, $($name: $type),*) -> Result<(), String> {
             call!(stringify!($kernel), grid, order, $($name: $type),*)
@@ -59,10 +61,11 @@ macro_rules! call {
                 #[link_name = $link_name]
                 fn kernel();
             }
-            // SAFETY: all functions of C have pointers of one kind, and these are the arguments of this one.
+            // SAFETY: function pointers have one representation, and these are the arguments of
+            // this function.
             unsafe { std::mem::transmute(kernel as *const ()) }
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { launch($grid, $order, || launched($($name),*)) }
     }};
 }

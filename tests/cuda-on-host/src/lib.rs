@@ -1,12 +1,12 @@
 //! Runs the CUDA kernels of candle-grpo on the CPU.
 //!
-//! The files in `kernels/` are compiled as C++ with a stand-in for nvcc's built-ins, in which the
-//! threads of a block are fibers that meet at barriers and shuffles as they do on a GPU.
-//! [`Kernels`] has each of them as a function; those without an element type are functions of this
-//! crate. [`Expected`] is what their results are held to. What this proves is what a kernel
-//! computes, that its threads meet, that its loads are aligned and inside their buffers. It proves
-//! nothing of the GPU itself: neither speed nor races between warps that no order of the fibers
-//! shows.
+//! The build script compiles `kernels/*.cu` as C++ with replacements of nvcc's built-ins. The
+//! threads of a block are fibers that synchronize at barriers and shuffles. [`Kernels`] has a
+//! function for each kernel with an element type; the other kernels are functions of this crate.
+//!
+//! The tests show the results of a kernel, that its threads meet at every barrier, and that its
+//! accesses are aligned and in bounds. They do not show the speed on a GPU, or races between warps
+//! that no order of the fibers reveals.
 #![allow(unsafe_code)]
 
 mod expected;
@@ -31,8 +31,8 @@ unsafe extern "C" {
     fn cuda_host_free(buffer: *mut c_void, bytes: usize);
 }
 
-/// The orders in which the threads of a block run: upwards, downwards and a random one. A result
-/// that differs between them shows a barrier that is missing.
+/// Orders of the threads of a block: ascending, descending and random. A result that differs
+/// between orders shows a missing barrier.
 pub const ORDERS: [u32; 3] = [0, 1, 20];
 
 /// The shape of a launch.
@@ -47,7 +47,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// A launch of one dimension without dynamic shared memory.
+    /// Returns a launch in one dimension without dynamic shared memory.
     pub fn new(blocks: u32, threads: u32) -> Self {
         Self {
             grid: [blocks, 1, 1],
@@ -57,21 +57,22 @@ impl Grid {
     }
 }
 
-/// Calls `thread` once for each thread of the grid, with its index in the kernel's built-ins.
+/// Calls `thread` once for each thread of the grid, with its index in the built-ins of CUDA.
 ///
-/// Errs where threads wait for each other in vain, and on what C++ leaves undefined, with the
-/// place. An access outside of every [`Buffer`] ends the process with a message.
+/// # Errors
+///
+/// Fails on a deadlock of threads, and on undefined behavior of C++, with its source location. An
+/// access outside of every [`Buffer`] ends the process with a message.
 ///
 /// # Safety
 ///
-/// `thread` does nothing but call a kernel, whose arguments are right for it.
+/// `thread` must only call a kernel with valid arguments.
 pub unsafe fn launch<F: Fn()>(grid: Grid, order: u32, thread: F) -> Result<(), String> {
     extern "C" fn call<F: Fn()>(thread: *mut c_void) {
-        // SAFETY: `launch` hands over a pointer to its own `thread`, which outlives the call.
+        // SAFETY: `launch` passes a pointer to its own `thread`, which outlives the call.
         unsafe { (*thread.cast::<F>())() }
     }
-    // SAFETY: the pointers are to three numbers each, and to a closure of the type that `call`
-    // expects.
+    // SAFETY: the pointers point to three numbers each, and to a closure of the type of `call`.
     let error = unsafe {
         cuda_host_launch(
             grid.grid.as_ptr(),
@@ -85,13 +86,13 @@ pub unsafe fn launch<F: Fn()>(grid: Grid, order: u32, thread: F) -> Result<(), S
     if error.is_null() {
         return Ok(());
     }
-    // SAFETY: a string that is valid until this thread launches again.
+    // SAFETY: the string is valid until the next launch of this thread.
     Err(unsafe { CStr::from_ptr(error) }
         .to_string_lossy()
         .into_owned())
 }
 
-/// Numbers with forbidden memory behind the last one: a kernel that goes beyond them ends the
+/// Numbers followed by inaccessible memory. A kernel that accesses memory beyond them ends the
 /// process.
 #[derive(Debug)]
 pub struct Buffer<T: Copy> {
@@ -100,10 +101,10 @@ pub struct Buffer<T: Copy> {
 }
 
 impl<T: Copy> Buffer<T> {
-    /// A copy of `numbers`.
-    pub fn of(numbers: &[T]) -> Self {
+    /// Copies `numbers` to a buffer.
+    pub fn new(numbers: &[T]) -> Self {
         let len = numbers.len();
-        // SAFETY: the buffer has this size and is nobody else's yet.
+        // SAFETY: the buffer has this size, and there is no other pointer to it.
         unsafe {
             let start = cuda_host_buffer(size_of_val(numbers)).cast::<T>();
             start.copy_from_nonoverlapping(numbers.as_ptr(), len);
@@ -111,9 +112,9 @@ impl<T: Copy> Buffer<T> {
         }
     }
 
-    /// `len` times `value`.
+    /// Returns a buffer of `len` copies of `value`.
     pub fn filled(value: T, len: usize) -> Self {
-        Self::of(&vec![value; len])
+        Self::new(&vec![value; len])
     }
 }
 
@@ -121,21 +122,21 @@ impl<T: Copy> Deref for Buffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `of` wrote `len` numbers there.
+        // SAFETY: `new` wrote `len` numbers.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
 
 impl<T: Copy> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and `self` is borrowed alone.
+        // SAFETY: `new` wrote `len` numbers, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
 
 impl<T: Copy> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // SAFETY: `start` came from `cuda_host_buffer` with this size, and this is its end.
+        // SAFETY: `start` is from `cuda_host_buffer` with this size, and is not used again.
         unsafe { cuda_host_free(self.start.cast(), size_of::<T>() * self.len) }
     }
 }

@@ -1,6 +1,6 @@
 // Kernels with one mistake each, and a right one: what the stand-in must find.
 
-// Each thread reads its neighbour's number; without the barrier, before or after it is written.
+// Each thread reads its neighbor's number; without the barrier, before or after it is written.
 template <bool barrier>
 __device__ void rotate(float* out) {
     __shared__ float numbers[64];

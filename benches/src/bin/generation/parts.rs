@@ -117,9 +117,10 @@ fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) ->
     best_seconds(9, || {
         for weights in layers.iter().flatten().chain([&head]) {
             let weights: Vec<&Tensor> = weights.iter().collect();
-            let x = match weights[0].dims()[1] == model.hidden_size {
-                true => &narrow,
-                false => &wide,
+            let x = if weights[0].dims()[1] == model.hidden_size {
+                &narrow
+            } else {
+                &wide
             };
             linear_rows(x, &weights)?;
         }

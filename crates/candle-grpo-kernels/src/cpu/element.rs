@@ -103,7 +103,7 @@ impl Element for bf16 {
 
     #[inline(always)]
     fn widen(source: &[Self], target: &mut [f32]) {
-        // The upper half of an f32, so a shift: the compiler vectorises this.
+        // The upper half of an f32, so a shift: the compiler vectorizes this.
         for (target, value) in target.iter_mut().zip(source) {
             *target = f32::from_bits(u32::from(value.to_bits()) << 16);
         }

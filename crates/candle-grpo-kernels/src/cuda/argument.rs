@@ -150,7 +150,7 @@ fn offset_of<T>(layout: &Layout) -> Result<CUdeviceptr> {
     match layout.contiguous_offsets() {
         Some((start, _)) => Ok((start * size_of::<T>()) as CUdeviceptr),
         None => bail!(
-            "a layout of strides {:?} was not made contiguous",
+            "a tensor has the strides {:?}, must be contiguous",
             layout.stride()
         ),
     }

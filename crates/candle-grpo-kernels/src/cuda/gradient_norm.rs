@@ -32,7 +32,8 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
         let mut own_parts = parts.slice_mut(index * PARTS..(index + 1) * PARTS);
         with_cuda_floats!(storage, "gradients", T => {
             let blocks = (n * size_of::<T>()).div_ceil(BYTES_OF_BLOCK).min(PARTS);
-            // SAFETY: the gradient has n elements. There are at most PARTS blocks with one part each.
+            // SAFETY: the gradient has n elements. There are at most PARTS blocks with one part
+            // each.
             #[allow(unsafe_code)]
             unsafe {
                 kernels::gradient_squares::<T> { gradient: In::of(&gradient, &stream)?, parts: Out::new(&mut own_parts, &stream), n: n as u64 }.launch(device, grid(blocks, THREADS)?)?;

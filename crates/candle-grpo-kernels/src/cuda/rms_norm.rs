@@ -85,7 +85,8 @@ pub(crate) fn backward(
         candle_core::bail!("rms_norm: x left the GPU");
     };
     let (dx, dweight) = with_cuda_floats!(x_cuda, "x", T => {
-        // SAFETY: the kernels write every element; without rows, zeros for the gradient of the weight.
+        // SAFETY: the kernels write every element; without rows, zeros for the gradient of the
+        // weight.
         #[allow(unsafe_code)]
         let (mut dx, mut dweight, mut partial) = unsafe {(
             alloc::<T>(device, n * width)?,

@@ -1,4 +1,4 @@
-//! `adamw` against its composed twin in f64, and what it promises about masters, memory and errors.
+//! Tests of `adamw` against its composed twin in f64, of masters, memory and errors.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed};
@@ -23,7 +23,7 @@ const STEP: AdamWStep = AdamWStep {
     step: 1,
 };
 
-/// A parameter with everything that its step needs.
+/// A parameter, its gradient and its optimizer state.
 struct Held {
     parameter: Var,
     master: Option<Var>,
@@ -34,7 +34,7 @@ struct Held {
 }
 
 impl Held {
-    /// After some steps; `state` is the dtype of the averages.
+    /// Returns a random state. `state` is the dtype of the averages.
     fn new(
         len: usize,
         seed: u64,
@@ -71,7 +71,7 @@ impl Held {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         lengths in lengths(),
         dtype in dtypes(),
         master in any::<bool>(),
@@ -87,7 +87,7 @@ proptest! {
             };
             let (fused, exact) = (held([dtype, DType::F32], master)?, held([DType::F64; 2], false)?);
             for (fused, exact) in fused.iter().zip(&exact) {
-                // A parameter of a half dtype without a master begins where it is rounded to.
+                // Without a master, the exact parameter starts at the rounded one.
                 if !master {
                     exact.parameter.set(&fused.parameter.as_detached_tensor().to_dtype(DType::F64)?)?;
                 }
@@ -97,7 +97,7 @@ proptest! {
                 adamw(&fused.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
                 composed::adamw(&exact.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
             }
-            // Without a master each step rounds.
+            // Without a master, each step rounds.
             let rounding = match dtype {
                 DType::F32 => 2e-6,
                 DType::BF16 => 4e-3 * steps as f64,
@@ -117,8 +117,7 @@ proptest! {
     }
 }
 
-/// In bf16 the neighbour of 1 is 0.9961: a step of 1e-3 is lost ten times over, unless a master
-/// keeps it.
+/// In bf16 the neighbor of 1 is 0.9961, so ten steps of 1e-3 are lost without a master.
 #[rstest]
 #[case::fused(adamw)]
 #[case::composed(composed::adamw)]
@@ -157,7 +156,7 @@ fn a_master_keeps_steps_that_bf16_loses(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn gradients_of_any_layout_are_taken(
+    fn a_gradient_may_have_any_layout(
         rows in 0usize..4,
         columns in 0usize..40,
         dtype in dtypes(),
@@ -182,7 +181,7 @@ proptest! {
 }
 
 #[test]
-fn bad_input_is_named_and_changes_nothing() -> Result<()> {
+fn an_error_names_the_wrong_argument_and_changes_nothing() -> Result<()> {
     let good = Held::new(5, 1, [DType::F32, DType::F32], false, &Device::Cpu)?;
     let other = Held::new(5, 9, [DType::F32, DType::F32], false, &Device::Cpu)?;
     let half = Held::new(5, 1, [DType::BF16, DType::F32], true, &Device::Cpu)?;
@@ -276,7 +275,7 @@ fn bad_input_is_named_and_changes_nothing() -> Result<()> {
 }
 
 #[test]
-fn empty_tensors_are_left_alone() -> Result<()> {
+fn empty_tensors_are_valid() -> Result<()> {
     for device in devices() {
         for shape in [&[2, 0][..], &[0, 3], &[0]] {
             let held = Held {

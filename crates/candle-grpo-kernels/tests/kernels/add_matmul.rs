@@ -1,4 +1,4 @@
-//! `add_matmul` against its composed twin in f64.
+//! Tests of `add_matmul` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{add_matmul, arithmetic_dtype, composed};
@@ -12,7 +12,7 @@ use crate::twin::{noisy, rounding};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         m in 0usize..40,
         k in 0usize..40,
         n in 0usize..40,
@@ -34,7 +34,7 @@ proptest! {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let zeros = |shape: (usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu);
     let (sum, a, b) = (zeros((2, 4))?, zeros((2, 3))?, zeros((3, 4))?);
     assert!(

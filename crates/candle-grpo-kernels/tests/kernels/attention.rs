@@ -1,4 +1,4 @@
-//! `attention` against its composed twin in f64, and what it promises about masks.
+//! Tests of `attention` against its composed twin in f64, and of masks.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{Sequences, attention, attention_gradient, composed};
@@ -10,7 +10,7 @@ use crate::layout::{Layout, layouts};
 use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
-/// Query, key and value of the shape and layout that they are given in.
+/// Compares `attention` with its twin. Query, key and value have shapes and layouts.
 fn check(
     inputs: [(&Tensor, Layout); 3],
     mask: &Tensor,
@@ -40,7 +40,7 @@ fn check_packed(lengths: &[usize]) -> Result<()> {
     )
 }
 
-/// A mask of noise: about a third is padding.
+/// Returns a random mask with padding at about a third of the positions.
 fn gaps(batch: usize, total: usize, seed: u64) -> Result<Tensor> {
     noisy(&[batch, total], seed, DType::F32)?.ge(-0.3f32)
 }
@@ -48,7 +48,7 @@ fn gaps(batch: usize, total: usize, seed: u64) -> Result<Tensor> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         batch in 0usize..4,
         new in prop_oneof![0usize..4, 30usize..40, Just(100)],
         past in prop_oneof![Just(0usize), 1usize..20],
@@ -62,9 +62,10 @@ proptest! {
     ) {
         let total = new + past.max(usize::from(new == 0));
         let width = kv_heads * head_dim;
-        let mask = match padded {
-            true => gaps(batch, total, seed)?,
-            false => Tensor::ones((batch, total), DType::U8, &Device::Cpu)?,
+        let mask = if padded {
+            gaps(batch, total, seed)?
+        } else {
+            Tensor::ones((batch, total), DType::U8, &Device::Cpu)?
         };
         let key = noisy(&[batch, total, width], seed ^ 1, dtype)?;
         let value = noisy(&[batch, total, width], seed ^ 2, dtype)?;
@@ -76,9 +77,9 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
-    /// Each by itself, padded to the longest, and one after another are the same to the bit.
+    /// Packed sequences and single sequences give bit-identical results.
     #[test]
-    fn packed_sequences_do_not_see_each_other(
+    fn packed_sequences_do_not_influence_each_other(
         lengths in prop::collection::vec(prop_oneof![1usize..9, 90usize..120], 1..5),
         kv_heads in 1usize..3,
         group in 1usize..4,
@@ -114,18 +115,18 @@ proptest! {
 }
 
 #[test]
-fn packed_is_its_composed_twin() -> Result<()> {
+fn packed_sequences_equal_the_composed_twin() -> Result<()> {
     check_packed(&[3, 1, 10])
 }
 
-/// More tasks than cores, so that each has memory that another one left.
+/// More tasks than cores, so that tasks reuse buffers.
 #[test]
-fn many_sequences_are_their_composed_twin() -> Result<()> {
+fn many_packed_sequences_equal_the_composed_twin() -> Result<()> {
     check_packed(&(0..60).map(|at| 1 + at % 4).collect::<Vec<_>>())
 }
 
 #[test]
-fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
     let (query, key) = (
         noisy(&[2, 5, 12], 1, DType::F32)?,
         noisy(&[2, 7, 6], 2, DType::F32)?,
@@ -144,7 +145,7 @@ fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
 }
 
 #[test]
-fn lengths_that_do_not_fit_are_named() -> Result<()> {
+fn an_error_names_lengths_that_do_not_fit() -> Result<()> {
     let x = Tensor::zeros((5, 4), DType::F32, &Device::Cpu)?;
     let call =
         |lengths: &[usize]| message(attention(&x, &x, &x, Sequences::Packed(lengths), 2, 1.0));
@@ -161,7 +162,9 @@ fn lengths_that_do_not_fit_are_named() -> Result<()> {
 }
 
 #[rstest]
-fn flat_rows_are_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DType) -> Result<()> {
+fn inputs_may_be_flat_rows(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
     let (query, key) = (noisy(&[14, 12], 1, dtype)?, noisy(&[14, 6], 2, dtype)?);
     let value = noisy(&[14, 6], 3, dtype)?;
     let mask = gaps(2, 7, 4)?.to_dtype(DType::F32)?;
@@ -170,7 +173,7 @@ fn flat_rows_are_taken(#[values(DType::F32, DType::BF16, DType::F16)] dtype: DTy
 }
 
 #[test]
-fn padding_may_hold_anything() -> Result<()> {
+fn nan_at_padding_has_no_effect() -> Result<()> {
     for device in devices() {
         let shape = [2, 40, 8];
         let mask = gaps(2, 40, 9)?.to_device(device)?;
@@ -190,11 +193,12 @@ fn padding_may_hold_anything() -> Result<()> {
                     variables.push(Var::from_tensor(&spoil(&input)?)?);
                 }
                 let (query, key, value) = (&variables[0], &variables[1], &variables[2]);
-                let y = match fused {
-                    true => attention(query, key, value, &mask, 4, 0.5)?,
-                    false => composed::attention(query, key, value, &mask, 4, 0.5)?,
+                let y = if fused {
+                    attention(query, key, value, &mask, 4, 0.5)?
+                } else {
+                    composed::attention(query, key, value, &mask, 4, 0.5)?
                 };
-                // The gradient that comes back is NaN at padding too.
+                // The gradient of the result is NaN at padding too.
                 let gradients = (&y * spoil(&slope)?)?.sum_all()?.backward()?;
                 let mut results = vec![numbers(&y)?];
                 for variable in &variables {
@@ -221,7 +225,7 @@ fn padding_may_hold_anything() -> Result<()> {
 }
 
 #[test]
-fn one_new_position_against_a_cache_is_the_last_of_the_whole() -> Result<()> {
+fn one_new_position_after_others_equals_the_last_of_all() -> Result<()> {
     for device in devices() {
         let mask = gaps(3, 50, 5)?.to_device(device)?;
         let noise = |seed| noisy(&[3, 50, 8], seed, DType::F32)?.to_device(device);
@@ -233,10 +237,9 @@ fn one_new_position_against_a_cache_is_the_last_of_the_whole() -> Result<()> {
     Ok(())
 }
 
-/// On CUDA there are kernels for heads of up to 64, 128 and 256 elements, which round the weights
-/// of the softmax to the dtype.
+/// On CUDA there are kernels for heads of up to 64, 128 and 256 elements.
 #[rstest]
-fn heads_of_every_width(
+fn heads_of_every_width_equal_the_composed_twin(
     #[values(64, 80, 96, 128, 144, 256, 260)] head_dim: usize,
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
 ) -> Result<()> {
@@ -255,12 +258,12 @@ fn large_scores_do_not_overflow() -> Result<()> {
     let value = noisy(&[1, 20, 4], 2, DType::F32)?;
     let mask = Tensor::ones((1, 20), DType::U8, &Device::Cpu)?;
     let inputs = [&x, &x, &value].map(|x| (x, Layout::Contiguous));
-    // Queries and keys of 1000 multiply what is rounded in the gradient of a score.
+    // Queries and keys of 1000 multiply the rounding error of the gradient of a score.
     check(inputs, &mask, 4, 0.7, 200.0)
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
     let (query, key, mask) = (zeros(&[2, 3, 8])?, zeros(&[2, 5, 4])?, zeros(&[2, 5])?);
     let call = |query: &Tensor, key: &Tensor, value: &Tensor, mask: &Tensor| {

@@ -1,4 +1,4 @@
-//! `embedding` against its composed twin in f64.
+//! Tests of `embedding` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, arithmetic_dtype, composed, embedding};
@@ -21,7 +21,7 @@ fn check(ids: &Tensor, weight: &Tensor, layout: Layout) -> Result<()> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         ids in prop::collection::vec(any::<u32>(), 0..40),
         vocab in prop_oneof![Just(1u32), 2u32..40],
         width in prop_oneof![1usize..40, Just(576)],
@@ -72,7 +72,7 @@ proptest! {
 }
 
 #[test]
-fn a_sum_that_does_not_fit_is_named() -> Result<()> {
+fn an_error_names_a_sum_that_does_not_fit() -> Result<()> {
     let ids = Tensor::new(&[0u32, 3], &Device::Cpu)?;
     let zeros = |shape: (usize, usize), dtype| Tensor::zeros(shape, dtype, &Device::Cpu);
     let gradient = zeros((2, 3), DType::BF16)?;
@@ -84,7 +84,7 @@ fn a_sum_that_does_not_fit_is_named() -> Result<()> {
     Ok(())
 }
 
-/// 1000 gradients of 1/256 for one token: summed in bf16 they would stop growing at 1.
+/// 1024 gradients of 1/256 for one token. A sum in bf16 would stop at 1.
 #[test]
 fn the_gradient_of_a_frequent_token_is_summed_in_f32() -> Result<()> {
     for device in devices() {
@@ -99,7 +99,7 @@ fn the_gradient_of_a_frequent_token_is_summed_in_f32() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let weight = Tensor::zeros((4, 3), DType::F32, &Device::Cpu)?;
     let ids = |ids: &[i64]| Tensor::new(ids, &Device::Cpu);
     assert!(message(embedding(&ids(&[0, 4])?, &weight)).contains("ids: token id 4"));

@@ -1,4 +1,4 @@
-//! Norms and scaling of gradients against their composed twins in f64.
+//! Tests of norms and scaling of gradients against their composed twins in f64.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::{composed, scale_gradients, squared_gradient_norms};
@@ -13,7 +13,7 @@ use crate::twin::noisy;
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         lengths in lengths(),
         dtype in dtypes(),
         factor in -2.0f64..2.0,
@@ -48,7 +48,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn norms_of_any_layout_and_size(
+    fn a_gradient_may_have_any_layout_and_size(
         shapes in prop::collection::vec(([0usize..4, 0usize..40], layouts()), 0..4),
         dtype in dtypes(),
         seed in any::<u64>(),
@@ -88,7 +88,7 @@ fn squares_beyond_f32_do_not_overflow() -> Result<()> {
 #[rstest]
 #[case::fused(scale_gradients)]
 #[case::composed(composed::scale_gradients)]
-fn scaling_is_in_place_and_keeps_to_its_part_of_a_memory(
+fn scaling_changes_only_the_view_in_place(
     #[case] scale: fn(&[&Tensor], f64) -> Result<()>,
 ) -> Result<()> {
     for device in devices() {
@@ -120,7 +120,7 @@ fn scaling_is_in_place_and_keeps_to_its_part_of_a_memory(
 }
 
 #[test]
-fn empty_gradients_are_left_alone() -> Result<()> {
+fn empty_gradients_are_valid() -> Result<()> {
     for device in devices() {
         let none = Tensor::ones((2, 0), DType::F32, device)?;
         let some = Tensor::ones(3, DType::F32, device)?;

@@ -1,5 +1,4 @@
-//! `linear_log_prob` against its composed twin in f64, and what it promises about masks and frozen
-//! arguments.
+//! Tests of `linear_log_prob` against its composed twin in f64, and of masks and frozen arguments.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
@@ -22,7 +21,7 @@ struct Layer {
 }
 
 impl Layer {
-    /// Of the shape [rows, width, vocab].
+    /// Returns a random layer. The shape is `[rows, width, vocab]`.
     fn new(
         [rows, width, vocab]: [usize; 3],
         bias: bool,
@@ -75,7 +74,7 @@ impl Layer {
     }
 }
 
-/// The fused path, in a graph and without one, against the twin in f64 on the same numbers.
+/// Compares the fused path, in a graph and without one, with the twin in f64.
 fn check_against_f64(
     layer: &Layer,
     targets: &Tensor,
@@ -85,7 +84,7 @@ fn check_against_f64(
     // The gradients have the dtype of the arguments.
     let close = match layer.hidden.dtype() {
         DType::F32 => 1e-5,
-        // There the gradients of the logits are rounded as well.
+        // On CUDA the gradients of the logits are rounded too.
         DType::BF16 if targets.device().is_cuda() => 1.2e-2,
         DType::BF16 => 4e-3,
         _ => 1e-3,
@@ -149,7 +148,7 @@ fn check_against_f64(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         outer in prop::collection::vec(0usize..4, 1..3),
         width in prop_oneof![Just(1usize), 2usize..40],
         vocab in prop_oneof![Just(1usize), 2usize..40, 1000usize..1100],
@@ -169,7 +168,8 @@ proptest! {
             let targets = targets(rows, vocab, seed, device)?.reshape(&outer[..])?;
             let mask = Tensor::from_slice(&mask, &outer[..], device)?;
             let mask = masked.then_some(&mask);
-            // Not in their layouts: where all rows of a weight are one, the gradient of hidden states is what little their sum leaves.
+            // Contiguous: with equal rows of the weight, the gradient of the hidden states is a
+            // difference of rounding errors.
             check_against_f64(&layer.map(|x| x.to_device(device))?, &targets, temperature, mask)?;
             let inputs: Vec<_> = layer.arguments().into_iter().zip(layouts).collect();
             check_views(device, &inputs, |views| {
@@ -187,17 +187,16 @@ proptest! {
     }
 }
 
-/// More rows than a tile has, and more columns. The gradient of a wide weight has room for tiles of
-/// logits.
+/// More rows and columns than a tile. The gradient of a wide weight has room for tiles of logits.
 #[rstest]
-fn many_tiles_make_one_result(
+fn many_tiles_equal_the_composed_twin(
     #[values(DType::F32, DType::BF16)] dtype: DType,
     #[values(5, 300)] width: usize,
 ) -> Result<()> {
     for device in devices() {
         let (rows, vocab) = (1100, 2500);
         let mut layer = Layer::new([rows, width, vocab], true, dtype, 7, device)?;
-        // Logits of the same size at any width.
+        // Logits of the same scale at any width.
         layer.hidden = (layer.hidden * (5. / width as f64).sqrt())?;
         let mask: Vec<u8> = (0..rows).map(|row| (row % 41 != 3) as u8).collect();
         let mask = Tensor::from_vec(mask, rows, device)?;
@@ -209,12 +208,12 @@ fn many_tiles_make_one_result(
 }
 
 #[test]
-fn a_dropped_row_may_hold_anything() -> Result<()> {
+fn nan_in_a_masked_row_has_no_effect() -> Result<()> {
     for device in devices() {
         let hidden = Var::new(&[[1f32, 2.], [f32::NAN, f32::INFINITY], [0.5, -1.]], device)?;
         let weight = Var::from_tensor(&noise_tensor((5, 2), 4, DType::F32, device)?)?;
         let bias = Var::from_tensor(&noise_tensor(5, 8, DType::F32, device)?)?;
-        // On a GPU the id cannot be out of range: the composed twin looks it up.
+        // In range on a GPU, because the composed twin reads the row of the target.
         let targets = Tensor::new(&[1i64, if device.is_cpu() { -100 } else { 0 }, 4], device)?;
         let mask = Tensor::new(&[1f32, 0., 1.], device)?;
         let options = LogProbOptions {
@@ -246,7 +245,7 @@ fn a_dropped_row_may_hold_anything() -> Result<()> {
     Ok(())
 }
 
-/// On the CPU alone: in the composed twin Candle computes gradients of constants as well.
+/// On the CPU only: in the composed twin Candle computes gradients of constants too.
 #[test]
 fn frozen_arguments_get_no_gradient() -> Result<()> {
     let layer = Layer::new([5, 6, 70], true, DType::F32, 11, &Device::Cpu)?;
@@ -264,9 +263,12 @@ fn frozen_arguments_get_no_gradient() -> Result<()> {
     let expected = gradients(&all)?;
     for frozen in 1..7 {
         let is_frozen = |at: usize| frozen >> at & 1 == 1;
-        let part = |at, variable: &Tensor| match is_frozen(at) {
-            true => variable.detach(),
-            false => variable.clone(),
+        let part = |at, variable: &Tensor| {
+            if is_frozen(at) {
+                variable.detach()
+            } else {
+                variable.clone()
+            }
         };
         let some = Layer {
             hidden: part(0, &all.hidden),
@@ -280,7 +282,7 @@ fn frozen_arguments_get_no_gradient() -> Result<()> {
     Ok(())
 }
 
-/// The weight is the embedding as well: one variable with two uses has the sum of both gradients.
+/// One variable with two uses has the sum of both gradients.
 #[rstest]
 fn the_weight_may_be_the_embedding(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
@@ -308,7 +310,7 @@ fn the_weight_may_be_the_embedding(
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu);
     let (hidden, weight) = (zeros(&[2, 4], DType::F32)?, zeros(&[5, 4], DType::F32)?);
     let targets = Tensor::new(&[0u32, 4], &Device::Cpu)?;

@@ -1,4 +1,4 @@
-//! `linear_rows` against its composed twin in f64, and each row against itself among others.
+//! Tests of `linear_rows` against its composed twin in f64, and of rows that are independent.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{composed, linear_rows};
@@ -25,7 +25,7 @@ fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
                 (actual.dims(), actual.dtype()),
                 (expected.dims(), x.dtype())
             );
-            // Sums of up to a hundred products.
+            // Sums of at most a hundred products.
             let tolerance = 20.0 * rounding(x.dtype());
             assert_close(&numbers(actual)?, &numbers(expected)?, tolerance);
         }
@@ -37,7 +37,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         rows in 0usize..21,
         inputs in 1usize..100,
         outputs in proptest::collection::vec(0usize..80, 0..4),
@@ -54,7 +54,7 @@ proptest! {
     }
 
     #[test]
-    fn the_bits_of_a_row_do_not_depend_on_the_other_rows(
+    fn a_row_is_bit_identical_with_any_other_rows(
         rows in 1usize..40,
         inputs in 1usize..200,
         outputs in 1usize..70,
@@ -73,7 +73,7 @@ proptest! {
 }
 
 #[test]
-fn a_row_that_is_not_a_number_stays_in_its_row() -> Result<()> {
+fn nan_stays_in_its_row() -> Result<()> {
     for device in devices() {
         let x = Tensor::new(&[[1f32, f32::NAN], [2., 3.]], device)?;
         let weight = Tensor::new(&[[1f32, 1.]], device)?;
@@ -84,7 +84,7 @@ fn a_row_that_is_not_a_number_stays_in_its_row() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
     let (x, weight) = (zeros(&[3, 8])?, zeros(&[2, 8])?);
     let short = zeros(&[2, 7])?;

@@ -1,5 +1,4 @@
-//! `log_prob` against its composed twin in f64, and what it promises about masks, memory and
-//! infinities.
+//! Tests of `log_prob` against its composed twin in f64, and of masks, memory and infinities.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, composed, log_prob, log_prob_gradient};
@@ -12,8 +11,7 @@ use crate::strategies::dtypes;
 use crate::token_results::{derivatives, results, score, targets};
 use crate::twin::{check_views, noisy};
 
-/// How far the fused path may be from f64 on the same inputs: in its results, and in the gradient,
-/// which has the dtype of the logits.
+/// Returns the tolerances of the results and of the gradient, which has the dtype of the logits.
 fn tolerances(dtype: DType) -> (f64, f64) {
     match dtype {
         DType::F32 => (4e-6, 4e-6),
@@ -22,7 +20,7 @@ fn tolerances(dtype: DType) -> (f64, f64) {
     }
 }
 
-/// The logits of the shape and layout that they are given in.
+/// Compares `log_prob` with its twin. The logits have a shape and a layout.
 fn check_against_f64(
     (logits, layout): (&Tensor, Layout),
     targets: &Tensor,
@@ -60,7 +58,7 @@ fn check_against_f64(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         outer in prop::collection::vec(0usize..4, 1..3),
         vocab in prop_oneof![Just(1usize), 2usize..40, 1000usize..1100, Just(2048), 2049usize..3000],
         temperature in 0.3f64..2.0,
@@ -83,7 +81,7 @@ proptest! {
 }
 
 #[test]
-fn a_dropped_row_may_hold_anything() -> Result<()> {
+fn nan_in_a_masked_row_has_no_effect() -> Result<()> {
     for device in devices() {
         let logits = Var::new(&[[1f32, 2., 3.], [f32::NAN, f32::INFINITY, 0.]], device)?;
         let targets = Tensor::new(&[1i64, -100], device)?;
@@ -116,9 +114,9 @@ fn a_dropped_row_may_hold_anything() -> Result<()> {
 }
 
 #[test]
-fn minus_infinity_is_outside_the_distribution() -> Result<()> {
+fn minus_infinity_has_probability_zero() -> Result<()> {
     for device in devices() {
-        // More than one block of it, before and after what counts.
+        // More than one block of minus infinity before and after the other logits.
         let vocab = 3000;
         let mut row = vec![f32::NEG_INFINITY; vocab];
         row[1500..1504].copy_from_slice(&[0.5, -1.0, 2.0, 0.0]);
@@ -181,7 +179,7 @@ fn a_row_that_is_no_distribution_gives_nan(#[case] row: &[f32]) -> Result<()> {
 
 #[test]
 fn nan_among_minus_infinity_is_not_lost_in_a_long_row() -> Result<()> {
-    // Blocks of a row are summed one after another, and this one has nothing to sum but NaN.
+    // Blocks of a row are summed in sequence. The first block has only NaN and minus infinity.
     let mut row = vec![f32::NEG_INFINITY; 3000];
     (row[3], row[2900]) = (f32::NAN, 1.0);
     for device in devices() {
@@ -193,9 +191,8 @@ fn nan_among_minus_infinity_is_not_lost_in_a_long_row() -> Result<()> {
     Ok(())
 }
 
-/// The pass alone gives what Candle's `backward` gives, in every dtype, f64 included.
 #[rstest]
-fn the_backward_pass_can_be_called_alone(
+fn the_backward_pass_without_a_graph_equals_that_of_the_graph(
     #[values(DType::F64, DType::F32, DType::BF16, DType::F16)] dtype: DType,
     #[values(false, true)] gradient_into_logits: bool,
 ) -> Result<()> {
@@ -254,9 +251,9 @@ fn the_gradient_may_take_the_memory_of_the_logits(
     Ok(())
 }
 
-/// A copy is necessary where the rows of the logits do not lie one after another.
+/// Logits whose rows are not adjacent need a copy.
 #[rstest]
-fn the_gradient_never_goes_into_what_the_logits_are_a_view_of(
+fn the_gradient_never_overwrites_the_memory_of_a_view(
     #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
     #[values(
         Layout::Strided,
@@ -289,7 +286,7 @@ fn the_gradient_never_goes_into_what_the_logits_are_a_view_of(
     Ok(())
 }
 
-/// 49,152 columns of bf16, where sums in bf16 would stop at 256.
+/// 49,152 columns. A sum in bf16 would stop at 256.
 #[test]
 fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
     for device in devices() {
@@ -315,8 +312,8 @@ fn bf16_logits_of_a_whole_vocabulary_are_exact() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
-    // Ids are checked on the CPU alone.
+fn an_error_names_the_wrong_argument() -> Result<()> {
+    // Ids are checked on the CPU only.
     let device = &Device::Cpu;
     let logits = Tensor::zeros((2, 5), DType::F32, device)?;
     let targets = Tensor::new(&[0u32, 4], device)?;
@@ -355,13 +352,13 @@ fn bad_input_is_named() -> Result<()> {
 }
 
 #[rstest]
-fn no_rows_have_an_empty_gradient(
+fn the_gradient_of_no_rows_is_empty(
     #[values(false, true)] gradient_into_logits: bool,
     #[values(&[0, 3][..], &[2, 0, 3])] shape: &[usize],
 ) -> Result<()> {
     for device in devices() {
         let logits = Var::zeros(shape, DType::F32, device)?;
-        // No variable; most operations give an empty tensor back as it is.
+        // Not a variable. Candle returns an empty tensor unchanged from most operations.
         let inner = logits.flatten_all()?.reshape(shape)?;
         let targets = Tensor::zeros(&shape[..shape.len() - 1], DType::U32, device)?;
         let options = LogProbOptions {

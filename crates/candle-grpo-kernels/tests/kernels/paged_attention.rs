@@ -1,5 +1,4 @@
-//! `paged_attention` against `attention` on the same positions in f64, and each row against itself
-//! among others.
+//! Tests of `paged_attention` against `attention` in f64, and of rows that are independent.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{
@@ -12,7 +11,7 @@ use crate::layout::{Layout, layouts};
 use crate::strategies::dtypes;
 use crate::twin::{bits, noisy, rounding};
 
-/// A sequence in pages, and the same in one piece.
+/// A sequence in pages, and its contiguous keys and values.
 struct Sequence {
     spans: Vec<PageSpan>,
     /// `[T, kv_heads * head_dim]`
@@ -21,7 +20,7 @@ struct Sequence {
 }
 
 impl Sequence {
-    /// Its pages are those from `first` on, downwards, with so many positions in each.
+    /// Writes a sequence to the pages `first`, `first - 1`, ..., with `lens` positions in each.
     fn write(
         pages: &KeyValuePages,
         first: usize,
@@ -58,7 +57,7 @@ struct Shape {
     kv_heads: usize,
     group: usize,
     head_dim: usize,
-    /// Of each sequence, how full its pages are.
+    /// The number of positions in each page of each sequence.
     sequences: Vec<Vec<usize>>,
 }
 
@@ -78,7 +77,7 @@ fn shapes() -> impl Strategy<Value = Shape> {
         })
 }
 
-/// Of noise, which is written from keys and values in `layout`.
+/// Writes random keys and values in `layout` to pages.
 fn write_all(
     shape: &Shape,
     layout: Layout,
@@ -87,7 +86,7 @@ fn write_all(
     device: &Device,
 ) -> Result<(KeyValuePages, Vec<Sequence>)> {
     let width = shape.kv_heads * shape.head_dim;
-    // What stands in memory that is not seen must not matter.
+    // NaN in other positions must not have an effect.
     let pages: usize = shape.sequences.iter().map(Vec::len).sum();
     let mut of_pages = KeyValuePages::new(1, shape.kv_heads, shape.head_dim, dtype, device)?;
     of_pages.grow(pages + 2)?;
@@ -118,7 +117,7 @@ fn write_all(
     Ok((of_pages, sequences))
 }
 
-/// A row for each sequence, which sees all of it but for the last `hidden` positions.
+/// Returns a row for each sequence. The last `hidden` positions are not visible.
 fn rows(sequences: &[Sequence], hidden: usize) -> Result<Vec<PagedRow<'_>>> {
     let row = |s: &'_ Sequence| s.key.dim(0).map(|t| t.saturating_sub(hidden).max(1));
     sequences
@@ -136,7 +135,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn it_is_attention_to_the_same_positions(
+    fn the_result_equals_attention_to_the_same_positions(
         shape in shapes(),
         hidden in 0usize..20,
         dtype in dtypes(),
@@ -168,14 +167,14 @@ proptest! {
     }
 
     #[test]
-    fn the_bits_of_a_row_do_not_depend_on_the_other_rows(
+    fn a_row_is_bit_identical_with_any_other_rows(
         shape in shapes(),
         dtype in dtypes(),
         seed in any::<u64>(),
         copies in 1usize..30,
     ) {
         let (pages, sequences) = write_all(&shape, Layout::Contiguous, seed, dtype, &Device::Cpu)?;
-        // Many rows, so that cores share them.
+        // Many rows, to use several cores.
         let one = rows(&sequences, 0)?;
         let rows = one.repeat(copies);
         let width = shape.kv_heads * shape.group * shape.head_dim;
@@ -189,7 +188,7 @@ proptest! {
 }
 
 #[test]
-fn pages_keep_what_they_hold_as_they_grow() -> Result<()> {
+fn growing_keeps_the_content_of_pages() -> Result<()> {
     let x = noisy(&[1, 6], 1, DType::F32)?;
     let mut pages = KeyValuePages::new(1, 2, 3, DType::F32, &Device::Cpu)?;
     pages.write(
@@ -213,7 +212,7 @@ fn pages_keep_what_they_hold_as_they_grow() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
     let pages = KeyValuePages::new(2, 1, 4, DType::F32, &Device::Cpu)?;
     let spans = [PageSpan { page: 1, len: 3 }];

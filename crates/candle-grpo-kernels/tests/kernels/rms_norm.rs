@@ -1,4 +1,4 @@
-//! `rms_norm` against its composed twin in f64.
+//! Tests of `rms_norm` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{composed, rms_norm, rms_norm_gradient};
@@ -13,7 +13,7 @@ use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         rows in prop_oneof![0usize..5, Just(130)],
         width in prop_oneof![1usize..40, Just(576), 1000usize..1100],
         epsilon in prop_oneof![Just(1e-5), Just(0.1)],
@@ -22,7 +22,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let x = noisy(&[rows, width], seed, dtype)?;
-        // A row of tiny numbers has a huge derivative, which says nothing.
+        // Not near 0, where the derivative is huge.
         let x = ((&x * 3.0)? + (x.sign()? * 0.5)?)?;
         check_against_f64(
             &[(&x, layouts[0]), (&noisy(&[width], seed ^ 1, dtype)?, layouts[1])],
@@ -34,7 +34,7 @@ proptest! {
 }
 
 #[test]
-fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
     check_gradient_alone(
         &[
             &noisy(&[3, 37], 1, DType::F32)?,
@@ -57,7 +57,7 @@ fn half_types_round_where_the_composed_twin_does(
         let weight = noisy(&[96], 4, dtype)?.to_device(device)?;
         let fused = numbers(&rms_norm(&x, &weight, 1e-5)?)?;
         let composed = numbers(&composed::rms_norm(&x, &weight, 1e-5)?)?;
-        // The f32 sums may differ in their last bit, and an entry on the edge may round otherwise.
+        // The f32 sums may differ in their last bit, which may change the rounding of an entry.
         let different = fused.iter().zip(&composed).filter(|(a, b)| a != b).count();
         assert!(different < fused.len() / 100, "{different} entries differ");
     }
@@ -65,7 +65,7 @@ fn half_types_round_where_the_composed_twin_does(
 }
 
 #[test]
-fn a_row_of_nan_stays_in_its_row() -> Result<()> {
+fn nan_stays_in_its_row() -> Result<()> {
     for device in devices() {
         let x = Tensor::new(&[[1f32, 2.], [f32::NAN, 0.], [3., 4.]], device)?;
         let y = rms_norm(&x, &Tensor::ones(2, DType::F32, device)?, 1e-5)?.to_vec2::<f32>()?;
@@ -75,9 +75,9 @@ fn a_row_of_nan_stays_in_its_row() -> Result<()> {
     Ok(())
 }
 
-/// More rows than one core takes at a time, of a width that fills no vector.
+/// More rows than one task, of less than a vector.
 #[test]
-fn backward_a_row_of_nan_stays_in_its_row() -> Result<()> {
+fn nan_stays_in_its_row_of_the_gradient() -> Result<()> {
     let mut values = vec![0.5f32; 130 * 5];
     values[2] = f32::NAN;
     for device in devices() {
@@ -92,7 +92,7 @@ fn backward_a_row_of_nan_stays_in_its_row() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu);
     let (x, weight) = (zeros(&[2, 3], DType::F32)?, zeros(&[3], DType::F32)?);
     let call = |x: &Tensor, weight: &Tensor, epsilon| message(rms_norm(x, weight, epsilon));

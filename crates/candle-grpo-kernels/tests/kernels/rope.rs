@@ -1,4 +1,4 @@
-//! `rope` against its composed twin in f64.
+//! Tests of `rope` against its composed twin in f64.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_grpo_kernels::{arithmetic_dtype, composed, rope, rope_gradient};
@@ -12,7 +12,7 @@ use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         rows in 0usize..5,
         heads in 1usize..4,
         pairs in prop_oneof![1usize..20, Just(32), Just(64)],
@@ -35,7 +35,7 @@ proptest! {
 }
 
 #[test]
-fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
     let angles =
         |x: &Tensor, seed| noisy(&[3, 4], seed, arithmetic_dtype(x.dtype()))?.to_device(x.device());
     check_gradient_alone(
@@ -52,7 +52,7 @@ fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
 }
 
 #[test]
-fn scores_depend_on_the_distance_of_two_positions_alone() -> Result<()> {
+fn scores_depend_only_on_the_distance_of_positions() -> Result<()> {
     let (query, key) = (
         noisy(&[1, 8], 1, DType::F32)?,
         noisy(&[1, 8], 2, DType::F32)?,
@@ -69,7 +69,7 @@ fn scores_depend_on_the_distance_of_two_positions_alone() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
     let (x, angles) = (zeros(&[3, 8])?, zeros(&[3, 2])?);
     assert!(message(rope(&x, &zeros(&[2, 2])?, &angles)).contains("cos: shape [2, 2]"));

@@ -1,4 +1,4 @@
-//! `swiglu` against its composed twin in f64.
+//! Tests of `swiglu` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{composed, swiglu, swiglu_gradient};
@@ -12,7 +12,7 @@ use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
-    fn fused_equals_composed_in_f64(
+    fn the_fused_path_equals_the_composed_twin_in_f64(
         rows in 0usize..4,
         width in prop_oneof![1usize..40, 1000usize..1100],
         scale in prop_oneof![Just(0.0), Just(1.0), Just(20.0)],
@@ -32,7 +32,7 @@ proptest! {
 }
 
 #[test]
-fn the_backward_pass_alone_is_that_of_the_graph() -> Result<()> {
+fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
     check_gradient_alone(
         &[
             &noisy(&[3, 37], 1, DType::F32)?,
@@ -68,7 +68,7 @@ fn large_gates_neither_overflow_nor_lose_nan() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn an_error_names_the_wrong_argument() -> Result<()> {
     let gate = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
     assert!(message(swiglu(&gate, &gate.t()?)).contains("up: shape [3, 2], must be that of gate"));
     assert!(message(swiglu(&gate, &gate.to_dtype(DType::F16)?)).contains("up: F16"));

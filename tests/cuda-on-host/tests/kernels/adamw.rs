@@ -1,4 +1,4 @@
-//! `adamw.cu` against the formula in f64 and the CPU path.
+//! Tests of `adamw.cu` against the formula in f64 and the CPU path.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
@@ -22,7 +22,7 @@ fn root_correction() -> f64 {
     (1.0 - BETA2.powi(STEP)).sqrt()
 }
 
-/// p, m and v after the step.
+/// Returns p, m and v after the step.
 fn formula(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
     let m: Vec<f64> = m
         .iter()
@@ -41,8 +41,8 @@ fn formula(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
     [p.collect(), m, v]
 }
 
-/// `n` elements, in memory with `behind` further ones; with a master or without, a gradient like
-/// the parameter or of f32.
+/// Checks `n` elements, followed by `behind` others in memory, with or without a master, with a
+/// gradient in the dtype of the parameter or in f32.
 fn check<T: Kernels>(
     n: usize,
     behind: usize,
@@ -74,7 +74,7 @@ fn check<T: Kernels>(
     let variable = |x: &[f32]| Var::from_slice(&x[..n], n, &Device::Cpu);
     let p_on_cpu = Var::from_slice(&p_like[..n], n, &Device::Cpu)?;
     let (master_on_cpu, m_on_cpu, v_on_cpu) = (variable(&p)?, variable(&m)?, variable(&v)?);
-    // A parameter of f32, which the operator gives no master, is its own.
+    // The operator has no master for an f32 parameter: it is its own master.
     let is_own_master = has_master && T::DTYPE == DType::F32;
     let tensors = AdamWTensors {
         parameter: &p_on_cpu,
@@ -112,12 +112,12 @@ fn check<T: Kernels>(
     };
 
     for order in ORDERS {
-        let mut parameter = Buffer::of(&p_like);
-        // One further element: the master lies otherwise to addresses of 16 bytes.
+        let mut parameter = Buffer::new(&p_like);
+        // One further element changes the alignment of the master to 16 bytes.
         let further: Vec<f32> = p.iter().copied().chain([7.0]).collect();
         let (mut master, mut average, mut square) =
-            (Buffer::of(&further), Buffer::of(&m), Buffer::of(&v));
-        let (g, g_like) = (Buffer::of(&g), Buffer::of(&g_like));
+            (Buffer::new(&further), Buffer::new(&m), Buffer::new(&v));
+        let (g, g_like) = (Buffer::new(&g), Buffer::new(&g_like));
         let master_or_null = if has_master {
             master.as_mut_ptr()
         } else {

@@ -1,4 +1,4 @@
-//! `attention.cu` against the composed twin in f64 and the CPU path.
+//! Tests of `attention.cu` against the composed twin in f64 and the CPU path.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
@@ -10,11 +10,11 @@ include!("../../../../kernels/attention.rs");
 
 const SCALE: f64 = 0.3;
 
-/// The padding of a second sequence on the left: more than a tile has keys.
+/// Left padding of the second sequence: more than the keys of a tile.
 const LEFT: usize = 67;
 
-/// Sequences of `new` positions after `past` others with padding (the mask is noise, or one of left
-/// padding), or packed ones.
+/// Sequences of `new` positions after `past` others, with random padding or left padding, or packed
+/// sequences.
 #[derive(Debug, Clone, Copy)]
 enum Layout<'a> {
     Gaps {
@@ -36,19 +36,19 @@ struct Case<'a> {
     kv_heads: usize,
     group: usize,
     head_dim: usize,
-    /// How large scores are.
+    /// Scale of the scores.
     spread: f64,
-    /// Elements behind the inputs in their memory, which move where these begin.
+    /// Elements after the inputs in memory, which change the alignment of the inputs.
     behind: usize,
-    /// The same of the results, but for the gradient of the keys, besides.
+    /// Further elements after the results, except the gradient of the keys.
     behind_results: usize,
-    /// Whether the first value and the last gradient that count are NaN, of which only padding
-    /// must show nothing.
+    /// If set, the first unmasked value and the last unmasked gradient are NaN. NaN must not reach
+    /// padding.
     nan: bool,
 }
 
 impl Case<'_> {
-    /// For each sequence its first query, its new positions, its first key and all its positions.
+    /// Returns the first query, new positions, first key and all positions of each sequence.
     fn sequences(&self) -> Vec<[u32; 4]> {
         match self.layout {
             Layout::Gaps { batch, new, past } | Layout::Left { batch, new, past } => (0..batch)
@@ -65,7 +65,7 @@ impl Case<'_> {
         }
     }
 
-    /// One entry for each key.
+    /// Returns one entry for each key.
     fn mask(&self) -> Vec<u8> {
         match self.layout {
             Layout::Gaps { batch, new, past } => {
@@ -80,7 +80,7 @@ impl Case<'_> {
     }
 }
 
-/// The result and the gradients of query, key and value.
+/// Returns the result and the gradients of query, key and value.
 fn expected<T: Kernels>(case: &Case, inputs: [&[T]; 4], mask: &[u8]) -> Result<Vec<Expected>> {
     let device = &Device::Cpu;
     let [query_width, key_width] =
@@ -101,7 +101,7 @@ fn expected<T: Kernels>(case: &Case, inputs: [&[T]; 4], mask: &[u8]) -> Result<V
             Sequences::Padded(&padded)
         }
     };
-    Expected::of_twin(
+    Expected::from_twin(
         &inputs,
         &table(gradient, query_width)?,
         |x| composed::attention(&x[0], &x[1], &x[2], sequences, case.head_dim, SCALE),
@@ -119,7 +119,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let (sequences, mask) = (case.sequences(), case.mask());
     let heads = kv_heads * group;
     let queries: usize = sequences.iter().map(|s| s[1] as usize).sum();
-    // Where the new positions are among the keys.
+    // The index of a new position among the keys.
     let own = |query: usize| {
         let of = sequences
             .iter()
@@ -152,7 +152,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         gradient[last * heads * head_dim] = T::from_f64(f64::NAN);
     }
 
-    // What stands at padding touches nothing.
+    // NaN at padding must not have an effect.
     let spoilt = |mut x: Vec<T>, width: usize, at: &dyn Fn(usize) -> usize| {
         for (position, row) in x.chunks_mut(width).enumerate() {
             if mask[at(position)] == 0 {
@@ -160,14 +160,14 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
             }
         }
         x.resize(x.len() + case.behind, T::from_f64(f64::NAN));
-        Buffer::of(&x)
+        Buffer::new(&x)
     };
     let query = spoilt(query, heads * head_dim, &own);
     let gradient = spoilt(gradient, heads * head_dim, &own);
     let key = spoilt(key, kv_heads * head_dim, &|at| at);
     let value = spoilt(value, kv_heads * head_dim, &|at| at);
-    let table = Buffer::of(&sequences.concat());
-    let kept = Buffer::of(&mask);
+    let table = Buffer::new(&sequences.concat());
+    let kept = Buffer::new(&mask);
 
     let tiles = attention_tiles(head_dim, size_of::<T>()).expect("a width");
     let tiles_of = |rows: Vec<usize>| {
@@ -321,9 +321,9 @@ const PLAIN: Case = Case {
 fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
     for &head_dim in head_dims {
         let behind = match head_dim {
-            // Rows that begin where 16 bytes at a time cannot be read, in memory that does not.
+            // Rows that are not aligned to 16 bytes, in unaligned memory.
             5 => 2,
-            // Memory that does.
+            // Unaligned memory.
             80 => 1,
             _ => 0,
         };
@@ -408,7 +408,7 @@ fn f16_is_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<f16>(&[16, 128, 256], 4e-3)
 }
 
-/// Scores of some millions, whose exponentials overflow, and whose last bit is worth 0.5.
+/// Scores of some millions: their exponentials overflow, and their last bit is worth 0.5.
 #[test]
 fn large_scores_do_not_overflow() -> Result<()> {
     let case = Case {

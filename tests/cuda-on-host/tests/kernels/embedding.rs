@@ -23,7 +23,7 @@ fn check<T: Kernels>(
             .map(|x| T::from_f64((x * 256.0).round() / 256.0))
             .collect();
         numbers.resize(len + behind, T::from_f64(f64::NAN));
-        Buffer::of(&numbers)
+        Buffer::new(&numbers)
     };
     let (weight, gradient) = (of(vocab * width, 1), of(n * width, 2));
     let mut dweight_expected = vec![0.0; vocab * width];
@@ -53,7 +53,7 @@ fn check<T: Kernels>(
         exact: dweight_expected,
         on_cpu: on_cpu.remove(0),
     };
-    let ids = Buffer::of(ids);
+    let ids = Buffer::new(ids);
     let slices = width.div_ceil(2 * 32 * 16 / size_of::<T>());
     for order in ORDERS {
         let seven = T::from_f64(7.0);

@@ -1,5 +1,5 @@
-//! `gradient_norm.cu`: sums of squares, and scaling in place, against the formula in f64 and the
-//! CPU path.
+//! Tests of `gradient_norm.cu`: sums of squares, and scaling in place, against the formula in f64
+//! and the CPU path.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, gradient_sum_parts};
@@ -19,8 +19,8 @@ fn check<T: Kernels>(lengths: &[usize], behind: usize, size: f64, tolerance: f64
             exact.push(numbers.iter().map(|x| x.to_f64().powi(2)).sum::<f64>());
             gradients.push(Tensor::from_slice(&numbers, n, &Device::Cpu)?);
             numbers.resize(n + behind, T::from_f64(f64::NAN));
-            let gradient = Buffer::of(&numbers);
-            // As few blocks as a small gradient has work for.
+            let gradient = Buffer::new(&numbers);
+            // A small gradient has few blocks.
             let blocks = n.div_ceil(1024).clamp(1, 5);
             // SAFETY: the gradient has n elements; there are at most PARTS blocks.
             unsafe {
@@ -35,7 +35,7 @@ fn check<T: Kernels>(lengths: &[usize], behind: usize, size: f64, tolerance: f64
             .unwrap();
         }
         let grid = Grid::new(lengths.len() as u32, 256);
-        // SAFETY: PARTS parts for each sum.
+        // SAFETY: there are PARTS parts for each sum.
         unsafe { gradient_sum_parts(grid, order, parts.as_ptr(), sums.as_mut_ptr()) }.unwrap();
         let scale = size * size;
         let relative = |sums: &[f64]| -> Vec<f64> { sums.iter().map(|x| x / scale).collect() };
@@ -51,7 +51,7 @@ fn check<T: Kernels>(lengths: &[usize], behind: usize, size: f64, tolerance: f64
                 .iter()
                 .map(|x| T::from_f64(*x))
                 .collect();
-            let mut gradient = Buffer::of(&start);
+            let mut gradient = Buffer::new(&start);
             let grid = Grid::new((n * size_of::<T>()).div_ceil(16 * 256) as u32, 256);
             // SAFETY: the gradient has n elements.
             unsafe { T::gradient_scale(grid, order, gradient.as_mut_ptr(), n as u64, 0.3) }

@@ -1,4 +1,4 @@
-//! The stand-in itself: it finds the mistakes it is for, and shuffles as a GPU does.
+//! Tests of the emulator: it detects wrong kernels, and shuffles like a GPU.
 
 use candle_grpo_cuda_on_host::{Buffer, Grid, ORDERS, launch};
 
@@ -16,7 +16,7 @@ unsafe extern "C" {
 
 type Kernel = unsafe extern "C" fn(*mut f32);
 
-/// What `kernel` leaves in one number for each of 64 threads, or the error.
+/// Returns the number that each of 64 threads writes, or the error.
 fn run(kernel: Kernel, order: u32) -> Result<Vec<f32>, String> {
     let mut out = Buffer::filled(-1f32, 64);
     let to = out.as_mut_ptr();
@@ -34,7 +34,7 @@ fn a_missing_barrier_shows_in_some_order() {
 }
 
 #[test]
-fn threads_that_cannot_meet_are_named() {
+fn an_error_names_threads_that_cannot_meet() {
     let error = run(wrong_thread_leaves, 0).unwrap_err();
     assert!(
         error.contains("waits at __syncthreads, but thread (5, 0, 0) has returned"),
@@ -53,17 +53,17 @@ fn threads_that_cannot_meet_are_named() {
 }
 
 #[test]
-fn undefined_behaviour_is_named_with_its_place() {
+fn undefined_behavior_is_an_error_with_its_location() {
     let x = Buffer::filled(1f32, 8);
     let mut out = Buffer::filled(0f32, 1);
     let (from, to) = (x.as_ptr(), out.as_mut_ptr());
-    // SAFETY: one thread reads inside `x` and writes one number, were it not stopped before.
+    // SAFETY: one thread reads in bounds of `x` and writes at most one number.
     let error = unsafe { launch(Grid::new(1, 1), 0, || wrong_alignment(from, to)) }.unwrap_err();
     assert!(
         error.contains("misaligned") && error.contains("wrong.cu:"),
         "{error}"
     );
-    // SAFETY: as above.
+    // SAFETY: one thread writes at most one number.
     let error = unsafe { launch(Grid::new(1, 1), 0, || wrong_overflow(40_000, to)) }.unwrap_err();
     assert!(error.contains("signed overflow"), "{error}");
     let error = run(wrong_shared_index, 0).unwrap_err();
@@ -82,7 +82,7 @@ fn launches_that_a_gpu_refuses_are_errors() {
             block,
             shared_bytes: 0,
         };
-        // SAFETY: nothing is called.
+        // SAFETY: the closure does not call a kernel.
         assert!(unsafe { launch(grid, 0, || ()) }.is_err(), "{grid:?}");
     }
 }
@@ -92,7 +92,7 @@ fn shuffles_move_what_a_gpu_moves() {
     for order in ORDERS {
         let mut out = Buffer::filled(0f32, 5 * 64);
         let to = out.as_mut_ptr();
-        // SAFETY: five numbers for each of 64 threads.
+        // SAFETY: the buffer has five numbers for each of 64 threads.
         unsafe { launch(Grid::new(1, 64), order, || shuffles(to)) }.unwrap();
         for (thread, found) in out.chunks(5).enumerate() {
             let lane = thread % 32;

@@ -1,5 +1,6 @@
-//! `linear_log_prob.cu`, with the backward pass in `log_prob.cu`, against the composed twin in f64
-//! and the CPU path. The matrix products, which are those of cuBLAS on a GPU, are Candle's.
+//! Tests of `linear_log_prob.cu`, with the backward pass in `log_prob.cu`, against the composed
+//! twin in f64 and the CPU path. Candle computes the matrix products, which are cuBLAS products on
+//! a GPU.
 
 use std::ops::Range;
 
@@ -15,7 +16,7 @@ const N: usize = 5;
 const WIDTH: usize = 6;
 const VOCAB: usize = 700;
 
-/// The first and the last of each tile, and one whose row is dropped.
+/// The first and the last column of each tile, and the target of a masked row.
 const TARGETS: [u32; N] = [100, 255, 256, 699, 3];
 const MASK: [u8; N] = [1, 1, 1, 1, 0];
 
@@ -26,22 +27,22 @@ fn table(x: &[f64], shape: impl Into<Shape>) -> Result<Tensor> {
     Tensor::from_slice(x, shape, &Device::Cpu)?.to_dtype(DType::F32)
 }
 
-/// The packed results, and the gradient of the logits, from those of tiles between `bounds`.
+/// Returns the packed results and the gradient of the logits, computed in tiles between `bounds`.
 fn run(logits: &[f32], packed_gradient: &[f32], bounds: &[usize], order: u32) -> [Vec<f64>; 2] {
     let tile = |columns: &Range<usize>| {
         let rows = logits.chunks(VOCAB);
         let tile: Vec<f32> = rows.flat_map(|row| row[columns.clone()].to_vec()).collect();
-        Buffer::of(&tile)
+        Buffer::new(&tile)
     };
     let tiles: Vec<Range<usize>> = bounds.windows(2).map(|ends| ends[0]..ends[1]).collect();
-    let (targets, mask) = (Buffer::of(&TARGETS), Buffer::of(&MASK));
-    let packed_gradient = Buffer::of(packed_gradient);
+    let (targets, mask) = (Buffer::new(&TARGETS), Buffer::new(&MASK));
+    let packed_gradient = Buffer::new(packed_gradient);
     let mut packed = Buffer::filled(f32::NAN, 3 * N);
     let mut state = Buffer::filled(f32::NAN, 4 * N);
     let grid = Grid::new(N as u32, THREADS);
     let inverse_temperature = (1.0 / TEMPERATURE) as f32;
     for columns in &tiles {
-        // SAFETY: the tile has N rows of these columns, the other buffers the sizes of N.
+        // SAFETY: the tile has N rows of these columns, and the other buffers the sizes of N.
         unsafe {
             linear_log_prob_tile(
                 grid,
@@ -64,7 +65,7 @@ fn run(logits: &[f32], packed_gradient: &[f32], bounds: &[usize], order: u32) ->
     for columns in &tiles {
         let mut logits = tile(columns);
         let memory = logits.as_mut_ptr();
-        // SAFETY: as above; the gradient takes the place of the logits.
+        // SAFETY: as above. The gradient replaces the logits.
         unsafe {
             f32::log_prob_backward(
                 grid,
@@ -95,7 +96,7 @@ fn tiles_are_the_twin_and_the_cpu_path() -> Result<()> {
     let twice = |len, seed| -> Vec<f64> { noise(len, seed).iter().map(|x| 2.0 * x).collect() };
     let hidden = table(&twice(N * WIDTH, 1), (N, WIDTH))?;
     let weight = table(&twice(VOCAB * WIDTH, 2), (VOCAB, WIDTH))?;
-    // The first tile has nothing of the distribution.
+    // The first tile has no part in the distribution.
     let mut bias = noise(VOCAB, 3);
     bias[..100].fill(f64::NEG_INFINITY);
     let bias = table(&bias, VOCAB)?;
@@ -117,7 +118,7 @@ fn tiles_are_the_twin_and_the_cpu_path() -> Result<()> {
             options,
         )?)
     };
-    let expected = Expected::of_twin(
+    let expected = Expected::from_twin(
         &[hidden.clone(), weight.clone(), bias.clone()],
         &packed_gradient,
         |x| packed(composed::linear_log_prob, x),
@@ -130,7 +131,7 @@ fn tiles_are_the_twin_and_the_cpu_path() -> Result<()> {
         .matmul(&weight.t()?)?
         .broadcast_add(&bias.to_dtype(DType::F64)?)?;
     let mut logits: Vec<f32> = logits.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-    // What is dropped may be anything.
+    // A masked row may be NaN.
     logits[4 * VOCAB..].fill(f32::NAN);
     let packed_gradient = packed_gradient.flatten_all()?.to_vec1()?;
     for bounds in [&[0, 100, 256, 512, 699, VOCAB][..], &[0, VOCAB]] {

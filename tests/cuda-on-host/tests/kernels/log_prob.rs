@@ -1,4 +1,4 @@
-//! `log_prob.cu` against the composed twin in f64 and the CPU path.
+//! Tests of `log_prob.cu` against the composed twin in f64 and the CPU path.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
@@ -10,9 +10,9 @@ use crate::token_rows::{THREADS, stacked};
 
 const TEMPERATURE: f64 = 0.7;
 
-/// `n` rows of `vocab` logits, which end where their memory does: n and vocab say how they lie to
-/// addresses of 16 bytes. The gradient ends `shift` elements before the end of its own memory, or
-/// is written over the logits.
+/// `n` rows of `vocab` logits at the end of their memory, so n and vocab determine their alignment
+/// to 16 bytes. The gradient ends `shift` elements before the end of its memory, or replaces the
+/// logits.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     n: usize,
@@ -22,11 +22,11 @@ struct Case {
     in_place: bool,
 }
 
-/// `tolerance` is that of the gradient, which has the dtype of the logits.
+/// Checks a case. `tolerance` is for the gradient, which has the dtype of the logits.
 fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let Case { n, vocab, .. } = case;
     let mut logits: Vec<f64> = noise(n * vocab, 1).iter().map(|x| 6.0 * x).collect();
-    // Some entries are outside of the distribution, but no target.
+    // Some entries have probability 0, but no target.
     let targets: Vec<u32> = (0..n)
         .map(|row| ((row * 7919 + vocab * 5 / 8) % vocab) as u32)
         .collect();
@@ -48,7 +48,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         mask: Some(&kept),
         ..Default::default()
     };
-    let expected = Expected::of_twin(
+    let expected = Expected::from_twin(
         &[Tensor::from_slice(&rounded, (n, vocab), &Device::Cpu)?],
         &Tensor::from_slice(&packed_gradient, (3, n), &Device::Cpu)?,
         |logits| {
@@ -68,7 +68,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
             logits.fill(T::from_f64(f64::NAN));
         }
     }
-    let (targets, mask) = (Buffer::of(&targets), Buffer::of(&mask));
+    let (targets, mask) = (Buffer::new(&targets), Buffer::new(&mask));
     let mask = if case.masked {
         mask.as_ptr()
     } else {
@@ -79,8 +79,8 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
 
     for order in ORDERS {
         let mut packed = Buffer::filled(f32::NAN, 3 * n);
-        let mut logits = Buffer::of(&memory);
-        let packed_gradient = Buffer::of(&packed_gradient);
+        let mut logits = Buffer::new(&memory);
+        let packed_gradient = Buffer::new(&packed_gradient);
         // SAFETY: the buffers have the sizes of n and vocab.
         unsafe {
             T::log_prob_forward(
@@ -194,10 +194,10 @@ fn a_row_that_is_no_distribution_gives_nan() {
         for padding in [0, 5000] {
             let mut logits = vec![none; padding];
             logits.extend(row);
-            let target = Buffer::of(&[padding as u32]);
-            let logits = Buffer::of(&logits);
+            let target = Buffer::new(&[padding as u32]);
+            let logits = Buffer::new(&logits);
             let mut packed = Buffer::filled(0f32, 3);
-            // SAFETY: one row, of as many logits as there are.
+            // SAFETY: one row with all logits.
             unsafe {
                 f32::log_prob_forward(
                     Grid::new(1, THREADS),
@@ -219,7 +219,7 @@ fn a_row_that_is_no_distribution_gives_nan() {
 
 #[test]
 fn a_target_out_of_range_is_not_read() {
-    let (logits, target) = (Buffer::of(&[1f32, 2.0]), Buffer::of(&[u32::MAX]));
+    let (logits, target) = (Buffer::new(&[1f32, 2.0]), Buffer::new(&[u32::MAX]));
     let mut packed = Buffer::filled(0f32, 3);
     // SAFETY: one row of two logits.
     unsafe {
@@ -240,12 +240,12 @@ fn a_target_out_of_range_is_not_read() {
     assert!(packed[2].is_finite());
 }
 
-/// The distance of the logits is more than the largest f32.
+/// The difference of the logits exceeds the largest f32.
 #[test]
 fn huge_logits_are_no_nan() {
     let mut logits = vec![-2e38f32; 1000];
     logits[700] = 2e38;
-    let (logits, target) = (Buffer::of(&logits), Buffer::of(&[700u32]));
+    let (logits, target) = (Buffer::new(&logits), Buffer::new(&[700u32]));
     for order in ORDERS {
         let mut packed = Buffer::filled(f32::NAN, 3);
         // SAFETY: one row of 1000 logits.

@@ -1,4 +1,4 @@
-//! `rms_norm.cu` against the formula in f64 and the CPU path.
+//! Tests of `rms_norm.cu` against the formula in f64 and the CPU path.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
@@ -8,8 +8,8 @@ use half::{bf16, f16};
 
 const EPSILON: f64 = 1e-3;
 
-/// `n` rows of `width`, in memory with `behind` further elements; threads of a row, rows of a
-/// block, blocks.
+/// `n` rows of `width`, followed by `behind` elements in memory, and the shape of the launch:
+/// threads of a row, rows of a block, blocks.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     n: usize,
@@ -20,7 +20,7 @@ struct Case {
     blocks: u32,
 }
 
-/// y, dx and dweight.
+/// Returns y, dx and dweight.
 fn formula(x: &[f64], weight: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
     let width = weight.len();
     let (mut y, mut dx, mut dweight) = (vec![], vec![], vec![0.0; width]);
@@ -61,7 +61,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let with_behind = |x: &[T]| {
         let mut x = x.to_vec();
         x.resize(x.len() + case.behind, T::from_f64(f64::NAN));
-        Buffer::of(&x)
+        Buffer::new(&x)
     };
     let (x, weight, gradient) = (
         with_behind(&x),

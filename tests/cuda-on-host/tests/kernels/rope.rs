@@ -1,4 +1,4 @@
-//! `rope.cu` against the formula in f64 and the CPU path.
+//! Tests of `rope.cu` against the formula in f64 and the CPU path.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
@@ -6,7 +6,7 @@ use candle_grpo_kernels::rope;
 use candle_grpo_test_support::noise;
 use half::{bf16, f16};
 
-/// `rows` of `heads` heads of `2 * pairs` elements, in memory with `behind` further ones.
+/// Checks `rows` of `heads` heads of `2 * pairs` elements, followed by `behind` others in memory.
 fn check<T: Kernels>(
     rows: usize,
     heads: usize,
@@ -19,17 +19,17 @@ fn check<T: Kernels>(
     let wide: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
     let table = Tensor::from_slice(&x, (rows, heads * 2 * pairs), &Device::Cpu)?;
     x.resize(n + behind, T::from_f64(f64::NAN));
-    let x = Buffer::of(&x);
+    let x = Buffer::new(&x);
     let angles = noise(rows * pairs, 2);
     let cos: Vec<f32> = angles.iter().map(|a| (9.0 * a).cos() as f32).collect();
     let sin: Vec<f32> = angles.iter().map(|a| (9.0 * a).sin() as f32).collect();
     let of_angles = |x: &[f32]| Tensor::from_slice(x, (rows, pairs), &Device::Cpu);
     let (cos_table, sin_table) = (of_angles(&cos)?, of_angles(&sin)?);
-    // The gradient is the rotation back.
+    // The gradient is the inverse rotation.
     let on_cpu = forward_and_backward(std::slice::from_ref(&table), &table, |inputs| {
         rope(&inputs[0], &cos_table, &sin_table)
     })?;
-    let (cos, sin) = (Buffer::of(&cos), Buffer::of(&sin));
+    let (cos, sin) = (Buffer::new(&cos), Buffer::new(&sin));
 
     for (sign, on_cpu) in [1.0f32, -1.0].into_iter().zip(on_cpu) {
         let mut exact = vec![0.0; n];

@@ -1,12 +1,11 @@
-//! `kernels/signatures.rs` says what the kernels take: names, types and order.
+//! `kernels/signatures.rs` has the names, types and order of the arguments of all kernels.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 type Arguments = Vec<(String, String)>;
 
-/// The text between `start` and the parenthesis that closes it, without the ends of the lines of a
-/// macro.
+/// Parses the arguments up to the closing parenthesis.
 fn arguments(text: &str, argument: impl Fn(&str) -> (String, String)) -> Arguments {
     let end = text.find(')').expect("a closing parenthesis");
     let plain = text[..end].replace('\\', " ");
@@ -18,7 +17,7 @@ fn arguments(text: &str, argument: impl Fn(&str) -> (String, String)) -> Argumen
         .collect()
 }
 
-/// `const T *x` is `x: In<Self>`.
+/// Parses an argument in CUDA: `const T *x` is `x: In<Self>`.
 fn from_cuda(argument: &str) -> (String, String) {
     let words: Vec<&str> = argument.split_whitespace().collect();
     let (name, types) = words.split_last().expect("a type and a name");
@@ -48,7 +47,7 @@ fn from_rust(argument: &str) -> (String, String) {
 }
 
 #[test]
-fn are_those_of_the_kernels() {
+fn signatures_match_the_kernels() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
     let read = |file: &str| std::fs::read_to_string(folder.join(file)).unwrap();
     let text = read("signatures.rs");
@@ -75,8 +74,8 @@ fn are_those_of_the_kernels() {
     assert_eq!(listed, found);
 }
 
-/// The kernels of a file: `__global__ void __launch_bounds__(..) name(arguments)`, or `name_##name`
-/// for one of each dtype.
+/// Collects the kernels of a file: `__global__ void __launch_bounds__(..) name(arguments)`, or
+/// `name_##name` for a kernel of each dtype.
 fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
     for part in source.split("__global__ void").skip(1) {
         let part = part.replace('\\', " ");
@@ -85,7 +84,7 @@ fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
             None => &part,
         };
         let (name, rest) = part.split_once('(').expect("arguments");
-        // Where there is one of each width, too, `D` is the width.
+        // `D` is the width of a kernel for each width.
         for width in ["64", "128", "256"] {
             let name = name.trim().replace("##D##", width);
             found.insert(name, arguments(rest, from_cuda));

@@ -1,4 +1,4 @@
-//! `swiglu.cu` against the formula in f64 and the CPU path.
+//! Tests of `swiglu.cu` against the formula in f64 and the CPU path.
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
@@ -6,19 +6,19 @@ use candle_grpo_kernels::swiglu;
 use candle_grpo_test_support::noise;
 use half::{bf16, f16};
 
-/// `n` elements, in memory with `behind` further ones.
+/// Checks `n` elements, followed by `behind` others in memory.
 fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) -> Result<()> {
     let of = |seed, scale: f64| -> Buffer<T> {
         let mut numbers: Vec<T> = noise(n, seed)
             .iter()
             .map(|x| T::from_f64(scale * x))
             .collect();
-        // As far out as sigmoid is 0 or 1.
+        // Far enough for a sigmoid of 0 or 1.
         for (x, far) in numbers.iter_mut().zip([-200.0, 200.0, 0.0]) {
             *x = T::from_f64(far * scale / 12.0);
         }
         numbers.resize(n + behind, T::from_f64(f64::NAN));
-        Buffer::of(&numbers)
+        Buffer::new(&numbers)
     };
     let (gate, up, gradient) = (of(1, 12.0), of(2, 2.0), of(3, 2.0));
     let wide = |x: &[T]| -> Vec<f64> { x[..n].iter().map(|x| x.to_f64()).collect() };
