@@ -3,7 +3,7 @@
 // term.
 //
 // A warp holds the matrices in fragments. With g = lane / 4 and t = lane % 4, a lane has
-//   a [16, DEPTH]  the rows g and g + 8, at the columns 2t, 2t + 1 (and 2t + 8, 2t + 9 in bf16, f16),
+//   a [16, DEPTH]  the rows g and g + 8, at the columns 2t, 2t + 1 (bf16, f16: and 2t + 8, 2t + 9),
 //   b [DEPTH, 8]   the same rows of the depth at the column g,
 //   c [16, 8]      (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 // In f32 the hardware has another order of the depth. The order of the products does not matter.

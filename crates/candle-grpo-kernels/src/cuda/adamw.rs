@@ -84,7 +84,7 @@ impl Pass<'_> {
                             master,
                             average,
                             square,
-                            gradient: In::of(&gradient, self.stream)?,
+                            gradient: In::from_tensor(&gradient, self.stream)?,
                             n: n as u64,
                             beta1: c.beta1 as f32,
                             one_minus_beta1: (1.0 - c.beta1) as f32,

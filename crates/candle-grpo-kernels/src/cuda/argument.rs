@@ -56,7 +56,7 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
     }
 
     /// Returns the elements of a contiguous tensor, given its `storage_and_layout()`.
-    pub(crate) fn of(
+    pub(crate) fn from_tensor(
         (storage, layout): &'a (impl Deref<Target = Storage>, &Layout),
         stream: &'a CudaStream,
     ) -> Result<Self> {
@@ -66,7 +66,7 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
         }
     }
 
-    /// Returns the elements as [`of`](Self::of), or null for `None`.
+    /// Returns the elements as [`from_tensor`](Self::from_tensor), or null for `None`.
     pub(crate) fn optional(
         tensor: Option<&'a (impl Deref<Target = Storage>, &Layout)>,
         stream: &'a CudaStream,
@@ -76,7 +76,7 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
             _reading: None,
             element: PhantomData,
         };
-        tensor.map_or(Ok(null), |tensor| Self::of(tensor, stream))
+        tensor.map_or(Ok(null), |tensor| Self::from_tensor(tensor, stream))
     }
 }
 

@@ -34,7 +34,7 @@ pub(crate) fn forward(
             // SAFETY: weight has vocab * width elements, ids n, rows n * width.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::embedding_forward::<T> { weight: In::new(weight, layout, &stream)?, ids: In::of(&ids, &stream)?, rows: Out::new(&mut rows, &stream), n: n as u64, vocab: vocab as u32, width: width as i32 }.launch(device, by_rows)?;
+                kernels::embedding_forward::<T> { weight: In::new(weight, layout, &stream)?, ids: In::from_tensor(&ids, &stream)?, rows: Out::new(&mut rows, &stream), n: n as u64, vocab: vocab as u32, width: width as i32 }.launch(device, by_rows)?;
             }
         }
         CudaStorage::wrap_cuda_slice(rows, device.clone())
@@ -71,9 +71,9 @@ pub(crate) fn backward(weight: &Tensor, ids: &Tensor, gradient: &Tensor) -> Resu
             // SAFETY: ids has n elements, first vocab, gradient n * width, dweight vocab * width.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::embedding_first { ids: In::of(&ids, &stream)?, first: Out::new(&mut first, &stream), n: n as u32, vocab: vocab as u32 }.launch(device, grid(n.div_ceil(THREADS as usize), THREADS)?)?;
+                kernels::embedding_first { ids: In::from_tensor(&ids, &stream)?, first: Out::new(&mut first, &stream), n: n as u32, vocab: vocab as u32 }.launch(device, grid(n.div_ceil(THREADS as usize), THREADS)?)?;
                 let first = CudaStorage::wrap_cuda_slice(first, device.clone());
-                kernels::embedding_backward::<T> { gradient: In::of(&gradient, &stream)?, ids: In::of(&ids, &stream)?, first: In::new(&first, &Layout::contiguous(vocab), &stream)?, dweight: Out::new(&mut dweight, &stream), n: n as u32, vocab: vocab as u32, width: width as i32 }.launch(device, by_places)?;
+                kernels::embedding_backward::<T> { gradient: In::from_tensor(&gradient, &stream)?, ids: In::from_tensor(&ids, &stream)?, first: In::new(&first, &Layout::contiguous(vocab), &stream)?, dweight: Out::new(&mut dweight, &stream), n: n as u32, vocab: vocab as u32, width: width as i32 }.launch(device, by_places)?;
             }
         }
         CudaStorage::wrap_cuda_slice(dweight, device.clone())

@@ -36,7 +36,7 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
             // each.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::gradient_squares::<T> { gradient: In::of(&gradient, &stream)?, parts: Out::new(&mut own_parts, &stream), n: n as u64 }.launch(device, grid(blocks, THREADS)?)?;
+                kernels::gradient_squares::<T> { gradient: In::from_tensor(&gradient, &stream)?, parts: Out::new(&mut own_parts, &stream), n: n as u64 }.launch(device, grid(blocks, THREADS)?)?;
             }
         });
     }

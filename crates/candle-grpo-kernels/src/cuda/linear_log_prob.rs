@@ -106,7 +106,7 @@ pub(crate) fn forward(
         unsafe {
             kernels::linear_log_prob_tile {
                 logits: In::new(&logits, &of_logits, &stream)?,
-                targets: In::of(&targets, &stream)?,
+                targets: In::from_tensor(&targets, &stream)?,
                 mask: In::optional(mask.as_ref(), &stream)?,
                 state: Out::new(&mut state, &stream),
                 packed: Out::new(&mut packed, &stream),
@@ -257,11 +257,11 @@ fn product(
         };
         with_cuda_floats!(of_a, "hidden", T => {
             let a = Matrix {
-                elements: In::<T>::of(&a, &stream)?,
+                elements: In::<T>::from_tensor(&a, &stream)?,
                 is_transposed: is_a_transposed,
             };
             let b = Matrix {
-                elements: In::<T>::of(&b, &stream)?,
+                elements: In::<T>::from_tensor(&b, &stream)?,
                 is_transposed: is_b_transposed,
             };
             // SAFETY: the sizes are those of the tensors.

@@ -51,7 +51,7 @@ fn launch_forward<T: CudaElement>(
     unsafe {
         kernels::log_prob_forward::<T> {
             logits,
-            targets: In::of(&targets, &stream)?,
+            targets: In::from_tensor(&targets, &stream)?,
             mask: In::optional(mask.as_ref(), &stream)?,
             packed,
             n: n as u64,
@@ -120,10 +120,10 @@ pub(super) fn launch_backward<T: CudaElement>(
     unsafe {
         kernels::log_prob_backward::<T> {
             logits,
-            targets: In::of(&targets, &stream)?,
+            targets: In::from_tensor(&targets, &stream)?,
             mask: In::optional(mask.as_ref(), &stream)?,
-            packed: In::of(&packed, &stream)?,
-            packed_gradient: In::of(&packed_gradient, &stream)?,
+            packed: In::from_tensor(&packed, &stream)?,
+            packed_gradient: In::from_tensor(&packed_gradient, &stream)?,
             gradient,
             n: n as u64,
             columns: columns as u64,

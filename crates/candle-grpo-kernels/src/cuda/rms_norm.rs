@@ -107,7 +107,7 @@ pub(crate) fn backward(
         // blocks * width. The shared memory has a row of sums for each row of a block.
         #[allow(unsafe_code)]
         unsafe {
-            kernels::rms_norm_backward::<T> { x: In::of(&x_storage, &stream)?, weight: In::of(&weight_storage, &stream)?, gradient: In::of(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, by_rows)?;
+            kernels::rms_norm_backward::<T> { x: In::from_tensor(&x_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dx: Out::new(&mut dx, &stream), partial: Out::new(&mut partial, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, by_rows)?;
             let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
             kernels::rms_norm_weight::<T> { partial: In::new(&partial, &Layout::contiguous(blocks * width), &stream)?, dweight: Out::new(&mut dweight, &stream), parts: blocks as i32, width: width as i32 }.launch(device, by_columns)?;
         }

@@ -43,7 +43,7 @@ pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<(Cud
             // all_heads / heads * pairs.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::rope::<T> { x: In::new(x, layout, &stream)?, cos: In::of(&cos, &stream)?, sin: In::of(&sin, &stream)?, y: Out::new(&mut y, &stream), heads_in_all: all_heads as u32, heads: heads as u32, pairs: pairs as i32, sign: if op.back { -1.0 } else { 1.0 } }.launch(device, grid)?;
+                kernels::rope::<T> { x: In::new(x, layout, &stream)?, cos: In::from_tensor(&cos, &stream)?, sin: In::from_tensor(&sin, &stream)?, y: Out::new(&mut y, &stream), heads_in_all: all_heads as u32, heads: heads as u32, pairs: pairs as i32, sign: if op.back { -1.0 } else { 1.0 } }.launch(device, grid)?;
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())

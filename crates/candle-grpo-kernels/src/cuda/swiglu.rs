@@ -65,7 +65,7 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
             // SAFETY: all five have n elements, and the blocks cover them.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::swiglu_backward::<T> { gate: In::of(&gate_storage, &stream)?, up: In::of(&up_storage, &stream)?, gradient: In::of(&gradient_storage, &stream)?, dgate: Out::new(&mut dgate, &stream), dup: Out::new(&mut dup, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
+                kernels::swiglu_backward::<T> { gate: In::from_tensor(&gate_storage, &stream)?, up: In::from_tensor(&up_storage, &stream)?, gradient: In::from_tensor(&gradient_storage, &stream)?, dgate: Out::new(&mut dgate, &stream), dup: Out::new(&mut dup, &stream), n: n as u64 }.launch(device, blocks::<T>(n)?)?;
             }
         }
         (
