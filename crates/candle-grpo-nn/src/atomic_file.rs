@@ -1,7 +1,8 @@
 //! Files and folders that appear completely or not at all.
 //!
-//! Contents are written beside their place under a temporary name, flushed to the disk and renamed. A program that is
-//! killed leaves the previous contents in place, and perhaps a [leftover](remove_leftovers) under a temporary name.
+//! Contents are written beside their place under a temporary name, flushed to the disk and renamed.
+//! A program that is killed leaves the previous contents in place, and perhaps a
+//! [leftover](remove_leftovers) under a temporary name.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -15,8 +16,8 @@ use candle_core::Tensor;
 ///
 /// # Errors
 ///
-/// The previous file stays as it was, unless only the folder could not be flushed: then the new file is in place, but
-/// may not survive a loss of power.
+/// The previous file stays as it was, unless only the folder could not be flushed: then the new
+/// file is in place, but may not survive a loss of power.
 ///
 /// ```
 /// use candle_grpo_nn::atomic_file;
@@ -73,11 +74,13 @@ fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()
     sync_parent(path)
 }
 
-/// Writes a folder atomically: `fill` fills a folder under a temporary name, which replaces the one at `path`.
+/// Writes a folder atomically: `fill` fills a folder under a temporary name, which replaces the one
+/// at `path`.
 ///
-/// `fill` must flush its files, as [`write`](write()) does. No system call swaps two folders on every platform. The
-/// previous folder is therefore renamed to `.NAME.PID.old` first and removed afterwards. Whenever the program is killed,
-/// the folder at `path` is complete, or it is absent and the previous one is kept under that name.
+/// `fill` must flush its files, as [`write`](write()) does. No system call swaps two folders on
+/// every platform. The previous folder is therefore renamed to `.NAME.PID.old` first and removed
+/// afterwards. Whenever the program is killed, the folder at `path` is complete, or it is absent
+/// and the previous one is kept under that name.
 ///
 /// # Errors
 ///
@@ -108,7 +111,8 @@ pub fn remove_folder(path: &Path) -> Result<()> {
     remove(&old)
 }
 
-/// Removes from `folder` the temporary files and folders of a program that was killed while it wrote there, and no others.
+/// Removes from `folder` the temporary files and folders of a program that was killed while it
+/// wrote there, and no others.
 pub fn remove_leftovers(folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

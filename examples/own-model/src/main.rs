@@ -67,7 +67,7 @@ impl LanguageModel for Policy {
             .matmul(&self.key.forward(&x)?.transpose(1, 2)?)?;
         let hidden = (later.to_dtype(DType::F32)? * -1e9)?;
         let scores = (scores / (WIDTH as f64).sqrt())?.broadcast_add(&hidden)?;
-        // candle_nn::ops::softmax_last_dim would cut the graph, and forward_backward would say so.
+        // candle_nn::ops::softmax_last_dim would break the graph, and the actor would name the variables without a gradient.
         let weights = candle_nn::ops::softmax(&scores, D::Minus1)?;
         let x = (&x + weights.matmul(&self.value.forward(&x)?)?)?;
         let x = (&x + self.back.forward(&self.inner.forward(&x)?.gelu()?)?)?;
@@ -107,7 +107,7 @@ fn main() -> Result<()> {
     };
     let mut actor = Actor::of_model(
         policy,
-        Parameters::of_variables(variables, &device)?,
+        Parameters::from_variables(variables, &device)?,
         config,
     )?;
     let advantage = GroupAdvantage::grpo();

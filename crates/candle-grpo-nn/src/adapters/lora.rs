@@ -1,29 +1,31 @@
-//! Low-rank adapters: little to train, and the policy without them at hand.
+//! Low-rank adapters.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_grpo_core::Invalid;
+use candle_grpo_core::validate;
 use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::atomic_file::{self, write_safetensors};
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
+use crate::weights::check::check_names;
 use crate::weights::compute_copies::copy;
-use crate::weights::normal::Normal;
-use crate::weights::parameters::check_names;
+use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig, Parameters};
 
-/// The shape of low-rank adapters.
+/// The options of low-rank adapters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoraConfig {
-    /// The rank of the change of each matrix.
+    /// The rank of the update of each matrix.
     pub rank: usize,
-    /// The change is multiplied by `alpha / rank`.
+    /// The update is scaled by `alpha / rank`.
     pub alpha: f64,
-    /// The last parts of the names of the linear maps that are adapted, such as `q_proj` or `self_attn.q_proj`.
+    /// Suffixes of the names of the adapted linear maps, such as `q_proj` or `self_attn.q_proj`.
     #[serde(default = "all_linear")]
     pub target_modules: Vec<String>,
 }
@@ -43,7 +45,7 @@ fn all_linear() -> Vec<String> {
 }
 
 impl LoraConfig {
-    /// Adapters for every linear map of every block; not for embedding and output layer.
+    /// Adapters for all linear maps of all blocks, but not for the embedding and the output layer.
     pub fn all_linear(rank: usize, alpha: f64) -> Self {
         Self {
             rank,
@@ -52,7 +54,8 @@ impl LoraConfig {
         }
     }
 
-    /// Checks that the numbers describe adapters of `model`; the error names the field that does not.
+    /// Checks that the options describe adapters of `model`. The error names the first field that
+    /// does not.
     pub fn validate(&self, model: &DecoderConfig) -> Result<()> {
         self.shapes(model).map(|_| ())
     }
@@ -67,15 +70,11 @@ impl LoraConfig {
             .any(|target| is_suffix(target, module))
     }
 
-    /// The names and shapes of A and B of every adapted map.
+    /// The names and shapes of A and B of each adapted map.
     fn shapes(&self, model: &DecoderConfig) -> Result<BTreeMap<String, Shape>> {
         model.validate()?;
-        if self.rank == 0 {
-            bail!("rank: 0, must be at least 1");
-        }
-        if !(self.alpha.is_finite() && self.alpha > 0.0) {
-            bail!("alpha: {}, must be finite and positive", self.alpha);
-        }
+        validate::at_least_one("rank", self.rank)?;
+        validate::positive("alpha", self.alpha)?;
         let modules: Vec<(String, Shape)> = model
             .parameter_shapes()
             .into_iter()
@@ -86,13 +85,13 @@ impl LoraConfig {
             })
             .collect();
         if self.target_modules.is_empty() {
-            bail!("target_modules: empty, must name at least one linear map");
+            let must = "name at least one linear map";
+            return Err(Invalid::new("target_modules", "[]", must).into());
         }
         for target in &self.target_modules {
             if !modules.iter().any(|(module, _)| is_suffix(target, module)) {
-                bail!(
-                    "target_modules: {target:?}, must end the name of a linear map in a block of this model"
-                );
+                let must = "be the end of the name of a linear map in a block of this model";
+                return Err(Invalid::new("target_modules", format!("{target:?}"), must).into());
             }
         }
         let mut shapes = BTreeMap::new();
@@ -113,18 +112,19 @@ impl LoraConfig {
     }
 }
 
-/// Whether the last parts of `module` are those of `target`.
+/// Whether the dotted name `module` ends with the parts of `target`.
 fn is_suffix(target: &str, module: &str) -> bool {
     module
         .strip_suffix(target)
         .is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// Low-rank adapters (LoRA, Hu et al. 2021): each adapted map computes `x w^T + alpha / rank * x a^T b^T`, where only a
-/// and b train. As b is zero at the start, adapters begin by changing nothing.
+/// Low-rank adapters (LoRA, Hu et al. 2021): an adapted map computes `x w^T + alpha / rank * x a^T
+/// b^T`, and only a and b train. b is zero at first, so that new adapters do not change the model.
 ///
-/// The base weights are shared, not copied: a decoder from [`Self::var_builder`] has the adapters on, one from
-/// [`Parameters::detached_var_builder`] of the base has them off, which makes it a reference policy at no cost.
+/// The base weights are shared, not copied. A decoder from [`Self::var_builder`] applies the
+/// adapters. A decoder from [`Parameters::detached_var_builder`] of the base does not, and serves
+/// as a reference policy without extra memory.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
@@ -141,7 +141,7 @@ fn is_suffix(target: &str, module: &str) -> bool {
 /// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
 /// let loss = decoder.logits(&decoder.padded_hidden_states(&ids, &ids.ones_like()?)?)?.sqr()?.mean_all()?;
 /// let mut gradients = Gradients::new();
-/// gradients.accumulate(&loss, lora.parameters())?; // of the adapters, and of nothing else
+/// gradients.accumulate(&loss, lora.parameters())?; // of the adapters only
 /// assert_eq!(gradients.iter().count(), 14);
 /// # Ok(())
 /// # }
@@ -153,15 +153,15 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// New adapters: a normal with variance `1 / (3 * inputs)` (that of PEFT's uniform numbers), b zero. The same seed gives
-    /// the same bits on every device.
+    /// Initializes new adapters: a is normal with variance `1 / (3 * inputs)`, that of PEFT's
+    /// uniform numbers, and b is zero. The same seed gives the same bits on every device.
     pub fn init(
         config: LoraConfig,
         model: &DecoderConfig,
         seed: u64,
         device: &Device,
     ) -> Result<Self> {
-        let mut normal = Normal::new(seed);
+        let mut normal = StandardNormal::new(seed);
         let mut variables = BTreeMap::new();
         for (name, shape) in config.shapes(model)? {
             let values = if name.ends_with(LORA_A) {
@@ -177,24 +177,25 @@ impl Lora {
         }
         Ok(Self {
             config,
-            parameters: Parameters::from_variables(variables, device),
+            parameters: Parameters::unchecked(variables, device),
         })
     }
 
-    /// Their shape.
+    /// The options of these adapters.
     pub fn config(&self) -> &LoraConfig {
         &self.config
     }
 
-    /// What trains, under the names of the base with `lora_A.weight` and `lora_B.weight` in place of `weight`.
+    /// The trainable variables. Their names are those of the base with `lora_A.weight` and
+    /// `lora_B.weight` for `weight`.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
 
-    /// A builder that hands out the variables of the adapters, whom gradients reach, and the weights of `base`, whom they
-    /// do not.
+    /// A builder of the variables of the adapters, which receive gradients, and of the detached
+    /// weights of `base`.
     pub fn var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
-        self.builder_of(
+        self.builder_with(
             base,
             DType::F32,
             |variable| Ok(variable.as_detached_tensor()),
@@ -202,21 +203,21 @@ impl Lora {
         )
     }
 
-    /// A builder for sampling and evaluation with the adapters on: no graph is recorded, updates are seen.
+    /// A builder of detached tensors with the adapters: no graph is recorded. They see updates.
     pub fn detached_var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {
         let detached = |variable: &Var| Ok(variable.as_detached_tensor());
-        self.builder_of(base, DType::F32, detached, detached)
+        self.builder_with(base, DType::F32, detached, detached)
     }
 
-    /// [`Parameters::copied_var_builder`] of `base` with the adapters on. The copies of the adapters are refreshed, those of `base`
-    /// are not.
+    /// [`Parameters::copied_var_builder`] of `base` with the adapters. Only the copies of the
+    /// adapters are refreshed.
     pub fn copied_var_builder(
         &self,
         base: &Parameters,
         dtype: DType,
     ) -> Result<(VarBuilder<'static>, ComputeCopies)> {
         let mut copies = ComputeCopies::default();
-        let vb = self.builder_of(
+        let vb = self.builder_with(
             base,
             dtype,
             |variable| copy(variable, dtype),
@@ -225,7 +226,7 @@ impl Lora {
         Ok((vb, copies))
     }
 
-    fn builder_of(
+    fn builder_with(
         &self,
         base: &Parameters,
         dtype: DType,
@@ -249,7 +250,7 @@ impl Lora {
         Ok(VarBuilder::from_tensors(tensors, dtype, base.device()))
     }
 
-    /// `base` with the adapters added to its weights: the same policy without adapters. `base` stays as it is.
+    /// Returns new parameters with the adapters added to the weights of `base`.
     pub fn merged(&self, model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
         let mut tensors = HashMap::new();
         for (name, variable) in base.iter() {
@@ -270,8 +271,8 @@ impl Lora {
         Parameters::from_tensors(model, tensors, base.device())
     }
 
-    /// Writes `adapter_config.json` and `adapter_model.safetensors` into `folder`, as PEFT reads them. `base_model` is the
-    /// name or the path of the model that they belong to.
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into `folder` in PEFT's format.
+    /// `base_model` is the name or the path of the base model.
     pub fn save(&self, folder: &Path, base_model: Option<&str>) -> Result<()> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -296,10 +297,14 @@ impl Lora {
             .map_err(context)
     }
 
-    /// Reads what [`Self::save`] or PEFT wrote, for a base of shape `model`.
+    /// Reads the files of [`Self::save`] or of PEFT, for a base with the configuration `model`.
     ///
-    /// Errs on adapters that would be computed otherwise than they are meant, naming the key of `adapter_config.json` that
-    /// says so, and on names and shapes that do not fit. `lora_dropout` is not read, as nothing is dropped here.
+    /// `lora_dropout` is ignored: there is no dropout.
+    ///
+    /// # Errors
+    ///
+    /// If a key of `adapter_config.json` asks for another computation, or names or shapes do not
+    /// match.
     pub fn load(folder: &Path, model: &DecoderConfig, device: &Device) -> Result<Self> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -342,7 +347,7 @@ impl Lora {
         }
         Ok(Self {
             config,
-            parameters: Parameters::from_variables(variables, device),
+            parameters: Parameters::unchecked(variables, device),
         })
     }
 }

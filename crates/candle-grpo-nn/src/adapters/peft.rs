@@ -1,4 +1,4 @@
-//! The files of PEFT, Hugging Face's library of adapters.
+//! The file format of PEFT, Hugging Face's library of adapters.
 
 use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -8,10 +8,10 @@ use crate::LoraConfig;
 
 pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
 pub(crate) const ADAPTER_MODEL: &str = "adapter_model.safetensors";
-/// What PEFT puts before the names of the base.
+/// PEFT's prefix of the names of the base.
 pub(crate) const PREFIX: &str = "base_model.model.";
 
-/// What is read and written of `adapter_config.json`.
+/// The keys of `adapter_config.json` that are read and written.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct PeftConfig {
     peft_type: String,
@@ -26,8 +26,9 @@ pub(crate) struct PeftConfig {
     others: Map<String, Value>,
 }
 
-/// Keys that change what adapters compute, with the value, besides absence and null, that changes nothing.
-fn harmless() -> [(&'static str, Value); 14] {
+/// Keys that change the computation of adapters, with the one value that is supported if they are
+/// present and not null.
+fn supported() -> [(&'static str, Value); 14] {
     let empty = || Value::Object(Map::new());
     [
         ("bias", "none".into()),
@@ -58,7 +59,7 @@ impl PeftConfig {
             ("use_dora", false.into()),
             ("use_rslora", false.into()),
         ];
-        // PEFT has whole numbers here as a rule.
+        // PEFT usually writes an integer.
         let lora_alpha = match config.alpha.fract() == 0.0 && config.alpha < 1e15 {
             true => Value::from(config.alpha as u64),
             false => Value::from(config.alpha),
@@ -82,7 +83,7 @@ impl PeftConfig {
             .map_err(|error| Error::msg(format!("{ADAPTER_CONFIG}: {error}")))
     }
 
-    /// The adapters that it describes; `all_linear` are the targets that PEFT's name for all of them stands for.
+    /// The options of the adapters. `all_linear` expands PEFT's `all-linear`.
     pub(crate) fn lora(&self, all_linear: fn() -> Vec<String>) -> Result<LoraConfig> {
         if self.peft_type != "LORA" {
             bail!(
@@ -90,12 +91,12 @@ impl PeftConfig {
                 self.peft_type
             );
         }
-        for (key, harmless) in harmless() {
+        for (key, supported) in supported() {
             if let Some(value) = self.others.get(key)
                 && !value.is_null()
-                && value != &harmless
+                && value != &supported
             {
-                bail!("{ADAPTER_CONFIG}: {key}: {value}, must be {harmless}");
+                bail!("{ADAPTER_CONFIG}: {key}: {value}, must be {supported}");
             }
         }
         let Some(alpha) = self.lora_alpha.as_f64() else {
@@ -112,7 +113,7 @@ impl PeftConfig {
                 .map(str::to_owned)
                 .collect(),
             other => bail!(
-                "{ADAPTER_CONFIG}: target_modules: {other}, must be a list of names or all-linear (a regular expression is not read)"
+                "{ADAPTER_CONFIG}: target_modules: {other}, must be a list of names or all-linear (regular expressions are not supported)"
             ),
         };
         Ok(LoraConfig {

@@ -7,20 +7,23 @@ use crate::model::pass::{Context, Pass};
 use crate::{Decoder, PagedCache, SequenceId};
 
 impl Decoder {
-    /// Computes the logits `[S, V]` after the last of the new tokens of each of S sequences, and adds the new tokens to
-    /// the sequences of `cache`.
+    /// Computes the logits `[S, V]` after the last of the new tokens of each of S sequences, and
+    /// adds the new tokens to the sequences of `cache`.
     ///
-    /// `new` lists each sequence with at least one token: the whole prompt in the first pass, then one token at a time. A
-    /// pass may mix both. There is no padding, and the result has no gradient.
+    /// `new` lists each sequence with at least one token: the whole prompt in the first pass, then
+    /// one token at a time. A pass may mix both. There is no padding, and the result has no
+    /// gradient.
     ///
-    /// On the CPU the bits of a row depend only on the weights, the tokens of its sequence and the places where it was
-    /// forked. They do not depend on the other sequences, nor on how its tokens were divided into passes.
+    /// On the CPU the bits of a row depend only on the weights, the tokens of its sequence and the
+    /// places where it was forked. They do not depend on the other sequences, nor on how its
+    /// tokens were divided into passes.
     ///
     /// # Errors
     ///
-    /// Before the cache changes: if `new` is empty, a sequence has no tokens, twice, must occur once or is not in `cache`, a token
-    /// is not below `vocab_size`, a sequence exceeds `max_position_embeddings`, or the cache has another number of
-    /// layers. After any other error the sequences of `new` are invalid.
+    /// Before the cache changes: if `new` is empty, a sequence has no tokens, twice, must occur
+    /// once or is not in `cache`, a token is not below `vocab_size`, a sequence exceeds
+    /// `max_position_embeddings`, or the cache has another number of layers. After any other
+    /// error the sequences of `new` are invalid.
     ///
     /// ```
     /// use candle_core::{Device, Result};

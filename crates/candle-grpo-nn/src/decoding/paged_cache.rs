@@ -1,4 +1,4 @@
-//! Keys and values of past positions, of sequences that come, fork and go.
+//! The cache of keys and values.
 
 use std::collections::BTreeMap;
 
@@ -7,42 +7,44 @@ use candle_grpo_kernels::{KeyValuePages, PAGE, PageSlot, PageSpan};
 
 use crate::DecoderConfig;
 
-/// Pages that there are at first.
+/// Number of pages of the first allocation.
 const FIRST_PAGES: usize = 64;
 
-/// The keys and values of the positions that a decoder has seen, of many sequences of any lengths, for
+/// The keys and values of past positions of many sequences, for
 /// [`Decoder::next_logits`](crate::Decoder::next_logits).
 ///
-/// They are kept in pages. A fork shares the pages of what it was forked from, so the prompt of a group is computed and kept
-/// once; a sequence that is removed gives its pages back for others. The memory of a sequence grows with it, and is never moved
-/// but for a doubling of all pages.
+/// They are stored in pages. A fork shares the pages of its origin, so that the prompt of a group
+/// is computed and stored once. The pages of a removed sequence are reused. The number of pages
+/// doubles when all are taken.
 #[derive(Debug)]
 pub struct PagedCache {
-    /// One for each layer; a page has the same number in all.
+    /// One for each layer. A page has the same number in all layers.
     layers: Vec<KeyValuePages>,
-    /// How many sequences hold each page.
+    /// Number of sequences that hold each page.
     holders: Vec<usize>,
-    /// Pages that none holds.
+    /// Pages that no sequence holds.
     free: Vec<usize>,
     sequences: BTreeMap<usize, Sequence>,
     next_id: usize,
 }
 
-/// A sequence in a [`PagedCache`]. It is never given out twice.
+/// A sequence in a [`PagedCache`]. An id is never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId(usize);
 
 #[derive(Debug, Clone, Default)]
 struct Sequence {
     spans: Vec<PageSpan>,
-    /// So many of the spans came with the fork: their pages may belong to others as well, and are not written any more. What
-    /// follows begins a page, however many forks there are, so that the bits of a result do not depend on that.
+    /// Number of spans from before the fork. Their pages may be shared and are not written
+    /// anymore. Later positions always begin a new page, so that the bits of a result do not
+    /// depend on the number of forks.
     inherited: usize,
     len: usize,
 }
 
 impl PagedCache {
-    /// An empty cache for a decoder of shape `config`, whose dtype and device are those of its weights.
+    /// An empty cache for a decoder with this configuration, whose weights have `dtype` and are on
+    /// `device`.
     pub fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
         config.validate()?;
         let layer = |_| {
@@ -65,12 +67,12 @@ impl PagedCache {
         })
     }
 
-    /// A sequence without positions.
+    /// Adds a sequence without positions.
     pub fn add(&mut self) -> SequenceId {
         self.insert(Sequence::default())
     }
 
-    /// A sequence that begins with all positions of `id`, and shares their memory.
+    /// Adds a sequence that starts with all positions of `id` and shares their memory.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let mut sequence = self.get(id)?.clone();
         sequence.inherited = sequence.spans.len();
@@ -80,7 +82,7 @@ impl PagedCache {
         Ok(self.insert(sequence))
     }
 
-    /// Forgets a sequence. Its forks stay.
+    /// Removes a sequence. Its forks remain.
     pub fn remove(&mut self, id: SequenceId) -> Result<()> {
         self.get(id)?;
         for span in self.sequences.remove(&id.0).unwrap_or_default().spans {
@@ -115,7 +117,7 @@ impl PagedCache {
         &self.layers[layer]
     }
 
-    /// Makes a sequence longer by `new` positions, which are to be written to the slots returned.
+    /// Extends a sequence by `new` positions, to be written to the slots returned.
     pub(crate) fn extend(&mut self, id: SequenceId, new: usize) -> Result<Vec<PageSlot>> {
         let mut slots = Vec::with_capacity(new);
         for _ in 0..new {
@@ -174,11 +176,11 @@ impl PagedCache {
                 layer.grow(wanted)?;
             }
             self.holders.resize(wanted, 0);
-            // The lowest number is taken first.
+            // The lowest number is popped first.
             self.free.extend((there..wanted).rev());
         }
         let Some(page) = self.free.pop() else {
-            bail!("the cache has no page left");
+            bail!("cache: no free page after growing");
         };
         self.holders[page] = 1;
         Ok(page)
@@ -224,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_were_given_back_are_taken_again() {
+    fn pages_of_removed_sequences_are_reused() {
         let mut cache = cache();
         for _ in 0..5 {
             let sequence = cache.add();

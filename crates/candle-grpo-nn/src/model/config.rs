@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Result, Shape, bail};
+use candle_core::{Result, Shape};
+use candle_grpo_core::validate::{self, check};
 use serde::{Deserialize, Serialize};
 
 use crate::RopeScaling;
@@ -22,14 +23,15 @@ pub enum ModelType {
     SmolLm3,
 }
 
-/// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is read, so that a
-/// file cannot ask for a longer list.
+/// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is
+/// read, so that a file cannot ask for a longer list.
 const MAX_LAYERS: usize = 10_000;
 
-/// The configuration of a Llama-style decoder. The fields are named as in a Hugging Face `config.json`.
+/// The configuration of a Llama-style decoder. The fields are named as in a Hugging Face
+/// `config.json`.
 ///
-/// Deserializing it ignores keys that are not fields here. Use [`Self::from_hugging_face`] to read a `config.json`: it
-/// translates or refuses every key that changes the computation.
+/// Deserializing it ignores keys that are not fields here. Use [`Self::from_hugging_face`] to read
+/// a `config.json`: it translates or refuses every key that changes the computation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DecoderConfig {
     /// The family. Default: Llama.
@@ -45,7 +47,8 @@ pub struct DecoderConfig {
     pub num_hidden_layers: usize,
     /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Number of key and value heads; each serves `num_attention_heads / num_key_value_heads` query heads.
+    /// Number of key and value heads; each serves `num_attention_heads / num_key_value_heads`
+    /// query heads.
     pub num_key_value_heads: usize,
     /// Width of one head. `None` means `hidden_size / num_attention_heads`.
     #[serde(default)]
@@ -59,8 +62,8 @@ pub struct DecoderConfig {
     /// The change of the rotary frequencies for rows longer than those of pretraining.
     #[serde(default)]
     pub rope_scaling: RopeScaling,
-    /// One number for each block: 1 if its positions rotate, 0 if they do not. This is SmolLM3's own key, despite its
-    /// name. Empty: all rotate.
+    /// One number for each block: 1 if its positions rotate, 0 if they do not. This is SmolLM3's
+    /// own key, despite its name. Empty: all rotate.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub no_rope_layers: Vec<u8>,
     /// Maximum number of positions of a row.
@@ -68,10 +71,12 @@ pub struct DecoderConfig {
     /// Whether the output layer shares the embedding matrix.
     #[serde(default)]
     pub tie_word_embeddings: bool,
-    /// Whether all four projections of attention have a bias. Always false for Qwen2, where three have one.
+    /// Whether all four projections of attention have a bias. Always false for Qwen2, where three
+    /// have one.
     #[serde(default, skip_serializing_if = "is_false")]
     pub attention_bias: bool,
-    /// Whether the three projections of the feed-forward layer have a bias: Llama and SmolLM3 only.
+    /// Whether the three projections of the feed-forward layer have a bias: Llama and SmolLM3
+    /// only.
     #[serde(default, skip_serializing_if = "is_false")]
     pub mlp_bias: bool,
 }
@@ -128,85 +133,79 @@ impl DecoderConfig {
             ("num_key_value_heads", self.num_key_value_heads),
             ("max_position_embeddings", self.max_position_embeddings),
         ] {
-            if value == 0 {
-                bail!("{name}: 0, must be at least 1");
-            }
+            validate::at_least_one(name, value)?;
         }
-        if self.num_hidden_layers > MAX_LAYERS {
-            bail!(
-                "num_hidden_layers: {}, must be at most {MAX_LAYERS}",
-                self.num_hidden_layers
-            );
-        }
-        if u32::try_from(self.vocab_size).is_err() {
-            bail!("vocab_size: {}, must fit in 32 bits", self.vocab_size);
-        }
-        if !self
-            .num_attention_heads
-            .is_multiple_of(self.num_key_value_heads)
-        {
-            bail!(
-                "num_attention_heads: {}, must be a multiple of num_key_value_heads, which is {}",
-                self.num_attention_heads,
-                self.num_key_value_heads
-            );
-        }
-        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(self.num_attention_heads) {
-            bail!(
-                "hidden_size: {}, without head_dim must be a multiple of num_attention_heads, which is {}",
-                self.hidden_size,
-                self.num_attention_heads
-            );
-        }
+        let (heads, key_value_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        check(
+            self.num_hidden_layers <= MAX_LAYERS,
+            "num_hidden_layers",
+            self.num_hidden_layers,
+            &format!("be at most {MAX_LAYERS}"),
+        )?;
+        check(
+            u32::try_from(self.vocab_size).is_ok(),
+            "vocab_size",
+            self.vocab_size,
+            "fit in 32 bits",
+        )?;
+        check(
+            heads.is_multiple_of(key_value_heads),
+            "num_attention_heads",
+            heads,
+            &format!("be a multiple of num_key_value_heads, which is {key_value_heads}"),
+        )?;
+        check(
+            self.head_dim.is_some() || self.hidden_size.is_multiple_of(heads),
+            "hidden_size",
+            self.hidden_size,
+            &format!("be a multiple of num_attention_heads, which is {heads}, without head_dim"),
+        )?;
         let head_dim = self.head_dim();
-        if head_dim == 0 || !head_dim.is_multiple_of(2) {
-            bail!(
-                "head_dim: {head_dim}, must be even and at least 2, as rotary embedding turns pairs"
-            );
-        }
-        for (name, value) in [
-            ("rms_norm_eps", self.rms_norm_eps),
-            ("rope_theta", self.rope_theta),
-        ] {
-            if !(value.is_finite() && value > 0.0) {
-                bail!("{name}: {value}, must be finite and positive");
-            }
-        }
-        if !self.no_rope_layers.is_empty() {
-            if self.model_type != ModelType::SmolLm3 {
-                bail!(
-                    "no_rope_layers: {:?}, must be empty for model_type {:?}",
-                    self.no_rope_layers,
-                    self.model_type
-                );
-            }
-            if self.no_rope_layers.len() != self.num_hidden_layers
-                || self.no_rope_layers.iter().any(|&rotates| rotates > 1)
-            {
-                bail!(
-                    "no_rope_layers: {:?}, must be empty or {} zeros and ones, one for each block",
-                    self.no_rope_layers,
-                    self.num_hidden_layers
-                );
-            }
-        }
+        check(
+            head_dim > 0 && head_dim.is_multiple_of(2),
+            "head_dim",
+            head_dim,
+            "be even and at least 2, as rotary embedding rotates pairs",
+        )?;
+        validate::positive("rms_norm_eps", self.rms_norm_eps)?;
+        validate::positive("rope_theta", self.rope_theta)?;
+        let rotates = format!("{:?}", self.no_rope_layers);
+        check(
+            self.no_rope_layers.is_empty() || self.model_type == ModelType::SmolLm3,
+            "no_rope_layers",
+            &rotates,
+            &format!("be empty for model_type {:?}", self.model_type),
+        )?;
+        check(
+            self.no_rope_layers.is_empty()
+                || self.no_rope_layers.len() == self.num_hidden_layers
+                    && self.no_rope_layers.iter().all(|&rotates| rotates <= 1),
+            "no_rope_layers",
+            &rotates,
+            &format!(
+                "be empty or {} zeros and ones, one for each block",
+                self.num_hidden_layers
+            ),
+        )?;
         let attention_bias = self.model_type != ModelType::Qwen2;
         let mlp_bias = matches!(self.model_type, ModelType::Llama | ModelType::SmolLm3);
         for (name, value, possible) in [
             ("attention_bias", self.attention_bias, attention_bias),
             ("mlp_bias", self.mlp_bias, mlp_bias),
         ] {
-            if value && !possible {
-                bail!(
-                    "{name}: true, must be false for model_type {:?}",
-                    self.model_type
-                );
-            }
+            check(
+                possible || !value,
+                name,
+                value,
+                &format!("be false for model_type {:?}", self.model_type),
+            )?;
         }
-        self.rope_scaling.validate()
+        self.rope_scaling.validate()?;
+        Ok(())
     }
 
-    /// Whether the query, key and value projections have a bias. That of the output projection is `attention_bias`.
+    /// Whether the query, key and value projections have a bias. That of the output projection is
+    /// `attention_bias`.
     pub(crate) fn has_input_biases(&self) -> bool {
         self.attention_bias || self.model_type == ModelType::Qwen2
     }

@@ -15,16 +15,17 @@ use crate::model::rope::Rope;
 use crate::optim::grad_sink::GradSink;
 use crate::{Backward, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
 
-/// A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention and SwiGLU, with the options of
-/// [`DecoderConfig`].
+/// A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention and SwiGLU, with
+/// the options of [`DecoderConfig`].
 ///
 /// Every operator differentiates. A decoder records Candle's graph if it is built from
 /// [`Parameters::var_builder`](crate::Parameters::var_builder). One that is built from
-/// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) records no graph; it samples
-/// ([`Self::next_logits`]) and trains ([`LanguageModel::record`]) with less memory.
+/// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) records no graph;
+/// it samples ([`Self::next_logits`]) and trains ([`LanguageModel::record`]) with less memory.
 ///
-/// It computes in the dtype of the builder; norms, rotation and softmax in f32 at least. A builder that casts
-/// (`VarBuilder::to_dtype`) copies the weights here, once: build a new decoder after the variables change.
+/// It computes in the dtype of the builder; norms, rotation and softmax in f32 at least. A builder
+/// that casts (`VarBuilder::to_dtype`) copies the weights here, once: build a new decoder after the
+/// variables change.
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: DecoderConfig,
@@ -65,8 +66,9 @@ impl Decoder {
         })
     }
 
-    /// Sets whether [`LanguageModel::record`] keeps only the input of each block and computes the block again in the
-    /// backward pass. This holds the activations of one block instead of all, for about a third more time.
+    /// Sets whether [`LanguageModel::record`] keeps only the input of each block and computes the
+    /// block again in the backward pass. This holds the activations of one block instead of
+    /// all, for about a third more time.
     pub fn with_activation_checkpointing(mut self, on: bool) -> Self {
         self.activation_checkpointing = on;
         self
@@ -74,14 +76,15 @@ impl Decoder {
 
     /// Computes the hidden states `[B, S, H]` after the final norm.
     ///
-    /// - `input_ids`: u32 `[B, S]`, below the vocabulary size. This is checked on the CPU. It is not checked on other
-    ///   devices, where it would synchronize: an id out of range is undefined there.
-    /// - `attention_mask`: `[B, S]` of any dtype, zero at padding and anything else at real tokens. Padding may be on
-    ///   either side. The position of a token is `max(cumsum(mask) - 1, 0)`. Hidden states at padding are finite and
-    ///   have no meaning.
+    /// - `input_ids`: u32 `[B, S]`, below the vocabulary size. This is checked on the CPU. It is
+    ///   not checked on other devices, where it would synchronize: an id out of range is undefined
+    ///   there.
+    /// - `attention_mask`: `[B, S]` of any dtype, zero at padding and anything else at real tokens.
+    ///   Padding may be on either side. The position of a token is `max(cumsum(mask) - 1, 0)`.
+    ///   Hidden states at padding are finite and have no meaning.
     ///
-    /// S, padding included, is at most `max_position_embeddings`. [`LanguageModel::hidden_states`] computes the same
-    /// without padding.
+    /// S, padding included, is at most `max_position_embeddings`. [`LanguageModel::hidden_states`]
+    /// computes the same without padding.
     pub fn padded_hidden_states(
         &self,
         input_ids: &Tensor,
@@ -156,8 +159,8 @@ impl Decoder {
 }
 
 impl LanguageModel for Decoder {
-    /// Computes the hidden states `[N, H]` after the final norm. Each sequence is at most `max_position_embeddings`
-    /// long, and tokens that sequences share are computed once.
+    /// Computes the hidden states `[N, H]` after the final norm. Each sequence is at most
+    /// `max_position_embeddings` long, and tokens that sequences share are computed once.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor> {
         self.forward(&Input::packed(self, tokens)?)
     }
@@ -173,8 +176,8 @@ impl LanguageModel for Decoder {
     /// Computes the hidden states without a graph, and keeps what the backward pass needs.
     ///
     /// The decoder must be built from
-    /// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) or another builder without a
-    /// graph.
+    /// [`Parameters::detached_var_builder`](crate::Parameters::detached_var_builder) or another
+    /// builder without a graph.
     ///
     /// ```
     /// use candle_core::{Device, Result};

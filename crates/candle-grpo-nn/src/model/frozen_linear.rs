@@ -1,14 +1,14 @@
-//! Linear maps by weights that do not train.
+//! Products with weights that may be frozen.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, bail};
 
 /// `x w^T` for `x` `[N, inputs]` and `weight` `[outputs, inputs]`.
 ///
-/// A weight that is no variable gets no gradient. Candle's own matmul would compute one for it, as large as the weight,
-/// and throw it away.
+/// A weight that is not a variable gets no gradient. Candle's own matmul computes one for it, as
+/// large as the weight, and discards it.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    // Without a graph there is nothing to save.
+    // Without a graph there is no gradient to skip.
     if weight.track_op() || !x.track_op() {
         return x.matmul(&weight.t()?);
     }
@@ -23,7 +23,7 @@ struct FrozenLinear {
 }
 
 impl FrozenLinear {
-    /// `[m, k]` by the transposed weight, whose storage is `of_weight`.
+    /// `[m, k]` times the transposed weight, whose storage is `of_weight`.
     fn forward<S: BackendStorage>(
         &self,
         x: &S,
@@ -52,7 +52,7 @@ impl CustomOp1 for FrozenLinear {
         let (storage, weight_layout) = self.weight.storage_and_layout();
         match &*storage {
             Storage::Cpu(weight) => self.forward(x, layout, weight, weight_layout),
-            _ => bail!("the weight must be on the device of x, the CPU"),
+            _ => bail!("weight: not on the CPU, must be on the device of x"),
         }
     }
 
@@ -65,7 +65,7 @@ impl CustomOp1 for FrozenLinear {
         let (storage, weight_layout) = self.weight.storage_and_layout();
         match &*storage {
             Storage::Cuda(weight) => self.forward(x, layout, weight, weight_layout),
-            _ => bail!("the weight must be on the device of x, the GPU"),
+            _ => bail!("weight: not on the GPU, must be on the device of x"),
         }
     }
 
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_the_matmul_without_the_gradient_of_the_weight() {
+    fn a_frozen_weight_gives_the_same_product_and_gets_no_gradient() {
         let x = Var::from_tensor(&wave((5, 3))).unwrap();
         let weight = Var::from_tensor(&wave((4, 3))).unwrap();
         let frozen = weight.as_detached_tensor();
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_larger_tensor_is_read_where_it_lies() {
+    fn views_of_larger_tensors_are_read_in_place() {
         let x = Var::from_tensor(&wave((6, 3))).unwrap();
         let part = x.narrow(0, 2, 3).unwrap();
         let weight = wave((8, 3)).narrow(0, 1, 4).unwrap();
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn shapes_that_do_not_fit_are_errors() {
+    fn a_wrong_shape_is_an_error_that_names_it() {
         let x = Var::from_tensor(&wave((5, 3))).unwrap();
         let error = linear(&x, &wave((4, 2))).unwrap_err().to_string();
         assert!(error.contains("must be [N, 2] for this weight"), "{error}");

@@ -6,11 +6,13 @@ use crate::{Gradients, PackedTokens, Parameters};
 
 /// A causal language model: its hidden states, and the weight of its output layer.
 ///
-/// Any model of Candle operations can implement this trait: build it from variables, for example of a
-/// [`VarMap`](candle_nn::VarMap) that [`Parameters::of_variables`] takes, and keep the provided [`Self::record`].
-/// [`Decoder`](crate::Decoder) records less memory and computes its own backward pass.
+/// Any model of Candle operations can implement this trait: build it from variables, for example of
+/// a [`VarMap`](candle_nn::VarMap) that [`Parameters::from_variables`] takes, and keep the provided
+/// [`Self::record`]. [`Decoder`](crate::Decoder) records less memory and computes its own backward
+/// pass.
 pub trait LanguageModel {
-    /// Computes the hidden states `[N, H]`, from which the output layer computes the logits of the next token.
+    /// Computes the hidden states `[N, H]`, from which the output layer computes the logits of the
+    /// next token.
     fn hidden_states(&self, tokens: &PackedTokens) -> Result<Tensor>;
 
     /// The weight of the output layer, `[V, H]`.
@@ -19,45 +21,28 @@ pub trait LanguageModel {
     /// The name of [`Self::output_weight`] among the variables.
     fn output_name(&self) -> &str;
 
-    /// Computes the hidden states `[N, H]` without a graph, and returns the backward pass from their gradient.
+    /// Computes the hidden states `[N, H]` without a graph, and returns the backward pass from
+    /// their gradient.
     ///
     /// The provided implementation records Candle's graph.
     fn record<'a>(&'a self, tokens: &PackedTokens) -> Result<(Tensor, Box<dyn Backward + 'a>)> {
         let hidden = self.hidden_states(tokens)?;
         Ok((hidden.detach(), Box::new(GraphBackward { hidden })))
     }
-
-    /// Computes the hidden states, hands them without a graph to `loss`, which gives back the gradient of its loss by them, and adds the
-    /// gradients of all of `variables`. What `loss` adds itself, such as the gradient of the output weight, comes on top.
-    ///
-    /// Errs with their names if variables have no gradient then. After an error the gradients are of no use.
-    fn forward_backward(
-        &self,
-        tokens: &PackedTokens,
-        variables: &Parameters,
-        loss: &mut dyn FnMut(&Tensor, &mut Gradients) -> Result<Tensor>,
-        gradients: &mut Gradients,
-    ) -> Result<()> {
-        let (hidden, recorded) = self.record(tokens)?;
-        let of_hidden = loss(&hidden, gradients)?;
-        drop(hidden);
-        recorded.backward(&of_hidden, variables, gradients)?;
-        gradients.ensure_complete(variables)
-    }
 }
 
 /// The backward pass of one [`LanguageModel::record`].
 pub trait Backward {
-    /// Adds the gradients of the variables of `trained` that the hidden states depend on, from `hidden_gradient`, the
-    /// gradient of the hidden states in their shape and dtype.
+    /// Adds the gradients of the variables of `trained` that the hidden states depend on, from
+    /// `hidden_gradient`, the gradient of the hidden states in their shape and dtype.
     ///
-    /// The gradient of the output weight as such is not among them: the hidden states do not depend on it.
-    /// [`Gradients::ensure_complete`] lists the variables that received none.
+    /// The gradient of the output weight as such is not among them: the hidden states do not depend
+    /// on it. [`Gradients::ensure_complete`] lists the variables that received none.
     ///
     /// # Errors
     ///
-    /// If `hidden_gradient` has another shape or dtype. After an error all of `gradients` are cleared, as some may
-    /// have been added and others not.
+    /// If `hidden_gradient` has another shape or dtype. After an error all of `gradients` are
+    /// cleared, as some may have been added and others not.
     fn backward(
         self: Box<Self>,
         hidden_gradient: &Tensor,

@@ -10,7 +10,8 @@ use crate::optim::grad_sink::GradSink;
 
 /// `y = x w^T + bias + scaling * x a^T b^T` for flat rows.
 ///
-/// The rows are flat, as a matmul with a batch dimension broadcasts the weight and its gradient once per batch row.
+/// The rows are flat, as a matmul with a batch dimension broadcasts the weight and its gradient
+/// once per batch row.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     weight: NamedWeight,
@@ -40,7 +41,8 @@ pub(crate) const LORA_SCALING: &str = "lora_scaling";
 pub(crate) enum Products {
     /// Together, with a gradient.
     Joint,
-    /// Each row on its own, so that its bits do not depend on the other rows; see [`linear_rows`]. Without a gradient.
+    /// Each row on its own, so that its bits do not depend on the other rows; see [`linear_rows`].
+    /// Without a gradient.
     RowByRow,
 }
 
@@ -104,8 +106,8 @@ impl Linear {
         }
     }
 
-    /// Returns `sum`, the gradient of `x` by other maps, plus the gradient of `x` by this map, from `gradient`, that of
-    /// the result. May reuse the memory of `sum`.
+    /// Returns `sum`, the gradient of `x` by other maps, plus the gradient of `x` by this map, from
+    /// `gradient`, that of the result. May reuse the memory of `sum`.
     pub(crate) fn backward(
         &self,
         x: &Tensor,

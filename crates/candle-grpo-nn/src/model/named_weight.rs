@@ -5,8 +5,8 @@ use candle_nn::VarBuilder;
 
 /// A tensor from a builder, with its name there.
 ///
-/// The name is that of the variable among [`Parameters`](crate::Parameters): a backward pass without a graph stores the
-/// gradient under it.
+/// The name is that of the variable among [`Parameters`](crate::Parameters): a backward pass
+/// without a graph stores the gradient under it.
 #[derive(Debug, Clone)]
 pub(crate) struct NamedWeight {
     pub(crate) name: String,

@@ -1,4 +1,4 @@
-//! Root mean square normalisation.
+//! Root mean square normalization.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{rms_norm, rms_norm_gradient};
@@ -7,7 +7,7 @@ use candle_nn::VarBuilder;
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
 
-/// RMSNorm (Zhang and Sennrich 2019).
+/// RMSNorm (Zhang and Sennrich 2019): `x / sqrt(mean(x^2) + epsilon) * weight`.
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
     weight: NamedWeight,
@@ -22,12 +22,12 @@ impl RmsNorm {
         })
     }
 
-    /// [.., width] to the same shape and dtype.
+    /// `[.., width]` to the same shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, &self.weight.tensor, self.epsilon)
     }
 
-    /// The gradient of `x` from that of the result.
+    /// Returns the gradient of `x` from that of the result.
     pub(crate) fn backward(
         &self,
         x: &Tensor,

@@ -1,9 +1,7 @@
 //! Rotary position embedding.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{rope, rope_gradient};
-
-use candle_grpo_kernels::arithmetic_dtype;
+use candle_grpo_kernels::{arithmetic_dtype, rope, rope_gradient};
 
 use crate::DecoderConfig;
 
@@ -11,11 +9,11 @@ use crate::DecoderConfig;
 #[derive(Debug, Clone)]
 pub(crate) struct Rope {
     inverse_frequencies: Tensor,
-    /// Cosines and sines are multiplied by it.
+    /// The factor of cosines and sines.
     attention_factor: f64,
 }
 
-/// Cosines and sines of one forward pass, [B * S, head_dim / 2]: every layer and head shares them.
+/// Cosines and sines of one forward pass, `[N, head_dim / 2]`, which all layers and heads share.
 #[derive(Debug, Clone)]
 pub(crate) struct RopeAngles {
     cos: Tensor,
@@ -37,7 +35,7 @@ impl Rope {
         })
     }
 
-    /// `positions` is [B, S] in any float dtype that holds its integers exactly.
+    /// The angles of N positions, of any shape and any float dtype that represents them exactly.
     pub(crate) fn angles(&self, positions: &Tensor) -> Result<RopeAngles> {
         let positions = positions
             .to_dtype(self.inverse_frequencies.dtype())?
@@ -55,12 +53,12 @@ impl Rope {
 }
 
 impl RopeAngles {
-    /// Rotates the heads of [B * S, heads * head_dim].
+    /// Rotates the heads of `[N, heads * head_dim]`.
     pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         rope(x, &self.cos, &self.sin)
     }
 
-    /// The gradient of `x` from that of the result.
+    /// Returns the gradient of `x` from that of [`Self::rotate`].
     pub(crate) fn rotate_back(&self, gradient: &Tensor) -> Result<Tensor> {
         rope_gradient(&self.cos, &self.sin, gradient)
     }

@@ -1,41 +1,42 @@
-//! How rotary frequencies are changed for rows longer than those of pretraining.
+//! Rotary frequencies for rows longer than those of pretraining.
 
 use std::f64::consts::TAU;
 
-use candle_core::{Result, bail};
+use candle_grpo_core::validate::{self, Checked, check};
 use serde::{Deserialize, Serialize};
 
-/// What is done to the rotary frequencies `theta^(-2i / head_dim)`, in the words of `rope_scaling` of a Hugging Face
-/// `config.json`.
+/// The change of the rotary frequencies `theta^(-2i / head_dim)`, named as `rope_scaling` in a
+/// Hugging Face `config.json`.
 ///
-/// `dynamic` and `longrope` are missing on purpose: their frequencies change with the length of the longest row, so that
-/// a sequence would get other log-probabilities in training than in sampling.
+/// `dynamic` and `longrope` are not supported: their frequencies depend on the longest row of a
+/// batch, so the log-probabilities of a sequence would differ between training and sampling.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
-    /// Nothing.
+    /// Unchanged frequencies.
     #[default]
     Default,
-    /// All frequencies are divided by `factor` (position interpolation, Chen et al. 2023).
+    /// Position interpolation (Chen et al. 2023): divides all frequencies by `factor`.
     Linear {
-        /// At least 1.
+        /// The divisor, at least 1.
         factor: f64,
     },
-    /// Llama 3.1: long waves are divided by `factor`, short ones kept, those between blended.
+    /// Llama 3.1: divides the frequencies of long waves by `factor`, keeps those of short waves,
+    /// blends those between.
     Llama3 {
-        /// At least 1.
+        /// The divisor, at least 1.
         factor: f64,
-        /// Waves longer than `original_max_position_embeddings / low_freq_factor` are divided.
+        /// Waves longer than `original_max_position_embeddings / low_freq_factor` are long.
         low_freq_factor: f64,
-        /// Waves shorter than `original_max_position_embeddings / high_freq_factor` are kept.
+        /// Waves shorter than `original_max_position_embeddings / high_freq_factor` are short.
         high_freq_factor: f64,
         /// The longest row of pretraining.
         original_max_position_embeddings: usize,
     },
-    /// YaRN (Peng et al. 2023): frequencies of few turns within the longest row of pretraining are divided, those of
-    /// many kept, those between blended by their index.
+    /// YaRN (Peng et al. 2023): divides frequencies with few turns within the longest row of
+    /// pretraining, keeps those with many turns, and blends those between by their index.
     Yarn {
-        /// At least 1.
+        /// The divisor, at least 1.
         factor: f64,
         /// The longest row of pretraining.
         original_max_position_embeddings: usize,
@@ -45,7 +46,7 @@ pub enum RopeScaling {
         /// Frequencies with fewer turns than this are divided.
         #[serde(default = "default_beta_slow")]
         beta_slow: f64,
-        /// Queries and keys are multiplied by it. `None` means `0.1 ln(factor) + 1`, as in the paper.
+        /// The factor of queries and keys. `None` means `0.1 ln(factor) + 1`, as in the paper.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
     },
@@ -60,8 +61,13 @@ fn default_beta_slow() -> f64 {
 }
 
 impl RopeScaling {
-    /// Checks that the numbers describe frequencies; the error names the first field that does not.
-    pub(crate) fn validate(&self) -> Result<()> {
+    /// Checks that the fields describe frequencies. The error names the first one that does not.
+    pub(crate) fn validate(&self) -> Checked {
+        self.check_fields()
+            .map_err(|invalid| invalid.within("rope_scaling"))
+    }
+
+    fn check_fields(&self) -> Checked {
         let (factor, original) = match *self {
             Self::Default => return Ok(()),
             Self::Linear { factor } => (factor, 1),
@@ -71,12 +77,13 @@ impl RopeScaling {
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
             } => {
-                if !(low > 0.0 && high > low && high.is_finite()) {
-                    bail!(
-                        "rope_scaling.low_freq_factor: {low} and high_freq_factor: {high}, the first must be \
-                         positive and the second greater"
-                    );
-                }
+                validate::positive("low_freq_factor", low)?;
+                check(
+                    high > low && high.is_finite(),
+                    "high_freq_factor",
+                    high,
+                    &format!("be finite and above low_freq_factor, which is {low}"),
+                )?;
                 (factor, original)
             }
             Self::Yarn {
@@ -86,30 +93,29 @@ impl RopeScaling {
                 beta_slow: slow,
                 attention_factor,
             } => {
-                if !(slow > 0.0 && fast > slow && fast.is_finite()) {
-                    bail!(
-                        "rope_scaling.beta_slow: {slow} and beta_fast: {fast}, the first must be positive and the \
-                         second greater"
-                    );
-                }
-                if let Some(by) = attention_factor
-                    && !(by > 0.0 && by.is_finite())
-                {
-                    bail!("rope_scaling.attention_factor: {by}, must be finite and positive");
+                validate::positive("beta_slow", slow)?;
+                check(
+                    fast > slow && fast.is_finite(),
+                    "beta_fast",
+                    fast,
+                    &format!("be finite and above beta_slow, which is {slow}"),
+                )?;
+                if let Some(attention_factor) = attention_factor {
+                    validate::positive("attention_factor", attention_factor)?;
                 }
                 (factor, original)
             }
         };
-        if !(factor >= 1.0 && factor.is_finite()) {
-            bail!("rope_scaling.factor: {factor}, must be finite and at least 1");
-        }
-        if original == 0 {
-            bail!("rope_scaling.original_max_position_embeddings: 0, must be at least 1");
-        }
-        Ok(())
+        check(
+            factor >= 1.0 && factor.is_finite(),
+            "factor",
+            factor,
+            "be finite and at least 1",
+        )?;
+        validate::at_least_one("original_max_position_embeddings", original)
     }
 
-    /// The frequencies of the `head_dim / 2` pairs, in radians a position.
+    /// The frequencies of the `head_dim / 2` pairs, in radians per position.
     pub(crate) fn frequencies(&self, head_dim: usize, theta: f64) -> Vec<f64> {
         (0..head_dim / 2)
             .map(|pair| {
@@ -120,7 +126,7 @@ impl RopeScaling {
             .collect()
     }
 
-    /// Cosines and sines are multiplied by it.
+    /// The factor of cosines and sines.
     pub(crate) fn attention_factor(&self) -> f64 {
         match self {
             Self::Yarn {
@@ -132,7 +138,7 @@ impl RopeScaling {
         }
     }
 
-    /// The share of this frequency that is not divided, and the divisor.
+    /// Returns the share of this frequency that is kept, and the divisor of the rest.
     fn kept(&self, pair: usize, plain: f64, head_dim: usize, theta: f64) -> (f64, f64) {
         match *self {
             Self::Default => (1.0, 1.0),
@@ -153,7 +159,8 @@ impl RopeScaling {
                 beta_slow,
                 ..
             } => {
-                // The index of the pair that makes so many turns within the longest row of pretraining.
+                // The index of the pair with this number of turns within the longest row of
+                // pretraining.
                 let index = |turns: f64| {
                     head_dim as f64 * (original as f64 / (turns * TAU)).ln() / (2.0 * theta.ln())
                 };
@@ -170,7 +177,7 @@ impl RopeScaling {
 mod tests {
     use super::*;
 
-    /// Frequencies of Llama 3.1 are held by the golden model `llama3_rope`.
+    /// The golden model `llama3_rope` tests the frequencies of Llama 3.1.
     #[test]
     fn linear_divides_all_frequencies() {
         let plain = RopeScaling::Default.frequencies(8, 1e4);
@@ -181,8 +188,8 @@ mod tests {
         }
     }
 
-    /// Head width 128, theta 1e6, 32768 positions, as YaRN is set for Qwen2.5: 32 turns are those of pair
-    /// 128 ln(32768 / (64 pi)) / (2 ln 1e6) = 23.6, one turn those of 39.65.
+    /// Head width 128, theta 1e6, 32768 positions, as YaRN is set for Qwen2.5: 32 turns are those
+    /// of pair 128 ln(32768 / (64 pi)) / (2 ln 1e6) = 23.6, one turn those of 39.65.
     #[test]
     fn yarn_keeps_fast_frequencies_and_divides_slow_ones() {
         let yarn = RopeScaling::Yarn {
@@ -215,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_make_no_frequencies_are_refused() {
+    fn invalid_fields_are_refused_by_name() {
         for (scaling, words) in [
             (
                 r#"{"rope_type": "linear", "factor": 0.5}"#,
@@ -224,7 +231,7 @@ mod tests {
             (
                 r#"{"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
                    "original_max_position_embeddings": 8}"#,
-                "rope_scaling.low_freq_factor: 4",
+                "rope_scaling.high_freq_factor: 4",
             ),
             (
                 r#"{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 0}"#,
@@ -232,7 +239,7 @@ mod tests {
             ),
             (
                 r#"{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 9, "beta_fast": 1}"#,
-                "rope_scaling.beta_slow: 1",
+                "rope_scaling.beta_fast: 1",
             ),
             (
                 r#"{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 9, "attention_factor": 0}"#,

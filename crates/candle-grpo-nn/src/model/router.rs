@@ -1,16 +1,16 @@
-//! Choosing experts, and choosing the same ones again.
+//! Routing of tokens to experts, and its replay.
 
 use candle_core::{D, DType, Result, Tensor, bail};
-
 use candle_grpo_kernels::arithmetic_dtype;
 
-/// The router of a layer of a mixture of experts: the `top_k` experts with the largest logits, and how much each counts.
+/// The router of a mixture-of-experts layer: the `top_k` experts with the largest logits, and their
+/// gates.
 ///
-/// Where one engine draws completions and another trains on them, rounding makes them choose other experts for some
-/// tokens, and the ratio of their probabilities is then no longer near 1. Replay takes the experts of one pass and the
-/// gates of another: the choice is that of the pass that drew, while gates, and their gradient, come from the logits of
-/// now (rollout routing replay, R3, <https://arxiv.org/abs/2510.11370>; ROLL, verl and twinkle have it). The passes may also
-/// be those before and after an update.
+/// If one engine samples and another trains, rounding makes them choose different experts for some
+/// tokens, and the ratio of their probabilities moves away from 1. Replay combines the experts of
+/// one pass with the gates of another: the sampling pass chooses, and the gates with their gradient
+/// come from the current logits (rollout routing replay, R3, <https://arxiv.org/abs/2510.11370>, as in ROLL, verl and twinkle). The two passes may also be those before and after
+/// an update.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -20,7 +20,7 @@ use candle_grpo_kernels::arithmetic_dtype;
 /// let drawn = router.route(&Tensor::new(&[[3f32, 1., 2., 0.]], &Device::Cpu)?)?;
 /// assert_eq!(drawn.experts.to_vec2::<u32>()?, [[0, 2]]);
 ///
-/// // The logits have moved, so that expert 1 would be chosen now.
+/// // The logits have changed: a new choice would include expert 1.
 /// let now = router.replay(&Tensor::new(&[[3f32, 4., 3., 0.]], &Device::Cpu)?, &drawn.experts)?;
 /// assert_eq!(now.gates.to_vec2::<f32>()?, [[0.5, 0.5]]);
 /// # Ok::<(), candle_core::Error>(())
@@ -34,15 +34,17 @@ pub struct Router {
 /// The experts of each token and their gates.
 #[derive(Debug, Clone)]
 pub struct Routing {
-    /// The numbers of the experts, u32 `[N, top_k]`; [`Router::route`] puts the largest logit first.
+    /// The indices of the experts, u32 `[N, top_k]`; [`Router::route`] puts the largest logit
+    /// first.
     pub experts: Tensor,
-    /// What the output of each of these experts: multiplied by, `[N, top_k]`, differentiable; in f32 (f64 for f64 logits).
+    /// The factors of the outputs of these experts, `[N, top_k]`, differentiable; f64 for f64
+    /// logits, else f32.
     pub gates: Tensor,
 }
 
 impl Router {
-    /// Gates that add up to 1: the softmax over the logits of the chosen experts (Mixtral; `norm_topk_prob` in Qwen's
-    /// models).
+    /// A router whose gates sum to 1: the softmax over the logits of the chosen experts (Mixtral,
+    /// and Qwen with `norm_topk_prob`).
     pub fn new(top_k: usize) -> Self {
         Self {
             top_k,
@@ -50,7 +52,7 @@ impl Router {
         }
     }
 
-    /// Gates that are the softmax over all experts, of which those of the chosen ones are used: they add up to less than 1.
+    /// A router whose gates are those of the softmax over all experts. They sum to less than 1.
     pub fn over_all_experts(top_k: usize) -> Self {
         Self {
             top_k,
@@ -58,9 +60,12 @@ impl Router {
         }
     }
 
-    /// Chooses the experts with the largest `logits` `[N, E]` for each of N tokens. The choice has no gradient.
+    /// Chooses the experts with the largest `logits` `[N, E]` for each of N tokens. The choice has
+    /// no gradient.
     ///
-    /// Errs on other shapes and dtypes, and if `top_k` is not from 1 to E.
+    /// # Errors
+    ///
+    /// If `logits` have another shape or an integer dtype, or `top_k` is not from 1 to E.
     pub fn route(&self, logits: &Tensor) -> Result<Routing> {
         self.check_logits(logits)?;
         let order = logits
@@ -72,10 +77,13 @@ impl Router {
         self.replay(logits, &order)
     }
 
-    /// The gates that `logits` `[N, E]` give the `experts` `[N, top_k]` of another pass over the same tokens. The gradient
-    /// reaches the logits.
+    /// Computes the gates of the `experts` `[N, top_k]` of another pass over the same tokens, from
+    /// `logits` `[N, E]`. The gradient reaches the logits.
     ///
-    /// Errs on shapes and dtypes that do not fit. Numbers of experts must be below E; on the CPU this is checked.
+    /// # Errors
+    ///
+    /// If shapes or dtypes do not match. The indices of experts must be below E, which is checked
+    /// on the CPU only.
     pub fn replay(&self, logits: &Tensor, experts: &Tensor) -> Result<Routing> {
         let (tokens, number) = self.check_logits(logits)?;
         if experts.dims() != [tokens, self.top_k] || experts.dtype() != DType::U32 {
@@ -128,9 +136,10 @@ impl Router {
     }
 }
 
-/// Runs the routers of all layers of a pass: freely, keeping what they choose, or with what another pass chose.
+/// The routing of all layers of one forward pass: it records the chosen experts, or replays those
+/// of another pass.
 ///
-/// A model asks it in every layer, in the same order in every pass.
+/// A model calls [`Self::route`] once per layer, in the same order in every pass.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -151,14 +160,14 @@ impl Router {
 /// ```
 #[derive(Debug, Clone)]
 pub struct RouterPass {
-    /// Of the layers so far, or of all layers if they are replayed.
+    /// The experts of the layers so far, or of all layers in a replay.
     experts: Vec<Tensor>,
-    /// The next layer to replay; absent: the pass records.
+    /// The next layer to replay; `None` if the pass records.
     next: Option<usize>,
 }
 
 impl RouterPass {
-    /// A pass that chooses, and keeps what it chose.
+    /// A pass that chooses experts and records them.
     pub fn recording() -> Self {
         Self {
             experts: Vec::new(),
@@ -166,7 +175,7 @@ impl RouterPass {
         }
     }
 
-    /// A pass that uses the `experts` of another one, for each layer u32 `[N, top_k]`.
+    /// A pass that replays the `experts` of another one, u32 `[N, top_k]` for each layer.
     pub fn replaying(experts: Vec<Tensor>) -> Self {
         Self {
             experts,
@@ -174,9 +183,12 @@ impl RouterPass {
         }
     }
 
-    /// The routing of the next layer, whose router gives `logits` `[N, E]`.
+    /// Routes the next layer, with the `logits` `[N, E]` of its router.
     ///
-    /// Errs as [`Router::route`] and [`Router::replay`] do, and if there are more layers than were recorded.
+    /// # Errors
+    ///
+    /// As in [`Router::route`] and [`Router::replay`], and if there are more layers than were
+    /// recorded.
     pub fn route(&mut self, router: &Router, logits: &Tensor) -> Result<Routing> {
         let Some(layer) = self.next else {
             let routing = router.route(logits)?;
@@ -185,7 +197,7 @@ impl RouterPass {
         };
         let Some(experts) = self.experts.get(layer) else {
             bail!(
-                "the pass asks for layer {layer}, there are the experts of {} layers",
+                "layer: {layer}, must be below {}, the number of recorded layers",
                 self.experts.len()
             );
         };
@@ -194,7 +206,7 @@ impl RouterPass {
         Ok(routing)
     }
 
-    /// What the layers chose, or were told to.
+    /// The experts of all layers.
     pub fn into_experts(self) -> Vec<Tensor> {
         self.experts
     }

@@ -1,4 +1,4 @@
-//! What makes a decoder a critic.
+//! The output of a critic.
 
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -6,8 +6,10 @@ use candle_nn::VarBuilder;
 use crate::Parameters;
 use crate::model::frozen_linear::linear;
 
-/// A value for each position: `hidden w^T + b`, under the names `score.weight` `[1, H]` and `score.bias` `[1]`, which
-/// Hugging Face's models for token classification have with one label (verl's critic is one).
+/// A value for each position: `hidden w^T + b`.
+///
+/// The parameters are `score.weight` `[1, H]` and `score.bias` `[1]`, as in Hugging Face's models
+/// for token classification with one label, such as verl's critic.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
@@ -23,7 +25,7 @@ use crate::model::frozen_linear::linear;
 ///
 /// let ids = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
 /// let values = head.forward(&decoder.padded_hidden_states(&ids, &ids.ones_like()?)?)?;
-/// assert_eq!(values.to_vec2::<f32>()?, [[0., 0., 0.]]); // until it has learned something
+/// assert_eq!(values.to_vec2::<f32>()?, [[0., 0., 0.]]); // until it has been trained
 /// # Ok(())
 /// # }
 /// ```
@@ -37,7 +39,7 @@ const WEIGHT: &str = "score.weight";
 const BIAS: &str = "score.bias";
 
 impl ValueHead {
-    /// Takes weight and bias from `vb`, the builder of the whole critic.
+    /// Takes the weight and the bias from `vb`, the builder of the whole critic.
     pub fn new(hidden_size: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             weight: vb.get((1, hidden_size), WEIGHT)?,
@@ -45,7 +47,8 @@ impl ValueHead {
         })
     }
 
-    /// `parameters` and those of a head, which is zero: all values are 0 at first.
+    /// Adds the parameters of a head to `parameters`. They are zero, so that all values are 0 at
+    /// first.
     pub fn add_to(parameters: Parameters, hidden_size: usize) -> Result<Parameters> {
         let device = parameters.device().clone();
         let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &device);
@@ -54,7 +57,7 @@ impl ValueHead {
             .with(BIAS, &zeros(&[1])?)
     }
 
-    /// The values `[..]` of hidden states `[.., H]`, in their dtype.
+    /// Computes the values `[..]` of hidden states `[.., H]`, in their dtype.
     pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
         let width = self.weight.dim(1)?;
         let Some((&last, outer)) = hidden.dims().split_last() else {

@@ -1,31 +1,35 @@
-//! The optimizer.
+//! The AdamW optimizer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_grpo_core::validate::{self, Checked};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use serde::{Deserialize, Serialize};
 
 use crate::atomic_file::write_safetensors;
-use crate::weights::parameters::{check_names, copy_into};
+use crate::weights::check::check_names;
+use crate::weights::parameters::copy_into;
 use crate::{Gradients, Parameters};
 
-/// The settings of [`AdamW`].
+/// The options of [`AdamW`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdamWConfig {
-    /// Size of a step. Default 1e-3, as in torch; reinforcement learning of a pretrained model wants about 1e-6.
+    /// Learning rate. Default 1e-3, as in PyTorch. Use about 1e-6 for reinforcement learning of a
+    /// pretrained model.
     pub learning_rate: f64,
-    /// Decay of the average of gradients, in [0, 1). Default 0.9.
+    /// Decay rate of the mean of gradients, in [0, 1). Default 0.9.
     pub beta1: f64,
-    /// Decay of the average of squared gradients, in [0, 1). Default 0.999.
+    /// Decay rate of the mean of squared gradients, in [0, 1). Default 0.999.
     pub beta2: f64,
-    /// Keeps the division finite. Default 1e-8.
+    /// Added to the denominator for numerical stability. Default 1e-8.
     pub epsilon: f64,
-    /// Each step shrinks a decaying parameter by `learning_rate * weight_decay`. Default 0.01, as in torch.
+    /// Decoupled weight decay: each step multiplies a parameter by `1 - learning_rate *
+    /// weight_decay`. Default 0.01, as in PyTorch.
     pub weight_decay: f64,
-    /// Which parameters decay. Default [`DecayRule::Matrices`].
+    /// Selection of the parameters that decay. Default [`DecayRule::Matrices`].
     pub decay: DecayRule,
 }
 
@@ -42,14 +46,15 @@ impl Default for AdamWConfig {
     }
 }
 
-/// Which parameters decay.
+/// Selection of the parameters that decay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DecayRule {
-    /// The matrices of linear layers: no norms, no biases, no embedding (tied to the output layer or not).
+    /// The matrices of linear layers: no norms, no biases, no embedding, whether tied to the output
+    /// layer or not.
     #[default]
     Matrices,
-    /// All parameters, as one parameter group of torch does.
+    /// All parameters, as in one parameter group of PyTorch.
     All,
 }
 
@@ -62,20 +67,20 @@ impl DecayRule {
     }
 }
 
-/// Adam with decoupled weight decay (Loshchilov and Hutter 2019), computed as `torch.optim.AdamW` does, with its
-/// state in f32.
+/// Adam with decoupled weight decay (Loshchilov and Hutter 2019), with the arithmetic of
+/// `torch.optim.AdamW` and its state in f32.
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    /// The averages of gradients and of their squares.
+    /// The running means of the gradients and of their squares.
     moments: BTreeMap<String, (Var, Var)>,
     steps: usize,
-    /// The same number, made when it changes, as making a tensor can err and exporting the state should not.
+    /// `steps` as a tensor, so that [`Self::state`] cannot fail.
     steps_tensor: Tensor,
 }
 
 impl AdamW {
-    /// An optimizer that has made no step, for these parameters.
+    /// Creates an optimizer of these parameters, before its first step.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
         check_config(&config)?;
         let moments = parameters
@@ -93,14 +98,16 @@ impl AdamW {
         })
     }
 
-    /// Moves every variable of `parameters` against its gradient, in place.
+    /// Updates every variable of `parameters` in place.
     ///
-    /// A decoder built from the variables, or from a detached builder, sees the change. No graph that used the
-    /// variables may be alive, as its backward pass would mix old and new values. Whether the gradients are finite is
-    /// not checked here: see [`Gradients::global_norm`].
+    /// Decoders that share the variables see the change. Drop all graphs that use the variables
+    /// before: a later backward pass would mix old and new values. This method does not check
+    /// that the gradients are finite, see [`Gradients::global_norm`].
     ///
-    /// When `parameters` or `gradients` do not fit this optimizer, or the settings have become invalid, the error
-    /// says how and nothing has changed.
+    /// # Errors
+    ///
+    /// If `parameters` or `gradients` do not match this optimizer, or an option is invalid. Nothing
+    /// has changed then.
     pub fn step(&mut self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
         check_config(&self.config)?;
         self.check_fit(parameters, gradients)?;
@@ -118,7 +125,7 @@ impl AdamW {
                 let decays = config.decay.applies(name, parameter);
                 Ok(AdamWTensors {
                     parameter,
-                    // The variables are f32: they are masters themselves.
+                    // The variables are f32 and need no master copies.
                     master: None,
                     average,
                     square,
@@ -140,31 +147,32 @@ impl AdamW {
         Ok(())
     }
 
-    /// The size of the next step.
+    /// The learning rate of the next step.
     pub fn learning_rate(&self) -> f64 {
         self.config.learning_rate
     }
 
-    /// Sets the size of the next step, for a schedule. One that is negative or not finite makes [`Self::step`] err.
+    /// Sets the learning rate of the next step. [`Self::step`] returns an error if it is negative
+    /// or not finite.
     pub fn set_learning_rate(&mut self, learning_rate: f64) {
         self.config.learning_rate = learning_rate;
     }
 
-    /// The settings, with the learning rate of the next step.
+    /// The options, with the learning rate of the next step.
     pub fn config(&self) -> &AdamWConfig {
         &self.config
     }
 
-    /// Number of steps made.
+    /// Number of completed steps.
     pub fn steps(&self) -> usize {
         self.steps
     }
 
-    /// The state, for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` in f32 for every parameter, and `step`, an
-    /// i64 scalar on the CPU.
+    /// The state for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` in f32 for every parameter,
+    /// and `step`, an i64 scalar on the CPU.
     ///
-    /// The tensors share their storage with the optimizer, so that a checkpoint costs no memory: save or copy them
-    /// before the next [`Self::step`], which changes them.
+    /// The tensors share the memory of the optimizer. Save or copy them before the next
+    /// [`Self::step`], which changes them.
     pub fn state(&self) -> HashMap<String, Tensor> {
         let mut state = HashMap::from([(STEP.to_owned(), self.steps_tensor.clone())]);
         for (name, (average, square)) in &self.moments {
@@ -189,10 +197,12 @@ impl AdamW {
         })
     }
 
-    /// Continues from a state that [`Self::state`] gave, to the bit. The learning rate and other settings are not
-    /// part of it.
+    /// Restores the state of [`Self::state`] bit-identically, from any device. Options are not part
+    /// of the state.
     ///
-    /// Names and shapes must be those of the parameters, or nothing changes. The state may lie on any device.
+    /// # Errors
+    ///
+    /// If names, shapes or dtypes do not match the parameters. Nothing has changed then.
     pub fn load_state(&mut self, state: HashMap<String, Tensor>) -> Result<()> {
         let mut expected = BTreeMap::from([(STEP.to_owned(), Shape::from(()))]);
         for (name, (average, square)) in &self.moments {
@@ -300,20 +310,13 @@ fn square_name(name: &str) -> String {
     format!("exp_avg_sq.{name}")
 }
 
-fn check_config(config: &AdamWConfig) -> Result<()> {
-    for (name, value) in [
-        ("learning_rate", config.learning_rate),
-        ("epsilon", config.epsilon),
-        ("weight_decay", config.weight_decay),
-    ] {
-        if !(value.is_finite() && value >= 0.0) {
-            bail!("{name}: {value}, must be finite and not negative");
-        }
-    }
+fn check_config(config: &AdamWConfig) -> Checked {
+    validate::non_negative("learning_rate", config.learning_rate)?;
+    validate::non_negative("epsilon", config.epsilon)?;
+    validate::non_negative("weight_decay", config.weight_decay)?;
     for (name, value) in [("beta1", config.beta1), ("beta2", config.beta2)] {
-        if !(0.0..1.0).contains(&value) {
-            bail!("{name}: {value}, must be at least 0 and below 1");
-        }
+        let valid = (0.0..1.0).contains(&value);
+        validate::check(valid, name, value, "be at least 0 and below 1")?;
     }
     Ok(())
 }

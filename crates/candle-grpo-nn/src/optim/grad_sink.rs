@@ -1,4 +1,4 @@
-//! Where a backward pass without a graph leaves the gradients of weights.
+//! The destination of gradients in a backward pass without a graph.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::{add_embedding_gradient, add_matmul};
@@ -6,7 +6,8 @@ use candle_grpo_kernels::{add_embedding_gradient, add_matmul};
 use crate::model::named_weight::NamedWeight;
 use crate::{Gradients, Parameters};
 
-/// Adds gradients of the weights that train to [`Gradients`], in place; for others it costs nothing.
+/// Adds the gradients of trained weights to [`Gradients`], in place. The gradients of other weights
+/// are not computed.
 pub(crate) struct GradSink<'a> {
     trained: &'a Parameters,
     gradients: &'a mut Gradients,
@@ -17,7 +18,7 @@ impl<'a> GradSink<'a> {
         Self { trained, gradients }
     }
 
-    /// Adds what `gradient` computes, if `weight` trains.
+    /// Adds the result of `gradient`, if `weight` trains.
     pub(crate) fn add(
         &mut self,
         weight: &NamedWeight,
@@ -42,7 +43,7 @@ impl<'a> GradSink<'a> {
         }
     }
 
-    /// Adds the rows of `gradient` to those that `ids` name, if `weight` trains.
+    /// Adds each row of `gradient` to the row of `weight` with its id, if `weight` trains.
     pub(crate) fn add_rows(
         &mut self,
         weight: &NamedWeight,
@@ -59,7 +60,7 @@ impl<'a> GradSink<'a> {
     }
 }
 
-/// f64 becomes f32, as sums are.
+/// Converts f64 to f32, the dtype of the sums.
 fn narrow(gradient: &Tensor) -> Result<Tensor> {
     match gradient.dtype() {
         DType::F64 => gradient.to_dtype(DType::F32),

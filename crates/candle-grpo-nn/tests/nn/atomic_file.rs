@@ -32,7 +32,7 @@ fn parameters_and_optimizer_state_are_files_with_the_default_mode() -> Result<()
 }
 
 #[test]
-fn a_file_that_cannot_be_written_leaves_what_was_there() -> Result<()> {
+fn a_file_that_cannot_be_written_leaves_the_folder_unchanged() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("taken");
     fs::create_dir(&path)?;

@@ -1,4 +1,4 @@
-//! The decoder: what must not change its output, and what it refuses.
+//! The decoder: invariances of its output, and errors.
 
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_grpo_nn::{Decoder, Gradients};
@@ -23,7 +23,7 @@ fn ids<const S: usize>(rows: &[&[u32; S]]) -> Result<Tensor> {
 }
 
 #[test]
-fn padding_on_either_side_or_none_is_the_same() -> Result<()> {
+fn logits_do_not_depend_on_the_side_of_padding() -> Result<()> {
     let decoder = decoder()?;
     let alone = logits(&decoder, &ids(&[&[3, 1, 4]])?, &ids(&[&[1, 1, 1]])?)?;
     let left = logits(
@@ -39,14 +39,14 @@ fn padding_on_either_side_or_none_is_the_same() -> Result<()> {
     let (left, right) = (left.i((..1, 2..))?, right.i((..1, ..3))?);
     assert!(max_difference(&alone, &left)? < 1e-5);
     assert!(max_difference(&alone, &right)? < 1e-5);
-    // The test would not see much in a model that hardly depends on its input.
+    // A model that hardly depends on its input would pass the comparison.
     let other = logits(&decoder, &ids(&[&[9, 1, 4]])?, &ids(&[&[1, 1, 1]])?)?;
     assert!(max_difference(&alone.i((.., 2))?, &other.i((.., 2))?)? > 0.1);
     Ok(())
 }
 
 #[test]
-fn what_stands_at_padding_changes_nothing() -> Result<()> {
+fn token_ids_at_padding_change_nothing() -> Result<()> {
     let decoder = decoder()?;
     let mask = ids(&[&[0, 0, 1, 1, 1, 0]])?;
     let zeros = logits(&decoder, &ids(&[&[0, 0, 3, 1, 4, 0]])?, &mask)?;
@@ -59,7 +59,7 @@ fn what_stands_at_padding_changes_nothing() -> Result<()> {
 }
 
 #[test]
-fn no_token_sees_a_later_one() -> Result<()> {
+fn tokens_do_not_depend_on_later_tokens() -> Result<()> {
     let decoder = decoder()?;
     let mask = ids(&[&[1; 5]])?;
     let one = logits(&decoder, &ids(&[&[5, 3, 1, 4, 2]])?, &mask)?;

@@ -1,4 +1,4 @@
-//! Decoding with pages: it is the decoder, and nothing but a sequence decides the bits of its logits.
+//! Decoding with a paged cache: equality with whole sequences, and independence of other sequences.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, PagedCache, SequenceId};
@@ -13,14 +13,14 @@ fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
     PagedCache::new(config, dtype, &Device::Cpu)
 }
 
-/// The logits after each token, by the decoder that trains.
+/// The logits after each token, computed without a cache.
 fn whole(decoder: &Decoder, tokens: &[u32]) -> Result<Tensor> {
     let ids = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
     let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     decoder.logits(&hidden)?.squeeze(0)
 }
 
-/// The same, `prompt` tokens at first and then one by one.
+/// The same with a cache: `prompt` tokens first, then one by one.
 fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Result<Tensor> {
     let mut cache = cache(decoder.config(), dtype)?;
     let sequence = cache.add();
@@ -34,7 +34,7 @@ fn cached(decoder: &Decoder, tokens: &[u32], prompt: usize, dtype: DType) -> Res
 const TOKENS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 12];
 
 #[rstest]
-fn it_is_the_decoder(
+fn next_logits_equal_the_logits_of_whole_sequences(
     #[values(
         Family::Llama,
         Family::LlamaWithBiases,
@@ -61,7 +61,7 @@ fn it_is_the_decoder(
 }
 
 #[test]
-fn adapters_take_part() -> Result<()> {
+fn next_logits_apply_the_adapters() -> Result<()> {
     let config = config(true);
     let base = lively(&config)?;
     let lora = Lora::init(LoraConfig::all_linear(3, 6.0), &config, 1, &Device::Cpu)?;
@@ -79,7 +79,7 @@ fn adapters_take_part() -> Result<()> {
 }
 
 #[test]
-fn it_follows_the_variables() -> Result<()> {
+fn next_logits_follow_updates_of_the_variables() -> Result<()> {
     let config = config(true);
     let parameters = lively(&config)?;
     let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
@@ -108,7 +108,7 @@ fn bits(logits: &Tensor) -> Result<Vec<Vec<u32>>> {
         .collect())
 }
 
-/// What a sequence goes through: a prompt in some chunks, then perhaps a fork, then more chunks.
+/// Chunks of tokens of one sequence.
 type Chunks = Vec<Vec<u32>>;
 
 fn chunks(most: usize) -> impl Strategy<Value = Chunks> {
@@ -130,9 +130,9 @@ fn alone(decoder: &Decoder, before: &Chunks, after: &Chunks) -> Result<Vec<u32>>
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Sequences go side by side, each at its own pace, in any order, in chunks of any size.
+    /// Sequences advance side by side, in any order and in chunks of any size.
     #[test]
-    fn only_the_sequence_decides_the_bits(
+    fn the_bits_of_logits_depend_only_on_their_sequence(
         sequences in proptest::collection::vec((chunks(4), chunks(4)), 1..6),
         reversed in any::<bool>(),
     ) {

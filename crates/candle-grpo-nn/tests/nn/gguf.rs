@@ -15,7 +15,7 @@ use candle_grpo_test_support::message;
 
 use crate::small::{Family, bits, config, lively_tensors, max_difference};
 
-/// What is written into a file; tests change it.
+/// The contents of a file, which tests change.
 struct Contents {
     metadata: HashMap<String, Value>,
     tensors: HashMap<String, Tensor>,
@@ -93,7 +93,8 @@ impl Contents {
     }
 }
 
-/// The rows of each head in the order: the first of the first half, the first of the second half, the second of the first, ...
+/// The rows of each head in the order: the first of the first half, the first of the second half,
+/// the second of the first, ...
 fn pairs_side_by_side(weight: &Tensor, heads: usize) -> Result<Tensor> {
     let rows = weight.dim(0)?;
     let half = rows / heads / 2;
@@ -159,7 +160,7 @@ fn contents() -> Contents {
 }
 
 #[test]
-fn the_golden_models_are_read_to_the_bit() -> Result<()> {
+fn gguf_files_of_the_golden_models_are_read_bit_identically() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models");
     let file = Folder::new();
     let mut families = Vec::new();
@@ -176,8 +177,9 @@ fn the_golden_models_are_read_to_the_bit() -> Result<()> {
         let weights = Parameters::load_folder(&expected, &folder, &Device::Cpu)?;
         let mut contents = Contents::new(&expected, &weights.frozen_copy()?)?;
         if let RopeScaling::Llama3 { .. } = expected.rope_scaling {
-            // The divisors of the eight frequencies 10^(-i / 2), computed by hand from the formula of Llama 3 with 128
-            // positions: two make more than four turns, the third 2.037, the fourth 0.644 and the others less.
+            // The divisors of the eight frequencies 10^(-i / 2), computed by hand from the formula
+            // of Llama 3 with 128 positions: two make more than four turns, the third
+            // 2.037, the fourth 0.644 and the others less.
             let factors = [1f32, 1., 2.339_119, 8., 8., 8., 8., 8.];
             let factors = Tensor::new(&factors, &Device::Cpu)?;
             contents.tensors.insert("rope_freqs.weight".into(), factors);
@@ -244,7 +246,7 @@ fn biases_of_all_projections_are_read() -> Result<()> {
 #[case(GgmlDType::Q4K, 0.2)]
 #[case(GgmlDType::Q3K, 0.5)]
 #[case(GgmlDType::Q2K, 1.0)]
-fn every_type_is_dequantised(#[case] dtype: GgmlDType, #[case] relative: f64) -> Result<()> {
+fn every_type_is_dequantized(#[case] dtype: GgmlDType, #[case] relative: f64) -> Result<()> {
     let config = DecoderConfig {
         hidden_size: 256,
         intermediate_size: 256,
@@ -272,7 +274,7 @@ fn every_type_is_dequantised(#[case] dtype: GgmlDType, #[case] relative: f64) ->
 }
 
 #[test]
-fn metadata_is_handed_out() -> Result<()> {
+fn metadata_values_keep_their_types() -> Result<()> {
     let mut contents = contents();
     let texts = |texts: &[&str]| {
         let texts = texts.iter().map(|text| Value::String((*text).to_owned()));
@@ -348,9 +350,9 @@ fn yarn_is_read() -> Result<()> {
     for (absent, words) in [
         (
             "original_context_length",
-            "original_context_length: absent, YaRN needs it",
+            "original_context_length: absent, must be present for YaRN",
         ),
-        ("factor", "factor: absent, YaRN needs it"),
+        ("factor", "factor: absent, must be present for YaRN"),
     ] {
         let key = format!("llama.rope.scaling.{absent}");
         let value = contents.metadata.remove(&key).unwrap();
@@ -368,7 +370,7 @@ fn yarn_is_read() -> Result<()> {
 #[case("general.architecture", Some(Value::String("gemma3".into())), "general.architecture: \"gemma3\", must be one of")]
 #[case("general.architecture", None, "general.architecture: absent")]
 #[case("llama.block_count", None, "llama.block_count: absent")]
-#[case("llama.block_count", Some(Value::U64(1 << 60)), "llama.block_count: 1152921504606846976, but the file has only")]
+#[case("llama.block_count", Some(Value::U64(1 << 60)), "llama.block_count: 1152921504606846976, must be at most the number of tensors")]
 #[case("llama.block_count", Some(Value::I32(-1)), "llama.block_count: -1, must be one whole number")]
 #[case("llama.block_count", Some(Value::U32(0)), "num_hidden_layers: 0")]
 #[case("llama.block_count", Some(Value::U32(1)), "surplus [\"blk.1.")]
@@ -412,13 +414,13 @@ fn yarn_is_read() -> Result<()> {
 #[case(
     "llama.vocab_size",
     Some(Value::U32(14)),
-    "llama.vocab_size: 14, but token_embd.weight has 13 rows"
+    "llama.vocab_size: 14, must be the number of rows of token_embd.weight, which is 13"
 )]
-#[case("llama.rope.scaling.type", Some(Value::String("longrope".into())), "llama.rope.scaling.type: \"longrope\", only")]
+#[case("llama.rope.scaling.type", Some(Value::String("longrope".into())), "llama.rope.scaling.type: \"longrope\", must be")]
 #[case(
     "llama.rope.scaling.attn_factor",
     Some(Value::F32(1.2)),
-    "llama.rope.scaling.attn_factor: 1.2, only 1"
+    "llama.rope.scaling.attn_factor: 1.2, must be 1"
 )]
 #[case(
     "llama.rope.scaling.factor",
@@ -438,7 +440,7 @@ fn yarn_is_read() -> Result<()> {
     "general.alignment: 0, must be from 1"
 )]
 #[case("general.alignment", Some(Value::String("x".into())), "general.alignment: \"x\"")]
-fn metadata_that_is_no_such_decoder_is_refused_by_key(
+fn unsupported_metadata_is_refused_by_key(
     #[case] key: &str,
     #[case] value: Option<Value>,
     #[case] expected: &str,
@@ -468,9 +470,9 @@ fn ones(dims: impl Into<candle_core::Shape>) -> Tensor {
 #[case(|t: &mut Tensors| drop(t.insert("blk.1.ffn_up.weight".into(), ones((12, 20)))), "tensor blk.1.ffn_up.weight: shape [12, 20], must be [20, 12]")]
 #[case(|t: &mut Tensors| drop(t.insert("output_norm.weight".into(), (ones(12) * f64::NAN).unwrap())), "tensor output_norm.weight: a NaN or an infinity")]
 #[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.weight".into(), (ones((24, 12)) / 0.0).unwrap())), "tensor blk.0.attn_q.weight: a NaN or an infinity")]
-#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), ones(4))), "tensor rope_freqs.weight: 4 numbers, must have half as many as a head is wide, 3")]
-#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, 3., 2.], &Device::Cpu).unwrap())), "tensor rope_freqs.weight: [1.0, 3.0, 2.0], these are not the divisors")]
-#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, f32::NAN, 2.], &Device::Cpu).unwrap())), "these are not the divisors")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), ones(4))), "tensor rope_freqs.weight: 4 numbers, must have half the width of a head, 3")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, 3., 2.], &Device::Cpu).unwrap())), "tensor rope_freqs.weight: [1.0, 3.0, 2.0], must be the divisors")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, f32::NAN, 2.], &Device::Cpu).unwrap())), "must be the divisors")]
 fn tensors_that_do_not_fit_are_refused_by_name(
     #[case] spoil: fn(&mut Tensors),
     #[case] expected: &str,
@@ -482,11 +484,12 @@ fn tensors_that_do_not_fit_are_refused_by_name(
 }
 
 #[test]
-fn a_file_that_is_not_whole_is_refused_at_every_length() {
+fn a_truncated_file_is_refused_at_every_length() {
     let file = Folder::new();
     contents().write(&file.path()).unwrap();
     let whole = fs::read(file.path()).unwrap();
-    // Each byte of the header, and then some. The last tensor ends before the padding at the end of the file.
+    // Each byte of the header, and then some. The last tensor ends before the padding at the end of
+    // the file.
     let data = whole.len() - contents().tensors.values().map(padded).sum::<usize>();
     for length in (0..data).chain((data..whole.len() - 32).step_by(61)) {
         let message = file.refused_bytes(&whole[..length]);
@@ -500,14 +503,14 @@ fn padded(tensor: &Tensor) -> usize {
     (tensor.elem_count() * 4).next_multiple_of(32)
 }
 
-/// Where a text begins in a file.
+/// The position of a text in a file.
 fn find(bytes: &[u8], text: &str) -> usize {
     let text = text.as_bytes();
     let windows = bytes.windows(text.len());
     windows.into_iter().position(|w| w == text).unwrap()
 }
 
-/// A header that lies must be an error, and not memory of the size that it states.
+/// A header with wrong sizes must be an error, and must not allocate memory of these sizes.
 #[rstest]
 #[case::magic(|_: &[u8]| 0, &[0], "magic: ")]
 #[case::version(|_: &[u8]| 4, &[0, 0, 0, 3], "version: 50331648")]
@@ -528,30 +531,30 @@ fn find(bytes: &[u8], text: &str) -> usize {
 #[case::product(
     |b: &[u8]| find(b, "blk.0.attn_q.weight") + 23,
     &[0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0],
-    "tensor blk.0.attn_q.weight: shape [281474976710656, 281474976710656], which is too large"
+    "tensor blk.0.attn_q.weight: shape [281474976710656, 281474976710656], must be of a size that fits"
 )]
 #[case::beyond(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 28, &[1], "tensor blk.0.attn_q.weight: 105553116267648 bytes from byte")]
 #[case::dtype(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 39, &[20], "tensor blk.0.attn_q.weight: type 20 of ggml")]
-#[case::blocks(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 39, &[2], "the last must be a multiple of 32 for type Q4_0")]
+#[case::blocks(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 39, &[2], "as last dimension a multiple of 32 for type Q4_0")]
 #[case::offset(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 43, &[0xff; 8], "tensor blk.0.attn_q.weight: 1152 bytes from byte")]
 #[case::shared(
     |b: &[u8]| find(b, "blk.0.attn_q.weight") + 31,
     // 250 rows from where the data begins: each tensor is within the file, but not all of them beside each other.
     &[250, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-    "bytes together, but the file has only"
+    "bytes together, must be at most"
 )]
 #[case::twice(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 11, b"k", "tensor blk.0.attn_k.weight: twice, must occur once")]
 #[case::key_twice(|b: &[u8]| find(b, "llama.attention.key_length") + 16, b"head_count", "metadata llama.attention.head_count: twice, must occur once")]
-fn a_header_that_lies_is_refused(
+fn a_header_with_wrong_sizes_is_refused(
     #[case] at: fn(&[u8]) -> usize,
-    #[case] lie: &[u8],
+    #[case] wrong: &[u8],
     #[case] expected: &str,
 ) {
     let file = Folder::new();
     contents().write(&file.path()).unwrap();
     let mut bytes = fs::read(file.path()).unwrap();
     let at = at(&bytes);
-    bytes[at..at + lie.len()].copy_from_slice(lie);
+    bytes[at..at + wrong.len()].copy_from_slice(wrong);
     let message = file.refused_bytes(&bytes);
     assert!(message.contains(expected), "{message}");
 }
@@ -559,9 +562,9 @@ fn a_header_that_lies_is_refused(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// Whatever bytes are changed, the file is read or refused.
+    /// A file with any changed bytes is read or refused.
     #[test]
-    fn no_bytes_make_the_reader_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8), cut in any::<prop::sample::Index>(), torn: bool) {
+    fn changed_bytes_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8), cut in any::<prop::sample::Index>(), torn: bool) {
         let file = Folder::new();
         contents().write(&file.path()).unwrap();
         let mut bytes = fs::read(file.path()).unwrap();

@@ -1,8 +1,9 @@
 //! The decoder, its gradients and the optimizer against Hugging Face transformers and torch.
 //!
-//! The values are in `tests/golden/models` of the workspace, or in the folder that `GRPO_GOLDEN_MODELS_DIR` names; the
-//! README there describes them. Tolerances are a few times the distance of an unmodified f32 transformers model from the
-//! same values, which the manifest states. Every model of the folder is tested, also after another has failed.
+//! The values are in `tests/golden/models` of the workspace, or in the folder that
+//! `GRPO_GOLDEN_MODELS_DIR` names; the README there describes them. Tolerances are a few times the
+//! distance of an unmodified f32 transformers model from the same values, which the manifest
+//! states. Every model of the folder is tested, also after another has failed.
 
 use std::collections::HashMap;
 use std::fs;
@@ -22,10 +23,12 @@ use crate::small::{max_difference, next_token_log_probs, next_token_loss, record
 /// How many times the stated f32 deviation is allowed.
 const SLACK: f64 = 4.0;
 
-/// The rounding that remains where the stated deviation is zero: one unit in the last place of a number near 4.
+/// The rounding that remains where the stated deviation is zero: one unit in the last place of a
+/// number near 4.
 const FLOOR: f64 = 5e-7;
 
-/// Number of elements that may be further off than the manifest counts after steps of AdamW, even if it counts none.
+/// Number of elements that may be further off than the manifest counts after steps of AdamW, even
+/// if it counts none.
 const HANDFUL: f64 = 5.0;
 
 /// One folder of golden values.
@@ -102,7 +105,8 @@ fn name_of(folder: &Path) -> String {
         .into_owned()
 }
 
-/// Runs `check` on every case that has `file`. Fails after all of them have run, and prints a line of counts.
+/// Runs `check` on every case that has `file`. Fails after all of them have run, and prints a line
+/// of counts.
 fn for_each_case(quantity: &str, file: &str, check: impl Fn(&Case) -> Result<()>) -> Result<()> {
     let root = std::env::var_os("GRPO_GOLDEN_MODELS_DIR").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models"),
@@ -254,7 +258,8 @@ fn greedy(logits: &Tensor) -> Result<Vec<(u32, f32)>> {
     Ok(tokens.into_iter().zip(best).collect())
 }
 
-/// Greedy decoding of `steps` tokens; each step computes the whole sequences again, padded on the left.
+/// Greedy decoding of `steps` tokens; each step computes the whole sequences again, padded on the
+/// left.
 fn generate_without_cache(
     decoder: &Decoder,
     ids: &Tensor,
@@ -279,7 +284,8 @@ fn generate_without_cache(
     Ok(generated)
 }
 
-/// Greedy decoding with a cache of at most `steps` tokens. A row whose token is `end` leaves the cache after it.
+/// Greedy decoding with a cache of at most `steps` tokens. A row whose token is `end` leaves the
+/// cache after it.
 fn generate_with_cache(
     decoder: &Decoder,
     prompts: &[Vec<u32>],
@@ -450,7 +456,8 @@ fn golden_models_five_clipped_steps_are_those_of_torch() -> Result<()> {
     })
 }
 
-/// Log-probabilities [B, C] of the completion after dividing the logits by the temperature, and zero at padding.
+/// Log-probabilities [B, C] of the completion after dividing the logits by the temperature, and
+/// zero at padding.
 fn completion_log_probs(
     decoder: &Decoder,
     golden: &HashMap<String, Tensor>,

@@ -1,4 +1,4 @@
-//! Gradients: that they are right, complete, summed and clipped.
+//! Gradients: correctness, completeness, summation and clipping.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -92,7 +92,7 @@ fn gradients_are_finite_differences_of_the_loss(
 }
 
 #[test]
-fn a_cut_in_the_graph_is_refused_with_the_names() -> Result<()> {
+fn a_broken_graph_is_an_error_that_lists_the_variables() -> Result<()> {
     let config = config(true);
     let parameters = lively(&config)?;
     let tensors = parameters
@@ -228,7 +228,8 @@ fn a_loss_that_is_not_one_number_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of which the first element of two variables is 3 and 4, all others zero: their norm is 5.
+/// Gradients of which the first element of two variables is 3 and 4, all others zero: their norm is
+/// 5.
 fn three_four_five(parameters: &Parameters) -> Result<Gradients> {
     spiked(
         parameters,
@@ -250,7 +251,7 @@ fn spiked(parameters: &Parameters, spikes: &[(&str, f32)]) -> Result<Gradients> 
 }
 
 #[test]
-fn the_norm_is_that_of_all_gradients_together() -> Result<()> {
+fn the_norm_is_over_all_gradients_together() -> Result<()> {
     let parameters = lively(&config(true))?;
     assert_eq!(three_four_five(&parameters)?.global_norm()?, 5.0);
     let ones = exact_gradients(&parameters, |_, variable| variable.ones_like())?;

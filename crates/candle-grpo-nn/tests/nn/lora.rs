@@ -52,7 +52,7 @@ fn fresh_adapters_change_nothing_and_trained_ones_do(
 
 /// After updates of the adapters too.
 #[test]
-fn without_its_adapters_the_policy_is_the_base_to_the_bit() -> Result<()> {
+fn a_decoder_without_adapters_stays_bit_identical_to_the_base() -> Result<()> {
     let model = config(false);
     let base = lively(&model)?;
     let before = bits(&base)?;
@@ -99,7 +99,7 @@ fn merged_weights_are_the_policy_with_its_adapters(
 }
 
 #[test]
-fn gradients_are_those_of_finite_differences() -> Result<()> {
+fn gradients_equal_finite_differences() -> Result<()> {
     let model = config(false);
     let base = lively(&model)?;
     let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
@@ -170,7 +170,8 @@ fn the_matrices_of_the_base_get_no_gradient() -> Result<()> {
         .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
         .collect();
     let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
-    // The builder of the adapters with the base of these very tensors, so that the store can be asked for them.
+    // The builder of the adapters with the base of these very tensors, so that the store can be
+    // asked for them.
     let mut tensors: std::collections::HashMap<String, Tensor> =
         frozen.clone().into_iter().collect();
     for (name, variable) in lora.parameters().iter() {
@@ -196,7 +197,7 @@ fn the_matrices_of_the_base_get_no_gradient() -> Result<()> {
 }
 
 #[test]
-fn targets_are_chosen_by_the_end_of_their_names() -> Result<()> {
+fn targets_are_suffixes_of_names() -> Result<()> {
     let model = config(false);
     let names = |targets: &[&str]| -> Result<Vec<String>> {
         let config = LoraConfig {
@@ -221,7 +222,7 @@ fn targets_are_chosen_by_the_end_of_their_names() -> Result<()> {
     for (targets, words) in [
         (vec!["proj"], "target_modules: \"proj\""),
         (vec!["q_proj", "lm_head"], "target_modules: \"lm_head\""),
-        (vec![], "target_modules: empty"),
+        (vec![], "target_modules: []"),
     ] {
         let error = message(names(&targets));
         assert!(error.starts_with(words), "{error}");
@@ -239,7 +240,7 @@ fn targets_are_chosen_by_the_end_of_their_names() -> Result<()> {
 }
 
 #[test]
-fn files_are_those_of_peft_and_come_back_to_the_bit() -> Result<()> {
+fn files_in_the_format_of_peft_round_trip_bit_identically() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let model = config(false);
     let config = LoraConfig {
@@ -284,7 +285,7 @@ fn read_json(path: &Path) -> serde_json::Value {
 #[case("lora_alpha", "two".into(), "lora_alpha: \"two\"")]
 #[case("r", 3.into(), "must be [3, 20]")]
 #[case("target_modules", serde_json::json!(["k_proj"]), "missing")]
-fn files_that_mean_something_else_are_refused(
+fn files_with_unsupported_options_are_refused(
     #[case] key: &str,
     #[case] value: serde_json::Value,
     #[case] words: &str,
@@ -304,7 +305,7 @@ fn files_that_mean_something_else_are_refused(
     Ok(())
 }
 
-/// With the keys that PEFT writes, most of which mean nothing here.
+/// With all keys that PEFT writes.
 #[test]
 fn a_configuration_of_peft_is_read() -> Result<()> {
     let folder = tempfile::tempdir()?;

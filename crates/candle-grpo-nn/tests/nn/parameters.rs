@@ -1,4 +1,4 @@
-//! Parameters: how they begin, where their values go, and what files are refused.
+//! Parameters: initialization, copies, files and errors.
 
 use std::collections::HashMap;
 use std::fs;
@@ -62,7 +62,7 @@ fn fresh_weights_are_normal_and_norms_are_one() -> Result<()> {
 }
 
 #[test]
-fn they_are_those_of_the_configuration_in_sorted_order() -> Result<()> {
+fn parameters_have_the_names_of_the_configuration_in_sorted_order() -> Result<()> {
     for tied in [true, false] {
         let config = config(tied);
         let parameters = Parameters::init(&config, 3, &Device::Cpu)?;
@@ -76,7 +76,8 @@ fn they_are_those_of_the_configuration_in_sorted_order() -> Result<()> {
             (parameters.len(), parameters.is_empty()),
             (if tied { 20 } else { 21 }, false)
         );
-        // By hand: embedding 13*12, each layer 2*12 + q,o 2*24*12 + k,v 2*12*12 + 3*20*12, last norm 12.
+        // By hand: embedding 13*12, each layer 2*12 + q,o 2*24*12 + k,v 2*12*12 + 3*20*12, last
+        // norm 12.
         let layers = 2 * (24 + 576 + 288 + 720);
         assert_eq!(
             parameters.num_elements(),
@@ -140,7 +141,7 @@ fn a_detached_builder_follows_updates_and_a_frozen_one_does_not() -> Result<()> 
 }
 
 #[test]
-fn what_is_saved_loads_to_the_bit_and_nothing_else_is_left() -> Result<()> {
+fn a_saved_file_loads_bit_identically_and_leaves_no_temporary_file() -> Result<()> {
     let config = config(false);
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.safetensors");
@@ -166,7 +167,7 @@ fn what_is_saved_loads_to_the_bit_and_nothing_else_is_left() -> Result<()> {
 }
 
 #[test]
-fn a_place_that_cannot_be_written_is_named_and_stays_as_it_was() -> Result<()> {
+fn a_path_that_cannot_be_written_is_named_and_stays_unchanged() -> Result<()> {
     let parameters = lively(&config(true))?;
     let folder = tempfile::tempdir()?;
     let nowhere = folder.path().join("absent").join("model.safetensors");
@@ -186,7 +187,7 @@ fn a_place_that_cannot_be_written_is_named_and_stays_as_it_was() -> Result<()> {
 }
 
 #[test]
-fn a_file_that_is_not_whole_is_refused_at_every_length() -> Result<()> {
+fn a_truncated_file_is_refused_at_every_length() -> Result<()> {
     let config = config(true);
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.safetensors");
@@ -253,7 +254,7 @@ fn tensors_that_do_not_fit_are_refused_by_name(
 #[case("head_dim: 3", |c: &mut DecoderConfig| c.head_dim = None)]
 #[case("rms_norm_eps: 0", |c: &mut DecoderConfig| c.rms_norm_eps = 0.0)]
 #[case("rope_theta: NaN", |c: &mut DecoderConfig| c.rope_theta = f64::NAN)]
-fn a_configuration_that_is_no_decoder_is_refused(
+fn an_invalid_configuration_is_refused_by_field(
     #[case] expected: &str,
     #[case] spoil: fn(&mut DecoderConfig),
 ) {

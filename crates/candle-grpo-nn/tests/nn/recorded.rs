@@ -1,4 +1,4 @@
-//! The backward pass without a graph, against that of Candle's graph.
+//! The recorded backward pass against that of Candle's graph.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_nn::{
@@ -44,7 +44,7 @@ fn check(recorded: &Gradients, graph: &Gradients) -> Result<()> {
 }
 
 #[rstest]
-fn gradients_are_those_of_the_graph(
+fn recorded_gradients_equal_those_of_the_graph(
     #[values(
         Family::Llama,
         Family::LlamaWithBiases,
@@ -70,7 +70,9 @@ fn gradients_are_those_of_the_graph(
 }
 
 #[rstest]
-fn adapters_train_alone(#[values(true, false)] checkpointing: bool) -> Result<()> {
+fn recorded_gradients_of_adapters_equal_those_of_the_graph(
+    #[values(true, false)] checkpointing: bool,
+) -> Result<()> {
     let model = Family::LlamaWithBiases.config(true);
     let base = lively(&model)?;
     let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, &Device::Cpu)?;
@@ -93,7 +95,7 @@ fn adapters_train_alone(#[values(true, false)] checkpointing: bool) -> Result<()
 }
 
 #[test]
-fn micro_batches_add_up() -> Result<()> {
+fn recorded_gradients_of_micro_batches_add_up() -> Result<()> {
     let model = Family::Qwen3.config(true);
     let parameters = lively(&model)?;
     let (ids, mask) = left_padded()?;
@@ -150,7 +152,7 @@ fn packed_hidden_states_are_those_of_padded_sequences() -> Result<()> {
 }
 
 #[test]
-fn what_trains_is_chosen_by_name() -> Result<()> {
+fn only_the_trained_parameters_receive_gradients() -> Result<()> {
     let model = config(true);
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
@@ -172,7 +174,7 @@ fn what_trains_is_chosen_by_name() -> Result<()> {
 }
 
 #[test]
-fn bad_input_is_named() -> Result<()> {
+fn wrong_input_is_refused_by_name_and_clears_the_gradients() -> Result<()> {
     let model = config(true);
     let parameters = lively(&model)?;
     let tracked = Decoder::new(&model, parameters.var_builder())?;
@@ -220,7 +222,8 @@ fn bad_input_is_named() -> Result<()> {
     Ok(())
 }
 
-/// A model of Candle's own operations: the mean of the embeddings of the tokens so far, through a linear map.
+/// A model of Candle's own operations: the mean of the embeddings of the tokens so far, through a
+/// linear map.
 struct Bag {
     embedding: Tensor,
     map: Tensor,
@@ -267,7 +270,7 @@ fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
         .into_iter()
         .map(|(name, values)| Ok((name.to_owned(), Var::from_tensor(&values)?)))
         .collect::<Result<Vec<_>>>()?;
-    let variables = Parameters::of_variables(variables, &Device::Cpu)?;
+    let variables = Parameters::from_variables(variables, &Device::Cpu)?;
     let get = |name: &str| variables.get(name).expect("a variable").as_tensor().clone();
     let model = |cuts| Bag {
         embedding: get("embedding"),

@@ -1,4 +1,4 @@
-//! Choosing experts, and choosing the same ones again.
+//! Routing to experts, and its replay.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_nn::{Router, RouterPass};
@@ -13,7 +13,7 @@ fn wave(phase: f64) -> Result<Tensor> {
     (x.affine(1.3, phase)?.sin()? * 2.)?.reshape((TOKENS, EXPERTS))
 }
 
-/// What each token gets if expert e gives `e + 1`.
+/// The output of each token if that of expert e is `(e + 1)^2`.
 fn mixed(routing: &candle_grpo_nn::Routing) -> Result<Tensor> {
     let outputs = (routing.experts.to_dtype(DType::F64)? + 1.)?.sqr()?;
     (&routing.gates * outputs)?.sum(1)
@@ -76,7 +76,7 @@ fn a_replay_keeps_the_experts_though_the_logits_changed() -> Result<()> {
 }
 
 #[rstest]
-fn gradients_reach_the_logits_of_now(
+fn gradients_reach_the_current_logits(
     #[values(Router::new(2), Router::over_all_experts(3))] router: Router,
 ) -> Result<()> {
     let experts = router.route(&wave(0.4)?)?.experts;
@@ -125,15 +125,12 @@ fn a_pass_over_layers_is_replayed_layer_by_layer() -> Result<()> {
         .route(&router, &layers[0])
         .unwrap_err()
         .to_string();
-    assert!(
-        error.contains("asks for layer 3, there are the experts of 3"),
-        "{error}"
-    );
+    assert!(error.contains("layer: 3, must be below 3"), "{error}");
     Ok(())
 }
 
 #[test]
-fn what_does_not_fit_is_an_error() -> Result<()> {
+fn wrong_shapes_are_refused_by_name() -> Result<()> {
     let logits = wave(0.)?;
     for router in [Router::new(0), Router::new(7)] {
         let error = router.route(&logits).unwrap_err().to_string();

@@ -37,13 +37,13 @@ fn write_shards(folder: &Path, tensors: HashMap<String, Tensor>) -> Result<Value
 }
 
 #[test]
-fn several_files_are_the_same_weights_as_one() -> Result<()> {
+fn shards_hold_the_same_weights_as_one_file() -> Result<()> {
     let config = config(false);
     let folder = tempfile::tempdir()?;
     write_shards(folder.path(), lively_tensors(&config)?)?;
     let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
     assert_eq!(bits(&read)?, bits(&lively(&config)?)?);
-    // Whole in one file again, which goes before an index.
+    // One file takes precedence over an index.
     read.save(&folder.path().join("model.safetensors"))?;
     for file in SHARDS {
         fs::remove_file(folder.path().join(file))?;
@@ -109,7 +109,7 @@ fn an_index_that_does_not_fit_its_files_is_refused_by_name() -> Result<()> {
 }
 
 #[test]
-fn a_shard_that_is_absent_or_torn_is_named() -> Result<()> {
+fn a_shard_that_is_absent_or_truncated_is_named() -> Result<()> {
     let config = config(true);
     let folder = tempfile::tempdir()?;
     write_shards(folder.path(), lively_tensors(&config)?)?;
@@ -158,7 +158,7 @@ fn a_weight_that_is_not_finite_is_named(
 }
 
 #[test]
-fn what_says_nothing_new_may_be_there() -> Result<()> {
+fn redundant_tensors_are_ignored() -> Result<()> {
     let config = config(true);
     let folder = tempfile::tempdir()?;
     let mut tensors = lively_tensors(&config)?;
@@ -177,7 +177,7 @@ fn what_says_nothing_new_may_be_there() -> Result<()> {
         expected
     );
 
-    // An output layer of its own is not that of a tied model, be it only by one number.
+    // A separate output layer is refused for a tied model, even if it differs in one number.
     for other in [
         embedding.narrow(0, 0, 12)?,
         embedding.to_dtype(DType::F16)?,
@@ -200,7 +200,7 @@ fn what_says_nothing_new_may_be_there() -> Result<()> {
 }
 
 #[test]
-fn an_output_layer_of_its_own_is_kept() -> Result<()> {
+fn a_separate_output_layer_is_kept() -> Result<()> {
     let config = config(false);
     let folder = tempfile::tempdir()?;
     let mut tensors = lively_tensors(&config)?;

@@ -1,4 +1,4 @@
-//! Sequences that share what they begin with, against the same sequences side by side.
+//! Shared prefixes against separate sequences.
 
 use std::collections::HashSet;
 
@@ -64,7 +64,7 @@ fn recorded(
 }
 
 #[rstest]
-fn hidden_states_and_gradients_are_the_same(
+fn shared_prefixes_keep_hidden_states_and_gradients(
     #[values(
         Family::Llama,
         Family::LlamaWithBiases,
@@ -101,7 +101,7 @@ fn hidden_states_and_gradients_are_the_same(
 }
 
 #[test]
-fn the_graph_knows_what_is_shared() -> Result<()> {
+fn the_graph_sums_gradients_of_shared_prefixes() -> Result<()> {
     let model = config(false);
     let parameters = lively(&model)?;
     let (_, shared) = both(&sequences())?;
@@ -125,7 +125,7 @@ fn the_graph_knows_what_is_shared() -> Result<()> {
 
 proptest! {
     #[test]
-    fn each_beginning_is_there_once(
+    fn each_prefix_is_stored_once(
         sequences in prop::collection::vec(prop::collection::vec(0u32..3, 1..6), 1..8),
     ) {
         let (alone, shared) = both(&sequences).unwrap();

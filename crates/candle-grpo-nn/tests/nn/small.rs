@@ -8,7 +8,8 @@ use candle_grpo_nn::{
     Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
 };
 
-/// Two query heads for each key head, and a head width that is not `hidden_size / num_attention_heads`.
+/// Two query heads for each key head, and a head width that is not `hidden_size /
+/// num_attention_heads`.
 pub(crate) fn config(tied: bool) -> DecoderConfig {
     DecoderConfig {
         vocab_size: 13,
@@ -64,7 +65,8 @@ impl Family {
     }
 }
 
-/// Weights ten times as large as `init` draws, and norms that are not one, so that no part of the model is idle.
+/// Weights ten times as large as `init` draws, and norms that are not one, so that no part of the
+/// model is idle.
 pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, Tensor>> {
     let drawn = Parameters::init(config, 5, &Device::Cpu)?;
     let mut tensors = drawn.frozen_copy()?;
@@ -103,7 +105,8 @@ pub(crate) fn next_token_loss(decoder: &Decoder, ids: &Tensor, mask: &Tensor) ->
     (log_probs.sum_all()? / pairs.sum_all()?)?.neg()
 }
 
-/// The log-probability [B, S - 1] of each next token, zero where it or its predecessor is padding; and which are not.
+/// The log-probability [B, S - 1] of each next token, zero where it or its predecessor is padding;
+/// and which are not.
 pub(crate) fn next_token_log_probs(
     decoder: &Decoder,
     ids: &Tensor,
@@ -201,7 +204,7 @@ pub(crate) fn exact_gradients(
     Ok(gradients)
 }
 
-/// All bits of all parameters.
+/// The bits of all parameters.
 pub(crate) fn bits(parameters: &Parameters) -> Result<Vec<(String, Vec<u32>)>> {
     parameters
         .iter()

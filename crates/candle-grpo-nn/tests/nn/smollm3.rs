@@ -25,9 +25,9 @@ fn last_logits(config: DecoderConfig, ids: &[u32]) -> Result<Tensor> {
 }
 
 #[test]
-fn a_block_that_does_not_rotate_cannot_tell_how_far_a_token_is() -> Result<()> {
-    // With one block, keys and values do not depend on what stands before them: the order of the past is all in the
-    // rotation.
+fn a_block_without_rotation_ignores_the_order_of_the_past() -> Result<()> {
+    // With one block, keys and values do not depend on what stands before them: the order of the
+    // past is all in the rotation.
     let one_block = |no_rope: u8, ids: &[u32]| {
         let config = DecoderConfig {
             num_hidden_layers: 1,

@@ -1,4 +1,4 @@
-//! What makes a decoder a critic.
+//! The value head.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_nn::{Decoder, Gradients, ValueHead};
@@ -8,7 +8,7 @@ use candle_nn::VarBuilder;
 use crate::small::{config, left_padded, lively};
 
 #[test]
-fn it_is_a_linear_map_of_each_position() -> Result<()> {
+fn values_are_a_linear_map_of_each_position() -> Result<()> {
     let tensors = std::collections::HashMap::from([
         (
             "score.weight".to_owned(),
@@ -43,7 +43,7 @@ fn it_is_a_linear_map_of_each_position() -> Result<()> {
     Ok(())
 }
 
-/// The output layer of a decoder that is tied is the embedding, so a critic of one has no variable that nothing uses.
+/// A tied decoder has no separate output layer, which a critic would not use.
 #[test]
 fn every_variable_of_a_critic_gets_a_gradient() -> Result<()> {
     let model = config(true);

@@ -1,15 +1,16 @@
-//! Little-endian numbers and strings, from a source that says how much is left.
+//! Little-endian numbers and strings, with checks of the bytes that are left.
 
 use std::io::Read;
 
 use candle_core::{Result, bail};
 
-/// The longest header that is read. Vocabularies of 250,000 tokens with their merges take some 12 MiB.
+/// The maximum length of a header. A vocabulary of 250,000 tokens with its merges takes about 12
+/// MiB.
 const LONGEST_HEADER: u64 = 64 << 20;
 
 pub(super) struct Bytes<R> {
     reader: R,
-    /// Bytes of the file, or of the longest header.
+    /// Length of the file, at most [`LONGEST_HEADER`].
     end: u64,
     position: u64,
 }
@@ -27,13 +28,13 @@ impl<R: Read> Bytes<R> {
         self.position
     }
 
-    /// Errs unless `count` things of at least `size` bytes each can follow.
+    /// Checks that `count` items of at least `size` bytes each can follow.
     pub(super) fn ensure_left(&self, what: &str, count: u64, size: u64) -> Result<()> {
         let left = self.end - self.position;
         let needed = count.checked_mul(size);
         if needed.is_none_or(|needed| needed > left) {
             let limit = if self.end == LONGEST_HEADER {
-                " of the longest header that is read, 64 MiB,"
+                " of the maximum header length, 64 MiB,"
             } else {
                 ""
             };

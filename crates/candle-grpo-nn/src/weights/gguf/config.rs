@@ -1,4 +1,4 @@
-//! The shape of a decoder from the metadata of its file.
+//! The configuration of a decoder from the metadata of its file.
 
 use candle_core::{Result, bail};
 
@@ -13,10 +13,11 @@ const ATTENTION_BIAS: &str = "blk.0.attn_q.bias";
 /// Present if the projections of feed-forward layers have biases.
 const MLP_BIAS: &str = "blk.0.ffn_gate.bias";
 
-/// SmolLM3's files do not say which blocks rotate: llama.cpp takes every fourth as one that does not.
+/// The files of SmolLM3 do not state which blocks rotate. In llama.cpp every fourth does not.
 const SMOLLM3_NO_ROPE_INTERVAL: usize = 4;
 
-/// `rope_factors` reads the tensor of divisors of rotary frequencies, if there is one.
+/// Reads the configuration. `rope_factors` reads the tensor of divisors of rotary frequencies, if
+/// there is one.
 pub(super) fn read(
     header: &Header,
     rope_factors: impl FnOnce() -> Result<Option<Vec<f32>>>,
@@ -26,7 +27,7 @@ pub(super) fn read(
     let num_hidden_layers = keys.size("block_count")?;
     if num_hidden_layers > header.tensors.len() {
         bail!(
-            "{}.block_count: {num_hidden_layers}, but the file has only {} tensors",
+            "{}.block_count: {num_hidden_layers}, must be at most the number of tensors, which is {}",
             keys.architecture,
             header.tensors.len()
         );
@@ -45,7 +46,7 @@ pub(super) fn read(
         && stated != vocab_size
     {
         bail!(
-            "{}.vocab_size: {stated}, but {EMBEDDING} has {vocab_size} rows",
+            "{}.vocab_size: {stated}, must be the number of rows of {EMBEDDING}, which is {vocab_size}",
             keys.architecture
         );
     }
@@ -97,12 +98,12 @@ pub(super) fn read(
     Ok(config)
 }
 
-/// Errs with a key that says that the file is another kind of model.
+/// Refuses keys of models with another computation.
 fn refuse_other_computations(keys: &Keys) -> Result<()> {
     if let Some(value) = keys.header.metadata.get("split.count")
         && value.as_u64().is_none_or(|count| count > 1)
     {
-        bail!("split.count: {value}, only models in one file are read");
+        bail!("split.count: {value}, must be 1");
     }
     for key in [
         "expert_count",
@@ -119,10 +120,7 @@ fn refuse_other_computations(keys: &Keys) -> Result<()> {
         if let Some(value) = keys.get(key)
             && value.as_f64() != Some(0.0)
         {
-            bail!(
-                "{}.{key}: {value}, only models without it are read",
-                keys.architecture
-            );
+            bail!("{}.{key}: {value}, must be absent", keys.architecture);
         }
     }
     Ok(())

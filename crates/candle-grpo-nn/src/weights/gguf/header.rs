@@ -1,4 +1,4 @@
-//! The header of a GGUF file: metadata, and what tensors there are and where.
+//! The header of a GGUF file: its metadata, and the places of its tensors.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,11 +15,11 @@ pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, TensorPlace>,
 }
 
-/// A tensor and the bytes of the file that hold it.
+/// The type and shape of a tensor, and its bytes in the file.
 #[derive(Debug, Clone)]
 pub(super) struct TensorPlace {
     pub(super) dtype: GgmlDType,
-    /// The slowest dimension first.
+    /// The slowest dimension is first.
     pub(super) dims: Vec<usize>,
     pub(super) start: u64,
     pub(super) length: usize,
@@ -42,7 +42,8 @@ impl Header {
             bail!("version: {version}, must be 2 or 3 of a little-endian file");
         }
         let (tensor_count, metadata_count) = (bytes.u64()?, bytes.u64()?);
-        // A string of length 0, the type and a byte; a string, the number of dimensions, the type and the offset.
+        // At least an empty string, a type and a byte; an empty string, the rank, a type and an
+        // offset.
         bytes.ensure_left("metadata entries", metadata_count, 13)?;
         bytes.ensure_left("tensors", tensor_count, 24)?;
 
@@ -82,16 +83,18 @@ impl Header {
                 .and_then(|start| start.checked_add(place.length as u64));
             if end.is_none_or(|end| end > file_length) {
                 bail!(
-                    "tensor {name}: {} bytes from byte {}, but the file has only {file_length} bytes",
+                    "tensor {name}: {} bytes from byte {}, must be within the file of {file_length} bytes",
                     place.length,
                     place.start
                 );
             }
-            // Tensors that share bytes would take more memory than the file has.
+            // Overlapping tensors would allocate more memory than the file has.
             total = total.saturating_add(place.length as u64);
         }
         if total > file_length {
-            bail!("tensors: {total} bytes together, but the file has only {file_length} bytes");
+            bail!(
+                "tensors: {total} bytes together, must be at most the length of the file, {file_length}"
+            );
         }
         Ok(Self { metadata, tensors })
     }
@@ -103,7 +106,7 @@ fn value(bytes: &mut Bytes<impl Read>, value_type: u32) -> Result<GgufValue> {
         7 => GgufValue::Bool(match bytes.array()? {
             [0] => false,
             [1] => true,
-            [other] => bail!("{other}, a yes or no must be 0 or 1"),
+            [other] => bail!("a boolean: {other}, must be 0 or 1"),
         }),
         8 => GgufValue::String(bytes.string()?),
         9 => array(bytes)?,
@@ -118,7 +121,7 @@ fn array(bytes: &mut Bytes<impl Read>) -> Result<GgufValue> {
         2 | 3 => 2,
         4..=6 => 4,
         8 | 10..=12 => 8,
-        _ => bail!("an array of type {element_type}, which is not read"),
+        _ => bail!("an array of type {element_type}, must be one of numbers, booleans or strings"),
     };
     bytes.ensure_left("array", count, size)?;
     Ok(match element_type {
@@ -152,7 +155,7 @@ fn integer(bytes: &mut Bytes<impl Read>, value_type: u32) -> Result<i128> {
         5 => i32::from_le_bytes(bytes.array()?).into(),
         10 => u64::from_le_bytes(bytes.array()?).into(),
         11 => i64::from_le_bytes(bytes.array()?).into(),
-        other => bail!("a value of type {other}, which GGUF does not have"),
+        other => bail!("a value of type {other}, must be a type of GGUF"),
     })
 }
 
@@ -161,11 +164,11 @@ fn float(bytes: &mut Bytes<impl Read>, value_type: u32) -> Result<f64> {
         return Ok(f64::from_le_bytes(bytes.array()?));
     }
     let value = f32::from_le_bytes(bytes.array()?);
-    // What the writer meant: 1e-5, and not 9.999999747378752e-6.
+    // The shortest decimal: 1e-5 instead of 9.999999747378752e-6.
     value.to_string().parse().map_err(Error::wrap)
 }
 
-/// The place of a tensor, whose `start` still counts from where the data begins.
+/// Reads the place of a tensor. Its `start` is relative to the start of the data.
 fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
     let rank = bytes.u32()?;
     if !(1..=MAX_DIMS).contains(&rank) {
@@ -181,7 +184,7 @@ fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
     let row = dims[dims.len() - 1];
     if dims.contains(&0) || !row.is_multiple_of(dtype.block_size()) {
         bail!(
-            "shape {dims:?}, no dimension may be 0 and the last must be a multiple of {} for type {dtype:?}",
+            "shape {dims:?}, must have no 0, and as last dimension a multiple of {} for type {dtype:?}",
             dtype.block_size()
         );
     }
@@ -189,10 +192,10 @@ fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
         .iter()
         .try_fold(1usize, |product, &dim| product.checked_mul(dim))
         .and_then(|elements| (elements / dtype.block_size()).checked_mul(dtype.type_size()))
-        // The numbers themselves must be countable in bytes as well.
+        // The dequantized values must be countable in bytes, too.
         .filter(|&length| length < isize::MAX as usize / 16);
     let Some(length) = length else {
-        bail!("shape {dims:?}, which is too large");
+        bail!("shape {dims:?}, must be of a size that fits in memory");
     };
     Ok(TensorPlace {
         dtype,
@@ -202,7 +205,7 @@ fn place(bytes: &mut Bytes<impl Read>) -> Result<TensorPlace> {
     })
 }
 
-/// The types that Candle reads from a file.
+/// The types that Candle dequantizes.
 fn dtype(number: u32) -> Result<GgmlDType> {
     Ok(match number {
         0 => GgmlDType::F32,
@@ -219,7 +222,7 @@ fn dtype(number: u32) -> Result<GgmlDType> {
         14 => GgmlDType::Q6K,
         30 => GgmlDType::BF16,
         other => bail!(
-            "type {other} of ggml, only F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and Q2_K to Q6_K are read"
+            "type {other} of ggml, must be F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 or Q2_K to Q6_K"
         ),
     })
 }

@@ -1,4 +1,4 @@
-//! Models in one GGUF file, the format of llama.cpp.
+//! Models in GGUF files, the format of llama.cpp.
 
 mod bytes;
 mod config;
@@ -18,11 +18,11 @@ use crate::{DecoderConfig, Parameters};
 use header::Header;
 pub use value::GgufValue;
 
-/// A GGUF file whose header has been read: metadata, and the places of its tensors.
+/// A GGUF file whose header has been read: its metadata, and the places of its tensors.
 ///
-/// The header is not believed: what it says must lie within the file, so that a file that is torn or made up takes no
-/// more memory than a whole one of its length. (Candle's own reader is not used for it: it divides by the alignment that
-/// a file states, multiplies shapes without looking, and turns each number of an array into 32 bytes.)
+/// The header is validated against the length of the file, so that a truncated or malicious file
+/// allocates no more memory than a valid one of its length. Candle's own reader does not check the
+/// alignment and the shapes of a file.
 ///
 /// ```no_run
 /// use candle_core::Device;
@@ -42,8 +42,12 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Reads the header. Errs if this is no GGUF file of version 2 or 3, if it ends too early, or if it has a tensor of a
-    /// type that cannot be turned into floating-point numbers.
+    /// Reads the header.
+    ///
+    /// # Errors
+    ///
+    /// If this is not a GGUF file of version 2 or 3, if it is truncated, or if the type of a tensor
+    /// cannot be dequantized.
     pub fn open(path: &Path) -> Result<Self> {
         let read = || -> Result<Header> {
             let file = File::open(path)?;
@@ -56,23 +60,30 @@ impl Gguf {
         })
     }
 
-    /// Everything that the file says of itself, by key.
+    /// The metadata by key.
     pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
         &self.header.metadata
     }
 
-    /// The shape of the decoder. Architectures `llama`, `qwen2`, `qwen3` and `smollm3` are read.
+    /// Reads the configuration of the decoder, for the architectures `llama`, `qwen2`, `qwen3` and
+    /// `smollm3`.
     ///
-    /// Errs with the key that asks for what a [`Decoder`](crate::Decoder) does not compute.
+    /// # Errors
+    ///
+    /// Names the key that asks for a computation that [`Decoder`](crate::Decoder) does not have.
     pub fn config(&self) -> Result<DecoderConfig> {
         let rope_factors = || tensors::rope_factors(&self.path, &self.header);
         config::read(&self.header, rope_factors).map_err(|error| context(&self.path, error))
     }
 
-    /// The weights in f32 under their Hugging Face names, dequantised.
+    /// Reads the weights, dequantized to f32, under their Hugging Face names.
     ///
-    /// Of the families whose files hold the rows of query and key in another order, for interleaved rotation, they are
-    /// put back. Errs with the name of a tensor that is missing, surplus, misshapen or not finite.
+    /// The files of some families store the rows of query and key in another order, for interleaved
+    /// rotation. They are reordered.
+    ///
+    /// # Errors
+    ///
+    /// Names a tensor that is missing, surplus, of another shape or not finite.
     pub fn parameters(&self, device: &Device) -> Result<Parameters> {
         let config = self.config()?;
         tensors::read(&self.path, &self.header, &config)

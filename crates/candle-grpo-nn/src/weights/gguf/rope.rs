@@ -1,4 +1,4 @@
-//! Scaled rotary frequencies, which a file states in its metadata or, those of Llama 3, as a tensor.
+//! Scaled rotary frequencies, which a file states in its metadata or, for Llama 3, as a tensor.
 
 use std::f64::consts::TAU;
 
@@ -8,15 +8,16 @@ use super::GgufValue;
 use super::config::Keys;
 use crate::{DecoderConfig, RopeScaling};
 
-/// The tensor of divisors of the frequencies.
+/// The name of the tensor of divisors of the frequencies.
 pub(super) const FACTORS: &str = "rope_freqs.weight";
 
-/// llama.cpp keeps of Llama 3's scaling only the divisors; every Llama 3.1, 3.2 and 3.3 has these numbers.
+/// GGUF files state only the divisors of Llama 3's scaling. Llama 3.1, 3.2 and 3.3 have these
+/// parameters.
 const LLAMA3_LOW_FREQ_FACTOR: f64 = 1.0;
 const LLAMA3_HIGH_FREQ_FACTOR: f64 = 4.0;
 const LLAMA3_ORIGINAL_MAX_POSITION_EMBEDDINGS: f64 = 8192.0;
 
-/// What the keys `rope.scaling.*` say.
+/// Reads the keys `rope.scaling.*`.
 pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
     let architecture = keys.architecture;
     for (key, only) in [
@@ -29,17 +30,17 @@ pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
         if let Some(found) = keys.optional_number(&key)?
             && found != only
         {
-            bail!("{architecture}.{key}: {found}, only {only} is supported");
+            bail!("{architecture}.{key}: {found}, must be {only}");
         }
     }
     let factor = match keys.optional_number("rope.scaling.factor")? {
-        // The name of old files.
+        // The key of old files.
         None => keys.optional_number("rope.scale_linear")?,
         found => found,
     }
-    // llama.cpp takes 0 as the absence of a factor.
+    // In llama.cpp 0 means no factor.
     .filter(|&factor| factor != 0.0);
-    // Without a type, a factor is that of linear scaling.
+    // A factor without a type means linear scaling.
     let linear = GgufValue::String("linear".to_owned());
     let scaling_type = keys.get("rope.scaling.type").unwrap_or(&linear);
     match (scaling_type.as_str(), factor) {
@@ -51,7 +52,7 @@ pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
         (Some("yarn"), Some(factor)) => {
             let key = "rope.scaling.original_context_length";
             let Some(original) = keys.optional_size(key)? else {
-                bail!("{architecture}.{key}: absent, YaRN needs it");
+                bail!("{architecture}.{key}: absent, must be present for YaRN");
             };
             Ok(RopeScaling::Yarn {
                 factor,
@@ -66,38 +67,38 @@ pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
             })
         }
         (Some("yarn"), None) => {
-            bail!("{architecture}.rope.scaling.factor: absent, YaRN needs it")
+            bail!("{architecture}.rope.scaling.factor: absent, must be present for YaRN")
         }
         _ => bail!(
-            "{architecture}.rope.scaling.type: {scaling_type}, only \"none\", \"linear\" and \"yarn\" are supported"
+            "{architecture}.rope.scaling.type: {scaling_type}, must be \"none\", \"linear\" or \"yarn\""
         ),
     }
 }
 
-/// The scaling whose divisors are `factors`.
+/// Finds the scaling with the divisors `factors`.
 pub(super) fn tensor_scaling(config: &DecoderConfig, factors: &[f32]) -> Result<RopeScaling> {
     let head_dim = config.head_dim();
     if factors.len() != head_dim / 2 {
         bail!(
-            "tensor {FACTORS}: {} numbers, must have half as many as a head is wide, {}",
+            "tensor {FACTORS}: {} numbers, must have half the width of a head, {}",
             factors.len(),
             head_dim / 2
         );
     }
     if config.rope_scaling != RopeScaling::Default {
-        bail!("tensor {FACTORS}: beside rope.scaling in the metadata, only one of them is read");
+        bail!("tensor {FACTORS}: present, must be absent with rope.scaling in the metadata");
     }
     let plain = RopeScaling::Default.frequencies(head_dim, config.rope_theta);
     let scaling = guess(factors, &plain);
     let scaled = scaling.frequencies(head_dim, config.rope_theta);
     let same = factors.iter().enumerate().all(|(pair, &found)| {
         let factor = plain[pair] / scaled[pair];
-        // A NaN is not the same.
+        // False for NaN.
         (f64::from(found) / factor - 1.0).abs() < 1e-4
     });
     if !same {
         bail!(
-            "tensor {FACTORS}: {factors:?}, these are not the divisors of Llama 3.1 with rope_theta {}",
+            "tensor {FACTORS}: {factors:?}, must be the divisors of Llama 3.1 with rope_theta {}",
             config.rope_theta
         );
     }
@@ -109,7 +110,7 @@ fn guess(factors: &[f32], plain: &[f64]) -> RopeScaling {
     if factor == 1.0 {
         return RopeScaling::Default;
     }
-    // A frequency that is blended tells how many turns it makes in the longest row of pretraining.
+    // A blended frequency determines its number of turns within the longest row of pretraining.
     let blended = |(&found, plain): (&f32, &f64)| {
         let kept = (1.0 / f64::from(found) - 1.0 / factor) / (1.0 - 1.0 / factor);
         let between = LLAMA3_HIGH_FREQ_FACTOR - LLAMA3_LOW_FREQ_FACTOR;

@@ -11,11 +11,10 @@ use candle_core::{Device, Error, Result, Tensor, bail};
 use super::config::{EMBEDDING, OUTPUT};
 use super::header::{Header, TensorPlace};
 use super::rope::FACTORS;
-use crate::weights::finite::ensure_finite;
-use crate::weights::parameters::check_names;
+use crate::weights::check::{check_finite, check_names};
 use crate::{DecoderConfig, ModelType};
 
-/// All weights of `config` in f32 by their Hugging Face names.
+/// Reads all weights of `config` in f32 by their Hugging Face names.
 pub(super) fn read(
     path: &Path,
     header: &Header,
@@ -25,7 +24,7 @@ pub(super) fn read(
     let mut names = BTreeMap::new();
     for (name, shape) in config.parameter_shapes() {
         let Some(stored) = stored_name(&name) else {
-            bail!("{name} has no name in GGUF files");
+            bail!("parameter {name}: must have a name in GGUF files");
         };
         expected.insert(stored.clone(), shape);
         names.insert(stored, name);
@@ -37,7 +36,7 @@ pub(super) fn read(
         .map(|(name, place)| (name.clone(), place))
         .collect();
     check_names("tensors", &expected, &found)?;
-    // All shapes first: nothing is read of a file that does not fit.
+    // All shapes before the first read.
     for (stored, shape) in &expected {
         let dims = &found[stored].dims;
         if dims != shape.dims() {
@@ -53,7 +52,7 @@ pub(super) fn read(
         .map(|(stored, name)| {
             let read = |file: &mut File| -> Result<Tensor> {
                 let tensor = tensor(file, found[&stored])?;
-                ensure_finite(&tensor)?;
+                check_finite(&tensor)?;
                 rotate_by_halves(config, &name, tensor)
             };
             let tensor =
@@ -63,7 +62,7 @@ pub(super) fn read(
         .collect()
 }
 
-/// The divisors of the rotary frequencies, if the file has them.
+/// Reads the divisors of the rotary frequencies, if the file has them.
 pub(super) fn rope_factors(path: &Path, header: &Header) -> Result<Option<Vec<f32>>> {
     let Some(place) = header.tensors.get(FACTORS) else {
         return Ok(None);
@@ -81,8 +80,9 @@ fn tensor(file: &mut File, place: &TensorPlace) -> Result<Tensor> {
         .dequantize(&Device::Cpu)
 }
 
-/// Reorders the rows of query and key to Hugging Face's layout, where the first half of a head rotates with the second.
-/// The files of Llama and SmolLM3 store the two rows of a pair side by side, in weights and biases.
+/// Reorders the rows of query and key to Hugging Face's layout, where the first half of a head
+/// rotates with the second. The files of Llama and SmolLM3 store the two rows of a pair side by
+/// side, in weights and biases.
 fn rotate_by_halves(config: &DecoderConfig, name: &str, tensor: Tensor) -> Result<Tensor> {
     let heads = match (config.model_type, name) {
         (ModelType::Qwen2 | ModelType::Qwen3, _) => return Ok(tensor),
@@ -97,7 +97,7 @@ fn rotate_by_halves(config: &DecoderConfig, name: &str, tensor: Tensor) -> Resul
         .reshape(tensor.shape())
 }
 
-/// What a GGUF file calls the weight of that Hugging Face name.
+/// The name in GGUF files of the parameter with this Hugging Face name.
 fn stored_name(name: &str) -> Option<String> {
     Some(match name {
         "model.embed_tokens.weight" => EMBEDDING.to_owned(),

@@ -1,28 +1,29 @@
-//! One entry of the metadata.
+//! Metadata values.
 
 use std::fmt;
 
 /// A value of the metadata of a GGUF file.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GgufValue {
-    /// A whole number of any width.
+    /// An integer of any width.
     Integer(i128),
-    /// A number. One that was stored in 32 bits is the shortest decimal that rounds to it, 0.00001 for example.
+    /// A floating-point number. One stored in 32 bits is the shortest decimal that rounds to it,
+    /// such as 0.00001.
     Float(f64),
-    /// Yes or no.
+    /// A boolean.
     Bool(bool),
-    /// Text; bytes that are not UTF-8 have been replaced.
+    /// A string, in which invalid UTF-8 is replaced.
     String(String),
-    /// An array of whole numbers, or of yes (1) and no (0).
+    /// An array of integers, or of booleans as 1 and 0.
     Integers(Vec<i64>),
-    /// An array of numbers.
+    /// An array of floating-point numbers.
     Floats(Vec<f64>),
-    /// An array of texts.
+    /// An array of strings.
     Strings(Vec<String>),
 }
 
 impl GgufValue {
-    /// The whole number that this is, if it is one and not negative.
+    /// The value of a nonnegative integer.
     pub fn as_u64(&self) -> Option<u64> {
         match self {
             Self::Integer(value) => u64::try_from(*value).ok(),
@@ -30,7 +31,7 @@ impl GgufValue {
         }
     }
 
-    /// The number that this is.
+    /// The value of an integer or a floating-point number.
     pub fn as_f64(&self) -> Option<f64> {
         match self {
             Self::Integer(value) => Some(*value as f64),
@@ -39,7 +40,7 @@ impl GgufValue {
         }
     }
 
-    /// Yes or no.
+    /// The value of a boolean.
     pub fn as_bool(&self) -> Option<bool> {
         match self {
             Self::Bool(value) => Some(*value),
@@ -47,7 +48,7 @@ impl GgufValue {
         }
     }
 
-    /// The text that this is.
+    /// The value of a string.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Self::String(value) => Some(value),
@@ -55,7 +56,7 @@ impl GgufValue {
         }
     }
 
-    /// The whole numbers that this is an array of.
+    /// The values of an array of integers.
     pub fn as_integers(&self) -> Option<&[i64]> {
         match self {
             Self::Integers(values) => Some(values),
@@ -63,7 +64,7 @@ impl GgufValue {
         }
     }
 
-    /// The numbers that this is an array of.
+    /// The values of an array of floating-point numbers.
     pub fn as_floats(&self) -> Option<&[f64]> {
         match self {
             Self::Floats(values) => Some(values),
@@ -71,7 +72,7 @@ impl GgufValue {
         }
     }
 
-    /// The texts that this is an array of.
+    /// The values of an array of strings.
     pub fn as_strings(&self) -> Option<&[String]> {
         match self {
             Self::Strings(values) => Some(values),

@@ -1,15 +1,16 @@
-//! Random numbers for fresh weights.
+//! Standard normal random numbers.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-/// Standard normal numbers from a seed (Box-Muller), as Candle's own generator cannot be seeded on CPU.
-pub(crate) struct Normal {
+/// Draws standard normal numbers from a seed (Box-Muller). Candle's own generator cannot be seeded
+/// on the CPU.
+pub(crate) struct StandardNormal {
     generator: ChaCha8Rng,
     spare: Option<f64>,
 }
 
-impl Normal {
+impl StandardNormal {
     pub(crate) fn new(seed: u64) -> Self {
         Self {
             generator: ChaCha8Rng::seed_from_u64(seed),
@@ -33,5 +34,5 @@ impl Normal {
     }
 }
 
-/// 2^53: the random integers lie below it.
+/// 2^53, the number of random integers.
 const UNIT: f64 = (1u64 << 53) as f64;

@@ -1,0 +1,77 @@
+//! Checks of tensors from files.
+
+use std::collections::{BTreeMap, HashMap};
+
+use candle_core::{DType, Result, Shape, Tensor, bail};
+
+use crate::DecoderConfig;
+
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const OUTPUT: &str = "lm_head.weight";
+
+/// Checks that `found` has exactly the names of `expected`. The error lists what is missing and
+/// what is surplus.
+pub(crate) fn check_names<T>(
+    argument: &str,
+    expected: &BTreeMap<String, Shape>,
+    found: &HashMap<String, T>,
+) -> Result<()> {
+    let missing: Vec<_> = expected
+        .keys()
+        .filter(|name| !found.contains_key(*name))
+        .collect();
+    let mut surplus: Vec<_> = found
+        .keys()
+        .filter(|name| !expected.contains_key(*name))
+        .collect();
+    surplus.sort();
+    if !missing.is_empty() || !surplus.is_empty() {
+        bail!(
+            "{argument}: missing {missing:?}, surplus {surplus:?}, must have exactly the names of the parameters"
+        );
+    }
+    Ok(())
+}
+
+/// Checks that a floating-point tensor has no NaN and no infinity, as stored and in f32.
+pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
+    if !tensor.dtype().is_float() || tensor.elem_count() == 0 {
+        return Ok(());
+    }
+    // Zero times a number is zero, unless the number is not finite: then it is NaN, and so is the
+    // sum.
+    let sum = (tensor.to_dtype(DType::F32)? * 0.0)?.sum_all()?;
+    if sum.to_scalar::<f32>()?.is_nan() {
+        bail!("a NaN or an infinity in f32, must be finite");
+    }
+    Ok(())
+}
+
+/// Removes tensors that a checkpoint may hold beside its parameters: rotary frequencies, which
+/// follow from the configuration, and the output layer of a model with tied embeddings, which must
+/// equal the embedding.
+pub(crate) fn remove_redundant(
+    config: &DecoderConfig,
+    tensors: &mut HashMap<String, Tensor>,
+) -> Result<()> {
+    tensors.retain(|name, _| !name.ends_with("rotary_emb.inv_freq"));
+    if config.tie_word_embeddings
+        && let (Some(embedding), Some(output)) = (tensors.get(EMBEDDING), tensors.get(OUTPUT))
+    {
+        if !equal(embedding, output)? {
+            bail!(
+                "{OUTPUT}: differs from {EMBEDDING}, must be equal or absent with tie_word_embeddings"
+            );
+        }
+        tensors.remove(OUTPUT);
+    }
+    Ok(())
+}
+
+fn equal(a: &Tensor, b: &Tensor) -> Result<bool> {
+    if a.dims() != b.dims() || a.dtype() != b.dtype() {
+        return Ok(false);
+    }
+    let differing = a.ne(b)?.to_dtype(DType::F32)?.sum_all()?;
+    Ok(differing.to_scalar::<f32>()? == 0.0)
+}
