@@ -5,7 +5,7 @@ SEED ?= 0
 DATA ?= data
 SECONDS ?= 60
 
-.PHONY: help demo demo-short demo-llm eval-llm model test examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test test-model examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -32,6 +32,9 @@ model: ## download SmolLM2-135M-Instruct (93 MB) and convert it to a Hugging Fac
 
 test: ## run every test, golden cases included
 	$(CARGO) test --release --locked --workspace
+
+test-model: ## run the tests that need the model of `make model`
+	$(CARGO) test --release --locked --workspace --test train real_model -- --ignored
 
 examples: ## run the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-own-loop

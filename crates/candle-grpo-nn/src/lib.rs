@@ -67,10 +67,9 @@ pub mod weights;
 pub use adapters::{Lora, LoraConfig};
 pub use decoding::{PagedCache, SequenceId};
 pub use model::{
-    Backward, Decoder, DecoderConfig, LanguageModel, ModelType, RopeScaling, Router, RouterPass,
-    Routing, ValueHead,
+    Backward, Decoder, DecoderConfig, LanguageModel, ModelType, RopeScaling, ValueHead,
 };
-pub use optim::{AdamW, AdamWConfig, DecayRule, Gradients};
+pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{ComputeCopies, Gguf, GgufValue, Parameters};
 

@@ -19,9 +19,11 @@
 //! ```
 
 mod compare;
+mod decoder;
 mod devices;
 mod noise;
 
 pub use compare::{assert_close, gradient, message, numbers};
+pub use decoder::TINY_DECODER;
 pub use devices::{Devices, cuda, devices};
 pub use noise::{noise, noise_tensor, token_ids};

@@ -112,7 +112,7 @@ impl LoraConfig {
     }
 }
 
-/// Whether the dotted name `module` ends with the parts of `target`.
+/// Returns whether the dotted name `module` ends with the parts of `target`.
 fn is_suffix(target: &str, module: &str) -> bool {
     module
         .strip_suffix(target)
@@ -131,9 +131,9 @@ fn is_suffix(target: &str, module: &str) -> bool {
 /// use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, Lora, LoraConfig, Parameters};
 ///
 /// # fn main() -> Result<()> {
-/// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
-/// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8}"#)
-/// #     .map_err(candle_core::Error::wrap)?;
+/// # let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+/// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+/// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
 /// let base = Parameters::init(&model, 7, &Device::Cpu)?;
 /// let lora = Lora::init(LoraConfig::all_linear(2, 4.0), &model, 1, &Device::Cpu)?;
 /// let decoder = Decoder::new(&model, lora.var_builder(&base)?)?;

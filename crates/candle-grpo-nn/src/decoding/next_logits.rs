@@ -30,9 +30,9 @@ impl Decoder {
     /// use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters};
     ///
     /// # fn main() -> Result<()> {
-    /// # let config: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
-    /// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8}"#)
-    /// #     .map_err(candle_core::Error::wrap)?;
+    /// # let config = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+    /// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+    /// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
     /// # let parameters = Parameters::init(&config, 7, &Device::Cpu)?;
     /// let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
     /// let mut cache = PagedCache::new(&config, candle_core::DType::F32, &Device::Cpu)?;

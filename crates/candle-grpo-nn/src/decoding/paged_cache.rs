@@ -192,10 +192,7 @@ mod tests {
     use super::*;
 
     fn cache() -> PagedCache {
-        let config = serde_json::from_str(
-            r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
-                "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 100}"#,
-        );
+        let config = serde_json::from_str(candle_grpo_test_support::TINY_DECODER);
         PagedCache::new(&config.unwrap(), DType::F32, &Device::Cpu).unwrap()
     }
 

@@ -34,7 +34,7 @@ struct HeadNorms {
 pub(crate) struct AttentionRecord {
     /// Query and key before [`HeadNorms`], if there are any.
     before_norm: Option<(Tensor, Tensor)>,
-    /// As attention reads them.
+    /// The inputs of the attention operator.
     query_key_value: QueryKeyValue,
     mixed: Tensor,
 }

@@ -68,15 +68,14 @@ pub struct DecoderConfig {
     pub no_rope_layers: Vec<u8>,
     /// Maximum number of positions of a row.
     pub max_position_embeddings: usize,
-    /// Whether the output layer shares the embedding matrix.
+    /// Shares the embedding matrix with the output layer.
     #[serde(default)]
     pub tie_word_embeddings: bool,
-    /// Whether all four projections of attention have a bias. Always false for Qwen2, where three
-    /// have one.
+    /// Adds a bias to all four projections of attention. Must be false for Qwen2, where three have
+    /// one.
     #[serde(default, skip_serializing_if = "is_false")]
     pub attention_bias: bool,
-    /// Whether the three projections of the feed-forward layer have a bias: Llama and SmolLM3
-    /// only.
+    /// Adds a bias to the three projections of the feed-forward layer. Llama and SmolLM3 only.
     #[serde(default, skip_serializing_if = "is_false")]
     pub mlp_bias: bool,
 }
@@ -204,18 +203,18 @@ impl DecoderConfig {
         Ok(())
     }
 
-    /// Whether the query, key and value projections have a bias. That of the output projection is
-    /// `attention_bias`.
+    /// Returns whether the query, key and value projections have a bias. That of the output
+    /// projection is `attention_bias`.
     pub(crate) fn has_input_biases(&self) -> bool {
         self.attention_bias || self.model_type == ModelType::Qwen2
     }
 
-    /// Whether each head of query and key is normalized.
+    /// Returns whether each head of query and key is normalized.
     pub(crate) fn has_head_norms(&self) -> bool {
         self.model_type == ModelType::Qwen3
     }
 
-    /// Whether query and key of block `layer` are rotated.
+    /// Returns whether query and key of block `layer` are rotated.
     pub(crate) fn rotates(&self, layer: usize) -> bool {
         self.no_rope_layers.get(layer) != Some(&0)
     }

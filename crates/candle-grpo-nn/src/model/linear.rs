@@ -36,7 +36,7 @@ pub(crate) const LORA_B: &str = "lora_B.weight";
 /// The name of its factor, a scalar.
 pub(crate) const LORA_SCALING: &str = "lora_scaling";
 
-/// How the rows of a product are computed.
+/// The way to compute the rows of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Products {
     /// Together, with a gradient.

@@ -20,13 +20,13 @@ pub(crate) struct Pass<'a> {
 /// The tokens that a token attends to.
 #[derive(Clone, Copy)]
 pub(crate) enum Context<'a> {
-    /// Those before it in its sequence, all of which are in the pass.
+    /// The tokens before it in its sequence, all of which are in the pass.
     Sequences {
         sequences: Sequences<'a>,
         /// The rows that sequences share, if they do.
         shared: Option<&'a SharedRows>,
     },
-    /// Those of its sequence in a cache, which the tokens of the pass join.
+    /// The tokens of its sequence in a cache, which the tokens of the pass join.
     Cache {
         cache: &'a PagedCache,
         /// The place of the key and the value of each token.

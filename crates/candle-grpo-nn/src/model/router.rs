@@ -14,7 +14,7 @@ use candle_grpo_kernels::arithmetic_dtype;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_nn::Router;
+/// use candle_grpo_nn::model::Router;
 ///
 /// let router = Router::new(2);
 /// let drawn = router.route(&Tensor::new(&[[3f32, 1., 2., 0.]], &Device::Cpu)?)?;
@@ -143,7 +143,7 @@ impl Router {
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use candle_grpo_nn::{Router, RouterPass};
+/// use candle_grpo_nn::model::{Router, RouterPass};
 ///
 /// let router = Router::new(1);
 /// let logits = [[[1f32, 2.]], [[4f32, 3.]]].map(|x| Tensor::new(&x, &Device::Cpu));

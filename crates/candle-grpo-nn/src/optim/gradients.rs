@@ -180,7 +180,7 @@ impl Gradients {
             .map(|(name, gradient)| (name.as_str(), gradient))
     }
 
-    /// Whether there are no gradients.
+    /// Returns whether there are no gradients.
     pub fn is_empty(&self) -> bool {
         self.by_name.is_empty()
     }

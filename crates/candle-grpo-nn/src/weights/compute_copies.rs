@@ -13,9 +13,9 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 /// use candle_grpo_nn::{Decoder, DecoderConfig, Parameters};
 ///
 /// # fn main() -> Result<()> {
-/// # let model: DecoderConfig = serde_json::from_str(r#"{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16,
-/// #     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8,
-/// #     "tie_word_embeddings": true}"#).map_err(candle_core::Error::wrap)?;
+/// # let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+/// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+/// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
 /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
 /// let (vb, copies) = parameters.copied_var_builder(DType::BF16)?;
 /// let decoder = Decoder::new(&model, vb)?;

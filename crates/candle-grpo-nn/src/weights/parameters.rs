@@ -324,7 +324,7 @@ impl Parameters {
         self.variables.len()
     }
 
-    /// Whether there are no variables.
+    /// Returns whether there are no variables.
     pub fn is_empty(&self) -> bool {
         self.variables.is_empty()
     }

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_nn::{AdamW, AdamWConfig, DecayRule, Decoder, Gradients, Parameters};
+use candle_grpo_nn::optim::DecayRule;
+use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, Gradients, Parameters};
 use rstest::rstest;
 
 use candle_grpo_test_support::message;

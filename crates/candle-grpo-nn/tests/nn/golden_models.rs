@@ -12,15 +12,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use candle_grpo_nn::optim::DecayRule;
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, DecayRule, Decoder, DecoderConfig, Gradients, PagedCache, Parameters,
-    SequenceId,
+    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, PagedCache, Parameters, SequenceId,
 };
 use serde_json::Value;
 
 use crate::small::{max_difference, next_token_log_probs, next_token_loss, recorded_gradients};
 
-/// How many times the stated f32 deviation is allowed.
+/// The allowed multiple of the stated f32 deviation.
 const SLACK: f64 = 4.0;
 
 /// The rounding that remains where the stated deviation is zero: one unit in the last place of a

@@ -227,7 +227,7 @@ fn wrong_input_is_refused_by_name_and_clears_the_gradients() -> Result<()> {
 struct Bag {
     embedding: Tensor,
     map: Tensor,
-    /// Whether to use an operation that cuts the graph.
+    /// Uses an operation that breaks the graph.
     cuts: bool,
 }
 

@@ -1,7 +1,7 @@
 //! Routing to experts, and its replay.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_nn::{Router, RouterPass};
+use candle_grpo_nn::model::{Router, RouterPass, Routing};
 use rstest::rstest;
 
 const TOKENS: usize = 5;
@@ -14,7 +14,7 @@ fn wave(phase: f64) -> Result<Tensor> {
 }
 
 /// The output of each token if that of expert e is `(e + 1)^2`.
-fn mixed(routing: &candle_grpo_nn::Routing) -> Result<Tensor> {
+fn mixed(routing: &Routing) -> Result<Tensor> {
     let outputs = (routing.experts.to_dtype(DType::F64)? + 1.)?.sqr()?;
     (&routing.gates * outputs)?.sum(1)
 }
@@ -64,7 +64,7 @@ fn a_replay_keeps_the_experts_though_the_logits_changed() -> Result<()> {
     let moved = wave(2.1)?;
     let now = router.replay(&moved, &drawn.experts)?;
     let own = router.route(&moved)?;
-    let experts = |routing: &candle_grpo_nn::Routing| routing.experts.to_vec2::<u32>();
+    let experts = |routing: &Routing| routing.experts.to_vec2::<u32>();
     assert_eq!(experts(&now)?, experts(&drawn)?);
     assert_ne!(experts(&own)?, experts(&drawn)?);
     // The gates are those of now.

@@ -7,6 +7,7 @@ use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
     Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
 };
+use candle_grpo_test_support::TINY_DECODER;
 
 /// Two query heads for each key head, and a head width that is not `hidden_size /
 /// num_attention_heads`.
@@ -15,14 +16,11 @@ pub(crate) fn config(tied: bool) -> DecoderConfig {
         vocab_size: 13,
         hidden_size: 12,
         intermediate_size: 20,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
         head_dim: Some(6),
         rope_theta: 100.0,
         max_position_embeddings: 16,
         tie_word_embeddings: tied,
-        ..DecoderConfig::default()
+        ..serde_json::from_str(TINY_DECODER).expect("a configuration")
     }
 }
 

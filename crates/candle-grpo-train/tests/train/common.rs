@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_test_support::TINY_DECODER;
 use candle_grpo_train::{
     Pretrained, Prompt, Sampler, SamplingConfig, SpecialTokens, character_tokenizer,
 };
@@ -11,16 +12,7 @@ use tokenizers::Tokenizer;
 pub(crate) const END: u32 = 0;
 
 pub(crate) fn model() -> DecoderConfig {
-    DecoderConfig {
-        vocab_size: 6,
-        hidden_size: 16,
-        intermediate_size: 24,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        max_position_embeddings: 24,
-        ..DecoderConfig::default()
-    }
+    serde_json::from_str(TINY_DECODER).unwrap()
 }
 
 /// Weights ten times larger than at the start of training, so that the distributions are far from uniform.

@@ -1,6 +1,6 @@
-//! SmolLM2-135M-Instruct, which `make model` fetches. Without it these tests say so and pass.
+//! SmolLM2-135M-Instruct, which `make model` fetches. `make test-model` runs these tests.
 //!
-//! `GRPO_MODEL_DIR` names another place of the folder `SmolLM2-135M-Instruct` and the GGUF file beside it.
+//! `GRPO_MODEL_DIR` is the folder of `SmolLM2-135M-Instruct` and of the GGUF file, if it is not `target/models`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,21 +22,11 @@ fn models() -> PathBuf {
     )
 }
 
-/// The model as its GGUF file has it, loaded once for all tests.
-fn model() -> Option<&'static Pretrained> {
-    static MODEL: OnceLock<Option<Pretrained>> = OnceLock::new();
-    let load = || {
-        let file = models().join(format!("{NAME}.Q4_1.gguf"));
-        if !file.exists() {
-            println!(
-                "skipped: {} is not there, `make model` fetches it",
-                file.display()
-            );
-            return None;
-        }
-        Some(Pretrained::load(&file, &Device::Cpu).unwrap())
-    };
-    MODEL.get_or_init(load).as_ref()
+/// The model of the GGUF file, loaded once for all tests.
+fn model() -> &'static Pretrained {
+    static MODEL: OnceLock<Pretrained> = OnceLock::new();
+    let file = models().join(format!("{NAME}.Q4_1.gguf"));
+    MODEL.get_or_init(|| Pretrained::load(&file, &Device::Cpu).unwrap())
 }
 
 fn golden<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T> {
@@ -50,8 +40,9 @@ fn encode(model: &Pretrained, text: &str) -> Vec<u32> {
 }
 
 #[test]
-fn the_next_token_has_the_probability_that_other_programs_give_it() -> Result<()> {
-    let Some(model) = model() else { return Ok(()) };
+#[ignore = "needs make model"]
+fn next_token_log_probs_equal_those_of_a_numpy_implementation() -> Result<()> {
+    let model = model();
     let ids = encode(model, "The capital of France is");
     assert_eq!(ids, [504, 3575, 282, 4649, 314]);
     let decoder = Decoder::new(&model.model, model.parameters.detached_var_builder())?;
@@ -90,8 +81,9 @@ struct Text {
 }
 
 #[test]
+#[ignore = "needs make model"]
 fn golden_models_texts_become_the_tokens_of_the_cases() -> Result<()> {
-    let Some(model) = model() else { return Ok(()) };
+    let model = model();
     let Texts { cases } = golden("smollm2_tokenizer.json")?;
     assert!(cases.len() > 10);
     for case in cases {
@@ -108,8 +100,9 @@ fn golden_models_texts_become_the_tokens_of_the_cases() -> Result<()> {
 }
 
 #[test]
-fn its_purpose_tokens_and_its_way_of_being_spoken_to_are_known() -> Result<()> {
-    let Some(model) = model() else { return Ok(()) };
+#[ignore = "needs make model"]
+fn special_tokens_and_chat_template_are_read() -> Result<()> {
+    let model = model();
     assert_eq!(model.license.as_deref(), Some("apache-2.0"));
     assert_eq!(model.parameters.num_elements(), 134_515_008);
     let tokens = &model.special_tokens;
@@ -134,8 +127,9 @@ struct Continuation {
 }
 
 #[test]
+#[ignore = "needs make model"]
 fn greedy_tokens_are_those_of_transformers() -> Result<()> {
-    let Some(model) = model() else { return Ok(()) };
+    let model = model();
     let cases: Vec<Continuation> = golden("smollm2_greedy.json")?;
     assert_eq!(cases.len(), 20);
     let config = SamplingConfig {
@@ -161,8 +155,9 @@ fn greedy_tokens_are_those_of_transformers() -> Result<()> {
 }
 
 #[test]
-fn it_answers_a_question_and_stops() -> Result<()> {
-    let Some(model) = model() else { return Ok(()) };
+#[ignore = "needs make model"]
+fn a_greedy_answer_ends_at_a_stop_token() -> Result<()> {
+    let model = model();
     let chat = Chat::new(json!([{"role": "user", "content": "What is 17 + 25?"}]));
     let template = model.chat_template.as_ref().unwrap();
     let text = template.render(&chat.generation_prompt())?;
@@ -180,22 +175,17 @@ fn it_answers_a_question_and_stops() -> Result<()> {
         .decode(&rollout.completion.tokens, true)
         .unwrap();
     println!("What is 17 + 25? {answer}");
-    // It is wrong by ten, as it is in other programs: what is to be learned.
+    // Wrong by ten, as in other programs.
     assert_eq!(answer, "17 + 25 = 32.");
     assert_eq!(rollout.completion.finish_reason, FinishReason::StopToken);
     Ok(())
 }
 
 #[test]
-fn the_converted_folder_is_the_same_model() -> Result<()> {
+#[ignore = "needs make model"]
+fn the_converted_folder_holds_the_same_model() -> Result<()> {
+    let model = model();
     let folder = models().join(NAME);
-    let (Some(model), true) = (model(), folder.exists()) else {
-        println!(
-            "skipped: {} is not there, `make model` makes it",
-            folder.display()
-        );
-        return Ok(());
-    };
     let converted = Pretrained::load(&folder, &Device::Cpu)?;
     assert_eq!(converted.special_tokens, model.special_tokens);
     for (name, weight) in model.parameters.iter() {

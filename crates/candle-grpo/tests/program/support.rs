@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 use candle_core::Device;
 use candle_grpo::nn::{DecoderConfig, Parameters};
 use candle_grpo::train::{Pretrained, SpecialTokens, character_tokenizer};
+use candle_grpo_test_support::TINY_DECODER;
 use serde_json::{Value, json};
 
 pub(crate) const CONFIG: &str = "
@@ -28,16 +29,7 @@ threads: 1
 ";
 
 pub(crate) fn model() -> DecoderConfig {
-    DecoderConfig {
-        vocab_size: 6,
-        hidden_size: 16,
-        intermediate_size: 24,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        max_position_embeddings: 24,
-        ..DecoderConfig::default()
-    }
+    serde_json::from_str(TINY_DECODER).unwrap()
 }
 
 /// A folder with a model, prompts and a configuration.
