@@ -1,4 +1,4 @@
-//! The policy that is trained.
+//! The trained policy.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,37 +21,38 @@ use super::response_forward::{
 use crate::rollout::sampling_config::ensure_temperature;
 use crate::{LocalGenerator, Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
-/// Sums of squared probabilities are computed from this many logits at a time, 16 MiB of f32.
+/// Number of logits per chunk of sums of squared probabilities: 16 MiB of f32.
 const PIECE_LOGITS: usize = 1 << 22;
 
-/// How an [`Actor`] learns.
+/// Configuration of an [`Actor`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ActorConfig {
-    /// What is minimised.
+    /// The loss.
     pub policy_loss: PolicyLoss,
-    /// The optimiser.
+    /// The optimizer.
     pub optimizer: AdamWConfig,
-    /// The temperature at which completions are drawn: log-probs are those of the distribution drawn from.
+    /// The sampling temperature. Log-probs refer to the distribution at this temperature.
     pub temperature: f64,
-    /// Whether the forward pass keeps only the input of each block, and the backward pass computes the rest again: memory that
-    /// hardly grows with the number of blocks, for a third more time.
+    /// If true, the forward pass keeps only the input of each block, and the backward pass
+    /// recomputes the rest. Memory then hardly grows with the number of blocks, for a third
+    /// more time.
     #[serde(default)]
     pub activation_checkpointing: bool,
-    /// What the policy computes in. The weights that train are f32 whatever it is.
+    /// The dtype of the policy's computation. Trained weights are always f32.
     #[serde(default)]
     pub compute_dtype: ComputeDType,
 }
 
-/// What a policy computes in. Sums, norms, softmax, log-probs and losses are in f32 whatever it is.
+/// The dtype of a policy's computation. Sums, norms, softmax, log-probs and losses are always f32.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeDType {
-    /// 32 bits.
+    /// f32.
     #[default]
     F32,
-    /// bfloat16: half the memory of activations, and on a GPU a multiple of the speed.
+    /// bfloat16: half the memory of activations, and much faster on a GPU.
     Bf16,
-    /// IEEE half precision. Its range is small; bf16 is the safer choice.
+    /// IEEE half precision. Its range is small, so bf16 is safer.
     F16,
 }
 
@@ -65,28 +66,28 @@ impl From<ComputeDType> for DType {
     }
 }
 
-/// What an optimiser step did.
+/// The result of an optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct StepStats {
-    /// The norm of all gradients together, before clipping.
+    /// The norm of all gradients before clipping.
     pub grad_norm: f64,
     /// The learning rate of the step.
     pub learning_rate: f64,
 }
 
-/// A policy with its loss and its optimiser.
+/// A policy with its loss and its optimizer.
 ///
-/// Any number of [`Actor::forward_backward`], then [`Actor::clip_grad_and_step`]:
-/// gradients add up over the calls in between.
+/// Call [`Actor::forward_backward`] any number of times, then [`Actor::clip_grad_and_step`].
+/// Gradients accumulate over the calls.
 ///
-/// The policy is a [`Decoder`], or a model of your own: [`Actor::of_model`].
+/// The policy is a [`Decoder`] or a custom model: [`Actor::of_model`].
 pub struct Actor<M = Decoder> {
-    /// Shares the parameters.
+    /// The model, which shares the parameters.
     policy: M,
     parameters: Parameters,
-    /// What trains in place of the parameters, if there are any.
+    /// The adapters, which train in place of the parameters.
     adapters: Option<Lora>,
-    /// What the policy computes with, where that is not f32.
+    /// Low-precision copies of the parameters, unless the policy computes in f32.
     copies: ComputeCopies,
     config: ActorConfig,
     optimizer: AdamW,
@@ -94,18 +95,23 @@ pub struct Actor<M = Decoder> {
 }
 
 impl Actor {
-    /// An actor whose policy starts from `parameters`, of shape `model`.
+    /// Creates an actor whose policy starts from `parameters`, of shape `model`.
     ///
-    /// Errs if `config` is not valid.
+    /// # Errors
+    ///
+    /// Returns an error if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
         let (decoder, copies) = decoder_in(&model, &parameters, config.compute_dtype)?;
         Self::of_decoder(parameters, None, decoder, copies, config)
     }
 
-    /// An actor that trains `adapters` and leaves `parameters` as they are: what the optimiser and the gradients hold is the
-    /// size of the adapters.
+    /// Creates an actor that trains `adapters` and freezes `parameters`.
     ///
-    /// Errs if `config` is not valid or the adapters are of another model.
+    /// Optimizer state and gradients have the size of the adapters.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if `config` is not valid or the adapters belong to another model.
     pub fn with_adapters(
         model: DecoderConfig,
         parameters: Parameters,
@@ -141,7 +147,8 @@ impl Actor {
         Sampler::from_generator(Arc::new(generator), self.model().vocab_size, config)
     }
 
-    /// This policy as it is now: a copy, or with adapters the policy without them, which shares its parameters.
+    /// Creates a reference: a copy of this policy or, with adapters, the policy without them, which
+    /// shares the parameters.
     pub fn reference(&self) -> Result<Reference> {
         match &self.adapters {
             None => Reference::new(self.model(), &self.parameters, self.config.compute_dtype),
@@ -152,25 +159,28 @@ impl Actor {
         }
     }
 
-    /// The shape of the policy.
+    /// Returns the configuration of the policy's decoder.
     pub fn model(&self) -> &DecoderConfig {
         self.policy.config()
     }
 }
 
 impl<M: LanguageModel> Actor<M> {
-    /// An actor that trains a model of your own, built from `variables`, so that updates of them change the model.
-    /// [`ActorConfig::activation_checkpointing`] and [`ActorConfig::compute_dtype`] are not for it.
+    /// Creates an actor for a custom model that uses `variables`, so that updates change the model.
     ///
-    /// Errs if `config` is not valid.
+    /// [`ActorConfig::activation_checkpointing`] and [`ActorConfig::compute_dtype`] do not apply.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if `config` is not valid.
     pub fn of_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
         ensure!(
             !config.activation_checkpointing,
-            "activation_checkpointing: true, must be false for a model of one's own"
+            "activation_checkpointing: true, must be false for a custom model"
         );
         ensure!(
             config.compute_dtype == ComputeDType::F32,
-            "compute_dtype: {:?}, must be F32 for a model of one's own",
+            "compute_dtype: {:?}, must be F32 for a custom model",
             config.compute_dtype
         );
         Self::of_policy(model, variables, None, ComputeCopies::default(), config)
@@ -197,23 +207,23 @@ impl<M: LanguageModel> Actor<M> {
         })
     }
 
-    /// The policy.
+    /// Returns the policy.
     pub fn policy(&self) -> &M {
         &self.policy
     }
 
-    /// The log-probs of the responses of `batch`, f32 `[B, T]`, without a graph.
+    /// Returns the log-probs of the responses of `batch`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
         Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.log_probs)
     }
 
-    /// The entropy of the policy at each position of the responses of `batch`, in nats, f32 `[B, T]`, without a graph.
+    /// Returns the entropy at each response position of `batch`, in nats, f32 `[B, T]`, detached.
     pub fn entropy(&self, batch: &TokenBatch) -> Result<Tensor> {
         Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.entropy)
     }
 
-    /// The sum of the squared probabilities of all tokens at each position of the responses of `batch`, f32 `[B, T]`,
-    /// without a graph: the optimal token baseline needs it.
+    /// Returns the sum of squared probabilities at each response position of `batch`, f32 `[B, T]`,
+    /// detached. The optimal token baseline needs it.
     pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
         let states = predicting_states(&self.policy, batch)?;
         let (b, t, width) = states.dims3()?;
@@ -223,10 +233,13 @@ impl<M: LanguageModel> Actor<M> {
         Ok(sums.reshape((b, t))?)
     }
 
-    /// Adds the gradient of the loss of `batch`, a part of the step that `totals` counts.
+    /// Accumulates the gradient of the loss of `batch`, one micro-batch of the step that `totals`
+    /// counts.
     ///
-    /// Errs if the loss needs what the batch does not hold, or with [`NotFinite`](crate::NotFinite) if it is not finite. After an error all gradients
-    /// may be forgotten.
+    /// # Errors
+    ///
+    /// Returns an error if the batch lacks a tensor that the loss needs, and
+    /// [`NotFinite`](crate::NotFinite) if the loss is not finite. An error may clear all gradients.
     pub fn forward_backward(
         &mut self,
         batch: &TrainingBatch,
@@ -263,13 +276,17 @@ impl<M: LanguageModel> Actor<M> {
         Ok(output.metrics.to_host()?)
     }
 
-    /// Scales the gradients down to `max_norm` if their norm is above it, makes an optimiser step and forgets them.
+    /// Clips the gradients to the norm `max_norm`, makes an optimizer step and clears the
+    /// gradients.
     ///
-    /// Errs if there are no gradients, or with [`NotFinite`](crate::NotFinite) if one is not finite; then the parameters are as before.
+    /// # Errors
+    ///
+    /// Returns an error if there are no gradients, and [`NotFinite`](crate::NotFinite) if one is
+    /// not finite. The parameters are then unchanged.
     pub fn clip_grad_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
         let result = self.clip_and_step(max_norm);
         self.zero_grad();
-        result.context("optimiser step")
+        result.context("optimizer step")
     }
 
     fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
@@ -287,7 +304,7 @@ impl<M: LanguageModel> Actor<M> {
         })
     }
 
-    /// Forgets the gradients added up since the last step.
+    /// Clears the accumulated gradients.
     pub fn zero_grad(&mut self) {
         self.gradients.clear();
     }
@@ -297,57 +314,58 @@ impl<M: LanguageModel> Actor<M> {
         self.optimizer.set_learning_rate(learning_rate);
     }
 
-    /// Sets the coefficient of the entropy bonus of the next steps, for
+    /// Sets the coefficient of the entropy bonus for the next steps, see
     /// [`AdaptiveEntropy`](candle_grpo_loss::AdaptiveEntropy).
     pub fn set_entropy_coef(&mut self, entropy_coef: f64) {
         self.config.policy_loss.entropy_coef = entropy_coef;
     }
 
-    /// The parameters of the policy; with adapters those that they are added to, which do not change.
+    /// Returns the parameters of the policy; with adapters, the frozen base.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
 
-    /// The adapters, if they train in place of the parameters.
+    /// Returns the adapters, if they train in place of the parameters.
     pub fn adapters(&self) -> Option<&Lora> {
         self.adapters.as_ref()
     }
 
-    /// The gradients added up since the last step.
+    /// Returns the accumulated gradients.
     pub fn gradients(&self) -> &Gradients {
         &self.gradients
     }
 
-    /// The optimiser, for its state.
+    /// Returns the optimizer.
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer
     }
 
-    /// The optimiser, to load a state.
+    /// Returns the mutable optimizer, for example to load its state.
     pub fn optimizer_mut(&mut self) -> &mut AdamW {
         &mut self.optimizer
     }
 
-    /// Takes the values of `values` for all parameters that train.
+    /// Sets all trained parameters to `values`.
     pub(crate) fn set_trained(&self, values: &HashMap<String, Tensor>) -> Result<()> {
         self.trained().set_values(values)?;
         Ok(self.copies.refresh()?)
     }
 
-    /// What trains: the adapters, if there are any.
+    /// Returns the trained parameters: the adapters, if there are any.
     pub(crate) fn trained(&self) -> &Parameters {
         self.adapters
             .as_ref()
             .map_or(&self.parameters, Lora::parameters)
     }
 
-    /// How this actor learns.
+    /// Returns the configuration.
     pub fn config(&self) -> &ActorConfig {
         &self.config
     }
 }
 
-/// [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]`, so that the logits of all rows are never held.
+/// Computes [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]` in
+/// chunks, without the logits of all rows at once.
 fn squared_probs_in_pieces(
     states: &Tensor,
     weight: &Tensor,

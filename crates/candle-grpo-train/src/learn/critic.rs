@@ -1,4 +1,4 @@
-//! The critic: what a completion is expected to be worth, token by token.
+//! The critic, which estimates the return at each token.
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
@@ -13,17 +13,17 @@ use super::not_finite::clip;
 use super::response_forward::{RecordedResponses, predicting_states};
 use crate::{StepStats, TokenBatch, TrainingBatch};
 
-/// How a [`Critic`] learns.
+/// Configuration of a [`Critic`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CriticConfig {
-    /// What is minimised.
+    /// The loss.
     pub value_loss: ValueLoss,
-    /// The optimiser.
+    /// The optimizer.
     pub optimizer: AdamWConfig,
-    /// Gradients are scaled down to this norm.
+    /// Gradients are clipped to this norm.
     pub max_grad_norm: f64,
-    /// The first steps, this many, train the critic alone, so that the policy is not led by values that mean nothing yet.
+    /// Number of first steps that train only the critic, until its values are meaningful.
     pub warmup_steps: usize,
 }
 
@@ -59,17 +59,17 @@ impl CriticConfig {
     }
 }
 
-/// A decoder with a value head, its loss and its optimiser: it learns the returns of tokens, which generalised advantages
-/// (GAE, <https://arxiv.org/abs/1506.02438>) are taken from.
+/// A decoder with a value head, its loss and its optimizer.
 ///
-/// The value of a token is that of the state before it: of the position that predicts it.
+/// It learns the returns of tokens for generalized advantage estimation (GAE,
+/// <https://arxiv.org/abs/1506.02438>). The value of a token is the value of the position that predicts it.
 pub struct Critic {
     parameters: Parameters,
-    /// Shares the parameters, and records no graph.
+    /// A detached decoder that shares the parameters.
     decoder: Decoder,
-    /// The same.
+    /// A detached value head that shares the parameters.
     head: ValueHead,
-    /// Records a graph.
+    /// The trained value head.
     training_head: ValueHead,
     config: CriticConfig,
     optimizer: AdamW,
@@ -77,11 +77,12 @@ pub struct Critic {
 }
 
 impl Critic {
-    /// A critic whose decoder starts from a copy of the `policy` of shape `model`, without its output layer; all values are
-    /// 0 at first.
+    /// Creates a critic from a copy of the `policy` of shape `model`, without its output layer.
+    ///
+    /// All values are initially 0.
     pub fn new(model: &DecoderConfig, policy: &Parameters, config: CriticConfig) -> Result<Self> {
         config.validate()?;
-        // A tied decoder has no output layer of its own, which nothing here would use.
+        // A tied decoder avoids an unused output layer.
         let model = DecoderConfig {
             tie_word_embeddings: true,
             ..model.clone()
@@ -106,17 +107,21 @@ impl Critic {
         })
     }
 
-    /// The values of the responses of `batch`, f32 `[B, T]`, without a graph.
+    /// Returns the values of the responses of `batch`, f32 `[B, T]`, detached.
     pub fn values(&self, batch: &TokenBatch) -> Result<Tensor> {
         Ok(self
             .head
             .forward(&predicting_states(&self.decoder, batch)?)?)
     }
 
-    /// Adds the gradient of the value loss of `batch`, a part of the step that `totals` counts. Returns the loss and its
-    /// figures.
+    /// Accumulates the gradient of the value loss of `batch`, one micro-batch of the step that
+    /// `totals` counts.
     ///
-    /// Errs if the batch has no returns, or no values where the loss clips.
+    /// Returns the loss and its metrics.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the batch has no returns, or no values and the loss clips.
     pub fn forward_backward(
         &mut self,
         batch: &TrainingBatch,
@@ -145,9 +150,13 @@ impl Critic {
         Ok((value, metrics.to_host()?))
     }
 
-    /// Scales the gradients down to [`CriticConfig::max_grad_norm`], makes an optimiser step and forgets them.
+    /// Clips the gradients to [`CriticConfig::max_grad_norm`], makes an optimizer step and clears
+    /// them.
     ///
-    /// Errs if there are no gradients, or with [`NotFinite`](crate::NotFinite) if one is not finite; then the parameters are as before.
+    /// # Errors
+    ///
+    /// Returns an error if there are no gradients, and [`NotFinite`](crate::NotFinite) if one is
+    /// not finite. The parameters are then unchanged.
     pub fn clip_grad_and_step(&mut self) -> Result<StepStats> {
         let learning_rate = self.optimizer.learning_rate();
         let max_norm = self.config.max_grad_norm;
@@ -157,45 +166,47 @@ impl Critic {
         });
         self.zero_grad();
         Ok(StepStats {
-            grad_norm: result.context("optimiser step of the critic")?,
+            grad_norm: result.context("optimizer step of the critic")?,
             learning_rate,
         })
     }
 
-    /// Forgets the gradients added up since the last step.
+    /// Clears the accumulated gradients.
     pub fn zero_grad(&mut self) {
         self.gradients.clear();
     }
 
-    /// Sets the learning rate of the next steps to that of the configuration times `factor`.
+    /// Sets the learning rate of the next steps to the configured one times `factor`.
     pub fn scale_learning_rate(&mut self, factor: f64) {
         self.optimizer
             .set_learning_rate(self.config.optimizer.learning_rate * factor);
     }
 
-    /// The parameters: those of the decoder, and `score.weight` and `score.bias`.
+    /// Returns the parameters of the decoder, and `score.weight` and `score.bias`.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
 
-    /// The optimiser, for its state.
+    /// Returns the optimizer.
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer
     }
 
-    /// The optimiser, to load a state.
+    /// Returns the mutable optimizer, for example to load its state.
     pub fn optimizer_mut(&mut self) -> &mut AdamW {
         &mut self.optimizer
     }
 
-    /// How this critic learns.
+    /// Returns the configuration.
     pub fn config(&self) -> &CriticConfig {
         &self.config
     }
 }
 
-/// How much of the variance of `returns` `[B, T]` over the tokens of `response_mask` the `values` explain: 1 if they are
-/// equal but for a constant, 0 if they say nothing; nothing if the returns do not vary. On the host.
+/// Returns the share of the variance of `returns` `[B, T]` over the `response_mask` that `values`
+/// explain.
+///
+/// 1 if they differ by a constant; `None` if the returns do not vary. Synchronizes with the device.
 pub fn explained_variance(
     values: &Tensor,
     returns: &Tensor,

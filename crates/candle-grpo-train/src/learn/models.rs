@@ -16,7 +16,7 @@ use crate::{
 pub(crate) struct Models {
     pub(crate) actor: Actor,
     pub(crate) reference: Option<Reference>,
-    /// How the reference follows the policy; absent: it is frozen.
+    /// Schedule that moves the reference toward the policy; absent if the reference is frozen.
     pub(crate) reference_refresh: Option<ReferenceRefresh>,
     pub(crate) teacher: Option<Reference>,
     pub(crate) critic: Option<Critic>,

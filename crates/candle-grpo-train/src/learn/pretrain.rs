@@ -1,40 +1,38 @@
-//! Learning from examples, to give reinforcement learning something to reinforce.
+//! Supervised training on examples, as a warm-up for reinforcement learning.
 
 use std::ops::ControlFlow;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{Tensor, bail};
 use candle_grpo_loss::TokenLogProbs;
-use candle_grpo_nn::{
-    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters,
-};
+use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
 use serde::{Deserialize, Serialize};
 
 use super::response_forward::{RecordedResponses, output_layer, output_weight};
 use crate::{ShuffledOrder, TokenBatch};
 
-/// A prompt and the answer to learn, as tokens. The answer should end with a stop token.
+/// A prompt and its answer as tokens. The answer should end with a stop token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Example {
-    /// What is asked.
+    /// Tokens of the prompt.
     pub prompt: Vec<u32>,
-    /// What to answer.
+    /// Tokens of the answer.
     pub answer: Vec<u32>,
 }
 
-/// How [`pretrain`] learns.
+/// Configuration of [`pretrain`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PretrainConfig {
-    /// The greatest number of optimiser steps.
+    /// Maximum number of optimizer steps.
     pub max_steps: usize,
-    /// Examples for each step.
+    /// Number of examples per step.
     pub batch_size: usize,
-    /// The optimiser.
+    /// The optimizer.
     pub optimizer: AdamWConfig,
-    /// Gradients are scaled down to this norm.
+    /// Gradients are clipped to this norm.
     pub max_grad_norm: f64,
-    /// What the order of the examples comes from.
+    /// Seed of the order of the examples.
     pub seed: u64,
 }
 
@@ -50,12 +48,14 @@ impl Default for PretrainConfig {
     }
 }
 
-/// Trains `parameters` on `examples` by the cross-entropy of the answer tokens.
+/// Trains `parameters` on `examples` with the cross-entropy of the answer tokens.
 ///
-/// `after_step` is called with the number of steps made and the loss of the last one; it may end the training.
-/// Returns the number of steps made.
+/// Calls `after_step` with the number of steps and the last loss; it may end the training. Returns
+/// the number of steps.
 ///
-/// Errs if there are no examples, one is empty, or `batch_size` is 0.
+/// # Errors
+///
+/// Returns an error if `examples` is empty, an example is empty, or `batch_size` is 0.
 pub fn pretrain(
     model: &DecoderConfig,
     parameters: &Parameters,
@@ -93,7 +93,7 @@ pub fn pretrain(
     Ok(config.max_steps)
 }
 
-/// One step; returns the mean loss of the answer tokens before it.
+/// Makes one step and returns the mean loss of the answer tokens before it.
 fn learn(
     decoder: &Decoder,
     parameters: &Parameters,
@@ -118,7 +118,7 @@ fn learn(
     Ok(loss)
 }
 
-/// Minus the mean log-prob of the tokens of the mask, and its derivatives. The log-probs are 0 elsewhere.
+/// Returns the negative mean log-prob of unmasked tokens, and its derivatives.
 fn cross_entropy(
     tokens: &TokenLogProbs,
     response_mask: &Tensor,

@@ -1,22 +1,22 @@
-//! What an algorithm is computed from, besides completions and their rewards.
+//! The inputs of an algorithm other than completions and rewards.
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::advantage::{ComponentOrder, TokenBaseline};
 use candle_grpo_core::{Baseline, GroupAdvantage, RewardShaping, SingletonGroup, TokenAdvantage};
 use candle_grpo_loss::Recipe;
 
-/// What the advantages and the loss of a recipe need.
+/// The inputs that the advantages and the loss of a recipe need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct RecipeInputs {
-    /// Advantages are taken from the log-probs of the policy before the update.
+    /// Log-probs of the policy before the update, for the advantages.
     pub(crate) old_log_probs: bool,
-    /// The log-probs of a reference policy, for the advantages or the loss.
+    /// Log-probs of a reference policy, for the advantages or the loss.
     pub(crate) reference: bool,
-    /// The values of a critic.
+    /// Values of a critic.
     pub(crate) values: bool,
-    /// The score of a greedy answer to each prompt.
+    /// Score of a greedy answer to each prompt.
     pub(crate) greedy_scores: bool,
-    /// The sum of the squared probabilities at each token.
+    /// Sum of squared probabilities at each token.
     pub(crate) sum_of_squared_probs: bool,
 }
 
@@ -54,7 +54,7 @@ impl RecipeInputs {
     }
 }
 
-/// Whether the components of rewards reach the advantage one by one: nothing before it adds them up.
+/// Returns true if the advantage receives the reward components separately.
 pub(crate) fn keeps_components(recipe: &Recipe) -> bool {
     recipe.reward_shaping == RewardShaping::default() && recipe.overlong.is_none()
 }

@@ -8,8 +8,10 @@ use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameter
 
 use crate::TokenBatch;
 
-/// Computes log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`, 0 outside the response mask, without
-/// a graph and without the logits of the batch.
+/// Computes log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`.
+///
+/// The results are detached, and 0 outside the response mask. The logits are never allocated at
+/// once.
 pub(super) fn response_log_probs(
     model: &dyn LanguageModel,
     batch: &TokenBatch,
@@ -20,14 +22,16 @@ pub(super) fn response_log_probs(
     Ok(output_layer(&states, &weight, batch, temperature)?.forward()?)
 }
 
-/// Computes the hidden states `[B, T, H]` of the positions that predict the responses of `batch`, without a graph.
+/// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
+/// `batch`.
 pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
     let packed = Packed::new(batch)?;
     let hidden = model.hidden_states(&packed.tokens)?.detach();
     Ok(embedding(&packed.places, &hidden)?)
 }
 
-/// The output layer over `states` `[B, T, H]`, which computes the log-probs of the responses of `batch`.
+/// Creates the output layer over `states` `[B, T, H]`, which computes the log-probs of the
+/// responses.
 pub(super) fn output_layer(
     states: &Tensor,
     weight: &Tensor,
@@ -41,7 +45,7 @@ pub(super) fn output_layer(
     LinearLogProb::new(states, weight, None, &batch.targets, temperature, options)
 }
 
-/// The output weight of `model`, as a variable if it is one of `trained`.
+/// Returns the output weight of `model`, as a variable if it is one of `trained`.
 pub(super) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> Tensor {
     match trained.get(model.output_name()) {
         Some(variable) => variable.as_tensor().clone(),
@@ -49,9 +53,9 @@ pub(super) fn output_weight(model: &dyn LanguageModel, trained: &Parameters) -> 
     }
 }
 
-/// A forward pass over the responses of a batch, and the way back from the gradient of its states.
+/// A forward pass over the responses of a batch, with its backward pass.
 pub(super) struct RecordedResponses<'a> {
-    /// The states of [`predicting_states`] as a variable, with which the graph of a loss begins.
+    /// The states of [`predicting_states`] as a variable, where the graph of a loss starts.
     pub(super) states: Var,
     places: Tensor,
     hidden_shape: Shape,
@@ -72,9 +76,12 @@ impl<'a> RecordedResponses<'a> {
         })
     }
 
-    /// Adds the gradients of `trained` from the gradient `[B, T, H]` of the states; `None` is 0.
+    /// Accumulates the gradients of `trained` from the gradient `[B, T, H]` of the states; `None`
+    /// is 0.
     ///
-    /// Fails if a variable has no gradient then. After an error the gradients must be cleared.
+    /// # Errors
+    ///
+    /// Returns an error if a variable receives no gradient. The gradients must then be cleared.
     pub(super) fn backward(
         self,
         states_gradient: Option<Tensor>,
@@ -93,11 +100,12 @@ impl<'a> RecordedResponses<'a> {
     }
 }
 
-/// The tokens of a batch that its responses depend on, one sequence after another. A prefix that sequences share, such as the
-/// prompt of a group, is there once.
+/// The packed tokens of a batch on which its responses depend. Shared prefixes, such as the prompt
+/// of a group, occur once.
 struct Packed {
     tokens: PackedTokens,
-    /// The place in `tokens` of the token that predicts each response token, u32 `[B, T]`; 0 outside the response mask.
+    /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 outside the
+    /// response mask.
     places: Tensor,
 }
 
@@ -108,13 +116,13 @@ impl Packed {
         let ids = batch.input_ids.to_vec2::<u32>()?;
         let real = zero_one(&batch.attention_mask)?;
         let counts = zero_one(&batch.response_mask)?;
-        // At least 0: the inputs are at least as wide as the targets.
+        // Not negative: the inputs are at least as wide as the targets.
         let before = batch.input_ids.dim(1)? - t;
         let (mut packed, mut places) = (Vec::with_capacity(b), Vec::new());
         let mut first = 0;
         for (row, ids) in ids.iter().enumerate() {
             let (real, counts) = (&real[row], &counts[row]);
-            // Tokens after the last one that counts are not read.
+            // Tokens after the last unmasked one are skipped.
             let read = before + counts.iter().rposition(|&counts| counts != 0).unwrap_or(0) + 1;
             let mut sequence = Vec::new();
             let mut place_of = vec![None; read];
@@ -149,7 +157,7 @@ impl Packed {
     }
 }
 
-/// Copies the mask to the host, as 0 and 1.
+/// Copies the mask to the host as 0 and 1. Synchronizes with the device.
 fn zero_one(mask: &Tensor) -> Result<Vec<Vec<u8>>> {
     Ok(mask.ne(0f64)?.to_vec2()?)
 }
@@ -164,7 +172,7 @@ mod tests {
         let pairs: [(&[u32], &[u32]); 3] =
             [(&[1, 2, 3], &[4]), (&[5], &[6, 7, 8]), (&[9], &[1, 2])];
         let mut batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
-        // The last response does not count at all, and of the one before only the second token.
+        // The last response is masked, and the one before except for its second token.
         batch.response_mask =
             Tensor::new(&[[1f32, 0., 0.], [0., 1., 0.], [0., 0., 0.]], &Device::Cpu).unwrap();
         let packed = Packed::new(&batch).unwrap();

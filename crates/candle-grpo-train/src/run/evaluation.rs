@@ -1,4 +1,4 @@
-//! How good a policy is, without training it.
+//! Evaluation of a policy.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 pub struct Evaluation {
     /// The completions, in the order of the prompts, those of one prompt side by side.
     pub samples: Vec<EvaluatedSample>,
-    /// How many completions each prompt has.
+    /// Number of completions per prompt.
     pub samples_per_prompt: usize,
 }
 
@@ -45,10 +45,12 @@ impl Evaluation {
         self.mean(|sample| sample.response_length as f64)
     }
 
-    /// The chance that of `k` completions of a prompt at least one has a reward of at least `pass_reward`, in the mean of the
-    /// prompts: the unbiased estimate from all completions (pass@k, Chen et al. 2021, <https://arxiv.org/abs/2107.03374>).
+    /// The chance that of `k` completions of a prompt at least one has a reward of at least
+    /// `pass_reward`, in the mean of the prompts: the unbiased estimate from all completions (pass@k, Chen et al. 2021, <https://arxiv.org/abs/2107.03374>).
     ///
-    /// Errs unless `k` is at least 1 and at most [`Self::samples_per_prompt`].
+    /// # Errors
+    ///
+    /// Returns an error unless `k` is in 1..=[`Self::samples_per_prompt`].
     pub fn pass_at(&self, k: usize, pass_reward: f64) -> Result<f64> {
         let n = self.samples_per_prompt;
         ensure!(
@@ -68,7 +70,8 @@ impl Evaluation {
         Ok(chances.sum::<f64>() / prompts)
     }
 
-    /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k of `pass_at`: see [`Self::pass_at`].
+    /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k of `pass_at`: see
+    /// [`Self::pass_at`].
     pub fn figures(&self, pass_at: &[usize], pass_reward: f64) -> Result<BTreeMap<String, f64>> {
         let mut figures = BTreeMap::from([
             ("reward_mean".to_owned(), self.reward_mean()),
@@ -86,7 +89,8 @@ impl Evaluation {
     }
 }
 
-/// Draws `samples_per_prompt` completions of each prompt and scores them. See [`Sampler::sample`] for `stream`.
+/// Draws `samples_per_prompt` completions of each prompt and scores them. See [`Sampler::sample`]
+/// for `stream`.
 pub fn evaluate(
     sampler: &Sampler,
     prompts: &[Prompt],
@@ -123,7 +127,7 @@ mod tests {
     use super::*;
     use rstest::rstest;
 
-    /// Of four completions, the share of the sets of k that have a right one, counted by hand.
+    /// The expected values count the sets of k of four completions that contain a correct one.
     #[rstest]
     #[case(&[1., 0., 0., 0.], 1, 0.25)]
     #[case(&[1., 0., 0., 0.], 2, 0.5)]

@@ -1,4 +1,4 @@
-//! What an update does to the policy.
+//! Tests of the effect of an update on the policy.
 
 use crate::common::{max_difference, model, parameters, prompts, sampling};
 use candle_core::{Device, Tensor};
@@ -143,7 +143,7 @@ fn a_step_without_gradients_is_an_error() {
         .clip_grad_and_step(1.)
         .unwrap_err();
     assert!(
-        format!("{error:#}").contains("optimiser step: gradients"),
+        format!("{error:#}").contains("optimizer step: gradients"),
         "{error:#}"
     );
 }

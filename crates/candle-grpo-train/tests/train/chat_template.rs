@@ -184,7 +184,7 @@ fn a_template_that_is_none_is_refused_with_its_line(#[case] source: &str, #[case
     "chat template, line 1: no user"
 )]
 #[case("\n{{ missing.attribute }}", "chat template, line 2: ")]
-#[case("{{ namespace() | tojson(colour=1) }}", "colour")]
+#[case("{{ namespace() | tojson(shade=1) }}", "shade")]
 #[case("{{ missing | tojson }}", "tojson: a value that is undefined")]
 #[case("{{ strftime_now('%!') }}", "strftime_now")]
 #[case(

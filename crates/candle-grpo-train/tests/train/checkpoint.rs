@@ -7,7 +7,7 @@ use candle_core::Device;
 use candle_grpo_train::{Pretrained, RunDir, Sample, TrainConfig, Trainer};
 use serde_json::json;
 
-/// A policy that has made an optimiser step.
+/// A policy after one optimizer step.
 fn trainer() -> Trainer {
     let config = TrainConfig {
         prompts_per_step: 2,

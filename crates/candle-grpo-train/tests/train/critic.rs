@@ -167,7 +167,7 @@ fn what_a_critic_needs_is_named() {
     assert!(error.to_string().starts_with("returns: absent"), "{error}");
     let error = format!("{:#}", critic.clip_grad_and_step().unwrap_err());
     assert!(
-        error.starts_with("optimiser step of the critic: "),
+        error.starts_with("optimizer step of the critic: "),
         "{error}"
     );
 

@@ -29,7 +29,8 @@ fn trainer(config: TrainConfig) -> Trainer {
     Trainer::new(model(), parameters(), tokenizer(), prompts, length, config).unwrap()
 }
 
-/// Draws from a copy of the weights that it received last, delivers in reverse order and records the versions.
+/// Draws from a copy of the weights that it received last, delivers in reverse order and records
+/// the versions.
 struct Remote {
     weights: Mutex<Option<(u64, LocalGenerator)>>,
     versions: Arc<Mutex<Vec<u64>>>,
@@ -227,7 +228,7 @@ fn a_malformed_completion_is_refused_by_name(
     );
 }
 
-/// Delivers the places it is told to.
+/// Delivers the given places.
 struct Places(Vec<usize>);
 
 impl Generator for Places {

@@ -1,4 +1,4 @@
-//! Models that somebody else has trained: from a file to a folder, and what is refused.
+//! Pretrained models: loading, saving, and refused files.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,7 +17,8 @@ const SPECIAL: [&str; 4] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<too
 const TEMPLATE: &str =
     "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}";
 
-/// Special tokens, the printable ASCII characters, space and newline as GPT-2 writes them, and merges of them.
+/// Special tokens, the printable ASCII characters, space and newline as GPT-2 writes them, and
+/// merges of them.
 fn tokens() -> Vec<String> {
     let mut tokens: Vec<String> = SPECIAL.map(str::to_owned).to_vec();
     tokens.extend((b'!'..=b'~').map(|byte| char::from(byte).to_string()));
@@ -236,7 +237,7 @@ fn each_way_of_splitting_is_known(
     let pretrained = Folder::new().load(&metadata)?;
     assert_eq!(encode(&pretrained, text), ids(expected));
     let with_special = pretrained.tokenizer.encode(text, true).unwrap();
-    // Only Llama 3 begins with its token unless the file says so.
+    // By default, only Llama 3 starts with its BOS token.
     let begins = with_special.get_ids()[0] == 1;
     assert_eq!(begins, pre == "llama-bpe");
     Ok(())

@@ -1,6 +1,7 @@
 //! SmolLM2-135M-Instruct, which `make model` fetches. `make test-model` runs these tests.
 //!
-//! `GRPO_MODEL_DIR` is the folder of `SmolLM2-135M-Instruct` and of the GGUF file, if it is not `target/models`.
+//! `GRPO_MODEL_DIR` is the folder of `SmolLM2-135M-Instruct` and of the GGUF file, if it is not
+//! `target/models`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -117,12 +118,12 @@ fn special_tokens_and_chat_template_are_read() -> Result<()> {
     Ok(())
 }
 
-/// What transformers says after each prompt, as `benches/peers/greedy.py` recorded it.
+/// The greedy completions of transformers, recorded by `benches/peers/greedy.py`.
 #[derive(Deserialize)]
 struct Continuation {
     prompt: String,
     ids: Vec<u32>,
-    /// As far as f32 can tell the best token from the second.
+    /// Ends where f32 cannot distinguish the best token from the second.
     greedy: Vec<u32>,
 }
 

@@ -31,7 +31,7 @@ fn config() -> TrainConfig {
     config
 }
 
-/// Prompts left out, rewards normalised by those of earlier steps, a learning rate that changes.
+/// Skipped prompts, rewards normalized by earlier steps, a changing learning rate.
 fn dynamic() -> TrainConfig {
     let mut config = config();
     config.recipe = Recipe::dapo(8, 2);
@@ -91,7 +91,7 @@ fn critic() -> TrainConfig {
     config
 }
 
-/// Half precision, and what is drawn or chosen besides completions.
+/// Half precision, and random choices other than completions.
 fn chosen() -> TrainConfig {
     let mut config = kept_reference();
     config.compute_dtype = ComputeDType::Bf16;
@@ -203,7 +203,7 @@ fn a_missing_file_is_named() {
     assert!(error.contains("optimizer.safetensors"), "{error}");
 }
 
-/// Wants to stop once it has been told so often that something has been done.
+/// Cancels after a number of calls of `advance`.
 #[derive(Default)]
 struct Impatient {
     seen: AtomicUsize,
@@ -264,7 +264,7 @@ fn dynamic_with_one_update() -> TrainConfig {
     }
 }
 
-/// A progress that wants to stop once the first update of several is made does not tear the step apart.
+/// A cancellation after the first of several updates lets the step run to completion.
 #[test]
 fn a_step_that_has_changed_weights_is_made_to_its_end() {
     let whole = {

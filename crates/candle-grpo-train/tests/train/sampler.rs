@@ -1,4 +1,4 @@
-//! What the sampler draws.
+//! Tests of sampled completions.
 
 use crate::common::{
     END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer,
@@ -52,7 +52,8 @@ fn completions_end_at_a_stop_token_or_at_the_greatest_length() {
     assert_eq!(seen, [true; 2], "both ends should occur");
 }
 
-/// The first tokens and, for each of them, the second tokens, against the probabilities of the decoder.
+/// The first tokens and, for each of them, the second tokens, against the probabilities of the
+/// decoder.
 #[test]
 fn frequencies_are_the_probabilities_of_the_policy() {
     const DRAWS: usize = 20_000;
@@ -316,7 +317,7 @@ fn bits(log_probs: &[f32]) -> Vec<u32> {
     log_probs.iter().map(|x| x.to_bits()).collect()
 }
 
-/// All that a rollout says, to the bit.
+/// The bits of all parts of a rollout.
 fn said(rollout: &Rollout) -> (Vec<u32>, Vec<u32>, Vec<u32>, FinishReason) {
     (
         rollout.completion.tokens.clone(),
