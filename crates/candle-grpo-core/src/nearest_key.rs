@@ -31,7 +31,7 @@ fn nearest_key(message: &str) -> Option<&str> {
     (distance <= 1 + unknown.chars().count() / 3).then_some(name)
 }
 
-/// How many letters have to be added, taken away or changed (Levenshtein).
+/// Returns the Levenshtein distance.
 fn edit_distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

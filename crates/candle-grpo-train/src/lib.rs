@@ -11,8 +11,9 @@
 //!                          Actor::clip_grad_and_step
 //! ```
 //!
-//! [`Trainer`] runs these stages in order, [`RunDir`] is the folder of a run, and [`pretrain`] trains on examples.
-//! [`Pretrained`] is a model from a GGUF file or a Hugging Face folder with its tokenizer and its [`ChatTemplate`].
+//! [`Trainer`] runs these stages in order, [`RunDir`] is the folder of a run, and [`pretrain`]
+//! trains on examples. [`Pretrained`] is a model from a GGUF file or a Hugging Face folder with its
+//! tokenizer and its [`ChatTemplate`].
 
 pub mod data;
 pub mod learn;

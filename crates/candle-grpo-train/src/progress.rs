@@ -14,12 +14,13 @@ pub enum Phase {
     Evaluate,
     /// Writing of a checkpoint: one unit.
     Save,
-    /// Forward and backward passes. A unit is a completion; its tokens are those that count in the loss.
+    /// Forward and backward passes. A unit is a completion; its tokens are those that count in the
+    /// loss.
     Learn,
 }
 
-/// Receives the progress of steps and can cancel them. [`Self::begin`] and [`Self::advance`] are called from one thread at
-/// a time, [`Self::is_canceled`] from several.
+/// Receives the progress of steps and can cancel them. [`Self::begin`] and [`Self::advance`] are
+/// called from one thread at a time, [`Self::is_canceled`] from several.
 pub trait Progress: Send + Sync {
     /// Starts a phase of `units` units.
     fn begin(&self, phase: Phase, units: usize) {

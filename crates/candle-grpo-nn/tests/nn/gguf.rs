@@ -539,7 +539,7 @@ fn find(bytes: &[u8], text: &str) -> usize {
 #[case::offset(|b: &[u8]| find(b, "blk.0.attn_q.weight") + 43, &[0xff; 8], "tensor blk.0.attn_q.weight: 1152 bytes from byte")]
 #[case::shared(
     |b: &[u8]| find(b, "blk.0.attn_q.weight") + 31,
-    // 250 rows from where the data begins: each tensor is within the file, but not all of them beside each other.
+    // 250 rows from the start of the data: each tensor fits into the file, but not all together.
     &[250, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     "bytes together, must be at most"
 )]

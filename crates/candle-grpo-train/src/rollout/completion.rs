@@ -15,21 +15,25 @@ pub enum FinishReason {
     Length,
 }
 
-/// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors have one entry per token.
+/// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors have one
+/// entry per token.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Completion {
     /// The tokens, including a stop token and those of a stop string.
     pub tokens: Vec<u32>,
-    /// The log-probability of each token under the distribution that it was drawn from, after temperature, top-k, top-p
-    /// and min-p; 0 for greedy decoding.
+    /// The log-probability of each token under the distribution that it was drawn from, after
+    /// temperature, top-k, top-p and min-p; 0 for greedy decoding.
     pub drawn_log_probs: Vec<f32>,
-    /// The log-probability of each token under the policy at the temperature of sampling, `softmax(logits / temperature)`
-    /// over all tokens. `None` if the generator cannot compute them.
+    /// The log-probability of each token under the policy at the temperature of sampling,
+    /// `softmax(logits / temperature)` over all tokens. `None` if the generator cannot compute
+    /// them.
     pub log_probs: Option<Vec<f32>>,
-    /// False for tokens that the policy did not write, such as the output of a tool. They are context and never
-    /// trained on; their log-probabilities are ignored. `None` if the policy wrote all tokens.
+    /// False for tokens that the policy did not write, such as the output of a tool. They are
+    /// context and never trained on; their log-probabilities are ignored. `None` if the policy
+    /// wrote all tokens.
     pub written: Option<Vec<bool>>,
-    /// The version of the weights that drew each token: [`PolicyWeights::version`](crate::PolicyWeights::version).
+    /// The version of the weights that drew each token:
+    /// [`PolicyWeights::version`](crate::PolicyWeights::version).
     pub weight_versions: Vec<u64>,
     /// The reason why it ended.
     pub finish_reason: FinishReason,
@@ -40,8 +44,8 @@ impl Completion {
     ///
     /// # Errors
     ///
-    /// If there are no tokens, a token is not below `vocab_size`, lengths differ, a log-probability is above 0 or not
-    /// finite, or the policy wrote none of the tokens.
+    /// If there are no tokens, a token is not below `vocab_size`, lengths differ, a log-probability
+    /// is above 0 or not finite, or the policy wrote none of the tokens.
     pub fn validate(&self, vocab_size: usize) -> Result<()> {
         let length = self.tokens.len();
         ensure!(length > 0, "tokens: none, must be at least one");
@@ -96,7 +100,8 @@ const ROUNDING: f32 = 1e-2;
 pub struct Rollout {
     /// [`crate::Prompt::index`] of its prompt.
     pub prompt_index: u64,
-    /// The number of the completion among those of the prompt. It keeps counting if a prompt occurs again in a step.
+    /// The number of the completion among those of the prompt. It keeps counting if a prompt
+    /// occurs again in a step.
     pub sample_index: usize,
     /// The tokens of the prompt.
     pub prompt_tokens: Vec<u32>,

@@ -10,29 +10,33 @@ use super::SamplingConfig;
 use crate::Progress;
 use crate::random::generator;
 
-/// A source of completions: the decoder in this process ([`LocalGenerator`](crate::LocalGenerator)), an inference
-/// engine on another machine, a recording, or an environment around another generator.
+/// A source of completions: the decoder in this process
+/// ([`LocalGenerator`](crate::LocalGenerator)), an inference engine on another machine, a
+/// recording, or an environment around another generator.
 ///
-/// [`Sampler`](crate::Sampler) builds the requests and checks the completions. A trainer shares the generator with other
-/// threads, so its methods take `&self`.
+/// [`Sampler`](crate::Sampler) builds the requests and checks the completions. A trainer shares the
+/// generator with other threads, so its methods take `&self`.
 pub trait Generator: Send + Sync {
-    /// Draws all completions of `batch` and passes each to `deliver` as soon as it has ended, in any order.
+    /// Draws all completions of `batch` and passes each to `deliver` as soon as it has ended, in
+    /// any order.
     ///
-    /// The first argument of `deliver` is the place of the completion among all completions of the batch: those of the
-    /// first prompt come first, in the order of its seeds. Every place must be delivered once.
+    /// The first argument of `deliver` is the place of the completion among all completions of the
+    /// batch: those of the first prompt come first, in the order of its seeds. Every place must
+    /// be delivered once.
     ///
     /// # Errors
     ///
-    /// If a completion cannot be drawn, `deliver` returns an error, or with [`Interrupted`](crate::Interrupted) after
-    /// [`Progress::is_canceled`] returns true.
+    /// If a completion cannot be drawn, `deliver` returns an error, or with
+    /// [`Interrupted`](crate::Interrupted) after [`Progress::is_canceled`] returns true.
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()>;
 
-    /// Receives the weights of the policy: once before the first completion and after each update, before the next
-    /// completion. The default implementation ignores them.
+    /// Receives the weights of the policy: once before the first completion and after each update,
+    /// before the next completion. The default implementation ignores them.
     ///
     /// # Errors
     ///
-    /// If the weights cannot be taken over. The trainer then fails before it samples, and tries again at the next step.
+    /// If the weights cannot be taken over. The trainer then fails before it samples, and tries
+    /// again at the next step.
     fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let _ = weights;
         Ok(())
@@ -65,13 +69,13 @@ pub struct PromptRequest<'a> {
     pub tokens: &'a [u32],
     /// One seed for each completion, at least one.
     pub seeds: Vec<CompletionSeed>,
-    /// The maximum length of a completion in tokens, at most [`SamplingConfig::max_new_tokens`]. A request that continues
-    /// an unfinished completion has less.
+    /// The maximum length of a completion in tokens, at most [`SamplingConfig::max_new_tokens`]. A
+    /// request that continues an unfinished completion has less.
     pub max_new_tokens: usize,
 }
 
-/// The identity of a completion, from which its random numbers are derived. The other completions of a batch, its order and
-/// the number of threads have no influence on them.
+/// The identity of a completion, from which its random numbers are derived. The other completions
+/// of a batch, its order and the number of threads have no influence on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CompletionSeed {
     /// [`SamplingConfig::seed`].
@@ -98,8 +102,9 @@ impl CompletionSeed {
 
 /// The weights of the policy at one point of the training.
 ///
-/// [`LocalGenerator`](crate::LocalGenerator) shares the parameters and needs only the version. A generator in another
-/// process copies the adapters, or the parameters, whose names are those of Hugging Face.
+/// [`LocalGenerator`](crate::LocalGenerator) shares the parameters and needs only the version. A
+/// generator in another process copies the adapters, or the parameters, whose names are those of
+/// Hugging Face.
 #[derive(Clone, Copy)]
 pub struct PolicyWeights<'a> {
     /// The number of training steps that the weights have seen. It grows with each update.

@@ -20,13 +20,13 @@ use crate::random::uniform;
 /// Prompts are split into passes of the decoder with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
 
-/// Draws completions from a decoder that shares the parameters of the policy: after an optimizer step it draws from the new
-/// policy.
+/// Draws completions from a decoder that shares the parameters of the policy: after an optimizer
+/// step it draws from the new policy.
 ///
 /// On the CPU, tokens and log-probs are bit-identical for any batch, order and number of threads.
 ///
-/// Each distinct prompt is computed once, and its completions share its keys and values. A completion that has ended is
-/// removed from the batch, and the next one takes its place.
+/// Each distinct prompt is computed once, and its completions share its keys and values. A
+/// completion that has ended is removed from the batch, and the next one takes its place.
 pub struct LocalGenerator {
     decoder: Decoder,
     device: Device,
@@ -85,7 +85,8 @@ impl LocalGenerator {
         Ok(Self::from_decoder(decoder))
     }
 
-    /// Creates a generator for the policy that `decoder` computes. The decoder should record no graph.
+    /// Creates a generator for the policy that `decoder` computes. The decoder should record no
+    /// graph.
     pub fn from_decoder(decoder: Decoder) -> Self {
         Self {
             device: decoder.output_weight().device().clone(),
@@ -140,11 +141,12 @@ impl Generator for LocalGenerator {
             prompts: Vec::new(),
         };
         if self.device.is_cpu() {
-            // A thread of rayon's pool drives the decoder: the pool need not be woken for each operator.
+            // A thread of rayon's pool drives the decoder: the pool need not be woken for each
+            // operator.
             rayon::join(|| run.run(deliver), || ()).0
         } else {
-            // On CUDA each thread has its own default stream: on another thread, weights might be read before they are
-            // written.
+            // On CUDA each thread has its own default stream: on another thread, weights might be
+            // read before they are written.
             run.run(deliver)
         }
     }
@@ -212,7 +214,8 @@ impl Run<'_> {
         waiting
     }
 
-    /// Starts the admitted completions. Returns the logits after their prompts, and the row of each completion in them.
+    /// Starts the admitted completions. Returns the logits after their prompts, and the row of each
+    /// completion in them.
     fn begin(&mut self, admitted: Vec<Waiting>) -> Result<(Tensor, Vec<usize>, Vec<Live>)> {
         let mut needed: Vec<usize> = admitted.iter().map(|w| w.prompt).collect();
         needed.sort_unstable();
@@ -349,7 +352,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Removes the completions that have ended from `live` and delivers them. Each of `live` has just received a token.
+    /// Removes the completions that have ended from `live` and delivers them. Each of `live` has
+    /// just received a token.
     fn finish(&mut self, live: &mut Vec<Live>, deliver: &mut Deliver<'_>) -> Result<()> {
         let drawn = live.len();
         for l in live.extract_if(.., |l| l.end.is_some()) {

@@ -15,9 +15,9 @@ use crate::{NoProgress, Progress, Prompt};
 
 /// Draws completions of prompts from a [`Generator`], with one configuration.
 ///
-/// The seed of a completion consists of the configured seed, the `stream`, the index of its prompt and its number among
-/// the completions of that prompt. The number keeps counting if a prompt occurs again in a batch, so that no two
-/// completions of it have the same seed.
+/// The seed of a completion consists of the configured seed, the `stream`, the index of its prompt
+/// and its number among the completions of that prompt. The number keeps counting if a prompt
+/// occurs again in a batch, so that no two completions of it have the same seed.
 #[derive(Clone)]
 pub struct Sampler {
     generator: Arc<dyn Generator>,
@@ -62,8 +62,8 @@ impl Sampler {
         })
     }
 
-    /// Sets the function that converts tokens to text, in which the generator searches for stop strings. It receives the
-    /// last tokens of a completion, from several threads.
+    /// Sets the function that converts tokens to text, in which the generator searches for stop
+    /// strings. It receives the last tokens of a completion, from several threads.
     pub fn with_decoder_of_text(
         mut self,
         decode: impl Fn(&[u32]) -> Result<String> + Send + Sync + 'static,
@@ -111,12 +111,13 @@ impl Sampler {
 
     /// Draws `num_generations` completions of each prompt, those of one prompt side by side.
     ///
-    /// `stream` separates draws that have the same seed otherwise, for example those of different training steps.
+    /// `stream` separates draws that have the same seed otherwise, for example those of different
+    /// training steps.
     ///
     /// # Errors
     ///
-    /// If there are no prompts, `num_generations` is 0, the generator fails, or a completion is not valid; with
-    /// [`Interrupted`](crate::Interrupted) if the progress cancels.
+    /// If there are no prompts, `num_generations` is 0, the generator fails, or a completion is not
+    /// valid; with [`Interrupted`](crate::Interrupted) if the progress cancels.
     pub fn sample(
         &self,
         prompts: &[&Prompt],

@@ -4,8 +4,8 @@ use anyhow::{Context, Result};
 
 use super::{DecodeText, GenerationBatch};
 
-/// The text of some tokens may begin in the middle of a character, which decodes to up to three replacement characters of
-/// three bytes each, or lack a space.
+/// The text of some tokens may begin in the middle of a character, which decodes to up to three
+/// replacement characters of three bytes each, or lack a space.
 const GARBLED: usize = 10;
 
 /// Strings that end a completion.
@@ -27,7 +27,8 @@ impl<'a> StopStrings<'a> {
         Ok(Some(Self { strings, decode }))
     }
 
-    /// Returns true if the text of `tokens` contains one of the strings. Without the last token it must contain none.
+    /// Returns true if the text of `tokens` contains one of the strings. Without the last token it
+    /// must contain none.
     pub(super) fn end(&self, tokens: &[u32]) -> Result<bool> {
         let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
         // The end of the text is enough. It may take many tokens, as some have no text.

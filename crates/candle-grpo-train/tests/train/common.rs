@@ -15,7 +15,8 @@ pub(crate) fn model() -> DecoderConfig {
     serde_json::from_str(TINY_DECODER).unwrap()
 }
 
-/// Weights ten times larger than at the start of training, so that the distributions are far from uniform.
+/// Weights ten times larger than at the start of training, so that the distributions are far from
+/// uniform.
 pub(crate) fn parameters() -> Parameters {
     let fresh = Parameters::init(&model(), 3, &Device::Cpu).unwrap();
     let larger = fresh
