@@ -1,8 +1,8 @@
-//! GRPO inside a Candle training loop of one's own: their model, their optimiser, candle-nn's ops. Only the advantages and
-//! the loss come from candle-grpo.
+//! GRPO in a custom Candle training loop, with the layers and the optimizer of candle-nn. Only the
+//! advantages and the loss come from candle-grpo.
 //!
-//! The task: after a digit, count on for four digits (7 -> 8 9 0 1). The reward is the share of digits
-//! that are right; nothing tells the policy what they should have been.
+//! The task: after a digit, count on for four digits (7 -> 8 9 0 1). The only reward is the share
+//! of correct digits.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -75,7 +75,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Draws responses: what the policy read and answered, each `[B, T]`, and the reward of each sample.
+/// Draws responses: what the policy read and answered, each `[B, T]`, and the reward of each
+/// sample.
 fn sample(policy: &Policy, rng: &mut StdRng) -> Result<(Tensor, Tensor, Vec<f32>)> {
     // The model looks at one digit only, so its ten distributions are all there is to know.
     let device = policy.output.weight().device();

@@ -1,6 +1,7 @@
-//! A model of one's own, of Candle's operations, trained by the actor of candle-grpo: implement `LanguageModel` and hand it over.
+//! A custom model of Candle operations that implements `LanguageModel`, trained by the actor of
+//! candle-grpo.
 //!
-//! The task: after three digits, say the largest. The reward is 1 for that digit; nothing tells the policy which it was.
+//! The task: after three digits, name the largest. The only reward is 1 for that digit.
 
 use anyhow::{Result, ensure};
 use candle_core::{D, DType, Device, Tensor};
@@ -67,7 +68,8 @@ impl LanguageModel for Policy {
             .matmul(&self.key.forward(&x)?.transpose(1, 2)?)?;
         let hidden = (later.to_dtype(DType::F32)? * -1e9)?;
         let scores = (scores / (WIDTH as f64).sqrt())?.broadcast_add(&hidden)?;
-        // candle_nn::ops::softmax_last_dim would break the graph, and the actor would name the variables without a gradient.
+        // candle_nn::ops::softmax_last_dim would break the graph, and the actor would name the
+        // variables without a gradient.
         let weights = candle_nn::ops::softmax(&scores, D::Minus1)?;
         let x = (&x + weights.matmul(&self.value.forward(&x)?)?)?;
         let x = (&x + self.back.forward(&self.inner.forward(&x)?.gelu()?)?)?;
