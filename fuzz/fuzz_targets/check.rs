@@ -9,7 +9,7 @@ use candle_grpo_fuzz::{folder, write};
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Value, json};
 
-#[path = "../../crates/candle-grpo/tests/mutation.rs"]
+#[path = "../../crates/candle-grpo/tests/program/mutation.rs"]
 mod mutation;
 
 /// Returns a configuration for each preset, and its effective form.

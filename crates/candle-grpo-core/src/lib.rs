@@ -35,7 +35,6 @@ pub mod kl;
 mod mask;
 pub mod metrics;
 mod moments;
-mod nearest_key;
 pub mod rewards;
 pub mod selection;
 pub mod trajectories;
@@ -51,7 +50,6 @@ pub use groups::Groups;
 pub use kl::{Kl, KlController, KlEstimator, KlGradient};
 pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};
-pub use nearest_key::with_nearest_key;
 pub use rewards::{
     NonFinite, NormLevel, OverlongPenalty, RepetitionPenalty, RewardNorm, RewardShaping,
     RunningMoments, RunningState, ScoreEnsemble,

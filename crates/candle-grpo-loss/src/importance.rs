@@ -12,6 +12,7 @@ pub enum ImportanceLevel {
     #[default]
     Token,
     /// The mean of `d` over the sequence, so that the ratio is a geometric mean (GSPO, <https://arxiv.org/abs/2507.18071>).
+    #[serde(alias = "seq")]
     Sequence,
     /// The value of [`Self::Sequence`] with the gradient of each token (GSPO-token).
     SequenceToken,

@@ -85,7 +85,7 @@ impl Owned {
 
     /// Returns the path of the first entry in `folder`, or below it, that is not in the list.
     ///
-    /// Links are never in the list. What an interrupted write leaves of a listed entry is.
+    /// Links are never in the list. Leftovers of an interrupted write of a listed entry are.
     pub(crate) fn first_foreign(self, folder: &Path) -> Result<Option<PathBuf>> {
         for (path, entry) in self.entries(folder)? {
             let foreign = match entry {

@@ -1,14 +1,14 @@
-//! GRPO training of language models on Candle, in one crate: the libraries by their short names, and the configuration of the
-//! program `grpo`.
+//! GRPO training of language models on Candle, in one crate: the libraries under short names, and
+//! the runs of the program `grpo`.
 //!
-//! | module | |
+//! | module | contents |
 //! | --- | --- |
-//! | [`core`] | rewards and groups to advantages |
-//! | [`loss`] | token log-probs, and the policy loss |
-//! | [`nn`] | a trainable decoder, optimiser, gradient accumulation and clipping |
+//! | [`core`] | advantages from rewards and groups |
+//! | [`loss`] | per-token log-probs and policy losses |
+//! | [`nn`] | a trainable decoder, the optimizer, gradient accumulation and clipping |
 //! | [`train`] | data, sampler, rewards, trainer, run directory |
-//! | [`config`] | a whole run from a file of YAML or TOML |
-//! | [`run`] | the run of a configuration: train, evaluate, save, resume |
+//! | [`config`] | a run from a file of YAML or TOML |
+//! | [`run`] | training, evaluation, checkpoints and resumption of a run |
 //! | [`report`] | one page about runs |
 
 pub use candle_grpo_core as core;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
-use candle_grpo_core::validate::{self, Checked};
+use candle_grpo_core::validate;
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +31,28 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
     /// Selection of the parameters that decay. Default [`DecayRule::Matrices`].
     pub decay: DecayRule,
+}
+
+impl AdamWConfig {
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names the option that is not valid.
+    pub fn validate(&self) -> Result<()> {
+        for (name, value) in [
+            ("learning_rate", self.learning_rate),
+            ("epsilon", self.epsilon),
+            ("weight_decay", self.weight_decay),
+        ] {
+            validate::non_negative(name, value)?;
+        }
+        for (name, value) in [("beta1", self.beta1), ("beta2", self.beta2)] {
+            let valid = (0.0..1.0).contains(&value);
+            validate::check(valid, name, value, "be at least 0 and below 1")?;
+        }
+        Ok(())
+    }
 }
 
 impl Default for AdamWConfig {
@@ -82,7 +104,7 @@ pub struct AdamW {
 impl AdamW {
     /// Creates an optimizer of these parameters, before its first step.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
-        check_config(&config)?;
+        config.validate()?;
         let moments = parameters
             .iter()
             .map(|(name, variable)| {
@@ -109,7 +131,7 @@ impl AdamW {
     /// If `parameters` or `gradients` do not match this optimizer, or an option is invalid. Nothing
     /// has changed then.
     pub fn step(&mut self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
-        check_config(&self.config)?;
+        self.config.validate()?;
         self.check_fit(parameters, gradients)?;
         let steps = self.steps + 1;
         let steps_tensor = scalar(steps)?;
@@ -308,15 +330,4 @@ fn average_name(name: &str) -> String {
 
 fn square_name(name: &str) -> String {
     format!("exp_avg_sq.{name}")
-}
-
-fn check_config(config: &AdamWConfig) -> Checked {
-    validate::non_negative("learning_rate", config.learning_rate)?;
-    validate::non_negative("epsilon", config.epsilon)?;
-    validate::non_negative("weight_decay", config.weight_decay)?;
-    for (name, value) in [("beta1", config.beta1), ("beta2", config.beta2)] {
-        let valid = (0.0..1.0).contains(&value);
-        validate::check(valid, name, value, "be at least 0 and below 1")?;
-    }
-    Ok(())
 }

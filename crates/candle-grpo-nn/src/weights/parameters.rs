@@ -27,6 +27,14 @@ pub struct Parameters {
 }
 
 impl Parameters {
+    /// Creates parameters without a variable, for a model whose weights are not read.
+    pub fn empty() -> Self {
+        Self {
+            variables: BTreeMap::new(),
+            device: Device::Cpu,
+        }
+    }
+
     /// Initializes new weights: normal with standard deviation 0.02, norms one, biases zero.
     ///
     /// The projections that write to the residual stream (`o_proj`, `down_proj`) are scaled by

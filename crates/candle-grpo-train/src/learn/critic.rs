@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
-use candle_grpo_core::MetricValues;
+use candle_grpo_core::{MetricValues, validate};
 use candle_grpo_loss::{StepTotals, ValueLoss};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters, ValueHead,
@@ -44,16 +44,9 @@ impl Default for CriticConfig {
 impl CriticConfig {
     /// Errs if a field has a value with which nothing can be learned.
     pub fn validate(&self) -> Result<()> {
-        ensure!(
-            self.max_grad_norm > 0.,
-            "max_grad_norm: {}, must be above 0",
-            self.max_grad_norm
-        );
+        validate::positive("max_grad_norm", self.max_grad_norm)?;
         if let Some(clip) = self.value_loss.clip {
-            ensure!(
-                clip > 0. && clip.is_finite(),
-                "value_loss.clip: {clip}, must be positive and finite"
-            );
+            validate::positive("value_loss.clip", clip)?;
         }
         Ok(())
     }

@@ -1,9 +1,14 @@
 //! The inputs of an algorithm other than completions and rewards.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use candle_grpo_core::advantage::{ComponentOrder, TokenBaseline};
-use candle_grpo_core::{Baseline, GroupAdvantage, RewardShaping, SingletonGroup, TokenAdvantage};
+use candle_grpo_core::validate::check;
+use candle_grpo_core::{
+    Baseline, GroupAdvantage, NormLevel, RewardShaping, SingletonGroup, TokenAdvantage,
+};
 use candle_grpo_loss::Recipe;
+
+use super::train_config::within;
 
 /// The inputs that the advantages and the loss of a recipe need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -61,14 +66,24 @@ pub(crate) fn keeps_components(recipe: &Recipe) -> bool {
 
 /// Errs if `recipe` is not valid, or contradicts itself or groups of this size.
 pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Result<()> {
-    recipe.validate().context("recipe")?;
+    recipe
+        .validate()
+        .map_err(|error| within("recipe", error.into()))?;
+    check(
+        num_generations > 1 || recipe.reward_shaping.norm.std != NormLevel::Group,
+        "num_generations",
+        num_generations,
+        "be at least 2 to divide rewards by the standard deviation of their group",
+    )?;
     let pipeline = recipe.advantage.pipeline();
     if let Some(sequence) = &pipeline.sequence {
         let relative = sequence.baseline.is_group_relative();
-        ensure!(
+        check(
             num_generations > 1 || !relative || sequence.single_sample != SingletonGroup::Error,
-            "num_generations: 1, a relative advantage needs at least 2 (or choose a single_sample policy in recipe.advantage)"
-        );
+            "num_generations",
+            num_generations,
+            "be at least 2 for a relative advantage, unless its single_sample allows 1",
+        )?;
         ensure!(
             sequence.components == ComponentOrder::SumThenNormalize || keeps_components(recipe),
             "recipe.advantage: takes the components of rewards one by one, but recipe.reward_shaping or recipe.overlong adds them up before; leave these out"

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
+use candle_grpo_core::validate;
 use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Parameters};
 use serde::{Deserialize, Serialize};
 
@@ -44,17 +45,13 @@ impl ReferenceRefresh {
     ///
     /// Returns an error for a value that would never refresh the reference.
     pub fn validate(&self) -> Result<()> {
-        ensure!(self.every_steps > 0, "every_steps: 0, must be at least 1");
+        validate::at_least_one("every_steps", self.every_steps)?;
         ensure_share(self.alpha)
     }
 }
 
 fn ensure_share(alpha: f64) -> Result<()> {
-    ensure!(
-        alpha > 0. && alpha <= 1.,
-        "alpha: {alpha}, must be above 0 and at most 1"
-    );
-    Ok(())
+    Ok(validate::share("alpha", alpha)?)
 }
 
 impl Reference {

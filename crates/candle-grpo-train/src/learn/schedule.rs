@@ -1,6 +1,7 @@
 //! How the learning rate changes over a run.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
+use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 
 /// How the learning rate changes over a run: it rises in a straight line, and may fall in one.
@@ -17,11 +18,15 @@ impl LearningRateSchedule {
     /// Errs if the fall would end before the rise.
     pub fn validate(&self) -> Result<()> {
         if let Some(end) = self.decay_until {
-            ensure!(
+            check(
                 end >= self.warmup_steps && end > 0,
-                "schedule.decay_until: {end}, must be at least 1 and not before the {} warmup_steps",
-                self.warmup_steps
-            );
+                "decay_until",
+                end,
+                &format!(
+                    "be at least 1 and at least warmup_steps, {}",
+                    self.warmup_steps
+                ),
+            )?;
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! The settings of a training run.
 
-use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
+use anyhow::{Error, Result};
+use candle_grpo_core::validate as check;
+use candle_grpo_core::{Invalid, KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::{AdaptiveEntropy, Recipe};
 use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
@@ -135,9 +136,11 @@ impl Default for TrainConfig {
 }
 
 impl TrainConfig {
-    /// Errs if a field has a value with which no step can be made, or fields contradict each other.
+    /// Checks everything that does not depend on the model. [`Trainer::new`](crate::Trainer::new) checks it, too.
     ///
-    /// [`Trainer::new`](crate::Trainer::new) asks this; ask it earlier if there is work to do before.
+    /// # Errors
+    ///
+    /// Returns an error with an [`Invalid`] in it that names the field that is not valid or contradicts another.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("prompts_per_step", self.prompts_per_step),
@@ -147,103 +150,126 @@ impl TrainConfig {
             ("mini_batch_size", self.mini_batch_size.unwrap_or(1)),
             ("micro_batch_size", self.micro_batch_size),
         ] {
-            ensure!(value > 0, "{name}: 0, must be at least 1");
+            check::at_least_one(name, value)?;
         }
-        ensure!(
-            self.max_grad_norm > 0.,
-            "max_grad_norm: {}, must be above 0",
-            self.max_grad_norm
-        );
-        ensure!(
+        check::positive("max_grad_norm", self.max_grad_norm)?;
+        check::check(
             !self.sampling.greedy,
-            "sampling.greedy: true, must be false in training: all completions of a group would be the same"
-        );
+            "sampling.greedy",
+            true,
+            "be false in training: all completions of a group would be the same",
+        )?;
         ensure_consistent(&self.recipe, self.num_generations)?;
         if let Some(share) = self.top_entropy {
-            ensure!(
-                share > 0. && share <= 1.,
-                "top_entropy: {share}, must be above 0 and at most 1"
-            );
+            check::share("top_entropy", share)?;
         }
         if let Some(ScoreResampling::Power(power)) = self.resampling {
-            ensure!(
-                power >= 0. && power.is_finite(),
-                "resampling.power: {power}, must be finite and at least 0"
-            );
+            check::non_negative("resampling.power", power)?;
         }
+        for (i, filter) in self.sample_filters.iter().enumerate() {
+            if let SampleFilter::Difficulty { low, high } = *filter {
+                check::range(&format!("sample_filters[{i}].difficulty"), [low, high])?;
+            }
+        }
+        self.optimizer
+            .validate()
+            .map_err(|error| within("optimizer", error.into()))?;
         self.validate_old_log_probs()?;
         self.validate_controllers()?;
         self.validate_reference()?;
         self.validate_critic()?;
-        self.schedule.validate()?;
-        self.sampling.validate()
+        self.schedule
+            .validate()
+            .map_err(|error| within("schedule", error))?;
+        self.sampling
+            .validate()
+            .map_err(|error| within("sampling", error))
     }
 
     fn validate_old_log_probs(&self) -> Result<()> {
-        ensure!(
-            self.recipe.policy_loss.rollout_correction.is_none()
-                || self.old_log_probs == OldLogProbs::Recompute,
-            "old_log_probs: {:?}, must be Recompute with recipe.policy_loss.rollout_correction, which compares the sampler with the policy",
-            self.old_log_probs
-        );
+        let refuse = |value: &str, must: &str| check::check(false, "old_log_probs", value, must);
+        if self.recipe.policy_loss.rollout_correction.is_some()
+            && self.old_log_probs != OldLogProbs::Recompute
+        {
+            let value = match self.old_log_probs {
+                OldLogProbs::Sampler => "sampler",
+                _ => "current",
+            };
+            refuse(
+                value,
+                "be recompute with recipe.policy_loss.rollout_correction, which compares the sampler with the policy",
+            )?;
+        }
         if self.old_log_probs == OldLogProbs::Current {
             let completions = self.prompts_per_step.saturating_mul(self.num_generations);
-            ensure!(
-                self.epochs == 1 && self.mini_batch_size.is_none_or(|size| size >= completions),
-                "old_log_probs: Current, must be another with {} epochs and mini-batches of {:?} of {completions} completions: from the second update on the policy is not the one that drew",
-                self.epochs,
-                self.mini_batch_size
-            );
-            ensure!(
-                !RecipeInputs::new(&self.recipe).old_log_probs,
-                "old_log_probs: Current, must be another with recipe.advantage, which is taken from them"
-            );
+            if self.epochs > 1 || self.mini_batch_size.is_some_and(|size| size < completions) {
+                refuse(
+                    "current",
+                    "be recompute or sampler with several updates a step: only the first one has the policy of the sampler",
+                )?;
+            }
+            if RecipeInputs::new(&self.recipe).old_log_probs {
+                refuse(
+                    "current",
+                    "be recompute or sampler with a recipe.advantage that needs them",
+                )?;
+            }
         }
         Ok(())
     }
 
     fn validate_critic(&self) -> Result<()> {
+        let refuse = |value: &str, must: &str| check::check(false, "critic", value, must);
         match (&self.critic, RecipeInputs::new(&self.recipe).values) {
-            (None, true) => {
-                bail!("critic: absent, must be given, as recipe.advantage needs the values of one")
+            (None, true) => refuse("absent", "be given, as recipe.advantage needs values")?,
+            (Some(_), false) => refuse("given", "be absent, as recipe.advantage has no lambda")?,
+            (Some(critic), true) => {
+                let error = |error| within("critic", error);
+                critic.validate().map_err(error)?;
+                let optimizer = critic.optimizer.validate();
+                optimizer.map_err(|error| within("critic.optimizer", error.into()))?;
             }
-            (Some(_), false) => bail!(
-                "critic: given, but recipe.advantage has no lambda, so that nothing needs its values"
-            ),
-            (Some(critic), true) => critic.validate().context("critic"),
-            (None, false) => Ok(()),
+            (None, false) => {}
         }
+        Ok(())
     }
 
     fn validate_reference(&self) -> Result<()> {
         let Some(refresh) = &self.reference_refresh else {
             return Ok(());
         };
-        refresh.validate().context("reference_refresh")?;
-        ensure!(
-            RecipeInputs::new(&self.recipe).reference,
-            "reference_refresh: given, but no KL term in recipe needs a reference"
-        );
-        ensure!(
-            self.adapters.is_none(),
-            "reference_refresh: given together with adapters, whose reference is the policy without them; leave one out"
-        );
+        refresh
+            .validate()
+            .map_err(|error| within("reference_refresh", error))?;
+        let refuse = |must: &str| check::check(false, "reference_refresh", "given", must);
+        if !RecipeInputs::new(&self.recipe).reference {
+            refuse("be absent, as no KL term in recipe needs a reference")?;
+        }
+        if self.adapters.is_some() {
+            refuse("be absent with adapters, whose reference is the policy without them")?;
+        }
         Ok(())
     }
 
     fn validate_controllers(&self) -> Result<()> {
         if let Some(controller) = &self.reward_kl {
-            controller.validate().context("reward_kl")?;
+            controller
+                .validate()
+                .map_err(|error| within("reward_kl", error.into()))?;
             let tokens = self.recipe.advantage.pipeline().tokens;
-            ensure!(
+            check::check(
                 tokens.is_some_and(|tokens| tokens.kl_penalty.is_some()),
-                "reward_kl: given, but recipe.advantage has no kl_penalty in its stage of tokens that it could steer"
-            );
+                "reward_kl",
+                "given",
+                "be absent, as recipe.advantage has no per-token KL penalty",
+            )?;
         }
-        ensure!(
+        check::check(
             self.adaptive_entropy.is_none() || self.recipe.policy_loss.entropy_coef == 0.,
-            "adaptive_entropy: given together with recipe.policy_loss.entropy_coef, must be one of them"
-        );
+            "adaptive_entropy",
+            "given",
+            "be absent with recipe.policy_loss.entropy_coef",
+        )?;
         Ok(())
     }
 
@@ -256,4 +282,20 @@ impl TrainConfig {
             compute_dtype: self.compute_dtype,
         }
     }
+}
+
+/// Returns the error of an option of `section`, with the path from the settings.
+pub(crate) fn within(section: &str, error: Error) -> Error {
+    match find_invalid(&error) {
+        Some(invalid) => invalid.clone().within(section).into(),
+        None => error.context(section.to_owned()),
+    }
+}
+
+/// Finds the invalid option that caused `error`, if it has such a cause.
+pub fn find_invalid(error: &Error) -> Option<&Invalid> {
+    error.chain().find_map(|cause| {
+        let of_candle = || Invalid::find(cause.downcast_ref::<candle_core::Error>()?);
+        cause.downcast_ref::<Invalid>().or_else(of_candle)
+    })
 }

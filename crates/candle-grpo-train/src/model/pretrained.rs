@@ -48,7 +48,21 @@ impl Pretrained {
     /// are missing, surplus, misshapen or not finite, and on a tokenizer that does not fit the model; the message names
     /// file and key.
     pub fn load(path: &Path, device: &Device) -> Result<Self> {
+        Self::read(path, Some(device))
+    }
+
+    /// Reads everything of a model but its weights, as [`Self::load`] does: the parameters are empty.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error as [`Self::load`] does, except for the weights.
+    pub fn load_without_weights(path: &Path) -> Result<Self> {
+        Self::read(path, None)
+    }
+
+    fn read(path: &Path, device: Option<&Device>) -> Result<Self> {
         let read = || -> Result<Self> {
+            ensure!(path.exists(), "there is no such file");
             let pretrained = if path.is_dir() {
                 Self::read_folder(path, device)?
             } else {
@@ -60,7 +74,7 @@ impl Pretrained {
         read().with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read_gguf(path: &Path, device: &Device) -> Result<Self> {
+    fn read_gguf(path: &Path, device: Option<&Device>) -> Result<Self> {
         let file = Gguf::open(path)?;
         let metadata = file.metadata();
         let text = |key: &str| metadata.get(key).and_then(GgufValue::as_str);
@@ -77,7 +91,10 @@ impl Pretrained {
             .map(|source| ChatTemplate::new(source).context("tokenizer.chat_template"))
             .transpose()?;
         Ok(Self {
-            parameters: file.parameters(device)?,
+            parameters: match device {
+                Some(device) => file.parameters(device)?,
+                None => Parameters::empty(),
+            },
             model,
             tokenizer,
             chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
@@ -86,7 +103,7 @@ impl Pretrained {
         })
     }
 
-    fn read_folder(folder: &Path, device: &Device) -> Result<Self> {
+    fn read_folder(folder: &Path, device: Option<&Device>) -> Result<Self> {
         let bytes = fs::read(folder.join(CONFIG)).context(CONFIG)?;
         let model = DecoderConfig::from_hugging_face(&bytes).context(CONFIG)?;
         let config: Map<String, Value> = serde_json::from_slice(&bytes).context(CONFIG)?;
@@ -94,7 +111,10 @@ impl Pretrained {
         let special_tokens = SpecialTokens::read(folder, &config, &tokenizer)?;
         let chat_template = read_chat_template(folder)?;
         Ok(Self {
-            parameters: Parameters::load_folder(&model, folder, device)?,
+            parameters: match device {
+                Some(device) => Parameters::load_folder(&model, folder, device)?,
+                None => Parameters::empty(),
+            },
             model,
             tokenizer,
             chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),

@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::{OverlongPenalty, RepetitionPenalty, ScoreEnsemble};
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::{Map, Value};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::function::SharedReward;
 use super::{
@@ -27,11 +26,13 @@ use super::{
 /// let rewards = RewardConfig::build(&rewards)?;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RewardConfig {
     /// Its name in messages; absent: its kind.
+    #[serde(default)]
     pub name: Option<String>,
     /// The factor of its score.
+    #[serde(default = "one")]
     pub weight: f64,
     /// The function and its options.
     #[serde(flatten)]
@@ -135,23 +136,8 @@ impl EnsembleOptions {
     }
 }
 
-/// Removes `name` and `weight` first, so that an unknown option of a kind is an error.
-impl<'de> Deserialize<'de> for RewardConfig {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let mut options = Map::deserialize(deserializer)?;
-        let mut take = |key: &str| options.remove(key).unwrap_or(Value::Null);
-        let (name, weight) = (take("name"), take("weight"));
-        let name = Option::deserialize(name)
-            .map_err(|error| D::Error::custom(format!("name: {error}")))?;
-        let weight = Option::<f64>::deserialize(weight)
-            .map_err(|error| D::Error::custom(format!("weight: {error}")))?;
-        let kind = RewardKind::deserialize(Value::Object(options)).map_err(D::Error::custom)?;
-        Ok(Self {
-            name,
-            weight: weight.unwrap_or(1.),
-            kind,
-        })
-    }
+fn one() -> f64 {
+    1.
 }
 
 impl RewardConfig {

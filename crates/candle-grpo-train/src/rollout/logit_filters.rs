@@ -2,7 +2,8 @@
 
 use std::cmp::Ordering;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
+use candle_grpo_core::validate;
 
 use super::categorical::{Distribution, position_above};
 
@@ -19,17 +20,8 @@ pub(crate) struct LogitFilters {
 impl LogitFilters {
     /// Fails if a field is out of range.
     pub(crate) fn validate(&self) -> Result<()> {
-        ensure!(
-            self.top_p > 0. && self.top_p <= 1.,
-            "top_p: {}, must be above 0 and at most 1, which takes all tokens",
-            self.top_p
-        );
-        ensure!(
-            (0. ..=1.).contains(&self.min_p),
-            "min_p: {}, must be at least 0, which takes all tokens, and at most 1",
-            self.min_p
-        );
-        Ok(())
+        validate::share("top_p", self.top_p)?;
+        Ok(validate::unit_interval("min_p", self.min_p)?)
     }
 
     /// True if all tokens may be drawn.

@@ -1,6 +1,7 @@
 //! The settings of sampling.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
+use candle_grpo_core::validate;
 use serde::{Deserialize, Serialize};
 
 use super::logit_filters::LogitFilters;
@@ -66,10 +67,11 @@ impl SamplingConfig {
             ("max_new_tokens", self.max_new_tokens),
             ("max_batch_size", self.max_batch_size),
         ] {
-            ensure!(value > 0, "{name}: 0, must be at least 1");
+            validate::at_least_one(name, value)?;
         }
         if let Some(at) = self.stop_strings.iter().position(String::is_empty) {
-            anyhow::bail!("stop_strings[{at}]: empty, must have at least one character");
+            let must = "have at least one character";
+            validate::check(false, &format!("stop_strings[{at}]"), "\"\"", must)?;
         }
         Ok(())
     }
@@ -85,9 +87,7 @@ impl SamplingConfig {
 
 /// Checks that logits can be divided by `temperature`.
 pub(crate) fn ensure_temperature(temperature: f64) -> Result<()> {
-    ensure!(
-        temperature > 0. && temperature.is_finite(),
-        "temperature: {temperature}, must be finite and above 0 (set greedy for the most likely token)"
-    );
-    Ok(())
+    let valid = temperature > 0. && temperature.is_finite();
+    let must = "be finite and above 0 (set greedy for the most likely token)";
+    Ok(validate::check(valid, "temperature", temperature, must)?)
 }

@@ -26,7 +26,7 @@ const LOCK: &str = ".lock";
 
 /// The message about a folder that already contains a run.
 const TAKEN: &str =
-    "exists already: go on with it (--resume), replace it (--replace), or choose another run_dir";
+    "exists already: resume it (--resume), replace it (--replace), or choose another run_dir";
 
 /// The folder of a run.
 ///

@@ -182,7 +182,10 @@ fn what_a_critic_needs_is_named() {
         "{absent}"
     );
     let surplus = error(|config| config.recipe.advantage = AdvantageConfig::default());
-    assert!(surplus.starts_with("critic: given, but"), "{surplus}");
+    assert!(
+        surplus.starts_with("critic: given, must be absent"),
+        "{surplus}"
+    );
     let clip = error(|config| {
         config.critic = Some(CriticConfig {
             value_loss: ValueLoss {
@@ -192,7 +195,7 @@ fn what_a_critic_needs_is_named() {
             ..CriticConfig::default()
         });
     });
-    assert!(clip.starts_with("critic: value_loss.clip: 0"), "{clip}");
+    assert!(clip.starts_with("critic.value_loss.clip: 0"), "{clip}");
 }
 
 #[test]

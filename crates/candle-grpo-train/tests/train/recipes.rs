@@ -241,7 +241,7 @@ fn the_rollout_is_corrected_for() {
     };
     let error = config.validate().unwrap_err().to_string();
     assert!(
-        error.starts_with("old_log_probs: Sampler, must be Recompute"),
+        error.starts_with("old_log_probs: sampler, must be recompute"),
         "{error}"
     );
 }
@@ -531,26 +531,26 @@ fn a_single_update_needs_no_pass_before_it() {
                 epochs: 2,
                 ..current.clone()
             },
-            "with 2 epochs",
+            "with several updates a step",
         ),
         (
             TrainConfig {
                 mini_batch_size: Some(6),
                 ..current.clone()
             },
-            "mini-batches of Some(6) of 12",
+            "with several updates a step",
         ),
         (
             TrainConfig {
                 recipe: Recipe::reinforce_plus_plus(0.1),
                 ..current.clone()
             },
-            "with recipe.advantage",
+            "with a recipe.advantage that needs them",
         ),
     ] {
         let error = bad.validate().unwrap_err().to_string();
         assert!(
-            error.starts_with("old_log_probs: Current") && error.contains(words),
+            error.starts_with("old_log_probs: current") && error.contains(words),
             "{error}"
         );
     }
@@ -605,14 +605,14 @@ fn the_reference_follows_the_policy() {
                 every_steps: 0,
                 alpha: 1.,
             },
-            "reference_refresh: every_steps: 0",
+            "reference_refresh.every_steps: 0",
         ),
         (
             ReferenceRefresh {
                 every_steps: 1,
                 alpha: 2.,
             },
-            "reference_refresh: alpha: 2",
+            "reference_refresh.alpha: 2",
         ),
     ] {
         config.reference_refresh = Some(refresh);

@@ -305,7 +305,7 @@ fn bad_requests_are_errors_that_say_what_to_change() {
 #[case(|c: &mut SamplingConfig| c.min_p = -0.1, "min_p: -0.1, must be at least 0")]
 #[case(|c: &mut SamplingConfig| c.min_p = 1.1, "min_p: 1.1, ")]
 #[case(|c: &mut SamplingConfig| c.max_batch_size = 0, "max_batch_size: 0, must be at least 1")]
-#[case(|c: &mut SamplingConfig| c.stop_strings = vec!["a".to_owned(), String::new()], "stop_strings[1]: empty")]
+#[case(|c: &mut SamplingConfig| c.stop_strings = vec!["a".to_owned(), String::new()], "stop_strings[1]: \"\", must have at least one character")]
 fn settings_out_of_range_are_named(#[case] spoil: fn(&mut SamplingConfig), #[case] words: &str) {
     let mut config = sampling();
     spoil(&mut config);

@@ -172,8 +172,8 @@ fn a_reward_function_of_the_wrong_length_is_an_error() {
 #[case(TrainConfig { epochs: 0, ..config() }, "epochs: 0, must be at least 1")]
 #[case(TrainConfig { mini_batch_size: Some(0), ..config() }, "mini_batch_size: 0, must be at least 1")]
 #[case(TrainConfig { micro_batch_size: 0, ..config() }, "micro_batch_size: 0, must be at least 1")]
-#[case(TrainConfig { num_generations: 1, ..config() }, "num_generations: 1, a relative advantage needs at least 2")]
-#[case(TrainConfig { max_grad_norm: f64::NAN, ..config() }, "max_grad_norm: NaN, must be above 0")]
+#[case(TrainConfig { num_generations: 1, ..config() }, "num_generations: 1, must be at least 2 for a relative advantage")]
+#[case(TrainConfig { max_grad_norm: f64::NAN, ..config() }, "max_grad_norm: NaN, must be positive and finite")]
 fn settings_that_cannot_be_are_errors(#[case] config: TrainConfig, #[case] words: &str) {
     let error = trainer(share_of_a, config).err().unwrap().to_string();
     assert!(error.starts_with(words), "{error}");
@@ -184,9 +184,15 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
     let mut config = config();
     config.recipe.policy_loss.loss_coef = -1.;
     let error = format!("{:#}", config.validate().unwrap_err());
-    assert!(error.starts_with("recipe: loss_coef: -1"), "{error}");
+    assert!(
+        error.starts_with("recipe") && error.contains("loss_coef: -1"),
+        "{error}"
+    );
     let error = format!("{:#}", trainer(share_of_a, config.clone()).err().unwrap());
-    assert!(error.starts_with("recipe: loss_coef: -1"), "{error}");
+    assert!(
+        error.starts_with("recipe") && error.contains("loss_coef: -1"),
+        "{error}"
+    );
     let config = ActorConfig {
         policy_loss: config.recipe.policy_loss,
         optimizer: config.optimizer,

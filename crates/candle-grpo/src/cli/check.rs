@@ -3,32 +3,33 @@
 use std::io::{Write, stdout};
 use std::path::Path;
 
-use candle_grpo::config::{RollFile, RunConfig};
+use candle_grpo::config::RollFile;
 
-use super::exit::Exit;
+use super::exit::{Exit, warn};
 use super::load;
 
-/// Checks the configuration in `file`, and everything that it names short of loading the model.
+/// Checks the configuration in `file` with everything that it names, except the weights of the
+/// model.
 pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     let run = load::config(file, |roll| match quiet {
-        true => Ok(()),
+        true => load::warn_of_keys(file, roll),
         false => print_keys(roll),
     })?;
-    let dataset = load::dataset(&run)?;
-    check_model(&run)?;
+    let pretrained = load::model_without_weights(&run.model)?;
+    let (dataset, _) = load::prompts(&run, &pretrained)?;
     if dataset.held_out_in_train > 0 {
-        eprintln!(
-            "warning: {} of {} held-out rows ask the same as rows to train on",
+        warn(&format!(
+            "{} of {} held-out rows ask the same as rows to train on",
             dataset.held_out_in_train,
             dataset.held_out.len()
-        );
+        ));
     }
     if !quiet {
         let yaml = run
             .to_yaml()
             .map_err(|error| Exit::Config(error.to_string()))?;
         let mut out = stdout().lock();
-        writeln!(out, "# {}: all is well. What it comes to:", file.display())?;
+        writeln!(out, "# {}: valid. Every setting:", file.display())?;
         writeln!(
             out,
             "# {} prompts to train on, {} held out; {} completions a step for {} steps.",
@@ -42,23 +43,6 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
         write!(out, "{yaml}")?;
     }
     Ok(())
-}
-
-fn check_model(run: &RunConfig) -> Result<(), Exit> {
-    let path = &run.model.path;
-    let missing = |path: &Path| {
-        Err(Exit::Model(format!(
-            "{}: there is no such file",
-            path.display()
-        )))
-    };
-    if !path.exists() {
-        return missing(path);
-    }
-    match &run.model.chat_template {
-        Some(template) if !template.exists() => missing(template),
-        _ => Ok(()),
-    }
 }
 
 fn print_keys(roll: &RollFile) -> Result<(), Exit> {

@@ -1,4 +1,4 @@
-//! What a person sees while a command works.
+//! Progress bars, the log, and requests to stop.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,15 +14,15 @@ use tracing_subscriber::fmt::MakeWriter;
 
 const COMPLETIONS: &str = "{prefix:9} {bar:30} {pos}/{len} completions  {msg}  {eta} left";
 
-/// Progress bars on stderr, below what is printed and logged, and the wish to stop.
+/// Progress bars on stderr below the log, and requests to stop.
 #[derive(Clone)]
 pub(super) struct Console {
     bars: MultiProgress,
-    /// The steps of the run; hidden as long as none are announced.
+    /// The bar of steps, hidden until [`Self::begin_steps`].
     steps: ProgressBar,
     phase: Arc<Mutex<PhaseBar>>,
     stop: Arc<AtomicBool>,
-    /// Whether it has been said that it stops.
+    /// Set once the message about the stop is printed.
     announced: Arc<AtomicBool>,
 }
 
@@ -33,7 +33,7 @@ struct PhaseBar {
 }
 
 impl Console {
-    /// Begins to log to stderr: warnings, what is done too unless `quiet`, or what the variable `RUST_LOG` says.
+    /// Starts to log to stderr: warnings, and events unless `quiet`. `RUST_LOG` overrides it.
     pub(super) fn new(quiet: bool) -> Self {
         let bars = MultiProgress::new();
         if quiet || !io::stderr().is_terminal() {
@@ -54,7 +54,7 @@ impl Console {
         };
         let level = if quiet { "warn" } else { "info" };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
-        // It errs where a logger has been set before, which is then the one to use.
+        // An earlier logger stays in use.
         let _ = tracing_subscriber::fmt()
             .with_env_filter(filter)
             .with_target(false)
@@ -65,8 +65,8 @@ impl Console {
         console
     }
 
-    /// Lets Ctrl-C, a request to terminate and the end of the terminal ask to stop. A second one ends the program at once, with
-    /// exit code 130.
+    /// Handles Ctrl-C, SIGTERM and SIGHUP as requests to stop. A second one ends the program at
+    /// once with exit code 130.
     pub(super) fn stop_when_asked(&self) {
         for signal in stop_signals() {
             let registered = register_conditional_shutdown(signal, 130, Arc::clone(&self.stop))
@@ -77,7 +77,7 @@ impl Console {
         }
     }
 
-    /// Shows a bar of `steps` steps, `done` of which are made.
+    /// Shows a bar of `steps` steps, `done` of which are done.
     pub(super) fn begin_steps(&self, done: usize, steps: usize) {
         self.steps.set_length(steps as u64);
         self.steps.set_position(done as u64);
@@ -92,7 +92,7 @@ impl Console {
         self.steps.enable_steady_tick(Duration::from_secs(1));
     }
 
-    /// So many steps are made.
+    /// Sets the number of done steps.
     pub(super) fn set_steps(&self, done: usize) {
         self.steps.set_position(done as u64);
     }
@@ -106,17 +106,17 @@ impl Console {
         })
     }
 
-    /// [`Self::print`] of what a run says as it goes on: it does not end because nobody reads.
+    /// Prints a line of a run. A closed stdout does not end the run.
     pub(super) fn say(&self, line: &str) {
         let _ = self.print(line);
     }
 
     fn print_err(&self, line: &str) {
-        // As above.
+        // A closed stderr does not end the run.
         let _ = self.bars.suspend(|| writeln!(io::stderr(), "{line}"));
     }
 
-    /// Takes the bars away.
+    /// Removes the bars.
     pub(super) fn finish(&self) {
         self.steps.finish_and_clear();
         self.phase().bar.finish_and_clear();
@@ -168,7 +168,7 @@ impl Progress for Console {
     }
 }
 
-/// Returns the signals that ask to stop. SIGHUP is one of them unless it is ignored, as under `nohup`.
+/// Returns the signals that request a stop. SIGHUP is one of them unless it is ignored (`nohup`).
 #[cfg(unix)]
 fn stop_signals() -> Vec<i32> {
     use nix::sys::signal::{SigHandler, Signal, signal};
@@ -200,7 +200,7 @@ fn set_style(bar: &ProgressBar, template: &str) {
     }
 }
 
-/// Lines of the log, above the bars.
+/// A line of the log above the bars.
 pub(super) struct LogLine<'a> {
     console: &'a Console,
     line: Vec<u8>,

@@ -10,8 +10,8 @@ use candle_grpo::train::Pretrained;
 
 use super::exit::Exit;
 
-/// Writes the model at `from` to a Hugging Face folder in f32 at `to`. `from` is a GGUF file, a Hugging Face folder, or the folder
-/// of a run.
+/// Writes the model at `from` to a Hugging Face folder in f32 at `to`. `from` is a GGUF file, a
+/// Hugging Face folder, or the folder of a run.
 pub(super) fn convert(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
     let from = model_path(from).map_err(|error| Exit::Model(format!("{error:#}")))?;
     check_folder(&from, to, force)?;

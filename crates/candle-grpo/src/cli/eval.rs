@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_grpo::config::ModelConfig;
 use candle_grpo::run::{evaluate_policy, prompts};
 use candle_grpo::train::{Evaluation, Interrupted, RewardFunction};
 use serde_json::Value;
@@ -13,7 +12,8 @@ use super::console::Console;
 use super::exit::Exit;
 use super::{load, output};
 
-/// Lets `model`, or that of the configuration in `file`, answer the held-out prompts, and prints how good the answers are.
+/// Evaluates `model`, or that of the configuration in `file`, on the held-out prompts, and prints
+/// the metrics.
 pub(super) fn eval(
     file: &Path,
     model: Option<PathBuf>,
@@ -24,15 +24,14 @@ pub(super) fn eval(
     if let Some(out) = out {
         output::check(out, force, is_answer)?;
     }
-    let mut run = load::config(file, |_| Ok(()))?;
+    let mut run = load::config(file, |roll| load::warn_of_keys(file, roll))?;
     if let Some(path) = model {
-        run.model = ModelConfig { path, ..run.model };
+        run.model.path = path;
     }
     let console = Console::new(quiet);
     console.stop_when_asked();
     load::set_threads(&run)?;
     let dataset = load::dataset(&run)?;
-    let mut reward = load::rewards(&run)?;
     if dataset.held_out.is_empty() {
         return Err(Exit::Config(format!(
             "{}: nothing is held out: give data.held_out or data.held_out_rows",
@@ -47,6 +46,7 @@ pub(super) fn eval(
         run.max_prompt_tokens,
     )
     .map_err(|error| Exit::Data(format!("{error:#}")))?;
+    let mut reward = load::rewards(&run)?;
     let config = &run.evaluation;
     let progress = Arc::new(console.clone());
     reward.set_progress(progress.clone());

@@ -1,4 +1,4 @@
-//! How the program ends.
+//! Exit codes and messages.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -8,37 +8,37 @@ use candle_grpo::train::NotFinite;
 /// The exit codes, for `--help`.
 pub(super) const EXIT_CODES: &str = "\
 Exit codes:
-  0  all is well
-  1  something else went wrong, such as a full disk
-  2  the command line is wrong
-  3  the configuration is wrong
-  4  the data are wrong
-  5  the model is wrong
-  6  a loss, gradient or weight was not finite
-  7  the run was interrupted, and has saved where it was
-  130  it was stopped at once, by a second Ctrl-C";
+  0  success
+  1  another error, such as a full disk
+  2  wrong command line
+  3  wrong configuration
+  4  wrong data
+  5  wrong model
+  6  a loss, gradient or weight is not finite
+  7  interrupted; the run is saved
+  130  stopped at once by a second Ctrl-C; nothing is saved";
 
-/// Why the program ends before it is done.
+/// The reason why the program ends early.
 #[derive(Debug)]
 pub(super) enum Exit {
-    /// The configuration is wrong.
+    /// Wrong configuration.
     Config(String),
-    /// The data are wrong.
+    /// Wrong data.
     Data(String),
-    /// The model is wrong.
+    /// Wrong model.
     Model(String),
-    /// A loss, a gradient or a weight was not finite.
+    /// A loss, gradient or weight is not finite.
     NotFinite(String),
-    /// It was asked to stop.
+    /// Interrupted.
     Interrupted(String),
-    /// Something else went wrong.
+    /// Another error.
     Run(String),
-    /// What it prints is not read.
+    /// Standard output is closed.
     Quiet,
 }
 
 impl Exit {
-    /// Of a run that ended with `error`; `hint` says how to go on.
+    /// Returns the exit of a run that ended with `error`, with a hint how to go on.
     pub(super) fn of_run(error: anyhow::Error, hint: String) -> Self {
         let message = format!("{error:#}\n{hint}");
         match error.is::<NotFinite>() {
@@ -47,7 +47,7 @@ impl Exit {
         }
     }
 
-    /// Says why on stderr.
+    /// Prints the reason on stderr and returns the exit code.
     pub(super) fn report(self) -> ExitCode {
         let (code, message) = match self {
             Self::Config(message) => (3, message),
@@ -67,17 +67,22 @@ impl Exit {
 }
 
 impl From<io::Error> for Exit {
-    /// Of what is printed.
+    /// Converts an error of standard output.
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            // The reader has gone, as `head` does.
+            // The reader has ended, such as `head`.
             io::ErrorKind::BrokenPipe => Self::Quiet,
             _ => Self::Run(format!("standard output: {error}")),
         }
     }
 }
 
-/// There may be nobody to read it.
+/// Prints a warning on stderr.
+pub(super) fn warn(message: &str) {
+    complain(&format!("warning: {message}"));
+}
+
+/// Prints a line on stderr, which may be closed.
 fn complain(message: &str) {
     let _ = writeln!(io::stderr(), "{message}");
 }

@@ -1,19 +1,23 @@
-//! What a configuration names, each with the exit code of its kind.
+//! The inputs of a command, each with the exit code of its kind.
 
 use std::path::Path;
 
-use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig};
-use candle_grpo::run::{RunPrompts, load_model};
-use candle_grpo::train::{Dataset, Pretrained, RewardConfig, WeightedRewards};
+use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig, Verdict};
+use candle_grpo::run::{RunPrompts, load_model, load_model_without_weights};
+use candle_grpo::train::{Dataset, Pretrained, Prompt, RewardConfig, WeightedRewards};
 
-use super::exit::Exit;
+use super::exit::{Exit, warn};
 
-/// The run that a file describes. A file of ROLL is translated, and `explain` is told of its keys.
+fn wrong(error: ConfigError) -> Exit {
+    Exit::Config(error.to_string())
+}
+
+/// Returns the run that a file describes, with the programs and scripts of its rewards checked. A
+/// file of ROLL is translated; `explain` gets its keys.
 pub(super) fn config(
     file: &Path,
     explain: impl FnOnce(&RollFile) -> Result<(), Exit>,
 ) -> Result<RunConfig, Exit> {
-    let wrong = |error: ConfigError| Exit::Config(error.to_string());
     let document = Document::read(file).map_err(wrong)?;
     let document = match RollFile::new(&document) {
         Some(roll) => {
@@ -23,15 +27,45 @@ pub(super) fn config(
         None => document,
     };
     let run = RunConfig::new(&document).map_err(wrong)?;
-    for (i, reward) in run.rewards.iter().enumerate() {
-        reward.check_files().map_err(|error| {
-            Exit::Config(format!("{}: rewards[{i}]: {error:#}", file.display()))
-        })?;
-    }
+    run.check_files().map_err(wrong)?;
     Ok(run)
 }
 
-/// The rows of a run, each of which has what the rewards need.
+/// Returns the data of a run and its prompts for `pretrained`, with the settings checked for both.
+/// `grpo check` and `grpo train` share these checks.
+pub(super) fn prompts(
+    run: &RunConfig,
+    pretrained: &Pretrained,
+) -> Result<(Dataset, RunPrompts), Exit> {
+    let dataset = dataset(run)?;
+    let prompts = RunPrompts::new(run, &dataset, pretrained)
+        .map_err(|error| Exit::Data(format!("{error:#}")))?;
+    let longest = |prompts: &[Prompt]| prompts.iter().map(|prompt| prompt.tokens.len()).max();
+    run.check_model(
+        &pretrained.model,
+        longest(&prompts.train).unwrap_or(0),
+        longest(&prompts.held_out).unwrap_or(0),
+    )
+    .map_err(wrong)?;
+    Ok((dataset, prompts))
+}
+
+/// Warns of the keys of a ROLL file that would mean something and are not supported.
+pub(super) fn warn_of_keys(file: &Path, roll: &RollFile) -> Result<(), Exit> {
+    for key in &roll.keys {
+        if let Verdict::NotSupported(reason) = &key.verdict {
+            let line = key.line.map(|line| format!(":{line}")).unwrap_or_default();
+            warn(&format!(
+                "{}{line}: {}: not supported and ignored: {reason}",
+                file.display(),
+                key.path
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the rows of a run, each with the columns that the rewards need.
 pub(super) fn dataset(run: &RunConfig) -> Result<Dataset, Exit> {
     let data = |error: anyhow::Error| Exit::Data(format!("{error:#}"));
     let dataset = run.data.load(run.seed()).map_err(data)?;
@@ -45,26 +79,22 @@ pub(super) fn dataset(run: &RunConfig) -> Result<Dataset, Exit> {
     Ok(dataset)
 }
 
-/// What the rows ask the model.
-pub(super) fn prompts(
-    run: &RunConfig,
-    dataset: &Dataset,
-    pretrained: &Pretrained,
-) -> Result<RunPrompts, Exit> {
-    RunPrompts::new(run, dataset, pretrained).map_err(|error| Exit::Data(format!("{error:#}")))
-}
-
-/// The rewards of a run.
+/// Builds the reward function of a run.
 pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
     RewardConfig::build(&run.rewards).map_err(|error| Exit::Config(format!("{error:#}")))
 }
 
-/// A model.
+/// Loads a model.
 pub(super) fn model(config: &ModelConfig) -> Result<Pretrained, Exit> {
     load_model(config).map_err(|error| Exit::Model(format!("{error:#}")))
 }
 
-/// Lets everything compute with as many threads as the run says.
+/// Loads a model without its weights.
+pub(super) fn model_without_weights(config: &ModelConfig) -> Result<Pretrained, Exit> {
+    load_model_without_weights(config).map_err(|error| Exit::Model(format!("{error:#}")))
+}
+
+/// Sets the number of threads that compute.
 pub(super) fn set_threads(run: &RunConfig) -> Result<(), Exit> {
     let Some(threads) = run.threads else {
         return Ok(());

@@ -22,7 +22,7 @@ use clap_complete::Shell;
 use exit::EXIT_CODES;
 use sample::SampleArguments;
 
-/// GRPO training of language models: a model, prompts and a reward in, a trained model out.
+/// GRPO training of language models: from a model, prompts and a reward to a trained model.
 #[derive(Parser)]
 #[command(name = "grpo", version, after_help = EXIT_CODES)]
 struct Arguments {
@@ -32,35 +32,37 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train a model as a configuration says.
+    /// Train a model.
     ///
-    /// Leaves a folder (run_dir) with the settings, the figures of each step for grpo report and TensorBoard, the answers to held-out
-    /// prompts, and checkpoints that transformers loads. Ctrl-C stops it and saves where it was.
+    /// Writes the folder run_dir: the settings, the metrics of each step for grpo report and
+    /// TensorBoard, the answers to held-out prompts, and checkpoints that transformers loads.
+    /// Ctrl-C saves and stops.
     Train(TrainArguments),
-    /// Let a model answer the held-out prompts of a configuration, and print how good the answers are.
+    /// Evaluate a model on the held-out prompts of a configuration.
     Eval(EvalArguments),
-    /// Let a model answer a prompt.
+    /// Print the answers of a model to a prompt.
     Sample(SampleArguments),
-    /// Write a GGUF file, or a Hugging Face folder, as a Hugging Face folder in f32.
+    /// Write a GGUF file, a Hugging Face folder or a run as a Hugging Face folder in f32.
     Convert {
         /// The model.
         model: PathBuf,
-        /// Where the folder goes.
+        /// The folder to write.
         folder: PathBuf,
-        /// Replace a folder that is there.
+        /// Replace an existing folder that holds a model and nothing else.
         #[arg(long)]
         force: bool,
     },
-    /// Check a configuration and print what it comes to, without loading a model.
+    /// Check a configuration without loading the weights, and print every setting.
     ///
-    /// Reads the file, its data and its rewards, and prints every setting with defaults filled in, as a file that says the same.
-    /// Of a ROLL file it says for each key whether it is used, has no meaning here, or is not supported.
+    /// Reads the file, its data, its rewards and the shape of the model. Prints the settings with
+    /// all defaults as a configuration file. For a ROLL file it also prints whether each key is
+    /// used, has no meaning here, or is not supported.
     Check(CheckArguments),
     /// Write a page about runs: charts over the steps, answers before and after, settings.
     ///
-    /// The page needs no other file and no network. Several runs are drawn over each other.
+    /// The page is one file and works offline. Several runs share the charts.
     Report(ReportArguments),
-    /// Print a script that completes the commands of this program in a shell.
+    /// Print a script that completes the commands in a shell.
     ///
     /// For bash: grpo completions bash > ~/.local/share/bash-completion/completions/grpo
     Completions {
@@ -71,24 +73,24 @@ enum Command {
 
 #[derive(clap::Args)]
 struct CheckArguments {
-    /// The configuration: YAML, or TOML if its name ends in .toml. docs/configuration.md lists the keys.
+    /// The configuration: YAML, or TOML if its name ends in .toml (docs/configuration.md).
     file: PathBuf,
-    /// Print nothing if all is well.
+    /// Print nothing if the configuration is valid.
     #[arg(short, long)]
     quiet: bool,
 }
 
 #[derive(clap::Args)]
 struct TrainArguments {
-    /// The configuration: YAML, or TOML if its name ends in .toml. docs/configuration.md lists the keys.
+    /// The configuration: YAML, or TOML if its name ends in .toml (docs/configuration.md).
     file: PathBuf,
-    /// Go on from the last checkpoint of the run; begin it if there is none yet.
+    /// Resume from the last checkpoint of the run; begin it if there is none.
     #[arg(long, conflicts_with = "replace")]
     resume: bool,
     /// With --resume: accept another model, other held-out rows and changed settings.
     #[arg(long, requires = "resume")]
     accept_changes: bool,
-    /// Remove a run that is in the folder, and begin anew.
+    /// Replace the run in the folder. It is removed once the new run has a checkpoint.
     #[arg(long)]
     replace: bool,
     /// Log warnings only, and show no progress.
@@ -98,15 +100,16 @@ struct TrainArguments {
 
 #[derive(clap::Args)]
 struct EvalArguments {
-    /// The configuration, whose data, rewards and evaluation section say what is asked and what is right.
+    /// The configuration, with its data, rewards and evaluation section.
     file: PathBuf,
-    /// The model, in place of that of the configuration: a folder, a GGUF file, or the folder of a run (its best checkpoint).
+    /// The model in place of that of the configuration: a folder, a GGUF file, or the folder of a
+    /// run (its best checkpoint).
     #[arg(long)]
     model: Option<PathBuf>,
-    /// Write the answers there, as lines of JSON.
+    /// Write the answers to this file as JSON lines.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Replace a file of --out that does not hold such answers.
+    /// Replace a file of --out that does not hold answers.
     #[arg(long, requires = "out")]
     force: bool,
     /// Log warnings only, and show no progress.
@@ -119,10 +122,10 @@ struct ReportArguments {
     /// The folders of runs.
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// Where the page goes.
+    /// The file to write.
     #[arg(short, long, value_name = "FILE", default_value = "report.html")]
     out: PathBuf,
-    /// Replace a file that is not such a page.
+    /// Replace a file that is not a page of this command.
     #[arg(long)]
     force: bool,
 }

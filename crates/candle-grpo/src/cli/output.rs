@@ -8,8 +8,8 @@ use candle_grpo::nn::atomic_file;
 
 use super::exit::Exit;
 
-/// Returns an error unless `path` is free, `force` is given, or the first line of the file there is one that this command
-/// writes.
+/// Returns an error unless `path` is free, `force` is given, or the first line of the file there is
+/// one that this command writes.
 pub(super) fn check(
     path: &Path,
     force: bool,

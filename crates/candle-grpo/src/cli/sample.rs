@@ -17,17 +17,18 @@ use super::load;
 
 #[derive(clap::Args)]
 pub(super) struct SampleArguments {
-    /// A model: the folder of a Hugging Face model, a GGUF file, or the folder of a run (its best checkpoint).
+    /// The model: a Hugging Face folder, a GGUF file, or the folder of a run (its best
+    /// checkpoint).
     model: PathBuf,
-    /// What it is asked; absent: what stands on standard input.
+    /// The prompt. Absent: standard input.
     prompt: Option<String>,
-    /// Take the prompt as a text to go on with, not as a message to the chat template of the model.
+    /// Continue the prompt as a text, without the chat template of the model.
     #[arg(long)]
     raw: bool,
     /// The system message before the prompt.
     #[arg(long, conflicts_with = "raw", value_name = "TEXT")]
     system: Option<String>,
-    /// What the answer begins with.
+    /// The beginning of the answer.
     #[arg(
         long,
         value_name = "TEXT",
@@ -35,28 +36,28 @@ pub(super) struct SampleArguments {
         hide_default_value = true
     )]
     prefill: String,
-    /// How many answers.
+    /// The number of answers.
     #[arg(short = 'n', long, default_value = "1", value_name = "N")]
     samples: NonZeroU32,
-    /// The greatest length of an answer in tokens.
+    /// The maximum length of an answer in tokens.
     #[arg(long, default_value_t = 256, value_name = "N")]
     max_new_tokens: usize,
-    /// 1 is the model itself; lower is more careful, and 0 takes the likeliest token each time.
+    /// The sampling temperature; 0 takes the likeliest token each time.
     #[arg(short, long, default_value_t = 1.)]
     temperature: f64,
-    /// Draw only among the so many likeliest tokens; 0 is all.
+    /// Sample from the K likeliest tokens; 0 is all.
     #[arg(long, default_value_t = 0, value_name = "K")]
     top_k: usize,
-    /// Draw only among the likeliest tokens that together have this probability.
+    /// Sample from the likeliest tokens whose probabilities add up to P.
     #[arg(long, default_value_t = 1., value_name = "P")]
     top_p: f64,
-    /// Draw only among tokens with at least this times the greatest probability.
+    /// Sample from tokens with at least P times the highest probability.
     #[arg(long, default_value_t = 0., value_name = "P")]
     min_p: f64,
-    /// An answer ends at this text; may be given several times.
+    /// Stop an answer at this text; may be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// What the random numbers come from.
+    /// The seed of the random numbers.
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Print an object of JSON for each answer, with its tokens and their log-probs.
@@ -67,7 +68,7 @@ pub(super) struct SampleArguments {
     quiet: bool,
 }
 
-/// Lets a model answer a prompt.
+/// Prints the answers of a model to a prompt.
 pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     let text = match &arguments.prompt {
         Some(text) => text.clone(),
@@ -76,7 +77,7 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
             stdin()
                 .read_to_string(&mut text)
                 .map_err(|error| Exit::Data(format!("standard input: {error}")))?;
-            // Not the end of the last line.
+            // The prompt does not include the last line break.
             text.strip_suffix('\n').unwrap_or(&text).to_owned()
         }
     };
@@ -100,7 +101,7 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     let answered = answer(&arguments, &text, &pretrained, &console);
     console.finish();
     let rollouts = answered.map_err(|error| match error.is::<Interrupted>() {
-        true => Exit::Interrupted("Nothing was drawn to its end.".to_owned()),
+        true => Exit::Interrupted("No answer is complete.".to_owned()),
         false => Exit::Run(format!("{error:#}")),
     })?;
     for (i, (rollout, text)) in rollouts.iter().enumerate() {

@@ -12,9 +12,9 @@ use super::console::Console;
 use super::exit::Exit;
 use super::load;
 
-/// Makes the run that the configuration in `file` describes.
+/// Trains as the configuration in `file` describes.
 pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
-    let config = load::config(file, |_| Ok(()))?;
+    let config = load::config(file, |roll| load::warn_of_keys(file, roll))?;
     let console = Console::new(quiet);
     console.stop_when_asked();
     let done = run(file, config, start, &console);
@@ -24,10 +24,10 @@ pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> 
 
 fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Result<(), Exit> {
     load::set_threads(&config)?;
-    let dataset = load::dataset(&config)?;
-    let reward = load::rewards(&config)?;
+    // Everything else is checked before the weights are read.
+    let (_, prompts) = load::prompts(&config, &load::model_without_weights(&config.model)?)?;
     let pretrained = load::model(&config.model)?;
-    let prompts = load::prompts(&config, &dataset, &pretrained)?;
+    let reward = load::rewards(&config)?;
     let steps = config.max_steps;
     let progress = Arc::new(console.clone());
     let mut session = Session::new(config, pretrained, prompts, reward, start, progress)
@@ -61,7 +61,7 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     console.finish();
     let trainer = session.trainer();
     console.say(&format!(
-        "{} steps, {} of them with nothing to learn; {:.0} seconds; {}",
+        "{} steps, {} of them without an update; {:.0} seconds; {}",
         trainer.steps(),
         trainer.skipped_steps(),
         begun.elapsed().as_secs_f64(),
@@ -70,7 +70,7 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     Ok(())
 }
 
-/// A line about a step.
+/// Returns the line about a step.
 fn summary(metrics: &StepMetrics, steps: usize) -> String {
     let seconds = &metrics.seconds;
     let mut line = format!(
@@ -78,7 +78,7 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
         metrics.step, metrics.reward_mean, metrics.reward_std
     );
     if metrics.skipped {
-        line += "  nothing to learn";
+        line += "  no update";
     }
     for (name, shown) in [
         ("kl", "kl"),

@@ -1,20 +1,25 @@
-//! The algorithm section, in the words of ROLL's documentation.
+//! The algorithm section, with the keys of ROLL's documentation.
 
-use candle_grpo_core::NormLevel;
+use candle_grpo_core::{KlEstimator, NormLevel, Scale};
+use candle_grpo_loss::{Aggregation, ImportanceLevel};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::preset::Preset;
 
-/// The algorithm section: a preset, single keys in the words of ROLL's documentation laid over it, and over these any part of a
+/// The length of completions if nothing sets it.
+const RESPONSE_LENGTH: usize = 256;
+
+/// The algorithm section: a preset, single keys laid over it, and over these any part of a
 /// [`Recipe`](candle_grpo_loss::Recipe).
 ///
-/// An absent key leaves what the preset says. Without a preset it is GRPO as ROLL has it where nothing else is said: rewards
-/// normalised in their group, clip 0.2, `seq-mean-token-mean`, no KL.
+/// An absent key keeps the value of the preset. Without a preset the algorithm is GRPO: rewards
+/// normalized in their group, clip 0.2, `seq-mean-token-mean`, no KL. Without a preset, a key that
+/// normalizes or clips rewards starts from ROLL's form of GRPO (`adv_estimator: grpo`).
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AlgorithmConfig {
-    /// A published algorithm to start from.
+    /// The published algorithm to start from.
     pub preset: Option<Preset>,
     /// Any part of the recipe, laid over the preset and the keys below.
     pub recipe: Option<Value>,
@@ -23,131 +28,151 @@ pub struct AlgorithmConfig {
     pub rollout_batch_size: Option<usize>,
     /// Completions of each prompt: its group. Default 8.
     pub num_return_sequences_in_group: Option<usize>,
-    /// Prompts with more tokens than this are left out. Default 1024.
+    /// The longest prompt in tokens; longer prompts are left out. Default 1024.
     pub prompt_length: Option<usize>,
-    /// The greatest length of a completion in tokens. Default 256.
+    /// The longest completion in tokens. Default 256.
     pub response_length: Option<usize>,
-    /// How often a step goes through its completions. Default 1.
+    /// Passes of a step over its completions. Default 1.
     pub ppo_epochs: Option<usize>,
 
-    /// How rewards become advantages: `grpo`, `reinforce` or `gae` (which trains a critic).
+    /// The advantage epsilon, added to every standard deviation that rewards or advantages are
+    /// divided by.
+    pub advantage_epsilon: Option<f64>,
+    /// The divisor of the advantage: `group` (standard deviation of the group), `batch`,
+    /// `group_mean` or `none`.
+    pub advantage_scale: Option<Scale>,
+    /// The KL coefficient, in the loss or in the rewards as the preset has it; in the loss if it
+    /// has none. 0 turns the KL off.
+    pub kl_coef: Option<f64>,
+
+    /// The advantage estimator: `grpo`, `reinforce` or `gae` (which trains a critic).
     pub adv_estimator: Option<AdvEstimator>,
     /// The discount from one token to the next. Default 1.
     pub gamma: Option<f64>,
     /// GAE's lambda, for `adv_estimator: gae`. Default 0.95.
     pub lambd: Option<f64>,
-    /// Whether the rewards of tokens are whitened before they are summed.
+    /// Whitens per-token rewards before they are summed.
     pub whiten_rewards: Option<bool>,
-    /// Whether advantages are whitened over all tokens of the step.
+    /// Whitens advantages over all tokens of the step.
     pub whiten_advantages: Option<bool>,
-    /// Advantages are clipped to plus and minus this.
+    /// The absolute value that advantages are clipped to.
     pub advantage_clip: Option<f64>,
-    /// How far a value of the critic may move from the old one, for `adv_estimator: gae`.
+    /// The largest change of a value of the critic, for `adv_estimator: gae`.
     pub value_clip: Option<f64>,
 
-    /// Over which samples rewards are normalised: `batch`, `group`, `running`, or null (`group` for `adv_estimator: grpo`).
+    /// The samples over which rewards are normalized: `batch`, `group`, `running`, or null
+    /// (`group` for `adv_estimator: grpo`).
     pub reward_norm: Option<NormLevel>,
-    /// Whether normalising rewards only subtracts the mean.
+    /// Lets normalization subtract the mean without a division.
     pub reward_shift: Option<bool>,
-    /// Whether normalising rewards only divides by the standard deviation.
+    /// Lets normalization divide by the standard deviation without a subtraction.
     pub reward_scale: Option<bool>,
     /// The level of the mean alone, in place of `reward_norm`.
     pub norm_mean_type: Option<NormLevel>,
     /// The level of the standard deviation alone, in place of `reward_norm`.
     pub norm_std_type: Option<NormLevel>,
-    /// Rewards are clipped to plus and minus this after they are normalised; with `add_token_level_kl` those of tokens too.
+    /// The absolute value that normalized rewards are clipped to; with `add_token_level_kl`
+    /// per-token rewards too.
     pub reward_clip: Option<f64>,
 
-    /// Whether a KL penalty comes off the reward of each token.
+    /// Subtracts a KL penalty from each per-token reward.
     pub add_token_level_kl: Option<bool>,
-    /// Which estimate that penalty is: `kl`, `abs` or `mse`. Default `kl`.
-    pub kl_penalty: Option<KlPenaltyName>,
-    /// The coefficient of that penalty, at the start if it is steered. Default 0.2.
+    /// The estimator of that penalty: `kl` (k1), `abs`, `mse` (k2) or `low_var_kl` (k3). Default
+    /// `kl`.
+    pub kl_penalty: Option<KlEstimator>,
+    /// The coefficient of that penalty; with `target_kl` its initial value. Default 0.2.
     pub init_kl_coef: Option<f64>,
-    /// The KL that the coefficient is steered to; absent: it stays.
+    /// Target KL of the adaptive controller. If absent, the coefficient is fixed.
     pub target_kl: Option<f64>,
-    /// How many samples it takes to steer it. Default 10000.
+    /// The horizon of the adaptive controller in samples. Default 10000.
     pub kl_horizon: Option<f64>,
 
-    /// Which policy gradient: `ppo`, `vanilla`, `tis`, `topr`, `cispo` or `kimi15`. Default `ppo`.
+    /// The policy gradient: `ppo`, `vanilla`, `tis`, `topr`, `cispo` or `kimi15`. Default `ppo`.
     pub pg_variant: Option<PgVariant>,
-    /// How far the ratio may go from 1. Default 0.2.
+    /// The clip width of the ratio on both sides. Default 0.2.
     pub pg_clip: Option<f64>,
-    /// Whether `pg_clip_low` and `pg_clip_high` take the place of `pg_clip`.
+    /// Replaces `pg_clip` by `pg_clip_low` and `pg_clip_high`.
     pub use_pg_clip_range: Option<bool>,
-    /// How far the ratio may go below 1. Default 0.2.
+    /// The lower clip width: the ratio is clipped at `1 - pg_clip_low`. Default 0.2.
     pub pg_clip_low: Option<f64>,
-    /// How far the ratio may go above 1. Default 0.2.
+    /// The upper clip width: the ratio is clipped at `1 + pg_clip_high`. Default 0.2.
     pub pg_clip_high: Option<f64>,
-    /// Whether the loss of a negative advantage is bounded at a ratio of `1 + 2 * pg_clip`.
+    /// Bounds the loss of a negative advantage at a ratio of `1 + 2 * pg_clip`.
     pub dual_clip_loss: Option<bool>,
     /// The smallest weight of `pg_variant: tis`. Default 0.
     pub tis_lower_bound: Option<f64>,
     /// The largest weight of `pg_variant: tis`. Default 1.
     pub tis_upper_bound: Option<f64>,
-    /// The weight of right completions with `pg_variant: topr`. Default 1.
+    /// The weight of correct completions with `pg_variant: topr`. Default 1.
     pub topr_positive_weight: Option<f64>,
-    /// The weight of the others with `pg_variant: topr`. Default 1.
+    /// The weight of other completions with `pg_variant: topr`. Default 1.
     pub topr_negative_weight: Option<f64>,
-    /// How far below 1 the weight of `pg_variant: cispo` may go. Default 0.1.
+    /// The lower bound of the weight of `pg_variant: cispo` is `1 - cispo_epsilon_low`. Default
+    /// 0.1.
     pub cispo_epsilon_low: Option<f64>,
-    /// How far above 1 the weight of `pg_variant: cispo` may go. Default 0.1.
+    /// The upper bound of the weight of `pg_variant: cispo` is `1 + cispo_epsilon_high`. Default
+    /// 0.1.
     pub cispo_epsilon_high: Option<f64>,
-    /// Whether `pg_variant: cispo` leaves out the tokens that PPO would clip.
+    /// Masks the tokens that PPO would clip, for `pg_variant: cispo`.
     pub cispo_use_unified_mask: Option<bool>,
-    /// The weight of the squared log-ratio of `pg_variant: kimi15`. Default 0.1.
+    /// The coefficient of the squared log-ratio of `pg_variant: kimi15`. Default 0.1.
     pub kimi15_tau: Option<f64>,
     /// The level of the ratio: `token`, or `seq` (GSPO). Default `token`.
-    pub importance_sampling: Option<ImportanceSampling>,
+    pub importance_sampling: Option<ImportanceLevel>,
 
-    /// Whether the loss has a KL to the reference policy.
+    /// Adds a KL to the reference policy to the loss.
     pub use_kl_loss: Option<bool>,
-    /// What multiplies it. Default 0.001.
+    /// The coefficient of that KL. Default 0.001.
     pub kl_loss_coef: Option<f64>,
-    /// What multiplies the entropy that is taken off the loss.
+    /// Entropy bonus coefficient.
     pub entropy_loss_coef: Option<f64>,
-    /// What multiplies the policy and KL terms, but not the entropy. Default 1.
+    /// The coefficient of the policy and KL terms, but not of the entropy. Default 1.
     pub rl_loss_coef: Option<f64>,
-    /// How the losses of tokens become one number: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean` or
-    /// `seq-mean-token-sum-norm` (which divides by `response_length`).
-    pub loss_agg_mode: Option<LossAggMode>,
+    /// The aggregation of per-token losses: `token-mean`, `seq-mean-token-sum`,
+    /// `seq-mean-token-mean`, or `seq-mean-token-sum-norm` (which divides by
+    /// `response_length`).
+    pub loss_agg_mode: Option<Aggregation>,
 
-    /// Whether completions as long as `response_length` are left out of the loss.
+    /// Masks completions as long as `response_length`.
     pub max_len_mask: Option<bool>,
-    /// Whether completions of prompts that are too hard or too easy are left out of the loss.
+    /// Masks completions of prompts that are too hard or too easy.
     pub difficulty_mask: Option<bool>,
-    /// The mean score of a prompt must be above this. Default 0.
+    /// The lower bound of the mean score of a prompt, exclusive. Default 0.
     pub difficulty_low_threshold: Option<f64>,
-    /// The mean score of a prompt must be below this. Default 1.
+    /// The upper bound of the mean score of a prompt, exclusive. Default 1.
     pub difficulty_high_threshold: Option<f64>,
-    /// Whether only completions with the score 1, or 0 and few tokens, stay in the loss.
+    /// Masks all completions but those with score 1, and those with score 0 and few tokens.
     pub error_max_len_clip: Option<bool>,
-    /// How many tokens are few there. Default `response_length`.
+    /// The largest number of tokens that counts as few there. Default `response_length`.
     pub error_max_len_threshold: Option<usize>,
 }
 
-/// The estimators of ROLL that are known here.
+impl AlgorithmConfig {
+    /// Gives `loss_agg_mode: seq-mean-token-sum-norm` in a section its length, which is
+    /// `response_length`.
+    pub(super) fn expand(section: &mut Value) {
+        const NORM: &str = "seq-mean-token-sum-norm";
+        if section
+            .get("loss_agg_mode")
+            .is_some_and(|mode| mode == NORM)
+        {
+            let length = section.get("response_length").and_then(Value::as_f64);
+            let length = length.unwrap_or(RESPONSE_LENGTH as f64);
+            section["loss_agg_mode"] = json!({NORM: {"length": length}});
+        }
+    }
+}
+
+/// The advantage estimators of ROLL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvEstimator {
-    /// Rewards normalised in their group, summed from each token to the end.
+    /// Rewards normalized in their group, summed from each token to the end.
     Grpo,
     /// Rewards summed from each token to the end.
     Reinforce,
-    /// Generalised advantages, with a critic.
+    /// Generalized advantages, with a critic.
     Gae,
-}
-
-/// The estimates of ROLL's KL penalty.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum KlPenaltyName {
-    /// The log-ratio.
-    Kl,
-    /// Its absolute value.
-    Abs,
-    /// Half its square.
-    Mse,
 }
 
 /// The policy gradients of ROLL.
@@ -166,28 +191,4 @@ pub enum PgVariant {
     Cispo,
     /// The policy gradient of Kimi k1.5.
     Kimi15,
-}
-
-/// The levels of ROLL's ratio.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ImportanceSampling {
-    /// Each token.
-    Token,
-    /// The sequence.
-    Seq,
-}
-
-/// The aggregations of ROLL.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum LossAggMode {
-    /// Each token counts the same.
-    TokenMean,
-    /// Sums over sequences, divided by their number.
-    SeqMeanTokenSum,
-    /// Each sequence counts the same.
-    SeqMeanTokenMean,
-    /// Sums over sequences, divided by their number and `response_length`.
-    SeqMeanTokenSumNorm,
 }

@@ -1,25 +1,23 @@
-//! What the keys of the algorithm section do to the settings of a run.
+//! The effect of each key of the algorithm section on the settings of a run.
 
 use candle_grpo_core::{
     AdvantageConfig, AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, NormLevel,
-    RewardNorm, RewardShaping, SampleFilter, TokenAdvantage,
+    RewardNorm, RewardShaping, SampleFilter, Scale, TokenAdvantage,
 };
 use candle_grpo_loss::{
-    Aggregation, Clip, DetachedWeight, ImportanceLevel, KlLoss, PolicyLoss, PositiveIf, Recipe,
-    SquaredLogRatio, Surrogate, Topr, UnifiedMask,
+    Aggregation, Clip, DetachedWeight, KlLoss, PolicyLoss, PositiveIf, Recipe, SquaredLogRatio,
+    Surrogate, Topr, UnifiedMask,
 };
 use candle_grpo_train::{CriticConfig, TrainConfig};
 
-use super::algorithm::{
-    AdvEstimator, AlgorithmConfig, ImportanceSampling, KlPenaltyName, LossAggMode, PgVariant,
-};
+use super::algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 
-/// What is wrong with a key of the algorithm section.
+/// A key of the algorithm section that is not valid.
 #[derive(Debug)]
 pub(super) struct KeyError {
     pub(super) key: &'static str,
     pub(super) message: String,
-    /// Whether the key would only change nothing.
+    /// True if the key is valid and has no effect.
     pub(super) idle: bool,
 }
 
@@ -33,7 +31,7 @@ fn wrong(key: &'static str, message: impl Into<String>) -> KeyError {
     }
 }
 
-/// ROLL clamps its KL estimates to this.
+/// The absolute value that ROLL clamps its KL estimates to.
 const KL_CLAMP: f64 = 10.;
 const PG_CLIP: f64 = 0.2;
 const INIT_KL_COEF: f64 = 0.2;
@@ -43,7 +41,7 @@ const LAMBD: f64 = 0.95;
 const CISPO_EPSILON: f64 = 0.1;
 
 impl AlgorithmConfig {
-    /// The settings of a run with the keys of this section, but for `recipe`, laid over `config`.
+    /// Lays the keys of this section, except `recipe`, over `config`.
     pub(super) fn apply(&self, config: &mut TrainConfig) -> Checked {
         set(&mut config.prompts_per_step, self.rollout_batch_size);
         set(
@@ -55,10 +53,16 @@ impl AlgorithmConfig {
         let response_length = config.sampling.max_new_tokens;
         config.recipe = match self.preset {
             Some(preset) => preset.recipe(response_length),
-            None => plain(),
+            None => Recipe {
+                policy_loss: PolicyLoss {
+                    aggregation: Aggregation::SeqMeanTokenMean,
+                    ..PolicyLoss::default()
+                },
+                ..Recipe::default()
+            },
         };
         self.apply_estimator(config)?;
-        self.apply_normalisation(&mut config.recipe.reward_shaping)?;
+        self.apply_normalization(&mut config.recipe.reward_shaping)?;
         if self.reward_clip.is_some() {
             config.recipe.reward_shaping.clip = self.reward_clip;
             config.recipe.reward_shaping.clip_range = None;
@@ -66,13 +70,19 @@ impl AlgorithmConfig {
         self.apply_to_tokens(&mut config.recipe);
         self.apply_kl_penalty(config)?;
         self.apply_surrogate(&mut config.recipe.policy_loss)?;
-        self.apply_loss(&mut config.recipe.policy_loss, response_length)?;
+        self.apply_loss(&mut config.recipe.policy_loss)?;
+        self.apply_advantage(&mut config.recipe)?;
+        self.apply_kl_coef(config)?;
         self.apply_filters(config, response_length)
     }
 
     fn apply_estimator(&self, config: &mut TrainConfig) -> Checked {
         let gae = self.adv_estimator == Some(AdvEstimator::Gae);
-        if let Some(estimator) = self.adv_estimator {
+        let shapes_rewards = self.preset.is_none() && self.shapes_rewards();
+        let estimator = self
+            .adv_estimator
+            .or(shapes_rewards.then_some(AdvEstimator::Grpo));
+        if let Some(estimator) = estimator {
             config.recipe.advantage = of_tokens(TokenAdvantage {
                 lambda: gae.then(|| self.lambd.unwrap_or(LAMBD)),
                 ..TokenAdvantage::default()
@@ -88,11 +98,25 @@ impl AlgorithmConfig {
             config.critic = Some(critic);
             return Ok(());
         }
-        needs("lambd", self.lambd, false, "adv_estimator: gae")?;
-        needs("value_clip", self.value_clip, false, "adv_estimator: gae")
+        reject_unless("lambd", self.lambd, false, "adv_estimator: gae")?;
+        reject_unless("value_clip", self.value_clip, false, "adv_estimator: gae")
     }
 
-    fn apply_normalisation(&self, shaping: &mut RewardShaping) -> Checked {
+    /// Returns whether a key normalizes or clips rewards, as ROLL does before it estimates
+    /// advantages.
+    fn shapes_rewards(&self) -> bool {
+        [
+            self.reward_norm.is_some(),
+            self.reward_shift == Some(true),
+            self.reward_scale == Some(true),
+            self.norm_mean_type.is_some(),
+            self.norm_std_type.is_some(),
+            self.reward_clip.is_some(),
+        ]
+        .contains(&true)
+    }
+
+    fn apply_normalization(&self, shaping: &mut RewardShaping) -> Checked {
         let (shift, scale) = (
             self.reward_shift == Some(true),
             self.reward_scale == Some(true),
@@ -100,7 +124,7 @@ impl AlgorithmConfig {
         if shift && scale {
             return Err(wrong(
                 "reward_scale",
-                "true, must be false with reward_shift: true: one only subtracts the mean, the other only divides by the deviation",
+                "true, must be false with reward_shift: true, which does not divide",
             ));
         }
         for (key, level) in [
@@ -167,17 +191,13 @@ impl AlgorithmConfig {
             }
             None => {
                 let on = "add_token_level_kl: true";
-                needs("kl_penalty", self.kl_penalty, false, on)?;
-                needs("init_kl_coef", self.init_kl_coef, false, on)?;
-                needs("target_kl", self.target_kl, false, on)?;
-                return needs("kl_horizon", self.kl_horizon, false, on);
+                reject_unless("kl_penalty", self.kl_penalty, false, on)?;
+                reject_unless("init_kl_coef", self.init_kl_coef, false, on)?;
+                reject_unless("target_kl", self.target_kl, false, on)?;
+                return reject_unless("kl_horizon", self.kl_horizon, false, on);
             }
         }
-        let estimator = match self.kl_penalty.unwrap_or(KlPenaltyName::Kl) {
-            KlPenaltyName::Kl => KlEstimator::K1,
-            KlPenaltyName::Abs => KlEstimator::Abs,
-            KlPenaltyName::Mse => KlEstimator::K2,
-        };
+        let estimator = self.kl_penalty.unwrap_or(KlEstimator::K1);
         let coef = self.init_kl_coef.unwrap_or(INIT_KL_COEF);
         map_tokens(&mut config.recipe, |tokens| {
             tokens.kl_penalty = Some(KlPenalty {
@@ -195,7 +215,7 @@ impl AlgorithmConfig {
                 });
                 Ok(())
             }
-            None => needs("kl_horizon", self.kl_horizon, false, "target_kl"),
+            None => reject_unless("kl_horizon", self.kl_horizon, false, "target_kl"),
         }
     }
 
@@ -203,41 +223,41 @@ impl AlgorithmConfig {
         use PgVariant::{Cispo, Kimi15, Ppo, Tis, Topr as Topred, Vanilla};
         let of = |variant: PgVariant| self.pg_variant == Some(variant);
         let weight = "pg_variant: tis";
-        needs("tis_lower_bound", self.tis_lower_bound, of(Tis), weight)?;
-        needs("tis_upper_bound", self.tis_upper_bound, of(Tis), weight)?;
+        reject_unless("tis_lower_bound", self.tis_lower_bound, of(Tis), weight)?;
+        reject_unless("tis_upper_bound", self.tis_upper_bound, of(Tis), weight)?;
         let topr = "pg_variant: topr";
-        needs(
+        reject_unless(
             "topr_positive_weight",
             self.topr_positive_weight,
             of(Topred),
             topr,
         )?;
-        needs(
+        reject_unless(
             "topr_negative_weight",
             self.topr_negative_weight,
             of(Topred),
             topr,
         )?;
         let cispo = "pg_variant: cispo";
-        needs(
+        reject_unless(
             "cispo_epsilon_low",
             self.cispo_epsilon_low,
             of(Cispo),
             cispo,
         )?;
-        needs(
+        reject_unless(
             "cispo_epsilon_high",
             self.cispo_epsilon_high,
             of(Cispo),
             cispo,
         )?;
-        needs(
+        reject_unless(
             "cispo_use_unified_mask",
             self.cispo_use_unified_mask,
             of(Cispo),
             cispo,
         )?;
-        needs(
+        reject_unless(
             "kimi15_tau",
             self.kimi15_tau,
             of(Kimi15),
@@ -298,16 +318,16 @@ impl AlgorithmConfig {
             _ => {
                 let masked = of(Cispo) && self.cispo_use_unified_mask == Some(true);
                 let clip = "a loss that clips (pg_variant: ppo)";
-                needs("pg_clip", self.pg_clip, masked, clip)?;
-                needs("pg_clip_low", self.pg_clip_low, masked, clip)?;
-                needs("pg_clip_high", self.pg_clip_high, masked, clip)?;
+                reject_unless("pg_clip", self.pg_clip, masked, clip)?;
+                reject_unless("pg_clip_low", self.pg_clip_low, masked, clip)?;
+                reject_unless("pg_clip_high", self.pg_clip_high, masked, clip)?;
                 let dual = self.dual_clip_loss.filter(|&on| on);
-                needs("dual_clip_loss", dual, false, clip)
+                reject_unless("dual_clip_loss", dual, false, clip)
             }
         }
     }
 
-    /// How far the ratio may go from 1 on each side, if keys say so.
+    /// Returns the clip widths on both sides, if keys set them.
     fn clip_range(&self) -> Result<(Option<f64>, Option<f64>), KeyError> {
         if self.use_pg_clip_range == Some(true) {
             let low = self.pg_clip_low.unwrap_or(PG_CLIP);
@@ -316,13 +336,13 @@ impl AlgorithmConfig {
         }
         if self.use_pg_clip_range.is_none() {
             let on = "use_pg_clip_range: true";
-            needs("pg_clip_low", self.pg_clip_low, false, on)?;
-            needs("pg_clip_high", self.pg_clip_high, false, on)?;
+            reject_unless("pg_clip_low", self.pg_clip_low, false, on)?;
+            reject_unless("pg_clip_high", self.pg_clip_high, false, on)?;
         }
         Ok((self.pg_clip, self.pg_clip))
     }
 
-    fn apply_loss(&self, loss: &mut PolicyLoss, response_length: usize) -> Checked {
+    fn apply_loss(&self, loss: &mut PolicyLoss) -> Checked {
         match self.use_kl_loss {
             Some(true) if loss.kl.is_none() => {
                 loss.kl = Some(KlLoss::new(KL_LOSS_COEF, clamped(KlEstimator::K3)));
@@ -332,7 +352,7 @@ impl AlgorithmConfig {
         }
         match (&mut loss.kl, self.use_kl_loss) {
             (Some(kl), _) => set(&mut kl.coef, self.kl_loss_coef),
-            (None, None) => needs(
+            (None, None) => reject_unless(
                 "kl_loss_coef",
                 self.kl_loss_coef,
                 false,
@@ -342,20 +362,99 @@ impl AlgorithmConfig {
         }
         set(&mut loss.entropy_coef, self.entropy_loss_coef);
         set(&mut loss.loss_coef, self.rl_loss_coef);
-        match self.importance_sampling {
-            Some(ImportanceSampling::Token) => loss.importance_level = ImportanceLevel::Token,
-            Some(ImportanceSampling::Seq) => loss.importance_level = ImportanceLevel::Sequence,
+        set(&mut loss.importance_level, self.importance_sampling);
+        set(&mut loss.aggregation, self.loss_agg_mode);
+        Ok(())
+    }
+
+    /// The keys that mean the same with every preset: the epsilon and the scale of the advantage.
+    fn apply_advantage(&self, recipe: &mut Recipe) -> Checked {
+        let mut pipeline = recipe.advantage.pipeline();
+        let norm = &mut recipe.reward_shaping.norm;
+        let is_normalized = norm.mean != NormLevel::None || norm.std != NormLevel::None;
+        if let Some(epsilon) = self.advantage_epsilon {
+            let mut used = norm.std != NormLevel::None;
+            norm.epsilon = epsilon;
+            if let Some(sequence) = &mut pipeline.sequence {
+                sequence.epsilon = epsilon;
+                used = true;
+            }
+            if let Some(tokens) = &mut pipeline.tokens {
+                tokens.whitening.epsilon = epsilon;
+                used |= tokens.whiten_advantages || tokens.whiten_rewards;
+            }
+            let divides = "an algorithm that divides by a deviation";
+            reject_unless("advantage_epsilon", self.advantage_epsilon, used, divides)?;
+        }
+        if let Some(scale) = self.advantage_scale {
+            match (&mut pipeline.sequence, scale) {
+                (Some(sequence), scale) => sequence.scale = scale,
+                (None, Scale::Group) if is_normalized => norm.std = NormLevel::Group,
+                (None, Scale::Batch) if is_normalized => norm.std = NormLevel::Batch,
+                (None, Scale::None) if is_normalized => norm.std = NormLevel::None,
+                (None, Scale::GroupMean) if is_normalized => {
+                    return Err(wrong(
+                        "advantage_scale",
+                        "group_mean, must be group, batch or none with rewards that are normalized first",
+                    ));
+                }
+                _ => {
+                    let normalizes =
+                        "an algorithm that normalizes rewards or advantages of samples";
+                    reject_unless("advantage_scale", Some(scale), false, normalizes)?;
+                }
+            }
+        }
+        if self
+            .advantage_epsilon
+            .or(self.advantage_scale.map(|_| 0.))
+            .is_some()
+        {
+            recipe.advantage = pipeline.into();
+        }
+        Ok(())
+    }
+
+    /// The coefficient of the KL, wherever the algorithm has it.
+    fn apply_kl_coef(&self, config: &mut TrainConfig) -> Checked {
+        let Some(coef) = self.kl_coef else {
+            return Ok(());
+        };
+        for (key, given) in [
+            ("kl_loss_coef", self.kl_loss_coef),
+            ("init_kl_coef", self.init_kl_coef),
+        ] {
+            if given.is_some() {
+                return Err(wrong(
+                    key,
+                    "given together with kl_coef, must be one of them",
+                ));
+            }
+        }
+        let is_on = coef != 0.;
+        let mut pipeline = config.recipe.advantage.pipeline();
+        let AdvantagePipeline { sequence, tokens } = &mut pipeline;
+        let of_sequences = sequence.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
+        let of_tokens = tokens.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
+        let mut in_rewards = false;
+        for penalty in of_sequences.chain(of_tokens) {
+            penalty.coef = coef;
+            in_rewards = true;
+        }
+        if in_rewards {
+            config.recipe.advantage = pipeline.into();
+        }
+        let loss = &mut config.recipe.policy_loss.kl;
+        match loss {
+            Some(kl) => kl.coef = coef,
+            None if !in_rewards => *loss = Some(KlLoss::new(coef, clamped(KlEstimator::K3))),
             None => {}
         }
-        if let Some(mode) = self.loss_agg_mode {
-            loss.aggregation = match mode {
-                LossAggMode::TokenMean => Aggregation::TokenMean,
-                LossAggMode::SeqMeanTokenSum => Aggregation::SeqMeanTokenSum,
-                LossAggMode::SeqMeanTokenMean => Aggregation::SeqMeanTokenMean,
-                LossAggMode::SeqMeanTokenSumNorm => Aggregation::SeqMeanTokenSumNorm {
-                    length: response_length as f64,
-                },
-            };
+        if !is_on {
+            *loss = None;
+        }
+        if let Some(KlController::Adaptive { coef: start, .. }) = &mut config.reward_kl {
+            *start = coef;
         }
         Ok(())
     }
@@ -374,13 +473,13 @@ impl AlgorithmConfig {
             Some(false) => {}
             None => {
                 let on = "difficulty_mask: true";
-                needs(
+                reject_unless(
                     "difficulty_low_threshold",
                     self.difficulty_low_threshold,
                     false,
                     on,
                 )?;
-                needs(
+                reject_unless(
                     "difficulty_high_threshold",
                     self.difficulty_high_threshold,
                     false,
@@ -395,7 +494,7 @@ impl AlgorithmConfig {
             Some(false) => {}
             None => {
                 let threshold = self.error_max_len_threshold;
-                needs(
+                reject_unless(
                     "error_max_len_threshold",
                     threshold,
                     false,
@@ -413,31 +512,15 @@ fn set<T>(field: &mut T, value: Option<T>) {
     }
 }
 
-/// Errs if a key is given that would change nothing, since another is not what it `needs`.
-fn needs<T>(key: &'static str, value: Option<T>, met: bool, needed: &str) -> Checked {
+/// Refuses a key that is given and has no effect, as the condition that it needs is not `met`.
+fn reject_unless<T>(key: &'static str, value: Option<T>, met: bool, needed: &str) -> Checked {
     if value.is_some() && !met {
         return Err(KeyError {
             idle: true,
-            ..wrong(key, format!("given, but changes nothing without {needed}"))
+            ..wrong(key, format!("given, but has no effect without {needed}"))
         });
     }
     Ok(())
-}
-
-/// GRPO as ROLL has it where nothing else is said.
-fn plain() -> Recipe {
-    Recipe {
-        reward_shaping: RewardShaping {
-            norm: norm(NormLevel::Group, NormLevel::Group),
-            ..RewardShaping::default()
-        },
-        advantage: of_tokens(TokenAdvantage::default()),
-        policy_loss: PolicyLoss {
-            aggregation: Aggregation::SeqMeanTokenMean,
-            ..PolicyLoss::default()
-        },
-        ..Recipe::default()
-    }
 }
 
 fn norm(mean: NormLevel, std: NormLevel) -> RewardNorm {
@@ -459,7 +542,7 @@ fn of_tokens(tokens: TokenAdvantage) -> AdvantageConfig {
     AdvantagePipeline::from(tokens).into()
 }
 
-/// Changes the stage of tokens of the advantage, which gets one if it has none.
+/// Changes the token stage of the advantage, and adds one if there is none.
 fn map_tokens(recipe: &mut Recipe, change: impl FnOnce(&mut TokenAdvantage)) {
     let mut pipeline = recipe.advantage.pipeline();
     change(pipeline.tokens.get_or_insert_with(TokenAdvantage::default));

@@ -1,32 +1,39 @@
-//! A configuration file as a tree of values that know their lines.
+//! Configuration files as trees of values with the lines of their keys.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_grpo_core::with_nearest_key;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
+use super::suggestions::{unknown_key, unknown_name};
+use super::tree::{Tree, TypeError};
 
-/// The longest path of a key, in bytes. Every key is kept with its path, so that long ones would take more memory than the file.
+/// The longest path of a key in bytes. It bounds the memory of the paths.
 const LONGEST_PATH: usize = 500;
 
-/// A configuration file: what it says, and on which line it says it.
+/// A configuration file: its values and the lines of its keys.
 #[derive(Debug, Clone, Default)]
 pub struct Document {
     file: PathBuf,
     pub(super) value: Value,
     /// The line of each key, by its path (`algorithm.recipe.overlong`, `rewards[0].kind`).
     lines: BTreeMap<String, usize>,
+    /// The path in the file of each key that a translation has moved.
+    origins: BTreeMap<String, String>,
 }
 
 impl Document {
-    /// Reads a file: TOML where its name ends in `.toml`, YAML (of which JSON is a part) otherwise.
+    /// Reads a file: TOML where its name ends in `.toml`, otherwise YAML, of which JSON is a part.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line if the file cannot be read or is not valid.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = fs::read_to_string(path).map_err(|error| ConfigError {
             file: path.to_path_buf(),
@@ -43,17 +50,25 @@ impl Document {
         }
     }
 
-    /// The document that a YAML text is; `file` is for messages.
+    /// Parses a text of YAML; `file` is for messages.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line if the text is not valid.
     pub fn from_yaml(file: &Path, text: &str) -> Result<Self, ConfigError> {
         let node: Node = serde_saphyr::from_str(text).map_err(|error| ConfigError {
             file: file.to_path_buf(),
             line: error.location().map(|place| place.line() as usize),
-            message: plain_message(&error.to_string()),
+            message: yaml_message(&error),
         })?;
         Self::new(file, node)
     }
 
-    /// The document that a TOML text is; `file` is for messages.
+    /// Parses a text of TOML; `file` is for messages.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line if the text is not valid.
     pub fn from_toml(file: &Path, text: &str) -> Result<Self, ConfigError> {
         let fail = |at: Option<usize>, message: &str| ConfigError {
             file: file.to_path_buf(),
@@ -83,74 +98,88 @@ impl Document {
             file: file.to_path_buf(),
             value,
             lines,
+            origins: BTreeMap::new(),
         })
     }
 
-    /// Where a run goes that does not say it: a folder of the name of the file, in `runs`.
+    /// Returns the default folder of the run: `runs/` and the name of the file.
     pub(super) fn run_dir(&self) -> PathBuf {
         let name = self.file.file_stem().unwrap_or("run".as_ref());
         Path::new("runs").join(name)
     }
 
-    /// The same file with another value.
+    /// Returns a document of the same file with another value.
     pub(super) fn with_value(&self, value: Value) -> Self {
         Self {
             file: self.file.clone(),
             value,
             lines: BTreeMap::new(),
+            origins: BTreeMap::new(),
         }
     }
 
-    /// The line of the key at a path.
+    /// Returns the line of the key at a path.
     pub(super) fn line_of(&self, path: &str) -> Option<usize> {
         self.lines.get(path).copied()
     }
 
-    /// Says on which line of the file the value at a path comes from.
-    pub(super) fn note_line(&mut self, path: &str, line: Option<usize>) {
+    /// Notes that the value at `path` stands at `origin` in the file, on that line.
+    pub(super) fn note_origin(&mut self, path: &str, origin: &str, line: Option<usize>) {
+        self.origins.insert(path.to_owned(), origin.to_owned());
         if let Some(line) = line {
             self.lines.insert(path.to_owned(), line);
         }
     }
 
-    /// The value at a path.
+    /// Returns every value that is not a mapping with its path, in the order of the file.
+    pub(super) fn leaves(&self) -> Vec<(String, &Value)> {
+        let mut leaves = Vec::new();
+        let mut open = vec![(String::new(), &self.value)];
+        while let Some((path, value)) = open.pop() {
+            match value {
+                Value::Object(map) if !map.is_empty() => {
+                    open.extend(map.iter().map(|(key, value)| (join(&path, key), value)));
+                }
+                value => leaves.push((path, value)),
+            }
+        }
+        leaves.sort_by_key(|(path, _)| self.line_of(path));
+        leaves
+    }
+
+    /// Returns the document without the key at `path`.
+    pub(super) fn without(&self, path: &str) -> Self {
+        let mut document = self.clone();
+        let (section, key) = path.rsplit_once('.').unwrap_or(("", path));
+        let mut steps = section.split('.').filter(|step| !step.is_empty());
+        let section = steps.try_fold(&mut document.value, |value, step| value.get_mut(step));
+        if let Some(Value::Object(map)) = section {
+            map.remove(key);
+        }
+        document
+    }
+
+    /// Returns the value at a path.
     pub(super) fn get(&self, path: &str) -> Option<&Value> {
         let mut steps = path.split('.');
         steps.try_fold(&self.value, |value, step| value.get(step))
     }
 
-    /// An error about the key at `path`.
+    /// Returns an error about the key at `path`.
     pub(super) fn error(&self, path: &str, message: impl fmt::Display) -> ConfigError {
-        let message = with_nearest_key(&message.to_string());
-        let named = if path.is_empty() || message.starts_with(path) {
-            message.clone()
-        } else {
-            format!("{path}: {message}")
-        };
+        let shown = self.origins.get(path).map_or(path, String::as_str);
         ConfigError {
             file: self.file.clone(),
-            line: self.line(path, &message),
-            message: named,
+            line: self.line(path),
+            message: match shown {
+                "" => message.to_string(),
+                shown => format!("{shown}: {message}"),
+            },
         }
     }
 
-    /// The line of a path, or of the nearest thing around it. Where the message is about an unknown field, that of the field.
-    fn line(&self, path: &str, message: &str) -> Option<usize> {
-        let unknown = ["unknown field `", "unknown variant `"]
-            .iter()
-            .find_map(|what| {
-                let (_, rest) = message.split_once(what)?;
-                Some(rest.split_once('`')?.0)
-            });
-        if let Some(name) = unknown {
-            let end = format!(".{name}");
-            let inside = self.lines.iter().find(|(at, _)| {
-                at.starts_with(path) && (at.ends_with(&end) || at.as_str() == name)
-            });
-            if let Some((_, line)) = inside {
-                return Some(*line);
-            }
-        }
+    /// Returns the line of a path, or of the nearest key around it.
+    fn line(&self, path: &str) -> Option<usize> {
         let mut around = path;
         loop {
             if let Some(line) = self.lines.get(around) {
@@ -160,39 +189,102 @@ impl Document {
         }
     }
 
-    /// `value`, which stands at `path`, as a `T`.
+    /// Returns `value`, which stands at `path`, as a `T`.
     pub(super) fn parse<T: DeserializeOwned>(
         &self,
         path: &str,
         value: Value,
     ) -> Result<T, ConfigError> {
-        serde_path_to_error::deserialize(value).map_err(|error| {
+        serde_path_to_error::deserialize(Tree(value)).map_err(|error| {
             let inner = error.path().to_string();
-            // What has no name yet, such as an unknown key, is a question mark.
+            // An unknown key is a question mark in the path.
             let inner = inner.trim_end_matches('?').trim_end_matches('.');
-            let inner = if inner.is_empty() { "." } else { inner };
-            let at = match (path, inner) {
-                (path, ".") => path.to_owned(),
-                ("", inner) => inner.to_owned(),
-                (path, inner) if inner.starts_with('[') => format!("{path}{inner}"),
-                (path, inner) => format!("{path}.{inner}"),
-            };
-            self.error(&at, error.into_inner())
+            let inner = if inner == "." { "" } else { inner };
+            self.type_error(&join(path, inner), &error.into_inner())
         })
+    }
+
+    fn type_error(&self, path: &str, error: &TypeError) -> ConfigError {
+        match error {
+            TypeError::UnknownKey { key, known } => {
+                let at = self.inside(path, key);
+                let section = match at.rsplit_once('.') {
+                    Some((section, _)) => section,
+                    None => "",
+                };
+                self.error(&at, unknown_key(section, key, known))
+            }
+            TypeError::UnknownName { name, known } => {
+                // Some names are keys of a mapping and have a line.
+                let at = self.inside(path, name);
+                let at = if self.lines.contains_key(&at) {
+                    &at
+                } else {
+                    path
+                };
+                self.error(at, unknown_name(name, known))
+            }
+            TypeError::Missing { key } => self.error(path, format!("{key}: absent, must be given")),
+            TypeError::Other(message) => self.error(path, message),
+        }
+    }
+
+    /// Returns the path of a key at or below `path`: the path of an error may end at a section.
+    fn inside(&self, path: &str, key: &str) -> String {
+        let end = format!(".{key}");
+        if path == key || path.ends_with(&end) {
+            return path.to_owned();
+        }
+        let at = join(path, key);
+        if self.lines.contains_key(&at) || self.origins.contains_key(&at) {
+            return at;
+        }
+        let mut below = self.lines.keys();
+        let below = below.find(|below| below.starts_with(path) && below.ends_with(&end));
+        below.cloned().unwrap_or(at)
     }
 }
 
-/// The first line of what serde-saphyr says, without the place, which is said by the error that carries it.
-fn plain_message(message: &str) -> String {
-    let first = message.lines().next().unwrap_or(message);
+/// Returns the path of `key`, which may be a path or an index, in the section at `path`.
+fn join(path: &str, key: &str) -> String {
+    match (path, key) {
+        (path, "") => path.to_owned(),
+        ("", key) => key.to_owned(),
+        (path, key) if key.starts_with('[') => format!("{path}{key}"),
+        (path, key) => format!("{path}.{key}"),
+    }
+}
+
+/// Returns the message of an error in a text of YAML, without the line.
+fn yaml_message(error: &serde_saphyr::Error) -> String {
+    use serde_saphyr::Error;
+    let mut cause = error;
+    while let Error::WithSnippet { error, .. } | Error::AliasError { error, .. } = cause {
+        cause = error;
+    }
+    match cause {
+        Error::DuplicateMappingKey { key: Some(key), .. } => {
+            return format!("{key}: given twice, must be given once");
+        }
+        Error::DuplicateMappingKey { key: None, .. } => {
+            return "a key is given twice, must be given once".to_owned();
+        }
+        Error::Budget { .. } => {
+            return "the file is too large, too deep or has too many aliases".to_owned();
+        }
+        _ => {}
+    }
+    let message = error.to_string();
+    let first = message.lines().next().unwrap_or(&message);
     let first = first.strip_prefix("error: ").unwrap_or(first);
-    match first
+    let first = match first
         .strip_prefix("line ")
         .and_then(|rest| rest.split_once(": "))
     {
-        Some((_, rest)) => rest.to_owned(),
-        None => first.to_owned(),
-    }
+        Some((_, rest)) => rest,
+        None => first,
+    };
+    format!("not valid YAML: {first}")
 }
 
 fn line_at(text: &str, at: usize) -> usize {
@@ -200,7 +292,7 @@ fn line_at(text: &str, at: usize) -> usize {
     1 + before.iter().filter(|&&b| b == b'\n').count()
 }
 
-/// A value whose keys know their lines.
+/// A value with the lines of its keys.
 enum Node {
     Scalar(Value),
     Sequence(Vec<Node>),
@@ -241,7 +333,7 @@ impl Node {
                         return Err(LongPath { path: at, line });
                     }
                     lines.insert(at.clone(), line);
-                    // An item of a sequence begins with its first key.
+                    // An item of a sequence has the line of its first key.
                     lines.entry(path.clone()).or_insert(line);
                     map.insert(key, node.into_value(at, lines)?);
                 }
@@ -324,7 +416,7 @@ impl<'de> Visitor<'de> for NodeVisitor {
     }
 }
 
-/// The error of a value that has no place in a tree: where it stands in the text, and what is wrong.
+/// The error of a value that a tree cannot hold: its offset in the text, and the message.
 type Misplaced = (usize, String);
 
 fn of_table(text: &str, table: &DeTable<'_>) -> Result<Node, Misplaced> {
@@ -358,7 +450,7 @@ fn of_value(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Misplace
             let number = number.ok_or_else(|| (at, format!("{x}, must be finite")))?;
             Node::Scalar(Value::Number(number))
         }
-        DeValue::Datetime(x) => return Err((at, format!("{x}: a date, which no key holds"))),
+        DeValue::Datetime(x) => return Err((at, format!("{x}: a date, which no key takes"))),
         DeValue::Array(items) => {
             let items = items.iter();
             let nodes = items.map(|item| of_value(text, item.span().start, item.get_ref()));

@@ -1,16 +1,16 @@
-//! What is wrong with a configuration.
+//! Errors in a configuration.
 
 use std::fmt;
 use std::path::PathBuf;
 
-/// What is wrong with a configuration, and where.
+/// An error in a configuration, with its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
     /// The file.
     pub file: PathBuf,
-    /// The line, from 1, if it is known.
+    /// The line, counted from 1, if it is known.
     pub line: Option<usize>,
-    /// The key, what it is and what it must be.
+    /// The key, its value and what it must be.
     pub message: String,
 }
 

@@ -1,11 +1,12 @@
-//! A part of a section laid over its defaults.
+//! Merging of a part of a section with its defaults.
 
 use serde_json::Value;
 
-/// `patch` over `base`: single keys of a mapping are replaced, the others stay.
+/// Lays `patch` over `base`: keys of a mapping are replaced one by one, the others stay.
 ///
-/// A mapping is replaced as a whole where it is of another kind: it has another `name` or `kind`, or a key that `base` has not
-/// (the variant of an enum; of a struct it is unknown, which whoever reads the result says).
+/// A mapping of another kind replaces the whole mapping. It has another `name` or `kind`, or a key
+/// that `base` lacks. Such a key is another variant of an enum; as a key of a struct it is unknown,
+/// and deserialization refuses it.
 pub(super) fn merge(base: Value, patch: Value) -> Value {
     match (base, patch) {
         (Value::Object(mut base), Value::Object(patch)) => {

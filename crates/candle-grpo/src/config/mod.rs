@@ -1,18 +1,21 @@
-//! What a run is, from a file of YAML or TOML.
+//! Configuration of a run, from a file of YAML or TOML.
 
 mod algorithm;
 mod algorithm_keys;
+mod bounds;
 mod document;
 mod error;
 mod merge;
+mod other_names;
 mod preset;
+mod problem;
 mod roll;
 mod run;
 mod sections;
+mod suggestions;
+mod tree;
 
-pub use algorithm::{
-    AdvEstimator, AlgorithmConfig, ImportanceSampling, KlPenaltyName, LossAggMode, PgVariant,
-};
+pub use algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
 pub use document::Document;
 pub use error::ConfigError;
 pub use preset::Preset;

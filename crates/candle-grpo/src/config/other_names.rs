@@ -6,8 +6,14 @@ const NAMES: &[(&str, &str)] = &[
     ("num_generations", "algorithm.num_return_sequences_in_group"),
     ("group_size", "algorithm.num_return_sequences_in_group"),
     ("n", "algorithm.num_return_sequences_in_group"),
-    ("n_samples_per_prompt", "algorithm.num_return_sequences_in_group"),
-    ("num_return_sequences", "algorithm.num_return_sequences_in_group"),
+    (
+        "n_samples_per_prompt",
+        "algorithm.num_return_sequences_in_group",
+    ),
+    (
+        "num_return_sequences",
+        "algorithm.num_return_sequences_in_group",
+    ),
     ("generation_batch_size", "algorithm.rollout_batch_size"),
     ("train_batch_size", "algorithm.rollout_batch_size"),
     ("batch_size", "algorithm.rollout_batch_size"),
@@ -104,8 +110,14 @@ const NAMES: &[(&str, &str)] = &[
     ("lr_scheduler_type", "schedule.decay_until"),
     ("lr_scheduler", "schedule.decay_until"),
     // Memory and adapters.
-    ("gradient_checkpointing", "training.activation_checkpointing"),
-    ("enable_gradient_checkpointing", "training.activation_checkpointing"),
+    (
+        "gradient_checkpointing",
+        "training.activation_checkpointing",
+    ),
+    (
+        "enable_gradient_checkpointing",
+        "training.activation_checkpointing",
+    ),
     ("bf16", "training.compute_dtype"),
     ("fp16", "training.compute_dtype"),
     ("torch_dtype", "training.compute_dtype"),

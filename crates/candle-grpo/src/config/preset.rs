@@ -3,13 +3,13 @@
 use candle_grpo_loss::Recipe;
 use serde::{Deserialize, Serialize};
 
-/// The KL penalty of REINFORCE++, where the configuration says nothing.
+/// The KL coefficient of REINFORCE++ unless the configuration has one.
 const REINFORCE_KL_COEF: f64 = 0.01;
 
-/// A published algorithm: a constructor of [`Recipe`] by its name.
+/// A published algorithm: the constructor of [`Recipe`] with its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[allow(missing_docs)] // Each is the constructor of that name.
+#[allow(missing_docs)] // Each variant is documented at the constructor of that name.
 pub enum Preset {
     Grpo,
     Dapo,
@@ -33,7 +33,7 @@ pub enum Preset {
 }
 
 impl Preset {
-    /// All of them.
+    /// All presets.
     pub const ALL: [Self; 19] = [
         Self::Grpo,
         Self::Dapo,
@@ -56,8 +56,8 @@ impl Preset {
         Self::Openrlhf,
     ];
 
-    /// The recipe for completions of at most `response_length` tokens. DAPO's penalty grows over the last fifth of them, as in
-    /// the paper.
+    /// Returns the recipe for completions of at most `response_length` tokens. The penalty of DAPO
+    /// grows over the last fifth of them, as in the paper.
     pub fn recipe(self, response_length: usize) -> Recipe {
         match self {
             Self::Grpo => Recipe::grpo(),

@@ -3,20 +3,21 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
-use candle_grpo_train::{SamplingConfig, TrainConfig};
+use candle_grpo_train::TrainConfig;
 use serde_json::{Map, Value, json};
 
 use super::algorithm::AlgorithmConfig;
 use super::document::Document;
+use super::suggestions::sections;
 
-/// What becomes of a key of a ROLL file.
+/// The effect of a key of a ROLL file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is used, under this key.
+    /// It is used under this key.
     Used(String),
-    /// It has no meaning here, for this reason.
+    /// It has no meaning here for this reason.
     NoMeaning(String),
-    /// It would mean something, but is not supported.
+    /// It has a meaning that is not supported.
     NotSupported(String),
 }
 
@@ -30,27 +31,27 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// A key of a ROLL file and what becomes of it.
+/// A key of a ROLL file with its effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RollKey {
     /// Its path in the file.
     pub path: String,
     /// Its line.
     pub line: Option<usize>,
-    /// What becomes of it.
+    /// Its effect.
     pub verdict: Verdict,
 }
 
 /// A configuration file of ROLL, translated.
 #[derive(Debug, Clone)]
 pub struct RollFile {
-    /// Every key, in the order of the file.
+    /// Every key in the order of the file.
     pub keys: Vec<RollKey>,
-    /// What it says in the words of this program. Its errors name the lines of the file.
+    /// The translation. Its errors have the keys and the lines of the file.
     pub document: Document,
 }
 
-/// What is done with the keys at a path; `*` stands for one step, and what is below a path goes with it.
+/// The rule for the keys at and below a path, in which `*` stands for one step.
 enum Rule {
     To(&'static str),
     NoMeaning(&'static str),
@@ -59,12 +60,12 @@ enum Rule {
 
 use Rule::{NoMeaning, NotSupported, To};
 
-const ONE_PROCESS: &str = "one process does everything";
-const TEMPLATE: &str = "the chat template is that of the model";
-const GROUP: &str = "num_return_sequences_in_group says it";
+const ONE_PROCESS: &str = "training runs in one process";
+const TEMPLATE: &str = "the chat template of the model is used";
+const GROUP: &str = "num_return_sequences_in_group is used";
 const METRICS: &str = "metrics are always written to the run directory";
 
-/// The first rule that fits counts.
+/// The rules. The first one that fits applies.
 const RULES: &[(&str, Rule)] = &[
     ("seed", To("seed")),
     ("max_steps", To("max_steps")),
@@ -73,12 +74,9 @@ const RULES: &[(&str, Rule)] = &[
     ("output_dir", To("run_dir")),
     ("pretrain", To("model.path")),
     ("max_grad_norm", To("training.max_grad_norm")),
-    (
-        "defaults",
-        NoMeaning("it includes files for strategies, and there are none"),
-    ),
-    ("hydra", NoMeaning("no other program reads the file")),
-    ("exp_name", NoMeaning("the run directory names a run")),
+    ("defaults", NoMeaning("strategies do not apply")),
+    ("hydra", NoMeaning("Hydra is not used")),
+    ("exp_name", NoMeaning("the run directory names the run")),
     (
         "logging_dir",
         NoMeaning("everything is in the run directory"),
@@ -86,7 +84,7 @@ const RULES: &[(&str, Rule)] = &[
     ("logging_steps", NoMeaning("every step is logged")),
     (
         "resume_from_checkpoint",
-        NoMeaning("a run is resumed by its run directory"),
+        NoMeaning("`grpo train --resume` resumes a run"),
     ),
     (
         "checkpoint_config",
@@ -94,13 +92,13 @@ const RULES: &[(&str, Rule)] = &[
     ),
     ("track_with", NoMeaning(METRICS)),
     ("tracker_kwargs", NoMeaning(METRICS)),
-    ("system_envs", NoMeaning("set variables in the environment")),
+    ("system_envs", NoMeaning("set variables in the shell")),
     ("num_gpus_per_node", NoMeaning(ONE_PROCESS)),
     ("num_nodes", NoMeaning(ONE_PROCESS)),
     ("rpc_timeout", NoMeaning(ONE_PROCESS)),
     (
         "async_generation_ratio",
-        NotSupported("sampling and training take turns"),
+        NotSupported("sampling and training alternate"),
     ),
     (
         "is_num_return_sequences_expand",
@@ -127,17 +125,14 @@ const RULES: &[(&str, Rule)] = &[
         "length_loss_weight",
         NotSupported("samples are not weighted by length"),
     ),
-    (
-        "enable_reference",
-        NoMeaning("there is a reference where a KL needs one"),
-    ),
+    ("enable_reference", NoMeaning("a KL loads its reference")),
     (
         "enable_old_logprobs_recompute",
         NotSupported("set training.old_log_probs"),
     ),
     (
         "sequence_length",
-        NoMeaning("it is the sum of prompt_length and response_length"),
+        NoMeaning("prompt_length and response_length are used"),
     ),
     (
         "val_batch_size",
@@ -149,23 +144,31 @@ const RULES: &[(&str, Rule)] = &[
     ("*.num_gpus_per_worker", NoMeaning(ONE_PROCESS)),
     (
         "*.infer_batch_size",
-        NoMeaning("the sampler fills its batches itself"),
+        NoMeaning("sampler.max_batch_size is used"),
     ),
     ("*.use_remote_checkpoint", NoMeaning(ONE_PROCESS)),
     (
         "*.model_args.flash_attn",
-        NoMeaning("there is one attention"),
+        NoMeaning("there is one attention implementation"),
     ),
     (
         "*.model_args.attn_implementation",
-        NoMeaning("there is one attention"),
+        NoMeaning("there is one attention implementation"),
     ),
     (
         "*.model_args.disable_gradient_checkpointing",
-        NoMeaning("activations are kept"),
+        NoMeaning(
+            "activations are not checkpointed unless training.activation_checkpointing is set",
+        ),
     ),
-    ("*.model_args.model_type", NoMeaning("the model says it")),
-    ("*.model_args.dtype", NotSupported("parameters are f32")),
+    (
+        "*.model_args.model_type",
+        NoMeaning("the model's configuration is used"),
+    ),
+    (
+        "*.model_args.dtype",
+        NotSupported("set training.compute_dtype"),
+    ),
     (
         "actor_train.model_args.lora_rank",
         To("training.adapters.rank"),
@@ -176,9 +179,9 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.model_args",
-        NotSupported("not an option of a model here"),
+        NotSupported("not an option of a model"),
     ),
-    ("actor_train.worker_cls", NoMeaning("pg_variant says it")),
+    ("actor_train.worker_cls", NoMeaning("pg_variant is used")),
     ("actor_train.pg_variant", To("algorithm.pg_variant")),
     (
         "actor_train.training_args.learning_rate",
@@ -218,7 +221,7 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.training_args.num_train_epochs",
-        NoMeaning("max_steps says when a run ends"),
+        NoMeaning("max_steps is used"),
     ),
     (
         "actor_train.training_args.lr_scheduler_type",
@@ -226,16 +229,16 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.training_args",
-        NotSupported("not an option of the optimiser here"),
+        NotSupported("not an option of the optimizer"),
     ),
     ("actor_train.data_args.file_name", To("data.train")),
     (
         "actor_train.data_args.dataset_dir",
-        NoMeaning("files are named with their folders"),
+        NoMeaning("paths include their folders"),
     ),
     (
         "actor_train.data_args.messages",
-        NoMeaning("the column is found by itself"),
+        NoMeaning("the column is found by its name"),
     ),
     (
         "actor_train.data_args.preprocessing_num_workers",
@@ -243,11 +246,11 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.data_args.domain_interleave_probs",
-        NotSupported("there are no domains: all rows are equally likely"),
+        NotSupported("rows are sampled uniformly"),
     ),
     (
         "actor_train.data_args.interleave_probs",
-        NotSupported("there are no domains: all rows are equally likely"),
+        NotSupported("rows are sampled uniformly"),
     ),
     ("*.data_args.template", NoMeaning(TEMPLATE)),
     ("validation.data_args.file_name", To("data.held_out")),
@@ -274,7 +277,7 @@ const RULES: &[(&str, Rule)] = &[
     ("validation.eval_steps", To("evaluation.every_steps")),
     (
         "actor_infer.generating_args.max_new_tokens",
-        NoMeaning("response_length says it"),
+        NoMeaning("response_length is used"),
     ),
     (
         "actor_infer.generating_args.num_return_sequences",
@@ -288,21 +291,15 @@ const RULES: &[(&str, Rule)] = &[
     ("actor_infer.generating_args.top_k", To("sampler.top_k")),
     (
         "*.generating_args.num_beams",
-        NoMeaning("completions are drawn"),
+        NoMeaning("completions are sampled"),
     ),
-    (
-        "actor_infer",
-        NoMeaning("the policy that trains samples as well"),
-    ),
+    ("actor_infer", NoMeaning("the trained policy samples")),
     (
         "reference",
-        NoMeaning("the reference is the policy at the start"),
+        NoMeaning("the reference is the initial policy"),
     ),
     ("critic", NotSupported("set training.critic")),
-    (
-        "validation",
-        NotSupported("not an option of an evaluation here"),
-    ),
+    ("validation", NotSupported("not an option of an evaluation")),
     (
         "rewards",
         NotSupported(
@@ -318,7 +315,8 @@ const RULES: &[(&str, Rule)] = &[
 ];
 
 impl RollFile {
-    /// The translation of `document`, if it is a file of ROLL: it names roles, or what only ROLL has.
+    /// Returns the translation of `document` if it is a file of ROLL: it names roles, or what only
+    /// ROLL has, or is a flat page of ROLL's keys.
     pub fn new(document: &Document) -> Option<Self> {
         let signs = [
             "actor_train",
@@ -327,11 +325,15 @@ impl RollFile {
             "hydra",
             "num_gpus_per_node",
         ];
-        if !signs.iter().any(|key| document.get(key).is_some()) {
+        let has_sign = signs.iter().any(|key| document.get(key).is_some());
+        if !has_sign && !is_flat_page(document) {
             return None;
         }
         let mut translation = Translation::new(document);
-        for (path, value) in document.leaves() {
+        let mut leaves = document.leaves();
+        // The size of a micro-batch is known before its number is asked for.
+        leaves.sort_by_key(|(path, _)| path.ends_with("gradient_accumulation_steps"));
+        for (path, value) in leaves {
             translation.take(document, &path, value);
         }
         translation.leave_out_idle_keys();
@@ -343,48 +345,53 @@ impl RollFile {
     }
 }
 
-/// How much text `${key}` may bring in, in bytes, all of them together.
+/// Returns whether at least [`FLAT_KEYS`] keys of the algorithm section stand at the top.
+fn is_flat_page(document: &Document) -> bool {
+    if document.get("algorithm").is_some() {
+        return false;
+    }
+    let keys = algorithm_keys();
+    let at_top = keys.iter().filter(|key| document.get(key).is_some());
+    at_top.count() >= FLAT_KEYS
+}
+
+/// The number of keys at the top that make a flat page; fewer are an error.
+const FLAT_KEYS: usize = 3;
+
+fn algorithm_keys() -> BTreeSet<String> {
+    let sections = sections().into_iter();
+    let mut algorithm = sections.filter(|(section, _)| *section == "algorithm");
+    algorithm.next().map(|(_, keys)| keys).unwrap_or_default()
+}
+
+/// The most bytes that all `${key}` may insert.
 const INTERPOLATED: usize = 1 << 20;
 
 struct Translation {
     keys: Vec<RollKey>,
     document: Document,
-    /// What is left of [`INTERPOLATED`].
+    /// The rest of [`INTERPOLATED`].
     room: usize,
     algorithm_keys: BTreeSet<String>,
-    own_sections: BTreeSet<String>,
+    own_sections: BTreeSet<&'static str>,
     sampler_keys: BTreeSet<String>,
-}
-
-fn keys_of(value: Result<Value, serde_json::Error>) -> BTreeSet<String> {
-    match value {
-        Ok(Value::Object(map)) => map.into_iter().map(|(key, _)| key).collect(),
-        _ => BTreeSet::new(),
-    }
 }
 
 impl Translation {
     fn new(document: &Document) -> Self {
-        let sections = [
-            "model",
-            "data",
-            "algorithm",
-            "sampler",
-            "optimizer",
-            "schedule",
-            "training",
-            "evaluation",
-            "checkpoint",
-            "run_dir",
-            "threads",
-        ];
+        let sections = sections();
+        let sampler = sections.iter().find(|(section, _)| *section == "sampler");
+        let sampler_keys = sampler.map(|(_, keys)| keys.clone()).unwrap_or_default();
+        let own_sections = sections.into_iter().map(|(section, _)| section);
         Self {
             keys: Vec::new(),
             document: document.emptied(),
             room: INTERPOLATED,
-            algorithm_keys: keys_of(serde_json::to_value(AlgorithmConfig::default())),
-            own_sections: sections.map(str::to_owned).into(),
-            sampler_keys: keys_of(serde_json::to_value(SamplingConfig::default())),
+            algorithm_keys: algorithm_keys(),
+            own_sections: own_sections
+                .chain(["model", "run_dir", "threads"])
+                .collect(),
+            sampler_keys,
         }
     }
 
@@ -400,18 +407,18 @@ impl Translation {
             } else {
                 format!("algorithm.{path}")
             };
-            self.document.insert(&place, value, line);
+            self.document.insert(&place, value, path, line);
             Verdict::Used(place)
         } else {
             match RULES.iter().find(|(pattern, _)| fits(pattern, path)) {
-                Some((_, To(place))) => self.place(place, value, line),
-                // A switch that is off asks for nothing.
+                Some((_, To(place))) => self.place(place, value, path, line),
+                // A switch that is off has no effect.
                 Some((_, NotSupported(why))) if value == Value::Bool(false) || value.is_null() => {
                     Verdict::NoMeaning(format!("it is off ({why})"))
                 }
                 Some((_, NoMeaning(why))) => Verdict::NoMeaning((*why).to_owned()),
                 Some((_, NotSupported(why))) => Verdict::NotSupported((*why).to_owned()),
-                None => Verdict::NotSupported("not a key that is known".to_owned()),
+                None => Verdict::NotSupported("not a known key".to_owned()),
             }
         };
         self.keys.push(RollKey {
@@ -421,7 +428,7 @@ impl Translation {
         });
     }
 
-    fn place(&mut self, place: &str, value: Value, line: Option<usize>) -> Verdict {
+    fn place(&mut self, place: &str, value: Value, origin: &str, line: Option<usize>) -> Verdict {
         if let Some((section, key)) = place.rsplit_once('.')
             && section.ends_with("sampler")
             && !self.sampler_keys.contains(key)
@@ -429,7 +436,7 @@ impl Translation {
             return Verdict::NotSupported(format!("the sampler has no {key}"));
         }
         let value = if place == "training.mini_batch_size" {
-            // Counted in micro-batches there.
+            // ROLL counts it in micro-batches.
             let micro = self.document.get("training.micro_batch_size");
             let micro = micro.and_then(Value::as_u64).unwrap_or(1);
             value
@@ -438,13 +445,15 @@ impl Translation {
         } else {
             value
         };
-        self.document.insert(place, value, line);
+        self.document.insert(place, value, origin, line);
         Verdict::Used(place.to_owned())
     }
 
-    /// Takes out the keys that change nothing in this combination: in ROLL they may stand there all the same.
+    /// Removes the keys without effect in this combination, which ROLL accepts.
     fn leave_out_idle_keys(&mut self) {
         while let Some(algorithm) = self.document.get("algorithm").cloned() {
+            let mut algorithm = algorithm;
+            AlgorithmConfig::expand(&mut algorithm);
             let Ok(config) = serde_json::from_value::<AlgorithmConfig>(algorithm) else {
                 return;
             };
@@ -474,8 +483,8 @@ fn fits(pattern: &str, path: &str) -> bool {
     })
 }
 
-/// `${key}` replaced by the value of that key of the file, once more where that has one, and so on a few times, while there is
-/// `room` for what comes in.
+/// Replaces `${key}` by the value of that key of the file, a few times in a row, while there is
+/// `room`.
 fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
     let mut value = value.clone();
     for _ in 0..8 {
@@ -500,37 +509,13 @@ fn interpolated(document: &Document, value: &Value, room: &mut usize) -> Value {
 }
 
 impl Document {
-    /// A document without a key, of the same file.
+    /// Returns a document of the same file without a key.
     fn emptied(&self) -> Self {
         self.with_value(Value::Object(Map::new()))
     }
 
-    /// Every value that is not a mapping, with its path, in no order.
-    fn leaves(&self) -> Vec<(String, &Value)> {
-        let mut leaves = Vec::new();
-        let mut open = vec![(String::new(), &self.value)];
-        while let Some((path, value)) = open.pop() {
-            match value {
-                Value::Object(map) if !map.is_empty() => {
-                    open.extend(map.iter().rev().map(|(key, value)| {
-                        let path = if path.is_empty() {
-                            key.clone()
-                        } else {
-                            format!("{path}.{key}")
-                        };
-                        (path, value)
-                    }));
-                }
-                value => leaves.push((path, value)),
-            }
-        }
-        // The size of a micro-batch is known before its number is asked for.
-        leaves.sort_by_key(|(path, _)| path.ends_with("gradient_accumulation_steps"));
-        leaves
-    }
-
-    fn insert(&mut self, path: &str, value: Value, line: Option<usize>) {
-        self.note_line(path, line);
+    fn insert(&mut self, path: &str, value: Value, origin: &str, line: Option<usize>) {
+        self.note_origin(path, origin, line);
         let mut at = &mut self.value;
         let mut steps = path.split('.').peekable();
         while let Some(step) = steps.next() {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_grpo_core::NormLevel;
+use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::{
     DatasetConfig, LearningRateSchedule, RewardConfig, SamplingConfig, TrainConfig,
 };
@@ -11,12 +11,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::algorithm::AlgorithmConfig;
+use super::bounds;
 use super::document::Document;
 use super::error::ConfigError;
 use super::merge::merge;
+use super::problem::Problem;
 use super::sections::{CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig};
 
-/// A whole run: what a configuration file says, with all defaults filled in, checked.
+/// A whole run: a configuration file with all defaults filled in, validated.
 ///
 /// ```
 /// use std::path::Path;
@@ -41,28 +43,30 @@ use super::sections::{CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelC
 /// ```
 #[derive(Debug, Clone)]
 pub struct RunConfig {
-    /// Which model is trained.
+    /// The model to train.
     pub model: ModelConfig,
-    /// On which prompts.
+    /// The data.
     pub data: DatasetConfig,
-    /// Prompts with more tokens than this are left out.
+    /// The longest prompt in tokens; longer ones are left out.
     pub max_prompt_tokens: usize,
-    /// By which rewards.
+    /// The terms of the reward.
     pub rewards: Vec<RewardConfig>,
     /// The settings of the trainer. The seed of its sampler is that of the run.
     pub train: TrainConfig,
-    /// How many steps.
+    /// The number of steps.
     pub max_steps: usize,
-    /// When and how the policy is evaluated.
+    /// The schedule and the sampler of evaluations.
     pub evaluation: EvaluationConfig,
-    /// When checkpoints are written.
+    /// The schedule of checkpoints.
     pub checkpoint: CheckpointConfig,
     /// The folder of the run.
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
     pub threads: Option<usize>,
-    /// The keys of the evaluation section, as they were given.
+    /// The keys of the evaluation section as the file has them.
     evaluation_keys: EvaluationKeys,
+    /// The file, for the lines of errors that only its files or its model show.
+    document: Document,
 }
 
 /// The sections of a file.
@@ -108,8 +112,8 @@ impl Default for Sections {
 
 const PROMPT_LENGTH: usize = 1024;
 
-/// Where the settings of the trainer have a place of their own.
-const ELSEWHERE: [(&str, &str); 7] = [
+/// Settings of the trainer that a file has in another place.
+pub(super) const ELSEWHERE: [(&str, &str); 7] = [
     ("prompts_per_step", "algorithm.rollout_batch_size"),
     ("num_generations", "algorithm.num_return_sequences_in_group"),
     ("epochs", "algorithm.ppo_epochs"),
@@ -119,8 +123,8 @@ const ELSEWHERE: [(&str, &str); 7] = [
     ("schedule", "schedule"),
 ];
 
-/// Where settings of the sampler have a place of their own.
-const SAMPLER_ELSEWHERE: [(&str, &str); 3] = [
+/// Settings of the sampler that a file has in another place.
+pub(super) const SAMPLER_ELSEWHERE: [(&str, &str); 3] = [
     ("seed", "seed"),
     ("max_new_tokens", "algorithm.response_length"),
     ("greedy", "evaluation.sampler.greedy"),
@@ -128,45 +132,59 @@ const SAMPLER_ELSEWHERE: [(&str, &str); 3] = [
 
 impl RunConfig {
     /// Reads a file: TOML where its name ends in `.toml`, YAML otherwise.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error as [`Self::new`] does, or if the file cannot be read.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         Self::new(&Document::read(path)?)
     }
 
-    /// What a document says. Opens no file that it names.
+    /// Reads a document. Opens no file that it names: see [`Self::check_files`] and
+    /// [`Self::check_model`].
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
+    /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
-        let sections: Sections = document.parse("", document.value.clone())?;
+        Self::build(document).map_err(|problem| {
+            let is_valid_without = |document: &Document| Self::build(document).is_ok();
+            problem.locate(document, is_valid_without)
+        })
+    }
+
+    fn build(document: &Document) -> Result<Self, Problem> {
+        tags("", &document.value)?;
+        let sections: Sections = document.parse("", expanded(document))?;
         let mut train = TrainConfig::default();
         sections
             .algorithm
             .apply(&mut train)
-            .map_err(|error| document.error(&format!("algorithm.{}", error.key), error.message))?;
+            .map_err(|error| Problem::at(&format!("algorithm.{}", error.key), error.message))?;
         if let Some(recipe) = sections.algorithm.recipe.clone() {
             train.recipe = laid_over(document, "algorithm.recipe", &train.recipe, recipe)?;
         }
-        own_place(document, "sampler", &sections.sampler, &SAMPLER_ELSEWHERE)?;
+        own_place("sampler", &sections.sampler, &SAMPLER_ELSEWHERE)?;
         let sampler = Value::Object(sections.sampler);
         train.sampling = laid_over(document, "sampler", &train.sampling, sampler)?;
         train.sampling.seed = sections.seed;
         let optimizer = Value::Object(sections.optimizer);
         train.optimizer = laid_over(document, "optimizer", &train.optimizer, optimizer)?;
         train.schedule = sections.schedule;
-        own_place(document, "training", &sections.training, &ELSEWHERE)?;
+        own_place("training", &sections.training, &ELSEWHERE)?;
         let training = Value::Object(sections.training);
         let train: TrainConfig = laid_over(document, "training", &train, training)?;
-        validate_train(document, &train)?;
 
         let Some(model) = sections.model else {
-            return Err(document.error("model", "absent, must be the path of a model"));
+            return Err(Problem::at("model", "absent, must be the path of a model"));
         };
         let data = sections.data;
-        data.validate()
-            .map_err(|error| document.error("data", format!("{error:#}")))?;
-        validate_rewards(document, &sections.rewards)?;
         let mut evaluation_keys = sections.evaluation;
         if data.held_out.is_empty() && data.held_out_rows.is_none() {
             let key = "evaluation.every_steps";
             if document.get(key).is_some_and(|steps| !steps.is_null()) {
-                return Err(document.error(
+                return Err(Problem::at(
                     key,
                     "given, but nothing is held out: give data.held_out or data.held_out_rows",
                 ));
@@ -174,18 +192,8 @@ impl RunConfig {
             evaluation_keys.every_steps = None;
         }
         let evaluation = evaluation(document, &evaluation_keys, &train.sampling)?;
-        for (key, value) in [
-            ("max_steps", Some(sections.max_steps)),
-            ("threads", sections.threads),
-            ("checkpoint.every_steps", sections.checkpoint.every_steps),
-            ("checkpoint.keep", Some(sections.checkpoint.keep)),
-            ("algorithm.prompt_length", sections.algorithm.prompt_length),
-        ] {
-            if value == Some(0) {
-                return Err(document.error(key, "0, must be at least 1"));
-            }
-        }
-        Ok(Self {
+        let run_dir = sections.run_dir.unwrap_or_else(|| document.run_dir());
+        let run = Self {
             model,
             data,
             max_prompt_tokens: sections.algorithm.prompt_length.unwrap_or(PROMPT_LENGTH),
@@ -194,24 +202,168 @@ impl RunConfig {
             max_steps: sections.max_steps,
             evaluation,
             checkpoint: sections.checkpoint,
-            run_dir: sections.run_dir.unwrap_or_else(|| document.run_dir()),
+            run_dir,
             threads: sections.threads,
             evaluation_keys,
-        })
+            document: document.clone(),
+        };
+        run.validate()?;
+        Ok(run)
     }
 
-    /// The seed of the run.
+    /// Checks everything that a run can be refused for before its files are opened.
+    fn validate(&self) -> Result<(), Problem> {
+        bounds::check(self)?;
+        self.train
+            .validate()
+            .map_err(|error| Problem::of_settings(&error))?;
+        self.evaluation
+            .sampler
+            .validate()
+            .map_err(|error| Problem::within("evaluation.sampler", &error))?;
+        self.data
+            .validate()
+            .map_err(|error| Problem::within("data", &error))?;
+        for (i, reward) in self.rewards.iter().enumerate() {
+            reward
+                .validate()
+                .map_err(|error| Problem::within(&format!("rewards[{i}]"), &error))?;
+        }
+        if self.rewards.is_empty() {
+            return Err(Problem::at("rewards", "none, must be at least one"));
+        }
+        self.validate_reward_weights()?;
+        self.validate_run_dir()
+    }
+
+    /// Refuses weights of reward components that are not one for each reward.
+    fn validate_reward_weights(&self) -> Result<(), Problem> {
+        let recipe = &self.train.recipe;
+        let pipeline = recipe.advantage.pipeline();
+        let of_group = pipeline.sequence.and_then(|stage| stage.reward_weights);
+        for (key, weights) in [
+            (
+                "reward_shaping.reward_weights",
+                &recipe.reward_shaping.reward_weights,
+            ),
+            ("advantage.reward_weights", &of_group),
+        ] {
+            let rewards = self.rewards.len();
+            if let Some(weights) = weights
+                && weights.len() != rewards
+            {
+                return Err(Problem::effective(
+                    &format!("algorithm.recipe.{key}"),
+                    format!(
+                        "{} weights, must be one for each of {rewards} rewards",
+                        weights.len()
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a run that would write over what it reads.
+    fn validate_run_dir(&self) -> Result<(), Problem> {
+        if self.run_dir.as_os_str().is_empty() {
+            return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
+        }
+        let (data, held_out) = (&self.data.train, &self.data.held_out);
+        let template = self.model.chat_template.iter();
+        let read = std::iter::once(("model", &self.model.path))
+            .chain(template.map(|path| ("model.chat_template", path)))
+            .chain(data.iter().map(|path| ("data.train", path)))
+            .chain(held_out.iter().map(|path| ("data.held_out", path)));
+        for (key, path) in read {
+            if is_within(path, &self.run_dir) {
+                return Err(Problem::at(
+                    key,
+                    format!(
+                        "{}, must lie outside of run_dir, {}",
+                        path.display(),
+                        self.run_dir.display()
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the programs, scripts and folders that the rewards name are there.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line of the reward if one is missing.
+    pub fn check_files(&self) -> Result<(), ConfigError> {
+        for (i, reward) in self.rewards.iter().enumerate() {
+            reward.check_files().map_err(|error| {
+                self.document
+                    .error(&format!("rewards[{i}]"), format!("{error:#}"))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Checks the settings that depend on the model: adapters, and the lengths of completions after
+    /// the longest prompts, in tokens, to train on and to evaluate on.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line of the key that the model does not allow.
+    pub fn check_model(
+        &self,
+        model: &DecoderConfig,
+        longest_prompt: usize,
+        longest_held_out: usize,
+    ) -> Result<(), ConfigError> {
+        if let Some(adapters) = &self.train.adapters {
+            adapters.validate(model).map_err(|error| {
+                let error = anyhow::Error::from(error);
+                self.document
+                    .error("training.adapters", format!("{error:#}"))
+            })?;
+        }
+        let positions = model.max_position_embeddings;
+        let own = "evaluation.sampler.max_new_tokens";
+        let evaluation = match self.document.get(own) {
+            Some(_) => own,
+            None => "algorithm.response_length",
+        };
+        for (key, sampling, longest) in [
+            (
+                "algorithm.response_length",
+                &self.train.sampling,
+                longest_prompt,
+            ),
+            (evaluation, &self.evaluation.sampler, longest_held_out),
+        ] {
+            let length = sampling.max_new_tokens;
+            if length.saturating_add(longest) > positions {
+                return Err(self.document.error(
+                    key,
+                    format!(
+                        "{length}, must be at most {}: the model has {positions} positions, and the longest prompt {longest} tokens",
+                        positions.saturating_sub(longest)
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the seed of the run.
     pub fn seed(&self) -> u64 {
         self.train.sampling.seed
     }
 
-    /// The effective configuration, as a file that says the same.
+    /// Returns the effective configuration as YAML that reads as the same configuration.
     pub fn to_yaml(&self) -> Result<String, serde_json::Error> {
         let value = self.to_value()?;
         serde_saphyr::to_string(&value).map_err(serde::ser::Error::custom)
     }
 
-    /// The effective configuration, with the sections of a file.
+    /// Returns the effective configuration with the sections of a file.
     pub fn to_value(&self) -> Result<Value, serde_json::Error> {
         let without = |value: Value, elsewhere: &[(&str, &str)]| match value {
             Value::Object(mut map) => {
@@ -247,65 +399,67 @@ impl RunConfig {
     }
 }
 
-/// `defaults` with what a file says at `path` laid over them.
+/// Returns whether `path` is `folder` or lies in it, after links and dots.
+fn is_within(path: &Path, folder: &Path) -> bool {
+    let resolved = |path: &Path| {
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        absolute.canonicalize().unwrap_or(absolute)
+    };
+    resolved(path).starts_with(resolved(folder))
+}
+
+/// Refuses names of kinds that are not texts: a number would select a kind by its position.
+fn tags(path: &str, value: &Value) -> Result<(), Problem> {
+    match value {
+        Value::Object(map) => map.iter().try_for_each(|(key, value)| {
+            let path = match path {
+                "" => key.clone(),
+                path => format!("{path}.{key}"),
+            };
+            if matches!(key.as_str(), "kind" | "name") && !(value.is_string() || value.is_null()) {
+                return Err(Problem::at(&path, format!("{value}, must be a text")));
+            }
+            tags(&path, value)
+        }),
+        Value::Array(items) => {
+            let mut items = items.iter().enumerate();
+            items.try_for_each(|(i, value)| tags(&format!("{path}[{i}]"), value))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns the tree of a document in which `loss_agg_mode: seq-mean-token-sum-norm` has its length,
+/// `response_length`.
+fn expanded(document: &Document) -> Value {
+    let mut value = document.value.clone();
+    if let Some(algorithm) = value.get_mut("algorithm") {
+        AlgorithmConfig::expand(algorithm);
+    }
+    value
+}
+
+/// Returns `defaults` with the keys of `patch`, which stand at `path`, laid over them.
 fn laid_over<T: Serialize + DeserializeOwned>(
     document: &Document,
     path: &str,
     defaults: &T,
     patch: Value,
-) -> Result<T, ConfigError> {
-    let defaults = serde_json::to_value(defaults).map_err(|error| document.error(path, error))?;
-    document.parse(path, merge(defaults, patch))
+) -> Result<T, Problem> {
+    let defaults = serde_json::to_value(defaults).map_err(|error| Problem::at(path, error))?;
+    Ok(document.parse(path, merge(defaults, patch))?)
 }
 
+/// Refuses keys that have their place in another section.
 fn own_place(
-    document: &Document,
     section: &str,
     keys: &Map<String, Value>,
     elsewhere: &[(&str, &str)],
-) -> Result<(), ConfigError> {
+) -> Result<(), Problem> {
     for (key, place) in elsewhere {
         if keys.contains_key(*key) {
             let path = format!("{section}.{key}");
-            return Err(document.error(&path, format!("is not set here, but with {place}")));
-        }
-    }
-    Ok(())
-}
-
-/// What the trainer says about its settings, by the key of the file.
-fn validate_train(document: &Document, train: &TrainConfig) -> Result<(), ConfigError> {
-    let group_deviation = train.recipe.reward_shaping.norm.std == NormLevel::Group;
-    if group_deviation && train.num_generations == 1 {
-        return Err(document.error(
-            "algorithm.num_return_sequences_in_group",
-            "1, must be at least 2 where rewards are divided by the deviation of their group",
-        ));
-    }
-    let error = match train.validate() {
-        Ok(()) => return Ok(()),
-        Err(error) => format!("{error:#}"),
-    };
-    let end = error.find([':', '.', ' ']).unwrap_or(error.len());
-    let (key, rest) = error.split_at(end);
-    let elsewhere = ELSEWHERE.iter().find(|(name, _)| *name == key);
-    let path = match (key, elsewhere) {
-        ("max_new_tokens", _) => "algorithm.response_length".to_owned(),
-        ("temperature", _) => "sampler.temperature".to_owned(),
-        (_, Some((_, place))) => (*place).to_owned(),
-        (key, None) => format!("training.{key}"),
-    };
-    let message = rest.strip_prefix(": ").unwrap_or(&error);
-    Err(document.error(&path, message))
-}
-
-fn validate_rewards(document: &Document, rewards: &[RewardConfig]) -> Result<(), ConfigError> {
-    if rewards.is_empty() {
-        return Err(document.error("rewards", "none, there must be at least one"));
-    }
-    for (i, reward) in rewards.iter().enumerate() {
-        if let Err(error) = reward.validate() {
-            return Err(document.error(&format!("rewards[{i}]"), format!("{error:#}")));
+            return Err(Problem::at(&path, format!("has its place at {place}")));
         }
     }
     Ok(())
@@ -315,18 +469,9 @@ fn evaluation(
     document: &Document,
     keys: &EvaluationKeys,
     sampling: &SamplingConfig,
-) -> Result<EvaluationConfig, ConfigError> {
+) -> Result<EvaluationConfig, Problem> {
     let wrong =
-        |key: &str, message: String| Err(document.error(&format!("evaluation.{key}"), message));
-    for (key, value) in [
-        ("every_steps", keys.every_steps),
-        ("samples_per_prompt", Some(keys.samples_per_prompt)),
-        ("max_prompts", keys.max_prompts),
-    ] {
-        if value == Some(0) {
-            return wrong(key, "0, must be at least 1".to_owned());
-        }
-    }
+        |key: &str, message: String| Err(Problem::at(&format!("evaluation.{key}"), message));
     let samples = keys.samples_per_prompt;
     if let Some(k) = keys.pass_at.iter().find(|&&k| k == 0 || k > samples) {
         return wrong(
@@ -341,16 +486,9 @@ fn evaluation(
         );
     }
     let path = "evaluation.sampler";
-    own_place(document, path, &keys.sampler, &SAMPLER_ELSEWHERE[..1])?;
-    let sampler: SamplingConfig = laid_over(
-        document,
-        path,
-        sampling,
-        Value::Object(keys.sampler.clone()),
-    )?;
-    sampler
-        .validate()
-        .map_err(|error| document.error(path, format!("{error:#}")))?;
+    own_place(path, &keys.sampler, &SAMPLER_ELSEWHERE[..1])?;
+    let sampler = Value::Object(keys.sampler.clone());
+    let sampler: SamplingConfig = laid_over(document, path, sampling, sampler)?;
     Ok(EvaluationConfig {
         every_steps: keys.every_steps,
         samples_per_prompt: samples,

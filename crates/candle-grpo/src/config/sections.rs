@@ -1,70 +1,87 @@
 //! The smaller sections of a configuration.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use candle_grpo_train::SamplingConfig;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-/// Which model is trained.
+/// The model to train.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct ModelConfig {
-    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, or the folder of a run: its best checkpoint.
+    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, or the folder
+    /// of a run (its best checkpoint).
     pub path: PathBuf,
-    /// A file with the chat template; absent: the one that comes with the model.
+    /// A file with the chat template. Absent: the template of the model.
     pub chat_template: Option<PathBuf>,
 }
 
+/// Reads `model: PATH` or a mapping.
+impl<'de> Deserialize<'de> for ModelConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct PathOrKeys;
+
+        impl<'de> Visitor<'de> for PathOrKeys {
+            type Value = ModelConfig;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the path of a model, or a mapping of keys")
+            }
+
+            fn visit_str<E>(self, path: &str) -> Result<ModelConfig, E> {
+                Ok(ModelConfig {
+                    path: path.into(),
+                    chat_template: None,
+                })
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ModelConfig, A::Error> {
+                #[derive(Deserialize)]
+                #[serde(deny_unknown_fields)]
+                struct Keys {
+                    path: PathBuf,
+                    #[serde(default)]
+                    chat_template: Option<PathBuf>,
+                }
+                let keys = Keys::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(ModelConfig {
+                    path: keys.path,
+                    chat_template: keys.chat_template,
+                })
+            }
+        }
+        deserializer.deserialize_any(PathOrKeys)
+    }
+}
+
+/// The schedule and the sampler of evaluations on held-out prompts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EvaluationConfig {
+    /// Steps between evaluations; also before the first step and after the last. Absent: never.
+    pub every_steps: Option<usize>,
+    /// Completions of each prompt.
+    pub samples_per_prompt: usize,
+    /// The values k of the reported pass@k, each at most `samples_per_prompt`.
+    pub pass_at: Vec<usize>,
+    /// The smallest reward with which a completion passes.
+    pub pass_reward: f64,
+    /// The largest number of held-out prompts. Absent: all.
+    pub max_prompts: Option<usize>,
+    /// The sampler; its keys are laid over the sampler section.
+    pub sampler: SamplingConfig,
+}
+
 impl EvaluationConfig {
-    /// Those of `prompts` that are asked.
-    pub fn of<'a, T>(&self, prompts: &'a [T]) -> &'a [T] {
+    /// Returns the prompts that are evaluated: the first `max_prompts`.
+    pub fn select<'a, T>(&self, prompts: &'a [T]) -> &'a [T] {
         &prompts[..self.max_prompts.unwrap_or(usize::MAX).min(prompts.len())]
     }
 }
 
-/// `model: PATH`, or a mapping.
-impl<'de> Deserialize<'de> for ModelConfig {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(deny_unknown_fields)]
-        struct Keys {
-            path: PathBuf,
-            #[serde(default)]
-            chat_template: Option<PathBuf>,
-        }
-        let value = Value::deserialize(deserializer)?;
-        let value = match value {
-            Value::String(path) => {
-                Value::Object(Map::from_iter([("path".to_owned(), path.into())]))
-            }
-            value => value,
-        };
-        let keys = Keys::deserialize(value).map_err(serde::de::Error::custom)?;
-        Ok(Self {
-            path: keys.path,
-            chat_template: keys.chat_template,
-        })
-    }
-}
-
-/// When and how the policy is evaluated on held-out prompts.
-#[derive(Debug, Clone, PartialEq)]
-pub struct EvaluationConfig {
-    /// Before the first step, after each multiple of this many, and after the last; absent: never.
-    pub every_steps: Option<usize>,
-    /// Completions of each prompt.
-    pub samples_per_prompt: usize,
-    /// The numbers k of the pass@k that is reported, at most `samples_per_prompt`.
-    pub pass_at: Vec<usize>,
-    /// A completion passes with a reward of at least this.
-    pub pass_reward: f64,
-    /// At most this many held-out prompts.
-    pub max_prompts: Option<usize>,
-    /// How completions are drawn.
-    pub sampler: SamplingConfig,
-}
-
-/// The keys of the evaluation section; those of `sampler` are laid over the sampler section.
+/// The keys of the evaluation section as the file has them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct EvaluationKeys {
@@ -89,15 +106,15 @@ impl Default for EvaluationKeys {
     }
 }
 
-/// When checkpoints are written and which are kept.
+/// The schedule of checkpoints, and which are kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
-    /// After each multiple of this many steps; absent: at the end only.
+    /// Steps between checkpoints; also after the last step. Absent: after the last step only.
     pub every_steps: Option<usize>,
-    /// How many of the latest are kept.
+    /// The number of latest checkpoints to keep.
     pub keep: usize,
-    /// Whether the one whose evaluation had the greatest mean reward is kept as well.
+    /// Keeps the checkpoint of the evaluation with the highest mean reward, too.
     pub keep_best: bool,
 }
 

@@ -18,7 +18,7 @@ pub(super) enum TypeError {
         key: String,
         known: &'static [&'static str],
     },
-    /// A name that is none of those that the key takes.
+    /// A name that the key does not take.
     UnknownName {
         name: String,
         known: &'static [&'static str],
@@ -255,14 +255,13 @@ impl<'de> VariantAccess<'de> for Options {
     fn unit_variant(self) -> Result<(), TypeError> {
         match self.0 {
             None | Some(Value::Null) => Ok(()),
-            Some(_) => Err(TypeError::Other("has options, must be a name alone".to_owned())),
+            Some(_) => Err(TypeError::Other(
+                "has options, must be a name alone".to_owned(),
+            )),
         }
     }
 
-    fn newtype_variant_seed<S: DeserializeSeed<'de>>(
-        self,
-        seed: S,
-    ) -> Result<S::Value, TypeError> {
+    fn newtype_variant_seed<S: DeserializeSeed<'de>>(self, seed: S) -> Result<S::Value, TypeError> {
         match self.0 {
             Some(options) => seed.deserialize(Tree(options)),
             None => Err(without_options()),

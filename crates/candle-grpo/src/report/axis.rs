@@ -1,6 +1,6 @@
-//! Where numbers lie on an axis.
+//! Axes of charts.
 
-/// An axis from one end to the other, with marks at round numbers.
+/// An axis with marks at round numbers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Axis {
     pub(super) low: f64,
@@ -9,7 +9,8 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// An axis with all of `values` that are finite, and about `count` marks; from 0 to 1 if there are none.
+    /// Returns an axis around the finite `values` with about `count` marks; from 0 to 1 without
+    /// values.
     pub(super) fn around(values: impl IntoIterator<Item = f64>, count: usize) -> Self {
         let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
         for value in values.into_iter().filter(|value| value.is_finite()) {
@@ -23,7 +24,7 @@ impl Axis {
             (low, high) = (low - room, high + room);
         }
         let room = 0.04 * (high - low);
-        // What is never negative and comes near to 0 is seen from there.
+        // Values that are not negative and come near 0 have an axis from 0.
         let low = if low >= 0. && low < 0.5 * high {
             0.
         } else {
@@ -32,7 +33,7 @@ impl Axis {
         Self::between(low, high + room, count)
     }
 
-    /// An axis with these ends.
+    /// Returns an axis with these ends.
     pub(super) fn between(low: f64, high: f64, count: usize) -> Self {
         let step = round_step((high - low) / count.max(1) as f64);
         let mut marks = Vec::new();
@@ -47,13 +48,13 @@ impl Axis {
         Self { low, high, marks }
     }
 
-    /// 0 at the low end, 1 at the high end.
+    /// Returns the position of `x`: 0 at the low end, 1 at the high end.
     pub(super) fn share(&self, x: f64) -> f64 {
         (x - self.low) / (self.high - self.low)
     }
 }
 
-/// The nearest of 1, 2 and 5 times a power of ten that is not below.
+/// Returns the smallest of 1, 2 and 5 times a power of ten that is at least `x`.
 fn round_step(x: f64) -> f64 {
     let power = 10f64.powf(x.log10().floor());
     let factor = [1., 2., 5.].into_iter().find(|factor| factor * power >= x);
@@ -65,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_are_round() {
+    fn marks_are_at_round_numbers() {
         let axis = Axis::between(0., 1., 5);
         assert_eq!(axis.marks.len(), 6);
         assert!((axis.marks[1] - 0.2).abs() < 1e-12);
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn any_numbers_have_an_axis() {
+    fn an_axis_holds_all_finite_values() {
         assert_eq!(Axis::around([], 4).marks, [0., 0.5, 1.]);
         for values in [
             vec![3.],

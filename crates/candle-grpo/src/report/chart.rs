@@ -1,4 +1,4 @@
-//! Line charts as SVG, whose colours are those of the page.
+//! Line charts as SVG in the colors of the page.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ const RIGHT: f64 = 12.;
 const TOP: f64 = 10.;
 const BOTTOM: f64 = 34.;
 
-/// How a line is drawn.
+/// The stroke of a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stroke {
     Solid,
@@ -34,7 +34,7 @@ pub(super) struct Band {
     pub(super) points: Vec<(f64, f64, f64)>,
 }
 
-/// What one chart shows.
+/// The lines and bands of one chart.
 #[derive(Default)]
 pub(super) struct Chart {
     pub(super) lines: Vec<Line>,
@@ -42,13 +42,13 @@ pub(super) struct Chart {
 }
 
 impl Chart {
-    /// Whether there is anything to see.
+    /// Returns whether the chart has no points.
     pub(super) fn is_empty(&self) -> bool {
         self.lines.iter().all(|line| line.points.is_empty())
             && self.bands.iter().all(|band| band.points.is_empty())
     }
 
-    /// The chart over steps; `title` is for those who cannot see it.
+    /// Returns the chart over steps as SVG, with `title` as its accessible label.
     pub(super) fn svg(&self, title: &str) -> String {
         let lines = || {
             self.lines
@@ -148,7 +148,7 @@ impl Place {
             Stroke::Dotted => " dotted",
         };
         let label = escape(&line.label);
-        // Where a number is missing or not finite the line is broken; a step by itself is a dot.
+        // A value that is not finite breaks the line. A single step is a dot.
         for part in line.points.split(|(_, y)| !y.is_finite()) {
             match part {
                 [] => {}

@@ -1,6 +1,6 @@
-//! Text in HTML.
+//! Text for HTML.
 
-/// `text` as it stands in a page or an attribute.
+/// Escapes `text` for a page or an attribute.
 pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -10,7 +10,7 @@ pub(super) fn escape(text: &str) -> String {
             '>' => escaped.push_str("&gt;"),
             '"' => escaped.push_str("&quot;"),
             '\'' => escaped.push_str("&#39;"),
-            // Not allowed in a page.
+            // HTML does not allow it.
             c if c.is_control() && !matches!(c, '\n' | '\t') => escaped.push('\u{fffd}'),
             c => escaped.push(c),
         }
@@ -18,7 +18,7 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// A number, short.
+/// Returns a number with few digits.
 pub(super) fn short(x: f64) -> String {
     let size = x.abs();
     if x == 0. {

@@ -1,4 +1,4 @@
-//! One page about one run or several.
+//! One page about one or several runs.
 
 mod axis;
 mod chart;

@@ -1,23 +1,22 @@
-//! The page.
+//! The page as HTML.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use super::html::{escape, short};
-use super::panels::{COLOURS, panels};
+use super::panels::{COLORS, panels};
 use super::run::{Run, RunSample};
 
-/// How many answers of each run are shown.
+/// The number of answers of each run on the page.
 const SHOWN: usize = 24;
 
 const STYLE: &str = include_str!("style.css");
 
-/// The first line of every page, by which a page is told from other files.
+/// The first line of every page. It distinguishes a page from other files.
 pub const REPORT_START: &str = "<!doctype html><!-- grpo report -->";
 
-/// Returns a page about `runs` that needs no other file: figures, charts over the steps, answers before and after, settings.
-///
-/// It follows the reader's choice of light and dark, and the width of the window.
+/// Returns a page about `runs` in one file: metrics, charts over the steps, answers before and
+/// after, settings. It follows the browser's color scheme and the width of the window.
 pub fn report_html(runs: &[Run]) -> String {
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let mut page = format!(
@@ -49,10 +48,10 @@ pub fn report_html(runs: &[Run]) -> String {
     page
 }
 
-/// A row for each run: how long it is, where its reward began and where it ended.
+/// Returns a table with a row for each run: steps, first and last rewards, time.
 fn summary(runs: &[Run]) -> String {
     let mut table = String::from(
-        "<div class=\"wide\"><table class=\"summary\"><thead><tr><th>run</th><th>steps</th><th>skipped</th><th>reward, first 5 steps</th><th>last 5 steps</th><th>time</th></tr></thead><tbody>\n",
+        "<div class=\"wide\"><table class=\"summary\"><thead><tr><th>run</th><th>steps</th><th>without update</th><th>reward, first 5 steps</th><th>last 5 steps</th><th>time</th></tr></thead><tbody>\n",
     );
     for (i, run) in runs.iter().enumerate() {
         let rewards: Vec<f64> = run
@@ -65,7 +64,7 @@ fn summary(runs: &[Run]) -> String {
         let _ = writeln!(
             table,
             "<tr><td><i class=\"key run{}\"></i>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
-            i % COLOURS,
+            i % COLORS,
             escape(&run.name),
             run.steps.len(),
             run.skipped,
@@ -101,7 +100,7 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// Answers before and after, side by side.
+/// Returns the answers before and after, side by side.
 fn answers(run: &Run) -> String {
     let pairs = run.before_and_after();
     let Some((before, after)) = pairs.first() else {
@@ -137,7 +136,7 @@ fn answer(sample: &RunSample) -> String {
     )
 }
 
-/// The settings: those in which the runs differ first, then all.
+/// Returns the settings: first those in which the runs differ, then the others.
 fn settings(runs: &[Run]) -> String {
     let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.settings.keys()).collect();
     let (same, different): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| {
@@ -151,7 +150,7 @@ fn settings(runs: &[Run]) -> String {
     let title = if different.is_empty() {
         "All settings"
     } else {
-        "What is the same"
+        "Same in all runs"
     };
     let _ = write!(
         section,

@@ -1,21 +1,21 @@
-//! Which figures are shown, and how.
+//! The charts of the page.
 
 use std::collections::BTreeMap;
 
 use super::chart::{Band, Chart, Line, Stroke};
 use super::run::Run;
 
-/// How many colours there are.
-pub(super) const COLOURS: usize = 8;
+/// The number of colors.
+pub(super) const COLORS: usize = 8;
 
-/// A chart with its title and what is to be known about it.
+/// A chart with its title and a note.
 pub(super) struct Panel {
     pub(super) title: &'static str,
     pub(super) note: &'static str,
     pub(super) chart: Chart,
 }
 
-/// Lines by the names of their figures, and bands by those of their lower and upper edge.
+/// A chart by the names of its metrics: lines, and bands between two of them.
 struct Plan {
     title: &'static str,
     note: &'static str,
@@ -28,7 +28,7 @@ use Stroke::{Dashed, Dotted, Solid};
 const PLANS: &[Plan] = &[
     Plan {
         title: "Reward over groups",
-        note: "means of groups: their median; the bands hold all of them, and the middle half",
+        note: "median of the group means; bands: all groups, and the middle half",
         lines: &[("group_reward_quantiles.2", Solid)],
         bands: &[
             ("group_reward_quantiles.0", "group_reward_quantiles.4"),
@@ -37,13 +37,13 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "KL to the reference",
-        note: "nats for each token; dotted: from the policy that drew",
+        note: "nats per token; dotted: from the policy of the sampler",
         lines: &[("kl", Solid), ("approx_kl_k3", Dotted)],
         bands: &[],
     },
     Plan {
         title: "Entropy",
-        note: "nats for each token",
+        note: "nats per token",
         lines: &[("entropy", Solid)],
         bands: &[],
     },
@@ -59,13 +59,13 @@ const PLANS: &[Plan] = &[
     },
     Plan {
         title: "Ratio",
-        note: "of the policy to the one that drew: mean; the band goes from the smallest to the largest",
+        note: "of the policy to that of the sampler: mean; band: smallest to largest",
         lines: &[("ratio_mean", Solid)],
         bands: &[("ratio_min", "ratio_max")],
     },
     Plan {
         title: "Gradient norm",
-        note: "before it is clipped",
+        note: "before clipping",
         lines: &[("grad_norm", Solid)],
         bands: &[],
     },
@@ -76,8 +76,8 @@ const PLANS: &[Plan] = &[
         bands: &[],
     },
     Plan {
-        title: "Lost groups and completions",
-        note: "shares: groups of equal rewards; dashed: completions cut at the greatest length",
+        title: "Constant groups and truncated completions",
+        note: "share of groups with equal rewards; dashed: share of completions cut at the maximum length",
         lines: &[("constant_groups", Solid), ("truncated", Dashed)],
         bands: &[],
     },
@@ -99,12 +99,12 @@ const PLANS: &[Plan] = &[
     },
 ];
 
-/// The charts of `runs`, without those that would be empty.
+/// Returns the charts of `runs` that are not empty.
 pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
     let mut panels = vec![reward(runs), evaluation(runs)];
     for plan in PLANS {
         let mut chart = Chart::default();
-        for (run, of_run) in coloured(runs) {
+        for (run, of_run) in colored(runs) {
             for (low, high) in plan.bands {
                 let points = series(&of_run.steps, |figures| {
                     Some((*figures.get(*low)?, *figures.get(*high)?))
@@ -141,7 +141,7 @@ fn line(run: usize, stroke: Stroke, of_run: &Run, name: &str, points: Vec<(f64, 
 
 fn reward(runs: &[Run]) -> Panel {
     let mut chart = Chart::default();
-    for (run, of_run) in coloured(runs) {
+    for (run, of_run) in colored(runs) {
         let spread = series(&of_run.steps, |figures| {
             let (mean, std) = (figures.get("reward_mean")?, figures.get("reward_std")?);
             Some((mean - std, mean + std))
@@ -158,14 +158,14 @@ fn reward(runs: &[Run]) -> Panel {
     }
     Panel {
         title: "Reward",
-        note: "mean of all completions; the band is one standard deviation on each side",
+        note: "mean of all completions; band: one standard deviation on each side",
         chart,
     }
 }
 
 fn evaluation(runs: &[Run]) -> Panel {
     let mut chart = Chart::default();
-    for (run, of_run) in coloured(runs) {
+    for (run, of_run) in colored(runs) {
         let names = of_run.evaluations.iter().flat_map(BTreeMap::keys);
         let mut passes: Vec<&String> = names.filter(|name| name.starts_with("pass_at")).collect();
         passes.sort_unstable();
@@ -184,7 +184,7 @@ fn evaluation(runs: &[Run]) -> Panel {
     }
 }
 
-/// What `of` says of each step that has it.
+/// Returns the values of a metric by step.
 fn series<T>(
     steps: &[BTreeMap<String, f64>],
     of: impl Fn(&BTreeMap<String, f64>) -> Option<T>,
@@ -195,7 +195,7 @@ fn series<T>(
         .collect()
 }
 
-/// The runs with the numbers of their colours, which begin again after the last.
-fn coloured(runs: &[Run]) -> impl Iterator<Item = (usize, &Run)> {
-    (0..COLOURS).cycle().zip(runs)
+/// Returns the runs with the numbers of their colors, which repeat after the last.
+fn colored(runs: &[Run]) -> impl Iterator<Item = (usize, &Run)> {
+    (0..COLORS).cycle().zip(runs)
 }

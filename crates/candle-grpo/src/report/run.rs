@@ -1,4 +1,4 @@
-//! What a run has left in its folder.
+//! The files of a run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,18 +9,18 @@ use candle_grpo_train::read_json_lines;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// What a run has left in its folder.
+/// The settings, metrics and answers of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Run {
     /// The name of the folder.
     pub name: String,
     /// The settings, each by its path (`recipe.overlong`).
     pub settings: BTreeMap<String, String>,
-    /// The figures of each step by name; those within others by a path (`seconds.train`).
+    /// The metrics of each step by name; nested ones by path (`seconds.train`).
     pub steps: Vec<BTreeMap<String, f64>>,
-    /// How many steps made no update.
+    /// The number of steps without an update.
     pub skipped: usize,
-    /// The figures of each evaluation.
+    /// The metrics of each evaluation.
     pub evaluations: Vec<BTreeMap<String, f64>>,
     /// Answers of evaluations, in their order.
     pub samples: Vec<RunSample>,
@@ -29,7 +29,7 @@ pub struct Run {
 /// An answer of an evaluation: a line of `samples.jsonl`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RunSample {
-    /// After which step.
+    /// The step of the evaluation.
     pub step: usize,
     /// The prompt.
     pub prompt: String,
@@ -40,10 +40,12 @@ pub struct RunSample {
 }
 
 impl Run {
-    /// Reads the folder of a run: `config.json` and `metrics.jsonl`, and `evaluations.jsonl` and `samples.jsonl` if they are
-    /// there.
+    /// Reads the folder of a run: `config.json`, `metrics.jsonl`, and `evaluations.jsonl` and
+    /// `samples.jsonl` if they exist. An incomplete last line is left out.
     ///
-    /// A last line that is not whole, as that of a run that was killed, is left out. Errs with file and line at any other.
+    /// # Errors
+    ///
+    /// Returns an error with file and line if a file cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = folder.join("config.json");
         let text = fs::read_to_string(&config).with_context(|| {
@@ -79,8 +81,8 @@ impl Run {
         })
     }
 
-    /// The answers of the first evaluation beside those of the last, to the same prompts, with their steps; none unless there
-    /// were two.
+    /// Returns pairs of answers to the same prompt, of the first and of the last evaluation; none
+    /// unless there are two evaluations.
     pub fn before_and_after(&self) -> Vec<(&RunSample, &RunSample)> {
         let steps = self.samples.iter().map(|sample| sample.step);
         let (Some(first), Some(last)) = (steps.clone().min(), steps.max()) else {
@@ -89,7 +91,8 @@ impl Run {
         if first == last {
             return Vec::new();
         }
-        // The same prompt may be answered several times: its first answers are compared, its second ones, and so on.
+        // A prompt may have several answers. The first ones form a pair, the second ones, and so
+        // on.
         let numbered = |step: usize| {
             let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
             self.samples
@@ -121,7 +124,7 @@ fn figures(lines: &[Value]) -> Vec<BTreeMap<String, f64>> {
     lines.iter().map(of_line).collect()
 }
 
-/// Every value that holds no others, with its path.
+/// Calls `take` with every leaf and its path.
 fn flatten(path: &str, value: &Value, take: &mut impl FnMut(&str, &Value)) {
     let inside = |step: &str| {
         if path.is_empty() {

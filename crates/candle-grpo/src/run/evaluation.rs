@@ -10,7 +10,7 @@ use crate::config::EvaluationConfig;
 /// same in all evaluations: they differ by the policy only.
 const STREAM: u64 = 0;
 
-/// The answers of a policy to held-out prompts, of which `config` may want the first only.
+/// Evaluates a policy on the held-out prompts that `config` selects.
 pub fn evaluate_policy(
     sampler: &Sampler,
     prompts: &[Prompt],
@@ -19,7 +19,7 @@ pub fn evaluate_policy(
     config: &EvaluationConfig,
     progress: &dyn Progress,
 ) -> Result<Evaluation> {
-    let (prompts, samples) = (config.of(prompts), config.samples_per_prompt);
+    let (prompts, samples) = (config.select(prompts), config.samples_per_prompt);
     progress.begin(Phase::Evaluate, prompts.len().saturating_mul(samples));
     evaluate(sampler, prompts, samples, reward, tokenizer, STREAM)
 }

@@ -1,4 +1,4 @@
-//! Runs from a configuration: what the program `grpo` does, for programs of one's own.
+//! Runs of a configuration: the library behind the program `grpo`.
 
 mod evaluation;
 mod model;
@@ -7,6 +7,6 @@ mod resume;
 mod session;
 
 pub use evaluation::evaluate_policy;
-pub use model::{load_model, model_path};
+pub use model::{load_model, load_model_without_weights, model_path};
 pub use prompts::{RunPrompts, prompts};
 pub use session::{Progress, Session, Start};

@@ -9,27 +9,21 @@ use candle_grpo_train::{ChatTemplate, Pretrained, RunDir};
 
 use crate::config::ModelConfig;
 
-/// Loads a model, onto the first CUDA device if the program was built for CUDA. Its path may be
-/// that of a run: its best checkpoint, or the last that is whole if no evaluation says which is
-/// best.
+/// Loads a model onto the first CUDA device, or onto the CPU in a build without CUDA. A path of a
+/// run stands for its best checkpoint; without an evaluation for the last whole one.
+///
+/// # Errors
+///
+/// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     let device = match candle_core::utils::cuda_is_available() {
-        // With a stream of its own: Candle's default is another one in each thread, and waits for
-        // none of them.
+        // One stream for all threads. Candle's default is one for each, without synchronization.
         true => Device::new_cuda_with_stream(0)
-            .context("this program was built for CUDA, which does not answer")?,
+            .context("this program was built for CUDA, and no CUDA device responds")?,
         false => Device::Cpu,
     };
     let path = model_path(&config.path)?;
-    let mut pretrained = Pretrained::load(&path, &device)?;
-    if let Some(file) = &config.chat_template {
-        let read = || -> Result<ChatTemplate> {
-            let template = ChatTemplate::new(&fs::read_to_string(file)?)?;
-            Ok(template.with_special_tokens(&pretrained.special_tokens))
-        };
-        let template = read().with_context(|| format!("chat template {}", file.display()))?;
-        pretrained.chat_template = Some(template);
-    }
+    let pretrained = with_template(Pretrained::load(&path, &device)?, config)?;
     tracing::info!(
         "{}: {:.1} million parameters, {} layers, {} tokens, on {:?}",
         path.display(),
@@ -38,6 +32,28 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
         pretrained.model.vocab_size,
         device.location(),
     );
+    Ok(pretrained)
+}
+
+/// Loads everything of a model but its weights, to check the data and the settings.
+///
+/// # Errors
+///
+/// Returns an error as [`load_model`] does, except for the weights.
+pub fn load_model_without_weights(config: &ModelConfig) -> Result<Pretrained> {
+    let path = model_path(&config.path)?;
+    with_template(Pretrained::load_without_weights(&path)?, config)
+}
+
+fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pretrained> {
+    if let Some(file) = &config.chat_template {
+        let read = || -> Result<ChatTemplate> {
+            let template = ChatTemplate::new(&fs::read_to_string(file)?)?;
+            Ok(template.with_special_tokens(&pretrained.special_tokens))
+        };
+        let template = read().with_context(|| format!("chat template {}", file.display()))?;
+        pretrained.chat_template = Some(template);
+    }
     Ok(pretrained)
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use candle_grpo_train::{
     Interrupted, Phase, Pretrained, Prompt, ReplacedRun, RewardFunction, RunDir, RunInputs,
     SamplingConfig, StepMetrics, Trainer,
@@ -81,7 +81,7 @@ pub struct Session {
     held_out: Vec<Prompt>,
     trainer: Trainer,
     dir: RunDir,
-    /// The run that this one replaces, until this one has a checkpoint.
+    /// The replaced run, until this run has a checkpoint.
     replaced: Option<ReplacedRun>,
     metrics: Vec<StepMetrics>,
     /// The steps of the last evaluation and the last checkpoint.
@@ -93,10 +93,13 @@ pub struct Session {
 }
 
 impl Session {
-    /// Makes the trainer and opens the folder. A run that resumes loads its last checkpoint. The
-    /// caller must apply [`RunConfig::threads`].
+    /// Creates the trainer and the folder, and loads the last checkpoint of a resumed run. The
+    /// weights of `pretrained` are trained in place. [`RunConfig::threads`] is not applied here.
     ///
-    /// The weights of `pretrained` are trained in place.
+    /// # Errors
+    ///
+    /// Returns an error, before the folder changes, if the settings, the prompts and the model do
+    /// not fit, or if the folder cannot be begun, replaced or resumed.
     pub fn new(
         config: RunConfig,
         pretrained: Pretrained,
@@ -113,12 +116,12 @@ impl Session {
         };
         let mut settings = config.train.clone();
         settings.sampling = sampling(&settings.sampling);
-        for (prompts, sampling) in [
-            (&train, &settings.sampling),
-            (&held_out, &evaluation.sampler),
-        ] {
-            ensure_positions(prompts, sampling, &pretrained)?;
-        }
+        let longest = |prompts: &[Prompt]| prompts.iter().map(|p| p.tokens.len()).max();
+        config.check_model(
+            &pretrained.model,
+            longest(&train).unwrap_or(0),
+            longest(&held_out).unwrap_or(0),
+        )?;
         let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?;
         let mut trainer = Trainer::new(
             pretrained.model.clone(),
@@ -238,7 +241,7 @@ impl Session {
         self.saved = Some(step);
         if let Some(replaced) = self.replaced.take() {
             let folder = replaced.path().display().to_string();
-            // The new run goes on all the same.
+            // An error here does not end the new run.
             match replaced.remove() {
                 Ok(()) => tracing::info!("the previous run is removed"),
                 Err(error) => tracing::warn!("the previous run is kept in {folder}: {error:#}"),
@@ -252,17 +255,17 @@ impl Session {
         Ok(path)
     }
 
-    /// The settings.
+    /// Returns the configuration.
     pub fn config(&self) -> &RunConfig {
         &self.config
     }
 
-    /// The folder.
+    /// Returns the folder of the run.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Returns the folder of the run that this one replaces, as long as this one has no checkpoint.
+    /// Returns the folder of the replaced run until this run has a checkpoint.
     pub fn replaced(&self) -> Option<&Path> {
         self.replaced.as_ref().map(ReplacedRun::path)
     }
@@ -276,21 +279,4 @@ impl Session {
     pub fn metrics(&self) -> &[StepMetrics] {
         &self.metrics
     }
-}
-
-/// Checks that every prompt and a completion fit into the positions of the model.
-fn ensure_positions(
-    prompts: &[Prompt],
-    sampling: &SamplingConfig,
-    pretrained: &Pretrained,
-) -> Result<()> {
-    let positions = pretrained.model.max_position_embeddings;
-    let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
-    let longest = longest.unwrap_or(0);
-    ensure!(
-        longest.saturating_add(sampling.max_new_tokens) <= positions,
-        "response_length: {} tokens after a prompt of {longest} make more than the {positions} positions of the model; lower it, or prompt_length",
-        sampling.max_new_tokens
-    );
-    Ok(())
 }

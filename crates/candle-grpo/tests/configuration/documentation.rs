@@ -1,6 +1,7 @@
-//! docs/configuration.md has a table for each section, made from the comments of its struct and from its defaults.
+//! docs/configuration.md has a table for each section, made from the comments of its struct and
+//! from its defaults.
 //!
-//! `UPDATE_DOCS=1 cargo test --release -p candle-grpo --test configuration` writes the tables anew.
+//! `UPDATE_DOCS=1 cargo test --release -p candle-grpo --test configuration` rewrites the tables.
 
 use std::env;
 use std::fs;
@@ -17,7 +18,8 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// A table: the section it is of, the file and the struct that its comments come from, and its defaults.
+/// A table: the section it is of, the file and the struct that its comments come from, and its
+/// defaults.
 struct Table {
     section: &'static str,
     file: &'static str,

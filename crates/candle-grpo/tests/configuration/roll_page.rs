@@ -1,4 +1,5 @@
-//! The GRPO example of ROLL's documentation as the algorithm section, and what each of its keys does.
+//! The GRPO example of ROLL's documentation as the algorithm section, and what each of its keys
+//! does.
 
 use std::path::Path;
 
@@ -33,7 +34,7 @@ const PAGE: &str = r#"
   reward_clip: 10
 "#;
 
-/// How the page ends in one of its versions.
+/// The end of one version of the page.
 const NORM_KEYS: &str = r#"
   # normalize
   reward_norm: null
@@ -44,7 +45,7 @@ const NORM_KEYS: &str = r#"
   add_token_level_kl: false
 "#;
 
-/// How it ends in another.
+/// The end of another version.
 const TYPE_KEYS: &str = r#"
   # normalize
   norm_mean_type: ~
@@ -99,7 +100,7 @@ fn the_page_is_accepted_as_it_stands(#[case] ending: &str) {
 }
 
 #[test]
-fn sizes() {
+fn keys_of_sizes_set_the_sizes() {
     assert_eq!(
         with("rollout_batch_size: 64", "rollout_batch_size: 5").prompts_per_step,
         5
@@ -114,7 +115,7 @@ fn sizes() {
 }
 
 #[test]
-fn adv_estimator() {
+fn adv_estimator_sets_the_returns_and_the_critic() {
     let reinforce = with("\"grpo\"", "reinforce");
     assert_eq!(reinforce.recipe.reward_shaping.norm.mean, NormLevel::None);
     assert_eq!(reinforce.recipe.reward_shaping.norm.std, NormLevel::None);
@@ -128,7 +129,7 @@ fn adv_estimator() {
 }
 
 #[test]
-fn use_kl_loss_and_kl_loss_coef() {
+fn use_kl_loss_turns_the_kl_on_with_its_coefficient() {
     assert_eq!(
         with("use_kl_loss: true", "use_kl_loss: false")
             .recipe
@@ -152,7 +153,7 @@ fn use_kl_loss_and_kl_loss_coef() {
 #[case("token-mean", Aggregation::TokenMean)]
 #[case("seq-mean-token-sum", Aggregation::SeqMeanTokenSum)]
 #[case("seq-mean-token-sum-norm", Aggregation::SeqMeanTokenSumNorm { length: 4096. })]
-fn loss_agg_mode(#[case] name: &str, #[case] expected: Aggregation) {
+fn loss_agg_mode_sets_the_aggregation(#[case] name: &str, #[case] expected: Aggregation) {
     let train = with("\"seq-mean-token-mean\"", name);
     assert_eq!(train.recipe.policy_loss.aggregation, expected);
 }
@@ -173,7 +174,7 @@ fn whiten_advantages_and_advantage_clip() {
 }
 
 #[test]
-fn dual_clip_loss() {
+fn dual_clip_loss_follows_the_clip_width() {
     assert_eq!(
         clip(&with("dual_clip_loss: true", "dual_clip_loss: false")).dual_clip,
         None
@@ -190,7 +191,7 @@ fn dual_clip_loss() {
 }
 
 #[test]
-fn reward_clip() {
+fn reward_clip_clips_normalized_rewards() {
     assert_eq!(
         with("reward_clip: 10", "reward_clip: 5")
             .recipe
@@ -239,7 +240,7 @@ fn norm_types_take_the_levels_apart() {
 }
 
 #[test]
-fn add_token_level_kl() {
+fn add_token_level_kl_turns_the_penalty_on() {
     let train = with(
         "add_token_level_kl: false",
         "add_token_level_kl: true\n  kl_penalty: mse\n  init_kl_coef: 0.1\n  target_kl: 0.5\n  kl_horizon: 100",
@@ -277,7 +278,11 @@ fn add_token_level_kl() {
 #[case("pg_variant: cispo\n  cispo_epsilon_high: 0.5", "/surrogate/detached_weight/ratio_max", json!(1.5))]
 #[case("pg_variant: cispo\n  cispo_use_unified_mask: true\n  pg_clip: 0.3", "/surrogate/detached_weight/unified_mask/high", json!(0.3))]
 #[case("pg_variant: kimi15\n  kimi15_tau: 0.2", "/surrogate/squared_log_ratio/coef", json!(0.2))]
-fn other_keys_of_the_loss(#[case] keys: &str, #[case] place: &str, #[case] expected: Value) {
+fn each_key_of_the_loss_sets_its_option(
+    #[case] keys: &str,
+    #[case] place: &str,
+    #[case] expected: Value,
+) {
     let loss = run(&format!("  {keys}\n"))
         .unwrap()
         .train
@@ -288,7 +293,7 @@ fn other_keys_of_the_loss(#[case] keys: &str, #[case] place: &str, #[case] expec
 }
 
 #[test]
-fn keys_that_leave_samples_out() {
+fn mask_keys_become_sample_filters() {
     let train = run(
         "  response_length: 50\n  max_len_mask: true\n  difficulty_mask: true\n  difficulty_low_threshold: 0.1\n  error_max_len_clip: true\n  error_max_len_threshold: 20\n",
     )
@@ -333,25 +338,25 @@ fn whiten_rewards_gamma_and_switches_that_are_off() {
 )]
 #[case(
     "lambd: 0.9",
-    "algorithm.lambd: given, but changes nothing without adv_estimator: gae"
+    "algorithm.lambd: given, but has no effect without adv_estimator: gae"
 )]
 #[case(
     "kl_loss_coef: 0.1",
-    "algorithm.kl_loss_coef: given, but changes nothing without use_kl_loss: true"
+    "algorithm.kl_loss_coef: given, but has no effect without use_kl_loss: true"
 )]
 #[case(
     "init_kl_coef: 0.1",
-    "algorithm.init_kl_coef: given, but changes nothing without add_token_level_kl: true"
+    "algorithm.init_kl_coef: given, but has no effect without add_token_level_kl: true"
 )]
 #[case("pg_clip_low: 0.1", "without use_pg_clip_range: true")]
 #[case(
     "pg_variant: vanilla\n  dual_clip_loss: true",
-    "algorithm.dual_clip_loss: given, but changes nothing"
+    "algorithm.dual_clip_loss: given, but has no effect"
 )]
 #[case("tis_upper_bound: 2", "without pg_variant: tis")]
-#[case("adv_estimator: gigpo", "unknown variant `gigpo`")]
+#[case("adv_estimator: gigpo", "\"gigpo\", must be one of")]
 #[case("adv_estimator: grop", "did you mean `grpo`?")]
-fn what_would_change_nothing_is_an_error(#[case] keys: &str, #[case] words: &str) {
+fn a_key_without_effect_is_an_error(#[case] keys: &str, #[case] words: &str) {
     let error = run(&format!("  {keys}\n")).unwrap_err().to_string();
     assert!(error.contains(words), "{error}");
 }

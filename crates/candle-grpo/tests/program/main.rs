@@ -1,7 +1,9 @@
 //! The program and its pages.
 
+mod accepted;
 mod changed_inputs;
 mod cli;
+mod mutation;
 mod overwrite;
 mod report;
 mod silent_errors;

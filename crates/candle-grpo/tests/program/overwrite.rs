@@ -88,18 +88,24 @@ fn replace_keeps_runs_below_a_run() {
 /// The project has a `config.json` and a `metrics.jsonl`, as a run has.
 #[test]
 fn replace_refuses_the_working_directory_and_its_parents() {
-    let folder = folder(CONFIG);
-    fs::write(folder.path().join("config.json"), "{}").unwrap();
-    fs::write(folder.path().join("metrics.jsonl"), "{\"step\": 1}\n").unwrap();
-    fs::create_dir(folder.path().join("below")).unwrap();
-    let before = files(folder.path());
-    for run_dir in [".", "below/.."] {
-        set_run_dir(folder.path(), run_dir);
-        let output = grpo(folder.path(), &REPLACE);
+    let (project, models) = (tempfile::tempdir().unwrap(), folder(CONFIG));
+    let project = project.path();
+    fs::write(project.join("config.json"), "{}").unwrap();
+    fs::write(project.join("metrics.jsonl"), "{\"step\": 1}\n").unwrap();
+    fs::create_dir(project.join("below")).unwrap();
+    let elsewhere = |name: &str| models.path().join(name).display().to_string();
+    let before = files(project);
+    for (run_dir, here) in [(".", project), ("..", &project.join("below"))] {
+        let config = CONFIG
+            .replace("model: model", &format!("model: {}", elsewhere("model")))
+            .replace("data.jsonl", &elsewhere("data.jsonl"))
+            .replace("run_dir: run", &format!("run_dir: {run_dir}"));
+        let file = models.path().join("other.yaml");
+        fs::write(&file, config).unwrap();
+        let output = grpo(here, &["train", &file.display().to_string(), "--replace"]);
         refused(&output, 1, "holds the working directory");
     }
-    fs::write(folder.path().join("run.yaml"), CONFIG).unwrap();
-    assert_eq!(files(folder.path()), before);
+    assert_eq!(files(project), before);
 }
 
 #[cfg(unix)]

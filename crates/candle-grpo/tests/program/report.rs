@@ -72,7 +72,7 @@ fn the_page_shows_every_chart_and_needs_nothing_else() {
         "Ratio",
         "Gradient norm",
         "Length",
-        "Lost groups and completions",
+        "Constant groups and truncated completions",
         "Time",
         "Learning rate",
     ] {
@@ -110,7 +110,7 @@ fn answers_stand_beside_those_to_the_same_prompt() {
 }
 
 #[test]
-fn runs_that_were_killed_can_be_shown() {
+fn a_torn_last_line_is_left_out() {
     let folder = tempfile::tempdir().unwrap();
     run(folder.path(), 3, 1e-5);
     let metrics = folder.path().join("metrics.jsonl");
@@ -151,4 +151,25 @@ fn the_program_writes_the_page() {
     assert_eq!(none.status.code(), Some(4));
     assert!(String::from_utf8_lossy(&none.stderr).contains("is not the folder of a run"));
     assert_eq!(grpo(&["report"]).status.code(), Some(2));
+}
+
+#[test]
+fn report_refuses_a_run_without_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    run(&folder.path().join("a"), 5, 1e-5);
+    for name in ["metrics.jsonl", "evaluations.jsonl"] {
+        fs::write(folder.path().join("a").join(name), "").unwrap();
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_grpo"))
+        .current_dir(folder.path())
+        .args(["report", "a"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(
+        said.contains("a: the run has no step and no evaluation yet"),
+        "{said}"
+    );
+    assert!(!folder.path().join("report.html").exists());
 }

@@ -1,4 +1,5 @@
-//! `grpo train`, from a model and a file of prompts to a trained model, however often it is stopped.
+//! `grpo train`, from a model and a file of prompts to a trained model, however often it is
+//! stopped.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -11,7 +12,7 @@ use serde_json::Value;
 
 use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds};
 
-/// What a run has come to: files that must not depend on how often it was stopped.
+/// Asserts that two runs have the same files, however often each was stopped.
 fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
     for name in ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl"] {
         let of = |folder: &Path| lines(&folder.join("run").join(name));
@@ -25,7 +26,7 @@ fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
 }
 
 #[test]
-fn a_run_leaves_what_others_read() {
+fn a_run_writes_files_for_every_other_command() {
     let folder = folder(CONFIG);
     let run = folder.path().join("run");
     let printed = succeeds(folder.path(), &["train", "run.yaml"]);
@@ -87,13 +88,13 @@ fn a_run_leaves_what_others_read() {
     // It is not written over, and there is nothing left to do.
     let again = grpo(folder.path(), &["train", "run.yaml"]);
     assert_eq!(again.status.code(), Some(1));
-    assert!(said(&again).contains("run directory run: exists already: go on with it (--resume)"));
+    assert!(said(&again).contains("run directory run: exists already: resume it (--resume)"));
     succeeds(folder.path(), &["train", "run.yaml", "--resume"]);
     assert_eq!(lines(&run.join("metrics.jsonl")).len(), 12);
 }
 
 #[test]
-fn it_learns() {
+fn training_raises_the_reward() {
     let config = CONFIG.replace("max_steps: 12", "max_steps: 60");
     let folder = folder(&config);
     succeeds(folder.path(), &["train", "run.yaml"]);
@@ -110,13 +111,14 @@ fn start(folder: &Path) -> Child {
 }
 
 #[test]
-fn a_run_that_is_killed_again_and_again_ends_as_one_that_was_not() {
+fn a_run_that_is_killed_twenty_times_ends_bit_identical() {
     let whole = folder(CONFIG);
     let begun = Instant::now();
     succeeds(whole.path(), &["train", "run.yaml"]);
     let time = begun.elapsed();
 
-    // It has no end while it is killed: before its first step, between checkpoints, while they are written.
+    // It has no end while it is killed: before its first step, between checkpoints, while they are
+    // written.
     let set_steps = |folder: &Path, steps: usize| {
         let config = CONFIG.replace("max_steps: 12", &format!("max_steps: {steps}"));
         fs::write(folder.join("run.yaml"), config).unwrap();
@@ -149,7 +151,7 @@ fn a_run_that_is_killed_again_and_again_ends_as_one_that_was_not() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_saves_and_says_how_to_go_on() {
+fn ctrl_c_saves_and_prints_how_to_resume() {
     use nix::sys::signal::{Signal, kill};
     use nix::unistd::Pid;
 
@@ -194,8 +196,81 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     assert_same_run(stopped.path(), whole.path(), steps);
 }
 
+/// Waits until a run has made a step, sends it a signal and returns what it printed.
+#[cfg(unix)]
+fn signaled(
+    mut command: std::process::Command,
+    run: &Path,
+    signal: nix::sys::signal::Signal,
+) -> Child {
+    use nix::sys::signal::kill;
+    use nix::unistd::Pid;
+
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let metrics = run.join("metrics.jsonl");
+    let begun = Instant::now();
+    while fs::read_to_string(&metrics).unwrap_or_default().is_empty() {
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "no step was made"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill(Pid::from_raw(child.id() as i32), signal).unwrap();
+    child
+}
+
+#[cfg(unix)]
 #[test]
-fn a_damaged_checkpoint_is_passed_over_and_said_so() {
+fn the_end_of_the_terminal_saves_like_a_request_to_terminate() {
+    use nix::sys::signal::Signal::{SIGHUP, SIGTERM};
+
+    for signal in [SIGHUP, SIGTERM] {
+        let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 1000000"));
+        let run = folder.path().join("run");
+        let child = signaled(command(folder.path(), &["train", "run.yaml"]), &run, signal);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(7), "{}", said(&output));
+        assert!(
+            RunDir::checkpoints(&run)
+                .latest()
+                .unwrap()
+                .checkpoint
+                .is_some()
+        );
+    }
+}
+
+/// `nohup` starts a program this way.
+#[cfg(unix)]
+#[test]
+fn an_ignored_hangup_stays_ignored() {
+    use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
+
+    let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 1000000"));
+    let run = folder.path().join("run");
+    let mut shell = std::process::Command::new("sh");
+    let script = "trap '' HUP; exec \"$0\" train run.yaml";
+    shell.current_dir(folder.path());
+    shell.args(["-c", script, env!("CARGO_BIN_EXE_grpo")]);
+    let child = signaled(shell, &run, Signal::SIGHUP);
+    let steps = || lines(&run.join("metrics.jsonl")).len();
+    let (before, begun) = (steps(), Instant::now());
+    while steps() < before + 3 {
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "the run has stopped"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(7));
+}
+
+#[test]
+fn a_damaged_checkpoint_is_skipped_with_a_warning() {
     let (whole, damaged) = (folder(CONFIG), folder(CONFIG));
     succeeds(whole.path(), &["train", "run.yaml"]);
     succeeds(damaged.path(), &["train", "run.yaml"]);
@@ -255,7 +330,7 @@ fn a_checkpoint_after_a_damaged_one_is_kept() {
     assert_eq!(steps(), [8, 9]);
 }
 
-/// Of three evaluations the second is best, and has a checkpoint although none is due.
+/// The best evaluation has a checkpoint at a step without a regular one.
 #[test]
 fn the_best_checkpoint_is_kept_and_used() {
     let config = CONFIG
@@ -283,9 +358,9 @@ fn the_best_checkpoint_is_kept_and_used() {
     assert!(printed.contains(&expected), "{printed}");
 }
 
-/// As with `grpo train run.yaml | head -1`.
+/// `grpo train run.yaml | head -1` closes stdout.
 #[test]
-fn a_run_goes_on_when_nobody_reads_what_it_says() {
+fn a_closed_stdout_does_not_end_a_run() {
     let folder = folder(CONFIG);
     let mut command = command(folder.path(), &["train", "run.yaml"]);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -296,7 +371,7 @@ fn a_run_goes_on_when_nobody_reads_what_it_says() {
 }
 
 #[test]
-fn what_is_not_finite_stops_it() {
+fn a_gradient_that_is_not_finite_ends_the_run() {
     // Gradients whose squares no f32 holds.
     let config = CONFIG.replace("algorithm:", "algorithm:\n  preset: dr_grpo");
     let folder = folder(&config.replace("'^[ab]'", "'^[ab]', weight: 1e30"));
@@ -310,7 +385,7 @@ fn what_is_not_finite_stops_it() {
 }
 
 #[test]
-fn an_evaluation_asks_as_many_prompts_as_it_should() {
+fn an_evaluation_has_at_most_max_prompts() {
     let config = CONFIG.replace("pass_at: [1, 2]", "pass_at: [1, 2], max_prompts: 3");
     let asked = folder(&config);
     let printed = succeeds(asked.path(), &["eval", "run.yaml"]);
@@ -330,9 +405,9 @@ fn an_evaluation_asks_as_many_prompts_as_it_should() {
     );
 }
 
-/// As programs leave it that save at the end only.
+/// A program that saves at the end only leaves such a folder.
 #[test]
-fn the_folder_of_a_run_stands_for_its_only_checkpoint() {
+fn a_run_folder_is_a_model_if_it_has_one_checkpoint() {
     let folder = folder(CONFIG);
     succeeds(folder.path(), &["train", "run.yaml"]);
     let run = folder.path().join("run");
@@ -351,7 +426,7 @@ fn the_folder_of_a_run_stands_for_its_only_checkpoint() {
 }
 
 #[test]
-fn one_program_at_a_time() {
+fn a_second_program_cannot_open_a_run() {
     let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 100000"));
     let mut first = start(folder.path());
     let begun = Instant::now();
@@ -376,7 +451,7 @@ fn one_program_at_a_time() {
 }
 
 #[test]
-fn what_cannot_be_trained_is_said_before_it_begins() {
+fn wrong_inputs_are_refused_before_the_folder_is_created() {
     let there = folder(CONFIG);
     let train = |from: &str, to: &str| {
         let config = CONFIG.replace(from, to);
@@ -387,9 +462,9 @@ fn what_cannot_be_trained_is_said_before_it_begins() {
     for (from, to, code, words) in [
         (
             "response_length: 6",
-            "response_length: 50",
-            1,
-            "response_length: 50 tokens after a prompt of",
+            "response_length: 22",
+            3,
+            "algorithm.response_length: 22, must be at most 21",
         ),
         ("model: model", "model: run.yaml", 5, "run.yaml"),
         ("data.jsonl", "none.jsonl", 4, "none.jsonl"),

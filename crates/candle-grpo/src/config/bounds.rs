@@ -1,0 +1,151 @@
+//! Bounds of the sizes in a configuration, by the memory that they take.
+
+use serde_json::Value;
+
+use super::problem::Problem;
+use super::run::RunConfig;
+
+/// The greatest count that any key takes.
+const COUNT: u64 = 1 << 40;
+/// The most completions in a step or an evaluation.
+const COMPLETIONS: usize = 1 << 20;
+/// The most bytes that the tokens of a step take.
+const STEP_BYTES: u128 = 1 << 40;
+/// About ten tensors of a step hold four bytes for each token.
+const TOKEN_BYTES: u128 = 40;
+/// The greatest rank of an adapter.
+const RANK: usize = 1 << 16;
+/// The most threads, each of which takes a stack of 2 MiB.
+const THREADS: usize = 1 << 10;
+const STACK_BYTES: u128 = 2 << 20;
+
+/// Refuses sizes with which no machine could begin.
+pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
+    for (key, value) in [
+        ("max_steps", Some(run.max_steps)),
+        ("threads", run.threads),
+        ("checkpoint.every_steps", run.checkpoint.every_steps),
+        ("checkpoint.keep", Some(run.checkpoint.keep)),
+        ("evaluation.every_steps", run.evaluation.every_steps),
+        (
+            "evaluation.samples_per_prompt",
+            Some(run.evaluation.samples_per_prompt),
+        ),
+        ("evaluation.max_prompts", run.evaluation.max_prompts),
+        ("algorithm.prompt_length", Some(run.max_prompt_tokens)),
+    ] {
+        if value == Some(0) {
+            return Err(Problem::at(key, "0, must be at least 1"));
+        }
+    }
+    if let Some(threads) = run.threads.filter(|&threads| threads > THREADS) {
+        let stacks = size(threads as u128 * STACK_BYTES);
+        return Err(Problem::at(
+            "threads",
+            format!("{threads}, must be at most {THREADS}; their stacks take {stacks}"),
+        ));
+    }
+    if let Some(adapters) = &run.train.adapters
+        && !(1..=RANK).contains(&adapters.rank)
+    {
+        // Two matrices for a map of 1024 inputs and outputs, with gradients and two moments.
+        let bytes = size(adapters.rank as u128 * 2 * 1024 * 4 * 4);
+        return Err(Problem::at(
+            "training.adapters.rank",
+            format!(
+                "{}, must be from 1 to {RANK}; the adapter of one map of 1024 inputs and outputs takes {bytes}",
+                adapters.rank
+            ),
+        ));
+    }
+    completions(run)?;
+    let effective = run.to_value().map_err(|error| Problem::at("", error))?;
+    numbers("", &effective)
+}
+
+fn completions(run: &RunConfig) -> Result<(), Problem> {
+    let train = &run.train;
+    let (prompts, group) = (train.prompts_per_step, train.num_generations);
+    let completions = (prompts as u128).saturating_mul(group as u128);
+    let length = train.sampling.max_new_tokens as u128;
+    let bytes = completions
+        .saturating_mul(length)
+        .saturating_mul(TOKEN_BYTES);
+    let takes = format!(
+        "{completions} completions of up to {length} tokens take {} a step",
+        size(bytes)
+    );
+    let (key, value) = if prompts >= group {
+        ("algorithm.rollout_batch_size", prompts)
+    } else {
+        ("algorithm.num_return_sequences_in_group", group)
+    };
+    if completions > COMPLETIONS as u128 {
+        return Err(Problem::at(
+            key,
+            format!("{value}, must make at most {COMPLETIONS} completions a step; {takes}"),
+        ));
+    }
+    if bytes > STEP_BYTES {
+        return Err(Problem::at(
+            "algorithm.response_length",
+            format!(
+                "{length}, must take at most {} a step; {takes}",
+                size(STEP_BYTES)
+            ),
+        ));
+    }
+    let samples = run.evaluation.samples_per_prompt;
+    if samples > COMPLETIONS {
+        return Err(Problem::at(
+            "evaluation.samples_per_prompt",
+            format!("{samples}, must be at most {COMPLETIONS}"),
+        ));
+    }
+    let length = run.evaluation.sampler.max_new_tokens as u128;
+    if length * TOKEN_BYTES > STEP_BYTES {
+        return Err(Problem::at(
+            "evaluation.sampler.max_new_tokens",
+            format!("{length}, must take at most {}", size(STEP_BYTES)),
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses whole numbers above [`COUNT`], but for the seed, and numbers that no f32 holds.
+fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
+    match value {
+        Value::Number(number) if path != "seed" => {
+            let is_count = number.is_u64() || number.is_i64();
+            let bound = if is_count {
+                COUNT as f64
+            } else {
+                f64::from(f32::MAX)
+            };
+            match number.as_f64() {
+                Some(x) if x.abs() > bound => Err(Problem::effective(
+                    path,
+                    format!("{number}, must be at most {bound}"),
+                )),
+                _ => Ok(()),
+            }
+        }
+        Value::Object(map) => map.iter().try_for_each(|(key, value)| match path {
+            "" => numbers(key, value),
+            path => numbers(&format!("{path}.{key}"), value),
+        }),
+        Value::Array(items) => {
+            let mut items = items.iter().enumerate();
+            items.try_for_each(|(i, value)| numbers(&format!("{path}[{i}]"), value))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns a number of bytes in a unit of a fitting size.
+fn size(bytes: u128) -> String {
+    let units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let power = (bytes.max(1).ilog2() / 10).min(6);
+    let count = bytes as f64 / 2f64.powi(10 * power as i32);
+    format!("{count:.0} {}", units[power as usize])
+}

@@ -1,0 +1,153 @@
+//! Problems of a configuration before their line is known.
+
+use anyhow::Error;
+use candle_grpo_core::Invalid;
+use candle_grpo_train::find_invalid;
+use serde_json::Value;
+
+use super::document::Document;
+use super::error::ConfigError;
+use super::run::{ELSEWHERE, SAMPLER_ELSEWHERE};
+
+/// A value that is not valid, and the key that holds it as far as that is known.
+#[derive(Debug)]
+pub(super) struct Problem {
+    /// A key, or the section around it.
+    path: String,
+    message: Message,
+}
+
+#[derive(Debug)]
+enum Message {
+    /// About the key at the path.
+    Text(String),
+    /// About an option that the file may set by another key.
+    Option(Invalid),
+    /// About an option of which only the text is known.
+    Untyped(String),
+    /// About a key of the effective configuration.
+    Effective(String),
+    /// With the line.
+    Located(ConfigError),
+}
+
+impl From<ConfigError> for Problem {
+    fn from(error: ConfigError) -> Self {
+        Self {
+            path: String::new(),
+            message: Message::Located(error),
+        }
+    }
+}
+
+impl Problem {
+    /// The key at `path` is not valid.
+    pub(super) fn at(path: &str, message: impl ToString) -> Self {
+        Self {
+            path: path.to_owned(),
+            message: Message::Text(message.to_string()),
+        }
+    }
+
+    /// The key at `path` of the effective configuration is not valid.
+    pub(super) fn effective(path: &str, message: String) -> Self {
+        Self {
+            path: path.to_owned(),
+            message: Message::Effective(message),
+        }
+    }
+
+    /// An option of `section` is not valid.
+    pub(super) fn within(section: &str, error: &Error) -> Self {
+        match find_invalid(error) {
+            Some(invalid) => Self {
+                path: format!("{section}.{}", invalid.field),
+                message: Message::Option(invalid.clone()),
+            },
+            None => Self {
+                path: section.to_owned(),
+                message: Message::Untyped(format!("{error:#}")),
+            },
+        }
+    }
+
+    /// A setting of the trainer is not valid.
+    pub(super) fn of_settings(error: &Error) -> Self {
+        let Some(invalid) = find_invalid(error) else {
+            return Self::within("training", error);
+        };
+        Self {
+            path: place(&invalid.field),
+            message: Message::Option(invalid.clone()),
+        }
+    }
+
+    /// Finds the key of the file that holds the value: the one at the path, or the one without
+    /// which the configuration is valid.
+    pub(super) fn locate(
+        self,
+        document: &Document,
+        is_valid: impl Fn(&Document) -> bool,
+    ) -> ConfigError {
+        let is_given = document.get(&self.path).is_some();
+        let culprit = || {
+            let leaves = document.leaves().into_iter().map(|(path, _)| path);
+            let mut leaves = leaves.filter(|path| is_valid(&document.without(path)));
+            leaves.next().unwrap_or_else(|| self.path.clone())
+        };
+        match &self.message {
+            Message::Located(error) => error.clone(),
+            Message::Text(text) => document.error(&self.path, text),
+            Message::Effective(text) if is_given => document.error(&self.path, text),
+            Message::Effective(text) | Message::Untyped(text) => document.error(&culprit(), text),
+            Message::Option(option) => {
+                let path = if is_given {
+                    self.path.clone()
+                } else {
+                    culprit()
+                };
+                // A key of another name may hold another number than the option that it sets.
+                let is_own = |value: &Value| shows(value, &option.value);
+                if document.get(&path).is_none_or(is_own) {
+                    let text = format!("{}, must {}", option.value, option.must);
+                    document.error(&path, text)
+                } else {
+                    document.error(&path, option)
+                }
+            }
+        }
+    }
+}
+
+/// Returns whether `value` of a file is displayed as `text`.
+fn shows(value: &Value, text: &str) -> bool {
+    match value {
+        Value::String(value) => value == text,
+        Value::Number(value) => {
+            value.to_string() == text || text.parse() == Ok(value.as_f64().unwrap_or(f64::NAN))
+        }
+        value => value.to_string() == text,
+    }
+}
+
+/// Returns the place in a file of a field of [`TrainConfig`](candle_grpo_train::TrainConfig).
+fn place(field: &str) -> String {
+    let (first, rest) = match field.split_once('.') {
+        Some((first, rest)) => (first, Some(rest)),
+        None => (field, None),
+    };
+    if first == "sampling"
+        && let Some(key) = rest
+        && let Some((_, place)) = SAMPLER_ELSEWHERE.iter().find(|(name, _)| *name == key)
+    {
+        return (*place).to_owned();
+    }
+    let section = match ELSEWHERE.iter().find(|(name, _)| *name == first) {
+        Some((_, place)) => (*place).to_owned(),
+        None => format!("training.{first}"),
+    };
+    match rest {
+        Some(rest) => format!("{section}.{rest}"),
+        None => section,
+    }
+}

@@ -1,0 +1,158 @@
+//! Suggestions for keys and names that are unknown.
+
+use std::collections::BTreeSet;
+
+use candle_grpo_nn::AdamWConfig;
+use candle_grpo_train::{DatasetConfig, LearningRateSchedule, SamplingConfig, TrainConfig};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::algorithm::AlgorithmConfig;
+use super::other_names;
+use super::run::{ELSEWHERE, SAMPLER_ELSEWHERE};
+use super::sections::{CheckpointConfig, EvaluationKeys};
+
+/// Returns the message about a key that `section` does not have.
+pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
+    let path = match section {
+        "" => key.to_owned(),
+        section => format!("{section}.{key}"),
+    };
+    let other_name = other_names::path_of(key).map(str::to_owned);
+    if let Some(place) = other_name
+        .or_else(|| place_of(key))
+        .filter(|place| *place != path)
+    {
+        return format!("unknown key; here it is {place}");
+    }
+    let elsewhere = elsewhere(section);
+    let place = |key: &str| elsewhere.iter().find(|(name, _)| *name == key);
+    if let Some(nearest) = nearest(key, known) {
+        return match place(nearest) {
+            Some((_, place)) => format!("unknown key, did you mean {place}?"),
+            None => format!("unknown key, did you mean `{nearest}`?"),
+        };
+    }
+    let known: Vec<&str> = known
+        .iter()
+        .copied()
+        .filter(|key| place(key).is_none())
+        .collect();
+    match known.as_slice() {
+        [] => "unknown key, there are no keys here".to_owned(),
+        known => format!("unknown key, must be one of {}", known.join(", ")),
+    }
+}
+
+/// Returns the message about a name that is not among `known`.
+pub(super) fn unknown_name(name: &str, known: &[&str]) -> String {
+    let suggestion = match nearest(name, known) {
+        Some(nearest) => format!("; did you mean `{nearest}`?"),
+        None => String::new(),
+    };
+    format!("{name:?}, must be one of {}{suggestion}", known.join(", "))
+}
+
+/// The keys of a section's struct that a file has in another place.
+fn elsewhere(section: &str) -> &'static [(&'static str, &'static str)] {
+    match section {
+        "training" => &ELSEWHERE,
+        "sampler" => &SAMPLER_ELSEWHERE,
+        "evaluation.sampler" => &SAMPLER_ELSEWHERE[..1],
+        _ => &[],
+    }
+}
+
+/// Returns the keys of each section.
+pub(super) fn sections() -> Vec<(&'static str, BTreeSet<String>)> {
+    vec![
+        ("algorithm", keys_of(&AlgorithmConfig::default())),
+        ("data", keys_of(&DatasetConfig::default())),
+        ("sampler", keys_of(&SamplingConfig::default())),
+        ("optimizer", keys_of(&AdamWConfig::default())),
+        ("schedule", keys_of(&LearningRateSchedule::default())),
+        ("training", keys_of(&TrainConfig::default())),
+        ("evaluation", keys_of(&EvaluationKeys::default())),
+        ("checkpoint", keys_of(&CheckpointConfig::default())),
+    ]
+}
+
+fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
+    match serde_json::to_value(section) {
+        Ok(Value::Object(map)) => map.into_iter().map(|(key, _)| key).collect(),
+        _ => BTreeSet::new(),
+    }
+}
+
+/// Returns the path of a key that one section alone has.
+fn place_of(key: &str) -> Option<String> {
+    let mut places = sections()
+        .into_iter()
+        .filter(|(section, keys)| {
+            keys.contains(key) && elsewhere(section).iter().all(|(name, _)| *name != key)
+        })
+        .map(|(section, _)| format!("{section}.{key}"));
+    let place = places.next()?;
+    places.next().is_none().then_some(place)
+}
+
+/// Returns the name that differs least from `unknown`, if it differs little.
+fn nearest<'a>(unknown: &str, names: &[&'a str]) -> Option<&'a str> {
+    let names = names.iter();
+    let (distance, name) = names
+        .map(|name| (edit_distance(unknown, name), *name))
+        .min()?;
+    (distance <= 1 + unknown.chars().count() / 3).then_some(name)
+}
+
+/// Returns how many letters have to be added, removed or changed (Levenshtein).
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.iter().enumerate() {
+            let changed = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_near_name_is_suggested() {
+        let known = ["low", "high", "dual_clip"];
+        assert_eq!(nearest("hihg", &known), Some("high"));
+        assert_eq!(nearest("dual-clip", &known), Some("dual_clip"));
+        assert_eq!(nearest("temperature", &known), None);
+    }
+
+    #[test]
+    fn a_key_that_would_be_refused_is_not_suggested() {
+        let known = ["epochs", "prompts_per_step", "top_entropy"];
+        let message = unknown_key("training", "epoch", &known);
+        assert_eq!(message, "unknown key, did you mean algorithm.ppo_epochs?");
+        let message = unknown_key("training", "zzzzzz", &known);
+        assert_eq!(message, "unknown key, must be one of top_entropy");
+    }
+
+    #[test]
+    fn a_key_of_another_section_is_found() {
+        let message = unknown_key("", "response_length", &["model"]);
+        assert_eq!(message, "unknown key; here it is algorithm.response_length");
+        let message = unknown_key("algorithm", "temperature", &["preset"]);
+        assert_eq!(message, "unknown key; here it is sampler.temperature");
+    }
+
+    #[test]
+    fn edit_distance_counts_letters() {
+        assert_eq!(edit_distance("kitten", "sitting"), 3);
+        assert_eq!(edit_distance("", "abc"), 3);
+        assert_eq!(edit_distance("same", "same"), 0);
+    }
+}

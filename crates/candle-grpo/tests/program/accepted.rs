@@ -1,0 +1,156 @@
+//! Whatever `grpo check` accepts starts to train.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_grpo::config::{Document, Preset, RunConfig};
+use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
+use candle_grpo::train::{NoProgress, NotFinite, Pretrained, Prompt, RewardConfig};
+use serde_json::{Value, json};
+
+use crate::mutation::mutated;
+use crate::support::folder;
+
+/// Returns choices that look random and are the same in each run.
+fn chooser(seed: u64) -> impl FnMut(usize) -> usize {
+    let mut state = seed;
+    move |below| {
+        // splitmix64.
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = state;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((x ^ (x >> 31)) % below as u64) as usize
+    }
+}
+
+fn document(value: &Value) -> Document {
+    Document::from_yaml(Path::new("run.yaml"), &value.to_string()).unwrap()
+}
+
+/// Returns the configurations to change, one for each preset, each with what it comes to.
+fn bases(folder: &Path) -> Vec<(Value, Value)> {
+    let presets = Preset::ALL.iter().map(|preset| json!(preset));
+    let base = |preset: Value| {
+        let base = json!({
+            "model": folder.join("model"),
+            "data": {"train": folder.join("data.jsonl"), "held_out_rows": 2},
+            "rewards": [{"kind": "regex", "pattern": "^[ab]"}],
+            "algorithm": {
+                "preset": preset,
+                "rollout_batch_size": 2,
+                "num_return_sequences_in_group": 3,
+                "response_length": 4,
+            },
+            "training": {"max_sampling_batches": 2},
+            "evaluation": {"every_steps": null},
+            "checkpoint": {"every_steps": null, "keep_best": false},
+            "max_steps": 1,
+            "run_dir": folder.join("run"),
+        });
+        let run = RunConfig::new(&document(&base)).unwrap();
+        (base, run.to_value().unwrap())
+    };
+    presets.chain([Value::Null]).map(base).collect()
+}
+
+/// Returns whether a step takes too long or too much memory for a test.
+fn is_expensive(run: &RunConfig) -> bool {
+    let train = &run.train;
+    let completions = train.prompts_per_step.saturating_mul(train.num_generations);
+    let passes = train
+        .epochs
+        .saturating_mul(train.max_sampling_batches.min(4));
+    let rank = train.adapters.as_ref().map_or(1, |adapters| adapters.rank);
+    completions.saturating_mul(passes) > 200 || rank > 200
+}
+
+/// Makes one step, and refuses what `grpo check` refuses first.
+fn step(run: RunConfig, pretrained: Pretrained) -> Option<anyhow::Result<()>> {
+    run.check_files().ok()?;
+    let dataset = run.data.load(run.seed()).ok()?;
+    let prompts = RunPrompts::new(&run, &dataset, &pretrained).ok()?;
+    let longest = |prompts: &[Prompt]| prompts.iter().map(|prompt| prompt.tokens.len()).max();
+    let (train, held_out) = (longest(&prompts.train)?, longest(&prompts.held_out));
+    run.check_model(&pretrained.model, train, held_out.unwrap_or(0))
+        .ok()?;
+    let train = || -> anyhow::Result<()> {
+        let reward = RewardConfig::build(&run.rewards)?;
+        let progress = Arc::new(NoProgress);
+        let mut session = Session::new(run, pretrained, prompts, reward, Start::New, progress)?;
+        loop {
+            match session.advance()? {
+                Progress::Step(_) | Progress::Finished => return Ok(()),
+                _ => {}
+            }
+        }
+    };
+    Some(train())
+}
+
+#[test]
+fn what_check_accepts_starts_to_train() {
+    let folder = folder("");
+    let bases = bases(folder.path());
+    let model = bases[0].0["model"].as_str().unwrap().to_owned();
+    let mut choose = chooser(7);
+    let (mut refused, mut trained) = (0, 0);
+    let mut failures: BTreeMap<String, String> = BTreeMap::new();
+    while trained < 150 {
+        let (base, effective) = &bases[choose(bases.len())];
+        let changed = mutated(base, effective, &mut choose);
+        let mut run = match RunConfig::new(&document(&changed)) {
+            Ok(run) if !is_expensive(&run) => run,
+            Ok(_) => continue,
+            Err(_) => {
+                refused += 1;
+                continue;
+            }
+        };
+        run.run_dir = folder.path().join(format!("run-{trained}-{refused}"));
+        run.model.path = model.clone().into();
+        run.model.chat_template = None;
+        let pretrained = load_model(&run.model).unwrap();
+        match step(run, pretrained) {
+            None => refused += 1,
+            Some(Ok(())) => trained += 1,
+            // A loss may overflow: the step was computed.
+            Some(Err(error)) if error.is::<NotFinite>() => trained += 1,
+            Some(Err(error)) => {
+                trained += 1;
+                failures.insert(format!("{error:#}"), changed.to_string());
+            }
+        }
+    }
+    assert!(refused > 50, "only {refused} configurations were refused");
+    assert!(failures.is_empty(), "{failures:#?}");
+}
+
+/// The property that `make fuzz TARGET=check` tests for longer.
+#[test]
+fn a_changed_configuration_is_refused_or_reads_as_itself() {
+    let folder = folder("");
+    let bases = bases(folder.path());
+    let mut choose = chooser(11);
+    let mut accepted = 0;
+    for _ in 0..1500 {
+        let (base, effective) = &bases[choose(bases.len())];
+        let changed = mutated(base, effective, &mut choose);
+        match RunConfig::new(&document(&changed)) {
+            Err(error) => assert!(error.to_string().starts_with("run.yaml"), "{error}"),
+            Ok(run) => {
+                accepted += 1;
+                let text = run.to_yaml().unwrap();
+                let again = Document::from_yaml(Path::new("again.yaml"), &text).unwrap();
+                let again = RunConfig::new(&again)
+                    .unwrap_or_else(|error| panic!("{error}\n{text}\nof {changed}"));
+                assert_eq!(again.to_yaml().unwrap(), text);
+            }
+        }
+    }
+    assert!(
+        accepted > 100,
+        "only {accepted} configurations were accepted"
+    );
+}
