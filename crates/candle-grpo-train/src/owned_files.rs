@@ -134,7 +134,8 @@ impl Owned {
         Ok(fs::remove_dir(folder)?)
     }
 
-    /// Returns the entries of `folder` in the order of their names; those that are not in the list are `None`.
+    /// Returns the entries of `folder` in the order of their names; those that are not in the list
+    /// are `None`.
     fn entries(self, folder: &Path) -> Result<Vec<(PathBuf, Option<Entry>)>> {
         let read = || -> Result<Vec<_>> {
             let mut entries = Vec::new();

@@ -42,7 +42,11 @@ impl Default for CriticConfig {
 }
 
 impl CriticConfig {
-    /// Errs if a field has a value with which nothing can be learned.
+    /// Checks all fields.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names the field, its value and the requirement.
     pub fn validate(&self) -> Result<()> {
         validate::positive("max_grad_norm", self.max_grad_norm)?;
         if let Some(clip) = self.value_loss.clip {

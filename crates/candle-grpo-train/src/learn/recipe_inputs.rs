@@ -64,7 +64,11 @@ pub(crate) fn keeps_components(recipe: &Recipe) -> bool {
     recipe.reward_shaping == RewardShaping::default() && recipe.overlong.is_none()
 }
 
-/// Errs if `recipe` is not valid, or contradicts itself or groups of this size.
+/// Checks `recipe` for groups of this size.
+///
+/// # Errors
+///
+/// Returns an error if `recipe` is not valid, or contradicts itself or the group size.
 pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Result<()> {
     recipe
         .validate()

@@ -1,4 +1,4 @@
-//! Models that somebody else has trained, with all that belongs to them.
+//! Pretrained models with their tokenizer and chat template.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,36 +22,39 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// A decoder with its weights, its tokenizer and the way in which it is spoken to.
+/// A decoder with its weights, tokenizer and chat template.
 ///
-/// A clone shares the weights: what trains in one trains in the other.
+/// A clone shares the weights, so training one changes the other.
 #[derive(Clone)]
 pub struct Pretrained {
-    /// The shape of the decoder.
+    /// Configuration of the decoder.
     pub model: DecoderConfig,
-    /// Its weights.
+    /// Weights.
     pub parameters: Parameters,
-    /// Its tokenizer.
+    /// Tokenizer.
     pub tokenizer: Tokenizer,
-    /// The tokens with a purpose, and those at which it stops.
+    /// Special tokens, including the stop tokens.
     pub special_tokens: SpecialTokens,
-    /// How messages become text, with the special tokens; `None` if the model does not say.
+    /// Chat template with the special tokens; `None` if the model has none.
     pub chat_template: Option<ChatTemplate>,
-    /// What the model may be used for, in the words of its file.
+    /// License of the model, as in its file.
     pub license: Option<String>,
 }
 
 impl Pretrained {
     /// Reads a GGUF file, or the folder of a Hugging Face model in safetensors files.
     ///
-    /// Errs on a model that [`Decoder`](candle_grpo_nn::Decoder) would compute otherwise than it is meant, on weights that
-    /// are missing, surplus, misshapen or not finite, and on a tokenizer that does not fit the model; the message names
-    /// file and key.
+    /// # Errors
+    ///
+    /// Returns an error that names file and key for a model that
+    /// [`Decoder`](candle_grpo_nn::Decoder) does not support, for weights that are missing,
+    /// unexpected, not finite or of the wrong shape, and for a tokenizer that does not match
+    /// the model.
     pub fn load(path: &Path, device: &Device) -> Result<Self> {
         Self::read(path, Some(device))
     }
 
-    /// Reads everything of a model but its weights, as [`Self::load`] does: the parameters are empty.
+    /// Reads a model without its weights, like [`Self::load`]. The parameters are empty.
     ///
     /// # Errors
     ///
@@ -78,7 +81,7 @@ impl Pretrained {
         let file = Gguf::open(path)?;
         let metadata = file.metadata();
         let text = |key: &str| metadata.get(key).and_then(GgufValue::as_str);
-        // What can be read at once is read before the weights.
+        // Small files are read before the weights.
         let model = file.config()?;
         let tokenizer = match text("tokenizer.huggingface.json") {
             Some(json) => {
@@ -145,17 +148,18 @@ impl Pretrained {
         Ok(())
     }
 
-    /// Writes a folder that Hugging Face transformers loads: `config.json`, `model.safetensors` in f32, `tokenizer.json`,
-    /// `tokenizer_config.json` with the chat template, and `generation_config.json`.
+    /// Writes a folder that Hugging Face transformers loads: `config.json`, `model.safetensors` in
+    /// f32, `tokenizer.json`, `tokenizer_config.json` with the chat template, and
+    /// `generation_config.json`.
     ///
-    /// The folder appears when it is complete, and replaces one that was there.
+    /// The folder appears when it is complete, and replaces an existing one.
     pub fn save(&self, folder: &Path) -> Result<()> {
         atomic_file::write_folder(folder, |folder| self.write_files(folder))
             .with_context(|| format!("writing {}", folder.display()))
     }
 
-    /// Returns the path of the first entry of `folder` that is not of a model in the Hugging Face layout; `None` if [`Self::save`]
-    /// would replace a model and nothing else.
+    /// Returns the path of the first entry of `folder` that is not of a model in the Hugging Face
+    /// layout; `None` if [`Self::save`] would replace a model and nothing else.
     ///
     /// # Errors
     ///
@@ -173,8 +177,8 @@ impl Pretrained {
         Ok(foreign)
     }
 
-    /// Writes the files of [`Self::save`] into a folder that is there, each by itself whole or not at all: for a checkpoint that has
-    /// more to it.
+    /// Writes the files of [`Self::save`] atomically into an existing folder, for a checkpoint with
+    /// more files.
     pub fn write_files(&self, folder: &Path) -> Result<()> {
         let write = |file: &str, value: &Value| {
             atomic_file::write(&folder.join(file), &serde_json::to_vec_pretty(value)?)
@@ -187,7 +191,7 @@ impl Pretrained {
         Ok(self.parameters.save(&folder.join(MODEL))?)
     }
 
-    /// `sampling` with the stop tokens of the model, unless it has its own.
+    /// Returns `sampling` with the stop tokens of the model, unless it already has some.
     pub fn sampling(&self, sampling: SamplingConfig) -> SamplingConfig {
         match sampling.stop_token_ids.is_empty() {
             true => SamplingConfig {
@@ -198,13 +202,13 @@ impl Pretrained {
         }
     }
 
-    /// A sampler of the model, which ends at its stop tokens and finds stop strings.
+    /// Creates a sampler of the model with its stop tokens and tokenizer.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
         let sampler = Sampler::new(&self.model, &self.parameters, self.sampling(sampling))?;
         Ok(sampler.with_tokenizer(&self.tokenizer))
     }
 
-    /// The same model with other weights, such as those that a run has made of these.
+    /// Returns the same model with other weights, for example those of a run.
     pub fn with_parameters(&self, parameters: Parameters) -> Self {
         Self {
             parameters,
@@ -236,7 +240,7 @@ impl Pretrained {
 
     fn tokenizer_config(&self) -> Value {
         let mut config = json!({
-            // The class that takes tokenizer.json as it is.
+            // The class that loads tokenizer.json unchanged.
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.model.max_position_embeddings,
             "clean_up_tokenization_spaces": false,
@@ -263,8 +267,9 @@ fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
     atomic_file::write(&folder.join(TOKENIZER), text.as_bytes()).context(TOKENIZER)
 }
 
-/// `chat_template.jinja`, where newer folders have it, or `chat_template` of `tokenizer_config.json`: a template, or
-/// several by name, of which `default` is meant for chats.
+/// Reads `chat_template.jinja` or `chat_template` of `tokenizer_config.json`.
+///
+/// The latter is one template, or several by name, of which `default` is for chats.
 fn read_chat_template(folder: &Path) -> Result<Option<ChatTemplate>> {
     let file = folder.join(CHAT_TEMPLATE);
     if file.exists() {

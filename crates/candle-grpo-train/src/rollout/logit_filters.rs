@@ -7,9 +7,10 @@ use candle_grpo_core::validate;
 
 use super::categorical::{Distribution, position_above};
 
-/// The filters of transformers, in its order: the `top_k` most likely tokens, of these the most likely ones with a total
-/// probability of `top_p`, of these the ones with at least `min_p` times the greatest probability. vLLM differs in one case:
-/// with both `min_p` and `top_p` it applies `min_p` first.
+/// The filters of transformers, in its order: the `top_k` most likely tokens, of these the most
+/// likely ones with a total probability of `top_p`, of these the ones with at least `min_p` times
+/// the greatest probability. vLLM differs in one case: with both `min_p` and `top_p` it applies
+/// `min_p` first.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct LogitFilters {
     pub(crate) top_k: usize,
@@ -132,7 +133,8 @@ mod tests {
     #[case(LogitFilters { top_k: 3, top_p: 0.82, ..OFF }, &[0, 2])]
     #[case(LogitFilters { top_k: 3, top_p: 0.83, ..OFF }, &[0, 2, 3])]
     #[case(LogitFilters { top_k: 3, top_p: 0.83, min_p: 0.5 }, &[0, 2])]
-    // transformers: 0.4, 0.3 and 0.15 are the first to reach 0.8; vLLM would stop at 0.4 + 0.3 of 0.85.
+    // transformers: 0.4, 0.3 and 0.15 are the first to reach 0.8; vLLM would stop at 0.4 + 0.3 of
+    // 0.85.
     #[case(LogitFilters { top_p: 0.8, min_p: 0.3, ..OFF }, &[0, 2, 3])]
     fn the_tokens_are_those_of_the_definitions(
         #[case] filters: LogitFilters,

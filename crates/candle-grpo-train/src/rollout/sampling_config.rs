@@ -8,8 +8,8 @@ use super::logit_filters::LogitFilters;
 
 /// The distribution that completions are drawn from, and their end.
 ///
-/// A token is drawn from `softmax(logits / temperature)`, of which `top_k`, `top_p` and `min_p` keep the most likely tokens, in
-/// this order and as in transformers.
+/// A token is drawn from `softmax(logits / temperature)`, of which `top_k`, `top_p` and `min_p`
+/// keep the most likely tokens, in this order and as in transformers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SamplingConfig {
@@ -17,21 +17,24 @@ pub struct SamplingConfig {
     pub temperature: f64,
     /// Sample from the `top_k` most likely tokens, ties included. 0 disables it.
     pub top_k: usize,
-    /// Sample from the smallest set of most likely tokens whose total probability is at least `top_p` (nucleus sampling,
-    /// Holtzman et al. 2020). Above 0; 1 disables it.
+    /// Sample from the smallest set of most likely tokens whose total probability is at least
+    /// `top_p` (nucleus sampling, Holtzman et al. 2020). Above 0; 1 disables it.
     pub top_p: f64,
-    /// Sample from tokens with at least `min_p` times the greatest probability (Nguyen et al. 2025). 0 disables it.
+    /// Sample from tokens with at least `min_p` times the greatest probability (Nguyen et al.
+    /// 2025). 0 disables it.
     pub min_p: f64,
-    /// Always take the most likely token, for evaluation. Log-probs are still those at `temperature`.
+    /// Always take the most likely token, for evaluation. Log-probs are still those at
+    /// `temperature`.
     pub greedy: bool,
     /// Maximum length of a completion in tokens, including the stop token. At least 1.
     pub max_new_tokens: usize,
     /// Tokens that end a completion.
     pub stop_token_ids: Vec<u32>,
-    /// Strings that end a completion as soon as its text contains one of them, whatever the token boundaries. They need
-    /// [`Sampler::with_tokenizer`](crate::Sampler::with_tokenizer).
+    /// Strings that end a completion as soon as its text contains one of them, whatever the token
+    /// boundaries. They need [`Sampler::with_tokenizer`](crate::Sampler::with_tokenizer).
     pub stop_strings: Vec<String>,
-    /// Maximum number of completions drawn at the same time. It bounds memory and has no influence on what is drawn.
+    /// Maximum number of completions drawn at the same time. It bounds memory and has no influence
+    /// on what is drawn.
     pub max_batch_size: usize,
     /// Seed of the random numbers.
     pub seed: u64,
