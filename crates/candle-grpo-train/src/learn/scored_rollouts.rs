@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use candle_grpo_core::{GroupAdvantage, GroupSummary};
+use candle_grpo_core::{GroupAdvantage, GroupSummary, statistics_dtype};
 
 use crate::Rollout;
 use crate::rewards::{RolloutScores, Scores};
@@ -40,12 +40,13 @@ impl ScoredRollouts {
         }
     }
 
-    /// Components as f32 `[B, K]`, or `[B]` if there is one.
+    /// Components in the dtype of statistics, `[B, K]`, or `[B]` if there is one.
     pub(crate) fn component_tensor(&self, device: &Device) -> Result<Tensor> {
+        let dtype = statistics_dtype(device);
         let columns = self
             .components
             .iter()
-            .map(|component| Tensor::new(component.as_slice(), device))
+            .map(|component| Tensor::new(component.as_slice(), device)?.to_dtype(dtype))
             .collect::<candle_core::Result<Vec<_>>>()?;
         Ok(match columns.as_slice() {
             [one] => one.clone(),

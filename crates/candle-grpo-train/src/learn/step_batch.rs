@@ -188,7 +188,8 @@ impl Preparation<'_> {
         Ok(mask.keep_samples(&keep)?)
     }
 
-    /// The rewards `[B]` after shaping and penalty, or their components `[B, K]` if nothing adds them up.
+    /// The rewards `[B]` after shaping and penalty, or their components `[B, K]` if nothing adds
+    /// them up, in the dtype of statistics.
     fn rewards(&mut self, tokens: &TokenBatch) -> Result<Tensor> {
         let (recipe, scored) = (&self.config.recipe, self.scored);
         let device = tokens.targets.device();
@@ -210,12 +211,13 @@ impl Preparation<'_> {
         let Some(overlong) = &recipe.overlong else {
             return Ok(shaped.rewards);
         };
-        let lengths: Vec<f32> = scored
+        let lengths: Vec<u32> = scored
             .rollouts
             .iter()
-            .map(|rollout| rollout.completion.tokens.len() as f32)
+            .map(|rollout| rollout.completion.tokens.len() as u32)
             .collect();
-        let penalty = overlong.compute(&Tensor::new(lengths, device)?)?;
+        let lengths = Tensor::new(lengths, device)?.to_dtype(shaped.rewards.dtype())?;
+        let penalty = overlong.compute(&lengths)?;
         Ok((shaped.rewards + penalty)?)
     }
 
@@ -320,7 +322,13 @@ impl Preparation<'_> {
             controller.update(kl, scored.rollouts.len())?;
         }
         self.metrics.merge(&of_advantages)?;
-        Ok(advantages)
+        // Rewards stay in the dtype of statistics up to here.
+        let result = |x: Tensor| x.to_dtype(DType::F32);
+        Ok(Advantages {
+            advantages: result(advantages.advantages)?,
+            returns: advantages.returns.map(result).transpose()?,
+            ..advantages
+        })
     }
 }
 

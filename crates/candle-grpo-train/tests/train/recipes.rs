@@ -256,7 +256,11 @@ struct Spy {
 
 impl AdvantageEstimator for Spy {
     fn estimate(&self, batch: &AdvantageBatch<'_>) -> candle_core::Result<Advantages> {
-        let seen = (self.of)(batch).map(|x| x.flatten_all()?.to_vec1::<f32>());
+        let seen = (self.of)(batch).map(|x| {
+            x.flatten_all()?
+                .to_dtype(candle_core::DType::F32)?
+                .to_vec1::<f32>()
+        });
         self.seen.borrow_mut().push(seen.transpose()?);
         let rewards = batch.sequence_rewards()?.values;
         let sums = match rewards.rank() {
