@@ -12,6 +12,7 @@ use crate::metrics::Metrics;
 use crate::moments::{Moments, divide_by_std};
 use crate::rewards::{
     IntoRewards, NonFinite, RewardTensor, check_finite, check_weights, combine, finite_mask,
+    mark_missing,
 };
 use crate::selection::GroupSummary;
 use crate::validate::{self, Checked, Invalid};
@@ -293,9 +294,7 @@ impl GroupAdvantage {
     ) -> Result<RewardTensor> {
         let weights = self.reward_weights.as_deref();
         let (sums, scored) = combine(rewards, weights, self.non_finite)?;
-        // A sample without a score remains one.
-        let missing = (sums.zeros_like()? + f64::NAN)?;
-        let sums = scored.where_cond(&sums, &missing)?;
+        let sums = mark_missing(&sums, &scored)?;
         Ok(RewardTensor {
             values: penalty.penalize_sequence_rewards(&sums, batch)?,
             ..*rewards

@@ -3,7 +3,7 @@
 use candle_core::{D, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask};
+use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask, mark_missing};
 
 /// Combination of the scores that several judges give to one response. For a weighted sum of
 /// different criteria (format, correctness) use [`crate::RewardShaping::reward_weights`].
@@ -61,11 +61,7 @@ impl ScoreEnsemble {
             Self::Min => filled(f64::INFINITY)?.min(D::Minus1)?,
             Self::Max => filled(f64::NEG_INFINITY)?.max(D::Minus1)?,
         };
-        let missing = (combined.zeros_like()? + f64::NAN)?;
-        finite
-            .max(D::Minus1)?
-            .where_cond(&combined, &missing)?
-            .to_dtype(scores.result_dtype)
+        mark_missing(&combined, &finite.max(D::Minus1)?)?.to_dtype(scores.result_dtype)
     }
 
     fn weighted(&self, x: &Tensor, finite: &Tensor, weights: &[f64]) -> Result<Tensor> {

@@ -176,6 +176,11 @@ pub(crate) fn finite_mask(x: &Tensor) -> Result<Tensor> {
     (x * 0.)?.eq(0.)
 }
 
+/// `x` where `scored` is 1, and NaN, which marks a missing score, elsewhere.
+pub(crate) fn mark_missing(x: &Tensor, scored: &Tensor) -> Result<Tensor> {
+    scored.where_cond(x, &(x.zeros_like()? + f64::NAN)?)
+}
+
 /// Checks that `values` `[B, T]`, which are 0 outside the mask, are finite. Synchronizes with the
 /// device.
 pub(crate) fn check_finite_tokens(name: &str, values: &Tensor) -> Result<()> {

@@ -5,7 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::groups::Groups;
 use crate::metrics::Metrics;
-use crate::rewards::{IntoRewards, NonFinite, RewardNorm, RunningMoments, check_weights, combine};
+use crate::rewards::{
+    IntoRewards, NonFinite, RewardNorm, RunningMoments, check_weights, combine, mark_missing,
+};
 use crate::validate::{self, Checked, Invalid};
 
 /// Shaping of sequence rewards, in the order of the ROLL pipeline: components are summed, then
@@ -107,7 +109,7 @@ impl RewardShaping {
         };
         let x = match self.non_finite {
             NonFinite::Error => x,
-            NonFinite::Exclude => finite.where_cond(&x, &(x.zeros_like()? + f64::NAN)?)?,
+            NonFinite::Exclude => mark_missing(&x, &finite)?,
         };
         Ok(ShapedRewards {
             rewards: x.to_dtype(rewards.result_dtype)?,

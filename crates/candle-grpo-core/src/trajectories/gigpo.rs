@@ -10,7 +10,7 @@ use crate::advantage::{
 use crate::dtype::for_statistics;
 use crate::groups::{GroupLayout, Groups};
 use crate::metrics::Metrics;
-use crate::rewards::combine;
+use crate::rewards::{combine, mark_missing};
 use crate::trajectories::{Steps, numbered};
 use crate::validate::{self, Checked};
 
@@ -165,8 +165,7 @@ impl AdvantageEstimator for Gigpo {
         let (sums, scored) = combine(&rewards, None, policy)?;
         let rows = sums.dims1()?;
         // The return of a step without a score is missing, and so are the returns before it.
-        let missing = (sums.zeros_like()? + f64::NAN)?;
-        let step_rewards = scored.where_cond(&sums, &missing)?;
+        let step_rewards = mark_missing(&sums, &scored)?;
         let returns = steps.discounted_returns(&step_rewards, self.gamma)?;
         let episodes = match batch.episode_rewards {
             Some(scores) if scores.dims() == [rows] => for_statistics(scores)?,
