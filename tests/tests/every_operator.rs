@@ -200,7 +200,7 @@ impl Network {
             entropy_coef: 0.01,
             ..PolicyLoss::grpo()
         };
-        Ok(loss.compute(&batch, &StepTotals::to_host(&mask)?)?.loss)
+        Ok(loss.compute(&batch, &StepTotals::count(&mask)?)?.loss)
     }
 
     /// The gradients of all variables, in the order of their names, each finite and somewhere not 0.

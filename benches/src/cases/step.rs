@@ -21,7 +21,7 @@ impl Step {
         let mask = targets.ones_like()?;
         Ok(Self {
             advantages: noise(targets.dim(0)?, 1.0, 4, DType::F32, targets.device())?,
-            totals: StepTotals::to_host(&mask)?,
+            totals: StepTotals::count(&mask)?,
             mask,
             targets: targets.clone(),
         })

@@ -1,27 +1,28 @@
-//! An entropy coefficient that keeps the entropy at a target.
+//! Adaptive control of the entropy coefficient.
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-/// Raises the coefficient of the entropy bonus by `delta` after each step whose mean entropy is at most `target`, else
-/// lowers it, within `min` and `max`; the bonus counts only as long as the entropy is at most the target (TRL's adaptive
-/// entropy, from <https://arxiv.org/abs/2505.22312>).
+/// Controller of the entropy coefficient (TRL's adaptive entropy, from <https://arxiv.org/abs/2505.22312>).
 ///
-/// Its state is part of a checkpoint.
+/// After each step it raises the coefficient by `delta` if the mean entropy is at most `target`, and lowers it otherwise,
+/// within `min` and `max`. The bonus applies only while the entropy is at most the target.
+///
+/// The state is part of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdaptiveEntropy {
-    /// The entropy, in nats for each token, below which the bonus counts.
+    /// The target entropy, in nats per token.
     pub target: f64,
-    /// The change of the coefficient in one step.
+    /// The change of the coefficient per step.
     pub delta: f64,
-    /// The smallest coefficient.
+    /// The minimum coefficient.
     pub min: f64,
-    /// The largest coefficient.
+    /// The maximum coefficient.
     pub max: f64,
-    /// The coefficient now.
+    /// The current coefficient.
     pub coef: f64,
-    /// Whether the last entropy was at most the target.
+    /// True if the last entropy was at most the target.
     pub active: bool,
 }
 
@@ -39,12 +40,16 @@ impl Default for AdaptiveEntropy {
 }
 
 impl AdaptiveEntropy {
-    /// The coefficient of the next step, for [`crate::PolicyLoss::entropy_coef`].
+    /// Returns the coefficient of the next step, for [`crate::PolicyLoss::entropy_coef`].
     pub fn entropy_coef(&self) -> f64 {
         if self.active { self.coef } else { 0. }
     }
 
-    /// Takes note of the mean entropy of a step, over all its tokens.
+    /// Updates the coefficient with the mean entropy of a step over all its tokens.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `entropy` is not finite.
     pub fn update(&mut self, entropy: f64) -> Result<()> {
         if !entropy.is_finite() {
             bail!("entropy: {entropy}, must be finite");

@@ -1,50 +1,53 @@
-//! How the losses of tokens become one number.
+//! The reduction of per-token losses to a scalar.
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::{Mask, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
-use crate::limits::check_positive;
-use crate::totals::StepTotals;
+use crate::policy_loss::StepTotals;
+use candle_grpo_core::validate::positive;
 
-/// The mean that is taken of the per-token losses x over the mask m. The names are those of verl and ROLL.
+/// The reduction of the per-token losses x over the mask m. The names are those of verl and ROLL.
 ///
-/// Denominators are [`StepTotals`] of the whole optimiser step, so that the losses, and gradients, of micro-batches add
-/// up to those of the batch.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+/// Denominators are the [`StepTotals`] of the whole optimizer step: losses and gradients of micro-batches add up to those
+/// of the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Aggregation {
-    /// `sum(m x) / tokens`: each token counts the same (DAPO, <https://arxiv.org/abs/2503.14476>).
-    #[default]
+    /// `sum(m x) / tokens`: equal weight for each token (DAPO, <https://arxiv.org/abs/2503.14476>).
     TokenMean,
-    /// `sum(m x)`, for a caller who divides by something else.
+    /// `sum(m x)`, for a custom denominator.
     TokenSum,
     /// `sum_i(sum_t m x) / sequences`.
     SeqMeanTokenSum,
-    /// `sum_i(sum_t m x / tokens_i) / sequences`: each sequence counts the same (GRPO, <https://arxiv.org/abs/2402.03300>).
+    /// `sum_i(sum_t m x / tokens_i) / sequences`: equal weight for each sequence
+    /// (GRPO, <https://arxiv.org/abs/2402.03300>).
     SeqMeanTokenMean,
     /// The mean over prompts of the mean over the tokens of all samples of a prompt (the DAPO paper's formula,
-    /// <https://arxiv.org/abs/2503.14476>). Needs [`crate::PolicyBatch::prompt_tokens`] and [`StepTotals::prompts`].
+    /// <https://arxiv.org/abs/2503.14476>). Requires [`crate::PolicyBatch::prompt_tokens`] and [`StepTotals::prompts`].
     PromptMeanTokenMean,
-    /// `sum(m x) / (sequences * length)` with a length that does not depend on the batch (Dr. GRPO,
-    /// <https://arxiv.org/abs/2503.20783>).
+    /// `sum(m x) / (sequences * length)` with a constant length (Dr. GRPO, <https://arxiv.org/abs/2503.20783>).
     SeqMeanTokenSumNorm {
-        /// The constant length, usually the longest response that is sampled.
+        /// The constant length, usually the maximum response length.
         length: f64,
     },
 }
 
 impl Aggregation {
-    /// Checks the options; the error names the one that is wrong.
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
-        match *self {
-            Self::SeqMeanTokenSumNorm { length } => check_positive("aggregation.length", length),
-            _ => Ok(()),
+        if let Self::SeqMeanTokenSumNorm { length } = *self {
+            positive("aggregation.length", length)?;
         }
+        Ok(())
     }
 
-    /// Whether a long sequence counts for more than a short one, though its name does not say so.
-    pub(crate) fn weighs_by_length(&self) -> bool {
+    /// Returns whether sequences are implicitly weighted by their length.
+    pub(crate) fn weights_by_length(&self) -> bool {
         match self {
             Self::TokenMean
             | Self::TokenSum
@@ -54,7 +57,7 @@ impl Aggregation {
         }
     }
 
-    /// One number from `per_token` `[B, T]`, of the same dtype: the share of this micro-batch in the step.
+    /// Reduces `per_token` `[B, T]` to a scalar of the same dtype: the contribution of this micro-batch to the step.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -63,7 +66,7 @@ impl Aggregation {
     ///
     /// let per_token = Tensor::new(&[[1f32, 2., f32::NAN], [6., f32::NAN, f32::NAN]], &Device::Cpu)?;
     /// let response_mask = Tensor::new(&[[1u8, 1, 0], [1, 0, 0]], &Device::Cpu)?;
-    /// let (mask, totals) = (Mask::new(&response_mask)?, StepTotals::to_host(&response_mask)?);
+    /// let (mask, totals) = (Mask::new(&response_mask)?, StepTotals::count(&response_mask)?);
     /// let loss = Aggregation::TokenMean.apply(&per_token, &mask, &totals)?;
     /// assert_eq!(loss.to_scalar::<f32>()?, 3.0);
     /// let loss = Aggregation::SeqMeanTokenMean.apply(&per_token, &mask, &totals)?;
@@ -74,8 +77,9 @@ impl Aggregation {
         self.apply_with_prompts(per_token, mask, totals, None)
     }
 
-    /// [`Self::apply`], given for each sequence `[B]` the number of tokens of its prompt's samples, which
-    /// [`Self::PromptMeanTokenMean`] needs.
+    /// [`Self::apply`] with the number of tokens of the samples of each sequence's prompt, `[B]`.
+    ///
+    /// [`Self::PromptMeanTokenMean`] requires it.
     pub fn apply_with_prompts(
         &self,
         per_token: &Tensor,
@@ -101,7 +105,9 @@ impl Aggregation {
                         "prompt_tokens: shape {:?}, must be [{batch}]",
                         tokens.dims()
                     ),
-                    None => bail!("prompt_tokens: absent, a mean over prompts needs them"),
+                    None => bail!(
+                        "prompt_tokens: absent, a mean over prompts needs the number of tokens of each prompt"
+                    ),
                 };
                 let tokens = tokens.to_dtype(statistics)?.maximum(1.)?;
                 (selected.sum(D::Minus1)? / tokens)?.sum_all()?
@@ -111,17 +117,22 @@ impl Aggregation {
         (sum / self.denominator(totals)?)?.to_dtype(per_token.dtype())
     }
 
-    /// What the sum over all sequences is divided by.
-    pub(crate) fn denominator(&self, totals: &StepTotals) -> Result<f64> {
+    /// Returns the divisor of the sum over all sequences.
+    fn denominator(&self, totals: &StepTotals) -> Result<f64> {
         let denominator = match *self {
             Self::TokenMean => totals.tokens,
             Self::TokenSum => 1.,
-            Self::PromptMeanTokenMean => totals.prompts,
+            Self::PromptMeanTokenMean => match totals.prompts {
+                Some(prompts) => prompts,
+                None => bail!(
+                    "totals.prompts: absent, a mean over prompts needs their number over the whole step"
+                ),
+            },
             Self::SeqMeanTokenSum | Self::SeqMeanTokenMean => totals.sequences,
             Self::SeqMeanTokenSumNorm { length } => totals.sequences * length,
         };
         if !(denominator > 0. && denominator.is_finite()) {
-            bail!("totals: {totals:?} give the denominator {denominator}, it must be positive");
+            bail!("totals: {totals:?}, must give a positive denominator; it is {denominator}");
         }
         Ok(denominator)
     }

@@ -1,17 +1,17 @@
 //! The KL term of the loss.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 use candle_grpo_core::{Kl, KlGradient};
 use serde::{Deserialize, Serialize};
 
-use crate::limits::check_not_negative;
+use candle_grpo_core::validate::{check, non_negative};
 
-/// Whether, and with which ratio, the estimate is multiplied, which makes its gradient unbiased for samples of the old
-/// policy (<https://arxiv.org/abs/2512.02556>).
+/// The ratio that multiplies the estimate, which makes its gradient unbiased for samples of the old policy
+/// (<https://arxiv.org/abs/2512.02556>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BiasCorrection {
-    /// It is not.
+    /// No ratio.
     #[default]
     Off,
     /// The ratio of the token.
@@ -20,7 +20,7 @@ pub enum BiasCorrection {
     ImportanceLevel,
 }
 
-/// Where the divergence of each token comes from.
+/// The source of the divergence of each token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlValues {
@@ -35,16 +35,15 @@ pub enum KlValues {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlLoss {
-    /// What multiplies the estimate (`kl_coef`, `beta`).
+    /// The coefficient of the KL term (`kl_coef`, `beta`).
     pub coef: f64,
-    /// Which estimate, with which gradient.
+    /// The estimator and its gradient.
     #[serde(default)]
     pub kl: Kl,
-    /// Whether the estimate is multiplied by the ratio of the policy to the old policy.
+    /// The ratio of the policy to the old policy that multiplies the estimate.
     #[serde(default)]
     pub bias_correction: BiasCorrection,
-    /// Whether there is an estimate, or the values are given; in that case `kl` and `bias_correction` stay at their
-    /// defaults, as they are of an estimate.
+    /// The source of the divergence. For given values, `kl` and `bias_correction` must have their defaults.
     #[serde(default)]
     pub values: KlValues,
 }
@@ -55,8 +54,10 @@ impl KlLoss {
         Self::new(coef, Kl::default())
     }
 
-    /// The value of k3 with the gradient of k2, which is that of the divergence on policy; k3's own is that of the
-    /// divergence the other way round (<http://joschu.net/blog/kl-approx.html>; `k3+` in verl).
+    /// The value of k3 with the gradient of k2 (`k3+` in verl).
+    ///
+    /// On policy, the gradient of k2 is that of the divergence; the gradient of k3 is that of the reverse divergence
+    /// (<http://joschu.net/blog/kl-approx.html>).
     pub fn unbiased(coef: f64) -> Self {
         let kl = Kl {
             gradient: KlGradient::StraightThrough,
@@ -75,7 +76,7 @@ impl KlLoss {
         }
     }
 
-    /// Values that are given for each token.
+    /// A KL loss of given values, [`crate::PolicyBatch::kl_values`].
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -91,7 +92,7 @@ impl KlLoss {
     /// let log_probs = log_dist.narrow(2, 0, 1)?.squeeze(2)?;
     /// let (advantages, mask) = (Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu)?, log_probs.ones_like()?);
     /// let batch = PolicyBatch::new(&log_probs, &advantages, &mask).kl_values(&kl_values);
-    /// let loss = policy_loss.compute(&batch, &StepTotals::to_host(&mask)?)?.loss.to_scalar::<f32>()?;
+    /// let loss = policy_loss.compute(&batch, &StepTotals::count(&mask)?)?.loss.to_scalar::<f32>()?;
     /// assert!((loss - 0.1 * (0.25 * 0.5f32.ln() + 0.75 * 1.5f32.ln())).abs() < 1e-6);
     /// # Ok::<(), candle_core::Error>(())
     /// ```
@@ -103,26 +104,27 @@ impl KlLoss {
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
-        check_not_negative("kl.coef", self.coef)?;
-        if self.values == KlValues::Given && *self != Self::given(self.coef) {
-            bail!(
-                "kl.values: given, with {:?} and the bias correction {:?}, which are of an estimate and must be left out",
-                self.kl,
-                self.bias_correction
-            );
-        }
-        if self.bias_correction != BiasCorrection::Off && self.kl.gradient != KlGradient::Direct {
-            bail!(
-                "kl.bias_correction: {:?} with the gradient {:?}, which is unbiased already; must be off, or the gradient direct",
-                self.bias_correction,
-                self.kl.gradient
-            );
-        }
+        non_negative("kl.coef", self.coef)?;
+        let valid = self.values != KlValues::Given || *self == Self::given(self.coef);
+        let must = format!(
+            "be estimated with {:?} and the bias correction {:?}, which belong to an estimate",
+            self.kl, self.bias_correction
+        );
+        check(valid, "kl.values", "given", &must)?;
+        let valid =
+            self.bias_correction == BiasCorrection::Off || self.kl.gradient == KlGradient::Direct;
+        let must = format!(
+            "be off with the gradient {:?}, which is unbiased already",
+            self.kl.gradient
+        );
+        let value = format!("{:?}", self.bias_correction);
+        check(valid, "kl.bias_correction", value, &must)?;
         Ok(self.kl.validate()?)
     }
 
-    /// The estimate for each token, without the coefficient; the log-ratios are that of the token and that of the
-    /// importance level.
+    /// Computes the estimate for each token, without the coefficient.
+    ///
+    /// `token_log_ratio` is the log-ratio of the token, `log_ratio` that of the importance level.
     pub(crate) fn per_token(
         &self,
         log_probs: &Tensor,

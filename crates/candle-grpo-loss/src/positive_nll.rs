@@ -1,36 +1,34 @@
-//! A likelihood term on samples that were right.
+//! A likelihood term on samples with a high score.
 
 use candle_core::{Result, Tensor, bail};
 use candle_grpo_core::{Mask, Metrics};
 use serde::{Deserialize, Serialize};
 
-use crate::limits::check_not_negative;
+use candle_grpo_core::validate::{finite, non_negative};
 
-/// `-coef * log_prob` on the tokens of samples whose score is above a threshold, added to the policy and KL terms with the
-/// same denominators (VAPO, <https://arxiv.org/abs/2504.05118>).
+/// `-coef * log_prob` on the tokens of samples whose score is above a threshold
+/// (VAPO, <https://arxiv.org/abs/2504.05118>).
+///
+/// The term is added to the policy and KL terms and has the same denominators.
+#[doc(alias = "VAPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PositiveNll {
-    /// The weight of the term.
+    /// The coefficient of the term.
     pub coef: f64,
-    /// Samples with a score above this are positive.
+    /// The threshold: samples with a score above it are positive.
     #[serde(default)]
     pub score_above: f64,
 }
 
 impl PositiveNll {
     pub(crate) fn validate(&self) -> Result<()> {
-        check_not_negative("positive_nll.coef", self.coef)?;
-        if !self.score_above.is_finite() {
-            bail!(
-                "positive_nll.score_above: {}, must be finite",
-                self.score_above
-            );
-        }
+        non_negative("positive_nll.coef", self.coef)?;
+        finite("positive_nll.score_above", self.score_above)?;
         Ok(())
     }
 
-    /// The negative log-prob of the tokens of positive samples, without the coefficient; 0 elsewhere.
+    /// Computes the negative log-prob of the tokens of positive samples, without the coefficient; 0 elsewhere.
     pub(crate) fn per_token(
         &self,
         log_probs: &Tensor,

@@ -1,17 +1,19 @@
-//! Published recipes: what is done to rewards, which advantage, which loss.
+//! Published recipes: reward shaping, advantage and loss.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use candle_grpo_core::{
-    AdvantageConfig, AdvantageName, AdvantagePipeline, GroupFilter, Kl, KlEstimator, KlPenalty,
-    NormLevel, OverlongPenalty, RewardNorm, RewardShaping, SingletonGroup, TokenAdvantage,
+    AdvantageConfig, AdvantageName, AdvantagePipeline, GroupFilter, Invalid, Kl, KlEstimator,
+    KlPenalty, NormLevel, OverlongPenalty, RewardNorm, RewardShaping, SingletonGroup,
+    TokenAdvantage,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
 use crate::policy_loss::PolicyLoss;
 
-/// Everything about an algorithm that does not know of models: a constructor for each published one, and what the algorithm
-/// section of a configuration file holds.
+/// An algorithm without its model: reward shaping, advantage and loss. It is the algorithm section of a configuration file.
+///
+/// Published algorithms are constructors. The default is [`Recipe::grpo`].
 ///
 /// ```
 /// use candle_grpo_loss::Recipe;
@@ -27,15 +29,15 @@ use crate::policy_loss::PolicyLoss;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Recipe {
-    /// What is done to the rewards of samples first.
+    /// The shaping of the rewards, which comes first.
     pub reward_shaping: RewardShaping,
-    /// A penalty for responses close to the longest that is allowed, added to their rewards.
+    /// A penalty on the rewards of responses close to the maximum length.
     pub overlong: Option<OverlongPenalty>,
-    /// Which groups a step is made of, by their scores before any of this; others are sampled again.
+    /// The filter of groups, by their scores before any shaping. Rejected groups are sampled again.
     pub group_filter: Option<GroupFilter>,
-    /// How rewards become advantages.
+    /// The advantage estimator.
     pub advantage: AdvantageConfig,
-    /// How log-probs and advantages become a loss.
+    /// The policy loss.
     pub policy_loss: PolicyLoss,
 }
 
@@ -52,13 +54,14 @@ impl Recipe {
         Self::new(AdvantageConfig::default(), policy_loss)
     }
 
-    /// GRPO (<https://arxiv.org/abs/2402.03300>).
+    /// GRPO (<https://arxiv.org/abs/2402.03300>): group mean, divided by the group's unbiased standard deviation + 1e-6;
+    /// clip 0.2, equal weight for each sequence, no KL.
     pub fn grpo() -> Self {
         Self::grpo_advantage(PolicyLoss::grpo())
     }
 
-    /// DAPO (<https://arxiv.org/abs/2503.14476>): clip-higher, token-mean, the soft overlong penalty before `max_length`, and
-    /// groups with a spread only.
+    /// DAPO (<https://arxiv.org/abs/2503.14476>): clip-higher, token-mean, a soft overlong penalty in the last
+    /// `overlong_buffer` tokens before `max_length`, and only groups whose rewards differ.
     pub fn dapo(max_length: usize, overlong_buffer: usize) -> Self {
         Self {
             overlong: Some(OverlongPenalty {
@@ -71,12 +74,12 @@ impl Recipe {
         }
     }
 
-    /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): no division by the deviation, nor by the length of a response.
+    /// Dr. GRPO (<https://arxiv.org/abs/2503.20783>): no division by the standard deviation or by the response length.
     pub fn dr_grpo(length: f64) -> Self {
         Self::new(AdvantageName::DrGrpo, PolicyLoss::dr_grpo(length))
     }
 
-    /// Lite PPO (<https://arxiv.org/abs/2508.08221>): the mean of the group, the deviation of the batch, token-mean.
+    /// Lite PPO (<https://arxiv.org/abs/2508.08221>): group mean, batch standard deviation, token-mean.
     pub fn lite_ppo() -> Self {
         Self::new(AdvantageName::LitePpo, PolicyLoss::bnpo())
     }
@@ -111,8 +114,8 @@ impl Recipe {
         Self::grpo_advantage(PolicyLoss::vespo())
     }
 
-    /// GPG (<https://arxiv.org/abs/2504.02546>): centred rewards, compensated for the groups that teach nothing, with the
-    /// plain policy gradient.
+    /// GPG (<https://arxiv.org/abs/2504.02546>): centered rewards, scaled up to compensate for groups without a signal, and
+    /// the plain policy gradient.
     pub fn gpg() -> Self {
         Self::new(AdvantageName::Gpg, PolicyLoss::gpg())
     }
@@ -135,7 +138,7 @@ impl Recipe {
         Self::new(advantage, PolicyLoss::reinforce_plus_plus())
     }
 
-    /// REINFORCE++-baseline (<https://arxiv.org/abs/2501.03262>): the mean of the group comes off first.
+    /// REINFORCE++-baseline (<https://arxiv.org/abs/2501.03262>): REINFORCE++ after subtracting the group mean.
     pub fn reinforce_plus_plus_baseline() -> Self {
         Self::new(
             AdvantageName::ReinforcePlusPlusBaseline,
@@ -159,8 +162,8 @@ impl Recipe {
         )
     }
 
-    /// The GRPO example of ROLL's documentation: rewards normalised in their group and clipped to 10, advantages whitened
-    /// and clipped to 2, dual clip.
+    /// The GRPO example of ROLL's documentation: rewards normalized in their group and clipped to 10, advantages whitened and
+    /// clipped to 2, dual clip.
     pub fn roll() -> Self {
         let advantage = AdvantagePipeline::from(TokenAdvantage {
             whiten_advantages: true,
@@ -209,7 +212,11 @@ impl Recipe {
         Self::new(advantage, PolicyLoss::bnpo())
     }
 
-    /// Checks the options and the combinations that the papers rule out; the error names the key and what it must be.
+    /// Checks the options and the combinations that the papers exclude.
+    ///
+    /// # Errors
+    ///
+    /// The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
         self.reward_shaping.validate()?;
         if let Some(overlong) = &self.overlong {
@@ -224,8 +231,9 @@ impl Recipe {
         if self.advantage.name == AdvantageName::DrGrpo
             && aggregation == Aggregation::SeqMeanTokenMean
         {
-            bail!(
-                "policy_loss.aggregation: {aggregation:?} with the advantage dr_grpo divides by the length of each response, which Dr. GRPO takes out; must be seq-mean-token-sum-norm (or name the advantage grpo with the scale none)"
+            let must = "be seq-mean-token-sum-norm with the advantage dr_grpo, which excludes a division by the length of each response (or use the advantage grpo with the scale none)";
+            return Err(
+                Invalid::new("policy_loss.aggregation", format!("{aggregation:?}"), must).into(),
             );
         }
         Ok(())

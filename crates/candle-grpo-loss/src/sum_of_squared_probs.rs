@@ -1,19 +1,20 @@
-//! The sum of squared probabilities, which the optimal token baseline needs.
+//! The sum of squared probabilities, an input of the optimal token baseline.
 
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::arithmetic_dtype;
 
-use crate::limits::check_positive;
+use candle_grpo_core::validate::positive;
 
-/// The sum over the vocabulary of the squared probabilities of `softmax(logits / temperature)`: `[.., V]` to `[..]`.
-/// The optimal token baseline needs it.
+/// Sums the squared probabilities of `softmax(logits / temperature)` over the vocabulary: `[.., V]` to `[..]`.
+///
+/// It is an input of the optimal token baseline.
 pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor> {
-    check_positive("temperature", temperature)?;
+    positive("temperature", temperature)?;
     if logits.rank() == 0 || logits.elem_count() == 0 {
         bail!("logits: shape {:?}, must be [.., V]", logits.dims());
     }
     let z = (logits.to_dtype(arithmetic_dtype(logits.dtype()))? / temperature)?;
-    // Relative to the largest logit, so that nothing overflows.
+    // Relative to the maximum, so that `exp` does not overflow.
     let largest = z.detach().max_keepdim(D::Minus1)?;
     let weights = z.broadcast_sub(&largest)?.exp()?;
     let total = weights.sum_keepdim(D::Minus1)?;

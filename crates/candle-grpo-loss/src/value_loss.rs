@@ -5,23 +5,37 @@ use candle_grpo_core::{Mask, Metrics, arithmetic_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::aggregation::Aggregation;
-use crate::limits::check_positive;
-use crate::totals::StepTotals;
+use crate::policy_loss::StepTotals;
+use candle_grpo_core::validate::positive;
 
-/// `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2` for each token, with V the value and R the return
+/// `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2` for each token, with the value V and the return R
 /// (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip` in ROLL).
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ValueLoss {
-    /// How far a value may move from the old one before it stops being drawn to the return.
+    /// The distance from the old value beyond which a value has no gradient towards the return.
     pub clip: Option<f64>,
-    /// How the losses of tokens become one number.
+    /// The aggregation of the per-token losses, by default over tokens.
     pub aggregation: Aggregation,
 }
 
+impl Default for ValueLoss {
+    fn default() -> Self {
+        Self {
+            clip: None,
+            aggregation: Aggregation::TokenMean,
+        }
+    }
+}
+
 impl ValueLoss {
-    /// The loss, with gradient in `values`, and the metric `value_clip_fraction`. All tensors are `[B, T]`;
-    /// `old_values` are needed if there is a clip.
+    /// Computes the loss, with gradient in `values`, and the metric `value_clip_fraction`.
+    ///
+    /// All tensors are `[B, T]`. A clip requires `old_values`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid, shapes differ or `old_values` are missing.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -30,7 +44,7 @@ impl ValueLoss {
     /// let values = Tensor::new(&[[1f32, 3.]], &Device::Cpu)?;
     /// let returns = Tensor::new(&[[2f32, 3.]], &Device::Cpu)?;
     /// let mask = Tensor::new(&[[1u8, 1]], &Device::Cpu)?;
-    /// let (loss, _) = ValueLoss::default().compute(&values, None, &returns, &mask, &StepTotals::to_host(&mask)?)?;
+    /// let (loss, _) = ValueLoss::default().compute(&values, None, &returns, &mask, &StepTotals::count(&mask)?)?;
     /// assert_eq!(loss.to_scalar::<f32>()?, 0.25);
     /// # Ok::<(), candle_core::Error>(())
     /// ```
@@ -53,7 +67,7 @@ impl ValueLoss {
         let mut per_token = (&values - &returns)?.sqr()?;
         let mut metrics = Metrics::new();
         if let Some(clip) = self.clip {
-            check_positive("value_loss.clip", clip)?;
+            positive("value_loss.clip", clip)?;
             let Some(old) = old_values else {
                 bail!("old_values: absent, a clipped value loss needs them");
             };
@@ -61,7 +75,7 @@ impl ValueLoss {
             let moved = (&values.detach() - &old)?;
             let outside = moved.abs()?.gt(clip)?;
             let clipped = ((old + moved.clamp(-clip, clip)?)? - &returns)?.sqr()?;
-            // Beyond the clip the larger of the two counts, which has no gradient if it is the clipped one.
+            // Beyond the clip, the larger loss counts. The clipped one has no gradient.
             let is_clipped = (clipped.gt(&per_token.detach())? * outside)?;
             metrics.push_masked_mean("value_clip_fraction", &is_clipped, &mask)?;
             per_token = is_clipped.where_cond(&clipped, &per_token)?;

@@ -56,7 +56,7 @@ fn main() -> Result<()> {
         let (inputs, responses, rewards) = sample(&policy, &mut rng)?;
         let advantages = advantage.compute(&rewards, NUM_GENERATIONS, Scale::Group)?;
         let response_mask = responses.ones_like()?;
-        let totals = StepTotals::to_host(&response_mask)?;
+        let totals = StepTotals::count(&response_mask)?;
 
         let logits = policy.logits(&inputs)?;
         let tokens = log_prob(&logits, &responses, TEMPERATURE, LogProbOptions::default())?;

@@ -129,7 +129,7 @@ fn main() -> Result<()> {
             .map(|(prompt, answer)| (prompt.as_slice(), answer.as_slice()))
             .collect();
         let tokens = TokenBatch::new(&pairs, &device)?;
-        let totals = StepTotals::to_host(&tokens.response_mask)?;
+        let totals = StepTotals::count(&tokens.response_mask)?;
         actor.forward_backward(&TrainingBatch::new(tokens, advantages), &totals)?;
         let stats = actor.clip_grad_and_step(1.)?;
 

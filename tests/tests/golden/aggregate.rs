@@ -29,7 +29,7 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
         weighted = weighted.broadcast_mul(&weights.unsqueeze(1)?)?;
     }
     let summed = if aggregation == Aggregation::TokenMean && totals_are == Rows::All {
-        // ROLL's token mean sums all positions, its callers having put zeros outside the mask, which only counts.
+        // ROLL's token mean sums all positions; its callers pass zeros outside the mask.
         Mask::new(&response_mask.ones_like()?)?
     } else {
         mask
@@ -41,7 +41,7 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
         .gradients(&loss, &[("losses", &losses)])?))
 }
 
-/// Which sequences a peer counts by default.
+/// The sequences that a peer counts by default.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rows {
     NonEmpty,
@@ -60,22 +60,21 @@ pub(crate) fn aggregation(
         |x: Tensor| -> Result<f64> { Ok(x.to_dtype(DType::F64)?.sum_all()?.to_scalar::<f64>()?) };
     let tokens = count(mask.lengths(DType::F64)?)?;
     let nonempty = count(mask.lengths(DType::F64)?.gt(0.)?)?;
+    let global_tokens = case.config.optional_number("global_tokens")?;
+    let global_sequences = case.config.optional_number("global_sequences")?;
     let local = if rows == Rows::All {
         batch as f64
     } else {
         nonempty
     };
+    // A micro-batch may be empty if another one of the step is not.
+    let others = global_sequences.is_some_and(|sequences| sequences > 0.);
+    let tokens = if others { tokens.max(1.) } else { tokens };
     let mut totals = StepTotals {
-        tokens: case
-            .config
-            .optional_number("global_tokens")?
-            .unwrap_or(tokens),
-        sequences: case
-            .config
-            .optional_number("global_sequences")?
-            .unwrap_or(local),
+        tokens: global_tokens.unwrap_or(tokens),
+        sequences: global_sequences.unwrap_or(local),
         rows: batch as f64,
-        prompts: 0.,
+        ..StepTotals::default()
     };
     let length = case
         .config

@@ -2,7 +2,6 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Tensor, Var};
-use candle_grpo_core::Mask;
 use candle_grpo_loss::{
     LinearLogProb, LogProbOptions, PolicyBatch, PolicyLossOutput, TokenLogProbs, linear_log_prob,
     linear_policy_loss,
@@ -10,7 +9,7 @@ use candle_grpo_loss::{
 
 use crate::case::{Case, Outputs, Ran};
 use crate::log_prob;
-use crate::policy_loss::{Results, Setup, Tensors, trl};
+use crate::policy_loss::{Setup, Tensors, trl};
 
 /// The output layer of a case.
 struct Layer {
@@ -104,7 +103,7 @@ fn one_call(
         options,
     )?;
     let batch = PolicyBatch::without_log_probs(&tensors.advantages, &tensors.mask);
-    let batch = setup.fill(batch, tensors);
+    let batch = setup.fill(batch, tensors)?;
     let result = linear_policy_loss(&setup.loss, &prepared, &batch, &setup.totals)?;
     let mut outputs = Outputs::default();
     let gradients = result.gradients;
@@ -128,13 +127,9 @@ fn outputs(
     setup: &Setup,
     tensors: &Tensors,
 ) -> Result<Outputs> {
-    let results = Results {
-        metrics: output.metrics.to_host()?,
-        mask: Mask::new(&tensors.mask)?,
-        output,
-    };
-    let gradients = gradients.out("loss", &results.output.loss);
-    trl::metrics(case, gradients, &results, setup, tensors)
+    let metrics = output.metrics.to_host()?;
+    let gradients = gradients.out("loss", &output.loss);
+    trl::metrics(case, gradients, &metrics, setup, tensors)
 }
 
 /// The log-probs of the reference policy, given or from its hidden states.

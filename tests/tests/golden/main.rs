@@ -1,7 +1,7 @@
-//! Runs every case of the folder `GRPO_GOLDEN_DIR` (default: `tests/golden` of this project), on every device that there is,
-//! against values computed by the published implementations, and prints how many ran, passed and were skipped.
+//! Golden cases: values computed by published implementations, one named test for each file and device.
 //!
-//! Cases are told apart by their `op`, `variant` and `config` alone, never by file names or numbers.
+//! `GRPO_GOLDEN_DIR` replaces the folder `tests/golden`. The last lines count how many cases passed, failed and were
+//! skipped. A case is identified by its `op`, `variant` and `config`, never by its file name or number.
 
 mod advantage;
 mod aggregate;
@@ -15,20 +15,20 @@ mod reward_norm;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_test_support::cuda;
-use case::{Case, Outcome};
+use case::Case;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+/// The number of cases of `tests/golden` that the library does not reproduce on purpose.
+const KNOWN_SKIPS: usize = 5;
 
 fn main() -> ExitCode {
-    if !is_selected(std::env::args().skip(1)) {
-        println!("golden: not selected");
-        return ExitCode::SUCCESS;
-    }
     match run() {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("golden: {error:#}");
             ExitCode::FAILURE
@@ -36,46 +36,46 @@ fn main() -> ExitCode {
     }
 }
 
-/// `cargo test some_name` runs every test binary with that filter, and with the options of the usual harness.
-fn is_selected(mut arguments: impl Iterator<Item = String>) -> bool {
-    let mut filters = Vec::new();
-    while let Some(argument) = arguments.next() {
-        match argument.as_str() {
-            "--list" => return false,
-            "--test-threads" | "--format" | "--color" | "--logfile" | "--shuffle-seed" | "-Z" => {
-                arguments.next();
-            }
-            "--skip" => {
-                if arguments
-                    .next()
-                    .is_some_and(|skipped| "golden".contains(&skipped))
-                {
-                    return false;
-                }
-            }
-            option if option.starts_with('-') => {}
-            _ => filters.push(argument),
+fn run() -> Result<ExitCode> {
+    let arguments = Arguments::from_args();
+    let replaced = std::env::var_os("GRPO_GOLDEN_DIR").map(PathBuf::from);
+    let folder = replaced
+        .clone()
+        .unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("golden"));
+    let paths = cases(&folder)?;
+    let mut devices = Vec::new();
+    for (name, device) in [("cuda", cuda()), ("cpu", Ok(&Device::Cpu))] {
+        match device {
+            Ok(device) => devices.push((name, device)),
+            Err(reason) => println!("golden on {name}: skipped, {reason}"),
         }
     }
-    filters.is_empty() || filters.iter().any(|filter| "golden".contains(filter))
+    let tally = Arc::new(Tally::default());
+    let trials: Vec<Trial> = devices
+        .iter()
+        .flat_map(|&(name, device)| paths.iter().map(move |path| (name, device, path)))
+        .map(|(name, device, path)| trial(name, device, path.clone(), Arc::clone(&tally)))
+        .collect();
+
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    if arguments.list {
+        return Ok(conclusion.exit_code());
+    }
+    let skipped = tally.print();
+    let is_complete = conclusion.num_filtered_out == 0;
+    let expected = KNOWN_SKIPS * devices.len();
+    if replaced.is_none() && is_complete && skipped != expected {
+        eprintln!("golden: {skipped} cases are skipped, expected {expected} (KNOWN_SKIPS)");
+        return Ok(ExitCode::FAILURE);
+    }
+    Ok(conclusion.exit_code())
 }
 
-#[derive(Default)]
-struct Counts {
-    passed: usize,
-    failed: usize,
-    skipped: usize,
-}
-
-fn run() -> Result<bool> {
-    let folder = std::env::var_os("GRPO_GOLDEN_DIR").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("golden"),
-        PathBuf::from,
-    );
+/// The case files of a folder, sorted by name.
+fn cases(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
-    for entry in
-        std::fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))?
-    {
+    let entries = std::fs::read_dir(folder);
+    for entry in entries.with_context(|| format!("reading {}", folder.display()))? {
         let path = entry?.path();
         if path.extension().is_some_and(|e| e == "safetensors") {
             paths.push(path);
@@ -83,77 +83,43 @@ fn run() -> Result<bool> {
     }
     paths.sort();
     ensure!(!paths.is_empty(), "no cases in {}", folder.display());
-
-    let mut failed = 0;
-    for (name, device) in [("CUDA", cuda()), ("the CPU", Ok(&Device::Cpu))] {
-        match device {
-            Ok(device) => failed += run_on(name, device, &paths),
-            Err(reason) => println!("golden on {name}: skipped, {reason}"),
-        }
-    }
-    Ok(failed == 0)
+    Ok(paths)
 }
 
-/// Runs the cases, prints the counts, and returns how many failed.
-fn run_on(device_name: &str, device: &Device, paths: &[PathBuf]) -> usize {
-    println!("golden on {device_name}:");
-    let mut by_op: BTreeMap<String, Counts> = BTreeMap::new();
-    let mut skips: BTreeMap<String, usize> = BTreeMap::new();
-    for path in paths {
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let (op, outcome) = run_case(path, device);
-        let counts = by_op.entry(op.clone()).or_default();
-        match outcome {
-            Ok(Outcome::Passed) => counts.passed += 1,
-            Ok(Outcome::Skipped(reason)) => {
-                counts.skipped += 1;
-                *skips.entry(format!("{op}: {reason}")).or_default() += 1;
-            }
+/// A test named `golden::DEVICE::FILE`.
+fn trial(device_name: &str, device: &Device, path: PathBuf, tally: Arc<Tally>) -> Trial {
+    let file = path.file_stem().unwrap_or_default().to_string_lossy();
+    let name = format!("golden::{device_name}::{file}");
+    let device = device.clone();
+    Trial::ignorable_test(name, move || {
+        // Counted as failed until it has passed, so that a panic counts too.
+        let started = tally.start();
+        let case = match Case::read(&path, &device) {
+            Ok(case) => case,
             Err(error) => {
-                counts.failed += 1;
-                println!("FAILED {name}: {error:#}");
+                tally.finish(started, "unreadable", Outcome::Failed);
+                return Err(Failed::from(format!("{error:#}")));
             }
+        };
+        tally.finish(started, &case.op, Outcome::Failed);
+        let result = run_case(&case).with_context(|| format!("{} {}", case.variant, case.config));
+        match result {
+            Ok(None) => {
+                tally.finish(started, &case.op, Outcome::Passed);
+                Ok(Completion::Completed)
+            }
+            Ok(Some(reason)) => {
+                tally.finish(started, &case.op, Outcome::Skipped(reason.clone()));
+                Ok(Completion::ignored_with(reason))
+            }
+            Err(error) => Err(Failed::from(format!("{error:#}"))),
         }
-    }
-    for (reason, count) in &skips {
-        println!("golden skipped {count:4} of {reason}");
-    }
-    let mut all = Counts::default();
-    for (op, c) in &by_op {
-        println!(
-            "golden {op}: {} passed, {} failed, {} skipped",
-            c.passed, c.failed, c.skipped
-        );
-        all.passed += c.passed;
-        all.failed += c.failed;
-        all.skipped += c.skipped;
-    }
-    println!(
-        "golden in all: {} passed, {} failed, {} skipped",
-        all.passed, all.failed, all.skipped
-    );
-    all.failed
+    })
 }
 
-fn run_case(path: &Path, device: &Device) -> (String, Result<Outcome>) {
-    match Case::read(path, device) {
-        Err(error) => ("unreadable".to_owned(), Err(error)),
-        Ok(case) => {
-            let outcome = dispatch(&case);
-            (
-                case.op.clone(),
-                outcome.with_context(|| format!("{} {}", case.variant, case.config)),
-            )
-        }
-    }
-}
-
-fn dispatch(case: &Case) -> Result<Outcome> {
-    let got = match case.op.as_str() {
+/// Runs a case and compares its outputs. Returns the reason if it is skipped.
+fn run_case(case: &Case) -> Result<Option<String>> {
+    let ran = match case.op.as_str() {
         "advantage" => advantage::run(case)?,
         "aggregate" => aggregate::run(case)?,
         "kl" => kl::run(case)?,
@@ -164,8 +130,67 @@ fn dispatch(case: &Case) -> Result<Outcome> {
         "linear_log_prob" => linear::log_prob(case)?,
         op => bail!("unknown operation {op}"),
     };
-    match got {
-        Ok(outputs) => case.compare(&outputs).map(|()| Outcome::Passed),
-        Err(reason) => Ok(Outcome::Skipped(reason)),
+    match ran {
+        Ok(outputs) => case.compare(&outputs).map(|()| None),
+        Err(reason) => Ok(Some(reason)),
     }
+}
+
+#[derive(Clone)]
+enum Outcome {
+    Passed,
+    Failed,
+    Skipped(String),
+}
+
+/// The outcomes of the cases that ran, with their operations.
+#[derive(Default)]
+struct Tally(Mutex<Vec<(String, Outcome)>>);
+
+impl Tally {
+    fn start(&self) -> usize {
+        let mut outcomes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        outcomes.push(("unreadable".to_owned(), Outcome::Failed));
+        outcomes.len() - 1
+    }
+
+    fn finish(&self, index: usize, op: &str, outcome: Outcome) {
+        let mut outcomes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        outcomes[index] = (op.to_owned(), outcome);
+    }
+
+    /// Prints the counts for each operation and in total. Returns the number of skipped cases.
+    fn print(&self) -> usize {
+        let outcomes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Passed, failed, skipped.
+        let mut by_op: BTreeMap<&str, [usize; 3]> = BTreeMap::new();
+        let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+        for (op, outcome) in outcomes.iter() {
+            let column = match outcome {
+                Outcome::Passed => 0,
+                Outcome::Failed => 1,
+                Outcome::Skipped(reason) => {
+                    *reasons.entry(format!("{op}: {reason}")).or_default() += 1;
+                    2
+                }
+            };
+            by_op.entry(op).or_default()[column] += 1;
+        }
+        for (reason, count) in reasons {
+            println!("golden skipped {count:4} of {reason}");
+        }
+        let mut total = [0; 3];
+        for (op, counts) in by_op {
+            print_counts(op, counts);
+            for (sum, count) in total.iter_mut().zip(counts) {
+                *sum += count;
+            }
+        }
+        print_counts("in all", total);
+        total[2]
+    }
+}
+
+fn print_counts(name: &str, [passed, failed, skipped]: [usize; 3]) {
+    println!("golden {name}: {passed} passed, {failed} failed, {skipped} skipped");
 }

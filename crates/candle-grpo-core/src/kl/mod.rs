@@ -39,7 +39,8 @@ impl KlEstimator {
         match self {
             Self::K1 => Ok(d.clone()),
             Self::K2 => d.sqr()? * 0.5,
-            Self::K3 => (d.neg()?.exp()? + d)? - 1.,
+            // 1 comes off first: the difference is exact near 0.
+            Self::K3 => (d.neg()?.exp()? - 1.)? + d,
             // Candle's derivative of |x| at 0 is 1; here it is 0.
             Self::Abs => d * d.detach().sign()?,
         }

@@ -1,27 +1,32 @@
 //! The clipped surrogate of PPO.
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, both, either};
-use crate::limits::{check_not_negative, check_positive};
+use super::token_loss::{both, either};
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::validate::{check, non_negative, positive, unit_interval};
 
-/// `-min(r A, clip(r, 1 - low, 1 + high) A)` with r the ratio and A the advantage
+/// `-min(r A, clip(r, 1 - low, 1 + high) A)` with the ratio r and the advantage A
 /// (PPO, <https://arxiv.org/abs/1707.06347>).
 ///
 /// `high > low` is the clip-higher of DAPO (<https://arxiv.org/abs/2503.14476>).
+#[doc(alias = "PPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Clip {
-    /// How far below 1 the ratio may go: from 0 to 1.
+    /// The clip width below a ratio of 1, from 0 to 1.
     pub low: f64,
-    /// How far above 1 the ratio may go.
+    /// The clip width above a ratio of 1.
     pub high: f64,
-    /// Where the advantage is negative, the loss is at most `-dual_clip * A` (<https://arxiv.org/abs/1912.09729>). An
-    /// absolute ratio above `1 + high`: 3.0 in verl, 1.4 in ROLL (which writes it as `1 + 2 * pg_clip`).
+    /// A finite ratio c above 1: for a negative advantage, the loss is at most `-c A`
+    /// (<https://arxiv.org/abs/1912.09729>). It does not depend on `high`, which has no effect there.
+    ///
+    /// verl uses 3.0 and ROLL `1 + 2 * pg_clip`, by default 1.4.
     pub dual_clip: Option<f64>,
-    /// The largest ratio of the unclipped term (TRL's `delta`, <https://arxiv.org/abs/2505.07291>). Above `1 + high` it is
-    /// the same as `dual_clip`; below, it acts on positive advantages too.
+    /// The upper bound of the ratio in the unclipped term (TRL's `delta`, <https://arxiv.org/abs/2505.07291>).
+    ///
+    /// At or above `1 + high` it equals `dual_clip`. Below, it also acts on positive advantages.
     pub delta: Option<f64>,
 }
 
@@ -32,12 +37,12 @@ impl Default for Clip {
 }
 
 impl Clip {
-    /// The same width on both sides.
+    /// The same clip width on both sides.
     pub fn symmetric(epsilon: f64) -> Self {
         Self::asymmetric(epsilon, epsilon)
     }
 
-    /// A width for each side.
+    /// A clip width for each side.
     pub fn asymmetric(low: f64, high: f64) -> Self {
         Self {
             low,
@@ -46,31 +51,27 @@ impl Clip {
             delta: None,
         }
     }
+}
 
-    pub(super) fn validate(&self) -> Result<()> {
-        if !(0. ..=1.).contains(&self.low) {
-            bail!("clip.low: {}, must be from 0 to 1", self.low);
+impl TokenLoss for Clip {
+    fn validate(&self) -> Result<()> {
+        unit_interval("clip.low", self.low)?;
+        non_negative("clip.high", self.high)?;
+        if let Some(c) = self.dual_clip {
+            let valid = c > 1. && c.is_finite();
+            check(valid, "clip.dual_clip", c, "be a finite ratio above 1")?;
         }
-        check_not_negative("clip.high", self.high)?;
-        if let Some(c) = self.dual_clip
-            && !(c > 1. + self.high && c.is_finite())
-        {
-            bail!(
-                "clip.dual_clip: {c}, is an absolute ratio and must be above 1 + high = {}",
-                1. + self.high
-            );
+        if let Some(delta) = self.delta {
+            positive("clip.delta", delta)?;
         }
-        match self.delta {
-            Some(delta) => check_positive("clip.delta", delta),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let advantages = inputs.advantages;
 
-        // Which branch a token takes is a constant, so it is decided without a graph, and a token on a bound gets the
-        // whole gradient of its branch instead of half of each.
+        // The branch of a token is a constant and is selected without a graph. A token on a bound gets the whole
+        // gradient of its branch; `maximum` would give half of each.
         let value = inputs.log_ratio.detach().exp()?;
         let limited = match self.delta {
             Some(delta) => value.minimum(delta)?,
@@ -97,7 +98,7 @@ impl Clip {
             flags.push(("dual_clip_fraction", above));
         }
         flags.push(("clip_fraction", clipped));
-        // Where the branch is a constant the ratio may overflow, and its gradient with it.
+        // Where the branch is a constant, the ratio may overflow, and so may its gradient.
         let log_ratio = inputs.log_ratio;
         let ratio = is_constant
             .where_cond(&log_ratio.zeros_like()?, log_ratio)?

@@ -1,27 +1,26 @@
-//! Losses that treat the tokens of high covariance between log-prob and advantage on their own.
+//! Losses with a special case for tokens of high covariance between log-prob and advantage.
 
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{Clip, SurrogateInputs, TokenLosses, not};
-use crate::limits::check_not_negative;
+use super::token_loss::without;
+use super::{Clip, SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::validate::{check, non_negative, share};
 
-/// The clip, with the loss of some tokens of high covariance set to 0
-/// (Clip-Cov, <https://arxiv.org/abs/2505.22617>).
+/// The clip, with zero loss on some tokens of high covariance (Clip-Cov, <https://arxiv.org/abs/2505.22617>).
 ///
-/// The covariance of a token is `(A - mean A) (log_prob - mean log_prob)`. Which tokens are taken depends on the whole
-/// step: select them once with [`crate::PolicyLoss::select_tokens_to_host`] and pass them on with
-/// [`crate::PolicyBatch::selected_tokens`].
+/// The covariance of a token is `(A - mean A) (log_prob - mean log_prob)`. The selection depends on the whole step: call
+/// [`crate::PolicyLoss::select_tokens`] once and pass the result to [`crate::PolicyBatch::selected_tokens`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipCov {
-    /// The clip of the other tokens.
+    /// The clip of the tokens that are not selected.
     pub clip: Clip,
-    /// The share of all tokens that is taken, at random among the candidates.
+    /// The fraction of all tokens that is selected, at random among the candidates.
     pub ratio: f64,
-    /// Candidates have a covariance above this.
+    /// The lower bound of a candidate's covariance, exclusive.
     pub lower: f64,
-    /// Candidates have a covariance below this.
+    /// The upper bound of a candidate's covariance, exclusive.
     pub upper: f64,
 }
 
@@ -36,14 +35,16 @@ impl Default for ClipCov {
     }
 }
 
-/// `-r A`, and `coef |d|` more for the tokens of highest covariance, with d the log-ratio
-/// (KL-Cov, <https://arxiv.org/abs/2505.22617>). The tokens are selected as for [`ClipCov`].
+/// `-r A`, plus `coef |d|` on the tokens of highest covariance, with the log-ratio d
+/// (KL-Cov, <https://arxiv.org/abs/2505.22617>).
+///
+/// Select the tokens as for [`ClipCov`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct KlCov {
-    /// The share of all tokens that is taken.
+    /// The fraction of all tokens that is selected.
     pub ratio: f64,
-    /// The weight of the penalty.
+    /// The coefficient of the penalty.
     pub coef: f64,
 }
 
@@ -56,42 +57,38 @@ impl Default for KlCov {
     }
 }
 
-impl ClipCov {
-    pub(super) fn validate(&self) -> Result<()> {
+impl TokenLoss for ClipCov {
+    fn validate(&self) -> Result<()> {
         self.clip.validate()?;
-        check_share("clip_cov.ratio", self.ratio)?;
-        if self.lower.is_nan() || self.upper.is_nan() || self.lower >= self.upper {
-            bail!(
-                "clip_cov.lower: {}, must be below clip_cov.upper, {}",
-                self.lower,
-                self.upper
-            );
-        }
+        share("clip_cov.ratio", self.ratio)?;
+        let must = format!("be below clip_cov.upper, {}", self.upper);
+        check(self.lower < self.upper, "clip_cov.lower", self.lower, &must)?;
         Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let selected = selected("clip_cov", inputs)?;
         let TokenLosses { loss, mut flags } = self.clip.per_token(inputs)?;
         flags.push(("selected_fraction", selected.clone()));
         Ok(TokenLosses {
-            loss: not(selected)?.where_cond(&loss, &loss.zeros_like()?)?,
+            loss: without(selected, &loss)?,
             flags,
         })
     }
 }
 
-impl KlCov {
-    pub(super) fn validate(&self) -> Result<()> {
-        check_share("kl_cov.ratio", self.ratio)?;
-        check_not_negative("kl_cov.coef", self.coef)
+impl TokenLoss for KlCov {
+    fn validate(&self) -> Result<()> {
+        share("kl_cov.ratio", self.ratio)?;
+        non_negative("kl_cov.coef", self.coef)?;
+        Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let selected = selected("kl_cov", inputs)?;
         let d = inputs.log_ratio;
         let loss = (d.exp()? * inputs.advantages)?.neg()?;
-        // d times its own sign, whose gradient at 0 is 0.
+        // d * sign(d) has the gradient 0 at 0.
         let distance = (d * d.detach().sign()?)?;
         let penalty = selected.where_cond(&(distance * self.coef)?, &d.zeros_like()?)?;
         Ok(TokenLosses {
@@ -102,17 +99,10 @@ impl KlCov {
 }
 
 fn selected<'a>(name: &str, inputs: &'a SurrogateInputs) -> Result<&'a Tensor> {
-    match inputs.selected {
+    match inputs.selected_tokens {
         Some(selected) => Ok(selected),
         None => bail!(
-            "selected_tokens: absent, {name} needs the tokens that PolicyLoss::select_tokens_to_host takes from the whole step"
+            "selected_tokens: absent, {name} needs the tokens that PolicyLoss::select_tokens selects from the whole step"
         ),
     }
-}
-
-fn check_share(name: &str, x: f64) -> Result<()> {
-    if !(x > 0. && x <= 1.) {
-        bail!("{name}: {x}, must be above 0 and at most 1");
-    }
-    Ok(())
 }

@@ -1,33 +1,41 @@
 //! The policy gradient weighted by a bounded ratio.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
+use candle_grpo_core::validate::{check, non_negative, positive};
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, both, either, not, weighted_policy_gradient};
+use super::token_loss::{both, either, without};
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
 
 /// `-sg[clip(r, ratio_min, ratio_max)] A log_prob`: every token keeps a gradient, however far its ratio has moved.
 ///
-/// Bounds are absolute ratios. CISPO (<https://arxiv.org/abs/2506.13585>) has an upper bound only; truncated importance
-/// sampling (<https://arxiv.org/abs/2503.14286>) has 1. verl and ROLL write CISPO's bounds as distances from 1, TRL and
-/// Liger as the upper ratio itself.
+/// Bounds are absolute ratios. CISPO (<https://arxiv.org/abs/2506.13585>) has an upper bound only; truncated
+/// importance sampling (<https://arxiv.org/abs/2503.14286>) has the upper bound 1. verl and ROLL write CISPO's bounds as
+/// distances from 1; TRL and Liger write the upper ratio itself.
+#[doc(alias = "CISPO")]
+#[doc(alias = "TIS")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DetachedWeight {
-    /// The smallest weight.
+    /// The lower bound of the weight, from 0 to 1.
     pub ratio_min: Option<f64>,
-    /// The largest weight, at least 1.
+    /// The upper bound of the weight, at least 1 unless `allow_max_below_one`.
     pub ratio_max: Option<f64>,
-    /// Whether tokens that PPO would clip are left out (`cispo_use_unified_mask` in ROLL).
+    /// Accepts a `ratio_max` below 1, which scales down on-policy tokens too.
+    ///
+    /// Such a bound is usually a clip width: `ratio_max: 0.2` where 1.2 is meant. TRL's default is 0.2.
+    pub allow_max_below_one: bool,
+    /// Drops the tokens that PPO would clip (`cispo_use_unified_mask` in ROLL).
     pub unified_mask: Option<UnifiedMask>,
 }
 
-/// The bounds of the clip whose tokens are left out: a distance from 1 on each side.
+/// Clip widths of the tokens that [`DetachedWeight`] drops: distances from a ratio of 1.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnifiedMask {
-    /// How far below 1 the ratio of a token with a negative advantage may go.
+    /// The width below 1, for tokens with a negative advantage.
     pub low: f64,
-    /// How far above 1 the ratio of a token with a positive advantage may go.
+    /// The width above 1, for tokens with a positive advantage.
     pub high: f64,
 }
 
@@ -38,37 +46,38 @@ impl Default for DetachedWeight {
 }
 
 impl DetachedWeight {
-    /// No lower bound, and this upper one.
+    /// An upper bound and no lower bound.
     pub fn at_most(ratio_max: f64) -> Self {
         Self {
             ratio_min: None,
             ratio_max: Some(ratio_max),
+            allow_max_below_one: false,
             unified_mask: None,
         }
     }
+}
 
-    pub(super) fn validate(&self) -> Result<()> {
-        if let Some(min) = self.ratio_min
-            && !(0. ..=1.).contains(&min)
-        {
-            bail!("detached_weight.ratio_min: {min}, is an absolute ratio and must be from 0 to 1");
+impl TokenLoss for DetachedWeight {
+    fn validate(&self) -> Result<()> {
+        if let Some(min) = self.ratio_min {
+            let valid = (0. ..=1.).contains(&min);
+            let must = "be an absolute ratio from 0 to 1";
+            check(valid, "detached_weight.ratio_min", min, must)?;
         }
-        if let Some(max) = self.ratio_max
-            && !(max >= 1. && max.is_finite())
-        {
-            bail!(
-                "detached_weight.ratio_max: {max}, is an absolute ratio and must be at least 1 (a distance of 0.2 from 1 is 1.2)"
-            );
+        if let Some(max) = self.ratio_max {
+            positive("detached_weight.ratio_max", max)?;
+            let valid = max >= 1. || self.allow_max_below_one;
+            let must = "be an absolute ratio of at least 1: a distance of 0.2 from 1 is 1.2 (or set allow_max_below_one)";
+            check(valid, "detached_weight.ratio_max", max, must)?;
         }
-        if let Some(mask) = self.unified_mask
-            && !(mask.low >= 0. && mask.high >= 0.)
-        {
-            bail!("detached_weight.unified_mask: {mask:?}, bounds must be at least 0");
+        if let Some(mask) = self.unified_mask {
+            non_negative("detached_weight.unified_mask.low", mask.low)?;
+            non_negative("detached_weight.unified_mask.high", mask.high)?;
         }
         Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let ratio = inputs.log_ratio.detach().exp()?;
         let none = ratio.zeros_like()?.ne(0.)?;
         let mut weight = ratio.clone();
@@ -86,10 +95,10 @@ impl DetachedWeight {
             ("clip_fraction_high", above.clone()),
             ("clip_fraction", either(&below, &above)?),
         ];
-        let mut loss = weighted_policy_gradient(inputs, &weight)?;
+        let mut loss = inputs.weighted_policy_gradient(&weight)?;
         if let Some(bounds) = self.unified_mask {
             let dropped = bounds.dropped(&ratio, inputs.advantages)?;
-            loss = not(&dropped)?.where_cond(&loss, &loss.zeros_like()?)?;
+            loss = without(&dropped, &loss)?;
             flags.push(("dropped_fraction", dropped));
         }
         Ok(TokenLosses { loss, flags })
@@ -97,7 +106,7 @@ impl DetachedWeight {
 }
 
 impl UnifiedMask {
-    /// 1 where PPO would clip.
+    /// Returns 1 where PPO would clip.
     fn dropped(&self, ratio: &Tensor, advantages: &Tensor) -> Result<Tensor> {
         let high = both(&ratio.gt(1. + self.high)?, &advantages.gt(0.)?)?;
         let low = both(&ratio.lt(1. - self.low)?, &advantages.lt(0.)?)?;

@@ -3,20 +3,24 @@
 use candle_core::{D, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, both, either};
-use crate::limits::check_not_negative;
+use super::token_loss::{both, either};
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::validate::non_negative;
 
-/// `-A_i exp(mean_t d~)` for each sequence, with `d~` the log-ratio of a token clipped to `[-low, high]` where that makes
-/// the loss larger, and `A_i` the mean advantage of the sequence (GMPO, <https://arxiv.org/abs/2507.20673>).
+/// `-A_i exp(mean_t d~)` for each sequence i (GMPO, <https://arxiv.org/abs/2507.20673>).
 ///
-/// Bounds are in log space; the paper has 0.4. The loss is that of a sequence, so it wants a mean over sequences:
-/// [`crate::Aggregation::SeqMeanTokenMean`]. Importance weights enter the mean.
+/// `d~` is the log-ratio of a token, clipped to `[-low, high]` on the side where that increases the loss. `A_i` is the mean
+/// advantage of the sequence. Bounds are in log space; the paper uses 0.4.
+///
+/// The loss is one per sequence: use [`crate::Aggregation::SeqMeanTokenMean`]. Importance weights are factors of
+/// the geometric mean.
+#[doc(alias = "GMPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GeometricMean {
-    /// How far below 0 the log-ratio may go.
+    /// The clip width below a log-ratio of 0.
     pub low: f64,
-    /// How far above 0 the log-ratio may go.
+    /// The clip width above a log-ratio of 0.
     pub high: f64,
 }
 
@@ -29,13 +33,14 @@ impl Default for GeometricMean {
     }
 }
 
-impl GeometricMean {
-    pub(super) fn validate(&self) -> Result<()> {
-        check_not_negative("geometric_mean.low", self.low)?;
-        check_not_negative("geometric_mean.high", self.high)
+impl TokenLoss for GeometricMean {
+    fn validate(&self) -> Result<()> {
+        non_negative("geometric_mean.low", self.low)?;
+        non_negative("geometric_mean.high", self.high)?;
+        Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let d = inputs.token_log_ratio;
         let value = d.detach();
         let not_negative = inputs.advantages.ge(0.)?;
@@ -47,12 +52,17 @@ impl GeometricMean {
         let lengths = inputs.mask.lengths(d.dtype())?.maximum(1.)?;
         let mut log_ratio = (d.sum_keepdim(D::Minus1)? / &lengths)?;
         if let Some(weights) = inputs.importance_weights {
-            // A token whose weight is 0 was rejected: it takes no part in the mean, and does not make it 0.
+            // A weight of 0 rejects its token: the token leaves the mean, and the mean does not become 0.
             let logs = weights
                 .gt(0.)?
                 .where_cond(weights, &weights.ones_like()?)?
                 .log()?;
-            log_ratio = (log_ratio + (logs.sum_keepdim(D::Minus1)? / &lengths)?)?;
+            let per_token = weights.dims() == value.dims();
+            log_ratio = if per_token {
+                (log_ratio + (logs.sum_keepdim(D::Minus1)? / &lengths)?)?
+            } else {
+                (log_ratio + logs)?
+            };
         }
         let advantage = (inputs.advantages.sum_keepdim(D::Minus1)? / &lengths)?;
         let loss = (log_ratio.exp()? * advantage)?.neg()?;
@@ -64,5 +74,9 @@ impl GeometricMean {
                 ("clip_fraction", clipped),
             ],
         })
+    }
+
+    fn reduces_over_sequence(&self) -> bool {
+        true
     }
 }

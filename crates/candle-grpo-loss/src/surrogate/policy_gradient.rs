@@ -2,11 +2,17 @@
 
 use candle_core::Result;
 
-use super::{SurrogateInputs, TokenLosses};
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
 
-pub(super) fn per_token(inputs: &SurrogateInputs) -> Result<TokenLosses> {
-    Ok(TokenLosses {
-        loss: (inputs.advantages * inputs.log_probs)?.neg()?,
-        flags: Vec::new(),
-    })
+/// `-A log_prob` (REINFORCE; GPG, <https://arxiv.org/abs/2504.02546>).
+#[doc(alias = "REINFORCE")]
+#[doc(alias = "GPG")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PolicyGradient;
+
+impl TokenLoss for PolicyGradient {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+        let loss = (inputs.advantages * inputs.log_probs)?.neg()?;
+        Ok(TokenLosses::new(loss))
+    }
 }

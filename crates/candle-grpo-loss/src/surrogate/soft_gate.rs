@@ -3,17 +3,20 @@
 use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, by_sign};
-use crate::limits::check_positive;
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::validate::positive;
 
-/// `-A (4 / tau) sigmoid(tau (r - 1))` with tau by the sign of the advantage (SAPO, <https://arxiv.org/abs/2511.20347>):
-/// at a ratio of 1 the gradient is that of the policy gradient, and it fades on both sides.
+/// `-A (4 / tau) sigmoid(tau (r - 1))`, with tau by the sign of the advantage
+/// (SAPO, <https://arxiv.org/abs/2511.20347>).
+///
+/// At a ratio of 1 the gradient is the policy gradient. It decays on both sides.
+#[doc(alias = "SAPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SoftGate {
-    /// How fast the gradient fades where the advantage is positive.
+    /// The decay of the gradient where the advantage is positive.
     pub tau_pos: f64,
-    /// How fast it fades elsewhere.
+    /// The decay of the gradient elsewhere.
     pub tau_neg: f64,
 }
 
@@ -26,20 +29,20 @@ impl Default for SoftGate {
     }
 }
 
-impl SoftGate {
-    pub(super) fn validate(&self) -> Result<()> {
-        check_positive("soft_gate.tau_pos", self.tau_pos)?;
-        check_positive("soft_gate.tau_neg", self.tau_neg)
+impl TokenLoss for SoftGate {
+    fn validate(&self) -> Result<()> {
+        positive("soft_gate.tau_pos", self.tau_pos)?;
+        positive("soft_gate.tau_neg", self.tau_neg)?;
+        Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
-        let tau = by_sign(inputs.advantages, self.tau_pos, self.tau_neg)?;
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+        let tau = inputs.by_sign(self.tau_pos, self.tau_neg)?;
         let distance = ((inputs.log_ratio.exp()? - 1.)? * &tau)?;
-        // sigmoid(x) is (1 + tanh(x / 2)) / 2, which overflows on neither side.
+        // sigmoid(x) = (1 + tanh(x / 2)) / 2 does not overflow.
         let gate = (((distance * 0.5)?.tanh()? + 1.)? * 2.)?;
-        Ok(TokenLosses {
-            loss: ((gate / tau)? * inputs.advantages)?.neg()?,
-            flags: Vec::new(),
-        })
+        Ok(TokenLosses::new(
+            ((gate / tau)? * inputs.advantages)?.neg()?,
+        ))
     }
 }

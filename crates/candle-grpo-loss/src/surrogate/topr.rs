@@ -3,30 +3,32 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, weighted_policy_gradient};
-use crate::limits::check_not_negative;
+use super::token_loss::{both, full_like, not};
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::validate::{finite, non_negative};
 
-/// Which samples count as positive.
+/// The definition of a positive sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PositiveIf {
-    /// Those with an advantage above 0.
+    /// An advantage above 0.
     AdvantagePositive,
-    /// Those whose score, before any shaping, is above this. Needs scores.
+    /// A score, before any shaping, above this value. Requires [`crate::PolicyBatch::scores`].
     ScoreAbove(f64),
 }
 
-/// `-w A log_prob` with the constant w: `positive_weight` for positive samples, else `negative_weight * min(r, 1)`
-/// (TOPR, <https://arxiv.org/abs/2503.14286>): positive samples as in supervised learning, negative ones only as far as
-/// the policy still gives them.
+/// `-w A log_prob` with the detached weight w (TOPR, <https://arxiv.org/abs/2503.14286>).
+///
+/// w is `positive_weight` for positive samples, as in supervised learning, and `negative_weight * min(r, 1)` for the others.
+#[doc(alias = "TOPR")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Topr {
     /// The weight of positive samples.
     pub positive_weight: f64,
-    /// What multiplies the weight of the others.
+    /// The factor of the weight of the other samples.
     pub negative_weight: f64,
-    /// Which samples are positive.
+    /// The definition of a positive sample.
     pub positive_if: PositiveIf,
 }
 
@@ -40,31 +42,32 @@ impl Default for Topr {
     }
 }
 
-impl Topr {
-    pub(super) fn validate(&self) -> Result<()> {
-        check_not_negative("topr.positive_weight", self.positive_weight)?;
-        check_not_negative("topr.negative_weight", self.negative_weight)?;
-        match self.positive_if {
-            PositiveIf::ScoreAbove(x) if !x.is_finite() => {
-                bail!("topr.positive_if.score_above: {x}, must be finite")
-            }
-            _ => Ok(()),
+impl TokenLoss for Topr {
+    fn validate(&self) -> Result<()> {
+        non_negative("topr.positive_weight", self.positive_weight)?;
+        non_negative("topr.negative_weight", self.negative_weight)?;
+        if let PositiveIf::ScoreAbove(x) = self.positive_if {
+            finite("topr.positive_if.score_above", x)?;
         }
+        Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let ratio = inputs.log_ratio.detach().exp()?;
         let positive = self.positive(inputs)?;
         let tapered = (ratio.minimum(1.)? * self.negative_weight)?;
-        let whole = (ratio.zeros_like()? + self.positive_weight)?;
+        let whole = full_like(&ratio, self.positive_weight)?;
         let weight = positive.where_cond(&whole, &tapered)?;
-        let clipped = (ratio.gt(1.)? * positive.eq(0u8)?)?;
+        let clipped = both(&ratio.gt(1.)?, &not(&positive)?)?;
         Ok(TokenLosses {
-            loss: weighted_policy_gradient(inputs, &weight)?,
+            loss: inputs.weighted_policy_gradient(&weight)?,
             flags: vec![("clip_fraction", clipped), ("positive_fraction", positive)],
         })
     }
+}
 
+impl Topr {
+    /// Returns 1 for the tokens of positive samples, u8.
     fn positive(&self, inputs: &SurrogateInputs) -> Result<Tensor> {
         match (self.positive_if, inputs.scores) {
             (PositiveIf::AdvantagePositive, _) => inputs.advantages.gt(0.),

@@ -3,22 +3,26 @@
 use candle_core::{D, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{SurrogateInputs, TokenLosses, by_sign, weighted_policy_gradient};
-use crate::limits::{check_not_negative, check_positive};
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::validate::{non_negative, positive};
 
-/// `-phi(W) A log_prob` with the constant `phi(W) = exp(lambda + k log W - lambda W)`, where W is the ratio of the
-/// sequence, a product of the ratios of its tokens (VESPO, <https://arxiv.org/abs/2602.10693>). `phi(1) = 1`, and it goes
-/// to 0 on both sides. Importance weights enter W.
+/// `-phi(W) A log_prob` with the detached weight `phi(W) = exp(lambda + k log W - lambda W)`
+/// (VESPO, <https://arxiv.org/abs/2602.10693>).
+///
+/// W is the ratio of the sequence, the product of the clamped ratios of its tokens. `phi(1) = 1`, and phi goes to 0 on both
+/// sides. Importance weights are factors of W: the product over the tokens, or the weight itself if it is one per
+/// sequence.
+#[doc(alias = "VESPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Vespo {
-    /// k where the advantage is not negative.
+    /// k where the advantage is at least 0.
     pub k_pos: f64,
-    /// lambda where the advantage is not negative.
+    /// lambda where the advantage is at least 0.
     pub lambda_pos: f64,
-    /// k elsewhere.
+    /// k where the advantage is negative.
     pub k_neg: f64,
-    /// lambda elsewhere.
+    /// lambda where the advantage is negative.
     pub lambda_neg: f64,
 }
 
@@ -33,42 +37,48 @@ impl Default for Vespo {
     }
 }
 
-/// The smallest log-weight, log(1e-8), and the largest, as in TRL.
+/// Bounds of log W: log(1e-8) and 20, as in TRL.
 const LOG_WEIGHT_MIN: f64 = -18.420680743952367;
 const LOG_WEIGHT_MAX: f64 = 20.;
 
-impl Vespo {
-    pub(super) fn validate(&self) -> Result<()> {
-        check_not_negative("vespo.k_pos", self.k_pos)?;
-        check_not_negative("vespo.k_neg", self.k_neg)?;
-        check_positive("vespo.lambda_pos", self.lambda_pos)?;
-        check_positive("vespo.lambda_neg", self.lambda_neg)
+impl TokenLoss for Vespo {
+    fn validate(&self) -> Result<()> {
+        non_negative("vespo.k_pos", self.k_pos)?;
+        non_negative("vespo.k_neg", self.k_neg)?;
+        positive("vespo.lambda_pos", self.lambda_pos)?;
+        positive("vespo.lambda_neg", self.lambda_neg)?;
+        Ok(())
     }
 
-    pub(super) fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
-        let log_weight = self.log_weight(inputs)?;
-        // by_sign says "above 0"; here 0 belongs to the positive side, where it makes no difference, as A is a factor.
-        let k = by_sign(inputs.advantages, self.k_pos, self.k_neg)?;
-        let lambda = by_sign(inputs.advantages, self.lambda_pos, self.lambda_neg)?;
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+        let log_weight = log_weight(inputs)?;
+        // An advantage of 0 belongs to the positive side. The sides do not differ there: A is a factor.
+        let k = inputs.by_sign(self.k_pos, self.k_neg)?;
+        let lambda = inputs.by_sign(self.lambda_pos, self.lambda_neg)?;
         let phi = ((&lambda + (k * &log_weight)?)? - (&lambda * log_weight.exp()?)?)?.exp()?;
-        Ok(TokenLosses {
-            loss: weighted_policy_gradient(inputs, &phi)?,
-            flags: Vec::new(),
-        })
+        Ok(TokenLosses::new(inputs.weighted_policy_gradient(&phi)?))
     }
 
-    /// log W, `[B, T]`, without gradient.
-    fn log_weight(&self, inputs: &SurrogateInputs) -> Result<Tensor> {
-        let log_ratio = inputs.token_log_ratio.detach();
-        let mut sum = log_ratio.clamp(-20., 20.)?.sum_keepdim(D::Minus1)?;
-        if let Some(weights) = inputs.importance_weights {
-            let ones = weights.ones_like()?;
-            let logs = inputs.mask.selected().where_cond(weights, &ones)?.log()?;
-            let logs = logs.clamp(LOG_WEIGHT_MIN, LOG_WEIGHT_MAX)?;
-            sum = (sum + logs.sum_keepdim(D::Minus1)?)?;
-        }
-        sum.clamp(LOG_WEIGHT_MIN, LOG_WEIGHT_MAX)?
-            .broadcast_as(log_ratio.shape())?
-            .contiguous()
+    fn reduces_over_sequence(&self) -> bool {
+        true
     }
+}
+
+/// Computes log W, `[B, T]`, without gradient.
+fn log_weight(inputs: &SurrogateInputs) -> Result<Tensor> {
+    let log_ratio = inputs.token_log_ratio.detach();
+    let mut sum = log_ratio.sum_keepdim(D::Minus1)?;
+    if let Some(weights) = inputs.importance_weights {
+        let logs = |weights: &Tensor| weights.log()?.clamp(LOG_WEIGHT_MIN, LOG_WEIGHT_MAX);
+        let log_weights = if weights.dims() == inputs.mask.selected().dims() {
+            let ones = weights.ones_like()?;
+            logs(&inputs.mask.selected().where_cond(weights, &ones)?)?.sum_keepdim(D::Minus1)?
+        } else {
+            logs(weights)?
+        };
+        sum = (sum + log_weights)?;
+    }
+    sum.clamp(LOG_WEIGHT_MIN, LOG_WEIGHT_MAX)?
+        .broadcast_as(log_ratio.shape())?
+        .contiguous()
 }

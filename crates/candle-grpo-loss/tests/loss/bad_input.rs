@@ -2,12 +2,15 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::surrogate::{
+    ClipCov, DetachedWeight, DivergenceMask, GeometricMean, KlCov, PositiveIf, SoftGate,
+    SquaredLogRatio, Topr, Vespo,
+};
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, ClipCov, DetachedWeight, DivergenceMask, FilterLevel,
-    FilterStatistic, GeometricMean, ImportanceLevel, ImportanceWeight, KlCov, KlLoss,
-    LogProbOptions, Mask, OldPolicy, PolicyBatch, PolicyLoss, PositiveIf, PositiveNll,
-    RolloutCorrection, RolloutFilter, SoftGate, SquaredLogRatio, StepTotals, Surrogate, Topr,
-    Vespo, linear_log_prob, log_prob,
+    Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, LogProbOptions, Mask, OldPolicy,
+    PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals, Surrogate,
+    linear_log_prob, log_prob,
 };
 use candle_grpo_test_support::{devices, message};
 use rstest::rstest;
@@ -16,18 +19,30 @@ fn zeros(shape: &[usize], device: &Device) -> Tensor {
     Tensor::zeros(shape, DType::F32, device).expect("a tensor of zeros")
 }
 
-fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Tensor) -> String {
-    let totals = StepTotals {
+/// GRPO with the KL loss of its paper.
+fn with_kl() -> PolicyLoss {
+    PolicyLoss {
+        kl: Some(KlLoss::k3(0.04)),
+        ..PolicyLoss::grpo()
+    }
+}
+
+fn six_tokens() -> StepTotals {
+    StepTotals {
         tokens: 6.,
         sequences: 2.,
         rows: 2.,
-        prompts: 0.,
-    };
+        ..Default::default()
+    }
+}
+
+fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Tensor) -> String {
+    let totals = six_tokens();
     message(loss.compute(&PolicyBatch::new(log_probs, advantages, mask), &totals))
 }
 
 #[test]
-fn shapes() {
+fn a_wrong_shape_is_an_error_that_names_the_tensor() {
     for device in devices() {
         let (x, mask) = (
             zeros(&[2, 3], device),
@@ -58,12 +73,7 @@ fn shapes() {
         let wrong = zeros(&[3, 2], device);
         let advantages = zeros(&[2], device);
         let batch = PolicyBatch::new(&x, &advantages, &mask);
-        let totals = StepTotals {
-            tokens: 6.,
-            sequences: 2.,
-            rows: 2.,
-            prompts: 0.,
-        };
+        let totals = six_tokens();
         for (name, batch) in [
             ("old_log_probs", batch.old_log_probs(&wrong)),
             ("ref_log_probs", batch.ref_log_probs(&wrong)),
@@ -73,7 +83,7 @@ fn shapes() {
             ("importance_weights", batch.importance_weights(&wrong)),
             ("sample_weights", batch.sample_weights(&wrong)),
         ] {
-            let message = message(PolicyLoss::grpo().compute(&batch, &totals).and_then(|_| {
+            let message = message(with_kl().compute(&batch, &totals).and_then(|_| {
                 // Only a loss without a KL gets here without a reference.
                 loss.compute(&batch, &totals)
             }));
@@ -87,14 +97,14 @@ fn shapes() {
 }
 
 #[test]
-fn what_a_term_needs() {
+fn a_term_without_its_input_is_an_error() {
     for device in devices() {
         let (x, mask) = (
             zeros(&[2, 3], device),
             zeros(&[2, 3], device).ones_like().expect("ones"),
         );
         assert_eq!(
-            compute(&PolicyLoss::grpo(), &x, &zeros(&[2], device), &mask),
+            compute(&with_kl(), &x, &zeros(&[2], device), &mask),
             "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
         );
         let bonus = PolicyLoss {
@@ -110,14 +120,9 @@ fn what_a_term_needs() {
         let batch = PolicyBatch::new(&x, &advantages, &mask)
             .ref_log_probs(&x)
             .kl_values(&x);
-        let totals = StepTotals {
-            tokens: 6.,
-            sequences: 2.,
-            rows: 2.,
-            prompts: 0.,
-        };
+        let totals = six_tokens();
         assert!(
-            message(PolicyLoss::grpo().compute(&batch, &totals))
+            message(with_kl().compute(&batch, &totals))
                 .starts_with("kl_values: given, but kl.values is estimated")
         );
         assert!(compute(&bonus, &x, &zeros(&[2], device), &mask).starts_with("entropy: absent"));
@@ -125,13 +130,13 @@ fn what_a_term_needs() {
 }
 
 #[test]
-fn nothing_to_learn_from() -> Result<()> {
+fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
     for device in devices() {
         let (x, response_mask) = (zeros(&[2, 3], device), zeros(&[2, 3], device));
-        let none = StepTotals::to_host(&response_mask)?;
+        let none = StepTotals::count(&response_mask)?;
         assert_eq!((none.tokens, none.sequences, none.rows), (0., 0., 2.));
         let mask = Mask::new(&response_mask)?;
-        let expected = "response_mask: no token of the step counts";
+        let expected = "response_mask: the step has no valid token";
         for aggregation in [
             Aggregation::TokenMean,
             Aggregation::TokenSum,
@@ -143,7 +148,7 @@ fn nothing_to_learn_from() -> Result<()> {
         let batch = PolicyBatch::new(&x, &advantages, &response_mask);
         assert!(message(PolicyLoss::dapo().compute(&batch, &none)).starts_with(expected));
         // One micro-batch without tokens is fine if another has some.
-        let others = StepTotals::to_host(&x.ones_like()?)?;
+        let others = StepTotals::count(&x.ones_like()?)?;
         let output = PolicyLoss::dapo().compute(&batch, &(none + others))?;
         assert_eq!(output.loss.to_scalar::<f32>()?, 0.);
     }
@@ -154,17 +159,17 @@ fn nothing_to_learn_from() -> Result<()> {
 #[case(PolicyLoss { surrogate: Surrogate::Clip(Clip::symmetric(1.5)), ..Default::default() }, "clip.low: 1.5, must be from 0 to 1")]
 #[case(PolicyLoss { surrogate: Surrogate::Clip(Clip::asymmetric(0.2, f64::NAN)), ..Default::default() }, "clip.high: NaN, must be")]
 #[case(
-    PolicyLoss { surrogate: Surrogate::Clip(Clip { dual_clip: Some(1.1), ..Clip::symmetric(0.2) }), ..Default::default() },
-    "clip.dual_clip: 1.1, is an absolute ratio and must be above 1 + high = 1.2"
+    PolicyLoss { surrogate: Surrogate::Clip(Clip { dual_clip: Some(1.), ..Clip::symmetric(0.2) }), ..Default::default() },
+    "clip.dual_clip: 1, must be a finite ratio above 1"
 )]
 #[case(
     PolicyLoss { surrogate: Surrogate::Clip(Clip { delta: Some(0.), ..Clip::symmetric(0.2) }), ..Default::default() },
     "clip.delta: 0, must be positive"
 )]
 #[case(PolicyLoss { log_ratio_clamp: Some(-1.), ..Default::default() }, "log_ratio_clamp: -1, must be positive")]
-#[case(PolicyLoss { entropy_coef: -0.1, ..Default::default() }, "entropy_coef: -0.1, must be at least 0")]
-#[case(PolicyLoss { loss_coef: f64::INFINITY, ..Default::default() }, "loss_coef: inf, must be at least 0 and finite")]
-#[case(PolicyLoss { kl: Some(KlLoss::k3(-1.)), ..Default::default() }, "kl.coef: -1, must be at least 0")]
+#[case(PolicyLoss { entropy_coef: -0.1, ..Default::default() }, "entropy_coef: -0.1, must be finite and at least 0")]
+#[case(PolicyLoss { loss_coef: f64::INFINITY, ..Default::default() }, "loss_coef: inf, must be finite and at least 0")]
+#[case(PolicyLoss { kl: Some(KlLoss::k3(-1.)), ..Default::default() }, "kl.coef: -1, must be finite and at least 0")]
 #[case(
     PolicyLoss { kl: Some(KlLoss::new(1., Kl { value_clamp: Some(0.), ..Default::default() })), ..Default::default() },
     "kl.value_clamp: 0, must be positive"
@@ -174,14 +179,14 @@ fn nothing_to_learn_from() -> Result<()> {
         kl: Some(KlLoss { kl: Kl::new(KlEstimator::K1), ..KlLoss::given(1.) }),
         ..Default::default()
     },
-    "kl.values: given, with Kl { estimator: K1"
+    "kl.values: given, must be estimated with Kl { estimator: K1"
 )]
 #[case(
     PolicyLoss {
         kl: Some(KlLoss { bias_correction: BiasCorrection::Token, ..KlLoss::given(1.) }),
         ..Default::default()
     },
-    "kl.values: given, with"
+    "kl.values: given, must be estimated with"
 )]
 #[case(PolicyLoss::dr_grpo(0.), "aggregation.length: 0, must be positive")]
 #[case(
@@ -192,29 +197,29 @@ fn nothing_to_learn_from() -> Result<()> {
         }),
         ..Default::default()
     },
-    "kl.bias_correction: Token with the gradient StraightThrough"
+    "kl.bias_correction: Token, must be off with the gradient StraightThrough"
 )]
 #[case(
     with(DetachedWeight::at_most(0.2)),
-    "detached_weight.ratio_max: 0.2, is an absolute ratio and must be at least 1"
+    "detached_weight.ratio_max: 0.2, must be an absolute ratio of at least 1"
 )]
 #[case(with(DetachedWeight { ratio_min: Some(1.2), ..Default::default() }), "detached_weight.ratio_min: 1.2")]
-#[case(with(Topr { negative_weight: -1., ..Default::default() }), "topr.negative_weight: -1, must be at least 0")]
+#[case(with(Topr { negative_weight: -1., ..Default::default() }), "topr.negative_weight: -1, must be finite and at least 0")]
 #[case(with(SoftGate { tau_pos: 0., tau_neg: 1. }), "soft_gate.tau_pos: 0, must be positive")]
 #[case(with(Vespo { lambda_neg: 0., ..Default::default() }), "vespo.lambda_neg: 0, must be positive")]
-#[case(with(GeometricMean { low: -0.1, high: 0.1 }), "geometric_mean.low: -0.1, must be at least 0")]
-#[case(with(SquaredLogRatio { coef: f64::NAN }), "squared_log_ratio.coef: NaN, must be at least 0")]
+#[case(with(GeometricMean { low: -0.1, high: 0.1 }), "geometric_mean.low: -0.1, must be finite and at least 0")]
+#[case(with(SquaredLogRatio { coef: f64::NAN }), "squared_log_ratio.coef: NaN, must be finite and at least 0")]
 #[case(with(DivergenceMask { ratio_max: 0., ..Default::default() }), "divergence_mask.ratio_max: 0, must be positive")]
 #[case(with(ClipCov { lower: 5., upper: 1., ..Default::default() }), "clip_cov.lower: 5, must be below clip_cov.upper, 1")]
 #[case(with(KlCov { ratio: 0., ..Default::default() }), "kl_cov.ratio: 0, must be above 0")]
 #[case(
     PolicyLoss { importance_level: ImportanceLevel::Sequence, ..PolicyLoss::vespo() },
-    "importance_level: Sequence with the surrogate vespo"
+    "importance_level: Sequence, must be token with Vespo(Vespo {"
 )]
 #[case(PolicyLoss { off_policy_threshold: Some(f64::NAN), ..Default::default() }, "off_policy_threshold: NaN")]
 #[case(
     PolicyLoss { positive_nll: Some(PositiveNll { coef: -1., score_above: 0. }), ..Default::default() },
-    "positive_nll.coef: -1, must be at least 0"
+    "positive_nll.coef: -1, must be finite and at least 0"
 )]
 #[case(
     PolicyLoss {
@@ -224,9 +229,12 @@ fn nothing_to_learn_from() -> Result<()> {
         }),
         ..Default::default()
     },
-    "rollout_correction.weight: min 2 is above max 1"
+    "rollout_correction.weight.min: 2, must be at most rollout_correction.weight.max, 1"
 )]
-fn options(#[case] loss: PolicyLoss, #[case] expected: &str) {
+fn an_invalid_option_is_an_error_of_validate_and_compute(
+    #[case] loss: PolicyLoss,
+    #[case] expected: &str,
+) {
     for device in devices() {
         let got = message(loss.validate());
         assert!(got.starts_with(expected), "{got}");
@@ -271,7 +279,9 @@ fn ratios_of_sequences_are_not_weighted_by_length(
         aggregation,
         ..Default::default()
     };
-    let expected = format!("aggregation: {aggregation:?} with an importance level of the sequence");
+    let expected = format!(
+        "aggregation: {aggregation:?}, must not weight sequences by their length with an importance level of the sequence"
+    );
     let got = message(refused.validate());
     assert!(got.starts_with(&expected), "{got}");
     PolicyLoss {
@@ -294,7 +304,7 @@ fn ratios_of_sequences_are_not_weighted_by_length(
     Ok(())
 }
 
-/// What a loss needs besides log-probs and advantages.
+/// Each loss needs an input in addition to log-probs and advantages.
 #[rstest]
 #[case(PolicyLoss::clip_cov(), "selected_tokens: absent, clip_cov needs")]
 #[case(PolicyLoss::kl_cov(), "selected_tokens: absent, kl_cov needs")]
@@ -320,7 +330,7 @@ fn ratios_of_sequences_are_not_weighted_by_length(
     },
     "importance_weights: absent, the configured rollout_correction"
 )]
-fn missing_inputs(#[case] loss: PolicyLoss, #[case] expected: &str) {
+fn a_missing_input_is_an_error(#[case] loss: PolicyLoss, #[case] expected: &str) {
     for device in devices() {
         let (x, mask) = (
             zeros(&[2, 3], device),
@@ -340,12 +350,7 @@ fn a_correction_cannot_be_applied_twice() {
             zeros(&[2, 3], device).ones_like().expect("ones"),
         );
         let advantages = zeros(&[2], device);
-        let totals = StepTotals {
-            tokens: 6.,
-            sequences: 2.,
-            rows: 2.,
-            prompts: 0.,
-        };
+        let totals = six_tokens();
         let batch = PolicyBatch::new(&x, &advantages, &mask).old_policy(OldPolicy::Rollout(&x));
         let configured = PolicyLoss {
             rollout_correction: Some(RolloutCorrection {
@@ -391,7 +396,7 @@ fn configured_filters_need_their_mask() -> Result<()> {
         assert!(got.starts_with("policy_mask: absent"), "{got}");
         let advantages = zeros(&[2], device);
         let batch = PolicyBatch::new(&x, &advantages, &mask).policy_mask(&mask);
-        loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        loss.compute(&batch, &StepTotals::count(&mask)?)?;
     }
     Ok(())
 }
@@ -407,7 +412,7 @@ fn log_probs_are_floats() {
 }
 
 #[test]
-fn hidden_states_and_weights() -> Result<()> {
+fn invalid_hidden_states_and_weights_are_errors() -> Result<()> {
     for device in devices() {
         let targets = Tensor::new(&[0u32, 1], device)?;
         let of = |hidden: &[usize], weight: &[usize], bias: Option<&Tensor>| {
@@ -432,7 +437,7 @@ fn hidden_states_and_weights() -> Result<()> {
 
 /// On the CPU alone: to look at the ids of a GPU would be a transfer.
 #[test]
-fn ids_out_of_range() -> Result<()> {
+fn a_token_id_out_of_range_is_an_error() -> Result<()> {
     let logits = zeros(&[2, 5], &Device::Cpu);
     let of = |targets: Tensor| message(log_prob(&logits, &targets, 1., LogProbOptions::default()));
     assert_eq!(
@@ -445,7 +450,7 @@ fn ids_out_of_range() -> Result<()> {
 }
 
 #[test]
-fn logits_and_targets() -> Result<()> {
+fn invalid_logits_and_targets_are_errors() -> Result<()> {
     for device in devices() {
         let (logits, targets) = (zeros(&[2, 5], device), Tensor::new(&[0u32, 4], device)?);
         for temperature in [0., -1., f64::NAN, f64::INFINITY] {

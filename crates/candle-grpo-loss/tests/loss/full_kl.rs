@@ -41,8 +41,8 @@ fn loss(
     let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
         .old_log_probs(&old)
         .kl_values(&kl_values);
-    let output = policy_loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
-    assert_eq!(output.tokens.kl.is_some(), kl.is_some());
+    let output = policy_loss.compute(&batch, &StepTotals::count(&mask)?)?;
+    assert_eq!(output.metrics.to_host()?.get("kl").is_some(), kl.is_some());
     Ok(output.loss)
 }
 
@@ -125,14 +125,14 @@ fn what_is_given_outside_the_mask_changes_nothing() -> Result<()> {
         let advantages = Tensor::new(&[1f64, -1.], device)?;
         let policy_loss = PolicyLoss {
             kl: Some(KlLoss::given(0.3)),
-            ..Default::default()
+            ..PolicyLoss::dapo()
         };
         let of = |outside: f64| -> Result<(f64, Vec<f64>)> {
             let values = [[0.1, outside, 0.2], [0.3, outside, outside]];
             let kl_values = Var::new(&values, device)?;
             let batch =
                 PolicyBatch::new(&log_probs, &advantages, &mask).kl_values(kl_values.as_tensor());
-            let output = policy_loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+            let output = policy_loss.compute(&batch, &StepTotals::count(&mask)?)?;
             assert_close(
                 &[output.metrics.to_host()?.get("kl").expect("a KL")],
                 &[0.2],

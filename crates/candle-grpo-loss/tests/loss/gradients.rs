@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_loss::surrogate::{GeometricMean, Vespo};
 use candle_grpo_loss::{
-    Aggregation, Clip, GeometricMean, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals,
-    Surrogate, Vespo,
+    Aggregation, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
@@ -207,7 +207,7 @@ fn a_ratio_that_overflows_gives_a_finite_gradient() -> Result<()> {
     for device in devices() {
         let log_probs = Var::from_tensor(&Tensor::zeros((1, 100), DType::F32, device)?)?;
         let mask = log_probs.ones_like()?;
-        let totals = StepTotals::to_host(&mask)?;
+        let totals = StepTotals::count(&mask)?;
         for (level, drift, log_ratio_clamp) in [
             (ImportanceLevel::SequenceProduct, -1f32, Some(20.)),
             (ImportanceLevel::SequenceProduct, -1., None),
@@ -300,7 +300,7 @@ fn half_log_probs_give_an_f32_loss_and_a_gradient_of_their_dtype() -> Result<()>
             let log_probs = Var::from_tensor(&log_probs.to_dtype(dtype)?)?;
             let old = old.to_dtype(dtype)?;
             let batch = PolicyBatch::new(&log_probs, &advantages, &mask).old_log_probs(&old);
-            let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+            let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
             let gradients = output.loss.backward()?;
             let gradient = gradients.get(&log_probs).expect("a gradient").clone();
             Ok((output.loss, gradient))
@@ -327,7 +327,7 @@ fn the_gradient_of_a_scaled_loss_is_scaled() -> Result<()> {
             ..Default::default()
         };
         let batch = PolicyBatch::new(&log_probs, &advantages, &mask);
-        let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
         let gradients = (output.loss * 0.25)?.backward()?;
         let gradient = gradients.get(&log_probs).expect("a gradient");
         assert_eq!(numbers(gradient)?, [-0.25, -0.25]);

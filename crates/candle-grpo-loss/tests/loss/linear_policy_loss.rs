@@ -263,7 +263,8 @@ impl Random {
             tokens: (batch * tokens) as f64,
             sequences: batch as f64,
             rows: batch as f64,
-            prompts: 2.,
+            prompts: Some(2.),
+            entropy_tokens: None,
         };
         let batch = PolicyBatch::without_log_probs(&advantages, &mask)
             .old_log_probs(&old)

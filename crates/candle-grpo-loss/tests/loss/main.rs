@@ -1,8 +1,10 @@
 //! What the policy losses promise.
 
 mod bad_input;
+mod custom_surrogate;
 mod documentation;
 mod fixture;
+mod formulas;
 mod full_kl;
 mod gradients;
 mod linear_policy_loss;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_loss::{Mask, MetricValues, PolicyBatch, PolicyLoss, StepTotals};
-use candle_grpo_test_support::{assert_close, devices, numbers};
+use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use proptest::prelude::*;
 
 use crate::fixture::{B, Computed, Fixture, T, all_losses};
@@ -93,7 +93,7 @@ fn masks_of_any_dtype_are_the_same() -> Result<()> {
         ] {
             let mask = mask.to_dtype(dtype)?;
             assert_eq!(Mask::new(&mask)?.selected().to_vec2::<u8>()?, expected);
-            assert_eq!(StepTotals::to_host(&mask)?.tokens, 3.);
+            assert_eq!(StepTotals::count(&mask)?.tokens, 3.);
         }
     }
     Ok(())
@@ -111,9 +111,9 @@ fn the_last_token_of_each_sequence() -> Result<()> {
     Ok(())
 }
 
-/// The bonus is of the tokens of its own mask, and the figure of all.
+/// The bonus is the mean over the tokens of its mask; the metric is over all tokens.
 #[test]
-fn the_entropy_bonus_has_a_mask_of_its_own() -> Result<()> {
+fn the_entropy_bonus_is_the_mean_over_its_own_mask() -> Result<()> {
     for device in devices() {
         let zeros = Tensor::zeros((2, 3), DType::F64, device)?;
         let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], device)?;
@@ -128,7 +128,15 @@ fn the_entropy_bonus_has_a_mask_of_its_own() -> Result<()> {
                 .policy_mask(&zeros)
                 .entropy(&entropy)
                 .entropy_mask(bonus);
-            let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+            let totals = StepTotals::count(&mask)?;
+            let error = message(loss.compute(&batch, &totals));
+            assert!(
+                error.starts_with("totals.entropy_tokens: absent"),
+                "{error}"
+            );
+            // The second entry of the second row is outside the response mask.
+            let in_both = (bonus * mask.to_dtype(bonus.dtype())?)?;
+            let output = loss.compute(&batch, &totals.with_entropy_mask(&in_both)?)?;
             let metrics = output.metrics.to_host()?;
             assert_eq!(metrics.get("entropy"), Some(7.5 / 4.));
             let gradients = output.loss.backward()?;
@@ -136,13 +144,13 @@ fn the_entropy_bonus_has_a_mask_of_its_own() -> Result<()> {
             Ok((output.loss.to_scalar()?, gradient))
         };
         let (loss_of_two, gradient) = of(&Tensor::new(&[[0f32, 1., 0.], [1., 1., 0.]], device)?)?;
-        assert_close(&[loss_of_two], &[-0.1 * 5. / 4.], 1e-12);
-        assert_close(&gradient, &[0., -0.025, 0., -0.025, 0., 0.], 1e-12);
+        assert_close(&[loss_of_two], &[-0.1 * 5. / 2.], 1e-12);
+        assert_close(&gradient, &[0., -0.05, 0., -0.05, 0., 0.], 1e-12);
         // Without one it is the response mask, whatever the policy mask is.
         let batch = PolicyBatch::new(&zeros, &advantages, &mask)
             .policy_mask(&zeros)
             .entropy(&entropy);
-        let all = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        let all = loss.compute(&batch, &StepTotals::count(&mask)?)?;
         assert_close(&numbers(&all.loss)?, &[-0.1 * 7.5 / 4.], 1e-12);
     }
     Ok(())

@@ -1,9 +1,9 @@
-//! Published losses: each is a point of the product, valid, and survives a configuration file.
+//! Published losses: each is valid, differentiable and unchanged by a configuration file.
 
 use candle_core::Result;
+use candle_grpo_loss::surrogate::{Divergence, GeometricMean};
 use candle_grpo_loss::{
-    Aggregation, Clip, Divergence, EmptySequences, GeometricMean, ImportanceLevel, KlLoss,
-    PolicyLoss, Surrogate,
+    Aggregation, Clip, EmptySequences, ImportanceLevel, KlLoss, PolicyLoss, Surrogate,
 };
 use candle_grpo_test_support::devices;
 use rstest::rstest;
@@ -41,7 +41,7 @@ pub(crate) fn presets() -> Vec<(&'static str, PolicyLoss)> {
 }
 
 #[test]
-fn each_is_valid_and_gives_a_gradient() -> Result<()> {
+fn each_preset_is_valid_and_gives_a_gradient() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device);
         for (name, preset) in presets() {
@@ -54,8 +54,18 @@ fn each_is_valid_and_gives_a_gradient() -> Result<()> {
     Ok(())
 }
 
+/// One default: clip 0.2, sequence means and no KL.
 #[test]
-fn each_survives_serde() -> Result<()> {
+fn the_default_loss_is_grpo() {
+    assert_eq!(PolicyLoss::default(), PolicyLoss::grpo());
+    let grpo = PolicyLoss::grpo();
+    assert_eq!(grpo.surrogate, Clip::symmetric(0.2).into());
+    assert_eq!(grpo.aggregation, Aggregation::SeqMeanTokenMean);
+    assert_eq!(grpo.kl, None);
+}
+
+#[test]
+fn each_preset_survives_serde() -> Result<()> {
     for (name, preset) in presets() {
         let text = serde_json::to_string(&preset).map_err(candle_core::Error::wrap)?;
         let read: PolicyLoss = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
@@ -64,16 +74,13 @@ fn each_survives_serde() -> Result<()> {
     Ok(())
 }
 
-/// What a person would write in a configuration file.
+/// Presets as a configuration file spells them.
 #[rstest]
 #[case(
     r#"{"surrogate": {"clip": {"low": 0.2, "high": 0.28}}, "aggregation": "token-mean"}"#,
     PolicyLoss::dapo()
 )]
-#[case(
-    r#"{"kl": {"coef": 0.04}, "aggregation": "seq-mean-token-mean"}"#,
-    PolicyLoss::grpo()
-)]
+#[case(r#"{"aggregation": "seq-mean-token-mean"}"#, PolicyLoss::grpo())]
 #[case(
     r#"{"aggregation": {"seq-mean-token-sum-norm": {"length": 128}}, "empty_sequences": "include"}"#,
     PolicyLoss::dr_grpo(128.)
@@ -84,22 +91,28 @@ fn each_survives_serde() -> Result<()> {
     PolicyLoss::gspo()
 )]
 #[case(
-    r#"{"surrogate": {"detached_weight": {"ratio_max": 5}}}"#,
+    r#"{"surrogate": {"cispo": {"ratio_max": 5}}, "aggregation": "token-mean"}"#,
     PolicyLoss::cispo()
 )]
-#[case(r#"{"surrogate": "policy_gradient"}"#, PolicyLoss::gpg())]
+#[case(
+    r#"{"surrogate": "policy_gradient", "aggregation": "token-mean"}"#,
+    PolicyLoss::gpg()
+)]
 #[case(
     r#"{"surrogate": {"soft_gate": {}}, "aggregation": "seq-mean-token-mean"}"#,
     PolicyLoss::sapo()
 )]
-fn each_is_its_explicit_product(#[case] text: &str, #[case] preset: PolicyLoss) -> Result<()> {
+fn each_preset_equals_its_configuration(
+    #[case] text: &str,
+    #[case] preset: PolicyLoss,
+) -> Result<()> {
     let read: PolicyLoss = serde_json::from_str(text).map_err(candle_core::Error::wrap)?;
     assert_eq!(read, preset);
     Ok(())
 }
 
 #[test]
-fn a_preset_with_one_option_changed_is_the_product_with_it() {
+fn a_preset_with_one_changed_option_differs_in_it_alone() {
     let changed = PolicyLoss {
         empty_sequences: EmptySequences::Include,
         ..PolicyLoss::gmpo()
@@ -128,7 +141,7 @@ fn a_preset_with_one_option_changed_is_the_product_with_it() {
     r#"{"rollout_correction": {"weights": null}}"#,
     "unknown field `weights`"
 )]
-fn unknown_keys_are_errors(#[case] text: &str, #[case] expected: &str) {
+fn an_unknown_key_is_an_error(#[case] text: &str, #[case] expected: &str) {
     let error = serde_json::from_str::<PolicyLoss>(text).expect_err("an unknown key");
     assert!(error.to_string().contains(expected), "{error}");
 }

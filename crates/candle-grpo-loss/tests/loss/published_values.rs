@@ -1,10 +1,11 @@
 //! Losses and gradients of a fixture that was put through the code of verl, TRL and ROLL.
 
 use candle_core::{Device, Result, Tensor, Var};
+use candle_grpo_loss::rollout::{ImportanceWeight, OutOfBounds};
+use candle_grpo_loss::surrogate::{DetachedWeight, GeometricMean, SoftGate};
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, DetachedWeight, GeometricMean, ImportanceLevel,
-    ImportanceWeight, KlLoss, Outside, PolicyBatch, PolicyLoss, RolloutCorrection, SoftGate,
-    StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, PolicyBatch, PolicyLoss,
+    RolloutCorrection, StepTotals, Surrogate,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
@@ -36,8 +37,7 @@ fn of(surrogate: impl Into<Surrogate>, aggregation: Aggregation) -> PolicyLoss {
 fn bounded(min: f64, max: f64) -> DetachedWeight {
     DetachedWeight {
         ratio_min: Some(min),
-        ratio_max: Some(max),
-        unified_mask: None,
+        ..DetachedWeight::at_most(max)
     }
 }
 
@@ -53,7 +53,7 @@ fn compute(
     let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
         .old_log_probs(&old)
         .ref_log_probs(&reference);
-    let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+    let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
     let gradient = output.loss.backward()?;
     let gradient = numbers(gradient.get(&log_probs).expect("a gradient"))?;
     Ok((
@@ -212,20 +212,20 @@ fn metrics() -> Result<()> {
 /// Weights for the rollout of the fixture, at each level and with each way of bounding them.
 #[rstest]
 #[case::truncated(
-    weight(ImportanceLevel::Token, None, 1.2, Outside::Truncate), Aggregation::SeqMeanTokenMean, -0.160440396,
+    weight(ImportanceLevel::Token, None, 1.2, OutOfBounds::Truncate), Aggregation::SeqMeanTokenMean, -0.160440396,
     &[0., -0.075816332, -0.165775638, -0.125, 0.226523486, 0., 0.071725665, 0.]
 )]
 #[case::masked(
-    weight(ImportanceLevel::Token, None, 1.2, Outside::Mask), Aggregation::SeqMeanTokenMean, 0.005335241,
+    weight(ImportanceLevel::Token, None, 1.2, OutOfBounds::Mask), Aggregation::SeqMeanTokenMean, 0.005335241,
     &[0., -0.075816332, 0., -0.125, 0.226523486, 0., 0.071725665, 0.]
 )]
 #[case::product(
-    weight(ImportanceLevel::SequenceProduct, None, 1.2, Outside::Truncate), Aggregation::SeqMeanTokenMean,
+    weight(ImportanceLevel::SequenceProduct, None, 1.2, OutOfBounds::Truncate), Aggregation::SeqMeanTokenMean,
     -0.250318043,
     &[0., -0.100548007, -0.165775638, -0.15, 0.226523486, 0., 0.064900065, 0.]
 )]
 #[case::tis_of_openrlhf(
-    weight(ImportanceLevel::Token, Some(0.8), 1.2, Outside::Truncate), Aggregation::TokenMean, -0.289625370,
+    weight(ImportanceLevel::Token, Some(0.8), 1.2, OutOfBounds::Truncate), Aggregation::TokenMean, -0.289625370,
     &[0., -0.086647237, -0.189457872, -0.142857143, 0.194162988, 0., 0.061479141, 0.]
 )]
 #[case::icepop(
@@ -266,7 +266,7 @@ fn rollout_correction(
         let batch = PolicyBatch::new(&log_probs, &advantages, &mask)
             .old_log_probs(&old)
             .importance_weights(&weights);
-        let output = loss.compute(&batch, &StepTotals::to_host(&mask)?)?;
+        let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
         let gradient = output.loss.backward()?;
         let gradient = numbers(gradient.get(&log_probs).expect("a gradient"))?;
         assert_close(&[output.loss.to_scalar()?], &[expected], 1e-8);
@@ -279,13 +279,13 @@ fn weight(
     level: ImportanceLevel,
     min: Option<f64>,
     max: f64,
-    outside: Outside,
+    out_of_bounds: OutOfBounds,
 ) -> ImportanceWeight {
     ImportanceWeight {
         level,
         min,
         max: Some(max),
-        outside,
+        out_of_bounds,
         normalize: false,
     }
 }

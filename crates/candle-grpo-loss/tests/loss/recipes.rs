@@ -36,7 +36,7 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
 }
 
 #[test]
-fn each_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
+fn each_recipe_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
     for device in devices() {
         let rewards = Tensor::new(&[0f32, 1., 0., 1., 1., 0., 0., 0.], device)?;
         let mask = Tensor::ones((8, 3), candle_core::DType::U8, device)?;
@@ -59,7 +59,12 @@ fn each_is_valid_survives_serde_and_gives_advantages() -> Result<()> {
     Ok(())
 }
 
-/// The example of ROLL's documentation: normalised in the group, whitened over the tokens, clipped to 2.
+#[test]
+fn the_default_recipe_is_grpo() {
+    assert_eq!(Recipe::default(), Recipe::grpo());
+}
+
+/// The example of ROLL's documentation: normalized in the group, whitened over the tokens, clipped to 2.
 #[test]
 fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     for device in devices() {
@@ -81,15 +86,15 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
 #[rstest]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gspo() }, ..Recipe::gspo() },
-    "aggregation: TokenMean with an importance level of the sequence"
+    "aggregation: TokenMean, must not weight sequences by their length with an importance level of the sequence"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gmpo() }, ..Recipe::gmpo() },
-    "aggregation: TokenMean with the surrogate geometric_mean"
+    "aggregation: TokenMean, must not weight sequences by their length with the surrogate geometric_mean"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss::grpo(), ..Recipe::dr_grpo(8.) },
-    "policy_loss.aggregation: SeqMeanTokenMean with the advantage dr_grpo"
+    "policy_loss.aggregation: SeqMeanTokenMean, must be seq-mean-token-sum-norm with the advantage dr_grpo"
 )]
 #[case(Recipe { policy_loss: PolicyLoss::dr_grpo(0.), ..Recipe::grpo() }, "aggregation.length: 0")]
 #[case(Recipe { advantage: AdvantageConfig { gamma: Some(7.), ..AdvantageName::Gae.into() }, ..Recipe::grpo() }, "gamma: 7")]
@@ -105,7 +110,7 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     },
     "group_filter.mean_above: 1, must be below mean_below, 0"
 )]
-fn forbidden_combinations(#[case] recipe: Recipe, #[case] expected: &str) {
+fn a_forbidden_combination_is_an_error(#[case] recipe: Recipe, #[case] expected: &str) {
     let got = message(recipe.validate());
     assert!(got.starts_with(expected), "{got}");
 }

@@ -1,10 +1,10 @@
-//! What is computed once over a step: selections, rollout filters, sample weights, the value loss.
+//! Computations over a whole step: selections, rollout filters, the value loss.
 
 use candle_core::{Device, Result, Tensor, Var};
+use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::surrogate::{ClipCov, KlCov};
 use candle_grpo_loss::{
-    AdaptiveEntropy, Aggregation, ClipCov, FilterLevel, FilterStatistic, ImportanceWeight, KlCov,
-    PolicyBatch, PolicyLoss, RolloutCorrection, RolloutFilter, StepTotals, ValueLoss,
-    difficulty_weights, length_weights,
+    AdaptiveEntropy, Aggregation, PolicyBatch, PolicyLoss, RolloutCorrection, StepTotals, ValueLoss,
 };
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
@@ -23,11 +23,7 @@ fn covariances(device: &Device) -> Result<(Tensor, Tensor, Tensor)> {
 fn select(loss: &PolicyLoss, seed: u64, device: &Device) -> Result<Vec<f64>> {
     let (log_probs, advantages, mask) = covariances(device)?;
     let batch = PolicyBatch::new(&log_probs, &advantages, &mask);
-    numbers(
-        &loss
-            .select_tokens_to_host(&batch, seed)?
-            .expect("a selection"),
-    )
+    numbers(&loss.select_tokens(&batch, seed)?.expect("a selection"))
 }
 
 #[test]
@@ -79,7 +75,7 @@ fn clip_cov_draws_among_the_candidates() -> Result<()> {
         }
         assert!(
             PolicyLoss::grpo()
-                .select_tokens_to_host(
+                .select_tokens(
                     &PolicyBatch::new(
                         &covariances(device)?.0,
                         &covariances(device)?.1,
@@ -198,10 +194,7 @@ fn a_mean_over_prompts() -> Result<()> {
         let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 0, 0]], device)?;
         let prompt_tokens = Tensor::new(&[4f64, 4., 1.], device)?;
         let mask = candle_grpo_loss::Mask::new(&response_mask)?;
-        let totals = StepTotals {
-            prompts: 2.,
-            ..StepTotals::to_host(&response_mask)?
-        };
+        let totals = StepTotals::count(&response_mask)?.with_prompts(2.);
         let loss = Aggregation::PromptMeanTokenMean.apply_with_prompts(
             &per_token,
             &mask,
@@ -209,21 +202,6 @@ fn a_mean_over_prompts() -> Result<()> {
             Some(&prompt_tokens),
         )?;
         assert_eq!(loss.to_scalar::<f64>()?, (6. / 4. + 8.) / 2.);
-    }
-    Ok(())
-}
-
-#[test]
-fn weights_of_samples() -> Result<()> {
-    for device in devices() {
-        let mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 1, 0]], device)?;
-        assert_close(&numbers(&length_weights(&mask)?)?, &[0.5, 1.5, 1.], 1e-6);
-        let difficulty = Tensor::new(&[0f32, 1., 7.], device)?;
-        assert_close(
-            &numbers(&difficulty_weights(&difficulty)?)?,
-            &[1. / 3., 4. / 3., 4. / 3.],
-            1e-6,
-        );
     }
     Ok(())
 }
@@ -239,7 +217,7 @@ fn a_clipped_value_stops_being_drawn() -> Result<()> {
             clip: Some(0.5),
             aggregation: Aggregation::TokenSum,
         };
-        let totals = StepTotals::to_host(&mask)?;
+        let totals = StepTotals::count(&mask)?;
         let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
         assert_close(&[value.to_scalar()?], &[(0.64 + 0.25 + 9.) / 2.], 1e-12);
         let gradient = value.backward()?;
@@ -270,7 +248,7 @@ fn values_within_the_clip_keep_their_gradients() -> Result<()> {
         let values = Var::from_tensor(&(&old + moved)?)?;
         let returns = vector(&|i| (i as f32 * 1.3).sin() * 5.)?;
         let mask = returns.ones_like()?;
-        let totals = StepTotals::to_host(&mask)?;
+        let totals = StepTotals::count(&mask)?;
         let loss = ValueLoss {
             clip: Some(0.5),
             aggregation: Aggregation::TokenSum,

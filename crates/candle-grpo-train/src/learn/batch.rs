@@ -161,7 +161,7 @@ pub struct TrainingBatch {
     pub policy_mask: Option<Tensor>,
     /// 1 where the entropy bonus counts, `[B, T]`; absent: on every token of the response mask.
     pub entropy_mask: Option<Tensor>,
-    /// 1 for the tokens that [`PolicyLoss::select_tokens_to_host`](candle_grpo_loss::PolicyLoss::select_tokens_to_host) took from the whole optimiser step, `[B, T]`.
+    /// 1 for the tokens that [`PolicyLoss::select_tokens`](candle_grpo_loss::PolicyLoss::select_tokens) took from the whole optimiser step, `[B, T]`.
     pub selected_tokens: Option<Tensor>,
     /// For each sequence the tokens that its prompt has in the whole optimiser step, f32 `[B]`, from
     /// [`prompt_tokens_to_host`].
@@ -205,7 +205,6 @@ impl TrainingBatch {
             ("values", &self.values),
             ("returns", &self.returns),
             ("rollout_log_probs", &self.rollout_log_probs),
-            ("importance_weights", &self.importance_weights),
             ("policy_mask", &self.policy_mask),
             ("entropy_mask", &self.entropy_mask),
             ("selected_tokens", &self.selected_tokens),
@@ -213,6 +212,11 @@ impl TrainingBatch {
             if let Some(of_tokens) = of_tokens {
                 ensure_dims(name, of_tokens, &[b, t])?;
             }
+        }
+        if let Some(weights) = &self.importance_weights
+            && weights.dims() != [b, 1]
+        {
+            ensure_dims("importance_weights", weights, &[b, t])?;
         }
         for (name, of_sequences) in [
             ("scores", &self.scores),

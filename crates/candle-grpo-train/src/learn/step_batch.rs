@@ -7,7 +7,7 @@ use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, Mask, MetricValue, MetricValues,
     RunningMoments, SampleFilter,
 };
-use candle_grpo_loss::Corrected;
+use candle_grpo_loss::{EntropyTokens, RolloutWeights};
 
 use super::critic::explained_variance;
 use super::models::{MicroBatches, Models};
@@ -56,7 +56,7 @@ struct LogProbs {
     reference: Option<Tensor>,
     teacher: Option<Tensor>,
     rollout: Tensor,
-    corrected: Option<Corrected>,
+    corrected: Option<RolloutWeights>,
 }
 
 impl Preparation<'_> {
@@ -109,7 +109,12 @@ impl Preparation<'_> {
             self.metrics
                 .insert("value_explained_variance", single(share));
         }
-        let policy_mask = self.policy_mask(&tokens, log_probs.corrected.as_ref())?;
+        let top_entropy = self.top_entropy_mask(&tokens)?;
+        let policy_mask = self.policy_mask(top_entropy.as_ref(), log_probs.corrected.as_ref())?;
+        let entropy_mask = match self.config.recipe.policy_loss.entropy_tokens {
+            EntropyTokens::All => None,
+            EntropyTokens::TopEntropy => top_entropy.map(|mask| mask.selected().clone()),
+        };
         let batch = TrainingBatch {
             old_log_probs: log_probs.old,
             ref_log_probs: log_probs.reference,
@@ -117,6 +122,7 @@ impl Preparation<'_> {
             scores: Some(scores),
             importance_weights: log_probs.corrected.and_then(|corrected| corrected.weights),
             policy_mask,
+            entropy_mask,
             values,
             returns: advantages.returns,
             ..TrainingBatch::new(tokens, advantages.advantages)
@@ -142,30 +148,35 @@ impl Preparation<'_> {
         })
     }
 
-    /// The tokens of the policy term, if not all: those of high entropy that the rollout filters keep.
-    fn policy_mask(
-        &self,
-        tokens: &TokenBatch,
-        corrected: Option<&Corrected>,
-    ) -> Result<Option<Tensor>> {
-        let correction = &self.config.recipe.policy_loss.rollout_correction;
-        let filters = correction.as_ref().is_some_and(|c| !c.filters.is_empty());
-        let kept = corrected
-            .map(|corrected| &corrected.kept)
-            .filter(|_| filters);
-        let Some(share) = self.config.top_entropy else {
-            return Ok(kept.cloned());
+    /// The tokens of highest entropy, if only those train the policy.
+    fn top_entropy_mask(&self, tokens: &TokenBatch) -> Result<Option<Mask>> {
+        let Some(fraction) = self.config.top_entropy else {
+            return Ok(None);
         };
         let actor = &self.models.actor;
         let entropy = self
             .micro_batches
             .map(tokens, |piece| actor.entropy(piece))?;
         let mask = Mask::new(&tokens.response_mask)?;
-        let top = top_entropy_tokens(&entropy, &mask, share)?;
-        Ok(Some(match kept {
-            Some(kept) => top.and(kept)?.selected().clone(),
-            None => top.selected().clone(),
-        }))
+        Ok(Some(top_entropy_tokens(&entropy, &mask, fraction)?))
+    }
+
+    /// The tokens of the policy term, if not all: those of highest entropy that pass the rollout filters.
+    fn policy_mask(
+        &self,
+        top_entropy: Option<&Mask>,
+        corrected: Option<&RolloutWeights>,
+    ) -> Result<Option<Tensor>> {
+        let correction = &self.config.recipe.policy_loss.rollout_correction;
+        let filters = correction.as_ref().is_some_and(|c| !c.filters.is_empty());
+        let kept = corrected
+            .map(|corrected| &corrected.kept)
+            .filter(|_| filters);
+        Ok(match (top_entropy, kept) {
+            (Some(top), Some(kept)) => Some(top.and(kept)?.selected().clone()),
+            (Some(top), None) => Some(top.selected().clone()),
+            (None, kept) => kept.cloned(),
+        })
     }
 
     /// The tokens of the completions that every filter keeps.

@@ -3,7 +3,7 @@
 use anyhow::{Error, Result};
 use candle_grpo_core::validate as check;
 use candle_grpo_core::{Invalid, KlController, SampleFilter, ScoreResampling};
-use candle_grpo_loss::{AdaptiveEntropy, Recipe};
+use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe};
 use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
 
@@ -160,6 +160,13 @@ impl TrainConfig {
             "be false in training: all completions of a group would be the same",
         )?;
         ensure_consistent(&self.recipe, self.num_generations)?;
+        check::check(
+            self.recipe.policy_loss.entropy_tokens == EntropyTokens::All
+                || self.top_entropy.is_some(),
+            "recipe.policy_loss.entropy_tokens",
+            "top_entropy",
+            "be all unless top_entropy is set",
+        )?;
         if let Some(share) = self.top_entropy {
             check::share("top_entropy", share)?;
         }

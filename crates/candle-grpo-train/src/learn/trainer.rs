@@ -344,7 +344,7 @@ impl Trainer {
                 for micro_batch in &micro_batches {
                     self.ensure_not_canceled()?;
                     values.merge(&self.models.actor.forward_backward(micro_batch, &totals)?)?;
-                    let tokens = StepTotals::to_host(&micro_batch.tokens.response_mask)?.tokens;
+                    let tokens = StepTotals::count(&micro_batch.tokens.response_mask)?.tokens;
                     self.progress
                         .advance(micro_batch.tokens.dims()?.0, tokens as usize);
                 }
@@ -381,7 +381,7 @@ impl Trainer {
         seed: u64,
     ) -> Result<Option<(TrainingBatch, StepTotals)>> {
         let mask = &mini_batch.tokens.response_mask;
-        let mut totals = StepTotals::to_host(mask)?;
+        let mut totals = StepTotals::count(mask)?;
         if totals.tokens == 0. {
             return Ok(None);
         }
@@ -396,7 +396,10 @@ impl Trainer {
             let (tokens, prompts) =
                 prompt_tokens_to_host(&mini_batch.tokens.response_mask, groups)?;
             mini_batch.prompt_tokens = Some(tokens);
-            totals.prompts = prompts;
+            totals.prompts = Some(prompts);
+        }
+        if let Some(entropy_mask) = &mini_batch.entropy_mask {
+            totals = totals.with_entropy_mask(entropy_mask)?;
         }
         if matches!(
             policy_loss.surrogate,
@@ -407,7 +410,7 @@ impl Trainer {
                 .micro_batches()
                 .map(&mini_batch.tokens, |piece| actor.log_probs(piece))?;
             let of_policy = mini_batch.policy_batch().with_log_probs(&log_probs);
-            mini_batch.selected_tokens = policy_loss.select_tokens_to_host(&of_policy, seed)?;
+            mini_batch.selected_tokens = policy_loss.select_tokens(&of_policy, seed)?;
         }
         Ok(Some((mini_batch, totals)))
     }

@@ -134,7 +134,7 @@ fn a_critic_learns_returns_by_heart() {
     let mut critic = Critic::new(&model(), &parameters(), critic_config()).unwrap();
     let batch = batch();
     let mask = &batch.tokens.response_mask;
-    let totals = StepTotals::to_host(mask).unwrap();
+    let totals = StepTotals::count(mask).unwrap();
     let explained = |critic: &Critic| {
         let values = critic.values(&batch.tokens).unwrap();
         explained_variance(&values, batch.returns.as_ref().unwrap(), mask).unwrap()
@@ -161,7 +161,7 @@ fn a_critic_learns_returns_by_heart() {
 fn what_a_critic_needs_is_named() {
     let mut critic = Critic::new(&model(), &parameters(), critic_config()).unwrap();
     let mut batch = batch();
-    let totals = StepTotals::to_host(&batch.tokens.response_mask).unwrap();
+    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
     batch.returns = None;
     let error = critic.forward_backward(&batch, &totals).unwrap_err();
     assert!(error.to_string().starts_with("returns: absent"), "{error}");

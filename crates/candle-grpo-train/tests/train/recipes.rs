@@ -10,9 +10,11 @@ use candle_grpo_core::{
     Advantages, GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping, SampleFilter,
     ScoreResampling, TokenAdvantage,
 };
+use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
+use candle_grpo_loss::surrogate::{ClipCov, KlCov, PositiveIf, Topr};
 use candle_grpo_loss::{
-    AdaptiveEntropy, Aggregation, ClipCov, FilterLevel, FilterStatistic, ImportanceWeight, KlCov,
-    KlLoss, PolicyLoss, PositiveIf, PositiveNll, Recipe, RolloutCorrection, RolloutFilter, Topr,
+    AdaptiveEntropy, Aggregation, EntropyTokens, KlLoss, PolicyLoss, PositiveNll, Recipe,
+    RolloutCorrection,
 };
 use candle_grpo_train::{
     ComputeDType, OldLogProbs, Reference, ReferenceRefresh, RewardFunction, Sample, SamplingConfig,
@@ -653,6 +655,36 @@ fn the_policy_term_may_count_on_tokens_of_high_entropy_only() {
     };
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with("top_entropy: 1.5, must be"), "{error}");
+}
+
+#[test]
+fn the_entropy_bonus_may_be_a_mean_over_the_tokens_of_high_entropy() {
+    let bonus = |entropy_tokens| PolicyLoss {
+        loss_coef: 0.,
+        entropy_coef: 1.,
+        entropy_tokens,
+        ..PolicyLoss::dapo()
+    };
+    let gradient = |entropy_tokens, top_entropy| {
+        let config = TrainConfig {
+            top_entropy,
+            ..with_loss(bonus(entropy_tokens))
+        };
+        let metrics = trainer(share_of_a, config).step().unwrap();
+        metrics.grad_norm.unwrap()
+    };
+    let all = gradient(EntropyTokens::All, None);
+    assert_eq!(gradient(EntropyTokens::All, Some(0.2)), all);
+    let whole = gradient(EntropyTokens::TopEntropy, Some(1.));
+    assert!((whole / all - 1.).abs() < 1e-5, "{whole} and {all}");
+    let top = gradient(EntropyTokens::TopEntropy, Some(0.2));
+    assert!((top / all - 1.).abs() > 1e-3, "{top} and {all}");
+    let error = with_loss(bonus(EntropyTokens::TopEntropy)).validate();
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.starts_with("recipe.policy_loss.entropy_tokens: top_entropy, must be all"),
+        "{error}"
+    );
 }
 
 /// One completion has a score that is not 0, so it is drawn in every place.

@@ -4,10 +4,8 @@ use candle_grpo_core::{
     AdvantageConfig, AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, NormLevel,
     RewardNorm, RewardShaping, SampleFilter, Scale, TokenAdvantage,
 };
-use candle_grpo_loss::{
-    Aggregation, Clip, DetachedWeight, KlLoss, PolicyLoss, PositiveIf, Recipe, SquaredLogRatio,
-    Surrogate, Topr, UnifiedMask,
-};
+use candle_grpo_loss::surrogate::{DetachedWeight, PositiveIf, SquaredLogRatio, Topr, UnifiedMask};
+use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_train::{CriticConfig, TrainConfig};
 
 use super::algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
@@ -272,8 +270,7 @@ impl AlgorithmConfig {
             Some(Tis) => {
                 loss.surrogate = DetachedWeight {
                     ratio_min: Some(self.tis_lower_bound.unwrap_or(0.)),
-                    ratio_max: Some(self.tis_upper_bound.unwrap_or(1.)),
-                    unified_mask: None,
+                    ..DetachedWeight::at_most(self.tis_upper_bound.unwrap_or(1.))
                 }
                 .into();
             }
@@ -287,13 +284,14 @@ impl AlgorithmConfig {
             }
             Some(Cispo) => {
                 let mask = self.cispo_use_unified_mask == Some(true);
+                let high_epsilon = self.cispo_epsilon_high.unwrap_or(CISPO_EPSILON);
                 loss.surrogate = DetachedWeight {
                     ratio_min: Some(1. - self.cispo_epsilon_low.unwrap_or(CISPO_EPSILON)),
-                    ratio_max: Some(1. + self.cispo_epsilon_high.unwrap_or(CISPO_EPSILON)),
                     unified_mask: mask.then(|| UnifiedMask {
                         low: low.unwrap_or(PG_CLIP),
                         high: high.unwrap_or(PG_CLIP),
                     }),
+                    ..DetachedWeight::at_most(1. + high_epsilon)
                 }
                 .into();
             }

@@ -78,8 +78,8 @@ fn tokens(train: &TrainConfig) -> TokenAdvantage {
 }
 
 fn clip(train: &TrainConfig) -> Clip {
-    match train.recipe.policy_loss.surrogate {
-        Surrogate::Clip(clip) => clip,
+    match &train.recipe.policy_loss.surrogate {
+        Surrogate::Clip(clip) => *clip,
         other => panic!("{other:?}"),
     }
 }

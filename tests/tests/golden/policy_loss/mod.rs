@@ -1,17 +1,19 @@
-//! `policy_loss`: log-probs and advantages to a loss, its gradient and its metrics. Each peer's options are put into ours
-//! in a file of its own.
+//! `policy_loss`: log-probs and advantages to a loss, its gradient and its metrics. One file translates the options of
+//! each peer.
 
+mod numbers;
 mod openrlhf;
-pub(crate) mod roll;
+mod roll;
 pub(crate) mod trl;
 mod twinkle;
 mod verl;
 
 use anyhow::{Context, Result, bail};
-use candle_core::{D, DType, Tensor, Var};
-use candle_grpo_core::{Mask, MetricValues};
+use candle_core::{Tensor, Var};
+use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{
-    Clip, ImportanceLevel, Kl, KlEstimator, PolicyBatch, PolicyLoss, PolicyLossOutput, StepTotals,
+    Clip, ImportanceLevel, Kl, KlEstimator, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput,
+    StepTotals,
 };
 
 use crate::case::{Case, Outputs, Ran};
@@ -34,7 +36,10 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
         return Ok(Err(reason.clone()));
     }
     let output = setup.compute(&setup.loss, &tensors)?;
-    let loss = (&output.loss * setup.factor)?;
+    let mut loss = (&output.loss * setup.factor)?;
+    if let Some(bonus) = &setup.entropy_bonus {
+        loss = (loss + bonus.compute(&tensors)?)?;
+    }
     let mut variables = vec![("log_probs", &tensors.log_probs)];
     if let Some(entropies) = &tensors.entropies
         && case.expects("grad.entropies")
@@ -44,17 +49,13 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
     let outputs = Outputs::default()
         .out("loss", &loss)
         .gradients(&loss, &variables)?;
-    let results = Results {
-        metrics: output.metrics.to_host()?,
-        output,
-        mask: Mask::new(&tensors.mask)?,
-    };
+    let metrics = output.metrics.to_host()?;
     let outputs = match peer {
-        "verl" => verl::metrics(case, outputs, &results, &tensors)?,
-        "roll" => roll::metrics(case, outputs, &results, &setup, &tensors)?,
+        "verl" => verl::metrics(case, outputs, &metrics, &tensors)?,
+        "roll" => roll::metrics(case, outputs, &setup, &tensors)?,
         "twinkle" => twinkle::metrics(case, outputs, &setup, &tensors)?,
-        "trl" | "liger" => trl::metrics(case, outputs, &results, &setup, &tensors)?,
-        _ => openrlhf::metrics(outputs, &results, &setup, &tensors)?,
+        "trl" | "liger" => trl::metrics(case, outputs, &metrics, &setup, &tensors)?,
+        _ => openrlhf::metrics(case, outputs, &metrics, &setup, &tensors)?,
     };
     Ok(Ok(outputs))
 }
@@ -98,42 +99,49 @@ impl Tensors {
         })
     }
 
-    /// The old log-probs, or the current ones where they stand for them.
+    /// The old log-probs, or the current ones where they replace them.
     fn old(&self) -> &Tensor {
         self.old_log_probs.as_ref().unwrap_or(&self.log_probs)
     }
-
-    /// `log_probs - old_log_probs`, 0 outside the mask, in f64.
-    fn log_ratio(&self) -> Result<Tensor> {
-        let f64 = |x: &Tensor| x.detach().to_dtype(DType::F64);
-        let d = (f64(&self.log_probs)? - f64(self.old())?)?;
-        Ok(Mask::new(&self.mask)?.select(&d)?)
-    }
-
-    /// Advantages `[B, T]` in f64.
-    fn token_advantages(&self) -> Result<Tensor> {
-        let advantages = self.advantages.to_dtype(DType::F64)?;
-        let advantages = match advantages.rank() {
-            1 => advantages.unsqueeze(1)?,
-            _ => advantages,
-        };
-        Ok(advantages.broadcast_as(self.mask.shape())?.contiguous()?)
-    }
 }
 
-/// What a peer's options come to.
+/// The translation of a peer's options.
 pub(crate) struct Setup {
     pub(crate) loss: PolicyLoss,
     pub(crate) totals: StepTotals,
-    /// Multiplies the loss at last.
+    /// The factor of the loss.
     pub(crate) factor: f64,
+    /// An entropy bonus with denominators of its own.
+    pub(crate) entropy_bonus: Option<EntropyBonus>,
     pub(crate) importance_weights: Option<Tensor>,
     pub(crate) sample_weights: Option<Tensor>,
     pub(crate) policy_mask: Option<Tensor>,
-    /// Figures that the peer's own correction gives.
-    pub(crate) extra: MetricValues,
-    /// Why the case records what ours does not do.
+    /// Whether the ratio is taken against the rollout policy.
+    pub(crate) against_rollout: bool,
+    /// The reason why the library does not reproduce the case.
     pub(crate) defect: Option<String>,
+}
+
+/// An entropy bonus that a peer normalizes apart from the policy term.
+pub(crate) struct EntropyBonus {
+    /// A loss whose only term is the bonus.
+    pub(crate) loss: PolicyLoss,
+    pub(crate) totals: StepTotals,
+    pub(crate) entropy_mask: Option<Tensor>,
+    pub(crate) factor: f64,
+}
+
+impl EntropyBonus {
+    fn compute(&self, tensors: &Tensors) -> Result<Tensor> {
+        let entropies = tensors.entropies.as_ref().context("no entropies")?;
+        let mut batch = PolicyBatch::new(&tensors.log_probs, &tensors.advantages, &tensors.mask)
+            .entropy(entropies);
+        if let Some(mask) = &self.entropy_mask {
+            batch = batch.entropy_mask(mask);
+        }
+        let output = self.loss.compute(&batch, &self.totals)?;
+        Ok((output.loss * self.factor)?)
+    }
 }
 
 impl Setup {
@@ -142,10 +150,11 @@ impl Setup {
             loss,
             totals,
             factor: 1.,
+            entropy_bonus: None,
             importance_weights: None,
             sample_weights: None,
             policy_mask: None,
-            extra: MetricValues::default(),
+            against_rollout: false,
             defect: None,
         }
     }
@@ -161,22 +170,27 @@ impl Setup {
         log_probs: &Tensor,
     ) -> Result<PolicyLossOutput> {
         let batch = PolicyBatch::new(log_probs, &tensors.advantages, &tensors.mask);
-        let mut batch = self.fill(batch, tensors);
-        let selected = loss.select_tokens_to_host(&batch, 0)?;
+        let mut batch = self.fill(batch, tensors)?;
+        let selected = loss.select_tokens(&batch, 0)?;
         if let Some(x) = &selected {
             batch = batch.selected_tokens(x);
         }
         Ok(loss.compute(&batch, &self.totals)?)
     }
 
-    /// The batch with what the case gives besides log-probs, advantages and mask.
+    /// Adds the other inputs of the case to a batch of log-probs, advantages and mask.
     pub(crate) fn fill<'a>(
         &'a self,
         mut batch: PolicyBatch<'a>,
         tensors: &'a Tensors,
-    ) -> PolicyBatch<'a> {
+    ) -> Result<PolicyBatch<'a>> {
         if let Some(x) = &tensors.old_log_probs {
             batch = batch.old_log_probs(x);
+        }
+        if self.against_rollout {
+            let rollout = tensors.rollout_log_probs.as_ref();
+            let rollout = rollout.context("no log-probs of the rollout")?;
+            batch = batch.old_policy(OldPolicy::Rollout(rollout));
         }
         if let Some(x) = &tensors.ref_log_probs {
             batch = batch.ref_log_probs(x);
@@ -199,46 +213,28 @@ impl Setup {
         if let Some(x) = &self.policy_mask {
             batch = batch.policy_mask(x);
         }
-        batch
+        Ok(batch)
     }
 }
 
-/// What ours gave.
-pub(crate) struct Results {
-    pub(crate) output: PolicyLossOutput,
-    pub(crate) metrics: MetricValues,
-    pub(crate) mask: Mask,
+/// The metric, 0 where the loss has none of that name.
+fn metric(metrics: &MetricValues, name: &str) -> f64 {
+    metrics.get(name).unwrap_or_default()
 }
 
-impl Results {
-    fn metric(&self, name: &str) -> f64 {
-        self.metrics.get(name).unwrap_or_default()
-    }
-
-    /// The mean of `x` over the mask.
-    fn mean(&self, x: &Tensor) -> Result<f64> {
-        let sum = self.mask.select(x)?.to_dtype(DType::F64)?.sum_all()?;
-        Ok((sum / self.mask.count(DType::F64)?)?.to_scalar()?)
-    }
-
-    /// The mean of `x` over the tokens of each sequence, 0 where there are none.
-    fn row_means(&self, x: &Tensor) -> Result<Tensor> {
-        let sums = self
-            .mask
-            .select(x)?
-            .to_dtype(DType::F64)?
-            .sum_keepdim(D::Minus1)?;
-        Ok((sums / self.mask.lengths(DType::F64)?.maximum(1.)?)?)
-    }
-}
-
+/// The clip of a case. A width below 1 that exceeds 1 does not clip: ratios are positive.
 fn clip(case: &Case) -> Result<Clip> {
     Ok(Clip {
-        low: case.config.number("clip_low")?,
+        low: case.config.number("clip_low")?.min(1.),
         high: case.config.number("clip_high")?,
         dual_clip: case.config.optional_number("dual_clip")?,
         delta: case.config.optional_number("delta")?,
     })
+}
+
+/// The lower bound of a ratio at a distance from 1; ratios are positive.
+fn ratio_min(distance: f64) -> f64 {
+    (1. - distance).max(0.)
 }
 
 fn level(case: &Case) -> Result<ImportanceLevel> {
@@ -260,9 +256,4 @@ fn k3(value_clamp: Option<f64>) -> Kl {
         value_clamp,
         ..Kl::new(KlEstimator::K3)
     }
-}
-
-/// A flag as numbers.
-fn number(flag: &Tensor) -> Result<Tensor> {
-    Ok(flag.to_dtype(DType::F64)?)
 }

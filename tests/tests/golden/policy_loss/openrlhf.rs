@@ -1,13 +1,14 @@
 //! The losses of OpenRLHF.
 
-use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_core::Mask;
-use candle_grpo_loss::{
-    FilterLevel, FilterStatistic, ImportanceLevel, ImportanceWeight, Outside, PolicyLoss,
-    RolloutCorrection, RolloutFilter,
+use anyhow::{Context, Result, bail};
+use candle_grpo_core::{Mask, MetricValues};
+use candle_grpo_loss::rollout::{
+    FilterLevel, FilterStatistic, ImportanceWeight, OutOfBounds, RolloutFilter,
 };
+use candle_grpo_loss::{ImportanceLevel, PolicyLoss, RolloutCorrection};
 
-use super::{Results, Setup, Tensors, clip};
+use super::numbers::{Numbers, flag, mean, numbers};
+use super::{Setup, Tensors, clip, metric};
 use crate::aggregate::{Rows, aggregation};
 use crate::case::{Case, Outputs};
 
@@ -26,85 +27,188 @@ pub(super) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
         log_ratio_clamp: (level == ImportanceLevel::Token).then_some(20.),
         surrogate: clip(case)?.into(),
         aggregation,
+        allow_length_weighting: true,
         ..Default::default()
     };
     let mut setup = Setup {
         factor: options.number("dp_size")?,
         ..Setup::new(loss, totals)
     };
-    correct(case, tensors, &mut setup)?;
+    let correction = Correction::read(case)?;
+    match (correction, level) {
+        (None, _) => {}
+        // The ratio corrects for the rollout; no weight and no band applies.
+        (Some(_), ImportanceLevel::Sequence) => setup.against_rollout = true,
+        (Some(correction), _) => correction.apply(tensors, &mut setup)?,
+    }
     Ok(setup)
 }
 
-/// A weight for each token, and a band on the ratio of the token or the geometric mean of the sequence.
-fn correct(case: &Case, tensors: &Tensors, setup: &mut Setup) -> Result<()> {
-    let options = &case.config;
-    let level = options.text("correction_level")?;
-    let gating = options.text("correction_gating")?;
-    let mode = options.text("correction_mode")?;
-    let band = options.get("correction_band");
-    if level == "off" {
-        return Ok(());
+/// A correction for the rollout policy: a statistic per token or sequence must be within a band.
+struct Correction {
+    by_sequence: bool,
+    gating: Gating,
+    /// Whether weights outside the band are clamped instead of dropped.
+    clamps: bool,
+    min: f64,
+    max: f64,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Gating {
+    Ratio,
+    BinaryKl,
+    TotalVariation,
+}
+
+impl Correction {
+    fn read(case: &Case) -> Result<Option<Self>> {
+        let options = &case.config;
+        let level = options.text_or("correction_level", "off")?;
+        let gating = options.text_or("correction_gating", "ratio")?;
+        let mode = options.text_or("correction_mode", "mask")?;
+        let band = options.get("correction_band");
+        let by_sequence = match level.as_str() {
+            "off" => return Ok(None),
+            "token" => false,
+            "seq" => true,
+            other => bail!("unknown correction_level {other}"),
+        };
+        let gating = match gating.as_str() {
+            "ratio" => Gating::Ratio,
+            "binary_kl" => Gating::BinaryKl,
+            "tv" => Gating::TotalVariation,
+            other => bail!("unknown correction_gating {other}"),
+        };
+        let clamps = match mode.as_str() {
+            "mask" => false,
+            "clip" => true,
+            other => bail!("unknown correction_mode {other}"),
+        };
+        // A divergence may have its upper bound alone, as a number or as the last of the band.
+        let last = band.as_array().map_or(Some(&band), |band| band.last());
+        let max = last
+            .and_then(serde_json::Value::as_f64)
+            .context("no upper bound in correction_band")?;
+        let min = match band.as_array() {
+            Some(band) if band.len() > 1 => band[0].as_f64().unwrap_or(f64::NEG_INFINITY),
+            _ => f64::NEG_INFINITY,
+        };
+        Ok(Some(Self {
+            by_sequence,
+            gating,
+            clamps,
+            min,
+            max,
+        }))
     }
-    ensure!(gating == "ratio", "unknown correction_gating {gating}");
-    let bound = |i: usize| band[i].as_f64().context("a bound of correction_band");
-    let (min, max) = (bound(0)?, bound(1)?);
-    let free = ImportanceWeight {
-        min: None,
-        max: None,
-        ..ImportanceWeight::default()
-    };
-    let correction = match (level.as_str(), mode.as_str()) {
-        ("token", "mask" | "clip") => RolloutCorrection {
-            weight: Some(ImportanceWeight {
-                min: Some(min),
-                max: Some(max),
-                outside: if mode == "mask" {
-                    Outside::Mask
-                } else {
-                    Outside::Truncate
-                },
-                ..free
+
+    fn apply(&self, tensors: &Tensors, setup: &mut Setup) -> Result<()> {
+        let weight = ImportanceWeight {
+            min: None,
+            max: None,
+            ..ImportanceWeight::default()
+        };
+        let bounded = ImportanceWeight {
+            min: Some(self.min.max(0.)),
+            max: Some(self.max),
+            out_of_bounds: if self.clamps {
+                OutOfBounds::Truncate
+            } else {
+                OutOfBounds::Mask
+            },
+            ..weight
+        };
+        let filter = RolloutFilter {
+            statistic: match self.gating {
+                Gating::Ratio => FilterStatistic::LogRatio,
+                Gating::BinaryKl => FilterStatistic::BinaryKl,
+                Gating::TotalVariation => FilterStatistic::AbsoluteProbabilityDifference,
+            },
+            level: if self.by_sequence {
+                FilterLevel::SequenceMean
+            } else {
+                FilterLevel::Token
+            },
+            min: (self.gating == Gating::Ratio && self.min > 0.).then(|| self.min.ln()),
+            max: Some(if self.gating == Gating::Ratio {
+                self.max.ln()
+            } else {
+                self.max
             }),
-            ..Default::default()
-        },
-        ("seq", "mask") => RolloutCorrection {
-            weight: Some(free),
-            filters: vec![RolloutFilter {
-                statistic: FilterStatistic::LogRatio,
-                level: FilterLevel::SequenceMean,
-                min: Some(min.ln()),
-                max: Some(max.ln()),
-            }],
-            ..Default::default()
-        },
-        other => bail!("unknown correction {other:?}"),
-    };
-    let old = tensors.old_log_probs.as_ref().context("no old log-probs")?;
-    let rollout = tensors
-        .rollout_log_probs
-        .as_ref()
-        .context("no log-probs of the rollout")?;
-    let corrected = correction.compute(old, rollout, &tensors.mask)?;
-    setup.extra = corrected.metrics.to_host()?;
-    setup.importance_weights = corrected.weights;
-    setup.policy_mask = Some(corrected.kept);
-    Ok(())
+        };
+        let correction = if self.gating == Gating::Ratio && !self.by_sequence {
+            RolloutCorrection {
+                weight: Some(bounded),
+                filters: Vec::new(),
+                log_ratio_clamp: None,
+            }
+        } else {
+            RolloutCorrection {
+                weight: Some(weight),
+                filters: vec![filter],
+                log_ratio_clamp: None,
+            }
+        };
+        let old = tensors.old();
+        let rollout = tensors.rollout_log_probs.as_ref();
+        let rollout = rollout.context("no log-probs of the rollout")?;
+        let corrected = correction.compute(old, rollout, &tensors.mask)?;
+        setup.importance_weights = corrected.weights;
+        setup.policy_mask = Some(corrected.kept);
+        Ok(())
+    }
+
+    /// The fraction of tokens, or of sequences, outside the band.
+    fn filtered(&self, x: &Numbers, rollout: &[f64]) -> f64 {
+        let clamped = |log_prob: f64| log_prob.exp().clamp(1e-6, 1. - 1e-6);
+        let statistic = x.map(|i| {
+            let (p, q) = (clamped(rollout[i]), clamped(x.old_log_probs[i]));
+            match self.gating {
+                Gating::Ratio => x.old_log_probs[i] - rollout[i],
+                Gating::BinaryKl => p * (p / q).ln() + (1. - p) * ((1. - p) / (1. - q)).ln(),
+                Gating::TotalVariation => (p - q).abs(),
+            }
+        });
+        // A sequence without a token has a statistic of 0 / 0, which is outside every band.
+        let outside = |statistic: f64| {
+            let statistic = match self.gating {
+                Gating::Ratio => statistic.exp(),
+                _ => statistic,
+            };
+            flag(!(statistic >= self.min && statistic <= self.max))
+        };
+        if self.by_sequence {
+            let means = x.row_means(&statistic).into_iter();
+            let outside: Vec<f64> = means.map(|m| outside(m.unwrap_or(f64::NAN))).collect();
+            mean(&outside)
+        } else {
+            x.mean(&x.map(|i| outside(statistic[i])))
+        }
+    }
 }
 
 pub(super) fn metrics(
+    case: &Case,
     outputs: Outputs,
-    results: &Results,
+    metrics: &MetricValues,
     setup: &Setup,
     tensors: &Tensors,
 ) -> Result<Outputs> {
-    let extra = |name: &str| setup.extra.get(name).unwrap_or_default();
+    let x = Numbers::read(tensors)?;
+    let outputs = outputs
+        .number("approx_kl", -x.mean(&x.log_ratio))?
+        .number("clip_fraction", metric(metrics, "clip_fraction"))?;
+    let (Some(correction), Some(rollout)) = (Correction::read(case)?, &tensors.rollout_log_probs)
+    else {
+        return Ok(outputs);
+    };
+    if setup.against_rollout {
+        return Ok(outputs);
+    }
+    let rollout = numbers(rollout)?;
+    let drift = x.map(|i| rollout[i] - x.old_log_probs[i]);
     outputs
-        .number("approx_kl", results.mean(&tensors.log_ratio()?.neg()?)?)?
-        .number("clip_fraction", results.metric("clip_fraction"))?
-        .number("rollout_kl", extra("rollout_kl"))?
-        .number(
-            "filtered_fraction",
-            extra("rollout_truncated_fraction") + extra("rollout_rejected_fraction"),
-        )
+        .number("rollout_kl", x.mean(&drift))?
+        .number("filtered_fraction", correction.filtered(&x, &rollout))
 }

@@ -1,18 +1,18 @@
 //! The losses of twinkle.
 
-use anyhow::{Context, Result, bail};
-use candle_core::{DType, Tensor};
-use candle_grpo_core::Mask;
+use anyhow::{Result, bail};
+use candle_grpo_loss::surrogate::{DetachedWeight, SoftGate};
 use candle_grpo_loss::{
-    Aggregation, DetachedWeight, EmptySequences, KlLoss, PolicyLoss, SoftGate, StepTotals,
+    Aggregation, EmptySequences, ImportanceLevel, KlLoss, PolicyLoss, StepTotals,
 };
 
-use super::{Results, Setup, Tensors, clip, k3, level, number};
+use super::numbers::{Numbers, flag};
+use super::{Setup, Tensors, clip, k3, level, metric};
 use crate::case::{Case, Outputs};
 
 pub(super) fn setup(case: &Case) -> Result<Setup> {
     let options = &case.config;
-    let mut totals = StepTotals::to_host(&case.input("mask")?)?;
+    let mut totals = StepTotals::count(&case.input("mask")?)?;
     if let Some(tokens) = options.optional_number("global_tokens")? {
         totals.tokens = tokens;
     }
@@ -31,16 +31,23 @@ pub(super) fn setup(case: &Case) -> Result<Setup> {
         other => bail!("unknown loss_type {other}"),
     };
     let surrogate = match loss_type.as_str() {
-        "sapo" => SoftGate {
-            tau_pos: options.number("tau_pos")?,
-            tau_neg: options.number("tau_neg")?,
+        "sapo" => {
+            options.ignore(&["clip_low", "clip_high"]);
+            SoftGate {
+                tau_pos: options.number("tau_pos")?,
+                tau_neg: options.number("tau_neg")?,
+            }
+            .into()
         }
-        .into(),
         "cispo" => {
             options.ignore(&["clip_low", "metric_clip_high"]);
             let high = options.number("clip_high")?;
             let absolute = options.flag("clip_high_is_absolute")?;
-            DetachedWeight::at_most(if absolute { high } else { 1. + high }).into()
+            DetachedWeight {
+                allow_max_below_one: true,
+                ..DetachedWeight::at_most(if absolute { high } else { 1. + high })
+            }
+            .into()
         }
         _ => clip(case)?.into(),
     };
@@ -70,14 +77,10 @@ pub(super) fn metrics(
         log_ratio_clamp: None,
         ..setup.loss.clone()
     };
-    let output = setup.compute(&unclamped, tensors)?;
-    let results = Results {
-        metrics: output.metrics.to_host()?,
-        output,
-        mask: Mask::new(&tensors.mask)?,
-    };
-    let get = |name: &str| results.metric(name);
+    let metrics = setup.compute(&unclamped, tensors)?.metrics.to_host()?;
+    let get = |name: &str| metric(&metrics, name);
     let outputs = outputs
+        .number("entropy", get("entropy"))?
         .number("approx_kl_k3", get("approx_kl_k3"))?
         .number("max_ratio", get("token_ratio_max"))?
         .number("max_token_kl_k3", get("approx_kl_k3_max"))?
@@ -88,35 +91,47 @@ pub(super) fn metrics(
     if !case.expects("out.clip_fraction") {
         return Ok(outputs);
     }
-    let (low, high) = clipped(case, &results, tensors)?;
-    // Of sequences for the sequence ratio, of tokens for the token ratio.
-    let counted = if case.variant == "twinkle_gspo" {
-        Aggregation::SeqMeanTokenMean
-    } else {
-        Aggregation::TokenMean
-    };
-    let totals = StepTotals::to_host(&tensors.mask)?;
-    let fraction = |flags: &Tensor| counted.apply(flags, &results.mask, &totals);
-    Ok(outputs
-        .out("clip_fraction", &fraction(&(&low + &high)?)?)
-        .out("clip_fraction_low", &fraction(&low)?)
-        .out("clip_fraction_high", &fraction(&high)?))
+    let (low, high) = clip_fractions(case, setup, tensors)?;
+    outputs
+        .number("clip_fraction", low + high)?
+        .number("clip_fraction_low", low)?
+        .number("clip_fraction_high", high)
 }
 
-/// Tokens below and above the range; only where the sign of the advantage makes it matter, but for CISPO.
-fn clipped(case: &Case, results: &Results, tensors: &Tensors) -> Result<(Tensor, Tensor)> {
-    if case.variant == "twinkle_cispo" {
-        let ratio = tensors.log_ratio()?.exp()?;
-        let high = case.config.number("metric_clip_high")?;
-        let low = case.config.optional_number("clip_low")?.unwrap_or(0.2);
+/// The fractions of tokens, or of sequences for GSPO, whose ratio is below and above the range.
+///
+/// They count where the sign of the advantage makes the bound matter, but everywhere for CISPO.
+fn clip_fractions(case: &Case, setup: &Setup, tensors: &Tensors) -> Result<(f64, f64)> {
+    let x = Numbers::read(tensors)?;
+    let is_cispo = case.variant == "twinkle_cispo";
+    let high_width = case.config.number("clip_high")?;
+    let (low_width, high_width) = if is_cispo {
+        // One epsilon for the bound of the loss and the lower bound of the metric.
+        let epsilon = match case.config.flag("clip_high_is_absolute")? {
+            true => high_width - 1.,
+            false => high_width,
+        };
+        let high = case.config.optional_number("metric_clip_high")?;
+        (epsilon, high.unwrap_or(epsilon))
+    } else {
+        (case.config.number("clip_low")?, high_width)
+    };
+    if setup.loss.importance_level == ImportanceLevel::Sequence {
+        let advantages = x.row_means(&x.advantages);
+        let rows = x.row_means(&x.log_ratio).into_iter().zip(advantages);
+        let rows: Vec<(f64, f64)> = rows
+            .filter_map(|(log_ratio, advantage)| Some((log_ratio?.exp(), advantage?)))
+            .collect();
+        let fraction = |holds: &dyn Fn(f64, f64) -> bool| {
+            rows.iter().filter(|(r, a)| holds(*r, *a)).count() as f64 / rows.len().max(1) as f64
+        };
         return Ok((
-            number(&ratio.lt(1. - low)?)?,
-            number(&ratio.gt(1. + high)?)?,
+            fraction(&|r, a| r < 1. - low_width && a < 0.),
+            fraction(&|r, a| r > 1. + high_width && a > 0.),
         ));
     }
-    let clipped = results.output.tokens.clipped.as_ref().context("no clip")?;
-    let advantages = tensors.token_advantages()?;
-    let of =
-        |sign: Tensor| -> Result<Tensor> { Ok((clipped.to_dtype(DType::F64)? * number(&sign)?)?) };
-    Ok((of(advantages.lt(0.)?)?, of(advantages.gt(0.)?)?))
+    let ratio = |i: usize| x.log_ratio[i].exp();
+    let low = x.map(|i| flag(ratio(i) < 1. - low_width && (is_cispo || x.advantages[i] < 0.)));
+    let high = x.map(|i| flag(ratio(i) > 1. + high_width && (is_cispo || x.advantages[i] > 0.)));
+    Ok((x.mean(&low), x.mean(&high)))
 }

@@ -1,14 +1,15 @@
 //! The losses of verl.
 
 use anyhow::{Result, bail};
-use candle_core::Tensor;
-use candle_grpo_core::Mask;
-use candle_grpo_loss::{
-    ClipCov, DetachedWeight, Divergence, DivergenceMask, EmptySequences, GeometricMean,
-    ImportanceLevel, KlCov, PolicyLoss, SoftGate, SquaredLogRatio, Surrogate,
+use candle_grpo_core::{Mask, MetricValues};
+use candle_grpo_loss::surrogate::{
+    ClipCov, DetachedWeight, Divergence, DivergenceMask, GeometricMean, KlCov, SoftGate,
+    SquaredLogRatio,
 };
+use candle_grpo_loss::{EmptySequences, ImportanceLevel, PolicyLoss, Surrogate};
 
-use super::{Results, Setup, Tensors, clip, number};
+use super::numbers::{Numbers, flag};
+use super::{Setup, Tensors, clip, metric, ratio_min};
 use crate::aggregate::{Rows, aggregation};
 use crate::case::{Case, Outputs};
 
@@ -56,9 +57,8 @@ fn surrogate(case: &Case, name: &str) -> Result<Surrogate> {
         }
         .into(),
         "cispo" => DetachedWeight {
-            ratio_min: Some(1. - number("clip_low")?),
-            ratio_max: Some(1. + number("clip_high")?),
-            unified_mask: None,
+            ratio_min: Some(ratio_min(number("clip_low")?)),
+            ..DetachedWeight::at_most(1. + number("clip_high")?)
         }
         .into(),
         "geo_mean" => GeometricMean {
@@ -100,14 +100,15 @@ fn surrogate(case: &Case, name: &str) -> Result<Surrogate> {
 pub(super) fn metrics(
     case: &Case,
     outputs: Outputs,
-    results: &Results,
+    metrics: &MetricValues,
     tensors: &Tensors,
 ) -> Result<Outputs> {
-    let get = |name: &str| results.metric(name);
-    let (clipped, lower) = match case.config.text("loss")?.as_str() {
+    let get = |name: &str| metric(metrics, name);
+    let loss = case.config.text("loss")?;
+    let (clipped, lower) = match loss.as_str() {
         "clip_cov" => (get("selected_fraction"), 0.),
-        "dppo_tv" | "dppo_kl" => (get("clip_fraction"), get("ratio_max_fraction")),
-        "geo_mean" => clipped_by_sign(case, results, tensors)?,
+        "dppo_tv" | "dppo_kl" => dropped_by_divergence(case, &loss, tensors)?,
+        "geo_mean" => clipped_by_sign(case, tensors)?,
         _ => (get("clip_fraction"), get("dual_clip_fraction")),
     };
     outputs
@@ -118,14 +119,41 @@ pub(super) fn metrics(
 }
 
 /// verl counts log-ratios outside the range on either side, by the sign of the advantage.
-fn clipped_by_sign(case: &Case, results: &Results, tensors: &Tensors) -> Result<(f64, f64)> {
-    let d = tensors.log_ratio()?;
-    let (low, high) = (
-        case.config.number("clip_low")?,
-        case.config.number("clip_high")?,
-    );
-    let outside = number(&d.gt(high)?.maximum(&d.lt(-low)?)?)?;
-    let advantages = tensors.token_advantages()?;
-    let of = |sign: Tensor| -> Result<f64> { results.mean(&(&outside * number(&sign)?)?) };
-    Ok((of(advantages.gt(0.)?)?, of(advantages.lt(0.)?)?))
+fn clipped_by_sign(case: &Case, tensors: &Tensors) -> Result<(f64, f64)> {
+    let x = Numbers::read(tensors)?;
+    let low = case.config.number("clip_low")?;
+    let high = case.config.number("clip_high")?;
+    let outside = |i: usize| x.log_ratio[i] > high || x.log_ratio[i] < -low;
+    let clipped = x.map(|i| flag(outside(i) && x.advantages[i] > 0.));
+    let lower = x.map(|i| flag(outside(i) && x.advantages[i] < 0.));
+    Ok((x.mean(&clipped), x.mean(&lower)))
+}
+
+/// The fraction of dropped tokens, and of kept tokens whose ratio exceeds `ratio_max`.
+///
+/// verl treats an advantage of 0 as negative.
+fn dropped_by_divergence(case: &Case, loss: &str, tensors: &Tensors) -> Result<(f64, f64)> {
+    let x = Numbers::read(tensors)?;
+    let low = case.config.number("clip_low")?;
+    let high = case.config.number("clip_high")?;
+    let ratio_max = case.config.number("ratio_max")?;
+    let dropped = |i: usize| {
+        let (p, q) = (x.log_probs[i].exp(), x.old_log_probs[i].exp());
+        let distance = if loss == "dppo_tv" {
+            (p - q).abs()
+        } else {
+            let others = ((1. - q + 1e-8) / (1. - p + 1e-8)).ln();
+            q * (x.old_log_probs[i] - x.log_probs[i]) + (1. - q) * others
+        };
+        if x.advantages[i] > 0. {
+            p > q && distance > high
+        } else {
+            p < q && distance > low
+        }
+    };
+    let ratio = |i: usize| x.log_ratio[i].clamp(-20., 20.).exp();
+    Ok((
+        x.mean(&x.map(|i| flag(dropped(i)))),
+        x.mean(&x.map(|i| flag(!dropped(i) && ratio(i) > ratio_max))),
+    ))
 }

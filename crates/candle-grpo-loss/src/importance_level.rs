@@ -1,29 +1,30 @@
-//! The ratio of the policy to the old policy, at the level at which it is taken.
+//! The level at which the ratio of the policy to the old policy is taken.
 
 use candle_core::{D, Result, Tensor};
 use candle_grpo_core::{Mask, reverse_recurrence};
 use serde::{Deserialize, Serialize};
 
-/// Over what the log-ratio `d = log_probs - old_log_probs` is averaged before it is exponentiated.
+/// The reduction of the log-ratio `d = log_probs - old_log_probs` before `exp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ImportanceLevel {
-    /// Each token has its own ratio (PPO, GRPO).
+    /// A ratio for each token (PPO, GRPO).
     #[default]
     Token,
-    /// The mean of `d` over the sequence, so that the ratio is a geometric mean (GSPO, <https://arxiv.org/abs/2507.18071>).
+    /// The mean of `d` over the sequence: the ratio is a geometric mean (GSPO, <https://arxiv.org/abs/2507.18071>).
+    #[doc(alias = "GSPO")]
     #[serde(alias = "seq")]
     Sequence,
     /// The value of [`Self::Sequence`] with the gradient of each token (GSPO-token).
     SequenceToken,
-    /// The sum of `d` over the sequence, so that the ratio is a product (REINFORCE leave-one-out of TRL).
+    /// The sum of `d` over the sequence: the ratio is a product (RLOO in TRL).
     SequenceProduct,
-    /// The mean of `d` over each run of consecutive tokens of the mask: one ratio for each turn.
+    /// The mean of `d` over each run of consecutive tokens of the mask: a ratio for each turn.
     Segment,
 }
 
 impl ImportanceLevel {
-    /// The log-ratio at this level, `[B, T]`: `log_ratio` `[B, T]` holds 0 outside the mask.
+    /// Computes the log-ratio at this level, `[B, T]`. `log_ratio` `[B, T]` must hold 0 outside the mask.
     pub(crate) fn log_ratio(self, log_ratio: &Tensor, mask: &Mask) -> Result<Tensor> {
         let over_sequence = |mean: bool| -> Result<Tensor> {
             let sum = log_ratio.sum_keepdim(D::Minus1)?;
@@ -50,13 +51,7 @@ impl ImportanceLevel {
     }
 }
 
-/// The k3 estimate of the KL of the policy that drew from the other one: `exp(d) - 1 - d` with d the log-ratio of the
-/// other one to it.
-pub(crate) fn k3(d: &Tensor) -> Result<Tensor> {
-    (d.exp()? - 1.)? - d
-}
-
-/// At each position of the mask the sum of `x` over its run of consecutive positions; `x` is 0 elsewhere.
+/// Sums `x` over the run of consecutive mask positions around each position. `x` must hold 0 outside the mask.
 fn segment_sums(x: &Tensor, mask: &Mask) -> Result<Tensor> {
     let inside = mask.to_dtype(x.dtype())?;
     let forward = reverse_recurrence(&x.flip(&[1])?, &inside.flip(&[1])?)?.flip(&[1])?;

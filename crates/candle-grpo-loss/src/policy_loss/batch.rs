@@ -1,26 +1,25 @@
-//! What a policy loss is computed from.
+//! The inputs of a policy loss.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::Mask;
 
-/// The policy that the ratio is taken against.
+/// The denominator policy of the ratio.
 ///
-/// Whether the samples' own engine has already been corrected for is part of the type, so that it cannot be done twice.
+/// The type records whether the ratio corrects for the sampling engine, so that no correction is applied twice.
 #[derive(Debug, Clone, Copy)]
 pub enum OldPolicy<'a> {
-    /// The policy itself, detached: the ratio is 1 and its gradient that of the log-prob. Right for one update on each
-    /// batch of samples.
+    /// The policy itself, detached: the ratio is 1 and its gradient is that of the log-prob. Correct for a single update
+    /// on each batch of samples.
     Current,
-    /// Log-probs `[B, T]` that the trainer computed before the update. What the engine that sampled said may differ, and
-    /// [`PolicyBatch::importance_weights`] may correct for that.
+    /// Log-probs `[B, T]` that the trainer computed before the update. Differences from the sampling engine can be
+    /// corrected with [`PolicyBatch::importance_weights`].
     Recomputed(&'a Tensor),
-    /// Log-probs `[B, T]` of the engine that sampled: the ratio corrects for the difference already, and importance weights
-    /// on top of it are an error.
+    /// Log-probs `[B, T]` of the sampling engine. The ratio corrects for the difference already; additional importance
+    /// weights are an error.
     Rollout(&'a Tensor),
 }
 
 impl<'a> OldPolicy<'a> {
-    /// The log-probs, unless they are those of the policy itself.
+    /// Returns the log-probs, or `None` for the current policy.
     pub(crate) fn log_probs(self) -> Option<&'a Tensor> {
         match self {
             Self::Current => None,
@@ -31,8 +30,8 @@ impl<'a> OldPolicy<'a> {
 
 /// The tensors of one micro-batch: B sequences of T response tokens.
 ///
-/// Only `log_probs`, `entropy` and `kl_values` carry a gradient; everything else is taken as a constant. Positions outside the mask
-/// may hold anything, NaN included.
+/// Only `log_probs`, `entropy` and `kl_values` carry a gradient; all other tensors are detached. Positions outside the
+/// mask may hold anything, including NaN.
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -66,8 +65,12 @@ pub struct PolicyBatch<'a> {
 }
 
 impl<'a> PolicyBatch<'a> {
-    /// `log_probs` `[B, T]` of the policy, with gradient; `advantages` `[B]`, `[B, 1]` or `[B, T]`; `response_mask`
-    /// `[B, T]`, 0 or 1 in any dtype. The old policy is the current one until another is given.
+    /// A batch whose old policy is the current one.
+    ///
+    /// # Shapes
+    ///
+    /// `log_probs` `[B, T]`, with gradient; `advantages` `[B]`, `[B, 1]` or `[B, T]`; `response_mask` `[B, T]`, 0 or 1 in
+    /// any dtype.
     pub fn new(log_probs: &'a Tensor, advantages: &'a Tensor, response_mask: &'a Tensor) -> Self {
         Self {
             log_probs: Some(log_probs),
@@ -75,7 +78,7 @@ impl<'a> PolicyBatch<'a> {
         }
     }
 
-    /// The same for [`crate::linear_policy_loss`], which computes log-probs and entropy itself.
+    /// A batch for [`crate::linear_policy_loss`], which computes log-probs and entropy itself.
     pub fn without_log_probs(advantages: &'a Tensor, response_mask: &'a Tensor) -> Self {
         Self {
             log_probs: None,
@@ -96,7 +99,11 @@ impl<'a> PolicyBatch<'a> {
         }
     }
 
-    /// An error if there are none.
+    /// Returns the log-probs.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there are none.
     pub(crate) fn log_probs(&self) -> Result<&'a Tensor> {
         match self.log_probs {
             Some(log_probs) => Ok(log_probs),
@@ -104,108 +111,97 @@ impl<'a> PolicyBatch<'a> {
         }
     }
 
-    /// Log-probs `[B, T]` under the policy at the start of the update: [`OldPolicy::Recomputed`].
+    /// Sets the log-probs `[B, T]` under the policy at the start of the update: [`OldPolicy::Recomputed`].
     pub fn old_log_probs(self, old_log_probs: &'a Tensor) -> Self {
         self.old_policy(OldPolicy::Recomputed(old_log_probs))
     }
 
-    /// The policy that the ratio is taken against.
+    /// Sets the denominator policy of the ratio.
     pub fn old_policy(mut self, old: OldPolicy<'a>) -> Self {
         self.old = old;
         self
     }
 
-    /// Log-probs `[B, T]` of the engine that sampled, for [`crate::PolicyLoss::off_policy_threshold`].
+    /// Sets the log-probs `[B, T]` of the sampling engine, for [`crate::PolicyLoss::off_policy_threshold`].
     pub fn rollout_log_probs(mut self, rollout_log_probs: &'a Tensor) -> Self {
         self.rollout_log_probs = Some(rollout_log_probs);
         self
     }
 
-    /// Log-probs `[B, T]` under the reference policy, which a KL loss needs.
+    /// Sets the log-probs `[B, T]` under the reference policy, which a KL loss requires.
     pub fn ref_log_probs(mut self, ref_log_probs: &'a Tensor) -> Self {
         self.ref_log_probs = Some(ref_log_probs);
         self
     }
 
-    /// The divergence `[B, T]` from the reference at each position, with gradient, for a [`crate::KlLoss::given`] instead of
-    /// one that is estimated from log-probs.
+    /// Sets the divergence `[B, T]` from the reference at each position, with gradient, for
+    /// [`crate::KlLoss::given`].
     pub fn kl_values(mut self, kl_values: &'a Tensor) -> Self {
         self.kl_values = Some(kl_values);
         self
     }
 
-    /// The log-probs `[B, T]` of the policy, with gradient, for a batch that was begun [without](Self::without_log_probs).
+    /// Sets the log-probs `[B, T]` of the policy, with gradient, of a batch [without](Self::without_log_probs) them.
     pub fn with_log_probs(mut self, log_probs: &'a Tensor) -> Self {
         self.log_probs = Some(log_probs);
         self
     }
 
-    /// The entropy `[B, T]` of the policy at each position, with gradient: an entropy bonus needs it.
+    /// Sets the entropy `[B, T]` of the policy at each position, with gradient. An entropy bonus requires it.
     pub fn entropy(mut self, entropy: &'a Tensor) -> Self {
         self.entropy = Some(entropy);
         self
     }
 
-    /// The score `[B]` of each sample before any shaping, for terms that ask whether a sample was right.
+    /// Sets the score `[B]` of each sample before any shaping, for terms on samples with a high score.
     pub fn scores(mut self, scores: &'a Tensor) -> Self {
         self.scores = Some(scores);
         self
     }
 
-    /// Weights `[B, T]` or `[B, 1]` of the policy term for samples that another engine drew, as
-    /// [`crate::RolloutCorrection`] computes them.
+    /// Sets the weights of the policy term for samples of another engine, from [`crate::RolloutCorrection`].
+    ///
+    /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence. [`crate::surrogate::Vespo`] and
+    /// [`crate::surrogate::GeometricMean`] use a weight per sequence once, and the product of weights per token.
     pub fn importance_weights(mut self, importance_weights: &'a Tensor) -> Self {
         self.importance_weights = Some(importance_weights);
         self
     }
 
-    /// A weight `[B]` of the policy term for each sequence. Denominators stay as they are, so give weights whose mean
-    /// over the step is 1.
+    /// Sets a weight `[B]` of the policy term for each sequence. Denominators do not change: use weights with a mean of 1
+    /// over the step.
     pub fn sample_weights(mut self, sample_weights: &'a Tensor) -> Self {
         self.sample_weights = Some(sample_weights);
         self
     }
 
-    /// The positions `[B, T]` (1 or 0) at which the policy term counts, all others being 0 in it; KL, entropy and
-    /// denominators stay as they are. Top-entropy tokens and rejected samples are of this kind.
+    /// Sets the positions `[B, T]` (1 or 0) of the policy term, such as top-entropy tokens and samples that no filter
+    /// rejects. KL, entropy and denominators do not change.
     pub fn policy_mask(mut self, policy_mask: &'a Tensor) -> Self {
         self.policy_mask = Some(policy_mask);
         self
     }
 
-    /// The positions `[B, T]` (1 or 0) at which the entropy bonus counts, all others being 0 in it; denominators stay as they
-    /// are. Absent: those of the response mask (ROLL), whatever `policy_mask` is. Give that one here as well for a bonus on
-    /// the same tokens.
+    /// Sets the positions `[B, T]` (1 or 0) of the entropy bonus, which becomes the mean over these tokens of the whole
+    /// step.
+    ///
+    /// The loss requires their number, [`crate::StepTotals::entropy_tokens`]. Absent: the response mask, whatever
+    /// `policy_mask` is.
     pub fn entropy_mask(mut self, entropy_mask: &'a Tensor) -> Self {
         self.entropy_mask = Some(entropy_mask);
         self
     }
 
-    /// The tokens `[B, T]` (1 or 0) that [`crate::PolicyLoss::select_tokens_to_host`] took from the whole step.
+    /// Sets the tokens `[B, T]` (1 or 0) that [`crate::PolicyLoss::select_tokens`] selected from the whole step.
     pub fn selected_tokens(mut self, selected_tokens: &'a Tensor) -> Self {
         self.selected_tokens = Some(selected_tokens);
         self
     }
 
-    /// For each sequence `[B]` the number of tokens, over the whole step, of the samples that answer its prompt:
-    /// [`crate::Aggregation::PromptMeanTokenMean`] needs it.
+    /// Sets, for each sequence `[B]`, the number of tokens of all samples of its prompt over the whole step.
+    /// [`crate::Aggregation::PromptMeanTokenMean`] requires it.
     pub fn prompt_tokens(mut self, prompt_tokens: &'a Tensor) -> Self {
         self.prompt_tokens = Some(prompt_tokens);
         self
     }
-}
-
-/// `[B]` and `[B, 1]` repeated for each token; `[B, T]` as it is.
-pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
-    let (batch, tokens) = mask.dims()?;
-    let column = match *x.dims() {
-        [b] if b == batch => x.unsqueeze(1)?,
-        [b, 1] if b == batch => x.clone(),
-        [b, t] if (b, t) == (batch, tokens) => return Ok(x.clone()),
-        _ => bail!(
-            "{name}: shape {:?}, must be [{batch}] or [{batch}, {tokens}]",
-            x.dims()
-        ),
-    };
-    column.broadcast_as((batch, tokens))?.contiguous()
 }

@@ -1,34 +1,36 @@
-//! From hidden states to the policy loss and its gradients, without logits.
+//! The policy loss of hidden states and its gradients, without logits.
 
 use candle_core::{Result, Tensor, Var, bail};
 use candle_grpo_kernels::{LinearGradients, LinearLogProb, TokenLogProbs};
 
-use crate::batch::PolicyBatch;
-use crate::policy_loss::{PolicyLoss, PolicyLossOutput};
-use crate::totals::StepTotals;
+use super::{PolicyBatch, PolicyLoss, PolicyLossOutput, StepTotals};
 
-/// What [`linear_policy_loss`] returns; nothing in it has a graph.
+/// The output of [`linear_policy_loss`]. All tensors are detached.
 #[derive(Debug, Clone)]
 pub struct LinearPolicyLossOutput {
-    /// The loss with its metrics and the terms of each token.
+    /// The loss and its metrics.
     pub output: PolicyLossOutput,
     /// Log-probs, entropies and log-sum-exps of the tokens, `[B, T]`.
     pub tokens: TokenLogProbs,
-    /// The gradients of the loss by hidden states, weight and bias.
+    /// The gradients of the loss with respect to hidden states, weight and bias.
     pub gradients: LinearGradients,
 }
 
-/// The loss of hidden states `[B, T, H]` and its gradients by them, by the output weight and by the bias, in one call.
+/// Computes the policy loss of hidden states `[B, T, H]` and its gradients, in one call and without logits.
 ///
-/// `layer` holds what the log-probs are computed from; give it the response mask, so that masked positions cost
-/// nothing. `batch` is one [without log-probs](PolicyBatch::without_log_probs); the entropy is at hand always. Every
-/// loss that [`PolicyLoss::compute`] knows, over tokens or sequences, is computed on `[B, T]`; the logits are made in
-/// small tiles, once forward and once backward. An argument of `layer` that is neither a variable nor computed from one
-/// gets no gradient and costs no product. KL values that are given must be constants.
+/// `layer` holds hidden states, weight and bias; give it the response mask, so that masked positions cost nothing. `batch`
+/// has [no log-probs](PolicyBatch::without_log_probs); the entropy is always computed. The loss is computed on `[B, T]`
+/// with any options of [`PolicyLoss`]. The logits exist in small tiles only, once forward and once backward.
 ///
-/// The gradient of the hidden states is where the backward pass of the model begins: call `backward` on the sum of their
-/// product with it. Where a loss in a graph is simpler, take [`linear_log_prob`](crate::linear_log_prob) and
-/// [`PolicyLoss::compute`]: the same numbers, and Candle's `backward` takes the memory of one more weight.
+/// A constant argument of `layer` gets no gradient and costs no matrix product.
+///
+/// The gradient of the hidden states starts the backward pass of the model: call `backward` on the sum of their product. If
+/// a loss in a graph is simpler, use [`linear_log_prob`](crate::linear_log_prob) and [`PolicyLoss::compute`]. The values are
+/// the same, but Candle's `backward` allocates one more tensor of the size of the weight.
+///
+/// # Errors
+///
+/// Fails as [`PolicyLoss::compute`] does, if `batch` has log-probs or an entropy, or if given KL values carry a gradient.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -47,7 +49,7 @@ pub struct LinearPolicyLossOutput {
 /// let options = LogProbOptions { mask: Some(&response_mask), ..Default::default() };
 /// let layer = LinearLogProb::new(&hidden, &weight, None, &responses, 1.0, options)?;
 /// let batch = PolicyBatch::without_log_probs(&advantages, &response_mask);
-/// let totals = StepTotals::to_host(&response_mask)?;
+/// let totals = StepTotals::count(&response_mask)?;
 /// let result = linear_policy_loss(&PolicyLoss::dapo(), &layer, &batch, &totals)?;
 ///
 /// let of_weight = result.gradients.weight.expect("the weight is a variable");
@@ -65,16 +67,16 @@ pub fn linear_policy_loss(
 ) -> Result<LinearPolicyLossOutput> {
     if batch.log_probs.is_some() || batch.entropy.is_some() {
         bail!(
-            "batch: has log_probs or entropy, which linear_policy_loss computes; begin it with PolicyBatch::without_log_probs"
+            "batch: has log_probs or entropy, which linear_policy_loss computes; create it with PolicyBatch::without_log_probs"
         );
     }
     if batch.kl_values.is_some_and(Tensor::track_op) {
         bail!(
-            "kl_values: computed from a variable, must be a constant: their gradient is none that linear_policy_loss returns"
+            "kl_values: computed from a variable, must be a constant; linear_policy_loss does not return their gradient"
         );
     }
     let tokens = layer.forward()?;
-    // A graph of [B, T] that begins at the log-probs.
+    // A graph of [B, T] tensors that starts at the log-probs.
     let log_probs = Var::from_tensor(&tokens.log_probs)?;
     let entropy = Var::from_tensor(&tokens.entropy)?;
     let batch = PolicyBatch {

@@ -1,4 +1,4 @@
-//! The tokens of high covariance, selected from a whole step.
+//! Selection of the tokens of high covariance from a whole step.
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_core::Mask;
@@ -6,17 +6,16 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-use crate::batch::{PolicyBatch, over_tokens};
-use crate::policy_loss::PolicyLoss;
-use crate::surrogate::{ClipCov, KlCov, Surrogate};
+use super::{ClipCov, KlCov, Surrogate};
+use crate::policy_loss::{PolicyBatch, PolicyLoss, over_tokens};
 
 impl PolicyLoss {
-    /// The tokens that [`ClipCov`] and [`KlCov`] treat on their own, u8 `[B, T]`; nothing for other surrogates.
+    /// Selects the tokens of [`ClipCov`] and [`KlCov`], u8 `[B, T]`. Returns `None` for other surrogates.
     ///
-    /// `batch` holds the whole step, so that the choice does not depend on how it is split into micro-batches; pass the
-    /// rows of each on with [`PolicyBatch::selected_tokens`]. The tensors are copied to the host, where they are ranked.
-    /// `seed` decides which of the candidates of [`ClipCov`] are drawn.
-    pub fn select_tokens_to_host(&self, batch: &PolicyBatch, seed: u64) -> Result<Option<Tensor>> {
+    /// `batch` holds the whole step: the selection must not depend on the split into micro-batches. Pass the rows of each
+    /// micro-batch to [`PolicyBatch::selected_tokens`]. `seed` determines the random choice among the candidates of
+    /// [`ClipCov`]. Synchronizes with the device.
+    pub fn select_tokens(&self, batch: &PolicyBatch, seed: u64) -> Result<Option<Tensor>> {
         self.validate()?;
         let mask = Mask::new(batch.response_mask)?;
         let chosen = match &self.surrogate {
@@ -39,7 +38,7 @@ impl PolicyLoss {
 
 /// A token of the mask.
 struct Token {
-    /// Its place in the flattened batch.
+    /// The index in the flattened batch.
     index: usize,
     ratio: f64,
     advantage: f64,
@@ -73,12 +72,12 @@ fn tokens(batch: &PolicyBatch, mask: &Mask) -> Result<Vec<Token>> {
         .collect())
 }
 
-/// At least one token, as long as there is one to take.
-fn share(ratio: f64, tokens: usize) -> usize {
+/// Returns the number of tokens to select, at least one.
+fn selection_size(ratio: f64, tokens: usize) -> usize {
     ((ratio * tokens as f64) as usize).max(1)
 }
 
-/// Some of the tokens whose covariance is between the bounds and that the clip leaves alone.
+/// Draws among the unclipped tokens whose covariance is within the bounds.
 fn draw(surrogate: &ClipCov, tokens: &[Token], seed: u64) -> Vec<usize> {
     let clip = &surrogate.clip;
     let is_clipped = |t: &Token| {
@@ -93,17 +92,17 @@ fn draw(surrogate: &ClipCov, tokens: &[Token], seed: u64) -> Vec<usize> {
         .map(|t| t.index)
         .collect();
     candidates.shuffle(&mut ChaCha8Rng::seed_from_u64(seed));
-    candidates.truncate(share(surrogate.ratio, tokens.len()));
+    candidates.truncate(selection_size(surrogate.ratio, tokens.len()));
     candidates
 }
 
-/// The tokens of highest covariance.
+/// Returns the tokens of highest covariance.
 fn highest(surrogate: &KlCov, tokens: &[Token]) -> Vec<usize> {
     let mut ranked: Vec<&Token> = tokens.iter().collect();
     ranked.sort_by(|a, b| b.covariance.total_cmp(&a.covariance));
     ranked
         .iter()
-        .take(share(surrogate.ratio, tokens.len()))
+        .take(selection_size(surrogate.ratio, tokens.len()))
         .map(|t| t.index)
         .collect()
 }

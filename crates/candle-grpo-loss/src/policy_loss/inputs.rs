@@ -1,0 +1,221 @@
+//! The checked tensors of a batch.
+
+use candle_core::{DType, Result, Tensor, bail};
+use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype};
+
+use super::{PolicyBatch, PolicyLoss};
+use crate::importance_level::ImportanceLevel;
+use crate::surrogate::SurrogateInputs;
+
+/// The tensors of a batch, checked, in one dtype, `[B, T]` and 0 outside the mask.
+pub(super) struct Inputs {
+    pub(super) mask: Mask,
+    /// With gradient.
+    pub(super) log_probs: Tensor,
+    /// With gradient.
+    pub(super) kl_values: Option<Tensor>,
+    /// With gradient.
+    pub(super) entropy: Option<Tensor>,
+    pub(super) old_log_probs: Tensor,
+    rollout_log_probs: Option<Tensor>,
+    pub(super) ref_log_probs: Option<Tensor>,
+    advantages: Tensor,
+    pub(super) scores: Option<Tensor>,
+    /// `[B, T]` or `[B, 1]`.
+    pub(super) importance_weights: Option<Tensor>,
+    pub(super) sample_weights: Option<Tensor>,
+    /// u8
+    pub(super) policy_mask: Option<Tensor>,
+    pub(super) entropy_mask: Option<Mask>,
+    /// u8
+    selected_tokens: Option<Tensor>,
+    /// With gradient.
+    pub(super) token_log_ratio: Tensor,
+    /// With gradient.
+    pub(super) log_ratio: Tensor,
+}
+
+impl Inputs {
+    pub(super) fn new(loss: &PolicyLoss, batch: &PolicyBatch) -> Result<Self> {
+        let log_probs = batch.log_probs()?;
+        if !log_probs.dtype().is_float() {
+            bail!(
+                "log_probs: {:?}, must be of a float dtype",
+                log_probs.dtype()
+            );
+        }
+        let clean = Cleaner {
+            mask: Mask::new(batch.response_mask)?,
+            dtype: arithmetic_dtype(log_probs.dtype()),
+        };
+        let log_probs = clean.per_token("log_probs", log_probs)?;
+        let old_log_probs = match clean.constant("old_log_probs", batch.old.log_probs())? {
+            Some(old) => old,
+            None => log_probs.detach(),
+        };
+        let (token_log_ratio, log_ratio) =
+            log_ratios(loss, &log_probs, &old_log_probs, &clean.mask)?;
+        let with_gradient = |name: &str, x: Option<&Tensor>| -> Result<Option<Tensor>> {
+            x.map(|x| clean.per_token(name, x)).transpose()
+        };
+        Ok(Self {
+            log_ratio,
+            token_log_ratio,
+            kl_values: with_gradient("kl_values", batch.kl_values)?,
+            entropy: with_gradient("entropy", batch.entropy)?,
+            rollout_log_probs: clean.constant("rollout_log_probs", batch.rollout_log_probs)?,
+            ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs)?,
+            advantages: clean.spread("advantages", batch.advantages)?,
+            scores: clean.optional_spread("scores", batch.scores)?,
+            importance_weights: clean.importance_weights(batch.importance_weights)?,
+            sample_weights: clean.optional_spread("sample_weights", batch.sample_weights)?,
+            policy_mask: clean.flags("policy_mask", batch.policy_mask)?,
+            entropy_mask: match batch.entropy_mask {
+                Some(kept) => {
+                    clean.mask.check_shape("entropy_mask", kept)?;
+                    Some(clean.mask.and(&kept.detach())?)
+                }
+                None => None,
+            },
+            selected_tokens: clean.flags("selected_tokens", batch.selected_tokens)?,
+            log_probs,
+            old_log_probs,
+            mask: clean.mask,
+        })
+    }
+
+    pub(super) fn for_surrogate(&self) -> SurrogateInputs<'_> {
+        SurrogateInputs {
+            log_probs: &self.log_probs,
+            old_log_probs: &self.old_log_probs,
+            token_log_ratio: &self.token_log_ratio,
+            log_ratio: &self.log_ratio,
+            advantages: &self.advantages,
+            mask: &self.mask,
+            scores: self.scores.as_ref(),
+            importance_weights: self.importance_weights.as_ref(),
+            selected_tokens: self.selected_tokens.as_ref(),
+        }
+    }
+
+    /// Returns 1 where the advantage is at least 0 or the drift from the sampling policy is within the threshold, u8.
+    pub(super) fn on_policy(&self, threshold: f64) -> Result<Tensor> {
+        let sampled = self
+            .rollout_log_probs
+            .as_ref()
+            .unwrap_or(&self.old_log_probs);
+        let drift = (sampled - self.log_probs.detach())?;
+        let mean = ImportanceLevel::Sequence.log_ratio(&drift, &self.mask)?;
+        self.advantages.ge(0.)?.maximum(&mean.le(threshold)?)
+    }
+
+    pub(super) fn push_ratio_metrics(&self, metrics: &mut Metrics) -> Result<()> {
+        let mask = &self.mask;
+        let ratio = self.log_ratio.detach().exp()?;
+        metrics.push_masked_mean("ratio_mean", &ratio, mask)?;
+        metrics.push_masked_max("ratio_max", &ratio, mask)?;
+        metrics.push_masked_min("ratio_min", &ratio, mask)?;
+        let d = self.token_log_ratio.detach();
+        metrics.push_masked_max("token_ratio_max", &d.exp()?, mask)?;
+        metrics.push_masked_mean("approx_kl", &d.neg()?, mask)?;
+        metrics.push_masked_mean("approx_kl_abs", &d.abs()?, mask)?;
+        metrics.push_masked_mean("approx_kl_k2", &(d.sqr()? * 0.5)?, mask)?;
+        let k3 = KlEstimator::K3.estimate(&d.neg()?)?;
+        metrics.push_masked_mean("approx_kl_k3", &k3, mask)?;
+        metrics.push_masked_max("approx_kl_k3_max", &k3, mask)?;
+        metrics.push_masked_mean("log_prob", &self.log_probs, mask)?;
+        metrics.push_masked_mean("old_log_prob", &self.old_log_probs, mask)
+    }
+}
+
+/// Computes the clamped log-ratio of each token and the log-ratio at the importance level.
+fn log_ratios(
+    loss: &PolicyLoss,
+    log_probs: &Tensor,
+    old_log_probs: &Tensor,
+    mask: &Mask,
+) -> Result<(Tensor, Tensor)> {
+    let clamped = |x: Tensor| match loss.log_ratio_clamp {
+        Some(c) => x.clamp(-c, c),
+        None => Ok(x),
+    };
+    let per_token = clamped((log_probs - old_log_probs)?)?;
+    let log_ratio = loss.importance_level.log_ratio(&per_token, mask)?;
+    let log_ratio = match loss.importance_level {
+        // A sum of clamped log-ratios can exceed the clamp.
+        ImportanceLevel::SequenceProduct => clamped(log_ratio)?,
+        _ => log_ratio,
+    };
+    Ok((per_token, log_ratio))
+}
+
+/// Checks tensors against the mask and sets them to 0 outside it.
+struct Cleaner {
+    mask: Mask,
+    dtype: DType,
+}
+
+impl Cleaner {
+    /// A `[B, T]` tensor that keeps its gradient.
+    fn per_token(&self, name: &str, x: &Tensor) -> Result<Tensor> {
+        self.mask.check_shape(name, x)?;
+        self.mask.select(&x.to_dtype(self.dtype)?)
+    }
+
+    /// A detached `[B, T]` tensor.
+    fn constant(&self, name: &str, x: Option<&Tensor>) -> Result<Option<Tensor>> {
+        x.map(|x| self.per_token(name, &x.detach())).transpose()
+    }
+
+    /// A detached `[B]`, `[B, 1]` or `[B, T]` tensor as `[B, T]`.
+    fn spread(&self, name: &str, x: &Tensor) -> Result<Tensor> {
+        self.per_token(name, &over_tokens(name, &x.detach(), &self.mask)?)
+    }
+
+    fn optional_spread(&self, name: &str, x: Option<&Tensor>) -> Result<Option<Tensor>> {
+        x.map(|x| self.spread(name, x)).transpose()
+    }
+
+    /// `[B, T]` weights, or one per sequence as `[B, 1]` with 1 for an empty sequence.
+    fn importance_weights(&self, x: Option<&Tensor>) -> Result<Option<Tensor>> {
+        let Some(x) = x else {
+            return Ok(None);
+        };
+        let spread = self.spread("importance_weights", x)?;
+        let (batch, _) = self.mask.dims()?;
+        let per_sequence = match *x.dims() {
+            [_] => x.unsqueeze(1)?,
+            [_, 1] => x.clone(),
+            _ => return Ok(Some(spread)),
+        };
+        let per_sequence = per_sequence.detach().to_dtype(self.dtype)?;
+        debug_assert_eq!(per_sequence.dims(), [batch, 1]);
+        let has_tokens = self.mask.lengths(self.dtype)?.gt(0.)?;
+        let weights = has_tokens.where_cond(&per_sequence, &per_sequence.ones_like()?)?;
+        Ok(Some(weights))
+    }
+
+    /// A detached `[B, T]` tensor as u8 flags.
+    fn flags(&self, name: &str, x: Option<&Tensor>) -> Result<Option<Tensor>> {
+        x.map(|x| {
+            self.mask.check_shape(name, x)?;
+            self.mask.select(&x.detach().ne(0.)?)
+        })
+        .transpose()
+    }
+}
+
+/// Repeats `[B]` and `[B, 1]` for each token; returns `[B, T]` unchanged.
+pub(crate) fn over_tokens(name: &str, x: &Tensor, mask: &Mask) -> Result<Tensor> {
+    let (batch, tokens) = mask.dims()?;
+    let column = match *x.dims() {
+        [b] if b == batch => x.unsqueeze(1)?,
+        [b, 1] if b == batch => x.clone(),
+        [b, t] if (b, t) == (batch, tokens) => return Ok(x.clone()),
+        _ => bail!(
+            "{name}: shape {:?}, must be [{batch}] or [{batch}, {tokens}]",
+            x.dims()
+        ),
+    };
+    column.broadcast_as((batch, tokens))?.contiguous()
+}

@@ -1,0 +1,386 @@
+//! The policy loss: ratio, surrogate, weights, regularizers and aggregation combined.
+
+mod batch;
+mod inputs;
+mod linear;
+mod presets;
+mod totals;
+
+use candle_core::{Result, Tensor, bail};
+use candle_grpo_core::Metrics;
+use serde::{Deserialize, Serialize};
+
+pub use batch::{OldPolicy, PolicyBatch};
+pub use linear::{LinearPolicyLossOutput, linear_policy_loss};
+pub use totals::StepTotals;
+
+pub(crate) use inputs::over_tokens;
+
+use crate::aggregation::Aggregation;
+use crate::importance_level::ImportanceLevel;
+use crate::kl_loss::{KlLoss, KlValues};
+use crate::positive_nll::PositiveNll;
+use crate::rollout::RolloutCorrection;
+use crate::surrogate::{Clip, Surrogate, TokenLoss};
+use candle_grpo_core::validate::{check, finite, non_negative, positive};
+use inputs::Inputs;
+
+/// The treatment of sequences without a valid token in a mean over sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EmptySequences {
+    /// They are not counted (ROLL, OpenRLHF).
+    #[default]
+    Exclude,
+    /// They are counted and reduce the mean (TRL, twinkle, Liger).
+    Include,
+}
+
+/// The tokens of the entropy bonus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EntropyTokens {
+    /// All tokens of the response mask, or of [`PolicyBatch::entropy_mask`] if there is one.
+    #[default]
+    All,
+    /// The tokens of highest entropy over the whole step, as TRL's `top_entropy_quantile` selects them. Requires
+    /// [`PolicyBatch::entropy_mask`].
+    TopEntropy,
+}
+
+/// A policy loss: any importance level with any surrogate, regularizer and aggregation.
+///
+/// The default is [`PolicyLoss::grpo`].
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyBatch, PolicyLoss, StepTotals, Surrogate};
+///
+/// let device = Device::Cpu;
+/// let log_probs = Var::new(&[[-1f32, -0.5], [-2., -1.2]], &device)?;
+/// let old_log_probs = log_probs.as_detached_tensor();
+/// let ref_log_probs = Tensor::new(&[[-0.9f32, -0.9], [-1.5, -1.]], &device)?;
+/// let advantages = Tensor::new(&[1f32, -0.5], &device)?;
+/// let response_mask = Tensor::new(&[[1u8, 1], [1, 0]], &device)?;
+///
+/// let policy_loss = PolicyLoss {
+///     surrogate: Surrogate::Clip(Clip::asymmetric(0.2, 0.28)),
+///     kl: Some(KlLoss::k3(0.001)),
+///     aggregation: Aggregation::TokenMean,
+///     ..Default::default()
+/// };
+/// let batch = PolicyBatch::new(&log_probs, &advantages, &response_mask)
+///     .old_log_probs(&old_log_probs)
+///     .ref_log_probs(&ref_log_probs);
+/// let output = policy_loss.compute(&batch, &StepTotals::count(&response_mask)?)?;
+/// let gradients = output.loss.backward()?;
+/// assert!(gradients.get(&log_probs).is_some());
+/// assert_eq!(output.metrics.to_host()?.get("clip_fraction"), Some(0.));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PolicyLoss {
+    /// The reduction of the log-ratio: per token, or over a sequence or segment.
+    pub importance_level: ImportanceLevel,
+    /// The bound c of the clamp to `[-c, c]` on the log-ratio of a token and on its sum over a sequence, before `exp`.
+    /// Beyond it the gradient of the ratio is 0.
+    pub log_ratio_clamp: Option<f64>,
+    /// The loss of one token.
+    pub surrogate: Surrogate,
+    /// Weights and filters for samples of another engine. Compute them once per step with
+    /// [`RolloutCorrection::compute`]; [`Self::compute`] checks that the batch has them.
+    pub rollout_correction: Option<RolloutCorrection>,
+    /// Sequences with a negative advantage leave the policy term if their mean of `rollout_log_probs - log_probs` exceeds
+    /// this (<https://arxiv.org/abs/2512.02556>). Without rollout log-probs, `old_log_probs` takes their place.
+    pub off_policy_threshold: Option<f64>,
+    /// A likelihood term on samples with a high score.
+    pub positive_nll: Option<PositiveNll>,
+    /// The coefficient of policy and KL term, but not of the entropy bonus (`rl_loss_coef` in ROLL).
+    pub loss_coef: f64,
+    /// The KL to a reference policy.
+    pub kl: Option<KlLoss>,
+    /// The coefficient of the mean entropy, which is subtracted from the loss.
+    pub entropy_coef: f64,
+    /// The tokens of the entropy bonus.
+    pub entropy_tokens: EntropyTokens,
+    /// The aggregation of the entropies; absent: `aggregation`. With an entropy mask, always the mean over its tokens.
+    pub entropy_aggregation: Option<Aggregation>,
+    /// The aggregation of the per-token losses.
+    pub aggregation: Aggregation,
+    /// The treatment of sequences without a valid token in means over sequences.
+    pub empty_sequences: EmptySequences,
+    /// Accepts a ratio of whole sequences (GSPO, GMPO) with an aggregation that weights sequences by length.
+    pub allow_length_weighting: bool,
+}
+
+impl Default for PolicyLoss {
+    fn default() -> Self {
+        Self {
+            importance_level: ImportanceLevel::Token,
+            log_ratio_clamp: Some(20.),
+            surrogate: Surrogate::Clip(Clip::symmetric(0.2)),
+            rollout_correction: None,
+            off_policy_threshold: None,
+            positive_nll: None,
+            loss_coef: 1.,
+            kl: None,
+            entropy_coef: 0.,
+            entropy_tokens: EntropyTokens::All,
+            entropy_aggregation: None,
+            aggregation: Aggregation::SeqMeanTokenMean,
+            empty_sequences: EmptySequences::Exclude,
+            allow_length_weighting: false,
+        }
+    }
+}
+
+/// The output of [`PolicyLoss::compute`].
+#[derive(Debug, Clone)]
+pub struct PolicyLossOutput {
+    /// A scalar with gradient: the contribution of this micro-batch to the loss of the step.
+    pub loss: Tensor,
+    /// Metrics over the tokens of the mask, still on the device:
+    ///
+    /// | name | meaning |
+    /// | --- | --- |
+    /// | `clip_fraction`, `clip_fraction_low`, `clip_fraction_high` | tokens whose loss the clip changes, in total and by side |
+    /// | `dual_clip_fraction` | tokens whose loss the dual clip changes, if there is one |
+    /// | `ratio_mean`, `ratio_max`, `ratio_min` | of the ratio at the importance level |
+    /// | `token_ratio_max`, `approx_kl_k3_max` | the maximum over tokens |
+    /// | `approx_kl`, `_abs`, `_k2`, `_k3` | estimates of the KL of the old policy from the policy: means of -d, abs(d), d^2 / 2 and exp(d) - 1 - d, with `d = log_probs - old_log_probs` |
+    /// | `log_prob`, `old_log_prob` | means; `exp` of the first is twinkle's policy confidence |
+    /// | `selected_fraction`, `dropped_fraction`, `positive_fraction` | tokens that the surrogate selects, drops or treats as positive |
+    /// | `ratio_max_fraction` | kept tokens whose weight is bounded (DPPO) |
+    /// | `positive_nll_fraction` | tokens of the likelihood term, if there is one |
+    /// | `kl` | the KL to the reference, if there is a KL loss |
+    /// | `entropy` | the entropy over the response mask, if given |
+    pub metrics: Metrics,
+}
+
+impl PolicyLoss {
+    /// Checks the options and their combination.
+    ///
+    /// # Errors
+    ///
+    /// The error names the option, its value and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        if let Some(c) = self.log_ratio_clamp {
+            positive("log_ratio_clamp", c)?;
+        }
+        non_negative("loss_coef", self.loss_coef)?;
+        non_negative("entropy_coef", self.entropy_coef)?;
+        if let Some(x) = self.off_policy_threshold {
+            finite("off_policy_threshold", x)?;
+        }
+        self.surrogate.validate()?;
+        self.check_level()?;
+        if let Some(correction) = &self.rollout_correction {
+            correction.validate()?;
+        }
+        if let Some(term) = &self.positive_nll {
+            term.validate()?;
+        }
+        if let Some(kl) = &self.kl {
+            kl.validate()?;
+        }
+        if let Some(aggregation) = &self.entropy_aggregation {
+            aggregation.validate()?;
+        }
+        self.aggregation.validate()?;
+        self.check_length_weighting()
+    }
+
+    fn check_level(&self) -> Result<()> {
+        if !self.surrogate.reduces_over_sequence() {
+            return Ok(());
+        }
+        let (level, surrogate) = (self.importance_level, &self.surrogate);
+        let must = format!("be token with {surrogate:?}, which reduces over the sequence itself");
+        let valid = level == ImportanceLevel::Token;
+        check(valid, "importance_level", format!("{level:?}"), &must)?;
+        let weight = self.rollout_correction.as_ref().and_then(|c| c.weight);
+        let valid = weight.is_none_or(|weight| weight.level != ImportanceLevel::Segment);
+        let must = format!(
+            "be token, sequence or sequence_product with {surrogate:?}, which has one weight per sequence"
+        );
+        check(valid, "rollout_correction.weight.level", "segment", &must)?;
+        Ok(())
+    }
+
+    fn check_length_weighting(&self) -> Result<()> {
+        let ratio = match (self.importance_level, &self.surrogate) {
+            (_, Surrogate::GeometricMean(_)) => "the surrogate geometric_mean (GMPO)",
+            (
+                ImportanceLevel::Sequence
+                | ImportanceLevel::SequenceToken
+                | ImportanceLevel::SequenceProduct,
+                _,
+            ) => "an importance level of the sequence (GSPO)",
+            _ => return Ok(()),
+        };
+        let aggregation = self.aggregation;
+        let valid = !aggregation.weights_by_length() || self.allow_length_weighting;
+        let must = format!(
+            "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set allow_length_weighting)"
+        );
+        check(valid, "aggregation", format!("{aggregation:?}"), &must)?;
+        Ok(())
+    }
+
+    /// Computes the loss of a micro-batch. Its gradient reaches `log_probs`, `entropy` and `kl_values`.
+    ///
+    /// `totals` are the counts of the whole optimizer step. The loss is f32, or f64 if `log_probs` are. Values are not
+    /// checked: a NaN advantage gives a NaN loss.
+    ///
+    /// # Errors
+    ///
+    /// Fails if options are invalid, shapes differ, or a term lacks its input.
+    pub fn compute(&self, batch: &PolicyBatch, totals: &StepTotals) -> Result<PolicyLossOutput> {
+        self.validate()?;
+        totals.check()?;
+        self.check_correction(batch)?;
+        let totals = match self.empty_sequences {
+            EmptySequences::Exclude => *totals,
+            EmptySequences::Include => totals.with_empty(),
+        };
+        let inputs = Inputs::new(self, batch)?;
+        let aggregate = |x: &Tensor| {
+            self.aggregation
+                .apply_with_prompts(x, &inputs.mask, &totals, batch.prompt_tokens)
+        };
+        let mut metrics = Metrics::new();
+
+        let scored = self.surrogate.per_token(&inputs.for_surrogate())?;
+        for (name, flag) in &scored.flags {
+            metrics.push_masked_mean(name, flag, &inputs.mask)?;
+        }
+        inputs.push_ratio_metrics(&mut metrics)?;
+        let mut loss = aggregate(&self.weighted(&scored.loss, &inputs)?)?;
+        if let Some((config, kl)) = self.kl_per_token(&inputs)? {
+            metrics.push_masked_mean("kl", &kl, &inputs.mask)?;
+            loss = (loss + (aggregate(&kl)? * config.coef)?)?;
+        }
+        if let Some(term) = &self.positive_nll {
+            let scores = inputs.scores.as_ref();
+            let nll = term.per_token(&inputs.log_probs, scores, &mut metrics, &inputs.mask)?;
+            loss = (loss + (aggregate(&nll)? * term.coef)?)?;
+        }
+        loss = (loss * self.loss_coef)?;
+        if let Some(entropy) = &inputs.entropy {
+            metrics.push_masked_mean("entropy", entropy, &inputs.mask)?;
+        }
+        if self.entropy_coef > 0. {
+            loss = (loss - self.entropy_bonus(&inputs, &totals, batch)?)?;
+        }
+        Ok(PolicyLossOutput { loss, metrics })
+    }
+
+    fn entropy_bonus(
+        &self,
+        inputs: &Inputs,
+        totals: &StepTotals,
+        batch: &PolicyBatch,
+    ) -> Result<Tensor> {
+        let Some(entropy) = &inputs.entropy else {
+            bail!(
+                "entropy: absent, an entropy bonus needs the entropy of each position (or set entropy_coef to 0)"
+            );
+        };
+        let mean = match (&inputs.entropy_mask, self.entropy_tokens) {
+            (Some(mask), _) => {
+                let Some(tokens) = totals.entropy_tokens else {
+                    bail!(
+                        "totals.entropy_tokens: absent, an entropy mask needs the number of its tokens over the whole step (StepTotals::with_entropy_mask)"
+                    );
+                };
+                // A step whose mask is empty has no bonus.
+                let totals = StepTotals {
+                    tokens: tokens.max(1.),
+                    ..*totals
+                };
+                Aggregation::TokenMean.apply(entropy, mask, &totals)?
+            }
+            (None, EntropyTokens::TopEntropy) => bail!(
+                "entropy_mask: absent, entropy_tokens: top_entropy needs the tokens of highest entropy (candle_grpo_core::top_entropy_tokens)"
+            ),
+            (None, EntropyTokens::All) => self
+                .entropy_aggregation
+                .unwrap_or(self.aggregation)
+                .apply_with_prompts(entropy, &inputs.mask, totals, batch.prompt_tokens)?,
+        };
+        mean * self.entropy_coef
+    }
+
+    /// Fails if a configured correction is missing, or if it is given where the ratio already corrects.
+    fn check_correction(&self, batch: &PolicyBatch) -> Result<()> {
+        let correction = self.rollout_correction.as_ref();
+        let has_weight = correction.is_some_and(|c| c.weight.is_some());
+        let has_filters = correction.is_some_and(|c| !c.filters.is_empty());
+        match (batch.old, batch.importance_weights) {
+            (OldPolicy::Rollout(_), Some(_)) => bail!(
+                "importance_weights: given together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
+            ),
+            (OldPolicy::Rollout(_), None) if has_weight => bail!(
+                "rollout_correction: configured together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
+            ),
+            _ if has_filters && batch.policy_mask.is_none() => bail!(
+                "policy_mask: absent, the configured rollout_correction has filters; pass the kept tokens that RolloutCorrection::compute gives, even if they equal the response mask"
+            ),
+            (_, None) if has_weight => bail!(
+                "importance_weights: absent, the configured rollout_correction needs those that RolloutCorrection::compute gives for the whole step"
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Applies masks and weights of the policy term to the surrogate.
+    fn weighted(&self, surrogate: &Tensor, inputs: &Inputs) -> Result<Tensor> {
+        let mut policy = surrogate.clone();
+        if let Some(threshold) = self.off_policy_threshold {
+            let kept = inputs.on_policy(threshold)?;
+            policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
+        }
+        if let Some(kept) = &inputs.policy_mask {
+            policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
+        }
+        if let Some(weights) = &inputs.importance_weights
+            && !self.surrogate.reduces_over_sequence()
+        {
+            policy = policy.broadcast_mul(weights)?;
+        }
+        if let Some(weights) = &inputs.sample_weights {
+            policy = (policy * weights)?;
+        }
+        Ok(policy)
+    }
+
+    fn kl_per_token(&self, inputs: &Inputs) -> Result<Option<(&KlLoss, Tensor)>> {
+        let Some(config) = &self.kl else {
+            return Ok(None);
+        };
+        match (config.values, &inputs.kl_values) {
+            (KlValues::Given, Some(values)) => return Ok(Some((config, values.clone()))),
+            (KlValues::Given, None) => bail!(
+                "kl_values: absent, a KL loss of given values needs the divergence at each position (or set kl.values to estimated)"
+            ),
+            (KlValues::Estimated, Some(_)) => bail!(
+                "kl_values: given, but kl.values is estimated; set it to given, or leave them out"
+            ),
+            (KlValues::Estimated, None) => (),
+        }
+        let Some(reference) = &inputs.ref_log_probs else {
+            bail!(
+                "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
+            );
+        };
+        let kl = config.per_token(
+            &inputs.log_probs,
+            reference,
+            &inputs.old_log_probs,
+            &inputs.token_log_ratio,
+            &inputs.log_ratio,
+        )?;
+        Ok(Some((config, kl)))
+    }
+}

@@ -1,0 +1,119 @@
+//! The denominators of an optimizer step.
+
+use std::iter::Sum;
+use std::ops::Add;
+
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_grpo_core::{Mask, statistics_dtype};
+use serde::{Deserialize, Serialize};
+
+/// Counts over all micro-batches and workers of one optimizer step: the denominators of [`crate::Aggregation`].
+///
+/// With the counts of the whole step, losses and gradients of micro-batches add up to those of the batch. Dividing each
+/// micro-batch by its own counts would give short micro-batches too much weight.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_loss::StepTotals;
+///
+/// let first = Tensor::new(&[[1u8, 1, 1], [1, 0, 0]], &Device::Cpu)?;
+/// let second = Tensor::new(&[[1u8, 0, 0], [0, 0, 0]], &Device::Cpu)?;
+/// let totals = StepTotals::count(&first)? + StepTotals::count(&second)?;
+/// assert_eq!((totals.tokens, totals.sequences, totals.rows), (5., 3., 4.));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StepTotals {
+    /// The number of valid tokens.
+    pub tokens: f64,
+    /// The number of sequences with at least one valid token.
+    pub sequences: f64,
+    /// The number of sequences, including those without a valid token.
+    pub rows: f64,
+    /// The number of prompts with at least one valid token, for [`crate::Aggregation::PromptMeanTokenMean`]. It cannot be
+    /// derived from the mask.
+    #[serde(default)]
+    pub prompts: Option<f64>,
+    /// The number of tokens of the entropy mask, for [`crate::PolicyBatch::entropy_mask`].
+    #[serde(default)]
+    pub entropy_tokens: Option<f64>,
+}
+
+impl StepTotals {
+    /// Counts a mask `[B, T]`. Synchronizes with the device.
+    ///
+    /// A micro-batch without a valid token is allowed. Computing the loss of a step without any is an error.
+    pub fn count(response_mask: &Tensor) -> Result<Self> {
+        let mask = Mask::new(response_mask)?;
+        let (rows, _) = mask.dims()?;
+        let lengths = mask.lengths(DType::F32)?;
+        let statistics = statistics_dtype(lengths.device());
+        let nonempty = lengths.gt(0.)?.to_dtype(statistics)?.sum_all()?;
+        let tokens = lengths.to_dtype(statistics)?.sum_all()?;
+        // Widened on the host: not every device has f64.
+        let counts = Tensor::stack(&[tokens, nonempty], D::Minus1)?
+            .to_device(&Device::Cpu)?
+            .to_dtype(DType::F64)?
+            .to_vec1::<f64>()?;
+        Ok(Self {
+            tokens: counts[0],
+            sequences: counts[1],
+            rows: rows as f64,
+            prompts: None,
+            entropy_tokens: None,
+        })
+    }
+
+    /// Sets the number of prompts with at least one valid token.
+    pub fn with_prompts(mut self, prompts: f64) -> Self {
+        self.prompts = Some(prompts);
+        self
+    }
+
+    /// Counts the tokens of an entropy mask `[B, T]`. Synchronizes with the device.
+    pub fn with_entropy_mask(mut self, entropy_mask: &Tensor) -> Result<Self> {
+        self.entropy_tokens = Some(Self::count(entropy_mask)?.tokens);
+        Ok(self)
+    }
+
+    /// Fails unless the step has a valid token.
+    pub(crate) fn check(&self) -> Result<()> {
+        if !(self.tokens > 0. && self.tokens.is_finite()) {
+            bail!(
+                "response_mask: the step has no valid token ({self:?}), must have at least one; skip a step whose sequences are all masked"
+            );
+        }
+        Ok(())
+    }
+
+    /// Counts sequences without a valid token like the others.
+    pub(crate) fn with_empty(self) -> Self {
+        Self {
+            sequences: self.rows,
+            ..self
+        }
+    }
+}
+
+impl Add for StepTotals {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        // A count that is absent on one side is unknown for the sum.
+        let sum = |a: Option<f64>, b: Option<f64>| Some(a? + b?);
+        Self {
+            tokens: self.tokens + other.tokens,
+            sequences: self.sequences + other.sequences,
+            rows: self.rows + other.rows,
+            prompts: sum(self.prompts, other.prompts),
+            entropy_tokens: sum(self.entropy_tokens, other.entropy_tokens),
+        }
+    }
+}
+
+impl Sum for StepTotals {
+    fn sum<I: Iterator<Item = Self>>(iter: I) -> Self {
+        iter.reduce(Add::add).unwrap_or_default()
+    }
+}

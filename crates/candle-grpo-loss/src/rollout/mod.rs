@@ -1,0 +1,262 @@
+//! Weights and filters for samples from another engine or an older policy.
+
+mod filter;
+
+use candle_core::{D, Result, Tensor};
+use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype};
+use serde::{Deserialize, Serialize};
+
+pub use filter::{FilterLevel, FilterStatistic, RolloutFilter};
+
+use crate::importance_level::ImportanceLevel;
+use candle_grpo_core::validate::{check, non_negative, positive};
+
+/// Correction for the difference between the old policy, as the trainer computes it, and the policy that sampled.
+///
+/// The log-ratio is `d = old_log_probs - rollout_log_probs`. Compute the correction once over a whole step: the
+/// normalization and the counts after filtering belong to the step.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_loss::{ImportanceWeight, RolloutCorrection};
+///
+/// let device = Device::Cpu;
+/// let old_log_probs = Tensor::new(&[[-1f32, -0.5, -2.]], &device)?;
+/// let rollout_log_probs = Tensor::new(&[[-1.1f32, -0.4, -4.]], &device)?;
+/// let response_mask = Tensor::new(&[[1u8, 1, 1]], &device)?;
+///
+/// let correction = RolloutCorrection {
+///     weight: Some(ImportanceWeight::truncated(2.0)),
+///     ..Default::default()
+/// };
+/// let rollout = correction.compute(&old_log_probs, &rollout_log_probs, &response_mask)?;
+/// let weights = rollout.weights.expect("a weight is configured").to_vec2::<f32>()?;
+/// assert!((weights[0][0] - 1.105).abs() < 1e-3 && weights[0][2] == 2.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RolloutCorrection {
+    /// The weight of the policy term; absent: 1.
+    pub weight: Option<ImportanceWeight>,
+    /// The filters; a token is kept if it passes all of them.
+    pub filters: Vec<RolloutFilter>,
+    /// The bound c of the clamp to `[-c, c]` on `d` and on its sum over a sequence, before `exp`.
+    pub log_ratio_clamp: Option<f64>,
+}
+
+impl Default for RolloutCorrection {
+    fn default() -> Self {
+        Self {
+            weight: None,
+            filters: Vec::new(),
+            log_ratio_clamp: Some(20.),
+        }
+    }
+}
+
+/// The importance weight `exp(d)` at a level, within bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ImportanceWeight {
+    /// The level of the log-ratio.
+    pub level: ImportanceLevel,
+    /// The lower bound.
+    pub min: Option<f64>,
+    /// The upper bound.
+    pub max: Option<f64>,
+    /// The treatment of weights outside the bounds.
+    #[serde(alias = "outside")]
+    pub out_of_bounds: OutOfBounds,
+    /// Divides the weights by their mean over the tokens.
+    pub normalize: bool,
+}
+
+impl Default for ImportanceWeight {
+    fn default() -> Self {
+        Self::truncated(2.)
+    }
+}
+
+impl ImportanceWeight {
+    /// A per-token weight of at most `max` (truncated importance sampling).
+    pub fn truncated(max: f64) -> Self {
+        Self {
+            level: ImportanceLevel::Token,
+            min: None,
+            max: Some(max),
+            out_of_bounds: OutOfBounds::Truncate,
+            normalize: false,
+        }
+    }
+
+    /// A per-token weight, 0 outside the bounds (IcePop, <https://arxiv.org/abs/2510.18855>).
+    pub fn icepop(min: f64, max: f64) -> Self {
+        Self {
+            min: Some(min),
+            out_of_bounds: OutOfBounds::Mask,
+            ..Self::truncated(max)
+        }
+    }
+}
+
+/// The treatment of a weight outside its bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OutOfBounds {
+    /// The weight becomes the bound.
+    #[default]
+    Truncate,
+    /// The weight becomes 0.
+    Mask,
+}
+
+/// The output of [`RolloutCorrection::compute`].
+#[derive(Debug, Clone)]
+pub struct RolloutWeights {
+    /// Weights of the policy term for [`crate::PolicyBatch::importance_weights`].
+    ///
+    /// `[B, T]`, or `[B, 1]` if the level is a whole sequence.
+    pub weights: Option<Tensor>,
+    /// The tokens of the mask that pass the filters, u8 `[B, T]`.
+    ///
+    /// As [`crate::PolicyBatch::policy_mask`], rejected tokens leave the policy term only. As the response mask, they also
+    /// leave the denominators.
+    pub kept: Tensor,
+    /// Metrics over the response mask:
+    ///
+    /// | name | meaning |
+    /// | --- | --- |
+    /// | `rollout_kl`, `rollout_kl_k3` | means of `-d` and of `exp(d) - 1 - d` |
+    /// | `rollout_weight_mean`, `_max`, `_min` | of the weights |
+    /// | `rollout_weight_square` | the mean squared weight; `mean^2 / square` is the effective sample fraction |
+    /// | `rollout_truncated_fraction` | tokens whose weight is outside its bounds |
+    /// | `rollout_rejected_fraction` | tokens that the filters reject |
+    pub metrics: Metrics,
+}
+
+impl RolloutCorrection {
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// The error names the option, its value and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        if let Some(c) = self.log_ratio_clamp {
+            positive("rollout_correction.log_ratio_clamp", c)?;
+        }
+        if let Some(weight) = &self.weight {
+            if let Some(min) = weight.min {
+                non_negative("rollout_correction.weight.min", min)?;
+            }
+            if let Some(max) = weight.max {
+                positive("rollout_correction.weight.max", max)?;
+            }
+            check_order("rollout_correction.weight", weight.min, weight.max)?;
+            let valid = weight.level != ImportanceLevel::SequenceToken;
+            let must = "be another level: a weight has no gradient";
+            check(
+                valid,
+                "rollout_correction.weight.level",
+                "sequence_token",
+                must,
+            )?;
+        }
+        self.filters.iter().try_for_each(RolloutFilter::validate)
+    }
+
+    /// Computes weights and kept tokens from the log-probs `[B, T]` of the old policy and of the sampling engine.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid or a shape differs from that of `response_mask`.
+    pub fn compute(
+        &self,
+        old_log_probs: &Tensor,
+        rollout_log_probs: &Tensor,
+        response_mask: &Tensor,
+    ) -> Result<RolloutWeights> {
+        self.validate()?;
+        let mask = Mask::new(response_mask)?;
+        let dtype = arithmetic_dtype(old_log_probs.dtype());
+        let clean = |name: &str, x: &Tensor| -> Result<Tensor> {
+            mask.check_shape(name, x)?;
+            mask.select(&x.detach().to_dtype(dtype)?)
+        };
+        let old = clean("old_log_probs", old_log_probs)?;
+        let rollout = clean("rollout_log_probs", rollout_log_probs)?;
+        let d = self.clamped(&(&old - &rollout)?)?;
+
+        let mut metrics = Metrics::new();
+        let k1 = d.neg()?;
+        metrics.push_masked_mean("rollout_kl", &k1, &mask)?;
+        metrics.push_masked_mean("rollout_kl_k3", &KlEstimator::K3.estimate(&k1)?, &mask)?;
+        let weights = match &self.weight {
+            None => None,
+            Some(weight) => Some(self.weights(weight, &d, &mask, &mut metrics)?),
+        };
+        let mut kept = mask.selected().clone();
+        for filter in &self.filters {
+            kept = (kept * filter.passes(&d, &old, &rollout, &mask)?)?;
+        }
+        metrics.push_masked_mean("rollout_rejected_fraction", &kept.eq(0u8)?, &mask)?;
+        Ok(RolloutWeights {
+            weights,
+            kept,
+            metrics,
+        })
+    }
+
+    fn clamped(&self, d: &Tensor) -> Result<Tensor> {
+        match self.log_ratio_clamp {
+            Some(c) => d.clamp(-c, c),
+            None => Ok(d.clone()),
+        }
+    }
+
+    fn weights(
+        &self,
+        weight: &ImportanceWeight,
+        d: &Tensor,
+        mask: &Mask,
+        metrics: &mut Metrics,
+    ) -> Result<Tensor> {
+        let raw = self.clamped(&weight.level.log_ratio(d, mask)?)?.exp()?;
+        let mut bounded = raw.clone();
+        if let Some(max) = weight.max {
+            bounded = bounded.minimum(max)?;
+        }
+        if let Some(min) = weight.min {
+            bounded = bounded.maximum(min)?;
+        }
+        let outside = bounded.ne(&raw)?;
+        if weight.out_of_bounds == OutOfBounds::Mask {
+            bounded = outside.where_cond(&bounded.zeros_like()?, &bounded)?;
+        }
+        metrics.push_masked_mean("rollout_truncated_fraction", &outside, mask)?;
+        metrics.push_masked_mean("rollout_weight_mean", &bounded, mask)?;
+        metrics.push_masked_mean("rollout_weight_square", &bounded.sqr()?, mask)?;
+        metrics.push_masked_max("rollout_weight_max", &bounded, mask)?;
+        metrics.push_masked_min("rollout_weight_min", &bounded, mask)?;
+        let selected = mask.select(&bounded)?;
+        let weights = match weight.level {
+            ImportanceLevel::Sequence | ImportanceLevel::SequenceProduct => {
+                bounded.narrow(D::Minus1, 0, 1)?.contiguous()?
+            }
+            _ => selected.clone(),
+        };
+        if !weight.normalize {
+            return Ok(weights);
+        }
+        let mean = (selected.sum_all()? / mask.count(selected.dtype())?.maximum(1.)?)?;
+        weights.broadcast_div(&mean.maximum(1e-8)?)
+    }
+}
+
+fn check_order(name: &str, min: Option<f64>, max: Option<f64>) -> Result<()> {
+    if let (Some(min), Some(max)) = (min, max) {
+        let must = format!("be at most {name}.max, {max}");
+        check(min <= max, &format!("{name}.min"), min, &must)?;
+    }
+    Ok(())
+}
