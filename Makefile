@@ -37,6 +37,7 @@ test-model: ## run the tests that need the model of `make model`
 	$(CARGO) test --release --locked --workspace --test train real_model -- --ignored
 
 examples: ## run the short programs in examples/
+	$(CARGO) run --release --locked -p candle-grpo-example-custom-surrogate
 	$(CARGO) run --release --locked -p candle-grpo-example-own-loop
 	$(CARGO) run --release --locked -p candle-grpo-example-own-model
 
