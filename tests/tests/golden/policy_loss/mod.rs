@@ -127,6 +127,8 @@ pub(crate) struct EntropyBonus {
     /// A loss whose only term is the bonus.
     pub(crate) loss: PolicyLoss,
     pub(crate) totals: StepTotals,
+    /// The response mask.
+    pub(crate) mask: Tensor,
     pub(crate) entropy_mask: Option<Tensor>,
     pub(crate) factor: f64,
 }
@@ -134,7 +136,7 @@ pub(crate) struct EntropyBonus {
 impl EntropyBonus {
     fn compute(&self, tensors: &Tensors) -> Result<Tensor> {
         let entropies = tensors.entropies.as_ref().context("no entropies")?;
-        let mut batch = PolicyBatch::new(&tensors.log_probs, &tensors.advantages, &tensors.mask)
+        let mut batch = PolicyBatch::new(&tensors.log_probs, &tensors.advantages, &self.mask)
             .entropy(entropies);
         if let Some(mask) = &self.entropy_mask {
             batch = batch.entropy_mask(mask);

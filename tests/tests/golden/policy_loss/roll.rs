@@ -11,7 +11,7 @@ use candle_grpo_loss::{
 };
 
 use super::numbers::{Numbers, flag, mean, numbers, std};
-use super::{Setup, Tensors, clip, k3, level, ratio_min};
+use super::{EntropyBonus, Setup, Tensors, clip, k3, level, ratio_min};
 use crate::aggregate::{Rows, aggregation};
 use crate::case::{Case, Outputs};
 
@@ -35,6 +35,22 @@ pub(super) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
         ..Default::default()
     };
     let mut setup = Setup::new(loss, totals);
+    if aggregation == Aggregation::TokenMean && setup.loss.entropy_coef > 0. {
+        // ROLL's token mean sums all positions, so that masked ones have a gradient.
+        setup.entropy_bonus = Some(EntropyBonus {
+            loss: PolicyLoss {
+                loss_coef: 0.,
+                entropy_coef: setup.loss.entropy_coef,
+                aggregation,
+                ..Default::default()
+            },
+            totals,
+            mask: tensors.mask.ones_like()?,
+            entropy_mask: None,
+            factor: 1.,
+        });
+        setup.loss.entropy_coef = 0.;
+    }
     if options.flag("length_weight")? {
         let weights = length_weights(&Numbers::read(tensors)?);
         setup.sample_weights = Some(Tensor::new(weights, tensors.mask.device())?);

@@ -86,7 +86,13 @@ pub(crate) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
     }
     let entropy_coef = options.optional_number("entropy_coef")?.unwrap_or(0.);
     if entropy_coef != 0. {
-        setup.entropy_bonus = Some(entropy_bonus(&setup, local, entropy_coef, accumulation)?);
+        setup.entropy_bonus = Some(entropy_bonus(
+            &setup,
+            tensors,
+            local,
+            entropy_coef,
+            accumulation,
+        )?);
     }
     setup.defect = defect(case, &setup, &loss_type, beta);
     Ok(setup)
@@ -95,6 +101,7 @@ pub(crate) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
 /// The mean entropy of the local tokens that the bonus acts on, divided by the accumulation steps alone.
 fn entropy_bonus(
     setup: &Setup,
+    tensors: &Tensors,
     local: StepTotals,
     entropy_coef: f64,
     accumulation: f64,
@@ -116,6 +123,7 @@ fn entropy_bonus(
             ..Default::default()
         },
         totals,
+        mask: tensors.mask.clone(),
         entropy_mask,
         factor: 1. / accumulation,
     })
