@@ -302,7 +302,7 @@ impl PolicyLoss {
                 Aggregation::TokenMean.apply(entropy, mask, &totals)?
             }
             (None, EntropyTokens::TopEntropy) => bail!(
-                "entropy_mask: absent, entropy_tokens: top_entropy needs the tokens of highest entropy (candle_grpo_core::top_entropy_tokens)"
+                "entropy_mask: absent, entropy_tokens: top_entropy needs the tokens of highest entropy (candle_grpo_core::selection::top_entropy_tokens)"
             ),
             (None, EntropyTokens::All) => self
                 .entropy_aggregation

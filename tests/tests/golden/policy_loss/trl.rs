@@ -1,7 +1,8 @@
 //! The losses of TRL and Liger, which share their options.
 
 use anyhow::{Context, Result, bail};
-use candle_grpo_core::{Mask, MetricValues, top_entropy_tokens_to_host};
+use candle_grpo_core::selection::top_entropy_tokens;
+use candle_grpo_core::{Mask, MetricValues};
 use candle_grpo_loss::surrogate::{DetachedWeight, SoftGate, Vespo};
 use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, EmptySequences, EntropyTokens, ImportanceLevel, KlLoss,
@@ -81,7 +82,7 @@ pub(crate) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
         .unwrap_or(1.);
     if quantile < 1. {
         let entropies = tensors.entropies.as_ref().context("no entropies")?;
-        let top = top_entropy_tokens_to_host(entropies, &Mask::new(&tensors.mask)?, quantile)?;
+        let top = top_entropy_tokens(entropies, &Mask::new(&tensors.mask)?, quantile)?;
         setup.policy_mask = Some(top.selected().clone());
     }
     let entropy_coef = options.optional_number("entropy_coef")?.unwrap_or(0.);
