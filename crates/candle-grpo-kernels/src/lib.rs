@@ -2,8 +2,8 @@
 //!
 //! Candle's fused operators `candle_nn::ops::rms_norm` and `candle_nn::rotary_emb::rope` have no
 //! backward pass: a model that calls them trains without those gradients, and no error reports
-//! it. Every operator here has a gradient for each float input. Operators for inference return
-//! an error for inputs that are in a graph.
+//! it. The training operators here have gradients for all float inputs, except the angle tables of
+//! [`rope`](rope()). Operators for inference return an error for inputs that are in a graph.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
