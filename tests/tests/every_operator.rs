@@ -1,5 +1,5 @@
-//! Nothing falls out of the graph in silence: a small decoder of the fused operators finds a gradient in every input of
-//! each, and training moves them all.
+//! Nothing falls out of the graph in silence: a small decoder of the fused operators finds a
+//! gradient in every input of each, and training moves them all.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ const MASK: [[u8; 6]; 4] = [
 const RESPONSE_MASK: [[u8; 4]; 4] = [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]];
 const REWARDS: [f32; 4] = [1., 0., 1., 0.];
 
-/// What makes log-probs of hidden states.
+/// The operator that computes log-probs from hidden states.
 #[derive(Debug, Clone, Copy)]
 enum Output {
     Logits,
@@ -89,7 +89,8 @@ impl Network {
         self.variable(name, shape, 0.5, self.dtype)
     }
 
-    /// An input of an operator: `x` plus a variable that reaches the loss through this operator alone.
+    /// An input of an operator: `x` plus a variable that reaches the loss through this operator
+    /// alone.
     fn input(&self, name: &'static str, x: &Tensor) -> Result<Tensor> {
         x + self.variable(name, x.dims(), 0.05, x.dtype())?
     }
@@ -203,7 +204,8 @@ impl Network {
         Ok(loss.compute(&batch, &StepTotals::count(&mask)?)?.loss)
     }
 
-    /// The gradients of all variables, in the order of their names, each finite and somewhere not 0.
+    /// The gradients of all variables, in the order of their names, each finite and somewhere not
+    /// 0.
     fn gradients(&self, store: &GradStore) -> Result<Vec<Tensor>> {
         let variables = self.variables.borrow();
         let gradients = variables.iter().map(|(name, variable)| {
@@ -234,7 +236,7 @@ impl Network {
     }
 }
 
-/// A variable's state in the optimiser.
+/// The optimizer state of a variable.
 struct State {
     variable: Var,
     master: Option<Var>,

@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 
 /// Controller of the entropy coefficient (TRL's adaptive entropy, from <https://arxiv.org/abs/2505.22312>).
 ///
-/// After each step it raises the coefficient by `delta` if the mean entropy is at most `target`, and lowers it otherwise,
-/// within `min` and `max`. The bonus applies only while the entropy is at most the target.
+/// After each step it raises the coefficient by `delta` if the mean entropy is at most `target`,
+/// and lowers it otherwise, within `min` and `max`. The bonus applies only while the entropy is at
+/// most the target.
 ///
 /// The state is part of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

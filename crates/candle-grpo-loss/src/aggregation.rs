@@ -9,8 +9,8 @@ use candle_grpo_core::validate::positive;
 
 /// The reduction of the per-token losses x over the mask m. The names are those of verl and ROLL.
 ///
-/// Denominators are the [`StepTotals`] of the whole optimizer step: losses and gradients of micro-batches add up to those
-/// of the batch.
+/// Denominators are the [`StepTotals`] of the whole optimizer step: losses and gradients of
+/// micro-batches add up to those of the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Aggregation {
@@ -23,8 +23,8 @@ pub enum Aggregation {
     /// `sum_i(sum_t m x / tokens_i) / sequences`: equal weight for each sequence
     /// (GRPO, <https://arxiv.org/abs/2402.03300>).
     SeqMeanTokenMean,
-    /// The mean over prompts of the mean over the tokens of all samples of a prompt (the DAPO paper's formula,
-    /// <https://arxiv.org/abs/2503.14476>). Requires [`crate::PolicyBatch::prompt_tokens`] and [`StepTotals::prompts`].
+    /// The mean over prompts of the mean over the tokens of all samples of a prompt (the DAPO
+    /// paper's formula, <https://arxiv.org/abs/2503.14476>). Requires [`crate::PolicyBatch::prompt_tokens`] and [`StepTotals::prompts`].
     PromptMeanTokenMean,
     /// `sum(m x) / (sequences * length)` with a constant length (Dr. GRPO, <https://arxiv.org/abs/2503.20783>).
     SeqMeanTokenSumNorm {
@@ -57,7 +57,8 @@ impl Aggregation {
         }
     }
 
-    /// Reduces `per_token` `[B, T]` to a scalar of the same dtype: the contribution of this micro-batch to the step.
+    /// Reduces `per_token` `[B, T]` to a scalar of the same dtype: the contribution of this
+    /// micro-batch to the step.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

@@ -11,7 +11,8 @@ pub(crate) fn clamped_probability(p: &Tensor) -> Result<Tensor> {
     p.clamp(PROBABILITY_MIN, PROBABILITY_MAX)
 }
 
-/// Computes `p log(p / q) + (1 - p) log((1 - p) / (1 - q))`, the KL between two Bernoulli distributions.
+/// Computes `p log(p / q) + (1 - p) log((1 - p) / (1 - q))`, the KL between two Bernoulli
+/// distributions.
 ///
 /// Both probabilities are clamped to `[1e-6, 1 - 1e-6]`.
 pub(crate) fn binary_kl(p: &Tensor, q: &Tensor) -> Result<Tensor> {

@@ -24,7 +24,8 @@ pub enum ImportanceLevel {
 }
 
 impl ImportanceLevel {
-    /// Computes the log-ratio at this level, `[B, T]`. `log_ratio` `[B, T]` must hold 0 outside the mask.
+    /// Computes the log-ratio at this level, `[B, T]`. `log_ratio` `[B, T]` must hold 0 outside the
+    /// mask.
     pub(crate) fn log_ratio(self, log_ratio: &Tensor, mask: &Mask) -> Result<Tensor> {
         let over_sequence = |mean: bool| -> Result<Tensor> {
             let sum = log_ratio.sum_keepdim(D::Minus1)?;
@@ -51,7 +52,8 @@ impl ImportanceLevel {
     }
 }
 
-/// Sums `x` over the run of consecutive mask positions around each position. `x` must hold 0 outside the mask.
+/// Sums `x` over the run of consecutive mask positions around each position. `x` must hold 0
+/// outside the mask.
 fn segment_sums(x: &Tensor, mask: &Mask) -> Result<Tensor> {
     let inside = mask.to_dtype(x.dtype())?;
     let forward = reverse_recurrence(&x.flip(&[1])?, &inside.flip(&[1])?)?.flip(&[1])?;

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use candle_grpo_core::validate::{check, non_negative};
 
-/// The ratio that multiplies the estimate, which makes its gradient unbiased for samples of the old policy
-/// (<https://arxiv.org/abs/2512.02556>).
+/// The ratio that multiplies the estimate, which makes its gradient unbiased for samples of the old
+/// policy (<https://arxiv.org/abs/2512.02556>).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BiasCorrection {
@@ -16,7 +16,8 @@ pub enum BiasCorrection {
     Off,
     /// The ratio of the token.
     Token,
-    /// The ratio at the importance level of the loss, as in TRL (`use_bias_correction_kl`) and Liger.
+    /// The ratio at the importance level of the loss, as in TRL (`use_bias_correction_kl`) and
+    /// Liger.
     ImportanceLevel,
 }
 
@@ -27,7 +28,8 @@ pub enum KlValues {
     /// Estimated from the log-probs of the sampled tokens.
     #[default]
     Estimated,
-    /// [`crate::PolicyBatch::kl_values`], such as [`Kl::full`] of the distributions over the whole vocabulary.
+    /// [`crate::PolicyBatch::kl_values`], such as [`Kl::full`] of the distributions over the whole
+    /// vocabulary.
     Given,
 }
 
@@ -43,7 +45,8 @@ pub struct KlLoss {
     /// The ratio of the policy to the old policy that multiplies the estimate.
     #[serde(default)]
     pub bias_correction: BiasCorrection,
-    /// The source of the divergence. For given values, `kl` and `bias_correction` must have their defaults.
+    /// The source of the divergence. For given values, `kl` and `bias_correction` must have their
+    /// defaults.
     #[serde(default)]
     pub values: KlValues,
 }
@@ -56,8 +59,8 @@ impl KlLoss {
 
     /// The value of k3 with the gradient of k2 (`k3+` in verl).
     ///
-    /// On policy, the gradient of k2 is that of the divergence; the gradient of k3 is that of the reverse divergence
-    /// (<http://joschu.net/blog/kl-approx.html>).
+    /// On policy, the gradient of k2 is that of the divergence; the gradient of k3 is that of the
+    /// reverse divergence (<http://joschu.net/blog/kl-approx.html>).
     pub fn unbiased(coef: f64) -> Self {
         let kl = Kl {
             gradient: KlGradient::StraightThrough,

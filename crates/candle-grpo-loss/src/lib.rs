@@ -1,20 +1,25 @@
-//! Differentiable policy losses of the GRPO family for Candle: log-probs and advantages to a scalar loss.
+//! Differentiable policy losses of the GRPO family for Candle: log-probs and advantages to a scalar
+//! loss.
 //!
-//! 1. [`log_prob`] computes log-probs and entropies of the sampled tokens from logits, [`linear_log_prob`] from hidden
-//!    states.
-//! 2. [`PolicyLoss`] configures the loss, [`PolicyBatch`] holds its tensors, [`StepTotals`] its denominators.
+//! 1. [`log_prob`] computes log-probs and entropies of the sampled tokens from logits,
+//!    [`linear_log_prob`] from hidden states.
+//! 2. [`PolicyLoss`] configures the loss, [`PolicyBatch`] holds its tensors, [`StepTotals`] its
+//!    denominators.
 //! 3. [`PolicyLoss::compute`] returns the loss and its [`candle_grpo_core::Metrics`].
 //!
-//! [`linear_policy_loss`] goes from hidden states to loss and gradients in one call, without logits.
+//! [`linear_policy_loss`] goes from hidden states to loss and gradients in one call, without
+//! logits.
 //!
-//! A loss combines [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and [`Aggregation`]. Published losses are
-//! constructors such as [`PolicyLoss::grpo`]. A [`Recipe`] adds reward shaping and advantages: the algorithm section of a
-//! configuration file. A custom surrogate implements [`TokenLoss`].
+//! A loss combines [`ImportanceLevel`], [`Surrogate`], [`KlLoss`], entropy bonus and
+//! [`Aggregation`]. Published losses are constructors such as [`PolicyLoss::grpo`]. A [`Recipe`]
+//! adds reward shaping and advantages: the algorithm section of a configuration file. A custom
+//! surrogate implements [`TokenLoss`].
 //!
 //! # Shapes
 //!
-//! B sequences, T response tokens, V vocabulary. Masks are 0/1 in any dtype. A position outside the mask never influences a
-//! value or a gradient, even if it holds NaN. Arithmetic is in f32; f64 inputs stay f64.
+//! B sequences, T response tokens, V vocabulary. Masks are 0/1 in any dtype. A position outside the
+//! mask never influences a value or a gradient, even if it holds NaN. Arithmetic is in f32; f64
+//! inputs stay f64.
 
 mod adaptive_entropy;
 mod aggregation;

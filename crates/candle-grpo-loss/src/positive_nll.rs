@@ -28,7 +28,8 @@ impl PositiveNll {
         Ok(())
     }
 
-    /// Computes the negative log-prob of the tokens of positive samples, without the coefficient; 0 elsewhere.
+    /// Computes the negative log-prob of the tokens of positive samples, without the coefficient; 0
+    /// elsewhere.
     pub(crate) fn per_token(
         &self,
         log_probs: &Tensor,

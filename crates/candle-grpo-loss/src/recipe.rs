@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 use crate::aggregation::Aggregation;
 use crate::policy_loss::PolicyLoss;
 
-/// An algorithm without its model: reward shaping, advantage and loss. It is the algorithm section of a configuration file.
+/// An algorithm without its model: reward shaping, advantage and loss. It is the algorithm section
+/// of a configuration file.
 ///
 /// Published algorithms are constructors. The default is [`Recipe::grpo`].
 ///
@@ -33,7 +34,8 @@ pub struct Recipe {
     pub reward_shaping: RewardShaping,
     /// A penalty on the rewards of responses close to the maximum length.
     pub overlong: Option<OverlongPenalty>,
-    /// The filter of groups, by their scores before any shaping. Rejected groups are sampled again.
+    /// The filter of groups, by their scores before any shaping. Rejected groups are sampled
+    /// again.
     pub group_filter: Option<GroupFilter>,
     /// The advantage estimator.
     pub advantage: AdvantageConfig,
@@ -162,8 +164,8 @@ impl Recipe {
         )
     }
 
-    /// The GRPO example of ROLL's documentation: rewards normalized in their group and clipped to 10, advantages whitened and
-    /// clipped to 2, dual clip.
+    /// The GRPO example of ROLL's documentation: rewards normalized in their group and clipped to
+    /// 10, advantages whitened and clipped to 2, dual clip.
     pub fn roll() -> Self {
         let advantage = AdvantagePipeline::from(TokenAdvantage {
             whiten_advantages: true,
@@ -192,7 +194,8 @@ impl Recipe {
         )
     }
 
-    /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a clip of 10, a k1 penalty of 0.01 in the reward, clip 0.2, token-mean.
+    /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a clip of 10, a k1 penalty of 0.01 in the
+    /// reward, clip 0.2, token-mean.
     pub fn openrlhf() -> Self {
         let group_norm = AdvantagePipeline::grpo()
             .map_sequence(|sequence| sequence.clip = Some([-10., 10.]))

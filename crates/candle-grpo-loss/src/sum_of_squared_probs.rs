@@ -5,7 +5,8 @@ use candle_grpo_core::arithmetic_dtype;
 
 use candle_grpo_core::validate::positive;
 
-/// Sums the squared probabilities of `softmax(logits / temperature)` over the vocabulary: `[.., V]` to `[..]`.
+/// Sums the squared probabilities of `softmax(logits / temperature)` over the vocabulary: `[.., V]`
+/// to `[..]`.
 ///
 /// It is an input of the optimal token baseline.
 pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor> {

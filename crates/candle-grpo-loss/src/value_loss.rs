@@ -8,8 +8,8 @@ use crate::aggregation::Aggregation;
 use crate::policy_loss::StepTotals;
 use candle_grpo_core::validate::positive;
 
-/// `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2` for each token, with the value V and the return R
-/// (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip` in ROLL).
+/// `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2` for each token, with the value
+/// V and the return R (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip` in ROLL).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ValueLoss {

@@ -12,8 +12,8 @@ use candle_grpo_train::{
 };
 use serde_json::json;
 
-/// A leaky clip, `-min(r A, c A)` with `c = clip(r) + leak (r - clip(r))`: a clipped token keeps a fraction of its
-/// gradient.
+/// A leaky clip, `-min(r A, c A)` with `c = clip(r) + leak (r - clip(r))`: a clipped token keeps a
+/// fraction of its gradient.
 #[derive(Debug)]
 struct LeakyClip {
     width: f64,

@@ -354,7 +354,8 @@ fn verl_reinforce_plus_plus(case: &Case) -> Result<Outputs> {
         .out("returns", &out.returns.context("no returns")?))
 }
 
-/// `ours` inside the mask, and outside it the values that the peer leaves there, which the case contains too.
+/// `ours` inside the mask, and outside it the values that the peer leaves there, which the case
+/// contains too.
 fn with_leftovers(mask: &Mask, ours: &Tensor, leftovers: &Tensor) -> Result<Tensor> {
     Ok(mask
         .selected()
@@ -417,7 +418,8 @@ fn verl_gae(case: &Case) -> Result<Outputs> {
     let response_mask = case.input("mask")?;
     let mask = Mask::new(&response_mask)?;
     let [plain, whitened, returns] = gae(case, Some(whitening), &response_mask)?;
-    // Outside the mask, verl's advantage is that of the next token, whitened, and its return is that plus the value.
+    // Outside the mask, verl's advantage is that of the next token, whitened, and its return is
+    // that plus the value.
     let carried = carried(&mask, &plain)?;
     let advantages = with_leftovers(&mask, &whitened, &whitening.apply(&carried, &mask)?)?;
     let returns = with_leftovers(&mask, &returns, &(carried + case.input("values")?)?)?;
@@ -548,8 +550,9 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
         .out("returns", &out.returns.context("no returns")?))
 }
 
-/// ROLL accumulates rewards and values over all positions, and masks only the rewards before and the advantages after. So
-/// the first stage here has a mask of ones, and the second only whitens and clips.
+/// ROLL accumulates rewards and values over all positions, and masks only the rewards before and
+/// the advantages after. So the first stage here has a mask of ones, and the second only whitens
+/// and clips.
 fn roll(case: &Case) -> Result<Outputs> {
     let estimator = case.config.text("estimator")?;
     ensure!(

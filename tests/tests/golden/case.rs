@@ -85,7 +85,8 @@ impl Case {
         self.tensors.contains_key(name)
     }
 
-    /// Fails unless every expected output and gradient is within the tolerance and every option was read.
+    /// Fails unless every expected output and gradient is within the tolerance and every option was
+    /// read.
     pub(crate) fn compare(&self, outputs: &Outputs) -> Result<()> {
         self.config.check_all_used()?;
         let mut problems = Vec::new();

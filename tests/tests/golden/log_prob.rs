@@ -29,7 +29,8 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
     outputs(case, &tokens, &[("logits", &logits)])
 }
 
-/// What was asked for, and the gradients of the sum weighted by the upstreams.
+/// Returns the requested outputs, and the gradients of their sum weighted by the upstream
+/// gradients.
 pub(crate) fn outputs(
     case: &Case,
     tokens: &TokenLogProbs,

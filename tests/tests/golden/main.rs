@@ -1,7 +1,9 @@
-//! Golden cases: values computed by published implementations, one named test for each file and device.
+//! Golden cases: values computed by published implementations, one named test for each file and
+//! device.
 //!
-//! `GRPO_GOLDEN_DIR` replaces the folder `tests/golden`. The last lines count how many cases passed, failed and were
-//! skipped. A case is identified by its `op`, `variant` and `config`, never by its file name or number.
+//! `GRPO_GOLDEN_DIR` replaces the folder `tests/golden`. The last lines count how many cases
+//! passed, failed and were skipped. A case is identified by its `op`, `variant` and `config`, never
+//! by its file name or number.
 
 mod advantage;
 mod aggregate;

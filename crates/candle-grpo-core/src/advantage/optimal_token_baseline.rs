@@ -36,9 +36,9 @@ pub struct OptimalTokenBaseline {
     /// Alignment of the tokens of two sequences.
     pub alignment: TokenAlignment,
     /// Sets the baseline to 0 after the second longest sequence of the group has ended. The
-    /// baseline would be the return of the longest sequence there, and its advantage 0. As in verl,
-    /// a sequence of n tokens ends after column n. Unlike in verl, a column in which another
-    /// sequence has a token keeps its baseline.
+    /// baseline would be the return of the longest sequence there, and its advantage 0. As in
+    /// verl, a sequence of n tokens ends after column n. Unlike in verl, a column in which
+    /// another sequence has a token keeps its baseline.
     pub handle_zero_tail: bool,
     /// Added to the sum of the W.
     pub epsilon: f64,

@@ -4,17 +4,18 @@ use candle_core::{Result, Tensor, bail};
 
 /// The denominator policy of the ratio.
 ///
-/// The type records whether the ratio corrects for the sampling engine, so that no correction is applied twice.
+/// The type records whether the ratio corrects for the sampling engine, so that no correction is
+/// applied twice.
 #[derive(Debug, Clone, Copy)]
 pub enum OldPolicy<'a> {
-    /// The policy itself, detached: the ratio is 1 and its gradient is that of the log-prob. Correct for a single update
-    /// on each batch of samples.
+    /// The policy itself, detached: the ratio is 1 and its gradient is that of the log-prob.
+    /// Correct for a single update on each batch of samples.
     Current,
-    /// Log-probs `[B, T]` that the trainer computed before the update. Differences from the sampling engine can be
-    /// corrected with [`PolicyBatch::importance_weights`].
+    /// Log-probs `[B, T]` that the trainer computed before the update. Differences from the
+    /// sampling engine can be corrected with [`PolicyBatch::importance_weights`].
     Recomputed(&'a Tensor),
-    /// Log-probs `[B, T]` of the sampling engine. The ratio corrects for the difference already; additional importance
-    /// weights are an error.
+    /// Log-probs `[B, T]` of the sampling engine. The ratio corrects for the difference already;
+    /// additional importance weights are an error.
     Rollout(&'a Tensor),
 }
 
@@ -30,8 +31,8 @@ impl<'a> OldPolicy<'a> {
 
 /// The tensors of one micro-batch: B sequences of T response tokens.
 ///
-/// Only `log_probs`, `entropy` and `kl_values` carry a gradient; all other tensors are detached. Positions outside the
-/// mask may hold anything, including NaN.
+/// Only `log_probs`, `entropy` and `kl_values` carry a gradient; all other tensors are detached.
+/// Positions outside the mask may hold anything, including NaN.
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -69,8 +70,8 @@ impl<'a> PolicyBatch<'a> {
     ///
     /// # Shapes
     ///
-    /// `log_probs` `[B, T]`, with gradient; `advantages` `[B]`, `[B, 1]` or `[B, T]`; `response_mask` `[B, T]`, 0 or 1 in
-    /// any dtype.
+    /// `log_probs` `[B, T]`, with gradient; `advantages` `[B]`, `[B, 1]` or `[B, T]`;
+    /// `response_mask` `[B, T]`, 0 or 1 in any dtype.
     pub fn new(log_probs: &'a Tensor, advantages: &'a Tensor, response_mask: &'a Tensor) -> Self {
         Self {
             log_probs: Some(log_probs),
@@ -111,7 +112,8 @@ impl<'a> PolicyBatch<'a> {
         }
     }
 
-    /// Sets the log-probs `[B, T]` under the policy at the start of the update: [`OldPolicy::Recomputed`].
+    /// Sets the log-probs `[B, T]` under the policy at the start of the update:
+    /// [`OldPolicy::Recomputed`].
     pub fn old_log_probs(self, old_log_probs: &'a Tensor) -> Self {
         self.old_policy(OldPolicy::Recomputed(old_log_probs))
     }
@@ -122,7 +124,8 @@ impl<'a> PolicyBatch<'a> {
         self
     }
 
-    /// Sets the log-probs `[B, T]` of the sampling engine, for [`crate::PolicyLoss::off_policy_threshold`].
+    /// Sets the log-probs `[B, T]` of the sampling engine, for
+    /// [`crate::PolicyLoss::off_policy_threshold`].
     pub fn rollout_log_probs(mut self, rollout_log_probs: &'a Tensor) -> Self {
         self.rollout_log_probs = Some(rollout_log_probs);
         self
@@ -141,65 +144,71 @@ impl<'a> PolicyBatch<'a> {
         self
     }
 
-    /// Sets the log-probs `[B, T]` of the policy, with gradient, of a batch [without](Self::without_log_probs) them.
+    /// Sets the log-probs `[B, T]` of the policy, with gradient, of a batch
+    /// [without](Self::without_log_probs) them.
     pub fn with_log_probs(mut self, log_probs: &'a Tensor) -> Self {
         self.log_probs = Some(log_probs);
         self
     }
 
-    /// Sets the entropy `[B, T]` of the policy at each position, with gradient. An entropy bonus requires it.
+    /// Sets the entropy `[B, T]` of the policy at each position, with gradient. An entropy bonus
+    /// requires it.
     pub fn entropy(mut self, entropy: &'a Tensor) -> Self {
         self.entropy = Some(entropy);
         self
     }
 
-    /// Sets the score `[B]` of each sample before any shaping, for terms on samples with a high score.
+    /// Sets the score `[B]` of each sample before any shaping, for terms on samples with a high
+    /// score.
     pub fn scores(mut self, scores: &'a Tensor) -> Self {
         self.scores = Some(scores);
         self
     }
 
-    /// Sets the weights of the policy term for samples of another engine, from [`crate::RolloutCorrection`].
+    /// Sets the weights of the policy term for samples of another engine, from
+    /// [`crate::RolloutCorrection`].
     ///
     /// `[B, T]`, or `[B, 1]` or `[B]` for one weight per sequence. [`crate::surrogate::Vespo`] and
-    /// [`crate::surrogate::GeometricMean`] use a weight per sequence once, and the product of weights per token.
+    /// [`crate::surrogate::GeometricMean`] use a weight per sequence once, and the product of
+    /// weights per token.
     pub fn importance_weights(mut self, importance_weights: &'a Tensor) -> Self {
         self.importance_weights = Some(importance_weights);
         self
     }
 
-    /// Sets a weight `[B]` of the policy term for each sequence. Denominators do not change: use weights with a mean of 1
-    /// over the step.
+    /// Sets a weight `[B]` of the policy term for each sequence. Denominators do not change: use
+    /// weights with a mean of 1 over the step.
     pub fn sample_weights(mut self, sample_weights: &'a Tensor) -> Self {
         self.sample_weights = Some(sample_weights);
         self
     }
 
-    /// Sets the positions `[B, T]` (1 or 0) of the policy term, such as top-entropy tokens and samples that no filter
-    /// rejects. KL, entropy and denominators do not change.
+    /// Sets the positions `[B, T]` (1 or 0) of the policy term, such as top-entropy tokens and
+    /// samples that no filter rejects. KL, entropy and denominators do not change.
     pub fn policy_mask(mut self, policy_mask: &'a Tensor) -> Self {
         self.policy_mask = Some(policy_mask);
         self
     }
 
-    /// Sets the positions `[B, T]` (1 or 0) of the entropy bonus, which becomes the mean over these tokens of the whole
-    /// step.
+    /// Sets the positions `[B, T]` (1 or 0) of the entropy bonus, which becomes the mean over these
+    /// tokens of the whole step.
     ///
-    /// The loss requires their number, [`crate::StepTotals::entropy_tokens`]. Absent: the response mask, whatever
-    /// `policy_mask` is.
+    /// The loss requires their number, [`crate::StepTotals::entropy_tokens`]. Absent: the response
+    /// mask, whatever `policy_mask` is.
     pub fn entropy_mask(mut self, entropy_mask: &'a Tensor) -> Self {
         self.entropy_mask = Some(entropy_mask);
         self
     }
 
-    /// Sets the tokens `[B, T]` (1 or 0) that [`crate::PolicyLoss::select_tokens`] selected from the whole step.
+    /// Sets the tokens `[B, T]` (1 or 0) that [`crate::PolicyLoss::select_tokens`] selected from
+    /// the whole step.
     pub fn selected_tokens(mut self, selected_tokens: &'a Tensor) -> Self {
         self.selected_tokens = Some(selected_tokens);
         self
     }
 
-    /// Sets, for each sequence `[B]`, the number of tokens of all samples of its prompt over the whole step.
-    /// [`crate::Aggregation::PromptMeanTokenMean`] requires it.
+    /// Sets, for each sequence `[B]`, the number of tokens of all samples of its prompt over the
+    /// whole step. [`crate::Aggregation::PromptMeanTokenMean`] requires it.
     pub fn prompt_tokens(mut self, prompt_tokens: &'a Tensor) -> Self {
         self.prompt_tokens = Some(prompt_tokens);
         self

@@ -98,7 +98,8 @@ impl Inputs {
         }
     }
 
-    /// Returns 1 where the advantage is at least 0 or the drift from the sampling policy is within the threshold, u8.
+    /// Returns 1 where the advantage is at least 0 or the drift from the sampling policy is within
+    /// the threshold, u8.
     pub(super) fn on_policy(&self, threshold: f64) -> Result<Tensor> {
         let sampled = self
             .rollout_log_probs

@@ -16,21 +16,25 @@ pub struct LinearPolicyLossOutput {
     pub gradients: LinearGradients,
 }
 
-/// Computes the policy loss of hidden states `[B, T, H]` and its gradients, in one call and without logits.
+/// Computes the policy loss of hidden states `[B, T, H]` and its gradients, in one call and without
+/// logits.
 ///
-/// `layer` holds hidden states, weight and bias; give it the response mask, so that masked positions cost nothing. `batch`
-/// has [no log-probs](PolicyBatch::without_log_probs); the entropy is always computed. The loss is computed on `[B, T]`
-/// with any options of [`PolicyLoss`]. The logits exist in small tiles only, once forward and once backward.
+/// `layer` holds hidden states, weight and bias; give it the response mask, so that masked
+/// positions cost nothing. `batch` has [no log-probs](PolicyBatch::without_log_probs); the entropy
+/// is always computed. The loss is computed on `[B, T]` with any options of [`PolicyLoss`]. The
+/// logits exist in small tiles only, once forward and once backward.
 ///
 /// A constant argument of `layer` gets no gradient and costs no matrix product.
 ///
-/// The gradient of the hidden states starts the backward pass of the model: call `backward` on the sum of their product. If
-/// a loss in a graph is simpler, use [`linear_log_prob`](crate::linear_log_prob) and [`PolicyLoss::compute`]. The values are
+/// The gradient of the hidden states starts the backward pass of the model: call `backward` on the
+/// sum of their product. If a loss in a graph is simpler, use
+/// [`linear_log_prob`](crate::linear_log_prob) and [`PolicyLoss::compute`]. The values are
 /// the same, but Candle's `backward` allocates one more tensor of the size of the weight.
 ///
 /// # Errors
 ///
-/// Fails as [`PolicyLoss::compute`] does, if `batch` has log-probs or an entropy, or if given KL values carry a gradient.
+/// Fails as [`PolicyLoss::compute`] does, if `batch` has log-probs or an entropy, or if given KL
+/// values carry a gradient.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};

@@ -43,8 +43,8 @@ pub enum EntropyTokens {
     /// All tokens of the response mask, or of [`PolicyBatch::entropy_mask`] if there is one.
     #[default]
     All,
-    /// The tokens of highest entropy over the whole step, as TRL's `top_entropy_quantile` selects them. Requires
-    /// [`PolicyBatch::entropy_mask`].
+    /// The tokens of highest entropy over the whole step, as TRL's `top_entropy_quantile` selects
+    /// them. Requires [`PolicyBatch::entropy_mask`].
     TopEntropy,
 }
 
@@ -83,20 +83,21 @@ pub enum EntropyTokens {
 pub struct PolicyLoss {
     /// The reduction of the log-ratio: per token, or over a sequence or segment.
     pub importance_level: ImportanceLevel,
-    /// The bound c of the clamp to `[-c, c]` on the log-ratio of a token and on its sum over a sequence, before `exp`.
-    /// Beyond it the gradient of the ratio is 0.
+    /// The bound c of the clamp to `[-c, c]` on the log-ratio of a token and on its sum over a
+    /// sequence, before `exp`. Beyond it the gradient of the ratio is 0.
     pub log_ratio_clamp: Option<f64>,
     /// The loss of one token.
     pub surrogate: Surrogate,
     /// Weights and filters for samples of another engine. Compute them once per step with
     /// [`RolloutCorrection::compute`]; [`Self::compute`] checks that the batch has them.
     pub rollout_correction: Option<RolloutCorrection>,
-    /// Sequences with a negative advantage leave the policy term if their mean of `rollout_log_probs - log_probs` exceeds
-    /// this (<https://arxiv.org/abs/2512.02556>). Without rollout log-probs, `old_log_probs` takes their place.
+    /// Sequences with a negative advantage leave the policy term if their mean of
+    /// `rollout_log_probs - log_probs` exceeds this (<https://arxiv.org/abs/2512.02556>). Without rollout log-probs, `old_log_probs` takes their place.
     pub off_policy_threshold: Option<f64>,
     /// A likelihood term on samples with a high score.
     pub positive_nll: Option<PositiveNll>,
-    /// The coefficient of policy and KL term, but not of the entropy bonus (`rl_loss_coef` in ROLL).
+    /// The coefficient of policy and KL term, but not of the entropy bonus (`rl_loss_coef` in
+    /// ROLL).
     pub loss_coef: f64,
     /// The KL to a reference policy.
     pub kl: Option<KlLoss>,
@@ -104,13 +105,15 @@ pub struct PolicyLoss {
     pub entropy_coef: f64,
     /// The tokens of the entropy bonus.
     pub entropy_tokens: EntropyTokens,
-    /// The aggregation of the entropies; absent: `aggregation`. With an entropy mask, always the mean over its tokens.
+    /// The aggregation of the entropies; absent: `aggregation`. With an entropy mask, always the
+    /// mean over its tokens.
     pub entropy_aggregation: Option<Aggregation>,
     /// The aggregation of the per-token losses.
     pub aggregation: Aggregation,
     /// The treatment of sequences without a valid token in means over sequences.
     pub empty_sequences: EmptySequences,
-    /// Accepts a ratio of whole sequences (GSPO, GMPO) with an aggregation that weights sequences by length.
+    /// Accepts a ratio of whole sequences (GSPO, GMPO) with an aggregation that weights sequences
+    /// by length.
     pub allow_length_weighting: bool,
 }
 
@@ -228,10 +231,11 @@ impl PolicyLoss {
         Ok(())
     }
 
-    /// Computes the loss of a micro-batch. Its gradient reaches `log_probs`, `entropy` and `kl_values`.
+    /// Computes the loss of a micro-batch. Its gradient reaches `log_probs`, `entropy` and
+    /// `kl_values`.
     ///
-    /// `totals` are the counts of the whole optimizer step. The loss is f32, or f64 if `log_probs` are. Values are not
-    /// checked: a NaN advantage gives a NaN loss.
+    /// `totals` are the counts of the whole optimizer step. The loss is f32, or f64 if `log_probs`
+    /// are. Values are not checked: a NaN advantage gives a NaN loss.
     ///
     /// # Errors
     ///
@@ -312,7 +316,8 @@ impl PolicyLoss {
         mean * self.entropy_coef
     }
 
-    /// Fails if a configured correction is missing, or if it is given where the ratio already corrects.
+    /// Fails if a configured correction is missing, or if it is given where the ratio already
+    /// corrects.
     fn check_correction(&self, batch: &PolicyBatch) -> Result<()> {
         let correction = self.rollout_correction.as_ref();
         let has_weight = correction.is_some_and(|c| c.weight.is_some());

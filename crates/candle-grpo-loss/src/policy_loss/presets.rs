@@ -24,8 +24,8 @@ impl PolicyLoss {
         Self::with_surrogate(Clip::asymmetric(0.2, 0.28), Aggregation::TokenMean)
     }
 
-    /// BNPO in TRL: clip 0.2, equal weight for each token, no KL. With the totals of the whole step it is also TRL's
-    /// default `dapo` loss.
+    /// BNPO in TRL: clip 0.2, equal weight for each token, no KL. With the totals of the whole step
+    /// it is also TRL's default `dapo` loss.
     pub fn bnpo() -> Self {
         Self::with_surrogate(Clip::symmetric(0.2), Aggregation::TokenMean)
     }
@@ -110,7 +110,8 @@ impl PolicyLoss {
 
     /// RLOO (<https://arxiv.org/abs/2402.14740>): the policy gradient of whole sequences.
     ///
-    /// The advantages are [`candle_grpo_core::GroupAdvantage::rloo`] without scaling; the KL is in the reward.
+    /// The advantages are [`candle_grpo_core::GroupAdvantage::rloo`] without scaling; the KL is in
+    /// the reward.
     pub fn rloo() -> Self {
         Self {
             aggregation: Aggregation::SeqMeanTokenSum,
@@ -176,8 +177,8 @@ impl PolicyLoss {
         Self::with_surrogate(clip, Aggregation::TokenMean)
     }
 
-    /// The GRPO example of ROLL's documentation: clip 0.2, dual clip 1.4, equal weight for each sequence, and a k3 KL loss of
-    /// 0.001 clamped to 10.
+    /// The GRPO example of ROLL's documentation: clip 0.2, dual clip 1.4, equal weight for each
+    /// sequence, and a k3 KL loss of 0.001 clamped to 10.
     pub fn roll() -> Self {
         let clip = Clip {
             dual_clip: Some(1.4),
@@ -193,7 +194,8 @@ impl PolicyLoss {
         }
     }
 
-    /// The defaults of twinkle: clip 0.2, equal weight for each sequence, including empty ones, no KL.
+    /// The defaults of twinkle: clip 0.2, equal weight for each sequence, including empty ones, no
+    /// KL.
     pub fn twinkle() -> Self {
         Self {
             empty_sequences: EmptySequences::Include,

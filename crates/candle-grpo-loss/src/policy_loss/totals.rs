@@ -7,10 +7,12 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_grpo_core::{Mask, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
-/// Counts over all micro-batches and workers of one optimizer step: the denominators of [`crate::Aggregation`].
+/// Counts over all micro-batches and workers of one optimizer step: the denominators of
+/// [`crate::Aggregation`].
 ///
-/// With the counts of the whole step, losses and gradients of micro-batches add up to those of the batch. Dividing each
-/// micro-batch by its own counts would give short micro-batches too much weight.
+/// With the counts of the whole step, losses and gradients of micro-batches add up to those of the
+/// batch. Dividing each micro-batch by its own counts would give short micro-batches too much
+/// weight.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -31,8 +33,8 @@ pub struct StepTotals {
     pub sequences: f64,
     /// The number of sequences, including those without a valid token.
     pub rows: f64,
-    /// The number of prompts with at least one valid token, for [`crate::Aggregation::PromptMeanTokenMean`]. It cannot be
-    /// derived from the mask.
+    /// The number of prompts with at least one valid token, for
+    /// [`crate::Aggregation::PromptMeanTokenMean`]. It cannot be derived from the mask.
     #[serde(default)]
     pub prompts: Option<f64>,
     /// The number of tokens of the entropy mask, for [`crate::PolicyBatch::entropy_mask`].
@@ -43,7 +45,8 @@ pub struct StepTotals {
 impl StepTotals {
     /// Counts a mask `[B, T]`. Synchronizes with the device.
     ///
-    /// A micro-batch without a valid token is allowed. Computing the loss of a step without any is an error.
+    /// A micro-batch without a valid token is allowed. Computing the loss of a step without any is
+    /// an error.
     pub fn count(response_mask: &Tensor) -> Result<Self> {
         let mask = Mask::new(response_mask)?;
         let (rows, _) = mask.dims()?;

@@ -29,15 +29,18 @@ pub struct RolloutFilter {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FilterStatistic {
-    /// `d`. Bounds are logarithms of ratios; the mean over a sequence is the logarithm of the geometric mean of the ratios.
+    /// `d`. Bounds are logarithms of ratios; the mean over a sequence is the logarithm of the
+    /// geometric mean of the ratios.
     LogRatio,
     /// `q - p` with `q = exp(old_log_probs)` and `p = exp(rollout_log_probs)`.
     ProbabilityDifference,
-    /// `|q - p|`, the binary total variation, with both probabilities clamped to `[1e-6, 1 - 1e-6]`.
+    /// `|q - p|`, the binary total variation, with both probabilities clamped to `[1e-6, 1 -
+    /// 1e-6]`.
     #[doc(alias = "TV")]
     #[serde(alias = "tv")]
     AbsoluteProbabilityDifference,
-    /// `p log(p / q) + (1 - p) log((1 - p) / (1 - q))`, with both probabilities clamped to `[1e-6, 1 - 1e-6]`.
+    /// `p log(p / q) + (1 - p) log((1 - p) / (1 - q))`, with both probabilities clamped to `[1e-6,
+    /// 1 - 1e-6]`.
     BinaryKl,
     /// `-d`; the mean estimates KL(rollout || old).
     K1,

@@ -11,10 +11,11 @@ pub use filter::{FilterLevel, FilterStatistic, RolloutFilter};
 use crate::importance_level::ImportanceLevel;
 use candle_grpo_core::validate::{check, non_negative, positive};
 
-/// Correction for the difference between the old policy, as the trainer computes it, and the policy that sampled.
+/// Correction for the difference between the old policy, as the trainer computes it, and the policy
+/// that sampled.
 ///
-/// The log-ratio is `d = old_log_probs - rollout_log_probs`. Compute the correction once over a whole step: the
-/// normalization and the counts after filtering belong to the step.
+/// The log-ratio is `d = old_log_probs - rollout_log_probs`. Compute the correction once over a
+/// whole step: the normalization and the counts after filtering belong to the step.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -121,8 +122,8 @@ pub struct RolloutWeights {
     pub weights: Option<Tensor>,
     /// The tokens of the mask that pass the filters, u8 `[B, T]`.
     ///
-    /// As [`crate::PolicyBatch::policy_mask`], rejected tokens leave the policy term only. As the response mask, they also
-    /// leave the denominators.
+    /// As [`crate::PolicyBatch::policy_mask`], rejected tokens leave the policy term only. As the
+    /// response mask, they also leave the denominators.
     pub kept: Tensor,
     /// Metrics over the response mask:
     ///
@@ -166,7 +167,8 @@ impl RolloutCorrection {
         self.filters.iter().try_for_each(RolloutFilter::validate)
     }
 
-    /// Computes weights and kept tokens from the log-probs `[B, T]` of the old policy and of the sampling engine.
+    /// Computes weights and kept tokens from the log-probs `[B, T]` of the old policy and of the
+    /// sampling engine.
     ///
     /// # Errors
     ///

@@ -70,8 +70,8 @@ impl TokenLoss for Clip {
     fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
         let advantages = inputs.advantages;
 
-        // The branch of a token is a constant and is selected without a graph. A token on a bound gets the whole
-        // gradient of its branch; `maximum` would give half of each.
+        // The branch of a token is a constant and is selected without a graph. A token on a bound
+        // gets the whole gradient of its branch; `maximum` would give half of each.
         let value = inputs.log_ratio.detach().exp()?;
         let limited = match self.delta {
             Some(delta) => value.minimum(delta)?,

@@ -9,8 +9,9 @@ use candle_grpo_core::validate::{check, non_negative, share};
 
 /// The clip, with zero loss on some tokens of high covariance (Clip-Cov, <https://arxiv.org/abs/2505.22617>).
 ///
-/// The covariance of a token is `(A - mean A) (log_prob - mean log_prob)`. The selection depends on the whole step: call
-/// [`crate::PolicyLoss::select_tokens`] once and pass the result to [`crate::PolicyBatch::selected_tokens`].
+/// The covariance of a token is `(A - mean A) (log_prob - mean log_prob)`. The selection depends on
+/// the whole step: call [`crate::PolicyLoss::select_tokens`] once and pass the result to
+/// [`crate::PolicyBatch::selected_tokens`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipCov {

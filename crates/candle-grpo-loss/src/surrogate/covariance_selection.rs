@@ -10,11 +10,12 @@ use super::{ClipCov, KlCov, Surrogate};
 use crate::policy_loss::{PolicyBatch, PolicyLoss, over_tokens};
 
 impl PolicyLoss {
-    /// Selects the tokens of [`ClipCov`] and [`KlCov`], u8 `[B, T]`. Returns `None` for other surrogates.
+    /// Selects the tokens of [`ClipCov`] and [`KlCov`], u8 `[B, T]`. Returns `None` for other
+    /// surrogates.
     ///
-    /// `batch` holds the whole step: the selection must not depend on the split into micro-batches. Pass the rows of each
-    /// micro-batch to [`PolicyBatch::selected_tokens`]. `seed` determines the random choice among the candidates of
-    /// [`ClipCov`]. Synchronizes with the device.
+    /// `batch` holds the whole step: the selection must not depend on the split into micro-batches.
+    /// Pass the rows of each micro-batch to [`PolicyBatch::selected_tokens`]. `seed` determines
+    /// the random choice among the candidates of [`ClipCov`]. Synchronizes with the device.
     pub fn select_tokens(&self, batch: &PolicyBatch, seed: u64) -> Result<Option<Tensor>> {
         self.validate()?;
         let mask = Mask::new(batch.response_mask)?;

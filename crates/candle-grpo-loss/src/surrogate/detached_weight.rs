@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::token_loss::{both, either, without};
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
 
-/// `-sg[clip(r, ratio_min, ratio_max)] A log_prob`: every token keeps a gradient, however far its ratio has moved.
+/// `-sg[clip(r, ratio_min, ratio_max)] A log_prob`: every token keeps a gradient, however far its
+/// ratio has moved.
 ///
 /// Bounds are absolute ratios. CISPO (<https://arxiv.org/abs/2506.13585>) has an upper bound only; truncated
 /// importance sampling (<https://arxiv.org/abs/2503.14286>) has the upper bound 1. verl and ROLL write CISPO's bounds as
@@ -23,7 +24,8 @@ pub struct DetachedWeight {
     pub ratio_max: Option<f64>,
     /// Accepts a `ratio_max` below 1, which scales down on-policy tokens too.
     ///
-    /// Such a bound is usually a clip width: `ratio_max: 0.2` where 1.2 is meant. TRL's default is 0.2.
+    /// Such a bound is usually a clip width: `ratio_max: 0.2` where 1.2 is meant. TRL's default is
+    /// 0.2.
     pub allow_max_below_one: bool,
     /// Drops the tokens that PPO would clip (`cispo_use_unified_mask` in ROLL).
     pub unified_mask: Option<UnifiedMask>,

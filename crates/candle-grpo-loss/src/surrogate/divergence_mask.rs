@@ -8,7 +8,8 @@ use super::{SurrogateInputs, TokenLoss, TokenLosses};
 use crate::divergence::binary_kl;
 use candle_grpo_core::validate::{non_negative, positive};
 
-/// The distance between the probability q of the sampled token under the old policy and p under the policy.
+/// The distance between the probability q of the sampled token under the old policy and p under the
+/// policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Divergence {

@@ -9,11 +9,11 @@ use candle_grpo_core::validate::non_negative;
 
 /// `-A_i exp(mean_t d~)` for each sequence i (GMPO, <https://arxiv.org/abs/2507.20673>).
 ///
-/// `d~` is the log-ratio of a token, clipped to `[-low, high]` on the side where that increases the loss. `A_i` is the mean
-/// advantage of the sequence. Bounds are in log space; the paper uses 0.4.
+/// `d~` is the log-ratio of a token, clipped to `[-low, high]` on the side where that increases the
+/// loss. `A_i` is the mean advantage of the sequence. Bounds are in log space; the paper uses 0.4.
 ///
-/// The loss is one per sequence: use [`crate::Aggregation::SeqMeanTokenMean`]. Importance weights are factors of
-/// the geometric mean.
+/// The loss is one per sequence: use [`crate::Aggregation::SeqMeanTokenMean`]. Importance weights
+/// are factors of the geometric mean.
 #[doc(alias = "GMPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -52,7 +52,8 @@ impl TokenLoss for GeometricMean {
         let lengths = inputs.mask.lengths(d.dtype())?.maximum(1.)?;
         let mut log_ratio = (d.sum_keepdim(D::Minus1)? / &lengths)?;
         if let Some(weights) = inputs.importance_weights {
-            // A weight of 0 rejects its token: the token leaves the mean, and the mean does not become 0.
+            // A weight of 0 rejects its token: the token leaves the mean, and the mean does not
+            // become 0.
             let logs = weights
                 .gt(0.)?
                 .where_cond(weights, &weights.ones_like()?)?

@@ -1,6 +1,7 @@
 //! Per-token losses. Each surrogate has one file and one variant of [`Surrogate`].
 //!
-//! A new surrogate implements [`TokenLoss`]. From outside this crate, use it with [`Surrogate::custom`].
+//! A new surrogate implements [`TokenLoss`]. From outside this crate, use it with
+//! [`Surrogate::custom`].
 
 mod clip;
 mod covariance;
@@ -32,13 +33,15 @@ pub use token_loss::{SurrogateInputs, TokenLoss, TokenLosses};
 pub use topr::{PositiveIf, Topr};
 pub use vespo::Vespo;
 
-/// Declares [`Surrogate`], its conversions from the options of each variant, and the one match over it.
+/// Declares [`Surrogate`], its conversions from the options of each variant, and the one match over
+/// it.
 macro_rules! surrogates {
     ($($(#[$meta:meta])* $options:ident,)*) => {
         /// The loss of one token, a function of its ratio, its log-prob and its advantage.
         ///
-        /// Every surrogate works with every importance level, correction, regularizer and aggregation. The exceptions
-        /// are [`Self::GeometricMean`] and [`Self::Vespo`]: they reduce over the sequence themselves.
+        /// Every surrogate works with every importance level, correction, regularizer and
+        /// aggregation. The exceptions are [`Self::GeometricMean`] and [`Self::Vespo`]: they reduce
+        /// over the sequence themselves.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
         pub enum Surrogate {
@@ -76,7 +79,8 @@ surrogates! {
     #[doc(alias = "GRPO")]
     #[doc(alias = "DAPO")]
     Clip,
-    /// The policy gradient weighted by the bounded, detached ratio (CISPO, truncated importance sampling).
+    /// The policy gradient weighted by the bounded, detached ratio (CISPO, truncated importance
+    /// sampling).
     #[doc(alias = "CISPO")]
     #[doc(alias = "TIS")]
     #[serde(alias = "cispo")]

@@ -7,8 +7,8 @@ use candle_grpo_core::Mask;
 
 /// The loss of one token: the extension point for custom surrogates.
 ///
-/// [`Surrogate::custom`](super::Surrogate::custom) puts an implementation into a [`PolicyLoss`](crate::PolicyLoss),
-/// which adds weights, KL term, entropy bonus and aggregation.
+/// [`Surrogate::custom`](super::Surrogate::custom) puts an implementation into a
+/// [`PolicyLoss`](crate::PolicyLoss), which adds weights, KL term, entropy bonus and aggregation.
 pub trait TokenLoss: Debug + Send + Sync {
     /// Checks the options.
     ///
@@ -28,8 +28,8 @@ pub trait TokenLoss: Debug + Send + Sync {
 
     /// Returns whether the surrogate combines the tokens of a sequence itself.
     ///
-    /// Such a surrogate requires [`ImportanceLevel::Token`](crate::ImportanceLevel::Token). It must apply
-    /// [`SurrogateInputs::importance_weights`]: the policy loss does not multiply by them.
+    /// Such a surrogate requires [`ImportanceLevel::Token`](crate::ImportanceLevel::Token). It must
+    /// apply [`SurrogateInputs::importance_weights`]: the policy loss does not multiply by them.
     fn reduces_over_sequence(&self) -> bool {
         false
     }
@@ -52,7 +52,8 @@ pub struct SurrogateInputs<'a> {
     pub mask: &'a Mask,
     /// The score of each sample, a constant.
     pub scores: Option<&'a Tensor>,
-    /// Weights for samples of another engine, a constant: `[B, T]`, or `[B, 1]` for one weight per sequence.
+    /// Weights for samples of another engine, a constant: `[B, T]`, or `[B, 1]` for one weight per
+    /// sequence.
     pub importance_weights: Option<&'a Tensor>,
     /// 1 for the tokens that were selected over the whole step, u8.
     pub selected_tokens: Option<&'a Tensor>,
@@ -63,7 +64,8 @@ pub struct SurrogateInputs<'a> {
 pub struct TokenLosses {
     /// The loss of each token, `[B, T]`, with gradient.
     pub loss: Tensor,
-    /// Names and flags, u8 `[B, T]`. The mean of each flag over the mask becomes a metric of that name.
+    /// Names and flags, u8 `[B, T]`. The mean of each flag over the mask becomes a metric of that
+    /// name.
     pub flags: Vec<(&'static str, Tensor)>,
 }
 

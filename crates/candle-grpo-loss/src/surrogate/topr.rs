@@ -19,7 +19,8 @@ pub enum PositiveIf {
 
 /// `-w A log_prob` with the detached weight w (TOPR, <https://arxiv.org/abs/2503.14286>).
 ///
-/// w is `positive_weight` for positive samples, as in supervised learning, and `negative_weight * min(r, 1)` for the others.
+/// w is `positive_weight` for positive samples, as in supervised learning, and `negative_weight *
+/// min(r, 1)` for the others.
 #[doc(alias = "TOPR")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

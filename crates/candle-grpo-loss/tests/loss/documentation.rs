@@ -24,12 +24,13 @@ struct Shown {
     text: String,
 }
 
-/// What stands between the first two backticks.
+/// Returns the text between the first two backticks.
 fn quoted(text: &str) -> Option<&str> {
     text.split('`').nth(1)
 }
 
-/// A column headed "Configuration" holds them; that head names their type or, where it does not, the first name of the row.
+/// A column headed "Configuration" holds them; that head names their type or, where it does not,
+/// the first name of the row.
 fn shown() -> Result<Vec<Shown>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/algorithms.md");
     let page = std::fs::read_to_string(path).map_err(Error::wrap)?;

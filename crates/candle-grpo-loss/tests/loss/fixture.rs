@@ -98,7 +98,8 @@ impl Fixture {
         let flags =
             |x: &[u8]| Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), device);
         let selected = flags(&self.selected)?;
-        // Each row's share of tokens of its prompt: rows 0 and 1 are of one prompt, the others of another.
+        // Each row's share of tokens of its prompt: rows 0 and 1 are of one prompt, the others of
+        // another.
         let prompt_tokens = Tensor::new(&[9f64, 9., 5., 5., 5.], device)?;
         let prompt_tokens = prompt_tokens.narrow(0, rows.start, count)?;
         let mask =

@@ -86,7 +86,8 @@ fn expected(loss: impl Fn(usize) -> f64, slope: impl Fn(usize) -> f64) -> (f64, 
     (total, (0..B * T).map(|i| masked(&slope, i)).collect())
 }
 
-/// Any finite constant above 1 bounds the loss of a negative advantage, whatever the upper clip width.
+/// Any finite constant above 1 bounds the loss of a negative advantage, whatever the upper clip
+/// width.
 #[rstest]
 fn the_dual_clip_is_independent_of_the_upper_width(
     #[values(1.05, 1.4, 3.)] c: f64,
@@ -169,7 +170,8 @@ fn phi(s: &Vespo, log_weight: f64, advantage: f64) -> f64 {
     (lambda + k * log_weight - lambda * log_weight.exp()).exp()
 }
 
-/// A weight of the whole sequence is one factor of the product, a weight per token is a factor for each token.
+/// A weight of the whole sequence is one factor of the product, a weight per token is a factor for
+/// each token.
 #[rstest]
 fn vespo_uses_the_weight_of_a_sequence_once(
     #[values("none", "per token", "[B, 1]", "[B]")] shape: &str,
@@ -212,7 +214,8 @@ fn vespo_uses_the_weight_of_a_sequence_once(
     Ok(())
 }
 
-/// A correction at the level of the sequence gives one weight per sequence, so that VESPO uses it once.
+/// A correction at the level of the sequence gives one weight per sequence, so that VESPO uses it
+/// once.
 #[rstest]
 #[case(ImportanceLevel::Sequence)]
 #[case(ImportanceLevel::SequenceProduct)]
@@ -320,7 +323,8 @@ fn binary_kl(p: f64, q: f64) -> f64 {
     p * (p / q).ln() + (1. - p) * ((1. - p) / (1. - q)).ln()
 }
 
-/// Sampled-token divergences per token and as a mean over the sequence, with probabilities clamped to [1e-6, 1 - 1e-6].
+/// Sampled-token divergences per token and as a mean over the sequence, with probabilities clamped
+/// to [1e-6, 1 - 1e-6].
 #[rstest]
 fn rollout_filters_bound_sampled_token_divergences(
     #[values(
@@ -424,7 +428,8 @@ fn dppo_counts_bounded_weights_among_kept_tokens(
     Ok(())
 }
 
-/// The bonus on a subset is the mean over the subset of the whole step, also if the step is split into micro-batches.
+/// The bonus on a subset is the mean over the subset of the whole step, also if the step is split
+/// into micro-batches.
 #[test]
 fn the_entropy_bonus_on_a_subset_is_a_mean_over_that_subset_of_the_step() -> Result<()> {
     let x = batch();

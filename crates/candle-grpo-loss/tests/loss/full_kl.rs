@@ -91,7 +91,8 @@ fn its_gradient_is_the_finite_difference() -> Result<()> {
         let reference = tensor(&logits(0.7), device)?;
         let kl = Some(KlLoss::given(0.3));
         let value = |x: &[f64]| -> Result<f64> {
-            // The policy term is taken off: its old policy is a constant, and would move along here.
+            // The policy term is taken off: its old policy is a constant, and would move along
+            // here.
             let moved =
                 loss(&tensor(x, device)?, &reference, kl, aggregation)?.to_scalar::<f64>()?;
             let without = loss(&tensor(x, device)?, &reference, None, aggregation)?;

@@ -54,8 +54,8 @@ fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
     Ok(())
 }
 
-/// The value of the sequence ratio with the gradient of each token: with one advantage for a sequence and the mean over
-/// its tokens, the gradient is that of the sequence ratio itself.
+/// The value of the sequence ratio with the gradient of each token: with one advantage for a
+/// sequence and the mean over its tokens, the gradient is that of the sequence ratio itself.
 #[test]
 fn gspo_token_has_the_value_and_gradient_of_gspo() -> Result<()> {
     for device in devices() {
@@ -106,7 +106,8 @@ fn the_unbiased_kl_gradients_are_those_of_k2() -> Result<()> {
     Ok(())
 }
 
-/// Without old log-probs the ratio is 1, and the gradient of every surrogate is that of the policy gradient.
+/// Without old log-probs the ratio is 1, and the gradient of every surrogate is that of the policy
+/// gradient.
 #[test]
 fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
     for device in devices() {
@@ -148,7 +149,8 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
     Ok(())
 }
 
-/// On a bound the clipped and the unclipped loss are equal: the gradient is that of one of them, and not half of each.
+/// On a bound the clipped and the unclipped loss are equal: the gradient is that of one of them,
+/// and not half of each.
 #[rstest]
 #[case(Clip::symmetric(0.))]
 #[case(Clip { delta: Some(1.), ..Clip::symmetric(0.2) })]

@@ -67,7 +67,7 @@ impl Layer {
     }
 }
 
-/// The tensors of a batch besides log-probs and entropy.
+/// The tensors of a batch, without log-probs and entropy.
 struct Tensors {
     old: Tensor,
     reference: Tensor,
@@ -158,7 +158,7 @@ fn every_loss_has_the_gradients_of_its_graph() -> Result<()> {
     Ok(())
 }
 
-/// How hidden states lie in their variable.
+/// The layout of hidden states in their variable.
 #[derive(Debug, Clone, Copy)]
 enum View {
     Dense,
@@ -207,7 +207,8 @@ impl Random {
         Tensor::from_iter(values, device)?.reshape(shape)
     }
 
-    /// `linear_policy_loss` against the loss in a graph of the composed twins, in f64 on the same numbers.
+    /// `linear_policy_loss` against the loss in a graph of the composed twins, in f64 on the same
+    /// numbers.
     fn check(&self, loss: &PolicyLoss, device: &Device) -> Result<()> {
         let &Self {
             batch,
@@ -280,7 +281,8 @@ impl Random {
 
         let layer = LinearLogProb::new(&hidden, &weight, bias.as_deref(), &targets, 0.8, options)?;
         let found = linear_policy_loss(loss, &layer, &batch, &totals)?;
-        // A log-prob is exact to some 4e-6 of its size, and a ratio of a sequence adds those of its tokens up.
+        // A log-prob is exact to some 4e-6 of its size, and a ratio of a sequence adds those of its
+        // tokens up.
         assert_same_output(&found.output, &expected, 1e-4)?;
         let gradients = found.gradients;
         assert_eq!(gradients.bias.is_some(), self.bias);

@@ -1,4 +1,4 @@
-//! What the policy losses promise.
+//! Tests of the policy losses.
 
 mod bad_input;
 mod custom_surrogate;

@@ -1,4 +1,4 @@
-//! What stands outside the mask changes nothing, whatever it is.
+//! Values outside the mask have no effect, whatever they are.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_loss::{Mask, MetricValues, PolicyBatch, PolicyLoss, StepTotals};

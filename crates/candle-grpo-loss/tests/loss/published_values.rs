@@ -290,7 +290,8 @@ fn weight(
     }
 }
 
-/// A bound of GMPO counts only on the side on which it changes something: with `A = 1` above, with `A = -0.5` below.
+/// A bound of GMPO counts only on the side on which it changes something: with `A = 1` above, with
+/// `A = -0.5` below.
 #[test]
 fn gmpo_counts_the_clips_that_act() -> Result<()> {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! Whole recipes: valid, unchanged by a configuration file, and strict about what they are told.
+//! Whole recipes: valid, unchanged by a configuration file, and strict about their input.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_core::{
@@ -64,7 +64,8 @@ fn the_default_recipe_is_grpo() {
     assert_eq!(Recipe::default(), Recipe::grpo());
 }
 
-/// The example of ROLL's documentation: normalized in the group, whitened over the tokens, clipped to 2.
+/// The example of ROLL's documentation: normalized in the group, whitened over the tokens, clipped
+/// to 2.
 #[test]
 fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     for device in devices() {
@@ -134,7 +135,8 @@ fn an_unknown_key_is_an_error(#[case] text: &str, #[case] expected: &str) {
     assert!(error.contains(expected), "{error}");
 }
 
-/// Each row of the documentation's table of recipes, `| name | configuration | source |`, is what its constructor gives.
+/// Each row of the documentation's table of recipes, `| name | configuration | source |`, is what
+/// its constructor gives.
 #[test]
 fn the_documented_configurations_are_the_recipes() -> Result<()> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/algorithms.md");

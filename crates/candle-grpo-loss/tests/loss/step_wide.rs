@@ -9,7 +9,8 @@ use candle_grpo_loss::{
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
-/// Advantages 1 and -1, log-probs whose mean is -1.5: covariances -0.5, 0.5, 1.5 and 1.5, -0.5, 0.5.
+/// Advantages 1 and -1, log-probs whose mean is -1.5: covariances -0.5, 0.5, 1.5 and 1.5, -0.5,
+/// 0.5.
 fn covariances(device: &Device) -> Result<(Tensor, Tensor, Tensor)> {
     let log_probs = Tensor::new(
         &[[-2., -1., 0.], [-3., -1., -2.], [f64::NAN, -1., -1.]],
@@ -163,7 +164,8 @@ fn normalised_weights_have_the_mean_one() -> Result<()> {
     Ok(())
 }
 
-/// A filter of sequences and a bound of tokens in one correction: what is kept is truncated all the same.
+/// A filter of sequences and a bound of tokens in one correction: what is kept is truncated all the
+/// same.
 #[test]
 fn filters_and_weights_are_combined_at_will() -> Result<()> {
     for device in devices() {
@@ -209,7 +211,8 @@ fn a_mean_over_prompts() -> Result<()> {
 #[test]
 fn a_clipped_value_stops_being_drawn() -> Result<()> {
     for device in devices() {
-        // Against a return of 1 and an old value of 0, clip 0.5: within, beyond towards the return, beyond away from it.
+        // Against a return of 1 and an old value of 0, clip 0.5: within, beyond towards the return,
+        // beyond away from it.
         let values = Var::new(&[[0.2f64, 0.8, -2., f64::NAN]], device)?;
         let (old, returns) = (values.zeros_like()?, values.ones_like()?);
         let mask = Tensor::new(&[[1u8, 1, 1, 0]], device)?;
@@ -235,7 +238,8 @@ fn a_clipped_value_stops_being_drawn() -> Result<()> {
     Ok(())
 }
 
-/// `old + (value - old)` is not the value to the last bit: within the clip every value keeps its gradient all the same.
+/// `old + (value - old)` is not the value to the last bit: within the clip every value keeps its
+/// gradient all the same.
 #[test]
 fn values_within_the_clip_keep_their_gradients() -> Result<()> {
     for device in devices() {

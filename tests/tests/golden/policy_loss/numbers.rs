@@ -1,4 +1,5 @@
-//! The inputs of a case as f64 numbers on the host, for metrics that each peer defines in its own way.
+//! The inputs of a case as f64 numbers on the host, for metrics that each peer defines in its own
+//! way.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -17,7 +18,7 @@ pub(super) struct Numbers {
     pub(super) advantages: Vec<f64>,
     /// `log_probs - old_log_probs`, 0 outside the mask.
     pub(super) log_ratio: Vec<f64>,
-    /// Whether a sequence has one advantage for all its tokens.
+    /// True if a sequence has one advantage for all its tokens.
     pub(super) one_advantage: bool,
 }
 
@@ -119,7 +120,8 @@ impl Numbers {
         self.map(|i| of_row[i / self.width])
     }
 
-    /// The log-ratio `d`, 0 outside the mask, at a level. A level of the sequence fills masked positions too.
+    /// The log-ratio `d`, 0 outside the mask, at a level. A level of the sequence fills masked
+    /// positions too.
     pub(super) fn at_level(&self, d: &[f64], level: ImportanceLevel) -> Vec<f64> {
         match level {
             ImportanceLevel::Token => d.to_vec(),
@@ -136,7 +138,8 @@ impl Numbers {
         }
     }
 
-    /// The mean of `d` over the run of consecutive valid positions around each position, 0 outside the mask.
+    /// The mean of `d` over the run of consecutive valid positions around each position, 0 outside
+    /// the mask.
     fn segment_means(&self, d: &[f64]) -> Vec<f64> {
         let mut means = vec![0.; d.len()];
         let mut start = 0;

@@ -48,7 +48,7 @@ pub(super) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
 struct Correction {
     by_sequence: bool,
     gating: Gating,
-    /// Whether weights outside the band are clamped instead of dropped.
+    /// True if weights outside the band are clamped instead of dropped.
     clamps: bool,
     min: f64,
     max: f64,

@@ -230,7 +230,7 @@ impl Roll<'_> {
         Ok(aggregation.apply(&values, &mask, totals)?.to_scalar()?)
     }
 
-    /// As the loss.
+    /// Aggregates values like the loss.
     fn aggregate(&self, values: &[f64]) -> Result<f64> {
         self.apply(self.aggregation, &self.totals, values)
     }
@@ -268,7 +268,8 @@ fn policy_terms(outputs: Outputs, setup: &Setup, tensors: &Tensors) -> Result<Ou
         .out("weighted_pg_loss", &weighted))
 }
 
-/// The weights above the maximum. Padding counts: a weight of the sequence is repeated there, others are 1.
+/// The weights above the maximum. Padding counts: a weight of the sequence is repeated there,
+/// others are 1.
 fn correction_metrics(
     case: &Case,
     outputs: Outputs,

@@ -99,7 +99,8 @@ pub(crate) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
     Ok(setup)
 }
 
-/// The mean entropy of the local tokens that the bonus acts on, divided by the accumulation steps alone.
+/// The mean entropy of the local tokens that the bonus acts on, divided by the accumulation steps
+/// alone.
 fn entropy_bonus(
     setup: &Setup,
     tensors: &Tensors,
@@ -206,7 +207,8 @@ pub(crate) fn metrics(
         .number("kl", metric(metrics, "kl"))?
         .number("entropy", metric(metrics, "entropy"))?;
     if case.expects("out.policy_loss") {
-        // Logged before the division by accumulation, unless the denominator spans the generation batch.
+        // Logged before the division by accumulation, unless the denominator spans the generation
+        // batch.
         let loss_type = case.config.text("loss_type")?;
         let factor = match spans_generation_batch(&loss_type) {
             true => setup.factor,
@@ -229,7 +231,8 @@ pub(crate) fn metrics(
     flags.metrics(outputs, &x)
 }
 
-/// The weight phi is one number per sequence if the advantage is: its mean is then over all sequences.
+/// The weight phi is one number per sequence if the advantage is: its mean is then over all
+/// sequences.
 fn vespo_weight_mean(x: &Numbers, vespo: &Vespo, setup: &Setup) -> Result<f64> {
     let min = 1e-8f64.ln();
     let mut log_weights = x.row_sums(&x.map(|i| x.log_ratio[i].clamp(-20., 20.)));
@@ -265,11 +268,12 @@ fn vespo_weight_mean(x: &Numbers, vespo: &Vespo, setup: &Setup) -> Result<f64> {
     })
 }
 
-/// The positions whose ratio is outside the range on the side that the sign of the advantage makes matter.
+/// The positions whose ratio is outside the range on the side that the sign of the advantage makes
+/// matter.
 struct Flags {
     low: Vec<f64>,
     high: Vec<f64>,
-    /// Whether there is one flag per sequence, and metrics are means over sequences.
+    /// True if there is one flag per sequence, and metrics are means over sequences.
     by_sequence: bool,
 }
 
