@@ -60,9 +60,10 @@ impl PeftConfig {
             ("use_rslora", false.into()),
         ];
         // PEFT usually writes an integer.
-        let lora_alpha = match config.alpha.fract() == 0.0 && config.alpha < 1e15 {
-            true => Value::from(config.alpha as u64),
-            false => Value::from(config.alpha),
+        let lora_alpha = if config.alpha.fract() == 0.0 && config.alpha < 1e15 {
+            Value::from(config.alpha as u64)
+        } else {
+            Value::from(config.alpha)
         };
         Self {
             peft_type: "LORA".to_owned(),

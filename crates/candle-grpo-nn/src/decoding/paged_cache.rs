@@ -126,10 +126,7 @@ impl PagedCache {
                 None => true,
                 Some(span) => span.len == PAGE,
             };
-            let fresh = match full {
-                true => Some(self.take_page()?),
-                false => None,
-            };
+            let fresh = full.then(|| self.take_page()).transpose()?;
             let Some(sequence) = self.sequences.get_mut(&id.0) else {
                 bail!("{id:?}: not in the cache");
             };

@@ -6,22 +6,8 @@ use candle_core::{Result, Shape};
 use candle_grpo_core::validate::{self, check};
 use serde::{Deserialize, Serialize};
 
-use crate::RopeScaling;
-
-/// The family of a decoder, named as `model_type` in a Hugging Face `config.json`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ModelType {
-    /// Llama. SmolLM 1 and 2 are Llamas.
-    #[default]
-    Llama,
-    /// Llama with biases on the query, key and value projections. Qwen2.5 is a Qwen2.
-    Qwen2,
-    /// Llama with an RMSNorm on each head of query and key, before the rotation.
-    Qwen3,
-    /// Llama with blocks that do not rotate, see [`DecoderConfig::no_rope_layers`].
-    SmolLm3,
-}
+use crate::model::family::ModelType;
+use crate::model::rope_scaling::RopeScaling;
 
 /// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is
 /// read, so that a file cannot ask for a longer list.
@@ -134,6 +120,7 @@ impl DecoderConfig {
         ] {
             validate::at_least_one(name, value)?;
         }
+        let family = self.model_type.family();
         let (heads, key_value_heads) = (self.num_attention_heads, self.num_key_value_heads);
         check(
             self.num_hidden_layers <= MAX_LAYERS,
@@ -170,7 +157,7 @@ impl DecoderConfig {
         validate::positive("rope_theta", self.rope_theta)?;
         let rotates = format!("{:?}", self.no_rope_layers);
         check(
-            self.no_rope_layers.is_empty() || self.model_type == ModelType::SmolLm3,
+            self.no_rope_layers.is_empty() || family.no_rope_layers,
             "no_rope_layers",
             &rotates,
             &format!("be empty for model_type {:?}", self.model_type),
@@ -186,11 +173,13 @@ impl DecoderConfig {
                 self.num_hidden_layers
             ),
         )?;
-        let attention_bias = self.model_type != ModelType::Qwen2;
-        let mlp_bias = matches!(self.model_type, ModelType::Llama | ModelType::SmolLm3);
         for (name, value, possible) in [
-            ("attention_bias", self.attention_bias, attention_bias),
-            ("mlp_bias", self.mlp_bias, mlp_bias),
+            (
+                "attention_bias",
+                self.attention_bias,
+                family.optional_attention_bias,
+            ),
+            ("mlp_bias", self.mlp_bias, family.optional_mlp_bias),
         ] {
             check(
                 possible || !value,
@@ -206,12 +195,12 @@ impl DecoderConfig {
     /// Returns whether the query, key and value projections have a bias. That of the output
     /// projection is `attention_bias`.
     pub(crate) fn has_input_biases(&self) -> bool {
-        self.attention_bias || self.model_type == ModelType::Qwen2
+        self.attention_bias || self.model_type.family().input_biases
     }
 
     /// Returns whether each head of query and key is normalized.
     pub(crate) fn has_head_norms(&self) -> bool {
-        self.model_type == ModelType::Qwen3
+        self.model_type.family().head_norms
     }
 
     /// Returns whether query and key of block `layer` are rotated.

@@ -7,6 +7,7 @@ mod attention;
 mod block;
 mod config;
 mod decoder;
+pub(crate) mod family;
 mod frozen_linear;
 mod input;
 mod language_model;
@@ -20,8 +21,9 @@ mod rope_scaling;
 mod router;
 mod value_head;
 
-pub use config::{DecoderConfig, ModelType};
+pub use config::DecoderConfig;
 pub use decoder::Decoder;
+pub use family::ModelType;
 pub use language_model::{Backward, LanguageModel};
 pub use rope_scaling::RopeScaling;
 pub use router::{Router, RouterPass, Routing};

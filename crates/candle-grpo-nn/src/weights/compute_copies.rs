@@ -59,8 +59,9 @@ pub(crate) fn copy(variable: &Var, dtype: DType) -> Result<Tensor> {
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
         bail!("dtype: {dtype:?}, must be F32, BF16 or F16");
     }
-    match variable.dtype() == dtype {
-        true => variable.as_detached_tensor().copy(),
-        false => variable.as_detached_tensor().to_dtype(dtype),
+    if variable.dtype() == dtype {
+        variable.as_detached_tensor().copy()
+    } else {
+        variable.as_detached_tensor().to_dtype(dtype)
     }
 }

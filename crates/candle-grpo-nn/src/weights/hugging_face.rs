@@ -27,14 +27,9 @@ impl DecoderConfig {
 
 fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Value> {
     let mut config = serde_json::to_value(model).map_err(Error::wrap)?;
-    let architecture = match model.model_type {
-        ModelType::Llama => "LlamaForCausalLM",
-        ModelType::Qwen2 => "Qwen2ForCausalLM",
-        ModelType::Qwen3 => "Qwen3ForCausalLM",
-        ModelType::SmolLm3 => "SmolLM3ForCausalLM",
-    };
+    let family = model.model_type.family();
     let extra = [
-        ("architectures", json!([architecture])),
+        ("architectures", json!([family.transformers_class])),
         ("hidden_act", json!("silu")),
         ("torch_dtype", json!("float32")),
         ("head_dim", json!(model.head_dim())),
@@ -46,7 +41,7 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
         if model.rope_scaling == RopeScaling::Default {
             config.insert("rope_scaling".to_owned(), Value::Null);
         }
-        if model.model_type == ModelType::SmolLm3 {
+        if family.no_rope_layers {
             // Without the key, every fourth block of transformers does not rotate.
             let rotates = |layer| u8::from(model.no_rope_layers.get(layer) != Some(&0));
             let layers: Vec<_> = (0..model.num_hidden_layers).map(rotates).collect();
@@ -58,12 +53,12 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
 
 fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     let mut config: Map<String, Value> = serde_json::from_slice(bytes).map_err(Error::wrap)?;
-    let known = ["llama", "qwen2", "qwen3", "smollm3"];
-    match config.get("model_type") {
-        Some(found) if found.as_str().is_some_and(|found| known.contains(&found)) => {}
-        Some(found) => bail!("model_type: {found}, must be one of {known:?}"),
-        None => bail!("model_type: absent, must be one of {known:?}"),
-    }
+    let found = config.get("model_type").unwrap_or(&Value::Null);
+    let Some(model_type) = found.as_str().and_then(ModelType::from_name) else {
+        let known = ModelType::names();
+        bail!("model_type: {found}, must be one of {known:?}");
+    };
+    let family = model_type.family();
     for (key, only) in [
         ("hidden_act", json!("silu")),
         ("use_sliding_window", json!(false)),
@@ -93,9 +88,10 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
             config.remove(key);
         }
     }
-    if config["model_type"] == "qwen3" && absent(&config, "head_dim") {
-        // The default of transformers for a Qwen3.
-        config.insert("head_dim".to_owned(), json!(128));
+    if let Some(head_dim) = family.default_head_dim
+        && absent(&config, "head_dim")
+    {
+        config.insert("head_dim".to_owned(), json!(head_dim));
     }
     if absent(&config, "num_key_value_heads") {
         let heads = config.get("num_attention_heads").cloned();
@@ -110,7 +106,7 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     let mut model: DecoderConfig =
         serde_json::from_value(Value::Object(config)).map_err(Error::wrap)?;
     model.validate()?;
-    if model.model_type == ModelType::SmolLm3 && by_interval {
+    if family.no_rope_layers && by_interval {
         model.no_rope_layers = no_rope_layers(model.num_hidden_layers, interval)?;
     }
     Ok(model)

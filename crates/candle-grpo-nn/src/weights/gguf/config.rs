@@ -53,6 +53,7 @@ pub(super) fn read(
     let num_attention_heads = keys.size("attention.head_count")?;
     let head_dim = keys.optional_size("attention.key_length")?;
     let rope_theta = keys.optional_number("rope.freq_base")?.unwrap_or(1e4);
+    let family = keys.model_type.family();
     let mut config = DecoderConfig {
         model_type: keys.model_type,
         vocab_size,
@@ -67,15 +68,16 @@ pub(super) fn read(
         rms_norm_eps: keys.number("attention.layer_norm_rms_epsilon")?,
         rope_theta,
         rope_scaling: rope::metadata_scaling(&keys)?,
-        no_rope_layers: match keys.model_type {
-            ModelType::SmolLm3 => (1..=num_hidden_layers)
+        no_rope_layers: if family.no_rope_layers {
+            (1..=num_hidden_layers)
                 .map(|layer| u8::from(!layer.is_multiple_of(SMOLLM3_NO_ROPE_INTERVAL)))
-                .collect(),
-            _ => Vec::new(),
+                .collect()
+        } else {
+            Vec::new()
         },
         max_position_embeddings: keys.size("context_length")?,
         tie_word_embeddings: !header.tensors.contains_key(OUTPUT),
-        attention_bias: keys.model_type != ModelType::Qwen2
+        attention_bias: family.optional_attention_bias
             && header.tensors.contains_key(ATTENTION_BIAS),
         mlp_bias: header.tensors.contains_key(MLP_BIAS),
     };
@@ -129,27 +131,24 @@ fn refuse_other_computations(keys: &Keys) -> Result<()> {
 /// The keys of one architecture.
 pub(super) struct Keys<'a> {
     header: &'a Header,
-    pub(super) architecture: &'a str,
+    pub(super) architecture: &'static str,
     pub(super) model_type: ModelType,
 }
 
 impl<'a> Keys<'a> {
     fn new(header: &'a Header) -> Result<Self> {
         const KEY: &str = "general.architecture";
-        const KNOWN: [&str; 4] = ["llama", "qwen2", "qwen3", "smollm3"];
+        let known = ModelType::names();
         let Some(value) = header.metadata.get(KEY) else {
-            bail!("{KEY}: absent, must be one of {KNOWN:?}");
+            bail!("{KEY}: absent, must be one of {known:?}");
         };
-        let (architecture, model_type) = match value.as_str() {
-            Some(name @ "llama") => (name, ModelType::Llama),
-            Some(name @ "qwen2") => (name, ModelType::Qwen2),
-            Some(name @ "qwen3") => (name, ModelType::Qwen3),
-            Some(name @ "smollm3") => (name, ModelType::SmolLm3),
-            _ => bail!("{KEY}: {value}, must be one of {KNOWN:?}"),
+        let model_type = value.as_str().and_then(ModelType::from_name);
+        let Some(model_type) = model_type else {
+            bail!("{KEY}: {value}, must be one of {known:?}");
         };
         Ok(Self {
             header,
-            architecture,
+            architecture: model_type.family().name,
             model_type,
         })
     }

@@ -11,8 +11,8 @@ use candle_core::{Device, Error, Result, Tensor, bail};
 use super::config::{EMBEDDING, OUTPUT};
 use super::header::{Header, TensorPlace};
 use super::rope::FACTORS;
+use crate::DecoderConfig;
 use crate::weights::check::{check_finite, check_names};
-use crate::{DecoderConfig, ModelType};
 
 /// Reads all weights of `config` in f32 by their Hugging Face names.
 pub(super) fn read(
@@ -84,10 +84,10 @@ fn tensor(file: &mut File, place: &TensorPlace) -> Result<Tensor> {
 /// rotates with the second. The files of Llama and SmolLM3 store the two rows of a pair side by
 /// side, in weights and biases.
 fn rotate_by_halves(config: &DecoderConfig, name: &str, tensor: Tensor) -> Result<Tensor> {
-    let heads = match (config.model_type, name) {
-        (ModelType::Qwen2 | ModelType::Qwen3, _) => return Ok(tensor),
-        (_, name) if name.contains(".q_proj.") => config.num_attention_heads,
-        (_, name) if name.contains(".k_proj.") => config.num_key_value_heads,
+    let heads = match name {
+        _ if !config.model_type.family().gguf_adjacent_pairs => return Ok(tensor),
+        name if name.contains(".q_proj.") => config.num_attention_heads,
+        name if name.contains(".k_proj.") => config.num_key_value_heads,
         _ => return Ok(tensor),
     };
     let rows = tensor.dim(0)?;
