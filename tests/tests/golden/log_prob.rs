@@ -29,8 +29,7 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
     outputs(case, &tokens, &[("logits", &logits)])
 }
 
-/// Returns the requested outputs, and the gradients of their sum weighted by the upstream
-/// gradients.
+/// The outputs, and the gradients of their sum weighted by the upstreams.
 pub(crate) fn outputs(
     case: &Case,
     tokens: &TokenLogProbs,

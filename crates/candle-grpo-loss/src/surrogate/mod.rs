@@ -40,8 +40,8 @@ macro_rules! surrogates {
         /// The loss of one token, a function of its ratio, its log-prob and its advantage.
         ///
         /// Every surrogate works with every importance level, correction, regularizer and
-        /// aggregation. The exceptions are [`Self::GeometricMean`] and [`Self::Vespo`]: they reduce
-        /// over the sequence themselves.
+        /// aggregation. The exceptions are [`Self::GeometricMean`] and [`Self::Vespo`]: they
+        /// reduce over the sequence themselves.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
         pub enum Surrogate {

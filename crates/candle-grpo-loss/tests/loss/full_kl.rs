@@ -64,7 +64,7 @@ fn divergence(logits: &[f64], reference: &[f64]) -> f64 {
 // Over three tokens; and over two of the first sequence and one of the second.
 #[case(Aggregation::TokenMean, [1. / 3., 1. / 3., 1. / 3.])]
 #[case(Aggregation::SeqMeanTokenMean, [0.25, 0.25, 0.5])]
-fn it_has_the_coefficient_the_mask_and_the_aggregation_of_any_other(
+fn a_given_kl_has_the_coefficient_mask_and_aggregation_of_an_estimate(
     #[case] aggregation: Aggregation,
     #[case] shares: [f64; 3],
 ) -> Result<()> {
@@ -84,7 +84,7 @@ fn it_has_the_coefficient_the_mask_and_the_aggregation_of_any_other(
 }
 
 #[test]
-fn its_gradient_is_the_finite_difference() -> Result<()> {
+fn the_gradient_of_a_given_kl_is_the_finite_difference() -> Result<()> {
     let aggregation = Aggregation::TokenMean;
     let (policy, step) = (logits(1.3), 1e-6);
     for device in devices() {
@@ -119,7 +119,7 @@ fn its_gradient_is_the_finite_difference() -> Result<()> {
 }
 
 #[test]
-fn what_is_given_outside_the_mask_changes_nothing() -> Result<()> {
+fn kl_values_outside_the_mask_change_nothing() -> Result<()> {
     for device in devices() {
         let log_probs = Tensor::new(&[[-1f64, -2., -0.5], [-0.3, -1., -1.]], device)?;
         let mask = Tensor::new(&MASK, device)?;

@@ -158,7 +158,7 @@ fn every_loss_has_the_gradients_of_its_graph() -> Result<()> {
     Ok(())
 }
 
-/// The layout of hidden states in their variable.
+/// The layout of the hidden states in their variable.
 #[derive(Debug, Clone, Copy)]
 enum View {
     Dense,
@@ -397,7 +397,7 @@ fn masked_hidden_states_may_be_nan_and_what_is_frozen_has_no_gradient() -> Resul
 }
 
 #[test]
-fn log_probs_are_given_once() -> Result<()> {
+fn linear_policy_loss_refuses_given_log_probs_and_entropy() -> Result<()> {
     let fixture = Fixture::new(&Device::Cpu);
     let layer = Layer::new(&fixture, DType::F32)?;
     let tensors = Tensors::new(&fixture, DType::F32)?;

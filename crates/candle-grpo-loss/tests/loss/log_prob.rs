@@ -101,7 +101,7 @@ fn wide_rows_in_bf16_are_summed_in_f32() -> Result<()> {
 }
 
 #[test]
-fn leading_dimensions_and_target_dtypes_are_free() -> Result<()> {
+fn log_prob_accepts_any_leading_dimensions_and_target_dtype() -> Result<()> {
     for device in devices() {
         let logits = Tensor::new(&LOGITS, device)?;
         let targets = Tensor::new(&[2u32, 0, 3], device)?;

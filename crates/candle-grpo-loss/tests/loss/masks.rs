@@ -1,4 +1,4 @@
-//! Values outside the mask have no effect, whatever they are.
+//! Values outside the mask change nothing.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_loss::{Mask, MetricValues, PolicyBatch, PolicyLoss, StepTotals};
@@ -100,7 +100,7 @@ fn masks_of_any_dtype_are_the_same() -> Result<()> {
 }
 
 #[test]
-fn the_last_token_of_each_sequence() -> Result<()> {
+fn the_last_token_of_each_sequence_is_selected() -> Result<()> {
     for device in devices() {
         let mask = Tensor::new(&[[1u8, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]], device)?;
         assert_eq!(

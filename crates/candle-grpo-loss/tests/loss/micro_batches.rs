@@ -42,7 +42,7 @@ fn micro_batches_add_up_to_the_batch(#[case] bounds: &[usize]) -> Result<()> {
 }
 
 #[test]
-fn totals_add_up() -> Result<()> {
+fn totals_of_micro_batches_add_up() -> Result<()> {
     for device in devices() {
         let fixture = Fixture::new(device);
         let totals = fixture.totals()?;

@@ -1,4 +1,4 @@
-//! Whole recipes: valid, unchanged by a configuration file, and strict about their input.
+//! Recipes: valid, unchanged by a configuration file, strict about unknown keys.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_core::{

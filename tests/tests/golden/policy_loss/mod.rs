@@ -116,7 +116,7 @@ pub(crate) struct Setup {
     pub(crate) importance_weights: Option<Tensor>,
     pub(crate) sample_weights: Option<Tensor>,
     pub(crate) policy_mask: Option<Tensor>,
-    /// True if the ratio refers to the rollout policy.
+    /// True if the ratio is taken against the rollout policy.
     pub(crate) against_rollout: bool,
     /// The reason why the library does not reproduce the case.
     pub(crate) defect: Option<String>,

@@ -230,7 +230,7 @@ impl Roll<'_> {
         Ok(aggregation.apply(&values, &mask, totals)?.to_scalar()?)
     }
 
-    /// Aggregates values like the loss.
+    /// The aggregation of the loss.
     fn aggregate(&self, values: &[f64]) -> Result<f64> {
         self.apply(self.aggregation, &self.totals, values)
     }

@@ -273,7 +273,7 @@ fn vespo_weight_mean(x: &Numbers, vespo: &Vespo, setup: &Setup) -> Result<f64> {
 struct Flags {
     low: Vec<f64>,
     high: Vec<f64>,
-    /// True if there is one flag per sequence, and metrics are means over sequences.
+    /// True if there is one flag per sequence, so that metrics are means over sequences.
     by_sequence: bool,
 }
 
