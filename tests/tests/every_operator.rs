@@ -1,5 +1,5 @@
-//! Nothing falls out of the graph in silence: a small decoder of the fused operators finds a
-//! gradient in every input of each, and training moves them all.
+//! Tests of all operators together: in a small decoder every input of every operator has a
+//! gradient, and training changes it.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use candle_grpo_kernels::{
     linear_log_prob, log_prob, rms_norm, rope, scale_gradients, squared_gradient_norms, swiglu,
 };
 use candle_grpo_loss::{PolicyBatch, PolicyLoss, StepTotals};
-use candle_grpo_test_support::{assert_close, devices, numbers};
+use candle_grpo_test_support::{assert_close, devices, noise_tensor, numbers};
 use rstest::rstest;
 
 const VOCAB: usize = 11;
@@ -38,16 +38,16 @@ const MASK: [[u8; 6]; 4] = [
 const RESPONSE_MASK: [[u8; 4]; 4] = [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]];
 const REWARDS: [f32; 4] = [1., 0., 1., 0.];
 
-/// The operator that computes log-probs from hidden states.
+/// The computation of log-probs from hidden states.
 #[derive(Debug, Clone, Copy)]
 enum Output {
     Logits,
     Linear,
-    /// The weight is the embedding as well.
+    /// The weight is also the embedding.
     Tied,
 }
 
-/// A decoder whose variables are made where they are used first.
+/// A decoder that creates a variable at its first use.
 struct Network {
     output: Output,
     dtype: DType,
@@ -76,9 +76,8 @@ impl Network {
         if let Some(variable) = variables.get(name) {
             return Ok(variable.as_tensor().clone());
         }
-        let seed = 100 * variables.len();
-        let values = (0..shape.iter().product()).map(|i| size * ((i * 37 + seed) as f64).sin());
-        let values = Tensor::from_iter(values, &self.device)?.reshape(shape)?;
+        let seed = variables.len() as u64;
+        let values = (noise_tensor(shape, seed, DType::F32, &self.device)? * size)?;
         let variable = Var::from_tensor(&values.to_dtype(dtype)?)?;
         let tensor = variable.as_tensor().clone();
         variables.insert(name, variable);
@@ -89,20 +88,20 @@ impl Network {
         self.variable(name, shape, 0.5, self.dtype)
     }
 
-    /// An input of an operator: `x` plus a variable that reaches the loss through this operator
-    /// alone.
+    /// Returns an input of an operator: `x` plus a variable that reaches the loss only through this
+    /// operator.
     fn input(&self, name: &'static str, x: &Tensor) -> Result<Tensor> {
         x + self.variable(name, x.dims(), 0.05, x.dtype())?
     }
 
-    /// In f32: Candle has no product of bf16 on the CPU.
+    /// Computes a linear map in f32, because Candle has no bf16 product on the CPU.
     fn linear(&self, name: &'static str, x: &Tensor, width: usize) -> Result<Tensor> {
         let weight = self.weight(name, &[width, x.dim(1)?])?;
         let wide = |x: &Tensor| x.to_dtype(DType::F32);
         wide(x)?.matmul(&wide(&weight)?.t()?)?.to_dtype(self.dtype)
     }
 
-    /// Cosines and sines of the angles of all positions, `[B * S, HEAD / 2]`.
+    /// Returns cosines and sines of the angles of all positions, `[B * S, HEAD / 2]`.
     fn angles(&self) -> Result<(Tensor, Tensor)> {
         let length = IDS[0].len();
         let angles = (0..IDS.len() * length).flat_map(|row| {
@@ -112,7 +111,7 @@ impl Network {
         Ok((angles.cos()?, angles.sin()?))
     }
 
-    /// Final hidden states of the positions that predict responses, `[B, T, WIDTH]`.
+    /// Returns the final hidden states at the positions that predict responses, `[B, T, WIDTH]`.
     fn hidden(&self, table: &Tensor, ids: &Tensor) -> Result<Tensor> {
         let mask = Tensor::new(&MASK, &self.device)?;
         let (cos, sin) = self.angles()?;
@@ -204,8 +203,8 @@ impl Network {
         Ok(loss.compute(&batch, &StepTotals::count(&mask)?)?.loss)
     }
 
-    /// The gradients of all variables, in the order of their names, each finite and somewhere not
-    /// 0.
+    /// Returns the gradients of all variables, in the order of their names. Checks that each is
+    /// finite and not 0 everywhere.
     fn gradients(&self, store: &GradStore) -> Result<Vec<Tensor>> {
         let variables = self.variables.borrow();
         let gradients = variables.iter().map(|(name, variable)| {
@@ -236,7 +235,7 @@ impl Network {
     }
 }
 
-/// The optimizer state of a variable.
+/// Optimizer state of a variable.
 struct State {
     variable: Var,
     master: Option<Var>,
@@ -276,7 +275,7 @@ fn norm(gradients: &[&Tensor]) -> Result<f64> {
 }
 
 #[rstest]
-fn training_finds_a_gradient_in_every_input_and_moves_it(
+fn every_input_has_a_gradient_and_training_changes_it(
     #[values(Output::Logits, Output::Linear, Output::Tied)] output: Output,
     #[values(DType::F32, DType::BF16)] dtype: DType,
 ) -> Result<()> {
@@ -327,7 +326,7 @@ fn training_finds_a_gradient_in_every_input_and_moves_it(
     Ok(())
 }
 
-/// In training a result that lost its graph hides behind another.
+/// In training another result would hide a result without a graph.
 #[rstest]
 fn each_result_of_log_prob_has_a_gradient_of_every_input(
     #[values(Output::Logits, Output::Linear)] output: Output,
