@@ -1,4 +1,4 @@
-//! Prompts and responses as tensors.
+//! Batches of prompts and responses as tensors.
 
 use std::collections::BTreeMap;
 
@@ -11,23 +11,26 @@ use crate::Rollout;
 
 /// The tokens of B sequences: prompts padded on the left to P, responses padded on the right to T.
 ///
-/// The last token of a response is only ever predicted, so the inputs are P + T - 1 wide.
+/// The last token of a response is never an input, so the inputs are P + T - 1 wide.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
-    /// What the decoder reads, u32 `[B, P + T - 1]`.
+    /// Input tokens of the decoder, u32 `[B, P + T - 1]`.
     pub input_ids: Tensor,
-    /// 1 where `input_ids` has a token and 0 where it has padding, u32 `[B, P + T - 1]`.
+    /// 1 at tokens of `input_ids` and 0 at padding, u32 `[B, P + T - 1]`.
     pub attention_mask: Tensor,
-    /// The responses, u32 `[B, T]`.
+    /// Response tokens, u32 `[B, T]`.
     pub targets: Tensor,
-    /// 1 where `targets` has a token that counts and 0 elsewhere, where there is padding at least: `[B, T]` of any dtype.
+    /// Response mask, `[B, T]` of any dtype: 1 at trained tokens of `targets`, 0 elsewhere,
+    /// including padding.
     pub response_mask: Tensor,
 }
 
 impl TokenBatch {
-    /// A batch of (prompt, response) pairs.
+    /// Creates a batch of (prompt, response) pairs.
     ///
-    /// Errs if there are no pairs, or a prompt or a response has no tokens.
+    /// # Errors
+    ///
+    /// Returns an error if there are no pairs, or a prompt or a response has no tokens.
     pub fn new(pairs: &[(&[u32], &[u32])], device: &Device) -> Result<Self> {
         ensure!(
             !pairs.is_empty(),
@@ -58,7 +61,8 @@ impl TokenBatch {
         })
     }
 
-    /// Creates the batch of `rollouts`. Tokens that the policy did not write are context: they are not in the response mask.
+    /// Creates the batch of `rollouts`. Tokens that the policy did not write are context: they are
+    /// not in the response mask.
     ///
     /// # Errors
     ///
@@ -88,9 +92,11 @@ impl TokenBatch {
         })
     }
 
-    /// The number of sequences (B) and the length of the longest response (T).
+    /// Returns the number of sequences (B) and the length of the longest response (T).
     ///
-    /// Errs, with the name of the field, if the shapes do not belong together.
+    /// # Errors
+    ///
+    /// Returns an error that names the field if the shapes do not match.
     pub fn dims(&self) -> Result<(usize, usize)> {
         let &[b, t] = self.targets.dims() else {
             bail!("targets: shape {:?}, must be [B, T]", self.targets.dims());
@@ -112,7 +118,7 @@ impl TokenBatch {
         Ok((b, t))
     }
 
-    /// `len` sequences from `start` on.
+    /// Returns `len` sequences, starting at `start`.
     pub fn narrow(&self, start: usize, len: usize) -> Result<Self> {
         let (b, _) = self.dims()?;
         ensure!(
@@ -132,44 +138,47 @@ impl TokenBatch {
     }
 }
 
-/// What an update of the policy is computed from. A loss that needs what is absent gives an error that names it.
+/// The inputs of a policy update. A loss that needs an absent tensor returns an error that names
+/// it.
 #[derive(Debug, Clone)]
 pub struct TrainingBatch {
     /// The sequences.
     pub tokens: TokenBatch,
-    /// How much better than its group each sequence did, f32 `[B]`, or each token `[B, T]`.
+    /// Advantages per sequence, f32 `[B]`, or per token, `[B, T]`.
     pub advantages: Tensor,
-    /// Log-probs under the policy before the step, f32 `[B, T]`. Absent: the update is the first after sampling, the
-    /// policy is still the one that drew.
+    /// Log-probs under the policy before the step, f32 `[B, T]`. Absent for the first update after
+    /// sampling, where the policy equals the sampling policy.
     pub old_log_probs: Option<Tensor>,
     /// Log-probs under the reference policy, f32 `[B, T]`, for a KL loss.
     pub ref_log_probs: Option<Tensor>,
-    /// What a critic expected at each token, f32 `[B, T]`, for a value loss that clips.
+    /// Values of the critic at each token, f32 `[B, T]`, for a value loss that clips.
     pub values: Option<Tensor>,
-    /// What it should have expected, f32 `[B, T]`.
+    /// Returns, the targets of the critic, f32 `[B, T]`.
     pub returns: Option<Tensor>,
-    /// Log-probs that the sampler recorded, f32 `[B, T]`, for [`PolicyLoss::off_policy_threshold`](candle_grpo_loss::PolicyLoss::off_policy_threshold).
+    /// Log-probs of the sampler, f32 `[B, T]`, for
+    /// [`PolicyLoss::off_policy_threshold`](candle_grpo_loss::PolicyLoss::off_policy_threshold).
     pub rollout_log_probs: Option<Tensor>,
-    /// The score of each sequence before any shaping, f32 `[B]`.
+    /// Score of each sequence before shaping, f32 `[B]`.
     pub scores: Option<Tensor>,
     /// Weights of the policy term for samples of another engine, f32 `[B, T]`, from
     /// [`RolloutCorrection`](candle_grpo_loss::RolloutCorrection).
     pub importance_weights: Option<Tensor>,
-    /// A weight of the policy term for each sequence, f32 `[B]`.
+    /// Weight of the policy term for each sequence, f32 `[B]`.
     pub sample_weights: Option<Tensor>,
-    /// 1 where the policy term counts, `[B, T]`.
+    /// Mask of the policy term, `[B, T]`.
     pub policy_mask: Option<Tensor>,
-    /// 1 where the entropy bonus counts, `[B, T]`; absent: on every token of the response mask.
+    /// Mask of the entropy bonus, `[B, T]`; absent: the response mask.
     pub entropy_mask: Option<Tensor>,
-    /// 1 for the tokens that [`PolicyLoss::select_tokens`](candle_grpo_loss::PolicyLoss::select_tokens) took from the whole optimiser step, `[B, T]`.
+    /// Tokens that [`PolicyLoss::select_tokens`](candle_grpo_loss::PolicyLoss::select_tokens)
+    /// selected over the whole optimizer step, as 1, `[B, T]`.
     pub selected_tokens: Option<Tensor>,
-    /// For each sequence the tokens that its prompt has in the whole optimiser step, f32 `[B]`, from
-    /// [`prompt_tokens_to_host`].
+    /// Number of tokens of the prompt of each sequence in the whole optimizer step, f32 `[B]`,
+    /// from [`prompt_tokens_to_host`].
     pub prompt_tokens: Option<Tensor>,
 }
 
 impl TrainingBatch {
-    /// A batch with nothing but advantages: right for a first update after sampling without a KL loss.
+    /// Creates a batch with only advantages, for a first update after sampling without a KL loss.
     pub fn new(tokens: TokenBatch, advantages: Tensor) -> Self {
         Self {
             tokens,
@@ -189,9 +198,11 @@ impl TrainingBatch {
         }
     }
 
-    /// The number of sequences (B) and the length of the longest response (T).
+    /// Returns the number of sequences (B) and the length of the longest response (T).
     ///
-    /// Errs, with the name of the field, if the shapes do not belong together.
+    /// # Errors
+    ///
+    /// Returns an error that names the field if the shapes do not match.
     pub fn dims(&self) -> Result<(usize, usize)> {
         let (b, t) = self.tokens.dims()?;
         let advantages = self.advantages.dims();
@@ -230,7 +241,7 @@ impl TrainingBatch {
         Ok((b, t))
     }
 
-    /// The batch in pieces of `size` sequences; the last one may be smaller.
+    /// Splits the batch into parts of `size` sequences; the last part may be smaller.
     pub fn split(&self, size: usize) -> Result<Vec<Self>> {
         ensure!(size > 0, "micro_batch_size: 0, must be at least 1");
         let (total, _) = self.dims()?;
@@ -243,9 +254,11 @@ impl TrainingBatch {
             .collect()
     }
 
-    /// The sequences of these numbers, in this order; a number may come again.
+    /// Selects the sequences with these indices, in this order. An index may repeat.
     ///
-    /// Errs if there are none, or one is not below B.
+    /// # Errors
+    ///
+    /// Returns an error if there are no indices, or one is not below B.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let (b, _) = self.dims()?;
         ensure!(
@@ -280,7 +293,7 @@ impl TrainingBatch {
         })
     }
 
-    /// What a loss is computed from, but for the log-probs `[B, T]` that the policy gives now.
+    /// Returns the inputs of a loss, with the current log-probs `[B, T]` of the policy.
     pub fn policy_batch(&self) -> PolicyBatch<'_> {
         let mut batch =
             PolicyBatch::without_log_probs(&self.advantages, &self.tokens.response_mask);
@@ -318,12 +331,15 @@ impl TrainingBatch {
     }
 }
 
-/// For each sequence of an optimiser step, how many tokens of `response_mask` `[B, T]` the sequences that answer its
-/// prompt have together, f32 `[B]`; and how many prompts have a token, for
-/// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts). `prompts` says which prompt each sequence answers.
+/// Counts the tokens per prompt over an optimizer step.
 ///
-/// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs both. The lengths are
-/// copied to the host.
+/// Returns, for each sequence, the number of tokens in `response_mask` `[B, T]` of all sequences
+/// with its prompt, f32 `[B]`, and the number of prompts with a token, for
+/// [`StepTotals::prompts`](candle_grpo_loss::StepTotals::prompts). `prompts` has the prompt of each
+/// sequence.
+///
+/// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs
+/// both. Synchronizes with the device.
 pub fn prompt_tokens_to_host(response_mask: &Tensor, prompts: &[usize]) -> Result<(Tensor, f64)> {
     let lengths = Mask::new(response_mask)?
         .lengths(DType::F32)?
@@ -356,8 +372,9 @@ fn ensure_dims(name: &str, x: &Tensor, dims: &[usize]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the log-probs that the generator reported, f32 `[B, T]`: those of the policy, or of the distribution drawn from if
-/// it does not compute these. 0 for padding and for tokens that the policy did not write.
+/// Returns the log-probs that the generator reported, f32 `[B, T]`: those of the policy, or of the
+/// distribution drawn from if it does not compute these. 0 for padding and for tokens that the
+/// policy did not write.
 ///
 /// # Errors
 ///

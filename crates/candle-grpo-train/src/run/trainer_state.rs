@@ -93,8 +93,8 @@ impl Models {
         )?)
     }
 
-    /// Reads what [`Self::save`] wrote, and the weights of the policy. `now` is the state of the new run, which must have the
-    /// same parts.
+    /// Reads what [`Self::save`] wrote, and the weights of the policy. `now` is the state of the
+    /// new run, which must have the same parts.
     pub(crate) fn load(&mut self, folder: &Path, now: &TrainerState) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
         let file = fs::read(folder.join(STATE)).context(STATE)?;

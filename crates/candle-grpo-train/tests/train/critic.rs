@@ -38,7 +38,7 @@ fn config() -> TrainConfig {
     config
 }
 
-/// How many of its characters are an "a".
+/// The share of the character "a".
 fn share_of_a(sample: &Sample) -> f32 {
     let a = sample.completion.matches('a').count();
     a as f32 / sample.completion_tokens.len() as f32

@@ -52,7 +52,7 @@ fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Traine
     Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config).unwrap()
 }
 
-/// How many of its characters are an "a".
+/// The share of the character "a".
 fn share_of_a(sample: &Sample) -> f32 {
     let a = sample.completion.matches('a').count();
     a as f32 / sample.completion_tokens.len() as f32
@@ -574,7 +574,8 @@ fn coefficients_are_steered() {
     let mut trainer = trainer(share_of_a, config.clone());
     let first = trainer.step().unwrap();
     assert_eq!(first.policy["reward_kl_coef"], 0.2);
-    // The policy is still the reference: the divergence is 0, an error of -0.2 in 12 samples of 100.
+    // The policy is still the reference: the divergence is 0, an error of -0.2 in 12 samples of
+    // 100.
     let second = trainer.step().unwrap();
     assert!((second.policy["reward_kl_coef"] - 0.2 * (1. - 0.2 * 0.12)).abs() < 1e-9);
     assert_eq!(trainer.actor().config().policy_loss.entropy_coef, 0.01);
