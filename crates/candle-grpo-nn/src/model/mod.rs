@@ -1,7 +1,7 @@
 //! The decoder and its parts.
 //!
 //! Each part has its forward and its backward pass in one file. Sampling with a cache takes the
-//! same forward pass with another [context](pass::Context).
+//! same forward pass with another context.
 
 mod attention;
 mod block;
