@@ -77,7 +77,7 @@ impl Template {
     ///
     /// # Errors
     ///
-    /// If the row lacks a column.
+    /// If a column is absent or null.
     pub fn fill(&self, columns: &Value) -> Result<String> {
         let mut filled = String::new();
         for part in &self.parts {
@@ -85,6 +85,7 @@ impl Template {
                 Part::Text(text) => filled.push_str(text),
                 Part::Column(name) => match columns.get(name) {
                     Some(Value::String(text)) => filled.push_str(text),
+                    Some(Value::Null) => bail!("column {name:?} of {:?}: null", self.text),
                     Some(value) => filled.push_str(&value.to_string()),
                     None => bail!("column {name:?} of {:?}: absent", self.text),
                 },
@@ -108,6 +109,11 @@ mod tests {
         };
         assert_eq!(fill("{a}{b c}{{a}}").unwrap(), "1[2]{a}");
         assert_eq!(fill("").unwrap(), "");
+        let error = Template::new("{a}").unwrap().fill(&json!({"a": null}));
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "column \"a\" of \"{a}\": null"
+        );
         for text in ["{a", "a}", "{}", "{a{b}}"] {
             assert!(Template::new(text).is_err(), "{text:?}");
         }

@@ -22,17 +22,13 @@ pub struct NotFinite {
 
 impl NotFinite {
     pub(crate) fn new(tensor: impl Into<String>) -> Self {
-        Self {
-            tensor: tensor.into(),
-            consequence: "nothing was learned from it",
-        }
+        Self::with_consequence(tensor, "nothing was learned from it")
     }
 
-    /// The error of a weight that training has ruined.
-    pub(crate) fn of_weight(tensor: impl Into<String>) -> Self {
+    pub(crate) fn with_consequence(tensor: impl Into<String>, consequence: &'static str) -> Self {
         Self {
             tensor: tensor.into(),
-            consequence: "the run has diverged and is not saved; resume from the last checkpoint with a lower learning rate",
+            consequence,
         }
     }
 

@@ -1,6 +1,8 @@
 //! Sampling of one token from one row of logits.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
+
+use crate::NotFinite;
 
 /// Number of tokens per block with a cached sum.
 const BLOCK: usize = 512;
@@ -26,7 +28,8 @@ impl<'a> Distribution<'a> {
             .iter()
             .position(|x| x.is_nan() || *x == f32::INFINITY)
         {
-            bail!("the logit of token {token} is {}", logits[token]);
+            let logit = format!("the logit of token {token} ({})", logits[token]);
+            return Err(NotFinite::with_consequence(logit, "no token can be drawn").into());
         }
         let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         ensure!(
@@ -195,8 +198,14 @@ mod tests {
     #[test]
     fn bad_logits_are_errors() {
         for (logits, words) in [
-            ([0.0, f32::NAN], "the logit of token 1 is NaN"),
-            ([f32::INFINITY, 0.0], "the logit of token 0 is inf"),
+            (
+                [0.0, f32::NAN],
+                "the logit of token 1 (NaN): not finite, no token can be drawn",
+            ),
+            (
+                [f32::INFINITY, 0.0],
+                "the logit of token 0 (inf): not finite, no token can be drawn",
+            ),
             ([f32::NEG_INFINITY; 2], "no token has a logit above -inf"),
         ] {
             let error = Distribution::new(&logits, 1.).err().unwrap().to_string();

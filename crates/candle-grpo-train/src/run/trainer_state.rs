@@ -23,6 +23,9 @@ const REFERENCE: &str = "reference.safetensors";
 const CRITIC: &str = "critic.safetensors";
 const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
 
+const DIVERGED: &str = "the run has diverged and is not saved; resume from the last checkpoint \
+    with a lower learning rate";
+
 /// The state that the steps of a [`Trainer`](crate::Trainer) change, except weights and optimizers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -182,7 +185,9 @@ impl Models {
 fn check_weights(parameters: &Parameters, owner: &str) -> Result<()> {
     for (name, variable) in parameters.iter() {
         if !all_finite(variable)? {
-            return Err(NotFinite::of_weight(format!("{owner}weight {name}")).into());
+            return Err(
+                NotFinite::with_consequence(format!("{owner}weight {name}"), DIVERGED).into(),
+            );
         }
     }
     Ok(())

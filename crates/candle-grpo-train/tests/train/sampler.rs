@@ -437,6 +437,6 @@ fn a_policy_that_is_not_finite_is_an_error_that_names_the_completion() {
     let error = sampler.sample(&all(&prompts(&["abc"])), 2, 0).unwrap_err();
     assert_eq!(
         format!("{error:#}"),
-        "completion 0 of prompt 0, token 0: the logit of token 0 is NaN"
+        "completion 0 of prompt 0, token 0: the logit of token 0 (NaN): not finite, no token can be drawn"
     );
 }
