@@ -4,7 +4,7 @@ use std::fs;
 
 use crate::common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
 use candle_core::Device;
-use candle_grpo_train::{Pretrained, RunDir, Sample, TrainConfig, Trainer};
+use candle_grpo_train::{NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer};
 use serde_json::json;
 
 /// A policy after one optimizer step.
@@ -36,6 +36,32 @@ fn checkpoint() -> tempfile::TempDir {
         .write_checkpoint(folder.path(), &pretrained())
         .unwrap();
     folder
+}
+
+/// The previous checkpoint stays, and nothing of the new one is left.
+#[test]
+fn weights_that_are_not_finite_are_not_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = RunDir::checkpoints(folder.path());
+    let trainer = trainer();
+    let write = |step: usize| {
+        checkpoints.write(step, |folder| {
+            trainer.write_checkpoint(folder, &pretrained())
+        })
+    };
+    write(1).unwrap();
+    let name = "model.norm.weight";
+    for value in [f32::NAN, f32::INFINITY] {
+        let weight = trainer.actor().parameters().get(name).unwrap();
+        let ruined = (weight.ones_like().unwrap() * f64::from(value)).unwrap();
+        weight.set(&ruined).unwrap();
+        let error = write(2).unwrap_err();
+        let not_finite = error.downcast_ref::<NotFinite>().expect("another error");
+        assert_eq!(not_finite.tensor(), "weight model.norm.weight");
+    }
+    let left = std::fs::read_dir(folder.path().join("checkpoints")).unwrap();
+    assert_eq!(left.count(), 1);
+    assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 1);
 }
 
 #[test]
