@@ -130,7 +130,7 @@ fn settings_that_contradict_adapters_are_errors() {
         alpha: 1.,
     });
     let error = config.validate().unwrap_err().to_string();
-    assert!(error.contains("given together with adapters"), "{error}");
+    assert!(error.contains("must be absent with adapters"), "{error}");
     config.reference_refresh = None;
     config.adapters = Some(LoraConfig::all_linear(0, 1.));
     let made = Trainer::new(
@@ -142,5 +142,5 @@ fn settings_that_contradict_adapters_are_errors() {
         config,
     );
     let error = format!("{:#}", made.err().unwrap());
-    assert!(error.starts_with("adapters: rank: 0"), "{error}");
+    assert!(error.contains("rank: 0"), "{error}");
 }

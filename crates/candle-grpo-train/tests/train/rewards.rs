@@ -72,7 +72,7 @@ fn a_sum_keeps_its_terms_apart() {
 #[case(json!([{"kind": "numeric", "colum": "x"}]), "unknown field `colum`")]
 #[case(json!([{"kind": "numerik"}]), "unknown variant `numerik`")]
 #[case(json!([{"kind": "regex", "pattern": "("}]), "pattern: \"(\"")]
-#[case(json!([{"kind": "json", "weight": "much"}]), "weight: invalid type")]
+#[case(json!([{"kind": "json", "weight": "much"}]), "expected f64")]
 #[case(json!([{"kind": "tags", "tags": []}]), "tags: none")]
 #[case(json!([{"kind": "length", "max_length": 1, "buffer": 2}]), "buffer: 2")]
 #[case(json!([{"kind": "repetition", "ngram": 0}]), "ngram: 0")]

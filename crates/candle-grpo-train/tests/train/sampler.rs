@@ -302,7 +302,7 @@ fn bad_requests_are_errors_that_say_what_to_change() {
 #[case(|c: &mut SamplingConfig| c.top_p = 0., "top_p: 0, must be above 0 and at most 1")]
 #[case(|c: &mut SamplingConfig| c.top_p = 1.01, "top_p: 1.01, ")]
 #[case(|c: &mut SamplingConfig| c.top_p = f64::NAN, "top_p: NaN, ")]
-#[case(|c: &mut SamplingConfig| c.min_p = -0.1, "min_p: -0.1, must be at least 0")]
+#[case(|c: &mut SamplingConfig| c.min_p = -0.1, "min_p: -0.1, must be from 0 to 1")]
 #[case(|c: &mut SamplingConfig| c.min_p = 1.1, "min_p: 1.1, ")]
 #[case(|c: &mut SamplingConfig| c.max_batch_size = 0, "max_batch_size: 0, must be at least 1")]
 #[case(|c: &mut SamplingConfig| c.stop_strings = vec!["a".to_owned(), String::new()], "stop_strings[1]: \"\", must have at least one character")]

@@ -334,7 +334,7 @@ fn check_refuses_content_that_is_not_text() {
         fails(
             &grpo(folder.path(), &[command, "run.yaml"]),
             4,
-            "message 0 has content of type \"image_url\", must be \"text\"",
+            "message 0: the content has a part of type \"image_url\", must be text",
         );
     }
 }
