@@ -1,5 +1,6 @@
 //! Configuration files.
 
+mod default_grpo;
 mod documentation;
 mod examples;
 mod roll_file;
