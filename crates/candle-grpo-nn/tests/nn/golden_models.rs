@@ -16,6 +16,7 @@ use candle_grpo_nn::optim::DecayRule;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, PagedCache, Parameters, SequenceId,
 };
+use rstest::rstest;
 use serde_json::Value;
 
 use crate::small::{max_difference, next_token_log_probs, next_token_loss, recorded_gradients};
@@ -152,25 +153,24 @@ fn batch(tensors: &HashMap<String, Tensor>, ids: &str) -> Result<(Tensor, Tensor
     ))
 }
 
-#[test]
-fn golden_models_logits_log_probs_and_loss_are_those_of_transformers() -> Result<()> {
-    for file in ["golden", "golden_left"] {
-        let name = format!("{file}.safetensors");
-        for_each_case(&format!("{file} forward"), &name, |case| {
-            let golden = case.tensors(&name)?;
-            let decoder = case.decoder()?;
-            let (ids, mask) = batch(&golden, "in.input_ids")?;
-            let logits = decoder.logits(&decoder.padded_hidden_states(&ids, &mask)?)?;
-            // Numbers at padding are stored as zero and mean nothing.
-            let logits = logits.broadcast_mul(&mask.to_dtype(DType::F32)?.unsqueeze(2)?)?;
-            case.near(file, "logits", &logits, &golden["out.logits"])?;
-            let (log_probs, _) = next_token_log_probs(&decoder, &ids, &mask)?;
-            case.near(file, "log_probs", &log_probs, &golden["out.log_probs"])?;
-            let loss = next_token_loss(&decoder, &ids, &mask)?;
-            case.near(file, "loss", &loss, &golden["out.loss"])
-        })?;
-    }
-    Ok(())
+#[rstest]
+fn golden_models_logits_log_probs_and_loss_are_those_of_transformers(
+    #[values("golden", "golden_left")] file: &str,
+) -> Result<()> {
+    let name = format!("{file}.safetensors");
+    for_each_case(&format!("{file} forward"), &name, |case| {
+        let golden = case.tensors(&name)?;
+        let decoder = case.decoder()?;
+        let (ids, mask) = batch(&golden, "in.input_ids")?;
+        let logits = decoder.logits(&decoder.padded_hidden_states(&ids, &mask)?)?;
+        // Numbers at padding are stored as zero and mean nothing.
+        let logits = logits.broadcast_mul(&mask.to_dtype(DType::F32)?.unsqueeze(2)?)?;
+        case.near(file, "logits", &logits, &golden["out.logits"])?;
+        let (log_probs, _) = next_token_log_probs(&decoder, &ids, &mask)?;
+        case.near(file, "log_probs", &log_probs, &golden["out.log_probs"])?;
+        let loss = next_token_loss(&decoder, &ids, &mask)?;
+        case.near(file, "loss", &loss, &golden["out.loss"])
+    })
 }
 
 #[test]
