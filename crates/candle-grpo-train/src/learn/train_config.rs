@@ -21,7 +21,8 @@ pub enum OldLogProbs {
     Recompute,
     /// What the sampler recorded while it drew: saves the pass. Here they differ by rounding only.
     Sampler,
-    /// The policy itself: saves the pass too, where a step makes one update, so that the policy is still the one that drew.
+    /// The policy itself: saves the pass too, where a step makes one update, so that the policy is
+    /// still the one that drew.
     Current,
 }
 
@@ -48,34 +49,37 @@ pub enum OldLogProbs {
 pub struct TrainConfig {
     /// Prompts in a step.
     ///
-    /// Where the data set begins anew, or is smaller than this, a prompt may occur more than once in a step. Each
-    /// occurrence then has completions, and a group, of its own.
+    /// Where the data set begins anew, or is smaller than this, a prompt may occur more than once
+    /// in a step. Each occurrence then has completions, and a group, of its own.
     pub prompts_per_step: usize,
     /// Completions of each prompt: its group.
     pub num_generations: usize,
     /// How completions are drawn. Its seed decides the order of the prompts too.
     pub sampling: SamplingConfig,
-    /// The algorithm: what is done to rewards, which groups a step is made of, how rewards become advantages, and what is
-    /// minimised. With a KL term the policy at the start of the run is kept as the reference.
+    /// The algorithm: what is done to rewards, which groups a step is made of, how rewards become
+    /// advantages, and what is minimised. With a KL term the policy at the start of the run is
+    /// kept as the reference.
     pub recipe: Recipe,
-    /// How often a step samples in place of the groups that [`Recipe::group_filter`] drops, the first time included; it
-    /// then trains on what it has. With 1 nothing is sampled in their place.
+    /// How often a step samples in place of the groups that [`Recipe::group_filter`] drops, the
+    /// first time included; it then trains on what it has. With 1 nothing is sampled in their
+    /// place.
     pub max_sampling_batches: usize,
-    /// Which completions are trained on. The others take part in the statistics of their groups, unless the advantage says
-    /// otherwise, and are masked in the loss and its denominators.
+    /// Which completions are trained on. The others take part in the statistics of their groups,
+    /// unless the advantage says otherwise, and are masked in the loss and its denominators.
     pub sample_filters: Vec<SampleFilter>,
-    /// The share of the tokens, those where the policy before the step has the highest entropy, on which the policy term
-    /// counts (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`); absent: all.
+    /// The share of the tokens, those where the policy before the step has the highest entropy, on
+    /// which the policy term counts (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`); absent: all.
     pub top_entropy: Option<f64>,
-    /// Completions with telling scores are trained on more often: as many as there are, drawn from them with replacement
-    /// after advantages are taken (PF-PPO, <https://arxiv.org/abs/2409.06957>).
+    /// Completions with telling scores are trained on more often: as many as there are, drawn from
+    /// them with replacement after advantages are taken (PF-PPO, <https://arxiv.org/abs/2409.06957>).
     pub resampling: Option<ScoreResampling>,
-    /// Low-rank adapters to train in place of all parameters. The reference is then the policy without them. Absent: all
-    /// parameters train.
+    /// Low-rank adapters to train in place of all parameters. The reference is then the policy
+    /// without them. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
     /// How the reference follows the policy; absent: it stays as it is.
     pub reference_refresh: Option<ReferenceRefresh>,
-    /// What steers the coefficient of a KL penalty in the rewards of tokens, in place of the fixed one in the recipe.
+    /// What steers the coefficient of a KL penalty in the rewards of tokens, in place of the fixed
+    /// one in the recipe.
     pub reward_kl: Option<KlController>,
     /// What steers the coefficient of the entropy bonus, in place of the fixed one in the recipe.
     pub adaptive_entropy: Option<AdaptiveEntropy>,
@@ -89,8 +93,9 @@ pub struct TrainConfig {
     pub mini_batch_size: Option<usize>,
     /// Completions for each backward pass. It bounds the memory and does not change the update.
     pub micro_batch_size: usize,
-    /// Whether the policy keeps only the input of each block for the backward pass, and computes the rest again: memory that
-    /// hardly grows with the number of blocks, for a third more time.
+    /// Whether the policy keeps only the input of each block for the backward pass, and computes
+    /// the rest again: memory that hardly grows with the number of blocks, for a third more
+    /// time.
     pub activation_checkpointing: bool,
     /// What policy and reference compute in. The weights that train are f32 whatever it is.
     pub compute_dtype: ComputeDType,
@@ -136,11 +141,13 @@ impl Default for TrainConfig {
 }
 
 impl TrainConfig {
-    /// Checks everything that does not depend on the model. [`Trainer::new`](crate::Trainer::new) checks it, too.
+    /// Checks everything that does not depend on the model. [`Trainer::new`](crate::Trainer::new)
+    /// checks it, too.
     ///
     /// # Errors
     ///
-    /// Returns an error with an [`Invalid`] in it that names the field that is not valid or contradicts another.
+    /// Returns an error with an [`Invalid`] in it that names the field that is not valid or
+    /// contradicts another.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("prompts_per_step", self.prompts_per_step),

@@ -25,7 +25,8 @@ use crate::{
     TrainerState, TrainingBatch, prompt_tokens_to_host,
 };
 
-/// Trains a policy with rewards. A step samples completions, scores them, computes advantages and updates the policy.
+/// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
+/// updates the policy.
 pub struct Trainer {
     models: Models,
     config: TrainConfig,
@@ -50,8 +51,8 @@ pub struct Trainer {
 }
 
 impl Trainer {
-    /// Creates a trainer that starts from `parameters`, of shape `model`, and draws completions from the policy in this
-    /// process.
+    /// Creates a trainer that starts from `parameters`, of shape `model`, and draws completions
+    /// from the policy in this process.
     ///
     /// # Errors
     ///
@@ -96,8 +97,8 @@ impl Trainer {
         })
     }
 
-    /// Draws completions from `generator` in place of the policy in this process. The generator receives the weights before
-    /// the first completion and after each update.
+    /// Draws completions from `generator` in place of the policy in this process. The generator
+    /// receives the weights before the first completion and after each update.
     pub fn with_generator(mut self, generator: Arc<dyn Generator>) -> Self {
         self.sampler = self.sampler.with_generator(generator);
         self.generator_version.set(None);
@@ -106,8 +107,9 @@ impl Trainer {
 
     /// Computes advantages with `estimator` in place of the one in the recipe.
     ///
-    /// It receives everything that the run has: rewards, groups, response mask, log-probs of the old policy (unless
-    /// [`TrainConfig::old_log_probs`] is `Current`), and those of reference and teacher if there are any.
+    /// It receives everything that the run has: rewards, groups, response mask, log-probs of the
+    /// old policy (unless [`TrainConfig::old_log_probs`] is `Current`), and those of reference
+    /// and teacher if there are any.
     pub fn with_advantage_estimator(
         mut self,
         estimator: impl AdvantageEstimator + 'static,
@@ -117,7 +119,8 @@ impl Trainer {
     }
 
     /// Sets the policy to learn from, for
-    /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation). It must have the tokens of the policy.
+    /// [`TokenAdvantage::distillation`](candle_grpo_core::TokenAdvantage::distillation). It must
+    /// have the tokens of the policy.
     pub fn with_teacher(mut self, teacher: Reference) -> Self {
         self.models.teacher = Some(teacher);
         self
@@ -133,15 +136,16 @@ impl Trainer {
 
     /// Runs one training step.
     ///
-    /// If all advantages are 0, or the filters drop all completions, the policy does not change and the step counts as
-    /// skipped.
+    /// If all advantages are 0, or the filters drop all completions, the policy does not change and
+    /// the step counts as skipped.
     ///
     /// # Errors
     ///
-    /// With [`Interrupted`](crate::Interrupted) if the progress cancels before the first update of the step, and with
-    /// [`NotFinite`](crate::NotFinite) if a loss or gradient is NaN or infinite. After an error the trainer is as before the
-    /// step, unless an earlier mini-batch of the step has already changed weights: then every further step and every
-    /// checkpoint is an error, and the run must be resumed from a checkpoint.
+    /// With [`Interrupted`](crate::Interrupted) if the progress cancels before the first update of
+    /// the step, and with [`NotFinite`](crate::NotFinite) if a loss or gradient is NaN or
+    /// infinite. After an error the trainer is as before the step, unless an earlier mini-batch
+    /// of the step has already changed weights: then every further step and every checkpoint is
+    /// an error, and the run must be resumed from a checkpoint.
     pub fn step(&mut self) -> Result<StepMetrics> {
         self.ensure_whole()?;
         let step = self.state.steps + 1;
@@ -190,7 +194,8 @@ impl Trainer {
         Ok(metrics)
     }
 
-    /// Samples until there are enough groups. Returns all groups drawn, and those to train on, if there are any.
+    /// Samples until there are enough groups. Returns all groups drawn, and those to train on, if
+    /// there are any.
     fn collect(
         &self,
         state: &mut TrainerState,
@@ -372,8 +377,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Adds to a mini-batch, whose sequences belong to `groups`, everything that depends on all of it. Returns `None` if no
-    /// token counts.
+    /// Adds to a mini-batch, whose sequences belong to `groups`, everything that depends on all of
+    /// it. Returns `None` if no token counts.
     fn complete_mini_batch(
         &self,
         mini_batch: &TrainingBatch,
@@ -426,7 +431,8 @@ impl Trainer {
         }
     }
 
-    /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress cancels and the step has not changed weights.
+    /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress cancels and the step
+    /// has not changed weights.
     fn ensure_not_canceled(&self) -> Result<()> {
         match self.updated {
             true => Ok(()),
@@ -454,7 +460,8 @@ impl Trainer {
         Ok(&self.sampler)
     }
 
-    /// Returns a sampler of the policy, with the generator, the tokenizer and the progress of the trainer.
+    /// Returns a sampler of the policy, with the generator, the tokenizer and the progress of the
+    /// trainer.
     ///
     /// # Errors
     ///
@@ -472,14 +479,15 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// [`NotFinite`](crate::NotFinite) if a weight of the policy, its adapters or the critic is NaN or
-    /// infinite.
+    /// [`NotFinite`](crate::NotFinite) if a weight of the policy, its adapters or the critic is NaN
+    /// or infinite.
     pub fn ensure_finite(&self) -> Result<()> {
         self.models.ensure_finite()
     }
 
-    /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy, in the form of
-    /// [`Pretrained::save`], and [`Self::save_state`]. Adapters are merged into the weights.
+    /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy,
+    /// in the form of [`Pretrained::save`], and [`Self::save_state`]. Adapters are merged into
+    /// the weights.
     ///
     /// # Errors
     ///
@@ -491,11 +499,12 @@ impl Trainer {
         self.save_state(folder)
     }
 
-    /// Writes the state of the run except the weights of the policy, which [`Pretrained::write_files`] writes into the same
-    /// folder: the state of trainer and optimizers, adapters in `adapter/`, the critic, and a reference that follows the
-    /// policy.
+    /// Writes the state of the run except the weights of the policy, which
+    /// [`Pretrained::write_files`] writes into the same folder: the state of trainer and
+    /// optimizers, adapters in `adapter/`, the critic, and a reference that follows the policy.
     ///
-    /// Custom advantage estimators, reward functions and generators must save their state themselves.
+    /// Custom advantage estimators, reward functions and generators must save their state
+    /// themselves.
     pub fn save_state(&self, folder: &Path) -> Result<()> {
         self.ensure_whole()?;
         self.models
@@ -503,13 +512,14 @@ impl Trainer {
             .with_context(|| format!("saving the state of the run in {}", folder.display()))
     }
 
-    /// Resumes from a checkpoint of [`Self::write_checkpoint`]. On the CPU the following steps are bit-identical to those of
-    /// an uninterrupted run. The trainer must have the same model and configuration as the one that wrote the checkpoint.
+    /// Resumes from a checkpoint of [`Self::write_checkpoint`]. On the CPU the following steps are
+    /// bit-identical to those of an uninterrupted run. The trainer must have the same model and
+    /// configuration as the one that wrote the checkpoint.
     ///
     /// # Errors
     ///
-    /// If shape, adapters, critic or the initial weights of adapters or reference differ. The trainer must not be used
-    /// after an error.
+    /// If shape, adapters, critic or the initial weights of adapters or reference differ. The
+    /// trainer must not be used after an error.
     pub fn load_state(&mut self, folder: &Path) -> Result<()> {
         self.state = self
             .models
@@ -521,8 +531,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Returns the current parameters of the policy, with merged adapters if there are any. Without adapters the parameters
-    /// are shared with the policy.
+    /// Returns the current parameters of the policy, with merged adapters if there are any. Without
+    /// adapters the parameters are shared with the policy.
     pub fn policy_parameters(&self) -> Result<Parameters> {
         self.models.weights(self.weights_version).merged()
     }
