@@ -698,3 +698,38 @@ fn epsilon_scale_and_kl_coefficient_are_one_key_for_every_preset() {
         }
     }
 }
+
+#[test]
+fn a_hostile_file_is_an_error() {
+    let deep = "[".repeat(200_000);
+    let nested = "{a: ".repeat(50_000);
+    let keys: String = (0..2000)
+        .map(|i| format!("{}k:\n", " ".repeat(i)))
+        .collect();
+    for text in [
+        deep.as_str(),
+        &nested,
+        &keys,
+        "\0",
+        "%YAML 9\n---\n",
+        "&a [*a]",
+        "? {}\n: 1",
+        "!!binary x: 1",
+        "---\na: 1\n---\nb: 2\n",
+    ] {
+        // The text may be valid YAML; it is no configuration.
+        if let Ok(document) = Document::from_yaml(Path::new("x.yaml"), text) {
+            assert!(RunConfig::new(&document).is_err());
+        }
+    }
+    for text in [
+        format!("a = {deep}"),
+        format!("a = {}", "{b = ".repeat(50_000)),
+        format!("[{}a]", "a.".repeat(50_000)),
+        "\0".to_owned(),
+    ] {
+        if let Ok(document) = Document::from_toml(Path::new("x.toml"), &text) {
+            assert!(RunConfig::new(&document).is_err());
+        }
+    }
+}
