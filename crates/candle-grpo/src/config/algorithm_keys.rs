@@ -5,7 +5,7 @@ use candle_grpo_core::{
     RewardNorm, RewardShaping, SampleFilter, Scale, TokenAdvantage,
 };
 use candle_grpo_loss::surrogate::{DetachedWeight, PositiveIf, SquaredLogRatio, Topr, UnifiedMask};
-use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
+use candle_grpo_loss::{Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_train::{CriticConfig, TrainConfig};
 
 use super::algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
@@ -51,13 +51,7 @@ impl AlgorithmConfig {
         let response_length = config.sampling.max_new_tokens;
         config.recipe = match self.preset {
             Some(preset) => preset.recipe(response_length),
-            None => Recipe {
-                policy_loss: PolicyLoss {
-                    aggregation: Aggregation::SeqMeanTokenMean,
-                    ..PolicyLoss::default()
-                },
-                ..Recipe::default()
-            },
+            None => Recipe::default(),
         };
         self.apply_estimator(config)?;
         self.apply_normalization(&mut config.recipe.reward_shaping)?;

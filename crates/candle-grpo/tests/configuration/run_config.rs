@@ -5,6 +5,7 @@ use std::path::Path;
 use candle_grpo::config::{ConfigError, Document, Preset, RunConfig};
 use candle_grpo::core::KlEstimator;
 use candle_grpo::loss::{Recipe, Surrogate};
+use candle_grpo::train::TrainConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -732,4 +733,14 @@ fn a_hostile_file_is_an_error() {
             assert!(RunConfig::new(&document).is_err());
         }
     }
+}
+
+#[test]
+fn without_a_preset_the_algorithm_is_the_default_recipe() {
+    let plain = yaml("").unwrap().train.recipe;
+    assert_eq!(plain, Recipe::default());
+    let grpo = yaml("algorithm: {preset: grpo}\n").unwrap().train.recipe;
+    assert_eq!(plain, grpo);
+    assert_eq!(plain, TrainConfig::default().recipe);
+    assert!(plain.policy_loss.kl.is_none());
 }
