@@ -90,7 +90,7 @@ mod tests {
                 .validate()
                 .unwrap_err()
                 .to_string()
-                .starts_with("schedule.decay_until: 4")
+                .starts_with("decay_until: 4")
         );
     }
 }
