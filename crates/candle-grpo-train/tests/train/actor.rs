@@ -51,6 +51,15 @@ fn batch(actor: &Actor) -> TrainingBatch {
     }
 }
 
+/// The denominators of a step that is this batch.
+fn totals(batch: &TrainingBatch) -> StepTotals {
+    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    match &batch.entropy_mask {
+        Some(mask) => totals.with_entropy_mask(mask).unwrap(),
+        None => totals,
+    }
+}
+
 #[rstest]
 fn micro_batches_add_up_to_the_gradient_of_the_batch(
     #[values(
@@ -70,13 +79,7 @@ fn micro_batches_add_up_to_the_gradient_of_the_batch(
 ) {
     let mut whole = actor(policy_loss.clone());
     let batch = batch(&whole);
-    let totals = StepTotals {
-        prompts: Some(3.),
-        ..StepTotals::count(&batch.tokens.response_mask).unwrap()
-    };
-    let totals = totals
-        .with_entropy_mask(batch.entropy_mask.as_ref().unwrap())
-        .unwrap();
+    let totals = totals(&batch).with_prompts(3.);
     let metrics = whole.forward_backward(&batch, &totals).unwrap();
 
     let mut pieces = actor(policy_loss);
@@ -130,7 +133,7 @@ fn a_step_raises_what_did_well_and_leaves_the_reference() {
     };
     let before = likelihood(&actor);
     let reference_before = reference.log_probs(&batch.tokens, 1.).unwrap();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = totals(&batch);
     actor.forward_backward(&batch, &totals).unwrap();
     let stats = actor.clip_grad_and_step(1.).unwrap();
     assert!(stats.grad_norm > 0. && stats.learning_rate == 1e-3);
@@ -157,7 +160,7 @@ fn gradients_that_are_not_finite_change_nothing() {
     let mut batch = batch(&actor);
     batch.advantages = (batch.advantages * f64::NAN).unwrap();
     let before = actor.parameters().frozen_copy().unwrap();
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = totals(&batch);
     let result = actor
         .forward_backward(&batch, &totals)
         .and_then(|_| actor.clip_grad_and_step(1.));
@@ -171,7 +174,7 @@ fn gradients_that_are_not_finite_change_nothing() {
 fn shapes_that_do_not_belong_together_are_errors_that_name_them() {
     let mut actor = actor(PolicyLoss::grpo());
     let good = batch(&actor);
-    let totals = StepTotals::count(&good.tokens.response_mask).unwrap();
+    let totals = totals(&good);
     let mut narrow = good.clone();
     narrow.tokens.input_ids = narrow.tokens.input_ids.narrow(1, 0, 2).unwrap();
     narrow.tokens.attention_mask = narrow.tokens.attention_mask.narrow(1, 0, 2).unwrap();
@@ -209,7 +212,7 @@ fn gradients_are_those_of_a_graph(
 ) {
     let sampled = actor(policy_loss.clone());
     let batch = batch(&sampled);
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = totals(&batch);
     let config = ActorConfig {
         activation_checkpointing,
         ..sampled.config().clone()
@@ -262,7 +265,7 @@ fn gradients_are_those_of_a_graph(
 fn half_types_compute_and_f32_learns(#[case] compute_dtype: ComputeDType, #[case] near: f32) {
     let mut full = actor(PolicyLoss::grpo());
     let batch = batch(&full);
-    let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
+    let totals = totals(&batch);
     let config = ActorConfig {
         compute_dtype,
         ..full.config().clone()
