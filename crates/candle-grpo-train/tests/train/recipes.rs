@@ -592,6 +592,7 @@ fn coefficients_are_steered() {
 #[test]
 fn the_reference_follows_the_policy() {
     let mut config = config(Recipe::grpo());
+    config.recipe.policy_loss.kl = Some(KlLoss::k3(0.04));
     config.optimizer.learning_rate = 1e-2;
     config.reference_refresh = Some(ReferenceRefresh {
         every_steps: 2,
