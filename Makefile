@@ -40,6 +40,7 @@ examples: ## run the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-custom-surrogate
 	$(CARGO) run --release --locked -p candle-grpo-example-own-loop
 	$(CARGO) run --release --locked -p candle-grpo-example-own-model
+	$(CARGO) run --release --locked -p candle-grpo-example-custom-generator
 
 bench: ## time each operator beside plain Candle operations: target/bench/ops.md; ONLY=rms_norm for one
 	$(CARGO) run --release --locked -p candle-grpo-bench --bin ops-system -- --only "$(ONLY)"

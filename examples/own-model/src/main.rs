@@ -107,7 +107,7 @@ fn main() -> Result<()> {
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
     };
-    let mut actor = Actor::of_model(
+    let mut actor = Actor::from_model(
         policy,
         Parameters::from_variables(variables, &device)?,
         config,

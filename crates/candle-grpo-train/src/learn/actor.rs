@@ -80,7 +80,7 @@ pub struct StepStats {
 /// Call [`Actor::forward_backward`] any number of times, then [`Actor::clip_grad_and_step`].
 /// Gradients accumulate over the calls.
 ///
-/// The policy is a [`Decoder`] or a custom model: [`Actor::of_model`].
+/// The policy is a [`Decoder`] or a custom model: [`Actor::from_model`].
 pub struct Actor<M = Decoder> {
     /// The model, which shares the parameters.
     policy: M,
@@ -173,7 +173,7 @@ impl<M: LanguageModel> Actor<M> {
     /// # Errors
     ///
     /// Returns an error if `config` is not valid.
-    pub fn of_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
+    pub fn from_model(model: M, variables: Parameters, config: ActorConfig) -> Result<Self> {
         ensure!(
             !config.activation_checkpointing,
             "activation_checkpointing: true, must be false for a custom model"

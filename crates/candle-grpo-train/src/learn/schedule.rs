@@ -1,21 +1,25 @@
-//! How the learning rate changes over a run.
+//! The learning-rate schedule.
 
 use anyhow::Result;
 use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 
-/// How the learning rate changes over a run: it rises in a straight line, and may fall in one.
+/// A linear warm-up, and optionally a linear decay to 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LearningRateSchedule {
-    /// The first steps, this many, lead up to the learning rate of the optimiser.
+    /// Number of steps until the learning rate of the optimizer is reached.
     pub warmup_steps: usize,
-    /// The step after which nothing is left of it; absent: it never falls.
+    /// Step after which the learning rate is 0. Absent: no decay.
     pub decay_until: Option<usize>,
 }
 
 impl LearningRateSchedule {
-    /// Errs if the fall would end before the rise.
+    /// Checks all fields.
+    ///
+    /// # Errors
+    ///
+    /// If the decay ends before the warm-up.
     pub fn validate(&self) -> Result<()> {
         if let Some(end) = self.decay_until {
             check(
@@ -31,7 +35,7 @@ impl LearningRateSchedule {
         Ok(())
     }
 
-    /// What the learning rate is multiplied by in step `step`, from 1.
+    /// Returns the factor of the learning rate in step `step`, from 1.
     pub fn factor(&self, step: usize) -> f64 {
         if step <= self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
@@ -42,7 +46,7 @@ impl LearningRateSchedule {
                 if step > end {
                     return 0.;
                 }
-                // As floats, since the last step may be the last number.
+                // In floats: `end` may be the greatest integer.
                 let span = |from: usize| (end - from) as f64 + 1.;
                 span(step) / span(self.warmup_steps.min(end))
             }
@@ -55,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn up_and_down() {
+    fn the_rate_rises_linearly_and_falls_to_0() {
         let factors = |warmup_steps, decay_until| -> Vec<f64> {
             let schedule = LearningRateSchedule {
                 warmup_steps,

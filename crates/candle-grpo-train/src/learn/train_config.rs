@@ -12,17 +12,17 @@ use crate::{
     ActorConfig, ComputeDType, CriticConfig, LearningRateSchedule, ReferenceRefresh, SamplingConfig,
 };
 
-/// Where the log-probs that the ratio of an update refers to come from.
+/// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OldLogProbs {
-    /// A forward pass of the policy before the first update of the step: right for any sampler.
+    /// A forward pass of the policy before the first update of the step. Correct for any generator.
     #[default]
     Recompute,
-    /// What the sampler recorded while it drew: saves the pass. Here they differ by rounding only.
+    /// The log-probs that the generator recorded, without a forward pass. Those of the local generator differ by rounding
+    /// only.
     Sampler,
-    /// The policy itself: saves the pass too, where a step makes one update, so that the policy is
-    /// still the one that drew.
+    /// The policy itself, without a forward pass. Requires steps with a single update.
     Current,
 }
 
@@ -47,74 +47,69 @@ pub enum OldLogProbs {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Prompts in a step.
+    /// Number of prompts in a step.
     ///
-    /// Where the data set begins anew, or is smaller than this, a prompt may occur more than once
-    /// in a step. Each occurrence then has completions, and a group, of its own.
+    /// A prompt may occur more than once in a step at the end of the data set, or if the data set is smaller. Each occurrence
+    /// has its own completions and group.
     pub prompts_per_step: usize,
-    /// Completions of each prompt: its group.
+    /// Number of completions of each prompt: the group size.
     pub num_generations: usize,
-    /// How completions are drawn. Its seed decides the order of the prompts too.
+    /// The sampling of completions. Its seed also determines the order of the prompts.
     pub sampling: SamplingConfig,
-    /// The algorithm: what is done to rewards, which groups a step is made of, how rewards become
-    /// advantages, and what is minimised. With a KL term the policy at the start of the run is
-    /// kept as the reference.
+    /// The algorithm: reward shaping, group filter, advantages and loss. With a KL term the initial policy is the reference.
     pub recipe: Recipe,
-    /// How often a step samples in place of the groups that [`Recipe::group_filter`] drops, the
-    /// first time included; it then trains on what it has. With 1 nothing is sampled in their
-    /// place.
+    /// Maximum number of sampling rounds in a step that replaces the groups dropped by [`Recipe::group_filter`]. The step then
+    /// trains on the groups that it has. With 1, dropped groups are not replaced.
     pub max_sampling_batches: usize,
-    /// Which completions are trained on. The others take part in the statistics of their groups,
-    /// unless the advantage says otherwise, and are masked in the loss and its denominators.
+    /// Filters of completions. Dropped completions count in the statistics of their groups, unless the advantage excludes them,
+    /// and are masked in the loss and its denominators.
     pub sample_filters: Vec<SampleFilter>,
-    /// The share of the tokens, those where the policy before the step has the highest entropy, on
-    /// which the policy term counts (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`); absent: all.
+    /// Share of the tokens that train the policy: those of highest entropy under the policy before the step
+    /// (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`). Absent: all tokens.
     pub top_entropy: Option<f64>,
-    /// Completions with telling scores are trained on more often: as many as there are, drawn from
-    /// them with replacement after advantages are taken (PF-PPO, <https://arxiv.org/abs/2409.06957>).
+    /// Resampling of the completions by score, with replacement, after the advantages are computed (PF-PPO,
+    /// <https://arxiv.org/abs/2409.06957>).
     pub resampling: Option<ScoreResampling>,
-    /// Low-rank adapters to train in place of all parameters. The reference is then the policy
-    /// without them. Absent: all parameters train.
+    /// Low-rank adapters that train in place of the parameters. The reference is then the policy without them. Absent: all
+    /// parameters train.
     pub adapters: Option<LoraConfig>,
-    /// How the reference follows the policy; absent: it stays as it is.
+    /// Updates of the reference from the policy. Absent: the reference is frozen.
     pub reference_refresh: Option<ReferenceRefresh>,
-    /// What steers the coefficient of a KL penalty in the rewards of tokens, in place of the fixed
-    /// one in the recipe.
+    /// Controller of the coefficient of the KL penalty in token rewards, in place of the fixed coefficient in the recipe.
     pub reward_kl: Option<KlController>,
-    /// What steers the coefficient of the entropy bonus, in place of the fixed one in the recipe.
+    /// Controller of the entropy bonus coefficient, in place of the fixed coefficient in the recipe.
     pub adaptive_entropy: Option<AdaptiveEntropy>,
-    /// How the critic learns whose values the advantage needs, if it does: GAE.
+    /// The critic, which GAE requires.
     pub critic: Option<CriticConfig>,
-    /// Where the log-probs that the ratio refers to come from.
+    /// Source of the old log-probs.
     pub old_log_probs: OldLogProbs,
-    /// How often a step goes through its completions.
+    /// Number of passes over the completions of a step.
     pub epochs: usize,
-    /// Completions for each optimiser step; absent: all of the step.
+    /// Number of completions in an optimizer step. Absent: all of the step.
     pub mini_batch_size: Option<usize>,
-    /// Completions for each backward pass. It bounds the memory and does not change the update.
+    /// Number of completions in a backward pass. It bounds memory and does not change the update.
     pub micro_batch_size: usize,
-    /// Whether the policy keeps only the input of each block for the backward pass, and computes
-    /// the rest again: memory that hardly grows with the number of blocks, for a third more
-    /// time.
+    /// Keep only the input of each block for the backward pass and recompute the rest. Memory hardly grows with the number of
+    /// blocks; a step takes a third longer.
     pub activation_checkpointing: bool,
-    /// What policy and reference compute in. The weights that train are f32 whatever it is.
+    /// The dtype in which policy and reference compute. Trainable weights are always f32.
     pub compute_dtype: ComputeDType,
-    /// The optimiser.
+    /// The optimizer.
     pub optimizer: AdamWConfig,
-    /// How the learning rate changes.
+    /// The learning-rate schedule.
     pub schedule: LearningRateSchedule,
-    /// Gradients are scaled down to this norm.
+    /// Maximum global norm of the gradients.
     pub max_grad_norm: f64,
 }
 
 impl Default for TrainConfig {
-    /// GRPO.
+    /// GRPO: [`Recipe::default`].
     fn default() -> Self {
         Self {
             prompts_per_step: 32,
             num_generations: 8,
             sampling: SamplingConfig::default(),
-            recipe: Recipe::grpo(),
+            recipe: Recipe::default(),
             max_sampling_batches: 10,
             sample_filters: Vec::new(),
             top_entropy: None,
