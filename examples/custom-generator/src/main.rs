@@ -1,7 +1,7 @@
 //! A custom generator: one completion of each group is a demonstration, the policy draws the others.
 //!
-//! The task: continue a letter with the next four of the alphabet. Only a completely correct answer has a reward, which a
-//! random policy meets once in 6,561 completions. An inference engine on another machine implements the same trait.
+//! The task: continue a letter with the next six of the alphabet. Only a completely correct answer has a reward, which a
+//! random policy meets once in 531,441 completions. An inference engine on another machine implements the same trait.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use candle_grpo_train::{
 use serde_json::Value;
 
 const LETTERS: &str = "abcdefgh";
-const LENGTH: usize = 4;
+const LENGTH: usize = 6;
 const STEPS: usize = 150;
 
 struct Demonstrations {
