@@ -1,7 +1,9 @@
-//! A custom generator: one completion of each group is a demonstration, the policy draws the others.
+//! A custom generator: one completion of each group is a demonstration, the policy draws the
+//! others.
 //!
-//! The task: continue a letter with the next six of the alphabet. Only a completely correct answer has a reward, which a
-//! random policy meets once in 531,441 completions. An inference engine on another machine implements the same trait.
+//! The task: continue a letter with the next six of the alphabet. Only a completely correct answer
+//! has a reward, which a random policy meets once in 531,441 completions. An inference engine on
+//! another machine implements the same trait.
 
 use std::sync::Arc;
 

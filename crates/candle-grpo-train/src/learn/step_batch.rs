@@ -82,7 +82,8 @@ impl Preparation<'_> {
         tokens.response_mask = mask.selected().clone();
 
         let rewards = self.rewards(&tokens)?;
-        // A step without a signal saves these passes over the models, unless the advantages need them.
+        // A step without a signal saves these passes over the models, unless the advantages need
+        // them.
         let early = match self.estimator.is_some() || self.inputs.old_log_probs {
             true => Some(self.log_probs(&tokens)?),
             false => None,
@@ -161,7 +162,8 @@ impl Preparation<'_> {
         Ok(Some(top_entropy_tokens(&entropy, &mask, fraction)?))
     }
 
-    /// The tokens of the policy term, if not all: those of highest entropy that pass the rollout filters.
+    /// The tokens of the policy term, if not all: those of highest entropy that pass the rollout
+    /// filters.
     fn policy_mask(
         &self,
         top_entropy: Option<&Mask>,

@@ -19,8 +19,8 @@ pub enum OldLogProbs {
     /// A forward pass of the policy before the first update of the step. Correct for any generator.
     #[default]
     Recompute,
-    /// The log-probs that the generator recorded, without a forward pass. Those of the local generator differ by rounding
-    /// only.
+    /// The log-probs that the generator recorded, without a forward pass. Those of the local
+    /// generator differ by rounding only.
     Sampler,
     /// The policy itself, without a forward pass. Requires steps with a single update.
     Current,
@@ -49,35 +49,39 @@ pub enum OldLogProbs {
 pub struct TrainConfig {
     /// Number of prompts in a step.
     ///
-    /// A prompt may occur more than once in a step at the end of the data set, or if the data set is smaller. Each occurrence
-    /// has its own completions and group.
+    /// A prompt may occur more than once in a step at the end of the data set, or if the data set
+    /// is smaller. Each occurrence has its own completions and group.
     pub prompts_per_step: usize,
     /// Number of completions of each prompt: the group size.
     pub num_generations: usize,
     /// The sampling of completions. Its seed also determines the order of the prompts.
     pub sampling: SamplingConfig,
-    /// The algorithm: reward shaping, group filter, advantages and loss. With a KL term the initial policy is the reference.
+    /// The algorithm: reward shaping, group filter, advantages and loss. With a KL term the
+    /// initial policy is the reference.
     pub recipe: Recipe,
-    /// Maximum number of sampling rounds in a step that replaces the groups dropped by [`Recipe::group_filter`]. The step then
-    /// trains on the groups that it has. With 1, dropped groups are not replaced.
+    /// Maximum number of sampling rounds in a step that replaces the groups dropped by
+    /// [`Recipe::group_filter`]. The step then trains on the groups that it has. With 1,
+    /// dropped groups are not replaced.
     pub max_sampling_batches: usize,
-    /// Filters of completions. Dropped completions count in the statistics of their groups, unless the advantage excludes them,
-    /// and are masked in the loss and its denominators.
+    /// Filters of completions. Dropped completions count in the statistics of their groups, unless
+    /// the advantage excludes them, and are masked in the loss and its denominators.
     pub sample_filters: Vec<SampleFilter>,
-    /// Share of the tokens that train the policy: those of highest entropy under the policy before the step
-    /// (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`). Absent: all tokens.
+    /// Share of the tokens that train the policy: those of highest entropy under the policy before
+    /// the step (<https://arxiv.org/abs/2506.01939>; TRL's `top_entropy_quantile`). Absent: all tokens.
     pub top_entropy: Option<f64>,
-    /// Resampling of the completions by score, with replacement, after the advantages are computed (PF-PPO,
-    /// <https://arxiv.org/abs/2409.06957>).
+    /// Resampling of the completions by score, with replacement, after the advantages are computed
+    /// (PF-PPO, <https://arxiv.org/abs/2409.06957>).
     pub resampling: Option<ScoreResampling>,
-    /// Low-rank adapters that train in place of the parameters. The reference is then the policy without them. Absent: all
-    /// parameters train.
+    /// Low-rank adapters that train in place of the parameters. The reference is then the policy
+    /// without them. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
     /// Updates of the reference from the policy. Absent: the reference is frozen.
     pub reference_refresh: Option<ReferenceRefresh>,
-    /// Controller of the coefficient of the KL penalty in token rewards, in place of the fixed coefficient in the recipe.
+    /// Controller of the coefficient of the KL penalty in token rewards, in place of the fixed
+    /// coefficient in the recipe.
     pub reward_kl: Option<KlController>,
-    /// Controller of the entropy bonus coefficient, in place of the fixed coefficient in the recipe.
+    /// Controller of the entropy bonus coefficient, in place of the fixed coefficient in the
+    /// recipe.
     pub adaptive_entropy: Option<AdaptiveEntropy>,
     /// The critic, which GAE requires.
     pub critic: Option<CriticConfig>,
@@ -89,8 +93,8 @@ pub struct TrainConfig {
     pub mini_batch_size: Option<usize>,
     /// Number of completions in a backward pass. It bounds memory and does not change the update.
     pub micro_batch_size: usize,
-    /// Keep only the input of each block for the backward pass and recompute the rest. Memory hardly grows with the number of
-    /// blocks; a step takes a third longer.
+    /// Keep only the input of each block for the backward pass and recompute the rest. Memory
+    /// hardly grows with the number of blocks; a step takes a third longer.
     pub activation_checkpointing: bool,
     /// The dtype in which policy and reference compute. Trainable weights are always f32.
     pub compute_dtype: ComputeDType,
