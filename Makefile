@@ -63,11 +63,12 @@ fuzz: ## fuzz the file parsers, SECONDS=60 each, or TARGET=gguf alone; needs a C
 fmt: ## format the code and wrap comments at 100 columns
 	RUSTC_BOOTSTRAP=1 $(CARGO) fmt --all -- --config wrap_comments=true,comment_width=100
 
-lint: ## check formatting, clippy, rustdoc and licenses; warnings are errors; needs python3
+lint: ## check formatting, clippy, rustdoc, licenses and prose; warnings are errors; needs python3
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --release --locked --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --release --locked --workspace --no-deps
 	scripts/licenses
+	scripts/prose
 
 prose: ## check the prose against the rules in CONTRIBUTING.md; needs python3
 	scripts/prose

@@ -76,7 +76,7 @@ pub struct ShapedRewards {
 impl RewardShaping {
     /// Shapes `rewards` `[B]` or `[B, K]`.
     ///
-    /// `running` is updated with these rewards first, and needed only for [`NormLevel::Running`].
+    /// `running` is updated with these rewards first, and needed only for `NormLevel::Running`.
     ///
     /// # Errors
     ///
