@@ -53,8 +53,9 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
 
 fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     let mut config: Map<String, Value> = serde_json::from_slice(bytes).map_err(Error::wrap)?;
-    let found = config.get("model_type").unwrap_or(&Value::Null);
-    let Some(model_type) = found.as_str().and_then(ModelType::from_name) else {
+    let found = config.get("model_type");
+    let Some(model_type) = found.and_then(Value::as_str).and_then(ModelType::from_name) else {
+        let found = found.map_or("absent".into(), Value::to_string);
         let known = ModelType::names();
         bail!("model_type: {found}, must be one of {known:?}");
     };

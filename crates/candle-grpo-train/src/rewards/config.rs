@@ -129,10 +129,10 @@ impl EnsembleOptions {
                 self.judges.len()
             );
         }
-        let judges = self.judges.iter().enumerate();
-        judges
-            .map(|(i, judge)| judge.validate().with_context(|| format!("judge {i}")))
-            .collect()
+        for (i, judge) in self.judges.iter().enumerate() {
+            judge.validate().with_context(|| format!("judge {i}"))?;
+        }
+        Ok(())
     }
 }
 

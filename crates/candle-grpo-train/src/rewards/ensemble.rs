@@ -75,9 +75,9 @@ impl RewardFunction for EnsembleReward {
     }
 
     fn finish(&self) -> Result<()> {
-        let judges = self.judges.iter().enumerate();
-        judges
-            .map(|(i, judge)| judge.finish().with_context(|| format!("judge {i}")))
-            .collect()
+        for (i, judge) in self.judges.iter().enumerate() {
+            judge.finish().with_context(|| format!("judge {i}"))?;
+        }
+        Ok(())
     }
 }

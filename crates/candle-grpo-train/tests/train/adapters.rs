@@ -4,7 +4,7 @@ use crate::common::{
     END, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer,
 };
 use candle_core::Device;
-use candle_grpo_loss::{LogProbOptions, Recipe, linear_log_prob};
+use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
 use candle_grpo_train::{
     ComputeDType, Pretrained, ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer,
@@ -20,6 +20,8 @@ fn config() -> TrainConfig {
         adapters: Some(LoraConfig::all_linear(4, 8.)),
         ..TrainConfig::default()
     };
+    // The reference policy is the base without the adapters.
+    config.recipe.policy_loss.kl = Some(KlLoss::k3(0.04));
     config.optimizer.learning_rate = 2e-2;
     config
 }

@@ -89,7 +89,7 @@ impl ProgramConfig {
         };
         let name = Path::new(name).file_stem()?.to_str()?;
         let name = name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
-        if !INTERPRETERS.iter().any(|known| *known == name) {
+        if !INTERPRETERS.contains(&name) {
             return None;
         }
         let script = arguments
