@@ -2,8 +2,7 @@
 //! others.
 //!
 //! The task: continue a letter with the next six of the alphabet. Only a completely correct answer
-//! has a reward, which a random policy meets once in 531,441 completions. An inference engine on
-//! another machine implements the same trait.
+//! has a reward: a random policy gives one in 531,441 completions.
 
 use std::sync::Arc;
 
@@ -34,10 +33,12 @@ impl Generator for Demonstrations {
             drawn.extend(place + 1..=place + prompt.seeds.len());
             place += 1 + prompt.seeds.len();
         }
-        let prompts = &prompts;
-        let mut deliver = |at: usize, completion| deliver(drawn[at], completion);
-        self.policy
-            .generate(&GenerationBatch { prompts, ..*batch }, &mut deliver)
+        let batch = GenerationBatch {
+            prompts: &prompts,
+            ..*batch
+        };
+        let deliver = &mut |at: usize, completion| deliver(drawn[at], completion);
+        self.policy.generate(&batch, deliver)
     }
 }
 
@@ -79,8 +80,8 @@ fn train(with_demonstrations: bool) -> Result<f64> {
     let prompts = prompts.map(|(i, letter)| Prompt::new(i, letter, Value::Null, &tokenizer));
     let prompts = prompts.collect::<Result<Vec<_>>>()?;
     let mut config = TrainConfig::default();
-    config.prompts_per_step = LETTERS.len();
     config.sampling.max_new_tokens = LENGTH;
+    config.prompts_per_step = LETTERS.len();
     config.optimizer.learning_rate = 3e-3;
     let (letters, mut greedy) = (prompts.clone(), config.sampling.clone());
     greedy.greedy = true;

@@ -173,7 +173,7 @@ pub struct TrainingBatch {
     /// selected over the whole optimizer step, as 1, `[B, T]`.
     pub selected_tokens: Option<Tensor>,
     /// Number of tokens of the prompt of each sequence in the whole optimizer step, f32 `[B]`,
-    /// from [`prompt_tokens_to_host`].
+    /// from [`count_prompt_tokens`].
     pub prompt_tokens: Option<Tensor>,
 }
 
@@ -340,7 +340,7 @@ impl TrainingBatch {
 ///
 /// [`Aggregation::PromptMeanTokenMean`](candle_grpo_loss::Aggregation::PromptMeanTokenMean) needs
 /// both. Synchronizes with the device.
-pub fn prompt_tokens_to_host(response_mask: &Tensor, prompts: &[usize]) -> Result<(Tensor, f64)> {
+pub fn count_prompt_tokens(response_mask: &Tensor, prompts: &[usize]) -> Result<(Tensor, f64)> {
     let lengths = Mask::new(response_mask)?
         .lengths(DType::F32)?
         .flatten_all()?
@@ -485,10 +485,10 @@ mod tests {
     #[test]
     fn tokens_are_counted_by_prompt() {
         let mask = Tensor::new(&[[1u8, 1], [1, 0], [0, 0], [1, 1], [0, 0]], &Device::Cpu).unwrap();
-        let (tokens, prompts) = prompt_tokens_to_host(&mask, &[7, 3, 3, 7, 5]).unwrap();
+        let (tokens, prompts) = count_prompt_tokens(&mask, &[7, 3, 3, 7, 5]).unwrap();
         assert_eq!(tokens.to_vec1::<f32>().unwrap(), [4., 1., 1., 4., 0.]);
         assert_eq!(prompts, 2.);
-        let error = prompt_tokens_to_host(&mask, &[1]).unwrap_err().to_string();
+        let error = count_prompt_tokens(&mask, &[1]).unwrap_err().to_string();
         assert!(error.starts_with("prompts: 1 for 5 sequences"), "{error}");
     }
 

@@ -18,7 +18,7 @@ mod train_config;
 mod trainer;
 
 pub use actor::{Actor, ActorConfig, ComputeDType, StepStats};
-pub use batch::{TokenBatch, TrainingBatch, prompt_tokens_to_host, rollout_log_probs};
+pub use batch::{TokenBatch, TrainingBatch, count_prompt_tokens, rollout_log_probs};
 pub use critic::{Critic, CriticConfig, explained_variance};
 pub use not_finite::NotFinite;
 pub use pretrain::{Example, PretrainConfig, pretrain};

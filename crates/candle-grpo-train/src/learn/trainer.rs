@@ -22,7 +22,7 @@ use crate::rollout::decode::decode;
 use crate::{
     Actor, Critic, Generator, NoProgress, Phase, PhaseSeconds, Pretrained, Progress, Prompt,
     Reference, RewardFunction, Sampler, SamplingConfig, ShuffledOrder, StepMetrics, TrainConfig,
-    TrainerState, TrainingBatch, prompt_tokens_to_host,
+    TrainerState, TrainingBatch, count_prompt_tokens,
 };
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
@@ -398,8 +398,7 @@ impl Trainer {
         ]
         .contains(&Some(Aggregation::PromptMeanTokenMean))
         {
-            let (tokens, prompts) =
-                prompt_tokens_to_host(&mini_batch.tokens.response_mask, groups)?;
+            let (tokens, prompts) = count_prompt_tokens(&mini_batch.tokens.response_mask, groups)?;
             mini_batch.prompt_tokens = Some(tokens);
             totals.prompts = Some(prompts);
         }

@@ -7,7 +7,7 @@ use candle_grpo_loss::{
 };
 use candle_grpo_nn::{AdamWConfig, Decoder, Gradients};
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch, prompt_tokens_to_host,
+    Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch, count_prompt_tokens,
 };
 use rstest::rstest;
 
@@ -37,7 +37,7 @@ fn batch(actor: &Actor) -> TrainingBatch {
     let log_probs = actor.log_probs(&tokens).unwrap();
     let advantages: Vec<f32> = (0..12).map(|i| (i as f32 * 1.7).sin()).collect();
     let prompts: Vec<usize> = (0..12).map(|i| i / 4).collect();
-    let (prompt_tokens, _) = prompt_tokens_to_host(&tokens.response_mask, &prompts).unwrap();
+    let (prompt_tokens, _) = count_prompt_tokens(&tokens.response_mask, &prompts).unwrap();
     let advantages = Tensor::new(advantages, &Device::Cpu).unwrap();
     TrainingBatch {
         old_log_probs: Some((&log_probs + 0.05).unwrap()),

@@ -126,7 +126,7 @@ fn shows(value: &Value, text: &str) -> bool {
         Value::Number(value) => {
             value.to_string() == text || text.parse() == Ok(value.as_f64().unwrap_or(f64::NAN))
         }
-        value => value.to_string() == text,
+        value => format!("{value}") == text,
     }
 }
 

@@ -188,6 +188,15 @@ fn dual_clip_loss_follows_the_clip_width() {
         (wider.low, wider.high, wider.dual_clip),
         (0.3, 0.3, Some(1.6))
     );
+    // A negative advantage never meets the upper width, so a wide one is valid.
+    let wide_above = clip(&with(
+        "dual_clip_loss: true",
+        "dual_clip_loss: true\n  use_pg_clip_range: true\n  pg_clip_low: 0.2\n  pg_clip_high: 1.5",
+    ));
+    assert_eq!(
+        (wide_above.low, wide_above.high, wide_above.dual_clip),
+        (0.2, 1.5, Some(1.4))
+    );
 }
 
 #[test]

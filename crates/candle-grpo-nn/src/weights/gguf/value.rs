@@ -64,14 +64,6 @@ impl GgufValue {
         }
     }
 
-    /// The values of an array of floating-point numbers.
-    pub fn as_floats(&self) -> Option<&[f64]> {
-        match self {
-            Self::Floats(values) => Some(values),
-            _ => None,
-        }
-    }
-
     /// The values of an array of strings.
     pub fn as_strings(&self) -> Option<&[String]> {
         match self {
