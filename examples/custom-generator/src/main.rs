@@ -1,6 +1,5 @@
 //! A custom generator: one completion of each group is a demonstration, the policy draws the
 //! others.
-//!
 //! The task: continue a letter with the next six of the alphabet. Only a completely correct answer
 //! has a reward: a random policy gives one in 531,441 completions.
 
@@ -17,11 +16,8 @@ use serde_json::Value;
 
 const LETTERS: &str = "abcdefgh";
 const LENGTH: usize = 6;
-const STEPS: usize = 150;
 
-struct Demonstrations {
-    policy: LocalGenerator,
-}
+struct Demonstrations(LocalGenerator);
 
 impl Generator for Demonstrations {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
@@ -37,8 +33,8 @@ impl Generator for Demonstrations {
             prompts: &prompts,
             ..*batch
         };
-        let deliver = &mut |at: usize, completion| deliver(drawn[at], completion);
-        self.policy.generate(&batch, deliver)
+        self.0
+            .generate(&batch, &mut |at, completion| deliver(drawn[at], completion))
     }
 }
 
@@ -70,7 +66,6 @@ fn train(with_demonstrations: bool) -> Result<f64> {
         num_hidden_layers: 1,
         num_attention_heads: 2,
         num_key_value_heads: 2,
-        max_position_embeddings: 16,
         ..DecoderConfig::default()
     };
     let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
@@ -87,9 +82,9 @@ fn train(with_demonstrations: bool) -> Result<f64> {
     greedy.greedy = true;
     let mut trainer = Trainer::new(model, parameters, tokenizer, prompts, reward, config)?;
     if with_demonstrations {
-        trainer = trainer.with_generator(Arc::new(Demonstrations { policy }));
+        trainer = trainer.with_generator(Arc::new(Demonstrations(policy)));
     }
-    for _ in 0..STEPS {
+    for _ in 0..150 {
         trainer.step()?;
     }
     let sampler = trainer.actor().sampler(greedy)?;
