@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use candle_grpo_nn::atomic_file;
 
 use super::checksums::{check_checksums, write_checksums};
+use crate::owned_files::Owned;
 
 const PREFIX: &str = "step-";
 
@@ -112,9 +113,15 @@ impl Checkpoints {
     }
 }
 
+/// Removes a checkpoint. A folder that holds a file that no run writes is renamed instead.
 fn remove(checkpoint: &StepCheckpoint) -> Result<()> {
-    atomic_file::remove_folder(&checkpoint.path)
-        .with_context(|| format!("removing {}", checkpoint.path.display()))
+    let path = &checkpoint.path;
+    let removing = || format!("removing {}", path.display());
+    if Owned::Checkpoint.first_foreign(path)?.is_some() {
+        let kept = path.with_extension(format!("kept-{}", std::process::id()));
+        return fs::rename(path, kept).with_context(removing);
+    }
+    atomic_file::remove_folder(path).with_context(removing)
 }
 
 #[cfg(test)]
@@ -132,7 +139,7 @@ mod tests {
     }
 
     fn write(checkpoints: &Checkpoints, step: usize) {
-        let fill = |folder: &Path| Ok(fs::write(folder.join("state"), step.to_string())?);
+        let fill = |folder: &Path| Ok(fs::write(folder.join("trainer.json"), step.to_string())?);
         checkpoints.write(step, fill).unwrap();
     }
 
@@ -148,7 +155,11 @@ mod tests {
         assert_eq!(latest.checkpoint.unwrap().step, 100);
         assert!(latest.damaged.is_empty());
 
-        let file = |step| checkpoints.folder.join(format!("step-{step:06}/state"));
+        let file = |step| {
+            checkpoints
+                .folder
+                .join(format!("step-{step:06}/trainer.json"))
+        };
         fs::write(file(100), "1").unwrap();
         fs::remove_file(file(15)).unwrap();
         let latest = checkpoints.latest().unwrap();
@@ -157,7 +168,10 @@ mod tests {
         let damaged: Vec<_> = damaged.map(|(c, what)| (c.step, what.as_str())).collect();
         assert_eq!(
             damaged,
-            [(100, "state: is damaged"), (15, "state: is missing")]
+            [
+                (100, "trainer.json: is damaged"),
+                (15, "trainer.json: is missing")
+            ]
         );
     }
 
@@ -166,6 +180,17 @@ mod tests {
         let (_folder, checkpoints) = checkpoints(&[]);
         assert!(checkpoints.latest().unwrap().checkpoint.is_none());
         checkpoints.prune(1, &[]).unwrap();
+    }
+
+    #[test]
+    fn files_of_others_outlive_their_checkpoint() {
+        let (folder, checkpoints) = checkpoints(&[5, 10]);
+        fs::write(checkpoints.folder.join("step-000005/notes.txt"), "mine").unwrap();
+        checkpoints.prune(1, &[]).unwrap();
+        assert_eq!(steps(&checkpoints), [10]);
+        let kept = format!("checkpoints/step-000005.kept-{}", std::process::id());
+        let notes = fs::read_to_string(folder.path().join(kept).join("notes.txt")).unwrap();
+        assert_eq!(notes, "mine");
     }
 
     #[test]
@@ -192,7 +217,7 @@ mod tests {
     fn a_checkpoint_that_cannot_be_written_leaves_the_others_unchanged() {
         let (_folder, checkpoints) = checkpoints(&[5]);
         let full = |folder: &Path| -> Result<()> {
-            fs::write(folder.join("state"), "1")?;
+            fs::write(folder.join("trainer.json"), "1")?;
             bail!("no space left on device")
         };
         let error = format!("{:#}", checkpoints.write(10, full).unwrap_err());

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_nn::atomic_file::{self, is_leftover, remove_leftovers};
 use serde::{Deserialize, Serialize};
 
+use super::checksums::check_checksums;
 use crate::data::json_lines::{lines_of, read_json_lines};
 use crate::owned_files::Owned;
 use crate::{
@@ -166,7 +167,9 @@ impl RunDir {
             Ok(run) => Ok((run, Some(replaced))),
             // The new run has no results yet.
             Err(error) => {
-                let _ = Owned::Run.remove(path);
+                if let Ok(_lock) = RunLock::take(path) {
+                    let _ = Owned::Run.remove(path);
+                }
                 Err(match fs::rename(&replaced.path, path) {
                     Ok(()) => error,
                     Err(_) => error.context(format!(
@@ -336,6 +339,9 @@ impl RunDir {
         }) {
             Some(best) => {
                 all.retain(|checkpoint| checkpoint.step == best);
+                if let Some(best) = all.last() {
+                    check_checksums(&best.path).with_context(|| best.path.display().to_string())?;
+                }
                 Ok(all.pop())
             }
             None => Ok(checkpoints.latest()?.checkpoint),

@@ -65,12 +65,18 @@ impl Console {
         console
     }
 
-    /// Handles Ctrl-C, SIGTERM and SIGHUP as requests to stop. A second one ends the program at
-    /// once with exit code 130.
+    /// Handles Ctrl-C, SIGTERM and SIGHUP as requests to stop. A second Ctrl-C or
+    /// SIGTERM ends the program at once with exit code 130.
     pub(super) fn stop_when_asked(&self) {
         for signal in stop_signals() {
-            let registered = register_conditional_shutdown(signal, 130, Arc::clone(&self.stop))
-                .and_then(|_| register(signal, Arc::clone(&self.stop)));
+            // A terminal that closes may send SIGHUP twice: the shell sends one, the system another.
+            let at_once = match signal {
+                SIGINT | SIGTERM => {
+                    register_conditional_shutdown(signal, 130, Arc::clone(&self.stop)).map(drop)
+                }
+                _ => Ok(()),
+            };
+            let registered = at_once.and_then(|()| register(signal, Arc::clone(&self.stop)));
             if let Err(error) = registered {
                 tracing::warn!("signal {signal} will end the program at once: {error}");
             }

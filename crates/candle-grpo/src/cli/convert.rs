@@ -17,6 +17,8 @@ pub(super) fn convert(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
     check_folder(&from, to, force)?;
     let pretrained =
         Pretrained::load(&from, &Device::Cpu).map_err(|error| Exit::Model(format!("{error:#}")))?;
+    // The folder may have changed while the model was loaded.
+    check_folder(&from, to, force)?;
     pretrained
         .save(to)
         .map_err(|error| Exit::Run(format!("{error:#}")))?;

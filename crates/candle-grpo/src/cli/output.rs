@@ -19,6 +19,9 @@ pub(super) fn check(
     if path.is_dir() {
         return refuse("is a folder, must be the path of a file");
     }
+    if path.exists() && !path.is_file() {
+        return refuse("is not a regular file, must be the path of a file");
+    }
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),

@@ -1,7 +1,6 @@
 //! `grpo sample`.
 
 use std::io::{Read, stdin};
-use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -37,8 +36,14 @@ pub(super) struct SampleArguments {
     )]
     prefill: String,
     /// The number of answers.
-    #[arg(short = 'n', long, default_value = "1", value_name = "N")]
-    samples: NonZeroU32,
+    #[arg(
+        short = 'n',
+        long,
+        default_value = "1",
+        value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..=65_536)
+    )]
+    samples: u32,
     /// The maximum length of an answer in tokens.
     #[arg(long, default_value_t = 256, value_name = "N")]
     max_new_tokens: usize,
@@ -147,7 +152,7 @@ fn answer(
         seed: arguments.seed,
         ..SamplingConfig::default()
     })?;
-    let samples = arguments.samples.get() as usize;
+    let samples = arguments.samples as usize;
     console.begin(Phase::Evaluate, samples);
     let sampler = sampler.with_progress(Arc::new(console.clone()));
     let rollouts = sampler.sample(&[&prompt], samples, 0)?;

@@ -5,7 +5,9 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_train::{ReplacedRun, RunDir, RunInputs, RunLock, StepMetrics, Trainer};
+use candle_grpo_train::{
+    ReplacedRun, RunDir, RunInputs, RunLock, StepMetrics, Trainer, read_json_lines,
+};
 use serde_json::{Map, Value};
 
 use super::session::Start;
@@ -90,6 +92,14 @@ fn resume(
             checkpoint.path.display()
         );
     } else {
+        let metrics = read_json_lines::<StepMetrics>(&path.join("metrics.jsonl"))?;
+        let steps = metrics.last().map_or(0, |metrics| metrics.step);
+        let every = settings["checkpoint"]["every_steps"].as_u64();
+        ensure!(
+            every.is_none_or(|every| steps as u64 <= every),
+            "{}: has metrics of {steps} steps and no checkpoint; put its folder checkpoints back, or start again with --replace",
+            path.display()
+        );
         tracing::info!(
             "{}: has no checkpoint yet, starting from the beginning",
             path.display()
@@ -179,7 +189,13 @@ fn compare(path: &str, before: &Value, now: &Value, found: &mut Vec<Difference>)
 fn compare_inputs(path: &Path, now: &RunInputs, trainer: &Trainer, accept: bool) -> Result<()> {
     let file = path.join(INPUTS);
     if !file.exists() {
-        // A run that was killed as it began.
+        // A run that was killed as it began has no checkpoint.
+        if !RunDir::checkpoints(path).all()?.is_empty() {
+            tracing::warn!(
+                "{}: is missing, so changes of model, data and reward files are not noticed",
+                file.display()
+            );
+        }
         return Ok(());
     }
     let before = fs::read(&file).with_context(|| file.display().to_string())?;

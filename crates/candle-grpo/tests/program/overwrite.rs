@@ -174,6 +174,26 @@ fn a_run_that_lost_its_metrics_goes_on_from_its_checkpoint() {
 }
 
 #[test]
+fn a_run_that_lost_its_checkpoints_keeps_its_logs() {
+    let folder = folder(CONFIG);
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    let run = folder.path().join("run");
+    let metrics = fs::read(run.join("metrics.jsonl")).unwrap();
+    fs::rename(run.join("checkpoints"), folder.path().join("checkpoints")).unwrap();
+    let resume = ["train", "run.yaml", "--resume"];
+    refused(
+        &grpo(folder.path(), &resume),
+        1,
+        "metrics of 12 steps and no checkpoint",
+    );
+    assert_eq!(fs::read(run.join("metrics.jsonl")).unwrap(), metrics);
+
+    // As the message says.
+    fs::rename(folder.path().join("checkpoints"), run.join("checkpoints")).unwrap();
+    succeeds(folder.path(), &resume);
+}
+
+#[test]
 fn convert_replaces_a_model_alone() {
     let folder = finished();
     let convert = |from: &str, to: &str, how: &[&str]| {
@@ -272,6 +292,7 @@ fn eval_replaces_its_own_answers_alone() {
         refused(&eval(out, &[]), 3, "exists already");
     }
     assert_eq!(files(&folder.path().join("run")), before);
+    refused(&eval("/dev/null", &[]), 3, "is not a regular file");
     for _ in 0..2 {
         assert_eq!(eval("answers.jsonl", &[]).status.code(), Some(0));
     }

@@ -118,6 +118,9 @@ impl ProgramReward {
                     return Ok(scores);
                 }
                 Err(Failure::Interrupted) => return Err(Interrupted.into()),
+                Err(Failure::Ended(_)) if self.progress.is_canceled() => {
+                    return Err(Interrupted.into());
+                }
                 Err(Failure::Ended(_)) if attempts <= self.config.restarts => continue,
                 Err(Failure::Ended(error) | Failure::Wrong(error)) => process.stop(error),
             };
