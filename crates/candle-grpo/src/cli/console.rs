@@ -69,7 +69,7 @@ impl Console {
     /// SIGTERM ends the program at once with exit code 130.
     pub(super) fn stop_when_asked(&self) {
         for signal in stop_signals() {
-            // A terminal that closes may send SIGHUP twice: the shell sends one, the system another.
+            // A closed terminal may send SIGHUP twice: from the shell and from the system.
             let at_once = match signal {
                 SIGINT | SIGTERM => {
                     register_conditional_shutdown(signal, 130, Arc::clone(&self.stop)).map(drop)
