@@ -166,6 +166,8 @@ fn question_column(columns: &Value) -> Option<&str> {
     const QUESTIONS: [&str; 9] = [
         "instruct", "problem", "query", "input", "task", "text", "ask", "content", "story",
     ];
+    // Names too short to look for within others.
+    const ANSWERS: [&str; 4] = ["a", "ans", "correct", "rationale"];
     const OTHERS: [&str; 17] = [
         "answer",
         "solution",
@@ -193,7 +195,7 @@ fn question_column(columns: &Value) -> Option<&str> {
     };
     let candidates: Vec<&str> = texts
         .map(|(name, _)| name.as_str())
-        .filter(|name| !is(name, &OTHERS))
+        .filter(|name| !is(name, &OTHERS) && !ANSWERS.contains(name))
         .collect();
     let likely = candidates.iter().find(|name| is(name, &QUESTIONS));
     likely.or(candidates.first()).copied()

@@ -407,6 +407,7 @@ fn multimodal_content_is_named_and_text_parts_are_joined() {
 #[case(json!({"answer": "4", "gold_solution": "2 + 2 = 4"}), None)]
 #[case(json!({"answer": 4, "sum": 7}), None)]
 #[case(json!({}), None)]
+#[case(json!({"ans": "4", "q": "2 + 2"}), Some("{q}"))]
 fn a_column_hint_never_proposes_the_answer(
     #[case] row: serde_json::Value,
     #[case] hint: Option<&str>,

@@ -125,6 +125,8 @@ fn missing_programs_scripts_and_folders_are_found_without_a_start() {
             json!({"command": ["./no-such-program"]}),
             "there is no such program",
         ),
+        #[cfg(unix)]
+        (json!({"command": [script]}), "is not executable"),
         (
             json!({"command": ["sh", "no-such.sh"]}),
             "no-such.sh, there is no such file",

@@ -36,6 +36,7 @@ impl ProgramConfig {
             self.find_program(name).is_some(),
             "command: {name:?}, {}",
             match is_path(name) {
+                true if self.in_folder(name).is_file() => "is not executable",
                 true => "there is no such program",
                 false => "there is no such program in PATH",
             }
@@ -74,12 +75,12 @@ impl ProgramConfig {
 
     fn find_program(&self, name: &str) -> Option<PathBuf> {
         if is_path(name) {
-            return Some(self.in_folder(name)).filter(|path| path.is_file());
+            return Some(self.in_folder(name)).filter(|path| is_executable(path));
         }
         let folders = env::var_os("PATH")?;
         env::split_paths(&folders)
             .map(|folder| folder.join(name))
-            .find(|path| path.is_file() || path.with_extension("exe").is_file())
+            .find(|path| is_executable(path) || path.with_extension("exe").is_file())
     }
 
     /// The script of an interpreter, if its options leave no doubt which argument that is.
@@ -97,6 +98,18 @@ impl ProgramConfig {
             .find(|argument| !PLAIN_OPTIONS.contains(&argument.as_str()))?;
         Some(script.as_str()).filter(|script| !script.starts_with('-'))
     }
+}
+
+/// Returns whether `path` is a file that the system can start.
+fn is_executable(path: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        path.metadata()
+            .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+    }
+    #[cfg(not(unix))]
+    path.is_file()
 }
 
 fn is_path(name: &str) -> bool {
