@@ -3,8 +3,7 @@
 use candle_core::Result;
 use candle_grpo_core::{
     AdvantageConfig, AdvantageName, AdvantagePipeline, GroupFilter, Invalid, Kl, KlEstimator,
-    KlPenalty, NormLevel, OverlongPenalty, RewardNorm, RewardShaping, SingletonGroup,
-    TokenAdvantage,
+    KlPenalty, OverlongPenalty, RewardShaping, SingletonGroup, TokenAdvantage,
 };
 use serde::{Deserialize, Serialize};
 
@@ -167,23 +166,12 @@ impl Recipe {
     /// The GRPO example of ROLL's documentation: rewards normalized in their group and clipped to
     /// 10, advantages whitened and clipped to 2, dual clip.
     pub fn roll() -> Self {
-        let advantage = AdvantagePipeline::from(TokenAdvantage {
+        let advantage = group_norm().then(TokenAdvantage {
             whiten_advantages: true,
             advantage_clip: Some(2.),
             ..TokenAdvantage::default()
         });
-        Self {
-            reward_shaping: RewardShaping {
-                norm: RewardNorm {
-                    mean: NormLevel::Group,
-                    std: NormLevel::Group,
-                    ..RewardNorm::default()
-                },
-                clip: Some(10.),
-                ..RewardShaping::default()
-            },
-            ..Self::new(advantage, PolicyLoss::roll())
-        }
+        Self::new(advantage, PolicyLoss::roll())
     }
 
     /// The defaults of twinkle's GRPO: an epsilon of 1e-8, clip 0.2, no KL.
@@ -197,9 +185,6 @@ impl Recipe {
     /// OpenRLHF's `group_norm`: an epsilon of 1e-9, a clip of 10, a k1 penalty of 0.01 in the
     /// reward, clip 0.2, token-mean.
     pub fn openrlhf() -> Self {
-        let group_norm = AdvantagePipeline::grpo()
-            .map_sequence(|sequence| sequence.clip = Some([-10., 10.]))
-            .then(TokenAdvantage::default());
         let advantage = AdvantageConfig {
             epsilon: Some(1e-9),
             kl_penalty: Some(KlPenalty {
@@ -210,7 +195,7 @@ impl Recipe {
                     ..Kl::new(KlEstimator::K1)
                 },
             }),
-            ..group_norm.into()
+            ..group_norm().then(TokenAdvantage::default()).into()
         };
         Self::new(advantage, PolicyLoss::bnpo())
     }
@@ -241,6 +226,11 @@ impl Recipe {
         }
         Ok(())
     }
+}
+
+/// GRPO's advantages of sequences, clipped to 10.
+fn group_norm() -> AdvantagePipeline {
+    AdvantagePipeline::grpo().map_sequence(|sequence| sequence.clip = Some([-10., 10.]))
 }
 
 fn group_deviation(epsilon: f64, single_sample: SingletonGroup) -> AdvantageConfig {

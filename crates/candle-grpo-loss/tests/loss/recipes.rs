@@ -71,11 +71,7 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
     for device in devices() {
         let rewards = Tensor::new(&[0f64, 0., 0., 0., 0., 0., 0., 1.], device)?;
         let mask = Tensor::ones((8, 1), candle_core::DType::U8, device)?;
-        let shaped = Recipe::roll()
-            .reward_shaping
-            .apply(&rewards, 8, None)?
-            .rewards;
-        let batch = AdvantageBatch::new(&shaped, 8).response_mask(&mask);
+        let batch = AdvantageBatch::new(&rewards, 8).response_mask(&mask);
         let advantages = numbers(&Recipe::roll().advantage.estimate(&batch)?.advantages)?;
         // (1 - 1/8) / sqrt(1/8) = 2.475 before the clip.
         assert_close(&advantages[7..], &[2.], 1e-12);

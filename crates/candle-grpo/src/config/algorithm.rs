@@ -113,7 +113,7 @@ pub struct AlgorithmConfig {
     /// The upper bound of the weight of `pg_variant: cispo` is `1 + cispo_epsilon_high`. Default
     /// 0.1.
     pub cispo_epsilon_high: Option<f64>,
-    /// Masks the tokens that PPO would clip, for `pg_variant: cispo`.
+    /// Masks the tokens that PPO would clip with these two widths, for `pg_variant: cispo`.
     pub cispo_use_unified_mask: Option<bool>,
     /// The coefficient of the squared log-ratio of `pg_variant: kimi15`. Default 0.1.
     pub kimi15_tau: Option<f64>,
@@ -167,7 +167,7 @@ impl AlgorithmConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvEstimator {
-    /// Rewards normalized in their group, summed from each token to the end.
+    /// Advantages of the group, summed from each token to the end.
     Grpo,
     /// Rewards summed from each token to the end.
     Reinforce,

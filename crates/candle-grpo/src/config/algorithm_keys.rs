@@ -1,14 +1,15 @@
 //! The effect of each key of the algorithm section on the settings of a run.
 
 use candle_grpo_core::{
-    AdvantageConfig, AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, NormLevel,
-    RewardNorm, RewardShaping, SampleFilter, Scale, TokenAdvantage,
+    AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, NormLevel, RewardNorm,
+    SampleFilter, Scale, TokenAdvantage,
 };
 use candle_grpo_loss::surrogate::{DetachedWeight, PositiveIf, SquaredLogRatio, Topr, UnifiedMask};
 use candle_grpo_loss::{Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_train::{CriticConfig, TrainConfig};
 
 use super::algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};
+use super::preset::Preset;
 
 /// A key of the algorithm section that is not valid.
 #[derive(Debug)]
@@ -54,11 +55,7 @@ impl AlgorithmConfig {
             None => Recipe::default(),
         };
         self.apply_estimator(config)?;
-        self.apply_normalization(&mut config.recipe.reward_shaping)?;
-        if self.reward_clip.is_some() {
-            config.recipe.reward_shaping.clip = self.reward_clip;
-            config.recipe.reward_shaping.clip_range = None;
-        }
+        self.apply_normalization(&mut config.recipe)?;
         self.apply_to_tokens(&mut config.recipe);
         self.apply_kl_penalty(config)?;
         self.apply_surrogate(&mut config.recipe.policy_loss)?;
@@ -70,19 +67,16 @@ impl AlgorithmConfig {
 
     fn apply_estimator(&self, config: &mut TrainConfig) -> Checked {
         let gae = self.adv_estimator == Some(AdvEstimator::Gae);
-        let shapes_rewards = self.preset.is_none() && self.shapes_rewards();
-        let estimator = self
-            .adv_estimator
-            .or(shapes_rewards.then_some(AdvEstimator::Grpo));
-        if let Some(estimator) = estimator {
-            config.recipe.advantage = of_tokens(TokenAdvantage {
+        if let Some(estimator) = self.estimator() {
+            let tokens = TokenAdvantage {
                 lambda: gae.then(|| self.lambd.unwrap_or(LAMBD)),
                 ..TokenAdvantage::default()
-            });
-            config.recipe.reward_shaping.norm = match estimator {
-                AdvEstimator::Grpo => norm(NormLevel::Group, NormLevel::Group),
-                _ => RewardNorm::default(),
             };
+            config.recipe.advantage = match estimator {
+                AdvEstimator::Grpo => AdvantagePipeline::grpo().then(tokens),
+                AdvEstimator::Reinforce | AdvEstimator::Gae => tokens.into(),
+            }
+            .into();
         }
         if gae {
             let mut critic = CriticConfig::default();
@@ -94,10 +88,10 @@ impl AlgorithmConfig {
         reject_unless("value_clip", self.value_clip, false, "adv_estimator: gae")
     }
 
-    /// Returns whether a key normalizes or clips rewards, as ROLL does before it estimates
-    /// advantages.
-    fn shapes_rewards(&self) -> bool {
-        [
+    /// Returns the estimator that keys choose. A key that normalizes or clips rewards, as ROLL does
+    /// before it estimates advantages, chooses ROLL's GRPO.
+    fn estimator(&self) -> Option<AdvEstimator> {
+        let shapes_rewards = [
             self.reward_norm.is_some(),
             self.reward_shift == Some(true),
             self.reward_scale == Some(true),
@@ -105,10 +99,52 @@ impl AlgorithmConfig {
             self.norm_std_type.is_some(),
             self.reward_clip.is_some(),
         ]
-        .contains(&true)
+        .contains(&true);
+        let implied = self.preset.is_none() && shapes_rewards;
+        self.adv_estimator.or(implied.then_some(AdvEstimator::Grpo))
     }
 
-    fn apply_normalization(&self, shaping: &mut RewardShaping) -> Checked {
+    /// Sets the normalization and the clip of rewards. In ROLL's GRPO both are the stage of
+    /// sequences, unless their levels are not the group's.
+    fn apply_normalization(&self, recipe: &mut Recipe) -> Checked {
+        let is_roll = self.preset == Some(Preset::Roll);
+        let is_grpo = match self.estimator() {
+            Some(estimator) => estimator == AdvEstimator::Grpo,
+            None => is_roll,
+        };
+        let mut norm = match is_grpo {
+            true => levels(NormLevel::Group, NormLevel::Group),
+            false => recipe.reward_shaping.norm,
+        };
+        self.set_levels(&mut norm)?;
+        let scale = match (norm.mean, norm.std) {
+            (NormLevel::Group, NormLevel::Group) => Some(Scale::Group),
+            (NormLevel::Group, NormLevel::Batch) => Some(Scale::Batch),
+            (NormLevel::Group, NormLevel::None) => Some(Scale::None),
+            _ => None,
+        };
+        let shaping = &mut recipe.reward_shaping;
+        let mut pipeline = recipe.advantage.pipeline();
+        if is_grpo && let Some(sequence) = &mut pipeline.sequence {
+            if let Some(scale) = scale {
+                sequence.scale = scale;
+                sequence.clip = self.reward_clip.map(|clip| [-clip, clip]).or(sequence.clip);
+                recipe.advantage = pipeline.into();
+                return Ok(());
+            }
+            shaping.clip_range = sequence.clip;
+            pipeline.sequence = None;
+            recipe.advantage = pipeline.into();
+        }
+        shaping.norm = norm;
+        if self.reward_clip.is_some() {
+            shaping.clip = self.reward_clip;
+            shaping.clip_range = None;
+        }
+        Ok(())
+    }
+
+    fn set_levels(&self, norm: &mut RewardNorm) -> Checked {
         let (shift, scale) = (
             self.reward_shift == Some(true),
             self.reward_scale == Some(true),
@@ -131,11 +167,11 @@ impl AlgorithmConfig {
             }
         }
         if let Some(level) = self.reward_norm {
-            shaping.norm = norm(level, level);
+            *norm = levels(level, level);
         }
         for (key, only, other) in [
-            ("reward_shift", shift, &mut shaping.norm.std),
-            ("reward_scale", scale, &mut shaping.norm.mean),
+            ("reward_shift", shift, &mut norm.std),
+            ("reward_scale", scale, &mut norm.mean),
         ] {
             if only && *other == NormLevel::None {
                 return Err(wrong(
@@ -147,8 +183,8 @@ impl AlgorithmConfig {
                 *other = NormLevel::None;
             }
         }
-        set(&mut shaping.norm.mean, self.norm_mean_type);
-        set(&mut shaping.norm.std, self.norm_std_type);
+        set(&mut norm.mean, self.norm_mean_type);
+        set(&mut norm.std, self.norm_std_type);
         Ok(())
     }
 
@@ -277,15 +313,13 @@ impl AlgorithmConfig {
                 .into();
             }
             Some(Cispo) => {
+                let low = self.cispo_epsilon_low.unwrap_or(CISPO_EPSILON);
+                let high = self.cispo_epsilon_high.unwrap_or(CISPO_EPSILON);
                 let mask = self.cispo_use_unified_mask == Some(true);
-                let high_epsilon = self.cispo_epsilon_high.unwrap_or(CISPO_EPSILON);
                 loss.surrogate = DetachedWeight {
-                    ratio_min: Some(1. - self.cispo_epsilon_low.unwrap_or(CISPO_EPSILON)),
-                    unified_mask: mask.then(|| UnifiedMask {
-                        low: low.unwrap_or(PG_CLIP),
-                        high: high.unwrap_or(PG_CLIP),
-                    }),
-                    ..DetachedWeight::at_most(1. + high_epsilon)
+                    ratio_min: Some(1. - low),
+                    unified_mask: mask.then_some(UnifiedMask { low, high }),
+                    ..DetachedWeight::at_most(1. + high)
                 }
                 .into();
             }
@@ -308,11 +342,10 @@ impl AlgorithmConfig {
                 Ok(())
             }
             _ => {
-                let masked = of(Cispo) && self.cispo_use_unified_mask == Some(true);
                 let clip = "a loss that clips (pg_variant: ppo)";
-                reject_unless("pg_clip", self.pg_clip, masked, clip)?;
-                reject_unless("pg_clip_low", self.pg_clip_low, masked, clip)?;
-                reject_unless("pg_clip_high", self.pg_clip_high, masked, clip)?;
+                reject_unless("pg_clip", self.pg_clip, false, clip)?;
+                reject_unless("pg_clip_low", self.pg_clip_low, false, clip)?;
+                reject_unless("pg_clip_high", self.pg_clip_high, false, clip)?;
                 let dual = self.dual_clip_loss.filter(|&on| on);
                 reject_unless("dual_clip_loss", dual, false, clip)
             }
@@ -426,10 +459,10 @@ impl AlgorithmConfig {
         let is_on = coef != 0.;
         let mut pipeline = config.recipe.advantage.pipeline();
         let AdvantagePipeline { sequence, tokens } = &mut pipeline;
-        let of_sequences = sequence.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
-        let of_tokens = tokens.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
+        let sequence_kl = sequence.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
+        let token_kl = tokens.iter_mut().flat_map(|stage| &mut stage.kl_penalty);
         let mut in_rewards = false;
-        for penalty in of_sequences.chain(of_tokens) {
+        for penalty in sequence_kl.chain(token_kl) {
             penalty.coef = coef;
             in_rewards = true;
         }
@@ -515,7 +548,7 @@ fn reject_unless<T>(key: &'static str, value: Option<T>, met: bool, needed: &str
     Ok(())
 }
 
-fn norm(mean: NormLevel, std: NormLevel) -> RewardNorm {
+fn levels(mean: NormLevel, std: NormLevel) -> RewardNorm {
     RewardNorm {
         mean,
         std,
@@ -528,10 +561,6 @@ fn clamped(estimator: KlEstimator) -> Kl {
         value_clamp: Some(KL_CLAMP),
         ..Kl::new(estimator)
     }
-}
-
-fn of_tokens(tokens: TokenAdvantage) -> AdvantageConfig {
-    AdvantagePipeline::from(tokens).into()
 }
 
 /// Changes the token stage of the advantage, and adds one if there is none.

@@ -5,7 +5,10 @@ use std::path::Path;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo::config::{Document, RunConfig};
 use candle_grpo::core::advantage::DEFAULT_EPSILON;
-use candle_grpo::core::{AdvantageBatch, AdvantageEstimator, Mask};
+use candle_grpo::core::rewards::{NormLevel, RewardNorm};
+use candle_grpo::core::{
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Mask, RewardShaping, TokenAdvantage,
+};
 use candle_grpo::loss::{PolicyBatch, Recipe, StepTotals};
 use candle_grpo::train::TrainConfig;
 
@@ -102,9 +105,49 @@ fn the_default_advantage_is_the_formula() -> Result<()> {
     Ok(())
 }
 
+/// ROLL normalizes and clips rewards, then sums them from each token to the end.
+#[test]
+fn grpo_with_keys_of_rewards_is_the_pipeline_of_roll() -> Result<()> {
+    for (key, std) in [
+        ("reward_norm: group", NormLevel::Group),
+        ("norm_std_type: batch", NormLevel::Batch),
+        ("reward_shift: true", NormLevel::None),
+    ] {
+        let tokens = TokenAdvantage::default();
+        let roll = Recipe {
+            reward_shaping: RewardShaping {
+                norm: RewardNorm {
+                    mean: NormLevel::Group,
+                    std,
+                    ..RewardNorm::default()
+                },
+                clip: Some(0.75),
+                ..RewardShaping::default()
+            },
+            advantage: AdvantagePipeline::from(tokens).into(),
+            ..Recipe::default()
+        };
+        let expected = compute(&roll)?;
+        let found = compute(&program(&format!("{{{key}, reward_clip: 0.75}}")))?;
+        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+            assert!(
+                (found - expected).abs() < 1e-12,
+                "{key}: {found} {expected}"
+            );
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn epsilon_and_scale_are_one_key_with_and_without_the_preset() -> Result<()> {
-    for base in ["", "preset: grpo, "] {
+    for base in [
+        "",
+        "preset: grpo, ",
+        "adv_estimator: grpo, ",
+        "reward_clip: 10, ",
+        "reward_norm: group, ",
+    ] {
         let with = |patch: &str| {
             compute(&program(&format!(
                 "{{{base}recipe: {{advantage: {patch}}}}}"

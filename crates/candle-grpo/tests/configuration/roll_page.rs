@@ -3,9 +3,13 @@
 
 use std::path::Path;
 
+use candle_core::{Device, Result, Tensor, Var};
 use candle_grpo::config::{ConfigError, Document, RunConfig};
-use candle_grpo::core::{Kl, KlEstimator, KlPenalty, NormLevel, SampleFilter, TokenAdvantage};
-use candle_grpo::loss::{Aggregation, Clip, Recipe, Surrogate};
+use candle_grpo::core::{
+    Baseline, GroupAdvantage, Kl, KlEstimator, KlPenalty, NormLevel, SampleFilter, Scale,
+    TokenAdvantage,
+};
+use candle_grpo::loss::{Aggregation, Clip, PolicyBatch, Recipe, StepTotals, Surrogate};
 use candle_grpo::train::TrainConfig;
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -55,7 +59,7 @@ const TYPE_KEYS: &str = r#"
   add_token_level_kl: false
 "#;
 
-fn run(algorithm: &str) -> Result<RunConfig, ConfigError> {
+fn run(algorithm: &str) -> std::result::Result<RunConfig, ConfigError> {
     let text = format!(
         "model: m\ndata: {{train: d.jsonl}}\nrewards: [{{kind: json}}]\nalgorithm:\n{algorithm}"
     );
@@ -75,6 +79,11 @@ fn with(from: &str, to: &str) -> TrainConfig {
 
 fn tokens(train: &TrainConfig) -> TokenAdvantage {
     train.recipe.advantage.pipeline().tokens.unwrap()
+}
+
+fn group(train: &TrainConfig) -> GroupAdvantage {
+    assert_eq!(train.recipe.reward_shaping, Default::default());
+    train.recipe.advantage.pipeline().sequence.unwrap()
 }
 
 fn clip(train: &TrainConfig) -> Clip {
@@ -116,7 +125,10 @@ fn keys_of_sizes_set_the_sizes() {
 
 #[test]
 fn adv_estimator_sets_the_returns_and_the_critic() {
+    let grpo = group(&run("  adv_estimator: grpo\n").unwrap().train);
+    assert_eq!(grpo, GroupAdvantage::grpo());
     let reinforce = with("\"grpo\"", "reinforce");
+    assert!(reinforce.recipe.advantage.pipeline().sequence.is_none());
     assert_eq!(reinforce.recipe.reward_shaping.norm.mean, NormLevel::None);
     assert_eq!(reinforce.recipe.reward_shaping.norm.std, NormLevel::None);
     assert_eq!(tokens(&reinforce).lambda, None);
@@ -201,35 +213,54 @@ fn dual_clip_loss_follows_the_clip_width() {
 
 #[test]
 fn reward_clip_clips_normalized_rewards() {
-    assert_eq!(
-        with("reward_clip: 10", "reward_clip: 5")
-            .recipe
-            .reward_shaping
-            .clip,
-        Some(5.)
-    );
-    assert_eq!(with("reward_clip: 10", "").recipe.reward_shaping.clip, None);
+    let clip = |to: &str| group(&with("reward_clip: 10", to)).clip;
+    assert_eq!(clip("reward_clip: 5"), Some([-5., 5.]));
+    assert_eq!(clip(""), None);
+    let reinforce = run("  adv_estimator: reinforce\n  reward_clip: 5\n").unwrap();
+    assert_eq!(reinforce.train.recipe.reward_shaping.clip, Some(5.));
 }
 
 #[rstest]
 #[case("batch", NormLevel::Batch)]
-#[case("group", NormLevel::Group)]
 #[case("running", NormLevel::Running)]
-fn reward_norm(#[case] name: &str, #[case] level: NormLevel) {
-    let norm = with("reward_norm: null", &format!("reward_norm: {name}"))
-        .recipe
-        .reward_shaping
-        .norm;
-    assert_eq!((norm.mean, norm.std), (level, level));
+fn reward_norm_of_another_level_shapes_the_rewards(#[case] name: &str, #[case] level: NormLevel) {
+    let keys = format!("  reward_norm: {name}\n");
+    for recipe in [
+        with("reward_norm: null", &format!("reward_norm: {name}")).recipe,
+        run(&format!("  preset: roll\n{keys}"))
+            .unwrap()
+            .train
+            .recipe,
+    ] {
+        let shaping = recipe.reward_shaping;
+        assert_eq!((shaping.norm.mean, shaping.norm.std), (level, level));
+        let clip = shaping
+            .clip
+            .map(|clip| [-clip, clip])
+            .or(shaping.clip_range);
+        assert_eq!(
+            clip,
+            Some([-10., 10.]),
+            "the clip comes after the normalization"
+        );
+        assert!(recipe.advantage.pipeline().sequence.is_none());
+    }
 }
 
-#[test]
-fn reward_shift_only_subtracts_the_mean() {
-    let norm = with("reward_shift: false", "reward_shift: true")
-        .recipe
-        .reward_shaping
-        .norm;
-    assert_eq!((norm.mean, norm.std), (NormLevel::Group, NormLevel::None));
+#[rstest]
+#[case("  reward_norm: group\n", Scale::Group)]
+#[case("  reward_shift: true\n", Scale::None)]
+#[case("  norm_std_type: batch\n", Scale::Batch)]
+#[case("  norm_std_type: none\n", Scale::None)]
+fn levels_around_the_mean_of_the_group_are_the_scale_of_its_advantage(
+    #[case] keys: &str,
+    #[case] scale: Scale,
+) {
+    for base in ["", "  adv_estimator: grpo\n", "  preset: roll\n"] {
+        let group = group(&run(&format!("{base}{keys}")).unwrap().train);
+        assert_eq!(group.baseline, Baseline::GroupMean);
+        assert_eq!(group.scale, scale, "{base}{keys}");
+    }
 }
 
 #[test]
@@ -243,9 +274,12 @@ fn reward_scale_only_divides_by_the_deviation() {
 
 #[test]
 fn norm_types_take_the_levels_apart() {
-    let page = page(TYPE_KEYS).replace("norm_std_type: ~", "norm_std_type: batch");
+    let page = page(TYPE_KEYS).replace("norm_std_type: ~", "norm_std_type: running");
     let norm = run(&page).unwrap().train.recipe.reward_shaping.norm;
-    assert_eq!((norm.mean, norm.std), (NormLevel::Group, NormLevel::Batch));
+    assert_eq!(
+        (norm.mean, norm.std),
+        (NormLevel::Group, NormLevel::Running)
+    );
 }
 
 #[test]
@@ -285,7 +319,6 @@ fn add_token_level_kl_turns_the_penalty_on() {
 #[case("pg_variant: topr\n  topr_negative_weight: 0.5", "/surrogate/topr/negative_weight", json!(0.5))]
 #[case("pg_variant: cispo\n  cispo_epsilon_low: 0.5", "/surrogate/detached_weight/ratio_min", json!(0.5))]
 #[case("pg_variant: cispo\n  cispo_epsilon_high: 0.5", "/surrogate/detached_weight/ratio_max", json!(1.5))]
-#[case("pg_variant: cispo\n  cispo_use_unified_mask: true\n  pg_clip: 0.3", "/surrogate/detached_weight/unified_mask/high", json!(0.3))]
 #[case("pg_variant: kimi15\n  kimi15_tau: 0.2", "/surrogate/squared_log_ratio/coef", json!(0.2))]
 fn each_key_of_the_loss_sets_its_option(
     #[case] keys: &str,
@@ -299,6 +332,36 @@ fn each_key_of_the_loss_sets_its_option(
         .policy_loss;
     let loss = serde_json::to_value(loss).unwrap();
     assert_eq!(loss.pointer(place), Some(&expected), "{loss}");
+}
+
+/// `-sg[clip(r, 1 - low, 1 + high)] A lp`, and 0 where `r > 1 + high` with `A > 0` or
+/// `r < 1 - low` with `A < 0`.
+#[test]
+fn the_unified_mask_of_cispo_has_the_bounds_of_its_weight() -> Result<()> {
+    let keys = "  pg_variant: cispo\n  cispo_epsilon_low: 0.3\n  cispo_epsilon_high: 0.5\n  cispo_use_unified_mask: true\n  loss_agg_mode: token-mean\n";
+    let loss = run(keys).unwrap().train.recipe.policy_loss;
+    // Between the widths of PPO's clip and these, inside, and outside on both sides.
+    let ratios = [1.4f64, 0.75, 1.6, 1.6, 0.6, 0.6];
+    let advantages = [1f64, -1., 1., -1., 1., -1.];
+    let weights = [1.4, 0.75, 0., 1.5, 0.7, 0.];
+
+    let device = Device::Cpu;
+    let shape = (ratios.len(), 1);
+    let column = |values: &[f64]| Tensor::from_slice(values, shape, &device);
+    let log_probs = Var::from_tensor(&column(&[-1.; 6])?)?;
+    let old = column(&ratios.map(|ratio| -1. - ratio.ln()))?;
+    let mask = Tensor::ones(shape, candle_core::DType::U8, &device)?;
+    let targets = column(&advantages)?;
+    let batch = PolicyBatch::new(&log_probs, &targets, &mask).old_log_probs(&old);
+    let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
+    let gradients = output.loss.backward()?;
+    let gradient = gradients.get(&log_probs).expect("the loss has a gradient");
+    let gradient = gradient.flatten_all()?.to_vec1::<f64>()?;
+    for (i, gradient) in gradient.iter().enumerate() {
+        let expected = -weights[i] * advantages[i] / 6.;
+        assert!((gradient - expected).abs() < 1e-12, "token {i}: {gradient}");
+    }
+    Ok(())
 }
 
 #[test]
@@ -358,6 +421,10 @@ fn whiten_rewards_gamma_and_switches_that_are_off() {
     "algorithm.init_kl_coef: given, but has no effect without add_token_level_kl: true"
 )]
 #[case("pg_clip_low: 0.1", "without use_pg_clip_range: true")]
+#[case(
+    "pg_variant: cispo\n  cispo_use_unified_mask: true\n  pg_clip: 0.3",
+    "algorithm.pg_clip: given, but has no effect without a loss that clips"
+)]
 #[case(
     "pg_variant: vanilla\n  dual_clip_loss: true",
     "algorithm.dual_clip_loss: given, but has no effect"
