@@ -63,6 +63,11 @@ pub fn linear_log_prob(
         kept,
         wanted,
     } = LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
+    compute(arguments, kept.as_ref(), wanted)
+}
+
+/// Computes the results for arguments that are checked. Detached arguments record no graph.
+fn compute(arguments: Arguments, kept: Option<&KeptRows>, wanted: Wanted) -> Result<TokenLogProbs> {
     if !arguments.is_fused() {
         return composed::linear_log_prob::unchecked(arguments);
     }
@@ -79,7 +84,7 @@ pub fn linear_log_prob(
         Some(bias) => hidden.apply_op3(&weight, bias, op)?,
         None => hidden.apply_op2(&weight, op)?,
     };
-    TokenLogProbs::unpack(&spread(kept.as_ref(), packed, 1)?, &outer)
+    TokenLogProbs::unpack(&spread(kept, packed, 1)?, &outer)
 }
 
 /// [`linear_log_prob`] without a graph: the caller runs the backward pass.
@@ -188,28 +193,7 @@ impl LinearLogProb {
     ///
     /// Fails if the device fails.
     pub fn forward(&self) -> Result<TokenLogProbs> {
-        let arguments = self.arguments.detach();
-        if !arguments.is_fused() {
-            return composed::linear_log_prob::unchecked(arguments);
-        }
-        let bias = arguments.wide_bias()?;
-        let Arguments {
-            hidden,
-            weight,
-            rows,
-            outer,
-            ..
-        } = arguments;
-        let op = Op {
-            rows,
-            wanted: self.wanted,
-        };
-        let packed = match &bias {
-            Some(bias) => hidden.apply_op3_no_bwd(&weight, bias, &op)?,
-            None => hidden.apply_op2_no_bwd(&weight, &op)?,
-        };
-        let packed = spread(self.kept.as_ref(), packed, 1)?;
-        TokenLogProbs::unpack(&packed, &outer)
+        compute(self.arguments.detach(), self.kept.as_ref(), self.wanted)
     }
 
     /// Returns the gradients of a scalar.
@@ -226,7 +210,7 @@ impl LinearLogProb {
         derivatives: &TokenLogProbs,
     ) -> Result<LinearGradients> {
         let arguments = self.arguments.detach();
-        let mut packed = tokens.pack("tokens", &arguments.outer)?.detach();
+        let mut packed = tokens.pack("tokens", &arguments.outer)?;
         let mut gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
         if let Some(kept) = &self.kept {
             packed = kept.select(&packed, 1)?;
@@ -243,8 +227,8 @@ impl LinearLogProb {
                 &arguments.hidden,
                 &arguments.weight,
                 bias.as_ref(),
-                packed,
-                gradient,
+                &packed,
+                &gradient,
             )?
         } else {
             composed_gradients(arguments, self.wanted, &gradient)?
@@ -449,20 +433,23 @@ struct Op {
 }
 
 impl Op {
-    /// Returns the gradients of detached hidden states, weight and bias. `packed` is the result of
-    /// the forward pass and `gradient` its gradient, `[3, N]`.
+    /// Returns the gradients of hidden states, weight and bias, without a graph. `packed` is the
+    /// result of the forward pass and `gradient` its gradient, `[3, N]`.
     fn gradients(
         &self,
         hidden: &Tensor,
         weight: &Tensor,
         bias: Option<&Tensor>,
-        packed: Tensor,
-        gradient: Tensor,
+        packed: &Tensor,
+        gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
+        let (hidden, weight) = (&hidden.detach(), &weight.detach());
+        let bias = &bias.map(Tensor::detach);
+        let bias = bias.as_ref();
         let pass = Backward {
             rows: &self.rows,
-            packed,
-            gradient,
+            packed: packed.detach(),
+            gradient: gradient.contiguous()?,
         };
         #[cfg(feature = "cuda")]
         if hidden.device().is_cuda() {
@@ -586,13 +573,7 @@ impl CustomOp2 for Op {
         packed: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [hidden, weight, _] = self.gradients(
-            &hidden.detach(),
-            &weight.detach(),
-            None,
-            packed.detach(),
-            gradient.contiguous()?,
-        )?;
+        let [hidden, weight, _] = self.gradients(hidden, weight, None, packed, gradient)?;
         Ok((hidden, weight))
     }
 }
@@ -644,13 +625,8 @@ impl CustomOp3 for Op {
         packed: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [hidden, weight, bias] = self.gradients(
-            &hidden.detach(),
-            &weight.detach(),
-            Some(&bias.detach()),
-            packed.detach(),
-            gradient.contiguous()?,
-        )?;
+        let [hidden, weight, bias] =
+            self.gradients(hidden, weight, Some(bias), packed, gradient)?;
         Ok((hidden, weight, bias))
     }
 }
