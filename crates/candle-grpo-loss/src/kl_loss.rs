@@ -21,18 +21,6 @@ pub enum BiasCorrection {
     ImportanceLevel,
 }
 
-/// The source of the divergence of each token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum KlValues {
-    /// Estimated from the log-probs of the sampled tokens.
-    #[default]
-    Estimated,
-    /// [`crate::PolicyBatch::kl_values`], such as [`Kl::full`] of the distributions over the whole
-    /// vocabulary.
-    Given,
-}
-
 /// `coef * KL(policy || reference)`, added to the loss of each token before aggregation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -45,10 +33,6 @@ pub struct KlLoss {
     /// The ratio of the policy to the old policy that multiplies the estimate.
     #[serde(default)]
     pub bias_correction: BiasCorrection,
-    /// The source of the divergence. For given values, `kl` and `bias_correction` must have their
-    /// defaults.
-    #[serde(default)]
-    pub values: KlValues,
 }
 
 impl KlLoss {
@@ -75,45 +59,11 @@ impl KlLoss {
             coef,
             kl,
             bias_correction: BiasCorrection::Off,
-            values: KlValues::Estimated,
-        }
-    }
-
-    /// A KL loss of given values, [`crate::PolicyBatch::kl_values`].
-    ///
-    /// ```
-    /// use candle_core::{Device, Tensor, Var};
-    /// use candle_grpo_core::Kl;
-    /// use candle_grpo_loss::{KlLoss, PolicyBatch, PolicyLoss, StepTotals};
-    ///
-    /// // One sequence of one token, from a vocabulary of two.
-    /// let log_dist = Var::new(&[[[0.25f32.ln(), 0.75f32.ln()]]], &Device::Cpu)?;
-    /// let ref_log_dist = Tensor::new(&[[[0.5f32.ln(), 0.5f32.ln()]]], &Device::Cpu)?;
-    /// let kl_values = Kl::full(&log_dist, &ref_log_dist)?;
-    ///
-    /// let policy_loss = PolicyLoss { kl: Some(KlLoss::given(0.1)), ..PolicyLoss::dapo() };
-    /// let log_probs = log_dist.narrow(2, 0, 1)?.squeeze(2)?;
-    /// let (advantages, mask) = (Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu)?, log_probs.ones_like()?);
-    /// let batch = PolicyBatch::new(&log_probs, &advantages, &mask).kl_values(&kl_values);
-    /// let loss = policy_loss.compute(&batch, &StepTotals::count(&mask)?)?.loss.to_scalar::<f32>()?;
-    /// assert!((loss - 0.1 * (0.25 * 0.5f32.ln() + 0.75 * 1.5f32.ln())).abs() < 1e-6);
-    /// # Ok::<(), candle_core::Error>(())
-    /// ```
-    pub fn given(coef: f64) -> Self {
-        Self {
-            values: KlValues::Given,
-            ..Self::k3(coef)
         }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
         non_negative("kl.coef", self.coef)?;
-        let valid = self.values != KlValues::Given || *self == Self::given(self.coef);
-        let must = format!(
-            "be estimated with {:?} and the bias correction {:?}, which belong to an estimate",
-            self.kl, self.bias_correction
-        );
-        check(valid, "kl.values", "given", &must)?;
         let valid =
             self.bias_correction == BiasCorrection::Off || self.kl.gradient == KlGradient::Direct;
         let must = format!(

@@ -41,7 +41,7 @@ pub use candle_grpo_kernels::{
     LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, linear_log_prob, log_prob,
 };
 pub use importance_level::ImportanceLevel;
-pub use kl_loss::{BiasCorrection, KlLoss, KlValues};
+pub use kl_loss::{BiasCorrection, KlLoss};
 pub use policy_loss::{
     EmptySequences, EntropyTokens, LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss,
     PolicyLossOutput, StepTotals, linear_policy_loss,

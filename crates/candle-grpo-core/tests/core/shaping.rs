@@ -5,7 +5,7 @@ use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, Kl, KlEstimator, KlGradient, KlPenalty, Mask,
     RewardShaping, TokenAdvantage,
 };
-use candle_grpo_test_support::{assert_close, devices, numbers};
+use candle_grpo_test_support::{assert_close, devices, gradient, message, numbers};
 use rstest::rstest;
 
 use crate::tensor;
@@ -192,6 +192,23 @@ fn kl_estimators_have_their_published_values(
             None,
         )?;
         assert_close(&numbers(&kl)?, &expected, 1e-6);
+    }
+    Ok(())
+}
+
+/// `sum_v p (log p - log q)`, with the derivative `p (log p - log q + 1)` by each `log p`. An entry
+/// with probability 0 adds nothing.
+#[test]
+fn the_full_kl_is_the_divergence_of_the_distributions() -> Result<()> {
+    let (p, q) = ([0.25f64, 0.75, 0.], [0.5f64, 0.125, 0.375]);
+    let terms = [0.25 * 0.5f64.ln(), 0.75 * 6f64.ln()];
+    for device in devices() {
+        let log_p = Var::new(&[p.map(f64::ln)], device)?;
+        let kl = Kl::full(&log_p, &Tensor::new(&[q.map(f64::ln)], device)?)?;
+        assert_close(&numbers(&kl)?, &[terms[0] + terms[1]], 1e-12);
+        let expected = [terms[0] + 0.25, terms[1] + 0.75, 0.];
+        assert_close(&gradient(&kl.backward()?, &log_p)?, &expected, 1e-12);
+        assert!(message(Kl::full(&log_p, &Tensor::new(&[0.5f64], device)?)).contains("shape [1]"));
     }
     Ok(())
 }

@@ -31,7 +31,7 @@ impl<'a> OldPolicy<'a> {
 
 /// The tensors of one micro-batch: B sequences of T response tokens.
 ///
-/// Only `log_probs`, `entropy` and `kl_values` carry a gradient; all other tensors are detached.
+/// Only `log_probs` and `entropy` carry a gradient; all other tensors are detached.
 /// Positions outside the mask may hold anything, including NaN.
 ///
 /// ```
@@ -54,7 +54,6 @@ pub struct PolicyBatch<'a> {
     pub(crate) old: OldPolicy<'a>,
     pub(crate) rollout_log_probs: Option<&'a Tensor>,
     pub(crate) ref_log_probs: Option<&'a Tensor>,
-    pub(crate) kl_values: Option<&'a Tensor>,
     pub(crate) entropy: Option<&'a Tensor>,
     pub(crate) scores: Option<&'a Tensor>,
     pub(crate) importance_weights: Option<&'a Tensor>,
@@ -88,7 +87,6 @@ impl<'a> PolicyBatch<'a> {
             old: OldPolicy::Current,
             rollout_log_probs: None,
             ref_log_probs: None,
-            kl_values: None,
             entropy: None,
             scores: None,
             importance_weights: None,
@@ -134,13 +132,6 @@ impl<'a> PolicyBatch<'a> {
     /// Sets the log-probs `[B, T]` under the reference policy, which a KL loss requires.
     pub fn ref_log_probs(mut self, ref_log_probs: &'a Tensor) -> Self {
         self.ref_log_probs = Some(ref_log_probs);
-        self
-    }
-
-    /// Sets the divergence `[B, T]` from the reference at each position, with gradient, for
-    /// [`crate::KlLoss::given`].
-    pub fn kl_values(mut self, kl_values: &'a Tensor) -> Self {
-        self.kl_values = Some(kl_values);
         self
     }
 

@@ -13,7 +13,6 @@ pub(super) struct Inputs {
     /// With gradient.
     pub(super) log_probs: Tensor,
     /// With gradient.
-    pub(super) kl_values: Option<Tensor>,
     /// With gradient.
     pub(super) entropy: Option<Tensor>,
     pub(super) old_log_probs: Tensor,
@@ -55,14 +54,11 @@ impl Inputs {
         };
         let (token_log_ratio, log_ratio) =
             log_ratios(loss, &log_probs, &old_log_probs, &clean.mask)?;
-        let with_gradient = |name: &str, x: Option<&Tensor>| -> Result<Option<Tensor>> {
-            x.map(|x| clean.per_token(name, x)).transpose()
-        };
+        let entropy = batch.entropy.map(|x| clean.per_token("entropy", x));
         Ok(Self {
             log_ratio,
             token_log_ratio,
-            kl_values: with_gradient("kl_values", batch.kl_values)?,
-            entropy: with_gradient("entropy", batch.entropy)?,
+            entropy: entropy.transpose()?,
             rollout_log_probs: clean.constant("rollout_log_probs", batch.rollout_log_probs)?,
             ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs)?,
             advantages: clean.spread("advantages", batch.advantages)?,

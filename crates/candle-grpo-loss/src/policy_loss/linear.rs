@@ -74,11 +74,6 @@ pub fn linear_policy_loss(
             "batch: has log_probs or entropy, which linear_policy_loss computes; create it with PolicyBatch::without_log_probs"
         );
     }
-    if batch.kl_values.is_some_and(Tensor::track_op) {
-        bail!(
-            "kl_values: computed from a variable, must be a constant; linear_policy_loss does not return their gradient"
-        );
-    }
     let tokens = layer.forward()?;
     // A graph of [B, T] tensors that starts at the log-probs.
     let log_probs = Var::from_tensor(&tokens.log_probs)?;

@@ -18,7 +18,7 @@ pub(crate) use inputs::over_tokens;
 
 use crate::aggregation::Aggregation;
 use crate::importance_level::ImportanceLevel;
-use crate::kl_loss::{KlLoss, KlValues};
+use crate::kl_loss::KlLoss;
 use crate::positive_nll::PositiveNll;
 use crate::rollout::RolloutCorrection;
 use crate::surrogate::{Clip, Surrogate, TokenLoss};
@@ -231,8 +231,7 @@ impl PolicyLoss {
         Ok(())
     }
 
-    /// Computes the loss of a micro-batch. Its gradient reaches `log_probs`, `entropy` and
-    /// `kl_values`.
+    /// Computes the loss of a micro-batch. Its gradient reaches `log_probs` and `entropy`.
     ///
     /// `totals` are the counts of the whole optimizer step. The loss is f32, or f64 if `log_probs`
     /// are. Values are not checked: a NaN advantage gives a NaN loss.
@@ -364,16 +363,6 @@ impl PolicyLoss {
         let Some(config) = &self.kl else {
             return Ok(None);
         };
-        match (config.values, &inputs.kl_values) {
-            (KlValues::Given, Some(values)) => return Ok(Some((config, values.clone()))),
-            (KlValues::Given, None) => bail!(
-                "kl_values: absent, a KL loss of given values needs the divergence at each position (or set kl.values to estimated)"
-            ),
-            (KlValues::Estimated, Some(_)) => bail!(
-                "kl_values: given, but kl.values is estimated; set it to given, or leave them out"
-            ),
-            (KlValues::Estimated, None) => (),
-        }
         let Some(reference) = &inputs.ref_log_probs else {
             bail!(
                 "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"

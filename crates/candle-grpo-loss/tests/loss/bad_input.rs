@@ -1,7 +1,7 @@
 //! Bad input gives an error that names the argument, what it is and what it must be.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_core::{Kl, KlEstimator, KlGradient};
+use candle_grpo_core::{Kl, KlGradient};
 use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
     ClipCov, DetachedWeight, DivergenceMask, GeometricMean, KlCov, PositiveIf, SoftGate,
@@ -78,7 +78,6 @@ fn a_wrong_shape_is_an_error_that_names_the_tensor() {
             ("old_log_probs", batch.old_log_probs(&wrong)),
             ("ref_log_probs", batch.ref_log_probs(&wrong)),
             ("entropy", batch.entropy(&wrong)),
-            ("kl_values", batch.kl_values(&wrong)),
             ("entropy_mask", batch.entropy_mask(&wrong)),
             ("importance_weights", batch.importance_weights(&wrong)),
             ("sample_weights", batch.sample_weights(&wrong)),
@@ -111,20 +110,6 @@ fn a_term_without_its_input_is_an_error() {
             entropy_coef: 0.1,
             ..PolicyLoss::dapo()
         };
-        let given = PolicyLoss {
-            kl: Some(KlLoss::given(0.1)),
-            ..PolicyLoss::dapo()
-        };
-        assert!(compute(&given, &x, &zeros(&[2], device), &mask).starts_with("kl_values: absent"));
-        let advantages = zeros(&[2], device);
-        let batch = PolicyBatch::new(&x, &advantages, &mask)
-            .ref_log_probs(&x)
-            .kl_values(&x);
-        let totals = six_tokens();
-        assert!(
-            message(with_kl().compute(&batch, &totals))
-                .starts_with("kl_values: given, but kl.values is estimated")
-        );
         assert!(compute(&bonus, &x, &zeros(&[2], device), &mask).starts_with("entropy: absent"));
     }
 }
@@ -173,20 +158,6 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
 #[case(
     PolicyLoss { kl: Some(KlLoss::new(1., Kl { value_clamp: Some(0.), ..Default::default() })), ..Default::default() },
     "kl.value_clamp: 0, must be positive"
-)]
-#[case(
-    PolicyLoss {
-        kl: Some(KlLoss { kl: Kl::new(KlEstimator::K1), ..KlLoss::given(1.) }),
-        ..Default::default()
-    },
-    "kl.values: given, must be estimated with Kl { estimator: K1"
-)]
-#[case(
-    PolicyLoss {
-        kl: Some(KlLoss { bias_correction: BiasCorrection::Token, ..KlLoss::given(1.) }),
-        ..Default::default()
-    },
-    "kl.values: given, must be estimated with"
 )]
 #[case(PolicyLoss::dr_grpo(0.), "aggregation.length: 0, must be positive")]
 #[case(

@@ -5,7 +5,6 @@ mod custom_surrogate;
 mod documentation;
 mod fixture;
 mod formulas;
-mod full_kl;
 mod gradients;
 mod linear_policy_loss;
 mod log_prob;
