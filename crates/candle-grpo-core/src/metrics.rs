@@ -42,16 +42,6 @@ impl Metrics {
         self.push(name, Kind::Mean, sum, count)
     }
 
-    /// Adds the maximum `largest`, a scalar; minus infinity stands for the maximum of no entries.
-    pub fn push_max(&mut self, name: &str, largest: &Tensor) -> Result<()> {
-        self.push(name, Kind::Max, largest, &largest.ones_like()?)
-    }
-
-    /// Adds the minimum `smallest`, a scalar; infinity stands for the minimum of no entries.
-    pub fn push_min(&mut self, name: &str, smallest: &Tensor) -> Result<()> {
-        self.push(name, Kind::Min, smallest, &smallest.ones_like()?)
-    }
-
     /// Adds the mean of `values` `[B, T]` over the positions of `mask`.
     pub fn push_masked_mean(&mut self, name: &str, values: &Tensor, mask: &Mask) -> Result<()> {
         let dtype = statistics_dtype(values.device());

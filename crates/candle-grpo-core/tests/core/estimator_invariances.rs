@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_core::advantage::{OptimalTokenBaseline, TokenBaseline};
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, TokenAdvantage,
+    AdvantageBatch, AdvantageEstimator, AdvantagePipeline, GroupAdvantage, Scale, TokenAdvantage,
 };
 use candle_grpo_test_support::{devices, numbers};
 use proptest::prelude::*;
@@ -148,7 +148,7 @@ fn linear() -> Vec<AdvantagePipeline> {
         AdvantagePipeline::gpg(),
         AdvantagePipeline::flash_reinforce(),
         AdvantagePipeline::remax(),
-        AdvantagePipeline::pass_at_k().map_sequence(|s| s.scale = candle_grpo_core::Scale::None),
+        AdvantagePipeline::pass_at_k().map_sequence(|s| s.scale = Scale::None),
         AdvantagePipeline::optimal_token_baseline().map_tokens(no_tail),
         AdvantagePipeline::multi_turn_optimal_token_baseline().map_tokens(no_tail),
     ]
@@ -159,6 +159,8 @@ fn scale_free() -> Vec<AdvantagePipeline> {
     vec![
         AdvantagePipeline::grpo(),
         AdvantagePipeline::lite_ppo(),
+        AdvantagePipeline::rloo().map_sequence(|s| s.scale = Scale::Group),
+        AdvantagePipeline::rloo().map_sequence(|s| s.scale = Scale::Batch),
         AdvantagePipeline::pass_at_k(),
         AdvantagePipeline::reinforce_plus_plus(),
         AdvantagePipeline::reinforce_plus_plus_baseline(),

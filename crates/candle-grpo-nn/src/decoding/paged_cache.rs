@@ -99,11 +99,6 @@ impl PagedCache {
         Ok(self.get(id)?.len)
     }
 
-    /// The number of sequences.
-    pub fn num_sequences(&self) -> usize {
-        self.sequences.len()
-    }
-
     /// The number of pages that sequences hold, of [`PAGE`] positions each.
     pub fn pages_in_use(&self) -> usize {
         self.holders.len() - self.free.len()
@@ -216,7 +211,7 @@ mod tests {
         for fork in forks {
             cache.remove(fork).unwrap();
         }
-        assert_eq!((cache.pages_in_use(), cache.num_sequences()), (0, 0));
+        assert_eq!((cache.pages_in_use(), cache.sequences.len()), (0, 0));
     }
 
     #[test]

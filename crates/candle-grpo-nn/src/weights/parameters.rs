@@ -280,15 +280,6 @@ impl Parameters {
             .collect()
     }
 
-    /// A builder from an independent copy of the values, for a reference policy.
-    pub fn frozen_var_builder(&self) -> Result<VarBuilder<'static>> {
-        Ok(VarBuilder::from_tensors(
-            self.frozen_copy()?,
-            DType::F32,
-            &self.device,
-        ))
-    }
-
     /// Copies `values`, of any floating-point dtype, into the variables in place. Decoders that
     /// share them see the change.
     ///
