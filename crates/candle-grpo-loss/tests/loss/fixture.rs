@@ -10,7 +10,7 @@ use candle_grpo_loss::{
     Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, MetricValues,
     PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll, StepTotals, Surrogate,
 };
-use candle_grpo_test_support::{assert_close, numbers};
+use candle_grpo_test_support::{assert_close, noise, numbers};
 
 /// Sequences and tokens.
 pub(crate) const B: usize = 5;
@@ -35,18 +35,17 @@ pub(crate) struct Fixture {
 impl Fixture {
     /// Ragged sequences, one with a hole in the middle and one without any token.
     pub(crate) fn new(device: &Device) -> Self {
-        let mut state = 7u64;
-        let mut uniform = move |low: f64, high: f64| {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            low + (high - low) * (state >> 11) as f64 / (1u64 << 53) as f64
+        let mut seed = 0;
+        let mut vector = |low: f64, high: f64| -> Vec<f64> {
+            seed += 1;
+            let numbers = noise(B * T, seed).into_iter();
+            numbers
+                .map(|x| low + (high - low) * (x + 1.) / 2.)
+                .collect()
         };
-        let mut vector =
-            |n: usize, low: f64, high: f64| (0..n).map(|_| uniform(low, high)).collect::<Vec<_>>();
-        let old_log_probs = vector(B * T, -3., -0.1);
-        let drift = vector(B * T, -0.6, 0.6);
-        let gap = vector(B * T, -0.8, 0.8);
+        let old_log_probs = vector(-3., -0.1);
+        let drift = vector(-0.6, 0.6);
+        let gap = vector(-0.8, 0.8);
         let sum = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x + y).collect::<Vec<_>>();
         let lengths = [6, 3, 0, 5, 1];
         let mut mask: Vec<u8> = lengths
@@ -57,9 +56,9 @@ impl Fixture {
         Self {
             log_probs: sum(&old_log_probs, &drift),
             ref_log_probs: sum(&old_log_probs, &gap),
-            entropy: vector(B * T, 0.1, 3.),
+            entropy: vector(0.1, 3.),
             advantages: vec![1.3, -0.7, 0.4, -1.1, 0.9],
-            importance_weights: vector(B * T, 0.5, 1.5),
+            importance_weights: vector(0.5, 1.5),
             sample_weights: vec![0.5, 1.5, 1., 1.2, 0.8],
             scores: vec![1., 0., 1., 0., 0.],
             selected: (0..B * T).map(|i| u8::from(i % 4 == 1)).collect(),

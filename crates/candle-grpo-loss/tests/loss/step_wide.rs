@@ -1,12 +1,12 @@
 //! Computations over a whole step: selections, rollout filters, the value loss.
 
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{ClipCov, KlCov};
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, PolicyBatch, PolicyLoss, RolloutCorrection, StepTotals, ValueLoss,
 };
-use candle_grpo_test_support::{assert_close, devices, numbers};
+use candle_grpo_test_support::{assert_close, devices, noise_tensor, numbers};
 use rstest::rstest;
 
 /// Advantages 1 and -1, log-probs whose mean is -1.5: covariances -0.5, 0.5, 1.5 and 1.5, -0.5,
@@ -243,14 +243,10 @@ fn a_clipped_value_stops_being_drawn() -> Result<()> {
 #[test]
 fn values_within_the_clip_keep_their_gradients() -> Result<()> {
     for device in devices() {
-        let count = 1000;
-        let vector = |f: &dyn Fn(usize) -> f32| {
-            Tensor::from_vec((0..count).map(f).collect(), (1, count), device)
-        };
-        let old = vector(&|i| (i as f32 * 0.37).sin() * 3.)?;
-        let moved = vector(&|i| (i as f32 * 0.77).cos() * 0.1)?;
-        let values = Var::from_tensor(&(&old + moved)?)?;
-        let returns = vector(&|i| (i as f32 * 1.3).sin() * 5.)?;
+        let vector = |seed, scale: f64| noise_tensor((1, 1000), seed, DType::F32, device)? * scale;
+        let old = vector(1, 3.)?;
+        let values = Var::from_tensor(&(&old + vector(2, 0.1)?)?)?;
+        let returns = vector(3, 5.)?;
         let mask = returns.ones_like()?;
         let totals = StepTotals::count(&mask)?;
         let loss = ValueLoss {

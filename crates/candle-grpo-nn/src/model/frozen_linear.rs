@@ -78,20 +78,18 @@ impl CustomOp1 for FrozenLinear {
 mod tests {
     use super::*;
     use candle_core::{DType, Device, Var};
+    use candle_grpo_test_support::noise_tensor;
 
-    fn wave(shape: (usize, usize)) -> Tensor {
-        let n = (shape.0 * shape.1) as u32;
-        let x = Tensor::arange(0u32, n, &Device::Cpu).unwrap();
-        let x = x.to_dtype(DType::F32).unwrap().sin().unwrap();
-        x.reshape(shape).unwrap()
+    fn noise(shape: (usize, usize)) -> Tensor {
+        noise_tensor(shape, shape.0 as u64, DType::F32, &Device::Cpu).unwrap()
     }
 
     #[test]
     fn a_frozen_weight_gives_the_same_product_and_gets_no_gradient() {
-        let x = Var::from_tensor(&wave((5, 3))).unwrap();
-        let weight = Var::from_tensor(&wave((4, 3))).unwrap();
+        let x = Var::from_tensor(&noise((5, 3))).unwrap();
+        let weight = Var::from_tensor(&noise((4, 3))).unwrap();
         let frozen = weight.as_detached_tensor();
-        let slope = wave((5, 4));
+        let slope = noise((5, 4));
         let gradients = |y: Tensor| (y * &slope).unwrap().sum_all().unwrap().backward().unwrap();
 
         let y = linear(&x, &frozen).unwrap();
@@ -111,9 +109,9 @@ mod tests {
 
     #[test]
     fn views_of_larger_tensors_are_read_in_place() {
-        let x = Var::from_tensor(&wave((6, 3))).unwrap();
+        let x = Var::from_tensor(&noise((6, 3))).unwrap();
         let part = x.narrow(0, 2, 3).unwrap();
-        let weight = wave((8, 3)).narrow(0, 1, 4).unwrap();
+        let weight = noise((8, 3)).narrow(0, 1, 4).unwrap();
         let y = linear(&part, &weight).unwrap().to_vec2::<f32>().unwrap();
         let plain = part.matmul(&weight.t().unwrap()).unwrap();
         assert_eq!(y, plain.to_vec2::<f32>().unwrap());
@@ -121,8 +119,8 @@ mod tests {
 
     #[test]
     fn a_wrong_shape_is_an_error_that_names_it() {
-        let x = Var::from_tensor(&wave((5, 3))).unwrap();
-        let error = linear(&x, &wave((4, 2))).unwrap_err().to_string();
+        let x = Var::from_tensor(&noise((5, 3))).unwrap();
+        let error = linear(&x, &noise((4, 2))).unwrap_err().to_string();
         assert!(error.contains("must be [N, 2] for this weight"), "{error}");
     }
 }

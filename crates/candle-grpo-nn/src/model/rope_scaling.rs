@@ -77,13 +77,7 @@ impl RopeScaling {
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
             } => {
-                validate::positive("low_freq_factor", low)?;
-                check(
-                    high > low && high.is_finite(),
-                    "high_freq_factor",
-                    high,
-                    &format!("be finite and above low_freq_factor, which is {low}"),
-                )?;
+                check_above(("low_freq_factor", low), ("high_freq_factor", high))?;
                 (factor, original)
             }
             Self::Yarn {
@@ -93,13 +87,7 @@ impl RopeScaling {
                 beta_slow: slow,
                 attention_factor,
             } => {
-                validate::positive("beta_slow", slow)?;
-                check(
-                    fast > slow && fast.is_finite(),
-                    "beta_fast",
-                    fast,
-                    &format!("be finite and above beta_slow, which is {slow}"),
-                )?;
+                check_above(("beta_slow", slow), ("beta_fast", fast))?;
                 if let Some(attention_factor) = attention_factor {
                     validate::positive("attention_factor", attention_factor)?;
                 }
@@ -171,6 +159,13 @@ impl RopeScaling {
             }
         }
     }
+}
+
+/// Checks that `low` is positive, and that `high` is finite and above it.
+fn check_above((low_name, low): (&str, f64), (high_name, high): (&str, f64)) -> Checked {
+    validate::positive(low_name, low)?;
+    let must = format!("be finite and above {low_name}, which is {low}");
+    check(high > low && high.is_finite(), high_name, high, &must)
 }
 
 #[cfg(test)]

@@ -7,7 +7,10 @@ use rstest::rstest;
 
 use candle_grpo_test_support::message;
 
-use crate::small::{Family, config, lively, max_difference};
+use crate::small::{
+    Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
+    config, lively, max_difference,
+};
 
 fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
     PagedCache::new(config, dtype, &Device::Cpu)
@@ -35,14 +38,7 @@ const TOKENS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 12];
 
 #[rstest]
 fn next_logits_equal_the_logits_of_whole_sequences(
-    #[values(
-        Family::Llama,
-        Family::LlamaWithBiases,
-        Family::Qwen2,
-        Family::Qwen3,
-        Family::SmolLm3
-    )]
-    family: Family,
+    #[values(Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3)] family: Family,
     #[values(false, true)] tied: bool,
     #[values(1, 4)] prompt: usize,
     #[values((DType::F32, 1e-4), (DType::F64, 1e-10), (DType::BF16, 0.3))] precision: (DType, f64),

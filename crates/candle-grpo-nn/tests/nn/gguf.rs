@@ -202,6 +202,17 @@ fn gguf_files_of_the_golden_models_are_read_bit_identically() -> Result<()> {
     Ok(())
 }
 
+fn assert_is_read_bit_identically(config: &DecoderConfig) -> Result<()> {
+    let weights = lively_tensors(config)?;
+    let file = Folder::new();
+    Contents::new(config, &weights)?.write(&file.path())?;
+    let (read, parameters) = file.read()?;
+    assert_eq!(read, *config);
+    let weights = Parameters::from_tensors(config, weights, &Device::Cpu)?;
+    assert_eq!(bits(&parameters)?, bits(&weights)?);
+    Ok(())
+}
+
 #[test]
 fn smollm3_does_not_rotate_every_fourth_block() -> Result<()> {
     let config = DecoderConfig {
@@ -210,27 +221,13 @@ fn smollm3_does_not_rotate_every_fourth_block() -> Result<()> {
         no_rope_layers: vec![1, 1, 1, 0, 1],
         ..config(true)
     };
-    let weights = lively_tensors(&config)?;
-    let file = Folder::new();
-    Contents::new(&config, &weights)?.write(&file.path())?;
-    let (read, parameters) = file.read()?;
-    assert_eq!(read, config);
-    let weights = Parameters::from_tensors(&config, weights, &Device::Cpu)?;
-    assert_eq!(bits(&parameters)?, bits(&weights)?);
-    Ok(())
+    assert_is_read_bit_identically(&config)
 }
 
 #[test]
 fn biases_of_all_projections_are_read() -> Result<()> {
     let config = Family::LlamaWithBiases.config(false);
-    let weights = lively_tensors(&config)?;
-    let file = Folder::new();
-    Contents::new(&config, &weights)?.write(&file.path())?;
-    let (read, parameters) = file.read()?;
-    assert_eq!(read, config);
-    let weights = Parameters::from_tensors(&config, weights, &Device::Cpu)?;
-    assert_eq!(bits(&parameters)?, bits(&weights)?);
-    Ok(())
+    assert_is_read_bit_identically(&config)
 }
 
 #[rstest]

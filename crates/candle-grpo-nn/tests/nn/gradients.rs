@@ -7,7 +7,7 @@ use candle_grpo_nn::{Decoder, Gradients, Parameters};
 use candle_nn::VarBuilder;
 use rstest::rstest;
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{message, noise_tensor};
 
 use crate::small::{
     Family, config, exact_gradients, left_padded, lively, lively_tensors, max_difference,
@@ -64,11 +64,7 @@ fn gradients_are_finite_differences_of_the_loss(
             .unwrap_or_else(|| panic!("{name} has no gradient"))
             .detach();
         // A direction that follows no pattern of the model.
-        let count = variable.elem_count();
-        let direction: Vec<f64> = (0..count)
-            .map(|i| ((i * i + 3 * i) as f64 * 0.7).sin())
-            .collect();
-        let direction = Tensor::from_vec(direction, variable.shape(), &Device::Cpu)?;
+        let direction = noise_tensor(variable.shape(), 1, DType::F64, &Device::Cpu)?;
         let slope = (gradient * &direction)?.sum_all()?.to_scalar::<f64>()?;
 
         let start = variable.as_detached_tensor().copy()?;

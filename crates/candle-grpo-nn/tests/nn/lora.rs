@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, LoraConfig, Parameters,
 };
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{message, noise_tensor};
 use rstest::rstest;
 
 use crate::small::{Family, bits, config, left_padded, lively, max_difference, next_token_loss};
@@ -17,12 +17,9 @@ fn trained(config: LoraConfig, model: &DecoderConfig) -> Result<Lora> {
     let lora = Lora::init(config, model, 3, &Device::Cpu)?;
     for (name, variable) in lora.parameters().iter() {
         if name.ends_with("lora_B.weight") {
-            let n = variable.elem_count() as u32;
-            let wave = Tensor::arange(0u32, n, &Device::Cpu)?
-                .to_dtype(candle_core::DType::F32)?
-                .affine(1.7, name.len() as f64)?
-                .sin()?;
-            variable.set(&(wave * 0.3)?.reshape(variable.shape())?)?;
+            let seed = name.len() as u64;
+            let noise = noise_tensor(variable.shape(), seed, DType::F32, &Device::Cpu)?;
+            variable.set(&(noise * 0.3)?)?;
         }
     }
     Ok(lora)

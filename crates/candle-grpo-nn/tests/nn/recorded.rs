@@ -6,11 +6,11 @@ use candle_grpo_nn::{
 };
 use rstest::rstest;
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{message, noise_tensor};
 
 use crate::small::{
-    Family, add_recorded, config, left_padded, lively, max_difference, next_token_loss,
-    recorded_gradients,
+    Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
+    add_recorded, config, left_padded, lively, max_difference, next_token_loss, recorded_gradients,
 };
 
 fn packed(sequences: &[&[u32]]) -> Result<PackedTokens> {
@@ -45,14 +45,7 @@ fn check(recorded: &Gradients, graph: &Gradients) -> Result<()> {
 
 #[rstest]
 fn recorded_gradients_equal_those_of_the_graph(
-    #[values(
-        Family::Llama,
-        Family::LlamaWithBiases,
-        Family::Qwen2,
-        Family::Qwen3,
-        Family::SmolLm3
-    )]
-    family: Family,
+    #[values(Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3)] family: Family,
     #[values(true, false)] tied: bool,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
@@ -73,7 +66,7 @@ fn recorded_gradients_equal_those_of_the_graph(
 fn recorded_gradients_of_adapters_equal_those_of_the_graph(
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
-    let model = Family::LlamaWithBiases.config(true);
+    let model = LlamaWithBiases.config(true);
     let base = lively(&model)?;
     let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, &Device::Cpu)?;
     for (_, variable) in lora.parameters().iter() {
@@ -262,11 +255,8 @@ impl LanguageModel for Bag {
 
 #[test]
 fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
-    let wave = |rows: usize, columns: usize| {
-        let x = Tensor::arange(0u32, (rows * columns) as u32, &Device::Cpu)?;
-        x.to_dtype(DType::F32)?.sin()?.reshape((rows, columns))
-    };
-    let variables = [("embedding", wave(9, 4)?), ("map", wave(4, 4)?)]
+    let noise = |rows: usize| noise_tensor((rows, 4), rows as u64, DType::F32, &Device::Cpu);
+    let variables = [("embedding", noise(9)?), ("map", noise(4)?)]
         .into_iter()
         .map(|(name, values)| Ok((name.to_owned(), Var::from_tensor(&values)?)))
         .collect::<Result<Vec<_>>>()?;
@@ -278,7 +268,7 @@ fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
         cuts,
     };
     let tokens = packed(&[&[1, 2, 3], &[4], &[5, 6]])?;
-    let slope = wave(6, 4)?;
+    let slope = noise(6)?;
     let run = |model: &Bag| -> Result<Gradients> {
         let (hidden, recorded) = model.record(&tokens)?;
         assert_eq!(hidden.dims(), [6, 4]);

@@ -2,15 +2,14 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_nn::model::{Router, RouterPass, Routing};
+use candle_grpo_test_support::noise_tensor;
 use rstest::rstest;
 
 const TOKENS: usize = 5;
 const EXPERTS: usize = 6;
 
-fn wave(phase: f64) -> Result<Tensor> {
-    let n = (TOKENS * EXPERTS) as u32;
-    let x = Tensor::arange(0u32, n, &Device::Cpu)?.to_dtype(DType::F64)?;
-    (x.affine(1.3, phase)?.sin()? * 2.)?.reshape((TOKENS, EXPERTS))
+fn logits(seed: u64) -> Result<Tensor> {
+    noise_tensor((TOKENS, EXPERTS), seed, DType::F64, &Device::Cpu)? * 2.
 }
 
 /// The output of each token if that of expert e is `(e + 1)^2`.
@@ -21,7 +20,7 @@ fn mixed(routing: &Routing) -> Result<Tensor> {
 
 #[rstest]
 fn the_largest_logits_are_chosen_in_their_order(#[values(1, 3, 6)] top_k: usize) -> Result<()> {
-    let logits = wave(0.4)?;
+    let logits = logits(1)?;
     let experts = Router::new(top_k)
         .route(&logits)?
         .experts
@@ -60,8 +59,8 @@ fn gates_are_a_softmax_over_the_chosen_or_over_all() -> Result<()> {
 #[test]
 fn a_replay_keeps_the_experts_though_the_logits_changed() -> Result<()> {
     let router = Router::new(2);
-    let drawn = router.route(&wave(0.4)?)?;
-    let moved = wave(2.1)?;
+    let drawn = router.route(&logits(1)?)?;
+    let moved = logits(2)?;
     let now = router.replay(&moved, &drawn.experts)?;
     let own = router.route(&moved)?;
     let experts = |routing: &Routing| routing.experts.to_vec2::<u32>();
@@ -79,8 +78,8 @@ fn a_replay_keeps_the_experts_though_the_logits_changed() -> Result<()> {
 fn gradients_reach_the_current_logits(
     #[values(Router::new(2), Router::over_all_experts(3))] router: Router,
 ) -> Result<()> {
-    let experts = router.route(&wave(0.4)?)?.experts;
-    let logits = Var::from_tensor(&wave(2.1)?)?;
+    let experts = router.route(&logits(1)?)?.experts;
+    let logits = Var::from_tensor(&logits(2)?)?;
     let loss =
         |x: &Tensor| -> Result<Tensor> { mixed(&router.replay(x, &experts)?)?.sqr()?.sum_all() };
     let store = loss(&logits)?.backward()?;
@@ -109,7 +108,7 @@ fn gradients_reach_the_current_logits(
 #[test]
 fn a_pass_over_layers_is_replayed_layer_by_layer() -> Result<()> {
     let router = Router::new(2);
-    let layers = [wave(0.4)?, wave(1.7)?, wave(2.9)?];
+    let layers = [logits(1)?, logits(3)?, logits(4)?];
     let mut recording = RouterPass::recording();
     for logits in &layers {
         recording.route(&router, logits)?;
@@ -118,7 +117,7 @@ fn a_pass_over_layers_is_replayed_layer_by_layer() -> Result<()> {
     let mut replaying = RouterPass::replaying(experts.clone());
     for expected in &experts {
         // Of a router that would choose otherwise.
-        let found = replaying.route(&router, &wave(5.)?)?.experts;
+        let found = replaying.route(&router, &logits(5)?)?.experts;
         assert_eq!(found.to_vec2::<u32>()?, expected.to_vec2::<u32>()?);
     }
     let error = replaying
@@ -131,7 +130,7 @@ fn a_pass_over_layers_is_replayed_layer_by_layer() -> Result<()> {
 
 #[test]
 fn wrong_shapes_are_refused_by_name() -> Result<()> {
-    let logits = wave(0.)?;
+    let logits = logits(6)?;
     for router in [Router::new(0), Router::new(7)] {
         let error = router.route(&logits).unwrap_err().to_string();
         assert!(

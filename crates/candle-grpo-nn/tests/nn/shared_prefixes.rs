@@ -5,10 +5,14 @@ use std::collections::HashSet;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::embedding;
 use candle_grpo_nn::{Decoder, Gradients, LanguageModel, PackedTokens, Parameters};
+use candle_grpo_test_support::noise_tensor;
 use proptest::prelude::*;
 use rstest::rstest;
 
-use crate::small::{Family, config, lively, max_difference};
+use crate::small::{
+    Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
+    config, lively, max_difference,
+};
 
 /// Two groups, a sequence of its own, one that is all of another, and one that is there twice.
 fn sequences() -> Vec<Vec<u32>> {
@@ -32,47 +36,36 @@ fn both(sequences: &[Vec<u32>]) -> Result<(PackedTokens, PackedTokens)> {
     ))
 }
 
-/// Numbers without a pattern, `[rows, columns]`.
-fn wave(rows: usize, columns: usize) -> Result<Tensor> {
-    let x = Tensor::arange(1u32, (rows * columns) as u32 + 1, &Device::Cpu)?;
-    (x.to_dtype(DType::F32)? * 1.7)?
-        .sin()?
-        .reshape((rows, columns))
+fn noise(rows: usize, columns: usize) -> Result<Tensor> {
+    noise_tensor((rows, columns), 1, DType::F32, &Device::Cpu)
 }
 
-/// `of_tokens`, summed over the tokens of each row.
-fn summed(tokens: &PackedTokens, of_tokens: &Tensor) -> Result<Tensor> {
+/// `per_token`, summed over the tokens of each row.
+fn summed(tokens: &PackedTokens, per_token: &Tensor) -> Result<Tensor> {
     let rows = Tensor::new(tokens.rows(), &Device::Cpu)?;
     let zeros = Tensor::zeros(
-        (tokens.ids().dim(0)?, of_tokens.dim(1)?),
+        (tokens.ids().dim(0)?, per_token.dim(1)?),
         DType::F32,
         &Device::Cpu,
     )?;
-    zeros.index_add(&rows, of_tokens, 0)
+    zeros.index_add(&rows, per_token, 0)
 }
 
 fn recorded(
     decoder: &Decoder,
     tokens: &PackedTokens,
-    of_hidden: &Tensor,
+    hidden_gradient: &Tensor,
     parameters: &Parameters,
 ) -> Result<(Tensor, Gradients)> {
     let mut gradients = Gradients::new();
     let (hidden, recorded) = decoder.record(tokens)?;
-    recorded.backward(of_hidden, parameters, &mut gradients)?;
+    recorded.backward(hidden_gradient, parameters, &mut gradients)?;
     Ok((hidden, gradients))
 }
 
 #[rstest]
 fn shared_prefixes_keep_hidden_states_and_gradients(
-    #[values(
-        Family::Llama,
-        Family::LlamaWithBiases,
-        Family::Qwen2,
-        Family::Qwen3,
-        Family::SmolLm3
-    )]
-    family: Family,
+    #[values(Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3)] family: Family,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
     let model = family.config(true);
@@ -81,16 +74,16 @@ fn shared_prefixes_keep_hidden_states_and_gradients(
         .with_activation_checkpointing(checkpointing);
     let (alone, shared) = both(&sequences())?;
     assert_eq!((alone.ids().dim(0)?, shared.ids().dim(0)?), (28, 15));
-    let of_hidden = wave(28, model.hidden_size)?;
-    let (hidden, gradients) = recorded(&decoder, &alone, &of_hidden, &parameters)?;
-    let of_rows = summed(&shared, &of_hidden)?;
-    let (rows, of_shared) = recorded(&decoder, &shared, &of_rows, &parameters)?;
+    let hidden_gradient = noise(28, model.hidden_size)?;
+    let (hidden, gradients) = recorded(&decoder, &alone, &hidden_gradient, &parameters)?;
+    let row_gradient = summed(&shared, &hidden_gradient)?;
+    let (rows, shared_gradients) = recorded(&decoder, &shared, &row_gradient, &parameters)?;
 
     let spread = embedding(&Tensor::new(shared.rows(), &Device::Cpu)?, &rows)?;
     assert!(max_difference(&spread, &hidden)? < 1e-5);
-    assert_eq!(of_shared.iter().count(), parameters.len());
+    assert_eq!(shared_gradients.iter().count(), parameters.len());
     for (name, gradient) in gradients.iter() {
-        let distance = max_difference(of_shared.get(name).expect("a gradient"), gradient)?;
+        let distance = max_difference(shared_gradients.get(name).expect("a gradient"), gradient)?;
         let scale = max_difference(gradient, &gradient.zeros_like()?)?;
         assert!(
             scale > 0.0 && distance < 1e-5 * scale.max(0.1),
@@ -105,11 +98,11 @@ fn the_graph_sums_gradients_of_shared_prefixes() -> Result<()> {
     let model = config(false);
     let parameters = lively(&model)?;
     let (_, shared) = both(&sequences())?;
-    let of_rows = wave(15, model.hidden_size)?;
+    let row_gradient = noise(15, model.hidden_size)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
-    let (_, recorded) = recorded(&decoder, &shared, &of_rows, &parameters)?;
+    let (_, recorded) = recorded(&decoder, &shared, &row_gradient, &parameters)?;
     let tracked = Decoder::new(&model, parameters.var_builder())?;
-    let loss = (tracked.hidden_states(&shared)? * of_rows)?.sum_all()?;
+    let loss = (tracked.hidden_states(&shared)? * row_gradient)?.sum_all()?;
     let graph = loss.backward()?;
     for (name, gradient) in recorded.iter() {
         let variable = parameters.get(name).expect("a variable");

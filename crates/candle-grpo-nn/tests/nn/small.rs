@@ -7,7 +7,7 @@ use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
     Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
 };
-use candle_grpo_test_support::TINY_DECODER;
+use candle_grpo_test_support::{TINY_DECODER, noise_tensor};
 
 /// Two query heads for each key head, and a head width that is not `hidden_size /
 /// num_attention_heads`.
@@ -70,9 +70,8 @@ pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, T
     let mut tensors = drawn.frozen_copy()?;
     for (name, tensor) in &mut tensors {
         *tensor = if tensor.rank() == 1 {
-            let wave = Tensor::arange(0u32, tensor.elem_count() as u32, &Device::Cpu)?
-                .to_dtype(DType::F32)?;
-            ((wave + name.len() as f64)?.sin()? * 0.3)?.affine(1.0, 1.0)?
+            noise_tensor(tensor.shape(), name.len() as u64, DType::F32, &Device::Cpu)?
+                .affine(0.3, 1.0)?
         } else {
             (&*tensor * 10.0)?
         };
