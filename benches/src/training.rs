@@ -189,8 +189,8 @@ impl Step {
         let found = layer.backward(&tokens, &derivatives)?;
         let mut gradients = Gradients::new();
         gradients.add(name, &found.weight.context("a gradient of the weight")?)?;
-        let of_hidden = found.hidden.context("a gradient of the hidden states")?;
-        recorded.backward(&of_hidden, &self.parameters, &mut gradients)?;
+        let hidden_gradient = found.hidden.context("a gradient of the hidden states")?;
+        recorded.backward(&hidden_gradient, &self.parameters, &mut gradients)?;
         let ms = start.elapsed().as_secs_f64() * 1e3;
         gradients.ensure_complete(&self.parameters)?;
         Ok(Measured {

@@ -44,11 +44,15 @@ fn log_prob_takes_its_gradient_or_nothing(
         let derivatives = ones_like(&tokens)?;
         log_prob_gradient(&logits, &targets, 1.0, options, &tokens, &derivatives)
     });
-    let of_logits = gradient?.elem_count() * dtype.size_in_bytes();
-    let allowed = if gradient_into_logits { 0 } else { of_logits };
+    let logits_bytes = gradient?.elem_count() * dtype.size_in_bytes();
+    let allowed = if gradient_into_logits {
+        0
+    } else {
+        logits_bytes
+    };
     assert!(
-        bytes <= allowed + of_logits / 20,
-        "{bytes} bytes beside logits of {of_logits}"
+        bytes <= allowed + logits_bytes / 20,
+        "{bytes} bytes beside logits of {logits_bytes}"
     );
     Ok(())
 }
@@ -89,16 +93,16 @@ fn linear_log_prob_takes_its_gradients_and_a_few_mib(
     let gradients = gradients?;
     assert_eq!(gradients.weight.is_none(), is_frozen);
     let size = dtype.size_in_bytes();
-    let of_weight = if is_frozen { 0 } else { vocab * width * size };
+    let weight_bytes = if is_frozen { 0 } else { vocab * width * size };
     // The gradient of the hidden states is first summed in f32.
     let rounded = if dtype == DType::F32 { 0 } else { size };
-    let of_hidden = rows * width * (DType::F32.size_in_bytes() + rounded);
+    let hidden_bytes = rows * width * (DType::F32.size_in_bytes() + rounded);
     // A few numbers per row: tokens, derivatives, coefficients, indices of unmasked rows.
-    let of_rows = rows * 256;
+    let rows_bytes = rows * 256;
     // A tile of logits, packing buffers of products, and for half precision a tile of each argument
     // in f32.
-    let of_tile = if dtype == DType::F32 { 13 } else { 20 } * MIB;
-    let allowed = of_weight + of_hidden + of_rows + of_tile;
+    let tile_bytes = if dtype == DType::F32 { 13 } else { 20 } * MIB;
+    let allowed = weight_bytes + hidden_bytes + rows_bytes + tile_bytes;
     assert!(bytes <= allowed, "{bytes} bytes, allowed are {allowed}");
     Ok(())
 }

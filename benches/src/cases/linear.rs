@@ -204,8 +204,8 @@ impl Layer {
         let hidden = self.hidden.flatten_all()?.to_vec1::<f32>()?;
         let weight = self.weight.flatten_all()?.to_vec1::<f32>()?;
         let mut logits = vec![0.5f32; rows * vocab];
-        let mut of_hidden = vec![0f32; rows * width];
-        let mut of_weight = vec![0f32; vocab * width];
+        let mut hidden_gradient = vec![0f32; rows * width];
+        let mut weight_gradient = vec![0f32; vocab * width];
         let device = device.clone();
         Ok(Box::new(move || {
             region(&device, || {
@@ -219,13 +219,13 @@ impl Layer {
                 }
                 product(
                     [rows, width, vocab],
-                    &mut of_hidden,
+                    &mut hidden_gradient,
                     (&logits, [vocab, 1]),
                     (&weight, [width, 1]),
                 );
                 product(
                     [vocab, width, rows],
-                    &mut of_weight,
+                    &mut weight_gradient,
                     (&logits, [1, vocab]),
                     (&hidden, [width, 1]),
                 );

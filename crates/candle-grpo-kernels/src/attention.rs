@@ -80,8 +80,8 @@ pub fn attention<'a>(
 ///
 /// // Two sequences of one position each: the result is the value.
 /// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
-/// let [_, _, of_value] = attention_gradient(&x, &x, &x, Sequences::Packed(&[1, 1]), 2, 0.5, &x)?;
-/// assert_eq!(of_value.to_vec2::<f32>()?, [[1., 2.], [3., 4.]]);
+/// let [_, _, value_gradient] = attention_gradient(&x, &x, &x, Sequences::Packed(&[1, 1]), 2, 0.5, &x)?;
+/// assert_eq!(value_gradient.to_vec2::<f32>()?, [[1., 2.], [3., 4.]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn attention_gradient<'a>(
@@ -403,7 +403,12 @@ impl CustomOp3 for Attention {
         y: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [of_query, of_key, of_value] = self.gradients(query, key, value, Some(y), gradient)?;
-        Ok((Some(of_query), Some(of_key), Some(of_value)))
+        let [query_gradient, key_gradient, value_gradient] =
+            self.gradients(query, key, value, Some(y), gradient)?;
+        Ok((
+            Some(query_gradient),
+            Some(key_gradient),
+            Some(value_gradient),
+        ))
     }
 }

@@ -224,7 +224,7 @@ pub(crate) fn check(
 ) -> Result<()> {
     check::positive("scale", scale)?;
     check::constant("query", query)?;
-    let (of_pages, kv_heads, _, head_dim) = pages.values.dims4()?;
+    let (num_pages, kv_heads, _, head_dim) = pages.values.dims4()?;
     let width = kv_heads * head_dim;
     if !matches!(query.dims(), &[n, wide] if n == rows.len() && wide > 0 && wide % width == 0) {
         bail!(
@@ -238,9 +238,9 @@ pub(crate) fn check(
     for (index, row) in rows.iter().enumerate() {
         let mut there = 0;
         for span in row.spans {
-            if span.page >= of_pages || span.len > PAGE {
+            if span.page >= num_pages || span.len > PAGE {
                 bail!(
-                    "rows[{index}]: {} positions of page {}, must be at most {PAGE} and below {of_pages}",
+                    "rows[{index}]: {} positions of page {}, must be at most {PAGE} and below {num_pages}",
                     span.len,
                     span.page
                 );
@@ -275,7 +275,7 @@ impl InplaceOp2 for WriteRows<'_> {
         rows: &CpuStorage,
         rows_layout: &Layout,
     ) -> Result<()> {
-        let (range, of_rows) = (cpu::range(layout)?, cpu::range(rows_layout)?);
+        let (range, rows_range) = (cpu::range(layout)?, cpu::range(rows_layout)?);
         let &[_, kv_heads, a, b] = layout.dims() else {
             bail!(
                 "pages: shape {:?}, must have four dimensions",
@@ -284,7 +284,7 @@ impl InplaceOp2 for WriteRows<'_> {
         };
         let head_dim = a * b / PAGE;
         with_floats!(pages, "the pages", pages => {
-            let rows = &WithDType::cpu_storage_as_slice(rows)?[of_rows];
+            let rows = &WithDType::cpu_storage_as_slice(rows)?[rows_range];
             cpu::paged_attention::write(&mut pages[range], rows, self.slots, [kv_heads, head_dim], self.transposed);
         });
         Ok(())

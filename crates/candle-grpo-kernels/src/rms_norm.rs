@@ -58,9 +58,9 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
 /// // A row of one element is normalized to its sign.
 /// let x = Tensor::new(&[[3f32], [-2.]], &Device::Cpu)?;
 /// let weight = Tensor::new(&[5f32], &Device::Cpu)?;
-/// let (of_x, of_weight) = rms_norm_gradient(&x, &weight, 1e-12, &x.ones_like()?)?;
-/// assert!(of_x.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
-/// assert_eq!(of_weight.to_vec1::<f32>()?, [0.]);
+/// let (x_gradient, weight_gradient) = rms_norm_gradient(&x, &weight, 1e-12, &x.ones_like()?)?;
+/// assert!(x_gradient.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+/// assert_eq!(weight_gradient.to_vec1::<f32>()?, [0.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn rms_norm_gradient(
@@ -72,10 +72,11 @@ pub fn rms_norm_gradient(
     check(x, weight, epsilon)?;
     check::gradient(gradient, "x", x)?;
     if !is_fused(x) {
-        let [of_x, of_weight] = composed::gradients([x, weight], gradient, |[x, weight]| {
-            composed::rms_norm::unchecked(x, weight, epsilon)
-        })?;
-        return Ok((of_x, of_weight));
+        let [x_gradient, weight_gradient] =
+            composed::gradients([x, weight], gradient, |[x, weight]| {
+                composed::rms_norm::unchecked(x, weight, epsilon)
+            })?;
+        return Ok((x_gradient, weight_gradient));
     }
     let op = RmsNorm {
         epsilon: epsilon as f32,

@@ -46,19 +46,20 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 ///
 /// let gate = Tensor::new(&[0f32], &Device::Cpu)?;
 /// let up = Tensor::new(&[3f32], &Device::Cpu)?;
-/// let (of_gate, of_up) = swiglu_gradient(&gate, &up, &gate.ones_like()?)?;
-/// assert_eq!(of_gate.to_vec1::<f32>()?, [1.5]); // the derivative of silu at 0 is 1/2
-/// assert_eq!(of_up.to_vec1::<f32>()?, [0.]);
+/// let (gate_gradient, up_gradient) = swiglu_gradient(&gate, &up, &gate.ones_like()?)?;
+/// assert_eq!(gate_gradient.to_vec1::<f32>()?, [1.5]); // the derivative of silu at 0 is 1/2
+/// assert_eq!(up_gradient.to_vec1::<f32>()?, [0.]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn swiglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
     check(gate, up)?;
     check::gradient(gradient, "gate", gate)?;
     if !path::is_fused(gate) {
-        let [of_gate, of_up] = composed::gradients([gate, up], gradient, |[gate, up]| {
-            composed::swiglu::unchecked(gate, up)
-        })?;
-        return Ok((of_gate, of_up));
+        let [gate_gradient, up_gradient] =
+            composed::gradients([gate, up], gradient, |[gate, up]| {
+                composed::swiglu::unchecked(gate, up)
+            })?;
+        return Ok((gate_gradient, up_gradient));
     }
     gradients(&gate.contiguous()?, &up.contiguous()?, gradient)
 }

@@ -197,7 +197,7 @@ fn trl(case: &Case) -> Result<Outputs> {
     };
 
     // TRL's metrics use the rewards before the clip and the KL penalty.
-    let of_batch = group.group_statistics(&scores, scores.dim(0)?)?;
+    let batch_statistics = group.group_statistics(&scores, scores.dim(0)?)?;
     let constant = match (components, scale) {
         (ComponentOrder::NormalizeThenSum, _) => {
             let sums = group.compute(&scores, group_size, scale)?;
@@ -205,12 +205,12 @@ fn trl(case: &Case) -> Result<Outputs> {
                 .group_statistics(&sums, scores.dim(0)?)?
                 .zero_variance
         }
-        (_, Scale::Batch) => of_batch.zero_variance,
+        (_, Scale::Batch) => batch_statistics.zero_variance,
         _ => group.group_statistics(&scores, group_size)?.zero_variance,
     };
     Ok(Outputs::default()
         .out("advantages", &advantages)
-        .out("reward_std", &of_batch.std.mean_all()?)
+        .out("reward_std", &batch_statistics.std.mean_all()?)
         .out(
             "fraction_zero_std",
             &constant.to_dtype(DType::F64)?.mean_all()?,
@@ -531,18 +531,18 @@ fn openrlhf(case: &Case) -> Result<Outputs> {
     if let Some(values) = &values {
         batch = batch.values(values);
     }
-    let of = |tokens: TokenAdvantage| {
+    let estimate = |tokens: TokenAdvantage| {
         let pipeline = AdvantagePipeline {
             sequence: Some(sequence.clone()),
             tokens: Some(tokens),
         };
         pipeline.estimate(&batch)
     };
-    let out = of(tokens)?;
+    let out = estimate(tokens)?;
     let mut advantages = out.advantages;
     if normalizes {
         // OpenRLHF also normalizes the positions outside the mask.
-        let leftovers = whitening.apply(&of(plain)?.advantages, &batch.mask()?)?;
+        let leftovers = whitening.apply(&estimate(plain)?.advantages, &batch.mask()?)?;
         advantages = with_leftovers(&batch.mask()?, &advantages, &leftovers)?;
     }
     Ok(Outputs::default()

@@ -92,8 +92,8 @@ fn running(case: &Case) -> Result<Outputs> {
     for i in 0..count {
         let batch = batches.get(i)?;
         norm.apply(&batch, size, Some(&mut moments))?;
-        let mut of_batch = RunningMoments::new(&case.device)?;
-        norm.apply(&batch, size, Some(&mut of_batch))?;
+        let mut batch_moments = RunningMoments::new(&case.device)?;
+        norm.apply(&batch, size, Some(&mut batch_moments))?;
         let state = moments.state()?;
         let std = |m: &RunningMoments| -> Result<f64> { Ok(m.std(1)?.get(0)?.to_scalar::<f64>()?) };
         let row = [
@@ -101,8 +101,8 @@ fn running(case: &Case) -> Result<Outputs> {
             state.squares / state.count,
             std(&moments)?,
             state.count,
-            of_batch.state()?.mean,
-            std(&of_batch)?,
+            batch_moments.state()?.mean,
+            std(&batch_moments)?,
         ];
         for (column, x) in columns.iter_mut().zip(row) {
             column.push(x);
@@ -151,10 +151,10 @@ fn normalize(case: &Case) -> Result<Outputs> {
     let mut normalized = Vec::new();
     for i in 0..rows {
         let x = values.narrow(0, i, 1)?;
-        let of_row = Mask::new(&mask.selected().narrow(0, i, 1)?)?;
-        let count = of_row.count(DType::F64)?.to_scalar::<f64>()?;
+        let row_mask = Mask::new(&mask.selected().narrow(0, i, 1)?)?;
+        let count = row_mask.count(DType::F64)?.to_scalar::<f64>()?;
         normalized.push(if count >= 2. {
-            whitening.apply(&x, &of_row)?
+            whitening.apply(&x, &row_mask)?
         } else {
             // The whitening of a batch leaves one value unchanged; here its variance is 0.
             let mean = x.sum_all()?;

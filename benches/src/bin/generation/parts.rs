@@ -98,16 +98,17 @@ fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) ->
     };
     let layers = (0..model.num_hidden_layers)
         .map(|layer| {
-            let of_layer = |name: &str| weight(&format!("model.layers.{layer}.{name}_proj.weight"));
+            let projection =
+                |name: &str| weight(&format!("model.layers.{layer}.{name}_proj.weight"));
             Ok([
                 vec![
-                    of_layer("self_attn.q")?,
-                    of_layer("self_attn.k")?,
-                    of_layer("self_attn.v")?,
+                    projection("self_attn.q")?,
+                    projection("self_attn.k")?,
+                    projection("self_attn.v")?,
                 ],
-                vec![of_layer("self_attn.o")?],
-                vec![of_layer("mlp.gate")?, of_layer("mlp.up")?],
-                vec![of_layer("mlp.down")?],
+                vec![projection("self_attn.o")?],
+                vec![projection("mlp.gate")?, projection("mlp.up")?],
+                vec![projection("mlp.down")?],
             ])
         })
         .collect::<Result<Vec<_>>>()?;
@@ -131,9 +132,9 @@ fn linear(model: &DecoderConfig, parameters: &Parameters, completions: usize) ->
 /// Times attention over all layers, each with its own keys and values.
 fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
     let pages_of = |tokens: usize| tokens.div_ceil(PAGE);
-    let (of_prompt, of_completion) = (pages_of(PROMPT), pages_of(COMPLETION));
+    let (prompt_pages, completion_pages) = (pages_of(PROMPT), pages_of(COMPLETION));
     let groups = completions.div_ceil(8);
-    let pages = groups * of_prompt + completions * of_completion;
+    let pages = groups * prompt_pages + completions * completion_pages;
     let (kv_heads, head_dim) = (model.num_key_value_heads, model.head_dim());
     let layers = (0..model.num_hidden_layers)
         .map(|_| {
@@ -148,10 +149,10 @@ fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
         .collect::<Result<Vec<_>>>()?;
     let spans: Vec<Vec<PageSpan>> = (0..completions)
         .map(|completion| {
-            let prompt = completion / 8 * of_prompt;
-            let own = groups * of_prompt + completion * of_completion;
-            (prompt..prompt + of_prompt)
-                .chain(own..own + of_completion)
+            let prompt = completion / 8 * prompt_pages;
+            let own = groups * prompt_pages + completion * completion_pages;
+            (prompt..prompt + prompt_pages)
+                .chain(own..own + completion_pages)
                 .map(|page| PageSpan { page, len: PAGE })
                 .collect()
         })

@@ -206,11 +206,11 @@ fn invalid_reward_baselines_are_named() -> Result<()> {
         let batch = AdvantageBatch::new(&rewards, 2).response_mask(&mask);
         let given = AdvantagePipeline::rloo().map_sequence(|s| s.baseline = Baseline::Given);
         for pipeline in [given, AdvantagePipeline::remax()] {
-            let of = |baselines: &Tensor| {
+            let error = |baselines: &Tensor| {
                 message(pipeline.estimate(&batch.clone().reward_baselines(baselines)))
             };
-            assert!(of(&nan).starts_with("reward_baselines: sample 1 is NaN"));
-            assert!(of(&tensor(&[0.], device)).starts_with("reward_baselines: "));
+            assert!(error(&nan).starts_with("reward_baselines: sample 1 is NaN"));
+            assert!(error(&tensor(&[0.], device)).starts_with("reward_baselines: "));
         }
     }
     Ok(())

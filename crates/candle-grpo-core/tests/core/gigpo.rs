@@ -54,8 +54,8 @@ fn returns_accumulate_over_the_steps_of_a_trajectory() -> Result<()> {
         let rewards = tensor(&REWARDS, device);
         let doubled = Tensor::stack(&[&rewards, &rewards], 1)?;
         let strided = doubled.narrow(1, 1, 1)?.squeeze(1)?;
-        let of_strided = steps().discounted_returns(&strided, 0.5)?;
-        assert_close(&numbers(&of_strided)?, &numbers(&returns)?, 0.);
+        let strided_returns = steps().discounted_returns(&strided, 0.5)?;
+        assert_close(&numbers(&strided_returns)?, &numbers(&returns)?, 0.);
         let in_order = Steps::new(3, 1).discounted_returns(&tensor(&[1., 2., 4.], device), 1.)?;
         assert_close(&numbers(&in_order)?, &[7., 6., 4.], 0.);
     }
@@ -204,24 +204,26 @@ fn inconsistent_rows_are_refused() -> Result<()> {
     for device in devices() {
         let rewards = tensor(&[0., 1.], device);
         let scores = tensor(&[0.], device);
-        let of = |steps: Steps, tasks: [u32; 2]| {
+        let error = |steps: Steps, tasks: [u32; 2]| {
             let batch = AdvantageBatch::new(&rewards, tasks.as_slice()).steps(&steps);
             message(Gigpo::default().estimate(&batch))
         };
         let one = || Steps::new(2, 1);
         assert_eq!(
-            of(one(), [0, 1]),
+            error(one(), [0, 1]),
             "groups: a trajectory is in two groups, all its steps must be in one"
         );
         assert_eq!(
-            of(one().numbers(vec![3, 3]), [0, 0]),
+            error(one().numbers(vec![3, 3]), [0, 0]),
             "numbers: rows 0 and 1 are both step 3 of trajectory 0, there must be one row for a step"
         );
         assert!(
-            of(one().numbers(vec![3]), [0, 0]).starts_with("numbers: 1 numbers of steps for 2")
+            error(one().numbers(vec![3]), [0, 0]).starts_with("numbers: 1 numbers of steps for 2")
         );
-        assert!(of(Steps::new(3, 1), [0, 0]).starts_with("trajectories: blocks of 3 for 2 rows"));
-        assert!(of(Steps::new(2, vec![1u32]), [0, 0]).starts_with("states: 1 ids for 2 rows"));
+        assert!(
+            error(Steps::new(3, 1), [0, 0]).starts_with("trajectories: blocks of 3 for 2 rows")
+        );
+        assert!(error(Steps::new(2, vec![1u32]), [0, 0]).starts_with("states: 1 ids for 2 rows"));
         let batch = AdvantageBatch::new(&rewards, 2);
         let without = message(Gigpo::default().estimate(&batch));
         assert!(without.starts_with("steps: absent"), "{without}");
@@ -270,7 +272,7 @@ fn rows() -> impl Strategy<Value = Vec<Row>> {
         .prop_shuffle()
 }
 
-fn of_rows(rows: &[Row], gigpo: &Gigpo, device: &Device) -> Result<Vec<f64>> {
+fn estimate_rows(rows: &[Row], gigpo: &Gigpo, device: &Device) -> Result<Vec<f64>> {
     let column = |f: fn(&Row) -> u32| rows.iter().map(f).collect::<Vec<u32>>();
     let rewards: Vec<f64> = rows.iter().map(|r| r.4).collect();
     let rewards = Tensor::new(rewards, device)?;
@@ -314,11 +316,11 @@ fn by_loops(rows: &[Row], gamma: f64) -> Vec<f64> {
 
 proptest! {
     #[test]
-    fn it_is_what_plain_loops_give(rows in rows()) {
+    fn advantages_equal_those_of_plain_loops(rows in rows()) {
         let gigpo = Gigpo { gamma: 0.5, ..Gigpo::default() };
         let expected = by_loops(&rows, gigpo.gamma);
         for device in devices() {
-            let got = of_rows(&rows, &gigpo, device).unwrap();
+            let got = estimate_rows(&rows, &gigpo, device).unwrap();
             // Where all returns of a group are equal, the loops leave a residue.
             prop_assert!(got.iter().zip(&expected).all(|(g, e)| (g - e).abs() < 1e-6), "{got:?} {expected:?}");
         }
@@ -330,8 +332,8 @@ proptest! {
         order.sort_by_key(|&i| (i as u64 + 1).wrapping_mul(seed | 1));
         let permuted: Vec<Row> = order.iter().map(|&i| rows[i]).collect();
         for device in devices() {
-            let plain = of_rows(&rows, &Gigpo::default(), device).unwrap();
-            let got = of_rows(&permuted, &Gigpo::default(), device).unwrap();
+            let plain = estimate_rows(&rows, &Gigpo::default(), device).unwrap();
+            let got = estimate_rows(&permuted, &Gigpo::default(), device).unwrap();
             prop_assert!(order.iter().zip(&got).all(|(&i, g)| (plain[i] - g).abs() < 1e-9));
         }
     }
@@ -340,8 +342,8 @@ proptest! {
     fn a_factor_on_the_rewards_is_one_on_advantages_that_are_not_scaled(rows in rows()) {
         let larger: Vec<Row> = rows.iter().map(|&(a, b, c, d, r)| (a, b, c, d, r * 4.)).collect();
         for device in devices() {
-            let plain = of_rows(&rows, &mean(|_| ()), device).unwrap();
-            let got = of_rows(&larger, &mean(|_| ()), device).unwrap();
+            let plain = estimate_rows(&rows, &mean(|_| ()), device).unwrap();
+            let got = estimate_rows(&larger, &mean(|_| ()), device).unwrap();
             prop_assert!(plain.iter().zip(&got).all(|(p, g)| (4. * p - g).abs() < 1e-9));
         }
     }

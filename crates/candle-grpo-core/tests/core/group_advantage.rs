@@ -52,12 +52,12 @@ fn rloo_gives_the_published_values(#[case] scale: Scale, #[case] values: [f64; 3
             ..GroupAdvantage::rloo()
         };
         let advantages = function.compute(Tensor::new(&EXAMPLE, device)?, 4, scale)?;
-        let of_slice = function.compute(EXAMPLE, 4, scale)?;
-        assert_eq!(of_slice.dtype(), DType::F32, "slices give f32");
+        let from_slice = function.compute(EXAMPLE, 4, scale)?;
+        assert_eq!(from_slice.dtype(), DType::F32, "slices give f32");
         let expected = [
             -first, first, -first, first, success, failure, failure, failure,
         ];
-        assert_close(&numbers(&of_slice)?, &expected, 1e-6);
+        assert_close(&numbers(&from_slice)?, &expected, 1e-6);
         assert_close(&numbers(&advantages)?, &expected, 1e-9);
     }
     Ok(())

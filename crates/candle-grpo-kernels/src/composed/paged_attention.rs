@@ -54,8 +54,8 @@ pub(crate) fn unchecked(
     let positions = Tensor::from_vec(positions, rows.len() * longest, device)?;
     let mask = Tensor::from_vec(mask, (rows.len(), longest), device)?;
     let width = kv_heads * head_dim;
-    let gather = |of_pages: &Tensor, is_transposed: bool| {
-        let heads = of_pages.index_select(&selected, 0)?;
+    let gather = |pages: &Tensor, is_transposed: bool| {
+        let heads = pages.index_select(&selected, 0)?;
         let rows = if is_transposed {
             heads.permute((0, 3, 1, 2))?
         } else {
@@ -93,8 +93,8 @@ pub(crate) fn write(
     let rows = Tensor::from_vec(rows, (shape.0, 1), key.device())?
         .broadcast_as(shape)?
         .contiguous()?;
-    let put = |of_pages: &Tensor, x: &Tensor| {
-        of_pages
+    let put = |pages: &Tensor, x: &Tensor| {
+        pages
             .flatten(0, 2)?
             .scatter_set(&rows, &x.contiguous()?.reshape(shape)?, 0)
     };

@@ -78,23 +78,23 @@ fn backward_of_slices<T: Element>(
     op: &Attention,
 ) -> [Vec<T>; 3] {
     let sizes = &op.sizes;
-    let mut of_key_and_value = (Vec::new(), Vec::new());
-    let fill = |of_query: &mut [MaybeUninit<T>]| {
-        let fill = |of_key: &mut [MaybeUninit<T>], of_value: &mut [MaybeUninit<T>]| {
-            let of_query = by_key_head(of_query, op, |sequence| sequence.new);
-            let of_key = by_key_head(of_key, op, |sequence| sequence.total);
-            let of_value = by_key_head(of_value, op, |sequence| sequence.total);
-            let outputs = of_query
+    let mut key_and_value_gradients = (Vec::new(), Vec::new());
+    let fill = |query_gradient: &mut [MaybeUninit<T>]| {
+        let fill = |key_gradient: &mut [MaybeUninit<T>], value_gradient: &mut [MaybeUninit<T>]| {
+            let query_gradient = by_key_head(query_gradient, op, |sequence| sequence.new);
+            let key_gradient = by_key_head(key_gradient, op, |sequence| sequence.total);
+            let value_gradient = by_key_head(value_gradient, op, |sequence| sequence.total);
+            let outputs = query_gradient
                 .into_par_iter()
-                .zip(of_key.into_par_iter().zip(of_value));
+                .zip(key_gradient.into_par_iter().zip(value_gradient));
             outputs.enumerate().for_each_init(
                 || (Scratch::new(sizes), BackwardScratch::new(sizes)),
-                |(scratch, more), (index, (of_query, (of_key, of_value)))| {
+                |(scratch, more), (index, (query_gradient, (key_gradient, value_gradient)))| {
                     Task::new(index, inputs, mask, op).backward(
                         scratch,
                         more,
                         gradient,
-                        [of_query, of_key, of_value],
+                        [query_gradient, key_gradient, value_gradient],
                     );
                 },
             );
@@ -102,13 +102,17 @@ fn backward_of_slices<T: Element>(
         // SAFETY: the tasks partition both results, and each writes its whole parts.
         #[allow(unsafe_code)]
         unsafe {
-            of_key_and_value = output::two_filled(inputs.key.len(), fill);
+            key_and_value_gradients = output::two_filled(inputs.key.len(), fill);
         }
     };
     // SAFETY: the tasks partition the result, and each writes its whole part.
     #[allow(unsafe_code)]
-    let of_query = unsafe { output::filled(inputs.query.len(), fill) };
-    [of_query, of_key_and_value.0, of_key_and_value.1]
+    let query_gradient = unsafe { output::filled(inputs.query.len(), fill) };
+    [
+        query_gradient,
+        key_and_value_gradients.0,
+        key_and_value_gradients.1,
+    ]
 }
 
 /// Returns the part of each task, as one slice for each position. `rows` is
@@ -153,12 +157,12 @@ struct Scratch {
 /// Further buffers of a task in the backward pass.
 struct BackwardScratch {
     /// `[T, head_dim]`
-    of_keys: Vec<f32>,
-    of_values: Vec<f32>,
+    key_gradients: Vec<f32>,
+    value_gradients: Vec<f32>,
     /// `[rows, head_dim]`: the gradient of the result.
-    of_result: Vec<f32>,
+    result_gradient: Vec<f32>,
     /// `[rows, stride]`: the gradient of the weights, then of the scores.
-    of_scores: Vec<f32>,
+    scores_gradient: Vec<f32>,
 }
 
 impl Scratch {
@@ -179,10 +183,10 @@ impl BackwardScratch {
     fn new(sizes: &Sizes) -> Self {
         let rows = tile(sizes) * sizes.group;
         Self {
-            of_keys: vec![0.0; sizes.total * sizes.head_dim],
-            of_values: vec![0.0; sizes.total * sizes.head_dim],
-            of_result: vec![0.0; rows * sizes.head_dim],
-            of_scores: vec![0.0; rows * stride(sizes.total)],
+            key_gradients: vec![0.0; sizes.total * sizes.head_dim],
+            value_gradients: vec![0.0; sizes.total * sizes.head_dim],
+            result_gradient: vec![0.0; rows * sizes.head_dim],
+            scores_gradient: vec![0.0; rows * stride(sizes.total)],
         }
     }
 }
@@ -248,43 +252,72 @@ impl<'a, T: Element> Task<'a, T> {
         scratch: &mut Scratch,
         more: &mut BackwardScratch,
         gradient: &[T],
-        [mut of_query, of_key, of_value]: [Vec<&mut [MaybeUninit<T>]>; 3],
+        [mut query_gradient, key_gradient, value_gradient]: [Vec<&mut [MaybeUninit<T>]>; 3],
     ) {
         self.load_keys(scratch);
-        more.of_keys.fill(0.0);
-        more.of_values.fill(0.0);
+        more.key_gradients.fill(0.0);
+        more.value_gradients.fill(0.0);
         let (tile, head_dim) = (tile(self.sizes), self.sizes.head_dim);
-        for (index, of_query) in of_query.chunks_mut(tile).enumerate() {
-            let tile = self.softmax(scratch, index * tile, of_query.len());
-            self.load_queries(gradient, tile.first, &mut more.of_result, of_query.len());
+        for (index, query_gradient) in query_gradient.chunks_mut(tile).enumerate() {
+            let tile = self.softmax(scratch, index * tile, query_gradient.len());
+            self.load_queries(
+                gradient,
+                tile.first,
+                &mut more.result_gradient,
+                query_gradient.len(),
+            );
             let rows = |values| Matrix::new(values, tile.rows, head_dim, head_dim);
             let seen = |values| Matrix::new(values, tile.seen, head_dim, head_dim);
 
             let weights = tile.matrix(&scratch.weights);
-            let of_result = rows(&more.of_result);
-            matmul_on_one_core(&mut more.of_values, head_dim, true, weights.t(), of_result);
+            let result_gradient = rows(&more.result_gradient);
+            matmul_on_one_core(
+                &mut more.value_gradients,
+                head_dim,
+                true,
+                weights.t(),
+                result_gradient,
+            );
             let values = seen(&scratch.values).t();
-            matmul_on_one_core(&mut more.of_scores, tile.stride, false, of_result, values);
-            for (weights, of_scores) in scratch
+            matmul_on_one_core(
+                &mut more.scores_gradient,
+                tile.stride,
+                false,
+                result_gradient,
+                values,
+            );
+            for (weights, scores_gradient) in scratch
                 .weights
                 .chunks_exact(tile.stride)
-                .zip(more.of_scores.chunks_exact_mut(tile.stride))
+                .zip(more.scores_gradient.chunks_exact_mut(tile.stride))
                 .take(tile.rows)
             {
-                of_scores[tile.seen..].fill(0.0);
-                Arch::new().dispatch(SoftmaxBackwardRow { weights, of_scores });
+                scores_gradient[tile.seen..].fill(0.0);
+                Arch::new().dispatch(SoftmaxBackwardRow {
+                    weights,
+                    scores_gradient,
+                });
             }
-            let of_scores = tile.matrix(&more.of_scores);
+            let scores_gradient = tile.matrix(&more.scores_gradient);
             let queries = rows(&scratch.queries);
-            matmul_on_one_core(&mut more.of_keys, head_dim, true, of_scores.t(), queries);
+            matmul_on_one_core(
+                &mut more.key_gradients,
+                head_dim,
+                true,
+                scores_gradient.t(),
+                queries,
+            );
             let keys = seen(&scratch.keys);
-            matmul_on_one_core(&mut scratch.result, head_dim, false, of_scores, keys);
+            matmul_on_one_core(&mut scratch.result, head_dim, false, scores_gradient, keys);
             for x in &mut scratch.result[..tile.rows * head_dim] {
                 *x *= self.scale;
             }
-            self.write_queries(&scratch.result, tile.first, of_query);
+            self.write_queries(&scratch.result, tile.first, query_gradient);
         }
-        for (sums, pieces) in [(&more.of_keys, of_key), (&more.of_values, of_value)] {
+        for (sums, pieces) in [
+            (&more.key_gradients, key_gradient),
+            (&more.value_gradients, value_gradient),
+        ] {
             for (sum, piece) in sums.chunks_exact(head_dim).zip(pieces) {
                 T::write(sum, piece);
             }
@@ -440,7 +473,7 @@ impl WithSimd for SoftmaxRow<'_> {
 /// whole vectors.
 struct SoftmaxBackwardRow<'a> {
     weights: &'a [f32],
-    of_scores: &'a mut [f32],
+    scores_gradient: &'a mut [f32],
 }
 
 impl WithSimd for SoftmaxBackwardRow<'_> {
@@ -449,7 +482,7 @@ impl WithSimd for SoftmaxBackwardRow<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let (weights, _) = S::as_simd_f32s(self.weights);
-        let (gradients, _) = S::as_mut_simd_f32s(self.of_scores);
+        let (gradients, _) = S::as_mut_simd_f32s(self.scores_gradient);
         let mut sum = simd.splat_f32s(0.0);
         for (&weight, gradient) in weights.iter().zip(&*gradients) {
             sum = simd.mul_add_e_f32s(weight, *gradient, sum);

@@ -28,12 +28,12 @@ pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
 }
 
 fn squared_norm<T: Element>(values: &[T]) -> f64 {
-    let of_chunks: Vec<f64> = values
+    let chunk_sums: Vec<f64> = values
         .par_chunks(CHUNK)
         .map(|chunk| Arch::new().dispatch(|| sum_of_squares(chunk)))
         .collect();
     // Added in order, for any assignment of chunks to threads.
-    of_chunks.into_iter().sum()
+    chunk_sums.into_iter().sum()
 }
 
 #[inline(always)]

@@ -63,14 +63,14 @@ fn tasks<'a, T: WithDType>(
     let mut tasks: Vec<Task<T>> = Vec::new();
     for &weight in weights {
         let outputs = weight.len() / inputs;
-        let (of_weight, rest) = y.split_at_mut(rows * outputs);
+        let (own, rest) = y.split_at_mut(rows * outputs);
         y = rest;
         let first = tasks.len();
         tasks.extend(weight.chunks(TASK * inputs).map(|weight| Task {
             weight,
             y: Vec::with_capacity(rows),
         }));
-        for row in of_weight.chunks_exact_mut(outputs.max(1)) {
+        for row in own.chunks_exact_mut(outputs.max(1)) {
             for (task, piece) in tasks[first..].iter_mut().zip(row.chunks_mut(TASK)) {
                 task.y.push(piece);
             }

@@ -155,9 +155,9 @@ impl<T: Element> WithSimd for Backward<'_, T> {
                 let outputs = gate_gradients.iter_mut().zip(up_gradients);
                 for (((&gate, &up), &gradient), (gate_gradient, up_gradient)) in inputs.zip(outputs)
                 {
-                    let [of_gate, of_up] = slopes(simd, gate, up, gradient);
-                    gate_gradient.write(of_gate);
-                    up_gradient.write(of_up);
+                    let [gate_slope, up_slope] = slopes(simd, gate, up, gradient);
+                    gate_gradient.write(gate_slope);
+                    up_gradient.write(up_slope);
                 }
                 gate.len() - tail.len()
             }

@@ -325,29 +325,29 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
                 LogProbOptions::default(),
             ))
         };
-    let of = |hidden: &Tensor, weight: &Tensor| call(hidden, weight, None, &targets, 1.0);
+    let with_layer = |hidden: &Tensor, weight: &Tensor| call(hidden, weight, None, &targets, 1.0);
     assert_eq!(
-        of(&hidden, &zeros(&[5], DType::F32)?),
+        with_layer(&hidden, &zeros(&[5], DType::F32)?),
         "weight: shape [5], must be [V, H]"
     );
     assert_eq!(
-        of(&hidden, &zeros(&[0, 4], DType::F32)?),
+        with_layer(&hidden, &zeros(&[0, 4], DType::F32)?),
         "weight: shape [0, 4], must not be empty"
     );
     assert_eq!(
-        of(&hidden, &zeros(&[5, 4], DType::U32)?),
+        with_layer(&hidden, &zeros(&[5, 4], DType::U32)?),
         "weight: U32, must be of a float dtype"
     );
     assert_eq!(
-        of(&zeros(&[2, 3], DType::F32)?, &weight),
+        with_layer(&zeros(&[2, 3], DType::F32)?, &weight),
         "hidden: shape [2, 3], the last dimension must be that of weight, 4"
     );
     assert_eq!(
-        of(&zeros(&[], DType::F32)?, &weight),
+        with_layer(&zeros(&[], DType::F32)?, &weight),
         "hidden: a scalar, must be [.., 4]"
     );
     assert_eq!(
-        of(&zeros(&[2, 4], DType::I64)?, &weight),
+        with_layer(&zeros(&[2, 4], DType::I64)?, &weight),
         "hidden: I64, must be of a float dtype"
     );
     let bias = |shape: &[usize], dtype| -> Result<_> {

@@ -88,14 +88,14 @@ fn write_all(
     let width = shape.kv_heads * shape.head_dim;
     // NaN in other positions must not have an effect.
     let pages: usize = shape.sequences.iter().map(Vec::len).sum();
-    let mut of_pages = KeyValuePages::new(1, shape.kv_heads, shape.head_dim, dtype, device)?;
-    of_pages.grow(pages + 2)?;
+    let mut paged = KeyValuePages::new(1, shape.kv_heads, shape.head_dim, dtype, device)?;
+    paged.grow(pages + 2)?;
     let nothing = (Tensor::ones((PAGE, width), dtype, device)? * f64::NAN)?;
     for page in 0..pages + 2 {
         let slots: Vec<PageSlot> = (0..PAGE)
             .map(|position| PageSlot { page, position })
             .collect();
-        of_pages.write(&nothing, &nothing, &slots)?;
+        paged.write(&nothing, &nothing, &slots)?;
     }
     let mut first = 0;
     let mut sequences = Vec::new();
@@ -107,14 +107,14 @@ fn write_all(
             layout.apply(&rows)?.to_device(device)
         };
         sequences.push(Sequence::write(
-            &of_pages,
+            &paged,
             first,
             lens,
             &noise(10)?,
             &noise(11)?,
         )?);
     }
-    Ok((of_pages, sequences))
+    Ok((paged, sequences))
 }
 
 /// Returns a row for each sequence. The last `hidden` positions are not visible.

@@ -42,8 +42,8 @@ fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
         ],
         |x| rms_norm(x[0], x[1], 1e-5),
         |x, gradient| {
-            let (of_x, of_weight) = rms_norm_gradient(x[0], x[1], 1e-5, gradient)?;
-            Ok(vec![of_x, of_weight])
+            let (x_gradient, weight_gradient) = rms_norm_gradient(x[0], x[1], 1e-5, gradient)?;
+            Ok(vec![x_gradient, weight_gradient])
         },
     )
 }

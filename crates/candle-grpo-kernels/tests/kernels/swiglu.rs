@@ -40,8 +40,8 @@ fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
         ],
         |x| swiglu(x[0], x[1]),
         |x, gradient| {
-            let (of_gate, of_up) = swiglu_gradient(x[0], x[1], gradient)?;
-            Ok(vec![of_gate, of_up])
+            let (gate_gradient, up_gradient) = swiglu_gradient(x[0], x[1], gradient)?;
+            Ok(vec![gate_gradient, up_gradient])
         },
     )
 }

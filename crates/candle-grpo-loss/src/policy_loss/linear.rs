@@ -56,10 +56,10 @@ pub struct LinearPolicyLossOutput {
 /// let totals = StepTotals::count(&response_mask)?;
 /// let result = linear_policy_loss(&PolicyLoss::dapo(), &layer, &batch, &totals)?;
 ///
-/// let of_weight = result.gradients.weight.expect("the weight is a variable");
-/// let of_hidden = result.gradients.hidden.expect("the hidden states come from one");
-/// let of_the_model = (&hidden * of_hidden)?.sum_all()?.backward()?;
-/// assert_eq!(of_weight.dims(), [16, 8]);
+/// let weight_gradient = result.gradients.weight.expect("the weight is a variable");
+/// let hidden_gradient = result.gradients.hidden.expect("the hidden states come from one");
+/// let of_the_model = (&hidden * hidden_gradient)?.sum_all()?.backward()?;
+/// assert_eq!(weight_gradient.dims(), [16, 8]);
 /// assert!(of_the_model.get(&inputs).is_some());
 /// # Ok::<(), candle_core::Error>(())
 /// ```

@@ -386,7 +386,7 @@ fn log_probs_are_floats() {
 fn invalid_hidden_states_and_weights_are_errors() -> Result<()> {
     for device in devices() {
         let targets = Tensor::new(&[0u32, 1], device)?;
-        let of = |hidden: &[usize], weight: &[usize], bias: Option<&Tensor>| {
+        let error = |hidden: &[usize], weight: &[usize], bias: Option<&Tensor>| {
             message(linear_log_prob(
                 &zeros(hidden, device),
                 &zeros(weight, device),
@@ -396,10 +396,15 @@ fn invalid_hidden_states_and_weights_are_errors() -> Result<()> {
                 LogProbOptions::default(),
             ))
         };
-        assert_eq!(of(&[2, 4], &[5], None), "weight: shape [5], must be [V, H]");
-        assert!(of(&[2, 3], &[5, 4], None).starts_with("hidden: shape [2, 3], the last dimension"));
         assert_eq!(
-            of(&[2, 4], &[5, 4], Some(&zeros(&[4], device))),
+            error(&[2, 4], &[5], None),
+            "weight: shape [5], must be [V, H]"
+        );
+        assert!(
+            error(&[2, 3], &[5, 4], None).starts_with("hidden: shape [2, 3], the last dimension")
+        );
+        assert_eq!(
+            error(&[2, 4], &[5, 4], Some(&zeros(&[4], device))),
             "bias: shape [4], must be [5]"
         );
     }
@@ -410,13 +415,14 @@ fn invalid_hidden_states_and_weights_are_errors() -> Result<()> {
 #[test]
 fn a_token_id_out_of_range_is_an_error() -> Result<()> {
     let logits = zeros(&[2, 5], &Device::Cpu);
-    let of = |targets: Tensor| message(log_prob(&logits, &targets, 1., LogProbOptions::default()));
+    let error =
+        |targets: Tensor| message(log_prob(&logits, &targets, 1., LogProbOptions::default()));
     assert_eq!(
-        of(Tensor::new(&[0u32, 5], &Device::Cpu)?),
+        error(Tensor::new(&[0u32, 5], &Device::Cpu)?),
         "targets: token id 5 is out of range, must be below 5"
     );
-    assert!(of(Tensor::new(&[0i64, -1], &Device::Cpu)?).contains("token id -1 is out of range"));
-    assert!(of(Tensor::new(&[0u32, u32::MAX], &Device::Cpu)?).contains("token id 4294967295"));
+    assert!(error(Tensor::new(&[0i64, -1], &Device::Cpu)?).contains("token id -1 is out of range"));
+    assert!(error(Tensor::new(&[0u32, u32::MAX], &Device::Cpu)?).contains("token id 4294967295"));
     Ok(())
 }
 
@@ -436,23 +442,23 @@ fn invalid_logits_and_targets_are_errors() -> Result<()> {
                 format!("temperature: {temperature}, must be positive and finite")
             );
         }
-        let of = |logits: &Tensor, targets: &Tensor| {
+        let error = |logits: &Tensor, targets: &Tensor| {
             message(log_prob(logits, targets, 1., LogProbOptions::default()))
         };
         assert_eq!(
-            of(&logits, &Tensor::new(&[0f32, 1.], device)?),
+            error(&logits, &Tensor::new(&[0f32, 1.], device)?),
             "targets: F32, must be of an integer dtype"
         );
         assert_eq!(
-            of(&logits, &Tensor::new(&[0u32], device)?),
+            error(&logits, &Tensor::new(&[0u32], device)?),
             "targets: shape [1], must be that of logits without the last dimension, [2]"
         );
         assert_eq!(
-            of(&logits.to_dtype(DType::U32)?, &targets),
+            error(&logits.to_dtype(DType::U32)?, &targets),
             "logits: U32, must be of a float dtype"
         );
-        assert!(of(&zeros(&[2, 0], device), &targets).contains("the vocabulary is empty"));
-        assert!(of(&Tensor::new(1f32, device)?, &targets).contains("a scalar"));
+        assert!(error(&zeros(&[2, 0], device), &targets).contains("the vocabulary is empty"));
+        assert!(error(&Tensor::new(1f32, device)?, &targets).contains("a scalar"));
     }
     Ok(())
 }

@@ -346,7 +346,7 @@ fn rollout_filters_bound_sampled_token_divergences(
             _ => (p - q).abs(),
         }
     };
-    let of_unit = |i: usize| match level {
+    let statistic_at = |i: usize| match level {
         FilterLevel::Token => value(i),
         _ => {
             let row = i / T;
@@ -355,7 +355,7 @@ fn rollout_filters_bound_sampled_token_divergences(
         }
     };
     let kept: Vec<f64> = (0..B * T)
-        .map(|i| f64::from(u8::from(counts(i) && of_unit(i) <= max)))
+        .map(|i| f64::from(u8::from(counts(i) && statistic_at(i) <= max)))
         .collect();
     for device in devices() {
         let correction = RolloutCorrection {

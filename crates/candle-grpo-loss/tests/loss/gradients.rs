@@ -162,14 +162,14 @@ fn a_ratio_on_a_bound_keeps_its_whole_gradient(#[case] clip: Clip) -> Result<()>
             old_log_probs: fixture.log_probs.clone(),
             ..Fixture::new(device)
         };
-        let of = |surrogate: Surrogate| {
+        let gradient_of = |surrogate: Surrogate| {
             on_policy.compute(&PolicyLoss {
                 surrogate,
                 ..Default::default()
             })
         };
-        let expected = of(Surrogate::PolicyGradient)?.log_probs;
-        let got = of(clip.into())?;
+        let expected = gradient_of(Surrogate::PolicyGradient)?.log_probs;
+        let got = gradient_of(clip.into())?;
         assert_close(&got.log_probs, &expected, 1e-12);
         assert_eq!(got.output.metrics.to_host()?.get("clip_fraction"), Some(0.));
     }

@@ -162,7 +162,7 @@ enum View {
 
 impl View {
     /// `[batch, tokens, H]` from `[tokens + 1, batch + 1, H]`.
-    fn of(self, x: &Tensor, batch: usize, tokens: usize) -> Result<Tensor> {
+    fn apply(self, x: &Tensor, batch: usize, tokens: usize) -> Result<Tensor> {
         let rows = match self {
             Self::Broadcast => 1,
             _ => batch,
@@ -221,7 +221,7 @@ impl Random {
             Var::from_tensor(&self.noise(shape, salt, device)?.to_dtype(self.dtype)?)
         };
         let states = variable(&[tokens + 1, batch + 1, width], 1)?;
-        let hidden = self.view.of(&states, batch, tokens)?;
+        let hidden = self.view.apply(&states, batch, tokens)?;
         let weight = variable(&[vocab, width], 2)?;
         let bias = self.bias.then(|| variable(&[vocab], 3)).transpose()?;
         let exact = |x: &Tensor| Var::from_tensor(&x.detach().to_dtype(DType::F64)?);

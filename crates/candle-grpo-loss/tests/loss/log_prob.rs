@@ -75,8 +75,12 @@ fn minus_infinity_is_outside_the_distribution() -> Result<()> {
         let loss = (tokens.log_probs.sum_all()? + tokens.entropy.sum_all()?)?;
         let gradient = numbers(loss.backward()?.get(&logits).expect("a gradient"))?;
         let loss = (expected.log_probs.sum_all()? + expected.entropy.sum_all()?)?;
-        let of_kept = numbers(loss.backward()?.get(&kept).expect("a gradient"))?;
-        assert_close(&gradient, &[of_kept[0], 0., of_kept[1], 0.], 1e-6);
+        let kept_gradient = numbers(loss.backward()?.get(&kept).expect("a gradient"))?;
+        assert_close(
+            &gradient,
+            &[kept_gradient[0], 0., kept_gradient[1], 0.],
+            1e-6,
+        );
     }
     Ok(())
 }

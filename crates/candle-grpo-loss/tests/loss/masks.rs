@@ -123,7 +123,7 @@ fn the_entropy_bonus_is_the_mean_over_its_own_mask() -> Result<()> {
             entropy_coef: 0.1,
             ..PolicyLoss::gpg()
         };
-        let of = |bonus: &Tensor| -> Result<(f64, Vec<f64>)> {
+        let compute = |bonus: &Tensor| -> Result<(f64, Vec<f64>)> {
             let batch = PolicyBatch::new(&zeros, &advantages, &mask)
                 .policy_mask(&zeros)
                 .entropy(&entropy)
@@ -143,7 +143,8 @@ fn the_entropy_bonus_is_the_mean_over_its_own_mask() -> Result<()> {
             let gradient = numbers(gradients.get(&entropy).expect("a gradient"))?;
             Ok((output.loss.to_scalar()?, gradient))
         };
-        let (loss_of_two, gradient) = of(&Tensor::new(&[[0f32, 1., 0.], [1., 1., 0.]], device)?)?;
+        let (loss_of_two, gradient) =
+            compute(&Tensor::new(&[[0f32, 1., 0.], [1., 1., 0.]], device)?)?;
         assert_close(&[loss_of_two], &[-0.1 * 5. / 2.], 1e-12);
         assert_close(&gradient, &[0., -0.05, 0., -0.05, 0., 0.], 1e-12);
         // Without one it is the response mask, whatever the policy mask is.

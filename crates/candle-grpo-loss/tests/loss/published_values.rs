@@ -26,7 +26,7 @@ fn with(surrogate: Clip, aggregation: Aggregation) -> PolicyLoss {
     }
 }
 
-fn of(surrogate: impl Into<Surrogate>, aggregation: Aggregation) -> PolicyLoss {
+fn with_surrogate(surrogate: impl Into<Surrogate>, aggregation: Aggregation) -> PolicyLoss {
     PolicyLoss {
         surrogate: surrogate.into(),
         aggregation,
@@ -108,23 +108,23 @@ fn compute(
     &[-0.5, -0.5, -0.5, -0.5, 0.321006354, 0.321006354, 0.321006354, 0.]
 )]
 #[case::gmpo(
-    of(GeometricMean { low: 0.35, high: 0.35 }, Aggregation::SeqMeanTokenMean), -0.173598707,
+    with_surrogate(GeometricMean { low: 0.35, high: 0.35 }, Aggregation::SeqMeanTokenMean), -0.173598707,
     &[-0.125, -0.125, -0.125, -0.125, 0.108800431, 0., 0.108800431, 0.]
 )]
 #[case::sapo(
-    of(SoftGate::default(), Aggregation::SeqMeanTokenMean), -0.437472742,
+    with_surrogate(SoftGate::default(), Aggregation::SeqMeanTokenMean), -0.437472742,
     &[-0.163672625, -0.081553862, -0.137765061, -0.125, 0.081880287, 0.054219447, 0.079217173, 0.]
 )]
 #[case::cispo_of_verl(
-    of(bounded(0.8, 1.2), Aggregation::TokenMean), 0.353337,
+    with_surrogate(bounded(0.8, 1.2), Aggregation::TokenMean), 0.353337,
     &[-0.171429, -0.114286, -0.157882, -0.142857, 0.085714, 0.057143, 0.067945, 0.]
 )]
 #[case::cispo_of_trl(
-    of(DetachedWeight::at_most(1.2), Aggregation::TokenMean), 0.351484514,
+    with_surrogate(DetachedWeight::at_most(1.2), Aggregation::TokenMean), 0.351484514,
     &[-0.171428571, -0.095760007, -0.157881560, -0.142857143, 0.085714286, 0.047880003, 0.067944959, 0.]
 )]
 #[case::cispo_of_roll(
-    of(bounded(0.9, 1.1), Aggregation::TokenMean), 0.349076407,
+    with_surrogate(bounded(0.9, 1.1), Aggregation::TokenMean), 0.349076407,
     &[-0.157142857, -0.128571429, -0.157142857, -0.142857143, 0.078571429, 0.064285714, 0.067944959, 0.]
 )]
 #[case::tis(
@@ -161,7 +161,7 @@ fn compute(
     -0.059300028,
     &[0.003374647, -0.083790006, -0.143672219, -0.12375, 0.315411108, -0.0067032, 0.08006181, 0.]
 )]
-fn loss_and_gradient(
+fn losses_and_gradients_have_their_published_values(
     #[case] loss: PolicyLoss,
     #[case] expected: f64,
     #[case] expected_gradient: &[f64],
@@ -176,7 +176,7 @@ fn loss_and_gradient(
 }
 
 #[test]
-fn metrics() -> Result<()> {
+fn metrics_have_their_published_values() -> Result<()> {
     for device in devices() {
         let dual = Clip {
             dual_clip: Some(3.),
@@ -232,7 +232,7 @@ fn metrics() -> Result<()> {
     ImportanceWeight::icepop(0.8, 1.2), Aggregation::TokenMean, -0.100167499,
     &[0., -0.086647237, 0., -0.142857143, 0.194162988, 0., 0.061479141, 0.]
 )]
-fn rollout_correction(
+fn corrected_losses_and_gradients_have_their_published_values(
     #[case] weight: ImportanceWeight,
     #[case] aggregation: Aggregation,
     #[case] expected: f64,
@@ -300,7 +300,10 @@ fn gmpo_counts_the_clips_that_act() -> Result<()> {
             high: 0.2,
         };
         // d is 0.3, -0.4, 0.1, 0 and 1.2, -0.4, -0.05.
-        let (_, gradient, metrics) = compute(&of(tight, Aggregation::SeqMeanTokenMean), device)?;
+        let (_, gradient, metrics) = compute(
+            &with_surrogate(tight, Aggregation::SeqMeanTokenMean),
+            device,
+        )?;
         let clipped = |i: usize| gradient[i] == 0.;
         assert_eq!([0, 1, 4, 5].map(clipped), [true, false, false, true]);
         let names = ["clip_fraction", "clip_fraction_low", "clip_fraction_high"];

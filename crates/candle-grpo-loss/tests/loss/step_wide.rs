@@ -30,15 +30,15 @@ fn select(loss: &PolicyLoss, seed: u64, device: &Device) -> Result<Vec<f64>> {
 #[test]
 fn kl_cov_takes_the_highest_covariances() -> Result<()> {
     for device in devices() {
-        let of = |ratio| PolicyLoss {
+        let with_ratio = |ratio| PolicyLoss {
             surrogate: KlCov { ratio, coef: 1. }.into(),
             ..Default::default()
         };
         assert_eq!(
-            select(&of(0.4), 0, device)?,
+            select(&with_ratio(0.4), 0, device)?,
             [0., 0., 1., 1., 0., 0., 0., 0., 0.]
         );
-        let one = select(&of(1e-6), 0, device)?;
+        let one = select(&with_ratio(1e-6), 0, device)?;
         assert_eq!(one.iter().sum::<f64>(), 1., "at least one: {one:?}");
     }
     Ok(())
@@ -142,7 +142,7 @@ fn filters_keep_what_is_within_their_bounds(
 }
 
 #[test]
-fn normalised_weights_have_the_mean_one() -> Result<()> {
+fn normalized_weights_have_the_mean_one() -> Result<()> {
     for device in devices() {
         let (old, rollout, mask) = policies(device)?;
         let correction = RolloutCorrection {
@@ -167,7 +167,7 @@ fn normalised_weights_have_the_mean_one() -> Result<()> {
 /// A filter of sequences and a bound of tokens in one correction: what is kept is truncated all the
 /// same.
 #[test]
-fn filters_and_weights_are_combined_at_will() -> Result<()> {
+fn filters_and_weights_apply_together() -> Result<()> {
     for device in devices() {
         let (old, rollout, mask) = policies(device)?;
         let correction = RolloutCorrection {
@@ -190,7 +190,7 @@ fn filters_and_weights_are_combined_at_will() -> Result<()> {
 
 /// With one prompt answered at length and one briefly, each prompt counts the same.
 #[test]
-fn a_mean_over_prompts() -> Result<()> {
+fn the_prompt_mean_gives_each_prompt_the_same_weight() -> Result<()> {
     for device in devices() {
         let per_token = Tensor::new(&[[1f64, 1., 1.], [3., f64::NAN, 0.], [8., 0., 0.]], device)?;
         let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 0, 0]], device)?;
@@ -209,7 +209,7 @@ fn a_mean_over_prompts() -> Result<()> {
 }
 
 #[test]
-fn a_clipped_value_stops_being_drawn() -> Result<()> {
+fn a_value_clipped_towards_the_return_has_no_gradient() -> Result<()> {
     for device in devices() {
         // Against a return of 1 and an old value of 0, clip 0.5: within, beyond towards the return,
         // beyond away from it.

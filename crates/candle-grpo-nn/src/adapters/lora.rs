@@ -230,12 +230,12 @@ impl Lora {
         &self,
         base: &Parameters,
         dtype: DType,
-        of_base: impl Fn(&Var) -> Result<Tensor>,
-        mut of_adapter: impl FnMut(&Var) -> Result<Tensor>,
+        base_value: impl Fn(&Var) -> Result<Tensor>,
+        mut adapter_value: impl FnMut(&Var) -> Result<Tensor>,
     ) -> Result<VarBuilder<'static>> {
         let mut tensors = base
             .iter()
-            .map(|(name, variable)| Ok((name.to_owned(), of_base(variable)?)))
+            .map(|(name, variable)| Ok((name.to_owned(), base_value(variable)?)))
             .collect::<Result<HashMap<String, Tensor>>>()?;
         let scaling = Tensor::new(self.config.scaling(), &Device::Cpu)?;
         for (name, variable) in self.parameters.iter() {
@@ -245,7 +245,7 @@ impl Lora {
                 }
                 tensors.insert(format!("{module}{LORA_SCALING}"), scaling.clone());
             }
-            tensors.insert(name.to_owned(), of_adapter(variable)?);
+            tensors.insert(name.to_owned(), adapter_value(variable)?);
         }
         Ok(VarBuilder::from_tensors(tensors, dtype, base.device()))
     }
@@ -255,11 +255,11 @@ impl Lora {
         let mut tensors = HashMap::new();
         for (name, variable) in base.iter() {
             let weight = variable.as_detached_tensor();
-            let of = |part| {
+            let matrix = |part| {
                 let module = name.strip_suffix("weight")?;
                 self.parameters.get(&format!("{module}{part}"))
             };
-            let weight = match (of(LORA_A), of(LORA_B)) {
+            let weight = match (matrix(LORA_A), matrix(LORA_B)) {
                 (Some(a), Some(b)) => {
                     let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
                     (weight + (change * self.config.scaling())?)?

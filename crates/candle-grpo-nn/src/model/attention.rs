@@ -108,22 +108,29 @@ impl Attention {
             query_key_value,
             mixed,
         } = record;
-        let of_mixed = self.output.backward(&mixed, gradient, None, sink)?;
+        let mixed_gradient = self.output.backward(&mixed, gradient, None, sink)?;
         drop(mixed);
-        let [mut of_query, mut of_key, of_value] =
-            pass.attend_backward(&query_key_value, self.head_dim, self.scale(), &of_mixed)?;
-        drop((query_key_value, of_mixed));
+        let [mut query_gradient, mut key_gradient, value_gradient] = pass.attend_backward(
+            &query_key_value,
+            self.head_dim,
+            self.scale(),
+            &mixed_gradient,
+        )?;
+        drop((query_key_value, mixed_gradient));
         if self.rotates {
-            of_query = pass.angles.rotate_back(&of_query)?;
-            of_key = pass.angles.rotate_back(&of_key)?;
+            query_gradient = pass.angles.rotate_back(&query_gradient)?;
+            key_gradient = pass.angles.rotate_back(&key_gradient)?;
         }
         if let (Some(norms), Some((query, key))) = (&self.head_norms, before_norm) {
-            of_query = self.norm_backward(&norms.query, &query, &of_query, sink)?;
-            of_key = self.norm_backward(&norms.key, &key, &of_key, sink)?;
+            query_gradient = self.norm_backward(&norms.query, &query, &query_gradient, sink)?;
+            key_gradient = self.norm_backward(&norms.key, &key, &key_gradient, sink)?;
         }
-        let of_x = self.query.backward(x, &of_query, None, sink)?;
-        let of_x = self.key.backward(x, &of_key, Some(of_x), sink)?;
-        self.value.backward(x, &of_value, Some(of_x), sink)
+        let x_gradient = self.query.backward(x, &query_gradient, None, sink)?;
+        let x_gradient = self
+            .key
+            .backward(x, &key_gradient, Some(x_gradient), sink)?;
+        self.value
+            .backward(x, &value_gradient, Some(x_gradient), sink)
     }
 
     fn scale(&self) -> f64 {

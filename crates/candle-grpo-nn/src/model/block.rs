@@ -67,18 +67,23 @@ impl Block {
         gradient: Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let of_input = self
+        let input_gradient = self
             .mlp
             .backward(&record.mlp_input, record.mlp, &gradient, sink)?;
-        let of_middle = self.mlp_norm.backward(&record.middle, &of_input, sink)?;
-        let gradient = (gradient + of_middle)?;
-        let of_input = self.attention.backward(
+        let middle_gradient = self
+            .mlp_norm
+            .backward(&record.middle, &input_gradient, sink)?;
+        let gradient = (gradient + middle_gradient)?;
+        let input_gradient = self.attention.backward(
             &record.attention_input,
             record.attention,
             pass,
             &gradient,
             sink,
         )?;
-        gradient + self.attention_norm.backward(&record.x, &of_input, sink)?
+        gradient
+            + self
+                .attention_norm
+                .backward(&record.x, &input_gradient, sink)?
     }
 }

@@ -224,16 +224,16 @@ impl DecoderConfig {
         let (hidden, inner) = (self.hidden_size, self.intermediate_size);
         let queries = self.num_attention_heads.saturating_mul(self.head_dim());
         let keys = self.num_key_value_heads.saturating_mul(self.head_dim());
-        let (of_inputs, of_output, of_mlp) =
+        let (input_bias, output_bias, mlp_bias) =
             (self.has_input_biases(), self.attention_bias, self.mlp_bias);
         let linear_maps = [
-            ("self_attn.q_proj", queries, hidden, of_inputs),
-            ("self_attn.k_proj", keys, hidden, of_inputs),
-            ("self_attn.v_proj", keys, hidden, of_inputs),
-            ("self_attn.o_proj", hidden, queries, of_output),
-            ("mlp.gate_proj", inner, hidden, of_mlp),
-            ("mlp.up_proj", inner, hidden, of_mlp),
-            ("mlp.down_proj", hidden, inner, of_mlp),
+            ("self_attn.q_proj", queries, hidden, input_bias),
+            ("self_attn.k_proj", keys, hidden, input_bias),
+            ("self_attn.v_proj", keys, hidden, input_bias),
+            ("self_attn.o_proj", hidden, queries, output_bias),
+            ("mlp.gate_proj", inner, hidden, mlp_bias),
+            ("mlp.up_proj", inner, hidden, mlp_bias),
+            ("mlp.down_proj", hidden, inner, mlp_bias),
         ];
         let mut norms = vec![
             ("input_layernorm", hidden),

@@ -23,12 +23,12 @@ struct FrozenLinear {
 }
 
 impl FrozenLinear {
-    /// `[m, k]` times the transposed weight, whose storage is `of_weight`.
+    /// `[m, k]` times the transposed weight, whose storage is `weight_storage`.
     fn forward<S: BackendStorage>(
         &self,
         x: &S,
         layout: &Layout,
-        of_weight: &S,
+        weight_storage: &S,
         weight_layout: &Layout,
     ) -> Result<(S, Shape)> {
         let (&[m, k], &[outputs, inputs]) = (layout.dims(), self.weight.dims()) else {
@@ -38,7 +38,7 @@ impl FrozenLinear {
             bail!("x: shape [{m}, {k}], must be [N, {inputs}] for this weight");
         }
         let transposed = weight_layout.transpose(0, 1)?;
-        let y = x.matmul(of_weight, (1, m, outputs, k), layout, &transposed)?;
+        let y = x.matmul(weight_storage, (1, m, outputs, k), layout, &transposed)?;
         Ok((y, Shape::from((m, outputs))))
     }
 }
@@ -98,13 +98,13 @@ mod tests {
             y.to_vec2::<f32>().unwrap(),
             trained.to_vec2::<f32>().unwrap()
         );
-        let (of_frozen, of_trained) = (gradients(y), gradients(trained));
-        assert!(of_frozen.get(&frozen).is_none());
-        assert!(of_trained.get(&weight).is_some());
+        let (frozen_gradients, trained_gradients) = (gradients(y), gradients(trained));
+        assert!(frozen_gradients.get(&frozen).is_none());
+        assert!(trained_gradients.get(&weight).is_some());
         let dx = |store: &candle_core::backprop::GradStore| -> Vec<Vec<f32>> {
             store.get(&x).unwrap().to_vec2().unwrap()
         };
-        assert_eq!(dx(&of_frozen), dx(&of_trained));
+        assert_eq!(dx(&frozen_gradients), dx(&trained_gradients));
     }
 
     #[test]

@@ -119,10 +119,10 @@ impl Linear {
         if let Some(bias) = &self.bias {
             sink.add(bias, || gradient.sum(0))?;
         }
-        let of_x = plus_product(sum, gradient, &self.weight.tensor)?;
+        let x_gradient = plus_product(sum, gradient, &self.weight.tensor)?;
         match &self.adapter {
-            None => Ok(of_x),
-            Some(adapter) => adapter.backward(x, gradient, of_x, sink),
+            None => Ok(x_gradient),
+            Some(adapter) => adapter.backward(x, gradient, x_gradient, sink),
         }
     }
 }
@@ -159,9 +159,9 @@ impl Adapter {
         let gradient = (gradient * self.scaling)?;
         let inner = linear(x, &self.a.tensor)?;
         sink.add_product(&self.b, &gradient.t()?, &inner)?;
-        let of_inner = gradient.matmul(&self.b.tensor)?;
-        sink.add_product(&self.a, &of_inner.t()?, x)?;
-        plus_product(Some(sum), &of_inner, &self.a.tensor)
+        let inner_gradient = gradient.matmul(&self.b.tensor)?;
+        sink.add_product(&self.a, &inner_gradient.t()?, x)?;
+        plus_product(Some(sum), &inner_gradient, &self.a.tensor)
     }
 }
 

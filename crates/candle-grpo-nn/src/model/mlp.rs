@@ -53,10 +53,11 @@ impl Mlp {
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let of_inner = self.down.backward(&record.inner, gradient, None, sink)?;
-        let (of_gate, of_up) = swiglu_gradient(&record.gate, &record.up, &of_inner)?;
-        drop((record, of_inner));
-        let of_x = self.gate.backward(x, &of_gate, None, sink)?;
-        self.up.backward(x, &of_up, Some(of_x), sink)
+        let inner_gradient = self.down.backward(&record.inner, gradient, None, sink)?;
+        let (gate_gradient, up_gradient) =
+            swiglu_gradient(&record.gate, &record.up, &inner_gradient)?;
+        drop((record, inner_gradient));
+        let x_gradient = self.gate.backward(x, &gate_gradient, None, sink)?;
+        self.up.backward(x, &up_gradient, Some(x_gradient), sink)
     }
 }

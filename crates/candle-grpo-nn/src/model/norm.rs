@@ -34,8 +34,9 @@ impl RmsNorm {
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let (of_x, of_weight) = rms_norm_gradient(x, &self.weight.tensor, self.epsilon, gradient)?;
-        sink.add(&self.weight, || Ok(of_weight))?;
-        Ok(of_x)
+        let (x_gradient, weight_gradient) =
+            rms_norm_gradient(x, &self.weight.tensor, self.epsilon, gradient)?;
+        sink.add(&self.weight, || Ok(weight_gradient))?;
+        Ok(x_gradient)
     }
 }

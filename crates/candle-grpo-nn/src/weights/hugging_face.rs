@@ -323,10 +323,10 @@ mod tests {
         for entry in std::fs::read_dir(folder)? {
             let folder = entry?.path();
             if folder.is_dir() {
-                let of = |file| from_hugging_face(&std::fs::read(folder.join(file))?);
+                let read_file = |file| from_hugging_face(&std::fs::read(folder.join(file))?);
                 assert_eq!(
-                    of("config.json")?,
-                    of("config_v4.json")?,
+                    read_file("config.json")?,
+                    read_file("config_v4.json")?,
                     "{}",
                     folder.display()
                 );

@@ -238,12 +238,12 @@ fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
 
     // A tied model has no lm_head.
     let tied = lively(&config(true))?;
-    let of_tied = constant(&tied, 0.5)?;
+    let tied_gradients = constant(&tied, 0.5)?;
     let lacks = "gradients: none for 1 of 21 parameters, must have lm_head.weight";
     refused(
         &parameters,
         &mut optimizer,
-        |o| o.step(&parameters, &of_tied),
+        |o| o.step(&parameters, &tied_gradients),
         lacks,
     )?;
     refused(
@@ -252,17 +252,17 @@ fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
         |o| o.step(&tied, &good),
         "parameters: no lm_head.weight",
     )?;
-    let mut of_fewer = AdamW::new(by_hand(DecayRule::All), &tied)?;
+    let mut tied_optimizer = AdamW::new(by_hand(DecayRule::All), &tied)?;
     refused(
         &tied,
-        &mut of_fewer,
+        &mut tied_optimizer,
         |o| o.step(&tied, &good),
         "gradients: lm_head.weight",
     )?;
     refused(
         &tied,
-        &mut of_fewer,
-        |o| o.step(&parameters, &of_tied),
+        &mut tied_optimizer,
+        |o| o.step(&parameters, &tied_gradients),
         "parameters: lm_head.weight",
     )?;
 
@@ -270,12 +270,12 @@ fn a_step_with_bad_input_is_refused_and_changes_nothing() -> Result<()> {
     let mut wider = config(false);
     wider.hidden_size = 14;
     let wide = lively(&wider)?;
-    let of_wide = constant(&wide, 0.5)?;
+    let wide_gradients = constant(&wide, 0.5)?;
     let shape = "gradient of lm_head.weight: [13, 14]";
     refused(
         &parameters,
         &mut optimizer,
-        |o| o.step(&parameters, &of_wide),
+        |o| o.step(&parameters, &wide_gradients),
         shape,
     )?;
     let shape = "parameter lm_head.weight: shape [13, 14], must be [13, 12]";

@@ -88,18 +88,19 @@ fn reference(config: &DecoderConfig, weights: &Weights, ids: &[u32]) -> Matrix {
         .map(|at| {
             let mut mixed = Vec::new();
             for head in 0..heads {
-                let of = |row: &Vec<f64>, head: usize| row[head * dim..(head + 1) * dim].to_vec();
+                let head_of =
+                    |row: &Vec<f64>, head: usize| row[head * dim..(head + 1) * dim].to_vec();
                 let shared = head / groups;
                 let scores: Vec<f64> = (0..=at)
                     .map(|past| {
-                        let score = dot(&of(&query[at], head), &of(&key[past], shared));
+                        let score = dot(&head_of(&query[at], head), &head_of(&key[past], shared));
                         (score / (dim as f64).sqrt()).exp()
                     })
                     .collect();
                 let total: f64 = scores.iter().sum();
                 let mut sum = vec![0.0; dim];
                 for (past, score) in scores.iter().enumerate() {
-                    let part: Vec<f64> = of(&value[past], shared)
+                    let part: Vec<f64> = head_of(&value[past], shared)
                         .iter()
                         .map(|v| v * score / total)
                         .collect();

@@ -153,8 +153,8 @@ proptest! {
                 new.reverse();
             }
             if !new.is_empty() {
-                let of_pass: Vec<_> = new.iter().map(|&(_, id, chunk)| (id, chunk)).collect();
-                let logits = bits(&decoder.next_logits(&of_pass, &mut cache)?)?;
+                let pass: Vec<_> = new.iter().map(|&(_, id, chunk)| (id, chunk)).collect();
+                let logits = bits(&decoder.next_logits(&pass, &mut cache)?)?;
                 for ((i, _, _), logits) in new.into_iter().zip(logits) {
                     last[i] = logits;
                 }
@@ -170,14 +170,14 @@ proptest! {
 fn bad_requests_are_refused_before_the_cache_changes() -> Result<()> {
     let config = config(true);
     let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
-    let mut of_other = cache(
+    let mut other_cache = cache(
         &DecoderConfig {
             num_hidden_layers: 3,
             ..config.clone()
         },
         DType::F32,
     )?;
-    let other = of_other.add();
+    let other = other_cache.add();
     let mut cache = cache(&config, DType::F32)?;
     let (a, gone) = (cache.add(), cache.add());
     cache.remove(gone)?;
@@ -199,7 +199,7 @@ fn bad_requests_are_refused_before_the_cache_changes() -> Result<()> {
         assert!(error.contains(words), "{error}");
     }
     assert_eq!((cache.len(a)?, cache.pages_in_use()), (0, 0));
-    let error = message(decoder.next_logits(&[(other, &[1])], &mut of_other));
+    let error = message(decoder.next_logits(&[(other, &[1])], &mut other_cache));
     assert!(error.contains("cache: 3 layers, must have 2"), "{error}");
     Ok(())
 }

@@ -496,11 +496,11 @@ fn golden_models_a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Re
         let reference = &metadata.metadata().as_ref().unwrap()["reference"];
         let reference = case.sibling(reference).parameters()?;
         let reference = Decoder::new(&case.config, reference.detached_var_builder())?;
-        let of_reference = completion_log_probs(&reference, &golden, temperature)?;
+        let ref_log_probs = completion_log_probs(&reference, &golden, temperature)?;
         case.near(
             "grpo",
             "log_probs",
-            &of_reference,
+            &ref_log_probs,
             &golden["out.ref_log_probs"],
         )?;
 
@@ -516,7 +516,7 @@ fn golden_models_a_grpo_loss_and_its_gradients_are_those_of_transformers() -> Re
             .clamp(1.0 - clip, 1.0 + clip)?
             .broadcast_mul(&advantages)?;
         let policy = ratio.broadcast_mul(&advantages)?.minimum(&clipped)?.neg()?;
-        let apart = (&of_reference - &log_probs)?;
+        let apart = (&ref_log_probs - &log_probs)?;
         let kl = ((apart.exp()? - &apart)? - 1.0)?;
         let per_token = ((policy + (kl * beta)?)? * &mask)?;
         let counted = mask.sum(1)?.clamp(1f32, f32::MAX)?;

@@ -54,11 +54,11 @@ fn a_decoder_without_adapters_stays_bit_identical_to_the_base() -> Result<()> {
     let base = lively(&model)?;
     let before = bits(&base)?;
     let reference = Decoder::new(&model, base.detached_var_builder())?;
-    let of_base = logits(&reference)?;
+    let base_logits = logits(&reference)?;
     let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
     let policy = Decoder::new(&model, lora.var_builder(&base)?)?;
     let sampler = Decoder::new(&model, lora.detached_var_builder(&base)?)?;
-    let of_policy = logits(&sampler)?;
+    let policy_logits = logits(&sampler)?;
     let mut optimizer = AdamW::new(AdamWConfig::default(), lora.parameters())?;
     let (ids, mask) = left_padded()?;
     let mut losses = Vec::new();
@@ -71,10 +71,10 @@ fn a_decoder_without_adapters_stays_bit_identical_to_the_base() -> Result<()> {
         optimizer.step(lora.parameters(), &gradients)?;
     }
     assert!(losses[9] < losses[0]);
-    assert_eq!(max_difference(&logits(&reference)?, &of_base)?, 0.);
+    assert_eq!(max_difference(&logits(&reference)?, &base_logits)?, 0.);
     assert_eq!(bits(&base)?, before);
     // The detached decoder sees the updates.
-    assert!(max_difference(&logits(&sampler)?, &of_policy)? > 1e-3);
+    assert!(max_difference(&logits(&sampler)?, &policy_logits)? > 1e-3);
     Ok(())
 }
 
@@ -89,8 +89,8 @@ fn merged_weights_are_the_policy_with_its_adapters(
     let lora = trained(LoraConfig::all_linear(3, 2.), &model)?;
     let on = logits(&Decoder::new(&model, lora.detached_var_builder(&base)?)?)?;
     let merged = lora.merged(&model, &base)?;
-    let of_merged = logits(&Decoder::new(&model, merged.detached_var_builder())?)?;
-    assert!(max_difference(&on, &of_merged)? < 1e-4);
+    let merged_logits = logits(&Decoder::new(&model, merged.detached_var_builder())?)?;
+    assert!(max_difference(&on, &merged_logits)? < 1e-4);
     assert_eq!(bits(&base)?, before);
     Ok(())
 }

@@ -58,8 +58,8 @@ fn every_variable_of_a_critic_gets_a_gradient() -> Result<()> {
     gradients.accumulate(&loss, &parameters)?;
     assert_eq!(gradients.iter().count(), parameters.len());
     // All values are 0, so the bias has the gradient of the mean of (v - 1)^2.
-    let of_bias = gradients.get("score.bias").map(Tensor::to_vec1::<f32>);
-    assert!((of_bias.expect("a gradient")?[0] + 2.).abs() < 1e-5);
+    let bias_gradient = gradients.get("score.bias").map(Tensor::to_vec1::<f32>);
+    assert!((bias_gradient.expect("a gradient")?[0] + 2.).abs() < 1e-5);
 
     let error = message(ValueHead::add_to(parameters, model.hidden_size));
     assert!(

@@ -17,7 +17,7 @@ fn check<T: Kernels>(
 ) -> Result<()> {
     let n = ids.len();
     // Multiples of 1/256: f32 adds hundreds of them without rounding.
-    let of = |len: usize, seed| -> Buffer<T> {
+    let buffer = |len: usize, seed| -> Buffer<T> {
         let mut numbers: Vec<T> = noise(len, seed)
             .iter()
             .map(|x| T::from_f64((x * 256.0).round() / 256.0))
@@ -25,7 +25,7 @@ fn check<T: Kernels>(
         numbers.resize(len + behind, T::from_f64(f64::NAN));
         Buffer::new(&numbers)
     };
-    let (weight, gradient) = (of(vocab * width, 1), of(n * width, 2));
+    let (weight, gradient) = (buffer(vocab * width, 1), buffer(n * width, 2));
     let mut dweight_expected = vec![0.0; vocab * width];
     for (place, &id) in ids
         .iter()

@@ -42,7 +42,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let packed_gradient: Vec<f32> = noise(3 * n, 2).iter().map(|x| *x as f32).collect();
 
     let rounded: Vec<T> = logits.iter().map(|x| T::from_f64(*x)).collect();
-    let of_rows = Tensor::from_slice(&targets, n, &Device::Cpu)?;
+    let target_ids = Tensor::from_slice(&targets, n, &Device::Cpu)?;
     let kept = Tensor::from_slice(&mask, n, &Device::Cpu)?;
     let options = LogProbOptions {
         mask: Some(&kept),
@@ -54,12 +54,12 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         |logits| {
             stacked(composed::log_prob(
                 &logits[0],
-                &of_rows,
+                &target_ids,
                 TEMPERATURE,
                 options,
             )?)
         },
-        |logits| stacked(log_prob(&logits[0], &of_rows, TEMPERATURE, options)?),
+        |logits| stacked(log_prob(&logits[0], &target_ids, TEMPERATURE, options)?),
     )?;
 
     let mut memory = rounded;
@@ -182,6 +182,28 @@ fn f16_is_that_of_the_twin_and_the_cpu_path() -> Result<()> {
     check_all::<f16>(6e-4)
 }
 
+/// The log-prob, the entropy and the log-sum-exp of one row.
+fn one_row(logits: &[f32], target: u32, order: u32) -> [f32; 3] {
+    let (logits, target) = (Buffer::new(logits), Buffer::new(&[target]));
+    let mut packed = Buffer::filled(7f32, 3);
+    // SAFETY: one row with all logits.
+    unsafe {
+        f32::log_prob_forward(
+            Grid::new(1, THREADS),
+            order,
+            logits.as_ptr(),
+            target.as_ptr(),
+            std::ptr::null(),
+            packed.as_mut_ptr(),
+            1,
+            logits.len() as u64,
+            1.0,
+        )
+    }
+    .unwrap();
+    [packed[0], packed[1], packed[2]]
+}
+
 #[test]
 fn a_row_that_is_no_distribution_gives_nan() {
     let (nan, none, all) = (f32::NAN, f32::NEG_INFINITY, f32::INFINITY);
@@ -194,78 +216,26 @@ fn a_row_that_is_no_distribution_gives_nan() {
         for padding in [0, 5000] {
             let mut logits = vec![none; padding];
             logits.extend(row);
-            let target = Buffer::new(&[padding as u32]);
-            let logits = Buffer::new(&logits);
-            let mut packed = Buffer::filled(0f32, 3);
-            // SAFETY: one row with all logits.
-            unsafe {
-                f32::log_prob_forward(
-                    Grid::new(1, THREADS),
-                    0,
-                    logits.as_ptr(),
-                    target.as_ptr(),
-                    std::ptr::null(),
-                    packed.as_mut_ptr(),
-                    1,
-                    logits.len() as u64,
-                    1.0,
-                )
-            }
-            .unwrap();
-            assert!(packed[0].is_nan(), "{row:?}: {}", packed[0]);
+            let [log_prob, ..] = one_row(&logits, padding as u32, 0);
+            assert!(log_prob.is_nan(), "{row:?}: {log_prob}");
         }
     }
 }
 
 #[test]
 fn a_target_out_of_range_is_not_read() {
-    let (logits, target) = (Buffer::new(&[1f32, 2.0]), Buffer::new(&[u32::MAX]));
-    let mut packed = Buffer::filled(0f32, 3);
-    // SAFETY: one row of two logits.
-    unsafe {
-        f32::log_prob_forward(
-            Grid::new(1, THREADS),
-            0,
-            logits.as_ptr(),
-            target.as_ptr(),
-            std::ptr::null(),
-            packed.as_mut_ptr(),
-            1,
-            2,
-            1.0,
-        )
-    }
-    .unwrap();
-    assert!(packed[0].is_nan());
-    assert!(packed[2].is_finite());
+    let [log_prob, _, log_sum_exp] = one_row(&[1.0, 2.0], u32::MAX, 0);
+    assert!(log_prob.is_nan());
+    assert!(log_sum_exp.is_finite());
 }
 
 /// The difference of the logits exceeds the largest f32.
 #[test]
-fn huge_logits_are_no_nan() {
+fn huge_logits_do_not_give_nan() {
     let mut logits = vec![-2e38f32; 1000];
     logits[700] = 2e38;
-    let (logits, target) = (Buffer::new(&logits), Buffer::new(&[700u32]));
     for order in ORDERS {
-        let mut packed = Buffer::filled(f32::NAN, 3);
-        // SAFETY: one row of 1000 logits.
-        unsafe {
-            f32::log_prob_forward(
-                Grid::new(1, THREADS),
-                order,
-                logits.as_ptr(),
-                target.as_ptr(),
-                std::ptr::null(),
-                packed.as_mut_ptr(),
-                1,
-                1000,
-                1.0,
-            )
-        }
-        .unwrap();
-        let [log_prob, entropy, log_sum_exp] = packed[..] else {
-            unreachable!("three results")
-        };
+        let [log_prob, entropy, log_sum_exp] = one_row(&logits, 700, order);
         assert_eq!((log_prob, entropy), (0.0, 0.0));
         assert!((log_sum_exp / 2e38 - 1.0).abs() < 1e-6, "{log_sum_exp}");
     }

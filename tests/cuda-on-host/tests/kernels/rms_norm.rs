@@ -39,14 +39,18 @@ fn formula(x: &[f64], weight: &[f64], gradient: &[f64]) -> [Vec<f64>; 3] {
 
 fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let Case { n, width, .. } = case;
-    let of = |len: usize, seed| -> Vec<T> {
+    let numbers_of = |len: usize, seed| -> Vec<T> {
         noise(len, seed)
             .iter()
             .map(|x| T::from_f64(2.0 * x))
             .collect()
     };
     let wide = |x: &[T]| -> Vec<f64> { x.iter().map(|x| x.to_f64()).collect() };
-    let (x, weight, gradient) = (of(n * width, 1), of(width, 2), of(n * width, 3));
+    let (x, weight, gradient) = (
+        numbers_of(n * width, 1),
+        numbers_of(width, 2),
+        numbers_of(n * width, 3),
+    );
     let table = |x: &[T]| Tensor::from_slice(x, (n, width), &Device::Cpu);
     let inputs = [
         table(&x)?,

@@ -23,8 +23,8 @@ fn check<T: Kernels>(
     let angles = noise(rows * pairs, 2);
     let cos: Vec<f32> = angles.iter().map(|a| (9.0 * a).cos() as f32).collect();
     let sin: Vec<f32> = angles.iter().map(|a| (9.0 * a).sin() as f32).collect();
-    let of_angles = |x: &[f32]| Tensor::from_slice(x, (rows, pairs), &Device::Cpu);
-    let (cos_table, sin_table) = (of_angles(&cos)?, of_angles(&sin)?);
+    let angles_table = |x: &[f32]| Tensor::from_slice(x, (rows, pairs), &Device::Cpu);
+    let (cos_table, sin_table) = (angles_table(&cos)?, angles_table(&sin)?);
     // The gradient is the inverse rotation.
     let on_cpu = forward_and_backward(std::slice::from_ref(&table), &table, |inputs| {
         rope(&inputs[0], &cos_table, &sin_table)

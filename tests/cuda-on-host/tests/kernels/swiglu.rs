@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 /// Checks `n` elements, followed by `behind` others in memory.
 fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) -> Result<()> {
-    let of = |seed, scale: f64| -> Buffer<T> {
+    let buffer = |seed, scale: f64| -> Buffer<T> {
         let mut numbers: Vec<T> = noise(n, seed)
             .iter()
             .map(|x| T::from_f64(scale * x))
@@ -20,7 +20,7 @@ fn check<T: Kernels>(n: usize, behind: usize, tolerance: f64) -> Result<()> {
         numbers.resize(n + behind, T::from_f64(f64::NAN));
         Buffer::new(&numbers)
     };
-    let (gate, up, gradient) = (of(1, 12.0), of(2, 2.0), of(3, 2.0));
+    let (gate, up, gradient) = (buffer(1, 12.0), buffer(2, 2.0), buffer(3, 2.0));
     let wide = |x: &[T]| -> Vec<f64> { x[..n].iter().map(|x| x.to_f64()).collect() };
     let (mut y_expected, mut dgate_expected, mut dup_expected) = (vec![], vec![], vec![]);
     for ((gate, up), gradient) in wide(&gate).into_iter().zip(wide(&up)).zip(wide(&gradient)) {

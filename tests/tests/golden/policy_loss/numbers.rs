@@ -115,9 +115,9 @@ impl Numbers {
             .collect()
     }
 
-    /// `of_row` at every position of its row, masked ones included.
-    pub(super) fn spread(&self, of_row: &[f64]) -> Vec<f64> {
-        self.map(|i| of_row[i / self.width])
+    /// `per_row` at every position of its row, masked ones included.
+    pub(super) fn spread(&self, per_row: &[f64]) -> Vec<f64> {
+        self.map(|i| per_row[i / self.width])
     }
 
     /// The log-ratio `d`, 0 outside the mask, at a level. A level of the sequence fills masked

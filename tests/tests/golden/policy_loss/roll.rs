@@ -334,11 +334,11 @@ fn detached_metrics(
     let below = mean(&x.map(|i| flag(ratio[i] < min)));
     let above = mean(&x.map(|i| flag(ratio[i] > max)));
     let clipped = x.map(|i| ratio[i].max(min).min(max));
-    let of_rows = x
+    let clipped_means = x
         .row_means(&clipped)
         .into_iter()
         .map(Option::unwrap_or_default);
-    let of_rows: Vec<f64> = of_rows.collect();
+    let clipped_means: Vec<f64> = clipped_means.collect();
     let name = case.config.text("loss")?;
     let outputs = outputs
         .number(&format!("{name}_lower_clipfrac"), below)?
@@ -348,7 +348,7 @@ fn detached_metrics(
             "tis_clipped_ratio_mean",
             roll.seq_mean_token_mean(&clipped)?,
         )?
-        .number("cispo_clipped_ratio_mean", mean(&of_rows))?;
+        .number("cispo_clipped_ratio_mean", mean(&clipped_means))?;
     let Some(bounds) = weight.unified_mask else {
         return Ok(outputs);
     };

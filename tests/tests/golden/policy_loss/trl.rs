@@ -241,12 +241,12 @@ fn vespo_weight_mean(x: &Numbers, vespo: &Vespo, setup: &Setup) -> Result<f64> {
             .into_iter()
             .map(|w| w.ln().clamp(min, 20.));
         let logs: Vec<f64> = logs.collect();
-        let of_rows = if logs.len() == x.rows {
+        let per_row = if logs.len() == x.rows {
             logs
         } else {
             x.row_sums(&logs)
         };
-        for (sum, log) in log_weights.iter_mut().zip(of_rows) {
+        for (sum, log) in log_weights.iter_mut().zip(per_row) {
             *sum += log;
         }
     }
@@ -299,14 +299,14 @@ impl Flags {
 
     fn metrics(&self, outputs: Outputs, x: &Numbers) -> Result<Outputs> {
         let (low, high, lows, highs) = if self.by_sequence {
-            let of_rows =
+            let per_row =
                 |flags: &[f64]| -> Vec<f64> { flags.chunks(x.width).map(|row| row[0]).collect() };
-            let (lows, highs) = (of_rows(&self.low), of_rows(&self.high));
+            let (lows, highs) = (per_row(&self.low), per_row(&self.high));
             (mean(&lows), mean(&highs), lows, highs)
         } else {
             // Sequences without a token have no fraction.
-            let of_rows = |flags: &[f64]| x.row_means(flags).into_iter().flatten().collect();
-            let (lows, highs): (Vec<f64>, Vec<f64>) = (of_rows(&self.low), of_rows(&self.high));
+            let per_row = |flags: &[f64]| x.row_means(flags).into_iter().flatten().collect();
+            let (lows, highs): (Vec<f64>, Vec<f64>) = (per_row(&self.low), per_row(&self.high));
             (x.mean(&self.low), x.mean(&self.high), lows, highs)
         };
         outputs
