@@ -206,6 +206,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_write_that_fails_halfway_keeps_the_previous_file() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("state");
+        write(&path, b"first")?;
+        let halfway = write_with(&path, |temporary| {
+            fs::write(temporary, "sec")?;
+            Err(Error::other("no space"))
+        });
+        assert!(halfway.is_err());
+        assert_eq!(fs::read(&path)?, b"first");
+        assert_eq!(fs::read_dir(folder.path())?.count(), 1);
+        Ok(())
+    }
+
+    #[test]
     fn a_folder_that_cannot_be_moved_in_leaves_the_old_one_in_place() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let path = folder.path().join("checkpoint");

@@ -451,6 +451,36 @@ fn every_estimator_has_a_name_and_survives_serde() -> serde_json::Result<()> {
 }
 
 #[test]
+fn options_beside_a_name_are_laid_over_its_stages() -> serde_json::Result<()> {
+    let text = r#"{"name": "reinforce_plus_plus_baseline", "scale": "batch", "epsilon": 0.5, "gamma": 0.25,
+        "single_sample": "zero", "compensation": "non_zero_rewards", "reward_weights": [2, 3],
+        "kl_penalty": {"coef": 0.125}}"#;
+    let penalty = KlPenalty {
+        coef: 0.125,
+        ..KlPenalty::default()
+    };
+    let expected = AdvantagePipeline::reinforce_plus_plus_baseline()
+        .map_sequence(|group| {
+            group.scale = Scale::Batch;
+            group.epsilon = 0.5;
+            group.single_sample = SingletonGroup::Zero;
+            group.compensation = ZeroSignalScaling::NonZeroRewards;
+            group.reward_weights = Some(vec![2., 3.]);
+        })
+        .map_tokens(|tokens| {
+            tokens.gamma = 0.25;
+            tokens.kl_penalty = Some(penalty);
+        });
+    let config: AdvantageConfig = serde_json::from_str(text)?;
+    assert_eq!(config.pipeline(), expected);
+    let text = r#"{"name": "opo", "kl_penalty": {"coef": 0.125}}"#;
+    let config: AdvantageConfig = serde_json::from_str(text)?;
+    let expected = AdvantagePipeline::opo().map_sequence(|group| group.kl_penalty = Some(penalty));
+    assert_eq!(config.pipeline(), expected);
+    Ok(())
+}
+
+#[test]
 fn the_zero_tail_excludes_columns_that_two_sequences_share() -> Result<()> {
     for device in devices() {
         let mask = Tensor::new(&[[1u8, 0, 0, 1, 1], [1, 0, 0, 1, 0]], device)?;

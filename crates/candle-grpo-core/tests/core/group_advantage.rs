@@ -1,6 +1,6 @@
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_core::rewards::NonFinite;
-use candle_grpo_core::{GroupAdvantage, Scale, SingletonGroup};
+use candle_grpo_core::{Baseline, GroupAdvantage, Scale, SingletonGroup};
 use candle_grpo_test_support::{assert_close, devices, numbers};
 use rstest::rstest;
 
@@ -119,6 +119,25 @@ fn groups_of_any_size_in_any_order() -> Result<()> {
         assert_eq!(rloo.to_vec1::<f32>()?, [1.5, 2., 0., -1.5, -2.]);
     }
     Ok(())
+}
+
+#[rstest]
+#[case(Baseline::GroupMean, true)]
+#[case(Baseline::LeaveOneOut, true)]
+#[case(Baseline::LengthWeighted, true)]
+#[case(Baseline::BestOfOthers, true)]
+#[case(Baseline::BatchMean, false)]
+#[case(Baseline::Given, false)]
+#[case(Baseline::None, false)]
+fn only_a_baseline_of_the_group_may_be_divided_by_its_deviation(
+    #[case] baseline: Baseline,
+    #[case] expected: bool,
+) {
+    let function = GroupAdvantage {
+        baseline,
+        ..GroupAdvantage::grpo()
+    };
+    assert_eq!(function.validate().is_ok(), expected);
 }
 
 /// Unequal groups [2 | 1, 0] with the conventions of verl and twinkle.

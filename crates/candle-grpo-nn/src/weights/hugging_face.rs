@@ -308,12 +308,25 @@ mod tests {
         assert_eq!(model.attention_bias, extra["attention_bias"] == true);
         assert_eq!(model.mlp_bias, extra["mlp_bias"] == true);
         let written = to_hugging_face(&model, &[2])?;
+        // Without these keys transformers would use the defaults of the family.
+        assert_eq!(written["eos_token_id"], json!([2]));
+        assert_eq!(written.get("bos_token_id"), Some(&Value::Null));
         model.head_dim = Some(model.head_dim());
         assert_eq!(
             from_hugging_face(&serde_json::to_vec(&written).unwrap())?,
             model
         );
         Ok(())
+    }
+
+    #[rstest]
+    #[case("llama", 4)]
+    #[case("qwen2", 4)]
+    #[case("qwen3", 128)]
+    #[case("smollm3", 4)]
+    fn an_absent_head_dim_is_that_of_the_family(#[case] model_type: &str, #[case] head_dim: usize) {
+        let model = read(json!({"model_type": model_type})).unwrap();
+        assert_eq!(model.head_dim(), head_dim);
     }
 
     #[test]
