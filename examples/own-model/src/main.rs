@@ -137,7 +137,7 @@ fn main() -> Result<()> {
             .collect();
         let tokens = TokenBatch::new(&pairs, &device)?;
         let totals = StepTotals::count(&tokens.response_mask)?;
-        actor.forward_backward(&TrainingBatch::new(tokens, advantages), &totals)?;
+        actor.forward_backward(&TrainingBatch::new(tokens, &advantages), &totals)?;
         let stats = actor.clip_grad_and_step(1.)?;
 
         let now = rewards.iter().sum::<f32>() / rewards.len() as f32;

@@ -36,7 +36,7 @@ pub(super) struct Inputs {
 
 impl Inputs {
     pub(super) fn new(loss: &PolicyLoss, batch: &PolicyBatch) -> Result<Self> {
-        let log_probs = batch.log_probs()?;
+        let log_probs = batch.ensure_log_probs()?;
         if !log_probs.dtype().is_float() {
             bail!(
                 "log_probs: {:?}, must be of a float dtype",
@@ -44,7 +44,7 @@ impl Inputs {
             );
         }
         let clean = Cleaner {
-            mask: Mask::new(batch.response_mask)?,
+            mask: Mask::new(&batch.response_mask)?,
             dtype: arithmetic_dtype(log_probs.dtype()),
         };
         let log_probs = clean.per_token("log_probs", log_probs)?;
@@ -54,26 +54,28 @@ impl Inputs {
         };
         let (token_log_ratio, log_ratio) =
             log_ratios(loss, &log_probs, &old_log_probs, &clean.mask)?;
-        let entropy = batch.entropy.map(|x| clean.per_token("entropy", x));
+        let entropy = batch.entropy.as_ref();
+        let entropy = entropy.map(|x| clean.per_token("entropy", x));
         Ok(Self {
             log_ratio,
             token_log_ratio,
             entropy: entropy.transpose()?,
-            rollout_log_probs: clean.constant("rollout_log_probs", batch.rollout_log_probs)?,
-            ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs)?,
-            advantages: clean.spread("advantages", batch.advantages)?,
-            scores: clean.optional_spread("scores", batch.scores)?,
-            importance_weights: clean.importance_weights(batch.importance_weights)?,
-            sample_weights: clean.optional_spread("sample_weights", batch.sample_weights)?,
-            policy_mask: clean.flags("policy_mask", batch.policy_mask)?,
-            entropy_mask: match batch.entropy_mask {
+            rollout_log_probs: clean
+                .constant("rollout_log_probs", batch.rollout_log_probs.as_ref())?,
+            ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs.as_ref())?,
+            advantages: clean.spread("advantages", &batch.advantages)?,
+            scores: clean.optional_spread("scores", &batch.scores)?,
+            importance_weights: clean.importance_weights(&batch.importance_weights)?,
+            sample_weights: clean.optional_spread("sample_weights", &batch.sample_weights)?,
+            policy_mask: clean.flags("policy_mask", &batch.policy_mask)?,
+            entropy_mask: match &batch.entropy_mask {
                 Some(kept) => {
                     clean.mask.check_shape("entropy_mask", kept)?;
                     Some(clean.mask.and(&kept.detach())?)
                 }
                 None => None,
             },
-            selected_tokens: clean.flags("selected_tokens", batch.selected_tokens)?,
+            selected_tokens: clean.flags("selected_tokens", &batch.selected_tokens)?,
             log_probs,
             old_log_probs,
             mask: clean.mask,
@@ -169,12 +171,12 @@ impl Cleaner {
         self.per_token(name, &over_tokens(name, &x.detach(), &self.mask)?)
     }
 
-    fn optional_spread(&self, name: &str, x: Option<&Tensor>) -> Result<Option<Tensor>> {
-        x.map(|x| self.spread(name, x)).transpose()
+    fn optional_spread(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Tensor>> {
+        x.as_ref().map(|x| self.spread(name, x)).transpose()
     }
 
     /// `[B, T]` weights, or one per sequence as `[B, 1]` with 1 for an empty sequence.
-    fn importance_weights(&self, x: Option<&Tensor>) -> Result<Option<Tensor>> {
+    fn importance_weights(&self, x: &Option<Tensor>) -> Result<Option<Tensor>> {
         let Some(x) = x else {
             return Ok(None);
         };
@@ -193,12 +195,13 @@ impl Cleaner {
     }
 
     /// A detached `[B, T]` tensor as u8 flags.
-    fn flags(&self, name: &str, x: Option<&Tensor>) -> Result<Option<Tensor>> {
-        x.map(|x| {
-            self.mask.check_shape(name, x)?;
-            self.mask.select(&x.detach().ne(0.)?)
-        })
-        .transpose()
+    fn flags(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Tensor>> {
+        x.as_ref()
+            .map(|x| {
+                self.mask.check_shape(name, x)?;
+                self.mask.select(&x.detach().ne(0.)?)
+            })
+            .transpose()
     }
 }
 

@@ -78,11 +78,7 @@ pub fn linear_policy_loss(
     // A graph of [B, T] tensors that starts at the log-probs.
     let log_probs = Var::from_tensor(&tokens.log_probs)?;
     let entropy = Var::from_tensor(&tokens.entropy)?;
-    let batch = PolicyBatch {
-        log_probs: Some(&log_probs),
-        entropy: Some(&entropy),
-        ..*batch
-    };
+    let batch = batch.clone().log_probs(&log_probs).entropy(&entropy);
     let mut output = policy_loss.compute(&batch, totals)?;
     let store = output.loss.backward()?;
     output.loss = output.loss.detach();

@@ -249,8 +249,12 @@ impl PolicyLoss {
         };
         let inputs = Inputs::new(self, batch)?;
         let aggregate = |x: &Tensor| {
-            self.aggregation
-                .apply_with_prompts(x, &inputs.mask, &totals, batch.prompt_tokens)
+            self.aggregation.apply_with_prompts(
+                x,
+                &inputs.mask,
+                &totals,
+                batch.prompt_tokens.as_ref(),
+            )
         };
         let mut metrics = Metrics::new();
 
@@ -310,7 +314,7 @@ impl PolicyLoss {
             (None, EntropyTokens::All) => self
                 .entropy_aggregation
                 .unwrap_or(self.aggregation)
-                .apply_with_prompts(entropy, &inputs.mask, totals, batch.prompt_tokens)?,
+                .apply_with_prompts(entropy, &inputs.mask, totals, batch.prompt_tokens.as_ref())?,
         };
         mean * self.entropy_coef
     }
@@ -321,7 +325,7 @@ impl PolicyLoss {
         let correction = self.rollout_correction.as_ref();
         let has_weight = correction.is_some_and(|c| c.weight.is_some());
         let has_filters = correction.is_some_and(|c| !c.filters.is_empty());
-        match (batch.old, batch.importance_weights) {
+        match (&batch.old, &batch.importance_weights) {
             (OldPolicy::Rollout(_), Some(_)) => bail!(
                 "importance_weights: given together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
             ),

@@ -18,7 +18,7 @@ impl PolicyLoss {
     /// the random choice among the candidates of [`ClipCov`]. Synchronizes with the device.
     pub fn select_tokens(&self, batch: &PolicyBatch, seed: u64) -> Result<Option<Tensor>> {
         self.validate()?;
-        let mask = Mask::new(batch.response_mask)?;
+        let mask = Mask::new(&batch.response_mask)?;
         let chosen = match &self.surrogate {
             Surrogate::ClipCov(s) => draw(s, &tokens(batch, &mask)?, seed),
             Surrogate::KlCov(s) => highest(s, &tokens(batch, &mask)?),
@@ -51,12 +51,12 @@ fn tokens(batch: &PolicyBatch, mask: &Mask) -> Result<Vec<Token>> {
         mask.check_shape(name, x)?;
         x.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
     };
-    let log_probs = numbers("log_probs", batch.log_probs()?)?;
+    let log_probs = numbers("log_probs", batch.ensure_log_probs()?)?;
     let old_log_probs = match batch.old.log_probs() {
         Some(old) => numbers("old_log_probs", old)?,
         None => log_probs.clone(),
     };
-    let advantages = over_tokens("advantages", batch.advantages, mask)?;
+    let advantages = over_tokens("advantages", &batch.advantages, mask)?;
     let advantages = numbers("advantages", &advantages)?;
     let flags = mask.selected().flatten_all()?.to_vec1::<u8>()?;
     let valid: Vec<usize> = (0..flags.len()).filter(|&i| flags[i] != 0).collect();

@@ -75,12 +75,15 @@ fn a_wrong_shape_is_an_error_that_names_the_tensor() {
         let batch = PolicyBatch::new(&x, &advantages, &mask);
         let totals = six_tokens();
         for (name, batch) in [
-            ("old_log_probs", batch.old_log_probs(&wrong)),
-            ("ref_log_probs", batch.ref_log_probs(&wrong)),
-            ("entropy", batch.entropy(&wrong)),
-            ("entropy_mask", batch.entropy_mask(&wrong)),
-            ("importance_weights", batch.importance_weights(&wrong)),
-            ("sample_weights", batch.sample_weights(&wrong)),
+            ("old_log_probs", batch.clone().old_log_probs(&wrong)),
+            ("ref_log_probs", batch.clone().ref_log_probs(&wrong)),
+            ("entropy", batch.clone().entropy(&wrong)),
+            ("entropy_mask", batch.clone().entropy_mask(&wrong)),
+            (
+                "importance_weights",
+                batch.clone().importance_weights(&wrong),
+            ),
+            ("sample_weights", batch.clone().sample_weights(&wrong)),
         ] {
             let message = message(with_kl().compute(&batch, &totals).and_then(|_| {
                 // Only a loss without a KL gets here without a reference.

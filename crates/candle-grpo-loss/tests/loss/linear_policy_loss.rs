@@ -90,7 +90,7 @@ impl Tensors {
         })
     }
 
-    fn fill<'a>(&'a self, batch: PolicyBatch<'a>) -> PolicyBatch<'a> {
+    fn fill(&self, batch: PolicyBatch) -> PolicyBatch {
         batch
             .old_log_probs(&self.old)
             .ref_log_probs(&self.reference)
@@ -266,7 +266,8 @@ impl Random {
             .selected_tokens(&selected)
             .prompt_tokens(&prompt_tokens);
         let in_graph = batch
-            .with_log_probs(&expected_tokens.log_probs)
+            .clone()
+            .log_probs(&expected_tokens.log_probs)
             .entropy(&expected_tokens.entropy);
         let expected = loss.compute(&in_graph, &totals)?;
         let store = expected.loss.backward()?;

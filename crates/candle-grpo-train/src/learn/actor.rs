@@ -260,7 +260,7 @@ impl<M: LanguageModel> Actor<M> {
                 &batch.tokens,
                 self.config.temperature,
             )?,
-            &batch.policy_batch(),
+            &batch.policy,
             totals,
         )?;
         if let Some(gradient) = loss.gradients.weight {

@@ -125,76 +125,43 @@ impl TokenBatch {
             len > 0 && start < b && len <= b - start,
             "sequences: {len} from {start} on, there are {b}"
         );
-        self.map_rows(&|x| x.narrow(0, start, len)?.contiguous())
+        self.map(|x| x.narrow(0, start, len)?.contiguous())
     }
 
-    fn map_rows(&self, rows: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+    /// Applies `f` to each tensor.
+    fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         Ok(Self {
-            input_ids: rows(&self.input_ids)?,
-            attention_mask: rows(&self.attention_mask)?,
-            targets: rows(&self.targets)?,
-            response_mask: rows(&self.response_mask)?,
+            input_ids: f(&self.input_ids)?,
+            attention_mask: f(&self.attention_mask)?,
+            targets: f(&self.targets)?,
+            response_mask: f(&self.response_mask)?,
         })
     }
 }
 
-/// The inputs of a policy update. A loss that needs an absent tensor returns an error that names
-/// it.
+/// The inputs of a policy update.
 #[derive(Debug, Clone)]
 pub struct TrainingBatch {
     /// The sequences.
     pub tokens: TokenBatch,
-    /// Advantages per sequence, f32 `[B]`, or per token, `[B, T]`.
-    pub advantages: Tensor,
-    /// Log-probs under the policy before the step, f32 `[B, T]`. Absent for the first update after
-    /// sampling, where the policy equals the sampling policy.
-    pub old_log_probs: Option<Tensor>,
-    /// Log-probs under the reference policy, f32 `[B, T]`, for a KL loss.
-    pub ref_log_probs: Option<Tensor>,
+    /// The inputs of the policy loss except those that the update computes: log-probs and entropy.
+    /// Its response mask is that of `tokens`.
+    pub policy: PolicyBatch,
     /// Values of the critic at each token, f32 `[B, T]`, for a value loss that clips.
     pub values: Option<Tensor>,
     /// Returns, the targets of the critic, f32 `[B, T]`.
     pub returns: Option<Tensor>,
-    /// Log-probs of the sampler, f32 `[B, T]`, for
-    /// [`PolicyLoss::off_policy_threshold`](candle_grpo_loss::PolicyLoss::off_policy_threshold).
-    pub rollout_log_probs: Option<Tensor>,
-    /// Score of each sequence before shaping, f32 `[B]`.
-    pub scores: Option<Tensor>,
-    /// Weights of the policy term for samples of another engine, f32 `[B, T]`, from
-    /// [`RolloutCorrection`](candle_grpo_loss::RolloutCorrection).
-    pub importance_weights: Option<Tensor>,
-    /// Weight of the policy term for each sequence, f32 `[B]`.
-    pub sample_weights: Option<Tensor>,
-    /// Mask of the policy term, `[B, T]`.
-    pub policy_mask: Option<Tensor>,
-    /// Mask of the entropy bonus, `[B, T]`; absent: the response mask.
-    pub entropy_mask: Option<Tensor>,
-    /// Tokens that [`PolicyLoss::select_tokens`](candle_grpo_loss::PolicyLoss::select_tokens)
-    /// selected over the whole optimizer step, as 1, `[B, T]`.
-    pub selected_tokens: Option<Tensor>,
-    /// Number of tokens of the prompt of each sequence in the whole optimizer step, f32 `[B]`,
-    /// from [`count_prompt_tokens`].
-    pub prompt_tokens: Option<Tensor>,
 }
 
 impl TrainingBatch {
-    /// Creates a batch with only advantages, for a first update after sampling without a KL loss.
-    pub fn new(tokens: TokenBatch, advantages: Tensor) -> Self {
+    /// Creates a batch with only advantages `[B]` or `[B, T]`, for a first update after sampling
+    /// without a KL loss.
+    pub fn new(tokens: TokenBatch, advantages: &Tensor) -> Self {
         Self {
+            policy: PolicyBatch::without_log_probs(advantages, &tokens.response_mask),
             tokens,
-            advantages,
-            old_log_probs: None,
-            ref_log_probs: None,
             values: None,
             returns: None,
-            rollout_log_probs: None,
-            scores: None,
-            importance_weights: None,
-            sample_weights: None,
-            policy_mask: None,
-            entropy_mask: None,
-            selected_tokens: None,
-            prompt_tokens: None,
         }
     }
 
@@ -205,37 +172,14 @@ impl TrainingBatch {
     /// Returns an error that names the field if the shapes do not match.
     pub fn dims(&self) -> Result<(usize, usize)> {
         let (b, t) = self.tokens.dims()?;
-        let advantages = self.advantages.dims();
         ensure!(
-            advantages == [b] || advantages == [b, t],
-            "advantages: shape {advantages:?}, must be [{b}] or [{b}, {t}]"
+            self.policy.response_mask.id() == self.tokens.response_mask.id(),
+            "policy.response_mask: another tensor, must be tokens.response_mask"
         );
-        for (name, of_tokens) in [
-            ("old_log_probs", &self.old_log_probs),
-            ("ref_log_probs", &self.ref_log_probs),
-            ("values", &self.values),
-            ("returns", &self.returns),
-            ("rollout_log_probs", &self.rollout_log_probs),
-            ("policy_mask", &self.policy_mask),
-            ("entropy_mask", &self.entropy_mask),
-            ("selected_tokens", &self.selected_tokens),
-        ] {
-            if let Some(of_tokens) = of_tokens {
-                ensure_dims(name, of_tokens, &[b, t])?;
-            }
-        }
-        if let Some(weights) = &self.importance_weights
-            && weights.dims() != [b, 1]
-        {
-            ensure_dims("importance_weights", weights, &[b, t])?;
-        }
-        for (name, of_sequences) in [
-            ("scores", &self.scores),
-            ("sample_weights", &self.sample_weights),
-            ("prompt_tokens", &self.prompt_tokens),
-        ] {
-            if let Some(of_sequences) = of_sequences {
-                ensure_dims(name, of_sequences, &[b])?;
+        self.policy.dims()?;
+        for (name, tensor) in [("values", &self.values), ("returns", &self.returns)] {
+            if let Some(tensor) = tensor {
+                ensure_dims(name, tensor, &[b, t])?;
             }
         }
         Ok((b, t))
@@ -249,7 +193,7 @@ impl TrainingBatch {
             .step_by(size)
             .map(|start| {
                 let len = size.min(total - start);
-                self.map_rows(&|x| x.narrow(0, start, len)?.contiguous())
+                self.map(|x| x.narrow(0, start, len)?.contiguous())
             })
             .collect()
     }
@@ -269,65 +213,22 @@ impl TrainingBatch {
             bail!("sequences: {number}, there are {b}");
         }
         let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
-        let rows = Tensor::new(rows, self.advantages.device())?;
-        self.map_rows(&|x| x.contiguous()?.index_select(&rows, 0))
+        let rows = Tensor::new(rows, self.tokens.targets.device())?;
+        self.map(|x| x.contiguous()?.index_select(&rows, 0))
     }
 
-    fn map_rows(&self, rows: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
-        let if_there = |x: &Option<Tensor>| x.as_ref().map(rows).transpose();
+    /// Applies `f` to each tensor.
+    fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
+        let tokens = self.tokens.map(&f)?;
+        let mut policy = self.policy.map(&f)?;
+        policy.response_mask = tokens.response_mask.clone();
+        let optional = |x: &Option<Tensor>| x.as_ref().map(&f).transpose();
         Ok(Self {
-            tokens: self.tokens.map_rows(rows)?,
-            advantages: rows(&self.advantages)?,
-            old_log_probs: if_there(&self.old_log_probs)?,
-            ref_log_probs: if_there(&self.ref_log_probs)?,
-            values: if_there(&self.values)?,
-            returns: if_there(&self.returns)?,
-            rollout_log_probs: if_there(&self.rollout_log_probs)?,
-            scores: if_there(&self.scores)?,
-            importance_weights: if_there(&self.importance_weights)?,
-            sample_weights: if_there(&self.sample_weights)?,
-            policy_mask: if_there(&self.policy_mask)?,
-            entropy_mask: if_there(&self.entropy_mask)?,
-            selected_tokens: if_there(&self.selected_tokens)?,
-            prompt_tokens: if_there(&self.prompt_tokens)?,
+            tokens,
+            policy,
+            values: optional(&self.values)?,
+            returns: optional(&self.returns)?,
         })
-    }
-
-    /// Returns the inputs of a loss, with the current log-probs `[B, T]` of the policy.
-    pub fn policy_batch(&self) -> PolicyBatch<'_> {
-        let mut batch =
-            PolicyBatch::without_log_probs(&self.advantages, &self.tokens.response_mask);
-        if let Some(x) = &self.old_log_probs {
-            batch = batch.old_log_probs(x);
-        }
-        if let Some(x) = &self.ref_log_probs {
-            batch = batch.ref_log_probs(x);
-        }
-        if let Some(x) = &self.rollout_log_probs {
-            batch = batch.rollout_log_probs(x);
-        }
-        if let Some(x) = &self.scores {
-            batch = batch.scores(x);
-        }
-        if let Some(x) = &self.importance_weights {
-            batch = batch.importance_weights(x);
-        }
-        if let Some(x) = &self.sample_weights {
-            batch = batch.sample_weights(x);
-        }
-        if let Some(x) = &self.policy_mask {
-            batch = batch.policy_mask(x);
-        }
-        if let Some(x) = &self.entropy_mask {
-            batch = batch.entropy_mask(x);
-        }
-        if let Some(x) = &self.selected_tokens {
-            batch = batch.selected_tokens(x);
-        }
-        if let Some(x) = &self.prompt_tokens {
-            batch = batch.prompt_tokens(x);
-        }
-        batch
     }
 }
 
@@ -400,6 +301,7 @@ pub fn rollout_log_probs(rollouts: &[Rollout], device: &Device) -> Result<Tensor
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_grpo_loss::OldPolicy;
 
     #[test]
     fn prompts_are_padded_on_the_left_and_responses_on_the_right() {
@@ -421,12 +323,12 @@ mod tests {
         let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4]), (&[2], &[5]), (&[3], &[6])];
         let batch = TrainingBatch::new(
             TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
-            Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+            &Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
         );
         let pieces = batch.split(2).unwrap();
         assert_eq!(pieces.len(), 2);
         assert_eq!(pieces[1].tokens.targets.to_vec2::<u32>().unwrap(), [[6]]);
-        assert_eq!(pieces[1].advantages.to_vec1::<f32>().unwrap(), [2.5]);
+        assert_eq!(pieces[1].policy.advantages.to_vec1::<f32>().unwrap(), [2.5]);
         let error = batch.split(0).unwrap_err().to_string();
         assert_eq!(error, "micro_batch_size: 0, must be at least 1");
     }
@@ -435,7 +337,10 @@ mod tests {
     fn sequences_are_selected_and_repeated() {
         let batch = three();
         let drawn = batch.select(&[2, 0, 2]).unwrap();
-        assert_eq!(drawn.advantages.to_vec1::<f32>().unwrap(), [2.5, 0.5, 2.5]);
+        assert_eq!(
+            drawn.policy.advantages.to_vec1::<f32>().unwrap(),
+            [2.5, 0.5, 2.5]
+        );
         let targets = drawn.tokens.targets.to_vec2::<u32>().unwrap();
         assert_eq!(targets, [[6, 0], [4, 1], [6, 0]]);
         for (numbers, words) in [
@@ -451,7 +356,7 @@ mod tests {
         let pairs: [(&[u32], &[u32]); 3] = [(&[1], &[4, 1]), (&[2], &[5]), (&[3], &[6])];
         TrainingBatch::new(
             TokenBatch::new(&pairs, &Device::Cpu).unwrap(),
-            Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
+            &Tensor::new(&[0.5f32, 1.5, 2.5], &Device::Cpu).unwrap(),
         )
     }
 
@@ -467,11 +372,13 @@ mod tests {
     #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[3, 1]), "input_ids: shape [3, 1], must be [3, P")]
     #[case(|b: &mut TrainingBatch| b.tokens.input_ids = shaped(&[2, 2]), "input_ids: shape [2, 2], must be [3, P")]
     #[case(|b: &mut TrainingBatch| b.tokens.attention_mask = shaped(&[3, 3]), "attention_mask: shape [3, 3], must be [3, 2]")]
-    #[case(|b: &mut TrainingBatch| b.advantages = shaped(&[2]), "advantages: shape [2], must be [3] or [3, 2]")]
-    #[case(|b: &mut TrainingBatch| b.old_log_probs = Some(shaped(&[3])), "old_log_probs: shape [3], must be [3, 2]")]
-    #[case(|b: &mut TrainingBatch| b.ref_log_probs = Some(shaped(&[2, 2])), "ref_log_probs: shape [2, 2], must be [3, 2]")]
-    #[case(|b: &mut TrainingBatch| b.scores = Some(shaped(&[3, 2])), "scores: shape [3, 2], must be [3]")]
-    #[case(|b: &mut TrainingBatch| b.policy_mask = Some(shaped(&[3])), "policy_mask: shape [3], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.policy.advantages = shaped(&[2]), "advantages: shape [2], must be [3] or [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.policy.old = OldPolicy::Recomputed(shaped(&[3])), "old_log_probs: shape [3], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.policy.ref_log_probs = Some(shaped(&[2, 2])), "ref_log_probs: shape [2, 2], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.policy.scores = Some(shaped(&[3, 2])), "scores: shape [3, 2], must be [3]")]
+    #[case(|b: &mut TrainingBatch| b.returns = Some(shaped(&[3])), "returns: shape [3], must be [3, 2]")]
+    #[case(|b: &mut TrainingBatch| b.policy.response_mask = b.tokens.response_mask.copy().unwrap(), "policy.response_mask: another tensor")]
+    #[case(|b: &mut TrainingBatch| b.policy.policy_mask = Some(shaped(&[3])), "policy_mask: shape [3], must be [3, 2]")]
     fn shapes_that_do_not_belong_together_are_named(
         #[case] spoil: fn(&mut TrainingBatch),
         #[case] words: &str,

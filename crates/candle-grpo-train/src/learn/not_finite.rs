@@ -66,29 +66,21 @@ pub(crate) fn clip(gradients: &mut Gradients, max_norm: f64, owner: &str) -> Res
 /// or the loss itself.
 pub(crate) fn blame(batch: &TrainingBatch) -> Result<NotFinite> {
     let mask = Mask::new(&batch.tokens.response_mask)?;
-    let inputs = [
-        ("advantages", Some(&batch.advantages)),
-        ("old_log_probs", batch.old_log_probs.as_ref()),
-        ("ref_log_probs", batch.ref_log_probs.as_ref()),
-        ("rollout_log_probs", batch.rollout_log_probs.as_ref()),
-        ("importance_weights", batch.importance_weights.as_ref()),
-    ];
-    for (name, tensor) in inputs {
-        if let Some(tensor) = tensor
-            && !is_finite(tensor, &mask)?
-        {
+    for (name, tensor) in batch.policy.tensors() {
+        if tensor.dtype().is_float() && !is_finite(tensor, &mask)? {
             return Ok(NotFinite::new(name));
         }
     }
     Ok(NotFinite::new("policy loss"))
 }
 
-/// Returns true if all selected entries of `[B]` or `[B, T]` are finite.
+/// Returns true if all selected entries of `[B]`, `[B, 1]` or `[B, T]` are finite.
 fn is_finite(tensor: &Tensor, mask: &Mask) -> Result<bool> {
-    let tensor = match tensor.rank() {
-        1 => tensor.unsqueeze(1)?.broadcast_as(mask.selected().shape())?,
+    let columns = match tensor.rank() {
+        1 => tensor.unsqueeze(1)?,
         _ => tensor.clone(),
     };
+    let tensor = columns.broadcast_as(mask.selected().shape())?;
     all_finite(&mask.select(&tensor.contiguous()?)?)
 }
 

@@ -7,7 +7,7 @@ use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, Mask, MetricValue, MetricValues,
     RunningMoments, SampleFilter,
 };
-use candle_grpo_loss::{EntropyTokens, RolloutWeights};
+use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutWeights};
 
 use super::critic::explained_variance;
 use super::models::{MicroBatches, Models};
@@ -116,17 +116,20 @@ impl Preparation<'_> {
             EntropyTokens::All => None,
             EntropyTokens::TopEntropy => top_entropy.map(|mask| mask.selected().clone()),
         };
-        let batch = TrainingBatch {
-            old_log_probs: log_probs.old,
+        let mut batch = TrainingBatch::new(tokens, &advantages.advantages);
+        batch.values = values;
+        batch.returns = advantages.returns;
+        batch.policy = PolicyBatch {
+            old: log_probs
+                .old
+                .map_or(OldPolicy::Current, OldPolicy::Recomputed),
             ref_log_probs: log_probs.reference,
             rollout_log_probs: Some(log_probs.rollout),
             scores: Some(scores),
             importance_weights: log_probs.corrected.and_then(|corrected| corrected.weights),
             policy_mask,
             entropy_mask,
-            values,
-            returns: advantages.returns,
-            ..TrainingBatch::new(tokens, advantages.advantages)
+            ..batch.policy
         };
         let groups = (0..scored.rollouts.len()).map(|i| i / scored.num_generations);
         Ok(Some(self.resample(batch, groups.collect())?))

@@ -385,12 +385,12 @@ impl Trainer {
         groups: &[usize],
         seed: u64,
     ) -> Result<Option<(TrainingBatch, StepTotals)>> {
+        let mut mini_batch = mini_batch.clone();
         let mask = &mini_batch.tokens.response_mask;
         let mut totals = StepTotals::count(mask)?;
         if totals.tokens == 0. {
             return Ok(None);
         }
-        let mut mini_batch = mini_batch.clone();
         let policy_loss = &self.config.recipe.policy_loss;
         if [
             Some(policy_loss.aggregation),
@@ -398,11 +398,11 @@ impl Trainer {
         ]
         .contains(&Some(Aggregation::PromptMeanTokenMean))
         {
-            let (tokens, prompts) = count_prompt_tokens(&mini_batch.tokens.response_mask, groups)?;
-            mini_batch.prompt_tokens = Some(tokens);
+            let (tokens, prompts) = count_prompt_tokens(mask, groups)?;
+            mini_batch.policy.prompt_tokens = Some(tokens);
             totals.prompts = Some(prompts);
         }
-        if let Some(entropy_mask) = &mini_batch.entropy_mask {
+        if let Some(entropy_mask) = &mini_batch.policy.entropy_mask {
             totals = totals.with_entropy_mask(entropy_mask)?;
         }
         if matches!(
@@ -413,8 +413,8 @@ impl Trainer {
             let log_probs = self
                 .micro_batches()
                 .map(&mini_batch.tokens, |piece| actor.log_probs(piece))?;
-            let of_policy = mini_batch.policy_batch().with_log_probs(&log_probs);
-            mini_batch.selected_tokens = policy_loss.select_tokens(&of_policy, seed)?;
+            let policy = mini_batch.policy.clone().log_probs(&log_probs);
+            mini_batch.policy.selected_tokens = policy_loss.select_tokens(&policy, seed)?;
         }
         Ok(Some((mini_batch, totals)))
     }

@@ -39,22 +39,23 @@ fn batch(actor: &Actor) -> TrainingBatch {
     let prompts: Vec<usize> = (0..12).map(|i| i / 4).collect();
     let (prompt_tokens, _) = count_prompt_tokens(&tokens.response_mask, &prompts).unwrap();
     let advantages = Tensor::new(advantages, &Device::Cpu).unwrap();
-    TrainingBatch {
-        old_log_probs: Some((&log_probs + 0.05).unwrap()),
-        ref_log_probs: Some((&log_probs * 0.9).unwrap()),
-        rollout_log_probs: Some((&log_probs - 0.1).unwrap()),
-        scores: Some(advantages.clone()),
-        sample_weights: Some(advantages.abs().unwrap()),
-        prompt_tokens: Some(prompt_tokens),
-        entropy_mask: Some(log_probs.lt(-1.).unwrap()),
-        ..TrainingBatch::new(tokens, advantages)
-    }
+    let mut batch = TrainingBatch::new(tokens, &advantages);
+    batch.policy = batch
+        .policy
+        .old_log_probs(&(&log_probs + 0.05).unwrap())
+        .ref_log_probs(&(&log_probs * 0.9).unwrap())
+        .rollout_log_probs(&(&log_probs - 0.1).unwrap())
+        .scores(&advantages)
+        .sample_weights(&advantages.abs().unwrap())
+        .prompt_tokens(&prompt_tokens)
+        .entropy_mask(&log_probs.lt(-1.).unwrap());
+    batch
 }
 
 /// The denominators of a step that is this batch.
 fn totals(batch: &TrainingBatch) -> StepTotals {
     let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();
-    match &batch.entropy_mask {
+    match &batch.policy.entropy_mask {
         Some(mask) => totals.with_entropy_mask(mask).unwrap(),
         None => totals,
     }
@@ -116,7 +117,7 @@ fn a_step_raises_what_did_well_and_leaves_the_reference() {
     let mut actor = actor(PolicyLoss::grpo());
     let reference = actor.reference().unwrap();
     let mut batch = batch(&actor);
-    batch.advantages = batch.advantages.ones_like().unwrap();
+    batch.policy.advantages = batch.policy.advantages.ones_like().unwrap();
     let mask = batch
         .tokens
         .response_mask
@@ -158,7 +159,7 @@ fn a_step_without_gradients_is_an_error() {
 fn gradients_that_are_not_finite_change_nothing() {
     let mut actor = actor(PolicyLoss::grpo());
     let mut batch = batch(&actor);
-    batch.advantages = (batch.advantages * f64::NAN).unwrap();
+    batch.policy.advantages = (batch.policy.advantages * f64::NAN).unwrap();
     let before = actor.parameters().frozen_copy().unwrap();
     let totals = totals(&batch);
     let result = actor
@@ -187,7 +188,7 @@ fn shapes_that_do_not_belong_together_are_errors_that_name_them() {
         assert!(error.to_string().starts_with(name), "{error}");
     }
     let mut short = good.clone();
-    short.advantages = short.advantages.narrow(0, 0, 3).unwrap();
+    short.policy.advantages = short.policy.advantages.narrow(0, 0, 3).unwrap();
     let error = actor.forward_backward(&short, &totals).unwrap_err();
     assert!(error.to_string().starts_with("advantages: "), "{error}");
 }
@@ -237,7 +238,7 @@ fn gradients_are_those_of_a_graph(
         },
     )
     .unwrap();
-    let inputs = batch.policy_batch().with_log_probs(&now.log_probs);
+    let inputs = batch.policy.clone().log_probs(&now.log_probs);
     let loss = config
         .policy_loss
         .compute(&inputs.entropy(&now.entropy), &totals)

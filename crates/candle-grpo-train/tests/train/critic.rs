@@ -124,7 +124,7 @@ fn batch() -> TrainingBatch {
         returns: Some(returns),
         ..TrainingBatch::new(
             tokens,
-            Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap(),
+            &Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap(),
         )
     }
 }

@@ -138,9 +138,7 @@ impl EntropyBonus {
         let entropies = tensors.entropies.as_ref().context("no entropies")?;
         let mut batch = PolicyBatch::new(&tensors.log_probs, &tensors.advantages, &self.mask)
             .entropy(entropies);
-        if let Some(mask) = &self.entropy_mask {
-            batch = batch.entropy_mask(mask);
-        }
+        batch.entropy_mask = self.entropy_mask.clone();
         let output = self.loss.compute(&batch, &self.totals)?;
         Ok((output.loss * self.factor)?)
     }
@@ -173,49 +171,30 @@ impl Setup {
     ) -> Result<PolicyLossOutput> {
         let batch = PolicyBatch::new(log_probs, &tensors.advantages, &tensors.mask);
         let mut batch = self.fill(batch, tensors)?;
-        let selected = loss.select_tokens(&batch, 0)?;
-        if let Some(x) = &selected {
-            batch = batch.selected_tokens(x);
-        }
+        batch.selected_tokens = loss.select_tokens(&batch, 0)?;
         Ok(loss.compute(&batch, &self.totals)?)
     }
 
     /// Adds the other inputs of the case to a batch of log-probs, advantages and mask.
-    pub(crate) fn fill<'a>(
-        &'a self,
-        mut batch: PolicyBatch<'a>,
-        tensors: &'a Tensors,
-    ) -> Result<PolicyBatch<'a>> {
+    pub(crate) fn fill(&self, mut batch: PolicyBatch, tensors: &Tensors) -> Result<PolicyBatch> {
         if let Some(x) = &tensors.old_log_probs {
             batch = batch.old_log_probs(x);
         }
         if self.against_rollout {
             let rollout = tensors.rollout_log_probs.as_ref();
             let rollout = rollout.context("no log-probs of the rollout")?;
-            batch = batch.old_policy(OldPolicy::Rollout(rollout));
+            batch = batch.old_policy(OldPolicy::Rollout(rollout.clone()));
         }
-        if let Some(x) = &tensors.ref_log_probs {
-            batch = batch.ref_log_probs(x);
-        }
-        if let Some(x) = &tensors.rollout_log_probs {
-            batch = batch.rollout_log_probs(x);
-        }
-        if let Some(x) = &tensors.entropies {
-            batch = batch.entropy(x);
-        }
-        if let Some(x) = &tensors.scores {
-            batch = batch.scores(x);
-        }
-        if let Some(x) = &self.importance_weights {
-            batch = batch.importance_weights(x);
-        }
-        if let Some(x) = &self.sample_weights {
-            batch = batch.sample_weights(x);
-        }
-        if let Some(x) = &self.policy_mask {
-            batch = batch.policy_mask(x);
-        }
-        Ok(batch)
+        Ok(PolicyBatch {
+            ref_log_probs: tensors.ref_log_probs.clone(),
+            rollout_log_probs: tensors.rollout_log_probs.clone(),
+            entropy: tensors.entropies.as_deref().cloned(),
+            scores: tensors.scores.clone(),
+            importance_weights: self.importance_weights.clone(),
+            sample_weights: self.sample_weights.clone(),
+            policy_mask: self.policy_mask.clone(),
+            ..batch
+        })
     }
 }
 
