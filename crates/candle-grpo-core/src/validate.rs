@@ -47,6 +47,15 @@ impl Invalid {
         self
     }
 
+    /// Applies [`Self::within`] to an error that an invalid option has caused. Returns any other
+    /// error unchanged.
+    pub fn within_error(section: &str, error: Error) -> Error {
+        match Self::find(&error) {
+            Some(invalid) => invalid.clone().within(section).into(),
+            None => error,
+        }
+    }
+
     /// Finds the invalid option that caused `error`, if it has such a cause.
     pub fn find(error: &Error) -> Option<&Self> {
         match error {

@@ -206,15 +206,19 @@ impl Recipe {
     ///
     /// The error names the option, its value and what it must be.
     pub fn validate(&self) -> Result<()> {
-        self.reward_shaping.validate()?;
+        let shaping = self.reward_shaping.validate();
+        shaping.map_err(|e| e.within("reward_shaping"))?;
         if let Some(overlong) = &self.overlong {
-            overlong.validate()?;
+            overlong.validate().map_err(|e| e.within("overlong"))?;
         }
         if let Some(filter) = &self.group_filter {
             filter.validate().map_err(|e| e.within("group_filter"))?;
         }
-        self.advantage.validate()?;
-        self.policy_loss.validate()?;
+        self.advantage
+            .validate()
+            .map_err(|e| e.within("advantage"))?;
+        let loss = self.policy_loss.validate();
+        loss.map_err(|e| Invalid::within_error("policy_loss", e))?;
         let aggregation = self.policy_loss.aggregation;
         if self.advantage.name == AdvantageName::DrGrpo
             && aggregation == Aggregation::SeqMeanTokenMean

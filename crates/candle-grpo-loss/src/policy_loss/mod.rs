@@ -7,7 +7,7 @@ mod presets;
 mod totals;
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_core::Metrics;
+use candle_grpo_core::{Invalid, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use batch::{OldPolicy, PolicyBatch};
@@ -176,7 +176,8 @@ impl PolicyLoss {
         if let Some(x) = self.off_policy_threshold {
             finite("off_policy_threshold", x)?;
         }
-        self.surrogate.validate()?;
+        let surrogate = self.surrogate.validate();
+        surrogate.map_err(|e| Invalid::within_error("surrogate", e))?;
         self.check_level()?;
         if let Some(correction) = &self.rollout_correction {
             correction.validate()?;

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::token_loss::without;
 use super::{Clip, SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::Invalid;
 use candle_grpo_core::validate::{check, non_negative, share};
 
 /// The clip, with zero loss on some tokens of high covariance (Clip-Cov, <https://arxiv.org/abs/2505.22617>).
@@ -60,7 +61,8 @@ impl Default for KlCov {
 
 impl TokenLoss for ClipCov {
     fn validate(&self) -> Result<()> {
-        self.clip.validate()?;
+        let clip = self.clip.validate();
+        clip.map_err(|e| Invalid::within_error("clip_cov", e))?;
         share("clip_cov.ratio", self.ratio)?;
         let must = format!("be below clip_cov.upper, {}", self.upper);
         check(self.lower < self.upper, "clip_cov.lower", self.lower, &must)?;

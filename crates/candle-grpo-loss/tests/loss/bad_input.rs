@@ -144,15 +144,15 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
 }
 
 #[rstest]
-#[case(PolicyLoss { surrogate: Surrogate::Clip(Clip::symmetric(1.5)), ..Default::default() }, "clip.low: 1.5, must be from 0 to 1")]
-#[case(PolicyLoss { surrogate: Surrogate::Clip(Clip::asymmetric(0.2, f64::NAN)), ..Default::default() }, "clip.high: NaN, must be")]
+#[case(PolicyLoss { surrogate: Surrogate::Clip(Clip::symmetric(1.5)), ..Default::default() }, "surrogate.clip.low: 1.5, must be from 0 to 1")]
+#[case(PolicyLoss { surrogate: Surrogate::Clip(Clip::asymmetric(0.2, f64::NAN)), ..Default::default() }, "surrogate.clip.high: NaN, must be")]
 #[case(
     PolicyLoss { surrogate: Surrogate::Clip(Clip { dual_clip: Some(1.), ..Clip::symmetric(0.2) }), ..Default::default() },
-    "clip.dual_clip: 1, must be a finite ratio above 1"
+    "surrogate.clip.dual_clip: 1, must be a finite ratio above 1"
 )]
 #[case(
     PolicyLoss { surrogate: Surrogate::Clip(Clip { delta: Some(0.), ..Clip::symmetric(0.2) }), ..Default::default() },
-    "clip.delta: 0, must be positive"
+    "surrogate.clip.delta: 0, must be positive"
 )]
 #[case(PolicyLoss { log_ratio_clamp: Some(-1.), ..Default::default() }, "log_ratio_clamp: -1, must be positive")]
 #[case(PolicyLoss { entropy_coef: -0.1, ..Default::default() }, "entropy_coef: -0.1, must be finite and at least 0")]
@@ -175,17 +175,17 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
 )]
 #[case(
     with(DetachedWeight::at_most(0.2)),
-    "detached_weight.ratio_max: 0.2, must be an absolute ratio of at least 1"
+    "surrogate.detached_weight.ratio_max: 0.2, must be an absolute ratio of at least 1"
 )]
-#[case(with(DetachedWeight { ratio_min: Some(1.2), ..Default::default() }), "detached_weight.ratio_min: 1.2")]
-#[case(with(Topr { negative_weight: -1., ..Default::default() }), "topr.negative_weight: -1, must be finite and at least 0")]
-#[case(with(SoftGate { tau_pos: 0., tau_neg: 1. }), "soft_gate.tau_pos: 0, must be positive")]
-#[case(with(Vespo { lambda_neg: 0., ..Default::default() }), "vespo.lambda_neg: 0, must be positive")]
-#[case(with(GeometricMean { low: -0.1, high: 0.1 }), "geometric_mean.low: -0.1, must be finite and at least 0")]
-#[case(with(SquaredLogRatio { coef: f64::NAN }), "squared_log_ratio.coef: NaN, must be finite and at least 0")]
-#[case(with(DivergenceMask { ratio_max: 0., ..Default::default() }), "divergence_mask.ratio_max: 0, must be positive")]
-#[case(with(ClipCov { lower: 5., upper: 1., ..Default::default() }), "clip_cov.lower: 5, must be below clip_cov.upper, 1")]
-#[case(with(KlCov { ratio: 0., ..Default::default() }), "kl_cov.ratio: 0, must be above 0")]
+#[case(with(DetachedWeight { ratio_min: Some(1.2), ..Default::default() }), "surrogate.detached_weight.ratio_min: 1.2")]
+#[case(with(Topr { negative_weight: -1., ..Default::default() }), "surrogate.topr.negative_weight: -1, must be finite and at least 0")]
+#[case(with(SoftGate { tau_pos: 0., tau_neg: 1. }), "surrogate.soft_gate.tau_pos: 0, must be positive")]
+#[case(with(Vespo { lambda_neg: 0., ..Default::default() }), "surrogate.vespo.lambda_neg: 0, must be positive")]
+#[case(with(GeometricMean { low: -0.1, high: 0.1 }), "surrogate.geometric_mean.low: -0.1, must be finite and at least 0")]
+#[case(with(SquaredLogRatio { coef: f64::NAN }), "surrogate.squared_log_ratio.coef: NaN, must be finite and at least 0")]
+#[case(with(DivergenceMask { ratio_max: 0., ..Default::default() }), "surrogate.divergence_mask.ratio_max: 0, must be positive")]
+#[case(with(ClipCov { lower: 5., upper: 1., ..Default::default() }), "surrogate.clip_cov.lower: 5, must be below clip_cov.upper, 1")]
+#[case(with(KlCov { ratio: 0., ..Default::default() }), "surrogate.kl_cov.ratio: 0, must be above 0")]
 #[case(
     PolicyLoss { importance_level: ImportanceLevel::Sequence, ..PolicyLoss::vespo() },
     "importance_level: Sequence, must be token with Vespo(Vespo {"
@@ -325,7 +325,8 @@ fn a_correction_cannot_be_applied_twice() {
         );
         let advantages = zeros(&[2], device);
         let totals = six_tokens();
-        let batch = PolicyBatch::new(&x, &advantages, &mask).old_policy(OldPolicy::Rollout(&x));
+        let batch =
+            PolicyBatch::new(&x, &advantages, &mask).old_policy(OldPolicy::Rollout(x.clone()));
         let configured = PolicyLoss {
             rollout_correction: Some(RolloutCorrection {
                 weight: Some(ImportanceWeight::truncated(2.)),

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, GroupFilter, RewardShaping,
 };
-use candle_grpo_loss::{Aggregation, PolicyLoss, Recipe};
+use candle_grpo_loss::{Aggregation, Clip, PolicyLoss, Recipe};
 use candle_grpo_test_support::{assert_close, devices, message, numbers};
 use rstest::rstest;
 
@@ -83,23 +83,30 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
 #[rstest]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gspo() }, ..Recipe::gspo() },
-    "aggregation: TokenMean, must not weight sequences by their length with an importance level of the sequence"
+    "policy_loss.aggregation: TokenMean, must not weight sequences by their length with an importance level of the sequence"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gmpo() }, ..Recipe::gmpo() },
-    "aggregation: TokenMean, must not weight sequences by their length with the surrogate geometric_mean"
+    "policy_loss.aggregation: TokenMean, must not weight sequences by their length with the surrogate geometric_mean"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss::grpo(), ..Recipe::dr_grpo(8.) },
     "policy_loss.aggregation: SeqMeanTokenMean, must be seq-mean-token-sum-norm with the advantage dr_grpo"
 )]
-#[case(Recipe { policy_loss: PolicyLoss::dr_grpo(0.), ..Recipe::grpo() }, "aggregation.length: 0")]
-#[case(Recipe { advantage: AdvantageConfig { gamma: Some(7.), ..AdvantageName::Gae.into() }, ..Recipe::grpo() }, "gamma: 7")]
+#[case(Recipe { policy_loss: PolicyLoss::dr_grpo(0.), ..Recipe::grpo() }, "policy_loss.aggregation.length: 0")]
+#[case(
+    Recipe { policy_loss: PolicyLoss { surrogate: Clip::symmetric(1.5).into(), ..Default::default() }, ..Recipe::grpo() },
+    "policy_loss.surrogate.clip.low: 1.5"
+)]
+#[case(
+    Recipe { advantage: AdvantageConfig { gamma: Some(7.), ..AdvantageName::Gae.into() }, ..Recipe::grpo() },
+    "advantage.gamma: 7"
+)]
 #[case(
     Recipe { reward_shaping: RewardShaping { clip: Some(-1.), ..Default::default() }, ..Recipe::grpo() },
-    "clip: -1"
+    "reward_shaping.clip: -1"
 )]
-#[case(Recipe::dapo(100, 0), "buffer: 0")]
+#[case(Recipe::dapo(100, 0), "overlong.buffer: 0")]
 #[case(
     Recipe {
         group_filter: Some(GroupFilter { mean_above: Some(1.), mean_below: Some(0.), ..Default::default() }),
