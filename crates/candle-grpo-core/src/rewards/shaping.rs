@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use crate::groups::Groups;
 use crate::metrics::Metrics;
 use crate::rewards::{
-    IntoRewards, NonFinite, RewardNorm, RunningMoments, check_weights, combine, mark_missing,
+    IntoRewards, NonFinite, NormLevel, RewardNorm, RunningMoments, check_weights, combine,
+    mark_missing,
 };
 use crate::validate::{self, Checked, Invalid};
 
@@ -115,6 +116,21 @@ impl RewardShaping {
             rewards: x.to_dtype(rewards.result_dtype)?,
             metrics,
         })
+    }
+
+    /// Returns whether the rewards stay as they are, except that their components are summed.
+    pub fn is_identity(&self) -> bool {
+        let norm = RewardNorm {
+            mean: NormLevel::None,
+            std: NormLevel::None,
+            // Unused by this normalization.
+            ..self.norm
+        };
+        *self
+            == Self {
+                norm,
+                ..Self::default()
+            }
     }
 
     /// Checks the options.

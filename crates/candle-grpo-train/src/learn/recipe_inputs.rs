@@ -3,9 +3,7 @@
 use anyhow::{Result, ensure};
 use candle_grpo_core::advantage::{ComponentOrder, TokenBaseline};
 use candle_grpo_core::validate::check;
-use candle_grpo_core::{
-    Baseline, GroupAdvantage, NormLevel, RewardShaping, SingletonGroup, TokenAdvantage,
-};
+use candle_grpo_core::{Baseline, GroupAdvantage, NormLevel, SingletonGroup, TokenAdvantage};
 use candle_grpo_loss::Recipe;
 
 use super::train_config::within;
@@ -59,9 +57,10 @@ impl RecipeInputs {
     }
 }
 
-/// Returns true if the advantage receives the reward components separately.
+/// Returns true if the advantage receives the reward components separately: nothing before it needs
+/// their sum.
 pub(crate) fn keeps_components(recipe: &Recipe) -> bool {
-    recipe.reward_shaping == RewardShaping::default() && recipe.overlong.is_none()
+    recipe.reward_shaping.is_identity() && recipe.overlong.is_none()
 }
 
 /// Checks `recipe` for groups of this size.

@@ -317,6 +317,12 @@ fn components_of_rewards_stay_apart() {
     for (both, sum) in seen.chunks(2).zip(&sums) {
         assert!((both[0] + both[1] + 1. - sum).abs() < 1e-6);
     }
+    // An option that has no effect here leaves them apart.
+    let mut unused = config(Recipe::default());
+    unused.recipe.reward_shaping.norm.epsilon = 0.5;
+    unused.recipe.reward_shaping.norm.ddof = 0;
+    let apart = spied(rewards(), unused, |batch| batch.rewards.cloned());
+    assert_eq!(apart.unwrap(), seen);
     shaped.recipe.advantage = AdvantageName::Gdpo.into();
     let error = shaped.validate().unwrap_err().to_string();
     assert!(
