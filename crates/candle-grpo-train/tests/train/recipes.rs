@@ -11,14 +11,16 @@ use candle_grpo_core::{
     ScoreResampling, TokenAdvantage,
 };
 use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
-use candle_grpo_loss::surrogate::{ClipCov, KlCov, PositiveIf, Topr};
+use candle_grpo_loss::surrogate::{
+    Clip, ClipCov, KlCov, PositiveIf, Surrogate, SurrogateInputs, TokenLoss, TokenLosses, Topr,
+};
 use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, EntropyTokens, KlLoss, PolicyLoss, PositiveNll, Recipe,
     RolloutCorrection,
 };
 use candle_grpo_train::{
     ComputeDType, OldLogProbs, Reference, ReferenceRefresh, RewardFunction, Sample, SamplingConfig,
-    TrainConfig, Trainer, WeightedRewards, evaluate,
+    StepMetrics, TrainConfig, Trainer, WeightedRewards, evaluate,
 };
 use rstest::rstest;
 
@@ -160,12 +162,69 @@ fn losses_that_ask_for_scores_get_them(#[case] policy_loss: PolicyLoss, #[case] 
     assert!((metrics.policy[figure] - expected).abs() < 1e-6);
 }
 
+/// The clip of PPO, written outside the library.
+#[derive(Debug)]
+struct CustomClip {
+    width: f64,
+}
+
+impl TokenLoss for CustomClip {
+    fn per_token(&self, inputs: &SurrogateInputs) -> candle_core::Result<TokenLosses> {
+        let ratio = inputs.log_ratio.exp()?;
+        let clipped = ratio.clamp(1. - self.width, 1. + self.width)?.detach();
+        let loss = (ratio * inputs.advantages)?.neg()?;
+        let clipped_loss = (clipped * inputs.advantages)?.neg()?;
+        let is_clipped = clipped_loss.gt(&loss)?;
+        Ok(TokenLosses {
+            loss: is_clipped.where_cond(&clipped_loss, &loss)?,
+            flags: vec![("clip_fraction", is_clipped)],
+        })
+    }
+}
+
+#[test]
+fn a_custom_surrogate_trains_as_the_built_in_one() {
+    let trained = |surrogate: Surrogate| {
+        let mut config = with_loss(PolicyLoss {
+            surrogate,
+            ..PolicyLoss::default()
+        });
+        config.epochs = 3;
+        let mut trainer = trainer(share_of_a, config);
+        let metrics: Vec<StepMetrics> = (0..3).map(|_| trainer.step().unwrap()).collect();
+        (trainer.policy_parameters().unwrap(), metrics)
+    };
+    let (built_in, expected) = trained(Clip::symmetric(0.001).into());
+    let (custom, metrics) = trained(Surrogate::custom(CustomClip { width: 0.001 }));
+    let initial = parameters();
+    for (name, weight) in built_in.iter() {
+        assert_eq!(
+            max_difference(weight, custom.get(name).unwrap()),
+            0.,
+            "{name}"
+        );
+        assert!(
+            max_difference(weight, initial.get(name).unwrap()) > 0.,
+            "{name}"
+        );
+    }
+    assert!(
+        metrics
+            .iter()
+            .any(|metrics| metrics.policy["clip_fraction"] > 0.)
+    );
+    for (metrics, expected) in metrics.iter().zip(&expected) {
+        assert_eq!(metrics.grad_norm, expected.grad_norm);
+        for (name, value) in &metrics.policy {
+            assert_eq!(value, &expected.policy[name], "{name}");
+        }
+    }
+}
+
 #[rstest]
 #[case(ClipCov { ratio: 0.2, lower: 0., upper: 100., ..ClipCov::default() }.into())]
 #[case(KlCov { ratio: 0.2, coef: 1. }.into())]
-fn tokens_of_high_covariance_are_taken_from_the_whole_optimiser_step(
-    #[case] surrogate: candle_grpo_loss::Surrogate,
-) {
+fn tokens_of_high_covariance_are_taken_from_the_whole_optimiser_step(#[case] surrogate: Surrogate) {
     let policy_loss = PolicyLoss {
         surrogate,
         ..PolicyLoss::default()
