@@ -1,7 +1,8 @@
 //! Chat templates. The first line is the rendered chat, as JSON.
 #![no_main]
 
-use candle_grpo_train::{Chat, ChatTemplate};
+use candle_grpo_train::ChatTemplate;
+use candle_grpo_train::model::Chat;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &str| {

@@ -7,7 +7,8 @@ use std::sync::Once;
 use candle_core::Device;
 use candle_grpo_fuzz::{decoder, folder, write, write_files};
 use candle_grpo_nn::{Lora, LoraConfig, Parameters};
-use candle_grpo_train::{Pretrained, character_tokenizer};
+use candle_grpo_train::Pretrained;
+use candle_grpo_train::model::character_tokenizer;
 use libfuzzer_sys::fuzz_target;
 
 const FILES: [&str; 7] = [

@@ -2,7 +2,8 @@
 #![no_main]
 
 use candle_grpo_fuzz::{folder, write};
-use candle_grpo_train::{DatasetConfig, read_rows};
+use candle_grpo_train::DatasetConfig;
+use candle_grpo_train::data::read_rows;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {

@@ -11,9 +11,18 @@
 //!                          Actor::clip_grad_and_step
 //! ```
 //!
-//! [`Trainer`] runs these stages in order, [`RunDir`] is the folder of a run, and [`pretrain`]
-//! trains on examples. [`Pretrained`] is a model from a GGUF file or a Hugging Face folder with its
-//! tokenizer and its [`ChatTemplate`].
+//! [`Trainer`] runs these stages in order, and [`RunDir`] is the folder of a run. [`Pretrained`] is
+//! a model from a GGUF file or a Hugging Face folder with its tokenizer and its [`ChatTemplate`].
+//!
+//! | module | contents |
+//! | --- | --- |
+//! | [`data`] | rows of files, their prompts, the order of prompts |
+//! | [`model`] | tokenizers, special tokens, chat templates, models with all of these |
+//! | [`rollout`] | generators, sampling, completions |
+//! | [`rewards`] | the trait, reward functions, weighted sums |
+//! | [`learn`] | batches, policy, critic, reference, trainer, training on examples |
+//! | [`run`] | folders and checkpoints of runs, evaluation, plots, TensorBoard |
+//! | [`progress`] | observation and cancellation of a step |
 
 pub mod data;
 pub mod learn;
@@ -25,10 +34,13 @@ pub mod rewards;
 pub mod rollout;
 pub mod run;
 
-pub use data::*;
-pub use learn::*;
-pub use model::*;
-pub use progress::{Interrupted, NoProgress, Phase, Progress};
+pub use data::{Dataset, DatasetConfig, Prompt};
+pub use learn::{
+    Actor, ActorConfig, ComputeDType, Critic, CriticConfig, NotFinite, StepMetrics, TokenBatch,
+    TrainConfig, Trainer, TrainingBatch,
+};
+pub use model::{ChatTemplate, Pretrained};
+pub use progress::{Interrupted, Progress};
 pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
-pub use rollout::*;
-pub use run::*;
+pub use rollout::{Completion, FinishReason, Generator, Rollout, Sampler, SamplingConfig};
+pub use run::{RunDir, evaluate};

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_nn::{Parameters, atomic_file};
-use candle_grpo_train::{Pretrained, Prompt, SpecialToken, SpecialTokens};
+use candle_grpo_train::model::{SpecialToken, SpecialTokens};
+use candle_grpo_train::{Pretrained, Prompt};
 use serde_json::json;
 
 use crate::settings::Settings;
@@ -79,7 +80,8 @@ mod tests {
     use crate::settings::Size;
     use candle_core::Device;
     use candle_grpo_nn::DecoderConfig;
-    use candle_grpo_train::{DatasetConfig, Question};
+    use candle_grpo_train::DatasetConfig;
+    use candle_grpo_train::data::Question;
 
     #[test]
     fn what_is_left_is_read_again() {

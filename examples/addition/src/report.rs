@@ -1,7 +1,8 @@
 //! The comparison of answers before and after training.
 
 use anyhow::Result;
-use candle_grpo_train::{Actor, Evaluation, SamplingConfig, evaluate};
+use candle_grpo_train::run::Evaluation;
+use candle_grpo_train::{Actor, SamplingConfig, evaluate};
 
 use crate::settings::Settings;
 use crate::task::{Task, answer, is_right};

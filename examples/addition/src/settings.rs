@@ -5,9 +5,8 @@ use std::ops::RangeInclusive;
 
 use candle_grpo_loss::{Aggregation, Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig};
-use candle_grpo_train::{
-    LearningRateSchedule, OldLogProbs, PretrainConfig, SamplingConfig, TrainConfig,
-};
+use candle_grpo_train::learn::{LearningRateSchedule, OldLogProbs, PretrainConfig};
+use candle_grpo_train::{SamplingConfig, TrainConfig};
 use serde::Serialize;
 
 use crate::task::{END, VOCABULARY};

@@ -1,7 +1,10 @@
 //! The task: the answer to `37+58=` is `95`.
 
 use anyhow::Result;
-use candle_grpo_train::{Example, Prompt, Sample, ShuffledOrder, character_tokenizer};
+use candle_grpo_train::data::ShuffledOrder;
+use candle_grpo_train::learn::Example;
+use candle_grpo_train::model::character_tokenizer;
+use candle_grpo_train::{Prompt, Sample};
 use serde_json::json;
 use tokenizers::Tokenizer;
 

@@ -5,7 +5,8 @@ use std::ops::ControlFlow;
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use candle_grpo_nn::Parameters;
-use candle_grpo_train::{Sampler, SamplingConfig, evaluate, pretrain};
+use candle_grpo_train::learn::pretrain;
+use candle_grpo_train::{Sampler, SamplingConfig, evaluate};
 
 use crate::progress::Bar;
 use crate::report::STREAM;

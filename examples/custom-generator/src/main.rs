@@ -8,9 +8,10 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_train::model::character_tokenizer;
+use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
 use candle_grpo_train::{
-    Completion, Deliver, FinishReason, GenerationBatch, Generator, LocalGenerator, Prompt, Sample,
-    TrainConfig, Trainer, character_tokenizer, evaluate,
+    Completion, FinishReason, Generator, Prompt, Sample, TrainConfig, Trainer, evaluate,
 };
 use serde_json::Value;
 

@@ -7,9 +7,8 @@ use candle_core::Device;
 use candle_grpo_loss::surrogate::{SurrogateInputs, TokenLosses};
 use candle_grpo_loss::{PolicyLoss, Recipe, Surrogate, TokenLoss};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig, Parameters};
-use candle_grpo_train::{
-    Prompt, Sample, SamplingConfig, TrainConfig, Trainer, character_tokenizer,
-};
+use candle_grpo_train::model::character_tokenizer;
+use candle_grpo_train::{Prompt, Sample, SamplingConfig, TrainConfig, Trainer};
 use serde_json::json;
 
 /// A leaky clip, `-min(r A, c A)` with `c = clip(r) + leak (r - clip(r))`: a clipped token keeps a

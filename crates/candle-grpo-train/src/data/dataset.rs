@@ -7,10 +7,10 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest as _, Sha256};
 
+use super::ShuffledOrder;
 use super::question::{Asking, Question};
 use super::rows::{Row, read_rows};
 use super::template::Template;
-use crate::ShuffledOrder;
 
 /// The data section of a configuration: files, and how their rows become prompts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]

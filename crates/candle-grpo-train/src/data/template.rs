@@ -6,7 +6,7 @@ use serde_json::Value;
 /// A text in which `{column}` stands for a column of the row; `{{` and `}}` are braces.
 ///
 /// ```
-/// use candle_grpo_train::Template;
+/// use candle_grpo_train::data::Template;
 /// use serde_json::json;
 ///
 /// let template = Template::new("What is {a} + {b}?")?;

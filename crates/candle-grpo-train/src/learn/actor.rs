@@ -13,13 +13,15 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::Reference;
 use super::not_finite::{blame, clip};
 use super::reference::decoder_in;
 use super::response_forward::{
     RecordedResponses, output_layer, output_weight, predicting_states, response_log_probs,
 };
+use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;
-use crate::{LocalGenerator, Reference, Sampler, SamplingConfig, TokenBatch, TrainingBatch};
+use crate::{Sampler, SamplingConfig, TokenBatch, TrainingBatch};
 
 /// Number of logits per chunk of sums of squared probabilities: 16 MiB of f32.
 const PIECE_LOGITS: usize = 1 << 22;

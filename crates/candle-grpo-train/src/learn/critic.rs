@@ -9,9 +9,10 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
+use super::StepStats;
 use super::not_finite::clip;
 use super::response_forward::{RecordedResponses, predicting_states};
-use crate::{StepStats, TokenBatch, TrainingBatch};
+use crate::{TokenBatch, TrainingBatch};
 
 /// Configuration of a [`Critic`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

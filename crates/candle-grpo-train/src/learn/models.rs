@@ -7,10 +7,9 @@ use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
 use super::recipe_inputs::RecipeInputs;
-use crate::{
-    Actor, Critic, Interrupted, PolicyWeights, Progress, Reference, ReferenceRefresh, TokenBatch,
-    TrainConfig,
-};
+use super::{Reference, ReferenceRefresh};
+use crate::rollout::PolicyWeights;
+use crate::{Actor, Critic, Interrupted, Progress, TokenBatch, TrainConfig};
 
 /// The policy that trains, and the models that its update is computed from.
 pub(crate) struct Models {

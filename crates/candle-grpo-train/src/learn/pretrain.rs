@@ -9,7 +9,8 @@ use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Para
 use serde::{Deserialize, Serialize};
 
 use super::response_forward::{RecordedResponses, output_layer, output_weight};
-use crate::{ShuffledOrder, TokenBatch};
+use crate::TokenBatch;
+use crate::data::ShuffledOrder;
 
 /// A prompt and its answer as tokens. The answer should end with a stop token.
 #[derive(Debug, Clone, PartialEq, Eq)]

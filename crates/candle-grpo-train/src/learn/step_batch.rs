@@ -13,11 +13,10 @@ use super::critic::explained_variance;
 use super::models::{MicroBatches, Models};
 use super::recipe_inputs::{RecipeInputs, keeps_components};
 use super::scored_rollouts::ScoredRollouts;
+use super::{OldLogProbs, Reference, rollout_log_probs};
 use crate::random::{generator, uniform};
-use crate::{
-    FinishReason, OldLogProbs, Reference, TokenBatch, TrainConfig, TrainerState, TrainingBatch,
-    rollout_log_probs,
-};
+use crate::run::TrainerState;
+use crate::{FinishReason, TokenBatch, TrainConfig, TrainingBatch};
 
 /// The batch that a step trains on.
 pub(super) struct StepBatch {

@@ -8,9 +8,8 @@ use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use super::recipe_inputs::{RecipeInputs, ensure_consistent};
-use crate::{
-    ActorConfig, ComputeDType, CriticConfig, LearningRateSchedule, ReferenceRefresh, SamplingConfig,
-};
+use super::{LearningRateSchedule, ReferenceRefresh};
+use crate::{ActorConfig, ComputeDType, CriticConfig, SamplingConfig};
 
 /// The source of the old log-probs, the denominator of the ratio of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -17,12 +17,15 @@ use super::models::{MicroBatches, Models, ensure_not_canceled};
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
+use super::{PhaseSeconds, Reference, count_prompt_tokens};
+use crate::data::ShuffledOrder;
+use crate::progress::{NoProgress, Phase};
 use crate::rewards::score_rollouts;
 use crate::rollout::decode::decode;
+use crate::run::TrainerState;
 use crate::{
-    Actor, Critic, Generator, NoProgress, Phase, PhaseSeconds, Pretrained, Progress, Prompt,
-    Reference, RewardFunction, Sampler, SamplingConfig, ShuffledOrder, StepMetrics, TrainConfig,
-    TrainerState, TrainingBatch, count_prompt_tokens,
+    Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Sampler,
+    SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
 };
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and

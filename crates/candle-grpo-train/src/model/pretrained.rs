@@ -12,8 +12,9 @@ use tokenizers::Tokenizer;
 use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_of_json;
+use super::{SpecialToken, SpecialTokens};
 use crate::owned_files::Owned;
-use crate::{ChatTemplate, Sampler, SamplingConfig, SpecialTokens};
+use crate::{ChatTemplate, Sampler, SamplingConfig};
 
 const CONFIG: &str = "config.json";
 pub(crate) const MODEL: &str = "model.safetensors";
@@ -227,7 +228,7 @@ impl Pretrained {
     }
 
     fn token_ids(&self) -> Map<String, Value> {
-        let id = |token: &Option<crate::SpecialToken>| token.as_ref().map(|token| token.id);
+        let id = |token: &Option<SpecialToken>| token.as_ref().map(|token| token.id);
         [
             ("bos_token_id", json!(id(&self.special_tokens.bos))),
             ("eos_token_id", json!(self.special_tokens.stop_token_ids)),

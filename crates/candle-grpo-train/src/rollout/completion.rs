@@ -33,7 +33,7 @@ pub struct Completion {
     /// wrote all tokens.
     pub written: Option<Vec<bool>>,
     /// The version of the weights that drew each token:
-    /// [`PolicyWeights::version`](crate::PolicyWeights::version).
+    /// [`PolicyWeights::version`](super::PolicyWeights::version).
     pub weight_versions: Vec<u64>,
     /// The reason why it ended.
     pub finish_reason: FinishReason,

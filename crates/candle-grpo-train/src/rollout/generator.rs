@@ -11,7 +11,7 @@ use crate::Progress;
 use crate::random::generator;
 
 /// A source of completions: the decoder in this process
-/// ([`LocalGenerator`](crate::LocalGenerator)), an inference engine on another machine, a
+/// ([`LocalGenerator`](super::LocalGenerator)), an inference engine on another machine, a
 /// recording, or an environment around another generator.
 ///
 /// [`Sampler`](crate::Sampler) builds the requests and checks the completions. A trainer shares the
@@ -102,7 +102,7 @@ impl CompletionSeed {
 
 /// The weights of the policy at one point of the training.
 ///
-/// [`LocalGenerator`](crate::LocalGenerator) shares the parameters and needs only the version. A
+/// [`LocalGenerator`](super::LocalGenerator) shares the parameters and needs only the version. A
 /// generator in another process copies the adapters, or the parameters, whose names are those of
 /// Hugging Face.
 #[derive(Clone, Copy)]

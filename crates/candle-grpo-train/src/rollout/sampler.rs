@@ -11,7 +11,8 @@ use super::decode::decode_tokens;
 use super::generator::{CompletionSeed, DecodeText, GenerationBatch, Generator, PromptRequest};
 use super::local::LocalGenerator;
 use super::{Completion, Rollout, SamplingConfig};
-use crate::{NoProgress, Progress, Prompt};
+use crate::progress::NoProgress;
+use crate::{Progress, Prompt};
 
 /// Draws completions of prompts from a [`Generator`], with one configuration.
 ///

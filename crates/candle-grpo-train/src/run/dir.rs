@@ -11,12 +11,12 @@ use candle_grpo_nn::atomic_file::{self, is_leftover, remove_leftovers};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::check_checksums;
+use super::{
+    Checkpoints, EvaluatedSample, Evaluation, EventFile, StepCheckpoint, training_plot_svg,
+};
 use crate::data::json_lines::{lines_of, read_json_lines};
 use crate::owned_files::Owned;
-use crate::{
-    Checkpoints, EvaluatedSample, Evaluation, EventFile, Pretrained, StepCheckpoint, StepMetrics,
-    Trainer, training_plot_svg,
-};
+use crate::{Pretrained, StepMetrics, Trainer};
 
 const CONFIG: &str = "config.json";
 const METRICS: &str = "metrics.jsonl";
@@ -34,7 +34,7 @@ const TAKEN: &str =
 /// | file | |
 /// |---|---|
 /// | `config.json` | the settings |
-/// | `inputs.json` | digests of the model, the prompts and the reward programs, see [`RunInputs`](crate::RunInputs) |
+/// | `inputs.json` | digests of the model, the prompts and the reward programs, see [`RunInputs`](super::RunInputs) |
 /// | `metrics.jsonl` | one line of [`StepMetrics`] per step |
 /// | `events.out.tfevents.*` | the same metrics for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line per evaluation, and per answer |

@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 /// fields.
 ///
 /// ```
-/// use candle_grpo_train::EventFile;
+/// use candle_grpo_train::run::EventFile;
 ///
 /// let folder = tempfile::tempdir()?;
 /// let mut events = EventFile::create(folder.path())?;

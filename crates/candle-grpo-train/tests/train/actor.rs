@@ -6,9 +6,8 @@ use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, StepTotals, linear_log_prob,
 };
 use candle_grpo_nn::{AdamWConfig, Decoder, Gradients};
-use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch, count_prompt_tokens,
-};
+use candle_grpo_train::learn::count_prompt_tokens;
+use candle_grpo_train::{Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch};
 use rstest::rstest;
 
 fn actor(policy_loss: PolicyLoss) -> Actor {

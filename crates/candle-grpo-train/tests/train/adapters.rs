@@ -6,9 +6,8 @@ use crate::common::{
 use candle_core::Device;
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
-use candle_grpo_train::{
-    ComputeDType, Pretrained, ReferenceRefresh, Sample, TokenBatch, TrainConfig, Trainer,
-};
+use candle_grpo_train::learn::ReferenceRefresh;
+use candle_grpo_train::{ComputeDType, Pretrained, Sample, TokenBatch, TrainConfig, Trainer};
 
 fn config() -> TrainConfig {
     let mut config = TrainConfig {
@@ -71,7 +70,8 @@ fn the_reference_of_adapters_is_the_base() {
     let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
     let reference = trainer.actor().reference().unwrap();
     let of_base =
-        candle_grpo_train::Reference::new(&model(), &parameters(), ComputeDType::F32).unwrap();
+        candle_grpo_train::learn::Reference::new(&model(), &parameters(), ComputeDType::F32)
+            .unwrap();
     let [a, b] = [&reference, &of_base].map(|r| r.log_probs(&batch, 1.).unwrap());
     assert_eq!(max_difference(&a, &b), 0.);
     let policy = trainer.actor().log_probs(&batch).unwrap();
@@ -92,7 +92,8 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
     let policy = trainer.actor().log_probs(&batch).unwrap();
     let merged = Pretrained::load(path, &Device::Cpu).unwrap().parameters;
-    let merged = candle_grpo_train::Reference::new(&model(), &merged, ComputeDType::F32).unwrap();
+    let merged =
+        candle_grpo_train::learn::Reference::new(&model(), &merged, ComputeDType::F32).unwrap();
     assert!(max_difference(&merged.log_probs(&batch, 1.).unwrap(), &policy) < 1e-4);
 
     let adapters = Lora::load(&path.join("adapter"), &model(), &Device::Cpu).unwrap();

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use anyhow::Result;
-use candle_grpo_train::{Chat, ChatTemplate, SpecialToken, SpecialTokens, character_tokenizer};
+use candle_grpo_train::ChatTemplate;
+use candle_grpo_train::model::{Chat, SpecialToken, SpecialTokens, character_tokenizer};
 use proptest::prelude::*;
 use rstest::rstest;
 use serde::Deserialize;

@@ -3,9 +3,8 @@
 use candle_core::{Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_test_support::TINY_DECODER;
-use candle_grpo_train::{
-    Pretrained, Prompt, Sampler, SamplingConfig, SpecialTokens, character_tokenizer,
-};
+use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
+use candle_grpo_train::{Pretrained, Prompt, Sampler, SamplingConfig};
 use serde_json::json;
 use tokenizers::Tokenizer;
 

@@ -5,9 +5,9 @@ use candle_core::{Device, Tensor};
 use candle_grpo_core::{AdvantageConfig, AdvantageName};
 use candle_grpo_loss::{PolicyLoss, Recipe, StepTotals, ValueLoss};
 use candle_grpo_nn::AdamWConfig;
+use candle_grpo_train::learn::explained_variance;
 use candle_grpo_train::{
     Critic, CriticConfig, Sample, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainingBatch,
-    explained_variance,
 };
 
 fn critic_config() -> CriticConfig {

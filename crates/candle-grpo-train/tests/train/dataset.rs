@@ -4,8 +4,9 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use candle_grpo_train::data::{Question, read_rows};
 use candle_grpo_train::rewards::NumericReward;
-use candle_grpo_train::{Dataset, DatasetConfig, Question, read_rows};
+use candle_grpo_train::{Dataset, DatasetConfig};
 use rstest::rstest;
 use serde_json::json;
 use tempfile::TempDir;
@@ -185,7 +186,7 @@ fn the_held_out_split_depends_on_the_seed_alone() {
     };
     let lines = |seed: u64| {
         let dataset = config.load(seed).unwrap();
-        let lines = |rows: &[candle_grpo_train::Row]| -> Vec<usize> {
+        let lines = |rows: &[candle_grpo_train::data::Row]| -> Vec<usize> {
             rows.iter().map(|row| row.line).collect()
         };
         (lines(&dataset.train), lines(&dataset.held_out))

@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex};
 use anyhow::Result;
 use candle_core::Device;
 use candle_grpo_nn::LoraConfig;
+use candle_grpo_train::learn::{OldLogProbs, rollout_log_probs};
+use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
-    Completion, Deliver, FinishReason, GenerationBatch, Generator, LocalGenerator, OldLogProbs,
-    PolicyWeights, Sampler, TokenBatch, TrainConfig, Trainer, evaluate, rollout_log_probs,
+    Completion, FinishReason, Generator, Sampler, TokenBatch, TrainConfig, Trainer, evaluate,
 };
 use rstest::rstest;
 

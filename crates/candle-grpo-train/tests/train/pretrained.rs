@@ -8,7 +8,8 @@ use anyhow::Result;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
-use candle_grpo_train::{Chat, Pretrained};
+use candle_grpo_train::Pretrained;
+use candle_grpo_train::model::Chat;
 use rstest::rstest;
 use serde_json::json;
 

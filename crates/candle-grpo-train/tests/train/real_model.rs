@@ -10,7 +10,8 @@ use std::sync::OnceLock;
 use anyhow::Result;
 use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_nn::Decoder;
-use candle_grpo_train::{Chat, FinishReason, Pretrained, Prompt, Sampler, SamplingConfig};
+use candle_grpo_train::model::Chat;
+use candle_grpo_train::{FinishReason, Pretrained, Prompt, Sampler, SamplingConfig};
 use serde::Deserialize;
 use serde_json::json;
 

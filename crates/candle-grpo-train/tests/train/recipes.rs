@@ -18,9 +18,10 @@ use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, EntropyTokens, KlLoss, PolicyLoss, PositiveNll, Recipe,
     RolloutCorrection,
 };
+use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh};
 use candle_grpo_train::{
-    ComputeDType, OldLogProbs, Reference, ReferenceRefresh, RewardFunction, Sample, SamplingConfig,
-    StepMetrics, TrainConfig, Trainer, WeightedRewards, evaluate,
+    ComputeDType, RewardFunction, Sample, SamplingConfig, StepMetrics, TrainConfig, Trainer,
+    WeightedRewards, evaluate,
 };
 use rstest::rstest;
 

@@ -12,9 +12,11 @@ use candle_grpo_core::{
 };
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
+use candle_grpo_train::learn::{LearningRateSchedule, ReferenceRefresh};
+use candle_grpo_train::progress::Phase;
 use candle_grpo_train::{
-    ComputeDType, CriticConfig, Interrupted, LearningRateSchedule, NotFinite, Phase, Progress,
-    ReferenceRefresh, Sample, StepMetrics, TrainConfig, Trainer,
+    ComputeDType, CriticConfig, Interrupted, NotFinite, Progress, Sample, StepMetrics, TrainConfig,
+    Trainer,
 };
 use rstest::rstest;
 
@@ -244,7 +246,7 @@ fn an_interrupted_step_leaves_everything_as_it_was() {
         interrupted += 1;
         assert_equal(trainer.actor().parameters(), &parameters());
         assert_eq!(trainer.steps(), 0);
-        let mut trainer = trainer.with_progress(Arc::new(candle_grpo_train::NoProgress));
+        let mut trainer = trainer.with_progress(Arc::new(candle_grpo_train::progress::NoProgress));
         trainer.step().unwrap();
         trainer.step().unwrap();
         assert_equal(

@@ -6,9 +6,10 @@ use crate::common::{
 use candle_core::{Device, IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
+use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
-    TokenBatch, rollout_log_probs,
+    TokenBatch,
 };
 use proptest::prelude::*;
 use rstest::rstest;

@@ -7,9 +7,12 @@ use anyhow::Result;
 use candle_grpo_core::{AdvantageConfig, SingletonGroup};
 use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{AdamWConfig, Parameters};
+use candle_grpo_train::learn::{
+    Example, LearningRateSchedule, OldLogProbs, PretrainConfig, pretrain,
+};
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, Example, LearningRateSchedule, OldLogProbs, PretrainConfig,
-    RewardFunction, Sample, StepMetrics, TrainConfig, Trainer, evaluate, pretrain,
+    Actor, ActorConfig, ComputeDType, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
+    evaluate,
 };
 use rstest::rstest;
 use std::cell::RefCell;

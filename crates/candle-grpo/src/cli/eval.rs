@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_grpo::run::{evaluate_policy, prompts};
-use candle_grpo::train::{Evaluation, Interrupted, RewardFunction};
+use candle_grpo::train::run::Evaluation;
+use candle_grpo::train::{Interrupted, RewardFunction};
 use serde_json::Value;
 
 use super::console::Console;

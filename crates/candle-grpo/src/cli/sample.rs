@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use candle_grpo::config::ModelConfig;
-use candle_grpo::train::{
-    Chat, Interrupted, Phase, Pretrained, Progress, Prompt, Rollout, SamplingConfig,
-};
+use candle_grpo::train::model::Chat;
+use candle_grpo::train::progress::Phase;
+use candle_grpo::train::{Interrupted, Pretrained, Progress, Prompt, Rollout, SamplingConfig};
 use serde_json::{Value, json};
 
 use super::console::Console;

@@ -2,7 +2,7 @@
 
 use anyhow::Error;
 use candle_grpo_core::Invalid;
-use candle_grpo_train::find_invalid;
+use candle_grpo_train::learn::find_invalid;
 use serde_json::Value;
 
 use super::document::Document;

@@ -3,9 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use candle_grpo_nn::DecoderConfig;
-use candle_grpo_train::{
-    DatasetConfig, LearningRateSchedule, RewardConfig, SamplingConfig, TrainConfig,
-};
+use candle_grpo_train::learn::LearningRateSchedule;
+use candle_grpo_train::{DatasetConfig, RewardConfig, SamplingConfig, TrainConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};

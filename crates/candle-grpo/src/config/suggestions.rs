@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use candle_grpo_nn::AdamWConfig;
-use candle_grpo_train::{DatasetConfig, LearningRateSchedule, SamplingConfig, TrainConfig};
+use candle_grpo_train::learn::LearningRateSchedule;
+use candle_grpo_train::{DatasetConfig, SamplingConfig, TrainConfig};
 use serde::Serialize;
 use serde_json::Value;
 

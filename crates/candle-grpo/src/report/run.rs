@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use candle_grpo_train::read_json_lines;
+use candle_grpo_train::data::read_json_lines;
 use serde::Deserialize;
 use serde_json::Value;
 

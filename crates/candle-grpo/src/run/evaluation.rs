@@ -1,7 +1,9 @@
 //! Evaluation on held-out prompts.
 
 use anyhow::Result;
-use candle_grpo_train::{Evaluation, Phase, Progress, Prompt, RewardFunction, Sampler, evaluate};
+use candle_grpo_train::progress::Phase;
+use candle_grpo_train::run::Evaluation;
+use candle_grpo_train::{Progress, Prompt, RewardFunction, Sampler, evaluate};
 use tokenizers::Tokenizer;
 
 use crate::config::EvaluationConfig;

@@ -1,7 +1,9 @@
 //! Prompts of a run.
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_train::{Chat, Dataset, Pretrained, Prompt, Question, Row};
+use candle_grpo_train::data::{Question, Row};
+use candle_grpo_train::model::Chat;
+use candle_grpo_train::{Dataset, Pretrained, Prompt};
 
 use crate::config::RunConfig;
 

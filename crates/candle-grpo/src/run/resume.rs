@@ -5,9 +5,9 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_train::{
-    ReplacedRun, RunDir, RunInputs, RunLock, StepMetrics, Trainer, read_json_lines,
-};
+use candle_grpo_train::data::read_json_lines;
+use candle_grpo_train::run::{ReplacedRun, RunInputs, RunLock};
+use candle_grpo_train::{RunDir, StepMetrics, Trainer};
 use serde_json::{Map, Value};
 
 use super::session::Start;

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
+use candle_grpo_train::progress::Phase;
+use candle_grpo_train::run::{ReplacedRun, RunInputs};
 use candle_grpo_train::{
-    Interrupted, Phase, Pretrained, Prompt, ReplacedRun, RewardFunction, RunDir, RunInputs,
-    SamplingConfig, StepMetrics, Trainer,
+    Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig, StepMetrics, Trainer,
 };
 
 use super::evaluation::evaluate_policy;
@@ -56,7 +57,8 @@ pub enum Progress {
 /// use std::sync::Arc;
 /// use candle_grpo::config::RunConfig;
 /// use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
-/// use candle_grpo::train::{Sample, NoProgress};
+/// use candle_grpo::train::Sample;
+/// use candle_grpo::train::progress::NoProgress;
 ///
 /// let config = RunConfig::read(Path::new("run.yaml"))?;
 /// let pretrained = load_model(&config.model)?;

@@ -4,9 +4,8 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use candle_grpo::config::RunConfig;
-use candle_grpo::train::{
-    Dataset, FinishReason, Question, RewardConfig, RewardFunction, Row, Sample,
-};
+use candle_grpo::train::data::{Question, Row};
+use candle_grpo::train::{Dataset, FinishReason, RewardConfig, RewardFunction, Sample};
 use rstest::rstest;
 use serde_json::Value;
 

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use candle_grpo::config::{Document, Preset, RunConfig};
 use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
-use candle_grpo::train::{NoProgress, NotFinite, Pretrained, Prompt, RewardConfig};
+use candle_grpo::train::progress::NoProgress;
+use candle_grpo::train::{NotFinite, Pretrained, Prompt, RewardConfig};
 use serde_json::{Value, json};
 
 use crate::mutation::mutated;

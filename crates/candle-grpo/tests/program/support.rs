@@ -6,7 +6,8 @@ use std::process::{Command, Output};
 
 use candle_core::Device;
 use candle_grpo::nn::{DecoderConfig, Parameters};
-use candle_grpo::train::{Pretrained, SpecialTokens, character_tokenizer};
+use candle_grpo::train::Pretrained;
+use candle_grpo::train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_test_support::TINY_DECODER;
 use serde_json::{Value, json};
 

@@ -3,7 +3,7 @@
 use std::env;
 use std::process::Command;
 
-use candle_grpo::train::EventFile;
+use candle_grpo::train::run::EventFile;
 use serde_json::{Value, json};
 
 /// Prints the scalars of a folder by name as lists of step and value.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// The input of a chat template. JSON keys keep their order, because a template may print them.
 ///
 /// ```
-/// use candle_grpo_train::Chat;
+/// use candle_grpo_train::model::Chat;
 ///
 /// let text = r#"{"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": true}"#;
 /// let chat: Chat = serde_json::from_str(text).unwrap();

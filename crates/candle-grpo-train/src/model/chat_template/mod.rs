@@ -15,7 +15,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use tokenizers::Tokenizer;
 
-use crate::SpecialTokens;
+use crate::model::SpecialTokens;
 pub use chat::Chat;
 use generation::Marks;
 
@@ -46,7 +46,8 @@ const NAME: &str = "chat_template";
 /// template can still exhaust memory or the stack, so load only models that you trust.
 ///
 /// ```
-/// use candle_grpo_train::{Chat, ChatTemplate};
+/// use candle_grpo_train::ChatTemplate;
+/// use candle_grpo_train::model::Chat;
 /// use serde_json::json;
 ///
 /// # fn main() -> anyhow::Result<()> {

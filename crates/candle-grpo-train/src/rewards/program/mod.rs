@@ -13,7 +13,8 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use self::process::{Failure, Process};
-use crate::{Interrupted, NoProgress, Progress, RewardFunction, Sample};
+use crate::progress::NoProgress;
+use crate::{Interrupted, Progress, RewardFunction, Sample};
 
 /// The options of [`ProgramReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
