@@ -115,18 +115,15 @@ pub fn log_prob_gradient(
     let packed = tokens.pack("tokens", &arguments.outer)?.detach();
     let gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
     if !path::is_fused(logits) {
-        let logits = candle_core::Var::from_tensor(&logits.detach())?;
         let options = LogProbOptions {
             gradient_into_logits: false,
             ..options
         };
-        let again = composed::log_prob(&logits, targets, temperature, options)?;
-        let score = (again.pack("tokens", &arguments.outer)? * gradient)?.sum_all()?;
-        let gradients = score.backward()?;
-        return match gradients.get(&logits) {
-            Some(gradient) => Ok(gradient.detach()),
-            None => logits.zeros_like(),
-        };
+        let [gradient] = composed::gradients([logits], &gradient, |[logits]| {
+            composed::log_prob(logits, targets, temperature, options)?
+                .pack("tokens", &arguments.outer)
+        })?;
+        return Ok(gradient);
     }
     let backward = Backward {
         rows: &arguments.rows,
