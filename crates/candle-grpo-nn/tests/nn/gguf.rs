@@ -1,8 +1,9 @@
 //! Models in GGUF files, written here by Candle.
 
 use std::collections::HashMap;
-use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io::Cursor;
+use std::path::Path;
 
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -10,6 +11,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, ModelType, Parameters, RopeScaling};
 use proptest::prelude::*;
 use rstest::rstest;
+use tempfile::NamedTempFile;
 
 use candle_grpo_test_support::message;
 
@@ -75,6 +77,10 @@ impl Contents {
     }
 
     fn write(&self, path: &Path) -> Result<()> {
+        Ok(fs::write(path, self.bytes()?)?)
+    }
+
+    fn bytes(&self) -> Result<Vec<u8>> {
         let mut tensors = Vec::new();
         for (name, tensor) in &self.tensors {
             let dtype = if tensor.rank() == 1 {
@@ -89,7 +95,9 @@ impl Contents {
         let tensors: Vec<_> = tensors.iter().map(|(name, t)| (*name, t)).collect();
         let mut metadata: Vec<_> = self.metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
         metadata.sort_by_key(|(key, _)| *key);
-        gguf_file::write(&mut File::create(path)?, &metadata, &tensors)
+        let mut bytes = Cursor::new(Vec::new());
+        gguf_file::write(&mut bytes, &metadata, &tensors)?;
+        Ok(bytes.into_inner())
     }
 }
 
@@ -122,36 +130,27 @@ fn stored_name(name: &str) -> String {
     .fold(name.to_owned(), |name, (from, to)| name.replace(from, to))
 }
 
-struct Folder {
-    folder: tempfile::TempDir,
+fn file() -> NamedTempFile {
+    tempfile::Builder::new()
+        .suffix("model.gguf")
+        .tempfile()
+        .unwrap()
 }
 
-impl Folder {
-    fn new() -> Self {
-        Self {
-            folder: tempfile::tempdir().unwrap(),
-        }
-    }
+fn read(file: &NamedTempFile) -> Result<(DecoderConfig, Parameters)> {
+    let file = Gguf::open(file.path())?;
+    Ok((file.config()?, file.parameters(&Device::Cpu)?))
+}
 
-    fn path(&self) -> PathBuf {
-        self.folder.path().join("model.gguf")
-    }
+/// The message with which a file of these contents is refused.
+fn refused(contents: &Contents) -> String {
+    refused_bytes(&contents.bytes().unwrap())
+}
 
-    fn read(&self) -> Result<(DecoderConfig, Parameters)> {
-        let file = Gguf::open(&self.path())?;
-        Ok((file.config()?, file.parameters(&Device::Cpu)?))
-    }
-
-    /// The message with which a file of these contents is refused.
-    fn refused(&self, contents: &Contents) -> String {
-        contents.write(&self.path()).unwrap();
-        message(self.read())
-    }
-
-    fn refused_bytes(&self, bytes: &[u8]) -> String {
-        fs::write(self.path(), bytes).unwrap();
-        message(self.read())
-    }
+fn refused_bytes(bytes: &[u8]) -> String {
+    let file = file();
+    fs::write(file.path(), bytes).unwrap();
+    message(read(&file))
 }
 
 fn contents() -> Contents {
@@ -162,7 +161,7 @@ fn contents() -> Contents {
 #[test]
 fn gguf_files_of_the_golden_models_are_read_bit_identically() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/models");
-    let file = Folder::new();
+    let file = file();
     let mut families = Vec::new();
     for name in [
         "llama_tied",
@@ -184,8 +183,8 @@ fn gguf_files_of_the_golden_models_are_read_bit_identically() -> Result<()> {
             let factors = Tensor::new(&factors, &Device::Cpu)?;
             contents.tensors.insert("rope_freqs.weight".into(), factors);
         }
-        contents.write(&file.path())?;
-        let (config, parameters) = file.read()?;
+        contents.write(file.path())?;
+        let (config, parameters) = read(&file)?;
         let expected = DecoderConfig {
             head_dim: Some(expected.head_dim()),
             ..expected
@@ -204,9 +203,9 @@ fn gguf_files_of_the_golden_models_are_read_bit_identically() -> Result<()> {
 
 fn assert_is_read_bit_identically(config: &DecoderConfig) -> Result<()> {
     let weights = lively_tensors(config)?;
-    let file = Folder::new();
-    Contents::new(config, &weights)?.write(&file.path())?;
-    let (read, parameters) = file.read()?;
+    let file = file();
+    Contents::new(config, &weights)?.write(file.path())?;
+    let (read, parameters) = read(&file)?;
     assert_eq!(read, *config);
     let weights = Parameters::from_tensors(config, weights, &Device::Cpu)?;
     assert_eq!(bits(&parameters)?, bits(&weights)?);
@@ -254,9 +253,9 @@ fn every_type_is_dequantized(#[case] dtype: GgmlDType, #[case] relative: f64) ->
     let weights = lively_tensors(&config)?;
     let mut contents = Contents::new(&config, &weights)?;
     contents.dtype = dtype;
-    let file = Folder::new();
-    contents.write(&file.path())?;
-    let (_, parameters) = file.read()?;
+    let file = file();
+    contents.write(file.path())?;
+    let (_, parameters) = read(&file)?;
     let mut smallest = f64::INFINITY;
     for (name, weight) in &weights {
         let largest = max_difference(weight, &weight.zeros_like()?)?;
@@ -288,9 +287,9 @@ fn metadata_values_keep_their_types() -> Result<()> {
     ] {
         contents.metadata.insert(key.to_owned(), value);
     }
-    let file = Folder::new();
-    contents.write(&file.path())?;
-    let read = Gguf::open(&file.path())?;
+    let file = file();
+    contents.write(file.path())?;
+    let read = Gguf::open(file.path())?;
     let get = |key: &str| &read.metadata()[key];
     assert_eq!(
         *get("a"),
@@ -317,9 +316,9 @@ fn scaled_frequencies_are_read(
 ) -> Result<()> {
     let mut contents = contents();
     contents.metadata.insert(format!("llama.{key}"), value);
-    let file = Folder::new();
-    contents.write(&file.path())?;
-    assert_eq!(file.read()?.0.rope_scaling, expected);
+    let file = file();
+    contents.write(file.path())?;
+    assert_eq!(read(&file)?.0.rope_scaling, expected);
     Ok(())
 }
 
@@ -334,8 +333,8 @@ fn yarn_is_read() -> Result<()> {
         let key = format!("llama.rope.scaling.{key}");
         contents.metadata.insert(key, value);
     }
-    let file = Folder::new();
-    contents.write(&file.path())?;
+    let file = file();
+    contents.write(file.path())?;
     let yarn = RopeScaling::Yarn {
         factor: 4.0,
         original_max_position_embeddings: 8,
@@ -343,7 +342,7 @@ fn yarn_is_read() -> Result<()> {
         beta_slow: 1.0,
         attention_factor: None,
     };
-    assert_eq!(file.read()?.0.rope_scaling, yarn);
+    assert_eq!(read(&file)?.0.rope_scaling, yarn);
     for (absent, words) in [
         (
             "original_context_length",
@@ -353,7 +352,7 @@ fn yarn_is_read() -> Result<()> {
     ] {
         let key = format!("llama.rope.scaling.{absent}");
         let value = contents.metadata.remove(&key).unwrap();
-        let message = file.refused(&contents);
+        let message = refused(&contents);
         assert!(
             message.contains(&format!("llama.rope.scaling.{words}")),
             "{message}"
@@ -447,7 +446,7 @@ fn unsupported_metadata_is_refused_by_key(
         Some(value) => contents.metadata.insert(key.to_owned(), value),
         None => contents.metadata.remove(key),
     };
-    let message = Folder::new().refused(&contents);
+    let message = refused(&contents);
     assert!(message.contains("model.gguf: "), "{message}");
     assert!(message.contains(expected), "{message}");
 }
@@ -476,24 +475,23 @@ fn tensors_that_do_not_fit_are_refused_by_name(
 ) {
     let mut contents = contents();
     spoil(&mut contents.tensors);
-    let message = Folder::new().refused(&contents);
+    let message = refused(&contents);
     assert!(message.contains(expected), "{message}");
 }
 
 #[test]
 fn a_truncated_file_is_refused_at_every_length() {
-    let file = Folder::new();
-    contents().write(&file.path()).unwrap();
-    let whole = fs::read(file.path()).unwrap();
+    let whole = contents().bytes().unwrap();
     // Each byte of the header, and then some. The last tensor ends before the padding at the end of
     // the file.
     let data = whole.len() - contents().tensors.values().map(padded).sum::<usize>();
     for length in (0..data).chain((data..whole.len() - 32).step_by(61)) {
-        let message = file.refused_bytes(&whole[..length]);
+        let message = refused_bytes(&whole[..length]);
         assert!(message.contains("model.gguf: "), "{length}: {message}");
     }
+    let file = file();
     fs::remove_file(file.path()).unwrap();
-    assert!(message(file.read()).contains("model.gguf: "));
+    assert!(message(read(&file)).contains("model.gguf: "));
 }
 
 fn padded(tensor: &Tensor) -> usize {
@@ -547,12 +545,10 @@ fn a_header_with_wrong_sizes_is_refused(
     #[case] wrong: &[u8],
     #[case] expected: &str,
 ) {
-    let file = Folder::new();
-    contents().write(&file.path()).unwrap();
-    let mut bytes = fs::read(file.path()).unwrap();
+    let mut bytes = contents().bytes().unwrap();
     let at = at(&bytes);
     bytes[at..at + wrong.len()].copy_from_slice(wrong);
-    let message = file.refused_bytes(&bytes);
+    let message = refused_bytes(&bytes);
     assert!(message.contains(expected), "{message}");
 }
 
@@ -562,9 +558,7 @@ proptest! {
     /// A file with any changed bytes is read or refused.
     #[test]
     fn changed_bytes_never_panic(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8), cut in any::<prop::sample::Index>(), torn: bool) {
-        let file = Folder::new();
-        contents().write(&file.path()).unwrap();
-        let mut bytes = fs::read(file.path()).unwrap();
+        let mut bytes = contents().bytes().unwrap();
         // The header is a small part of the file and the one that matters.
         let header = bytes.len() - contents().tensors.values().map(padded).sum::<usize>();
         for (at, value) in changes {
@@ -573,8 +567,9 @@ proptest! {
         if torn {
             bytes.truncate(cut.index(bytes.len()));
         }
+        let file = file();
         fs::write(file.path(), bytes).unwrap();
-        if let Err(error) = file.read() {
+        if let Err(error) = read(&file) {
             prop_assert!(error.to_string().contains("model.gguf"));
         }
     }
