@@ -4,7 +4,6 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use candle_grpo_test_support::{noise, numbers};
-use half::{bf16, f16};
 
 const BETA1: f64 = 0.9;
 const BETA2: f64 = 0.99;
@@ -181,17 +180,4 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn f32_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<f32>(1e-5)
-}
-
-#[test]
-fn bf16_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<bf16>(4e-3)
-}
-
-#[test]
-fn f16_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<f16>(6e-4)
-}
+each_dtype!(equals_the_formula_and_the_cpu_path: f32 1e-5, bf16 4e-3, f16 6e-4);

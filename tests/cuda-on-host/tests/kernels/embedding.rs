@@ -6,7 +6,6 @@ use candle_grpo_cuda_on_host::{
 };
 use candle_grpo_kernels::embedding;
 use candle_grpo_test_support::noise;
-use half::{bf16, f16};
 
 fn check<T: Kernels>(
     vocab: usize,
@@ -138,17 +137,4 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn f32_gradients_of_a_row_are_summed() -> Result<()> {
-    check_all::<f32>(3e-6)
-}
-
-#[test]
-fn bf16_gradients_of_a_row_are_summed_in_f32() -> Result<()> {
-    check_all::<bf16>(4e-3)
-}
-
-#[test]
-fn f16_gradients_of_a_row_are_summed_in_f32() -> Result<()> {
-    check_all::<f16>(6e-4)
-}
+each_dtype!(gradients_of_a_row_are_summed: f32 3e-6, bf16 4e-3, f16 6e-4);

@@ -4,7 +4,6 @@ use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
 use candle_grpo_kernels::{LogProbOptions, composed, log_prob};
 use candle_grpo_test_support::noise;
-use half::{bf16, f16};
 
 use crate::token_rows::{THREADS, stacked};
 
@@ -167,20 +166,7 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn f32_is_that_of_the_twin_and_the_cpu_path() -> Result<()> {
-    check_all::<f32>(2e-6)
-}
-
-#[test]
-fn bf16_is_that_of_the_twin_and_the_cpu_path() -> Result<()> {
-    check_all::<bf16>(4e-3)
-}
-
-#[test]
-fn f16_is_that_of_the_twin_and_the_cpu_path() -> Result<()> {
-    check_all::<f16>(6e-4)
-}
+each_dtype!(equals_the_twin_and_the_cpu_path: f32 2e-6, bf16 4e-3, f16 6e-4);
 
 /// The log-prob, the entropy and the log-sum-exp of one row.
 fn one_row(logits: &[f32], target: u32, order: u32) -> [f32; 3] {

@@ -1,6 +1,31 @@
 //! Tests of the CUDA kernels on the CPU, and of the emulator.
 #![allow(unsafe_code)]
 
+/// Declares tests of the module's `check_all` with each element type and its tolerance.
+macro_rules! each_dtype {
+    ($name:ident: f32 $f32:expr, bf16 $bf16:expr, f16 $f16:expr) => {
+        mod $name {
+            use super::check_all;
+            use candle_core::Result;
+
+            #[test]
+            fn f32() -> Result<()> {
+                check_all::<f32>($f32)
+            }
+
+            #[test]
+            fn bf16() -> Result<()> {
+                check_all::<half::bf16>($bf16)
+            }
+
+            #[test]
+            fn f16() -> Result<()> {
+                check_all::<half::f16>($f16)
+            }
+        }
+    };
+}
+
 mod adamw;
 mod attention;
 mod embedding;

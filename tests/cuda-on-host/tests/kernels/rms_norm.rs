@@ -4,7 +4,6 @@ use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
 use candle_grpo_kernels::rms_norm;
 use candle_grpo_test_support::noise;
-use half::{bf16, f16};
 
 const EPSILON: f64 = 1e-3;
 
@@ -154,17 +153,4 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn f32_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<f32>(1e-5)
-}
-
-#[test]
-fn bf16_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<bf16>(1e-2)
-}
-
-#[test]
-fn f16_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<f16>(1.5e-3)
-}
+each_dtype!(equals_the_formula_and_the_cpu_path: f32 1e-5, bf16 1e-2, f16 1.5e-3);

@@ -4,7 +4,6 @@ use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
 use candle_grpo_kernels::rope;
 use candle_grpo_test_support::noise;
-use half::{bf16, f16};
 
 /// Checks `rows` of `heads` heads of `2 * pairs` elements, followed by `behind` others in memory.
 fn check<T: Kernels>(
@@ -87,17 +86,4 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn f32_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<f32>(1e-6)
-}
-
-#[test]
-fn bf16_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<bf16>(4e-3)
-}
-
-#[test]
-fn f16_is_the_formula_and_the_cpu_path() -> Result<()> {
-    check_all::<f16>(6e-4)
-}
+each_dtype!(equals_the_formula_and_the_cpu_path: f32 1e-6, bf16 4e-3, f16 6e-4);
