@@ -8,12 +8,12 @@ constexpr float LN_2 = 0.69314718055994530942f;
 
 // Returns 2^x in one instruction. Results below the smallest normal number are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
-#ifdef __CUDA_ARCH__
+#ifdef CUDA_ON_HOST
+    return exp2f(x);
+#else
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-#else
-    return exp2f(x);
 #endif
 }
 

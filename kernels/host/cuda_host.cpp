@@ -22,6 +22,10 @@ thread_local uint3 blockIdx;
 thread_local dim3 blockDim;
 thread_local dim3 gridDim;
 
+// The name of the running kernel, for messages.
+extern "C" thread_local const char* cuda_host_kernel;
+thread_local const char* cuda_host_kernel = "a kernel";
+
 namespace {
 
 constexpr size_t stack_bytes = 128 << 10;
@@ -88,13 +92,10 @@ void run_fiber() {
 
 void wait(State state, const char* operation) {
     Fiber* self = launch->running;
+    if (self == nullptr) cuda_host::fail("%s in a loop of threads", operation);
     self->state = state;
     self->operation = operation;
     if (_setjmp(self->here) == 0) _longjmp(launch->scheduler, 1);
-}
-
-size_t linear(const Fiber& fiber) {
-    return fiber.index.x + (size_t)blockDim.x * (fiber.index.y + (size_t)blockDim.y * fiber.index.z);
 }
 
 // Resumes a warp whose lanes have all arrived. Returns whether there was one.
@@ -195,12 +196,23 @@ void run_block(std::mt19937& random, bool reverse, bool shuffle) {
     }
 }
 
+// Runs the threads of a block one after the other.
+void run_loop(bool reverse) {
+    const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
+    if (_setjmp(launch->scheduler) != 0) return;
+    for (unsigned i = 0; i < threads; i++) {
+        const unsigned thread = reverse ? threads - 1 - i : i;
+        threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
+        launch->body(launch->argument);
+    }
+}
+
 // Reports a load or store outside of every buffer, which ends the process.
 void on_segv(int) {
     char text[200];
     int length = snprintf(text, sizeof text,
-                          "cuda_host: memory outside of every buffer, block (%u, %u, %u), thread (%u, %u, %u)\n",
-                          blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
+                          "cuda_host: %s: memory outside of every buffer, block (%u, %u, %u), thread (%u, %u, %u)\n",
+                          cuda_host_kernel, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
     if (launch != nullptr && write(2, text, (size_t)length) < 0) _exit(1);
     signal(SIGSEGV, SIG_DFL);
     raise(SIGSEGV);
@@ -212,12 +224,15 @@ namespace cuda_host {
 
 void* dynamic_shared() { return launch->shared; }
 
-unsigned lane() { return (unsigned)(linear(*launch->running) % 32); }
+unsigned lane() {
+    return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32;
+}
 
 void block_barrier() { wait(State::AtBlockBarrier, "__syncthreads"); }
 
 const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value) {
     Fiber* self = launch->running;
+    if (self == nullptr) fail("%s in a loop of threads", name);
     if (!(mask >> lane() & 1)) fail("%s by a lane that is not in its mask %08x", name, mask);
     self->mask = mask;
     self->brought = value;
@@ -287,8 +302,11 @@ extern "C" void cuda_host_free(void* buffer, size_t bytes) {
 // their lanes in ascending order, 1 in descending order, and any other number in a random order
 // with that seed. A result that differs between orders shows a missing barrier. Returns null or an
 // error message, valid until the next launch of this thread.
+//
+// With `is_loop` the threads are calls in a loop. That is faster, but a kernel with barriers or
+// warp operations fails.
 extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order,
-                                        void (*body)(void*), void* argument) {
+                                        bool is_loop, void (*body)(void*), void* argument) {
     static thread_local std::string error;
     static const bool handled = [] {
         struct sigaction action = {};
@@ -306,7 +324,7 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     if (!error.empty()) return error.c_str();
 
     Launch current;
-    current.fibers.resize(threads);
+    if (!is_loop) current.fibers.resize(threads);
     for (Fiber& fiber : current.fibers) fiber.stack = take_stack();
     // Multiples of 16 bytes, so that the start is aligned.
     current.shared_bytes = (shared_bytes + 15) / 16 * 16;
@@ -321,7 +339,8 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     for (size_t i = 0; i < blocks && current.error.empty(); i++) {
         size_t at = order == 1 ? blocks - 1 - i : i;
         blockIdx = {(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]), (unsigned)(at / grid[0] / grid[1])};
-        run_block(random, order == 1, order > 1);
+        if (is_loop) run_loop(order == 1);
+        else run_block(random, order == 1, order > 1);
     }
     launch = nullptr;
     cuda_host_free(current.shared, current.shared_bytes);

@@ -19,6 +19,8 @@ fn main() {
 
     // Functions of cuda_host.cpp report undefined behavior, so no sanitizer runtime is linked.
     cpp(&kernels)
+        // Kernels read elements of one type as packs of another, which nvcc allows.
+        .flag("-fno-strict-aliasing")
         .flag("-Wno-unknown-pragmas")
         .flag("-include")
         .flag("cuda_host.h")
@@ -28,8 +30,13 @@ fn main() {
         .files(sources)
         .compile("kernels_on_host");
     cpp(&kernels)
+        .include(kernels.join("host/driver"))
         .file(kernels.join("host/cuda_host.cpp"))
+        .file(kernels.join("host/driver/cuda.cpp"))
+        .file(kernels.join("host/driver/cublas.cpp"))
         .compile("cuda_host");
+    // Modules that the driver loads call functions of cuda_host.cpp.
+    println!("cargo::rustc-link-arg-tests=-rdynamic");
 }
 
 fn cpp(kernels: &Path) -> cc::Build {

@@ -36,10 +36,16 @@ CUDA_HOST_VECTORS(int, int)
 CUDA_HOST_VECTORS(unsigned, uint)
 #undef CUDA_HOST_VECTORS
 
-extern thread_local uint3 threadIdx;
-extern thread_local uint3 blockIdx;
-extern thread_local dim3 blockDim;
-extern thread_local dim3 gridDim;
+// Kernels in shared libraries (kernels/host/bin/nvcc) read these without a call.
+#ifdef CUDA_HOST_MODULE
+#define CUDA_HOST_INDEX extern thread_local __attribute__((tls_model("initial-exec")))
+#else
+#define CUDA_HOST_INDEX extern thread_local
+#endif
+CUDA_HOST_INDEX uint3 threadIdx;
+CUDA_HOST_INDEX uint3 blockIdx;
+CUDA_HOST_INDEX dim3 blockDim;
+CUDA_HOST_INDEX dim3 gridDim;
 static const int warpSize = 32;
 
 namespace cuda_host {
@@ -134,6 +140,19 @@ T atomicMax(T* address, U value) {
     return old;
 }
 
+template <class T, class U>
+T atomicMin(T* address, U value) {
+    T old = *address;
+    if ((T)value < old) *address = (T)value;
+    return old;
+}
+template <class T, class U, class V>
+T atomicCAS(T* address, U expected, V value) {
+    T old = *address;
+    if (old == (T)expected) *address = (T)value;
+    return old;
+}
+
 template <class T>
 T __ldg(const T* address) { return *address; }
 template <class T>
@@ -144,6 +163,9 @@ template <class T>
 void __stcs(T* address, T value) { *address = value; }
 template <class T>
 void __stcg(T* address, T value) { *address = value; }
+
+#undef assert
+#define assert(condition) ((condition) ? (void)0 : cuda_host::fail("assertion failed: %s", #condition))
 
 // Macros, because the C library declares functions of these names.
 #define __expf expf
@@ -160,6 +182,10 @@ static inline float __int_as_float(int bits) { return cuda_host::from_bits<float
 static inline int __float_as_int(float x) { return (int)cuda_host::to_bits(x); }
 static inline float __uint_as_float(unsigned bits) { return cuda_host::from_bits<float>(bits); }
 static inline unsigned __float_as_uint(float x) { return (unsigned)cuda_host::to_bits(x); }
+static inline double __longlong_as_double(long long bits) { return cuda_host::from_bits<double>((uint64_t)bits); }
+static inline long long __double_as_longlong(double x) { return (long long)cuda_host::to_bits(x); }
+static inline float normcdff(float x) { return 0.5f * erfcf(-x * 0.70710678f); }
+static inline double normcdf(double x) { return 0.5 * erfc(-x * 0.70710678118654752); }
 template <class T>
 constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T>

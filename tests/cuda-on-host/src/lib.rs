@@ -24,6 +24,7 @@ unsafe extern "C" {
         block: *const u32,
         shared_bytes: usize,
         order: u32,
+        is_loop: bool,
         body: extern "C" fn(*mut c_void),
         argument: *mut c_void,
     ) -> *const c_char;
@@ -79,6 +80,7 @@ pub unsafe fn launch<F: Fn()>(grid: Grid, order: u32, thread: F) -> Result<(), S
             grid.block.as_ptr(),
             grid.shared_bytes,
             order,
+            false,
             call::<F>,
             (&raw const thread).cast_mut().cast(),
         )

@@ -1,4 +1,4 @@
-// Kernels with one mistake each, and a right one: what the stand-in must find.
+// Kernels with one mistake each, and right ones, for the tests of the emulation.
 
 // Each thread reads its neighbor's number; without the barrier, before or after it is written.
 template <bool barrier>
@@ -56,3 +56,14 @@ extern "C" __global__ void shuffles(float* out) {
     mine[3] = part;
     mine[4] = (float)__popc(odd);
 }
+
+// Kernels for the tests of the driver.
+extern "C" __global__ void add_one(float* x, unsigned n) {
+    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] += 1.0f;
+}
+extern "C" __global__ void __launch_bounds__(64) copy(const float* from, float* to, uint64_t n) {
+    const uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) to[i] = from[i];
+}
+extern "C" __global__ void check_index(const unsigned* ids, unsigned rows) { assert(ids[threadIdx.x] < rows); }

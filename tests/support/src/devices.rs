@@ -1,9 +1,12 @@
 //! Devices that tests run on.
 
+use std::cell::RefCell;
 use std::io::Write;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_core::Device;
+
+use crate::CudaCalls;
 
 static CPU: Device = Device::Cpu;
 
@@ -11,39 +14,65 @@ static CPU: Device = Device::Cpu;
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Returns the CPU, and the GPU if the build has CUDA and a GPU is present.
-pub fn devices() -> Devices {
-    Devices {
-        rest: [Some(&CPU), cuda().ok()].into_iter().flatten().collect(),
-        turn: None,
-    }
+///
+/// From the moment that a test is on the GPU until its end, other tests wait for it.
+pub fn devices() -> impl Iterator<Item = &'static Device> {
+    [Some(&CPU), cuda().ok()]
+        .into_iter()
+        .flatten()
+        .inspect(|device| {
+            if device.is_cuda() {
+                take_turn();
+            }
+            // The harness shows this line if the test fails.
+            println!("on {:?}", device.location());
+        })
 }
 
-/// The iterator of [`devices`]. Only one iterator at a time is on the GPU.
-#[derive(Debug)]
-pub struct Devices {
-    rest: std::collections::VecDeque<&'static Device>,
-    turn: Option<MutexGuard<'static, ()>>,
-}
-
-impl Iterator for Devices {
-    type Item = &'static Device;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        self.turn = None;
-        let device = self.rest.pop_front()?;
-        if device.is_cuda() {
-            self.turn = Some(TURN.lock().unwrap_or_else(PoisonError::into_inner));
+/// Returns the device of tests that run on one device: the CPU, or the GPU if the variable
+/// `CANDLE_GRPO_TEST_DEVICE` is `cuda`.
+///
+/// # Panics
+///
+/// Panics if the variable is `cuda` and there is no GPU, or if it has another value than `cuda` and
+/// `cpu`.
+pub fn device() -> &'static Device {
+    match std::env::var("CANDLE_GRPO_TEST_DEVICE").as_deref() {
+        Err(_) | Ok("cpu") => &CPU,
+        Ok("cuda") => {
+            take_turn();
+            cuda().unwrap_or_else(|reason| panic!("CANDLE_GRPO_TEST_DEVICE: {reason}"))
         }
-        // The harness shows this line if the test fails.
-        println!("on {:?}", device.location());
-        Some(device)
+        Ok(other) => panic!("CANDLE_GRPO_TEST_DEVICE: {other:?}, must be cpu or cuda"),
     }
+}
+
+/// Returns the number of random cases of a test: `cases`, or a quarter if the GPU is emulated.
+pub fn cases(cases: u32) -> u32 {
+    match CudaCalls::now() {
+        Some(_) => cases.div_ceil(4),
+        None => cases,
+    }
+}
+
+/// Waits until no other test is on the GPU, and stays there until the end of this thread, which the
+/// test harness starts for one test.
+fn take_turn() {
+    thread_local! {
+        static MINE: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
+    }
+    MINE.with_borrow_mut(|mine| {
+        if mine.is_none() {
+            *mine = Some(TURN.lock().unwrap_or_else(PoisonError::into_inner));
+            list_test();
+        }
+    });
 }
 
 /// Returns the CUDA device of this process, or the reason why there is none.
 ///
-/// There is only one: Candle's constructor creates a new device on each call, and tensors of two
-/// devices do not mix. It has its own stream, because the default stream differs between threads.
+/// There is only one: each opened device is a new one for Candle, and tensors of two devices do not
+/// mix.
 ///
 /// In a build with CUDA, the first call writes to standard error whether the tests run on a GPU.
 pub fn cuda() -> Result<&'static Device, &'static str> {
@@ -52,7 +81,7 @@ pub fn cuda() -> Result<&'static Device, &'static str> {
         if !candle_core::utils::cuda_is_available() {
             return Err("built without the feature cuda".to_owned());
         }
-        let device = Device::new_cuda_with_stream(0).map_err(|error| {
+        let device = candle_grpo_kernels::cuda_device(0).map_err(|error| {
             let error = error.to_string();
             error.lines().next().unwrap_or_default().to_owned()
         });
@@ -66,4 +95,21 @@ pub fn cuda() -> Result<&'static Device, &'static str> {
         device
     });
     cuda.as_ref().map_err(String::as_str)
+}
+
+/// Adds the name of the test, which is the name of its thread, to the file of the variable
+/// `CANDLE_GRPO_TEST_LOG`.
+fn list_test() {
+    let Some(path) = std::env::var_os("CANDLE_GRPO_TEST_LOG") else {
+        return;
+    };
+    let program = std::env::args().next().unwrap_or_default();
+    let program = program.rsplit('/').next().unwrap_or_default();
+    let name = std::thread::current().name().unwrap_or("?").to_owned();
+    let file = std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path);
+    file.and_then(|mut file| writeln!(file, "{program} {name}"))
+        .expect("CANDLE_GRPO_TEST_LOG: must be a file that can be written");
 }

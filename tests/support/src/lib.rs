@@ -19,11 +19,13 @@
 //! ```
 
 mod compare;
+mod cuda_calls;
 mod decoder;
 mod devices;
 mod noise;
 
 pub use compare::{assert_close, gradient, message, numbers};
+pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;
-pub use devices::{Devices, cuda, devices};
+pub use devices::{cases, cuda, device, devices};
 pub use noise::{noise, noise_tensor, token_ids};

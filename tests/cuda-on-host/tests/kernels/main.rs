@@ -28,6 +28,7 @@ macro_rules! each_dtype {
 
 mod adamw;
 mod attention;
+mod driver;
 mod embedding;
 mod gradient_norm;
 mod host;

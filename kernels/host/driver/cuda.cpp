@@ -1,0 +1,562 @@
+// The functions of the CUDA driver that Candle and its crate cudarc call, on the CPU.
+//
+// Device memory is host memory, kernels are C++ functions from shared libraries, and a stream is a
+// queue. The limits are those of a GPU of compute capability 9.0 with the attributes below. Two
+// environment variables change how the work is done:
+//
+// CUDA_ON_HOST_LAZY=1   A stream works only when a call waits for it; else it works at once.
+// CUDA_ON_HOST_ORDER=n  The order of the threads of a block, as in cuda_host_launch.
+//
+// Memory starts as 0xff in each byte, which is NaN in every float type. An inaccessible page
+// follows each allocation. Freed memory stays inaccessible for some time.
+
+#include <dlfcn.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "driver.h"
+#include "module.h"
+
+extern "C" {
+const char* cuda_host_launch(const unsigned grid[3], const unsigned block[3], size_t shared_bytes, unsigned order, bool is_loop,
+                             void (*body)(void*), void* argument);
+void* cuda_host_buffer(size_t bytes);
+extern thread_local const char* cuda_host_kernel;
+}
+
+typedef int CUresult;
+typedef uint64_t CUdeviceptr;
+
+namespace {
+
+using cuda_host::Kernel;
+
+enum : CUresult {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    INVALID_HANDLE = 400,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
+    ASSERT = 710,
+    NOT_SUPPORTED = 801,
+};
+
+// CUdevice_attribute
+enum { MAX_THREADS = 1, WARP_SIZE = 10, MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, MEMORY_POOLS = 115 };
+
+constexpr size_t total_memory = (size_t)8 << 30;
+constexpr size_t page = 4096;
+// Freed allocations that stay inaccessible.
+constexpr size_t graveyard = 4096;
+// Shared memory of a block without and with the attribute of the kernel.
+constexpr unsigned shared_default = 48 << 10, shared_most = 227 << 10;
+
+struct Function {
+    const Kernel* kernel;
+    bool is_loop;
+    unsigned shared_bytes = shared_default;
+};
+struct Module {
+    std::unordered_map<std::string, Function> functions;
+};
+struct Stream {
+    std::deque<std::function<void()>> work;
+    uint64_t issued = 0, done = 0;
+};
+struct Event {
+    Stream* stream = nullptr;
+    uint64_t at = 0;
+};
+struct Allocation {
+    size_t bytes;
+    bool is_freed;  // by a call that may not have run yet
+};
+
+std::recursive_mutex lock;
+std::map<CUdeviceptr, Allocation> memory;
+std::deque<std::pair<void*, size_t>> freed;
+size_t used_bytes;
+uint64_t pool_threshold;
+Stream default_stream;
+std::vector<Stream*> streams;
+thread_local Stream thread_stream;
+thread_local void* current_context;
+int the_context, the_pool;
+// An error of the work on a stream. It stays, as the error of a broken context does.
+CUresult broken = SUCCESS;
+
+unsigned variable(const char* name) {
+    const char* text = getenv(name);
+    return text == nullptr ? 0 : (unsigned)atoi(text);
+}
+bool is_lazy() {
+    static const bool lazy = variable("CUDA_ON_HOST_LAZY") == 1;
+    return lazy;
+}
+
+// Calls of this thread, by name.
+thread_local std::map<std::string, uint64_t> calls;
+
+CUresult refuse(CUresult result, const char* format, ...) {
+    char text[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "cuda_host: %s\n", text);
+    return result;
+}
+
+Stream* stream_of(void* handle) {
+    if (handle == nullptr || handle == (void*)1) return &default_stream;
+    return handle == (void*)2 ? &thread_stream : (Stream*)handle;
+}
+
+void run_until(Stream* stream, uint64_t at) {
+    while (stream->done < at && !stream->work.empty()) {
+        std::function<void()> work = std::move(stream->work.front());
+        stream->work.pop_front();
+        // After an error a GPU does nothing more.
+        if (broken == SUCCESS) work();
+        stream->done++;
+    }
+}
+
+CUresult finish(Stream* stream) {
+    run_until(stream, stream->issued);
+    return broken;
+}
+
+CUresult add(void* handle, std::function<void()> work) {
+    Stream* stream = stream_of(handle);
+    stream->work.push_back(std::move(work));
+    stream->issued++;
+    if (!is_lazy()) run_until(stream, stream->issued);
+    return broken;
+}
+
+size_t pages(size_t bytes) { return (bytes + page - 1) / page * page; }
+// An allocation ends at an inaccessible page, up to the alignment of 16 bytes.
+size_t rounded(size_t bytes) { return (bytes + 15) / 16 * 16; }
+
+CUresult allocate(CUdeviceptr* pointer, size_t bytes) {
+    if (bytes == 0) return refuse(INVALID_VALUE, "cuMemAlloc of 0 bytes");
+    if (used_bytes + bytes > total_memory) return OUT_OF_MEMORY;
+    void* start = cuda_host_buffer(rounded(bytes));
+    memset(start, 0xff, rounded(bytes));
+    *pointer = (CUdeviceptr)start;
+    memory[*pointer] = {bytes, false};
+    used_bytes += bytes;
+    return SUCCESS;
+}
+
+// Marks an allocation as freed. Later calls refuse it.
+CUresult mark_freed(CUdeviceptr pointer) {
+    auto found = memory.find(pointer);
+    if (found == memory.end() || found->second.is_freed)
+        return refuse(INVALID_VALUE, "free of %p, which is not an allocation", (void*)pointer);
+    found->second.is_freed = true;
+    return SUCCESS;
+}
+
+void release(CUdeviceptr pointer) {
+    auto found = memory.find(pointer);
+    const size_t bytes = found->second.bytes, whole = pages(rounded(bytes));
+    void* start = (char*)pointer + rounded(bytes) - whole;
+    used_bytes -= bytes;
+    memory.erase(found);
+    madvise(start, whole, MADV_DONTNEED);
+    mprotect(start, whole, PROT_NONE);
+    freed.push_back({start, whole + page});
+    if (freed.size() > graveyard) {
+        munmap(freed.front().first, freed.front().second);
+        freed.pop_front();
+    }
+}
+
+// Copies the arguments of a launch, because the caller may change them before it runs.
+struct Launch {
+    const Kernel* kernel;
+    std::vector<std::vector<char>> values;
+    std::vector<void*> pointers;
+
+    Launch(const Kernel* kernel, void** arguments) : kernel(kernel) {
+        for (int i = 0; i < kernel->count; i++) {
+            const char* from = (const char*)arguments[i];
+            values.emplace_back(from, from + kernel->sizes[i]);
+        }
+        for (auto& value : values) pointers.push_back(value.data());
+    }
+};
+
+// Counts a call, and holds the lock until the end of the function.
+#define CALL                                             \
+    std::lock_guard<std::recursive_mutex> guard(lock); \
+    calls[__func__]++
+// Also refuses a call without a context.
+#define CALL_IN_CONTEXT \
+    CALL;               \
+    if (current_context == nullptr) return refuse(INVALID_CONTEXT, "%s without a current context", __func__)
+
+}  // namespace
+
+void cuda_host::enqueue(void* stream, const char* name, std::function<void()> work) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    calls[name]++;
+    add(stream, std::move(work));
+}
+
+bool cuda_host::is_inside(uint64_t address, uint64_t bytes, const char* name) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    if (bytes == 0) return true;
+    auto next = memory.upper_bound(address);
+    if (next != memory.begin()) {
+        auto found = std::prev(next);
+        if (address + bytes <= found->first + found->second.bytes) return true;
+    }
+    broken = refuse(ILLEGAL_ADDRESS, "%s: %zu bytes at %p are outside of every allocation", name, (size_t)bytes, (void*)address);
+    return false;
+}
+
+using cuda_host::is_inside;
+
+extern "C" {
+
+// Returns how often this thread has called `name`: a function of the driver, "launch", "launch:"
+// and a kernel, "product" or "random".
+uint64_t cuda_host_calls(const char* name) {
+    auto found = calls.find(name);
+    return found == calls.end() ? 0 : found->second;
+}
+
+// Writes all counts of this thread to standard error.
+void cuda_host_report() {
+    for (const auto& call : calls) fprintf(stderr, "cuda_host: %8zu %s\n", (size_t)call.second, call.first.c_str());
+}
+
+CUresult cuInit(unsigned) { return SUCCESS; }
+CUresult cuDriverGetVersion(int* version) {
+    *version = 13000;
+    return SUCCESS;
+}
+CUresult cuDeviceGetCount(int* count) {
+    *count = 1;
+    return SUCCESS;
+}
+CUresult cuDeviceGet(int* device, int ordinal) {
+    if (ordinal != 0) return INVALID_DEVICE;
+    *device = 0;
+    return SUCCESS;
+}
+CUresult cuDeviceGetName(char* name, int length, int) {
+    snprintf(name, (size_t)length, "emulation on the CPU");
+    return SUCCESS;
+}
+CUresult cuDeviceTotalMem_v2(size_t* bytes, int) {
+    *bytes = total_memory;
+    return SUCCESS;
+}
+CUresult cuDeviceGetUuid_v2(void* uuid, int) {
+    memset(uuid, 1, 16);
+    return SUCCESS;
+}
+CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
+    switch (attribute) {
+    case MAX_THREADS: *value = 1024; break;
+    case WARP_SIZE: *value = 32; break;
+    case MULTIPROCESSORS: *value = 132; break;
+    case MAJOR: *value = 9; break;
+    case MINOR: *value = 0; break;
+    case MEMORY_POOLS: *value = 1; break;
+    default: *value = 0;
+    }
+    return SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRetain(void** context, int) {
+    *context = &the_context;
+    return SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+CUresult cuCtxGetCurrent(void** context) {
+    *context = current_context;
+    return SUCCESS;
+}
+CUresult cuCtxSetCurrent(void* context) {
+    current_context = context;
+    return SUCCESS;
+}
+CUresult cuCtxDestroy_v2(void*) { return SUCCESS; }
+CUresult cuCtxSynchronize() {
+    CALL;
+    for (Stream* stream : streams) finish(stream);
+    finish(&thread_stream);
+    return finish(&default_stream);
+}
+CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* bytes) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    *bytes = total_memory;
+    *free_bytes = total_memory - used_bytes;
+    return SUCCESS;
+}
+
+CUresult cuStreamCreate(void** stream, unsigned) {
+    CALL_IN_CONTEXT;
+    streams.push_back(new Stream);
+    *stream = streams.back();
+    return SUCCESS;
+}
+CUresult cuStreamCreateWithPriority(void** stream, unsigned flags, int) { return cuStreamCreate(stream, flags); }
+CUresult cuStreamDestroy_v2(void* stream) {
+    CALL;
+    return finish(stream_of(stream));
+}
+CUresult cuStreamSynchronize(void* stream) {
+    CALL;
+    return finish(stream_of(stream));
+}
+CUresult cuStreamIsCapturing(void*, int* status) {
+    *status = 0;
+    return SUCCESS;
+}
+CUresult cuStreamGetCaptureInfo_v2(void*, int* status, ...) {
+    *status = 0;
+    return SUCCESS;
+}
+CUresult cuStreamWaitEvent(void* stream, void* handle, unsigned) {
+    CALL_IN_CONTEXT;
+    const Event event = *(Event*)handle;
+    if (event.stream == nullptr || event.stream == stream_of(stream)) return broken;
+    return add(stream, [event] { run_until(event.stream, event.at); });
+}
+
+CUresult cuEventCreate(void** event, unsigned) {
+    CALL;
+    *event = new Event;
+    return SUCCESS;
+}
+CUresult cuEventDestroy_v2(void* event) {
+    CALL;
+    delete (Event*)event;
+    return SUCCESS;
+}
+CUresult cuEventRecord(void* event, void* stream) {
+    CALL_IN_CONTEXT;
+    *(Event*)event = {stream_of(stream), stream_of(stream)->issued};
+    return broken;
+}
+CUresult cuEventSynchronize(void* handle) {
+    CALL;
+    const Event event = *(Event*)handle;
+    if (event.stream != nullptr) run_until(event.stream, event.at);
+    return broken;
+}
+CUresult cuEventQuery(void* handle) {
+    CALL;
+    const Event event = *(Event*)handle;
+    return event.stream != nullptr && event.stream->done < event.at ? NOT_READY : broken;
+}
+CUresult cuEventElapsedTime_v2(float* milliseconds, void*, void*) {
+    *milliseconds = 0;
+    return NOT_SUPPORTED;
+}
+CUresult cuEventElapsedTime(float* milliseconds, void* from, void* to) {
+    return cuEventElapsedTime_v2(milliseconds, from, to);
+}
+
+CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
+    CALL_IN_CONTEXT;
+    return allocate(pointer, bytes);
+}
+// 0 bytes give a null pointer, and no error as from cuMemAlloc.
+CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t bytes, void*) {
+    CALL_IN_CONTEXT;
+    if (bytes > 0) return allocate(pointer, bytes);
+    *pointer = 0;
+    return SUCCESS;
+}
+CUresult cuMemFree_v2(CUdeviceptr pointer) {
+    CALL;
+    if (pointer == 0) return SUCCESS;
+    for (Stream* stream : streams) finish(stream);
+    if (CUresult result = mark_freed(pointer)) return result;
+    release(pointer);
+    return broken;
+}
+CUresult cuMemFreeAsync(CUdeviceptr pointer, void* stream) {
+    CALL;
+    if (pointer == 0) return SUCCESS;
+    if (CUresult result = mark_freed(pointer)) return result;
+    return add(stream, [pointer] { release(pointer); });
+}
+CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+    *pointer = malloc(bytes);
+    return SUCCESS;
+}
+CUresult cuMemFreeHost(void* pointer) {
+    free(pointer);
+    return SUCCESS;
+}
+CUresult cuDeviceGetDefaultMemPool(void** pool, int) {
+    *pool = &the_pool;
+    return SUCCESS;
+}
+// CU_MEMPOOL_ATTR_RELEASE_THRESHOLD is 4.
+CUresult cuMemPoolSetAttribute(void*, int attribute, void* value) {
+    if (attribute != 4) return INVALID_VALUE;
+    memcpy(&pool_threshold, value, sizeof pool_threshold);
+    return SUCCESS;
+}
+CUresult cuMemPoolGetAttribute(void*, int attribute, void* value) {
+    if (attribute != 4) return INVALID_VALUE;
+    memcpy(value, &pool_threshold, sizeof pool_threshold);
+    return SUCCESS;
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, void* stream) {
+    CALL_IN_CONTEXT;
+    return add(stream, [=] {
+        if (is_inside(to, bytes, "cuMemsetD8Async")) memset((void*)to, value, bytes);
+    });
+}
+// The host memory is pageable: the driver copies it before the call returns.
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, void* stream) {
+    CALL_IN_CONTEXT;
+    auto copy = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
+    return add(stream, [=] {
+        if (is_inside(to, bytes, "cuMemcpyHtoDAsync")) memcpy((void*)to, copy->data(), bytes);
+    });
+}
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
+    return cuMemcpyHtoDAsync_v2(to, from, bytes, nullptr);
+}
+// The host memory is pageable: the call waits.
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, void* stream) {
+    CALL_IN_CONTEXT;
+    finish(stream_of(stream));
+    if (broken == SUCCESS && is_inside(from, bytes, "cuMemcpyDtoHAsync")) memcpy(to, (void*)from, bytes);
+    return broken;
+}
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) {
+    return cuMemcpyDtoHAsync_v2(to, from, bytes, nullptr);
+}
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream) {
+    CALL_IN_CONTEXT;
+    return add(stream, [=] {
+        if (is_inside(from, bytes, "cuMemcpyDtoDAsync, source") && is_inside(to, bytes, "cuMemcpyDtoDAsync, target"))
+            memmove((void*)to, (void*)from, bytes);
+    });
+}
+CUresult cuMemcpyPeerAsync(CUdeviceptr to, void*, CUdeviceptr from, void*, size_t bytes, void* stream) {
+    return cuMemcpyDtoDAsync_v2(to, from, bytes, stream);
+}
+
+// Loads the shared library that an image of kernels/host/bin/nvcc names.
+CUresult cuModuleLoadData(void** module, const void* image) {
+    CALL_IN_CONTEXT;
+    char threads[16], path[4096];
+    if (sscanf((const char*)image, "CUDA-ON-HOST %15s %4095[^\n]", threads, path) != 2)
+        return refuse(INVALID_IMAGE, "a module that is not of kernels/host/bin/nvcc");
+    if (strcmp(threads, "none") == 0) return refuse(NOT_SUPPORTED, "the kernels of %s are not emulated", path);
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    const Kernel* kernel = library == nullptr ? nullptr : (const Kernel*)dlsym(library, "cuda_host_kernels");
+    if (kernel == nullptr) return refuse(INVALID_IMAGE, "%s", dlerror());
+    auto* loaded = new Module;
+    for (; kernel->name != nullptr; kernel++)
+        loaded->functions[kernel->name] = {kernel, strcmp(threads, "loop") == 0};
+    *module = loaded;
+    return SUCCESS;
+}
+CUresult cuModuleLoad(void**, const char*) { return NOT_SUPPORTED; }
+CUresult cuModuleUnload(void*) { return SUCCESS; }
+CUresult cuModuleGetFunction(void** function, void* handle, const char* name) {
+    CALL;
+    auto& functions = ((Module*)handle)->functions;
+    auto found = functions.find(name);
+    if (found == functions.end()) return refuse(NOT_FOUND, "the module has no kernel %s", name);
+    *function = &found->second;
+    return SUCCESS;
+}
+// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES is 8.
+CUresult cuFuncSetAttribute(void* handle, int attribute, int value) {
+    CALL;
+    if (attribute != 8) return SUCCESS;
+    if (value < 0 || (unsigned)value > shared_most)
+        return refuse(INVALID_VALUE, "%d bytes of shared memory, must be at most %u", value, shared_most);
+    ((Function*)handle)->shared_bytes = (unsigned)value;
+    return SUCCESS;
+}
+CUresult cuFuncGetAttribute(int* value, int, void*) {
+    *value = 0;
+    return SUCCESS;
+}
+CUresult cuFuncSetCacheConfig(void*, int) { return SUCCESS; }
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int, size_t) {
+    *blocks = 1;
+    return SUCCESS;
+}
+
+CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                        unsigned block_z, unsigned shared_bytes, void* stream, void** arguments, void**) {
+    CALL_IN_CONTEXT;
+    const Function& function = *(Function*)handle;
+    const Kernel* kernel = function.kernel;
+    calls["launch"]++;
+    calls[std::string("launch:") + kernel->name]++;
+    const uint64_t threads = (uint64_t)block_x * block_y * block_z;
+    const char* wrong = grid_x == 0 || grid_y == 0 || grid_z == 0        ? "an empty grid"
+                        : threads == 0                                   ? "an empty block"
+                        : grid_x > INT32_MAX                             ? "a grid of more than 2^31 - 1 blocks in x"
+                        : grid_y > 65535 || grid_z > 65535               ? "a grid of more than 65,535 blocks in y or z"
+                        : threads > kernel->max_threads || block_z > 64  ? "more threads than the kernel takes"
+                        : shared_bytes > function.shared_bytes           ? "more shared memory than the kernel may use"
+                                                                         : nullptr;
+    if (wrong != nullptr)
+        return refuse(INVALID_VALUE, "%s: %s: grid (%u, %u, %u), block (%u, %u, %u), %u bytes of shared memory", kernel->name,
+                      wrong, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes);
+    auto launch = std::make_shared<Launch>(kernel, arguments);
+    return add(stream, [=, is_loop = function.is_loop] {
+        static const unsigned order = variable("CUDA_ON_HOST_ORDER");
+        const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
+        auto thread = [](void* launch) { ((Launch*)launch)->kernel->call(((Launch*)launch)->pointers.data()); };
+        cuda_host_kernel = kernel->name;
+        const char* error = cuda_host_launch(grid, block, shared_bytes, order, is_loop, thread, launch.get());
+        if (error != nullptr) broken = refuse(ASSERT, "%s: %s", kernel->name, error);
+    });
+}
+
+CUresult cuGetErrorName(CUresult error, const char** name) {
+    switch (error) {
+    case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
+    case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+    case INVALID_IMAGE: *name = "CUDA_ERROR_INVALID_IMAGE"; break;
+    case INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; break;
+    case NOT_FOUND: *name = "CUDA_ERROR_NOT_FOUND"; break;
+    case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
+    case ASSERT: *name = "CUDA_ERROR_ASSERT"; break;
+    case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
+    default: *name = "CUDA_ERROR_UNKNOWN";
+    }
+    return SUCCESS;
+}
+CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }
+
+}  // extern "C"

@@ -1,0 +1,17 @@
+// The part of the driver that the libraries on top of it use.
+#pragma once
+
+#include <stdint.h>
+
+#include <functional>
+
+namespace cuda_host {
+
+// Adds work to a stream, and counts it under `name`.
+void enqueue(void* stream, const char* name, std::function<void()> work);
+
+// Returns whether `bytes` bytes at `address` lie inside one allocation. If not, writes a message
+// and sets the error that later calls return.
+bool is_inside(uint64_t address, uint64_t bytes, const char* name);
+
+}  // namespace cuda_host

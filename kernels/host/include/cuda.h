@@ -1,0 +1,4 @@
+// Replaces NVIDIA's header of this name.
+#pragma once
+
+#include "cuda_host.h"

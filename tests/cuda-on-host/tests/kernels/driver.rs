@@ -1,0 +1,505 @@
+//! Tests of the emulated CUDA driver in `kernels/host/driver`.
+//!
+//! An error on a stream breaks the driver of the process for good, as on a GPU. Tests of such
+//! errors therefore run in a child process.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::path::Path;
+use std::process::{Command, Output};
+use std::ptr::null_mut;
+use std::sync::OnceLock;
+
+type Handle = *mut c_void;
+
+unsafe extern "C" {
+    fn cuda_host_calls(name: *const c_char) -> u64;
+    fn cuDevicePrimaryCtxRetain(context: *mut Handle, device: c_int) -> c_int;
+    fn cuCtxSetCurrent(context: Handle) -> c_int;
+    fn cuStreamCreate(stream: *mut Handle, flags: c_uint) -> c_int;
+    fn cuStreamSynchronize(stream: Handle) -> c_int;
+    fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) -> c_int;
+    fn cuEventCreate(event: *mut Handle, flags: c_uint) -> c_int;
+    fn cuEventRecord(event: Handle, stream: Handle) -> c_int;
+    fn cuMemAllocAsync(pointer: *mut u64, bytes: usize, stream: Handle) -> c_int;
+    fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) -> c_int;
+    fn cuMemFreeAsync(pointer: u64, stream: Handle) -> c_int;
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, bytes: usize, stream: Handle) -> c_int;
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, bytes: usize, stream: Handle) -> c_int;
+    fn cuModuleLoadData(module: *mut Handle, image: *const c_char) -> c_int;
+    fn cuModuleGetFunction(function: *mut Handle, module: Handle, name: *const c_char) -> c_int;
+    fn cuFuncSetAttribute(function: Handle, attribute: c_int, value: c_int) -> c_int;
+    fn cuLaunchKernel(
+        function: Handle,
+        grid_x: c_uint,
+        grid_y: c_uint,
+        grid_z: c_uint,
+        block_x: c_uint,
+        block_y: c_uint,
+        block_z: c_uint,
+        shared_bytes: c_uint,
+        stream: Handle,
+        arguments: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> c_int;
+    fn cublasCreate_v2(handle: *mut Handle) -> c_int;
+    fn cublasGemmEx(
+        handle: Handle,
+        op_a: c_int,
+        op_b: c_int,
+        m: c_int,
+        n: c_int,
+        k: c_int,
+        alpha: *const c_void,
+        a: u64,
+        type_a: c_int,
+        stride_a: c_int,
+        b: u64,
+        type_b: c_int,
+        stride_b: c_int,
+        beta: *const c_void,
+        c: u64,
+        type_c: c_int,
+        stride_c: c_int,
+        compute: c_int,
+        algorithm: c_int,
+    ) -> c_int;
+}
+
+const INVALID_VALUE: c_int = 1;
+const INVALID_IMAGE: c_int = 200;
+const INVALID_CONTEXT: c_int = 201;
+const NOT_FOUND: c_int = 500;
+const ILLEGAL_ADDRESS: c_int = 700;
+const ASSERT: c_int = 710;
+
+fn use_context() {
+    let mut context = null_mut();
+    // SAFETY: the pointer receives the context.
+    unsafe {
+        assert_eq!(cuDevicePrimaryCtxRetain(&mut context, 0), 0);
+        assert_eq!(cuCtxSetCurrent(context), 0);
+    }
+}
+
+fn alloc(bytes: usize) -> u64 {
+    let mut pointer = 0;
+    // SAFETY: the pointer receives the address.
+    assert_eq!(
+        unsafe { cuMemAllocAsync(&mut pointer, bytes, null_mut()) },
+        0
+    );
+    pointer
+}
+
+fn upload<T: Copy>(numbers: &[T]) -> u64 {
+    let bytes = size_of_val(numbers);
+    let to = alloc(bytes);
+    // SAFETY: both sides have this many bytes.
+    let result = unsafe { cuMemcpyHtoDAsync_v2(to, numbers.as_ptr().cast(), bytes, null_mut()) };
+    assert_eq!(result, 0);
+    to
+}
+
+fn download(from: u64, len: usize) -> Result<Vec<f32>, c_int> {
+    let mut numbers = vec![0f32; len];
+    let to = numbers.as_mut_ptr().cast();
+    // SAFETY: `numbers` has this many bytes, and the driver checks the source.
+    match unsafe { cuMemcpyDtoHAsync_v2(to, from, 4 * len, null_mut()) } {
+        0 => Ok(numbers),
+        error => Err(error),
+    }
+}
+
+fn stream() -> Handle {
+    let mut stream = null_mut();
+    // SAFETY: the pointer receives the stream.
+    assert_eq!(unsafe { cuStreamCreate(&mut stream, 0) }, 0);
+    stream
+}
+
+/// Returns a kernel of `src/wrong.cu`, which the replacement of nvcc compiles once.
+fn kernel(name: &str) -> Result<Handle, c_int> {
+    static IMAGE: OnceLock<CString> = OnceLock::new();
+    let image = IMAGE.get_or_init(|| {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = std::env::temp_dir().join(format!("cuda-on-host-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let output = folder.join("wrong.ptx");
+        let status = Command::new(here.join("../../kernels/host/bin/nvcc"))
+            .arg("--ptx")
+            .args(["-o".as_ref(), output.as_os_str()])
+            .arg(here.join("src/wrong.cu"))
+            .status()
+            .unwrap();
+        assert!(status.success());
+        CString::new(std::fs::read(output).unwrap()).unwrap()
+    });
+    let (mut module, mut function) = (null_mut(), null_mut());
+    let name = CString::new(name).unwrap();
+    // SAFETY: the strings end with 0, and the pointers receive the handles.
+    unsafe {
+        assert_eq!(cuModuleLoadData(&mut module, image.as_ptr()), 0);
+        match cuModuleGetFunction(&mut function, module, name.as_ptr()) {
+            0 => Ok(function),
+            error => Err(error),
+        }
+    }
+}
+
+/// Launches `name` with 64-bit arguments.
+fn launch_on(
+    stream: Handle,
+    name: &str,
+    (grid, block): ([u32; 3], [u32; 3]),
+    shared_bytes: u32,
+    arguments: &mut [u64],
+) -> c_int {
+    let function = kernel(name).unwrap();
+    let mut pointers: Vec<*mut c_void> = arguments
+        .iter_mut()
+        .map(|argument| (&raw mut *argument).cast())
+        .collect();
+    // SAFETY: the kernels of wrong.cu have as many arguments as the tests pass, of 8 bytes at most.
+    unsafe {
+        cuLaunchKernel(
+            function,
+            grid[0],
+            grid[1],
+            grid[2],
+            block[0],
+            block[1],
+            block[2],
+            shared_bytes,
+            stream,
+            pointers.as_mut_ptr(),
+            null_mut(),
+        )
+    }
+}
+
+fn launch(name: &str, grid: u32, block: u32, arguments: &mut [u64]) -> c_int {
+    let shape = ([grid, 1, 1], [block, 1, 1]);
+    launch_on(null_mut(), name, shape, 0, arguments)
+}
+
+/// Runs `body` in a child process, in which the test of this name calls this function again.
+fn in_child(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
+    if std::env::var_os("DRIVER_TEST_CHILD").is_some() {
+        use_context();
+        body();
+        return None;
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args([&format!("driver::{test}"), "--exact", "--nocapture"])
+        .env("DRIVER_TEST_CHILD", "1")
+        .envs(variables.iter().copied())
+        .output()
+        .unwrap();
+    Some(output)
+}
+
+fn succeeds(output: Option<Output>) {
+    if let Some(output) = output {
+        assert!(output.status.success(), "{output:?}");
+    }
+}
+
+/// The child must die with this message.
+fn dies(output: Option<Output>, message: &str) {
+    if let Some(output) = output {
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{text}");
+        assert!(text.contains(message), "{text}");
+    }
+}
+
+#[test]
+fn new_memory_is_nan_and_copies_arrive() {
+    use_context();
+    let new = download(alloc(12), 3).unwrap();
+    assert!(new.iter().all(|x| x.is_nan()), "{new:?}");
+    let there = upload(&[1f32, 2., 3.]);
+    assert_eq!(download(there + 4, 2).unwrap(), [2., 3.]);
+}
+
+#[test]
+fn a_launch_runs_each_thread_of_the_grid_once() {
+    use_context();
+    let x = upload(&(0..100).map(|i| i as f32).collect::<Vec<_>>());
+    assert_eq!(launch("add_one", 2, 64, &mut [x, 100]), 0);
+    let expected: Vec<f32> = (0..100).map(|i| i as f32 + 1.).collect();
+    assert_eq!(download(x, 100).unwrap(), expected);
+    assert_eq!(launch("add_one", 1, 64, &mut [x, 100]), 0);
+    let both = download(x, 100).unwrap();
+    assert_eq!((both[63], both[64]), (65., 65.));
+}
+
+#[test]
+fn threads_meet_at_barriers() {
+    use_context();
+    let out = alloc(256);
+    assert_eq!(launch("right_barrier", 1, 64, &mut [out]), 0);
+    let expected: Vec<f32> = (0..64).map(|i| ((i + 1) % 64) as f32).collect();
+    assert_eq!(download(out, 64).unwrap(), expected);
+}
+
+#[test]
+fn launches_beyond_the_limits_are_refused() {
+    use_context();
+    let x = upload(&[0f32; 4]);
+    let mut arguments = [x, x, 0];
+    let mut refused = |name, grid, block, shared_bytes| {
+        launch_on(
+            null_mut(),
+            name,
+            (grid, block),
+            shared_bytes,
+            &mut arguments,
+        )
+    };
+    for (grid, block) in [
+        ([0, 1, 1], [32, 1, 1]),
+        ([1, 0, 1], [32, 1, 1]),
+        ([1, 1, 1], [0, 1, 1]),
+        ([1, 65_536, 1], [1, 1, 1]),
+        ([1, 1, 65_536], [1, 1, 1]),
+        ([1 << 31, 1, 1], [1, 1, 1]),
+        ([1, 1, 1], [1_025, 1, 1]),
+        ([1, 1, 1], [1, 1, 65]),
+    ] {
+        let result = refused("add_one", grid, block, 0);
+        assert_eq!(result, INVALID_VALUE, "{grid:?} {block:?}");
+    }
+    // `copy` has __launch_bounds__(64).
+    assert_eq!(refused("copy", [1, 1, 1], [64, 1, 1], 0), 0);
+    assert_eq!(refused("copy", [1, 1, 1], [65, 1, 1], 0), INVALID_VALUE);
+    // More than 48 KiB of shared memory needs an attribute, up to 227 KiB.
+    let function = kernel("copy").unwrap();
+    assert_eq!(refused("copy", [1, 1, 1], [1, 1, 1], 48 << 10), 0);
+    assert_eq!(
+        refused("copy", [1, 1, 1], [1, 1, 1], (48 << 10) + 1),
+        INVALID_VALUE
+    );
+    // SAFETY: the handle is a kernel.
+    let set = |bytes| unsafe { cuFuncSetAttribute(function, 8, bytes) };
+    assert_eq!(set((227 << 10) + 1), INVALID_VALUE);
+    assert_eq!(set(227 << 10), 0);
+}
+
+#[test]
+fn wrong_modules_and_names_are_refused() {
+    use_context();
+    let mut module = null_mut();
+    let load = |module: &mut Handle, image: &CStr| {
+        // SAFETY: the pointer receives the handle, and the image ends with 0.
+        unsafe { cuModuleLoadData(module, image.as_ptr()) }
+    };
+    assert_eq!(load(&mut module, c".version 9.0"), INVALID_IMAGE);
+    assert_eq!(
+        load(&mut module, c"CUDA-ON-HOST loop /missing.so"),
+        INVALID_IMAGE
+    );
+    assert_eq!(kernel("missing").unwrap_err(), NOT_FOUND);
+}
+
+#[test]
+fn calls_without_a_context_are_refused() {
+    let result = std::thread::spawn(|| {
+        let mut pointer = 0;
+        // SAFETY: the pointer receives the address.
+        unsafe { cuMemAllocAsync(&mut pointer, 8, null_mut()) }
+    });
+    assert_eq!(result.join().unwrap(), INVALID_CONTEXT);
+}
+
+#[test]
+fn wrong_sizes_and_pointers_of_memory_are_refused() {
+    use_context();
+    let mut pointer = 1;
+    let freed = alloc(8);
+    // SAFETY: the pointers receive addresses, and the driver checks the freed ones.
+    unsafe {
+        // The two functions differ on a GPU too.
+        assert_eq!(cuMemAlloc_v2(&mut pointer, 0), INVALID_VALUE);
+        assert_eq!(cuMemAllocAsync(&mut pointer, 0, null_mut()), 0);
+        assert_eq!(pointer, 0);
+        assert_eq!(cuMemFreeAsync(freed, null_mut()), 0);
+        assert_eq!(cuMemFreeAsync(freed, null_mut()), INVALID_VALUE);
+    }
+}
+
+#[test]
+fn a_copy_that_is_out_of_bounds_breaks_the_context() {
+    succeeds(in_child(
+        "a_copy_that_is_out_of_bounds_breaks_the_context",
+        &[],
+        || {
+            let x = upload(&[1f32, 2.]);
+            assert_eq!(download(x, 3), Err(ILLEGAL_ADDRESS));
+            assert_eq!(download(x, 2), Err(ILLEGAL_ADDRESS));
+        },
+    ));
+}
+
+#[test]
+fn a_failed_assertion_breaks_the_context() {
+    succeeds(in_child(
+        "a_failed_assertion_breaks_the_context",
+        &[],
+        || {
+            let ids = upload(&[0u32, 1, 7]);
+            assert_eq!(launch("check_index", 1, 3, &mut [ids, 8]), 0);
+            assert_eq!(launch("check_index", 1, 3, &mut [ids, 7]), ASSERT);
+            assert_eq!(download(ids, 1), Err(ASSERT));
+        },
+    ));
+}
+
+#[test]
+fn a_kernel_that_reads_out_of_bounds_ends_the_process() {
+    let output = in_child(
+        "a_kernel_that_reads_out_of_bounds_ends_the_process",
+        &[],
+        || {
+            // An allocation of 4 numbers ends at an inaccessible page.
+            let (from, to) = (upload(&[0f32; 4]), upload(&[0f32; 8]));
+            launch("copy", 1, 5, &mut [from, to, 5]);
+        },
+    );
+    dies(
+        output,
+        "cuda_host: copy: memory outside of every buffer, block (0, 0, 0), thread (4, 0, 0)",
+    );
+}
+
+#[test]
+fn use_after_free_ends_the_process() {
+    let output = in_child("use_after_free_ends_the_process", &[], || {
+        let (from, to) = (upload(&[0f32; 4]), upload(&[0f32; 4]));
+        // SAFETY: the driver checks the pointer.
+        assert_eq!(unsafe { cuMemFreeAsync(from, null_mut()) }, 0);
+        // The memory is not used for another allocation.
+        let other = upload(&[0f32; 4]);
+        assert_ne!(from, other);
+        launch("copy", 1, 4, &mut [from, to, 4]);
+    });
+    dies(output, "cuda_host: copy: memory outside of every buffer");
+}
+
+#[test]
+fn a_lazy_stream_works_when_a_call_waits_for_it() {
+    succeeds(in_child(
+        "a_lazy_stream_works_when_a_call_waits_for_it",
+        &[("CUDA_ON_HOST_LAZY", "1")],
+        || {
+            let (producer, consumer) = (stream(), stream());
+            let (x, y) = (upload(&[1f32; 4]), upload(&[0f32; 4]));
+            let shape = ([1, 1, 1], [4, 1, 1]);
+            let one = |x| launch_on(producer, "add_one", shape, 0, &mut [x, 4]);
+            let copy = || launch_on(consumer, "copy", shape, 0, &mut [x, y, 4]);
+            // SAFETY: the handles are streams, and the pointer receives the event.
+            unsafe {
+                assert_eq!(cuStreamSynchronize(null_mut()), 0);
+                assert_eq!(one(x), 0);
+                assert_eq!(
+                    download(x, 1).unwrap(),
+                    [1.],
+                    "nothing waits for the stream"
+                );
+                // Without an event the consumer does not wait for the producer.
+                assert_eq!(copy(), 0);
+                assert_eq!(cuStreamSynchronize(consumer), 0);
+                assert_eq!(download(y, 1).unwrap(), [1.]);
+                let mut event = null_mut();
+                assert_eq!(cuEventCreate(&mut event, 0), 0);
+                assert_eq!(cuEventRecord(event, producer), 0);
+                assert_eq!(one(x), 0);
+                assert_eq!(cuStreamWaitEvent(consumer, event, 0), 0);
+                assert_eq!(copy(), 0);
+                assert_eq!(cuStreamSynchronize(consumer), 0);
+                // The second increment is after the event.
+                assert_eq!(download(y, 1).unwrap(), [2.]);
+                assert_eq!(cuStreamSynchronize(producer), 0);
+                assert_eq!(download(x, 1).unwrap(), [3.]);
+            }
+        },
+    ));
+}
+
+#[test]
+fn calls_of_this_thread_are_counted() {
+    use_context();
+    let x = upload(&[0f32; 4]);
+    // SAFETY: the names end with 0.
+    let counts = || unsafe {
+        [c"launch", c"launch:add_one", c"cuMemcpyDtoHAsync_v2"]
+            .map(|name| cuda_host_calls(name.as_ptr()))
+    };
+    let before = counts();
+    launch("add_one", 1, 4, &mut [x, 4]);
+    launch("copy", 1, 4, &mut [x, x, 4]);
+    download(x, 4).unwrap();
+    std::thread::spawn(move || {
+        use_context();
+        download(x, 4)
+    });
+    assert_eq!(counts(), [before[0] + 2, before[1] + 1, before[2] + 1]);
+}
+
+#[test]
+fn products_follow_transposes_strides_and_scalars() {
+    use_context();
+    let mut handle = null_mut();
+    // SAFETY: the pointer receives the handle.
+    assert_eq!(unsafe { cublasCreate_v2(&mut handle) }, 0);
+    let (m, n, k) = (3, 2, 4);
+    let value = |i: usize| ((i * 7 + 3) % 11) as f32 - 5.;
+    let numbers = |len| (0..len).map(value).collect::<Vec<_>>();
+    for (op_a, op_b, beta) in [(0, 0, 0f32), (1, 0, 2.), (0, 1, -1.), (1, 1, 0.5)] {
+        // One element more than a column needs.
+        let (stride_a, stride_b, stride_c) = ([m, k][op_a] + 1, [k, n][op_b] + 1, m + 1);
+        let a = numbers(stride_a * [k, m][op_a]);
+        let b = numbers(stride_b * [n, k][op_b]);
+        let c = numbers(stride_c * n);
+        let (alpha, on_device) = (1.5f32, upload(&c));
+        // SAFETY: the strides and sizes are those of the matrices.
+        let result = unsafe {
+            cublasGemmEx(
+                handle,
+                op_a as c_int,
+                op_b as c_int,
+                m as c_int,
+                n as c_int,
+                k as c_int,
+                (&raw const alpha).cast(),
+                upload(&a),
+                0,
+                stride_a as c_int,
+                upload(&b),
+                0,
+                stride_b as c_int,
+                (&raw const beta).cast(),
+                on_device,
+                0,
+                stride_c as c_int,
+                68,
+                -1,
+            )
+        };
+        assert_eq!(result, 0);
+        let mut expected = c.clone();
+        for j in 0..n {
+            for i in 0..m {
+                let sum: f32 = (0..k)
+                    .map(|l| {
+                        let left = a[[i + l * stride_a, l + i * stride_a][op_a]];
+                        let right = b[[l + j * stride_b, j + l * stride_b][op_b]];
+                        left * right
+                    })
+                    .sum();
+                expected[i + j * stride_c] = alpha * sum + beta * c[i + j * stride_c];
+            }
+        }
+        assert_eq!(download(on_device, c.len()).unwrap(), expected);
+    }
+}

@@ -1,0 +1,81 @@
+//! Counts of the calls that a test makes to the CUDA driver.
+
+use std::ffi::{CStr, c_char, c_void};
+
+/// The calls of the current thread, counted by the emulation of the driver on the CPU
+/// (`kernels/host/driver`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CudaCalls {
+    /// Kernel launches.
+    pub launches: u64,
+    /// Matrix products of cuBLAS.
+    pub products: u64,
+    /// Copies from the host to the device.
+    pub copies_to_device: u64,
+    /// Copies from the device to the host, each of which waits for the device.
+    pub copies_to_host: u64,
+    /// Allocations.
+    pub allocations: u64,
+    /// Memory that is set to one byte.
+    pub memsets: u64,
+    /// Operations on events.
+    pub events: u64,
+}
+
+impl std::ops::Sub for CudaCalls {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self {
+            launches: self.launches - other.launches,
+            products: self.products - other.products,
+            copies_to_device: self.copies_to_device - other.copies_to_device,
+            copies_to_host: self.copies_to_host - other.copies_to_host,
+            allocations: self.allocations - other.allocations,
+            memsets: self.memsets - other.memsets,
+            events: self.events - other.events,
+        }
+    }
+}
+
+impl CudaCalls {
+    /// Returns the calls of this thread so far. `None` without the emulation.
+    pub fn now() -> Option<Self> {
+        Some(Self {
+            launches: count(c"launch")?,
+            products: count(c"product")?,
+            copies_to_device: count(c"cuMemcpyHtoDAsync_v2")?,
+            copies_to_host: count(c"cuMemcpyDtoHAsync_v2")?,
+            allocations: count(c"cuMemAllocAsync")?,
+            memsets: count(c"cuMemsetD8Async")?,
+            events: count(c"cuEventCreate")?
+                + count(c"cuEventRecord")?
+                + count(c"cuEventDestroy_v2")?
+                + count(c"cuStreamWaitEvent")?,
+        })
+    }
+
+    /// Returns the launches of one kernel by this thread. `None` without the emulation.
+    pub fn launches_of(kernel: &str) -> Option<u64> {
+        let name = std::ffi::CString::new(format!("launch:{kernel}")).ok()?;
+        count(&name)
+    }
+}
+
+/// Asks the emulation for a count. It exports a function that a real driver does not have.
+#[allow(unsafe_code)]
+fn count(name: &CStr) -> Option<u64> {
+    unsafe extern "C" {
+        fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+    }
+    // SAFETY: a null handle searches all loaded libraries, and the name is a C string.
+    let function = unsafe { dlsym(std::ptr::null_mut(), c"cuda_host_calls".as_ptr()) };
+    if function.is_null() {
+        return None;
+    }
+    // SAFETY: the function of this name has this signature.
+    let function: unsafe extern "C" fn(*const c_char) -> u64 =
+        unsafe { std::mem::transmute(function) };
+    // SAFETY: the name is a C string.
+    Some(unsafe { function(name.as_ptr()) })
+}
