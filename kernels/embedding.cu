@@ -1,5 +1,5 @@
-// Rows of a table [vocab, width] at ids [n], and the gradient of the table. An id out of range
-// gives NaN forward and no gradient.
+// Rows of a table [vocab, width] at ids [n], and the sum of rows by id. An id out of range gives
+// NaN forward, and its row is added to no sum.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -26,23 +26,72 @@ __device__ __forceinline__ void forward(const T *weight, const uint32_t *ids, T 
     for (int i = done + (int)threadIdx.x; i < width; i += 32) to[i] = is_row ? from[i] : from_float<T>(NAN);
 }
 
-// Sets `first[id]` to n minus the first position of the id. It starts as zeros.
-extern "C" __global__ void __launch_bounds__(THREADS)
-embedding_first(const uint32_t *ids, uint32_t *first, uint32_t n, uint32_t vocab) {
-    const uint32_t place = blockIdx.x * THREADS + threadIdx.x;
-    if (place < n && ids[place] < vocab) atomicMax(first + ids[place], n - place);
+constexpr int SORT_THREADS = 1024;
+
+// Sorts the positions of the ids, in one block: positions[starts[id]..starts[id + 1]] are those of
+// `id`, in ascending order. Ids out of range have none. `counts` [vocab] starts as zeros, and
+// `ranks` [n] is memory for the kernel.
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+embedding_sort(const uint32_t *ids, uint32_t *counts, uint32_t *starts, uint32_t *ranks, uint32_t *positions,
+               uint32_t n, uint32_t vocab) {
+    __shared__ uint32_t shared[SORT_THREADS];
+    const uint32_t thread = threadIdx.x;
+    // The rank of a position among those of its id: earlier chunks of ids first, then the chunk.
+    for (uint32_t first = 0; first < n; first += SORT_THREADS) {
+        const uint32_t place = first + thread;
+        const uint32_t id = place < n ? ids[place] : vocab;
+        shared[thread] = id;
+        __syncthreads();
+        uint32_t before = 0;
+        bool is_last = true;
+        if (id < vocab) {
+            for (uint32_t i = 0; i < SORT_THREADS; i++) {
+                const bool is_same = shared[i] == id;
+                before += is_same && i < thread;
+                is_last = is_last && !(is_same && i > thread);
+            }
+            ranks[place] = counts[id] + before;
+        }
+        __syncthreads();
+        if (id < vocab && is_last) counts[id] += before + 1;
+        __syncthreads();
+    }
+    // The sums of the counts before each id. A thread has a part of the ids.
+    const uint32_t part = (vocab + SORT_THREADS - 1) / SORT_THREADS;
+    const uint32_t begin = thread * part < vocab ? thread * part : vocab;
+    const uint32_t end = begin + part < vocab ? begin + part : vocab;
+    uint32_t sum = 0;
+    for (uint32_t id = begin; id < end; id++) sum += counts[id];
+    shared[thread] = sum;
+    __syncthreads();
+    for (uint32_t offset = 1; offset < SORT_THREADS; offset *= 2) {
+        const uint32_t other = thread >= offset ? shared[thread - offset] : 0;
+        __syncthreads();
+        shared[thread] += other;
+        __syncthreads();
+    }
+    uint32_t start = shared[thread] - sum;
+    for (uint32_t id = begin; id < end; id++) {
+        starts[id] = start;
+        start += counts[id];
+    }
+    if (thread == SORT_THREADS - 1) starts[vocab] = start;
+    __syncthreads();
+    for (uint32_t place = thread; place < n; place += SORT_THREADS)
+        if (ids[place] < vocab) positions[starts[ids[place]] + ranks[place]] = place;
 }
 
-// A block for each position (blockIdx.x) and each 64 packs of columns (blockIdx.y). It sums the
-// rows of its id if the position is the first of the id. A warp sums some positions in order, and
-// the block adds the warps in order, so the result is deterministic. Rows without an id are not
-// written.
+// Adds rows of `gradient` [n, width] to the rows of `sum` at their ids. A block for each sorted
+// position (blockIdx.x) and each 64 packs of columns (blockIdx.y) adds the rows of an id if the
+// position is the first of the id. A warp adds a part of the positions in order, and the block adds
+// the warps in order, so the result is deterministic. Rows without an id are not written.
 template <typename T>
-__device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids, const uint32_t *first, T *dweight,
-                                         uint32_t n, uint32_t vocab, int width) {
-    const uint32_t place = blockIdx.x;
-    const uint32_t id = ids[place];
-    if (id >= vocab || first[id] != n - place) return;
+__device__ __forceinline__ void add(const T *gradient, const uint32_t *ids, const uint32_t *starts,
+                                    const uint32_t *positions, float *sum_of_rows, uint32_t vocab, int width) {
+    const uint32_t first = blockIdx.x;
+    if (first >= starts[vocab]) return;
+    const uint32_t id = ids[positions[first]];
+    if (starts[id] != first) return;
 
     constexpr int PER_LANE = 2 * PACK<T>;
     constexpr int COLUMNS = 32 * PER_LANE;
@@ -72,33 +121,21 @@ __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids,
             }
         }
     };
-    const uint32_t places = n - place;
-    const uint32_t part = (places + WARPS - 1) / WARPS;
-    const uint32_t begin = place + (uint32_t)warp * part;
-    const uint32_t end = begin + part < n ? begin + part : n;
-    for (uint32_t at = begin; at < end; at += 32) {
-        const bool is_here = at + (uint32_t)lane < end && ids[at + (uint32_t)lane] == id;
-        unsigned here = __ballot_sync(0xffffffffu, is_here);
-        // Up to four rows at once, so that their loads overlap.
-        while (here != 0) {
-            uint32_t rows[4];
-            int count = 0;
+    const uint32_t rows = starts[id + 1] - first;
+    const uint32_t part = (rows + WARPS - 1) / WARPS;
+    const uint32_t begin = first + (uint32_t)warp * part;
+    const uint32_t last = first + rows;
+    const uint32_t end = begin + part < last ? begin + part : last;
+    uint32_t at = begin;
+    // Four rows at once, so that their loads overlap.
+    for (; at + 4 <= end; at += 4) {
+        uint32_t four[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                rows[i] = at + (uint32_t)(here == 0 ? 0 : __ffs((int)here) - 1);
-                count += here != 0;
-                here &= here - 1;
-            }
-            if (count == 4) {
+        for (int i = 0; i < 4; i++) four[i] = positions[at + (uint32_t)i];
 #pragma unroll
-                for (int i = 0; i < 4; i++) add_row(rows[i]);
-            } else {
-                add_row(rows[0]);
-                if (count > 1) add_row(rows[1]);
-                if (count > 2) add_row(rows[2]);
-            }
-        }
+        for (int i = 0; i < 4; i++) add_row(four[i]);
     }
+    for (; at < end; at++) add_row(positions[at]);
 
     __shared__ float shared[WARPS][COLUMNS];
 #pragma unroll
@@ -110,7 +147,7 @@ __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids,
         for (int w = 0; w < WARPS; w++) sum += shared[w][i];
         const int element = i / 32, of_lane = i % 32;
         const int column = first_column + (element / PACK<T> * 32 + of_lane) * PACK<T> + element % PACK<T>;
-        if (column < width) dweight[(uint64_t)id * (uint64_t)width + (uint64_t)column] = from_float<T>(sum);
+        if (column < width) sum_of_rows[(uint64_t)id * (uint64_t)width + (uint64_t)column] += sum;
     }
 }
 
@@ -121,9 +158,9 @@ __device__ __forceinline__ void backward(const T *gradient, const uint32_t *ids,
         forward(weight, ids, rows, n, vocab, width);                                                                   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                          \
-        embedding_backward_##name(const T *gradient, const uint32_t *ids, const uint32_t *first, T *dweight,          \
-                                  uint32_t n, uint32_t vocab, int width) {                                             \
-        backward(gradient, ids, first, dweight, n, vocab, width);                                                      \
+        embedding_add_##name(const T *gradient, const uint32_t *ids, const uint32_t *starts,                          \
+                             const uint32_t *positions, float *sum, uint32_t vocab, int width) {                       \
+        add(gradient, ids, starts, positions, sum, vocab, width);                                                      \
     }
 
 EMBEDDING(float, f32)

@@ -39,7 +39,7 @@ kernels! {
     }
     embedding EMBEDDING {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
-        embedding_backward(gradient: In<Self>, ids: In<u32>, first: In<u32>, dweight: Out<Self>, n: u32, vocab: u32,
+        embedding_add(gradient: In<Self>, ids: In<u32>, starts: In<u32>, positions: In<u32>, sum: Out<f32>, vocab: u32,
             width: i32);
     }
     gradient_norm GRADIENT_NORM {
@@ -70,7 +70,8 @@ kernels! {
 // Kernels without an element type.
 plain_kernels! {
     embedding EMBEDDING {
-        embedding_first(ids: In<u32>, first: Out<u32>, n: u32, vocab: u32);
+        embedding_sort(ids: In<u32>, counts: Out<u32>, starts: Out<u32>, ranks: Out<u32>, positions: Out<u32>, n: u32,
+            vocab: u32);
     }
     gradient_norm GRADIENT_NORM {
         gradient_sum_parts(parts: In<f64>, sums: Out<f64>);

@@ -80,10 +80,10 @@ pub fn add_embedding_gradient(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> 
     let gradient = gradient.detach().contiguous()?;
     #[cfg(feature = "cuda")]
     if path::is_fused(&gradient) && gradient.device().is_cuda() {
-        // Parallel over tokens. Candle's index_add is sequential.
-        let rows = crate::cuda::embedding::backward(sum, &ids, &gradient)?;
-        let sum = sum.detach();
-        return sum.slice_set(&(&sum + rows.to_dtype(sum.dtype())?)?, 0, 0);
+        if gradient.elem_count() == 0 {
+            return Ok(());
+        }
+        return crate::cuda::embedding::add(&sum.detach(), &ids, &gradient);
     }
     if !path::is_fused_on_cpu(&gradient) {
         return composed::embedding::add_rows(sum, &ids, &gradient);
@@ -137,7 +137,11 @@ impl CustomOp1 for Embedding {
         let gradient = gradient.contiguous()?;
         #[cfg(feature = "cuda")]
         if weight.device().is_cuda() {
-            return crate::cuda::embedding::backward(weight, &self.ids, &gradient).map(Some);
+            let sum = Tensor::zeros(weight.shape(), candle_core::DType::F32, weight.device())?;
+            if gradient.elem_count() > 0 {
+                crate::cuda::embedding::add(&sum, &self.ids, &gradient)?;
+            }
+            return sum.to_dtype(weight.dtype()).map(Some);
         }
         with_element!(weight.dtype(), "weight", T => {
             cpu::embedding::backward::<T>(weight, &self.ids, &gradient).map(Some)

@@ -15,6 +15,10 @@ pub fn embedding(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
 
 /// Returns the rows at `ids`, u32 `[N]`.
 pub(crate) fn rows(ids: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    if ids.elem_count() == 0 {
+        // Candle has no empty selection on CUDA.
+        return weight.narrow(0, 0, 0);
+    }
     weight.contiguous()?.index_select(ids, 0)
 }
 

@@ -5,12 +5,15 @@ use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, Storage, Tensor, bail};
 
-use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use super::in_place::write;
+use super::{In, Out, alloc, grid, kernels, with_cuda_floats};
 use crate::embedding::Embedding;
 
 /// Threads of a block, as in the kernels: 8 warps, with one row of the result each.
 const THREADS: u32 = 256;
 const ROWS: usize = 8;
+/// Threads of the one block that sorts ids.
+const SORT_THREADS: u32 = 1024;
 
 /// Returns the rows of a contiguous `weight` `[V, H]` at the ids.
 pub(crate) fn forward(
@@ -42,43 +45,67 @@ pub(crate) fn forward(
     Ok((rows, Shape::from(op.shape.as_slice())))
 }
 
-/// Returns the gradient of `weight` `[V, H]`. `gradient` is contiguous, `[.., H]` for `ids` `[N]`.
-pub(crate) fn backward(weight: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<Tensor> {
-    let device = weight.device().as_cuda_device()?;
+/// Adds the rows of a contiguous `gradient` `[.., H]` to the rows of `sum`, f32 `[V, H]` and
+/// contiguous, at `ids` `[N]`. None of them is empty.
+pub(crate) fn add(sum: &Tensor, ids: &Tensor, gradient: &Tensor) -> Result<()> {
+    let device = sum.device().as_cuda_device()?;
     let stream = device.cuda_stream();
-    let (vocab, width) = weight.dims2()?;
+    let (vocab, width) = sum.dims2()?;
     let n = ids.elem_count();
     check(n, vocab, width)?;
+    // 64 packs of 16 bytes of columns for each block in y.
+    let slices = (width * gradient.dtype().size_in_bytes()).div_ceil(64 * 16);
+    if slices > 65_535 {
+        bail!("sum: rows of {width}, wider than one launch takes");
+    }
     let ids = ids.storage_and_layout();
     let gradient = gradient.storage_and_layout();
     let Storage::Cuda(gradient_cuda) = &*gradient.0 else {
-        bail!("embedding: the gradient left the GPU");
+        bail!("gradient: on the CPU, must be on a GPU");
     };
-    let dweight = with_cuda_floats!(gradient_cuda, "gradient", T => {
-        let mut dweight = device.alloc_zeros::<T>(vocab * width)?;
-        if n > 0 {
-            let mut first = device.alloc_zeros::<u32>(vocab)?;
-            // 64 packs of 16 bytes of columns for each block in y.
-            let slices = (width * size_of::<T>()).div_ceil(64 * 16);
-            if slices > 65_535 {
-                bail!("weight: rows of {width}, wider than one launch takes");
-            }
-            let by_places = LaunchConfig {
-                grid_dim: (n as u32, slices as u32, 1),
-                block_dim: (THREADS, 1, 1),
-                shared_mem_bytes: 0,
-            };
-            // SAFETY: ids has n elements, first vocab, gradient n * width, dweight vocab * width.
+    let mut counts = device.alloc_zeros::<u32>(vocab)?;
+    // SAFETY: the kernel writes all starts and ranks, and reads the positions that it has written.
+    #[allow(unsafe_code)]
+    let (mut starts, mut ranks, mut positions) = unsafe {
+        (
+            alloc::<u32>(device, vocab + 1)?,
+            alloc::<u32>(device, n)?,
+            alloc::<u32>(device, n)?,
+        )
+    };
+    // SAFETY: ids, ranks and positions have n elements, counts vocab, starts vocab + 1.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernels::embedding_sort {
+            ids: In::from_tensor(&ids, &stream)?,
+            counts: Out::new(&mut counts, &stream),
+            starts: Out::new(&mut starts, &stream),
+            ranks: Out::new(&mut ranks, &stream),
+            positions: Out::new(&mut positions, &stream),
+            n: n as u32,
+            vocab: vocab as u32,
+        }
+        .launch(device, grid(1, SORT_THREADS)?)?;
+    }
+    let starts = CudaStorage::wrap_cuda_slice(starts, device.clone());
+    let positions = CudaStorage::wrap_cuda_slice(positions, device.clone());
+    let by_positions = LaunchConfig {
+        grid_dim: (n as u32, slices as u32, 1),
+        block_dim: (THREADS, 1, 1),
+        shared_mem_bytes: 0,
+    };
+    write(sum, |sum, layout| {
+        with_cuda_floats!(gradient_cuda, "gradient", T => {
+            let sum = Out::<f32>::in_place(sum, layout, &stream)?;
+            // SAFETY: gradient has n * width elements, ids and positions n, starts vocab + 1, sum
+            // vocab * width.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::embedding_first { ids: In::from_tensor(&ids, &stream)?, first: Out::new(&mut first, &stream), n: n as u32, vocab: vocab as u32 }.launch(device, grid(n.div_ceil(THREADS as usize), THREADS)?)?;
-                let first = CudaStorage::wrap_cuda_slice(first, device.clone());
-                kernels::embedding_backward::<T> { gradient: In::from_tensor(&gradient, &stream)?, ids: In::from_tensor(&ids, &stream)?, first: In::new(&first, &Layout::contiguous(vocab), &stream)?, dweight: Out::new(&mut dweight, &stream), n: n as u32, vocab: vocab as u32, width: width as i32 }.launch(device, by_places)?;
+                kernels::embedding_add::<T> { gradient: In::from_tensor(&gradient, &stream)?, ids: In::from_tensor(&ids, &stream)?, starts: In::new(&starts, &Layout::contiguous(vocab + 1), &stream)?, positions: In::new(&positions, &Layout::contiguous(n), &stream)?, sum, vocab: vocab as u32, width: width as i32 }.launch(device, by_positions)?;
             }
-        }
-        CudaStorage::wrap_cuda_slice(dweight, device.clone())
-    });
-    Ok(as_tensor(dweight, weight.shape()))
+        });
+        Ok(())
+    })
 }
 
 /// The kernels count ids, rows of the weight and columns in 31 bits.

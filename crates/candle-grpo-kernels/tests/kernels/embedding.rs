@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, arithmetic_dtype, composed, embedding};
-use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 
 use crate::layout::{Layout, layouts};
@@ -19,10 +19,10 @@ fn check(ids: &Tensor, weight: &Tensor, layout: Layout) -> Result<()> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
-        ids in prop::collection::vec(any::<u32>(), 0..40),
+        ids in prop::collection::vec(any::<u32>(), 1..40),
         vocab in prop_oneof![Just(1u32), 2u32..40],
         width in prop_oneof![1usize..40, Just(576)],
         dtype in dtypes(),
@@ -36,6 +36,18 @@ proptest! {
 }
 
 #[test]
+fn no_ids_give_no_rows() -> Result<()> {
+    for device in devices() {
+        for dtype in [DType::F32, DType::BF16, DType::F64] {
+            let ids = Tensor::from_slice(&[0u32; 0], (2, 0), device)?;
+            let rows = embedding(&ids, &noisy(&[4, 5], 1, dtype)?.to_device(device)?)?;
+            assert_eq!((rows.dims(), rows.dtype()), (&[2, 0, 5][..], dtype));
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn ids_may_have_any_shape() -> Result<()> {
     let ids = Tensor::new(&[[0i64, 3, 1], [2, 3, 3]], &Device::Cpu)?.t()?;
     let weight = noisy(&[4, 5], 1, DType::F32)?;
@@ -45,7 +57,7 @@ fn ids_may_have_any_shape() -> Result<()> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
     #[test]
     fn gradients_are_added_to_a_sum(
         ids in prop::collection::vec(0u32..9, 0..30),

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{
-    Buffer, Expected, Grid, Kernels, ORDERS, embedding_first, forward_and_backward,
+    Buffer, Expected, Grid, Kernels, ORDERS, embedding_sort, forward_and_backward,
 };
 use candle_grpo_kernels::embedding;
 use candle_grpo_test_support::noise;
@@ -57,8 +57,11 @@ fn check<T: Kernels>(
     for order in ORDERS {
         let seven = T::from_f64(7.0);
         let mut rows = Buffer::filled(seven, n * width + behind);
-        let mut first = Buffer::filled(0u32, vocab);
-        let mut dweight = Buffer::filled(T::zero(), vocab * width);
+        let mut counts = Buffer::filled(0u32, vocab);
+        let mut starts = Buffer::filled(u32::MAX, vocab + 1);
+        let mut ranks = Buffer::filled(u32::MAX, n);
+        let mut positions = Buffer::filled(u32::MAX, n);
+        let mut sum = Buffer::filled(0f32, vocab * width);
         let by_rows = Grid {
             grid: [n.div_ceil(8) as u32, 1, 1],
             block: [32, 8, 1],
@@ -83,23 +86,26 @@ fn check<T: Kernels>(
                 width32,
             )
             .unwrap();
-            embedding_first(
-                Grid::new(n.div_ceil(256) as u32, 256),
+            embedding_sort(
+                Grid::new(1, 1024),
                 order,
                 ids.as_ptr(),
-                first.as_mut_ptr(),
+                counts.as_mut_ptr(),
+                starts.as_mut_ptr(),
+                ranks.as_mut_ptr(),
+                positions.as_mut_ptr(),
                 n32,
                 vocab32,
             )
             .unwrap();
-            T::embedding_backward(
+            T::embedding_add(
                 by_places,
                 order,
                 gradient.as_ptr(),
                 ids.as_ptr(),
-                first.as_ptr(),
-                dweight.as_mut_ptr(),
-                n32,
+                starts.as_ptr(),
+                positions.as_ptr(),
+                sum.as_mut_ptr(),
                 vocab32,
                 width32,
             )
@@ -117,14 +123,19 @@ fn check<T: Kernels>(
             assert!(found == *on_cpu || (found.is_nan() && on_cpu.is_nan()));
         }
         assert!(rows[n * width..].iter().all(|x| *x == seven));
-        let found: Vec<f64> = dweight.iter().map(|x| x.to_f64()).collect();
+        let mut sorted: Vec<u32> = (0..n32).filter(|i| ids[*i as usize] < vocab32).collect();
+        sorted.sort_by_key(|i| ids[*i as usize]);
+        assert_eq!(positions[..sorted.len()], sorted);
+        assert_eq!(starts[vocab] as usize, sorted.len());
+        let found: Vec<f64> = sum.iter().map(|x| f64::from(*x)).collect();
         dweight_expected.assert_close(&found, tolerance);
     }
     Ok(())
 }
 
 fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
-    let many: Vec<u32> = (0..333u32)
+    // More than one chunk of the sort.
+    let many: Vec<u32> = (0..1333u32)
         .map(|i| if i % 3 == 0 { 4 } else { i * i % 9 })
         .collect();
     let far = [2, u32::MAX, 0, 9, 2, 1, 1, 8];
