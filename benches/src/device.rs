@@ -6,9 +6,7 @@ use candle_core::{Device, Result};
 pub(crate) fn open() -> Result<Device> {
     #[cfg(feature = "cuda")]
     {
-        let device = Device::new_cuda_with_stream(0)?;
-        crate::memory::keep(device.as_cuda_device()?)?;
-        Ok(device)
+        candle_grpo_kernels::cuda_device(0)
     }
     #[cfg(not(feature = "cuda"))]
     Ok(Device::Cpu)

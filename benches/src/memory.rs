@@ -31,23 +31,12 @@ impl Meter {
     }
 }
 
-#[cfg(feature = "cuda")]
-pub(crate) use pool::keep;
-
 /// The pool from which Candle allocates on the GPU.
 #[cfg(feature = "cuda")]
 mod pool {
     use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
     use candle_core::cuda_backend::cudarc::driver::sys::{CUmemPool_attribute, CUmemoryPool};
     use candle_core::{CudaDevice, Error, Result};
-
-    /// Makes the pool keep freed memory, as the peers' allocator does.
-    ///
-    /// By default, each synchronization releases it.
-    pub(crate) fn keep(device: &CudaDevice) -> Result<()> {
-        let threshold = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        set(of(device)?, threshold, u64::MAX)
-    }
 
     /// Resets the peak and returns the bytes in use.
     pub(super) fn restart_peak(device: &CudaDevice) -> Result<usize> {

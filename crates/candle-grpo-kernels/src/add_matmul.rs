@@ -37,6 +37,10 @@ pub fn add_matmul(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if path::is_fused_on_cpu(a) && a.dtype() == DType::F32 {
         return cpu::add_matmul(sum, a, b);
     }
+    #[cfg(feature = "cuda")]
+    if path::is_fused(a) && a.device().is_cuda() {
+        return crate::cuda::matmul::product(&a.detach(), &b.detach(), &sum.detach(), true);
+    }
     composed::add_matmul::unchecked(sum, a, b)
 }
 

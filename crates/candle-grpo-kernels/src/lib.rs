@@ -29,7 +29,7 @@
 //! | [`embedding`](embedding()) | rows of a table by id | yes |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
-//! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | no |
+//! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | no |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | no |
 //!
@@ -62,6 +62,7 @@ pub mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod device;
 mod embedding;
 mod gradient_norm;
 mod linear_log_prob;
@@ -77,6 +78,7 @@ mod swiglu;
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
 pub use add_matmul::add_matmul;
 pub use attention::{Sequences, attention, attention_gradient};
+pub use device::cuda_device;
 pub use embedding::{add_embedding_gradient, embedding};
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};

@@ -287,25 +287,33 @@ fn composed_gradients(
 struct KeptRows {
     /// u32 `[K]`
     indices: Tensor,
-    /// The number of all rows.
-    among: usize,
+    /// The position of each of the N rows among these, 0 for other rows, u32 `[N]`.
+    positions: Tensor,
+    /// u8 `[N]`
+    mask: Tensor,
 }
 
 impl KeptRows {
     /// Returns the rows where `mask`, u8 `[N]`, is not 0, or `None` if these are all or none:
     /// Candle has no empty tensors on CUDA. Synchronizes with the device.
     fn new(mask: &Tensor) -> Result<Option<Self>> {
-        let indices: Vec<u32> = (0..)
-            .zip(mask.to_vec1::<u8>()?)
-            .filter_map(|(row, is_kept)| (is_kept != 0).then_some(row))
-            .collect();
-        let among = mask.elem_count();
-        if indices.is_empty() || indices.len() == among {
+        let mut indices = Vec::new();
+        let mut positions = Vec::new();
+        for (row, is_kept) in (0u32..).zip(mask.to_vec1::<u8>()?) {
+            if is_kept != 0 {
+                positions.push(indices.len() as u32);
+                indices.push(row);
+            } else {
+                positions.push(0);
+            }
+        }
+        if indices.is_empty() || indices.len() == positions.len() {
             return Ok(None);
         }
         Ok(Some(Self {
             indices: Tensor::new(indices, mask.device())?,
-            among,
+            positions: Tensor::new(positions, mask.device())?,
+            mask: mask.clone(),
         }))
     }
 
@@ -316,13 +324,17 @@ impl KeptRows {
 }
 
 /// Scatters `x`, which has the rows in `kept`, along `dim`; the other rows are 0.
+///
+/// Gathers each row, which is parallel. Candle's `index_add` is sequential in the rows.
 fn spread(kept: Option<&KeptRows>, x: Tensor, dim: usize) -> Result<Tensor> {
-    let Some(KeptRows { indices, among }) = kept else {
+    let Some(kept) = kept else {
         return Ok(x);
     };
-    let mut shape = x.dims().to_vec();
-    shape[dim] = *among;
-    Tensor::zeros(shape, x.dtype(), x.device())?.index_add(indices, &x, dim)
+    let rows = x.index_select(&kept.positions, dim)?;
+    let mut shape = vec![1; x.rank()];
+    shape[dim] = kept.mask.elem_count();
+    let mask = kept.mask.reshape(shape)?.broadcast_as(rows.shape())?;
+    mask.where_cond(&rows, &rows.zeros_like()?)
 }
 
 /// The checked arguments of [`linear_log_prob`].

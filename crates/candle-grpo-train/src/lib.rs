@@ -34,6 +34,7 @@ pub mod rewards;
 pub mod rollout;
 pub mod run;
 
+pub use candle_grpo_kernels::cuda_device;
 pub use data::{Dataset, DatasetConfig, Prompt};
 pub use learn::{
     Actor, ActorConfig, ComputeDType, Critic, CriticConfig, NotFinite, StepMetrics, TokenBatch,

@@ -30,7 +30,7 @@ impl Policy {
 }
 
 fn main() -> Result<()> {
-    let device = Device::Cpu; // or Device::new_cuda_with_stream(0)?
+    let device = Device::Cpu; // or candle_grpo_kernels::cuda_device(0)?
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
     let policy = Policy {

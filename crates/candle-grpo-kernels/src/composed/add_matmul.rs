@@ -15,7 +15,9 @@ pub(crate) fn unchecked(sum: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     if sum.elem_count() == 0 || a.elem_count() == 0 {
         return Ok(());
     }
-    let product = a.detach().matmul(&b.detach())?.to_dtype(sum.dtype())?;
+    // Candle multiplies contiguous tensors on every device, others on some.
+    let (a, b) = (a.detach().contiguous()?, b.detach().contiguous()?);
+    let product = a.matmul(&b)?.to_dtype(sum.dtype())?;
     let sum = sum.detach();
     sum.slice_set(&(&sum + product)?, 0, 0)
 }

@@ -10,9 +10,10 @@ pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
 }
 
 pub(crate) fn unchecked(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
-    let x = x.detach();
+    // Candle multiplies contiguous tensors and their transposes on every device, others on some.
+    let x = x.detach().contiguous()?;
     weights
         .iter()
-        .map(|weight| x.matmul(&weight.detach().t()?))
+        .map(|weight| x.matmul(&weight.detach().contiguous()?.t()?))
         .collect()
 }

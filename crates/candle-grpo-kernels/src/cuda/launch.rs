@@ -44,6 +44,7 @@ macro_rules! kernels {
             /// these arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
+                super::super::device::check(device)?;
                 let name = concat!(stringify!($kernel), "_").to_owned() + T::SUFFIX;
                 // Modules are cached by name across crates.
                 let module = concat!("candle-grpo/", stringify!($file));
@@ -79,6 +80,7 @@ macro_rules! plain_kernels {
             /// these arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
+                super::super::device::check(device)?;
                 let module = concat!("candle-grpo/", stringify!($file));
                 let function = device.get_or_load_custom_func(stringify!($kernel), module, ptx::$ptx)?;
                 allow_shared_memory(&function, grid.shared_mem_bytes)?;

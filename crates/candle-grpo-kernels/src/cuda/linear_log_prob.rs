@@ -5,11 +5,11 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
-use candle_core::{DType, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
 
 use super::in_place::write;
 use super::log_prob::{THREADS, launch_backward};
-use super::matmul::{Matrix, matmul};
+use super::matmul::{Matrix, matmul, product};
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::cpu::linear_log_prob::Wanted;
 use crate::log_prob::{Backward, Rows, rows_and_width};
@@ -165,13 +165,24 @@ pub(crate) fn backward(
         states = mask.where_cond(&states, &states.zeros_like()?)?;
     }
     let states = states.to_dtype(dtype)?;
+    // A matrix that a product writes completely.
+    let unwritten = |rows: usize, columns: usize| {
+        // SAFETY: see above.
+        #[allow(unsafe_code)]
+        let elements = unsafe { alloc::<f32>(gpu, rows * columns)? };
+        let storage = CudaStorage::wrap_cuda_slice(elements, gpu.clone());
+        Result::Ok(as_tensor(storage, &Shape::from((rows, columns))))
+    };
     let zeros = |wanted: bool, shape: &Shape, dtype| {
         wanted
             .then(|| Tensor::zeros(shape, dtype, device))
             .transpose()
     };
     let hidden_gradient = zeros(wanted.hidden, hidden.shape(), DType::F32)?;
-    let weight_gradient = zeros(wanted.weight, weight.shape(), weight.dtype())?;
+    let weight_gradient = match weight.dtype() {
+        DType::F32 if wanted.weight => Some(unwritten(vocab, width)?),
+        dtype => zeros(wanted.weight, weight.shape(), dtype)?,
+    };
     let bias_gradient = zeros(wanted.bias, &Shape::from(vocab), DType::F32)?;
     for (start, columns) in tiles(n, vocab)? {
         let weight = weight.narrow(0, start, columns)?.to_dtype(dtype)?;
@@ -180,19 +191,9 @@ pub(crate) fn backward(
             // Candle treats a single broadcast row as contiguous, but this tensor is written.
             rows.force_contiguous()?
         } else {
-            // SAFETY: the product writes every element.
-            #[allow(unsafe_code)]
-            let logits = unsafe { alloc::<f32>(gpu, n * columns)? };
-            let logits = CudaStorage::wrap_cuda_slice(logits, gpu.clone());
-            as_tensor(logits, &Shape::from((n, columns)))
+            unwritten(n, columns)?
         };
-        product(
-            [n, width, columns],
-            (&states, false),
-            (&weight, true),
-            &logits,
-            bias.is_some(),
-        )?;
+        product(&states, &weight.t()?, &logits, bias.is_some())?;
         write(&logits, |storage, layout| {
             let device = storage.device().clone();
             let stream = device.cuda_stream();
@@ -211,23 +212,15 @@ pub(crate) fn backward(
         }
         let gradient = logits.to_dtype(dtype)?;
         if let Some(hidden_gradient) = &hidden_gradient {
-            let sizes = [n, columns, width];
-            product(
-                sizes,
-                (&gradient, false),
-                (&weight, false),
-                hidden_gradient,
-                true,
-            )?;
+            product(&gradient, &weight, hidden_gradient, true)?;
         }
         if let Some(weight_gradient) = &weight_gradient {
-            let sizes = [columns, n, width];
             // In f32, because cuBLAS may add partial sums in the dtype of the result.
             let of_tile = match weight_gradient.dtype() {
                 DType::F32 => weight_gradient.narrow(0, start, columns)?,
-                _ => Tensor::zeros((columns, width), DType::F32, device)?,
+                _ => unwritten(columns, width)?,
             };
-            product(sizes, (&gradient, true), (&states, false), &of_tile, false)?;
+            product(&gradient.t()?, &states, &of_tile, false)?;
             if weight_gradient.dtype() != DType::F32 {
                 weight_gradient.slice_set(&of_tile.to_dtype(weight_gradient.dtype())?, 0, start)?;
             }
@@ -237,40 +230,4 @@ pub(crate) fn backward(
         .map(|gradient| gradient.to_dtype(hidden.dtype())?.reshape(shape))
         .transpose()?;
     Ok([hidden_gradient, weight_gradient, bias_gradient])
-}
-
-/// Computes `c = a b`, or `c += a b` if `is_added`, of contiguous tensors. `a` `[m, k]` and `b`
-/// `[k, n]` may be transposed, and `c` is f32 `[m, n]`.
-fn product(
-    sizes: [usize; 3],
-    (a, is_a_transposed): (&Tensor, bool),
-    (b, is_b_transposed): (&Tensor, bool),
-    c: &Tensor,
-    is_added: bool,
-) -> Result<()> {
-    let (a, b) = (a.storage_and_layout(), b.storage_and_layout());
-    write(c, |c, layout| {
-        let device = c.device().clone();
-        let stream = device.cuda_stream();
-        let Storage::Cuda(of_a) = &*a.0 else {
-            bail!("linear_log_prob: a tensor left the GPU");
-        };
-        with_cuda_floats!(of_a, "hidden", T => {
-            let a = Matrix {
-                elements: In::<T>::from_tensor(&a, &stream)?,
-                is_transposed: is_a_transposed,
-            };
-            let b = Matrix {
-                elements: In::<T>::from_tensor(&b, &stream)?,
-                is_transposed: is_b_transposed,
-            };
-            // SAFETY: the sizes are those of the tensors.
-            #[allow(unsafe_code)]
-            unsafe {
-                let c = Out::<f32>::in_place(c, layout, &stream)?;
-                matmul(&device, sizes, &a, &b, &c, is_added)?;
-            }
-        });
-        Ok(())
-    })
 }

@@ -6,10 +6,11 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
     cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t,
 };
 use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
-use candle_core::{Error, Result, bail};
+use candle_core::{Error, Result, Storage, Tensor, bail};
 
 use super::argument::Argument;
-use super::{CudaElement, In, Out};
+use super::in_place::write;
+use super::{CudaElement, In, Out, with_cuda_floats};
 
 /// A row-major matrix, or the transpose of one.
 pub(super) struct Matrix<'a, T> {
@@ -74,8 +75,54 @@ pub(super) unsafe fn matmul<T: CudaElement>(
             f32::BLAS,
             n,
             compute,
-            cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+            // The other default allows products of f16 for operands of f32.
+            if T::IS_F32 {
+                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT
+            } else {
+                cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP
+            },
         )
     }
     .map_err(Error::wrap)
+}
+
+/// Computes `c = a b`, or `c += a b` if `is_added`, of matrices that are not empty. `c` is f32 and
+/// contiguous.
+pub(crate) fn product(a: &Tensor, b: &Tensor, c: &Tensor, is_added: bool) -> Result<()> {
+    let ((m, k), n) = (a.dims2()?, b.dim(1)?);
+    let ((a, is_a_transposed), (b, is_b_transposed)) = (rows(a)?, rows(b)?);
+    let (a, b) = (a.storage_and_layout(), b.storage_and_layout());
+    write(c, |c, layout| {
+        let device = c.device.clone();
+        let stream = device.cuda_stream();
+        let Storage::Cuda(cuda_a) = &*a.0 else {
+            bail!("a: on the CPU, must be on a GPU");
+        };
+        with_cuda_floats!(cuda_a, "a", T => {
+            let a = Matrix {
+                elements: In::<T>::from_tensor(&a, &stream)?,
+                is_transposed: is_a_transposed,
+            };
+            let b = Matrix {
+                elements: In::<T>::from_tensor(&b, &stream)?,
+                is_transposed: is_b_transposed,
+            };
+            let c = Out::<f32>::in_place(c, layout, &stream)?;
+            // SAFETY: the sizes are those of the tensors.
+            #[allow(unsafe_code)]
+            unsafe {
+                matmul(&device, [m, k, n], &a, &b, &c, is_added)?;
+            }
+        });
+        Ok(())
+    })
+}
+
+/// Returns a contiguous tensor, and whether it is the transpose of `x`.
+fn rows(x: &Tensor) -> Result<(Tensor, bool)> {
+    let transposed = x.t()?;
+    if !x.is_contiguous() && transposed.is_contiguous() {
+        return Ok((transposed, true));
+    }
+    Ok((x.contiguous()?, false))
 }

@@ -3,6 +3,7 @@
 pub(crate) mod adamw;
 mod argument;
 pub(crate) mod attention;
+pub(crate) mod device;
 mod element;
 pub(crate) mod embedding;
 pub(crate) mod gradient_norm;
@@ -10,7 +11,7 @@ mod in_place;
 mod launch;
 pub(crate) mod linear_log_prob;
 pub(crate) mod log_prob;
-mod matmul;
+pub(crate) mod matmul;
 mod output;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

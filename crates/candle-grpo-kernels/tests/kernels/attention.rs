@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{Sequences, attention, attention_gradient, composed};
-use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -46,7 +46,7 @@ fn gaps(batch: usize, total: usize, seed: u64) -> Result<Tensor> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(cases(64)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         batch in 0usize..4,
@@ -76,7 +76,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
     /// Packed sequences and single sequences give bit-identical results.
     #[test]
     fn packed_sequences_do_not_influence_each_other(

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::{composed, scale_gradients, squared_gradient_norms};
-use candle_grpo_test_support::{devices, message, numbers};
+use candle_grpo_test_support::{cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -11,7 +11,7 @@ use crate::strategies::{dtypes, lengths};
 use crate::twin::noisy;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         lengths in lengths(),
@@ -20,10 +20,12 @@ proptest! {
         seed in 0u64..1000,
     ) {
         for device in devices() {
-            let fused = lengths.iter().enumerate()
-                .map(|(at, &len)| noisy(&[len], seed + at as u64, dtype)?.to_device(device))
-                .collect::<Result<Vec<_>>>()?;
-            let exact = fused.iter().map(|x| x.to_dtype(DType::F64)).collect::<Result<Vec<_>>>()?;
+            let (mut fused, mut exact) = (Vec::new(), Vec::new());
+            for (at, &len) in lengths.iter().enumerate() {
+                let gradient = noisy(&[len], seed + at as u64, dtype)?;
+                fused.push(gradient.to_device(device)?);
+                exact.push(gradient.to_dtype(DType::F64)?.to_device(device)?);
+            }
             let (fused, exact): (Vec<&Tensor>, Vec<&Tensor>) = (fused.iter().collect(), exact.iter().collect());
 
             let norms = squared_gradient_norms(&fused)?.to_vec1::<f64>()?;
@@ -46,7 +48,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
     #[test]
     fn a_gradient_may_have_any_layout_and_size(
         shapes in prop::collection::vec(([0usize..4, 0usize..40], layouts()), 0..4),
@@ -122,7 +124,7 @@ fn scaling_changes_only_the_view_in_place(
 #[test]
 fn empty_gradients_are_valid() -> Result<()> {
     for device in devices() {
-        let none = Tensor::ones((2, 0), DType::F32, device)?;
+        let none = noisy(&[2, 0], 1, DType::F32)?.to_device(device)?;
         let some = Tensor::ones(3, DType::F32, device)?;
         scale_gradients(&[&none, &some], 0.5)?;
         assert_eq!(numbers(&some)?, [0.5; 3]);

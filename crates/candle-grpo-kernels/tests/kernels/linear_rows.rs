@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{composed, linear_rows};
-use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 
 use crate::layout::layouts;
@@ -34,7 +34,7 @@ fn check(x: &Tensor, weights: &[Tensor]) -> Result<()> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
 
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{LogProbOptions, composed, log_prob, log_prob_gradient};
-use candle_grpo_test_support::{assert_close, devices, message, noise_tensor, numbers};
+use candle_grpo_test_support::{assert_close, cases, devices, message, noise_tensor, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -30,12 +30,19 @@ fn check_against_f64(
     let (close, gradient_close) = tolerances(logits.dtype());
     let device = targets.device();
     let values = layout.apply(logits)?.to_device(device)?;
-    let exact = Var::from_tensor(&values.to_dtype(DType::F64)?)?;
-    let fused = Var::from_tensor(&values)?;
     let options = LogProbOptions {
         mask,
         ..Default::default()
     };
+    if device.is_cuda() && values.elem_count() == 0 {
+        // Candle has few operations on empty tensors on CUDA, so the twin does not run.
+        for result in results(&log_prob(&values, targets, temperature, options)?) {
+            assert_eq!(result.dims(), targets.dims());
+        }
+        return Ok(());
+    }
+    let exact = Var::from_tensor(&values.to_dtype(DType::F64)?)?;
+    let fused = Var::from_tensor(&values)?;
     let expected = composed::log_prob(&exact, targets, temperature, options)?;
     let actual = log_prob(&fused, targets, temperature, options)?;
     for (actual, expected) in results(&actual).iter().zip(results(&expected)) {
@@ -56,7 +63,7 @@ fn check_against_f64(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         outer in prop::collection::vec(0usize..4, 1..3),

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{
     KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow, attention, composed, paged_attention,
 };
-use candle_grpo_test_support::{assert_close, devices, message, numbers};
+use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 
 use crate::layout::{Layout, layouts};
@@ -132,7 +132,7 @@ fn rows(sequences: &[Sequence], hidden: usize) -> Result<Vec<PagedRow<'_>>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
 
     #[test]
     fn the_result_equals_attention_to_the_same_positions(

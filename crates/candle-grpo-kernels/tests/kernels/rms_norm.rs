@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{composed, rms_norm, rms_norm_gradient};
-use candle_grpo_test_support::{devices, message, numbers};
+use candle_grpo_test_support::{cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -11,7 +11,7 @@ use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         rows in prop_oneof![0usize..5, Just(130)],

@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_grpo_kernels::{arithmetic_dtype, composed, rope, rope_gradient};
-use candle_grpo_test_support::{assert_close, message, numbers};
+use candle_grpo_test_support::{assert_close, cases, message, numbers};
 use proptest::prelude::*;
 
 use crate::layout::layouts;
@@ -10,7 +10,7 @@ use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(cases(48)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
         rows in 0usize..5,

@@ -6,7 +6,7 @@ use candle_grpo_loss::{
     ImportanceLevel, LinearLogProb, LogProbOptions, PolicyBatch, PolicyLoss, StepTotals,
     linear_log_prob, linear_policy_loss,
 };
-use candle_grpo_test_support::{assert_close, devices, message, noise_tensor, numbers};
+use candle_grpo_test_support::{assert_close, cases, devices, message, noise_tensor, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -296,7 +296,7 @@ impl Random {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    #![proptest_config(ProptestConfig::with_cases(cases(200)))]
     #[test]
     fn one_call_equals_the_composed_twins_in_f64(
         sizes in (

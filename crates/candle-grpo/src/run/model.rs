@@ -17,8 +17,7 @@ use crate::config::ModelConfig;
 /// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
     let device = match candle_core::utils::cuda_is_available() {
-        // One stream for all threads. Candle's default is one for each, without synchronization.
-        true => Device::new_cuda_with_stream(0)
+        true => candle_grpo_train::cuda_device(0)
             .context("this program was built for CUDA, and no CUDA device responds")?,
         false => Device::Cpu,
     };

@@ -1,0 +1,36 @@
+//! Settings of a device.
+
+use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
+use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
+use candle_core::{CudaDevice, Error, Result, bail};
+
+/// The handle of the stream that differs between threads, `CU_STREAM_PER_THREAD`.
+const PER_THREAD: usize = 2;
+
+/// Turns off events and keeps freed memory.
+pub(crate) fn prepare(candle: &CudaDevice) -> Result<()> {
+    // SAFETY: the device has one stream, which orders all uses and frees.
+    #[allow(unsafe_code)]
+    unsafe {
+        candle.disable_event_tracking();
+    }
+    let mut threshold = u64::MAX;
+    // SAFETY: the device is open, and the attribute has 64 bits.
+    #[allow(unsafe_code)]
+    unsafe {
+        let pool = device::get_default_mem_pool(candle.cuda_stream().context().cu_device())
+            .map_err(Error::wrap)?;
+        let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast()).map_err(Error::wrap)
+    }
+}
+
+/// Refuses a device whose stream differs between threads.
+pub(crate) fn check(candle: &CudaDevice) -> Result<()> {
+    if candle.cuda_stream().cu_stream() as usize == PER_THREAD {
+        bail!(
+            "device: its stream differs between threads, must be one stream: open it with cuda_device or Device::new_cuda_with_stream"
+        );
+    }
+    Ok(())
+}
