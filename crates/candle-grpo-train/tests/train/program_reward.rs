@@ -44,13 +44,57 @@ fn error(reward: &ProgramReward, completions: &[&str]) -> String {
 #[test]
 fn a_program_keeps_running_between_batches() {
     let reward = program(
+        r#"n=0; while read -r line; do echo "{\"id\": $n, \"score\": $n}"; n=$((n+1)); done"#,
+        20.,
+        0,
+    );
+    assert_eq!(score(&reward, &["a", "b"]).unwrap(), [0., 1.]);
+    assert_eq!(score(&reward, &["c"]).unwrap(), [2.]);
+    assert_eq!(score(&reward, &[]).unwrap(), [] as [f32; 0]);
+}
+
+/// Its input ends with the batch, so that its output shows that nothing follows the scores.
+#[test]
+fn a_program_without_ids_is_started_for_each_batch() {
+    let reward = program(
         r#"n=0; while read -r line; do n=$((n+1)); echo "{\"score\": $n}"; done"#,
         20.,
         0,
     );
     assert_eq!(score(&reward, &["a", "b"]).unwrap(), [1., 2.]);
-    assert_eq!(score(&reward, &["c"]).unwrap(), [3.]);
+    assert_eq!(score(&reward, &["c"]).unwrap(), [1.]);
     assert_eq!(score(&reward, &[]).unwrap(), [] as [f32; 0]);
+    assert_eq!(score(&reward, &["c"]).unwrap(), [1.]);
+}
+
+/// Two scores are there early: that of no request, and the first. The last one is slow.
+#[test]
+fn an_additional_line_is_an_error_before_a_slow_last_score() {
+    for delay in ["0.1", "1"] {
+        let reward = program(
+            &format!(
+                "echo 7; read -r line; echo 1; read -r line; sleep {delay}; echo 2; cat > /dev/null"
+            ),
+            20.,
+            0,
+        );
+        let error = error(&reward, &["a", "b"]);
+        assert!(
+            error.contains("wrote \"2\" after the last score"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_program_without_ids_must_end_with_its_input() {
+    let reward = program("read -r line; echo 1; sleep 600", 0.5, 1);
+    let error = error(&reward, &["a"]);
+    assert!(
+        error.contains("must end with its input, or echo the \"id\""),
+        "{error}"
+    );
+    assert!(!error.contains("tried"), "{error}");
 }
 
 #[test]
@@ -220,10 +264,9 @@ fn ids_in_some_answers_only_are_an_error() {
     );
 }
 
-/// An additional line is found, whenever it comes: never are all scores taken and the end is
-/// silent.
+/// The batch has no scores, whenever the line comes.
 #[test]
-fn an_additional_line_is_an_error_whenever_it_comes() {
+fn an_additional_line_is_an_error_of_its_batch() {
     let delays = ["0", "0.005", "0.05", "0.3"];
     let scripts = [
         // Before the first request.
@@ -238,12 +281,7 @@ fn an_additional_line_is_an_error_whenever_it_comes() {
     for script in scripts {
         for delay in delays {
             let reward = program(&script.replace("DELAY", delay), 20., 1);
-            let mut scored = Ok(());
-            for _ in 0..3 {
-                scored = scored.and(score(&reward, &["a", "b"]).map(drop));
-            }
-            let end = scored.and_then(|()| reward.finish());
-            let error = format!("{:#}", end.expect_err(script));
+            let error = error(&reward, &["a", "b"]);
             assert!(
                 error.contains("wrote \"7\"") || error.contains("wrote \"1\""),
                 "{error}"
@@ -261,7 +299,6 @@ fn two_lines_for_each_request_are_an_error_at_the_first_batch() {
     assert!(!error.contains("tried"), "{error}");
 }
 
-/// With ids the line of another print is found at once, and no score goes to another completion.
 #[test]
 fn an_additional_line_among_answers_with_ids_is_an_error_at_once() {
     let script = ECHO.replace("    print(", "    print(0.5, flush=True)\n    print(");
@@ -273,7 +310,7 @@ fn an_additional_line_among_answers_with_ids_is_an_error_at_once() {
 }
 
 #[test]
-fn a_program_that_is_as_it_should_be_finishes_without_an_error() {
+fn a_correct_program_finishes_without_an_error() {
     for reward in [
         python(ECHO),
         program("while read -r line; do echo 1; done", 20., 0),

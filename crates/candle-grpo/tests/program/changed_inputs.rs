@@ -70,7 +70,7 @@ fn assert_refused_until_accepted(folder: &Path, words: &str) {
 }
 
 #[test]
-fn nothing_changed_is_no_warning() {
+fn unchanged_inputs_are_no_warning() {
     let folder = run();
     // Another name for the same rows, in another place.
     fs::create_dir(folder.path().join("data")).unwrap();
@@ -186,6 +186,33 @@ fn another_reward_script_is_a_warning() {
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     assert!(
         said(&output).contains("the reward file reward.py is another one"),
+        "{}",
+        said(&output)
+    );
+}
+
+#[test]
+fn another_module_of_a_reward_script_is_a_warning() {
+    let config = CONFIG
+        .replace(
+            "{kind: regex, pattern: '^[ab]'}",
+            "{kind: program, command: [python3, rewards/main.py]}",
+        )
+        .replace("max_steps: 12", "max_steps: 3");
+    let folder = folder(&config);
+    let rewards = folder.path().join("rewards");
+    fs::create_dir(&rewards).unwrap();
+    let script =
+        "import sys\nfrom rules import ONE\nfor line in sys.stdin: print(ONE, flush=True)\n";
+    fs::write(rewards.join("main.py"), script).unwrap();
+    fs::write(rewards.join("rules.py"), "ONE = 1\n").unwrap();
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    change(folder.path(), "max_steps: 3", "max_steps: 4");
+    fs::write(rewards.join("rules.py"), "ONE = 2\n").unwrap();
+    let output = resume(folder.path(), &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(
+        said(&output).contains("the reward file rewards/rules.py is another one"),
         "{}",
         said(&output)
     );

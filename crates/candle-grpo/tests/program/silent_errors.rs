@@ -21,7 +21,7 @@ fn with_program(script: &str) -> tempfile::TempDir {
 
 /// A print that was forgotten: once, in each answer, at the start, at the end.
 #[rstest]
-#[case::once("print(1, flush=True)\n        if i == 20: print(7, flush=True)")]
+#[case::once("print(1, flush=True)\n        if i == 10: print(7, flush=True)")]
 #[case::always("print(7, flush=True); print(1, flush=True)")]
 #[case::at_the_end("print(1, flush=True)\nprint(7, flush=True)")]
 fn an_additional_line_of_a_reward_program_ends_the_run_with_an_error(#[case] answer: &str) {

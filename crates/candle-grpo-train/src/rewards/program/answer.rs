@@ -29,10 +29,10 @@ pub(super) struct Answer {
 impl Answer {
     /// Parses a line: a number, or an object with the number `score` and perhaps `id`.
     pub(super) fn parse(line: &str) -> Result<Self> {
-        Self::of_line(line.trim()).with_context(|| quoted(line))
+        Self::from_line(line.trim()).with_context(|| quoted(line))
     }
 
-    fn of_line(line: &str) -> Result<Self> {
+    fn from_line(line: &str) -> Result<Self> {
         ensure!(!line.is_empty(), "an empty line, must be a score");
         match serde_json::from_str(line) {
             Ok(Value::Object(mut fields)) => {
@@ -57,7 +57,10 @@ impl Answer {
                 id: None,
                 score: number(&value)?,
             }),
-            Err(error) => Err(not_json(line, &error)),
+            Err(_) => match score_text(line) {
+                Some(score) => Err(not_json(score)).context("score"),
+                None => Err(not_json(line)),
+            },
         }
     }
 }
@@ -82,9 +85,16 @@ const NULL: &str = "null, must be a finite number for every completion, such as 
 const TRUE_OR_FALSE: &str = "true or false, must be a number: write 1 or 0";
 const NOT_FINITE: &str = "NaN or an infinity, must be a finite number";
 
-/// The error of a line that JSON does not have, such as Python's `nan` and `True`.
-fn not_json(line: &str, error: &serde_json::Error) -> anyhow::Error {
-    let lower = line.to_ascii_lowercase();
+/// Returns the text of the score in a line that is not valid JSON, if it looks like an object.
+fn score_text(line: &str) -> Option<&str> {
+    let (_, rest) = line.strip_prefix('{')?.split_once("\"score\"")?;
+    let value = rest.trim_start().strip_prefix(':')?;
+    Some(value.split([',', '}']).next().unwrap_or(value).trim())
+}
+
+/// Returns the error of a value that JSON lacks, such as Python's `nan` and `True`.
+fn not_json(value: &str) -> anyhow::Error {
+    let lower = value.to_ascii_lowercase();
     match lower.trim_start_matches(['-', '+']) {
         "nan" | "inf" | "infinity" => anyhow::anyhow!(NOT_FINITE),
         "none" | "null" => anyhow::anyhow!(NULL),
@@ -93,12 +103,7 @@ fn not_json(line: &str, error: &serde_json::Error) -> anyhow::Error {
         digits if digits.parse::<f64>().is_ok_and(f64::is_infinite) => {
             anyhow::anyhow!(OUT_OF_RANGE)
         }
-        _ if line.starts_with('{') && (line.contains("NaN") || line.contains("Infinity")) => {
-            anyhow::anyhow!("{NOT_FINITE}")
-        }
-        _ => anyhow::anyhow!(
-            "must be a number or a JSON object, and other output belongs on stderr: {error}"
-        ),
+        _ => anyhow::anyhow!("must be a number or a JSON object; other output belongs on stderr"),
     }
 }
 
@@ -149,12 +154,24 @@ mod tests {
     #[case("{}", "the number \"score\"")]
     #[case(r#"{"score": null}"#, "score: null")]
     #[case(r#"{"score": true}"#, "score: true or false")]
-    #[case(r#"{"score": NaN}"#, NOT_FINITE)]
+    #[case(r#"{"score": NaN}"#, "score: NaN or an infinity")]
+    #[case(r#"{"score": nan}"#, "score: NaN or an infinity")]
+    #[case(
+        r#"{"id": 3, "score" : -inf, "why": "short"}"#,
+        "score: NaN or an infinity"
+    )]
+    #[case(r#"{"score": 1e999}"#, "score: outside the range of f32")]
+    #[case(r#"{"score": -1e999, "id": 1}"#, "score: outside the range of f32")]
+    #[case(r#"{"score": None}"#, "score: null")]
+    #[case(r#"{"score": True}"#, "score: true or false")]
+    #[case(r#"{"score": }"#, "must be a number")]
+    #[case(r#"{"score": 1"#, "must be a number")]
+    #[case("{'score': 1}", "must be a number")]
     #[case(r#"{"score": "1"}"#, "score: a text")]
     #[case(r#"{"score": {"a": 1}}"#, "score: an object")]
     #[case(r#"{"score": 1, "id": "7"}"#, "id: \"7\"")]
     #[case(r#"{"score": 1, "id": null}"#, "id: null")]
-    fn what_is_not_a_score_has_a_message_of_its_own(#[case] line: &str, #[case] words: &str) {
+    fn a_line_without_a_score_has_its_own_message(#[case] line: &str, #[case] words: &str) {
         let error = format!("{:#}", Answer::parse(line).unwrap_err());
         assert!(error.contains(words), "{error}");
         assert!(error.starts_with(&format!("{line:?}: ")), "{error}");

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, ensure};
 
 use super::ProgramConfig;
+use super::imports::{module_files, with_imports};
 
 /// Programs whose first argument is the file that they run.
 const INTERPRETERS: [&str; 11] = [
@@ -52,18 +53,23 @@ impl ProgramConfig {
         Ok(())
     }
 
-    /// The files that decide scores: the program if it is given by its path, and arguments that are
-    /// files.
+    /// Returns the files that decide scores: the program if it is given by its path, arguments that
+    /// are files, the module of `python -m`, and the local Python modules that these import.
     pub fn files(&self) -> Vec<PathBuf> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             return Vec::new();
         };
         let program = is_path(name).then_some(name);
         let paths = program.into_iter().chain(arguments);
-        paths
+        let mut files: Vec<PathBuf> = paths
             .map(|path| self.in_folder(path))
             .filter(|path| path.is_file())
-            .collect()
+            .collect();
+        let mut from_option = arguments.iter().skip_while(|argument| *argument != "-m");
+        if let Some(module) = from_option.nth(1) {
+            files.extend(module_files(&self.in_folder(""), module));
+        }
+        with_imports(files, &self.in_folder(""))
     }
 
     fn in_folder(&self, path: &str) -> PathBuf {

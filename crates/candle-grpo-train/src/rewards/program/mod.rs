@@ -3,6 +3,7 @@
 mod answer;
 mod files;
 mod group;
+mod imports;
 mod process;
 
 use std::path::PathBuf;
@@ -69,11 +70,12 @@ impl ProgramConfig {
 /// Answers come in the order of the requests, or echo the `id` of the request, in any order.
 ///
 /// The program must flush each line, write nothing else to stdout, and end when its input does. It
-/// is started once and keeps running between batches, until this value is dropped. It ends with
-/// this process too, even if that is killed.
+/// ends with this process too, even if that is killed.
 ///
-/// Without ids an additional line shifts the scores after it. It is an error at the latest in
-/// [`RewardFunction::finish`]; with ids it is an error at once.
+/// A program that echoes ids is started once and keeps running between batches. Without ids an
+/// additional line would shift the scores after it, and its time of arrival does not show that. So
+/// a program without ids gets one batch: its input ends, and it must write exactly one line for
+/// each request until its output ends. For the next batch it is started again, in advance.
 ///
 /// ```no_run
 /// use candle_grpo_train::rewards::{ProgramConfig, ProgramReward};
@@ -115,7 +117,13 @@ impl ProgramReward {
             };
             let error = match process.score(samples, limit, self.progress.as_ref()) {
                 Ok(scores) => {
-                    *slot = Some(process);
+                    *slot = if process.keeps_running() {
+                        Some(process)
+                    } else {
+                        drop(process);
+                        // It starts while the policy trains. An error appears in the next batch.
+                        Process::start(&self.config).ok()
+                    };
                     return Ok(scores);
                 }
                 Err(Failure::Interrupted) => return Err(Interrupted.into()),

@@ -14,7 +14,7 @@ use super::answer::{Answer, quoted, request};
 use super::{ProgramConfig, group::ProcessGroup};
 use crate::{Progress, Sample};
 
-/// The time without output after the last score of a batch, for programs without ids.
+/// The time that an ending program has to exit, and a pipe to close.
 const QUIET: Duration = Duration::from_millis(20);
 
 /// The time that a batch has after a request to stop.
@@ -52,7 +52,7 @@ pub(super) struct Process {
     error_reader: thread::JoinHandle<()>,
     /// The id of the next request.
     next_id: u64,
-    /// True if its answers have ids; none before the first answer.
+    /// True if its answers have ids; `None` before the first answer.
     echoes_ids: Option<bool>,
 }
 
@@ -106,7 +106,10 @@ impl Process {
         })
     }
 
-    /// The scores of `samples`.
+    /// Returns the scores of `samples`.
+    ///
+    /// Answers without ids have their order alone. So a program without ids gets one batch: its
+    /// input ends with the requests, and its output must end with the scores.
     pub(super) fn score(
         &mut self,
         samples: &[Sample],
@@ -120,7 +123,11 @@ impl Process {
         self.send(samples).map_err(Failure::Wrong)?;
         let mut scores = vec![None; samples.len()];
         let mut answered = 0;
-        while answered < samples.len() {
+        loop {
+            let is_complete = answered == samples.len();
+            if is_complete && self.keeps_running() {
+                break;
+            }
             let now = Instant::now();
             if stops_at.is_none() && progress.is_canceled() {
                 stops_at = Some(now + STOP_GRACE);
@@ -129,26 +136,37 @@ impl Process {
             if now >= deadline {
                 return Err(match stops_at {
                     Some(_) => Failure::Interrupted,
+                    None if is_complete => Failure::Wrong(anyhow!(NOT_ENDED)),
                     None => Failure::Ended(overdue(answered, samples.len(), limit)),
                 });
             }
             let ended = match self.output.recv_timeout(POLL.min(deadline - now)) {
+                Ok(line) if is_complete => return Err(Failure::Wrong(self.surplus(line))),
                 Ok(Ok(line)) => {
                     self.take(&line, first, answered, &mut scores)
                         .with_context(|| format!("answer {} of {}", answered + 1, samples.len()))
                         .map_err(Failure::Wrong)?;
                     answered += 1;
+                    if !self.keeps_running() {
+                        self.input = None;
+                    }
                     continue;
                 }
                 Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) if is_complete => break,
                 Ok(Err(error)) => error,
                 Err(RecvTimeoutError::Disconnected) => "ended".to_owned(),
             };
             let error = anyhow!("{ended} after {answered} of {} scores", samples.len());
             return Err(Failure::Ended(error));
         }
-        self.ensure_no_more().map_err(Failure::Wrong)?;
+        self.ensure_silent().map_err(Failure::Wrong)?;
         Ok(scores.into_iter().flatten().collect())
+    }
+
+    /// Returns false for a program whose answers have no ids: it ends with its first batch.
+    pub(super) fn keeps_running(&self) -> bool {
+        self.echoes_ids != Some(false)
     }
 
     /// Checks that the program has written only answers so far.
@@ -215,25 +233,16 @@ impl Process {
         Ok(())
     }
 
-    /// Checks that no line follows the last score. Answers with ids need no wait.
-    fn ensure_no_more(&self) -> Result<()> {
-        let patience = match self.echoes_ids {
-            Some(false) => QUIET,
-            _ => Duration::ZERO,
-        };
-        match self.output.recv_timeout(patience) {
-            Ok(line) => Err(self.surplus(line)),
-            Err(_) => Ok(()),
-        }
-    }
-
     /// Closes the input and lets the program end.
     ///
     /// # Errors
     ///
-    /// If it writes a line that no request asked for: scores may belong to other completions.
+    /// Returns an error if the program writes a line that no request asked for.
     pub(super) fn finish(mut self) -> Result<()> {
         self.input = None;
+        if self.next_id == 0 {
+            return Ok(());
+        }
         let deadline = Instant::now() + END_GRACE;
         loop {
             let ended = !matches!(self.program.try_wait(), Ok(None));
@@ -290,6 +299,9 @@ impl Process {
 
 const ELSEWHERE: &str = "write one line for each request and everything else to stderr, or echo \
     the \"id\" of the request so that each score finds its completion";
+
+const NOT_ENDED: &str = "all scores are there, but the output goes on after the end of the input; \
+    a program without ids must end with its input, or echo the \"id\" of each request";
 
 fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
     anyhow!(
