@@ -57,7 +57,7 @@ impl LoraConfig {
     /// Checks that the options describe adapters of `model`. The error names the first field that
     /// does not.
     pub fn validate(&self, model: &DecoderConfig) -> Result<()> {
-        self.shapes(model).map(|_| ())
+        self.parameter_shapes(model).map(|_| ())
     }
 
     fn scaling(&self) -> f64 {
@@ -70,8 +70,12 @@ impl LoraConfig {
             .any(|target| is_suffix(target, module))
     }
 
-    /// The names and shapes of A and B of each adapted map.
-    fn shapes(&self, model: &DecoderConfig) -> Result<BTreeMap<String, Shape>> {
+    /// Returns the names and shapes of A and B of each adapted map.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::validate`].
+    pub fn parameter_shapes(&self, model: &DecoderConfig) -> Result<BTreeMap<String, Shape>> {
         model.validate()?;
         validate::at_least_one("rank", self.rank)?;
         validate::positive("alpha", self.alpha)?;
@@ -163,7 +167,7 @@ impl Lora {
     ) -> Result<Self> {
         let mut normal = StandardNormal::new(seed);
         let mut variables = BTreeMap::new();
-        for (name, shape) in config.shapes(model)? {
+        for (name, shape) in config.parameter_shapes(model)? {
             let values = if name.ends_with(LORA_A) {
                 let (_, inputs) = shape.dims2()?;
                 let std = (3.0 * inputs as f64).powf(-0.5);
@@ -318,7 +322,7 @@ impl Lora {
     fn read(folder: &Path, model: &DecoderConfig, device: &Device) -> Result<Self> {
         let config = std::fs::read(folder.join(ADAPTER_CONFIG)).map_err(Error::wrap)?;
         let config = PeftConfig::parse(&config)?.lora(all_linear)?;
-        let shapes = config.shapes(model)?;
+        let shapes = config.parameter_shapes(model)?;
         let file = folder.join(ADAPTER_MODEL);
         let tensors: HashMap<String, Tensor> = candle_core::safetensors::load(file, &Device::Cpu)?
             .into_iter()

@@ -2,12 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 
 use crate::DecoderConfig;
+use crate::weights::safetensors::TensorHeader;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const OUTPUT: &str = "lm_head.weight";
+const ROTARY_FREQUENCIES: &str = "rotary_emb.inv_freq";
 
 /// Checks that `found` has exactly the names of `expected`. The error lists what is missing and
 /// what is surplus.
@@ -33,6 +35,34 @@ pub(crate) fn check_names<T>(
     Ok(())
 }
 
+/// Checks that the headers of files have exactly the names and shapes of the parameters, beside
+/// those that [`remove_redundant`] removes.
+pub(crate) fn check_headers(
+    config: &DecoderConfig,
+    mut headers: HashMap<String, TensorHeader>,
+) -> Result<()> {
+    config.validate()?;
+    headers.retain(|name, _| {
+        !(name.ends_with(ROTARY_FREQUENCIES) || config.tie_word_embeddings && name == OUTPUT)
+    });
+    let shapes = config.parameter_shapes();
+    check_names("tensors", &shapes, &headers)?;
+    for (name, shape) in shapes {
+        let header = &headers[&name];
+        if header.shape != shape.dims() {
+            bail!(
+                "tensor {name}: shape {:?}, must be {:?}",
+                header.shape,
+                shape.dims()
+            );
+        }
+        header
+            .check_dtype()
+            .map_err(|error| Error::msg(format!("tensor {name}: {error}")))?;
+    }
+    Ok(())
+}
+
 /// Checks that a floating-point tensor has no NaN and no infinity, as stored and in f32.
 pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     if !tensor.dtype().is_float() || tensor.elem_count() == 0 {
@@ -54,7 +84,7 @@ pub(crate) fn remove_redundant(
     config: &DecoderConfig,
     tensors: &mut HashMap<String, Tensor>,
 ) -> Result<()> {
-    tensors.retain(|name, _| !name.ends_with("rotary_emb.inv_freq"));
+    tensors.retain(|name, _| !name.ends_with(ROTARY_FREQUENCIES));
     if config.tie_word_embeddings
         && let (Some(embedding), Some(output)) = (tensors.get(EMBEDDING), tensors.get(OUTPUT))
     {

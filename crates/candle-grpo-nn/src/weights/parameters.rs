@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
 use crate::atomic_file::write_safetensors;
-use crate::weights::check::{check_names, remove_redundant};
+use crate::weights::check::{check_headers, check_names, remove_redundant};
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig};
@@ -220,9 +220,27 @@ impl Parameters {
                 folder.display()
             ))
         };
-        let mut tensors = safetensors::read_folder(folder).map_err(context)?;
+        let mut tensors =
+            safetensors::read_folder(folder, safetensors::read_file).map_err(context)?;
         remove_redundant(config, &mut tensors).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
+    }
+
+    /// Checks the names, shapes and types of the weights of a Hugging Face folder, and the lengths
+    /// of their files, without reading the weights.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::load_folder`], except for values that are not finite.
+    pub fn check_folder(config: &DecoderConfig, folder: &Path) -> Result<()> {
+        safetensors::read_folder(folder, safetensors::read_header)
+            .and_then(|headers| check_headers(config, headers))
+            .map_err(|error| {
+                Error::msg(format!(
+                    "cannot load parameters from {}: {error}",
+                    folder.display()
+                ))
+            })
     }
 
     /// Writes one safetensors file that [`Self::load`] and Hugging Face transformers read.

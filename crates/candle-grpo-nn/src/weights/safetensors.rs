@@ -1,10 +1,12 @@
 //! Weights in one safetensors file, or in several with an index.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read;
 use std::path::{Component, Path};
+use std::str::FromStr;
 
-use candle_core::{Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde::Deserialize;
 
 use crate::weights::check::check_finite;
@@ -18,9 +20,12 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// Reads all tensors of `model.safetensors`, or, without it, of the files that
+/// Reads `model.safetensors` with `read_file`, or, without it, the files that
 /// `model.safetensors.index.json` lists.
-pub(crate) fn read_folder(folder: &Path) -> Result<HashMap<String, Tensor>> {
+pub(crate) fn read_folder<T>(
+    folder: &Path,
+    read_file: impl Fn(&Path) -> Result<HashMap<String, T>>,
+) -> Result<HashMap<String, T>> {
     let index = folder.join(INDEX);
     if folder.join(MODEL).exists() || !index.exists() {
         return read_file(&folder.join(MODEL));
@@ -53,12 +58,64 @@ pub(crate) fn read_folder(folder: &Path) -> Result<HashMap<String, Tensor>> {
     Ok(tensors)
 }
 
+/// The entry of a tensor in the header of a file.
+#[derive(Deserialize)]
+pub(crate) struct TensorHeader {
+    dtype: String,
+    pub(crate) shape: Vec<usize>,
+    /// The first byte after the header and the end.
+    data_offsets: [u64; 2],
+}
+
+impl TensorHeader {
+    /// Returns an error unless the dtype is a floating-point type that Candle reads.
+    pub(crate) fn check_dtype(&self) -> Result<()> {
+        let name = self.dtype.to_ascii_lowercase().replace('_', "");
+        if !DType::from_str(&name).is_ok_and(|dtype| dtype.is_float()) {
+            bail!("dtype {}, must be a floating-point type", self.dtype);
+        }
+        Ok(())
+    }
+}
+
+/// Reads the header of one safetensors file. Errors name the file.
+pub(crate) fn read_header(path: &Path) -> Result<HashMap<String, TensorHeader>> {
+    let read = || -> Result<HashMap<String, TensorHeader>> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        let mut size = [0; 8];
+        file.read_exact(&mut size)?;
+        let size = u64::from_le_bytes(size);
+        let Some(data) = length
+            .checked_sub(8)
+            .and_then(|rest| rest.checked_sub(size))
+        else {
+            bail!("a header of {size} bytes, must fit into the {length} bytes of the file");
+        };
+        let mut header = vec![0; size as usize];
+        file.read_exact(&mut header)?;
+        let mut header: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_slice(&header).map_err(Error::wrap)?;
+        header.remove("__metadata__");
+        let tensors: HashMap<String, TensorHeader> =
+            serde_json::from_value(header.into()).map_err(Error::wrap)?;
+        let end = tensors.values().map(|tensor| tensor.data_offsets[1]).max();
+        if end.unwrap_or(0) != data {
+            bail!("{data} bytes of tensors, must have {}", end.unwrap_or(0));
+        }
+        Ok(tensors)
+    };
+    read().map_err(|error| in_file(path, error))
+}
+
+fn in_file(path: &Path, error: Error) -> Error {
+    let name = path.file_name().unwrap_or(path.as_os_str());
+    Error::msg(format!("{}: {error}", name.display()))
+}
+
 /// Reads all tensors of one safetensors file and checks that they are finite. Errors name the file.
 pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
-    let context = |error: Error| {
-        let name = path.file_name().unwrap_or(path.as_os_str());
-        Error::msg(format!("{}: {error}", name.display()))
-    };
+    let context = |error: Error| in_file(path, error);
     let tensors = candle_core::safetensors::load(path, &Device::Cpu).map_err(context)?;
     for (name, tensor) in &tensors {
         check_finite(tensor)

@@ -64,6 +64,20 @@ impl Pretrained {
         Self::read(path, None)
     }
 
+    /// Checks that the weights at `path` are there and have the names and shapes of the model,
+    /// without reading them.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error as [`Self::load`] does for weights, except for values that are not finite.
+    pub fn check_weights(&self, path: &Path) -> Result<()> {
+        let checked = match path.is_dir() {
+            true => Parameters::check_folder(&self.model, path),
+            false => Gguf::open(path).and_then(|file| file.check_parameters()),
+        };
+        checked.with_context(|| format!("loading {}", path.display()))
+    }
+
     fn read(path: &Path, device: Option<&Device>) -> Result<Self> {
         let read = || -> Result<Self> {
             ensure!(path.exists(), "there is no such file");

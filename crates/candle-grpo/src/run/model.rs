@@ -38,10 +38,12 @@ pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
 ///
 /// # Errors
 ///
-/// Returns an error as [`load_model`] does, except for the weights.
+/// Returns an error as [`load_model`] does, except for weights that are not finite.
 pub fn load_model_without_weights(config: &ModelConfig) -> Result<Pretrained> {
     let path = model_path(&config.path)?;
-    with_template(Pretrained::load_without_weights(&path)?, config)
+    let pretrained = Pretrained::load_without_weights(&path)?;
+    pretrained.check_weights(&path)?;
+    with_template(pretrained, config)
 }
 
 fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pretrained> {

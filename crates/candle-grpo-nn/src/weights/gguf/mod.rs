@@ -76,6 +76,17 @@ impl Gguf {
         config::read(&self.header, rope_factors).map_err(|error| context(&self.path, error))
     }
 
+    /// Checks the names and shapes of the weights without reading them.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::parameters`], except for values that are not finite.
+    pub fn check_parameters(&self) -> Result<()> {
+        tensors::places(&self.header, &self.config()?)
+            .map(drop)
+            .map_err(|error| context(&self.path, error))
+    }
+
     /// Reads the weights, dequantized to f32, under their Hugging Face names.
     ///
     /// The files of some families store the rows of query and key in another order, for interleaved

@@ -14,12 +14,15 @@ use super::rope::FACTORS;
 use crate::DecoderConfig;
 use crate::weights::check::{check_finite, check_names};
 
-/// Reads all weights of `config` in f32 by their Hugging Face names.
-pub(super) fn read(
-    path: &Path,
-    header: &Header,
+/// Returns the Hugging Face name and the place of each weight of `config`, by its stored name.
+///
+/// # Errors
+///
+/// Names a tensor that is missing, surplus or of another shape.
+pub(super) fn places<'a>(
+    header: &'a Header,
     config: &DecoderConfig,
-) -> Result<HashMap<String, Tensor>> {
+) -> Result<BTreeMap<String, (String, &'a TensorPlace)>> {
     let mut expected = BTreeMap::new();
     let mut names = BTreeMap::new();
     for (name, shape) in config.parameter_shapes() {
@@ -36,7 +39,6 @@ pub(super) fn read(
         .map(|(name, place)| (name.clone(), place))
         .collect();
     check_names("tensors", &expected, &found)?;
-    // All shapes before the first read.
     for (stored, shape) in &expected {
         let dims = &found[stored].dims;
         if dims != shape.dims() {
@@ -46,12 +48,27 @@ pub(super) fn read(
             );
         }
     }
+    let place = |(stored, name)| {
+        let place = found[&stored];
+        (stored, (name, place))
+    };
+    Ok(names.into_iter().map(place).collect())
+}
+
+/// Reads all weights of `config` in f32 by their Hugging Face names.
+pub(super) fn read(
+    path: &Path,
+    header: &Header,
+    config: &DecoderConfig,
+) -> Result<HashMap<String, Tensor>> {
+    // All shapes before the first read.
+    let places = places(header, config)?;
     let mut file = File::open(path)?;
-    names
+    places
         .into_iter()
-        .map(|(stored, name)| {
+        .map(|(stored, (name, place))| {
             let read = |file: &mut File| -> Result<Tensor> {
-                let tensor = tensor(file, found[&stored])?;
+                let tensor = tensor(file, place)?;
                 check_finite(&tensor)?;
                 rotate_by_halves(config, &name, tensor)
             };
