@@ -1,11 +1,13 @@
-//! The program and its pages.
+//! The configuration, the program and its pages.
 
 mod accepted;
 mod changed_inputs;
 mod cli;
+mod configuration;
 mod mutation;
 mod overwrite;
 mod report;
+mod session;
 mod silent_errors;
 mod support;
 mod tensorboard;

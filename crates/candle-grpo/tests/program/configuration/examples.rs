@@ -38,7 +38,7 @@ fn numbers(row: &Row) -> [u64; 3] {
 }
 
 #[test]
-fn sums_are_right_and_no_held_out_one_is_trained_on() {
+fn addition_data_is_correct_and_no_held_out_row_is_trained_on() {
     let (config, data) = read("addition-llm/run.yaml");
     let trained: HashSet<[u64; 2]> = data.train.iter().map(in_order).collect();
     assert_eq!((data.train.len(), data.held_out.len()), (2000, 200));
@@ -73,7 +73,7 @@ fn in_order(row: &Row) -> [u64; 2] {
 }
 
 #[test]
-fn people_are_right_and_no_held_out_name_is_trained_on() {
+fn json_data_is_correct_and_no_held_out_name_is_trained_on() {
     let (config, data) = read("json-llm/run.yaml");
     let name = |row: &Row| row.columns["name"].as_str().unwrap().to_owned();
     let trained: HashSet<String> = data.train.iter().map(name).collect();
@@ -101,7 +101,7 @@ fn people_are_right_and_no_held_out_name_is_trained_on() {
 #[rstest]
 #[case("word-problems/gsm8k.yaml")]
 #[case("word-problems/svamp.yaml")]
-fn what_has_no_data_here_can_be_read(#[case] file: &str) {
+fn a_configuration_without_its_data_is_valid(#[case] file: &str) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
     RunConfig::read(&root.join(file)).unwrap();
 }

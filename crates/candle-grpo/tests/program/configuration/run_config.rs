@@ -76,7 +76,7 @@ fn absent_keys_have_their_defaults() {
 }
 
 #[test]
-fn every_preset_is_its_constructor_and_every_one_is_valid() {
+fn every_preset_is_valid_and_equals_its_constructor() {
     for preset in Preset::ALL {
         let name = serde_json::to_value(preset).unwrap();
         let run = yaml(&format!(

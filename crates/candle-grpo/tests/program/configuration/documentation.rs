@@ -1,7 +1,7 @@
 //! docs/configuration.md has a table for each section, made from the comments of its struct and
 //! from its defaults.
 //!
-//! `UPDATE_DOCS=1 cargo test --release -p candle-grpo --test configuration` rewrites the tables.
+//! `UPDATE_DOCS=1 cargo test --release -p candle-grpo documentation` rewrites the tables.
 
 use std::env;
 use std::fs;

@@ -142,7 +142,7 @@ fn every_key_has_its_verdict() {
 }
 
 #[test]
-fn what_is_used_is_used() {
+fn used_keys_set_the_run() {
     let file = roll(&FILE.replace(
         "rewards:\n  math_rule:\n    worker_cls: a.b.D",
         "rewards: [{kind: numeric}]",
@@ -194,7 +194,7 @@ fn a_file_of_this_program_is_not_one_of_roll() {
 }
 
 #[test]
-fn a_reference_to_itself_ends() {
+fn a_reference_to_itself_is_an_error() {
     let file = roll("pretrain: ${pretrain}\nseed: ${a.b}\n");
     assert_eq!(
         verdict(&file, "pretrain"),
@@ -204,7 +204,7 @@ fn a_reference_to_itself_ends() {
 
 /// Many keys that name one long text would take far more memory than the file.
 #[test]
-fn only_so_much_is_interpolated() {
+fn interpolation_is_bounded() {
     let model = |length: usize| {
         let long = "y".repeat(length);
         let file = roll(&format!(

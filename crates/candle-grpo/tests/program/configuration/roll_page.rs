@@ -171,7 +171,7 @@ fn loss_agg_mode_sets_the_aggregation(#[case] name: &str, #[case] expected: Aggr
 }
 
 #[test]
-fn whiten_advantages_and_advantage_clip() {
+fn whiten_advantages_and_advantage_clip_shape_the_advantage() {
     assert!(
         !tokens(&with("whiten_advantages: true", "whiten_advantages: false")).whiten_advantages
     );
@@ -273,7 +273,7 @@ fn reward_scale_only_divides_by_the_deviation() {
 }
 
 #[test]
-fn norm_types_take_the_levels_apart() {
+fn norm_types_set_one_moment_each() {
     let page = page(TYPE_KEYS).replace("norm_std_type: ~", "norm_std_type: running");
     let norm = run(&page).unwrap().train.recipe.reward_shaping.norm;
     assert_eq!(
@@ -382,7 +382,7 @@ fn mask_keys_become_sample_filters() {
 }
 
 #[test]
-fn whiten_rewards_gamma_and_switches_that_are_off() {
+fn switches_that_are_off_turn_their_keys_off() {
     let train = run(
         "  whiten_rewards: true\n  gamma: 0.5\n  use_kl_loss: false\n  kl_loss_coef: 0.1\n  add_token_level_kl: false\n  init_kl_coef: 0.2\n  use_pg_clip_range: false\n  pg_clip_low: 0.1\n  difficulty_mask: false\n  difficulty_low_threshold: 0.1\n  error_max_len_clip: false\n  error_max_len_threshold: 7\n  max_len_mask: false\n",
     )
