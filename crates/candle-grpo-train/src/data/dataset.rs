@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
+use candle_grpo_core::Invalid;
 use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -123,11 +124,10 @@ impl DatasetConfig {
         let mut train = self.rows(&self.train)?;
         let mut held_out = self.rows(&self.held_out)?;
         if let Some(count) = self.held_out_rows {
-            ensure!(
-                count < train.len(),
-                "held_out_rows: {count} of {} rows, there must be one left to train on",
-                train.len()
-            );
+            if count >= train.len() {
+                let must = format!("be less than the {} rows of train", train.len());
+                return Err(Invalid::new("held_out_rows", count, must).into());
+            }
             (train, held_out) = split(train, count, seed)?;
         }
         let mut dataset = Dataset {

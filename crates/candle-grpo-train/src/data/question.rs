@@ -1,6 +1,7 @@
 //! Rows as questions.
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_core::Invalid;
 use serde_json::{Value, json};
 
 use super::rows::{Row, kind};
@@ -30,10 +31,11 @@ impl Asking {
     /// `messages`, `prompt` (a text or messages), `question` (GSM8K), `Body` and `Question`
     /// (SVAMP).
     pub(super) fn question(&self, row: &Row) -> Result<Question> {
-        self.of_columns(&row.columns).with_context(|| row.place())
+        self.question_of_columns(&row.columns)
+            .with_context(|| row.place())
     }
 
-    fn of_columns(&self, columns: &Value) -> Result<Question> {
+    fn question_of_columns(&self, columns: &Value) -> Result<Question> {
         let text = |name: &str| columns.get(name).and_then(Value::as_str);
         if let Some(template) = &self.prompt {
             return self.ask(template.fill(columns)?, true);
@@ -142,23 +144,25 @@ fn with_text_content(message: &Value) -> Result<Value> {
         // A message can consist of calls of tools.
         None | Some(Value::Null | Value::String(_)) => return Ok(message.clone()),
         Some(Value::Array(parts)) => parts,
-        Some(other) => bail!("the content is {}, must be a text", kind(other)),
+        Some(other) => return Err(not_text(kind(other))),
     };
     let mut text = String::new();
     for part in parts {
         match (part["type"].as_str(), part["text"].as_str()) {
             (Some("text"), Some(words)) => text += words,
             (Some(kind), _) if kind != "text" => {
-                bail!(
-                    "the content has a part of type {kind:?}, must be text: only text is supported"
-                )
+                return Err(not_text(format!("a part of type {kind:?}")));
             }
-            _ => bail!("the content has the part {part}, must be a text"),
+            _ => return Err(not_text(format!("the part {part}"))),
         }
     }
     let mut message = message.clone();
     message["content"] = Value::String(text);
     Ok(message)
+}
+
+fn not_text(content: impl std::fmt::Display) -> anyhow::Error {
+    Invalid::new("content", content, "be text: only text is supported").into()
 }
 
 /// A column that may hold the question: a text whose name is not that of an answer.

@@ -42,7 +42,7 @@ fn message(role: &str, content: &str) -> serde_json::Value {
 }
 
 #[test]
-fn rows_know_their_lines() {
+fn rows_have_the_lines_of_the_file() {
     let (_folder, path) =
         file("\u{feff}{\"prompt\": \"a\"}\n\n  \n{\"prompt\": \"b\", \"x\": 1}\r\n");
     let rows = read_rows(&path).unwrap();
@@ -63,18 +63,27 @@ fn rows_know_their_lines() {
 #[rstest]
 #[case(
     "{\"a\": 1}\n{\"a\": }\n",
-    "data.jsonl:2: must be a JSON object: expected value at column 7"
+    "data.jsonl:2: must be a JSON object: there must be a value at column 7"
 )]
 #[case("{\"a\": 1}\n7\n", "data.jsonl:2: a number, must be a JSON object")]
 #[case("[{\"a\": 1},\n 7]", "data.jsonl:2: a number, must be a JSON object")]
 #[case("[{\"a\": 1},\n", "data.jsonl:2: the array is not closed")]
-#[case("[{\"a\": 1},\n {\"b\": \n}]", "data.jsonl:3: expected value")]
+#[case("[{\"a\": 1},\n {\"b\": \n}]", "data.jsonl:3: there must be a value")]
+#[case(
+    "{\"a\": 1",
+    "data.jsonl:1: must be a JSON object: it ends within a value at column 7"
+)]
+#[case("{a: 1}", "a key must be in double quotes at column 2")]
+#[case("{\"a\": 1} {\"b\": 2}", "nothing may follow the object at column 10")]
+#[case("{\"a\" 1}", "there must be a colon at column 6")]
+#[case("{\"a\": 1e999}", "a number is too large at column 11")]
+#[case("{\"a\": \"\\q\"}", "a backslash must begin an escape of JSON")]
 #[case("[{\"a\": 1}\n {}]", "data.jsonl:2: after a row")]
 #[case("[{\"a\": 1}]\n {}", "data.jsonl:2: nothing may follow")]
-#[case("[,]", "data.jsonl:1: expected value")]
+#[case("[,]", "data.jsonl:1: there must be a value")]
 #[case("", "has no rows")]
 #[case("[]", "has no rows")]
-fn what_cannot_be_read_names_its_line(#[case] contents: &str, #[case] words: &str) {
+fn an_unreadable_row_names_its_line(#[case] contents: &str, #[case] words: &str) {
     let (_folder, path) = file(contents);
     let error = format!("{:#}", read_rows(&path).unwrap_err());
     assert!(error.contains(words), "{error}");
@@ -90,7 +99,7 @@ fn bytes_that_are_not_text_name_their_line() {
 }
 
 #[test]
-fn the_columns_that_hold_the_prompt() {
+fn the_prompt_comes_from_the_first_known_column() {
     let (_folder, path) = file(
         [
             r#"{"prompt": "Once"}"#,
@@ -119,7 +128,7 @@ fn the_columns_that_hold_the_prompt() {
 }
 
 #[test]
-fn templates_system_and_prefill() {
+fn templates_fill_the_prompt_the_system_message_and_the_prefill() {
     let (_folder, path) = file(r#"{"a": 2, "b": 3}"#);
     let config = DatasetConfig {
         prompt: Some("What is {a} + {b}?".to_owned()),
@@ -152,7 +161,7 @@ fn templates_system_and_prefill() {
 }
 
 #[test]
-fn what_a_row_lacks_is_named_with_its_line() {
+fn a_missing_column_is_named_with_its_line() {
     let (_folder, path) = file("{\"prompt\": \"a\"}\n{\"text\": \"b\"}\n");
     let error = format!("{:#}", of(&path).load(0).unwrap_err());
     assert!(
@@ -207,13 +216,13 @@ fn the_held_out_split_depends_on_the_seed_alone() {
 #[case(DatasetConfig { max_rows: Some(0), ..of(Path::new("a")) }, "max_rows: 0")]
 #[case(DatasetConfig { prompt: Some("{a".into()), ..of(Path::new("a")) }, "prompt: \"{a\"")]
 #[case(DatasetConfig { prefill: Some("a}".into()), ..of(Path::new("a")) }, "prefill: \"a}\"")]
-fn keys_that_contradict_each_other(#[case] config: DatasetConfig, #[case] words: &str) {
+fn keys_that_contradict_each_other_are_refused(#[case] config: DatasetConfig, #[case] words: &str) {
     let error = format!("{:#}", config.validate().unwrap_err());
     assert!(error.contains(words), "{error}");
 }
 
 #[test]
-fn one_path_or_several() {
+fn a_key_takes_one_path_or_several() {
     let one: DatasetConfig = serde_json::from_value(json!({"train": "a"})).unwrap();
     let more: DatasetConfig = serde_json::from_value(json!({"train": ["a", "b"]})).unwrap();
     assert_eq!((one.train.len(), more.train.len()), (1, 2));
@@ -234,7 +243,7 @@ fn published() -> Option<PathBuf> {
 }
 
 #[test]
-fn gsm8k_and_svamp_load_as_they_are() {
+fn gsm8k_and_svamp_load_unchanged() {
     let Some(folder) = published() else { return };
     for (name, column, rows) in [
         ("gsm8k/train.jsonl", "answer", 7473),
@@ -383,8 +392,8 @@ fn multimodal_content_is_named_and_text_parts_are_joined() {
         ),
         (json!([{"type": "video", "text": "x"}]), "type \"video\""),
         (json!(["text"]), "the part \"text\""),
-        (json!({"text": "x"}), "the content is an object"),
-        (json!(7), "the content is a number"),
+        (json!({"text": "x"}), "content: an object, must be text"),
+        (json!(7), "content: a number, must be text"),
     ] {
         let (_folder, path) = file(conversation(content));
         let error = format!("{:#}", of(&path).load(0).unwrap_err());

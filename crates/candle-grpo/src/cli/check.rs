@@ -5,7 +5,8 @@ use std::path::Path;
 
 use candle_grpo::config::RollFile;
 
-use super::exit::{Exit, warn};
+use super::console::Console;
+use super::exit::Exit;
 use super::load;
 
 /// Checks the configuration in `file` with everything that it names, except the weights of the
@@ -15,15 +16,10 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
         true => load::warn_of_keys(file, roll),
         false => print_keys(roll),
     })?;
-    let pretrained = load::model_without_weights(&run.model)?;
-    let (dataset, _) = load::prompts(&run, &pretrained)?;
-    if dataset.held_out_in_train > 0 {
-        warn(&format!(
-            "{} of {} held-out rows ask the same as rows to train on",
-            dataset.held_out_in_train,
-            dataset.held_out.len()
-        ));
-    }
+    // The log has the warnings about the data.
+    let console = Console::new(true);
+    let (dataset, _) = load::prompts(&run)?;
+    console.finish();
     if !quiet {
         let yaml = run
             .to_yaml()

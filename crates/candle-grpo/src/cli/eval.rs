@@ -32,7 +32,7 @@ pub(super) fn eval(
     let console = Console::new(quiet);
     console.stop_when_asked();
     load::set_threads(&run)?;
-    let dataset = load::dataset(&run)?;
+    let dataset = run.load_data().map_err(Exit::from_data)?;
     if dataset.held_out.is_empty() {
         return Err(Exit::Config(format!(
             "{}: nothing is held out: give data.held_out or data.held_out_rows",
@@ -40,20 +40,16 @@ pub(super) fn eval(
         )));
     }
     let pretrained = load::model(&run.model)?;
-    let held_out = prompts(
-        &dataset,
-        &dataset.held_out,
-        &pretrained,
-        run.max_prompt_tokens,
-    )
-    .map_err(|error| Exit::Data(format!("{error:#}")))?;
+    let held_out =
+        prompts(&run, &dataset, &dataset.held_out, &pretrained).map_err(Exit::from_data)?;
+    run.check_evaluation(&pretrained.model, &held_out)
+        .map_err(|error| Exit::Config(error.to_string()))?;
     let mut reward = load::rewards(&run)?;
     let config = &run.evaluation;
     let progress = Arc::new(console.clone());
     reward.set_progress(progress.clone());
     let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
-        let sampler = pretrained.sampler(config.sampler.clone())?;
-        let sampler = sampler.with_progress(progress.clone());
+        let sampler = load::sampler(&pretrained, config.sampler.clone(), &console)?;
         let tokenizer = &pretrained.tokenizer;
         let evaluation =
             evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*progress)?;

@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use candle_grpo::config::ConfigError;
 use candle_grpo::train::NotFinite;
 
 /// The exit codes, for `--help`.
@@ -38,8 +39,17 @@ pub(super) enum Exit {
 }
 
 impl Exit {
+    /// Returns the exit of data that do not fit: of a key if the error names one, or else of a
+    /// file.
+    pub(super) fn from_data(error: anyhow::Error) -> Self {
+        match error.downcast::<ConfigError>() {
+            Ok(error) => Self::Config(error.to_string()),
+            Err(error) => Self::Data(format!("{error:#}")),
+        }
+    }
+
     /// Returns the exit of a run that ended with `error`, with a hint how to go on.
-    pub(super) fn of_run(error: anyhow::Error, hint: String) -> Self {
+    pub(super) fn from_run(error: anyhow::Error, hint: String) -> Self {
         let message = format!("{error:#}\n{hint}");
         match error.is::<NotFinite>() {
             true => Self::NotFinite(message),

@@ -1,11 +1,15 @@
 //! The inputs of a command, each with the exit code of its kind.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig, Verdict};
 use candle_grpo::run::{RunPrompts, load_model, load_model_without_weights};
-use candle_grpo::train::{Dataset, Pretrained, Prompt, RewardConfig, WeightedRewards};
+use candle_grpo::train::{
+    Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
+};
 
+use super::console::Console;
 use super::exit::{Exit, warn};
 
 fn wrong(error: ConfigError) -> Exit {
@@ -31,23 +35,12 @@ pub(super) fn config(
     Ok(run)
 }
 
-/// Returns the data of a run and its prompts for `pretrained`, with the settings checked for both.
+/// Returns the data of a run and its prompts, with everything checked but the weights of the model.
 /// `grpo check` and `grpo train` share these checks.
-pub(super) fn prompts(
-    run: &RunConfig,
-    pretrained: &Pretrained,
-) -> Result<(Dataset, RunPrompts), Exit> {
-    let dataset = dataset(run)?;
-    let prompts = RunPrompts::new(run, &dataset, pretrained)
-        .map_err(|error| Exit::Data(format!("{error:#}")))?;
-    let longest = |prompts: &[Prompt]| prompts.iter().map(|prompt| prompt.tokens.len()).max();
-    run.check_model(
-        &pretrained.model,
-        longest(&prompts.train).unwrap_or(0),
-        longest(&prompts.held_out).unwrap_or(0),
-    )
-    .map_err(wrong)?;
-    Ok((dataset, prompts))
+pub(super) fn prompts(run: &RunConfig) -> Result<(Dataset, RunPrompts), Exit> {
+    let pretrained = load_model_without_weights(&run.model)
+        .map_err(|error| Exit::Model(format!("{error:#}")))?;
+    RunPrompts::read(run, &pretrained).map_err(Exit::from_data)
 }
 
 /// Warns of the keys of a ROLL file that would mean something and are not supported.
@@ -65,20 +58,6 @@ pub(super) fn warn_of_keys(file: &Path, roll: &RollFile) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Returns the rows of a run, each with the columns that the rewards need.
-pub(super) fn dataset(run: &RunConfig) -> Result<Dataset, Exit> {
-    let data = |error: anyhow::Error| Exit::Data(format!("{error:#}"));
-    let dataset = run.data.load(run.seed()).map_err(data)?;
-    for row in dataset.train.iter().chain(&dataset.held_out) {
-        for reward in &run.rewards {
-            reward
-                .check_row(&row.columns)
-                .map_err(|error| data(error.context(row.place())))?;
-        }
-    }
-    Ok(dataset)
-}
-
 /// Builds the reward function of a run.
 pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
     RewardConfig::build(&run.rewards).map_err(|error| Exit::Config(format!("{error:#}")))
@@ -89,9 +68,14 @@ pub(super) fn model(config: &ModelConfig) -> Result<Pretrained, Exit> {
     load_model(config).map_err(|error| Exit::Model(format!("{error:#}")))
 }
 
-/// Loads a model without its weights.
-pub(super) fn model_without_weights(config: &ModelConfig) -> Result<Pretrained, Exit> {
-    load_model_without_weights(config).map_err(|error| Exit::Model(format!("{error:#}")))
+/// Creates the sampler of `grpo eval` and `grpo sample`, with the progress of `console`.
+pub(super) fn sampler(
+    pretrained: &Pretrained,
+    sampling: SamplingConfig,
+    console: &Console,
+) -> anyhow::Result<Sampler> {
+    let sampler = pretrained.sampler(sampling)?;
+    Ok(sampler.with_progress(Arc::new(console.clone())))
 }
 
 /// Sets the number of threads that compute.

@@ -2,9 +2,9 @@
 
 use std::io::{Read, stdin};
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use candle_grpo::config::ModelConfig;
+use candle_grpo::train::learn::find_invalid;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::progress::Phase;
 use candle_grpo::train::{Interrupted, Pretrained, Progress, Prompt, Rollout, SamplingConfig};
@@ -48,16 +48,26 @@ pub(super) struct SampleArguments {
     #[arg(long, default_value_t = 256, value_name = "N")]
     max_new_tokens: usize,
     /// The sampling temperature; 0 takes the likeliest token each time.
-    #[arg(short, long, default_value_t = 1.)]
+    #[arg(short, long, default_value_t = 1., allow_negative_numbers = true)]
     temperature: f64,
     /// Sample from the K likeliest tokens; 0 is all.
     #[arg(long, default_value_t = 0, value_name = "K")]
     top_k: usize,
     /// Sample from the likeliest tokens whose probabilities add up to P.
-    #[arg(long, default_value_t = 1., value_name = "P")]
+    #[arg(
+        long,
+        default_value_t = 1.,
+        value_name = "P",
+        allow_negative_numbers = true
+    )]
     top_p: f64,
     /// Sample from tokens with at least P times the highest probability.
-    #[arg(long, default_value_t = 0., value_name = "P")]
+    #[arg(
+        long,
+        default_value_t = 0.,
+        value_name = "P",
+        allow_negative_numbers = true
+    )]
     min_p: f64,
     /// Stop an answer at this text; may be given several times.
     #[arg(long, value_name = "TEXT")]
@@ -92,6 +102,7 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
                 .to_owned(),
         ));
     }
+    let sampling = sampling(&arguments)?;
     let console = Console::new(arguments.quiet);
     console.stop_when_asked();
     let pretrained = load::model(&ModelConfig {
@@ -103,7 +114,20 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
             "--system: given, but the model has no chat template".to_owned(),
         ));
     }
-    let answered = answer(&arguments, &text, &pretrained, &console);
+    let prompt = prompt(&arguments, &text, &pretrained)
+        .map_err(|error| Exit::Config(format!("{error:#}")))?;
+    let (length, positions) = (
+        prompt.tokens.len(),
+        pretrained.model.max_position_embeddings,
+    );
+    if sampling.max_new_tokens.saturating_add(length) > positions {
+        return Err(Exit::Config(format!(
+            "--max-new-tokens: {}, must be at most {}: the model has {positions} positions, and the prompt {length} tokens",
+            sampling.max_new_tokens,
+            positions.saturating_sub(length)
+        )));
+    }
+    let answered = answer(&arguments, sampling, &prompt, &pretrained, &console);
     console.finish();
     let rollouts = answered.map_err(|error| match error.is::<Interrupted>() {
         true => Exit::Interrupted("No answer is complete.".to_owned()),
@@ -122,12 +146,44 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     Ok(())
 }
 
-fn answer(
+/// Returns the settings of the sampler. An error names the option.
+fn sampling(arguments: &SampleArguments) -> Result<SamplingConfig, Exit> {
+    let temperature = arguments.temperature;
+    if !(temperature >= 0. && temperature.is_finite()) {
+        return Err(Exit::Config(format!(
+            "--temperature: {temperature}, must be finite and at least 0"
+        )));
+    }
+    let greedy = temperature == 0.;
+    let sampling = SamplingConfig {
+        temperature: if greedy { 1. } else { temperature },
+        greedy,
+        top_k: arguments.top_k,
+        top_p: arguments.top_p,
+        min_p: arguments.min_p,
+        max_new_tokens: arguments.max_new_tokens,
+        stop_strings: arguments.stop.clone(),
+        seed: arguments.seed,
+        ..SamplingConfig::default()
+    };
+    match sampling.validate() {
+        Ok(()) => Ok(sampling),
+        Err(error) => Err(Exit::Config(match find_invalid(&error) {
+            Some(invalid) => {
+                let field = invalid.field.split("_strings").next().unwrap_or_default();
+                let option = field.replace('_', "-");
+                format!("--{option}: {}, must {}", invalid.value, invalid.must)
+            }
+            None => format!("{error:#}"),
+        })),
+    }
+}
+
+fn prompt(
     arguments: &SampleArguments,
     text: &str,
     pretrained: &Pretrained,
-    console: &Console,
-) -> anyhow::Result<Vec<(Rollout, String)>> {
+) -> anyhow::Result<Prompt> {
     let template = pretrained.chat_template.as_ref().filter(|_| !arguments.raw);
     let asked = match template {
         Some(template) => {
@@ -139,23 +195,20 @@ fn answer(
         None => text.to_owned(),
     };
     let asked = asked + &arguments.prefill;
-    let prompt = Prompt::new(0, &asked, Value::Null, &pretrained.tokenizer)?;
-    let greedy = arguments.temperature == 0.;
-    let sampler = pretrained.sampler(SamplingConfig {
-        temperature: if greedy { 1. } else { arguments.temperature },
-        greedy,
-        top_k: arguments.top_k,
-        top_p: arguments.top_p,
-        min_p: arguments.min_p,
-        max_new_tokens: arguments.max_new_tokens,
-        stop_strings: arguments.stop.clone(),
-        seed: arguments.seed,
-        ..SamplingConfig::default()
-    })?;
+    Prompt::new(0, &asked, Value::Null, &pretrained.tokenizer)
+}
+
+fn answer(
+    arguments: &SampleArguments,
+    sampling: SamplingConfig,
+    prompt: &Prompt,
+    pretrained: &Pretrained,
+    console: &Console,
+) -> anyhow::Result<Vec<(Rollout, String)>> {
     let samples = arguments.samples as usize;
     console.begin(Phase::Evaluate, samples);
-    let sampler = sampler.with_progress(Arc::new(console.clone()));
-    let rollouts = sampler.sample(&[&prompt], samples, 0)?;
+    let sampler = load::sampler(pretrained, sampling, console)?;
+    let rollouts = sampler.sample(&[prompt], samples, 0)?;
     rollouts
         .into_iter()
         .map(|rollout| {

@@ -25,7 +25,7 @@ pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> 
 fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Result<(), Exit> {
     load::set_threads(&config)?;
     // Everything else is checked before the weights are read.
-    let (_, prompts) = load::prompts(&config, &load::model_without_weights(&config.model)?)?;
+    let (_, prompts) = load::prompts(&config)?;
     let pretrained = load::model(&config.model)?;
     let reward = load::rewards(&config)?;
     let steps = config.max_steps;
@@ -36,7 +36,7 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     console.begin_steps(session.trainer().steps(), steps);
     loop {
         let advanced = session.advance();
-        match advanced.map_err(|error| Exit::of_run(error, hint(file, &session)))? {
+        match advanced.map_err(|error| Exit::from_run(error, hint(file, &session)))? {
             Progress::Step(metrics) => {
                 console.set_steps(metrics.step);
                 console.say(&summary(&metrics, steps));

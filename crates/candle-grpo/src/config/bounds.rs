@@ -1,7 +1,9 @@
 //! Bounds of the sizes in a configuration, by the memory that they take.
 
+use candle_grpo_nn::{DecoderConfig, LoraConfig};
 use serde_json::Value;
 
+use super::EvaluationConfig;
 use super::problem::Problem;
 use super::run::RunConfig;
 
@@ -13,7 +15,9 @@ const COMPLETIONS: usize = 1 << 20;
 const STEP_BYTES: u128 = 1 << 40;
 /// About ten tensors of a step hold four bytes for each token.
 const TOKEN_BYTES: u128 = 40;
-/// The greatest rank of an adapter.
+/// The bytes of an adapted weight: itself, its gradient and two moments.
+const ADAPTER_BYTES: u128 = 16;
+/// The greatest rank of an adapter of any model.
 const RANK: usize = 1 << 16;
 /// The most threads, each of which takes a stack of 2 MiB.
 const THREADS: usize = 1 << 10;
@@ -48,8 +52,7 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
     if let Some(adapters) = &run.train.adapters
         && !(1..=RANK).contains(&adapters.rank)
     {
-        // Two matrices for a map of 1024 inputs and outputs, with gradients and two moments.
-        let bytes = size(adapters.rank as u128 * 2 * 1024 * 4 * 4);
+        let bytes = size(adapters.rank as u128 * 2 * 1024 * ADAPTER_BYTES);
         return Err(Problem::at(
             "training.adapters.rank",
             format!(
@@ -58,12 +61,67 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
             ),
         ));
     }
-    completions(run)?;
+    step(run)?;
+    check_evaluation(&run.evaluation, 1)?;
     let effective = run.to_value().map_err(|error| Problem::at("", error))?;
     numbers("", &effective)
 }
 
-fn completions(run: &RunConfig) -> Result<(), Problem> {
+/// Refuses adapters of `model` that are not valid or wider than the model, so that a smaller rank
+/// gives the same updates.
+pub(super) fn check_adapters(adapters: &LoraConfig, model: &DecoderConfig) -> Result<(), Problem> {
+    let section = "training.adapters";
+    let shapes = adapters
+        .parameter_shapes(model)
+        .map_err(|error| Problem::at(section, format!("{:#}", anyhow::Error::from(error))))?;
+    let width = model.hidden_size;
+    if adapters.rank > width {
+        let weights: u128 = shapes
+            .values()
+            .map(|shape| shape.elem_count() as u128)
+            .sum();
+        return Err(Problem::at(
+            &format!("{section}.rank"),
+            format!(
+                "{}, must be at most {width}, the width of the model; the adapters take {}",
+                adapters.rank,
+                size(weights * ADAPTER_BYTES)
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses evaluations on `prompts` held-out prompts that no machine could hold.
+pub(super) fn check_evaluation(config: &EvaluationConfig, prompts: usize) -> Result<(), Problem> {
+    let prompts = config.max_prompts.unwrap_or(usize::MAX).min(prompts);
+    let samples = config.samples_per_prompt;
+    let completions = (prompts as u128).saturating_mul(samples as u128);
+    let length = config.sampler.max_new_tokens as u128;
+    let bytes = completions
+        .saturating_mul(length)
+        .saturating_mul(TOKEN_BYTES);
+    let takes = format!(
+        "{samples} completions of up to {length} tokens for each of {prompts} prompts take {}",
+        size(bytes)
+    );
+    if completions > COMPLETIONS as u128 {
+        return Err(Problem::at(
+            "evaluation.samples_per_prompt",
+            format!("{samples}, must make at most {COMPLETIONS} completions; {takes}"),
+        ));
+    }
+    if bytes > STEP_BYTES {
+        return Err(Problem::at(
+            "evaluation.sampler.max_new_tokens",
+            format!("{length}, must take at most {}; {takes}", size(STEP_BYTES)),
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses steps that no machine could hold.
+fn step(run: &RunConfig) -> Result<(), Problem> {
     let train = &run.train;
     let (prompts, group) = (train.prompts_per_step, train.num_generations);
     let completions = (prompts as u128).saturating_mul(group as u128);
@@ -95,18 +153,19 @@ fn completions(run: &RunConfig) -> Result<(), Problem> {
             ),
         ));
     }
-    let samples = run.evaluation.samples_per_prompt;
-    if samples > COMPLETIONS {
+    let batches = match train.recipe.group_filter {
+        Some(_) => train.max_sampling_batches as u128,
+        None => 1,
+    };
+    let all = bytes.saturating_mul(batches);
+    if all > STEP_BYTES {
         return Err(Problem::at(
-            "evaluation.samples_per_prompt",
-            format!("{samples}, must be at most {COMPLETIONS}"),
-        ));
-    }
-    let length = run.evaluation.sampler.max_new_tokens as u128;
-    if length * TOKEN_BYTES > STEP_BYTES {
-        return Err(Problem::at(
-            "evaluation.sampler.max_new_tokens",
-            format!("{length}, must take at most {}", size(STEP_BYTES)),
+            "training.max_sampling_batches",
+            format!(
+                "{batches}, must take at most {} a step; {batches} batches take {}",
+                size(STEP_BYTES),
+                size(all)
+            ),
         ));
     }
     Ok(())
@@ -123,11 +182,18 @@ fn numbers(path: &str, value: &Value) -> Result<(), Problem> {
                 f64::from(f32::MAX)
             };
             match number.as_f64() {
-                Some(x) if x.abs() > bound => Err(Problem::effective(
+                Some(x) if x.abs() <= bound => Ok(()),
+                Some(x) if is_count => Err(Problem::effective(
                     path,
-                    format!("{number}, must be at most {bound}"),
+                    format!(
+                        "{number}, must be at most {bound}; with one byte each they take {}",
+                        size(x.abs() as u128)
+                    ),
                 )),
-                _ => Ok(()),
+                _ => Err(Problem::effective(
+                    path,
+                    format!("{number}, must be at most {bound}, the greatest f32"),
+                )),
             }
         }
         Value::Object(map) => map.iter().try_for_each(|(key, value)| match path {

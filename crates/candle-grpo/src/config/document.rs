@@ -75,10 +75,12 @@ impl Document {
             line: at.map(|at| line_at(text, at)),
             message: message.to_owned(),
         };
-        let table = DeTable::parse(text)
-            .map_err(|error| fail(error.span().map(|span| span.start), error.message()))?;
+        let table = DeTable::parse(text).map_err(|error| {
+            let message = format!("not valid TOML: {}", error.message());
+            fail(error.span().map(|span| span.start), &message)
+        })?;
         let node =
-            of_table(text, table.get_ref()).map_err(|(at, message)| fail(Some(at), &message))?;
+            table_node(text, table.get_ref()).map_err(|(at, message)| fail(Some(at), &message))?;
         Self::new(file, node)
     }
 
@@ -272,19 +274,62 @@ fn yaml_message(error: &serde_saphyr::Error) -> String {
         Error::Budget { .. } => {
             return "the file is too large, too deep or has too many aliases".to_owned();
         }
+        Error::NonFiniteFloat { value, .. } => return format!("{value}, must be finite"),
+        // Of this module.
+        Error::Message { msg, .. } => return msg.clone(),
         _ => {}
     }
-    let message = error.to_string();
-    let first = message.lines().next().unwrap_or(&message);
-    let first = first.strip_prefix("error: ").unwrap_or(first);
-    let first = match first
-        .strip_prefix("line ")
-        .and_then(|rest| rest.split_once(": "))
-    {
-        Some((_, rest)) => rest,
-        None => first,
+    let plain = match cause {
+        Error::MultipleDocuments { .. } => "a second document begins, must be one",
+        Error::NullIntoString { .. } => "a key is null, must be a text",
+        Error::Unexpected { .. } | Error::UnexpectedValueForUnit { .. } => {
+            "a key is a list or a mapping, must be a text"
+        }
+        Error::RecursiveReferencesRequireWeakTypes { .. } => "an alias is part of its own value",
+        Error::UnknownAnchor { .. } => "an alias has no anchor",
+        Error::MergeValueNotMapOrSeqOfMaps { .. } => {
+            "the value of << must be a mapping or a list of mappings"
+        }
+        Error::InvalidBinaryBase64 { .. } | Error::BinaryNotUtf8 { .. } => {
+            "a value of !!binary must be base64 of a text"
+        }
+        Error::InvalidScalar { .. } => "a value must be of the type of its tag",
+        Error::ExternalMessage { msg, .. } => syntax(msg),
+        _ => "its structure",
     };
-    format!("not valid YAML: {first}")
+    format!("not valid YAML: {plain}")
+}
+
+/// Parts of the messages of the parser, with plain messages.
+const SYNTAX: [(&str, &str); 10] = [
+    ("unclosed", "a bracket is not closed"),
+    ("misplaced bracket", "a bracket is closed that is not open"),
+    (
+        "mapping values are not allowed",
+        "a second colon on a line, or a wrong indentation",
+    ),
+    (
+        "block sequence entries are not allowed",
+        "a list begins on the line of its key",
+    ),
+    (
+        "tabs disallowed",
+        "a tab in the indentation, must be spaces",
+    ),
+    (
+        "quoted scalar",
+        "a text in quotes that is not closed, or not indented, or has a wrong escape",
+    ),
+    ("indent", "a wrong indentation"),
+    ("unexpected character", "a character that must be in quotes"),
+    ("directive", "a wrong directive"),
+    ("anchor", "an alias has no anchor"),
+];
+
+/// Returns a plain message for one of the parser.
+fn syntax(message: &str) -> &'static str {
+    let known = SYNTAX.iter().find(|(part, _)| message.contains(part));
+    known.map_or("its syntax", |(_, plain)| plain)
 }
 
 fn line_at(text: &str, at: usize) -> usize {
@@ -419,7 +464,7 @@ impl<'de> Visitor<'de> for NodeVisitor {
 /// The error of a value that a tree cannot hold: its offset in the text, and the message.
 type Misplaced = (usize, String);
 
-fn of_table(text: &str, table: &DeTable<'_>) -> Result<Node, Misplaced> {
+fn table_node(text: &str, table: &DeTable<'_>) -> Result<Node, Misplaced> {
     let mut mapping = Vec::with_capacity(table.len());
     for (key, value) in table.iter() {
         let at = key.span().start;
@@ -430,13 +475,13 @@ fn of_table(text: &str, table: &DeTable<'_>) -> Result<Node, Misplaced> {
                 format!("key {name:?}, must have no dots and brackets in it"),
             ));
         }
-        let node = of_value(text, value.span().start, value.get_ref())?;
+        let node = value_node(text, value.span().start, value.get_ref())?;
         mapping.push((name, line_at(text, at), node));
     }
     Ok(Node::Mapping(mapping))
 }
 
-fn of_value(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Misplaced> {
+fn value_node(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Misplaced> {
     Ok(match value {
         DeValue::String(x) => Node::Scalar(Value::String(x.to_string())),
         DeValue::Boolean(x) => Node::Scalar(Value::Bool(*x)),
@@ -453,9 +498,9 @@ fn of_value(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Misplace
         DeValue::Datetime(x) => return Err((at, format!("{x}: a date, which no key takes"))),
         DeValue::Array(items) => {
             let items = items.iter();
-            let nodes = items.map(|item| of_value(text, item.span().start, item.get_ref()));
+            let nodes = items.map(|item| value_node(text, item.span().start, item.get_ref()));
             Node::Sequence(nodes.collect::<Result<_, _>>()?)
         }
-        DeValue::Table(table) => of_table(text, table)?,
+        DeValue::Table(table) => table_node(text, table)?,
     })
 }

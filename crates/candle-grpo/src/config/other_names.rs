@@ -15,7 +15,6 @@ const NAMES: &[(&str, &str)] = &[
         "algorithm.num_return_sequences_in_group",
     ),
     ("generation_batch_size", "algorithm.rollout_batch_size"),
-    ("train_batch_size", "algorithm.rollout_batch_size"),
     ("batch_size", "algorithm.rollout_batch_size"),
     ("gen_batch_size", "algorithm.rollout_batch_size"),
     ("num_iterations", "algorithm.ppo_epochs"),
@@ -61,6 +60,10 @@ const NAMES: &[(&str, &str)] = &[
     ("kl_coeff", "algorithm.kl_coef"),
     ("kl_beta", "algorithm.kl_coef"),
     ("kl_estimator", "algorithm.kl_penalty"),
+    (
+        "kl_loss_type",
+        "algorithm.recipe.policy_loss.kl.kl.estimator",
+    ),
     ("use_kl_in_reward", "algorithm.add_token_level_kl"),
     ("kl_target", "algorithm.target_kl"),
     ("horizon", "algorithm.kl_horizon"),
@@ -80,6 +83,9 @@ const NAMES: &[(&str, &str)] = &[
     ("delta", "algorithm.dual_clip_loss"),
     ("clip_ratio_c", "algorithm.dual_clip_loss"),
     ("dual_clip", "algorithm.dual_clip_loss"),
+    ("critic_learning_rate", "training.critic"),
+    ("freezing_actor_steps", "training.critic"),
+    ("critic_warmup", "training.critic"),
     ("cliprange_value", "algorithm.value_clip"),
     ("value_clip_range", "algorithm.value_clip"),
     ("entropy_coeff", "algorithm.entropy_loss_coef"),
@@ -148,6 +154,8 @@ const NAMES: &[(&str, &str)] = &[
     ("max_samples", "data.max_rows"),
     ("system_prompt", "data.system"),
     ("input_template", "data.prompt"),
+    ("input_key", "data.prompt"),
+    ("prompt_key", "data.prompt"),
     ("apply_chat_template", "data.chat"),
     ("output_dir", "run_dir"),
     ("save_path", "run_dir"),
@@ -161,14 +169,30 @@ const NAMES: &[(&str, &str)] = &[
     ("load_best_model_at_end", "checkpoint.keep_best"),
     ("eval_steps", "evaluation.every_steps"),
     ("test_freq", "evaluation.every_steps"),
+    ("num_generations_eval", "evaluation.samples_per_prompt"),
     ("eval_n_samples_per_prompt", "evaluation.samples_per_prompt"),
     ("num_workers", "threads"),
 ];
 
-/// Returns the path here of a key that another trainer calls `name`.
-pub(super) fn path_of(name: &str) -> Option<&'static str> {
+/// A name that has another meaning in each of these trainers.
+const AMBIGUOUS: (&str, [(&str, &str); 2]) = (
+    "train_batch_size",
+    [
+        ("verl", "algorithm.rollout_batch_size"),
+        ("OpenRLHF", "training.mini_batch_size"),
+    ],
+);
+
+/// Returns the place here of a key that another trainer calls `name`: a path, or one for each
+/// trainer.
+pub(super) fn place(name: &str) -> Option<String> {
+    let (ambiguous, meanings) = AMBIGUOUS;
+    if name == ambiguous {
+        let places = meanings.map(|(trainer, path)| format!("{path} ({trainer}'s {name})"));
+        return Some(places.join(" or "));
+    }
     let found = NAMES.iter().find(|(other, _)| *other == name)?;
-    Some(found.1)
+    Some(found.1.to_owned())
 }
 
 #[cfg(test)]
@@ -176,7 +200,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::path::Path;
 
-    use serde_json::{Value, json};
+    use serde_json::Value;
 
     use super::*;
     use crate::config::algorithm::AlgorithmConfig;
@@ -184,23 +208,33 @@ mod tests {
 
     #[test]
     fn every_name_leads_to_a_key_that_exists() {
-        let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}]}";
+        let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], algorithm: {use_kl_loss: true}}";
         let document = Document::from_yaml(Path::new("x.yaml"), text).unwrap();
         let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
         let Value::Object(keys) = serde_json::to_value(AlgorithmConfig::default()).unwrap() else {
             panic!("a section is a mapping");
         };
+        let algorithm = all["algorithm"].as_object_mut().unwrap();
         for (key, value) in keys {
-            all["algorithm"][key] = value;
+            algorithm.entry(key).or_insert(value);
         }
         let mut seen = BTreeSet::new();
-        for (name, path) in NAMES {
+        let (ambiguous, meanings) = AMBIGUOUS;
+        let ambiguous = meanings.map(|(_, path)| (ambiguous, path));
+        for (name, _) in NAMES.iter().chain(&ambiguous[..1]) {
             assert!(seen.insert(name), "{name} is there twice");
+        }
+        for (name, path) in NAMES.iter().chain(&ambiguous) {
             let pointer = format!("/{}", path.replace('.', "/"));
             assert!(all.pointer(&pointer).is_some(), "{name}: {path}");
         }
-        assert_eq!(path_of("beta"), Some("algorithm.kl_coef"));
-        assert_eq!(path_of("of no trainer"), None);
-        assert_ne!(all, json!({}));
+        assert_eq!(place("beta").as_deref(), Some("algorithm.kl_coef"));
+        assert_eq!(
+            place("train_batch_size").as_deref(),
+            Some(
+                "algorithm.rollout_batch_size (verl's train_batch_size) or training.mini_batch_size (OpenRLHF's train_batch_size)"
+            )
+        );
+        assert_eq!(place("of no trainer"), None);
     }
 }

@@ -72,7 +72,7 @@ impl Problem {
     }
 
     /// A setting of the trainer is not valid.
-    pub(super) fn of_settings(error: &Error) -> Self {
+    pub(super) fn from_settings(error: &Error) -> Self {
         let Some(invalid) = find_invalid(error) else {
             return Self::within("training", error);
         };

@@ -3,8 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use candle_grpo_nn::DecoderConfig;
-use candle_grpo_train::learn::LearningRateSchedule;
-use candle_grpo_train::{DatasetConfig, RewardConfig, SamplingConfig, TrainConfig};
+use candle_grpo_train::learn::{LearningRateSchedule, find_invalid};
+use candle_grpo_train::{
+    Dataset, DatasetConfig, Prompt, RewardConfig, SamplingConfig, TrainConfig,
+};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -215,7 +217,7 @@ impl RunConfig {
         bounds::check(self)?;
         self.train
             .validate()
-            .map_err(|error| Problem::of_settings(&error))?;
+            .map_err(|error| Problem::from_settings(&error))?;
         self.evaluation
             .sampler
             .validate()
@@ -304,8 +306,36 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Checks the settings that depend on the model: adapters, and the lengths of completions after
-    /// the longest prompts, in tokens, to train on and to evaluate on.
+    /// Reads the data, and checks that each row has the columns of the rewards.
+    ///
+    /// # Errors
+    ///
+    /// With [`ConfigError`] if a key of the section does not fit the rows, or content is not text.
+    /// With file and line if something else is wrong.
+    pub fn load_data(&self) -> anyhow::Result<Dataset> {
+        let dataset = self.data.load(self.seed()).map_err(|error| {
+            let Some(invalid) = find_invalid(&error) else {
+                return error;
+            };
+            let key = format!("data.{}", invalid.field);
+            match self.document.get(&key) {
+                Some(_) => self.error(&key, &format!("{}, must {}", invalid.value, invalid.must)),
+                None => self.error("data", &format!("{error:#}")),
+            }
+            .into()
+        })?;
+        for row in dataset.train.iter().chain(&dataset.held_out) {
+            for reward in &self.rewards {
+                reward
+                    .check_row(&row.columns)
+                    .map_err(|error| error.context(row.place()))?;
+            }
+        }
+        Ok(dataset)
+    }
+
+    /// Checks the settings that depend on the model and the prompts: adapters, the number of
+    /// completions of an evaluation, and the lengths of completions.
     ///
     /// # Errors
     ///
@@ -313,42 +343,66 @@ impl RunConfig {
     pub fn check_model(
         &self,
         model: &DecoderConfig,
-        longest_prompt: usize,
-        longest_held_out: usize,
+        train: &[Prompt],
+        held_out: &[Prompt],
     ) -> Result<(), ConfigError> {
         if let Some(adapters) = &self.train.adapters {
-            adapters.validate(model).map_err(|error| {
-                let error = anyhow::Error::from(error);
-                self.document
-                    .error("training.adapters", format!("{error:#}"))
-            })?;
+            bounds::check_adapters(adapters, model)
+                .map_err(|problem| problem.locate(&self.document, |_| false))?;
         }
-        let positions = model.max_position_embeddings;
+        self.check_length(
+            "algorithm.response_length",
+            &self.train.sampling,
+            model,
+            train,
+        )?;
+        self.check_evaluation(model, held_out)
+    }
+
+    /// Checks the settings of an evaluation of `model` on `held_out`.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::check_model`].
+    pub fn check_evaluation(
+        &self,
+        model: &DecoderConfig,
+        held_out: &[Prompt],
+    ) -> Result<(), ConfigError> {
+        bounds::check_evaluation(&self.evaluation, held_out.len())
+            .map_err(|problem| problem.locate(&self.document, |_| false))?;
         let own = "evaluation.sampler.max_new_tokens";
-        let evaluation = match self.document.get(own) {
+        let key = match self.document.get(own) {
             Some(_) => own,
             None => "algorithm.response_length",
         };
-        for (key, sampling, longest) in [
-            (
-                "algorithm.response_length",
-                &self.train.sampling,
-                longest_prompt,
-            ),
-            (evaluation, &self.evaluation.sampler, longest_held_out),
-        ] {
-            let length = sampling.max_new_tokens;
-            if length.saturating_add(longest) > positions {
-                return Err(self.document.error(
-                    key,
-                    format!(
-                        "{length}, must be at most {}: the model has {positions} positions, and the longest prompt {longest} tokens",
-                        positions.saturating_sub(longest)
-                    ),
-                ));
-            }
+        self.check_length(key, &self.evaluation.sampler, model, held_out)
+    }
+
+    /// Refuses completions that end after the last position of the model.
+    fn check_length(
+        &self,
+        key: &str,
+        sampling: &SamplingConfig,
+        model: &DecoderConfig,
+        prompts: &[Prompt],
+    ) -> Result<(), ConfigError> {
+        let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
+        let (longest, positions) = (longest.unwrap_or(0), model.max_position_embeddings);
+        let length = sampling.max_new_tokens;
+        if length.saturating_add(longest) <= positions {
+            return Ok(());
         }
-        Ok(())
+        let message = format!(
+            "{length}, must be at most {}: the model has {positions} positions, and the longest prompt {longest} tokens",
+            positions.saturating_sub(longest)
+        );
+        Err(self.error(key, &message))
+    }
+
+    /// Returns an error about the key at `path`.
+    pub(crate) fn error(&self, path: &str, message: &str) -> ConfigError {
+        self.document.error(path, message)
     }
 
     /// Returns the seed of the run.

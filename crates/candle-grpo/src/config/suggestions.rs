@@ -19,8 +19,7 @@ pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
         "" => key.to_owned(),
         section => format!("{section}.{key}"),
     };
-    let other_name = other_names::path_of(key).map(str::to_owned);
-    if let Some(place) = other_name
+    if let Some(place) = other_names::place(key)
         .or_else(|| place_of(key))
         .filter(|place| *place != path)
     {

@@ -16,7 +16,21 @@ pub struct RunPrompts {
 }
 
 impl RunPrompts {
-    /// The prompts of both parts of `dataset`: see [`prompts`].
+    /// Reads the data of a run, and checks it together with the settings and the shape of the
+    /// model. Returns also the rows.
+    ///
+    /// # Errors
+    ///
+    /// With [`ConfigError`](crate::config::ConfigError) if a key does not fit the data or the
+    /// model. Returns any other error of [`RunConfig::load_data`] and [`Self::new`].
+    pub fn read(config: &RunConfig, pretrained: &Pretrained) -> Result<(Dataset, Self)> {
+        let dataset = config.load_data()?;
+        let prompts = Self::new(config, &dataset, pretrained)?;
+        config.check_model(&pretrained.model, &prompts.train, &prompts.held_out)?;
+        Ok((dataset, prompts))
+    }
+
+    /// Makes the prompts of both parts of `dataset`: see [`prompts`].
     pub fn new(config: &RunConfig, dataset: &Dataset, pretrained: &Pretrained) -> Result<Self> {
         if dataset.held_out_in_train > 0 {
             tracing::warn!(
@@ -25,7 +39,7 @@ impl RunPrompts {
                 dataset.held_out.len()
             );
         }
-        let prompts = |rows| prompts(dataset, rows, pretrained, config.max_prompt_tokens);
+        let prompts = |rows| prompts(config, dataset, rows, pretrained);
         Ok(Self {
             train: prompts(&dataset.train)?,
             held_out: prompts(&dataset.held_out)?,
@@ -33,7 +47,8 @@ impl RunPrompts {
     }
 }
 
-/// The prompts of `rows` in their order, except those of more than `max_prompt_tokens` tokens.
+/// Makes the prompts of `rows` in their order, except those of more than
+/// [`RunConfig::max_prompt_tokens`].
 ///
 /// The chat template of the model renders a conversation, with the beginning of an answer. The
 /// prefill of the data follows.
@@ -44,11 +59,12 @@ impl RunPrompts {
 /// template rejects the row. If the template renders all rows alike although they differ, or no
 /// prompt is short enough.
 pub fn prompts(
+    config: &RunConfig,
     dataset: &Dataset,
     rows: &[Row],
     pretrained: &Pretrained,
-    max_prompt_tokens: usize,
 ) -> Result<Vec<Prompt>> {
+    let max_prompt_tokens = config.max_prompt_tokens;
     let mut prompts = Vec::with_capacity(rows.len());
     for (index, row) in rows.iter().enumerate() {
         let text = text(dataset, row, pretrained).with_context(|| row.place())?;
@@ -58,12 +74,15 @@ pub fn prompts(
     }
     ensure_different(dataset, rows, &prompts)?;
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
+    let shortest = prompts.iter().map(|prompt| prompt.tokens.len()).min();
     prompts.retain(|prompt| prompt.tokens.len() <= max_prompt_tokens);
-    ensure!(
-        !prompts.is_empty() || rows.is_empty(),
-        "prompt_length: {max_prompt_tokens} tokens, all {} prompts are longer",
-        rows.len()
-    );
+    if let (true, Some(shortest)) = (prompts.is_empty(), shortest) {
+        let message = format!(
+            "{max_prompt_tokens}, must be at least {shortest}, the tokens of the shortest of {} prompts",
+            rows.len()
+        );
+        return Err(config.error("algorithm.prompt_length", &message).into());
+    }
     let left_out = rows.len() - prompts.len();
     if left_out > 0 {
         tracing::warn!(

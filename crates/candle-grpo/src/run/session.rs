@@ -8,7 +8,8 @@ use anyhow::Result;
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::run::{ReplacedRun, RunInputs};
 use candle_grpo_train::{
-    Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig, StepMetrics, Trainer,
+    Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig,
+    StepMetrics, Trainer,
 };
 
 use super::evaluation::evaluate_policy;
@@ -62,7 +63,7 @@ pub enum Progress {
 ///
 /// let config = RunConfig::read(Path::new("run.yaml"))?;
 /// let pretrained = load_model(&config.model)?;
-/// let prompts = RunPrompts::new(&config, &config.data.load(config.seed())?, &pretrained)?;
+/// let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
 /// let shorter = |sample: &Sample| -(sample.completion_tokens.len() as f32);
 /// let progress = Arc::new(NoProgress);
 /// let mut session = Session::new(config, pretrained, prompts, shorter, Start::New, progress)?;
@@ -118,12 +119,7 @@ impl Session {
         };
         let mut settings = config.train.clone();
         settings.sampling = sampling(&settings.sampling);
-        let longest = |prompts: &[Prompt]| prompts.iter().map(|p| p.tokens.len()).max();
-        config.check_model(
-            &pretrained.model,
-            longest(&train).unwrap_or(0),
-            longest(&held_out).unwrap_or(0),
-        )?;
+        config.check_model(&pretrained.model, &train, &held_out)?;
         let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?;
         let mut trainer = Trainer::new(
             pretrained.model.clone(),
@@ -151,6 +147,16 @@ impl Session {
             metrics,
             progress,
         })
+    }
+
+    /// Draws all completions, of steps and evaluations, from `generator` in place of the policy in
+    /// this process. The generator receives the weights before the first completion and after each
+    /// update.
+    pub fn with_generator(self, generator: Arc<dyn Generator>) -> Self {
+        Self {
+            trainer: self.trainer.with_generator(generator),
+            ..self
+        }
     }
 
     /// Performs the next evaluation, checkpoint or step.

@@ -216,7 +216,31 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             format!("{CONFIG}threads: 100000\n"),
-            "run.yaml:5: threads: 100000, must be at most 1024",
+            "run.yaml:5: threads: 100000, must be at most 1024; their stacks take 195 GiB",
+        ),
+        (
+            format!("{CONFIG}training: {{adapters: {{rank: 17, alpha: 4}}}}\n"),
+            "run.yaml:5: training.adapters.rank: 17, must be at most 16, the width of the model; the adapters take ",
+        ),
+        (
+            format!("{CONFIG}evaluation: {{samples_per_prompt: 2000000}}\n"),
+            "run.yaml:5: evaluation.samples_per_prompt: 2000000, must make at most 1048576 completions; 2000000 completions of up to 8 tokens for each of 1 prompts take 610 MiB",
+        ),
+        (
+            format!("{CONFIG}max_steps: 2000000000000\n"),
+            "run.yaml:5: max_steps: 2000000000000, must be at most 1099511627776; with one byte each they take 2 TiB",
+        ),
+        (
+            format!("{CONFIG}training: {{max_sampling_batches: 1000000000}}\n"),
+            "run.yaml:5: training.max_sampling_batches: 1000000000, must take at most 1 TiB a step",
+        ),
+        (
+            with("held_out_rows: 1", "held_out_rows: 2"),
+            "run.yaml:2: data.held_out_rows: 2, must be less than the 2 rows of train",
+        ),
+        (
+            with("preset: dapo", "preset: dapo, prompt_length: 1"),
+            "run.yaml:4: algorithm.prompt_length: 1, must be at least 2",
         ),
     ] {
         both_refuse(path, &config, words);
@@ -312,6 +336,168 @@ rewards: [{kind: numeric}]
     );
 }
 
+/// One row is held out of two, so the number of samples alone is within its bound.
+#[test]
+fn the_completions_of_an_evaluation_are_bounded() {
+    let rows: String = (0..9)
+        .map(|i| {
+            format!(
+                "{{\"prompt\": \"{}\", \"answer\": {i}}}\n",
+                "a".repeat(i + 1)
+            )
+        })
+        .collect();
+    let config = CONFIG.replace("held_out_rows: 1", "held_out_rows: 4")
+        + "evaluation: {samples_per_prompt: 300000}\n";
+    let folder = folder(&config, &rows);
+    for command in ["check", "train", "eval"] {
+        fails(
+            &grpo(folder.path(), &[command, "run.yaml"]),
+            3,
+            "run.yaml:5: evaluation.samples_per_prompt: 300000, must make at most 1048576 completions; 300000 completions of up to 8 tokens for each of 4 prompts take 366 MiB",
+        );
+    }
+}
+
+#[test]
+fn check_refuses_a_model_without_whole_weights() {
+    let folder = folder(CONFIG, DATA);
+    let weights = folder.path().join("model/model.safetensors");
+    let whole = fs::read(&weights).unwrap();
+    for (bytes, words) in [
+        (None, "model.safetensors"),
+        (
+            Some(&whole[..whole.len() - 4]),
+            "bytes of tensors, must have",
+        ),
+        (Some(&whole[..99]), "a header of"),
+    ] {
+        match bytes {
+            Some(bytes) => fs::write(&weights, bytes).unwrap(),
+            None => fs::remove_file(&weights).unwrap(),
+        }
+        for command in ["check", "train"] {
+            fails(&grpo(folder.path(), &[command, "run.yaml"]), 5, words);
+        }
+    }
+    fs::write(&weights, &whole).unwrap();
+    let config = folder.path().join("model/config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    fs::write(
+        &config,
+        text.replace("\"intermediate_size\": ", "\"intermediate_size\": 1"),
+    )
+    .unwrap();
+    fails(&grpo(folder.path(), &["check", "run.yaml"]), 5, "mlp.");
+}
+
+#[test]
+fn check_warns_of_prompts_that_are_left_out() {
+    let data = format!("{DATA}{{\"prompt\": \"abcde\", \"answer\": 1}}\n");
+    let config = CONFIG.replace("held_out_rows: 1}", "}");
+    let folder = folder(
+        &config.replace("preset: dapo", "preset: dapo, prompt_length: 3"),
+        &data,
+    );
+    let output = grpo(folder.path(), &["check", "--quiet", "run.yaml"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(
+        said.contains("1 of 3 prompts have more than 3 tokens, up to 5, and are left out"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_wrong_option_of_sample_is_named() {
+    let folder = crate::support::folder(CONFIG);
+    for (option, value, words) in [
+        (
+            "--temperature",
+            "-1",
+            "--temperature: -1, must be finite and at least 0",
+        ),
+        ("--temperature", "nan", "--temperature: NaN, must "),
+        ("--top-p", "0", "--top-p: 0, must "),
+        ("--min-p", "-0.5", "--min-p: -0.5, must "),
+        ("--max-new-tokens", "0", "--max-new-tokens: 0, must "),
+        (
+            "--max-new-tokens",
+            "23",
+            "--max-new-tokens: 23, must be at most 22: the model has 24 positions, and the prompt 2 tokens",
+        ),
+        ("--stop", "", "--stop: "),
+    ] {
+        fails(
+            &grpo(folder.path(), &["sample", "model", "ab", option, value]),
+            3,
+            words,
+        );
+    }
+}
+
+/// Only the completions of the evaluation are too long.
+#[test]
+fn eval_refuses_completions_longer_than_the_model() {
+    let folder = folder(
+        &format!("{CONFIG}evaluation: {{sampler: {{max_new_tokens: 99}}}}\n"),
+        DATA,
+    );
+    fails(
+        &grpo(folder.path(), &["eval", "run.yaml"]),
+        3,
+        "run.yaml:5: evaluation.sampler.max_new_tokens: 99, must be at most 22",
+    );
+}
+
+#[test]
+fn messages_about_syntax_have_no_words_of_libraries() {
+    let folder = folder(CONFIG, DATA);
+    for (text, words) in [
+        ("model: [a\n", ":1: not valid YAML: a bracket is not closed"),
+        (
+            "a: b: c\n",
+            ":1: not valid YAML: a second colon on a line, or a wrong indentation",
+        ),
+        (
+            "a: 1\n---\nb: 2\n",
+            ":3: not valid YAML: a second document begins, must be one",
+        ),
+        (
+            "? [a]\n: b\n",
+            ":1: not valid YAML: a key is a list or a mapping, must be a text",
+        ),
+        (
+            "null: 3\n",
+            ":1: not valid YAML: a key is null, must be a text",
+        ),
+        (
+            "a: &x [*x]\n",
+            ":1: not valid YAML: an alias is part of its own value",
+        ),
+        ("a: *x\n", ":1: not valid YAML: an alias has no anchor"),
+        (
+            "a: !!int x\n",
+            ":1: not valid YAML: a value must be of the type of its tag",
+        ),
+        ("a: .nan\n", ":1: .nan, must be finite"),
+        (
+            "a.b: 1\n",
+            "key \"a.b\", must have no dots and brackets in it",
+        ),
+    ] {
+        fs::write(folder.path().join("run.yaml"), text).unwrap();
+        fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, words);
+    }
+    fs::write(folder.path().join("run.yaml"), CONFIG).unwrap();
+    fs::write(folder.path().join("data.jsonl"), "{\"prompt\" \"a\"}\n").unwrap();
+    fails(
+        &grpo(folder.path(), &["check", "run.yaml"]),
+        4,
+        "data.jsonl:1: must be a JSON object: there must be a colon at column 11",
+    );
+}
+
 #[test]
 fn sample_refuses_an_empty_prompt() {
     let folder = crate::support::folder(CONFIG);
@@ -333,8 +519,8 @@ fn check_refuses_content_that_is_not_text() {
     for command in ["check", "train"] {
         fails(
             &grpo(folder.path(), &[command, "run.yaml"]),
-            4,
-            "message 0: the content has a part of type \"image_url\", must be text",
+            3,
+            ": column \"messages\": message 0: content: a part of type \"image_url\", must be text",
         );
     }
 }

@@ -1,0 +1,79 @@
+//! Runs of a configuration in a custom program.
+
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use anyhow::Result;
+use candle_grpo::config::{Document, RunConfig};
+use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
+use candle_grpo::train::progress::NoProgress;
+use candle_grpo::train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
+use candle_grpo::train::{Generator, RewardConfig};
+
+use crate::support::{CONFIG, folder};
+
+/// Counts the calls of the generator that it wraps.
+struct Counting {
+    local: LocalGenerator,
+    completions: AtomicUsize,
+    versions: Mutex<Vec<u64>>,
+}
+
+impl Generator for Counting {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let seeds = batch.prompts.iter().map(|prompt| prompt.seeds.len());
+        self.completions.fetch_add(seeds.sum(), Ordering::SeqCst);
+        self.local.generate(batch, deliver)
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        self.versions.lock().unwrap().push(weights.version);
+        self.local.weights_changed(weights)
+    }
+}
+
+/// It draws the completions of steps and of evaluations.
+#[test]
+fn a_session_takes_any_generator() -> Result<()> {
+    let folder = folder("");
+    let run = |name: &str, custom: bool| -> Result<(Vec<u8>, Option<Arc<Counting>>)> {
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let config = CONFIG
+            .replace("model: model", &format!("model: {}", path("model")))
+            .replace("data.jsonl", &path("data.jsonl"))
+            .replace("run_dir: run", &format!("run_dir: {}", path(name)))
+            .replace("max_steps: 12", "max_steps: 4");
+        let config = RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), &config)?)?;
+        let pretrained = load_model(&config.model)?;
+        let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
+        let reward = RewardConfig::build(&config.rewards)?;
+        let generator = custom.then(|| {
+            let local = LocalGenerator::new(&pretrained.model, &pretrained.parameters);
+            Arc::new(Counting {
+                local: local.unwrap(),
+                completions: AtomicUsize::new(0),
+                versions: Mutex::default(),
+            })
+        });
+        let progress = Arc::new(NoProgress);
+        let mut session = Session::new(config, pretrained, prompts, reward, Start::New, progress)?;
+        if let Some(generator) = &generator {
+            session = session.with_generator(Arc::clone(generator) as Arc<dyn Generator>);
+        }
+        while session.advance()? != Progress::Finished {}
+        let weights = session
+            .path()
+            .join("checkpoints/step-000004/model.safetensors");
+        Ok((fs::read(weights)?, generator))
+    };
+    let (local, _) = run("local", false)?;
+    let (custom, generator) = run("custom", true)?;
+    assert!(local == custom);
+    let generator = generator.unwrap();
+    // Four steps of 16 completions, and evaluations of 16 before the first and after the last.
+    assert_eq!(generator.completions.load(Ordering::SeqCst), 6 * 16);
+    assert_eq!(*generator.versions.lock().unwrap(), [0, 1, 2, 3, 4]);
+    Ok(())
+}
