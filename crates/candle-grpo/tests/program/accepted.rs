@@ -1,13 +1,14 @@
 //! Whatever `grpo check` accepts starts to train.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use candle_grpo::config::{Document, Preset, RunConfig};
 use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
 use candle_grpo::train::progress::NoProgress;
-use candle_grpo::train::{NotFinite, Pretrained, Prompt, RewardConfig};
+use candle_grpo::train::{NotFinite, Pretrained, RewardConfig};
 use serde_json::{Value, json};
 
 use crate::mutation::mutated;
@@ -32,12 +33,21 @@ fn document(value: &Value) -> Document {
 
 /// Returns the configurations to change, one for each preset, each with what it comes to.
 fn bases(folder: &Path) -> Vec<(Value, Value)> {
+    let rows =
+        ["abc", "d", "ee", "ca", "b", "cd"].map(|prompt| json!({"prompt": prompt, "answer": 1}));
+    let rows = rows.map(|row| row.to_string()).join("\n");
+    fs::write(folder.join("data.jsonl"), rows).unwrap();
     let presets = Preset::ALL.iter().map(|preset| json!(preset));
     let base = |preset: Value| {
         let base = json!({
             "model": folder.join("model"),
             "data": {"train": folder.join("data.jsonl"), "held_out_rows": 2},
-            "rewards": [{"kind": "regex", "pattern": "^[ab]"}],
+            "rewards": [
+                {"kind": "regex", "pattern": "^[ab]"},
+                {"kind": "length", "max_length": 4, "buffer": 2},
+                {"kind": "repetition", "weight": 0.1},
+                {"kind": "ensemble", "judges": [{"kind": "numeric"}, {"kind": "exact"}, {"kind": "json"}]},
+            ],
             "algorithm": {
                 "preset": preset,
                 "rollout_batch_size": 2,
@@ -70,12 +80,7 @@ fn is_expensive(run: &RunConfig) -> bool {
 /// Makes one step, and refuses what `grpo check` refuses first.
 fn step(run: RunConfig, pretrained: Pretrained) -> Option<anyhow::Result<()>> {
     run.check_files().ok()?;
-    let dataset = run.data.load(run.seed()).ok()?;
-    let prompts = RunPrompts::new(&run, &dataset, &pretrained).ok()?;
-    let longest = |prompts: &[Prompt]| prompts.iter().map(|prompt| prompt.tokens.len()).max();
-    let (train, held_out) = (longest(&prompts.train)?, longest(&prompts.held_out));
-    run.check_model(&pretrained.model, train, held_out.unwrap_or(0))
-        .ok()?;
+    let (_, prompts) = RunPrompts::read(&run, &pretrained).ok()?;
     let train = || -> anyhow::Result<()> {
         let reward = RewardConfig::build(&run.rewards)?;
         let progress = Arc::new(NoProgress);
@@ -91,7 +96,7 @@ fn step(run: RunConfig, pretrained: Pretrained) -> Option<anyhow::Result<()>> {
 }
 
 #[test]
-fn what_check_accepts_starts_to_train() {
+fn an_accepted_configuration_starts_to_train() {
     let folder = folder("");
     let bases = bases(folder.path());
     let model = bases[0].0["model"].as_str().unwrap().to_owned();

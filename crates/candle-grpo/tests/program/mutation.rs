@@ -158,8 +158,16 @@ fn value(current: Option<&Value>, choose: Choose<'_>) -> Value {
     let name = |choose: Choose<'_>| json!(NAMES[choose(NAMES.len())]);
     match (choose(8), current) {
         (0, _) => other(choose),
-        (1, _) => name(choose),
+        (1, None | Some(Value::Null | Value::String(_))) => name(choose),
         (_, Some(Value::Bool(on))) => json!(!on),
+        (1..4, Some(Value::Array(items))) if !items.is_empty() => {
+            let mut items = items.clone();
+            match choose(2) {
+                0 => drop(items.remove(choose(items.len()))),
+                _ => items.push(items[choose(items.len())].clone()),
+            }
+            Value::Array(items)
+        }
         (_, Some(Value::String(_))) => name(choose),
         (_, Some(Value::Number(x))) => number(x.as_f64(), choose),
         _ => match choose(3) {
@@ -170,43 +178,65 @@ fn value(current: Option<&Value>, choose: Choose<'_>) -> Value {
     }
 }
 
-/// Returns the paths of all keys in `value`.
+/// Returns the paths of all keys and items in `value`. An index stands for an item.
 fn paths(value: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String>>) {
-    if let Value::Object(map) = value {
-        for (key, value) in map {
-            path.push(key.clone());
-            all.push(path.clone());
-            paths(value, path, all);
-            path.pop();
+    let mut descend = |step: String, value: &Value| {
+        path.push(step);
+        all.push(path.clone());
+        paths(value, path, all);
+        path.pop();
+    };
+    match value {
+        Value::Object(map) => map
+            .iter()
+            .for_each(|(key, value)| descend(key.clone(), value)),
+        Value::Array(items) => {
+            let items = items.iter().enumerate();
+            items.for_each(|(i, value)| descend(i.to_string(), value));
         }
+        _ => {}
     }
 }
 
-fn set(value: &mut Value, path: &[String], new: Value) {
-    match path {
-        [] => *value = new,
-        [key, rest @ ..] => {
-            if !value.is_object() {
-                *value = Value::Object(Map::new());
-            }
-            set(&mut value[key.as_str()], rest, new);
-        }
-    }
+/// Returns the value at `path`.
+fn get<'a>(value: &'a Value, path: &[String]) -> Option<&'a Value> {
+    path.iter().try_fold(value, |value, step| match value {
+        Value::Array(items) => items.get(step.parse::<usize>().ok()?),
+        value => value.get(step),
+    })
 }
 
-/// Returns `base`, whose effective configuration is `effective`, with up to three of its keys
-/// changed.
+/// Sets the value at `path`. A list that `value` lacks is first copied from `effective`.
+fn set(value: &mut Value, effective: &Value, path: &[String], new: Value) {
+    let [step, rest @ ..] = path else {
+        *value = new;
+        return;
+    };
+    if let (Value::Array(items), Ok(index)) = (effective, step.parse::<usize>()) {
+        if !value.is_array() {
+            *value = effective.clone();
+        }
+        if let (Some(item), Some(effective)) = (value.get_mut(index), items.get(index)) {
+            set(item, effective, rest, new);
+        }
+        return;
+    }
+    if !value.is_object() {
+        *value = Value::Object(Map::new());
+    }
+    let below = effective.get(step).unwrap_or(&Value::Null);
+    set(&mut value[step.as_str()], below, rest, new);
+}
+
+/// Returns `base`, whose effective configuration is `effective`, with one key or item changed.
 pub(crate) fn mutated(base: &Value, effective: &Value, choose: Choose<'_>) -> Value {
     let mut all = Vec::new();
     paths(effective, &mut Vec::new(), &mut all);
     let absent = ALGORITHM.iter();
     all.extend(absent.map(|key| vec!["algorithm".to_owned(), (*key).to_owned()]));
+    let path = &all[choose(all.len())];
+    let new = value(get(effective, path), choose);
     let mut changed = base.clone();
-    for _ in 0..[1, 1, 2, 3][choose(4)] {
-        let path = &all[choose(all.len())];
-        let current = path.iter().try_fold(effective, |value, key| value.get(key));
-        let new = value(current, choose);
-        set(&mut changed, path, new);
-    }
+    set(&mut changed, effective, path, new);
     changed
 }
