@@ -2,7 +2,7 @@
 
 use candle_grpo_core::{
     AdvantagePipeline, Kl, KlController, KlEstimator, KlPenalty, NormLevel, RewardNorm,
-    SampleFilter, Scale, TokenAdvantage,
+    SampleFilter, Scale, TokenAdvantage, validate,
 };
 use candle_grpo_loss::surrogate::{DetachedWeight, PositiveIf, SquaredLogRatio, Topr, UnifiedMask};
 use candle_grpo_loss::{Clip, KlLoss, PolicyLoss, Recipe, Surrogate};
@@ -117,6 +117,10 @@ impl AlgorithmConfig {
             false => recipe.reward_shaping.norm,
         };
         self.set_levels(&mut norm)?;
+        if let Some(clip) = self.reward_clip {
+            validate::positive("reward_clip", clip)
+                .map_err(|e| wrong("reward_clip", format!("{}, must {}", e.value, e.must)))?;
+        }
         let scale = match (norm.mean, norm.std) {
             (NormLevel::Group, NormLevel::Group) => Some(Scale::Group),
             (NormLevel::Group, NormLevel::Batch) => Some(Scale::Batch),

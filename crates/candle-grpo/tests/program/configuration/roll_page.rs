@@ -430,9 +430,17 @@ fn switches_that_are_off_turn_their_keys_off() {
     "algorithm.dual_clip_loss: given, but has no effect"
 )]
 #[case("tis_upper_bound: 2", "without pg_variant: tis")]
+#[case(
+    "reward_clip: 0",
+    "algorithm.reward_clip: 0, must be positive and finite"
+)]
+#[case(
+    "adv_estimator: reinforce\n  reward_clip: -1",
+    "algorithm.reward_clip: -1, must be positive and finite"
+)]
 #[case("adv_estimator: gigpo", "\"gigpo\", must be one of")]
 #[case("adv_estimator: grop", "did you mean `grpo`?")]
-fn a_key_without_effect_is_an_error(#[case] keys: &str, #[case] words: &str) {
+fn a_key_without_effect_or_with_a_wrong_value_is_an_error(#[case] keys: &str, #[case] words: &str) {
     let error = run(&format!("  {keys}\n")).unwrap_err().to_string();
     assert!(error.contains(words), "{error}");
 }
