@@ -1,7 +1,6 @@
 //! A custom generator: one completion of each group is a demonstration, the policy draws the
-//! others.
-//! The task: continue a letter with the next six of the alphabet. Only a completely correct answer
-//! has a reward: a random policy gives one in 531,441 completions.
+//! others. The task: continue a letter with the next six of the alphabet. Only a completely
+//! correct answer has a reward: a random policy gives one in 531,441 completions.
 
 use std::sync::Arc;
 

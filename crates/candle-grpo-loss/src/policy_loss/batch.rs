@@ -243,6 +243,7 @@ impl InputShape {
 #[cfg(test)]
 mod tests {
     use candle_core::{DType, Device};
+    use candle_grpo_test_support::message;
 
     use super::*;
 
@@ -276,7 +277,6 @@ mod tests {
     #[test]
     fn dims_names_a_tensor_of_another_shape() -> Result<()> {
         let wrong = Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?;
-        let shape = |batch: PolicyBatch| batch.dims().map_or_else(|e| e.to_string(), |_| "".into());
         for (batch, expected) in [
             (
                 full()?.log_probs(&wrong),
@@ -292,7 +292,7 @@ mod tests {
                 "importance_weights: shape [3, 2], must be [2] or [2, 3]",
             ),
         ] {
-            assert_eq!(shape(batch), expected);
+            assert_eq!(message(batch.dims()), expected);
         }
         Ok(())
     }
