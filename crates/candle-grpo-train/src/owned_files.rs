@@ -77,9 +77,9 @@ impl Owned {
                 is_step.then_some(Entry::Folder(Self::Checkpoint))
             }
             Self::Checkpoint if name == "adapter" => Some(Entry::Folder(Self::Adapter)),
-            Self::Checkpoint => file(TRAINER_STATE.contains(&name) || is_of_model(name)),
+            Self::Checkpoint => file(TRAINER_STATE.contains(&name) || is_model_file(name)),
             Self::Adapter => file(ADAPTER.contains(&name)),
-            Self::Model => file(is_of_model(name)),
+            Self::Model => file(is_model_file(name)),
         }
     }
 
@@ -160,7 +160,7 @@ impl Owned {
     }
 }
 
-fn is_of_model(name: &str) -> bool {
+fn is_model_file(name: &str) -> bool {
     let is_shard = name.starts_with("model-") && name.ends_with(".safetensors");
     MODEL.contains(&name) || is_shard
 }

@@ -22,10 +22,12 @@ mod compare;
 mod cuda_calls;
 mod decoder;
 mod devices;
+mod gguf;
 mod noise;
 
 pub use compare::{assert_close, gradient, message, numbers};
 pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;
 pub use devices::{cases, cuda, device, devices};
+pub use gguf::gguf_bytes;
 pub use noise::{noise, noise_tensor, token_ids};

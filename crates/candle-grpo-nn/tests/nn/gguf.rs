@@ -2,18 +2,17 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::io::Cursor;
 use std::path::Path;
 
-use candle_core::quantized::gguf_file::{self, Value};
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value;
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, ModelType, Parameters, RopeScaling};
 use proptest::prelude::*;
 use rstest::rstest;
 use tempfile::NamedTempFile;
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{gguf_bytes, message};
 
 use crate::small::{Family, bits, config, lively_tensors, max_difference};
 
@@ -81,23 +80,7 @@ impl Contents {
     }
 
     fn bytes(&self) -> Result<Vec<u8>> {
-        let mut tensors = Vec::new();
-        for (name, tensor) in &self.tensors {
-            let dtype = if tensor.rank() == 1 {
-                GgmlDType::F32
-            } else {
-                self.dtype
-            };
-            tensors.push((name.as_str(), QTensor::quantize(tensor, dtype)?));
-        }
-        // Always in the same order, whatever order the map has.
-        tensors.sort_by_key(|(name, _)| *name);
-        let tensors: Vec<_> = tensors.iter().map(|(name, t)| (*name, t)).collect();
-        let mut metadata: Vec<_> = self.metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
-        metadata.sort_by_key(|(key, _)| *key);
-        let mut bytes = Cursor::new(Vec::new());
-        gguf_file::write(&mut bytes, &metadata, &tensors)?;
-        Ok(bytes.into_inner())
+        gguf_bytes(&self.metadata, &self.tensors, self.dtype)
     }
 }
 

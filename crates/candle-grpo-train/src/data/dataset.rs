@@ -144,8 +144,8 @@ impl DatasetConfig {
     fn rows(&self, paths: &[PathBuf]) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for path in paths {
-            let of_file = read_rows(path)?.into_iter();
-            rows.extend(of_file.take(self.max_rows.unwrap_or(usize::MAX)));
+            let read = read_rows(path)?.into_iter();
+            rows.extend(read.take(self.max_rows.unwrap_or(usize::MAX)));
         }
         Ok(rows)
     }

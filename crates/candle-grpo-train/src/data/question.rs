@@ -78,10 +78,10 @@ impl Asking {
         )
     }
 
-    /// A text as a question: a message if `chat` is true, by default if it is that of a person.
-    fn ask(&self, text: String, of_a_person: bool) -> Result<Question> {
+    /// A text as a question: a message if `chat` is true, whose default is `is_chat`.
+    fn ask(&self, text: String, is_chat: bool) -> Result<Question> {
         ensure!(!text.is_empty(), "the prompt is empty");
-        if !self.chat.unwrap_or(of_a_person) {
+        if !self.chat.unwrap_or(is_chat) {
             ensure!(
                 self.system.is_none(),
                 "data.system: given, but the prompt is a plain text; set data.chat to true"

@@ -104,7 +104,7 @@ impl Actor {
     /// Returns an error if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
         let (decoder, copies) = decoder_in(&model, &parameters, config.compute_dtype)?;
-        Self::of_decoder(parameters, None, decoder, copies, config)
+        Self::from_decoder(parameters, None, decoder, copies, config)
     }
 
     /// Creates an actor that trains `adapters` and freezes `parameters`.
@@ -129,10 +129,10 @@ impl Actor {
             dtype => adapters.copied_var_builder(&parameters, dtype.into())?,
         };
         let decoder = Decoder::new(&model, vb)?;
-        Self::of_decoder(parameters, Some(adapters), decoder, copies, config)
+        Self::from_decoder(parameters, Some(adapters), decoder, copies, config)
     }
 
-    fn of_decoder(
+    fn from_decoder(
         parameters: Parameters,
         adapters: Option<Lora>,
         decoder: Decoder,
@@ -140,7 +140,7 @@ impl Actor {
         config: ActorConfig,
     ) -> Result<Self> {
         let policy = decoder.with_activation_checkpointing(config.activation_checkpointing);
-        Self::of_policy(policy, parameters, adapters, copies, config)
+        Self::from_policy(policy, parameters, adapters, copies, config)
     }
 
     /// Returns a sampler that shares the parameters of this policy.
@@ -185,10 +185,10 @@ impl<M: LanguageModel> Actor<M> {
             "compute_dtype: {:?}, must be F32 for a custom model",
             config.compute_dtype
         );
-        Self::of_policy(model, variables, None, ComputeCopies::default(), config)
+        Self::from_policy(model, variables, None, ComputeCopies::default(), config)
     }
 
-    fn of_policy(
+    fn from_policy(
         policy: M,
         parameters: Parameters,
         adapters: Option<Lora>,

@@ -252,14 +252,20 @@ pub fn count_prompt_tokens(response_mask: &Tensor, prompts: &[usize]) -> Result<
         prompts.len(),
         lengths.len()
     );
-    let mut of_prompt: BTreeMap<usize, f32> = BTreeMap::new();
+    let mut tokens_by_prompt: BTreeMap<usize, f32> = BTreeMap::new();
     for (&prompt, length) in prompts.iter().zip(lengths) {
-        *of_prompt.entry(prompt).or_default() += length;
+        *tokens_by_prompt.entry(prompt).or_default() += length;
     }
-    let of_sequence: Vec<f32> = prompts.iter().map(|prompt| of_prompt[prompt]).collect();
-    let counting = of_prompt.values().filter(|&&tokens| tokens > 0.).count();
+    let counts: Vec<f32> = prompts
+        .iter()
+        .map(|prompt| tokens_by_prompt[prompt])
+        .collect();
+    let counting = tokens_by_prompt
+        .values()
+        .filter(|&&tokens| tokens > 0.)
+        .count();
     Ok((
-        Tensor::new(of_sequence, response_mask.device())?,
+        Tensor::new(counts, response_mask.device())?,
         counting as f64,
     ))
 }

@@ -26,13 +26,13 @@ pub(crate) struct RecipeInputs {
 impl RecipeInputs {
     pub(crate) fn new(recipe: &Recipe) -> Self {
         let pipeline = recipe.advantage.pipeline();
-        let of_sequences = |sequence: &GroupAdvantage| Self {
+        let sequence_inputs = |sequence: &GroupAdvantage| Self {
             old_log_probs: sequence.kl_penalty.is_some(),
             reference: sequence.kl_penalty.is_some(),
             greedy_scores: sequence.baseline == Baseline::Given,
             ..Self::default()
         };
-        let of_tokens = |tokens: &TokenAdvantage| {
+        let token_inputs = |tokens: &TokenAdvantage| {
             let optimal = matches!(tokens.baseline, TokenBaseline::OptimalToken(_));
             Self {
                 old_log_probs: tokens.kl_penalty.is_some()
@@ -44,8 +44,8 @@ impl RecipeInputs {
                 sum_of_squared_probs: optimal,
             }
         };
-        let a = pipeline.sequence.as_ref().map(of_sequences);
-        let b = pipeline.tokens.as_ref().map(of_tokens);
+        let a = pipeline.sequence.as_ref().map(sequence_inputs);
+        let b = pipeline.tokens.as_ref().map(token_inputs);
         let (a, b) = (a.unwrap_or_default(), b.unwrap_or_default());
         Self {
             old_log_probs: a.old_log_probs || b.old_log_probs,

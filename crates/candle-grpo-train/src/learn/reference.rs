@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn it_takes_its_share_of_the_policy() {
+    fn a_refresh_mixes_the_policy_into_the_reference() {
         let (start, policy) = (drawn(1), drawn(2));
         let mut reference = Reference::new(&model(8), &start, ComputeDType::F32).unwrap();
         reference.refresh(&policy, 0.25).unwrap();
@@ -207,22 +207,21 @@ mod tests {
     }
 
     #[test]
-    fn its_log_probs_follow() {
+    fn a_refresh_changes_the_log_probs_of_the_reference() {
         let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, 0])];
         let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
         let log_probs = |reference: &Reference| -> Vec<Vec<f32>> {
             reference.log_probs(&batch, 1.).unwrap().to_vec2().unwrap()
         };
-        let of_policy =
-            log_probs(&Reference::new(&model(8), &drawn(2), ComputeDType::F32).unwrap());
+        let expected = log_probs(&Reference::new(&model(8), &drawn(2), ComputeDType::F32).unwrap());
         let mut reference = Reference::new(&model(8), &drawn(1), ComputeDType::F32).unwrap();
-        assert_ne!(log_probs(&reference), of_policy);
+        assert_ne!(log_probs(&reference), expected);
         reference.refresh(&drawn(2), 1.).unwrap();
-        assert_eq!(log_probs(&reference), of_policy);
+        assert_eq!(log_probs(&reference), expected);
     }
 
     #[test]
-    fn what_does_not_fit_is_an_error() {
+    fn a_refresh_with_other_parameters_is_an_error() {
         let mut reference = Reference::new(&model(8), &drawn(1), ComputeDType::F32).unwrap();
         for alpha in [0., 1.5, f64::NAN] {
             let error = reference.refresh(&drawn(1), alpha).unwrap_err().to_string();

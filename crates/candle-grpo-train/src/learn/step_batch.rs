@@ -327,16 +327,16 @@ impl Preparation<'_> {
                 pipeline.estimate(&batch)?
             }
         };
-        let of_advantages = advantages.metrics.to_host()?;
+        let metrics = advantages.metrics.to_host()?;
         if let (Some(controller), Some(kl)) = (
             &mut self.state.reward_kl,
-            of_advantages.get("reward_kl_per_sequence"),
+            metrics.get("reward_kl_per_sequence"),
         ) {
             self.metrics
                 .insert("reward_kl_coef", single(controller.coef()));
             controller.update(kl, scored.rollouts.len())?;
         }
-        self.metrics.merge(&of_advantages)?;
+        self.metrics.merge(&metrics)?;
         // Rewards stay in the dtype of statistics up to here.
         let result = |x: Tensor| x.to_dtype(DType::F32);
         Ok(Advantages {

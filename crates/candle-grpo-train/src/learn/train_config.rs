@@ -307,7 +307,7 @@ pub(crate) fn within(section: &str, error: Error) -> Error {
 /// Finds the invalid option that caused `error`, if it has such a cause.
 pub fn find_invalid(error: &Error) -> Option<&Invalid> {
     error.chain().find_map(|cause| {
-        let of_candle = || Invalid::find(cause.downcast_ref::<candle_core::Error>()?);
-        cause.downcast_ref::<Invalid>().or_else(of_candle)
+        let in_candle_error = || Invalid::find(cause.downcast_ref::<candle_core::Error>()?);
+        cause.downcast_ref::<Invalid>().or_else(in_candle_error)
     })
 }

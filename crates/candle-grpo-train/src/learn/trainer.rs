@@ -597,14 +597,14 @@ fn update_critic(
 ) -> Result<()> {
     let mut loss = 0.;
     for micro_batch in micro_batches {
-        let (share, of_loss) = critic.forward_backward(micro_batch, totals)?;
+        let (share, metrics) = critic.forward_backward(micro_batch, totals)?;
         loss += share;
-        values.merge(&of_loss)?;
+        values.merge(&metrics)?;
     }
     let stats = critic.clip_grad_and_step()?;
-    let mut of_step = MetricValues::default();
+    let mut step_metrics = MetricValues::default();
     for (name, sum) in [("value_loss", loss), ("value_grad_norm", stats.grad_norm)] {
-        of_step.insert(name, single(sum));
+        step_metrics.insert(name, single(sum));
     }
-    Ok(values.merge(&of_step)?)
+    Ok(values.merge(&step_metrics)?)
 }

@@ -11,7 +11,7 @@ use tokenizers::Tokenizer;
 
 use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
 use super::special_tokens::read_object;
-use super::tokenizer_json::tokenizer_of_json;
+use super::tokenizer_json::tokenizer_from_json;
 use super::{SpecialToken, SpecialTokens};
 use crate::owned_files::Owned;
 use crate::{ChatTemplate, Sampler, SamplingConfig};
@@ -100,7 +100,7 @@ impl Pretrained {
         let model = file.config()?;
         let tokenizer = match text("tokenizer.huggingface.json") {
             Some(json) => {
-                tokenizer_of_json(json.as_bytes()).context("tokenizer.huggingface.json")?
+                tokenizer_from_json(json.as_bytes()).context("tokenizer.huggingface.json")?
             }
             None => gguf_tokenizer(metadata)?,
         };
@@ -272,7 +272,7 @@ impl Pretrained {
 
 fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
     let json = fs::read(folder.join(TOKENIZER)).context(TOKENIZER)?;
-    tokenizer_of_json(&json).context(TOKENIZER)
+    tokenizer_from_json(&json).context(TOKENIZER)
 }
 
 fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {

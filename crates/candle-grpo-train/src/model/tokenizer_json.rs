@@ -8,7 +8,7 @@ use tokenizers::normalizers::Precompiled;
 /// Builds the tokenizer of `json`.
 ///
 /// Refuses some invalid texts first, on which `tokenizers` panics.
-pub(crate) fn tokenizer_of_json(json: &[u8]) -> Result<Tokenizer> {
+pub(crate) fn tokenizer_from_json(json: &[u8]) -> Result<Tokenizer> {
     let value: Value = serde_json::from_slice(json)?;
     ensure_normalizer(&value["normalizer"]).context("normalizer")?;
     Tokenizer::from_bytes(json).map_err(|error| anyhow!("{error}"))

@@ -168,7 +168,7 @@ mod tests {
     #[case("€12 £3", &[12., 3.])]
     #[case("none - , . / \\frac{1", &[1.])]
     #[case("", &[])]
-    fn numbers_in_text(#[case] text: &str, #[case] expected: &[f64]) {
+    fn numbers_are_found_in_text(#[case] text: &str, #[case] expected: &[f64]) {
         assert_eq!(numbers(text), expected, "{text:?}");
     }
 
@@ -179,13 +179,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(x in -1e9f64..1e9) {
+        fn a_written_number_is_read_back(x in -1e9f64..1e9) {
             let read = numbers(&format!("so: {x}."));
             prop_assert_eq!(read, vec![x]);
         }
 
         #[test]
-        fn nothing_panics(text in ".*") {
+        fn no_text_makes_the_parser_panic(text in ".*") {
             let _ = numbers(&text);
         }
     }

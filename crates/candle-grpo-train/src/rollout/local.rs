@@ -239,12 +239,12 @@ impl Run<'_> {
         let mut logits = Vec::with_capacity(needed.len());
         let mut sequences = HashMap::new();
         for &prompt in &needed {
-            let (sequence, of_prompt) = self.prompts[prompt]
+            let (sequence, prompt_logits) = self.prompts[prompt]
                 .computed
                 .as_ref()
                 .context("a prompt was not computed")?;
             sequences.insert(prompt, (*sequence, logits.len()));
-            logits.push(of_prompt.clone());
+            logits.push(prompt_logits.clone());
         }
         let mut rows = Vec::with_capacity(admitted.len());
         let mut begun = Vec::with_capacity(admitted.len());

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn frequencies_are_the_renormalised_probabilities() {
+    fn frequencies_are_the_renormalized_probabilities() {
         /// 99.9 % quantile of chi-square with 2 degrees of freedom.
         const CRITICAL_2: f64 = 13.82;
         let distribution = Distribution::new(&LOGITS, 1.).unwrap();

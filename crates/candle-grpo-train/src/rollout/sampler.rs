@@ -65,7 +65,7 @@ impl Sampler {
 
     /// Sets the function that converts tokens to text, in which the generator searches for stop
     /// strings. It receives the last tokens of a completion, from several threads.
-    pub fn with_decoder_of_text(
+    pub fn with_text_decoder(
         mut self,
         decode: impl Fn(&[u32]) -> Result<String> + Send + Sync + 'static,
     ) -> Self {
@@ -73,10 +73,10 @@ impl Sampler {
         self
     }
 
-    /// Sets [`Self::with_decoder_of_text`] to `tokenizer`, without special tokens.
+    /// Sets [`Self::with_text_decoder`] to `tokenizer`, without special tokens.
     pub fn with_tokenizer(self, tokenizer: &Tokenizer) -> Self {
         let tokenizer = tokenizer.clone();
-        self.with_decoder_of_text(move |tokens| decode_tokens(tokens, &tokenizer))
+        self.with_text_decoder(move |tokens| decode_tokens(tokens, &tokenizer))
     }
 
     /// Sets the receiver of progress, which can also cancel sampling.

@@ -22,7 +22,7 @@ impl<'a> StopStrings<'a> {
             return Ok(None);
         }
         let decode = batch.decode.context(
-            "stop_strings: the sampler cannot decode text, it needs with_tokenizer or with_decoder_of_text",
+            "stop_strings: the sampler cannot decode text, it needs with_tokenizer or with_text_decoder",
         )?;
         Ok(Some(Self { strings, decode }))
     }

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn the_moving_median_is_centred() {
+    fn the_moving_median_is_centered() {
         let line: Vec<(f64, f64)> = (0..90).map(|i| (f64::from(i), 2. * f64::from(i))).collect();
         let smooth = moving_median(&line);
         assert_eq!(smooth.len(), 90);

@@ -157,7 +157,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn known_checksums() {
+    fn checksums_have_the_published_values_of_crc32c() {
         // RFC 3720, B.4, and the check value of the polynomial.
         assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
         assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);

@@ -121,10 +121,7 @@ fn special_tokens_are_known_by_their_names_and_variables_go_first() -> Result<()
 #[case(json!({"role": "a", "thinking": "t", "reasoning": "r"}), "tt")]
 #[case(json!({"role": "a", "reasoning_content": null, "thinking": "t"}), "tt")]
 #[case(json!({"role": "a"}), "")]
-fn reasoning_goes_by_each_of_its_names(
-    #[case] message: Value,
-    #[case] expected: &str,
-) -> Result<()> {
+fn reasoning_has_each_of_its_names(#[case] message: Value, #[case] expected: &str) -> Result<()> {
     let template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}";
     assert_eq!(render(template, &Chat::new(json!([message])))?, expected);
     Ok(())
@@ -220,7 +217,7 @@ fn what_a_template_cannot_do_is_an_error(#[case] source: &str, #[case] words: &s
 }
 
 #[test]
-fn the_clock_can_be_stopped_and_runs_otherwise() -> Result<()> {
+fn the_time_of_a_template_can_be_fixed() -> Result<()> {
     let template = ChatTemplate::new("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}")?;
     assert!(template.render(&chat())?.starts_with("2"));
     let stopped = template.with_clock_at("2025-03-05T14:07:09")?;
@@ -287,7 +284,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn no_template_panics_or_goes_on_for_ever(pieces in prop::collection::vec(piece(), 0..12)) {
+    fn no_template_panics_or_runs_forever(pieces in prop::collection::vec(piece(), 0..12)) {
         let source = pieces.concat();
         if let Ok(template) = ChatTemplate::new(&source)
             && let Ok(rendered) = template.render_with_assistant(&chat())

@@ -65,7 +65,7 @@ fn weights_that_are_not_finite_are_not_written() {
 }
 
 #[test]
-fn a_checkpoint_gives_back_the_policy_to_the_bit() {
+fn a_loaded_checkpoint_is_bit_identical_to_the_policy() {
     let folder = tempfile::tempdir().unwrap();
     let trainer = trainer();
     trainer
@@ -83,9 +83,9 @@ fn a_checkpoint_gives_back_the_policy_to_the_bit() {
     }
     let prompts = prompts(&["abc", "d"]);
     let prompts: Vec<_> = prompts.iter().collect();
-    let of_trainer = trainer.sampler(sampling()).unwrap();
+    let before = trainer.sampler(sampling()).unwrap();
     let sampler = read.sampler(sampling()).unwrap();
-    let [before, after] = [of_trainer, sampler].map(|sampler| {
+    let [before, after] = [before, sampler].map(|sampler| {
         let rollouts = sampler.sample(&prompts, 4, 9).unwrap().into_iter();
         let drawn = rollouts.map(|r| (r.completion.tokens, r.completion.log_probs));
         drawn.collect::<Vec<_>>()

@@ -4,7 +4,10 @@ use candle_core::{Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_test_support::TINY_DECODER;
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
-use candle_grpo_train::{Pretrained, Prompt, Sampler, SamplingConfig};
+use candle_grpo_train::{
+    Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, StepMetrics, TrainConfig,
+    Trainer,
+};
 use serde_json::json;
 use tokenizers::Tokenizer;
 
@@ -64,6 +67,37 @@ pub(crate) fn sampling() -> SamplingConfig {
         seed: 11,
         ..SamplingConfig::default()
     }
+}
+
+/// A trainer of the tiny policy with five prompts.
+pub(crate) fn try_trainer(
+    reward: impl RewardFunction + 'static,
+    config: TrainConfig,
+) -> anyhow::Result<Trainer> {
+    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
+    Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config)
+}
+
+pub(crate) fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {
+    try_trainer(reward, config).unwrap()
+}
+
+/// The share of the character "a".
+pub(crate) fn share_of_a(sample: &Sample) -> f32 {
+    let a = sample.completion.matches('a').count();
+    a as f32 / sample.completion_tokens.len() as f32
+}
+
+/// A reward that differs for almost any two completions.
+pub(crate) fn digest(sample: &Sample) -> f32 {
+    let weighted = |(i, &token): (usize, &u32)| (i as f32 + 1.) * token as f32;
+    let tokens = sample.completion_tokens.iter().enumerate();
+    tokens.map(weighted).sum::<f32>().sin()
+}
+
+pub(crate) fn without_seconds(mut metrics: StepMetrics) -> StepMetrics {
+    metrics.seconds = Default::default();
+    metrics
 }
 
 pub(crate) fn sampler(config: SamplingConfig) -> Sampler {

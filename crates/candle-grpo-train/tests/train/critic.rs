@@ -1,13 +1,13 @@
 //! Training with a critic.
 
-use crate::common::{max_difference, model, parameters, prompts, sampling, tokenizer};
+use crate::common::{max_difference, model, parameters, sampling, share_of_a};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{AdvantageConfig, AdvantageName};
 use candle_grpo_loss::{PolicyLoss, Recipe, StepTotals, ValueLoss};
 use candle_grpo_nn::AdamWConfig;
 use candle_grpo_train::learn::explained_variance;
 use candle_grpo_train::{
-    Critic, CriticConfig, Sample, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainingBatch,
+    Critic, CriticConfig, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainingBatch,
 };
 
 fn critic_config() -> CriticConfig {
@@ -38,23 +38,8 @@ fn config() -> TrainConfig {
     config
 }
 
-/// The share of the character "a".
-fn share_of_a(sample: &Sample) -> f32 {
-    let a = sample.completion.matches('a').count();
-    a as f32 / sample.completion_tokens.len() as f32
-}
-
 fn trainer(config: TrainConfig) -> Trainer {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    Trainer::new(
-        model(),
-        parameters(),
-        tokenizer(),
-        prompts,
-        share_of_a,
-        config,
-    )
-    .unwrap()
+    crate::common::trainer(share_of_a, config)
 }
 
 fn mean(part: &[StepMetrics], figure: &str) -> f64 {
@@ -62,7 +47,7 @@ fn mean(part: &[StepMetrics], figure: &str) -> f64 {
 }
 
 #[test]
-fn a_critic_learns_and_so_does_the_policy_that_it_advises() {
+fn a_critic_and_its_policy_both_learn() {
     let mut trainer = trainer(config());
     let metrics: Vec<_> = (0..60).map(|_| trainer.step().unwrap()).collect();
     assert!(metrics.iter().all(|m| m.policy["value_grad_norm"] > 0.));
@@ -130,7 +115,7 @@ fn batch() -> TrainingBatch {
 }
 
 #[test]
-fn a_critic_learns_returns_by_heart() {
+fn a_critic_fits_fixed_returns() {
     let mut critic = Critic::new(&model(), &parameters(), critic_config()).unwrap();
     let batch = batch();
     let mask = &batch.tokens.response_mask;
@@ -158,7 +143,7 @@ fn a_critic_learns_returns_by_heart() {
 }
 
 #[test]
-fn what_a_critic_needs_is_named() {
+fn an_input_that_a_critic_lacks_is_named() {
     let mut critic = Critic::new(&model(), &parameters(), critic_config()).unwrap();
     let mut batch = batch();
     let totals = StepTotals::count(&batch.tokens.response_mask).unwrap();

@@ -1,13 +1,14 @@
 //! Pretrained models: loading, saving, and refused files.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 
 use anyhow::Result;
-use candle_core::quantized::gguf_file::{self, Value};
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
+use candle_grpo_test_support::gguf_bytes;
 use candle_grpo_train::Pretrained;
 use candle_grpo_train::model::Chat;
 use rstest::rstest;
@@ -79,7 +80,8 @@ fn metadata() -> BTreeMap<String, Value> {
     .collect()
 }
 
-fn write_gguf(path: &Path, metadata: &BTreeMap<String, Value>) -> Result<()> {
+/// The weights, waves of different phases.
+fn tensors() -> candle_core::Result<BTreeMap<String, Tensor>> {
     let embedding = tokens().len() + 3;
     let tensors = [
         ("token_embd.weight", vec![embedding, WIDTH]),
@@ -97,20 +99,14 @@ fn write_gguf(path: &Path, metadata: &BTreeMap<String, Value>) -> Result<()> {
         ("blk.0.ffn_up.weight", vec![WIDTH, WIDTH]),
         ("blk.0.ffn_down.weight", vec![WIDTH, WIDTH]),
     ];
-    let mut written = Vec::new();
+    let mut written = BTreeMap::new();
     for (at, (name, shape)) in tensors.into_iter().enumerate() {
         let count: usize = shape.iter().product();
         let wave = Tensor::arange(0u32, count as u32, &Device::Cpu)?.to_dtype(DType::F32)?;
         let weight = (wave + at as f64)?.sin()?.reshape(shape)?;
-        written.push((name, QTensor::quantize(&weight, GgmlDType::F32)?));
+        written.insert(name.to_owned(), weight);
     }
-    let written: Vec<_> = written.iter().map(|(name, t)| (*name, t)).collect();
-    let metadata: Vec<_> = metadata.iter().map(|(k, v)| (k.as_str(), v)).collect();
-    Ok(gguf_file::write(
-        &mut File::create(path)?,
-        &metadata,
-        &written,
-    )?)
+    Ok(written)
 }
 
 struct Folder {
@@ -133,7 +129,10 @@ impl Folder {
     }
 
     fn load(&self, metadata: &BTreeMap<String, Value>) -> Result<Pretrained> {
-        write_gguf(&self.gguf(), metadata)?;
+        fs::write(
+            self.gguf(),
+            gguf_bytes(metadata, &tensors()?, GgmlDType::F32)?,
+        )?;
         Pretrained::load(&self.gguf(), &Device::Cpu)
     }
 

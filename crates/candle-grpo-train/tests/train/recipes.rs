@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use crate::common::{max_difference, model, parameters, prompts, sampling, tokenizer};
+use crate::common::{
+    digest, max_difference, model, parameters, prompts, sampling, share_of_a, tokenizer, trainer,
+};
 use candle_core::Tensor;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
@@ -20,7 +22,7 @@ use candle_grpo_loss::{
 };
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh};
 use candle_grpo_train::{
-    ComputeDType, RewardFunction, Sample, SamplingConfig, StepMetrics, TrainConfig, Trainer,
+    ComputeDType, RewardFunction, Sample, SamplingConfig, StepMetrics, TrainConfig,
     WeightedRewards, evaluate,
 };
 use rstest::rstest;
@@ -48,17 +50,6 @@ fn with_advantage(advantage: impl Into<AdvantageConfig>) -> TrainConfig {
         advantage: advantage.into(),
         ..Recipe::default()
     })
-}
-
-fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config).unwrap()
-}
-
-/// The share of the character "a".
-fn share_of_a(sample: &Sample) -> f32 {
-    let a = sample.completion.matches('a').count();
-    a as f32 / sample.completion_tokens.len() as f32
 }
 
 #[rstest]
@@ -137,7 +128,7 @@ fn every_named_advantage_without_a_critic_trains(
     },
     "positive_fraction"
 )]
-fn losses_that_ask_for_scores_get_them(#[case] policy_loss: PolicyLoss, #[case] figure: &str) {
+fn losses_that_need_scores_get_them(#[case] policy_loss: PolicyLoss, #[case] figure: &str) {
     let counts = Rc::new(RefCell::new((0, 0)));
     let reward = {
         let counts = counts.clone();
@@ -225,7 +216,9 @@ fn a_custom_surrogate_trains_as_the_built_in_one() {
 #[rstest]
 #[case(ClipCov { ratio: 0.2, lower: 0., upper: 100., ..ClipCov::default() }.into())]
 #[case(KlCov { ratio: 0.2, coef: 1. }.into())]
-fn tokens_of_high_covariance_are_taken_from_the_whole_optimiser_step(#[case] surrogate: Surrogate) {
+fn tokens_of_high_covariance_are_selected_from_the_whole_optimizer_step(
+    #[case] surrogate: Surrogate,
+) {
     let policy_loss = PolicyLoss {
         surrogate,
         ..PolicyLoss::default()
@@ -242,7 +235,7 @@ fn tokens_of_high_covariance_are_taken_from_the_whole_optimiser_step(#[case] sur
 }
 
 #[test]
-fn a_mean_over_prompts_counts_those_of_the_optimiser_step() {
+fn a_mean_over_prompts_counts_those_of_the_optimizer_step() {
     let gradient = |aggregation, config: fn(&mut TrainConfig)| {
         let mut settings = with_loss(PolicyLoss {
             aggregation,
@@ -391,17 +384,6 @@ fn components_of_rewards_stay_apart() {
     );
 }
 
-/// Differs for almost any two completions.
-fn digest(sample: &Sample) -> f32 {
-    let weighted = |(i, &token): (usize, &u32)| (i as f32 + 1.) * token as f32;
-    sample
-        .completion_tokens
-        .iter()
-        .enumerate()
-        .map(weighted)
-        .sum()
-}
-
 #[test]
 fn greedy_answers_are_the_baseline_of_remax() {
     let mut config = with_advantage(AdvantageName::Remax);
@@ -434,7 +416,7 @@ fn greedy_answers_are_the_baseline_of_remax() {
 }
 
 #[test]
-fn an_estimator_of_ones_own_gets_log_probs_and_mask() {
+fn a_custom_estimator_gets_log_probs_and_mask() {
     let mut config = with_loss(PolicyLoss {
         kl: Some(KlLoss::k3(0.1)),
         ..PolicyLoss::default()
@@ -451,7 +433,7 @@ fn an_estimator_of_ones_own_gets_log_probs_and_mask() {
 }
 
 #[test]
-fn long_completions_are_penalised() {
+fn long_completions_are_penalized() {
     let config = config(Recipe {
         overlong: Some(OverlongPenalty {
             max_length: 3,
@@ -514,7 +496,7 @@ fn only_abc(sample: &Sample) -> f32 {
 }
 
 #[test]
-fn groups_that_teach_nothing_are_sampled_again() {
+fn groups_without_a_signal_are_sampled_again() {
     let mut config = config(Recipe {
         group_filter: Some(GroupFilter::default()),
         ..Recipe::default()
@@ -579,7 +561,7 @@ fn filtered_completions_leave_loss_and_denominators() {
 }
 
 #[test]
-fn a_single_update_needs_no_pass_before_it() {
+fn a_single_update_needs_no_forward_pass_before_it() {
     let gradient = |old_log_probs| {
         let config = TrainConfig {
             old_log_probs,
@@ -629,7 +611,7 @@ fn a_single_update_needs_no_pass_before_it() {
 }
 
 #[test]
-fn coefficients_are_steered() {
+fn controllers_change_their_coefficients() {
     let mut config = config(Recipe::reinforce_plus_plus(0.5));
     config.reward_kl = Some(KlController::adaptive(0.2, 0.1, 100.).unwrap());
     config.adaptive_entropy = Some(AdaptiveEntropy {
@@ -757,7 +739,7 @@ fn the_entropy_bonus_may_be_a_mean_over_the_tokens_of_high_entropy() {
 
 /// One completion has a score that is not 0, so it is drawn in every place.
 #[test]
-fn completions_with_telling_scores_are_drawn_more_often() {
+fn completions_with_informative_scores_are_drawn_more_often() {
     let calls = Rc::new(RefCell::new(0));
     let reward = move |_: &Sample| {
         *calls.borrow_mut() += 1;

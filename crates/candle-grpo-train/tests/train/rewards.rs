@@ -43,7 +43,11 @@ fn score(reward: Value, completion: &str) -> f32 {
 #[case(json!({"kind": "repetition", "ngram": 2}), "", -0.5)]
 #[case(json!({"kind": "ensemble", "combine": "min", "judges": [{"kind": "json"}, {"kind": "numeric"}]}), "1200", 0.)]
 #[case(json!({"kind": "ensemble", "combine": {"weighted": [1, 3]}, "judges": [{"kind": "json"}, {"kind": "numeric"}]}), "1200", 0.75)]
-fn each_kind(#[case] reward: Value, #[case] completion: &str, #[case] expected: f32) {
+fn each_kind_of_reward_scores_a_completion(
+    #[case] reward: Value,
+    #[case] completion: &str,
+    #[case] expected: f32,
+) {
     assert_eq!(score(reward, completion), expected);
 }
 

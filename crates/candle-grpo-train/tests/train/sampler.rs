@@ -368,9 +368,9 @@ fn truncation_leaves_the_log_probs_of_the_policy_and_says_its_own() {
     };
     let prompts = prompts(&["abc", "de"]);
     let rollouts = sampler(config).sample(&all(&prompts), 200, 0).unwrap();
-    for of_prompt in rollouts.chunks_exact(200) {
+    for drawn_for_prompt in rollouts.chunks_exact(200) {
         // Of the first token, whose distribution is that of the prompt.
-        let mut drawn: Vec<(u32, f32, f32)> = of_prompt
+        let mut drawn: Vec<(u32, f32, f32)> = drawn_for_prompt
             .iter()
             .map(|r| {
                 (
@@ -404,7 +404,7 @@ fn completions_end_where_their_text_has_a_stop_string() {
     };
     let prompts = prompts(&["abc", "d", "eeeee"]);
     let free = sampler(sampling()).sample(&all(&prompts), 100, 0).unwrap();
-    let sampler = sampler(config).with_decoder_of_text(text.clone());
+    let sampler = sampler(config).with_text_decoder(text.clone());
     let rollouts = sampler.sample(&all(&prompts), 100, 0).unwrap();
     let mut ended = 0;
     for (rollout, free) in rollouts.iter().zip(free) {

@@ -1,7 +1,8 @@
 //! The training step as a whole.
 
 use crate::common::{
-    END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer,
+    END, max_difference, model, parameters, prompts, sampler, sampling, share_of_a, tokenizer,
+    try_trainer, without_seconds,
 };
 use anyhow::Result;
 use candle_grpo_core::{AdvantageConfig, SingletonGroup};
@@ -36,30 +37,12 @@ fn config() -> TrainConfig {
     }
 }
 
-fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Result<Trainer> {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config)
-}
-
-/// The share of the character "a".
-fn share_of_a(sample: &Sample) -> f32 {
-    let a = sample.completion.matches('a').count();
-    a as f32 / sample.completion_tokens.len() as f32
-}
-
-fn without_seconds(metrics: StepMetrics) -> StepMetrics {
-    StepMetrics {
-        seconds: Default::default(),
-        ..metrics
-    }
-}
-
 #[test]
-fn the_same_seed_gives_the_same_run_to_the_bit() {
+fn the_same_seed_gives_a_bit_identical_run() {
     let run = || {
         let mut config = config();
         config.recipe.policy_loss.kl = Some(candle_grpo_loss::KlLoss::k3(0.04));
-        let mut trainer = trainer(share_of_a, config).unwrap();
+        let mut trainer = try_trainer(share_of_a, config).unwrap();
         let metrics: Vec<StepMetrics> = (0..5)
             .map(|_| without_seconds(trainer.step().unwrap()))
             .collect();
@@ -89,12 +72,12 @@ fn the_same_seed_gives_the_same_run_to_the_bit() {
 #[rstest]
 #[case(OldLogProbs::Recompute)]
 #[case(OldLogProbs::Sampler)]
-fn it_learns_what_is_rewarded(#[case] old_log_probs: OldLogProbs) {
+fn the_mean_reward_rises(#[case] old_log_probs: OldLogProbs) {
     let config = TrainConfig {
         old_log_probs,
         ..config()
     };
-    let mut trainer = trainer(share_of_a, config).unwrap();
+    let mut trainer = try_trainer(share_of_a, config).unwrap();
     let rewards: Vec<f64> = (0..40)
         .map(|_| trainer.step().unwrap().reward_mean)
         .collect();
@@ -105,7 +88,7 @@ fn it_learns_what_is_rewarded(#[case] old_log_probs: OldLogProbs) {
 
 #[test]
 fn a_step_with_nothing_to_learn_is_skipped_and_counted() {
-    let mut trainer = trainer(|_: &Sample| 0.3, config()).unwrap();
+    let mut trainer = try_trainer(|_: &Sample| 0.3, config()).unwrap();
     for step in 1..=2 {
         let metrics = trainer.step().unwrap();
         assert!(metrics.skipped);
@@ -132,7 +115,7 @@ fn the_learning_rate_follows_its_schedule() {
         },
         ..config()
     };
-    let mut trainer = trainer(share_of_a, config).unwrap();
+    let mut trainer = try_trainer(share_of_a, config).unwrap();
     let rates: Vec<f64> = (0..6)
         .map(|_| trainer.step().unwrap().learning_rate.unwrap())
         .collect();
@@ -146,7 +129,10 @@ fn a_reward_that_is_not_finite_names_step_and_sample() {
         prompts_per_step: 5,
         ..config()
     };
-    let error = format!("{:#}", trainer(reward, config).unwrap().step().unwrap_err());
+    let error = format!(
+        "{:#}",
+        try_trainer(reward, config).unwrap().step().unwrap_err()
+    );
     assert!(error.starts_with("step 1: rewards: sample "), "{error}");
     assert!(
         error.contains("prompt \"d\"") && error.ends_with("has reward NaN, must be finite"),
@@ -164,7 +150,10 @@ impl RewardFunction for OneTooMany {
 
 #[test]
 fn a_reward_function_of_the_wrong_length_is_an_error() {
-    let error = trainer(OneTooMany, config()).unwrap().step().unwrap_err();
+    let error = try_trainer(OneTooMany, config())
+        .unwrap()
+        .step()
+        .unwrap_err();
     assert_eq!(
         format!("{error:#}"),
         "step 1: rewards: 13 scores for 12 samples, there must be one for each"
@@ -179,8 +168,8 @@ fn a_reward_function_of_the_wrong_length_is_an_error() {
 #[case(TrainConfig { micro_batch_size: 0, ..config() }, "micro_batch_size: 0, must be at least 1")]
 #[case(TrainConfig { num_generations: 1, ..config() }, "num_generations: 1, must be at least 2 for a relative advantage")]
 #[case(TrainConfig { max_grad_norm: f64::NAN, ..config() }, "max_grad_norm: NaN, must be positive and finite")]
-fn settings_that_cannot_be_are_errors(#[case] config: TrainConfig, #[case] words: &str) {
-    let error = trainer(share_of_a, config).err().unwrap().to_string();
+fn invalid_settings_are_errors(#[case] config: TrainConfig, #[case] words: &str) {
+    let error = try_trainer(share_of_a, config).err().unwrap().to_string();
     assert!(error.starts_with(words), "{error}");
 }
 
@@ -193,7 +182,10 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
         error.starts_with("recipe") && error.contains("loss_coef: -1"),
         "{error}"
     );
-    let error = format!("{:#}", trainer(share_of_a, config.clone()).err().unwrap());
+    let error = format!(
+        "{:#}",
+        try_trainer(share_of_a, config.clone()).err().unwrap()
+    );
     assert!(
         error.starts_with("recipe") && error.contains("loss_coef: -1"),
         "{error}"
@@ -228,7 +220,7 @@ fn a_prompt_that_occurs_twice_in_a_step_has_two_groups() {
         num_generations: 8,
         ..config()
     };
-    trainer(reward, config).unwrap().step().unwrap();
+    try_trainer(reward, config).unwrap().step().unwrap();
     let seen = seen.borrow();
     let groups: Vec<_> = seen.chunks(8).collect();
     let mut twice = 0;
@@ -247,7 +239,7 @@ fn a_prompt_that_occurs_twice_in_a_step_has_two_groups() {
 fn sampling_settings_are_checked_too() {
     let mut config = config();
     config.sampling.temperature = 0.;
-    let error = trainer(share_of_a, config.clone())
+    let error = try_trainer(share_of_a, config.clone())
         .err()
         .unwrap()
         .to_string();
@@ -257,7 +249,7 @@ fn sampling_settings_are_checked_too() {
     );
     config.sampling.temperature = 1.;
     config.sampling.greedy = true;
-    let error = trainer(share_of_a, config).err().unwrap().to_string();
+    let error = try_trainer(share_of_a, config).err().unwrap().to_string();
     assert!(error.starts_with("sampling.greedy: true"), "{error}");
 }
 
@@ -291,7 +283,7 @@ fn a_step_that_failed_does_not_stop_the_next() {
             share_of_a(sample)
         }
     };
-    let mut trainer = trainer(reward, config()).unwrap();
+    let mut trainer = try_trainer(reward, config()).unwrap();
     assert!(trainer.step().is_err());
     assert!(!trainer.step().unwrap().skipped);
 }
@@ -323,12 +315,15 @@ fn groups_of_one_are_fine_with_a_policy_for_them() {
         },
         ..config()
     };
-    let metrics = trainer(|_: &Sample| 1., config).unwrap().step().unwrap();
+    let metrics = try_trainer(|_: &Sample| 1., config)
+        .unwrap()
+        .step()
+        .unwrap();
     assert!(!metrics.skipped);
 }
 
 #[test]
-fn settings_survive_a_file() {
+fn settings_survive_serialization() {
     let text = serde_json::to_string(&config()).unwrap();
     let read: TrainConfig = serde_json::from_str(&text).unwrap();
     assert_eq!(serde_json::to_string(&read).unwrap(), text);
