@@ -55,7 +55,7 @@ impl Models {
     }
 
     /// The weights of the policy, for a generator.
-    pub(super) fn weights(&self, version: u64) -> PolicyWeights<'_> {
+    pub(crate) fn weights(&self, version: u64) -> PolicyWeights<'_> {
         PolicyWeights {
             version,
             model: self.actor.model(),

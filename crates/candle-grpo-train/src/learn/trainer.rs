@@ -22,7 +22,7 @@ use crate::data::ShuffledOrder;
 use crate::progress::{NoProgress, Phase};
 use crate::rewards::score_rollouts;
 use crate::rollout::decode::decode;
-use crate::run::TrainerState;
+use crate::run::{RunInputs, TrainerState};
 use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Sampler,
     SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
@@ -481,10 +481,19 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// [`NotFinite`](crate::NotFinite) if a weight of the policy, its adapters or the critic is NaN
-    /// or infinite.
+    /// [`NotFinite`](crate::NotFinite) if a weight of the policy, its adapters, their sum or the
+    /// critic is NaN or infinite.
     pub fn ensure_finite(&self) -> Result<()> {
-        self.models.ensure_finite()
+        self.models.finite_policy().map(|_| ())
+    }
+
+    /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
+    /// Otherwise checkpoints compute it again.
+    pub fn with_inputs(self, inputs: &RunInputs) -> Self {
+        if let Some(sha256) = &inputs.parameters {
+            let _ = self.models.base_sha256.set(sha256.clone());
+        }
+        self
     }
 
     /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy,
@@ -495,8 +504,7 @@ impl Trainer {
     ///
     /// [`NotFinite`](crate::NotFinite) before anything is written, if a weight is NaN or infinite.
     pub fn write_checkpoint(&self, folder: &Path, model: &Pretrained) -> Result<()> {
-        self.ensure_finite()?;
-        let policy = model.with_parameters(self.policy_parameters()?);
+        let policy = model.with_parameters(self.models.finite_policy()?);
         policy.write_files(folder)?;
         self.save_state(folder)
     }

@@ -15,6 +15,9 @@ use crate::{Pretrained, Prompt, RewardConfig};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunInputs {
+    /// Weights of the model. Absent in digests that are read from a file.
+    #[serde(skip)]
+    pub(crate) parameters: Option<String>,
     /// Shape and weights of the model.
     weights: String,
     /// Tokenizer and stop tokens.
@@ -55,9 +58,10 @@ impl RunInputs {
         held_out: &[Prompt],
         rewards: &[RewardConfig],
     ) -> Result<Self> {
+        let parameters = sha256_of_parameters(&model.parameters)?;
         let mut weights = Sha256::new();
         weights.update(serde_json::to_vec(&model.model)?);
-        weights.update(sha256_of_parameters(&model.parameters)?);
+        weights.update(&parameters);
         let tokenizer = model.tokenizer.to_string(false);
         let mut tokens = Sha256::new();
         tokens.update(tokenizer.map_err(|error| anyhow!("tokenizer: {error}"))?);
@@ -68,6 +72,7 @@ impl RunInputs {
             reward_files.insert(path.display().to_string(), sha256_of_file(&path)?);
         }
         Ok(Self {
+            parameters: Some(parameters),
             weights: hex(&weights.finalize()),
             tokenizer: hex(&tokens.finalize()),
             chat_template: template.map(|template| hex(&Sha256::digest(template.source()))),
@@ -75,6 +80,11 @@ impl RunInputs {
             held_out: PromptDigests::new(held_out),
             reward_files,
         })
+    }
+
+    /// Returns whether the rows for training and evaluation are the same as those of `other`.
+    pub fn has_rows_of(&self, other: &Self) -> bool {
+        self.train == other.train && self.held_out == other.held_out
     }
 
     /// The differences from `self` to `now`, whose training prompts are `train`.

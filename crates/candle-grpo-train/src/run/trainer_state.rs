@@ -55,17 +55,22 @@ struct StateFile {
 }
 
 impl Models {
-    /// Checks the weights that train.
+    /// Returns the weights of the policy, with merged adapters if there are any.
     ///
     /// # Errors
     ///
-    /// [`NotFinite`] if one is NaN or infinite.
-    pub(crate) fn ensure_finite(&self) -> Result<()> {
+    /// [`NotFinite`] if one of them, or another weight that trains, is NaN or infinite.
+    pub(crate) fn finite_policy(&self) -> Result<Parameters> {
         check_weights(self.actor.trained(), "")?;
-        match &self.critic {
-            Some(critic) => check_weights(critic.parameters(), "critic's "),
-            None => Ok(()),
+        if let Some(critic) = &self.critic {
+            check_weights(critic.parameters(), "critic's ")?;
         }
+        let policy = self.weights(0).merged()?;
+        if self.actor.adapters().is_some() {
+            // A product of finite adapters may overflow.
+            check_weights(&policy, "merged ")?;
+        }
+        Ok(policy)
     }
 
     /// Writes everything of a checkpoint except the weights of the policy.

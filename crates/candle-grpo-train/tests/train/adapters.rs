@@ -1,13 +1,15 @@
 //! Training adapters in place of all parameters.
 
 use crate::common::{
-    END, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer,
+    END, max_difference, model, parameters, pretrained, prompts, sampling, share_of_a, tokenizer,
 };
 use candle_core::Device;
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
 use candle_grpo_train::learn::ReferenceRefresh;
-use candle_grpo_train::{ComputeDType, Pretrained, Sample, TokenBatch, TrainConfig, Trainer};
+use candle_grpo_train::{
+    ComputeDType, NotFinite, Pretrained, Sample, TokenBatch, TrainConfig, Trainer,
+};
 
 fn config() -> TrainConfig {
     let mut config = TrainConfig {
@@ -26,20 +28,7 @@ fn config() -> TrainConfig {
 }
 
 fn trainer(config: TrainConfig) -> Trainer {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    let share_of_a = |sample: &Sample| {
-        let a = sample.completion.matches('a').count();
-        a as f32 / sample.completion_tokens.len() as f32
-    };
-    Trainer::new(
-        model(),
-        parameters(),
-        tokenizer(),
-        prompts,
-        share_of_a,
-        config,
-    )
-    .unwrap()
+    crate::common::trainer(share_of_a, config)
 }
 
 #[test]
@@ -69,10 +58,9 @@ fn the_reference_of_adapters_is_the_base() {
     let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
     let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
     let reference = trainer.actor().reference().unwrap();
-    let of_base =
-        candle_grpo_train::learn::Reference::new(&model(), &parameters(), ComputeDType::F32)
-            .unwrap();
-    let [a, b] = [&reference, &of_base].map(|r| r.log_probs(&batch, 1.).unwrap());
+    let base = candle_grpo_train::learn::Reference::new(&model(), &parameters(), ComputeDType::F32)
+        .unwrap();
+    let [a, b] = [&reference, &base].map(|r| r.log_probs(&batch, 1.).unwrap());
     assert_eq!(max_difference(&a, &b), 0.);
     let policy = trainer.actor().log_probs(&batch).unwrap();
     assert!(max_difference(&policy, &b) > 1e-3);
@@ -123,6 +111,32 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
         .optimizer_mut()
         .load_state(state)
         .unwrap();
+}
+
+/// The adapters are finite, but their product is not.
+#[test]
+fn merged_weights_that_overflow_are_not_written() {
+    let trainer = trainer(config());
+    let adapters = trainer.actor().adapters().unwrap().parameters();
+    for (_, adapter) in adapters.iter() {
+        let large = (adapter.ones_like().unwrap() * 1e30).unwrap();
+        adapter.set(&large).unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for result in [
+        trainer.ensure_finite(),
+        trainer.write_checkpoint(folder.path(), &pretrained()),
+    ] {
+        let error = result.unwrap_err();
+        let not_finite = error.downcast_ref::<NotFinite>().expect("another error");
+        assert!(
+            not_finite
+                .tensor()
+                .starts_with("merged weight model.layers."),
+            "{error}"
+        );
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 #[test]
