@@ -1,91 +1,147 @@
-//! Files with one JSON value per line, which grow during a run.
+//! JSON files of a run: one value, or one value per line in files that grow.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
-use serde::Deserialize;
+use anyhow::{Context, Error, Result, anyhow};
+use candle_grpo_nn::atomic_file;
 use serde::de::DeserializeOwned;
+use serde_json::error::Category;
 
-/// Reads the values of a file; none if it is absent.
+/// Reads a file of one JSON value.
+///
+/// # Errors
+///
+/// With file, line and column if the value cannot be read.
+pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
+    let bytes = fs::read(path).with_context(|| path.display().to_string())?;
+    serde_json::from_slice(&bytes).map_err(|error| damage(path, error.line(), &error))
+}
+
+/// Reads the values of a file with one JSON value per line; none if it is absent.
 ///
 /// A last line that is incomplete, as after a kill, is left out.
 ///
 /// # Errors
 ///
-/// With file and line if any other line cannot be read.
+/// With file, line and column if any other line cannot be read.
 pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
-    let text = read(path)?;
-    let lines = parse(path, &text)?;
-    Ok(lines.into_iter().map(|(_, value)| value).collect())
+    let lines = read_lines(path)?;
+    Ok(lines.into_iter().map(|line| line.value).collect())
 }
 
-/// Returns the lines for whose `step` the function `keep` returns true.
-pub(crate) fn lines_of(path: &Path, keep: impl Fn(usize) -> bool) -> Result<String> {
-    #[derive(Deserialize)]
-    struct Line {
-        step: usize,
-    }
-    let text = read(path)?;
-    let mut kept = String::new();
-    for (line, value) in parse::<Line>(path, &text)? {
-        if keep(value.step) {
-            kept += line;
-            kept.push('\n');
-        }
-    }
-    Ok(kept)
+/// A line of a file and its value.
+pub(crate) struct Line<T> {
+    text: String,
+    pub(crate) value: T,
 }
 
-fn read(path: &Path) -> Result<String> {
-    match fs::read(path) {
+/// Reads the complete lines of a file; none if it is absent.
+pub(crate) fn read_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<Line<T>>> {
+    let text = match fs::read(path) {
         // The last line of a killed run may end within a character.
-        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(String::new()),
-        Err(error) => Err(error).with_context(|| path.display().to_string()),
-    }
-}
-
-/// The complete lines and their values.
-fn parse<'a, T: DeserializeOwned>(path: &Path, text: &'a str) -> Result<Vec<(&'a str, T)>> {
+        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error).with_context(|| path.display().to_string()),
+    };
     let mut read = Vec::new();
     let mut rest = text.lines().enumerate().peekable();
     while let Some((i, line)) = rest.next() {
         match serde_json::from_str(line) {
-            Ok(value) => read.push((line, value)),
+            Ok(value) => read.push(Line {
+                text: line.to_owned(),
+                value,
+            }),
             Err(_) if rest.peek().is_none() && !text.ends_with('\n') => {}
-            Err(error) => bail!("{}:{}: {error}", path.display(), i + 1),
+            Err(error) => return Err(damage(path, i + 1, &error)),
         }
     }
     Ok(read)
 }
 
+/// Replaces a file by those of its `lines` that `keep` selects, and returns their values. A file
+/// that is absent stays absent.
+pub(crate) fn retain_lines<T>(
+    path: &Path,
+    mut lines: Vec<Line<T>>,
+    keep: impl Fn(&T) -> bool,
+) -> Result<Vec<T>> {
+    lines.retain(|line| keep(&line.value));
+    if path.exists() {
+        let text: String = lines
+            .iter()
+            .flat_map(|line| [line.text.as_str(), "\n"])
+            .collect();
+        atomic_file::write(path, text.as_bytes())?;
+    }
+    Ok(lines.into_iter().map(|line| line.value).collect())
+}
+
+fn damage(path: &Path, line: usize, error: &serde_json::Error) -> Error {
+    let what = match error.classify() {
+        Category::Eof => "ends within a JSON value",
+        Category::Data => "has a value that is missing, unknown or of another kind",
+        Category::Syntax | Category::Io => "is not JSON",
+    };
+    let (path, column) = (path.display(), error.column());
+    anyhow!("{path}:{line}:{column}: the file is damaged or of another version: it {what}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde::Deserialize;
+
+    #[derive(Debug, Deserialize)]
+    struct Step {
+        step: usize,
+    }
 
     #[test]
     fn an_incomplete_last_line_is_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        assert_eq!(lines_of(&path, |_| true).unwrap(), "");
+        let retain = |last: usize| {
+            let lines = read_lines::<Step>(&path).unwrap();
+            retain_lines(&path, lines, |line| line.step <= last).unwrap()
+        };
+        assert_eq!(retain(9).len(), 0);
+        assert!(!path.exists());
         fs::write(
             &path,
             b"{\"step\":1}\n{\"step\":2,\"a\":1.50}\n{\"step\":3}\n{\"st\xc3",
         )
         .unwrap();
+        assert_eq!(read_json_lines::<Step>(&path).unwrap().len(), 3);
+        assert_eq!(retain(2).len(), 2);
         assert_eq!(
-            lines_of(&path, |step| step <= 2).unwrap(),
+            fs::read_to_string(&path).unwrap(),
             "{\"step\":1}\n{\"step\":2,\"a\":1.50}\n"
         );
-        assert_eq!(
-            read_json_lines::<serde_json::Value>(&path).unwrap().len(),
-            3
-        );
+    }
 
-        fs::write(&path, "{\"step\":1}\n{\"st\n{\"step\":3}\n").unwrap();
-        let error = lines_of(&path, |step| step <= 2).unwrap_err().to_string();
-        assert!(error.contains("metrics.jsonl:2: "), "{error}");
+    #[test]
+    fn damage_is_described_with_file_line_and_column() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        for (line, column, what) in [
+            ("{\"st", 4, "ends within a JSON value"),
+            ("{\"step\" 2}", 9, "is not JSON"),
+            (
+                "{\"step\": -2}",
+                11,
+                "has a value that is missing, unknown or of another kind",
+            ),
+        ] {
+            fs::write(&path, format!("{{\"step\":1}}\n{line}\n{{\"step\":3}}\n")).unwrap();
+            let message = format!("the file is damaged or of another version: it {what}");
+            let expected = format!("metrics.jsonl:2:{column}: {message}");
+            let error = read_json_lines::<Step>(&path).unwrap_err().to_string();
+            assert!(error.ends_with(&expected), "{error}");
+            fs::write(&path, format!("\n{line}")).unwrap();
+            let error = read_json::<Step>(&path).unwrap_err().to_string();
+            assert!(error.ends_with(&expected), "{error}");
+        }
     }
 }

@@ -11,7 +11,7 @@ mod template;
 mod unique_keys;
 
 pub use dataset::{Dataset, DatasetConfig};
-pub use json_lines::read_json_lines;
+pub use json_lines::{read_json, read_json_lines};
 pub use prompt::Prompt;
 pub use question::Question;
 pub use rows::{Row, read_rows};

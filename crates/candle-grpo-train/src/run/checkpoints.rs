@@ -98,30 +98,38 @@ impl Checkpoints {
     }
 
     /// Removes all except the last `keep` (at least one) and those of the steps `also`.
-    pub fn prune(&self, keep: usize, also: &[usize]) -> Result<()> {
+    ///
+    /// A checkpoint with files that no run writes is set aside: it is renamed. Returns the new
+    /// paths of these.
+    pub fn prune(&self, keep: usize, also: &[usize]) -> Result<Vec<PathBuf>> {
         let mut old = self.all()?;
         old.truncate(old.len().saturating_sub(keep.max(1)));
         old.retain(|checkpoint| !also.contains(&checkpoint.step));
-        old.iter().try_for_each(remove)
+        remove(&old)
     }
 
-    /// Removes the checkpoints of steps after `step`.
-    pub fn remove_after(&self, step: usize) -> Result<()> {
+    /// Removes the checkpoints of steps after `step`, and sets aside as [`Self::prune`] does.
+    pub fn remove_after(&self, step: usize) -> Result<Vec<PathBuf>> {
         let mut later = self.all()?;
         later.retain(|checkpoint| checkpoint.step > step);
-        later.iter().try_for_each(remove)
+        remove(&later)
     }
 }
 
-/// Removes a checkpoint. A folder that holds a file that no run writes is renamed instead.
-fn remove(checkpoint: &StepCheckpoint) -> Result<()> {
-    let path = &checkpoint.path;
-    let removing = || format!("removing {}", path.display());
-    if Owned::Checkpoint.first_foreign(path)?.is_some() {
-        let kept = path.with_extension(format!("kept-{}", std::process::id()));
-        return fs::rename(path, kept).with_context(removing);
+/// Removes checkpoints, and renames those that hold a file that no run writes.
+fn remove(checkpoints: &[StepCheckpoint]) -> Result<Vec<PathBuf>> {
+    let mut set_aside = Vec::new();
+    for StepCheckpoint { path, .. } in checkpoints {
+        let removing = || format!("removing {}", path.display());
+        if Owned::Checkpoint.first_foreign(path)?.is_some() {
+            let kept = path.with_extension(format!("kept-{}", std::process::id()));
+            fs::rename(path, &kept).with_context(removing)?;
+            set_aside.push(kept);
+        } else {
+            atomic_file::remove_folder(path).with_context(removing)?;
+        }
     }
-    atomic_file::remove_folder(path).with_context(removing)
+    Ok(set_aside)
 }
 
 #[cfg(test)]
@@ -186,10 +194,12 @@ mod tests {
     fn files_of_others_outlive_their_checkpoint() {
         let (folder, checkpoints) = checkpoints(&[5, 10]);
         fs::write(checkpoints.folder.join("step-000005/notes.txt"), "mine").unwrap();
-        checkpoints.prune(1, &[]).unwrap();
+        let set_aside = checkpoints.prune(1, &[]).unwrap();
         assert_eq!(steps(&checkpoints), [10]);
         let kept = format!("checkpoints/step-000005.kept-{}", std::process::id());
-        let notes = fs::read_to_string(folder.path().join(kept).join("notes.txt")).unwrap();
+        let kept = folder.path().join(kept);
+        let notes = fs::read_to_string(kept.join("notes.txt")).unwrap();
+        assert_eq!(set_aside, [kept]);
         assert_eq!(notes, "mine");
     }
 

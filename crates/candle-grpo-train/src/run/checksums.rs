@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_nn::{Parameters, atomic_file};
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use sha2::{Digest, Sha256};
 
 /// In the form of `sha256sum`, which checks it with `sha256sum --check`.
@@ -14,10 +15,8 @@ const CHECKSUMS: &str = "SHA256SUMS";
 
 /// Writes the sums of all files in `folder` and its subfolders.
 pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
-    let mut text = String::new();
-    for (name, path) in files(folder)? {
-        text += &format!("{}  {name}\n", sha256_of_file(&path)?);
-    }
+    let sums = file_sums(folder)?.into_iter();
+    let text: String = sums.map(|(name, sum)| format!("{sum}  {name}\n")).collect();
     Ok(atomic_file::write(
         &folder.join(CHECKSUMS),
         text.as_bytes(),
@@ -31,15 +30,15 @@ pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
 /// With the name of a file that is missing, added or changed.
 pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
     let text = fs::read_to_string(folder.join(CHECKSUMS)).context(CHECKSUMS)?;
-    let mut found = files(folder)?;
+    let mut found = file_sums(folder)?;
     for line in text.lines() {
         let (sum, name) = line
             .split_once("  ")
             .with_context(|| format!("{CHECKSUMS}: {line:?}, must be a sum and a name"))?;
-        let Some(path) = found.remove(name) else {
+        let Some(found) = found.remove(name) else {
             bail!("{name}: is missing");
         };
-        ensure!(sha256_of_file(&path)? == sum, "{name}: is damaged");
+        ensure!(found == sum, "{name}: is damaged");
     }
     if let Some(name) = found.keys().next() {
         bail!("{name}: was not written with the others");
@@ -47,9 +46,10 @@ pub(crate) fn check_checksums(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files in `folder` and its subfolders except the sums, by their relative names with slashes.
-fn files(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
-    let mut found = BTreeMap::new();
+/// Computes the sums of the files in `folder` and its subfolders except [`CHECKSUMS`], in parallel.
+/// The keys are relative names with slashes.
+fn file_sums(folder: &Path) -> Result<BTreeMap<String, String>> {
+    let mut found = Vec::new();
     let mut folders = vec![(String::new(), folder.to_path_buf())];
     while let Some((prefix, folder)) = folders.pop() {
         for entry in fs::read_dir(&folder)? {
@@ -58,11 +58,13 @@ fn files(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
             if entry.file_type()?.is_dir() {
                 folders.push((format!("{name}/"), entry.path()));
             } else if name != CHECKSUMS {
-                found.insert(name, entry.path());
+                found.push((name, entry.path()));
             }
         }
     }
-    Ok(found)
+    let sums = found.into_par_iter();
+    sums.map(|(name, path)| Ok((name, sha256_of_file(&path)?)))
+        .collect()
 }
 
 /// The sum of a file.

@@ -1,6 +1,6 @@
 //! The folder of a run.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::env;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::Write;
@@ -14,7 +14,7 @@ use super::checksums::check_checksums;
 use super::{
     Checkpoints, EvaluatedSample, Evaluation, EventFile, StepCheckpoint, training_plot_svg,
 };
-use crate::data::json_lines::{lines_of, read_json_lines};
+use crate::data::json_lines::{Line, read_json_lines, read_lines, retain_lines};
 use crate::owned_files::Owned;
 use crate::{Pretrained, StepMetrics, Trainer};
 
@@ -51,12 +51,14 @@ pub struct RunDir {
     path: PathBuf,
     metrics: File,
     events: EventFile,
+    /// The contents of `evaluations.jsonl`.
+    evaluations: Vec<EvaluationLine>,
     _lock: RunLock,
 }
 
 /// A lock that prevents other programs from starting, resuming or replacing the run in a folder.
 #[derive(Debug)]
-pub struct RunLock {
+struct RunLock {
     path: PathBuf,
     _file: File,
 }
@@ -67,7 +69,7 @@ impl RunLock {
     /// # Errors
     ///
     /// Returns an error if another program has the run open.
-    pub fn take(path: &Path) -> Result<Self> {
+    fn take(path: &Path) -> Result<Self> {
         let lock = path.join(LOCK);
         let file = OpenOptions::new().create(true).append(true).open(&lock);
         let file = file.with_context(|| format!("opening {}", lock.display()))?;
@@ -104,6 +106,87 @@ impl ReplacedRun {
         Owned::Run.remove(&self.path)?;
         drop(self.lock);
         Ok(())
+    }
+}
+
+/// A run that no program has open, locked against other programs.
+pub struct StoppedRun {
+    lock: RunLock,
+    metrics: Vec<Line<StepMetrics>>,
+}
+
+/// The result of [`StoppedRun::resume`].
+pub struct ResumedRun {
+    /// The folder.
+    pub dir: RunDir,
+    /// The metrics of the steps so far.
+    pub metrics: Vec<StepMetrics>,
+    /// The folders of later checkpoints that hold files that no run writes: these are renamed.
+    pub set_aside: Vec<PathBuf>,
+}
+
+impl StoppedRun {
+    /// Locks the run at `path` and reads its metrics.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the folder is not a run or another program has it open.
+    pub fn open(path: &Path) -> Result<Self> {
+        ensure!(
+            RunDir::is_run(path),
+            "run directory {}: has no {CONFIG} and {METRICS}, there is no run to resume",
+            path.display()
+        );
+        Ok(Self {
+            lock: RunLock::take(path)?,
+            metrics: read_lines(&path.join(METRICS))?,
+        })
+    }
+
+    /// Returns the number of steps that have metrics.
+    pub fn steps(&self) -> usize {
+        self.metrics.last().map_or(0, |line| line.value.step)
+    }
+
+    /// Resumes the run after `step` steps.
+    ///
+    /// Removes the metrics, evaluations, answers and checkpoints of later steps.
+    pub fn resume(self, config: &impl Serialize, step: usize) -> Result<ResumedRun> {
+        let Self { lock, metrics } = self;
+        let path = lock.path.clone();
+        let resume = || -> Result<ResumedRun> {
+            remove_leftovers(&path)?;
+            let file = |name: &str| path.join(name);
+            // Nothing is written if a line cannot be read.
+            let evaluations: Vec<Line<EvaluationLine>> = read_lines(&file(EVALUATIONS))?;
+            let samples: Vec<Line<StepLine>> = read_lines(&file(SAMPLES))?;
+            let metrics = retain_lines(&file(METRICS), metrics, |line| line.step <= step)?;
+            let evaluations =
+                retain_lines(&file(EVALUATIONS), evaluations, |line| line.step <= step)?;
+            // Answers are written before the metrics of their evaluation.
+            retain_lines(&file(SAMPLES), samples, |sample| {
+                evaluations.iter().any(|line| line.step == sample.step)
+            })?;
+            let set_aside = RunDir::checkpoints(&path).remove_after(step)?;
+            let old_events = event_files(&path)?;
+            let mut dir = RunDir::open(&path, config, lock)?;
+            for metrics in &metrics {
+                dir.write_scalars(metrics)?;
+            }
+            for line in &evaluations {
+                dir.write_evaluation_scalars(line.step, &line.metrics)?;
+            }
+            dir.evaluations = evaluations;
+            for file in old_events {
+                fs::remove_file(file)?;
+            }
+            Ok(ResumedRun {
+                dir,
+                metrics,
+                set_aside,
+            })
+        };
+        resume().with_context(|| format!("run directory {}", path.display()))
     }
 }
 
@@ -186,61 +269,6 @@ impl RunDir {
         path.join(CONFIG).is_file() && path.join(METRICS).is_file()
     }
 
-    /// Resumes the locked run after `step` steps.
-    ///
-    /// Removes the metrics, evaluations, answers and checkpoints of later steps. Also returns the
-    /// metrics of the steps so far.
-    ///
-    /// # Errors
-    ///
-    /// Returns an error if the folder is not a run.
-    pub fn resume(
-        lock: RunLock,
-        config: &impl Serialize,
-        step: usize,
-    ) -> Result<(Self, Vec<StepMetrics>)> {
-        let path = lock.path.clone();
-        let path = path.as_path();
-        ensure!(
-            Self::is_run(path),
-            "run directory {}: has no {CONFIG} and {METRICS}, there is no run to resume",
-            path.display()
-        );
-        let resume = || -> Result<(Self, Vec<StepMetrics>)> {
-            remove_leftovers(path)?;
-            let keep = |name: &str, keep: &dyn Fn(usize) -> bool| -> Result<()> {
-                let file = path.join(name);
-                match file.exists() {
-                    true => Ok(atomic_file::write(
-                        &file,
-                        lines_of(&file, keep)?.as_bytes(),
-                    )?),
-                    false => Ok(()),
-                }
-            };
-            keep(METRICS, &|of| of <= step)?;
-            keep(EVALUATIONS, &|of| of <= step)?;
-            // Answers are written before the metrics of their evaluation.
-            let evaluated: BTreeSet<usize> = evaluations(path)?.iter().map(|e| e.step).collect();
-            keep(SAMPLES, &|of| evaluated.contains(&of))?;
-            Self::checkpoints(path).remove_after(step)?;
-            let metrics: Vec<StepMetrics> = read_json_lines(&path.join(METRICS))?;
-            let old_events = event_files(path)?;
-            let mut run = Self::open(path, config, lock)?;
-            for metrics in &metrics {
-                run.write_scalars(metrics)?;
-            }
-            for evaluation in evaluations(path)? {
-                run.write_figures(evaluation.step, &evaluation.figures)?;
-            }
-            for file in old_events {
-                fs::remove_file(file)?;
-            }
-            Ok((run, metrics))
-        };
-        resume().with_context(|| format!("run directory {}", path.display()))
-    }
-
     fn begin(path: &Path, config: &impl Serialize) -> Result<Self> {
         let begin = || -> Result<Self> {
             fs::create_dir_all(path)?;
@@ -263,6 +291,7 @@ impl RunDir {
             path: path.to_path_buf(),
             metrics,
             events: EventFile::create(path)?,
+            evaluations: Vec::new(),
             _lock: lock,
         })
     }
@@ -293,25 +322,32 @@ impl RunDir {
 
     /// Appends an evaluation after `step` steps.
     ///
-    /// Its metrics go to `evaluations.jsonl`, its answers to `samples.jsonl`. The metric
+    /// Its `metrics` go to `evaluations.jsonl`, its answers to `samples.jsonl`. The metric
     /// `reward_mean` selects the best checkpoint.
     pub fn append_evaluation(
         &mut self,
         step: usize,
         evaluation: &Evaluation,
-        figures: &BTreeMap<String, f64>,
+        metrics: &BTreeMap<String, f64>,
     ) -> Result<()> {
         // Metrics are written last, so that an evaluation with metrics also has its answers.
         let samples = evaluation.samples.iter();
         let samples: Vec<SampleLine> = samples.map(|sample| SampleLine { step, sample }).collect();
         self.append(SAMPLES, &samples)?;
-        self.write_figures(step, figures)?;
-        let figures = figures.clone();
-        self.append(EVALUATIONS, &[EvaluationLine { step, figures }])
+        self.write_evaluation_scalars(step, metrics)?;
+        let metrics = metrics.clone();
+        let line = EvaluationLine { step, metrics };
+        self.append(EVALUATIONS, std::slice::from_ref(&line))?;
+        self.evaluations.push(line);
+        Ok(())
     }
 
-    fn write_figures(&mut self, step: usize, figures: &BTreeMap<String, f64>) -> Result<()> {
-        let names: Vec<(String, f64)> = figures
+    fn write_evaluation_scalars(
+        &mut self,
+        step: usize,
+        metrics: &BTreeMap<String, f64>,
+    ) -> Result<()> {
+        let names: Vec<(String, f64)> = metrics
             .iter()
             .map(|(name, number)| (format!("evaluation/{name}"), *number))
             .collect();
@@ -319,12 +355,9 @@ impl RunDir {
         self.events.write_scalars(step, scalars)
     }
 
-    /// Returns the metrics of the evaluations so far, with their steps.
-    pub fn evaluations(&self) -> Result<Vec<(usize, BTreeMap<String, f64>)>> {
-        Ok(evaluations(&self.path)?
-            .into_iter()
-            .map(|line| (line.step, line.figures))
-            .collect())
+    /// Returns the number of steps before the last evaluation.
+    pub fn last_evaluation(&self) -> Option<usize> {
+        self.evaluations.last().map(|line| line.step)
     }
 
     /// Returns the checkpoint of the run at `path` with the best evaluation.
@@ -334,9 +367,8 @@ impl RunDir {
     pub fn best_checkpoint(path: &Path) -> Result<Option<StepCheckpoint>> {
         let checkpoints = Self::checkpoints(path);
         let mut all = checkpoints.all()?;
-        match best(&evaluations(path)?, |step| {
-            all.iter().any(|c| c.step == step)
-        }) {
+        let evaluations = read_json_lines(&path.join(EVALUATIONS))?;
+        match best(&evaluations, |step| all.iter().any(|c| c.step == step)) {
             Some(best) => {
                 all.retain(|checkpoint| checkpoint.step == best);
                 if let Some(best) = all.last() {
@@ -349,8 +381,8 @@ impl RunDir {
     }
 
     /// Returns the step of the evaluation with the largest mean reward, the earlier of equals.
-    pub fn best_step(&self) -> Result<Option<usize>> {
-        Ok(best(&evaluations(&self.path)?, |_| true))
+    pub fn best_step(&self) -> Option<usize> {
+        best(&self.evaluations, |_| true)
     }
 
     /// Flushes the logs to the disk, so that they survive a power failure.
@@ -410,14 +442,14 @@ impl RunDir {
 struct EvaluationLine {
     step: usize,
     #[serde(flatten)]
-    figures: BTreeMap<String, f64>,
+    metrics: BTreeMap<String, f64>,
 }
 
 /// Returns the step with the largest mean reward among the evaluations that `counts` selects.
 fn best(evaluations: &[EvaluationLine], counts: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for line in evaluations.iter().filter(|line| counts(line.step)) {
-        if let Some(&reward) = line.figures.get("reward_mean")
+        if let Some(&reward) = line.metrics.get("reward_mean")
             && best.is_none_or(|(_, least)| reward > least)
         {
             best = Some((line.step, reward));
@@ -434,8 +466,10 @@ struct SampleLine<'a> {
     sample: &'a EvaluatedSample,
 }
 
-fn evaluations(path: &Path) -> Result<Vec<EvaluationLine>> {
-    read_json_lines(&path.join(EVALUATIONS))
+/// The step of a line.
+#[derive(Deserialize)]
+struct StepLine {
+    step: usize,
 }
 
 fn event_files(path: &Path) -> Result<Vec<PathBuf>> {
@@ -614,13 +648,13 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_folder_will_do() {
+    fn a_run_can_begin_in_an_empty_folder() {
         let folder = tempfile::tempdir().unwrap();
         RunDir::create(folder.path(), &json!({})).unwrap();
     }
 
     #[test]
-    fn an_evaluation_leaves_its_figures_and_answers() {
+    fn an_evaluation_appends_its_metrics_and_answers() {
         let folder = tempfile::tempdir().unwrap();
         let mut run = RunDir::create(&folder.path().join("a"), &json!({})).unwrap();
         let sample = EvaluatedSample {
@@ -640,9 +674,9 @@ mod tests {
             ],
             samples_per_prompt: 1,
         };
-        let figures = evaluation.figures(&[1], 1.).unwrap();
+        let metrics = evaluation.metrics(&[1], 1.).unwrap();
         for step in [0, 10] {
-            run.append_evaluation(step, &evaluation, &figures).unwrap();
+            run.append_evaluation(step, &evaluation, &metrics).unwrap();
         }
         let lines = |name: &str| -> Vec<serde_json::Value> {
             let text = fs::read_to_string(run.path().join(name)).unwrap();

@@ -72,20 +72,20 @@ impl Evaluation {
 
     /// `reward_mean`, `response_length`, and `pass_at_1` and so on for each k of `pass_at`: see
     /// [`Self::pass_at`].
-    pub fn figures(&self, pass_at: &[usize], pass_reward: f64) -> Result<BTreeMap<String, f64>> {
-        let mut figures = BTreeMap::from([
+    pub fn metrics(&self, pass_at: &[usize], pass_reward: f64) -> Result<BTreeMap<String, f64>> {
+        let mut metrics = BTreeMap::from([
             ("reward_mean".to_owned(), self.reward_mean()),
             ("response_length".to_owned(), self.response_length_mean()),
         ]);
         for &k in pass_at {
-            figures.insert(format!("pass_at_{k}"), self.pass_at(k, pass_reward)?);
+            metrics.insert(format!("pass_at_{k}"), self.pass_at(k, pass_reward)?);
         }
-        Ok(figures)
+        Ok(metrics)
     }
 
-    /// The mean of some figure of the samples.
-    pub fn mean(&self, figure: impl Fn(&EvaluatedSample) -> f64) -> f64 {
-        self.samples.iter().map(figure).sum::<f64>() / self.samples.len() as f64
+    /// Returns the mean of a value of the samples.
+    pub fn mean(&self, value: impl Fn(&EvaluatedSample) -> f64) -> f64 {
+        self.samples.iter().map(value).sum::<f64>() / self.samples.len() as f64
     }
 }
 

@@ -10,7 +10,7 @@ mod tensorboard;
 mod trainer_state;
 
 pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
-pub use dir::{ReplacedRun, RunDir, RunLock};
+pub use dir::{ReplacedRun, ResumedRun, RunDir, StoppedRun};
 pub use evaluation::{EvaluatedSample, Evaluation, evaluate};
 pub use inputs::{InputChanges, RunInputs};
 pub use plot::training_plot_svg;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_core::{KlController, RunningState};
 use candle_grpo_loss::AdaptiveEntropy;
@@ -12,6 +12,7 @@ use candle_grpo_nn::{Lora, Parameters, atomic_file};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::sha256_of_parameters;
+use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
 use crate::learn::not_finite::{NotFinite, all_finite};
 use crate::model::pretrained::MODEL;
@@ -105,12 +106,20 @@ impl Models {
     /// new run, which must have the same parts.
     pub(crate) fn load(&mut self, folder: &Path, now: &TrainerState) -> Result<TrainerState> {
         let read = |name: &str| read_tensors(&folder.join(name));
-        let file = fs::read(folder.join(STATE)).context(STATE)?;
-        let file: StateFile = serde_json::from_slice(&file).context(STATE)?;
-        ensure!(
-            file.base_sha256 == self.base_sha256()?,
-            "{STATE}: the run began with other weights, or with other adapters, KL terms or reference, than it would go on with"
-        );
+        let file: StateFile = read_json(&folder.join(STATE))?;
+        match (&file.base_sha256, self.base_sha256()?) {
+            (Some(saved), Some(now)) => ensure!(
+                *saved == now,
+                "{STATE}: the run began with other weights, which its adapters or its fixed reference need; only a run with the first model can go on"
+            ),
+            (Some(_), None) => bail!(
+                "{STATE}: the run has adapters or a fixed reference of a KL term and cannot go on without them"
+            ),
+            (None, Some(_)) => bail!(
+                "{STATE}: the run has no adapters and no fixed reference of a KL term and cannot go on with them"
+            ),
+            (None, None) => {}
+        }
         match self.actor.adapters() {
             None => self.actor.set_trained(&read(MODEL)?).context(MODEL)?,
             Some(own) => {
@@ -135,7 +144,7 @@ impl Models {
         }
         ensure!(
             self.critic.is_some() == folder.join(CRITIC).exists(),
-            "{CRITIC}: the run has a critic now and had none, or the other way round"
+            "{CRITIC}: a run cannot begin to use a critic, or cease to"
         );
         if let Some(critic) = &mut self.critic {
             critic
@@ -163,7 +172,7 @@ impl Models {
         ] {
             ensure!(
                 saved == now,
-                "{name}: the run has it now and had it not, or the other way round"
+                "{name}: a run cannot begin to use it, or cease to"
             );
         }
         Ok(file.state)

@@ -5,7 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
+use crate::common::{
+    digest, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer,
+    without_seconds,
+};
 use candle_grpo_core::{
     AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, GroupFilter,
     KlController, NormLevel, ScoreResampling,
@@ -15,8 +18,7 @@ use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_train::learn::{LearningRateSchedule, ReferenceRefresh};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::{
-    ComputeDType, CriticConfig, Interrupted, NotFinite, Progress, Sample, StepMetrics, TrainConfig,
-    Trainer,
+    ComputeDType, CriticConfig, Interrupted, NotFinite, Progress, Sample, TrainConfig, Trainer,
 };
 use rstest::rstest;
 
@@ -102,25 +104,12 @@ fn chosen() -> TrainConfig {
     config
 }
 
-/// Differs for almost any two completions.
-fn digest(sample: &Sample) -> f32 {
-    let weighted = |(i, &token): (usize, &u32)| (i as f32 + 1.) * token as f32;
-    let tokens = sample.completion_tokens.iter().enumerate();
-    tokens.map(weighted).sum::<f32>().sin()
-}
-
 fn trainer(config: TrainConfig) -> Trainer {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
-    Trainer::new(model(), parameters(), tokenizer(), prompts, digest, config).unwrap()
+    crate::common::trainer(digest, config)
 }
 
 fn save(trainer: &Trainer, folder: &Path) {
     trainer.write_checkpoint(folder, &pretrained()).unwrap();
-}
-
-fn without_seconds(mut metrics: StepMetrics) -> StepMetrics {
-    metrics.seconds = Default::default();
-    metrics
 }
 
 fn assert_equal(a: &Parameters, b: &Parameters) {
@@ -139,7 +128,7 @@ fn assert_equal(a: &Parameters, b: &Parameters) {
 #[case::controllers(controllers())]
 #[case::critic(critic())]
 #[case::chosen(chosen())]
-fn a_resumed_run_goes_on_to_the_bit(#[case] config: TrainConfig) {
+fn a_resumed_run_is_bit_identical_to_an_uninterrupted_one(#[case] config: TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
     let mut whole = trainer(config.clone());
     let mut expected = Vec::new();
@@ -190,7 +179,7 @@ fn adapters_of_other_weights_are_not_resumed() {
     let mut other = Trainer::new(model(), other, tokenizer(), prompts, digest, adapters()).unwrap();
     let error = format!("{:#}", other.load_state(folder.path()).unwrap_err());
     assert!(
-        error.contains("the run began with other weights"),
+        error.contains("only a run with the first model can go on"),
         "{error}"
     );
 }
@@ -268,7 +257,7 @@ fn dynamic_with_one_update() -> TrainConfig {
 
 /// A cancellation after the first of several updates lets the step run to completion.
 #[test]
-fn a_step_that_has_changed_weights_is_made_to_its_end() {
+fn a_step_that_has_changed_weights_runs_to_completion() {
     let whole = {
         let mut trainer = trainer(dynamic());
         trainer.step().unwrap();
@@ -329,7 +318,7 @@ fn nothing_is_learned_from_what_is_not_finite(#[case] broken: bool, #[case] expe
 
 /// Fails in the second of two updates.
 #[test]
-fn half_a_step_is_neither_gone_on_from_nor_saved() {
+fn half_a_step_is_neither_continued_nor_saved() {
     let mut config = config();
     config.epochs = 2;
     // Weights so large after one update that the next finds no finite gradient.

@@ -54,17 +54,17 @@ pub(super) fn eval(
         let evaluation =
             evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*progress)?;
         reward.finish()?;
-        let figures = evaluation.figures(&config.pass_at, config.pass_reward)?;
-        Ok((evaluation, figures))
+        let metrics = evaluation.metrics(&config.pass_at, config.pass_reward)?;
+        Ok((evaluation, metrics))
     };
     let answered = answer();
     console.finish();
-    let (evaluation, figures) = answered.map_err(|error| match error.is::<Interrupted>() {
+    let (evaluation, metrics) = answered.map_err(|error| match error.is::<Interrupted>() {
         true => Exit::Interrupted("Nothing was written.".to_owned()),
         false => Exit::Run(format!("{error:#}")),
     })?;
     console.print(&format!("{:20} {}", "answers", evaluation.samples.len()))?;
-    for (name, value) in figures {
+    for (name, value) in metrics {
         console.print(&format!("{name:20} {value:.4}"))?;
     }
     match out {

@@ -87,7 +87,8 @@ struct TrainArguments {
     /// Resume from the last checkpoint of the run; begin it if there is none.
     #[arg(long, conflicts_with = "replace")]
     resume: bool,
-    /// With --resume: accept another model, other held-out rows and changed settings.
+    /// With --resume: accept another model, other held-out rows and changed settings, if the
+    /// checkpoint fits them.
     #[arg(long, requires = "resume")]
     accept_changes: bool,
     /// Replace the run in the folder. It is removed once the new run has a checkpoint.

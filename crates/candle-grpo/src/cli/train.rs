@@ -41,14 +41,14 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
                 console.set_steps(metrics.step);
                 console.say(&summary(&metrics, steps));
             }
-            Progress::Evaluated { step, figures } => {
-                let figures = figures.iter();
-                let figures: Vec<String> = figures
+            Progress::Evaluated { step, metrics } => {
+                let metrics = metrics.iter();
+                let metrics: Vec<String> = metrics
                     .map(|(name, value)| format!("{name} {value:.3}"))
                     .collect();
                 console.say(&format!(
                     "held out, after {step} steps:  {}",
-                    figures.join("  ")
+                    metrics.join("  ")
                 ));
             }
             Progress::Saved(_) => {}

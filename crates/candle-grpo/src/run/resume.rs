@@ -1,12 +1,11 @@
 //! The folder of a run: begun, replaced or resumed.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_train::data::read_json_lines;
-use candle_grpo_train::run::{ReplacedRun, RunInputs, RunLock};
+use candle_grpo_train::data::read_json;
+use candle_grpo_train::run::{ReplacedRun, RunInputs, StoppedRun};
 use candle_grpo_train::{RunDir, StepMetrics, Trainer};
 use serde_json::{Map, Value};
 
@@ -16,20 +15,18 @@ use crate::config::RunConfig;
 const CONFIG: &str = "config.json";
 const INPUTS: &str = "inputs.json";
 
-/// Settings that may change when a run resumes. The contents of model and data are compared in
-/// place of their paths.
-const MAY_CHANGE: [&str; 10] = [
-    "checkpoint",
-    "data.held_out",
-    "data.max_rows",
-    "data.train",
-    "evaluation",
+/// Settings that may change when a run resumes. The contents of the model are compared in place of
+/// its path.
+const MAY_CHANGE: [&str; 5] = [
     "max_steps",
     "model",
     "run_dir",
     "sampler.max_batch_size",
     "threads",
 ];
+
+/// Settings that may change as long as the rows are the same.
+const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
 
 /// Differences in a message; more are counted.
 const SHOWN: usize = 8;
@@ -76,15 +73,24 @@ fn resume(
     accept: bool,
 ) -> Result<(RunDir, Vec<StepMetrics>)> {
     // Before the checkpoints are read, which another program may be writing.
-    let lock = RunLock::take(path)?;
-    compare_settings(path, settings, accept)?;
-    compare_inputs(path, inputs, trainer, accept)?;
+    let run = StoppedRun::open(path)?;
+    let changes = Changes::new(path, settings, inputs, trainer)?;
+    let refused = format!(
+        "run directory {}: {}",
+        path.display(),
+        changes.refused.join("; ")
+    );
     let found = RunDir::checkpoints(path).latest()?;
     for (checkpoint, reason) in &found.damaged {
         tracing::warn!("{}: {reason}; it is passed over", checkpoint.path.display());
     }
     if let Some(checkpoint) = &found.checkpoint {
-        trainer.load_state(&checkpoint.path)?;
+        trainer.load_state(&checkpoint.path).map_err(|error| match changes.refused.is_empty() {
+            true => error,
+            false => error.context(format!(
+                "{refused}; the checkpoint does not fit, so this cannot be accepted: undo the change, or use another run_dir"
+            )),
+        })?;
         tracing::info!("resuming from {}", checkpoint.path.display());
     } else if let Some((checkpoint, reason)) = found.damaged.first() {
         bail!(
@@ -92,8 +98,7 @@ fn resume(
             checkpoint.path.display()
         );
     } else {
-        let metrics = read_json_lines::<StepMetrics>(&path.join("metrics.jsonl"))?;
-        let steps = metrics.last().map_or(0, |metrics| metrics.step);
+        let steps = run.steps();
         let every = settings["checkpoint"]["every_steps"].as_u64();
         ensure!(
             every.is_none_or(|every| steps as u64 <= every),
@@ -105,38 +110,92 @@ fn resume(
             path.display()
         );
     }
-    RunDir::resume(lock, settings, trainer.steps())
+    // The offer comes after the checkpoint is loaded: some changes cannot be accepted.
+    ensure!(
+        accept || changes.refused.is_empty(),
+        "{refused}; use another run_dir, or accept this with --accept-changes"
+    );
+    for change in changes.refused.iter().chain(&changes.noted) {
+        tracing::warn!("{change}");
+    }
+    let resumed = run.resume(settings, trainer.steps())?;
+    warn_of_set_aside(&resumed.set_aside);
+    Ok((resumed.dir, resumed.metrics))
 }
 
-/// Refuses the settings of another run, and warns of changes that are usual.
-fn compare_settings(path: &Path, now: &Value, accept: bool) -> Result<()> {
-    let config = path.join(CONFIG);
-    let before = fs::read(&config).with_context(|| config.display().to_string())?;
-    let before = serde_json::from_slice(&before).with_context(|| config.display().to_string())?;
-    if before == Value::Object(Map::new()) {
-        tracing::warn!("the settings that the run began with are lost");
-        return Ok(());
-    }
-    let mut differences = Vec::new();
-    compare("", &before, now, &mut differences);
-    let (usual, other): (Vec<_>, Vec<_>) = differences
-        .into_iter()
-        .partition(|difference| may_change(&difference.key));
-    let warned = if accept {
-        [usual, other].concat()
-    } else {
-        ensure!(
-            other.is_empty(),
-            "run directory {}: began with other settings: {}; give a run_dir of its own, or accept the new settings with --accept-changes",
-            path.display(),
-            list(&other)
+/// Warns of checkpoints that are not removed.
+pub(super) fn warn_of_set_aside(checkpoints: &[std::path::PathBuf]) {
+    for path in checkpoints {
+        tracing::warn!(
+            "{}: a checkpoint with files that no run writes, renamed and not removed",
+            path.display()
         );
-        usual
-    };
-    for difference in &warned {
-        tracing::warn!("the run began with another {}", difference.text);
     }
-    Ok(())
+}
+
+/// The differences between the beginning of a run and now.
+#[derive(Default)]
+struct Changes {
+    /// Another model, other held-out rows and the settings of another configuration.
+    refused: Vec<String>,
+    /// Changes that are usual, and other contents of the same files.
+    noted: Vec<String>,
+}
+
+impl Changes {
+    fn new(path: &Path, settings: &Value, now: &RunInputs, trainer: &Trainer) -> Result<Self> {
+        let mut changes = Self::default();
+        let inputs = path.join(INPUTS);
+        let before: Option<RunInputs> = match inputs.exists() {
+            true => Some(read_json(&inputs).context(
+                "the digests of model and data are lost; remove the file to resume without them",
+            )?),
+            false => None,
+        };
+        // A run that was killed as it began has no checkpoint.
+        if before.is_none() && !RunDir::checkpoints(path).all()?.is_empty() {
+            changes.noted.push(format!(
+                "{}: is missing, so changes of model, data and reward files are not noticed",
+                inputs.display()
+            ));
+        }
+        let same_rows = before
+            .as_ref()
+            .is_some_and(|before| before.has_rows_of(now));
+        changes.compare_settings(&path.join(CONFIG), settings, same_rows)?;
+        if let Some(before) = before {
+            let inputs = before.changes(now, trainer.prompts());
+            changes.refused.extend(inputs.breaking);
+            changes.noted.extend(inputs.notable);
+        }
+        Ok(changes)
+    }
+
+    fn compare_settings(&mut self, config: &Path, now: &Value, same_rows: bool) -> Result<()> {
+        let before: Value = read_json(config)
+            .context("the settings of the run are lost; put the file back, or one with {}")?;
+        if before == Value::Object(Map::new()) {
+            self.noted
+                .push("the settings that the run began with are lost".to_owned());
+            return Ok(());
+        }
+        let mut differences = Vec::new();
+        compare("", &before, now, &mut differences);
+        let may_change = |difference: &Difference| {
+            let is_in = |keys: &[&str]| keys.iter().any(|key| difference.is_in(key));
+            is_in(&MAY_CHANGE) || same_rows && is_in(&ROWS)
+        };
+        let (usual, other): (Vec<_>, Vec<_>) = differences.into_iter().partition(may_change);
+        if !other.is_empty() {
+            self.refused
+                .push(format!("began with other settings: {}", list(&other)));
+        }
+        let usual = usual.into_iter();
+        self.noted.extend(
+            usual.map(|difference| format!("the run began with another {}", difference.text)),
+        );
+        Ok(())
+    }
 }
 
 fn list(differences: &[Difference]) -> String {
@@ -148,18 +207,18 @@ fn list(differences: &[Difference]) -> String {
     }
 }
 
-fn may_change(key: &str) -> bool {
-    MAY_CHANGE.iter().any(|prefix| {
-        key.strip_prefix(prefix)
-            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-    })
-}
-
 /// A setting with its values before and now.
-#[derive(Clone)]
 struct Difference {
     key: String,
     text: String,
+}
+
+impl Difference {
+    /// Returns whether the setting is `key` or below it.
+    fn is_in(&self, key: &str) -> bool {
+        let rest = self.key.strip_prefix(key);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    }
 }
 
 fn compare(path: &str, before: &Value, now: &Value, found: &mut Vec<Difference>) {
@@ -182,34 +241,4 @@ fn compare(path: &str, before: &Value, now: &Value, found: &mut Vec<Difference>)
         }),
         _ => {}
     }
-}
-
-/// Refuses another model and other held-out rows, and warns of other training rows and reward
-/// files.
-fn compare_inputs(path: &Path, now: &RunInputs, trainer: &Trainer, accept: bool) -> Result<()> {
-    let file = path.join(INPUTS);
-    if !file.exists() {
-        // A run that was killed as it began has no checkpoint.
-        if !RunDir::checkpoints(path).all()?.is_empty() {
-            tracing::warn!(
-                "{}: is missing, so changes of model, data and reward files are not noticed",
-                file.display()
-            );
-        }
-        return Ok(());
-    }
-    let before = fs::read(&file).with_context(|| file.display().to_string())?;
-    let before: RunInputs =
-        serde_json::from_slice(&before).with_context(|| file.display().to_string())?;
-    let changes = before.changes(now, trainer.prompts());
-    ensure!(
-        accept || changes.breaking.is_empty(),
-        "run directory {}: {}; accept it with --accept-changes",
-        path.display(),
-        changes.breaking.join("; ")
-    );
-    for change in changes.breaking.iter().chain(&changes.notable) {
-        tracing::warn!("{change}");
-    }
-    Ok(())
 }

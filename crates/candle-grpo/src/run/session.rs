@@ -14,7 +14,7 @@ use candle_grpo_train::{
 
 use super::evaluation::evaluate_policy;
 use super::prompts::RunPrompts;
-use super::resume::open;
+use super::resume::{open, warn_of_set_aside};
 use crate::config::{EvaluationConfig, RunConfig};
 
 /// The start of a run.
@@ -41,7 +41,7 @@ pub enum Progress {
         /// The number of steps before it.
         step: usize,
         /// `reward_mean`, `response_length` and the metrics of the configuration.
-        figures: BTreeMap<String, f64>,
+        metrics: BTreeMap<String, f64>,
     },
     /// A checkpoint and its path.
     Saved(PathBuf),
@@ -129,14 +129,14 @@ impl Session {
             reward,
             settings,
         )?
-        .with_progress(Arc::clone(&progress));
+        .with_progress(Arc::clone(&progress))
+        .with_inputs(&inputs);
         let (dir, metrics, replaced) = open(&config, &inputs, &mut trainer, start)?;
         let step = trainer.steps();
-        let evaluations = dir.evaluations()?;
         Ok(Self {
-            evaluated: evaluations.last().map(|(step, _)| *step),
+            evaluated: dir.last_evaluation(),
             saved: (step > 0).then_some(step),
-            best: dir.best_step()?,
+            best: dir.best_step(),
             config,
             evaluation,
             pretrained,
@@ -231,11 +231,11 @@ impl Session {
             config,
             &*self.progress,
         )?;
-        let figures = evaluation.figures(&config.pass_at, config.pass_reward)?;
-        self.dir.append_evaluation(step, &evaluation, &figures)?;
-        self.best = self.dir.best_step()?;
+        let metrics = evaluation.metrics(&config.pass_at, config.pass_reward)?;
+        self.dir.append_evaluation(step, &evaluation, &metrics)?;
+        self.best = self.dir.best_step();
         self.evaluated = Some(step);
-        Ok(Progress::Evaluated { step, figures })
+        Ok(Progress::Evaluated { step, metrics })
     }
 
     /// Writes a checkpoint, and removes old ones.
@@ -256,7 +256,8 @@ impl Session {
             }
         }
         let best = self.best.filter(|_| self.config.checkpoint.keep_best);
-        checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
+        let pruned = checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
+        warn_of_set_aside(&pruned);
         self.dir.write_plot(&self.metrics)?;
         self.progress.advance(1, 0);
         tracing::info!("checkpoint {}", path.display());

@@ -14,8 +14,12 @@ use super::support::{CONFIG, folder, grpo, lines, said, succeeds};
 
 /// A run of six steps, which would go on to nine.
 fn run() -> tempfile::TempDir {
+    run_of(CONFIG)
+}
+
+fn run_of(config: &str) -> tempfile::TempDir {
     // The held-out rows are a file, so that training rows can change alone.
-    let config = CONFIG.replace("held_out_rows: 4", "held_out: held_out.jsonl");
+    let config = config.replace("held_out_rows: 4", "held_out: held_out.jsonl");
     let folder = folder(&config.replace("max_steps: 12", "max_steps: 6"));
     write_rows(&folder.path().join("held_out.jsonl"), &["ce", "ad", "bb"]);
     succeeds(folder.path(), &["train", "run.yaml"]);
@@ -134,21 +138,87 @@ fn another_split_of_the_same_file_is_refused() {
     assert_refused_until_accepted(folder.path(), "the held-out rows are other ones (4, now 4)");
 }
 
-#[test]
-fn another_model_is_refused() {
-    let folder = run();
-    // With KL terms the base weights could not be accepted.
-    let path = folder.path().join("model");
+/// Replaces the weights of the model.
+fn change_model(folder: &Path) {
+    let path = folder.join("model");
     let model = Pretrained::load(&path, &Device::Cpu).unwrap();
     let parameters = Parameters::init(&model.model, 4, &Device::Cpu).unwrap();
     fs::remove_dir_all(&path).unwrap();
     model.with_parameters(parameters).save(&path).unwrap();
+}
+
+#[test]
+fn another_model_is_refused() {
+    let folder = run_of(&CONFIG.replace("use_kl_loss: true", "use_kl_loss: false"));
+    change_model(folder.path());
+    assert_refused_until_accepted(folder.path(), "the model has other weights");
+}
+
+/// `--accept-changes` is not offered where it cannot work.
+#[test]
+fn a_change_that_the_checkpoint_does_not_fit_cannot_be_accepted() {
+    let other_model: fn(&Path) = change_model;
+    let no_reference: fn(&Path) =
+        |folder| change(folder, "use_kl_loss: true", "use_kl_loss: false");
+    for (change, words) in [
+        (
+            other_model,
+            [
+                "the model has other weights",
+                "only a run with the first model",
+            ],
+        ),
+        (
+            no_reference,
+            ["began with other settings: ", "cannot go on without them"],
+        ),
+    ] {
+        let folder = run();
+        change(folder.path());
+        for arguments in [&[][..], &["--accept-changes"]] {
+            let refused = resume(folder.path(), arguments);
+            assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
+            for words in [words[0], words[1], "this cannot be accepted"] {
+                assert!(said(&refused).contains(words), "{}", said(&refused));
+            }
+            assert!(!said(&refused).contains("--accept-changes"));
+            assert_eq!(steps(folder.path()), 6);
+        }
+    }
+}
+
+#[test]
+fn damaged_digests_are_described_in_plain_words() {
+    let folder = run();
+    fs::write(folder.path().join("run/inputs.json"), "{\n\"weights\": ").unwrap();
     let refused = resume(folder.path(), &[]);
     assert_eq!(refused.status.code(), Some(1), "{}", said(&refused));
-    for words in ["the model has other weights", "--accept-changes"] {
+    for words in [
+        "remove the file",
+        "inputs.json:2:",
+        "it ends within a JSON value",
+    ] {
         assert!(said(&refused).contains(words), "{}", said(&refused));
     }
-    assert_eq!(steps(folder.path()), 6);
+}
+
+#[test]
+fn a_checkpoint_with_a_file_of_others_is_set_aside_with_a_warning() {
+    let folder = run();
+    let checkpoints = folder.path().join("run/checkpoints");
+    fs::write(checkpoints.join("step-000006/notes.txt"), "mine").unwrap();
+    let output = resume(folder.path(), &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    for words in [
+        "notes.txt: was not written with the others; it is passed over",
+        "a checkpoint with files that no run writes, renamed and not removed",
+    ] {
+        assert!(said(&output).contains(words), "{}", said(&output));
+    }
+    let kept = fs::read_dir(&checkpoints).unwrap();
+    let mut kept = kept.map(|entry| entry.unwrap().path());
+    assert!(kept.any(|path| path.join("notes.txt").exists()
+        && path.display().to_string().contains("step-000006.kept-")));
 }
 
 #[test]
@@ -222,6 +292,7 @@ fn another_module_of_a_reward_script_is_a_warning() {
 #[test]
 fn another_configuration_does_not_resume_the_run() {
     let folder = run();
+    write_rows(&folder.path().join("other.jsonl"), &["abc", "d", "ee"]);
     for (from, to, key) in [
         (
             "rollout_batch_size: 4",
@@ -238,6 +309,22 @@ fn another_configuration_does_not_resume_the_run() {
             "run_dir: run\n",
             "run_dir: run\nseed: 7\n",
             "seed: 0, now 7",
+        ),
+        ("train: data.jsonl", "train: other.jsonl", "data.train: "),
+        (
+            "train: data.jsonl",
+            "train: data.jsonl, max_rows: 5",
+            "data.max_rows: null, now 5",
+        ),
+        (
+            "{every_steps: 4,",
+            "{every_steps: 5,",
+            "evaluation.every_steps: 4, now 5",
+        ),
+        (
+            "{every_steps: 3}",
+            "{every_steps: 2}",
+            "checkpoint.every_steps: 3, now 2",
         ),
     ] {
         let config = fs::read_to_string(folder.path().join("run.yaml")).unwrap();
