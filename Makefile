@@ -5,7 +5,7 @@ SEED ?= 0
 DATA ?= data
 SECONDS ?= 60
 
-.PHONY: help demo demo-short demo-llm eval-llm model test test-model examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test test-model examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -81,6 +81,9 @@ deny: ## check licenses, advisories and sources of dependencies; needs cargo-den
 
 cuda-check: ## compile every kernel, run it on the CPU, and lint the feature cuda: needs no GPU
 	scripts/cuda-check
+
+cuda-test: ## run the tests on an emulated GPU: needs g++ and python3, and no GPU (docs/cuda.md)
+	scripts/cuda-test
 
 gpu-bundle: ## pack tests and benchmarks with CUDA for a GPU machine without Rust (docs/cuda.md)
 	scripts/gpu-bundle

@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::optim::DecayRule;
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, Gradients, Parameters};
 use rstest::rstest;
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{device, message};
 
 use crate::small::{bits, config, exact_gradients, left_padded, lively, next_token_loss};
 
@@ -28,9 +28,9 @@ fn ones() -> Result<Parameters> {
     let tensors = config
         .parameter_shapes()
         .into_iter()
-        .map(|(name, shape)| Ok((name, Tensor::ones(shape, DType::F32, &Device::Cpu)?)))
+        .map(|(name, shape)| Ok((name, Tensor::ones(shape, DType::F32, device())?)))
         .collect::<Result<_>>()?;
-    Parameters::from_tensors(&config, tensors, &Device::Cpu)
+    Parameters::from_tensors(&config, tensors, device())
 }
 
 fn constant(parameters: &Parameters, value: f64) -> Result<Gradients> {
@@ -136,16 +136,16 @@ fn a_restored_state_continues_bit_identically() -> Result<()> {
     candle_core::safetensors::save(&optimizer.state(), &state)?;
     train(&parameters, &mut optimizer, 3)?;
 
-    let again = Parameters::load(&config, &weights, &Device::Cpu)?;
+    let again = Parameters::load(&config, &weights, device())?;
     let mut continued = AdamW::new(settings.clone(), &again)?;
-    continued.load_state(candle_core::safetensors::load(&state, &Device::Cpu)?)?;
+    continued.load_state(candle_core::safetensors::load(&state, device())?)?;
     assert_eq!(continued.steps(), 2);
     train(&again, &mut continued, 3)?;
     assert_eq!(continued.steps(), 5);
     assert_eq!(bits(&again)?, bits(&parameters)?);
 
     // Without the state the run is another one.
-    let without = Parameters::load(&config, &weights, &Device::Cpu)?;
+    let without = Parameters::load(&config, &weights, device())?;
     train(&without, &mut AdamW::new(settings, &without)?, 3)?;
     assert_ne!(bits(&without)?, bits(&parameters)?);
     Ok(())
@@ -180,7 +180,7 @@ fn a_loaded_state_is_a_copy() -> Result<()> {
     "exp_avg.model.norm.weight: dtype U32"
 )]
 #[case::negative(
-    |s: &mut HashMap<String, Tensor>| { s.insert("step".into(), Tensor::new(-1i64, &Device::Cpu).unwrap()); },
+    |s: &mut HashMap<String, Tensor>| { s.insert("step".into(), Tensor::new(-1i64, device()).unwrap()); },
     "step: -1"
 )]
 fn a_state_that_does_not_fit_is_refused(

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::{Decoder, DecoderConfig, ModelType, Parameters};
-use candle_grpo_test_support::{assert_close, numbers};
+use candle_grpo_test_support::{assert_close, device, numbers};
 
 use crate::small::{Family, bits, lively, lively_tensors};
 
@@ -144,10 +144,10 @@ fn every_bias_enters_the_hidden_states_as_in_the_formula() -> Result<()> {
     let ids = [3u32, 1, 4, 1];
     let expected = reference(&config, &Weights::new(&tensors)?, &ids).concat();
 
-    let parameters = Parameters::from_tensors(&config, tensors, &Device::Cpu)?;
+    let parameters = Parameters::from_tensors(&config, tensors, device())?;
     let vb = parameters.detached_var_builder().to_dtype(DType::F64);
     let decoder = Decoder::new(&config, vb)?;
-    let ids = Tensor::new(&ids, &Device::Cpu)?.unsqueeze(0)?;
+    let ids = Tensor::new(&ids, device())?.unsqueeze(0)?;
     let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     assert_close(&numbers(&hidden)?, &expected, 1e-9);
     Ok(())
@@ -167,7 +167,7 @@ fn a_hugging_face_folder_keeps_the_biases() -> Result<()> {
 
     let read = DecoderConfig::from_hugging_face(json.to_string().as_bytes())?;
     assert_eq!(read, config);
-    let read = Parameters::load_folder(&read, folder.path(), &Device::Cpu)?;
+    let read = Parameters::load_folder(&read, folder.path(), device())?;
     assert_eq!(bits(&read)?, bits(&parameters)?);
     Ok(())
 }

@@ -1,10 +1,10 @@
 //! The decoder: invariances of its output, and errors.
 
-use candle_core::{DType, Device, IndexOp, Result, Tensor};
+use candle_core::{DType, IndexOp, Result, Tensor};
 use candle_grpo_nn::{Decoder, Gradients};
 use rstest::rstest;
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{device, message};
 
 use crate::small::{config, left_padded, lively, max_difference, next_token_loss};
 
@@ -19,7 +19,7 @@ fn logits(decoder: &Decoder, ids: &Tensor, mask: &Tensor) -> Result<Tensor> {
 
 fn ids<const S: usize>(rows: &[&[u32; S]]) -> Result<Tensor> {
     let flat: Vec<u32> = rows.iter().flat_map(|row| row.iter().copied()).collect();
-    Tensor::from_vec(flat, (rows.len(), S), &Device::Cpu)
+    Tensor::from_vec(flat, (rows.len(), S), device())
 }
 
 #[test]

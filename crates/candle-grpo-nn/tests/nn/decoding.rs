@@ -1,11 +1,11 @@
 //! Decoding with a paged cache: equality with whole sequences, and independence of other sequences.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::{Decoder, DecoderConfig, Lora, LoraConfig, PagedCache, SequenceId};
 use proptest::prelude::*;
 use rstest::rstest;
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{device, message};
 
 use crate::small::{
     Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
@@ -13,12 +13,12 @@ use crate::small::{
 };
 
 fn cache(config: &DecoderConfig, dtype: DType) -> Result<PagedCache> {
-    PagedCache::new(config, dtype, &Device::Cpu)
+    PagedCache::new(config, dtype, device())
 }
 
 /// The logits after each token, computed without a cache.
 fn whole(decoder: &Decoder, tokens: &[u32]) -> Result<Tensor> {
-    let ids = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
+    let ids = Tensor::new(tokens, device())?.unsqueeze(0)?;
     let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     decoder.logits(&hidden)?.squeeze(0)
 }
@@ -60,7 +60,7 @@ fn next_logits_equal_the_logits_of_whole_sequences(
 fn next_logits_apply_the_adapters() -> Result<()> {
     let config = config(true);
     let base = lively(&config)?;
-    let lora = Lora::init(LoraConfig::all_linear(3, 6.0), &config, 1, &Device::Cpu)?;
+    let lora = Lora::init(LoraConfig::all_linear(3, 6.0), &config, 1, device())?;
     for (name, variable) in lora.parameters().iter() {
         let wave = (variable.as_tensor().ones_like()? * (name.len() as f64 * 0.01))?;
         variable.set(&(variable.as_tensor() + wave)?)?;

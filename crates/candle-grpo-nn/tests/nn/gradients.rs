@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::{DType, Device, IndexOp, Result, Tensor, Var};
+use candle_core::{DType, IndexOp, Result, Tensor, Var};
 use candle_grpo_nn::{Decoder, Gradients, Parameters};
 use candle_nn::VarBuilder;
 use rstest::rstest;
 
-use candle_grpo_test_support::{message, noise_tensor};
+use candle_grpo_test_support::{device, message, noise_tensor};
 
 use crate::small::{
     Family, config, exact_gradients, left_padded, lively, lively_tensors, max_difference,
@@ -51,7 +51,7 @@ fn gradients_are_finite_differences_of_the_loss(
         .collect();
     let decoder = Decoder::new(
         &config,
-        VarBuilder::from_tensors(tensors, DType::F64, &Device::Cpu),
+        VarBuilder::from_tensors(tensors, DType::F64, device()),
     )?;
     let (ids, mask) = left_padded()?;
     let loss = || next_token_loss(&decoder, &ids, &mask);
@@ -64,7 +64,7 @@ fn gradients_are_finite_differences_of_the_loss(
             .unwrap_or_else(|| panic!("{name} has no gradient"))
             .detach();
         // A direction that follows no pattern of the model.
-        let direction = noise_tensor(variable.shape(), 1, DType::F64, &Device::Cpu)?;
+        let direction = noise_tensor(variable.shape(), 1, DType::F64, device())?;
         let slope = (gradient * &direction)?.sum_all()?.to_scalar::<f64>()?;
 
         let start = variable.as_detached_tensor().copy()?;
@@ -107,7 +107,7 @@ fn a_broken_graph_is_an_error_that_lists_the_variables() -> Result<()> {
         .collect();
     let decoder = Decoder::new(
         &config,
-        VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu),
+        VarBuilder::from_tensors(tensors, DType::F32, device()),
     )?;
     let (ids, mask) = left_padded()?;
     let mut gradients = Gradients::new();
@@ -169,7 +169,7 @@ fn an_error_in_a_later_micro_batch_leaves_the_sum_as_it_was() -> Result<()> {
         .unwrap()
         .to_vec1::<f32>()?;
 
-    let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+    let mut loss = Tensor::zeros((), DType::F32, device())?;
     for (_, variable) in untied.iter() {
         loss = (loss + variable.sum_all()?)?;
     }
@@ -194,7 +194,7 @@ fn an_error_in_a_later_micro_batch_leaves_the_sum_as_it_was() -> Result<()> {
 fn gradients_do_not_keep_the_graph() -> Result<()> {
     let parameters = lively(&config(true))?;
     // The gradient of a factor is computed from the other, a tracked variable.
-    let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+    let mut loss = Tensor::zeros((), DType::F32, device())?;
     for (_, variable) in parameters.iter() {
         loss = (loss + (variable.as_tensor() * variable.as_tensor())?.sum_all()?)?;
     }
@@ -215,8 +215,7 @@ fn a_loss_that_is_not_one_number_is_refused() -> Result<()> {
         vector.contains("loss: shape [12] and dtype F32"),
         "{vector}"
     );
-    let integer =
-        message(Gradients::new().accumulate(&Tensor::new(1u32, &Device::Cpu)?, &parameters));
+    let integer = message(Gradients::new().accumulate(&Tensor::new(1u32, device())?, &parameters));
     assert!(
         integer.contains("loss: shape [] and dtype U32"),
         "{integer}"
@@ -242,7 +241,7 @@ fn spiked(parameters: &Parameters, spikes: &[(&str, f32)]) -> Result<Gradients> 
         if let Some((_, value)) = spikes.iter().find(|(spike, _)| *spike == name) {
             values[0] = *value;
         }
-        Tensor::from_vec(values, variable.shape(), &Device::Cpu)
+        Tensor::from_vec(values, variable.shape(), device())
     })
 }
 

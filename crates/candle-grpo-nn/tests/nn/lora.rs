@@ -3,22 +3,22 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Lora, LoraConfig, Parameters,
 };
-use candle_grpo_test_support::{message, noise_tensor};
+use candle_grpo_test_support::{device, message, noise_tensor};
 use rstest::rstest;
 
 use crate::small::{Family, bits, config, left_padded, lively, max_difference, next_token_loss};
 
 /// Adapters whose b is not zero, as it is after some training.
 fn trained(config: LoraConfig, model: &DecoderConfig) -> Result<Lora> {
-    let lora = Lora::init(config, model, 3, &Device::Cpu)?;
+    let lora = Lora::init(config, model, 3, device())?;
     for (name, variable) in lora.parameters().iter() {
         if name.ends_with("lora_B.weight") {
             let seed = name.len() as u64;
-            let noise = noise_tensor(variable.shape(), seed, DType::F32, &Device::Cpu)?;
+            let noise = noise_tensor(variable.shape(), seed, DType::F32, device())?;
             variable.set(&(noise * 0.3)?)?;
         }
     }
@@ -37,7 +37,7 @@ fn fresh_adapters_change_nothing_and_trained_ones_do(
     let model = config(tied);
     let base = lively(&model)?;
     let off = logits(&Decoder::new(&model, base.detached_var_builder())?)?;
-    let fresh = Lora::init(LoraConfig::all_linear(2, 4.), &model, 3, &Device::Cpu)?;
+    let fresh = Lora::init(LoraConfig::all_linear(2, 4.), &model, 3, device())?;
     let on = logits(&Decoder::new(&model, fresh.detached_var_builder(&base)?)?)?;
     assert_eq!(max_difference(&on, &off)?, 0.);
 
@@ -127,7 +127,7 @@ fn gradients_equal_finite_differences() -> Result<()> {
                 if let Some((_, at, by)) = moved.filter(|(moved, ..)| *moved == name) {
                     values[at] += by;
                 }
-                Tensor::from_vec(values, variable.shape(), &Device::Cpu).map(Some)
+                Tensor::from_vec(values, variable.shape(), device()).map(Some)
             };
             let weight = match (part("lora_A.weight")?, part("lora_B.weight")?) {
                 // alpha / rank is 2.
@@ -136,8 +136,7 @@ fn gradients_equal_finite_differences() -> Result<()> {
             };
             tensors.insert(name.to_owned(), weight);
         }
-        let vb =
-            candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F64, &Device::Cpu);
+        let vb = candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F64, device());
         next_token_loss(&Decoder::new(&model, vb)?, &ids, &mask)?.to_scalar::<f64>()
     };
     let step = 1e-5;
@@ -176,11 +175,11 @@ fn the_matrices_of_the_base_get_no_gradient() -> Result<()> {
         if let Some(module) = name.strip_suffix("lora_A.weight") {
             tensors.insert(
                 format!("{module}lora_scaling"),
-                Tensor::new(2f64, &Device::Cpu)?,
+                Tensor::new(2f64, device())?,
             );
         }
     }
-    let vb = candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F32, &Device::Cpu);
+    let vb = candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F32, device());
     let policy = Decoder::new(&model, vb)?;
     let (ids, mask) = left_padded()?;
     let store = next_token_loss(&policy, &ids, &mask)?.backward()?;
@@ -201,7 +200,7 @@ fn targets_are_suffixes_of_names() -> Result<()> {
             target_modules: targets.iter().map(|t| (*t).to_owned()).collect(),
             ..LoraConfig::all_linear(1, 1.)
         };
-        let lora = Lora::init(config, &model, 0, &Device::Cpu)?;
+        let lora = Lora::init(config, &model, 0, device())?;
         Ok(lora
             .parameters()
             .iter()
@@ -230,7 +229,7 @@ fn targets_are_suffixes_of_names() -> Result<()> {
         (1, f64::NAN, "alpha"),
     ] {
         let config = LoraConfig::all_linear(rank, alpha);
-        let error = message(Lora::init(config, &model, 0, &Device::Cpu));
+        let error = message(Lora::init(config, &model, 0, device()));
         assert!(error.starts_with(words), "{error}");
     }
     Ok(())
@@ -246,7 +245,7 @@ fn files_in_the_format_of_peft_round_trip_bit_identically() -> Result<()> {
     };
     let lora = trained(config.clone(), &model)?;
     lora.save(folder.path(), Some("some/base"))?;
-    let back = Lora::load(folder.path(), &model, &Device::Cpu)?;
+    let back = Lora::load(folder.path(), &model, device())?;
     assert_eq!(back.config(), &config);
     assert_eq!(bits(back.parameters())?, bits(lora.parameters())?);
 
@@ -260,7 +259,7 @@ fn files_in_the_format_of_peft_round_trip_bit_identically() -> Result<()> {
         serde_json::json!(["q_proj", "mlp.down_proj"])
     );
     let file = folder.path().join("adapter_model.safetensors");
-    let tensors = candle_core::safetensors::load(file, &Device::Cpu)?;
+    let tensors = candle_core::safetensors::load(file, device())?;
     assert_eq!(tensors.len(), 8);
     let name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight";
     assert_eq!(tensors[name].dims(), [12, 2]);
@@ -294,7 +293,7 @@ fn files_with_unsupported_options_are_refused(
     let mut json = read_json(&path);
     json[key] = value;
     std::fs::write(&path, json.to_string())?;
-    let error = message(Lora::load(folder.path(), &model, &Device::Cpu));
+    let error = message(Lora::load(folder.path(), &model, device()));
     assert!(
         error.starts_with("cannot load adapters from") && error.contains(words),
         "{error}"
@@ -318,22 +317,17 @@ fn a_configuration_of_peft_is_read() -> Result<()> {
         "target_parameters": null, "task_type": "CAUSAL_LM", "trainable_token_indices": null, "use_dora": false,
         "use_qalora": false, "use_rslora": false}"#;
     std::fs::write(folder.path().join("adapter_config.json"), json)?;
-    let lora = Lora::load(folder.path(), &model, &Device::Cpu)?;
+    let lora = Lora::load(folder.path(), &model, device())?;
     assert_eq!((lora.config().rank, lora.config().alpha), (2, 4.));
     Ok(())
 }
 
 #[test]
 fn a_base_of_another_shape_is_an_error() -> Result<()> {
-    let lora = Lora::init(
-        LoraConfig::all_linear(1, 1.),
-        &config(false),
-        0,
-        &Device::Cpu,
-    )?;
+    let lora = Lora::init(LoraConfig::all_linear(1, 1.), &config(false), 0, device())?;
     let mut smaller = config(false);
     smaller.num_hidden_layers = 1;
-    let base = Parameters::init(&smaller, 0, &Device::Cpu)?;
+    let base = Parameters::init(&smaller, 0, device())?;
     let error = message(lora.var_builder(&base));
     assert!(error.starts_with("base: no model.layers.1."), "{error}");
     Ok(())

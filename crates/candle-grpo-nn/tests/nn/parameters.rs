@@ -3,20 +3,20 @@
 use std::collections::HashMap;
 use std::fs;
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use rstest::rstest;
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{device, message};
 
 use crate::small::{bits, config, lively, lively_tensors, max_difference};
 
 #[test]
 fn the_same_seed_gives_the_same_bits_and_another_does_not() -> Result<()> {
     let config = config(false);
-    let first = bits(&Parameters::init(&config, 3, &Device::Cpu)?)?;
-    assert_eq!(bits(&Parameters::init(&config, 3, &Device::Cpu)?)?, first);
-    assert_ne!(bits(&Parameters::init(&config, 4, &Device::Cpu)?)?, first);
+    let first = bits(&Parameters::init(&config, 3, device())?)?;
+    assert_eq!(bits(&Parameters::init(&config, 3, device())?)?, first);
+    assert_ne!(bits(&Parameters::init(&config, 4, device())?)?, first);
     Ok(())
 }
 
@@ -28,7 +28,7 @@ fn fresh_weights_are_normal_and_norms_are_one() -> Result<()> {
         config.hidden_size,
         config.intermediate_size,
     ) = (500, 60, 200);
-    for (name, variable) in Parameters::init(&config, 3, &Device::Cpu)?.iter() {
+    for (name, variable) in Parameters::init(&config, 3, device())?.iter() {
         let values = variable.flatten_all()?.to_vec1::<f32>()?;
         if name.contains("norm") {
             assert!(values.iter().all(|&value| value == 1.0), "{name}");
@@ -65,7 +65,7 @@ fn fresh_weights_are_normal_and_norms_are_one() -> Result<()> {
 fn parameters_have_the_names_of_the_configuration_in_sorted_order() -> Result<()> {
     for tied in [true, false] {
         let config = config(tied);
-        let parameters = Parameters::init(&config, 3, &Device::Cpu)?;
+        let parameters = Parameters::init(&config, 3, device())?;
         let names: Vec<_> = parameters.iter().map(|(name, _)| name.to_owned()).collect();
         assert!(names.is_sorted());
         assert_eq!(
@@ -97,7 +97,7 @@ fn tensors_given_are_copied_and_cast() -> Result<()> {
     tensors.insert("model.norm.weight".into(), var.as_tensor().clone());
     let embedding = tensors["model.embed_tokens.weight"].to_dtype(DType::BF16)?;
     tensors.insert("model.embed_tokens.weight".into(), embedding.clone());
-    let parameters = Parameters::from_tensors(&config, tensors, &Device::Cpu)?;
+    let parameters = Parameters::from_tensors(&config, tensors, device())?;
     assert!(
         parameters
             .iter()
@@ -144,14 +144,11 @@ fn a_saved_file_loads_bit_identically_and_leaves_no_temporary_file() -> Result<(
     let config = config(false);
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.safetensors");
-    let (old, new) = (
-        Parameters::init(&config, 1, &Device::Cpu)?,
-        lively(&config)?,
-    );
+    let (old, new) = (Parameters::init(&config, 1, device())?, lively(&config)?);
     old.save(&path)?;
     new.save(&path)?;
     assert_eq!(
-        bits(&Parameters::load(&config, &path, &Device::Cpu)?)?,
+        bits(&Parameters::load(&config, &path, device())?)?,
         bits(&new)?
     );
     assert_eq!(fs::read_dir(folder.path())?.count(), 1);
@@ -194,13 +191,13 @@ fn a_truncated_file_is_refused_at_every_length() -> Result<()> {
     let whole = fs::read(&path)?;
     for length in [0, 4, 8, 100, whole.len() / 2, whole.len() - 1] {
         fs::write(&path, &whole[..length])?;
-        let message = message(Parameters::load(&config, &path, &Device::Cpu));
+        let message = message(Parameters::load(&config, &path, device()));
         assert!(message.contains("model.safetensors"), "{length}: {message}");
     }
     let absent = message(Parameters::load(
         &config,
         &folder.path().join("absent.safetensors"),
-        &Device::Cpu,
+        device(),
     ));
     assert!(absent.contains("absent.safetensors"), "{absent}");
     Ok(())
@@ -228,8 +225,8 @@ fn tensors_that_do_not_fit_are_refused_by_name(
     let path = folder.path().join("model.safetensors");
     candle_core::safetensors::save(&tensors, &path)?;
     for message in [
-        message(Parameters::load(&config, &path, &Device::Cpu)),
-        message(Parameters::from_tensors(&config, tensors, &Device::Cpu)),
+        message(Parameters::load(&config, &path, device())),
+        message(Parameters::from_tensors(&config, tensors, device())),
     ] {
         assert!(message.contains(expected), "{message}");
     }
@@ -262,7 +259,7 @@ fn an_invalid_configuration_is_refused_by_field(
     spoil(&mut config);
     for message in [
         message(config.validate()),
-        message(Parameters::init(&config, 0, &Device::Cpu)),
+        message(Parameters::init(&config, 0, device())),
     ] {
         assert!(message.contains(expected), "{message}");
     }

@@ -1,12 +1,12 @@
 //! The recorded backward pass against that of Candle's graph.
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_nn::{
     Decoder, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens, Parameters,
 };
 use rstest::rstest;
 
-use candle_grpo_test_support::{message, noise_tensor};
+use candle_grpo_test_support::{device, message, noise_tensor};
 
 use crate::small::{
     Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
@@ -15,7 +15,7 @@ use crate::small::{
 
 fn packed(sequences: &[&[u32]]) -> Result<PackedTokens> {
     let sequences: Vec<Vec<u32>> = sequences.iter().map(|tokens| tokens.to_vec()).collect();
-    PackedTokens::new(&sequences, &Device::Cpu)
+    PackedTokens::new(&sequences, device())
 }
 
 fn by_graph(
@@ -68,7 +68,7 @@ fn recorded_gradients_of_adapters_equal_those_of_the_graph(
 ) -> Result<()> {
     let model = LlamaWithBiases.config(true);
     let base = lively(&model)?;
-    let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, &Device::Cpu)?;
+    let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, device())?;
     for (_, variable) in lora.parameters().iter() {
         // The second matrix begins as zero, where the first has no gradient.
         variable.set(&(variable.as_detached_tensor() + 0.03)?)?;
@@ -149,10 +149,10 @@ fn only_the_trained_parameters_receive_gradients() -> Result<()> {
     let model = config(true);
     let parameters = lively(&model)?;
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
-    let one = Parameters::from_tensors(&model, parameters.frozen_copy()?, &Device::Cpu)?;
+    let one = Parameters::from_tensors(&model, parameters.frozen_copy()?, device())?;
     let tokens = packed(&[&[1, 2, 3]])?;
     let (hidden, recorded) = decoder.record(&tokens)?;
-    let lora = Lora::init(LoraConfig::all_linear(2, 4.0), &model, 1, &Device::Cpu)?;
+    let lora = Lora::init(LoraConfig::all_linear(2, 4.0), &model, 1, device())?;
     let mut gradients = Gradients::new();
     recorded.backward(&hidden.ones_like()?, lora.parameters(), &mut gradients)?;
     assert!(gradients.is_empty(), "the decoder has no adapters");
@@ -203,7 +203,7 @@ fn wrong_input_is_refused_by_name_and_clears_the_gradients() -> Result<()> {
     let error = message(recorded.backward(&hidden.narrow(0, 0, 2)?, &parameters, &mut gradients));
     assert!(error.contains("hidden_gradient: [2, 12]"), "{error}");
     assert!(gradients.is_empty());
-    let wrong = Var::zeros((2, 2), DType::F32, &Device::Cpu)?;
+    let wrong = Var::zeros((2, 2), DType::F32, device())?;
     gradients.add("model.norm.weight", &wrong)?;
     let (hidden, recorded) = decoder.record(&tokens)?;
     let error = message(recorded.backward(&hidden, &parameters, &mut gradients));
@@ -255,12 +255,12 @@ impl LanguageModel for Bag {
 
 #[test]
 fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
-    let noise = |rows: usize| noise_tensor((rows, 4), rows as u64, DType::F32, &Device::Cpu);
+    let noise = |rows: usize| noise_tensor((rows, 4), rows as u64, DType::F32, device());
     let variables = [("embedding", noise(9)?), ("map", noise(4)?)]
         .into_iter()
         .map(|(name, values)| Ok((name.to_owned(), Var::from_tensor(&values)?)))
         .collect::<Result<Vec<_>>>()?;
-    let variables = Parameters::from_variables(variables, &Device::Cpu)?;
+    let variables = Parameters::from_variables(variables, device())?;
     let get = |name: &str| variables.get(name).expect("a variable").as_tensor().clone();
     let model = |cuts| Bag {
         embedding: get("embedding"),
@@ -285,7 +285,7 @@ fn models_of_candle_operations_train_by_their_graph() -> Result<()> {
         let mut moved = get(name).to_vec2::<f32>()?;
         moved[at.0][at.1] += shift;
         let mut model = model(false);
-        let moved = Tensor::new(moved, &Device::Cpu)?;
+        let moved = Tensor::new(moved, device())?;
         match name {
             "map" => model.map = moved,
             _ => model.embedding = moved,

@@ -1,15 +1,15 @@
 //! Routing to experts, and its replay.
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_nn::model::{Router, RouterPass, Routing};
-use candle_grpo_test_support::noise_tensor;
+use candle_grpo_test_support::{device, noise_tensor};
 use rstest::rstest;
 
 const TOKENS: usize = 5;
 const EXPERTS: usize = 6;
 
 fn logits(seed: u64) -> Result<Tensor> {
-    noise_tensor((TOKENS, EXPERTS), seed, DType::F64, &Device::Cpu)? * 2.
+    noise_tensor((TOKENS, EXPERTS), seed, DType::F64, device())? * 2.
 }
 
 /// The output of each token if that of expert e is `(e + 1)^2`.
@@ -35,7 +35,7 @@ fn the_largest_logits_are_chosen_in_their_order(#[values(1, 3, 6)] top_k: usize)
 
 #[test]
 fn gates_are_a_softmax_over_the_chosen_or_over_all() -> Result<()> {
-    let logits = Tensor::new(&[[0f64, 1., 2., 3.]], &Device::Cpu)?;
+    let logits = Tensor::new(&[[0f64, 1., 2., 3.]], device())?;
     let e = std::f64::consts::E;
     let close = |found: &Tensor, expected: [f64; 2]| -> Result<()> {
         for (x, y) in found.to_vec2::<f64>()?[0].iter().zip(expected) {
@@ -91,7 +91,7 @@ fn gradients_reach_the_current_logits(
         let moved = |by: f64| -> Result<f64> {
             let mut values = values.clone();
             values[at] += by;
-            let x = Tensor::from_vec(values, (TOKENS, EXPERTS), &Device::Cpu)?;
+            let x = Tensor::from_vec(values, (TOKENS, EXPERTS), device())?;
             loss(&x)?.to_scalar::<f64>()
         };
         let expected = (moved(step)? - moved(-step)?) / (2. * step);

@@ -2,10 +2,10 @@
 
 use std::collections::HashSet;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_kernels::embedding;
 use candle_grpo_nn::{Decoder, Gradients, LanguageModel, PackedTokens, Parameters};
-use candle_grpo_test_support::noise_tensor;
+use candle_grpo_test_support::{device, noise_tensor};
 use proptest::prelude::*;
 use rstest::rstest;
 
@@ -31,22 +31,22 @@ fn sequences() -> Vec<Vec<u32>> {
 
 fn both(sequences: &[Vec<u32>]) -> Result<(PackedTokens, PackedTokens)> {
     Ok((
-        PackedTokens::new(sequences, &Device::Cpu)?,
-        PackedTokens::sharing_prefixes(sequences, &Device::Cpu)?,
+        PackedTokens::new(sequences, device())?,
+        PackedTokens::sharing_prefixes(sequences, device())?,
     ))
 }
 
 fn noise(rows: usize, columns: usize) -> Result<Tensor> {
-    noise_tensor((rows, columns), 1, DType::F32, &Device::Cpu)
+    noise_tensor((rows, columns), 1, DType::F32, device())
 }
 
 /// `per_token`, summed over the tokens of each row.
 fn summed(tokens: &PackedTokens, per_token: &Tensor) -> Result<Tensor> {
-    let rows = Tensor::new(tokens.rows(), &Device::Cpu)?;
+    let rows = Tensor::new(tokens.rows(), device())?;
     let zeros = Tensor::zeros(
         (tokens.ids().dim(0)?, per_token.dim(1)?),
         DType::F32,
-        &Device::Cpu,
+        device(),
     )?;
     zeros.index_add(&rows, per_token, 0)
 }
@@ -79,7 +79,7 @@ fn shared_prefixes_keep_hidden_states_and_gradients(
     let row_gradient = summed(&shared, &hidden_gradient)?;
     let (rows, shared_gradients) = recorded(&decoder, &shared, &row_gradient, &parameters)?;
 
-    let spread = embedding(&Tensor::new(shared.rows(), &Device::Cpu)?, &rows)?;
+    let spread = embedding(&Tensor::new(shared.rows(), device())?, &rows)?;
     assert!(max_difference(&spread, &hidden)? < 1e-5);
     assert_eq!(shared_gradients.iter().count(), parameters.len());
     for (name, gradient) in gradients.iter() {

@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use candle_core::{D, DType, Device, IndexOp, Result, Tensor, Var};
+use candle_core::{D, DType, IndexOp, Result, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
     Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
 };
-use candle_grpo_test_support::{TINY_DECODER, noise_tensor};
+use candle_grpo_test_support::{TINY_DECODER, device, noise_tensor};
 
 /// Two query heads for each key head, and a head width that is not `hidden_size /
 /// num_attention_heads`.
@@ -66,11 +66,11 @@ impl Family {
 /// Weights ten times as large as `init` draws, and norms that are not one, so that no part of the
 /// model is idle.
 pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, Tensor>> {
-    let drawn = Parameters::init(config, 5, &Device::Cpu)?;
+    let drawn = Parameters::init(config, 5, device())?;
     let mut tensors = drawn.frozen_copy()?;
     for (name, tensor) in &mut tensors {
         *tensor = if tensor.rank() == 1 {
-            noise_tensor(tensor.shape(), name.len() as u64, DType::F32, &Device::Cpu)?
+            noise_tensor(tensor.shape(), name.len() as u64, DType::F32, device())?
                 .affine(0.3, 1.0)?
         } else {
             (&*tensor * 10.0)?
@@ -80,18 +80,18 @@ pub(crate) fn lively_tensors(config: &DecoderConfig) -> Result<HashMap<String, T
 }
 
 pub(crate) fn lively(config: &DecoderConfig) -> Result<Parameters> {
-    Parameters::from_tensors(config, lively_tensors(config)?, &Device::Cpu)
+    Parameters::from_tensors(config, lively_tensors(config)?, device())
 }
 
 /// Three rows of different lengths, padded on the left with zeros.
 pub(crate) fn left_padded() -> Result<(Tensor, Tensor)> {
     let ids = Tensor::new(
         &[[0u32, 0, 3, 1, 4], [0, 5, 9, 2, 6], [7, 0, 8, 12, 11]],
-        &Device::Cpu,
+        device(),
     )?;
     let mask = Tensor::new(
         &[[0u32, 0, 1, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
-        &Device::Cpu,
+        device(),
     )?;
     Ok((ids, mask))
 }
@@ -153,7 +153,7 @@ pub(crate) fn add_recorded(
         tokens.push(real);
     }
     let pairs = counts.iter().filter(|&&count| count == 1).count() as f64;
-    let device = &Device::Cpu;
+    let device = parameters.device();
     let decoder = decoder.clone().with_activation_checkpointing(checkpointing);
     let (hidden, recorded) = decoder.record(&PackedTokens::new(&tokens, device)?)?;
     let hidden = Var::from_tensor(&hidden)?;

@@ -1,9 +1,9 @@
 //! Blocks without rotary positions.
 
-use candle_core::{Device, IndexOp, Result, Tensor};
+use candle_core::{IndexOp, Result, Tensor};
 use candle_grpo_nn::{Decoder, DecoderConfig, ModelType};
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{device, message};
 
 use crate::small::{config, lively, max_difference};
 
@@ -19,7 +19,7 @@ fn smollm3(no_rope_layers: Vec<u8>) -> DecoderConfig {
 fn last_logits(config: DecoderConfig, ids: &[u32]) -> Result<Tensor> {
     let parameters = lively(&config)?;
     let decoder = Decoder::new(&config, parameters.detached_var_builder())?;
-    let ids = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
+    let ids = Tensor::new(ids, device())?.unsqueeze(0)?;
     let hidden = decoder.padded_hidden_states(&ids, &ids.ones_like()?)?;
     decoder.logits(&hidden.i((0, ids.dim(1)? - 1))?.unsqueeze(0)?)
 }

@@ -1,8 +1,8 @@
 //! The value head.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::{Decoder, Gradients, ValueHead};
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{device, message};
 use candle_nn::VarBuilder;
 
 use crate::small::{config, left_padded, lively};
@@ -12,21 +12,12 @@ fn values_are_a_linear_map_of_each_position() -> Result<()> {
     let tensors = std::collections::HashMap::from([
         (
             "score.weight".to_owned(),
-            Tensor::new(&[[2f32, -1.]], &Device::Cpu)?,
+            Tensor::new(&[[2f32, -1.]], device())?,
         ),
-        (
-            "score.bias".to_owned(),
-            Tensor::new(&[0.5f32], &Device::Cpu)?,
-        ),
+        ("score.bias".to_owned(), Tensor::new(&[0.5f32], device())?),
     ]);
-    let head = ValueHead::new(
-        2,
-        VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu),
-    )?;
-    let hidden = Tensor::new(
-        &[[[1f32, 1.], [0., 3.]], [[2., 0.], [0., 0.]]],
-        &Device::Cpu,
-    )?;
+    let head = ValueHead::new(2, VarBuilder::from_tensors(tensors, DType::F32, device()))?;
+    let hidden = Tensor::new(&[[[1f32, 1.], [0., 3.]], [[2., 0.], [0., 0.]]], device())?;
     assert_eq!(
         head.forward(&hidden)?.to_vec2::<f32>()?,
         [[1.5, -2.5], [4.5, 0.5]]

@@ -1,11 +1,12 @@
 //! Tests of the effect of an update on the policy.
 
 use crate::common::{max_difference, model, parameters, prompts, sampling};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, StepTotals, linear_log_prob,
 };
 use candle_grpo_nn::{AdamWConfig, Decoder, Gradients};
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::count_prompt_tokens;
 use candle_grpo_train::{Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch};
 use rstest::rstest;
@@ -32,12 +33,12 @@ fn batch(actor: &Actor) -> TrainingBatch {
     let rollouts = sampler
         .sample(&prompts.iter().collect::<Vec<_>>(), 4, 0)
         .unwrap();
-    let tokens = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
+    let tokens = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
     let log_probs = actor.log_probs(&tokens).unwrap();
     let advantages: Vec<f32> = (0..12).map(|i| (i as f32 * 1.7).sin()).collect();
     let prompts: Vec<usize> = (0..12).map(|i| i / 4).collect();
     let (prompt_tokens, _) = count_prompt_tokens(&tokens.response_mask, &prompts).unwrap();
-    let advantages = Tensor::new(advantages, &Device::Cpu).unwrap();
+    let advantages = Tensor::new(advantages, device()).unwrap();
     let mut batch = TrainingBatch::new(tokens, &advantages);
     batch.policy = batch
         .policy

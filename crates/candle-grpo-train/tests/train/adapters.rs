@@ -3,9 +3,9 @@
 use crate::common::{
     END, max_difference, model, parameters, pretrained, prompts, sampling, share_of_a, tokenizer,
 };
-use candle_core::Device;
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::ReferenceRefresh;
 use candle_grpo_train::{
     ComputeDType, NotFinite, Pretrained, Sample, TokenBatch, TrainConfig, Trainer,
@@ -56,7 +56,7 @@ fn the_reference_of_adapters_is_the_base() {
         trainer.step().unwrap();
     }
     let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
-    let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+    let batch = TokenBatch::new(&pairs, device()).unwrap();
     let reference = trainer.actor().reference().unwrap();
     let base = candle_grpo_train::learn::Reference::new(&model(), &parameters(), ComputeDType::F32)
         .unwrap();
@@ -77,14 +77,14 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     trainer.write_checkpoint(path, &pretrained()).unwrap();
 
     let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
-    let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+    let batch = TokenBatch::new(&pairs, device()).unwrap();
     let policy = trainer.actor().log_probs(&batch).unwrap();
-    let merged = Pretrained::load(path, &Device::Cpu).unwrap().parameters;
+    let merged = Pretrained::load(path, device()).unwrap().parameters;
     let merged =
         candle_grpo_train::learn::Reference::new(&model(), &merged, ComputeDType::F32).unwrap();
     assert!(max_difference(&merged.log_probs(&batch, 1.).unwrap(), &policy) < 1e-4);
 
-    let adapters = Lora::load(&path.join("adapter"), &model(), &Device::Cpu).unwrap();
+    let adapters = Lora::load(&path.join("adapter"), &model(), device()).unwrap();
     let base = parameters();
     let decoder = Decoder::new(&model(), adapters.detached_var_builder(&base).unwrap()).unwrap();
     let hidden = decoder
@@ -105,7 +105,7 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     .unwrap();
     assert_eq!(max_difference(&again.log_probs, &policy), 0.);
     let state = path.join("optimizer.safetensors");
-    let state = candle_core::safetensors::load(state, &Device::Cpu).unwrap();
+    let state = candle_core::safetensors::load(state, device()).unwrap();
     trainer
         .actor_mut()
         .optimizer_mut()

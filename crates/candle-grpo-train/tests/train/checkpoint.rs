@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
-use candle_core::Device;
+use candle_grpo_test_support::device;
 use candle_grpo_train::{NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer};
 use serde_json::json;
 
@@ -71,7 +71,7 @@ fn a_loaded_checkpoint_is_bit_identical_to_the_policy() {
     trainer
         .write_checkpoint(folder.path(), &pretrained())
         .unwrap();
-    let read = Pretrained::load(folder.path(), &Device::Cpu).unwrap();
+    let read = Pretrained::load(folder.path(), device()).unwrap();
 
     assert_eq!(read.model.vocab_size, 6);
     for (name, value) in trainer.actor().parameters().iter() {
@@ -157,7 +157,7 @@ fn a_checkpoint_of_a_foreign_model_is_refused() {
     let config = path.join("config.json");
     let text = fs::read_to_string(&config).unwrap();
     fs::write(&config, text.replace("\"llama\"", "\"gemma3\"")).unwrap();
-    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
+    let error = format!("{:#}", Pretrained::load(path, device()).err().unwrap());
     assert!(
         error.contains("config.json: model_type: \"gemma3\", must be one of"),
         "{error}"
@@ -168,11 +168,11 @@ fn a_checkpoint_of_a_foreign_model_is_refused() {
 fn a_checkpoint_that_cannot_be_read_says_which_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
-    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
+    let error = format!("{:#}", Pretrained::load(path, device()).err().unwrap());
     assert!(error.contains("config.json"), "{error}");
     trainer().write_checkpoint(path, &pretrained()).unwrap();
     fs::write(path.join("model.safetensors"), "torn").unwrap();
-    let error = format!("{:#}", Pretrained::load(path, &Device::Cpu).err().unwrap());
+    let error = format!("{:#}", Pretrained::load(path, device()).err().unwrap());
     assert!(error.contains("model.safetensors"), "{error}");
 }
 

@@ -1,8 +1,8 @@
 //! A tiny policy and a few prompts.
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Parameters};
-use candle_grpo_test_support::TINY_DECODER;
+use candle_grpo_test_support::{TINY_DECODER, device};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::{
     Pretrained, Prompt, RewardFunction, Sample, Sampler, SamplingConfig, StepMetrics, TrainConfig,
@@ -20,7 +20,7 @@ pub(crate) fn model() -> DecoderConfig {
 /// Weights ten times larger than at the start of training, so that the distributions are far from
 /// uniform.
 pub(crate) fn parameters() -> Parameters {
-    let fresh = Parameters::init(&model(), 3, &Device::Cpu).unwrap();
+    let fresh = Parameters::init(&model(), 3, device()).unwrap();
     let larger = fresh
         .frozen_copy()
         .unwrap()
@@ -30,7 +30,7 @@ pub(crate) fn parameters() -> Parameters {
             (name, (x * factor).unwrap())
         })
         .collect();
-    Parameters::from_tensors(&model(), larger, &Device::Cpu).unwrap()
+    Parameters::from_tensors(&model(), larger, device()).unwrap()
 }
 
 pub(crate) fn pretrained() -> Pretrained {

@@ -1,10 +1,11 @@
 //! Training with a critic.
 
 use crate::common::{max_difference, model, parameters, sampling, share_of_a};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use candle_grpo_core::{AdvantageConfig, AdvantageName};
 use candle_grpo_loss::{PolicyLoss, Recipe, StepTotals, ValueLoss};
 use candle_grpo_nn::AdamWConfig;
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::explained_variance;
 use candle_grpo_train::{
     Critic, CriticConfig, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainingBatch,
@@ -94,7 +95,7 @@ fn batch() -> TrainingBatch {
         (&[2], &[0]),
         (&[3, 3], &[2, 2]),
     ];
-    let tokens = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
+    let tokens = TokenBatch::new(&pairs, device()).unwrap();
     let returns = Tensor::new(
         &[
             [1f32, 0.5, f32::NAN],
@@ -102,14 +103,14 @@ fn batch() -> TrainingBatch {
             [-1., 7e30, 0.],
             [0.3, 0.4, f32::INFINITY],
         ],
-        &Device::Cpu,
+        device(),
     )
     .unwrap();
     TrainingBatch {
         returns: Some(returns),
         ..TrainingBatch::new(
             tokens,
-            &Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap(),
+            &Tensor::zeros(4, candle_core::DType::F32, device()).unwrap(),
         )
     }
 }

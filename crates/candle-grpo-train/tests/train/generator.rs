@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
-use candle_core::Device;
 use candle_grpo_nn::LoraConfig;
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{OldLogProbs, rollout_log_probs};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
@@ -70,7 +70,7 @@ impl Generator for Remote {
     fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         self.versions.lock().unwrap().push(weights.version);
         let copy = weights.merged()?.frozen_copy()?.into_iter().collect();
-        let copy = candle_grpo_nn::Parameters::from_tensors(weights.model, copy, &Device::Cpu)?;
+        let copy = candle_grpo_nn::Parameters::from_tensors(weights.model, copy, device())?;
         let local = LocalGenerator::new(weights.model, &copy)?;
         *self.weights.lock().unwrap() = Some((weights.version, local));
         Ok(())
@@ -154,12 +154,12 @@ fn tokens_that_the_policy_did_not_write_are_context_only() {
     let sampler = Sampler::from_generator(Arc::new(Constant(with_tool())), 6, sampling()).unwrap();
     let prompts = prompts(&["abc"]);
     let rollouts = sampler.sample(&[&prompts[0]], 2, 0).unwrap();
-    let batch = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
+    let batch = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
     let mask = batch.response_mask.to_vec2::<u32>().unwrap();
     assert_eq!(mask, [[1, 1, 0, 1]; 2]);
     let attention = batch.attention_mask.to_vec2::<u32>().unwrap();
     assert_eq!(attention, [[1; 6]; 2]);
-    let log_probs = rollout_log_probs(&rollouts, &Device::Cpu).unwrap();
+    let log_probs = rollout_log_probs(&rollouts, device()).unwrap();
     assert_eq!(
         log_probs.to_vec2::<f32>().unwrap(),
         [[-1., -2., 0., -3.]; 2]

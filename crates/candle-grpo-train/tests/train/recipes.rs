@@ -20,6 +20,7 @@ use candle_grpo_loss::{
     AdaptiveEntropy, Aggregation, EntropyTokens, KlLoss, PolicyLoss, PositiveNll, Recipe,
     RolloutCorrection,
 };
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{OldLogProbs, Reference, ReferenceRefresh};
 use candle_grpo_train::{
     ComputeDType, RewardFunction, Sample, SamplingConfig, StepMetrics, TrainConfig,
@@ -480,7 +481,7 @@ fn a_teacher_is_learned_from() {
         format!("{error:#}").contains("teacher_log_probs: absent"),
         "{error:#}"
     );
-    let teacher = candle_grpo_nn::Parameters::init(&model(), 9, &candle_core::Device::Cpu).unwrap();
+    let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
     let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
     let mut trainer = trainer(nothing, config).with_teacher(teacher);
     let metrics = trainer.step().unwrap();

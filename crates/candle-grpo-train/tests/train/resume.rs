@@ -15,6 +15,7 @@ use candle_grpo_core::{
 };
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{LearningRateSchedule, ReferenceRefresh};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::{
@@ -174,7 +175,7 @@ fn a_run_of_another_kind_is_not_resumed(#[case] saved: TrainConfig, #[case] now:
 fn adapters_of_other_weights_are_not_resumed() {
     let folder = tempfile::tempdir().unwrap();
     save(&trainer(adapters()), folder.path());
-    let other = Parameters::init(&model(), 4, &candle_core::Device::Cpu).unwrap();
+    let other = Parameters::init(&model(), 4, device()).unwrap();
     let prompts = prompts(&["abc"]);
     let mut other = Trainer::new(model(), other, tokenizer(), prompts, digest, adapters()).unwrap();
     let error = format!("{:#}", other.load_state(folder.path()).unwrap_err());

@@ -3,9 +3,10 @@
 use crate::common::{
     END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer,
 };
-use candle_core::{Device, IndexOp, Tensor};
+use candle_core::{IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
@@ -71,10 +72,7 @@ fn frequencies_are_the_probabilities_of_the_policy() {
 
     let decoder = Decoder::new(&model(), parameters().detached_var_builder()).unwrap();
     let probabilities = |tokens: &[u32]| -> Vec<f64> {
-        let ids = Tensor::new(tokens, &Device::Cpu)
-            .unwrap()
-            .unsqueeze(0)
-            .unwrap();
+        let ids = Tensor::new(tokens, device()).unwrap().unsqueeze(0).unwrap();
         let hidden = decoder
             .padded_hidden_states(&ids, &ids.ones_like().unwrap())
             .unwrap();
@@ -196,12 +194,12 @@ fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
         .unwrap()
         .sample(&all(&prompts), 16, 0)
         .unwrap();
-    let batch = TokenBatch::from_rollouts(&rollouts, &Device::Cpu).unwrap();
+    let batch = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
     let mask = batch
         .response_mask
         .to_dtype(candle_core::DType::F32)
         .unwrap();
-    let recorded = rollout_log_probs(&rollouts, &Device::Cpu).unwrap();
+    let recorded = rollout_log_probs(&rollouts, device()).unwrap();
     let computed = (actor.log_probs(&batch).unwrap() * mask).unwrap();
     let difference = max_difference(&recorded, &computed);
     assert!(difference < 2e-5, "{difference}");
@@ -433,7 +431,7 @@ fn a_policy_that_is_not_finite_is_an_error_that_names_the_completion() {
     let mut broken = parameters().frozen_copy().unwrap();
     let norm = broken.get_mut("model.norm.weight").unwrap();
     *norm = (norm.ones_like().unwrap() * f64::NAN).unwrap();
-    let broken = candle_grpo_nn::Parameters::from_tensors(&model(), broken, &Device::Cpu).unwrap();
+    let broken = candle_grpo_nn::Parameters::from_tensors(&model(), broken, device()).unwrap();
     let sampler = Sampler::new(&model(), &broken, sampling()).unwrap();
     let error = sampler.sample(&all(&prompts(&["abc"])), 2, 0).unwrap_err();
     assert_eq!(

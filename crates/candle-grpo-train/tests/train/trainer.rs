@@ -8,6 +8,7 @@ use anyhow::Result;
 use candle_grpo_core::{AdvantageConfig, SingletonGroup};
 use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{AdamWConfig, Parameters};
+use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{
     Example, LearningRateSchedule, OldLogProbs, PretrainConfig, pretrain,
 };
@@ -333,7 +334,7 @@ fn settings_survive_serialization() {
 
 #[test]
 fn pretraining_learns_its_examples() {
-    let parameters = Parameters::init(&model(), 0, &candle_core::Device::Cpu).unwrap();
+    let parameters = Parameters::init(&model(), 0, device()).unwrap();
     let examples = [
         Example {
             prompt: vec![1, 2],
