@@ -39,6 +39,8 @@ pub struct RewardTensor {
 
 impl IntoRewards for &Tensor {
     fn into_rewards(self) -> Result<RewardTensor> {
+        // Candle does not convert empty tensors on CUDA.
+        check_not_empty(self)?;
         Ok(RewardTensor {
             values: for_statistics(self)?,
             result_dtype: arithmetic_dtype(self.dtype()),
@@ -104,6 +106,16 @@ pub enum NonFinite {
     Exclude,
 }
 
+fn check_not_empty(rewards: &Tensor) -> Result<()> {
+    if rewards.elem_count() == 0 {
+        bail!(
+            "rewards: shape {:?} is empty, there must be at least one sample",
+            rewards.dims()
+        );
+    }
+    Ok(())
+}
+
 /// The weighted sums `[B]` of the components, and u8 `[B]`: 1 for samples with at least one finite
 /// component.
 ///
@@ -114,17 +126,12 @@ pub(crate) fn combine(
     policy: NonFinite,
 ) -> Result<(Tensor, Tensor)> {
     let values = &rewards.values;
-    let (batch, components) = match *values.dims() {
-        [b] => (b, 1),
-        [b, k] => (b, k),
+    let components = match *values.dims() {
+        [_] => 1,
+        [_, k] => k,
         _ => bail!("rewards: shape {:?}, must be [B] or [B, K]", values.dims()),
     };
-    if batch == 0 || components == 0 {
-        bail!(
-            "rewards: shape {:?} is empty, there must be at least one sample",
-            values.dims()
-        );
-    }
+    check_not_empty(values)?;
     if let Some(w) = weights
         && w.len() != components
     {

@@ -168,6 +168,13 @@ proptest! {
             let targets = targets(rows, vocab, seed, device)?.reshape(&outer[..])?;
             let mask = Tensor::from_slice(&mask, &outer[..], device)?;
             let mask = masked.then_some(&mask);
+            if rows == 0 && device.is_cuda() {
+                // Candle has few operations on empty tensors on CUDA, so the twin does not run.
+                let options = LogProbOptions { mask, ..Default::default() };
+                let tokens = layer.map(|x| x.to_device(device))?.log_probs(&targets, temperature, options)?;
+                prop_assert_eq!(tokens.log_probs.dims(), targets.dims());
+                continue;
+            }
             // Contiguous: with equal rows of the weight, the gradient of the hidden states is a
             // difference of rounding errors.
             check_against_f64(&layer.map(|x| x.to_device(device))?, &targets, temperature, mask)?;

@@ -202,6 +202,10 @@ fn rows_may_have_max_position_embeddings_tokens_and_no_more() -> Result<()> {
 
 #[test]
 fn input_that_does_not_fit_is_refused_by_name() -> Result<()> {
+    if !device().is_cpu() {
+        // Ids are checked on the CPU only.
+        return Ok(());
+    }
     let decoder = decoder()?;
     let (good, mask) = left_padded()?;
     let refusal = |ids: &Tensor, mask: &Tensor| message(decoder.padded_hidden_states(ids, mask));

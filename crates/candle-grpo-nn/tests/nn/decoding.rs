@@ -132,6 +132,10 @@ proptest! {
         sequences in proptest::collection::vec((chunks(4), chunks(4)), 1..6),
         reversed in any::<bool>(),
     ) {
+        // The products of a GPU depend on the number of rows.
+        if !device().is_cpu() {
+            return Ok(());
+        }
         let decoder = Decoder::new(&long(), lively(&long())?.detached_var_builder())?;
         let mut cache = cache(&long(), DType::F32)?;
         let mut ids: Vec<SequenceId> = sequences.iter().map(|_| cache.add()).collect();

@@ -6,13 +6,13 @@ use std::path::Path;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, ModelType, Parameters, RopeScaling};
 use proptest::prelude::*;
 use rstest::rstest;
 use tempfile::NamedTempFile;
 
-use candle_grpo_test_support::{gguf_bytes, message};
+use candle_grpo_test_support::{device, gguf_bytes, message};
 
 use crate::small::{Family, bits, config, lively_tensors, max_difference};
 
@@ -93,7 +93,7 @@ fn pairs_side_by_side(weight: &Tensor, heads: usize) -> Result<Tensor> {
         .flat_map(|head| (0..half).flat_map(move |pair| [(head, pair), (head, pair + half)]))
         .map(|(head, row)| (head * 2 * half + row) as u32)
         .collect();
-    weight.index_select(&Tensor::new(order, &Device::Cpu)?, 0)
+    weight.index_select(&Tensor::new(order, device())?, 0)
 }
 
 fn stored_name(name: &str) -> String {
@@ -122,7 +122,7 @@ fn file() -> NamedTempFile {
 
 fn read(file: &NamedTempFile) -> Result<(DecoderConfig, Parameters)> {
     let file = Gguf::open(file.path())?;
-    Ok((file.config()?, file.parameters(&Device::Cpu)?))
+    Ok((file.config()?, file.parameters(device())?))
 }
 
 /// The message with which a file of these contents is refused.
@@ -156,14 +156,14 @@ fn gguf_files_of_the_golden_models_are_read_bit_identically() -> Result<()> {
     ] {
         let folder = root.join(name);
         let expected = DecoderConfig::from_hugging_face(&fs::read(folder.join("config.json"))?)?;
-        let weights = Parameters::load_folder(&expected, &folder, &Device::Cpu)?;
+        let weights = Parameters::load_folder(&expected, &folder, device())?;
         let mut contents = Contents::new(&expected, &weights.frozen_copy()?)?;
         if let RopeScaling::Llama3 { .. } = expected.rope_scaling {
             // The divisors of the eight frequencies 10^(-i / 2), computed by hand from the formula
             // of Llama 3 with 128 positions: two make more than four turns, the third
             // 2.037, the fourth 0.644 and the others less.
             let factors = [1f32, 1., 2.339_119, 8., 8., 8., 8., 8.];
-            let factors = Tensor::new(&factors, &Device::Cpu)?;
+            let factors = Tensor::new(&factors, device())?;
             contents.tensors.insert("rope_freqs.weight".into(), factors);
         }
         contents.write(file.path())?;
@@ -190,7 +190,7 @@ fn assert_is_read_bit_identically(config: &DecoderConfig) -> Result<()> {
     Contents::new(config, &weights)?.write(file.path())?;
     let (read, parameters) = read(&file)?;
     assert_eq!(read, *config);
-    let weights = Parameters::from_tensors(config, weights, &Device::Cpu)?;
+    let weights = Parameters::from_tensors(config, weights, device())?;
     assert_eq!(bits(&parameters)?, bits(&weights)?);
     Ok(())
 }
@@ -437,7 +437,7 @@ fn unsupported_metadata_is_refused_by_key(
 type Tensors = HashMap<String, Tensor>;
 
 fn ones(dims: impl Into<candle_core::Shape>) -> Tensor {
-    Tensor::ones(dims, candle_core::DType::F32, &Device::Cpu).unwrap()
+    Tensor::ones(dims, candle_core::DType::F32, device()).unwrap()
 }
 
 #[rstest]
@@ -450,8 +450,8 @@ fn ones(dims: impl Into<candle_core::Shape>) -> Tensor {
 #[case(|t: &mut Tensors| drop(t.insert("output_norm.weight".into(), (ones(12) * f64::NAN).unwrap())), "tensor output_norm.weight: a NaN or an infinity")]
 #[case(|t: &mut Tensors| drop(t.insert("blk.0.attn_q.weight".into(), (ones((24, 12)) / 0.0).unwrap())), "tensor blk.0.attn_q.weight: a NaN or an infinity")]
 #[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), ones(4))), "tensor rope_freqs.weight: 4 numbers, must have half the width of a head, 3")]
-#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, 3., 2.], &Device::Cpu).unwrap())), "tensor rope_freqs.weight: [1.0, 3.0, 2.0], must be the divisors")]
-#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, f32::NAN, 2.], &Device::Cpu).unwrap())), "must be the divisors")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, 3., 2.], device()).unwrap())), "tensor rope_freqs.weight: [1.0, 3.0, 2.0], must be the divisors")]
+#[case(|t: &mut Tensors| drop(t.insert("rope_freqs.weight".into(), Tensor::new(&[1f32, f32::NAN, 2.], device()).unwrap())), "must be the divisors")]
 fn tensors_that_do_not_fit_are_refused_by_name(
     #[case] spoil: fn(&mut Tensors),
     #[case] expected: &str,

@@ -11,11 +11,12 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use candle_core::{D, DType, Device, IndexOp, Result, Tensor};
+use candle_core::{D, DType, IndexOp, Result, Tensor};
 use candle_grpo_nn::optim::DecayRule;
 use candle_grpo_nn::{
     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, PagedCache, Parameters, SequenceId,
 };
+use candle_grpo_test_support::device;
 use rstest::rstest;
 use serde_json::Value;
 
@@ -52,11 +53,11 @@ impl Case {
     }
 
     fn tensors(&self, file: &str) -> Result<HashMap<String, Tensor>> {
-        candle_core::safetensors::load(self.folder.join(file), &Device::Cpu)
+        candle_core::safetensors::load(self.folder.join(file), device())
     }
 
     fn parameters(&self) -> Result<Parameters> {
-        Parameters::load_folder(&self.config, &self.folder, &Device::Cpu)
+        Parameters::load_folder(&self.config, &self.folder, device())
     }
 
     fn decoder(&self) -> Result<Decoder> {
@@ -273,7 +274,7 @@ fn generate_without_cache(
         let last = hidden.narrow(1, hidden.dim(1)? - 1, 1)?.squeeze(1)?;
         let best = greedy(&decoder.logits(&last)?)?;
         let tokens: Vec<u32> = best.iter().map(|&(token, _)| token).collect();
-        let tokens = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(1)?;
+        let tokens = Tensor::new(tokens, device())?.unsqueeze(1)?;
         ids = Tensor::cat(&[&ids, &tokens], 1)?;
         mask = Tensor::cat(&[&mask, &tokens.ones_like()?], 1)?;
         generated
@@ -292,7 +293,7 @@ fn generate_with_cache(
     steps: usize,
     end: Option<u32>,
 ) -> Result<Vec<Vec<(u32, f32)>>> {
-    let mut cache = PagedCache::new(decoder.config(), DType::F32, &Device::Cpu)?;
+    let mut cache = PagedCache::new(decoder.config(), DType::F32, device())?;
     let mut alive: Vec<(usize, SequenceId, Vec<u32>)> = prompts
         .iter()
         .enumerate()
@@ -343,7 +344,7 @@ fn golden_models_greedy_tokens_are_those_of_transformers_with_and_without_cache(
                 .iter()
                 .map(|row| row.iter().map(|&(_, log_prob)| log_prob).collect())
                 .collect();
-            let log_probs = Tensor::new(log_probs, &Device::Cpu)?;
+            let log_probs = Tensor::new(log_probs, device())?;
             case.near(
                 "generate",
                 "log_probs",
@@ -401,7 +402,7 @@ fn golden_models_five_clipped_steps_are_those_of_torch() -> Result<()> {
             gradients.clear();
             gradients.accumulate(&loss, &parameters)?;
             drop(loss);
-            let norm = Tensor::new(gradients.clip_by_global_norm(1.0)?, &Device::Cpu)?;
+            let norm = Tensor::new(gradients.clip_by_global_norm(1.0)?, device())?;
             case.near(
                 "adamw",
                 "grad_norms",

@@ -192,6 +192,10 @@ fn wrong_input_is_refused_by_name_and_clears_the_gradients() -> Result<()> {
         ),
         "{error}"
     );
+    // Ids are checked on the CPU only.
+    if !device().is_cpu() {
+        return Ok(());
+    }
     let error = message(decoder.hidden_states(&packed(&[&[1, 13]])?));
     assert!(
         error.contains("tokens[1]: 13, must be below vocab_size, which is 13"),

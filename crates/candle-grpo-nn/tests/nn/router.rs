@@ -148,6 +148,10 @@ fn wrong_shapes_are_refused_by_name() -> Result<()> {
         let error = router.replay(&logits, &bad).unwrap_err().to_string();
         assert!(error.starts_with("experts: "), "{error}");
     }
+    // Indices are checked on the CPU only.
+    if !device().is_cpu() {
+        return Ok(());
+    }
     let beyond = (experts.ones_like()? * 6.)?;
     let error = router.replay(&logits, &beyond).unwrap_err().to_string();
     assert!(error.starts_with("experts: 6, must be below 6"), "{error}");

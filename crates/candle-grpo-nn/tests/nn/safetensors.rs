@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_grpo_nn::Parameters;
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use candle_grpo_test_support::message;
+use candle_grpo_test_support::{device, message};
 
 use crate::small::{bits, config, lively, lively_tensors};
 
@@ -41,14 +41,14 @@ fn shards_hold_the_same_weights_as_one_file() -> Result<()> {
     let config = config(false);
     let folder = tempfile::tempdir()?;
     write_shards(folder.path(), lively_tensors(&config)?)?;
-    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    let read = Parameters::load_folder(&config, folder.path(), device())?;
     assert_eq!(bits(&read)?, bits(&lively(&config)?)?);
     // One file takes precedence over an index.
     read.save(&folder.path().join("model.safetensors"))?;
     for file in SHARDS {
         fs::remove_file(folder.path().join(file))?;
     }
-    let again = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    let again = Parameters::load_folder(&config, folder.path(), device())?;
     assert_eq!(bits(&again)?, bits(&read)?);
     Ok(())
 }
@@ -62,8 +62,8 @@ fn half_types_become_f32(#[values(DType::BF16, DType::F16)] dtype: DType) -> Res
         *tensor = tensor.to_dtype(dtype)?;
     }
     write_shards(folder.path(), tensors.clone())?;
-    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
-    let rounded = Parameters::from_tensors(&config, tensors, &Device::Cpu)?;
+    let read = Parameters::load_folder(&config, folder.path(), device())?;
+    let rounded = Parameters::from_tensors(&config, tensors, device())?;
     assert_eq!(bits(&read)?, bits(&rounded)?);
     assert!(
         read.iter()
@@ -81,11 +81,7 @@ fn an_index_that_does_not_fit_its_files_is_refused_by_name() -> Result<()> {
         let mut index = index.clone();
         change(index["weight_map"].as_object_mut().unwrap());
         fs::write(folder.path().join(INDEX), index.to_string()).unwrap();
-        message(Parameters::load_folder(
-            &config,
-            folder.path(),
-            &Device::Cpu,
-        ))
+        message(Parameters::load_folder(&config, folder.path(), device()))
     };
     let norm = "model.norm.weight";
     let file = index["weight_map"][norm].as_str().unwrap();
@@ -99,11 +95,7 @@ fn an_index_that_does_not_fit_its_files_is_refused_by_name() -> Result<()> {
     let outside = refused(&|map| drop(map.insert(norm.to_owned(), json!("../other.safetensors"))));
     assert!(outside.contains(r#""../other.safetensors""#), "{outside}");
     fs::write(folder.path().join(INDEX), "{").unwrap();
-    let torn = message(Parameters::load_folder(
-        &config,
-        folder.path(),
-        &Device::Cpu,
-    ));
+    let torn = message(Parameters::load_folder(&config, folder.path(), device()));
     assert!(torn.contains(INDEX), "{torn}");
     Ok(())
 }
@@ -116,18 +108,10 @@ fn a_shard_that_is_absent_or_truncated_is_named() -> Result<()> {
     let path = folder.path().join(SHARDS[1]);
     let whole = fs::read(&path)?;
     fs::write(&path, &whole[..whole.len() - 1])?;
-    let torn = message(Parameters::load_folder(
-        &config,
-        folder.path(),
-        &Device::Cpu,
-    ));
+    let torn = message(Parameters::load_folder(&config, folder.path(), device()));
     assert!(torn.contains(SHARDS[1]), "{torn}");
     fs::remove_file(&path)?;
-    let absent = message(Parameters::load_folder(
-        &config,
-        folder.path(),
-        &Device::Cpu,
-    ));
+    let absent = message(Parameters::load_folder(&config, folder.path(), device()));
     assert!(absent.contains(SHARDS[1]), "{absent}");
     Ok(())
 }
@@ -142,14 +126,10 @@ fn a_weight_that_is_not_finite_is_named(
     let mut tensors = lively_tensors(&config)?;
     let mut values = vec![1f64; config.hidden_size];
     values[3] = value;
-    let norm = Tensor::from_vec(values, config.hidden_size, &Device::Cpu)?.to_dtype(dtype)?;
+    let norm = Tensor::from_vec(values, config.hidden_size, device())?.to_dtype(dtype)?;
     tensors.insert("model.norm.weight".to_owned(), norm);
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors"))?;
-    let message = message(Parameters::load_folder(
-        &config,
-        folder.path(),
-        &Device::Cpu,
-    ));
+    let message = message(Parameters::load_folder(&config, folder.path(), device()));
     assert!(
         message.contains("model.safetensors: tensor model.norm.weight: a NaN or an infinity"),
         "{message}"
@@ -165,15 +145,15 @@ fn redundant_tensors_are_ignored() -> Result<()> {
     let expected = bits(&lively(&config)?)?;
     let embedding = tensors["model.embed_tokens.weight"].clone();
     tensors.insert("lm_head.weight".to_owned(), embedding.clone());
-    let frequencies = Tensor::new(&[1f32, 0.2, 0.05], &Device::Cpu)?;
+    let frequencies = Tensor::new(&[1f32, 0.2, 0.05], device())?;
     let name = "model.layers.1.self_attn.rotary_emb.inv_freq";
     tensors.insert(name.to_owned(), frequencies);
     let path = folder.path().join("model.safetensors");
     candle_core::safetensors::save(&tensors, &path)?;
-    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    let read = Parameters::load_folder(&config, folder.path(), device())?;
     assert_eq!(bits(&read)?, expected);
     assert_eq!(
-        bits(&Parameters::load(&config, &path, &Device::Cpu)?)?,
+        bits(&Parameters::load(&config, &path, device())?)?,
         expected
     );
 
@@ -184,11 +164,11 @@ fn redundant_tensors_are_ignored() -> Result<()> {
         (&embedding
             + embedding
                 .zeros_like()?
-                .slice_assign(&[4..5, 7..8], &Tensor::new(&[[1e-3f32]], &Device::Cpu)?)?)?,
+                .slice_assign(&[4..5, 7..8], &Tensor::new(&[[1e-3f32]], device())?)?)?,
     ] {
         tensors.insert("lm_head.weight".to_owned(), other);
         candle_core::safetensors::save(&tensors, &path)?;
-        let message = message(Parameters::load(&config, &path, &Device::Cpu));
+        let message = message(Parameters::load(&config, &path, device()));
         assert!(
             message.contains(
                 "lm_head.weight: differs from model.embed_tokens.weight, must be equal or absent"
@@ -207,7 +187,7 @@ fn a_separate_output_layer_is_kept() -> Result<()> {
     let embedding = tensors["model.embed_tokens.weight"].clone();
     tensors.insert("lm_head.weight".to_owned(), embedding);
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors"))?;
-    let read = Parameters::load_folder(&config, folder.path(), &Device::Cpu)?;
+    let read = Parameters::load_folder(&config, folder.path(), device())?;
     assert!(read.get("lm_head.weight").is_some());
     Ok(())
 }

@@ -153,15 +153,17 @@ pub(crate) fn add_recorded(
         tokens.push(real);
     }
     let pairs = counts.iter().filter(|&&count| count == 1).count() as f64;
-    let device = parameters.device();
     let decoder = decoder.clone().with_activation_checkpointing(checkpointing);
-    let (hidden, recorded) = decoder.record(&PackedTokens::new(&tokens, device)?)?;
+    let (hidden, recorded) = decoder.record(&PackedTokens::new(&tokens, device())?)?;
     let hidden = Var::from_tensor(&hidden)?;
     let output_weight = match trained.get(decoder.output_name()) {
         Some(variable) => variable.as_tensor(),
         None => decoder.output_weight(),
     };
-    let (targets, counts) = (Tensor::new(targets, device)?, Tensor::new(counts, device)?);
+    let (targets, counts) = (
+        Tensor::new(targets, device())?,
+        Tensor::new(counts, device())?,
+    );
     let options = LogProbOptions {
         mask: Some(&counts),
         ..Default::default()
