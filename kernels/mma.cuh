@@ -13,6 +13,13 @@
 
 #ifdef CUDA_ON_HOST
 #include "cuda_mma.h"
+
+template <typename T> struct UnpackHalf {
+    void operator()(uint32_t word, float *out) const { unpack_word(word, out, (const T *)nullptr); }
+};
+struct UnpackTf32 {
+    void operator()(uint32_t word, float *out) const { out[0] = __uint_as_float(word & 0xffffe000u); }
+};
 #endif
 
 // Products that one instruction adds.
@@ -114,9 +121,7 @@ template <int count> __device__ __forceinline__ FragmentA a_of_f32(const float (
 
 __device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a, const FragmentB &b, const __nv_bfloat16 *) {
 #ifdef CUDA_ON_HOST
-    cuda_host::multiply<16>("mma.bf16", c, a.words, b.words, [](uint32_t word, float *out) {
-        unpack_word(word, out, (const __nv_bfloat16 *)nullptr);
-    });
+    cuda_host::multiply<16>("mma.bf16", c, a.words, b.words, UnpackHalf<__nv_bfloat16>());
 #else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
@@ -126,9 +131,7 @@ __device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a,
 }
 __device__ __forceinline__ void multiply_half(float (&c)[4], const FragmentA &a, const FragmentB &b, const __half *) {
 #ifdef CUDA_ON_HOST
-    cuda_host::multiply<16>("mma.f16", c, a.words, b.words, [](uint32_t word, float *out) {
-        unpack_word(word, out, (const __half *)nullptr);
-    });
+    cuda_host::multiply<16>("mma.f16", c, a.words, b.words, UnpackHalf<__half>());
 #else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
@@ -150,8 +153,7 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
 }
 __device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #ifdef CUDA_ON_HOST
-    cuda_host::multiply<8>("mma.tf32", c, a, b,
-                           [](uint32_t word, float *out) { out[0] = __uint_as_float(word & 0xffffe000u); });
+    cuda_host::multiply<8>("mma.tf32", c, a, b, UnpackTf32());
 #else
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"

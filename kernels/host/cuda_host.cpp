@@ -42,7 +42,9 @@ struct Fiber {
     const char* operation;  // the operation of the waiting fiber
     unsigned mask;
     uint64_t brought;
-    cuda_host::Lanes lanes;  // values of the lanes in the last operation
+    cuda_host::Collective collective;  // null for an exchange of values
+    const cuda_host::Lanes* received;  // values of the lanes in the last exchange
+    cuda_host::Lanes lanes;            // the same, if this is the first lane of the exchange
 };
 
 struct Launch {
@@ -111,9 +113,12 @@ bool end_warp_operation(Fiber* warp, size_t lanes) {
                     && strcmp(warp[j].operation, warp[i].operation) == 0;
         }
         if (!whole) continue;
+        // All lanes read these before the next operation of one of them ends.
+        for (size_t from = 0; from < lanes; from++) warp[i].lanes[from] = warp[from].brought;
+        if (warp[i].collective != nullptr) warp[i].collective(warp[i].lanes);
         for (size_t to = 0; to < lanes; to++) {
             if (!(mask >> to & 1)) continue;
-            for (size_t from = 0; from < lanes; from++) warp[to].lanes[from] = warp[from].brought;
+            warp[to].received = &warp[i].lanes;
             warp[to].state = State::Ready;
         }
         ended = true;
@@ -236,8 +241,18 @@ const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value) {
     if (!(mask >> lane() & 1)) fail("%s by a lane that is not in its mask %08x", name, mask);
     self->mask = mask;
     self->brought = value;
+    self->collective = nullptr;
     wait(State::AtWarpOperation, name);
-    return self->lanes;
+    return *self->received;
+}
+
+void warp_collective(const char* name, void* argument, Collective collective) {
+    Fiber* self = launch->running;
+    if (self == nullptr) fail("%s in a loop of threads", name);
+    self->mask = 0xffffffffu;
+    self->brought = (uint64_t)(uintptr_t)argument;
+    self->collective = collective;
+    wait(State::AtWarpOperation, name);
 }
 
 void fail(const char* format, ...) {

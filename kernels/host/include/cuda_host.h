@@ -61,6 +61,13 @@ void block_barrier();
 // all lanes.
 const Lanes& warp_exchange(const char* name, unsigned mask, uint64_t value);
 
+// A function of the arguments of all lanes.
+using Collective = void (*)(const Lanes& arguments);
+
+// Arrives with `argument` at the operation `name` of all lanes. When all have arrived, calls
+// `collective` once, with their arguments.
+void warp_collective(const char* name, void* argument, Collective collective);
+
 // Ends the launch with this message.
 [[noreturn]] void fail(const char* format, ...);
 

@@ -6,18 +6,6 @@
 
 namespace cuda_host {
 
-// The words of each lane.
-template <int count>
-void exchange_words(const char* name, const uint32_t (&mine)[count], uint32_t (&all)[32][count]) {
-    for (int i = 0; i < count; i += 2) {
-        const Lanes& lanes = warp_exchange(name, 0xffffffffu, (uint64_t)mine[i + 1] << 32 | mine[i]);
-        for (int lane = 0; lane < 32; lane++) {
-            all[lane][i] = (uint32_t)lanes[lane];
-            all[lane][i + 1] = (uint32_t)(lanes[lane] >> 32);
-        }
-    }
-}
-
 // ldmatrix.x4 of four matrices of 8 x 8 16-bit elements: lane 8 m + r has the address of row r of
 // matrix m. A lane receives two elements of each matrix, adjacent in a row or in a column.
 inline void load_matrices(const void* row, bool transposed, uint32_t (&words)[4]) {
@@ -31,31 +19,41 @@ inline void load_matrices(const void* row, bool transposed, uint32_t (&words)[4]
     }
 }
 
-// mma.m16n8k`depth`, with the fragments of the PTX manual.
+// The fragments of a lane.
+struct Fragments {
+    float* c;
+    const uint32_t *a, *b;
+};
+
+// mma.m16n8k`depth`, with the fragments of the PTX manual. `Unpack` converts a word to numbers.
 template <int depth, class Unpack>
-void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Unpack unpack) {
-    constexpr int in_word = depth / 8;
-    uint32_t all_a[32][4], all_b[32][2];
-    exchange_words(name, a, all_a);
-    exchange_words(name, b, all_b);
-    // A lane of a group of four has the elements of the depth from in_word * thread, and those 4 *
-    // in_word later.
-    auto element = [&](uint32_t word, int k) {
-        float out[2];
-        unpack(word, out);
-        return (double)out[k % in_word];
-    };
-    for (int i = 0; i < 4; i++) {
-        const int row = (int)lane() / 4 + i / 2 * 8, column = (int)lane() % 4 * 2 + i % 2;
-        double sum = c[i];
-        for (int k = 0; k < depth; k++) {
-            const int thread = k % (4 * in_word) / in_word, half = k / (4 * in_word);
-            const uint32_t word_a = all_a[row % 8 * 4 + thread][row / 8 + 2 * half];
-            const uint32_t word_b = all_b[column * 4 + thread][half];
-            sum += element(word_a, k) * element(word_b, k);
+void multiply(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Unpack) {
+    Fragments mine = {c, a, b};
+    warp_collective(name, &mine, [](const Lanes& arguments) {
+        constexpr int in_word = depth / 8;
+        // A lane of a group of four has the elements of the depth from in_word * thread, and those
+        // 4 * in_word later.
+        float rows[16][depth], columns[8][depth];
+        for (int lane = 0; lane < 32; lane++) {
+            const auto& from = *(const Fragments*)(uintptr_t)arguments[lane];
+            const int group = lane / 4, thread = lane % 4;
+            for (int half = 0; half < 2; half++) {
+                const int k = 4 * in_word * half + in_word * thread;
+                Unpack()(from.a[2 * half], &rows[group][k]);
+                Unpack()(from.a[2 * half + 1], &rows[group + 8][k]);
+                Unpack()(from.b[half], &columns[group][k]);
+            }
         }
-        c[i] = (float)sum;
-    }
+        for (int lane = 0; lane < 32; lane++) {
+            float* to = ((const Fragments*)(uintptr_t)arguments[lane])->c;
+            for (int i = 0; i < 4; i++) {
+                const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+                double sum = to[i];
+                for (int k = 0; k < depth; k++) sum += (double)rows[row][k] * (double)columns[column][k];
+                to[i] = (float)sum;
+            }
+        }
+    });
 }
 
 // Rounds to the nearest, ties away from 0.
