@@ -156,7 +156,8 @@ std::string deadlock(const std::vector<Fiber>& fibers) {
 
 void run_block(std::mt19937& random, bool reverse, bool shuffle) {
     std::vector<Fiber>& fibers = launch->fibers;
-    memset(launch->shared, 0xff, launch->shared_bytes);  // NaN in every float type
+    // NaN in every float type.
+    if (launch->shared_bytes > 0) memset(launch->shared, 0xff, launch->shared_bytes);
     for (size_t i = 0; i < fibers.size(); i++) {
         Fiber& fiber = fibers[i];
         fiber.index = {(unsigned)(i % blockDim.x), (unsigned)(i / blockDim.x % blockDim.y),
@@ -343,7 +344,7 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
     for (Fiber& fiber : current.fibers) fiber.stack = take_stack();
     // Multiples of 16 bytes, so that the start is aligned.
     current.shared_bytes = (shared_bytes + 15) / 16 * 16;
-    current.shared = (char*)cuda_host_buffer(current.shared_bytes);
+    if (current.shared_bytes > 0) current.shared = (char*)cuda_host_buffer(current.shared_bytes);
     current.body = body;
     current.argument = argument;
     launch = &current;
@@ -358,7 +359,7 @@ extern "C" const char* cuda_host_launch(const unsigned grid[3], const unsigned b
         else run_block(random, order == 1, order > 1);
     }
     launch = nullptr;
-    cuda_host_free(current.shared, current.shared_bytes);
+    if (current.shared_bytes > 0) cuda_host_free(current.shared, current.shared_bytes);
     for (Fiber& fiber : current.fibers) free_stacks.push_back(fiber.stack);
     if (current.error.empty()) return nullptr;
     char text[80];
