@@ -3,6 +3,7 @@
 mod adamw;
 mod atomic_file;
 mod biases;
+mod cuda_budget;
 mod decoder;
 mod decoding;
 mod gguf;

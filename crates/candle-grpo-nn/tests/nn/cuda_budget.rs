@@ -1,0 +1,46 @@
+//! Calls of the CUDA driver for each layer, which the emulated GPU counts.
+
+use candle_core::{DType, Result};
+use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache};
+use candle_grpo_test_support::{CudaCalls, device};
+
+use crate::small::{Family, lively};
+
+/// Returns the calls for one token of each of three sequences, with this number of layers.
+fn decode(layers: usize) -> Result<Option<CudaCalls>> {
+    let config = DecoderConfig {
+        num_hidden_layers: layers,
+        ..Family::Qwen3.config(true)
+    };
+    let parameters = lively(&config)?;
+    let decoder = Decoder::new(
+        &config,
+        parameters.detached_var_builder().to_dtype(DType::BF16),
+    )?;
+    let mut cache = PagedCache::new(&config, DType::BF16, device())?;
+    let ids = [cache.add(), cache.add(), cache.add()];
+    let prompts = ids.map(|id| (id, &[1u32, 2, 3][..]));
+    decoder.next_logits(&prompts, &mut cache)?;
+    let before = CudaCalls::now();
+    decoder.next_logits(&ids.map(|id| (id, &[4u32][..])), &mut cache)?;
+    Ok(CudaCalls::now()
+        .zip(before)
+        .map(|(after, before)| after - before))
+}
+
+#[test]
+fn a_layer_of_decoding_keeps_its_budget_of_driver_calls() -> Result<()> {
+    let (Some(one), Some(two)) = (decode(1)?, decode(2)?) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    let layer = two - one;
+    println!("one layer: {layer:?}, the rest: {:?}", one - layer);
+    // The counts of today. Lower them when the code needs fewer.
+    assert!(layer.launches <= 38, "{layer:?}");
+    assert!(layer.products <= 9, "{layer:?}");
+    assert!(layer.copies_to_device <= 29, "{layer:?}");
+    assert_eq!(layer.copies_to_host, 0, "{layer:?}");
+    assert_eq!(layer.events, 0, "{layer:?}");
+    Ok(())
+}
