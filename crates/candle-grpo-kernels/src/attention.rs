@@ -1,5 +1,7 @@
 //! Causal attention.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use candle_core::{
     CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, WithDType, bail,
 };
@@ -53,19 +55,12 @@ pub fn attention<'a>(
     head_dim: usize,
     scale: f64,
 ) -> Result<Tensor> {
-    let sequences = sequences.into();
-    let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
-    if !is_fused(query, head_dim) {
-        return composed::attention::unchecked(query, key, value, sequences, &sizes, scale);
-    }
-    query.contiguous()?.apply_op3(
-        &key.contiguous()?,
-        &value.contiguous()?,
-        Attention::new(sequences, sizes, scale, query.device())?,
-    )
+    let attention = CausalAttention::new(sequences, head_dim, scale);
+    Ok(attention.forward([query, key, value])?.0)
 }
 
-/// The backward pass of [`attention`], without a graph.
+/// The backward pass of [`attention`], without a graph. On CUDA it computes the forward pass again;
+/// [`CausalAttention`] keeps what it needs.
 ///
 /// `gradient` is the gradient of the result. Returns the gradients of `query`, `key` and `value`,
 /// in their shapes and dtype.
@@ -93,21 +88,168 @@ pub fn attention_gradient<'a>(
     scale: f64,
     gradient: &Tensor,
 ) -> Result<[Tensor; 3]> {
-    let sequences = sequences.into();
-    let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
-    check::gradient(gradient, "query", query)?;
-    if !is_fused(query, head_dim) {
-        return composed::gradients([query, key, value], gradient, |[query, key, value]| {
-            composed::attention::unchecked(query, key, value, sequences, &sizes, scale)
-        });
+    CausalAttention::new(sequences, head_dim, scale).backward([query, key, value], None, gradient)
+}
+
+/// [`attention`] for all layers of a model. The layers share the table of the sequences, and the
+/// backward pass does not repeat the forward pass.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::{CausalAttention, Sequences};
+///
+/// // Two sequences of one position each: the result is the value.
+/// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
+/// let attention = CausalAttention::new(Sequences::Packed(&[1, 1]), 2, 0.5);
+/// let (y, log_sums) = attention.forward([&x, &x, &x])?;
+/// let forward = log_sums.as_ref().map(|log_sums| (&y, log_sums));
+/// let [_, _, value_gradient] = attention.backward([&x, &x, &x], forward, &x)?;
+/// assert_eq!(value_gradient.to_vec2::<f32>()?, [[1., 2.], [3., 4.]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct CausalAttention {
+    sequences: OwnedSequences,
+    head_dim: usize,
+    scale: f64,
+    /// The table of the latest call.
+    table: Mutex<Option<Table>>,
+}
+
+impl CausalAttention {
+    /// Takes the arguments of [`attention`]. The first pass checks them.
+    pub fn new<'a>(sequences: impl Into<Sequences<'a>>, head_dim: usize, scale: f64) -> Self {
+        Self {
+            sequences: match sequences.into() {
+                Sequences::Padded(mask) => OwnedSequences::Padded(mask.clone()),
+                Sequences::Packed(lengths) => OwnedSequences::Packed(lengths.to_vec()),
+            },
+            head_dim,
+            scale,
+            table: Mutex::new(None),
+        }
     }
-    Attention::new(sequences, sizes, scale, query.device())?.gradients(
-        &query.contiguous()?,
-        &key.contiguous()?,
-        &value.contiguous()?,
-        None,
-        gradient,
-    )
+
+    /// Returns [`attention`] of query, key and value.
+    ///
+    /// On CUDA also returns the logarithm of the sum of the weights of each query head, f32
+    /// `[B * S * heads]`, for [`Self::backward`]. Other paths do not need it.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`attention`].
+    pub fn forward(&self, inputs: [&Tensor; 3]) -> Result<(Tensor, Option<Tensor>)> {
+        let sizes = self.sizes(inputs)?;
+        let [query, key, value] = inputs;
+        if !is_fused(query, self.head_dim) {
+            return Ok((self.composed(inputs, &sizes)?, None));
+        }
+        let op = self.op(sizes, query.device())?;
+        let log_sums = op.log_sums.clone();
+        let y = query
+            .contiguous()?
+            .apply_op3(&key.contiguous()?, &value.contiguous()?, op)?;
+        let log_sums = lock(&log_sums).clone();
+        Ok((y, log_sums))
+    }
+
+    /// Returns the gradients of query, key and value, in their shapes and dtype, without a graph.
+    ///
+    /// `forward` is the result of [`Self::forward`], if it contains log-sums. `gradient` is the
+    /// gradient of the result.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`attention_gradient`], and if `forward` has other shapes or dtypes.
+    pub fn backward(
+        &self,
+        inputs: [&Tensor; 3],
+        forward: Option<(&Tensor, &Tensor)>,
+        gradient: &Tensor,
+    ) -> Result<[Tensor; 3]> {
+        let sizes = self.sizes(inputs)?;
+        let [query, key, value] = inputs;
+        check::gradient(gradient, "query", query)?;
+        if let Some((y, log_sums)) = forward {
+            check_forward(y, log_sums, query, self.head_dim)?;
+        }
+        if !is_fused(query, self.head_dim) {
+            return composed::gradients(inputs, gradient, |inputs| self.composed(inputs, &sizes));
+        }
+        self.op(sizes, query.device())?.gradients(
+            &query.contiguous()?,
+            &key.contiguous()?,
+            &value.contiguous()?,
+            forward,
+            gradient,
+        )
+    }
+
+    fn sequences(&self) -> Sequences<'_> {
+        match &self.sequences {
+            OwnedSequences::Padded(mask) => Sequences::Padded(mask),
+            OwnedSequences::Packed(lengths) => Sequences::Packed(lengths),
+        }
+    }
+
+    /// Checks the arguments.
+    fn sizes(&self, [query, key, value]: [&Tensor; 3]) -> Result<Sizes> {
+        let sequences = self.sequences();
+        Sizes::new(query, key, value, sequences, self.head_dim, self.scale)
+    }
+
+    fn composed(&self, [query, key, value]: [&Tensor; 3], sizes: &Sizes) -> Result<Tensor> {
+        let sequences = self.sequences();
+        composed::attention::unchecked(query, key, value, sequences, sizes, self.scale)
+    }
+
+    fn op(&self, sizes: Sizes, device: &Device) -> Result<Attention> {
+        let mut kept = lock(&self.table);
+        let table = match kept.take() {
+            Some(table) if table.fits(&sizes, device) => table,
+            _ => Table::new(self.sequences(), &sizes, device)?,
+        };
+        *kept = Some(table.clone());
+        Ok(Attention {
+            table,
+            scale: self.scale as f32,
+            sizes,
+            log_sums: Arc::default(),
+        })
+    }
+}
+
+/// [`Sequences`] without a lifetime.
+#[derive(Debug)]
+enum OwnedSequences {
+    Padded(Tensor),
+    Packed(Vec<usize>),
+}
+
+/// Fails unless `y` and `log_sums` have the shapes and dtypes of a forward pass.
+fn check_forward(y: &Tensor, log_sums: &Tensor, query: &Tensor, head_dim: usize) -> Result<()> {
+    if y.dims() != query.dims() || y.dtype() != query.dtype() || !y.is_contiguous() {
+        bail!(
+            "y: {:?} of {:?}, must be contiguous {:?} of {:?}, as query",
+            y.dims(),
+            y.dtype(),
+            query.dims(),
+            query.dtype()
+        );
+    }
+    let heads = query.elem_count() / head_dim;
+    if log_sums.dims() != [heads] || log_sums.dtype() != DType::F32 {
+        bail!(
+            "log_sums: {:?} of {:?}, must be [{heads}] of f32",
+            log_sums.dims(),
+            log_sums.dtype()
+        );
+    }
+    check::same_device(&[("query", query), ("y", y), ("log_sums", log_sums)])
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns whether a fused path exists. The CUDA kernels take heads of up to 256 elements.
@@ -247,15 +389,25 @@ fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usiz
 /// The operation on contiguous `query` `[B * S, kv_heads * group * head_dim]`, `key` and `value`
 /// `[B * T, kv_heads * head_dim]`.
 pub(crate) struct Attention {
-    /// u8, one entry for each key.
-    pub(crate) mask: Tensor,
+    pub(crate) table: Table,
     pub(crate) scale: f32,
     pub(crate) sizes: Sizes,
+    /// The log-sums of a forward pass on CUDA, for the backward pass.
+    log_sums: Arc<Mutex<Option<Tensor>>>,
+}
+
+/// The rows of all sequences.
+#[derive(Debug, Clone)]
+pub(crate) struct Table {
+    /// u8, one entry for each key.
+    pub(crate) mask: Tensor,
     /// The rows of each sequence.
-    pub(crate) sequences: Vec<Sequence>,
-    /// The log-sum-exps of a forward pass on CUDA, for the backward pass.
+    pub(crate) sequences: Arc<[Sequence]>,
+    /// The same numbers in the memory of the GPU, u32 `[B * 4]`.
     #[cfg(feature = "cuda")]
-    log_sums: std::sync::Mutex<Option<Tensor>>,
+    pub(crate) on_gpu: Option<Tensor>,
+    /// New positions of each sequence.
+    new: usize,
 }
 
 /// The rows of a sequence in `query` and `key`.
@@ -274,9 +426,9 @@ impl Sequence {
     }
 }
 
-impl Attention {
-    fn new(sequences: Sequences, sizes: Sizes, scale: f64, device: &Device) -> Result<Self> {
-        let (mask, sequences) = match sequences {
+impl Table {
+    fn new(sequences: Sequences, sizes: &Sizes, device: &Device) -> Result<Self> {
+        let (mask, sequences): (_, Arc<[_]>) = match sequences {
             Sequences::Padded(mask) => {
                 let sequence = |index| Sequence {
                     first_query: index * sizes.new,
@@ -306,39 +458,41 @@ impl Attention {
             }
         };
         Ok(Self {
-            mask,
-            scale: scale as f32,
-            sizes,
-            sequences,
             #[cfg(feature = "cuda")]
-            log_sums: std::sync::Mutex::new(None),
+            on_gpu: (device.is_cuda() && !sequences.is_empty())
+                .then(|| crate::cuda::attention::table(&sequences, device))
+                .transpose()?,
+            mask,
+            sequences,
+            new: sizes.new,
         })
     }
 
-    #[cfg(feature = "cuda")]
-    fn kept_log_sums(&self) -> std::sync::MutexGuard<'_, Option<Tensor>> {
-        self.log_sums
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    /// Returns whether the table is for these sizes and this device.
+    fn fits(&self, sizes: &Sizes, device: &Device) -> bool {
+        self.new == sizes.new && self.mask.device().same_device(device)
     }
+}
 
-    /// Returns the gradients of contiguous inputs. `y` is the result, if it is known.
+impl Attention {
+    /// Returns the gradients of contiguous inputs. `forward` has the result and the log-sums, if
+    /// they are known.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     fn gradients(
         &self,
         query: &Tensor,
         key: &Tensor,
         value: &Tensor,
-        y: Option<&Tensor>,
+        forward: Option<(&Tensor, &Tensor)>,
         gradient: &Tensor,
     ) -> Result<[Tensor; 3]> {
         let gradient = gradient.contiguous()?;
         #[cfg(feature = "cuda")]
         if query.device().is_cuda() {
             let inputs = [query, key, value];
-            let (y, log_sums) = match (y, self.kept_log_sums().clone()) {
-                (Some(y), Some(log_sums)) => (y.clone(), log_sums),
-                _ => crate::cuda::attention::forward_of(inputs, self)?,
+            let (y, log_sums) = match forward {
+                Some((y, log_sums)) => (y.clone(), log_sums.clone()),
+                None => crate::cuda::attention::forward_of(inputs, self)?,
             };
             return crate::cuda::attention::backward(inputs, &y, &log_sums, &gradient, self);
         }
@@ -391,7 +545,7 @@ impl CustomOp3 for Attention {
             (value, value_layout),
             self,
         )?;
-        *self.kept_log_sums() = Some(log_sums);
+        *lock(&self.log_sums) = Some(log_sums);
         Ok((y, query_layout.shape().clone()))
     }
 
@@ -403,8 +557,10 @@ impl CustomOp3 for Attention {
         y: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let log_sums = lock(&self.log_sums).clone();
+        let forward = log_sums.as_ref().map(|log_sums| (y, log_sums));
         let [query_gradient, key_gradient, value_gradient] =
-            self.gradients(query, key, value, Some(y), gradient)?;
+            self.gradients(query, key, value, forward, gradient)?;
         Ok((
             Some(query_gradient),
             Some(key_gradient),

@@ -29,7 +29,7 @@ pub(crate) struct Inputs<'a, T> {
 /// Returns the attended values, of the length of `query`.
 pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<Vec<T>> {
     let sizes = &op.sizes;
-    slice::read::<u8, _>(&op.mask, |mask| {
+    slice::read::<u8, _>(&op.table.mask, |mask| {
         let fill = |y: &mut [MaybeUninit<T>]| {
             by_key_head(y, op, |sequence| sequence.new)
                 .into_par_iter()
@@ -55,7 +55,7 @@ pub(crate) fn backward<T: Element>(
         slice::read::<T, _>(inputs[1], |key| {
             slice::read::<T, _>(inputs[2], |value| {
                 slice::read::<T, _>(gradient, |gradient| {
-                    slice::read::<u8, _>(&op.mask, |mask| {
+                    slice::read::<u8, _>(&op.table.mask, |mask| {
                         let inputs = Inputs { query, key, value };
                         Ok(backward_of_slices(&inputs, gradient, mask, op))
                     })
@@ -123,10 +123,10 @@ fn by_key_head<'a, X>(
     positions: impl Fn(&Sequence) -> usize,
 ) -> Vec<Vec<&'a mut [X]>> {
     let kv_heads = op.sizes.kv_heads;
-    let all: usize = op.sequences.iter().map(&positions).sum();
+    let all: usize = op.table.sequences.iter().map(&positions).sum();
     let piece = rows.len() / (all * kv_heads).max(1);
-    let mut parts = Vec::with_capacity(op.sequences.len() * kv_heads);
-    for sequence in &op.sequences {
+    let mut parts = Vec::with_capacity(op.table.sequences.len() * kv_heads);
+    for sequence in op.table.sequences.iter() {
         let positions = positions(sequence);
         let (own, rest) = std::mem::take(&mut rows).split_at_mut(positions * kv_heads * piece);
         rows = rest;
@@ -215,7 +215,7 @@ struct Task<'a, T> {
 impl<'a, T: Element> Task<'a, T> {
     fn new(index: usize, inputs: &'a Inputs<T>, mask: &'a [u8], op: &'a Attention) -> Self {
         let sizes = &op.sizes;
-        let sequence = op.sequences[index / sizes.kv_heads];
+        let sequence = op.table.sequences[index / sizes.kv_heads];
         Self {
             inputs,
             mask: &mask[sequence.first_key..][..sequence.total],

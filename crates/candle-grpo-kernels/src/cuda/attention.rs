@@ -3,7 +3,7 @@
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
-use candle_core::{Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::attention::{Attention, Sequence, Sizes};
@@ -35,11 +35,10 @@ pub(crate) fn forward(
         let mut y = unsafe { alloc::<T>(device, elements)? };
         if elements > 0 {
             let tiles = tiles_of::<T>(sizes)?;
-            let (query_tiles, _) = counts(&tiles, &op.sequences, sizes)?;
+            let (query_tiles, _) = counts(&tiles, &op.table.sequences, sizes)?;
             let blocks = blocks(&tiles, query_tiles, sizes, 1, tiles.forward_bytes)?;
-            let sequences = CudaStorage::wrap_cuda_slice(device.clone_htod(&table(op)?)?, device.clone());
-            let of_sequences = Layout::contiguous(4 * op.sequences.len());
-            let mask = op.mask.storage_and_layout();
+            let sequences = sequences(op)?.storage_and_layout();
+            let mask = op.table.mask.storage_and_layout();
             macro_rules! launch {
                 ($kernel:ident) => {{
                     // SAFETY: the inputs have the rows of all sequences and the heads, and mask
@@ -52,7 +51,7 @@ pub(crate) fn forward(
                             key: In::new(key, key_layout, &stream)?,
                             value: In::new(value, value_layout, &stream)?,
                             mask: In::from_tensor(&mask, &stream)?,
-                            sequences: In::new(&sequences, &of_sequences, &stream)?,
+                            sequences: In::from_tensor(&sequences, &stream)?,
                             y: Out::new(&mut y, &stream),
                             log_sums: Out::new(&mut log_sums, &stream),
                             tiles: query_tiles,
@@ -121,9 +120,8 @@ pub(crate) fn backward(
         gradient.storage_and_layout(),
         log_sums.storage_and_layout(),
     );
-    let mask = op.mask.storage_and_layout();
-    let sequences = CudaStorage::wrap_cuda_slice(device.clone_htod(&table(op)?)?, device.clone());
-    let of_sequences = Layout::contiguous(4 * op.sequences.len());
+    let mask = op.table.mask.storage_and_layout();
+    let sequences = sequences(op)?.storage_and_layout();
     let [of_query, of_key, of_value] = with_cuda_floats!(on_gpu(&query_storage.0)?, "query", T => {
         // SAFETY: the kernels write every element.
         #[allow(unsafe_code)]
@@ -134,7 +132,7 @@ pub(crate) fn backward(
             alloc::<f32>(device, heads)?,
         )};
         let tiles = tiles_of::<T>(sizes)?;
-        let (query_tiles, key_tiles) = counts(&tiles, &op.sequences, sizes)?;
+        let (query_tiles, key_tiles) = counts(&tiles, &op.table.sequences, sizes)?;
         let by_queries = blocks(&tiles, query_tiles, sizes, 1, tiles.backward_bytes)?;
         let by_keys = blocks(&tiles, key_tiles, sizes, tiles.parts, tiles.backward_bytes)?;
         macro_rules! launch {
@@ -148,7 +146,7 @@ pub(crate) fn backward(
                         key: In::from_tensor(&key_storage, &stream)?,
                         value: In::from_tensor(&value_storage, &stream)?,
                         mask: In::from_tensor(&mask, &stream)?,
-                        sequences: In::new(&sequences, &of_sequences, &stream)?,
+                        sequences: In::from_tensor(&sequences, &stream)?,
                         y: In::from_tensor(&y_storage, &stream)?,
                         gradient: In::from_tensor(&gradient_storage, &stream)?,
                         log_sums: In::from_tensor(&log_sums, &stream)?,
@@ -167,7 +165,7 @@ pub(crate) fn backward(
                         key: In::from_tensor(&key_storage, &stream)?,
                         value: In::from_tensor(&value_storage, &stream)?,
                         mask: In::from_tensor(&mask, &stream)?,
-                        sequences: In::new(&sequences, &of_sequences, &stream)?,
+                        sequences: In::from_tensor(&sequences, &stream)?,
                         gradient: In::from_tensor(&gradient_storage, &stream)?,
                         log_sums: In::from_tensor(&log_sums, &stream)?,
                         dots: In::new(&dots, &Layout::contiguous(heads), &stream)?,
@@ -215,8 +213,8 @@ fn tiles_of<T>(sizes: &Sizes) -> Result<AttentionTiles> {
 }
 
 /// Returns the sequences for the kernels: first query, new positions, first key, all positions.
-fn table(op: &Attention) -> Result<Vec<u32>> {
-    let numbers = op.sequences.iter().flat_map(|sequence| {
+pub(crate) fn table(sequences: &[Sequence], device: &Device) -> Result<Tensor> {
+    let numbers = sequences.iter().flat_map(|sequence| {
         let &Sequence {
             first_query,
             new,
@@ -225,9 +223,19 @@ fn table(op: &Attention) -> Result<Vec<u32>> {
         } = sequence;
         [first_query, new, first_key, total]
     });
-    match numbers.map(u32::try_from).collect() {
-        Ok(table) => Ok(table),
+    match numbers
+        .map(u32::try_from)
+        .collect::<std::result::Result<Vec<_>, _>>()
+    {
+        Ok(table) => Tensor::new(table, device),
         Err(_) => bail!("attention: more than 2^32 positions"),
+    }
+}
+
+fn sequences(op: &Attention) -> Result<&Tensor> {
+    match &op.table.on_gpu {
+        Some(sequences) => Ok(sequences),
+        None => bail!("attention: a tensor left the GPU"),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tests of `attention` against its composed twin in f64, and of masks.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{Sequences, attention, attention_gradient, composed};
+use candle_grpo_kernels::{CausalAttention, Sequences, attention, attention_gradient, composed};
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -142,6 +142,64 @@ fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
             Ok(vec![a, b, c])
         },
     )
+}
+
+/// One operator for calls of different sizes and dtypes.
+#[test]
+fn a_kept_forward_pass_gives_bit_identical_gradients() -> Result<()> {
+    for device in devices() {
+        let mask = Tensor::ones((2, 7), DType::U8, device)?;
+        let padded = CausalAttention::new(&mask, 3, 0.7);
+        let packed = CausalAttention::new(Sequences::Packed(&[9, 5]), 3, 0.7);
+        for (operator, sequences, new, dtype) in [
+            (&padded, Sequences::Padded(&mask), 7, DType::F32),
+            (&padded, Sequences::Padded(&mask), 5, DType::F32),
+            (&packed, Sequences::Packed(&[9, 5]), 7, DType::BF16),
+            (&packed, Sequences::Packed(&[9, 5]), 7, DType::F32),
+            (&packed, Sequences::Packed(&[9, 5]), 7, DType::F64),
+        ] {
+            let noise = |rows: usize, width: usize, seed| {
+                noisy(&[2 * rows, width], seed, DType::F32)?
+                    .to_device(device)?
+                    .to_dtype(dtype)
+            };
+            let (query, gradient) = (noise(new, 12, 1)?, noise(new, 12, 4)?);
+            let (key, value) = (noise(7, 6, 2)?, noise(7, 6, 3)?);
+            let (y, log_sums) = operator.forward([&query, &key, &value])?;
+            assert_eq!(
+                log_sums.is_some(),
+                device.is_cuda() && dtype != DType::F64,
+                "only the CUDA kernels need log-sums"
+            );
+            let alone = attention(&query, &key, &value, sequences, 3, 0.7)?;
+            assert_eq!(numbers(&y)?, numbers(&alone)?);
+            let forward = log_sums.as_ref().map(|log_sums| (&y, log_sums));
+            let kept = operator.backward([&query, &key, &value], forward, &gradient)?;
+            let again = attention_gradient(&query, &key, &value, sequences, 3, 0.7, &gradient)?;
+            for (kept, again) in kept.iter().zip(&again) {
+                assert_eq!(numbers(kept)?, numbers(again)?);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn an_error_names_a_forward_pass_of_other_tensors() -> Result<()> {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let (x, log_sums) = (zeros(&[5, 4])?, zeros(&[10])?);
+    let operator = CausalAttention::new(Sequences::Packed(&[2, 3]), 2, 1.0);
+    let call = |y: &Tensor, log_sums: &Tensor| {
+        message(operator.backward([&x, &x, &x], Some((y, log_sums)), &x))
+    };
+    assert!(
+        call(&zeros(&[4, 4])?, &log_sums).contains("y: [4, 4] of F32, must be contiguous [5, 4]")
+    );
+    let short = zeros(&[9])?;
+    assert!(call(&x, &short).contains("log_sums: [9] of F32, must be [10] of f32"));
+    operator
+        .backward([&x, &x, &x], Some((&x, &log_sums)), &x)
+        .map(drop)
 }
 
 #[test]

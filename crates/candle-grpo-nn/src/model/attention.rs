@@ -21,6 +21,7 @@ pub(crate) struct Attention {
     head_norms: Option<HeadNorms>,
     rotates: bool,
     head_dim: usize,
+    scale: f64,
 }
 
 /// RMSNorms of each head of query and key, before the rotation.
@@ -37,6 +38,8 @@ pub(crate) struct AttentionRecord {
     /// The inputs of the attention operator.
     query_key_value: QueryKeyValue,
     mixed: Tensor,
+    /// The log-sums of the attention operator, on CUDA.
+    log_sums: Option<Tensor>,
 }
 
 impl Attention {
@@ -64,6 +67,7 @@ impl Attention {
             head_norms: config.has_head_norms().then(head_norms).transpose()?,
             rotates: config.rotates(layer),
             head_dim,
+            scale: config.attention_scale(),
         })
     }
 
@@ -84,12 +88,13 @@ impl Attention {
             key = pass.angles.rotate(&key)?;
         }
         let query_key_value = [query, key, value];
-        let mixed = pass.attend(self.layer, &query_key_value, self.head_dim, self.scale())?;
+        let (mixed, log_sums) = pass.attend(self.layer, &query_key_value, self.scale)?;
         let y = self.output.forward(&mixed, pass.products())?;
         let record = AttentionRecord {
             before_norm,
             query_key_value,
             mixed,
+            log_sums,
         };
         Ok((y, record))
     }
@@ -107,16 +112,12 @@ impl Attention {
             before_norm,
             query_key_value,
             mixed,
+            log_sums,
         } = record;
         let mixed_gradient = self.output.backward(&mixed, gradient, None, sink)?;
-        drop(mixed);
-        let [mut query_gradient, mut key_gradient, value_gradient] = pass.attend_backward(
-            &query_key_value,
-            self.head_dim,
-            self.scale(),
-            &mixed_gradient,
-        )?;
-        drop((query_key_value, mixed_gradient));
+        let [mut query_gradient, mut key_gradient, value_gradient] =
+            pass.attend_backward(&query_key_value, &mixed, log_sums.as_ref(), &mixed_gradient)?;
+        drop((query_key_value, mixed, mixed_gradient));
         if self.rotates {
             query_gradient = pass.angles.rotate_back(&query_gradient)?;
             key_gradient = pass.angles.rotate_back(&key_gradient)?;
@@ -131,10 +132,6 @@ impl Attention {
             .backward(x, &key_gradient, Some(x_gradient), sink)?;
         self.value
             .backward(x, &value_gradient, Some(x_gradient), sink)
-    }
-
-    fn scale(&self) -> f64 {
-        (self.head_dim as f64).powf(-0.5)
     }
 
     /// `[N, heads * head_dim]` to `[N, heads, head_dim]`.

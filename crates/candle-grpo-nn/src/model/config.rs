@@ -217,6 +217,11 @@ impl DecoderConfig {
         })
     }
 
+    /// The factor of the scores of attention.
+    pub(crate) fn attention_scale(&self) -> f64 {
+        (self.head_dim() as f64).powf(-0.5)
+    }
+
     /// The Hugging Face name and the shape of every parameter, in sorted order.
     ///
     /// With tied embeddings there is no `lm_head.weight`.

@@ -1,7 +1,7 @@
 //! The checked input of a forward pass over whole sequences.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_grpo_kernels::Sequences;
+use candle_grpo_kernels::{CausalAttention, Sequences};
 
 use crate::model::pass::{Context, Pass};
 use crate::model::rope::RopeAngles;
@@ -13,16 +13,8 @@ pub(crate) struct Input {
     /// `[N]`
     pub(crate) ids: Tensor,
     angles: RopeAngles,
-    layout: Layout,
+    attention: CausalAttention,
     shared: Option<SharedRows>,
-}
-
-/// The place of each sequence.
-enum Layout {
-    /// One row each, u8 `[B, S]`.
-    Padded(Tensor),
-    /// One after another, with these lengths.
-    Packed(Vec<usize>),
 }
 
 impl Input {
@@ -37,7 +29,7 @@ impl Input {
         Ok(Self {
             ids: ids.flatten_all()?,
             angles: decoder.rope.angles(&positions)?,
-            layout: Layout::Padded(real.to_dtype(DType::U8)?),
+            attention: attention(decoder, Sequences::Padded(&real.to_dtype(DType::U8)?)),
             shared: None,
         })
     }
@@ -62,7 +54,7 @@ impl Input {
         Ok(Self {
             ids: tokens.ids().clone(),
             angles: decoder.rope.angles(&positions)?,
-            layout: Layout::Packed(lengths.to_vec()),
+            attention: attention(decoder, Sequences::Packed(lengths)),
             shared: SharedRows::new(tokens)?,
         })
     }
@@ -71,14 +63,16 @@ impl Input {
         Pass {
             angles: &self.angles,
             context: Context::Sequences {
-                sequences: match &self.layout {
-                    Layout::Padded(mask) => Sequences::Padded(mask),
-                    Layout::Packed(lengths) => Sequences::Packed(lengths),
-                },
+                attention: &self.attention,
                 shared: self.shared.as_ref(),
             },
         }
     }
+}
+
+fn attention(decoder: &Decoder, sequences: Sequences) -> CausalAttention {
+    let config = decoder.config();
+    CausalAttention::new(sequences, config.head_dim(), config.attention_scale())
 }
 
 fn check_padded(decoder: &Decoder, ids: &Tensor, attention_mask: &Tensor) -> Result<()> {

@@ -1,9 +1,7 @@
 //! The context of one forward pass: positions, and which tokens each token attends to.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{
-    PageSlot, PagedRow, Sequences, attention, attention_gradient, paged_attention,
-};
+use candle_grpo_kernels::{CausalAttention, PageSlot, PagedRow, paged_attention};
 
 use crate::decoding::PagedCache;
 use crate::model::linear::Products;
@@ -22,7 +20,7 @@ pub(crate) struct Pass<'a> {
 pub(crate) enum Context<'a> {
     /// The tokens before it in its sequence, all of which are in the pass.
     Sequences {
-        sequences: Sequences<'a>,
+        attention: &'a CausalAttention,
         /// The rows that sequences share, if they do.
         shared: Option<&'a SharedRows>,
     },
@@ -47,54 +45,56 @@ impl Pass<'_> {
         }
     }
 
-    /// Attention of block `layer`, `[N, heads * head_dim]`.
+    /// Attention of block `layer`, `[N, heads * head_dim]`, and its log-sums for
+    /// [`Self::attend_backward`], which needs them on CUDA only.
     pub(crate) fn attend(
         &self,
         layer: usize,
         x: &QueryKeyValue,
-        head_dim: usize,
         scale: f64,
-    ) -> Result<Tensor> {
-        let within = |[query, key, value]: &QueryKeyValue, sequences| {
-            attention(query, key, value, sequences, head_dim, scale)
-        };
+    ) -> Result<(Tensor, Option<Tensor>)> {
         match self.context {
             Context::Sequences {
-                sequences,
+                attention,
                 shared: None,
-            } => within(x, sequences),
+            } => attention.forward(x.each_ref()),
             Context::Sequences {
-                sequences,
+                attention,
                 shared: Some(shared),
-            } => shared.to_rows(&within(&shared.to_tokens(x)?, sequences)?),
+            } => {
+                let (y, log_sums) = attention.forward(shared.all_to_tokens(x)?.each_ref())?;
+                Ok((shared.to_rows(&y)?, log_sums))
+            }
             Context::Cache { cache, slots, rows } => {
                 // A head norm may have a variable.
                 let [query, key, value] = x.each_ref().map(Tensor::detach);
                 let pages = cache.layer(layer);
                 pages.write(&key, &value, slots)?;
-                paged_attention(&query, pages, rows, scale)
+                Ok((paged_attention(&query, pages, rows, scale)?, None))
             }
         }
     }
 
-    /// The gradients of `x` from that of the result of [`Self::attend`].
+    /// The gradients of `x` from the results of [`Self::attend`] and the gradient of the first.
     pub(crate) fn attend_backward(
         &self,
         x: &QueryKeyValue,
-        head_dim: usize,
-        scale: f64,
+        mixed: &Tensor,
+        log_sums: Option<&Tensor>,
         gradient: &Tensor,
     ) -> Result<QueryKeyValue> {
-        let Context::Sequences { sequences, shared } = self.context else {
+        let Context::Sequences { attention, shared } = self.context else {
             bail!("a pass with a cache has no backward pass");
         };
-        let within = |[query, key, value]: &QueryKeyValue, gradient: &Tensor| {
-            attention_gradient(query, key, value, sequences, head_dim, scale, gradient)
-        };
         let Some(shared) = shared else {
-            return within(x, gradient);
+            let forward = log_sums.map(|log_sums| (mixed, log_sums));
+            return attention.backward(x.each_ref(), forward, gradient);
         };
-        let gradient = shared.to_rows_gradient(gradient)?;
-        shared.to_tokens_gradient(within(&shared.to_tokens(x)?, &gradient)?)
+        let mixed = log_sums.map(|_| shared.to_tokens(mixed)).transpose()?;
+        shared.to_tokens_gradient(attention.backward(
+            shared.all_to_tokens(x)?.each_ref(),
+            mixed.as_ref().zip(log_sums),
+            &shared.to_rows_gradient(gradient)?,
+        )?)
     }
 }

@@ -28,13 +28,18 @@ impl SharedRows {
         }))
     }
 
-    /// Expands query, key and value from `[N, ..]` to `[T, ..]`.
-    pub(crate) fn to_tokens(&self, x: &[Tensor; 3]) -> Result<[Tensor; 3]> {
-        let [query, key, value] = x.each_ref().map(|x| embedding(&self.row_of_token, x));
+    /// Expands `[N, ..]` to `[T, ..]`.
+    pub(crate) fn to_tokens(&self, x: &Tensor) -> Result<Tensor> {
+        embedding(&self.row_of_token, x)
+    }
+
+    /// [`Self::to_tokens`] of query, key and value.
+    pub(crate) fn all_to_tokens(&self, x: &[Tensor; 3]) -> Result<[Tensor; 3]> {
+        let [query, key, value] = x.each_ref().map(|x| self.to_tokens(x));
         Ok([query?, key?, value?])
     }
 
-    /// Returns the gradients of the arguments of [`Self::to_tokens`] from those of its results.
+    /// Returns the gradients of the arguments of [`Self::all_to_tokens`] from those of its results.
     pub(crate) fn to_tokens_gradient(&self, gradients: [Tensor; 3]) -> Result<[Tensor; 3]> {
         let rows = self.first_token.dim(0)?;
         let [query, key, value] = gradients.map(|x| summed(&self.row_of_token, rows, &x));

@@ -4,6 +4,7 @@ mod adamw;
 mod atomic_file;
 mod biases;
 mod cuda_budget;
+mod cuda_training_budget;
 mod decoder;
 mod decoding;
 mod gguf;

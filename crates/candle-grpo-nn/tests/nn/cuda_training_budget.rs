@@ -1,0 +1,82 @@
+//! Calls of the CUDA driver for a layer of training, which the emulated GPU counts.
+
+use candle_core::{DType, Result};
+use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
+use candle_grpo_test_support::{CudaCalls, device};
+
+use crate::small::{Family, lively};
+
+/// The calls of a micro-batch, and its launches of the forward pass of attention.
+type Counts = Option<(CudaCalls, u64)>;
+
+/// Returns the counts of a micro-batch after the first, with this number of layers.
+fn micro_batch(layers: usize, shares_prefixes: bool) -> Result<Counts> {
+    let config = DecoderConfig {
+        num_hidden_layers: layers,
+        ..Family::Qwen3.config(true)
+    };
+    let parameters = lively(&config)?;
+    let (vb, _copies) = parameters.copied_var_builder(DType::BF16)?;
+    let decoder = Decoder::new(&config, vb)?;
+    let sequences = [vec![1, 2, 3, 4], vec![1, 2, 5]];
+    let tokens = if shares_prefixes {
+        PackedTokens::sharing_prefixes(&sequences, device())?
+    } else {
+        PackedTokens::new(&sequences, device())?
+    };
+    let mut gradients = Gradients::new();
+    let mut run = || {
+        let (hidden, recorded) = decoder.record(&tokens)?;
+        recorded.backward(&hidden, &parameters, &mut gradients)
+    };
+    let counts = || CudaCalls::now().zip(CudaCalls::launches_of("attention_forward_64_bf16"));
+    run()?;
+    let before = counts();
+    run()?;
+    Ok(counts()
+        .zip(before)
+        .map(|((calls, forward), (calls_before, forward_before))| {
+            (calls - calls_before, forward - forward_before)
+        }))
+}
+
+/// Returns the calls for one layer, and checks that attention's forward pass runs once.
+fn layer(shares_prefixes: bool) -> Result<Option<CudaCalls>> {
+    let (Some((one, forward)), Some((two, twice))) = (
+        micro_batch(1, shares_prefixes)?,
+        micro_batch(2, shares_prefixes)?,
+    ) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(None);
+    };
+    let layer = two - one;
+    println!("one layer: {layer:?}, the rest: {:?}", one - layer);
+    assert_eq!((forward, twice), (1, 2), "forward passes of attention");
+    assert_eq!(layer.copies_to_host, 0, "{layer:?}");
+    assert_eq!(layer.events, 0, "{layer:?}");
+    Ok(Some(layer))
+}
+
+#[test]
+fn a_layer_of_training_keeps_its_budget_of_driver_calls() -> Result<()> {
+    let Some(layer) = layer(false)? else {
+        return Ok(());
+    };
+    assert!(layer.launches <= 38, "{layer:?}");
+    assert!(layer.products <= 21, "{layer:?}");
+    assert_eq!(layer.copies_to_device, 0, "{layer:?}");
+    assert_eq!(layer.memsets, 0, "{layer:?}");
+    Ok(())
+}
+
+#[test]
+fn a_layer_of_training_on_shared_prefixes_keeps_its_budget_of_driver_calls() -> Result<()> {
+    let Some(layer) = layer(true)? else {
+        return Ok(());
+    };
+    assert!(layer.launches <= 58, "{layer:?}");
+    assert!(layer.products <= 21, "{layer:?}");
+    assert_eq!(layer.copies_to_device, 0, "{layer:?}");
+    assert!(layer.memsets <= 8, "{layer:?}");
+    Ok(())
+}
