@@ -1,7 +1,8 @@
 //! Training adapters in place of all parameters.
 
 use crate::common::{
-    END, max_difference, model, parameters, pretrained, prompts, sampling, share_of_a, tokenizer,
+    self, END, max_difference, model, parameters, pretrained, prompts, share_of_a, tokenizer,
+    trainer,
 };
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
 use candle_grpo_nn::{Decoder, Lora, LoraConfig};
@@ -13,13 +14,9 @@ use candle_grpo_train::{
 
 fn config() -> TrainConfig {
     let mut config = TrainConfig {
-        prompts_per_step: 3,
-        num_generations: 4,
-        sampling: sampling(),
-        micro_batch_size: 5,
         recipe: Recipe::grpo(),
         adapters: Some(LoraConfig::all_linear(4, 8.)),
-        ..TrainConfig::default()
+        ..common::config()
     };
     // The reference policy is the base without the adapters.
     config.recipe.policy_loss.kl = Some(KlLoss::k3(0.04));
@@ -27,13 +24,9 @@ fn config() -> TrainConfig {
     config
 }
 
-fn trainer(config: TrainConfig) -> Trainer {
-    crate::common::trainer(share_of_a, config)
-}
-
 #[test]
 fn adapters_learn_and_the_parameters_stay() {
-    let mut trainer = trainer(config());
+    let mut trainer = trainer(share_of_a, config());
     let metrics: Vec<_> = (0..40).map(|_| trainer.step().unwrap()).collect();
     let mean = |part: &[candle_grpo_train::StepMetrics]| {
         part.iter().map(|m| m.reward_mean).sum::<f64>() / part.len() as f64
@@ -51,7 +44,7 @@ fn adapters_learn_and_the_parameters_stay() {
 
 #[test]
 fn the_reference_of_adapters_is_the_base() {
-    let mut trainer = trainer(config());
+    let mut trainer = trainer(share_of_a, config());
     for _ in 0..3 {
         trainer.step().unwrap();
     }
@@ -68,7 +61,7 @@ fn the_reference_of_adapters_is_the_base() {
 
 #[test]
 fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
-    let mut trainer = trainer(config());
+    let mut trainer = trainer(share_of_a, config());
     for _ in 0..3 {
         trainer.step().unwrap();
     }
@@ -116,7 +109,7 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
 /// The adapters are finite, but their product is not.
 #[test]
 fn merged_weights_that_overflow_are_not_written() {
-    let trainer = trainer(config());
+    let trainer = trainer(share_of_a, config());
     let adapters = trainer.actor().adapters().unwrap().parameters();
     for (_, adapter) in adapters.iter() {
         let large = (adapter.ones_like().unwrap() * 1e30).unwrap();

@@ -2,7 +2,9 @@
 
 use std::fs;
 
-use crate::common::{max_difference, model, parameters, pretrained, prompts, sampling, tokenizer};
+use crate::common::{
+    file_names, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer,
+};
 use candle_grpo_test_support::device;
 use candle_grpo_train::{NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer};
 use serde_json::json;
@@ -110,13 +112,8 @@ fn a_checkpoint_has_the_form_of_a_hugging_face_model() {
     ] {
         assert_eq!(config[name], value);
     }
-    let mut names: Vec<_> = fs::read_dir(path)
-        .unwrap()
-        .map(|e| e.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
     assert_eq!(
-        names,
+        file_names(path),
         [
             "config.json",
             "generation_config.json",

@@ -1,5 +1,8 @@
 //! A tiny policy and a few prompts.
 
+use std::fs;
+use std::path::Path;
+
 use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device};
@@ -78,6 +81,17 @@ pub(crate) fn try_trainer(
     Trainer::new(model(), parameters(), tokenizer(), prompts, reward, config)
 }
 
+/// Three groups of four completions, in micro-batches of five.
+pub(crate) fn config() -> TrainConfig {
+    TrainConfig {
+        prompts_per_step: 3,
+        num_generations: 4,
+        sampling: sampling(),
+        micro_batch_size: 5,
+        ..TrainConfig::default()
+    }
+}
+
 pub(crate) fn trainer(reward: impl RewardFunction + 'static, config: TrainConfig) -> Trainer {
     try_trainer(reward, config).unwrap()
 }
@@ -93,6 +107,15 @@ pub(crate) fn digest(sample: &Sample) -> f32 {
     let weighted = |(i, &token): (usize, &u32)| (i as f32 + 1.) * token as f32;
     let tokens = sample.completion_tokens.iter().enumerate();
     tokens.map(weighted).sum::<f32>().sin()
+}
+
+/// The names of the files in a folder, sorted.
+pub(crate) fn file_names(folder: &Path) -> Vec<String> {
+    let names = fs::read_dir(folder).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
 }
 
 pub(crate) fn without_seconds(mut metrics: StepMetrics) -> StepMetrics {

@@ -1,6 +1,6 @@
 //! Training with a critic.
 
-use crate::common::{max_difference, model, parameters, sampling, share_of_a};
+use crate::common::{max_difference, model, parameters, sampling, share_of_a, trainer};
 use candle_core::Tensor;
 use candle_grpo_core::{AdvantageConfig, AdvantageName};
 use candle_grpo_loss::{PolicyLoss, Recipe, StepTotals, ValueLoss};
@@ -8,7 +8,7 @@ use candle_grpo_nn::AdamWConfig;
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::explained_variance;
 use candle_grpo_train::{
-    Critic, CriticConfig, StepMetrics, TokenBatch, TrainConfig, Trainer, TrainingBatch,
+    Critic, CriticConfig, StepMetrics, TokenBatch, TrainConfig, TrainingBatch,
 };
 
 fn critic_config() -> CriticConfig {
@@ -39,17 +39,13 @@ fn config() -> TrainConfig {
     config
 }
 
-fn trainer(config: TrainConfig) -> Trainer {
-    crate::common::trainer(share_of_a, config)
-}
-
-fn mean(part: &[StepMetrics], figure: &str) -> f64 {
-    part.iter().map(|m| m.policy[figure]).sum::<f64>() / part.len() as f64
+fn mean(part: &[StepMetrics], metric: &str) -> f64 {
+    part.iter().map(|m| m.policy[metric]).sum::<f64>() / part.len() as f64
 }
 
 #[test]
 fn a_critic_and_its_policy_both_learn() {
-    let mut trainer = trainer(config());
+    let mut trainer = trainer(share_of_a, config());
     let metrics: Vec<_> = (0..60).map(|_| trainer.step().unwrap()).collect();
     assert!(metrics.iter().all(|m| m.policy["value_grad_norm"] > 0.));
     let (first, last) = (&metrics[..5], &metrics[55..]);
@@ -69,7 +65,7 @@ fn the_loss_of_a_critic_falls_and_it_explains_more() {
         ..critic_config()
     });
     config.prompts_per_step = 20;
-    let mut trainer = trainer(config);
+    let mut trainer = trainer(share_of_a, config);
     let metrics: Vec<_> = (0..60).map(|_| trainer.step().unwrap()).collect();
     let (first, last) = (&metrics[..5], &metrics[55..]);
     let loss = [first, last].map(|part| mean(part, "value_loss"));
@@ -195,7 +191,7 @@ fn a_value_loss_that_clips_gets_the_old_values() {
         },
         ..critic_config()
     });
-    let metrics = trainer(config).step().unwrap();
+    let metrics = trainer(share_of_a, config).step().unwrap();
     // In the later epochs values have moved beyond the clip.
     assert!(metrics.policy["value_clip_fraction"] > 0.1);
 }

@@ -12,22 +12,11 @@ use candle_grpo_train::{
 };
 use rstest::rstest;
 
-use crate::common::{END, max_difference, model, parameters, prompts, sampling, tokenizer};
-
-fn config() -> TrainConfig {
-    TrainConfig {
-        prompts_per_step: 3,
-        num_generations: 4,
-        sampling: sampling(),
-        micro_batch_size: 5,
-        ..TrainConfig::default()
-    }
-}
+use crate::common::{self, END, config, max_difference, prompts, sampling, tokenizer};
 
 fn trainer(config: TrainConfig) -> Trainer {
-    let prompts = prompts(&["abc", "d", "ee", "ca", "b"]);
     let length = |sample: &candle_grpo_train::Sample| sample.completion_tokens.len() as f32;
-    Trainer::new(model(), parameters(), tokenizer(), prompts, length, config).unwrap()
+    common::trainer(length, config)
 }
 
 /// Draws from a copy of the weights that it received last, delivers in reverse order and records

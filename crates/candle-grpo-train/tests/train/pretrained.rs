@@ -14,6 +14,8 @@ use candle_grpo_train::model::Chat;
 use rstest::rstest;
 use serde_json::json;
 
+use crate::common::file_names;
+
 const WIDTH: usize = 8;
 const SPECIAL: [&str; 4] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"];
 const TEMPLATE: &str =
@@ -203,12 +205,8 @@ fn a_gguf_file_becomes_a_folder_that_is_the_same_model() -> Result<()> {
         let template = pretrained.chat_template.as_ref().unwrap();
         assert_eq!(template.render(&chat)?, "<|im_start|>he<|im_end|>");
     }
-    let mut names: Vec<_> = fs::read_dir(folder.model())?
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
-    names.sort();
     assert_eq!(
-        names,
+        file_names(&folder.model()),
         [
             "config.json",
             "generation_config.json",

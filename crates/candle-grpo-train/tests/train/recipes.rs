@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use crate::common::{
-    digest, max_difference, model, parameters, prompts, sampling, share_of_a, tokenizer, trainer,
+    self, digest, max_difference, model, parameters, prompts, sampling, share_of_a, tokenizer,
+    trainer,
 };
 use candle_core::Tensor;
 use candle_grpo_core::{
@@ -30,12 +31,8 @@ use rstest::rstest;
 
 fn config(recipe: Recipe) -> TrainConfig {
     TrainConfig {
-        prompts_per_step: 3,
-        num_generations: 4,
-        sampling: sampling(),
-        micro_batch_size: 5,
         recipe,
-        ..TrainConfig::default()
+        ..common::config()
     }
 }
 

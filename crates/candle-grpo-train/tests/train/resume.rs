@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{
-    digest, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer,
+    self, digest, max_difference, model, parameters, pretrained, prompts, tokenizer, trainer,
     without_seconds,
 };
 use candle_grpo_core::{
@@ -24,13 +24,7 @@ use candle_grpo_train::{
 use rstest::rstest;
 
 fn config() -> TrainConfig {
-    let mut config = TrainConfig {
-        prompts_per_step: 3,
-        num_generations: 4,
-        sampling: sampling(),
-        micro_batch_size: 5,
-        ..TrainConfig::default()
-    };
+    let mut config = common::config();
     config.recipe.policy_loss.kl = None;
     config.optimizer.learning_rate = 1e-2;
     config
@@ -105,10 +99,6 @@ fn chosen() -> TrainConfig {
     config
 }
 
-fn trainer(config: TrainConfig) -> Trainer {
-    crate::common::trainer(digest, config)
-}
-
 fn save(trainer: &Trainer, folder: &Path) {
     trainer.write_checkpoint(folder, &pretrained()).unwrap();
 }
@@ -131,7 +121,7 @@ fn assert_equal(a: &Parameters, b: &Parameters) {
 #[case::chosen(chosen())]
 fn a_resumed_run_is_bit_identical_to_an_uninterrupted_one(#[case] config: TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
-    let mut whole = trainer(config.clone());
+    let mut whole = trainer(digest, config.clone());
     let mut expected = Vec::new();
     for step in 1..=5 {
         expected.push(without_seconds(whole.step().unwrap()));
@@ -139,7 +129,7 @@ fn a_resumed_run_is_bit_identical_to_an_uninterrupted_one(#[case] config: TrainC
             save(&whole, folder.path());
         }
     }
-    let mut resumed = trainer(config);
+    let mut resumed = trainer(digest, config);
     resumed.load_state(folder.path()).unwrap();
     assert_eq!(resumed.steps(), 2);
     for expected in &expected[2..] {
@@ -167,14 +157,14 @@ fn a_resumed_run_is_bit_identical_to_an_uninterrupted_one(#[case] config: TrainC
 #[case::no_controller(controllers(), TrainConfig { reward_kl: None, ..controllers() })]
 fn a_run_of_another_kind_is_not_resumed(#[case] saved: TrainConfig, #[case] now: TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
-    save(&trainer(saved), folder.path());
-    assert!(trainer(now).load_state(folder.path()).is_err());
+    save(&trainer(digest, saved), folder.path());
+    assert!(trainer(digest, now).load_state(folder.path()).is_err());
 }
 
 #[test]
 fn adapters_of_other_weights_are_not_resumed() {
     let folder = tempfile::tempdir().unwrap();
-    save(&trainer(adapters()), folder.path());
+    save(&trainer(digest, adapters()), folder.path());
     let other = Parameters::init(&model(), 4, device()).unwrap();
     let prompts = prompts(&["abc"]);
     let mut other = Trainer::new(model(), other, tokenizer(), prompts, digest, adapters()).unwrap();
@@ -188,9 +178,11 @@ fn adapters_of_other_weights_are_not_resumed() {
 #[test]
 fn a_missing_file_is_named() {
     let folder = tempfile::tempdir().unwrap();
-    save(&trainer(config()), folder.path());
+    save(&trainer(digest, config()), folder.path());
     fs::remove_file(folder.path().join("optimizer.safetensors")).unwrap();
-    let error = trainer(config()).load_state(folder.path()).unwrap_err();
+    let error = trainer(digest, config())
+        .load_state(folder.path())
+        .unwrap_err();
     let error = format!("{error:#}");
     assert!(error.contains("optimizer.safetensors"), "{error}");
 }
@@ -219,7 +211,7 @@ impl Progress for Impatient {
 /// Wherever it is stopped: while it samples, before and within the passes of its only update.
 #[test]
 fn an_interrupted_step_leaves_everything_as_it_was() {
-    let mut undisturbed = trainer(dynamic_with_one_update());
+    let mut undisturbed = trainer(digest, dynamic_with_one_update());
     undisturbed.step().unwrap();
     undisturbed.step().unwrap();
     let mut interrupted = 0;
@@ -228,7 +220,7 @@ fn an_interrupted_step_leaves_everything_as_it_was() {
             patience,
             ..Impatient::default()
         });
-        let mut trainer = trainer(dynamic_with_one_update()).with_progress(progress);
+        let mut trainer = trainer(digest, dynamic_with_one_update()).with_progress(progress);
         let Err(error) = trainer.step() else {
             break;
         };
@@ -260,7 +252,7 @@ fn dynamic_with_one_update() -> TrainConfig {
 #[test]
 fn a_step_that_has_changed_weights_runs_to_completion() {
     let whole = {
-        let mut trainer = trainer(dynamic());
+        let mut trainer = trainer(digest, dynamic());
         trainer.step().unwrap();
         trainer
     };
@@ -269,7 +261,7 @@ fn a_step_that_has_changed_weights_runs_to_completion() {
             patience,
             ..Impatient::default()
         });
-        let mut trainer = trainer(dynamic()).with_progress(progress.clone());
+        let mut trainer = trainer(digest, dynamic()).with_progress(progress.clone());
         match trainer.step() {
             Err(error) => {
                 assert!(error.is::<Interrupted>());
@@ -324,7 +316,7 @@ fn half_a_step_is_neither_continued_nor_saved() {
     config.epochs = 2;
     // Weights so large after one update that the next finds no finite gradient.
     config.optimizer.learning_rate = 1e30;
-    let mut trainer = trainer(config.clone());
+    let mut trainer = trainer(digest, config.clone());
     let error = trainer.step().unwrap_err();
     assert!(!error.is::<Interrupted>());
     assert_eq!(trainer.steps(), 0);
@@ -339,7 +331,7 @@ fn half_a_step_is_neither_continued_nor_saved() {
             "step 1: failed after it had changed weights, resume from a checkpoint"
         );
     }
-    save(&self::trainer(config), folder.path());
+    save(&self::trainer(digest, config), folder.path());
     trainer.load_state(folder.path()).unwrap();
     assert_equal(trainer.actor().parameters(), &parameters());
 }
