@@ -30,4 +30,4 @@ pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;
 pub use devices::{cases, cuda, device, devices};
 pub use gguf::gguf_bytes;
-pub use noise::{noise, noise_tensor, token_ids};
+pub use noise::{noise, noise_tensor, token_ids, words};

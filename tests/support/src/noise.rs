@@ -34,8 +34,9 @@ pub fn token_ids(len: usize, vocab: usize, seed: u64) -> Vec<u32> {
         .collect()
 }
 
-/// The output of SplitMix64 (<https://doi.org/10.1145/2714064.2660195>).
-fn words(seed: u64) -> impl Iterator<Item = u64> {
+/// Returns the endless output of SplitMix64 (<https://doi.org/10.1145/2714064.2660195>), a function
+/// of `seed`.
+pub fn words(seed: u64) -> impl Iterator<Item = u64> {
     (1u64..).map(move |i| {
         let z = seed.wrapping_add(i.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

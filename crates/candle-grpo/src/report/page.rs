@@ -57,7 +57,7 @@ fn summary(runs: &[Run]) -> String {
         let rewards: Vec<f64> = run
             .steps
             .iter()
-            .filter_map(|figures| figures.get("reward_mean").copied())
+            .filter_map(|metrics| metrics.get("reward_mean").copied())
             .collect();
         let n = rewards.len().min(5);
         let seconds: f64 = run.steps.iter().map(seconds).sum();
@@ -84,8 +84,8 @@ fn mean(values: &[f64]) -> String {
     short(values.iter().sum::<f64>() / values.len() as f64)
 }
 
-fn seconds(figures: &BTreeMap<String, f64>) -> f64 {
-    let phases = figures
+fn seconds(metrics: &BTreeMap<String, f64>) -> f64 {
+    let phases = metrics
         .iter()
         .filter(|(name, _)| name.starts_with("seconds."));
     phases.map(|(_, seconds)| seconds).sum()

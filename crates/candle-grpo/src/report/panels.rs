@@ -106,8 +106,8 @@ pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
         let mut chart = Chart::default();
         for (run, of_run) in colored(runs) {
             for (low, high) in plan.bands {
-                let points = series(&of_run.steps, |figures| {
-                    Some((*figures.get(*low)?, *figures.get(*high)?))
+                let points = series(&of_run.steps, |metrics| {
+                    Some((*metrics.get(*low)?, *metrics.get(*high)?))
                 });
                 let points = points.into_iter().map(|(x, (low, high))| (x, low, high));
                 chart.bands.push(Band {
@@ -116,7 +116,7 @@ pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
                 });
             }
             for &(name, stroke) in plan.lines {
-                let points = series(&of_run.steps, |figures| figures.get(name).copied());
+                let points = series(&of_run.steps, |metrics| metrics.get(name).copied());
                 chart.lines.push(line(run, stroke, of_run, name, points));
             }
         }
@@ -142,8 +142,8 @@ fn line(run: usize, stroke: Stroke, of_run: &Run, name: &str, points: Vec<(f64, 
 fn reward(runs: &[Run]) -> Panel {
     let mut chart = Chart::default();
     for (run, of_run) in colored(runs) {
-        let spread = series(&of_run.steps, |figures| {
-            let (mean, std) = (figures.get("reward_mean")?, figures.get("reward_std")?);
+        let spread = series(&of_run.steps, |metrics| {
+            let (mean, std) = (metrics.get("reward_mean")?, metrics.get("reward_std")?);
             Some((mean - std, mean + std))
         });
         let points = spread.into_iter().map(|(x, (low, high))| (x, low, high));
@@ -151,7 +151,7 @@ fn reward(runs: &[Run]) -> Panel {
             run,
             points: points.collect(),
         });
-        let mean = series(&of_run.steps, |figures| figures.get("reward_mean").copied());
+        let mean = series(&of_run.steps, |metrics| metrics.get("reward_mean").copied());
         chart
             .lines
             .push(line(run, Solid, of_run, "reward_mean", mean));
@@ -173,7 +173,7 @@ fn evaluation(runs: &[Run]) -> Panel {
         let strokes = [Dashed, Dotted].into_iter().cycle();
         let passes = passes.into_iter().map(String::as_str).zip(strokes);
         for (name, stroke) in std::iter::once(("reward_mean", Solid)).chain(passes) {
-            let points = series(&of_run.evaluations, |figures| figures.get(name).copied());
+            let points = series(&of_run.evaluations, |metrics| metrics.get(name).copied());
             chart.lines.push(line(run, stroke, of_run, name, points));
         }
     }
@@ -191,7 +191,7 @@ fn series<T>(
 ) -> Vec<(f64, T)> {
     steps
         .iter()
-        .filter_map(|figures| Some((*figures.get("step")?, of(figures)?)))
+        .filter_map(|metrics| Some((*metrics.get("step")?, of(metrics)?)))
         .collect()
 }
 

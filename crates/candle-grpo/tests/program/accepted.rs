@@ -9,6 +9,7 @@ use candle_grpo::config::{Document, Preset, RunConfig};
 use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
 use candle_grpo::train::progress::NoProgress;
 use candle_grpo::train::{NotFinite, Pretrained, RewardConfig};
+use candle_grpo_test_support::words;
 use serde_json::{Value, json};
 
 use crate::mutation::mutated;
@@ -16,15 +17,8 @@ use crate::support::folder;
 
 /// Returns choices that look random and are the same in each run.
 fn chooser(seed: u64) -> impl FnMut(usize) -> usize {
-    let mut state = seed;
-    move |below| {
-        // splitmix64.
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut x = state;
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((x ^ (x >> 31)) % below as u64) as usize
-    }
+    let mut words = words(seed);
+    move |below| (words.next().unwrap() % below as u64) as usize
 }
 
 fn document(value: &Value) -> Document {
