@@ -252,3 +252,24 @@ fn weights_that_are_not_finite_are_not_saved() {
         assert!(sum.is_finite(), "{name}");
     }
 }
+
+/// Base and adapters are finite, and no f32 holds their sum.
+#[test]
+fn adapters_whose_merged_weights_are_not_finite_are_not_saved() {
+    let config = CONFIG
+        .replace("every_steps: 3}", "every_steps: 1}")
+        .replace(
+            "learning_rate: 3e-3}",
+            "learning_rate: 1e37, weight_decay: 0}\ntraining: {adapters: {rank: 2, alpha: 6400}}",
+        );
+    let folder = folder(&config);
+    let output = grpo(folder.path(), &["train", "run.yaml"]);
+    assert_eq!(output.status.code(), Some(6), "{}", said(&output));
+    assert!(
+        said(&output).contains("merged weight model.layers."),
+        "{}",
+        said(&output)
+    );
+    let checkpoints = RunDir::checkpoints(&folder.path().join("run"));
+    assert!(checkpoints.all().unwrap().is_empty());
+}
