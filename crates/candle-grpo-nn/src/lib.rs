@@ -14,6 +14,7 @@
 //! | [`adapters`] | LoRA, and PEFT's files |
 //! | [`optim`] | gradients over micro-batches, AdamW |
 //! | [`atomic_file`] | files and folders that appear completely or not at all |
+//! | [`json`] | plain messages about JSON |
 //!
 //! # Example
 //!
@@ -59,6 +60,7 @@
 pub mod adapters;
 pub mod atomic_file;
 pub mod decoding;
+pub mod json;
 pub mod model;
 pub mod optim;
 pub mod packing;

@@ -25,6 +25,7 @@
 //! | [`progress`] | observation and cancellation of a step |
 
 pub mod data;
+mod invalid;
 pub mod learn;
 pub mod model;
 mod owned_files;
@@ -36,6 +37,7 @@ pub mod run;
 
 pub use candle_grpo_kernels::cuda_device;
 pub use data::{Dataset, DatasetConfig, Prompt};
+pub use invalid::find_invalid;
 pub use learn::{
     Actor, ActorConfig, ComputeDType, Critic, CriticConfig, NotFinite, StepMetrics, TokenBatch,
     TrainConfig, Trainer, TrainingBatch,
@@ -45,3 +47,8 @@ pub use progress::{Interrupted, Progress};
 pub use rewards::{RewardConfig, RewardFunction, Sample, WeightedRewards};
 pub use rollout::{Completion, FinishReason, Generator, Rollout, Sampler, SamplingConfig};
 pub use run::{RunDir, evaluate};
+
+/// The default of factors, for serde.
+fn one() -> f64 {
+    1.
+}

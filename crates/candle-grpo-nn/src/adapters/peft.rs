@@ -4,7 +4,7 @@ use candle_core::{Error, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::LoraConfig;
+use crate::{LoraConfig, json};
 
 pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
 pub(crate) const ADAPTER_MODEL: &str = "adapter_model.safetensors";
@@ -79,9 +79,13 @@ impl PeftConfig {
         }
     }
 
-    pub(crate) fn parse(json: &[u8]) -> Result<Self> {
-        serde_json::from_slice(json)
-            .map_err(|error| Error::msg(format!("{ADAPTER_CONFIG}: {error}")))
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
+        let parse = || {
+            let value = serde_json::from_slice(bytes)
+                .map_err(|error| Error::msg(json::message_with_place(&error)))?;
+            json::typed(&value)
+        };
+        parse().map_err(|error| Error::msg(format!("{ADAPTER_CONFIG}: {error}")))
     }
 
     /// The options of the adapters. `all_linear` expands PEFT's `all-linear`.

@@ -3,7 +3,7 @@
 use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::{DecoderConfig, ModelType, RopeScaling};
+use crate::{DecoderConfig, ModelType, RopeScaling, json};
 
 impl DecoderConfig {
     /// Reads the `config.json` of a Hugging Face model.
@@ -52,7 +52,8 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
 }
 
 fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
-    let mut config: Map<String, Value> = serde_json::from_slice(bytes).map_err(Error::wrap)?;
+    let mut config: Map<String, Value> = serde_json::from_slice(bytes)
+        .map_err(|error| Error::msg(json::message_with_place(&error)))?;
     let found = config.get("model_type");
     let Some(model_type) = found.and_then(Value::as_str).and_then(ModelType::from_name) else {
         let found = found.map_or("absent".into(), Value::to_string);
@@ -104,8 +105,7 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         config.remove("no_rope_layers");
     }
     let interval = config.remove("no_rope_layer_interval");
-    let mut model: DecoderConfig =
-        serde_json::from_value(Value::Object(config)).map_err(Error::wrap)?;
+    let mut model: DecoderConfig = json::typed(&Value::Object(config))?;
     model.validate()?;
     if family.no_rope_layers && by_interval {
         model.no_rope_layers = no_rope_layers(model.num_hidden_layers, interval)?;
@@ -205,8 +205,8 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
         }
     }
     rope.insert("rope_type".to_owned(), rope_type);
-    let scaling: RopeScaling = serde_json::from_value(Value::Object(rope))
-        .map_err(|error| Error::msg(format!("{key}: {error}")))?;
+    let scaling: RopeScaling =
+        json::typed(&Value::Object(rope)).map_err(|error| Error::msg(format!("{key}: {error}")))?;
     serde_json::to_value(scaling).map_err(Error::wrap)
 }
 

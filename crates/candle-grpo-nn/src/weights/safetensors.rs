@@ -9,6 +9,7 @@ use std::str::FromStr;
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde::Deserialize;
 
+use crate::json;
 use crate::weights::check::check_finite;
 
 const MODEL: &str = "model.safetensors";
@@ -31,8 +32,8 @@ pub(crate) fn read_folder<T>(
         return read_file(&folder.join(MODEL));
     }
     let text = fs::read(index).map_err(|error| Error::msg(format!("{INDEX}: {error}")))?;
-    let Index { weight_map } =
-        serde_json::from_slice(&text).map_err(|error| Error::msg(format!("{INDEX}: {error}")))?;
+    let Index { weight_map } = serde_json::from_slice(&text)
+        .map_err(|error| Error::msg(format!("{INDEX}: {}", json::message_with_place(&error))))?;
     let mut tensors = HashMap::new();
     for file in weight_map.values().collect::<BTreeSet<_>>() {
         let mut parts = Path::new(file).components();
@@ -95,10 +96,11 @@ pub(crate) fn read_header(path: &Path) -> Result<HashMap<String, TensorHeader>> 
         let mut header = vec![0; size as usize];
         file.read_exact(&mut header)?;
         let mut header: serde_json::Map<String, serde_json::Value> =
-            serde_json::from_slice(&header).map_err(Error::wrap)?;
+            serde_json::from_slice(&header).map_err(|error| {
+                Error::msg(format!("the header, {}", json::message_with_place(&error)))
+            })?;
         header.remove("__metadata__");
-        let tensors: HashMap<String, TensorHeader> =
-            serde_json::from_value(header.into()).map_err(Error::wrap)?;
+        let tensors: HashMap<String, TensorHeader> = json::typed(&header.into())?;
         let end = tensors.values().map(|tensor| tensor.data_offsets[1]).max();
         if end.unwrap_or(0) != data {
             bail!("{data} bytes of tensors, must have {}", end.unwrap_or(0));

@@ -490,7 +490,7 @@ fn find(bytes: &[u8], text: &str) -> usize {
 
 /// A header with wrong sizes must be an error, and must not allocate memory of these sizes.
 #[rstest]
-#[case::magic(|_: &[u8]| 0, &[0], "magic: ")]
+#[case::magic(|_: &[u8]| 0, &[0], "begins with ")]
 #[case::version(|_: &[u8]| 4, &[0, 0, 0, 3], "version: 50331648")]
 #[case::tensor_count(|_: &[u8]| 8, &[0xff; 8], "tensors at byte 24: 18446744073709551615")]
 #[case::metadata_count(|_: &[u8]| 16, &[0xff; 7], "metadata entries at byte 24: 72057594037927935")]

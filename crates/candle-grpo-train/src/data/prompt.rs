@@ -25,9 +25,9 @@ impl Prompt {
     ///
     /// If the text has no tokens or the tokenizer cannot encode it.
     pub fn new(index: u64, text: &str, columns: Value, tokenizer: &Tokenizer) -> Result<Self> {
-        let encoding = tokenizer
-            .encode(text, false)
-            .map_err(|e| anyhow!("prompt {index}: {text:?} cannot be encoded: {e}"))?;
+        let encoding = tokenizer.encode(text, false).map_err(|_| {
+            anyhow!("prompt {index}: {text:?}, the tokenizer has no token for a part of it")
+        })?;
         let tokens = encoding.get_ids().to_vec();
         ensure!(
             !tokens.is_empty(),

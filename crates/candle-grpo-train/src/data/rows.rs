@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use candle_grpo_nn::json;
 use serde_json::Value;
 
 use super::other_formats::other_format;
@@ -71,42 +72,9 @@ fn lines(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
 fn in_line(error: &serde_json::Error) -> String {
     format!(
         "must be a JSON object: {} at column {}",
-        plain(error),
+        json::message(error),
         error.column()
     )
-}
-
-/// The beginning of messages of serde_json about syntax, with plain ones.
-const SYNTAX: [(&str, &str); 13] = [
-    ("EOF", "it ends within a value"),
-    ("expected value", "there must be a value"),
-    ("expected ident", "there must be a value"),
-    ("expected `,`", "there must be a comma or a closing bracket"),
-    ("expected `:`", "there must be a colon"),
-    ("key must be a string", "a key must be in double quotes"),
-    ("trailing comma", "nothing follows a comma"),
-    ("trailing characters", "nothing may follow the object"),
-    (
-        "control character",
-        "a control character in a text must be escaped",
-    ),
-    ("invalid escape", "a backslash must begin an escape of JSON"),
-    ("invalid number", "a number is not valid"),
-    ("number out of range", "a number is too large"),
-    ("recursion limit", "the values are nested too deep"),
-];
-
-/// Returns the message of an error without its place and without words of the library.
-fn plain(error: &serde_json::Error) -> String {
-    let message = error.to_string();
-    if error.is_data() {
-        let message = message.split(" at line ").next().unwrap_or(&message);
-        return message.to_owned();
-    }
-    let known = SYNTAX.iter().find(|(start, _)| message.starts_with(start));
-    known
-        .map_or("not valid JSON", |(_, plain)| plain)
-        .to_owned()
 }
 
 fn array(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
@@ -130,7 +98,7 @@ fn array(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
             Some(Ok(UniqueKeys(columns))) => columns,
             Some(Err(error)) => {
                 let line = line_of(&text.as_bytes()[..at]) + error.line() - 1;
-                bail!("{}:{line}: {}", file.display(), plain(&error));
+                bail!("{}:{line}: {}", file.display(), json::message(&error));
             }
             None => return Err(wrong(at, &"the array is not closed")),
         };

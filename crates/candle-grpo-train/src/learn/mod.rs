@@ -25,5 +25,5 @@ pub use pretrain::{Example, PretrainConfig, pretrain};
 pub use reference::{Reference, ReferenceRefresh};
 pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, StepMetrics};
-pub use train_config::{OldLogProbs, TrainConfig, find_invalid};
+pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;

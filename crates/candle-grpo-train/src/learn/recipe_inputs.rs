@@ -6,7 +6,7 @@ use candle_grpo_core::validate::check;
 use candle_grpo_core::{Baseline, GroupAdvantage, NormLevel, SingletonGroup, TokenAdvantage};
 use candle_grpo_loss::Recipe;
 
-use super::train_config::within;
+use crate::invalid::within;
 
 /// The inputs that the advantages and the loss of a recipe need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -30,12 +30,8 @@ pub struct ReferenceRefresh {
     /// Interval in training steps.
     pub every_steps: usize,
     /// Weight of the policy, in (0, 1]. The default 1 copies the policy.
-    #[serde(default = "one")]
+    #[serde(default = "crate::one")]
     pub alpha: f64,
-}
-
-fn one() -> f64 {
-    1.
 }
 
 impl ReferenceRefresh {

@@ -1,14 +1,15 @@
 //! The settings of a training run.
 
-use anyhow::{Error, Result};
+use anyhow::Result;
 use candle_grpo_core::validate as check;
-use candle_grpo_core::{Invalid, KlController, SampleFilter, ScoreResampling};
+use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe};
 use candle_grpo_nn::{AdamWConfig, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use super::recipe_inputs::{RecipeInputs, ensure_consistent};
 use super::{LearningRateSchedule, ReferenceRefresh};
+use crate::invalid::within;
 use crate::{ActorConfig, ComputeDType, CriticConfig, SamplingConfig};
 
 /// The source of the old log-probs, the denominator of the ratio of an update.
@@ -294,20 +295,4 @@ impl TrainConfig {
             compute_dtype: self.compute_dtype,
         }
     }
-}
-
-/// Returns the error of an option of `section`, with the path from the settings.
-pub(crate) fn within(section: &str, error: Error) -> Error {
-    match find_invalid(&error) {
-        Some(invalid) => invalid.clone().within(section).into(),
-        None => error.context(section.to_owned()),
-    }
-}
-
-/// Finds the invalid option that caused `error`, if it has such a cause.
-pub fn find_invalid(error: &Error) -> Option<&Invalid> {
-    error.chain().find_map(|cause| {
-        let in_candle_error = || Invalid::find(cause.downcast_ref::<candle_core::Error>()?);
-        cause.downcast_ref::<Invalid>().or_else(in_candle_error)
-    })
 }

@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
+use candle_grpo_nn::json;
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
@@ -106,8 +107,9 @@ pub(crate) fn read_object(folder: &Path, file: &str) -> Result<Map<String, Value
     if !path.exists() {
         return Ok(Map::new());
     }
-    serde_json::from_slice(&fs::read(path).with_context(|| file.to_owned())?)
-        .with_context(|| file.to_owned())
+    let bytes = fs::read(path).with_context(|| file.to_owned())?;
+    serde_json::from_slice(&bytes)
+        .map_err(|error| anyhow!("{file}: {}", json::message_with_place(&error)))
 }
 
 /// Reads one number or a list.

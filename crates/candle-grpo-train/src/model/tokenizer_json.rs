@@ -1,6 +1,7 @@
 //! Tokenizers from the text of a `tokenizer.json`.
 
 use anyhow::{Context, Result, anyhow};
+use candle_grpo_nn::json::message_with_place;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::Precompiled;
@@ -9,9 +10,16 @@ use tokenizers::normalizers::Precompiled;
 ///
 /// Refuses some invalid texts first, on which `tokenizers` panics.
 pub(crate) fn tokenizer_from_json(json: &[u8]) -> Result<Tokenizer> {
-    let value: Value = serde_json::from_slice(json)?;
+    let value: Value =
+        serde_json::from_slice(json).map_err(|error| anyhow!(message_with_place(&error)))?;
     ensure_normalizer(&value["normalizer"]).context("normalizer")?;
-    Tokenizer::from_bytes(json).map_err(|error| anyhow!("{error}"))
+    Tokenizer::from_bytes(json).map_err(|error| match error.is::<serde_json::Error>() {
+        true => anyhow!(
+            "must be a file of Hugging Face tokenizers; its model has the type {}",
+            value["model"]["type"]
+        ),
+        false => anyhow!("{error}"),
+    })
 }
 
 fn ensure_normalizer(normalizer: &Value) -> Result<()> {

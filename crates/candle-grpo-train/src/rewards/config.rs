@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::{OverlongPenalty, RepetitionPenalty, ScoreEnsemble};
+use candle_grpo_core::{OverlongPenalty, RepetitionPenalty, ScoreEnsemble, validate};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -12,6 +12,7 @@ use super::{
     EnsembleReward, ExactReward, JsonReward, LengthReward, NumericReward, ProgramConfig,
     ProgramReward, RegexReward, RepetitionReward, TagsReward, WeightedRewards,
 };
+use crate::invalid::within;
 
 /// One term of the reward in a configuration file: `kind`, the options of that kind, `weight` and
 /// `name`.
@@ -32,7 +33,7 @@ pub struct RewardConfig {
     #[serde(default)]
     pub name: Option<String>,
     /// The factor of its score.
-    #[serde(default = "one")]
+    #[serde(default = "crate::one")]
     pub weight: f64,
     /// The function and its options.
     #[serde(flatten)]
@@ -117,27 +118,23 @@ impl TagsOptions {
 
 impl EnsembleOptions {
     fn validate(&self) -> Result<()> {
-        ensure!(
-            !self.judges.is_empty(),
-            "judges: none, an ensemble must have at least one"
-        );
+        let judges = self.judges.len();
+        validate::check(judges > 0, "judges", "none", "be at least one")?;
         if let ScoreEnsemble::Weighted(weights) = &self.combine {
-            ensure!(
-                weights.len() == self.judges.len(),
-                "combine.weighted: {} weights for {} judges, there must be one each",
-                weights.len(),
-                self.judges.len()
-            );
+            validate::check(
+                weights.len() == judges,
+                "combine.weighted",
+                format_args!("{} weights", weights.len()),
+                &format!("be one for each of {judges} judges"),
+            )?;
         }
         for (i, judge) in self.judges.iter().enumerate() {
-            judge.validate().with_context(|| format!("judge {i}"))?;
+            judge
+                .validate()
+                .map_err(|error| within(&format!("judges[{i}]"), error))?;
         }
         Ok(())
     }
-}
-
-fn one() -> f64 {
-    1.
 }
 
 impl RewardConfig {
@@ -147,11 +144,14 @@ impl RewardConfig {
     ///
     /// If the weight is not finite, or an option is not valid.
     pub fn validate(&self) -> Result<()> {
-        ensure!(
-            (self.weight as f32).is_finite(),
-            "weight: {:?}, must be a finite f32",
-            self.weight
-        );
+        let weight = self.weight;
+        let valid = (weight as f32).is_finite();
+        validate::check(
+            valid,
+            "weight",
+            format_args!("{weight:?}"),
+            "be a finite f32",
+        )?;
         self.kind.validate()
     }
 

@@ -1,9 +1,11 @@
 //! Rewards for the format of a completion.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
+use candle_grpo_core::validate::check;
 use regex::Regex;
 
 use super::function::{RewardFunction, Sample};
+use super::pattern::compile;
 
 /// 1 if a regular expression (of the crate `regex`) matches the completion, 0 otherwise.
 ///
@@ -26,7 +28,7 @@ impl RegexReward {
     /// Matches the completion from beginning to end. A dot does not match a line break, unless the
     /// pattern has `(?s)`.
     pub fn whole(pattern: &str) -> Result<Self> {
-        // Alone first: the error shows this pattern, and no parenthesis in it closes the group.
+        // Alone first: no parenthesis in it closes the group.
         compile(pattern)?;
         Ok(Self {
             regex: compile(&format!(r"\A(?:{pattern})\z"))?,
@@ -44,11 +46,6 @@ impl RegexReward {
     pub fn matches(&self, completion: &str) -> bool {
         self.regex.is_match(completion)
     }
-}
-
-fn compile(pattern: &str) -> Result<Regex> {
-    Regex::new(pattern)
-        .with_context(|| format!("pattern: {pattern:?}, must be a regular expression"))
 }
 
 impl RewardFunction for RegexReward {
@@ -89,16 +86,15 @@ impl TagsReward {
     pub fn new<'a>(names: impl IntoIterator<Item = &'a str>) -> Result<Self> {
         let mut marks: Vec<String> = Vec::new();
         for name in names {
-            ensure!(
-                !name.is_empty() && !name.contains(['<', '>', '/']),
-                "tags: {name:?}, must be a name without brackets and slashes"
-            );
+            let valid = !name.is_empty() && !name.contains(['<', '>', '/']);
+            let check = |valid, must| check(valid, "tags", format_args!("{name:?}"), must);
+            check(valid, "be a name without brackets and slashes")?;
             let open = format!("<{name}>");
-            ensure!(!marks.contains(&open), "tags: {name:?} twice, must be once");
+            check(!marks.contains(&open), "be given once")?;
             marks.push(open);
             marks.push(format!("</{name}>"));
         }
-        ensure!(!marks.is_empty(), "tags: none, must be at least one");
+        check(!marks.is_empty(), "tags", "none", "be at least one")?;
         Ok(Self {
             marks,
             nothing_else: false,
@@ -180,16 +176,14 @@ mod tests {
     fn a_pattern_or_tag_that_is_not_valid_is_an_error() {
         for pattern in ["(", "a)|(b"] {
             let error = RegexReward::whole(pattern).unwrap_err().to_string();
-            assert_eq!(
-                error,
-                format!("pattern: {pattern:?}, must be a regular expression")
-            );
+            let start = format!("pattern: {pattern:?}, must be a regular expression; character ");
+            assert!(error.starts_with(&start), "{error}");
         }
         for (names, words) in [
             (vec![], "tags: none"),
             (vec!["a", ""], "tags: \"\""),
             (vec!["<a>"], "tags: \"<a>\""),
-            (vec!["a", "a"], "tags: \"a\" twice"),
+            (vec!["a", "a"], "tags: \"a\", must be given once"),
         ] {
             let error = TagsReward::new(names).unwrap_err().to_string();
             assert!(error.starts_with(words), "{error}");

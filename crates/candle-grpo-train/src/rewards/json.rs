@@ -1,6 +1,7 @@
 //! Comparison of JSON.
 
 use anyhow::{Result, bail};
+use candle_grpo_nn::json;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -46,7 +47,10 @@ impl JsonReward {
         match column(columns, name)? {
             Value::String(text) => match serde_json::from_str(text) {
                 Ok(value) => Ok(Some(value)),
-                Err(error) => bail!("column {name:?}: {text:?}, must be JSON: {error}"),
+                Err(error) => bail!(
+                    "column {name:?}: {text:?}, must be JSON: {}",
+                    json::message_with_place(&error)
+                ),
             },
             value => Ok(Some(value.clone())),
         }

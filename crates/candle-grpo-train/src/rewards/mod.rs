@@ -11,6 +11,7 @@ mod function;
 mod json;
 mod number;
 mod numeric;
+mod pattern;
 mod penalty;
 mod program;
 mod right_or_wrong;

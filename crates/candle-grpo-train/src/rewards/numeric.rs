@@ -1,6 +1,7 @@
 //! Comparison of numbers.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
+use candle_grpo_core::validate::non_negative;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -54,12 +55,7 @@ impl NumericReward {
     ///
     /// If the tolerance is negative or not finite.
     pub fn validate(&self) -> Result<()> {
-        ensure!(
-            self.tolerance >= 0. && self.tolerance.is_finite(),
-            "tolerance: {}, must be finite and at least 0",
-            self.tolerance
-        );
-        Ok(())
+        Ok(non_negative("tolerance", self.tolerance)?)
     }
 
     /// Returns the expected number of a row.

@@ -317,7 +317,7 @@ fn more_tokens_than_rows_are_refused() {
 #[case("tokenizer_config.json", json!({"eos_token": 3}), "tokenizer_config.json: eos_token: 3, must be a text")]
 #[case("tokenizer_config.json", json!({"chat_template": 3}), "tokenizer_config.json: chat_template: must be a text")]
 #[case("tokenizer_config.json", json!({"chat_template": "{{"}), "tokenizer_config.json: chat template, line 1")]
-#[case("tokenizer_config.json", json!([]), "tokenizer_config.json: invalid type")]
+#[case("tokenizer_config.json", json!([]), "tokenizer_config.json: must be a mapping of keys")]
 #[case("generation_config.json", json!({"eos_token_id": "x"}), "generation_config.json: eos_token_id: \"x\"")]
 #[case("generation_config.json", json!({"eos_token_id": [2, 5000]}), "eos_token_id: 5000, but the model has only")]
 #[case("tokenizer.json", json!({}), "tokenizer.json: ")]
@@ -337,7 +337,7 @@ fn a_folder_with_a_file_that_makes_no_sense_is_refused_by_its_name(
 #[rstest]
 #[case(
     r#"{"decoder": {"type": : 1}}"#,
-    "tokenizer.json: expected value at line 1"
+    "tokenizer.json: there must be a value at line 1"
 )]
 #[case(
     r#"{"normalizer": {"type": "Precompiled"}}"#,

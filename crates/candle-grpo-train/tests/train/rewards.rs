@@ -84,8 +84,8 @@ fn a_sum_keeps_its_terms_apart() {
 #[case(json!([{"kind": "program", "command": ["x"], "time_limit_seconds": 0}]), "time_limit_seconds: 0")]
 #[case(json!([{"kind": "json", "weight": 1e300}]), "weight: 1e300")]
 #[case(json!([{"kind": "ensemble", "judges": []}]), "judges: none")]
-#[case(json!([{"kind": "ensemble", "judges": [{"kind": "numeric", "tolerance": -1}]}]), "judge 0: tolerance: -1")]
-#[case(json!([{"kind": "ensemble", "judges": [{"kind": "json"}], "combine": {"weighted": [1, 2]}}]), "combine.weighted: 2 weights for 1 judges")]
+#[case(json!([{"kind": "ensemble", "judges": [{"kind": "numeric", "tolerance": -1}]}]), "judges[0].tolerance: -1")]
+#[case(json!([{"kind": "ensemble", "judges": [{"kind": "json"}], "combine": {"weighted": [1, 2]}}]), "combine.weighted: 2 weights, must be one for each of 1 judges")]
 fn an_option_that_is_not_valid_is_an_error(#[case] rewards: Value, #[case] words: &str) {
     let error = format!("{:#}", build(rewards).err().expect("an error"));
     assert!(error.contains(words), "{error}");

@@ -4,7 +4,7 @@ use std::io::{Read, stdin};
 use std::path::PathBuf;
 
 use candle_grpo::config::ModelConfig;
-use candle_grpo::train::learn::find_invalid;
+use candle_grpo::train::find_invalid;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::progress::Phase;
 use candle_grpo::train::{Interrupted, Pretrained, Progress, Prompt, Rollout, SamplingConfig};

@@ -3,15 +3,17 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
 use super::suggestions::{unknown_key, unknown_name};
+use super::syntax;
 use super::tree::{Tree, TypeError};
 
 /// The longest path of a key in bytes. It bounds the memory of the paths.
@@ -38,7 +40,10 @@ impl Document {
         let text = fs::read_to_string(path).map_err(|error| ConfigError {
             file: path.to_path_buf(),
             line: None,
-            message: format!("cannot be read: {error}"),
+            message: match error.kind() {
+                io::ErrorKind::InvalidData => "must be a text in UTF-8".to_owned(),
+                _ => format!("cannot be read: {error}"),
+            },
         })?;
         let is_toml = path
             .extension()
@@ -59,7 +64,7 @@ impl Document {
         let node: Node = serde_saphyr::from_str(text).map_err(|error| ConfigError {
             file: file.to_path_buf(),
             line: error.location().map(|place| place.line() as usize),
-            message: yaml_message(&error),
+            message: syntax::yaml(&error),
         })?;
         Self::new(file, node)
     }
@@ -76,8 +81,8 @@ impl Document {
             message: message.to_owned(),
         };
         let table = DeTable::parse(text).map_err(|error| {
-            let message = format!("not valid TOML: {}", error.message());
-            fail(error.span().map(|span| span.start), &message)
+            let start = error.span().map(|span| span.start);
+            fail(start, &syntax::toml(text, &error))
         })?;
         let node =
             table_node(text, table.get_ref()).map_err(|(at, message)| fail(Some(at), &message))?;
@@ -87,14 +92,10 @@ impl Document {
     fn new(file: &Path, node: Node) -> Result<Self, ConfigError> {
         let mut lines = BTreeMap::new();
         let value = node.into_value(String::new(), &mut lines);
-        let value = value.map_err(|LongPath { path, line }| ConfigError {
+        let value = value.map_err(|(line, message)| ConfigError {
             file: file.to_path_buf(),
             line: Some(line),
-            message: format!(
-                "key {:?}...: its path has {} bytes, must have at most {LONGEST_PATH}",
-                path.chars().take(40).collect::<String>(),
-                path.len()
-            ),
+            message,
         })?;
         Ok(Self {
             file: file.to_path_buf(),
@@ -152,19 +153,13 @@ impl Document {
     /// Returns the document without the key at `path`.
     pub(super) fn without(&self, path: &str) -> Self {
         let mut document = self.clone();
-        let (section, key) = path.rsplit_once('.').unwrap_or(("", path));
-        let mut steps = section.split('.').filter(|step| !step.is_empty());
-        let section = steps.try_fold(&mut document.value, |value, step| value.get_mut(step));
-        if let Some(Value::Object(map)) = section {
-            map.remove(key);
-        }
+        remove(&mut document.value, path);
         document
     }
 
     /// Returns the value at a path.
     pub(super) fn get(&self, path: &str) -> Option<&Value> {
-        let mut steps = path.split('.');
-        steps.try_fold(&self.value, |value, step| value.get(step))
+        self.value.pointer(&pointer(path))
     }
 
     /// Returns an error about the key at `path`.
@@ -197,12 +192,17 @@ impl Document {
         path: &str,
         value: Value,
     ) -> Result<T, ConfigError> {
-        serde_path_to_error::deserialize(Tree(value)).map_err(|error| {
+        serde_path_to_error::deserialize(Tree(value.clone())).map_err(|error| {
             let inner = error.path().to_string();
             // An unknown key is a question mark in the path.
             let inner = inner.trim_end_matches('?').trim_end_matches('.');
             let inner = if inner == "." { "" } else { inner };
-            self.type_error(&join(path, inner), &error.into_inner())
+            let error = error.into_inner();
+            let is_same = |value| T::deserialize(Tree(value)).err().as_ref() == Some(&error);
+            match culprit(&value, inner, &error, is_same) {
+                Some(inner) => self.type_error(&join(path, &inner), &error),
+                None => self.type_error(&join(path, inner), &error),
+            }
         })
     }
 
@@ -247,6 +247,56 @@ impl Document {
     }
 }
 
+/// Returns the path of a key as a JSON pointer.
+fn pointer(path: &str) -> String {
+    let steps = path
+        .split(['.', '['])
+        .map(|step| step.trim_end_matches(']'));
+    let steps = steps.filter(|step| !step.is_empty());
+    steps.flat_map(|step| ["/", step]).collect()
+}
+
+/// Removes the key at a path.
+fn remove(value: &mut Value, path: &str) {
+    let pointer = pointer(path);
+    if let Some((section, key)) = pointer.rsplit_once('/')
+        && let Some(Value::Object(map)) = value.pointer_mut(section)
+    {
+        map.remove(key);
+    }
+}
+
+/// Returns the path of the key below `path` that holds the value of `error`. A reward is read
+/// before its kind is known, so that the paths of its errors end above their keys.
+fn culprit(
+    value: &Value,
+    path: &str,
+    error: &TypeError,
+    is_same: impl Fn(Value) -> bool,
+) -> Option<String> {
+    let mut open = vec![(path.to_owned(), value.pointer(&pointer(path))?)];
+    while let Some((at, found)) = open.pop() {
+        match found {
+            Value::Object(map) => {
+                open.extend(map.iter().map(|(key, found)| (join(&at, key), found)));
+            }
+            Value::Array(items) => {
+                let items = items.iter().enumerate();
+                open.extend(items.map(|(i, found)| (format!("{at}[{i}]"), found)));
+            }
+            scalar if error.is_about(scalar) => {
+                let mut without = value.clone();
+                remove(&mut without, &at);
+                if !is_same(without) {
+                    return Some(at);
+                }
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
 /// Returns the path of `key`, which may be a path or an index, in the section at `path`.
 fn join(path: &str, key: &str) -> String {
     match (path, key) {
@@ -255,81 +305,6 @@ fn join(path: &str, key: &str) -> String {
         (path, key) if key.starts_with('[') => format!("{path}{key}"),
         (path, key) => format!("{path}.{key}"),
     }
-}
-
-/// Returns the message of an error in a text of YAML, without the line.
-fn yaml_message(error: &serde_saphyr::Error) -> String {
-    use serde_saphyr::Error;
-    let mut cause = error;
-    while let Error::WithSnippet { error, .. } | Error::AliasError { error, .. } = cause {
-        cause = error;
-    }
-    match cause {
-        Error::DuplicateMappingKey { key: Some(key), .. } => {
-            return format!("{key}: given twice, must be given once");
-        }
-        Error::DuplicateMappingKey { key: None, .. } => {
-            return "a key is given twice, must be given once".to_owned();
-        }
-        Error::Budget { .. } => {
-            return "the file is too large, too deep or has too many aliases".to_owned();
-        }
-        Error::NonFiniteFloat { value, .. } => return format!("{value}, must be finite"),
-        // Of this module.
-        Error::Message { msg, .. } => return msg.clone(),
-        _ => {}
-    }
-    let plain = match cause {
-        Error::MultipleDocuments { .. } => "a second document begins, must be one",
-        Error::NullIntoString { .. } => "a key is null, must be a text",
-        Error::Unexpected { .. } | Error::UnexpectedValueForUnit { .. } => {
-            "a key is a list or a mapping, must be a text"
-        }
-        Error::RecursiveReferencesRequireWeakTypes { .. } => "an alias is part of its own value",
-        Error::UnknownAnchor { .. } => "an alias has no anchor",
-        Error::MergeValueNotMapOrSeqOfMaps { .. } => {
-            "the value of << must be a mapping or a list of mappings"
-        }
-        Error::InvalidBinaryBase64 { .. } | Error::BinaryNotUtf8 { .. } => {
-            "a value of !!binary must be base64 of a text"
-        }
-        Error::InvalidScalar { .. } => "a value must be of the type of its tag",
-        Error::ExternalMessage { msg, .. } => syntax(msg),
-        _ => "its structure",
-    };
-    format!("not valid YAML: {plain}")
-}
-
-/// Parts of the messages of the parser, with plain messages.
-const SYNTAX: [(&str, &str); 10] = [
-    ("unclosed", "a bracket is not closed"),
-    ("misplaced bracket", "a bracket is closed that is not open"),
-    (
-        "mapping values are not allowed",
-        "a second colon on a line, or a wrong indentation",
-    ),
-    (
-        "block sequence entries are not allowed",
-        "a list begins on the line of its key",
-    ),
-    (
-        "tabs disallowed",
-        "a tab in the indentation, must be spaces",
-    ),
-    (
-        "quoted scalar",
-        "a text in quotes that is not closed, or not indented, or has a wrong escape",
-    ),
-    ("indent", "a wrong indentation"),
-    ("unexpected character", "a character that must be in quotes"),
-    ("directive", "a wrong directive"),
-    ("anchor", "an alias has no anchor"),
-];
-
-/// Returns a plain message for one of the parser.
-fn syntax(message: &str) -> &'static str {
-    let known = SYNTAX.iter().find(|(part, _)| message.contains(part));
-    known.map_or("its syntax", |(_, plain)| plain)
 }
 
 fn line_at(text: &str, at: usize) -> usize {
@@ -344,18 +319,13 @@ enum Node {
     Mapping(Vec<(String, usize, Node)>),
 }
 
-/// A path that is longer than [`LONGEST_PATH`].
-struct LongPath {
-    path: String,
-    line: usize,
-}
-
 impl Node {
+    /// Returns the value, or the line of a key that no path can have and a message.
     fn into_value(
         self,
         path: String,
         lines: &mut BTreeMap<String, usize>,
-    ) -> Result<Value, LongPath> {
+    ) -> Result<Value, (usize, String)> {
         Ok(match self {
             Self::Scalar(value) => value,
             Self::Sequence(items) => {
@@ -369,13 +339,22 @@ impl Node {
             Self::Mapping(entries) => {
                 let mut map = Map::new();
                 for (key, line, node) in entries {
+                    if key.contains(['.', '[']) {
+                        let message = format!("key {key:?}, must have no dots and brackets in it");
+                        return Err((line, message));
+                    }
                     let at = if path.is_empty() {
                         key.clone()
                     } else {
                         format!("{path}.{key}")
                     };
                     if at.len() > LONGEST_PATH {
-                        return Err(LongPath { path: at, line });
+                        let start: String = at.chars().take(40).collect();
+                        let message = format!(
+                            "key {start:?}...: its path has {} bytes, must have at most {LONGEST_PATH}",
+                            at.len()
+                        );
+                        return Err((line, message));
                     }
                     lines.insert(at.clone(), line);
                     // An item of a sequence has the line of its first key.
@@ -448,12 +427,6 @@ impl<'de> Visitor<'de> for NodeVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Node, A::Error> {
         let mut mapping = Vec::new();
         while let Some(key) = entries.next_key::<serde_saphyr::Spanned<String>>()? {
-            if key.value.contains(['.', '[']) {
-                return Err(A::Error::custom(format!(
-                    "key {:?}, must have no dots and brackets in it",
-                    key.value
-                )));
-            }
             let line = key.referenced.line() as usize;
             mapping.push((key.value, line, entries.next_value()?));
         }
@@ -468,15 +441,8 @@ fn table_node(text: &str, table: &DeTable<'_>) -> Result<Node, Misplaced> {
     let mut mapping = Vec::with_capacity(table.len());
     for (key, value) in table.iter() {
         let at = key.span().start;
-        let name = key.get_ref().to_string();
-        if name.contains(['.', '[']) {
-            return Err((
-                at,
-                format!("key {name:?}, must have no dots and brackets in it"),
-            ));
-        }
         let node = value_node(text, value.span().start, value.get_ref())?;
-        mapping.push((name, line_at(text, at), node));
+        mapping.push((key.get_ref().to_string(), line_at(text, at), node));
     }
     Ok(Node::Mapping(mapping))
 }
@@ -487,7 +453,8 @@ fn value_node(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Mispla
         DeValue::Boolean(x) => Node::Scalar(Value::Bool(*x)),
         DeValue::Integer(x) => {
             let number = i64::from_str_radix(x.as_str(), x.radix());
-            let number = number.map_err(|error| (at, format!("{x}: {error}")))?;
+            let number =
+                number.map_err(|_| (at, format!("{x}, must be a whole number below 2^63")))?;
             Node::Scalar(number.into())
         }
         DeValue::Float(x) => {

@@ -13,6 +13,7 @@ mod roll;
 mod run;
 mod sections;
 mod suggestions;
+mod syntax;
 mod tree;
 
 pub use algorithm::{AdvEstimator, AlgorithmConfig, PgVariant};

@@ -1,5 +1,9 @@
 //! The names that other trainers have for keys of this program.
 
+use super::document::Document;
+use super::error::ConfigError;
+use super::suggestions::place_of;
+
 /// Each name of a key in TRL, verl, OpenRLHF or ROLL, with the path of the key here.
 const NAMES: &[(&str, &str)] = &[
     // Sizes of a step.
@@ -183,6 +187,62 @@ const AMBIGUOUS: (&str, [(&str, &str); 2]) = (
     ],
 );
 
+/// The keys of verl's sections whose meaning depends on the section, with the paths here. A rule is
+/// for all keys below its path; the first one that fits applies.
+const VERL: &[(&str, &str)] = &[
+    ("data.train_batch_size", "algorithm.rollout_batch_size"),
+    ("actor_rollout_ref.model.path", "model"),
+    (
+        "actor_rollout_ref.model.chat_template",
+        "model.chat_template",
+    ),
+    (
+        "actor_rollout_ref.rollout.val_kwargs.n",
+        "evaluation.samples_per_prompt",
+    ),
+    ("actor_rollout_ref.rollout.val_kwargs", "evaluation.sampler"),
+    ("algorithm.kl_ctrl.kl_coef", "algorithm.init_kl_coef"),
+    ("algorithm.filter_groups", "algorithm.recipe"),
+    ("critic", "training.critic"),
+    ("reward_model", "rewards"),
+    ("custom_reward_function", "rewards"),
+];
+
+/// Sections that only verl's files have.
+const VERL_SECTIONS: [&str; 2] = ["actor_rollout_ref", "trainer"];
+
+/// Returns the error of a file of verl, with the place here of each key that has one.
+pub(super) fn verl(document: &Document) -> Option<ConfigError> {
+    let mut sections = VERL_SECTIONS.into_iter();
+    let section = sections.find(|section| document.get(section).is_some())?;
+    let leaves = document.leaves();
+    let place = |path: &str| {
+        let fits = |rule: &str| {
+            let rest = path.strip_prefix(rule);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        };
+        let key = path.rsplit('.').next()?;
+        let rule = VERL.iter().find(|(rule, _)| fits(rule));
+        rule.map(|(_, place)| (*place).to_owned())
+            .or_else(|| self::place(key))
+            .or_else(|| place_of(key))
+    };
+    let mut message = "a section of verl; the keys of this file have these places here \
+        (docs/configuration.md):"
+        .to_owned();
+    let mut others = 0;
+    for (path, _) in leaves {
+        match place(&path) {
+            Some(place) => message += &format!("\n  {path}: {place}"),
+            None => others += 1,
+        }
+    }
+    if others > 0 {
+        message += &format!("\n{others} other keys have no place here");
+    }
+    Some(document.error(section, message))
+}
+
 /// Returns the place here of a key that another trainer calls `name`: a path, or one for each
 /// trainer.
 pub(super) fn place(name: &str) -> Option<String> {
@@ -224,7 +284,7 @@ mod tests {
         for (name, _) in NAMES.iter().chain(&ambiguous[..1]) {
             assert!(seen.insert(name), "{name} is there twice");
         }
-        for (name, path) in NAMES.iter().chain(&ambiguous) {
+        for (name, path) in NAMES.iter().chain(VERL).chain(&ambiguous) {
             let pointer = format!("/{}", path.replace('.', "/"));
             assert!(all.pointer(&pointer).is_some(), "{name}: {path}");
         }

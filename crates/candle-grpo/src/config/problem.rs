@@ -2,7 +2,7 @@
 
 use anyhow::Error;
 use candle_grpo_core::Invalid;
-use candle_grpo_train::learn::find_invalid;
+use candle_grpo_train::find_invalid;
 use serde_json::Value;
 
 use super::document::Document;
@@ -106,14 +106,16 @@ impl Problem {
                 } else {
                     culprit()
                 };
+                let Invalid { field, value, must } = option;
                 // A key of another name may hold another number than the option that it sets.
-                let is_own = |value: &Value| shows(value, &option.value);
-                if document.get(&path).is_none_or(is_own) {
-                    let text = format!("{}, must {}", option.value, option.must);
-                    document.error(&path, text)
-                } else {
-                    document.error(&path, option)
-                }
+                let text = match document.get(&path) {
+                    Some(found) if !is_given && !shows(found, value) => {
+                        let name = field.rsplit('.').next().unwrap_or(field);
+                        format!("{found}, makes {name} {value}, which must {must}")
+                    }
+                    _ => format!("{value}, must {must}"),
+                };
+                document.error(&path, text)
             }
         }
     }

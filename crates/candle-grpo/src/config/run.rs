@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use candle_grpo_nn::DecoderConfig;
-use candle_grpo_train::learn::{LearningRateSchedule, find_invalid};
+use candle_grpo_train::learn::LearningRateSchedule;
 use candle_grpo_train::{
-    Dataset, DatasetConfig, Prompt, RewardConfig, SamplingConfig, TrainConfig,
+    Dataset, DatasetConfig, Prompt, RewardConfig, SamplingConfig, TrainConfig, find_invalid,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -16,6 +16,7 @@ use super::bounds;
 use super::document::Document;
 use super::error::ConfigError;
 use super::merge::merge;
+use super::other_names;
 use super::problem::Problem;
 use super::sections::{CheckpointConfig, EvaluationConfig, EvaluationKeys, ModelConfig};
 
@@ -156,6 +157,9 @@ impl RunConfig {
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
+        if let Some(error) = other_names::verl(document) {
+            return Err(error.into());
+        }
         tags("", &document.value)?;
         let sections: Sections = document.parse("", expanded(document))?;
         let mut train = TrainConfig::default();
@@ -269,6 +273,11 @@ impl RunConfig {
     fn validate_run_dir(&self) -> Result<(), Problem> {
         if self.run_dir.as_os_str().is_empty() {
             return Err(Problem::at("run_dir", "\"\", must be the path of a folder"));
+        }
+        if self.run_dir.starts_with("~") {
+            let folder = self.run_dir.display();
+            let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
+            return Err(Problem::at("run_dir", message));
         }
         let (data, held_out) = (&self.data.train, &self.data.held_out);
         let template = self.model.chat_template.iter();

@@ -23,7 +23,12 @@ pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
         .or_else(|| place_of(key))
         .filter(|place| *place != path)
     {
-        return format!("unknown key; here it is {place}");
+        // A section of the same name inside this one is nearer.
+        let inside = place.split('.').next();
+        return match inside.is_some_and(|inside| !section.is_empty() && known.contains(&inside)) {
+            true => format!("unknown key; here it is {section}.{place}"),
+            false => format!("unknown key; here it is {place}"),
+        };
     }
     let elsewhere = elsewhere(section);
     let place = |key: &str| elsewhere.iter().find(|(name, _)| *name == key);
@@ -85,7 +90,7 @@ fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
 }
 
 /// Returns the path of a key that one section alone has.
-fn place_of(key: &str) -> Option<String> {
+pub(super) fn place_of(key: &str) -> Option<String> {
     let mut places = sections()
         .into_iter()
         .filter(|(section, keys)| {
@@ -147,6 +152,11 @@ mod tests {
         assert_eq!(message, "unknown key; here it is algorithm.response_length");
         let message = unknown_key("algorithm", "temperature", &["preset"]);
         assert_eq!(message, "unknown key; here it is sampler.temperature");
+        let message = unknown_key("evaluation", "temperature", &["pass_at", "sampler"]);
+        assert_eq!(
+            message,
+            "unknown key; here it is evaluation.sampler.temperature"
+        );
     }
 
     #[test]

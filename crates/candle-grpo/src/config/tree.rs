@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use candle_grpo_nn::json;
 use serde::de::value::{MapDeserializer, SeqDeserializer};
 use serde::de::{
     DeserializeSeed, Deserializer, EnumAccess, Error, Expected, IntoDeserializer, Unexpected,
@@ -29,6 +30,24 @@ pub(super) enum TypeError {
     Other(String),
 }
 
+impl TypeError {
+    /// Returns whether `scalar` may be the value that is of the wrong type.
+    pub(super) fn is_about(&self, scalar: &Value) -> bool {
+        match (self, scalar) {
+            (Self::UnknownName { name, .. }, Value::String(text)) => name == text,
+            (Self::Other(message), Value::String(text)) => {
+                message.starts_with(&format!("{text:?}, must be "))
+            }
+            (Self::Other(message), Value::Number(number)) => {
+                let found = message.split(", must be ").next();
+                found.is_some_and(|found| found.parse() == Ok(number.as_f64().unwrap_or(f64::NAN)))
+            }
+            (Self::Other(message), scalar) => message.starts_with(&format!("{scalar}, must be ")),
+            _ => false,
+        }
+    }
+}
+
 impl fmt::Display for TypeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -50,7 +69,11 @@ impl Error for TypeError {
     }
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
-        Self::Other(format!("{}, must be {}", plain(found), type_name(expected)))
+        Self::Other(format!(
+            "{}, must be {}",
+            plain(found),
+            json::kind(&expected.to_string())
+        ))
     }
 
     fn invalid_value(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
@@ -58,7 +81,10 @@ impl Error for TypeError {
     }
 
     fn invalid_length(length: usize, expected: &dyn Expected) -> Self {
-        Self::Other(format!("{length} entries, must be {}", type_name(expected)))
+        Self::Other(format!(
+            "{length} entries, must be {}",
+            json::kind(&expected.to_string())
+        ))
     }
 
     fn unknown_variant(name: &str, known: &'static [&'static str]) -> Self {
@@ -86,7 +112,8 @@ fn plain(found: Unexpected<'_>) -> String {
         Unexpected::Bool(x) => x.to_string(),
         Unexpected::Unsigned(x) => x.to_string(),
         Unexpected::Signed(x) => x.to_string(),
-        Unexpected::Float(x) => x.to_string(),
+        // 1e9 as 1000000000.0, which is no whole number.
+        Unexpected::Float(x) => format!("{x:?}"),
         Unexpected::Str(x) => format!("{x:?}"),
         Unexpected::Unit | Unexpected::Option => "null".to_owned(),
         Unexpected::Seq => "a list".to_owned(),
@@ -97,30 +124,6 @@ fn plain(found: Unexpected<'_>) -> String {
         }
         other => other.to_string(),
     }
-}
-
-/// Returns what was expected, without the names of Rust types.
-fn type_name(expected: &dyn Expected) -> String {
-    let name = expected.to_string();
-    let plain = match name.as_str() {
-        "usize" | "u64" | "u32" | "u16" | "u8" => "a whole number, at least 0",
-        "i64" | "i32" => "a whole number",
-        "f64" | "f32" => "a number",
-        "a boolean" => "true or false",
-        "a string" | "path string" | "a character" => "a text",
-        "a sequence" => "a list",
-        "unit" | "unit variant" => "a name without options",
-        name if name.starts_with("struct") || name == "a map" => "a mapping of keys",
-        name if name.starts_with("enum")
-            || name.starts_with("variant")
-            || name.contains("tagged enum") =>
-        {
-            "a name, or a mapping of a name to its options"
-        }
-        name if name.starts_with("tuple") || name.starts_with("an array") => "a list",
-        name => name,
-    };
-    plain.to_owned()
 }
 
 /// A tree that deserializes with [`TypeError`].

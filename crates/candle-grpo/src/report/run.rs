@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
+use candle_grpo_nn::json;
 use candle_grpo_train::data::read_json_lines;
 use serde::Deserialize;
 use serde_json::Value;
@@ -55,8 +56,9 @@ impl Run {
                 folder.display()
             )
         })?;
-        let value: Value =
-            serde_json::from_str(&text).with_context(|| config.display().to_string())?;
+        let value: Value = serde_json::from_str(&text).map_err(|error| {
+            anyhow!("{}: {}", config.display(), json::message_with_place(&error))
+        })?;
         let mut settings = BTreeMap::new();
         flatten("", &value, &mut |path, value| {
             let text = match value {
@@ -74,9 +76,9 @@ impl Run {
         Ok(Self {
             name: name.unwrap_or_else(|| folder.display().to_string()),
             settings,
-            steps: figures(&steps),
+            steps: metrics(&steps),
             skipped,
-            evaluations: figures(&read_json_lines(&folder.join("evaluations.jsonl"))?),
+            evaluations: metrics(&read_json_lines(&folder.join("evaluations.jsonl"))?),
             samples: read_json_lines(&folder.join("samples.jsonl"))?,
         })
     }
@@ -111,15 +113,15 @@ impl Run {
     }
 }
 
-fn figures(lines: &[Value]) -> Vec<BTreeMap<String, f64>> {
+fn metrics(lines: &[Value]) -> Vec<BTreeMap<String, f64>> {
     let of_line = |line: &Value| {
-        let mut figures = BTreeMap::new();
+        let mut metrics = BTreeMap::new();
         flatten("", line, &mut |path, value| {
             if let Some(number) = value.as_f64() {
-                figures.insert(path.to_owned(), number);
+                metrics.insert(path.to_owned(), number);
             }
         });
-        figures
+        metrics
     };
     lines.iter().map(of_line).collect()
 }

@@ -207,12 +207,86 @@ fn check_refuses_what_train_refuses() {
             "run.yaml:5: optimizer.learning_rate: -1, must be finite and at least 0",
         ),
         (
+            format!("{CONFIG}optimizer: {{weight_decay: -0.1}}\n"),
+            "run.yaml:5: optimizer.weight_decay: -0.1, must be finite and at least 0",
+        ),
+        (
+            format!("{CONFIG}optimizer: {{epsilon: -1e-8}}\n"),
+            "run.yaml:5: optimizer.epsilon: -0.00000001, must be ",
+        ),
+        (
+            format!("{CONFIG}optimizer: {{beta1: -0.1}}\n"),
+            "run.yaml:5: optimizer.beta1: -0.1, must be ",
+        ),
+        (
+            format!("{CONFIG}optimizer: {{beta2: 1}}\n"),
+            "run.yaml:5: optimizer.beta2: 1, must be ",
+        ),
+        (
+            format!("{CONFIG}training: {{adapters: {{rank: 0, alpha: 4}}}}\n"),
+            "run.yaml:5: training.adapters.rank: 0, must be from 1 to ",
+        ),
+        (
+            with(
+                "preset: dapo",
+                "difficulty_mask: true, difficulty_low_threshold: 0.9, difficulty_high_threshold: 0.1",
+            ),
+            "run.yaml:4: algorithm.difficulty_",
+        ),
+        (
+            reward("{kind: regex, pattern: 'a(b'}"),
+            "run.yaml:3: rewards[0].pattern: \"a(b\", must be a regular expression; character 2: a parenthesis is not closed\n",
+        ),
+        (
+            reward("{kind: ensemble, judges: [{kind: json}, {kind: regex, pattern: '[z'}]}"),
+            "run.yaml:3: rewards[0].judges[1].pattern: \"[z\", must be a regular expression; character 1: a square bracket is not closed\n",
+        ),
+        (
             format!("{CONFIG}run_dir: model\n"),
             "run.yaml:1: model: model, must lie outside of run_dir, model",
         ),
         (
             format!("{CONFIG}run_dir: ''\n"),
             "run.yaml:5: run_dir: \"\"",
+        ),
+        (
+            format!("{CONFIG}run_dir: ~/run\n"),
+            "run.yaml:5: run_dir: ~/run, must name the home folder in full",
+        ),
+        (
+            reward("{kind: regex, weight: 7, pattern: 7}"),
+            "run.yaml:3: rewards[0].pattern: 7, must be a text\n",
+        ),
+        (
+            reward("{kind: regx, pattern: regx}"),
+            "run.yaml:3: rewards[0].kind: \"regx\", must be one of numeric, ",
+        ),
+        (
+            reward("{kind: ensemble, judges: [{kind: numeric, find: nowhere}]}"),
+            "run.yaml:3: rewards[0].judges[0].find: \"nowhere\", must be one of auto, ",
+        ),
+        (
+            reward("{kind: ensemble, judges: [{kind: tags, tags: [a, a]}]}"),
+            "run.yaml:3: rewards[0].judges[0].tags: \"a\", must be given once\n",
+        ),
+        (
+            with("rollout_batch_size: 2", "rollout_batch_size: 1e9"),
+            "run.yaml:4: algorithm.rollout_batch_size: 1000000000.0, must be a whole number",
+        ),
+        (
+            format!("{CONFIG}training: {{critic: {{learning_rate: 1e-5}}}}\n"),
+            "run.yaml:5: training.critic.learning_rate: unknown key; here it is training.critic.optimizer.learning_rate\n",
+        ),
+        (
+            format!("{CONFIG}training: {{critic: {{}}}}\n"),
+            "run.yaml:5: training.critic: given, must be absent, as ",
+        ),
+        (
+            with(
+                "preset: dapo",
+                "pg_variant: cispo, cispo_epsilon_high: 0.2, cispo_epsilon_low: 3",
+            ),
+            "run.yaml:4: algorithm.cispo_epsilon_low: 3, makes ratio_min -2, which must be an absolute ratio from 0 to 1\n",
         ),
         (
             format!("{CONFIG}threads: 100000\n"),
@@ -315,6 +389,62 @@ adv_estimator: grpo
         3,
         "run.yaml:5: rollout_batch_size: unknown key; here it is algorithm.rollout_batch_size",
     );
+}
+
+#[test]
+fn each_key_of_a_verl_file_is_answered_with_its_place() {
+    let config = "\
+data:
+  train_files: data.jsonl
+  train_batch_size: 8
+  max_response_length: 8
+  truncation: error
+actor_rollout_ref:
+  model: {path: model, use_remove_padding: true}
+  actor:
+    optim: {lr: 1e-6}
+    ppo_mini_batch_size: 4
+    kl_loss_coef: 0.01
+    clip_ratio: 0.2
+  rollout:
+    name: vllm
+    n: 5
+    temperature: 0.9
+    val_kwargs: {n: 2}
+algorithm:
+  adv_estimator: grpo
+  kl_ctrl: {kl_coef: 0.001}
+trainer:
+  total_epochs: 15
+  save_freq: 20
+  logger: console
+";
+    let folder = folder(config, DATA);
+    for command in ["check", "train"] {
+        fails(
+            &grpo(folder.path(), &[command, "run.yaml"]),
+            3,
+            "\
+run.yaml:6: actor_rollout_ref: a section of verl; the keys of this file have these places here (docs/configuration.md):
+  data.train_files: data.train
+  data.train_batch_size: algorithm.rollout_batch_size
+  data.max_response_length: algorithm.response_length
+  actor_rollout_ref.model.path: model
+  actor_rollout_ref.actor.optim.lr: optimizer.learning_rate
+  actor_rollout_ref.actor.ppo_mini_batch_size: training.mini_batch_size
+  actor_rollout_ref.actor.kl_loss_coef: algorithm.kl_loss_coef
+  actor_rollout_ref.actor.clip_ratio: algorithm.pg_clip
+  actor_rollout_ref.rollout.n: algorithm.num_return_sequences_in_group
+  actor_rollout_ref.rollout.temperature: sampler.temperature
+  actor_rollout_ref.rollout.val_kwargs.n: evaluation.samples_per_prompt
+  algorithm.adv_estimator: algorithm.adv_estimator
+  algorithm.kl_ctrl.kl_coef: algorithm.init_kl_coef
+  trainer.total_epochs: max_steps
+  trainer.save_freq: checkpoint.every_steps
+4 other keys have no place here
+",
+        );
+    }
 }
 
 #[test]
@@ -483,11 +613,72 @@ fn messages_about_syntax_have_no_words_of_libraries() {
         ("a: .nan\n", ":1: .nan, must be finite"),
         (
             "a.b: 1\n",
-            "key \"a.b\", must have no dots and brackets in it",
+            ":1: key \"a.b\", must have no dots and brackets in it",
         ),
     ] {
         fs::write(folder.path().join("run.yaml"), text).unwrap();
         fails(&grpo(folder.path(), &["check", "run.yaml"]), 3, words);
+    }
+    fs::write(folder.path().join("run.yaml"), b"a: \xff\n").unwrap();
+    fails(
+        &grpo(folder.path(), &["check", "run.yaml"]),
+        3,
+        "run.yaml: must be a text in UTF-8\n",
+    );
+    for (text, words) in [
+        (
+            "a = [1\n",
+            ":1: not valid TOML: column 7: a bracket is not closed\n",
+        ),
+        ("a = 1\na = 2\n", ":2: a: given twice, must be given once\n"),
+        (
+            "run_dir = runs/a\n",
+            ":1: not valid TOML: column 11: there must be a value: true, false, a number, or a text in quotes\n",
+        ),
+        (
+            "x =\n",
+            ":1: not valid TOML: column 4: there must be a value",
+        ),
+        (
+            "x\n",
+            ":1: not valid TOML: column 2: a key must be followed by = and a value\n",
+        ),
+        (
+            "é 1\n",
+            ":1: not valid TOML: column 3: a key must be followed by = and a value\n",
+        ),
+        (
+            "x = ['a' 'b']\n",
+            ":1: not valid TOML: column 10: a comma is missing\n",
+        ),
+        (
+            "x = {a = 1,, b = 2}\n",
+            ":1: not valid TOML: column 12: a comma too many\n",
+        ),
+        (
+            "x = 'a\n",
+            ":1: not valid TOML: column 7: a text in quotes that is not closed",
+        ),
+        (
+            "x = \"\\q\"\n",
+            ":1: not valid TOML: column 7: a wrong escape in a text\n",
+        ),
+        (
+            "[a]]\n",
+            ":1: not valid TOML: column 4: a key and its value must be on one line",
+        ),
+        ("x = 1_\n", ":1: not valid TOML: column 6: a wrong number\n"),
+        (
+            "x = 99999999999999999999\n",
+            ":1: 99999999999999999999, must be a whole number below 2^63\n",
+        ),
+        (
+            "x = 2020-13-01\n",
+            ":1: not valid TOML: column 5: a wrong date\n",
+        ),
+    ] {
+        fs::write(folder.path().join("run.toml"), text).unwrap();
+        fails(&grpo(folder.path(), &["check", "run.toml"]), 3, words);
     }
     fs::write(folder.path().join("run.yaml"), CONFIG).unwrap();
     fs::write(folder.path().join("data.jsonl"), "{\"prompt\" \"a\"}\n").unwrap();
@@ -496,6 +687,46 @@ fn messages_about_syntax_have_no_words_of_libraries() {
         4,
         "data.jsonl:1: must be a JSON object: there must be a colon at column 11",
     );
+}
+
+#[test]
+fn messages_about_a_model_have_no_words_of_libraries() {
+    let folder = folder(CONFIG, DATA);
+    for (file, from, to, words) in [
+        ("config.json", "16,", "", "config.json: there must be "),
+        (
+            "config.json",
+            "\"hidden_size\": 16",
+            "\"hidden_size\": -4",
+            "config.json: hidden_size: -4, must be a whole number, at least 0\n",
+        ),
+        (
+            "config.json",
+            "vocab_size",
+            "vocabulary",
+            "config.json: vocab_size: absent, must be given\n",
+        ),
+        (
+            "tokenizer.json",
+            ":",
+            "",
+            "tokenizer.json: there must be a colon at line ",
+        ),
+        (
+            "tokenizer.json",
+            "WordLevel",
+            "Words",
+            "tokenizer.json: must be a file of Hugging Face tokenizers; its model has the type \"Words\"\n",
+        ),
+    ] {
+        let path = folder.path().join("model").join(file);
+        let whole = fs::read_to_string(&path).unwrap();
+        let changed = whole.replacen(from, to, 1);
+        assert_ne!(whole, changed);
+        fs::write(&path, changed).unwrap();
+        fails(&grpo(folder.path(), &["check", "run.yaml"]), 5, words);
+        fs::write(&path, whole).unwrap();
+    }
 }
 
 #[test]

@@ -35,7 +35,8 @@ impl Header {
         let mut bytes = Bytes::new(reader, file_length);
         let magic: [u8; 4] = bytes.array()?;
         if magic != *MAGIC {
-            bail!("magic: {magic:?}, must be {MAGIC:?}");
+            let found = String::from_utf8_lossy(&magic);
+            bail!("begins with {found:?}, must begin with GGUF");
         }
         let version = bytes.u32()?;
         if !(2..=3).contains(&version) {

@@ -188,7 +188,7 @@ impl ChatTemplate {
         let RenderedChat { text, assistant } = self.render_with_assistant(chat)?;
         let encoding = tokenizer
             .encode(text.as_str(), false)
-            .map_err(|e| anyhow!("chat {text:?} cannot be encoded: {e}"))?;
+            .map_err(|_| anyhow!("chat {text:?}, the tokenizer has no token for a part of it"))?;
         ensure!(!encoding.is_empty(), "chat {text:?} has no tokens");
         let said = |&(start, end): &(usize, usize)| {
             assistant

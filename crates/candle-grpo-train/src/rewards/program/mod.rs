@@ -10,7 +10,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
+use candle_grpo_core::validate::check;
 use serde::{Deserialize, Serialize};
 
 use self::process::{Failure, Process};
@@ -49,17 +50,19 @@ impl ProgramConfig {
     ///
     /// If the command is empty or the time limit is not from 0 (exclusive) to 1e9 seconds.
     pub fn validate(&self) -> Result<()> {
-        ensure!(
+        check(
             self.command.first().is_some_and(|name| !name.is_empty()),
-            "command: {:?}, must begin with the name of a program",
-            self.command
-        );
-        ensure!(
-            self.time_limit_seconds > 0. && self.time_limit_seconds <= 1e9,
-            "time_limit_seconds: {}, must be above 0 and at most 1e9",
-            self.time_limit_seconds
-        );
-        Ok(())
+            "command",
+            format_args!("{:?}", self.command),
+            "begin with the name of a program",
+        )?;
+        let seconds = self.time_limit_seconds;
+        Ok(check(
+            seconds > 0. && seconds <= 1e9,
+            "time_limit_seconds",
+            seconds,
+            "be above 0 and at most 1e9",
+        )?)
     }
 }
 
