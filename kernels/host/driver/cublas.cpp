@@ -12,7 +12,7 @@
 namespace {
 
 // cublasStatus_t, cudaDataType_t and cublasComputeType_t
-enum { SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15 };
+enum { SUCCESS = 0, INVALID_VALUE = 7 };
 enum { R_32F = 0, R_64F = 1, R_16F = 2, R_16BF = 14 };
 enum { COMPUTE_16F = 64, COMPUTE_16F_PEDANTIC = 65, COMPUTE_64F = 70, COMPUTE_64F_PEDANTIC = 71 };
 
@@ -131,7 +131,6 @@ int cublasSetStream_v2(void* handle, void* stream) {
     ((Handle*)handle)->stream = stream;
     return SUCCESS;
 }
-int cublasSetMathMode(void*, int) { return SUCCESS; }
 
 int cublasGemmStridedBatchedEx(void* handle, int op_a, int op_b, int m, int n, int k, const void* alpha, const void* a, int type_a,
                                int stride_a, long long step_a, const void* b, int type_b, int stride_b, long long step_b,
@@ -153,12 +152,6 @@ int cublasDgemmStridedBatched(void* handle, int op_a, int op_b, int m, int n, in
                               const double* beta, double* c, int stride_c, long long step_c, int batch) {
     return cublasGemmStridedBatchedEx(handle, op_a, op_b, m, n, k, alpha, a, R_64F, stride_a, step_a, b, R_64F, stride_b, step_b,
                                       beta, c, R_64F, stride_c, step_c, batch, COMPUTE_64F, 0);
-}
-int cublasSgemmStridedBatched(void* handle, int op_a, int op_b, int m, int n, int k, const float* alpha, const float* a,
-                              int stride_a, long long step_a, const float* b, int stride_b, long long step_b, const float* beta,
-                              float* c, int stride_c, long long step_c, int batch) {
-    return cublasGemmStridedBatchedEx(handle, op_a, op_b, m, n, k, alpha, a, R_32F, stride_a, step_a, b, R_32F, stride_b, step_b,
-                                      beta, c, R_32F, stride_c, step_c, batch, 68, 0);
 }
 
 }  // extern "C"

@@ -51,9 +51,7 @@ enum : CUresult {
     INVALID_DEVICE = 101,
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
-    INVALID_HANDLE = 400,
     NOT_FOUND = 500,
-    NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
     ASSERT = 710,
     NOT_SUPPORTED = 801,
@@ -247,35 +245,10 @@ uint64_t cuda_host_calls(const char* name) {
     return found == calls.end() ? 0 : found->second;
 }
 
-// Writes all counts of this thread to standard error.
-void cuda_host_report() {
-    for (const auto& call : calls) fprintf(stderr, "cuda_host: %8zu %s\n", (size_t)call.second, call.first.c_str());
-}
-
 CUresult cuInit(unsigned) { return SUCCESS; }
-CUresult cuDriverGetVersion(int* version) {
-    *version = 13000;
-    return SUCCESS;
-}
-CUresult cuDeviceGetCount(int* count) {
-    *count = 1;
-    return SUCCESS;
-}
 CUresult cuDeviceGet(int* device, int ordinal) {
     if (ordinal != 0) return INVALID_DEVICE;
     *device = 0;
-    return SUCCESS;
-}
-CUresult cuDeviceGetName(char* name, int length, int) {
-    snprintf(name, (size_t)length, "emulation on the CPU");
-    return SUCCESS;
-}
-CUresult cuDeviceTotalMem_v2(size_t* bytes, int) {
-    *bytes = total_memory;
-    return SUCCESS;
-}
-CUresult cuDeviceGetUuid_v2(void* uuid, int) {
-    memset(uuid, 1, 16);
     return SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
@@ -311,12 +284,6 @@ CUresult cuCtxSynchronize() {
     finish(&thread_stream);
     return finish(&default_stream);
 }
-CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* bytes) {
-    std::lock_guard<std::recursive_mutex> guard(lock);
-    *bytes = total_memory;
-    *free_bytes = total_memory - used_bytes;
-    return SUCCESS;
-}
 
 CUresult cuStreamCreate(void** stream, unsigned) {
     CALL_IN_CONTEXT;
@@ -324,7 +291,6 @@ CUresult cuStreamCreate(void** stream, unsigned) {
     *stream = streams.back();
     return SUCCESS;
 }
-CUresult cuStreamCreateWithPriority(void** stream, unsigned flags, int) { return cuStreamCreate(stream, flags); }
 CUresult cuStreamDestroy_v2(void* stream) {
     CALL;
     return finish(stream_of(stream));
@@ -334,10 +300,6 @@ CUresult cuStreamSynchronize(void* stream) {
     return finish(stream_of(stream));
 }
 CUresult cuStreamIsCapturing(void*, int* status) {
-    *status = 0;
-    return SUCCESS;
-}
-CUresult cuStreamGetCaptureInfo_v2(void*, int* status, ...) {
     *status = 0;
     return SUCCESS;
 }
@@ -362,24 +324,6 @@ CUresult cuEventRecord(void* event, void* stream) {
     CALL_IN_CONTEXT;
     *(Event*)event = {stream_of(stream), stream_of(stream)->issued};
     return broken;
-}
-CUresult cuEventSynchronize(void* handle) {
-    CALL;
-    const Event event = *(Event*)handle;
-    if (event.stream != nullptr) run_until(event.stream, event.at);
-    return broken;
-}
-CUresult cuEventQuery(void* handle) {
-    CALL;
-    const Event event = *(Event*)handle;
-    return event.stream != nullptr && event.stream->done < event.at ? NOT_READY : broken;
-}
-CUresult cuEventElapsedTime_v2(float* milliseconds, void*, void*) {
-    *milliseconds = 0;
-    return NOT_SUPPORTED;
-}
-CUresult cuEventElapsedTime(float* milliseconds, void* from, void* to) {
-    return cuEventElapsedTime_v2(milliseconds, from, to);
 }
 
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
@@ -406,14 +350,6 @@ CUresult cuMemFreeAsync(CUdeviceptr pointer, void* stream) {
     if (pointer == 0) return SUCCESS;
     if (CUresult result = mark_freed(pointer)) return result;
     return add(stream, [pointer] { release(pointer); });
-}
-CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
-    *pointer = malloc(bytes);
-    return SUCCESS;
-}
-CUresult cuMemFreeHost(void* pointer) {
-    free(pointer);
-    return SUCCESS;
 }
 CUresult cuDeviceGetDefaultMemPool(void** pool, int) {
     *pool = &the_pool;
@@ -445,18 +381,12 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, vo
         if (is_inside(to, bytes, "cuMemcpyHtoDAsync")) memcpy((void*)to, copy->data(), bytes);
     });
 }
-CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
-    return cuMemcpyHtoDAsync_v2(to, from, bytes, nullptr);
-}
 // The host memory is pageable: the call waits.
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
     finish(stream_of(stream));
     if (broken == SUCCESS && is_inside(from, bytes, "cuMemcpyDtoHAsync")) memcpy(to, (void*)from, bytes);
     return broken;
-}
-CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) {
-    return cuMemcpyDtoHAsync_v2(to, from, bytes, nullptr);
 }
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, void* stream) {
     CALL_IN_CONTEXT;
@@ -504,15 +434,6 @@ CUresult cuFuncSetAttribute(void* handle, int attribute, int value) {
     ((Function*)handle)->shared_bytes = (unsigned)value;
     return SUCCESS;
 }
-CUresult cuFuncGetAttribute(int* value, int, void*) {
-    *value = 0;
-    return SUCCESS;
-}
-CUresult cuFuncSetCacheConfig(void*, int) { return SUCCESS; }
-CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void*, int, size_t) {
-    *blocks = 1;
-    return SUCCESS;
-}
 
 CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                         unsigned block_z, unsigned shared_bytes, void* stream, void** arguments, void**) {
@@ -543,7 +464,7 @@ CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned
     });
 }
 
-CUresult cuGetErrorName(CUresult error, const char** name) {
+CUresult cuGetErrorString(CUresult error, const char** name) {
     switch (error) {
     case INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
     case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
@@ -557,6 +478,5 @@ CUresult cuGetErrorName(CUresult error, const char** name) {
     }
     return SUCCESS;
 }
-CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }
 
 }  // extern "C"

@@ -44,12 +44,8 @@ int curandSetPseudoRandomGeneratorSeed(void* generator, unsigned long long seed)
     ((Generator*)generator)->random.seed(seed);
     return 0;
 }
-int curandSetGeneratorOffset(void*, unsigned long long) { return 0; }
 int curandGenerateUniform(void* generator, float* to, size_t count) {
     return generate(generator, to, count, std::uniform_real_distribution<float>());
-}
-int curandGenerateUniformDouble(void* generator, double* to, size_t count) {
-    return generate(generator, to, count, std::uniform_real_distribution<double>());
 }
 int curandGenerateNormal(void* generator, float* to, size_t count, float mean, float std) {
     return generate(generator, to, count, std::normal_distribution<float>(mean, std));

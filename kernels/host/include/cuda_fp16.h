@@ -29,7 +29,6 @@ static inline uint16_t cuda_host_to_f16(float x) {
 }
 
 CUDA_HOST_HALF(__half, cuda_host_from_f16, cuda_host_to_f16)
-typedef __half2 half2;
 
 static inline float __half2float(__half x) { return x; }
 static inline __half __float2half(float x) { return __half(x); }

@@ -117,28 +117,33 @@ fn stream() -> Handle {
     stream
 }
 
-/// Returns a kernel of `src/wrong.cu`, which the replacement of nvcc compiles once.
-fn kernel(name: &str) -> Result<Handle, c_int> {
+/// Returns the image of `src/wrong.cu`, which the replacement of nvcc compiles once. A child process
+/// reads the image of its parent.
+fn image() -> &'static CStr {
     static IMAGE: OnceLock<CString> = OnceLock::new();
-    let image = IMAGE.get_or_init(|| {
+    IMAGE.get_or_init(|| {
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let folder = std::env::temp_dir().join(format!("cuda-on-host-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let output = folder.join("wrong.ptx");
-        let status = Command::new(here.join("../../kernels/host/bin/nvcc"))
-            .arg("--ptx")
-            .args(["-o".as_ref(), output.as_os_str()])
-            .arg(here.join("src/wrong.cu"))
-            .status()
-            .unwrap();
-        assert!(status.success());
+        let output = Path::new(env!("CARGO_TARGET_TMPDIR")).join("wrong.ptx");
+        if !is_child() {
+            let status = Command::new(here.join("../../kernels/host/bin/nvcc"))
+                .arg("--ptx")
+                .args(["-o".as_ref(), output.as_os_str()])
+                .arg(here.join("src/wrong.cu"))
+                .status()
+                .unwrap();
+            assert!(status.success());
+        }
         CString::new(std::fs::read(output).unwrap()).unwrap()
-    });
+    })
+}
+
+/// Returns a kernel of `src/wrong.cu`.
+fn kernel(name: &str) -> Result<Handle, c_int> {
     let (mut module, mut function) = (null_mut(), null_mut());
     let name = CString::new(name).unwrap();
     // SAFETY: the strings end with 0, and the pointers receive the handles.
     unsafe {
-        assert_eq!(cuModuleLoadData(&mut module, image.as_ptr()), 0);
+        assert_eq!(cuModuleLoadData(&mut module, image().as_ptr()), 0);
         match cuModuleGetFunction(&mut function, module, name.as_ptr()) {
             0 => Ok(function),
             error => Err(error),
@@ -182,13 +187,18 @@ fn launch(name: &str, grid: u32, block: u32, arguments: &mut [u64]) -> c_int {
     launch_on(null_mut(), name, shape, 0, arguments)
 }
 
+fn is_child() -> bool {
+    std::env::var_os("DRIVER_TEST_CHILD").is_some()
+}
+
 /// Runs `body` in a child process, in which the test of this name calls this function again.
 fn in_child(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
-    if std::env::var_os("DRIVER_TEST_CHILD").is_some() {
+    if is_child() {
         use_context();
         body();
         return None;
     }
+    image();
     let output = Command::new(std::env::current_exe().unwrap())
         .args([&format!("driver::{test}"), "--exact", "--nocapture"])
         .env("DRIVER_TEST_CHILD", "1")
