@@ -1,6 +1,6 @@
 // y = x / sqrt(mean(x^2) + epsilon) * weight over rows [n, width], forward and backward. blockDim.x
 // threads, a multiple of 32, share a row, and a block has blockDim.y rows. The blocks loop over the
-// rows in strides of the grid. The second read of a row comes from the caches.
+// rows in strides of the grid. A thread keeps its part of a row in registers between two passes.
 
 #include "element.cuh"
 #include "math.cuh"
@@ -48,37 +48,68 @@ __device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
 
 constexpr int THREADS = 256;
 
+// Floats of an aligned row that a thread keeps in registers between its two passes over the row.
+constexpr int KEPT = 32;
+
+// With `change`, normalizes sum = x + change, rounded to T, and writes it too.
 template <bool packed, typename T>
-__device__ __forceinline__ void forward(const T *x, const T *weight, T *y, uint64_t n, int width, float epsilon) {
-    constexpr int count = packed ? PACK<T> : 1;
+__device__ __forceinline__ void forward(const T *x, const T *change, const T *weight, T *sum, T *y, uint64_t n, int width,
+                                        float epsilon) {
+    constexpr int count = packed ? PACK<T> : 1, rounds = packed ? KEPT / count : 0;
     __shared__ float2 scratch[THREADS / 32];
     const uint64_t stride = (uint64_t)gridDim.x * blockDim.y;
+    const int first_column = (int)threadIdx.x * count, step = (int)blockDim.x * count;
     // The same number of iterations in each thread, because the sum has a barrier.
     for (uint64_t first = (uint64_t)blockIdx.x * blockDim.y; first < n; first += stride) {
         const uint64_t row = first + threadIdx.y;
         const bool is_row = row < n;
-        const T *from = x + row * (uint64_t)width;
+        const uint64_t start = row * (uint64_t)width;
         float squares = 0.0f;
-        if (is_row) {
-            for_columns<packed, T>(width, [&](int column) {
-                float values[count];
-                load<packed, T>(from + column, values);
+        const auto read = [&](int column, float(&values)[count]) {
+            load<packed, T>(x + start + column, values);
+            if (change != nullptr) {
+                float changes[count];
+                load<packed, T>(change + start + column, changes);
 #pragma unroll
-                for (int i = 0; i < count; i++) squares += values[i] * values[i];
-            });
+                for (int i = 0; i < count; i++) values[i] = to_float(from_float<T>(values[i] + changes[i]));
+                store<packed, T>(sum + start + column, values);
+            }
+#pragma unroll
+            for (int i = 0; i < count; i++) squares += values[i] * values[i];
+        };
+        float kept[rounds + 1][count];
+        if (is_row) {
+#pragma unroll
+            for (int round = 0; round < rounds; round++) {
+                const int column = first_column + round * step;
+                if (column < width) read(column, kept[round]);
+            }
+            for (int column = first_column + rounds * step; column < width; column += step) {
+                float values[count];
+                read(column, values);
+            }
         }
         const float scale = rsqrtf(row_sums(squares, 0.0f, scratch).x / (float)width + epsilon);
         if (!is_row) continue;
-        T *to = y + row * (uint64_t)width;
-        for_columns<packed, T>(width, [&](int column) {
-            float values[count], weights[count];
-            load<packed, T>(from + column, values);
+        const auto write = [&](int column, float(&values)[count]) {
+            float weights[count];
             load<packed, T>(weight + column, weights);
             // Rounds in between, as a tensor of normalized rows would.
 #pragma unroll
             for (int i = 0; i < count; i++) values[i] = to_float(from_float<T>(values[i] * scale)) * weights[i];
-            store<packed, T>(to + column, values);
-        });
+            store<packed, T>(y + start + column, values);
+        };
+#pragma unroll
+        for (int round = 0; round < rounds; round++) {
+            const int column = first_column + round * step;
+            if (column < width) write(column, kept[round]);
+        }
+        // A wide row: the second read comes from the caches.
+        for (int column = first_column + rounds * step; column < width; column += step) {
+            float values[count];
+            load<packed, T>((change == nullptr ? x : sum) + start + column, values);
+            write(column, values);
+        }
     }
 }
 
@@ -164,9 +195,18 @@ __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int part
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         rms_norm_forward_##name(const T *x, const T *weight, T *y, uint64_t n, int width, float epsilon) {            \
         if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(y))                              \
-            forward<true>(x, weight, y, n, width, epsilon);                                                            \
+            forward<true, T>(x, nullptr, weight, nullptr, y, n, width, epsilon);                                       \
         else                                                                                                           \
-            forward<false>(x, weight, y, n, width, epsilon);                                                           \
+            forward<false, T>(x, nullptr, weight, nullptr, y, n, width, epsilon);                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        rms_norm_add_forward_##name(const T *x, const T *change, const T *weight, T *sum, T *y, uint64_t n,           \
+                                    int width, float epsilon) {                                                        \
+        if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(change) && is_aligned(weight) && is_aligned(sum) &&    \
+            is_aligned(y))                                                                                             \
+            forward<true, T>(x, change, weight, sum, y, n, width, epsilon);                                            \
+        else                                                                                                           \
+            forward<false, T>(x, change, weight, sum, y, n, width, epsilon);                                           \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         rms_norm_backward_##name(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,   \

@@ -52,8 +52,28 @@ kernels! {
         log_prob_backward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
             gradient: Out<Self>, n: u64, columns: u64, first_column: u32, inverse_temperature: f32);
     }
+    paged_attention PAGED_ATTENTION {
+        paged_write(query: In<Self>, query_weight: In<Self>, key: In<Self>, key_weight: In<Self>, value: In<Self>, cos: In<f32>,
+            sin: In<f32>, slots: In<u32>, rotated: Out<Self>, keys: Out<Self>, values: Out<Self>, n: u32, heads: u32,
+            kv_heads: u32, head_dim: i32, epsilon: f32);
+        paged_attention_64_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
+            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        paged_attention_64_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
+            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        paged_attention_128_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
+            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        paged_attention_128_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
+            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        paged_attention_256_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
+            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        paged_attention_256_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
+            partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        paged_attention_merge(partial: In<f32>, y: Out<Self>, heads_in_all: u64, parts: i32, head_dim: i32);
+    }
     rms_norm RMS_NORM {
         rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32);
+        rms_norm_add_forward(x: In<Self>, change: In<Self>, weight: In<Self>, sum: Out<Self>, y: Out<Self>, n: u64, width: i32,
+            epsilon: f32);
         rms_norm_backward(x: In<Self>, weight: In<Self>, gradient: In<Self>, dx: Out<Self>, partial: Out<f32>, n: u64,
             width: i32, epsilon: f32);
         rms_norm_weight(partial: In<f32>, dweight: Out<Self>, parts: i32, width: i32);

@@ -92,17 +92,22 @@ pub(crate) fn accumulator(name: &str, sum: &Tensor, dtype: DType) -> Result<()> 
     Ok(())
 }
 
-/// Fails unless `gradient` has the shape, dtype and device of `like`.
-pub(crate) fn gradient(gradient: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
-    if gradient.dims() != like.dims() {
+/// Fails unless `x` has the shape, dtype and device of `like`.
+pub(crate) fn same_shape(name: &str, x: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
+    if x.dims() != like.dims() {
         bail!(
-            "gradient: shape {:?}, must be that of {like_name}, {:?}",
-            gradient.dims(),
+            "{name}: shape {:?}, must be that of {like_name}, {:?}",
+            x.dims(),
             like.dims()
         );
     }
-    same_dtype("gradient", gradient, like_name, like)?;
-    same_device(&[(like_name, like), ("gradient", gradient)])
+    same_dtype(name, x, like_name, like)?;
+    same_device(&[(like_name, like), (name, x)])
+}
+
+/// Fails unless `gradient` has the shape, dtype and device of `like`.
+pub(crate) fn gradient(gradient: &Tensor, like_name: &str, like: &Tensor) -> Result<()> {
+    same_shape("gradient", gradient, like_name, like)
 }
 
 /// Returns the size of the last dimension of `x`. Fails if there is none or if it is 0.

@@ -30,8 +30,8 @@
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
-//! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | no |
-//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | no |
+//! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
+//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | yes |
 //!
 //! # Conventions
 //!
@@ -84,8 +84,11 @@ pub use gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
 pub use linear_rows::linear_rows;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
-pub use paged_attention::{KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow, paged_attention};
+pub use paged_attention::{
+    HeadNorms, HeadTransform, KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow,
+    paged_attention,
+};
 pub use precision::arithmetic_dtype;
-pub use rms_norm::{rms_norm, rms_norm_gradient};
+pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
 pub use rope::{rope, rope_gradient};
 pub use swiglu::{swiglu, swiglu_gradient};

@@ -9,7 +9,7 @@ use crate::{check, composed, cpu, path};
 /// number of other rows.
 ///
 /// For few rows, in inference: each weight is read once, in memory order, and all cores share the
-/// weights. Arithmetic is in f32.
+/// weights. Arithmetic is in f32. On CUDA two weights of one shape, side by side, are one product.
 ///
 /// # Shapes
 ///
@@ -35,6 +35,10 @@ use crate::{check, composed, cpu, path};
 /// ```
 pub fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
     check(x, weights)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() && path::is_fused(x) {
+        return crate::cuda::matmul::linear_rows(x, weights);
+    }
     if !path::is_fused_on_cpu(x) {
         return composed::linear_rows::unchecked(x, weights);
     }

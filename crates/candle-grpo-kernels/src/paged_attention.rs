@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType, bail};
 
 use crate::cpu::{with_element, with_floats};
-use crate::{check, composed, cpu, path};
+use crate::{check, composed, cpu, path, rms_norm, rope};
 
 /// Positions of a page: a multiple of every vector width.
 pub const PAGE: usize = 16;
@@ -46,6 +46,121 @@ pub struct PageSlot {
     pub page: usize,
     /// Position in the page, below [`PAGE`].
     pub position: usize,
+}
+
+/// The rows of one pass of decoding: where new keys and values go, and what each query attends to.
+///
+/// All layers of a pass share a batch. On CUDA its tables are copied to the device once.
+#[derive(Debug)]
+pub struct PagedBatch<'a> {
+    slots: &'a [PageSlot],
+    rows: &'a [PagedRow<'a>],
+    /// Number of pages that the slots and rows need.
+    pages: usize,
+    #[cfg(feature = "cuda")]
+    pub(crate) tables: Option<crate::cuda::paged_attention::Tables>,
+}
+
+impl<'a> PagedBatch<'a> {
+    /// Returns a batch for pages on `device`. The slots must be distinct; this is not checked.
+    ///
+    /// # Errors
+    ///
+    /// Fails on a position that is not in a page, and on a row with no visible position or with
+    /// more than its spans have.
+    pub fn new(slots: &'a [PageSlot], rows: &'a [PagedRow<'a>], device: &Device) -> Result<Self> {
+        let mut pages = 0;
+        for (index, slot) in slots.iter().enumerate() {
+            if slot.position >= PAGE {
+                bail!(
+                    "slots[{index}]: position {}, must be below {PAGE}",
+                    slot.position
+                );
+            }
+            pages = pages.max(slot.page + 1);
+        }
+        for (index, row) in rows.iter().enumerate() {
+            let mut there = 0;
+            for span in row.spans {
+                if span.len > PAGE {
+                    bail!(
+                        "rows[{index}]: {} positions of page {}, must be at most {PAGE}",
+                        span.len,
+                        span.page
+                    );
+                }
+                there += span.len;
+                pages = pages.max(span.page + 1);
+            }
+            if row.visible == 0 || row.visible > there {
+                bail!(
+                    "rows[{index}]: {} visible positions, must be at least 1 and at most the {there} of its spans",
+                    row.visible
+                );
+            }
+        }
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Ok(Self {
+            slots,
+            rows,
+            pages,
+            #[cfg(feature = "cuda")]
+            tables: device
+                .is_cuda()
+                .then(|| crate::cuda::paged_attention::Tables::new(slots, rows, device))
+                .transpose()?,
+        })
+    }
+
+    fn check_pages(&self, there: usize) -> Result<()> {
+        if self.pages > there {
+            bail!(
+                "batch: page {}, must be below the number of pages, {there}",
+                self.pages - 1
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The operations on each head of queries and keys before attention, the norms first.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HeadTransform<'a> {
+    /// The RMSNorms of the heads.
+    pub norms: Option<HeadNorms<'a>>,
+    /// Cosines and sines of the rotation, `[N, head_dim / 2]` each; see [`rope`].
+    pub angles: Option<[&'a Tensor; 2]>,
+}
+
+/// The RMSNorms of the heads of queries and keys; see [`rms_norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct HeadNorms<'a> {
+    /// The weights `[head_dim]` for queries and for keys.
+    pub weights: [&'a Tensor; 2],
+    /// The epsilon of both.
+    pub epsilon: f64,
+}
+
+#[cfg(feature = "cuda")]
+impl HeadTransform<'_> {
+    /// Returns whether all tensors are as the kernel takes them for `n` rows. The others are errors
+    /// of [`rms_norm`] and [`rope`].
+    fn fits(&self, n: usize, values: &Tensor) -> Result<bool> {
+        let head_dim = values.dim(3)?;
+        let here = |x: &Tensor| x.device().same_device(values.device());
+        let norms = self.norms.is_none_or(|norms| {
+            let fits =
+                |w: &Tensor| w.dims() == [head_dim] && w.dtype() == values.dtype() && here(w);
+            norms.epsilon > 0.0 && norms.epsilon.is_finite() && norms.weights.into_iter().all(fits)
+        });
+        let angles = self.angles.is_none_or(|angles| {
+            let fits =
+                |x: &Tensor| x.dims() == [n, head_dim / 2] && x.dtype() == DType::F32 && here(x);
+            head_dim.is_multiple_of(2) && angles.into_iter().all(fits)
+        });
+        Ok(norms && angles)
+    }
 }
 
 impl KeyValuePages {
@@ -118,21 +233,77 @@ impl KeyValuePages {
     }
 
     /// Writes row i of `key` and `value`, `[N, kv_heads * head_dim]` in the dtype of the pages, to
-    /// slot i.
-    ///
-    /// The slots must be distinct; this is not checked.
+    /// slot i of `batch`.
     ///
     /// # Errors
     ///
     /// Fails if an argument is in a graph, on other shapes and dtypes, and on slots out of range.
-    pub fn write(&self, key: &Tensor, value: &Tensor, slots: &[PageSlot]) -> Result<()> {
-        let (pages, kv_heads, _, head_dim) = self.values.dims4()?;
+    pub fn write(&self, key: &Tensor, value: &Tensor, batch: &PagedBatch) -> Result<()> {
+        self.check_write(key, value, batch)?;
+        #[cfg(feature = "cuda")]
+        if self.is_fused_on_cuda() {
+            return crate::cuda::paged_attention::write(self, None, key, value, batch).map(drop);
+        }
+        if !self.has_transposed_keys() {
+            return composed::paged_attention::write(self, key, value, batch.slots);
+        }
+        let write = |transposed| WriteRows {
+            slots: batch.slots,
+            transposed,
+        };
+        self.keys.inplace_op2(&key.contiguous()?, &write(true))?;
+        self.values.inplace_op2(&value.contiguous()?, &write(false))
+    }
+
+    /// Transforms the heads of `query` and `key`, and writes as [`Self::write`]. Returns the
+    /// transformed `query`, of the shape `[N, heads * head_dim]`.
+    ///
+    /// On CUDA this is one launch.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`Self::write`], [`rms_norm`] and [`rope`].
+    pub fn write_transformed(
+        &self,
+        [query, key, value]: [&Tensor; 3],
+        batch: &PagedBatch,
+        transform: &HeadTransform,
+    ) -> Result<Tensor> {
+        check::constant("query", query)?;
+        #[cfg(feature = "cuda")]
+        if self.is_fused_on_cuda() && transform.fits(query.dim(0)?, &self.values)? {
+            self.check_write(key, value, batch)?;
+            self.check_query(query, batch.slots.len())?;
+            let queries = Some((query, transform));
+            let rotated = crate::cuda::paged_attention::write(self, queries, key, value, batch)?;
+            return Ok(rotated.unwrap_or_else(|| query.clone()));
+        }
+        let norm_weights = transform
+            .norms
+            .map_or([None; 2], |norms| norms.weights.map(Some));
+        let transformed = |x: &Tensor, norm_weight: Option<&Tensor>| {
+            let mut y = x.clone();
+            if let (Some(weight), Some(norms)) = (norm_weight, transform.norms) {
+                let heads = x.reshape((x.dim(0)?, (), weight.elem_count()))?;
+                y = rms_norm(&heads, &weight.detach(), norms.epsilon)?.reshape(x.shape())?;
+            }
+            match transform.angles {
+                Some([cos, sin]) => rope(&y, &cos.detach(), &sin.detach()),
+                None => Ok(y),
+            }
+        };
+        self.write(&transformed(key, norm_weights[1])?, value, batch)?;
+        transformed(query, norm_weights[0])
+    }
+
+    fn check_write(&self, key: &Tensor, value: &Tensor, batch: &PagedBatch) -> Result<()> {
+        let (_, kv_heads, _, head_dim) = self.values.dims4()?;
+        let slots = batch.slots.len();
         for (name, x) in [("key", key), ("value", value)] {
-            if x.dims() != [slots.len(), kv_heads * head_dim] {
+            if x.dims() != [slots, kv_heads * head_dim] {
                 bail!(
-                    "{name}: shape {:?}, must be [{}, {}], a row for each slot",
+                    "{name}: shape {:?}, must be [{slots}, {}], a row for each slot",
                     x.dims(),
-                    slots.len(),
                     kv_heads * head_dim
                 );
             }
@@ -140,21 +311,28 @@ impl KeyValuePages {
             check::same_dtype(name, x, "the pages", &self.keys)?;
             check::same_device(&[("the pages", &self.keys), (name, x)])?;
         }
-        for (row, slot) in slots.iter().enumerate() {
-            if slot.page >= pages || slot.position >= PAGE {
-                bail!(
-                    "slots[{row}]: position {} of page {}, must be below {PAGE} and {pages}",
-                    slot.position,
-                    slot.page
-                );
-            }
+        batch.check_pages(self.len())
+    }
+
+    fn check_query(&self, query: &Tensor, rows: usize) -> Result<()> {
+        let (_, kv_heads, _, head_dim) = self.values.dims4()?;
+        let width = kv_heads * head_dim;
+        if !matches!(query.dims(), &[n, wide] if n == rows && wide > 0 && wide % width == 0) {
+            bail!(
+                "query: shape {:?}, must be [{rows}, a multiple of {width}], a row for each of rows",
+                query.dims(),
+            );
         }
-        if !self.has_transposed_keys() {
-            return composed::paged_attention::write(self, key, value, slots);
-        }
-        let write = |transposed| WriteRows { slots, transposed };
-        self.keys.inplace_op2(&key.contiguous()?, &write(true))?;
-        self.values.inplace_op2(&value.contiguous()?, &write(false))
+        check::constant("query", query)?;
+        check::same_dtype("query", query, "the pages", &self.keys)?;
+        check::same_device(&[("the pages", &self.keys), ("query", query)])
+    }
+
+    #[cfg(feature = "cuda")]
+    fn is_fused_on_cuda(&self) -> bool {
+        self.keys.device().is_cuda()
+            && path::is_fused(&self.keys)
+            && self.keys.dims()[3] <= crate::cuda::paged_attention::MAX_HEAD_DIM
     }
 
     pub(crate) fn keys(&self) -> &Tensor {
@@ -173,9 +351,9 @@ impl KeyValuePages {
 /// Grouped-query attention of one token for each sequence: `softmax(scale * query key^T) value` for
 /// each head.
 ///
-/// Row i of `query` attends to `rows[i]`, which includes its own position: write its key and value
-/// first. On the CPU a row is bit-identical for any other rows, given the same spans. Arithmetic is
-/// in f32.
+/// Row i of `query` attends to row i of `batch`, which includes its own position: write its key and
+/// value first. On the CPU a row is bit-identical for any other rows, given the same spans.
+/// Arithmetic is in f32.
 ///
 /// # Shapes
 ///
@@ -185,76 +363,56 @@ impl KeyValuePages {
 /// # Errors
 ///
 /// Fails if `query` is in a graph, on other shapes and dtypes, on a scale that is not positive and
-/// finite, and on rows with no visible position or with positions that do not exist.
+/// finite, and on pages that do not exist.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_grpo_kernels::{KeyValuePages, PageSlot, PageSpan, PagedRow, paged_attention};
+/// use candle_grpo_kernels::{
+///     KeyValuePages, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
+/// };
 ///
 /// let pages = KeyValuePages::new(1, 1, 2, DType::F32, &Device::Cpu)?;
 /// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
-/// pages.write(&x, &x, &[PageSlot { page: 0, position: 0 }])?;
-/// let row = PagedRow { spans: &[PageSpan { page: 0, len: 1 }], visible: 1 };
-/// assert_eq!(paged_attention(&x, &pages, &[row], 0.5)?.to_vec2::<f32>()?, [[1., 2.]]);
+/// let slots = [PageSlot { page: 0, position: 0 }];
+/// let rows = [PagedRow { spans: &[PageSpan { page: 0, len: 1 }], visible: 1 }];
+/// let batch = PagedBatch::new(&slots, &rows, &Device::Cpu)?;
+/// pages.write(&x, &x, &batch)?;
+/// assert_eq!(paged_attention(&x, &pages, &batch, 0.5)?.to_vec2::<f32>()?, [[1., 2.]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn paged_attention(
     query: &Tensor,
     pages: &KeyValuePages,
-    rows: &[PagedRow],
+    batch: &PagedBatch,
     scale: f64,
 ) -> Result<Tensor> {
-    check(query, pages, rows, scale)?;
-    if !path::is_fused_on_cpu(query) || rows.is_empty() {
-        return composed::paged_attention::unchecked(query, pages, rows, scale);
+    check(query, pages, batch, scale)?;
+    #[cfg(feature = "cuda")]
+    if pages.is_fused_on_cuda() {
+        return crate::cuda::paged_attention::attend(query, pages, batch, scale as f32);
+    }
+    if !path::is_fused_on_cpu(query) || batch.rows.is_empty() {
+        return composed::paged_attention::unchecked(query, pages, batch.rows, scale);
     }
     let attended = query.contiguous()?;
-    let shape = query.shape();
+    let (shape, rows) = (query.shape(), batch.rows);
     with_element!(query.dtype(), "query", Float => {
         let mixed = cpu::paged_attention::forward::<Float>(&attended, pages, rows, scale as f32)?;
         Tensor::from_vec(mixed, shape, &Device::Cpu)
     })
 }
 
-pub(crate) fn check(
+/// Returns the rows of `batch` if the arguments are valid.
+pub(crate) fn check<'a>(
     query: &Tensor,
     pages: &KeyValuePages,
-    rows: &[PagedRow],
+    batch: &PagedBatch<'a>,
     scale: f64,
-) -> Result<()> {
+) -> Result<&'a [PagedRow<'a>]> {
     check::positive("scale", scale)?;
-    check::constant("query", query)?;
-    let (num_pages, kv_heads, _, head_dim) = pages.values.dims4()?;
-    let width = kv_heads * head_dim;
-    if !matches!(query.dims(), &[n, wide] if n == rows.len() && wide > 0 && wide % width == 0) {
-        bail!(
-            "query: shape {:?}, must be [{}, a multiple of {width}], a row for each of rows",
-            query.dims(),
-            rows.len()
-        );
-    }
-    check::same_dtype("query", query, "the pages", &pages.keys)?;
-    check::same_device(&[("the pages", &pages.keys), ("query", query)])?;
-    for (index, row) in rows.iter().enumerate() {
-        let mut there = 0;
-        for span in row.spans {
-            if span.page >= num_pages || span.len > PAGE {
-                bail!(
-                    "rows[{index}]: {} positions of page {}, must be at most {PAGE} and below {num_pages}",
-                    span.len,
-                    span.page
-                );
-            }
-            there += span.len;
-        }
-        if row.visible == 0 || row.visible > there {
-            bail!(
-                "rows[{index}]: {} visible positions, must be at least 1 and at most the {there} of its spans",
-                row.visible
-            );
-        }
-    }
-    Ok(())
+    pages.check_query(query, batch.rows.len())?;
+    batch.check_pages(pages.len())?;
+    Ok(batch.rows)
 }
 
 /// Writes rows to slots of pages.

@@ -43,6 +43,54 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     x.contiguous()?.apply_op2(&weight.contiguous()?, op)
 }
 
+/// Computes `sum = x + change` and [`rms_norm`] of the sum. Returns both.
+///
+/// For bf16 and f16 the sum is rounded first. All arguments have gradients. On CUDA this is one
+/// launch if none of them is in a graph.
+///
+/// # Shapes
+///
+/// As [`rms_norm`]; `change` has the shape and dtype of `x`.
+///
+/// # Errors
+///
+/// Fails as [`rms_norm`], and on another shape or dtype of `change`.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::{add_rms_norm, rms_norm};
+///
+/// let x = Tensor::new(&[[1f32, 2.]], &Device::Cpu)?;
+/// let change = Tensor::new(&[[2f32, 2.]], &Device::Cpu)?;
+/// let weight = Tensor::new(&[1f32, 2.], &Device::Cpu)?;
+/// let (sum, y) = add_rms_norm(&x, &change, &weight, 1e-6)?;
+/// assert_eq!(sum.to_vec2::<f32>()?, [[3., 4.]]);
+/// assert_eq!(y.to_vec2::<f32>()?, rms_norm(&sum, &weight, 1e-6)?.to_vec2::<f32>()?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn add_rms_norm(
+    x: &Tensor,
+    change: &Tensor,
+    weight: &Tensor,
+    epsilon: f64,
+) -> Result<(Tensor, Tensor)> {
+    check(x, weight, epsilon)?;
+    check::same_shape("change", change, "x", x)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() && is_fused(x) && ![x, change, weight].iter().any(|x| x.track_op()) {
+        let (x, change) = (x.contiguous()?, change.contiguous()?);
+        return crate::cuda::rms_norm::add_forward(
+            &x,
+            &change,
+            &weight.contiguous()?,
+            epsilon as f32,
+        );
+    }
+    let sum = (x + change)?;
+    let y = rms_norm(&sum, weight, epsilon)?;
+    Ok((sum, y))
+}
+
 /// The backward pass of [`rms_norm`], without a graph.
 ///
 /// `gradient` is the gradient of the result. Returns the gradients of `x` and `weight`.

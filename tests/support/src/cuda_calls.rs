@@ -54,6 +54,12 @@ impl CudaCalls {
                 + count(c"cuStreamWaitEvent")?,
         })
     }
+
+    /// Returns the launches of one kernel by this thread. `None` without the emulation.
+    pub fn launches_of(kernel: &str) -> Option<u64> {
+        let name = std::ffi::CString::new(format!("launch:{kernel}")).ok()?;
+        count(&name)
+    }
 }
 
 /// Asks the emulation for a count. It exports a function that a real driver does not have.

@@ -2,7 +2,9 @@
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use candle_grpo_kernels::{KeyValuePages, PAGE, PageSpan, PagedRow, linear_rows, paged_attention};
+use candle_grpo_kernels::{
+    KeyValuePages, PAGE, PageSpan, PagedBatch, PagedRow, linear_rows, paged_attention,
+};
 use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId};
 use serde::Serialize;
 
@@ -166,9 +168,10 @@ fn attention(model: &DecoderConfig, completions: usize) -> Result<f64> {
         .collect();
     let width = model.num_attention_heads * head_dim;
     let query = Tensor::ones((completions, width), DType::F32, &Device::Cpu)?;
+    let batch = PagedBatch::new(&[], &rows, &Device::Cpu)?;
     best_seconds(9, || {
         for pages in &layers {
-            paged_attention(&query, pages, &rows, 0.125)?;
+            paged_attention(&query, pages, &batch, 0.125)?;
         }
         Ok(())
     })

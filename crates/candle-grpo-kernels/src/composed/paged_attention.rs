@@ -3,17 +3,17 @@
 use candle_core::{Result, Tensor};
 
 use crate::composed;
-use crate::paged_attention::{self, KeyValuePages, PAGE, PageSlot, PagedRow};
+use crate::paged_attention::{self, KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
 
 /// [`paged_attention`](crate::paged_attention()) in plain Candle operations. Copies the visible
 /// positions to one padded tensor.
 pub fn paged_attention(
     query: &Tensor,
     pages: &KeyValuePages,
-    rows: &[PagedRow],
+    batch: &PagedBatch,
     scale: f64,
 ) -> Result<Tensor> {
-    paged_attention::check(query, pages, rows, scale)?;
+    let rows = paged_attention::check(query, pages, batch, scale)?;
     unchecked(query, pages, rows, scale)
 }
 

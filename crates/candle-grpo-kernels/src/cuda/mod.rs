@@ -13,6 +13,7 @@ pub(crate) mod linear_log_prob;
 pub(crate) mod log_prob;
 pub(crate) mod matmul;
 mod output;
+pub(crate) mod paged_attention;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;

@@ -27,6 +27,16 @@ fn block(width: usize) -> (u32, u32) {
     (threads, 256 / threads)
 }
 
+/// Returns the launch of a forward pass. A block loops over further rows.
+fn by_rows(n: usize, width: usize) -> LaunchConfig {
+    let (threads, rows) = block(width);
+    LaunchConfig {
+        grid_dim: (n.div_ceil(rows as usize).min(1 << 16) as u32, 1, 1),
+        block_dim: (threads, rows, 1),
+        shared_mem_bytes: 0,
+    }
+}
+
 /// Returns the result for contiguous `x` `[.., H]` and `weight` `[H]`.
 pub(crate) fn forward(
     x: &CudaStorage,
@@ -39,27 +49,59 @@ pub(crate) fn forward(
     let stream = device.cuda_stream();
     let width = weight_layout.shape().elem_count();
     let n = x_layout.shape().elem_count() / width;
-    let (threads, rows) = block(width);
     let y = with_cuda_floats!(x, "x", T => {
         // SAFETY: the kernel writes every element.
         #[allow(unsafe_code)]
         let mut y = unsafe { alloc::<T>(device, n * width)? };
         if n > 0 {
-            let grid = LaunchConfig {
-                // A block loops over further rows.
-                grid_dim: (n.div_ceil(rows as usize).min(1 << 16) as u32, 1, 1),
-                block_dim: (threads, rows, 1),
-                shared_mem_bytes: 0,
-            };
             // SAFETY: x and y have n * width elements, weight width, which fits an i32.
             #[allow(unsafe_code)]
             unsafe {
-                kernels::rms_norm_forward::<T> { x: In::new(x, x_layout, &stream)?, weight: In::new(weight, weight_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, grid)?;
+                kernels::rms_norm_forward::<T> { x: In::new(x, x_layout, &stream)?, weight: In::new(weight, weight_layout, &stream)?, y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, by_rows(n, width))?;
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())
     });
     Ok((y, x_layout.shape().clone()))
+}
+
+/// Returns `x + change` and its norm, for contiguous `x` and `change` `[.., H]` and `weight` `[H]`.
+pub(crate) fn add_forward(
+    x: &Tensor,
+    change: &Tensor,
+    weight: &Tensor,
+    epsilon: f32,
+) -> Result<(Tensor, Tensor)> {
+    let device = x.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let (width, elements) = (weight.elem_count(), x.elem_count());
+    let n = elements / width;
+    let (x_storage, change_storage, weight_storage) = (
+        x.storage_and_layout(),
+        change.storage_and_layout(),
+        weight.storage_and_layout(),
+    );
+    let Storage::Cuda(x_cuda) = &*x_storage.0 else {
+        candle_core::bail!("rms_norm: x left the GPU");
+    };
+    let (sum, y) = with_cuda_floats!(x_cuda, "x", T => {
+        // SAFETY: the kernel writes every element.
+        #[allow(unsafe_code)]
+        let (mut sum, mut y) = unsafe { (alloc::<T>(device, elements)?, alloc::<T>(device, elements)?) };
+        if n > 0 {
+            // SAFETY: x, change, sum and y have n * width elements, weight width, which fits an
+            // i32.
+            #[allow(unsafe_code)]
+            unsafe {
+                kernels::rms_norm_add_forward::<T> { x: In::from_tensor(&x_storage, &stream)?, change: In::from_tensor(&change_storage, &stream)?, weight: In::from_tensor(&weight_storage, &stream)?, sum: Out::new(&mut sum, &stream), y: Out::new(&mut y, &stream), n: n as u64, width: width as i32, epsilon }.launch(device, by_rows(n, width))?;
+            }
+        }
+        (
+            CudaStorage::wrap_cuda_slice(sum, device.clone()),
+            CudaStorage::wrap_cuda_slice(y, device.clone()),
+        )
+    });
+    Ok((as_tensor(sum, x.shape()), as_tensor(y, x.shape())))
 }
 
 /// Returns the gradients of `x` and `weight`. All are contiguous; the width is at most

@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{
-    KeyValuePages, PAGE, PageSlot, PageSpan, PagedRow, attention, composed, paged_attention,
+    HeadNorms, HeadTransform, KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow,
+    attention, composed, paged_attention, rms_norm, rope,
 };
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
@@ -47,7 +48,8 @@ impl Sequence {
             .collect();
         let rows = slots.len();
         let (key, value) = (key.narrow(0, 0, rows)?, value.narrow(0, 0, rows)?);
-        pages.write(&key, &value, &slots)?;
+        let batch = PagedBatch::new(&slots, &[], key.device())?;
+        pages.write(&key, &value, &batch)?;
         Ok(Self { spans, key, value })
     }
 }
@@ -62,11 +64,20 @@ struct Shape {
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    let sequence = proptest::collection::vec(1usize..=PAGE, 1..5);
+    // On CUDA sequences of more than eight pages are computed in parts.
+    let pages = prop_oneof![3 => 1usize..5, 1 => 8usize..30];
+    let sequence = pages.prop_flat_map(|pages| proptest::collection::vec(1usize..=PAGE, pages));
     (
         1usize..4,
-        1usize..4,
-        prop_oneof![1usize..40, Just(64), Just(96)],
+        1usize..10,
+        prop_oneof![
+            1usize..40,
+            Just(64),
+            Just(96),
+            Just(128),
+            Just(200),
+            Just(300)
+        ],
         proptest::collection::vec(sequence, 0..5),
     )
         .prop_map(|(kv_heads, group, head_dim, sequences)| Shape {
@@ -95,7 +106,8 @@ fn write_all(
         let slots: Vec<PageSlot> = (0..PAGE)
             .map(|position| PageSlot { page, position })
             .collect();
-        paged.write(&nothing, &nothing, &slots)?;
+        let batch = PagedBatch::new(&slots, &[], device)?;
+        paged.write(&nothing, &nothing, &batch)?;
     }
     let mut first = 0;
     let mut sequences = Vec::new();
@@ -148,8 +160,9 @@ proptest! {
             let rows = rows(&sequences, hidden)?;
             let width = shape.kv_heads * shape.group * shape.head_dim;
             let query = layouts[1].apply(&noisy(&[rows.len(), width], seed, dtype)?)?.to_device(device)?;
-            let fused = paged_attention(&query, &pages, &rows, scale)?;
-            let composed = composed::paged_attention(&query, &pages, &rows, scale)?;
+            let batch = PagedBatch::new(&[], &rows, &device)?;
+            let fused = paged_attention(&query, &pages, &batch, scale)?;
+            let composed = composed::paged_attention(&query, &pages, &batch, scale)?;
             prop_assert_eq!((fused.dims(), fused.dtype()), (query.dims(), dtype));
             prop_assert_eq!((composed.dims(), composed.dtype()), (query.dims(), dtype));
             for (index, (row, sequence)) in rows.iter().zip(&sequences).enumerate() {
@@ -167,6 +180,68 @@ proptest! {
     }
 
     #[test]
+    fn transformed_heads_are_those_of_the_operators(
+        rows in 1usize..9,
+        kv_heads in 1usize..4,
+        group in 1usize..4,
+        pairs in prop_oneof![1usize..40, Just(64)],
+        has_norms in any::<bool>(),
+        rotates in any::<bool>(),
+        dtype in dtypes(),
+        layout in layouts(),
+        seed in any::<u64>(),
+    ) {
+        let head_dim = 2 * pairs;
+        for device in devices() {
+            let noise = |shape: &[usize], salt: u64, dtype| noisy(shape, seed ^ salt, dtype)?.to_device(&device);
+            let input = |heads: usize, salt| layout.apply(&noise(&[rows, heads * head_dim], salt, dtype)?);
+            let (query, key, value) = (input(kv_heads * group, 1)?, input(kv_heads, 2)?, input(kv_heads, 3)?);
+            let weights = [noise(&[head_dim], 4, dtype)?, noise(&[head_dim], 5, dtype)?];
+            let wide = candle_grpo_kernels::arithmetic_dtype(dtype);
+            let angles = [noise(&[rows, pairs], 6, wide)?, noise(&[rows, pairs], 7, wide)?];
+            let transform = HeadTransform {
+                norms: has_norms.then(|| HeadNorms { weights: weights.each_ref(), epsilon: 1e-5 }),
+                angles: rotates.then(|| angles.each_ref()),
+            };
+            let slots: Vec<PageSlot> = (0..rows).map(|row| PageSlot { page: rows - row, position: row % PAGE }).collect();
+            let batch = PagedBatch::new(&slots, &[], &device)?;
+            let new = || -> Result<KeyValuePages> {
+                let mut pages = KeyValuePages::new(0, kv_heads, head_dim, dtype, &device)?;
+                pages.grow(rows + 1)?;
+                Ok(pages)
+            };
+            let (pages, expected_pages) = (new()?, new()?);
+            let rotated = pages.write_transformed([&query, &key, &value], &batch, &transform)?;
+            let apply = |x: &Tensor, weight: &Tensor| -> Result<Tensor> {
+                let mut y = x.clone();
+                if has_norms {
+                    let heads = x.reshape((rows, (), head_dim))?;
+                    y = rms_norm(&heads, weight, 1e-5)?.reshape(x.shape())?;
+                }
+                if rotates { rope(&y, &angles[0], &angles[1]) } else { Ok(y) }
+            };
+            let expected = apply(&query, &weights[0])?;
+            expected_pages.write(&apply(&key, &weights[1])?, &value, &batch)?;
+            prop_assert_eq!((rotated.dims(), rotated.dtype()), (query.dims(), dtype));
+            assert_close(&numbers(&rotated)?, &numbers(&expected)?, rounding(dtype));
+            // Attention to single positions returns the values; to pairs it depends on the keys.
+            let spans: Vec<[PageSpan; 2]> = (0..rows)
+                .map(|row| {
+                    let span = |row: usize| PageSpan { page: rows - row, len: 1 + row % PAGE };
+                    [span(row), span((row + 1) % rows)]
+                })
+                .collect();
+            let seen: Vec<PagedRow> = spans
+                .iter()
+                .map(|spans| PagedRow { spans, visible: spans[0].len + spans[1].len })
+                .collect();
+            let seen = PagedBatch::new(&[], &seen, &device)?;
+            let mixed = |pages| paged_attention(&expected, pages, &seen, 0.3);
+            assert_close(&numbers(&mixed(&pages)?)?, &numbers(&mixed(&expected_pages)?)?, 8.0 * rounding(dtype));
+        }
+    }
+
+    #[test]
     fn a_row_is_bit_identical_with_any_other_rows(
         shape in shapes(),
         dtype in dtypes(),
@@ -179,9 +254,13 @@ proptest! {
         let rows = one.repeat(copies);
         let width = shape.kv_heads * shape.group * shape.head_dim;
         let query = noisy(&[rows.len(), width], seed, dtype)?;
-        let together = paged_attention(&query, &pages, &rows, 0.3)?;
+        let attend = |query: &Tensor, rows: &[PagedRow]| {
+            let batch = PagedBatch::new(&[], rows, &Device::Cpu)?;
+            paged_attention(query, &pages, &batch, 0.3)
+        };
+        let together = attend(&query, &rows)?;
         for (index, row) in rows.iter().enumerate() {
-            let alone = paged_attention(&query.narrow(0, index, 1)?, &pages, &[*row], 0.3)?;
+            let alone = attend(&query.narrow(0, index, 1)?, &[*row])?;
             prop_assert_eq!(bits(&alone)?, bits(&together.narrow(0, index, 1)?)?);
         }
     }
@@ -191,21 +270,19 @@ proptest! {
 fn growing_keeps_the_content_of_pages() -> Result<()> {
     let x = noisy(&[1, 6], 1, DType::F32)?;
     let mut pages = KeyValuePages::new(1, 2, 3, DType::F32, &Device::Cpu)?;
-    pages.write(
-        &x,
-        &x,
-        &[PageSlot {
-            page: 0,
-            position: 0,
-        }],
-    )?;
-    pages.grow(5)?;
-    assert_eq!(pages.len(), 5);
-    let row = PagedRow {
+    let slots = [PageSlot {
+        page: 0,
+        position: 0,
+    }];
+    let rows = [PagedRow {
         spans: &[PageSpan { page: 0, len: 1 }],
         visible: 1,
-    };
-    let y = paged_attention(&x, &pages, &[row], 1.0)?;
+    }];
+    let batch = PagedBatch::new(&slots, &rows, &Device::Cpu)?;
+    pages.write(&x, &x, &batch)?;
+    pages.grow(5)?;
+    assert_eq!(pages.len(), 5);
+    let y = paged_attention(&x, &pages, &batch, 1.0)?;
     assert_eq!(numbers(&y)?, numbers(&x)?);
     assert!(message(pages.grow(4)).contains("pages: 4, must be at least the current number, 5"));
     Ok(())
@@ -223,8 +300,11 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
         }]
     };
     let x = zeros(&[1, 8])?;
-    let error =
-        |query: &Tensor, rows: &[PagedRow]| message(paged_attention(query, &pages, rows, 1.0));
+    let error = |query: &Tensor, rows: &[PagedRow]| {
+        let attended = PagedBatch::new(&[], rows, &Device::Cpu)
+            .and_then(|batch| paged_attention(query, &pages, &batch, 1.0));
+        message(attended)
+    };
     assert!(error(&x, &row(0)).contains("rows[0]: 0 visible positions"));
     assert!(
         error(&x, &row(4))
@@ -236,25 +316,29 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     );
     assert!(error(&zeros(&[2, 8])?, &row(1)).contains("query: shape [2, 8]"));
     assert!(error(&x.to_dtype(DType::BF16)?, &row(1)).contains("query: BF16"));
-    let spans = [PageSpan { page: 2, len: 1 }];
-    assert!(
-        error(
-            &x,
-            &[PagedRow {
-                spans: &spans,
-                visible: 1
-            }]
-        )
-        .contains("rows[0]: 1 positions of page 2")
-    );
-    assert!(message(paged_attention(&x, &pages, &row(1), 0.0)).contains("scale: 0"));
+    let wrong = |page, len| {
+        let spans = [PageSpan { page, len }];
+        let rows = [PagedRow {
+            spans: &spans,
+            visible: 1,
+        }];
+        error(&x, &rows)
+    };
+    assert!(wrong(2, 1).contains("batch: page 2, must be below the number of pages, 2"));
+    assert!(wrong(0, PAGE + 1).contains("rows[0]: 17 positions of page 0, must be at most 16"));
+    let row = row(1);
+    let batch = PagedBatch::new(&[], &row, &Device::Cpu)?;
+    assert!(message(paged_attention(&x, &pages, &batch, 0.0)).contains("scale: 0"));
     let y = zeros(&[1, 4])?;
-    let slot = |page, position| [PageSlot { page, position }];
-    assert!(message(pages.write(&y, &y, &slot(2, 0))).contains("slots[0]: position 0 of page 2"));
-    assert!(message(pages.write(&y, &y, &slot(0, PAGE))).contains("slots[0]: position 16"));
-    assert!(
-        message(pages.write(&y, &x, &slot(0, 0))).contains("value: shape [1, 8], must be [1, 4]")
-    );
+    let write = |key: &Tensor, value: &Tensor, page, position| {
+        let slots = [PageSlot { page, position }];
+        let written = PagedBatch::new(&slots, &[], &Device::Cpu)
+            .and_then(|batch| pages.write(key, value, &batch));
+        message(written)
+    };
+    assert!(write(&y, &y, 2, 0).contains("batch: page 2, must be below the number of pages, 2"));
+    assert!(write(&y, &y, 0, PAGE).contains("slots[0]: position 16, must be below 16"));
+    assert!(write(&y, &x, 0, 0).contains("value: shape [1, 8], must be [1, 4]"));
     assert!(message(KeyValuePages::new(1, 1, 0, DType::F32, &Device::Cpu)).contains("head_dim: 0"));
     Ok(())
 }

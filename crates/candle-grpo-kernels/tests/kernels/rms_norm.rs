@@ -1,14 +1,14 @@
 //! Tests of `rms_norm` against its composed twin in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{composed, rms_norm, rms_norm_gradient};
-use candle_grpo_test_support::{cases, devices, message, numbers};
+use candle_grpo_kernels::{add_rms_norm, composed, rms_norm, rms_norm_gradient};
+use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
 
-use crate::layout::layouts;
+use crate::layout::{Layout, layouts};
 use crate::strategies::dtypes;
-use crate::twin::{check_against_f64, check_gradient_alone, noisy};
+use crate::twin::{check_against_f64, check_gradient_alone, noisy, rounding};
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(48)))]
@@ -30,6 +30,36 @@ proptest! {
             |inputs| rms_norm(inputs[0], inputs[1], epsilon),
             |inputs| composed::rms_norm(inputs[0], inputs[1], epsilon),
         )?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+
+    #[test]
+    fn a_sum_and_its_norm_are_those_of_two_operations(
+        rows in 0usize..9,
+        width in prop_oneof![1usize..300, Just(1024), Just(2056), Just(9000)],
+        is_variable in any::<bool>(),
+        dtype in dtypes(),
+        layouts in [layouts(), layouts(), layouts()],
+        seed in any::<u64>(),
+    ) {
+        for device in devices() {
+            let input = |layout: Layout, shape: &[usize], salt| {
+                layout.apply(&noisy(shape, seed ^ salt, dtype)?)?.to_device(device)
+            };
+            let x = input(layouts[0], &[rows, width], 0)?;
+            let x = if is_variable { Var::from_tensor(&x)?.into_inner() } else { x };
+            let change = input(layouts[1], &[rows, width], 1)?;
+            let weight = input(layouts[2], &[width], 2)?;
+            let (sum, y) = add_rms_norm(&x, &change, &weight, 1e-5)?;
+            prop_assert_eq!((sum.track_op(), y.track_op()), (is_variable, is_variable));
+            prop_assert_eq!(numbers(&sum)?, numbers(&(&x + &change)?)?);
+            let expected = rms_norm(&sum, &weight, 1e-5)?;
+            prop_assert_eq!((y.dims(), y.dtype()), (x.dims(), dtype));
+            assert_close(&numbers(&y)?, &numbers(&expected)?, rounding(dtype));
+        }
     }
 }
 
@@ -101,5 +131,10 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     assert!(call(&x, &weight.to_dtype(DType::BF16)?, 1e-5).contains("weight: BF16"));
     assert!(call(&zeros(&[2, 0], DType::F32)?, &weight, 1e-5).contains("x: shape [2, 0]"));
     assert!(call(&x.to_dtype(DType::U32)?, &weight, 1e-5).contains("x: U32"));
+    let error = message(add_rms_norm(&x, &weight, &weight, 1e-5));
+    assert!(
+        error.contains("change: shape [3], must be that of x, [2, 3]"),
+        "{error}"
+    );
     Ok(())
 }

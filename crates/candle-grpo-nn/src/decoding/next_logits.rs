@@ -1,8 +1,9 @@
 //! The logits of the next token.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{PagedRow, linear_rows};
+use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, linear_rows};
 
+use crate::model::input::attention;
 use crate::model::pass::{Context, Pass};
 use crate::{Decoder, PagedCache, SequenceId};
 
@@ -57,37 +58,50 @@ impl Decoder {
         let device = self.output_weight().device();
         let (mut slots, mut positions) = (Vec::new(), Vec::new());
         let (mut ids, mut last) = (Vec::new(), Vec::new());
+        let mut is_new = true;
         for &(id, tokens) in new {
             let past = cache.len(id)?;
-            positions.extend((past..past + tokens.len()).map(|position| position as f64));
+            is_new &= past == 0;
+            positions.extend((past..past + tokens.len()).map(|position| position as u32));
             ids.extend_from_slice(tokens);
             last.push(ids.len() as u32 - 1);
             slots.extend(cache.extend(id, tokens.len())?);
         }
         let cache = &*cache;
-        let mut rows = Vec::with_capacity(ids.len());
-        for &(id, tokens) in new {
+        let n = ids.len();
+        // The fused attention of training is faster for whole prompts, but the sums of its CPU path
+        // have another order than those of later tokens.
+        let prompts = (is_new && n > new.len() && !device.is_cpu()).then(|| {
+            let lengths: Vec<usize> = new.iter().map(|(_, tokens)| tokens.len()).collect();
+            attention(self, Sequences::Packed(&lengths))
+        });
+        let mut rows = Vec::with_capacity(n);
+        for &(id, tokens) in new.iter().filter(|_| prompts.is_none()) {
             let (spans, total) = (cache.spans(id)?, cache.len(id)?);
             let past = total - tokens.len();
             rows.extend((past + 1..=total).map(|visible| PagedRow { spans, visible }));
         }
-        let n = ids.len();
+        let batch = &PagedBatch::new(&slots, &rows, device)?;
+        ids.extend(positions);
+        let ids_and_positions = Tensor::from_vec(ids, (2, n), device)?;
         let pass = Pass {
-            angles: &self
-                .rope
-                .angles(&Tensor::from_vec(positions, (n, 1), device)?)?,
-            context: Context::Cache {
-                cache,
-                slots: &slots,
-                rows: &rows,
+            angles: &self.rope.angles(&ids_and_positions.get(1)?)?,
+            context: match &prompts {
+                None => Context::Cache { cache, batch },
+                Some(attention) => Context::Prompts {
+                    cache,
+                    batch,
+                    attention,
+                },
             },
         };
-        let x = self.embed(&Tensor::from_vec(ids, n, device)?)?.detach();
-        let mut x = self.run_blocks(x, &pass)?;
+        let x = self.embed(&ids_and_positions.get(0)?)?.detach();
+        let [mut x, mut change] = self.run_blocks(x, &pass)?;
         if n > last.len() {
-            x = x.index_select(&Tensor::new(last, device)?, 0)?;
+            let last = Tensor::new(last, device)?;
+            (x, change) = (x.index_select(&last, 0)?, change.index_select(&last, 0)?);
         }
-        let hidden = self.norm(&x)?.detach();
+        let hidden = self.norm(&x, &change)?.detach();
         Ok(linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0))
     }
 

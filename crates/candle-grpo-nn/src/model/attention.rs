@@ -1,6 +1,7 @@
 //! The attention half of a block.
 
 use candle_core::{Result, Tensor};
+use candle_grpo_kernels::{HeadNorms, HeadTransform};
 use candle_nn::VarBuilder;
 
 use crate::DecoderConfig;
@@ -18,7 +19,7 @@ pub(crate) struct Attention {
     key: Linear,
     value: Linear,
     output: Linear,
-    head_norms: Option<HeadNorms>,
+    head_norms: Option<QueryKeyNorms>,
     rotates: bool,
     head_dim: usize,
     scale: f64,
@@ -26,14 +27,14 @@ pub(crate) struct Attention {
 
 /// RMSNorms of each head of query and key, before the rotation.
 #[derive(Debug, Clone)]
-struct HeadNorms {
+struct QueryKeyNorms {
     query: RmsNorm,
     key: RmsNorm,
 }
 
 /// The tensors of a forward pass that the backward pass needs.
 pub(crate) struct AttentionRecord {
-    /// Query and key before [`HeadNorms`], if there are any.
+    /// Query and key before [`QueryKeyNorms`], if there are any.
     before_norm: Option<(Tensor, Tensor)>,
     /// The inputs of the attention operator.
     query_key_value: QueryKeyValue,
@@ -53,7 +54,7 @@ impl Attention {
             |width, name| Linear::new(hidden, width, config.has_input_biases(), vb.pp(name));
         let head_norm = |name| RmsNorm::new(head_dim, config.rms_norm_eps, vb.pp(name));
         let head_norms = || {
-            Ok::<_, candle_core::Error>(HeadNorms {
+            Ok::<_, candle_core::Error>(QueryKeyNorms {
                 query: head_norm("q_norm")?,
                 key: head_norm("k_norm")?,
             })
@@ -73,22 +74,30 @@ impl Attention {
 
     /// `[N, hidden]` to `[N, hidden]`.
     pub(crate) fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
-        let [mut query, mut key, value] =
+        let mut query_key_value =
             Linear::forward_all([&self.query, &self.key, &self.value], x, pass.products())?;
         let mut before_norm = None;
-        if let Some(norms) = &self.head_norms {
-            let normed = norms.query.forward(&self.heads(&query)?)?;
-            let normed_key = norms.key.forward(&self.heads(&key)?)?;
-            let (width, key_width) = (query.shape().clone(), key.shape().clone());
-            before_norm = Some((query, key));
-            (query, key) = (normed.reshape(width)?, normed_key.reshape(key_width)?);
-        }
-        if self.rotates {
-            query = pass.angles.rotate(&query)?;
-            key = pass.angles.rotate(&key)?;
-        }
-        let query_key_value = [query, key, value];
-        let (mixed, log_sums) = pass.attend(self.layer, &query_key_value, self.scale)?;
+        let transform = self.transform(pass);
+        let (mixed, log_sums) =
+            match pass.attend_to_cache(self.layer, &query_key_value, &transform, self.scale)? {
+                Some(mixed) => (mixed, None),
+                None => {
+                    let [mut query, mut key, value] = query_key_value;
+                    if let Some(norms) = &self.head_norms {
+                        let normed = norms.query.forward(&self.heads(&query)?)?;
+                        let normed_key = norms.key.forward(&self.heads(&key)?)?;
+                        let (width, key_width) = (query.shape().clone(), key.shape().clone());
+                        before_norm = Some((query, key));
+                        (query, key) = (normed.reshape(width)?, normed_key.reshape(key_width)?);
+                    }
+                    if self.rotates {
+                        query = pass.angles.rotate(&query)?;
+                        key = pass.angles.rotate(&key)?;
+                    }
+                    query_key_value = [query, key, value];
+                    pass.attend(self.layer, &query_key_value)?
+                }
+            };
         let y = self.output.forward(&mixed, pass.products())?;
         let record = AttentionRecord {
             before_norm,
@@ -97,6 +106,21 @@ impl Attention {
             log_sums,
         };
         Ok((y, record))
+    }
+
+    /// The norms and the rotation of the heads.
+    fn transform<'a>(&'a self, pass: &'a Pass) -> HeadTransform<'a> {
+        let norms = self.head_norms.as_ref().map(|norms| {
+            let ((query, epsilon), (key, _)) = (norms.query.parts(), norms.key.parts());
+            HeadNorms {
+                weights: [query, key],
+                epsilon,
+            }
+        });
+        HeadTransform {
+            norms,
+            angles: self.rotates.then(|| pass.angles.tables()),
+        }
     }
 
     /// Returns the gradient of `x` from that of the result.

@@ -21,7 +21,8 @@ pub(crate) struct Block {
 
 /// The tensors of a forward pass that the backward pass needs.
 pub(crate) struct BlockRecord {
-    x: Tensor,
+    /// The input.
+    pub(crate) x: Tensor,
     attention_input: Tensor,
     attention: AttentionRecord,
     middle: Tensor,
@@ -40,23 +41,27 @@ impl Block {
         })
     }
 
-    /// `[N, hidden]` to `[N, hidden]`.
-    pub(crate) fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, BlockRecord)> {
-        let attention_input = self.attention_norm.forward(x)?;
+    /// `x`, `[N, hidden]`, to `m` and `mlp(norm(m))`, whose sum is the result. With `change`, the
+    /// input is `x + change`: each sum and its norm are one operation.
+    pub(crate) fn forward(
+        &self,
+        x: &Tensor,
+        change: Option<&Tensor>,
+        pass: &Pass,
+    ) -> Result<([Tensor; 2], BlockRecord)> {
+        let (x, attention_input) = self.attention_norm.forward_sum(x, change)?;
         let (mixed, attention) = self.attention.forward(&attention_input, pass)?;
-        let middle = (x + mixed)?;
-        let mlp_input = self.mlp_norm.forward(&middle)?;
+        let (middle, mlp_input) = self.mlp_norm.forward_sum(&x, Some(&mixed))?;
         let (y, mlp) = self.mlp.forward(&mlp_input, pass.products())?;
-        let y = (&middle + y)?;
         let record = BlockRecord {
-            x: x.clone(),
+            x,
             attention_input,
             attention,
-            middle,
+            middle: middle.clone(),
             mlp_input,
             mlp,
         };
-        Ok((y, record))
+        Ok(([middle, y], record))
     }
 
     /// Returns the gradient of `x` from that of the result.

@@ -97,7 +97,8 @@ impl Decoder {
 
     fn forward(&self, input: &Input) -> Result<Tensor> {
         let x = self.embed(&input.ids)?;
-        self.norm(&self.run_blocks(x, &input.pass())?)
+        let [x, change] = self.run_blocks(x, &input.pass())?;
+        self.norm(&x, &change)
     }
 
     /// The rows `[N, H]` of the embedding of `ids` `[N]`.
@@ -105,17 +106,20 @@ impl Decoder {
         embedding(ids, &self.embedding.tensor)
     }
 
-    /// `[N, H]` to `[N, H]` through all blocks.
-    pub(crate) fn run_blocks(&self, mut x: Tensor, pass: &Pass) -> Result<Tensor> {
+    /// `[N, H]` through all blocks, to two tensors whose sum is the result.
+    pub(crate) fn run_blocks(&self, x: Tensor, pass: &Pass) -> Result<[Tensor; 2]> {
+        let (mut x, mut change) = (x, None);
         for block in &self.blocks {
-            (x, _) = block.forward(&x, pass)?;
+            let ([sum, y], _) = block.forward(&x, change.as_ref(), pass)?;
+            (x, change) = (sum, Some(y));
         }
-        Ok(x)
+        let change = change.map_or_else(|| x.zeros_like(), Ok)?;
+        Ok([x, change])
     }
 
-    /// The final norm.
-    pub(crate) fn norm(&self, x: &Tensor) -> Result<Tensor> {
-        self.norm.forward(x)
+    /// The final norm of `x + change`.
+    pub(crate) fn norm(&self, x: &Tensor, change: &Tensor) -> Result<Tensor> {
+        Ok(self.norm.forward_sum(x, Some(change))?.1)
     }
 
     /// The matrix `[V, H]` of the output layer; the embedding when tied.
@@ -206,18 +210,18 @@ impl LanguageModel for Decoder {
             );
         }
         let input = Input::packed(self, tokens)?;
-        let mut x = self.embed(&input.ids)?;
+        let (mut x, mut change) = (self.embed(&input.ids)?, None);
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for block in &self.blocks {
-            let (y, record) = block.forward(&x, &input.pass())?;
+            let ([sum, y], record) = block.forward(&x, change.as_ref(), &input.pass())?;
             blocks.push(if self.activation_checkpointing {
-                Kept::Input(x)
+                Kept::Input(record.x)
             } else {
                 Kept::All(record)
             });
-            x = y;
+            (x, change) = (sum, Some(y));
         }
-        let hidden = self.norm(&x)?;
+        let (x, hidden) = self.norm.forward_sum(&x, change.as_ref())?;
         let recorded = DecoderBackward {
             decoder: self,
             input,
@@ -273,7 +277,7 @@ impl DecoderBackward<'_> {
         for block in decoder.blocks.iter().rev() {
             let record = match blocks.pop() {
                 Some(Kept::All(record)) => record,
-                Some(Kept::Input(x)) => block.forward(&x, &input.pass())?.1,
+                Some(Kept::Input(x)) => block.forward(&x, None, &input.pass())?.1,
                 None => bail!("a block was not recorded"),
             };
             gradient = block.backward(record, &input.pass(), gradient, sink)?;

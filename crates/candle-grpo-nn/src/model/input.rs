@@ -70,7 +70,8 @@ impl Input {
     }
 }
 
-fn attention(decoder: &Decoder, sequences: Sequences) -> CausalAttention {
+/// Attention within whole sequences, as all blocks of the decoder compute it.
+pub(crate) fn attention(decoder: &Decoder, sequences: Sequences) -> CausalAttention {
     let config = decoder.config();
     CausalAttention::new(sequences, config.head_dim(), config.attention_scale())
 }

@@ -9,7 +9,7 @@ mod config;
 mod decoder;
 pub(crate) mod family;
 mod frozen_linear;
-mod input;
+pub(crate) mod input;
 mod language_model;
 pub(crate) mod linear;
 mod mlp;

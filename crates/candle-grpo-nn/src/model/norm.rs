@@ -1,7 +1,7 @@
 //! Root mean square normalization.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{rms_norm, rms_norm_gradient};
+use candle_grpo_kernels::{add_rms_norm, rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
 use crate::model::named_weight::NamedWeight;
@@ -25,6 +25,23 @@ impl RmsNorm {
     /// `[.., width]` to the same shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, &self.weight.tensor, self.epsilon)
+    }
+
+    /// Returns `x + change` and its norm.
+    pub(crate) fn forward_sum(
+        &self,
+        x: &Tensor,
+        change: Option<&Tensor>,
+    ) -> Result<(Tensor, Tensor)> {
+        match change {
+            Some(change) => add_rms_norm(x, change, &self.weight.tensor, self.epsilon),
+            None => Ok((x.clone(), self.forward(x)?)),
+        }
+    }
+
+    /// The weight `[width]`, and the epsilon.
+    pub(crate) fn parts(&self) -> (&Tensor, f64) {
+        (&self.weight.tensor, self.epsilon)
     }
 
     /// Returns the gradient of `x` from that of the result.

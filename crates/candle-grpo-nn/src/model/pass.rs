@@ -1,7 +1,7 @@
 //! The context of one forward pass: positions, and which tokens each token attends to.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{CausalAttention, PageSlot, PagedRow, paged_attention};
+use candle_grpo_kernels::{CausalAttention, HeadTransform, PagedBatch, paged_attention};
 
 use crate::decoding::PagedCache;
 use crate::model::linear::Products;
@@ -27,10 +27,15 @@ pub(crate) enum Context<'a> {
     /// The tokens of its sequence in a cache, which the tokens of the pass join.
     Cache {
         cache: &'a PagedCache,
-        /// The place of the key and the value of each token.
-        slots: &'a [PageSlot],
-        /// The positions that each token sees.
-        rows: &'a [PagedRow<'a>],
+        /// The place of each token, and the positions that it sees.
+        batch: &'a PagedBatch<'a>,
+    },
+    /// The tokens before it in its sequence, all of which are in the pass and join a cache.
+    Prompts {
+        cache: &'a PagedCache,
+        /// The place of each token.
+        batch: &'a PagedBatch<'a>,
+        attention: &'a CausalAttention,
     },
 }
 
@@ -41,7 +46,7 @@ impl Pass<'_> {
     pub(crate) fn products(&self) -> Products {
         match self.context {
             Context::Sequences { .. } => Products::Joint,
-            Context::Cache { .. } => Products::RowByRow,
+            Context::Cache { .. } | Context::Prompts { .. } => Products::RowByRow,
         }
     }
 
@@ -51,7 +56,6 @@ impl Pass<'_> {
         &self,
         layer: usize,
         x: &QueryKeyValue,
-        scale: f64,
     ) -> Result<(Tensor, Option<Tensor>)> {
         match self.context {
             Context::Sequences {
@@ -65,14 +69,35 @@ impl Pass<'_> {
                 let (y, log_sums) = attention.forward(shared.all_to_tokens(x)?.each_ref())?;
                 Ok((shared.to_rows(&y)?, log_sums))
             }
-            Context::Cache { cache, slots, rows } => {
+            Context::Cache { .. } => bail!("a pass with a cache transforms the heads too"),
+            Context::Prompts {
+                cache,
+                batch,
+                attention,
+            } => {
                 // A head norm may have a variable.
-                let [query, key, value] = x.each_ref().map(Tensor::detach);
-                let pages = cache.layer(layer);
-                pages.write(&key, &value, slots)?;
-                Ok((paged_attention(&query, pages, rows, scale)?, None))
+                let x = x.each_ref().map(Tensor::detach);
+                cache.layer(layer).write(&x[1], &x[2], batch)?;
+                Ok((attention.forward(x.each_ref())?.0, None))
             }
         }
+    }
+
+    /// Attention of block `layer` to a cache, from heads before `transform`. `None` without a
+    /// cache.
+    pub(crate) fn attend_to_cache(
+        &self,
+        layer: usize,
+        [query, key, value]: &QueryKeyValue,
+        transform: &HeadTransform,
+        scale: f64,
+    ) -> Result<Option<Tensor>> {
+        let Context::Cache { cache, batch } = self.context else {
+            return Ok(None);
+        };
+        let pages = cache.layer(layer);
+        let query = pages.write_transformed([query, key, value], batch, transform)?;
+        paged_attention(&query, pages, batch, scale).map(Some)
     }
 
     /// The gradients of `x` from the results of [`Self::attend`] and the gradient of the first.

@@ -53,6 +53,11 @@ impl Rope {
 }
 
 impl RopeAngles {
+    /// Cosines and sines.
+    pub(crate) fn tables(&self) -> [&Tensor; 2] {
+        [&self.cos, &self.sin]
+    }
+
     /// Rotates the heads of `[N, heads * head_dim]`.
     pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         rope(x, &self.cos, &self.sin)

@@ -117,8 +117,8 @@ fn stream() -> Handle {
     stream
 }
 
-/// Returns the image of `src/wrong.cu`, which the replacement of nvcc compiles once. A child process
-/// reads the image of its parent.
+/// Returns the image of `src/wrong.cu`, which the replacement of nvcc compiles once. A child
+/// process reads the image of its parent.
 fn image() -> &'static CStr {
     static IMAGE: OnceLock<CString> = OnceLock::new();
     IMAGE.get_or_init(|| {

@@ -84,10 +84,13 @@ fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
             None => &part,
         };
         let (name, rest) = part.split_once('(').expect("arguments");
-        // `D` is the width of a kernel for each width.
+        // A kernel for each width `D`, and for each number of heads `H`.
         for width in ["64", "128", "256"] {
-            let name = name.trim().replace("##D##", width);
-            found.insert(name, arguments(rest, from_cuda));
+            for heads in ["4", "8"] {
+                let name = name.trim().replace("##D##", width);
+                let name = name.replace("##H##", heads);
+                found.insert(name, arguments(rest, from_cuda));
+            }
         }
     }
 }

@@ -1,0 +1,301 @@
+//! The CUDA path of [`paged_attention`](crate::paged_attention()) and of the writes to the pages.
+
+use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
+use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+
+use super::in_place::write as write_in_place;
+use super::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
+use crate::paged_attention::{HeadTransform, KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
+
+/// Maximum width of a head.
+pub(crate) const MAX_HEAD_DIM: usize = 256;
+
+/// Blocks that keep a large GPU busy: four for each of 132 multiprocessors. Sequences are split
+/// until there are as many.
+const BLOCKS: usize = 4 * 132;
+/// Minimum number of spans in a part of a sequence: two for each warp.
+const PART: usize = 8;
+/// Threads of an attention block.
+const THREADS: u32 = 128;
+/// Heads of a block for the other kernels, a warp each.
+const HEADS: usize = 8;
+
+/// The tables of a [`PagedBatch`] on the device, u32.
+#[derive(Debug)]
+pub(crate) struct Tables {
+    /// `[slots]`: page * PAGE + position.
+    slots: Tensor,
+    /// `[3 * rows]`: the first span of each row, then the ends, then the visible positions.
+    rows: Tensor,
+    /// `[2 * spans]`: the page of each span, then the first position in its sequence.
+    spans: Tensor,
+    /// The largest number of spans of a row.
+    longest: usize,
+}
+
+impl Tables {
+    /// Copies all tables to the device at once. Rows side by side with the same spans share them.
+    pub(crate) fn new(slots: &[PageSlot], rows: &[PagedRow], device: &Device) -> Result<Self> {
+        let (mut pages, mut firsts) = (Vec::new(), Vec::new());
+        let (mut begins, mut ends) = (Vec::new(), Vec::new());
+        let (mut begin, mut longest) = (0, 0);
+        let mut previous: Option<&PagedRow> = None;
+        for row in rows {
+            if !previous.is_some_and(|other| std::ptr::eq(other.spans, row.spans)) {
+                begin = pages.len();
+                let mut first = 0;
+                for span in row.spans.iter().filter(|span| span.len > 0) {
+                    pages.push(number(span.page)?);
+                    firsts.push(number(first)?);
+                    first += span.len;
+                }
+            }
+            previous = Some(row);
+            let visible = number(row.visible)?;
+            let spans = firsts[begin..].partition_point(|first| *first < visible);
+            begins.push(number(begin)?);
+            ends.push(number(begin + spans)?);
+            longest = longest.max(spans);
+        }
+        let mut all = Vec::with_capacity(slots.len() + 3 * rows.len() + 2 * pages.len());
+        for slot in slots {
+            all.push(number(slot.page * PAGE + slot.position)?);
+        }
+        all.extend(begins);
+        all.extend(ends);
+        for row in rows {
+            all.push(number(row.visible)?);
+        }
+        all.extend(&pages);
+        all.extend(&firsts);
+        let all = if all.is_empty() {
+            Tensor::zeros(0, DType::U32, device)?
+        } else {
+            Tensor::new(all, device)?
+        };
+        let of_rows = slots.len() + 3 * rows.len();
+        Ok(Self {
+            slots: all.narrow(0, 0, slots.len())?,
+            rows: all.narrow(0, slots.len(), 3 * rows.len())?,
+            spans: all.narrow(0, of_rows, 2 * pages.len())?,
+            longest,
+        })
+    }
+}
+
+fn number(n: usize) -> Result<u32> {
+    match u32::try_from(n) {
+        Ok(n) => Ok(n),
+        Err(_) => bail!("batch: position {n} of the pages, must be below 2^32 on CUDA"),
+    }
+}
+
+fn tables<'a>(batch: &'a PagedBatch) -> Result<&'a Tables> {
+    match &batch.tables {
+        Some(tables) => Ok(tables),
+        None => bail!("batch: made for the CPU, must be made for the device of the pages"),
+    }
+}
+
+/// Writes keys and values to the slots of a batch. With queries, transforms them and the keys, and
+/// returns the queries.
+pub(crate) fn write(
+    pages: &KeyValuePages,
+    queries: Option<(&Tensor, &HeadTransform)>,
+    key: &Tensor,
+    value: &Tensor,
+    batch: &PagedBatch,
+) -> Result<Option<Tensor>> {
+    let tables = tables(batch)?;
+    let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
+    let n = key.dim(0)?;
+    if n == 0 {
+        return Ok(queries.map(|(query, _)| query.clone()));
+    }
+    let transform = queries.map_or_else(HeadTransform::default, |(_, transform)| *transform);
+    let contiguous = |x: Option<&Tensor>| x.map(Tensor::contiguous).transpose();
+    let query = contiguous(queries.map(|(query, _)| query))?;
+    let (key, value) = (key.contiguous()?, value.contiguous()?);
+    let weights = transform.norms.map(|norms| norms.weights);
+    let [query_weight, key_weight] = [0, 1].map(|i| contiguous(weights.map(|w| w[i])));
+    let [cos, sin] = [0, 1].map(|i| contiguous(transform.angles.map(|a| a[i])));
+    let (query_weight, key_weight, cos, sin) = (query_weight?, key_weight?, cos?, sin?);
+    let width = query.as_ref().map_or(0, Tensor::elem_count) / n;
+    let heads = width / head_dim;
+
+    let device = key.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let query_storage = query.as_ref().map(Tensor::storage_and_layout);
+    let query_weight_storage = query_weight.as_ref().map(Tensor::storage_and_layout);
+    let key_weight_storage = key_weight.as_ref().map(Tensor::storage_and_layout);
+    let (cos_storage, sin_storage) = (
+        cos.as_ref().map(Tensor::storage_and_layout),
+        sin.as_ref().map(Tensor::storage_and_layout),
+    );
+    let (key_storage, value_storage) = (key.storage_and_layout(), value.storage_and_layout());
+    let slots = tables.slots.storage_and_layout();
+    let Storage::Cuda(key_cuda) = &*key_storage.0 else {
+        bail!("key: on the CPU, must be on a GPU");
+    };
+    let blocks = (n * (heads + 2 * kv_heads)).div_ceil(HEADS);
+    if blocks > i32::MAX as usize {
+        bail!("key: {n} rows, more than one launch takes");
+    }
+    let launch = LaunchConfig {
+        grid_dim: (blocks as u32, 1, 1),
+        block_dim: (32, HEADS as u32, 1),
+        shared_mem_bytes: 0,
+    };
+    let epsilon = transform.norms.map_or(0.0, |norms| norms.epsilon as f32);
+    with_cuda_floats!(key_cuda, "key", T => {
+        // SAFETY: the kernel writes every element, of which there are none without queries.
+        #[allow(unsafe_code)]
+        let mut rotated = unsafe { alloc::<T>(device, n * width)? };
+        write_in_place(pages.keys(), |keys, layout| {
+            let keys = Out::<T>::in_place(keys, layout, &stream)?;
+            write_in_place(pages.values(), |values, layout| {
+                let values = Out::<T>::in_place(values, layout, &stream)?;
+                // SAFETY: the caller has checked the shapes, and that the slots are in the pages.
+                // The blocks have a warp for each head of each row.
+                #[allow(unsafe_code)]
+                unsafe {
+                    kernels::paged_write::<T> {
+                        query: In::optional(query_storage.as_ref(), &stream)?,
+                        query_weight: In::optional(query_weight_storage.as_ref(), &stream)?,
+                        key: In::from_tensor(&key_storage, &stream)?,
+                        key_weight: In::optional(key_weight_storage.as_ref(), &stream)?,
+                        value: In::from_tensor(&value_storage, &stream)?,
+                        cos: In::optional(cos_storage.as_ref(), &stream)?,
+                        sin: In::optional(sin_storage.as_ref(), &stream)?,
+                        slots: In::from_tensor(&slots, &stream)?,
+                        rotated: Out::new(&mut rotated, &stream),
+                        keys,
+                        values,
+                        n: n as u32,
+                        heads: heads as u32,
+                        kv_heads: kv_heads as u32,
+                        head_dim: head_dim as i32,
+                        epsilon,
+                    }
+                    .launch(device, launch)
+                }
+            })
+        })?;
+        let rotated = CudaStorage::wrap_cuda_slice(rotated, device.clone());
+        Ok(query.as_ref().map(|query| as_tensor(rotated, query.shape())))
+    })
+}
+
+/// Returns the attention of each row of a batch.
+pub(crate) fn attend(
+    query: &Tensor,
+    pages: &KeyValuePages,
+    batch: &PagedBatch,
+    scale: f32,
+) -> Result<Tensor> {
+    let tables = tables(batch)?;
+    let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
+    let (n, width) = query.dims2()?;
+    if n == 0 {
+        return Ok(query.clone());
+    }
+    let heads = width / head_dim;
+    let group = heads / kv_heads;
+    // Kernels take four or eight heads of a group at once.
+    let chunks = group.div_ceil(if group <= 4 { 4 } else { 8 });
+    let blocks = n * kv_heads * chunks;
+    let parts = (BLOCKS / blocks).clamp(1, tables.longest.div_ceil(PART));
+    if n > i32::MAX as usize || kv_heads * chunks > 65_535 || n * heads > i32::MAX as usize {
+        bail!(
+            "query: shape {:?}, more than one launch takes",
+            query.dims()
+        );
+    }
+    let query = query.contiguous()?;
+    let device = query.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let query_storage = query.storage_and_layout();
+    let (keys, values) = (
+        pages.keys().storage_and_layout(),
+        pages.values().storage_and_layout(),
+    );
+    let (rows, spans) = (
+        tables.rows.storage_and_layout(),
+        tables.spans.storage_and_layout(),
+    );
+    let Storage::Cuda(query_cuda) = &*query_storage.0 else {
+        bail!("query: on the CPU, must be on a GPU");
+    };
+    let grid = LaunchConfig {
+        grid_dim: (n as u32, (kv_heads * chunks) as u32, parts as u32),
+        block_dim: (THREADS, 1, 1),
+        shared_mem_bytes: 0,
+    };
+    with_cuda_floats!(query_cuda, "query", T => {
+        // SAFETY: the kernels write every element of the result; of several parts all elements,
+        // of one none.
+        #[allow(unsafe_code)]
+        let (mut y, mut partial) = unsafe {
+            let partial = if parts > 1 { n * heads * parts * (head_dim + 2) } else { 0 };
+            (alloc::<T>(device, n * width)?, alloc::<f32>(device, partial)?)
+        };
+        macro_rules! launch {
+            ($kernel:ident) => {{
+                // SAFETY: the caller has checked the shapes, and that the spans are in the pages.
+                // The tables have n rows, and the blocks cover rows, heads and parts.
+                #[allow(unsafe_code)]
+                unsafe {
+                    kernels::$kernel::<T> {
+                        query: In::from_tensor(&query_storage, &stream)?,
+                        keys: In::from_tensor(&keys, &stream)?,
+                        values: In::from_tensor(&values, &stream)?,
+                        rows: In::from_tensor(&rows, &stream)?,
+                        spans: In::from_tensor(&spans, &stream)?,
+                        y: Out::new(&mut y, &stream),
+                        partial: Out::new(&mut partial, &stream),
+                        n: n as u32,
+                        count: (tables.spans.elem_count() / 2) as u32,
+                        kv_heads: kv_heads as u32,
+                        group: group as u32,
+                        head_dim: head_dim as i32,
+                        scale,
+                    }
+                    .launch(device, grid)?;
+                }
+            }};
+        }
+        match (head_dim, group) {
+            (..=64, ..=4) => launch!(paged_attention_64_4),
+            (..=64, _) => launch!(paged_attention_64_8),
+            (..=128, ..=4) => launch!(paged_attention_128_4),
+            (..=128, _) => launch!(paged_attention_128_8),
+            (_, ..=4) => launch!(paged_attention_256_4),
+            _ => launch!(paged_attention_256_8),
+        }
+        if parts > 1 {
+            let partial_len = n * heads * parts * (head_dim + 2);
+            let partial = CudaStorage::wrap_cuda_slice(partial, device.clone());
+            let merge = LaunchConfig {
+                grid_dim: ((n * heads).div_ceil(HEADS) as u32, 1, 1),
+                block_dim: (32, HEADS as u32, 1),
+                shared_mem_bytes: 0,
+            };
+            // SAFETY: partial has a row for each part of each head, y an element for each of the
+            // heads. The blocks have a warp for each head.
+            #[allow(unsafe_code)]
+            unsafe {
+                kernels::paged_attention_merge::<T> {
+                    partial: In::new(&partial, &Layout::contiguous(partial_len), &stream)?,
+                    y: Out::new(&mut y, &stream),
+                    heads_in_all: (n * heads) as u64,
+                    parts: parts as i32,
+                    head_dim: head_dim as i32,
+                }
+                .launch(device, merge)?;
+            }
+        }
+        let y = CudaStorage::wrap_cuda_slice(y, device.clone());
+        Ok(as_tensor(y, &Shape::from((n, width))))
+    })
+}
