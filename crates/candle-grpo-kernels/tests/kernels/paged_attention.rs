@@ -160,7 +160,7 @@ proptest! {
             let rows = rows(&sequences, hidden)?;
             let width = shape.kv_heads * shape.group * shape.head_dim;
             let query = layouts[1].apply(&noisy(&[rows.len(), width], seed, dtype)?)?.to_device(device)?;
-            let batch = PagedBatch::new(&[], &rows, &device)?;
+            let batch = PagedBatch::new(&[], &rows, device)?;
             let fused = paged_attention(&query, &pages, &batch, scale)?;
             let composed = composed::paged_attention(&query, &pages, &batch, scale)?;
             prop_assert_eq!((fused.dims(), fused.dtype()), (query.dims(), dtype));
@@ -193,7 +193,7 @@ proptest! {
     ) {
         let head_dim = 2 * pairs;
         for device in devices() {
-            let noise = |shape: &[usize], salt: u64, dtype| noisy(shape, seed ^ salt, dtype)?.to_device(&device);
+            let noise = |shape: &[usize], salt: u64, dtype| noisy(shape, seed ^ salt, dtype)?.to_device(device);
             let input = |heads: usize, salt| layout.apply(&noise(&[rows, heads * head_dim], salt, dtype)?);
             let (query, key, value) = (input(kv_heads * group, 1)?, input(kv_heads, 2)?, input(kv_heads, 3)?);
             let weights = [noise(&[head_dim], 4, dtype)?, noise(&[head_dim], 5, dtype)?];
@@ -204,9 +204,9 @@ proptest! {
                 angles: rotates.then(|| angles.each_ref()),
             };
             let slots: Vec<PageSlot> = (0..rows).map(|row| PageSlot { page: rows - row, position: row % PAGE }).collect();
-            let batch = PagedBatch::new(&slots, &[], &device)?;
+            let batch = PagedBatch::new(&slots, &[], device)?;
             let new = || -> Result<KeyValuePages> {
-                let mut pages = KeyValuePages::new(0, kv_heads, head_dim, dtype, &device)?;
+                let mut pages = KeyValuePages::new(0, kv_heads, head_dim, dtype, device)?;
                 pages.grow(rows + 1)?;
                 Ok(pages)
             };
@@ -235,7 +235,7 @@ proptest! {
                 .iter()
                 .map(|spans| PagedRow { spans, visible: spans[0].len + spans[1].len })
                 .collect();
-            let seen = PagedBatch::new(&[], &seen, &device)?;
+            let seen = PagedBatch::new(&[], &seen, device)?;
             let mixed = |pages| paged_attention(&expected, pages, &seen, 0.3);
             assert_close(&numbers(&mixed(&pages)?)?, &numbers(&mixed(&expected_pages)?)?, 8.0 * rounding(dtype));
         }
