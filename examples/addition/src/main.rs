@@ -123,7 +123,7 @@ fn run(args: &Args) -> Result<()> {
 
 /// Runs the training steps; each appends a line of metrics to the run folder.
 fn train(trainer: &mut Trainer, run: &mut RunDir, steps: usize) -> Result<Vec<StepMetrics>> {
-    let bar = progress::Bar::of_steps("GRPO", steps);
+    let bar = progress::Bar::with_steps("GRPO", steps);
     let mut all = Vec::new();
     for _ in 0..steps {
         let metrics = trainer.step()?;

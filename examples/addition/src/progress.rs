@@ -11,7 +11,7 @@ pub(crate) struct Bar {
 
 impl Bar {
     /// Creates a bar for a known number of steps, with the remaining time.
-    pub(crate) fn of_steps(name: &'static str, steps: usize) -> Self {
+    pub(crate) fn with_steps(name: &'static str, steps: usize) -> Self {
         let bar = ProgressBar::new(steps as u64);
         Self::new(
             bar,

@@ -8,89 +8,100 @@ use crate::mask::Mask;
 use crate::rewards::{IntoRewards, RewardTensor};
 use crate::trajectories::Steps;
 
-/// The tensors of a batch of B sequences with T response tokens from which advantages are computed.
-///
-/// Every tensor is a constant. Positions outside the response mask may hold anything, including
-/// NaN. An estimator that needs an absent tensor returns an error that names it.
-///
-/// ```
-/// # use candle_core::{DType, Device, Tensor};
-/// use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline};
-///
-/// let rewards = Tensor::new(&[1f32, 0., 1., 0.], &Device::Cpu)?;
-/// let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]], &Device::Cpu)?;
-/// let batch = AdvantageBatch::new(&rewards, 4).response_mask(&response_mask);
-///
-/// let opo = AdvantagePipeline::opo().estimate(&batch)?;
-/// assert!((opo.advantages.to_vec1::<f32>()?[0] - 0.4444).abs() < 1e-4);
-/// # Ok::<(), candle_core::Error>(())
-/// ```
-#[derive(Debug, Clone)]
-pub struct AdvantageBatch<'a> {
-    /// Rewards of the sequences, `[B]`, or `[B, K]` for several components.
-    pub rewards: Option<&'a Tensor>,
-    /// Groups of sequences that share a prompt.
-    pub groups: Groups,
-    /// Tokens that the policy generated, `[B, T]`, 0 or 1 in any dtype.
-    pub response_mask: Option<&'a Tensor>,
-    /// Rewards of the tokens, `[B, T]`.
-    pub token_rewards: Option<&'a Tensor>,
-    /// Values of a critic, `[B, T]`.
-    pub values: Option<&'a Tensor>,
-    /// Baselines from another source, such as the rewards of greedy completions, `[B]`.
-    pub reward_baselines: Option<&'a Tensor>,
-    /// Log-probs of the policy before the update, `[B, T]`.
-    pub old_log_probs: Option<&'a Tensor>,
-    /// Log-probs of the reference policy, `[B, T]`.
-    pub ref_log_probs: Option<&'a Tensor>,
-    /// Log-probs of a teacher, `[B, T]`.
-    pub teacher_log_probs: Option<&'a Tensor>,
-    /// Sums over the vocabulary of the squared probabilities of the old policy, `[B, T]`.
-    pub sum_of_squared_probs: Option<&'a Tensor>,
-    /// Importance weights of samples from another engine, `[B, T]`.
-    pub rollout_weights: Option<&'a Tensor>,
-    /// Trajectory and state of each row, if the rows are steps of trajectories.
-    pub steps: Option<&'a Steps>,
-    /// Scores of the whole trajectories, `[B]`, if they are not the sums of the rewards of their
-    /// steps.
-    pub episode_rewards: Option<&'a Tensor>,
+/// Declares [`AdvantageBatch`] and the setter of each optional tensor.
+macro_rules! advantage_batch {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// The tensors of a batch of B sequences with T response tokens from which advantages are
+        /// computed.
+        ///
+        /// Every tensor is a constant. Positions outside the response mask may hold anything,
+        /// including NaN. An estimator that needs an absent tensor returns an error that names it.
+        ///
+        /// ```
+        /// # use candle_core::{DType, Device, Tensor};
+        /// use candle_grpo_core::{AdvantageBatch, AdvantageEstimator, AdvantagePipeline};
+        ///
+        /// let rewards = Tensor::new(&[1f32, 0., 1., 0.], &Device::Cpu)?;
+        /// let response_mask = Tensor::new(&[[1u8, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]], &Device::Cpu)?;
+        /// let batch = AdvantageBatch::new(&rewards, 4).response_mask(&response_mask);
+        ///
+        /// let opo = AdvantagePipeline::opo().estimate(&batch)?;
+        /// assert!((opo.advantages.to_vec1::<f32>()?[0] - 0.4444).abs() < 1e-4);
+        /// # Ok::<(), candle_core::Error>(())
+        /// ```
+        #[derive(Debug, Clone)]
+        pub struct AdvantageBatch {
+            /// Rewards of the sequences, `[B]`, or `[B, K]` for several components.
+            pub rewards: Option<Tensor>,
+            /// Groups of sequences that share a prompt.
+            pub groups: Groups,
+            /// Trajectory and state of each row, if the rows are steps of trajectories.
+            pub steps: Option<Steps>,
+            $($(#[$doc])* pub $name: Option<Tensor>,)*
+        }
+
+        impl AdvantageBatch {
+            pub(crate) fn without_rewards(groups: Groups) -> Self {
+                Self {
+                    rewards: None,
+                    groups,
+                    steps: None,
+                    $($name: None,)*
+                }
+            }
+
+            $(
+                #[doc = concat!("Sets [`Self::", stringify!($name), "`](field@Self::", stringify!($name), ").")]
+                pub fn $name(mut self, $name: &Tensor) -> Self {
+                    self.$name = Some($name.clone());
+                    self
+                }
+            )*
+        }
+    };
 }
 
-impl<'a> AdvantageBatch<'a> {
+advantage_batch! {
+    /// Tokens that the policy generated, `[B, T]`, 0 or 1 in any dtype.
+    response_mask,
+    /// Rewards of the tokens, `[B, T]`. If there are no rewards of sequences, these are their
+    /// sums.
+    token_rewards,
+    /// Values of a critic, `[B, T]`.
+    values,
+    /// Baselines from another source, such as the rewards of greedy completions of the same
+    /// prompts, `[B]`.
+    reward_baselines,
+    /// Log-probs of the policy before the update, `[B, T]`.
+    old_log_probs,
+    /// Log-probs of the reference policy, `[B, T]`.
+    ref_log_probs,
+    /// Log-probs of a teacher, `[B, T]`.
+    teacher_log_probs,
+    /// Sums over the vocabulary of the squared probabilities of the old policy, `[B, T]`.
+    sum_of_squared_probs,
+    /// Importance weights of samples from another engine, `[B, T]`.
+    rollout_weights,
+    /// Scores of the whole trajectories, `[B]`, if they are not the sums of the rewards of their
+    /// steps.
+    episode_rewards,
+}
+
+impl AdvantageBatch {
     /// A batch of `rewards` `[B]` or `[B, K]` of sequences in these groups.
-    pub fn new(rewards: &'a Tensor, groups: impl Into<Groups>) -> Self {
+    pub fn new(rewards: &Tensor, groups: impl Into<Groups>) -> Self {
         Self {
-            rewards: Some(rewards),
+            rewards: Some(rewards.clone()),
             ..Self::without_rewards(groups.into())
         }
     }
 
     /// A batch of `token_rewards` `[B, T]` in which every sequence is a group of its own; see
     /// [`Self::groups`].
-    pub fn from_token_rewards(token_rewards: &'a Tensor, response_mask: &'a Tensor) -> Self {
-        Self {
-            token_rewards: Some(token_rewards),
-            response_mask: Some(response_mask),
-            ..Self::without_rewards(1.into())
-        }
-    }
-
-    pub(crate) fn without_rewards(groups: Groups) -> Self {
-        Self {
-            rewards: None,
-            groups,
-            response_mask: None,
-            token_rewards: None,
-            values: None,
-            reward_baselines: None,
-            old_log_probs: None,
-            ref_log_probs: None,
-            teacher_log_probs: None,
-            sum_of_squared_probs: None,
-            rollout_weights: None,
-            steps: None,
-            episode_rewards: None,
-        }
+    pub fn from_token_rewards(token_rewards: &Tensor, response_mask: &Tensor) -> Self {
+        Self::without_rewards(1.into())
+            .token_rewards(token_rewards)
+            .response_mask(response_mask)
     }
 
     /// Sets the groups of sequences that share a prompt.
@@ -99,72 +110,9 @@ impl<'a> AdvantageBatch<'a> {
         self
     }
 
-    /// Sets the tokens `[B, T]` (1 or 0) that the policy generated.
-    pub fn response_mask(mut self, response_mask: &'a Tensor) -> Self {
-        self.response_mask = Some(response_mask);
-        self
-    }
-
-    /// Sets the rewards `[B, T]` of the tokens. If there are no rewards of sequences, these are
-    /// their sums.
-    pub fn token_rewards(mut self, token_rewards: &'a Tensor) -> Self {
-        self.token_rewards = Some(token_rewards);
-        self
-    }
-
-    /// Sets the values `[B, T]` of a critic.
-    pub fn values(mut self, values: &'a Tensor) -> Self {
-        self.values = Some(values);
-        self
-    }
-
-    /// Sets baselines `[B]` from another source, such as the rewards of greedy completions of the
-    /// same prompts.
-    pub fn reward_baselines(mut self, reward_baselines: &'a Tensor) -> Self {
-        self.reward_baselines = Some(reward_baselines);
-        self
-    }
-
-    /// Sets the log-probs `[B, T]` of the policy before the update.
-    pub fn old_log_probs(mut self, old_log_probs: &'a Tensor) -> Self {
-        self.old_log_probs = Some(old_log_probs);
-        self
-    }
-
-    /// Sets the log-probs `[B, T]` of the reference policy.
-    pub fn ref_log_probs(mut self, ref_log_probs: &'a Tensor) -> Self {
-        self.ref_log_probs = Some(ref_log_probs);
-        self
-    }
-
-    /// Sets the log-probs `[B, T]` of a teacher.
-    pub fn teacher_log_probs(mut self, teacher_log_probs: &'a Tensor) -> Self {
-        self.teacher_log_probs = Some(teacher_log_probs);
-        self
-    }
-
-    /// Sets the sums over the vocabulary of the squared probabilities of the old policy, `[B, T]`.
-    pub fn sum_of_squared_probs(mut self, sum_of_squared_probs: &'a Tensor) -> Self {
-        self.sum_of_squared_probs = Some(sum_of_squared_probs);
-        self
-    }
-
-    /// Sets the importance weights `[B, T]` of samples from another engine.
-    pub fn rollout_weights(mut self, rollout_weights: &'a Tensor) -> Self {
-        self.rollout_weights = Some(rollout_weights);
-        self
-    }
-
     /// Sets the trajectory and state of each row.
-    pub fn steps(mut self, steps: &'a Steps) -> Self {
-        self.steps = Some(steps);
-        self
-    }
-
-    /// Sets the score `[B]` of the whole trajectory of each row, if it is not the sum of the
-    /// rewards of its steps.
-    pub fn episode_rewards(mut self, episode_rewards: &'a Tensor) -> Self {
-        self.episode_rewards = Some(episode_rewards);
+    pub fn steps(mut self, steps: &Steps) -> Self {
+        self.steps = Some(steps.clone());
         self
     }
 
@@ -174,7 +122,7 @@ impl<'a> AdvantageBatch<'a> {
     ///
     /// Fails if it is absent or not `[B, T]`.
     pub fn mask(&self) -> Result<Mask> {
-        match self.response_mask {
+        match &self.response_mask {
             Some(mask) => Mask::new(mask),
             None => bail!("response_mask: absent, must be given for this estimator"),
         }
@@ -187,11 +135,11 @@ impl<'a> AdvantageBatch<'a> {
     ///
     /// Fails if both are absent.
     pub fn sequence_rewards(&self) -> Result<RewardTensor> {
-        match (self.rewards, self.token_rewards) {
+        match (&self.rewards, &self.token_rewards) {
             (Some(rewards), _) => rewards.into_rewards(),
             (None, Some(token_rewards)) => Ok(RewardTensor {
                 values: self
-                    .on_tokens("token_rewards", self.token_rewards)?
+                    .on_tokens("token_rewards", Some(token_rewards))?
                     .sum(D::Minus1)?,
                 result_dtype: arithmetic_dtype(token_rewards.dtype()),
             }),
@@ -216,7 +164,7 @@ impl<'a> AdvantageBatch<'a> {
 
     /// The reward baselines in the dtype of statistics; an error if they are absent.
     pub(crate) fn baselines(&self) -> Result<Tensor> {
-        match self.reward_baselines {
+        match &self.reward_baselines {
             Some(baselines) => for_statistics(baselines),
             None => bail!("reward_baselines: absent, must be given for this baseline"),
         }

@@ -238,7 +238,7 @@ fn set<T>(to: &mut T, value: Option<T>) {
 }
 
 impl AdvantageEstimator for AdvantageConfig {
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+    fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         self.validate()?;
         self.pipeline().estimate(batch)
     }

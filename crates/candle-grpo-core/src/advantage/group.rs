@@ -228,7 +228,7 @@ impl GroupAdvantage {
     pub(super) fn estimate_from(
         &self,
         rewards: &RewardTensor,
-        batch: &AdvantageBatch<'_>,
+        batch: &AdvantageBatch,
     ) -> Result<Advantages> {
         self.validate()?;
         let penalized;
@@ -290,7 +290,7 @@ impl GroupAdvantage {
         &self,
         penalty: &KlPenalty,
         rewards: &RewardTensor,
-        batch: &AdvantageBatch<'_>,
+        batch: &AdvantageBatch,
     ) -> Result<RewardTensor> {
         let weights = self.reward_weights.as_deref();
         let (sums, scored) = combine(rewards, weights, self.non_finite)?;
@@ -445,7 +445,7 @@ impl GroupAdvantage {
 impl AdvantageEstimator for GroupAdvantage {
     /// Computes advantages `[B]` from the rewards `[B]` or `[B, K]` of the batch or, without these,
     /// from the sums of its token rewards.
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+    fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         let rewards = batch.sequence_rewards()?;
         let wide = self.estimate_from(&rewards, batch)?;
         Ok(Advantages {
@@ -512,12 +512,12 @@ impl GroupStatistics {
 /// The tensors of a batch beside its rewards.
 struct Inputs<'a> {
     samples: usize,
-    batch: &'a AdvantageBatch<'a>,
+    batch: &'a AdvantageBatch,
 }
 
 impl<'a> Inputs<'a> {
     /// The inputs for the combined rewards `[B]`.
-    fn new(rewards: &Tensor, batch: &'a AdvantageBatch<'a>) -> Result<Self> {
+    fn new(rewards: &Tensor, batch: &'a AdvantageBatch) -> Result<Self> {
         let samples = rewards.dims1()?;
         Ok(Self { samples, batch })
     }

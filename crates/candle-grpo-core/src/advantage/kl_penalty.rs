@@ -48,10 +48,10 @@ impl KlPenalty {
     pub fn penalize_sequence_rewards(
         &self,
         rewards: &Tensor,
-        batch: &AdvantageBatch<'_>,
+        batch: &AdvantageBatch,
     ) -> Result<Tensor> {
         self.validate()?;
-        let kl = self.per_token(batch, "ref_log_probs", batch.ref_log_probs)?;
+        let kl = self.per_token(batch, "ref_log_probs", batch.ref_log_probs.as_ref())?;
         let kl = (kl.sum(D::Minus1)? * self.coef)?;
         if rewards.dims() != kl.dims() {
             bail!(
@@ -67,11 +67,11 @@ impl KlPenalty {
     /// T]`.
     pub(super) fn per_token(
         &self,
-        batch: &AdvantageBatch<'_>,
+        batch: &AdvantageBatch,
         name: &str,
         other: Option<&Tensor>,
     ) -> Result<Tensor> {
-        let old = batch.on_tokens("old_log_probs", batch.old_log_probs)?;
+        let old = batch.on_tokens("old_log_probs", batch.old_log_probs.as_ref())?;
         let other = batch.on_tokens(name, other)?;
         batch
             .mask()?

@@ -79,7 +79,7 @@ impl Advantages {
 /// struct Sign;
 ///
 /// impl AdvantageEstimator for Sign {
-///     fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+///     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
 ///         let rewards = batch.sequence_rewards()?;
 ///         let signs = rewards.values.sign()?.to_dtype(rewards.result_dtype)?;
 ///         Ok(Advantages::new(signs))
@@ -98,5 +98,5 @@ pub trait AdvantageEstimator {
     /// # Errors
     ///
     /// Fails if a tensor that the estimator needs is absent or has the wrong shape.
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages>;
+    fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages>;
 }

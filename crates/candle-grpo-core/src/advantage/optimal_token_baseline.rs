@@ -69,7 +69,7 @@ impl OptimalTokenBaseline {
         &self,
         returns: &Tensor,
         mask: &Mask,
-        batch: &AdvantageBatch<'_>,
+        batch: &AdvantageBatch,
     ) -> Result<Tensor> {
         self.validate()?;
         let (sequences, _) = mask.dims()?;
@@ -153,12 +153,12 @@ fn before_the_tail(lengths: &Tensor, tokens: usize, layout: &GroupLayout) -> Res
 }
 
 /// The sum of the energies up to each token, `[B, T]`.
-fn cumulative_energy(mask: &Mask, batch: &AdvantageBatch<'_>) -> Result<Tensor> {
-    let log_probs = batch.on_tokens("old_log_probs", batch.old_log_probs)?;
-    let squares = batch.on_tokens("sum_of_squared_probs", batch.sum_of_squared_probs)?;
+fn cumulative_energy(mask: &Mask, batch: &AdvantageBatch) -> Result<Tensor> {
+    let log_probs = batch.on_tokens("old_log_probs", batch.old_log_probs.as_ref())?;
+    let squares = batch.on_tokens("sum_of_squared_probs", batch.sum_of_squared_probs.as_ref())?;
     let mut energy = mask.select(&((squares - (log_probs.exp()? * 2.)?)? + 1.)?)?;
     if batch.rollout_weights.is_some() {
-        let weights = batch.on_tokens("rollout_weights", batch.rollout_weights)?;
+        let weights = batch.on_tokens("rollout_weights", batch.rollout_weights.as_ref())?;
         energy = (energy * weights.sqr()?)?;
     }
     cumulative_sum(&energy)

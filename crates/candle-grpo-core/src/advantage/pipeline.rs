@@ -245,7 +245,7 @@ impl AdvantagePipeline {
 }
 
 impl AdvantageEstimator for AdvantagePipeline {
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+    fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         self.validate()?;
         match (&self.sequence, &self.tokens) {
             (Some(sequence), None) => sequence.estimate(batch),

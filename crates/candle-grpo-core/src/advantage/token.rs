@@ -153,7 +153,7 @@ impl TokenAdvantage {
         &self,
         token_rewards: &Tensor,
         result_dtype: DType,
-        batch: &AdvantageBatch<'_>,
+        batch: &AdvantageBatch,
     ) -> Result<Advantages> {
         self.validate()?;
         let mask = batch.mask()?;
@@ -161,7 +161,7 @@ impl TokenAdvantage {
         let mut rewards = batch.on_tokens("token_rewards", Some(token_rewards))?;
         check_finite_tokens("token_rewards", &rewards)?;
         if let Some(penalty) = &self.kl_penalty {
-            let kl = penalty.per_token(batch, "ref_log_probs", batch.ref_log_probs)?;
+            let kl = penalty.per_token(batch, "ref_log_probs", batch.ref_log_probs.as_ref())?;
             metrics.push_masked_mean("reward_kl", &kl, &mask)?;
             push_mean_of_means(&mut metrics, "reward_kl_per_sequence", &kl, &mask)?;
             rewards = (rewards - (kl * penalty.coef)?)?;
@@ -174,7 +174,11 @@ impl TokenAdvantage {
         }
         let (returns, mut advantages) = self.accumulate(&rewards, &mask, batch)?;
         if let Some(distillation) = &self.distillation {
-            let kl = distillation.per_token(batch, "teacher_log_probs", batch.teacher_log_probs)?;
+            let kl = distillation.per_token(
+                batch,
+                "teacher_log_probs",
+                batch.teacher_log_probs.as_ref(),
+            )?;
             metrics.push_masked_mean("teacher_kl", &kl, &mask)?;
             advantages = (advantages - (kl * distillation.coef)?)?;
         }
@@ -196,10 +200,10 @@ impl TokenAdvantage {
         &self,
         rewards: &Tensor,
         mask: &Mask,
-        batch: &AdvantageBatch<'_>,
+        batch: &AdvantageBatch,
     ) -> Result<(Tensor, Tensor)> {
         if let Some(lambda) = self.lambda {
-            let values = batch.on_tokens("values", batch.values)?;
+            let values = batch.on_tokens("values", batch.values.as_ref())?;
             let advantages = generalized_advantages(
                 rewards,
                 &values,
@@ -237,8 +241,8 @@ impl AdvantageEstimator for TokenAdvantage {
     /// Computes advantages `[B, T]` and returns from the token rewards of the batch or, without
     /// these, from the rewards of its sequences at their last tokens. A sequence without a
     /// token in the mask is left out.
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
-        if let Some(token_rewards) = batch.token_rewards {
+    fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
+        if let Some(token_rewards) = &batch.token_rewards {
             let result_dtype = arithmetic_dtype(token_rewards.dtype());
             return self.estimate_from(token_rewards, result_dtype, batch);
         }

@@ -155,9 +155,9 @@ impl Gigpo {
 }
 
 impl AdvantageEstimator for Gigpo {
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> Result<Advantages> {
+    fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         self.validate()?;
-        let Some(steps) = batch.steps else {
+        let Some(steps) = &batch.steps else {
             bail!("steps: absent, must be given for this estimator");
         };
         let rewards = batch.sequence_rewards()?;
@@ -167,7 +167,7 @@ impl AdvantageEstimator for Gigpo {
         // The return of a step without a score is missing, and so are the returns before it.
         let step_rewards = mark_missing(&sums, &scored)?;
         let returns = steps.discounted_returns(&step_rewards, self.gamma)?;
-        let episodes = match batch.episode_rewards {
+        let episodes = match &batch.episode_rewards {
             Some(scores) if scores.dims() == [rows] => for_statistics(scores)?,
             Some(scores) => bail!(
                 "episode_rewards: shape {:?}, must be [{rows}], one for each row",

@@ -110,7 +110,7 @@ impl Fixture {
         })
     }
 
-    fn batch(&self) -> AdvantageBatch<'_> {
+    fn batch(&self) -> AdvantageBatch {
         AdvantageBatch::new(&self.rewards, 4)
             .response_mask(&self.mask)
             .values(&self.values)

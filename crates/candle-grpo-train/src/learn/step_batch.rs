@@ -301,17 +301,15 @@ impl Preparation<'_> {
         };
         let mut batch = AdvantageBatch::new(rewards, scored.num_generations)
             .response_mask(&tokens.response_mask);
-        batch.values = values;
-        batch.reward_baselines = greedy.as_ref();
-        batch.sum_of_squared_probs = squares.as_ref();
+        batch.values = values.cloned();
+        batch.reward_baselines = greedy;
+        batch.sum_of_squared_probs = squares;
         if let Some(log_probs) = log_probs {
-            batch.old_log_probs = log_probs.old.as_ref();
-            batch.ref_log_probs = log_probs.reference.as_ref();
-            batch.teacher_log_probs = log_probs.teacher.as_ref();
-            batch.rollout_weights = log_probs
-                .corrected
-                .as_ref()
-                .and_then(|corrected| corrected.weights.as_ref());
+            batch.old_log_probs = log_probs.old.clone();
+            batch.ref_log_probs = log_probs.reference.clone();
+            batch.teacher_log_probs = log_probs.teacher.clone();
+            let corrected = log_probs.corrected.as_ref();
+            batch.rollout_weights = corrected.and_then(|corrected| corrected.weights.clone());
         }
         let advantages = match self.estimator {
             Some(estimator) => estimator.estimate(&batch)?,

@@ -308,7 +308,7 @@ struct Spy {
 }
 
 impl AdvantageEstimator for Spy {
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> candle_core::Result<Advantages> {
+    fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
         let seen = (self.of)(batch).map(|x| {
             x.flatten_all()?
                 .to_dtype(candle_core::DType::F32)?
@@ -353,7 +353,7 @@ fn components_of_rewards_stay_apart() {
             .with("a", 2., share_of_a)
     };
     let seen = spied(rewards(), config(Recipe::default()), |batch| {
-        batch.rewards.cloned()
+        batch.rewards.clone()
     })
     .unwrap();
     assert_eq!(seen.len(), 24);
@@ -364,7 +364,7 @@ fn components_of_rewards_stay_apart() {
     // Shaping adds them up.
     let mut shaped = config(Recipe::default());
     shaped.recipe.reward_shaping.shift = 1.;
-    let sums = spied(rewards(), shaped.clone(), |batch| batch.rewards.cloned()).unwrap();
+    let sums = spied(rewards(), shaped.clone(), |batch| batch.rewards.clone()).unwrap();
     for (both, sum) in seen.chunks(2).zip(&sums) {
         assert!((both[0] + both[1] + 1. - sum).abs() < 1e-6);
     }
@@ -372,7 +372,7 @@ fn components_of_rewards_stay_apart() {
     let mut unused = config(Recipe::default());
     unused.recipe.reward_shaping.norm.epsilon = 0.5;
     unused.recipe.reward_shaping.norm.ddof = 0;
-    let apart = spied(rewards(), unused, |batch| batch.rewards.cloned());
+    let apart = spied(rewards(), unused, |batch| batch.rewards.clone());
     assert_eq!(apart.unwrap(), seen);
     shaped.recipe.advantage = AdvantageName::Gdpo.into();
     let error = shaped.validate().unwrap_err().to_string();
@@ -387,7 +387,7 @@ fn greedy_answers_are_the_baseline_of_remax() {
     let mut config = with_advantage(AdvantageName::Remax);
     config.prompts_per_step = 5;
     let seen = spied(digest, config.clone(), |batch| {
-        batch.reward_baselines.cloned()
+        batch.reward_baselines.clone()
     })
     .unwrap();
     let trainer = trainer(digest, config);
@@ -420,7 +420,7 @@ fn a_custom_estimator_gets_log_probs_and_mask() {
         ..PolicyLoss::default()
     });
     let get: fn(&AdvantageBatch) -> Option<Tensor> = |batch| {
-        let difference = (batch.old_log_probs? - batch.ref_log_probs?).ok()?;
+        let difference = (batch.old_log_probs.as_ref()? - batch.ref_log_probs.as_ref()?).ok()?;
         assert!(batch.response_mask.is_some());
         Some(difference)
     };
@@ -441,7 +441,7 @@ fn long_completions_are_penalized() {
         ..Recipe::default()
     });
     let length = |sample: &Sample| sample.completion_tokens.len() as f32;
-    let seen = spied(length, config, |batch| batch.rewards.cloned()).unwrap();
+    let seen = spied(length, config, |batch| batch.rewards.clone()).unwrap();
     for reward in &seen {
         let valid = [
             (1., 0.),

@@ -281,7 +281,7 @@ fn a_step_that_has_changed_weights_runs_to_completion() {
 struct Broken;
 
 impl AdvantageEstimator for Broken {
-    fn estimate(&self, batch: &AdvantageBatch<'_>) -> candle_core::Result<Advantages> {
+    fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
         let mut advantages = AdvantagePipeline::grpo().estimate(batch)?;
         advantages.advantages = (advantages.advantages / 0.)?;
         Ok(advantages)
