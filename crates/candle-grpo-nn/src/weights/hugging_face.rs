@@ -95,9 +95,10 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     {
         config.insert("head_dim".to_owned(), json!(head_dim));
     }
-    if absent(&config, "num_key_value_heads") {
-        let heads = config.get("num_attention_heads").cloned();
-        config.insert("num_key_value_heads".to_owned(), heads.unwrap_or_default());
+    if absent(&config, "num_key_value_heads")
+        && let Some(heads) = config.get("num_attention_heads").cloned()
+    {
+        config.insert("num_key_value_heads".to_owned(), heads);
     }
     read_rope(&mut config)?;
     let by_interval = absent(&config, "no_rope_layers");

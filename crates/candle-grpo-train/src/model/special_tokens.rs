@@ -52,9 +52,9 @@ impl SpecialTokens {
             let text = match names.get(key) {
                 None | Some(Value::Null) => return Ok(None),
                 Some(Value::String(text)) => text,
-                Some(Value::Object(token)) => match token.get("content") {
-                    Some(Value::String(text)) => text,
-                    other => bail!("{TOKENIZER_CONFIG}: {key}.content: {other:?}, must be a text"),
+                Some(Value::Object(token)) => match token.get("content").unwrap_or(&Value::Null) {
+                    Value::String(text) => text,
+                    other => bail!("{TOKENIZER_CONFIG}: {key}.content: {other}, must be a text"),
                 },
                 Some(other) => bail!("{TOKENIZER_CONFIG}: {key}: {other}, must be a text"),
             };

@@ -1,7 +1,7 @@
 //! Tokenizers from the text of a `tokenizer.json`.
 
 use anyhow::{Context, Result, anyhow};
-use candle_grpo_nn::json::message_with_place;
+use candle_grpo_nn::json::{message, message_with_place};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::Precompiled;
@@ -25,7 +25,8 @@ pub(crate) fn tokenizer_from_json(json: &[u8]) -> Result<Tokenizer> {
 fn ensure_normalizer(normalizer: &Value) -> Result<()> {
     match (normalizer["type"].as_str(), &normalizer["normalizers"]) {
         (Some("Precompiled"), _) => {
-            serde_json::from_value::<Precompiled>(normalizer.clone()).context("Precompiled")?;
+            serde_json::from_value::<Precompiled>(normalizer.clone())
+                .map_err(|error| anyhow!("Precompiled: {}", message(&error)))?;
         }
         (_, Value::Array(parts)) => parts.iter().try_for_each(ensure_normalizer)?,
         _ => {}

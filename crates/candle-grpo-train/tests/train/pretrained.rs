@@ -321,7 +321,9 @@ fn more_tokens_than_rows_are_refused() {
 #[case("generation_config.json", json!({"eos_token_id": "x"}), "generation_config.json: eos_token_id: \"x\"")]
 #[case("generation_config.json", json!({"eos_token_id": [2, 5000]}), "eos_token_id: 5000, but the model has only")]
 #[case("tokenizer.json", json!({}), "tokenizer.json: ")]
+#[case("tokenizer_config.json", json!({"eos_token": {"content": 7}}), "eos_token.content: 7, must be a text")]
 #[case("config.json", json!({}), "config.json: model_type: absent")]
+#[case("config.json", json!({"model_type": "llama"}), "config.json: vocab_size: absent, must be given")]
 fn a_folder_with_a_file_that_makes_no_sense_is_refused_by_its_name(
     #[case] file: &str,
     #[case] contents: serde_json::Value,
@@ -341,7 +343,7 @@ fn a_folder_with_a_file_that_makes_no_sense_is_refused_by_its_name(
 )]
 #[case(
     r#"{"normalizer": {"type": "Precompiled"}}"#,
-    "tokenizer.json: normalizer: Precompiled: missing field"
+    "tokenizer.json: normalizer: Precompiled: precompiled_charsmap: absent, must be given"
 )]
 #[case(
     r#"{"normalizer": {"type": "Sequence", "normalizers": [{"type": "Precompiled", "precompiled_charsmap": "AAAA"}]}}"#,

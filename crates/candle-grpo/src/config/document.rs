@@ -12,6 +12,7 @@ use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::error::ConfigError;
+use super::other_names::VERL_SIGN;
 use super::suggestions::{unknown_key, unknown_name};
 use super::syntax;
 use super::tree::{Tree, TypeError};
@@ -89,7 +90,13 @@ impl Document {
         Self::new(file, node)
     }
 
-    fn new(file: &Path, node: Node) -> Result<Self, ConfigError> {
+    fn new(file: &Path, mut node: Node) -> Result<Self, ConfigError> {
+        if let Node::Mapping(entries) = &mut node
+            && entries.iter().any(|(key, ..)| key == VERL_SIGN)
+        {
+            // Hydra's list of files, in which keys have dots.
+            entries.retain(|(key, ..)| key != "defaults");
+        }
         let mut lines = BTreeMap::new();
         let value = node.into_value(String::new(), &mut lines);
         let value = value.map_err(|(line, message)| ConfigError {
@@ -226,8 +233,7 @@ impl Document {
                 };
                 self.error(at, unknown_name(name, known))
             }
-            TypeError::Missing { key } => self.error(path, format!("{key}: absent, must be given")),
-            TypeError::Other(message) => self.error(path, message),
+            error => self.error(path, error),
         }
     }
 

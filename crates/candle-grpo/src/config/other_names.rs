@@ -187,13 +187,13 @@ const AMBIGUOUS: (&str, [(&str, &str); 2]) = (
     ],
 );
 
-/// The keys of verl's sections whose meaning depends on the section, with the paths here. A rule is
-/// for all keys below its path; the first one that fits applies.
+/// The keys and sections of verl whose last name does not tell their place, with that place. The
+/// first one that fits applies.
 const VERL: &[(&str, &str)] = &[
     ("data.train_batch_size", "algorithm.rollout_batch_size"),
     ("actor_rollout_ref.model.path", "model"),
     (
-        "actor_rollout_ref.model.chat_template",
+        "actor_rollout_ref.model.custom_chat_template",
         "model.chat_template",
     ),
     (
@@ -208,39 +208,50 @@ const VERL: &[(&str, &str)] = &[
     ("custom_reward_function", "rewards"),
 ];
 
-/// Sections that only verl's files have.
-const VERL_SECTIONS: [&str; 2] = ["actor_rollout_ref", "trainer"];
+/// The sections of verl in which a name of [`NAMES`] has its meaning.
+const VERL_SECTIONS: [&str; 9] = [
+    "data",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.actor.optim",
+    "actor_rollout_ref.actor.policy_loss",
+    "actor_rollout_ref.rollout",
+    "algorithm",
+    "algorithm.kl_ctrl",
+    "trainer",
+];
 
-/// Returns the error of a file of verl, with the place here of each key that has one.
+/// The section of verl that no other file has.
+pub(super) const VERL_SIGN: &str = "actor_rollout_ref";
+
+/// Returns the error of a file of verl, with the place here of each key or section that has one.
 pub(super) fn verl(document: &Document) -> Option<ConfigError> {
-    let mut sections = VERL_SECTIONS.into_iter();
-    let section = sections.find(|section| document.get(section).is_some())?;
-    let leaves = document.leaves();
+    document.get(VERL_SIGN)?;
     let place = |path: &str| {
         let fits = |rule: &str| {
             let rest = path.strip_prefix(rule);
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         };
-        let key = path.rsplit('.').next()?;
-        let rule = VERL.iter().find(|(rule, _)| fits(rule));
-        rule.map(|(_, place)| (*place).to_owned())
-            .or_else(|| self::place(key))
-            .or_else(|| place_of(key))
-    };
-    let mut message = "a section of verl; the keys of this file have these places here \
-        (docs/configuration.md):"
-        .to_owned();
-    let mut others = 0;
-    for (path, _) in leaves {
-        match place(&path) {
-            Some(place) => message += &format!("\n  {path}: {place}"),
-            None => others += 1,
+        if let Some((rule, place)) = VERL.iter().find(|(rule, _)| fits(rule)) {
+            return Some(format!("\n  {rule}: {place}"));
         }
-    }
-    if others > 0 {
-        message += &format!("\n{others} other keys have no place here");
-    }
-    Some(document.error(section, message))
+        let (section, key) = path.rsplit_once('.')?;
+        if !VERL_SECTIONS.contains(&section) {
+            return None;
+        }
+        let place = self::place(key).or_else(|| place_of(key))?;
+        Some(format!("\n  {path}: {place}"))
+    };
+    let leaves = document.leaves();
+    let mut lines: Vec<String> = leaves.iter().filter_map(|(path, _)| place(path)).collect();
+    let others = leaves.len() - lines.len();
+    lines.dedup();
+    let message = format!(
+        "a section of verl; these keys have these places here (docs/configuration.md):{}\n\
+         {others} other keys have no place here",
+        lines.concat()
+    );
+    Some(document.error(VERL_SIGN, message))
 }
 
 /// Returns the place here of a key that another trainer calls `name`: a path, or one for each

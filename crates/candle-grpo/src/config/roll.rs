@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::algorithm::AlgorithmConfig;
 use super::document::Document;
+use super::other_names::VERL_SIGN;
 use super::suggestions::sections;
 
 /// The effect of a key of a ROLL file.
@@ -326,7 +327,8 @@ impl RollFile {
             "num_gpus_per_node",
         ];
         let has_sign = signs.iter().any(|key| document.get(key).is_some());
-        if !has_sign && !is_flat_page(document) {
+        // Files of verl have Hydra's keys, too.
+        if document.get(VERL_SIGN).is_some() || !has_sign && !is_flat_page(document) {
             return None;
         }
         let mut translation = Translation::new(document);

@@ -26,6 +26,8 @@ pub(super) enum TypeError {
     },
     /// A key that must be given.
     Missing { key: &'static str },
+    /// A value of another kind.
+    WrongKind { found: String, expected: String },
     /// Anything else.
     Other(String),
 }
@@ -35,16 +37,18 @@ impl TypeError {
     pub(super) fn is_about(&self, scalar: &Value) -> bool {
         match (self, scalar) {
             (Self::UnknownName { name, .. }, Value::String(text)) => name == text,
-            (Self::Other(message), Value::String(text)) => {
-                message.starts_with(&format!("{text:?}, must be "))
-            }
-            (Self::Other(message), Value::Number(number)) => {
-                let found = message.split(", must be ").next();
-                found.is_some_and(|found| found.parse() == Ok(number.as_f64().unwrap_or(f64::NAN)))
-            }
-            (Self::Other(message), scalar) => message.starts_with(&format!("{scalar}, must be ")),
+            (Self::WrongKind { found, .. }, scalar) => *found == shown(scalar),
             _ => false,
         }
+    }
+}
+
+/// Returns a scalar as [`TypeError::WrongKind`] has it.
+fn shown(scalar: &Value) -> String {
+    match (scalar, scalar.as_u64(), scalar.as_i64(), scalar.as_f64()) {
+        (Value::String(text), ..) => plain(Unexpected::Str(text)),
+        (_, None, None, Some(x)) => plain(Unexpected::Float(x)),
+        (scalar, ..) => scalar.to_string(),
     }
 }
 
@@ -56,6 +60,7 @@ impl fmt::Display for TypeError {
                 write!(f, "{name:?}, must be one of {}", known.join(", "))
             }
             Self::Missing { key } => write!(f, "{key}: absent, must be given"),
+            Self::WrongKind { found, expected } => write!(f, "{found}, must be {expected}"),
             Self::Other(message) => f.write_str(message),
         }
     }
@@ -69,11 +74,10 @@ impl Error for TypeError {
     }
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
-        Self::Other(format!(
-            "{}, must be {}",
-            plain(found),
-            json::kind(&expected.to_string())
-        ))
+        Self::WrongKind {
+            found: plain(found),
+            expected: json::kind(&expected.to_string()).to_owned(),
+        }
     }
 
     fn invalid_value(found: Unexpected<'_>, expected: &dyn Expected) -> Self {

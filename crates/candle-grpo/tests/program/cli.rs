@@ -394,6 +394,10 @@ adv_estimator: grpo
 #[test]
 fn each_key_of_a_verl_file_is_answered_with_its_place() {
     let config = "\
+defaults:
+  - actor@actor_rollout_ref.actor: dp_actor
+  - _self_
+hydra: {searchpath: [pkg://verl]}
 data:
   train_files: data.jsonl
   train_batch_size: 8
@@ -418,6 +422,10 @@ trainer:
   total_epochs: 15
   save_freq: 20
   logger: console
+critic:
+  optim: {lr: 1e-5}
+  profiler: {save_path: p}
+global_profiler: {save_path: p}
 ";
     let folder = folder(config, DATA);
     for command in ["check", "train"] {
@@ -425,7 +433,7 @@ trainer:
             &grpo(folder.path(), &[command, "run.yaml"]),
             3,
             "\
-run.yaml:6: actor_rollout_ref: a section of verl; the keys of this file have these places here (docs/configuration.md):
+run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places here (docs/configuration.md):
   data.train_files: data.train
   data.train_batch_size: algorithm.rollout_batch_size
   data.max_response_length: algorithm.response_length
@@ -441,7 +449,8 @@ run.yaml:6: actor_rollout_ref: a section of verl; the keys of this file have the
   algorithm.kl_ctrl.kl_coef: algorithm.init_kl_coef
   trainer.total_epochs: max_steps
   trainer.save_freq: checkpoint.every_steps
-4 other keys have no place here
+  critic: training.critic
+6 other keys have no place here
 ",
         );
     }
