@@ -272,6 +272,9 @@ fn remove(value: &mut Value, path: &str) {
     }
 }
 
+/// The most keys of one value that [`culprit`] removes, each of which takes a pass over the file.
+const TRIES: usize = 50;
+
 /// Returns the path of the key below `path` that holds the value of `error`. A reward is read
 /// before its kind is known, so that the paths of its errors end above their keys.
 fn culprit(
@@ -281,6 +284,7 @@ fn culprit(
     is_same: impl Fn(Value) -> bool,
 ) -> Option<String> {
     let mut open = vec![(path.to_owned(), value.pointer(&pointer(path))?)];
+    let mut tries = TRIES;
     while let Some((at, found)) = open.pop() {
         match found {
             Value::Object(map) => {
@@ -290,7 +294,8 @@ fn culprit(
                 let items = items.iter().enumerate();
                 open.extend(items.map(|(i, found)| (format!("{at}[{i}]"), found)));
             }
-            scalar if error.is_about(scalar) => {
+            scalar if tries > 0 && !at.ends_with(']') && error.is_about(scalar) => {
+                tries -= 1;
                 let mut without = value.clone();
                 remove(&mut without, &at);
                 if !is_same(without) {

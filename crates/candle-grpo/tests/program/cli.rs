@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -319,6 +320,23 @@ fn check_refuses_what_train_refuses() {
     ] {
         both_refuse(path, &config, words);
     }
+}
+
+/// Each key that may hold the wrong value takes a pass over the file.
+#[test]
+fn the_search_for_the_key_of_a_wrong_value_is_bounded() {
+    let folder = folder(CONFIG, DATA);
+    let keys: String = (0..20_000).map(|i| format!(", z{i}: 7")).collect();
+    let reward = format!("{{kind: regex, pattern: 7{keys}}}");
+    let config = CONFIG.replace("{kind: numeric}", &reward);
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    let begun = Instant::now();
+    fails(
+        &grpo(folder.path(), &["check", "run.yaml"]),
+        3,
+        "run.yaml:3: rewards[0]: 7, must be a text\n",
+    );
+    assert!(begun.elapsed() < Duration::from_secs(20));
 }
 
 #[test]
