@@ -145,8 +145,8 @@ impl TrainConfig {
     ///
     /// # Errors
     ///
-    /// Returns an error with an [`Invalid`] in it that names the field that is not valid or
-    /// contradicts another.
+    /// Returns an error with an [`Invalid`](candle_grpo_core::Invalid) in it that names the field
+    /// that is not valid or contradicts another.
     pub fn validate(&self) -> Result<()> {
         for (name, value) in [
             ("prompts_per_step", self.prompts_per_step),
