@@ -82,18 +82,37 @@ impl Problem {
         }
     }
 
+    /// Returns whether this is about another option than `option`.
+    fn is_other(&self, option: &Invalid) -> bool {
+        matches!(&self.message, Message::Option(other) if other != option)
+    }
+
+    /// Returns the error about the key at the path.
+    pub(super) fn locate_at_path(self, document: &Document) -> ConfigError {
+        let path = self.path.clone();
+        self.locate(document, |_| Err(Self::at(&path, "")))
+    }
+
     /// Finds the key of the file that holds the value: the one at the path, or the one without
-    /// which the configuration is valid.
+    /// which `check` finds nothing, or else another option that is not valid.
     pub(super) fn locate(
         self,
         document: &Document,
-        is_valid: impl Fn(&Document) -> bool,
+        check: impl Fn(&Document) -> Result<(), Self>,
     ) -> ConfigError {
         let is_given = document.get(&self.path).is_some();
         let culprit = || {
-            let leaves = document.leaves().into_iter().map(|(path, _)| path);
-            let mut leaves = leaves.filter(|path| is_valid(&document.without(path)));
-            leaves.next().unwrap_or_else(|| self.path.clone())
+            let mut second = None;
+            for (path, _) in document.leaves() {
+                match (check(&document.without(&path)), &self.message) {
+                    (Ok(()), _) => return path,
+                    (Err(other), Message::Option(option)) if other.is_other(option) => {
+                        second.get_or_insert(path);
+                    }
+                    _ => {}
+                }
+            }
+            second.unwrap_or_else(|| self.path.clone())
         };
         match &self.message {
             Message::Located(error) => error.clone(),

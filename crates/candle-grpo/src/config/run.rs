@@ -150,10 +150,8 @@ impl RunConfig {
     /// Returns an error with line and key if a key is unknown, a value is not valid, or keys
     /// contradict each other.
     pub fn new(document: &Document) -> Result<Self, ConfigError> {
-        Self::build(document).map_err(|problem| {
-            let is_valid_without = |document: &Document| Self::build(document).is_ok();
-            problem.locate(document, is_valid_without)
-        })
+        Self::build(document)
+            .map_err(|problem| problem.locate(document, |document| Self::build(document).map(drop)))
     }
 
     fn build(document: &Document) -> Result<Self, Problem> {
@@ -357,7 +355,7 @@ impl RunConfig {
     ) -> Result<(), ConfigError> {
         if let Some(adapters) = &self.train.adapters {
             bounds::check_adapters(adapters, model)
-                .map_err(|problem| problem.locate(&self.document, |_| false))?;
+                .map_err(|problem| problem.locate_at_path(&self.document))?;
         }
         self.check_length(
             "algorithm.response_length",
@@ -379,7 +377,7 @@ impl RunConfig {
         held_out: &[Prompt],
     ) -> Result<(), ConfigError> {
         bounds::check_evaluation(&self.evaluation, held_out.len())
-            .map_err(|problem| problem.locate(&self.document, |_| false))?;
+            .map_err(|problem| problem.locate_at_path(&self.document))?;
         let own = "evaluation.sampler.max_new_tokens";
         let key = match self.document.get(own) {
             Some(_) => own,

@@ -475,6 +475,18 @@ run.yaml:10: actor_rollout_ref: a section of verl; these keys have these places 
 }
 
 #[test]
+fn each_of_several_wrong_values_is_named_by_its_key() {
+    let config = CONFIG.replace("preset: dapo", "pg_clip: 7");
+    let config = format!("{config}optimizer: {{learning_rate: -1}}\n");
+    let folder = folder(&config, DATA);
+    fails(
+        &grpo(folder.path(), &["check", "run.yaml"]),
+        3,
+        "run.yaml:4: algorithm.pg_clip: 7, must be from 0 to 1\n",
+    );
+}
+
+#[test]
 fn keys_of_roll_that_are_ignored_are_warned_of() {
     let config = "\
 pretrain: model
