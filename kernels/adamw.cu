@@ -1,70 +1,87 @@
-// One AdamW step of one parameter, in place. With an f32 master the kernel updates the master and
+// One AdamW step of all parameters, in place. With an f32 master the kernel updates the master and
 // rounds it to the parameter. Without a master (null) it updates the parameter in f32 and rounds
 // it.
 
-#include "element.cuh"
 #include "math.cuh"
+#include "tensor_list.cuh"
 
 constexpr int THREADS = 256;
+// Elements of a block. A thread takes four at a time.
+constexpr int CHUNK = THREADS * 16;
+
+// A parameter in the list. The gradient is in f32 or in the dtype of the parameter.
+struct Parameter {
+    void *parameter;
+    float *master, *average, *square;
+    const void *gradient;
+    uint64_t n;
+    uint32_t first_block;
+    // The Dtype of the parameter, and 4 if the gradient has it too.
+    uint32_t dtypes;
+    // The factor of weight decay.
+    float keep;
+    uint32_t unused;
+};
+static_assert(sizeof(Parameter) == 64, "a row has 8 words");
 
 struct Step {
-    float beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, keep, step_size, inverse_root_correction;
+    float gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction;
 
-    __device__ __forceinline__ void update(float &p, float &m, float &v, float g) const {
+    __device__ __forceinline__ void update(float &p, float &m, float &v, float g, float keep) const {
+        g *= gradient_factor;
         m = m * beta1 + g * one_minus_beta1;
         v = v * beta2 + g * g * one_minus_beta2;
         p = p * keep - step_size * (m / (sqrtf(v) * inverse_root_correction + epsilon));
     }
 };
 
+// Updates the elements [first, first + 4) that exist.
 template <typename P, typename G>
-__device__ __forceinline__ void step_all(P *parameter, float *master, float *average, float *square, const G *gradient,
-                                         uint64_t n, Step step) {
-    const uint64_t first = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 4;
-    if (first >= n) return;
-    const bool packed = first + 4 <= n && is_aligned_for_four(parameter) && is_aligned_for_four(gradient) &&
-                        is_aligned_for_four(average) && is_aligned_for_four(square) && is_aligned_for_four(master);
-    if (packed) {
+__device__ __forceinline__ void update_four(const Parameter &row, uint64_t first, bool packed, const Step &step) {
+    P *parameter = static_cast<P *>(row.parameter);
+    const G *gradient = static_cast<const G *>(row.gradient);
+    if (packed && first + 4 <= row.n) {
         float p[4], m[4], v[4], g[4];
-        if (master != nullptr) load_four(master + first, p);
+        if (row.master != nullptr) load_four(row.master + first, p);
         else load_four(parameter + first, p);
-        load_four(average + first, m);
-        load_four(square + first, v);
+        load_four(row.average + first, m);
+        load_four(row.square + first, v);
         load_four(gradient + first, g);
 #pragma unroll
-        for (int i = 0; i < 4; i++) step.update(p[i], m[i], v[i], g[i]);
-        if (master != nullptr) store_four(master + first, p);
+        for (int i = 0; i < 4; i++) step.update(p[i], m[i], v[i], g[i], row.keep);
+        if (row.master != nullptr) store_four(row.master + first, p);
         store_four(parameter + first, p);
-        store_four(average + first, m);
-        store_four(square + first, v);
+        store_four(row.average + first, m);
+        store_four(row.square + first, v);
     } else {
-        const uint64_t last = first + 4 < n ? first + 4 : n;
+        const uint64_t last = first + 4 < row.n ? first + 4 : row.n;
         for (uint64_t i = first; i < last; i++) {
-            float p = master != nullptr ? master[i] : to_float(parameter[i]);
-            step.update(p, average[i], square[i], to_float(gradient[i]));
-            if (master != nullptr) master[i] = p;
+            float p = row.master != nullptr ? row.master[i] : to_float(parameter[i]);
+            step.update(p, row.average[i], row.square[i], to_float(gradient[i]), row.keep);
+            if (row.master != nullptr) row.master[i] = p;
             parameter[i] = from_float<P>(p);
         }
     }
 }
 
-// The gradient is in f32 (adamw) or in the dtype of the parameter (adamw_like).
-#define ADAMW(T, name)                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                             \
-        adamw_##name(T *parameter, float *master, float *average, float *square, const float *gradient, uint64_t n,   \
-                     float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float epsilon, float keep, \
-                     float step_size, float inverse_root_correction) {                                                 \
-        step_all(parameter, master, average, square, gradient, n,                                                      \
-                 {beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, keep, step_size, inverse_root_correction}); \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                             \
-        adamw_like_##name(T *parameter, float *master, float *average, float *square, const T *gradient, uint64_t n,  \
-                          float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float epsilon,       \
-                          float keep, float step_size, float inverse_root_correction) {                                \
-        step_all(parameter, master, average, square, gradient, n,                                                      \
-                 {beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, keep, step_size, inverse_root_correction}); \
-    }
+template <typename P, typename G> __device__ __forceinline__ void update_chunk(const Parameter &row, const Step &step) {
+    const bool packed = is_aligned_for_four(static_cast<const P *>(row.parameter)) &&
+                        is_aligned_for_four(static_cast<const G *>(row.gradient)) && is_aligned_for_four(row.average) &&
+                        is_aligned_for_four(row.square) && is_aligned_for_four(row.master);
+    const uint64_t begin = (uint64_t)(blockIdx.x - row.first_block) * CHUNK;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x * 4; i < CHUNK && begin + i < row.n; i += THREADS * 4)
+        update_four<P, G>(row, begin + i, packed, step);
+}
 
-ADAMW(float, f32)
-ADAMW(__nv_bfloat16, bf16)
-ADAMW(__half, f16)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    adamw(const uint64_t *list, uint32_t count, float gradient_factor, float beta1, float one_minus_beta1, float beta2,
+          float one_minus_beta2, float epsilon, float step_size, float inverse_root_correction) {
+    const Parameter row = row_of_block<Parameter>(list, count);
+    const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction};
+    with_dtype(row.dtypes % 4, [&](auto *of) {
+        using P = std::remove_pointer_t<decltype(of)>;
+        if (row.dtypes >= 4) update_chunk<P, P>(row, step);
+        else update_chunk<P, float>(row, step);
+    });
+}

@@ -1,17 +1,22 @@
-// Sums of squares in f64, and scaling in place.
+// Sums of squares in f64, and scaling in place, of all gradients.
 
-#include "element.cuh"
 #include "math.cuh"
+#include "tensor_list.cuh"
 
 constexpr int THREADS = 256;
-// Partial sums of one gradient, one for each block. A block with a thread for each part adds them.
-constexpr int PARTS = THREADS;
 
-// Writes parts[blockIdx.x], for at most PARTS blocks.
-template <typename T> __device__ __forceinline__ void squares(const T *gradient, double *parts, uint64_t n) {
+// A gradient in the list. For the squares it has at most THREADS blocks: each writes a part of the
+// sum, and a block with a thread for each part adds them.
+struct Gradient {
+    void *gradient;
+    uint64_t n;
+    uint32_t first_block, blocks;
+    uint32_t dtype, unused;
+};
+static_assert(sizeof(Gradient) == 32, "a row has 4 words");
+
+template <typename T> __device__ __forceinline__ double squares(const T *gradient, uint64_t n, uint64_t thread, uint64_t threads) {
     double sum = 0.0;
-    const uint64_t thread = (uint64_t)blockIdx.x * THREADS + threadIdx.x;
-    const uint64_t threads = (uint64_t)gridDim.x * THREADS;
     uint64_t done = 0;
     if (is_aligned(gradient)) {
         const uint64_t packs = n / PACK<T>;
@@ -27,18 +32,30 @@ template <typename T> __device__ __forceinline__ void squares(const T *gradient,
         const double x = (double)to_float(gradient[i]);
         sum += x * x;
     }
+    return sum;
+}
+
+// Writes parts[blockIdx.x], the squares of a part of a gradient.
+extern "C" __global__ void __launch_bounds__(THREADS) gradient_squares(const uint64_t *list, uint32_t count, double *parts) {
+    const Gradient row = row_of_block<Gradient>(list, count);
+    const uint64_t thread = (uint64_t)(blockIdx.x - row.first_block) * THREADS + threadIdx.x;
+    double sum = 0.0;
+    with_dtype(row.dtype, [&](auto *of) {
+        sum = squares(static_cast<decltype(of)>(row.gradient), row.n, thread, (uint64_t)row.blocks * THREADS);
+    });
     sum = block_sum<THREADS>(sum);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// Writes sums[blockIdx.x], the sum of the PARTS parts of a gradient.
-extern "C" __global__ void __launch_bounds__(THREADS) gradient_sum_parts(const double *parts, double *sums) {
-    const double sum = block_sum<THREADS>(parts[(uint64_t)blockIdx.x * PARTS + threadIdx.x]);
+// Writes sums[blockIdx.x], the sum of the parts of a gradient.
+extern "C" __global__ void __launch_bounds__(THREADS) gradient_sum_parts(const uint64_t *list, const double *parts, double *sums) {
+    const Gradient row = reinterpret_cast<const Gradient *>(list)[blockIdx.x];
+    const double sum = block_sum<THREADS>(threadIdx.x < row.blocks ? parts[row.first_block + threadIdx.x] : 0.0);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-template <typename T> __device__ __forceinline__ void scale(T *gradient, uint64_t n, float factor) {
-    const uint64_t first = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * PACK<T>;
+template <typename T> __device__ __forceinline__ void scale(T *gradient, uint64_t n, uint64_t thread, float factor) {
+    const uint64_t first = thread * PACK<T>;
     if (first >= n) return;
     if (first + PACK<T> <= n && is_aligned(gradient)) {
         uint4 *at = reinterpret_cast<uint4 *>(gradient + first);
@@ -53,16 +70,8 @@ template <typename T> __device__ __forceinline__ void scale(T *gradient, uint64_
     }
 }
 
-#define GRADIENT_NORM(T, name)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        gradient_squares_##name(const T *gradient, double *parts, uint64_t n) {                                       \
-        squares(gradient, parts, n);                                                                                   \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
-        gradient_scale_##name(T *gradient, uint64_t n, float factor) {                                                \
-        scale(gradient, n, factor);                                                                                    \
-    }
-
-GRADIENT_NORM(float, f32)
-GRADIENT_NORM(__nv_bfloat16, bf16)
-GRADIENT_NORM(__half, f16)
+extern "C" __global__ void __launch_bounds__(THREADS) gradient_scale(const uint64_t *list, uint32_t count, float factor) {
+    const Gradient row = row_of_block<Gradient>(list, count);
+    const uint64_t thread = (uint64_t)(blockIdx.x - row.first_block) * THREADS + threadIdx.x;
+    with_dtype(row.dtype, [&](auto *of) { scale(static_cast<decltype(of)>(row.gradient), row.n, thread, factor); });
+}

@@ -3,14 +3,6 @@
 // be null) and `Out` (a pointer for writes). In `kernels!`, `Self` is an element type, and the
 // kernel `name` is `name_f32`, `name_bf16` and `name_f16` in the `.cu` file.
 kernels! {
-    adamw ADAMW {
-        adamw(parameter: Out<Self>, master: Out<f32>, average: Out<f32>, square: Out<f32>, gradient: In<f32>, n: u64,
-            beta1: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, epsilon: f32, keep: f32, step_size: f32,
-            inverse_root_correction: f32);
-        adamw_like(parameter: Out<Self>, master: Out<f32>, average: Out<f32>, square: Out<f32>, gradient: In<Self>, n: u64,
-            beta1: f32, one_minus_beta1: f32, beta2: f32, one_minus_beta2: f32, epsilon: f32, keep: f32, step_size: f32,
-            inverse_root_correction: f32);
-    }
     attention ATTENTION {
         attention_forward_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: Out<Self>,
             log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
@@ -41,10 +33,6 @@ kernels! {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
         embedding_add(gradient: In<Self>, ids: In<u32>, starts: In<u32>, positions: In<u32>, sum: Out<f32>, vocab: u32,
             width: i32);
-    }
-    gradient_norm GRADIENT_NORM {
-        gradient_squares(gradient: In<Self>, parts: Out<f64>, n: u64);
-        gradient_scale(gradient: Out<Self>, n: u64, factor: f32);
     }
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
@@ -89,12 +77,18 @@ kernels! {
 
 // Kernels without an element type.
 plain_kernels! {
+    adamw ADAMW {
+        adamw(list: In<u64>, count: u32, gradient_factor: f32, beta1: f32, one_minus_beta1: f32, beta2: f32,
+            one_minus_beta2: f32, epsilon: f32, step_size: f32, inverse_root_correction: f32);
+    }
     embedding EMBEDDING {
         embedding_sort(ids: In<u32>, counts: Out<u32>, starts: Out<u32>, ranks: Out<u32>, positions: Out<u32>, n: u32,
             vocab: u32);
     }
     gradient_norm GRADIENT_NORM {
-        gradient_sum_parts(parts: In<f64>, sums: Out<f64>);
+        gradient_squares(list: In<u64>, count: u32, parts: Out<f64>);
+        gradient_sum_parts(list: In<u64>, parts: In<f64>, sums: Out<f64>);
+        gradient_scale(list: In<u64>, count: u32, factor: f32);
     }
     linear_log_prob LINEAR_LOG_PROB {
         linear_log_prob_tile(logits: In<f32>, targets: In<u32>, mask: In<u8>, state: Out<f32>, packed: Out<f32>, n: u64,

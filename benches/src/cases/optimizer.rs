@@ -58,6 +58,7 @@ fn adamw_pair(device: &Device) -> Result<Pair> {
                 beta2: 0.999,
                 epsilon: 1e-8,
                 step,
+                gradient_factor: 1.0,
             };
             region(&ours_device, || adamw(&[tensors], &step))
         }),

@@ -37,11 +37,14 @@ pub struct AdamWStep {
     pub epsilon: f64,
     /// Index of this step, from 1. It determines the bias correction of the averages.
     pub step: usize,
+    /// Factor of all gradients, for clipping; 1 for none. The step multiplies in f32 and does not
+    /// change the gradients.
+    pub gradient_factor: f64,
 }
 
 /// Updates all parameters with AdamW (<https://arxiv.org/abs/1711.05101>), in place.
 ///
-/// One pass over the memory, no allocation. Step t with the gradient g is
+/// One pass over the memory, and one launch on CUDA. Step t with the gradient g is
 ///
 /// ```text
 /// m = beta1 m + (1 - beta1) g
@@ -73,7 +76,14 @@ pub struct AdamWStep {
 ///     gradient: &Tensor::new(&[0.5f32, -2.], &Device::Cpu)?,
 ///     weight_decay: 0.0,
 /// };
-/// let step = AdamWStep { learning_rate: 0.1, beta1: 0.9, beta2: 0.999, epsilon: 1e-8, step: 1 };
+/// let step = AdamWStep {
+///     learning_rate: 0.1,
+///     beta1: 0.9,
+///     beta2: 0.999,
+///     epsilon: 1e-8,
+///     step: 1,
+///     gradient_factor: 1.0,
+/// };
 /// adamw(&[tensors], &step)?;
 /// let parameter = parameter.to_vec1::<f32>()?;
 /// assert!((parameter[0] - 0.9).abs() < 1e-6 && (parameter[1] - 1.1).abs() < 1e-6);
@@ -87,13 +97,16 @@ pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
         .filter(|tensors| tensors.parameter.elem_count() > 0)
         .partition(|tensors| path::is_fused_on_cpu(tensors.parameter));
     cpu::adamw::step(&fused, step)?;
-    rest.into_iter().try_for_each(|tensors| {
-        #[cfg(feature = "cuda")]
-        if path::is_fused(tensors.parameter) {
-            return crate::cuda::adamw::step(tensors, step);
-        }
-        composed::adamw::unchecked(tensors, step)
-    })
+    #[cfg(feature = "cuda")]
+    let rest = {
+        let (fused, rest): (Vec<_>, Vec<_>) = rest
+            .into_iter()
+            .partition(|tensors| path::is_fused(tensors.parameter));
+        crate::cuda::adamw::step(&fused, step)?;
+        rest
+    };
+    rest.into_iter()
+        .try_for_each(|tensors| composed::adamw::unchecked(tensors, step))
 }
 
 pub(crate) fn check_arguments(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
@@ -119,6 +132,9 @@ impl AdamWStep {
                 bail!("{name}: {value}, must be at least 0 and below 1");
             }
         }
+        if !self.gradient_factor.is_finite() {
+            bail!("gradient_factor: {}, must be finite", self.gradient_factor);
+        }
         if self.step == 0 {
             bail!("step: 0, the first step is 1");
         }
@@ -135,6 +151,7 @@ impl AdamWStep {
             keep: 1.0 - self.learning_rate * weight_decay,
             step_size: self.learning_rate / (1.0 - self.beta1.powf(t)),
             root_correction: (1.0 - self.beta2.powf(t)).sqrt(),
+            gradient_factor: self.gradient_factor,
         }
     }
 }
@@ -151,6 +168,7 @@ pub(crate) struct Coefficients {
     pub(crate) step_size: f64,
     /// `sqrt(1 - beta2^t)`.
     pub(crate) root_correction: f64,
+    pub(crate) gradient_factor: f64,
 }
 
 impl AdamWTensors<'_> {

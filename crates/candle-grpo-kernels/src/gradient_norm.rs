@@ -66,9 +66,7 @@ pub fn scale_gradients(gradients: &[&Tensor], factor: f64) -> Result<()> {
     #[cfg(feature = "cuda")]
     let rest = {
         let (fused, rest): (Vec<&Tensor>, Vec<_>) = rest.iter().partition(|x| path::is_fused(x));
-        fused
-            .into_iter()
-            .try_for_each(|x| crate::cuda::gradient_norm::scale(x, factor as f32))?;
+        crate::cuda::gradient_norm::scale(&fused, factor as f32)?;
         rest
     };
     composed::gradient_norm::scale_unchecked(&rest, factor)

@@ -20,6 +20,7 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     let c = step.coefficients(tensors.weight_decay);
     let (average, square) = (tensors.average, tensors.square);
     let gradient = tensors.gradient.detach().to_dtype(average.dtype())?;
+    let gradient = (gradient * c.gradient_factor)?;
     let weight = tensors.master.unwrap_or(tensors.parameter);
     let p = weight.as_detached_tensor().to_dtype(average.dtype())?;
     let m = ((average.as_detached_tensor() * c.beta1)? + (&gradient * (1.0 - c.beta1))?)?;

@@ -145,6 +145,7 @@ struct Narrow {
     keep: f32,
     step_size: f32,
     inverse_root_correction: f32,
+    gradient_factor: f32,
 }
 
 impl From<Coefficients> for Narrow {
@@ -158,6 +159,7 @@ impl From<Coefficients> for Narrow {
             keep: c.keep as f32,
             step_size: c.step_size as f32,
             inverse_root_correction: (1.0 / c.root_correction) as f32,
+            gradient_factor: c.gradient_factor as f32,
         }
     }
 }
@@ -233,6 +235,7 @@ impl Narrow {
     #[inline(always)]
     fn update_part(&self, p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32]) {
         for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(g) {
+            let g = g * self.gradient_factor;
             *m = *m * self.beta1 + g * self.one_minus_beta1;
             *v = *v * self.beta2 + g * g * self.one_minus_beta2;
             let denominator = v.sqrt() * self.inverse_root_correction + self.epsilon;

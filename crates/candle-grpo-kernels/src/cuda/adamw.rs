@@ -1,105 +1,89 @@
 //! The CUDA path of [`adamw`](crate::adamw()).
 
-use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{CudaStorage, DType, Layout, Result, Tensor};
+use candle_core::{CudaDevice, DType, Result, Tensor};
 
-use super::in_place::write;
-use super::{In, Out, grid, kernels, with_cuda_floats};
-use crate::adamw::{AdamWStep, AdamWTensors, Coefficients};
+use super::tensor_list::{TensorList, address, dtype_number, word};
+use super::{In, grid, kernels};
+use crate::adamw::{AdamWStep, AdamWTensors};
 
-/// Threads of a block and elements of a thread, as in the kernel.
+/// Threads and elements of a block, as in the kernel.
 const THREADS: u32 = 256;
-const ELEMENTS: usize = 4;
+const CHUNK: usize = THREADS as usize * 16;
 
-/// Updates one f32, bf16 or f16 parameter.
-pub(crate) fn step(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> {
-    if tensors.parameter.elem_count() == 0 {
+/// Updates f32, bf16 and f16 parameters that are not empty, in one launch for each device.
+pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
+    let Some(first) = parameters.first() else {
         return Ok(());
-    }
-    // The kernels take a gradient in the dtype of the parameter, or in f32.
-    let is_like = tensors.gradient.dtype() == tensors.parameter.dtype();
-    let gradient = if is_like {
-        tensors.gradient.contiguous()?
-    } else {
-        tensors.gradient.contiguous()?.to_dtype(DType::F32)?
     };
-    let device = tensors.parameter.device().as_cuda_device()?;
+    let device = first.parameter.device();
+    let (here, elsewhere) = parameters
+        .iter()
+        .partition::<Vec<_>, _>(|tensors| tensors.parameter.device().same_device(device));
+    launch(&here, device.as_cuda_device()?, step)?;
+    self::step(&elsewhere, step)
+}
+
+fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -> Result<()> {
     let stream = device.cuda_stream();
-    let pass = Pass {
-        gradient,
-        is_like,
-        coefficients: step.coefficients(tensors.weight_decay),
-        stream: &stream,
-    };
-    // A closure writes one tensor, so the memory of several tensors needs nested closures.
-    write(tensors.average, |average, layout| {
-        let average = Out::in_place(average, layout, &stream)?;
-        write(tensors.square, |square, layout| {
-            let square = Out::in_place(square, layout, &stream)?;
-            match tensors.master {
-                None => write(tensors.parameter, |parameter, layout| {
-                    pass.launch(parameter, layout, Out::null(), average, square)
-                }),
-                Some(master) => write(master, |master, layout| {
-                    let master = Out::in_place(master, layout, &stream)?;
-                    write(tensors.parameter, |parameter, layout| {
-                        pass.launch(parameter, layout, master, average, square)
-                    })
-                }),
-            }
-        })
-    })
+    let gradients = parameters
+        .iter()
+        .map(|tensors| gradient(tensors))
+        .collect::<Result<Vec<_>>>()?;
+    let mut list = TensorList::default();
+    for (tensors, gradient) in parameters.iter().zip(&gradients) {
+        let dtype = tensors.parameter.dtype();
+        let of = |tensor: &Tensor| address(tensor, &stream);
+        let words = [
+            of(tensors.parameter)?,
+            tensors.master.map_or(Ok(0), |master| of(master))?,
+            of(tensors.average)?,
+            of(tensors.square)?,
+            of(gradient)?,
+            tensors.parameter.elem_count() as u64,
+        ];
+        let is_like = gradient.dtype() == dtype;
+        let dtypes = dtype_number(dtype)? + if is_like { 4 } else { 0 };
+        let keep = step.coefficients(tensors.weight_decay).keep as f32;
+        let blocks = tensors.parameter.elem_count().div_ceil(CHUNK);
+        list.push(blocks, |first_block| {
+            let [parameter, master, average, square, gradient, n] = words;
+            let dtypes = word(first_block, dtypes);
+            let keep = word(keep.to_bits(), 0);
+            [
+                parameter, master, average, square, gradient, n, dtypes, keep,
+            ]
+        })?;
+    }
+    let (blocks, count) = (grid(list.blocks, THREADS)?, list.rows);
+    let list = list.upload(device)?;
+    let c = step.coefficients(0.0);
+    // SAFETY: the list has the addresses of tensors of n elements (master may be null), and the
+    // blocks cover them. The tensors that the kernel writes share no memory, and the stream orders
+    // the launch after all earlier uses.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernels::adamw {
+            list: In::from_slice(&list, &stream),
+            count,
+            gradient_factor: step.gradient_factor as f32,
+            beta1: c.beta1 as f32,
+            one_minus_beta1: (1.0 - c.beta1) as f32,
+            beta2: c.beta2 as f32,
+            one_minus_beta2: (1.0 - c.beta2) as f32,
+            epsilon: c.epsilon as f32,
+            step_size: c.step_size as f32,
+            inverse_root_correction: (1.0 / c.root_correction) as f32,
+        }
+        .launch(device, blocks)
+    }
 }
 
-struct Pass<'a> {
-    gradient: Tensor,
-    is_like: bool,
-    coefficients: Coefficients,
-    stream: &'a CudaStream,
-}
-
-impl Pass<'_> {
-    fn launch(
-        &self,
-        parameter: &mut CudaStorage,
-        layout: &Layout,
-        master: Out<f32>,
-        average: Out<f32>,
-        square: Out<f32>,
-    ) -> Result<()> {
-        let device = parameter.device.clone();
-        let n = layout.shape().elem_count();
-        let blocks = grid(n.div_ceil(THREADS as usize * ELEMENTS), THREADS)?;
-        let gradient = self.gradient.storage_and_layout();
-        let c = self.coefficients;
-        with_cuda_floats!(&*parameter, "parameter", T => {
-            let parameter = Out::in_place(parameter, layout, self.stream)?;
-            macro_rules! launch {
-                ($kernel:ident) => {
-                    // SAFETY: all have n elements (master may be null), and the blocks cover them.
-                    #[allow(unsafe_code)]
-                    unsafe {
-                        kernels::$kernel::<T> {
-                            parameter,
-                            master,
-                            average,
-                            square,
-                            gradient: In::from_tensor(&gradient, self.stream)?,
-                            n: n as u64,
-                            beta1: c.beta1 as f32,
-                            one_minus_beta1: (1.0 - c.beta1) as f32,
-                            beta2: c.beta2 as f32,
-                            one_minus_beta2: (1.0 - c.beta2) as f32,
-                            epsilon: c.epsilon as f32,
-                            keep: c.keep as f32,
-                            step_size: c.step_size as f32,
-                            inverse_root_correction: (1.0 / c.root_correction) as f32,
-                        }
-                        .launch(&device, blocks)
-                    }
-                };
-            }
-            if self.is_like { launch!(adamw_like) } else { launch!(adamw) }
-        })
+/// Returns the contiguous gradient, in the dtype of the parameter or in f32.
+fn gradient(tensors: &AdamWTensors) -> Result<Tensor> {
+    let gradient = tensors.gradient.contiguous()?;
+    if gradient.dtype() == tensors.parameter.dtype() {
+        Ok(gradient)
+    } else {
+        gradient.to_dtype(DType::F32)
     }
 }

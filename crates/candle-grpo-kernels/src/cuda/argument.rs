@@ -6,7 +6,7 @@ use std::ops::Deref;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
 use candle_core::{CudaStorage, Layout, Result, Storage, bail};
 
@@ -80,6 +80,18 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
     }
 }
 
+impl<'a, T: 'a> In<'a, T> {
+    /// Returns all elements of a slice.
+    pub(crate) fn from_slice(slice: &'a CudaSlice<T>, stream: &'a CudaStream) -> Self {
+        let (pointer, reading) = slice.device_ptr(stream);
+        Self {
+            pointer,
+            _reading: Some(reading),
+            element: PhantomData,
+        }
+    }
+}
+
 impl<T> Argument for In<'_, T> {
     type Bits = CUdeviceptr;
 
@@ -103,15 +115,6 @@ impl<'a, T: CudaDType + 'a> Out<'a, T> {
         Self {
             pointer,
             _writing: Some(writing),
-            element: PhantomData,
-        }
-    }
-
-    /// Returns null, for an optional argument.
-    pub(crate) fn null() -> Self {
-        Self {
-            pointer: 0,
-            _writing: None,
             element: PhantomData,
         }
     }

@@ -1,76 +1,96 @@
 //! The CUDA path of [`squared_gradient_norms`](crate::squared_gradient_norms) and
 //! [`scale_gradients`](crate::scale_gradients).
 
-use candle_core::{CudaStorage, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 
-use super::in_place::write;
-use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use super::tensor_list::{TensorList, address, dtype_number, word};
+use super::{In, Out, alloc, as_tensor, grid, kernels};
 
 /// Threads of a block and partial sums of one gradient, as in the kernels.
 const THREADS: u32 = 256;
 const PARTS: usize = 256;
 
-/// Minimum bytes of a block, so that a small gradient has few blocks.
-const BYTES_OF_BLOCK: usize = THREADS as usize * 16 * 4;
+/// Bytes that the threads of a block process at once.
+const BYTES_OF_BLOCK: usize = THREADS as usize * 16;
 
 /// Returns the sum of squares of each of at least one gradient, f64 `[n]`.
 pub(crate) fn squared_norms(gradients: &[&Tensor]) -> Result<Tensor> {
     let device = gradients[0].device().as_cuda_device()?;
     let stream = device.cuda_stream();
-    let count = gradients.len();
-    let mut parts = device.alloc_zeros::<f64>(count * PARTS)?;
-    for (index, gradient) in gradients.iter().enumerate() {
-        let n = gradient.elem_count();
-        if n == 0 {
-            continue;
-        }
-        let gradient = gradient.contiguous()?;
-        let gradient = gradient.storage_and_layout();
-        let Storage::Cuda(storage) = &*gradient.0 else {
-            bail!("gradients: one is not on the GPU");
-        };
-        let mut own_parts = parts.slice_mut(index * PARTS..(index + 1) * PARTS);
-        with_cuda_floats!(storage, "gradients", T => {
-            let blocks = (n * size_of::<T>()).div_ceil(BYTES_OF_BLOCK).min(PARTS);
-            // SAFETY: the gradient has n elements. There are at most PARTS blocks with one part
-            // each.
-            #[allow(unsafe_code)]
-            unsafe {
-                kernels::gradient_squares::<T> { gradient: In::from_tensor(&gradient, &stream)?, parts: Out::new(&mut own_parts, &stream), n: n as u64 }.launch(device, grid(blocks, THREADS)?)?;
-            }
-        });
-    }
-    // SAFETY: the kernel writes every element, from PARTS parts of each gradient.
+    let gradients = gradients
+        .iter()
+        .map(|gradient| gradient.contiguous())
+        .collect::<Result<Vec<_>>>()?;
+    let list = list(&gradients, &stream, |bytes| {
+        // A small gradient has few blocks.
+        bytes.div_ceil(4 * BYTES_OF_BLOCK).clamp(1, PARTS)
+    })?;
+    let (blocks, rows) = (list.blocks, list.rows);
+    let list = list.upload(device)?;
+    // SAFETY: each gradient has n elements and at most PARTS blocks, each of which writes a part.
+    // The second kernel writes every sum.
     #[allow(unsafe_code)]
     let sums = unsafe {
-        let mut sums = alloc::<f64>(device, count)?;
+        let mut parts = alloc::<f64>(device, blocks)?;
+        kernels::gradient_squares {
+            list: In::from_slice(&list, &stream),
+            count: rows,
+            parts: Out::new(&mut parts, &stream),
+        }
+        .launch(device, grid(blocks, THREADS)?)?;
+        let mut sums = alloc::<f64>(device, rows as usize)?;
         let parts = CudaStorage::wrap_cuda_slice(parts, device.clone());
         kernels::gradient_sum_parts {
-            parts: In::new(&parts, &Layout::contiguous(count * PARTS), &stream)?,
+            list: In::from_slice(&list, &stream),
+            parts: In::new(&parts, &Layout::contiguous(blocks), &stream)?,
             sums: Out::new(&mut sums, &stream),
         }
-        .launch(device, grid(count, THREADS)?)?;
+        .launch(device, grid(rows as usize, THREADS)?)?;
         sums
     };
     let sums = CudaStorage::wrap_cuda_slice(sums, device.clone());
-    Ok(as_tensor(sums, &Shape::from(count)))
+    Ok(as_tensor(sums, &Shape::from(rows as usize)))
 }
 
-/// Multiplies a contiguous gradient by `factor`.
-pub(crate) fn scale(gradient: &Tensor, factor: f32) -> Result<()> {
-    let n = gradient.elem_count();
-    if n == 0 {
+/// Multiplies contiguous gradients that are not empty by `factor`.
+pub(crate) fn scale(gradients: &[&Tensor], factor: f32) -> Result<()> {
+    let Some(first) = gradients.first() else {
         return Ok(());
+    };
+    let device = first.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let list = list(gradients, &stream, |bytes| bytes.div_ceil(BYTES_OF_BLOCK))?;
+    let (blocks, count) = (grid(list.blocks, THREADS)?, list.rows);
+    let list = list.upload(device)?;
+    // SAFETY: each gradient has n elements, the blocks cover them, and gradients share no memory.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernels::gradient_scale {
+            list: In::from_slice(&list, &stream),
+            count,
+            factor,
+        }
+        .launch(device, blocks)
     }
-    write(gradient, |storage, layout| {
-        let device = storage.device.clone();
-        let stream = device.cuda_stream();
-        with_cuda_floats!(&*storage, "gradients", T => {
-            let gradient = Out::in_place(storage, layout, &stream)?;
-            let blocks = (n * size_of::<T>()).div_ceil(THREADS as usize * 16);
-            // SAFETY: the gradient has n elements, and the blocks cover them.
-            #[allow(unsafe_code)]
-            unsafe { kernels::gradient_scale::<T> { gradient, n: n as u64, factor }.launch(&device, grid(blocks, THREADS)?) }
-        })
-    })
+}
+
+/// Returns the list for the kernels. `blocks` returns the blocks of a gradient from its bytes.
+fn list(
+    gradients: &[impl AsRef<Tensor>],
+    stream: &CudaStream,
+    blocks: impl Fn(usize) -> usize,
+) -> Result<TensorList> {
+    let mut list = TensorList::default();
+    for gradient in gradients {
+        let gradient = gradient.as_ref();
+        let (n, dtype) = (gradient.elem_count(), gradient.dtype());
+        let address = address(gradient, stream)?;
+        let blocks = blocks(n * dtype.size_in_bytes());
+        let dtype = word(dtype_number(dtype)?, 0);
+        list.push(blocks, |first_block| {
+            [address, n as u64, word(first_block, blocks as u32), dtype]
+        })?;
+    }
+    Ok(list)
 }

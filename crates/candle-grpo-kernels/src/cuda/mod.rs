@@ -17,6 +17,7 @@ pub(crate) mod paged_attention;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod swiglu;
+mod tensor_list;
 
 use argument::{In, Out};
 use element::{CudaElement, with_cuda_floats};

@@ -1,7 +1,7 @@
 //! Tests of `adamw` against its composed twin in f64, of masters, memory and errors.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed, scale_gradients};
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -21,6 +21,7 @@ const STEP: AdamWStep = AdamWStep {
     beta2: 0.99,
     epsilon: 1e-6,
     step: 1,
+    gradient_factor: 1.0,
 };
 
 /// A parameter, its gradient and its optimizer state.
@@ -182,6 +183,48 @@ proptest! {
     }
 }
 
+#[rstest]
+#[case::fused(adamw)]
+#[case::composed(composed::adamw)]
+fn a_gradient_factor_equals_scaled_gradients(
+    #[case] twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>,
+) -> Result<()> {
+    for device in devices() {
+        // Together they have several blocks on a GPU, and parameters of several dtypes.
+        let held = || -> Result<Vec<Held>> {
+            [
+                (1, DType::F32, false),
+                (10_000, DType::BF16, true),
+                (5001, DType::F32, false),
+                (4096, DType::F16, false),
+                (3, DType::BF16, true),
+            ]
+            .into_iter()
+            .map(|(len, dtype, master)| {
+                Held::new(len, len as u64, [dtype, DType::F32], master, device)
+            })
+            .collect()
+        };
+        let (folded, scaled) = (held()?, held()?);
+        let factor = 0.3;
+        let step = AdamWStep {
+            gradient_factor: factor,
+            ..STEP
+        };
+        twin(&folded.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+        let gradients: Vec<_> = scaled.iter().map(|held| &held.gradient).collect();
+        scale_gradients(&gradients, factor)?;
+        twin(&scaled.iter().map(Held::tensors).collect::<Vec<_>>(), &STEP)?;
+        for (folded, scaled) in folded.iter().zip(&scaled) {
+            assert_eq!(numbers(&folded.parameter)?, numbers(&scaled.parameter)?);
+            assert_eq!(numbers(&folded.average)?, numbers(&scaled.average)?);
+            assert_eq!(numbers(&folded.square)?, numbers(&scaled.square)?);
+            assert_ne!(numbers(&folded.gradient)?, numbers(&scaled.gradient)?);
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn an_error_names_the_wrong_argument_and_changes_nothing() -> Result<()> {
     let good = Held::new(5, 1, [DType::F32, DType::F32], false, &Device::Cpu)?;
@@ -207,6 +250,14 @@ fn an_error_names_the_wrong_argument_and_changes_nothing() -> Result<()> {
             ..STEP
         },
         "learning_rate: NaN",
+    )?;
+    refused(
+        other,
+        AdamWStep {
+            gradient_factor: f64::INFINITY,
+            ..STEP
+        },
+        "gradient_factor: inf",
     )?;
     refused(
         AdamWTensors {

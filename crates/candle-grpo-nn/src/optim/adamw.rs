@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::atomic_file::write_safetensors;
 use crate::weights::check::check_names;
 use crate::weights::parameters::copy_into;
-use crate::{Gradients, Parameters};
+use crate::{ComputeCopies, Gradients, Parameters};
 
 /// The options of [`AdamW`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -131,6 +131,49 @@ impl AdamW {
     /// If `parameters` or `gradients` do not match this optimizer, or an option is invalid. Nothing
     /// has changed then.
     pub fn step(&mut self, parameters: &Parameters, gradients: &Gradients) -> Result<()> {
+        self.scaled_step(parameters, gradients, 1.0, &ComputeCopies::default())
+    }
+
+    /// [`Self::step`] with all gradients times `gradient_factor`, see [`Gradients::clip_factor`].
+    /// It also refreshes `copies`, in the same pass over the memory.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::step`], and if `gradient_factor` is not finite.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Result};
+    /// use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+    ///
+    /// # fn main() -> Result<()> {
+    /// # let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+    /// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+    /// #     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
+    /// let parameters = Parameters::init(&model, 7, &Device::Cpu)?;
+    /// let (vb, copies) = parameters.copied_var_builder(DType::BF16)?;
+    /// let decoder = Decoder::new(&model, vb)?;
+    /// let mut optimizer = AdamW::new(AdamWConfig::default(), &parameters)?;
+    ///
+    /// let mut gradients = Gradients::new();
+    /// for (name, variable) in parameters.iter() {
+    ///     gradients.add(name, &variable.ones_like()?)?;
+    /// }
+    /// let (norm, factor) = gradients.clip_factor(1.0)?;
+    /// optimizer.scaled_step(&parameters, &gradients, factor, &copies)?;
+    /// let embedding = parameters.get("model.embed_tokens.weight").expect("every model has one");
+    /// let rounded = embedding.to_dtype(DType::BF16)?.to_dtype(DType::F32)?;
+    /// let copy = decoder.output_weight().to_dtype(DType::F32)?;
+    /// assert_eq!(copy.to_vec2::<f32>()?, rounded.to_vec2::<f32>()?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn scaled_step(
+        &mut self,
+        parameters: &Parameters,
+        gradients: &Gradients,
+        gradient_factor: f64,
+        copies: &ComputeCopies,
+    ) -> Result<()> {
         self.config.validate()?;
         self.check_fit(parameters, gradients)?;
         let steps = self.steps + 1;
@@ -145,10 +188,10 @@ impl AdamW {
                     bail!("{name}: no variable or no gradient, must have both");
                 };
                 let decays = config.decay.applies(name, parameter);
+                let copy = copies.rounded(parameter);
                 Ok(AdamWTensors {
-                    parameter,
-                    // The variables are f32 and need no master copies.
-                    master: None,
+                    parameter: copy.unwrap_or(parameter),
+                    master: copy.and(Some(parameter)),
                     average,
                     square,
                     gradient,
@@ -162,8 +205,10 @@ impl AdamW {
             beta2: config.beta2,
             epsilon: config.epsilon,
             step: steps,
+            gradient_factor,
         };
         adamw(&tensors, &step)?;
+        copies.refresh_others()?;
         self.steps = steps;
         self.steps_tensor = steps_tensor;
         Ok(())

@@ -150,20 +150,30 @@ impl Gradients {
             .map(|(name, &sum)| (name.as_str(), sum))
     }
 
-    /// Scales all gradients in place by `min(1, max_norm / (norm + 1e-6))`, as
-    /// `torch.nn.utils.clip_grad_norm_` does. Returns the norm before scaling.
+    /// Returns the norm of all gradients together, and the factor
+    /// `min(1, max_norm / (norm + 1e-6))` of clipping, as `torch.nn.utils.clip_grad_norm_` has it.
     ///
     /// # Errors
     ///
     /// If `max_norm` is not positive (infinity disables clipping), or as in [`Self::global_norm`].
-    pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
+    pub fn clip_factor(&self, max_norm: f64) -> Result<(f64, f64)> {
         if max_norm.is_nan() || max_norm <= 0.0 {
             bail!("max_norm: {max_norm}, must be positive");
         }
         let norm = self.global_norm()?;
-        let scale = max_norm / (norm + 1e-6);
-        if scale < 1.0 {
-            scale_gradients(&self.by_name.values().collect::<Vec<_>>(), scale)?;
+        Ok((norm, (max_norm / (norm + 1e-6)).min(1.0)))
+    }
+
+    /// Scales all gradients in place by the factor of [`Self::clip_factor`]. Returns the norm
+    /// before scaling.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::clip_factor`].
+    pub fn clip_by_global_norm(&mut self, max_norm: f64) -> Result<f64> {
+        let (norm, factor) = self.clip_factor(max_norm)?;
+        if factor < 1.0 {
+            scale_gradients(&self.by_name.values().collect::<Vec<_>>(), factor)?;
         }
         Ok(norm)
     }

@@ -1,6 +1,8 @@
 //! Copies of weights in another dtype.
 
-use candle_core::{DType, Result, Tensor, Var, bail};
+use std::collections::HashMap;
+
+use candle_core::{DType, Result, Tensor, TensorId, Var, bail};
 
 /// Copies of f32 variables in another dtype, for a model that computes in it.
 ///
@@ -30,28 +32,48 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 /// ```
 #[derive(Debug, Default)]
 pub struct ComputeCopies {
-    /// Variables and their copies.
-    pairs: Vec<(Var, Tensor)>,
+    /// Variables and their copies, by the id of the variable.
+    pairs: HashMap<TensorId, (Var, Var)>,
 }
 
 impl ComputeCopies {
     /// Copies `variable`. [`Self::refresh`] updates the copy.
     pub(crate) fn add(&mut self, variable: &Var, dtype: DType) -> Result<Tensor> {
-        let copy = copy(variable, dtype)?;
-        self.pairs.push((variable.clone(), copy.clone()));
-        Ok(copy)
+        let copy = Var::from_tensor(&copy(variable, dtype)?)?;
+        let tensor = copy.as_detached_tensor();
+        self.pairs.insert(variable.id(), (variable.clone(), copy));
+        Ok(tensor)
     }
 
     /// Copies the current values of the variables.
     pub fn refresh(&self) -> Result<()> {
-        for (variable, copy) in &self.pairs {
-            if variable.elem_count() > 0 {
-                let now = variable.as_detached_tensor().to_dtype(copy.dtype())?;
-                copy.flatten_all()?.slice_set(&now.flatten_all()?, 0, 0)?;
-            }
-        }
-        Ok(())
+        self.pairs
+            .values()
+            .try_for_each(|(variable, copy)| refresh(variable, copy))
     }
+
+    /// [`Self::refresh`] of the copies that [`Self::rounded`] does not return.
+    pub(crate) fn refresh_others(&self) -> Result<()> {
+        self.pairs
+            .values()
+            .filter(|(_, copy)| copy.dtype() == DType::F32)
+            .try_for_each(|(variable, copy)| refresh(variable, copy))
+    }
+
+    /// Returns the bf16 or f16 copy of `variable`, if there is one.
+    pub(crate) fn rounded(&self, variable: &Var) -> Option<&Var> {
+        let (_, copy) = self.pairs.get(&variable.id())?;
+        (copy.dtype() != DType::F32).then_some(copy)
+    }
+}
+
+fn refresh(variable: &Var, copy: &Var) -> Result<()> {
+    if variable.elem_count() == 0 {
+        return Ok(());
+    }
+    let now = variable.as_detached_tensor().to_dtype(copy.dtype())?;
+    let flat = copy.as_detached_tensor().flatten_all()?;
+    flat.slice_set(&now.flatten_all()?, 0, 0)
 }
 
 /// A detached copy in its own memory.

@@ -326,3 +326,34 @@ fn options_have_defaults_and_unknown_options_are_refused() {
     let error = serde_json::from_str::<AdamWConfig>(r#"{"lr": 2e-6}"#).unwrap_err();
     assert!(error.to_string().contains("lr"), "{error}");
 }
+
+#[rstest]
+fn a_scaled_step_equals_clipping_and_refreshing_after_it(
+    #[values(DType::F32, DType::BF16, DType::F16)] dtype: DType,
+) -> Result<()> {
+    let config = config(false);
+    let run = |is_scaled: bool| -> Result<_> {
+        let parameters = lively(&config)?;
+        let (vb, copies) = parameters.copied_var_builder(dtype)?;
+        let decoder = Decoder::new(&config, vb)?;
+        let mut optimizer = AdamW::new(by_hand(DecayRule::Matrices), &parameters)?;
+        let mut gradients =
+            exact_gradients(&parameters, |_, variable| variable.affine(0.37, 0.01))?;
+        if is_scaled {
+            let (_, factor) = gradients.clip_factor(0.5)?;
+            optimizer.scaled_step(&parameters, &gradients, factor, &copies)?;
+        } else {
+            gradients.clip_by_global_norm(0.5)?;
+            optimizer.step(&parameters, &gradients)?;
+            copies.refresh()?;
+        }
+        let copy = decoder.output_weight().to_dtype(DType::F32)?;
+        let mut values = vec![copy.flatten_all()?.to_vec1::<f32>()?];
+        for (_, variable) in parameters.iter() {
+            values.push(variable.flatten_all()?.to_vec1::<f32>()?);
+        }
+        Ok(values)
+    };
+    assert_eq!(run(true)?, run(false)?);
+    Ok(())
+}

@@ -1,7 +1,9 @@
 //! Calls of the CUDA driver for a layer of training, which the emulated GPU counts.
 
 use candle_core::{DType, Result};
-use candle_grpo_nn::{Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens,
+};
 use candle_grpo_test_support::{CudaCalls, device};
 
 use crate::small::{Family, lively};
@@ -78,5 +80,32 @@ fn a_layer_of_training_on_shared_prefixes_keeps_its_budget_of_driver_calls() -> 
     assert!(layer.products <= 21, "{layer:?}");
     assert_eq!(layer.copies_to_device, 0, "{layer:?}");
     assert!(layer.memsets <= 8, "{layer:?}");
+    Ok(())
+}
+
+#[test]
+fn an_optimizer_step_has_one_launch_for_all_parameters() -> Result<()> {
+    let config = Family::Qwen3.config(true);
+    let parameters = lively(&config)?;
+    let (_, copies) = parameters.copied_var_builder(DType::BF16)?;
+    let mut optimizer = AdamW::new(AdamWConfig::default(), &parameters)?;
+    let mut gradients = Gradients::new();
+    for (name, variable) in parameters.iter() {
+        gradients.add(name, &variable.as_detached_tensor().copy()?)?;
+    }
+    let before = CudaCalls::now();
+    let (_, factor) = gradients.clip_factor(1.0)?;
+    optimizer.scaled_step(&parameters, &gradients, factor, &copies)?;
+    let Some((after, before)) = CudaCalls::now().zip(before) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return Ok(());
+    };
+    let step = after - before;
+    println!("an optimizer step: {step:?}");
+    // Squares, their sums, and AdamW with the clip factor and the copies.
+    assert_eq!(step.launches, 3, "{step:?}");
+    assert_eq!(step.copies_to_device, 2, "{step:?}");
+    assert_eq!(step.copies_to_host, 1, "{step:?}");
+    assert_eq!(step.memsets, 0, "{step:?}");
     Ok(())
 }

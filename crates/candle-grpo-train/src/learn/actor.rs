@@ -14,7 +14,7 @@ use candle_grpo_nn::{
 use serde::{Deserialize, Serialize};
 
 use super::Reference;
-use super::not_finite::{blame, clip};
+use super::not_finite::{blame, clip_factor};
 use super::reference::decoder_in;
 use super::response_forward::{
     RecordedResponses, output_layer, output_weight, predicting_states, response_log_probs,
@@ -292,14 +292,14 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
-        let grad_norm = clip(&mut self.gradients, max_norm, "")?;
+        let (grad_norm, factor) = clip_factor(&self.gradients, max_norm, "")?;
         let learning_rate = self.optimizer.learning_rate();
         let trained = self
             .adapters
             .as_ref()
             .map_or(&self.parameters, Lora::parameters);
-        self.optimizer.step(trained, &self.gradients)?;
-        self.copies.refresh()?;
+        self.optimizer
+            .scaled_step(trained, &self.gradients, factor, &self.copies)?;
         Ok(StepStats {
             grad_norm,
             learning_rate,

@@ -5,12 +5,12 @@ use candle_core::Tensor;
 use candle_grpo_core::{MetricValues, validate};
 use candle_grpo_loss::{StepTotals, ValueLoss};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters, ValueHead,
+    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Gradients, Parameters, ValueHead,
 };
 use serde::{Deserialize, Serialize};
 
 use super::StepStats;
-use super::not_finite::clip;
+use super::not_finite::clip_factor;
 use super::response_forward::{RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 
@@ -158,8 +158,11 @@ impl Critic {
     pub fn clip_grad_and_step(&mut self) -> Result<StepStats> {
         let learning_rate = self.optimizer.learning_rate();
         let max_norm = self.config.max_grad_norm;
-        let result = clip(&mut self.gradients, max_norm, "the critic's ").and_then(|grad_norm| {
-            self.optimizer.step(&self.parameters, &self.gradients)?;
+        let result = clip_factor(&self.gradients, max_norm, "the critic's ");
+        let result = result.and_then(|(grad_norm, factor)| {
+            let none = ComputeCopies::default();
+            self.optimizer
+                .scaled_step(&self.parameters, &self.gradients, factor, &none)?;
             Ok(grad_norm)
         });
         self.zero_grad();

@@ -46,15 +46,14 @@ impl fmt::Display for NotFinite {
 
 impl Error for NotFinite {}
 
-/// Scales `gradients` down to `max_norm`, and returns their norm before. `owner` is a prefix for
-/// error messages.
+/// [`Gradients::clip_factor`]. `owner` is a prefix for error messages.
 ///
 /// # Errors
 ///
 /// [`NotFinite`] with the name of the first gradient that is not finite.
-pub(crate) fn clip(gradients: &mut Gradients, max_norm: f64, owner: &str) -> Result<f64> {
-    match gradients.clip_by_global_norm(max_norm) {
-        Ok(norm) => Ok(norm),
+pub(crate) fn clip_factor(gradients: &Gradients, max_norm: f64, owner: &str) -> Result<(f64, f64)> {
+    match gradients.clip_factor(max_norm) {
+        Ok(norm_and_factor) => Ok(norm_and_factor),
         Err(error) => match gradients.not_finite() {
             Ok(Some(name)) => Err(NotFinite::new(format!("{owner}gradient of {name}")).into()),
             _ => Err(error.into()),

@@ -5,7 +5,9 @@ use std::ops::ControlFlow;
 use anyhow::{Context, Result, ensure};
 use candle_core::{Tensor, bail};
 use candle_grpo_loss::TokenLogProbs;
-use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, Parameters};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Gradients, Parameters,
+};
 use serde::{Deserialize, Serialize};
 
 use super::response_forward::{RecordedResponses, output_layer, output_weight};
@@ -114,8 +116,8 @@ fn learn(
         gradients.add(decoder.output_name(), &gradient)?;
     }
     recorded.backward(found.hidden, parameters, &mut gradients)?;
-    gradients.clip_by_global_norm(max_grad_norm)?;
-    optimizer.step(parameters, &gradients)?;
+    let (_, factor) = gradients.clip_factor(max_grad_norm)?;
+    optimizer.scaled_step(parameters, &gradients, factor, &ComputeCopies::default())?;
     Ok(loss)
 }
 

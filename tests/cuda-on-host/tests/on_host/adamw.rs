@@ -1,7 +1,7 @@
 //! Tests of `adamw.cu` against the formula in f64 and the CPU path.
 
-use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
+use candle_core::{DType, Device, Result, Tensor, Var, WithDType};
+use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, ORDERS, adamw as launch};
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use candle_grpo_test_support::{noise, numbers};
 
@@ -12,6 +12,9 @@ const LEARNING_RATE: f64 = 0.3;
 const WEIGHT_DECAY: f64 = 0.1;
 const STEP: i32 = 100;
 const KEEP: f64 = 1.0 - LEARNING_RATE * WEIGHT_DECAY;
+const FACTOR: f64 = 0.7;
+/// Elements of a block, as in the kernel.
+const CHUNK: usize = 4096;
 
 fn step_size() -> f64 {
     LEARNING_RATE / (1.0 - BETA1.powi(STEP))
@@ -23,14 +26,15 @@ fn root_correction() -> f64 {
 
 /// Returns p, m and v after the step.
 fn formula(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
+    let g: Vec<f64> = g.iter().map(|g| g * FACTOR).collect();
     let m: Vec<f64> = m
         .iter()
-        .zip(g)
+        .zip(&g)
         .map(|(m, g)| m * BETA1 + g * (1.0 - BETA1))
         .collect();
     let v: Vec<f64> = v
         .iter()
-        .zip(g)
+        .zip(&g)
         .map(|(v, g)| v * BETA2 + g * g * (1.0 - BETA2))
         .collect();
     let p = p
@@ -42,7 +46,7 @@ fn formula(p: &[f64], m: &[f64], v: &[f64], g: &[f64]) -> [Vec<f64>; 3] {
 
 /// Checks `n` elements, followed by `behind` others in memory, with or without a master, with a
 /// gradient in the dtype of the parameter or in f32.
-fn check<T: Kernels>(
+fn check<T: WithDType>(
     n: usize,
     behind: usize,
     has_master: bool,
@@ -93,6 +97,7 @@ fn check<T: Kernels>(
         beta2: BETA2,
         epsilon: EPSILON,
         step: STEP as usize,
+        gradient_factor: FACTOR,
     };
     adamw(&[tensors], &step)?;
     let expected = |exact: &[f64], on_cpu: &Var| -> Result<Expected> {
@@ -122,37 +127,70 @@ fn check<T: Kernels>(
         } else {
             std::ptr::null_mut()
         };
-        let grid = Grid::new(n.div_ceil(4 * 256) as u32, 256);
-        // SAFETY: the buffers have n elements.
+        // The parameter is between two others, of several blocks and of one.
+        let mut others: Vec<_> = [5000, 1].map(|n| Buffer::new(&vec![0f32; 4 * n])).into();
+        let mut list = Vec::new();
+        let mut blocks = 0;
+        let mut push = |addresses: [u64; 5], n: usize, dtypes: u64| {
+            list.extend(addresses);
+            list.extend([
+                n as u64,
+                blocks | dtypes << 32,
+                u64::from((KEEP as f32).to_bits()),
+            ]);
+            blocks += n.div_ceil(CHUNK) as u64;
+        };
+        let zeros = |buffer: &mut Buffer<f32>| {
+            let quarter = buffer.len() / 4;
+            let at = |i: usize| buffer[i * quarter..].as_ptr().addr() as u64;
+            ([at(0), 0, at(1), at(2), at(3)], quarter)
+        };
+        let (addresses, len) = zeros(&mut others[0]);
+        push(addresses, len, 4);
+        let gradient = if like {
+            g_like.as_ptr().addr()
+        } else {
+            g.as_ptr().addr()
+        };
+        let addresses = [
+            parameter.as_mut_ptr().addr(),
+            master_or_null.addr(),
+            average.as_mut_ptr().addr(),
+            square.as_mut_ptr().addr(),
+            gradient,
+        ];
+        let dtype = [DType::F32, DType::BF16, DType::F16]
+            .iter()
+            .position(|dtype| *dtype == T::DTYPE)
+            .expect("a dtype of the kernel");
+        push(
+            addresses.map(|x| x as u64),
+            n,
+            dtype as u64 + if like { 4 } else { 0 },
+        );
+        let (addresses, len) = zeros(&mut others[1]);
+        push(addresses, len, 4);
+        let list = Buffer::new(&list);
+        // SAFETY: the list has the addresses of buffers of n elements.
         unsafe {
-            macro_rules! step {
-                ($kernel:ident, $gradient:expr) => {
-                    T::$kernel(
-                        grid,
-                        order,
-                        parameter.as_mut_ptr(),
-                        master_or_null,
-                        average.as_mut_ptr(),
-                        square.as_mut_ptr(),
-                        $gradient,
-                        n as u64,
-                        BETA1 as f32,
-                        (1.0 - BETA1) as f32,
-                        BETA2 as f32,
-                        (1.0 - BETA2) as f32,
-                        EPSILON as f32,
-                        KEEP as f32,
-                        step_size() as f32,
-                        (1.0 / root_correction()) as f32,
-                    )
-                    .unwrap()
-                };
-            }
-            if like {
-                step!(adamw_like, g_like.as_ptr());
-            } else {
-                step!(adamw, g.as_ptr());
-            }
+            launch(
+                Grid::new(blocks as u32, 256),
+                order,
+                list.as_ptr(),
+                3,
+                FACTOR as f32,
+                BETA1 as f32,
+                (1.0 - BETA1) as f32,
+                BETA2 as f32,
+                (1.0 - BETA2) as f32,
+                EPSILON as f32,
+                step_size() as f32,
+                (1.0 / root_correction()) as f32,
+            )
+        }
+        .unwrap();
+        for other in &others {
+            assert!(other.iter().all(|x| *x == 0.0));
         }
         p_expected.assert_close(&wide(&parameter), tolerance);
         m_expected.assert_close(&exact(&average), 1e-6);
@@ -166,8 +204,8 @@ fn check<T: Kernels>(
     Ok(())
 }
 
-fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
-    for n in [1, 4, 1023, 2048] {
+fn check_all<T: WithDType>(tolerance: f64) -> Result<()> {
+    for n in [1, 4, 1023, 2048, 9001] {
         for (behind, has_master, like) in [
             (0, false, false),
             (1, true, false),

@@ -1,0 +1,62 @@
+//! Lists of tensors for kernels that process all of them in one launch, as in `tensor_list.cuh`.
+
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
+use candle_core::{CudaDevice, DType, Result, Storage, Tensor, bail};
+
+use super::argument::Argument;
+use super::{In, with_cuda_floats};
+
+/// The rows of the list, and the blocks of the launch.
+#[derive(Debug, Default)]
+pub(crate) struct TensorList {
+    words: Vec<u64>,
+    pub(crate) rows: u32,
+    pub(crate) blocks: usize,
+}
+
+impl TensorList {
+    /// Adds a row. `words` receives its first block, and the tensor has `blocks` blocks.
+    pub(crate) fn push<const N: usize>(
+        &mut self,
+        blocks: usize,
+        words: impl FnOnce(u32) -> [u64; N],
+    ) -> Result<()> {
+        let Ok(first_block) = u32::try_from(self.blocks) else {
+            bail!("{} blocks are more than a grid has", self.blocks);
+        };
+        self.words.extend(words(first_block));
+        self.rows += 1;
+        self.blocks += blocks;
+        Ok(())
+    }
+
+    /// Copies the list to the GPU.
+    pub(crate) fn upload(&self, device: &CudaDevice) -> Result<CudaSlice<u64>> {
+        device.clone_htod(&self.words)
+    }
+}
+
+/// Returns the address of a contiguous float tensor. It is valid until the tensor is freed, which
+/// is after the launches before.
+pub(crate) fn address(tensor: &Tensor, stream: &CudaStream) -> Result<u64> {
+    let tensor = tensor.storage_and_layout();
+    let Storage::Cuda(storage) = &*tensor.0 else {
+        bail!("a tensor is on the CPU, must be on a GPU");
+    };
+    with_cuda_floats!(storage, "tensors", T => Ok(*In::<T>::from_tensor(&tensor, stream)?.bits()))
+}
+
+/// Returns the number of a dtype in the kernels.
+pub(crate) fn dtype_number(dtype: DType) -> Result<u32> {
+    match dtype {
+        DType::F32 => Ok(0),
+        DType::BF16 => Ok(1),
+        DType::F16 => Ok(2),
+        _ => bail!("dtype: {dtype:?}, must be f32, bf16 or f16"),
+    }
+}
+
+/// Returns a word of two numbers.
+pub(crate) fn word(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
+}
