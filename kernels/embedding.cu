@@ -151,6 +151,42 @@ __device__ __forceinline__ void add(const T *gradient, const uint32_t *ids, cons
     }
 }
 
+// The sum of the rows of `x` [.., width] at positions[starts[row]..starts[row + 1]], in order, for
+// each row of `sums` [n, width]. A warp for each row; blockDim is 32 by WARPS.
+template <typename T>
+__device__ __forceinline__ void sum(const T *x, const uint32_t *starts, const uint32_t *positions, T *sums, uint64_t n,
+                                    int width) {
+    const uint64_t row = (uint64_t)blockIdx.x * WARPS + threadIdx.y;
+    if (row >= n) return;
+    const uint32_t begin = starts[row], end = starts[row + 1];
+    T *to = sums + row * (uint64_t)width;
+    int done = 0;
+    if (width % PACK<T> == 0 && is_aligned(x) && is_aligned(sums)) {
+        for (int i = (int)threadIdx.x; i < width / PACK<T>; i += 32) {
+            float total[PACK<T>];
+#pragma unroll
+            for (int k = 0; k < PACK<T>; k++) total[k] = 0.0f;
+            // Several rows at once, so that their loads overlap.
+#pragma unroll 4
+            for (uint32_t at = begin; at < end; at++) {
+                const T *from = x + (uint64_t)positions[at] * (uint64_t)width;
+                float values[PACK<T>];
+                unpack<T>(reinterpret_cast<const uint4 *>(from)[i], values);
+#pragma unroll
+                for (int k = 0; k < PACK<T>; k++) total[k] += values[k];
+            }
+            reinterpret_cast<uint4 *>(to)[i] = pack<T>(total);
+        }
+        done = width;
+    }
+    for (int i = done + (int)threadIdx.x; i < width; i += 32) {
+        float total = 0.0f;
+        for (uint32_t at = begin; at < end; at++)
+            total += to_float(x[(uint64_t)positions[at] * (uint64_t)width + (uint64_t)i]);
+        to[i] = from_float<T>(total);
+    }
+}
+
 #define EMBEDDING(T, name)                                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                          \
         embedding_forward_##name(const T *weight, const uint32_t *ids, T *rows, uint64_t n, uint32_t vocab,           \
@@ -161,6 +197,11 @@ __device__ __forceinline__ void add(const T *gradient, const uint32_t *ids, cons
         embedding_add_##name(const T *gradient, const uint32_t *ids, const uint32_t *starts,                          \
                              const uint32_t *positions, float *sum, uint32_t vocab, int width) {                       \
         add(gradient, ids, starts, positions, sum, vocab, width);                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                          \
+        embedding_sum_##name(const T *x, const uint32_t *starts, const uint32_t *positions, T *sums, uint64_t n,      \
+                             int width) {                                                                              \
+        sum(x, starts, positions, sums, n, width);                                                                     \
     }
 
 EMBEDDING(float, f32)

@@ -1,6 +1,6 @@
-// The forward pass of log_prob.cu in tiles of the vocabulary: f32 logits [n, columns] from
+// The passes of log_prob.cu in tiles of the vocabulary: f32 logits [n, columns] from
 // `first_column`. One block for each row. A row with a mask of 0 gives zeros without a read of its
-// logits. A null mask keeps every row. The backward pass is log_prob_backward.
+// logits. A null mask keeps every row.
 
 #include "log_prob.cuh"
 
@@ -36,3 +36,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         state[3 * n + row] = target;
     }
 }
+
+// The gradient of the logits, in the dtype of the products. `gradient` may be `logits`: a thread
+// reads elements before it writes them.
+template <typename T>
+__device__ __forceinline__ void backward(const float *logits, const uint32_t *targets, const uint8_t *mask,
+                                         const float *packed, const float *packed_gradient, T *gradient, uint64_t n,
+                                         uint64_t columns, uint32_t first_column, float inverse_temperature) {
+    const uint64_t row = blockIdx.x;
+    const float *x = logits + row * columns;
+    T *dx = gradient + row * columns;
+    const bool is_dropped = mask != nullptr && mask[row] == 0;
+    const Coefficients row_of(packed, packed_gradient, n, row, inverse_temperature);
+    // Unsigned: out of range if the target is in another tile.
+    const uint32_t target = targets[row] - first_column;
+    const uint64_t fours = is_aligned_for_four(x) && is_aligned_for_four(dx) ? columns / 4 : 0;
+    constexpr int IN_FLIGHT = 4;
+    for (uint64_t first = threadIdx.x; first < fours; first += IN_FLIGHT * THREADS) {
+        float values[IN_FLIGHT][4];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (!is_dropped && first + i * THREADS < fours) load_four(x + 4 * (first + i * THREADS), values[i]);
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const uint64_t index = first + i * THREADS;
+            if (index >= fours) break;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float d = row_of.gradient(values[i][k]);
+                values[i][k] = is_dropped ? 0.0f : 4 * index + k == target ? d + row_of.at_target : d;
+            }
+            store_four(dx + 4 * index, values[i]);
+        }
+    }
+    for (uint64_t column = 4 * fours + threadIdx.x; column < columns; column += THREADS) {
+        float d = 0.0f;
+        if (!is_dropped) {
+            d = row_of.gradient(x[column]);
+            if (column == target) d += row_of.at_target;
+        }
+        dx[column] = from_float<T>(d);
+    }
+}
+
+#define LINEAR_LOG_PROB(T, name)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_log_prob_gradient_##name(                         \
+        const float *logits, const uint32_t *targets, const uint8_t *mask, const float *packed,                       \
+        const float *packed_gradient, T *gradient, uint64_t n, uint64_t columns, uint32_t first_column,               \
+        float inverse_temperature) {                                                                                   \
+        backward(logits, targets, mask, packed, packed_gradient, gradient, n, columns, first_column,                  \
+                 inverse_temperature);                                                                                 \
+    }
+
+LINEAR_LOG_PROB(float, f32)
+LINEAR_LOG_PROB(__nv_bfloat16, bf16)
+LINEAR_LOG_PROB(__half, f16)

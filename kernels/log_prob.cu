@@ -1,7 +1,6 @@
 // Selected log-probs, entropy and log-sum-exp of logits [n, vocab] / temperature, forward and
-// backward with one pass each. The backward pass also takes a tile of the vocabulary, for
-// linear_log_prob. One block for each row. A row with a mask of 0 gives zeros without a read of its
-// logits. A null mask keeps every row.
+// backward with one pass each. One block for each row. A row with a mask of 0 gives zeros without a
+// read of its logits. A null mask keeps every row.
 
 #include "log_prob.cuh"
 
@@ -22,60 +21,34 @@ __device__ __forceinline__ void forward(const T *logits, const uint32_t *targets
     finish(sums, target < vocab ? to_float(x[target]) : NAN, scale, packed, n, row);
 }
 
-// The coefficients of the gradient of a row.
-struct Coefficients {
-    float scale;
-    float log2_sum_exp;
-    float constant;
-    float slope;
-    float at_target;
-
-    // The gradient without the term of the target.
-    __device__ __forceinline__ float gradient(float x) const {
-        const float log2_p = x * scale - log2_sum_exp;
-        return exp2_approx(log2_p) * (constant + slope * fmaxf(log2_p, NO_WEIGHT));
-    }
-};
-
-// The gradient of logits [n, columns] from `first_column` of the vocabulary. `gradient` may be
-// `logits`: a thread reads an element before it writes it.
+// The gradient of the logits. `gradient` may be `logits`: a thread reads an element before it
+// writes it.
 template <typename T>
 __device__ __forceinline__ void backward(const T *logits, const uint32_t *targets, const uint8_t *mask,
                                          const float *packed, const float *packed_gradient, T *gradient, uint64_t n,
-                                         uint64_t columns, uint32_t first_column, float inverse_temperature) {
+                                         uint64_t vocab, float inverse_temperature) {
     const uint64_t row = blockIdx.x;
-    const T *x = logits + row * columns;
-    T *dx = gradient + row * columns;
-    const Row<T> parts(dx, (int)columns);
+    const T *x = logits + row * vocab;
+    T *dx = gradient + row * vocab;
+    const Row<T> parts(dx, (int)vocab);
     uint4 *packs = reinterpret_cast<uint4 *>(dx + parts.head);
     const int thread = (int)threadIdx.x;
 
     if (mask != nullptr && mask[row] == 0) {
         for (int index = thread; index < parts.packs; index += THREADS) packs[index] = make_uint4(0, 0, 0, 0);
         if (thread < parts.head) dx[thread] = from_float<T>(0.0f);
-        if (thread < parts.tail) dx[columns - 1 - thread] = from_float<T>(0.0f);
+        if (thread < parts.tail) dx[vocab - 1 - thread] = from_float<T>(0.0f);
         return;
     }
 
-    // Derivatives by z = x / temperature: 1[target] - p of the log-prob, p of the log-sum-exp, and
-    // -p (log p + entropy) of the entropy.
-    const float entropy = packed[n + row];
-    const float d_log_prob = packed_gradient[row], d_entropy = packed_gradient[n + row];
-    const Coefficients row_of = {
-        inverse_temperature * LOG2_E,
-        packed[2 * n + row] * LOG2_E,
-        inverse_temperature * (packed_gradient[2 * n + row] - d_log_prob - d_entropy * entropy),
-        -inverse_temperature * d_entropy * LN_2,
-        inverse_temperature * d_log_prob,
-    };
-    // Unsigned: out of range if the target is in another tile.
-    const uint32_t target = targets[row] - first_column;
+    const Coefficients row_of(packed, packed_gradient, n, row, inverse_temperature);
+    const uint32_t target = targets[row];
     auto one = [&](uint64_t column) {
         const float d = row_of.gradient(to_float(x[column]));
         dx[column] = from_float<T>(column == target ? d + row_of.at_target : d);
     };
     if (!same_alignment(x, dx)) {
-        for (uint64_t column = threadIdx.x; column < columns; column += THREADS) one(column);
+        for (uint64_t column = threadIdx.x; column < vocab; column += THREADS) one(column);
         return;
     }
 
@@ -106,7 +79,7 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
         }
     }
     if (thread < parts.head) one(thread);
-    if (thread < parts.tail) one(columns - 1 - thread);
+    if (thread < parts.tail) one(vocab - 1 - thread);
 }
 
 #define LOG_PROB(T, name)                                                                                              \
@@ -117,10 +90,8 @@ __device__ __forceinline__ void backward(const T *logits, const uint32_t *target
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 4) log_prob_backward_##name(                                \
         const T *logits, const uint32_t *targets, const uint8_t *mask, const float *packed,                           \
-        const float *packed_gradient, T *gradient, uint64_t n, uint64_t columns, uint32_t first_column,               \
-        float inverse_temperature) {                                                                                   \
-        backward(logits, targets, mask, packed, packed_gradient, gradient, n, columns, first_column,                  \
-                 inverse_temperature);                                                                                 \
+        const float *packed_gradient, T *gradient, uint64_t n, uint64_t vocab, float inverse_temperature) {           \
+        backward(logits, targets, mask, packed, packed_gradient, gradient, n, vocab, inverse_temperature);             \
     }
 
 LOG_PROB(float, f32)

@@ -119,3 +119,31 @@ __device__ __forceinline__ void finish(Sums sums, float target, float scale, flo
     packed[n + row] = LN_2 * (log2_sum - sums.weighted / sums.exp);
     packed[2 * n + row] = LN_2 * (sums.largest * scale + log2_sum);
 }
+
+// The coefficients of the gradient of a row of logits.
+struct Coefficients {
+    float scale;
+    float log2_sum_exp;
+    float constant;
+    float slope;
+    float at_target;
+
+    // Derivatives by z = x / temperature: 1[target] - p of the log-prob, p of the log-sum-exp, and
+    // -p (log p + entropy) of the entropy.
+    __device__ __forceinline__ Coefficients(const float *packed, const float *packed_gradient, uint64_t n, uint64_t row,
+                                            float inverse_temperature) {
+        const float entropy = packed[n + row];
+        const float d_log_prob = packed_gradient[row], d_entropy = packed_gradient[n + row];
+        scale = inverse_temperature * LOG2_E;
+        log2_sum_exp = packed[2 * n + row] * LOG2_E;
+        constant = inverse_temperature * (packed_gradient[2 * n + row] - d_log_prob - d_entropy * entropy);
+        slope = -inverse_temperature * d_entropy * LN_2;
+        at_target = inverse_temperature * d_log_prob;
+    }
+
+    // The gradient without the term of the target.
+    __device__ __forceinline__ float gradient(float x) const {
+        const float log2_p = x * scale - log2_sum_exp;
+        return exp2_approx(log2_p) * (constant + slope * fmaxf(log2_p, NO_WEIGHT));
+    }
+};

@@ -33,11 +33,16 @@ kernels! {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
         embedding_add(gradient: In<Self>, ids: In<u32>, starts: In<u32>, positions: In<u32>, sum: Out<f32>, vocab: u32,
             width: i32);
+        embedding_sum(x: In<Self>, starts: In<u32>, positions: In<u32>, sums: Out<Self>, n: u64, width: i32);
     }
     log_prob LOG_PROB {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);
         log_prob_backward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
+            gradient: Out<Self>, n: u64, vocab: u64, inverse_temperature: f32);
+    }
+    linear_log_prob LINEAR_LOG_PROB {
+        linear_log_prob_gradient(logits: In<f32>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
             gradient: Out<Self>, n: u64, columns: u64, first_column: u32, inverse_temperature: f32);
     }
     paged_attention PAGED_ATTENTION {

@@ -1,5 +1,5 @@
-// Lists of tensors, so that one launch processes all. A row of the list has the fields `first_block`, the first block of the
-// tensor, which ascends.
+// Lists of tensors, so that one launch processes all. A row of the list has the field
+// `first_block`, the first block of the tensor, which ascends.
 #pragma once
 
 #include "element.cuh"

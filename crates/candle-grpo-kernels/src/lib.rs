@@ -26,7 +26,7 @@
 //! | [`rms_norm`](rms_norm()) | root mean square normalization | yes |
 //! | [`rope`](rope()) | rotary position embedding | yes |
 //! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | yes |
-//! | [`embedding`](embedding()) | rows of a table by id | yes |
+//! | [`embedding`](embedding()), [`RowMap`] | rows of a table by id, and sums of rows | yes |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
@@ -73,6 +73,7 @@ mod path;
 mod precision;
 mod rms_norm;
 mod rope;
+mod row_map;
 mod swiglu;
 
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
@@ -91,4 +92,5 @@ pub use paged_attention::{
 pub use precision::arithmetic_dtype;
 pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
 pub use rope::{rope, rope_gradient};
+pub use row_map::RowMap;
 pub use swiglu::{swiglu, swiglu_gradient};

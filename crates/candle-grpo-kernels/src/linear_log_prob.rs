@@ -1,5 +1,7 @@
 //! Log-probs from hidden states and the output weight.
 
+use std::sync::{Arc, Mutex};
+
 use candle_core::{
     CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, Var, bail,
 };
@@ -14,7 +16,8 @@ use crate::{check, composed, cpu, path};
 ///
 /// **Memory.** Both passes compute the logits in tiles of a few MiB (a few hundred MiB on CUDA).
 /// The backward pass allocates the gradients and at most 24 MiB. The gradient of the hidden states
-/// is in f32 until it is rounded.
+/// is in f32 until it is rounded. If there will be a backward pass on CUDA, up to 2^29 logits
+/// (2 GiB) are kept for it.
 ///
 /// **Skipped work.** An argument without a gradient costs no product. Neither does a masked row,
 /// whose gradient is 0. On CUDA the mask is read on the host, which synchronizes with the device.
@@ -58,33 +61,8 @@ pub fn linear_log_prob(
     temperature: f64,
     options: LogProbOptions,
 ) -> Result<TokenLogProbs> {
-    let LinearLogProb {
-        arguments,
-        kept,
-        wanted,
-    } = LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
-    compute(arguments, kept.as_ref(), wanted)
-}
-
-/// Computes the results for arguments that are checked. Detached arguments record no graph.
-fn compute(arguments: Arguments, kept: Option<&KeptRows>, wanted: Wanted) -> Result<TokenLogProbs> {
-    if !arguments.is_fused() {
-        return composed::linear_log_prob::unchecked(arguments);
-    }
-    let bias = arguments.wide_bias()?;
-    let Arguments {
-        hidden,
-        weight,
-        rows,
-        outer,
-        ..
-    } = arguments;
-    let op = Op { rows, wanted };
-    let packed = match &bias {
-        Some(bias) => hidden.apply_op3(&weight, bias, op)?,
-        None => hidden.apply_op2(&weight, op)?,
-    };
-    TokenLogProbs::unpack(&spread(kept, packed, 1)?, &outer)
+    let layer = LinearLogProb::new(hidden, weight, bias, targets, temperature, options)?;
+    layer.compute(layer.arguments.clone())
 }
 
 /// [`linear_log_prob`] without a graph: the caller runs the backward pass.
@@ -115,6 +93,7 @@ pub struct LinearLogProb {
     arguments: Arguments,
     kept: Option<KeptRows>,
     wanted: Wanted,
+    logits: KeptLogits,
 }
 
 /// The gradients of the arguments of a [`LinearLogProb`], in their shapes and dtypes, without a
@@ -148,6 +127,7 @@ impl LinearLogProb {
         let layer = Self {
             arguments: Arguments::new(hidden, weight, bias, targets, temperature, options)?,
             kept: None,
+            logits: KeptLogits::default(),
             wanted: Wanted {
                 hidden: hidden.track_op(),
                 weight: weight.track_op(),
@@ -183,17 +163,46 @@ impl LinearLogProb {
                 ..self.arguments
             },
             kept: Some(kept),
+            logits: self.logits,
             wanted: self.wanted,
         })
     }
 
     /// Returns the results of [`linear_log_prob`], without a graph.
     ///
+    /// On CUDA this keeps up to 2^29 logits, 2 GiB, for one call of [`Self::backward`], which
+    /// computes them again otherwise.
+    ///
     /// # Errors
     ///
     /// Fails if the device fails.
     pub fn forward(&self) -> Result<TokenLogProbs> {
-        compute(self.arguments.detach(), self.kept.as_ref(), self.wanted)
+        self.compute(self.arguments.detach())
+    }
+
+    /// Computes the results for arguments that are checked. Detached arguments record no graph.
+    fn compute(&self, arguments: Arguments) -> Result<TokenLogProbs> {
+        if !arguments.is_fused() {
+            return composed::linear_log_prob::unchecked(arguments);
+        }
+        let bias = arguments.wide_bias()?;
+        let Arguments {
+            hidden,
+            weight,
+            rows,
+            outer,
+            ..
+        } = arguments;
+        let op = Op {
+            rows,
+            wanted: self.wanted,
+            logits: self.logits.clone(),
+        };
+        let packed = match &bias {
+            Some(bias) => hidden.apply_op3(&weight, bias, op)?,
+            None => hidden.apply_op2(&weight, op)?,
+        };
+        TokenLogProbs::unpack(&spread(self.kept.as_ref(), packed, 1)?, &outer)
     }
 
     /// Returns the gradients of a scalar.
@@ -222,6 +231,7 @@ impl LinearLogProb {
             let op = Op {
                 rows: arguments.rows,
                 wanted: self.wanted,
+                logits: self.logits.clone(),
             };
             op.gradients(
                 &arguments.hidden,
@@ -283,6 +293,29 @@ fn composed_gradients(
     Ok([found(hidden)?, found(weight)?, found(bias)?])
 }
 
+/// The tiles of the logits of a forward pass on CUDA, for one backward pass.
+#[derive(Debug, Clone, Default)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct KeptLogits(Arc<Mutex<Vec<Tensor>>>);
+
+#[cfg(feature = "cuda")]
+impl KeptLogits {
+    pub(crate) fn set(&self, tiles: Vec<Tensor>) {
+        *self.lock() = tiles;
+    }
+
+    /// Returns the tiles, or none if there are none or a backward pass has taken them.
+    pub(crate) fn take(&self) -> Vec<Tensor> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Tensor>> {
+        self.0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
 /// The unmasked rows, in a separate tensor.
 struct KeptRows {
     /// u32 `[K]`
@@ -334,10 +367,12 @@ fn spread(kept: Option<&KeptRows>, x: Tensor, dim: usize) -> Result<Tensor> {
     let mut shape = vec![1; x.rank()];
     shape[dim] = kept.mask.elem_count();
     let mask = kept.mask.reshape(shape)?.broadcast_as(rows.shape())?;
-    mask.where_cond(&rows, &rows.zeros_like()?)
+    let zero = Tensor::zeros((), rows.dtype(), rows.device())?;
+    mask.where_cond(&rows, &zero.broadcast_as(rows.shape())?)
 }
 
 /// The checked arguments of [`linear_log_prob`].
+#[derive(Clone)]
 pub(crate) struct Arguments {
     /// `[.., H]`, contiguous; N rows.
     pub(crate) hidden: Tensor,
@@ -442,6 +477,8 @@ struct Op {
     rows: Rows,
     /// The arguments that need a gradient. The backward pass cannot ask its detached arguments.
     wanted: Wanted,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    logits: KeptLogits,
 }
 
 impl Op {
@@ -471,6 +508,7 @@ impl Op {
                 bias,
                 &pass,
                 self.wanted,
+                &self.logits,
             );
         }
         let kept = Kept::new(&self.rows)?;
@@ -511,6 +549,17 @@ impl Op {
                     .transpose()?,
             ])
         })
+    }
+
+    /// Returns the place for the logits, if there will be a backward pass.
+    #[cfg(feature = "cuda")]
+    fn kept_logits(&self) -> Option<&KeptLogits> {
+        let Wanted {
+            hidden,
+            weight,
+            bias,
+        } = self.wanted;
+        (hidden || weight || bias).then_some(&self.logits)
     }
 
     fn forward_on_cpu(
@@ -575,6 +624,7 @@ impl CustomOp2 for Op {
             (weight, weight_layout),
             None,
             &self.rows,
+            self.kept_logits(),
         )
     }
 
@@ -626,6 +676,7 @@ impl CustomOp3 for Op {
             (weight, weight_layout),
             Some((bias, bias_layout)),
             &self.rows,
+            self.kept_logits(),
         )
     }
 

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
 use candle_core::{Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::in_place::write;
-use super::{In, Out, alloc, grid, kernels, with_cuda_floats};
+use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::embedding::Embedding;
 
 /// Threads of a block, as in the kernels: 8 warps, with one row of the result each.
@@ -43,6 +43,43 @@ pub(crate) fn forward(
         CudaStorage::wrap_cuda_slice(rows, device.clone())
     });
     Ok((rows, Shape::from(op.shape.as_slice())))
+}
+
+/// Returns the sum of the rows of a contiguous `x` `[.., H]` at
+/// `positions[starts[row]..starts[row + 1]]`, for each of the N rows of the result. `starts` has
+/// N + 1 entries.
+pub(crate) fn sum(x: &Tensor, positions: &Tensor, starts: &Tensor) -> Result<Tensor> {
+    let device = x.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let (n, width) = (starts.elem_count() - 1, x.dim(1)?);
+    check(n, positions.elem_count(), width)?;
+    let (x, positions) = (x.storage_and_layout(), positions.storage_and_layout());
+    let starts = starts.storage_and_layout();
+    let Storage::Cuda(storage) = &*x.0 else {
+        bail!("gradient: on the CPU, must be on a GPU");
+    };
+    let mut by_rows = grid(n.div_ceil(ROWS), THREADS)?;
+    by_rows.block_dim = (32, ROWS as u32, 1);
+    let sums = with_cuda_floats!(storage, "gradient", T => {
+        // SAFETY: the kernel writes every element of the sums, n * width. All positions are rows of
+        // x.
+        #[allow(unsafe_code)]
+        let sums = unsafe {
+            let mut sums = alloc::<T>(device, n * width)?;
+            kernels::embedding_sum::<T> {
+                x: In::from_tensor(&x, &stream)?,
+                starts: In::from_tensor(&starts, &stream)?,
+                positions: In::from_tensor(&positions, &stream)?,
+                sums: Out::new(&mut sums, &stream),
+                n: n as u64,
+                width: width as i32,
+            }
+            .launch(device, by_rows)?;
+            sums
+        };
+        CudaStorage::wrap_cuda_slice(sums, device.clone())
+    });
+    Ok(as_tensor(sums, &Shape::from((n, width))))
 }
 
 /// Adds the rows of a contiguous `gradient` `[.., H]` to the rows of `sum`, f32 `[V, H]` and

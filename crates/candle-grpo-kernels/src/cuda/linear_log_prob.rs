@@ -1,46 +1,78 @@
 //! The CUDA path of [`linear_log_prob`](crate::linear_log_prob()).
 //!
-//! Computes the logits in tiles of the vocabulary. The forward pass reads a tile, and the backward
-//! pass replaces it by its gradient.
+//! Computes the logits in tiles of the vocabulary. The forward pass keeps the tiles for the
+//! backward pass if they fit. The backward pass computes the gradient of a tile in the dtype of the
+//! products.
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::CudaStorage;
+use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Layout, Result, Shape, Tensor, bail};
+use half::bf16;
 
 use super::in_place::write;
-use super::log_prob::{THREADS, launch_backward};
+use super::log_prob::THREADS;
 use super::matmul::{Matrix, matmul, product};
-use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
+use super::{CudaElement, In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::cpu::linear_log_prob::Wanted;
+use crate::cpu::with_element;
+use crate::linear_log_prob::KeptLogits;
 use crate::log_prob::{Backward, Rows, rows_and_width};
 
-/// Approximate logits of a tile, 256 MiB of f32, for efficient products.
-const TILE_LOGITS: usize = 1 << 26;
+/// Numbers of logits.
+#[derive(Debug, Clone, Copy)]
+struct Tiling {
+    /// Approximate logits of a tile.
+    tile: usize,
+    /// Minimum columns of a tile.
+    min_columns: usize,
+    /// Maximum logits that are kept for the backward pass.
+    kept: usize,
+}
 
-/// Minimum columns of a tile.
-const MIN_COLUMNS: usize = 1024;
+/// Tiles of 256 MiB of f32, for efficient products, and at most 2 GiB that are kept.
+const TILING: Tiling = Tiling {
+    tile: 1 << 26,
+    min_columns: 1024,
+    kept: 1 << 29,
+};
 
-/// Returns the first column and the number of columns of each tile.
-fn tiles(n: usize, vocab: usize) -> Result<impl Iterator<Item = (usize, usize)>> {
-    if vocab > i32::MAX as usize {
-        bail!("weight: a vocabulary of {vocab}, must be below 2^31 on CUDA");
+impl Tiling {
+    /// Returns the first column and the number of columns of each tile.
+    fn tiles(self, n: usize, vocab: usize) -> Result<impl Iterator<Item = (usize, usize)>> {
+        if vocab > i32::MAX as usize {
+            bail!("weight: a vocabulary of {vocab}, must be below 2^31 on CUDA");
+        }
+        // Rows of whole packs are aligned, for the kernels and for cuBLAS.
+        let columns = (self.tile / n.max(1)).max(self.min_columns) / 64 * 64;
+        let columns = columns.max(64);
+        Ok((0..vocab)
+            .step_by(columns)
+            .map(move |start| (start, columns.min(vocab - start))))
     }
-    let columns = (TILE_LOGITS / n.max(1)).max(MIN_COLUMNS);
-    Ok((0..vocab)
-        .step_by(columns)
-        .map(move |start| (start, columns.min(vocab - start))))
 }
 
 /// Maps contiguous hidden states `[.., H]`, the weight `[V, H]` and an f32 bias `[V]` to log-probs,
 /// entropy and log-sum-exp, `[3, N]`.
 ///
 /// Products are in the dtype of hidden states and weight, or in f32 if the dtypes differ. Sums are
-/// in f32.
+/// in f32. Adds the tiles of the logits to `kept` if they fit.
 pub(crate) fn forward(
+    hidden: (&CudaStorage, &Layout),
+    weight: (&CudaStorage, &Layout),
+    bias: Option<(&CudaStorage, &Layout)>,
+    rows: &Rows,
+    kept: Option<&KeptLogits>,
+) -> Result<(CudaStorage, Shape)> {
+    forward_in(TILING, hidden, weight, bias, rows, kept)
+}
+
+fn forward_in(
+    tiling: Tiling,
     (hidden, hidden_layout): (&CudaStorage, &Layout),
     (weight, weight_layout): (&CudaStorage, &Layout),
     bias: Option<(&CudaStorage, &Layout)>,
     rows: &Rows,
+    kept: Option<&KeptLogits>,
 ) -> Result<(CudaStorage, Shape)> {
     let device = hidden.device();
     let stream = device.cuda_stream();
@@ -61,7 +93,9 @@ pub(crate) fn forward(
     };
     let targets = rows.targets.storage_and_layout();
     let mask = rows.mask.as_ref().map(Tensor::storage_and_layout);
-    for (start, columns) in tiles(n, vocab)?.filter(|_| n > 0) {
+    let mut kept_tiles = Vec::new();
+    let keeps = kept.is_some() && n.saturating_mul(vocab) <= tiling.kept;
+    for (start, columns) in tiling.tiles(n, vocab)?.filter(|_| n > 0) {
         let first = weight_layout.start_offset() + start * width;
         let of_tile = Layout::contiguous_with_offset((columns, width), first);
         let converted;
@@ -118,6 +152,12 @@ pub(crate) fn forward(
             }
             .launch(device, grid(n, THREADS)?)?;
         }
+        if keeps {
+            kept_tiles.push(as_tensor(logits, &Shape::from((n, columns))));
+        }
+    }
+    if let Some(kept) = kept {
+        kept.set(kept_tiles);
     }
     let packed = CudaStorage::wrap_cuda_slice(packed, device.clone());
     Ok((packed, Shape::from((3, n))))
@@ -127,13 +167,26 @@ pub(crate) fn forward(
 /// and f32 `bias` `[V]`.
 ///
 /// Products are as in [`forward`], except that f16 uses f32: in f16 the gradients of logits would
-/// underflow.
+/// underflow. Takes the tiles of the logits from `kept`.
 pub(crate) fn backward(
     hidden: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     pass: &Backward,
     wanted: Wanted,
+    kept: &KeptLogits,
+) -> Result<[Option<Tensor>; 3]> {
+    backward_in(TILING, hidden, weight, bias, pass, wanted, kept.take())
+}
+
+fn backward_in(
+    tiling: Tiling,
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    pass: &Backward,
+    wanted: Wanted,
+    kept: Vec<Tensor>,
 ) -> Result<[Option<Tensor>; 3]> {
     let shape = hidden.shape();
     let (n, width) = rows_and_width(hidden.layout());
@@ -158,67 +211,79 @@ pub(crate) fn backward(
         ]);
     }
     let gpu = device.as_cuda_device()?;
+    let stream = gpu.cuda_stream();
     let mut states = hidden.clone();
     if let Some(mask) = &pass.rows.mask {
         // The gradient of the weight is a product with all rows, and 0 times NaN is NaN.
         let mask = mask.unsqueeze(1)?.broadcast_as(states.shape())?;
-        states = mask.where_cond(&states, &states.zeros_like()?)?;
+        let zero = Tensor::zeros((), states.dtype(), device)?;
+        states = mask.where_cond(&states, &zero.broadcast_as(states.shape())?)?;
     }
     let states = states.to_dtype(dtype)?;
-    // A matrix that a product writes completely.
-    let unwritten = |rows: usize, columns: usize| {
-        // SAFETY: see above.
-        #[allow(unsafe_code)]
-        let elements = unsafe { alloc::<f32>(gpu, rows * columns)? };
-        let storage = CudaStorage::wrap_cuda_slice(elements, gpu.clone());
-        Result::Ok(as_tensor(storage, &Shape::from((rows, columns))))
+    // A tensor that is written completely.
+    let unwritten = |shape: &[usize], dtype| {
+        let n = shape.iter().product();
+        let storage = with_element!(dtype, "weight", T => {
+            // SAFETY: see above.
+            #[allow(unsafe_code)]
+            let elements = unsafe { alloc::<T>(gpu, n)? };
+            CudaStorage::wrap_cuda_slice(elements, gpu.clone())
+        });
+        Result::Ok(as_tensor(storage, &Shape::from(shape)))
     };
-    let zeros = |wanted: bool, shape: &Shape, dtype| {
-        wanted
-            .then(|| Tensor::zeros(shape, dtype, device))
-            .transpose()
-    };
-    let hidden_gradient = zeros(wanted.hidden, hidden.shape(), DType::F32)?;
-    let weight_gradient = match weight.dtype() {
-        DType::F32 if wanted.weight => Some(unwritten(vocab, width)?),
-        dtype => zeros(wanted.weight, weight.shape(), dtype)?,
-    };
-    let bias_gradient = zeros(wanted.bias, &Shape::from(vocab), DType::F32)?;
-    for (start, columns) in tiles(n, vocab)? {
+    let wanted_result =
+        |wanted: bool, shape: &[usize], dtype| wanted.then(|| unwritten(shape, dtype)).transpose();
+    let hidden_gradient = wanted_result(wanted.hidden, &[n, width], DType::F32)?;
+    let weight_gradient = wanted_result(wanted.weight, &[vocab, width], weight.dtype())?;
+    let bias_gradient = wanted_result(wanted.bias, &[vocab], DType::F32)?;
+    let mut kept = kept.into_iter();
+    for (start, columns) in tiling.tiles(n, vocab)? {
         let weight = weight.narrow(0, start, columns)?.to_dtype(dtype)?;
-        let logits = if let Some(bias) = bias {
-            let rows = bias.narrow(0, start, columns)?.broadcast_as((n, columns))?;
-            // Candle treats a single broadcast row as contiguous, but this tensor is written.
-            rows.force_contiguous()?
-        } else {
-            unwritten(n, columns)?
+        let logits = match (kept.next(), bias) {
+            (Some(logits), _) => logits,
+            (None, bias) => {
+                let logits = match bias {
+                    // Candle treats a single broadcast row as contiguous, but this tensor is
+                    // written.
+                    Some(bias) => bias
+                        .narrow(0, start, columns)?
+                        .broadcast_as((n, columns))?
+                        .force_contiguous()?,
+                    None => unwritten(&[n, columns], DType::F32)?,
+                };
+                product(&states, &weight.t()?, &logits, bias.is_some())?;
+                logits
+            }
         };
-        product(&states, &weight.t()?, &logits, bias.is_some())?;
-        write(&logits, |storage, layout| {
-            let device = storage.device().clone();
-            let stream = device.cuda_stream();
-            let gradient = Out::<f32>::in_place(storage, layout, &stream)?;
-            launch_backward(
-                &device,
-                (n, columns),
-                start as u32,
-                pass,
-                gradient.read(),
-                gradient,
-            )
-        })?;
-        if let Some(bias_gradient) = &bias_gradient {
-            bias_gradient.slice_set(&logits.sum(0)?, 0, start)?;
-        }
-        let gradient = logits.to_dtype(dtype)?;
+        // The gradient of the bias is a sum of f32.
+        let gradient = if dtype == DType::F32 || wanted.bias {
+            write(&logits, |storage, layout| {
+                let gradient = Out::<f32>::in_place(storage, layout, &stream)?;
+                launch_gradient(gpu, (n, columns), start, pass, gradient.read(), gradient)
+            })?;
+            if let Some(bias_gradient) = &bias_gradient {
+                bias_gradient.slice_set(&logits.sum(0)?, 0, start)?;
+            }
+            logits.to_dtype(dtype)?
+        } else {
+            let gradient = unwritten(&[n, columns], dtype)?;
+            write(&gradient, |storage, layout| {
+                let logits = logits.storage_and_layout();
+                let logits = In::from_tensor(&logits, &stream)?;
+                let gradient = Out::<bf16>::in_place(storage, layout, &stream)?;
+                launch_gradient(gpu, (n, columns), start, pass, logits, gradient)
+            })?;
+            gradient
+        };
+        drop(logits);
         if let Some(hidden_gradient) = &hidden_gradient {
-            product(&gradient, &weight, hidden_gradient, true)?;
+            product(&gradient, &weight, hidden_gradient, start > 0)?;
         }
         if let Some(weight_gradient) = &weight_gradient {
             // In f32, because cuBLAS may add partial sums in the dtype of the result.
             let of_tile = match weight_gradient.dtype() {
                 DType::F32 => weight_gradient.narrow(0, start, columns)?,
-                _ => unwritten(columns, width)?,
+                _ => unwritten(&[columns, width], DType::F32)?,
             };
             product(&gradient.t()?, &states, &of_tile, false)?;
             if weight_gradient.dtype() != DType::F32 {
@@ -230,4 +295,147 @@ pub(crate) fn backward(
         .map(|gradient| gradient.to_dtype(hidden.dtype())?.reshape(shape))
         .transpose()?;
     Ok([hidden_gradient, weight_gradient, bias_gradient])
+}
+
+/// Maps f32 logits `[N, columns]`, which start at `first_column` of the vocabulary, to their
+/// gradient, which may share their memory.
+fn launch_gradient<T: CudaElement>(
+    device: &CudaDevice,
+    (n, columns): (usize, usize),
+    first_column: usize,
+    pass: &Backward,
+    logits: In<f32>,
+    gradient: Out<T>,
+) -> Result<()> {
+    let stream = device.cuda_stream();
+    let targets = pass.rows.targets.storage_and_layout();
+    let mask = pass.rows.mask.as_ref().map(Tensor::storage_and_layout);
+    let packed = pass.packed.storage_and_layout();
+    let packed_gradient = pass.gradient.storage_and_layout();
+    // SAFETY: targets and mask have n elements, logits and gradient n * columns, packed and its
+    // gradient 3 * n. There is a block for each row, and a thread reads elements before it writes
+    // them.
+    #[allow(unsafe_code)]
+    unsafe {
+        kernels::linear_log_prob_gradient::<T> {
+            logits,
+            targets: In::from_tensor(&targets, &stream)?,
+            mask: In::optional(mask.as_ref(), &stream)?,
+            packed: In::from_tensor(&packed, &stream)?,
+            packed_gradient: In::from_tensor(&packed_gradient, &stream)?,
+            gradient,
+            n: n as u64,
+            columns: columns as u64,
+            first_column: first_column as u32,
+            inverse_temperature: pass.rows.inverse_temperature,
+        }
+        .launch(device, grid(n, THREADS)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use candle_grpo_test_support::{assert_close, cuda, noise_tensor, numbers};
+
+    use crate::LogProbOptions;
+
+    /// Returns the results and the gradients of hidden states, weight and bias.
+    fn run(
+        tiling: Tiling,
+        [hidden, weight, bias]: [&Tensor; 3],
+        has_bias: bool,
+        keeps: bool,
+        device: &Device,
+    ) -> Result<Vec<Tensor>> {
+        let (n, vocab) = (hidden.dim(0)?, weight.dim(0)?);
+        let targets = Tensor::arange(0, n as u32, device)?.affine(50.0, 3.0)?;
+        let mask = Tensor::from_iter((0..n).map(|row| u8::from(row != 2)), device)?;
+        let options = LogProbOptions {
+            mask: Some(&mask),
+            ..Default::default()
+        };
+        let rows = Rows::new(("hidden", hidden), &[n], vocab, &targets, 0.8, options)?;
+        let bias = has_bias.then_some(bias);
+        let kept = KeptLogits::default();
+        let (packed, shape) = {
+            let tensors =
+                [Some(hidden), Some(weight), bias].map(|x| x.map(Tensor::storage_and_layout));
+            let gpu = tensors.each_ref().map(|x| match x {
+                Some((storage, layout)) => match &**storage {
+                    candle_core::Storage::Cuda(storage) => Some((storage, *layout)),
+                    _ => None,
+                },
+                None => None,
+            });
+            let [Some(hidden), Some(weight), bias] = gpu else {
+                bail!("a tensor is on the CPU");
+            };
+            forward_in(tiling, hidden, weight, bias, &rows, keeps.then_some(&kept))?
+        };
+        let packed = as_tensor(packed, &shape);
+        let gradient = noise_tensor((3, n), 4, DType::F32, &Device::Cpu)?.to_device(device)?;
+        let pass = Backward {
+            rows: &rows,
+            packed: packed.clone(),
+            gradient,
+        };
+        let wanted = Wanted {
+            hidden: true,
+            weight: true,
+            bias: has_bias,
+        };
+        let gradients = backward_in(tiling, hidden, weight, bias, &pass, wanted, kept.take())?;
+        Ok([Some(packed)]
+            .into_iter()
+            .chain(gradients)
+            .flatten()
+            .collect())
+    }
+
+    #[test]
+    fn several_tiles_equal_one_tile_and_kept_logits_are_bit_identical() -> Result<()> {
+        let Ok(device) = cuda() else {
+            println!("skipped: no GPU");
+            return Ok(());
+        };
+        let (n, vocab, width) = (9, 600, 24);
+        let one = Tiling {
+            tile: usize::MAX,
+            ..TILING
+        };
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let noise = |shape: &[usize], seed, dtype| {
+                noise_tensor(shape, seed, dtype, &Device::Cpu)?.to_device(device)
+            };
+            let hidden = noise(&[n, width], 1, dtype)?;
+            let weight = noise(&[vocab, width], 2, dtype)?;
+            let bias = noise(&[vocab], 3, DType::F32)?;
+            let inputs = [&hidden, &weight, &bias];
+            for has_bias in [false, true] {
+                let expected = run(one, inputs, has_bias, false, device)?;
+                // Nine tiles of 64 columns, and one of 24.
+                let many = Tiling {
+                    tile: 64 * n,
+                    min_columns: 1,
+                    ..TILING
+                };
+                let found = run(many, inputs, has_bias, false, device)?;
+                let kept = run(many, inputs, has_bias, true, device)?;
+                assert_eq!(found.len(), expected.len());
+                let rounding = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
+                for ((found, kept), expected) in found.iter().zip(&kept).zip(&expected) {
+                    assert_close(&numbers(found)?, &numbers(expected)?, rounding);
+                    if dtype == DType::F16 {
+                        // Without kept logits the backward pass computes them in f32.
+                        assert_close(&numbers(kept)?, &numbers(expected)?, rounding);
+                    } else {
+                        assert_eq!(numbers(kept)?, numbers(found)?);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
 }

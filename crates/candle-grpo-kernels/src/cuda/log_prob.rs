@@ -75,7 +75,7 @@ pub(crate) fn backward(
         #[allow(unsafe_code)]
         let mut gradient = unsafe { alloc::<T>(device, layout.shape().elem_count())? };
         let logits = In::<T>::new(storage, layout, &stream)?;
-        launch_backward(device, dims(layout)?, 0, pass, logits, Out::new(&mut gradient, &stream))?;
+        launch_backward(device, dims(layout)?, pass, logits, Out::new(&mut gradient, &stream))?;
         CudaStorage::wrap_cuda_slice(gradient, device.clone())
     });
     Ok((gradient, layout.shape().clone()))
@@ -91,16 +91,14 @@ pub(crate) fn backward_in_place(
     let stream = device.cuda_stream();
     with_cuda_floats!(&*storage, "logits", T => {
         let gradient = Out::<T>::in_place(storage, layout, &stream)?;
-        launch_backward(&device, dims(layout)?, 0, pass, gradient.read(), gradient)
+        launch_backward(&device, dims(layout)?, pass, gradient.read(), gradient)
     })
 }
 
-/// Maps logits `[N, columns]`, which start at `first_column` of the vocabulary, to their gradient,
-/// which may share their memory.
-pub(super) fn launch_backward<T: CudaElement>(
+/// Maps logits to their gradient, which may share their memory.
+fn launch_backward<T: CudaElement>(
     device: &CudaDevice,
-    (n, columns): (usize, usize),
-    first_column: u32,
+    (n, vocab): (usize, usize),
     pass: &Backward,
     logits: In<T>,
     gradient: Out<T>,
@@ -113,7 +111,7 @@ pub(super) fn launch_backward<T: CudaElement>(
     let mask = pass.rows.mask.as_ref().map(Tensor::storage_and_layout);
     let packed = pass.packed.storage_and_layout();
     let packed_gradient = pass.gradient.storage_and_layout();
-    // SAFETY: targets and mask have n elements, logits and gradient n * columns, packed and its
+    // SAFETY: targets and mask have n elements, logits and gradient n * vocab, packed and its
     // gradient 3 * n. There is a block for each row, and a thread reads an element before it writes
     // it.
     #[allow(unsafe_code)]
@@ -126,8 +124,7 @@ pub(super) fn launch_backward<T: CudaElement>(
             packed_gradient: In::from_tensor(&packed_gradient, &stream)?,
             gradient,
             n: n as u64,
-            columns: columns as u64,
-            first_column,
+            vocab: vocab as u64,
             inverse_temperature: pass.rows.inverse_temperature,
         }
         .launch(device, grid(n, THREADS)?)

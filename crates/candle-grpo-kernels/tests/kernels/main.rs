@@ -12,6 +12,7 @@ mod log_prob;
 mod paged_attention;
 mod rms_norm;
 mod rope;
+mod row_map;
 mod strategies;
 mod swiglu;
 mod token_results;

@@ -1,7 +1,7 @@
 //! Rows that several sequences share.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{add_embedding_gradient, arithmetic_dtype, embedding};
+use candle_grpo_kernels::RowMap;
 
 use crate::PackedTokens;
 
@@ -9,10 +9,8 @@ use crate::PackedTokens;
 /// after another. Only attention needs the latter.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedRows {
-    /// The row of each token, u32 `[T]`.
-    row_of_token: Tensor,
-    /// The first token of each row, u32 `[N]`.
-    first_token: Tensor,
+    row_of_token: RowMap,
+    first_token_of_row: RowMap,
 }
 
 impl SharedRows {
@@ -22,15 +20,16 @@ impl SharedRows {
         let Some(rows) = tokens.shared_rows() else {
             return Ok(None);
         };
+        let first_tokens = tokens.first_tokens();
         Ok(Some(Self {
-            row_of_token: Tensor::new(rows, device)?,
-            first_token: Tensor::new(tokens.first_tokens(), device)?,
+            row_of_token: RowMap::new(rows.to_vec(), first_tokens.len(), device)?,
+            first_token_of_row: RowMap::new(first_tokens, rows.len(), device)?,
         }))
     }
 
     /// Expands `[N, ..]` to `[T, ..]`.
     pub(crate) fn to_tokens(&self, x: &Tensor) -> Result<Tensor> {
-        embedding(&self.row_of_token, x)
+        self.row_of_token.select(x)
     }
 
     /// [`Self::to_tokens`] of query, key and value.
@@ -41,26 +40,17 @@ impl SharedRows {
 
     /// Returns the gradients of the arguments of [`Self::all_to_tokens`] from those of its results.
     pub(crate) fn to_tokens_gradient(&self, gradients: [Tensor; 3]) -> Result<[Tensor; 3]> {
-        let rows = self.first_token.dim(0)?;
-        let [query, key, value] = gradients.map(|x| summed(&self.row_of_token, rows, &x));
+        let [query, key, value] = gradients.map(|x| self.row_of_token.sum(&x));
         Ok([query?, key?, value?])
     }
 
     /// Selects `[N, ..]` from `[T, ..]`, in which all tokens of a row are equal.
     pub(crate) fn to_rows(&self, x: &Tensor) -> Result<Tensor> {
-        embedding(&self.first_token, x)
+        self.first_token_of_row.select(x)
     }
 
     /// Returns the gradient of the argument of [`Self::to_rows`] from that of its result.
     pub(crate) fn to_rows_gradient(&self, gradient: &Tensor) -> Result<Tensor> {
-        summed(&self.first_token, self.row_of_token.dim(0)?, gradient)
+        self.first_token_of_row.sum(gradient)
     }
-}
-
-/// Adds each row of `gradient` at its place in zeros `[count, ..]` of the same dtype.
-fn summed(places: &Tensor, count: usize, gradient: &Tensor) -> Result<Tensor> {
-    let dtype = arithmetic_dtype(gradient.dtype());
-    let sum = Tensor::zeros((count, gradient.dim(1)?), dtype, gradient.device())?;
-    add_embedding_gradient(&sum, places, gradient)?;
-    sum.to_dtype(gradient.dtype())
 }

@@ -62,10 +62,15 @@ fn check<T: Kernels>(
         let mut ranks = Buffer::filled(u32::MAX, n);
         let mut positions = Buffer::filled(u32::MAX, n);
         let mut sum = Buffer::filled(0f32, vocab * width);
+        let mut rounded = Buffer::filled(T::from_f64(f64::NAN), vocab * width);
         let by_rows = Grid {
             grid: [n.div_ceil(8) as u32, 1, 1],
             block: [32, 8, 1],
             shared_bytes: 0,
+        };
+        let by_vocab = Grid {
+            grid: [vocab.div_ceil(8) as u32, 1, 1],
+            ..by_rows
         };
         let by_places = Grid {
             grid: [n as u32, slices as u32, 1],
@@ -110,6 +115,17 @@ fn check<T: Kernels>(
                 width32,
             )
             .unwrap();
+            T::embedding_sum(
+                by_vocab,
+                order,
+                gradient.as_ptr(),
+                starts.as_ptr(),
+                positions.as_ptr(),
+                rounded.as_mut_ptr(),
+                vocab as u64,
+                width32,
+            )
+            .unwrap();
         }
         for (place, &id) in ids.iter().enumerate() {
             let row = &rows[place * width..][..width];
@@ -128,6 +144,8 @@ fn check<T: Kernels>(
         assert_eq!(positions[..sorted.len()], sorted);
         assert_eq!(starts[vocab] as usize, sorted.len());
         let found: Vec<f64> = sum.iter().map(|x| f64::from(*x)).collect();
+        dweight_expected.assert_close(&found, tolerance);
+        let found: Vec<f64> = rounded.iter().map(|x| x.to_f64()).collect();
         dweight_expected.assert_close(&found, tolerance);
     }
     Ok(())

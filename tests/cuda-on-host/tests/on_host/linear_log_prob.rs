@@ -1,6 +1,5 @@
-//! Tests of `linear_log_prob.cu`, with the backward pass in `log_prob.cu`, against the composed
-//! twin in f64 and the CPU path. Candle computes the matrix products, which are cuBLAS products on
-//! a GPU.
+//! Tests of `linear_log_prob.cu` against the composed twin in f64 and the CPU path. Candle computes
+//! the matrix products, which are cuBLAS products on a GPU.
 
 use std::ops::Range;
 
@@ -67,7 +66,7 @@ fn run(logits: &[f32], packed_gradient: &[f32], bounds: &[usize], order: u32) ->
         let memory = logits.as_mut_ptr();
         // SAFETY: as above. The gradient replaces the logits.
         unsafe {
-            f32::log_prob_backward(
+            f32::linear_log_prob_gradient(
                 grid,
                 order,
                 memory,

@@ -117,7 +117,6 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 to,
                 n64,
                 vocab64,
-                0,
                 inverse,
             )
         }
