@@ -33,15 +33,54 @@ template <typename T, int D> struct Tiles {
     static constexpr int OTHERS = WIDE ? (D == 64 ? 32 : 16) : (D == 256 ? 16 : 32);
     // Rows have 16 bytes of padding, to start in different banks.
     static constexpr int STRIDE = D + PACK<T>;
+    // Loads of a thread at once, and unrolled products. With more the compiler would spill
+    // registers of f32.
+    static constexpr int IN_FLIGHT = WIDE ? 4 : 8;
+    static constexpr int UNROLLED = WIDE ? 1 : D / DEPTH<T>;
     // Columns of the gradients of keys and values that fit in the registers of one block.
     static constexpr int COLUMNS = D < 128 ? D : 128;
 };
+
+// Loads ROWS rows of `of` into a tile. Row r is at `place(r)`, which is a row of `of` for every r:
+// the loads depend on no other load, so that several are in flight. Rows that are not
+// `is_real(r)`, and columns beyond the head, become 0.
+template <typename T, int D, int ROWS, int THREADS, typename Place, typename Real>
+__device__ __forceinline__ void load_tile(T *tile, const T *of, int head_dim, bool aligned, Place place, Real is_real) {
+    constexpr int STRIDE = Tiles<T, D>::STRIDE, PACKS = D / PACK<T>, COUNT = ROWS * PACKS / THREADS;
+    constexpr int IN_FLIGHT = COUNT < Tiles<T, D>::IN_FLIGHT ? COUNT : Tiles<T, D>::IN_FLIGHT;
+    static_assert(ROWS * PACKS % THREADS == 0 && COUNT % IN_FLIGHT == 0, "whole packs for each thread");
+#pragma unroll 1
+    for (int first = (int)threadIdx.x; first < ROWS * PACKS; first += IN_FLIGHT * THREADS) {
+        uint4 packs[IN_FLIGHT];
+        bool real[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int row = (first + i * THREADS) / PACKS, column = (first + i * THREADS) % PACKS * PACK<T>;
+            const T *from = of + place(row) * (uint64_t)head_dim;
+            real[i] = is_real(row);
+            if (aligned) {
+                packs[i] = *reinterpret_cast<const uint4 *>(from + (column < head_dim ? column : 0));
+                real[i] = real[i] && column < head_dim;
+            } else {
+                T values[PACK<T>];
+                for (int k = 0; k < PACK<T>; k++) values[k] = column + k < head_dim ? from[column + k] : from_float<T>(0.0f);
+                memcpy(&packs[i], values, 16);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int row = (first + i * THREADS) / PACKS, column = (first + i * THREADS) % PACKS * PACK<T>;
+            *reinterpret_cast<uint4 *>(tile + row * STRIDE + column) = real[i] ? packs[i] : make_uint4(0, 0, 0, 0);
+        }
+    }
+}
 
 // One key head of one sequence. `sequences` has the first query, new positions, first key and all
 // positions of each sequence.
 struct Head {
     uint32_t first_query, first_key, kv_heads, kv_head, group;
     int total, past, rows, head_dim;
+    // Null if every key is real.
     const uint8_t *mask;
 
     __device__ __forceinline__ Head(const uint8_t *mask, const uint32_t *sequences, uint32_t index, uint32_t kv_heads,
@@ -53,8 +92,12 @@ struct Head {
         total = (int)sequence[3];
         past = total - (int)sequence[1];
         rows = (int)(sequence[1] * group);
-        this->mask = mask + first_key;
+        this->mask = mask == nullptr ? nullptr : mask + first_key;
     }
+
+    __device__ __forceinline__ bool is_real(int position) const { return mask == nullptr || mask[position] != 0; }
+    __device__ __forceinline__ bool is_real_row(int row) const { return row < rows && is_real(past + row / (int)group); }
+    __device__ __forceinline__ bool is_real_key(int key) const { return key < total && is_real(key); }
 
     // Returns the index of a row among the heads of all queries.
     __device__ __forceinline__ uint64_t row_place(int row) const {
@@ -69,34 +112,22 @@ struct Head {
     // A key is visible to a row if its mark is not above the mark of the row. The mark is the
     // position, except at padding.
     __device__ __forceinline__ int row_mark(int row) const {
-        if (row >= rows) return -1;
-        const int position = past + row / (int)group;
-        return mask[position] != 0 ? position : -1;
+        return is_real_row(row) ? past + row / (int)group : -1;
     }
-    __device__ __forceinline__ int key_mark(int key) const { return key < total && mask[key] != 0 ? key : INT_MAX; }
+    __device__ __forceinline__ int key_mark(int key) const { return is_real_key(key) ? key : INT_MAX; }
+
+    // Loads rows from `first`, of an operand with the rows of the queries, or of the keys.
+    template <int ROWS, typename T, int D> __device__ __forceinline__ void load_rows(T *tile, const T *of, int first, bool aligned) const {
+        load_tile<T, D, ROWS, Tiles<T, D>::THREADS>(
+            tile, of, head_dim, aligned, [&](int row) { return row_place(min(first + row, rows - 1)); },
+            [&](int row) { return is_real_row(first + row); });
+    }
+    template <int ROWS, typename T, int D> __device__ __forceinline__ void load_keys(T *tile, const T *of, int first, bool aligned) const {
+        load_tile<T, D, ROWS, Tiles<T, D>::THREADS>(
+            tile, of, head_dim, aligned, [&](int row) { return key_place(min(first + row, total - 1)); },
+            [&](int row) { return is_real_key(first + row); });
+    }
 };
-
-// Products cover whole fragments of the head dimension.
-__device__ __forceinline__ int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
-
-// Loads `rows` rows of a tile from `source(row)`. Rows with a null source, and columns beyond the
-// head, are 0.
-template <typename T, int STRIDE, int THREADS, typename Source>
-__device__ __forceinline__ void load_tile(T *tile, int rows, int head_dim, bool aligned, Source source) {
-    const int packs = padded(head_dim) / PACK<T>;
-    for (int i = (int)threadIdx.x; i < rows * packs; i += THREADS) {
-        const int row = i / packs, column = i % packs * PACK<T>;
-        const T *from = source(row);
-        T *to = tile + row * STRIDE + column;
-        if (from == nullptr || (aligned && column >= head_dim)) {
-            *reinterpret_cast<uint4 *>(to) = make_uint4(0, 0, 0, 0);
-        } else if (aligned) {
-            *reinterpret_cast<uint4 *>(to) = *reinterpret_cast<const uint4 *>(from + column);
-        } else {
-            for (int k = 0; k < PACK<T>; k++) to[k] = column + k < head_dim ? from[column + k] : from_float<T>(0.0f);
-        }
-    }
-}
 
 // Writes 16 rows by `columns` of c to `target(row)`, through the rows of this warp in a tile.
 // `factors` scale the rows of this lane. A factor of 0 gives 0, also for NaN.
@@ -140,7 +171,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[pieces][4], const T *a,
     }
 }
 
-// c += weights b, at the columns of the tile from `first` to the end of the head.
+// c += weights b, at the columns of the tile from `first`.
 template <typename T, int STRIDE, int pieces, int others>
 __device__ __forceinline__ void multiply_columns(float (&c)[pieces][4], const float (&weights)[others][4], const T *b, int first,
                                                  int head_dim) {
@@ -149,13 +180,13 @@ __device__ __forceinline__ void multiply_columns(float (&c)[pieces][4], const fl
         const FragmentA a = as_a<T>(weights, k);
 #pragma unroll
         for (int n = 0; n < pieces / 2; n++) {
-            // Not `break`: the fragments would leave the registers.
-            if (first + n * 16 < head_dim) {
-                FragmentB of_b[2];
-                load_b_of_columns(b, STRIDE, k * DEPTH<T>, first + n * 16, of_b);
-                multiply<T>(c[2 * n], a, of_b[0]);
-                multiply<T>(c[2 * n + 1], a, of_b[1]);
-            }
+            // Columns beyond the head are 0. The branch orders the products of f32, whose operands
+            // would not fit in the registers all at once.
+            if (sizeof(T) == 4 && first + n * 16 >= head_dim) continue;
+            FragmentB of_b[2];
+            load_b_of_columns(b, STRIDE, k * DEPTH<T>, first + n * 16, of_b);
+            multiply<T>(c[2 * n], a, of_b[0]);
+            multiply<T>(c[2 * n + 1], a, of_b[1]);
         }
     }
 }
@@ -199,9 +230,7 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
     // The two rows of this lane.
     const int own_row = first_row + thread / 32 * 16 + lane / 4;
     const int own_marks[2] = {head.row_mark(own_row), head.row_mark(own_row + 8)};
-    load_tile<T, STRIDE, Size::THREADS>(queries, Size::ROWS, head_dim, aligned, [&](int row) {
-        return head.row_mark(first_row + row) < 0 ? nullptr : query + head.elements(head.row_place(first_row + row));
-    });
+    head.load_rows<Size::ROWS, T, D>(queries, query, first_row, aligned);
 
     const float to_log2 = scale * LOG2_E;
     float mixed[D / 8][4], largest[2] = {-INFINITY, -INFINITY}, sums[2] = {0.0f, 0.0f};
@@ -211,19 +240,14 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
     for (int first_key = 0; first_key <= last_key; first_key += KEYS) {
         __syncthreads();
         for (int i = thread; i < KEYS; i += Size::THREADS) marks[i] = head.key_mark(first_key + i);
-        auto source = [&](const T *of) {
-            return [&, of](int row) {
-                const int key_of_row = first_key + row;
-                return head.key_mark(key_of_row) == INT_MAX ? nullptr : of + head.elements(head.key_place(key_of_row));
-            };
-        };
-        load_tile<T, STRIDE, Size::THREADS>(keys, KEYS, head_dim, aligned, source(key));
-        load_tile<T, STRIDE, Size::THREADS>(values, KEYS, head_dim, aligned, source(value));
+        head.load_keys<KEYS, T, D>(keys, key, first_key, aligned);
+        head.load_keys<KEYS, T, D>(values, value, first_key, aligned);
         __syncthreads();
 
         float scores[KEYS / 8][4];
         clear(scores);
-        for (int k = 0; k < padded(head_dim) / DEPTH<T>; k++) multiply_rows<T, STRIDE, false>(scores, queries, keys, k);
+#pragma unroll Size::UNROLLED
+        for (int k = 0; k < D / DEPTH<T>; k++) multiply_rows<T, STRIDE, false>(scores, queries, keys, k);
         float peaks[2] = {-INFINITY, -INFINITY};
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++) {
@@ -301,27 +325,17 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
                          is_aligned(gradient) && is_aligned(first) && is_aligned(second);
     const int thread = (int)threadIdx.x, lane = thread % 32;
 
-    auto rows_of = [&](const T *of, int from) {
-        return [&head, of, from](int row) {
-            return head.row_mark(from + row) < 0 ? nullptr : of + head.elements(head.row_place(from + row));
-        };
-    };
-    auto keys_of = [&](const T *of, int from) {
-        return [&head, of, from](int row) {
-            return head.key_mark(from + row) == INT_MAX ? nullptr : of + head.elements(head.key_place(from + row));
-        };
-    };
     const int own = thread / 32 * 16 + lane / 4;
     int own_marks[2];
     float own_sums[2] = {0.0f, 0.0f}, own_dots[2] = {0.0f, 0.0f};
     if constexpr (OF_KEYS) {
-        load_tile<T, STRIDE, Size::THREADS>(kept, Size::ROWS, head_dim, aligned, keys_of(key, first_own));
-        load_tile<T, STRIDE, Size::THREADS>(kept_with, Size::ROWS, head_dim, aligned, keys_of(value, first_own));
+        head.load_keys<Size::ROWS, T, D>(kept, key, first_own, aligned);
+        head.load_keys<Size::ROWS, T, D>(kept_with, value, first_own, aligned);
 #pragma unroll
         for (int r = 0; r < 2; r++) own_marks[r] = head.key_mark(first_own + own + 8 * r);
     } else {
-        load_tile<T, STRIDE, Size::THREADS>(kept, Size::ROWS, head_dim, aligned, rows_of(query, first_own));
-        load_tile<T, STRIDE, Size::THREADS>(kept_with, Size::ROWS, head_dim, aligned, rows_of(gradient, first_own));
+        head.load_rows<Size::ROWS, T, D>(kept, query, first_own, aligned);
+        head.load_rows<Size::ROWS, T, D>(kept_with, gradient, first_own, aligned);
         __syncthreads();
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -360,11 +374,11 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
             }
         }
         if constexpr (OF_KEYS) {
-            load_tile<T, STRIDE, Size::THREADS>(others, OTHERS, head_dim, aligned, rows_of(query, from));
-            load_tile<T, STRIDE, Size::THREADS>(others_with, OTHERS, head_dim, aligned, rows_of(gradient, from));
+            head.load_rows<OTHERS, T, D>(others, query, from, aligned);
+            head.load_rows<OTHERS, T, D>(others_with, gradient, from, aligned);
         } else {
-            load_tile<T, STRIDE, Size::THREADS>(others, OTHERS, head_dim, aligned, keys_of(key, from));
-            load_tile<T, STRIDE, Size::THREADS>(others_with, OTHERS, head_dim, aligned, keys_of(value, from));
+            head.load_keys<OTHERS, T, D>(others, key, from, aligned);
+            head.load_keys<OTHERS, T, D>(others_with, value, from, aligned);
         }
         __syncthreads();
 
@@ -373,7 +387,8 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         float weights[OTHERS / 8][4], of_scores[OTHERS / 8][4];
         clear(weights);
         clear(of_scores);
-        for (int k = 0; k < padded(head_dim) / DEPTH<T>; k++) {
+#pragma unroll Size::UNROLLED
+        for (int k = 0; k < D / DEPTH<T>; k++) {
             multiply_rows<T, STRIDE, OF_KEYS>(weights, kept, others, k);
             multiply_rows<T, STRIDE, OF_KEYS>(of_scores, kept_with, others_with, k);
         }

@@ -406,6 +406,9 @@ pub(crate) struct Table {
     /// The same numbers in the memory of the GPU, u32 `[B * 4]`.
     #[cfg(feature = "cuda")]
     pub(crate) on_gpu: Option<Tensor>,
+    /// Sequences are packed, so the mask has no 0.
+    #[cfg(feature = "cuda")]
+    pub(crate) is_packed: bool,
     /// New positions of each sequence.
     new: usize,
 }
@@ -428,6 +431,8 @@ impl Sequence {
 
 impl Table {
     fn new(sequences: Sequences, sizes: &Sizes, device: &Device) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        let is_packed = matches!(sequences, Sequences::Packed(_));
         let (mask, sequences): (_, Arc<[_]>) = match sequences {
             Sequences::Padded(mask) => {
                 let sequence = |index| Sequence {
@@ -462,6 +467,8 @@ impl Table {
             on_gpu: (device.is_cuda() && !sequences.is_empty())
                 .then(|| crate::cuda::attention::table(&sequences, device))
                 .transpose()?,
+            #[cfg(feature = "cuda")]
+            is_packed,
             mask,
             sequences,
             new: sizes.new,

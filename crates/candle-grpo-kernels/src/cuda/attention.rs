@@ -38,19 +38,19 @@ pub(crate) fn forward(
             let (query_tiles, _) = counts(&tiles, &op.table.sequences, sizes)?;
             let blocks = blocks(&tiles, query_tiles, sizes, 1, tiles.forward_bytes)?;
             let sequences = sequences(op)?.storage_and_layout();
-            let mask = op.table.mask.storage_and_layout();
+            let mask = mask(op).map(Tensor::storage_and_layout);
             macro_rules! launch {
                 ($kernel:ident) => {{
                     // SAFETY: the inputs have the rows of all sequences and the heads, and mask
-                    // has an entry for each key. The blocks cover the rows of the longest
-                    // sequence and have the shared memory of their tiles.
+                    // has an entry for each key or is null. The blocks cover the rows of the
+                    // longest sequence and have the shared memory of their tiles.
                     #[allow(unsafe_code)]
                     unsafe {
                         kernels::$kernel::<T> {
                             query: In::new(query, query_layout, &stream)?,
                             key: In::new(key, key_layout, &stream)?,
                             value: In::new(value, value_layout, &stream)?,
-                            mask: In::from_tensor(&mask, &stream)?,
+                            mask: In::optional(mask.as_ref(), &stream)?,
                             sequences: In::from_tensor(&sequences, &stream)?,
                             y: Out::new(&mut y, &stream),
                             log_sums: Out::new(&mut log_sums, &stream),
@@ -120,7 +120,7 @@ pub(crate) fn backward(
         gradient.storage_and_layout(),
         log_sums.storage_and_layout(),
     );
-    let mask = op.table.mask.storage_and_layout();
+    let mask = mask(op).map(Tensor::storage_and_layout);
     let sequences = sequences(op)?.storage_and_layout();
     let [of_query, of_key, of_value] = with_cuda_floats!(on_gpu(&query_storage.0)?, "query", T => {
         // SAFETY: the kernels write every element.
@@ -145,7 +145,7 @@ pub(crate) fn backward(
                         query: In::from_tensor(&query_storage, &stream)?,
                         key: In::from_tensor(&key_storage, &stream)?,
                         value: In::from_tensor(&value_storage, &stream)?,
-                        mask: In::from_tensor(&mask, &stream)?,
+                        mask: In::optional(mask.as_ref(), &stream)?,
                         sequences: In::from_tensor(&sequences, &stream)?,
                         y: In::from_tensor(&y_storage, &stream)?,
                         gradient: In::from_tensor(&gradient_storage, &stream)?,
@@ -164,7 +164,7 @@ pub(crate) fn backward(
                         query: In::from_tensor(&query_storage, &stream)?,
                         key: In::from_tensor(&key_storage, &stream)?,
                         value: In::from_tensor(&value_storage, &stream)?,
-                        mask: In::from_tensor(&mask, &stream)?,
+                        mask: In::optional(mask.as_ref(), &stream)?,
                         sequences: In::from_tensor(&sequences, &stream)?,
                         gradient: In::from_tensor(&gradient_storage, &stream)?,
                         log_sums: In::from_tensor(&log_sums, &stream)?,
@@ -230,6 +230,11 @@ pub(crate) fn table(sequences: &[Sequence], device: &Device) -> Result<Tensor> {
         Ok(table) => Tensor::new(table, device),
         Err(_) => bail!("attention: more than 2^32 positions"),
     }
+}
+
+/// Returns the mask, if it has a 0.
+fn mask(op: &Attention) -> Option<&Tensor> {
+    (!op.table.is_packed).then_some(&op.table.mask)
 }
 
 fn sequences(op: &Attention) -> Result<&Tensor> {
