@@ -181,6 +181,12 @@ impl AdvantageConfig {
                 ),
             )?;
         }
+        if let Some(sequence) = &self.sequence {
+            sequence.validate().map_err(|e| e.within("sequence"))?;
+        }
+        if let Some(tokens) = &self.tokens {
+            tokens.validate().map_err(|e| e.within("tokens"))?;
+        }
         let pipeline = self.pipeline();
         let sequence = pipeline.sequence.is_some();
         let lambda = pipeline

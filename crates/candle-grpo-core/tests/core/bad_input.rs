@@ -377,40 +377,40 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
 #[case(AdvantagePipeline::default().into_config(), "sequence and tokens: both absent")]
 #[case(
     AdvantagePipeline::rloo().map_sequence(|s| s.epsilon = -1.).into_config(),
-    "epsilon: -1, must be"
+    "sequence.epsilon: -1, must be"
 )]
-#[case(AdvantagePipeline::rloo().map_sequence(|s| s.ddof = 2).into_config(), "ddof: 2, must be")]
+#[case(AdvantagePipeline::rloo().map_sequence(|s| s.ddof = 2).into_config(), "sequence.ddof: 2, must be")]
 #[case(
     AdvantagePipeline::rloo().map_sequence(|s| s.clip = Some([1., -1.])).into_config(),
-    "clip: [1, -1], must be"
+    "sequence.clip: [1, -1], must be"
 )]
 #[case(
     AdvantagePipeline::grpo().map_sequence(|s| s.baseline = Baseline::None).into_config(),
-    "scale: Group with the baseline None"
+    "sequence.scale: Group with the baseline None"
 )]
 #[case(
     AdvantagePipeline::gdpo()
         .map_sequence(|s| s.normalize = Some(Whitening { ddof: 2, ..Whitening::trl() }))
         .into_config(),
-    "ddof: 2, must be"
+    "sequence.ddof: 2, must be"
 )]
 #[case(
     AdvantagePipeline::remax().map_tokens(|t| t.token_reward_clip = Some(-1.)).into_config(),
-    "token_reward_clip: -1, must be positive"
+    "tokens.token_reward_clip: -1, must be positive"
 )]
 #[case(
     AdvantagePipeline::remax().map_tokens(|t| t.advantage_clip = Some(0.)).into_config(),
-    "advantage_clip: 0, must be positive"
+    "tokens.advantage_clip: 0, must be positive"
 )]
 #[case(
     AdvantagePipeline::remax().map_tokens(|t| t.distillation = Some(penalty(f64::NAN))).into_config(),
-    "distillation.coef: NaN, must be finite"
+    "tokens.distillation.coef: NaN, must be finite"
 )]
 #[case(
     AdvantagePipeline::rloo()
         .map_sequence(|s| s.kl_penalty = Some(KlPenalty { kl: clamped(0.), ..penalty(1.) }))
         .into_config(),
-    "kl_penalty.kl.value_clamp: 0, must be positive"
+    "sequence.kl_penalty.kl.value_clamp: 0, must be positive"
 )]
 #[case(
     AdvantagePipeline::remax()
@@ -419,7 +419,7 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
             t.kl_penalty = Some(KlPenalty { kl: Kl { gradient, ..Kl::default() }, ..penalty(1.) });
         })
         .into_config(),
-    "kl_penalty.kl.gradient: ImportanceWeighted"
+    "tokens.kl_penalty.kl.gradient: ImportanceWeighted"
 )]
 #[case(
     AdvantagePipeline::remax()
@@ -430,7 +430,7 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
             });
         })
         .into_config(),
-    "epsilon: 0, must be positive"
+    "tokens.epsilon: 0, must be positive"
 )]
 fn configurations_are_checked_without_a_batch(
     #[case] config: AdvantageConfig,

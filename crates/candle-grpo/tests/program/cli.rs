@@ -279,6 +279,13 @@ fn check_refuses_what_train_refuses() {
             "run.yaml:5: training.critic.learning_rate: unknown key; here it is training.critic.optimizer.learning_rate\n",
         ),
         (
+            with(
+                "preset: dapo",
+                "recipe: {advantage: {name: pipeline, gamma: null, tokens: {gamma: -1}}}",
+            ),
+            "run.yaml:4: algorithm.recipe.advantage.tokens.gamma: -1, must be from 0 to 1\n",
+        ),
+        (
             format!("{CONFIG}training: {{critic: {{}}}}\n"),
             "run.yaml:5: training.critic: given, must be absent, as ",
         ),
