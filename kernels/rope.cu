@@ -69,3 +69,14 @@ __device__ __forceinline__ void rotate(const T *x, const float *cos, const float
 ROPE(float, f32)
 ROPE(__nv_bfloat16, bf16)
 ROPE(__half, f16)
+
+// Cosines and sines [n, pairs] of positions times inverse frequencies, times `factor`.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rope_angles(const uint32_t *positions, const float *inverse_frequencies, float *cos, float *sin, uint64_t n, uint32_t pairs,
+                float factor) {
+    const uint64_t i = (uint64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= n * pairs) return;
+    const float angle = (float)positions[i / pairs] * inverse_frequencies[i % pairs];
+    cos[i] = cosf(angle) * factor;
+    sin[i] = sinf(angle) * factor;
+}

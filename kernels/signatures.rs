@@ -29,6 +29,10 @@ kernels! {
             gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
             kv_heads: u32, group: u32, head_dim: i32, scale: f32);
     }
+    draw_tokens DRAW_TOKENS {
+        draw_tokens(logits: In<Self>, draws: In<u32>, drawn: Out<u32>, n: u32, vocab: u32, inverse_temperature: f32, top_k: u32,
+            top_p: f64, min_p: f64, greedy: u32);
+    }
     embedding EMBEDDING {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
         embedding_add(gradient: In<Self>, ids: In<u32>, starts: In<u32>, positions: In<u32>, sum: Out<f32>, vocab: u32,
@@ -94,6 +98,10 @@ plain_kernels! {
         gradient_squares(list: In<u64>, count: u32, parts: Out<f64>);
         gradient_sum_parts(list: In<u64>, parts: In<f64>, sums: Out<f64>);
         gradient_scale(list: In<u64>, count: u32, factor: f32);
+    }
+    rope ROPE {
+        rope_angles(positions: In<u32>, inverse_frequencies: In<f32>, cos: Out<f32>, sin: Out<f32>, n: u64, pairs: u32,
+            factor: f32);
     }
     linear_log_prob LINEAR_LOG_PROB {
         linear_log_prob_tile(logits: In<f32>, targets: In<u32>, mask: In<u8>, state: Out<f32>, packed: Out<f32>, n: u64,

@@ -31,6 +31,7 @@
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
+//! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | yes |
 //!
 //! # Conventions
@@ -63,6 +64,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod device;
+mod draw_tokens;
 mod embedding;
 mod gradient_norm;
 mod linear_log_prob;
@@ -80,6 +82,7 @@ pub use adamw::{AdamWStep, AdamWTensors, adamw};
 pub use add_matmul::add_matmul;
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use device::cuda_device;
+pub use draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use embedding::{add_embedding_gradient, embedding};
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
@@ -91,6 +94,6 @@ pub use paged_attention::{
 };
 pub use precision::arithmetic_dtype;
 pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
-pub use rope::{rope, rope_gradient};
+pub use rope::{rope, rope_angles, rope_gradient};
 pub use row_map::RowMap;
 pub use swiglu::{swiglu, swiglu_gradient};

@@ -1,6 +1,6 @@
 //! Rotary position embedding.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use crate::cpu::with_floats;
 use crate::precision::arithmetic_dtype;
@@ -66,6 +66,62 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// ```
 pub fn rope_gradient(cos: &Tensor, sin: &Tensor, gradient: &Tensor) -> Result<Tensor> {
     rope(&gradient.detach(), &cos.detach(), &sin.detach().neg()?)
+}
+
+/// Cosines and sines `[N, pairs]` of `positions` times `inverse_frequencies`, each times `factor`,
+/// for [`rope`].
+///
+/// # Shapes
+///
+/// - `positions`: N numbers of any shape and dtype
+/// - `inverse_frequencies`: `[1, pairs]`, f32 or f64, the dtype of the results
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::rope_angles;
+///
+/// let positions = Tensor::new(&[0u32, 2], &Device::Cpu)?;
+/// let frequencies = Tensor::new(&[[0.5f32]], &Device::Cpu)?;
+/// let (cos, sin) = rope_angles(&positions, &frequencies, 1.0)?;
+/// assert_eq!(cos.to_vec2::<f32>()?, [[1.], [1f32.cos()]]);
+/// assert_eq!(sin.to_vec2::<f32>()?, [[0.], [1f32.sin()]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn rope_angles(
+    positions: &Tensor,
+    inverse_frequencies: &Tensor,
+    factor: f64,
+) -> Result<(Tensor, Tensor)> {
+    let dtype = inverse_frequencies.dtype();
+    if !matches!(inverse_frequencies.dims(), [1, _]) || !matches!(dtype, DType::F32 | DType::F64) {
+        bail!(
+            "inverse_frequencies: {:?} of {dtype:?}, must be [1, pairs] of F32 or F64",
+            inverse_frequencies.dims()
+        );
+    }
+    check::same_device(&[
+        ("positions", positions),
+        ("inverse_frequencies", inverse_frequencies),
+    ])?;
+    #[cfg(feature = "cuda")]
+    if positions.device().is_cuda() && positions.dtype() == DType::U32 && dtype == DType::F32 {
+        return crate::cuda::rope::angles(
+            &positions.contiguous()?,
+            &inverse_frequencies.contiguous()?,
+            factor as f32,
+        );
+    }
+    let positions = positions.to_dtype(dtype)?.reshape(((), 1))?;
+    let angles = positions.broadcast_mul(inverse_frequencies)?;
+    let (cos, sin) = (angles.cos()?, angles.sin()?);
+    if factor == 1.0 {
+        return Ok((cos, sin));
+    }
+    Ok(((cos * factor)?, (sin * factor)?))
 }
 
 pub(crate) fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {

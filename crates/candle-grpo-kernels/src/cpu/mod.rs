@@ -2,6 +2,7 @@
 
 pub(crate) mod adamw;
 pub(crate) mod attention;
+pub(crate) mod distribution;
 mod element;
 pub(crate) mod embedding;
 pub(crate) mod gradient_norm;
@@ -16,6 +17,7 @@ pub(crate) mod rope;
 mod simd;
 mod slice;
 pub(crate) mod swiglu;
+pub(crate) mod token_filters;
 
 pub(crate) use matmul::add_matmul;
 

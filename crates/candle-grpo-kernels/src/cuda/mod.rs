@@ -4,6 +4,7 @@ pub(crate) mod adamw;
 mod argument;
 pub(crate) mod attention;
 pub(crate) mod device;
+pub(crate) mod draw_tokens;
 mod element;
 pub(crate) mod embedding;
 pub(crate) mod gradient_norm;

@@ -3,9 +3,9 @@
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::cuda_backend::cudarc::driver::LaunchConfig;
-use candle_core::{Layout, Result, Shape, bail};
+use candle_core::{Layout, Result, Shape, Tensor, bail};
 
-use super::{In, Out, alloc, kernels, with_cuda_floats};
+use super::{In, Out, alloc, as_tensor, grid, kernels, with_cuda_floats};
 use crate::rope::Rope;
 
 /// Threads of a block, as in the kernel.
@@ -49,4 +49,55 @@ pub(crate) fn rotate(x: &CudaStorage, layout: &Layout, op: &Rope) -> Result<(Cud
         CudaStorage::wrap_cuda_slice(y, device.clone())
     });
     Ok((y, layout.shape().clone()))
+}
+
+/// Returns cosines and sines of contiguous u32 `positions` times contiguous f32
+/// `inverse_frequencies`.
+pub(crate) fn angles(
+    positions: &Tensor,
+    inverse_frequencies: &Tensor,
+    factor: f32,
+) -> Result<(Tensor, Tensor)> {
+    let device = positions.device().as_cuda_device()?;
+    let stream = device.cuda_stream();
+    let (n, pairs) = (positions.elem_count(), inverse_frequencies.elem_count());
+    let (positions, frequencies) = (
+        positions.storage_and_layout(),
+        inverse_frequencies.storage_and_layout(),
+    );
+    // SAFETY: the kernel writes every element.
+    #[allow(unsafe_code)]
+    let (mut cos, mut sin) = unsafe {
+        (
+            alloc::<f32>(device, n * pairs)?,
+            alloc::<f32>(device, n * pairs)?,
+        )
+    };
+    if n * pairs > 0 {
+        // SAFETY: the results have an element for each position and frequency, and the blocks
+        // cover them.
+        #[allow(unsafe_code)]
+        unsafe {
+            kernels::rope_angles {
+                positions: In::from_tensor(&positions, &stream)?,
+                inverse_frequencies: In::from_tensor(&frequencies, &stream)?,
+                cos: Out::new(&mut cos, &stream),
+                sin: Out::new(&mut sin, &stream),
+                n: n as u64,
+                pairs: pairs as u32,
+                factor,
+            }
+            .launch(
+                device,
+                grid((n * pairs).div_ceil(THREADS as usize), THREADS)?,
+            )?;
+        }
+    }
+    let tensor = |x| {
+        as_tensor(
+            CudaStorage::wrap_cuda_slice(x, device.clone()),
+            &Shape::from((n, pairs)),
+        )
+    };
+    Ok((tensor(cos), tensor(sin)))
 }

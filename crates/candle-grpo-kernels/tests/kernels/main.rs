@@ -3,6 +3,7 @@
 mod adamw;
 mod add_matmul;
 mod attention;
+mod draw_tokens;
 mod embedding;
 mod gradient_norm;
 mod layout;

@@ -1,8 +1,8 @@
 //! Tests of `rope` against its composed twin in f64.
 
 use candle_core::{D, DType, Device, Result, Tensor};
-use candle_grpo_kernels::{arithmetic_dtype, composed, rope, rope_gradient};
-use candle_grpo_test_support::{assert_close, cases, message, numbers};
+use candle_grpo_kernels::{arithmetic_dtype, composed, rope, rope_angles, rope_gradient};
+use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 
 use crate::layout::layouts;
@@ -79,5 +79,34 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     let half = angles.to_dtype(DType::BF16)?;
     assert!(message(rope(&x, &half, &angles)).contains("cos: BF16, must be F32"));
     assert!(message(rope(&x.to_dtype(DType::I64)?, &angles, &angles)).contains("x: I64"));
+    Ok(())
+}
+
+#[test]
+fn angles_are_positions_times_frequencies() -> Result<()> {
+    for device in devices() {
+        let positions = Tensor::new(&[0u32, 3, 4095], device)?;
+        let frequencies = Tensor::new(&[[1f64, 0.1, 1e-4]], device)?;
+        for dtype in [DType::F32, DType::F64] {
+            let (cos, sin) = rope_angles(&positions, &frequencies.to_dtype(dtype)?, 1.5)?;
+            assert_eq!(
+                (cos.dims(), cos.dtype(), sin.dtype()),
+                (&[3, 3][..], dtype, dtype)
+            );
+            let angles = [0.0f64, 3.0, 4095.0].map(|p| [1.0, 0.1, 1e-4].map(|f| p * f));
+            let expected = |f: fn(f64) -> f64| -> Vec<f64> {
+                angles.as_flattened().iter().map(|x| 1.5 * f(*x)).collect()
+            };
+            // A product near 4,095 has a rounding of 2e-4 in f32.
+            let tolerance = if dtype == DType::F32 { 4e-4 } else { 1e-12 };
+            assert_close(&numbers(&cos)?, &expected(f64::cos), tolerance);
+            assert_close(&numbers(&sin)?, &expected(f64::sin), tolerance);
+        }
+    }
+    let ids = Tensor::new(&[1u32], &Device::Cpu)?;
+    assert!(
+        message(rope_angles(&ids, &ids, 1.0))
+            .contains("inverse_frequencies: [1] of U32, must be [1, pairs]")
+    );
     Ok(())
 }

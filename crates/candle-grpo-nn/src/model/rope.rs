@@ -1,7 +1,7 @@
 //! Rotary position embedding.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{arithmetic_dtype, rope, rope_gradient};
+use candle_grpo_kernels::{arithmetic_dtype, rope, rope_angles, rope_gradient};
 
 use crate::DecoderConfig;
 
@@ -35,20 +35,10 @@ impl Rope {
         })
     }
 
-    /// The angles of N positions, of any shape and any float dtype that represents them exactly.
+    /// The angles of N positions, of any shape and any dtype that represents them exactly.
     pub(crate) fn angles(&self, positions: &Tensor) -> Result<RopeAngles> {
-        let positions = positions
-            .to_dtype(self.inverse_frequencies.dtype())?
-            .reshape(((), 1))?;
-        let angles = positions.broadcast_mul(&self.inverse_frequencies)?;
-        let (cos, sin) = (angles.cos()?, angles.sin()?);
-        if self.attention_factor == 1.0 {
-            return Ok(RopeAngles { cos, sin });
-        }
-        Ok(RopeAngles {
-            cos: (cos * self.attention_factor)?,
-            sin: (sin * self.attention_factor)?,
-        })
+        let (cos, sin) = rope_angles(positions, &self.inverse_frequencies, self.attention_factor)?;
+        Ok(RopeAngles { cos, sin })
     }
 }
 

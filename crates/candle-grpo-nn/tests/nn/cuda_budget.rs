@@ -41,8 +41,9 @@ fn a_layer_of_decoding_keeps_its_budget_of_driver_calls() -> Result<()> {
     assert!(layer.launches <= 5, "{layer:?}");
     assert!(layer.products <= 5, "{layer:?}");
     assert_eq!(layer.copies_to_device, 0, "{layer:?}");
-    assert!(rest.launches <= 6 && rest.products <= 1, "{rest:?}");
-    assert!(rest.copies_to_device <= 3, "{rest:?}");
+    assert!(rest.launches <= 3 && rest.products <= 1, "{rest:?}");
+    // The tokens with their positions, and the tables. The numbers of a draw are a third copy.
+    assert!(rest.copies_to_device <= 2, "{rest:?}");
     for calls in [layer, rest] {
         assert_eq!(calls.copies_to_host, 0, "{calls:?}");
         assert_eq!((calls.events, calls.memsets), (0, 0), "{calls:?}");

@@ -4,18 +4,17 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result, ensure};
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_kernels::{Draw, DrawnToken, draw_tokens};
 use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use super::categorical::Distribution;
 use super::generator::{CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights};
-use super::logit_filters::FilteredDistribution;
 use super::stop_strings::StopStrings;
 use super::{Completion, FinishReason};
-use crate::Interrupted;
 use crate::random::uniform;
+use crate::{Interrupted, NotFinite};
 
 /// Prompts are split into passes of the decoder with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
@@ -290,22 +289,31 @@ impl Run<'_> {
 
     /// Draws the next token of each completion, from its row of `logits`.
     fn draw(&self, logits: &Tensor, rows: &[usize], live: &mut [Live]) -> Result<()> {
-        let vocabulary = logits.dim(1)?;
-        let logits = logits
-            .to_device(&Device::Cpu)?
-            .to_dtype(DType::F32)?
-            .contiguous()?;
-        let (storage, layout) = logits.storage_and_layout();
-        let Storage::Cpu(CpuStorage::F32(values)) = &*storage else {
-            anyhow::bail!("logits: not f32 on the CPU");
-        };
-        let values = &values[layout.start_offset()..];
+        let sampling = self.batch.sampling;
+        let draws: Vec<Draw> = live
+            .iter_mut()
+            .zip(rows)
+            .map(|(l, &row)| {
+                // A greedy completion needs no random number.
+                let uniform = if sampling.greedy {
+                    0.
+                } else {
+                    uniform(&mut l.random)
+                };
+                Draw { row, uniform }
+            })
+            .collect();
+        let drawn = draw_tokens(logits, &draws, &sampling.draw_options())?;
         let results: Vec<Result<()>> = live
             .par_iter_mut()
             .zip(rows)
-            .map(|(l, row)| {
-                let logits = &values[row * vocabulary..][..vocabulary];
-                self.draw_one(logits, l).with_context(|| {
+            .zip(drawn)
+            .map(|((l, &row), drawn)| {
+                let added = match drawn {
+                    Some(drawn) => self.add(drawn, l),
+                    None => no_token(&logits.get(row)?),
+                };
+                added.with_context(|| {
                     format!(
                         "completion {} of prompt {}, token {}",
                         l.seed.sample,
@@ -318,29 +326,17 @@ impl Run<'_> {
         results.into_iter().collect()
     }
 
-    fn draw_one(&self, logits: &[f32], l: &mut Live) -> Result<()> {
-        let sampling = self.batch.sampling;
-        let distribution = Distribution::new(logits, sampling.temperature)?;
-        let filters = sampling.filters();
-        let (token, drawn_log_prob) = if sampling.greedy {
-            (distribution.mode(), 0.)
-        } else {
-            let u = uniform(&mut l.random);
-            if filters.is_off() {
-                let token = distribution.quantile(u);
-                (token, distribution.log_prob(token))
-            } else {
-                FilteredDistribution::new(&distribution, filters).quantile(u)
-            }
-        };
-        l.log_probs.push(distribution.log_prob(token));
-        l.drawn_log_probs.push(drawn_log_prob);
+    /// Adds a token to a completion.
+    fn add(&self, drawn: DrawnToken, l: &mut Live) -> Result<()> {
+        let token = drawn.token;
+        l.log_probs.push(drawn.log_prob);
+        l.drawn_log_probs.push(drawn.drawn_log_prob);
         l.tokens.push(token);
         let at_string = match &self.stop_strings {
             Some(stop_strings) => stop_strings.end(&l.tokens)?,
             None => false,
         };
-        l.end = if sampling.stop_token_ids.contains(&token) {
+        l.end = if self.batch.sampling.stop_token_ids.contains(&token) {
             Some(FinishReason::StopToken)
         } else if at_string {
             Some(FinishReason::StopString)
@@ -371,4 +367,17 @@ impl Run<'_> {
         self.batch.progress.advance(drawn - live.len(), drawn);
         Ok(())
     }
+}
+
+/// The error of logits `[V]` from which no token can be drawn.
+fn no_token(logits: &Tensor) -> Result<()> {
+    let logits = logits.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+    let invalid = logits
+        .iter()
+        .position(|x| x.is_nan() || *x == f32::INFINITY);
+    let Some(token) = invalid else {
+        anyhow::bail!("no token has a logit above -inf");
+    };
+    let logit = format!("the logit of token {token} ({})", logits[token]);
+    Err(NotFinite::with_consequence(logit, "no token can be drawn").into())
 }

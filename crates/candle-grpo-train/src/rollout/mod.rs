@@ -1,11 +1,9 @@
 //! Completions of prompts and their sources.
 
-mod categorical;
 mod completion;
 pub(crate) mod decode;
 mod generator;
 mod local;
-mod logit_filters;
 mod sampler;
 pub(crate) mod sampling_config;
 mod stop_strings;

@@ -2,9 +2,8 @@
 
 use anyhow::Result;
 use candle_grpo_core::validate;
+use candle_grpo_kernels::DrawOptions;
 use serde::{Deserialize, Serialize};
-
-use super::logit_filters::LogitFilters;
 
 /// The distribution that completions are drawn from, and their end.
 ///
@@ -65,7 +64,8 @@ impl SamplingConfig {
     /// If a field is out of range.
     pub fn validate(&self) -> Result<()> {
         ensure_temperature(self.temperature)?;
-        self.filters().validate()?;
+        validate::share("top_p", self.top_p)?;
+        validate::unit_interval("min_p", self.min_p)?;
         for (name, value) in [
             ("max_new_tokens", self.max_new_tokens),
             ("max_batch_size", self.max_batch_size),
@@ -79,11 +79,14 @@ impl SamplingConfig {
         Ok(())
     }
 
-    pub(super) fn filters(&self) -> LogitFilters {
-        LogitFilters {
+    /// The distribution of a token.
+    pub(super) fn draw_options(&self) -> DrawOptions {
+        DrawOptions {
+            temperature: self.temperature,
             top_k: self.top_k,
             top_p: self.top_p,
             min_p: self.min_p,
+            greedy: self.greedy,
         }
     }
 }

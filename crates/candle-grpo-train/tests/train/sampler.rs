@@ -6,7 +6,7 @@ use crate::common::{
 use candle_core::{IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
-use candle_grpo_test_support::device;
+use candle_grpo_test_support::{CudaCalls, device};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
@@ -157,6 +157,36 @@ fn a_prompt_that_occurs_again_goes_on_drawing() {
     }
     assert_ne!(eight[..4], eight[4..]);
     assert_eq!(twice[4].sample_index, 0);
+}
+
+#[test]
+fn a_token_of_a_batch_keeps_its_budget_of_driver_calls() {
+    let prompts = prompts(&["abc", "d"]);
+    // With the filters, which are on the device too.
+    let sample = |max_new_tokens| {
+        let config = SamplingConfig {
+            max_new_tokens,
+            stop_token_ids: Vec::new(),
+            top_k: 5,
+            top_p: 0.9,
+            ..sampling()
+        };
+        let before = CudaCalls::now();
+        sampler(config).sample(&all(&prompts), 4, 0).unwrap();
+        Some(CudaCalls::now()? - before?)
+    };
+    let (Some(three), Some(four)) = (sample(3), sample(4)) else {
+        println!("skipped: no emulated GPU counts the calls");
+        return;
+    };
+    let token = four - three;
+    println!("one token: {token:?}");
+    let layers = model().num_hidden_layers as u64;
+    assert!(token.launches <= 5 * layers + 4, "{token:?}");
+    assert!(token.products <= 5 * layers + 1, "{token:?}");
+    assert!(token.copies_to_device <= 3, "{token:?}");
+    assert_eq!(token.copies_to_host, 1, "{token:?}");
+    assert_eq!((token.events, token.memsets), (0, 0), "{token:?}");
 }
 
 #[test]

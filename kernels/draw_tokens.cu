@@ -1,0 +1,189 @@
+// Draws one token from the softmax of a row of logits, filtered by top_k, top_p and min_p. A block
+// has a row, and its threads loop over the logits.
+//
+// The filters need no order of the tokens. A pass over the row sums the weights above a logit, and
+// bisection over the bits of the logit finds where the sum crosses a threshold. The sums have a
+// fixed order and are in f64.
+
+#include "element.cuh"
+#include "math.cuh"
+
+// At most. The launch has fewer for a small vocabulary.
+constexpr int THREADS = 1024;
+constexpr int WARPS = THREADS / 32;
+constexpr uint32_t NONE = 0xffffffffu;
+
+// Logits as integers of the same order, which are not NaN.
+__device__ __forceinline__ uint32_t to_key(float x) {
+    // -0 equals 0.
+    const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float from_key(uint32_t key) {
+    return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
+// One row.
+template <typename T> struct Distribution {
+    const T *logits;
+    int vocab;
+    float greatest;
+    // The inverse temperature in base 2.
+    float scale;
+
+    __device__ __forceinline__ double weight(float x) const { return (double)exp2_approx((x - greatest) * scale); }
+
+    // Returns the sum over the row of what `each` returns for a logit, to each thread.
+    template <typename Each> __device__ __forceinline__ double sum(Each each) const {
+        __shared__ double sums[WARPS];
+        double sum = 0.0;
+        for (int i = (int)threadIdx.x; i < vocab; i += (int)blockDim.x) sum += each(to_float(logits[i]));
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+        // All threads have read the previous sum.
+        __syncthreads();
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = sums[0];
+        for (int i = 1; i < (int)blockDim.x / 32; i++) sum += sums[i];
+        return sum;
+    }
+
+    // Returns the largest key for which the sum of `each` over the logits that are at least as large
+    // exceeds `threshold`, or reaches it. If none does, returns the key of the smallest one.
+    template <bool reaches, typename Each>
+    __device__ __forceinline__ uint32_t crossing(uint32_t smallest, double threshold, Each each) const {
+        uint32_t low = smallest, high = to_key(greatest);
+        while (low < high) {
+            const uint32_t middle = low + (high - low + 1) / 2;
+            const double above = sum([&](float x) { return to_key(x) >= middle ? each(x) : 0.0; });
+            if (reaches ? above >= threshold : above > threshold) low = middle;
+            else high = middle - 1;
+        }
+        return low;
+    }
+
+    // Returns the token at which the sum of `each` over the tokens so far exceeds `threshold`, or
+    // the last token for which `each` is not 0 if rounding keeps the sum below.
+    template <typename Each> __device__ __forceinline__ uint32_t first_above(double threshold, Each each) const {
+        __shared__ uint32_t found, last;
+        __shared__ double sums[WARPS];
+        if (threadIdx.x == 0) found = NONE, last = 0;
+        double before = 0.0;
+        for (int first = 0; first < vocab; first += (int)blockDim.x) {
+            const int token = first + (int)threadIdx.x, lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
+            const double own = token < vocab ? each(to_float(logits[token])) : 0.0;
+            double up_to = own;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const double other = __shfl_up_sync(0xffffffffu, up_to, distance);
+                if (lane >= distance) up_to += other;
+            }
+            // All threads have read the sums and `found` of the previous tile.
+            __syncthreads();
+            if (lane == 31) sums[warp] = up_to;
+            __syncthreads();
+            double all = 0.0;
+            for (int i = 0; i < (int)blockDim.x / 32; i++) {
+                if (i == warp) up_to += all;
+                all += sums[i];
+            }
+            if (own > 0.0) {
+                atomicMax(&last, (uint32_t)token);
+                if (before + up_to > threshold) atomicMin(&found, (uint32_t)token);
+            }
+            before += all;
+            __syncthreads();
+            if (found != NONE) break;
+        }
+        return found != NONE ? found : last;
+    }
+};
+
+// `draws` [3, n] has the row of each draw, and the two halves of its uniform number in [0, 1) as
+// f64. `drawn` [3, n] has the tokens, the bits of their log-probs, and the bits of their log-probs
+// in the filtered distribution. A token is NONE if a logit is NaN or infinity, or all are minus
+// infinity.
+template <typename T>
+__device__ __forceinline__ void draw(const T *logits, const uint32_t *draws, uint32_t *drawn, uint32_t n, uint32_t vocab,
+                                     float inverse_temperature, uint32_t top_k, double top_p, double min_p, uint32_t greedy) {
+    const uint32_t index = blockIdx.x;
+    Distribution<T> row{logits + (uint64_t)draws[index] * vocab, (int)vocab, -INFINITY, inverse_temperature * LOG2_E};
+    float greatest = -INFINITY;
+    bool is_valid = true;
+    for (int i = (int)threadIdx.x; i < row.vocab; i += (int)blockDim.x) {
+        const float x = to_float(row.logits[i]);
+        is_valid &= x < INFINITY;
+        greatest = fmaxf(greatest, x);
+    }
+    __shared__ uint32_t greatest_key, invalid;
+    if (threadIdx.x == 0) greatest_key = 0, invalid = 0;
+    __syncthreads();
+    atomicMax(&greatest_key, to_key(greatest));
+    if (!is_valid) atomicMax(&invalid, 1u);
+    __syncthreads();
+    row.greatest = from_key(greatest_key);
+    if (invalid != 0 || row.greatest == -INFINITY) {
+        if (threadIdx.x == 0) drawn[index] = NONE;
+        return;
+    }
+
+    const double total = row.sum([&](float x) { return row.weight(x); });
+    const uint64_t bits = (uint64_t)draws[2 * n + index] << 32 | draws[n + index];
+    const double uniform = __longlong_as_double((long long)bits);
+    uint32_t token;
+    double kept_total = total;
+    if (greedy) {
+        token = row.first_above(0.0, [&](float x) { return x == row.greatest ? 1.0 : 0.0; });
+    } else if (top_k == 0 && top_p == 1.0 && min_p == 0.0) {
+        token = row.first_above(uniform * total, [&](float x) { return row.weight(x); });
+    } else {
+        const uint32_t lowest = to_key(-INFINITY);
+        // The logit of rank top_k. Its equals are kept.
+        uint32_t kth = lowest;
+        if (top_k > 0 && top_k < vocab) kth = row.template crossing<true>(lowest, (double)top_k, [](float) { return 1.0; });
+        const double top_k_total = row.sum([&](float x) { return to_key(x) >= kth ? row.weight(x) : 0.0; });
+        // The last logit that top_p keeps.
+        const double wanted = top_p * top_k_total;
+        uint32_t nucleus = kth;
+        if (top_p < 1.0) nucleus = row.template crossing<true>(kth, wanted, [&](float x) { return row.weight(x); });
+        const auto is_kept = [&](float x) { return to_key(x) > nucleus && row.weight(x) >= min_p; };
+        const auto is_last = [&](float x) { return to_key(x) == nucleus && row.weight(x) >= min_p; };
+        const double above = row.sum([&](float x) { return to_key(x) > nucleus ? row.weight(x) : 0.0; });
+        // Of its equals, the first ones until the sum reaches top_p.
+        const double equals = row.sum([&](float x) { return is_last(x) ? 1.0 : 0.0; });
+        const double last_weight = row.weight(from_key(nucleus));
+        double count = equals;
+        if (top_p < 1.0 && equals > 1.0) count = fmin(equals, fmax(1.0, ceil((wanted - above) / last_weight)));
+        const double share = equals > 0.0 ? count / equals : 0.0;
+        const auto kept_weight = [&](float x) {
+            if (is_last(x)) return share * row.weight(x);
+            return is_kept(x) ? row.weight(x) : 0.0;
+        };
+        kept_total = row.sum(kept_weight);
+        // The order is that of the weights, the largest first, then that of the tokens.
+        const double threshold = uniform * kept_total;
+        const uint32_t key = row.template crossing<false>(nucleus, threshold, kept_weight);
+        const double before = row.sum([&](float x) { return to_key(x) > key ? kept_weight(x) : 0.0; });
+        const double weight = row.weight(from_key(key));
+        const double most = key == nucleus ? count - 1.0 : INFINITY;
+        const double rank = fmax(0.0, fmin(floor((threshold - before) / weight), most));
+        token = row.first_above(rank, [&](float x) { return to_key(x) == key ? 1.0 : 0.0; });
+    }
+    if (threadIdx.x != 0) return;
+    const double log_weight = (double)(to_float(row.logits[token]) - row.greatest) * (double)inverse_temperature;
+    drawn[index] = token;
+    drawn[n + index] = __float_as_uint((float)(log_weight - log(total)));
+    drawn[2 * n + index] = __float_as_uint(greedy ? 0.0f : (float)(log_weight - log(kept_total)));
+}
+
+#define DRAW_TOKENS(T, name)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                          \
+        draw_tokens_##name(const T *logits, const uint32_t *draws, uint32_t *drawn, uint32_t n, uint32_t vocab,        \
+                           float inverse_temperature, uint32_t top_k, double top_p, double min_p, uint32_t greedy) {   \
+        draw(logits, draws, drawn, n, vocab, inverse_temperature, top_k, top_p, min_p, greedy);                        \
+    }
+
+DRAW_TOKENS(float, f32)
+DRAW_TOKENS(__nv_bfloat16, bf16)
+DRAW_TOKENS(__half, f16)
