@@ -12,6 +12,8 @@ constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 // Elements of a head in each lane.
 constexpr int ELEMENTS = 8;
+// Spans of a part of a sequence. A constant, so that the result of a row does not depend on others.
+constexpr int PART = 16;
 // Positions that a lane loads before it uses the first of them.
 constexpr int IN_FLIGHT = 4;
 
@@ -178,9 +180,8 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
     }
 
     const uint32_t begin = rows[row], end = rows[n + row], visible = rows[2 * n + row];
-    const uint32_t share = (end - begin + gridDim.z - 1) / gridDim.z;
-    const uint32_t part_begin = begin + blockIdx.z * share;
-    const uint32_t part_end = part_begin + share < end ? part_begin + share : end;
+    const uint32_t part_begin = begin + blockIdx.z * PART;
+    const uint32_t part_end = part_begin + PART < end ? part_begin + PART : end;
     for (uint32_t span = part_begin + (uint32_t)warp; span < part_end; span += WARPS) {
         const uint32_t stop = span + 1 < end ? spans[count + span + 1] : visible;
         const int length = (int)(stop - spans[count + span]);

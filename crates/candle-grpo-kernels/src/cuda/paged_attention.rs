@@ -11,11 +11,8 @@ use crate::paged_attention::{HeadTransform, KeyValuePages, PAGE, PageSlot, Paged
 /// Maximum width of a head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
 
-/// Blocks that keep a large GPU busy: four for each of 132 multiprocessors. Sequences are split
-/// until there are as many.
-const BLOCKS: usize = 4 * 132;
-/// Minimum number of spans in a part of a sequence: two for each warp.
-const PART: usize = 8;
+/// Spans of a part of a sequence, as in the kernel.
+const PART: usize = 16;
 /// Threads of an attention block.
 const THREADS: u32 = 128;
 /// Heads of a block for the other kernels, a warp each.
@@ -204,9 +201,8 @@ pub(crate) fn attend(
     let group = heads / kv_heads;
     // Kernels take four or eight heads of a group at once.
     let chunks = group.div_ceil(if group <= 4 { 4 } else { 8 });
-    let blocks = n * kv_heads * chunks;
-    let parts = (BLOCKS / blocks).clamp(1, tables.longest.div_ceil(PART));
-    if n > i32::MAX as usize || kv_heads * chunks > 65_535 || n * heads > i32::MAX as usize {
+    let parts = tables.longest.div_ceil(PART);
+    if kv_heads * chunks > 65_535 || parts > 65_535 || n * heads > i32::MAX as usize {
         bail!(
             "query: shape {:?}, more than one launch takes",
             query.dims()

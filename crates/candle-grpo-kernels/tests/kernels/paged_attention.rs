@@ -64,8 +64,8 @@ struct Shape {
 }
 
 fn shapes() -> impl Strategy<Value = Shape> {
-    // On CUDA sequences of more than eight pages are computed in parts.
-    let pages = prop_oneof![3 => 1usize..5, 1 => 8usize..30];
+    // On CUDA sequences of more than 16 pages are computed in parts.
+    let pages = prop_oneof![3 => 1usize..5, 1 => 12usize..40];
     let sequence = pages.prop_flat_map(|pages| proptest::collection::vec(1usize..=PAGE, pages));
     (
         1usize..4,

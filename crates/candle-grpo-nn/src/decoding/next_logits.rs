@@ -71,7 +71,7 @@ impl Decoder {
         let n = ids.len();
         // The fused attention of training is faster for whole prompts, but the sums of its CPU path
         // have another order than those of later tokens.
-        let prompts = (is_new && n > new.len() && !device.is_cpu()).then(|| {
+        let prompts = (is_new && !device.is_cpu()).then(|| {
             let lengths: Vec<usize> = new.iter().map(|(_, tokens)| tokens.len()).collect();
             attention(self, Sequences::Packed(&lengths))
         });
