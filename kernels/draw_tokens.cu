@@ -49,8 +49,8 @@ template <typename T> struct Distribution {
         return sum;
     }
 
-    // Returns the largest key for which the sum of `each` over the logits that are at least as large
-    // exceeds `threshold`, or reaches it. If none does, returns the key of the smallest one.
+    // Returns the largest key for which the sum of `each` over the logits that are at least as
+    // large exceeds `threshold`, or reaches it. If none does, returns the key of the smallest one.
     template <bool reaches, typename Each>
     __device__ __forceinline__ uint32_t crossing(uint32_t smallest, double threshold, Each each) const {
         uint32_t low = smallest, high = to_key(greatest);
