@@ -282,7 +282,7 @@ __device__ __forceinline__ void merge_parts(const float *partial, T *y, uint64_t
 }
 
 #define ATTEND(T, name, D, H)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 12 / H)                                                     \
         paged_attention_##D##_##H##_##name(const T *query, const T *keys, const T *values, const uint32_t *rows,      \
                                            const uint32_t *spans, T *y, float *partial, uint32_t n, uint32_t count,    \
                                            uint32_t kv_heads, uint32_t group, int head_dim, float scale) {             \

@@ -7,6 +7,7 @@
 #include "math.cuh"
 
 constexpr int THREADS = 256;
+constexpr double INVERSE_PI = 0.31830988618379067154;
 
 // Rotates `count` pairs, with the first elements at `first` and the second elements at `second`.
 template <typename T, int count>
@@ -77,6 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint64_t i = (uint64_t)blockIdx.x * THREADS + threadIdx.x;
     if (i >= n * pairs) return;
     const float angle = (float)positions[i / pairs] * inverse_frequencies[i % pairs];
-    cos[i] = cosf(angle) * factor;
-    sin[i] = sinf(angle) * factor;
+    // cosf needs local memory for large angles.
+    double sine, cosine;
+    sincospi((double)angle * INVERSE_PI, &sine, &cosine);
+    cos[i] = (float)cosine * factor;
+    sin[i] = (float)sine * factor;
 }

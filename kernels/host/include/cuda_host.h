@@ -185,6 +185,7 @@ static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c);
 static inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+static inline void sincospi(double x, double* sine, double* cosine) { sincos(x * 3.14159265358979323846, sine, cosine); }
 static inline float __int_as_float(int bits) { return cuda_host::from_bits<float>((uint32_t)bits); }
 static inline int __float_as_int(float x) { return (int)cuda_host::to_bits(x); }
 static inline float __uint_as_float(unsigned bits) { return cuda_host::from_bits<float>(bits); }
