@@ -85,18 +85,22 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
 #[test]
 fn angles_are_positions_times_frequencies() -> Result<()> {
     for device in devices() {
-        let positions = Tensor::new(&[0u32, 3, 4095], device)?;
+        // More angles than a block of the kernel has.
+        let values: Vec<u32> = (0..100).map(|i| 41 * i).collect();
+        let positions = Tensor::new(values.as_slice(), device)?;
         let frequencies = Tensor::new(&[[1f64, 0.1, 1e-4]], device)?;
         for dtype in [DType::F32, DType::F64] {
             let (cos, sin) = rope_angles(&positions, &frequencies.to_dtype(dtype)?, 1.5)?;
             assert_eq!(
                 (cos.dims(), cos.dtype(), sin.dtype()),
-                (&[3, 3][..], dtype, dtype)
+                (&[100, 3][..], dtype, dtype)
             );
-            let angles = [0.0f64, 3.0, 4095.0].map(|p| [1.0, 0.1, 1e-4].map(|f| p * f));
-            let expected = |f: fn(f64) -> f64| -> Vec<f64> {
-                angles.as_flattened().iter().map(|x| 1.5 * f(*x)).collect()
-            };
+            let angles: Vec<f64> = values
+                .iter()
+                .flat_map(|p| [1.0, 0.1, 1e-4].map(|f| f64::from(*p) * f))
+                .collect();
+            let expected =
+                |f: fn(f64) -> f64| -> Vec<f64> { angles.iter().map(|x| 1.5 * f(*x)).collect() };
             // A product near 4,095 has a rounding of 2e-4 in f32.
             let tolerance = if dtype == DType::F32 { 4e-4 } else { 1e-12 };
             assert_close(&numbers(&cos)?, &expected(f64::cos), tolerance);
