@@ -171,6 +171,36 @@ pub(crate) struct Coefficients {
     pub(crate) gradient_factor: f64,
 }
 
+/// [`Coefficients`] in f32.
+#[derive(Clone, Copy)]
+pub(crate) struct Narrow {
+    pub(crate) beta1: f32,
+    pub(crate) one_minus_beta1: f32,
+    pub(crate) beta2: f32,
+    pub(crate) one_minus_beta2: f32,
+    pub(crate) epsilon: f32,
+    pub(crate) keep: f32,
+    pub(crate) step_size: f32,
+    pub(crate) inverse_root_correction: f32,
+    pub(crate) gradient_factor: f32,
+}
+
+impl From<Coefficients> for Narrow {
+    fn from(c: Coefficients) -> Self {
+        Self {
+            beta1: c.beta1 as f32,
+            one_minus_beta1: (1.0 - c.beta1) as f32,
+            beta2: c.beta2 as f32,
+            one_minus_beta2: (1.0 - c.beta2) as f32,
+            epsilon: c.epsilon as f32,
+            keep: c.keep as f32,
+            step_size: c.step_size as f32,
+            inverse_root_correction: (1.0 / c.root_correction) as f32,
+            gradient_factor: c.gradient_factor as f32,
+        }
+    }
+}
+
 impl AdamWTensors<'_> {
     fn written(&self) -> impl Iterator<Item = &Tensor> {
         [

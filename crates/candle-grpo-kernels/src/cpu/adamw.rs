@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::element::Element;
 use super::simd::{BLOCK, prefetch};
 use super::slice::{self, CHUNK, range, with_floats};
-use crate::adamw::{AdamWStep, AdamWTensors, Coefficients};
+use crate::adamw::{AdamWStep, AdamWTensors, Coefficients, Narrow};
 
 /// Prefetch distance in elements. The step is bound by memory and reads four streams, so the
 /// hardware prefetcher does not suffice at page boundaries.
@@ -130,36 +130,6 @@ impl State<'_> {
                         Arch::new().dispatch(|| coefficients.update_master(p, master, m, v, g));
                     })
             }
-        }
-    }
-}
-
-/// [`Coefficients`] in f32.
-#[derive(Clone, Copy)]
-struct Narrow {
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    epsilon: f32,
-    keep: f32,
-    step_size: f32,
-    inverse_root_correction: f32,
-    gradient_factor: f32,
-}
-
-impl From<Coefficients> for Narrow {
-    fn from(c: Coefficients) -> Self {
-        Self {
-            beta1: c.beta1 as f32,
-            one_minus_beta1: (1.0 - c.beta1) as f32,
-            beta2: c.beta2 as f32,
-            one_minus_beta2: (1.0 - c.beta2) as f32,
-            epsilon: c.epsilon as f32,
-            keep: c.keep as f32,
-            step_size: c.step_size as f32,
-            inverse_root_correction: (1.0 / c.root_correction) as f32,
-            gradient_factor: c.gradient_factor as f32,
         }
     }
 }

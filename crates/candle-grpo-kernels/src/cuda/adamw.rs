@@ -4,7 +4,7 @@ use candle_core::{CudaDevice, DType, Result, Tensor};
 
 use super::tensor_list::{TensorList, address, dtype_number, word};
 use super::{In, grid, kernels};
-use crate::adamw::{AdamWStep, AdamWTensors};
+use crate::adamw::{AdamWStep, AdamWTensors, Narrow};
 
 /// Threads and elements of a block, as in the kernel.
 const THREADS: u32 = 256;
@@ -43,7 +43,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
         ];
         let is_like = gradient.dtype() == dtype;
         let dtypes = dtype_number(dtype)? + if is_like { 4 } else { 0 };
-        let keep = step.coefficients(tensors.weight_decay).keep as f32;
+        let keep = Narrow::from(step.coefficients(tensors.weight_decay)).keep;
         let blocks = tensors.parameter.elem_count().div_ceil(CHUNK);
         list.push(blocks, |first_block| {
             let [parameter, master, average, square, gradient, n] = words;
@@ -56,7 +56,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
     }
     let (blocks, count) = (grid(list.blocks, THREADS)?, list.rows);
     let list = list.upload(device)?;
-    let c = step.coefficients(0.0);
+    let c = Narrow::from(step.coefficients(0.0));
     // SAFETY: the list has the addresses of tensors of n elements (master may be null), and the
     // blocks cover them. The tensors that the kernel writes share no memory, and the stream orders
     // the launch after all earlier uses.
@@ -65,14 +65,14 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
         kernels::adamw {
             list: In::from_slice(&list, &stream),
             count,
-            gradient_factor: step.gradient_factor as f32,
-            beta1: c.beta1 as f32,
-            one_minus_beta1: (1.0 - c.beta1) as f32,
-            beta2: c.beta2 as f32,
-            one_minus_beta2: (1.0 - c.beta2) as f32,
-            epsilon: c.epsilon as f32,
-            step_size: c.step_size as f32,
-            inverse_root_correction: (1.0 / c.root_correction) as f32,
+            gradient_factor: c.gradient_factor,
+            beta1: c.beta1,
+            one_minus_beta1: c.one_minus_beta1,
+            beta2: c.beta2,
+            one_minus_beta2: c.one_minus_beta2,
+            epsilon: c.epsilon,
+            step_size: c.step_size,
+            inverse_root_correction: c.inverse_root_correction,
         }
         .launch(device, blocks)
     }
