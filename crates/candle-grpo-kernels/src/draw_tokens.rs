@@ -44,14 +44,11 @@ impl Default for DrawOptions {
 impl DrawOptions {
     fn check(&self) -> Result<()> {
         check::positive("temperature", self.temperature)?;
-        for (name, share, lowest) in [
-            ("top_p", self.top_p, "above 0"),
-            ("min_p", self.min_p, "at least 0"),
-        ] {
-            let is_low = share < 0.0 || (share == 0.0 && name == "top_p");
-            if is_low || share.is_nan() || share > 1.0 {
-                bail!("{name}: {share}, must be {lowest} and at most 1");
-            }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            bail!("top_p: {}, must be above 0 and at most 1", self.top_p);
+        }
+        if !(0.0..=1.0).contains(&self.min_p) {
+            bail!("min_p: {}, must be at least 0 and at most 1", self.min_p);
         }
         Ok(())
     }
