@@ -35,18 +35,9 @@ template <typename T> struct Distribution {
 
     // Returns the sum over the row of what `each` returns for a logit, to each thread.
     template <typename Each> __device__ __forceinline__ double sum(Each each) const {
-        __shared__ double sums[WARPS];
         double sum = 0.0;
         for (int i = (int)threadIdx.x; i < vocab; i += (int)blockDim.x) sum += each(to_float(logits[i]));
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        // All threads have read the previous sum.
-        __syncthreads();
-        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-        __syncthreads();
-        sum = sums[0];
-        for (int i = 1; i < (int)blockDim.x / 32; i++) sum += sums[i];
-        return sum;
+        return block_sum<THREADS>(sum, (int)blockDim.x / 32);
     }
 
     // Returns the largest key for which the sum of `each` over the logits that are at least as

@@ -27,18 +27,19 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Returns the sum over the threads of a block to each thread. The order is deterministic.
-template <int THREADS> __device__ __forceinline__ double block_sum(double x) {
-    __shared__ double warps[THREADS / 32];
+// Returns the sum over the threads of a block to each thread. The order is deterministic. The block
+// has at most THREADS threads, in `warps` warps.
+template <int THREADS> __device__ __forceinline__ double block_sum(double x, int warps = THREADS / 32) {
+    __shared__ double sums[THREADS / 32];
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     // All threads have read the previous sum.
     __syncthreads();
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
     __syncthreads();
-    x = warps[0];
+    x = sums[0];
 #pragma unroll
-    for (int i = 1; i < THREADS / 32; i++) x += warps[i];
+    for (int i = 1; i < warps; i++) x += sums[i];
     return x;
 }
 
