@@ -5,6 +5,7 @@ use candle_grpo_nn::{
     AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens,
 };
 use candle_grpo_test_support::{CudaCalls, device};
+use rstest::rstest;
 
 use crate::small::{Family, lively};
 
@@ -42,44 +43,29 @@ fn micro_batch(layers: usize, shares_prefixes: bool) -> Result<Counts> {
         }))
 }
 
-/// Returns the calls for one layer, and checks that attention's forward pass runs once.
-fn layer(shares_prefixes: bool) -> Result<Option<CudaCalls>> {
+#[rstest]
+#[case::whole_sequences(false, 36)]
+#[case::shared_prefixes(true, 48)]
+fn a_layer_of_training_keeps_its_budget_of_driver_calls(
+    #[case] shares_prefixes: bool,
+    #[case] launches: u64,
+) -> Result<()> {
     let (Some((one, forward)), Some((two, twice))) = (
         micro_batch(1, shares_prefixes)?,
         micro_batch(2, shares_prefixes)?,
     ) else {
         println!("skipped: no emulated GPU counts the calls");
-        return Ok(None);
+        return Ok(());
     };
     let layer = two - one;
     println!("one layer: {layer:?}, the rest: {:?}", one - layer);
     assert_eq!((forward, twice), (1, 2), "forward passes of attention");
+    assert!(layer.launches <= launches, "{layer:?}");
+    assert!(layer.products <= 21, "{layer:?}");
+    assert_eq!(layer.copies_to_device, 0, "{layer:?}");
     assert_eq!(layer.copies_to_host, 0, "{layer:?}");
+    assert_eq!(layer.memsets, 0, "{layer:?}");
     assert_eq!(layer.events, 0, "{layer:?}");
-    Ok(Some(layer))
-}
-
-#[test]
-fn a_layer_of_training_keeps_its_budget_of_driver_calls() -> Result<()> {
-    let Some(layer) = layer(false)? else {
-        return Ok(());
-    };
-    assert!(layer.launches <= 36, "{layer:?}");
-    assert!(layer.products <= 21, "{layer:?}");
-    assert_eq!(layer.copies_to_device, 0, "{layer:?}");
-    assert_eq!(layer.memsets, 0, "{layer:?}");
-    Ok(())
-}
-
-#[test]
-fn a_layer_of_training_on_shared_prefixes_keeps_its_budget_of_driver_calls() -> Result<()> {
-    let Some(layer) = layer(true)? else {
-        return Ok(());
-    };
-    assert!(layer.launches <= 48, "{layer:?}");
-    assert!(layer.products <= 21, "{layer:?}");
-    assert_eq!(layer.copies_to_device, 0, "{layer:?}");
-    assert_eq!(layer.memsets, 0, "{layer:?}");
     Ok(())
 }
 
