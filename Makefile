@@ -4,6 +4,8 @@ CARGO ?= cargo
 SEED ?= 0
 DATA ?= data
 SECONDS ?= 60
+# The random cases of the tests. Another number draws others.
+export PROPTEST_RNG_SEED ?= 0
 
 .PHONY: help demo demo-short demo-llm eval-llm model test test-model examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
