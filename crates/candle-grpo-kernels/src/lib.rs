@@ -67,6 +67,7 @@ mod device;
 mod draw_tokens;
 mod embedding;
 mod gradient_norm;
+mod head_transform;
 mod linear_log_prob;
 mod linear_rows;
 mod log_prob;
@@ -85,12 +86,12 @@ pub use device::cuda_device;
 pub use draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use embedding::{add_embedding_gradient, embedding};
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
+pub use head_transform::{HeadNorms, HeadTransform};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
 pub use linear_rows::linear_rows;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
 pub use paged_attention::{
-    HeadNorms, HeadTransform, KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow,
-    paged_attention,
+    KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
 };
 pub use precision::arithmetic_dtype;
 pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};

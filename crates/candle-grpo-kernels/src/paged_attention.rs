@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType, bail};
 
 use crate::cpu::{with_element, with_floats};
-use crate::{check, composed, cpu, path, rms_norm, rope};
+use crate::{HeadTransform, check, composed, cpu, path};
 
 /// Positions of a page: a multiple of every vector width.
 pub const PAGE: usize = 16;
@@ -124,45 +124,6 @@ impl<'a> PagedBatch<'a> {
     }
 }
 
-/// The operations on each head of queries and keys before attention, the norms first.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct HeadTransform<'a> {
-    /// The RMSNorms of the heads.
-    pub norms: Option<HeadNorms<'a>>,
-    /// Cosines and sines of the rotation, `[N, head_dim / 2]` each; see [`rope`].
-    pub angles: Option<[&'a Tensor; 2]>,
-}
-
-/// The RMSNorms of the heads of queries and keys; see [`rms_norm`].
-#[derive(Debug, Clone, Copy)]
-pub struct HeadNorms<'a> {
-    /// The weights `[head_dim]` for queries and for keys.
-    pub weights: [&'a Tensor; 2],
-    /// The epsilon of both.
-    pub epsilon: f64,
-}
-
-#[cfg(feature = "cuda")]
-impl HeadTransform<'_> {
-    /// Returns whether all tensors are as the kernel takes them for `n` rows. The others are errors
-    /// of [`rms_norm`] and [`rope`].
-    fn fits(&self, n: usize, values: &Tensor) -> Result<bool> {
-        let head_dim = values.dim(3)?;
-        let here = |x: &Tensor| x.device().same_device(values.device());
-        let norms = self.norms.is_none_or(|norms| {
-            let fits =
-                |w: &Tensor| w.dims() == [head_dim] && w.dtype() == values.dtype() && here(w);
-            norms.epsilon > 0.0 && norms.epsilon.is_finite() && norms.weights.into_iter().all(fits)
-        });
-        let angles = self.angles.is_none_or(|angles| {
-            let fits =
-                |x: &Tensor| x.dims() == [n, head_dim / 2] && x.dtype() == DType::F32 && here(x);
-            head_dim.is_multiple_of(2) && angles.into_iter().all(fits)
-        });
-        Ok(norms && angles)
-    }
-}
-
 impl KeyValuePages {
     /// Returns pages of zeros. On the CPU the system allocates a page when it is first written.
     ///
@@ -262,7 +223,7 @@ impl KeyValuePages {
     ///
     /// # Errors
     ///
-    /// Fails as [`Self::write`], [`rms_norm`] and [`rope`].
+    /// Fails as [`Self::write`] and [`HeadTransform::apply`].
     pub fn write_transformed(
         &self,
         [query, key, value]: [&Tensor; 3],
@@ -278,22 +239,10 @@ impl KeyValuePages {
             let rotated = crate::cuda::paged_attention::write(self, queries, key, value, batch)?;
             return Ok(rotated.unwrap_or_else(|| query.clone()));
         }
-        let norm_weights = transform
-            .norms
-            .map_or([None; 2], |norms| norms.weights.map(Some));
-        let transformed = |x: &Tensor, norm_weight: Option<&Tensor>| {
-            let mut y = x.clone();
-            if let (Some(weight), Some(norms)) = (norm_weight, transform.norms) {
-                let heads = x.reshape((x.dim(0)?, (), weight.elem_count()))?;
-                y = rms_norm(&heads, &weight.detach(), norms.epsilon)?.reshape(x.shape())?;
-            }
-            match transform.angles {
-                Some([cos, sin]) => rope(&y, &cos.detach(), &sin.detach()),
-                None => Ok(y),
-            }
-        };
-        self.write(&transformed(key, norm_weights[1])?, value, batch)?;
-        transformed(query, norm_weights[0])
+        // A head norm may have a variable.
+        let [query, key] = transform.apply([query, key])?.map(|heads| heads.detach());
+        self.write(&key, value, batch)?;
+        Ok(query)
     }
 
     fn check_write(&self, key: &Tensor, value: &Tensor, batch: &PagedBatch) -> Result<()> {

@@ -6,7 +6,8 @@ use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::in_place::write as write_in_place;
 use super::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
-use crate::paged_attention::{HeadTransform, KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
+use crate::HeadTransform;
+use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
 
 /// Maximum width of a head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;

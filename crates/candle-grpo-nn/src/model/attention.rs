@@ -74,30 +74,14 @@ impl Attention {
 
     /// `[N, hidden]` to `[N, hidden]`.
     pub(crate) fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
-        let mut query_key_value =
+        let projected =
             Linear::forward_all([&self.query, &self.key, &self.value], x, pass.products())?;
-        let mut before_norm = None;
-        let transform = self.transform(pass);
-        let (mixed, log_sums) =
-            match pass.attend_to_cache(self.layer, &query_key_value, &transform, self.scale)? {
-                Some(mixed) => (mixed, None),
-                None => {
-                    let [mut query, mut key, value] = query_key_value;
-                    if let Some(norms) = &self.head_norms {
-                        let normed = norms.query.forward(&self.heads(&query)?)?;
-                        let normed_key = norms.key.forward(&self.heads(&key)?)?;
-                        let (width, key_width) = (query.shape().clone(), key.shape().clone());
-                        before_norm = Some((query, key));
-                        (query, key) = (normed.reshape(width)?, normed_key.reshape(key_width)?);
-                    }
-                    if self.rotates {
-                        query = pass.angles.rotate(&query)?;
-                        key = pass.angles.rotate(&key)?;
-                    }
-                    query_key_value = [query, key, value];
-                    pass.attend(self.layer, &query_key_value)?
-                }
-            };
+        let before_norm = self
+            .head_norms
+            .is_some()
+            .then(|| (projected[0].clone(), projected[1].clone()));
+        let (query_key_value, mixed, log_sums) =
+            pass.attend(self.layer, projected, &self.transform(pass), self.scale)?;
         let y = self.output.forward(&mixed, pass.products())?;
         let record = AttentionRecord {
             before_norm,

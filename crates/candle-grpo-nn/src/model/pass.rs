@@ -50,57 +50,51 @@ impl Pass<'_> {
         }
     }
 
-    /// Attention of block `layer`, `[N, heads * head_dim]`, and its log-sums for
-    /// [`Self::attend_backward`], which needs them on CUDA only.
+    /// Attention of block `layer`, from heads before `transform`. Returns the heads that
+    /// [`Self::attend_backward`] needs, the result `[N, heads * head_dim]`, and its log-sums, which
+    /// the backward pass needs on CUDA only.
     pub(crate) fn attend(
         &self,
         layer: usize,
-        x: &QueryKeyValue,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+        x: QueryKeyValue,
+        transform: &HeadTransform,
+        scale: f64,
+    ) -> Result<(QueryKeyValue, Tensor, Option<Tensor>)> {
         match self.context {
-            Context::Sequences {
-                attention,
-                shared: None,
-            } => attention.forward(x.each_ref()),
-            Context::Sequences {
-                attention,
-                shared: Some(shared),
-            } => {
-                let (y, log_sums) = attention.forward(shared.all_to_tokens(x)?.each_ref())?;
-                Ok((shared.to_rows(&y)?, log_sums))
+            Context::Sequences { attention, shared } => {
+                let x = transformed(x, transform)?;
+                let (y, log_sums) = match shared {
+                    None => attention.forward(x.each_ref())?,
+                    Some(shared) => {
+                        let (y, log_sums) =
+                            attention.forward(shared.all_to_tokens(&x)?.each_ref())?;
+                        (shared.to_rows(&y)?, log_sums)
+                    }
+                };
+                Ok((x, y, log_sums))
             }
-            Context::Cache { .. } => bail!("a pass with a cache transforms the heads too"),
+            Context::Cache { cache, batch } => {
+                let pages = cache.layer(layer);
+                let query = pages.write_transformed(x.each_ref(), batch, transform)?;
+                let y = paged_attention(&query, pages, batch, scale)?;
+                Ok((x, y, None))
+            }
             Context::Prompts {
                 cache,
                 batch,
                 attention,
             } => {
                 // A head norm may have a variable.
-                let x = x.each_ref().map(Tensor::detach);
+                let x = transformed(x, transform)?.map(|heads| heads.detach());
                 cache.layer(layer).write(&x[1], &x[2], batch)?;
-                Ok((attention.forward(x.each_ref())?.0, None))
+                let (y, _) = attention.forward(x.each_ref())?;
+                Ok((x, y, None))
             }
         }
     }
 
-    /// Attention of block `layer` to a cache, from heads before `transform`. `None` without a
-    /// cache.
-    pub(crate) fn attend_to_cache(
-        &self,
-        layer: usize,
-        [query, key, value]: &QueryKeyValue,
-        transform: &HeadTransform,
-        scale: f64,
-    ) -> Result<Option<Tensor>> {
-        let Context::Cache { cache, batch } = self.context else {
-            return Ok(None);
-        };
-        let pages = cache.layer(layer);
-        let query = pages.write_transformed([query, key, value], batch, transform)?;
-        paged_attention(&query, pages, batch, scale).map(Some)
-    }
-
-    /// The gradients of `x` from the results of [`Self::attend`] and the gradient of the first.
+    /// The gradients of `x`, the heads of [`Self::attend`], from its other results and the gradient
+    /// of `mixed`.
     pub(crate) fn attend_backward(
         &self,
         x: &QueryKeyValue,
@@ -122,4 +116,13 @@ impl Pass<'_> {
             &shared.to_rows_gradient(gradient)?,
         )?)
     }
+}
+
+/// Transforms the heads of query and key.
+fn transformed(
+    [query, key, value]: QueryKeyValue,
+    transform: &HeadTransform,
+) -> Result<QueryKeyValue> {
+    let [query, key] = transform.apply([&query, &key])?;
+    Ok([query, key, value])
 }

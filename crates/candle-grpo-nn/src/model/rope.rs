@@ -1,7 +1,7 @@
 //! Rotary position embedding.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{arithmetic_dtype, rope, rope_angles, rope_gradient};
+use candle_grpo_kernels::{arithmetic_dtype, rope_angles, rope_gradient};
 
 use crate::DecoderConfig;
 
@@ -48,12 +48,7 @@ impl RopeAngles {
         [&self.cos, &self.sin]
     }
 
-    /// Rotates the heads of `[N, heads * head_dim]`.
-    pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
-        rope(x, &self.cos, &self.sin)
-    }
-
-    /// Returns the gradient of `x` from that of [`Self::rotate`].
+    /// Returns the gradient of `[N, heads * head_dim]` from that of the rotated heads.
     pub(crate) fn rotate_back(&self, gradient: &Tensor) -> Result<Tensor> {
         rope_gradient(&self.cos, &self.sin, gradient)
     }
