@@ -96,12 +96,15 @@ impl Decoder {
             },
         };
         let x = self.embed(&ids_and_positions.get(0)?)?.detach();
-        let [mut x, mut change] = self.run_blocks(x, &pass)?;
+        let (mut x, mut change) = self.run_blocks(x, &pass)?;
         if n > last.len() {
             let last = Tensor::new(last, device)?;
-            (x, change) = (x.index_select(&last, 0)?, change.index_select(&last, 0)?);
+            x = x.index_select(&last, 0)?;
+            change = change
+                .map(|change| change.index_select(&last, 0))
+                .transpose()?;
         }
-        let hidden = self.norm(&x, &change)?.detach();
+        let hidden = self.norm(&x, change.as_ref())?.detach();
         Ok(linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0))
     }
 

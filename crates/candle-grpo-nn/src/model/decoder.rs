@@ -97,8 +97,8 @@ impl Decoder {
 
     fn forward(&self, input: &Input) -> Result<Tensor> {
         let x = self.embed(&input.ids)?;
-        let [x, change] = self.run_blocks(x, &input.pass())?;
-        self.norm(&x, &change)
+        let (x, change) = self.run_blocks(x, &input.pass())?;
+        self.norm(&x, change.as_ref())
     }
 
     /// The rows `[N, H]` of the embedding of `ids` `[N]`.
@@ -106,20 +106,20 @@ impl Decoder {
         embedding(ids, &self.embedding.tensor)
     }
 
-    /// `[N, H]` through all blocks, to two tensors whose sum is the result.
-    pub(crate) fn run_blocks(&self, x: Tensor, pass: &Pass) -> Result<[Tensor; 2]> {
+    /// `[N, H]` through all blocks, to two tensors whose sum is the result. Without blocks there is
+    /// no second tensor.
+    pub(crate) fn run_blocks(&self, x: Tensor, pass: &Pass) -> Result<(Tensor, Option<Tensor>)> {
         let (mut x, mut change) = (x, None);
         for block in &self.blocks {
             let ([sum, y], _) = block.forward(&x, change.as_ref(), pass)?;
             (x, change) = (sum, Some(y));
         }
-        let change = change.map_or_else(|| x.zeros_like(), Ok)?;
-        Ok([x, change])
+        Ok((x, change))
     }
 
     /// The final norm of `x + change`.
-    pub(crate) fn norm(&self, x: &Tensor, change: &Tensor) -> Result<Tensor> {
-        Ok(self.norm.forward_sum(x, Some(change))?.1)
+    pub(crate) fn norm(&self, x: &Tensor, change: Option<&Tensor>) -> Result<Tensor> {
+        Ok(self.norm.forward_sum(x, change)?.1)
     }
 
     /// The matrix `[V, H]` of the output layer; the embedding when tied.
