@@ -2,13 +2,14 @@
 
 use std::env;
 use std::io::{Write, stdout};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::Device;
 use candle_grpo::run::model_path;
 use candle_grpo::train::Pretrained;
 
 use super::exit::Exit;
+use super::output::resolved;
 
 /// Writes the model at `from` to a Hugging Face folder in f32 at `to`. `from` is a GGUF file, a
 /// Hugging Face folder, or the folder of a run.
@@ -70,25 +71,5 @@ fn check_folder(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
             foreign.strip_prefix(to).unwrap_or(&foreign).display()
         )),
         Ok(None) => Ok(()),
-    }
-}
-
-/// Returns `path` without links and dots. Its end need not exist.
-fn resolved(path: &Path) -> Result<PathBuf, Exit> {
-    let absolute = std::path::absolute(path)?;
-    let mut existing = absolute.as_path();
-    let mut rest = Vec::new();
-    loop {
-        if let Ok(mut resolved) = existing.canonicalize() {
-            resolved.extend(rest.iter().rev());
-            return Ok(resolved);
-        }
-        match (existing.parent(), existing.file_name()) {
-            (Some(parent), Some(name)) => {
-                rest.push(name);
-                existing = parent;
-            }
-            _ => return Ok(absolute),
-        }
     }
 }

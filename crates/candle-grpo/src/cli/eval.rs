@@ -22,12 +22,14 @@ pub(super) fn eval(
     force: bool,
     quiet: bool,
 ) -> Result<(), Exit> {
-    if let Some(out) = out {
-        output::check(out, force, is_answer)?;
-    }
     let mut run = load::config(file, |roll| load::warn_of_keys(file, roll))?;
     if let Some(path) = model {
         run.model.path = path;
+    }
+    if let Some(out) = out {
+        let mut inputs = run.inputs();
+        inputs.extend([file.to_path_buf(), run.run_dir.clone()]);
+        output::check(out, force, &inputs, is_answer)?;
     }
     let console = Console::new(quiet);
     console.stop_when_asked();

@@ -110,7 +110,7 @@ struct EvalArguments {
     /// Write the answers to this file as JSON lines.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Replace a file of --out that does not hold answers.
+    /// Replace a file of --out that does not hold answers, unless this command or the run reads it.
     #[arg(long, requires = "out")]
     force: bool,
     /// Log warnings only, and show no progress.
@@ -126,7 +126,7 @@ struct ReportArguments {
     /// The file to write.
     #[arg(short, long, value_name = "FILE", default_value = "report.html")]
     out: PathBuf,
-    /// Replace a file that is not a page of this command.
+    /// Replace a file that is not a page of this command, unless it is in the folder of a run.
     #[arg(long)]
     force: bool,
 }

@@ -2,17 +2,19 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_grpo::nn::atomic_file;
 
 use super::exit::Exit;
 
 /// Returns an error unless `path` is free, `force` is given, or the first line of the file there is
-/// one that this command writes.
+/// one that this command writes. A file of `inputs` is never replaced, and one in a folder of
+/// `inputs` only if this command wrote it.
 pub(super) fn check(
     path: &Path,
     force: bool,
+    inputs: &[PathBuf],
     is_own: impl FnOnce(&str) -> bool,
 ) -> Result<(), Exit> {
     let refuse = |reason: &str| Err(Exit::Config(format!("{}: {reason}", path.display())));
@@ -28,17 +30,44 @@ pub(super) fn check(
         Err(error) => return refuse(&error.to_string()),
     };
     let mut line = String::new();
-    let own = match BufReader::new(file).read_line(&mut line) {
-        // Nothing is lost with an empty file.
-        Ok(_) => line.is_empty() || is_own(&line),
-        Err(_) => false,
-    };
-    if own || force {
+    let is_read = BufReader::new(file).read_line(&mut line).is_ok();
+    let own = is_read && is_own(&line);
+    let place = resolved(path)?;
+    for input in inputs {
+        if place.starts_with(resolved(input)?) && !(own && input.is_dir()) {
+            return refuse(&format!(
+                "exists already and belongs to the input {}; choose another file",
+                input.display()
+            ));
+        }
+    }
+    // Nothing is lost with an empty file.
+    if own || force || is_read && line.is_empty() {
         return Ok(());
     }
     refuse(
         "exists already and was not written by this command; choose another file or give --force",
     )
+}
+
+/// Returns `path` without links and dots. Its end need not exist.
+pub(super) fn resolved(path: &Path) -> Result<PathBuf, Exit> {
+    let absolute = std::path::absolute(path)?;
+    let mut existing = absolute.as_path();
+    let mut rest = Vec::new();
+    loop {
+        if let Ok(mut resolved) = existing.canonicalize() {
+            resolved.extend(rest.iter().rev());
+            return Ok(resolved);
+        }
+        match (existing.parent(), existing.file_name()) {
+            (Some(parent), Some(name)) => {
+                rest.push(name);
+                existing = parent;
+            }
+            _ => return Ok(absolute),
+        }
+    }
 }
 
 /// Writes `bytes` to the file at `path`, which is then whole or as it was.

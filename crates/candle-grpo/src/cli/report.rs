@@ -10,7 +10,7 @@ use super::output;
 
 /// Writes a page about the runs in `folders` to `out`.
 pub(super) fn report(folders: &[PathBuf], out: &Path, force: bool) -> Result<(), Exit> {
-    output::check(out, force, |line| line.trim_end() == REPORT_START)?;
+    output::check(out, force, folders, |line| line.trim_end() == REPORT_START)?;
     let mut runs = Vec::new();
     for folder in folders {
         let run = Run::read(folder).map_err(|error| Exit::Data(format!("{error:#}")))?;

@@ -277,13 +277,7 @@ impl RunConfig {
             let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
             return Err(Problem::at("run_dir", message));
         }
-        let (data, held_out) = (&self.data.train, &self.data.held_out);
-        let template = self.model.chat_template.iter();
-        let read = std::iter::once(("model", &self.model.path))
-            .chain(template.map(|path| ("model.chat_template", path)))
-            .chain(data.iter().map(|path| ("data.train", path)))
-            .chain(held_out.iter().map(|path| ("data.held_out", path)));
-        for (key, path) in read {
+        for (key, path) in self.named_inputs() {
             if is_within(path, &self.run_dir) {
                 return Err(Problem::at(
                     key,
@@ -296,6 +290,23 @@ impl RunConfig {
             }
         }
         Ok(())
+    }
+
+    fn named_inputs(&self) -> impl Iterator<Item = (&'static str, &PathBuf)> {
+        let (data, held_out) = (&self.data.train, &self.data.held_out);
+        let template = self.model.chat_template.iter();
+        std::iter::once(("model", &self.model.path))
+            .chain(template.map(|path| ("model.chat_template", path)))
+            .chain(data.iter().map(|path| ("data.train", path)))
+            .chain(held_out.iter().map(|path| ("data.held_out", path)))
+    }
+
+    /// Returns the paths that a run reads: the model, the data, and the files of the rewards.
+    pub fn inputs(&self) -> Vec<PathBuf> {
+        let named = self.named_inputs().map(|(_, path)| path.clone());
+        named
+            .chain(self.rewards.iter().flat_map(RewardConfig::files))
+            .collect()
     }
 
     /// Checks that the programs, scripts and folders that the rewards name are there.

@@ -278,6 +278,51 @@ fn report_replaces_its_own_pages_alone() {
     refused(&folders, 3, "run: is a folder");
 }
 
+/// `--force` does not extend to what a command reads. A link is what it leads to.
+#[test]
+fn report_and_eval_never_replace_their_inputs() {
+    let folder = finished();
+    let path = folder.path();
+    let one = serde_json::json!({"prompt": "ab", "completion": "c", "finish_reason": "stop"});
+    let answers = format!("{one}\n{}\n", one.to_string().replace("ab", "cd"));
+    fs::write(path.join("held_out.jsonl"), answers).unwrap();
+    fs::write(path.join("run/evaluations.jsonl"), "").unwrap();
+    let config = fs::read_to_string(path.join("run.yaml")).unwrap();
+    let config = config.replace("held_out_rows: 4", "held_out: held_out.jsonl");
+    fs::write(path.join("run.yaml"), config).unwrap();
+    #[cfg(unix)]
+    std::os::unix::fs::symlink("run/metrics.jsonl", path.join("link")).unwrap();
+    let before = files(path);
+    for out in [
+        "run/metrics.jsonl",
+        "run/evaluations.jsonl",
+        "run/../run/config.json",
+        "run/checkpoints/step-000003/model.safetensors",
+        #[cfg(unix)]
+        "link",
+    ] {
+        let report = grpo(path, &["report", "run", "--force", "-o", out]);
+        refused(&report, 3, "belongs to the input run;");
+        let eval = grpo(path, &["eval", "run.yaml", "--force", "--out", out]);
+        refused(&eval, 3, "belongs to the input run;");
+    }
+    for out in [
+        "run.yaml",
+        "data.jsonl",
+        "held_out.jsonl",
+        "model/config.json",
+    ] {
+        let eval = grpo(path, &["eval", "run.yaml", "--force", "--out", out]);
+        refused(&eval, 3, "exists already and belongs to the input ");
+    }
+    assert_eq!(files(path), before);
+    // A page of this command is no input, wherever it is.
+    for _ in 0..2 {
+        let report = grpo(path, &["report", "run", "-o", "run/report.html"]);
+        assert_eq!(report.status.code(), Some(0), "{}", said(&report));
+    }
+}
+
 #[test]
 fn eval_replaces_its_own_answers_alone() {
     let folder = finished();
