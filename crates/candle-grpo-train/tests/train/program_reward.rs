@@ -155,12 +155,34 @@ fn a_program_that_takes_too_long_is_killed_with_its_children() {
     let began = Instant::now();
     let error = error(&reward, &["a"]);
     assert!(
-        error.contains("0 of 1 scores after 0.5 seconds, the limit; does it flush every line"),
+        error.contains("0 of 1 scores after 0.5 seconds, the limit; it must answer each line"),
         "{error}"
     );
     assert!(began.elapsed() < Duration::from_secs(60));
     let pid: u32 = fs::read_to_string(pid).unwrap().trim().parse().unwrap();
     assert!(ends(pid), "the process {pid} that it started still runs");
+}
+
+#[test]
+fn a_program_that_reads_all_its_input_first_is_told_to_answer_each_line() {
+    let reward = program("cat > /dev/null; echo 1; echo 1", 0.5, 0);
+    let error = error(&reward, &["a", "b"]);
+    for words in [
+        "0 of 2 scores after 0.5 seconds, the limit",
+        "it must answer each line when it comes, not at the end of its input",
+        "does it flush every line",
+    ] {
+        assert!(error.contains(words), "{words:?} in {error}");
+    }
+}
+
+#[test]
+fn a_program_that_answers_one_line_and_ends_is_told_to_go_on() {
+    let error = error(&program("read -r line; echo 1", 20., 0), &["a", "b"]);
+    assert!(
+        error.contains("ended after 1 of 2 scores; it must answer every line until its input ends"),
+        "{error}"
+    );
 }
 
 /// Returns true if the process ends within a few seconds, reaped by its parent or not.

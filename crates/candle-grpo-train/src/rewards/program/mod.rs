@@ -72,8 +72,8 @@ impl ProgramConfig {
 /// (their number) and `columns`. An answer is a number, or an object with the number at `score`.
 /// Answers come in the order of the requests, or echo the `id` of the request, in any order.
 ///
-/// The program must flush each line, write nothing else to stdout, and end when its input does. It
-/// ends with this process too, even if that is killed.
+/// The program must answer each line when it comes, flush each answer, write nothing else to
+/// stdout, and end when its input does. It ends with this process too, even if that is killed.
 ///
 /// A program that echoes ids is started once and keeps running between batches. Without ids an
 /// additional line would shift the scores after it, and its time of arrival does not show that. So

@@ -157,7 +157,10 @@ impl Process {
                 Ok(Err(error)) => error,
                 Err(RecvTimeoutError::Disconnected) => "ended".to_owned(),
             };
-            let error = anyhow!("{ended} after {answered} of {} scores", samples.len());
+            let error = anyhow!(
+                "{ended} after {answered} of {} scores; it must answer every line until its input ends",
+                samples.len()
+            );
             return Err(Failure::Ended(error));
         }
         self.ensure_silent().map_err(Failure::Wrong)?;
@@ -305,8 +308,9 @@ const NOT_ENDED: &str = "all scores are there, but the output goes on after the 
 
 fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
     anyhow!(
-        "{answered} of {of} scores after {} seconds, the limit; does it flush every line (in Python \
-         print(score, flush=True)), and is time_limit_seconds enough?",
+        "{answered} of {of} scores after {} seconds, the limit; it must answer each line when it comes, \
+         not at the end of its input; does it flush every line (in Python print(score, flush=True)), \
+         and is time_limit_seconds enough?",
         limit.as_secs_f64()
     )
 }
