@@ -36,6 +36,7 @@ impl Asking {
     }
 
     fn question_of_columns(&self, columns: &Value) -> Result<Question> {
+        self.refuse_media(columns)?;
         let text = |name: &str| columns.get(name).and_then(Value::as_str);
         if let Some(template) = &self.prompt {
             return self.ask(template.fill(columns)?, true);
@@ -76,6 +77,26 @@ impl Asking {
         bail!(
             "no column \"prompt\", \"messages\" or \"question\" among {names:?}: name columns with data.prompt{example}"
         )
+    }
+
+    /// Refuses a row with a column such as `images` that the prompt leaves out.
+    fn refuse_media(&self, columns: &Value) -> Result<()> {
+        let is_left_out = |name: &str| {
+            let template = self.prompt.as_ref();
+            !template.is_some_and(|template| template.has_column(name))
+        };
+        let is_empty = |value: &Value| match value {
+            Value::Array(items) => items.iter().all(Value::is_null),
+            value => value.is_null() || value == "",
+        };
+        for (name, value) in columns.as_object().into_iter().flatten() {
+            let is_media = MEDIA.contains(&name.to_lowercase().as_str());
+            if is_media && !is_empty(value) && is_left_out(name) {
+                let must = "be absent or a part of data.prompt: only text is supported";
+                return Err(Invalid::new("content", format!("column {name:?}"), must).into());
+            }
+        }
+        Ok(())
     }
 
     /// A text as a question: a message if `chat` is true, whose default is `is_chat`.
@@ -164,6 +185,17 @@ fn with_text_content(message: &Value) -> Result<Value> {
 fn not_text(content: impl std::fmt::Display) -> anyhow::Error {
     Invalid::new("content", content, "be text: only text is supported").into()
 }
+
+/// The usual names of columns of content that is not text.
+const MEDIA: [&str; 7] = [
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "multi_modal_data",
+];
 
 /// A column that may hold the question: a text whose name is not that of an answer.
 fn question_column(columns: &Value) -> Option<&str> {

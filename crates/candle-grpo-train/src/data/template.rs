@@ -73,6 +73,12 @@ impl Template {
         })
     }
 
+    /// Returns whether the text has a placeholder for a column.
+    pub(super) fn has_column(&self, name: &str) -> bool {
+        let is_column = |part: &Part| matches!(part, Part::Column(column) if column == name);
+        self.parts.iter().any(is_column)
+    }
+
     /// Fills in the columns of a row.
     ///
     /// # Errors

@@ -412,6 +412,50 @@ fn multimodal_content_is_named_and_text_parts_are_joined() {
 }
 
 #[rstest]
+#[case(json!({"prompt": "What is this?", "images": ["a.png"]}), Some("images"))]
+#[case(json!({"messages": [{"role": "user", "content": "hi"}], "Image": {"bytes": "iVBO"}}), Some("Image"))]
+#[case(json!({"question": "Who speaks?", "audio": "a.wav"}), Some("audio"))]
+#[case(json!({"prompt": "p", "video": "a.mp4"}), Some("video"))]
+#[case(json!({"prompt": "p", "multi_modal_data": {"image": ["a"]}}), Some("multi_modal_data"))]
+#[case(json!({"prompt": "p", "images": [null], "audio": null, "videos": [], "image": ""}), None)]
+#[case(json!({"prompt": "p", "image_count": 2}), None)]
+fn a_column_of_media_beside_the_prompt_is_refused(
+    #[case] row: serde_json::Value,
+    #[case] refused: Option<&str>,
+) {
+    let (_folder, path) = file(row.to_string());
+    let loaded = of(&path).load(0);
+    match refused {
+        Some(name) => assert_eq!(
+            format!("{:#}", loaded.unwrap_err()),
+            format!(
+                "{}:1: content: column {name:?}, must be absent or a part of data.prompt: only text is supported",
+                path.display()
+            )
+        ),
+        None => assert_eq!(loaded.unwrap().train.len(), 1),
+    }
+}
+
+#[test]
+fn a_column_of_media_in_the_template_of_the_prompt_is_text() {
+    let (_folder, path) = file(json!({"image": "a.png", "n": 1}).to_string());
+    let load = |prompt: &str| {
+        let config = DatasetConfig {
+            prompt: Some(prompt.to_owned()),
+            ..of(&path)
+        };
+        config.load(0).map(|dataset| questions(&dataset))
+    };
+    assert_eq!(load("Open {image}").unwrap(), [user("Open a.png")]);
+    let error = format!("{:#}", load("Open {n}").unwrap_err());
+    assert!(
+        error.contains("column \"image\", must be absent"),
+        "{error}"
+    );
+}
+
+#[rstest]
 #[case(json!({"answer": "4", "problem": "2 + 2?"}), Some("{problem}"))]
 #[case(json!({"Answer": "4", "id": 7, "words": "2 + 2?"}), Some("{words}"))]
 #[case(json!({"answer": "4", "gold_solution": "2 + 2 = 4"}), None)]

@@ -792,12 +792,17 @@ fn check_refuses_content_that_is_not_text() {
     let content =
         r#"[{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": "a.png"}]"#;
     let row = format!(r#"{{"messages": [{{"role": "user", "content": {content}}}], "answer": 1}}"#);
-    let folder = folder(CONFIG, &format!("{row}\n{row}\n"));
-    for command in ["check", "train"] {
-        fails(
-            &grpo(folder.path(), &[command, "run.yaml"]),
-            3,
+    let beside = r#"{"prompt": "ab", "images": ["a.png"], "answer": 1}"#;
+    for (row, words) in [
+        (
+            row.as_str(),
             ": column \"messages\": message 0: content: a part of type \"image_url\", must be text",
-        );
+        ),
+        (beside, ": content: column \"images\", must be absent"),
+    ] {
+        let folder = folder(CONFIG, &format!("{row}\n{row}\n"));
+        for command in ["check", "train"] {
+            fails(&grpo(folder.path(), &[command, "run.yaml"]), 3, words);
+        }
     }
 }
