@@ -216,7 +216,7 @@ impl GroupAdvantage {
         validate::finite("factor", self.factor)?;
         check_weights(self.reward_weights.as_deref())?;
         if let Some(normalize) = &self.normalize {
-            normalize.validate()?;
+            normalize.validate().map_err(|e| e.within("normalize"))?;
         }
         match self.clip {
             Some(clip) => validate::range("clip", clip),

@@ -122,12 +122,14 @@ impl TokenAdvantage {
         if self.lambda.is_some() && self.baseline != TokenBaseline::None {
             return Err(Invalid::new(
                 "baseline",
-                format_args!("{:?}", self.baseline),
-                "be None where lambda is given, as the values of the critic are the baseline",
+                "given",
+                "be none where lambda is given, as the values of the critic are the baseline",
             ));
         }
         if let TokenBaseline::OptimalToken(baseline) = &self.baseline {
-            baseline.validate()?;
+            baseline
+                .validate()
+                .map_err(|e| e.within("baseline.optimal_token"))?;
         }
         for (field, clip) in [
             ("token_reward_clip", self.token_reward_clip),
@@ -145,7 +147,7 @@ impl TokenAdvantage {
                 penalty.validate().map_err(|e| e.within(field))?;
             }
         }
-        self.whitening.validate()
+        self.whitening.validate().map_err(|e| e.within("whitening"))
     }
 
     /// The advantages from `token_rewards` `[B, T]`, which replace the rewards of the batch.

@@ -169,13 +169,13 @@ fn missing_tensors_and_invalid_sequence_stages_are_named(
 )]
 #[case(
     AdvantagePipeline::remax().map_tokens(|t| t.lambda = Some(1.)),
-    "baseline: Given, must be None where lambda is given"
+    "baseline: given, must be none where lambda is given"
 )]
 #[case(
     AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.epsilon = 0.),
-    "epsilon: 0, must be positive"
+    "whitening.epsilon: 0, must be positive"
 )]
-#[case(AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.ddof = 2), "ddof: 2, must be 0 or 1")]
+#[case(AdvantagePipeline::reinforce().map_tokens(|t| t.whitening.ddof = 2), "whitening.ddof: 2, must be 0 or 1")]
 fn missing_tensors_and_invalid_token_stages_are_named(
     #[case] pipeline: AdvantagePipeline,
     #[case] expected: &str,
@@ -392,7 +392,7 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
     AdvantagePipeline::gdpo()
         .map_sequence(|s| s.normalize = Some(Whitening { ddof: 2, ..Whitening::trl() }))
         .into_config(),
-    "sequence.ddof: 2, must be"
+    "sequence.normalize.ddof: 2, must be"
 )]
 #[case(
     AdvantagePipeline::remax().map_tokens(|t| t.token_reward_clip = Some(-1.)).into_config(),
@@ -430,7 +430,7 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
             });
         })
         .into_config(),
-    "tokens.epsilon: 0, must be positive"
+    "tokens.baseline.optimal_token.epsilon: 0, must be positive"
 )]
 fn configurations_are_checked_without_a_batch(
     #[case] config: AdvantageConfig,

@@ -188,8 +188,7 @@ impl DecoderConfig {
                 &format!("be false for model_type {:?}", self.model_type),
             )?;
         }
-        self.rope_scaling.validate()?;
-        Ok(())
+        Ok(self.rope_scaling.validate("rope_scaling")?)
     }
 
     /// Returns whether the query, key and value projections have a bias. That of the output

@@ -61,10 +61,11 @@ fn default_beta_slow() -> f64 {
 }
 
 impl RopeScaling {
-    /// Checks that the fields describe frequencies. The error names the first one that does not.
-    pub(crate) fn validate(&self) -> Checked {
+    /// Checks that the fields, which lie in `section`, describe frequencies. The error names the
+    /// first one that does not.
+    pub(crate) fn validate(&self, section: &str) -> Checked {
         self.check_fields()
-            .map_err(|invalid| invalid.within("rope_scaling"))
+            .map_err(|invalid| invalid.within(section))
     }
 
     fn check_fields(&self) -> Checked {
@@ -242,7 +243,7 @@ mod tests {
             ),
         ] {
             let scaling: RopeScaling = serde_json::from_str(scaling).unwrap();
-            let error = scaling.validate().unwrap_err().to_string();
+            let error = scaling.validate("rope_scaling").unwrap_err().to_string();
             assert!(error.starts_with(words), "{error}");
         }
     }

@@ -174,15 +174,16 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
     let known: &[&str] = match rope_type.as_str() {
         Some("default") => &[],
         Some("linear") => &["factor"],
-        Some("llama3") => &[
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        ],
+        Some("llama3") => &["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
         Some("yarn") => {
             // The default of transformers.
             if let (false, Some(longest)) = (rope.contains_key(ORIGINAL), longest) {
+                if !longest.is_u64() {
+                    bail!(
+                        "max_position_embeddings: {longest}, must be {}",
+                        json::kind("usize")
+                    );
+                }
                 rope.insert(ORIGINAL.to_owned(), longest.clone());
             }
             &[
@@ -201,13 +202,23 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
         let one = name == "partial_rotary_factor" && value.as_f64() == Some(1.0);
         // Rounding of YaRN's boundaries to whole pairs, which false disables.
         let truncated = name == "truncate" && *value == json!(true);
-        if !(one || truncated || known.contains(&name.as_str())) {
+        let is_known = known.contains(&name.as_str());
+        if !(one || truncated || is_known) {
             bail!("{key}.{name}: {value}, must be absent with rope_type {rope_type}");
+        }
+        let (fits, kind) = match name.as_str() {
+            ORIGINAL => (value.is_u64(), "usize"),
+            _ => (value.is_number(), "f64"),
+        };
+        if is_known && !fits {
+            bail!("{key}.{name}: {value}, must be {}", json::kind(kind));
         }
     }
     rope.insert("rope_type".to_owned(), rope_type);
+    // What is left to be wrong is the absence of a key, which the error begins with.
     let scaling: RopeScaling =
-        json::typed(&Value::Object(rope)).map_err(|error| Error::msg(format!("{key}: {error}")))?;
+        json::typed(&Value::Object(rope)).map_err(|error| Error::msg(format!("{key}.{error}")))?;
+    scaling.validate(key)?;
     serde_json::to_value(scaling).map_err(Error::wrap)
 }
 
@@ -376,6 +387,31 @@ mod tests {
         "rope_scaling.mscale: 1.0"
     )]
     #[case(json!({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}), "rope_scaling.factor: 0.5")]
+    #[case(
+        json!({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}),
+        "rope_parameters.factor: 0.5, must be finite and at least 1"
+    )]
+    #[case(
+        json!({"rope_scaling": {"rope_type": "linear", "factor": "8"}}),
+        "rope_scaling.factor: \"8\", must be a number"
+    )]
+    #[case(
+        json!({"rope_parameters": {"rope_type": "yarn", "factor": 8, "beta_slow": [1]}}),
+        "rope_parameters.beta_slow: [1], must be a number"
+    )]
+    #[case(
+        json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": -8192}}),
+        "rope_scaling.original_max_position_embeddings: -8192, must be a whole number, at least 0"
+    )]
+    #[case(
+        json!({"rope_scaling": {"rope_type": "linear"}}),
+        "rope_scaling.factor: absent, must be given"
+    )]
+    #[case(
+        json!({"max_position_embeddings": "32", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        "max_position_embeddings: \"32\", must be a whole number, at least 0"
+    )]
     #[case(json!({"use_sliding_window": true}), "use_sliding_window: true")]
     #[case(json!({"sliding_window": 4096}), "sliding_window: 4096")]
     #[case(json!({"layer_types": ["sliding_attention"]}), "layer_types: \"sliding_attention\"")]

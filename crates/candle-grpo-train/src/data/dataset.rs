@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
+use candle_grpo_core::validate::{at_least_one, check};
 use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -79,19 +80,23 @@ impl DatasetConfig {
     ///
     /// If keys contradict each other or a template is not valid.
     pub fn validate(&self) -> Result<()> {
-        ensure!(
+        check(
             !self.train.is_empty(),
-            "train: absent, must be a file of JSON lines or several"
-        );
-        ensure!(
+            "train",
+            "absent",
+            "be a file of JSON lines or several",
+        )?;
+        check(
             self.held_out.is_empty() || self.held_out_rows.is_none(),
-            "held_out_rows: given together with held_out, must be one of them"
-        );
+            "held_out_rows",
+            "given",
+            "be absent with held_out",
+        )?;
         for (name, value) in [
             ("held_out_rows", self.held_out_rows),
             ("max_rows", self.max_rows),
         ] {
-            ensure!(value != Some(0), "{name}: 0, must be at least 1");
+            at_least_one(name, value.unwrap_or(1))?;
         }
         self.asking()?;
         self.prefill()?;
@@ -99,9 +104,8 @@ impl DatasetConfig {
     }
 
     fn asking(&self) -> Result<Asking> {
-        let prompt = self.prompt.as_deref().map(Template::new).transpose();
         Ok(Asking {
-            prompt: prompt.context("prompt")?,
+            prompt: template("prompt", self.prompt.as_deref())?,
             system: self.system.clone(),
             chat: self.chat,
             cut_answer: self.cut_answer,
@@ -109,8 +113,7 @@ impl DatasetConfig {
     }
 
     fn prefill(&self) -> Result<Option<Template>> {
-        let prefill = self.prefill.as_deref().map(Template::new).transpose();
-        prefill.context("prefill")
+        template("prefill", self.prefill.as_deref())
     }
 
     /// Reads the files. `seed` decides which rows are held out.
@@ -151,6 +154,10 @@ impl DatasetConfig {
     }
 }
 
+fn template(field: &str, text: Option<&str>) -> Result<Option<Template>> {
+    text.map(|text| Template::parse(field, text)).transpose()
+}
+
 /// The rows without `count` of them, and these.
 fn split(rows: Vec<Row>, count: usize, seed: u64) -> Result<(Vec<Row>, Vec<Row>)> {
     let mut is_held_out = vec![false; rows.len()];
@@ -178,13 +185,13 @@ impl Dataset {
         };
         ensure!(
             trained.len() > 1 || !differ(&self.train),
-            "prompt: the same for all {} rows, must have the columns in which they differ",
+            "data.prompt: the same for all {} rows, must have the columns in which they differ",
             self.train.len()
         );
         let repeated = held_out.iter().filter(|row| trained.contains(row)).count();
         ensure!(
             repeated == 0 || repeated < held_out.len(),
-            "held_out: all {repeated} rows ask the same as rows of train, there must be other ones"
+            "data.held_out: all {repeated} rows ask the same as rows of train, there must be other ones"
         );
         Ok(repeated)
     }

@@ -1,6 +1,7 @@
 //! Texts with placeholders for columns.
 
 use anyhow::{Result, bail};
+use candle_grpo_core::Invalid;
 use serde_json::Value;
 
 /// A text in which `{column}` stands for a column of the row; `{{` and `}}` are braces.
@@ -34,6 +35,12 @@ impl Template {
     ///
     /// If a brace is not closed or was not opened.
     pub fn new(text: &str) -> Result<Self> {
+        Self::parse("template", text)
+    }
+
+    /// Parses the template that is the option `field`.
+    pub(super) fn parse(field: &str, text: &str) -> Result<Self> {
+        let wrong = |must: &str| Err(Invalid::new(field, format_args!("{text:?}"), must).into());
         let mut parts = Vec::new();
         let mut plain = String::new();
         let mut rest = text.chars().peekable();
@@ -49,20 +56,18 @@ impl Template {
                         match rest.next() {
                             Some('}') => break,
                             Some(c) if c != '{' => name.push(c),
-                            _ => bail!(
-                                "{text:?}: a brace is not closed (two of them are one brace of the text)"
-                            ),
+                            _ => {
+                                return wrong("close each brace (two are one brace of the text)");
+                            }
                         }
                     }
                     if name.is_empty() {
-                        bail!("{text:?}: empty braces, there must be the name of a column in them");
+                        return wrong("have the name of a column in each pair of braces");
                     }
                     parts.push(Part::Text(std::mem::take(&mut plain)));
                     parts.push(Part::Column(name));
                 }
-                '}' => bail!(
-                    "{text:?}: a brace was not opened (two of them are one brace of the text)"
-                ),
+                '}' => return wrong("open each brace (two are one brace of the text)"),
                 c => plain.push(c),
             }
         }

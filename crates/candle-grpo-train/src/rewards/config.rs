@@ -128,12 +128,15 @@ impl EnsembleOptions {
                 &format!("be one for each of {judges} judges"),
             )?;
         }
-        for (i, judge) in self.judges.iter().enumerate() {
-            judge
-                .validate()
-                .map_err(|error| within(&format!("judges[{i}]"), error))?;
-        }
-        Ok(())
+        self.each_judge(RewardKind::validate)
+    }
+
+    /// Checks each judge. An error has its path.
+    fn each_judge(&self, check: impl Fn(&RewardKind) -> Result<()>) -> Result<()> {
+        let mut judges = self.judges.iter().enumerate();
+        judges.try_for_each(|(i, judge)| {
+            check(judge).map_err(|error| within(&format!("judges[{i}]"), error))
+        })
     }
 }
 
@@ -161,10 +164,7 @@ impl RewardConfig {
     ///
     /// If one is missing.
     pub fn check_files(&self) -> Result<()> {
-        let programs = self.kind.programs();
-        programs
-            .into_iter()
-            .try_for_each(ProgramConfig::check_files)
+        self.kind.check_files()
     }
 
     /// The files that decide scores: programs and scripts.
@@ -265,6 +265,14 @@ impl RewardKind {
                 Box::new(ensemble)
             }
         })
+    }
+
+    fn check_files(&self) -> Result<()> {
+        match self {
+            Self::Program(config) => config.check_files(),
+            Self::Ensemble(options) => options.each_judge(Self::check_files),
+            _ => Ok(()),
+        }
     }
 
     fn programs(&self) -> Vec<&ProgramConfig> {

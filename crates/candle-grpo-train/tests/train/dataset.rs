@@ -211,7 +211,7 @@ fn the_held_out_split_depends_on_the_seed_alone() {
 
 #[rstest]
 #[case(DatasetConfig::default(), "train: absent")]
-#[case(DatasetConfig { held_out: vec!["b".into()], held_out_rows: Some(1), ..of(Path::new("a")) }, "held_out_rows: given together")]
+#[case(DatasetConfig { held_out: vec!["b".into()], held_out_rows: Some(1), ..of(Path::new("a")) }, "held_out_rows: given, must be absent with held_out")]
 #[case(DatasetConfig { held_out_rows: Some(0), ..of(Path::new("a")) }, "held_out_rows: 0")]
 #[case(DatasetConfig { max_rows: Some(0), ..of(Path::new("a")) }, "max_rows: 0")]
 #[case(DatasetConfig { prompt: Some("{a".into()), ..of(Path::new("a")) }, "prompt: \"{a\"")]

@@ -123,21 +123,21 @@ fn missing_programs_scripts_and_folders_are_found_without_a_start() {
     for (options, words) in [
         (
             json!({"command": ["no-such-program"]}),
-            "\"no-such-program\", there is no such program in PATH",
+            "command: \"no-such-program\", must be a program that exists in PATH",
         ),
         (
             json!({"command": ["./no-such-program"]}),
-            "there is no such program",
+            "command: \"./no-such-program\", must be a program that exists",
         ),
         #[cfg(unix)]
-        (json!({"command": [script]}), "is not executable"),
+        (json!({"command": [script]}), "must be executable"),
         (
             json!({"command": ["sh", "no-such.sh"]}),
-            "no-such.sh, there is no such file",
+            "command: no-such.sh, must be a file that exists",
         ),
         (
             json!({"command": ["python3.11", "no-such.py"]}),
-            "there is no such",
+            "that exists",
         ),
         (
             json!({"command": ["sh"], "folder": "no-such-folder"}),
@@ -151,5 +151,8 @@ fn missing_programs_scripts_and_folders_are_found_without_a_start() {
         json!({"kind": "ensemble", "judges": [{"kind": "program", "command": ["no-such-program"]}]}),
     )
     .unwrap();
-    assert!(nested.check_files().is_err());
+    assert_eq!(
+        nested.check_files().unwrap_err().to_string(),
+        "judges[0].command: \"no-such-program\", must be a program that exists in PATH"
+    );
 }

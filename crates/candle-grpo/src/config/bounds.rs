@@ -31,10 +31,6 @@ pub(super) fn check(run: &RunConfig) -> Result<(), Problem> {
         ("checkpoint.every_steps", run.checkpoint.every_steps),
         ("checkpoint.keep", Some(run.checkpoint.keep)),
         ("evaluation.every_steps", run.evaluation.every_steps),
-        (
-            "evaluation.samples_per_prompt",
-            Some(run.evaluation.samples_per_prompt),
-        ),
         ("evaluation.max_prompts", run.evaluation.max_prompts),
         ("algorithm.prompt_length", Some(run.max_prompt_tokens)),
     ] {
@@ -73,7 +69,7 @@ pub(super) fn check_adapters(adapters: &LoraConfig, model: &DecoderConfig) -> Re
     let section = "training.adapters";
     let shapes = adapters
         .parameter_shapes(model)
-        .map_err(|error| Problem::at(section, format!("{:#}", anyhow::Error::from(error))))?;
+        .map_err(|error| Problem::within(section, &error.into()))?;
     let width = model.hidden_size;
     if adapters.rank > width {
         let weights: u128 = shapes

@@ -262,13 +262,16 @@ fn pointer(path: &str) -> String {
     steps.flat_map(|step| ["/", step]).collect()
 }
 
-/// Removes the key at a path.
+/// Removes the key or the item at a path.
 fn remove(value: &mut Value, path: &str) {
     let pointer = pointer(path);
-    if let Some((section, key)) = pointer.rsplit_once('/')
-        && let Some(Value::Object(map)) = value.pointer_mut(section)
-    {
-        map.remove(key);
+    let Some((section, key)) = pointer.rsplit_once('/') else {
+        return;
+    };
+    match (value.pointer_mut(section), key.parse()) {
+        (Some(Value::Object(map)), _) => drop(map.remove(key)),
+        (Some(Value::Array(items)), Ok(i)) if i < items.len() => drop(items.remove(i)),
+        _ => {}
     }
 }
 
@@ -284,8 +287,18 @@ fn culprit(
     is_same: impl Fn(Value) -> bool,
 ) -> Option<String> {
     let mut open = vec![(path.to_owned(), value.pointer(&pointer(path))?)];
-    let mut tries = TRIES;
+    let (mut tries, mut culprit) = (TRIES, None);
     while let Some((at, found)) = open.pop() {
+        if tries > 0 && at != path && error.is_about(found) {
+            tries -= 1;
+            let mut without = value.clone();
+            remove(&mut without, &at);
+            if !is_same(without) {
+                // The value is this one or inside it.
+                open.clear();
+                culprit = Some(at.clone());
+            }
+        }
         match found {
             Value::Object(map) => {
                 open.extend(map.iter().map(|(key, found)| (join(&at, key), found)));
@@ -294,18 +307,10 @@ fn culprit(
                 let items = items.iter().enumerate();
                 open.extend(items.map(|(i, found)| (format!("{at}[{i}]"), found)));
             }
-            scalar if tries > 0 && !at.ends_with(']') && error.is_about(scalar) => {
-                tries -= 1;
-                let mut without = value.clone();
-                remove(&mut without, &at);
-                if !is_same(without) {
-                    return Some(at);
-                }
-            }
             _ => {}
         }
     }
-    None
+    culprit
 }
 
 /// Returns the path of `key`, which may be a path or an index, in the section at `path`.

@@ -317,8 +317,7 @@ impl RunConfig {
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
             reward.check_files().map_err(|error| {
-                self.document
-                    .error(&format!("rewards[{i}]"), format!("{error:#}"))
+                Problem::within(&format!("rewards[{i}]"), &error).locate_at_path(&self.document)
             })?;
         }
         Ok(())
@@ -544,11 +543,16 @@ fn evaluation(
     let wrong =
         |key: &str, message: String| Err(Problem::at(&format!("evaluation.{key}"), message));
     let samples = keys.samples_per_prompt;
-    if let Some(k) = keys.pass_at.iter().find(|&&k| k == 0 || k > samples) {
-        return wrong(
-            "pass_at",
-            format!("{k}, must be from 1 to samples_per_prompt, {samples}"),
-        );
+    if samples == 0 {
+        return wrong("samples_per_prompt", "0, must be at least 1".to_owned());
+    }
+    for (i, k) in keys.pass_at.iter().enumerate() {
+        if !(1..=samples).contains(k) {
+            return wrong(
+                &format!("pass_at[{i}]"),
+                format!("{k}, must be from 1 to samples_per_prompt, {samples}"),
+            );
+        }
     }
     if !keys.pass_reward.is_finite() {
         return wrong(

@@ -33,20 +33,22 @@ pub(super) enum TypeError {
 }
 
 impl TypeError {
-    /// Returns whether `scalar` may be the value that is of the wrong type.
-    pub(super) fn is_about(&self, scalar: &Value) -> bool {
-        match (self, scalar) {
+    /// Returns whether `value` may be the one that is of the wrong type.
+    pub(super) fn is_about(&self, value: &Value) -> bool {
+        match (self, value) {
             (Self::UnknownName { name, .. }, Value::String(text)) => name == text,
-            (Self::WrongKind { found, .. }, scalar) => *found == shown(scalar),
+            (Self::WrongKind { found, .. }, value) => *found == shown(value),
             _ => false,
         }
     }
 }
 
-/// Returns a scalar as [`TypeError::WrongKind`] has it.
-fn shown(scalar: &Value) -> String {
-    match (scalar, scalar.as_u64(), scalar.as_i64(), scalar.as_f64()) {
+/// Returns a value as [`TypeError::WrongKind`] has it.
+fn shown(value: &Value) -> String {
+    match (value, value.as_u64(), value.as_i64(), value.as_f64()) {
         (Value::String(text), ..) => plain(Unexpected::Str(text)),
+        (Value::Array(_), ..) => plain(Unexpected::Seq),
+        (Value::Object(_), ..) => plain(Unexpected::Map),
         (_, None, None, Some(x)) => plain(Unexpected::Float(x)),
         (scalar, ..) => scalar.to_string(),
     }

@@ -179,15 +179,15 @@ fn check_refuses_what_train_refuses() {
     for (config, words) in [
         (
             reward("{kind: program, command: [no-such-program]}"),
-            "run.yaml:3: rewards[0]: command: \"no-such-program\", there is no such program in PATH",
+            "run.yaml:3: rewards[0].command: \"no-such-program\", must be a program that exists in PATH",
         ),
         (
             reward("{kind: program, command: [python3, reward.py]}"),
-            "reward.py, there is no such file",
+            "run.yaml:3: rewards[0].command: reward.py, must be a file that exists",
         ),
         (
             reward("{kind: program, command: [sh, a.sh], folder: none}"),
-            "run.yaml:3: rewards[0]: folder: none, must be a folder",
+            "run.yaml:3: rewards[0].folder: none, must be a folder that exists",
         ),
         (
             with("response_length: 8", "response_length: 24"),
@@ -201,7 +201,7 @@ fn check_refuses_what_train_refuses() {
             format!(
                 "{CONFIG}training: {{adapters: {{rank: 2, alpha: 4, target_modules: [nose]}}}}\n"
             ),
-            "run.yaml:5: training.adapters: ",
+            "run.yaml:5: training.adapters.target_modules: \"nose\", must be the end of the name of a linear map",
         ),
         (
             format!("{CONFIG}optimizer: {{learning_rate: -1}}\n"),
@@ -269,6 +269,53 @@ fn check_refuses_what_train_refuses() {
         (
             reward("{kind: ensemble, judges: [{kind: tags, tags: [a, a]}]}"),
             "run.yaml:3: rewards[0].judges[0].tags: \"a\", must be given once\n",
+        ),
+        (
+            reward("{kind: regex, pattern: [a]}"),
+            "run.yaml:3: rewards[0].pattern: a list, must be a text\n",
+        ),
+        (
+            reward("{kind: ensemble, judges: [{kind: json}, {kind: tags, tags: [a, [b]]}]}"),
+            "run.yaml:3: rewards[0].judges[1].tags[1]: a list, must be a text\n",
+        ),
+        (
+            reward("{kind: ensemble, combine: {weighted: [one]}, judges: [{kind: json}]}"),
+            "run.yaml:3: rewards[0].combine.weighted[0]: \"one\", must be a number\n",
+        ),
+        (
+            reward("{kind: ensemble, judges: [{kind: program, command: [sh, a.sh]}]}"),
+            "run.yaml:3: rewards[0].judges[0].command: a.sh, must be a file that exists\n",
+        ),
+        (
+            with("held_out_rows: 1", "held_out_rows: 0"),
+            "run.yaml:2: data.held_out_rows: 0, must be at least 1\n",
+        ),
+        (
+            with("train: data.jsonl, ", ""),
+            "run.yaml:2: data.train: absent, must be a file of JSON lines or several\n",
+        ),
+        (
+            with("held_out_rows: 1", "held_out_rows: 1, held_out: data.jsonl"),
+            "run.yaml:2: data.held_out_rows: given, must be absent with held_out\n",
+        ),
+        (
+            with("held_out_rows: 1", "held_out_rows: 1, prompt: '{a'"),
+            "run.yaml:2: data.prompt: \"{a\", must close each brace (two are one brace of the text)\n",
+        ),
+        (
+            with(
+                "preset: dapo",
+                "recipe: {advantage: {name: pipeline, sequence: {epsilon: 0, normalize: {epsilon: -1}}}}",
+            ),
+            "run.yaml:4: algorithm.recipe.advantage.sequence.normalize.epsilon: -1, must be positive",
+        ),
+        (
+            format!("{CONFIG}evaluation: {{pass_at: [1, 0]}}\n"),
+            "run.yaml:5: evaluation.pass_at[1]: 0, must be from 1 to samples_per_prompt, 1\n",
+        ),
+        (
+            format!("{CONFIG}evaluation: {{samples_per_prompt: 0}}\n"),
+            "run.yaml:5: evaluation.samples_per_prompt: 0, must be at least 1\n",
         ),
         (
             with("rollout_batch_size: 2", "rollout_batch_size: 1e9"),

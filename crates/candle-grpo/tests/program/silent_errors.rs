@@ -45,7 +45,7 @@ fn a_missing_reward_script_is_an_error_of_the_configuration() {
         let output = grpo(folder.path(), &[command, "run.yaml"]);
         assert_eq!(output.status.code(), Some(3), "{}", said(&output));
         assert!(
-            said(&output).contains("rewards[0]: command: reward.py, there is no such file"),
+            said(&output).contains("rewards[0].command: reward.py, must be a file that exists"),
             "{}",
             said(&output)
         );
@@ -203,7 +203,7 @@ fn rows_that_are_trained_on_and_held_out_are_a_warning_or_an_error() {
         let output = grpo(folder.path(), &[command, "run.yaml"]);
         assert_eq!(output.status.code(), Some(4), "{}", said(&output));
         assert!(
-            said(&output).contains("held_out: all 2 rows"),
+            said(&output).contains("error: data.held_out: all 2 rows"),
             "{}",
             said(&output)
         );

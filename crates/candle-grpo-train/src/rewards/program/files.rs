@@ -3,7 +3,8 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
+use candle_grpo_core::validate::check;
 
 use super::ProgramConfig;
 use super::imports::{module_files, with_imports};
@@ -24,31 +25,34 @@ impl ProgramConfig {
     /// If one of them is missing.
     pub fn check_files(&self) -> Result<()> {
         if let Some(folder) = &self.folder {
-            ensure!(
+            check(
                 folder.is_dir(),
-                "folder: {}, must be a folder",
-                folder.display()
-            );
+                "folder",
+                folder.display(),
+                "be a folder that exists",
+            )?;
         }
         let Some(name) = self.command.first() else {
             return self.validate();
         };
-        ensure!(
+        check(
             self.find_program(name).is_some(),
-            "command: {name:?}, {}",
+            "command",
+            format_args!("{name:?}"),
             match is_path(name) {
-                true if self.in_folder(name).is_file() => "is not executable",
-                true => "there is no such program",
-                false => "there is no such program in PATH",
-            }
-        );
+                true if self.in_folder(name).is_file() => "be executable",
+                true => "be a program that exists",
+                false => "be a program that exists in PATH",
+            },
+        )?;
         if let Some(script) = self.script() {
             let path = self.in_folder(script);
-            ensure!(
+            check(
                 path.is_file(),
-                "command: {}, there is no such file",
-                path.display()
-            );
+                "command",
+                path.display(),
+                "be a file that exists",
+            )?;
         }
         Ok(())
     }

@@ -332,7 +332,7 @@ fn without_held_out_rows_nothing_is_evaluated() {
 )]
 #[case(
     "evaluation:\n  pass_at: [2]\n",
-    "run.yaml:10: evaluation.pass_at: 2",
+    "run.yaml:10: evaluation.pass_at[0]: 2",
     "from 1 to samples_per_prompt, 1"
 )]
 #[case(
@@ -538,7 +538,7 @@ fn an_error_names_line_key_and_requirement(
     "run.yaml:3: data",
     "did you mean `train`?"
 )]
-#[case("  train: a.jsonl\n", "", "run.yaml:2: data: train: absent", "")]
+#[case("  train: a.jsonl\n", "", "run.yaml:2: data.train: absent", "")]
 #[case("model: models/smol\n", "", "run.yaml: model: absent", "")]
 #[case(
     "model: models/smol\n",
