@@ -3,7 +3,7 @@
 // be null) and `Out` (a pointer for writes). In `kernels!`, `Self` is an element type, and the
 // kernel `name` is `name_f32`, `name_bf16` and `name_f16` in the `.cu` file.
 kernels! {
-    attention ATTENTION {
+    attention {
         attention_forward_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: Out<Self>,
             log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
         attention_of_query_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: In<Self>,
@@ -29,27 +29,27 @@ kernels! {
             gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
             kv_heads: u32, group: u32, head_dim: i32, scale: f32);
     }
-    draw_tokens DRAW_TOKENS {
+    draw_tokens {
         draw_tokens(logits: In<Self>, draws: In<u32>, drawn: Out<u32>, n: u32, vocab: u32, inverse_temperature: f32, top_k: u32,
             top_p: f64, min_p: f64, greedy: u32);
     }
-    embedding EMBEDDING {
+    embedding {
         embedding_forward(weight: In<Self>, ids: In<u32>, rows: Out<Self>, n: u64, vocab: u32, width: i32);
         embedding_add(gradient: In<Self>, ids: In<u32>, starts: In<u32>, positions: In<u32>, sum: Out<f32>, vocab: u32,
             width: i32);
         embedding_sum(x: In<Self>, starts: In<u32>, positions: In<u32>, sums: Out<Self>, n: u64, width: i32);
     }
-    log_prob LOG_PROB {
+    log_prob {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
             inverse_temperature: f32);
         log_prob_backward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
             gradient: Out<Self>, n: u64, vocab: u64, inverse_temperature: f32);
     }
-    linear_log_prob LINEAR_LOG_PROB {
+    linear_log_prob {
         linear_log_prob_gradient(logits: In<f32>, targets: In<u32>, mask: In<u8>, packed: In<f32>, packed_gradient: In<f32>,
             gradient: Out<Self>, n: u64, columns: u64, first_column: u32, inverse_temperature: f32);
     }
-    paged_attention PAGED_ATTENTION {
+    paged_attention {
         paged_write(query: In<Self>, query_weight: In<Self>, key: In<Self>, key_weight: In<Self>, value: In<Self>, cos: In<f32>,
             sin: In<f32>, slots: In<u32>, rotated: Out<Self>, keys: Out<Self>, values: Out<Self>, n: u32, heads: u32,
             kv_heads: u32, head_dim: i32, epsilon: f32);
@@ -67,7 +67,7 @@ kernels! {
             partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
         paged_attention_merge(partial: In<f32>, y: Out<Self>, heads_in_all: u64, parts: i32, head_dim: i32);
     }
-    rms_norm RMS_NORM {
+    rms_norm {
         rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32);
         rms_norm_add_forward(x: In<Self>, change: In<Self>, weight: In<Self>, sum: Out<Self>, y: Out<Self>, n: u64, width: i32,
             epsilon: f32);
@@ -75,10 +75,10 @@ kernels! {
             width: i32, epsilon: f32);
         rms_norm_weight(partial: In<f32>, dweight: Out<Self>, parts: i32, width: i32);
     }
-    rope ROPE {
+    rope {
         rope(x: In<Self>, cos: In<f32>, sin: In<f32>, y: Out<Self>, heads_in_all: u32, heads: u32, pairs: i32, sign: f32);
     }
-    swiglu SWIGLU {
+    swiglu {
         swiglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);
         swiglu_backward(gate: In<Self>, up: In<Self>, gradient: In<Self>, dgate: Out<Self>, dup: Out<Self>, n: u64);
     }
@@ -86,24 +86,24 @@ kernels! {
 
 // Kernels without an element type.
 plain_kernels! {
-    adamw ADAMW {
+    adamw {
         adamw(list: In<u64>, count: u32, gradient_factor: f32, beta1: f32, one_minus_beta1: f32, beta2: f32,
             one_minus_beta2: f32, epsilon: f32, step_size: f32, inverse_root_correction: f32);
     }
-    embedding EMBEDDING {
+    embedding {
         embedding_sort(ids: In<u32>, counts: Out<u32>, starts: Out<u32>, ranks: Out<u32>, positions: Out<u32>, n: u32,
             vocab: u32);
     }
-    gradient_norm GRADIENT_NORM {
+    gradient_norm {
         gradient_squares(list: In<u64>, count: u32, parts: Out<f64>);
         gradient_sum_parts(list: In<u64>, parts: In<f64>, sums: Out<f64>);
         gradient_scale(list: In<u64>, count: u32, factor: f32);
     }
-    rope ROPE {
+    rope {
         rope_angles(positions: In<u32>, inverse_frequencies: In<f32>, cos: Out<f32>, sin: Out<f32>, n: u64, pairs: u32,
             factor: f32);
     }
-    linear_log_prob LINEAR_LOG_PROB {
+    linear_log_prob {
         linear_log_prob_tile(logits: In<f32>, targets: In<u32>, mask: In<u8>, state: Out<f32>, packed: Out<f32>, n: u64,
             columns: u64, first_column: u32, vocab: u64, inverse_temperature: f32);
     }

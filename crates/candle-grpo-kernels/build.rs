@@ -1,29 +1,74 @@
-//! Compiles the CUDA kernels to PTX, which the driver turns into code for the GPU at hand.
+//! Compiles the CUDA kernels to a fatbin for each `.cu` file.
 
 #[cfg(feature = "cuda")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     use std::path::PathBuf;
 
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
-    let headers = std::fs::read_dir("kernels")?
+    let files = std::fs::read_dir("kernels")?
         .map(|entry| Ok(entry?.path()))
-        .filter(|path: &std::io::Result<PathBuf>| {
-            !matches!(path, Ok(path) if path.extension() != Some("cuh".as_ref()))
-        })
         .collect::<std::io::Result<Vec<_>>>()?;
+    let with_extension = |extension: &str| {
+        let is_one = |path: &&PathBuf| path.extension() == Some(extension.as_ref());
+        files.iter().filter(is_one).cloned().collect::<Vec<_>>()
+    };
+    let sources = with_extension("cu");
     println!("cargo::rerun-if-changed=build.rs");
     // A kernel that is new.
     println!("cargo::rerun-if-changed=kernels");
     // PTX for 8.0 runs on 8.0 and everything newer.
     cudaforge::KernelBuilder::new()
-        .source_glob("kernels/*.cu")
-        .watch(headers)
+        .source_files(&sources)
+        .watch(with_extension("cuh"))
         .compute_cap(80)
         .arg("-O3")
         .arg("-std=c++17")
-        .build_ptx()?
-        .write(out.join("ptx.rs"))?;
+        .build_ptx()?;
+
+    let nvcc = cudaforge::CudaToolkit::detect()?.nvcc_path;
+    let mut names: Vec<_> = sources.iter().filter_map(|path| path.file_stem()).collect();
+    names.sort();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let (nvcc, kernel) = (&nvcc, out.join(name));
+                scope.spawn(move || fatbin(nvcc, &kernel))
+            })
+            .collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|_| Err("a panic".to_owned())))
+    })?;
+    let table: String = names
+        .iter()
+        .map(|name| format!("({name:?}, include_bytes!(\"{}.fatbin\")),", name.display()))
+        .collect();
+    std::fs::write(out.join("fatbins.rs"), format!("&[{table}]"))?;
     Ok(())
+}
+
+/// Writes the fatbin of a kernel unless it is newer than the PTX.
+#[cfg(feature = "cuda")]
+fn fatbin(nvcc: &std::path::Path, kernel: &std::path::Path) -> Result<(), String> {
+    let [ptx, partial, fatbin] = ["ptx", "partial", "fatbin"].map(|end| kernel.with_extension(end));
+    let changed = |path| std::fs::metadata(path).and_then(|data| data.modified());
+    if let (Ok(ptx), Ok(fatbin)) = (changed(&ptx), changed(&fatbin))
+        && ptx <= fatbin
+    {
+        return Ok(());
+    }
+    let status = std::process::Command::new(nvcc)
+        .args(["-gencode", "arch=compute_80,code=[compute_80,sm_80]"])
+        .args(["-gencode", "arch=compute_80,code=sm_90"])
+        .args(["--fatbin", "-o"])
+        .args([&partial, &ptx])
+        .status()
+        .map_err(|error| format!("{}: {error}", nvcc.display()))?;
+    if !status.success() {
+        return Err(format!("nvcc of {}: {status}", ptx.display()));
+    }
+    std::fs::rename(&partial, &fatbin).map_err(|error| format!("{}: {error}", fatbin.display()))
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -11,7 +11,7 @@ pub type In<T> = *const T;
 pub type Out<T> = *mut T;
 
 macro_rules! kernels {
-    ($($file:ident $ptx:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {
+    ($($file:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {
         /// The kernels of an element type. Each runs on the CPU in one of the
         /// [orders](crate::ORDERS).
         ///
@@ -40,7 +40,7 @@ macro_rules! of_dtype {
 }
 
 macro_rules! plain_kernels {
-    ($($file:ident $ptx:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {$($(
+    ($($file:ident { $($kernel:ident($($name:ident: $type:ty),* $(,)?);)* })*) => {$($(
         /// Runs the kernel of this name on the CPU in one of the [orders](crate::ORDERS).
         ///
         /// # Safety

@@ -1,5 +1,8 @@
 //! Settings of a device.
 
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
 use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::{CudaDevice, Error, Result, bail};
@@ -25,12 +28,13 @@ pub(crate) fn prepare(candle: &CudaDevice) -> Result<()> {
     }
 }
 
-/// Refuses a device whose stream differs between threads.
-pub(crate) fn check(candle: &CudaDevice) -> Result<()> {
-    if candle.cuda_stream().cu_stream() as usize == PER_THREAD {
+/// Returns the stream of a device. Refuses one that differs between threads.
+pub(crate) fn stream(candle: &CudaDevice) -> Result<Arc<CudaStream>> {
+    let stream = candle.cuda_stream();
+    if stream.cu_stream() as usize == PER_THREAD {
         bail!(
             "device: its stream differs between threads, must be one stream: open it with cuda_device or Device::new_cuda_with_stream"
         );
     }
-    Ok(())
+    Ok(stream)
 }

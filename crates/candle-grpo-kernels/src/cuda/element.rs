@@ -15,18 +15,18 @@ pub(crate) trait CudaElement: CudaDType + DeviceRepr {
 }
 
 impl CudaElement for f32 {
-    const SUFFIX: &'static str = "f32";
+    const SUFFIX: &'static str = "_f32";
     const BLAS: cudaDataType_t = cudaDataType_t::CUDA_R_32F;
     const IS_F32: bool = true;
 }
 
 impl CudaElement for bf16 {
-    const SUFFIX: &'static str = "bf16";
+    const SUFFIX: &'static str = "_bf16";
     const BLAS: cudaDataType_t = cudaDataType_t::CUDA_R_16BF;
 }
 
 impl CudaElement for f16 {
-    const SUFFIX: &'static str = "f16";
+    const SUFFIX: &'static str = "_f16";
     const BLAS: cudaDataType_t = cudaDataType_t::CUDA_R_16F;
 }
 

@@ -1,20 +1,34 @@
 //! One struct for each kernel, with the arguments of `kernels/signatures.rs` as fields. Named
 //! arguments cannot be swapped.
 
-use candle_core::Result;
-use candle_core::bail;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
-use candle_core::cuda_backend::cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaModule, CudaStream, LaunchConfig, PushKernelArg,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Result, bail};
 
 use super::argument::{Argument, In, Out};
 use super::element::CudaElement;
 
-/// The kernels as PTX, one constant for each `.cu` file.
-#[allow(unreachable_pub)]
-mod ptx {
-    include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
+/// The name and the fatbin of each `.cu` file.
+const FATBINS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
+
+/// The kernels that this process has loaded. The modules keep their contexts alive.
+#[derive(Default)]
+struct Loaded {
+    /// By context and file.
+    modules: HashMap<(usize, &'static str), Arc<CudaModule>>,
+    /// By context, kernel and suffix of the element type.
+    functions: HashMap<(usize, &'static str, &'static str), CudaFunction>,
 }
+
+static LOADED: LazyLock<RwLock<Loaded>> = LazyLock::new(RwLock::default);
 
 /// The type of an argument: `argument!('a T In<Self>)`.
 macro_rules! argument {
@@ -26,7 +40,7 @@ macro_rules! argument {
 
 /// Defines the structs of kernels with an element type.
 macro_rules! kernels {
-    ($($file:ident $ptx:ident {
+    ($($file:ident {
         $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
     })*) => {$($(
         /// Arguments of the kernel of this name.
@@ -44,13 +58,11 @@ macro_rules! kernels {
             /// these arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
-                super::super::device::check(device)?;
-                let name = concat!(stringify!($kernel), "_").to_owned() + T::SUFFIX;
-                // Modules are cached by name across crates.
-                let module = concat!("candle-grpo/", stringify!($file));
-                let function = device.get_or_load_custom_func(&name, module, ptx::$ptx)?;
+                let stream = super::super::device::stream(device)?;
+                let name = [stringify!($file), stringify!($kernel), T::SUFFIX];
+                let function = function(&stream, name)?;
                 allow_shared_memory(&function, grid.shared_mem_bytes)?;
-                let mut launch = function.builder();
+                let mut launch = stream.launch_builder(&function);
                 $(launch.arg(self.$name.bits());)*
                 // SAFETY: order and types are those of the signature, which the tests use too.
                 unsafe { launch.launch(grid) }.w()?;
@@ -62,7 +74,7 @@ macro_rules! kernels {
 
 /// Defines the structs of kernels without an element type.
 macro_rules! plain_kernels {
-    ($($file:ident $ptx:ident {
+    ($($file:ident {
         $($kernel:ident($($name:ident: $kind:ident $(<$element:ident>)?),* $(,)?);)*
     })*) => {$($(
         /// Arguments of the kernel of this name.
@@ -80,11 +92,11 @@ macro_rules! plain_kernels {
             /// these arguments and this grid.
             #[allow(unsafe_code)]
             pub(crate) unsafe fn launch(self, device: &CudaDevice, grid: LaunchConfig) -> Result<()> {
-                super::super::device::check(device)?;
-                let module = concat!("candle-grpo/", stringify!($file));
-                let function = device.get_or_load_custom_func(stringify!($kernel), module, ptx::$ptx)?;
+                let stream = super::super::device::stream(device)?;
+                let name = [stringify!($file), stringify!($kernel), ""];
+                let function = function(&stream, name)?;
                 allow_shared_memory(&function, grid.shared_mem_bytes)?;
-                let mut launch = function.builder();
+                let mut launch = stream.launch_builder(&function);
                 $(launch.arg(self.$name.bits());)*
                 // SAFETY: order and types are those of the signature, which the tests use too.
                 unsafe { launch.launch(grid) }.w()?;
@@ -99,6 +111,33 @@ pub(crate) mod kernels {
     use super::*;
 
     include!("../../kernels/signatures.rs");
+}
+
+/// Returns the kernel of this file, name and suffix, and loads it at the first use.
+fn function(stream: &CudaStream, name: [&'static str; 3]) -> Result<CudaFunction> {
+    let [file, kernel, suffix] = name;
+    let context = stream.context().cu_ctx() as usize;
+    let key = (context, kernel, suffix);
+    let loaded = LOADED.read().unwrap_or_else(PoisonError::into_inner);
+    if let Some(function) = loaded.functions.get(&key) {
+        return Ok(function.clone());
+    }
+    drop(loaded);
+
+    let mut loaded = LOADED.write().unwrap_or_else(PoisonError::into_inner);
+    let module = match loaded.modules.entry((context, file)) {
+        Entry::Occupied(module) => module.into_mut(),
+        Entry::Vacant(place) => {
+            let Some((_, fatbin)) = FATBINS.iter().find(|(name, _)| *name == file) else {
+                bail!("no kernels of {file}");
+            };
+            let image = Ptx::from_binary(fatbin.to_vec());
+            place.insert(stream.context().load_module(image).w()?)
+        }
+    };
+    let function = module.load_function(&[kernel, suffix].concat()).w()?;
+    loaded.functions.insert(key, function.clone());
+    Ok(function)
 }
 
 /// Shared memory of a block that needs no attribute of the kernel.
