@@ -5,6 +5,7 @@
 
 #include "element.cuh"
 #include "math.cuh"
+#include "norm_rope.cuh"
 
 constexpr int PAGE = 16;
 constexpr int WRITE_THREADS = 256;
@@ -18,7 +19,7 @@ constexpr int PART = 16;
 constexpr int IN_FLIGHT = 4;
 
 // Writes one head: from[i], normed with `weight` unless it is null, and rotated unless `cos` is
-// null. The roundings are those of rms_norm.cu and rope.cu.
+// null.
 template <typename T>
 __device__ __forceinline__ void write_head(const T *from, const T *weight, const float *cos, const float *sin, T *to,
                                            int head_dim, float epsilon) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void write_head(const T *from, const T *weight, const
     const auto normed = [&](int i) {
         const float x = to_float(from[i]);
         if (weight == nullptr) return x;
-        return to_float(from_float<T>(to_float(from_float<T>(x * scale)) * to_float(weight[i])));
+        return to_float(from_float<T>(weighted_norm<T>(x, scale, to_float(weight[i]))));
     };
     if (cos == nullptr) {
         for (int i = lane; i < head_dim; i += 32) to[i] = from_float<T>(normed(i));
@@ -40,9 +41,10 @@ __device__ __forceinline__ void write_head(const T *from, const T *weight, const
     }
     const int pairs = head_dim / 2;
     for (int i = lane; i < pairs; i += 32) {
-        const float a = normed(i), b = normed(i + pairs), c = cos[i], s = sin[i];
-        to[i] = from_float<T>(a * c - b * s);
-        to[i + pairs] = from_float<T>(b * c + a * s);
+        float a = normed(i), b = normed(i + pairs);
+        rotate_pair(a, b, cos[i], sin[i]);
+        to[i] = from_float<T>(a);
+        to[i + pairs] = from_float<T>(b);
     }
 }
 

@@ -4,6 +4,7 @@
 
 #include "element.cuh"
 #include "math.cuh"
+#include "norm_rope.cuh"
 
 // Calls `each(first, values...)` for the columns of this thread in a row, `count` columns from
 // `first` at a time: packs if all pointers and the width are aligned, else single elements. The
@@ -94,9 +95,8 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
         const auto write = [&](int column, float(&values)[count]) {
             float weights[count];
             load<packed, T>(weight + column, weights);
-            // Rounds in between, as a tensor of normalized rows would.
 #pragma unroll
-            for (int i = 0; i < count; i++) values[i] = to_float(from_float<T>(values[i] * scale)) * weights[i];
+            for (int i = 0; i < count; i++) values[i] = weighted_norm<T>(values[i], scale, weights[i]);
             store<packed, T>(y + start + column, values);
         };
 #pragma unroll

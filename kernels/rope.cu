@@ -4,7 +4,7 @@
 // blockDim.y heads.
 
 #include "element.cuh"
-#include "math.cuh"
+#include "norm_rope.cuh"
 
 constexpr int THREADS = 256;
 constexpr double INVERSE_PI = 0.31830988618379067154;
@@ -14,11 +14,7 @@ template <typename T, int count>
 __device__ __forceinline__ void turn(float (&first)[count], float (&second)[count], const float *cos, const float *sin,
                                      float sign) {
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-        const float c = cos[i], s = sign * sin[i], a = first[i];
-        first[i] = a * c - second[i] * s;
-        second[i] = second[i] * c + a * s;
-    }
+    for (int i = 0; i < count; i++) rotate_pair(first[i], second[i], cos[i], sign * sin[i]);
 }
 
 template <typename T>

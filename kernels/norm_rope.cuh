@@ -1,0 +1,16 @@
+// Formulas of norms and rotations, so that all kernels round alike.
+#pragma once
+
+#include "element.cuh"
+
+// Returns x * scale * weight, with the first product rounded to T as in a tensor.
+template <typename T> __device__ __forceinline__ float weighted_norm(float x, float scale, float weight) {
+    return to_float(from_float<T>(x * scale)) * weight;
+}
+
+// Rotates the pair (a, b).
+__device__ __forceinline__ void rotate_pair(float &a, float &b, float cos, float sin) {
+    const float first = a * cos - b * sin;
+    b = b * cos + a * sin;
+    a = first;
+}
