@@ -6,19 +6,25 @@
 #include "math.cuh"
 #include "norm_rope.cuh"
 
-// Calls `each(first, values...)` for the columns of this thread in a row, `count` columns from
-// `first` at a time: packs if all pointers and the width are aligned, else single elements. The
-// columns of a thread are the same in each row.
-template <bool packed, typename T, typename Each>
-__device__ __forceinline__ void for_columns(int width, Each each) {
-    constexpr int step = packed ? PACK<T> : 1;
-    for (int column = (int)threadIdx.x * step; column < width; column += (int)blockDim.x * step) each(column);
+#include <type_traits>
+
+// Elements that a thread accesses at a time: a pack if all pointers and the width are aligned, else
+// one element.
+template <bool packed, typename T> using Elements = std::conditional_t<packed, uint4, T>;
+
+template <bool packed, typename T> __device__ __forceinline__ Elements<packed, T> load_elements(const T *from) {
+    return *reinterpret_cast<const Elements<packed, T> *>(from);
+}
+
+template <bool packed, typename T>
+__device__ __forceinline__ void to_floats(Elements<packed, T> elements, float (&values)[packed ? PACK<T> : 1]) {
+    if constexpr (packed) unpack<T>(elements, values);
+    else values[0] = to_float(elements);
 }
 
 template <bool packed, typename T>
 __device__ __forceinline__ void load(const T *from, float (&values)[packed ? PACK<T> : 1]) {
-    if constexpr (packed) unpack<T>(*reinterpret_cast<const uint4 *>(from), values);
-    else values[0] = to_float(*from);
+    to_floats<packed, T>(load_elements<packed>(from), values);
 }
 
 template <bool packed, typename T>
@@ -49,7 +55,7 @@ __device__ __forceinline__ float2 row_sums(float a, float b, float2 *scratch) {
 
 constexpr int THREADS = 256;
 
-// Floats of an aligned row that a thread keeps in registers between its two passes over the row.
+// Elements of an aligned row that a thread keeps in registers between its two passes over the row.
 constexpr int KEPT = 32;
 
 // With `change`, normalizes sum = x + change, rounded to T, and writes it too.
@@ -118,26 +124,45 @@ __device__ __forceinline__ void forward(const T *x, const T *change, const T *we
 template <bool packed, typename T>
 __device__ __forceinline__ void backward(const T *x, const T *weight, const T *gradient, T *dx, float *partial, uint64_t n,
                                          int width, float epsilon, float *weight_sums) {
-    constexpr int count = packed ? PACK<T> : 1;
+    constexpr int count = packed ? PACK<T> : 1, rounds = packed ? KEPT / count : 0;
     __shared__ float2 scratch[THREADS / 32];
+    const int first_column = (int)threadIdx.x * count, step = (int)blockDim.x * count;
     // Element i of pack p is at i * packs + p, so that a warp accesses adjacent memory.
     const int packs = width / count;
     float *sums = weight_sums + (int)threadIdx.y * width;
-    for_columns<packed, T>(width, [&](int column) {
+    for (int column = first_column; column < width; column += step)
 #pragma unroll
         for (int i = 0; i < count; i++) sums[i * packs + column / count] = 0.0f;
-    });
     const uint64_t stride = (uint64_t)gridDim.x * blockDim.y;
     for (uint64_t first = (uint64_t)blockIdx.x * blockDim.y; first < n; first += stride) {
         const uint64_t row = first + threadIdx.y;
         const bool is_row = row < n;
         const T *x_row = x + row * (uint64_t)width, *gradient_row = gradient + row * (uint64_t)width;
+        Elements<packed, T> kept_x[rounds + 1], kept_gradient[rounds + 1];
+        const auto for_row = [&](auto each) {
+#pragma unroll
+            for (int round = 0; round < rounds; round++) {
+                const int column = first_column + round * step;
+                if (column < width) each(column, kept_x[round], kept_gradient[round]);
+            }
+            // A wide row: the second read comes from the caches.
+            for (int column = first_column + rounds * step; column < width; column += step)
+                each(column, load_elements<packed>(x_row + column), load_elements<packed>(gradient_row + column));
+        };
         float squares = 0.0f, products = 0.0f;
         if (is_row) {
-            for_columns<packed, T>(width, [&](int column) {
+            // All loads start before the first sum.
+#pragma unroll
+            for (int round = 0; round < rounds; round++) {
+                const int column = first_column + round * step;
+                if (column >= width) continue;
+                kept_x[round] = load_elements<packed>(x_row + column);
+                kept_gradient[round] = load_elements<packed>(gradient_row + column);
+            }
+            for_row([&](int column, Elements<packed, T> of_x, Elements<packed, T> of_gradient) {
                 float values[count], gradients[count], weights[count];
-                load<packed, T>(x_row + column, values);
-                load<packed, T>(gradient_row + column, gradients);
+                to_floats<packed, T>(of_x, values);
+                to_floats<packed, T>(of_gradient, gradients);
                 load<packed, T>(weight + column, weights);
 #pragma unroll
                 for (int i = 0; i < count; i++) {
@@ -152,10 +177,10 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
         // dx = scale g - x scale^3 mean(g x), where g is the gradient times the weight.
         const float along_x = -scale * scale * scale * both.y / (float)width;
         T *to = dx + row * (uint64_t)width;
-        for_columns<packed, T>(width, [&](int column) {
+        for_row([&](int column, Elements<packed, T> of_x, Elements<packed, T> of_gradient) {
             float values[count], gradients[count], weights[count];
-            load<packed, T>(x_row + column, values);
-            load<packed, T>(gradient_row + column, gradients);
+            to_floats<packed, T>(of_x, values);
+            to_floats<packed, T>(of_gradient, gradients);
             load<packed, T>(weight + column, weights);
 #pragma unroll
             for (int i = 0; i < count; i++) {
