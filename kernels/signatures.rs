@@ -76,7 +76,8 @@ kernels! {
         rms_norm_weight(partial: In<f32>, dweight: Out<Self>, parts: i32, width: i32);
     }
     rope {
-        rope(x: In<Self>, cos: In<f32>, sin: In<f32>, y: Out<Self>, heads_in_all: u32, heads: u32, pairs: i32, sign: f32);
+        rope(query: In<Self>, key: In<Self>, cos: In<f32>, sin: In<f32>, rotated_query: Out<Self>, rotated_key: Out<Self>,
+            n: u32, heads: u32, kv_heads: u32, pairs: i32, sign: f32);
     }
     swiglu {
         swiglu_forward(gate: In<Self>, up: In<Self>, y: Out<Self>, n: u64);

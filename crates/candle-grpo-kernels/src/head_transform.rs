@@ -4,14 +4,16 @@
 use candle_core::DType;
 use candle_core::{Result, Tensor};
 
-use crate::{rms_norm, rope};
+use crate::rms_norm;
+use crate::rope::rope_both;
 
 /// The operations on each head of queries and keys before attention, the norms first.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HeadTransform<'a> {
     /// The RMSNorms of the heads.
     pub norms: Option<HeadNorms<'a>>,
-    /// Cosines and sines of the rotation, `[N, head_dim / 2]` each; see [`rope`](rope()).
+    /// Cosines and sines of the rotation, `[N, head_dim / 2]` each; see
+    /// [`rope`](crate::rope()).
     pub angles: Option<[&'a Tensor; 2]>,
 }
 
@@ -25,19 +27,35 @@ pub struct HeadNorms<'a> {
 }
 
 impl HeadTransform<'_> {
-    /// Transforms the heads of queries and keys, `[N, heads * head_dim]` each. The arguments and
-    /// the weights of the norms have gradients.
+    /// Transforms the heads of queries and keys, `[N, heads * head_dim]` each.
+    ///
+    /// The arguments and the weights of the norms have gradients. On CUDA the rotations are one
+    /// launch if none is in a graph.
     ///
     /// # Errors
     ///
-    /// Fails as [`rms_norm`] and [`rope`](rope()).
+    /// Fails as [`rms_norm`] and [`rope`](crate::rope()).
     pub fn apply(&self, [query, key]: [&Tensor; 2]) -> Result<[Tensor; 2]> {
         let [query, key] = match &self.norms {
             Some(norms) => [norms.apply(query, 0)?, norms.apply(key, 1)?],
             None => [query.clone(), key.clone()],
         };
         match self.angles {
-            Some([cos, sin]) => Ok([rope(&query, cos, sin)?, rope(&key, cos, sin)?]),
+            Some(angles) => rope_both([&query, &key], angles, false),
+            None => Ok([query, key]),
+        }
+    }
+
+    /// Returns the gradients of the heads before the rotation from those of [`Self::apply`]'s
+    /// results, without a graph. On CUDA this is one launch.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`rope`](crate::rope()).
+    pub fn rotate_back(&self, [query, key]: [&Tensor; 2]) -> Result<[Tensor; 2]> {
+        let [query, key] = [query.detach(), key.detach()];
+        match self.angles {
+            Some(angles) => rope_both([&query, &key], angles, true),
             None => Ok([query, key]),
         }
     }

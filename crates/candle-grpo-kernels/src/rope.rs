@@ -36,14 +36,7 @@ use crate::{check, composed, cpu, path};
 /// ```
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     check(x, cos, sin)?;
-    if !path::is_fused(x) {
-        return composed::rope::unchecked(x, cos, sin);
-    }
-    x.contiguous()?.apply_op1(Rope {
-        cos: cos.detach().contiguous()?,
-        sin: sin.detach().contiguous()?,
-        back: false,
-    })
+    rotate(x, cos, sin, false)
 }
 
 /// The backward pass of [`rope`], without a graph: the inverse rotation of the gradient of the
@@ -65,7 +58,38 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn rope_gradient(cos: &Tensor, sin: &Tensor, gradient: &Tensor) -> Result<Tensor> {
-    rope(&gradient.detach(), &cos.detach(), &sin.detach().neg()?)
+    check(gradient, cos, sin)?;
+    rotate(&gradient.detach(), cos, sin, true)
+}
+
+/// [`rope`], or with `back` the inverse rotation, of queries and keys at the same positions. On
+/// CUDA this is one launch if neither is in a graph.
+pub(crate) fn rope_both(
+    [query, key]: [&Tensor; 2],
+    [cos, sin]: [&Tensor; 2],
+    back: bool,
+) -> Result<[Tensor; 2]> {
+    check(query, cos, sin)?;
+    check(key, cos, sin)?;
+    #[cfg(feature = "cuda")]
+    if query.device().is_cuda()
+        && path::is_fused(query)
+        && key.dtype() == query.dtype()
+        && ![query, key].iter().any(|x| x.track_op())
+    {
+        let op = Rope::new(cos, sin, back)?;
+        return crate::cuda::rope::rotate_both(&query.contiguous()?, &key.contiguous()?, &op);
+    }
+    Ok([rotate(query, cos, sin, back)?, rotate(key, cos, sin, back)?])
+}
+
+/// [`rope`], or with `back` the inverse rotation, of checked arguments.
+fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, back: bool) -> Result<Tensor> {
+    if path::is_fused(x) {
+        return x.contiguous()?.apply_op1(Rope::new(cos, sin, back)?);
+    }
+    let sin = if back { sin.neg()? } else { sin.clone() };
+    composed::rope::unchecked(x, cos, &sin)
 }
 
 /// Cosines and sines `[N, pairs]` of `positions` times `inverse_frequencies`, each times `factor`,
@@ -165,6 +189,16 @@ pub(crate) struct Rope {
     pub(crate) back: bool,
 }
 
+impl Rope {
+    fn new(cos: &Tensor, sin: &Tensor, back: bool) -> Result<Self> {
+        Ok(Self {
+            cos: cos.detach().contiguous()?,
+            sin: sin.detach().contiguous()?,
+            back,
+        })
+    }
+}
+
 impl CustomOp1 for Rope {
     fn name(&self) -> &'static str {
         "rope"
@@ -184,7 +218,8 @@ impl CustomOp1 for Rope {
         x: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        crate::cuda::rope::rotate(x, layout, self)
+        let [rotated, _] = crate::cuda::rope::rotate((x, layout), None, self)?;
+        Ok((rotated, layout.shape().clone()))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

@@ -71,16 +71,20 @@ impl<'a, T: CudaDType + 'a> In<'a, T> {
         tensor: Option<&'a (impl Deref<Target = Storage>, &Layout)>,
         stream: &'a CudaStream,
     ) -> Result<Self> {
-        let null = Self {
-            pointer: 0,
-            _reading: None,
-            element: PhantomData,
-        };
-        tensor.map_or(Ok(null), |tensor| Self::from_tensor(tensor, stream))
+        tensor.map_or(Ok(Self::null()), |tensor| Self::from_tensor(tensor, stream))
     }
 }
 
 impl<'a, T: 'a> In<'a, T> {
+    /// Returns a null pointer.
+    pub(crate) fn null() -> Self {
+        Self {
+            pointer: 0,
+            _reading: None,
+            element: PhantomData,
+        }
+    }
+
     /// Returns all elements of a slice.
     pub(crate) fn from_slice(slice: &'a CudaSlice<T>, stream: &'a CudaStream) -> Self {
         let (pointer, reading) = slice.device_ptr(stream);

@@ -6,6 +6,7 @@ mod attention;
 mod draw_tokens;
 mod embedding;
 mod gradient_norm;
+mod head_transform;
 mod layout;
 mod linear_log_prob;
 mod linear_rows;

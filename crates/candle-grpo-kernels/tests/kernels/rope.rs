@@ -13,9 +13,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(48)))]
     #[test]
     fn the_fused_path_equals_the_composed_twin_in_f64(
-        rows in 0usize..5,
+        // More heads than a block of the kernel has.
+        rows in prop_oneof![0usize..5, Just(90)],
         heads in 1usize..4,
-        pairs in prop_oneof![1usize..20, Just(32), Just(64)],
+        // More pairs than the threads of a head load at a time.
+        pairs in prop_oneof![1usize..20, Just(32), Just(64), Just(264)],
         dtype in dtypes(),
         layouts in [layouts(), layouts()],
         seed in any::<u64>(),

@@ -126,10 +126,9 @@ impl Attention {
         let [mut query_gradient, mut key_gradient, value_gradient] =
             pass.attend_backward(&query_key_value, &mixed, log_sums.as_ref(), &mixed_gradient)?;
         drop((query_key_value, mixed, mixed_gradient));
-        if self.rotates {
-            query_gradient = pass.angles.rotate_back(&query_gradient)?;
-            key_gradient = pass.angles.rotate_back(&key_gradient)?;
-        }
+        [query_gradient, key_gradient] = self
+            .transform(pass)
+            .rotate_back([&query_gradient, &key_gradient])?;
         if let (Some(norms), Some((query, key))) = (&self.head_norms, before_norm) {
             query_gradient = self.norm_backward(&norms.query, &query, &query_gradient, sink)?;
             key_gradient = self.norm_backward(&norms.key, &key, &key_gradient, sink)?;

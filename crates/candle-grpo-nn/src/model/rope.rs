@@ -1,7 +1,7 @@
 //! Rotary position embedding.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_grpo_kernels::{arithmetic_dtype, rope_angles, rope_gradient};
+use candle_grpo_kernels::{arithmetic_dtype, rope_angles};
 
 use crate::DecoderConfig;
 
@@ -46,10 +46,5 @@ impl RopeAngles {
     /// Cosines and sines.
     pub(crate) fn tables(&self) -> [&Tensor; 2] {
         [&self.cos, &self.sin]
-    }
-
-    /// Returns the gradient of `[N, heads * head_dim]` from that of the rotated heads.
-    pub(crate) fn rotate_back(&self, gradient: &Tensor) -> Result<Tensor> {
-        rope_gradient(&self.cos, &self.sin, gradient)
     }
 }

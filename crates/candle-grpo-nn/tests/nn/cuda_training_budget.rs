@@ -44,8 +44,8 @@ fn micro_batch(layers: usize, shares_prefixes: bool) -> Result<Counts> {
 }
 
 #[rstest]
-#[case::whole_sequences(false, 36)]
-#[case::shared_prefixes(true, 48)]
+#[case::whole_sequences(false, 32)]
+#[case::shared_prefixes(true, 44)]
 fn a_layer_of_training_keeps_its_budget_of_driver_calls(
     #[case] shares_prefixes: bool,
     #[case] launches: u64,

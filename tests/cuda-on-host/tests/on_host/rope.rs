@@ -3,75 +3,104 @@
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS, forward_and_backward};
 use candle_grpo_kernels::rope;
-use candle_grpo_test_support::noise;
+use candle_grpo_test_support::{noise, numbers};
 
-/// Checks `rows` of `heads` heads of `2 * pairs` elements, followed by `behind` others in memory.
+/// Returns the results of both passes for `heads` heads in each row of `x`. The gradient is the
+/// inverse rotation.
+fn both_passes<T: Kernels>(
+    x: &[T],
+    heads: usize,
+    [cos, sin]: [&Tensor; 2],
+) -> Result<Vec<Expected>> {
+    let (rows, pairs) = cos.dims2()?;
+    let table = Tensor::from_slice(x, (rows, heads * 2 * pairs), &Device::Cpu)?;
+    let on_cpu = forward_and_backward(std::slice::from_ref(&table), &table, |inputs| {
+        rope(&inputs[0], cos, sin)
+    })?;
+    let (cos, sin) = (numbers(cos)?, numbers(sin)?);
+    let exact = [1.0, -1.0].map(|sign| {
+        let mut exact = vec![0.0; x.len()];
+        let from = x.chunks(2 * pairs);
+        for (head, (from, to)) in from.zip(exact.chunks_mut(2 * pairs)).enumerate() {
+            for i in 0..pairs {
+                let angle = head / heads * pairs + i;
+                let (a, b) = (from[i].to_f64(), from[pairs + i].to_f64());
+                let (c, s) = (cos[angle], sign * sin[angle]);
+                to[i] = a * c - b * s;
+                to[pairs + i] = b * c + a * s;
+            }
+        }
+        exact
+    });
+    Ok(Expected::all(exact, on_cpu))
+}
+
+/// Checks `rows` of these heads of queries and of keys, `2 * pairs` elements each, followed by
+/// `behind` others in memory.
 fn check<T: Kernels>(
     rows: usize,
-    heads: usize,
+    heads: [usize; 2],
     pairs: usize,
     behind: usize,
     tolerance: f64,
 ) -> Result<()> {
-    let n = rows * heads * 2 * pairs;
-    let mut x: Vec<T> = noise(n, 1).iter().map(|x| T::from_f64(*x)).collect();
-    let wide: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
-    let table = Tensor::from_slice(&x, (rows, heads * 2 * pairs), &Device::Cpu)?;
-    x.resize(n + behind, T::from_f64(f64::NAN));
-    let x = Buffer::new(&x);
-    let angles = noise(rows * pairs, 2);
-    let cos: Vec<f32> = angles.iter().map(|a| (9.0 * a).cos() as f32).collect();
-    let sin: Vec<f32> = angles.iter().map(|a| (9.0 * a).sin() as f32).collect();
-    let angles_table = |x: &[f32]| Tensor::from_slice(x, (rows, pairs), &Device::Cpu);
-    let (cos_table, sin_table) = (angles_table(&cos)?, angles_table(&sin)?);
-    // The gradient is the inverse rotation.
-    let on_cpu = forward_and_backward(std::slice::from_ref(&table), &table, |inputs| {
-        rope(&inputs[0], &cos_table, &sin_table)
-    })?;
+    let angles: Vec<f64> = noise(rows * pairs, 2).iter().map(|a| 9.0 * a).collect();
+    let cos: Vec<f32> = angles.iter().map(|a| a.cos() as f32).collect();
+    let sin: Vec<f32> = angles.iter().map(|a| a.sin() as f32).collect();
+    let table = |x: &[f32]| Tensor::from_slice(x, (rows, pairs), &Device::Cpu);
+    let tables = [table(&cos)?, table(&sin)?];
+    let x = heads.map(|heads| -> Vec<T> {
+        let x = noise(rows * heads * 2 * pairs, heads as u64);
+        x.iter().map(|x| T::from_f64(*x)).collect()
+    });
+    let expected = [
+        both_passes(&x[0], heads[0], tables.each_ref())?,
+        both_passes(&x[1], heads[1], tables.each_ref())?,
+    ];
+    let [query, key] = x.map(|mut x| {
+        x.resize(x.len() + behind, T::from_f64(f64::NAN));
+        Buffer::new(&x)
+    });
     let (cos, sin) = (Buffer::new(&cos), Buffer::new(&sin));
 
-    for (sign, on_cpu) in [1.0f32, -1.0].into_iter().zip(on_cpu) {
-        let mut exact = vec![0.0; n];
-        for (head, (from, to)) in wide
-            .chunks(2 * pairs)
-            .zip(exact.chunks_mut(2 * pairs))
-            .enumerate()
-        {
-            for i in 0..pairs {
-                let angle = head / heads * pairs + i;
-                let (c, s) = (f64::from(cos[angle]), f64::from(sign * sin[angle]));
-                to[i] = from[i] * c - from[pairs + i] * s;
-                to[pairs + i] = from[pairs + i] * c + from[i] * s;
-            }
-        }
-        let expected = Expected { exact, on_cpu };
+    for (pass, sign) in [1.0f32, -1.0].into_iter().enumerate() {
         for (threads, per_block) in [(4, 64), (1, 256), (6, 2), (32, 8)] {
+            let all_heads = rows * (heads[0] + heads[1]);
             let grid = Grid {
-                grid: [(rows * heads).div_ceil(per_block) as u32, 1, 1],
+                grid: [all_heads.div_ceil(per_block) as u32, 1, 1],
                 block: [threads, per_block as u32, 1],
                 shared_bytes: 0,
             };
             for order in ORDERS {
-                let mut y = Buffer::filled(T::from_f64(7.0), n + behind);
-                // SAFETY: x and y have rows * heads * 2 * pairs elements, cos and sin rows * pairs.
+                let seven = T::from_f64(7.0);
+                let mut rotated_query = Buffer::filled(seven, query.len());
+                let mut rotated_key = Buffer::filled(seven, key.len());
+                // SAFETY: queries and keys have rows * heads * 2 * pairs elements, cos and sin
+                // rows * pairs.
                 unsafe {
                     T::rope(
                         grid,
                         order,
-                        x.as_ptr(),
+                        query.as_ptr(),
+                        key.as_ptr(),
                         cos.as_ptr(),
                         sin.as_ptr(),
-                        y.as_mut_ptr(),
-                        (rows * heads) as u32,
-                        heads as u32,
+                        rotated_query.as_mut_ptr(),
+                        rotated_key.as_mut_ptr(),
+                        rows as u32,
+                        heads[0] as u32,
+                        heads[1] as u32,
                         pairs as i32,
                         sign,
                     )
                 }
                 .unwrap();
-                let found: Vec<f64> = y.iter().map(|y| y.to_f64()).collect();
-                expected.assert_close(&found[..n], tolerance);
-                assert!(found[n..].iter().all(|y| *y == 7.0));
+                for (rotated, expected) in [rotated_query, rotated_key].iter().zip(&expected) {
+                    let (found, rest) = rotated.split_at(rotated.len() - behind);
+                    let found: Vec<f64> = found.iter().map(|y| y.to_f64()).collect();
+                    expected[pass].assert_close(&found, tolerance);
+                    assert!(rest.iter().all(|y| *y == seven));
+                }
             }
         }
     }
@@ -79,7 +108,15 @@ fn check<T: Kernels>(
 }
 
 fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
-    for (rows, heads, pairs) in [(1, 1, 1), (5, 3, 32), (7, 2, 8), (3, 9, 5), (2, 3, 48)] {
+    for (rows, heads, pairs) in [
+        (1, [1, 1], 1),
+        (5, [3, 1], 32),
+        (7, [2, 2], 8),
+        (3, [9, 3], 5),
+        (2, [3, 2], 48),
+        // More pairs than 32 threads load at a time.
+        (2, [2, 1], 264),
+    ] {
         check::<T>(rows, heads, pairs, 0, tolerance)?;
         check::<T>(rows, heads, pairs, 1, tolerance)?;
     }
