@@ -269,6 +269,37 @@ impl RunDir {
         path.join(CONFIG).is_file() && path.join(METRICS).is_file()
     }
 
+    /// Returns the files that the run at `path` has lost, and how to continue from its last intact
+    /// checkpoint: a message. `None` if it has both files or no checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if a folder cannot be read.
+    pub fn loss(path: &Path) -> Result<Option<String>> {
+        if Self::is_run(path) {
+            return Ok(None);
+        }
+        let Some(checkpoint) = RunDir::checkpoints(path).latest()?.checkpoint else {
+            return Ok(None);
+        };
+        let missing = [
+            (CONFIG, "one with {} will do"),
+            (METRICS, "an empty one will do"),
+        ];
+        let missing = missing
+            .into_iter()
+            .filter(|(name, _)| !path.join(name).is_file());
+        let missing: Vec<String> = missing
+            .map(|(name, substitute)| format!("{name} ({substitute})"))
+            .collect();
+        Ok(Some(format!(
+            "the run has lost {}. Its checkpoint of step {} is whole. Put back what is missing and give --resume, or train on in another run_dir with model: {}",
+            missing.join(" and "),
+            checkpoint.step,
+            checkpoint.path.display()
+        )))
+    }
+
     fn begin(path: &Path, config: &impl Serialize) -> Result<Self> {
         let begin = || -> Result<Self> {
             fs::create_dir_all(path)?;
@@ -490,25 +521,10 @@ fn ensure_whole(path: &Path) -> Result<()> {
     if RunDir::is_run(path) {
         return Ok(());
     }
-    let Some(checkpoint) = RunDir::checkpoints(path).latest()?.checkpoint else {
-        bail!("exists already and is not a run, choose another run_dir");
-    };
-    let missing = [
-        (CONFIG, "one with {} will do"),
-        (METRICS, "an empty one will do"),
-    ];
-    let missing = missing
-        .into_iter()
-        .filter(|(name, _)| !path.join(name).is_file());
-    let missing: Vec<String> = missing
-        .map(|(name, substitute)| format!("{name} ({substitute})"))
-        .collect();
-    bail!(
-        "the run has lost {}. Its checkpoint of step {} is whole. Put back what is missing and give --resume, or train on in another run_dir with model: {}",
-        missing.join(" and "),
-        checkpoint.step,
-        checkpoint.path.display()
-    )
+    match RunDir::loss(path)? {
+        Some(loss) => bail!(loss),
+        None => bail!("exists already and is not a run, choose another run_dir"),
+    }
 }
 
 /// Returns the first of `path`, `path-2`, `path-3`, ... that is free.

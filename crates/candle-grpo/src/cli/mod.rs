@@ -110,7 +110,8 @@ struct EvalArguments {
     /// Write the answers to this file as JSON lines.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Replace a file of --out that does not hold answers, unless this command or the run reads it.
+    /// Replace a file of --out that does not hold answers, unless this command or the run reads
+    /// it.
     #[arg(long, requires = "out")]
     force: bool,
     /// Log warnings only, and show no progress.

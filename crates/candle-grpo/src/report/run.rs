@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use candle_grpo_nn::json;
+use candle_grpo_train::RunDir;
 use candle_grpo_train::data::read_json_lines;
 use serde::Deserialize;
 use serde_json::Value;
@@ -49,6 +50,9 @@ impl Run {
     /// Returns an error with file and line if a file cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = folder.join("config.json");
+        if let Some(loss) = RunDir::loss(folder)? {
+            bail!("{}: {loss}", folder.display());
+        }
         let text = fs::read_to_string(&config).with_context(|| {
             format!(
                 "{}: cannot be read, {} is not the folder of a run",

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_train::{ChatTemplate, Pretrained, RunDir};
 
@@ -63,9 +63,18 @@ fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pre
 ///
 /// # Errors
 ///
-/// Returns an error if the run has no checkpoint.
+/// Returns an error if the run has no checkpoint or has lost its settings or metrics.
 pub fn model_path(path: &Path) -> Result<PathBuf> {
     if !RunDir::is_run(path) {
+        // A model has a tokenizer, and a run has none.
+        let may_be_run = path.is_dir() && !path.join("tokenizer.json").exists();
+        if let Some(loss) = may_be_run
+            .then(|| RunDir::loss(path))
+            .transpose()?
+            .flatten()
+        {
+            bail!("{}: {loss}", path.display());
+        }
         return Ok(path.to_path_buf());
     }
     let run = path;

@@ -164,6 +164,14 @@ fn a_run_that_lost_its_metrics_goes_on_from_its_checkpoint() {
         ] {
             refused(&grpo(folder.path(), how), 1, &words);
         }
+        for (how, code) in [
+            (&["eval", "run.yaml", "--model", "run"][..], 5),
+            (&["convert", "run", "converted"], 5),
+            (&["sample", "run", "ab"], 5),
+            (&["report", "run"], 4),
+        ] {
+            refused(&grpo(folder.path(), how), code, &format!("run: {words}"));
+        }
         // As the message says.
         fs::write(run.join(name), substitute).unwrap();
         let more = CONFIG.replace("max_steps: 12", "max_steps: 4");
