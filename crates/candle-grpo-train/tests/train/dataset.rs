@@ -306,6 +306,8 @@ fn rows_have_the_values_of_the_file() {
 #[case(b"ARROW1\x00\x00", "an Arrow file")]
 #[case(b"\x1f\x8b\x08\x00", "a gzip file")]
 #[case(b"\x28\xb5\x2f\xfd", "a Zstandard file")]
+#[case(b"\xfd7zXZ\x00\x00", "an xz file")]
+#[case(b"BZh91AY", "a bzip2 file")]
 #[case(b"PK\x03\x04", "a ZIP file")]
 #[case(b"\xff\xfe{\x00}\x00", "a file in UTF-16")]
 #[case(b"question,answer\nWhy?,because\n", "a CSV file")]
@@ -317,7 +319,17 @@ fn another_format_is_named(#[case] contents: &[u8], #[case] words: &str) {
         error.contains("data.jsonl: ") && error.contains(words),
         "{error}"
     );
+    // The command does not write over the file.
     assert!(error.contains("to convert it: "), "{error}");
+    let is_written = error.contains("data.converted.jsonl") || error.contains("unzip ");
+    assert!(is_written, "{error}");
+}
+
+#[test]
+fn bytes_that_are_no_text_are_not_called_csv() {
+    let (_folder, path) = file(b"\x00\x9c,\xff\t,\n");
+    let error = read_rows(&path).unwrap_err().to_string();
+    assert!(error.ends_with("data.jsonl:1: not UTF-8"), "{error}");
 }
 
 #[test]
