@@ -141,6 +141,15 @@ impl DatasetConfig {
             prefill: self.prefill()?,
         };
         dataset.held_out_in_train = dataset.compare_questions()?;
+        let held_out = dataset.held_out.len();
+        ensure!(
+            held_out == 0 || dataset.held_out_in_train < held_out,
+            "data.{}: all {held_out} rows ask the same as rows of train, there must be other ones",
+            match self.held_out_rows {
+                Some(_) => "held_out_rows",
+                None => "held_out",
+            }
+        );
         Ok(dataset)
     }
 
@@ -188,12 +197,7 @@ impl Dataset {
             "data.prompt: the same for all {} rows, must have the columns in which they differ",
             self.train.len()
         );
-        let repeated = held_out.iter().filter(|row| trained.contains(row)).count();
-        ensure!(
-            repeated == 0 || repeated < held_out.len(),
-            "data.held_out: all {repeated} rows ask the same as rows of train, there must be other ones"
-        );
-        Ok(repeated)
+        Ok(held_out.iter().filter(|row| trained.contains(row)).count())
     }
 
     fn digest(&self, row: &Row) -> Result<Digest> {

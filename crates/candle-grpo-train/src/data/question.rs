@@ -130,7 +130,10 @@ impl Asking {
                 .with_context(|| format!("column {name:?}: message {i}"))?;
             conversation.push(message);
         }
-        let is_answer = |message: &Value| message["role"] == "assistant";
+        let is_answer = |message: &Value| {
+            let role = message["role"].as_str().unwrap_or_default();
+            ANSWERING.contains(&role.to_lowercase().as_str())
+        };
         if conversation.last().is_some_and(is_answer) {
             ensure!(
                 self.cut_answer,
@@ -186,6 +189,9 @@ fn not_text(content: impl std::fmt::Display) -> anyhow::Error {
     Invalid::new("content", content, "be text: only text is supported").into()
 }
 
+/// The roles of messages that a model has written.
+const ANSWERING: [&str; 3] = ["assistant", "model", "gpt"];
+
 /// The usual names of columns of content that is not text.
 const MEDIA: [&str; 7] = [
     "image",
@@ -203,7 +209,17 @@ fn question_column(columns: &Value) -> Option<&str> {
         "instruct", "problem", "query", "input", "task", "text", "ask", "content", "story",
     ];
     // Names too short to look for within others.
-    const ANSWERS: [&str; 4] = ["a", "ans", "correct", "rationale"];
+    const ANSWERS: [&str; 9] = [
+        "a",
+        "ans",
+        "correct",
+        "rationale",
+        "gt",
+        "sol",
+        "reply",
+        "assistant",
+        "key",
+    ];
     const OTHERS: [&str; 17] = [
         "answer",
         "solution",
@@ -229,12 +245,17 @@ fn question_column(columns: &Value) -> Option<&str> {
         let name = name.to_lowercase();
         words.iter().any(|word| name.contains(word))
     };
+    let is_answer = |name: &str| is(name, &OTHERS) || ANSWERS.contains(&name);
     let candidates: Vec<&str> = texts
         .map(|(name, _)| name.as_str())
-        .filter(|name| !is(name, &OTHERS) && !ANSWERS.contains(name))
+        .filter(|name| !is_answer(name))
         .collect();
     let likely = candidates.iter().find(|name| is(name, &QUESTIONS));
-    likely.or(candidates.first()).copied()
+    // Beside a column with the answer, the only other text is the question.
+    let mut names = columns.as_object()?.keys();
+    let only = candidates.first().filter(|_| candidates.len() == 1);
+    let only = only.filter(|_| names.any(|name| is_answer(name)));
+    likely.or(only).copied()
 }
 
 fn message(role: &str, content: &str) -> Value {

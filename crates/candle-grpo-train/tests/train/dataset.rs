@@ -373,6 +373,16 @@ fn an_answer_at_the_end_of_a_conversation_is_an_error_or_cut() {
     // Rewards still have it.
     assert_eq!(dataset.train[0].columns["messages"][1]["content"], "4");
 
+    for role in ["Assistant", "model", "gpt"] {
+        let row = json!({"prompt": [message("user", "2 + 2?"), message(role, "4")]});
+        let (_folder, path) = file(row.to_string());
+        let error = format!("{:#}", of(&path).load(0).unwrap_err());
+        assert!(
+            error.contains("ends with a message of the assistant"),
+            "{error}"
+        );
+    }
+
     let (_folder, path) = file(
         r#"{"messages": [{"role": "system", "content": "Be"}, {"role": "assistant", "content": "4"}]}"#,
     );
@@ -474,6 +484,9 @@ fn a_column_of_media_in_the_template_of_the_prompt_is_text() {
 #[case(json!({"answer": 4, "sum": 7}), None)]
 #[case(json!({}), None)]
 #[case(json!({"ans": "4", "q": "2 + 2"}), Some("{q}"))]
+#[case(json!({"gt": "4", "q": "2 + 2"}), Some("{q}"))]
+#[case(json!({"y": "4", "x": "2 + 2"}), None)]
+#[case(json!({"reply": "4"}), None)]
 fn a_column_hint_never_proposes_the_answer(
     #[case] row: serde_json::Value,
     #[case] hint: Option<&str>,
@@ -532,7 +545,16 @@ fn rows_that_are_held_out_and_trained_on_are_counted() {
     assert_eq!(load(&["d", "b", "a"]).unwrap().held_out_in_train, 2);
     let error = load(&["c", "a", "c"]).unwrap_err().to_string();
     assert!(
-        error.contains("held_out: all 3 rows ask the same as rows of train"),
+        error.contains("data.held_out: all 3 rows ask the same as rows of train"),
+        "{error}"
+    );
+    let config = DatasetConfig {
+        held_out_rows: Some(1),
+        ..of(&write("train.jsonl", &["a", "b", "a", "b"]))
+    };
+    let error = config.load(0).unwrap_err().to_string();
+    assert!(
+        error.starts_with("data.held_out_rows: all 1 rows ask"),
         "{error}"
     );
 }
