@@ -170,7 +170,7 @@ fn a_program_that_reads_all_its_input_first_is_told_to_answer_each_line() {
     for words in [
         "0 of 2 scores after 0.5 seconds, the limit",
         "it must answer each line when it comes, not at the end of its input",
-        "does it flush every line",
+        "and flush every line",
     ] {
         assert!(error.contains(words), "{words:?} in {error}");
     }

@@ -309,8 +309,8 @@ const NOT_ENDED: &str = "all scores are there, but the output goes on after the 
 fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
     anyhow!(
         "{answered} of {of} scores after {} seconds, the limit; it must answer each line when it comes, \
-         not at the end of its input; does it flush every line (in Python print(score, flush=True)), \
-         and is time_limit_seconds enough?",
+         not at the end of its input, and flush every line (in Python print(score, flush=True)); a slow \
+         program needs a greater time_limit_seconds",
         limit.as_secs_f64()
     )
 }
