@@ -3,6 +3,7 @@
 use std::fmt;
 
 use candle_core::Error;
+use serde::Serialize;
 
 /// An invalid option: its name, its value, and what it must be.
 ///
@@ -84,6 +85,17 @@ impl From<Invalid> for Error {
         // Of the variants of the error that display a foreign error unchanged, the only one whose
         // contents can be recovered by type and whose meaning fits: std's "invalid input".
         std::io::Error::new(std::io::ErrorKind::InvalidInput, invalid).into()
+    }
+}
+
+/// Displays an option of several names by its name in a configuration file.
+///
+/// A name that has options of its own is displayed as `given`.
+pub struct Name<'a, T>(pub &'a T);
+
+impl<T: Serialize> fmt::Display for Name<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.serialize(&mut *f).or_else(|_| f.write_str("given"))
     }
 }
 

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_grpo_core::{Kl, KlGradient};
 use serde::{Deserialize, Serialize};
 
-use candle_grpo_core::validate::{check, non_negative};
+use candle_grpo_core::validate::{Name, check, non_negative};
 
 /// The ratio that multiplies the estimate, which makes its gradient unbiased for samples of the old
 /// policy (<https://arxiv.org/abs/2512.02556>).
@@ -66,12 +66,13 @@ impl KlLoss {
         non_negative("kl.coef", self.coef)?;
         let valid =
             self.bias_correction == BiasCorrection::Off || self.kl.gradient == KlGradient::Direct;
-        let must = format!(
-            "be off with the gradient {:?}, which is unbiased already",
-            self.kl.gradient
-        );
-        let value = format!("{:?}", self.bias_correction);
-        check(valid, "kl.bias_correction", value, &must)?;
+        let must = "be off with a gradient other than direct, which is unbiased already";
+        check(
+            valid,
+            "kl.bias_correction",
+            Name(&self.bias_correction),
+            must,
+        )?;
         Ok(self.kl.validate()?)
     }
 

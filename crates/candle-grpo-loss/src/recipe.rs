@@ -1,6 +1,7 @@
 //! Published recipes: reward shaping, advantage and loss.
 
 use candle_core::Result;
+use candle_grpo_core::validate::Name;
 use candle_grpo_core::{
     AdvantageConfig, AdvantageName, AdvantagePipeline, GroupFilter, Invalid, Kl, KlEstimator,
     KlPenalty, OverlongPenalty, RewardShaping, SingletonGroup, TokenAdvantage,
@@ -224,9 +225,7 @@ impl Recipe {
             && aggregation == Aggregation::SeqMeanTokenMean
         {
             let must = "be seq-mean-token-sum-norm with the advantage dr_grpo, which excludes a division by the length of each response (or use the advantage grpo with the scale none)";
-            return Err(
-                Invalid::new("policy_loss.aggregation", format!("{aggregation:?}"), must).into(),
-            );
+            return Err(Invalid::new("policy_loss.aggregation", Name(&aggregation), must).into());
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use super::{
     AdvantageBatch, AdvantageEstimator, AdvantagePipeline, Advantages, GroupAdvantage, KlPenalty,
     Scale, SingletonGroup, TokenAdvantage, ZeroSignalScaling,
 };
-use crate::validate::{self, Checked};
+use crate::validate::{self, Checked, Name};
 
 /// Name of a published advantage estimator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -176,8 +176,8 @@ impl AdvantageConfig {
                 field,
                 "given",
                 &format!(
-                    "be absent for {:?}, which has this stage (or name it pipeline)",
-                    self.name
+                    "be absent for {}, which has this stage (or name it pipeline)",
+                    Name(&self.name)
                 ),
             )?;
         }
@@ -201,7 +201,7 @@ impl AdvantageConfig {
             ("gamma", self.gamma.is_some(), pipeline.tokens.is_some()),
             ("lambda", self.lambda.is_some(), lambda),
         ] {
-            let must = format!("be absent for {:?}, which does not have it", self.name);
+            let must = format!("be absent for {}, which does not have it", Name(&self.name));
             validate::check(has || !given, field, "given", &must)?;
         }
         pipeline.validate()

@@ -15,7 +15,7 @@ use crate::rewards::{
     mark_missing,
 };
 use crate::selection::GroupSummary;
-use crate::validate::{self, Checked, Invalid};
+use crate::validate::{self, Checked, Invalid, Name};
 
 /// An advantage function: rewards in, advantages relative to the group out.
 ///
@@ -207,8 +207,12 @@ impl GroupAdvantage {
         {
             return Err(Invalid::new(
                 "scale",
-                format_args!("{:?} with the baseline {:?}", self.scale, self.baseline),
-                "be Batch or None for a baseline that is not one of the group",
+                format_args!(
+                    "{} with the baseline {}",
+                    Name(&self.scale),
+                    Name(&self.baseline)
+                ),
+                "be batch or none for a baseline that is not one of the group",
             ));
         }
         validate::non_negative("epsilon", self.epsilon)?;

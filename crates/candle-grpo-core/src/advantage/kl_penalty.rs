@@ -31,8 +31,8 @@ impl KlPenalty {
         if let KlGradient::ImportanceWeighted { .. } = self.kl.gradient {
             return Err(Invalid::new(
                 "kl.gradient",
-                format_args!("{:?}", self.kl.gradient),
-                "be Direct or StraightThrough for a penalty, which has no gradient",
+                "importance_weighted",
+                "be direct or straight_through for a penalty, which has no gradient",
             ));
         }
         self.kl.validate()

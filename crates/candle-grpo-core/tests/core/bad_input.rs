@@ -123,7 +123,7 @@ fn weights_that_are_not_finite_are_named(
 #[case(AdvantagePipeline::default(), "sequence and tokens: both absent")]
 #[case(
     AdvantagePipeline::grpo().map_sequence(|s| s.baseline = Baseline::Given),
-    "scale: Group with the baseline Given, must be Batch or None"
+    "scale: group with the baseline given, must be batch or none"
 )]
 #[case(
     AdvantagePipeline::rloo().map_sequence(|s| s.baseline = Baseline::Given),
@@ -356,19 +356,19 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
 )]
 #[case(
     AdvantageConfig { epsilon: Some(1e-4), ..AdvantageName::Remax.into() },
-    "epsilon: given, must be absent for Remax"
+    "epsilon: given, must be absent for remax"
 )]
 #[case(
     AdvantageConfig { gamma: Some(0.9), ..AdvantageName::Grpo.into() },
-    "gamma: given, must be absent for Grpo"
+    "gamma: given, must be absent for grpo"
 )]
 #[case(
     AdvantageConfig { lambda: Some(0.9), ..AdvantageName::Reinforce.into() },
-    "lambda: given, must be absent for Reinforce"
+    "lambda: given, must be absent for reinforce"
 )]
 #[case(
     AdvantageConfig { sequence: Some(GroupAdvantage::grpo()), ..AdvantageName::Rloo.into() },
-    "sequence: given, must be absent for Rloo"
+    "sequence: given, must be absent for rloo"
 )]
 #[case(
     AdvantageConfig { kl_penalty: Some(penalty(f64::NAN)), ..AdvantageName::Grpo.into() },
@@ -386,7 +386,7 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
 )]
 #[case(
     AdvantagePipeline::grpo().map_sequence(|s| s.baseline = Baseline::None).into_config(),
-    "sequence.scale: Group with the baseline None"
+    "sequence.scale: group with the baseline none"
 )]
 #[case(
     AdvantagePipeline::gdpo()
@@ -419,7 +419,7 @@ fn token_rewards_inside_the_mask_must_be_finite() -> Result<()> {
             t.kl_penalty = Some(KlPenalty { kl: Kl { gradient, ..Kl::default() }, ..penalty(1.) });
         })
         .into_config(),
-    "tokens.kl_penalty.kl.gradient: ImportanceWeighted"
+    "tokens.kl_penalty.kl.gradient: importance_weighted"
 )]
 #[case(
     AdvantagePipeline::remax()

@@ -22,7 +22,7 @@ use crate::kl_loss::KlLoss;
 use crate::positive_nll::PositiveNll;
 use crate::rollout::RolloutCorrection;
 use crate::surrogate::{Clip, Surrogate, TokenLoss};
-use candle_grpo_core::validate::{check, finite, non_negative, positive};
+use candle_grpo_core::validate::{Name, check, finite, non_negative, positive};
 use inputs::Inputs;
 
 /// The treatment of sequences without a valid token in a mean over sequences.
@@ -199,16 +199,15 @@ impl PolicyLoss {
         if !self.surrogate.reduces_over_sequence() {
             return Ok(());
         }
-        let (level, surrogate) = (self.importance_level, &self.surrogate);
-        let must = format!("be token with {surrogate:?}, which reduces over the sequence itself");
+        let level = self.importance_level;
+        let must = "be token with a surrogate that reduces over the sequence itself";
         let valid = level == ImportanceLevel::Token;
-        check(valid, "importance_level", format!("{level:?}"), &must)?;
+        check(valid, "importance_level", Name(&level), must)?;
         let weight = self.rollout_correction.as_ref().and_then(|c| c.weight);
         let valid = weight.is_none_or(|weight| weight.level != ImportanceLevel::Segment);
-        let must = format!(
-            "be token, sequence or sequence_product with {surrogate:?}, which has one weight per sequence"
-        );
-        check(valid, "rollout_correction.weight.level", "segment", &must)?;
+        let must =
+            "be token, sequence or sequence_product with a surrogate of one weight per sequence";
+        check(valid, "rollout_correction.weight.level", "segment", must)?;
         Ok(())
     }
 
@@ -228,7 +227,7 @@ impl PolicyLoss {
         let must = format!(
             "not weight sequences by their length with {ratio}; use seq-mean-token-mean or, for LUSPO, seq-mean-token-sum (or set allow_length_weighting)"
         );
-        check(valid, "aggregation", format!("{aggregation:?}"), &must)?;
+        check(valid, "aggregation", Name(&aggregation), &must)?;
         Ok(())
     }
 

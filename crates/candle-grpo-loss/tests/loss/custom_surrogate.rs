@@ -96,7 +96,7 @@ fn a_custom_surrogate_over_sequences_requires_the_token_level() -> Result<()> {
     };
     let error = message(refused.validate());
     assert!(
-        error.starts_with("importance_level: Sequence, must be token"),
+        error.starts_with("importance_level: sequence, must be token"),
         "{error}"
     );
     Ok(())

@@ -83,15 +83,15 @@ fn the_roll_recipe_whitens_and_clips() -> Result<()> {
 #[rstest]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gspo() }, ..Recipe::gspo() },
-    "policy_loss.aggregation: TokenMean, must not weight sequences by their length with an importance level of the sequence"
+    "policy_loss.aggregation: token-mean, must not weight sequences by their length with an importance level of the sequence"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss { aggregation: Aggregation::TokenMean, ..PolicyLoss::gmpo() }, ..Recipe::gmpo() },
-    "policy_loss.aggregation: TokenMean, must not weight sequences by their length with the surrogate geometric_mean"
+    "policy_loss.aggregation: token-mean, must not weight sequences by their length with the surrogate geometric_mean"
 )]
 #[case(
     Recipe { policy_loss: PolicyLoss::grpo(), ..Recipe::dr_grpo(8.) },
-    "policy_loss.aggregation: SeqMeanTokenMean, must be seq-mean-token-sum-norm with the advantage dr_grpo"
+    "policy_loss.aggregation: seq-mean-token-mean, must be seq-mean-token-sum-norm with the advantage dr_grpo"
 )]
 #[case(Recipe { policy_loss: PolicyLoss::dr_grpo(0.), ..Recipe::grpo() }, "policy_loss.aggregation.length: 0")]
 #[case(

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Result, Shape};
-use candle_grpo_core::validate::{self, check};
+use candle_grpo_core::validate::{self, Name, check};
 use serde::{Deserialize, Serialize};
 
 use crate::model::family::ModelType;
@@ -160,7 +160,7 @@ impl DecoderConfig {
             self.no_rope_layers.is_empty() || family.no_rope_layers,
             "no_rope_layers",
             &rotates,
-            &format!("be empty for model_type {:?}", self.model_type),
+            &format!("be empty for model_type {}", Name(&self.model_type)),
         )?;
         check(
             self.no_rope_layers.is_empty()
@@ -185,7 +185,7 @@ impl DecoderConfig {
                 possible || !value,
                 name,
                 value,
-                &format!("be false for model_type {:?}", self.model_type),
+                &format!("be false for model_type {}", Name(&self.model_type)),
             )?;
         }
         Ok(self.rope_scaling.validate("rope_scaling")?)
