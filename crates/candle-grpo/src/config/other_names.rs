@@ -5,7 +5,7 @@ use super::error::ConfigError;
 use super::suggestions::place_of;
 
 /// Each name of a key in TRL, verl, OpenRLHF or ROLL, with the path of the key here.
-const NAMES: &[(&str, &str)] = &[
+pub(super) const NAMES: &[(&str, &str)] = &[
     // Sizes of a step.
     ("num_generations", "algorithm.num_return_sequences_in_group"),
     ("group_size", "algorithm.num_return_sequences_in_group"),
@@ -266,29 +266,38 @@ pub(super) fn place(name: &str) -> Option<String> {
     Some(found.1.to_owned())
 }
 
+/// Returns a value with every key that a file can have.
+#[cfg(test)]
+pub(super) fn all_keys() -> serde_json::Value {
+    use crate::config::RunConfig;
+    use crate::config::algorithm::AlgorithmConfig;
+    use serde_json::Value;
+
+    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], algorithm: {use_kl_loss: true}}";
+    let document = Document::from_yaml(std::path::Path::new("x.yaml"), text).unwrap();
+    let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
+    let Value::Object(keys) = serde_json::to_value(AlgorithmConfig::default()).unwrap() else {
+        panic!("a section is a mapping");
+    };
+    let algorithm = all["algorithm"].as_object_mut().unwrap();
+    for (key, value) in keys {
+        algorithm.entry(key).or_insert(value);
+    }
+    let mut sampler = all["sampler"].clone();
+    sampler["greedy"] = Value::Null;
+    all["evaluation"]["sampler"] = sampler;
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::path::Path;
-
-    use serde_json::Value;
 
     use super::*;
-    use crate::config::algorithm::AlgorithmConfig;
-    use crate::config::{Document, RunConfig};
 
     #[test]
     fn every_name_leads_to_a_key_that_exists() {
-        let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], algorithm: {use_kl_loss: true}}";
-        let document = Document::from_yaml(Path::new("x.yaml"), text).unwrap();
-        let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
-        let Value::Object(keys) = serde_json::to_value(AlgorithmConfig::default()).unwrap() else {
-            panic!("a section is a mapping");
-        };
-        let algorithm = all["algorithm"].as_object_mut().unwrap();
-        for (key, value) in keys {
-            algorithm.entry(key).or_insert(value);
-        }
+        let all = all_keys();
         let mut seen = BTreeSet::new();
         let (ambiguous, meanings) = AMBIGUOUS;
         let ambiguous = meanings.map(|(_, path)| (ambiguous, path));

@@ -24,17 +24,18 @@ pub(super) fn unknown_key(section: &str, key: &str, known: &[&str]) -> String {
         .filter(|place| *place != path)
     {
         // A section of the same name inside this one is nearer.
-        let inside = place.split('.').next();
-        return match inside.is_some_and(|inside| !section.is_empty() && known.contains(&inside)) {
-            true => format!("unknown key; here it is {section}.{place}"),
-            false => format!("unknown key; here it is {place}"),
+        let inside = place.split('.').next().filter(|inside| {
+            !section.is_empty() && known.contains(inside) && moved(section, inside).is_none()
+        });
+        return match inside {
+            Some(_) => format!("unknown key; here it is {section}.{place}"),
+            None => format!("unknown key; here it is {place}"),
         };
     }
-    let elsewhere = elsewhere(section);
-    let place = |key: &str| elsewhere.iter().find(|(name, _)| *name == key);
+    let place = |key: &str| moved(section, key);
     if let Some(nearest) = nearest(key, known) {
         return match place(nearest) {
-            Some((_, place)) => format!("unknown key, did you mean {place}?"),
+            Some(place) => format!("unknown key, did you mean {place}?"),
             None => format!("unknown key, did you mean `{nearest}`?"),
         };
     }
@@ -56,6 +57,12 @@ pub(super) fn unknown_name(name: &str, known: &[&str]) -> String {
         None => String::new(),
     };
     format!("{name:?}, must be one of {}{suggestion}", known.join(", "))
+}
+
+/// Returns the place in a file of a key of a section's struct, if it has another place.
+fn moved(section: &str, key: &str) -> Option<&'static str> {
+    let found = elsewhere(section).iter().find(|(name, _)| *name == key);
+    found.map(|(_, place)| *place)
 }
 
 /// The keys of a section's struct that a file has in another place.
@@ -93,9 +100,7 @@ fn keys_of(section: &impl Serialize) -> BTreeSet<String> {
 pub(super) fn place_of(key: &str) -> Option<String> {
     let mut places = sections()
         .into_iter()
-        .filter(|(section, keys)| {
-            keys.contains(key) && elsewhere(section).iter().all(|(name, _)| *name != key)
-        })
+        .filter(|(section, keys)| keys.contains(key) && moved(section, key).is_none())
         .map(|(section, _)| format!("{section}.{key}"));
     let place = places.next()?;
     places.next().is_none().then_some(place)
@@ -144,6 +149,39 @@ mod tests {
         assert_eq!(message, "unknown key, did you mean algorithm.ppo_epochs?");
         let message = unknown_key("training", "zzzzzz", &known);
         assert_eq!(message, "unknown key, must be one of top_entropy");
+    }
+
+    /// A suggestion is a key that the program accepts, whatever section has the wrong key.
+    #[test]
+    fn every_suggestion_for_every_name_and_section_is_a_key() {
+        let valid = other_names::all_keys();
+        let sections = sections();
+        let names = other_names::NAMES
+            .iter()
+            .map(|(name, _)| (*name).to_owned());
+        let keys = sections.iter().flat_map(|(_, keys)| keys.iter().cloned());
+        let all: BTreeSet<String> = names.chain(keys).collect();
+        for (section, known) in &sections {
+            let known: Vec<&str> = known.iter().map(String::as_str).collect();
+            for name in &all {
+                if known.contains(&name.as_str()) {
+                    continue;
+                }
+                let message = unknown_key(section, name, &known);
+                let place = message.split_once("here it is ").map(|(_, place)| place);
+                let place = place.filter(|place| !place.contains(" or "));
+                let near = message.split_once("did you mean ").map(|(_, near)| near);
+                let near = near.map(|near| match near.trim_end_matches('?') {
+                    key if key.starts_with('`') => format!("{section}.{}", key.trim_matches('`')),
+                    place => place.to_owned(),
+                });
+                for path in place.into_iter().chain(near.as_deref()) {
+                    let pointer = format!("/{}", path.replace('.', "/"));
+                    let is_key = valid.pointer(&pointer).is_some();
+                    assert!(is_key, "{section}.{name}: {message}");
+                }
+            }
+        }
     }
 
     #[test]
