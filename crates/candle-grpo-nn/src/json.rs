@@ -61,7 +61,13 @@ pub fn kind(expected: &str) -> &str {
         "a string" | "path string" | "a character" => "a text",
         "a sequence" => "a list",
         "unit" | "unit variant" => "a name without options",
-        name if name.starts_with("struct") || name == "a map" => "a mapping of keys",
+        "variant identifier" => "a name",
+        name if name.starts_with("struct")
+            || name.contains("internally tagged")
+            || name == "a map" =>
+        {
+            "a mapping of keys"
+        }
         name if name.starts_with("enum")
             || name.starts_with("variant")
             || name.contains("tagged enum") =>

@@ -62,7 +62,11 @@ impl Document {
     ///
     /// Returns an error with the line if the text is not valid.
     pub fn from_yaml(file: &Path, text: &str) -> Result<Self, ConfigError> {
-        let node: Node = serde_saphyr::from_str(text).map_err(|error| ConfigError {
+        // Numbers that are not finite are refused with their key.
+        let policy = serde_saphyr::NonFiniteFloatPolicy::PassThrough;
+        let options = serde_saphyr::options! { non_finite_float_policy: policy };
+        let node = serde_saphyr::from_str_with_options(text, options);
+        let node: Node = node.map_err(|error| ConfigError {
             file: file.to_path_buf(),
             line: error.location().map(|place| place.line() as usize),
             message: syntax::yaml(&error),
@@ -184,13 +188,7 @@ impl Document {
 
     /// Returns the line of a path, or of the nearest key around it.
     fn line(&self, path: &str) -> Option<usize> {
-        let mut around = path;
-        loop {
-            if let Some(line) = self.lines.get(around) {
-                return Some(*line);
-            }
-            around = &around[..around.rfind(['.', '['])?];
-        }
+        nearest_line(&self.lines, path)
     }
 
     /// Returns `value`, which stands at `path`, as a `T`.
@@ -233,6 +231,7 @@ impl Document {
                 };
                 self.error(at, unknown_name(name, known))
             }
+            TypeError::Missing { key } => self.error(&join(path, key), "absent, must be given"),
             error => self.error(path, error),
         }
     }
@@ -250,6 +249,16 @@ impl Document {
         let mut below = self.lines.keys();
         let below = below.find(|below| below.starts_with(path) && below.ends_with(&end));
         below.cloned().unwrap_or(at)
+    }
+}
+
+fn nearest_line(lines: &BTreeMap<String, usize>, path: &str) -> Option<usize> {
+    let mut around = path;
+    loop {
+        if let Some(line) = lines.get(around) {
+            return Some(*line);
+        }
+        around = &around[..around.rfind(['.', '['])?];
     }
 }
 
@@ -275,10 +284,11 @@ fn remove(value: &mut Value, path: &str) {
     }
 }
 
-/// The most keys of one value that [`culprit`] removes, each of which takes a pass over the file.
+/// The most keys of one value that [`culprit`] removes or adds, each of which takes a pass over the
+/// file.
 const TRIES: usize = 50;
 
-/// Returns the path of the key below `path` that holds the value of `error`. A reward is read
+/// Returns the path below `path` of the value that `error` is about. A reward is read
 /// before its kind is known, so that the paths of its errors end above their keys.
 fn culprit(
     value: &Value,
@@ -291,9 +301,16 @@ fn culprit(
     while let Some((at, found)) = open.pop() {
         if tries > 0 && at != path && error.is_about(found) {
             tries -= 1;
-            let mut without = value.clone();
-            remove(&mut without, &at);
-            if !is_same(without) {
+            let mut changed = value.clone();
+            match error {
+                TypeError::Missing { key } => {
+                    if let Some(Value::Object(section)) = changed.pointer_mut(&pointer(&at)) {
+                        section.insert((*key).to_owned(), Value::Null);
+                    }
+                }
+                _ => remove(&mut changed, &at),
+            }
+            if !is_same(changed) {
                 // The value is this one or inside it.
                 open.clear();
                 culprit = Some(at.clone());
@@ -331,6 +348,8 @@ fn line_at(text: &str, at: usize) -> usize {
 /// A value with the lines of its keys.
 enum Node {
     Scalar(Value),
+    /// A number that is not finite, as the file has it.
+    NotFinite(String),
     Sequence(Vec<Node>),
     Mapping(Vec<(String, usize, Node)>),
 }
@@ -344,6 +363,11 @@ impl Node {
     ) -> Result<Value, (usize, String)> {
         Ok(match self {
             Self::Scalar(value) => value,
+            Self::NotFinite(number) => {
+                let line = nearest_line(lines, &path).unwrap_or(1);
+                let key = if path.is_empty() { path } else { path + ": " };
+                return Err((line, format!("{key}{number}, must be finite")));
+            }
             Self::Sequence(items) => {
                 let items = items.into_iter().enumerate();
                 Value::Array(
@@ -410,10 +434,11 @@ impl<'de> Visitor<'de> for NodeVisitor {
         Ok(Node::Scalar(x.into()))
     }
 
-    fn visit_f64<E: serde::de::Error>(self, x: f64) -> Result<Node, E> {
-        let number = Number::from_f64(x);
-        let number = number.ok_or_else(|| E::custom(format!("{x}, must be finite")))?;
-        Ok(Node::Scalar(Value::Number(number)))
+    fn visit_f64<E>(self, x: f64) -> Result<Node, E> {
+        Ok(match Number::from_f64(x) {
+            Some(number) => Node::Scalar(Value::Number(number)),
+            None => Node::NotFinite(format!("{x}").replace("inf", ".inf").replace("NaN", ".nan")),
+        })
     }
 
     fn visit_str<E>(self, x: &str) -> Result<Node, E> {
@@ -473,11 +498,10 @@ fn value_node(text: &str, at: usize, value: &DeValue<'_>) -> Result<Node, Mispla
                 number.map_err(|_| (at, format!("{x}, must be a whole number below 2^63")))?;
             Node::Scalar(number.into())
         }
-        DeValue::Float(x) => {
-            let number = x.as_str().parse().ok().and_then(Number::from_f64);
-            let number = number.ok_or_else(|| (at, format!("{x}, must be finite")))?;
-            Node::Scalar(Value::Number(number))
-        }
+        DeValue::Float(x) => match x.as_str().parse().ok().and_then(Number::from_f64) {
+            Some(number) => Node::Scalar(Value::Number(number)),
+            None => Node::NotFinite(x.to_string()),
+        },
         DeValue::Datetime(x) => return Err((at, format!("{x}: a date, which no key takes"))),
         DeValue::Array(items) => {
             let items = items.iter();

@@ -100,7 +100,8 @@ impl Problem {
         document: &Document,
         check: impl Fn(&Document) -> Result<(), Self>,
     ) -> ConfigError {
-        let is_given = document.get(&self.path).is_some();
+        let given = document.get(&self.path);
+        let is_given = given.is_some_and(|value| !value.is_null());
         let culprit = || {
             let mut second = None;
             for (path, _) in document.leaves() {

@@ -17,7 +17,6 @@ pub(super) fn yaml(error: &serde_saphyr::Error) -> String {
         Error::Budget { .. } => {
             return "the file is too large, too deep or has too many aliases".to_owned();
         }
-        Error::NonFiniteFloat { value, .. } => return format!("{value}, must be finite"),
         // Of the visitor.
         Error::Message { msg, .. } => return msg.clone(),
         _ => {}

@@ -33,11 +33,12 @@ pub(super) enum TypeError {
 }
 
 impl TypeError {
-    /// Returns whether `value` may be the one that is of the wrong type.
+    /// Returns whether `value` may be of the wrong type, or lack a key.
     pub(super) fn is_about(&self, value: &Value) -> bool {
         match (self, value) {
             (Self::UnknownName { name, .. }, Value::String(text)) => name == text,
             (Self::WrongKind { found, .. }, value) => *found == shown(value),
+            (Self::Missing { key }, Value::Object(section)) => !section.contains_key(*key),
             _ => false,
         }
     }

@@ -271,6 +271,33 @@ fn check_refuses_what_train_refuses() {
             "run.yaml:3: rewards[0].judges[0].tags: \"a\", must be given once\n",
         ),
         (
+            format!("{CONFIG}training: {{adapters: {{rank: 2}}}}\n"),
+            "run.yaml:5: training.adapters.alpha: absent, must be given\n",
+        ),
+        (
+            reward("{kind: ensemble, judges: [{kind: json}, {pattern: a}]}"),
+            "run.yaml:3: rewards[0].judges[1].kind: absent, must be given\n",
+        ),
+        (
+            reward("{kind: ensemble, judges: [json]}"),
+            "run.yaml:3: rewards[0].judges[0]: \"json\", must be a mapping of keys\n",
+        ),
+        (
+            format!("{CONFIG}optimizer: {{learning_rate: .inf}}\n"),
+            "run.yaml:5: optimizer.learning_rate: .inf, must be finite\n",
+        ),
+        (
+            with(
+                "preset: dapo",
+                "recipe: {advantage: {name: dr_grpo, gamma: 1}}",
+            ),
+            "run.yaml:4: algorithm.recipe.advantage.gamma: given, must be absent for dr_grpo",
+        ),
+        (
+            format!("{CONFIG}training: {{learning_rate: 1}}\n"),
+            "run.yaml:5: training.learning_rate: unknown key; here it is optimizer.learning_rate\n",
+        ),
+        (
             reward("{kind: regex, pattern: [a]}"),
             "run.yaml:3: rewards[0].pattern: a list, must be a text\n",
         ),
@@ -331,6 +358,13 @@ fn check_refuses_what_train_refuses() {
                 "recipe: {advantage: {name: pipeline, gamma: null, tokens: {gamma: -1}}}",
             ),
             "run.yaml:4: algorithm.recipe.advantage.tokens.gamma: -1, must be from 0 to 1\n",
+        ),
+        (
+            with(
+                "preset: dapo",
+                "recipe: {advantage: {name: pipeline, reward_weights: null, sequence: {reward_weights: [1, 2]}}}",
+            ),
+            "run.yaml:4: algorithm.recipe.advantage.sequence.reward_weights: 2 weights, must be one for each of 1 rewards\n",
         ),
         (
             format!("{CONFIG}training: {{critic: {{}}}}\n"),
@@ -703,7 +737,8 @@ fn messages_about_syntax_have_no_words_of_libraries() {
             "a: !!int x\n",
             ":1: not valid YAML: a value must be of the type of its tag",
         ),
-        ("a: .nan\n", ":1: .nan, must be finite"),
+        ("a: .nan\n", ":1: a: .nan, must be finite"),
+        ("a: {b: [1, -.inf]}\n", ":1: a.b[1]: -.inf, must be finite"),
         (
             "a.b: 1\n",
             ":1: key \"a.b\", must have no dots and brackets in it",

@@ -572,7 +572,7 @@ fn an_error_in_a_required_section_names_it(
 )]
 #[case(
     "[optimizer]\nlearning_rate = inf\n",
-    "run.toml:18: inf, must be finite",
+    "run.toml:18: optimizer.learning_rate: inf, must be finite",
     ""
 )]
 #[case(
