@@ -134,11 +134,11 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("dtype", "training.compute_dtype"),
     ("use_peft", "training.adapters"),
     ("peft_config", "training.adapters"),
-    ("lora_r", "training.adapters"),
-    ("lora_rank", "training.adapters"),
-    ("lora_alpha", "training.adapters"),
-    ("lora_target_modules", "training.adapters"),
-    ("target_modules", "training.adapters"),
+    ("lora_r", "training.adapters.rank"),
+    ("lora_rank", "training.adapters.rank"),
+    ("lora_alpha", "training.adapters.alpha"),
+    ("lora_target_modules", "training.adapters.target_modules"),
+    ("target_modules", "training.adapters.target_modules"),
     ("sync_ref_model", "training.reference_refresh"),
     ("ref_model_sync_steps", "training.reference_refresh"),
     ("ref_model_mixup_alpha", "training.reference_refresh"),
@@ -273,7 +273,7 @@ pub(super) fn all_keys() -> serde_json::Value {
     use crate::config::algorithm::AlgorithmConfig;
     use serde_json::Value;
 
-    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], algorithm: {use_kl_loss: true}}";
+    let text = "{model: {path: m}, data: {train: d}, rewards: [{kind: json}], algorithm: {use_kl_loss: true}, training: {adapters: {rank: 1, alpha: 1}}}";
     let document = Document::from_yaml(std::path::Path::new("x.yaml"), text).unwrap();
     let mut all = RunConfig::new(&document).unwrap().to_value().unwrap();
     let Value::Object(keys) = serde_json::to_value(AlgorithmConfig::default()).unwrap() else {

@@ -275,6 +275,10 @@ fn check_refuses_what_train_refuses() {
             "run.yaml:5: training.adapters.alpha: absent, must be given\n",
         ),
         (
+            format!("{CONFIG}training: {{adapters: {{lora_r: 2}}}}\n"),
+            "run.yaml:5: training.adapters.lora_r: unknown key; here it is training.adapters.rank\n",
+        ),
+        (
             reward("{kind: ensemble, judges: [{kind: json}, {pattern: a}]}"),
             "run.yaml:3: rewards[0].judges[1].kind: absent, must be given\n",
         ),
