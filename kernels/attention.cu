@@ -13,6 +13,7 @@
 // same products in the same order. __fmul_rn rounds the scaled score and is never part of a fused
 // operation: if the last bit of a score is worth 1, another rounding gives another weight.
 
+#include "copy.cuh"
 #include "element.cuh"
 #include "math.cuh"
 #include "mma.cuh"
@@ -20,57 +21,50 @@
 #include <climits>
 
 // The sizes of tiles for heads of up to D elements. `attention.rs` has the same sizes for the
-// launches. A warp has 16 of the kept rows.
+// launches.
 template <typename T, int D> struct Tiles {
     static constexpr bool WIDE = sizeof(T) == 4;
+    // Rows that a block keeps in the backward pass: 16 for each warp.
     static constexpr int ROWS = WIDE && D == 256 ? 32 : 64;
     static constexpr int THREADS = 2 * ROWS;
+    // Groups of 16 rows of a warp in the forward pass. Each loaded fragment of a key or value serves
+    // all of them.
+    static constexpr int GROUPS = WIDE || D == 256 ? 1 : 2;
     // Forward blocks of a multiprocessor, limited by its shared memory. With more blocks the
     // compiler would spill registers.
-    static constexpr int FORWARD_BLOCKS = D == 64 ? 4 : 2;
+    static constexpr int FORWARD_BLOCKS = D == 64 && WIDE ? 4 : 2;
     // Rows of a loaded tile, forward and backward.
     static constexpr int KEYS = WIDE ? (D == 256 ? 16 : 32) : (D == 256 ? 32 : 64);
     static constexpr int OTHERS = WIDE ? (D == 64 ? 32 : 16) : (D == 256 ? 16 : 32);
     // Rows have 16 bytes of padding, to start in different banks.
     static constexpr int STRIDE = D + PACK<T>;
-    // Loads of a thread at once, and unrolled products. With more the compiler would spill
-    // registers of f32.
-    static constexpr int IN_FLIGHT = WIDE ? 4 : 8;
+    // Bytes of the kept operands of the backward pass, and of a pair of loaded tiles with three
+    // numbers for each row. The next pair arrives while a block uses the first one, if two fit into
+    // 99 KiB: some GPUs have no more.
+    static constexpr int KEPT_BYTES = 2 * ROWS * STRIDE * (int)sizeof(T);
+    static constexpr int STAGE_BYTES = 2 * OTHERS * STRIDE * (int)sizeof(T) + 12 * OTHERS;
+    static constexpr int STAGES = KEPT_BYTES + 2 * STAGE_BYTES <= 99 * 1024 ? 2 : 1;
+    // Unrolled products. With more the compiler would spill registers of f32.
     static constexpr int UNROLLED = WIDE ? 1 : D / DEPTH<T>;
     // Columns of the gradients of keys and values that fit in the registers of one block.
     static constexpr int COLUMNS = D < 128 ? D : 128;
 };
 
-// Loads ROWS rows of `of` into a tile. Row r is at `place(r)`, which is a row of `of` for every r:
-// the loads depend on no other load, so that several are in flight. Rows that are not
-// `is_real(r)`, and columns beyond the head, become 0.
+// Starts to load ROWS rows of `of` into a tile. Row r is at `place(r)`, which is a row of `of` for
+// every r. Rows that are not `is_real(r)`, and columns beyond the head, become 0.
 template <typename T, int D, int ROWS, int THREADS, typename Place, typename Real>
 __device__ __forceinline__ void load_tile(T *tile, const T *of, int head_dim, bool aligned, Place place, Real is_real) {
-    constexpr int STRIDE = Tiles<T, D>::STRIDE, PACKS = D / PACK<T>, COUNT = ROWS * PACKS / THREADS;
-    constexpr int IN_FLIGHT = COUNT < Tiles<T, D>::IN_FLIGHT ? COUNT : Tiles<T, D>::IN_FLIGHT;
-    static_assert(ROWS * PACKS % THREADS == 0 && COUNT % IN_FLIGHT == 0, "whole packs for each thread");
-#pragma unroll 1
-    for (int first = (int)threadIdx.x; first < ROWS * PACKS; first += IN_FLIGHT * THREADS) {
-        uint4 packs[IN_FLIGHT];
-        bool real[IN_FLIGHT];
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            const int row = (first + i * THREADS) / PACKS, column = (first + i * THREADS) % PACKS * PACK<T>;
-            const T *from = of + place(row) * (uint64_t)head_dim;
-            real[i] = is_real(row);
-            if (aligned) {
-                packs[i] = *reinterpret_cast<const uint4 *>(from + (column < head_dim ? column : 0));
-                real[i] = real[i] && column < head_dim;
-            } else {
-                T values[PACK<T>];
-                for (int k = 0; k < PACK<T>; k++) values[k] = column + k < head_dim ? from[column + k] : from_float<T>(0.0f);
-                memcpy(&packs[i], values, 16);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            const int row = (first + i * THREADS) / PACKS, column = (first + i * THREADS) % PACKS * PACK<T>;
-            *reinterpret_cast<uint4 *>(tile + row * STRIDE + column) = real[i] ? packs[i] : make_uint4(0, 0, 0, 0);
+    constexpr int STRIDE = Tiles<T, D>::STRIDE, PACKS = D / PACK<T>;
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < ROWS * PACKS; i += THREADS) {
+        const int row = i / PACKS, column = i % PACKS * PACK<T>;
+        const T *from = of + place(row) * (uint64_t)head_dim;
+        T *to = tile + row * STRIDE + column;
+        if (aligned) {
+            start_copy(to, from + (column < head_dim ? column : 0), column < head_dim && is_real(row));
+        } else {
+            const bool real = is_real(row);
+            for (int k = 0; k < PACK<T>; k++) to[k] = real && column + k < head_dim ? from[column + k] : from_float<T>(0.0f);
         }
     }
 }
@@ -129,12 +123,12 @@ struct Head {
     }
 };
 
-// Writes 16 rows by `columns` of c to `target(row)`, through the rows of this warp in a tile.
-// `factors` scale the rows of this lane. A factor of 0 gives 0, also for NaN.
+// Writes 16 rows by `columns` of c to `target(row)`, through the rows from `first` of a tile, which
+// only this warp uses. `factors` scale the rows of this lane. A factor of 0 gives 0, also for NaN.
 template <typename T, int STRIDE, int pieces, typename Target>
-__device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4], const float (&factors)[2], int columns,
-                                           bool aligned, Target target) {
-    const int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 * 16;
+__device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4], const float (&factors)[2], int first,
+                                           int columns, bool aligned, Target target) {
+    const int lane = (int)threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < pieces; n++) {
@@ -157,27 +151,36 @@ __device__ __forceinline__ void store_rows(T *tile, const float (&c)[pieces][4],
     }
 }
 
-// Adds to c[.., n] the product of the 16 rows of `a` of this warp with the rows of `b`, at the k-th
-// DEPTH columns of the head. `swapped` adds the products in the order of the transposed product.
-template <typename T, int STRIDE, bool swapped, int pieces>
-__device__ __forceinline__ void multiply_rows(float (&c)[pieces][4], const T *a, const T *b, int k) {
-    const FragmentA of_a = load_a(a, STRIDE, (int)threadIdx.x / 32 * 16, k * DEPTH<T>);
+// Adds to c[g][.., n] the product of the g-th 16 rows of `a` of this warp with the rows of `b`, at
+// the k-th DEPTH columns of the head. `swapped` adds the products in the order of the transposed
+// product.
+template <typename T, int STRIDE, bool swapped, int groups, int pieces>
+__device__ __forceinline__ void multiply_rows(float (&c)[groups][pieces][4], const T *a, const T *b, int k) {
+    FragmentA of_a[groups];
+#pragma unroll
+    for (int g = 0; g < groups; g++)
+        of_a[g] = load_a(a, STRIDE, ((int)threadIdx.x / 32 * groups + g) * 16, k * DEPTH<T>);
 #pragma unroll
     for (int n = 0; n < pieces / 2; n++) {
         FragmentB of_b[2];
         load_b_of_rows(b, STRIDE, n * 16, k * DEPTH<T>, of_b);
-        multiply<T, swapped>(c[2 * n], of_a, of_b[0]);
-        multiply<T, swapped>(c[2 * n + 1], of_a, of_b[1]);
+#pragma unroll
+        for (int g = 0; g < groups; g++) {
+            multiply<T, swapped>(c[g][2 * n], of_a[g], of_b[0]);
+            multiply<T, swapped>(c[g][2 * n + 1], of_a[g], of_b[1]);
+        }
     }
 }
 
 // c += weights b, at the columns of the tile from `first`.
-template <typename T, int STRIDE, int pieces, int others>
-__device__ __forceinline__ void multiply_columns(float (&c)[pieces][4], const float (&weights)[others][4], const T *b, int first,
-                                                 int head_dim) {
+template <typename T, int STRIDE, int groups, int pieces, int others>
+__device__ __forceinline__ void multiply_columns(float (&c)[groups][pieces][4], const float (&weights)[groups][others][4],
+                                                 const T *b, int first, int head_dim) {
 #pragma unroll
     for (int k = 0; k < others * 8 / DEPTH<T>; k++) {
-        const FragmentA a = as_a<T>(weights, k);
+        FragmentA a[groups];
+#pragma unroll
+        for (int g = 0; g < groups; g++) a[g] = as_a<T>(weights[g], k);
 #pragma unroll
         for (int n = 0; n < pieces / 2; n++) {
             // Columns beyond the head are 0. The branch orders the products of f32, whose operands
@@ -185,17 +188,23 @@ __device__ __forceinline__ void multiply_columns(float (&c)[pieces][4], const fl
             if (sizeof(T) == 4 && first + n * 16 >= head_dim) continue;
             FragmentB of_b[2];
             load_b_of_columns(b, STRIDE, k * DEPTH<T>, first + n * 16, of_b);
-            multiply<T>(c[2 * n], a, of_b[0]);
-            multiply<T>(c[2 * n + 1], a, of_b[1]);
+#pragma unroll
+            for (int g = 0; g < groups; g++) {
+                multiply<T>(c[g][2 * n], a[g], of_b[0]);
+                multiply<T>(c[g][2 * n + 1], a[g], of_b[1]);
+            }
         }
     }
 }
 
-template <int pieces> __device__ __forceinline__ void clear(float (&c)[pieces][4]) {
+template <int groups, int pieces> __device__ __forceinline__ void clear(float (&c)[groups][pieces][4]) {
 #pragma unroll
-    for (int n = 0; n < pieces; n++) {
+    for (int g = 0; g < groups; g++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) c[n][i] = 0.0f;
+        for (int n = 0; n < pieces; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[g][n][i] = 0.0f;
+        }
     }
 }
 
@@ -216,85 +225,108 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
                                         const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
                                         uint32_t group, int head_dim, float scale) {
     using Size = Tiles<T, D>;
-    constexpr int STRIDE = Size::STRIDE, KEYS = Size::KEYS;
+    constexpr int STRIDE = Size::STRIDE, KEYS = Size::KEYS, GROUPS = Size::GROUPS, ROWS = GROUPS * Size::ROWS;
     DYNAMIC_SHARED(T, queries);
-    T *keys = queries + Size::ROWS * STRIDE, *values = keys + KEYS * STRIDE;
+    T *keys = queries + ROWS * STRIDE, *values = keys + KEYS * STRIDE;
     int *marks = reinterpret_cast<int *>(values + KEYS * STRIDE);
 
     const Head head(mask, sequences, blockIdx.x / tiles, kv_heads, group, head_dim);
     // The rows with the most visible keys come first.
-    const int first_row = (int)(tiles - 1 - blockIdx.x % tiles) * Size::ROWS;
+    const int first_row = (int)(tiles - 1 - blockIdx.x % tiles) * ROWS;
     if (first_row >= head.rows) return;
     const bool aligned = head_dim % PACK<T> == 0 && is_aligned(query) && is_aligned(key) && is_aligned(value) && is_aligned(y);
     const int thread = (int)threadIdx.x, lane = thread % 32;
-    // The two rows of this lane.
-    const int own_row = first_row + thread / 32 * 16 + lane / 4;
-    const int own_marks[2] = {head.row_mark(own_row), head.row_mark(own_row + 8)};
-    head.load_rows<Size::ROWS, T, D>(queries, query, first_row, aligned);
+    const int own_rows = thread / 32 * GROUPS * 16;
+    const auto row_of_lane = [&](int g, int r) { return first_row + own_rows + 16 * g + lane / 4 + 8 * r; };
+    const auto load_keys = [&](int first) {
+        for (int i = thread; i < KEYS; i += Size::THREADS) marks[i] = head.key_mark(first + i);
+        head.load_keys<KEYS, T, D>(keys, key, first, aligned);
+    };
+    head.load_rows<ROWS, T, D>(queries, query, first_row, aligned);
+    load_keys(0);
 
     const float to_log2 = scale * LOG2_E;
-    float mixed[D / 8][4], largest[2] = {-INFINITY, -INFINITY}, sums[2] = {0.0f, 0.0f};
+    float mixed[GROUPS][D / 8][4], largest[GROUPS][2], sums[GROUPS][2];
+    int own_marks[GROUPS][2];
     clear(mixed);
-    const int last_row = min(first_row + Size::ROWS, head.rows) - 1;
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            largest[g][r] = -INFINITY;
+            sums[g][r] = 0.0f;
+            own_marks[g][r] = head.row_mark(row_of_lane(g, r));
+        }
+    }
+    const int last_row = min(first_row + ROWS, head.rows) - 1;
     const int last_key = head.past + last_row / (int)group;
     for (int first_key = 0; first_key <= last_key; first_key += KEYS) {
+        // The keys are there, and nobody reads the values of the previous tile.
+        wait_for_copies();
         __syncthreads();
-        for (int i = thread; i < KEYS; i += Size::THREADS) marks[i] = head.key_mark(first_key + i);
-        head.load_keys<KEYS, T, D>(keys, key, first_key, aligned);
         head.load_keys<KEYS, T, D>(values, value, first_key, aligned);
-        __syncthreads();
 
-        float scores[KEYS / 8][4];
+        float scores[GROUPS][KEYS / 8][4];
         clear(scores);
 #pragma unroll Size::UNROLLED
         for (int k = 0; k < D / DEPTH<T>; k++) multiply_rows<T, STRIDE, false>(scores, queries, keys, k);
-        float peaks[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++) {
+        for (int g = 0; g < GROUPS; g++) {
+            float peaks[2] = {-INFINITY, -INFINITY}, factors[2], subtract[2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const bool visible = marks[n * 8 + lane % 4 * 2 + i % 2] <= own_marks[i / 2];
-                scores[n][i] = visible ? __fmul_rn(scores[n][i], to_log2) : -INFINITY;
-                peaks[i / 2] = fmaxf(peaks[i / 2], scores[n][i]);
+            for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const bool visible = marks[n * 8 + lane % 4 * 2 + i % 2] <= own_marks[g][i / 2];
+                    scores[g][n][i] = visible ? __fmul_rn(scores[g][n][i], to_log2) : -INFINITY;
+                    peaks[i / 2] = fmaxf(peaks[i / 2], scores[g][n][i]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float peak = fmaxf(largest[g][r], row_max(peaks[r]));
+                // The difference of two minus infinities would be NaN.
+                subtract[r] = peak == -INFINITY ? 0.0f : peak;
+                factors[r] = exp2_approx(largest[g][r] - subtract[r]);
+                largest[g][r] = peak;
+                sums[g][r] *= factors[r];
+            }
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    scores[g][n][i] = exp2_approx(scores[g][n][i] - subtract[i / 2]);
+                    sums[g][i / 2] += scores[g][n][i];
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) mixed[g][n][i] *= factors[i / 2];
             }
         }
-        float factors[2], subtract[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float peak = fmaxf(largest[r], row_max(peaks[r]));
-            // The difference of two minus infinities would be NaN.
-            subtract[r] = peak == -INFINITY ? 0.0f : peak;
-            factors[r] = exp2_approx(largest[r] - subtract[r]);
-            largest[r] = peak;
-            sums[r] *= factors[r];
-        }
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                scores[n][i] = exp2_approx(scores[n][i] - subtract[i / 2]);
-                sums[i / 2] += scores[n][i];
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) mixed[n][i] *= factors[i / 2];
-        }
+
+        // The values are there, and nobody reads the keys and marks of this tile.
+        wait_for_copies();
+        __syncthreads();
+        if (first_key + KEYS <= last_key) load_keys(first_key + KEYS);
         multiply_columns<T, STRIDE>(mixed, scores, values, 0, head_dim);
     }
 
-    float factors[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float sum = row_sum(sums[r]);
-        factors[r] = own_marks[r] < 0 ? 0.0f : 1.0f / sum;
-        if (lane % 4 == 0 && own_row + 8 * r < head.rows)
-            log_sums[head.row_place(own_row + 8 * r)] = largest[r] + log2f(sum);
+    for (int g = 0; g < GROUPS; g++) {
+        float factors[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float sum = row_sum(sums[g][r]);
+            factors[r] = own_marks[g][r] < 0 ? 0.0f : 1.0f / sum;
+            const int row = row_of_lane(g, r);
+            if (lane % 4 == 0 && row < head.rows) log_sums[head.row_place(row)] = largest[g][r] + log2f(sum);
+        }
+        store_rows<T, STRIDE>(queries, mixed[g], factors, own_rows + 16 * g, head_dim, aligned, [&](int row) {
+            return first_row + row < head.rows ? y + head.elements(head.row_place(first_row + row)) : nullptr;
+        });
     }
-    store_rows<T, STRIDE>(queries, mixed, factors, head_dim, aligned, [&](int row) {
-        return first_row + row < head.rows ? y + head.elements(head.row_place(first_row + row)) : nullptr;
-    });
 }
 
 // The gradient of the queries (`first`), or of keys (`first`) and values (`second`). `dots`: the
@@ -310,9 +342,7 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     // The kept operands are queries and the gradient of the result, or keys and values. The other
     // two are loaded in tiles.
     DYNAMIC_SHARED(T, kept);
-    T *kept_with = kept + Size::ROWS * STRIDE, *others = kept_with + Size::ROWS * STRIDE, *others_with = others + OTHERS * STRIDE;
-    int *marks = reinterpret_cast<int *>(others_with + OTHERS * STRIDE);
-    float *other_sums = reinterpret_cast<float *>(marks + OTHERS), *other_dots = other_sums + OTHERS;
+    T *kept_with = kept + Size::ROWS * STRIDE, *stages = kept_with + Size::ROWS * STRIDE;
 
     constexpr uint32_t PARTS = D / COLUMNS;
     const int column = (int)(blockIdx.x % PARTS) * COLUMNS;
@@ -325,17 +355,19 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
                          is_aligned(gradient) && is_aligned(first) && is_aligned(second);
     const int thread = (int)threadIdx.x, lane = thread % 32;
 
-    const int own = thread / 32 * 16 + lane / 4;
+    const int own_rows = thread / 32 * 16, own = own_rows + lane / 4;
     int own_marks[2];
     float own_sums[2] = {0.0f, 0.0f}, own_dots[2] = {0.0f, 0.0f};
     if constexpr (OF_KEYS) {
         head.load_keys<Size::ROWS, T, D>(kept, key, first_own, aligned);
         head.load_keys<Size::ROWS, T, D>(kept_with, value, first_own, aligned);
+        wait_for_copies();
 #pragma unroll
         for (int r = 0; r < 2; r++) own_marks[r] = head.key_mark(first_own + own + 8 * r);
     } else {
         head.load_rows<Size::ROWS, T, D>(kept, query, first_own, aligned);
         head.load_rows<Size::ROWS, T, D>(kept_with, gradient, first_own, aligned);
+        wait_for_copies();
         __syncthreads();
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -354,23 +386,29 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     }
 
     const float to_log2 = scale * LOG2_E;
-    float of_first[COLUMNS / 8][4], of_second[OF_KEYS ? COLUMNS / 8 : 1][4];
+    float of_first[1][COLUMNS / 8][4], of_second[1][OF_KEYS ? COLUMNS / 8 : 1][4];
     clear(of_first);
     clear(of_second);
     // Queries from the first with a visible key of this block, or keys up to the last visible one.
     const int begin = OF_KEYS ? max(first_own - head.past, 0) * (int)group : 0;
     const int end = OF_KEYS ? head.rows : head.past + (min(first_own + Size::ROWS, head.rows) - 1) / (int)group + 1;
-    for (int from = begin; from < end; from += OTHERS) {
-        __syncthreads();
+    // The tiles of a stage, and the numbers of their rows.
+    const auto others_of = [&](int stage) {
+        return reinterpret_cast<T *>(reinterpret_cast<char *>(stages) + stage * Size::STAGE_BYTES);
+    };
+    const auto marks_of = [&](T *others) { return reinterpret_cast<int *>(others + 2 * OTHERS * STRIDE); };
+    const auto sums_of = [&](T *others) { return reinterpret_cast<float *>(marks_of(others) + OTHERS); };
+    const auto load = [&](int from, int stage) {
+        T *others = others_of(stage), *others_with = others + OTHERS * STRIDE;
         for (int i = thread; i < OTHERS; i += Size::THREADS) {
             if constexpr (OF_KEYS) {
-                marks[i] = head.row_mark(from + i);
-                const bool real = marks[i] >= 0;
-                const uint64_t place = real ? head.row_place(from + i) : 0;
-                other_sums[i] = real ? log_sums[place] : 0.0f;
-                other_dots[i] = real ? dots[place] : 0.0f;
+                const int mark = head.row_mark(from + i);
+                const uint64_t place = mark >= 0 ? head.row_place(from + i) : 0;
+                marks_of(others)[i] = mark;
+                sums_of(others)[i] = mark >= 0 ? log_sums[place] : 0.0f;
+                sums_of(others)[OTHERS + i] = mark >= 0 ? dots[place] : 0.0f;
             } else {
-                marks[i] = head.key_mark(from + i);
+                marks_of(others)[i] = head.key_mark(from + i);
             }
         }
         if constexpr (OF_KEYS) {
@@ -380,11 +418,28 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
             head.load_keys<OTHERS, T, D>(others, key, from, aligned);
             head.load_keys<OTHERS, T, D>(others_with, value, from, aligned);
         }
+    };
+    int stage = 0;
+    if (Size::STAGES == 2 && begin < end) load(begin, stage);
+    for (int from = begin; from < end; from += OTHERS) {
+        if constexpr (Size::STAGES == 1) {
+            __syncthreads();
+            load(from, stage);
+        }
+        // This stage is there, and nobody reads the other one.
+        wait_for_copies();
         __syncthreads();
+        const T *others = others_of(stage), *others_with = others + OTHERS * STRIDE;
+        const int *marks = marks_of(others_of(stage));
+        const float *other_sums = sums_of(others_of(stage)), *other_dots = other_sums + OTHERS;
+        if constexpr (Size::STAGES == 2) {
+            stage = 1 - stage;
+            if (from + OTHERS < end) load(from + OTHERS, stage);
+        }
 
         // The weights, and their gradient, which becomes the gradient of the scores. Both are
         // transposed in the pass of the keys.
-        float weights[OTHERS / 8][4], of_scores[OTHERS / 8][4];
+        float weights[1][OTHERS / 8][4], of_scores[1][OTHERS / 8][4];
         clear(weights);
         clear(of_scores);
 #pragma unroll Size::UNROLLED
@@ -400,8 +455,9 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
                 const bool visible = OF_KEYS ? own_marks[i / 2] <= marks[other] : marks[other] <= own_marks[i / 2];
                 const float log_sum = OF_KEYS ? other_sums[other] : own_sums[i / 2];
                 const float dot = OF_KEYS ? other_dots[other] : own_dots[i / 2];
-                weights[n][i] = visible ? exp2_approx(__fmul_rn(weights[n][i], to_log2) - log_sum) : 0.0f;
-                of_scores[n][i] = visible ? weights[n][i] * (of_scores[n][i] - dot) : 0.0f;
+                float &weight = weights[0][n][i], &of_score = of_scores[0][n][i];
+                weight = visible ? exp2_approx(__fmul_rn(weight, to_log2) - log_sum) : 0.0f;
+                of_score = visible ? weight * (of_score - dot) : 0.0f;
             }
         }
         multiply_columns<T, STRIDE>(of_first, of_scores, others, column, head_dim);
@@ -417,15 +473,15 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         };
         const bool real[2] = {own_marks[0] != INT_MAX, own_marks[1] != INT_MAX};
         // Only this warp reads its rows of the tiles, and it has finished.
-        store_rows<T, STRIDE>(kept, of_first, {real[0] ? scale : 0.0f, real[1] ? scale : 0.0f}, columns, aligned, target(first));
-        store_rows<T, STRIDE>(kept_with, of_second, {real[0] ? 1.0f : 0.0f, real[1] ? 1.0f : 0.0f}, columns, aligned,
-                              target(second));
+        store_rows<T, STRIDE>(kept, of_first[0], {real[0] ? scale : 0.0f, real[1] ? scale : 0.0f}, own_rows, columns, aligned,
+                              target(first));
+        store_rows<T, STRIDE>(kept_with, of_second[0], {real[0] ? 1.0f : 0.0f, real[1] ? 1.0f : 0.0f}, own_rows, columns,
+                              aligned, target(second));
     } else {
-        store_rows<T, STRIDE>(kept, of_first, {own_marks[0] < 0 ? 0.0f : scale, own_marks[1] < 0 ? 0.0f : scale}, columns, aligned,
-                              [&](int row) {
-                                  return first_own + row < head.rows ? first + head.elements(head.row_place(first_own + row))
-                                                                     : nullptr;
-                              });
+        const float factors[2] = {own_marks[0] < 0 ? 0.0f : scale, own_marks[1] < 0 ? 0.0f : scale};
+        store_rows<T, STRIDE>(kept, of_first[0], factors, own_rows, columns, aligned, [&](int row) {
+            return first_own + row < head.rows ? first + head.elements(head.row_place(first_own + row)) : nullptr;
+        });
     }
 }
 

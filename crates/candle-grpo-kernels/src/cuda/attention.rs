@@ -35,7 +35,7 @@ pub(crate) fn forward(
         let mut y = unsafe { alloc::<T>(device, elements)? };
         if elements > 0 {
             let tiles = tiles_of::<T>(sizes)?;
-            let (query_tiles, _) = counts(&tiles, &op.table.sequences, sizes)?;
+            let query_tiles = query_tiles(tiles.forward_rows, &op.table.sequences, sizes)?;
             let blocks = blocks(&tiles, query_tiles, sizes, 1, tiles.forward_bytes)?;
             let sequences = sequences(op)?.storage_and_layout();
             let mask = mask(op).map(Tensor::storage_and_layout);
@@ -132,7 +132,8 @@ pub(crate) fn backward(
             alloc::<f32>(device, heads)?,
         )};
         let tiles = tiles_of::<T>(sizes)?;
-        let (query_tiles, key_tiles) = counts(&tiles, &op.table.sequences, sizes)?;
+        let query_tiles = query_tiles(tiles.rows, &op.table.sequences, sizes)?;
+        let key_tiles = key_tiles(tiles.rows, &op.table.sequences)?;
         let by_queries = blocks(&tiles, query_tiles, sizes, 1, tiles.backward_bytes)?;
         let by_keys = blocks(&tiles, key_tiles, sizes, tiles.parts, tiles.backward_bytes)?;
         macro_rules! launch {
@@ -244,19 +245,24 @@ fn sequences(op: &Attention) -> Result<&Tensor> {
     }
 }
 
-/// Returns the number of tiles of the longest sequence, as queries and as keys.
-fn counts(tiles: &AttentionTiles, sequences: &[Sequence], sizes: &Sizes) -> Result<(u32, u32)> {
-    let count = |name: &str, rows: Option<usize>| match rows {
-        // The kernels count rows in 31 bits, up to one tile beyond the last row.
-        Some(rows) if rows < i32::MAX as usize - 256 => Ok(rows.div_ceil(tiles.rows).max(1) as u32),
-        _ => bail!("{name}: a sequence has more rows than one launch takes"),
-    };
+/// Returns the number of tiles of `of_tile` rows of the longest sequence of queries.
+fn query_tiles(of_tile: usize, sequences: &[Sequence], sizes: &Sizes) -> Result<u32> {
     let new = sequences.iter().map(|sequence| sequence.new).max();
+    tiles_in("query", new.unwrap_or(0).checked_mul(sizes.group), of_tile)
+}
+
+/// [`query_tiles`] of keys.
+fn key_tiles(of_tile: usize, sequences: &[Sequence]) -> Result<u32> {
     let total = sequences.iter().map(|sequence| sequence.total).max();
-    Ok((
-        count("query", new.unwrap_or(0).checked_mul(sizes.group))?,
-        count("key", total)?,
-    ))
+    tiles_in("key", total, of_tile)
+}
+
+fn tiles_in(name: &str, rows: Option<usize>, of_tile: usize) -> Result<u32> {
+    match rows {
+        // The kernels count rows in 31 bits, up to one tile beyond the last row.
+        Some(rows) if rows < i32::MAX as usize - 256 => Ok(rows.div_ceil(of_tile).max(1) as u32),
+        _ => bail!("{name}: a sequence has more rows than one launch takes"),
+    }
 }
 
 /// Returns the number of blocks: `in_row` tiles for each key head of each sequence, with `parts`
@@ -271,7 +277,7 @@ fn blocks(
     let count = [sizes.kv_heads, sizes.batch, parts]
         .iter()
         .try_fold(in_row as usize, |product, x| product.checked_mul(*x));
-    let mut blocks = grid(count.unwrap_or(usize::MAX), 2 * tiles.rows as u32)?;
+    let mut blocks = grid(count.unwrap_or(usize::MAX), tiles.threads as u32)?;
     blocks.shared_mem_bytes = shared_bytes as u32;
     Ok(blocks)
 }

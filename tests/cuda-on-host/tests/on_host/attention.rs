@@ -175,22 +175,20 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     };
 
     let tiles = attention_tiles(head_dim, size_of::<T>()).expect("a width");
-    let tiles_of = |rows: Vec<usize>| {
-        rows.into_iter()
-            .max()
-            .unwrap_or(0)
-            .div_ceil(tiles.rows)
-            .max(1) as u32
-    };
-    let query_tiles = tiles_of(sequences.iter().map(|s| s[1] as usize * group).collect());
-    let key_tiles = tiles_of(sequences.iter().map(|s| s[3] as usize).collect());
+    let most_queries = sequences.iter().map(|s| s[1] as usize * group).max();
+    let most_keys = sequences.iter().map(|s| s[3] as usize).max();
+    let tiles_of =
+        |rows: Option<usize>, of_tile| rows.unwrap_or(0).div_ceil(of_tile).max(1) as u32;
+    let forward_tiles = tiles_of(most_queries, tiles.forward_rows);
+    let query_tiles = tiles_of(most_queries, tiles.rows);
+    let key_tiles = tiles_of(most_keys, tiles.rows);
     let grid = |tiles_in_row: u32, parts: usize, shared_bytes| Grid {
         grid: [
             tiles_in_row * (parts * kv_heads * sequences.len()) as u32,
             1,
             1,
         ],
-        block: [2 * tiles.rows as u32, 1, 1],
+        block: [tiles.threads as u32, 1, 1],
         shared_bytes,
     };
     for order in ORDERS {
@@ -206,7 +204,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                 // SAFETY: the buffers have the sizes of the sequences and heads.
                 unsafe {
                     T::$forward(
-                        grid(query_tiles, 1, tiles.forward_bytes),
+                        grid(forward_tiles, 1, tiles.forward_bytes),
                         order,
                         query.as_ptr(),
                         key.as_ptr(),
@@ -215,7 +213,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                         table.as_ptr(),
                         y.as_mut_ptr(),
                         log_sums.as_mut_ptr(),
-                        query_tiles,
+                        forward_tiles,
                         kv_heads as u32,
                         group as u32,
                         head_dim as i32,

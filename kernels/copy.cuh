@@ -1,0 +1,28 @@
+// Copies from global to shared memory that run while the thread goes on (cp.async).
+#pragma once
+
+#include <cstdint>
+
+#ifdef CUDA_ON_HOST
+#include "cuda_copy.h"
+#endif
+
+// Starts a copy of 16 bytes, or writes zeros there. Both addresses are multiples of 16. The bytes
+// are there for this thread after `wait_for_copies`, and for the others after a barrier as well.
+__device__ __forceinline__ void start_copy(void *to, const void *from, bool is_real) {
+#ifdef CUDA_ON_HOST
+    cuda_host::start_copy(to, from, is_real);
+#else
+    const uint32_t address = (uint32_t)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(is_real ? 16 : 0) : "memory");
+#endif
+}
+
+// Waits for all copies of this thread.
+__device__ __forceinline__ void wait_for_copies() {
+#ifdef CUDA_ON_HOST
+    cuda_host::wait_for_copies();
+#else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
