@@ -27,8 +27,8 @@ template <typename T, int D> struct Tiles {
     // Rows that a block keeps in the backward pass: 16 for each warp.
     static constexpr int ROWS = WIDE && D == 256 ? 32 : 64;
     static constexpr int THREADS = 2 * ROWS;
-    // Groups of 16 rows of a warp in the forward pass. Each loaded fragment of a key or value serves
-    // all of them.
+    // Groups of 16 rows of a warp in the forward pass. Each loaded fragment of a key or value
+    // serves all of them.
     static constexpr int GROUPS = WIDE || D == 256 ? 1 : 2;
     // Forward blocks of a multiprocessor, limited by its shared memory. With more blocks the
     // compiler would spill registers.

@@ -177,8 +177,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
     let tiles = attention_tiles(head_dim, size_of::<T>()).expect("a width");
     let most_queries = sequences.iter().map(|s| s[1] as usize * group).max();
     let most_keys = sequences.iter().map(|s| s[3] as usize).max();
-    let tiles_of =
-        |rows: Option<usize>, of_tile| rows.unwrap_or(0).div_ceil(of_tile).max(1) as u32;
+    let tiles_of = |rows: Option<usize>, of_tile| rows.unwrap_or(0).div_ceil(of_tile).max(1) as u32;
     let forward_tiles = tiles_of(most_queries, tiles.forward_rows);
     let query_tiles = tiles_of(most_queries, tiles.rows);
     let key_tiles = tiles_of(most_keys, tiles.rows);
