@@ -26,3 +26,20 @@ pub fn cuda_device(ordinal: usize) -> Result<Device> {
     crate::cuda::device::prepare(device.as_cuda_device()?)?;
     Ok(device)
 }
+
+/// Opens the first CUDA device in a build with the feature `cuda`, and the CPU in others.
+///
+/// # Errors
+///
+/// Fails in a build with the feature if there is no device.
+///
+/// ```no_run
+/// let device = candle_grpo_kernels::default_device()?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn default_device() -> Result<Device> {
+    match candle_core::utils::cuda_is_available() {
+        true => cuda_device(0),
+        false => Ok(Device::Cpu),
+    }
+}

@@ -82,7 +82,7 @@ mod swiglu;
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
 pub use add_matmul::add_matmul;
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
-pub use device::cuda_device;
+pub use device::{cuda_device, default_device};
 pub use draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use embedding::{add_embedding_gradient, embedding};
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};

@@ -35,7 +35,7 @@ pub mod rewards;
 pub mod rollout;
 pub mod run;
 
-pub use candle_grpo_kernels::cuda_device;
+pub use candle_grpo_kernels::{cuda_device, default_device};
 pub use data::{Dataset, DatasetConfig, Prompt};
 pub use invalid::find_invalid;
 pub use learn::{

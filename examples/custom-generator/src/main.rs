@@ -5,12 +5,12 @@
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
-use candle_core::Device;
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::model::character_tokenizer;
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
 use candle_grpo_train::{
-    Completion, FinishReason, Generator, Prompt, Sample, TrainConfig, Trainer, evaluate,
+    Completion, FinishReason, Generator, Prompt, Sample, TrainConfig, Trainer, default_device,
+    evaluate,
 };
 use serde_json::Value;
 
@@ -68,7 +68,7 @@ fn train(with_demonstrations: bool) -> Result<f64> {
         num_key_value_heads: 2,
         ..DecoderConfig::default()
     };
-    let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
+    let parameters = Parameters::init(&model, 1, &default_device()?)?;
     let policy = LocalGenerator::new(&model, &parameters)?;
     let tokenizer = character_tokenizer(LETTERS)?;
     let prompts = (0..).zip(LETTERS.split_inclusive(|_| true));

@@ -3,12 +3,11 @@
 //! The task: write vowels. The reward is the fraction of letters of the completion that are vowels.
 
 use anyhow::{Result, ensure};
-use candle_core::Device;
 use candle_grpo_loss::surrogate::{SurrogateInputs, TokenLosses};
 use candle_grpo_loss::{PolicyLoss, Recipe, Surrogate, TokenLoss};
 use candle_grpo_nn::{AdamWConfig, DecoderConfig, Parameters};
 use candle_grpo_train::model::character_tokenizer;
-use candle_grpo_train::{Prompt, Sample, SamplingConfig, TrainConfig, Trainer};
+use candle_grpo_train::{Prompt, Sample, SamplingConfig, TrainConfig, Trainer, default_device};
 use serde_json::json;
 
 /// A leaky clip, `-min(r A, c A)` with `c = clip(r) + leak (r - clip(r))`: a clipped token keeps a
@@ -58,7 +57,7 @@ fn main() -> Result<()> {
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
         "max_position_embeddings": 16,
     }))?;
-    let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
+    let parameters = Parameters::init(&model, 1, &default_device()?)?;
 
     let (width, leak) = (0.2, 0.05);
     let config = TrainConfig {

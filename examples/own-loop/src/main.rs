@@ -30,7 +30,10 @@ impl Policy {
 }
 
 fn main() -> Result<()> {
-    let device = Device::Cpu; // or candle_grpo_kernels::cuda_device(0)?
+    let device = match candle_core::utils::cuda_is_available() {
+        true => Device::new_cuda_with_stream(0)?,
+        false => Device::Cpu,
+    };
     let variables = VarMap::new();
     let vb = VarBuilder::from_varmap(&variables, DType::F32, &device);
     let policy = Policy {

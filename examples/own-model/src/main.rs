@@ -6,11 +6,13 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
-use candle_core::{D, DType, Device, Tensor, Var};
+use candle_core::{D, DType, Tensor, Var};
 use candle_grpo_core::{GroupAdvantage, Scale};
 use candle_grpo_loss::{PolicyLoss, StepTotals};
 use candle_grpo_nn::{AdamWConfig, LanguageModel, PackedTokens, Parameters};
-use candle_grpo_train::{Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch};
+use candle_grpo_train::{
+    Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch, default_device,
+};
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 use rand::{Rng, SeedableRng, distr::weighted::WeightedIndex, rngs::StdRng};
 
@@ -88,7 +90,7 @@ impl LanguageModel for Policy {
 }
 
 fn main() -> Result<()> {
-    let device = Device::Cpu; // or candle_grpo_kernels::cuda_device(0)?
+    let device = default_device()?;
     let variables = VarMap::new();
     let policy = Policy::new(VarBuilder::from_varmap(&variables, DType::F32, &device))?;
     let variables: BTreeMap<String, Var> = variables

@@ -4,7 +4,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_core::Device;
 use candle_grpo_train::{ChatTemplate, Pretrained, RunDir};
 
 use crate::config::ModelConfig;
@@ -16,11 +15,8 @@ use crate::config::ModelConfig;
 ///
 /// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
-    let device = match candle_core::utils::cuda_is_available() {
-        true => candle_grpo_train::cuda_device(0)
-            .context("this program was built for CUDA, and no CUDA device responds")?,
-        false => Device::Cpu,
-    };
+    let device = candle_grpo_train::default_device()
+        .context("this program was built for CUDA, and no CUDA device responds")?;
     let path = model_path(&config.path)?;
     let pretrained = with_template(Pretrained::load(&path, &device)?, config)?;
     tracing::info!(
