@@ -131,7 +131,9 @@ fn main() -> Result<()> {
             .iter()
             .map(|(prompt, answer)| f32::from(prompt.iter().max() == Some(&answer[0])))
             .collect();
-        let advantages = advantage.compute(&rewards, NUM_GENERATIONS, Scale::Group)?;
+        let advantages = advantage
+            .compute(&rewards, NUM_GENERATIONS, Scale::Group)?
+            .to_device(&device)?;
 
         let pairs: Vec<(&[u32], &[u32])> = samples
             .iter()

@@ -47,6 +47,9 @@ int curandSetPseudoRandomGeneratorSeed(void* generator, unsigned long long seed)
 int curandGenerateUniform(void* generator, float* to, size_t count) {
     return generate(generator, to, count, std::uniform_real_distribution<float>());
 }
+int curandGenerateUniformDouble(void* generator, double* to, size_t count) {
+    return generate(generator, to, count, std::uniform_real_distribution<double>());
+}
 int curandGenerateNormal(void* generator, float* to, size_t count, float mean, float std) {
     return generate(generator, to, count, std::normal_distribution<float>(mean, std));
 }

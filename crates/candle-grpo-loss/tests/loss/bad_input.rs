@@ -42,6 +42,16 @@ fn compute(loss: &PolicyLoss, log_probs: &Tensor, advantages: &Tensor, mask: &Te
 }
 
 #[test]
+fn a_tensor_on_another_device_is_an_error_that_names_it() {
+    for device in devices().filter(|device| device.is_cuda()) {
+        let (x, mask) = (zeros(&[2, 3], device), zeros(&[2, 3], device));
+        let error = compute(&PolicyLoss::grpo(), &x, &zeros(&[2], &Device::Cpu), &mask);
+        let expected = "advantages: on Cpu, must be on Cuda { gpu_id: 0 }, as response_mask";
+        assert_eq!(error, expected);
+    }
+}
+
+#[test]
 fn a_wrong_shape_is_an_error_that_names_the_tensor() {
     for device in devices() {
         let (x, mask) = (
