@@ -70,12 +70,8 @@ impl Asking {
             .as_object()
             .map(|columns| columns.keys().map(String::as_str).collect())
             .unwrap_or_default();
-        let example = match question_column(columns) {
-            Some(name) => format!(", such as \"{{{name}}}\""),
-            None => String::new(),
-        };
         bail!(
-            "no column \"prompt\", \"messages\" or \"question\" among {names:?}: name columns with data.prompt{example}"
+            "no column \"prompt\", \"messages\" or \"question\" among {names:?}: name those of the question with data.prompt"
         )
     }
 
@@ -202,61 +198,6 @@ const MEDIA: [&str; 7] = [
     "audios",
     "multi_modal_data",
 ];
-
-/// A column that may hold the question: a text whose name is not that of an answer.
-fn question_column(columns: &Value) -> Option<&str> {
-    const QUESTIONS: [&str; 9] = [
-        "instruct", "problem", "query", "input", "task", "text", "ask", "content", "story",
-    ];
-    // Names too short to look for within others.
-    const ANSWERS: [&str; 9] = [
-        "a",
-        "ans",
-        "correct",
-        "rationale",
-        "gt",
-        "sol",
-        "reply",
-        "assistant",
-        "key",
-    ];
-    const OTHERS: [&str; 17] = [
-        "answer",
-        "solution",
-        "target",
-        "label",
-        "output",
-        "completion",
-        "response",
-        "reference",
-        "truth",
-        "result",
-        "score",
-        "reward",
-        "chosen",
-        "rejected",
-        "gold",
-        "final",
-        "expected",
-    ];
-    let names = columns.as_object()?.iter();
-    let texts = names.filter(|(_, value)| value.is_string());
-    let is = |name: &str, words: &[&str]| {
-        let name = name.to_lowercase();
-        words.iter().any(|word| name.contains(word))
-    };
-    let is_answer = |name: &str| is(name, &OTHERS) || ANSWERS.contains(&name);
-    let candidates: Vec<&str> = texts
-        .map(|(name, _)| name.as_str())
-        .filter(|name| !is_answer(name))
-        .collect();
-    let likely = candidates.iter().find(|name| is(name, &QUESTIONS));
-    // Beside a column with the answer, the only other text is the question.
-    let mut names = columns.as_object()?.keys();
-    let only = candidates.first().filter(|_| candidates.len() == 1);
-    let only = only.filter(|_| names.any(|name| is_answer(name)));
-    likely.or(only).copied()
-}
 
 fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
