@@ -224,8 +224,13 @@ fn signaled(
 #[cfg(unix)]
 #[test]
 fn the_end_of_the_terminal_saves_like_a_request_to_terminate() {
+    use nix::sys::signal::SigHandler::SigDfl;
     use nix::sys::signal::Signal::{SIGHUP, SIGTERM};
 
+    // The program leaves SIGHUP ignored if it is. Under `nohup` it would inherit that from the tests.
+    // SAFETY: no handler is installed.
+    #[allow(unsafe_code)]
+    unsafe { nix::sys::signal::signal(SIGHUP, SigDfl) }.unwrap();
     for signal in [SIGHUP, SIGTERM] {
         let folder = folder(&CONFIG.replace("max_steps: 12", "max_steps: 1000000"));
         let run = folder.path().join("run");
