@@ -227,7 +227,7 @@ fn the_end_of_the_terminal_saves_like_a_request_to_terminate() {
     use nix::sys::signal::SigHandler::SigDfl;
     use nix::sys::signal::Signal::{SIGHUP, SIGTERM};
 
-    // The program leaves SIGHUP ignored if it is. Under `nohup` it would inherit that from the tests.
+    // The program leaves SIGHUP ignored if it is, as under `nohup`.
     // SAFETY: no handler is installed.
     #[allow(unsafe_code)]
     unsafe { nix::sys::signal::signal(SIGHUP, SigDfl) }.unwrap();
