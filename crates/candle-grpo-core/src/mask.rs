@@ -55,14 +55,19 @@ impl Mask {
         self.selected.dims2()
     }
 
-    /// Checks that `x` has the shape of the mask; `name` is for the error.
-    pub fn check_shape(&self, name: &str, x: &Tensor) -> Result<()> {
+    /// Checks that `x` has the shape of the mask and is on its device; `name` is for the error.
+    pub fn check(&self, name: &str, x: &Tensor) -> Result<()> {
         if x.dims() != self.selected.dims() {
             bail!(
                 "{name}: shape {:?}, must be that of response_mask, {:?}",
                 x.dims(),
                 self.selected.dims()
             );
+        }
+        let (device, must) = (x.device(), self.selected.device());
+        if !device.same_device(must) {
+            let (device, must) = (device.location(), must.location());
+            bail!("{name}: on {device:?}, must be on that of response_mask, {must:?}");
         }
         Ok(())
     }
@@ -74,7 +79,7 @@ impl Mask {
 
     /// Returns the positions of this mask where `condition` (u8 `[B, T]`) holds.
     pub fn and(&self, condition: &Tensor) -> Result<Self> {
-        self.check_shape("condition", condition)?;
+        self.check("condition", condition)?;
         Ok(Self {
             selected: (&self.selected * condition.ne(0.)?)?,
         })

@@ -90,7 +90,7 @@ impl Aggregation {
     ) -> Result<Tensor> {
         self.validate()?;
         totals.check()?;
-        mask.check_shape("per_token", per_token)?;
+        mask.check("per_token", per_token)?;
         let statistics = statistics_dtype(per_token.device());
         let selected = mask.select(per_token)?.to_dtype(statistics)?;
         let sum = match self {

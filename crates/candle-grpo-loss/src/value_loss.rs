@@ -59,7 +59,7 @@ impl ValueLoss {
         let mask = Mask::new(response_mask)?;
         let dtype = arithmetic_dtype(values.dtype());
         let selected = |name: &str, x: &Tensor| -> Result<Tensor> {
-            mask.check_shape(name, x)?;
+            mask.check(name, x)?;
             mask.select(&x.to_dtype(dtype)?)
         };
         let values = selected("values", values)?;

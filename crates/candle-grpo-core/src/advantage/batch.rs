@@ -158,7 +158,7 @@ impl AdvantageBatch {
             bail!("{name}: absent, must be given for this estimator");
         };
         let mask = self.mask()?;
-        mask.check_shape(name, tensor)?;
+        mask.check(name, tensor)?;
         mask.select(&for_statistics(tensor)?)
     }
 

@@ -60,7 +60,7 @@ impl Advantages {
     /// repeated at each of its tokens.
     pub fn on_tokens(&self, mask: &Mask) -> Result<Tensor> {
         if self.advantages.rank() == 2 {
-            mask.check_shape("advantages", &self.advantages)?;
+            mask.check("advantages", &self.advantages)?;
             mask.select(&self.advantages)
         } else {
             mask.spread(&self.advantages)

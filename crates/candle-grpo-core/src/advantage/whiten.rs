@@ -107,7 +107,7 @@ impl Whitening {
     /// than two positions in the mask the variance is undefined, and the values are returned
     /// unchanged.
     pub fn apply(&self, values: &Tensor, mask: &Mask) -> Result<Tensor> {
-        mask.check_shape("values", values)?;
+        mask.check("values", values)?;
         self.apply_selected(&for_statistics(values)?, mask.selected())?
             .to_dtype(arithmetic_dtype(values.dtype()))
     }

@@ -29,7 +29,7 @@ use crate::validate;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn top_entropy_tokens(entropy: &Tensor, mask: &Mask, fraction: f64) -> Result<Mask> {
-    mask.check_shape("entropy", entropy)?;
+    mask.check("entropy", entropy)?;
     validate::share("fraction", fraction)?;
     // Masked entries may be NaN, and every comparison with NaN is false.
     let entropy = mask.select(&entropy.detach().to_dtype(DType::F32)?)?;

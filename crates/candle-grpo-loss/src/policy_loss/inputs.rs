@@ -70,7 +70,7 @@ impl Inputs {
             policy_mask: clean.flags("policy_mask", &batch.policy_mask)?,
             entropy_mask: match &batch.entropy_mask {
                 Some(kept) => {
-                    clean.mask.check_shape("entropy_mask", kept)?;
+                    clean.mask.check("entropy_mask", kept)?;
                     Some(clean.mask.and(&kept.detach())?)
                 }
                 None => None,
@@ -157,7 +157,7 @@ struct Cleaner {
 impl Cleaner {
     /// A `[B, T]` tensor that keeps its gradient.
     fn per_token(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        self.mask.check_shape(name, x)?;
+        self.mask.check(name, x)?;
         self.mask.select(&x.to_dtype(self.dtype)?)
     }
 
@@ -198,7 +198,7 @@ impl Cleaner {
     fn flags(&self, name: &str, x: &Option<Tensor>) -> Result<Option<Tensor>> {
         x.as_ref()
             .map(|x| {
-                self.mask.check_shape(name, x)?;
+                self.mask.check(name, x)?;
                 self.mask.select(&x.detach().ne(0.)?)
             })
             .transpose()

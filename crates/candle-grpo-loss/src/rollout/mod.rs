@@ -183,7 +183,7 @@ impl RolloutCorrection {
         let mask = Mask::new(response_mask)?;
         let dtype = arithmetic_dtype(old_log_probs.dtype());
         let clean = |name: &str, x: &Tensor| -> Result<Tensor> {
-            mask.check_shape(name, x)?;
+            mask.check(name, x)?;
             mask.select(&x.detach().to_dtype(dtype)?)
         };
         let old = clean("old_log_probs", old_log_probs)?;

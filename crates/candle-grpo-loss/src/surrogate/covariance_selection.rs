@@ -48,7 +48,7 @@ struct Token {
 
 fn tokens(batch: &PolicyBatch, mask: &Mask) -> Result<Vec<Token>> {
     let numbers = |name: &str, x: &Tensor| -> Result<Vec<f64>> {
-        mask.check_shape(name, x)?;
+        mask.check(name, x)?;
         x.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
     };
     let log_probs = numbers("log_probs", batch.ensure_log_probs()?)?;

@@ -46,7 +46,7 @@ fn a_tensor_on_another_device_is_an_error_that_names_it() {
     for device in devices().filter(|device| device.is_cuda()) {
         let (x, mask) = (zeros(&[2, 3], device), zeros(&[2, 3], device));
         let error = compute(&PolicyLoss::grpo(), &x, &zeros(&[2], &Device::Cpu), &mask);
-        let expected = "advantages: on Cpu, must be on Cuda { gpu_id: 0 }, as response_mask";
+        let expected = "advantages: on Cpu, must be on that of response_mask, Cuda { gpu_id: 0 }";
         assert_eq!(error, expected);
     }
 }
