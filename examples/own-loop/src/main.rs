@@ -57,7 +57,9 @@ fn main() -> Result<()> {
     let mut reward = 0.;
     for step in 0..300 {
         let (inputs, responses, rewards) = sample(&policy, &mut rng)?;
-        let advantages = advantage.compute(&rewards, NUM_GENERATIONS, Scale::Group)?;
+        let advantages = advantage
+            .compute(&rewards, NUM_GENERATIONS, Scale::Group)?
+            .to_device(&device)?;
         let response_mask = responses.ones_like()?;
         let totals = StepTotals::count(&response_mask)?;
 
