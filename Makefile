@@ -75,9 +75,10 @@ lint: ## check formatting, clippy, rustdoc, licenses and prose; warnings are err
 prose: ## check the prose against the rules in CONTRIBUTING.md; needs python3
 	scripts/prose
 
-# Cargo extracts each package into its cache and would reuse the extraction of an earlier commit of this version.
+# Cargo would reuse the extraction, and the build, of an earlier commit of this version.
 package: ## build each crate from its package, as on crates.io; publishes nothing
 	rm -rf $(foreach crate,$(wildcard crates/*/),"$(or $(CARGO_HOME),$(HOME)/.cargo)"/registry/src/-*/$(notdir $(crate:%/=%))-[0-9]*)
+	rm -rf "$(or $(CARGO_TARGET_DIR),target)"/debug/.fingerprint/candle-grpo-*
 	CARGO_PROFILE_DEV_DEBUG=false $(CARGO) package --locked --allow-dirty $(patsubst crates/%/,-p %,$(wildcard crates/*/))
 
 deny: ## check licenses, advisories and sources of dependencies; needs cargo-deny
