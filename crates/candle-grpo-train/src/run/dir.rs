@@ -275,7 +275,7 @@ impl RunDir {
     /// # Errors
     ///
     /// Returns an error if a folder cannot be read.
-    pub fn loss(path: &Path) -> Result<Option<String>> {
+    pub fn lost_files(path: &Path) -> Result<Option<String>> {
         if Self::is_run(path) {
             return Ok(None);
         }
@@ -521,8 +521,8 @@ fn ensure_whole(path: &Path) -> Result<()> {
     if RunDir::is_run(path) {
         return Ok(());
     }
-    match RunDir::loss(path)? {
-        Some(loss) => bail!(loss),
+    match RunDir::lost_files(path)? {
+        Some(lost) => bail!(lost),
         None => bail!("exists already and is not a run, choose another run_dir"),
     }
 }

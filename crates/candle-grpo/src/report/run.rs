@@ -50,8 +50,8 @@ impl Run {
     /// Returns an error with file and line if a file cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = folder.join("config.json");
-        if let Some(loss) = RunDir::loss(folder)? {
-            bail!("{}: {loss}", folder.display());
+        if let Some(lost) = RunDir::lost_files(folder)? {
+            bail!("{}: {lost}", folder.display());
         }
         let text = fs::read_to_string(&config).with_context(|| {
             format!(

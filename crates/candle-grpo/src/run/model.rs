@@ -63,13 +63,11 @@ fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pre
 pub fn model_path(path: &Path) -> Result<PathBuf> {
     if !RunDir::is_run(path) {
         // A model has a tokenizer, and a run has none.
-        let may_be_run = path.is_dir() && !path.join("tokenizer.json").exists();
-        if let Some(loss) = may_be_run
-            .then(|| RunDir::loss(path))
-            .transpose()?
-            .flatten()
+        if path.is_dir()
+            && !path.join("tokenizer.json").exists()
+            && let Some(lost) = RunDir::lost_files(path)?
         {
-            bail!("{}: {loss}", path.display());
+            bail!("{}: {lost}", path.display());
         }
         return Ok(path.to_path_buf());
     }
