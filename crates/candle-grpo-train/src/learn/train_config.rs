@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::recipe_inputs::{RecipeInputs, ensure_consistent};
 use super::{LearningRateSchedule, ReferenceRefresh};
 use crate::invalid::within;
+use crate::rollout::{RolloutConfig, WeightSync};
 use crate::{ActorConfig, ComputeDType, CriticConfig, SamplingConfig};
 
 /// The source of the old log-probs, the denominator of the ratio of an update.
@@ -56,6 +57,8 @@ pub struct TrainConfig {
     pub num_generations: usize,
     /// The sampling of completions. Its seed also determines the order of the prompts.
     pub sampling: SamplingConfig,
+    /// The engine that draws completions, and how far ahead it draws.
+    pub rollout: RolloutConfig,
     /// The algorithm: reward shaping, group filter, advantages and loss. With a KL term the
     /// initial policy is the reference.
     pub recipe: Recipe,
@@ -113,6 +116,7 @@ impl Default for TrainConfig {
             prompts_per_step: 32,
             num_generations: 8,
             sampling: SamplingConfig::default(),
+            rollout: RolloutConfig::default(),
             recipe: Recipe::default(),
             max_sampling_batches: 10,
             sample_filters: Vec::new(),
@@ -194,9 +198,23 @@ impl TrainConfig {
         self.schedule
             .validate()
             .map_err(|error| within("schedule", error))?;
+        self.validate_rollout()?;
         self.sampling
             .validate()
             .map_err(|error| within("sampling", error))
+    }
+
+    fn validate_rollout(&self) -> Result<()> {
+        self.rollout
+            .validate()
+            .map_err(|error| within("rollout", error))?;
+        check::check(
+            self.rollout.weight_sync != WeightSync::Adapter || self.adapters.is_some(),
+            "rollout.weight_sync",
+            "adapter",
+            "be auto or disk unless adapters train",
+        )?;
+        Ok(())
     }
 
     fn validate_old_log_probs(&self) -> Result<()> {

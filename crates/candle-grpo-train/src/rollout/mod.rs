@@ -1,6 +1,7 @@
 //! Completions of prompts and their sources.
 
 mod completion;
+mod config;
 pub(crate) mod decode;
 mod generator;
 mod local;
@@ -9,6 +10,7 @@ pub(crate) mod sampling_config;
 mod stop_strings;
 
 pub use completion::{Completion, FinishReason, Rollout};
+pub use config::{Engine, RolloutConfig, WeightSync};
 pub use generator::{
     CompletionSeed, DecodeText, Deliver, GenerationBatch, Generator, PolicyWeights, PromptRequest,
 };

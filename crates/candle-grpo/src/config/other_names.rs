@@ -99,6 +99,16 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("top_entropy_quantile", "training.top_entropy"),
     ("vllm_importance_sampling_correction", "algorithm.recipe"),
     ("rollout_is", "algorithm.recipe"),
+    // Engines.
+    ("use_vllm", "rollout.engine"),
+    ("vllm_mode", "rollout.engine"),
+    ("vllm_server_base_url", "rollout.base_url"),
+    ("vllm_server_timeout", "rollout.server_timeout"),
+    ("max_inflight_tasks", "rollout.max_inflight"),
+    ("trigger_parameter_sync_step", "rollout.weight_sync_steps"),
+    ("async_generation_ratio", "rollout.max_staleness"),
+    ("staleness_threshold", "rollout.max_staleness"),
+    ("max_off_policy_steps", "rollout.max_staleness"),
     // Optimizer and schedule.
     ("lr", "optimizer.learning_rate"),
     ("actor_learning_rate", "optimizer.learning_rate"),

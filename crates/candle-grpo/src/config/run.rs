@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
+use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{
     Dataset, DatasetConfig, Prompt, RewardConfig, SamplingConfig, TrainConfig, find_invalid,
 };
@@ -80,6 +81,7 @@ struct Sections {
     rewards: Vec<RewardConfig>,
     algorithm: AlgorithmConfig,
     sampler: Map<String, Value>,
+    rollout: RolloutConfig,
     optimizer: Map<String, Value>,
     schedule: LearningRateSchedule,
     training: Map<String, Value>,
@@ -99,6 +101,7 @@ impl Default for Sections {
             rewards: Vec::new(),
             algorithm: AlgorithmConfig::default(),
             sampler: Map::new(),
+            rollout: RolloutConfig::default(),
             optimizer: Map::new(),
             schedule: LearningRateSchedule::default(),
             training: Map::new(),
@@ -115,12 +118,13 @@ impl Default for Sections {
 const PROMPT_LENGTH: usize = 1024;
 
 /// Settings of the trainer that a file has in another place.
-pub(super) const ELSEWHERE: [(&str, &str); 7] = [
+pub(super) const ELSEWHERE: [(&str, &str); 8] = [
     ("prompts_per_step", "algorithm.rollout_batch_size"),
     ("num_generations", "algorithm.num_return_sequences_in_group"),
     ("epochs", "algorithm.ppo_epochs"),
     ("recipe", "algorithm.recipe"),
     ("sampling", "sampler"),
+    ("rollout", "rollout"),
     ("optimizer", "optimizer"),
     ("schedule", "schedule"),
 ];
@@ -175,6 +179,7 @@ impl RunConfig {
         let optimizer = Value::Object(sections.optimizer);
         train.optimizer = laid_over(document, "optimizer", &train.optimizer, optimizer)?;
         train.schedule = sections.schedule;
+        train.rollout = sections.rollout;
         own_place("training", &sections.training, &ELSEWHERE)?;
         let training = Value::Object(sections.training);
         let train: TrainConfig = laid_over(document, "training", &train, training)?;
@@ -456,6 +461,7 @@ impl RunConfig {
                 "recipe": serde_json::to_value(&train.recipe)?,
             },
             "sampler": without(serde_json::to_value(&train.sampling)?, &SAMPLER_ELSEWHERE),
+            "rollout": serde_json::to_value(&train.rollout)?,
             "optimizer": serde_json::to_value(&train.optimizer)?,
             "schedule": serde_json::to_value(train.schedule)?,
             "training": without(serde_json::to_value(train)?, &ELSEWHERE),

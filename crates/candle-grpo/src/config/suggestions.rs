@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use candle_grpo_nn::AdamWConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
+use candle_grpo_train::rollout::RolloutConfig;
 use candle_grpo_train::{DatasetConfig, SamplingConfig, TrainConfig};
 use serde::Serialize;
 use serde_json::Value;
@@ -81,6 +82,7 @@ pub(super) fn sections() -> Vec<(&'static str, BTreeSet<String>)> {
         ("algorithm", keys_of(&AlgorithmConfig::default())),
         ("data", keys_of(&DatasetConfig::default())),
         ("sampler", keys_of(&SamplingConfig::default())),
+        ("rollout", keys_of(&RolloutConfig::default())),
         ("optimizer", keys_of(&AdamWConfig::default())),
         ("schedule", keys_of(&LearningRateSchedule::default())),
         ("training", keys_of(&TrainConfig::default())),

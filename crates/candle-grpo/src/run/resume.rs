@@ -17,9 +17,10 @@ const INPUTS: &str = "inputs.json";
 
 /// Settings that may change when a run resumes. The contents of the model are compared in place of
 /// its path.
-const MAY_CHANGE: [&str; 5] = [
+const MAY_CHANGE: [&str; 6] = [
     "max_steps",
     "model",
+    "rollout",
     "run_dir",
     "sampler.max_batch_size",
     "threads",

@@ -131,6 +131,12 @@ fn tables() -> Vec<Table> {
             )
         },
         table(
+            "rollout",
+            "crates/candle-grpo-train/src/rollout/config.rs",
+            "RolloutConfig",
+            of("rollout"),
+        ),
+        table(
             "optimizer",
             "crates/candle-grpo-nn/src/optim/adamw.rs",
             "AdamWConfig",
@@ -147,6 +153,7 @@ fn tables() -> Vec<Table> {
                 "prompts_per_step",
                 "num_generations",
                 "sampling",
+                "rollout",
                 "recipe",
                 "optimizer",
                 "schedule",

@@ -1,0 +1,285 @@
+//! The settings of rollouts: the engine that draws completions, and how far ahead it draws.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use candle_grpo_core::validate::{Name, at_least_one, check, positive};
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// The engine that draws completions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Engine {
+    /// The policy in this process.
+    #[default]
+    Local,
+    /// Servers of vLLM.
+    Vllm,
+    /// Servers of SGLang.
+    Sglang,
+    /// Servers with the completions API of OpenAI that take and return token ids, such as
+    /// llama.cpp. They take no weights.
+    Openai,
+}
+
+/// The way in which an engine receives the weights of the policy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightSync {
+    /// `adapter` if adapters train, `disk` otherwise.
+    #[default]
+    Auto,
+    /// The adapters as a PEFT folder.
+    Adapter,
+    /// All weights as a Hugging Face folder, adapters merged.
+    Disk,
+    /// Never: the engine is a fixed policy.
+    None,
+}
+
+/// The settings of rollouts.
+///
+/// ```
+/// use candle_grpo_train::rollout::{Engine, RolloutConfig};
+///
+/// let config = RolloutConfig {
+///     engine: Engine::Vllm,
+///     base_url: vec!["http://10.0.0.7:8000".to_owned()],
+///     ..RolloutConfig::default()
+/// };
+/// config.validate()?;
+///
+/// let config = RolloutConfig { base_url: vec!["10.0.0.7:8000".to_owned()], ..config };
+/// let error = config.validate().unwrap_err();
+/// assert_eq!(
+///     error.to_string(),
+///     "base_url[0]: \"10.0.0.7:8000\", must begin with http:// or https://"
+/// );
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RolloutConfig {
+    /// What draws completions: `local` (the policy in this process), `vllm`, `sglang`, or `openai`
+    /// (any server with the completions API of OpenAI that takes and returns token ids).
+    pub engine: Engine,
+    /// The URL of the server, without `/v1`: one, or a list. Completions are shared out among
+    /// several servers; if one fails, the others take over.
+    #[serde(deserialize_with = "one_or_more")]
+    pub base_url: Vec<String>,
+    /// The name under which the server serves the model. Absent: the first one that it lists.
+    pub served_model_name: Option<String>,
+    /// The environment variable that has the API key of the server. Absent: no key is sent.
+    pub api_key_env: Option<String>,
+    /// Maximum duration of one request, in seconds.
+    pub request_timeout: f64,
+    /// How long to wait for a server that does not answer, at the start and after a failure, in
+    /// seconds. The run then ends with an error, and resumes from its last checkpoint.
+    pub server_timeout: f64,
+    /// How many times to repeat a request that a server has failed, beyond the first.
+    pub max_retries: usize,
+    /// Maximum number of requests at the same time, over all servers. A request is one completion.
+    pub max_inflight: usize,
+    /// How an engine receives the weights of the policy: `adapter` (a PEFT folder), `disk` (a
+    /// Hugging Face folder), `none` (never: the engine is a fixed policy), or `auto` (`adapter` if
+    /// adapters train, `disk` otherwise).
+    pub weight_sync: WeightSync,
+    /// The folder for the weights, which the servers must see under the same path. Absent:
+    /// `weights` in the folder of the run.
+    pub weight_sync_folder: Option<PathBuf>,
+    /// Number of updates of the policy between transfers of its weights to the engine. At most
+    /// `max_staleness + 1`.
+    pub weight_sync_steps: usize,
+    /// Maximum number of updates between the weights that draw a completion and those that it
+    /// trains. 0 draws and trains in turn. Above 0, completions of later steps are drawn while the
+    /// policy trains, and the loss must have a rollout correction.
+    pub max_staleness: usize,
+    /// Maximum mean absolute difference between the log-probs of the engine and those of the
+    /// policy, over the tokens of a probe. It is checked at the start and after each transfer of
+    /// weights.
+    pub log_prob_tolerance: f64,
+}
+
+impl Default for RolloutConfig {
+    fn default() -> Self {
+        Self {
+            engine: Engine::Local,
+            base_url: Vec::new(),
+            served_model_name: None,
+            api_key_env: None,
+            request_timeout: 600.,
+            server_timeout: 240.,
+            max_retries: 4,
+            max_inflight: 64,
+            weight_sync: WeightSync::Auto,
+            weight_sync_folder: None,
+            weight_sync_steps: 1,
+            max_staleness: 0,
+            log_prob_tolerance: 0.05,
+        }
+    }
+}
+
+impl RolloutConfig {
+    /// Checks all fields.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with an [`Invalid`](candle_grpo_core::Invalid) in it that names the field
+    /// that is not valid or contradicts another.
+    pub fn validate(&self) -> Result<()> {
+        for (name, seconds) in [
+            ("request_timeout", self.request_timeout),
+            ("server_timeout", self.server_timeout),
+        ] {
+            let valid = seconds > 0. && seconds <= MAX_SECONDS;
+            check(valid, name, seconds, "be above 0 and at most 1e6 seconds")?;
+        }
+        positive("log_prob_tolerance", self.log_prob_tolerance)?;
+        at_least_one("max_inflight", self.max_inflight)?;
+        let threads = "be at most 4096: each takes a thread";
+        let valid = self.max_inflight <= MAX_INFLIGHT;
+        check(valid, "max_inflight", self.max_inflight, threads)?;
+        at_least_one("weight_sync_steps", self.weight_sync_steps)?;
+        check(
+            self.weight_sync_steps - 1 <= self.max_staleness,
+            "weight_sync_steps",
+            self.weight_sync_steps,
+            "be at most max_staleness + 1",
+        )?;
+        let engine = Name(&self.engine);
+        let sync = Name(&self.weight_sync);
+        if self.engine == Engine::Local {
+            let none = self.base_url.is_empty();
+            let must = "be absent with engine local, which needs no server";
+            check(none, "base_url", "given", must)?;
+            let auto = self.weight_sync == WeightSync::Auto;
+            let must = "be auto with engine local, which shares the weights";
+            check(auto, "weight_sync", sync, must)?;
+            return Ok(());
+        }
+        let must = format!("be the URL of at least one server with engine {engine}");
+        check(!self.base_url.is_empty(), "base_url", "absent", &must)?;
+        for (i, url) in self.base_url.iter().enumerate() {
+            let field = format!("base_url[{i}]");
+            let value = format!("{url:?}");
+            let known = ["http://", "https://"].iter().any(|scheme| {
+                let host = url.strip_prefix(scheme);
+                host.is_some_and(|host| !host.is_empty() && !host.starts_with('/'))
+            });
+            check(known, &field, &value, "begin with http:// or https://")?;
+            let repeated = self.base_url[..i].contains(url);
+            check(!repeated, &field, &value, "be given once")?;
+            let root = url.trim_end_matches('/');
+            let must = "be the root of the server, without /v1";
+            check(!root.ends_with("/v1"), &field, &value, must)?;
+        }
+        if self.engine == Engine::Openai {
+            let takes = matches!(self.weight_sync, WeightSync::Auto | WeightSync::None);
+            let must = "be none with engine openai, which takes no weights";
+            check(takes, "weight_sync", sync, must)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that the engine can draw the completions of a training run.
+    ///
+    /// # Errors
+    ///
+    /// If the engine takes no weights and [`Self::weight_sync`] does not say that this is meant.
+    pub fn validate_training(&self) -> Result<()> {
+        let meant = self.engine != Engine::Openai || self.weight_sync == WeightSync::None;
+        let must =
+            "be none to train with engine openai, which takes no weights and stays a fixed policy";
+        Ok(check(meant, "weight_sync", Name(&self.weight_sync), must)?)
+    }
+}
+
+/// More than a week, and less than the longest duration of any clock.
+const MAX_SECONDS: f64 = 1e6;
+const MAX_INFLIGHT: usize = 4096;
+
+fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected a URL or a list of URLs")]
+    enum Urls {
+        One(String),
+        More(Vec<String>),
+    }
+    Ok(match Option::deserialize(deserializer)? {
+        None => Vec::new(),
+        Some(Urls::One(url)) => vec![url],
+        Some(Urls::More(urls)) => urls,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(change: impl FnOnce(&mut RolloutConfig)) -> String {
+        let mut config = RolloutConfig {
+            engine: Engine::Vllm,
+            base_url: vec!["http://localhost:8000".to_owned()],
+            ..RolloutConfig::default()
+        };
+        change(&mut config);
+        config.validate().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn each_contradiction_is_named() {
+        for (found, must) in [
+            (
+                error(|c| c.base_url.clear()),
+                "base_url: absent, must be the URL of at least one server with engine vllm",
+            ),
+            (
+                error(|c| c.base_url.push("http://localhost:8000".to_owned())),
+                "base_url[1]: \"http://localhost:8000\", must be given once",
+            ),
+            (
+                error(|c| c.base_url = vec!["https://".to_owned()]),
+                "base_url[0]: \"https://\", must begin with http:// or https://",
+            ),
+            (
+                error(|c| c.base_url = vec!["http://a/v1/".to_owned()]),
+                "base_url[0]: \"http://a/v1/\", must be the root of the server, without /v1",
+            ),
+            (
+                error(|c| c.weight_sync_steps = 2),
+                "weight_sync_steps: 2, must be at most max_staleness + 1",
+            ),
+            (
+                error(|c| c.engine = Engine::Local),
+                "base_url: given, must be absent with engine local, which needs no server",
+            ),
+            (
+                error(|c| (c.engine, c.weight_sync) = (Engine::Openai, WeightSync::Disk)),
+                "weight_sync: disk, must be none with engine openai, which takes no weights",
+            ),
+            (
+                error(|c| c.request_timeout = f64::INFINITY),
+                "request_timeout: inf, must be above 0 and at most 1e6 seconds",
+            ),
+        ] {
+            assert_eq!(found, must);
+        }
+    }
+
+    #[test]
+    fn a_url_may_stand_alone() {
+        let read = |text: &str| serde_json::from_str::<RolloutConfig>(text);
+        let one = read(r#"{"engine": "vllm", "base_url": "http://a"}"#).unwrap();
+        assert_eq!(one.base_url, ["http://a"]);
+        assert_eq!(read(r#"{"base_url": null}"#).unwrap().base_url.len(), 0);
+        assert_eq!(
+            read(r#"{"base_url": ["http://a", "http://b"]}"#)
+                .unwrap()
+                .base_url
+                .len(),
+            2
+        );
+        assert!(read(r#"{"base_url": 8}"#).is_err());
+    }
+}
