@@ -2,7 +2,10 @@
 
 mod actor;
 mod batch;
+mod collector;
+mod collector_progress;
 mod critic;
+mod generator_access;
 pub(crate) mod models;
 pub(crate) mod not_finite;
 mod padding;

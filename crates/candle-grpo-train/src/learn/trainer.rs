@@ -1,27 +1,23 @@
 //! The training loop.
 
-use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_core::{
-    AdvantageEstimator, DynamicSampling, MetricValues, RunningState, SamplingDecision,
-};
+use candle_grpo_core::{AdvantageEstimator, MetricValues, RunningState};
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use tokenizers::Tokenizer;
 
+use super::collector::{Collection, Collector};
 use super::models::{MicroBatches, Models, ensure_not_canceled};
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
-use super::{PhaseSeconds, Reference, count_prompt_tokens};
-use crate::data::ShuffledOrder;
+use super::{Reference, count_prompt_tokens};
 use crate::progress::{NoProgress, Phase};
-use crate::rewards::score_rollouts;
-use crate::rollout::decode::decode;
+use crate::rollout::PolicyWeights;
 use crate::run::{RunInputs, TrainerState};
 use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Sampler,
@@ -32,21 +28,13 @@ use crate::{
 /// updates the policy.
 pub struct Trainer {
     models: Models,
-    config: TrainConfig,
+    config: Arc<TrainConfig>,
     inputs: RecipeInputs,
     /// A custom estimator in place of the one in the recipe.
     estimator: Option<Box<dyn AdvantageEstimator>>,
-    sampler: Sampler,
-    tokenizer: Tokenizer,
-    prompts: Vec<Prompt>,
-    order: ShuffledOrder,
-    reward: Box<dyn RewardFunction>,
+    collector: Collector,
     progress: Arc<dyn Progress>,
     state: TrainerState,
-    /// The number of training steps that the weights of the policy have seen.
-    weights_version: u64,
-    /// The version of the weights that the generator has.
-    generator_version: Cell<Option<u64>>,
     /// True if the current step has changed weights. Such a step can no longer be canceled.
     updated: bool,
     /// True if a step failed after it had changed weights.
@@ -81,20 +69,22 @@ impl Trainer {
             adaptive_entropy: config.adaptive_entropy,
         };
         let sampler = models.actor.sampler(config.sampling.clone())?;
+        let config = Arc::new(config);
         Ok(Self {
-            sampler: sampler.with_tokenizer(&tokenizer),
-            order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
+            collector: Collector::new(
+                sampler,
+                tokenizer,
+                prompts,
+                reward,
+                Arc::clone(&config),
+                inputs,
+            )?,
             models,
             config,
             inputs,
             estimator: None,
-            tokenizer,
-            prompts,
-            reward: Box::new(reward),
             progress: Arc::new(NoProgress),
             state,
-            weights_version: 0,
-            generator_version: Cell::new(None),
             updated: false,
             torn: false,
         })
@@ -103,8 +93,7 @@ impl Trainer {
     /// Draws completions from `generator` in place of the policy in this process. The generator
     /// receives the weights before the first completion and after each update.
     pub fn with_generator(mut self, generator: Arc<dyn Generator>) -> Self {
-        self.sampler = self.sampler.with_generator(generator);
-        self.generator_version.set(None);
+        self.collector = self.collector.with_generator(generator);
         self
     }
 
@@ -131,8 +120,7 @@ impl Trainer {
 
     /// Sets the receiver of progress, which can also cancel steps.
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
-        self.sampler = self.sampler.with_progress(Arc::clone(&progress));
-        self.reward.set_progress(Arc::clone(&progress));
+        self.collector.progress.set_receiver(Arc::clone(&progress));
         self.progress = progress;
         self
     }
@@ -163,10 +151,11 @@ impl Trainer {
 
     /// Collects completions, prepares the batch, updates the models, and finally commits the state.
     fn try_step(&mut self) -> Result<StepMetrics> {
-        let mut seconds = PhaseSeconds::default();
         let mut state = self.state.clone();
         state.steps += 1;
-        let (all, kept) = self.collect(&mut state, &mut seconds)?;
+        let collection = self.collect()?;
+        state.visited = collection.visited;
+        let all = &collection.all;
         let mut metrics = StepMetrics::from_rollouts(
             state.steps,
             &all.rollouts,
@@ -174,8 +163,8 @@ impl Trainer {
             all.num_generations,
         );
         let start = Instant::now();
-        if let Some(kept) = &kept {
-            metrics.kept_groups = kept.rows.len();
+        metrics.kept_groups = collection.kept.len();
+        if let Some(kept) = &collection.kept()? {
             let prepared = self.prepare(kept, state)?;
             state = prepared.state;
             metrics.skipped = prepared.batch.is_none();
@@ -183,114 +172,22 @@ impl Trainer {
                 self.update(batch, &mut state, prepared.metrics, &mut metrics)?;
             }
         } else {
-            metrics.kept_groups = 0;
             metrics.skipped = true;
         }
         state.skipped_steps += usize::from(metrics.skipped);
         self.models.refresh_reference(state.steps)?;
-        if self.updated {
-            self.weights_version = state.steps as u64;
-        }
         self.state = state;
-        seconds.train = start.elapsed().as_secs_f64();
-        metrics.seconds = seconds;
+        metrics.seconds = collection.seconds;
+        metrics.seconds.train = start.elapsed().as_secs_f64();
         Ok(metrics)
     }
 
-    /// Samples until there are enough groups. Returns all groups drawn, and those to train on, if
-    /// there are any.
-    fn collect(
-        &self,
-        state: &mut TrainerState,
-        seconds: &mut PhaseSeconds,
-    ) -> Result<(ScoredRollouts, Option<ScoredRollouts>)> {
-        let needed = self.config.prompts_per_step;
-        let mut all = self.sample_groups(needed, 0, state, seconds)?;
-        let kept = match self.config.recipe.group_filter {
-            None => (0..needed).collect(),
-            Some(filter) => {
-                let sampling = DynamicSampling {
-                    groups: needed,
-                    max_batches: Some(self.config.max_sampling_batches),
-                    filter,
-                };
-                let mut batches = 1;
-                loop {
-                    let kept = sampling.keep(&all.groups()?);
-                    match sampling.decide(kept.len(), batches)? {
-                        SamplingDecision::Sample { missing } => {
-                            all.extend(self.sample_groups(missing, batches, state, seconds)?)?;
-                            batches += 1;
-                        }
-                        SamplingDecision::Train | SamplingDecision::GiveUp { .. } => break kept,
-                    }
-                }
-            }
-        };
-        if kept.is_empty() {
-            return Ok((all, None));
-        }
-        let mut kept = all.select(&kept)?;
-        if self.inputs.greedy_scores {
-            kept.greedy_scores = Some(self.greedy_scores(&kept.rows, seconds)?);
-        }
-        Ok((all, Some(kept)))
-    }
-
-    /// Draws and scores the completions of the next `count` prompts.
-    fn sample_groups(
-        &self,
-        count: usize,
-        batch: usize,
-        state: &mut TrainerState,
-        seconds: &mut PhaseSeconds,
-    ) -> Result<ScoredRollouts> {
-        let rows = self.order.slice(state.visited, count);
-        state.visited += count;
-        // A prompt may occur again in a later batch of the step, with other completions.
-        let stream = state.steps as u64 | (batch as u64) << 32;
-        let num_generations = self.config.num_generations;
-        self.draw_and_score(
-            self.current_sampler()?,
-            rows,
-            num_generations,
-            stream,
-            seconds,
-        )
-    }
-
-    /// The score of the greedy completion of each of the prompts at `rows`.
-    fn greedy_scores(&self, rows: &[usize], seconds: &mut PhaseSeconds) -> Result<Vec<f32>> {
-        let sampler = self.sampler(SamplingConfig {
-            greedy: true,
-            ..self.config.sampling.clone()
-        })?;
-        let scored = self.draw_and_score(&sampler, rows.to_vec(), 1, 0, seconds)?;
-        Ok(scored.scores)
-    }
-
-    fn draw_and_score(
-        &self,
-        sampler: &Sampler,
-        rows: Vec<usize>,
-        num_generations: usize,
-        stream: u64,
-        seconds: &mut PhaseSeconds,
-    ) -> Result<ScoredRollouts> {
-        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
-        let start = Instant::now();
-        self.progress
-            .begin(Phase::Sample, prompts.len() * num_generations);
-        let rollouts = sampler.sample(&prompts, num_generations, stream)?;
-        let sampled = Instant::now();
-        self.progress.begin(Phase::Score, rollouts.len());
-        let texts = decode(&rollouts, &self.tokenizer)?;
-        let scores = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
-        self.progress.advance(rollouts.len(), 0);
-        ensure_not_canceled(&*self.progress)?;
-        seconds.sample += (sampled - start).as_secs_f64();
-        seconds.score += sampled.elapsed().as_secs_f64();
-        Ok(ScoredRollouts::new(num_generations, rows, rollouts, scores))
+    /// Collects the completions of the next step.
+    fn collect(&self) -> Result<Collection> {
+        self.collector.generator.release();
+        self.collector.update(&self.weights())?;
+        let step = self.state.steps + 1;
+        self.collector.collect(step, self.state.visited)
     }
 
     /// Computes the batch of `scored`, without a change to the trainer.
@@ -452,14 +349,11 @@ impl Trainer {
         Ok(())
     }
 
-    /// The sampler of training, whose generator has the current weights.
-    fn current_sampler(&self) -> Result<&Sampler> {
-        if self.generator_version.get() != Some(self.weights_version) {
-            let weights = self.models.weights(self.weights_version);
-            self.sampler.generator().weights_changed(&weights)?;
-            self.generator_version.set(Some(self.weights_version));
-        }
-        Ok(&self.sampler)
+    /// The weights of the policy.
+    fn weights(&self) -> PolicyWeights<'_> {
+        // Every step that is not skipped changes weights.
+        let version = self.state.steps - self.state.skipped_steps;
+        self.models.weights(version as u64)
     }
 
     /// Returns a sampler of the policy, with the generator, the tokenizer and the progress of the
@@ -469,7 +363,7 @@ impl Trainer {
     ///
     /// If `sampling` is not valid or the generator fails to take over the current weights.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
-        self.current_sampler()?.clone().with_config(sampling)
+        self.collector.reserve(&self.weights(), sampling)
     }
 
     /// Returns the state of the run.
@@ -536,15 +430,14 @@ impl Trainer {
             .load(folder, &self.state)
             .with_context(|| format!("reading the state of the run in {}", folder.display()))?;
         self.torn = false;
-        self.weights_version = self.state.steps as u64;
-        self.generator_version.set(None);
+        self.collector.generator.lock().reset();
         Ok(())
     }
 
     /// Returns the current parameters of the policy, with merged adapters if there are any. Without
     /// adapters the parameters are shared with the policy.
     pub fn policy_parameters(&self) -> Result<Parameters> {
-        self.models.weights(self.weights_version).merged()
+        self.weights().merged()
     }
 
     /// The policy.
@@ -556,7 +449,7 @@ impl Trainer {
     ///
     /// A learning rate set here does not last: every step sets that of [`TrainConfig::schedule`].
     pub fn actor_mut(&mut self) -> &mut Actor {
-        self.generator_version.set(None);
+        self.collector.generator.lock().reset();
         &mut self.models.actor
     }
 
@@ -567,17 +460,17 @@ impl Trainer {
 
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
+        &self.collector.tokenizer
     }
 
     /// The prompts to train on.
     pub fn prompts(&self) -> &[Prompt] {
-        &self.prompts
+        &self.collector.prompts
     }
 
     /// The reward function.
     pub fn reward(&self) -> &dyn RewardFunction {
-        self.reward.as_ref()
+        self.collector.reward.as_ref()
     }
 
     /// The settings.

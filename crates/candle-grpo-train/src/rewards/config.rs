@@ -7,10 +7,9 @@ use candle_grpo_core::{OverlongPenalty, RepetitionPenalty, ScoreEnsemble, valida
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::function::SharedReward;
 use super::{
     EnsembleReward, ExactReward, JsonReward, LengthReward, NumericReward, ProgramConfig,
-    ProgramReward, RegexReward, RepetitionReward, TagsReward, WeightedRewards,
+    ProgramReward, RegexReward, RepetitionReward, RewardFunction, TagsReward, WeightedRewards,
 };
 use crate::invalid::within;
 
@@ -189,7 +188,7 @@ impl RewardConfig {
         let mut sum = WeightedRewards::new();
         for reward in rewards {
             let name = reward.name();
-            let build = || -> Result<SharedReward> {
+            let build = || -> Result<Box<dyn RewardFunction>> {
                 reward.validate()?;
                 reward.kind.build()
             };
@@ -246,7 +245,7 @@ impl RewardKind {
     }
 
     /// Makes the function of options that are valid.
-    fn build(&self) -> Result<SharedReward> {
+    fn build(&self) -> Result<Box<dyn RewardFunction>> {
         Ok(match self {
             Self::Numeric(reward) => Box::new(reward.clone()),
             Self::Exact(reward) => Box::new(reward.clone()),

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{NonFinite, ScoreEnsemble};
 
-use super::function::{RewardFunction, Sample, Scores, SharedReward};
+use super::function::{RewardFunction, Sample, Scores};
 use super::weighted::in_parallel;
 use crate::Progress;
 
@@ -23,7 +23,7 @@ use crate::Progress;
 /// ```
 pub struct EnsembleReward {
     combine: ScoreEnsemble,
-    judges: Vec<SharedReward>,
+    judges: Vec<Box<dyn RewardFunction>>,
 }
 
 impl EnsembleReward {
@@ -36,11 +36,11 @@ impl EnsembleReward {
     }
 
     /// Adds a judge.
-    pub fn with(self, judge: impl RewardFunction + Send + Sync + 'static) -> Self {
+    pub fn with(self, judge: impl RewardFunction + 'static) -> Self {
         self.with_boxed(Box::new(judge))
     }
 
-    pub(super) fn with_boxed(mut self, judge: SharedReward) -> Self {
+    pub(super) fn with_boxed(mut self, judge: Box<dyn RewardFunction>) -> Self {
         self.judges.push(judge);
         self
     }
@@ -55,7 +55,7 @@ impl RewardFunction for EnsembleReward {
         if samples.is_empty() {
             return Ok(Vec::new());
         }
-        let score = |judge: &SharedReward| Scores::new(judge.score(samples)?, samples);
+        let score = |judge: &Box<dyn RewardFunction>| Scores::new(judge.score(samples)?, samples);
         let scores = in_parallel(&self.judges, score)
             .into_iter()
             .enumerate()

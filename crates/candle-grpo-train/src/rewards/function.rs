@@ -25,7 +25,8 @@ pub struct Sample<'a> {
     pub columns: &'a Value,
 }
 
-/// Scores a batch of samples; a higher score is better.
+/// Scores a batch of samples; a higher score is better. Several threads may call it at the same
+/// time.
 ///
 /// A closure that scores one sample implements it:
 ///
@@ -35,7 +36,7 @@ pub struct Sample<'a> {
 /// let shorter_is_better = |sample: &Sample| -(sample.completion.len() as f32);
 /// let _: &dyn RewardFunction = &shorter_is_better;
 /// ```
-pub trait RewardFunction {
+pub trait RewardFunction: Send + Sync {
     /// Returns one finite score for each sample, in their order.
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>>;
 
@@ -62,14 +63,11 @@ pub trait RewardFunction {
     }
 }
 
-impl<F: Fn(&Sample) -> f32> RewardFunction for F {
+impl<F: Fn(&Sample) -> f32 + Send + Sync> RewardFunction for F {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
         Ok(samples.iter().map(self).collect())
     }
 }
-
-/// A reward function that several threads may call.
-pub(crate) type SharedReward = Box<dyn RewardFunction + Send + Sync>;
 
 /// One finite score for each sample of a batch.
 #[derive(Debug, Clone, PartialEq)]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 
-use super::function::{RewardFunction, Sample, Scores, SharedReward};
+use super::function::{RewardFunction, Sample, Scores};
 use crate::Progress;
 
 /// The weighted sum of several reward functions, which are its components. They run concurrently,
@@ -17,7 +17,7 @@ pub struct WeightedRewards {
 struct Term {
     name: String,
     weight: f32,
-    function: SharedReward,
+    function: Box<dyn RewardFunction>,
 }
 
 impl WeightedRewards {
@@ -27,16 +27,16 @@ impl WeightedRewards {
     }
 
     /// Adds `weight` times `function`; `name` is for error messages.
-    pub fn with(
-        self,
-        name: &str,
-        weight: f32,
-        function: impl RewardFunction + Send + Sync + 'static,
-    ) -> Self {
+    pub fn with(self, name: &str, weight: f32, function: impl RewardFunction + 'static) -> Self {
         self.with_boxed(name, weight, Box::new(function))
     }
 
-    pub(super) fn with_boxed(mut self, name: &str, weight: f32, function: SharedReward) -> Self {
+    pub(super) fn with_boxed(
+        mut self,
+        name: &str,
+        weight: f32,
+        function: Box<dyn RewardFunction>,
+    ) -> Self {
         self.terms.push(Term {
             name: name.to_owned(),
             weight,

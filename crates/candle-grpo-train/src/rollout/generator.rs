@@ -107,7 +107,7 @@ impl CompletionSeed {
 /// Hugging Face.
 #[derive(Clone, Copy)]
 pub struct PolicyWeights<'a> {
-    /// The number of training steps that the weights have seen. It grows with each update.
+    /// The number of training steps that have changed the weights.
     pub version: u64,
     /// The shape of the policy.
     pub model: &'a DecoderConfig,

@@ -1,7 +1,6 @@
 //! That a step feeds what each part of an algorithm needs.
 
-use std::cell::RefCell;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 
 use crate::common::{
     self, digest, max_difference, model, parameters, prompts, sampling, share_of_a, tokenizer,
@@ -127,13 +126,13 @@ fn every_named_advantage_without_a_critic_trains(
     "positive_fraction"
 )]
 fn losses_that_need_scores_get_them(#[case] policy_loss: PolicyLoss, #[case] figure: &str) {
-    let counts = Rc::new(RefCell::new((0, 0)));
+    let counts = Arc::new(Mutex::new((0, 0)));
     let reward = {
         let counts = counts.clone();
         move |sample: &Sample| {
             let score = share_of_a(sample);
             let tokens = sample.completion_tokens.len();
-            let mut counts = counts.borrow_mut();
+            let mut counts = counts.lock().unwrap();
             counts.0 += if score > 0.1 { tokens } else { 0 };
             counts.1 += tokens;
             score
@@ -146,7 +145,7 @@ fn losses_that_need_scores_get_them(#[case] policy_loss: PolicyLoss, #[case] fig
         ..RewardShaping::default()
     };
     let metrics = trainer(reward, config).step().unwrap();
-    let (positive, all) = *counts.borrow();
+    let (positive, all) = *counts.lock().unwrap();
     assert!(positive > 0 && positive < all);
     let expected = positive as f64 / all as f64;
     assert!((metrics.policy[figure] - expected).abs() < 1e-6);
@@ -299,7 +298,7 @@ fn the_rollout_is_corrected_for() {
     );
 }
 
-type Seen = Rc<RefCell<Vec<Option<Vec<f32>>>>>;
+type Seen = Arc<Mutex<Vec<Option<Vec<f32>>>>>;
 
 /// Gives advantages that are the rewards, and keeps what it was given.
 struct Spy {
@@ -314,7 +313,7 @@ impl AdvantageEstimator for Spy {
                 .to_dtype(candle_core::DType::F32)?
                 .to_vec1::<f32>()
         });
-        self.seen.borrow_mut().push(seen.transpose()?);
+        self.seen.lock().unwrap().push(seen.transpose()?);
         let rewards = batch.sequence_rewards()?.values;
         let sums = match rewards.rank() {
             2 => rewards.sum(1)?,
@@ -337,7 +336,8 @@ fn spied(
     let mut trainer = trainer(reward, config).with_advantage_estimator(spy);
     trainer.step().unwrap();
     let [seen] = seen
-        .borrow_mut()
+        .lock()
+        .unwrap()
         .drain(..)
         .collect::<Vec<_>>()
         .try_into()
@@ -522,12 +522,12 @@ fn groups_without_a_signal_are_sampled_again() {
 
 #[test]
 fn a_prompt_that_is_sampled_again_in_a_step_gets_other_completions() {
-    let seen = Rc::new(RefCell::new(Vec::new()));
+    let seen = Arc::new(Mutex::new(Vec::new()));
     let reward = {
         let seen = seen.clone();
         move |sample: &Sample| {
             if sample.prompt == "abc" {
-                seen.borrow_mut().push(sample.completion_tokens.to_vec());
+                seen.lock().unwrap().push(sample.completion_tokens.to_vec());
             }
             only_abc(sample)
         }
@@ -539,7 +539,7 @@ fn a_prompt_that_is_sampled_again_in_a_step_gets_other_completions() {
     config.prompts_per_step = 2;
     config.num_generations = 8;
     trainer(reward, config).step().unwrap();
-    let seen = seen.borrow();
+    let seen = seen.lock().unwrap();
     assert_ne!(seen[..8], seen[8..16]);
 }
 
@@ -738,10 +738,11 @@ fn the_entropy_bonus_may_be_a_mean_over_the_tokens_of_high_entropy() {
 /// One completion has a score that is not 0, so it is drawn in every place.
 #[test]
 fn completions_with_informative_scores_are_drawn_more_often() {
-    let calls = Rc::new(RefCell::new(0));
+    let calls = Arc::new(Mutex::new(0));
     let reward = move |_: &Sample| {
-        *calls.borrow_mut() += 1;
-        f32::from(u8::from(*calls.borrow() == 6))
+        let mut calls = calls.lock().unwrap();
+        *calls += 1;
+        f32::from(u8::from(*calls == 6))
     };
     let mut config = with_loss(PolicyLoss {
         positive_nll: Some(PositiveNll {

@@ -1,5 +1,8 @@
 //! The training step as a whole.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
 use crate::common::{
     END, max_difference, model, parameters, prompts, sampler, sampling, share_of_a, tokenizer,
     try_trainer, without_seconds,
@@ -17,10 +20,8 @@ use candle_grpo_train::{
     evaluate,
 };
 use rstest::rstest;
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
-use std::rc::Rc;
 
 fn config() -> TrainConfig {
     TrainConfig {
@@ -206,12 +207,13 @@ fn recipes_that_are_not_valid_are_refused_before_anything_is_drawn() {
 /// Seven places of five prompts: two prompts occur twice.
 #[test]
 fn a_prompt_that_occurs_twice_in_a_step_has_two_groups() {
-    let seen = Rc::new(RefCell::new(Vec::new()));
+    let seen = Arc::new(Mutex::new(Vec::new()));
     let reward = {
         let seen = seen.clone();
         move |sample: &Sample| {
             let completion = sample.completion_tokens.to_vec();
-            seen.borrow_mut()
+            seen.lock()
+                .unwrap()
                 .push((sample.prompt.to_owned(), completion));
             0.
         }
@@ -222,7 +224,7 @@ fn a_prompt_that_occurs_twice_in_a_step_has_two_groups() {
         ..config()
     };
     try_trainer(reward, config).unwrap().step().unwrap();
-    let seen = seen.borrow();
+    let seen = seen.lock().unwrap();
     let groups: Vec<_> = seen.chunks(8).collect();
     let mut twice = 0;
     for (i, a) in groups.iter().enumerate() {
@@ -275,10 +277,9 @@ fn an_evaluation_scores_one_completion_of_each_prompt() {
 
 #[test]
 fn a_step_that_failed_does_not_stop_the_next() {
-    let calls = std::cell::Cell::new(0);
+    let calls = AtomicUsize::new(0);
     let reward = move |sample: &Sample| {
-        calls.set(calls.get() + 1);
-        if calls.get() <= 12 {
+        if calls.fetch_add(1, Ordering::SeqCst) < 12 {
             f32::NAN
         } else {
             share_of_a(sample)

@@ -1,0 +1,217 @@
+//! The completions of a step: drawn, scored and filtered.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use candle_grpo_core::{DynamicSampling, SamplingDecision};
+use tokenizers::Tokenizer;
+
+use super::PhaseSeconds;
+use super::collector_progress::CollectorProgress;
+use super::generator_access::GeneratorAccess;
+use super::models::ensure_not_canceled;
+use super::recipe_inputs::RecipeInputs;
+use super::scored_rollouts::ScoredRollouts;
+use crate::data::ShuffledOrder;
+use crate::progress::Phase;
+use crate::rewards::score_rollouts;
+use crate::rollout::PolicyWeights;
+use crate::rollout::decode::decode;
+use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
+
+/// Collects the completions of steps, on any thread. A clone shares generator, prompts and reward.
+#[derive(Clone)]
+pub(super) struct Collector {
+    pub(super) config: Arc<TrainConfig>,
+    pub(super) tokenizer: Arc<Tokenizer>,
+    pub(super) prompts: Arc<[Prompt]>,
+    pub(super) reward: Arc<dyn RewardFunction>,
+    pub(super) progress: Arc<CollectorProgress>,
+    pub(super) generator: Arc<GeneratorAccess>,
+    sampler: Sampler,
+    order: ShuffledOrder,
+    inputs: RecipeInputs,
+}
+
+/// The completions of a step with their scores.
+#[derive(Debug)]
+pub(super) struct Collection {
+    /// All groups that were drawn.
+    pub(super) all: ScoredRollouts,
+    /// The numbers of the groups to train on.
+    pub(super) kept: Vec<usize>,
+    /// The score of the greedy completion of each kept group's prompt, if the advantages need it.
+    greedy_scores: Option<Vec<f32>>,
+    /// The number of visited positions in the order of prompts after the step.
+    pub(super) visited: usize,
+    pub(super) seconds: PhaseSeconds,
+}
+
+impl Collector {
+    pub(super) fn new(
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        prompts: Vec<Prompt>,
+        mut reward: impl RewardFunction + 'static,
+        config: Arc<TrainConfig>,
+        inputs: RecipeInputs,
+    ) -> Result<Self> {
+        let progress = Arc::new(CollectorProgress::new(false));
+        reward.set_progress(progress.clone());
+        Ok(Self {
+            sampler: sampler
+                .with_tokenizer(&tokenizer)
+                .with_progress(progress.clone()),
+            order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
+            config,
+            tokenizer: Arc::new(tokenizer),
+            prompts: prompts.into(),
+            reward: Arc::new(reward),
+            progress,
+            generator: Arc::default(),
+            inputs,
+        })
+    }
+
+    /// Replaces the generator.
+    pub(super) fn with_generator(self, generator: Arc<dyn Generator>) -> Self {
+        Self {
+            sampler: self.sampler.with_generator(generator),
+            generator: Arc::default(),
+            ..self
+        }
+    }
+
+    /// Passes `weights` to the generator unless it has them or newer ones.
+    pub(super) fn update(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        let mut turn = self.generator.wait(&*self.progress)?;
+        turn.update(&**self.sampler.generator(), weights)
+    }
+
+    /// Reserves the generator, passes `weights` to it, and returns its sampler with `sampling`,
+    /// which reports its progress.
+    pub(super) fn reserve(
+        &self,
+        weights: &PolicyWeights<'_>,
+        sampling: SamplingConfig,
+    ) -> Result<Sampler> {
+        let mut turn = self.generator.reserve();
+        turn.update(&**self.sampler.generator(), weights)?;
+        let sampler = self.sampler.clone().with_config(sampling)?;
+        Ok(sampler.with_progress(self.progress.receiver()))
+    }
+
+    /// Samples until step `step` has enough groups, from the prompts after the first `visited`
+    /// positions of their order.
+    pub(super) fn collect(&self, step: usize, visited: usize) -> Result<Collection> {
+        let needed = self.config.prompts_per_step;
+        let mut visited = visited;
+        let mut seconds = PhaseSeconds::default();
+        let mut sample = |count: usize, round: usize| {
+            let rows = self.order.slice(visited, count);
+            visited += count;
+            self.sample_groups(rows, step, round, &mut seconds)
+        };
+        let mut all = sample(needed, 0)?;
+        let kept: Vec<usize> = match self.config.recipe.group_filter {
+            None => (0..needed).collect(),
+            Some(filter) => {
+                let sampling = DynamicSampling {
+                    groups: needed,
+                    max_batches: Some(self.config.max_sampling_batches),
+                    filter,
+                };
+                let mut rounds = 1;
+                loop {
+                    let kept = sampling.keep(&all.groups()?);
+                    match sampling.decide(kept.len(), rounds)? {
+                        SamplingDecision::Sample { missing } => {
+                            all.extend(sample(missing, rounds)?)?;
+                            rounds += 1;
+                        }
+                        SamplingDecision::Train | SamplingDecision::GiveUp { .. } => break kept,
+                    }
+                }
+            }
+        };
+        let greedy_scores = match self.inputs.greedy_scores && !kept.is_empty() {
+            true => {
+                let rows = kept.iter().map(|&group| all.rows[group]).collect();
+                Some(self.greedy_scores(rows, &mut seconds)?)
+            }
+            false => None,
+        };
+        Ok(Collection {
+            all,
+            kept,
+            greedy_scores,
+            visited,
+            seconds,
+        })
+    }
+
+    /// Draws and scores the groups of the prompts at `rows` in a sampling round of a step.
+    fn sample_groups(
+        &self,
+        rows: Vec<usize>,
+        step: usize,
+        round: usize,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<ScoredRollouts> {
+        // A prompt may occur again in a later round of the step, with other completions.
+        let stream = step as u64 | (round as u64) << 32;
+        let num_generations = self.config.num_generations;
+        self.draw_and_score(&self.sampler, rows, num_generations, stream, seconds)
+    }
+
+    /// The score of the greedy completion of each of the prompts at `rows`.
+    fn greedy_scores(&self, rows: Vec<usize>, seconds: &mut PhaseSeconds) -> Result<Vec<f32>> {
+        let sampler = self.sampler.clone().with_config(SamplingConfig {
+            greedy: true,
+            ..self.config.sampling.clone()
+        })?;
+        let scored = self.draw_and_score(&sampler, rows, 1, 0, seconds)?;
+        Ok(scored.scores)
+    }
+
+    fn draw_and_score(
+        &self,
+        sampler: &Sampler,
+        rows: Vec<usize>,
+        num_generations: usize,
+        stream: u64,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<ScoredRollouts> {
+        let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
+        let turn = self.generator.wait(&*self.progress)?;
+        let start = Instant::now();
+        self.progress
+            .begin(Phase::Sample, prompts.len() * num_generations);
+        let rollouts = sampler.sample(&prompts, num_generations, stream)?;
+        drop(turn);
+        let sampled = Instant::now();
+        self.progress.begin(Phase::Score, rollouts.len());
+        let texts = decode(&rollouts, &self.tokenizer)?;
+        let scores = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
+        self.progress.advance(rollouts.len(), 0);
+        ensure_not_canceled(&*self.progress)?;
+        seconds.sample += (sampled - start).as_secs_f64();
+        seconds.score += sampled.elapsed().as_secs_f64();
+        Ok(ScoredRollouts::new(num_generations, rows, rollouts, scores))
+    }
+}
+
+impl Collection {
+    /// The groups to train on, if there are any.
+    pub(super) fn kept(&self) -> Result<Option<ScoredRollouts>> {
+        if self.kept.is_empty() {
+            return Ok(None);
+        }
+        let kept = self.all.select(&self.kept)?;
+        Ok(Some(ScoredRollouts {
+            greedy_scores: self.greedy_scores.clone(),
+            ..kept
+        }))
+    }
+}

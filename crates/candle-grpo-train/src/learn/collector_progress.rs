@@ -1,0 +1,51 @@
+//! The progress that generator and reward function receive.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::Progress;
+use crate::progress::{NoProgress, Phase};
+
+/// Passes progress to a receiver that can be replaced.
+pub(super) struct CollectorProgress {
+    receiver: RwLock<Arc<dyn Progress>>,
+    /// True if completions are drawn while the policy trains. Only phases of the training are then
+    /// reported.
+    background: bool,
+}
+
+impl CollectorProgress {
+    pub(super) fn new(background: bool) -> Self {
+        Self {
+            receiver: RwLock::new(Arc::new(NoProgress)),
+            background,
+        }
+    }
+
+    pub(super) fn receiver(&self) -> Arc<dyn Progress> {
+        let receiver = self.receiver.read();
+        Arc::clone(&receiver.unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn set_receiver(&self, progress: Arc<dyn Progress>) {
+        let receiver = self.receiver.write();
+        *receiver.unwrap_or_else(PoisonError::into_inner) = progress;
+    }
+}
+
+impl Progress for CollectorProgress {
+    fn begin(&self, phase: Phase, units: usize) {
+        if !self.background {
+            self.receiver().begin(phase, units);
+        }
+    }
+
+    fn advance(&self, units: usize, tokens: usize) {
+        if !self.background {
+            self.receiver().advance(units, tokens);
+        }
+    }
+
+    fn is_canceled(&self) -> bool {
+        self.receiver().is_canceled()
+    }
+}

@@ -1,0 +1,91 @@
+//! Turns at the generator.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use anyhow::Result;
+
+use super::models::ensure_not_canceled;
+use crate::Progress;
+use crate::rollout::{Generator, PolicyWeights};
+
+/// Exclusive use of a generator, for a draw or for new weights.
+///
+/// A [reservation](Self::reserve) suspends the threads that call [`Self::wait`] until it is
+/// released, so that an evaluation draws from the weights that it has passed.
+#[derive(Default)]
+pub(super) struct GeneratorAccess {
+    /// The version of the weights that the generator has.
+    version: Mutex<Option<u64>>,
+    reserved: AtomicBool,
+    released: Condvar,
+}
+
+/// A turn at the generator, which ends when it is dropped.
+pub(super) struct Turn<'a>(MutexGuard<'a, Option<u64>>);
+
+impl GeneratorAccess {
+    /// Waits until the generator is idle.
+    pub(super) fn lock(&self) -> Turn<'_> {
+        Turn(self.version.lock().unwrap_or_else(|poisoned| {
+            self.version.clear_poison();
+            let mut version = poisoned.into_inner();
+            // The generator panicked, perhaps while it received weights.
+            *version = None;
+            version
+        }))
+    }
+
+    /// Waits until the generator is idle and not reserved.
+    ///
+    /// # Errors
+    ///
+    /// [`Interrupted`](crate::Interrupted) if `progress` cancels.
+    pub(super) fn wait(&self, progress: &dyn Progress) -> Result<Turn<'_>> {
+        let mut turn = self.lock();
+        while self.reserved.load(Ordering::SeqCst) {
+            ensure_not_canceled(progress)?;
+            let version = self.released.wait(turn.0);
+            turn = Turn(version.unwrap_or_else(PoisonError::into_inner));
+        }
+        Ok(turn)
+    }
+
+    /// Reserves the generator from the end of its current draw on.
+    pub(super) fn reserve(&self) -> Turn<'_> {
+        self.reserved.store(true, Ordering::SeqCst);
+        self.lock()
+    }
+
+    pub(super) fn release(&self) {
+        self.reserved.store(false, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Lets the waiting threads check whether they are canceled.
+    pub(super) fn wake(&self) {
+        // A thread between its check and its wait holds the lock.
+        drop(self.lock());
+        self.released.notify_all();
+    }
+}
+
+impl Turn<'_> {
+    /// Passes `weights` to `generator` unless it has them or newer ones.
+    pub(super) fn update(
+        &mut self,
+        generator: &dyn Generator,
+        weights: &PolicyWeights<'_>,
+    ) -> Result<()> {
+        if self.0.is_none_or(|version| version < weights.version) {
+            generator.weights_changed(weights)?;
+            *self.0 = Some(weights.version);
+        }
+        Ok(())
+    }
+
+    /// Forgets the version, so that the generator receives the next weights.
+    pub(super) fn reset(&mut self) {
+        *self.0 = None;
+    }
+}
