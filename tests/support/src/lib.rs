@@ -1,4 +1,5 @@
-//! Helpers for the tests and benchmarks of all crates: devices, inputs and comparisons.
+//! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, and a
+//! server of HTTP.
 //!
 //! A test runs on every device:
 //!
@@ -23,6 +24,7 @@ mod cuda_calls;
 mod decoder;
 mod devices;
 mod gguf;
+mod http;
 mod noise;
 
 pub use compare::{assert_close, gradient, message, numbers};
@@ -30,4 +32,5 @@ pub use cuda_calls::CudaCalls;
 pub use decoder::TINY_DECODER;
 pub use devices::{cases, cuda, device, devices};
 pub use gguf::gguf_bytes;
+pub use http::{ClosedPort, HttpServer, Reply, Request};
 pub use noise::{noise, noise_tensor, token_ids, words};

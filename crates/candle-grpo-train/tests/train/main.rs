@@ -7,6 +7,7 @@ mod checkpoint;
 mod common;
 mod critic;
 mod dataset;
+mod engines;
 mod generator;
 mod pretrained;
 #[cfg(unix)]

@@ -1,0 +1,245 @@
+//! The parts that all fake servers share.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use candle_grpo_test_support::{HttpServer, Reply, Request};
+use serde_json::{Value, json};
+
+use super::served_policy::{Draw, Drawn, ServedPolicy};
+
+/// A server of the tiny policy that answers as an engine does.
+pub(crate) struct FakeServer {
+    pub(crate) http: HttpServer,
+    shared: Arc<Shared>,
+}
+
+/// The answers of an engine.
+pub(crate) type Answer = fn(&Shared, &Request) -> Reply;
+
+/// A fault of one request.
+pub(crate) enum Fault {
+    /// The engine does not see the request.
+    Instead(Reply),
+    /// The engine answers, and its answer is changed.
+    After(Box<dyn FnOnce(Reply) -> Reply + Send>),
+}
+
+impl Fault {
+    /// Changes the JSON of an answer.
+    pub(crate) fn json(change: impl FnOnce(&mut Value) + Send + 'static) -> Self {
+        Self::After(Box::new(move |reply| {
+            let mut value: Value = serde_json::from_slice(reply.body()).unwrap_or_default();
+            change(&mut value);
+            Reply::new(reply.status(), value.to_string())
+        }))
+    }
+}
+
+type Faults = Box<dyn FnMut(&Request) -> Option<Fault> + Send>;
+
+/// The state of a server.
+pub(crate) struct Shared {
+    engine: Mutex<Engine>,
+    /// Notified when the engine resumes or closes.
+    resumed: Condvar,
+    faults: Mutex<Faults>,
+    answer: Answer,
+    closing: AtomicBool,
+}
+
+/// The state of an engine.
+pub(crate) struct Engine {
+    pub(crate) policy: ServedPolicy,
+    /// The version that a client announced.
+    pub(crate) version: String,
+    pub(crate) paused: bool,
+    /// A reload failed: the next completion ends the engine.
+    pub(crate) broken: bool,
+    /// The engine has ended: requests have no answer.
+    pub(crate) dead: bool,
+    /// The key that requests need.
+    pub(crate) api_key: Option<String>,
+}
+
+impl FakeServer {
+    pub(super) fn start(answer: Answer, policy: ServedPolicy) -> Self {
+        let shared = Arc::new(Shared {
+            engine: Mutex::new(Engine {
+                policy,
+                version: "default".to_owned(),
+                paused: false,
+                broken: false,
+                dead: false,
+                api_key: None,
+            }),
+            resumed: Condvar::new(),
+            faults: Mutex::new(Box::new(|_| None)),
+            answer,
+            closing: AtomicBool::new(false),
+        });
+        let http = HttpServer::start({
+            let shared = Arc::clone(&shared);
+            move |request| shared.reply(request)
+        });
+        Self { http, shared }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        self.http.url()
+    }
+
+    /// The state of the engine.
+    pub(crate) fn engine(&self) -> MutexGuard<'_, Engine> {
+        self.shared.engine()
+    }
+
+    /// Asks `faults` at each request for its fault.
+    pub(crate) fn set_faults(
+        &self,
+        faults: impl FnMut(&Request) -> Option<Fault> + Send + 'static,
+    ) {
+        *lock(&self.shared.faults) = Box::new(faults);
+    }
+
+    /// Restarts the program: connections close, and weights, adapters, version and pause are those
+    /// of the start.
+    pub(crate) fn restart(&self) {
+        self.http.stop();
+        let mut engine = self.engine();
+        engine.policy.restart();
+        engine.version = "default".to_owned();
+        (engine.paused, engine.broken, engine.dead) = (false, false, false);
+        drop(engine);
+        self.shared.resumed.notify_all();
+        self.http.restart();
+    }
+
+    /// The number of requests of a path.
+    pub(crate) fn count(&self, path: &str) -> usize {
+        let requests = self.http.requests();
+        requests.iter().filter(|r| r.path() == path).count()
+    }
+}
+
+impl Drop for FakeServer {
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::Release);
+        // The lock orders the notification after the check of a thread that is about to wait.
+        drop(self.shared.engine());
+        self.shared.resumed.notify_all();
+    }
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    pub(super) fn engine(&self) -> MutexGuard<'_, Engine> {
+        lock(&self.engine)
+    }
+
+    fn reply(&self, request: &Request) -> Reply {
+        let fault = (*lock(&self.faults))(request);
+        match fault {
+            Some(Fault::Instead(reply)) => reply,
+            Some(Fault::After(change)) => change(self.answer(request)),
+            None => self.answer(request),
+        }
+    }
+
+    fn answer(&self, request: &Request) -> Reply {
+        if self.engine().dead {
+            return Reply::closed();
+        }
+        (self.answer)(self, request)
+    }
+
+    /// Pauses the engine, or resumes it.
+    pub(super) fn set_paused(&self, paused: bool) {
+        self.engine().paused = paused;
+        self.resumed.notify_all();
+    }
+
+    /// Returns true if the request has the key of the server.
+    pub(super) fn is_authorized(&self, request: &Request) -> bool {
+        let engine = self.engine();
+        engine.api_key.as_ref().is_none_or(|key| {
+            let sent = request.header("authorization");
+            sent.and_then(|sent| sent.strip_prefix("Bearer ")) == Some(key)
+        })
+    }
+
+    /// Draws completions, after the end of a pause. `adapter` names those of the policy with an
+    /// adapter. `None` if the engine ends.
+    ///
+    /// # Errors
+    ///
+    /// The status and the message of the answer.
+    pub(super) fn draw(
+        &self,
+        adapter: Option<&str>,
+        draw: &Draw,
+    ) -> Result<Option<Vec<Drawn>>, (u16, String)> {
+        let mut engine = self.engine();
+        while engine.paused && !self.closing.load(Ordering::Acquire) {
+            engine = self.resumed.wait(engine).unwrap();
+        }
+        let Some(weights) = engine.policy.weights(adapter) else {
+            let name = adapter.unwrap_or_default();
+            return Err((404, format!("The model `{name}` does not exist.")));
+        };
+        engine
+            .policy
+            .check(draw)
+            .map_err(|e| (400, format!("{e:#}")))?;
+        if engine.broken {
+            engine.dead = true;
+            return Ok(None);
+        }
+        let drawing = engine.policy.drawing(weights);
+        drop(engine);
+        let drawn = drawing.draw(draw).map_err(|e| (500, format!("{e:#}")))?;
+        Ok(Some(drawn))
+    }
+}
+
+/// An answer of JSON.
+pub(super) fn ok(value: Value) -> Reply {
+    Reply::new(200, value.to_string())
+}
+
+/// The answer to a path that a server does not have.
+pub(super) fn not_found() -> Reply {
+    Reply::new(404, json!({"detail": "Not Found"}).to_string())
+}
+
+/// A field of a request.
+///
+/// # Errors
+///
+/// If the field has another type.
+pub(super) fn field<T: serde::de::DeserializeOwned>(
+    body: &Value,
+    name: &str,
+) -> Result<Option<T>, String> {
+    match body.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => serde_json::from_value(value.clone())
+            .map(Some)
+            .map_err(|e| format!("{name}: {value}: {e}")),
+    }
+}
+
+/// The JSON of a request, all of whose fields are among `known`.
+pub(super) fn object(body: &[u8], known: &[&str]) -> Result<Value, String> {
+    let value: Value = serde_json::from_slice(body).map_err(|e| e.to_string())?;
+    let Value::Object(fields) = &value else {
+        return Err("the body must be an object".to_owned());
+    };
+    match fields.keys().find(|key| !known.contains(&key.as_str())) {
+        Some(key) => Err(format!("{key}: extra inputs are not permitted")),
+        None => Ok(value),
+    }
+}

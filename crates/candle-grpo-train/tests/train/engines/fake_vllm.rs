@@ -1,0 +1,270 @@
+//! A fake of vLLM's server with `VLLM_SERVER_DEV_MODE` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING`.
+//!
+//! Paths, fields and answers are those of vLLM 0.32.
+
+use std::path::Path;
+
+use candle_grpo_test_support::{Reply, Request};
+use candle_grpo_train::{FinishReason, SamplingConfig};
+use serde_json::{Value, json};
+
+use super::fake_server::{FakeServer, Shared, field, not_found, object, ok};
+use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
+
+/// The name of the policy without adapters.
+pub(crate) const MODEL: &str = "policy";
+
+/// The fields of a request that the fake understands. vLLM ignores others.
+const FIELDS: &[&str] = &[
+    "include_stop_str_in_output",
+    "logprobs",
+    "max_tokens",
+    "min_p",
+    "model",
+    "n",
+    "prompt",
+    "return_token_ids",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
+];
+
+pub(crate) fn start(log_probs: LogProbs) -> FakeServer {
+    FakeServer::start(answer, ServedPolicy::new(log_probs))
+}
+
+fn answer(shared: &Shared, request: &Request) -> Reply {
+    if request.path().starts_with("/v1") && !shared.is_authorized(request) {
+        return Reply::new(401, json!({"error": "Unauthorized"}).to_string());
+    }
+    match (request.method.as_str(), request.path()) {
+        ("GET", "/health") => Reply::new(200, ""),
+        ("GET", "/v1/models") => models(shared),
+        ("POST", "/v1/completions") => completions(shared, request),
+        ("POST", "/v1/load_lora_adapter") => load_adapter(shared, request),
+        ("POST", "/v1/unload_lora_adapter") => unload_adapter(shared, request),
+        ("POST", "/collective_rpc") => collective_rpc(shared, request),
+        ("POST", "/pause") => match request.query("mode").unwrap_or("abort") {
+            "keep" | "wait" | "abort" => {
+                shared.set_paused(true);
+                ok(json!({"status": "paused"}))
+            }
+            other => error(422, "mode", other),
+        },
+        ("POST", "/resume") => {
+            shared.set_paused(false);
+            ok(json!({"status": "resumed"}))
+        }
+        ("GET", "/is_paused") => ok(json!({"is_paused": shared.engine().paused})),
+        ("POST", "/reset_prefix_cache") => Reply::new(200, ""),
+        ("POST", "/update_weight_version") => {
+            let body = object(&request.body, &["new_version"]);
+            match body.and_then(|body| field::<String>(&body, "new_version")) {
+                Ok(Some(version)) => {
+                    shared.engine().version.clone_from(&version);
+                    ok(json!({"success": true, "new_version": version}))
+                }
+                other => error(422, "Invalid", &format!("{other:?}")),
+            }
+        }
+        ("GET", "/weight_info") => ok(json!({"weight_version": shared.engine().version})),
+        _ => not_found(),
+    }
+}
+
+fn error(status: u16, kind: &str, message: &str) -> Reply {
+    let error = json!({"message": message, "type": kind, "param": null, "code": status});
+    Reply::new(status, json!({"error": error}).to_string())
+}
+
+fn bad_request(message: &str) -> Reply {
+    error(400, "BadRequestError", message)
+}
+
+fn models(shared: &Shared) -> Reply {
+    let engine = shared.engine();
+    let card = |id: &str, root: &str, parent: Option<&str>, length: Option<usize>| {
+        json!({
+            "id": id, "object": "model", "created": 1763860000, "owned_by": "vllm", "root": root,
+            "parent": parent, "max_model_len": length, "permission": [],
+        })
+    };
+    let policy = &engine.policy;
+    let mut data = vec![card(MODEL, "/start", None, Some(policy.max_model_len))];
+    let adapters = policy.adapters();
+    data.extend(
+        adapters
+            .iter()
+            .map(|(name, folder)| card(name, folder, Some(MODEL), None)),
+    );
+    ok(json!({"object": "list", "data": data}))
+}
+
+fn completions(shared: &Shared, request: &Request) -> Reply {
+    let read = || -> Result<(Value, Draw), String> {
+        let body = object(&request.body, FIELDS)?;
+        let draw = read_draw(&body)?;
+        Ok((body, draw))
+    };
+    let (body, draw) = match read() {
+        Ok(read) => read,
+        Err(message) => return bad_request(&message),
+    };
+    let model = body["model"].as_str().unwrap_or(MODEL);
+    let adapter = (model != MODEL).then_some(model);
+    let drawn = match shared.draw(adapter, &draw) {
+        Ok(Some(drawn)) => drawn,
+        Ok(None) => return Reply::closed(),
+        Err((404, message)) => return error(404, "NotFoundError", &message),
+        Err((400, message)) => return bad_request(&message),
+        Err((status, message)) => return error(status, "InternalServerError", &message),
+    };
+    let choices: Vec<Value> = drawn
+        .iter()
+        .enumerate()
+        .map(|(index, drawn)| choice(index, drawn, &draw, &body))
+        .collect();
+    ok(json!({
+        "id": "cmpl-0", "object": "text_completion", "created": 1763860000, "model": model,
+        "choices": choices, "service_tier": null, "system_fingerprint": null,
+        "usage": {"prompt_tokens": draw.prompt.len(), "total_tokens": 0, "completion_tokens": 0},
+    }))
+}
+
+/// Fields that are absent have values that no client wants, like those of a model's
+/// `generation_config.json`.
+fn read_draw(body: &Value) -> Result<Draw, String> {
+    let top_k: i64 = field(body, "top_k")?.unwrap_or(1);
+    if top_k < -1 {
+        return Err(format!(
+            "top_k must be 0 (disable), or at least 1, got {top_k}."
+        ));
+    }
+    let stop: Option<Value> = field(body, "stop")?;
+    Ok(Draw {
+        prompt: field(body, "prompt")?.ok_or("prompt: missing")?,
+        completions: field(body, "n")?.unwrap_or(1),
+        seed: field(body, "seed")?.unwrap_or(0),
+        sampling: SamplingConfig {
+            temperature: field(body, "temperature")?.unwrap_or(0.2),
+            top_k: top_k.max(0) as usize,
+            top_p: field(body, "top_p")?.unwrap_or(0.3),
+            min_p: field(body, "min_p")?.unwrap_or(0.2),
+            greedy: false,
+            max_new_tokens: field(body, "max_tokens")?.unwrap_or(16),
+            stop_token_ids: field(body, "stop_token_ids")?.unwrap_or_default(),
+            stop_strings: match stop {
+                Some(Value::String(one)) => vec![one],
+                other => other
+                    .map(serde_json::from_value)
+                    .transpose()
+                    .map_err(|e| format!("stop: {e}"))?
+                    .unwrap_or_default(),
+            },
+            ..SamplingConfig::default()
+        },
+    })
+}
+
+fn choice(index: usize, drawn: &Drawn, draw: &Draw, body: &Value) -> Value {
+    let last = drawn.tokens.last();
+    let (finish_reason, stop_reason) = match drawn.finish_reason {
+        FinishReason::StopToken => ("stop", json!(last)),
+        FinishReason::StopString => ("stop", json!(draw.sampling.stop_strings[0])),
+        FinishReason::Length => ("length", Value::Null),
+    };
+    let ids = body["return_token_ids"] == true;
+    let log_probs = body["logprobs"].is_u64().then(|| {
+        json!({
+            "text_offset": vec![0; drawn.tokens.len()],
+            "token_logprobs": drawn.log_probs,
+            "tokens": vec!["?"; drawn.tokens.len()],
+            "top_logprobs": null,
+        })
+    });
+    json!({
+        "index": index, "text": drawn.text, "logprobs": log_probs, "finish_reason": finish_reason,
+        "stop_reason": stop_reason, "token_ids": ids.then_some(&drawn.tokens),
+        "prompt_logprobs": null, "prompt_token_ids": ids.then_some(&draw.prompt),
+    })
+}
+
+fn load_adapter(shared: &Shared, request: &Request) -> Reply {
+    let known = [
+        "lora_name",
+        "lora_path",
+        "load_inplace",
+        "is_3d_lora_weight",
+    ];
+    let read = || -> Result<(String, String, bool), String> {
+        let body = object(&request.body, &known)?;
+        Ok((
+            field(&body, "lora_name")?.ok_or("lora_name: missing")?,
+            field(&body, "lora_path")?.ok_or("lora_path: missing")?,
+            field(&body, "load_inplace")?.unwrap_or(false),
+        ))
+    };
+    let (name, folder, in_place) = match read() {
+        Ok(read) => read,
+        Err(message) => return error(422, "UnprocessableEntityError", &message),
+    };
+    let mut engine = shared.engine();
+    if !in_place && engine.policy.adapters().contains_key(&name) {
+        return error(
+            400,
+            "InvalidUserInput",
+            &format!("The lora adapter '{name}' has already been loaded."),
+        );
+    }
+    if !Path::new(&folder).join("adapter_config.json").exists() {
+        let message = format!("Loading lora {name} failed: No adapter found for {folder}");
+        return error(404, "NotFoundError", &message);
+    }
+    match engine.policy.read_adapter(&name, &folder) {
+        Ok(()) => Reply::new(
+            200,
+            format!("Success: LoRA adapter '{name}' added successfully."),
+        ),
+        Err(e) => error(500, "InternalServerError", &format!("{e:#}")),
+    }
+}
+
+fn unload_adapter(shared: &Shared, request: &Request) -> Reply {
+    let body = object(&request.body, &["lora_name", "lora_int_id"]).unwrap_or_default();
+    let name = body["lora_name"].as_str().unwrap_or_default();
+    match shared.engine().policy.remove_adapter(name) {
+        true => Reply::new(
+            200,
+            format!("Success: LoRA adapter '{name}' removed successfully."),
+        ),
+        false => error(
+            404,
+            "NotFoundError",
+            &format!("The lora adapter '{name}' cannot be found."),
+        ),
+    }
+}
+
+/// A reload from a folder that cannot be read leaves an engine without weights, whose health is
+/// still good.
+fn collective_rpc(shared: &Shared, request: &Request) -> Reply {
+    let body = object(&request.body, &["method", "kwargs", "args", "timeout"]);
+    let body = body.unwrap_or_default();
+    let folder = body["kwargs"]["weights_path"].as_str();
+    let (Some("reload_weights"), Some(folder)) = (body["method"].as_str(), folder) else {
+        return Reply::new(500, "Internal Server Error");
+    };
+    let mut engine = shared.engine();
+    match engine.policy.read_weights(folder) {
+        Ok(()) => ok(json!({"results": [null]})),
+        Err(_) => {
+            engine.broken = true;
+            Reply::new(500, "Internal Server Error")
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! The policy that a fake server draws from.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use candle_grpo_nn::{Lora, Parameters};
+use candle_grpo_test_support::device;
+use candle_grpo_train::learn::Reference;
+use candle_grpo_train::progress::NoProgress;
+use candle_grpo_train::rollout::{
+    CompletionSeed, GenerationBatch, LocalGenerator, PolicyWeights, PromptRequest,
+};
+use candle_grpo_train::{
+    Completion, ComputeDType, FinishReason, Generator, SamplingConfig, TokenBatch,
+};
+
+use crate::common::{model, parameters, tokenizer};
+
+/// The distribution of which a server reports log-probs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LogProbs {
+    /// `softmax(logits)`.
+    Raw,
+    /// `softmax(logits / temperature)`.
+    Temperature,
+    /// After temperature, top-k, top-p and min-p.
+    Processed,
+}
+
+/// A policy with its adapters, whose weights come from folders.
+pub(crate) struct ServedPolicy {
+    pub(crate) log_probs: LogProbs,
+    /// The maximum length of a prompt and its completion.
+    pub(crate) max_model_len: usize,
+    /// The seeds of completions by the number that a request has in their place: a completion then
+    /// has the tokens that [`LocalGenerator`] draws. Another number is the seed itself.
+    pub(crate) seeds: Arc<HashMap<u64, CompletionSeed>>,
+    base: Parameters,
+    weights: Arc<Weights>,
+    adapters: BTreeMap<String, (String, Arc<Weights>)>,
+}
+
+/// The weights of the policy with or without an adapter.
+pub(crate) struct Weights {
+    generator: LocalGenerator,
+    reference: Reference,
+}
+
+impl Weights {
+    fn new(parameters: &Parameters) -> Result<Self> {
+        Ok(Self {
+            generator: LocalGenerator::new(&model(), parameters)?,
+            reference: Reference::new(&model(), parameters, ComputeDType::F32)?,
+        })
+    }
+}
+
+/// A request of completions.
+pub(crate) struct Draw {
+    pub(crate) prompt: Vec<u32>,
+    pub(crate) completions: u64,
+    pub(crate) seed: i64,
+    /// The temperature is 0 for greedy decoding.
+    pub(crate) sampling: SamplingConfig,
+}
+
+/// A completion with the log-probs that the server reports.
+pub(crate) struct Drawn {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) log_probs: Vec<f32>,
+    pub(crate) finish_reason: FinishReason,
+    pub(crate) text: String,
+}
+
+impl ServedPolicy {
+    /// The policy of the tests with its weights at the start.
+    pub(crate) fn new(log_probs: LogProbs) -> Self {
+        let base = parameters();
+        Self {
+            log_probs,
+            max_model_len: model().max_position_embeddings,
+            seeds: Arc::default(),
+            weights: Arc::new(Weights::new(&base).unwrap()),
+            base,
+            adapters: BTreeMap::new(),
+        }
+    }
+
+    /// Replaces the weights by those of the start, and forgets the adapters.
+    pub(crate) fn restart(&mut self) {
+        *self = Self {
+            max_model_len: self.max_model_len,
+            seeds: Arc::clone(&self.seeds),
+            ..Self::new(self.log_probs)
+        };
+    }
+
+    /// Reads the weights of a Hugging Face folder. Adapters stay those of the weights before.
+    pub(crate) fn read_weights(&mut self, folder: &str) -> Result<()> {
+        self.base = Parameters::load_folder(&model(), Path::new(folder), device())?;
+        self.weights = Arc::new(Weights::new(&self.base)?);
+        Ok(())
+    }
+
+    /// Reads the adapter of a PEFT folder.
+    pub(crate) fn read_adapter(&mut self, name: &str, folder: &str) -> Result<()> {
+        let adapters = Lora::load(Path::new(folder), &model(), device())?;
+        let merged = PolicyWeights {
+            version: 0,
+            model: &model(),
+            parameters: &self.base,
+            adapters: Some(&adapters),
+        }
+        .merged()?;
+        let adapter = (folder.to_owned(), Arc::new(Weights::new(&merged)?));
+        self.adapters.insert(name.to_owned(), adapter);
+        Ok(())
+    }
+
+    pub(crate) fn remove_adapter(&mut self, name: &str) -> bool {
+        self.adapters.remove(name).is_some()
+    }
+
+    /// The names and folders of the adapters.
+    pub(crate) fn adapters(&self) -> BTreeMap<String, String> {
+        let adapters = self.adapters.iter();
+        adapters
+            .map(|(name, (folder, _))| (name.clone(), folder.clone()))
+            .collect()
+    }
+
+    /// The weights with an adapter; `None` if it is not loaded.
+    pub(crate) fn weights(&self, adapter: Option<&str>) -> Option<Arc<Weights>> {
+        Some(Arc::clone(match adapter {
+            None => &self.weights,
+            Some(name) => &self.adapters.get(name)?.1,
+        }))
+    }
+
+    /// Checks a request as servers do.
+    pub(crate) fn check(&self, draw: &Draw) -> Result<()> {
+        let vocabulary = model().vocab_size;
+        ensure!(!draw.prompt.is_empty(), "prompt is empty");
+        if let Some(id) = draw.prompt.iter().find(|&&id| id as usize >= vocabulary) {
+            anyhow::bail!("Token id {id} is out of vocabulary");
+        }
+        ensure!(draw.completions > 0, "n must be at least 1, got 0.");
+        let new = draw.sampling.max_new_tokens;
+        ensure!(new > 0, "max_tokens must be at least 1, got 0.");
+        let (length, most) = (draw.prompt.len(), self.max_model_len);
+        ensure!(
+            length + new <= most,
+            "This model's maximum context length is {most} tokens, and {length} + {new} were asked for"
+        );
+        if draw.sampling.temperature != 0. {
+            draw.sampling.validate()?;
+        }
+        Ok(())
+    }
+
+    /// Draws completions. The policy may change meanwhile.
+    pub(crate) fn drawing(&self, weights: Arc<Weights>) -> Drawing {
+        Drawing {
+            weights,
+            log_probs: self.log_probs,
+            seeds: Arc::clone(&self.seeds),
+        }
+    }
+}
+
+/// The state of a policy at one request.
+pub(crate) struct Drawing {
+    weights: Arc<Weights>,
+    log_probs: LogProbs,
+    seeds: Arc<HashMap<u64, CompletionSeed>>,
+}
+
+impl Drawing {
+    pub(crate) fn draw(&self, draw: &Draw) -> Result<Vec<Drawn>> {
+        let mut sampling = draw.sampling.clone();
+        sampling.greedy = sampling.temperature == 0.;
+        if sampling.greedy {
+            sampling.temperature = 1.;
+        }
+        let seeds = (0..draw.completions).map(|i| {
+            let seed = draw.seed.wrapping_add_unsigned(i) as u64;
+            let own = CompletionSeed {
+                seed,
+                stream: 0,
+                prompt: 0,
+                sample: 0,
+            };
+            *self.seeds.get(&seed).unwrap_or(&own)
+        });
+        let request = PromptRequest {
+            tokens: &draw.prompt,
+            seeds: seeds.collect(),
+            max_new_tokens: sampling.max_new_tokens,
+        };
+        let tokenizer = tokenizer();
+        let decode = move |tokens: &[u32]| {
+            let text = tokenizer.decode(tokens, true);
+            text.map_err(|e| anyhow::anyhow!("{e}"))
+        };
+        let batch = GenerationBatch {
+            prompts: &[request],
+            sampling: &sampling,
+            decode: Some(&decode),
+            progress: &NoProgress,
+        };
+        let mut completions: Vec<Option<Completion>> = vec![None; draw.completions as usize];
+        let mut deliver = |place: usize, completion: Completion| {
+            completions[place] = Some(completion);
+            Ok(())
+        };
+        self.weights.generator.generate(&batch, &mut deliver)?;
+        let mut drawn = Vec::new();
+        for completion in completions {
+            let completion = completion.context("a completion is missing")?;
+            drawn.push(Drawn {
+                text: decode(&completion.tokens)?,
+                log_probs: self.log_probs(draw, &completion)?,
+                tokens: completion.tokens,
+                finish_reason: completion.finish_reason,
+            });
+        }
+        Ok(drawn)
+    }
+
+    fn log_probs(&self, draw: &Draw, completion: &Completion) -> Result<Vec<f32>> {
+        let greedy = draw.sampling.temperature == 0.;
+        match self.log_probs {
+            LogProbs::Processed if !greedy => Ok(completion.drawn_log_probs.clone()),
+            LogProbs::Temperature if !greedy => completion.log_probs.clone().context("log-probs"),
+            _ => {
+                let pair: (&[u32], &[u32]) = (&draw.prompt, &completion.tokens);
+                let batch = TokenBatch::new(&[pair], device())?;
+                let log_probs = self.weights.reference.log_probs(&batch, 1.)?;
+                Ok(log_probs.flatten_all()?.to_vec1()?)
+            }
+        }
+    }
+}
