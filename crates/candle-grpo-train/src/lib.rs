@@ -25,6 +25,7 @@
 //! | [`progress`] | observation and cancellation of a step |
 
 pub mod data;
+mod folder_lock;
 mod invalid;
 pub mod learn;
 pub mod model;

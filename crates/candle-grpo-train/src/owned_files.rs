@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use candle_grpo_nn::atomic_file::leftover_of;
 
+use crate::folder_lock::LOCK;
+
 /// A folder whose entries are known by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Owned {
@@ -19,6 +21,10 @@ pub(crate) enum Owned {
     Adapter,
     /// The folder of a model in the Hugging Face layout.
     Model,
+    /// The folder of the weights for an engine.
+    EngineWeights,
+    /// One version of them: a model or an adapter.
+    EngineVersion,
 }
 
 enum Entry {
@@ -34,8 +40,13 @@ const RUN: &[&str] = &[
     "samples.jsonl",
     "samples.md",
     "metrics.svg",
-    ".lock",
+    LOCK,
 ];
+
+/// The folder of [`Owned::EngineWeights`] in that of a run.
+pub(crate) const ENGINE_WEIGHTS: &str = "weights";
+/// Each version of the weights is in a folder with this prefix and its number.
+pub(crate) const ENGINE_VERSION: &str = "policy-";
 
 const TRAINER_STATE: &[&str] = &[
     "trainer.json",
@@ -70,16 +81,22 @@ impl Owned {
         match self {
             Self::Run if name == "checkpoint" => Some(Entry::Folder(Self::Checkpoint)),
             Self::Run if name == "checkpoints" => Some(Entry::Folder(Self::Checkpoints)),
+            Self::Run if name == ENGINE_WEIGHTS => Some(Entry::Folder(Self::EngineWeights)),
             Self::Run => file(RUN.contains(&name) || name.starts_with("events.out.tfevents.")),
             Self::Checkpoints => {
                 let step = name.strip_prefix("step-")?;
-                let is_step = !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit());
-                is_step.then_some(Entry::Folder(Self::Checkpoint))
+                is_number(step).then_some(Entry::Folder(Self::Checkpoint))
             }
             Self::Checkpoint if name == "adapter" => Some(Entry::Folder(Self::Adapter)),
             Self::Checkpoint => file(TRAINER_STATE.contains(&name) || is_model_file(name)),
             Self::Adapter => file(ADAPTER.contains(&name)),
             Self::Model => file(is_model_file(name)),
+            Self::EngineWeights if name == LOCK => Some(Entry::File),
+            Self::EngineWeights => {
+                let version = name.strip_prefix(ENGINE_VERSION)?;
+                is_number(version).then_some(Entry::Folder(Self::EngineVersion))
+            }
+            Self::EngineVersion => file(ADAPTER.contains(&name) || is_model_file(name)),
         }
     }
 
@@ -98,6 +115,13 @@ impl Owned {
             }
         }
         Ok(None)
+    }
+
+    /// Returns whether `path` is a folder, and the list has its name as that of a folder.
+    pub(crate) fn owns_folder(self, path: &Path) -> bool {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let listed = name.and_then(|name| self.entry(name));
+        matches!(listed, Some(Entry::Folder(_))) && path.is_dir() && !path.is_symlink()
     }
 
     /// Returns whether `folder` has the weights of a model.
@@ -160,6 +184,10 @@ impl Owned {
     }
 }
 
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
+}
+
 fn is_model_file(name: &str) -> bool {
     let is_shard = name.starts_with("model-") && name.ends_with(".safetensors");
     MODEL.contains(&name) || is_shard
@@ -184,6 +212,9 @@ mod tests {
         ] {
             fs::write(run.join(name), "").unwrap();
         }
+        let version = run.join("weights/policy-000003");
+        fs::create_dir_all(&version).unwrap();
+        fs::write(version.join("adapter_model.safetensors"), "").unwrap();
         for name in [
             "model.safetensors",
             "SHA256SUMS",
@@ -197,6 +228,7 @@ mod tests {
             "notes.txt",
             "checkpoints/step-000010/notes.txt",
             "checkpoints/best",
+            "weights/policy-000003/notes.txt",
             ".notes.txt.8.tmp",
             "other/config.json",
         ];

@@ -7,8 +7,8 @@ use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 use crate::DecoderConfig;
 use crate::weights::safetensors::TensorHeader;
 
-const EMBEDDING: &str = "model.embed_tokens.weight";
-const OUTPUT: &str = "lm_head.weight";
+pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(crate) const OUTPUT: &str = "lm_head.weight";
 const ROTARY_FREQUENCIES: &str = "rotary_emb.inv_freq";
 
 /// Checks that `found` has exactly the names of `expected`. The error lists what is missing and

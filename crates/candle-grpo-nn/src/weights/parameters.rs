@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
 use crate::atomic_file::write_safetensors;
-use crate::weights::check::{check_headers, check_names, remove_redundant};
+use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, remove_redundant};
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig};
@@ -185,6 +185,25 @@ impl Parameters {
         self.variables
             .insert(name.to_owned(), Var::from_tensor(&values)?);
         Ok(self)
+    }
+
+    /// Adds the output layer of a model with tied embeddings as a weight of its own, a copy of the
+    /// embedding. Returns the model that is not tied, with the weights that it then has; other
+    /// models are unchanged.
+    ///
+    /// # Errors
+    ///
+    /// If there is no embedding.
+    pub fn with_untied_output(self, config: &DecoderConfig) -> Result<(DecoderConfig, Self)> {
+        let mut untied = config.clone();
+        if !std::mem::take(&mut untied.tie_word_embeddings) {
+            return Ok((untied, self));
+        }
+        let Some(embedding) = self.get(EMBEDDING) else {
+            bail!("parameters: no {EMBEDDING}, must have it");
+        };
+        let embedding = embedding.as_detached_tensor();
+        Ok((untied, self.with(OUTPUT, &embedding)?))
     }
 
     /// Reads one safetensors file.

@@ -12,7 +12,7 @@ mod padding;
 mod pretrain;
 mod recipe_inputs;
 mod reference;
-mod response_forward;
+pub(crate) mod response_forward;
 mod schedule;
 mod scored_rollouts;
 mod step_batch;

@@ -12,7 +12,7 @@ use crate::TokenBatch;
 ///
 /// The results are detached, and 0 outside the response mask. The logits are never allocated at
 /// once.
-pub(super) fn response_log_probs(
+pub(crate) fn response_log_probs(
     model: &dyn LanguageModel,
     batch: &TokenBatch,
     temperature: f64,

@@ -16,7 +16,7 @@ use super::{SpecialToken, SpecialTokens};
 use crate::owned_files::Owned;
 use crate::{ChatTemplate, Sampler, SamplingConfig};
 
-const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const MODEL: &str = "model.safetensors";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";

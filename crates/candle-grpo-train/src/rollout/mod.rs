@@ -3,6 +3,8 @@
 mod completion;
 mod config;
 pub(crate) mod decode;
+#[cfg(feature = "engines")]
+pub mod engine;
 mod generator;
 mod local;
 mod sampler;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::env;
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +15,7 @@ use super::{
     Checkpoints, EvaluatedSample, Evaluation, EventFile, StepCheckpoint, training_plot_svg,
 };
 use crate::data::json_lines::{Line, read_json_lines, read_lines, retain_lines};
+use crate::folder_lock::{FolderLock, LOCK};
 use crate::owned_files::Owned;
 use crate::{Pretrained, StepMetrics, Trainer};
 
@@ -23,7 +24,6 @@ const METRICS: &str = "metrics.jsonl";
 const EVALUATIONS: &str = "evaluations.jsonl";
 const SAMPLES: &str = "samples.jsonl";
 const EVENTS: &str = "events.out.tfevents.";
-const LOCK: &str = ".lock";
 
 /// The message about a folder that already contains a run.
 const TAKEN: &str =
@@ -53,42 +53,14 @@ pub struct RunDir {
     events: EventFile,
     /// The contents of `evaluations.jsonl`.
     evaluations: Vec<EvaluationLine>,
-    _lock: RunLock,
-}
-
-/// A lock that prevents other programs from starting, resuming or replacing the run in a folder.
-#[derive(Debug)]
-struct RunLock {
-    path: PathBuf,
-    _file: File,
-}
-
-impl RunLock {
-    /// Locks the existing folder at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Returns an error if another program has the run open.
-    fn take(path: &Path) -> Result<Self> {
-        let lock = path.join(LOCK);
-        let file = OpenOptions::new().create(true).append(true).open(&lock);
-        let file = file.with_context(|| format!("opening {}", lock.display()))?;
-        if let Err(TryLockError::WouldBlock) = file.try_lock() {
-            bail!("{}: another program has the run open", path.display());
-        }
-        // Other errors come from file systems without locks.
-        Ok(Self {
-            path: path.to_path_buf(),
-            _file: file,
-        })
-    }
+    _lock: FolderLock,
 }
 
 /// A run that a new one has replaced. It stays on the disk until [`Self::remove`].
 #[derive(Debug)]
 pub struct ReplacedRun {
     path: PathBuf,
-    lock: RunLock,
+    lock: FolderLock,
 }
 
 impl ReplacedRun {
@@ -111,7 +83,7 @@ impl ReplacedRun {
 
 /// A run that no program has open, locked against other programs.
 pub struct StoppedRun {
-    lock: RunLock,
+    lock: FolderLock,
     metrics: Vec<Line<StepMetrics>>,
 }
 
@@ -138,7 +110,7 @@ impl StoppedRun {
             path.display()
         );
         Ok(Self {
-            lock: RunLock::take(path)?,
+            lock: FolderLock::take(path, "run")?,
             metrics: read_lines(&path.join(METRICS))?,
         })
     }
@@ -153,7 +125,7 @@ impl StoppedRun {
     /// Removes the metrics, evaluations, answers and checkpoints of later steps.
     pub fn resume(self, config: &impl Serialize, step: usize) -> Result<ResumedRun> {
         let Self { lock, metrics } = self;
-        let path = lock.path.clone();
+        let path = lock.path().to_path_buf();
         let resume = || -> Result<ResumedRun> {
             remove_leftovers(&path)?;
             let file = |name: &str| path.join(name);
@@ -237,7 +209,7 @@ impl RunDir {
                     foreign.strip_prefix(&path).unwrap_or(&foreign).display()
                 );
             }
-            let lock = RunLock::take(&path)?;
+            let lock = FolderLock::take(&path, "run")?;
             let mut aside = path.clone().into_os_string();
             aside.push(".replaced");
             let is_free = |aside: &Path| Ok(!aside.try_exists()? && !aside.is_symlink());
@@ -250,7 +222,7 @@ impl RunDir {
             Ok(run) => Ok((run, Some(replaced))),
             // The new run has no results yet.
             Err(error) => {
-                if let Ok(_lock) = RunLock::take(path) {
+                if let Ok(_lock) = FolderLock::take(path, "run") {
                     let _ = Owned::Run.remove(path);
                 }
                 Err(match fs::rename(&replaced.path, path) {
@@ -303,7 +275,7 @@ impl RunDir {
     fn begin(path: &Path, config: &impl Serialize) -> Result<Self> {
         let begin = || -> Result<Self> {
             fs::create_dir_all(path)?;
-            let lock = RunLock::take(path)?;
+            let lock = FolderLock::take(path, "run")?;
             // Another program may have started a run in the meantime.
             ensure!(is_vacant(path)?, "{TAKEN}");
             Self::open(path, config, lock)
@@ -311,7 +283,7 @@ impl RunDir {
         begin().with_context(|| format!("run directory {}", path.display()))
     }
 
-    fn open(path: &Path, config: &impl Serialize, lock: RunLock) -> Result<Self> {
+    fn open(path: &Path, config: &impl Serialize, lock: FolderLock) -> Result<Self> {
         let metrics = OpenOptions::new()
             .create(true)
             .append(true)

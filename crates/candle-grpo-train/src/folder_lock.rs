@@ -1,0 +1,45 @@
+//! A lock on a folder.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+/// The name of the file that is locked.
+pub(crate) const LOCK: &str = ".lock";
+
+/// A lock that prevents other programs from using a folder. It ends with the value.
+#[derive(Debug)]
+pub(crate) struct FolderLock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl FolderLock {
+    /// Locks the existing folder at `path`. `contents` names what it holds, in the error.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if another program has it open.
+    pub(crate) fn take(path: &Path, contents: &str) -> Result<Self> {
+        let lock = path.join(LOCK);
+        let file = OpenOptions::new().create(true).append(true).open(&lock);
+        let file = file.with_context(|| format!("opening {}", lock.display()))?;
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            bail!(
+                "{}: another program has the {contents} open",
+                path.display()
+            );
+        }
+        // Other errors come from file systems without locks.
+        Ok(Self {
+            path: path.to_path_buf(),
+            _file: file,
+        })
+    }
+
+    /// The folder.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}

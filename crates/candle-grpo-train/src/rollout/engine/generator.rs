@@ -1,0 +1,555 @@
+//! The generator that draws from servers.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{env, thread};
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_core::Invalid;
+
+use super::openai::OpenAi;
+use super::probe::{self, Distribution};
+use super::protocol::{DrawRequest, Drawn, End, Failure, Protocol};
+use super::servers::{Lease, POLL, Servers};
+use super::sglang::Sglang;
+use super::vllm::Vllm;
+use super::weights::{EngineWeights, WeightFolder, WeightFormat};
+use crate::progress::NoProgress;
+use crate::rollout::{
+    CompletionSeed, Deliver, Engine, GenerationBatch, Generator, PolicyWeights, RolloutConfig,
+    WeightSync,
+};
+use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
+
+/// Draws completions from servers of vLLM, SGLang, or with the API of OpenAI.
+///
+/// A request is one completion, with its own seed. A request that fails is repeated, by another
+/// server if there is one. A server that comes back receives the weights again.
+///
+/// ```no_run
+/// use std::path::Path;
+/// use candle_grpo_train::SamplingConfig;
+/// use candle_grpo_train::rollout::engine::ServerGenerator;
+/// use candle_grpo_train::rollout::{Engine, RolloutConfig};
+///
+/// let config = RolloutConfig {
+///     engine: Engine::Vllm,
+///     base_url: vec!["http://10.0.0.7:8000".to_owned()],
+///     ..RolloutConfig::default()
+/// };
+/// let sampling = SamplingConfig { temperature: 0.7, ..SamplingConfig::default() };
+/// let generator = ServerGenerator::new(&config, &sampling, 49152, Path::new("runs/a/weights"))?;
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+pub struct ServerGenerator {
+    servers: Arc<Servers>,
+    weight_sync: WeightSync,
+    /// The folder of the weights, and what is in it once there are some.
+    folder: PathBuf,
+    written: Mutex<Option<WeightFolder>>,
+    /// The distribution of the run.
+    sampling: SamplingConfig,
+    vocab_size: usize,
+    probe_prompts: Vec<Vec<u32>>,
+    log_prob_tolerance: f64,
+    /// What the log-probs of the servers are of, once a probe has found out.
+    distribution: Mutex<Option<Distribution>>,
+    max_inflight: usize,
+    max_retries: usize,
+    progress: Arc<dyn Progress>,
+}
+
+/// A completion to draw.
+struct Job {
+    place: usize,
+    seed: CompletionSeed,
+    prompt: Vec<u32>,
+    max_new_tokens: usize,
+}
+
+/// What the threads of a call share.
+struct Batch {
+    servers: Arc<Servers>,
+    jobs: Mutex<VecDeque<Job>>,
+    stop: AtomicBool,
+    sampling: Arc<SamplingConfig>,
+    distribution: Option<Distribution>,
+    vocab_size: usize,
+    max_retries: usize,
+}
+
+impl ServerGenerator {
+    /// Creates a generator of the servers in `config`, for a policy with `vocab_size` tokens that
+    /// is sampled with `sampling`. The weights of the policy go through `folder`, unless
+    /// [`RolloutConfig::weight_sync_folder`] is another one. No server is asked before the first
+    /// call.
+    ///
+    /// # Errors
+    ///
+    /// If `config` or `sampling` is not valid, the engine is local, or the environment variable of
+    /// the API key is not set.
+    pub fn new(
+        config: &RolloutConfig,
+        sampling: &SamplingConfig,
+        vocab_size: usize,
+        folder: &Path,
+    ) -> Result<Self> {
+        let protocol: Box<dyn Protocol> = match config.engine {
+            Engine::Vllm => Box::new(Vllm),
+            Engine::Sglang => Box::new(Sglang),
+            Engine::Openai => Box::new(OpenAi),
+            Engine::Local => bail!("engine: local, must be vllm, sglang or openai"),
+        };
+        Self::with_protocol(protocol, config, sampling, vocab_size, folder)
+    }
+
+    /// Creates a generator of servers that `protocol` knows, as in [`Self::new`].
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`].
+    pub fn with_protocol(
+        protocol: Box<dyn Protocol>,
+        config: &RolloutConfig,
+        sampling: &SamplingConfig,
+        vocab_size: usize,
+        folder: &Path,
+    ) -> Result<Self> {
+        config.validate()?;
+        sampling.validate()?;
+        ensure!(vocab_size > 0, "vocab_size: 0, must be at least 1");
+        let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
+        let folder = config.weight_sync_folder.as_deref().unwrap_or(folder);
+        Ok(Self {
+            servers: Arc::new(Servers::new(config, protocol, api_key.as_deref())),
+            weight_sync: match config.engine {
+                Engine::Openai => WeightSync::None,
+                _ => config.weight_sync,
+            },
+            folder: folder.to_path_buf(),
+            written: Mutex::new(None),
+            sampling: sampling.clone(),
+            vocab_size,
+            probe_prompts: probe::prompts(&[], vocab_size),
+            log_prob_tolerance: config.log_prob_tolerance,
+            distribution: Mutex::new(None),
+            max_inflight: config.max_inflight,
+            max_retries: config.max_retries,
+            progress: Arc::new(NoProgress),
+        })
+    }
+
+    /// Sets the prompts of the probe, of which the first ones are used. Without them the probe
+    /// continues random tokens.
+    pub fn with_probe_prompts(mut self, prompts: &[Vec<u32>]) -> Self {
+        self.probe_prompts = probe::prompts(prompts, self.vocab_size);
+        self
+    }
+
+    /// Sets the observer whose request to stop ends a transfer of weights.
+    pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
+        self.progress = progress;
+        self
+    }
+
+    /// The form in which the engine receives `weights`, if it does.
+    fn format(&self, weights: &PolicyWeights<'_>) -> Option<WeightFormat> {
+        match (self.weight_sync, weights.adapters) {
+            (WeightSync::None, _) => None,
+            (WeightSync::Adapter, _) | (WeightSync::Auto, Some(_)) => Some(WeightFormat::Adapter),
+            (WeightSync::Disk, _) | (WeightSync::Auto, None) => Some(WeightFormat::Disk),
+        }
+    }
+
+    fn write(&self, weights: &PolicyWeights<'_>, format: WeightFormat) -> Result<EngineWeights> {
+        let mut written = lock(&self.written);
+        if written.is_none() {
+            *written = Some(WeightFolder::open(&self.folder)?);
+        }
+        let folder = written.as_mut().context("the folder of the weights")?;
+        folder.write(weights, format)
+    }
+
+    /// Compares the log-probs of each server in `ready` with those of the policy. Returns the
+    /// failure of a server that does not answer.
+    fn probe(
+        &self,
+        weights: &PolicyWeights<'_>,
+        ready: &[usize],
+    ) -> Result<std::result::Result<(), (usize, Failure)>> {
+        for &index in ready {
+            let plain = match self.ask(index, &probe::sampling(&self.sampling, 0))? {
+                Ok(answers) => answers,
+                Err(failure) => return Ok(Err((index, failure))),
+            };
+            self.compare(weights, self.servers.list[index].url(), &plain)?;
+            if lock(&self.distribution).is_some() {
+                continue;
+            }
+            let mut found = Distribution::Tempered;
+            // Without filters the two distributions are the same.
+            if probe::is_filtered(&self.sampling) {
+                match self.ask(index, &probe::sampling(&self.sampling, 1))? {
+                    Ok(answers) if probe::are_certain(&answers) => found = Distribution::Drawn,
+                    Ok(_) => {}
+                    Err(failure) => return Ok(Err((index, failure))),
+                }
+            }
+            *lock(&self.distribution) = Some(found);
+        }
+        Ok(Ok(()))
+    }
+
+    /// Checks the log-probs of the server at `url`, which are those of `answers` to the prompts of
+    /// the probe.
+    fn compare(&self, weights: &PolicyWeights<'_>, url: &str, answers: &[Drawn]) -> Result<()> {
+        let temperature = self.sampling.temperature;
+        let difference = |at: f64| probe::difference(weights, &self.probe_prompts, answers, at);
+        let (tempered, bound) = (difference(temperature)?, self.log_prob_tolerance);
+        if tempered <= bound {
+            return Ok(());
+        }
+        let raw = difference(1.)?;
+        ensure!(
+            raw > bound || raw.is_nan(),
+            "rollout.base_url: {url} names log-probs before the temperature of {temperature} (mean difference {raw:.2e}, after it {tempered:.2e}), must name those after it: start vLLM with --logprobs-mode processed_logprobs"
+        );
+        bail!(
+            "rollout.log_prob_tolerance: the log-probs of {url} differ by {tempered:.2e} on average from those of the policy after {} steps, must differ by at most {bound}: it serves other weights, or computes in lower precision",
+            weights.version
+        );
+    }
+
+    /// Draws a completion of each prompt of the probe on one server.
+    fn ask(
+        &self,
+        index: usize,
+        sampling: &SamplingConfig,
+    ) -> Result<std::result::Result<Vec<Drawn>, Failure>> {
+        let servers = Arc::clone(&self.servers);
+        let prompts = self.probe_prompts.clone();
+        let sampling = Arc::new(sampling.clone());
+        self.in_background(move || {
+            let lease = servers.lease(index);
+            let jobs = prompts.into_iter().enumerate();
+            let jobs = jobs.map(|(number, prompt)| Job {
+                place: number,
+                seed: CompletionSeed {
+                    seed: sampling.seed,
+                    stream: 0,
+                    prompt: number as u64,
+                    sample: 0,
+                },
+                prompt,
+                max_new_tokens: probe::NEW_TOKENS,
+            });
+            jobs.map(|job| draw(&servers, &lease, &job, &sampling))
+                .collect()
+        })
+    }
+
+    /// Runs `work` on another thread, and leaves it there if the progress cancels.
+    fn in_background<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T> {
+        let (sender, receiver) = channel();
+        thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || sender.send(work()))
+            .context("starting a thread")?;
+        loop {
+            match receiver.recv_timeout(POLL) {
+                Ok(done) => return Ok(done),
+                Err(RecvTimeoutError::Disconnected) => bail!("a thread of the engine panicked"),
+                Err(RecvTimeoutError::Timeout) if self.progress.is_canceled() => {
+                    return Err(Interrupted.into());
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+}
+
+impl Generator for ServerGenerator {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        batch.sampling.validate()?;
+        let jobs = jobs(batch);
+        let (total, threads) = (jobs.len(), self.max_inflight.min(jobs.len()));
+        let shared = Arc::new(Batch {
+            servers: Arc::clone(&self.servers),
+            jobs: Mutex::new(jobs),
+            stop: AtomicBool::new(false),
+            sampling: Arc::new(batch.sampling.clone()),
+            distribution: *lock(&self.distribution),
+            vocab_size: self.vocab_size,
+            max_retries: self.max_retries,
+        });
+        let _stop = StopOnDrop(Arc::clone(&shared));
+        let (sender, receiver) = channel();
+        for _ in 0..threads {
+            let (shared, sender) = (Arc::clone(&shared), sender.clone());
+            thread::Builder::new()
+                .name("engine".to_owned())
+                .spawn(move || shared.work(&sender))
+                .context("starting a thread")?;
+        }
+        drop(sender);
+        let mut left = total;
+        while left > 0 {
+            if batch.progress.is_canceled() {
+                return Err(Interrupted.into());
+            }
+            match receiver.recv_timeout(POLL) {
+                Ok(drawn) => {
+                    let (place, completion): (usize, Completion) = drawn?;
+                    let tokens = completion.tokens.len();
+                    deliver(place, completion)?;
+                    batch.progress.advance(1, tokens);
+                    left -= 1;
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => bail!("a thread of the engine panicked"),
+            }
+        }
+        Ok(())
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        let Some(format) = self.format(weights) else {
+            return Ok(());
+        };
+        let written = self.write(weights, format)?;
+        self.servers.set_weights(Arc::new(written));
+        let mut tried = Vec::new();
+        loop {
+            let ready = self.servers.wait(&|| self.progress.is_canceled())?;
+            let ready = ready.ok_or(Interrupted)?;
+            let Err((index, failure)) = self.probe(weights, &ready)? else {
+                break;
+            };
+            let lease = self.servers.lease(index);
+            tried.push(format!("{}: {failure}", lease.server().url()));
+            lease.fail(&failure);
+            ensure!(
+                tried.len() <= self.max_retries,
+                "probe: failed {} times: {}",
+                tried.len(),
+                tried.join("; ")
+            );
+        }
+        match lock(&self.written).as_mut() {
+            Some(folder) => folder.remove_replaced(),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Stops the threads of a call.
+struct StopOnDrop(Arc<Batch>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.stop.store(true, Ordering::Release);
+    }
+}
+
+impl Batch {
+    /// Draws completions until there are none left.
+    fn work(&self, sender: &Sender<Result<(usize, Completion)>>) {
+        while !self.stop.load(Ordering::Acquire) {
+            let Some(job) = lock(&self.jobs).pop_front() else {
+                return;
+            };
+            let result = match self.complete(&job) {
+                Ok(Some(completion)) => Ok((job.place, completion)),
+                Ok(None) => return,
+                Err(error) => Err(error.context(format!(
+                    "completion {} of prompt {}",
+                    job.seed.sample, job.seed.prompt
+                ))),
+            };
+            // The receiver ends with the call.
+            if sender.send(result).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Draws a completion, on several servers one after another if need be. Returns `None` if the
+    /// call ends before.
+    fn complete(&self, job: &Job) -> Result<Option<Completion>> {
+        let mut tried: Vec<String> = Vec::new();
+        loop {
+            let Some(lease) = self.servers.acquire(&self.stop)? else {
+                return Ok(None);
+            };
+            let url = lease.server().url();
+            ensure_fits(&lease, job)?;
+            let failure = match draw(&self.servers, &lease, job, &self.sampling) {
+                Ok(drawn) => {
+                    let completion = self.completion(drawn, &lease);
+                    completion
+                        .validate(self.vocab_size)
+                        .with_context(|| url.to_owned())?;
+                    return Ok(Some(completion));
+                }
+                Err(failure) => failure,
+            };
+            if is_refusal(&failure, &lease) {
+                bail!("{url}: {failure}");
+            }
+            tried.push(format!("{url}: {failure}"));
+            lease.fail(&failure);
+            ensure!(
+                tried.len() <= self.max_retries,
+                "failed {} times: {}",
+                tried.len(),
+                tried.join("; ")
+            );
+        }
+    }
+
+    fn completion(&self, drawn: Drawn, lease: &Lease<'_>) -> Completion {
+        let Drawn {
+            tokens,
+            log_probs,
+            end,
+            ..
+        } = drawn;
+        let version = lease.weights.as_ref().map_or(0, |weights| weights.version);
+        let (of_policy, of_draw) = if self.sampling.greedy {
+            (None, vec![0.; tokens.len()])
+        } else {
+            let is_policy = match self.distribution {
+                None => false,
+                Some(Distribution::Tempered) => true,
+                Some(Distribution::Drawn) => !probe::is_filtered(&self.sampling),
+            };
+            (is_policy.then(|| log_probs.clone()), log_probs)
+        };
+        Completion {
+            weight_versions: vec![version; tokens.len()],
+            tokens,
+            drawn_log_probs: of_draw,
+            log_probs: of_policy,
+            written: None,
+            finish_reason: match end {
+                End::StopToken | End::Aborted => FinishReason::StopToken,
+                End::StopString => FinishReason::StopString,
+                End::Length => FinishReason::Length,
+            },
+        }
+    }
+}
+
+/// Draws a completion on one server.
+fn draw(
+    servers: &Servers,
+    lease: &Lease<'_>,
+    job: &Job,
+    sampling: &Arc<SamplingConfig>,
+) -> Result<Drawn, Failure> {
+    let (server, protocol) = (lease.server(), &servers.protocol);
+    let weights = lease.weights.as_deref();
+    let adapter = weights.filter(|weights| weights.format == WeightFormat::Adapter);
+    let model = match adapter {
+        Some(adapter) => adapter.name(),
+        None => server
+            .model
+            .get()
+            .map(|model| model.name.clone())
+            .unwrap_or_default(),
+    };
+    let request = DrawRequest {
+        model,
+        is_adapter: adapter.is_some(),
+        prompt: job.prompt.clone(),
+        max_new_tokens: job.max_new_tokens,
+        seed: job.seed.to_u64(),
+        sampling: Arc::clone(sampling),
+    };
+    let drawn = protocol.parse(&server.call(&protocol.draw(&request))?)?;
+    if drawn.end == End::Aborted {
+        return Err(Failure::Malformed("the completion was aborted".to_owned()));
+    }
+    // A server that does not know an adapter refuses its name. Whole weights are lost silently.
+    if let Some(weights) = weights
+        && adapter.is_none()
+    {
+        let serves = match &drawn.weight_version {
+            Some(version) => *version == weights.name(),
+            None => protocol.serves(server, weights)?,
+        };
+        if !serves {
+            let message = format!("it no longer serves the weights {}", weights.name());
+            return Err(Failure::LostWeights(message));
+        }
+    }
+    Ok(drawn)
+}
+
+/// Returns whether another try would fail, too.
+fn is_refusal(failure: &Failure, lease: &Lease<'_>) -> bool {
+    let adapter = lease.weights.as_deref();
+    let adapter = adapter.is_some_and(|weights| weights.format == WeightFormat::Adapter);
+    match failure {
+        // A server that has restarted does not know the adapter.
+        Failure::Status {
+            status: 400 | 404, ..
+        } => !adapter,
+        Failure::Status {
+            status: 408 | 425 | 429,
+            ..
+        } => false,
+        Failure::Status { status, .. } => (400..500).contains(status),
+        _ => false,
+    }
+}
+
+/// Checks that the server has a place for all tokens of a completion.
+fn ensure_fits(lease: &Lease<'_>, job: &Job) -> Result<()> {
+    let model = lease.server().model.get();
+    let Some(longest) = model.and_then(|model| model.max_model_len) else {
+        return Ok(());
+    };
+    let (prompt, new) = (job.prompt.len(), job.max_new_tokens);
+    ensure!(
+        prompt.saturating_add(new) <= longest,
+        "{}: serves up to {longest} tokens, must serve {} for a prompt of {prompt} tokens and max_new_tokens {new}",
+        lease.server().url(),
+        prompt.saturating_add(new)
+    );
+    Ok(())
+}
+
+/// Lists all completions of `batch`.
+fn jobs(batch: &GenerationBatch<'_>) -> VecDeque<Job> {
+    let mut jobs = VecDeque::new();
+    for request in batch.prompts {
+        for &seed in &request.seeds {
+            jobs.push_back(Job {
+                place: jobs.len(),
+                seed,
+                prompt: request.tokens.to_vec(),
+                max_new_tokens: request.max_new_tokens,
+            });
+        }
+    }
+    jobs
+}
+
+/// Reads the API key.
+fn api_key(name: &str) -> Result<String> {
+    let must = "be the name of an environment variable that is set";
+    let key = env::var(name).ok().filter(|key| !key.is_empty());
+    Ok(key.ok_or_else(|| Invalid::new("api_key_env", name, must))?)
+}
+
+/// Locks a mutex. No code panics while it holds one of these.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,25 @@
+//! Completions from inference servers: vLLM, SGLang, and servers with the API of OpenAI.
+//!
+//! [`ServerGenerator`] is the [`Generator`](crate::Generator): it shares out completions among
+//! servers, repeats what has failed, and sends the weights of the policy after each update. A
+//! [`Protocol`] knows the requests and answers of one kind of server.
+//!
+//! Tokens go in and out as ids; no text is tokenized again. At the start, a probe finds out which
+//! distribution the log-probs of the server are of.
+
+mod generator;
+mod http;
+mod openai;
+mod probe;
+mod protocol;
+mod servers;
+mod sglang;
+mod vllm;
+mod weights;
+
+pub use generator::ServerGenerator;
+pub use openai::OpenAi;
+pub use protocol::{Call, DrawRequest, Drawn, End, Failure, Protocol, ServedModel, Server};
+pub use sglang::Sglang;
+pub use vllm::Vllm;
+pub use weights::{EngineWeights, WeightFormat};

@@ -1,0 +1,98 @@
+//! The probe that compares the log-probs of a server with those of the policy.
+
+use anyhow::{Result, ensure};
+use candle_grpo_nn::Decoder;
+use rand_chacha::rand_core::RngCore;
+
+use super::protocol::Drawn;
+use crate::learn::response_forward::response_log_probs;
+use crate::random::generator;
+use crate::rollout::PolicyWeights;
+use crate::{SamplingConfig, TokenBatch};
+
+/// The number of prompts, and the longest end of each that is asked for, in tokens.
+const PROMPTS: usize = 4;
+const PROMPT_TOKENS: usize = 64;
+/// The number of tokens to draw after each.
+pub(super) const NEW_TOKENS: usize = 8;
+/// The log-prob of the only token that a filter leaves, up to rounding.
+const CERTAIN: f32 = -1e-3;
+
+/// The distribution that the log-probs of a server are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Distribution {
+    /// `softmax(logits / temperature)`.
+    Tempered,
+    /// The distribution that tokens are drawn from, after temperature, top-k, top-p and min-p.
+    Drawn,
+}
+
+/// Returns the prompts to ask for: the ends of `given`, or random tokens if there are none.
+pub(super) fn prompts(given: &[Vec<u32>], vocab_size: usize) -> Vec<Vec<u32>> {
+    if given.is_empty() {
+        let random = |prompt| {
+            let mut random = generator(0, 0, prompt, 0);
+            let tokens = (0..NEW_TOKENS).map(|_| random.next_u32() % vocab_size as u32);
+            tokens.collect()
+        };
+        return (0..PROMPTS as u64).map(random).collect();
+    }
+    let end = |prompt: &Vec<u32>| prompt[prompt.len().saturating_sub(PROMPT_TOKENS)..].to_vec();
+    given.iter().take(PROMPTS).map(end).collect()
+}
+
+/// The distribution of a probe: that of the run, without filters, or with one that leaves one
+/// token.
+pub(super) fn sampling(run: &SamplingConfig, top_k: usize) -> SamplingConfig {
+    SamplingConfig {
+        temperature: run.temperature,
+        top_k,
+        max_new_tokens: NEW_TOKENS,
+        ..SamplingConfig::default()
+    }
+}
+
+/// Returns whether a filter leaves out tokens.
+pub(super) fn is_filtered(sampling: &SamplingConfig) -> bool {
+    sampling.top_k > 0 || sampling.top_p < 1. || sampling.min_p > 0.
+}
+
+/// Returns whether all log-probs are those of a distribution with one token.
+pub(super) fn are_certain(answers: &[Drawn]) -> bool {
+    let mut log_probs = answers.iter().flat_map(|answer| &answer.log_probs);
+    log_probs.all(|&log_prob| log_prob > CERTAIN)
+}
+
+/// Returns the mean absolute difference between the log-probs of `answers` to `prompts` and those
+/// of the policy at `temperature`.
+pub(super) fn difference(
+    weights: &PolicyWeights<'_>,
+    prompts: &[Vec<u32>],
+    answers: &[Drawn],
+    temperature: f64,
+) -> Result<f64> {
+    let builder = match weights.adapters {
+        Some(adapters) => adapters.detached_var_builder(weights.parameters)?,
+        None => weights.parameters.detached_var_builder(),
+    };
+    let decoder = Decoder::new(weights.model, builder)?;
+    let pairs: Vec<(&[u32], &[u32])> = prompts
+        .iter()
+        .zip(answers)
+        .map(|(prompt, answer)| (prompt.as_slice(), answer.tokens.as_slice()))
+        .collect();
+    let batch = TokenBatch::new(&pairs, weights.parameters.device())?;
+    let policy = response_log_probs(&decoder, &batch, temperature)?.log_probs;
+    let policy = policy.to_vec2::<f32>()?;
+    let differences: Vec<f64> = answers
+        .iter()
+        .zip(&policy)
+        .flat_map(|(answer, policy)| answer.log_probs.iter().zip(policy))
+        .map(|(&server, &policy)| (f64::from(server) - f64::from(policy)).abs())
+        .collect();
+    ensure!(
+        !differences.is_empty(),
+        "probe: no tokens, must be at least one"
+    );
+    Ok(differences.iter().sum::<f64>() / differences.len() as f64)
+}

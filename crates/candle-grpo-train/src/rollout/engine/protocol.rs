@@ -1,0 +1,193 @@
+//! The interface to one kind of server.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::http::Http;
+use super::weights::EngineWeights;
+use crate::SamplingConfig;
+
+/// The requests and answers of one kind of server. The methods may be called from several threads.
+pub trait Protocol: Send + Sync {
+    /// The request that a server answers with a status of 2xx as soon as it can draw.
+    fn health(&self) -> Call {
+        Call::get("/health")
+    }
+
+    /// Asks which model the server serves.
+    ///
+    /// # Errors
+    ///
+    /// If the server fails to answer, or has no such model.
+    fn describe(&self, server: &Server, name: Option<&str>) -> Result<ServedModel, Failure>;
+
+    /// The request that draws a completion.
+    fn draw(&self, request: &DrawRequest) -> Call;
+
+    /// Reads the answer to [`Self::draw`].
+    ///
+    /// # Errors
+    ///
+    /// [`Failure::Malformed`] if the answer lacks tokens or log-probs.
+    fn parse(&self, answer: &Value) -> Result<Drawn, Failure>;
+
+    /// Loads weights into the server, and reads back that it serves them.
+    ///
+    /// # Errors
+    ///
+    /// If a request fails or the server names another version afterwards.
+    fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure>;
+
+    /// Returns whether the server still serves `weights`. It is asked after each completion, unless
+    /// the answer names the version or the request names the adapter.
+    ///
+    /// # Errors
+    ///
+    /// If the server fails to answer.
+    fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure>;
+}
+
+/// A request: GET without a body, POST with one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Call {
+    /// The path and the query, from the slash on.
+    pub path: String,
+    /// The JSON of the body.
+    pub body: Option<Value>,
+}
+
+impl Call {
+    /// Creates a GET request.
+    pub fn get(path: impl Into<String>) -> Self {
+        Self {
+            path: path.into(),
+            body: None,
+        }
+    }
+
+    /// Creates a POST request.
+    pub fn post(path: impl Into<String>, body: Value) -> Self {
+        Self {
+            path: path.into(),
+            body: Some(body),
+        }
+    }
+}
+
+/// The model of a server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServedModel {
+    /// The name that requests give.
+    pub name: String,
+    /// The maximum number of tokens of a prompt and its completion, if the server tells it.
+    pub max_model_len: Option<usize>,
+}
+
+/// A completion to draw.
+#[derive(Debug, Clone)]
+pub struct DrawRequest {
+    /// The name of the model, or of the adapter that is the policy.
+    pub model: String,
+    /// Whether [`Self::model`] is an adapter.
+    pub is_adapter: bool,
+    /// The tokens to continue.
+    pub prompt: Vec<u32>,
+    /// The maximum length in tokens.
+    pub max_new_tokens: usize,
+    /// The seed of the completion.
+    pub seed: u64,
+    /// The distribution to draw from, and the tokens and strings that end the completion.
+    pub sampling: Arc<SamplingConfig>,
+}
+
+impl DrawRequest {
+    /// The temperature to send: 0 for greedy decoding.
+    pub fn temperature(&self) -> f64 {
+        match self.sampling.greedy {
+            true => 0.,
+            false => self.sampling.temperature,
+        }
+    }
+}
+
+/// A completion as a server has drawn it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Drawn {
+    /// The tokens, including a stop token and those of a stop string.
+    pub tokens: Vec<u32>,
+    /// The log-prob that the server names for each token.
+    pub log_probs: Vec<f32>,
+    /// The reason why it ended.
+    pub end: End,
+    /// The version of the weights, if the answer names it.
+    pub weight_version: Option<String>,
+}
+
+/// The reason why a server has ended a completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// A stop token.
+    StopToken,
+    /// A stop string.
+    StopString,
+    /// The maximum length.
+    Length,
+    /// The server gave up. The completion is drawn again.
+    Aborted,
+}
+
+/// The failure of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// There was no answer: no connection, a broken one, or a timeout.
+    Connection(String),
+    /// The status was not 2xx.
+    Status {
+        /// The status.
+        status: u16,
+        /// The message in the body.
+        message: String,
+    },
+    /// The answer is not what the API of the server promises.
+    Malformed(String),
+    /// The server does not serve the weights that it was given.
+    LostWeights(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Connection(message) | Self::Malformed(message) | Self::LostWeights(message) => {
+                f.write_str(message)
+            }
+            Self::Status { status, message } => write!(f, "status {status}: {message}"),
+        }
+    }
+}
+
+/// A server of an engine.
+pub struct Server {
+    pub(super) url: String,
+    pub(super) http: Arc<Http>,
+    pub(super) timeout: Duration,
+    pub(super) model: OnceLock<ServedModel>,
+}
+
+impl Server {
+    /// The URL.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Sends a request and waits for the answer; an empty body, or one that is not JSON, is null.
+    ///
+    /// # Errors
+    ///
+    /// If there is no answer within `rollout.request_timeout`, or its status is not 2xx.
+    pub fn call(&self, call: &Call) -> Result<Value, Failure> {
+        self.http.send(&self.url, call, self.timeout)
+    }
+}

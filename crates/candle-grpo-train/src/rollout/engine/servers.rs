@@ -1,0 +1,360 @@
+//! The servers of a generator: which are ready, and how others become so.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use super::http::Http;
+use super::protocol::{Failure, Protocol, Server};
+use super::weights::EngineWeights;
+use crate::rollout::RolloutConfig;
+
+/// The longest wait for the answer of a server that is asked whether it is ready.
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
+/// The wait before a failed server is asked again; it doubles with each failure.
+const FIRST_BACKOFF: Duration = Duration::from_millis(50);
+const MAX_BACKOFF: Duration = Duration::from_secs(5);
+/// How often a waiting thread looks whether it is canceled.
+pub(super) const POLL: Duration = Duration::from_millis(20);
+
+/// The servers of one engine.
+///
+/// A server that fails a request is set aside. A thread asks it for its health, gives it the
+/// weights again if it has lost them, and makes it ready.
+pub(super) struct Servers {
+    pub(super) protocol: Box<dyn Protocol>,
+    pub(super) list: Vec<Server>,
+    served_model_name: Option<String>,
+    server_timeout: Duration,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    servers: Vec<ServerState>,
+    /// What every server must serve; absent: what it serves already.
+    weights: Option<Arc<EngineWeights>>,
+    /// Counts changes of the weights.
+    generation: u64,
+    /// Since when no server has been ready, as far as somebody waits for one.
+    waiting_since: Option<Instant>,
+    /// A failure that no server comes back from.
+    fatal: Option<String>,
+}
+
+struct ServerState {
+    status: Status,
+    in_flight: usize,
+    /// Failures since it was last ready.
+    failures: u32,
+    last_failure: Option<String>,
+    /// Whether it must load the weights even if it names their version.
+    must_load: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Status {
+    Ready,
+    /// It is asked again at this time.
+    Down(Instant),
+    /// A thread is asking it.
+    Recovering,
+}
+
+/// A server that draws a completion, until the value is dropped.
+pub(super) struct Lease<'a> {
+    servers: &'a Servers,
+    index: usize,
+    generation: u64,
+    /// The weights that it serves.
+    pub(super) weights: Option<Arc<EngineWeights>>,
+}
+
+impl Servers {
+    pub(super) fn new(
+        config: &RolloutConfig,
+        protocol: Box<dyn Protocol>,
+        api_key: Option<&str>,
+    ) -> Self {
+        let http = Arc::new(Http::new(api_key));
+        let servers = config.base_url.iter().map(|url| Server {
+            url: url.trim_end_matches('/').to_owned(),
+            http: Arc::clone(&http),
+            timeout: Duration::from_secs_f64(config.request_timeout),
+            model: OnceLock::new(),
+        });
+        let list: Vec<Server> = servers.collect();
+        let down = || ServerState {
+            status: Status::Down(Instant::now()),
+            in_flight: 0,
+            failures: 0,
+            last_failure: None,
+            must_load: false,
+        };
+        Self {
+            protocol,
+            state: Mutex::new(State {
+                servers: list.iter().map(|_| down()).collect(),
+                weights: None,
+                generation: 0,
+                waiting_since: None,
+                fatal: None,
+            }),
+            list,
+            served_model_name: config.served_model_name.clone(),
+            server_timeout: Duration::from_secs_f64(config.server_timeout),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code panics while it holds the lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the weights that every server must serve from now on.
+    pub(super) fn set_weights(&self, weights: Arc<EngineWeights>) {
+        let mut state = self.lock();
+        state.weights = Some(weights);
+        state.generation += 1;
+        for server in &mut state.servers {
+            server.must_load = true;
+            server.failures = 0;
+            if server.status != Status::Recovering {
+                server.status = Status::Down(Instant::now());
+            }
+        }
+    }
+
+    /// Waits until a server is ready and every other one is ready or has failed. Returns the
+    /// places of those that are ready, or `None` if canceled.
+    ///
+    /// # Errors
+    ///
+    /// If no server becomes ready in time, or all refuse this client.
+    pub(super) fn wait(
+        self: &Arc<Self>,
+        canceled: &dyn Fn() -> bool,
+    ) -> Result<Option<Vec<usize>>> {
+        let mut state = self.lock();
+        loop {
+            if canceled() {
+                return Ok(None);
+            }
+            self.recover_due(&mut state);
+            let is_ready = |server: &ServerState| server.status == Status::Ready;
+            let settled = |server: &ServerState| is_ready(server) || server.failures > 0;
+            if state.servers.iter().any(is_ready) && state.servers.iter().all(settled) {
+                let ready = state.servers.iter().enumerate();
+                return Ok(Some(
+                    ready.filter(|(_, s)| is_ready(s)).map(|(i, _)| i).collect(),
+                ));
+            }
+            state = self.wait_for_change(state)?;
+        }
+    }
+
+    /// Takes the server at `index` whether it is ready or not.
+    pub(super) fn lease(&self, index: usize) -> Lease<'_> {
+        let mut state = self.lock();
+        state.servers[index].in_flight += 1;
+        Lease {
+            servers: self,
+            index,
+            generation: state.generation,
+            weights: state.weights.clone(),
+        }
+    }
+
+    /// Waits for a server that is ready, and takes the one with the fewest requests. Returns
+    /// `None` once `stop` is set.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::wait`].
+    pub(super) fn acquire(self: &Arc<Self>, stop: &AtomicBool) -> Result<Option<Lease<'_>>> {
+        let mut state = self.lock();
+        loop {
+            if stop.load(Ordering::Acquire) {
+                return Ok(None);
+            }
+            self.recover_due(&mut state);
+            let ready = state.servers.iter().enumerate();
+            let ready = ready.filter(|(_, server)| server.status == Status::Ready);
+            if let Some((index, _)) = ready.min_by_key(|(_, server)| server.in_flight) {
+                drop(state);
+                return Ok(Some(self.lease(index)));
+            }
+            state = self.wait_for_change(state)?;
+        }
+    }
+
+    fn wait_for_change<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+    ) -> Result<MutexGuard<'a, State>> {
+        if let Some(fatal) = &state.fatal {
+            bail!("{fatal}");
+        }
+        let is = |status: Status| state.servers.iter().any(|server| server.status == status);
+        if is(Status::Ready) {
+            state.waiting_since = None;
+        } else {
+            let since = *state.waiting_since.get_or_insert_with(Instant::now);
+            let recovering = state
+                .servers
+                .iter()
+                .any(|server| server.status == Status::Recovering);
+            if since.elapsed() >= self.server_timeout && !recovering {
+                let found = self.failures(&state);
+                // The next call waits anew.
+                state.waiting_since = None;
+                bail!(
+                    "rollout.base_url: no server is ready after {} s: {found}",
+                    self.server_timeout.as_secs_f64()
+                );
+            }
+        }
+        let woken = self.changed.wait_timeout(state, POLL);
+        Ok(woken.unwrap_or_else(PoisonError::into_inner).0)
+    }
+
+    /// What each server has failed with.
+    fn failures(&self, state: &State) -> String {
+        let servers = self.list.iter().zip(&state.servers);
+        let failures = servers.map(|(server, state)| {
+            let last = state.last_failure.as_deref().unwrap_or("no answer");
+            format!(
+                "{}: {} attempts, the last one: {last}",
+                server.url, state.failures
+            )
+        });
+        failures.collect::<Vec<_>>().join("; ")
+    }
+
+    /// Starts a thread for each server that is due.
+    fn recover_due(self: &Arc<Self>, state: &mut State) {
+        let now = Instant::now();
+        for index in 0..state.servers.len() {
+            if !matches!(state.servers[index].status, Status::Down(next) if next <= now) {
+                continue;
+            }
+            let must_load = state.servers[index].must_load;
+            let (weights, generation) = (state.weights.clone(), state.generation);
+            let servers = Arc::clone(self);
+            let started = thread::Builder::new()
+                .name("engine".to_owned())
+                .spawn(move || servers.recover(index, weights.as_deref(), generation, must_load));
+            match started {
+                Ok(_) => state.servers[index].status = Status::Recovering,
+                Err(error) => {
+                    let failure = format!("no thread can be started: {error}");
+                    state.servers[index].fail(failure);
+                }
+            }
+        }
+    }
+
+    /// Asks a server for its health, and gives it the weights unless it has them.
+    fn recover(
+        &self,
+        index: usize,
+        weights: Option<&EngineWeights>,
+        generation: u64,
+        must_load: bool,
+    ) {
+        let recovered = self.try_recover(&self.list[index], weights, must_load);
+        let mut state = self.lock();
+        let changed = state.generation != generation;
+        if let Err(failure) = &recovered
+            && let Failure::Status {
+                status: 401 | 403, ..
+            } = failure
+        {
+            state.fatal = Some(format!(
+                "rollout.api_key_env: {} refuses the key: {failure}",
+                self.list[index].url
+            ));
+        }
+        let server = &mut state.servers[index];
+        match recovered {
+            // The weights have changed meanwhile.
+            _ if changed => server.status = Status::Down(Instant::now()),
+            Ok(()) => {
+                server.status = Status::Ready;
+                server.failures = 0;
+                server.must_load = false;
+                state.waiting_since = None;
+            }
+            Err(failure) => server.fail(failure.to_string()),
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn try_recover(
+        &self,
+        server: &Server,
+        weights: Option<&EngineWeights>,
+        must_load: bool,
+    ) -> std::result::Result<(), Failure> {
+        let limit = HEALTH_TIMEOUT.min(server.timeout);
+        server
+            .http
+            .send(&server.url, &self.protocol.health(), limit)?;
+        if server.model.get().is_none() {
+            let name = self.served_model_name.as_deref();
+            let model = self.protocol.describe(server, name)?;
+            let _ = server.model.set(model);
+        }
+        match weights {
+            Some(weights) if must_load || !self.protocol.serves(server, weights)? => {
+                self.protocol.load(server, weights)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl ServerState {
+    /// Sets the server aside, for longer after each failure.
+    fn fail(&mut self, failure: String) {
+        let doublings = self.failures.min(10);
+        let wait = FIRST_BACKOFF
+            .saturating_mul(1 << doublings)
+            .min(MAX_BACKOFF);
+        self.failures = self.failures.saturating_add(1);
+        self.last_failure = Some(failure);
+        self.status = Status::Down(Instant::now() + wait);
+    }
+}
+
+impl Lease<'_> {
+    /// The server.
+    pub(super) fn server(&self) -> &Server {
+        &self.servers.list[self.index]
+    }
+
+    /// Sets the server aside, as it has failed a request.
+    pub(super) fn fail(&self, failure: &Failure) {
+        let mut state = self.servers.lock();
+        let same = state.generation == self.generation;
+        let server = &mut state.servers[self.index];
+        // Several requests may fail together.
+        if same && server.status == Status::Ready {
+            server.fail(failure.to_string());
+        }
+        drop(state);
+        self.servers.changed.notify_all();
+    }
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        self.servers.lock().servers[self.index].in_flight -= 1;
+        self.servers.changed.notify_all();
+    }
+}

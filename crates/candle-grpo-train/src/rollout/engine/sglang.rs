@@ -1,0 +1,157 @@
+//! SGLang.
+
+use serde_json::{Value, json};
+
+use super::openai::{number, token};
+use super::protocol::{Call, DrawRequest, Drawn, End, Failure, Protocol, ServedModel, Server};
+use super::weights::{EngineWeights, WeightFormat};
+
+/// A server of SGLang (0.5), started with `--enable-lora` for adapters. The client is written from
+/// the source of SGLang and has not met a real server.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Sglang;
+
+impl Protocol for Sglang {
+    fn describe(&self, server: &Server, _: Option<&str>) -> Result<ServedModel, Failure> {
+        let answer = server.call(&Call::get("/get_server_info"))?;
+        let length = ["/max_req_input_len", "/context_length"]
+            .iter()
+            .find_map(|place| answer.pointer(place)?.as_u64());
+        Ok(ServedModel {
+            // Requests name adapters only.
+            name: String::new(),
+            max_model_len: length.map(|length| length as usize),
+        })
+    }
+
+    fn draw(&self, request: &DrawRequest) -> Call {
+        let sampling = &request.sampling;
+        let mut body = json!({
+            "input_ids": request.prompt,
+            "sampling_params": {
+                "n": 1,
+                "temperature": request.temperature(),
+                "top_p": sampling.top_p,
+                "top_k": match sampling.top_k { 0 => -1, k => k as i64 },
+                "min_p": sampling.min_p,
+                "max_new_tokens": request.max_new_tokens,
+                "stop": sampling.stop_strings,
+                "stop_token_ids": sampling.stop_token_ids,
+                // Seeds are signed.
+                "sampling_seed": request.seed >> 1,
+                "no_stop_trim": true,
+            },
+            "return_logprob": true,
+            "logprob_start_len": -1,
+            "stream": false,
+        });
+        if request.is_adapter {
+            body["lora_path"] = json!(request.model);
+        }
+        Call::post("/generate", body)
+    }
+
+    fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {
+        let malformed = |message: &str| Failure::Malformed(message.to_owned());
+        // A single prompt is answered with an object, a list of prompts with a list.
+        let answer = match answer {
+            Value::Array(answers) if answers.len() == 1 => &answers[0],
+            answer => answer,
+        };
+        let meta = &answer["meta_info"];
+        let tokens: Option<Vec<u32>> = answer["output_ids"]
+            .as_array()
+            .and_then(|ids| ids.iter().map(token).collect());
+        let tokens = tokens.ok_or_else(|| malformed("output_ids: absent or not token ids"))?;
+        let log_probs: Option<Vec<f32>> = meta["output_token_logprobs"]
+            .as_array()
+            .and_then(|list| list.iter().map(|entry| number(&entry[0])).collect());
+        let log_probs = log_probs.ok_or_else(|| {
+            malformed("output_token_logprobs: absent or not numbers, must be one for each token")
+        })?;
+        let reason = &meta["finish_reason"];
+        let end = match (reason["type"].as_str(), &reason["matched"]) {
+            (Some("length"), _) => End::Length,
+            (Some("stop"), Value::String(_)) => End::StopString,
+            (Some("stop"), _) => End::StopToken,
+            (Some("abort"), _) => End::Aborted,
+            (other, _) => {
+                let message = format!("finish_reason: {other:?}, must be stop, length or abort");
+                return Err(Failure::Malformed(message));
+            }
+        };
+        Ok(Drawn {
+            tokens,
+            log_probs,
+            end,
+            weight_version: meta["weight_version"].as_str().map(str::to_owned),
+        })
+    }
+
+    fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
+        let path = weights.path.display().to_string();
+        match weights.format {
+            WeightFormat::Adapter => {
+                let body = json!({"lora_name": weights.name(), "lora_path": path});
+                match succeeded(server, "/load_lora_adapter", body) {
+                    // The same version may be loaded already.
+                    Err(Failure::Status {
+                        status: 400,
+                        message,
+                    }) if message.contains("already") => {}
+                    result => result?,
+                }
+                for old in &weights.replaced {
+                    let call = Call::post("/unload_lora_adapter", json!({"lora_name": old}));
+                    match server.call(&call) {
+                        Ok(_)
+                        | Err(Failure::Status {
+                            status: 400 | 404, ..
+                        }) => {}
+                        Err(failure) => return Err(failure),
+                    }
+                }
+                Ok(())
+            }
+            WeightFormat::Disk => {
+                server.call(&Call::post(
+                    "/pause_generation",
+                    json!({"mode": "in_place"}),
+                ))?;
+                let body = json!({
+                    "model_path": path,
+                    "flush_cache": true,
+                    "weight_version": weights.name(),
+                });
+                let loaded = succeeded(server, "/update_weights_from_disk", body);
+                // A server that stays paused answers nothing.
+                let resumed = server.call(&Call::post("/continue_generation", json!({})));
+                loaded?;
+                resumed?;
+                match self.serves(server, weights)? {
+                    true => Ok(()),
+                    false => Err(Failure::LostWeights(format!(
+                        "/get_model_info: another version than {}, which it has just loaded",
+                        weights.name()
+                    ))),
+                }
+            }
+        }
+    }
+
+    fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
+        let answer = server.call(&Call::get("/get_model_info"))?;
+        Ok(answer["weight_version"] == weights.name())
+    }
+}
+
+/// Sends a request whose answer says whether it succeeded.
+fn succeeded(server: &Server, path: &str, body: Value) -> Result<(), Failure> {
+    let answer = server.call(&Call::post(path, body))?;
+    match answer["success"].as_bool() {
+        Some(true) => Ok(()),
+        _ => Err(Failure::Malformed(format!(
+            "{path}: {answer}, must be a success"
+        ))),
+    }
+}

@@ -1,0 +1,95 @@
+//! vLLM.
+
+use serde_json::{Value, json};
+
+use super::openai;
+use super::protocol::{Call, DrawRequest, Drawn, Failure, Protocol, ServedModel, Server};
+use super::weights::{EngineWeights, WeightFormat};
+
+/// A server of vLLM (0.32), started with `VLLM_SERVER_DEV_MODE=1` for whole weights, or with
+/// `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` for adapters.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Vllm;
+
+impl Protocol for Vllm {
+    fn describe(&self, server: &Server, name: Option<&str>) -> Result<ServedModel, Failure> {
+        openai::describe(server, name)
+    }
+
+    fn draw(&self, request: &DrawRequest) -> Call {
+        let mut body = openai::body(request);
+        // Seeds are signed.
+        body.insert("seed".to_owned(), json!(request.seed >> 1));
+        // The log-prob of the drawn token alone.
+        body.insert("logprobs".to_owned(), json!(0));
+        // The stop tokens of the request are all that end a completion.
+        body.insert("ignore_eos".to_owned(), json!(true));
+        body.insert("include_stop_str_in_output".to_owned(), json!(true));
+        body.remove("return_tokens");
+        Call::post("/v1/completions", Value::Object(body))
+    }
+
+    fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {
+        openai::parse(answer)
+    }
+
+    fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
+        match weights.format {
+            WeightFormat::Adapter => load_adapter(server, weights),
+            WeightFormat::Disk => {
+                server.call(&Call::post("/pause?mode=keep", json!({})))?;
+                let loaded = reload(server, weights);
+                // A server that stays paused answers nothing.
+                let resumed = server.call(&Call::post("/resume", json!({})));
+                loaded?;
+                resumed?;
+                match self.serves(server, weights)? {
+                    true => Ok(()),
+                    false => Err(Failure::LostWeights(format!(
+                        "/weight_info: another version than {}, which it has just loaded",
+                        weights.name()
+                    ))),
+                }
+            }
+        }
+    }
+
+    fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
+        let answer = server.call(&Call::get("/weight_info"))?;
+        Ok(answer["weight_version"] == weights.name())
+    }
+}
+
+/// Reads a whole folder into the engine. An engine that fails to read it has lost its weights.
+fn reload(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
+    let folder = weights.path.display().to_string();
+    let body = json!({"method": "reload_weights", "kwargs": {"weights_path": folder}});
+    server.call(&Call::post("/collective_rpc", body))?;
+    server.call(&Call::post("/reset_prefix_cache", json!({})))?;
+    let body = json!({"new_version": weights.name()});
+    server.call(&Call::post("/update_weight_version", body))?;
+    Ok(())
+}
+
+/// Loads an adapter under its own name, and unloads the one before. A server that has restarted
+/// does not know the name.
+fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
+    let body = json!({
+        "lora_name": weights.name(),
+        "lora_path": weights.path.display().to_string(),
+        "load_inplace": true,
+    });
+    server.call(&Call::post("/v1/load_lora_adapter", body))?;
+    for old in &weights.replaced {
+        let call = Call::post("/v1/unload_lora_adapter", json!({"lora_name": old}));
+        match server.call(&call) {
+            // A server that has restarted does not have it.
+            Ok(_)
+            | Err(Failure::Status {
+                status: 400 | 404, ..
+            }) => {}
+            Err(failure) => return Err(failure),
+        }
+    }
+    Ok(())
+}

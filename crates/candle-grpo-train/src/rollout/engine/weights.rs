@@ -1,0 +1,227 @@
+//! Folders of weights that servers read.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use candle_grpo_nn::{Lora, Parameters, atomic_file};
+
+use crate::folder_lock::FolderLock;
+use crate::model::pretrained::{CONFIG, MODEL};
+use crate::owned_files::{ENGINE_VERSION, Owned};
+use crate::rollout::PolicyWeights;
+
+/// The form of the weights for an engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// Adapters in PEFT's format.
+    Adapter,
+    /// All weights as a Hugging Face folder.
+    Disk,
+}
+
+/// One version of the weights, in a folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineWeights {
+    /// The number of training steps that the weights have seen.
+    pub version: u64,
+    /// The form.
+    pub format: WeightFormat,
+    /// The folder, an absolute path.
+    pub path: PathBuf,
+    /// The names of the versions that it replaces.
+    pub replaced: Vec<String>,
+}
+
+impl EngineWeights {
+    /// The name of the version, which is that of the adapter, too: `policy-000012`.
+    pub fn name(&self) -> String {
+        name(self.version)
+    }
+}
+
+fn name(version: u64) -> String {
+    format!("{ENGINE_VERSION}{version:06}")
+}
+
+/// The folder in which the versions appear. It has one writer, and is emptied in the end.
+pub(super) struct WeightFolder {
+    path: PathBuf,
+    versions: Vec<u64>,
+    _lock: FolderLock,
+}
+
+impl WeightFolder {
+    /// Makes the folder if it is absent, and removes the versions of a killed program.
+    ///
+    /// # Errors
+    ///
+    /// If another program writes weights there, or the folder cannot be written.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let open = || -> Result<Self> {
+            fs::create_dir_all(path)?;
+            let path = fs::canonicalize(path)?;
+            let lock = FolderLock::take(&path, "weights")?;
+            atomic_file::remove_leftovers(&path)?;
+            for entry in fs::read_dir(&path)? {
+                let path = entry?.path();
+                if Owned::EngineWeights.owns_folder(&path) {
+                    Owned::EngineVersion.remove(&path)?;
+                }
+            }
+            Ok(Self {
+                path,
+                versions: Vec::new(),
+                _lock: lock,
+            })
+        };
+        open().with_context(|| format!("weight_sync_folder {}", path.display()))
+    }
+
+    /// Writes the weights, and checks what was written. The folder appears when it is complete.
+    pub(super) fn write(
+        &mut self,
+        weights: &PolicyWeights<'_>,
+        format: WeightFormat,
+    ) -> Result<EngineWeights> {
+        let path = self.path.join(name(weights.version));
+        let write = || match (format, weights.adapters) {
+            (WeightFormat::Adapter, Some(adapters)) => {
+                atomic_file::write_folder(&path, |folder| adapters.save(folder, None))?;
+                Lora::load(&path, weights.model, &Device::Cpu).map(drop)?;
+                Ok(())
+            }
+            (WeightFormat::Adapter, None) => {
+                anyhow::bail!("weight_sync: adapter, must be disk as no adapters train")
+            }
+            (WeightFormat::Disk, _) => {
+                // A server may keep an output layer apart from a tied embedding.
+                let (model, all) = weights.merged()?.with_untied_output(weights.model)?;
+                let config = serde_json::to_vec_pretty(&model.to_hugging_face(&[])?)?;
+                atomic_file::write_folder(&path, |folder| -> Result<()> {
+                    atomic_file::write(&folder.join(CONFIG), &config)?;
+                    Ok(all.save(&folder.join(MODEL))?)
+                })?;
+                Ok(Parameters::check_folder(&model, &path)?)
+            }
+        };
+        write().with_context(|| format!("writing {}", path.display()))?;
+        let replaced = self.versions.iter().filter(|&&v| v != weights.version);
+        let replaced = replaced.map(|&version| name(version)).collect();
+        self.versions.retain(|&version| version != weights.version);
+        self.versions.push(weights.version);
+        Ok(EngineWeights {
+            version: weights.version,
+            format,
+            path,
+            replaced,
+        })
+    }
+
+    /// Removes all versions but the last, which servers that come back need.
+    pub(super) fn remove_replaced(&mut self) -> Result<()> {
+        let last = self.versions.pop();
+        let removed = self.remove_all();
+        self.versions.extend(last);
+        removed
+    }
+
+    fn remove_all(&mut self) -> Result<()> {
+        for version in self.versions.drain(..) {
+            let path = self.path.join(name(version));
+            if path.exists() {
+                atomic_file::remove_folder(&path)
+                    .with_context(|| format!("removing {}", path.display()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for WeightFolder {
+    fn drop(&mut self) {
+        // A leftover is removed when the folder is opened again.
+        let _ = self.remove_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_grpo_nn::{DecoderConfig, LoraConfig};
+
+    fn model() -> DecoderConfig {
+        DecoderConfig {
+            vocab_size: 11,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_hidden_layers: 1,
+            num_attention_heads: 2,
+            num_key_value_heads: 1,
+            max_position_embeddings: 8,
+            tie_word_embeddings: true,
+            ..DecoderConfig::default()
+        }
+    }
+
+    #[test]
+    fn versions_are_whole_and_only_the_last_one_stays() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().join("weights");
+        let model = model();
+        let parameters = Parameters::init(&model, 1, &Device::Cpu).unwrap();
+        let lora = LoraConfig::all_linear(2, 4.);
+        let adapters = Lora::init(lora, &model, 1, &Device::Cpu).unwrap();
+        let mut folder = WeightFolder::open(&path).unwrap();
+        let weights = |version| PolicyWeights {
+            version,
+            model: &model,
+            parameters: &parameters,
+            adapters: Some(&adapters),
+        };
+        let first = folder.write(&weights(3), WeightFormat::Disk).unwrap();
+        assert_eq!(first.name(), "policy-000003");
+        // The output layer of a tied model is there for engines that keep it apart.
+        let untied = DecoderConfig {
+            tie_word_embeddings: false,
+            ..model.clone()
+        };
+        let read = Parameters::load_folder(&untied, &first.path, &Device::Cpu).unwrap();
+        let values = |name: &str| {
+            let tensor = read.get(name).unwrap().as_detached_tensor();
+            tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        };
+        assert_eq!(
+            values("lm_head.weight"),
+            values("model.embed_tokens.weight")
+        );
+
+        let second = folder.write(&weights(4), WeightFormat::Adapter).unwrap();
+        assert_eq!(second.replaced, ["policy-000003"]);
+        assert!(second.path.join("adapter_config.json").is_file());
+        folder.remove_replaced().unwrap();
+        assert!(!first.path.exists() && second.path.exists());
+
+        let error = format!("{:#}", WeightFolder::open(&path).err().unwrap());
+        assert!(
+            error.ends_with("another program has the weights open"),
+            "{error}"
+        );
+        drop(folder);
+        assert!(!second.path.exists());
+    }
+
+    #[test]
+    fn versions_of_a_killed_program_are_removed_and_files_of_others_are_not() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path();
+        fs::create_dir_all(path.join("policy-000007")).unwrap();
+        fs::write(path.join("policy-000007/model.safetensors"), "").unwrap();
+        fs::create_dir_all(path.join("policy-best")).unwrap();
+        fs::write(path.join("notes.txt"), "mine").unwrap();
+        drop(WeightFolder::open(path).unwrap());
+        assert!(!path.join("policy-000007").exists());
+        assert!(path.join("policy-best").exists() && path.join("notes.txt").exists());
+    }
+}
