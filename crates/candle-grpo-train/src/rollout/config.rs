@@ -60,8 +60,9 @@ pub enum WeightSync {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RolloutConfig {
-    /// What draws completions: `local` (the policy in this process), `vllm`, `sglang`, or `openai`
-    /// (any server with the completions API of OpenAI that takes and returns token ids).
+    /// The engine that draws completions: `local` (the policy in this process), `vllm`, `sglang`,
+    /// or `openai` (any server with the completions API of OpenAI that takes and returns token
+    /// ids).
     pub engine: Engine,
     /// The URL of the server, without `/v1`: one, or a list. Completions are shared out among
     /// several servers; if one fails, the others take over.
@@ -73,16 +74,16 @@ pub struct RolloutConfig {
     pub api_key_env: Option<String>,
     /// Maximum duration of one request, in seconds.
     pub request_timeout: f64,
-    /// How long to wait for a server that does not answer, at the start and after a failure, in
+    /// Maximum wait for a server that does not answer, at the start and after a failure, in
     /// seconds. The run then ends with an error, and resumes from its last checkpoint.
     pub server_timeout: f64,
-    /// How many times to repeat a request that a server has failed, beyond the first.
+    /// Maximum number of repetitions of a request that fails.
     pub max_retries: usize,
     /// Maximum number of requests at the same time, over all servers. A request is one completion.
     pub max_inflight: usize,
-    /// How an engine receives the weights of the policy: `adapter` (a PEFT folder), `disk` (a
-    /// Hugging Face folder), `none` (never: the engine is a fixed policy), or `auto` (`adapter` if
-    /// adapters train, `disk` otherwise).
+    /// The way in which an engine receives the weights of the policy: `adapter` (a PEFT folder),
+    /// `disk` (a Hugging Face folder), `none` (never: the engine is a fixed policy), or `auto`
+    /// (`adapter` if adapters train, `disk` otherwise).
     pub weight_sync: WeightSync,
     /// The folder for the weights, which the servers must see under the same path. Absent:
     /// `weights` in the folder of the run.

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::data::json_lines::{Line, read_json_lines, read_lines, retain_lines};
 use crate::folder_lock::{FolderLock, LOCK};
-use crate::owned_files::Owned;
+use crate::owned_files::{ENGINE_WEIGHTS, Owned};
 use crate::{Pretrained, StepMetrics, Trainer};
 
 const CONFIG: &str = "config.json";
@@ -41,6 +41,7 @@ const TAKEN: &str =
 /// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
 /// | `checkpoint/` | the final policy, see [`Self::write_checkpoint`] |
 /// | `checkpoints/` | the states from which a run resumes, see [`Checkpoints`] |
+/// | `weights/` | the weights for an engine, while it runs |
 /// | `.lock` | the lock against other programs |
 /// | others | the files of [`RunDir::write`] |
 ///
@@ -403,6 +404,11 @@ impl RunDir {
     /// Returns the checkpoints of the run at `path`.
     pub fn checkpoints(path: &Path) -> Checkpoints {
         Checkpoints::new(&path.join("checkpoints"))
+    }
+
+    /// Returns the folder in which an engine finds the weights of the run at `path`.
+    pub fn engine_weights(path: &Path) -> PathBuf {
+        path.join(ENGINE_WEIGHTS)
     }
 
     fn append(&self, name: &str, lines: &[impl Serialize]) -> Result<()> {

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use candle_grpo::run::{evaluate_policy, prompts};
+use candle_grpo::run::{engine, evaluate_policy, prompts};
 use candle_grpo::train::run::Evaluation;
-use candle_grpo::train::{Interrupted, RewardFunction};
+use candle_grpo::train::{Interrupted, RewardFunction, RunDir};
 use serde_json::Value;
 
 use super::console::Console;
@@ -52,6 +52,19 @@ pub(super) fn eval(
     reward.set_progress(progress.clone());
     let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
         let sampler = load::sampler(&pretrained, config.sampler.clone(), &console)?;
+        // An engine draws from the model that it serves.
+        let generator = engine(
+            &run.train.rollout,
+            sampler.config(),
+            pretrained.model.vocab_size,
+            &RunDir::engine_weights(&run.run_dir),
+            &[],
+            progress.clone(),
+        )?;
+        let sampler = match generator {
+            Some(generator) => sampler.with_generator(generator),
+            None => sampler,
+        };
         let tokenizer = &pretrained.tokenizer;
         let evaluation =
             evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*progress)?;

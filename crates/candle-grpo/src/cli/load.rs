@@ -38,6 +38,7 @@ pub(super) fn config(
 /// Returns the data of a run and its prompts, with everything checked but the weights of the model.
 /// `grpo check` and `grpo train` share these checks.
 pub(super) fn prompts(run: &RunConfig) -> Result<(Dataset, RunPrompts), Exit> {
+    run.check_training().map_err(wrong)?;
     let pretrained = load_model_without_weights(&run.model)
         .map_err(|error| Exit::Model(format!("{error:#}")))?;
     RunPrompts::read(run, &pretrained).map_err(Exit::from_data)

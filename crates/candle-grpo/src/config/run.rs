@@ -328,6 +328,19 @@ impl RunConfig {
         Ok(())
     }
 
+    /// Checks that the engine can draw the completions of a training run. An evaluation needs less.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line of the key if the engine takes no weights and
+    /// `rollout.weight_sync` does not say that this is meant.
+    pub fn check_training(&self) -> Result<(), ConfigError> {
+        self.train
+            .rollout
+            .validate_training()
+            .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
+    }
+
     /// Reads the data, and checks that each row has the columns of the rewards.
     ///
     /// # Errors

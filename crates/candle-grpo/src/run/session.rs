@@ -12,6 +12,7 @@ use candle_grpo_train::{
     StepMetrics, Trainer,
 };
 
+use super::engine::engine;
 use super::evaluation::evaluate_policy;
 use super::prompts::RunPrompts;
 use super::resume::{open, warn_of_set_aside};
@@ -120,6 +121,15 @@ impl Session {
         let mut settings = config.train.clone();
         settings.sampling = sampling(&settings.sampling);
         config.check_model(&pretrained.model, &train, &held_out)?;
+        config.check_training()?;
+        let generator = engine(
+            &settings.rollout,
+            &settings.sampling,
+            pretrained.model.vocab_size,
+            &RunDir::engine_weights(&config.run_dir),
+            &train,
+            Arc::clone(&progress),
+        )?;
         let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?;
         let mut trainer = Trainer::new(
             pretrained.model.clone(),
@@ -131,6 +141,9 @@ impl Session {
         )?
         .with_progress(Arc::clone(&progress))
         .with_inputs(&inputs);
+        if let Some(generator) = generator {
+            trainer = trainer.with_generator(generator);
+        }
         let (dir, metrics, replaced) = open(&config, &inputs, &mut trainer, start)?;
         let step = trainer.steps();
         Ok(Self {

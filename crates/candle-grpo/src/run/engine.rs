@@ -1,0 +1,50 @@
+//! The engine of a run.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_grpo_train::rollout::{Engine, RolloutConfig};
+use candle_grpo_train::{Generator, Progress, Prompt, SamplingConfig};
+
+/// Creates the generator of the servers in `config`, for a policy with `vocab_size` tokens that is
+/// sampled with `sampling`. `None` is the policy in this process.
+///
+/// The weights go through `folder` unless the configuration names another one. The first of
+/// `prompts` are those of the probe.
+///
+/// # Errors
+///
+/// As in `ServerGenerator::new`, or if this program was built without the feature `engines`.
+pub fn engine(
+    config: &RolloutConfig,
+    sampling: &SamplingConfig,
+    vocab_size: usize,
+    folder: &Path,
+    prompts: &[Prompt],
+    progress: Arc<dyn Progress>,
+) -> Result<Option<Arc<dyn Generator>>> {
+    if config.engine == Engine::Local {
+        return Ok(None);
+    }
+    #[cfg(feature = "engines")]
+    {
+        use candle_grpo_train::rollout::engine::ServerGenerator;
+
+        let generator = ServerGenerator::new(config, sampling, vocab_size, folder)?;
+        let prompts = prompts.iter().take(8);
+        let prompts: Vec<Vec<u32>> = prompts.map(|prompt| prompt.tokens.clone()).collect();
+        let generator = generator
+            .with_probe_prompts(&prompts)
+            .with_progress(progress);
+        Ok(Some(Arc::new(generator)))
+    }
+    #[cfg(not(feature = "engines"))]
+    {
+        let _ = (sampling, vocab_size, folder, prompts, progress);
+        anyhow::bail!(
+            "rollout.engine: {}, must be local: this program was built without the feature engines",
+            candle_grpo_core::validate::Name(&config.engine)
+        )
+    }
+}
