@@ -55,7 +55,7 @@ pub struct ServerGenerator {
     vocab_size: usize,
     probe_prompts: Vec<Vec<u32>>,
     log_prob_tolerance: f64,
-    /// What the log-probs of the servers are of, once a probe has found out.
+    /// The distribution of the log-probs of the servers, once a probe has found it.
     distribution: Mutex<Option<Distribution>>,
     max_inflight: usize,
     max_retries: usize,
@@ -70,7 +70,7 @@ struct Job {
     max_new_tokens: usize,
 }
 
-/// What the threads of a call share.
+/// The state that the threads of a call share.
 struct Batch {
     servers: Arc<Servers>,
     jobs: Mutex<VecDeque<Job>>,
@@ -106,7 +106,7 @@ impl ServerGenerator {
         Self::with_protocol(protocol, config, sampling, vocab_size, folder)
     }
 
-    /// Creates a generator of servers that `protocol` knows, as in [`Self::new`].
+    /// Creates a generator of servers with a custom `protocol`, as in [`Self::new`].
     ///
     /// # Errors
     ///

@@ -2,7 +2,7 @@
 //!
 //! [`ServerGenerator`] is the [`Generator`](crate::Generator): it shares out completions among
 //! servers, repeats what has failed, and sends the weights of the policy after each update. A
-//! [`Protocol`] knows the requests and answers of one kind of server.
+//! [`Protocol`] has the requests and answers of one kind of server.
 //!
 //! Tokens go in and out as ids; no text is tokenized again. At the start, a probe finds out which
 //! distribution the log-probs of the server are of.

@@ -82,7 +82,7 @@ impl Call {
 pub struct ServedModel {
     /// The name that requests give.
     pub name: String,
-    /// The maximum number of tokens of a prompt and its completion, if the server tells it.
+    /// The maximum number of tokens of a prompt and its completion, if the server reports it.
     pub max_model_len: Option<usize>,
 }
 
@@ -91,7 +91,7 @@ pub struct ServedModel {
 pub struct DrawRequest {
     /// The name of the model, or of the adapter that is the policy.
     pub model: String,
-    /// Whether [`Self::model`] is an adapter.
+    /// True if [`Self::model`] is an adapter.
     pub is_adapter: bool,
     /// The tokens to continue.
     pub prompt: Vec<u32>,

@@ -17,7 +17,7 @@ const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
 /// The wait before a failed server is asked again; it doubles with each failure.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
-/// How often a waiting thread looks whether it is canceled.
+/// The interval at which a waiting thread checks whether it is canceled.
 pub(super) const POLL: Duration = Duration::from_millis(20);
 
 /// The servers of one engine.
@@ -35,11 +35,11 @@ pub(super) struct Servers {
 
 struct State {
     servers: Vec<ServerState>,
-    /// What every server must serve; absent: what it serves already.
+    /// The weights that every server must serve; absent: those that it serves already.
     weights: Option<Arc<EngineWeights>>,
     /// Counts changes of the weights.
     generation: u64,
-    /// Since when no server has been ready, as far as somebody waits for one.
+    /// The start of a wait for any server to be ready.
     waiting_since: Option<Instant>,
     /// A failure that no server comes back from.
     fatal: Option<String>,
@@ -51,7 +51,7 @@ struct ServerState {
     /// Failures since it was last ready.
     failures: u32,
     last_failure: Option<String>,
-    /// Whether it must load the weights even if it names their version.
+    /// True if it must load the weights even if it names their version.
     must_load: bool,
 }
 
@@ -210,7 +210,7 @@ impl Servers {
                 .any(|server| server.status == Status::Recovering);
             if since.elapsed() >= self.server_timeout && !recovering {
                 let found = self.failures(&state);
-                // The next call waits anew.
+                // The next call waits from the start.
                 state.waiting_since = None;
                 bail!(
                     "rollout.base_url: no server is ready after {} s: {found}",
@@ -222,7 +222,7 @@ impl Servers {
         Ok(woken.unwrap_or_else(PoisonError::into_inner).0)
     }
 
-    /// What each server has failed with.
+    /// The failures of each server.
     fn failures(&self, state: &State) -> String {
         let servers = self.list.iter().zip(&state.servers);
         let failures = servers.map(|(server, state)| {

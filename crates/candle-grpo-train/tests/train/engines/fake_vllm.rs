@@ -136,7 +136,7 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
     }))
 }
 
-/// Fields that are absent have values that no client wants, like those of a model's
+/// Fields that are absent have values that no client needs, like those of a model's
 /// `generation_config.json`.
 fn read_draw(body: &Value) -> Result<Draw, String> {
     let top_k: i64 = field(body, "top_k")?.unwrap_or(1);
