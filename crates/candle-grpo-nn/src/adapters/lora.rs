@@ -196,6 +196,14 @@ impl Lora {
         &self.parameters
     }
 
+    /// Independent adapters with the same values, on `device`.
+    pub fn copy_to(&self, device: &Device) -> Result<Self> {
+        Ok(Self {
+            config: self.config.clone(),
+            parameters: self.parameters.copy_to(device)?,
+        })
+    }
+
     /// A builder of the variables of the adapters, which receive gradients, and of the detached
     /// weights of `base`.
     pub fn var_builder(&self, base: &Parameters) -> Result<VarBuilder<'static>> {

@@ -317,6 +317,19 @@ impl Parameters {
             .collect()
     }
 
+    /// Independent variables with the same values, on `device`.
+    pub fn copy_to(&self, device: &Device) -> Result<Self> {
+        let variables = self
+            .variables
+            .iter()
+            .map(|(name, variable)| {
+                let value = variable.as_detached_tensor().to_device(device)?;
+                Ok((name.clone(), Var::from_tensor(&value)?))
+            })
+            .collect::<Result<BTreeMap<_, _>>>()?;
+        Ok(Self::unchecked(variables, device))
+    }
+
     /// Copies `values`, of any floating-point dtype, into the variables in place. Decoders that
     /// share them see the change.
     ///

@@ -103,7 +103,7 @@ impl Actor {
     ///
     /// Returns an error if `config` is not valid.
     pub fn new(model: DecoderConfig, parameters: Parameters, config: ActorConfig) -> Result<Self> {
-        let (decoder, copies) = decoder_in(&model, &parameters, config.compute_dtype)?;
+        let (decoder, copies) = decoder_in(&model, &parameters, None, config.compute_dtype)?;
         Self::from_decoder(parameters, None, decoder, copies, config)
     }
 
@@ -121,14 +121,8 @@ impl Actor {
         config: ActorConfig,
     ) -> Result<Self> {
         adapters.config().validate(&model).context("adapters")?;
-        let (vb, copies) = match config.compute_dtype {
-            ComputeDType::F32 => (
-                adapters.detached_var_builder(&parameters)?,
-                ComputeCopies::default(),
-            ),
-            dtype => adapters.copied_var_builder(&parameters, dtype.into())?,
-        };
-        let decoder = Decoder::new(&model, vb)?;
+        let dtype = config.compute_dtype;
+        let (decoder, copies) = decoder_in(&model, &parameters, Some(&adapters), dtype)?;
         Self::from_decoder(parameters, Some(adapters), decoder, copies, config)
     }
 

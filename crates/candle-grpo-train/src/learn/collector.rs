@@ -45,6 +45,9 @@ pub(super) struct Collection {
     greedy_scores: Option<Vec<f32>>,
     /// The number of visited positions in the order of prompts after the step.
     pub(super) visited: usize,
+    /// The number of groups that were drawn again because they were too old. Absent if nothing is
+    /// drawn ahead.
+    pub(super) regenerated_groups: Option<usize>,
     pub(super) seconds: PhaseSeconds,
 }
 
@@ -57,7 +60,7 @@ impl Collector {
         config: Arc<TrainConfig>,
         inputs: RecipeInputs,
     ) -> Result<Self> {
-        let progress = Arc::new(CollectorProgress::new(false));
+        let progress = Arc::new(CollectorProgress::new(config.rollout.max_staleness > 0));
         reward.set_progress(progress.clone());
         Ok(Self {
             sampler: sampler
@@ -87,6 +90,18 @@ impl Collector {
     pub(super) fn update(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
         turn.update(&**self.sampler.generator(), weights)
+    }
+
+    /// Passes `weights` to the generator, even if it has them.
+    pub(super) fn resend(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        let mut turn = self.generator.wait(&*self.progress)?;
+        turn.reset();
+        turn.update(&**self.sampler.generator(), weights)
+    }
+
+    /// Returns true if the generator draws from the parameters of the policy themselves.
+    pub(super) fn shares_weights(&self) -> bool {
+        self.sampler.generator().shares_weights()
     }
 
     /// Reserves the generator, passes `weights` to it, and returns its sampler with `sampling`,
@@ -147,8 +162,23 @@ impl Collector {
             kept,
             greedy_scores,
             visited,
+            regenerated_groups: None,
             seconds,
         })
+    }
+
+    /// Draws and scores these groups of step `step` again.
+    pub(super) fn draw_again(
+        &self,
+        collection: &mut Collection,
+        step: usize,
+        groups: &[usize],
+    ) -> Result<()> {
+        let rows = groups.iter().map(|&group| collection.all.rows[group]);
+        // The numbers of the other rounds are smaller.
+        let round = self.config.max_sampling_batches;
+        let drawn = self.sample_groups(rows.collect(), step, round, &mut collection.seconds)?;
+        collection.all.replace(groups, drawn)
     }
 
     /// Draws and scores the groups of the prompts at `rows` in a sampling round of a step.

@@ -1,16 +1,18 @@
 //! The progress that generator and reward function receive.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::Progress;
 use crate::progress::{NoProgress, Phase};
 
-/// Passes progress to a receiver that can be replaced.
+/// Passes progress to a receiver that can be replaced, and can cancel by itself.
 pub(super) struct CollectorProgress {
     receiver: RwLock<Arc<dyn Progress>>,
     /// True if completions are drawn while the policy trains. Only phases of the training are then
     /// reported.
     background: bool,
+    stopped: AtomicBool,
 }
 
 impl CollectorProgress {
@@ -18,6 +20,7 @@ impl CollectorProgress {
         Self {
             receiver: RwLock::new(Arc::new(NoProgress)),
             background,
+            stopped: AtomicBool::new(false),
         }
     }
 
@@ -29,6 +32,11 @@ impl CollectorProgress {
     pub(super) fn set_receiver(&self, progress: Arc<dyn Progress>) {
         let receiver = self.receiver.write();
         *receiver.unwrap_or_else(PoisonError::into_inner) = progress;
+    }
+
+    /// Cancels until it is called with `false`.
+    pub(super) fn set_stopped(&self, stopped: bool) {
+        self.stopped.store(stopped, Ordering::SeqCst);
     }
 }
 
@@ -46,6 +54,6 @@ impl Progress for CollectorProgress {
     }
 
     fn is_canceled(&self) -> bool {
-        self.receiver().is_canceled()
+        self.stopped.load(Ordering::SeqCst) || self.receiver().is_canceled()
     }
 }

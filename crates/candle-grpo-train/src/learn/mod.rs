@@ -1,6 +1,7 @@
 //! The training loop: batches, policy, critic, reference and the steps over them.
 
 mod actor;
+mod ahead;
 mod batch;
 mod collector;
 mod collector_progress;
@@ -11,10 +12,12 @@ pub(crate) mod not_finite;
 mod padding;
 mod pretrain;
 mod recipe_inputs;
-mod reference;
+pub(crate) mod reference;
 pub(crate) mod response_forward;
 mod schedule;
 mod scored_rollouts;
+mod snapshot;
+mod staleness;
 mod step_batch;
 mod step_metrics;
 mod train_config;

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use candle_grpo_core::validate;
-use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Parameters};
+use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Lora, Parameters};
 use serde::{Deserialize, Serialize};
 
 use super::response_forward::response_log_probs;
@@ -62,7 +62,7 @@ impl Reference {
             .map(|(name, variable)| (name.to_owned(), variable.as_detached_tensor()))
             .collect();
         let parameters = Parameters::from_tensors(model, tensors, parameters.device())?;
-        let (decoder, copies) = decoder_in(model, &parameters, dtype)?;
+        let (decoder, copies) = decoder_in(model, &parameters, None, dtype)?;
         Ok(Self {
             decoder,
             parameters: Some(parameters),
@@ -78,7 +78,7 @@ impl Reference {
         parameters: &Parameters,
         dtype: ComputeDType,
     ) -> Result<Self> {
-        let (decoder, copies) = decoder_in(model, parameters, dtype)?;
+        let (decoder, copies) = decoder_in(model, parameters, None, dtype)?;
         Ok(Self {
             decoder,
             parameters: None,
@@ -138,15 +138,21 @@ impl Reference {
     }
 }
 
-/// Returns a detached decoder of `parameters`, and its low-precision copies.
+/// Returns a detached decoder of `parameters` with `adapters`, and its low-precision copies.
 pub(crate) fn decoder_in(
     model: &DecoderConfig,
     parameters: &Parameters,
+    adapters: Option<&Lora>,
     dtype: ComputeDType,
 ) -> Result<(Decoder, ComputeCopies)> {
-    let (vb, copies) = match dtype {
-        ComputeDType::F32 => (parameters.detached_var_builder(), ComputeCopies::default()),
-        dtype => parameters.copied_var_builder(dtype.into())?,
+    let (vb, copies) = match (dtype, adapters) {
+        (ComputeDType::F32, None) => (parameters.detached_var_builder(), ComputeCopies::default()),
+        (ComputeDType::F32, Some(adapters)) => (
+            adapters.detached_var_builder(parameters)?,
+            ComputeCopies::default(),
+        ),
+        (dtype, None) => parameters.copied_var_builder(dtype.into())?,
+        (dtype, Some(adapters)) => adapters.copied_var_builder(parameters, dtype.into())?,
     };
     Ok((Decoder::new(model, vb)?, copies))
 }

@@ -61,20 +61,47 @@ impl ScoredRollouts {
         Ok(statistics.summaries()?)
     }
 
+    /// The completions of a group.
+    pub(crate) fn group(&self, group: usize) -> &[Rollout] {
+        let n = self.num_generations;
+        &self.rollouts[group * n..(group + 1) * n]
+    }
+
     /// Adds the groups of `other`, whose rewards must have as many components.
     pub(crate) fn extend(&mut self, other: Self) -> Result<()> {
-        anyhow::ensure!(
-            self.components.len() == other.components.len(),
-            "rewards: {} components after {}, there must always be as many",
-            other.components.len(),
-            self.components.len()
-        );
+        self.ensure_as_many_components(&other)?;
         self.rows.extend(other.rows);
         self.rollouts.extend(other.rollouts);
         self.scores.extend(other.scores);
         for (component, more) in self.components.iter_mut().zip(other.components) {
             component.extend(more);
         }
+        Ok(())
+    }
+
+    /// Replaces the groups of these numbers by those of `other`, whose rewards must have as many
+    /// components.
+    pub(crate) fn replace(&mut self, groups: &[usize], other: Self) -> Result<()> {
+        self.ensure_as_many_components(&other)?;
+        let n = self.num_generations;
+        let places = groups.iter().flat_map(|&group| group * n..(group + 1) * n);
+        for (from, (place, rollout)) in places.zip(other.rollouts).enumerate() {
+            self.rollouts[place] = rollout;
+            self.scores[place] = other.scores[from];
+            for (component, new) in self.components.iter_mut().zip(&other.components) {
+                component[place] = new[from];
+            }
+        }
+        Ok(())
+    }
+
+    fn ensure_as_many_components(&self, other: &Self) -> Result<()> {
+        anyhow::ensure!(
+            self.components.len() == other.components.len(),
+            "rewards: {} components after {}, there must always be as many",
+            other.components.len(),
+            self.components.len()
+        );
         Ok(())
     }
 

@@ -13,6 +13,7 @@ use super::critic::explained_variance;
 use super::models::{MicroBatches, Models};
 use super::recipe_inputs::{RecipeInputs, keeps_components};
 use super::scored_rollouts::ScoredRollouts;
+use super::staleness::effective_sample_share;
 use super::{OldLogProbs, Reference, rollout_log_probs};
 use crate::random::{generator, uniform};
 use crate::run::TrainerState;
@@ -259,6 +260,10 @@ impl Preparation<'_> {
             (Some(correction), Some(old)) => {
                 let corrected = correction.compute(old, &rollout, &tokens.response_mask)?;
                 self.metrics.merge(&corrected.metrics.to_host()?)?;
+                if self.config.rollout.max_staleness > 0 {
+                    let share = effective_sample_share(old, &rollout, &tokens.response_mask)?;
+                    self.metrics.insert("rollout_sample_share", single(share));
+                }
                 Some(corrected)
             }
             _ => None,

@@ -39,6 +39,18 @@ pub struct StepMetrics {
     /// Learning rate. Absent if the norm is absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub learning_rate: Option<f64>,
+    /// Mean staleness of the tokens to train on: the number of updates between the weights that
+    /// drew a token and those that it trains. Present if completions are drawn ahead
+    /// ([`RolloutConfig::max_staleness`](crate::rollout::RolloutConfig::max_staleness)).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub staleness_mean: Option<f64>,
+    /// Maximum staleness of these tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub staleness_max: Option<u64>,
+    /// Number of groups that were drawn again because they exceeded the maximum staleness. Present
+    /// if completions are drawn ahead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub regenerated_groups: Option<usize>,
     /// Metrics of advantages and policy loss by name (`kl`, `entropy`, `clip_fraction`, ...).
     /// Empty if skipped.
     #[serde(flatten)]
@@ -47,7 +59,8 @@ pub struct StepMetrics {
     pub seconds: PhaseSeconds,
 }
 
-/// The times of the phases of a step, in seconds.
+/// The times of the phases of a step, in seconds. Completions that are drawn ahead are sampled and
+/// scored during earlier steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct PhaseSeconds {
     /// Sampling completions.
@@ -56,6 +69,20 @@ pub struct PhaseSeconds {
     pub score: f64,
     /// Log-probs, backward passes and optimizer steps.
     pub train: f64,
+    /// Time that the training waited for completions. Present if they are drawn ahead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait: Option<f64>,
+    /// Time that the generator was idle before it drew the completions of the step, because no
+    /// later step was allowed yet. Present if they are drawn ahead.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle: Option<f64>,
+}
+
+impl PhaseSeconds {
+    /// The duration of the step.
+    pub fn total(&self) -> f64 {
+        self.train + self.wait.unwrap_or(self.sample + self.score)
+    }
 }
 
 impl StepMetrics {

@@ -214,6 +214,12 @@ impl TrainConfig {
             "adapter",
             "be auto or disk unless adapters train",
         )?;
+        check::check(
+            self.rollout.max_staleness == 0 || self.recipe.policy_loss.rollout_correction.is_some(),
+            "rollout.max_staleness",
+            self.rollout.max_staleness,
+            "be 0 without recipe.policy_loss.rollout_correction, which corrects for older weights",
+        )?;
         Ok(())
     }
 

@@ -10,14 +10,16 @@ use candle_grpo_loss::{Aggregation, StepTotals, Surrogate};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use tokenizers::Tokenizer;
 
+use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
 use super::models::{MicroBatches, Models, ensure_not_canceled};
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
+use super::staleness::mean_and_max_staleness;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Reference, count_prompt_tokens};
 use crate::progress::{NoProgress, Phase};
-use crate::rollout::PolicyWeights;
+use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::{RunInputs, TrainerState};
 use crate::{
     Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Sampler,
@@ -33,6 +35,12 @@ pub struct Trainer {
     /// A custom estimator in place of the one in the recipe.
     estimator: Option<Box<dyn AdvantageEstimator>>,
     collector: Collector,
+    /// True if the policy in this process draws the completions.
+    draws_itself: bool,
+    /// The thread that draws the completions of later steps, if there is one.
+    ahead: Option<Ahead>,
+    /// The last step for which completions are drawn ahead.
+    last_step: usize,
     progress: Arc<dyn Progress>,
     state: TrainerState,
     /// True if the current step has changed weights. Such a step can no longer be canceled.
@@ -83,6 +91,9 @@ impl Trainer {
             config,
             inputs,
             estimator: None,
+            draws_itself: true,
+            ahead: None,
+            last_step: usize::MAX,
             progress: Arc::new(NoProgress),
             state,
             updated: false,
@@ -93,7 +104,15 @@ impl Trainer {
     /// Draws completions from `generator` in place of the policy in this process. The generator
     /// receives the weights before the first completion and after each update.
     pub fn with_generator(mut self, generator: Arc<dyn Generator>) -> Self {
+        self.ahead = None;
+        self.draws_itself = false;
         self.collector = self.collector.with_generator(generator);
+        self
+    }
+
+    /// Sets the last step of the run. No completions are drawn ahead for later ones.
+    pub fn with_last_step(mut self, step: usize) -> Self {
+        self.last_step = step;
         self
     }
 
@@ -127,6 +146,12 @@ impl Trainer {
 
     /// Runs one training step.
     ///
+    /// With [`RolloutConfig::max_staleness`](crate::rollout::RolloutConfig::max_staleness) above 0
+    /// another thread draws and scores the completions of the next steps meanwhile. It continues
+    /// until [`Self::finish`], an error, or the end of the trainer. Its errors and panics are
+    /// errors of the step that needs its completions. After an error, completions that were
+    /// drawn ahead are drawn again.
+    ///
     /// If all advantages are 0, or the filters drop all completions, the policy does not change and
     /// the step counts as skipped.
     ///
@@ -143,6 +168,7 @@ impl Trainer {
         self.updated = false;
         let result = self.try_step();
         if result.is_err() {
+            self.ahead = None;
             self.torn = self.updated;
             self.models.zero_grad();
         }
@@ -164,7 +190,13 @@ impl Trainer {
         );
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
+        metrics.regenerated_groups = collection.regenerated_groups;
         if let Some(kept) = &collection.kept()? {
+            if self.config.rollout.max_staleness > 0 {
+                let (mean, max) = mean_and_max_staleness(kept, self.weights().version);
+                metrics.staleness_mean = Some(mean);
+                metrics.staleness_max = Some(max);
+            }
             let prepared = self.prepare(kept, state)?;
             state = prepared.state;
             metrics.skipped = prepared.batch.is_none();
@@ -183,11 +215,41 @@ impl Trainer {
     }
 
     /// Collects the completions of the next step.
-    fn collect(&self) -> Result<Collection> {
+    fn collect(&mut self) -> Result<Collection> {
         self.collector.generator.release();
-        self.collector.update(&self.weights())?;
         let step = self.state.steps + 1;
-        self.collector.collect(step, self.state.visited)
+        if self.config.rollout.max_staleness == 0 {
+            self.collector.update(&self.weights())?;
+            return self.collector.collect(step, self.state.visited);
+        }
+        let mut ahead = match self.ahead.take() {
+            Some(ahead) => ahead,
+            None => self.start_ahead()?,
+        };
+        let collection = ahead.next(step, self.last_step, &self.weights())?;
+        self.ahead = Some(ahead);
+        Ok(collection)
+    }
+
+    /// Starts the thread that draws ahead.
+    fn start_ahead(&self) -> Result<Ahead> {
+        let most = self.config.rollout.max_staleness;
+        let mut collector = self.collector.clone();
+        if self.draws_itself {
+            ensure!(
+                self.models.actor.parameters().device().is_cpu(),
+                "rollout.max_staleness: {most}, must be 0 with engine local on a GPU, whose stream the training shares"
+            );
+            let dtype = self.config.compute_dtype;
+            let generator = LocalGenerator::detached(&self.weights(), dtype)?;
+            collector = collector.with_generator(Arc::new(generator));
+        } else {
+            ensure!(
+                !collector.shares_weights(),
+                "rollout.max_staleness: {most}, must be 0 with a generator that shares the weights of the policy"
+            );
+        }
+        Ahead::start(collector, self.state.steps, self.state.visited)
     }
 
     /// Computes the batch of `scored`, without a change to the trainer.
@@ -357,7 +419,10 @@ impl Trainer {
     }
 
     /// Returns a sampler of the policy, with the generator, the tokenizer and the progress of the
-    /// trainer.
+    /// trainer. Use it before the next step.
+    ///
+    /// If a custom generator draws completions of later steps, this waits for the end of its draw,
+    /// and the next one begins in the next step.
     ///
     /// # Errors
     ///
@@ -430,6 +495,7 @@ impl Trainer {
             .load(folder, &self.state)
             .with_context(|| format!("reading the state of the run in {}", folder.display()))?;
         self.torn = false;
+        self.ahead = None;
         self.collector.generator.lock().reset();
         Ok(())
     }
@@ -447,8 +513,9 @@ impl Trainer {
 
     /// The policy, for changes between steps.
     ///
-    /// A learning rate set here does not last: every step sets that of [`TrainConfig::schedule`].
+    /// Completions that were drawn ahead are drawn again. A learning rate set here does not last: every step sets that of [`TrainConfig::schedule`].
     pub fn actor_mut(&mut self) -> &mut Actor {
+        self.ahead = None;
         self.collector.generator.lock().reset();
         &mut self.models.actor
     }
@@ -471,6 +538,16 @@ impl Trainer {
     /// The reward function.
     pub fn reward(&self) -> &dyn RewardFunction {
         self.collector.reward.as_ref()
+    }
+
+    /// Ends a run: stops the thread that draws ahead, and calls [`RewardFunction::finish`].
+    ///
+    /// # Errors
+    ///
+    /// That of the reward function.
+    pub fn finish(&mut self) -> Result<()> {
+        self.ahead = None;
+        self.reward().finish()
     }
 
     /// The settings.

@@ -27,11 +27,18 @@ pub trait Generator: Send + Sync {
     /// # Errors
     ///
     /// If a completion cannot be drawn, `deliver` returns an error, or with
-    /// [`Interrupted`](crate::Interrupted) after [`Progress::is_canceled`] returns true.
+    /// [`Interrupted`](crate::Interrupted) after [`Progress::is_canceled`] returns true. A
+    /// generator that waits, for a server for example, checks it at intervals: the end of a run
+    /// waits for the call.
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()>;
 
     /// Receives the weights of the policy: once before the first completion and after each update,
-    /// before the next completion. The default implementation ignores them.
+    /// before the next completion. A trainer never calls it during [`Self::generate`]. The default
+    /// implementation ignores them.
+    ///
+    /// The trainer changes the weights in place after the call, so a generator copies them. If
+    /// completions are drawn ahead, `weights` are a copy in main memory, and both methods are
+    /// called from a thread other than that of the training.
     ///
     /// # Errors
     ///
@@ -40,6 +47,14 @@ pub trait Generator: Send + Sync {
     fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let _ = weights;
         Ok(())
+    }
+
+    /// Returns true if completions are drawn from the parameters of the policy themselves, which
+    /// change in place while the policy trains. Completions are not drawn ahead from such a
+    /// generator ([`RolloutConfig::max_staleness`](super::RolloutConfig::max_staleness)). A
+    /// wrapper returns the answer of the generator inside.
+    fn shares_weights(&self) -> bool {
+        false
     }
 }
 
@@ -102,8 +117,8 @@ impl CompletionSeed {
 
 /// The weights of the policy at one point of the training.
 ///
-/// [`LocalGenerator`](super::LocalGenerator) shares the parameters and needs only the version. A
-/// generator in another process copies the adapters, or the parameters, whose names are those of
+/// [`LocalGenerator`](super::LocalGenerator) shares the parameters and needs only the version,
+/// unless it is [detached](super::LocalGenerator::detached). A generator in another process copies the adapters, or the parameters, whose names are those of
 /// Hugging Face.
 #[derive(Clone, Copy)]
 pub struct PolicyWeights<'a> {

@@ -6,21 +6,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_kernels::{Draw, DrawnToken, draw_tokens};
-use candle_grpo_nn::{Decoder, DecoderConfig, PagedCache, Parameters, SequenceId};
+use candle_grpo_nn::{
+    ComputeCopies, Decoder, DecoderConfig, Lora, PagedCache, Parameters, SequenceId,
+};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 use super::generator::{CompletionSeed, Deliver, GenerationBatch, Generator, PolicyWeights};
 use super::stop_strings::StopStrings;
 use super::{Completion, FinishReason};
+use crate::learn::reference::decoder_in;
 use crate::random::uniform;
-use crate::{Interrupted, NotFinite};
+use crate::{ComputeDType, Interrupted, NotFinite};
 
 /// Prompts are split into passes of the decoder with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
 
 /// Draws completions from a decoder that shares the parameters of the policy: after an optimizer
-/// step it draws from the new policy.
+/// step it draws from the new policy. [`Self::detached`] draws from a copy instead.
 ///
 /// On the CPU, tokens and log-probs are bit-identical for any batch, order and number of threads.
 ///
@@ -31,6 +34,14 @@ pub struct LocalGenerator {
     device: Device,
     /// The version of the weights.
     version: AtomicU64,
+    /// The copy of the trained weights, unless they are shared.
+    detached: Option<Detached>,
+}
+
+/// A copy of the trained weights, and what the decoder computes with.
+struct Detached {
+    trained: Parameters,
+    copies: ComputeCopies,
 }
 
 /// One call of [`Generator::generate`].
@@ -91,7 +102,37 @@ impl LocalGenerator {
             device: decoder.output_weight().device().clone(),
             decoder,
             version: AtomicU64::new(0),
+            detached: None,
         }
+    }
+
+    /// Creates a generator with a copy of `weights` that computes in `dtype`. It draws from them
+    /// until [`Generator::weights_changed`] copies others, so the policy can train on another
+    /// thread. Adapters are copied, and the parameters under them are shared.
+    ///
+    /// # Errors
+    ///
+    /// If `weights` do not have the shape of their model.
+    pub fn detached(weights: &PolicyWeights<'_>, dtype: ComputeDType) -> Result<Self> {
+        let (model, parameters) = (weights.model, weights.parameters);
+        let copy_of = |x: &Parameters| x.copy_to(x.device());
+        let (trained, (decoder, copies)) = match weights.adapters {
+            None => {
+                let parameters = copy_of(parameters)?;
+                let decoder = decoder_in(model, &parameters, None, dtype)?;
+                (parameters, decoder)
+            }
+            Some(adapters) => {
+                let adapters = adapters.copy_to(parameters.device())?;
+                let decoder = decoder_in(model, parameters, Some(&adapters), dtype)?;
+                (adapters.parameters().clone(), decoder)
+            }
+        };
+        Ok(Self {
+            version: AtomicU64::new(weights.version),
+            detached: Some(Detached { trained, copies }),
+            ..Self::from_decoder(decoder)
+        })
     }
 
     fn check(&self, batch: &GenerationBatch<'_>) -> Result<()> {
@@ -144,15 +185,28 @@ impl Generator for LocalGenerator {
             // operator.
             rayon::join(|| run.run(deliver), || ()).0
         } else {
-            // On CUDA each thread has its own default stream: on another thread, weights might be
-            // read before they are written.
+            // A GPU may have a stream for each thread: on another thread, weights might be read
+            // before they are written.
             run.run(deliver)
         }
     }
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        if let Some(Detached { trained, copies }) = &self.detached {
+            let new = weights
+                .adapters
+                .map_or(weights.parameters, Lora::parameters);
+            let new = new.iter();
+            let new = new.map(|(name, value)| (name.to_owned(), value.as_detached_tensor()));
+            trained.set_values(&new.collect())?;
+            copies.refresh()?;
+        }
         self.version.store(weights.version, Ordering::Release);
         Ok(())
+    }
+
+    fn shares_weights(&self) -> bool {
+        self.detached.is_none()
     }
 }
 

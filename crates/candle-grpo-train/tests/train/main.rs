@@ -2,6 +2,7 @@
 
 mod actor;
 mod adapters;
+mod ahead;
 mod chat_template;
 mod checkpoint;
 mod common;

@@ -72,7 +72,6 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
 
 /// Returns the line about a step.
 fn summary(metrics: &StepMetrics, steps: usize) -> String {
-    let seconds = &metrics.seconds;
     let mut line = format!(
         "step {}/{steps}  reward {:.3} ± {:.3}",
         metrics.step, metrics.reward_mean, metrics.reward_std
@@ -95,7 +94,7 @@ fn summary(metrics: &StepMetrics, steps: usize) -> String {
     line + &format!(
         "  length {:.1}  {:.1} s",
         metrics.response_length,
-        seconds.sample + seconds.score + seconds.train
+        metrics.seconds.total()
     )
 }
 

@@ -140,6 +140,7 @@ impl Session {
             settings,
         )?
         .with_progress(Arc::clone(&progress))
+        .with_last_step(config.max_steps)
         .with_inputs(&inputs);
         if let Some(generator) = generator {
             trainer = trainer.with_generator(generator);
@@ -187,7 +188,7 @@ impl Session {
             return self.save(step).map(Progress::Saved);
         } else if step >= self.config.max_steps {
             self.dir.write_plot(&self.metrics)?;
-            self.trainer.reward().finish()?;
+            self.trainer.finish()?;
             return Ok(Progress::Finished);
         } else {
             self.step()

@@ -1,0 +1,216 @@
+//! Completions of later steps, drawn on another thread while the policy trains.
+
+use std::any::Any;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
+
+use anyhow::{Context, Result, anyhow, bail};
+use candle_core::Device;
+use candle_grpo_nn::Parameters;
+
+use super::collector::{Collection, Collector};
+use super::snapshot::Snapshot;
+use super::staleness::{max_staleness, stale_groups};
+use crate::rollout::PolicyWeights;
+
+/// A thread that collects the completions of steps in order, and its queues.
+///
+/// Step s is requested when step s - 1 - d has ended, with d = `max_staleness + 1 -
+/// weight_sync_steps`, and drawn from the last weights that were synchronized until then. These
+/// lack at most d + `weight_sync_steps` - 1 = `max_staleness` updates when step s trains. A
+/// completion thus depends on the step, and not on the speed of the threads.
+///
+/// Dropping it cancels the draw and waits for the thread.
+pub(super) struct Ahead {
+    collector: Collector,
+    requests: Option<Sender<Request>>,
+    collections: Receiver<Result<Collection>>,
+    thread: Option<JoinHandle<()>>,
+    /// The last requested step.
+    requested: usize,
+    /// The version of the last weights that were passed to the thread.
+    synchronized: Option<u64>,
+    /// A copy in main memory of the frozen parameters of a policy with adapters on a GPU.
+    base: Option<Parameters>,
+}
+
+struct Request {
+    step: usize,
+    /// The weights for this step and those after it, if they are new.
+    weights: Option<Snapshot>,
+}
+
+impl Ahead {
+    /// Starts the thread after `steps` steps and `visited` positions in the order of prompts.
+    pub(super) fn start(collector: Collector, steps: usize, visited: usize) -> Result<Self> {
+        let (requests, requested) = channel();
+        let (collected, collections) = channel();
+        let own = collector.clone();
+        let thread = Builder::new()
+            .name("rollouts".to_owned())
+            .spawn(move || collect_all(&own, visited, &requested, &collected))
+            .context("the thread of rollouts cannot be started")?;
+        Ok(Self {
+            collector,
+            requests: Some(requests),
+            collections,
+            thread: Some(thread),
+            requested: steps,
+            synchronized: None,
+            base: None,
+        })
+    }
+
+    /// Returns the completions of step `step`, the one after the last, for the policy `weights`.
+    /// Requests those of the steps after it up to `last_step`. Draws groups again whose completions
+    /// are too old.
+    pub(super) fn next(
+        &mut self,
+        step: usize,
+        last_step: usize,
+        weights: &PolicyWeights<'_>,
+    ) -> Result<Collection> {
+        self.request(step, last_step, weights)?;
+        let start = Instant::now();
+        let Ok(collection) = self.collections.recv() else {
+            bail!("{}", self.end_of_thread());
+        };
+        let mut collection = collection?;
+        let regenerated = self.regenerate(&mut collection, step, weights)?;
+        collection.regenerated_groups = Some(regenerated);
+        collection.seconds.wait = Some(start.elapsed().as_secs_f64());
+        Ok(collection)
+    }
+
+    fn request(
+        &mut self,
+        step: usize,
+        last_step: usize,
+        weights: &PolicyWeights<'_>,
+    ) -> Result<()> {
+        let config = &self.collector.config.rollout;
+        let every = config.weight_sync_steps;
+        let ahead = (config.max_staleness + 1).saturating_sub(every);
+        let last = step.saturating_add(ahead).min(last_step).max(step);
+        while self.requested < last {
+            let is_due = self
+                .synchronized
+                .is_none_or(|version| weights.version.saturating_sub(version) >= every as u64);
+            let request = Request {
+                step: self.requested + 1,
+                weights: is_due.then(|| self.snapshot(weights)).transpose()?,
+            };
+            if is_due {
+                self.synchronized = Some(weights.version);
+            }
+            self.requested += 1;
+            // If the thread has ended, its last collection is the reason.
+            if let Some(requests) = &self.requests {
+                let _ = requests.send(request);
+            }
+        }
+        Ok(())
+    }
+
+    fn snapshot(&mut self, weights: &PolicyWeights<'_>) -> Result<Snapshot> {
+        let base = match (&self.base, weights.adapters) {
+            (Some(base), Some(_)) => Some(base.clone()),
+            (None, Some(_)) => {
+                let base = match weights.parameters.device() {
+                    Device::Cpu => weights.parameters.clone(),
+                    _ => weights.parameters.copy_to(&Device::Cpu)?,
+                };
+                self.base = Some(base.clone());
+                Some(base)
+            }
+            (_, None) => None,
+        };
+        Snapshot::new(weights, base)
+    }
+
+    /// Draws the groups again that are older than the configuration allows. Returns their number.
+    fn regenerate(
+        &self,
+        collection: &mut Collection,
+        step: usize,
+        weights: &PolicyWeights<'_>,
+    ) -> Result<usize> {
+        let (version, most) = (weights.version, self.collector.config.rollout.max_staleness);
+        let stale = stale_groups(collection, version, most as u64);
+        if stale.is_empty() {
+            return Ok(0);
+        }
+        self.collector.resend(weights)?;
+        self.collector.draw_again(collection, step, &stale)?;
+        if let Some(&group) = stale_groups(collection, version, most as u64).first() {
+            bail!(
+                "generator: drew prompt {} with weights that lack {} updates, must be at most {most} (rollout.max_staleness)",
+                self.collector.prompts[collection.all.rows[group]].index,
+                max_staleness(collection.all.group(group), version)
+            );
+        }
+        Ok(stale.len())
+    }
+
+    /// The reason why the thread has ended without a collection.
+    fn end_of_thread(&mut self) -> anyhow::Error {
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Err(panic)) => anyhow!("rollouts: {}", panic_message(&*panic)),
+            _ => anyhow!("rollouts: the thread has ended"),
+        }
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        self.requests = None;
+        self.collector.progress.set_stopped(true);
+        self.collector.generator.wake();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        self.collector.progress.set_stopped(false);
+    }
+}
+
+/// The thread: collects all requested steps, until one fails.
+fn collect_all(
+    collector: &Collector,
+    mut visited: usize,
+    requests: &Receiver<Request>,
+    collected: &Sender<Result<Collection>>,
+) {
+    let mut idle = Instant::now();
+    while let Ok(request) = requests.recv() {
+        let waited = idle.elapsed().as_secs_f64();
+        let collection = collect(collector, visited, request).map(|mut collection| {
+            visited = collection.visited;
+            collection.seconds.idle = Some(waited);
+            collection
+        });
+        idle = Instant::now();
+        let failed = collection.is_err();
+        if collected.send(collection).is_err() || failed {
+            return;
+        }
+    }
+}
+
+fn collect(collector: &Collector, visited: usize, request: Request) -> Result<Collection> {
+    if let Some(weights) = request.weights {
+        collector.update(&weights.weights())?;
+    }
+    collector.collect(request.step, visited)
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let message = panic
+        .downcast_ref::<&str>()
+        .map(|message| (*message).to_owned())
+        .or_else(|| panic.downcast_ref::<String>().cloned());
+    match message {
+        Some(message) => format!("the thread panicked: {message}"),
+        None => "the thread panicked".to_owned(),
+    }
+}

@@ -1,0 +1,44 @@
+//! Copies of the weights of the policy.
+
+use anyhow::Result;
+use candle_core::Device;
+use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+
+use crate::rollout::PolicyWeights;
+
+/// A copy of the trained weights in main memory, for another thread. Later updates do not change
+/// it.
+pub(super) struct Snapshot {
+    version: u64,
+    model: DecoderConfig,
+    parameters: Parameters,
+    adapters: Option<Lora>,
+}
+
+impl Snapshot {
+    /// Copies `weights`. `base` are the frozen parameters of a policy with adapters, in main
+    /// memory, which are shared.
+    pub(super) fn new(weights: &PolicyWeights<'_>, base: Option<Parameters>) -> Result<Self> {
+        let adapters = weights.adapters;
+        Ok(Self {
+            version: weights.version,
+            model: weights.model.clone(),
+            parameters: match base {
+                Some(base) => base,
+                None => weights.parameters.copy_to(&Device::Cpu)?,
+            },
+            adapters: adapters
+                .map(|adapters| adapters.copy_to(&Device::Cpu))
+                .transpose()?,
+        })
+    }
+
+    pub(super) fn weights(&self) -> PolicyWeights<'_> {
+        PolicyWeights {
+            version: self.version,
+            model: &self.model,
+            parameters: &self.parameters,
+            adapters: self.adapters.as_ref(),
+        }
+    }
+}

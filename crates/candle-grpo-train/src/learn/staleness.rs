@@ -1,0 +1,95 @@
+//! The age of completions, and the deviation of the engine that drew them.
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_core::Mask;
+
+use super::collector::Collection;
+use super::scored_rollouts::ScoredRollouts;
+use crate::Rollout;
+
+/// The staleness of each token that the policy wrote: the number of updates between the weights
+/// that drew it and those of `version`.
+fn token_staleness(rollouts: &[Rollout], version: u64) -> impl Iterator<Item = u64> {
+    rollouts.iter().flat_map(move |rollout| {
+        let completion = &rollout.completion;
+        let versions = completion.weight_versions.iter().enumerate();
+        let written = versions.filter(|(at, _)| completion.is_written(*at));
+        written.map(move |(_, drawn)| version.saturating_sub(*drawn))
+    })
+}
+
+/// The greatest staleness of a token of `rollouts`.
+pub(super) fn max_staleness(rollouts: &[Rollout], version: u64) -> u64 {
+    token_staleness(rollouts, version).max().unwrap_or(0)
+}
+
+/// The mean and the greatest staleness of the tokens of `scored`.
+pub(super) fn mean_and_max_staleness(scored: &ScoredRollouts, version: u64) -> (f64, u64) {
+    let (mut tokens, mut sum) = (0u64, 0u64);
+    for staleness in token_staleness(&scored.rollouts, version) {
+        tokens += 1;
+        sum += staleness;
+    }
+    let mean = sum as f64 / tokens.max(1) as f64;
+    (mean, max_staleness(&scored.rollouts, version))
+}
+
+/// The groups to train on that have a token of a staleness above `most`.
+pub(super) fn stale_groups(collection: &Collection, version: u64, most: u64) -> Vec<usize> {
+    let groups = collection.kept.iter().copied();
+    groups
+        .filter(|&group| max_staleness(collection.all.group(group), version) > most)
+        .collect()
+}
+
+/// The effective sample size of the importance weights `w = exp(old - rollout)`, as a share of the
+/// tokens in the mask: `(sum w)^2 / (n sum w^2)` (Kish 1965). All arguments are `[B, T]`.
+/// Synchronizes with the device.
+pub(super) fn effective_sample_share(
+    old_log_probs: &Tensor,
+    rollout_log_probs: &Tensor,
+    response_mask: &Tensor,
+) -> Result<f64> {
+    let mask = Mask::new(response_mask)?;
+    let numbers = |x: &Tensor| -> Result<Vec<f64>> {
+        let x = x.flatten_all()?.to_device(&Device::Cpu)?;
+        Ok(x.to_dtype(DType::F64)?.to_vec1()?)
+    };
+    let old = numbers(&mask.select(&old_log_probs.detach())?)?;
+    let rollout = numbers(&mask.select(&rollout_log_probs.detach())?)?;
+    let selected = numbers(mask.selected())?;
+    let ratios: Vec<f64> = old
+        .iter()
+        .zip(rollout)
+        .zip(selected)
+        .filter(|(_, selected)| *selected != 0.)
+        .map(|((old, rollout), _)| old - rollout)
+        .collect();
+    // The share does not depend on a common factor of the weights.
+    let largest = ratios.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights = || ratios.iter().map(|ratio| (ratio - largest).exp());
+    let squares: f64 = weights().map(|weight| weight * weight).sum();
+    Ok(weights().sum::<f64>().powi(2) / (ratios.len() as f64 * squares))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_weights_use_all_tokens_and_one_large_weight_uses_one() {
+        let share = |old: [f32; 4]| {
+            let tensor = |x: [f32; 4]| Tensor::new(&[x], &Device::Cpu).unwrap();
+            let mask = Tensor::new(&[[1u8, 1, 1, 0]], &Device::Cpu).unwrap();
+            let rollout = tensor([-1., -2., -3., f32::NAN]);
+            effective_sample_share(&tensor(old), &rollout, &mask).unwrap()
+        };
+        assert_eq!(share([-1.5, -2.5, -3.5, 0.]), 1.);
+        assert!((share([-1., -2., -103., 0.]) - 2. / 3.).abs() < 1e-12);
+        // Weights 1, 2 and 3: 36 / (3 * 14).
+        let ln = [1f32, 2., 3.].map(f32::ln);
+        let found = share([ln[0] - 1., ln[1] - 2., ln[2] - 3., 0.]);
+        assert!((found - 6. / 7.).abs() < 1e-6, "{found}");
+    }
+}

@@ -1,0 +1,747 @@
+//! Completions that are drawn while the policy trains.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageEstimator, AdvantageName, AdvantagePipeline, Advantages, GroupFilter,
+};
+use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::{Recipe, RolloutCorrection};
+use candle_grpo_nn::LoraConfig;
+use candle_grpo_test_support::device;
+use candle_grpo_train::data::ShuffledOrder;
+use candle_grpo_train::progress::Phase;
+use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
+use candle_grpo_train::{
+    ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, StepMetrics,
+    TrainConfig, Trainer,
+};
+use rstest::rstest;
+
+use crate::common::{
+    self, digest, pretrained, prompts, sampling, share_of_a, trainer, without_seconds,
+};
+
+/// Long enough for any machine. It ends a test that would otherwise never end.
+const NEVER: Duration = Duration::from_secs(300);
+
+fn config(max_staleness: usize) -> TrainConfig {
+    let mut config = common::config();
+    config.optimizer.learning_rate = 1e-2;
+    config.rollout.max_staleness = max_staleness;
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
+        weight: Some(ImportanceWeight::truncated(2.)),
+        ..RolloutCorrection::default()
+    });
+    config
+}
+
+/// A call of [`Generator::generate`].
+#[derive(Debug, Clone, PartialEq)]
+struct Draw {
+    stream: u64,
+    version: u64,
+    prompts: Vec<u64>,
+}
+
+type Before = dyn Fn(u64, &dyn Progress) -> Result<()> + Send + Sync;
+type Stamp = dyn Fn(u64, u64) -> u64 + Send + Sync;
+
+/// Draws from a copy of the weights that it received last, and records its calls.
+struct Recorder {
+    inner: Mutex<Option<(u64, LocalGenerator)>>,
+    draws: Mutex<Vec<Draw>>,
+    /// Receives the stream of each call before it draws.
+    before: Box<Before>,
+    /// The version that completions of a stream carry.
+    stamp: Box<Stamp>,
+}
+
+impl Recorder {
+    fn new(before: impl Fn(u64, &dyn Progress) -> Result<()> + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Self::unshared(before))
+    }
+
+    fn unshared(before: impl Fn(u64, &dyn Progress) -> Result<()> + Send + Sync + 'static) -> Self {
+        Self {
+            inner: Mutex::default(),
+            draws: Mutex::default(),
+            before: Box::new(before),
+            stamp: Box::new(|_, version| version),
+        }
+    }
+
+    fn plain() -> Arc<Self> {
+        Self::new(|_, _| Ok(()))
+    }
+
+    fn draws(&self) -> Vec<Draw> {
+        self.draws.lock().unwrap().clone()
+    }
+
+    /// The version that drew each stream.
+    fn versions(&self) -> Vec<(u64, u64)> {
+        let draws = self.draws();
+        draws
+            .iter()
+            .map(|draw| (draw.stream, draw.version))
+            .collect()
+    }
+}
+
+impl Generator for Recorder {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let stream = batch.prompts[0].seeds[0].stream;
+        (self.before)(stream, batch.progress)?;
+        let inner = self.inner.try_lock().expect("one thread at a time");
+        let (version, local) = inner.as_ref().expect("weights before the first draw");
+        self.draws.lock().unwrap().push(Draw {
+            stream,
+            version: *version,
+            prompts: batch.prompts.iter().map(|p| p.seeds[0].prompt).collect(),
+        });
+        local.generate(batch, &mut |place, mut completion| {
+            completion
+                .weight_versions
+                .fill((self.stamp)(stream, *version));
+            deliver(place, completion)
+        })
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        let local = LocalGenerator::detached(weights, ComputeDType::F32)?;
+        let mut inner = self.inner.try_lock().expect("one thread at a time");
+        *inner = Some((weights.version, local));
+        Ok(())
+    }
+}
+
+fn steps(trainer: &mut Trainer, count: usize) -> Vec<StepMetrics> {
+    (0..count).map(|_| trainer.step().unwrap()).collect()
+}
+
+/// The metrics that do not depend on the thread that draws.
+fn of_training(metrics: Vec<StepMetrics>) -> Vec<StepMetrics> {
+    let of_training = |metrics: StepMetrics| {
+        let mut metrics = without_seconds(metrics);
+        (metrics.staleness_mean, metrics.staleness_max) = (None, None);
+        metrics.regenerated_groups = None;
+        metrics.policy.remove("rollout_sample_share");
+        metrics
+    };
+    metrics.into_iter().map(of_training).collect()
+}
+
+fn weights_of(trainer: &Trainer) -> BTreeMap<String, Vec<f32>> {
+    let parameters = trainer.policy_parameters().unwrap();
+    let values = parameters.iter().map(|(name, x)| {
+        let values = x.flatten_all().unwrap().to_vec1().unwrap();
+        (name.to_owned(), values)
+    });
+    values.collect()
+}
+
+#[test]
+fn a_run_that_draws_and_trains_in_turn_has_no_other_metrics() {
+    let metrics = steps(&mut trainer(digest, config(0)), 2);
+    let line = serde_json::to_value(&metrics[1]).unwrap();
+    let keys: Vec<&String> = line.as_object().unwrap().keys().collect();
+    for absent in ["staleness", "regenerated", "sample_share"] {
+        assert!(!keys.iter().any(|key| key.contains(absent)), "{keys:?}");
+    }
+    let seconds: Vec<&String> = line["seconds"].as_object().unwrap().keys().collect();
+    assert_eq!(seconds, ["sample", "score", "train"]);
+}
+
+fn filtered(mut config: TrainConfig) -> TrainConfig {
+    let max_staleness = config.rollout.max_staleness;
+    let correction = config.recipe.policy_loss.rollout_correction.take();
+    config.recipe = Recipe::dapo(8, 2);
+    config.recipe.group_filter = Some(GroupFilter::default());
+    config.recipe.policy_loss.rollout_correction = correction;
+    config.rollout.max_staleness = max_staleness;
+    config
+}
+
+fn with_greedy_scores(mut config: TrainConfig) -> TrainConfig {
+    config.recipe.advantage = AdvantageName::Remax.into();
+    config
+}
+
+fn with_adapters(mut config: TrainConfig) -> TrainConfig {
+    config.adapters = Some(LoraConfig::all_linear(4, 8.));
+    config
+}
+
+fn in_bf16(mut config: TrainConfig) -> TrainConfig {
+    config.compute_dtype = ComputeDType::Bf16;
+    config
+}
+
+/// A reward that is equal for some groups.
+fn coarse(sample: &Sample) -> f32 {
+    f32::from(u8::from(sample.completion_tokens.len() > 4))
+}
+
+/// With a learning rate of 0 the weights are always those of the synchronous run, so prompts,
+/// seeds, rounds, scores and filters must be, too. The threads yield at random.
+#[rstest]
+fn with_frozen_weights_a_run_that_draws_ahead_is_the_synchronous_one(
+    #[values(1, 2, 5)] max_staleness: usize,
+    #[values(config, |n| filtered(config(n)), |n| with_greedy_scores(config(n)))]
+    config: fn(usize) -> TrainConfig,
+) {
+    let frozen = |max_staleness| {
+        let mut config = config(max_staleness);
+        config.optimizer.learning_rate = 0.;
+        config
+    };
+    let recorder = Recorder::plain();
+    let mut synchronous = trainer(coarse, frozen(0)).with_generator(recorder.clone());
+    let expected = of_training(steps(&mut synchronous, 8));
+    let expected_draws = recorder.draws();
+    for seed in 0..4u64 {
+        let pauses = Arc::new(AtomicU64::new(seed));
+        let pause = move || {
+            let random = pauses.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::SeqCst);
+            for _ in 0..(random >> 32) % 2000 {
+                std::thread::yield_now();
+            }
+        };
+        let before_draw = pause.clone();
+        let recorder = Recorder::new(move |_, _| {
+            before_draw();
+            Ok(())
+        });
+        let reward = move |sample: &Sample| {
+            if sample.columns["row"] == 0 {
+                pause();
+            }
+            coarse(sample)
+        };
+        let mut ahead = trainer(reward, frozen(max_staleness))
+            .with_generator(recorder.clone())
+            .with_last_step(8);
+        assert_eq!(of_training(steps(&mut ahead, 8)), expected);
+        ahead.finish().unwrap();
+        let draws = recorder.draws();
+        assert_eq!(draws.len(), expected_draws.len());
+        for (draw, expected) in draws.iter().zip(&expected_draws) {
+            assert_eq!(
+                (draw.stream, &draw.prompts),
+                (expected.stream, &expected.prompts)
+            );
+        }
+        assert_eq!(ahead.state(), synchronous.state());
+    }
+}
+
+#[rstest]
+#[case::one(1, 1, &[0, 0, 1, 2, 3, 4])]
+#[case::two(2, 1, &[0, 0, 0, 1, 2, 3])]
+#[case::every_second_version(2, 2, &[0, 0, 0, 2, 2, 4])]
+#[case::every_second_version_without_a_queue(1, 2, &[0, 0, 2, 2, 4, 4])]
+fn each_step_is_drawn_with_the_weights_that_the_staleness_allows(
+    #[case] max_staleness: usize,
+    #[case] weight_sync_steps: usize,
+    #[case] expected: &[u64],
+) {
+    let mut config = config(max_staleness);
+    config.rollout.weight_sync_steps = weight_sync_steps;
+    let recorder = Recorder::plain();
+    let mut trainer = trainer(digest, config)
+        .with_generator(recorder.clone())
+        .with_last_step(expected.len());
+    let metrics = steps(&mut trainer, expected.len());
+    assert!(metrics.iter().all(|m| !m.skipped));
+    let versions: Vec<(u64, u64)> = (1..).zip(expected.iter().copied()).collect();
+    assert_eq!(recorder.versions(), versions);
+    for (metrics, (step, drawn)) in metrics.iter().zip(versions) {
+        let staleness = step - 1 - drawn;
+        assert_eq!(metrics.staleness_max, Some(staleness));
+        assert_eq!(metrics.staleness_mean, Some(staleness as f64));
+        assert_eq!(metrics.regenerated_groups, Some(0));
+        let share = metrics.policy["rollout_sample_share"];
+        assert!(share > 0. && share <= 1., "{share}");
+        assert!(metrics.seconds.wait.is_some() && metrics.seconds.idle.is_some());
+        assert!(metrics.policy.contains_key("rollout_kl"));
+    }
+}
+
+/// Advantages of GRPO, after a message from the thread that draws the next step and one to it.
+struct Rendezvous {
+    drawing: Mutex<Receiver<u64>>,
+    training: Sender<()>,
+}
+
+impl AdvantageEstimator for Rendezvous {
+    fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
+        let drawing = self.drawing.lock().unwrap();
+        assert_eq!(drawing.recv_timeout(NEVER).unwrap(), 2);
+        self.training.send(()).unwrap();
+        AdvantagePipeline::grpo().estimate(batch)
+    }
+}
+
+#[test]
+fn completions_of_the_next_step_are_drawn_while_the_policy_trains() {
+    let (drawing, drawn) = channel();
+    let (training, trained) = channel();
+    let (drawing, trained) = (Mutex::new(drawing), Mutex::new(trained));
+    let recorder = Recorder::new(move |stream, _| {
+        if stream == 2 {
+            drawing.lock().unwrap().send(stream)?;
+            trained.lock().unwrap().recv_timeout(NEVER)?;
+        }
+        Ok(())
+    });
+    let mut trainer = trainer(digest, config(1))
+        .with_generator(recorder)
+        .with_advantage_estimator(Rendezvous {
+            drawing: Mutex::new(drawn),
+            training,
+        })
+        .with_last_step(2);
+    assert!(!trainer.step().unwrap().skipped);
+}
+
+#[rstest]
+#[case(1)]
+#[case(3)]
+fn the_mean_reward_rises(#[case] max_staleness: usize) {
+    let mut trainer = trainer(share_of_a, config(max_staleness)).with_generator(Recorder::plain());
+    let metrics = steps(&mut trainer, 60);
+    let mean =
+        |part: &[StepMetrics]| part.iter().map(|m| m.reward_mean).sum::<f64>() / part.len() as f64;
+    let (first, last) = (mean(&metrics[..5]), mean(&metrics[55..]));
+    assert!(last > first + 0.3, "from {first} to {last}");
+}
+
+/// The policy in this process draws from a copy, which has the same values as that of another
+/// generator.
+#[rstest]
+#[case::all_weights(config(1))]
+#[case::adapters(with_adapters(config(2)))]
+#[case::bf16(in_bf16(config(1)))]
+fn the_policy_in_this_process_draws_from_a_copy(#[case] config: TrainConfig) {
+    if !device().is_cpu() {
+        let error = trainer(digest, config).step().unwrap_err();
+        assert!(format!("{error:#}").contains("must be 0 with engine local on a GPU"));
+        return;
+    }
+    let run = || {
+        let mut local = trainer(digest, config.clone());
+        (of_training(steps(&mut local, 6)), weights_of(&local))
+    };
+    let (metrics, weights) = run();
+    assert_eq!(run(), (metrics.clone(), weights.clone()));
+    assert!(metrics.iter().all(|m| !m.skipped));
+    if config.compute_dtype == ComputeDType::F32 {
+        let mut other = trainer(digest, config).with_generator(Recorder::plain());
+        assert_eq!(of_training(steps(&mut other, 6)), metrics);
+        assert_eq!(weights_of(&other), weights);
+    }
+}
+
+/// Fails, panics or is canceled in the given stream, once.
+fn once(stream: u64, fault: fn(&dyn Progress) -> Result<()>) -> Arc<Recorder> {
+    let failed = AtomicBool::new(false);
+    Recorder::new(move |now, progress| {
+        match now == stream && !failed.swap(true, Ordering::SeqCst) {
+            true => fault(progress),
+            false => Ok(()),
+        }
+    })
+}
+
+fn panic_in_engine(_: &dyn Progress) -> Result<()> {
+    panic!("engine on fire")
+}
+
+#[rstest]
+#[case::error(|_: &dyn Progress| bail!("engine: no answer"), "step 3: engine: no answer")]
+#[case::panic(
+    panic_in_engine,
+    "step 3: rollouts: the thread panicked: engine on fire"
+)]
+fn an_error_of_the_generator_is_that_of_the_step_which_needs_it(
+    #[case] fault: fn(&dyn Progress) -> Result<()>,
+    #[case] expected: &str,
+) {
+    let recorder = once(3, fault);
+    let mut trainer = trainer(digest, config(2)).with_generator(recorder.clone());
+    steps(&mut trainer, 2);
+    let error = trainer.step().unwrap_err();
+    assert_eq!(format!("{error:#}"), expected);
+    assert_eq!(trainer.steps(), 2);
+    // The step is repeated with the same prompts and the weights of now.
+    let metrics = trainer.step().unwrap();
+    assert_eq!((metrics.step, metrics.staleness_max), (3, Some(0)));
+    let order = ShuffledOrder::new(5, sampling().seed).unwrap();
+    let third = order
+        .slice(6, 3)
+        .into_iter()
+        .map(|row| row as u64)
+        .collect();
+    assert!(recorder.draws().contains(&Draw {
+        stream: 3,
+        version: 2,
+        prompts: third
+    }));
+    assert_eq!(trainer.step().unwrap().step, 4);
+}
+
+/// Fails or panics at the first completion of the third step.
+struct Faulty {
+    calls: AtomicUsize,
+    panics: bool,
+}
+
+impl RewardFunction for Faulty {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        let call = self.calls.fetch_add(1, Ordering::SeqCst);
+        assert!(call != 2 || !self.panics, "no judge");
+        ensure!(call != 2, "judge: no answer");
+        Ok(samples.iter().map(digest).collect())
+    }
+}
+
+#[rstest]
+#[case(false, "step 3: judge: no answer")]
+#[case(true, "step 3: rollouts: the thread panicked: no judge")]
+fn an_error_of_the_reward_is_that_of_the_step_which_needs_it(
+    #[case] panics: bool,
+    #[case] expected: &str,
+) {
+    let faulty = Faulty {
+        calls: AtomicUsize::new(0),
+        panics,
+    };
+    let mut trainer = trainer(faulty, config(1)).with_generator(Recorder::plain());
+    steps(&mut trainer, 2);
+    assert_eq!(format!("{:#}", trainer.step().unwrap_err()), expected);
+    assert_eq!(trainer.step().unwrap().step, 3);
+}
+
+/// Weights that cannot be taken over fail the step, and are passed again in the next.
+#[test]
+fn weights_that_were_not_taken_are_passed_again() {
+    struct Unreachable(Arc<Recorder>, AtomicBool);
+    impl Generator for Unreachable {
+        fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+            self.0.generate(batch, deliver)
+        }
+        fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+            let failed = weights.version == 1 && !self.1.swap(true, Ordering::SeqCst);
+            ensure!(!failed, "engine: no answer");
+            self.0.weights_changed(weights)
+        }
+    }
+    let recorder = Recorder::plain();
+    let generator = Unreachable(recorder.clone(), AtomicBool::new(false));
+    let mut trainer = trainer(digest, config(1)).with_generator(Arc::new(generator));
+    steps(&mut trainer, 2);
+    let error = trainer.step().unwrap_err();
+    assert_eq!(format!("{error:#}"), "step 3: engine: no answer");
+    assert_eq!(trainer.step().unwrap().staleness_max, Some(0));
+}
+
+/// Cancels when it is set.
+#[derive(Default)]
+struct Stop(AtomicBool);
+
+impl Progress for Stop {
+    fn begin(&self, phase: Phase, _: usize) {
+        // The thread that draws ahead does not report its phases.
+        assert!(matches!(phase, Phase::Learn), "{phase:?}");
+    }
+
+    fn is_canceled(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+/// An engine that does not answer, but checks whether it is canceled.
+fn wait_for_cancel(progress: &dyn Progress) -> Result<()> {
+    while !progress.is_canceled() {
+        std::thread::yield_now();
+    }
+    Err(Interrupted.into())
+}
+
+#[test]
+fn a_canceled_step_ends_and_can_be_repeated() {
+    let stop = Arc::new(Stop::default());
+    let recorder = Recorder::new({
+        let (stop, waited) = (stop.clone(), AtomicBool::new(false));
+        move |stream, progress| {
+            if stream == 2 && !waited.swap(true, Ordering::SeqCst) {
+                stop.0.store(true, Ordering::SeqCst);
+                wait_for_cancel(progress)?;
+            }
+            Ok(())
+        }
+    });
+    let mut trainer = trainer(digest, config(1))
+        .with_generator(recorder)
+        .with_progress(stop.clone());
+    // The request to stop may come before or after the update of the first step.
+    let mut first = 1;
+    if let Err(error) = trainer.step() {
+        assert!(error.is::<Interrupted>(), "{error:#}");
+        first = 0;
+    }
+    let error = trainer.step().unwrap_err();
+    assert!(error.is::<Interrupted>(), "{error:#}");
+    assert_eq!(trainer.steps(), first);
+    stop.0.store(false, Ordering::SeqCst);
+    assert_eq!(trainer.step().unwrap().step, first + 1);
+}
+
+#[test]
+fn the_end_of_the_trainer_ends_the_thread() {
+    let (drawing, drawn) = channel();
+    let drawing = Mutex::new(drawing);
+    let recorder = Recorder::new(move |stream, progress| {
+        if stream == 1 {
+            return Ok(());
+        }
+        drawing.lock().unwrap().send(stream)?;
+        wait_for_cancel(progress)
+    });
+    let mut trainer = trainer(digest, config(1)).with_generator(recorder.clone());
+    trainer.step().unwrap();
+    assert_eq!(drawn.recv_timeout(NEVER).unwrap(), 2);
+    drop(trainer);
+    assert_eq!(Arc::strong_count(&recorder), 1);
+}
+
+#[test]
+fn a_finished_run_has_drawn_its_last_step_and_none_after_it() {
+    struct Counted(Arc<AtomicUsize>);
+    impl RewardFunction for Counted {
+        fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+            Ok(samples.iter().map(digest).collect())
+        }
+        fn finish(&self) -> Result<()> {
+            self.0.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        }
+    }
+    let finished = Arc::new(AtomicUsize::new(0));
+    let recorder = Recorder::plain();
+    let mut trainer = trainer(Counted(finished.clone()), config(2))
+        .with_generator(recorder.clone())
+        .with_last_step(4);
+    steps(&mut trainer, 4);
+    trainer.finish().unwrap();
+    assert_eq!(finished.load(Ordering::SeqCst), 1);
+    let streams: Vec<u64> = recorder.draws().iter().map(|draw| draw.stream).collect();
+    assert_eq!(streams, [1, 2, 3, 4]);
+}
+
+/// A checkpoint has the state of the trained steps: completions that were drawn ahead are drawn
+/// again, of the same prompts.
+#[rstest]
+#[case(config(1))]
+#[case(filtered(config(2)))]
+fn a_resumed_run_draws_the_same_prompts_in_the_same_order(#[case] mut config: TrainConfig) {
+    // The groups that the filter drops depend on the weights.
+    config.optimizer.learning_rate = 0.;
+    let folder = tempfile::tempdir().unwrap();
+    let recorder = Recorder::plain();
+    let mut whole = trainer(coarse, config.clone())
+        .with_generator(recorder.clone())
+        .with_last_step(6);
+    steps(&mut whole, 3);
+    whole
+        .write_checkpoint(folder.path(), &pretrained())
+        .unwrap();
+    steps(&mut whole, 3);
+    let again = Recorder::plain();
+    let mut resumed = trainer(coarse, config)
+        .with_generator(again.clone())
+        .with_last_step(6);
+    resumed.load_state(folder.path()).unwrap();
+    let metrics = steps(&mut resumed, 3);
+    assert_eq!(
+        metrics[0].staleness_max,
+        metrics[0].staleness_max.and(Some(0))
+    );
+    let prompts_after = |recorder: &Recorder| -> Vec<(u64, Vec<u64>)> {
+        let draws = recorder.draws().into_iter();
+        let later = draws.filter(|draw| draw.stream & 0xffff_ffff > 3);
+        later.map(|draw| (draw.stream, draw.prompts)).collect()
+    };
+    assert_eq!(prompts_after(&again), prompts_after(&recorder));
+    assert_eq!(again.draws().len(), prompts_after(&again).len());
+    assert_eq!(resumed.state(), whole.state());
+}
+
+/// A generator whose completions of the fourth step are older than it was asked for.
+#[test]
+fn groups_that_are_too_old_are_drawn_again() {
+    let mut recorder = Recorder::unshared(|_, _| Ok(()));
+    recorder.stamp = Box::new(|stream, version| if stream == 4 { 0 } else { version });
+    let recorder = Arc::new(recorder);
+    let mut trainer = trainer(digest, config(1))
+        .with_generator(recorder.clone())
+        .with_last_step(6);
+    let metrics = steps(&mut trainer, 6);
+    let regenerated: Vec<_> = metrics
+        .iter()
+        .map(|m| m.regenerated_groups.unwrap())
+        .collect();
+    assert_eq!(regenerated, [0, 0, 0, 3, 0, 0]);
+    assert_eq!(metrics[3].staleness_max, Some(0));
+    let draws = recorder.draws();
+    let of_step = |step: u64| draws.iter().filter(move |d| d.stream & 0xffff_ffff == step);
+    let [first, second] = of_step(4).collect::<Vec<_>>()[..] else {
+        panic!("{draws:?}");
+    };
+    assert_eq!((second.version, &second.prompts), (3, &first.prompts));
+    assert_ne!(second.stream, first.stream);
+    // Later steps have the prompts of their place.
+    let order = ShuffledOrder::new(5, sampling().seed).unwrap();
+    for step in 1..=6 {
+        let rows = order.slice(3 * (step as usize - 1), 3);
+        let rows: Vec<u64> = rows.into_iter().map(|row| row as u64).collect();
+        assert!(of_step(step).all(|draw| draw.prompts == rows));
+    }
+}
+
+#[test]
+fn a_generator_that_stays_too_old_is_an_error() {
+    let mut recorder = Recorder::unshared(|_, _| Ok(()));
+    recorder.stamp = Box::new(|_, _| 0);
+    let mut trainer = trainer(digest, config(1)).with_generator(Arc::new(recorder));
+    steps(&mut trainer, 2);
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    assert!(
+        error.starts_with("step 3: generator: drew prompt "),
+        "{error}"
+    );
+    assert!(
+        error.ends_with(
+            "with weights that lack 2 updates, must be at most 1 (rollout.max_staleness)"
+        ),
+        "{error}"
+    );
+    assert_eq!(trainer.steps(), 2);
+}
+
+/// An evaluation between steps draws from the weights of now, while the thread draws later steps
+/// from older ones.
+#[test]
+fn an_evaluation_draws_from_the_current_weights() {
+    let recorder = Recorder::plain();
+    let mut trainer = trainer(digest, config(2)).with_generator(recorder.clone());
+    let prompts = prompts(&["abc"]);
+    for steps in 0..5 {
+        let sampler = trainer.sampler(sampling()).unwrap();
+        for stream in [1 << 40, 1 << 41] {
+            for rollout in sampler.sample(&[&prompts[0]], 3, stream).unwrap() {
+                let versions = rollout.completion.weight_versions;
+                assert!(
+                    versions.iter().all(|&version| version == steps),
+                    "{versions:?}"
+                );
+            }
+        }
+        let metrics = trainer.step().unwrap();
+        assert!(!metrics.skipped && metrics.staleness_max.unwrap() <= 2);
+    }
+}
+
+#[test]
+fn weights_that_the_caller_changes_reach_the_generator() {
+    let recorder = Recorder::plain();
+    let mut trainer = trainer(digest, config(1)).with_generator(recorder);
+    steps(&mut trainer, 2);
+    let zero = |x: &candle_core::Var| x.set(&x.zeros_like().unwrap()).unwrap();
+    let actor = trainer.actor_mut();
+    actor.parameters().iter().for_each(|(_, x)| zero(x));
+    // All tokens are equally likely now.
+    let metrics = trainer.step().unwrap();
+    assert_eq!(metrics.staleness_max, Some(0));
+    let (least, most) = (
+        &metrics.policy["rollout_weight_min"],
+        &metrics.policy["rollout_weight_max"],
+    );
+    assert!(
+        (least - 1.).abs() < 1e-5 && (most - 1.).abs() < 1e-5,
+        "{least} {most}"
+    );
+}
+
+#[test]
+fn a_generator_that_shares_the_weights_is_refused() {
+    let sharing = trainer(digest, config(0)).sampler(sampling()).unwrap();
+    let mut trainer = trainer(digest, config(1)).with_generator(sharing.generator().clone());
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    assert_eq!(
+        error,
+        "step 1: rollout.max_staleness: 1, must be 0 with a generator that shares the weights of the policy"
+    );
+}
+
+#[test]
+fn older_weights_need_a_correction() {
+    let mut config = config(2);
+    config.recipe.policy_loss.rollout_correction = None;
+    let error = config.validate().unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "rollout.max_staleness: 2, must be 0 without recipe.policy_loss.rollout_correction, which corrects for older weights"
+    );
+}
+
+#[test]
+fn a_detached_generator_keeps_its_weights_until_it_receives_others() {
+    let mut trainer = trainer(digest, config(0));
+    let weights = |trainer: &Trainer, version| {
+        let generator = LocalGenerator::detached(
+            &PolicyWeights {
+                version,
+                model: trainer.actor().model(),
+                parameters: trainer.actor().parameters(),
+                adapters: None,
+            },
+            ComputeDType::F32,
+        );
+        generator.unwrap()
+    };
+    let detached = Arc::new(weights(&trainer, 7));
+    let log_probs = |generator: Arc<LocalGenerator>| {
+        let sampler = candle_grpo_train::Sampler::from_generator(generator, 6, sampling()).unwrap();
+        let rollouts = sampler.sample(&[&prompts(&["abc"])[0]], 2, 0).unwrap();
+        rollouts
+            .into_iter()
+            .map(|r| r.completion)
+            .collect::<Vec<_>>()
+    };
+    let before = log_probs(detached.clone());
+    assert!(
+        before
+            .iter()
+            .all(|c| c.weight_versions.iter().all(|&v| v == 7))
+    );
+    trainer.step().unwrap();
+    assert_eq!(log_probs(detached.clone()), before);
+    let now = log_probs(Arc::new(weights(&trainer, 8)));
+    assert_ne!(now, before);
+    detached
+        .weights_changed(&PolicyWeights {
+            version: 8,
+            model: trainer.actor().model(),
+            parameters: trainer.actor().parameters(),
+            adapters: None,
+        })
+        .unwrap();
+    assert_eq!(log_probs(detached), now);
+}
