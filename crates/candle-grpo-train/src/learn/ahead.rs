@@ -92,7 +92,7 @@ impl Ahead {
         let config = &self.collector.config.rollout;
         let every = config.weight_sync_steps;
         let ahead = (config.max_staleness + 1).saturating_sub(every);
-        let last = step.saturating_add(ahead).min(last_step).max(step);
+        let last = (step + ahead).min(last_step).max(step);
         while self.requested < last {
             let is_due = self
                 .synchronized

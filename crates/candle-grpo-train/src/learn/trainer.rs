@@ -513,7 +513,8 @@ impl Trainer {
 
     /// The policy, for changes between steps.
     ///
-    /// Completions that were drawn ahead are drawn again. A learning rate set here does not last: every step sets that of [`TrainConfig::schedule`].
+    /// Completions that were drawn ahead are drawn again. A learning rate set here does not last:
+    /// every step sets that of [`TrainConfig::schedule`].
     pub fn actor_mut(&mut self) -> &mut Actor {
         self.ahead = None;
         self.collector.generator.lock().reset();

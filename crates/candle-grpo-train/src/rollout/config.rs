@@ -141,6 +141,9 @@ impl RolloutConfig {
         let threads = "be at most 4096: each takes a thread";
         let valid = self.max_inflight <= MAX_INFLIGHT;
         check(valid, "max_inflight", self.max_inflight, threads)?;
+        let valid = self.max_staleness <= MAX_STALENESS;
+        let must = "be at most 1024: the completions of as many steps wait in memory";
+        check(valid, "max_staleness", self.max_staleness, must)?;
         at_least_one("weight_sync_steps", self.weight_sync_steps)?;
         check(
             self.weight_sync_steps - 1 <= self.max_staleness,
@@ -199,6 +202,7 @@ impl RolloutConfig {
 /// More than a week, and less than the longest duration of any clock.
 const MAX_SECONDS: f64 = 1e6;
 const MAX_INFLIGHT: usize = 4096;
+const MAX_STALENESS: usize = 1024;
 
 fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
     #[derive(Deserialize)]
@@ -250,6 +254,10 @@ mod tests {
             (
                 error(|c| c.weight_sync_steps = 2),
                 "weight_sync_steps: 2, must be at most max_staleness + 1",
+            ),
+            (
+                error(|c| c.max_staleness = usize::MAX),
+                "max_staleness: 18446744073709551615, must be at most 1024: the completions of as many steps wait in memory",
             ),
             (
                 error(|c| c.engine = Engine::Local),

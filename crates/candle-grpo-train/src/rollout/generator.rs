@@ -118,8 +118,8 @@ impl CompletionSeed {
 /// The weights of the policy at one point of the training.
 ///
 /// [`LocalGenerator`](super::LocalGenerator) shares the parameters and needs only the version,
-/// unless it is [detached](super::LocalGenerator::detached). A generator in another process copies the adapters, or the parameters, whose names are those of
-/// Hugging Face.
+/// unless it is [detached](super::LocalGenerator::detached). A generator in another process copies
+/// the adapters, or the parameters, whose names are those of Hugging Face.
 #[derive(Clone, Copy)]
 pub struct PolicyWeights<'a> {
     /// The number of training steps that have changed the weights.

@@ -209,7 +209,7 @@ fn with_frozen_weights_a_run_that_draws_ahead_is_the_synchronous_one(
         let pauses = Arc::new(AtomicU64::new(seed));
         let pause = move || {
             let random = pauses.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::SeqCst);
-            for _ in 0..(random >> 32) % 2000 {
+            for _ in 0..(random >> 32) % 200 {
                 std::thread::yield_now();
             }
         };

@@ -92,6 +92,18 @@ const PLANS: &[Plan] = &[
         bands: &[],
     },
     Plan {
+        title: "Waiting",
+        note: "seconds: training, for completions; dashed: the engine, for training",
+        lines: &[("seconds.wait", Solid), ("seconds.idle", Dashed)],
+        bands: &[],
+    },
+    Plan {
+        title: "Staleness",
+        note: "updates between the weights that drew a token and those that it trains: mean; dashed: maximum",
+        lines: &[("staleness_mean", Solid), ("staleness_max", Dashed)],
+        bands: &[],
+    },
+    Plan {
         title: "Learning rate",
         note: "",
         lines: &[("learning_rate", Solid)],
