@@ -1,11 +1,12 @@
 //! The age of completions, and the deviation of the engine that drew them.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_core::Mask;
 
 use super::collector::Collection;
-use super::scored_rollouts::ScoredRollouts;
 use crate::Rollout;
 
 /// The staleness of each token that the policy wrote: the number of updates between the weights
@@ -24,15 +25,20 @@ pub(super) fn max_staleness(rollouts: &[Rollout], version: u64) -> u64 {
     token_staleness(rollouts, version).max().unwrap_or(0)
 }
 
-/// The mean and the greatest staleness of the tokens of `scored`.
-pub(super) fn mean_and_max_staleness(scored: &ScoredRollouts, version: u64) -> (f64, u64) {
-    let (mut tokens, mut sum) = (0u64, 0u64);
-    for staleness in token_staleness(&scored.rollouts, version) {
-        tokens += 1;
-        sum += staleness;
+/// The metrics of the tokens to train on.
+pub(super) fn staleness_metrics(collection: &Collection, version: u64) -> BTreeMap<String, f64> {
+    let mut metrics = BTreeMap::new();
+    if let Some(regenerated) = collection.regenerated_groups {
+        metrics.insert("regenerated_groups".to_owned(), regenerated as f64);
     }
-    let mean = sum as f64 / tokens.max(1) as f64;
-    (mean, max_staleness(&scored.rollouts, version))
+    let kept = || collection.kept.iter();
+    let tokens = || kept().flat_map(|&group| token_staleness(collection.all.group(group), version));
+    if let Some(max) = tokens().max() {
+        let mean = tokens().sum::<u64>() as f64 / tokens().count() as f64;
+        metrics.insert("staleness_mean".to_owned(), mean);
+        metrics.insert("staleness_max".to_owned(), max as f64);
+    }
+    metrics
 }
 
 /// The groups to train on that have a token of a staleness above `most`.

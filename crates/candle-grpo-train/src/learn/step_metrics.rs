@@ -39,20 +39,17 @@ pub struct StepMetrics {
     /// Learning rate. Absent if the norm is absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub learning_rate: Option<f64>,
-    /// Mean staleness of the tokens to train on: the number of updates between the weights that
-    /// drew a token and those that it trains. Present if completions are drawn ahead
-    /// ([`RolloutConfig::max_staleness`](crate::rollout::RolloutConfig::max_staleness)).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub staleness_mean: Option<f64>,
-    /// Maximum staleness of these tokens.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub staleness_max: Option<u64>,
-    /// Number of groups that were drawn again because they exceeded the maximum staleness. Present
-    /// if completions are drawn ahead.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub regenerated_groups: Option<usize>,
     /// Metrics of advantages and policy loss by name (`kl`, `entropy`, `clip_fraction`, ...).
     /// Empty if skipped.
+    ///
+    /// If completions are drawn ahead
+    /// ([`RolloutConfig::max_staleness`](crate::rollout::RolloutConfig::max_staleness)), also in a
+    /// skipped step:
+    ///
+    /// - `staleness_mean`, `staleness_max`: the number of updates between the weights that drew a
+    ///   token and those that it trains
+    /// - `regenerated_groups`: the number of groups that were drawn again because they exceeded the
+    ///   maximum
     #[serde(flatten)]
     pub policy: BTreeMap<String, f64>,
     /// Seconds per phase.

@@ -15,7 +15,7 @@ use super::collector::{Collection, Collector};
 use super::models::{MicroBatches, Models, ensure_not_canceled};
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
-use super::staleness::mean_and_max_staleness;
+use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Reference, count_prompt_tokens};
 use crate::progress::{NoProgress, Phase};
@@ -190,13 +190,7 @@ impl Trainer {
         );
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
-        metrics.regenerated_groups = collection.regenerated_groups;
         if let Some(kept) = &collection.kept()? {
-            if self.config.rollout.max_staleness > 0 {
-                let (mean, max) = mean_and_max_staleness(kept, self.weights().version);
-                metrics.staleness_mean = Some(mean);
-                metrics.staleness_max = Some(max);
-            }
             let prepared = self.prepare(kept, state)?;
             state = prepared.state;
             metrics.skipped = prepared.batch.is_none();
@@ -205,6 +199,12 @@ impl Trainer {
             }
         } else {
             metrics.skipped = true;
+        }
+        if self.config.rollout.max_staleness > 0 {
+            let version = self.weights().version;
+            metrics
+                .policy
+                .extend(staleness_metrics(&collection, version));
         }
         state.skipped_steps += usize::from(metrics.skipped);
         self.models.refresh_reference(state.steps)?;

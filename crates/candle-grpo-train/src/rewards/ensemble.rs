@@ -55,8 +55,10 @@ impl RewardFunction for EnsembleReward {
         if samples.is_empty() {
             return Ok(Vec::new());
         }
-        let score = |judge: &Box<dyn RewardFunction>| Scores::new(judge.score(samples)?, samples);
-        let scores = in_parallel(&self.judges, score)
+        let scores = in_parallel(&self.judges, |judge| {
+            Scores::new(judge.score(samples)?, samples)
+        });
+        let scores = scores
             .into_iter()
             .enumerate()
             .map(|(i, scores)| {

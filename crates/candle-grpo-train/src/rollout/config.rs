@@ -144,6 +144,9 @@ impl RolloutConfig {
         let valid = self.max_staleness <= MAX_STALENESS;
         let must = "be at most 1024: the completions of as many steps wait in memory";
         check(valid, "max_staleness", self.max_staleness, must)?;
+        let ages = self.max_staleness > 0 && self.weight_sync == WeightSync::None;
+        let must = "be 0 with weight_sync none: a fixed policy lacks ever more updates";
+        check(!ages, "max_staleness", self.max_staleness, must)?;
         at_least_one("weight_sync_steps", self.weight_sync_steps)?;
         check(
             self.weight_sync_steps - 1 <= self.max_staleness,
@@ -258,6 +261,10 @@ mod tests {
             (
                 error(|c| c.max_staleness = usize::MAX),
                 "max_staleness: 18446744073709551615, must be at most 1024: the completions of as many steps wait in memory",
+            ),
+            (
+                error(|c| (c.max_staleness, c.weight_sync) = (1, WeightSync::None)),
+                "max_staleness: 1, must be 0 with weight_sync none: a fixed policy lacks ever more updates",
             ),
             (
                 error(|c| c.engine = Engine::Local),
