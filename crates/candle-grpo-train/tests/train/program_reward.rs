@@ -73,7 +73,7 @@ fn an_additional_line_is_an_error_before_a_slow_last_score() {
     for delay in ["0.1", "1"] {
         let reward = program(
             &format!(
-                "echo 7; read -r line; echo 1; read -r line; sleep {delay}; echo 2; cat > /dev/null"
+                "read -r line; echo 7; echo 1; read -r line; sleep {delay}; echo 2; cat > /dev/null"
             ),
             20.,
             0,
