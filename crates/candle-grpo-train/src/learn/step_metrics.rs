@@ -48,8 +48,8 @@ pub struct StepMetrics {
     ///
     /// - `staleness_mean`, `staleness_max`: the number of updates between the weights that drew a
     ///   token and those that it trains
-    /// - `regenerated_groups`: the number of groups that were drawn again because they exceeded the
-    ///   maximum
+    /// - `regenerated_groups`: the number of groups that were drawn again because they exceeded
+    ///   the maximum
     #[serde(flatten)]
     pub policy: BTreeMap<String, f64>,
     /// Seconds per phase.

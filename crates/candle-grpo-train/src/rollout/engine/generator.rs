@@ -410,6 +410,8 @@ impl Batch {
                 tried.len(),
                 tried.join("; ")
             );
+            drop(lease);
+            self.servers.pause(tried.len(), &self.stop);
         }
     }
 

@@ -1,5 +1,6 @@
 //! The servers of a generator: which are ready, and how others become so.
 
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -129,7 +130,7 @@ impl Servers {
         }
     }
 
-    /// Waits until a server is ready and every other one is ready or has failed. Returns the
+    /// Waits until a server is ready and every other one is ready, has failed or hangs. Returns the
     /// places of those that are ready, or `None` if canceled.
     ///
     /// # Errors
@@ -139,6 +140,7 @@ impl Servers {
         self: &Arc<Self>,
         canceled: &dyn Fn() -> bool,
     ) -> Result<Option<Vec<usize>>> {
+        let begun = Instant::now();
         let mut state = self.lock();
         loop {
             if canceled() {
@@ -147,13 +149,28 @@ impl Servers {
             self.recover_due(&mut state);
             let is_ready = |server: &ServerState| server.status == Status::Ready;
             let settled = |server: &ServerState| is_ready(server) || server.failures > 0;
-            if state.servers.iter().any(is_ready) && state.servers.iter().all(settled) {
+            // A server that hangs does not hold up the others.
+            let settled =
+                state.servers.iter().all(settled) || begun.elapsed() >= self.server_timeout;
+            if settled && state.servers.iter().any(is_ready) {
                 let ready = state.servers.iter().enumerate();
                 return Ok(Some(
                     ready.filter(|(_, s)| is_ready(s)).map(|(i, _)| i).collect(),
                 ));
             }
             state = self.wait_for_change(state)?;
+        }
+    }
+
+    /// Waits before a request is repeated that has failed `tries` times, at most until `stop` is
+    /// set. The first repetition does not wait: another server may draw it.
+    pub(super) fn pause(&self, tries: usize, stop: &AtomicBool) {
+        let Some(failures) = tries.checked_sub(2) else {
+            return;
+        };
+        let end = Instant::now() + backoff(failures.try_into().unwrap_or(u32::MAX));
+        while !stop.load(Ordering::Acquire) && Instant::now() < end {
+            thread::sleep(POLL.min(end.saturating_duration_since(Instant::now())));
         }
     }
 
@@ -266,7 +283,10 @@ impl Servers {
         generation: u64,
         must_load: bool,
     ) {
-        let recovered = self.try_recover(&self.list[index], weights, must_load);
+        // A custom protocol may panic. The server must not stay in recovery then.
+        let recover = || self.try_recover(&self.list[index], weights, must_load);
+        let recovered = panic::catch_unwind(AssertUnwindSafe(recover))
+            .unwrap_or_else(|_| Err(Failure::Malformed("the protocol panicked".to_owned())));
         let mut state = self.lock();
         let changed = state.generation != generation;
         if let Err(failure) = &recovered
@@ -317,6 +337,13 @@ impl Servers {
             _ => Ok(()),
         }
     }
+}
+
+/// Returns the wait after `failures` earlier failures.
+fn backoff(failures: u32) -> Duration {
+    FIRST_BACKOFF
+        .saturating_mul(1 << failures.min(10))
+        .min(MAX_BACKOFF)
 }
 
 impl ServerState {
