@@ -18,6 +18,7 @@ use super::sglang::Sglang;
 use super::vllm::Vllm;
 use super::weights::{EngineWeights, WeightFolder, WeightFormat};
 use crate::progress::NoProgress;
+use crate::rollout::stop_strings::StopStrings;
 use crate::rollout::{
     CompletionSeed, Deliver, Engine, GenerationBatch, Generator, PolicyWeights, RolloutConfig,
     WeightSync,
@@ -185,7 +186,12 @@ impl ServerGenerator {
                 Ok(answers) => answers,
                 Err(failure) => return Ok(Err((index, failure))),
             };
-            self.compare(weights, self.servers.list[index].url(), &plain)?;
+            let url = self.servers.list[index].url();
+            for answer in &plain {
+                let validated = probe::validate(answer, self.vocab_size);
+                validated.with_context(|| format!("probe: {url}"))?;
+            }
+            self.compare(weights, url, &plain)?;
             if lock(&self.distribution).is_some() {
                 continue;
             }
@@ -298,6 +304,10 @@ impl Generator for ServerGenerator {
                 .context("starting a thread")?;
         }
         drop(sender);
+        let stop_strings = match batch.decode {
+            Some(_) => StopStrings::new(batch)?,
+            None => None,
+        };
         let mut left = total;
         while left > 0 {
             if batch.progress.is_canceled() {
@@ -305,8 +315,11 @@ impl Generator for ServerGenerator {
             }
             match receiver.recv_timeout(POLL) {
                 Ok(drawn) => {
-                    let (place, completion): (usize, Completion) = drawn?;
+                    let (place, mut completion): (usize, Completion) = drawn?;
                     let tokens = completion.tokens.len();
+                    if let Some(reason) = stop(batch, stop_strings.as_ref(), &completion.tokens)? {
+                        completion.finish_reason = reason;
+                    }
                     deliver(place, completion)?;
                     batch.progress.advance(1, tokens);
                     left -= 1;
@@ -348,6 +361,21 @@ impl Generator for ServerGenerator {
     }
 }
 
+/// Returns the reason why a completion had to end before its maximum length. Some servers check the
+/// length first, and some do not tell stop strings from stop tokens.
+fn stop(
+    batch: &GenerationBatch<'_>,
+    stop_strings: Option<&StopStrings<'_>>,
+    tokens: &[u32],
+) -> Result<Option<FinishReason>> {
+    let ends_with = |id: &u32| batch.sampling.stop_token_ids.contains(id);
+    if tokens.last().is_some_and(ends_with) {
+        return Ok(Some(FinishReason::StopToken));
+    }
+    let at_string = stop_strings.map_or(Ok(false), |strings| strings.end(tokens))?;
+    Ok(at_string.then_some(FinishReason::StopString))
+}
+
 /// Stops the threads of a call.
 struct StopOnDrop(Arc<Batch>);
 
@@ -372,6 +400,10 @@ impl Batch {
                     job.seed.sample, job.seed.prompt
                 ))),
             };
+            // The call ends with its first error.
+            if result.is_err() {
+                self.stop.store(true, Ordering::Release);
+            }
             // The receiver ends with the call.
             if sender.send(result).is_err() {
                 return;
@@ -488,6 +520,10 @@ fn draw(
         };
         if !serves {
             let message = format!("it no longer serves the weights {}", weights.name());
+            return Err(Failure::LostWeights(message));
+        }
+        if lease.has_loaded_since() {
+            let message = format!("it has lost and loaded the weights {}", weights.name());
             return Err(Failure::LostWeights(message));
         }
     }

@@ -8,7 +8,7 @@ use super::protocol::Drawn;
 use crate::learn::response_forward::response_log_probs;
 use crate::random::generator;
 use crate::rollout::PolicyWeights;
-use crate::{SamplingConfig, TokenBatch};
+use crate::{Completion, FinishReason, SamplingConfig, TokenBatch};
 
 /// The number of prompts, and the longest end of each that is asked for, in tokens.
 const PROMPTS: usize = 4;
@@ -61,6 +61,19 @@ pub(super) fn is_filtered(sampling: &SamplingConfig) -> bool {
 pub(super) fn are_certain(answers: &[Drawn]) -> bool {
     let mut log_probs = answers.iter().flat_map(|answer| &answer.log_probs);
     log_probs.all(|&log_prob| log_prob > CERTAIN)
+}
+
+/// Checks an answer of a model with `vocab_size` tokens.
+pub(super) fn validate(answer: &Drawn, vocab_size: usize) -> Result<()> {
+    let completion = Completion {
+        tokens: answer.tokens.clone(),
+        drawn_log_probs: answer.log_probs.clone(),
+        log_probs: None,
+        written: None,
+        weight_versions: vec![0; answer.tokens.len()],
+        finish_reason: FinishReason::Length,
+    };
+    completion.validate(vocab_size)
 }
 
 /// Returns the mean absolute difference between the log-probs of `answers` to `prompts` and those

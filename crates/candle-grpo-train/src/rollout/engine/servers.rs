@@ -54,6 +54,8 @@ struct ServerState {
     last_failure: Option<String>,
     /// True if it must load the weights even if it names their version.
     must_load: bool,
+    /// The number of times that it has begun to load weights.
+    loads: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,6 +72,8 @@ pub(super) struct Lease<'a> {
     servers: &'a Servers,
     index: usize,
     generation: u64,
+    /// [`ServerState::loads`] at the start.
+    loads: u64,
     /// The weights that it serves.
     pub(super) weights: Option<Arc<EngineWeights>>,
 }
@@ -94,6 +98,7 @@ impl Servers {
             failures: 0,
             last_failure: None,
             must_load: false,
+            loads: 0,
         };
         Self {
             protocol,
@@ -182,6 +187,7 @@ impl Servers {
             servers: self,
             index,
             generation: state.generation,
+            loads: state.servers[index].loads,
             weights: state.weights.clone(),
         }
     }
@@ -284,7 +290,7 @@ impl Servers {
         must_load: bool,
     ) {
         // A custom protocol may panic. The server must not stay in recovery then.
-        let recover = || self.try_recover(&self.list[index], weights, must_load);
+        let recover = || self.try_recover(index, weights, must_load);
         let recovered = panic::catch_unwind(AssertUnwindSafe(recover))
             .unwrap_or_else(|_| Err(Failure::Malformed("the protocol panicked".to_owned())));
         let mut state = self.lock();
@@ -317,10 +323,11 @@ impl Servers {
 
     fn try_recover(
         &self,
-        server: &Server,
+        index: usize,
         weights: Option<&EngineWeights>,
         must_load: bool,
     ) -> std::result::Result<(), Failure> {
+        let server = &self.list[index];
         let limit = HEALTH_TIMEOUT.min(server.timeout);
         server
             .http
@@ -332,6 +339,8 @@ impl Servers {
         }
         match weights {
             Some(weights) if must_load || !self.protocol.serves(server, weights)? => {
+                // Before the version can change.
+                self.lock().servers[index].loads += 1;
                 self.protocol.load(server, weights)
             }
             _ => Ok(()),
@@ -365,11 +374,19 @@ impl Lease<'_> {
         &self.servers.list[self.index]
     }
 
+    /// Returns whether the server has begun to load weights since the start of the lease. The
+    /// completion may then be of other weights than those that the server names.
+    pub(super) fn has_loaded_since(&self) -> bool {
+        self.servers.lock().servers[self.index].loads != self.loads
+    }
+
     /// Sets the server aside, as it has failed a request.
     pub(super) fn fail(&self, failure: &Failure) {
         let mut state = self.servers.lock();
         let same = state.generation == self.generation;
         let server = &mut state.servers[self.index];
+        // It has recovered from what the request met.
+        let same = same && server.loads == self.loads;
         // Several requests may fail together.
         if same && server.status == Status::Ready {
             server.fail(failure.to_string());

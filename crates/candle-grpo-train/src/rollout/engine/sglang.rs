@@ -93,23 +93,20 @@ impl Protocol for Sglang {
         match weights.format {
             WeightFormat::Adapter => {
                 let body = json!({"lora_name": weights.name(), "lora_path": path});
-                match succeeded(server, "/load_lora_adapter", body) {
-                    // The same version may be loaded already.
+                let load = || succeeded(server, "/load_lora_adapter", body.clone());
+                match load() {
+                    // The adapter may be loaded already, with the same weights or others.
                     Err(Failure::Status {
                         status: 400,
                         message,
-                    }) if message.contains("already") => {}
+                    }) if message.contains("already") => {
+                        unload(server, &weights.name())?;
+                        load()?;
+                    }
                     result => result?,
                 }
                 for old in &weights.replaced {
-                    let call = Call::post("/unload_lora_adapter", json!({"lora_name": old}));
-                    match server.call(&call) {
-                        Ok(_)
-                        | Err(Failure::Status {
-                            status: 400 | 404, ..
-                        }) => {}
-                        Err(failure) => return Err(failure),
-                    }
+                    unload(server, old)?;
                 }
                 Ok(())
             }
@@ -142,6 +139,18 @@ impl Protocol for Sglang {
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
         let answer = server.call(&Call::get("/get_model_info"))?;
         Ok(answer["weight_version"] == weights.name())
+    }
+}
+
+/// Unloads an adapter, if the server has it.
+fn unload(server: &Server, name: &str) -> Result<(), Failure> {
+    let call = Call::post("/unload_lora_adapter", json!({"lora_name": name}));
+    match server.call(&call) {
+        Ok(_)
+        | Err(Failure::Status {
+            status: 400 | 404, ..
+        }) => Ok(()),
+        Err(failure) => Err(failure),
     }
 }
 
