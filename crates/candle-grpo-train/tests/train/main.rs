@@ -8,6 +8,7 @@ mod checkpoint;
 mod common;
 mod critic;
 mod dataset;
+#[cfg(feature = "engines")]
 mod engines;
 mod generator;
 mod pretrained;

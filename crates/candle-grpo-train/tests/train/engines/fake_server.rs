@@ -26,6 +26,11 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
+    /// Holds the answer until the server releases it.
+    pub(crate) fn held() -> Self {
+        Self::After(Box::new(Reply::held))
+    }
+
     /// Changes the JSON of an answer.
     pub(crate) fn json(change: impl FnOnce(&mut Value) + Send + 'static) -> Self {
         Self::After(Box::new(move |reply| {

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Shared, field, not_found, object, ok};
 use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
+use crate::common::END;
 
 const FIELDS: &[&str] = &[
     "input_ids",
@@ -144,6 +145,11 @@ fn read_draw(body: &Value, sampling: &Value) -> Result<Draw, String> {
             "top_k must be -1 (disable) or at least 1, got {top_k}."
         ));
     }
+    let mut stop_token_ids: Vec<u32> = field(sampling, "stop_token_ids")?.unwrap_or_default();
+    match sampling["ignore_eos"] == true {
+        true => stop_token_ids.clear(),
+        false => stop_token_ids.push(END),
+    }
     Ok(Draw {
         prompt: field(body, "input_ids")?.ok_or("input_ids: missing")?,
         completions: field(sampling, "n")?.unwrap_or(1),
@@ -155,7 +161,7 @@ fn read_draw(body: &Value, sampling: &Value) -> Result<Draw, String> {
             min_p: field(sampling, "min_p")?.unwrap_or(0.2),
             greedy: false,
             max_new_tokens: field(sampling, "max_new_tokens")?.unwrap_or(128),
-            stop_token_ids: field(sampling, "stop_token_ids")?.unwrap_or_default(),
+            stop_token_ids,
             stop_strings: field(sampling, "stop")?.unwrap_or_default(),
             ..SamplingConfig::default()
         },
@@ -165,6 +171,8 @@ fn read_draw(body: &Value, sampling: &Value) -> Result<Draw, String> {
 fn completion(drawn: &Drawn, draw: &Draw, body: &Value, version: &str) -> Value {
     let length = drawn.tokens.len();
     let finish_reason = match drawn.finish_reason {
+        // The length is checked before the last token.
+        _ if length == draw.sampling.max_new_tokens => json!({"type": "length", "length": length}),
         FinishReason::StopToken => json!({"type": "stop", "matched": drawn.tokens[length - 1]}),
         FinishReason::StopString => {
             json!({"type": "stop", "matched": draw.sampling.stop_strings[0]})

@@ -10,12 +10,14 @@ use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Shared, field, not_found, object, ok};
 use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
+use crate::common::END;
 
 /// The name of the policy without adapters.
 pub(crate) const MODEL: &str = "policy";
 
 /// The fields of a request that the fake understands. vLLM ignores others.
 const FIELDS: &[&str] = &[
+    "ignore_eos",
     "include_stop_str_in_output",
     "logprobs",
     "max_tokens",
@@ -146,6 +148,10 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
         ));
     }
     let stop: Option<Value> = field(body, "stop")?;
+    let mut stop_token_ids: Vec<u32> = field(body, "stop_token_ids")?.unwrap_or_default();
+    if body["ignore_eos"] != true {
+        stop_token_ids.push(END);
+    }
     Ok(Draw {
         prompt: field(body, "prompt")?.ok_or("prompt: missing")?,
         completions: field(body, "n")?.unwrap_or(1),
@@ -157,7 +163,7 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
             min_p: field(body, "min_p")?.unwrap_or(0.2),
             greedy: false,
             max_new_tokens: field(body, "max_tokens")?.unwrap_or(16),
-            stop_token_ids: field(body, "stop_token_ids")?.unwrap_or_default(),
+            stop_token_ids,
             stop_strings: match stop {
                 Some(Value::String(one)) => vec![one],
                 other => other
@@ -174,6 +180,10 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
 fn choice(index: usize, drawn: &Drawn, draw: &Draw, body: &Value) -> Value {
     let last = drawn.tokens.last();
     let (finish_reason, stop_reason) = match drawn.finish_reason {
+        // The end of text is no stop token of a request.
+        FinishReason::StopToken if body["ignore_eos"] != true && last == Some(&END) => {
+            ("stop", Value::Null)
+        }
         FinishReason::StopToken => ("stop", json!(last)),
         FinishReason::StopString => ("stop", json!(draw.sampling.stop_strings[0])),
         FinishReason::Length => ("length", Value::Null),

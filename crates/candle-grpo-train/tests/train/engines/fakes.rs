@@ -4,17 +4,14 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 
-use candle_core::DType;
-use candle_grpo_nn::{Lora, LoraConfig, Parameters};
-use candle_grpo_test_support::{Reply, device, noise_tensor};
-use candle_grpo_train::learn::Reference;
-use candle_grpo_train::{ComputeDType, TokenBatch};
+use candle_grpo_nn::Parameters;
+use candle_grpo_test_support::Reply;
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Fault};
 use super::served_policy::LogProbs;
-use super::{fake_sglang, fake_vllm};
+use super::{adapters, fake_sglang, fake_vllm, scaled};
 use crate::common::{END, model, parameters, pretrained};
 
 /// Sends a request on a new connection. The status is 0 if there is no answer.
@@ -43,12 +40,7 @@ fn post(server: &FakeServer, target: &str, body: Value) -> (u16, Value) {
 
 /// Other weights than those of the start, as a Hugging Face folder.
 fn other_weights(folder: &Path) -> Parameters {
-    let doubled = parameters().frozen_copy().unwrap();
-    let doubled = doubled
-        .into_iter()
-        .map(|(name, x)| (name, (x * 1.5).unwrap()))
-        .collect();
-    let parameters = Parameters::from_tensors(&model(), doubled, device()).unwrap();
+    let parameters = scaled(&parameters(), 1.5);
     let pretrained = pretrained().with_parameters(parameters.clone());
     pretrained.write_files(folder).unwrap();
     parameters
@@ -56,11 +48,7 @@ fn other_weights(folder: &Path) -> Parameters {
 
 /// An adapter as a PEFT folder, and the weights of the start with it.
 fn adapter(folder: &Path) -> Parameters {
-    let adapters = Lora::init(LoraConfig::all_linear(2, 8.), &model(), 5, device()).unwrap();
-    for (_, variable) in adapters.parameters().iter() {
-        let noise = noise_tensor(variable.shape(), 1, DType::F32, device()).unwrap();
-        variable.set(&(noise * 0.3).unwrap()).unwrap();
-    }
+    let adapters = adapters(1);
     adapters.save(folder, None).unwrap();
     adapters.merged(&model(), &parameters()).unwrap()
 }
@@ -117,17 +105,10 @@ fn sglang_answers(answer: &Value) -> Answers {
 
 /// The greatest difference between the log-probs of a server and those of `parameters`.
 fn difference(answers: &Answers, parameters: &Parameters, temperature: f64) -> f32 {
-    let reference = Reference::new(&model(), parameters, ComputeDType::F32).unwrap();
-    let differences = answers.iter().flat_map(|(tokens, log_probs)| {
-        let pair: (&[u32], &[u32]) = (&PROMPT, tokens);
-        let batch = TokenBatch::new(&[pair], device()).unwrap();
-        let expected = reference.log_probs(&batch, temperature).unwrap();
-        let expected = expected.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(expected.len(), log_probs.len());
-        let pairs = expected.into_iter().zip(log_probs);
-        pairs.map(|(a, b)| (a - b).abs()).collect::<Vec<_>>()
-    });
-    differences.fold(0., f32::max)
+    let answers = answers
+        .iter()
+        .map(|(ids, log_probs)| (&PROMPT[..], ids, log_probs));
+    super::difference(answers, parameters, temperature)
 }
 
 #[rstest]

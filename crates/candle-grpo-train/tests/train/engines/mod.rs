@@ -1,7 +1,263 @@
 //! Clients of inference servers, against servers in this process.
 
+mod fake_llama;
 mod fake_server;
 mod fake_sglang;
 mod fake_vllm;
 mod fakes;
+mod faults;
+mod random_faults;
 mod served_policy;
+mod weights;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use candle_core::DType;
+use candle_grpo_nn::{Lora, LoraConfig, Parameters};
+use candle_grpo_test_support::{device, noise_tensor};
+use candle_grpo_train::learn::Reference;
+use candle_grpo_train::rollout::engine::ServerGenerator;
+use candle_grpo_train::rollout::{
+    CompletionSeed, Engine, PolicyWeights, RolloutConfig, WeightSync,
+};
+use candle_grpo_train::{
+    ComputeDType, Generator, Progress, Rollout, Sampler, SamplingConfig, TokenBatch,
+};
+use tempfile::TempDir;
+
+use crate::common::{model, parameters, prompts, sampler, sampling, tokenizer};
+use fake_server::FakeServer;
+use served_policy::LogProbs;
+
+/// Servers of one engine, and the folder of the weights for them.
+struct Setup {
+    engine: Engine,
+    sync: WeightSync,
+    servers: Vec<FakeServer>,
+    folder: TempDir,
+}
+
+impl Setup {
+    fn new(engine: Engine, sync: WeightSync, servers: usize) -> Self {
+        let start = || match engine {
+            Engine::Vllm => fake_vllm::start(LogProbs::Processed),
+            Engine::Sglang => fake_sglang::start(LogProbs::Temperature),
+            Engine::Openai => fake_llama::start(),
+            Engine::Local => panic!("no server"),
+        };
+        Self {
+            engine,
+            sync,
+            servers: (0..servers).map(|_| start()).collect(),
+            folder: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    /// A configuration whose limits of time no test reaches.
+    fn config(&self) -> RolloutConfig {
+        RolloutConfig {
+            engine: self.engine,
+            base_url: self.servers.iter().map(FakeServer::url).collect(),
+            weight_sync: self.sync,
+            request_timeout: 600.,
+            server_timeout: 600.,
+            max_inflight: 4,
+            log_prob_tolerance: 1e-4,
+            ..RolloutConfig::default()
+        }
+    }
+
+    /// A configuration with which a server that is gone is given up soon.
+    fn impatient(&self) -> RolloutConfig {
+        RolloutConfig {
+            server_timeout: 0.2,
+            max_retries: 2,
+            ..self.config()
+        }
+    }
+
+    fn client(&self, config: &RolloutConfig, sampling: &SamplingConfig) -> ServerGenerator {
+        let folder = self.folder.path().join("weights");
+        ServerGenerator::new(config, sampling, model().vocab_size, &folder).unwrap()
+    }
+
+    /// A policy whose weights differ from those of other versions.
+    fn policy(&self, version: u64) -> Policy {
+        let adapters = (self.sync == WeightSync::Adapter).then(|| adapters(version));
+        let base = parameters();
+        let parameters = match adapters {
+            Some(_) => base,
+            None => scaled(&base, 1. + 0.1 * (version % 7) as f64),
+        };
+        Policy {
+            version,
+            parameters,
+            adapters,
+        }
+    }
+
+    /// Lets the servers draw the tokens of [`draw_locally`].
+    fn draw_as_local(&self, sampling: &SamplingConfig) {
+        let mut seeds = HashMap::new();
+        for (stream, prompt, sample) in (0..STREAMS * 6).map(|i| (i / 6, i / 2 % 3, i % 2)) {
+            let seed = CompletionSeed {
+                seed: sampling.seed,
+                stream,
+                prompt,
+                sample,
+            };
+            seeds.insert(seed.to_u64() >> 1, seed);
+        }
+        let seeds = Arc::new(Mutex::new(seeds));
+        for server in &self.servers {
+            server.engine().policy.seeds = Arc::clone(&seeds);
+        }
+    }
+
+    /// The path of requests that draw.
+    fn draw_path(&self) -> &'static str {
+        match self.engine {
+            Engine::Sglang => "/generate",
+            _ => "/v1/completions",
+        }
+    }
+
+    /// The path of requests that load weights.
+    fn load_path(&self) -> &'static str {
+        match (self.engine, self.sync) {
+            (Engine::Sglang, WeightSync::Adapter) => "/load_lora_adapter",
+            (Engine::Sglang, _) => "/update_weights_from_disk",
+            (_, WeightSync::Adapter) => "/v1/load_lora_adapter",
+            _ => "/collective_rpc",
+        }
+    }
+
+    /// Checks that an error names a server.
+    fn assert_names_a_server(&self, error: &anyhow::Error) {
+        let text = format!("{error:#}");
+        let named = self.servers.iter().any(|s| text.contains(&s.url()));
+        assert!(named, "{text}");
+    }
+}
+
+/// The weights of the policy after some training steps.
+struct Policy {
+    version: u64,
+    parameters: Parameters,
+    adapters: Option<Lora>,
+}
+
+impl Policy {
+    fn weights<'a>(&'a self, model: &'a candle_grpo_nn::DecoderConfig) -> PolicyWeights<'a> {
+        PolicyWeights {
+            version: self.version,
+            model,
+            parameters: &self.parameters,
+            adapters: self.adapters.as_ref(),
+        }
+    }
+
+    /// Sends the weights.
+    fn push(&self, client: &ServerGenerator) -> anyhow::Result<()> {
+        client.weights_changed(&self.weights(&model()))
+    }
+
+    /// Checks that all tokens of `rollouts` were drawn from these weights.
+    fn assert_drew(&self, rollouts: &[Rollout], temperature: f64) {
+        let merged = self.weights(&model()).merged().unwrap();
+        for rollout in rollouts {
+            let completion = &rollout.completion;
+            let versions = vec![self.version; completion.tokens.len()];
+            assert_eq!(completion.weight_versions, versions);
+            let log_probs = completion.log_probs.as_ref().unwrap();
+            let answer = (
+                rollout.prompt_tokens.as_slice(),
+                &completion.tokens,
+                log_probs,
+            );
+            let difference = difference([answer], &merged, temperature);
+            assert!(difference < 1e-5, "{difference} in {rollout:?}");
+        }
+    }
+}
+
+fn adapters(version: u64) -> Lora {
+    let adapters = Lora::init(LoraConfig::all_linear(2, 8.), &model(), 5, device()).unwrap();
+    for (_, variable) in adapters.parameters().iter() {
+        let noise = noise_tensor(variable.shape(), version, DType::F32, device()).unwrap();
+        variable.set(&(noise * 0.3).unwrap()).unwrap();
+    }
+    adapters
+}
+
+fn scaled(parameters: &Parameters, factor: f64) -> Parameters {
+    let scaled = parameters.frozen_copy().unwrap();
+    let scaled = scaled
+        .into_iter()
+        .map(|(name, x)| (name, (x * factor).unwrap()))
+        .collect();
+    Parameters::from_tensors(&model(), scaled, device()).unwrap()
+}
+
+/// The greatest difference between the log-probs of tokens after a prompt and those of
+/// `parameters`.
+fn difference<'a>(
+    answers: impl IntoIterator<Item = (&'a [u32], &'a Vec<u32>, &'a Vec<f32>)>,
+    parameters: &Parameters,
+    temperature: f64,
+) -> f32 {
+    let reference = Reference::new(&model(), parameters, ComputeDType::F32).unwrap();
+    let answers = answers.into_iter();
+    let differences = answers.flat_map(|(prompt, tokens, log_probs)| {
+        let batch = TokenBatch::new(&[(prompt, tokens)], device()).unwrap();
+        let expected = reference.log_probs(&batch, temperature).unwrap();
+        let expected = expected.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(expected.len(), log_probs.len());
+        let pairs = expected.into_iter().zip(log_probs);
+        pairs.map(|(a, b)| (a - b).abs()).collect::<Vec<_>>()
+    });
+    differences.fold(0., f32::max)
+}
+
+/// The number of streams that tests use.
+const STREAMS: u64 = 20;
+
+/// Draws two completions of each of three prompts.
+fn draw(
+    client: &Arc<ServerGenerator>,
+    sampling: &SamplingConfig,
+    stream: u64,
+    progress: Arc<dyn Progress>,
+) -> anyhow::Result<Vec<Rollout>> {
+    let generator: Arc<dyn Generator> = Arc::clone(client) as _;
+    let sampler = Sampler::from_generator(generator, model().vocab_size, sampling.clone())?;
+    draw_with(&sampler.with_progress(progress), stream)
+}
+
+/// Draws them from the weights of the start.
+fn draw_locally(sampling: &SamplingConfig, stream: u64) -> Vec<Rollout> {
+    draw_with(&sampler(sampling.clone()), stream).unwrap()
+}
+
+fn draw_with(sampler: &Sampler, stream: u64) -> anyhow::Result<Vec<Rollout>> {
+    let sampler = sampler.clone().with_tokenizer(&tokenizer());
+    let prompts = prompts(&["abc", "d", "ee"]);
+    let prompts: Vec<_> = prompts.iter().collect();
+    sampler.sample(&prompts, 2, stream)
+}
+
+/// The settings of most tests: short completions at a temperature.
+fn short() -> SamplingConfig {
+    SamplingConfig {
+        max_new_tokens: 4,
+        temperature: 0.8,
+        ..sampling()
+    }
+}
+
+/// Repeats `call`, whose limits of time a slow machine may exceed.
+fn until_it_succeeds<T>(mut call: impl FnMut() -> anyhow::Result<T>) -> T {
+    let mut calls = (0..100).map(|_| call());
+    calls.find_map(anyhow::Result::ok).expect("a success")
+}

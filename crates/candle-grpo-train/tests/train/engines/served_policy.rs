@@ -1,11 +1,12 @@
 //! The policy that a fake server draws from.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use anyhow::{Context, Result, ensure};
-use candle_grpo_nn::{Lora, Parameters};
+use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::Reference;
 use candle_grpo_train::progress::NoProgress;
@@ -36,7 +37,7 @@ pub(crate) struct ServedPolicy {
     pub(crate) max_model_len: usize,
     /// The seeds of completions by the number that a request has in their place: a completion then
     /// has the tokens that [`LocalGenerator`] draws. Another number is the seed itself.
-    pub(crate) seeds: Arc<HashMap<u64, CompletionSeed>>,
+    pub(crate) seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
     base: Parameters,
     weights: Arc<Weights>,
     adapters: BTreeMap<String, (String, Arc<Weights>)>,
@@ -99,7 +100,9 @@ impl ServedPolicy {
 
     /// Reads the weights of a Hugging Face folder. Adapters stay those of the weights before.
     pub(crate) fn read_weights(&mut self, folder: &str) -> Result<()> {
-        self.base = Parameters::load_folder(&model(), Path::new(folder), device())?;
+        let folder = Path::new(folder);
+        let shape = DecoderConfig::from_hugging_face(&fs::read(folder.join("config.json"))?)?;
+        self.base = Parameters::load_folder(&shape, folder, device())?;
         self.weights = Arc::new(Weights::new(&self.base)?);
         Ok(())
     }
@@ -174,7 +177,7 @@ impl ServedPolicy {
 pub(crate) struct Drawing {
     weights: Arc<Weights>,
     log_probs: LogProbs,
-    seeds: Arc<HashMap<u64, CompletionSeed>>,
+    seeds: Arc<Mutex<HashMap<u64, CompletionSeed>>>,
 }
 
 impl Drawing {
@@ -192,7 +195,7 @@ impl Drawing {
                 prompt: 0,
                 sample: 0,
             };
-            *self.seeds.get(&seed).unwrap_or(&own)
+            *self.seeds.lock().unwrap().get(&seed).unwrap_or(&own)
         });
         let request = PromptRequest {
             tokens: &draw.prompt,
