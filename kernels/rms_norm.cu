@@ -2,6 +2,7 @@
 // threads, a multiple of 32, share a row, and a block has blockDim.y rows. The blocks loop over the
 // rows in strides of the grid. A thread keeps its part of a row in registers between two passes.
 
+#include "column_sum.cuh"
 #include "element.cuh"
 #include "math.cuh"
 #include "norm_rope.cuh"
@@ -201,19 +202,12 @@ __device__ __forceinline__ void backward(const T *x, const T *weight, const T *g
     }
 }
 
-// Sums `parts` rows of `partial` [parts, width]. A block of 32 by 8 threads has 32 columns.
+// Sums `parts` rows of `partial` [parts, width].
 template <typename T>
 __device__ __forceinline__ void sum_rows(const float *partial, T *sums, int parts, int width) {
-    __shared__ float shared[8][32];
-    const int column = (int)(blockIdx.x * 32 + threadIdx.x);
-    float sum = 0.0f;
-    if (column < width)
-        for (int part = (int)threadIdx.y; part < parts; part += 8) sum += partial[(uint64_t)part * (uint64_t)width + (uint64_t)column];
-    shared[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0 || column >= width) return;
-    for (int i = 1; i < 8; i++) sum += shared[i][threadIdx.x];
-    sums[column] = from_float<T>(sum);
+    float sum;
+    const int column = column_sum<8>(partial, (uint64_t)parts, width, &sum);
+    if (column >= 0) sums[column] = from_float<T>(sum);
 }
 
 #define RMS_NORM(T, name)                                                                                              \

@@ -3,6 +3,11 @@
 // be null) and `Out` (a pointer for writes). In `kernels!`, `Self` is an element type, and the
 // kernel `name` is `name_f32`, `name_bf16` and `name_f16` in the `.cu` file.
 kernels! {
+    add_bias {
+        add_bias(x0: In<Self>, x1: In<Self>, x2: In<Self>, bias0: In<Self>, bias1: In<Self>, bias2: In<Self>, y0: Out<Self>,
+            y1: Out<Self>, y2: Out<Self>, n: u32, columns0: u32, columns1: u32, columns2: u32);
+        add_bias_gradient(gradient: In<Self>, sum: Out<f32>, n: u64, columns: i32);
+    }
     attention {
         attention_forward_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>, y: Out<Self>,
             log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);

@@ -29,9 +29,11 @@ impl Moments {
             .min_keepdim(D::Minus1)?;
         let smallest = none.where_cond(&smallest.zeros_like()?, &smallest)?;
         let shifted = selected.where_cond(&x.broadcast_sub(&smallest)?, &zeros)?;
-        let shifted_mean = (shifted.sum_keepdim(D::Minus1)? / count.maximum(1.)?)?;
+        let sum = shifted.sum_keepdim(D::Minus1)?;
+        let shifted_mean = (&sum / count.maximum(1.)?)?;
         let centered = selected.where_cond(&shifted.broadcast_sub(&shifted_mean)?, &zeros)?;
-        let constant = shifted.max_keepdim(D::Minus1)?.eq(0.)?;
+        // NaN makes the sum NaN. Minima and maxima of CUDA drop it.
+        let constant = sum.eq(0.)?;
         // Rounding may make the mean of equal entries differ from them.
         let centered = constant
             .broadcast_as(x.shape())?
@@ -72,4 +74,32 @@ pub(crate) fn divide_by_std(x: &Tensor, std: &Tensor, epsilon: f64) -> Result<Te
     let vanishes = denominator.eq(0.)?;
     let denominator = vanishes.where_cond(&denominator.ones_like()?, &denominator)?;
     x.broadcast_div(&denominator)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::DType;
+    use candle_grpo_test_support::{devices, numbers};
+
+    #[test]
+    fn nan_reaches_the_moments_of_its_row_only() -> Result<()> {
+        let nan = f64::NAN;
+        for device in devices() {
+            let x = Tensor::new(&[[1., nan, 1.], [1., 3., 5.], [nan; 3], [2.; 3]], device)?;
+            let moments = Moments::new(&x, &x.ones_like()?.to_dtype(DType::U8)?)?;
+            let (mean, std) = (numbers(&moments.mean)?, numbers(&moments.std(1)?)?);
+            let centered = numbers(&moments.centered)?;
+            for row in [0, 2] {
+                assert!(mean[row].is_nan() && std[row].is_nan());
+                assert!(centered[3 * row..][..3].iter().all(|x| x.is_nan()));
+            }
+            assert_eq!((mean[1], mean[3]), (3., 2.));
+            assert_eq!((std[1], std[3]), (2., 0.));
+            assert_eq!(centered[3..6], [-2., 0., 2.]);
+            assert_eq!(centered[9..], [0.; 3]);
+            assert_eq!(numbers(&moments.constant)?, [0., 0., 0., 1.]);
+        }
+        Ok(())
+    }
 }

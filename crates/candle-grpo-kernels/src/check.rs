@@ -24,8 +24,20 @@ pub(crate) fn not_negative(name: &str, value: f64) -> Result<()> {
     }
 }
 
-/// Fails unless `x` has a float dtype.
+/// Fails on a device whose stream differs between threads.
+pub(crate) fn one_stream(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        crate::cuda::device::stream(device)?;
+    }
+    #[cfg(not(feature = "cuda"))]
+    let _ = device;
+    Ok(())
+}
+
+/// Fails unless `x` has a float dtype and is on a device with [`one_stream`].
 pub(crate) fn float(name: &str, x: &Tensor) -> Result<()> {
+    one_stream(x.device())?;
     if x.dtype().is_float() {
         Ok(())
     } else {

@@ -29,6 +29,7 @@
 //! | [`embedding`](embedding()), [`RowMap`] | rows of a table by id, and sums of rows | yes |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
+//! | [`add_bias`](add_bias()) | the biases of several linear maps | yes |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
 //! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
@@ -55,6 +56,7 @@
 struct Readme;
 
 mod adamw;
+mod add_bias;
 mod add_matmul;
 mod attention;
 mod check;
@@ -80,6 +82,7 @@ mod row_map;
 mod swiglu;
 
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
+pub use add_bias::{add_bias, add_bias_gradient};
 pub use add_matmul::add_matmul;
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use device::{cuda_device, default_device};

@@ -142,6 +142,7 @@ impl KeyValuePages {
                 bail!("{name}: 0, must be at least 1");
             }
         }
+        check::one_stream(device)?;
         if !dtype.is_float() {
             bail!("dtype: {dtype:?}, must be a float dtype");
         }

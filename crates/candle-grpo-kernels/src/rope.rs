@@ -120,6 +120,7 @@ pub fn rope_angles(
     inverse_frequencies: &Tensor,
     factor: f64,
 ) -> Result<(Tensor, Tensor)> {
+    check::one_stream(positions.device())?;
     let dtype = inverse_frequencies.dtype();
     if !matches!(inverse_frequencies.dims(), [1, _]) || !matches!(dtype, DType::F32 | DType::F64) {
         bail!(

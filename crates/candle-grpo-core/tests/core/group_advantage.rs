@@ -220,6 +220,26 @@ fn missing_scores_can_be_excluded() -> Result<()> {
 }
 
 #[test]
+fn a_missing_score_changes_its_own_group_only() -> Result<()> {
+    for device in devices() {
+        let function = GroupAdvantage {
+            non_finite: NonFinite::Exclude,
+            ..GroupAdvantage::grpo()
+        };
+        let advantages = |missing: f32| {
+            let rewards = tensor(&[1., 0., 3., 1., missing, 1., 5., 5., 5.], device);
+            numbers(&function.compute(&rewards, 3, Scale::Group)?)
+        };
+        let (complete, with_nan) = (advantages(2.)?, advantages(f32::NAN)?);
+        assert_eq!(with_nan[..3], complete[..3]);
+        assert_eq!(with_nan[6..], complete[6..]);
+        assert_eq!(with_nan[3..6], [0.; 3]);
+        assert_ne!(complete[3..6], [0.; 3]);
+    }
+    Ok(())
+}
+
+#[test]
 fn integers_and_half_precision_give_f32() -> Result<()> {
     for device in devices() {
         let expected = [-0.5, 0.5, -0.5, 0.5];

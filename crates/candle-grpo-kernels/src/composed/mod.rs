@@ -4,6 +4,7 @@
 //! every device. It is the fallback of the operator and the reference of its tests.
 
 pub(crate) mod adamw;
+pub(crate) mod add_bias;
 pub(crate) mod add_matmul;
 pub(crate) mod attention;
 pub(crate) mod embedding;
@@ -18,6 +19,7 @@ pub(crate) mod rope;
 pub(crate) mod swiglu;
 
 pub use adamw::adamw;
+pub use add_bias::add_bias;
 pub use add_matmul::add_matmul;
 pub use attention::attention;
 pub use embedding::embedding;

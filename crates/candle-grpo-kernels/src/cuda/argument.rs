@@ -104,8 +104,8 @@ impl<T> Argument for In<'_, T> {
     }
 }
 
-/// Elements that a kernel writes. Records the access for other streams until it is dropped, which
-/// must be after the launch.
+/// Elements that a kernel writes, or null for none. Records the access for other streams until it
+/// is dropped, which must be after the launch.
 pub(crate) struct Out<'a, T> {
     pointer: CUdeviceptr,
     _writing: Option<SyncOnDrop<'a>>,
@@ -113,6 +113,15 @@ pub(crate) struct Out<'a, T> {
 }
 
 impl<'a, T: CudaDType + 'a> Out<'a, T> {
+    /// Returns a null pointer.
+    pub(crate) fn null() -> Self {
+        Self {
+            pointer: 0,
+            _writing: None,
+            element: PhantomData,
+        }
+    }
+
     /// Returns all elements of a slice or a view.
     pub(crate) fn new(elements: &'a mut impl DevicePtrMut<T>, stream: &'a CudaStream) -> Self {
         let (pointer, writing) = elements.device_ptr_mut(stream);

@@ -1,8 +1,11 @@
 //! Tests of the operators, on every device.
 
 mod adamw;
+mod add_bias;
 mod add_matmul;
 mod attention;
+#[cfg(feature = "cuda")]
+mod device;
 mod draw_tokens;
 mod embedding;
 mod gradient_norm;

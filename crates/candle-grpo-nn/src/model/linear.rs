@@ -1,7 +1,7 @@
 //! Linear maps, with a bias and a low-rank adapter where there is one.
 
 use candle_core::{DType, Result, Tensor, bail};
-use candle_grpo_kernels::{add_matmul, linear_rows};
+use candle_grpo_kernels::{add_bias, add_matmul, linear_rows};
 use candle_nn::VarBuilder;
 
 use crate::model::frozen_linear::linear;
@@ -87,10 +87,8 @@ impl Linear {
         products: Products,
     ) -> Result<[Tensor; M]> {
         let mut results = products.compute(x, &maps.map(|map| &map.weight.tensor))?;
+        Self::add_biases(maps, &mut results, products)?;
         for (map, y) in maps.iter().zip(&mut results) {
-            if let Some(bias) = &map.bias {
-                *y = y.broadcast_add(&bias.tensor)?;
-            }
             if let Some(Adapter { a, b, scaling }) = &map.adapter {
                 let inner = products.compute(x, &[&a.tensor])?;
                 let change = products.compute(&inner[0], &[&b.tensor])?;
@@ -106,6 +104,30 @@ impl Linear {
         }
     }
 
+    /// Adds the bias of each map that has one to its result.
+    fn add_biases<const M: usize>(
+        maps: [&Self; M],
+        results: &mut [Tensor],
+        products: Products,
+    ) -> Result<()> {
+        let biases = maps.iter().zip(&mut *results);
+        let (biased, biases): (Vec<_>, Vec<_>) = biases
+            .filter_map(|(map, y)| {
+                let bias = &map.bias.as_ref()?.tensor;
+                Some(match products {
+                    Products::Joint => (y, bias.clone()),
+                    Products::RowByRow => (y, bias.detach()),
+                })
+            })
+            .unzip();
+        let pairs: Vec<_> = biased.iter().map(|y| &**y).zip(&biases).collect();
+        let sums = add_bias(&pairs)?;
+        for (y, sum) in biased.into_iter().zip(sums) {
+            *y = sum;
+        }
+        Ok(())
+    }
+
     /// Returns `sum`, the gradient of `x` by other maps, plus the gradient of `x` by this map, from
     /// `gradient`, that of the result. May reuse the memory of `sum`.
     pub(crate) fn backward(
@@ -117,7 +139,7 @@ impl Linear {
     ) -> Result<Tensor> {
         sink.add_product(&self.weight, &gradient.t()?, x)?;
         if let Some(bias) = &self.bias {
-            sink.add(bias, || gradient.sum(0))?;
+            sink.add_bias(bias, gradient)?;
         }
         let x_gradient = plus_product(sum, gradient, &self.weight.tensor)?;
         match &self.adapter {

@@ -1,7 +1,7 @@
 //! The destination of gradients in a backward pass without a graph.
 
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_kernels::{add_embedding_gradient, add_matmul};
+use candle_grpo_kernels::{add_bias_gradient, add_embedding_gradient, add_matmul};
 
 use crate::model::named_weight::NamedWeight;
 use crate::{Gradients, Parameters};
@@ -50,13 +50,29 @@ impl<'a> GradSink<'a> {
         ids: &Tensor,
         gradient: &Tensor,
     ) -> Result<()> {
-        if self.gradients.get(&weight.name).is_none() {
-            self.add(weight, || weight.tensor.zeros_like())?;
-        }
-        match self.gradients.get(&weight.name) {
+        match self.sum(weight)? {
             Some(sum) => add_embedding_gradient(sum, ids, &narrow(gradient)?),
             None => Ok(()),
         }
+    }
+
+    /// Adds the sum of the rows of `gradient`, if `bias` trains.
+    pub(crate) fn add_bias(&mut self, bias: &NamedWeight, gradient: &Tensor) -> Result<()> {
+        match self.sum(bias)? {
+            Some(sum) => add_bias_gradient(sum, &narrow(gradient)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the sum of the gradients of `weight` so far, zeros at first, if `weight` trains.
+    fn sum(&mut self, weight: &NamedWeight) -> Result<Option<&Tensor>> {
+        let tensor = &weight.tensor;
+        if self.gradients.get(&weight.name).is_none() {
+            self.add(weight, || {
+                Tensor::zeros(tensor.shape(), DType::F32, tensor.device())
+            })?;
+        }
+        Ok(self.gradients.get(&weight.name))
     }
 }
 

@@ -13,10 +13,10 @@ use crate::small::{Family, lively};
 type Counts = Option<(CudaCalls, u64)>;
 
 /// Returns the counts of a micro-batch after the first, with this number of layers.
-fn micro_batch(layers: usize, shares_prefixes: bool) -> Result<Counts> {
+fn micro_batch(family: Family, layers: usize, shares_prefixes: bool) -> Result<Counts> {
     let config = DecoderConfig {
         num_hidden_layers: layers,
-        ..Family::Qwen3.config(true)
+        ..family.config(true)
     };
     let parameters = lively(&config)?;
     let (vb, _copies) = parameters.copied_var_builder(DType::BF16)?;
@@ -44,15 +44,18 @@ fn micro_batch(layers: usize, shares_prefixes: bool) -> Result<Counts> {
 }
 
 #[rstest]
-#[case::whole_sequences(false, 32)]
-#[case::shared_prefixes(true, 44)]
+#[case::whole_sequences(Family::Qwen3, false, 32)]
+#[case::shared_prefixes(Family::Qwen3, true, 44)]
+#[case::biases_of_the_attention(Family::Qwen2, false, 26)]
+#[case::biases_of_all_maps(Family::LlamaWithBiases, false, 33)]
 fn a_layer_of_training_keeps_its_budget_of_driver_calls(
+    #[case] family: Family,
     #[case] shares_prefixes: bool,
     #[case] launches: u64,
 ) -> Result<()> {
     let (Some((one, forward)), Some((two, twice))) = (
-        micro_batch(1, shares_prefixes)?,
-        micro_batch(2, shares_prefixes)?,
+        micro_batch(family, 1, shares_prefixes)?,
+        micro_batch(family, 2, shares_prefixes)?,
     ) else {
         println!("skipped: no emulated GPU counts the calls");
         return Ok(());

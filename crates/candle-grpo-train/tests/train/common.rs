@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
@@ -23,7 +23,11 @@ pub(crate) fn model() -> DecoderConfig {
 /// Weights ten times larger than at the start of training, so that the distributions are far from
 /// uniform.
 pub(crate) fn parameters() -> Parameters {
-    let fresh = Parameters::init(&model(), 3, device()).unwrap();
+    parameters_on(device())
+}
+
+pub(crate) fn parameters_on(device: &Device) -> Parameters {
+    let fresh = Parameters::init(&model(), 3, device).unwrap();
     let larger = fresh
         .frozen_copy()
         .unwrap()
@@ -33,7 +37,7 @@ pub(crate) fn parameters() -> Parameters {
             (name, (x * factor).unwrap())
         })
         .collect();
-    Parameters::from_tensors(&model(), larger, device()).unwrap()
+    Parameters::from_tensors(&model(), larger, device).unwrap()
 }
 
 pub(crate) fn pretrained() -> Pretrained {

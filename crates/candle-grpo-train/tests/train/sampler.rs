@@ -1,12 +1,12 @@
 //! Tests of sampled completions.
 
 use crate::common::{
-    END, max_difference, model, parameters, prompts, sampler, sampling, tokenizer,
+    END, max_difference, model, parameters, parameters_on, prompts, sampler, sampling, tokenizer,
 };
 use candle_core::{IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
 use candle_grpo_nn::{AdamWConfig, Decoder};
-use candle_grpo_test_support::{CudaCalls, device};
+use candle_grpo_test_support::{CudaCalls, assert_close, cuda, device, devices};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, FinishReason, Prompt, Rollout, Sampler, SamplingConfig,
@@ -199,6 +199,35 @@ fn the_same_seed_gives_the_same_bits_and_another_seed_or_stream_others() {
     assert_eq!(draw(1, 2), draw(1, 2));
     assert_ne!(draw(1, 2), draw(2, 2));
     assert_ne!(draw(1, 2), draw(1, 3));
+}
+
+#[rstest]
+#[case::all_tokens(sampling())]
+#[case::filtered(SamplingConfig { top_k: 4, top_p: 0.9, min_p: 0.05, temperature: 1.3, ..sampling() })]
+#[case::greedy(SamplingConfig { greedy: true, ..sampling() })]
+fn the_gpu_draws_the_completions_of_the_cpu(#[case] config: SamplingConfig) {
+    if cuda().is_err() {
+        println!("skipped: no GPU");
+        return;
+    }
+    let prompts = prompts(&["abc", "d", "eeeee"]);
+    let draw = |device| {
+        let sampler = Sampler::new(&model(), &parameters_on(device), config.clone()).unwrap();
+        sampler.sample(&all(&prompts), 16, 3).unwrap()
+    };
+    let [on_cpu, on_gpu] = devices().map(draw).collect::<Vec<_>>().try_into().unwrap();
+    assert_eq!(on_cpu.len(), on_gpu.len());
+    for (cpu, gpu) in on_cpu.iter().zip(&on_gpu) {
+        assert_eq!(cpu.completion.tokens, gpu.completion.tokens);
+        assert_eq!(cpu.completion.finish_reason, gpu.completion.finish_reason);
+        let wide = |rollout| -> Vec<f64> {
+            policy_log_probs(rollout)
+                .iter()
+                .map(|&x| x.into())
+                .collect()
+        };
+        assert_close(&wide(gpu), &wide(cpu), 1e-5);
+    }
 }
 
 #[rstest]

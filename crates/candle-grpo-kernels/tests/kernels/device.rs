@@ -1,0 +1,212 @@
+//! Tests of the device that `cuda_device` opens, and of the devices that operators refuse.
+
+use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
+use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
+use candle_core::{DType, Device, Error, Result, Tensor, Var};
+use candle_grpo_kernels::{
+    AdamWStep, AdamWTensors, Draw, DrawOptions, HeadNorms, HeadTransform, KeyValuePages,
+    LogProbOptions, RowMap, Sequences, add_bias, add_bias_gradient, add_embedding_gradient,
+    add_matmul, add_rms_norm, arithmetic_dtype, attention, attention_gradient, cuda_device,
+    draw_tokens, embedding, linear_log_prob, linear_rows, log_prob, rms_norm, rms_norm_gradient,
+    rope, rope_angles, rope_gradient, scale_gradients, squared_gradient_norms, swiglu,
+    swiglu_gradient,
+};
+use candle_grpo_test_support::{CudaCalls, cuda, message, noise_tensor};
+
+/// Returns the result of each operator on `device`, with arguments of `dtype`.
+fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<()>)>> {
+    let noise = |shape: &[usize]| noise_tensor(shape, 1, dtype, device);
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, arithmetic_dtype(dtype), device);
+    let (square, vector) = (noise(&[4, 4])?, noise(&[4])?);
+    let (sum, sums) = (zeros(&[4, 4])?, zeros(&[4])?);
+    let angles = zeros(&[4, 2])?;
+    let (ids, positions) = (
+        Tensor::zeros(4, DType::U32, device)?,
+        Tensor::zeros(4, DType::U32, device)?,
+    );
+    let lengths = || Sequences::Packed(&[4]);
+    let step = AdamWStep {
+        learning_rate: 0.1,
+        beta1: 0.9,
+        beta2: 0.9,
+        epsilon: 1e-8,
+        step: 1,
+        gradient_factor: 1.0,
+    };
+    let state = || Var::from_tensor(&zeros(&[4])?);
+    let adamw = || {
+        candle_grpo_kernels::adamw(
+            &[AdamWTensors {
+                parameter: &Var::from_tensor(&vector)?,
+                master: None,
+                average: &state()?,
+                square: &state()?,
+                gradient: &vector,
+                weight_decay: 0.0,
+            }],
+            &step,
+        )
+    };
+    let draw = Draw {
+        row: 0,
+        uniform: 0.5,
+    };
+    let options = LogProbOptions::default();
+    let norms = HeadTransform {
+        norms: Some(HeadNorms {
+            weights: [&vector, &vector],
+            epsilon: 1e-6,
+        }),
+        angles: None,
+    };
+    let rotation = HeadTransform {
+        norms: None,
+        angles: Some([&angles, &angles]),
+    };
+    Ok(vec![
+        ("adamw", adamw()),
+        ("add_bias", add_bias(&[(&square, &vector)]).map(drop)),
+        ("add_bias_gradient", add_bias_gradient(&sums, &square)),
+        (
+            "add_embedding_gradient",
+            add_embedding_gradient(&sum, &ids, &square),
+        ),
+        ("add_matmul", add_matmul(&sum, &square, &square)),
+        (
+            "add_rms_norm",
+            add_rms_norm(&square, &square, &vector, 1e-6).map(drop),
+        ),
+        (
+            "attention",
+            attention(&square, &square, &square, lengths(), 4, 1.0).map(drop),
+        ),
+        (
+            "attention_gradient",
+            attention_gradient(&square, &square, &square, lengths(), 4, 1.0, &square).map(drop),
+        ),
+        (
+            "draw_tokens",
+            draw_tokens(&square, &[draw], &DrawOptions::default()).map(drop),
+        ),
+        ("embedding", embedding(&ids, &square).map(drop)),
+        ("head norms", norms.apply([&square, &square]).map(drop)),
+        ("rotation", rotation.apply([&square, &square]).map(drop)),
+        (
+            "rotation back",
+            rotation.rotate_back([&square, &square]).map(drop),
+        ),
+        (
+            "linear_log_prob",
+            linear_log_prob(&square, &square, None, &ids, 1.0, options).map(drop),
+        ),
+        ("linear_rows", linear_rows(&square, &[&square]).map(drop)),
+        ("log_prob", log_prob(&square, &ids, 1.0, options).map(drop)),
+        (
+            "pages",
+            KeyValuePages::new(1, 1, 4, dtype, device).map(drop),
+        ),
+        ("rms_norm", rms_norm(&square, &vector, 1e-6).map(drop)),
+        (
+            "rms_norm_gradient",
+            rms_norm_gradient(&square, &vector, 1e-6, &square).map(drop),
+        ),
+        ("rope", rope(&square, &angles, &angles).map(drop)),
+        (
+            "rope_angles",
+            rope_angles(&positions, &zeros(&[1, 2])?, 1.0).map(drop),
+        ),
+        (
+            "rope_gradient",
+            rope_gradient(&angles, &angles, &square).map(drop),
+        ),
+        (
+            "rows of a map",
+            RowMap::new(vec![0, 0, 1, 3], 4, device)?
+                .select(&square)
+                .map(drop),
+        ),
+        (
+            "sums of a map",
+            RowMap::new(vec![0, 0, 1, 3], 4, device)?
+                .sum(&square)
+                .map(drop),
+        ),
+        ("scale_gradients", scale_gradients(&[&sum], 0.5)),
+        (
+            "squared_gradient_norms",
+            squared_gradient_norms(&[&square]).map(drop),
+        ),
+        ("swiglu", swiglu(&square, &square).map(drop)),
+        (
+            "swiglu_gradient",
+            swiglu_gradient(&square, &square, &square).map(drop),
+        ),
+    ])
+}
+
+#[test]
+fn operators_refuse_a_device_with_a_stream_for_each_thread() -> Result<()> {
+    let Ok(one_stream) = cuda() else {
+        println!("skipped: no GPU");
+        return Ok(());
+    };
+    let many_streams = Device::new_cuda(0)?;
+    for dtype in [DType::F32, DType::BF16, DType::F64] {
+        for (name, result) in run_each(one_stream, dtype)? {
+            assert!(result.is_ok(), "{name} of {dtype:?}: {result:?}");
+        }
+        for (name, result) in run_each(&many_streams, dtype)? {
+            let message = message(result.map_err(|error| format!("{name} of {dtype:?}: {error}")));
+            let expected = "device: its stream differs between threads, must be one stream";
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_device_has_no_events() -> Result<()> {
+    if cuda().is_err() {
+        println!("skipped: no GPU");
+        return Ok(());
+    }
+    let device = cuda_device(0)?;
+    assert!(!device.as_cuda_device()?.is_event_tracking());
+    let before = CudaCalls::now();
+    let x = noise_tensor((3, 4), 1, DType::F32, &device)?;
+    add_matmul(&x, &x.copy()?.narrow(0, 0, 3)?.narrow(1, 0, 3)?, &x.copy()?)?;
+    drop(swiglu(&x, &x)?);
+    if let Some((after, before)) = CudaCalls::now().zip(before) {
+        let calls = after - before;
+        assert!(calls.launches > 0 && calls.products > 0, "{calls:?}");
+        assert_eq!(calls.events, 0, "{calls:?}");
+    }
+    Ok(())
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn the_device_keeps_freed_memory() -> Result<()> {
+    if cuda().is_err() {
+        println!("skipped: no GPU");
+        return Ok(());
+    }
+    let context = cuda_device(0)?
+        .as_cuda_device()?
+        .cuda_stream()
+        .context()
+        .clone();
+    let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the device is open, and the attribute has 64 bits.
+    unsafe {
+        let pool = device::get_default_mem_pool(context.cu_device()).map_err(Error::wrap)?;
+        let mut threshold = 0u64;
+        mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+            .map_err(Error::wrap)?;
+        cuda_device(0)?;
+        mem_pool::get_attribute(pool, attribute, (&raw mut threshold).cast())
+            .map_err(Error::wrap)?;
+        assert_eq!(threshold, u64::MAX);
+    }
+    Ok(())
+}
