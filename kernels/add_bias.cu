@@ -1,5 +1,5 @@
-// y = x + bias for rows x [n, columns], of up to three matrices with the same n; and the gradient of
-// a bias, the sum of the rows.
+// y = x + bias for rows x [n, columns], of up to three matrices with the same n. The gradient of a
+// bias, the sum of the rows.
 
 #include "column_sum.cuh"
 #include "element.cuh"

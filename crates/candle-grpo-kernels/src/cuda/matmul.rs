@@ -86,7 +86,6 @@ unsafe fn products<T: CudaElement, C: CudaElement>(
     } else {
         cublasComputeType_t::CUBLAS_COMPUTE_32F
     };
-    super::device::stream(device)?;
     let blas = device.cublas_handle();
     // SAFETY: the caller guarantees the sizes. The rows of a matrix are adjacent, and alpha and
     // beta outlive the call.

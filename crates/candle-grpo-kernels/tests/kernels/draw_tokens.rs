@@ -94,6 +94,17 @@ fn ties_at_the_kth_are_kept_and_equals_are_taken_in_order() {
 }
 
 #[test]
+fn a_number_counts_in_its_whole_precision() {
+    for device in devices() {
+        // Equal weights are exact, so the borders are 1/3 and 2/3.
+        let numbers = [1.0, 2.0].map(|x| [x / 3.0 - 1e-9, x / 3.0 + 1e-9]);
+        let drawn = draw(&[0.0; 3], numbers.as_flattened(), &OFF, device);
+        let tokens: Vec<u32> = drawn.into_iter().map(|x| x.unwrap().token).collect();
+        assert_eq!(tokens, [0, 1, 1, 2]);
+    }
+}
+
+#[test]
 fn frequencies_are_the_probabilities_in_the_tails_too() {
     // From 0.83 down to 2e-5.
     let logits: [f32; 8] = [4.0, 1.0, -6.5, 2.0, -3.0, 0.0, -1.0, -5.0];

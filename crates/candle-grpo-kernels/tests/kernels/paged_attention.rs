@@ -67,9 +67,11 @@ fn shapes() -> impl Strategy<Value = Shape> {
     // On CUDA sequences of more than 16 pages are computed in parts.
     let pages = prop_oneof![3 => 1usize..5, 1 => 12usize..40];
     let sequence = pages.prop_flat_map(|pages| proptest::collection::vec(1usize..=PAGE, pages));
+    // On CUDA a block has four or eight heads of a group, and larger groups have several blocks.
+    let group = prop_oneof![1usize..5, 5usize..9, 9usize..18];
     (
         1usize..4,
-        1usize..10,
+        group,
         prop_oneof![
             1usize..40,
             Just(64),

@@ -5,7 +5,7 @@ use candle_grpo_kernels::{composed, swiglu, swiglu_gradient};
 use candle_grpo_test_support::{cases, devices, message};
 use proptest::prelude::*;
 
-use crate::layout::layouts;
+use crate::layout::{Layout, layouts};
 use crate::strategies::dtypes;
 use crate::twin::{check_against_f64, check_gradient_alone, noisy};
 
@@ -29,6 +29,23 @@ proptest! {
             |inputs| composed::swiglu(inputs[0], inputs[1]),
         )?;
     }
+}
+
+/// On CUDA a block has 2,048 elements of f32, or 4,096 of bf16 and f16.
+#[test]
+fn tensors_of_several_blocks_equal_the_composed_twin() -> Result<()> {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for n in [4097, 9000] {
+            let (gate, up) = (noisy(&[n], 1, dtype)?, noisy(&[n], 2, dtype)?);
+            check_against_f64(
+                &[(&gate, Layout::Contiguous), (&up, Layout::Contiguous)],
+                1.0,
+                |inputs| swiglu(inputs[0], inputs[1]),
+                |inputs| composed::swiglu(inputs[0], inputs[1]),
+            )?;
+        }
+    }
+    Ok(())
 }
 
 #[test]
