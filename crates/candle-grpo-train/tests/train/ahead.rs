@@ -767,3 +767,39 @@ fn a_detached_generator_keeps_its_weights_until_it_receives_others() {
         .unwrap();
     assert_eq!(log_probs(detached), now);
 }
+
+/// A server receives the weights of each step while the policy trains.
+#[cfg(feature = "engines")]
+#[rstest]
+#[case::all_weights(config(1))]
+#[case::adapters(with_adapters(config(1)))]
+fn a_server_draws_ahead(#[case] mut config: TrainConfig) {
+    use candle_grpo_train::rollout::Engine;
+    use candle_grpo_train::rollout::engine::ServerGenerator;
+
+    use crate::engines::{LogProbs, fake_vllm};
+
+    let server = fake_vllm::start(LogProbs::Temperature);
+    let folder = tempfile::tempdir().unwrap();
+    config.rollout.engine = Engine::Vllm;
+    config.rollout.base_url = vec![server.url()];
+    let (rollout, sampling) = (&config.rollout, &config.sampling);
+    let generator = ServerGenerator::new(rollout, sampling, 6, folder.path()).unwrap();
+    let mut trainer = trainer(digest, config)
+        .with_generator(Arc::new(generator))
+        .with_last_step(5);
+    for step in 1..=5u64 {
+        let metrics = trainer.step().unwrap();
+        let expected = if step == 1 { 0. } else { 1. };
+        assert_eq!(staleness_max(&metrics), expected);
+        assert_eq!(metrics.policy["regenerated_groups"], 0.);
+        let sampler = trainer.sampler(common::sampling()).unwrap();
+        for rollout in sampler.sample(&[&prompts(&["abc"])[0]], 2, 0).unwrap() {
+            let versions = rollout.completion.weight_versions;
+            assert!(
+                versions.iter().all(|&version| version == step),
+                "{versions:?}"
+            );
+        }
+    }
+}

@@ -3,7 +3,7 @@
 mod fake_llama;
 mod fake_server;
 mod fake_sglang;
-mod fake_vllm;
+pub(crate) mod fake_vllm;
 mod fakes;
 mod faults;
 mod random_faults;
@@ -28,7 +28,7 @@ use tempfile::TempDir;
 
 use crate::common::{model, parameters, prompts, sampler, sampling, tokenizer};
 use fake_server::FakeServer;
-use served_policy::LogProbs;
+pub(crate) use served_policy::LogProbs;
 
 /// Servers of one engine, and the folder of the weights for them.
 struct Setup {
