@@ -80,6 +80,12 @@ fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure>
         "load_inplace": true,
     });
     server.call(&Call::post("/v1/load_lora_adapter", body))?;
+    // Keys and values are cached by name and path, which an earlier run may have used for other
+    // weights. Without VLLM_SERVER_DEV_MODE the cache cannot be reset.
+    match server.call(&Call::post("/reset_prefix_cache", json!({}))) {
+        Ok(_) | Err(Failure::Status { status: 404, .. }) => {}
+        Err(failure) => return Err(failure),
+    }
     for old in &weights.replaced {
         let call = Call::post("/v1/unload_lora_adapter", json!({"lora_name": old}));
         match server.call(&call) {

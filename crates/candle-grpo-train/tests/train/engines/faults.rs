@@ -246,6 +246,7 @@ fn a_port_that_refuses_connections_is_named() {
 
 #[rstest]
 #[case(Engine::Vllm, WeightSync::Adapter, "/v1/load_lora_adapter")]
+#[case(Engine::Vllm, WeightSync::Adapter, "/reset_prefix_cache")]
 #[case(Engine::Vllm, WeightSync::Disk, "/pause")]
 #[case(Engine::Vllm, WeightSync::Disk, "/collective_rpc")]
 #[case(Engine::Vllm, WeightSync::Disk, "/reset_prefix_cache")]

@@ -60,8 +60,8 @@ impl Setup {
             engine: self.engine,
             base_url: self.servers.iter().map(FakeServer::url).collect(),
             weight_sync: self.sync,
-            request_timeout: 600.,
-            server_timeout: 600.,
+            request_timeout: 120.,
+            server_timeout: 120.,
             max_inflight: 4,
             log_prob_tolerance: 1e-4,
             ..RolloutConfig::default()

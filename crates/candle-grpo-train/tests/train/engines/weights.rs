@@ -404,6 +404,25 @@ fn whole_weights_change_while_the_server_pauses(#[case] engine: Engine, #[case] 
     assert!(requests[start].target == "/pause?mode=keep" || engine == Engine::Sglang);
 }
 
+/// Keys and values of prompts are cached by the name and the path of an adapter, which an earlier
+/// run may have used for other weights.
+#[test]
+fn an_adapter_resets_the_cache_of_prompts_if_the_server_can() {
+    let setup = Setup::new(Engine::Vllm, WeightSync::Adapter, 1);
+    let client = setup.client(&setup.config(), &short());
+    setup.policy(1).push(&client).unwrap();
+    let requests = setup.servers[0].http.requests();
+    let mut paths = requests.iter().map(|request| request.path());
+    assert!(paths.any(|path| path == "/v1/load_lora_adapter"));
+    assert_eq!(paths.next(), Some("/reset_prefix_cache"));
+
+    setup.servers[0].set_faults(|request| {
+        let absent = Reply::new(404, r#"{"detail": "Not Found"}"#);
+        (request.path() == "/reset_prefix_cache").then_some(Fault::Instead(absent))
+    });
+    setup.policy(2).push(&client).unwrap();
+}
+
 /// The weights of a step may change without a new step, when a caller sets them.
 #[rstest]
 #[case(Engine::Vllm, WeightSync::Adapter)]
