@@ -4,8 +4,8 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    add_embedding_gradient, attention, attention_gradient, composed, embedding, rms_norm,
-    rms_norm_gradient, rope, rope_gradient, swiglu, swiglu_gradient,
+    add_bias, add_bias_gradient, add_embedding_gradient, attention, attention_gradient, composed,
+    embedding, rms_norm, rms_norm_gradient, rope, rope_gradient, swiglu, swiglu_gradient,
 };
 
 use crate::case::{Case, Direction, Pair};
@@ -93,6 +93,25 @@ pub(super) fn cases() -> Vec<Case> {
                     })
                 },
             ),
+            case("add_bias", format!("[{TOKENS}, {HIDDEN}]"), way, |device| {
+                let x = variable(&[TOKENS, HIDDEN], device)?;
+                let bias = variable(&[HIDDEN], device)?;
+                let (constant, addend) = (x.as_detached_tensor(), bias.as_detached_tensor());
+                let (gradient, sum) = (constant.ones_like()?, addend.zeros_like()?);
+                Ok(Layer {
+                    graph: Box::new(move |twin| {
+                        let y = match twin {
+                            Twin::Fused => add_bias(&[(&x, &bias)])?,
+                            Twin::Composed => composed::add_bias(&[(&x, &bias)])?,
+                        };
+                        Ok(y[0].clone())
+                    }),
+                    alone: Box::new(move || {
+                        add_bias(&[(&constant, &addend)])?;
+                        add_bias_gradient(&sum, &gradient)
+                    }),
+                })
+            }),
             case(
                 "attention",
                 format!("[{BATCH}, {POSITIONS}], {HEADS} and {KV_HEADS} heads of {HEAD_DIM}"),
