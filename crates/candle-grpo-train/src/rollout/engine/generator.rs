@@ -355,8 +355,9 @@ impl Generator for ServerGenerator {
             );
         }
         match lock(&self.written).as_mut() {
-            Some(folder) => folder.remove_replaced(),
-            None => Ok(()),
+            // A server that hangs may be reading an older version.
+            Some(folder) if !self.servers.is_recovering() => folder.remove_replaced(),
+            _ => Ok(()),
         }
     }
 }

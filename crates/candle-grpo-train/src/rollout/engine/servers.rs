@@ -167,6 +167,13 @@ impl Servers {
         }
     }
 
+    /// Returns whether a thread asks a server, which may be reading the weights.
+    pub(super) fn is_recovering(&self) -> bool {
+        let state = self.lock();
+        let mut servers = state.servers.iter();
+        servers.any(|server| server.status == Status::Recovering)
+    }
+
     /// Waits before a request is repeated that has failed `tries` times, at most until `stop` is
     /// set. The first repetition does not wait: another server may draw it.
     pub(super) fn pause(&self, tries: usize, stop: &AtomicBool) {
@@ -219,7 +226,7 @@ impl Servers {
         &'a self,
         mut state: MutexGuard<'a, State>,
     ) -> Result<MutexGuard<'a, State>> {
-        if let Some(fatal) = &state.fatal {
+        if let Some(fatal) = state.fatal.take() {
             bail!("{fatal}");
         }
         let is = |status: Status| state.servers.iter().any(|server| server.status == status);

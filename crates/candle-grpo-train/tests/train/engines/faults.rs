@@ -315,7 +315,7 @@ fn an_engine_that_a_reload_has_broken_is_named() {
 #[case(Engine::Sglang)]
 fn the_key_is_sent_and_a_refused_key_is_an_error(#[case] engine: Engine) {
     let setup = Setup::new(engine, WeightSync::Disk, 1);
-    let key = std::env::var("CARGO_MANIFEST_DIR").unwrap();
+    let key = std::env::var("PATH").unwrap();
     setup.servers[0].engine().api_key = Some(key);
     let error = setup
         .policy(1)
@@ -325,7 +325,7 @@ fn the_key_is_sent_and_a_refused_key_is_an_error(#[case] engine: Engine) {
     let text = format!("{error:#}");
     assert!(text.contains("api_key_env"), "{text}");
     let mut config = setup.config();
-    config.api_key_env = Some("CARGO_MANIFEST_DIR".to_owned());
+    config.api_key_env = Some("PATH".to_owned());
     let (client, policy) = ready(&setup, &config);
     policy.assert_drew(&draw(&client).unwrap(), short().temperature);
 }
