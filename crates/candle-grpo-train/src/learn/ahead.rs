@@ -71,8 +71,8 @@ impl Ahead {
         last_step: usize,
         weights: &PolicyWeights<'_>,
     ) -> Result<Collection> {
-        self.request(step, last_step, weights)?;
         let start = Instant::now();
+        self.request(step, last_step, weights)?;
         let Ok(collection) = self.collections.recv() else {
             bail!("{}", self.end_of_thread());
         };
@@ -198,10 +198,8 @@ fn collect_all(
 }
 
 fn collect(collector: &Collector, visited: usize, request: Request) -> Result<Collection> {
-    if let Some(weights) = request.weights {
-        collector.update(&weights.weights())?;
-    }
-    collector.collect(request.step, visited)
+    let weights = request.weights.as_ref().map(Snapshot::weights);
+    collector.collect(request.step, visited, weights.as_ref())
 }
 
 fn panic_message(panic: &(dyn Any + Send)) -> String {

@@ -87,7 +87,7 @@ impl Collector {
     }
 
     /// Passes `weights` to the generator unless it has them or newer ones.
-    pub(super) fn update(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn update(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
         turn.update(&**self.sampler.generator(), weights)
     }
@@ -117,12 +117,22 @@ impl Collector {
         Ok(sampler.with_progress(self.progress.receiver()))
     }
 
-    /// Samples until step `step` has enough groups, from the prompts after the first `visited`
-    /// positions of their order.
-    pub(super) fn collect(&self, step: usize, visited: usize) -> Result<Collection> {
+    /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the
+    /// prompts after the first `visited` positions of their order.
+    pub(super) fn collect(
+        &self,
+        step: usize,
+        visited: usize,
+        weights: Option<&PolicyWeights<'_>>,
+    ) -> Result<Collection> {
         let needed = self.config.prompts_per_step;
         let mut visited = visited;
         let mut seconds = PhaseSeconds::default();
+        if let Some(weights) = weights {
+            let start = Instant::now();
+            self.update(weights)?;
+            seconds.sample += start.elapsed().as_secs_f64();
+        }
         let mut sample = |count: usize, round: usize| {
             let rows = self.order.slice(visited, count);
             visited += count;

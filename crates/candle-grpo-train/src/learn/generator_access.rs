@@ -84,7 +84,7 @@ impl Turn<'_> {
         Ok(())
     }
 
-    /// Forgets the version, so that the generator receives the next weights.
+    /// Clears the version, so that the generator receives the next weights.
     pub(super) fn reset(&mut self) {
         *self.0 = None;
     }

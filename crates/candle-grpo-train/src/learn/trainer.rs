@@ -219,8 +219,9 @@ impl Trainer {
         self.collector.generator.release();
         let step = self.state.steps + 1;
         if self.config.rollout.max_staleness == 0 {
-            self.collector.update(&self.weights())?;
-            return self.collector.collect(step, self.state.visited);
+            return self
+                .collector
+                .collect(step, self.state.visited, Some(&self.weights()));
         }
         let mut ahead = match self.ahead.take() {
             Some(ahead) => ahead,

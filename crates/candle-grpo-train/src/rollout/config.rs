@@ -110,7 +110,7 @@ impl Default for RolloutConfig {
             api_key_env: None,
             request_timeout: 600.,
             server_timeout: 240.,
-            max_retries: 4,
+            max_retries: 8,
             max_inflight: 64,
             weight_sync: WeightSync::Auto,
             weight_sync_folder: None,
@@ -145,7 +145,7 @@ impl RolloutConfig {
         let must = "be at most 1024: the completions of as many steps wait in memory";
         check(valid, "max_staleness", self.max_staleness, must)?;
         let ages = self.max_staleness > 0 && self.weight_sync == WeightSync::None;
-        let must = "be 0 with weight_sync none: a fixed policy lacks ever more updates";
+        let must = "be 0 with weight_sync none: a fixed policy is one update older after each step";
         check(!ages, "max_staleness", self.max_staleness, must)?;
         at_least_one("weight_sync_steps", self.weight_sync_steps)?;
         check(
@@ -175,11 +175,13 @@ impl RolloutConfig {
                 host.is_some_and(|host| !host.is_empty() && !host.starts_with('/'))
             });
             check(known, &field, &value, "begin with http:// or https://")?;
-            let repeated = self.base_url[..i].contains(url);
+            let root = |url: &String| url.trim_end_matches('/').to_owned();
+            let repeated = self.base_url[..i]
+                .iter()
+                .any(|other| root(other) == root(url));
             check(!repeated, &field, &value, "be given once")?;
-            let root = url.trim_end_matches('/');
             let must = "be the root of the server, without /v1";
-            check(!root.ends_with("/v1"), &field, &value, must)?;
+            check(!root(url).ends_with("/v1"), &field, &value, must)?;
         }
         if self.engine == Engine::Openai {
             let takes = matches!(self.weight_sync, WeightSync::Auto | WeightSync::None);
@@ -187,6 +189,15 @@ impl RolloutConfig {
             check(takes, "weight_sync", sync, must)?;
         }
         Ok(())
+    }
+
+    /// Returns true if the engine is a server that never receives weights.
+    pub fn is_fixed_policy(&self) -> bool {
+        match self.engine {
+            Engine::Local => false,
+            Engine::Openai => true,
+            Engine::Vllm | Engine::Sglang => self.weight_sync == WeightSync::None,
+        }
     }
 
     /// Checks that the engine can draw the completions of a training run.
@@ -264,7 +275,7 @@ mod tests {
             ),
             (
                 error(|c| (c.max_staleness, c.weight_sync) = (1, WeightSync::None)),
-                "max_staleness: 1, must be 0 with weight_sync none: a fixed policy lacks ever more updates",
+                "max_staleness: 1, must be 0 with weight_sync none: a fixed policy is one update older after each step",
             ),
             (
                 error(|c| c.engine = Engine::Local),

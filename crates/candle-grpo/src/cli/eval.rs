@@ -52,15 +52,19 @@ pub(super) fn eval(
     reward.set_progress(progress.clone());
     let answer = || -> anyhow::Result<(Evaluation, BTreeMap<String, f64>)> {
         let sampler = load::sampler(&pretrained, config.sampler.clone(), &console)?;
-        // An engine draws from the model that it serves.
-        let generator = engine(
-            &run.train.rollout,
-            sampler.config(),
-            pretrained.model.vocab_size,
-            &RunDir::engine_weights(&run.run_dir),
-            &[],
-            progress.clone(),
-        )?;
+        // A server with a fixed policy is evaluated itself. Another one would have to receive the
+        // weights first.
+        let generator = match run.train.rollout.is_fixed_policy() {
+            true => engine(
+                &run.train.rollout,
+                sampler.config(),
+                pretrained.model.vocab_size,
+                &RunDir::engine_weights(&run.run_dir),
+                &[],
+                progress.clone(),
+            )?,
+            false => None,
+        };
         let sampler = match generator {
             Some(generator) => sampler.with_generator(generator),
             None => sampler,

@@ -32,8 +32,8 @@ pub fn engine(
         use candle_grpo_train::rollout::engine::ServerGenerator;
 
         let generator = ServerGenerator::new(config, sampling, vocab_size, folder)?;
-        let prompts = prompts.iter().take(8);
-        let prompts: Vec<Vec<u32>> = prompts.map(|prompt| prompt.tokens.clone()).collect();
+        let prompts = prompts.iter().map(|prompt| prompt.tokens.clone());
+        let prompts: Vec<Vec<u32>> = prompts.collect();
         let generator = generator
             .with_probe_prompts(&prompts)
             .with_progress(progress);

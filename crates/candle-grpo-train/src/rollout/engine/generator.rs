@@ -102,7 +102,8 @@ impl ServerGenerator {
             Engine::Vllm => Box::new(Vllm),
             Engine::Sglang => Box::new(Sglang),
             Engine::Openai => Box::new(OpenAi),
-            Engine::Local => bail!("engine: local, must be vllm, sglang or openai"),
+            // An error below.
+            Engine::Local => Box::new(OpenAi),
         };
         Self::with_protocol(protocol, config, sampling, vocab_size, folder)
     }
@@ -120,15 +121,19 @@ impl ServerGenerator {
         folder: &Path,
     ) -> Result<Self> {
         config.validate()?;
+        ensure!(
+            config.engine != Engine::Local,
+            "engine: local, must be vllm, sglang or openai"
+        );
         sampling.validate()?;
         ensure!(vocab_size > 0, "vocab_size: 0, must be at least 1");
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
         let folder = config.weight_sync_folder.as_deref().unwrap_or(folder);
         Ok(Self {
             servers: Arc::new(Servers::new(config, protocol, api_key.as_deref())),
-            weight_sync: match config.engine {
-                Engine::Openai => WeightSync::None,
-                _ => config.weight_sync,
+            weight_sync: match config.is_fixed_policy() {
+                true => WeightSync::None,
+                false => config.weight_sync,
             },
             folder: folder.to_path_buf(),
             written: Mutex::new(None),
@@ -316,10 +321,8 @@ impl Generator for ServerGenerator {
             match receiver.recv_timeout(POLL) {
                 Ok(drawn) => {
                     let (place, mut completion): (usize, Completion) = drawn?;
+                    end(batch, stop_strings.as_ref(), &mut completion)?;
                     let tokens = completion.tokens.len();
-                    if let Some(reason) = stop(batch, stop_strings.as_ref(), &completion.tokens)? {
-                        completion.finish_reason = reason;
-                    }
                     deliver(place, completion)?;
                     batch.progress.advance(1, tokens);
                     left -= 1;
@@ -362,19 +365,39 @@ impl Generator for ServerGenerator {
     }
 }
 
-/// Returns the reason why a completion had to end before its maximum length. Some servers check the
-/// length first, and some do not tell stop strings from stop tokens.
-fn stop(
+/// Ends a completion at its first stop token, which some servers ignore, and sets the reason of its
+/// end. Some servers check the length first, and some use one reason for stop strings and tokens.
+fn end(
     batch: &GenerationBatch<'_>,
     stop_strings: Option<&StopStrings<'_>>,
-    tokens: &[u32],
-) -> Result<Option<FinishReason>> {
-    let ends_with = |id: &u32| batch.sampling.stop_token_ids.contains(id);
-    if tokens.last().is_some_and(ends_with) {
-        return Ok(Some(FinishReason::StopToken));
+    completion: &mut Completion,
+) -> Result<()> {
+    let is_stop = |id: &u32| batch.sampling.stop_token_ids.contains(id);
+    if let Some(last) = completion.tokens.iter().position(is_stop) {
+        completion.tokens.truncate(last + 1);
+        completion.drawn_log_probs.truncate(last + 1);
+        completion.weight_versions.truncate(last + 1);
+        if let Some(log_probs) = &mut completion.log_probs {
+            log_probs.truncate(last + 1);
+        }
+        completion.finish_reason = FinishReason::StopToken;
+    } else if let Some(strings) = stop_strings
+        && strings.end(&completion.tokens)?
+    {
+        completion.finish_reason = FinishReason::StopString;
     }
-    let at_string = stop_strings.map_or(Ok(false), |strings| strings.end(tokens))?;
-    Ok(at_string.then_some(FinishReason::StopString))
+    Ok(())
+}
+
+impl Drop for ServerGenerator {
+    fn drop(&mut self) {
+        // A server that cannot read its weights may be lost.
+        if self.servers.is_recovering()
+            && let Some(folder) = lock(&self.written).as_mut()
+        {
+            folder.keep();
+        }
+    }
 }
 
 /// Stops the threads of a call.
@@ -424,11 +447,10 @@ impl Batch {
             ensure_fits(&lease, job)?;
             let failure = match draw(&self.servers, &lease, job, &self.sampling) {
                 Ok(drawn) => {
-                    let completion = self.completion(drawn, &lease);
-                    completion
-                        .validate(self.vocab_size)
-                        .with_context(|| url.to_owned())?;
-                    return Ok(Some(completion));
+                    lease.succeed();
+                    let validated = probe::validate(&drawn, self.vocab_size);
+                    validated.with_context(|| url.to_owned())?;
+                    return Ok(Some(self.completion(drawn, &lease)));
                 }
                 Err(failure) => failure,
             };

@@ -41,10 +41,12 @@ impl Http {
     pub(super) fn send(&self, url: &str, call: &Call, limit: Duration) -> Result<Value, Failure> {
         let url = format!("{url}{}", call.path);
         let failed = |error: ureq::Error| match error {
-            ureq::Error::Timeout(_) => {
-                Failure::Connection(format!("no answer within {} s", limit.as_secs_f64()))
-            }
-            error => Failure::Connection(error.to_string()),
+            ureq::Error::Timeout(_) => Failure::Connection(format!(
+                "no answer within {} s ({})",
+                limit.as_secs_f64(),
+                call.path
+            )),
+            error => Failure::Connection(format!("{error} ({})", call.path)),
         };
         let authorization = self.authorization.iter();
         let answer = match &call.body {
@@ -69,7 +71,7 @@ impl Http {
         if !status.is_success() {
             return Err(Failure::Status {
                 status: status.as_u16(),
-                message: message_of(&text),
+                message: format!("{} ({})", message_of(&text), call.path),
             });
         }
         Ok(serde_json::from_str(&text).unwrap_or(Value::Null))

@@ -4,8 +4,8 @@
 //! servers, repeats what has failed, and sends the weights of the policy after each update. A
 //! [`Protocol`] has the requests and answers of one kind of server.
 //!
-//! Tokens go in and out as ids; no text is tokenized again. At the start, a probe finds out which
-//! distribution the log-probs of the server are of.
+//! Tokens go in and out as ids; no text is tokenized again. At the start, a probe determines the
+//! distribution of the server's log-probs.
 
 mod generator;
 mod http;

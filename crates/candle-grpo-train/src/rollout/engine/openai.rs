@@ -116,22 +116,25 @@ pub(super) fn parse(answer: &Value) -> Result<Drawn, Failure> {
     };
     let log_probs = log_probs
         .ok_or_else(|| malformed("logprobs: absent or not numbers, must be one for each token"))?;
-    let end = match (choice["finish_reason"].as_str(), &choice["stop_reason"]) {
-        (Some("length"), _) => End::Length,
-        (Some("stop"), Value::String(_)) => End::StopString,
-        (Some("stop"), _) => End::StopToken,
-        (Some("abort"), _) => End::Aborted,
-        (other, _) => {
-            let message = format!("finish_reason: {other:?}, must be stop, length or abort");
-            return Err(Failure::Malformed(message));
-        }
-    };
     Ok(Drawn {
         tokens,
         log_probs,
-        end,
+        end: end(&choice["finish_reason"], &choice["stop_reason"])?,
         weight_version: None,
     })
+}
+
+/// The end of a completion. `matched` is a text if a stop string has ended it.
+pub(super) fn end(reason: &Value, matched: &Value) -> Result<End, Failure> {
+    match (reason.as_str(), matched) {
+        (Some("length"), _) => Ok(End::Length),
+        (Some("stop"), Value::String(_)) => Ok(End::StopString),
+        (Some("stop"), _) => Ok(End::StopToken),
+        (Some("abort"), _) => Ok(End::Aborted),
+        _ => Err(Failure::Malformed(format!(
+            "finish_reason: {reason}, must be stop, length or abort"
+        ))),
+    }
 }
 
 /// A token id.

@@ -135,7 +135,7 @@ pub enum End {
     StopString,
     /// The maximum length.
     Length,
-    /// The server gave up. The completion is drawn again.
+    /// The server aborted it. The completion is drawn again.
     Aborted,
 }
 

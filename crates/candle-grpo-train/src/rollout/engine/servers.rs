@@ -42,8 +42,6 @@ struct State {
     generation: u64,
     /// The start of a wait for any server to be ready.
     waiting_since: Option<Instant>,
-    /// A failure that no server comes back from.
-    fatal: Option<String>,
 }
 
 struct ServerState {
@@ -56,6 +54,10 @@ struct ServerState {
     must_load: bool,
     /// The number of times that it has begun to load weights.
     loads: u64,
+    /// Requests that failed since the last one that did not.
+    failed_requests: u32,
+    /// The failure of a key that it does not accept.
+    refusal: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,8 +65,8 @@ enum Status {
     Ready,
     /// It is asked again at this time.
     Down(Instant),
-    /// A thread is asking it.
-    Recovering,
+    /// A thread has been asking it since this time.
+    Recovering(Instant),
 }
 
 /// A server that draws a completion, until the value is dropped.
@@ -99,6 +101,8 @@ impl Servers {
             last_failure: None,
             must_load: false,
             loads: 0,
+            failed_requests: 0,
+            refusal: None,
         };
         Self {
             protocol,
@@ -107,7 +111,6 @@ impl Servers {
                 weights: None,
                 generation: 0,
                 waiting_since: None,
-                fatal: None,
             }),
             list,
             served_model_name: config.served_model_name.clone(),
@@ -126,10 +129,11 @@ impl Servers {
         let mut state = self.lock();
         state.weights = Some(weights);
         state.generation += 1;
+        state.waiting_since = None;
         for server in &mut state.servers {
             server.must_load = true;
-            server.failures = 0;
-            if server.status != Status::Recovering {
+            server.refusal = None;
+            if !server.is_recovering() {
                 server.status = Status::Down(Instant::now());
             }
         }
@@ -140,7 +144,7 @@ impl Servers {
     ///
     /// # Errors
     ///
-    /// If no server becomes ready in time, or all refuse this client.
+    /// If no server becomes ready in time, or all refuse the key.
     pub(super) fn wait(
         self: &Arc<Self>,
         canceled: &dyn Fn() -> bool,
@@ -170,8 +174,7 @@ impl Servers {
     /// Returns whether a thread asks a server, which may be reading the weights.
     pub(super) fn is_recovering(&self) -> bool {
         let state = self.lock();
-        let mut servers = state.servers.iter();
-        servers.any(|server| server.status == Status::Recovering)
+        state.servers.iter().any(ServerState::is_recovering)
     }
 
     /// Waits before a request is repeated that has failed `tries` times, at most until `stop` is
@@ -188,7 +191,10 @@ impl Servers {
 
     /// Takes the server at `index` whether it is ready or not.
     pub(super) fn lease(&self, index: usize) -> Lease<'_> {
-        let mut state = self.lock();
+        self.lease_of(&mut self.lock(), index)
+    }
+
+    fn lease_of(&self, state: &mut State, index: usize) -> Lease<'_> {
         state.servers[index].in_flight += 1;
         Lease {
             servers: self,
@@ -215,8 +221,8 @@ impl Servers {
             let ready = state.servers.iter().enumerate();
             let ready = ready.filter(|(_, server)| server.status == Status::Ready);
             if let Some((index, _)) = ready.min_by_key(|(_, server)| server.in_flight) {
-                drop(state);
-                return Ok(Some(self.lease(index)));
+                // Under the same lock: the server may fail and load weights right after it.
+                return Ok(Some(self.lease_of(&mut state, index)));
             }
             state = self.wait_for_change(state)?;
         }
@@ -226,19 +232,24 @@ impl Servers {
         &'a self,
         mut state: MutexGuard<'a, State>,
     ) -> Result<MutexGuard<'a, State>> {
-        if let Some(fatal) = state.fatal.take() {
-            bail!("{fatal}");
+        if state.servers.iter().all(|server| server.refusal.is_some()) {
+            let refusals = state.servers.iter_mut();
+            // The next call asks again.
+            let refusals: Vec<String> = refusals.filter_map(|s| s.refusal.take()).collect();
+            bail!("rollout.api_key_env: {}", refusals.join("; "));
         }
-        let is = |status: Status| state.servers.iter().any(|server| server.status == status);
-        if is(Status::Ready) {
+        let is_ready = |server: &ServerState| server.status == Status::Ready;
+        if state.servers.iter().any(is_ready) {
             state.waiting_since = None;
         } else {
             let since = *state.waiting_since.get_or_insert_with(Instant::now);
-            let recovering = state
-                .servers
-                .iter()
-                .any(|server| server.status == Status::Recovering);
-            if since.elapsed() >= self.server_timeout && !recovering {
+            // A recovery that began in time may end. Without this bound, servers that time out by
+            // turns would be waited for without an end.
+            let in_time = |server: &ServerState| match server.status {
+                Status::Recovering(begun) => begun < since + self.server_timeout,
+                _ => false,
+            };
+            if since.elapsed() >= self.server_timeout && !state.servers.iter().any(in_time) {
                 let found = self.failures(&state);
                 // The next call waits from the start.
                 state.waiting_since = None;
@@ -279,7 +290,7 @@ impl Servers {
                 .name("engine".to_owned())
                 .spawn(move || servers.recover(index, weights.as_deref(), generation, must_load));
             match started {
-                Ok(_) => state.servers[index].status = Status::Recovering,
+                Ok(_) => state.servers[index].status = Status::Recovering(now),
                 Err(error) => {
                     let failure = format!("no thread can be started: {error}");
                     state.servers[index].fail(failure);
@@ -302,17 +313,18 @@ impl Servers {
             .unwrap_or_else(|_| Err(Failure::Malformed("the protocol panicked".to_owned())));
         let mut state = self.lock();
         let changed = state.generation != generation;
-        if let Err(failure) = &recovered
-            && let Failure::Status {
-                status: 401 | 403, ..
-            } = failure
-        {
-            state.fatal = Some(format!(
-                "rollout.api_key_env: {} refuses the key: {failure}",
-                self.list[index].url
-            ));
-        }
         let server = &mut state.servers[index];
+        server.refusal = match &recovered {
+            Err(
+                failure @ Failure::Status {
+                    status: 401 | 403, ..
+                },
+            ) => Some(format!(
+                "{} refuses the key: {failure}",
+                self.list[index].url
+            )),
+            _ => None,
+        };
         match recovered {
             // The weights have changed meanwhile.
             _ if changed => server.status = Status::Down(Instant::now()),
@@ -346,8 +358,12 @@ impl Servers {
         }
         match weights {
             Some(weights) if must_load || !self.protocol.serves(server, weights)? => {
-                // Before the version can change.
-                self.lock().servers[index].loads += 1;
+                // Before the version can change. A load that fails must be repeated: it may have
+                // set the version, and left the server paused.
+                let mut state = self.lock();
+                state.servers[index].loads += 1;
+                state.servers[index].must_load = true;
+                drop(state);
                 self.protocol.load(server, weights)
             }
             _ => Ok(()),
@@ -363,12 +379,13 @@ fn backoff(failures: u32) -> Duration {
 }
 
 impl ServerState {
+    fn is_recovering(&self) -> bool {
+        matches!(self.status, Status::Recovering(_))
+    }
+
     /// Sets the server aside, for longer after each failure.
     fn fail(&mut self, failure: String) {
-        let doublings = self.failures.min(10);
-        let wait = FIRST_BACKOFF
-            .saturating_mul(1 << doublings)
-            .min(MAX_BACKOFF);
+        let wait = backoff(self.failures.max(self.failed_requests));
         self.failures = self.failures.saturating_add(1);
         self.last_failure = Some(failure);
         self.status = Status::Down(Instant::now() + wait);
@@ -379,6 +396,11 @@ impl Lease<'_> {
     /// The server.
     pub(super) fn server(&self) -> &Server {
         &self.servers.list[self.index]
+    }
+
+    /// Notes that the server has answered a request.
+    pub(super) fn succeed(&self) {
+        self.servers.lock().servers[self.index].failed_requests = 0;
     }
 
     /// Returns whether the server has begun to load weights since the start of the lease. The
@@ -397,6 +419,7 @@ impl Lease<'_> {
         // Several requests may fail together.
         if same && server.status == Status::Ready {
             server.fail(failure.to_string());
+            server.failed_requests = server.failed_requests.saturating_add(1);
         }
         drop(state);
         self.servers.changed.notify_all();

@@ -2,12 +2,12 @@
 
 use serde_json::{Value, json};
 
-use super::openai::{number, token};
-use super::protocol::{Call, DrawRequest, Drawn, End, Failure, Protocol, ServedModel, Server};
+use super::openai::{end, number, token};
+use super::protocol::{Call, DrawRequest, Drawn, Failure, Protocol, ServedModel, Server};
 use super::weights::{EngineWeights, WeightFormat};
 
 /// A server of SGLang (0.5), started with `--enable-lora` for adapters. The client is written from
-/// the source of SGLang and has not met a real server.
+/// the source of SGLang and has not been tested against a real server.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sglang;
 
@@ -70,20 +70,10 @@ impl Protocol for Sglang {
             malformed("output_token_logprobs: absent or not numbers, must be one for each token")
         })?;
         let reason = &meta["finish_reason"];
-        let end = match (reason["type"].as_str(), &reason["matched"]) {
-            (Some("length"), _) => End::Length,
-            (Some("stop"), Value::String(_)) => End::StopString,
-            (Some("stop"), _) => End::StopToken,
-            (Some("abort"), _) => End::Aborted,
-            (other, _) => {
-                let message = format!("finish_reason: {other:?}, must be stop, length or abort");
-                return Err(Failure::Malformed(message));
-            }
-        };
         Ok(Drawn {
             tokens,
             log_probs,
-            end,
+            end: end(&reason["type"], &reason["matched"])?,
             weight_version: meta["weight_version"].as_str().map(str::to_owned),
         })
     }

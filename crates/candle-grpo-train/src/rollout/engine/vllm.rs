@@ -35,7 +35,7 @@ impl Protocol for Vllm {
 
     fn load(&self, server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
         match weights.format {
-            WeightFormat::Adapter => load_adapter(server, weights),
+            WeightFormat::Adapter => load_adapter(server, weights)?,
             WeightFormat::Disk => {
                 server.call(&Call::post("/pause?mode=keep", json!({})))?;
                 let loaded = reload(server, weights);
@@ -43,20 +43,30 @@ impl Protocol for Vllm {
                 let resumed = server.call(&Call::post("/resume", json!({})));
                 loaded?;
                 resumed?;
-                match self.serves(server, weights)? {
-                    true => Ok(()),
-                    false => Err(Failure::LostWeights(format!(
-                        "/weight_info: another version than {}, which it has just loaded",
-                        weights.name()
-                    ))),
-                }
+            }
+        }
+        match self.serves(server, weights)? {
+            true => Ok(()),
+            false => {
+                let message = format!("it does not serve {} after loading it", weights.name());
+                Err(Failure::LostWeights(message))
             }
         }
     }
 
     fn serves(&self, server: &Server, weights: &EngineWeights) -> Result<bool, Failure> {
-        let answer = server.call(&Call::get("/weight_info"))?;
-        Ok(answer["weight_version"] == weights.name())
+        match weights.format {
+            WeightFormat::Adapter => {
+                let answer = server.call(&Call::get("/v1/models"))?;
+                let models = answer["data"].as_array();
+                let mut models = models.into_iter().flatten();
+                Ok(models.any(|model| model["id"] == weights.name()))
+            }
+            WeightFormat::Disk => {
+                let answer = server.call(&Call::get("/weight_info"))?;
+                Ok(answer["weight_version"] == weights.name())
+            }
+        }
     }
 }
 
@@ -65,10 +75,21 @@ fn reload(server: &Server, weights: &EngineWeights) -> Result<(), Failure> {
     let folder = weights.path.display().to_string();
     let body = json!({"method": "reload_weights", "kwargs": {"weights_path": folder}});
     server.call(&Call::post("/collective_rpc", body))?;
-    server.call(&Call::post("/reset_prefix_cache", json!({})))?;
+    reset_prefix_cache(server)?;
     let body = json!({"new_version": weights.name()});
     server.call(&Call::post("/update_weight_version", body))?;
     Ok(())
+}
+
+/// Forgets the keys and values of earlier weights. A server that still needs them refuses.
+fn reset_prefix_cache(server: &Server) -> Result<(), Failure> {
+    let answer = server.call(&Call::post("/reset_prefix_cache", json!({})))?;
+    match answer["success"] == false {
+        true => Err(Failure::Malformed(
+            "/reset_prefix_cache: the cache is in use, must be reset".to_owned(),
+        )),
+        false => Ok(()),
+    }
 }
 
 /// Loads an adapter under its own name, and unloads the one before. A server that has restarted
@@ -82,8 +103,8 @@ fn load_adapter(server: &Server, weights: &EngineWeights) -> Result<(), Failure>
     server.call(&Call::post("/v1/load_lora_adapter", body))?;
     // Keys and values are cached by name and path, which an earlier run may have used for other
     // weights. Without VLLM_SERVER_DEV_MODE the cache cannot be reset.
-    match server.call(&Call::post("/reset_prefix_cache", json!({}))) {
-        Ok(_) | Err(Failure::Status { status: 404, .. }) => {}
+    match reset_prefix_cache(server) {
+        Ok(()) | Err(Failure::Status { status: 404, .. }) => {}
         Err(failure) => return Err(failure),
     }
     for old in &weights.replaced {

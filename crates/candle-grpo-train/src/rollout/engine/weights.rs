@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candle_grpo_nn::{Lora, Parameters, atomic_file};
 
-use crate::folder_lock::FolderLock;
+use crate::folder_lock::{FolderLock, LOCK};
 use crate::model::pretrained::{CONFIG, MODEL};
 use crate::owned_files::{ENGINE_VERSION, Owned};
 use crate::rollout::PolicyWeights;
@@ -57,18 +57,33 @@ impl WeightFolder {
     ///
     /// # Errors
     ///
-    /// If another program writes weights there, or the folder cannot be written.
+    /// If another program writes weights there, the folder has versions and no lock of this
+    /// program, or it cannot be written.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let open = || -> Result<Self> {
             fs::create_dir_all(path)?;
-            let path = fs::canonicalize(path)?;
-            let lock = FolderLock::take(&path, "weights")?;
-            atomic_file::remove_leftovers(&path)?;
+            // Links stay: they may lead elsewhere where the server runs.
+            let path = std::path::absolute(path)?;
+            let is_own = path.join(LOCK).is_file();
+            let mut versions = Vec::new();
             for entry in fs::read_dir(&path)? {
-                let path = entry?.path();
-                if Owned::EngineWeights.owns_folder(&path) {
-                    Owned::EngineVersion.remove(&path)?;
+                let entry = entry?.path();
+                if Owned::EngineWeights.owns_folder(&entry) {
+                    versions.push(entry);
                 }
+            }
+            if let (false, Some(version)) = (is_own, versions.first()) {
+                bail!(
+                    "has {}, must be a folder for the weights of one run",
+                    version.display()
+                );
+            }
+            let lock = FolderLock::take(&path, "weights")?;
+            if is_own {
+                atomic_file::remove_leftovers(&path)?;
+            }
+            for version in versions {
+                Owned::EngineVersion.remove(&version)?;
             }
             Ok(Self {
                 path,
@@ -93,7 +108,7 @@ impl WeightFolder {
                 Ok(())
             }
             (WeightFormat::Adapter, None) => {
-                anyhow::bail!("weight_sync: adapter, must be disk as no adapters train")
+                bail!("weight_sync: adapter, must be disk as no adapters train")
             }
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer apart from a tied embedding.
@@ -125,6 +140,11 @@ impl WeightFolder {
         let removed = self.remove_all();
         self.versions.extend(last);
         removed
+    }
+
+    /// Leaves all versions where they are, until the folder is opened again.
+    pub(super) fn keep(&mut self) {
+        self.versions.clear();
     }
 
     fn remove_all(&mut self) -> Result<()> {
@@ -220,6 +240,14 @@ mod tests {
         fs::write(path.join("policy-000007/model.safetensors"), "").unwrap();
         fs::create_dir_all(path.join("policy-best")).unwrap();
         fs::write(path.join("notes.txt"), "mine").unwrap();
+        // Without the lock of this program, the version may be a model of the user.
+        let error = format!("{:#}", WeightFolder::open(path).err().unwrap());
+        assert!(
+            error.ends_with("must be a folder for the weights of one run"),
+            "{error}"
+        );
+        assert!(path.join("policy-000007/model.safetensors").exists());
+        fs::write(path.join(LOCK), "").unwrap();
         drop(WeightFolder::open(path).unwrap());
         assert!(!path.join("policy-000007").exists());
         assert!(path.join("policy-best").exists() && path.join("notes.txt").exists());

@@ -63,7 +63,7 @@ fn answer(shared: &Shared, request: &Request) -> Reply {
             ok(json!({"status": "resumed"}))
         }
         ("GET", "/is_paused") => ok(json!({"is_paused": shared.engine().paused})),
-        ("POST", "/reset_prefix_cache") => Reply::new(200, ""),
+        ("POST", "/reset_prefix_cache") => ok(json!({"success": true})),
         ("POST", "/update_weight_version") => {
             let body = object(&request.body, &["new_version"]);
             match body.and_then(|body| field::<String>(&body, "new_version")) {
