@@ -76,7 +76,8 @@ fn chat() -> Chat {
 #[case("{{ x | tojson(ensure_ascii=true) }}", json!("é🙂"), r#""\u00e9\ud83d\ude42""#)]
 #[case("{{ x | tojson(sort_keys=true, separators=(',', ':')) }}", json!({"b": 1, "a": [1, 2]}), r#"{"a":[1,2],"b":1}"#)]
 #[case("{{ x | tojson(indent=1) }}", json!({"a": [], "b": {}, "c": [1]}), "{\n \"a\": [],\n \"b\": {},\n \"c\": [\n  1\n ]\n}")]
-#[case("{{ {1: none, true: 2.0} | tojson }}", json!(0), r#"{"1": null, "true": 2.0}"#)]
+// Python and minijinja hold 1 and true for equal keys, minijinja for some seeds of its hashes only.
+#[case("{{ {1: none, false: 2.0} | tojson }}", json!(0), r#"{"1": null, "false": 2.0}"#)]
 #[case("{{ x is sequence }}{{ x is string }}{{ x is mapping }}", json!("a"), "TrueTrueFalse")]
 #[case("{{ x is iterable }}{{ [] is iterable }}{{ 'a' is iterable }}{{ 1 is iterable }}", json!(null), "FalseTrueTrueFalse")]
 #[case("{{ x | trim }}|{{ ' a ' | trim }}|{{ '-a-' | trim('-') }}", json!([" a", null]), "[' a', None]|a|a")]
