@@ -7,6 +7,7 @@ pub(crate) mod fake_vllm;
 mod fakes;
 mod faults;
 mod random_faults;
+mod recorded;
 mod served_policy;
 mod weights;
 
