@@ -101,9 +101,8 @@ impl ServerGenerator {
         let protocol: Box<dyn Protocol> = match config.engine {
             Engine::Vllm => Box::new(Vllm),
             Engine::Sglang => Box::new(Sglang),
-            Engine::Openai => Box::new(OpenAi),
-            // An error below.
-            Engine::Local => Box::new(OpenAi),
+            // `with_protocol` refuses a local engine.
+            Engine::Openai | Engine::Local => Box::new(OpenAi),
         };
         Self::with_protocol(protocol, config, sampling, vocab_size, folder)
     }
