@@ -1,0 +1,93 @@
+//! The interface to all ranks.
+
+use candle_core::{Device, Result, Tensor, bail};
+
+/// The ranks of a job, and the operations in which all of them take part.
+///
+/// Tensors are contiguous, and an operation changes them in place. Sums are of f32, f64 or bf16;
+/// every rank receives the same bits. The other operations copy elements of any dtype.
+///
+/// Every rank calls the same operations in the same order, with as many tensors of the same shapes
+/// and dtypes. Calls of several threads must not overlap.
+///
+/// # Errors
+///
+/// Every operation fails if a tensor is not contiguous or has a dtype that it cannot handle, and
+/// if another rank has ended. A rank that fails on its own must [`abort`](Self::abort), as the
+/// others wait for it.
+pub trait Collective: Send + Sync {
+    /// The number of this process, below [`Self::world_size`].
+    fn rank(&self) -> usize;
+
+    /// The number of processes, at least 1.
+    fn world_size(&self) -> usize;
+
+    /// Replaces each tensor with its sum over all ranks.
+    fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()>;
+
+    /// Sums each tensor over all ranks and gives each rank a part of the sum.
+    ///
+    /// The elements of a tensor are divided into [`Self::world_size`] parts of one size, one after
+    /// another. Part r has the sum on rank r; the content of the others is not specified.
+    fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()>;
+
+    /// Replaces part r of each tensor with that of rank r, for all r. The parts are those of
+    /// [`Self::reduce_scatter_sum`].
+    fn all_gather(&self, tensors: &[&Tensor]) -> Result<()>;
+
+    /// Replaces each tensor with that of rank `root`.
+    fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()>;
+
+    /// Waits until all ranks have called it.
+    fn barrier(&self) -> Result<()>;
+
+    /// Begins [`Self::all_reduce_sum`]. The tensors must not be used before [`Self::finish`].
+    ///
+    /// The default implementation sums them at once.
+    fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        self.all_reduce_sum(tensors)
+    }
+
+    /// Lets all later operations on tensors see the results of [`Self::start_all_reduce_sum`].
+    fn finish(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Ends the processes of all ranks, after an error of this one.
+    fn abort(&self) -> ! {
+        std::process::exit(1)
+    }
+
+    /// Returns the bytes of each rank, in the order of the ranks. Their lengths may differ.
+    fn all_gather_bytes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let (rank, world_size) = (self.rank(), self.world_size());
+        let gathered = |own: &[u8], width: usize| -> Result<Vec<u8>> {
+            let mut all = vec![0u8; width * world_size];
+            all[rank * width..][..own.len()].copy_from_slice(own);
+            let all = Tensor::from_vec(all, width * world_size, &Device::Cpu)?;
+            self.all_gather(&[&all])?;
+            all.to_vec1()
+        };
+        let lengths: Vec<usize> = gathered(&(own.len() as u64).to_le_bytes(), 8)?
+            .chunks_exact(8)
+            .map(|bytes| bytes.iter().rev().fold(0, |n, &byte| n << 8 | usize::from(byte)))
+            .collect();
+        let width = lengths.iter().copied().max().unwrap_or(0);
+        if lengths.get(rank) != Some(&own.len()) {
+            bail!(
+                "all_gather_bytes: length {:?} of rank {rank}, must be {}",
+                lengths.get(rank),
+                own.len()
+            );
+        }
+        if width == 0 {
+            return Ok(vec![Vec::new(); world_size]);
+        }
+        let all = gathered(own, width)?;
+        Ok(all
+            .chunks_exact(width)
+            .zip(lengths)
+            .map(|(bytes, length)| bytes[..length].to_vec())
+            .collect())
+    }
+}
