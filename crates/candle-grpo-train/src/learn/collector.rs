@@ -89,14 +89,14 @@ impl Collector {
     /// Passes `weights` to the generator unless it has them or newer ones.
     fn update(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
-        turn.update(&**self.sampler.generator(), weights)
+        turn.update(&**self.sampler.generator(), weights, &*self.progress)
     }
 
     /// Passes `weights` to the generator, even if it has them.
     pub(super) fn resend(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
         turn.reset();
-        turn.update(&**self.sampler.generator(), weights)
+        turn.update(&**self.sampler.generator(), weights, &*self.progress)
     }
 
     /// Returns true if the generator draws from the parameters of the policy themselves.
@@ -112,9 +112,10 @@ impl Collector {
         sampling: SamplingConfig,
     ) -> Result<Sampler> {
         let mut turn = self.generator.reserve();
-        turn.update(&**self.sampler.generator(), weights)?;
+        let progress = self.progress.receiver();
+        turn.update(&**self.sampler.generator(), weights, &*progress)?;
         let sampler = self.sampler.clone().with_config(sampling)?;
-        Ok(sampler.with_progress(self.progress.receiver()))
+        Ok(sampler.with_progress(progress))
     }
 
     /// Passes `weights` to the generator, and samples until step `step` has enough groups, from the

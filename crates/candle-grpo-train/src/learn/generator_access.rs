@@ -76,9 +76,10 @@ impl Turn<'_> {
         &mut self,
         generator: &dyn Generator,
         weights: &PolicyWeights<'_>,
+        progress: &dyn Progress,
     ) -> Result<()> {
         if self.0.is_none_or(|version| version < weights.version) {
-            generator.weights_changed(weights)?;
+            generator.weights_changed(weights, progress)?;
             *self.0 = Some(weights.version);
         }
         Ok(())

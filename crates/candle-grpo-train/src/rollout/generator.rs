@@ -42,10 +42,12 @@ pub trait Generator: Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the weights cannot be taken over. The trainer then fails before it samples, and tries
-    /// again at the next step.
-    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
-        let _ = weights;
+    /// If the weights cannot be taken over, or with [`Interrupted`](crate::Interrupted) after
+    /// `progress` cancels. The trainer then fails before it samples, and tries again at the next
+    /// step. A generator that waits checks [`Progress::is_canceled`] at intervals, as in
+    /// [`Self::generate`].
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
+        let _ = (weights, progress);
         Ok(())
     }
 

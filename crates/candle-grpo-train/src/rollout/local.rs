@@ -17,7 +17,7 @@ use super::stop_strings::StopStrings;
 use super::{Completion, FinishReason};
 use crate::learn::reference::decoder_in;
 use crate::random::uniform;
-use crate::{ComputeDType, Interrupted, NotFinite};
+use crate::{ComputeDType, Interrupted, NotFinite, Progress};
 
 /// Prompts are split into passes of the decoder with about this many tokens.
 const PREFILL_TOKENS: usize = 512;
@@ -191,7 +191,7 @@ impl Generator for LocalGenerator {
         }
     }
 
-    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
         if let Some(Detached { trained, copies }) = &self.detached {
             let new = weights
                 .adapters

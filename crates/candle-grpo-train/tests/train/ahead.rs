@@ -16,7 +16,7 @@ use candle_grpo_loss::{Recipe, RolloutCorrection};
 use candle_grpo_nn::LoraConfig;
 use candle_grpo_test_support::device;
 use candle_grpo_train::data::ShuffledOrder;
-use candle_grpo_train::progress::Phase;
+use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, StepMetrics,
@@ -114,7 +114,7 @@ impl Generator for Recorder {
         })
     }
 
-    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
         let parameters = weights.parameters.copy_to(&Device::Cpu)?;
         let adapters = weights
             .adapters
@@ -461,10 +461,14 @@ fn weights_that_were_not_taken_are_passed_again() {
         fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
             self.0.generate(batch, deliver)
         }
-        fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+        fn weights_changed(
+            &self,
+            weights: &PolicyWeights<'_>,
+            progress: &dyn Progress,
+        ) -> Result<()> {
             let failed = weights.version == 1 && !self.1.swap(true, Ordering::SeqCst);
             ensure!(!failed, "engine: no answer");
-            self.0.weights_changed(weights)
+            self.0.weights_changed(weights, progress)
         }
     }
     let recorder = Recorder::plain();
@@ -474,6 +478,67 @@ fn weights_that_were_not_taken_are_passed_again() {
     let error = trainer.step().unwrap_err();
     assert_eq!(format!("{error:#}"), "step 3: engine: no answer");
     assert_eq!(staleness_max(&trainer.step().unwrap()), 0.);
+}
+
+/// A generator whose first transfer of version 1 lasts until it is canceled.
+struct SlowTransfer {
+    inner: Arc<Recorder>,
+    started: Mutex<Option<Sender<()>>>,
+}
+
+impl Generator for SlowTransfer {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        self.inner.generate(batch, deliver)
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
+        if weights.version == 1
+            && let Some(started) = self.started.lock().unwrap().take()
+        {
+            started.send(())?;
+            wait_for_cancel(progress)?;
+        }
+        self.inner.weights_changed(weights, progress)
+    }
+}
+
+/// Advantages of GRPO, except for an error in the second step, after a message of the transfer.
+struct FailsDuringTransfer {
+    steps: AtomicUsize,
+    transfer: Mutex<Receiver<()>>,
+}
+
+impl AdvantageEstimator for FailsDuringTransfer {
+    fn estimate(&self, batch: &AdvantageBatch) -> candle_core::Result<Advantages> {
+        if self.steps.fetch_add(1, Ordering::SeqCst) == 1 {
+            let transfer = self.transfer.lock().unwrap();
+            transfer.recv_timeout(NEVER).unwrap();
+            candle_core::bail!("no advantages");
+        }
+        AdvantagePipeline::grpo().estimate(batch)
+    }
+}
+
+#[test]
+fn an_error_of_the_training_ends_a_transfer_of_weights() {
+    let (started, transfer) = channel();
+    let inner = Recorder::plain();
+    let mut trainer = trainer(digest, config(1))
+        .with_generator(Arc::new(SlowTransfer {
+            inner: inner.clone(),
+            started: Mutex::new(Some(started)),
+        }))
+        .with_advantage_estimator(FailsDuringTransfer {
+            steps: AtomicUsize::new(0),
+            transfer: Mutex::new(transfer),
+        });
+    trainer.step().unwrap();
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    assert!(error.contains("no advantages"), "{error}");
+    assert!(inner.versions().iter().all(|&(_, version)| version == 0));
+    // The weights are passed again.
+    let metrics = trainer.step().unwrap();
+    assert_eq!((metrics.step, staleness_max(&metrics)), (2, 0.));
 }
 
 /// Cancels when it is set.
@@ -757,14 +822,13 @@ fn a_detached_generator_keeps_its_weights_until_it_receives_others() {
     assert_eq!(log_probs(detached.clone()), before);
     let now = log_probs(Arc::new(weights(&trainer, 8)));
     assert_ne!(now, before);
-    detached
-        .weights_changed(&PolicyWeights {
-            version: 8,
-            model: trainer.actor().model(),
-            parameters: trainer.actor().parameters(),
-            adapters: None,
-        })
-        .unwrap();
+    let changed = PolicyWeights {
+        version: 8,
+        model: trainer.actor().model(),
+        parameters: trainer.actor().parameters(),
+        adapters: None,
+    };
+    detached.weights_changed(&changed, &NoProgress).unwrap();
     assert_eq!(log_probs(detached), now);
 }
 

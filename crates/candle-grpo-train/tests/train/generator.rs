@@ -8,7 +8,8 @@ use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{OldLogProbs, rollout_log_probs};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
-    Completion, FinishReason, Generator, Sampler, TokenBatch, TrainConfig, Trainer, evaluate,
+    Completion, FinishReason, Generator, Progress, Sampler, TokenBatch, TrainConfig, Trainer,
+    evaluate,
 };
 use rstest::rstest;
 
@@ -56,7 +57,7 @@ impl Generator for Remote {
         Ok(())
     }
 
-    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
         self.versions.lock().unwrap().push(weights.version);
         let copy = weights.merged()?.frozen_copy()?.into_iter().collect();
         let copy = candle_grpo_nn::Parameters::from_tensors(weights.model, copy, device())?;
@@ -248,7 +249,7 @@ impl Generator for Unreachable {
         Constant(with_tool()).generate(batch, deliver)
     }
 
-    fn weights_changed(&self, _: &PolicyWeights<'_>) -> Result<()> {
+    fn weights_changed(&self, _: &PolicyWeights<'_>, _: &dyn Progress) -> Result<()> {
         let mut calls = self.0.lock().unwrap();
         *calls += 1;
         anyhow::ensure!(*calls > 1, "engine: no answer");

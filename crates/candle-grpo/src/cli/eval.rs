@@ -61,7 +61,6 @@ pub(super) fn eval(
                 pretrained.model.vocab_size,
                 &RunDir::engine_weights(&run.run_dir),
                 &[],
-                progress.clone(),
             )?,
             false => None,
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
-use candle_grpo_train::{Generator, Progress, Prompt, SamplingConfig};
+use candle_grpo_train::{Generator, Prompt, SamplingConfig};
 
 /// Creates the generator of the servers in `config`, for a policy with `vocab_size` tokens that is
 /// sampled with `sampling`. `None` is the policy in this process.
@@ -22,7 +22,6 @@ pub fn engine(
     vocab_size: usize,
     folder: &Path,
     prompts: &[Prompt],
-    progress: Arc<dyn Progress>,
 ) -> Result<Option<Arc<dyn Generator>>> {
     if config.engine == Engine::Local {
         return Ok(None);
@@ -34,14 +33,11 @@ pub fn engine(
         let generator = ServerGenerator::new(config, sampling, vocab_size, folder)?;
         let prompts = prompts.iter().map(|prompt| prompt.tokens.clone());
         let prompts: Vec<Vec<u32>> = prompts.collect();
-        let generator = generator
-            .with_probe_prompts(&prompts)
-            .with_progress(progress);
-        Ok(Some(Arc::new(generator)))
+        Ok(Some(Arc::new(generator.with_probe_prompts(&prompts))))
     }
     #[cfg(not(feature = "engines"))]
     {
-        let _ = (sampling, vocab_size, folder, prompts, progress);
+        let _ = (sampling, vocab_size, folder, prompts);
         anyhow::bail!(
             "rollout.engine: {}, must be local: this program was built without the feature engines",
             candle_grpo_core::validate::Name(&config.engine)

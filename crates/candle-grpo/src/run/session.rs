@@ -128,7 +128,6 @@ impl Session {
             pretrained.model.vocab_size,
             &RunDir::engine_weights(&config.run_dir),
             &train,
-            Arc::clone(&progress),
         )?;
         let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?;
         let mut trainer = Trainer::new(

@@ -28,9 +28,13 @@ impl Generator for Counting {
         self.local.generate(batch, deliver)
     }
 
-    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn weights_changed(
+        &self,
+        weights: &PolicyWeights<'_>,
+        progress: &dyn candle_grpo::train::Progress,
+    ) -> Result<()> {
         self.versions.lock().unwrap().push(weights.version);
-        self.local.weights_changed(weights)
+        self.local.weights_changed(weights, progress)
     }
 }
 

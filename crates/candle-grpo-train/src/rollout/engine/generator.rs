@@ -17,7 +17,6 @@ use super::servers::{Lease, POLL, Servers};
 use super::sglang::Sglang;
 use super::vllm::Vllm;
 use super::weights::{EngineWeights, WeightFolder, WeightFormat};
-use crate::progress::NoProgress;
 use crate::rollout::stop_strings::StopStrings;
 use crate::rollout::{
     CompletionSeed, Deliver, Engine, GenerationBatch, Generator, PolicyWeights, RolloutConfig,
@@ -60,7 +59,6 @@ pub struct ServerGenerator {
     distribution: Mutex<Option<Distribution>>,
     max_inflight: usize,
     max_retries: usize,
-    progress: Arc<dyn Progress>,
 }
 
 /// A completion to draw.
@@ -143,7 +141,6 @@ impl ServerGenerator {
             distribution: Mutex::new(None),
             max_inflight: config.max_inflight,
             max_retries: config.max_retries,
-            progress: Arc::new(NoProgress),
         })
     }
 
@@ -151,12 +148,6 @@ impl ServerGenerator {
     /// continues random tokens.
     pub fn with_probe_prompts(mut self, prompts: &[Vec<u32>]) -> Self {
         self.probe_prompts = probe::prompts(prompts, self.vocab_size);
-        self
-    }
-
-    /// Sets the observer whose request to stop ends a transfer of weights.
-    pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
-        self.progress = progress;
         self
     }
 
@@ -184,9 +175,10 @@ impl ServerGenerator {
         &self,
         weights: &PolicyWeights<'_>,
         ready: &[usize],
+        progress: &dyn Progress,
     ) -> Result<std::result::Result<(), (usize, Failure)>> {
         for &index in ready {
-            let plain = match self.ask(index, &probe::sampling(&self.sampling, 0))? {
+            let plain = match self.ask(index, &probe::sampling(&self.sampling, 0), progress)? {
                 Ok(answers) => answers,
                 Err(failure) => return Ok(Err((index, failure))),
             };
@@ -202,7 +194,7 @@ impl ServerGenerator {
             let mut found = Distribution::Tempered;
             // Without filters the two distributions are the same.
             if probe::is_filtered(&self.sampling) {
-                match self.ask(index, &probe::sampling(&self.sampling, 1))? {
+                match self.ask(index, &probe::sampling(&self.sampling, 1), progress)? {
                     Ok(answers) if probe::are_certain(&answers) => found = Distribution::Drawn,
                     Ok(_) => {}
                     Err(failure) => return Ok(Err((index, failure))),
@@ -238,11 +230,12 @@ impl ServerGenerator {
         &self,
         index: usize,
         sampling: &SamplingConfig,
+        progress: &dyn Progress,
     ) -> Result<std::result::Result<Vec<Drawn>, Failure>> {
         let servers = Arc::clone(&self.servers);
         let prompts = self.probe_prompts.clone();
         let sampling = Arc::new(sampling.clone());
-        self.in_background(move || {
+        in_background(progress, move || {
             let lease = servers.lease(index);
             let jobs = prompts.into_iter().enumerate();
             let jobs = jobs.map(|(number, prompt)| Job {
@@ -259,28 +252,6 @@ impl ServerGenerator {
             jobs.map(|job| draw(&servers, &lease, &job, &sampling))
                 .collect()
         })
-    }
-
-    /// Runs `work` on another thread, and leaves it there if the progress cancels.
-    fn in_background<T: Send + 'static>(
-        &self,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> Result<T> {
-        let (sender, receiver) = channel();
-        thread::Builder::new()
-            .name("engine".to_owned())
-            .spawn(move || sender.send(work()))
-            .context("starting a thread")?;
-        loop {
-            match receiver.recv_timeout(POLL) {
-                Ok(done) => return Ok(done),
-                Err(RecvTimeoutError::Disconnected) => bail!("a thread of the engine panicked"),
-                Err(RecvTimeoutError::Timeout) if self.progress.is_canceled() => {
-                    return Err(Interrupted.into());
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-            }
-        }
     }
 }
 
@@ -333,7 +304,7 @@ impl Generator for ServerGenerator {
         Ok(())
     }
 
-    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
         let Some(format) = self.format(weights) else {
             return Ok(());
         };
@@ -341,9 +312,9 @@ impl Generator for ServerGenerator {
         self.servers.set_weights(Arc::new(written));
         let mut tried = Vec::new();
         loop {
-            let ready = self.servers.wait(&|| self.progress.is_canceled())?;
+            let ready = self.servers.wait(progress)?;
             let ready = ready.ok_or(Interrupted)?;
-            let Err((index, failure)) = self.probe(weights, &ready)? else {
+            let Err((index, failure)) = self.probe(weights, &ready, progress)? else {
                 break;
             };
             let lease = self.servers.lease(index);
@@ -360,6 +331,28 @@ impl Generator for ServerGenerator {
             // A server that hangs may be reading an older version.
             Some(folder) if !self.servers.is_recovering() => folder.remove_replaced(),
             _ => Ok(()),
+        }
+    }
+}
+
+/// Runs `work` on another thread, and leaves it there if `progress` cancels.
+fn in_background<T: Send + 'static>(
+    progress: &dyn Progress,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T> {
+    let (sender, receiver) = channel();
+    thread::Builder::new()
+        .name("engine".to_owned())
+        .spawn(move || sender.send(work()))
+        .context("starting a thread")?;
+    loop {
+        match receiver.recv_timeout(POLL) {
+            Ok(done) => return Ok(done),
+            Err(RecvTimeoutError::Disconnected) => bail!("a thread of the engine panicked"),
+            Err(RecvTimeoutError::Timeout) if progress.is_canceled() => {
+                return Err(Interrupted.into());
+            }
+            Err(RecvTimeoutError::Timeout) => {}
         }
     }
 }

@@ -11,6 +11,7 @@ use anyhow::{Result, bail};
 use super::http::Http;
 use super::protocol::{Failure, Protocol, Server};
 use super::weights::EngineWeights;
+use crate::Progress;
 use crate::rollout::RolloutConfig;
 
 /// The longest wait for the answer of a server that is asked whether it is ready.
@@ -140,19 +141,16 @@ impl Servers {
     }
 
     /// Waits until a server is ready and every other one is ready, has failed or hangs. Returns the
-    /// places of those that are ready, or `None` if canceled.
+    /// places of those that are ready, or `None` if `progress` cancels.
     ///
     /// # Errors
     ///
     /// If no server becomes ready in time, or all refuse the key.
-    pub(super) fn wait(
-        self: &Arc<Self>,
-        canceled: &dyn Fn() -> bool,
-    ) -> Result<Option<Vec<usize>>> {
+    pub(super) fn wait(self: &Arc<Self>, progress: &dyn Progress) -> Result<Option<Vec<usize>>> {
         let begun = Instant::now();
         let mut state = self.lock();
         loop {
-            if canceled() {
+            if progress.is_canceled() {
                 return Ok(None);
             }
             self.recover_due(&mut state);

@@ -390,12 +390,9 @@ fn a_cancellation_ends_a_transfer_of_weights(
     let server = &setup.servers[0];
     fail(server, path, usize::MAX, fault);
     let cancel = Arc::new(Cancel::default());
-    let progress: Arc<dyn Progress> = Arc::clone(&cancel) as _;
-    let client = setup
-        .client(&setup.config(), &short())
-        .with_progress(progress);
+    let client = setup.client(&setup.config(), &short());
     thread::scope(|scope| {
-        let pushing = scope.spawn(|| setup.policy(1).push(&client));
+        let pushing = scope.spawn(|| setup.policy(1).push_with(&client, &*cancel));
         server
             .http
             .wait_for_requests(|requests| requests.iter().any(|r| r.path() == path));

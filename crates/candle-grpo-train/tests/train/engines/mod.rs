@@ -18,6 +18,7 @@ use candle_core::DType;
 use candle_grpo_nn::{Lora, LoraConfig, Parameters};
 use candle_grpo_test_support::{device, noise_tensor};
 use candle_grpo_train::learn::Reference;
+use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::ServerGenerator;
 use candle_grpo_train::rollout::{
     CompletionSeed, Engine, PolicyWeights, RolloutConfig, WeightSync,
@@ -161,7 +162,11 @@ impl Policy {
 
     /// Sends the weights.
     fn push(&self, client: &ServerGenerator) -> anyhow::Result<()> {
-        client.weights_changed(&self.weights(&model()))
+        self.push_with(client, &NoProgress)
+    }
+
+    fn push_with(&self, client: &ServerGenerator, progress: &dyn Progress) -> anyhow::Result<()> {
+        client.weights_changed(&self.weights(&model()), progress)
     }
 
     /// Checks that all tokens of `rollouts` were drawn from these weights.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use candle_grpo_nn::{DecoderConfig, Lora, LoraConfig, Parameters};
 use candle_grpo_test_support::{HttpServer, Reply, device};
+use candle_grpo_train::progress::NoProgress;
 use candle_grpo_train::rollout::engine::ServerGenerator;
 use candle_grpo_train::rollout::{Engine, PolicyWeights, RolloutConfig, WeightSync};
 use candle_grpo_train::{FinishReason, Generator, Prompt, Rollout, Sampler, SamplingConfig};
@@ -203,7 +204,7 @@ fn push(server: &HttpServer, sync: WeightSync) -> anyhow::Result<()> {
         adapters: (sync == WeightSync::Adapter).then_some(&adapters),
     };
     let client = client(server, sync, &six_tokens());
-    client.generator.weights_changed(&weights)
+    client.generator.weights_changed(&weights, &NoProgress)
 }
 
 const DISK: [(&str, &str); 9] = [

@@ -11,7 +11,7 @@ use candle_grpo_train::rollout::engine::ServerGenerator;
 use candle_grpo_train::rollout::{
     CompletionSeed, Deliver, Engine, GenerationBatch, PolicyWeights, WeightSync,
 };
-use candle_grpo_train::{Completion, Generator, SamplingConfig};
+use candle_grpo_train::{Completion, Generator, Progress, SamplingConfig};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -55,12 +55,12 @@ impl Generator for Checked {
         self.servers.generate(batch, &mut check)
     }
 
-    fn weights_changed(&self, weights: &PolicyWeights<'_>) -> Result<()> {
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
         let copy = weights.merged()?.frozen_copy()?.into_iter().collect();
         let copy = Parameters::from_tensors(weights.model, copy, device())?;
         *self.policy.lock().unwrap() = Some((weights.version, copy));
         self.versions.lock().unwrap().push(weights.version);
-        self.servers.weights_changed(weights)
+        self.servers.weights_changed(weights, progress)
     }
 }
 
