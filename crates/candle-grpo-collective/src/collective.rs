@@ -70,7 +70,12 @@ pub trait Collective: Send + Sync {
         };
         let lengths: Vec<usize> = gathered(&(own.len() as u64).to_le_bytes(), 8)?
             .chunks_exact(8)
-            .map(|bytes| bytes.iter().rev().fold(0, |n, &byte| n << 8 | usize::from(byte)))
+            .map(|bytes| {
+                bytes
+                    .iter()
+                    .rev()
+                    .fold(0, |n, &byte| n << 8 | usize::from(byte))
+            })
             .collect();
         let width = lengths.iter().copied().max().unwrap_or(0);
         if lengths.get(rank) != Some(&own.len()) {

@@ -29,6 +29,7 @@ mod folder_lock;
 mod invalid;
 pub mod learn;
 pub mod model;
+mod one_or_more;
 mod owned_files;
 pub mod progress;
 mod random;

@@ -6,13 +6,14 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
 use candle_grpo_core::validate::{at_least_one, check};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use super::ShuffledOrder;
 use super::question::{Asking, Question};
 use super::rows::{Row, read_rows};
 use super::template::Template;
+use crate::one_or_more::one_or_more;
 
 /// The data section of a configuration: files, and how their rows become prompts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -41,20 +42,6 @@ pub struct DatasetConfig {
     pub cut_answer: bool,
     /// Greatest number of rows of each file.
     pub max_rows: Option<usize>,
-}
-
-fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<PathBuf>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged, expecting = "expected a path or a list of paths")]
-    enum Paths {
-        One(PathBuf),
-        More(Vec<PathBuf>),
-    }
-    Ok(match Option::deserialize(deserializer)? {
-        None => Vec::new(),
-        Some(Paths::One(path)) => vec![path],
-        Some(Paths::More(paths)) => paths,
-    })
 }
 
 /// The SHA-256 of a question.

@@ -18,6 +18,7 @@ use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Reference, count_prompt_tokens};
+use crate::invalid::within;
 use crate::progress::{NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::{RunInputs, TrainerState};
@@ -237,10 +238,11 @@ impl Trainer {
         let most = self.config.rollout.max_staleness;
         let mut collector = self.collector.clone();
         if self.draws_itself {
-            ensure!(
-                self.models.actor.parameters().device().is_cpu(),
-                "rollout.max_staleness: {most}, must be 0 with engine local on a GPU, whose stream the training shares"
-            );
+            let on_gpu = !self.models.actor.parameters().device().is_cpu();
+            let rollout = &self.config.rollout;
+            rollout
+                .validate_local(on_gpu)
+                .map_err(|error| within("rollout", error))?;
             let dtype = self.config.compute_dtype;
             let generator = LocalGenerator::detached(&self.weights(), dtype)?;
             collector = collector.with_generator(Arc::new(generator));

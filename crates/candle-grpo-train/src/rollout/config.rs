@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use candle_grpo_core::validate::{Name, at_least_one, check, positive};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
+
+use crate::one_or_more::one_or_more;
 
 /// The engine that draws completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -211,26 +213,24 @@ impl RolloutConfig {
             "be none to train with engine openai, which takes no weights and stays a fixed policy";
         Ok(check(meant, "weight_sync", Name(&self.weight_sync), must)?)
     }
+
+    /// Checks that the policy in this process can draw ahead of a training on a GPU or, with
+    /// `on_gpu` false, on the CPU.
+    ///
+    /// # Errors
+    ///
+    /// If [`Self::max_staleness`] is above 0 on a GPU.
+    pub fn validate_local(&self, on_gpu: bool) -> Result<()> {
+        let must = "be 0 with engine local on a GPU, whose stream the training shares";
+        let in_turn = !on_gpu || self.max_staleness == 0;
+        Ok(check(in_turn, "max_staleness", self.max_staleness, must)?)
+    }
 }
 
 /// More than a week, and less than the longest duration of any clock.
 const MAX_SECONDS: f64 = 1e6;
 const MAX_INFLIGHT: usize = 4096;
 const MAX_STALENESS: usize = 1024;
-
-fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged, expecting = "expected a URL or a list of URLs")]
-    enum Urls {
-        One(String),
-        More(Vec<String>),
-    }
-    Ok(match Option::deserialize(deserializer)? {
-        None => Vec::new(),
-        Some(Urls::One(url)) => vec![url],
-        Some(Urls::More(urls)) => urls,
-    })
-}
 
 #[cfg(test)]
 mod tests {
@@ -292,6 +292,20 @@ mod tests {
         ] {
             assert_eq!(found, must);
         }
+    }
+
+    #[test]
+    fn a_local_policy_draws_ahead_on_the_cpu_only() {
+        let ahead = RolloutConfig {
+            max_staleness: 1,
+            ..RolloutConfig::default()
+        };
+        ahead.validate_local(false).unwrap();
+        RolloutConfig::default().validate_local(true).unwrap();
+        assert_eq!(
+            ahead.validate_local(true).unwrap_err().to_string(),
+            "max_staleness: 1, must be 0 with engine local on a GPU, whose stream the training shares"
+        );
     }
 
     #[test]

@@ -228,7 +228,7 @@ fn a_key_takes_one_path_or_several() {
     assert_eq!((one.train.len(), more.train.len()), (1, 2));
     let error = serde_json::from_value::<DatasetConfig>(json!({"train": 7})).unwrap_err();
     assert!(
-        error.to_string().contains("a path or a list of paths"),
+        error.to_string().contains("a text or a list of texts"),
         "{error}"
     );
 }

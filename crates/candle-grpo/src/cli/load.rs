@@ -39,6 +39,9 @@ pub(super) fn config(
 /// `grpo check` and `grpo train` share these checks.
 pub(super) fn prompts(run: &RunConfig) -> Result<(Dataset, RunPrompts), Exit> {
     run.check_training().map_err(wrong)?;
+    // The device of a model that is loaded.
+    let on_gpu = candle_core::utils::cuda_is_available();
+    run.check_device(on_gpu).map_err(wrong)?;
     let pretrained = load_model_without_weights(&run.model)
         .map_err(|error| Exit::Model(format!("{error:#}")))?;
     RunPrompts::read(run, &pretrained).map_err(Exit::from_data)

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
-use candle_grpo_train::rollout::RolloutConfig;
+use candle_grpo_train::rollout::{Engine, RolloutConfig};
 use candle_grpo_train::{
     Dataset, DatasetConfig, Prompt, RewardConfig, SamplingConfig, TrainConfig, find_invalid,
 };
@@ -339,6 +339,21 @@ impl RunConfig {
             .rollout
             .validate_training()
             .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
+    }
+
+    /// Checks that the policy in this process, if it draws the completions, can do so beside a
+    /// training on a GPU or, with `on_gpu` false, on the CPU.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line of the key if `rollout.max_staleness` is above 0 on a GPU.
+    pub fn check_device(&self, on_gpu: bool) -> Result<(), ConfigError> {
+        let rollout = &self.train.rollout;
+        match rollout.engine {
+            Engine::Local => rollout.validate_local(on_gpu),
+            Engine::Vllm | Engine::Sglang | Engine::Openai => Ok(()),
+        }
+        .map_err(|error| Problem::within("rollout", &error).locate_at_path(&self.document))
     }
 
     /// Reads the data, and checks that each row has the columns of the rewards.

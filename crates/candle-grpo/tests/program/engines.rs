@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use candle_grpo::config::{Document, RunConfig};
 use candle_grpo_test_support::{HttpServer, Reply, Request};
 use serde_json::{Value, json};
 
@@ -112,4 +113,24 @@ fn a_key_that_is_not_set_is_named() {
     assert_ne!(output.status.code(), Some(0));
     let must = "api_key_env: GRPO_TEST_KEY_THAT_IS_NOT_SET, must be the name of an environment variable that is set";
     assert!(said(&output).contains(must), "{}", said(&output));
+}
+
+/// A build with the feature `cuda` trains on a GPU.
+#[test]
+fn check_refuses_a_local_policy_that_draws_ahead_on_a_gpu() {
+    let correction =
+        "  recipe: {policy_loss: {rollout_correction: {weight: {max: 2.0}}}}\noptimizer";
+    let config = CONFIG.replace("optimizer", correction) + "rollout: {max_staleness: 1}\n";
+    let folder = folder(&config);
+    let output = grpo(folder.path(), &["check", "run.yaml"]);
+    let must = "run.yaml:18: rollout.max_staleness: 1, must be 0 with engine local on a GPU";
+    let refused = candle_core::utils::cuda_is_available();
+    assert_eq!(output.status.success(), !refused, "{}", said(&output));
+    assert_eq!(said(&output).contains(must), refused, "{}", said(&output));
+
+    let config = Document::from_yaml(Path::new("run.yaml"), &config).unwrap();
+    let config = RunConfig::new(&config).unwrap();
+    config.check_device(false).unwrap();
+    let error = config.check_device(true).unwrap_err().to_string();
+    assert!(error.contains(must), "{error}");
 }

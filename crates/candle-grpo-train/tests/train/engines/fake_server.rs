@@ -237,6 +237,18 @@ pub(super) fn field<T: serde::de::DeserializeOwned>(
     }
 }
 
+/// The body of a request that loads an adapter, and the name and folder of the adapter. The body
+/// has no fields beside them and `others`.
+pub(super) fn adapter_to_load(
+    body: &[u8],
+    others: &[&str],
+) -> Result<(Value, String, String), String> {
+    let body = object(body, &[&["lora_name", "lora_path"], others].concat())?;
+    let text = |name: &str| field(&body, name)?.ok_or_else(|| format!("{name}: missing"));
+    let (name, folder) = (text("lora_name")?, text("lora_path")?);
+    Ok((body, name, folder))
+}
+
 /// The JSON of a request, all of whose fields are among `known`.
 pub(super) fn object(body: &[u8], known: &[&str]) -> Result<Value, String> {
     let value: Value = serde_json::from_slice(body).map_err(|e| e.to_string())?;

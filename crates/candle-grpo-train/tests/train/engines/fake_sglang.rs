@@ -6,7 +6,7 @@ use candle_grpo_test_support::{Reply, Request};
 use candle_grpo_train::{FinishReason, SamplingConfig};
 use serde_json::{Value, json};
 
-use super::fake_server::{FakeServer, Shared, field, not_found, object, ok};
+use super::fake_server::{FakeServer, Shared, adapter_to_load, field, not_found, object, ok};
 use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
 use crate::common::END;
 
@@ -232,14 +232,7 @@ fn update_weights(shared: &Shared, request: &Request) -> Reply {
 
 /// An adapter is never replaced in place.
 fn load_adapter(shared: &Shared, request: &Request) -> Reply {
-    let read = || -> Result<(String, String), String> {
-        let body = object(&request.body, &["lora_name", "lora_path", "pinned"])?;
-        Ok((
-            field(&body, "lora_name")?.ok_or("lora_name: missing")?,
-            field(&body, "lora_path")?.ok_or("lora_path: missing")?,
-        ))
-    };
-    let (name, folder) = match read() {
+    let (_, name, folder) = match adapter_to_load(&request.body, &["pinned"]) {
         Ok(read) => read,
         Err(message) => return error(422, &message),
     };

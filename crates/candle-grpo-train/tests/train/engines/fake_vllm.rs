@@ -8,7 +8,7 @@ use candle_grpo_test_support::{Reply, Request};
 use candle_grpo_train::{FinishReason, SamplingConfig};
 use serde_json::{Value, json};
 
-use super::fake_server::{FakeServer, Shared, field, not_found, object, ok};
+use super::fake_server::{FakeServer, Shared, adapter_to_load, field, not_found, object, ok};
 use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
 use crate::common::END;
 
@@ -205,24 +205,12 @@ fn choice(index: usize, drawn: &Drawn, draw: &Draw, body: &Value) -> Value {
 }
 
 fn load_adapter(shared: &Shared, request: &Request) -> Reply {
-    let known = [
-        "lora_name",
-        "lora_path",
-        "load_inplace",
-        "is_3d_lora_weight",
-    ];
-    let read = || -> Result<(String, String, bool), String> {
-        let body = object(&request.body, &known)?;
-        Ok((
-            field(&body, "lora_name")?.ok_or("lora_name: missing")?,
-            field(&body, "lora_path")?.ok_or("lora_path: missing")?,
-            field(&body, "load_inplace")?.unwrap_or(false),
-        ))
-    };
-    let (name, folder, in_place) = match read() {
+    let others = ["load_inplace", "is_3d_lora_weight"];
+    let (body, name, folder) = match adapter_to_load(&request.body, &others) {
         Ok(read) => read,
         Err(message) => return error(422, "UnprocessableEntityError", &message),
     };
+    let in_place = body["load_inplace"] == true;
     let mut engine = shared.engine();
     if !in_place && engine.policy.adapters().contains_key(&name) {
         return error(

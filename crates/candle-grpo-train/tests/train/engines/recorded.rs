@@ -110,38 +110,59 @@ fn sampling(request: &Value) -> SamplingConfig {
     }
 }
 
+/// A recorded request through the client, and the answer `name` of the server.
+struct Replayed {
+    server: HttpServer,
+    request: Value,
+    sampling: SamplingConfig,
+    drawn: anyhow::Result<Rollout>,
+}
+
+impl Replayed {
+    fn new(request: &str, name: &str) -> Self {
+        let request = recording(request)["request"]["body"].take();
+        let sampling = sampling(&request);
+        let server = replay(&[
+            ("/health", "health"),
+            ("/v1/models", "models"),
+            ("/v1/completions", name),
+        ]);
+        let client = client(&server, WeightSync::None, &sampling);
+        let drawn = client.draw(&request, &sampling);
+        Self {
+            server,
+            request,
+            sampling,
+            drawn,
+        }
+    }
+}
+
 #[rstest]
 #[case("one", FinishReason::Length)]
 #[case("stop_token", FinishReason::StopToken)]
 #[case("stop_string", FinishReason::StopString)]
 #[case("eos", FinishReason::StopToken)]
 fn a_recorded_completion_is_read(#[case] name: &str, #[case] reason: FinishReason) {
-    let recorded = recording(name);
-    let request = &recorded["request"]["body"];
-    let sampling = sampling(request);
-    let server = replay(&[
-        ("/health", "health"),
-        ("/v1/models", "models"),
-        ("/v1/completions", name),
-    ]);
-    let client = client(&server, WeightSync::None, &sampling);
-    let completion = client.draw(request, &sampling).unwrap().completion;
+    let replayed = Replayed::new(name, name);
+    let completion = replayed.drawn.unwrap().completion;
 
+    let recorded = recording(name);
     let choice = &recorded["response"]["body"]["choices"][0];
     assert_eq!(json!(completion.tokens), choice["token_ids"]);
     assert_eq!(completion.finish_reason, reason);
     let log_probs = choice["logprobs"]["token_logprobs"].as_array().unwrap();
     assert_eq!(log_probs.len(), completion.tokens.len());
-    if !sampling.greedy {
+    if !replayed.sampling.greedy {
         let pairs = log_probs.iter().zip(&completion.drawn_log_probs);
         for (recorded, found) in pairs {
             assert_eq!(recorded.as_f64().unwrap() as f32, *found);
         }
     }
     // The client sends what the real server understood.
-    let requests = server.requests();
+    let requests = replayed.server.requests();
     let sent: Value = serde_json::from_slice(&requests.last().unwrap().body).unwrap();
-    for (field, value) in request.as_object().unwrap() {
+    for (field, value) in replayed.request.as_object().unwrap() {
         let same = match value.as_f64() {
             Some(number) => sent[field].as_f64() == Some(number),
             None => sent[field] == *value,
@@ -167,19 +188,12 @@ fn a_recorded_error_is_an_error_with_its_message(#[case] name: &str, #[case] sta
         .as_str()
         .or(body["error"].as_str())
         .unwrap();
-    let one = recording("one");
-    let request = &one["request"]["body"];
-    let sampling = sampling(request);
-    let server = replay(&[
-        ("/health", "health"),
-        ("/v1/models", "models"),
-        ("/v1/completions", name),
-    ]);
-    let client = client(&server, WeightSync::None, &sampling);
-    let text = format!("{:#}", client.draw(request, &sampling).unwrap_err());
+    let replayed = Replayed::new("one", name);
+    let text = format!("{:#}", replayed.drawn.unwrap_err());
     let start: String = message.chars().take(100).collect();
+    let url = replayed.server.url();
     assert!(
-        text.contains(&format!("{}: status {status}: {start}", server.url())),
+        text.contains(&format!("{url}: status {status}: {start}")),
         "{text}"
     );
 }
