@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm eval-llm model test test-model test-vllm examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test test-model test-vllm mpi test-mpi examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -40,6 +40,12 @@ test-model: ## run the tests that need the model of `make model`
 
 test-vllm: ## run the tests against a real vLLM, which it installs in .engines/ (docs/engines.md)
 	@CARGO="$(CARGO)" scripts/test-vllm
+
+mpi: ## download Open MPI and libclang into .mpi/ if there is no mpicc, and print the environment of a build with MPI
+	@scripts/mpi
+
+test-mpi: ## run the tests with the feature mpi on several ranks; downloads Open MPI if there is no mpicc
+	@CARGO="$(CARGO)" scripts/test-mpi
 
 examples: ## run the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-custom-surrogate

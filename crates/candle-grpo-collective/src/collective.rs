@@ -12,9 +12,9 @@ use candle_core::{Device, Result, Tensor, bail};
 ///
 /// # Errors
 ///
-/// Every operation fails if a tensor is not contiguous or has a dtype that it cannot handle, and
-/// if another rank has ended. A rank that fails on its own must [`abort`](Self::abort), as the
-/// others wait for it.
+/// Every operation fails if a tensor is not contiguous or has a dtype that it cannot handle. If
+/// another rank has ended, the operation fails, or ends this process with an error. A rank that
+/// fails on its own must [`abort`](Self::abort), as the others wait for it.
 pub trait Collective: Send + Sync {
     /// The number of this process, below [`Self::world_size`].
     fn rank(&self) -> usize;

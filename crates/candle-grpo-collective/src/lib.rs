@@ -1,10 +1,46 @@
 //! Collective operations between the processes of a job, on Candle tensors.
 //!
 //! A process is a rank, numbered from 0. All ranks call the same operations in the same order, with
-//! tensors of the same shapes.
+//! tensors of the same shapes. [`connect`] finds the ranks of this process's job:
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use candle_grpo_collective::connect;
+//!
+//! # fn main() -> candle_core::Result<()> {
+//! let device = Device::Cpu;
+//! let ranks = connect(&device)?;
+//! let gradient = Tensor::ones(4, candle_core::DType::F32, &device)?;
+//! ranks.all_reduce_sum(&[&gradient])?; // in place
+//! assert_eq!(gradient.to_vec1::<f32>()?, [ranks.world_size() as f32; 4]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Implementations
+//!
+//! | type | feature | ranks |
+//! | --- | --- | --- |
+//! | [`Alone`] | | one process |
+//! | `Mpi` | `mpi` | processes of `mpirun` or `srun`, with tensors on the CPU |
+//!
+//! An implementation of [`Collective`] outside this crate serves as well.
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 mod alone;
+#[cfg(feature = "mpi")]
+mod arguments;
 mod collective;
+mod connect;
+pub mod launch;
+#[cfg(feature = "mpi")]
+mod mpi;
 
 pub use alone::Alone;
 pub use collective::Collective;
+pub use connect::connect;
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;

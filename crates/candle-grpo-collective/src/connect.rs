@@ -1,0 +1,57 @@
+//! The choice of an implementation.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Result, bail};
+
+use crate::launch::{self, Environment};
+use crate::{Alone, Collective};
+
+/// Connects to the ranks of the job whose launcher has started this process.
+///
+/// `device` has the tensors of the operations. Without a launcher, and in a job of one rank, the
+/// result is [`Alone`]. On the CPU it is `Mpi`.
+///
+/// # Errors
+///
+/// Fails if the program has several ranks and was built without the feature for them, and if the
+/// variables of the launcher contradict each other or the ranks of MPI.
+pub fn connect(device: &Device) -> Result<Arc<dyn Collective>> {
+    match launch::environment()? {
+        None => Ok(Arc::new(Alone)),
+        Some(environment) if environment.world_size == 1 => Ok(Arc::new(Alone)),
+        Some(environment) => ranks(device, environment),
+    }
+}
+
+#[cfg(feature = "mpi")]
+fn ranks(_device: &Device, environment: Environment) -> Result<Arc<dyn Collective>> {
+    let Environment {
+        launcher,
+        rank,
+        world_size,
+        ..
+    } = environment;
+    let name = launcher.world_size_variable();
+    if launcher == launch::Launcher::Torchrun {
+        bail!("{name}: {world_size}, but torchrun starts no ranks of MPI: use mpirun or srun");
+    }
+    let ranks = crate::Mpi::init()?;
+    if (ranks.rank(), ranks.world_size()) != (rank, world_size) {
+        bail!(
+            "{name}: {world_size}, but MPI has {} ranks: use srun --mpi=pmix, or mpirun of the MPI \
+             library that this program loads",
+            ranks.world_size()
+        );
+    }
+    Ok(ranks)
+}
+
+#[cfg(not(feature = "mpi"))]
+fn ranks(_device: &Device, environment: Environment) -> Result<Arc<dyn Collective>> {
+    bail!(
+        "{}: {}, but this program was built without the feature mpi",
+        environment.launcher.world_size_variable(),
+        environment.world_size
+    )
+}

@@ -1,0 +1,173 @@
+//! The variables with which launchers describe the ranks of a job.
+
+use candle_core::{Result, bail};
+
+/// A program that starts the ranks of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Launcher {
+    /// `mpirun` of Open MPI: `OMPI_COMM_WORLD_SIZE`, `OMPI_COMM_WORLD_RANK` and
+    /// `OMPI_COMM_WORLD_LOCAL_RANK`.
+    OpenMpi,
+    /// `mpirun` of MPICH and Intel MPI, or `srun --mpi=pmi2`: `PMI_SIZE`, `PMI_RANK`, and
+    /// `MPI_LOCALRANKID` or `SLURM_LOCALID`.
+    Pmi,
+    /// torchrun, and systems that follow it: `WORLD_SIZE`, `RANK` and `LOCAL_RANK`.
+    Torchrun,
+    /// `srun` of Slurm: `SLURM_STEP_NUM_TASKS`, `SLURM_PROCID` and `SLURM_LOCALID`. Slurm sets
+    /// `SLURM_NTASKS` also in scripts that are no rank, so it has no meaning here.
+    Slurm,
+}
+
+impl Launcher {
+    const ALL: [Self; 4] = [Self::OpenMpi, Self::Pmi, Self::Torchrun, Self::Slurm];
+
+    /// The variable of the number of ranks.
+    pub fn world_size_variable(self) -> &'static str {
+        match self {
+            Self::OpenMpi => "OMPI_COMM_WORLD_SIZE",
+            Self::Pmi => "PMI_SIZE",
+            Self::Torchrun => "WORLD_SIZE",
+            Self::Slurm => "SLURM_STEP_NUM_TASKS",
+        }
+    }
+
+    /// The variable of the number of this rank.
+    pub fn rank_variable(self) -> &'static str {
+        match self {
+            Self::OpenMpi => "OMPI_COMM_WORLD_RANK",
+            Self::Pmi => "PMI_RANK",
+            Self::Torchrun => "RANK",
+            Self::Slurm => "SLURM_PROCID",
+        }
+    }
+
+    /// The variables of the number of this rank on its machine. The first one that is set counts.
+    fn local_rank_variables(self) -> &'static [&'static str] {
+        match self {
+            Self::OpenMpi => &["OMPI_COMM_WORLD_LOCAL_RANK"],
+            Self::Pmi => &["MPI_LOCALRANKID", "SLURM_LOCALID"],
+            Self::Torchrun => &["LOCAL_RANK"],
+            Self::Slurm => &["SLURM_LOCALID"],
+        }
+    }
+}
+
+/// The place of this process in its job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Environment {
+    /// The program whose variables are set.
+    pub launcher: Launcher,
+    /// The number of this process, below `world_size`.
+    pub rank: usize,
+    /// The number of processes, at least 1.
+    pub world_size: usize,
+    /// The number of this process among those of its machine. It selects the GPU.
+    pub local_rank: usize,
+}
+
+impl Environment {
+    /// Reads the variables that `variable` returns by name, or `None` if no launcher has set any.
+    ///
+    /// If several launchers have set theirs, the first one in this order counts: Open MPI, PMI,
+    /// torchrun, Slurm. `mpirun` and torchrun start on several machines through `srun`, whose
+    /// variables describe machines then. `RANK` and `WORLD_SIZE` must agree with those of MPI.
+    ///
+    /// # Errors
+    ///
+    /// Fails if a variable is missing, is not a number in its range, or contradicts another one.
+    /// The error names the variable.
+    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let mut found: Option<Self> = None;
+        for launcher in Launcher::ALL {
+            if found.is_some() && launcher != Launcher::Torchrun {
+                continue;
+            }
+            let Some(environment) = Self::of(launcher, &variable)? else {
+                continue;
+            };
+            let Some(first) = found else {
+                found = Some(environment);
+                continue;
+            };
+            let same = |name: &str, value: usize, first_name: &str, first: usize| {
+                if value != first {
+                    bail!("{name}: {value}, must be {first} as {first_name}");
+                }
+                Ok(())
+            };
+            let (name, first_name) = (
+                launcher.world_size_variable(),
+                first.launcher.world_size_variable(),
+            );
+            same(name, environment.world_size, first_name, first.world_size)?;
+            let (name, first_name) = (launcher.rank_variable(), first.launcher.rank_variable());
+            same(name, environment.rank, first_name, first.rank)?;
+        }
+        Ok(found)
+    }
+
+    /// The variables of one launcher. `None` if neither the rank nor the number of ranks is set.
+    fn of(launcher: Launcher, variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let number = |name: &str| -> Result<Option<usize>> {
+            let Some(value) = variable(name) else {
+                return Ok(None);
+            };
+            match value.trim().parse() {
+                Ok(number) => Ok(Some(number)),
+                Err(_) => bail!("{name}: {value:?}, must be a number of at least 0"),
+            }
+        };
+        let (size_name, rank_name) = (launcher.world_size_variable(), launcher.rank_variable());
+        let (world_size, rank) = match (number(size_name)?, number(rank_name)?) {
+            (Some(world_size), Some(rank)) => (world_size, rank),
+            // Slurm sets SLURM_PROCID also in scripts that are no rank.
+            (None, None) => return Ok(None),
+            (None, Some(_)) if launcher == Launcher::Slurm => return Ok(None),
+            (None, Some(_)) => {
+                bail!("{size_name}: not set, must be the number of ranks as {rank_name} is set")
+            }
+            (Some(_), None) => {
+                bail!("{rank_name}: not set, must be the number of this rank as {size_name} is set")
+            }
+        };
+        if world_size == 0 {
+            bail!("{size_name}: 0, must be at least 1");
+        }
+        if rank >= world_size {
+            bail!("{rank_name}: {rank}, must be below {world_size}, the value of {size_name}");
+        }
+        let names = launcher.local_rank_variables();
+        let mut local_rank = None;
+        for name in names {
+            if local_rank.is_none() {
+                local_rank = number(name)?.map(|number| (name, number));
+            }
+        }
+        let Some((name, local_rank)) = local_rank else {
+            bail!(
+                "{}: not set, must be the number of this rank on its machine as {rank_name} is set",
+                names[0]
+            );
+        };
+        if local_rank >= world_size {
+            bail!("{name}: {local_rank}, must be below {world_size}, the value of {size_name}");
+        }
+        Ok(Some(Self {
+            launcher,
+            rank,
+            world_size,
+            local_rank,
+        }))
+    }
+}
+
+/// Returns the place of this process in its job, or `None` if no launcher has started it.
+///
+/// # Errors
+///
+/// Fails as [`Environment::from_variables`] does.
+pub fn environment() -> Result<Option<Environment>> {
+    Environment::from_variables(|name| {
+        std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+    })
+}

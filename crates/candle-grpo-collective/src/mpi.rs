@@ -1,0 +1,532 @@
+//! The ranks of an MPI job.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use ::mpi::Threading;
+use ::mpi::collective::SystemOperation;
+use ::mpi::environment::Universe;
+use ::mpi::traits::{Communicator, CommunicatorCollectives, Equivalence, Root};
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use half::bf16;
+
+use crate::{Collective, arguments};
+
+/// The bytes of a message, 4 M numbers of f32. Counts of MPI are 32-bit, and messages of this size
+/// were the fastest.
+const MESSAGE: usize = 16 << 20;
+
+/// The ranks of an MPI job, which `mpirun` or `srun` starts.
+///
+/// Tensors on the CPU are changed in place, through a buffer of 16 MiB for one message. Small
+/// tensors share messages. Tensors on other devices are copied to the CPU and back for each
+/// operation, which is slow.
+///
+/// bf16 is summed in f32 and rounded once. Sums of the same tensors on as many ranks have the same
+/// bits in each run. Another number of ranks, or another MPI library, may add in another order.
+///
+/// MPI ends all processes after an error of communication, and if a rank ends without finalizing.
+/// The last handle of [`Self::init`] finalizes MPI when it is dropped, which waits for the other
+/// ranks. During a panic it aborts the job instead.
+pub struct Mpi {
+    rank: usize,
+    world_size: usize,
+    /// The buffers of a message. The lock also keeps the calls of several threads apart.
+    buffers: Mutex<Vec<u64>>,
+    universe: Universe,
+}
+
+impl Mpi {
+    /// Initializes MPI, once in a process. Later calls return the same ranks.
+    ///
+    /// # Errors
+    ///
+    /// Fails if MPI cannot be called from several threads, and if the process has initialized MPI
+    /// in another way or has finalized it.
+    pub fn init() -> Result<Arc<Self>> {
+        static WORLD: Mutex<Weak<Mpi>> = Mutex::new(Weak::new());
+        let mut world = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ranks) = world.upgrade() {
+            return Ok(ranks);
+        }
+        let Some((universe, threading)) = ::mpi::initialize_with_threading(Threading::Serialized)
+        else {
+            bail!("MPI: already initialized or finalized, which a process can do only once");
+        };
+        if threading < Threading::Serialized {
+            bail!(
+                "MPI: the library provides threading {threading:?}, must be Serialized or Multiple"
+            );
+        }
+        let communicator = universe.world();
+        let ranks = Arc::new(Self {
+            rank: count(communicator.rank())?,
+            world_size: count(communicator.size())?,
+            buffers: Mutex::default(),
+            universe,
+        });
+        *world = Arc::downgrade(&ranks);
+        Ok(ranks)
+    }
+
+    /// Replaces each tensor with its sum, in messages of `W`.
+    fn sum<W: Wire>(&self, tensors: &[&Tensor]) -> Result<()> {
+        let world = self.universe.world();
+        let mut buffers = self.lock();
+        let lengths: Vec<usize> = tensors.iter().map(|tensor| tensor.elem_count()).collect();
+        for message in messages(&lengths, MESSAGE / size_of::<W>()) {
+            let length = message.length();
+            let (send, receive) = split::<W>(&mut buffers, length, length);
+            if let Some((tensor, range)) = message.only(tensors)
+                && tensor.dtype() == W::DTYPE
+            {
+                in_place(tensor, |storage, start| {
+                    let own = &mut W::elements(storage)?[shifted(&range, start)];
+                    world.all_reduce_into(&*own, receive, SystemOperation::sum());
+                    own.copy_from_slice(receive);
+                    Ok(())
+                })?;
+                continue;
+            }
+            message.read(tensors, 0, send)?;
+            world.all_reduce_into(&*send, receive, SystemOperation::sum());
+            message.write(tensors, 0, receive)?;
+        }
+        Ok(())
+    }
+
+    /// Gives each rank its part of the sum of each tensor, in messages of `W`.
+    fn sum_parts<W: Wire>(&self, tensors: &[&Tensor]) -> Result<()> {
+        let world = self.universe.world();
+        let mut buffers = self.lock();
+        for message in messages(&self.parts::<W>(tensors), self.part_of_message::<W>()) {
+            let length = message.length();
+            let (send, receive) = split::<W>(&mut buffers, length * self.world_size, length);
+            for (rank, part) in send.chunks_exact_mut(length).enumerate() {
+                message.read(tensors, rank, part)?;
+            }
+            world.reduce_scatter_block_into(&*send, receive, SystemOperation::sum());
+            message.write(tensors, self.rank, receive)?;
+        }
+        Ok(())
+    }
+
+    /// The number of `W` in a part of each tensor.
+    fn parts<W: Wire>(&self, tensors: &[&Tensor]) -> Vec<usize> {
+        let part =
+            |tensor: &&Tensor| tensor.elem_count() * W::count(tensor.dtype()) / self.world_size;
+        tensors.iter().map(part).collect()
+    }
+
+    /// The number of `W` of one rank in a message of all ranks.
+    fn part_of_message<W>(&self) -> usize {
+        (MESSAGE / size_of::<W>() / self.world_size).max(1)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Collective for Mpi {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        arguments::summable("all_reduce_sum", tensors)?;
+        on_host(tensors, |tensors| {
+            for run in runs(tensors) {
+                match run[0].dtype() {
+                    DType::F64 => self.sum::<f64>(run)?,
+                    _ => self.sum::<f32>(run)?,
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        arguments::summable("reduce_scatter_sum", tensors)?;
+        arguments::divisible("reduce_scatter_sum", tensors, self.world_size)?;
+        on_host(tensors, |tensors| {
+            for run in runs(tensors) {
+                match run[0].dtype() {
+                    DType::F64 => self.sum_parts::<f64>(run)?,
+                    _ => self.sum_parts::<f32>(run)?,
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
+        arguments::copyable("all_gather", tensors)?;
+        arguments::divisible("all_gather", tensors, self.world_size)?;
+        on_host(tensors, |tensors| {
+            let world = self.universe.world();
+            let mut buffers = self.lock();
+            for message in messages(&self.parts::<u8>(tensors), self.part_of_message::<u8>()) {
+                let length = message.length();
+                let (send, receive) = split::<u8>(&mut buffers, length, length * self.world_size);
+                message.read(tensors, self.rank, send)?;
+                world.all_gather_into(&*send, receive);
+                for (rank, part) in receive.chunks_exact(length).enumerate() {
+                    if rank != self.rank {
+                        message.write(tensors, rank, part)?;
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
+        arguments::copyable("broadcast", tensors)?;
+        arguments::root("broadcast", root, self.world_size)?;
+        on_host(tensors, |tensors| {
+            let world = self.universe.world();
+            let root_process =
+                world.process_at_rank(i32::try_from(root).map_err(candle_core::Error::wrap)?);
+            let mut buffers = self.lock();
+            let bytes = |tensor: &&Tensor| tensor.elem_count() * u8::count(tensor.dtype());
+            let lengths: Vec<usize> = tensors.iter().map(bytes).collect();
+            for message in messages(&lengths, MESSAGE) {
+                if let Some((tensor, range)) = message.only(tensors) {
+                    in_place(tensor, |storage, start| {
+                        let start = start * u8::count(tensor.dtype());
+                        root_process
+                            .broadcast_into(&mut u8::elements(storage)?[shifted(&range, start)]);
+                        Ok(())
+                    })?;
+                    continue;
+                }
+                let (buffer, _) = split::<u8>(&mut buffers, message.length(), 0);
+                if self.rank == root {
+                    message.read(tensors, 0, buffer)?;
+                }
+                root_process.broadcast_into(buffer);
+                if self.rank != root {
+                    message.write(tensors, 0, buffer)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let _calls = self.lock();
+        self.universe.world().barrier();
+        Ok(())
+    }
+
+    /// Ends the processes of all ranks with `MPI_Abort`, also if another thread communicates.
+    fn abort(&self) -> ! {
+        self.universe.world().abort(1)
+    }
+}
+
+impl Drop for Mpi {
+    fn drop(&mut self) {
+        // To finalize, MPI would wait for ranks that wait for this one.
+        if std::thread::panicking() {
+            self.abort();
+        }
+    }
+}
+
+/// The dtypes of messages: sums are of f32 or f64, and other operations copy bytes.
+trait Wire: Pod + Equivalence {
+    /// The dtype of tensors that are messages as they are.
+    const DTYPE: DType;
+
+    /// The number of elements of a message for an element of a tensor.
+    fn count(dtype: DType) -> usize;
+
+    /// The elements of a tensor that is a message as it is.
+    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]>;
+
+    /// Copies a range of elements of a tensor into a message.
+    fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()>;
+
+    /// Copies elements of a message into a range of a tensor.
+    fn write(storage: &mut CpuStorage, range: Range<usize>, from: &[Self]) -> Result<()>;
+}
+
+impl Wire for f32 {
+    const DTYPE: DType = DType::F32;
+
+    fn count(_: DType) -> usize {
+        1
+    }
+
+    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]> {
+        match storage {
+            CpuStorage::F32(values) => Ok(values),
+            _ => bail!("a tensor must be f32"),
+        }
+    }
+
+    fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()> {
+        match storage {
+            CpuStorage::F32(values) => to.copy_from_slice(&values[range]),
+            CpuStorage::BF16(values) => {
+                for (to, value) in to.iter_mut().zip(&values[range]) {
+                    *to = value.to_f32();
+                }
+            }
+            _ => bail!("a tensor must be f32 or bf16"),
+        }
+        Ok(())
+    }
+
+    fn write(storage: &mut CpuStorage, range: Range<usize>, from: &[Self]) -> Result<()> {
+        match storage {
+            CpuStorage::F32(values) => values[range].copy_from_slice(from),
+            CpuStorage::BF16(values) => {
+                for (value, from) in values[range].iter_mut().zip(from) {
+                    *value = bf16::from_f32(*from);
+                }
+            }
+            _ => bail!("a tensor must be f32 or bf16"),
+        }
+        Ok(())
+    }
+}
+
+impl Wire for f64 {
+    const DTYPE: DType = DType::F64;
+
+    fn count(_: DType) -> usize {
+        1
+    }
+
+    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]> {
+        match storage {
+            CpuStorage::F64(values) => Ok(values),
+            _ => bail!("a tensor must be f64"),
+        }
+    }
+
+    fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()> {
+        to.copy_from_slice(&storage.as_slice()?[range]);
+        Ok(())
+    }
+
+    fn write(storage: &mut CpuStorage, range: Range<usize>, from: &[Self]) -> Result<()> {
+        Self::elements(storage)?[range].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+impl Wire for u8 {
+    const DTYPE: DType = DType::U8;
+
+    fn count(dtype: DType) -> usize {
+        dtype.size_in_bytes()
+    }
+
+    fn elements(storage: &mut CpuStorage) -> Result<&mut [Self]> {
+        Ok(match storage {
+            CpuStorage::U8(values) => values,
+            CpuStorage::U32(values) => cast_slice_mut(values),
+            CpuStorage::I16(values) => cast_slice_mut(values),
+            CpuStorage::I32(values) => cast_slice_mut(values),
+            CpuStorage::I64(values) => cast_slice_mut(values),
+            CpuStorage::BF16(values) => cast_slice_mut(values),
+            CpuStorage::F16(values) => cast_slice_mut(values),
+            CpuStorage::F32(values) => cast_slice_mut(values),
+            CpuStorage::F64(values) => cast_slice_mut(values),
+            _ => bail!("a tensor must be an integer or a float of 16 to 64 bits"),
+        })
+    }
+
+    fn read(storage: &CpuStorage, range: Range<usize>, to: &mut [Self]) -> Result<()> {
+        let bytes: &[u8] = match storage {
+            CpuStorage::U8(values) => values,
+            CpuStorage::U32(values) => cast_slice(values),
+            CpuStorage::I16(values) => cast_slice(values),
+            CpuStorage::I32(values) => cast_slice(values),
+            CpuStorage::I64(values) => cast_slice(values),
+            CpuStorage::BF16(values) => cast_slice(values),
+            CpuStorage::F16(values) => cast_slice(values),
+            CpuStorage::F32(values) => cast_slice(values),
+            CpuStorage::F64(values) => cast_slice(values),
+            _ => bail!("a tensor must be an integer or a float of 16 to 64 bits"),
+        };
+        to.copy_from_slice(&bytes[range]);
+        Ok(())
+    }
+
+    fn write(storage: &mut CpuStorage, range: Range<usize>, from: &[Self]) -> Result<()> {
+        Self::elements(storage)?[range].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+/// Ranges of the elements of tensors, or of each part of them, that are sent together.
+struct Message(Vec<Segment>);
+
+/// A range of the elements of a tensor, or of each of its parts. The length is that of the tensor
+/// or part.
+struct Segment {
+    tensor: usize,
+    length: usize,
+    range: Range<usize>,
+}
+
+impl Message {
+    fn length(&self) -> usize {
+        self.0.iter().map(|segment| segment.range.len()).sum()
+    }
+
+    /// The tensor and the range of a message of one segment.
+    fn only<'a>(&self, tensors: &[&'a Tensor]) -> Option<(&'a Tensor, Range<usize>)> {
+        match &self.0[..] {
+            [segment] => Some((tensors[segment.tensor], segment.range.clone())),
+            _ => None,
+        }
+    }
+
+    /// Copies part `part` of the tensors into a message.
+    fn read<W: Wire>(&self, tensors: &[&Tensor], part: usize, to: &mut [W]) -> Result<()> {
+        let mut at = 0;
+        for segment in &self.0 {
+            let tensor = tensors[segment.tensor];
+            let (storage, layout) = tensor.storage_and_layout();
+            let Storage::Cpu(storage) = &*storage else {
+                bail!(
+                    "a tensor is on {:?}, must be on the CPU",
+                    tensor.device().location()
+                );
+            };
+            let start = layout.start_offset() * W::count(tensor.dtype()) + part * segment.length;
+            let to = &mut to[at..][..segment.range.len()];
+            W::read(storage, shifted(&segment.range, start), to)?;
+            at += segment.range.len();
+        }
+        Ok(())
+    }
+
+    /// Copies a message into part `part` of the tensors.
+    fn write<W: Wire>(&self, tensors: &[&Tensor], part: usize, from: &[W]) -> Result<()> {
+        let mut at = 0;
+        for segment in &self.0 {
+            let tensor = tensors[segment.tensor];
+            let from = &from[at..][..segment.range.len()];
+            in_place(tensor, |storage, start| {
+                let start = start * W::count(tensor.dtype()) + part * segment.length;
+                W::write(storage, shifted(&segment.range, start), from)
+            })?;
+            at += segment.range.len();
+        }
+        Ok(())
+    }
+}
+
+/// Divides tensors, or parts, of these lengths into messages of at most `limit` elements.
+///
+/// A long tensor has its own messages, which need no copy. Short ones share messages, because a
+/// call takes longer than the copies.
+fn messages(lengths: &[usize], limit: usize) -> Vec<Message> {
+    let mut messages = Vec::new();
+    let mut shared = Message(Vec::new());
+    for (tensor, &length) in lengths
+        .iter()
+        .enumerate()
+        .filter(|(_, length)| **length > 0)
+    {
+        let segment = |range| Segment {
+            tensor,
+            length,
+            range,
+        };
+        if length > limit / 64 {
+            let starts = (0..length).step_by(limit);
+            let own = |start| Message(vec![segment(start..length.min(start + limit))]);
+            messages.extend(starts.map(own));
+            continue;
+        }
+        if shared.length() + length > limit {
+            messages.push(std::mem::replace(&mut shared, Message(Vec::new())));
+        }
+        shared.0.push(segment(0..length));
+    }
+    if !shared.0.is_empty() {
+        messages.push(shared);
+    }
+    messages
+}
+
+/// The tensors in groups that are summed in one dtype.
+fn runs<'a, 'b>(tensors: &'a [&'b Tensor]) -> impl Iterator<Item = &'a [&'b Tensor]> {
+    let is_f64 = |tensor: &Tensor| tensor.dtype() == DType::F64;
+    tensors.chunk_by(move |a, b| is_f64(a) == is_f64(b))
+}
+
+/// Calls `operation` with the tensors, or with copies on the CPU of those on other devices.
+fn on_host(tensors: &[&Tensor], operation: impl FnOnce(&[&Tensor]) -> Result<()>) -> Result<()> {
+    if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
+        return operation(tensors);
+    }
+    let flat = |tensor: &&Tensor| tensor.detach().flatten_all();
+    let devices: Vec<Tensor> = tensors.iter().map(flat).collect::<Result<_>>()?;
+    let to_host = |tensor: &Tensor| tensor.to_device(&Device::Cpu);
+    let hosts: Vec<Tensor> = devices.iter().map(to_host).collect::<Result<_>>()?;
+    operation(&hosts.iter().collect::<Vec<_>>())?;
+    for (device, host) in devices.iter().zip(&hosts) {
+        if !device.device().is_cpu() && device.elem_count() > 0 {
+            device.slice_set(&host.to_device(device.device())?, 0, 0)?;
+        }
+    }
+    Ok(())
+}
+
+/// Calls `write` with the storage of a contiguous tensor on the CPU, and the index of its first
+/// element.
+fn in_place(
+    tensor: &Tensor,
+    write: impl FnOnce(&mut CpuStorage, usize) -> Result<()>,
+) -> Result<()> {
+    tensor.inplace_op1(&InPlace(RefCell::new(Some(write))))
+}
+
+/// Holds the closure in a cell: an in-place operation has only a shared reference to itself.
+struct InPlace<F>(RefCell<Option<F>>);
+
+impl<F: FnOnce(&mut CpuStorage, usize) -> Result<()>> InplaceOp1 for InPlace<F> {
+    fn name(&self) -> &'static str {
+        "mpi"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        match self.0.take() {
+            Some(write) => write(storage, layout.start_offset()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Two buffers for `send` and `receive` elements.
+fn split<W: Pod>(buffers: &mut Vec<u64>, send: usize, receive: usize) -> (&mut [W], &mut [W]) {
+    let needed = ((send + receive) * size_of::<W>()).div_ceil(size_of::<u64>());
+    if buffers.len() < needed {
+        buffers.resize(needed, 0);
+    }
+    let (first, others) = cast_slice_mut(buffers).split_at_mut(send);
+    (first, &mut others[..receive])
+}
+
+fn shifted(range: &Range<usize>, by: usize) -> Range<usize> {
+    range.start + by..range.end + by
+}
+
+fn count(count: i32) -> Result<usize> {
+    usize::try_from(count).map_err(candle_core::Error::wrap)
+}
