@@ -104,6 +104,12 @@ impl Collector {
         self.sampler.generator().shares_weights()
     }
 
+    /// Returns `sampler` with the tokenizer, and reporting its progress.
+    pub(super) fn attach(&self, sampler: Sampler) -> Sampler {
+        let sampler = sampler.with_tokenizer(&self.tokenizer);
+        sampler.with_progress(self.progress.receiver())
+    }
+
     /// Reserves the generator, passes `weights` to it, and returns its sampler with `sampling`,
     /// which reports its progress.
     pub(super) fn reserve(

@@ -424,6 +424,9 @@ impl Trainer {
     /// Returns a sampler of the policy, with the generator, the tokenizer and the progress of the
     /// trainer. Use it before the next step.
     ///
+    /// If [`TrainConfig::rollout`] names an engine that receives no weights, the sampler draws from
+    /// the policy in this process.
+    ///
     /// If a custom generator draws completions of later steps, this waits for the end of its draw,
     /// and the next one begins in the next step.
     ///
@@ -431,7 +434,13 @@ impl Trainer {
     ///
     /// If `sampling` is not valid or the generator fails to take over the current weights.
     pub fn sampler(&self, sampling: SamplingConfig) -> Result<Sampler> {
-        self.collector.reserve(&self.weights(), sampling)
+        match self.config.rollout.is_fixed_policy() {
+            true => {
+                let sampler = self.models.actor.sampler(sampling)?;
+                Ok(self.collector.attach(sampler))
+            }
+            false => self.collector.reserve(&self.weights(), sampling),
+        }
     }
 
     /// Returns the state of the run.

@@ -71,6 +71,9 @@ fn an_engine_without_new_weights_is_refused_in_training_alone() {
     let metrics = lines(&folder.path().join("run/metrics.jsonl"));
     assert_eq!(metrics.len(), 12);
     assert!(metrics.iter().all(|line| line["response_length"] == 3.));
+    // The evaluations are of the policy; every answer of the teacher passes.
+    let evaluations = lines(&folder.path().join("run/evaluations.jsonl"));
+    assert!(evaluations[0]["reward_mean"].as_f64().unwrap() < 1.);
 }
 
 #[test]
