@@ -27,6 +27,17 @@ impl<'a> StopStrings<'a> {
         Ok(Some(Self { strings, decode }))
     }
 
+    /// Returns the number of tokens of the shortest beginning of `tokens` whose text contains one
+    /// of the strings.
+    pub(super) fn first_end(&self, tokens: &[u32]) -> Result<Option<usize>> {
+        for len in 1..=tokens.len() {
+            if self.end(&tokens[..len])? {
+                return Ok(Some(len));
+            }
+        }
+        Ok(None)
+    }
+
     /// Returns true if the text of `tokens` contains one of the strings. Without the last token it
     /// must contain none.
     pub(super) fn end(&self, tokens: &[u32]) -> Result<bool> {
@@ -79,7 +90,7 @@ mod tests {
 
     /// Where a completion ends, if it does.
     fn end(stops: &StopStrings, tokens: &[u32]) -> Option<usize> {
-        (1..=tokens.len()).find(|&len| stops.end(&tokens[..len]).unwrap())
+        stops.first_end(tokens).unwrap()
     }
 
     fn bytes(text: &str) -> Vec<u32> {

@@ -61,6 +61,7 @@ pub(super) fn eval(
                 pretrained.model.vocab_size,
                 &RunDir::engine_weights(&run.run_dir),
                 &[],
+                false,
             )?,
             false => None,
         };

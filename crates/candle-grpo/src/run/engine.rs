@@ -11,7 +11,7 @@ use candle_grpo_train::{Generator, Prompt, SamplingConfig};
 /// sampled with `sampling`. `None` is the policy in this process.
 ///
 /// The weights go through `folder` unless the configuration names another one. The first of
-/// `prompts` are those of the probe.
+/// `prompts` are those of the probe. With `log_probs` false the completions need no log-probs.
 ///
 /// # Errors
 ///
@@ -22,6 +22,7 @@ pub fn engine(
     vocab_size: usize,
     folder: &Path,
     prompts: &[Prompt],
+    log_probs: bool,
 ) -> Result<Option<Arc<dyn Generator>>> {
     if config.engine == Engine::Local {
         return Ok(None);
@@ -33,11 +34,15 @@ pub fn engine(
         let generator = ServerGenerator::new(config, sampling, vocab_size, folder)?;
         let prompts = prompts.iter().map(|prompt| prompt.tokens.clone());
         let prompts: Vec<Vec<u32>> = prompts.collect();
-        Ok(Some(Arc::new(generator.with_probe_prompts(&prompts))))
+        let generator = generator.with_probe_prompts(&prompts);
+        Ok(Some(match log_probs {
+            true => Arc::new(generator),
+            false => Arc::new(generator.without_log_probs()),
+        }))
     }
     #[cfg(not(feature = "engines"))]
     {
-        let _ = (sampling, vocab_size, folder, prompts);
+        let _ = (sampling, vocab_size, folder, prompts, log_probs);
         anyhow::bail!(
             "rollout.engine: {}, must be local: this program was built without the feature engines",
             candle_grpo_core::validate::Name(&config.engine)

@@ -128,6 +128,7 @@ impl Session {
             pretrained.model.vocab_size,
             &RunDir::engine_weights(&config.run_dir),
             &train,
+            true,
         )?;
         let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?;
         let mut trainer = Trainer::new(

@@ -23,9 +23,11 @@ fn fixed_policy() -> HttpServer {
             "/v1/completions" => {
                 let body: Value = serde_json::from_slice(&request.body).unwrap();
                 assert!(body["prompt"].as_array().is_some_and(|ids| !ids.is_empty()));
-                let token = |id: u32| json!({"id": id, "logprob": -0.5});
-                let content = [token(1), token(2), token(0)];
-                json!({"choices": [{"finish_reason": "stop", "logprobs": {"content": content}}]})
+                let token = |id: u32| json!({"id": id, "prob": 0.5});
+                let probabilities = [token(1), token(2), token(0)];
+                json!({"__verbose": {
+                    "tokens": [1, 2, 0], "stop_type": "eos", "completion_probabilities": probabilities,
+                }})
             }
             _ => return Reply::new(404, "{}"),
         };

@@ -59,6 +59,8 @@ pub struct ServerGenerator {
     distribution: Mutex<Option<Distribution>>,
     max_inflight: usize,
     max_retries: usize,
+    /// False if the completions need no log-probs.
+    log_probs: bool,
 }
 
 /// A completion to draw.
@@ -78,6 +80,7 @@ struct Batch {
     distribution: Option<Distribution>,
     vocab_size: usize,
     max_retries: usize,
+    log_probs: bool,
 }
 
 impl ServerGenerator {
@@ -141,6 +144,7 @@ impl ServerGenerator {
             distribution: Mutex::new(None),
             max_inflight: config.max_inflight,
             max_retries: config.max_retries,
+            log_probs: true,
         })
     }
 
@@ -148,6 +152,14 @@ impl ServerGenerator {
     /// continues random tokens.
     pub fn with_probe_prompts(mut self, prompts: &[Vec<u32>]) -> Self {
         self.probe_prompts = probe::prompts(prompts, self.vocab_size);
+        self
+    }
+
+    /// Draws completions whose log-probs are not read, as in an evaluation. They are 0.
+    ///
+    /// llama.cpp names no log-probs of some tokens. With log-probs such a completion is an error.
+    pub fn without_log_probs(mut self) -> Self {
+        self.log_probs = false;
         self
     }
 
@@ -249,7 +261,7 @@ impl ServerGenerator {
                 prompt,
                 max_new_tokens: probe::NEW_TOKENS,
             });
-            jobs.map(|job| draw(&servers, &lease, &job, &sampling))
+            jobs.map(|job| draw(&servers, &lease, &job, &sampling, true))
                 .collect()
         })
     }
@@ -268,6 +280,7 @@ impl Generator for ServerGenerator {
             distribution: *lock(&self.distribution),
             vocab_size: self.vocab_size,
             max_retries: self.max_retries,
+            log_probs: self.log_probs && !batch.sampling.greedy,
         });
         let _stop = StopOnDrop(Arc::clone(&shared));
         let (sender, receiver) = channel();
@@ -357,28 +370,38 @@ fn in_background<T: Send + 'static>(
     }
 }
 
-/// Ends a completion at its first stop token, which some servers ignore, and sets the reason of its
-/// end. Some servers check the length first, and some use one reason for stop strings and tokens.
+/// Ends a completion at its first stop token or stop string, which some servers ignore, and sets
+/// the reason of its end. Some servers check the length first, and some use one reason for stop
+/// strings and tokens.
 fn end(
     batch: &GenerationBatch<'_>,
     stop_strings: Option<&StopStrings<'_>>,
     completion: &mut Completion,
 ) -> Result<()> {
     let is_stop = |id: &u32| batch.sampling.stop_token_ids.contains(id);
-    if let Some(last) = completion.tokens.iter().position(is_stop) {
-        completion.tokens.truncate(last + 1);
-        completion.drawn_log_probs.truncate(last + 1);
-        completion.weight_versions.truncate(last + 1);
-        if let Some(log_probs) = &mut completion.log_probs {
-            log_probs.truncate(last + 1);
-        }
+    let stop_token = completion.tokens.iter().position(is_stop);
+    if let Some(last) = stop_token {
+        truncate(completion, last + 1);
         completion.finish_reason = FinishReason::StopToken;
-    } else if let Some(strings) = stop_strings
-        && strings.end(&completion.tokens)?
+    }
+    // Before a stop token, whose text ends nothing.
+    let text = &completion.tokens[..stop_token.unwrap_or(completion.tokens.len())];
+    if let Some(strings) = stop_strings
+        && let Some(len) = strings.first_end(text)?
     {
+        truncate(completion, len);
         completion.finish_reason = FinishReason::StopString;
     }
     Ok(())
+}
+
+fn truncate(completion: &mut Completion, len: usize) {
+    completion.tokens.truncate(len);
+    completion.drawn_log_probs.truncate(len);
+    completion.weight_versions.truncate(len);
+    if let Some(log_probs) = &mut completion.log_probs {
+        log_probs.truncate(len);
+    }
 }
 
 impl Drop for ServerGenerator {
@@ -437,7 +460,7 @@ impl Batch {
             };
             let url = lease.server().url();
             ensure_fits(&lease, job)?;
-            let failure = match draw(&self.servers, &lease, job, &self.sampling) {
+            let failure = match draw(&self.servers, &lease, job, &self.sampling, self.log_probs) {
                 Ok(drawn) => {
                     lease.succeed();
                     let validated = probe::validate(&drawn, self.vocab_size);
@@ -470,21 +493,17 @@ impl Batch {
             ..
         } = drawn;
         let version = lease.weights.as_ref().map_or(0, |weights| weights.version);
-        let (of_policy, of_draw) = if self.sampling.greedy {
-            (None, vec![0.; tokens.len()])
-        } else {
-            let is_policy = match self.distribution {
-                None => false,
-                Some(Distribution::Tempered) => true,
-                Some(Distribution::Drawn) => !probe::is_filtered(&self.sampling),
-            };
-            (is_policy.then(|| log_probs.clone()), log_probs)
+        let is_policy = match self.distribution {
+            None => false,
+            Some(Distribution::Tempered) => true,
+            Some(Distribution::Drawn) => !probe::is_filtered(&self.sampling),
         };
+        let of_policy = self.log_probs && is_policy;
         Completion {
             weight_versions: vec![version; tokens.len()],
             tokens,
-            drawn_log_probs: of_draw,
-            log_probs: of_policy,
+            log_probs: of_policy.then(|| log_probs.clone()),
+            drawn_log_probs: log_probs,
             written: None,
             finish_reason: match end {
                 End::StopToken | End::Aborted => FinishReason::StopToken,
@@ -501,6 +520,7 @@ fn draw(
     lease: &Lease<'_>,
     job: &Job,
     sampling: &Arc<SamplingConfig>,
+    log_probs: bool,
 ) -> Result<Drawn, Failure> {
     let (server, protocol) = (lease.server(), &servers.protocol);
     let weights = lease.weights.as_deref();
@@ -520,8 +540,12 @@ fn draw(
         max_new_tokens: job.max_new_tokens,
         seed: job.seed.to_u64(),
         sampling: Arc::clone(sampling),
+        log_probs,
     };
-    let drawn = protocol.parse(&server.call(&protocol.draw(&request))?)?;
+    let mut drawn = protocol.parse(&server.call(&protocol.draw(&request))?)?;
+    if !log_probs {
+        drawn.log_probs = vec![0.; drawn.tokens.len()];
+    }
     if drawn.end == End::Aborted {
         return Err(Failure::Malformed("the completion was aborted".to_owned()));
     }

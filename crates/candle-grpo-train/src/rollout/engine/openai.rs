@@ -5,8 +5,8 @@ use serde_json::{Map, Value, json};
 use super::protocol::{Call, DrawRequest, Drawn, End, Failure, Protocol, ServedModel, Server};
 use super::weights::EngineWeights;
 
-/// Any server with `/v1/completions` that takes token ids and returns token ids with log-probs,
-/// such as llama.cpp. It takes no weights.
+/// Any server with `/v1/completions` that takes token ids and returns token ids with log-probs: in
+/// vLLM's form, or in llama.cpp's. It takes no weights.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OpenAi;
 
@@ -20,11 +20,25 @@ impl Protocol for OpenAi {
         // llama.cpp takes 32 bits, of which all ones stand for a random seed.
         body.insert("seed".to_owned(), json!(request.seed >> 33));
         body.insert("logprobs".to_owned(), json!(1));
+        // llama.cpp: all tokens, the log-probs of the draw, and the filters in the order of the
+        // local generator.
+        body.insert("verbose".to_owned(), json!(true));
+        body.insert("return_tokens".to_owned(), json!(true));
+        body.insert("post_sampling_probs".to_owned(), json!(true));
+        let samplers = ["temperature", "top_k", "top_p", "min_p"];
+        body.insert("samplers".to_owned(), json!(samplers));
+        // llama.cpp names no log-probs of the tokens of a stop string.
+        if request.log_probs {
+            body.remove("stop");
+        }
         Call::post("/v1/completions", Value::Object(body))
     }
 
     fn parse(&self, answer: &Value) -> Result<Drawn, Failure> {
-        parse(answer)
+        match answer.get("__verbose") {
+            Some(answer) => parse_llama(answer),
+            None => parse(answer),
+        }
     }
 
     fn load(&self, _: &Server, _: &EngineWeights) -> Result<(), Failure> {
@@ -77,7 +91,6 @@ pub(super) fn body(request: &DrawRequest) -> Map<String, Value> {
         "stop": sampling.stop_strings,
         "stop_token_ids": sampling.stop_token_ids,
         "return_token_ids": true,
-        "return_tokens": true,
         "stream": false,
     });
     match fields {
@@ -86,7 +99,43 @@ pub(super) fn body(request: &DrawRequest) -> Map<String, Value> {
     }
 }
 
-/// Reads the only choice of an answer.
+/// Reads an answer of llama.cpp in its own form. It has fewer log-probs than tokens if the end of a
+/// token is within a character, or a stop string has ended the completion. The list of tokens in
+/// the form of OpenAI has the same gaps.
+fn parse_llama(answer: &Value) -> Result<Drawn, Failure> {
+    let malformed = |message: &str| Failure::Malformed(message.to_owned());
+    let tokens = answer["tokens"].as_array();
+    let tokens: Option<Vec<u32>> = tokens.and_then(|ids| ids.iter().map(token).collect());
+    let tokens = tokens.ok_or_else(|| malformed("tokens: absent or not token ids"))?;
+    let log_prob = |entry: &Value| Some(number(&entry["prob"])?.ln());
+    let log_probs: Option<Vec<f32>> = match &answer["completion_probabilities"] {
+        Value::Null => Some(Vec::new()),
+        entries => entries
+            .as_array()
+            .and_then(|entries| entries.iter().map(log_prob).collect()),
+    };
+    let log_probs = log_probs
+        .ok_or_else(|| malformed("completion_probabilities: not a list of probabilities"))?;
+    let end = match answer["stop_type"].as_str() {
+        Some("limit") => End::Length,
+        Some("eos") => End::StopToken,
+        Some("word") => End::StopString,
+        _ => {
+            return Err(Failure::Malformed(format!(
+                "stop_type: {}, must be limit, eos or word",
+                answer["stop_type"]
+            )));
+        }
+    };
+    Ok(Drawn {
+        tokens,
+        log_probs,
+        end,
+        weight_version: None,
+    })
+}
+
+/// Reads the only choice of an answer in vLLM's form.
 pub(super) fn parse(answer: &Value) -> Result<Drawn, Failure> {
     let malformed = |message: &str| Failure::Malformed(message.to_owned());
     let choice = match answer["choices"].as_array().map(Vec::as_slice) {
@@ -98,22 +147,13 @@ pub(super) fn parse(answer: &Value) -> Result<Drawn, Failure> {
         None => return Err(malformed("choices: absent, must be a list of one")),
     };
     let log_probs = &choice["logprobs"];
-    // llama.cpp lists an object for each token, vLLM a list for each quantity.
-    let content = log_probs["content"].as_array();
-    let tokens: Option<Vec<u32>> = match (choice["token_ids"].as_array(), content) {
-        (Some(ids), _) => ids.iter().map(token).collect(),
-        (None, Some(content)) => content.iter().map(|entry| token(&entry["id"])).collect(),
-        (None, None) => None,
-    };
+    let tokens = choice["token_ids"].as_array();
+    let tokens: Option<Vec<u32>> = tokens.and_then(|ids| ids.iter().map(token).collect());
     let tokens = tokens.ok_or_else(|| {
         malformed("token_ids: absent or not token ids; the server must return token ids")
     })?;
-    let log_probs: Option<Vec<f32>> = match content {
-        Some(content) => content.iter().map(|e| number(&e["logprob"])).collect(),
-        None => log_probs["token_logprobs"]
-            .as_array()
-            .and_then(|list| list.iter().map(number).collect()),
-    };
+    let log_probs = log_probs["token_logprobs"].as_array();
+    let log_probs: Option<Vec<f32>> = log_probs.and_then(|list| list.iter().map(number).collect());
     let log_probs = log_probs
         .ok_or_else(|| malformed("logprobs: absent or not numbers, must be one for each token"))?;
     Ok(Drawn {

@@ -101,6 +101,8 @@ pub struct DrawRequest {
     pub seed: u64,
     /// The distribution to draw from, and the tokens and strings that end the completion.
     pub sampling: Arc<SamplingConfig>,
+    /// False if [`Drawn::log_probs`] is not read.
+    pub log_probs: bool,
 }
 
 impl DrawRequest {

@@ -25,7 +25,6 @@ impl Protocol for Vllm {
         // The stop tokens of the request are all that end a completion.
         body.insert("ignore_eos".to_owned(), json!(true));
         body.insert("include_stop_str_in_output".to_owned(), json!(true));
-        body.remove("return_tokens");
         Call::post("/v1/completions", Value::Object(body))
     }
 

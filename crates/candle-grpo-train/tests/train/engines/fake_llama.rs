@@ -1,6 +1,6 @@
 //! A fake of llama.cpp's server, which takes no weights.
 //!
-//! Log-probs are those before the temperature.
+//! It answers in its own form, with the probabilities of the draw.
 
 use candle_grpo_test_support::{Reply, Request};
 use candle_grpo_train::{FinishReason, SamplingConfig};
@@ -11,7 +11,7 @@ use super::served_policy::{Draw, Drawn, LogProbs, ServedPolicy};
 use crate::common::END;
 
 pub(crate) fn start() -> FakeServer {
-    FakeServer::start(answer, ServedPolicy::new(LogProbs::Raw))
+    FakeServer::start(answer, ServedPolicy::new(LogProbs::Processed))
 }
 
 fn answer(shared: &Shared, request: &Request) -> Reply {
@@ -50,11 +50,16 @@ fn completions(shared: &Shared, request: &Request) -> Reply {
         Ok(None) => return Reply::closed(),
         Err((status, message)) => return error(status, "invalid_request_error", &message),
     };
-    let choices: Vec<Value> = drawn.iter().map(|drawn| choice(drawn, &body)).collect();
-    ok(json!({
-        "id": "cmpl-0", "object": "text_completion", "created": 1763860000,
-        "model": "policy.gguf", "choices": choices,
-    }))
+    let [drawn] = drawn.as_slice() else {
+        return error(400, "invalid_request_error", "n: several");
+    };
+    let mut answer = json!({
+        "id": "cmpl-0", "object": "text_completion", "created": 1763860000, "model": "policy.gguf",
+    });
+    if body["verbose"] == true {
+        answer["__verbose"] = own_form(drawn, &body);
+    }
+    ok(answer)
 }
 
 /// Fields that are absent have the defaults of the program. Those of other engines are ignored.
@@ -77,20 +82,30 @@ fn read_draw(body: &Value) -> Result<Draw, String> {
     })
 }
 
-fn choice(drawn: &Drawn, body: &Value) -> Value {
+fn own_form(drawn: &Drawn, body: &Value) -> Value {
+    let probability = |(id, log_prob): (&u32, &f32)| json!({"id": id, "prob": log_prob.exp()});
     let tokens = drawn.tokens.iter().zip(&drawn.log_probs);
-    let content: Vec<Value> = tokens
-        .map(|(id, log_prob)| {
-            json!({"id": id, "token": "?", "bytes": [63], "logprob": log_prob, "top_logprobs": []})
-        })
-        .collect();
-    let finish_reason = match drawn.finish_reason {
-        FinishReason::Length => "length",
-        FinishReason::StopToken | FinishReason::StopString => "stop",
+    let mut probabilities: Vec<Value> = tokens.map(probability).collect();
+    let stop_type = match drawn.finish_reason {
+        FinishReason::Length => "limit",
+        FinishReason::StopToken => "eos",
+        FinishReason::StopString => "word",
     };
-    let log_probs = body["logprobs"].is_u64();
-    json!({
-        "text": drawn.text, "index": 0, "finish_reason": finish_reason,
-        "logprobs": log_probs.then(|| json!({"content": content})),
-    })
+    if stop_type == "word" {
+        probabilities.pop();
+    }
+    let mut answer = json!({
+        "content": drawn.text, "tokens": [], "stop": true, "stop_type": stop_type,
+    });
+    if body["return_tokens"] == true {
+        answer["tokens"] = json!(drawn.tokens);
+    }
+    if body["logprobs"].as_u64().is_some_and(|n| n > 0) && !probabilities.is_empty() {
+        assert_eq!(
+            body["post_sampling_probs"], true,
+            "the probabilities before sampling"
+        );
+        answer["completion_probabilities"] = json!(probabilities);
+    }
+    answer
 }

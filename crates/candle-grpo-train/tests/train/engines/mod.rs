@@ -110,6 +110,8 @@ impl Setup {
                 sample,
             };
             seeds.insert(seed.to_u64() >> 1, seed);
+            // Of 31 bits.
+            seeds.insert(seed.to_u64() >> 33, seed);
         }
         let seeds = Arc::new(Mutex::new(seeds));
         for server in &self.servers {

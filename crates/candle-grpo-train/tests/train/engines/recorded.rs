@@ -1,4 +1,4 @@
-//! Answers of a real vLLM, which `scripts/record-engines` records, through the client.
+//! Answers of real servers, which `scripts/record-engines` records, through the client.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,75 +16,96 @@ use tempfile::TempDir;
 
 use crate::common::model;
 
-/// The vocabulary of the recorded model.
-const VOCABULARY: usize = 512;
-
-fn recording(name: &str) -> Value {
-    let folder = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/tests/train/engines/recordings/vllm"
-    );
-    let path = format!("{folder}/{name}.json");
-    let text = fs::read(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
-    serde_json::from_slice(&text).unwrap()
+/// The recordings of one kind of server.
+#[derive(Clone, Copy)]
+struct Recordings {
+    engine: Engine,
+    folder: &'static str,
+    vocab_size: usize,
 }
 
-/// Answers each path with a recording.
-fn replay(names: &[(&str, &str)]) -> HttpServer {
-    let replies: HashMap<String, Reply> = names
-        .iter()
-        .map(|(path, name)| {
-            let response = &recording(name)["response"];
-            let body = match &response["body"] {
-                Value::String(text) => text.clone(),
-                // The version that the test sends.
-                value => value
-                    .to_string()
-                    .replace("step-1", "policy-000001")
-                    .replace(r#""id":"adapter""#, r#""id":"policy-000001""#),
-            };
-            let status = response["status"].as_u64().unwrap() as u16;
-            ((*path).to_owned(), Reply::new(status, body))
+const VLLM: Recordings = Recordings {
+    engine: Engine::Vllm,
+    folder: "vllm",
+    vocab_size: 512,
+};
+
+const LLAMA: Recordings = Recordings {
+    engine: Engine::Openai,
+    folder: "llama",
+    vocab_size: 49152,
+};
+
+impl Recordings {
+    fn read(self, name: &str) -> Value {
+        let folder = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/tests/train/engines/recordings"
+        );
+        let path = format!("{folder}/{}/{name}.json", self.folder);
+        let text = fs::read(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
+        serde_json::from_slice(&text).unwrap()
+    }
+
+    /// Answers each path with a recording.
+    fn replay(self, names: &[(&str, &str)]) -> HttpServer {
+        let replies: HashMap<String, Reply> = names
+            .iter()
+            .map(|(path, name)| {
+                let response = &self.read(name)["response"];
+                let body = match &response["body"] {
+                    Value::String(text) => text.clone(),
+                    // The version that the test sends.
+                    value => value
+                        .to_string()
+                        .replace("step-1", "policy-000001")
+                        .replace(r#""id":"adapter""#, r#""id":"policy-000001""#),
+                };
+                let status = response["status"].as_u64().unwrap() as u16;
+                ((*path).to_owned(), Reply::new(status, body))
+            })
+            .collect();
+        HttpServer::start(move |request| {
+            let reply = replies.get(request.path()).cloned();
+            reply.unwrap_or_else(|| Reply::new(404, r#"{"detail": "Not Found"}"#))
         })
-        .collect();
-    HttpServer::start(move |request| {
-        let reply = replies.get(request.path()).cloned();
-        reply.unwrap_or_else(|| Reply::new(404, r#"{"detail": "Not Found"}"#))
-    })
-}
+    }
 
-/// A client of one server, whose folder of weights it keeps.
-fn client(server: &HttpServer, sync: WeightSync, sampling: &SamplingConfig) -> Client {
-    let config = RolloutConfig {
-        engine: Engine::Vllm,
-        base_url: vec![server.url()],
-        weight_sync: sync,
-        request_timeout: 600.,
-        server_timeout: 0.2,
-        max_retries: 1,
-        // The weights of the recorded model are not here.
-        log_prob_tolerance: 1e6,
-        ..RolloutConfig::default()
-    };
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("weights");
-    let generator = ServerGenerator::new(&config, sampling, VOCABULARY, &path).unwrap();
-    Client {
-        generator: Arc::new(generator),
-        _folder: folder,
+    /// A client of one server.
+    fn client(self, server: &HttpServer, sync: WeightSync, sampling: &SamplingConfig) -> Client {
+        let config = RolloutConfig {
+            engine: self.engine,
+            base_url: vec![server.url()],
+            weight_sync: sync,
+            request_timeout: 600.,
+            server_timeout: 0.2,
+            max_retries: 1,
+            // The weights of the recorded model are not here.
+            log_prob_tolerance: 1e6,
+            ..RolloutConfig::default()
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights");
+        Client {
+            generator: ServerGenerator::new(&config, sampling, self.vocab_size, &path).unwrap(),
+            vocab_size: self.vocab_size,
+            _folder: folder,
+        }
     }
 }
 
+/// A client, and the folder of its weights.
 struct Client {
-    generator: Arc<ServerGenerator>,
+    generator: ServerGenerator,
+    vocab_size: usize,
     _folder: TempDir,
 }
 
 impl Client {
     /// Draws the recorded completion.
-    fn draw(&self, request: &Value, sampling: &SamplingConfig) -> anyhow::Result<Rollout> {
-        let generator: Arc<dyn Generator> = Arc::clone(&self.generator) as _;
-        let sampler = Sampler::from_generator(generator, VOCABULARY, sampling.clone())?
+    fn draw(self, request: &Value, sampling: &SamplingConfig) -> anyhow::Result<Rollout> {
+        let generator: Arc<dyn Generator> = Arc::new(self.generator);
+        let sampler = Sampler::from_generator(generator, self.vocab_size, sampling.clone())?
             .with_text_decoder(|_| Ok(String::new()));
         let prompt = Prompt {
             index: 0,
@@ -106,6 +127,7 @@ fn sampling(request: &Value) -> SamplingConfig {
         max_new_tokens: request["max_tokens"].as_u64().unwrap().max(1) as usize,
         stop_token_ids: serde_json::from_value(Value::Array(list("stop_token_ids"))).unwrap(),
         stop_strings: serde_json::from_value(Value::Array(list("stop"))).unwrap(),
+        top_p: request["top_p"].as_f64().unwrap(),
         ..SamplingConfig::default()
     }
 }
@@ -119,21 +141,47 @@ struct Replayed {
 }
 
 impl Replayed {
-    fn new(request: &str, name: &str) -> Self {
-        let request = recording(request)["request"]["body"].take();
+    fn new(recordings: Recordings, request: &str, name: &str) -> Self {
+        Self::with_client(recordings, request, name, |client| client)
+    }
+
+    fn with_client(
+        recordings: Recordings,
+        request: &str,
+        name: &str,
+        change: impl FnOnce(ServerGenerator) -> ServerGenerator,
+    ) -> Self {
+        let request = recordings.read(request)["request"]["body"].take();
         let sampling = sampling(&request);
-        let server = replay(&[
+        let server = recordings.replay(&[
             ("/health", "health"),
             ("/v1/models", "models"),
             ("/v1/completions", name),
         ]);
-        let client = client(&server, WeightSync::None, &sampling);
+        let mut client = recordings.client(&server, WeightSync::None, &sampling);
+        client.generator = change(client.generator);
         let drawn = client.draw(&request, &sampling);
         Self {
             server,
             request,
             sampling,
             drawn,
+        }
+    }
+
+    /// Checks that the client sends what the real server understood.
+    fn assert_sent(&self) {
+        let requests = self.server.requests();
+        let sent: Value = serde_json::from_slice(&requests.last().unwrap().body).unwrap();
+        for (field, value) in self.request.as_object().unwrap() {
+            let same = match value.as_f64() {
+                Some(number) => sent[field].as_f64() == Some(number),
+                None => sent[field] == *value,
+            };
+            assert!(
+                same || ["n", "seed", "logit_bias"].contains(&field.as_str()),
+                "{field}: {sent}"
+            );
         }
     }
 }
@@ -144,10 +192,11 @@ impl Replayed {
 #[case("stop_string", FinishReason::StopString)]
 #[case("eos", FinishReason::StopToken)]
 fn a_recorded_completion_is_read(#[case] name: &str, #[case] reason: FinishReason) {
-    let replayed = Replayed::new(name, name);
+    let replayed = Replayed::new(VLLM, name, name);
+    replayed.assert_sent();
     let completion = replayed.drawn.unwrap().completion;
 
-    let recorded = recording(name);
+    let recorded = VLLM.read(name);
     let choice = &recorded["response"]["body"]["choices"][0];
     assert_eq!(json!(completion.tokens), choice["token_ids"]);
     assert_eq!(completion.finish_reason, reason);
@@ -159,36 +208,85 @@ fn a_recorded_completion_is_read(#[case] name: &str, #[case] reason: FinishReaso
             assert_eq!(recorded.as_f64().unwrap() as f32, *found);
         }
     }
-    // The client sends what the real server understood.
-    let requests = replayed.server.requests();
-    let sent: Value = serde_json::from_slice(&requests.last().unwrap().body).unwrap();
-    for (field, value) in replayed.request.as_object().unwrap() {
-        let same = match value.as_f64() {
-            Some(number) => sent[field].as_f64() == Some(number),
-            None => sent[field] == *value,
-        };
-        assert!(
-            same || ["n", "seed", "logit_bias"].contains(&field.as_str()),
-            "{field}: {sent}"
-        );
-    }
 }
 
 #[rstest]
-#[case("error_vocabulary", 400)]
-#[case("error_too_long", 400)]
-#[case("error_max_tokens", 400)]
-#[case("error_model", 404)]
-#[case("error_key", 401)]
-fn a_recorded_error_is_an_error_with_its_message(#[case] name: &str, #[case] status: u16) {
-    let answer = &recording(name)["response"];
+#[case("one", FinishReason::Length)]
+#[case("truncated", FinishReason::Length)]
+#[case("greedy", FinishReason::Length)]
+#[case("eos", FinishReason::StopToken)]
+#[case("stop_string", FinishReason::StopString)]
+fn a_recorded_completion_of_llama_cpp_is_read(#[case] name: &str, #[case] reason: FinishReason) {
+    let replayed = Replayed::new(LLAMA, name, name);
+    replayed.assert_sent();
+    let completion = replayed.drawn.unwrap().completion;
+
+    let recorded = LLAMA.read(name);
+    let answer = &recorded["response"]["body"]["__verbose"];
+    assert_eq!(json!(completion.tokens), answer["tokens"]);
+    assert_eq!(completion.finish_reason, reason);
+    // The log-probs of the draw, after temperature and filters.
+    let entries = answer["completion_probabilities"].as_array();
+    let log_probs: Vec<f32> = entries
+        .into_iter()
+        .flatten()
+        .map(|entry| (entry["prob"].as_f64().unwrap() as f32).ln())
+        .collect();
+    match replayed.sampling.greedy {
+        true => assert!(completion.drawn_log_probs.iter().all(|&x| x == 0.)),
+        false => assert_eq!(completion.drawn_log_probs, log_probs),
+    }
+}
+
+/// llama.cpp names no log-probs of tokens whose end is within a character.
+#[test]
+fn a_completion_that_lacks_log_probs_is_refused_unless_they_are_not_needed() {
+    let name = "within_character";
+    let replayed = Replayed::new(LLAMA, name, name);
+    let text = format!("{:#}", replayed.drawn.unwrap_err());
+    assert!(
+        text.contains("drawn_log_probs: 2 entries, must be 6"),
+        "{text}"
+    );
+
+    let replayed = Replayed::with_client(LLAMA, name, name, ServerGenerator::without_log_probs);
+    let completion = replayed.drawn.unwrap().completion;
+    let recorded = LLAMA.read(name);
+    let answer = &recorded["response"]["body"]["__verbose"];
+    assert_eq!(json!(completion.tokens), answer["tokens"]);
+    assert_eq!(completion.drawn_log_probs, [0.; 6]);
+}
+
+/// The list of log-probs has gaps, so it is not the list of tokens.
+#[test]
+fn an_answer_of_llama_cpp_without_its_own_form_is_refused() {
+    let replayed = Replayed::new(LLAMA, "one", "plain");
+    let text = format!("{:#}", replayed.drawn.unwrap_err());
+    assert!(text.contains("token_ids: absent"), "{text}");
+}
+
+#[rstest]
+#[case(VLLM, "error_vocabulary", 400)]
+#[case(VLLM, "error_too_long", 400)]
+#[case(VLLM, "error_max_tokens", 400)]
+#[case(VLLM, "error_model", 404)]
+#[case(VLLM, "error_key", 401)]
+#[case(LLAMA, "error_vocabulary", 400)]
+#[case(LLAMA, "error_too_long", 400)]
+#[case(LLAMA, "error_empty_prompt", 400)]
+fn a_recorded_error_is_an_error_with_its_message(
+    #[case] recordings: Recordings,
+    #[case] name: &str,
+    #[case] status: u16,
+) {
+    let answer = &recordings.read(name)["response"];
     assert_eq!(answer["status"], status);
     let body = &answer["body"];
     let message = body["error"]["message"]
         .as_str()
         .or(body["error"].as_str())
         .unwrap();
-    let replayed = Replayed::new("one", name);
+    let replayed = Replayed::new(recordings, "one", name);
     let text = format!("{:#}", replayed.drawn.unwrap_err());
     let start: String = message.chars().take(100).collect();
     let url = replayed.server.url();
@@ -200,13 +298,13 @@ fn a_recorded_error_is_an_error_with_its_message(#[case] name: &str, #[case] sta
 
 /// The settings of the recorded completions.
 fn six_tokens() -> SamplingConfig {
-    sampling(&recording("one")["request"]["body"])
+    sampling(&VLLM.read("one")["request"]["body"])
 }
 
 /// Sends weights of version 1.
 fn push(server: &HttpServer, sync: WeightSync) -> anyhow::Result<()> {
     let model = DecoderConfig {
-        vocab_size: VOCABULARY,
+        vocab_size: VLLM.vocab_size,
         ..model()
     };
     let parameters = Parameters::init(&model, 1, device()).unwrap();
@@ -217,7 +315,7 @@ fn push(server: &HttpServer, sync: WeightSync) -> anyhow::Result<()> {
         parameters: &parameters,
         adapters: (sync == WeightSync::Adapter).then_some(&adapters),
     };
-    let client = client(server, sync, &six_tokens());
+    let client = VLLM.client(server, sync, &six_tokens());
     client.generator.weights_changed(&weights, &NoProgress)
 }
 
@@ -235,10 +333,10 @@ const DISK: [(&str, &str); 9] = [
 
 #[test]
 fn recorded_answers_to_whole_weights_are_a_success() {
-    push(&replay(&DISK), WeightSync::Disk).unwrap();
+    push(&VLLM.replay(&DISK), WeightSync::Disk).unwrap();
     let mut old = DISK;
     old[8].1 = "weight_info";
-    let error = push(&replay(&old), WeightSync::Disk).unwrap_err();
+    let error = push(&VLLM.replay(&old), WeightSync::Disk).unwrap_err();
     assert!(format!("{error:#}").contains("policy-000001"), "{error:#}");
 }
 
@@ -246,7 +344,7 @@ fn recorded_answers_to_whole_weights_are_a_success() {
 #[case("adapter_in_place", None)]
 #[case("adapter_missing", Some("status 404"))]
 fn a_recorded_answer_to_an_adapter_is_read(#[case] name: &str, #[case] words: Option<&str>) {
-    let server = replay(&[
+    let server = VLLM.replay(&[
         ("/health", "health"),
         ("/v1/models", "models_adapter"),
         ("/v1/load_lora_adapter", name),

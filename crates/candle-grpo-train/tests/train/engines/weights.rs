@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::fake_server::Fault;
 use super::served_policy::LogProbs;
 use super::{Policy, STREAMS, Setup, difference, draw, draw_locally, short};
-use crate::common::{self, config, digest, file_names, max_difference, parameters, sampling};
+use crate::common::{self, config, digest, file_names, max_difference, parameters};
 
 /// Checks each completion of servers against the policy, and lets the servers draw the tokens of
 /// the local generator.
@@ -126,16 +126,26 @@ fn a_run_with_servers_is_the_run_with_the_policy_itself(
 }
 
 #[rstest]
-#[case(Engine::Vllm)]
-#[case(Engine::Sglang)]
-fn a_completion_ends_as_that_of_the_policy_itself(#[case] engine: Engine) {
-    let setup = Setup::new(engine, WeightSync::Disk, 1);
+#[case(Engine::Vllm, WeightSync::Disk, true)]
+#[case(Engine::Sglang, WeightSync::Disk, true)]
+#[case(Engine::Openai, WeightSync::None, true)]
+#[case(Engine::Openai, WeightSync::None, false)]
+fn a_completion_ends_as_that_of_the_policy_itself(
+    #[case] engine: Engine,
+    #[case] sync: WeightSync,
+    #[case] log_probs: bool,
+) {
+    let setup = Setup::new(engine, sync, 1);
     let sampling = SamplingConfig {
         stop_strings: vec!["dd".to_owned(), "e".to_owned()],
         ..short()
     };
     setup.draw_as_local(&sampling);
-    let client = Arc::new(setup.client(&setup.config(), &sampling));
+    let client = setup.client(&setup.config(), &sampling);
+    let client = Arc::new(match log_probs {
+        true => client,
+        false => client.without_log_probs(),
+    });
     setup.policy(0).push(&client).unwrap();
     let mut seen = [false; 3];
     for stream in 0..STREAMS {
@@ -144,6 +154,8 @@ fn a_completion_ends_as_that_of_the_policy_itself(#[case] engine: Engine) {
         for (a, b) in expected.iter().zip(&found) {
             let (a, b) = (&a.completion, &b.completion);
             assert_eq!((&a.tokens, a.finish_reason), (&b.tokens, b.finish_reason));
+            let are_zero = b.drawn_log_probs.iter().all(|&x| x == 0.);
+            assert_eq!(are_zero, !log_probs);
             seen[a.finish_reason as usize] = true;
         }
     }
@@ -365,10 +377,7 @@ fn a_server_that_was_down_during_a_push_receives_the_weights_when_it_is_back() {
 #[test]
 fn an_engine_without_transfers_draws_from_its_own_weights() {
     let setup = Setup::new(Engine::Openai, WeightSync::None, 1);
-    let sampling = SamplingConfig {
-        temperature: 1.,
-        ..sampling()
-    };
+    let sampling = short();
     let client = Arc::new(setup.client(&setup.config(), &sampling));
     setup.policy(5).push(&client).unwrap();
     let rollouts = draw(&client, &sampling, 0, Arc::new(NoProgress)).unwrap();
@@ -380,7 +389,7 @@ fn an_engine_without_transfers_draws_from_its_own_weights() {
             &completion.drawn_log_probs,
         );
         assert!(
-            difference([answer], &parameters(), 1.) < 1e-5,
+            difference([answer], &parameters(), sampling.temperature) < 1e-5,
             "{rollout:?}"
         );
         assert_eq!(completion.log_probs, None);
