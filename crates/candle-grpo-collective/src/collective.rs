@@ -48,14 +48,19 @@ pub trait Collective: Send + Sync {
         self.all_reduce_sum(tensors)
     }
 
-    /// Lets all later operations on tensors see the results of [`Self::start_all_reduce_sum`].
+    /// Begins [`Self::reduce_scatter_sum`], as [`Self::start_all_reduce_sum`] does.
+    fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        self.reduce_scatter_sum(tensors)
+    }
+
+    /// Lets all later operations on tensors see the results of what has been begun.
     fn finish(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Ends the processes of all ranks, after an error of this one.
-    fn abort(&self) -> ! {
-        std::process::exit(1)
+    /// Ends the processes of all ranks with exit code `code`, after an error of this one.
+    fn abort(&self, code: i32) -> ! {
+        std::process::exit(code)
     }
 
     /// Returns the bytes of each rank, in the order of the ranks. Their lengths may differ.

@@ -227,8 +227,8 @@ impl Collective for Mpi {
     }
 
     /// Ends the processes of all ranks with `MPI_Abort`, also if another thread communicates.
-    fn abort(&self) -> ! {
-        self.universe.world().abort(1)
+    fn abort(&self, code: i32) -> ! {
+        self.universe.world().abort(code)
     }
 }
 
@@ -236,7 +236,7 @@ impl Drop for Mpi {
     fn drop(&mut self) {
         // To finalize, MPI would wait for ranks that wait for this one.
         if std::thread::panicking() {
-            self.abort();
+            self.abort(1);
         }
     }
 }

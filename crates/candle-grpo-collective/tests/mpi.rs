@@ -128,7 +128,7 @@ fn rank(part: &str) -> Result<()> {
     one(&*ranks, &device)?;
     if ranks.rank() == 1 {
         match part {
-            "abort" => ranks.abort(),
+            "abort" => ranks.abort(1),
             "kill" => {
                 let own = std::process::id().to_string();
                 Command::new("kill").args(["-9", &own]).status()?;

@@ -1,6 +1,6 @@
 //! One step of AdamW, in place.
 
-use candle_core::{DType, Result, Tensor, Var, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
@@ -8,15 +8,15 @@ use crate::{check, composed, cpu, path};
 /// A parameter, its gradient and its optimizer state, of one shape and on one device.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWTensors<'a> {
-    /// The parameter, of any float dtype.
-    pub parameter: &'a Var,
+    /// The parameter, of any float dtype: a variable, or a contiguous part of one.
+    pub parameter: &'a Tensor,
     /// The master copy of a bf16 or f16 parameter, in f32. The step updates the master and rounds
     /// it to the parameter. Without a master, steps below the precision of the dtype are lost.
-    pub master: Option<&'a Var>,
+    pub master: Option<&'a Tensor>,
     /// The moving average of gradients, in f32 (f64 for an f64 parameter).
-    pub average: &'a Var,
+    pub average: &'a Tensor,
     /// The moving average of squared gradients, of the same dtype.
-    pub square: &'a Var,
+    pub square: &'a Tensor,
     /// The gradient, in f32, bf16 or f16 (f64 for an f64 parameter).
     pub gradient: &'a Tensor,
     /// The weight decay coefficient. The step multiplies the parameter by
@@ -211,7 +211,6 @@ impl AdamWTensors<'_> {
         ]
         .into_iter()
         .flatten()
-        .map(|variable| variable.as_tensor())
     }
 
     fn check(&self) -> Result<()> {
@@ -225,14 +224,16 @@ impl AdamWTensors<'_> {
                 self.parameter.dtype()
             );
         }
-        let mut others = vec![
-            ("average", self.average.as_tensor()),
-            ("square", self.square.as_tensor()),
-        ];
-        others.extend(self.master.map(|master| ("master", master.as_tensor())));
-        for (name, variable) in &others {
-            if variable.dtype() != state {
-                bail!("{name}: {:?}, must be {state:?}", variable.dtype());
+        let mut others = vec![("average", self.average), ("square", self.square)];
+        others.extend(self.master.map(|master| ("master", master)));
+        for (name, tensor) in &others {
+            if tensor.dtype() != state {
+                bail!("{name}: {:?}, must be {state:?}", tensor.dtype());
+            }
+        }
+        for tensor in self.written() {
+            if !tensor.is_contiguous() {
+                bail!("parameter and state: not contiguous, must be contiguous");
             }
         }
         others.push(("gradient", self.gradient));

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 
 /// The phase of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -43,6 +44,19 @@ pub trait Progress: Send + Sync {
 pub struct NoProgress;
 
 impl Progress for NoProgress {}
+
+/// Passes progress on and never cancels.
+pub(crate) struct NeverCanceled(pub(crate) Arc<dyn Progress>);
+
+impl Progress for NeverCanceled {
+    fn begin(&self, phase: Phase, units: usize) {
+        self.0.begin(phase, units);
+    }
+
+    fn advance(&self, units: usize, tokens: usize) {
+        self.0.advance(units, tokens);
+    }
+}
 
 /// The error of an operation that [`Progress::is_canceled`] canceled.
 ///

@@ -1,5 +1,5 @@
-//! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, and a
-//! server of HTTP.
+//! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, a
+//! server of HTTP, and ranks that are threads.
 //!
 //! A test runs on every device:
 //!
@@ -26,6 +26,7 @@ mod devices;
 mod gguf;
 mod http;
 mod noise;
+mod thread_ranks;
 
 pub use compare::{assert_close, gradient, message, numbers};
 pub use cuda_calls::CudaCalls;
@@ -34,3 +35,4 @@ pub use devices::{cases, cuda, device, devices};
 pub use gguf::gguf_bytes;
 pub use http::{ClosedPort, HttpServer, Reply, Request};
 pub use noise::{noise, noise_tensor, token_ids, words};
+pub use thread_ranks::on_ranks;

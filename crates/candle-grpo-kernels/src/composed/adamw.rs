@@ -1,6 +1,6 @@
 //! The composed twin of [`adamw`](crate::adamw()).
 
-use candle_core::Result;
+use candle_core::{Result, Tensor};
 
 use crate::adamw::{AdamWStep, AdamWTensors, check_arguments};
 
@@ -22,17 +22,21 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
     let gradient = tensors.gradient.detach().to_dtype(average.dtype())?;
     let gradient = (gradient * c.gradient_factor)?;
     let weight = tensors.master.unwrap_or(tensors.parameter);
-    let p = weight.as_detached_tensor().to_dtype(average.dtype())?;
-    let m = ((average.as_detached_tensor() * c.beta1)? + (&gradient * (1.0 - c.beta1))?)?;
-    let v = ((square.as_detached_tensor() * c.beta2)? + (gradient.sqr()? * (1.0 - c.beta2))?)?;
+    let p = weight.detach().to_dtype(average.dtype())?;
+    let m = ((average.detach() * c.beta1)? + (&gradient * (1.0 - c.beta1))?)?;
+    let v = ((square.detach() * c.beta2)? + (gradient.sqr()? * (1.0 - c.beta2))?)?;
     let denominator = ((v.sqrt()? / c.root_correction)? + c.epsilon)?;
     let p = ((p * c.keep)? - ((&m / denominator)? * c.step_size)?)?;
-    average.set(&m)?;
-    square.set(&v)?;
+    write(average, &m)?;
+    write(square, &v)?;
     if let Some(master) = tensors.master {
-        master.set(&p)?;
+        write(master, &p)?;
     }
-    tensors
-        .parameter
-        .set(&p.to_dtype(tensors.parameter.dtype())?)
+    write(tensors.parameter, &p.to_dtype(tensors.parameter.dtype())?)
+}
+
+/// Replaces the elements of `tensor`.
+fn write(tensor: &Tensor, values: &Tensor) -> Result<()> {
+    let tensor = tensor.detach().flatten_all()?;
+    tensor.slice_set(&values.flatten_all()?, 0, 0)
 }

@@ -59,7 +59,7 @@ impl Held {
     fn tensors(&self) -> AdamWTensors<'_> {
         AdamWTensors {
             parameter: &self.parameter,
-            master: self.master.as_ref(),
+            master: self.master.as_deref(),
             average: &self.average,
             square: &self.square,
             gradient: &self.gradient,

@@ -274,13 +274,18 @@ impl DecoderBackward<'_> {
             .norm
             .backward(&last, &hidden_gradient.detach(), sink)?;
         drop(last);
-        for block in decoder.blocks.iter().rev() {
+        if decoder.output.name != decoder.embedding.name {
+            sink.complete(|name| name == decoder.output.name)?;
+        }
+        for (number, block) in decoder.blocks.iter().enumerate().rev() {
             let record = match blocks.pop() {
                 Some(Kept::All(record)) => record,
                 Some(Kept::Input(x)) => block.forward(&x, None, &input.pass())?.1,
                 None => bail!("a block was not recorded"),
             };
             gradient = block.backward(record, &input.pass(), gradient, sink)?;
+            let part = format!("layers.{number}.");
+            sink.complete(|name| name.contains(&part))?;
         }
         sink.add_rows(&decoder.embedding, &input.ids, &gradient)
     }

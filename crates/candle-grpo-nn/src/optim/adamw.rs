@@ -2,12 +2,15 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
+use candle_grpo_collective::Collective;
 use candle_grpo_core::validate;
 use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
 use serde::{Deserialize, Serialize};
 
+use super::shard::Shard;
 use crate::atomic_file::write_safetensors;
 use crate::weights::check::check_names;
 use crate::weights::parameters::copy_into;
@@ -94,30 +97,77 @@ impl DecayRule {
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    /// The running means of the gradients and of their squares.
-    moments: BTreeMap<String, (Var, Var)>,
+    moments: BTreeMap<String, Moments>,
     steps: usize,
-    /// `steps` as a tensor, so that [`Self::state`] cannot fail.
-    steps_tensor: Tensor,
+    /// The ranks that share the moments. Each then has one-dimensional moments of what it keeps.
+    shard: Option<Shard>,
+}
+
+/// The running means of the gradients of a parameter and of their squares.
+#[derive(Debug)]
+struct Moments {
+    /// The shape of the parameter.
+    shape: Shape,
+    average: Var,
+    square: Var,
 }
 
 impl AdamW {
     /// Creates an optimizer of these parameters, before its first step.
     pub fn new(config: AdamWConfig, parameters: &Parameters) -> Result<Self> {
+        Self::with_shard(config, parameters, None)
+    }
+
+    /// Creates an optimizer whose state the ranks of `collective` share (ZeRO, stage 1,
+    /// <https://arxiv.org/abs/1910.02054>): each has the state of its part of every parameter,
+    /// updates it, and receives the other parts.
+    ///
+    /// The gradients must be those of [`Gradients::begin_reduction`] with `scatter`. All ranks must
+    /// call [`Self::scaled_step`] and [`Self::state`] together.
+    pub fn sharded(
+        config: AdamWConfig,
+        parameters: &Parameters,
+        collective: &Arc<dyn Collective>,
+    ) -> Result<Self> {
+        let shard = (collective.world_size() > 1).then(|| Shard(Arc::clone(collective)));
+        Self::with_shard(config, parameters, shard)
+    }
+
+    fn with_shard(
+        config: AdamWConfig,
+        parameters: &Parameters,
+        shard: Option<Shard>,
+    ) -> Result<Self> {
         config.validate()?;
         let moments = parameters
             .iter()
             .map(|(name, variable)| {
-                let zeros = || Var::zeros(variable.shape(), DType::F32, variable.device());
-                Ok((name.to_owned(), (zeros()?, zeros()?)))
+                let shape = variable.shape().clone();
+                let kept = match &shard {
+                    None => shape.clone(),
+                    Some(shard) => shard.kept(shape.elem_count()).into(),
+                };
+                let zeros = || Var::zeros(&kept, DType::F32, variable.device());
+                let (average, square) = (zeros()?, zeros()?);
+                let moments = Moments {
+                    shape,
+                    average,
+                    square,
+                };
+                Ok((name.to_owned(), moments))
             })
             .collect::<Result<_>>()?;
         Ok(Self {
             config,
             moments,
             steps: 0,
-            steps_tensor: scalar(0)?,
+            shard,
         })
+    }
+
+    /// Returns true if several ranks share the state.
+    pub fn is_sharded(&self) -> bool {
+        self.shard.is_some()
     }
 
     /// Updates every variable of `parameters` in place.
@@ -176,42 +226,108 @@ impl AdamW {
     ) -> Result<()> {
         self.config.validate()?;
         self.check_fit(parameters, gradients)?;
-        let steps = self.steps + 1;
-        let steps_tensor = scalar(steps)?;
-        let config = &self.config;
+        let step = AdamWStep {
+            learning_rate: self.config.learning_rate,
+            beta1: self.config.beta1,
+            beta2: self.config.beta2,
+            epsilon: self.config.epsilon,
+            step: self.steps + 1,
+            gradient_factor,
+        };
+        match &self.shard {
+            None => self.step_of_all(parameters, gradients, &step, copies)?,
+            Some(shard) => {
+                self.step_of_part(shard, parameters, gradients, &step)?;
+                copies.refresh()?;
+            }
+        }
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// Updates whole parameters.
+    fn step_of_all(
+        &self,
+        parameters: &Parameters,
+        gradients: &Gradients,
+        step: &AdamWStep,
+        copies: &ComputeCopies,
+    ) -> Result<()> {
         let tensors = self
             .moments
             .iter()
-            .map(|(name, (average, square))| {
+            .map(|(name, moments)| {
                 let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name))
                 else {
                     bail!("{name}: no variable or no gradient, must have both");
                 };
-                let decays = config.decay.applies(name, parameter);
                 let copy = copies.rounded(parameter);
                 Ok(AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
-                    master: copy.and(Some(parameter)),
-                    average,
-                    square,
+                    master: copy.map(|_| parameter.as_tensor()),
+                    average: &moments.average,
+                    square: &moments.square,
                     gradient,
-                    weight_decay: if decays { config.weight_decay } else { 0.0 },
+                    weight_decay: self.weight_decay(name, parameter),
                 })
             })
             .collect::<Result<Vec<_>>>()?;
-        let step = AdamWStep {
-            learning_rate: config.learning_rate,
-            beta1: config.beta1,
-            beta2: config.beta2,
-            epsilon: config.epsilon,
-            step: steps,
-            gradient_factor,
-        };
-        adamw(&tensors, &step)?;
-        copies.refresh_others()?;
-        self.steps = steps;
-        self.steps_tensor = steps_tensor;
-        Ok(())
+        adamw(&tensors, step)?;
+        copies.refresh_others()
+    }
+
+    /// Updates the part of this rank of each parameter, and receives those of the other ranks.
+    fn step_of_part(
+        &self,
+        shard: &Shard,
+        parameters: &Parameters,
+        gradients: &Gradients,
+        step: &AdamWStep,
+    ) -> Result<()> {
+        let mut views = Vec::new();
+        for (name, moments) in &self.moments {
+            let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name))
+            else {
+                bail!("{name}: no variable or no gradient, must have both");
+            };
+            let elements = parameter.elem_count();
+            let parts = (
+                shard.own(parameter)?,
+                shard.own(gradient)?,
+                shard.kept_parts(&moments.average, elements)?,
+                shard.kept_parts(&moments.square, elements)?,
+            );
+            views.push((parts, self.weight_decay(name, parameter)));
+        }
+        // The part and the remainder of a parameter share memory.
+        for i in 0..2 {
+            let tensors: Vec<_> = views
+                .iter()
+                .map(
+                    |((parameter, gradient, average, square), weight_decay)| AdamWTensors {
+                        parameter: &parameter[i],
+                        master: None,
+                        average: &average[i],
+                        square: &square[i],
+                        gradient: &gradient[i],
+                        weight_decay: *weight_decay,
+                    },
+                )
+                .collect();
+            adamw(&tensors, step)?;
+        }
+        let parameters = parameters.iter();
+        let whole: Vec<Tensor> = parameters
+            .map(|(_, variable)| variable.as_detached_tensor())
+            .collect();
+        shard.all_gather(&whole)
+    }
+
+    fn weight_decay(&self, name: &str, parameter: &Var) -> f64 {
+        match self.config.decay.applies(name, parameter) {
+            true => self.config.weight_decay,
+            false => 0.0,
+        }
     }
 
     /// The learning rate of the next step.
@@ -239,20 +355,49 @@ impl AdamW {
     /// and `step`, an i64 scalar on the CPU.
     ///
     /// The tensors share the memory of the optimizer. Save or copy them before the next
-    /// [`Self::step`], which changes them.
-    pub fn state(&self) -> HashMap<String, Tensor> {
-        let mut state = HashMap::from([(STEP.to_owned(), self.steps_tensor.clone())]);
-        for (name, (average, square)) in &self.moments {
-            state.insert(average_name(name), average.as_detached_tensor());
-            state.insert(square_name(name), square.as_detached_tensor());
+    /// [`Self::step`], which changes them. If several ranks share the state, the tensors are copies
+    /// of all parts.
+    ///
+    /// # Errors
+    ///
+    /// If another rank that shares the state has ended.
+    pub fn state(&self) -> Result<HashMap<String, Tensor>> {
+        let steps = Tensor::new(self.steps as i64, &Device::Cpu)?;
+        let mut state = HashMap::from([(STEP.to_owned(), steps)]);
+        for (name, moments) in &self.moments {
+            for (name, moment) in moments.named(name) {
+                let moment = match &self.shard {
+                    None => moment.as_detached_tensor(),
+                    Some(shard) => shard.whole(moment, &moments.shape)?,
+                };
+                state.insert(name, moment);
+            }
         }
-        state
+        Ok(state)
+    }
+
+    /// Takes part in [`Self::state`] of another rank, without the memory of its result. Does
+    /// nothing unless several ranks share the state.
+    ///
+    /// # Errors
+    ///
+    /// If another rank has ended.
+    pub fn take_part_in_state(&self) -> Result<()> {
+        let Some(shard) = &self.shard else {
+            return Ok(());
+        };
+        for (name, moments) in &self.moments {
+            for (_, moment) in moments.named(name) {
+                shard.whole(moment, &moments.shape)?;
+            }
+        }
+        Ok(())
     }
 
     /// Writes [`Self::state`] to one safetensors file [atomically](crate::atomic_file).
     pub fn save_state(&self, path: &Path) -> Result<()> {
         let tensors = self
-            .state()
+            .state()?
             .into_iter()
             .map(|(name, tensor)| Ok((name, tensor.to_device(&Device::Cpu)?)))
             .collect::<Result<Vec<_>>>()?;
@@ -272,9 +417,10 @@ impl AdamW {
     /// If names, shapes or dtypes do not match the parameters. Nothing has changed then.
     pub fn load_state(&mut self, state: HashMap<String, Tensor>) -> Result<()> {
         let mut expected = BTreeMap::from([(STEP.to_owned(), Shape::from(()))]);
-        for (name, (average, square)) in &self.moments {
-            expected.insert(average_name(name), average.shape().clone());
-            expected.insert(square_name(name), square.shape().clone());
+        for (name, moments) in &self.moments {
+            for (name, _) in moments.named(name) {
+                expected.insert(name, moments.shape.clone());
+            }
         }
         check_names("state", &expected, &state)?;
         for (name, shape) in &expected {
@@ -296,13 +442,18 @@ impl AdamW {
         if !(steps >= 0.0 && steps.fract() == 0.0) {
             bail!("state {STEP}: {steps}, must be a whole number that is not negative");
         }
-        for (name, (average, square)) in &self.moments {
-            copy_into(average, &state[&average_name(name)])?;
-            copy_into(square, &state[&square_name(name)])?;
+        for (name, moments) in &self.moments {
+            for (name, moment) in moments.named(name) {
+                match &self.shard {
+                    None => copy_into(moment, &state[&name])?,
+                    Some(shard) => {
+                        let parts = shard.own(&state[&name].contiguous()?)?;
+                        copy_into(moment, &Tensor::cat(&parts, 0)?)?;
+                    }
+                }
+            }
         }
-        let steps = steps as usize;
-        self.steps_tensor = scalar(steps)?;
-        self.steps = steps;
+        self.steps = steps as usize;
         Ok(())
     }
 
@@ -333,19 +484,19 @@ impl AdamW {
         {
             bail!("parameters: {name}, must be a parameter of this optimizer");
         }
-        for (name, (average, _)) in &self.moments {
+        for (name, Moments { shape, average, .. }) in &self.moments {
             let Some(variable) = parameters.get(name) else {
                 bail!("parameters: no {name}, must have it");
             };
-            if variable.shape() != average.shape() {
+            if variable.shape() != shape {
                 bail!(
                     "parameter {name}: shape {:?}, must be {:?}",
                     variable.dims(),
-                    average.dims()
+                    shape.dims()
                 );
             }
             if let Some(gradient) = gradients.get(name)
-                && (gradient.shape() != average.shape()
+                && (gradient.shape() != shape
                     || gradient.dtype() != DType::F32
                     || !gradient.device().same_device(average.device()))
             {
@@ -354,7 +505,7 @@ impl AdamW {
                     gradient.dims(),
                     gradient.dtype(),
                     gradient.device().location(),
-                    average.dims(),
+                    shape.dims(),
                     average.device().location()
                 );
             }
@@ -365,14 +516,12 @@ impl AdamW {
 
 const STEP: &str = "step";
 
-fn scalar(steps: usize) -> Result<Tensor> {
-    Tensor::new(steps as i64, &Device::Cpu)
-}
-
-fn average_name(name: &str) -> String {
-    format!("exp_avg.{name}")
-}
-
-fn square_name(name: &str) -> String {
-    format!("exp_avg_sq.{name}")
+impl Moments {
+    /// The moments of the parameter `name`, with their names in a checkpoint.
+    fn named(&self, name: &str) -> [(String, &Var); 2] {
+        [
+            (format!("exp_avg.{name}"), &self.average),
+            (format!("exp_avg_sq.{name}"), &self.square),
+        ]
+    }
 }

@@ -64,6 +64,12 @@ impl<'a> GradSink<'a> {
         }
     }
 
+    /// Declares that the gradients of the weights of a name that `is_final` selects are final in
+    /// this backward pass.
+    pub(crate) fn complete(&mut self, is_final: impl Fn(&str) -> bool) -> Result<()> {
+        self.gradients.complete(is_final)
+    }
+
     /// Returns the sum of the gradients of `weight` so far, zeros at first, if `weight` trains.
     fn sum(&mut self, weight: &NamedWeight) -> Result<Option<&Tensor>> {
         let tensor = &weight.tensor;

@@ -1,11 +1,15 @@
 //! Gradients summed over micro-batches.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_grpo_collective::Collective;
 use candle_grpo_kernels::{scale_gradients, squared_gradient_norms};
 
+use super::reduction::Reduction;
+use super::shard::Shard;
 use crate::Parameters;
 
 /// One gradient for each variable, summed over micro-batches.
@@ -14,6 +18,10 @@ use crate::Parameters;
 #[derive(Debug, Default)]
 pub struct Gradients {
     by_name: BTreeMap<String, Tensor>,
+    /// The sum over all ranks that the current backward pass feeds.
+    reduction: Option<Reduction>,
+    /// The part of each gradient that has the sum over all ranks, if not all of it.
+    shard: Option<Shard>,
 }
 
 impl Gradients {
@@ -103,6 +111,57 @@ impl Gradients {
         Ok(())
     }
 
+    /// Sums the gradients over all ranks, from the next backward pass on, which must be the last of
+    /// the optimizer step. A block's gradients are summed while the pass computes those of the
+    /// blocks before it. [`Self::finish_reduction`] waits for the sums.
+    ///
+    /// All ranks must have gradients of the same names and shapes. With one rank this does nothing.
+    ///
+    /// With `scatter` a rank receives the sums of its part only, for an optimizer with
+    /// [`AdamW::sharded`](crate::AdamW::sharded). Norms are those of all parts; all ranks must then
+    /// compute them.
+    ///
+    /// # Errors
+    ///
+    /// If the thread cannot be started.
+    pub fn begin_reduction(
+        &mut self,
+        collective: &Arc<dyn Collective>,
+        scatter: bool,
+    ) -> Result<()> {
+        if collective.world_size() > 1 {
+            let shard = Shard(Arc::clone(collective));
+            self.shard = scatter.then(|| shard.clone());
+            self.reduction = Some(Reduction::start(shard, scatter)?);
+        }
+        Ok(())
+    }
+
+    /// Declares that the backward pass has added the last gradient of each name that `is_final`
+    /// selects.
+    pub(crate) fn complete(&mut self, is_final: impl Fn(&str) -> bool) -> Result<()> {
+        if let Some(reduction) = &mut self.reduction {
+            for (name, gradient) in self.by_name.iter().filter(|(name, _)| is_final(name)) {
+                reduction.add(name, gradient)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the gradients are those of all ranks. Does nothing without
+    /// [`Self::begin_reduction`].
+    ///
+    /// # Errors
+    ///
+    /// If a rank has ended. The gradients are then partly summed and must be cleared.
+    pub fn finish_reduction(&mut self) -> Result<()> {
+        self.complete(|_| true)?;
+        match self.reduction.take() {
+            Some(reduction) => reduction.finish(),
+            None => Ok(()),
+        }
+    }
+
     /// Checks that all variables of `parameters` have a gradient. The error lists the names of
     /// those that have none.
     pub fn ensure_complete(&self, parameters: &Parameters) -> Result<()> {
@@ -135,12 +194,19 @@ impl Gradients {
     }
 
     fn squared_norms(&self) -> Result<Vec<f64>> {
-        let gradients: Vec<_> = self.by_name.values().collect();
-        // Converted on the host, as not every device has f64.
-        squared_gradient_norms(&gradients)?
-            .to_device(&Device::Cpu)?
-            .to_dtype(DType::F64)?
-            .to_vec1::<f64>()
+        let Some(shard) = &self.shard else {
+            return squares(&self.by_name.values().collect::<Vec<_>>());
+        };
+        let parts = self.by_name.values().map(|gradient| shard.own(gradient));
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        let sums = |i: usize| squares(&parts.iter().map(|part| &part[i]).collect::<Vec<_>>());
+        let own = Tensor::new(sums(0)?, &Device::Cpu)?;
+        shard.0.all_reduce_sum(&[&own])?;
+        let remainders = sums(1)?.into_iter();
+        Ok(remainders
+            .zip(own.to_vec1::<f64>()?)
+            .map(|(a, b)| a + b)
+            .collect())
     }
 
     fn first_not_finite(&self, squared_norms: &[f64]) -> Option<(&str, f64)> {
@@ -197,8 +263,19 @@ impl Gradients {
 
     /// Removes all gradients, to start the next step.
     pub fn clear(&mut self) {
+        self.reduction = None;
+        self.shard = None;
         self.by_name.clear();
     }
+}
+
+/// The sum of the squares of each gradient.
+fn squares(gradients: &[&Tensor]) -> Result<Vec<f64>> {
+    // Converted on the host, as not every device has f64.
+    squared_gradient_norms(gradients)?
+        .to_device(&Device::Cpu)?
+        .to_dtype(DType::F64)?
+        .to_vec1::<f64>()
 }
 
 fn ensure_none(missing: Vec<&str>, of: usize) -> Result<()> {

@@ -3,6 +3,8 @@
 mod adamw;
 pub(crate) mod grad_sink;
 mod gradients;
+mod reduction;
+mod shard;
 
 pub use adamw::{AdamW, AdamWConfig, DecayRule};
 pub use gradients::Gradients;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
+use candle_grpo_collective::Collective;
 use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
 use candle_grpo_nn::{
@@ -286,6 +287,7 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
+        self.gradients.finish_reduction()?;
         let (grad_norm, factor) = clip_factor(&self.gradients, max_norm, "")?;
         let learning_rate = self.optimizer.learning_rate();
         let trained = self
@@ -298,6 +300,25 @@ impl<M: LanguageModel> Actor<M> {
             grad_norm,
             learning_rate,
         })
+    }
+
+    /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
+    /// be the last of the optimizer step. All ranks call it, and the step of all is the same.
+    ///
+    /// # Errors
+    ///
+    /// If the thread that sums cannot be started.
+    pub fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+        let scatter = self.optimizer.is_sharded();
+        Ok(self.gradients.begin_reduction(collective, scatter)?)
+    }
+
+    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
+    /// zero.
+    pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+        let config = self.optimizer.config().clone();
+        self.optimizer = AdamW::sharded(config, self.trained(), collective)?;
+        Ok(())
     }
 
     /// Clears the accumulated gradients.

@@ -46,7 +46,7 @@ impl Ahead {
     pub(super) fn start(collector: Collector, steps: usize, visited: usize) -> Result<Self> {
         let (requests, requested) = channel();
         let (collected, collections) = channel();
-        let own = collector.clone();
+        let own = collector.clone().without_exchange();
         let thread = Builder::new()
             .name("rollouts".to_owned())
             .spawn(move || collect_all(&own, visited, &requested, &collected))
@@ -77,6 +77,7 @@ impl Ahead {
             bail!("{}", self.end_of_thread());
         };
         let mut collection = collection?;
+        self.collector.exchange(&mut collection)?;
         let regenerated = self.regenerate(&mut collection, step, weights)?;
         collection.regenerated_groups = Some(regenerated);
         collection.seconds.wait = Some(start.elapsed().as_secs_f64());

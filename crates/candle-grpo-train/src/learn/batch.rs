@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_grpo_loss::{Mask, PolicyBatch};
 
 use super::padding::{left_padded, padding_mask, response_mask, right_padded};
+use super::ranks::Ranks;
 use crate::Rollout;
 
 /// The tokens of B sequences: prompts padded on the left to P, responses padded on the right to T.
@@ -191,11 +192,27 @@ impl TrainingBatch {
         let (total, _) = self.dims()?;
         (0..total)
             .step_by(size)
-            .map(|start| {
-                let len = size.min(total - start);
-                self.map(|x| x.narrow(0, start, len)?.contiguous())
-            })
+            .map(|start| self.narrow(start, size.min(total - start)))
             .collect()
+    }
+
+    /// Returns `len` sequences, starting at `start`.
+    fn narrow(&self, start: usize, len: usize) -> Result<Self> {
+        self.map(|x| x.narrow(0, start, len)?.contiguous())
+    }
+
+    /// Returns the sequences of the share of this rank in micro-batches of `size`. A rank without
+    /// one receives the first sequence with a mask of zeros, so that it takes part in the sum
+    /// of the gradients.
+    pub(crate) fn of_rank(&self, ranks: &Ranks, size: usize) -> Result<Self> {
+        let share = ranks.share_of_micro_batches(self.dims()?.0, size);
+        if !share.is_empty() {
+            return self.narrow(share.start, share.len());
+        }
+        let mut masked = self.narrow(0, 1)?;
+        masked.tokens.response_mask = masked.tokens.response_mask.zeros_like()?;
+        masked.policy.response_mask = masked.tokens.response_mask.clone();
+        Ok(masked)
     }
 
     /// Selects the sequences with these indices, in this order. An index may repeat.

@@ -1,5 +1,6 @@
 //! The completions of a step: drawn, scored and filtered.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,8 +10,9 @@ use tokenizers::Tokenizer;
 
 use super::PhaseSeconds;
 use super::collector_progress::CollectorProgress;
-use super::generator_access::GeneratorAccess;
+use super::generator_access::{GeneratorAccess, Turn};
 use super::models::ensure_not_canceled;
+use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
 use crate::data::ShuffledOrder;
@@ -32,6 +34,9 @@ pub(super) struct Collector {
     sampler: Sampler,
     order: ShuffledOrder,
     inputs: RecipeInputs,
+    /// True if the ranks exchange what they draw. On a thread of its own a collector has only the
+    /// share of its rank, which [`Self::exchange`] completes.
+    exchanges: bool,
 }
 
 /// The completions of a step with their scores.
@@ -74,6 +79,7 @@ impl Collector {
             progress,
             generator: Arc::default(),
             inputs,
+            exchanges: true,
         })
     }
 
@@ -86,17 +92,54 @@ impl Collector {
         }
     }
 
+    /// Shares the work with other ranks.
+    pub(super) fn with_ranks(self, ranks: Ranks) -> Self {
+        Self {
+            sampler: self.sampler.with_ranks(ranks),
+            ..self
+        }
+    }
+
+    /// Leaves the exchange between ranks to [`Self::exchange`], so that it can draw on any thread.
+    pub(super) fn without_exchange(self) -> Self {
+        Self {
+            exchanges: false,
+            ..self
+        }
+    }
+
+    /// Completes a collection of [`Self::without_exchange`] with those of the other ranks.
+    pub(super) fn exchange(&self, collection: &mut Collection) -> Result<()> {
+        let ranks = self.sampler.ranks();
+        if !ranks.is_alone() {
+            collection.all = ScoredRollouts::of_all_ranks(ranks.gather(collection.all.clone())?)?;
+        }
+        Ok(())
+    }
+
     /// Passes `weights` to the generator unless it has them or newer ones.
     fn update(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
-        turn.update(&**self.sampler.generator(), weights, &*self.progress)
+        self.pass(weights, &mut turn, &*self.progress)
+    }
+
+    fn pass(
+        &self,
+        weights: &PolicyWeights<'_>,
+        turn: &mut Turn<'_>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        match self.sampler.takes_weights() {
+            true => turn.update(&**self.sampler.generator(), weights, progress),
+            false => Ok(()),
+        }
     }
 
     /// Passes `weights` to the generator, even if it has them.
     pub(super) fn resend(&self, weights: &PolicyWeights<'_>) -> Result<()> {
         let mut turn = self.generator.wait(&*self.progress)?;
         turn.reset();
-        turn.update(&**self.sampler.generator(), weights, &*self.progress)
+        self.pass(weights, &mut turn, &*self.progress)
     }
 
     /// Returns true if the generator draws from the parameters of the policy themselves.
@@ -119,7 +162,7 @@ impl Collector {
     ) -> Result<Sampler> {
         let mut turn = self.generator.reserve();
         let progress = self.progress.receiver();
-        turn.update(&**self.sampler.generator(), weights, &*progress)?;
+        self.pass(weights, &mut turn, &*progress)?;
         let sampler = self.sampler.clone().with_config(sampling)?;
         Ok(sampler.with_progress(progress))
     }
@@ -230,17 +273,39 @@ impl Collector {
         stream: u64,
         seconds: &mut PhaseSeconds,
     ) -> Result<ScoredRollouts> {
+        let share = sampler.share(rows.len());
+        let own = match share.is_empty() {
+            true => ScoredRollouts::none(num_generations),
+            false => self.draw_share(sampler, &rows, share, num_generations, stream, seconds)?,
+        };
+        match self.exchanges {
+            true => ScoredRollouts::of_all_ranks(sampler.ranks().gather(own)?),
+            false => Ok(own),
+        }
+    }
+
+    /// Draws and scores the completions of the prompts at `rows[share]`.
+    fn draw_share(
+        &self,
+        sampler: &Sampler,
+        rows: &[usize],
+        share: Range<usize>,
+        num_generations: usize,
+        stream: u64,
+        seconds: &mut PhaseSeconds,
+    ) -> Result<ScoredRollouts> {
         let prompts: Vec<&Prompt> = rows.iter().map(|&row| &self.prompts[row]).collect();
         let turn = self.generator.wait(&*self.progress)?;
         let start = Instant::now();
         self.progress
-            .begin(Phase::Sample, prompts.len() * num_generations);
-        let rollouts = sampler.sample(&prompts, num_generations, stream)?;
+            .begin(Phase::Sample, share.len() * num_generations);
+        let rollouts = sampler.sample_part(&prompts, num_generations, stream, share.clone())?;
         drop(turn);
+        let (rows, prompts) = (rows[share.clone()].to_vec(), &prompts[share]);
         let sampled = Instant::now();
         self.progress.begin(Phase::Score, rollouts.len());
         let texts = decode(&rollouts, &self.tokenizer)?;
-        let scores = score_rollouts(self.reward.as_ref(), &prompts, &rollouts, &texts)?;
+        let scores = score_rollouts(self.reward.as_ref(), prompts, &rollouts, &texts)?;
         self.progress.advance(rollouts.len(), 0);
         ensure_not_canceled(&*self.progress)?;
         seconds.sample += (sampled - start).as_secs_f64();

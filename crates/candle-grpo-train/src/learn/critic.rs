@@ -1,7 +1,10 @@
 //! The critic, which estimates the return at each token.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
+use candle_grpo_collective::Collective;
 use candle_grpo_core::{MetricValues, validate};
 use candle_grpo_loss::{StepTotals, ValueLoss};
 use candle_grpo_nn::{
@@ -158,7 +161,8 @@ impl Critic {
     pub fn clip_grad_and_step(&mut self) -> Result<StepStats> {
         let learning_rate = self.optimizer.learning_rate();
         let max_norm = self.config.max_grad_norm;
-        let result = clip_factor(&self.gradients, max_norm, "the critic's ");
+        let reduced = self.gradients.finish_reduction().map_err(Into::into);
+        let result = reduced.and_then(|()| clip_factor(&self.gradients, max_norm, "the critic's "));
         let result = result.and_then(|(grad_norm, factor)| {
             let none = ComputeCopies::default();
             self.optimizer
@@ -170,6 +174,25 @@ impl Critic {
             grad_norm: result.context("optimizer step of the critic")?,
             learning_rate,
         })
+    }
+
+    /// Sums the gradients over all ranks while the next [`Self::forward_backward`] runs, which must
+    /// be the last of the optimizer step. All ranks call it, and the step of all is the same.
+    ///
+    /// # Errors
+    ///
+    /// If the thread that sums cannot be started.
+    pub fn begin_reduction(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+        let scatter = self.optimizer.is_sharded();
+        Ok(self.gradients.begin_reduction(collective, scatter)?)
+    }
+
+    /// Shares the state of the optimizer between ranks: [`AdamW::sharded`]. Its state starts from
+    /// zero.
+    pub fn shard_optimizer(&mut self, collective: &Arc<dyn Collective>) -> Result<()> {
+        let config = self.optimizer.config().clone();
+        self.optimizer = AdamW::sharded(config, &self.parameters, collective)?;
+        Ok(())
     }
 
     /// Clears the accumulated gradients.

@@ -11,6 +11,7 @@ pub(crate) mod models;
 pub(crate) mod not_finite;
 mod padding;
 mod pretrain;
+pub(crate) mod ranks;
 mod recipe_inputs;
 pub(crate) mod reference;
 pub(crate) mod response_forward;
@@ -28,6 +29,7 @@ pub use batch::{TokenBatch, TrainingBatch, count_prompt_tokens, rollout_log_prob
 pub use critic::{Critic, CriticConfig, explained_variance};
 pub use not_finite::NotFinite;
 pub use pretrain::{Example, PretrainConfig, pretrain};
+pub use ranks::Ranks;
 pub use reference::{Reference, ReferenceRefresh};
 pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, StepMetrics};

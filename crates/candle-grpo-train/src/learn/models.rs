@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
+use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::{Reference, ReferenceRefresh};
 use crate::rollout::PolicyWeights;
@@ -83,11 +84,12 @@ impl Models {
     }
 }
 
-/// Forward passes of a model over a batch, in micro-batches.
+/// Forward passes of a model over a batch, in micro-batches that the ranks share.
 #[derive(Clone, Copy)]
 pub(super) struct MicroBatches<'a> {
     pub(super) size: usize,
     pub(super) progress: &'a dyn Progress,
+    pub(super) ranks: &'a Ranks,
 }
 
 impl MicroBatches<'_> {
@@ -101,15 +103,21 @@ impl MicroBatches<'_> {
         tokens: &TokenBatch,
         forward: impl Fn(&TokenBatch) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let (total, _) = tokens.dims()?;
-        let pieces = (0..total)
+        let (total, width) = tokens.dims()?;
+        let share = self.ranks.share_of_micro_batches(total, self.size);
+        let pieces = share
+            .clone()
             .step_by(self.size)
             .map(|start| {
                 ensure_not_canceled(self.progress)?;
-                forward(&tokens.narrow(start, self.size.min(total - start))?)
+                forward(&tokens.narrow(start, self.size.min(share.end - start))?)
             })
             .collect::<Result<Vec<_>>>()?;
-        Ok(Tensor::cat(&pieces, 0)?)
+        if self.ranks.is_alone() {
+            return Ok(Tensor::cat(&pieces, 0)?);
+        }
+        self.ranks
+            .gather_rows(&pieces, width, tokens.targets.device())
     }
 }
 

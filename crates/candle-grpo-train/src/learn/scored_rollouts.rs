@@ -3,12 +3,13 @@
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{GroupAdvantage, GroupSummary, statistics_dtype};
+use serde::{Deserialize, Serialize};
 
 use crate::Rollout;
 use crate::rewards::{RolloutScores, Scores};
 
 /// Completions in groups of one size, side by side, with their scores.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct ScoredRollouts {
     pub(crate) num_generations: usize,
     /// The row of the data set that each group answers.
@@ -65,6 +66,26 @@ impl ScoredRollouts {
     pub(crate) fn group(&self, group: usize) -> &[Rollout] {
         let n = self.num_generations;
         &self.rollouts[group * n..(group + 1) * n]
+    }
+
+    /// No groups: the share of a rank without a prompt.
+    pub(crate) fn none(num_generations: usize) -> Self {
+        Self {
+            num_generations,
+            rows: Vec::new(),
+            rollouts: Vec::new(),
+            scores: Vec::new(),
+            components: Vec::new(),
+            greedy_scores: None,
+        }
+    }
+
+    /// The groups of the first of `ranks`, those of the second, and so on.
+    pub(crate) fn of_all_ranks(ranks: Vec<Self>) -> Result<Self> {
+        let mut parts = ranks.into_iter().filter(|part| !part.rows.is_empty());
+        let mut all = parts.next().context("groups: none on any rank")?;
+        parts.try_for_each(|part| all.extend(part))?;
+        Ok(all)
     }
 
     /// Adds the groups of `other`, whose rewards must have as many components.

@@ -103,6 +103,9 @@ pub struct TrainConfig {
     pub compute_dtype: ComputeDType,
     /// The optimizer.
     pub optimizer: AdamWConfig,
+    /// If true, the ranks of a data-parallel run share the state of the optimizer (ZeRO, stage 1,
+    /// <https://arxiv.org/abs/1910.02054>): 8 bytes per trained parameter are divided by the number of ranks.
+    pub sharded_optimizer: bool,
     /// The learning-rate schedule.
     pub schedule: LearningRateSchedule,
     /// Maximum global norm of the gradients.
@@ -137,6 +140,7 @@ impl Default for TrainConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
             },
+            sharded_optimizer: false,
             schedule: LearningRateSchedule::default(),
             max_grad_norm: 1.,
         }

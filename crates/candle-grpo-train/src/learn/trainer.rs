@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use candle_grpo_collective::Collective;
 use candle_grpo_core::{AdvantageEstimator, MetricValues, RunningState};
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate};
 use candle_grpo_nn::{DecoderConfig, Parameters};
@@ -13,17 +14,19 @@ use tokenizers::Tokenizer;
 use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
 use super::models::{MicroBatches, Models, ensure_not_canceled};
+use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Reference, count_prompt_tokens};
 use crate::invalid::within;
-use crate::progress::{NoProgress, Phase};
+use crate::progress::{NeverCanceled, NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
+use crate::run::checksums::sha256_of_parameters;
 use crate::run::{RunInputs, TrainerState};
 use crate::{
-    Actor, Critic, Generator, Pretrained, Progress, Prompt, RewardFunction, Sampler,
+    Actor, Critic, Generator, Interrupted, Pretrained, Progress, Prompt, RewardFunction, Sampler,
     SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
 };
 
@@ -42,7 +45,9 @@ pub struct Trainer {
     ahead: Option<Ahead>,
     /// The last step for which completions are drawn ahead.
     last_step: usize,
+    /// The receiver of progress. With several ranks it cancels between steps only.
     progress: Arc<dyn Progress>,
+    ranks: Ranks,
     state: TrainerState,
     /// True if the current step has changed weights. Such a step can no longer be canceled.
     updated: bool,
@@ -96,6 +101,7 @@ impl Trainer {
             ahead: None,
             last_step: usize::MAX,
             progress: Arc::new(NoProgress),
+            ranks: Ranks::default(),
             state,
             updated: false,
             torn: false,
@@ -140,9 +146,105 @@ impl Trainer {
 
     /// Sets the receiver of progress, which can also cancel steps.
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
-        self.collector.progress.set_receiver(Arc::clone(&progress));
         self.progress = progress;
+        self.pass_progress();
         self
+    }
+
+    /// Shares every step with the other ranks of `collective`: prompts, scores, passes over the
+    /// models and gradients. The trainers of all ranks must have the same arguments, and call the
+    /// same methods in the same order.
+    ///
+    /// All quantities of a step are those of all ranks, and every rank ends a step with the same
+    /// weights. They equal those of one rank up to the rounding of sums. The random numbers of a
+    /// completion do not depend on the number of ranks.
+    ///
+    /// With [`TrainConfig::sharded_optimizer`] the ranks share the state of the optimizers.
+    ///
+    /// Progress cancels before a step only, on all ranks if it does on one. After any other error
+    /// of one rank the others wait for it: it must end the job with [`Collective::abort`].
+    ///
+    /// # Errors
+    ///
+    /// If the state of the optimizers cannot be allocated.
+    pub fn with_collective(mut self, collective: Arc<dyn Collective>) -> Result<Self> {
+        self.ahead = None;
+        if self.config.sharded_optimizer {
+            self.models.actor.shard_optimizer(&collective)?;
+            if let Some(critic) = &mut self.models.critic {
+                critic.shard_optimizer(&collective)?;
+            }
+        }
+        self.ranks = Ranks::new(collective);
+        self.collector = self.collector.with_ranks(self.ranks.clone());
+        self.pass_progress();
+        Ok(self)
+    }
+
+    /// The ranks that share the steps.
+    pub fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// Checks that all ranks have the weights of rank 0, bit-identically, and as many steps. All
+    /// ranks must call it. Does nothing with one rank.
+    ///
+    /// # Errors
+    ///
+    /// If a rank differs.
+    pub fn ensure_equal_ranks(&self) -> Result<()> {
+        if self.ranks.is_alone() {
+            return Ok(());
+        }
+        let mut own = format!("step {}", self.state.steps);
+        let critic = self.models.critic.as_ref().map(Critic::parameters);
+        for parameters in [Some(self.models.actor.trained()), critic]
+            .into_iter()
+            .flatten()
+        {
+            own += &format!(", sha256 {}", sha256_of_parameters(parameters)?);
+        }
+        let all = self.ranks.gather(own)?;
+        match all.iter().position(|other| *other != all[0]) {
+            None => Ok(()),
+            Some(rank) => bail!(
+                "weights: those of rank {rank} ({}) differ from those of rank 0 ({})",
+                all[rank],
+                all[0]
+            ),
+        }
+    }
+
+    /// Passes the receiver of progress to the collector.
+    fn pass_progress(&self) {
+        self.collector
+            .progress
+            .set_receiver(self.progress_of_step());
+    }
+
+    /// The progress of what runs within a step. One rank cannot cancel alone.
+    fn progress_of_step(&self) -> Arc<dyn Progress> {
+        match self.ranks.is_alone() {
+            true => Arc::clone(&self.progress),
+            false => Arc::new(NeverCanceled(Arc::clone(&self.progress))),
+        }
+    }
+
+    /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress of any rank cancels.
+    /// All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// Also if another rank has ended.
+    pub fn ensure_not_canceled(&self) -> Result<()> {
+        match self
+            .ranks
+            .gather(self.progress.is_canceled())?
+            .contains(&true)
+        {
+            true => Err(Interrupted.into()),
+            false => Ok(()),
+        }
     }
 
     /// Runs one training step.
@@ -178,6 +280,7 @@ impl Trainer {
 
     /// Collects completions, prepares the batch, updates the models, and finally commits the state.
     fn try_step(&mut self) -> Result<StepMetrics> {
+        self.ensure_not_canceled()?;
         let mut state = self.state.clone();
         state.steps += 1;
         let collection = self.collect()?;
@@ -237,6 +340,11 @@ impl Trainer {
     fn start_ahead(&self) -> Result<Ahead> {
         let most = self.config.rollout.max_staleness;
         let mut collector = self.collector.clone();
+        ensure!(
+            self.ranks.is_alone()
+                || self.config.recipe.group_filter.is_none() && !self.inputs.greedy_scores,
+            "rollout.max_staleness: {most}, must be 0 on several ranks with a group filter or greedy baselines, for which the ranks exchange scores as they draw"
+        );
         if self.draws_itself {
             let on_gpu = !self.models.actor.parameters().device().is_cpu();
             let rollout = &self.config.rollout;
@@ -291,8 +399,9 @@ impl Trainer {
         if let Some(critic) = critic {
             critic.scale_learning_rate(factor);
         }
+        let share = self.ranks.share(completions).len();
         self.progress
-            .begin(Phase::Learn, completions * self.config.epochs);
+            .begin(Phase::Learn, share * self.config.epochs);
         let warm_up = self.config.critic.as_ref().map_or(0, |c| c.warmup_steps);
         let mut grad_norms = Vec::new();
         for _ in 0..self.config.epochs {
@@ -303,22 +412,31 @@ impl Trainer {
                 else {
                     continue;
                 };
-                let micro_batches = mini_batch.split(self.config.micro_batch_size)?;
+                let size = self.config.micro_batch_size;
+                let micro_batches = mini_batch.of_rank(&self.ranks, size)?.split(size)?;
                 if let Some(critic) = &mut self.models.critic {
-                    update_critic(critic, &micro_batches, &totals, &mut values)?;
+                    update_critic(critic, &micro_batches, &totals, &self.ranks, &mut values)?;
                     self.updated = true;
                 }
                 if state.steps <= warm_up {
                     continue;
                 }
-                for micro_batch in &micro_batches {
-                    self.ensure_not_canceled()?;
-                    values.merge(&self.models.actor.forward_backward(micro_batch, &totals)?)?;
+                let mut own = Vec::new();
+                for (number, micro_batch) in micro_batches.iter().enumerate() {
+                    self.ensure_step_not_canceled()?;
+                    let actor = &mut self.models.actor;
+                    if number + 1 == micro_batches.len() {
+                        actor.begin_reduction(self.ranks.collective())?;
+                    }
+                    own.push(actor.forward_backward(micro_batch, &totals)?);
                     let tokens = StepTotals::count(&micro_batch.tokens.response_mask)?.tokens;
                     self.progress
                         .advance(micro_batch.tokens.dims()?.0, tokens as usize);
                 }
-                self.ensure_not_canceled()?;
+                for found in self.ranks.gather(own)?.concat() {
+                    values.merge(&found)?;
+                }
+                self.ensure_step_not_canceled()?;
                 let max_norm = self.config.max_grad_norm;
                 let stats = self.models.actor.clip_grad_and_step(max_norm)?;
                 self.updated = true;
@@ -387,18 +505,19 @@ impl Trainer {
     fn micro_batches(&self) -> MicroBatches<'_> {
         MicroBatches {
             size: self.config.micro_batch_size,
-            progress: if self.updated {
+            progress: if self.updated || !self.ranks.is_alone() {
                 &NoProgress
             } else {
                 &*self.progress
             },
+            ranks: &self.ranks,
         }
     }
 
     /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress cancels and the step
     /// has not changed weights.
-    fn ensure_not_canceled(&self) -> Result<()> {
-        match self.updated {
+    fn ensure_step_not_canceled(&self) -> Result<()> {
+        match self.updated || !self.ranks.is_alone() {
             true => Ok(()),
             false => ensure_not_canceled(&*self.progress),
         }
@@ -478,6 +597,12 @@ impl Trainer {
         let policy = model.with_parameters(self.models.finite_policy()?);
         policy.write_files(folder)?;
         self.save_state(folder)
+    }
+
+    /// Takes part in [`Self::write_checkpoint`] or [`Self::save_state`] of rank 0. With
+    /// [`TrainConfig::sharded_optimizer`] all other ranks must call it meanwhile.
+    pub fn take_part_in_checkpoint(&self) -> Result<()> {
+        self.models.take_part_in_save()
     }
 
     /// Writes the state of the run except the weights of the policy, which
@@ -584,15 +709,22 @@ fn update_critic(
     critic: &mut Critic,
     micro_batches: &[TrainingBatch],
     totals: &StepTotals,
+    ranks: &Ranks,
     values: &mut MetricValues,
 ) -> Result<()> {
+    let mut own = Vec::new();
+    for (number, micro_batch) in micro_batches.iter().enumerate() {
+        if number + 1 == micro_batches.len() {
+            critic.begin_reduction(ranks.collective())?;
+        }
+        own.push(critic.forward_backward(micro_batch, totals)?);
+    }
+    let stats = critic.clip_grad_and_step()?;
     let mut loss = 0.;
-    for micro_batch in micro_batches {
-        let (share, metrics) = critic.forward_backward(micro_batch, totals)?;
+    for (share, metrics) in ranks.gather(own)?.concat() {
         loss += share;
         values.merge(&metrics)?;
     }
-    let stats = critic.clip_grad_and_step()?;
     let mut step_metrics = MetricValues::default();
     for (name, sum) in [("value_loss", loss), ("value_grad_norm", stats.grad_norm)] {
         step_metrics.insert(name, single(sum));

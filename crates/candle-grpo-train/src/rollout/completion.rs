@@ -17,7 +17,7 @@ pub enum FinishReason {
 
 /// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors have one
 /// entry per token.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Completion {
     /// The tokens, including a stop token and those of a stop string.
     pub tokens: Vec<u32>,
@@ -96,7 +96,7 @@ impl Completion {
 const ROUNDING: f32 = 1e-2;
 
 /// One completion of one prompt.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rollout {
     /// [`crate::Prompt::index`] of its prompt.
     pub prompt_index: u64,

@@ -58,6 +58,13 @@ pub trait Generator: Send + Sync {
     fn shares_weights(&self) -> bool {
         false
     }
+
+    /// Returns true if the generators of all ranks of a data-parallel run use the same engine. Rank
+    /// 0 then draws the completions of all ranks, and is the only one that receives weights.
+    /// Otherwise each rank draws its share. A wrapper returns the answer of the generator inside.
+    fn serves_all_ranks(&self) -> bool {
+        false
+    }
 }
 
 /// The receiver of finished completions.

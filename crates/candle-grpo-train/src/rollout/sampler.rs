@@ -1,6 +1,7 @@
 //! Completions of prompts from any generator.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
@@ -11,6 +12,7 @@ use super::decode::decode_tokens;
 use super::generator::{CompletionSeed, DecodeText, GenerationBatch, Generator, PromptRequest};
 use super::local::LocalGenerator;
 use super::{Completion, Rollout, SamplingConfig};
+use crate::learn::ranks::Ranks;
 use crate::progress::NoProgress;
 use crate::{Progress, Prompt};
 
@@ -26,6 +28,7 @@ pub struct Sampler {
     config: SamplingConfig,
     decode: Option<Arc<DecodeText>>,
     progress: Arc<dyn Progress>,
+    ranks: Ranks,
 }
 
 impl Sampler {
@@ -60,6 +63,7 @@ impl Sampler {
             config,
             decode: None,
             progress: Arc::new(NoProgress),
+            ranks: Ranks::default(),
         })
     }
 
@@ -100,6 +104,29 @@ impl Sampler {
         Ok(Self { config, ..self })
     }
 
+    /// Shares the prompts of [`Self::share`] with other ranks.
+    pub(crate) fn with_ranks(self, ranks: Ranks) -> Self {
+        Self { ranks, ..self }
+    }
+
+    pub(crate) fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// The part of `prompts` prompts whose completions this rank draws.
+    pub(crate) fn share(&self, prompts: usize) -> Range<usize> {
+        match (self.generator.serves_all_ranks(), self.ranks.is_first()) {
+            (true, true) => 0..prompts,
+            (true, false) => 0..0,
+            (false, _) => self.ranks.share(prompts),
+        }
+    }
+
+    /// Returns true if the generator of this rank receives the weights of the policy.
+    pub(crate) fn takes_weights(&self) -> bool {
+        !self.generator.serves_all_ranks() || self.ranks.is_first()
+    }
+
     /// The configuration.
     pub fn config(&self) -> &SamplingConfig {
         &self.config
@@ -125,6 +152,21 @@ impl Sampler {
         num_generations: usize,
         stream: u64,
     ) -> Result<Vec<Rollout>> {
+        self.sample_part(prompts, num_generations, stream, 0..prompts.len())
+    }
+
+    /// The completions of [`Self::sample`] of the prompts in `part`, bit-identically.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::sample`], and if `part` is empty or out of range.
+    pub(crate) fn sample_part(
+        &self,
+        prompts: &[&Prompt],
+        num_generations: usize,
+        stream: u64,
+        part: Range<usize>,
+    ) -> Result<Vec<Rollout>> {
         ensure!(
             num_generations > 0,
             "num_generations: 0, must be at least 1"
@@ -139,6 +181,10 @@ impl Sampler {
             prompts.len()
         );
         let requests = self.requests(prompts, num_generations, stream);
+        let (Some(prompts), Some(requests)) = (prompts.get(part.clone()), requests.get(part))
+        else {
+            anyhow::bail!("part: out of range of {} prompts", prompts.len());
+        };
         let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
         let mut completions: Vec<Option<Completion>> = vec![None; seeds.len()];
         let mut deliver = |place: usize, completion: Completion| {
@@ -157,7 +203,7 @@ impl Sampler {
             Ok(())
         };
         let batch = GenerationBatch {
-            prompts: &requests,
+            prompts: requests,
             sampling: &self.config,
             decode: self.decode.as_deref(),
             progress: &*self.progress,

@@ -53,13 +53,18 @@ impl Checkpoints {
             .with_context(|| format!("making {}", self.folder.display()))?;
         // Leftovers of a killed program take space on a full disk.
         atomic_file::remove_leftovers(&self.folder)?;
-        let path = self.folder.join(format!("{PREFIX}{step:06}"));
+        let path = self.path(step);
         atomic_file::write_folder(&path, |folder| {
             fill(folder)?;
             write_checksums(folder)
         })
         .with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
+    }
+
+    /// The folder of the checkpoint after `step` steps, which may be absent.
+    pub fn path(&self, step: usize) -> PathBuf {
+        self.folder.join(format!("{PREFIX}{step:06}"))
     }
 
     /// All that are there, in the order of their steps, whole or not.

@@ -84,7 +84,7 @@ pub(super) fn sha256_of_file(path: &Path) -> Result<String> {
 }
 
 /// The sum of the names and values of all parameters.
-pub(super) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
+pub(crate) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
     let mut hash = Sha256::new();
     let mut bytes = Vec::new();
     for (name, variable) in parameters.iter() {

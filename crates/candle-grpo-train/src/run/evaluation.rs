@@ -1,6 +1,7 @@
 //! Evaluation of a policy.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -100,10 +101,40 @@ pub fn evaluate(
     stream: u64,
 ) -> Result<Evaluation> {
     let prompts: Vec<&Prompt> = prompts.iter().collect();
-    let rollouts = sampler.sample(&prompts, samples_per_prompt, stream)?;
+    let share = sampler.share(prompts.len());
+    let own = match share.is_empty() && !prompts.is_empty() {
+        true => Vec::new(),
+        false => evaluate_part(
+            sampler,
+            &prompts,
+            share,
+            samples_per_prompt,
+            reward,
+            tokenizer,
+            stream,
+        )?,
+    };
+    Ok(Evaluation {
+        samples: sampler.ranks().gather(own)?.concat(),
+        samples_per_prompt,
+    })
+}
+
+/// The samples of `prompts[part]`.
+fn evaluate_part(
+    sampler: &Sampler,
+    prompts: &[&Prompt],
+    part: Range<usize>,
+    samples_per_prompt: usize,
+    reward: &dyn RewardFunction,
+    tokenizer: &Tokenizer,
+    stream: u64,
+) -> Result<Vec<EvaluatedSample>> {
+    let rollouts = sampler.sample_part(prompts, samples_per_prompt, stream, part.clone())?;
+    let prompts = &prompts[part];
     let texts = decode(&rollouts, tokenizer)?;
-    let scores = score_rollouts(reward, &prompts, &rollouts, &texts)?.total;
-    let samples = rollouts
+    let scores = score_rollouts(reward, prompts, &rollouts, &texts)?.total;
+    Ok(rollouts
         .into_iter()
         .zip(texts)
         .zip(scores.into_vec())
@@ -115,11 +146,7 @@ pub fn evaluate(
             response_length: rollout.completion.tokens.len(),
             finish_reason: rollout.completion.finish_reason,
         })
-        .collect();
-    Ok(Evaluation {
-        samples,
-        samples_per_prompt,
-    })
+        .collect())
 }
 
 #[cfg(test)]

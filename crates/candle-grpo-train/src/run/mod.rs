@@ -1,7 +1,7 @@
 //! Runs on disk: folders, checkpoints, plots and TensorBoard events; and evaluation.
 
 mod checkpoints;
-mod checksums;
+pub(crate) mod checksums;
 mod dir;
 mod evaluation;
 mod inputs;

@@ -12,6 +12,7 @@ use candle_grpo_nn::{Lora, Parameters, atomic_file};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::sha256_of_parameters;
+use crate::Critic;
 use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
 use crate::learn::not_finite::{NotFinite, all_finite};
@@ -100,6 +101,15 @@ impl Models {
             &folder.join(STATE),
             &serde_json::to_vec_pretty(&file)?,
         )?)
+    }
+
+    /// Takes part in [`Self::save`] of another rank, which gathers what the ranks share.
+    pub(crate) fn take_part_in_save(&self) -> Result<()> {
+        let critic = self.critic.as_ref().map(Critic::optimizer);
+        for optimizer in [Some(self.actor.optimizer()), critic].into_iter().flatten() {
+            optimizer.take_part_in_state()?;
+        }
+        Ok(())
     }
 
     /// Reads what [`Self::save`] wrote, and the weights of the policy. `now` is the state of the

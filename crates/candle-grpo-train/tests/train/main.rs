@@ -14,6 +14,7 @@ mod generator;
 mod pretrained;
 #[cfg(unix)]
 mod program_reward;
+mod ranks;
 mod real_model;
 mod recipes;
 mod resume;

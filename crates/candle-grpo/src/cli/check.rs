@@ -4,6 +4,7 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_grpo::config::RollFile;
+use candle_grpo_collective::launch;
 
 use super::console::Console;
 use super::exit::Exit;
@@ -12,6 +13,9 @@ use super::load;
 /// Checks the configuration in `file` with everything that it names, except the weights of the
 /// model.
 pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
+    let environment = launch::environment().map_err(|error| Exit::Run(error.to_string()))?;
+    // One rank prints what all of them check.
+    let quiet = quiet || environment.is_some_and(|environment| environment.rank > 0);
     let run = load::config(file, |roll| match quiet {
         true => load::warn_of_keys(file, roll),
         false => print_keys(roll),
@@ -36,6 +40,13 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
                 .saturating_mul(run.train.num_generations),
             run.max_steps,
         )?;
+        if let Some(found) = environment {
+            writeln!(
+                out,
+                "# Rank {} of {}, number {} on its machine ({:?}).",
+                found.rank, found.world_size, found.local_rank, found.launcher
+            )?;
+        }
         write!(out, "{yaml}")?;
     }
     Ok(())

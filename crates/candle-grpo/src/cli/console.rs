@@ -25,6 +25,8 @@ pub(super) struct Console {
     stop: Arc<AtomicBool>,
     /// Set once the message about the stop is printed.
     announced: Arc<AtomicBool>,
+    /// True on rank 0, which prints the lines of a run.
+    is_first: bool,
 }
 
 struct PhaseBar {
@@ -36,8 +38,20 @@ struct PhaseBar {
 impl Console {
     /// Starts to log to stderr: warnings, and events unless `quiet`. `RUST_LOG` overrides it.
     pub(super) fn new(quiet: bool) -> Self {
+        Self::with_level(if quiet { "warn" } else { "info" })
+    }
+
+    /// The console of a rank other than 0, which prints errors only.
+    pub(super) fn of_other_rank() -> Self {
+        Self {
+            is_first: false,
+            ..Self::with_level("error")
+        }
+    }
+
+    fn with_level(level: &str) -> Self {
         let bars = MultiProgress::new();
-        if quiet || !io::stderr().is_terminal() {
+        if level != "info" || !io::stderr().is_terminal() {
             bars.set_draw_target(ProgressDrawTarget::hidden());
         }
         let steps = bars.add(ProgressBar::hidden());
@@ -52,8 +66,8 @@ impl Console {
             })),
             stop: Arc::new(AtomicBool::new(false)),
             announced: Arc::new(AtomicBool::new(false)),
+            is_first: true,
         };
-        let level = if quiet { "warn" } else { "info" };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
         // An earlier logger stays in use.
         let _ = tracing_subscriber::fmt()
@@ -115,7 +129,9 @@ impl Console {
 
     /// Prints a line of a run. A closed stdout does not end the run.
     pub(super) fn say(&self, line: &str) {
-        let _ = self.print(line);
+        if self.is_first {
+            let _ = self.print(line);
+        }
     }
 
     fn print_err(&self, line: &str) {
@@ -168,7 +184,7 @@ impl Progress for Console {
 
     fn is_canceled(&self) -> bool {
         let stop = self.stop.load(Ordering::SeqCst);
-        if stop && !self.announced.swap(true, Ordering::SeqCst) {
+        if stop && self.is_first && !self.announced.swap(true, Ordering::SeqCst) {
             self.print_err("stopping; press Ctrl-C again to stop without saving");
         }
         stop

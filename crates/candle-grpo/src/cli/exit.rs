@@ -59,6 +59,15 @@ impl Exit {
 
     /// Prints the reason on stderr and returns the exit code.
     pub(super) fn report(self) -> ExitCode {
+        ExitCode::from(self.report_as("error"))
+    }
+
+    /// [`Self::report`] for a rank of a job.
+    pub(super) fn report_of_rank(self, rank: usize) -> u8 {
+        self.report_as(&format!("error of rank {rank}"))
+    }
+
+    fn report_as(self, what: &str) -> u8 {
         let (code, message) = match self {
             Self::Config(message) => (3, message),
             Self::Data(message) => (4, message),
@@ -66,13 +75,13 @@ impl Exit {
             Self::NotFinite(message) => (6, message),
             Self::Interrupted(message) => {
                 complain(&format!("interrupted\n{message}"));
-                return ExitCode::from(7);
+                return 7;
             }
             Self::Run(message) => (1, message),
-            Self::Quiet => return ExitCode::SUCCESS,
+            Self::Quiet => return 0,
         };
-        complain(&format!("error: {message}"));
-        ExitCode::from(code)
+        complain(&format!("{what}: {message}"));
+        code
     }
 }
 

@@ -4,10 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig, Verdict};
-use candle_grpo::run::{RunPrompts, load_model, load_model_without_weights};
+use candle_grpo::run::{RunPrompts, device, load_model, load_model_without_weights};
+use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::{
     Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
 };
+use candle_grpo_collective::connect;
 
 use super::console::Console;
 use super::exit::{Exit, warn};
@@ -70,6 +72,13 @@ pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
 /// Loads a model.
 pub(super) fn model(config: &ModelConfig) -> Result<Pretrained, Exit> {
     load_model(config).map_err(|error| Exit::Model(format!("{error:#}")))
+}
+
+/// Connects to the other ranks of a job that a launcher has started.
+pub(super) fn ranks() -> Result<Ranks, Exit> {
+    let connected = device().and_then(|device| Ok(connect(&device)?));
+    let collective = connected.map_err(|error| Exit::Run(format!("{error:#}")))?;
+    Ok(Ranks::new(collective))
 }
 
 /// Creates the sampler of `grpo eval` and `grpo sample`, with the progress of `console`.

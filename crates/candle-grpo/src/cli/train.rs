@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use candle_grpo::config::RunConfig;
 use candle_grpo::run::{Progress, Session, Start};
+use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::{RunDir, StepMetrics};
 
 use super::console::Console;
@@ -15,14 +16,32 @@ use super::load;
 /// Trains as the configuration in `file` describes.
 pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> {
     let config = load::config(file, |roll| load::warn_of_keys(file, roll))?;
-    let console = Console::new(quiet);
+    let ranks = load::ranks()?;
+    let console = match ranks.is_first() {
+        true => Console::new(quiet),
+        false => Console::of_other_rank(),
+    };
     console.stop_when_asked();
-    let done = run(file, config, start, &console);
+    let done = run(file, config, start, &console, &ranks);
     console.finish();
-    done
+    match done {
+        // All ranks are interrupted after the same step.
+        Err(Exit::Interrupted(_)) if !ranks.is_first() => Err(Exit::Quiet),
+        Err(exit) if !ranks.is_alone() && !matches!(exit, Exit::Interrupted(_)) => {
+            let code = exit.report_of_rank(ranks.collective().rank());
+            ranks.collective().abort(code.into())
+        }
+        done => done,
+    }
 }
 
-fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Result<(), Exit> {
+fn run(
+    file: &Path,
+    config: RunConfig,
+    start: Start,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<(), Exit> {
     load::set_threads(&config)?;
     // Everything else is checked before the weights are read.
     let (_, prompts) = load::prompts(&config)?;
@@ -30,8 +49,11 @@ fn run(file: &Path, config: RunConfig, start: Start, console: &Console) -> Resul
     let reward = load::rewards(&config)?;
     let steps = config.max_steps;
     let progress = Arc::new(console.clone());
-    let mut session = Session::new(config, pretrained, prompts, reward, start, progress)
-        .map_err(|error| Exit::Run(format!("{error:#}")))?;
+    let collective = Arc::clone(ranks.collective());
+    let mut session = Session::on_ranks(
+        config, pretrained, prompts, reward, start, progress, collective,
+    )
+    .map_err(|error| Exit::Run(format!("{error:#}")))?;
     let begun = Instant::now();
     console.begin_steps(session.trainer().steps(), steps);
     loop {

@@ -4,19 +4,36 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use candle_grpo_train::{ChatTemplate, Pretrained, RunDir};
+use candle_core::Device;
+use candle_grpo_collective::launch;
+use candle_grpo_train::{ChatTemplate, Pretrained, RunDir, cuda_device};
 
 use crate::config::ModelConfig;
 
-/// Loads a model onto the first CUDA device, or onto the CPU in a build without CUDA. A path of a
-/// run stands for its best checkpoint; without an evaluation for the last whole one.
+/// Returns the device of this process: the CPU in a build without CUDA; otherwise the CUDA device
+/// whose number is the rank of this process on its machine, the first one without a launcher.
+///
+/// # Errors
+///
+/// If the device does not respond or the variables of the launcher contradict each other.
+pub fn device() -> Result<Device> {
+    if !candle_core::utils::cuda_is_available() {
+        return Ok(Device::Cpu);
+    }
+    let local_rank = launch::environment()?.map_or(0, |environment| environment.local_rank);
+    cuda_device(local_rank).with_context(|| {
+        format!("this program was built for CUDA, and CUDA device {local_rank} does not respond")
+    })
+}
+
+/// Loads a model onto [`device`]. A path of a run stands for its best checkpoint; without an
+/// evaluation for the last whole one.
 ///
 /// # Errors
 ///
 /// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
-    let device = candle_grpo_train::default_device()
-        .context("this program was built for CUDA, and no CUDA device responds")?;
+    let device = device()?;
     let path = model_path(&config.path)?;
     let pretrained = with_template(Pretrained::load(&path, &device)?, config)?;
     tracing::info!(

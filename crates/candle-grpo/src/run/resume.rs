@@ -1,7 +1,7 @@
 //! The folder of a run: begun, replaced or resumed.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_train::data::read_json;
@@ -32,38 +32,54 @@ const ROWS: [&str; 3] = ["data.held_out", "data.max_rows", "data.train"];
 /// Differences in a message; more are counted.
 const SHOWN: usize = 8;
 
-/// Opens the folder of the run. Returns the metrics of its steps, and the run that it replaces. A
-/// run that resumes puts `trainer` into the state of its last checkpoint.
+/// The folder of a run at its beginning.
+pub(super) struct Opened {
+    pub(super) dir: RunDir,
+    /// The metrics of the steps until then.
+    pub(super) metrics: Vec<StepMetrics>,
+    /// The run that it replaces.
+    pub(super) replaced: Option<ReplacedRun>,
+    /// The checkpoint that it resumes from.
+    pub(super) checkpoint: Option<PathBuf>,
+}
+
+/// Opens the folder of the run. A run that resumes puts `trainer` into the state of its last
+/// checkpoint.
 pub(super) fn open(
     config: &RunConfig,
     inputs: &RunInputs,
     trainer: &mut Trainer,
     start: Start,
-) -> Result<(RunDir, Vec<StepMetrics>, Option<ReplacedRun>)> {
+) -> Result<Opened> {
     let path = &config.run_dir;
     let settings = config.to_value()?;
     let accept = start == Start::ResumeChanged;
-    let mut replaced = None;
-    let (dir, metrics) = match start {
-        Start::New => (RunDir::create(path, &settings)?, Vec::new()),
+    let begun = |dir, replaced| Opened {
+        dir,
+        metrics: Vec::new(),
+        replaced,
+        checkpoint: None,
+    };
+    let opened = match start {
+        Start::New => begun(RunDir::create(path, &settings)?, None),
         Start::Replace => {
-            let dir;
-            (dir, replaced) = RunDir::replace(path, &settings)?;
+            let (dir, replaced) = RunDir::replace(path, &settings)?;
             if let Some(replaced) = &replaced {
                 tracing::info!(
                     "the previous run is kept in {} until this one has a checkpoint",
                     replaced.path().display()
                 );
             }
-            (dir, Vec::new())
+            begun(dir, replaced)
         }
         Start::Resume | Start::ResumeChanged => match RunDir::is_run(path) {
             true => resume(path, &settings, inputs, trainer, accept)?,
-            false => (RunDir::create(path, &settings)?, Vec::new()),
+            false => begun(RunDir::create(path, &settings)?, None),
         },
     };
-    dir.write(INPUTS, serde_json::to_vec_pretty(inputs)?)?;
-    Ok((dir, metrics, replaced))
+    let written = serde_json::to_vec_pretty(inputs)?;
+    opened.dir.write(INPUTS, written)?;
+    Ok(opened)
 }
 
 fn resume(
@@ -72,7 +88,7 @@ fn resume(
     inputs: &RunInputs,
     trainer: &mut Trainer,
     accept: bool,
-) -> Result<(RunDir, Vec<StepMetrics>)> {
+) -> Result<Opened> {
     // Before the checkpoints are read, which another program may be writing.
     let run = StoppedRun::open(path)?;
     let changes = Changes::new(path, settings, inputs, trainer)?;
@@ -121,7 +137,12 @@ fn resume(
     }
     let resumed = run.resume(settings, trainer.steps())?;
     warn_of_set_aside(&resumed.set_aside);
-    Ok((resumed.dir, resumed.metrics))
+    Ok(Opened {
+        dir: resumed.dir,
+        metrics: resumed.metrics,
+        replaced: None,
+        checkpoint: found.checkpoint.map(|checkpoint| checkpoint.path),
+    })
 }
 
 /// Warns of checkpoints that are not removed.

@@ -4,13 +4,16 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::run::{ReplacedRun, RunInputs};
 use candle_grpo_train::{
     Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig,
     StepMetrics, Trainer,
 };
+
+use serde::{Deserialize, Serialize};
 
 use super::engine::engine;
 use super::evaluation::evaluate_policy;
@@ -84,7 +87,8 @@ pub struct Session {
     pretrained: Pretrained,
     held_out: Vec<Prompt>,
     trainer: Trainer,
-    dir: RunDir,
+    /// The folder, on rank 0.
+    dir: Option<RunDir>,
     /// The replaced run, until this run has a checkpoint.
     replaced: Option<ReplacedRun>,
     metrics: Vec<StepMetrics>,
@@ -94,6 +98,18 @@ pub struct Session {
     /// The step of the best evaluation.
     best: Option<usize>,
     progress: Arc<dyn candle_grpo_train::Progress>,
+}
+
+/// The state of a run that rank 0 reads from its folder.
+#[derive(Serialize, Deserialize)]
+struct Shared {
+    /// The configuration and the digests of the inputs.
+    identity: String,
+    /// The checkpoint that the run resumes from.
+    checkpoint: Option<PathBuf>,
+    metrics: Vec<StepMetrics>,
+    evaluated: Option<usize>,
+    best: Option<usize>,
 }
 
 impl Session {
@@ -111,6 +127,27 @@ impl Session {
         reward: impl RewardFunction + 'static,
         start: Start,
         progress: Arc<dyn candle_grpo_train::Progress>,
+    ) -> Result<Self> {
+        let alone = Arc::new(Alone);
+        Self::on_ranks(config, pretrained, prompts, reward, start, progress, alone)
+    }
+
+    /// [`Self::new`] for one of several ranks that share the run. All ranks must call it with the
+    /// same arguments, and then [`Self::advance`] as often. Rank 0 writes the folder; the others
+    /// read its checkpoints when a run resumes.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`]. A rank that fails must end the job, with
+    /// [`Collective::abort`]: the others wait for it.
+    pub fn on_ranks(
+        config: RunConfig,
+        pretrained: Pretrained,
+        prompts: RunPrompts,
+        reward: impl RewardFunction + 'static,
+        start: Start,
+        progress: Arc<dyn candle_grpo_train::Progress>,
+        collective: Arc<dyn Collective>,
     ) -> Result<Self> {
         let RunPrompts { train, held_out } = prompts;
         let sampling = |sampling: &SamplingConfig| pretrained.sampling(sampling.clone());
@@ -139,18 +176,46 @@ impl Session {
             reward,
             settings,
         )?
+        .with_collective(collective)?
         .with_progress(Arc::clone(&progress))
         .with_last_step(config.max_steps)
         .with_inputs(&inputs);
         if let Some(generator) = generator {
             trainer = trainer.with_generator(generator);
         }
-        let (dir, metrics, replaced) = open(&config, &inputs, &mut trainer, start)?;
+        let identity = serde_json::to_string(&(config.to_value()?, &inputs))?;
+        let mut opened = match trainer.ranks().is_first() {
+            true => Some(open(&config, &inputs, &mut trainer, start)?),
+            false => None,
+        };
+        // Metrics are written in a format that names its fields.
+        let shared = opened.as_mut().map(|opened| Shared {
+            identity: identity.clone(),
+            checkpoint: opened.checkpoint.take(),
+            metrics: std::mem::take(&mut opened.metrics),
+            evaluated: opened.dir.last_evaluation(),
+            best: opened.dir.best_step(),
+        });
+        let shared = shared.as_ref().map(serde_json::to_string).transpose()?;
+        let shared: Shared = serde_json::from_str(&trainer.ranks().from_first(shared)?)?;
+        if let (None, Some(checkpoint)) = (&opened, &shared.checkpoint) {
+            trainer.load_state(checkpoint)?;
+        }
+        ensure!(
+            identity == shared.identity,
+            "rank {}: has another configuration, model, data set or reward than rank 0, must have the same",
+            trainer.ranks().collective().rank()
+        );
+        trainer.ensure_equal_ranks()?;
         let step = trainer.steps();
+        let (dir, replaced) = match opened {
+            Some(opened) => (Some(opened.dir), opened.replaced),
+            None => (None, None),
+        };
         Ok(Self {
-            evaluated: dir.last_evaluation(),
+            evaluated: shared.evaluated,
             saved: (step > 0).then_some(step),
-            best: dir.best_step(),
+            best: shared.best,
             config,
             evaluation,
             pretrained,
@@ -158,7 +223,7 @@ impl Session {
             trainer,
             dir,
             replaced,
-            metrics,
+            metrics: shared.metrics,
             progress,
         })
     }
@@ -187,7 +252,7 @@ impl Session {
         } else if self.is_checkpoint_due(step) {
             return self.save(step).map(Progress::Saved);
         } else if step >= self.config.max_steps {
-            self.dir.write_plot(&self.metrics)?;
+            self.write_plot()?;
             self.trainer.finish()?;
             return Ok(Progress::Finished);
         } else {
@@ -211,7 +276,9 @@ impl Session {
 
     fn step(&mut self) -> Result<Progress> {
         let metrics = self.trainer.step()?;
-        self.dir.append_metrics(&metrics)?;
+        if let Some(dir) = &mut self.dir {
+            dir.append_metrics(&metrics)?;
+        }
         self.metrics.push(metrics.clone());
         Ok(Progress::Step(metrics))
     }
@@ -236,6 +303,7 @@ impl Session {
     }
 
     fn evaluate(&mut self, step: usize) -> Result<Progress> {
+        self.trainer.ensure_not_canceled()?;
         let config = &self.evaluation;
         let evaluation = evaluate_policy(
             &self.trainer.sampler(config.sampler.clone())?,
@@ -246,16 +314,28 @@ impl Session {
             &*self.progress,
         )?;
         let metrics = evaluation.metrics(&config.pass_at, config.pass_reward)?;
-        self.dir.append_evaluation(step, &evaluation, &metrics)?;
-        self.best = self.dir.best_step();
+        let best = match &mut self.dir {
+            Some(dir) => {
+                dir.append_evaluation(step, &evaluation, &metrics)?;
+                Some(dir.best_step())
+            }
+            None => None,
+        };
+        self.best = self.trainer.ranks().from_first(best)?;
         self.evaluated = Some(step);
         Ok(Progress::Evaluated { step, metrics })
     }
 
     /// Writes a checkpoint, and removes old ones.
     fn save(&mut self, step: usize) -> Result<PathBuf> {
-        let checkpoints = RunDir::checkpoints(self.dir.path());
-        self.dir.sync()?;
+        let checkpoints = RunDir::checkpoints(self.path());
+        self.trainer.ensure_equal_ranks()?;
+        let Some(dir) = &self.dir else {
+            self.trainer.take_part_in_checkpoint()?;
+            self.saved = Some(step);
+            return Ok(checkpoints.path(step));
+        };
+        dir.sync()?;
         self.progress.begin(Phase::Save, 1);
         let path = checkpoints.write(step, |folder| {
             self.trainer.write_checkpoint(folder, &self.pretrained)
@@ -272,10 +352,17 @@ impl Session {
         let best = self.best.filter(|_| self.config.checkpoint.keep_best);
         let pruned = checkpoints.prune(self.config.checkpoint.keep, best.as_slice())?;
         warn_of_set_aside(&pruned);
-        self.dir.write_plot(&self.metrics)?;
+        self.write_plot()?;
         self.progress.advance(1, 0);
         tracing::info!("checkpoint {}", path.display());
         Ok(path)
+    }
+
+    fn write_plot(&self) -> Result<()> {
+        match &self.dir {
+            Some(dir) => dir.write_plot(&self.metrics),
+            None => Ok(()),
+        }
     }
 
     /// Returns the configuration.
@@ -285,7 +372,10 @@ impl Session {
 
     /// Returns the folder of the run.
     pub fn path(&self) -> &Path {
-        self.dir.path()
+        match &self.dir {
+            Some(dir) => dir.path(),
+            None => &self.config.run_dir,
+        }
     }
 
     /// Returns the folder of the replaced run until this run has a checkpoint.

@@ -81,7 +81,7 @@ fn check<T: WithDType>(
     let is_own_master = has_master && T::DTYPE == DType::F32;
     let tensors = AdamWTensors {
         parameter: &p_on_cpu,
-        master: (has_master && !is_own_master).then_some(&master_on_cpu),
+        master: (has_master && !is_own_master).then_some(master_on_cpu.as_tensor()),
         average: &m_on_cpu,
         square: &v_on_cpu,
         gradient: &if like {

@@ -346,6 +346,10 @@ impl Generator for ServerGenerator {
             _ => Ok(()),
         }
     }
+
+    fn serves_all_ranks(&self) -> bool {
+        true
+    }
 }
 
 /// Runs `work` on another thread, and leaves it there if `progress` cancels.

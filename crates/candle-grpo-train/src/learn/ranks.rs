@@ -1,0 +1,116 @@
+//! The ranks of a data-parallel run, and how they share the work of a step.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_collective::{Alone, Collective};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// All ranks of a run. A clone shares them.
+///
+/// Ranks share what is expensive: completions, scores, and passes over the models. They exchange
+/// the results, so that every rank computes everything else, from the same numbers.
+#[derive(Clone)]
+pub struct Ranks(Arc<dyn Collective>);
+
+impl Default for Ranks {
+    fn default() -> Self {
+        Self(Arc::new(Alone))
+    }
+}
+
+impl Ranks {
+    /// The ranks of `collective`.
+    pub fn new(collective: Arc<dyn Collective>) -> Self {
+        Self(collective)
+    }
+
+    /// The operations of all ranks.
+    pub fn collective(&self) -> &Arc<dyn Collective> {
+        &self.0
+    }
+
+    /// Returns true if there is one rank.
+    pub fn is_alone(&self) -> bool {
+        self.0.world_size() == 1
+    }
+
+    /// Returns true on rank 0, which writes the files of a run.
+    pub fn is_first(&self) -> bool {
+        self.0.rank() == 0
+    }
+
+    /// The part of `total` items that belongs to this rank. The parts of all ranks follow each
+    /// other and differ by one item at most.
+    pub(crate) fn share(&self, total: usize) -> Range<usize> {
+        let (rank, world_size) = (self.0.rank(), self.0.world_size());
+        total * rank / world_size..total * (rank + 1) / world_size
+    }
+
+    /// The part of `total` sequences whose passes this rank computes, in micro-batches of `size`.
+    ///
+    /// It consists of whole micro-batches if there are enough of them. Those are the same for any
+    /// number of ranks, and so are the bits of their results.
+    pub(crate) fn share_of_micro_batches(&self, total: usize, size: usize) -> Range<usize> {
+        let micro_batches = total.div_ceil(size);
+        if micro_batches < self.0.world_size() {
+            return self.share(total);
+        }
+        let share = self.share(micro_batches);
+        share.start * size..(share.end * size).min(total)
+    }
+
+    /// Returns the value of each rank. All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// If another rank has ended, or a value cannot be serialized.
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, own: T) -> Result<Vec<T>> {
+        if self.is_alone() {
+            return Ok(vec![own]);
+        }
+        let bytes = postcard::to_stdvec(&own).context("a value for the other ranks")?;
+        let all = self.0.all_gather_bytes(&bytes)?;
+        all.iter()
+            .enumerate()
+            .map(|(rank, bytes)| {
+                postcard::from_bytes(bytes).with_context(|| format!("the value of rank {rank}"))
+            })
+            .collect()
+    }
+
+    /// Returns the value of rank 0. All ranks must call it; the others pass `None`.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::gather`], and if rank 0 passes `None`.
+    pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<T>) -> Result<T> {
+        let first = self.gather(own)?.into_iter().next();
+        first.flatten().context("a value of rank 0: none")
+    }
+
+    /// Concatenates `pieces` `[b, T]`, and then those of all ranks, in f32. T is `width` on every
+    /// rank.
+    pub(crate) fn gather_rows(
+        &self,
+        pieces: &[Tensor],
+        width: usize,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let mut own = Vec::new();
+        for piece in pieces {
+            own.extend(
+                piece
+                    .to_dtype(DType::F32)?
+                    .flatten_all()?
+                    .to_vec1::<f32>()?,
+            );
+        }
+        let all = self.gather(own)?.concat();
+        let rows = all.len() / width;
+        Ok(Tensor::from_vec(all, (rows, width), device)?)
+    }
+}

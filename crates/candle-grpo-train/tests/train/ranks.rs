@@ -1,0 +1,505 @@
+//! Steps that several ranks share.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use anyhow::Result;
+use candle_grpo_collective::Collective;
+use candle_grpo_core::{AdvantageConfig, AdvantageName, NormLevel, RewardNorm, RewardShaping};
+use candle_grpo_loss::rollout::ImportanceWeight;
+use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
+use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
+use candle_grpo_nn::{LoraConfig, Parameters};
+use candle_grpo_test_support::on_ranks;
+use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
+use candle_grpo_train::{
+    ComputeDType, CriticConfig, Generator, Interrupted, Progress, Sample, SamplingConfig,
+    StepMetrics, TrainConfig, Trainer, evaluate,
+};
+use proptest::prelude::*;
+use rstest::rstest;
+
+use crate::common::{
+    self, digest, model, parameters, pretrained, prompts, sampling, share_of_a, trainer,
+    without_seconds,
+};
+
+/// Five prompts and four completions of each, in two mini-batches.
+fn config(recipe: Recipe) -> TrainConfig {
+    let mut config = TrainConfig {
+        recipe,
+        prompts_per_step: 5,
+        mini_batch_size: Some(12),
+        epochs: 2,
+        ..common::config()
+    };
+    // A larger epsilon than usual: otherwise the update of a weight whose gradient is near 0
+    // depends on the rounding of that gradient.
+    config.optimizer.epsilon = 1e-3;
+    config.optimizer.learning_rate = 1e-2;
+    config
+}
+
+/// The metrics of the steps, and the bits of all weights.
+#[derive(Debug, Clone, PartialEq)]
+struct Run {
+    metrics: Vec<StepMetrics>,
+    weights: Vec<(String, Vec<f32>)>,
+}
+
+fn values(parameters: &Parameters) -> Vec<(String, Vec<f32>)> {
+    let flat = |(name, x): (&str, &candle_core::Var)| {
+        (name.to_owned(), x.flatten_all().unwrap().to_vec1().unwrap())
+    };
+    parameters.iter().map(flat).collect()
+}
+
+fn run(trainer: &mut Trainer, steps: usize) -> Run {
+    let metrics = (0..steps).map(|_| without_seconds(trainer.step().unwrap()));
+    let metrics = metrics.collect();
+    let mut weights = values(&trainer.policy_parameters().unwrap());
+    if let Some(critic) = trainer.critic() {
+        weights.extend(values(critic.parameters()));
+    }
+    Run { metrics, weights }
+}
+
+fn close(a: f64, b: f64, tolerance: f64) -> bool {
+    (a - b).abs() <= tolerance * (1. + b.abs())
+}
+
+fn assert_run_close(found: &Run, expected: &Run) {
+    assert_eq!(found.metrics.len(), expected.metrics.len());
+    for (found, expected) in found.metrics.iter().zip(&expected.metrics) {
+        let (scalars, others) = (found.scalars().unwrap(), expected.scalars().unwrap());
+        assert_eq!(scalars.len(), others.len(), "{found:?} {expected:?}");
+        for ((name, value), (other_name, other)) in scalars.iter().zip(&others) {
+            assert_eq!(name, other_name);
+            assert!(
+                close(*value, *other, 1e-4),
+                "step {}: {name}: {value}, must be {other}",
+                found.step
+            );
+        }
+    }
+    for ((name, found), (_, expected)) in found.weights.iter().zip(&expected.weights) {
+        for (found, expected) in found.iter().zip(expected) {
+            assert!(
+                close(f64::from(*found), f64::from(*expected), 2e-5),
+                "{name}: {found}, must be {expected}"
+            );
+        }
+    }
+}
+
+/// Checks that the runs of 2, 3 and 4 ranks are those of one rank up to rounding, and bit-identical
+/// on all ranks.
+fn assert_equal_on_ranks(build: impl Fn() -> Trainer + Sync, steps: usize) {
+    let alone = run(&mut build(), steps);
+    assert!(alone.metrics.iter().any(|metrics| !metrics.skipped));
+    for world_size in [2, 3, 4] {
+        let runs = on_ranks(world_size, |collective| {
+            run(&mut build().with_collective(collective).unwrap(), steps)
+        });
+        for other in &runs[1..] {
+            assert!(*other == runs[0], "{world_size} ranks differ");
+        }
+        assert_run_close(&runs[0], &alone);
+    }
+}
+
+fn surrogate(surrogate: impl Into<Surrogate>) -> Recipe {
+    Recipe {
+        policy_loss: PolicyLoss {
+            surrogate: surrogate.into(),
+            ..PolicyLoss::default()
+        },
+        ..Recipe::default()
+    }
+}
+
+fn advantage(name: &str) -> Recipe {
+    let advantage: AdvantageConfig = serde_json::from_str(name).unwrap();
+    Recipe {
+        advantage,
+        ..Recipe::default()
+    }
+}
+
+#[rstest]
+#[case::grpo(Recipe::grpo())]
+#[case::gspo(Recipe::gspo())]
+#[case::dapo_with_dynamic_sampling(Recipe::dapo(8, 4))]
+#[case::batch_scaled_advantages(Recipe::lite_ppo())]
+#[case::whitening(Recipe::reinforce_plus_plus_baseline())]
+#[case::kl_in_the_reward(Recipe::reinforce_plus_plus(0.01))]
+#[case::clip_cov(surrogate(ClipCov::default()))]
+#[case::greedy_baselines(advantage(r#"{"name": "remax"}"#))]
+#[case::optimal_token_baseline(advantage(r#"{"name": "optimal_token_baseline"}"#))]
+fn five_steps_are_those_of_one_rank(#[case] recipe: Recipe) {
+    assert_equal_on_ranks(|| trainer(digest, config(recipe.clone())), 5);
+}
+
+/// In one mini-batch: the penalty of a token is the absolute value of its log ratio. Where
+/// log-probs before the first update differ by rounding, the sign of its gradient depends on the
+/// rounding.
+#[test]
+fn tokens_of_highest_covariance_are_those_of_all_ranks() {
+    let mut config = config(surrogate(KlCov {
+        ratio: 0.1,
+        ..KlCov::default()
+    }));
+    config.mini_batch_size = None;
+    // Without equal completions, whose order depends on rounding as well.
+    config.sampling.temperature = 3.;
+    config.sampling.stop_token_ids = Vec::new();
+    config.sampling.max_new_tokens = 16;
+    assert_equal_on_ranks(|| trainer(digest, config.clone()), 5);
+}
+
+/// Before the first update the entropies have the same bits on any number of ranks.
+#[test]
+fn tokens_of_highest_entropy_are_those_of_all_ranks() {
+    let config = TrainConfig {
+        top_entropy: Some(0.3),
+        mini_batch_size: None,
+        epochs: 1,
+        ..config(Recipe::grpo())
+    };
+    assert_equal_on_ranks(|| trainer(digest, config.clone()), 1);
+}
+
+/// With adapters and a critic, in bf16, and with parameters whose number of elements the ranks do
+/// not divide.
+#[rstest]
+fn a_sharded_optimizer_is_that_of_one_rank(
+    #[values(false, true)] with_adapters: bool,
+    #[values(ComputeDType::F32, ComputeDType::Bf16)] compute_dtype: ComputeDType,
+) {
+    let mut config = with_critic();
+    config.sharded_optimizer = true;
+    config.adapters = with_adapters.then(|| LoraConfig::all_linear(3, 6.));
+    config.compute_dtype = compute_dtype;
+    // Half precision rounds sums differently in other micro-batches.
+    config.micro_batch_size = 1;
+    assert_equal_on_ranks(|| trainer(digest, config.clone()), 3);
+}
+
+#[test]
+fn checkpoints_resume_on_another_number_of_ranks() {
+    let mut config = config(Recipe::grpo());
+    config.sharded_optimizer = true;
+    let build = |collective| {
+        let trainer = trainer(digest, config.clone());
+        trainer.with_collective(collective).unwrap()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    // Saves after two steps, and returns the steps after that.
+    let uninterrupted = |world_size: usize, save: bool| {
+        on_ranks(world_size, |collective| {
+            let first = collective.rank() == 0;
+            let mut trainer = build(collective);
+            run(&mut trainer, 2);
+            match (save, first) {
+                (true, true) => trainer
+                    .write_checkpoint(folder.path(), &pretrained())
+                    .unwrap(),
+                (true, false) => trainer.take_part_in_checkpoint().unwrap(),
+                (false, _) => {}
+            }
+            run(&mut trainer, 2)
+        })
+    };
+    let expected = uninterrupted(3, true);
+    for world_size in [1, 2, 3] {
+        let resumed = on_ranks(world_size, |collective| {
+            let mut trainer = build(collective);
+            trainer.load_state(folder.path()).unwrap();
+            run(&mut trainer, 2)
+        });
+        assert_run_close(&resumed[0], &expected[0]);
+        if world_size == 3 {
+            assert!(resumed == expected, "the resumed run has other bits");
+        }
+    }
+}
+
+#[test]
+fn a_rank_with_other_weights_is_an_error_of_all() {
+    let errors = on_ranks(3, |collective| {
+        let rank = collective.rank();
+        let trainer = trainer(digest, config(Recipe::grpo()));
+        let trainer = trainer.with_collective(collective).unwrap();
+        trainer.ensure_equal_ranks().unwrap();
+        if rank == 1 {
+            let (_, weight) = trainer.actor().parameters().iter().next().unwrap();
+            weight.set(&(weight.as_tensor() * 1.0001).unwrap()).unwrap();
+        }
+        trainer.ensure_equal_ranks().unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.starts_with("weights: those of rank 1 "), "{error}");
+    }
+}
+
+#[test]
+fn tokens_per_prompt_and_running_moments_are_those_of_all_ranks() {
+    let mut recipe = Recipe::grpo();
+    recipe.policy_loss.aggregation = Aggregation::PromptMeanTokenMean;
+    recipe.policy_loss.kl = Some(KlLoss::k3(0.05));
+    recipe.reward_shaping = RewardShaping {
+        norm: RewardNorm {
+            mean: NormLevel::Running,
+            std: NormLevel::Running,
+            ..RewardNorm::default()
+        },
+        ..RewardShaping::default()
+    };
+    assert_equal_on_ranks(|| trainer(digest, config(recipe.clone())), 4);
+}
+
+fn with_critic() -> TrainConfig {
+    TrainConfig {
+        critic: Some(CriticConfig {
+            optimizer: candle_grpo_nn::AdamWConfig {
+                epsilon: 1e-3,
+                ..candle_grpo_nn::AdamWConfig::default()
+            },
+            warmup_steps: 1,
+            ..CriticConfig::default()
+        }),
+        ..config(Recipe {
+            advantage: AdvantageName::Gae.into(),
+            ..Recipe::default()
+        })
+    }
+}
+
+#[test]
+fn a_critic_is_that_of_one_rank() {
+    assert_equal_on_ranks(|| trainer(digest, with_critic()), 4);
+}
+
+#[test]
+fn adapters_are_those_of_one_rank() {
+    let config = TrainConfig {
+        adapters: Some(LoraConfig::all_linear(2, 4.)),
+        ..config(Recipe::grpo())
+    };
+    assert_equal_on_ranks(|| trainer(digest, config.clone()), 4);
+}
+
+#[test]
+fn a_rank_without_a_sequence_takes_part() {
+    let config = TrainConfig {
+        prompts_per_step: 1,
+        num_generations: 2,
+        mini_batch_size: Some(1),
+        ..config(Recipe::grpo())
+    };
+    assert_equal_on_ranks(|| trainer(digest, config.clone()), 4);
+}
+
+#[test]
+fn completions_drawn_ahead_are_those_of_one_rank() {
+    let mut config = config(Recipe::grpo());
+    config.rollout.max_staleness = 1;
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
+        weight: Some(ImportanceWeight::truncated(2.)),
+        ..RolloutCorrection::default()
+    });
+    assert_equal_on_ranks(|| trainer(digest, config.clone()).with_last_step(4), 4);
+}
+
+#[test]
+fn drawing_ahead_with_a_filter_is_an_error_on_several_ranks() {
+    let mut config = config(Recipe::dapo(8, 4));
+    config.rollout.max_staleness = 1;
+    config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection {
+        weight: Some(ImportanceWeight::truncated(2.)),
+        ..RolloutCorrection::default()
+    });
+    assert!(trainer(digest, config.clone()).step().is_ok());
+    for error in on_ranks(2, |collective| {
+        let mut trainer = trainer(digest, config.clone())
+            .with_collective(collective)
+            .unwrap();
+        format!("{:#}", trainer.step().unwrap_err())
+    }) {
+        assert!(
+            error.contains("rollout.max_staleness: 1, must be 0"),
+            "{error}"
+        );
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
+    #[test]
+    fn any_split_is_that_of_one_rank(
+        prompts_per_step in 1usize..6,
+        num_generations in 2usize..5,
+        mini_batch_size in 1usize..20,
+        micro_batch_size in 1usize..8,
+        world_size in 2usize..6,
+    ) {
+        let config = TrainConfig {
+            prompts_per_step,
+            num_generations,
+            mini_batch_size: Some(mini_batch_size),
+            micro_batch_size,
+            epochs: 1,
+            ..config(Recipe::grpo())
+        };
+        let alone = run(&mut trainer(digest, config.clone()), 2);
+        let runs = on_ranks(world_size, |collective| {
+            run(&mut trainer(digest, config.clone()).with_collective(collective).unwrap(), 2)
+        });
+        for found in &runs {
+            assert_run_close(found, &alone);
+        }
+    }
+}
+
+#[test]
+fn the_completions_do_not_depend_on_the_number_of_ranks() {
+    let drawn = |collective: Option<Arc<dyn Collective>>| {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let own = Arc::clone(&seen);
+        let reward = move |sample: &Sample| {
+            let tokens = sample.completion_tokens.to_vec();
+            own.lock().unwrap().push((sample.prompt.to_owned(), tokens));
+            digest(sample)
+        };
+        // Every prompt occurs more than once in a step.
+        let config = TrainConfig {
+            prompts_per_step: 12,
+            ..config(Recipe::grpo())
+        };
+        let mut trainer = trainer(reward, config);
+        if let Some(collective) = collective {
+            trainer = trainer.with_collective(collective).unwrap();
+        }
+        trainer.step().unwrap();
+        std::mem::take(&mut *seen.lock().unwrap())
+    };
+    let alone = drawn(None);
+    for world_size in [2, 3] {
+        let shares = on_ranks(world_size, |collective| drawn(Some(collective)));
+        assert!(shares.iter().all(|share| !share.is_empty()));
+        assert_eq!(shares.concat(), alone);
+    }
+}
+
+#[test]
+fn an_evaluation_is_that_of_one_rank() {
+    let held_out = prompts(&["a", "bb", "cde"]);
+    let evaluated = |trainer: Trainer| {
+        let sampler = trainer.sampler(sampling()).unwrap();
+        evaluate(
+            &sampler,
+            &held_out,
+            2,
+            trainer.reward(),
+            trainer.tokenizer(),
+            0,
+        )
+        .unwrap()
+    };
+    let build = || trainer(share_of_a, config(Recipe::grpo()));
+    let alone = evaluated(build());
+    for world_size in [2, 5] {
+        for found in on_ranks(world_size, |collective| {
+            evaluated(build().with_collective(collective).unwrap())
+        }) {
+            assert_eq!(found, alone);
+        }
+    }
+}
+
+/// Cancels when it is set.
+struct Stop(AtomicBool);
+
+impl Progress for Stop {
+    fn is_canceled(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn a_rank_that_cancels_ends_the_step_of_all() {
+    let ended = on_ranks(3, |collective| {
+        let rank = collective.rank();
+        let stop = Arc::new(Stop(AtomicBool::new(false)));
+        let mut trainer = trainer(digest, config(Recipe::grpo()))
+            .with_progress(Arc::clone(&stop) as Arc<dyn Progress>)
+            .with_collective(collective)
+            .unwrap();
+        trainer.step().unwrap();
+        stop.0.store(rank == 1, Ordering::SeqCst);
+        let error = trainer.step().unwrap_err();
+        stop.0.store(false, Ordering::SeqCst);
+        // The state is as before the step on all ranks.
+        let next = trainer.step().unwrap();
+        (error.is::<Interrupted>(), next.step)
+    });
+    assert_eq!(ended, [(true, 2); 3]);
+}
+
+/// Counts its calls.
+struct Shared {
+    inner: LocalGenerator,
+    draws: Mutex<Vec<usize>>,
+    weights: Mutex<Vec<u64>>,
+}
+
+impl Generator for Shared {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        self.draws.lock().unwrap().push(batch.prompts.len());
+        self.inner.generate(batch, deliver)
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
+        self.weights.lock().unwrap().push(weights.version);
+        self.inner.weights_changed(weights, progress)
+    }
+
+    fn serves_all_ranks(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn an_engine_of_all_ranks_is_driven_by_the_first() {
+    let calls = on_ranks(2, |collective| {
+        let shared = Arc::new(Shared {
+            inner: LocalGenerator::new(&model(), &parameters()).unwrap(),
+            draws: Mutex::default(),
+            weights: Mutex::default(),
+        });
+        let mut trainer = trainer(digest, config(Recipe::grpo()))
+            .with_generator(Arc::clone(&shared) as Arc<dyn Generator>)
+            .with_collective(collective)
+            .unwrap();
+        let found = run(&mut trainer, 2);
+        let sampler = trainer.sampler(SamplingConfig { ..sampling() }).unwrap();
+        let held_out = prompts(&["a", "bb", "cde"]);
+        evaluate(
+            &sampler,
+            &held_out,
+            1,
+            trainer.reward(),
+            trainer.tokenizer(),
+            0,
+        )
+        .unwrap();
+        let calls = (
+            shared.draws.lock().unwrap().clone(),
+            shared.weights.lock().unwrap().clone(),
+        );
+        (calls, found)
+    });
+    assert_eq!(calls[0].0, (vec![5, 5, 3], vec![0, 1, 2]));
+    assert_eq!(calls[1].0, (vec![], vec![]));
+    assert!(calls[0].1 == calls[1].1);
+}

@@ -1,0 +1,190 @@
+//! The ranks of a job as threads of one process.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use candle_core::{DType, Result, Tensor, bail};
+use candle_grpo_collective::Collective;
+
+/// Long enough for any machine. It ends a test in which a rank does not take part.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Runs `work` on each of `world_size` ranks at the same time. Returns their results, in the order
+/// of the ranks.
+///
+/// # Panics
+///
+/// If `work` panics on a rank.
+pub fn on_ranks<T: Send>(
+    world_size: usize,
+    work: impl Fn(Arc<dyn Collective>) -> T + Sync,
+) -> Vec<T> {
+    let meeting = Arc::new(Meeting::default());
+    let work = &work;
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..world_size)
+            .map(|rank| {
+                let meeting = Arc::clone(&meeting);
+                scope.spawn(move || {
+                    work(Arc::new(ThreadRank {
+                        rank,
+                        world_size,
+                        meeting,
+                    }))
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("a rank panicked"))
+            .collect()
+    })
+}
+
+/// Where the ranks leave their tensors.
+#[derive(Default)]
+struct Meeting {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// The tensors of the ranks that have come to the current operation.
+    brought: Vec<(usize, &'static str, Vec<Tensor>)>,
+    /// The tensors of all ranks, until each rank has taken them.
+    all: Vec<Vec<Tensor>>,
+    to_take: usize,
+}
+
+struct ThreadRank {
+    rank: usize,
+    world_size: usize,
+    meeting: Arc<Meeting>,
+}
+
+impl ThreadRank {
+    /// Returns copies of the tensors of all ranks.
+    fn exchange(&self, operation: &'static str, tensors: &[&Tensor]) -> Result<Vec<Vec<Tensor>>> {
+        let copies = tensors
+            .iter()
+            .map(|tensor| {
+                if !tensor.is_contiguous() {
+                    bail!("{operation}: a tensor that is not contiguous");
+                }
+                tensor.flatten_all()?.copy()
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let wait = |state, until: &dyn Fn(&mut State) -> bool| {
+            let waited = self
+                .meeting
+                .changed
+                .wait_timeout_while(state, LIMIT, |state| !until(state));
+            let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+            match waited.timed_out() {
+                true => bail!("{operation}: another rank has ended"),
+                false => Ok(state),
+            }
+        };
+        let state = self.meeting.state.lock();
+        let state = state.unwrap_or_else(PoisonError::into_inner);
+        let mut state = wait(state, &|state| state.to_take == 0)?;
+        state.brought.push((self.rank, operation, copies));
+        if state.brought.len() == self.world_size {
+            let mut brought = std::mem::take(&mut state.brought);
+            brought.sort_by_key(|(rank, ..)| *rank);
+            let same = brought.iter().all(|(_, other, _)| *other == operation);
+            assert!(same, "{operation} and another operation at the same time");
+            state.all = brought.into_iter().map(|(.., copies)| copies).collect();
+            state.to_take = self.world_size;
+            self.meeting.changed.notify_all();
+        }
+        let mut state = wait(state, &|state| state.to_take > 0)?;
+        state.to_take -= 1;
+        let all = state.all.clone();
+        self.meeting.changed.notify_all();
+        Ok(all)
+    }
+
+    /// Replaces the part of this rank of `tensor` by that of `whole`, or all of it.
+    fn sum(&self, operation: &'static str, tensors: &[&Tensor], own_part: bool) -> Result<()> {
+        let all = self.exchange(operation, tensors)?;
+        for (i, tensor) in tensors.iter().enumerate() {
+            let mut sum = all[0][i].zeros_like()?.to_dtype(DType::F64)?;
+            for tensors in &all {
+                sum = (sum + tensors[i].to_dtype(DType::F64)?)?;
+            }
+            let sum = sum.to_dtype(tensor.dtype())?;
+            match own_part {
+                true => {
+                    let (start, length) = self.part(tensor, self.rank)?;
+                    set(tensor, &sum.narrow(0, start, length)?, start)?;
+                }
+                false => set(tensor, &sum, 0)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn part(&self, tensor: &Tensor, rank: usize) -> Result<(usize, usize)> {
+        let elements = tensor.elem_count();
+        if !elements.is_multiple_of(self.world_size) {
+            bail!(
+                "{elements} elements, must be a multiple of {}",
+                self.world_size
+            );
+        }
+        let length = elements / self.world_size;
+        Ok((rank * length, length))
+    }
+}
+
+/// Writes `values` into the elements of `tensor` from `start` on.
+fn set(tensor: &Tensor, values: &Tensor, start: usize) -> Result<()> {
+    match values.elem_count() {
+        0 => Ok(()),
+        _ => tensor.flatten_all()?.slice_set(values, 0, start),
+    }
+}
+
+impl Collective for ThreadRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        self.sum("all_reduce_sum", tensors, false)
+    }
+
+    fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        self.sum("reduce_scatter_sum", tensors, true)
+    }
+
+    fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
+        let all = self.exchange("all_gather", tensors)?;
+        for (i, tensor) in tensors.iter().enumerate() {
+            for (rank, tensors) in all.iter().enumerate() {
+                let (start, length) = self.part(tensor, rank)?;
+                set(tensor, &tensors[i].narrow(0, start, length)?, start)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
+        let all = self.exchange("broadcast", tensors)?;
+        for (tensor, values) in tensors.iter().zip(&all[root]) {
+            set(tensor, values, 0)?;
+        }
+        Ok(())
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.exchange("barrier", &[]).map(drop)
+    }
+}
