@@ -171,7 +171,7 @@ impl LinearLogProb {
     /// Returns the results of [`linear_log_prob`], without a graph.
     ///
     /// On CUDA this keeps up to 2^29 logits, 2 GiB, for one call of [`Self::backward`], which
-    /// computes them again otherwise.
+    /// computes the others again.
     ///
     /// # Errors
     ///
@@ -293,7 +293,7 @@ fn composed_gradients(
     Ok([found(hidden)?, found(weight)?, found(bias)?])
 }
 
-/// The tiles of the logits of a forward pass on CUDA, for one backward pass.
+/// The first tiles of the logits of a forward pass on CUDA, for one backward pass.
 #[derive(Debug, Clone, Default)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) struct KeptLogits(Arc<Mutex<Vec<Tensor>>>);

@@ -1,8 +1,8 @@
 //! The CUDA path of [`linear_log_prob`](crate::linear_log_prob()).
 //!
-//! Computes the logits in tiles of the vocabulary. The forward pass keeps the tiles for the
-//! backward pass if they fit. The backward pass computes the gradient of a tile in the dtype of the
-//! products.
+//! Computes the logits in tiles of the vocabulary. The forward pass keeps the first tiles, as many
+//! as fit, for the backward pass. The backward pass computes the gradient of a tile in the dtype of
+//! the products.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
@@ -55,7 +55,7 @@ impl Tiling {
 /// entropy and log-sum-exp, `[3, N]`.
 ///
 /// Products are in the dtype of hidden states and weight, or in f32 if the dtypes differ. Sums are
-/// in f32. Adds the tiles of the logits to `kept` if they fit.
+/// in f32. Sets `kept` to the first tiles of the logits, as many as fit.
 pub(crate) fn forward(
     hidden: (&CudaStorage, &Layout),
     weight: (&CudaStorage, &Layout),
@@ -94,7 +94,6 @@ fn forward_in(
     let targets = rows.targets.storage_and_layout();
     let mask = rows.mask.as_ref().map(Tensor::storage_and_layout);
     let mut kept_tiles = Vec::new();
-    let keeps = kept.is_some() && n.saturating_mul(vocab) <= tiling.kept;
     for (start, columns) in tiling.tiles(n, vocab)?.filter(|_| n > 0) {
         let first = weight_layout.start_offset() + start * width;
         let of_tile = Layout::contiguous_with_offset((columns, width), first);
@@ -152,7 +151,7 @@ fn forward_in(
             }
             .launch(device, grid(n, THREADS)?)?;
         }
-        if keeps {
+        if kept.is_some() && n.saturating_mul(start + columns) <= tiling.kept {
             kept_tiles.push(as_tensor(logits, &Shape::from((n, columns))));
         }
     }
@@ -167,7 +166,7 @@ fn forward_in(
 /// and f32 `bias` `[V]`.
 ///
 /// Products are as in [`forward`], except that f16 uses f32: in f16 the gradients of logits would
-/// underflow. Takes the tiles of the logits from `kept`.
+/// underflow. Takes the first tiles of the logits from `kept`.
 pub(crate) fn backward(
     hidden: &Tensor,
     weight: &Tensor,
@@ -337,7 +336,7 @@ fn launch_gradient<T: CudaElement>(
 mod tests {
     use super::*;
     use candle_core::Device;
-    use candle_grpo_test_support::{assert_close, cuda, noise_tensor, numbers};
+    use candle_grpo_test_support::{CudaCalls, assert_close, cuda, noise_tensor, numbers};
 
     use crate::LogProbOptions;
 
@@ -394,6 +393,14 @@ mod tests {
             .collect())
     }
 
+    /// Returns the products of `run`. `None` without the emulation.
+    fn products_of(run: impl FnOnce() -> Result<Vec<Tensor>>) -> Result<Option<u64>> {
+        let before = CudaCalls::now();
+        run()?;
+        let calls = CudaCalls::now().zip(before);
+        Ok(calls.map(|(after, before)| (after - before).products))
+    }
+
     #[test]
     fn several_tiles_equal_one_tile_and_kept_logits_are_bit_identical() -> Result<()> {
         let Ok(device) = cuda() else {
@@ -423,15 +430,31 @@ mod tests {
                 };
                 let found = run(many, inputs, has_bias, false, device)?;
                 let kept = run(many, inputs, has_bias, true, device)?;
+                // As much as five tiles, and not six.
+                let five = Tiling {
+                    kept: 6 * 64 * n - 1,
+                    ..many
+                };
+                let some_kept = run(five, inputs, has_bias, true, device)?;
+                // A product of each tile for the logits, and two for the gradients.
+                for (tiling, keeps, again) in [(many, false, 10), (many, true, 0), (five, true, 5)]
+                {
+                    let products = products_of(|| run(tiling, inputs, has_bias, keeps, device))?;
+                    assert!(products.is_none_or(|products| products == 30 + again));
+                }
                 assert_eq!(found.len(), expected.len());
                 let rounding = if dtype == DType::F32 { 1e-5 } else { 1e-2 };
-                for ((found, kept), expected) in found.iter().zip(&kept).zip(&expected) {
-                    assert_close(&numbers(found)?, &numbers(expected)?, rounding);
-                    if dtype == DType::F16 {
-                        // Without kept logits the backward pass computes them in f32.
-                        assert_close(&numbers(kept)?, &numbers(expected)?, rounding);
-                    } else {
-                        assert_eq!(numbers(kept)?, numbers(found)?);
+                for (i, expected) in expected.iter().enumerate() {
+                    let (found, expected) = (numbers(&found[i])?, numbers(expected)?);
+                    assert_close(&found, &expected, rounding);
+                    for kept in [&kept, &some_kept] {
+                        let kept = numbers(&kept[i])?;
+                        if dtype == DType::F16 {
+                            // Without kept logits the backward pass computes them in f32.
+                            assert_close(&kept, &expected, rounding);
+                        } else {
+                            assert_eq!(kept, found);
+                        }
                     }
                 }
             }
