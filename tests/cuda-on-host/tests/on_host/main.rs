@@ -29,6 +29,7 @@ macro_rules! each_dtype {
 mod adamw;
 mod add_bias;
 mod attention;
+mod draw_tokens;
 mod driver;
 mod embedding;
 mod gradient_norm;

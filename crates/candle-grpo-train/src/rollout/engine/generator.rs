@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{env, thread};
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::Device;
 use candle_grpo_core::Invalid;
+use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
 use super::openai::OpenAi;
 use super::probe::{self, Distribution};
@@ -27,7 +29,8 @@ use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
 /// Draws completions from servers of vLLM, SGLang, or with the API of OpenAI.
 ///
 /// A request is one completion, with its own seed. A request that fails is repeated, by another
-/// server if there is one. A server that comes back receives the weights again.
+/// server if there is one. A server that comes back receives the weights again, and its log-probs
+/// are compared with those of the policy before it draws.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -55,13 +58,30 @@ pub struct ServerGenerator {
     vocab_size: usize,
     probe_prompts: Vec<Vec<u32>>,
     log_prob_tolerance: f64,
-    /// The distribution of the log-probs of the servers, once a probe has found it.
-    distribution: Mutex<Option<Distribution>>,
+    /// The policy of the last transfer.
+    transferred: Mutex<Option<Transferred>>,
     max_inflight: usize,
     max_retries: usize,
     /// False if the completions need no log-probs.
     log_probs: bool,
 }
+
+/// The policy of a transfer, for the probe of a server that comes back after it.
+struct Transferred {
+    written: Arc<EngineWeights>,
+    model: DecoderConfig,
+    /// The frozen parameters under adapters.
+    base: Option<Parameters>,
+}
+
+/// A probe of a server, whose completions another thread draws.
+struct Probe<'a> {
+    lease: Lease<'a>,
+    answers: Receiver<Result<Answers, Failure>>,
+}
+
+/// The completions of a probe, those of each [`SamplingConfig`] side by side.
+type Answers = Vec<Vec<Drawn>>;
 
 /// A completion to draw.
 struct Job {
@@ -77,7 +97,6 @@ struct Batch {
     jobs: Mutex<VecDeque<Job>>,
     stop: AtomicBool,
     sampling: Arc<SamplingConfig>,
-    distribution: Option<Distribution>,
     vocab_size: usize,
     max_retries: usize,
     log_probs: bool,
@@ -141,7 +160,7 @@ impl ServerGenerator {
             vocab_size,
             probe_prompts: probe::prompts(&[], vocab_size),
             log_prob_tolerance: config.log_prob_tolerance,
-            distribution: Mutex::new(None),
+            transferred: Mutex::new(None),
             max_inflight: config.max_inflight,
             max_retries: config.max_retries,
             log_probs: true,
@@ -181,40 +200,124 @@ impl ServerGenerator {
         folder.write(weights, format)
     }
 
-    /// Compares the log-probs of each server in `ready` with those of the policy. Returns the
-    /// failure of a server that does not answer.
-    fn probe(
-        &self,
-        weights: &PolicyWeights<'_>,
-        ready: &[usize],
-        progress: &dyn Progress,
-    ) -> Result<std::result::Result<(), (usize, Failure)>> {
-        for &index in ready {
-            let plain = match self.ask(index, &probe::sampling(&self.sampling, 0), progress)? {
-                Ok(answers) => answers,
-                Err(failure) => return Ok(Err((index, failure))),
-            };
-            let url = self.servers.list[index].url();
-            for answer in &plain {
-                let validated = probe::validate(answer, self.vocab_size);
-                validated.with_context(|| format!("probe: {url}"))?;
-            }
-            self.compare(weights, url, &plain)?;
-            if lock(&self.distribution).is_some() {
-                continue;
-            }
-            let mut found = Distribution::Tempered;
+    /// Starts a probe of the server at `index`.
+    fn start_probe(&self, index: usize) -> Result<Probe<'_>> {
+        let lease = self.servers.lease(index);
+        let temperature = self.sampling.temperature;
+        let mut samplings = Vec::new();
+        if self.weight_sync == WeightSync::None {
+            samplings.extend([probe::sampling(temperature, 1), probe::sampling(1., 1)]);
+        } else {
+            samplings.push(probe::sampling(temperature, 0));
             // Without filters the two distributions are the same.
-            if probe::is_filtered(&self.sampling) {
-                match self.ask(index, &probe::sampling(&self.sampling, 1), progress)? {
-                    Ok(answers) if probe::are_certain(&answers) => found = Distribution::Drawn,
-                    Ok(_) => {}
-                    Err(failure) => return Ok(Err((index, failure))),
+            if lease.distribution.is_none() && probe::is_filtered(&self.sampling) {
+                samplings.push(probe::sampling(temperature, 1));
+            }
+        }
+        let (sender, answers) = channel();
+        let servers = Arc::clone(&self.servers);
+        let prompts = self.probe_prompts.clone();
+        thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || {
+                let lease = servers.lease(index);
+                let ask = |sampling| ask(&servers, &lease, &prompts, sampling);
+                sender.send(samplings.into_iter().map(ask).collect())
+            })
+            .context("starting a thread")?;
+        Ok(Probe { lease, answers })
+    }
+
+    /// Checks the answers to `probe`, and makes its server ready. `weights` are those that it
+    /// should serve, unless it serves a fixed policy.
+    fn finish_probe(
+        &self,
+        probe: &Probe<'_>,
+        answers: &[Vec<Drawn>],
+        weights: Option<&PolicyWeights<'_>>,
+    ) -> Result<()> {
+        let url = probe.lease.server().url();
+        for answer in answers.iter().flatten() {
+            let validated = probe::validate(answer, self.vocab_size);
+            validated.with_context(|| format!("probe: {url}"))?;
+        }
+        let distribution = match (weights, answers) {
+            (Some(weights), [plain, filtered @ ..]) => {
+                self.compare(weights, url, plain)?;
+                match filtered {
+                    [filtered] if probe::are_certain(filtered) => Distribution::Drawn,
+                    [] => probe.lease.distribution.unwrap_or(Distribution::Tempered),
+                    _ => Distribution::Tempered,
                 }
             }
-            *lock(&self.distribution) = Some(found);
+            (None, [at_temperature, at_one]) => {
+                let temperature = self.sampling.temperature;
+                if probe::are_certain(at_temperature) {
+                    Distribution::Drawn
+                } else if probe::ignore_temperature(at_temperature, at_one, temperature) {
+                    bail!("{}", before_temperature(url, temperature));
+                } else {
+                    Distribution::Tempered
+                }
+            }
+            _ => bail!("probe: {url}: no completions"),
+        };
+        probe.lease.has_passed(distribution);
+        Ok(())
+    }
+
+    /// Probes a server that has come back since the transfer, a part at each call. `probe` is the
+    /// one in progress.
+    fn probe_recovered<'a>(&'a self, probe: &mut Option<Probe<'a>>) -> Result<()> {
+        let Some(running) = probe.take() else {
+            let index = self.servers.recovered();
+            *probe = index.map(|index| self.start_probe(index)).transpose()?;
+            return Ok(());
+        };
+        match running.answers.try_recv() {
+            Err(TryRecvError::Empty) => *probe = Some(running),
+            Err(TryRecvError::Disconnected) => bail!("a thread of the engine panicked"),
+            Ok(Err(failure)) => running.lease.fail(&failure),
+            Ok(Ok(answers)) => match lock(&self.transferred).as_ref() {
+                Some(transferred) => transferred
+                    .with_weights(|weights| self.finish_probe(&running, &answers, Some(weights)))?,
+                None => self.finish_probe(&running, &answers, None)?,
+            },
         }
-        Ok(Ok(()))
+        Ok(())
+    }
+
+    /// Waits for the servers, and probes those that need it.
+    fn probe_all(
+        &self,
+        weights: Option<&PolicyWeights<'_>>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let mut tried = Vec::new();
+        loop {
+            let unprobed = self.servers.wait(progress)?.ok_or(Interrupted)?;
+            if unprobed.is_empty() {
+                return Ok(());
+            }
+            for index in unprobed {
+                let probe = self.start_probe(index)?;
+                let failure = match receive(&probe.answers, progress)? {
+                    Ok(answers) => {
+                        self.finish_probe(&probe, &answers, weights)?;
+                        continue;
+                    }
+                    Err(failure) => failure,
+                };
+                tried.push(format!("{}: {failure}", probe.lease.server().url()));
+                probe.lease.fail(&failure);
+                ensure!(
+                    tried.len() <= self.max_retries,
+                    "probe: failed {} times: {}",
+                    tried.len(),
+                    tried.join("; ")
+                );
+            }
+        }
     }
 
     /// Checks the log-probs of the server at `url`, which are those of `answers` to the prompts of
@@ -229,41 +332,13 @@ impl ServerGenerator {
         let raw = difference(1.)?;
         ensure!(
             raw > bound || raw.is_nan(),
-            "rollout.base_url: {url} names log-probs before the temperature of {temperature} (mean difference {raw:.2e}, after it {tempered:.2e}), must name those after it: start vLLM with --logprobs-mode processed_logprobs"
+            "{} (mean difference {raw:.2e}, after it {tempered:.2e})",
+            before_temperature(url, temperature)
         );
         bail!(
             "rollout.log_prob_tolerance: the log-probs of {url} differ by {tempered:.2e} on average from those of the policy after {} steps, must differ by at most {bound}: it serves other weights, or computes in lower precision",
             weights.version
         );
-    }
-
-    /// Draws a completion of each prompt of the probe on one server.
-    fn ask(
-        &self,
-        index: usize,
-        sampling: &SamplingConfig,
-        progress: &dyn Progress,
-    ) -> Result<std::result::Result<Vec<Drawn>, Failure>> {
-        let servers = Arc::clone(&self.servers);
-        let prompts = self.probe_prompts.clone();
-        let sampling = Arc::new(sampling.clone());
-        in_background(progress, move || {
-            let lease = servers.lease(index);
-            let jobs = prompts.into_iter().enumerate();
-            let jobs = jobs.map(|(number, prompt)| Job {
-                place: number,
-                seed: CompletionSeed {
-                    seed: sampling.seed,
-                    stream: 0,
-                    prompt: number as u64,
-                    sample: 0,
-                },
-                prompt,
-                max_new_tokens: probe::NEW_TOKENS,
-            });
-            jobs.map(|job| draw(&servers, &lease, &job, &sampling, true))
-                .collect()
-        })
     }
 }
 
@@ -277,7 +352,6 @@ impl Generator for ServerGenerator {
             jobs: Mutex::new(jobs),
             stop: AtomicBool::new(false),
             sampling: Arc::new(batch.sampling.clone()),
-            distribution: *lock(&self.distribution),
             vocab_size: self.vocab_size,
             max_retries: self.max_retries,
             log_probs: self.log_probs && !batch.sampling.greedy,
@@ -297,10 +371,12 @@ impl Generator for ServerGenerator {
             None => None,
         };
         let mut left = total;
+        let mut probe = None;
         while left > 0 {
             if batch.progress.is_canceled() {
                 return Err(Interrupted.into());
             }
+            self.probe_recovered(&mut probe)?;
             match receiver.recv_timeout(POLL) {
                 Ok(drawn) => {
                     let (place, mut completion): (usize, Completion) = drawn?;
@@ -319,27 +395,21 @@ impl Generator for ServerGenerator {
 
     fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
         let Some(format) = self.format(weights) else {
-            return Ok(());
+            // Log-probs before and after a temperature of 1 are the same.
+            if self.sampling.temperature == 1. {
+                return Ok(());
+            }
+            self.servers.require_distribution();
+            return self.probe_all(None, progress);
         };
-        let written = self.write(weights, format)?;
-        self.servers.set_weights(Arc::new(written));
-        let mut tried = Vec::new();
-        loop {
-            let ready = self.servers.wait(progress)?;
-            let ready = ready.ok_or(Interrupted)?;
-            let Err((index, failure)) = self.probe(weights, &ready, progress)? else {
-                break;
-            };
-            let lease = self.servers.lease(index);
-            tried.push(format!("{}: {failure}", lease.server().url()));
-            lease.fail(&failure);
-            ensure!(
-                tried.len() <= self.max_retries,
-                "probe: failed {} times: {}",
-                tried.len(),
-                tried.join("; ")
-            );
-        }
+        let written = Arc::new(self.write(weights, format)?);
+        *lock(&self.transferred) = Some(Transferred {
+            written: Arc::clone(&written),
+            model: weights.model.clone(),
+            base: weights.adapters.map(|_| weights.parameters.clone()),
+        });
+        self.servers.set_weights(written);
+        self.probe_all(Some(weights), progress)?;
         match lock(&self.written).as_mut() {
             // A server that hangs may be reading an older version.
             Some(folder) if !self.servers.is_recovering() => folder.remove_replaced(),
@@ -352,19 +422,39 @@ impl Generator for ServerGenerator {
     }
 }
 
-/// Runs `work` on another thread, and leaves it there if `progress` cancels.
-fn in_background<T: Send + 'static>(
-    progress: &dyn Progress,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T> {
-    let (sender, receiver) = channel();
-    thread::Builder::new()
-        .name("engine".to_owned())
-        .spawn(move || sender.send(work()))
-        .context("starting a thread")?;
+impl Transferred {
+    /// Calls `check` with the weights as they were written.
+    fn with_weights(&self, check: impl FnOnce(&PolicyWeights<'_>) -> Result<()>) -> Result<()> {
+        let EngineWeights {
+            version,
+            format,
+            path,
+            ..
+        } = &*self.written;
+        let (parameters, adapters) = match (format, &self.base) {
+            (WeightFormat::Adapter, Some(base)) => {
+                let adapters = Lora::load(path, &self.model, base.device())?;
+                (base.clone(), Some(adapters))
+            }
+            _ => (
+                Parameters::load_folder(&self.model, path, &Device::Cpu)?,
+                None,
+            ),
+        };
+        check(&PolicyWeights {
+            version: *version,
+            model: &self.model,
+            parameters: &parameters,
+            adapters: adapters.as_ref(),
+        })
+    }
+}
+
+/// Waits for a message of a thread, which is left alone if `progress` cancels.
+fn receive<T>(receiver: &Receiver<T>, progress: &dyn Progress) -> Result<T> {
     loop {
         match receiver.recv_timeout(POLL) {
-            Ok(done) => return Ok(done),
+            Ok(message) => return Ok(message),
             Err(RecvTimeoutError::Disconnected) => bail!("a thread of the engine panicked"),
             Err(RecvTimeoutError::Timeout) if progress.is_canceled() => {
                 return Err(Interrupted.into());
@@ -372,6 +462,12 @@ fn in_background<T: Send + 'static>(
             Err(RecvTimeoutError::Timeout) => {}
         }
     }
+}
+
+fn before_temperature(url: &str, temperature: f64) -> String {
+    format!(
+        "rollout.base_url: {url} names log-probs before the temperature of {temperature}, must name those after it: start vLLM with --logprobs-mode processed_logprobs, or set sampler.temperature to 1"
+    )
 }
 
 /// Ends a completion at its first stop token or stop string, which some servers ignore, and sets
@@ -497,8 +593,10 @@ impl Batch {
             ..
         } = drawn;
         let version = lease.weights.as_ref().map_or(0, |weights| weights.version);
-        let is_policy = match self.distribution {
+        let is_policy = match lease.distribution {
             None => false,
+            // A server without transfers serves another policy.
+            Some(_) if lease.weights.is_none() => false,
             Some(Distribution::Tempered) => true,
             Some(Distribution::Drawn) => !probe::is_filtered(&self.sampling),
         };
@@ -516,6 +614,29 @@ impl Batch {
             },
         }
     }
+}
+
+/// Draws a completion of each prompt of a probe on one server.
+fn ask(
+    servers: &Servers,
+    lease: &Lease<'_>,
+    prompts: &[Vec<u32>],
+    sampling: SamplingConfig,
+) -> Result<Vec<Drawn>, Failure> {
+    let sampling = Arc::new(sampling);
+    let jobs = (0..).zip(prompts).map(|(number, prompt)| Job {
+        place: number,
+        seed: CompletionSeed {
+            seed: sampling.seed,
+            stream: 0,
+            prompt: number as u64,
+            sample: 0,
+        },
+        prompt: prompt.clone(),
+        max_new_tokens: probe::NEW_TOKENS,
+    });
+    jobs.map(|job| draw(servers, lease, &job, &sampling, true))
+        .collect()
 }
 
 /// Draws a completion on one server.

@@ -41,11 +41,11 @@ pub(super) fn prompts(given: &[Vec<u32>], vocab_size: usize) -> Vec<Vec<u32>> {
     given.iter().take(PROMPTS).map(end).collect()
 }
 
-/// The distribution of a probe: that of the run, without filters, or with one that leaves one
-/// token.
-pub(super) fn sampling(run: &SamplingConfig, top_k: usize) -> SamplingConfig {
+/// The distribution of a probe: at `temperature`, without filters (0), or with one that leaves the
+/// most likely token (1).
+pub(super) fn sampling(temperature: f64, top_k: usize) -> SamplingConfig {
     SamplingConfig {
-        temperature: run.temperature,
+        temperature,
         top_k,
         max_new_tokens: NEW_TOKENS,
         ..SamplingConfig::default()
@@ -61,6 +61,33 @@ pub(super) fn is_filtered(sampling: &SamplingConfig) -> bool {
 pub(super) fn are_certain(answers: &[Drawn]) -> bool {
     let mut log_probs = answers.iter().flat_map(|answer| &answer.log_probs);
     log_probs.all(|&log_prob| log_prob > CERTAIN)
+}
+
+/// Returns whether the log-probs of the most likely tokens at `temperature`, `answers`, are those
+/// at temperature 1, `at_one`.
+pub(super) fn ignore_temperature(answers: &[Drawn], at_one: &[Drawn], temperature: f64) -> bool {
+    let (mut change, mut least) = (0., 0.);
+    for (answer, at_one) in answers.iter().zip(at_one) {
+        let pairs = answer.tokens.iter().zip(&at_one.tokens);
+        // After another token they belong to other prefixes.
+        let same = pairs.take_while(|(a, b)| a == b).count();
+        let log_probs = answer.log_probs.iter().zip(&at_one.log_probs);
+        for (&found, &at_one) in log_probs.take(same) {
+            let at_one = f64::from(at_one);
+            change += (f64::from(found) - at_one).abs();
+            least += (least_changed(at_one, temperature) - at_one).abs();
+        }
+    }
+    change < least / 2.
+}
+
+/// Maps the log-prob of the most likely token at temperature 1 to the one at `temperature` that
+/// differs the least: the other tokens are as likely as it is, as many as there can be.
+fn least_changed(log_prob: f64, temperature: f64) -> f64 {
+    let odds = (-log_prob).exp() - 1.;
+    let alike = odds.floor().max(0.);
+    let rest = (odds - alike).max(0.).powf(1. / temperature);
+    -(alike + rest).ln_1p()
 }
 
 /// Checks an answer of a model with `vocab_size` tokens.
@@ -108,4 +135,41 @@ pub(super) fn difference(
         "probe: no tokens, must be at least one"
     );
     Ok(differences.iter().sum::<f64>() / differences.len() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The log-prob of the first of `weights` at `temperature`.
+    fn log_prob(weights: &[f64], temperature: f64) -> f64 {
+        let tempered = |x: &f64| x.powf(1. / temperature);
+        let sum: f64 = weights.iter().map(tempered).sum();
+        (tempered(&weights[0]) / sum).ln()
+    }
+
+    #[test]
+    fn a_temperature_changes_the_most_likely_token_at_least_as_much_as_the_bound() {
+        for temperature in [0.3, 0.9, 1., 1.4, 5.] {
+            // The bound is that of as many tokens of its weight as there can be, and one more.
+            for weights in [&[1.][..], &[1., 1., 1.], &[1., 0.4], &[1., 1., 0.7]] {
+                let bound = least_changed(log_prob(weights, 1.), temperature);
+                let found = log_prob(weights, temperature);
+                assert!((bound - found).abs() < 1e-12, "{bound} {found} {weights:?}");
+            }
+            for weights in [
+                &[1., 0.5, 0.5][..],
+                &[1., 0.9, 0.3, 0.2],
+                &[1., 0.1, 0.01, 0.],
+            ] {
+                let start = log_prob(weights, 1.);
+                let bound = least_changed(start, temperature) - start;
+                let found = log_prob(weights, temperature) - start;
+                assert!(
+                    found.abs() >= bound.abs() && found * bound >= 0.,
+                    "{found} {bound} {weights:?}"
+                );
+            }
+        }
+    }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use super::http::Http;
+use super::probe::Distribution;
 use super::protocol::{Failure, Protocol, Server};
 use super::weights::EngineWeights;
 use crate::Progress;
@@ -24,8 +25,8 @@ pub(super) const POLL: Duration = Duration::from_millis(20);
 
 /// The servers of one engine.
 ///
-/// A server that fails a request is set aside. A thread asks it for its health, gives it the
-/// weights again if it has lost them, and makes it ready.
+/// A server that fails a request is set aside. A thread asks it for its health, and gives it the
+/// weights again if it has lost them. After a probe of these weights it is ready.
 pub(super) struct Servers {
     pub(super) protocol: Box<dyn Protocol>,
     pub(super) list: Vec<Server>,
@@ -55,6 +56,10 @@ struct ServerState {
     must_load: bool,
     /// The number of times that it has begun to load weights.
     loads: u64,
+    /// True if a probe must compare its log-probs before it draws completions.
+    must_probe: bool,
+    /// The distribution of its log-probs, once a probe has found it.
+    distribution: Option<Distribution>,
     /// Requests that failed since the last one that did not.
     failed_requests: u32,
     /// The failure of a key that it does not accept.
@@ -64,6 +69,8 @@ struct ServerState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Status {
     Ready,
+    /// It has been waiting for a probe since this time.
+    Unprobed(Instant),
     /// It is asked again at this time.
     Down(Instant),
     /// A thread has been asking it since this time.
@@ -79,6 +86,8 @@ pub(super) struct Lease<'a> {
     loads: u64,
     /// The weights that it serves.
     pub(super) weights: Option<Arc<EngineWeights>>,
+    /// The distribution of its log-probs, if it is known.
+    pub(super) distribution: Option<Distribution>,
 }
 
 impl Servers {
@@ -102,6 +111,8 @@ impl Servers {
             last_failure: None,
             must_load: false,
             loads: 0,
+            must_probe: false,
+            distribution: None,
             failed_requests: 0,
             refusal: None,
         };
@@ -133,6 +144,7 @@ impl Servers {
         state.waiting_since = None;
         for server in &mut state.servers {
             server.must_load = true;
+            server.must_probe = true;
             server.refusal = None;
             if !server.is_recovering() {
                 server.status = Status::Down(Instant::now());
@@ -140,8 +152,20 @@ impl Servers {
         }
     }
 
-    /// Waits until a server is ready and every other one is ready, has failed or hangs. Returns the
-    /// places of those that are ready, or `None` if `progress` cancels.
+    /// Requires a probe of every server whose distribution is not known.
+    pub(super) fn require_distribution(&self) {
+        let servers = &mut self.lock().servers;
+        for server in servers.iter_mut().filter(|s| s.distribution.is_none()) {
+            server.must_probe = true;
+            if server.status == Status::Ready {
+                server.status = Status::Unprobed(Instant::now());
+            }
+        }
+    }
+
+    /// Waits until a server is up and every other one is up, has failed or hangs. Returns the
+    /// places of those that wait for a probe, or `None` if `progress` cancels. The others are
+    /// ready.
     ///
     /// # Errors
     ///
@@ -154,19 +178,23 @@ impl Servers {
                 return Ok(None);
             }
             self.recover_due(&mut state);
-            let is_ready = |server: &ServerState| server.status == Status::Ready;
-            let settled = |server: &ServerState| is_ready(server) || server.failures > 0;
+            let settled = |server: &ServerState| server.is_up() || server.failures > 0;
             // A server that hangs does not hold up the others.
             let settled =
                 state.servers.iter().all(settled) || begun.elapsed() >= self.server_timeout;
-            if settled && state.servers.iter().any(is_ready) {
-                let ready = state.servers.iter().enumerate();
-                return Ok(Some(
-                    ready.filter(|(_, s)| is_ready(s)).map(|(i, _)| i).collect(),
-                ));
+            if settled && state.servers.iter().any(ServerState::is_up) {
+                return Ok(Some(state.unprobed().collect()));
             }
             state = self.wait_for_change(state)?;
         }
+    }
+
+    /// Starts the recovery of servers that are due, and returns the place of one that waits for a
+    /// probe.
+    pub(super) fn recovered(self: &Arc<Self>) -> Option<usize> {
+        let mut state = self.lock();
+        self.recover_due(&mut state);
+        state.unprobed().next()
     }
 
     /// Returns whether a thread asks a server, which may be reading the weights.
@@ -200,6 +228,7 @@ impl Servers {
             generation: state.generation,
             loads: state.servers[index].loads,
             weights: state.weights.clone(),
+            distribution: state.servers[index].distribution,
         }
     }
 
@@ -244,7 +273,9 @@ impl Servers {
             // A recovery that began in time may end. Without this bound, servers that time out by
             // turns would be waited for without an end.
             let in_time = |server: &ServerState| match server.status {
-                Status::Recovering(begun) => begun < since + self.server_timeout,
+                Status::Recovering(begun) | Status::Unprobed(begun) => {
+                    begun < since + self.server_timeout
+                }
                 _ => false,
             };
             if since.elapsed() >= self.server_timeout && !state.servers.iter().any(in_time) {
@@ -311,6 +342,7 @@ impl Servers {
             .unwrap_or_else(|_| Err(Failure::Malformed("the protocol panicked".to_owned())));
         let mut state = self.lock();
         let changed = state.generation != generation;
+        let is_fixed = state.weights.is_none();
         let server = &mut state.servers[index];
         server.refusal = match &recovered {
             Err(
@@ -327,10 +359,16 @@ impl Servers {
             // The weights have changed meanwhile.
             _ if changed => server.status = Status::Down(Instant::now()),
             Ok(()) => {
-                server.status = Status::Ready;
-                server.failures = 0;
                 server.must_load = false;
-                state.waiting_since = None;
+                // Another program may answer now.
+                if server.failures > 0 && (server.must_probe || is_fixed) {
+                    server.distribution = None;
+                }
+                if server.must_probe {
+                    server.status = Status::Unprobed(Instant::now());
+                } else {
+                    state.make_ready(index);
+                }
             }
             Err(failure) => server.fail(failure.to_string()),
         }
@@ -361,6 +399,7 @@ impl Servers {
                 let mut state = self.lock();
                 state.servers[index].loads += 1;
                 state.servers[index].must_load = true;
+                state.servers[index].must_probe = true;
                 drop(state);
                 self.protocol.load(server, weights)
             }
@@ -376,7 +415,28 @@ fn backoff(failures: u32) -> Duration {
         .min(MAX_BACKOFF)
 }
 
+impl State {
+    /// The places of the servers that wait for a probe.
+    fn unprobed(&self) -> impl Iterator<Item = usize> {
+        let servers = self.servers.iter().enumerate();
+        servers.filter_map(|(index, server)| {
+            matches!(server.status, Status::Unprobed(_)).then_some(index)
+        })
+    }
+
+    fn make_ready(&mut self, index: usize) {
+        self.servers[index].status = Status::Ready;
+        self.servers[index].failures = 0;
+        self.waiting_since = None;
+    }
+}
+
 impl ServerState {
+    /// Returns whether it serves the weights.
+    fn is_up(&self) -> bool {
+        matches!(self.status, Status::Ready | Status::Unprobed(_))
+    }
+
     fn is_recovering(&self) -> bool {
         matches!(self.status, Status::Recovering(_))
     }
@@ -394,6 +454,19 @@ impl Lease<'_> {
     /// The server.
     pub(super) fn server(&self) -> &Server {
         &self.servers.list[self.index]
+    }
+
+    /// Makes the server ready, as a probe has compared its log-probs, which are of `distribution`.
+    pub(super) fn has_passed(&self, distribution: Distribution) {
+        let mut state = self.servers.lock();
+        let server = &mut state.servers[self.index];
+        server.must_probe = false;
+        server.distribution = Some(distribution);
+        if matches!(server.status, Status::Unprobed(_)) {
+            state.make_ready(self.index);
+        }
+        drop(state);
+        self.servers.changed.notify_all();
     }
 
     /// Notes that the server has answered a request.
@@ -415,7 +488,7 @@ impl Lease<'_> {
         // It has recovered from what the request met.
         let same = same && server.loads == self.loads;
         // Several requests may fail together.
-        if same && server.status == Status::Ready {
+        if same && server.is_up() {
             server.fail(failure.to_string());
             server.failed_requests = server.failed_requests.saturating_add(1);
         }

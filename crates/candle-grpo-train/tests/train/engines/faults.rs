@@ -13,7 +13,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Fault};
-use super::{Policy, Setup, short, until_it_succeeds};
+use super::{LogProbs, Policy, Setup, short, until_it_succeeds};
 
 fn draw(client: &Arc<ServerGenerator>) -> anyhow::Result<Vec<Rollout>> {
     super::draw(client, &short(), 0, Arc::new(NoProgress))
@@ -193,6 +193,9 @@ fn an_answer_that_comes_too_late_is_not_delivered() {
 #[case(Engine::Openai, WeightSync::None)]
 fn other_servers_take_over_from_one_that_is_gone(#[case] engine: Engine, #[case] sync: WeightSync) {
     let setup = Setup::new(engine, sync, 2);
+    if engine == Engine::Openai {
+        setup.report(LogProbs::Temperature);
+    }
     let client = Arc::new(setup.client(&setup.config(), &short()));
     let policy = setup.policy(1);
     policy.push(&client).unwrap();
@@ -230,6 +233,40 @@ fn servers_that_are_gone_for_good_are_an_error(#[case] engine: Engine, #[case] s
     // A caller that repeats the step may find them again.
     let policy = setup.policy(2);
     until_it_succeeds(|| policy.push(&client));
+}
+
+/// The answers to the probe of a server that comes back never arrive.
+#[rstest]
+#[case(Engine::Vllm, WeightSync::Adapter)]
+#[case(Engine::Sglang, WeightSync::Disk)]
+fn a_probe_that_hangs_does_not_hold_up_other_servers(
+    #[case] engine: Engine,
+    #[case] sync: WeightSync,
+) {
+    let setup = Setup::new(engine, sync, 2);
+    let (client, policy) = ready(&setup, &setup.config());
+    let (draws, loads) = (setup.draw_path(), setup.load_path());
+    let [hanging, answering] = setup.servers.as_slice() else {
+        panic!("two servers");
+    };
+    hanging.restart();
+    let mut loaded = false;
+    hanging.set_faults(move |request| {
+        loaded |= request.path() == loads;
+        (loaded && request.path() == draws).then(Fault::held)
+    });
+    // The other server answers once the probe hangs.
+    answering.set_faults(move |request| (request.path() == draws).then(Fault::held));
+    thread::scope(|scope| {
+        let drawing = scope.spawn(|| draw(&client).unwrap());
+        hanging.http.wait_until_held(1);
+        answering.set_faults(|_| None);
+        while !drawing.is_finished() {
+            answering.http.release();
+            thread::yield_now();
+        }
+        policy.assert_drew(&drawing.join().unwrap(), short().temperature);
+    });
 }
 
 #[test]

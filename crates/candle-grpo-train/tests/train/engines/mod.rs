@@ -119,6 +119,13 @@ impl Setup {
         }
     }
 
+    /// Lets the servers report these log-probs.
+    fn report(&self, log_probs: LogProbs) {
+        for server in &self.servers {
+            server.engine().policy.log_probs = log_probs;
+        }
+    }
+
     /// The path of requests that draw.
     fn draw_path(&self) -> &'static str {
         match self.engine {

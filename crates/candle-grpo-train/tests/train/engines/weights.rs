@@ -247,7 +247,7 @@ fn weights_that_do_not_arrive_are_found_by_their_log_probs(#[case] engine: Engin
 #[test]
 fn log_probs_before_the_temperature_are_an_error() {
     let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 1);
-    setup.servers[0].engine().policy.log_probs = LogProbs::Raw;
+    setup.report(LogProbs::Raw);
     let client = setup.client(&setup.config(), &short());
     let error = setup.policy(0).push(&client).unwrap_err();
     setup.assert_names_a_server(&error);
@@ -262,7 +262,7 @@ fn log_probs_before_the_temperature_are_an_error() {
         ..short()
     };
     let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 1);
-    setup.servers[0].engine().policy.log_probs = LogProbs::Raw;
+    setup.report(LogProbs::Raw);
     let client = Arc::new(setup.client(&setup.config(), &sampling));
     let policy = setup.policy(1);
     policy.push(&client).unwrap();
@@ -276,7 +276,7 @@ fn log_probs_before_the_temperature_are_an_error() {
 #[case(LogProbs::Processed)]
 fn log_probs_under_a_filter_are_those_that_the_server_reports(#[case] log_probs: LogProbs) {
     let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 1);
-    setup.servers[0].engine().policy.log_probs = log_probs;
+    setup.report(log_probs);
     let sampling = SamplingConfig {
         top_k: 2,
         ..short()
@@ -317,6 +317,76 @@ fn a_restarted_server_receives_the_weights_again(#[case] engine: Engine, #[case]
         setup.servers[0].restart();
     }
     assert!(setup.servers[0].count(setup.load_path()) >= loaded + 2);
+}
+
+/// The server answers that it has loaded the weights, and names their version.
+#[test]
+fn weights_that_do_not_arrive_after_a_restart_are_found_before_a_completion() {
+    let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 1);
+    let client = Arc::new(setup.client(&setup.config(), &short()));
+    setup.policy(3).push(&client).unwrap();
+    let server = &setup.servers[0];
+    server.restart();
+    server.set_faults(|request| {
+        let answer = json!({"results": [null]}).to_string();
+        (request.path() == "/collective_rpc").then(|| Fault::Instead(Reply::new(200, answer)))
+    });
+    let error = draw(&client, &short(), 0, Arc::new(NoProgress)).unwrap_err();
+    setup.assert_names_a_server(&error);
+    let text = format!("{error:#}");
+    assert!(text.contains("log_prob_tolerance"), "{text}");
+}
+
+#[rstest]
+#[case(Engine::Vllm, WeightSync::Adapter)]
+#[case(Engine::Vllm, WeightSync::Disk)]
+#[case(Engine::Sglang, WeightSync::Adapter)]
+#[case(Engine::Sglang, WeightSync::Disk)]
+fn a_server_that_restarts_with_other_log_probs_is_an_error(
+    #[case] engine: Engine,
+    #[case] sync: WeightSync,
+) {
+    let setup = Setup::new(engine, sync, 1);
+    let client = Arc::new(setup.client(&setup.config(), &short()));
+    setup.policy(3).push(&client).unwrap();
+    setup.report(LogProbs::Raw);
+    setup.servers[0].restart();
+    let error = draw(&client, &short(), 0, Arc::new(NoProgress)).unwrap_err();
+    setup.assert_names_a_server(&error);
+    let text = format!("{error:#}");
+    assert!(
+        text.contains("log-probs before the temperature of 0.8"),
+        "{text}"
+    );
+}
+
+/// With a filter, each server reports the log-probs of its own flags.
+#[test]
+fn servers_may_report_log_probs_of_different_distributions() {
+    let setup = Setup::new(Engine::Vllm, WeightSync::Disk, 2);
+    setup.servers[1].engine().policy.log_probs = LogProbs::Temperature;
+    let sampling = SamplingConfig {
+        top_k: 2,
+        ..short()
+    };
+    let client = Arc::new(setup.client(&setup.config(), &sampling));
+    let policy = setup.policy(1);
+    policy.push(&client).unwrap();
+    for (gone, left) in [(0, LogProbs::Temperature), (1, LogProbs::Processed)] {
+        setup.servers[gone].http.stop();
+        let rollouts = draw(&client, &sampling, 0, Arc::new(NoProgress)).unwrap();
+        match left {
+            LogProbs::Temperature => policy.assert_drew(&rollouts, sampling.temperature),
+            _ => assert!(rollouts.iter().all(|r| r.completion.log_probs.is_none())),
+        }
+        setup.servers[gone].http.restart();
+    }
+    // The flags of a server may change with a restart.
+    let server = &setup.servers[0];
+    server.engine().policy.log_probs = LogProbs::Temperature;
+    server.restart();
+    let rollouts = draw(&client, &sampling, 1, Arc::new(NoProgress)).unwrap();
+    policy.assert_drew(&rollouts, sampling.temperature);
 }
 
 /// Two completions are drawn from the weights of the start. The first one to be answered shows
@@ -397,6 +467,45 @@ fn an_engine_without_transfers_draws_from_its_own_weights() {
     let posts = setup.servers[0].http.requests();
     let mut posts = posts.iter().filter(|r| r.method == "POST");
     assert!(posts.all(|r| r.path() == "/v1/completions"));
+}
+
+/// llama.cpp reports log-probs before the temperature.
+#[rstest]
+#[case(LogProbs::Raw, false)]
+#[case(LogProbs::Temperature, true)]
+#[case(LogProbs::Processed, true)]
+fn a_fixed_policy_must_report_log_probs_after_the_temperature(
+    #[case] log_probs: LogProbs,
+    #[case] accepted: bool,
+    #[values(0.5, 0.8, 1.5)] temperature: f64,
+    #[values(0, 2)] top_k: usize,
+) {
+    let setup = Setup::new(Engine::Openai, WeightSync::None, 2);
+    setup.report(log_probs);
+    let sampling = SamplingConfig {
+        temperature,
+        top_k,
+        ..short()
+    };
+    let client = Arc::new(setup.client(&setup.config(), &sampling));
+    let pushed = setup.policy(5).push(&client);
+    if !accepted {
+        let error = pushed.unwrap_err();
+        setup.assert_names_a_server(&error);
+        let words = format!("log-probs before the temperature of {temperature}");
+        assert!(format!("{error:#}").contains(&words), "{error:#}");
+        return;
+    }
+    pushed.unwrap();
+    let path = setup.draw_path();
+    let probed: Vec<usize> = setup.servers.iter().map(|s| s.count(path)).collect();
+    assert!(probed.iter().all(|&requests| requests > 0), "{probed:?}");
+    // Once is enough.
+    setup.policy(6).push(&client).unwrap();
+    let again: Vec<usize> = setup.servers.iter().map(|s| s.count(path)).collect();
+    assert_eq!(again, probed);
+    let rollouts = draw(&client, &sampling, 0, Arc::new(NoProgress)).unwrap();
+    assert!(rollouts.iter().all(|r| r.completion.log_probs.is_none()));
 }
 
 #[rstest]
