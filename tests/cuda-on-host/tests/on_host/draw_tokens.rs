@@ -8,7 +8,7 @@ use candle_grpo_test_support::noise;
 /// The rows of the draws; the last one has NaN.
 const ROWS: usize = 4;
 /// The draws of each row.
-const DRAWS: usize = 9;
+const DRAWS: usize = 5;
 
 fn check<T: Kernels>(
     vocab: usize,
@@ -83,7 +83,7 @@ fn check<T: Kernels>(
 
 fn check_all<T: Kernels>(tolerance: f32) -> Result<()> {
     let all = DrawOptions::default();
-    for (vocab, behind) in [(2, 0), (37, 1), (256, 0), (1000, 3)] {
+    for (vocab, behind) in [(2, 0), (37, 1), (600, 3)] {
         for options in [
             all,
             DrawOptions {

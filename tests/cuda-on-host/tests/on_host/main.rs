@@ -36,6 +36,7 @@ mod gradient_norm;
 mod host;
 mod linear_log_prob;
 mod log_prob;
+mod paged_attention;
 mod rms_norm;
 mod rope;
 mod signatures;
