@@ -13,7 +13,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::fake_server::{FakeServer, Fault};
-use super::{LogProbs, Policy, Setup, short, until_it_succeeds};
+use super::{Policy, Setup, short, until_it_succeeds};
 
 fn draw(client: &Arc<ServerGenerator>) -> anyhow::Result<Vec<Rollout>> {
     super::draw(client, &short(), 0, Arc::new(NoProgress))
@@ -193,9 +193,6 @@ fn an_answer_that_comes_too_late_is_not_delivered() {
 #[case(Engine::Openai, WeightSync::None)]
 fn other_servers_take_over_from_one_that_is_gone(#[case] engine: Engine, #[case] sync: WeightSync) {
     let setup = Setup::new(engine, sync, 2);
-    if engine == Engine::Openai {
-        setup.report(LogProbs::Temperature);
-    }
     let client = Arc::new(setup.client(&setup.config(), &short()));
     let policy = setup.policy(1);
     policy.push(&client).unwrap();

@@ -11,7 +11,7 @@ use candle_grpo_train::rollout::{Engine, WeightSync};
 use serde_json::json;
 
 use super::fake_server::Fault;
-use super::{LogProbs, Setup, draw, until_it_succeeds};
+use super::{Setup, draw, until_it_succeeds};
 use crate::common::sampling;
 
 /// The number of faults of each engine.
@@ -64,9 +64,6 @@ fn random_faults_lose_nothing_double_nothing_and_hang_nothing() {
 /// names a server. The sampler checks that no completion is missing and none comes twice.
 fn survive_faults(engine: Engine, sync: WeightSync) {
     let setup = Setup::new(engine, sync, 2);
-    if engine == Engine::Openai {
-        setup.report(LogProbs::Temperature);
-    }
     let sampling = SamplingConfig {
         max_new_tokens: 2,
         ..sampling()

@@ -469,7 +469,6 @@ fn an_engine_without_transfers_draws_from_its_own_weights() {
     assert!(posts.all(|r| r.path() == "/v1/completions"));
 }
 
-/// llama.cpp reports log-probs before the temperature.
 #[rstest]
 #[case(LogProbs::Raw, false)]
 #[case(LogProbs::Temperature, true)]
