@@ -57,6 +57,8 @@ type Stamp = dyn Fn(u64, u64) -> u64 + Send + Sync;
 struct Recorder {
     inner: Mutex<Option<(u64, LocalGenerator)>>,
     draws: Mutex<Vec<Draw>>,
+    /// The versions that it received.
+    received: Mutex<Vec<u64>>,
     /// Receives the stream of each call before it draws.
     before: Box<Before>,
     /// The version that completions of a stream carry.
@@ -72,6 +74,7 @@ impl Recorder {
         Self {
             inner: Mutex::default(),
             draws: Mutex::default(),
+            received: Mutex::default(),
             before: Box::new(before),
             stamp: Box::new(|_, version| version),
         }
@@ -127,6 +130,7 @@ impl Generator for Recorder {
             adapters: adapters.as_ref(),
         };
         let local = LocalGenerator::detached(&copy, ComputeDType::F32)?;
+        self.received.lock().unwrap().push(weights.version);
         let mut inner = self.inner.try_lock().expect("one thread at a time");
         *inner = Some((weights.version, local));
         Ok(())
@@ -720,6 +724,66 @@ fn a_generator_that_stays_too_old_is_an_error() {
         "{error}"
     );
     assert_eq!(trainer.steps(), 2);
+}
+
+/// The third step changes nothing, so the generator has the weights of the fourth, whose
+/// completions are too old.
+#[test]
+fn weights_are_passed_again_to_a_generator_that_draws_with_older_ones() {
+    let drawn = Arc::new(AtomicU64::new(0));
+    let mut recorder = Recorder::unshared({
+        let drawn = drawn.clone();
+        move |stream, _| {
+            drawn.store(stream, Ordering::SeqCst);
+            Ok(())
+        }
+    });
+    recorder.stamp = Box::new(|stream, version| if stream == 4 { 0 } else { version });
+    let recorder = Arc::new(recorder);
+    let reward = move |sample: &Sample| match drawn.load(Ordering::SeqCst) {
+        3 => 0.5,
+        _ => digest(sample),
+    };
+    let mut trainer = trainer(reward, config(1))
+        .with_generator(recorder.clone())
+        .with_last_step(4);
+    let metrics = steps(&mut trainer, 4);
+    let skipped: Vec<bool> = metrics.iter().map(|m| m.skipped).collect();
+    assert_eq!(skipped, [false, false, true, false]);
+    assert_eq!(metrics[3].policy["regenerated_groups"], 3.);
+    assert_eq!(*recorder.received.lock().unwrap(), [0, 1, 2, 2]);
+}
+
+#[test]
+fn another_generator_receives_the_weights() {
+    let (first, second) = (Recorder::plain(), Recorder::plain());
+    let trainer = trainer(digest, config(0)).with_generator(first.clone());
+    trainer.sampler(sampling()).unwrap();
+    assert_eq!(*first.received.lock().unwrap(), [0]);
+    let mut trainer = trainer.with_generator(second.clone());
+    trainer.step().unwrap();
+    assert_eq!(second.versions(), [(1, 0)]);
+}
+
+/// The number of units of an evaluation.
+#[derive(Default)]
+struct Units(AtomicUsize);
+
+impl Progress for Units {
+    fn advance(&self, units: usize, _: usize) {
+        self.0.fetch_add(units, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn an_evaluation_reports_its_progress() {
+    let units = Arc::new(Units::default());
+    let trainer = trainer(digest, config(1))
+        .with_generator(Recorder::plain())
+        .with_progress(units.clone());
+    let sampler = trainer.sampler(sampling()).unwrap();
+    sampler.sample(&[&prompts(&["abc"])[0]], 3, 0).unwrap();
+    assert_eq!(units.0.load(Ordering::SeqCst), 3);
 }
 
 /// An evaluation between steps draws from the weights of now, while the thread draws later steps
