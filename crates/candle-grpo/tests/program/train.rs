@@ -498,3 +498,20 @@ fn wrong_inputs_are_refused_before_the_folder_is_created() {
         said(&output)
     );
 }
+
+#[cfg(not(feature = "mpi"))]
+#[test]
+fn several_ranks_need_a_feature() {
+    let folder = folder(CONFIG);
+    let output = command(folder.path(), &["train", "run.yaml"])
+        .envs([("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        said(&output).contains("WORLD_SIZE: 2, but this program was built without the feature"),
+        "{}",
+        said(&output)
+    );
+    assert!(!folder.path().join("run").exists());
+}
