@@ -4,36 +4,50 @@ use std::sync::Arc;
 
 use candle_core::{Device, Result, bail};
 
-use crate::launch::{self, Environment};
+use crate::launch;
+#[cfg(feature = "mpi")]
+use crate::launch::{Environment, Launcher};
 use crate::{Alone, Collective};
 
 /// Connects to the ranks of the job whose launcher has started this process.
 ///
 /// `device` has the tensors of the operations. Without a launcher, and in a job of one rank, the
-/// result is [`Alone`]. On the CPU it is `Mpi`.
+/// result is [`Alone`]. On a GPU it is `Nccl`, or `Mpi` in a program without the feature `nccl`. On
+/// the CPU it is `Mpi`.
 ///
 /// # Errors
 ///
 /// Fails if the program has several ranks and was built without the feature for them, and if the
 /// variables of the launcher contradict each other or the ranks of MPI.
 pub fn connect(device: &Device) -> Result<Arc<dyn Collective>> {
-    match launch::environment()? {
-        None => Ok(Arc::new(Alone)),
-        Some(environment) if environment.world_size == 1 => Ok(Arc::new(Alone)),
-        Some(environment) => ranks(device, environment),
+    match (launch::environment()?, device.is_cuda()) {
+        (None, _) => Ok(Arc::new(Alone)),
+        (Some(environment), _) if environment.world_size == 1 => Ok(Arc::new(Alone)),
+        #[cfg(feature = "nccl")]
+        (Some(environment), true) => Ok(crate::Nccl::connect(device, &environment)?),
+        #[cfg(feature = "mpi")]
+        (Some(environment), _) => Ok(mpi(&environment)?),
+        #[cfg(not(feature = "mpi"))]
+        (Some(environment), is_cuda) => bail!(
+            "{}: {}, but this program was built without the feature{}",
+            environment.launcher.world_size_variable(),
+            environment.world_size,
+            if is_cuda { "s nccl and mpi" } else { " mpi" }
+        ),
     }
 }
 
+/// Connects to the ranks of MPI, which must be those of the launcher.
 #[cfg(feature = "mpi")]
-fn ranks(_device: &Device, environment: Environment) -> Result<Arc<dyn Collective>> {
+pub(crate) fn mpi(environment: &Environment) -> Result<Arc<crate::Mpi>> {
     let Environment {
         launcher,
         rank,
         world_size,
         ..
-    } = environment;
+    } = *environment;
     let name = launcher.world_size_variable();
-    if launcher == launch::Launcher::Torchrun {
+    if launcher == Launcher::Torchrun {
         bail!("{name}: {world_size}, but torchrun starts no ranks of MPI: use mpirun or srun");
     }
     let ranks = crate::Mpi::init()?;
@@ -45,13 +59,4 @@ fn ranks(_device: &Device, environment: Environment) -> Result<Arc<dyn Collectiv
         );
     }
     Ok(ranks)
-}
-
-#[cfg(not(feature = "mpi"))]
-fn ranks(_device: &Device, environment: Environment) -> Result<Arc<dyn Collective>> {
-    bail!(
-        "{}: {}, but this program was built without the feature mpi",
-        environment.launcher.world_size_variable(),
-        environment.world_size
-    )
 }

@@ -167,7 +167,52 @@ impl Environment {
 ///
 /// Fails as [`Environment::from_variables`] does.
 pub fn environment() -> Result<Option<Environment>> {
-    Environment::from_variables(|name| {
-        std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-    })
+    Environment::from_variables(variable)
+}
+
+/// The place where ranks find rank 0 over TCP.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Master {
+    /// The name or the address of the machine of rank 0, `MASTER_ADDR`.
+    pub address: String,
+    /// The port after `MASTER_PORT`, where rank 0 listens. torchrun itself listens at
+    /// `MASTER_PORT`.
+    pub id_port: u16,
+}
+
+impl Master {
+    /// Reads `MASTER_ADDR` and `MASTER_PORT` with `variable`, or `None` if neither is set.
+    ///
+    /// # Errors
+    ///
+    /// Fails if only one of them is set, and if the port is not a number from 1 to 65534.
+    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        match (variable("MASTER_ADDR"), variable("MASTER_PORT")) {
+            (None, None) => Ok(None),
+            (Some(_), None) => bail!("MASTER_PORT: not set, must be a port as MASTER_ADDR is set"),
+            (None, Some(_)) => {
+                bail!("MASTER_ADDR: not set, must be the machine of rank 0 as MASTER_PORT is set")
+            }
+            (Some(address), Some(port)) => match port.trim().parse() {
+                Ok(port) if (1..u16::MAX).contains(&port) => Ok(Some(Self {
+                    address,
+                    id_port: port + 1,
+                })),
+                _ => bail!("MASTER_PORT: {port:?}, must be a number from 1 to 65534"),
+            },
+        }
+    }
+}
+
+/// Returns the place of rank 0, or `None` if the launcher has not set it.
+///
+/// # Errors
+///
+/// Fails as [`Master::from_variables`] does.
+pub fn master() -> Result<Option<Master>> {
+    Master::from_variables(variable)
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }

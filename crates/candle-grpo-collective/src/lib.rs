@@ -23,6 +23,7 @@
 //! | --- | --- | --- |
 //! | [`Alone`] | | one process |
 //! | `Mpi` | `mpi` | processes of `mpirun` or `srun`, with tensors on the CPU |
+//! | `Nccl` | `nccl` | processes of any launcher, with an NVIDIA GPU each |
 //!
 //! An implementation of [`Collective`] outside this crate serves as well.
 
@@ -31,16 +32,22 @@
 struct Readme;
 
 mod alone;
-#[cfg(feature = "mpi")]
+#[cfg(any(feature = "mpi", feature = "nccl"))]
 mod arguments;
 mod collective;
 mod connect;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod copies;
 pub mod launch;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "nccl")]
+mod nccl;
 
 pub use alone::Alone;
 pub use collective::Collective;
 pub use connect::connect;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
+#[cfg(feature = "nccl")]
+pub use nccl::Nccl;

@@ -12,6 +12,7 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use half::bf16;
 
+use crate::copies::with_copies;
 use crate::{Collective, arguments};
 
 /// The bytes of a message, 4 M numbers of f32. Counts of MPI are 32-bit, and messages of this size
@@ -472,20 +473,7 @@ fn runs<'a, 'b>(tensors: &'a [&'b Tensor]) -> impl Iterator<Item = &'a [&'b Tens
 
 /// Calls `operation` with the tensors, or with copies on the CPU of those on other devices.
 fn on_host(tensors: &[&Tensor], operation: impl FnOnce(&[&Tensor]) -> Result<()>) -> Result<()> {
-    if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
-        return operation(tensors);
-    }
-    let flat = |tensor: &&Tensor| tensor.detach().flatten_all();
-    let devices: Vec<Tensor> = tensors.iter().map(flat).collect::<Result<_>>()?;
-    let to_host = |tensor: &Tensor| tensor.to_device(&Device::Cpu);
-    let hosts: Vec<Tensor> = devices.iter().map(to_host).collect::<Result<_>>()?;
-    operation(&hosts.iter().collect::<Vec<_>>())?;
-    for (device, host) in devices.iter().zip(&hosts) {
-        if !device.device().is_cpu() && device.elem_count() > 0 {
-            device.slice_set(&host.to_device(device.device())?, 0, 0)?;
-        }
-    }
-    Ok(())
+    with_copies(tensors, &Device::Cpu, |dtype| dtype, operation)
 }
 
 /// Calls `write` with the storage of a contiguous tensor on the CPU, and the index of its first

@@ -1,18 +1,23 @@
 //! The place of a process in its job, from the variables of its launcher.
 
 use candle_core::Result;
-use candle_grpo_collective::launch::{Environment, Launcher};
+use candle_grpo_collective::launch::{Environment, Launcher, Master};
 use candle_grpo_test_support::message;
 
 fn read(variables: &str) -> Result<Option<Environment>> {
-    Environment::from_variables(|name| {
+    Environment::from_variables(variable(variables))
+}
+
+/// The value of a variable in a text such as `RANK=0 WORLD_SIZE=2`.
+fn variable(variables: &str) -> impl Fn(&str) -> Option<String> {
+    move |name| {
         let mut values = variables
             .split(' ')
             .filter_map(|variable| variable.split_once('='));
         values
             .find(|(other, _)| *other == name)
             .map(|(_, value)| value.to_owned())
-    })
+    }
 }
 
 fn place(
@@ -114,6 +119,37 @@ fn bad_variables_are_errors_that_name_them() {
         let error = message(read(&format!("{OPEN_MPI} {variables}")));
         assert!(error.contains(expected), "{variables}: {error}");
     }
+}
+
+#[test]
+fn rank_0_is_at_the_address_and_the_next_port() -> Result<()> {
+    let read = |variables| Master::from_variables(variable(variables));
+    assert_eq!(read("")?, None);
+    let master = Master {
+        address: "node1".to_owned(),
+        id_port: 29501,
+    };
+    assert_eq!(read("MASTER_ADDR=node1 MASTER_PORT=29500")?, Some(master));
+    for (variables, expected) in [
+        ("MASTER_ADDR=node1", "MASTER_PORT: not set"),
+        ("MASTER_PORT=29500", "MASTER_ADDR: not set"),
+        (
+            "MASTER_ADDR=node1 MASTER_PORT=0",
+            "MASTER_PORT: \"0\", must be a number from 1 to 65534",
+        ),
+        (
+            "MASTER_ADDR=node1 MASTER_PORT=65535",
+            "MASTER_PORT: \"65535\"",
+        ),
+        (
+            "MASTER_ADDR=node1 MASTER_PORT=http",
+            "MASTER_PORT: \"http\"",
+        ),
+    ] {
+        let error = message(read(variables));
+        assert!(error.contains(expected), "{variables}: {error}");
+    }
+    Ok(())
 }
 
 #[cfg(not(feature = "mpi"))]

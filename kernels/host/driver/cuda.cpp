@@ -251,6 +251,10 @@ CUresult cuDeviceGet(int* device, int ordinal) {
     *device = 0;
     return SUCCESS;
 }
+CUresult cuDeviceGetCount(int* count) {
+    *count = 1;
+    return SUCCESS;
+}
 CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
     case MAX_THREADS: *value = 1024; break;
@@ -323,6 +327,13 @@ CUresult cuEventDestroy_v2(void* event) {
 CUresult cuEventRecord(void* event, void* stream) {
     CALL_IN_CONTEXT;
     *(Event*)event = {stream_of(stream), stream_of(stream)->issued};
+    return broken;
+}
+
+CUresult cuEventSynchronize(void* handle) {
+    CALL;
+    const Event event = *(Event*)handle;
+    if (event.stream != nullptr) run_until(event.stream, event.at);
     return broken;
 }
 

@@ -1,0 +1,268 @@
+//! The functions of NCCL, from a library that is loaded when it is first needed.
+//!
+//! cudarc links NCCL in a program that links CUDA, as Candle does, so such a program would not
+//! start without it. This module also finds `libnccl.so.2`, the only name in NVIDIA's packages.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr;
+use std::sync::OnceLock;
+
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{DType, Error, Result, bail};
+
+/// The identifier of a job, which rank 0 makes.
+pub(super) type UniqueId = [u8; 128];
+
+/// `ncclUniqueId`, which is passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RawId(UniqueId);
+
+type RawComm = *mut c_void;
+type RawStream = *mut c_void;
+
+/// `ncclInProgress`
+const IN_PROGRESS: c_int = 7;
+/// `ncclSum`
+const SUM: c_int = 0;
+
+/// Declares the functions with the result `ncclResult_t`.
+macro_rules! library {
+    ($($field:ident = $name:literal($($argument:ty),*);)*) => {
+        pub(super) struct Library {
+            $($field: unsafe extern "C" fn($($argument),*) -> c_int,)*
+            error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+            last_error: unsafe extern "C" fn(RawComm) -> *const c_char,
+            _library: libloading::Library,
+        }
+
+        impl Library {
+            fn open(name: &str) -> std::result::Result<Self, libloading::Error> {
+                // SAFETY: the initializers of NCCL need nothing, and the types are those of nccl.h.
+                // The functions live as long as the library, which this type owns.
+                unsafe {
+                    let library = libloading::Library::new(name)?;
+                    Ok(Self {
+                        $($field: *library.get(concat!($name, "\0").as_bytes())?,)*
+                        error_string: *library.get(b"ncclGetErrorString\0")?,
+                        last_error: *library.get(b"ncclGetLastError\0")?,
+                        _library: library,
+                    })
+                }
+            }
+        }
+    };
+}
+
+library! {
+    get_unique_id = "ncclGetUniqueId"(*mut RawId);
+    init_rank = "ncclCommInitRank"(*mut RawComm, c_int, RawId, c_int);
+    destroy = "ncclCommDestroy"(RawComm);
+    abort = "ncclCommAbort"(RawComm);
+    async_error = "ncclCommGetAsyncError"(RawComm, *mut c_int);
+    group_start = "ncclGroupStart"();
+    group_end = "ncclGroupEnd"();
+    all_reduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream);
+    reduce_scatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream);
+    all_gather = "ncclAllGather"(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream);
+    broadcast = "ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream);
+}
+
+impl Library {
+    /// Loads NCCL, once in a process.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the system has no NCCL, and says how to install it.
+    pub(super) fn get() -> Result<&'static Self> {
+        static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
+        let loaded = LIBRARY.get_or_init(|| {
+            let open = |name| Self::open(name).map_err(|error| error.to_string());
+            open("libnccl.so.2").or_else(|first| open("libnccl.so").map_err(|_| first))
+        });
+        match loaded {
+            Ok(library) => Ok(library),
+            Err(reason) => bail!(
+                "NCCL: {reason}. Install NCCL 2 (Debian and Ubuntu: libnccl2 of NVIDIA's repository; pip: \
+                 nvidia-nccl-cu13), and add its folder to LD_LIBRARY_PATH"
+            ),
+        }
+    }
+
+    pub(super) fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = RawId([0; 128]);
+        // SAFETY: the function writes 128 bytes.
+        self.check("ncclGetUniqueId", ptr::null_mut(), unsafe {
+            (self.get_unique_id)(&mut id)
+        })?;
+        Ok(id.0)
+    }
+
+    fn check(&self, name: &str, comm: RawComm, result: c_int) -> Result<()> {
+        if result == 0 || result == IN_PROGRESS {
+            return Ok(());
+        }
+        let text = |text: *const c_char| match text.is_null() {
+            true => String::new(),
+            // SAFETY: NCCL returns texts that end in 0 and stay.
+            false => unsafe { CStr::from_ptr(text) }
+                .to_string_lossy()
+                .into_owned(),
+        };
+        // SAFETY: both functions take any error, and a communicator or null.
+        let (error, last) = unsafe { ((self.error_string)(result), (self.last_error)(comm)) };
+        bail!("NCCL: {name}: {} {}", text(error), text(last))
+    }
+}
+
+/// An operation in place on the memory of a tensor.
+#[derive(Clone, Copy)]
+pub(super) enum Operation {
+    AllReduceSum,
+    ReduceScatterSum,
+    AllGather,
+    Broadcast { root: usize },
+}
+
+/// The elements of a contiguous tensor on the device.
+pub(super) struct Memory {
+    pub(super) address: u64,
+    pub(super) elements: usize,
+    pub(super) dtype: DType,
+}
+
+/// The connection of one rank to the others.
+pub(super) struct Comm {
+    library: &'static Library,
+    raw: RawComm,
+    rank: usize,
+    world_size: usize,
+}
+
+// SAFETY: NCCL permits calls from all threads. Those that use the stream are one at a time, because
+// `Nccl` holds a lock.
+unsafe impl Send for Comm {}
+// SAFETY: as above.
+unsafe impl Sync for Comm {}
+
+impl Comm {
+    /// Connects to the other ranks, on the GPU that is current for this thread. Waits for all
+    /// ranks.
+    pub(super) fn connect(
+        library: &'static Library,
+        id: UniqueId,
+        rank: usize,
+        world_size: usize,
+    ) -> Result<Self> {
+        let number = |number: usize| c_int::try_from(number).map_err(Error::wrap);
+        let mut raw = ptr::null_mut();
+        // SAFETY: the function writes the pointer.
+        let result =
+            unsafe { (library.init_rank)(&mut raw, number(world_size)?, RawId(id), number(rank)?) };
+        library.check("ncclCommInitRank", ptr::null_mut(), result)?;
+        Ok(Self {
+            library,
+            raw,
+            rank,
+            world_size,
+        })
+    }
+
+    /// Adds an operation on several tensors to a stream.
+    ///
+    /// # Safety
+    ///
+    /// The memory is on the device of the stream, and stays allocated until the stream has done the
+    /// operation. Its elements are f32 or f64 for sums.
+    pub(super) unsafe fn enqueue(
+        &self,
+        operation: Operation,
+        tensors: &[Memory],
+        stream: &CudaStream,
+    ) -> Result<()> {
+        let check = |name, result| self.library.check(name, self.raw, result);
+        // SAFETY: the functions take nothing.
+        check("ncclGroupStart", unsafe { (self.library.group_start)() })?;
+        let enqueued = tensors
+            .iter()
+            .filter(|memory| memory.elements > 0)
+            .try_for_each(|memory| {
+                // SAFETY: as of this function.
+                unsafe { self.enqueue_one(operation, memory, stream) }
+            });
+        // SAFETY: as above. A group ends also after an error.
+        check("ncclGroupEnd", unsafe { (self.library.group_end)() })?;
+        enqueued
+    }
+
+    unsafe fn enqueue_one(
+        &self,
+        operation: Operation,
+        memory: &Memory,
+        stream: &CudaStream,
+    ) -> Result<()> {
+        let library = self.library;
+        let (raw, stream) = (self.raw, stream.cu_stream().cast());
+        let all = memory.address as *mut c_void;
+        let bytes = memory.elements * memory.dtype.size_in_bytes();
+        let own = (memory.address + (bytes / self.world_size * self.rank) as u64) as *mut c_void;
+        // `ncclFloat32`, `ncclFloat64`; other operations copy `ncclUint8`.
+        let summed = if memory.dtype == DType::F64 { 8 } else { 7 };
+        let copied = 1;
+        let part = memory.elements / self.world_size;
+        // SAFETY: the pointers are in the memory of the tensor. In place, the part of this rank is
+        // in the whole.
+        let (name, result) = unsafe {
+            match operation {
+                Operation::AllReduceSum => (
+                    "ncclAllReduce",
+                    (library.all_reduce)(all, all, memory.elements, summed, SUM, raw, stream),
+                ),
+                Operation::ReduceScatterSum => (
+                    "ncclReduceScatter",
+                    (library.reduce_scatter)(all, own, part, summed, SUM, raw, stream),
+                ),
+                Operation::AllGather => (
+                    "ncclAllGather",
+                    (library.all_gather)(own, all, bytes / self.world_size, copied, raw, stream),
+                ),
+                Operation::Broadcast { root } => {
+                    let root = c_int::try_from(root).map_err(Error::wrap)?;
+                    (
+                        "ncclBroadcast",
+                        (library.broadcast)(all, all, bytes, copied, root, raw, stream),
+                    )
+                }
+            }
+        };
+        library.check(name, raw, result)
+    }
+
+    /// Fails if an operation has failed after it was added to its stream.
+    pub(super) fn async_error(&self) -> Result<()> {
+        let mut error = 0;
+        // SAFETY: the communicator is open, and the function writes one number.
+        let result = unsafe { (self.library.async_error)(self.raw, &mut error) };
+        self.library
+            .check("ncclCommGetAsyncError", self.raw, result)?;
+        self.library.check("an operation", self.raw, error)
+    }
+
+    /// Ends the operations that wait for other ranks. No other call may follow.
+    pub(super) fn abort(&self) {
+        // SAFETY: the communicator is open. The process ends next.
+        let _ = unsafe { (self.library.abort)(self.raw) };
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        // After a panic, other ranks may wait for operations that never come.
+        if !std::thread::panicking() {
+            // SAFETY: nothing else has the communicator.
+            let _ = unsafe { (self.library.destroy)(self.raw) };
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! The ranks of a job with GPUs.
+
+mod library;
+mod rendezvous;
+mod watchdog;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr};
+use candle_core::{DType, Device, Error, Result, Storage, Tensor, bail};
+
+use crate::copies::with_copies;
+use crate::launch::{self, Environment};
+use crate::{Collective, arguments};
+use library::{Comm, Library, Memory, Operation, UniqueId};
+use watchdog::Watchdog;
+
+/// The ranks of a job, each with a GPU of its own, which communicate with NVIDIA's NCCL.
+///
+/// Operations run on a stream of their own. [`Collective::start_all_reduce_sum`] returns at once,
+/// and the kernels of the next layers run at the same time. Tensors on the CPU are copied to the
+/// GPU and back. bf16 is summed in f32 and rounded once.
+///
+/// # Determinism
+///
+/// All ranks have the same bits. NCCL selects its algorithm by the size of a tensor and the
+/// connections of the machine, so another job may add in another order. Set `NCCL_ALGO=Ring` and
+/// `NCCL_PROTO=Simple` for sums with the same bits in each job of as many ranks on the same
+/// machines.
+///
+/// # Failures
+///
+/// If another rank ends, this process ends too, with a message and the exit status 1. Threads watch
+/// the connections to other ranks, NCCL's errors, and the time of each operation.
+pub struct Nccl {
+    rank: usize,
+    world_size: usize,
+    device: Device,
+    /// The stream of Candle's kernels.
+    compute: Arc<CudaStream>,
+    watchdog: Watchdog,
+    comm: Arc<Comm>,
+    /// The stream of operations.
+    stream: Arc<CudaStream>,
+    /// Tensors of operations that have started. The lock also keeps calls of several threads
+    /// apart.
+    started: Mutex<Vec<Tensor>>,
+    /// The ranks that exchanged the identifier. They end last.
+    #[cfg(feature = "mpi")]
+    mpi: Option<Arc<crate::Mpi>>,
+}
+
+impl Nccl {
+    /// The limit on the time until all ranks are connected.
+    pub const CONNECTION_BOUND: Duration = Duration::from_secs(300);
+
+    /// The limit on the time of an operation, which waits for the slowest rank.
+    pub const OPERATION_BOUND: Duration = Duration::from_secs(1800);
+
+    /// Connects to the other ranks of a job, with the GPU `device`.
+    ///
+    /// Rank 0 sends an identifier to the others: over TCP if `MASTER_ADDR` is set, at the port
+    /// after `MASTER_PORT`, else over MPI, with the feature `mpi`. The connection has no
+    /// authentication, as those of torchrun, so the machines must be on a private network.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `device` is not a GPU, if the system has no NCCL, if the ranks do not find each
+    /// other within [`Self::CONNECTION_BOUND`], and if two ranks have the same GPU.
+    pub fn connect(device: &Device, environment: &Environment) -> Result<Arc<Self>> {
+        let Environment {
+            rank, world_size, ..
+        } = *environment;
+        let library = Library::get()?;
+        let compute = device.as_cuda_device()?.cuda_stream();
+        let stream = compute.context().new_stream().map_err(Error::wrap)?;
+        let identifier = || library.unique_id();
+        let exchange = Exchange::new(environment, identifier)?;
+        let comm = Arc::new(Comm::connect(library, exchange.id, rank, world_size)?);
+        let watchdog = Watchdog::start(rank, &comm, exchange.connections, Self::OPERATION_BOUND)?;
+        Ok(Arc::new(Self {
+            rank,
+            world_size,
+            device: device.clone(),
+            compute,
+            stream,
+            started: Mutex::default(),
+            watchdog,
+            comm,
+            #[cfg(feature = "mpi")]
+            mpi: exchange.mpi,
+        }))
+    }
+
+    /// Runs an operation, with copies of the tensors on other devices, and of bf16 for sums.
+    fn run(&self, operation: Operation, tensors: &[&Tensor]) -> Result<()> {
+        let is_sum = matches!(
+            operation,
+            Operation::AllReduceSum | Operation::ReduceScatterSum
+        );
+        let dtype = |dtype| {
+            if is_sum && dtype == DType::BF16 {
+                DType::F32
+            } else {
+                dtype
+            }
+        };
+        with_copies(tensors, &self.device, dtype, |tensors| {
+            self.start(operation, tensors)?;
+            self.finish()
+        })
+    }
+
+    /// Adds an operation to the stream, after the kernels so far.
+    fn start(&self, operation: Operation, tensors: &[&Tensor]) -> Result<()> {
+        let mut started = self.lock();
+        self.stream.join(&self.compute).map_err(Error::wrap)?;
+        let memory: Vec<Memory> = tensors
+            .iter()
+            .map(|tensor| self.memory(tensor))
+            .collect::<Result<_>>()?;
+        started.extend(tensors.iter().map(|tensor| tensor.detach()));
+        // SAFETY: the memory is that of tensors on this device, which `started` keeps until the
+        // compute stream waits for this one. The callers check the dtypes.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.comm.enqueue(operation, &memory, &self.stream)?;
+        }
+        let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
+        self.watchdog
+            .operation(self.stream.record_event(flags).map_err(Error::wrap)?);
+        Ok(())
+    }
+
+    /// The memory of a contiguous tensor on this device.
+    fn memory(&self, tensor: &Tensor) -> Result<Memory> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            bail!(
+                "a tensor is on {:?}, must be on the GPU",
+                tensor.device().location()
+            );
+        };
+        let stream = &self.stream;
+        let start = match &storage.slice {
+            CudaStorageSlice::U8(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::U32(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::I16(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::I32(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::I64(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::BF16(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::F16(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::F32(values) => values.device_ptr(stream).0,
+            CudaStorageSlice::F64(values) => values.device_ptr(stream).0,
+            _ => bail!(
+                "a tensor is {:?}, must be an integer or a float of 16 to 64 bits",
+                tensor.dtype()
+            ),
+        };
+        let dtype = tensor.dtype();
+        Ok(Memory {
+            address: start + (layout.start_offset() * dtype.size_in_bytes()) as u64,
+            elements: tensor.elem_count(),
+            dtype,
+        })
+    }
+
+    /// Returns true if the tensors can be summed without copies.
+    fn are_direct(&self, tensors: &[&Tensor]) -> bool {
+        tensors.iter().all(|tensor| {
+            tensor.device().same_device(&self.device) && tensor.dtype() != DType::BF16
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Tensor>> {
+        self.started.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Collective for Nccl {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        arguments::summable("all_reduce_sum", tensors)?;
+        self.run(Operation::AllReduceSum, tensors)
+    }
+
+    fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        arguments::summable("reduce_scatter_sum", tensors)?;
+        arguments::divisible("reduce_scatter_sum", tensors, self.world_size)?;
+        self.run(Operation::ReduceScatterSum, tensors)
+    }
+
+    fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
+        arguments::copyable("all_gather", tensors)?;
+        arguments::divisible("all_gather", tensors, self.world_size)?;
+        self.run(Operation::AllGather, tensors)
+    }
+
+    fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
+        arguments::copyable("broadcast", tensors)?;
+        arguments::root("broadcast", root, self.world_size)?;
+        self.run(Operation::Broadcast { root }, tensors)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let one = Tensor::ones(1, DType::F32, &self.device)?;
+        self.all_reduce_sum(&[&one])?;
+        self.compute.synchronize().map_err(Error::wrap)
+    }
+
+    /// Starts the sums on their own stream. bf16, and tensors on other devices, are summed at once.
+    fn start_all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        if !self.are_direct(tensors) {
+            return self.all_reduce_sum(tensors);
+        }
+        arguments::summable("start_all_reduce_sum", tensors)?;
+        self.start(Operation::AllReduceSum, tensors)
+    }
+
+    fn start_reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
+        if !self.are_direct(tensors) {
+            return self.reduce_scatter_sum(tensors);
+        }
+        arguments::summable("start_reduce_scatter_sum", tensors)?;
+        arguments::divisible("start_reduce_scatter_sum", tensors, self.world_size)?;
+        self.start(Operation::ReduceScatterSum, tensors)
+    }
+
+    fn finish(&self) -> Result<()> {
+        let mut started = self.lock();
+        self.compute.join(&self.stream).map_err(Error::wrap)?;
+        started.clear();
+        Ok(())
+    }
+
+    fn abort(&self, code: i32) -> ! {
+        #[cfg(feature = "mpi")]
+        if let Some(mpi) = &self.mpi {
+            mpi.abort(code);
+        }
+        self.watchdog.abort(code)
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        // The communicator ends after its operations. During a panic they may never end.
+        if !std::thread::panicking() {
+            let _ = self.stream.synchronize();
+        }
+    }
+}
+
+/// The identifier that all ranks have, and the connections that show whether they live.
+struct Exchange {
+    id: UniqueId,
+    connections: Vec<std::net::TcpStream>,
+    #[cfg(feature = "mpi")]
+    mpi: Option<Arc<crate::Mpi>>,
+}
+
+impl Exchange {
+    fn new(environment: &Environment, id: impl FnOnce() -> Result<UniqueId>) -> Result<Self> {
+        let Environment {
+            rank, world_size, ..
+        } = *environment;
+        let own = |id, connections| Self {
+            id,
+            connections,
+            #[cfg(feature = "mpi")]
+            mpi: None,
+        };
+        if world_size == 1 {
+            return Ok(own(id()?, Vec::new()));
+        }
+        if let Some(master) = launch::master()? {
+            let bound = Nccl::CONNECTION_BOUND;
+            if rank == 0 {
+                let id = id()?;
+                return Ok(own(id, rendezvous::serve(&master, world_size, &id, bound)?));
+            }
+            let (id, connection) = rendezvous::join(&master, rank, world_size, bound)?;
+            return Ok(own(id, vec![connection]));
+        }
+        Self::over_mpi(environment, id)
+    }
+
+    #[cfg(feature = "mpi")]
+    fn over_mpi(environment: &Environment, id: impl FnOnce() -> Result<UniqueId>) -> Result<Self> {
+        let mpi = crate::connect::mpi(environment)?;
+        let own = if mpi.rank() == 0 {
+            id()?.to_vec()
+        } else {
+            Vec::new()
+        };
+        let all = mpi.all_gather_bytes(&own)?;
+        match all[0].as_slice().try_into() {
+            Ok(id) => Ok(Self {
+                id,
+                connections: Vec::new(),
+                mpi: Some(mpi),
+            }),
+            Err(_) => bail!("NCCL: an identifier of {} bytes, must be 128", all[0].len()),
+        }
+    }
+
+    #[cfg(not(feature = "mpi"))]
+    fn over_mpi(environment: &Environment, _: impl FnOnce() -> Result<UniqueId>) -> Result<Self> {
+        bail!(
+            "MASTER_ADDR: not set, must be the machine of rank 0 as {} is {}: this program was built without the \
+             feature mpi",
+            environment.launcher.world_size_variable(),
+            environment.world_size
+        )
+    }
+}
