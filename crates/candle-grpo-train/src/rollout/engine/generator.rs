@@ -176,7 +176,8 @@ impl ServerGenerator {
 
     /// Draws completions whose log-probs are not read, as in an evaluation. They are 0.
     ///
-    /// llama.cpp names no log-probs of some tokens. With log-probs such a completion is an error.
+    /// llama.cpp names no log-probs of some tokens. With log-probs these are not
+    /// [written](Completion::written).
     pub fn without_log_probs(mut self) -> Self {
         self.log_probs = false;
         self
@@ -499,6 +500,9 @@ fn truncate(completion: &mut Completion, len: usize) {
     completion.tokens.truncate(len);
     completion.drawn_log_probs.truncate(len);
     completion.weight_versions.truncate(len);
+    if let Some(written) = &mut completion.written {
+        written.truncate(len);
+    }
     if let Some(log_probs) = &mut completion.log_probs {
         log_probs.truncate(len);
     }
@@ -563,9 +567,10 @@ impl Batch {
             let failure = match draw(&self.servers, &lease, job, &self.sampling, self.log_probs) {
                 Ok(drawn) => {
                     lease.succeed();
-                    let validated = probe::validate(&drawn, self.vocab_size);
+                    let completion = self.completion(drawn, &lease);
+                    let validated = completion.validate(self.vocab_size);
                     validated.with_context(|| url.to_owned())?;
-                    return Ok(Some(self.completion(drawn, &lease)));
+                    return Ok(Some(completion));
                 }
                 Err(failure) => failure,
             };
@@ -588,10 +593,18 @@ impl Batch {
     fn completion(&self, drawn: Drawn, lease: &Lease<'_>) -> Completion {
         let Drawn {
             tokens,
-            log_probs,
+            mut log_probs,
             end,
             ..
         } = drawn;
+        // Tokens without a log-prob are context.
+        let written: Vec<bool> = log_probs.iter().map(|x| !x.is_nan()).collect();
+        let written = written.contains(&false).then_some(written);
+        for log_prob in &mut log_probs {
+            if log_prob.is_nan() {
+                *log_prob = 0.;
+            }
+        }
         let version = lease.weights.as_ref().map_or(0, |weights| weights.version);
         let is_policy = match lease.distribution {
             None => false,
@@ -606,7 +619,7 @@ impl Batch {
             tokens,
             log_probs: of_policy.then(|| log_probs.clone()),
             drawn_log_probs: log_probs,
-            written: None,
+            written,
             finish_reason: match end {
                 End::StopToken | End::Aborted => FinishReason::StopToken,
                 End::StopString => FinishReason::StopString,

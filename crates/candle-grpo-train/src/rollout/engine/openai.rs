@@ -99,23 +99,25 @@ pub(super) fn body(request: &DrawRequest) -> Map<String, Value> {
     }
 }
 
-/// Reads an answer of llama.cpp in its own form. It has fewer log-probs than tokens if the end of a
-/// token is within a character, or a stop string has ended the completion. The list of tokens in
+/// Reads an answer of llama.cpp in its own form. It has no log-prob of a token whose end is within
+/// a character, and of those of a stop string that has ended the completion. The list of tokens in
 /// the form of OpenAI has the same gaps.
 fn parse_llama(answer: &Value) -> Result<Drawn, Failure> {
     let malformed = |message: &str| Failure::Malformed(message.to_owned());
     let tokens = answer["tokens"].as_array();
     let tokens: Option<Vec<u32>> = tokens.and_then(|ids| ids.iter().map(token).collect());
     let tokens = tokens.ok_or_else(|| malformed("tokens: absent or not token ids"))?;
-    let log_prob = |entry: &Value| Some(number(&entry["prob"])?.ln());
-    let log_probs: Option<Vec<f32>> = match &answer["completion_probabilities"] {
+    let pair = |entry: &Value| Some((token(&entry["id"])?, number(&entry["prob"])?.ln()));
+    let named: Option<Vec<(u32, f32)>> = match &answer["completion_probabilities"] {
         Value::Null => Some(Vec::new()),
         entries => entries
             .as_array()
-            .and_then(|entries| entries.iter().map(log_prob).collect()),
+            .and_then(|entries| entries.iter().map(pair).collect()),
     };
-    let log_probs = log_probs
-        .ok_or_else(|| malformed("completion_probabilities: not a list of probabilities"))?;
+    let log_probs = named.and_then(|named| align(&tokens, &named));
+    let log_probs = log_probs.ok_or_else(|| {
+        malformed("completion_probabilities: not a list of some tokens with their probabilities")
+    })?;
     let end = match answer["stop_type"].as_str() {
         Some("limit") => End::Length,
         Some("eos") => End::StopToken,
@@ -133,6 +135,27 @@ fn parse_llama(answer: &Value) -> Result<Drawn, Failure> {
         end,
         weight_version: None,
     })
+}
+
+/// Returns the log-prob of each of `tokens`, of which `named` lists some in their order. NaN if it
+/// is not certain which of several equal tokens is meant. `None` if a listed token is not there.
+fn align(tokens: &[u32], named: &[(u32, f32)]) -> Option<Vec<f32>> {
+    let mut log_probs = vec![f32::NAN; tokens.len()];
+    // The first and the last place of each listed token.
+    let mut places = Vec::with_capacity(named.len());
+    let mut next = 0;
+    for (id, _) in named {
+        next += tokens[next..].iter().position(|token| token == id)? + 1;
+        places.push(next - 1);
+    }
+    let mut end = tokens.len();
+    for ((id, log_prob), first) in named.iter().zip(places).rev() {
+        end = tokens[..end].iter().rposition(|token| token == id)?;
+        if end == first {
+            log_probs[end] = *log_prob;
+        }
+    }
+    Some(log_probs)
 }
 
 /// Reads the only choice of an answer in vLLM's form.
@@ -185,4 +208,32 @@ pub(super) fn token(value: &Value) -> Option<u32> {
 /// A log-prob.
 pub(super) fn number(value: &Value) -> Option<f32> {
     Some(value.as_f64()? as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_probs_are_those_of_the_tokens_that_are_certain() {
+        // 7 and 8 are within a character, and 9 ends it.
+        let tokens = [1, 7, 8, 9, 2, 2, 7];
+        let named = [(1, -1.), (9, -2.), (2, -3.), (2, -4.)];
+        let found = align(&tokens, &named).unwrap();
+        let lacks: Vec<bool> = found.iter().map(|x| x.is_nan()).collect();
+        assert_eq!(lacks, [false, true, true, false, false, false, true]);
+        assert_eq!(
+            (found[0], found[3], found[4], found[5]),
+            (-1., -2., -3., -4.)
+        );
+
+        // One of two equal tokens.
+        let found = align(&[5, 5, 1], &[(5, -1.), (1, -2.)]).unwrap();
+        assert!(found[0].is_nan() && found[1].is_nan());
+        assert_eq!(found[2], -2.);
+
+        assert_eq!(align(&[1, 2], &[(2, -1.), (1, -1.)]), None);
+        assert_eq!(align(&[1], &[(1, -1.), (1, -1.)]), None);
+        assert!(align(&[3], &[]).unwrap()[0].is_nan());
+    }
 }

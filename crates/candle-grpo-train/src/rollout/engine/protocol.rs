@@ -120,7 +120,8 @@ impl DrawRequest {
 pub struct Drawn {
     /// The tokens, including a stop token and those of a stop string.
     pub tokens: Vec<u32>,
-    /// The log-prob that the server names for each token.
+    /// The log-prob that the server names for each token. NaN for a token without one, which is
+    /// not trained on.
     pub log_probs: Vec<f32>,
     /// The reason why it ended.
     pub end: End,

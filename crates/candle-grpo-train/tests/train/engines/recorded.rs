@@ -240,21 +240,26 @@ fn a_recorded_completion_of_llama_cpp_is_read(#[case] name: &str, #[case] reason
 
 /// llama.cpp names no log-probs of tokens whose end is within a character.
 #[test]
-fn a_completion_that_lacks_log_probs_is_refused_unless_they_are_not_needed() {
+fn tokens_without_log_probs_are_not_trained_on() {
     let name = "within_character";
-    let replayed = Replayed::new(LLAMA, name, name);
-    let text = format!("{:#}", replayed.drawn.unwrap_err());
-    assert!(
-        text.contains("drawn_log_probs: 2 entries, must be 6"),
-        "{text}"
-    );
-
-    let replayed = Replayed::with_client(LLAMA, name, name, ServerGenerator::without_log_probs);
-    let completion = replayed.drawn.unwrap().completion;
     let recorded = LLAMA.read(name);
     let answer = &recorded["response"]["body"]["__verbose"];
-    assert_eq!(json!(completion.tokens), answer["tokens"]);
+    let draw = |change: fn(ServerGenerator) -> ServerGenerator| {
+        let replayed = Replayed::with_client(LLAMA, name, name, change);
+        let completion = replayed.drawn.unwrap().completion;
+        assert_eq!(json!(completion.tokens), answer["tokens"]);
+        completion
+    };
+    let completion = draw(|client| client);
+    let written = [false, false, true, false, false, true];
+    assert_eq!(completion.written.unwrap(), written);
+    for (log_prob, written) in completion.drawn_log_probs.iter().zip(written) {
+        assert_eq!(*log_prob < 0., written);
+    }
+
+    let completion = draw(ServerGenerator::without_log_probs);
     assert_eq!(completion.drawn_log_probs, [0.; 6]);
+    assert_eq!(completion.written, None);
 }
 
 /// The list of log-probs has gaps, so it is not the list of tokens.
