@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,14 +22,17 @@ torch.set_num_threads(2)
 CASES = [(1, 1, 128, 64), (2, 8, 128, 64), (8, 8, 128, 64)]
 
 
-def smollm2_135m():
-    config = LlamaConfig(
+def smollm2_135m_config():
+    return LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, rms_norm_eps=1e-5, rope_theta=100000, max_position_embeddings=8192,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0, dtype="float32",
     )
+
+
+def smollm2_135m():
     torch.manual_seed(1)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(smollm2_135m_config()).eval()
 
 
 def transformers_run(model, prompts, generations, prompt_tokens, new_tokens):
@@ -44,16 +48,19 @@ def transformers_run(model, prompts, generations, prompt_tokens, new_tokens):
     return seconds
 
 
-class Ours:
-    """The sampler of candle-grpo, in a separate process."""
+class Side:
+    """A side in a separate process, which reads cases and prints seconds."""
 
-    def __init__(self, program):
-        self.process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, *command):
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, *case):
         self.process.stdin.write("\t".join(map(str, case)) + "\n")
         self.process.stdin.flush()
-        return float(self.process.stdout.readline())
+        seconds = self.process.stdout.readline()
+        if not seconds:
+            sys.exit(f"{self.process.args} ended")
+        return float(seconds)
 
 
 def main():
@@ -63,7 +70,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("target/bench"))
     args = parser.parse_args()
 
-    ours, model = Ours(args.program), smollm2_135m()
+    ours, model = Side(args.program), smollm2_135m()
     rows = []
     for case in CASES:
         prompts, generations, prompt_tokens, new_tokens = case
