@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm eval-llm model test test-model test-vllm mpi test-mpi examples bench bench-raw bench-peers sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test test-model test-vllm test-llama mpi test-mpi examples bench bench-raw bench-peers bench-staleness sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -39,7 +39,10 @@ test-model: ## run the tests that need the model of `make model`
 	$(CARGO) test --release --locked --workspace --test train real_model -- --ignored
 
 test-vllm: ## run the tests against a real vLLM, which it installs in .engines/ (docs/engines.md)
-	@CARGO="$(CARGO)" scripts/test-vllm
+	@CARGO="$(CARGO)" scripts/test-engine vllm
+
+test-llama: ## run the tests against llama.cpp's server, which it compiles in .engines/: needs a C++ compiler
+	@CARGO="$(CARGO)" scripts/test-engine llama
 
 mpi: ## download Open MPI and libclang into .mpi/ if there is no mpicc, and print the environment of a build with MPI
 	@scripts/mpi
@@ -61,9 +64,14 @@ bench-raw: ## copy target/bench/ops.md into docs/benchmarks-raw.md
 	sed -i '/^<!-- target\/bench\/ops.md -->$$/q' docs/benchmarks-raw.md
 	cat target/bench/ops.md >> docs/benchmarks-raw.md
 
-bench-peers: ## time the same shapes beside PyTorch and Liger-Kernel, which it installs: target/bench/peers.md
+bench-peers: ## time the same shapes beside PyTorch and Liger-Kernel, which it installs, and vLLM if it is installed: target/bench/peers.md
 	$(CARGO) build --release --locked -p candle-grpo-bench
 	benches/peers/run
+
+bench-staleness: model ## compare staleness 1 with staleness 0, the policy itself and vLLM, which it installs: target/staleness/table.md
+	scripts/vllm install
+	$(CARGO) build --release --locked -p candle-grpo
+	scripts/staleness
 
 sanitize: ## run the tests of the operators under AddressSanitizer
 	scripts/sanitize

@@ -7,7 +7,7 @@ mod configuration;
 mod engines;
 mod mutation;
 mod overwrite;
-mod real_vllm;
+mod real_engines;
 mod report;
 mod session;
 mod silent_errors;

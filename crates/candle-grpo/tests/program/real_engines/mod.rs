@@ -1,0 +1,95 @@
+//! Runs with completions from real servers on the CPU: `make test-vllm` and `make test-llama`.
+
+mod llama;
+mod vllm;
+
+use std::env;
+use std::fs;
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+
+use serde_json::{Value, json};
+
+use crate::support::lines;
+
+/// A server that ends with the value.
+struct Server {
+    child: Child,
+    port: u16,
+}
+
+impl Server {
+    /// Starts `script serve MODEL PORT`.
+    fn start(script: &str, model: &Path, port: u16) -> Self {
+        let script = root().join("scripts").join(script);
+        let child = Command::new(script)
+            .args(["serve".as_ref(), model.as_os_str()])
+            .arg(port.to_string())
+            .spawn()
+            .unwrap();
+        Self { child, port }
+    }
+
+    fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    fn kill(&mut self) {
+        // vLLM's answer to SIGTERM is to wait for its clients, which wait for their completions.
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.child.try_wait().unwrap().is_none() {
+            self.kill();
+        }
+    }
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// SmolLM2-135M-Instruct, as a Hugging Face folder.
+fn model() -> PathBuf {
+    let models = env::var_os("GRPO_MODELS").expect("GRPO_MODELS: run this by make");
+    Path::new(&models).join("SmolLM2-135M-Instruct")
+}
+
+/// A port that is free now.
+fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+/// Writes the configuration of the example addition-llm with some other keys to `run.json`.
+fn write_config(folder: &Path, more: &[(&str, Value)]) {
+    let example = root().join("examples/addition-llm");
+    let text = fs::read_to_string(example.join("run.yaml")).unwrap();
+    let config = candle_grpo::config::RunConfig::new(
+        &candle_grpo::config::Document::from_yaml(Path::new("run.yaml"), &text).unwrap(),
+    );
+    let mut config = config.unwrap().to_value().unwrap();
+    config["model"] = json!(model());
+    config["run_dir"] = json!("run");
+    config["evaluation"]["max_prompts"] = json!(100);
+    config["data"]["train"] = json!([example.join("train.jsonl")]);
+    config["data"]["held_out"] = json!([example.join("held_out.jsonl")]);
+    for (pointer, value) in more {
+        *config
+            .pointer_mut(pointer)
+            .unwrap_or_else(|| panic!("no {pointer}")) = value.clone();
+    }
+    fs::write(folder.join("run.json"), config.to_string()).unwrap();
+}
+
+/// The share of correct held-out answers at each evaluation.
+fn rewards(folder: &Path) -> Vec<f64> {
+    let evaluations = lines(&folder.join("run/evaluations.jsonl"));
+    let reward = |line: &Value| line["reward_mean"].as_f64().unwrap();
+    evaluations.iter().map(reward).collect()
+}

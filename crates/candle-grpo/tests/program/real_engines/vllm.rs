@@ -1,0 +1,84 @@
+//! vLLM: `make test-vllm`.
+//!
+//! Each run compares the log-probs of the server with the policy's after every update
+//! (`log_prob_tolerance: 1e-4`), so a run that ends has passed all of these comparisons.
+
+use std::fs;
+use std::path::Path;
+use std::process::Child;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::{Server, free_port, model, rewards, write_config};
+use crate::support::command;
+
+fn start(port: u16) -> Server {
+    Server::start("vllm", &model(), port)
+}
+
+/// Starts a run of ten steps, with the server and `more` keys.
+fn train(folder: &Path, server: &Server, more: &[(&str, Value)]) -> Child {
+    let rollout = json!({
+        "engine": "vllm",
+        "base_url": server.url(),
+        // The server starts for minutes on two cores.
+        "server_timeout": 1800,
+        "log_prob_tolerance": 1e-4,
+    });
+    let keys = [
+        ("/max_steps", json!(10)),
+        ("/evaluation/every_steps", json!(10)),
+        ("/rollout", rollout),
+    ];
+    write_config(folder, &[&keys, more].concat());
+    command(folder, &["train", "run.json"]).spawn().unwrap()
+}
+
+/// The number of steps that have metrics.
+fn steps(folder: &Path) -> usize {
+    let metrics = fs::read_to_string(folder.join("run/metrics.jsonl"));
+    metrics.unwrap_or_default().lines().count()
+}
+
+fn assert_learned(folder: &Path) {
+    let rewards = rewards(folder);
+    println!("held out: {rewards:?}");
+    assert!(rewards[1] > rewards[0] + 0.2, "{rewards:?}");
+    assert_eq!(steps(folder), 10);
+}
+
+#[test]
+#[ignore = "needs vLLM: make test-vllm"]
+fn all_weights_learn_from_completions_of_vllm() {
+    let server = start(free_port());
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = train(folder.path(), &server, &[]);
+    assert!(run.wait().unwrap().success());
+    assert_learned(folder.path());
+}
+
+#[test]
+#[ignore = "needs vLLM: make test-vllm"]
+fn adapters_learn_from_completions_of_vllm_that_is_killed_and_comes_back() {
+    let mut server = start(free_port());
+    let folder = tempfile::tempdir().unwrap();
+    let more = [
+        ("/training/adapters", json!({"rank": 16, "alpha": 32.})),
+        ("/optimizer/learning_rate", json!(5e-4)),
+    ];
+    let mut run = train(folder.path(), &server, &more);
+    while steps(folder.path()) < 4 {
+        assert!(run.try_wait().unwrap().is_none(), "the run has ended");
+        thread::sleep(Duration::from_millis(200));
+    }
+    // The fifth step draws now, or is about to.
+    thread::sleep(Duration::from_secs(1));
+    server.kill();
+    assert!(run.try_wait().unwrap().is_none(), "the run has ended");
+    server = start(server.port);
+    assert!(run.wait().unwrap().success());
+    assert_learned(folder.path());
+    drop(server);
+}
