@@ -59,8 +59,9 @@ pub(super) fn is_filtered(sampling: &SamplingConfig) -> bool {
 
 /// Returns whether all log-probs are those of a distribution with one token.
 pub(super) fn are_certain(answers: &[Drawn]) -> bool {
-    let mut log_probs = answers.iter().flat_map(|answer| &answer.log_probs);
-    log_probs.all(|&log_prob| log_prob > CERTAIN)
+    let log_probs = answers.iter().flat_map(|answer| &answer.log_probs);
+    let mut named = log_probs.filter(|log_prob| !log_prob.is_nan());
+    named.all(|&log_prob| log_prob > CERTAIN)
 }
 
 /// Returns whether the log-probs of the most likely tokens at `temperature`, `answers`, are those
@@ -72,7 +73,8 @@ pub(super) fn ignore_temperature(answers: &[Drawn], at_one: &[Drawn], temperatur
         // After another token they belong to other prefixes.
         let same = pairs.take_while(|(a, b)| a == b).count();
         let log_probs = answer.log_probs.iter().zip(&at_one.log_probs);
-        for (&found, &at_one) in log_probs.take(same) {
+        let named = |(a, b): &(&f32, &f32)| !a.is_nan() && !b.is_nan();
+        for (&found, &at_one) in log_probs.take(same).filter(named) {
             let at_one = f64::from(at_one);
             change += (f64::from(found) - at_one).abs();
             least += (least_changed(at_one, temperature) - at_one).abs();
@@ -94,7 +96,10 @@ fn least_changed(log_prob: f64, temperature: f64) -> f64 {
 pub(super) fn validate(answer: &Drawn, vocab_size: usize) -> Result<()> {
     let completion = Completion {
         tokens: answer.tokens.clone(),
-        drawn_log_probs: answer.log_probs.clone(),
+        // Those that the server does not name are NaN.
+        drawn_log_probs: (answer.log_probs.iter())
+            .map(|&log_prob| if log_prob.is_nan() { 0. } else { log_prob })
+            .collect(),
         log_probs: None,
         written: None,
         weight_versions: vec![0; answer.tokens.len()],
