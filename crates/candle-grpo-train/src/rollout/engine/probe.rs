@@ -86,9 +86,14 @@ pub(super) fn ignore_temperature(answers: &[Drawn], at_one: &[Drawn], temperatur
 /// Maps the log-prob of the most likely token at temperature 1 to the one at `temperature` that
 /// differs the least: the other tokens are as likely as it is, as many as there can be.
 fn least_changed(log_prob: f64, temperature: f64) -> f64 {
+    // The rounding of a log-prob is not a token: a root would enlarge it.
+    const ROUNDING: f64 = 1e-6;
     let odds = (-log_prob).exp() - 1.;
-    let alike = odds.floor().max(0.);
-    let rest = (odds - alike).max(0.).powf(1. / temperature);
+    let alike = (odds + ROUNDING).floor().max(0.);
+    let rest = match odds - alike {
+        rest if rest > ROUNDING => rest.powf(1. / temperature),
+        _ => 0.,
+    };
     -(alike + rest).ln_1p()
 }
 
