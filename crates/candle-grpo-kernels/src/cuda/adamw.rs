@@ -35,7 +35,7 @@ fn launch(parameters: &[&AdamWTensors], device: &CudaDevice, step: &AdamWStep) -
         let of = |tensor: &Tensor| address(tensor, &stream);
         let words = [
             of(tensors.parameter)?,
-            tensors.master.map_or(Ok(0), |master| of(master))?,
+            tensors.master.map_or(Ok(0), of)?,
             of(tensors.average)?,
             of(tensors.square)?,
             of(gradient)?,
