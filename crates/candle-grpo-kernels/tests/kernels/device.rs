@@ -35,12 +35,13 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
     };
     let state = || Var::from_tensor(&zeros(&[4])?);
     let adamw = || {
+        let (parameter, average, square) = (Var::from_tensor(&vector)?, state()?, state()?);
         candle_grpo_kernels::adamw(
             &[AdamWTensors {
-                parameter: &Var::from_tensor(&vector)?,
+                parameter: &parameter,
                 master: None,
-                average: &state()?,
-                square: &state()?,
+                average: &average,
+                square: &square,
                 gradient: &vector,
                 weight_decay: 0.0,
             }],
