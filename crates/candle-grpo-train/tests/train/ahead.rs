@@ -13,7 +13,7 @@ use candle_grpo_core::{
 };
 use candle_grpo_loss::rollout::ImportanceWeight;
 use candle_grpo_loss::{Recipe, RolloutCorrection};
-use candle_grpo_nn::LoraConfig;
+use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::device;
 use candle_grpo_train::data::ShuffledOrder;
 use candle_grpo_train::progress::{NoProgress, Phase};
@@ -163,7 +163,10 @@ fn of_training(metrics: Vec<StepMetrics>) -> Vec<StepMetrics> {
 }
 
 fn weights_of(trainer: &Trainer) -> BTreeMap<String, Vec<f32>> {
-    let parameters = trainer.policy_parameters().unwrap();
+    values_of(&trainer.policy_parameters().unwrap())
+}
+
+fn values_of(parameters: &Parameters) -> BTreeMap<String, Vec<f32>> {
     let values = parameters.iter().map(|(name, x)| {
         let values = x.flatten_all().unwrap().to_vec1().unwrap();
         (name.to_owned(), values)
@@ -375,6 +378,73 @@ fn the_policy_in_this_process_draws_from_a_copy(#[case] config: TrainConfig) {
         assert_eq!(of_training(steps(&mut other, 6)), metrics);
         assert_eq!(weights_of(&other), weights);
     }
+}
+
+/// Delays the transfer of version 1 until it is released, and records the weights of all versions.
+struct Late {
+    inner: Arc<Recorder>,
+    released: Mutex<Receiver<()>>,
+    received: Mutex<BTreeMap<u64, BTreeMap<String, Vec<f32>>>>,
+}
+
+impl Generator for Late {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        self.inner.generate(batch, deliver)
+    }
+
+    fn weights_changed(&self, weights: &PolicyWeights<'_>, progress: &dyn Progress) -> Result<()> {
+        if weights.version == 1 {
+            self.released.lock().unwrap().recv_timeout(NEVER)?;
+        }
+        let values = values_of(&weights.merged()?);
+        self.received
+            .lock()
+            .unwrap()
+            .insert(weights.version, values);
+        self.inner.weights_changed(weights, progress)
+    }
+}
+
+#[rstest]
+#[case::parameters(config(1))]
+#[case::adapters(with_adapters(config(1)))]
+fn a_later_update_does_not_change_weights_in_transfer(#[case] config: TrainConfig) {
+    let (release, released) = channel();
+    let late = Arc::new(Late {
+        inner: Recorder::plain(),
+        released: Mutex::new(released),
+        received: Mutex::default(),
+    });
+    let mut trainer = trainer(digest, config)
+        .with_generator(late.clone())
+        .with_last_step(3);
+    steps(&mut trainer, 1);
+    let first = weights_of(&trainer);
+    steps(&mut trainer, 1);
+    assert_ne!(weights_of(&trainer), first);
+    release.send(()).unwrap();
+    steps(&mut trainer, 1);
+    assert_eq!(late.received.lock().unwrap()[&1], first);
+}
+
+#[test]
+fn greedy_baselines_are_those_of_the_kept_groups() {
+    let mut config = with_greedy_scores(config(0));
+    config.recipe.group_filter = Some(GroupFilter::default());
+    config.prompts_per_step = 5;
+    config.max_sampling_batches = 1;
+    let recorder = Recorder::plain();
+    // The first group has equal rewards.
+    let order = ShuffledOrder::new(5, config.sampling.seed).unwrap();
+    let dropped = order.slice(0, 1)[0];
+    let reward = move |sample: &Sample| match sample.columns["row"] == dropped {
+        true => 0.5,
+        false => digest(sample),
+    };
+    let mut trainer = trainer(reward, config).with_generator(recorder.clone());
+    assert_eq!(steps(&mut trainer, 1)[0].kept_groups, 4);
+    let draws = recorder.draws();
+    assert_eq!(draws[1].prompts, draws[0].prompts[1..]);
 }
 
 /// Fails, panics or is canceled in the given stream, once.
