@@ -433,13 +433,14 @@ impl Trainer {
                     self.progress
                         .advance(micro_batch.tokens.dims()?.0, tokens as usize);
                 }
-                for found in self.ranks.gather(own)?.concat() {
-                    values.merge(&found)?;
-                }
                 self.ensure_step_not_canceled()?;
                 let max_norm = self.config.max_grad_norm;
                 let stats = self.models.actor.clip_grad_and_step(max_norm)?;
                 self.updated = true;
+                // After the reduction of the gradients, which is an operation of all ranks as well.
+                for found in self.ranks.gather(own)?.concat() {
+                    values.merge(&found)?;
+                }
                 grad_norms.push(stats.grad_norm);
                 metrics.learning_rate = Some(stats.learning_rate);
             }

@@ -9,8 +9,8 @@ use candle_grpo_core::{AdvantageConfig, AdvantageName, NormLevel, RewardNorm, Re
 use candle_grpo_loss::rollout::ImportanceWeight;
 use candle_grpo_loss::surrogate::{ClipCov, KlCov, Surrogate};
 use candle_grpo_loss::{Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection};
-use candle_grpo_nn::{LoraConfig, Parameters};
-use candle_grpo_test_support::on_ranks;
+use candle_grpo_nn::{DecoderConfig, LoraConfig, Parameters};
+use candle_grpo_test_support::{device, on_ranks};
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Generator, Interrupted, Progress, Sample, SamplingConfig,
@@ -20,7 +20,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 use crate::common::{
-    self, digest, model, parameters, pretrained, prompts, sampling, share_of_a, trainer,
+    self, digest, model, parameters, pretrained, prompts, sampling, share_of_a, tokenizer, trainer,
     without_seconds,
 };
 
@@ -389,6 +389,43 @@ fn the_completions_do_not_depend_on_the_number_of_ranks() {
         assert!(shares.iter().all(|share| !share.is_empty()));
         assert_eq!(shares.concat(), alone);
     }
+}
+
+/// The gradients of several blocks are more than one bucket, so that sums begin before the backward
+/// pass has ended.
+#[test]
+fn gradients_that_are_summed_during_the_backward_pass_are_those_of_one_rank() {
+    let large = DecoderConfig {
+        hidden_size: 512,
+        intermediate_size: 2048,
+        num_hidden_layers: 4,
+        num_attention_heads: 8,
+        num_key_value_heads: 8,
+        head_dim: None,
+        ..model()
+    };
+    let build = || {
+        let mut config = config(Recipe::grpo());
+        config.prompts_per_step = 2;
+        config.optimizer.learning_rate = 1e-3;
+        let parameters = Parameters::init(&large, 5, device()).unwrap();
+        let prompts = prompts(&["abc", "d"]);
+        Trainer::new(
+            large.clone(),
+            parameters,
+            tokenizer(),
+            prompts,
+            digest,
+            config,
+        )
+        .unwrap()
+    };
+    let alone = run(&mut build(), 2);
+    let runs = on_ranks(2, |collective| {
+        run(&mut build().with_collective(collective).unwrap(), 2)
+    });
+    assert!(runs[0] == runs[1], "the ranks differ");
+    assert_run_close(&runs[0], &alone);
 }
 
 #[test]
