@@ -231,9 +231,13 @@ impl AdamWTensors<'_> {
                 bail!("{name}: {:?}, must be {state:?}", tensor.dtype());
             }
         }
-        for tensor in self.written() {
+        for (name, tensor) in others.iter().chain(&[("parameter", self.parameter)]) {
             if !tensor.is_contiguous() {
-                bail!("parameter and state: not contiguous, must be contiguous");
+                bail!(
+                    "{name}: shape {:?} with the strides {:?}, must be contiguous",
+                    tensor.dims(),
+                    tensor.stride()
+                );
             }
         }
         others.push(("gradient", self.gradient));

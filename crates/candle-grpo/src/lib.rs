@@ -3,6 +3,7 @@
 //!
 //! | module | contents |
 //! | --- | --- |
+//! | [`collective`] | operations between the processes of a job |
 //! | [`core`] | advantages from rewards and groups |
 //! | [`loss`] | per-token log-probs and policy losses |
 //! | [`nn`] | a trainable decoder, the optimizer, gradient accumulation and clipping |
@@ -11,6 +12,7 @@
 //! | [`run`] | training, evaluation, checkpoints and resumption of a run |
 //! | [`report`] | one page about runs |
 
+pub use candle_grpo_collective as collective;
 pub use candle_grpo_core as core;
 pub use candle_grpo_loss as loss;
 pub use candle_grpo_nn as nn;

@@ -287,8 +287,7 @@ impl<M: LanguageModel> Actor<M> {
     }
 
     fn clip_and_step(&mut self, max_norm: f64) -> Result<StepStats> {
-        self.gradients.finish_reduction()?;
-        let (grad_norm, factor) = clip_factor(&self.gradients, max_norm, "")?;
+        let (grad_norm, factor) = clip_factor(&mut self.gradients, max_norm, "")?;
         let learning_rate = self.optimizer.learning_rate();
         let trained = self
             .adapters

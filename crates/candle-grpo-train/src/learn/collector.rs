@@ -100,6 +100,11 @@ impl Collector {
         }
     }
 
+    /// The ranks that share the work.
+    pub(super) fn ranks(&self) -> &Ranks {
+        self.sampler.ranks()
+    }
+
     /// Leaves the exchange between ranks to [`Self::exchange`], so that it can draw on any thread.
     pub(super) fn without_exchange(self) -> Self {
         Self {
@@ -110,10 +115,9 @@ impl Collector {
 
     /// Completes a collection of [`Self::without_exchange`] with those of the other ranks.
     pub(super) fn exchange(&self, collection: &mut Collection) -> Result<()> {
-        let ranks = self.sampler.ranks();
-        if !ranks.is_alone() {
-            collection.all = ScoredRollouts::of_all_ranks(ranks.gather(collection.all.clone())?)?;
-        }
+        let none = ScoredRollouts::none(collection.all.num_generations);
+        let own = std::mem::replace(&mut collection.all, none);
+        collection.all = ScoredRollouts::of_all_ranks(self.ranks().gather(own)?)?;
         Ok(())
     }
 
@@ -147,10 +151,12 @@ impl Collector {
         self.sampler.generator().shares_weights()
     }
 
-    /// Returns `sampler` with the tokenizer, and reporting its progress.
+    /// Returns `sampler` with the tokenizer and the ranks, and reporting its progress.
     pub(super) fn attach(&self, sampler: Sampler) -> Sampler {
-        let sampler = sampler.with_tokenizer(&self.tokenizer);
-        sampler.with_progress(self.progress.receiver())
+        sampler
+            .with_tokenizer(&self.tokenizer)
+            .with_ranks(self.ranks().clone())
+            .with_progress(self.progress.receiver())
     }
 
     /// Reserves the generator, passes `weights` to it, and returns its sampler with `sampling`,

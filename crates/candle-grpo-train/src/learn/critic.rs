@@ -161,8 +161,7 @@ impl Critic {
     pub fn clip_grad_and_step(&mut self) -> Result<StepStats> {
         let learning_rate = self.optimizer.learning_rate();
         let max_norm = self.config.max_grad_norm;
-        let reduced = self.gradients.finish_reduction().map_err(Into::into);
-        let result = reduced.and_then(|()| clip_factor(&self.gradients, max_norm, "the critic's "));
+        let result = clip_factor(&mut self.gradients, max_norm, "the critic's ");
         let result = result.and_then(|(grad_norm, factor)| {
             let none = ComputeCopies::default();
             self.optimizer

@@ -46,12 +46,18 @@ impl fmt::Display for NotFinite {
 
 impl Error for NotFinite {}
 
-/// [`Gradients::clip_factor`]. `owner` is a prefix for error messages.
+/// [`Gradients::clip_factor`] of the gradients of all ranks, for which it waits. `owner` is a
+/// prefix for error messages.
 ///
 /// # Errors
 ///
 /// [`NotFinite`] with the name of the first gradient that is not finite.
-pub(crate) fn clip_factor(gradients: &Gradients, max_norm: f64, owner: &str) -> Result<(f64, f64)> {
+pub(crate) fn clip_factor(
+    gradients: &mut Gradients,
+    max_norm: f64,
+    owner: &str,
+) -> Result<(f64, f64)> {
+    gradients.finish_reduction()?;
     match gradients.clip_factor(max_norm) {
         Ok(norm_and_factor) => Ok(norm_and_factor),
         Err(error) => match gradients.not_finite() {

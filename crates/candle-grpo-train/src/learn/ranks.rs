@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_collective::{Alone, Collective};
 use serde::Serialize;
@@ -90,6 +90,21 @@ impl Ranks {
     pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<T>) -> Result<T> {
         let first = self.gather(own)?.into_iter().next();
         first.flatten().context("a value of rank 0: none")
+    }
+
+    /// Checks that the value of every rank is that of rank 0. All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, with `name` and the first rank that differs; and as in [`Self::gather`].
+    pub fn ensure_equal(&self, name: &str, own: String) -> Result<()> {
+        let all = self.gather(own)?;
+        match all.iter().position(|other| *other != all[0]) {
+            None => Ok(()),
+            Some(rank) => bail!(
+                "{name}: those of rank {rank} differ from those of rank 0, must be the same on all ranks"
+            ),
+        }
     }
 
     /// Concatenates `pieces` `[b, T]`, and then those of all ranks, in f32. T is `width` on every

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{AdvantageEstimator, MetricValues, RunningState};
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate};
@@ -45,9 +45,10 @@ pub struct Trainer {
     ahead: Option<Ahead>,
     /// The last step for which completions are drawn ahead.
     last_step: usize,
-    /// The receiver of progress. With several ranks it cancels between steps only.
+    /// The receiver of progress.
+    receiver: Arc<dyn Progress>,
+    /// The progress of what runs within a step. One of several ranks cannot cancel alone.
     progress: Arc<dyn Progress>,
-    ranks: Ranks,
     state: TrainerState,
     /// True if the current step has changed weights. Such a step can no longer be canceled.
     updated: bool,
@@ -100,8 +101,8 @@ impl Trainer {
             draws_itself: true,
             ahead: None,
             last_step: usize::MAX,
+            receiver: Arc::new(NoProgress),
             progress: Arc::new(NoProgress),
-            ranks: Ranks::default(),
             state,
             updated: false,
             torn: false,
@@ -146,8 +147,7 @@ impl Trainer {
 
     /// Sets the receiver of progress, which can also cancel steps.
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
-        self.progress = progress;
-        self.pass_progress();
+        self.set_progress(progress);
         self
     }
 
@@ -175,15 +175,14 @@ impl Trainer {
                 critic.shard_optimizer(&collective)?;
             }
         }
-        self.ranks = Ranks::new(collective);
-        self.collector = self.collector.with_ranks(self.ranks.clone());
-        self.pass_progress();
+        self.collector = self.collector.with_ranks(Ranks::new(collective));
+        self.set_progress(Arc::clone(&self.receiver));
         Ok(self)
     }
 
     /// The ranks that share the steps.
     pub fn ranks(&self) -> &Ranks {
-        &self.ranks
+        self.collector.ranks()
     }
 
     /// Checks that all ranks have the weights of rank 0, bit-identically, and as many steps. All
@@ -193,7 +192,7 @@ impl Trainer {
     ///
     /// If a rank differs.
     pub fn ensure_equal_ranks(&self) -> Result<()> {
-        if self.ranks.is_alone() {
+        if self.ranks().is_alone() {
             return Ok(());
         }
         let mut own = format!("step {}", self.state.steps);
@@ -204,30 +203,17 @@ impl Trainer {
         {
             own += &format!(", sha256 {}", sha256_of_parameters(parameters)?);
         }
-        let all = self.ranks.gather(own)?;
-        match all.iter().position(|other| *other != all[0]) {
-            None => Ok(()),
-            Some(rank) => bail!(
-                "weights: those of rank {rank} ({}) differ from those of rank 0 ({})",
-                all[rank],
-                all[0]
-            ),
-        }
+        self.ranks().ensure_equal("weights", own)
     }
 
-    /// Passes the receiver of progress to the collector.
-    fn pass_progress(&self) {
-        self.collector
-            .progress
-            .set_receiver(self.progress_of_step());
-    }
-
-    /// The progress of what runs within a step. One rank cannot cancel alone.
-    fn progress_of_step(&self) -> Arc<dyn Progress> {
-        match self.ranks.is_alone() {
-            true => Arc::clone(&self.progress),
-            false => Arc::new(NeverCanceled(Arc::clone(&self.progress))),
-        }
+    fn set_progress(&mut self, receiver: Arc<dyn Progress>) {
+        self.progress = match self.ranks().is_alone() {
+            true => Arc::clone(&receiver),
+            false => Arc::new(NeverCanceled(Arc::clone(&receiver))),
+        };
+        let progress = Arc::clone(&self.progress);
+        self.collector.progress.set_receiver(progress);
+        self.receiver = receiver;
     }
 
     /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress of any rank cancels.
@@ -237,11 +223,8 @@ impl Trainer {
     ///
     /// Also if another rank has ended.
     pub fn ensure_not_canceled(&self) -> Result<()> {
-        match self
-            .ranks
-            .gather(self.progress.is_canceled())?
-            .contains(&true)
-        {
+        let canceled = self.ranks().gather(self.receiver.is_canceled())?;
+        match canceled.contains(&true) {
             true => Err(Interrupted.into()),
             false => Ok(()),
         }
@@ -341,7 +324,7 @@ impl Trainer {
         let most = self.config.rollout.max_staleness;
         let mut collector = self.collector.clone();
         ensure!(
-            self.ranks.is_alone()
+            self.ranks().is_alone()
                 || self.config.recipe.group_filter.is_none() && !self.inputs.greedy_scores,
             "rollout.max_staleness: {most}, must be 0 on several ranks with a group filter or greedy baselines, for which the ranks exchange scores as they draw"
         );
@@ -399,7 +382,7 @@ impl Trainer {
         if let Some(critic) = critic {
             critic.scale_learning_rate(factor);
         }
-        let share = self.ranks.share(completions).len();
+        let share = self.ranks().share(completions).len();
         self.progress
             .begin(Phase::Learn, share * self.config.epochs);
         let warm_up = self.config.critic.as_ref().map_or(0, |c| c.warmup_steps);
@@ -413,9 +396,15 @@ impl Trainer {
                     continue;
                 };
                 let size = self.config.micro_batch_size;
-                let micro_batches = mini_batch.of_rank(&self.ranks, size)?.split(size)?;
+                let micro_batches = mini_batch.of_rank(self.ranks(), size)?.split(size)?;
                 if let Some(critic) = &mut self.models.critic {
-                    update_critic(critic, &micro_batches, &totals, &self.ranks, &mut values)?;
+                    update_critic(
+                        critic,
+                        &micro_batches,
+                        &totals,
+                        self.collector.ranks(),
+                        &mut values,
+                    )?;
                     self.updated = true;
                 }
                 if state.steps <= warm_up {
@@ -426,7 +415,7 @@ impl Trainer {
                     self.ensure_step_not_canceled()?;
                     let actor = &mut self.models.actor;
                     if number + 1 == micro_batches.len() {
-                        actor.begin_reduction(self.ranks.collective())?;
+                        actor.begin_reduction(self.collector.ranks().collective())?;
                     }
                     own.push(actor.forward_backward(micro_batch, &totals)?);
                     let tokens = StepTotals::count(&micro_batch.tokens.response_mask)?.tokens;
@@ -438,7 +427,7 @@ impl Trainer {
                 let stats = self.models.actor.clip_grad_and_step(max_norm)?;
                 self.updated = true;
                 // After the reduction of the gradients, which is an operation of all ranks as well.
-                for found in self.ranks.gather(own)?.concat() {
+                for found in self.ranks().gather(own)?.concat() {
                     values.merge(&found)?;
                 }
                 grad_norms.push(stats.grad_norm);
@@ -506,19 +495,19 @@ impl Trainer {
     fn micro_batches(&self) -> MicroBatches<'_> {
         MicroBatches {
             size: self.config.micro_batch_size,
-            progress: if self.updated || !self.ranks.is_alone() {
+            progress: if self.updated {
                 &NoProgress
             } else {
                 &*self.progress
             },
-            ranks: &self.ranks,
+            ranks: self.ranks(),
         }
     }
 
     /// Returns [`Interrupted`](crate::Interrupted) as an error if the progress cancels and the step
     /// has not changed weights.
     fn ensure_step_not_canceled(&self) -> Result<()> {
-        match self.updated || !self.ranks.is_alone() {
+        match self.updated {
             true => Ok(()),
             false => ensure_not_canceled(&*self.progress),
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::run::{ReplacedRun, RunInputs};
@@ -12,7 +12,6 @@ use candle_grpo_train::{
     Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig,
     StepMetrics, Trainer,
 };
-
 use serde::{Deserialize, Serialize};
 
 use super::engine::engine;
@@ -103,8 +102,6 @@ pub struct Session {
 /// The state of a run that rank 0 reads from its folder.
 #[derive(Serialize, Deserialize)]
 struct Shared {
-    /// The configuration and the digests of the inputs.
-    identity: String,
     /// The checkpoint that the run resumes from.
     checkpoint: Option<PathBuf>,
     metrics: Vec<StepMetrics>,
@@ -184,13 +181,14 @@ impl Session {
             trainer = trainer.with_generator(generator);
         }
         let identity = serde_json::to_string(&(config.to_value()?, &inputs))?;
+        let ranks = trainer.ranks();
+        ranks.ensure_equal("configuration, model, data and rewards", identity)?;
         let mut opened = match trainer.ranks().is_first() {
             true => Some(open(&config, &inputs, &mut trainer, start)?),
             false => None,
         };
         // Metrics are written in a format that names its fields.
         let shared = opened.as_mut().map(|opened| Shared {
-            identity: identity.clone(),
             checkpoint: opened.checkpoint.take(),
             metrics: std::mem::take(&mut opened.metrics),
             evaluated: opened.dir.last_evaluation(),
@@ -201,13 +199,11 @@ impl Session {
         if let (None, Some(checkpoint)) = (&opened, &shared.checkpoint) {
             trainer.load_state(checkpoint)?;
         }
-        ensure!(
-            identity == shared.identity,
-            "rank {}: has another configuration, model, data set or reward than rank 0, must have the same",
-            trainer.ranks().collective().rank()
-        );
-        trainer.ensure_equal_ranks()?;
         let step = trainer.steps();
+        // The first weights are among the inputs.
+        if step > 0 {
+            trainer.ensure_equal_ranks()?;
+        }
         let (dir, replaced) = match opened {
             Some(opened) => (Some(opened.dir), opened.replaced),
             None => (None, None),

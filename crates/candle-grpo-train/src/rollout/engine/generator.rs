@@ -591,20 +591,11 @@ impl Batch {
     }
 
     fn completion(&self, drawn: Drawn, lease: &Lease<'_>) -> Completion {
-        let Drawn {
-            tokens,
-            mut log_probs,
-            end,
-            ..
-        } = drawn;
         // Tokens without a log-prob are context.
-        let written: Vec<bool> = log_probs.iter().map(|x| !x.is_nan()).collect();
+        let written: Vec<bool> = drawn.log_probs.iter().map(|x| !x.is_nan()).collect();
         let written = written.contains(&false).then_some(written);
-        for log_prob in &mut log_probs {
-            if log_prob.is_nan() {
-                *log_prob = 0.;
-            }
-        }
+        let log_probs = drawn.named_log_probs();
+        let Drawn { tokens, end, .. } = drawn;
         let version = lease.weights.as_ref().map_or(0, |weights| weights.version);
         let is_policy = match lease.distribution {
             None => false,

@@ -101,10 +101,7 @@ fn least_changed(log_prob: f64, temperature: f64) -> f64 {
 pub(super) fn validate(answer: &Drawn, vocab_size: usize) -> Result<()> {
     let completion = Completion {
         tokens: answer.tokens.clone(),
-        // Those that the server does not name are NaN.
-        drawn_log_probs: (answer.log_probs.iter())
-            .map(|&log_prob| if log_prob.is_nan() { 0. } else { log_prob })
-            .collect(),
+        drawn_log_probs: answer.named_log_probs(),
         log_probs: None,
         written: None,
         weight_versions: vec![0; answer.tokens.len()],

@@ -129,6 +129,14 @@ pub struct Drawn {
     pub weight_version: Option<String>,
 }
 
+impl Drawn {
+    /// The log-probs, with 0 for those that the server does not name.
+    pub(super) fn named_log_probs(&self) -> Vec<f32> {
+        let named = |&log_prob: &f32| if log_prob.is_nan() { 0. } else { log_prob };
+        self.log_probs.iter().map(named).collect()
+    }
+}
+
 /// The reason why a server has ended a completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
