@@ -157,6 +157,33 @@ def attention(batch, positions, heads, kv_heads, head_dim):
     )
 
 
+def causal_conv(batch, positions, channels, taps):
+    import torch
+    import torch.nn.functional as F
+
+    x, weight = uniform(torch, "cpu", batch, channels, positions), uniform(torch, "cpu", channels, 1, taps)
+    return through_a_graph(
+        lambda x, weight: F.silu(F.conv1d(x, weight, padding=taps - 1, groups=channels)[..., :positions]), x, weight
+    )
+
+
+def gated_delta_rule(batch, positions, key_heads, value_heads, dim):
+    import torch
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    keys = key_heads * dim
+    qkv = uniform(torch, "cpu", batch, positions, 2 * keys + value_heads * dim)
+    g, beta = (torch.rand(batch, positions, value_heads) for _ in range(2))
+    g, beta = (-g).requires_grad_(), beta.requires_grad_()
+
+    def rule(qkv, g, beta):
+        query, key, value = (x.unflatten(-1, (-1, dim)) for x in qkv.split([keys, keys, value_heads * dim], dim=-1))
+        query, key = (x.repeat_interleave(value_heads // key_heads, dim=2) for x in (query, key))
+        return torch_chunk_gated_delta_rule(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+    return through_a_graph(rule, qkv, g, beta)
+
+
 def embedding(tokens, vocab, width):
     import torch
     import torch.nn.functional as F
@@ -215,6 +242,12 @@ def cpu_cases():
     yield beside_pytorch("swiglu", "[1024, 1536], alone", lambda: swiglu(1024, 1536))
     yield beside_pytorch(
         "attention", "[8, 128], 9 and 3 heads of 64, alone", lambda: attention(8, 128, 9, 3, 64)
+    )
+    # The linear attention of Qwen3.5-4B.
+    yield beside_pytorch("causal_conv", "[8, 128, 8192], 4 taps, alone", lambda: causal_conv(8, 128, 8192, 4))
+    yield Case(
+        "gated_delta_rule", "[8, 128], 16 and 32 heads of 128, alone", "f32", "transformers",
+        lambda: gated_delta_rule(8, 128, 16, 32, 128),
     )
     yield beside_pytorch(
         "embedding", "[1024] of [49152, 576], alone", lambda: embedding(1024, 49152, 576)

@@ -1,11 +1,14 @@
 //! The operators of a decoder's layers, at the size of SmolLM2-135M on 8 sequences of 128 tokens.
+//! Those of linear attention have the size of Qwen3.5-4B.
 
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    add_bias, add_bias_gradient, add_embedding_gradient, attention, attention_gradient, composed,
-    embedding, rms_norm, rms_norm_gradient, rope, rope_gradient, swiglu, swiglu_gradient,
+    DeltaHeads, PrefixTree, add_bias, add_bias_gradient, add_embedding_gradient, attention,
+    attention_gradient, causal_conv, causal_conv_gradient, composed, embedding, gated_delta_rule,
+    gated_delta_rule_gradient, rms_norm, rms_norm_gradient, rope, rope_gradient, swiglu,
+    swiglu_gradient,
 };
 
 use crate::case::{Case, Direction, Pair};
@@ -22,6 +25,15 @@ const HEADS: usize = 9;
 const KV_HEADS: usize = 3;
 const HEAD_DIM: usize = 64;
 const EPSILON: f64 = 1e-5;
+const DELTA_HEADS: DeltaHeads = DeltaHeads {
+    key_heads: 16,
+    value_heads: 32,
+    key_dim: 128,
+    value_dim: 128,
+};
+/// Queries, keys and values of [`DELTA_HEADS`].
+const DELTA_WIDTH: usize = 8192;
+const TAPS: usize = 4;
 
 pub(super) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -139,6 +151,61 @@ pub(super) fn cases() -> Vec<Case> {
                                 query, key, value, &masked, HEAD_DIM, scale, &gradient,
                             )
                             .map(drop)
+                        }),
+                    })
+                },
+            ),
+            case(
+                "causal_conv",
+                format!("[{BATCH}, {POSITIONS}, {DELTA_WIDTH}], {TAPS} taps"),
+                way,
+                |device| {
+                    let x = variable(&[TOKENS, DELTA_WIDTH], device)?;
+                    let weight = variable(&[DELTA_WIDTH, TAPS], device)?;
+                    let tree = PrefixTree::new(&[POSITIONS; BATCH])?;
+                    let (constant, taps) = (x.as_detached_tensor(), weight.as_detached_tensor());
+                    let (gradient, same) = (constant.ones_like()?, tree.clone());
+                    Ok(Layer {
+                        graph: Box::new(move |twin| match twin {
+                            Twin::Fused => causal_conv(&x, &weight, &tree),
+                            Twin::Composed => composed::causal_conv(&x, &weight, &tree),
+                        }),
+                        alone: Box::new(move || {
+                            causal_conv(&constant, &taps, &same)?;
+                            causal_conv_gradient(&constant, &taps, &same, &gradient).map(drop)
+                        }),
+                    })
+                },
+            ),
+            case(
+                "gated_delta_rule",
+                format!("[{BATCH}, {POSITIONS}], 16 and 32 heads of 128"),
+                way,
+                |device| {
+                    let qkv = variable(&[TOKENS, DELTA_WIDTH], device)?;
+                    let gate = |seed| {
+                        let shape = (TOKENS, DELTA_HEADS.value_heads);
+                        noise(shape, 0.5, seed, DType::F32, device)? + 0.5
+                    };
+                    let g = Var::from_tensor(&gate(1)?.neg()?)?;
+                    let beta = Var::from_tensor(&gate(2)?)?;
+                    let tree = PrefixTree::new(&[POSITIONS; BATCH])?;
+                    let constants = [&qkv, &g, &beta].map(|x| x.as_detached_tensor());
+                    let values = DELTA_HEADS.value_heads * DELTA_HEADS.value_dim;
+                    let gradient = Tensor::ones((TOKENS, values), DType::F32, device)?;
+                    let same = tree.clone();
+                    Ok(Layer {
+                        graph: Box::new(move |twin| match twin {
+                            Twin::Fused => gated_delta_rule(&qkv, &g, &beta, DELTA_HEADS, &tree),
+                            Twin::Composed => {
+                                composed::gated_delta_rule(&qkv, &g, &beta, DELTA_HEADS, &tree)
+                            }
+                        }),
+                        alone: Box::new(move || {
+                            let inputs = constants.each_ref();
+                            gated_delta_rule(inputs[0], inputs[1], inputs[2], DELTA_HEADS, &same)?;
+                            gated_delta_rule_gradient(inputs, DELTA_HEADS, &same, &gradient)
+                                .map(drop)
                         }),
                     })
                 },

@@ -33,6 +33,9 @@
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
 //! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
+//! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | no |
+//! | [`causal_conv`](causal_conv()), [`delta_gates`](delta_gates()) | the inputs of the gated delta rule | no |
+//! | [`DeltaStates`] | both for decoding, with a state for each sequence | no |
 //! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | yes |
 //!
 //! # Conventions
@@ -59,15 +62,19 @@ mod adamw;
 mod add_bias;
 mod add_matmul;
 mod attention;
+mod causal_conv;
 mod check;
 #[doc(hidden)]
 pub mod composed;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod delta_gates;
+mod delta_states;
 mod device;
 mod draw_tokens;
 mod embedding;
+mod gated_delta_rule;
 mod gradient_norm;
 mod head_transform;
 mod linear_log_prob;
@@ -76,6 +83,7 @@ mod log_prob;
 mod paged_attention;
 mod path;
 mod precision;
+mod prefix_tree;
 mod rms_norm;
 mod rope;
 mod row_map;
@@ -85,9 +93,13 @@ pub use adamw::{AdamWStep, AdamWTensors, adamw};
 pub use add_bias::{add_bias, add_bias_gradient};
 pub use add_matmul::add_matmul;
 pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
+pub use causal_conv::{causal_conv, causal_conv_gradient};
+pub use delta_gates::{delta_gates, delta_gates_gradient};
+pub use delta_states::{DeltaStates, SlotRows};
 pub use device::{cuda_device, default_device};
 pub use draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use embedding::{add_embedding_gradient, embedding};
+pub use gated_delta_rule::{DeltaHeads, gated_delta_rule, gated_delta_rule_gradient};
 pub use gradient_norm::{scale_gradients, squared_gradient_norms};
 pub use head_transform::{HeadNorms, HeadTransform};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
@@ -97,6 +109,7 @@ pub use paged_attention::{
     KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
 };
 pub use precision::arithmetic_dtype;
+pub use prefix_tree::PrefixTree;
 pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
 pub use rope::{rope, rope_angles, rope_gradient};
 pub use row_map::RowMap;

@@ -2,9 +2,12 @@
 
 pub(crate) mod adamw;
 pub(crate) mod attention;
+pub(crate) mod causal_conv;
+pub(crate) mod delta_states;
 pub(crate) mod distribution;
 mod element;
 pub(crate) mod embedding;
+pub(crate) mod gated_delta_rule;
 pub(crate) mod gradient_norm;
 pub(crate) mod linear_log_prob;
 pub(crate) mod linear_rows;

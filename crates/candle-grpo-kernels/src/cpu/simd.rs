@@ -91,3 +91,87 @@ pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let one = simd.splat_f32s(1.0);
     simd.div_f32s(one, simd.add_f32s(one, e))
 }
+
+/// Replaces each x by `f(x, y)`. The slices have one length. `f` also gets zeros, whose results are
+/// dropped.
+#[inline(always)]
+pub(crate) fn map_pairs<S: Simd>(
+    simd: S,
+    x: &mut [f32],
+    y: &[f32],
+    f: impl Fn(S::f32s, S::f32s) -> S::f32s,
+) {
+    let (xs, x_rest) = S::as_mut_simd_f32s(x);
+    let (ys, y_rest) = S::as_simd_f32s(y);
+    for (x, &y) in xs.iter_mut().zip(ys) {
+        *x = f(*x, y);
+    }
+    if !x_rest.is_empty() {
+        let rest = f(
+            simd.partial_load_f32s(x_rest),
+            simd.partial_load_f32s(y_rest),
+        );
+        simd.partial_store_f32s(x_rest, rest);
+    }
+}
+
+/// Replaces each x by `f(x)`, as [`map_pairs`].
+#[inline(always)]
+pub(crate) fn map<S: Simd>(simd: S, x: &mut [f32], f: impl Fn(S::f32s) -> S::f32s) {
+    let (vectors, rest) = S::as_mut_simd_f32s(x);
+    for x in vectors {
+        *x = f(*x);
+    }
+    if !rest.is_empty() {
+        let mapped = f(simd.partial_load_f32s(rest));
+        simd.partial_store_f32s(rest, mapped);
+    }
+}
+
+/// Computes `sum += x * y` for each entry of slices of one length.
+#[inline(always)]
+pub(crate) fn add_products<S: Simd>(simd: S, sum: &mut [f32], x: &[f32], y: &[f32]) {
+    let (sums, sum_rest) = S::as_mut_simd_f32s(sum);
+    let (xs, x_rest) = S::as_simd_f32s(x);
+    let (ys, y_rest) = S::as_simd_f32s(y);
+    for ((sum, &x), &y) in sums.iter_mut().zip(xs).zip(ys) {
+        *sum = simd.mul_add_e_f32s(x, y, *sum);
+    }
+    if !sum_rest.is_empty() {
+        let (x, y) = (
+            simd.partial_load_f32s(x_rest),
+            simd.partial_load_f32s(y_rest),
+        );
+        let total = simd.mul_add_e_f32s(x, y, simd.partial_load_f32s(sum_rest));
+        simd.partial_store_f32s(sum_rest, total);
+    }
+}
+
+/// Computes `x += factor * y`, for slices of one length.
+#[inline(always)]
+pub(crate) fn add_scaled<S: Simd>(simd: S, x: &mut [f32], factor: f32, y: &[f32]) {
+    let factor = simd.splat_f32s(factor);
+    map_pairs(simd, x, y, |x, y| simd.mul_add_e_f32s(factor, y, x));
+}
+
+/// Multiplies `x` by `factor`.
+#[inline(always)]
+pub(crate) fn scale<S: Simd>(simd: S, factor: f32, x: &mut [f32]) {
+    let factor = simd.splat_f32s(factor);
+    map(simd, x, |x| simd.mul_f32s(x, factor));
+}
+
+/// Returns the sum of the products of two slices of one length.
+#[inline(always)]
+pub(crate) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
+    let (xs, x_rest) = S::as_simd_f32s(x);
+    let (ys, y_rest) = S::as_simd_f32s(y);
+    let mut sum = simd.mul_f32s(
+        simd.partial_load_f32s(x_rest),
+        simd.partial_load_f32s(y_rest),
+    );
+    for (&x, &y) in xs.iter().zip(ys) {
+        sum = simd.mul_add_e_f32s(x, y, sum);
+    }
+    simd.reduce_sum_f32s(sum)
+}

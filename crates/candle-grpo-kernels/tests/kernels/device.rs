@@ -4,12 +4,13 @@ use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
 use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute;
 use candle_core::{DType, Device, Error, Result, Tensor, Var};
 use candle_grpo_kernels::{
-    AdamWStep, AdamWTensors, Draw, DrawOptions, HeadNorms, HeadTransform, KeyValuePages,
-    LogProbOptions, RowMap, Sequences, add_bias, add_bias_gradient, add_embedding_gradient,
-    add_matmul, add_rms_norm, arithmetic_dtype, attention, attention_gradient, cuda_device,
-    draw_tokens, embedding, linear_log_prob, linear_rows, log_prob, rms_norm, rms_norm_gradient,
-    rope, rope_angles, rope_gradient, scale_gradients, squared_gradient_norms, swiglu,
-    swiglu_gradient,
+    AdamWStep, AdamWTensors, DeltaHeads, DeltaStates, Draw, DrawOptions, HeadNorms, HeadTransform,
+    KeyValuePages, LogProbOptions, PrefixTree, RowMap, Sequences, SlotRows, add_bias,
+    add_bias_gradient, add_embedding_gradient, add_matmul, add_rms_norm, arithmetic_dtype,
+    attention, attention_gradient, causal_conv, causal_conv_gradient, cuda_device, delta_gates,
+    delta_gates_gradient, draw_tokens, embedding, gated_delta_rule, gated_delta_rule_gradient,
+    linear_log_prob, linear_rows, log_prob, rms_norm, rms_norm_gradient, rope, rope_angles,
+    rope_gradient, scale_gradients, squared_gradient_norms, swiglu, swiglu_gradient,
 };
 use candle_grpo_test_support::{CudaCalls, cuda, message, noise_tensor};
 
@@ -64,6 +65,17 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
         norms: None,
         angles: Some([&angles, &angles]),
     };
+    let heads = DeltaHeads {
+        key_heads: 1,
+        value_heads: 1,
+        key_dim: 1,
+        value_dim: 2,
+    };
+    let (tree, gate) = (PrefixTree::new(&[4])?, zeros(&[4, 1])?);
+    let delta = [&square, &gate, &gate];
+    let gates = [&square, &square, &vector, &vector];
+    let slots = [SlotRows { slot: 0, rows: 4 }];
+    let states = || DeltaStates::new(1, heads, 4, dtype, device);
     Ok(vec![
         ("adamw", adamw()),
         ("add_bias", add_bias(&[(&square, &vector)]).map(drop)),
@@ -86,10 +98,42 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
             attention_gradient(&square, &square, &square, lengths(), 4, 1.0, &square).map(drop),
         ),
         (
+            "causal_conv",
+            causal_conv(&square, &square, &tree).map(drop),
+        ),
+        (
+            "causal_conv_gradient",
+            causal_conv_gradient(&square, &square, &tree, &square).map(drop),
+        ),
+        (
+            "delta_gates",
+            delta_gates(gates[0], gates[1], gates[2], gates[3]).map(drop),
+        ),
+        (
+            "delta_gates_gradient",
+            delta_gates_gradient(gates, [&sum, &sum]).map(drop),
+        ),
+        (
+            "delta_states of a convolution",
+            states().and_then(|states| states.causal_conv(&square, &square, &slots).map(drop)),
+        ),
+        (
+            "delta_states of the rule",
+            states().and_then(|states| states.gated_delta_rule(delta, &slots).map(drop)),
+        ),
+        (
             "draw_tokens",
             draw_tokens(&square, &[draw], &DrawOptions::default()).map(drop),
         ),
         ("embedding", embedding(&ids, &square).map(drop)),
+        (
+            "gated_delta_rule",
+            gated_delta_rule(&square, &gate, &gate, heads, &tree).map(drop),
+        ),
+        (
+            "gated_delta_rule_gradient",
+            gated_delta_rule_gradient(delta, heads, &tree, &square.narrow(1, 0, 2)?).map(drop),
+        ),
         ("head norms", norms.apply([&square, &square]).map(drop)),
         ("rotation", rotation.apply([&square, &square]).map(drop)),
         (

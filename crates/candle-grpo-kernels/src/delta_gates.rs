@@ -1,0 +1,132 @@
+//! The gates of the gated delta rule.
+
+use candle_core::{Result, Tensor, bail};
+
+use crate::check;
+use crate::precision::arithmetic_dtype;
+
+/// The gates of [`gated_delta_rule`](crate::gated_delta_rule()) as in Qwen3-Next and Qwen3.5:
+/// `g = -exp(a_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`. Returns `g` and `beta`.
+///
+/// All arguments have gradients. The operator consists of Candle operations on every device: its
+/// arguments are small beside those of the rule.
+///
+/// # Shapes
+///
+/// - `a`, `b`: `[N, value_heads]`, any float dtype
+/// - `a_log`, `dt_bias`: `[value_heads]`, any float dtype
+/// - results: `[N, value_heads]`, f32 (f64 if `a` is f64)
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::delta_gates;
+///
+/// let zero = Tensor::new(&[[0f32]], &Device::Cpu)?;
+/// let bias = Tensor::new(&[0f32], &Device::Cpu)?;
+/// let (g, beta) = delta_gates(&zero, &zero, &bias, &bias)?;
+/// assert!((g.to_vec2::<f32>()?[0][0] + 2f32.ln()).abs() < 1e-6);
+/// assert_eq!(beta.to_vec2::<f32>()?, [[0.5]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn delta_gates(
+    a: &Tensor,
+    b: &Tensor,
+    a_log: &Tensor,
+    dt_bias: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let Wide { x, b, rate } = Wide::new([a, b, a_log, dt_bias])?;
+    // softplus without overflow. Its gradient is exact, also at 0.
+    let rest = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
+    let softplus = (x.relu()? + rest)?;
+    Ok((softplus.broadcast_mul(&rate)?.neg()?, sigmoid(&b)?))
+}
+
+/// The backward pass of [`delta_gates`], without a graph.
+///
+/// `gradients` are those of `g` and `beta`. Returns the gradients of `a`, `b`, `a_log` and
+/// `dt_bias`, in their shapes and dtypes.
+///
+/// # Errors
+///
+/// Fails as [`delta_gates`], and if the gradients do not have the shape and dtype of its results.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::delta_gates_gradient;
+///
+/// let zero = Tensor::new(&[[0f32]], &Device::Cpu)?;
+/// let bias = Tensor::new(&[0f32], &Device::Cpu)?;
+/// let one = Tensor::new(&[[1f32]], &Device::Cpu)?;
+/// let [a, b, ..] = delta_gates_gradient([&zero, &zero, &bias, &bias], [&one, &one])?;
+/// assert_eq!((a.to_vec2::<f32>()?[0][0], b.to_vec2::<f32>()?[0][0]), (-0.5, 0.25));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn delta_gates_gradient(inputs: [&Tensor; 4], gradients: [&Tensor; 2]) -> Result<[Tensor; 4]> {
+    let inputs = inputs.map(Tensor::detach);
+    let [a, b, a_log, dt_bias] = inputs.each_ref();
+    let (g, beta) = delta_gates(a, b, a_log, dt_bias)?;
+    for (name, gradient, like) in [
+        ("gradients[0]", gradients[0], &g),
+        ("gradients[1]", gradients[1], &beta),
+    ] {
+        check::same_shape(name, gradient, "the result", like)?;
+    }
+    let [of_g, of_beta] = gradients.map(Tensor::detach);
+    let Wide { x, rate, .. } = Wide::new([a, b, a_log, dt_bias])?;
+    let of_x = (of_g.broadcast_mul(&rate)?.neg()? * sigmoid(&x)?)?;
+    let of_b = (of_beta * (&beta * (1.0 - &beta)?)?)?;
+    Ok([
+        of_x.to_dtype(a.dtype())?,
+        of_b.to_dtype(b.dtype())?,
+        (of_g * g)?.sum(0)?.to_dtype(a_log.dtype())?,
+        of_x.sum(0)?.to_dtype(dt_bias.dtype())?,
+    ])
+}
+
+/// The checked arguments in the arithmetic dtype.
+struct Wide {
+    /// `a + dt_bias`
+    x: Tensor,
+    b: Tensor,
+    /// `exp(a_log)`
+    rate: Tensor,
+}
+
+impl Wide {
+    fn new([a, b, a_log, dt_bias]: [&Tensor; 4]) -> Result<Self> {
+        let inputs = [("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)];
+        for (name, x) in inputs {
+            check::float(name, x)?;
+        }
+        let &[rows, heads] = a.dims() else {
+            bail!("a: shape {:?}, must be [N, value_heads]", a.dims());
+        };
+        if b.dims() != [rows, heads] {
+            bail!("b: shape {:?}, must be that of a, {:?}", b.dims(), a.dims());
+        }
+        for (name, x) in &inputs[2..] {
+            if x.dims() != [heads] {
+                bail!(
+                    "{name}: shape {:?}, must be [{heads}], the last dimension of a",
+                    x.dims()
+                );
+            }
+        }
+        check::same_device(&inputs)?;
+        let wide = arithmetic_dtype(a.dtype());
+        Ok(Self {
+            x: a.to_dtype(wide)?.broadcast_add(&dt_bias.to_dtype(wide)?)?,
+            b: b.to_dtype(wide)?,
+            rate: a_log.to_dtype(wide)?.exp()?,
+        })
+    }
+}
+
+/// Returns `1 / (1 + exp(-x))`.
+fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    (x.neg()?.exp()? + 1.0)?.recip()
+}
