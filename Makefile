@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm eval-llm model test test-model test-vllm test-llama mpi test-mpi examples bench bench-raw bench-peers bench-staleness sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm eval-llm model test test-model test-vllm test-llama mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -72,6 +72,10 @@ bench-staleness: model ## compare staleness 1 with staleness 0, the policy itsel
 	scripts/vllm install
 	$(CARGO) build --release --locked -p candle-grpo
 	scripts/staleness
+
+bench-scaling: model ## compare one process with several ranks of MPI: target/scaling/table.md (docs/scaling.md)
+	environment="$$(scripts/mpi)" && eval "$$environment" && \
+	  $(CARGO) build --release --locked --workspace --features candle-grpo/mpi --bin grpo --bin addition && scripts/scaling
 
 sanitize: ## run the tests of the operators under AddressSanitizer
 	scripts/sanitize

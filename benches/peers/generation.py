@@ -63,13 +63,16 @@ class Side:
         return float(seconds)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(description):
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("program", help="our program, target/release/generation")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("target/bench"))
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main():
+    args = arguments(__doc__)
     ours, model = Side(args.program), smollm2_135m()
     rows = []
     for case in CASES:

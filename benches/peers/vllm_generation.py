@@ -6,7 +6,6 @@ so that it computes the prompt once. Each run has new prompts, because vLLM keep
 target/bench/vllm.json and vllm.md.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -14,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from generation import CASES, Side, smollm2_135m_config
+from generation import CASES, Side, arguments, smollm2_135m_config
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -55,12 +53,7 @@ def worker(dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("program", help="our program, target/release/generation")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("target/bench"))
-    args = parser.parse_args()
-
+    args = arguments(__doc__)
     sides = {"candle-grpo f32": Side(args.program)}
     for dtype in DTYPES:
         sides[f"vLLM {dtype}"] = Side(sys.executable, __file__, "--worker", dtype)

@@ -1,9 +1,31 @@
-//! Checks of the tensors of an operation, before a rank communicates.
+//! Checks of the arguments of each operation, before a rank communicates.
 
 use candle_core::{DType, Result, Tensor, bail};
 
+pub(crate) fn all_reduce_sum(tensors: &[&Tensor]) -> Result<()> {
+    summable("all_reduce_sum", tensors)
+}
+
+pub(crate) fn reduce_scatter_sum(tensors: &[&Tensor], world_size: usize) -> Result<()> {
+    summable("reduce_scatter_sum", tensors)?;
+    divisible("reduce_scatter_sum", tensors, world_size)
+}
+
+pub(crate) fn all_gather(tensors: &[&Tensor], world_size: usize) -> Result<()> {
+    copyable("all_gather", tensors)?;
+    divisible("all_gather", tensors, world_size)
+}
+
+pub(crate) fn broadcast(tensors: &[&Tensor], root: usize, world_size: usize) -> Result<()> {
+    copyable("broadcast", tensors)?;
+    if root >= world_size {
+        bail!("broadcast: root {root}, must be below the {world_size} ranks");
+    }
+    Ok(())
+}
+
 /// Checks that the elements of each tensor are one after another.
-pub(crate) fn contiguous(operation: &str, tensors: &[&Tensor]) -> Result<()> {
+fn contiguous(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     for (index, tensor) in tensors.iter().enumerate() {
         if !tensor.is_contiguous() {
             bail!(
@@ -17,7 +39,7 @@ pub(crate) fn contiguous(operation: &str, tensors: &[&Tensor]) -> Result<()> {
 }
 
 /// Checks that each tensor is contiguous, and that its elements can be summed.
-pub(crate) fn summable(operation: &str, tensors: &[&Tensor]) -> Result<()> {
+fn summable(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     contiguous(operation, tensors)?;
     for (index, tensor) in tensors.iter().enumerate() {
         if !matches!(tensor.dtype(), DType::F32 | DType::F64 | DType::BF16) {
@@ -31,7 +53,7 @@ pub(crate) fn summable(operation: &str, tensors: &[&Tensor]) -> Result<()> {
 }
 
 /// Checks that each tensor is contiguous, and that its elements are whole bytes.
-pub(crate) fn copyable(operation: &str, tensors: &[&Tensor]) -> Result<()> {
+fn copyable(operation: &str, tensors: &[&Tensor]) -> Result<()> {
     use DType::{BF16, F16, F32, F64, I16, I32, I64, U8, U32};
     contiguous(operation, tensors)?;
     for (index, tensor) in tensors.iter().enumerate() {
@@ -46,7 +68,7 @@ pub(crate) fn copyable(operation: &str, tensors: &[&Tensor]) -> Result<()> {
 }
 
 /// Checks that each tensor can be divided into a part for each rank.
-pub(crate) fn divisible(operation: &str, tensors: &[&Tensor], world_size: usize) -> Result<()> {
+fn divisible(operation: &str, tensors: &[&Tensor], world_size: usize) -> Result<()> {
     for (index, tensor) in tensors.iter().enumerate() {
         if !tensor.elem_count().is_multiple_of(world_size) {
             bail!(
@@ -54,14 +76,6 @@ pub(crate) fn divisible(operation: &str, tensors: &[&Tensor], world_size: usize)
                 tensor.elem_count()
             );
         }
-    }
-    Ok(())
-}
-
-/// Checks that `root` is a rank.
-pub(crate) fn root(operation: &str, root: usize, world_size: usize) -> Result<()> {
-    if root >= world_size {
-        bail!("{operation}: root {root}, must be below the {world_size} ranks");
     }
     Ok(())
 }

@@ -11,48 +11,31 @@ use std::time::Duration;
 
 use candle_core::{Device, Result, bail};
 use candle_grpo_collective::{Collective, Mpi, connect, launch};
-use common::{Process, cases, check, end_early, one, run};
-use libtest_mimic::{Arguments, Failed, Trial};
+use common::{Process, cases, check, end_early, one, run, trials_of_ends};
+use libtest_mimic::{Failed, Trial};
 
 /// The limits on the time of a job.
 const BOUND: Duration = Duration::from_secs(60);
 const BOUND_OF_CASES: Duration = Duration::from_secs(300);
 
 fn main() -> ExitCode {
-    let mut arguments = std::env::args().skip(1);
-    if arguments.next().as_deref() == Some("rank") {
-        let part = arguments.next().unwrap_or_default();
-        if let Err(error) = rank(&part) {
-            panic!("rank: {error}");
-        }
-        return ExitCode::SUCCESS;
-    }
-    let mut trials: Vec<Trial> = [1, 2, 4]
-        .into_iter()
-        .map(|ranks| {
+    common::main(rank, || {
+        let cases = [1, 2, 4].map(|ranks| {
             Trial::test(format!("every_operation_on_{ranks}_ranks"), move || {
                 let job = job(ranks, "cases", BOUND_OF_CASES)?;
                 check(job.status.success(), "a rank failed", &job)
             })
-        })
-        .collect();
-    for (name, part) in [
-        ("a_rank_that_aborts_ends_the_others", "abort"),
-        ("a_killed_rank_ends_the_others", "kill"),
-        ("a_rank_that_panics_ends_the_others", "panic"),
-        ("a_rank_that_exits_early_ends_the_others", "exit"),
-    ] {
-        trials.push(Trial::test(name, move || {
-            let job = job(4, part, BOUND)?;
-            check(!job.status.success(), "mpirun must fail", &job)?;
-            check(
-                !job.output.contains("survived"),
-                "a rank has not ended",
-                &job,
-            )
-        }));
-    }
-    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+        });
+        cases.into_iter().chain(trials_of_ends(ends)).collect()
+    })
+}
+
+/// Rank 1 ends early, and all others must end.
+fn ends(part: &str) -> std::result::Result<(), Failed> {
+    let job = job(4, part, BOUND)?;
+    check(!job.status.success(), "mpirun must fail", &job)?;
+    let survived = job.output.contains("survived");
+    check(!survived, "a rank has not ended", &job)
 }
 
 /// Runs this program as `ranks` ranks.

@@ -14,8 +14,8 @@ use candle_core::{Device, Result};
 use candle_grpo_collective::launch::{Environment, Launcher};
 use candle_grpo_collective::{Collective, Nccl, connect};
 use candle_grpo_test_support::{CudaCalls, cuda};
-use common::{Process, cases, check, end_early, run};
-use libtest_mimic::{Arguments, Failed, Trial};
+use common::{Process, cases, check, end_early, run, trials_of_ends};
+use libtest_mimic::{Failed, Trial};
 
 type Outcome<T = ()> = std::result::Result<T, Failed>;
 
@@ -24,52 +24,44 @@ const BOUND: Duration = Duration::from_secs(60);
 const BOUND_OF_CASES: Duration = Duration::from_secs(600);
 
 fn main() -> ExitCode {
-    let mut arguments = std::env::args().skip(1);
-    if arguments.next().as_deref() == Some("rank") {
-        let part = arguments.next().unwrap_or_default();
-        if let Err(error) = rank(&part) {
-            panic!("rank: {error}");
+    common::main(rank, || {
+        let gpus = gpus();
+        let cases = [1, 2, 4].into_iter().filter(|ranks| *ranks <= gpus);
+        let mut trials: Vec<Trial> = cases
+            .map(|ranks| {
+                Trial::test(format!("every_operation_on_{ranks}_gpus"), move || {
+                    for rank in run(job(ranks, "cases")?, BOUND_OF_CASES)? {
+                        check(rank.status.success(), "a rank failed", &rank)?;
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        if gpus > 1 {
+            trials.extend(trials_of_ends(ends));
+            trials.push(Trial::test("ranks_of_two_jobs_are_an_error", two_jobs));
         }
-        return ExitCode::SUCCESS;
-    }
-    let is_emulated = CudaCalls::now().is_some();
-    let gpus = if is_emulated {
+        if is_emulated() {
+            trials.push(Trial::test(
+                "a_missing_library_is_an_error",
+                missing_library,
+            ));
+        }
+        trials
+    })
+}
+
+fn is_emulated() -> bool {
+    CudaCalls::now().is_some()
+}
+
+/// The number of GPUs. Emulated ranks need none of their own.
+fn gpus() -> i32 {
+    if is_emulated() {
         4
     } else {
         CudaContext::device_count().unwrap_or(0)
-    };
-    let mut trials: Vec<Trial> = [1, 2, 4]
-        .into_iter()
-        .filter(|ranks| *ranks <= gpus)
-        .map(|ranks| {
-            Trial::test(format!("every_operation_on_{ranks}_gpus"), move || {
-                for rank in run(job(ranks, "cases")?, BOUND_OF_CASES)? {
-                    check(rank.status.success(), "a rank failed", &rank)?;
-                }
-                Ok(())
-            })
-        })
-        .collect();
-    for (name, part) in [
-        ("a_rank_that_aborts_ends_the_others", "abort"),
-        ("a_killed_rank_ends_the_others", "kill"),
-        ("a_rank_that_panics_ends_the_others", "panic"),
-        ("a_rank_that_exits_early_ends_the_others", "exit"),
-    ] {
-        if gpus > 1 {
-            trials.push(Trial::test(name, move || ends(part, gpus.min(4) as usize)));
-        }
     }
-    if gpus > 1 {
-        trials.push(Trial::test("ranks_of_two_jobs_are_an_error", two_jobs));
-    }
-    if is_emulated {
-        trials.push(Trial::test(
-            "a_missing_library_is_an_error",
-            missing_library,
-        ));
-    }
-    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
 /// The commands of the ranks of a job, with the variables of torchrun.
@@ -93,8 +85,8 @@ fn job(ranks: i32, part: &str) -> Outcome<Vec<Command>> {
 }
 
 /// Rank 1 ends early, and all others must end with an error.
-fn ends(part: &str, ranks: usize) -> Outcome {
-    let ranks = run(job(i32::try_from(ranks)?, part)?, BOUND)?;
+fn ends(part: &str) -> Outcome {
+    let ranks = run(job(gpus().min(4), part)?, BOUND)?;
     for (index, rank) in ranks.iter().enumerate() {
         check(
             !rank.output.contains("survived"),

@@ -190,25 +190,22 @@ impl Collective for Nccl {
     }
 
     fn all_reduce_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-        arguments::summable("all_reduce_sum", tensors)?;
+        arguments::all_reduce_sum(tensors)?;
         self.run(Operation::AllReduceSum, tensors)
     }
 
     fn reduce_scatter_sum(&self, tensors: &[&Tensor]) -> Result<()> {
-        arguments::summable("reduce_scatter_sum", tensors)?;
-        arguments::divisible("reduce_scatter_sum", tensors, self.world_size)?;
+        arguments::reduce_scatter_sum(tensors, self.world_size)?;
         self.run(Operation::ReduceScatterSum, tensors)
     }
 
     fn all_gather(&self, tensors: &[&Tensor]) -> Result<()> {
-        arguments::copyable("all_gather", tensors)?;
-        arguments::divisible("all_gather", tensors, self.world_size)?;
+        arguments::all_gather(tensors, self.world_size)?;
         self.run(Operation::AllGather, tensors)
     }
 
     fn broadcast(&self, tensors: &[&Tensor], root: usize) -> Result<()> {
-        arguments::copyable("broadcast", tensors)?;
-        arguments::root("broadcast", root, self.world_size)?;
+        arguments::broadcast(tensors, root, self.world_size)?;
         self.run(Operation::Broadcast { root }, tensors)
     }
 
@@ -223,7 +220,7 @@ impl Collective for Nccl {
         if !self.are_direct(tensors) {
             return self.all_reduce_sum(tensors);
         }
-        arguments::summable("start_all_reduce_sum", tensors)?;
+        arguments::all_reduce_sum(tensors)?;
         self.start(Operation::AllReduceSum, tensors)
     }
 
@@ -231,8 +228,7 @@ impl Collective for Nccl {
         if !self.are_direct(tensors) {
             return self.reduce_scatter_sum(tensors);
         }
-        arguments::summable("start_reduce_scatter_sum", tensors)?;
-        arguments::divisible("start_reduce_scatter_sum", tensors, self.world_size)?;
+        arguments::reduce_scatter_sum(tensors, self.world_size)?;
         self.start(Operation::ReduceScatterSum, tensors)
     }
 

@@ -217,12 +217,20 @@ fn sums_of_floats_have_the_same_bits_on_all_ranks(
 
 fn a_part_of_a_sum_is_on_its_rank(ranks: &dyn Collective, device: &Device) -> Result<()> {
     let (rank, world_size) = (ranks.rank(), ranks.world_size());
-    for dtype in SUMMED {
+    for (dtype, starts) in SUMMED
+        .into_iter()
+        .flat_map(|dtype| [(dtype, false), (dtype, true)])
+    {
         let own: Vec<Tensor> = LENGTHS
             .iter()
             .map(|part| tensor(part * world_size, *part as u64, rank, dtype, device))
             .collect::<Result<_>>()?;
-        ranks.reduce_scatter_sum(&refs(&own))?;
+        if starts {
+            ranks.start_reduce_scatter_sum(&refs(&own))?;
+            ranks.finish()?;
+        } else {
+            ranks.reduce_scatter_sum(&refs(&own))?;
+        }
         for (part, own) in LENGTHS.into_iter().zip(&own) {
             let expected = sum(part * world_size, part as u64, world_size, dtype);
             let range = rank * part..(rank + 1) * part;

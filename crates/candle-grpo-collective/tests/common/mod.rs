@@ -3,10 +3,41 @@
 pub(crate) mod cases;
 mod job;
 
+use std::process::ExitCode;
+
 pub(crate) use job::{Process, check, run};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_collective::Collective;
+use libtest_mimic::{Arguments, Failed, Trial};
+
+/// The `main` of a test that starts itself as ranks, with the arguments `rank` and the part.
+pub(crate) fn main(
+    rank: impl FnOnce(&str) -> Result<()>,
+    trials: impl FnOnce() -> Vec<Trial>,
+) -> ExitCode {
+    let mut arguments = std::env::args().skip(1);
+    if arguments.next().as_deref() == Some("rank") {
+        let part = arguments.next().unwrap_or_default();
+        if let Err(error) = rank(&part) {
+            panic!("rank: {error}");
+        }
+        return ExitCode::SUCCESS;
+    }
+    libtest_mimic::run(&Arguments::from_args(), trials()).exit_code()
+}
+
+/// The tests of [`end_early`]: `ends` runs the ranks of one part.
+pub(crate) fn trials_of_ends(ends: fn(&str) -> std::result::Result<(), Failed>) -> Vec<Trial> {
+    [
+        ("a_rank_that_aborts_ends_the_others", "abort"),
+        ("a_killed_rank_ends_the_others", "kill"),
+        ("a_rank_that_panics_ends_the_others", "panic"),
+        ("a_rank_that_exits_early_ends_the_others", "exit"),
+    ]
+    .map(|(name, part)| Trial::test(name, move || ends(part)))
+    .into()
+}
 
 /// Runs the part of a rank that ends early: rank 1 ends in the way `part`, and the others wait for
 /// it. A rank that gets an answer prints `survived`.

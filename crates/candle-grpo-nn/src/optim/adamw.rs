@@ -257,10 +257,8 @@ impl AdamW {
             .moments
             .iter()
             .map(|(name, moments)| {
-                let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name))
-                else {
-                    bail!("{name}: no variable or no gradient, must have both");
-                };
+                let (parameter, gradient, weight_decay) =
+                    self.inputs(name, parameters, gradients)?;
                 let copy = copies.rounded(parameter);
                 Ok(AdamWTensors {
                     parameter: copy.unwrap_or(parameter),
@@ -268,7 +266,7 @@ impl AdamW {
                     average: &moments.average,
                     square: &moments.square,
                     gradient,
-                    weight_decay: self.weight_decay(name, parameter),
+                    weight_decay,
                 })
             })
             .collect::<Result<Vec<_>>>()?;
@@ -286,10 +284,7 @@ impl AdamW {
     ) -> Result<()> {
         let mut views = Vec::new();
         for (name, moments) in &self.moments {
-            let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name))
-            else {
-                bail!("{name}: no variable or no gradient, must have both");
-            };
+            let (parameter, gradient, weight_decay) = self.inputs(name, parameters, gradients)?;
             let elements = parameter.elem_count();
             let parts = (
                 shard.own(parameter)?,
@@ -297,7 +292,7 @@ impl AdamW {
                 shard.kept_parts(&moments.average, elements)?,
                 shard.kept_parts(&moments.square, elements)?,
             );
-            views.push((parts, self.weight_decay(name, parameter)));
+            views.push((parts, weight_decay));
         }
         // The part and the remainder of a parameter share memory.
         for i in 0..2 {
@@ -323,11 +318,21 @@ impl AdamW {
         shard.all_gather(&whole)
     }
 
-    fn weight_decay(&self, name: &str, parameter: &Var) -> f64 {
-        match self.config.decay.applies(name, parameter) {
+    /// The variable, the gradient and the weight decay of a parameter.
+    fn inputs<'a>(
+        &self,
+        name: &str,
+        parameters: &'a Parameters,
+        gradients: &'a Gradients,
+    ) -> Result<(&'a Var, &'a Tensor, f64)> {
+        let (Some(parameter), Some(gradient)) = (parameters.get(name), gradients.get(name)) else {
+            bail!("{name}: no variable or no gradient, must have both");
+        };
+        let weight_decay = match self.config.decay.applies(name, parameter) {
             true => self.config.weight_decay,
             false => 0.0,
-        }
+        };
+        Ok((parameter, gradient, weight_decay))
     }
 
     /// The learning rate of the next step.

@@ -686,6 +686,32 @@ fn the_end_of_the_trainer_ends_the_thread() {
 }
 
 #[test]
+fn the_end_of_the_trainer_ends_a_thread_that_waits_for_an_evaluation() {
+    let recorder = Recorder::new(|stream, _| {
+        // The evaluation begins long before the last of these steps is drawn.
+        if stream > 1 {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    });
+    let (ended, end) = channel();
+    let own = recorder.clone();
+    let run = std::thread::spawn(move || {
+        let mut trainer = trainer(digest, config(200)).with_generator(own);
+        trainer.step().unwrap();
+        drop(trainer.sampler(sampling()).unwrap());
+        // The thread finds the generator reserved.
+        std::thread::sleep(Duration::from_millis(50));
+        drop(trainer);
+        ended.send(()).unwrap();
+    });
+    end.recv_timeout(NEVER).unwrap();
+    run.join().unwrap();
+    assert!(recorder.draws().len() < 200);
+    assert_eq!(Arc::strong_count(&recorder), 1);
+}
+
+#[test]
 fn a_finished_run_has_drawn_its_last_step_and_none_after_it() {
     struct Counted(Arc<AtomicUsize>);
     impl RewardFunction for Counted {

@@ -1,6 +1,6 @@
 //! The training step as a whole.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::common::{
@@ -15,9 +15,10 @@ use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{
     Example, LearningRateSchedule, OldLogProbs, PretrainConfig, pretrain,
 };
+use candle_grpo_train::progress::{NoProgress, Phase};
 use candle_grpo_train::{
-    Actor, ActorConfig, ComputeDType, RewardFunction, Sample, StepMetrics, TrainConfig, Trainer,
-    evaluate,
+    Actor, ActorConfig, ComputeDType, Interrupted, Progress, RewardFunction, Sample, StepMetrics,
+    TrainConfig, Trainer, evaluate,
 };
 use rstest::rstest;
 use std::collections::HashMap;
@@ -385,4 +386,73 @@ fn pretraining_learns_its_examples() {
         ..config
     };
     assert_eq!(error(&examples, &none), "batch_size: 0, must be at least 1");
+}
+
+/// The phases of a step with their units, and a request to stop.
+#[derive(Default)]
+struct Phases {
+    begun: Mutex<Vec<(Phase, usize)>>,
+    advanced: Mutex<Vec<usize>>,
+    stop: AtomicBool,
+}
+
+impl Progress for Phases {
+    fn begin(&self, phase: Phase, units: usize) {
+        self.begun.lock().unwrap().push((phase, units));
+        self.advanced.lock().unwrap().push(0);
+    }
+
+    fn advance(&self, units: usize, _: usize) {
+        *self.advanced.lock().unwrap().last_mut().unwrap() += units;
+    }
+
+    fn is_canceled(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn a_step_reports_its_phases() {
+    let phases = Arc::new(Phases::default());
+    let trainer = try_trainer(share_of_a, config()).unwrap();
+    let mut trainer = trainer.with_progress(phases.clone());
+    assert!(!trainer.step().unwrap().skipped);
+    // Two epochs train on every completion.
+    let expected = [(Phase::Sample, 12), (Phase::Score, 12), (Phase::Learn, 24)];
+    assert_eq!(*phases.begun.lock().unwrap(), expected);
+    assert_eq!(*phases.advanced.lock().unwrap(), [12, 12, 24]);
+}
+
+/// Requests a stop while it computes scores, and expects to receive the request itself.
+struct Stopping {
+    phases: Arc<Phases>,
+    progress: Arc<dyn Progress>,
+}
+
+impl RewardFunction for Stopping {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        self.phases.stop.store(true, Ordering::SeqCst);
+        assert!(self.progress.is_canceled());
+        Ok(samples.iter().map(share_of_a).collect())
+    }
+
+    fn set_progress(&mut self, progress: Arc<dyn Progress>) {
+        self.progress = progress;
+    }
+}
+
+#[test]
+fn a_request_to_stop_during_the_scores_ends_the_step_before_it_trains() {
+    let phases = Arc::new(Phases::default());
+    let reward = Stopping {
+        phases: phases.clone(),
+        progress: Arc::new(NoProgress),
+    };
+    let trainer = try_trainer(reward, config()).unwrap();
+    let mut trainer = trainer.with_progress(phases.clone());
+    let error = trainer.step().unwrap_err();
+    assert!(error.is::<Interrupted>(), "{error:#}");
+    let begun = phases.begun.lock().unwrap();
+    assert!(begun.iter().all(|(phase, _)| *phase != Phase::Learn));
+    assert_eq!(trainer.steps(), 0);
 }
