@@ -85,7 +85,7 @@ impl Decoder {
         ids.extend(positions);
         let ids_and_positions = Tensor::from_vec(ids, (2, n), device)?;
         let pass = Pass {
-            angles: &self.rope.angles(&ids_and_positions.get(1)?)?,
+            angles: &self.angles(&ids_and_positions.get(1)?)?,
             context: match &prompts {
                 None => Context::Cache { cache, batch },
                 Some(attention) => Context::Prompts {

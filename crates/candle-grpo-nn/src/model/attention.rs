@@ -1,10 +1,11 @@
-//! The attention half of a block.
+//! Attention, a token mixer.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{HeadNorms, HeadTransform};
 use candle_nn::VarBuilder;
 
-use crate::DecoderConfig;
+use crate::model::architecture::{AttentionPlan, NormPlan};
+use crate::model::block::Mixer;
 use crate::model::linear::Linear;
 use crate::model::norm::RmsNorm;
 use crate::model::pass::{Pass, QueryKeyValue};
@@ -19,13 +20,13 @@ pub(crate) struct Attention {
     key: Linear,
     value: Linear,
     output: Linear,
-    head_norms: Option<QueryKeyNorms>,
-    rotates: bool,
-    head_dim: usize,
+    norms: Option<QueryKeyNorms>,
+    /// The index of the rotation, if query and key rotate.
+    rotation: Option<usize>,
     scale: f64,
 }
 
-/// RMSNorms of each head of query and key, before the rotation.
+/// RMSNorms of query and key before the rotation.
 #[derive(Debug, Clone)]
 struct QueryKeyNorms {
     query: RmsNorm,
@@ -44,40 +45,52 @@ pub(crate) struct AttentionRecord {
 }
 
 impl Attention {
-    pub(crate) fn new(config: &DecoderConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
-        let (hidden, head_dim) = (config.hidden_size, config.head_dim());
-        let (query_width, key_width) = (
-            config.num_attention_heads * head_dim,
-            config.num_key_value_heads * head_dim,
-        );
-        let input =
-            |width, name| Linear::new(hidden, width, config.has_input_biases(), vb.pp(name));
-        let head_norm = |name| RmsNorm::new(head_dim, config.rms_norm_eps, vb.pp(name));
-        let head_norms = || {
+    pub(crate) fn new(plan: &AttentionPlan, layer: usize, vb: &VarBuilder) -> Result<Self> {
+        let [query, key, value] = &plan.inputs;
+        let norms = |[query, key]: &[NormPlan; 2]| {
             Ok::<_, candle_core::Error>(QueryKeyNorms {
-                query: head_norm("q_norm")?,
-                key: head_norm("k_norm")?,
+                query: RmsNorm::new(query, vb)?,
+                key: RmsNorm::new(key, vb)?,
             })
         };
         Ok(Self {
             layer,
-            query: input(query_width, "q_proj")?,
-            key: input(key_width, "k_proj")?,
-            value: input(key_width, "v_proj")?,
-            output: Linear::new(query_width, hidden, config.attention_bias, vb.pp("o_proj"))?,
-            head_norms: config.has_head_norms().then(head_norms).transpose()?,
-            rotates: config.rotates(layer),
-            head_dim,
-            scale: config.attention_scale(),
+            query: Linear::new(query, vb)?,
+            key: Linear::new(key, vb)?,
+            value: Linear::new(value, vb)?,
+            output: Linear::new(&plan.output, vb)?,
+            norms: plan.norms.as_ref().map(norms).transpose()?,
+            rotation: plan.rotation,
+            scale: plan.scale,
         })
     }
 
-    /// `[N, hidden]` to `[N, hidden]`.
-    pub(crate) fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
+    /// The norms and the rotation of the heads.
+    fn transform<'a>(&'a self, pass: &'a Pass) -> HeadTransform<'a> {
+        let norms = self.norms.as_ref().map(|norms| {
+            let ((query, epsilon), (key, _)) = (norms.query.parts(), norms.key.parts());
+            HeadNorms {
+                weights: [query, key],
+                epsilon,
+            }
+        });
+        HeadTransform {
+            norms,
+            angles: self
+                .rotation
+                .map(|rotation| pass.angles[rotation].tables()),
+        }
+    }
+}
+
+impl Mixer for Attention {
+    type Record = AttentionRecord;
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
         let projected =
             Linear::forward_all([&self.query, &self.key, &self.value], x, pass.products())?;
         let before_norm = self
-            .head_norms
+            .norms
             .is_some()
             .then(|| (projected[0].clone(), projected[1].clone()));
         let (query_key_value, mixed, log_sums) =
@@ -92,23 +105,7 @@ impl Attention {
         Ok((y, record))
     }
 
-    /// The norms and the rotation of the heads.
-    fn transform<'a>(&'a self, pass: &'a Pass) -> HeadTransform<'a> {
-        let norms = self.head_norms.as_ref().map(|norms| {
-            let ((query, epsilon), (key, _)) = (norms.query.parts(), norms.key.parts());
-            HeadNorms {
-                weights: [query, key],
-                epsilon,
-            }
-        });
-        HeadTransform {
-            norms,
-            angles: self.rotates.then(|| pass.angles.tables()),
-        }
-    }
-
-    /// Returns the gradient of `x` from that of the result.
-    pub(crate) fn backward(
+    fn backward(
         &self,
         x: &Tensor,
         record: AttentionRecord,
@@ -129,9 +126,9 @@ impl Attention {
         [query_gradient, key_gradient] = self
             .transform(pass)
             .rotate_back([&query_gradient, &key_gradient])?;
-        if let (Some(norms), Some((query, key))) = (&self.head_norms, before_norm) {
-            query_gradient = self.norm_backward(&norms.query, &query, &query_gradient, sink)?;
-            key_gradient = self.norm_backward(&norms.key, &key, &key_gradient, sink)?;
+        if let (Some(norms), Some((query, key))) = (&self.norms, before_norm) {
+            query_gradient = norms.query.backward_heads(&query, &query_gradient, sink)?;
+            key_gradient = norms.key.backward_heads(&key, &key_gradient, sink)?;
         }
         let x_gradient = self.query.backward(x, &query_gradient, None, sink)?;
         let x_gradient = self
@@ -139,22 +136,5 @@ impl Attention {
             .backward(x, &key_gradient, Some(x_gradient), sink)?;
         self.value
             .backward(x, &value_gradient, Some(x_gradient), sink)
-    }
-
-    /// `[N, heads * head_dim]` to `[N, heads, head_dim]`.
-    fn heads(&self, x: &Tensor) -> Result<Tensor> {
-        x.reshape((x.dim(0)?, (), self.head_dim))
-    }
-
-    /// The backward pass of a norm of each head.
-    fn norm_backward(
-        &self,
-        norm: &RmsNorm,
-        x: &Tensor,
-        gradient: &Tensor,
-        sink: &mut GradSink,
-    ) -> Result<Tensor> {
-        norm.backward(&self.heads(x)?, &self.heads(gradient)?, sink)?
-            .reshape(x.shape())
     }
 }

@@ -3,65 +3,79 @@
 use candle_core::{Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::DecoderConfig;
-use crate::model::attention::{Attention, AttentionRecord};
-use crate::model::mlp::{Mlp, MlpRecord};
+use crate::model::architecture::{BlockPlan, SublayerPlan};
+use crate::model::attention::Attention;
+use crate::model::mlp::Mlp;
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
 use crate::optim::grad_sink::GradSink;
 
-/// `m = x + attention(norm(x))`, `y = m + mlp(norm(m))`.
+/// A part of a block that maps hidden states `[N, hidden]` to a change of them.
+pub(crate) trait Mixer {
+    /// The tensors of a forward pass that the backward pass needs.
+    type Record;
+
+    /// `[N, hidden]` to `[N, hidden]`.
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, Self::Record)>;
+
+    /// Returns the gradient of `x` from that of the result.
+    fn backward(
+        &self,
+        x: &Tensor,
+        record: Self::Record,
+        pass: &Pass,
+        gradient: &Tensor,
+        sink: &mut GradSink,
+    ) -> Result<Tensor>;
+}
+
+/// A token mixer, then a channel mixer.
 #[derive(Debug, Clone)]
 pub(crate) struct Block {
-    attention_norm: RmsNorm,
-    attention: Attention,
-    mlp_norm: RmsNorm,
-    mlp: Mlp,
+    attention: Sublayer<Attention>,
+    mlp: Sublayer<Mlp>,
 }
 
 /// The tensors of a forward pass that the backward pass needs.
 pub(crate) struct BlockRecord {
-    /// The input.
-    pub(crate) x: Tensor,
-    attention_input: Tensor,
-    attention: AttentionRecord,
-    middle: Tensor,
-    mlp_input: Tensor,
-    mlp: MlpRecord,
+    attention: SublayerRecord<Attention>,
+    mlp: SublayerRecord<Mlp>,
+}
+
+/// `x + mixer(norm(x))`.
+#[derive(Debug, Clone)]
+struct Sublayer<M> {
+    before: RmsNorm,
+    mixer: M,
+}
+
+struct SublayerRecord<M: Mixer> {
+    x: Tensor,
+    /// The input of the mixer.
+    input: Tensor,
+    mixer: M::Record,
 }
 
 impl Block {
-    pub(crate) fn new(config: &DecoderConfig, layer: usize, vb: VarBuilder) -> Result<Self> {
-        let norm = |name| RmsNorm::new(config.hidden_size, config.rms_norm_eps, vb.pp(name));
+    pub(crate) fn new(plan: &BlockPlan, layer: usize, vb: &VarBuilder) -> Result<Self> {
+        let attention = |plan: &_| Attention::new(plan, layer, vb);
         Ok(Self {
-            attention_norm: norm("input_layernorm")?,
-            attention: Attention::new(config, layer, vb.pp("self_attn"))?,
-            mlp_norm: norm("post_attention_layernorm")?,
-            mlp: Mlp::new(config, vb.pp("mlp"))?,
+            attention: Sublayer::new(&plan.attention, vb, attention)?,
+            mlp: Sublayer::new(&plan.mlp, vb, |plan| Mlp::new(plan, vb))?,
         })
     }
 
-    /// `x`, `[N, hidden]`, to `m` and `mlp(norm(m))`, whose sum is the result. With `change`, the
-    /// input is `x + change`: each sum and its norm are one operation.
+    /// `x`, `[N, hidden]`, to two tensors whose sum is the result. With `change`, the input is
+    /// `x + change`: each sum and its norm are one operation.
     pub(crate) fn forward(
         &self,
         x: &Tensor,
         change: Option<&Tensor>,
         pass: &Pass,
     ) -> Result<([Tensor; 2], BlockRecord)> {
-        let (x, attention_input) = self.attention_norm.forward_sum(x, change)?;
-        let (mixed, attention) = self.attention.forward(&attention_input, pass)?;
-        let (middle, mlp_input) = self.mlp_norm.forward_sum(&x, Some(&mixed))?;
-        let (y, mlp) = self.mlp.forward(&mlp_input, pass.products())?;
-        let record = BlockRecord {
-            x,
-            attention_input,
-            attention,
-            middle: middle.clone(),
-            mlp_input,
-            mlp,
-        };
-        Ok(([middle, y], record))
+        let (y, attention) = self.attention.forward(x, change, pass)?;
+        let (y, mlp) = self.mlp.forward(&attention.x, Some(&y), pass)?;
+        Ok(([mlp.x.clone(), y], BlockRecord { attention, mlp }))
     }
 
     /// Returns the gradient of `x` from that of the result.
@@ -72,23 +86,53 @@ impl Block {
         gradient: Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let input_gradient = self
-            .mlp
-            .backward(&record.mlp_input, record.mlp, &gradient, sink)?;
-        let middle_gradient = self
-            .mlp_norm
-            .backward(&record.middle, &input_gradient, sink)?;
-        let gradient = (gradient + middle_gradient)?;
-        let input_gradient = self.attention.backward(
-            &record.attention_input,
-            record.attention,
-            pass,
-            &gradient,
-            sink,
-        )?;
-        gradient
-            + self
-                .attention_norm
-                .backward(&record.x, &input_gradient, sink)?
+        let gradient = self.mlp.backward(record.mlp, pass, gradient, sink)?;
+        self.attention
+            .backward(record.attention, pass, gradient, sink)
+    }
+}
+
+impl BlockRecord {
+    /// The input.
+    pub(crate) fn into_input(self) -> Tensor {
+        self.attention.x
+    }
+}
+
+impl<M: Mixer> Sublayer<M> {
+    fn new<P>(
+        plan: &SublayerPlan<P>,
+        vb: &VarBuilder,
+        mixer: impl FnOnce(&P) -> Result<M>,
+    ) -> Result<Self> {
+        Ok(Self {
+            before: RmsNorm::new(&plan.before, vb)?,
+            mixer: mixer(&plan.mixer)?,
+        })
+    }
+
+    /// Returns the change of the input `x + change`. The record has the input.
+    fn forward(
+        &self,
+        x: &Tensor,
+        change: Option<&Tensor>,
+        pass: &Pass,
+    ) -> Result<(Tensor, SublayerRecord<M>)> {
+        let (x, input) = self.before.forward_sum(x, change)?;
+        let (y, mixer) = self.mixer.forward(&input, pass)?;
+        Ok((y, SublayerRecord { x, input, mixer }))
+    }
+
+    /// Returns the gradient of the input from that of the sum of input and change.
+    fn backward(
+        &self,
+        record: SublayerRecord<M>,
+        pass: &Pass,
+        gradient: Tensor,
+        sink: &mut GradSink,
+    ) -> Result<Tensor> {
+        let SublayerRecord { x, input, mixer } = record;
+        let through = self.mixer.backward(&input, mixer, pass, &gradient, sink)?;
+        gradient + self.before.backward(&x, &through, sink)?
     }
 }

@@ -2,11 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{Result, Shape};
+use candle_core::{Error, Result, Shape, bail};
 use candle_grpo_core::validate::{self, Name, check};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::model::family::ModelType;
+use crate::json;
+use crate::model::architecture::{Architecture, Parameter};
+use crate::model::families::ModelType;
 use crate::model::rope_scaling::RopeScaling;
 
 /// Upper bound of `num_hidden_layers`. Parameter names are listed block by block before a weight is
@@ -66,6 +69,42 @@ pub struct DecoderConfig {
     pub mlp_bias: bool,
 }
 
+/// The fields that every family has. [`Family::keys`](crate::model::families::Family) lists others.
+const COMMON: [&str; 13] = [
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+];
+
+/// Reads `num_hidden_layers` from a `config.json`, for a list with an entry for each block.
+pub(crate) fn num_hidden_layers(config: &Map<String, Value>) -> Result<usize> {
+    const KEY: &str = "num_hidden_layers";
+    let Some(found) = config.get(KEY) else {
+        bail!("{KEY}: absent, must be given");
+    };
+    let layers = found.as_u64().and_then(|layers| usize::try_from(layers).ok());
+    let Some(layers) = layers else {
+        bail!("{KEY}: {found}, must be {}", json::kind("usize"));
+    };
+    check_layers(layers)?;
+    Ok(layers)
+}
+
+fn check_layers(layers: usize) -> validate::Checked {
+    let must = format!("be at most {MAX_LAYERS}");
+    check(layers <= MAX_LAYERS, "num_hidden_layers", layers, &must)
+}
+
 fn default_rms_norm_eps() -> f64 {
     1e-6
 }
@@ -120,14 +159,8 @@ impl DecoderConfig {
         ] {
             validate::at_least_one(name, value)?;
         }
-        let family = self.model_type.family();
         let (heads, key_value_heads) = (self.num_attention_heads, self.num_key_value_heads);
-        check(
-            self.num_hidden_layers <= MAX_LAYERS,
-            "num_hidden_layers",
-            self.num_hidden_layers,
-            &format!("be at most {MAX_LAYERS}"),
-        )?;
+        check_layers(self.num_hidden_layers)?;
         check(
             u32::try_from(self.vocab_size).is_ok(),
             "vocab_size",
@@ -155,56 +188,43 @@ impl DecoderConfig {
         )?;
         validate::positive("rms_norm_eps", self.rms_norm_eps)?;
         validate::positive("rope_theta", self.rope_theta)?;
-        let rotates = format!("{:?}", self.no_rope_layers);
-        check(
-            self.no_rope_layers.is_empty() || family.no_rope_layers,
-            "no_rope_layers",
-            &rotates,
-            &format!("be empty for model_type {}", Name(&self.model_type)),
-        )?;
+        self.check_keys()?;
         check(
             self.no_rope_layers.is_empty()
                 || self.no_rope_layers.len() == self.num_hidden_layers
                     && self.no_rope_layers.iter().all(|&rotates| rotates <= 1),
             "no_rope_layers",
-            &rotates,
+            format!("{:?}", self.no_rope_layers),
             &format!(
                 "be empty or {} zeros and ones, one for each block",
                 self.num_hidden_layers
             ),
         )?;
-        for (name, value, possible) in [
-            (
-                "attention_bias",
-                self.attention_bias,
-                family.optional_attention_bias,
-            ),
-            ("mlp_bias", self.mlp_bias, family.optional_mlp_bias),
-        ] {
-            check(
-                possible || !value,
-                name,
-                value,
-                &format!("be false for model_type {}", Name(&self.model_type)),
-            )?;
-        }
         Ok(self.rope_scaling.validate("rope_scaling")?)
     }
 
-    /// Returns whether the query, key and value projections have a bias. That of the output
-    /// projection is `attention_bias`.
-    pub(crate) fn has_input_biases(&self) -> bool {
-        self.attention_bias || self.model_type.family().input_biases
+    /// Checks that fields which this family does not have are not set.
+    fn check_keys(&self) -> Result<()> {
+        let keys = self.model_type.family().keys;
+        let fields = serde_json::to_value(self).map_err(Error::wrap)?;
+        for (name, value) in fields.as_object().into_iter().flatten() {
+            let must = match value {
+                Value::Bool(_) => "be false",
+                _ => "be absent",
+            };
+            check(
+                COMMON.contains(&name.as_str()) || keys.contains(&name.as_str()),
+                name,
+                value,
+                &format!("{must} for model_type {}", Name(&self.model_type)),
+            )?;
+        }
+        Ok(())
     }
 
-    /// Returns whether each head of query and key is normalized.
-    pub(crate) fn has_head_norms(&self) -> bool {
-        self.model_type.family().head_norms
-    }
-
-    /// Returns whether query and key of block `layer` are rotated.
-    pub(crate) fn rotates(&self, layer: usize) -> bool {
-        self.no_rope_layers.get(layer) != Some(&0)
+    /// The parts of the decoder.
+    pub(crate) fn architecture(&self) -> Architecture {
+        (self.model_type.family().architecture)(self)
     }
 
     /// Width of one head: the field if present, else `hidden_size / num_attention_heads`.
@@ -216,66 +236,12 @@ impl DecoderConfig {
         })
     }
 
-    /// The factor of the scores of attention.
-    pub(crate) fn attention_scale(&self) -> f64 {
-        (self.head_dim() as f64).powf(-0.5)
-    }
-
     /// The Hugging Face name and the shape of every parameter, in sorted order.
     ///
     /// With tied embeddings there is no `lm_head.weight`.
     pub fn parameter_shapes(&self) -> BTreeMap<String, Shape> {
-        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
-        let queries = self.num_attention_heads.saturating_mul(self.head_dim());
-        let keys = self.num_key_value_heads.saturating_mul(self.head_dim());
-        let (input_bias, output_bias, mlp_bias) =
-            (self.has_input_biases(), self.attention_bias, self.mlp_bias);
-        let linear_maps = [
-            ("self_attn.q_proj", queries, hidden, input_bias),
-            ("self_attn.k_proj", keys, hidden, input_bias),
-            ("self_attn.v_proj", keys, hidden, input_bias),
-            ("self_attn.o_proj", hidden, queries, output_bias),
-            ("mlp.gate_proj", inner, hidden, mlp_bias),
-            ("mlp.up_proj", inner, hidden, mlp_bias),
-            ("mlp.down_proj", hidden, inner, mlp_bias),
-        ];
-        let mut norms = vec![
-            ("input_layernorm", hidden),
-            ("post_attention_layernorm", hidden),
-        ];
-        if self.has_head_norms() {
-            norms.extend(
-                ["self_attn.q_norm", "self_attn.k_norm"].map(|name| (name, self.head_dim())),
-            );
-        }
-        let mut shapes = BTreeMap::new();
-        let mut insert = |name: String, shape: Shape| shapes.insert(name, shape);
-        insert(
-            "model.embed_tokens.weight".to_owned(),
-            Shape::from((self.vocab_size, hidden)),
-        );
-        insert("model.norm.weight".to_owned(), Shape::from(hidden));
-        if !self.tie_word_embeddings {
-            insert(
-                "lm_head.weight".to_owned(),
-                Shape::from((self.vocab_size, hidden)),
-            );
-        }
-        for layer in 0..self.num_hidden_layers {
-            let block = format!("model.layers.{layer}");
-            for (name, outputs, inputs, bias) in linear_maps {
-                insert(
-                    format!("{block}.{name}.weight"),
-                    Shape::from((outputs, inputs)),
-                );
-                if bias {
-                    insert(format!("{block}.{name}.bias"), Shape::from(outputs));
-                }
-            }
-            for (name, width) in &norms {
-                insert(format!("{block}.{name}.weight"), Shape::from(*width));
-            }
-        }
-        shapes
+        let parameters = self.architecture().parameters(self);
+        let shape = |(name, parameter): (String, Parameter)| (name, parameter.shape);
+        parameters.into_iter().map(shape).collect()
     }
 }

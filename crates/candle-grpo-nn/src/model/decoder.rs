@@ -11,12 +11,12 @@ use crate::model::language_model::check_hidden_gradient;
 use crate::model::named_weight::NamedWeight;
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
-use crate::model::rope::Rope;
+use crate::model::rope::{Rope, RopeAngles};
 use crate::optim::grad_sink::GradSink;
 use crate::{Backward, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
 
-/// A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention and SwiGLU, with
-/// the options of [`DecoderConfig`].
+/// A decoder-only transformer of one of the families of [`ModelType`](crate::ModelType), with the
+/// options of [`DecoderConfig`].
 ///
 /// Every operator differentiates. A decoder records Candle's graph if it is built from
 /// [`Parameters::var_builder`](crate::Parameters::var_builder). One that is built from
@@ -33,7 +33,7 @@ pub struct Decoder {
     blocks: Vec<Block>,
     norm: RmsNorm,
     output: NamedWeight,
-    pub(crate) rope: Rope,
+    ropes: Vec<Rope>,
     activation_checkpointing: bool,
 }
 
@@ -47,8 +47,15 @@ impl Decoder {
         let model = vb.pp("model");
         let shape = (config.vocab_size, config.hidden_size);
         let embedding = NamedWeight::get(&model.pp("embed_tokens"), shape, "weight")?;
-        let blocks = (0..config.num_hidden_layers)
-            .map(|layer| Block::new(config, layer, model.pp("layers").pp(layer)))
+        let architecture = config.architecture();
+        let layers = model.pp("layers");
+        let blocks = architecture.blocks.iter().enumerate();
+        let blocks = blocks
+            .map(|(layer, plan)| Block::new(plan, layer, &layers.pp(layer)))
+            .collect::<Result<Vec<_>>>()?;
+        let ropes = architecture.rotations.iter();
+        let ropes = ropes
+            .map(|rotation| Rope::new(rotation, vb.dtype(), vb.device()))
             .collect::<Result<Vec<_>>>()?;
         let output = if config.tie_word_embeddings {
             embedding.clone()
@@ -58,8 +65,8 @@ impl Decoder {
         Ok(Self {
             config: config.clone(),
             blocks,
-            norm: RmsNorm::new(config.hidden_size, config.rms_norm_eps, model.pp("norm"))?,
-            rope: Rope::new(config, vb.dtype(), vb.device())?,
+            norm: RmsNorm::new(&architecture.norm, &vb)?,
+            ropes,
             embedding,
             output,
             activation_checkpointing: false,
@@ -104,6 +111,12 @@ impl Decoder {
     /// The rows `[N, H]` of the embedding of `ids` `[N]`.
     pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
         embedding(ids, &self.embedding.tensor)
+    }
+
+    /// The angles of positions, for each rotation.
+    pub(crate) fn angles(&self, positions: &Tensor) -> Result<Vec<RopeAngles>> {
+        let angles = self.ropes.iter().map(|rope| rope.angles(positions));
+        angles.collect()
     }
 
     /// `[N, H]` through all blocks, to two tensors whose sum is the result. Without blocks there is
@@ -215,7 +228,7 @@ impl LanguageModel for Decoder {
         for block in &self.blocks {
             let ([sum, y], record) = block.forward(&x, change.as_ref(), &input.pass())?;
             blocks.push(if self.activation_checkpointing {
-                Kept::Input(record.x)
+                Kept::Input(record.into_input())
             } else {
                 Kept::All(record)
             });

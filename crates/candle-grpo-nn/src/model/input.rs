@@ -12,7 +12,7 @@ use crate::{Decoder, PackedTokens};
 pub(crate) struct Input {
     /// `[N]`
     pub(crate) ids: Tensor,
-    angles: RopeAngles,
+    angles: Vec<RopeAngles>,
     attention: CausalAttention,
     shared: Option<SharedRows>,
 }
@@ -28,7 +28,7 @@ impl Input {
         let positions = (real.cumsum(1)? - 1.0)?.maximum(0.0)?;
         Ok(Self {
             ids: ids.flatten_all()?,
-            angles: decoder.rope.angles(&positions)?,
+            angles: decoder.angles(&positions)?,
             attention: attention(decoder, Sequences::Padded(&real.to_dtype(DType::U8)?)),
             shared: None,
         })
@@ -53,7 +53,7 @@ impl Input {
         let positions = Tensor::new(positions, tokens.ids().device())?;
         Ok(Self {
             ids: tokens.ids().clone(),
-            angles: decoder.rope.angles(&positions)?,
+            angles: decoder.angles(&positions)?,
             attention: attention(decoder, Sequences::Packed(lengths)),
             shared: SharedRows::new(tokens)?,
         })
@@ -72,8 +72,8 @@ impl Input {
 
 /// Attention within whole sequences, as all blocks of the decoder compute it.
 pub(crate) fn attention(decoder: &Decoder, sequences: Sequences) -> CausalAttention {
-    let config = decoder.config();
-    CausalAttention::new(sequences, config.head_dim(), config.attention_scale())
+    let head_dim = decoder.config().head_dim();
+    CausalAttention::new(sequences, head_dim, (head_dim as f64).powf(-0.5))
 }
 
 fn check_padded(decoder: &Decoder, ids: &Tensor, attention_mask: &Tensor) -> Result<()> {

@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{add_bias, add_matmul, linear_rows};
 use candle_nn::VarBuilder;
 
+use crate::model::architecture::MapPlan;
 use crate::model::frozen_linear::linear;
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
@@ -60,8 +61,16 @@ impl Products {
 }
 
 impl Linear {
-    /// Takes `weight`, and `bias` if there is one, from `vb`; and an adapter, if `vb` has one.
-    pub(crate) fn new(inputs: usize, outputs: usize, bias: bool, vb: VarBuilder) -> Result<Self> {
+    /// Takes the weight, and the bias if there is one, from `vb`, the builder of the block; and an
+    /// adapter, if `vb` has one.
+    pub(crate) fn new(plan: &MapPlan, vb: &VarBuilder) -> Result<Self> {
+        let &MapPlan {
+            inputs,
+            outputs,
+            bias,
+            ..
+        } = plan;
+        let vb = vb.pp(&plan.name);
         Ok(Self {
             weight: NamedWeight::get(&vb, (outputs, inputs), "weight")?,
             bias: bias

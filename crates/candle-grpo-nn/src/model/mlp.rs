@@ -1,11 +1,13 @@
-//! The feed-forward half of a block.
+//! The feed-forward layer, a channel mixer.
 
 use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{swiglu, swiglu_gradient};
 use candle_nn::VarBuilder;
 
-use crate::DecoderConfig;
-use crate::model::linear::{Linear, Products};
+use crate::model::architecture::MlpPlan;
+use crate::model::block::Mixer;
+use crate::model::linear::Linear;
+use crate::model::pass::Pass;
 use crate::optim::grad_sink::GradSink;
 
 /// SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`.
@@ -24,32 +26,32 @@ pub(crate) struct MlpRecord {
 }
 
 impl Mlp {
-    pub(crate) fn new(config: &DecoderConfig, vb: VarBuilder) -> Result<Self> {
-        let (hidden, inner, bias) = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.mlp_bias,
-        );
+    pub(crate) fn new(plan: &MlpPlan, vb: &VarBuilder) -> Result<Self> {
+        let [gate, up] = &plan.inputs;
         Ok(Self {
-            gate: Linear::new(hidden, inner, bias, vb.pp("gate_proj"))?,
-            up: Linear::new(hidden, inner, bias, vb.pp("up_proj"))?,
-            down: Linear::new(inner, hidden, bias, vb.pp("down_proj"))?,
+            gate: Linear::new(gate, vb)?,
+            up: Linear::new(up, vb)?,
+            down: Linear::new(&plan.down, vb)?,
         })
     }
+}
 
-    /// `[N, hidden]` to `[N, hidden]`.
-    pub(crate) fn forward(&self, x: &Tensor, products: Products) -> Result<(Tensor, MlpRecord)> {
+impl Mixer for Mlp {
+    type Record = MlpRecord;
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, MlpRecord)> {
+        let products = pass.products();
         let [gate, up] = Linear::forward_all([&self.gate, &self.up], x, products)?;
         let inner = swiglu(&gate, &up)?;
         let y = self.down.forward(&inner, products)?;
         Ok((y, MlpRecord { gate, up, inner }))
     }
 
-    /// Returns the gradient of `x` from that of the result.
-    pub(crate) fn backward(
+    fn backward(
         &self,
         x: &Tensor,
         record: MlpRecord,
+        _: &Pass,
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {

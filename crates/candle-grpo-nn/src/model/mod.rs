@@ -1,13 +1,14 @@
 //! The decoder and its parts.
 //!
-//! Each part has its forward and its backward pass in one file. Sampling with a cache takes the
+//! A family describes its decoders as an arrangement of parts. Each part has its forward and its backward pass in one file. Sampling with a cache takes the
 //! same forward pass with another context.
 
+pub(crate) mod architecture;
 mod attention;
 mod block;
-mod config;
+pub(crate) mod config;
 mod decoder;
-pub(crate) mod family;
+pub(crate) mod families;
 mod frozen_linear;
 pub(crate) mod input;
 mod language_model;
@@ -23,7 +24,7 @@ mod value_head;
 
 pub use config::DecoderConfig;
 pub use decoder::Decoder;
-pub use family::ModelType;
+pub use families::ModelType;
 pub use language_model::{Backward, LanguageModel};
 pub use rope_scaling::RopeScaling;
 pub use router::{Router, RouterPass, Routing};

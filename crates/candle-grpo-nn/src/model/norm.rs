@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor};
 use candle_grpo_kernels::{add_rms_norm, rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
+use crate::model::architecture::NormPlan;
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
 
@@ -15,10 +16,11 @@ pub(crate) struct RmsNorm {
 }
 
 impl RmsNorm {
-    pub(crate) fn new(width: usize, epsilon: f64, vb: VarBuilder) -> Result<Self> {
+    /// Takes the weight from `vb`, the builder of the block.
+    pub(crate) fn new(plan: &NormPlan, vb: &VarBuilder) -> Result<Self> {
         Ok(Self {
-            weight: NamedWeight::get(&vb, width, "weight")?,
-            epsilon,
+            weight: NamedWeight::get(&vb.pp(&plan.name), plan.width, "weight")?,
+            epsilon: plan.epsilon,
         })
     }
 
@@ -55,5 +57,18 @@ impl RmsNorm {
             rms_norm_gradient(x, &self.weight.tensor, self.epsilon, gradient)?;
         sink.add(&self.weight, || Ok(weight_gradient))?;
         Ok(x_gradient)
+    }
+
+    /// [`Self::backward`] of a norm of each head, for `[N, heads * width]`.
+    pub(crate) fn backward_heads(
+        &self,
+        x: &Tensor,
+        gradient: &Tensor,
+        sink: &mut GradSink,
+    ) -> Result<Tensor> {
+        let width = self.weight.tensor.elem_count();
+        let heads = |x: &Tensor| x.reshape((x.dim(0)?, (), width));
+        self.backward(&heads(x)?, &heads(gradient)?, sink)?
+            .reshape(x.shape())
     }
 }

@@ -11,7 +11,8 @@ use crate::packing::shared_rows::SharedRows;
 /// The part of a forward pass that all blocks share.
 #[derive(Clone, Copy)]
 pub(crate) struct Pass<'a> {
-    pub(crate) angles: &'a RopeAngles,
+    /// One for each rotation of the decoder.
+    pub(crate) angles: &'a [RopeAngles],
     pub(crate) context: Context<'a>,
 }
 

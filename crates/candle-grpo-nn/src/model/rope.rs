@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_kernels::{arithmetic_dtype, rope_angles};
 
-use crate::DecoderConfig;
+use crate::model::architecture::Rotation;
 
 /// The rotary frequencies, computed in f64 on the host.
 #[derive(Debug, Clone)]
@@ -13,7 +13,7 @@ pub(crate) struct Rope {
     attention_factor: f64,
 }
 
-/// Cosines and sines of one forward pass, `[N, head_dim / 2]`, which all layers and heads share.
+/// Cosines and sines of one forward pass, `[N, head_dim / 2]`, which all heads share.
 #[derive(Debug, Clone)]
 pub(crate) struct RopeAngles {
     cos: Tensor,
@@ -21,17 +21,16 @@ pub(crate) struct RopeAngles {
 }
 
 impl Rope {
-    pub(crate) fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
-        let frequencies = config
-            .rope_scaling
-            .frequencies(config.head_dim(), config.rope_theta);
+    pub(crate) fn new(rotation: &Rotation, dtype: DType, device: &Device) -> Result<Self> {
+        let scaling = &rotation.scaling;
+        let frequencies = scaling.frequencies(rotation.width, rotation.theta);
         let pairs = frequencies.len();
         let inverse_frequencies = Tensor::from_vec(frequencies, (1, pairs), &Device::Cpu)?
             .to_dtype(arithmetic_dtype(dtype))?
             .to_device(device)?;
         Ok(Self {
             inverse_frequencies,
-            attention_factor: config.rope_scaling.attention_factor(),
+            attention_factor: scaling.attention_factor(),
         })
     }
 

@@ -3,6 +3,7 @@
 use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
 
+use crate::model::families::absent;
 use crate::{DecoderConfig, ModelType, RopeScaling, json};
 
 impl DecoderConfig {
@@ -41,12 +42,7 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
         if model.rope_scaling == RopeScaling::Default {
             config.insert("rope_scaling".to_owned(), Value::Null);
         }
-        if family.no_rope_layers {
-            // Without the key, every fourth block of transformers does not rotate.
-            let rotates = |layer| u8::from(model.no_rope_layers.get(layer) != Some(&0));
-            let layers: Vec<_> = (0..model.num_hidden_layers).map(rotates).collect();
-            config.insert("no_rope_layers".to_owned(), json!(layers));
-        }
+        (family.write)(model, config);
     }
     Ok(config)
 }
@@ -85,15 +81,11 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     {
         bail!("layer_types: {other}, must be \"full_attention\"");
     }
-    for key in ["attention_bias", "mlp_bias"] {
+    (family.read)(&mut config)?;
+    for key in ["attention_bias", "mlp_bias", "no_rope_layers"] {
         if absent(&config, key) {
             config.remove(key);
         }
-    }
-    if let Some(head_dim) = family.default_head_dim
-        && absent(&config, "head_dim")
-    {
-        config.insert("head_dim".to_owned(), json!(head_dim));
     }
     if absent(&config, "num_key_value_heads")
         && let Some(heads) = config.get("num_attention_heads").cloned()
@@ -101,34 +93,9 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         config.insert("num_key_value_heads".to_owned(), heads);
     }
     read_rope(&mut config)?;
-    let by_interval = absent(&config, "no_rope_layers");
-    if by_interval {
-        config.remove("no_rope_layers");
-    }
-    let interval = config.remove("no_rope_layer_interval");
-    let mut model: DecoderConfig = json::typed(&Value::Object(config))?;
+    let model: DecoderConfig = json::typed(&Value::Object(config))?;
     model.validate()?;
-    if family.no_rope_layers && by_interval {
-        model.no_rope_layers = no_rope_layers(model.num_hidden_layers, interval)?;
-    }
     Ok(model)
-}
-
-fn absent(config: &Map<String, Value>, key: &str) -> bool {
-    config.get(key).is_none_or(Value::is_null)
-}
-
-/// The `no_rope_layers` of a configuration without this key: every `no_rope_layer_interval`-th
-/// block does not rotate.
-fn no_rope_layers(layers: usize, interval: Option<Value>) -> Result<Vec<u8>> {
-    let interval = interval.filter(|x| !x.is_null()).unwrap_or(json!(4));
-    let count = interval.as_u64().and_then(|x| usize::try_from(x).ok());
-    let Some(count @ 1..) = count else {
-        bail!("no_rope_layer_interval: {interval}, must be a whole number of at least 1");
-    };
-    Ok((1..=layers)
-        .map(|layer| u8::from(!layer.is_multiple_of(count)))
-        .collect())
 }
 
 /// Converts both forms of the rotary keys to `rope_theta` and `rope_scaling`, with the keys of

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
 use crate::atomic_file::write_safetensors;
+use crate::model::architecture::{Initial, Parameter};
 use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, remove_redundant};
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
@@ -45,22 +46,17 @@ impl Parameters {
         let residual = 1.0 / (2.0 * config.num_hidden_layers as f64).sqrt();
         let mut normal = StandardNormal::new(seed);
         let mut variables = BTreeMap::new();
-        for (name, shape) in config.parameter_shapes() {
-            let values = if name.ends_with(".bias") {
-                vec![0f32; shape.elem_count()]
-            } else if shape.rank() == 1 {
-                vec![1f32; shape.elem_count()]
-            } else {
-                let writes_residual =
-                    name.ends_with(".o_proj.weight") || name.ends_with(".down_proj.weight");
-                let std = if writes_residual {
-                    INIT_STD * residual
-                } else {
-                    INIT_STD
-                };
+        for (name, Parameter { shape, initial }) in config.architecture().parameters(config) {
+            let mut draw = |std: f64| {
                 (0..shape.elem_count())
                     .map(|_| (normal.draw() * std) as f32)
                     .collect()
+            };
+            let values = match initial {
+                Initial::Zeros => vec![0f32; shape.elem_count()],
+                Initial::Ones => vec![1f32; shape.elem_count()],
+                Initial::Normal => draw(INIT_STD),
+                Initial::Residual => draw(INIT_STD * residual),
             };
             variables.insert(name, Var::from_vec(values, shape, device)?);
         }

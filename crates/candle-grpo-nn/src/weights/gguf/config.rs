@@ -53,7 +53,7 @@ pub(super) fn read(
     let num_attention_heads = keys.size("attention.head_count")?;
     let head_dim = keys.optional_size("attention.key_length")?;
     let rope_theta = keys.optional_number("rope.freq_base")?.unwrap_or(1e4);
-    let family = keys.model_type.family();
+    let has_key = |key| keys.model_type.family().keys.contains(&key);
     let mut config = DecoderConfig {
         model_type: keys.model_type,
         vocab_size,
@@ -68,7 +68,7 @@ pub(super) fn read(
         rms_norm_eps: keys.number("attention.layer_norm_rms_epsilon")?,
         rope_theta,
         rope_scaling: rope::metadata_scaling(&keys)?,
-        no_rope_layers: if family.no_rope_layers {
+        no_rope_layers: if has_key("no_rope_layers") {
             (1..=num_hidden_layers)
                 .map(|layer| u8::from(!layer.is_multiple_of(SMOLLM3_NO_ROPE_INTERVAL)))
                 .collect()
@@ -77,7 +77,7 @@ pub(super) fn read(
         },
         max_position_embeddings: keys.size("context_length")?,
         tie_word_embeddings: !header.tensors.contains_key(OUTPUT),
-        attention_bias: family.optional_attention_bias
+        attention_bias: has_key("attention_bias")
             && header.tensors.contains_key(ATTENTION_BIAS),
         mlp_bias: header.tensors.contains_key(MLP_BIAS),
     };
@@ -132,23 +132,23 @@ fn refuse_other_computations(keys: &Keys) -> Result<()> {
 pub(super) struct Keys<'a> {
     header: &'a Header,
     pub(super) architecture: &'static str,
-    pub(super) model_type: ModelType,
+    model_type: ModelType,
 }
 
 impl<'a> Keys<'a> {
     fn new(header: &'a Header) -> Result<Self> {
         const KEY: &str = "general.architecture";
-        let known = ModelType::names();
+        let known = ModelType::gguf_architectures();
         let Some(value) = header.metadata.get(KEY) else {
             bail!("{KEY}: absent, must be one of {known:?}");
         };
-        let model_type = value.as_str().and_then(ModelType::from_name);
-        let Some(model_type) = model_type else {
+        let found = value.as_str().and_then(ModelType::from_gguf_architecture);
+        let Some((model_type, layout)) = found else {
             bail!("{KEY}: {value}, must be one of {known:?}");
         };
         Ok(Self {
             header,
-            architecture: model_type.family().name,
+            architecture: layout.architecture,
             model_type,
         })
     }

@@ -101,8 +101,9 @@ fn tensor(file: &mut File, place: &TensorPlace) -> Result<Tensor> {
 /// rotates with the second. The files of Llama and SmolLM3 store the two rows of a pair side by
 /// side, in weights and biases.
 fn rotate_by_halves(config: &DecoderConfig, name: &str, tensor: Tensor) -> Result<Tensor> {
+    let layout = config.model_type.family().gguf.as_ref();
     let heads = match name {
-        _ if !config.model_type.family().gguf_adjacent_pairs => return Ok(tensor),
+        _ if !layout.is_some_and(|layout| layout.adjacent_pairs) => return Ok(tensor),
         name if name.contains(".q_proj.") => config.num_attention_heads,
         name if name.contains(".k_proj.") => config.num_key_value_heads,
         _ => return Ok(tensor),

@@ -1,0 +1,251 @@
+//! What a decoder computes: the parts of each block, their options, and the names of their weights.
+
+use std::collections::BTreeMap;
+
+use candle_core::Shape;
+
+use crate::weights::check::{EMBEDDING, OUTPUT};
+use crate::{DecoderConfig, RopeScaling};
+
+/// The parts of a decoder. Each family describes its decoders with one.
+#[derive(Debug, Clone)]
+pub(crate) struct Architecture {
+    /// The rotations that blocks choose from.
+    pub(crate) rotations: Vec<Rotation>,
+    pub(crate) blocks: Vec<BlockPlan>,
+    /// The norm after the last block.
+    pub(crate) norm: NormPlan,
+}
+
+/// A rotation of query and key by their position.
+#[derive(Debug, Clone)]
+pub(crate) struct Rotation {
+    /// Number of elements of a head that rotate, from the first.
+    pub(crate) width: usize,
+    /// Base of the frequencies.
+    pub(crate) theta: f64,
+    pub(crate) scaling: RopeScaling,
+}
+
+/// A block: a token mixer, then a channel mixer.
+#[derive(Debug, Clone)]
+pub(crate) struct BlockPlan {
+    pub(crate) attention: SublayerPlan<AttentionPlan>,
+    pub(crate) mlp: SublayerPlan<MlpPlan>,
+}
+
+/// A mixer that is added to its input.
+#[derive(Debug, Clone)]
+pub(crate) struct SublayerPlan<M> {
+    /// The norm of the mixer's input.
+    pub(crate) before: NormPlan,
+    pub(crate) mixer: M,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct AttentionPlan {
+    /// Query, key and value.
+    pub(crate) inputs: [MapPlan; 3],
+    pub(crate) output: MapPlan,
+    /// The norms of query and key before the rotation.
+    pub(crate) norms: Option<[NormPlan; 2]>,
+    /// The index of the rotation, if query and key rotate.
+    pub(crate) rotation: Option<usize>,
+    /// The factor of the scores.
+    pub(crate) scale: f64,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct MlpPlan {
+    /// Gate and up.
+    pub(crate) inputs: [MapPlan; 2],
+    pub(crate) down: MapPlan,
+}
+
+/// A linear map.
+#[derive(Debug, Clone)]
+pub(crate) struct MapPlan {
+    /// The name of the map within its block.
+    pub(crate) name: String,
+    pub(crate) inputs: usize,
+    pub(crate) outputs: usize,
+    pub(crate) bias: bool,
+    /// The result is added to the hidden states.
+    pub(crate) is_residual: bool,
+}
+
+/// An RMSNorm.
+#[derive(Debug, Clone)]
+pub(crate) struct NormPlan {
+    /// The name of the norm within its block; of the last norm, its whole name.
+    pub(crate) name: String,
+    pub(crate) width: usize,
+    pub(crate) epsilon: f64,
+}
+
+/// A parameter of a decoder.
+#[derive(Debug, Clone)]
+pub(crate) struct Parameter {
+    pub(crate) shape: Shape,
+    pub(crate) initial: Initial,
+}
+
+/// The initial values of a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Initial {
+    Zeros,
+    Ones,
+    Normal,
+    /// Of a map whose result is added to the hidden states.
+    Residual,
+}
+
+impl Architecture {
+    /// A Llama with the sizes and the common options of `config`. The other families start from it.
+    pub(crate) fn llama(config: &DecoderConfig) -> Self {
+        Self {
+            rotations: vec![Rotation {
+                width: config.head_dim(),
+                theta: config.rope_theta,
+                scaling: config.rope_scaling.clone(),
+            }],
+            blocks: vec![BlockPlan::llama(config); config.num_hidden_layers],
+            norm: NormPlan::new(config, "model.norm", config.hidden_size),
+        }
+    }
+
+    /// The Hugging Face name of every parameter, for a decoder with the sizes of `config`.
+    pub(crate) fn parameters(&self, config: &DecoderConfig) -> BTreeMap<String, Parameter> {
+        let mut parameters = BTreeMap::new();
+        let mut add = |name: String, shape: Shape, initial| {
+            parameters.insert(name, Parameter { shape, initial });
+        };
+        let outer = Shape::from((config.vocab_size, config.hidden_size));
+        if !config.tie_word_embeddings {
+            add(OUTPUT.to_owned(), outer.clone(), Initial::Normal);
+        }
+        add(EMBEDDING.to_owned(), outer, Initial::Normal);
+        self.norm.parameters("", &mut add);
+        for (number, block) in self.blocks.iter().enumerate() {
+            let prefix = format!("model.layers.{number}.");
+            block.attention.before.parameters(&prefix, &mut add);
+            let attention = &block.attention.mixer;
+            for norm in attention.norms.iter().flatten() {
+                norm.parameters(&prefix, &mut add);
+            }
+            block.mlp.before.parameters(&prefix, &mut add);
+            let mlp = &block.mlp.mixer;
+            let maps = attention.inputs.iter().chain([&attention.output]);
+            for map in maps.chain(&mlp.inputs).chain([&mlp.down]) {
+                map.parameters(&prefix, &mut add);
+            }
+        }
+        parameters
+    }
+}
+
+impl BlockPlan {
+    fn llama(config: &DecoderConfig) -> Self {
+        let hidden = config.hidden_size;
+        Self {
+            attention: SublayerPlan {
+                before: NormPlan::new(config, "input_layernorm", hidden),
+                mixer: AttentionPlan::llama(config),
+            },
+            mlp: SublayerPlan {
+                before: NormPlan::new(config, "post_attention_layernorm", hidden),
+                mixer: MlpPlan::llama(config, config.intermediate_size),
+            },
+        }
+    }
+}
+
+impl AttentionPlan {
+    fn llama(config: &DecoderConfig) -> Self {
+        let (hidden, head_dim) = (config.hidden_size, config.head_dim());
+        let queries = config.num_attention_heads.saturating_mul(head_dim);
+        let keys = config.num_key_value_heads.saturating_mul(head_dim);
+        let map = |name, inputs, outputs| MapPlan {
+            bias: config.attention_bias,
+            ..MapPlan::new(name, inputs, outputs)
+        };
+        Self {
+            inputs: [
+                map("self_attn.q_proj", hidden, queries),
+                map("self_attn.k_proj", hidden, keys),
+                map("self_attn.v_proj", hidden, keys),
+            ],
+            output: MapPlan {
+                is_residual: true,
+                ..map("self_attn.o_proj", queries, hidden)
+            },
+            norms: None,
+            rotation: Some(0),
+            scale: (head_dim as f64).powf(-0.5),
+        }
+    }
+
+    /// Norms of each head of query and key.
+    pub(crate) fn head_norms(config: &DecoderConfig) -> [NormPlan; 2] {
+        ["self_attn.q_norm", "self_attn.k_norm"]
+            .map(|name| NormPlan::new(config, name, config.head_dim()))
+    }
+}
+
+impl MlpPlan {
+    fn llama(config: &DecoderConfig, inner: usize) -> Self {
+        let map = |name, inputs, outputs| MapPlan {
+            bias: config.mlp_bias,
+            ..MapPlan::new(name, inputs, outputs)
+        };
+        Self {
+            inputs: ["mlp.gate_proj", "mlp.up_proj"]
+                .map(|name| map(name, config.hidden_size, inner)),
+            down: MapPlan {
+                is_residual: true,
+                ..map("mlp.down_proj", inner, config.hidden_size)
+            },
+        }
+    }
+}
+
+impl MapPlan {
+    fn new(name: &str, inputs: usize, outputs: usize) -> Self {
+        Self {
+            name: name.to_owned(),
+            inputs,
+            outputs,
+            bias: false,
+            is_residual: false,
+        }
+    }
+
+    fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
+        let initial = match self.is_residual {
+            true => Initial::Residual,
+            false => Initial::Normal,
+        };
+        let name = format!("{prefix}{}", self.name);
+        if self.bias {
+            let shape = Shape::from(self.outputs);
+            add(format!("{name}.bias"), shape, Initial::Zeros);
+        }
+        let shape = Shape::from((self.outputs, self.inputs));
+        add(format!("{name}.weight"), shape, initial);
+    }
+}
+
+impl NormPlan {
+    pub(crate) fn new(config: &DecoderConfig, name: &str, width: usize) -> Self {
+        Self {
+            name: name.to_owned(),
+            width,
+            epsilon: config.rms_norm_eps,
+        }
+    }
+
+    fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
+        let name = format!("{prefix}{}.weight", self.name);
+        add(name, Shape::from(self.width), Initial::Ones);
+    }
+}

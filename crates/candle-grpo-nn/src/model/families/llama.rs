@@ -1,0 +1,17 @@
+//! Llama (<https://arxiv.org/abs/2302.13971>), of which SmolLM 1 and 2 are models.
+
+use crate::model::architecture::Architecture;
+use crate::model::families::{Family, GgufLayout};
+
+pub(super) const FAMILY: Family = Family {
+    name: "llama",
+    transformers_class: "LlamaForCausalLM",
+    keys: &["attention_bias", "mlp_bias"],
+    read: |_| Ok(()),
+    write: |_, _| {},
+    architecture: Architecture::llama,
+    gguf: Some(GgufLayout {
+        architecture: "llama",
+        adjacent_pairs: true,
+    }),
+};

@@ -1,0 +1,141 @@
+//! The families of decoders. Each has one file, which lists how it differs from Llama.
+
+mod llama;
+mod qwen2;
+mod qwen3;
+mod smollm3;
+
+use candle_core::Result;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::DecoderConfig;
+use crate::model::architecture::Architecture;
+
+/// How a family differs from Llama, [`LLAMA`](llama::FAMILY).
+#[derive(Debug)]
+pub(crate) struct Family {
+    /// `model_type` in `config.json`.
+    pub(crate) name: &'static str,
+    /// The class in transformers, an entry of `architectures` in `config.json`.
+    pub(crate) transformers_class: &'static str,
+    /// The fields of [`DecoderConfig`] that only some families have. The others must have their
+    /// default.
+    pub(crate) keys: &'static [&'static str],
+    /// Replaces the keys of a `config.json` by those of [`DecoderConfig`], as far as they differ.
+    pub(crate) read: fn(&mut Map<String, Value>) -> Result<()>,
+    /// Replaces the keys of [`DecoderConfig`] by those of a `config.json`, as far as they differ.
+    pub(crate) write: fn(&DecoderConfig, &mut Map<String, Value>),
+    /// The parts of a decoder.
+    pub(crate) architecture: fn(&DecoderConfig) -> Architecture,
+    /// The layout of GGUF files; `None` if they are not read.
+    pub(crate) gguf: Option<GgufLayout>,
+}
+
+/// How GGUF files of a family store its weights.
+#[derive(Debug)]
+pub(crate) struct GgufLayout {
+    /// `general.architecture`.
+    pub(crate) architecture: &'static str,
+    /// The two rows of a rotated pair of query and key lie side by side.
+    pub(crate) adjacent_pairs: bool,
+}
+
+/// Declares [`ModelType`] and lists the family of each.
+macro_rules! families {
+    ($($(#[$meta:meta])* $model_type:ident: $family:expr,)*) => {
+        /// The family of a decoder. It is serialized as `model_type` in a Hugging Face
+        /// `config.json`.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(try_from = "String", into = "&'static str")]
+        pub enum ModelType {
+            $($(#[$meta])* $model_type,)*
+        }
+
+        impl ModelType {
+            const ALL: &[Self] = &[$(Self::$model_type),*];
+
+            pub(crate) fn family(self) -> &'static Family {
+                match self {
+                    $(Self::$model_type => &$family,)*
+                }
+            }
+        }
+    };
+}
+
+families! {
+    /// Llama. SmolLM 1 and 2 are Llamas.
+    #[default]
+    Llama: llama::FAMILY,
+    /// Llama with biases on the query, key and value projections. Qwen2.5 is a Qwen2.
+    Qwen2: qwen2::FAMILY,
+    /// Llama with an RMSNorm on each head of query and key, before the rotation.
+    Qwen3: qwen3::FAMILY,
+    /// Llama with blocks that do not rotate, see
+    /// [`DecoderConfig::no_rope_layers`](crate::DecoderConfig::no_rope_layers).
+    SmolLm3: smollm3::FAMILY,
+}
+
+impl ModelType {
+    /// The names of all families.
+    pub(crate) fn names() -> Vec<&'static str> {
+        Self::ALL.iter().map(|family| family.family().name).collect()
+    }
+
+    /// The family with this name.
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        let mut all = Self::ALL.iter().copied();
+        all.find(|model_type| model_type.family().name == name)
+    }
+
+    /// The architectures of GGUF files that are read.
+    pub(crate) fn gguf_architectures() -> Vec<&'static str> {
+        let layouts = Self::ALL.iter().filter_map(|x| x.family().gguf.as_ref());
+        layouts.map(|layout| layout.architecture).collect()
+    }
+
+    /// The family of GGUF files with this architecture.
+    pub(crate) fn from_gguf_architecture(name: &str) -> Option<(Self, &'static GgufLayout)> {
+        let mut all = Self::ALL.iter();
+        all.find_map(|model_type| {
+            let layout = model_type.family().gguf.as_ref()?;
+            (layout.architecture == name).then_some((*model_type, layout))
+        })
+    }
+}
+
+impl From<ModelType> for &'static str {
+    fn from(model_type: ModelType) -> Self {
+        model_type.family().name
+    }
+}
+
+impl TryFrom<String> for ModelType {
+    type Error = String;
+
+    fn try_from(name: String) -> std::result::Result<Self, String> {
+        Self::from_name(&name).ok_or_else(|| format!("must be one of {:?}", Self::names()))
+    }
+}
+
+/// Returns whether a key is absent or null.
+pub(crate) fn absent(config: &Map<String, Value>, key: &str) -> bool {
+    config.get(key).is_none_or(Value::is_null)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_serialized_model_types() {
+        for &model_type in ModelType::ALL {
+            let name = model_type.family().name;
+            assert_eq!(serde_json::to_value(model_type).unwrap(), name);
+            assert_eq!(ModelType::from_name(name), Some(model_type));
+            let read: ModelType = serde_json::from_value(name.into()).unwrap();
+            assert_eq!(read, model_type);
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Qwen3 (<https://arxiv.org/abs/2505.09388>).
+
+use serde_json::json;
+
+use crate::DecoderConfig;
+use crate::model::architecture::{Architecture, AttentionPlan};
+use crate::model::families::{Family, GgufLayout, absent, llama};
+
+pub(super) const FAMILY: Family = Family {
+    name: "qwen3",
+    transformers_class: "Qwen3ForCausalLM",
+    keys: &["attention_bias"],
+    read: |config| {
+        if absent(config, "head_dim") {
+            config.insert("head_dim".to_owned(), json!(128));
+        }
+        Ok(())
+    },
+    architecture,
+    gguf: Some(GgufLayout {
+        architecture: "qwen3",
+        adjacent_pairs: false,
+    }),
+    ..llama::FAMILY
+};
+
+/// Each head of query and key is normalized.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = Architecture::llama(config);
+    for block in &mut architecture.blocks {
+        block.attention.mixer.norms = Some(AttentionPlan::head_norms(config));
+    }
+    architecture
+}
