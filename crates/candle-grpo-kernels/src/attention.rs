@@ -7,18 +7,19 @@ use candle_core::{
 };
 
 use crate::cpu::{with_element, with_floats};
-use crate::{check, composed, cpu, path};
+use crate::{Scores, check, composed, cpu, path};
 
 /// Causal grouped-query attention (<https://arxiv.org/abs/2305.13245>):
-/// `softmax(scale * query key^T) value` for each head.
+/// `softmax(scale * query key^T) value` for each head, with the options of [`Scores`].
 ///
-/// A query attends to the positions up to its own, except padding. The result has the shape and
+/// A query attends to the positions up to its own, or to a window of them, except padding. The result has the shape and
 /// dtype of `query`, and is 0 at padding. Values at padding, NaN included, do not influence a
 /// result or a gradient. `query`, `key` and `value` have gradients. The fused paths do
 /// not store the matrix of the scores.
 ///
 /// Arithmetic is in f32. On CUDA bf16 and f16 are multiplied in their dtype and summed in f32, and
-/// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements.
+/// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements,
+/// without a window or a cap.
 ///
 /// # Shapes
 ///
@@ -34,7 +35,8 @@ use crate::{check, composed, cpu, path};
 ///
 /// # Errors
 ///
-/// Fails on other shapes and dtypes, and on a scale that is not positive and finite.
+/// Fails on other shapes and dtypes, on a scale or a cap that is not positive and finite, and on a
+/// window of 0.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -53,9 +55,9 @@ pub fn attention<'a>(
     value: &Tensor,
     sequences: impl Into<Sequences<'a>>,
     head_dim: usize,
-    scale: f64,
+    scores: impl Into<Scores>,
 ) -> Result<Tensor> {
-    let attention = CausalAttention::new(sequences, head_dim, scale);
+    let attention = CausalAttention::new(sequences, head_dim, scores);
     Ok(attention.forward([query, key, value])?.0)
 }
 
@@ -85,14 +87,15 @@ pub fn attention_gradient<'a>(
     value: &Tensor,
     sequences: impl Into<Sequences<'a>>,
     head_dim: usize,
-    scale: f64,
+    scores: impl Into<Scores>,
     gradient: &Tensor,
 ) -> Result<[Tensor; 3]> {
-    CausalAttention::new(sequences, head_dim, scale).backward([query, key, value], None, gradient)
+    CausalAttention::new(sequences, head_dim, scores).backward([query, key, value], None, gradient)
 }
 
-/// [`attention`] for all layers of a model. The layers share the table of the sequences, and the
-/// backward pass does not repeat the forward pass.
+/// [`attention`] for all layers of a model. The layers share the table of the sequences, also those
+/// with other scores ([`Self::with_scores`]), and the backward pass does not repeat the forward
+/// pass.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -107,26 +110,38 @@ pub fn attention_gradient<'a>(
 /// assert_eq!(value_gradient.to_vec2::<f32>()?, [[1., 2.], [3., 4.]]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct CausalAttention {
-    sequences: OwnedSequences,
+    sequences: Arc<OwnedSequences>,
     head_dim: usize,
-    scale: f64,
+    scores: Scores,
     /// The table of the latest call.
-    table: Mutex<Option<Table>>,
+    table: Arc<Mutex<Option<Table>>>,
 }
 
 impl CausalAttention {
     /// Takes the arguments of [`attention`]. The first pass checks them.
-    pub fn new<'a>(sequences: impl Into<Sequences<'a>>, head_dim: usize, scale: f64) -> Self {
+    pub fn new<'a>(
+        sequences: impl Into<Sequences<'a>>,
+        head_dim: usize,
+        scores: impl Into<Scores>,
+    ) -> Self {
         Self {
-            sequences: match sequences.into() {
+            sequences: Arc::new(match sequences.into() {
                 Sequences::Padded(mask) => OwnedSequences::Padded(mask.clone()),
                 Sequences::Packed(lengths) => OwnedSequences::Packed(lengths.to_vec()),
-            },
+            }),
             head_dim,
-            scale,
-            table: Mutex::new(None),
+            scores: scores.into(),
+            table: Arc::default(),
+        }
+    }
+
+    /// Attention within the same sequences with other scores. Both share the table.
+    pub fn with_scores(&self, scores: impl Into<Scores>) -> Self {
+        Self {
+            scores: scores.into(),
+            ..self.clone()
         }
     }
 
@@ -141,7 +156,7 @@ impl CausalAttention {
     pub fn forward(&self, inputs: [&Tensor; 3]) -> Result<(Tensor, Option<Tensor>)> {
         let sizes = self.sizes(inputs)?;
         let [query, key, value] = inputs;
-        if !is_fused(query, self.head_dim) {
+        if !self.is_fused(query) {
             return Ok((self.composed(inputs, &sizes)?, None));
         }
         let op = self.op(sizes, query.device())?;
@@ -173,7 +188,7 @@ impl CausalAttention {
         if let Some((y, log_sums)) = forward {
             check_forward(y, log_sums, query, self.head_dim)?;
         }
-        if !is_fused(query, self.head_dim) {
+        if !self.is_fused(query) {
             return composed::gradients(inputs, gradient, |inputs| self.composed(inputs, &sizes));
         }
         self.op(sizes, query.device())?.gradients(
@@ -186,7 +201,7 @@ impl CausalAttention {
     }
 
     fn sequences(&self) -> Sequences<'_> {
-        match &self.sequences {
+        match &*self.sequences {
             OwnedSequences::Padded(mask) => Sequences::Padded(mask),
             OwnedSequences::Packed(lengths) => Sequences::Packed(lengths),
         }
@@ -195,12 +210,23 @@ impl CausalAttention {
     /// Checks the arguments.
     fn sizes(&self, [query, key, value]: [&Tensor; 3]) -> Result<Sizes> {
         let sequences = self.sequences();
-        Sizes::new(query, key, value, sequences, self.head_dim, self.scale)
+        Sizes::new(query, key, value, sequences, self.head_dim, &self.scores)
     }
 
     fn composed(&self, [query, key, value]: [&Tensor; 3], sizes: &Sizes) -> Result<Tensor> {
         let sequences = self.sequences();
-        composed::attention::unchecked(query, key, value, sequences, sizes, self.scale)
+        composed::attention::unchecked(query, key, value, sequences, sizes, &self.scores)
+    }
+
+    /// Returns whether a fused path exists. The CUDA kernels take heads of up to 256 elements.
+    fn is_fused(&self, query: &Tensor) -> bool {
+        #[cfg(feature = "cuda")]
+        if query.device().is_cuda()
+            && (self.head_dim > crate::cuda::attention::MAX_HEAD_DIM || !self.scores.has_kernel())
+        {
+            return false;
+        }
+        path::is_fused(query)
     }
 
     fn op(&self, sizes: Sizes, device: &Device) -> Result<Attention> {
@@ -212,7 +238,7 @@ impl CausalAttention {
         *kept = Some(table.clone());
         Ok(Attention {
             table,
-            scale: self.scale as f32,
+            scores: self.scores,
             sizes,
             log_sums: Arc::default(),
         })
@@ -250,16 +276,6 @@ fn check_forward(y: &Tensor, log_sums: &Tensor, query: &Tensor, head_dim: usize)
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Returns whether a fused path exists. The CUDA kernels take heads of up to 256 elements.
-#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-fn is_fused(query: &Tensor, head_dim: usize) -> bool {
-    #[cfg(feature = "cuda")]
-    if query.device().is_cuda() && head_dim > crate::cuda::attention::MAX_HEAD_DIM {
-        return false;
-    }
-    path::is_fused(query)
 }
 
 /// The arrangement of sequences in a tensor of positions.
@@ -300,9 +316,9 @@ impl Sizes {
         value: &Tensor,
         sequences: Sequences,
         head_dim: usize,
-        scale: f64,
+        scores: &Scores,
     ) -> Result<Self> {
-        check::positive("scale", scale)?;
+        scores.check()?;
         check::float("query", query)?;
         let heads = |name, x: &Tensor| {
             let width = check::width(name, x)?;
@@ -390,7 +406,7 @@ fn packed(lengths: &[usize], queries: usize, keys: usize) -> Result<(usize, usiz
 /// `[B * T, kv_heads * head_dim]`.
 pub(crate) struct Attention {
     pub(crate) table: Table,
-    pub(crate) scale: f32,
+    pub(crate) scores: Scores,
     pub(crate) sizes: Sizes,
     /// The log-sums of a forward pass on CUDA, for the backward pass.
     log_sums: Arc<Mutex<Option<Tensor>>>,

@@ -2,8 +2,9 @@
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
+use crate::check;
 use crate::rms_norm;
 use crate::rope::rope_both;
 
@@ -12,9 +13,12 @@ use crate::rope::rope_both;
 pub struct HeadTransform<'a> {
     /// The RMSNorms of the heads.
     pub norms: Option<HeadNorms<'a>>,
-    /// Cosines and sines of the rotation, `[N, head_dim / 2]` each; see
+    /// Cosines and sines of the rotation, `[N, pairs]` each; see
     /// [`rope`](crate::rope()).
     pub angles: Option<[&'a Tensor; 2]>,
+    /// The width of a head, if only its first elements may rotate: as many as the angles have, twice.
+    /// `None` means that all rotate.
+    pub head_dim: Option<usize>,
 }
 
 /// The RMSNorms of the heads of queries and keys; see [`rms_norm`].
@@ -40,10 +44,7 @@ impl HeadTransform<'_> {
             Some(norms) => [norms.apply(query, 0)?, norms.apply(key, 1)?],
             None => [query.clone(), key.clone()],
         };
-        match self.angles {
-            Some(angles) => rope_both([&query, &key], angles, false),
-            None => Ok([query, key]),
-        }
+        self.rotate([query, key], false)
     }
 
     /// Returns the gradients of the heads before the rotation from those of [`Self::apply`]'s
@@ -53,11 +54,20 @@ impl HeadTransform<'_> {
     ///
     /// Fails as [`rope`](crate::rope()).
     pub fn rotate_back(&self, [query, key]: [&Tensor; 2]) -> Result<[Tensor; 2]> {
-        let [query, key] = [query.detach(), key.detach()];
-        match self.angles {
-            Some(angles) => rope_both([&query, &key], angles, true),
-            None => Ok([query, key]),
-        }
+        self.rotate([query.detach(), key.detach()], true)
+    }
+
+    fn rotate(&self, [query, key]: [Tensor; 2], back: bool) -> Result<[Tensor; 2]> {
+        let Some(angles) = self.angles else {
+            return Ok([query, key]);
+        };
+        let width = 2 * check::width("cos", angles[0])?;
+        let Some(head_dim) = self.head_dim.filter(|&head_dim| head_dim != width) else {
+            return rope_both([&query, &key], angles, back);
+        };
+        let [query, key] = [PartOfHeads::new(&query, width, head_dim)?, PartOfHeads::new(&key, width, head_dim)?];
+        let [rotated_query, rotated_key] = rope_both([&query.first, &key.first], angles, back)?;
+        Ok([query.join(&rotated_query)?, key.join(&rotated_key)?])
     }
 
     /// Returns whether all tensors are as the kernel of writes to pages takes them, for `n` rows
@@ -77,6 +87,38 @@ impl HeadTransform<'_> {
             head_dim.is_multiple_of(2) && angles.into_iter().all(fits)
         });
         Ok(norms && angles)
+    }
+}
+
+/// Heads `[N, heads * head_dim]` in two parts.
+struct PartOfHeads {
+    /// The first elements of each head, `[N, heads * width]`.
+    first: Tensor,
+    /// The others, `[N, heads, head_dim - width]`.
+    rest: Tensor,
+}
+
+impl PartOfHeads {
+    fn new(x: &Tensor, width: usize, head_dim: usize) -> Result<Self> {
+        if width > head_dim || x.elem_count() % head_dim != 0 {
+            bail!(
+                "head_dim: {head_dim}, must be at least twice the pairs of angles, {width}, and divide the width of {:?}",
+                x.dims()
+            );
+        }
+        let n = x.dim(0)?;
+        let heads = x.reshape((n, (), head_dim))?;
+        Ok(Self {
+            first: heads.narrow(2, 0, width)?.contiguous()?.reshape((n, ()))?,
+            rest: heads.narrow(2, width, head_dim - width)?,
+        })
+    }
+
+    /// The heads with another first part.
+    fn join(&self, first: &Tensor) -> Result<Tensor> {
+        let (n, heads, _) = self.rest.dims3()?;
+        let first = first.reshape((n, heads, ()))?;
+        Tensor::cat(&[&first, &self.rest], 2)?.reshape((n, ()))
     }
 }
 

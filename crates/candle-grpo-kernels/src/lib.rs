@@ -22,10 +22,12 @@
 //! | --- | --- | --- |
 //! | [`log_prob`] | log-probs, entropy and log-sum-exp from logits | yes |
 //! | [`linear_log_prob`] | the same from hidden states and the output weight, without the logits | yes |
-//! | [`attention`](attention()) | causal grouped-query attention, padded or packed | yes |
+//! | [`attention`](attention()) | causal grouped-query attention, padded or packed | without a window or a cap |
 //! | [`rms_norm`](rms_norm()) | root mean square normalization | yes |
 //! | [`rope`](rope()) | rotary position embedding | yes |
 //! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | yes |
+//! | [`geglu`] | another gate of a feed-forward layer | no |
+//! | [`soft_cap`] | soft caps of logits | no |
 //! | [`embedding`](embedding()), [`RowMap`] | rows of a table by id, and sums of rows | yes |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
@@ -36,7 +38,7 @@
 //! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | no |
 //! | [`causal_conv`](causal_conv()), [`delta_gates`](delta_gates()) | the inputs of the gated delta rule | no |
 //! | [`DeltaStates`] | both for decoding, with a state for each sequence | no |
-//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | yes |
+//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | without a window or a cap |
 //!
 //! # Conventions
 //!
@@ -87,6 +89,8 @@ mod prefix_tree;
 mod rms_norm;
 mod rope;
 mod row_map;
+mod scores;
+mod soft_cap;
 mod swiglu;
 
 pub use adamw::{AdamWStep, AdamWTensors, adamw};
@@ -113,4 +117,6 @@ pub use prefix_tree::PrefixTree;
 pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
 pub use rope::{rope, rope_angles, rope_gradient};
 pub use row_map::RowMap;
-pub use swiglu::{swiglu, swiglu_gradient};
+pub use scores::Scores;
+pub use soft_cap::soft_cap;
+pub use swiglu::{geglu, geglu_gradient, swiglu, swiglu_gradient};

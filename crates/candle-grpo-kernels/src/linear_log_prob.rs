@@ -24,7 +24,8 @@ use crate::{check, composed, cpu, path};
 ///
 /// **Precision.** Products are in f32. On CUDA two bf16 or two f16 arguments are multiplied in
 /// their dtype and summed in f32; for two bf16 arguments the gradients of the logits are rounded to
-/// bf16. f64 hidden states use the composed path, which stores the logits. Results are
+/// bf16. f64 hidden states use the composed path, which stores the logits; so does
+/// [`LogProbOptions::logit_cap`] on CUDA. Results are
 /// bit-identical on any number of cores.
 ///
 /// [`LogProbOptions::gradient_into_logits`] has no effect. Candle's `backward` adds each gradient
@@ -158,7 +159,7 @@ impl LinearLogProb {
                 rows: Rows {
                     targets: kept.select(&rows.targets, 0)?,
                     mask: None,
-                    inverse_temperature: rows.inverse_temperature,
+                    ..rows.clone()
                 },
                 ..self.arguments
             },
@@ -454,8 +455,10 @@ impl Arguments {
         }
     }
 
+    /// Returns whether a fused path exists. The CUDA path has no cap.
     fn is_fused(&self) -> bool {
-        path::is_fused(&self.hidden) && path::is_fused(&self.weight)
+        let has_cap = self.rows.logit_cap.is_none() || self.hidden.device().is_cpu();
+        has_cap && path::is_fused(&self.hidden) && path::is_fused(&self.weight)
     }
 
     /// Returns the bias in f32.
@@ -531,6 +534,7 @@ impl Op {
                 bias,
                 vocab,
                 width,
+                logit_cap: self.rows.logit_cap,
             };
             let gradients = cpu::linear_log_prob::backward(&layer, &kept, &pass, self.wanted)?;
             let tensor = |x, shape: &Shape| Tensor::from_vec(x, shape, &Device::Cpu);
@@ -584,6 +588,7 @@ impl Op {
                 bias,
                 vocab,
                 width,
+                logit_cap: self.rows.logit_cap,
             };
             cpu::linear_log_prob::forward(&layer, &kept, &self.rows)?
         });

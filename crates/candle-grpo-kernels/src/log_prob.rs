@@ -33,6 +33,9 @@ pub struct LogProbOptions<'a> {
     /// An error for logits that are a variable. f64 logits, and logits that need a contiguous
     /// copy, are not overwritten.
     pub gradient_into_logits: bool,
+    /// Replaces each logit by its [`soft_cap`](crate::soft_cap), before the temperature. [`log_prob`]
+    /// then uses plain Candle operations, and does not overwrite the logits.
+    pub logit_cap: Option<f64>,
 }
 
 /// Returns log-probs of `targets` under `softmax(logits / temperature)`, with the entropy and the
@@ -74,7 +77,7 @@ pub fn log_prob(
     options: LogProbOptions,
 ) -> Result<TokenLogProbs> {
     let arguments = Arguments::new(logits, targets, temperature, options)?;
-    if !path::is_fused(logits) {
+    if !is_fused(logits, &options) {
         return composed::log_prob::unchecked(&arguments);
     }
     let Arguments {
@@ -114,7 +117,7 @@ pub fn log_prob_gradient(
     let arguments = Arguments::new(logits, targets, temperature, options)?;
     let packed = tokens.pack("tokens", &arguments.outer)?.detach();
     let gradient = derivatives.pack("derivatives", &arguments.outer)?.detach();
-    if !path::is_fused(logits) {
+    if !is_fused(logits, &options) {
         let options = LogProbOptions {
             gradient_into_logits: false,
             ..options
@@ -131,6 +134,11 @@ pub fn log_prob_gradient(
         gradient,
     };
     backward.apply(&arguments.logits.detach(), options.gradient_into_logits)
+}
+
+/// Returns whether a fused path exists. None has a cap.
+fn is_fused(logits: &Tensor, options: &LogProbOptions) -> bool {
+    path::is_fused(logits) && options.logit_cap.is_none()
 }
 
 impl TokenLogProbs {
@@ -214,6 +222,7 @@ pub(crate) struct Rows {
     /// u8 `[N]`.
     pub(crate) mask: Option<Tensor>,
     pub(crate) inverse_temperature: f32,
+    pub(crate) logit_cap: Option<f64>,
 }
 
 impl Rows {
@@ -228,6 +237,9 @@ impl Rows {
         options: LogProbOptions,
     ) -> Result<Self> {
         check::positive("temperature", temperature)?;
+        if let Some(cap) = options.logit_cap {
+            check::positive("logit_cap", cap)?;
+        }
         check::same_device(&[source, ("targets", targets)])?;
         if let Some(mask) = options.mask {
             check::same_device(&[source, ("mask", mask)])?;
@@ -240,6 +252,7 @@ impl Rows {
             targets: check::targets(targets, source.0, outer, vocab, mask.as_ref())?,
             mask,
             inverse_temperature: (1.0 / temperature) as f32,
+            logit_cap: options.logit_cap,
         })
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType, bail};
 
 use crate::cpu::{with_element, with_floats};
-use crate::{HeadTransform, check, composed, cpu, path};
+use crate::{HeadTransform, Scores, check, composed, cpu, path};
 
 /// Positions of a page: a multiple of every vector width.
 pub const PAGE: usize = 16;
@@ -299,7 +299,7 @@ impl KeyValuePages {
 }
 
 /// Grouped-query attention of one token for each sequence: `softmax(scale * query key^T) value` for
-/// each head.
+/// each head, with the options of [`Scores`].
 ///
 /// Row i of `query` attends to row i of `batch`, which includes its own position: write its key and
 /// value first. On the CPU a row is bit-identical for any other rows, given the same spans.
@@ -312,8 +312,8 @@ impl KeyValuePages {
 ///
 /// # Errors
 ///
-/// Fails if `query` is in a graph, on other shapes and dtypes, on a scale that is not positive and
-/// finite, and on pages that do not exist.
+/// Fails if `query` is in a graph, on other shapes and dtypes, on a scale or a cap that is not
+/// positive and finite, on a window of 0, and on pages that do not exist.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -334,20 +334,21 @@ pub fn paged_attention(
     query: &Tensor,
     pages: &KeyValuePages,
     batch: &PagedBatch,
-    scale: f64,
+    scores: impl Into<Scores>,
 ) -> Result<Tensor> {
-    check(query, pages, batch, scale)?;
+    let scores = scores.into();
+    check(query, pages, batch, &scores)?;
     #[cfg(feature = "cuda")]
-    if pages.is_fused_on_cuda() {
-        return crate::cuda::paged_attention::attend(query, pages, batch, scale as f32);
+    if pages.is_fused_on_cuda() && scores.has_kernel() {
+        return crate::cuda::paged_attention::attend(query, pages, batch, scores.scale as f32);
     }
     if !path::is_fused_on_cpu(query) || batch.rows.is_empty() {
-        return composed::paged_attention::unchecked(query, pages, batch.rows, scale);
+        return composed::paged_attention::unchecked(query, pages, batch.rows, &scores);
     }
     let attended = query.contiguous()?;
     let (shape, rows) = (query.shape(), batch.rows);
     with_element!(query.dtype(), "query", Float => {
-        let mixed = cpu::paged_attention::forward::<Float>(&attended, pages, rows, scale as f32)?;
+        let mixed = cpu::paged_attention::forward::<Float>(&attended, pages, rows, &scores)?;
         Tensor::from_vec(mixed, shape, &Device::Cpu)
     })
 }
@@ -357,9 +358,9 @@ pub(crate) fn check<'a>(
     query: &Tensor,
     pages: &KeyValuePages,
     batch: &PagedBatch<'a>,
-    scale: f64,
+    scores: &Scores,
 ) -> Result<&'a [PagedRow<'a>]> {
-    check::positive("scale", scale)?;
+    scores.check()?;
     pages.check_query(query, batch.rows.len())?;
     batch.check_pages(pages.len())?;
     Ok(batch.rows)

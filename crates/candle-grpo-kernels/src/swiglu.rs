@@ -1,4 +1,4 @@
-//! The gate of a feed-forward layer.
+//! The gates of feed-forward layers.
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
@@ -25,11 +25,7 @@ use crate::{check, composed, cpu, path};
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    check(gate, up)?;
-    if !path::is_fused(gate) {
-        return composed::swiglu::unchecked(gate, up);
-    }
-    gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
+    gated(gate, up, Activation::Silu)
 }
 
 /// The backward pass of [`swiglu`], without a graph.
@@ -52,28 +48,94 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub fn swiglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+    gated_gradient(gate, up, gradient, Activation::Silu)
+}
+
+/// GeGLU (<https://arxiv.org/abs/2002.05202>): `gelu(gate) * up`, with the approximation
+/// `gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, `gelu_pytorch_tanh` in Hugging
+/// Face transformers.
+///
+/// As [`swiglu`] otherwise. On CUDA it is in plain Candle operations.
+///
+/// # Errors
+///
+/// Fails as [`swiglu`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::geglu;
+///
+/// let gate = Tensor::new(&[0f32, 1., -200.], &Device::Cpu)?;
+/// let up = Tensor::new(&[5f32, 2., 3.], &Device::Cpu)?;
+/// let y = geglu(&gate, &up)?.to_vec1::<f32>()?;
+/// assert!(y[0] == 0. && (y[1] - 2. * 0.841192).abs() < 1e-5 && y[2].abs() < 1e-30);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gated(gate, up, Activation::GeluTanh)
+}
+
+/// The backward pass of [`geglu`], without a graph; see [`swiglu_gradient`].
+///
+/// # Errors
+///
+/// Fails as [`swiglu_gradient`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_kernels::geglu_gradient;
+///
+/// let gate = Tensor::new(&[0f32], &Device::Cpu)?;
+/// let up = Tensor::new(&[3f32], &Device::Cpu)?;
+/// let (gate_gradient, up_gradient) = geglu_gradient(&gate, &up, &gate.ones_like()?)?;
+/// assert_eq!(gate_gradient.to_vec1::<f32>()?, [1.5]); // the derivative of gelu at 0 is 1/2
+/// assert_eq!(up_gradient.to_vec1::<f32>()?, [0.]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn geglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+    gated_gradient(gate, up, gradient, Activation::GeluTanh)
+}
+
+/// The function of the gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Activation {
+    Silu,
+    GeluTanh,
+}
+
+impl Activation {
+    /// Returns whether a fused path exists. The CUDA kernel has silu.
+    fn is_fused(self, gate: &Tensor) -> bool {
+        path::is_fused(gate) && (self == Self::Silu || !gate.device().is_cuda())
+    }
+}
+
+fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
+    check(gate, up)?;
+    if !activation.is_fused(gate) {
+        return composed::swiglu::unchecked(gate, up, activation);
+    }
+    gate.contiguous()?
+        .apply_op2(&up.contiguous()?, Gated { activation })
+}
+
+fn gated_gradient(
+    gate: &Tensor,
+    up: &Tensor,
+    gradient: &Tensor,
+    activation: Activation,
+) -> Result<(Tensor, Tensor)> {
     check(gate, up)?;
     check::gradient(gradient, "gate", gate)?;
-    if !path::is_fused(gate) {
+    if !activation.is_fused(gate) {
         let [gate_gradient, up_gradient] =
             composed::gradients([gate, up], gradient, |[gate, up]| {
-                composed::swiglu::unchecked(gate, up)
+                composed::swiglu::unchecked(gate, up, activation)
             })?;
         return Ok((gate_gradient, up_gradient));
     }
-    gradients(&gate.contiguous()?, &up.contiguous()?, gradient)
-}
-
-/// Returns the gradients of contiguous inputs.
-fn gradients(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
-    let gradient = gradient.contiguous()?;
-    #[cfg(feature = "cuda")]
-    if gate.device().is_cuda() {
-        return crate::cuda::swiglu::backward(gate, up, &gradient);
-    }
-    with_element!(gate.dtype(), "gate", T => {
-        cpu::swiglu::backward::<T>(gate, up, &gradient)
-    })
+    let op = Gated { activation };
+    op.gradients(&gate.contiguous()?, &up.contiguous()?, gradient)
 }
 
 pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
@@ -90,11 +152,35 @@ pub(crate) fn check(gate: &Tensor, up: &Tensor) -> Result<()> {
 }
 
 /// The operation on contiguous `gate` and `up`.
-struct SwiGlu;
+struct Gated {
+    activation: Activation,
+}
 
-impl CustomOp2 for SwiGlu {
+impl Gated {
+    /// Returns the gradients of contiguous inputs.
+    fn gradients(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if gate.device().is_cuda() {
+            return crate::cuda::swiglu::backward(gate, up, &gradient);
+        }
+        with_element!(gate.dtype(), "gate", T => {
+            cpu::swiglu::backward::<T>(gate, up, &gradient, self.activation)
+        })
+    }
+}
+
+impl CustomOp2 for Gated {
     fn name(&self) -> &'static str {
-        "swiglu"
+        match self.activation {
+            Activation::Silu => "swiglu",
+            Activation::GeluTanh => "geglu",
+        }
     }
 
     fn cpu_fwd(
@@ -107,7 +193,7 @@ impl CustomOp2 for SwiGlu {
         let (gate_range, up_range) = (cpu::range(gate_layout)?, cpu::range(up_layout)?);
         let y = with_floats!(gate, "gate", gate => {
             let up = &up.as_slice()?[up_range];
-            WithDType::to_cpu_storage_owned(cpu::swiglu::forward(&gate[gate_range], up))
+            WithDType::to_cpu_storage_owned(cpu::swiglu::forward(&gate[gate_range], up, self.activation))
         });
         Ok((y, gate_layout.shape().clone()))
     }
@@ -130,7 +216,7 @@ impl CustomOp2 for SwiGlu {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (gate_gradient, up_gradient) = gradients(gate, up, gradient)?;
+        let (gate_gradient, up_gradient) = self.gradients(gate, up, gradient)?;
         Ok((Some(gate_gradient), Some(up_gradient)))
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Result, Tensor};
 
 use crate::attention::{Sequences, Sizes};
-use crate::check;
+use crate::{Scores, check, soft_cap};
 use crate::precision::arithmetic_dtype;
 
 /// [`attention`](crate::attention()) in plain Candle operations. Stores the matrix of the scores.
@@ -13,11 +13,11 @@ pub fn attention<'a>(
     value: &Tensor,
     sequences: impl Into<Sequences<'a>>,
     head_dim: usize,
-    scale: f64,
+    scores: impl Into<Scores>,
 ) -> Result<Tensor> {
-    let sequences = sequences.into();
-    let sizes = Sizes::new(query, key, value, sequences, head_dim, scale)?;
-    unchecked(query, key, value, sequences, &sizes, scale)
+    let (sequences, scores) = (sequences.into(), scores.into());
+    let sizes = Sizes::new(query, key, value, sequences, head_dim, &scores)?;
+    unchecked(query, key, value, sequences, &sizes, &scores)
 }
 
 pub(crate) fn unchecked(
@@ -26,11 +26,11 @@ pub(crate) fn unchecked(
     value: &Tensor,
     sequences: Sequences,
     sizes: &Sizes,
-    scale: f64,
+    scores: &Scores,
 ) -> Result<Tensor> {
     match sequences {
-        Sequences::Padded(mask) => padded(query, key, value, mask, sizes, scale),
-        Sequences::Packed(lengths) => packed(query, key, value, lengths, sizes, scale),
+        Sequences::Padded(mask) => padded(query, key, value, mask, sizes, scores),
+        Sequences::Packed(lengths) => packed(query, key, value, lengths, sizes, scores),
     }
 }
 
@@ -41,7 +41,7 @@ fn packed(
     value: &Tensor,
     lengths: &[usize],
     sizes: &Sizes,
-    scale: f64,
+    scores: &Scores,
 ) -> Result<Tensor> {
     let flat = |x: &Tensor| x.reshape(((), x.dim(D::Minus1)?));
     let (query_rows, key_rows, value_rows) = (flat(query)?, flat(key)?, flat(value)?);
@@ -62,7 +62,7 @@ fn packed(
             &rows(&value_rows)?,
             &all,
             &sizes,
-            scale,
+            scores,
         )?);
         first += length;
     }
@@ -75,7 +75,7 @@ fn padded(
     value: &Tensor,
     mask: &Tensor,
     sizes: &Sizes,
-    scale: f64,
+    scores: &Scores,
 ) -> Result<Tensor> {
     let &Sizes {
         batch,
@@ -113,17 +113,27 @@ fn padded(
     let device = query.device();
     let positions = Tensor::arange(0, total as u32, device)?.reshape((1, total))?;
     let own = Tensor::arange(past as u32, total as u32, device)?.reshape((new, 1))?;
-    let causal = positions.broadcast_le(&own)?.to_dtype(DType::U8)?;
+    let mut causal = positions.broadcast_le(&own)?.to_dtype(DType::U8)?;
+    if let Some(window) = scores.window {
+        // Not wider than the row, so that the sum fits in 32 bits.
+        let end = positions.broadcast_add(&Tensor::new(window.min(total) as u32, device)?)?;
+        causal = (causal * end.broadcast_gt(&own)?.to_dtype(DType::U8)?)?;
+    }
     let visible = real
         .reshape((batch, 1, 1, total))?
         .broadcast_mul(&causal.reshape((1, 1, new, total))?)?;
 
+    let Scores { scale, cap, .. } = *scores;
     let scores = (query_rows.matmul(&key_rows.t()?)? * scale)?.reshape((
         batch,
         kv_heads * group,
         new,
         total,
     ))?;
+    let scores = match cap {
+        None => scores,
+        Some(cap) => soft_cap(&scores, cap)?,
+    };
     // Finite, so that a padded query without visible positions does not give NaN.
     let hidden = Tensor::new(-1e30f32, device)?
         .to_dtype(wide)?

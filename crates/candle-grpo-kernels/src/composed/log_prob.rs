@@ -4,6 +4,7 @@ use candle_core::{D, Result, Tensor};
 
 use crate::log_prob::{Arguments, LogProbOptions, Rows, TokenLogProbs};
 use crate::precision::arithmetic_dtype;
+use crate::soft_cap;
 
 /// [`log_prob`](crate::log_prob) in plain Candle operations. Never overwrites the logits.
 pub fn log_prob(
@@ -39,6 +40,10 @@ pub(crate) fn unchecked(arguments: &Arguments) -> Result<TokenLogProbs> {
                 .where_cond(&z, &z.zeros_like()?)?,
             mask.where_cond(targets, &targets.zeros_like()?)?,
         ),
+    };
+    let z = match arguments.rows.logit_cap {
+        None => z,
+        Some(cap) => soft_cap(&z, cap)?,
     };
     let z = (z / arguments.temperature)?;
     // Relative to the largest logit, to avoid overflow.

@@ -36,4 +36,4 @@ pub use log_prob::log_prob;
 pub use paged_attention::paged_attention;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
-pub use swiglu::swiglu;
+pub use swiglu::{geglu, swiglu};

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::composed;
+use crate::{Scores, composed};
 use crate::paged_attention::{self, KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
 
 /// [`paged_attention`](crate::paged_attention()) in plain Candle operations. Copies the visible
@@ -11,17 +11,18 @@ pub fn paged_attention(
     query: &Tensor,
     pages: &KeyValuePages,
     batch: &PagedBatch,
-    scale: f64,
+    scores: impl Into<Scores>,
 ) -> Result<Tensor> {
-    let rows = paged_attention::check(query, pages, batch, scale)?;
-    unchecked(query, pages, rows, scale)
+    let scores = scores.into();
+    let rows = paged_attention::check(query, pages, batch, &scores)?;
+    unchecked(query, pages, rows, &scores)
 }
 
 pub(crate) fn unchecked(
     query: &Tensor,
     pages: &KeyValuePages,
     rows: &[PagedRow],
-    scale: f64,
+    scores: &Scores,
 ) -> Result<Tensor> {
     if rows.is_empty() {
         return Ok(query.clone());
@@ -67,7 +68,7 @@ pub(crate) fn unchecked(
     };
     let key = gather(pages.keys(), pages.has_transposed_keys())?;
     let value = gather(pages.values(), false)?;
-    composed::attention(query, &key, &value, &mask, head_dim, scale)
+    composed::attention(query, &key, &value, &mask, head_dim, *scores)
 }
 
 /// [`KeyValuePages::write`] in plain Candle operations, for keys that are not transposed.

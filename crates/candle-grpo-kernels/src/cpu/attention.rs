@@ -12,8 +12,9 @@ use rayon::prelude::*;
 
 use super::element::Element;
 use super::matmul::{Matrix, matmul_on_one_core};
-use super::simd::{EXP_UNDERFLOW, MAX_LANES, at_least, exp};
+use super::simd::{EXP_UNDERFLOW, MAX_LANES, at_least, exp, tanh};
 use super::{output, slice};
+use crate::Scores;
 use crate::attention::{Attention, Sequence, Sizes};
 
 /// Approximate rows of a tile. A row is a query head at a position.
@@ -28,14 +29,13 @@ pub(crate) struct Inputs<'a, T> {
 
 /// Returns the attended values, of the length of `query`.
 pub(crate) fn forward<T: Element>(inputs: &Inputs<T>, op: &Attention) -> Result<Vec<T>> {
-    let sizes = &op.sizes;
     slice::read::<u8, _>(&op.table.mask, |mask| {
         let fill = |y: &mut [MaybeUninit<T>]| {
             by_key_head(y, op, |sequence| sequence.new)
                 .into_par_iter()
                 .enumerate()
                 .for_each_init(
-                    || Scratch::new(sizes),
+                    || Scratch::new(op),
                     |scratch, (index, y)| Task::new(index, inputs, mask, op).forward(scratch, y),
                 );
         };
@@ -77,7 +77,6 @@ fn backward_of_slices<T: Element>(
     mask: &[u8],
     op: &Attention,
 ) -> [Vec<T>; 3] {
-    let sizes = &op.sizes;
     let mut key_and_value_gradients = (Vec::new(), Vec::new());
     let fill = |query_gradient: &mut [MaybeUninit<T>]| {
         let fill = |key_gradient: &mut [MaybeUninit<T>], value_gradient: &mut [MaybeUninit<T>]| {
@@ -88,7 +87,7 @@ fn backward_of_slices<T: Element>(
                 .into_par_iter()
                 .zip(key_gradient.into_par_iter().zip(value_gradient));
             outputs.enumerate().for_each_init(
-                || (Scratch::new(sizes), BackwardScratch::new(sizes)),
+                || (Scratch::new(op), BackwardScratch::new(op)),
                 |(scratch, more), (index, (query_gradient, (key_gradient, value_gradient)))| {
                     Task::new(index, inputs, mask, op).backward(
                         scratch,
@@ -163,10 +162,13 @@ struct BackwardScratch {
     result_gradient: Vec<f32>,
     /// `[rows, stride]`: the gradient of the weights, then of the scores.
     scores_gradient: Vec<f32>,
+    /// `[rows, stride]`: the capped scores. Empty without a cap.
+    capped: Vec<f32>,
 }
 
 impl Scratch {
-    fn new(sizes: &Sizes) -> Self {
+    fn new(op: &Attention) -> Self {
+        let sizes = &op.sizes;
         let (stride, rows) = (stride(sizes.total), tile(sizes) * sizes.group);
         Self {
             keys: vec![0.0; sizes.total * sizes.head_dim],
@@ -180,13 +182,16 @@ impl Scratch {
 }
 
 impl BackwardScratch {
-    fn new(sizes: &Sizes) -> Self {
+    fn new(op: &Attention) -> Self {
+        let sizes = &op.sizes;
         let rows = tile(sizes) * sizes.group;
+        let scores = rows * stride(sizes.total);
         Self {
             key_gradients: vec![0.0; sizes.total * sizes.head_dim],
             value_gradients: vec![0.0; sizes.total * sizes.head_dim],
             result_gradient: vec![0.0; rows * sizes.head_dim],
-            scores_gradient: vec![0.0; rows * stride(sizes.total)],
+            scores_gradient: vec![0.0; scores],
+            capped: vec![0.0; if op.scores.cap.is_some() { scores } else { 0 }],
         }
     }
 }
@@ -206,7 +211,7 @@ struct Task<'a, T> {
     inputs: &'a Inputs<'a, T>,
     /// `[T]`
     mask: &'a [u8],
-    scale: f32,
+    scores: &'a Scores,
     sizes: &'a Sizes,
     sequence: Sequence,
     kv_head: usize,
@@ -219,7 +224,7 @@ impl<'a, T: Element> Task<'a, T> {
         Self {
             inputs,
             mask: &mask[sequence.first_key..][..sequence.total],
-            scale: op.scale,
+            scores: &op.scores,
             sizes,
             sequence,
             kv_head: index % sizes.kv_heads,
@@ -230,18 +235,14 @@ impl<'a, T: Element> Task<'a, T> {
         self.load_keys(scratch);
         let tile = tile(self.sizes);
         for (index, y) in y.chunks_mut(tile).enumerate() {
-            let tile = self.softmax(scratch, index * tile, y.len());
+            let tile = self.softmax(scratch, &mut [], index * tile, y.len());
+            let head_dim = self.sizes.head_dim;
             matmul_on_one_core(
                 &mut scratch.result,
-                self.sizes.head_dim,
+                head_dim,
                 false,
                 tile.matrix(&scratch.weights),
-                Matrix::new(
-                    &scratch.values,
-                    tile.seen,
-                    self.sizes.head_dim,
-                    self.sizes.head_dim,
-                ),
+                tile.seen(&scratch.values, head_dim),
             );
             self.write_queries(&scratch.result, tile.first, y);
         }
@@ -259,7 +260,8 @@ impl<'a, T: Element> Task<'a, T> {
         more.value_gradients.fill(0.0);
         let (tile, head_dim) = (tile(self.sizes), self.sizes.head_dim);
         for (index, query_gradient) in query_gradient.chunks_mut(tile).enumerate() {
-            let tile = self.softmax(scratch, index * tile, query_gradient.len());
+            let len = query_gradient.len();
+            let tile = self.softmax(scratch, &mut more.capped, index * tile, len);
             self.load_queries(
                 gradient,
                 tile.first,
@@ -267,18 +269,18 @@ impl<'a, T: Element> Task<'a, T> {
                 query_gradient.len(),
             );
             let rows = |values| Matrix::new(values, tile.rows, head_dim, head_dim);
-            let seen = |values| Matrix::new(values, tile.seen, head_dim, head_dim);
+            let first_seen = tile.begin * head_dim;
 
             let weights = tile.matrix(&scratch.weights);
             let result_gradient = rows(&more.result_gradient);
             matmul_on_one_core(
-                &mut more.value_gradients,
+                &mut more.value_gradients[first_seen..],
                 head_dim,
                 true,
                 weights.t(),
                 result_gradient,
             );
-            let values = seen(&scratch.values).t();
+            let values = tile.seen(&scratch.values, head_dim).t();
             matmul_on_one_core(
                 &mut more.scores_gradient,
                 tile.stride,
@@ -298,19 +300,27 @@ impl<'a, T: Element> Task<'a, T> {
                     scores_gradient,
                 });
             }
+            if let Some(cap) = self.scores.cap {
+                let scores = tile.rows * tile.stride;
+                Arch::new().dispatch(CapBackwardRow {
+                    capped: &more.capped[..scores],
+                    scores_gradient: &mut more.scores_gradient[..scores],
+                    cap: cap as f32,
+                });
+            }
             let scores_gradient = tile.matrix(&more.scores_gradient);
             let queries = rows(&scratch.queries);
             matmul_on_one_core(
-                &mut more.key_gradients,
+                &mut more.key_gradients[first_seen..],
                 head_dim,
                 true,
                 scores_gradient.t(),
                 queries,
             );
-            let keys = seen(&scratch.keys);
+            let keys = tile.seen(&scratch.keys, head_dim);
             matmul_on_one_core(&mut scratch.result, head_dim, false, scores_gradient, keys);
             for x in &mut scratch.result[..tile.rows * head_dim] {
-                *x *= self.scale;
+                *x *= self.scores.scale as f32;
             }
             self.write_queries(&scratch.result, tile.first, query_gradient);
         }
@@ -378,17 +388,29 @@ impl<'a, T: Element> Task<'a, T> {
         self.mask[self.sequence.past() + position] != 0
     }
 
-    /// Loads the queries of `len` positions from `first`, and computes their weights.
-    fn softmax(&self, scratch: &mut Scratch, first: usize, len: usize) -> Tile {
+    /// Loads the queries of `len` positions from `first`, and computes their weights. Copies the
+    /// capped scores to `capped`, if there is a cap and room for them.
+    fn softmax(
+        &self,
+        scratch: &mut Scratch,
+        capped: &mut [f32],
+        first: usize,
+        len: usize,
+    ) -> Tile {
         let head_dim = self.sizes.head_dim;
         self.load_queries(self.inputs.query, first, &mut scratch.queries, len);
         for x in &mut scratch.queries {
-            *x *= self.scale;
+            *x *= self.scores.scale as f32;
         }
-        let seen = self.sequence.past() + first + len;
+        let past = self.sequence.past();
+        let first_visible = self.scores.first_visible(past + first + 1);
+        // The bias is read in whole vectors.
+        let begin = first_visible / MAX_LANES * MAX_LANES;
+        let seen = past + first + len - begin;
         let tile = Tile {
             first,
             rows: len * self.sizes.group,
+            begin,
             seen,
             stride: stride(seen),
         };
@@ -397,18 +419,28 @@ impl<'a, T: Element> Task<'a, T> {
             tile.stride,
             false,
             Matrix::new(&scratch.queries, tile.rows, head_dim, head_dim),
-            Matrix::new(&scratch.keys, seen, head_dim, head_dim).t(),
+            tile.seen(&scratch.keys, head_dim).t(),
         );
         let rows = scratch
             .weights
             .chunks_exact_mut(tile.stride)
             .take(tile.rows);
         for (row, scores) in rows.enumerate() {
-            let seen = self.sequence.past() + first + row / self.sizes.group + 1;
-            scores[seen..].fill(f32::NEG_INFINITY);
+            if let Some(cap) = self.scores.cap {
+                let cap = cap as f32;
+                // Entries after the last key are arbitrary, and are not copied.
+                scores[seen..].fill(0.0);
+                Arch::new().dispatch(CapRow { scores, cap });
+                if let Some(capped) = capped.chunks_exact_mut(tile.stride).nth(row) {
+                    capped.copy_from_slice(scores);
+                }
+            }
+            let end = past + first + row / self.sizes.group + 1;
+            scores[..self.scores.first_visible(end) - begin].fill(f32::NEG_INFINITY);
+            scores[end - begin..].fill(f32::NEG_INFINITY);
             Arch::new().dispatch(SoftmaxRow {
                 scores,
-                bias: &scratch.bias[..tile.stride],
+                bias: &scratch.bias[begin..][..tile.stride],
             });
         }
         tile
@@ -422,7 +454,9 @@ struct Tile {
     first: usize,
     /// Query heads at positions.
     rows: usize,
-    /// Positions that are visible to the last query.
+    /// The first position of the scores.
+    begin: usize,
+    /// Number of positions from there that are visible to the last query, or to one before it.
     seen: usize,
     /// Distance between the starts of rows.
     stride: usize,
@@ -431,6 +465,53 @@ struct Tile {
 impl Tile {
     fn matrix<'a>(&self, scores: &'a [f32]) -> Matrix<'a> {
         Matrix::new(scores, self.rows, self.seen, self.stride)
+    }
+
+    /// The rows of the positions of the scores, of `[T, head_dim]`.
+    fn seen<'a>(&self, rows: &'a [f32], head_dim: usize) -> Matrix<'a> {
+        Matrix::new(&rows[self.begin * head_dim..], self.seen, head_dim, head_dim)
+    }
+}
+
+/// Replaces each score x by `cap tanh(x / cap)`. The row is whole vectors.
+pub(super) struct CapRow<'a> {
+    pub(super) scores: &'a mut [f32],
+    pub(super) cap: f32,
+}
+
+impl WithSimd for CapRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (cap, inverse) = (simd.splat_f32s(self.cap), simd.splat_f32s(1.0 / self.cap));
+        let (scores, _) = S::as_mut_simd_f32s(self.scores);
+        for x in scores {
+            *x = simd.mul_f32s(cap, tanh(simd, simd.mul_f32s(*x, inverse)));
+        }
+    }
+}
+
+/// Replaces the gradient of capped scores by that of the scores before [`CapRow`]. Whole vectors.
+pub(super) struct CapBackwardRow<'a> {
+    pub(super) capped: &'a [f32],
+    pub(super) scores_gradient: &'a mut [f32],
+    pub(super) cap: f32,
+}
+
+impl WithSimd for CapBackwardRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (one, inverse) = (simd.splat_f32s(1.0), simd.splat_f32s(1.0 / self.cap));
+        let (capped, _) = S::as_simd_f32s(self.capped);
+        let (gradients, _) = S::as_mut_simd_f32s(self.scores_gradient);
+        for (&capped, gradient) in capped.iter().zip(gradients) {
+            let tanh = simd.mul_f32s(capped, inverse);
+            let slope = simd.sub_f32s(one, simd.mul_f32s(tanh, tanh));
+            *gradient = simd.mul_f32s(*gradient, slope);
+        }
     }
 }
 

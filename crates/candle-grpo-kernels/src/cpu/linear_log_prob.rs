@@ -11,10 +11,11 @@ use candle_core::Result;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::attention::{CapBackwardRow, CapRow};
 use super::element::Element;
 use super::log_prob::{Coefficients, ForwardRow, Sums};
 use super::matmul::{Matrix, matmul};
-use super::simd::MAX_LANES;
+use super::simd::{BLOCK, MAX_LANES};
 use crate::log_prob::{Backward, Rows};
 
 /// Maximum rows of a tile. One product sums the gradient of the weight over them.
@@ -40,6 +41,8 @@ pub(crate) struct Layer<'a, W> {
     pub(crate) bias: Option<&'a [f32]>,
     pub(crate) vocab: usize,
     pub(crate) width: usize,
+    /// The soft cap of the logits.
+    pub(crate) logit_cap: Option<f64>,
 }
 
 /// The arguments that need a gradient.
@@ -136,6 +139,7 @@ pub(crate) fn backward<W: Element>(
                     logits,
                     coefficients,
                     start: columns.start,
+                    logit_cap: layer.logit_cap,
                 });
             });
         let gradient = Matrix::new(logits, rows.len(), columns.len(), stride);
@@ -351,6 +355,12 @@ impl<W: Element> Layer<'_, W> {
                     Matrix::new(hidden, rows.len(), width, width),
                     Matrix::new(weight, columns.len(), width, width).t(),
                 );
+                if let Some(cap) = self.logit_cap {
+                    let cap = cap as f32;
+                    logits
+                        .par_chunks_exact_mut(stride)
+                        .for_each(|scores| Arch::new().dispatch(CapRow { scores, cap }));
+                }
                 visit(Tile {
                     columns: columns.clone(),
                     rows,
@@ -391,6 +401,7 @@ struct BackwardRow<'a> {
     logits: &'a mut [f32],
     coefficients: &'a Coefficients,
     start: usize,
+    logit_cap: Option<f64>,
 }
 
 impl WithSimd for BackwardRow<'_> {
@@ -398,7 +409,22 @@ impl WithSimd for BackwardRow<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        self.coefficients.apply(simd, self.logits, self.start);
+        let Some(cap) = self.logit_cap else {
+            return self.coefficients.apply(simd, self.logits, self.start);
+        };
+        let mut capped = [0.0; BLOCK];
+        for (index, logits) in self.logits.chunks_mut(BLOCK).enumerate() {
+            let capped = &mut capped[..logits.len()];
+            capped.copy_from_slice(logits);
+            self.coefficients
+                .apply(simd, logits, self.start + index * BLOCK);
+            CapBackwardRow {
+                capped,
+                scores_gradient: logits,
+                cap: cap as f32,
+            }
+            .with_simd(simd);
+        }
     }
 }
 
@@ -420,6 +446,7 @@ mod tests {
             bias: None,
             vocab,
             width,
+            logit_cap: None,
         };
         let mut gradient = vec![0.0; vocab * width];
         let end = gradient.as_ptr_range().end;

@@ -9,9 +9,10 @@ use candle_core::{Result, Tensor};
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::attention::SoftmaxRow;
+use super::attention::{CapRow, SoftmaxRow};
 use super::element::Element;
 use super::{output, slice};
+use crate::Scores;
 use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PagedRow};
 
 /// Minimum number of products for more than one core.
@@ -25,7 +26,7 @@ pub(crate) fn forward<T: Element>(
     query: &Tensor,
     pages: &KeyValuePages,
     rows: &[PagedRow],
-    scale: f32,
+    scores: &Scores,
 ) -> Result<Vec<T>> {
     let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
     slice::read::<T, _>(query, |query| {
@@ -41,7 +42,7 @@ pub(crate) fn forward<T: Element>(
                         head: index % kv_heads,
                         kv_heads,
                         head_dim,
-                        scale,
+                        scores,
                         y,
                         scratch,
                     });
@@ -116,7 +117,7 @@ struct Task<'a, T> {
     head: usize,
     kv_heads: usize,
     head_dim: usize,
-    scale: f32,
+    scores: &'a Scores,
     y: &'a mut [MaybeUninit<T>],
     scratch: &'a mut Scratch,
 }
@@ -132,18 +133,20 @@ impl<T: Element> WithSimd for Task<'_, T> {
         scratch.query.resize(self.query.len(), 0.0);
         T::widen(self.query, &mut scratch.query);
         for x in &mut scratch.query {
-            *x *= self.scale;
+            *x *= self.scores.scale as f32;
         }
         scratch.result.resize(heads * head_dim, 0.0);
         scratch.result.fill(0.0);
         scratch.page.resize(head_dim * PAGE, 0.0);
 
-        // The pages, and the visible positions of each.
-        let mut left = row.visible;
-        let spans = row.spans.iter().map_while(move |span| {
-            let len = span.len.min(left);
-            left -= len;
-            (len > 0).then_some((span.page, len))
+        // The pages with visible positions, and these positions of each.
+        let first = self.scores.first_visible(row.visible);
+        let mut before = 0;
+        let spans = row.spans.iter().filter_map(move |span| {
+            let len = span.len.min(row.visible - before);
+            let hidden = first.saturating_sub(before);
+            before += len;
+            (hidden < len).then_some((span.page, hidden..len))
         });
         let width = spans.clone().count() * PAGE;
         scratch.bias.resize(width, 0.0);
@@ -151,7 +154,7 @@ impl<T: Element> WithSimd for Task<'_, T> {
 
         let piece = head_dim * PAGE;
         let place = |page: usize| (page * self.kv_heads + self.head) * piece;
-        for (index, (page, len)) in spans.clone().enumerate() {
+        for (index, (page, visible)) in spans.clone().enumerate() {
             let keys = T::widened(&self.keys[place(page)..][..piece], &mut scratch.page);
             for (query, weights) in scratch
                 .query
@@ -160,23 +163,30 @@ impl<T: Element> WithSimd for Task<'_, T> {
             {
                 let scores = &mut weights[index * PAGE..][..PAGE];
                 products(simd, query, keys, scores);
-                // Masks positions after the last visible one, which may hold NaN.
-                scores[len..].fill(f32::NEG_INFINITY);
+                if let Some(cap) = self.scores.cap {
+                    let cap = cap as f32;
+                    CapRow { scores, cap }.with_simd(simd);
+                }
+                // Masks other positions. Those after the last visible one may hold NaN.
+                scores[..visible.start].fill(f32::NEG_INFINITY);
+                scores[visible.end..].fill(f32::NEG_INFINITY);
             }
         }
         for scores in scratch.weights.chunks_exact_mut(width) {
             let bias = &scratch.bias;
             SoftmaxRow { scores, bias }.with_simd(simd);
         }
-        for (index, (page, len)) in spans.enumerate() {
-            let values = &self.values[place(page)..][..len * head_dim];
-            let values = T::widened(values, &mut scratch.page[..len * head_dim]);
+        for (index, (page, visible)) in spans.enumerate() {
+            let values = &self.values[place(page)..][..piece];
+            let values = &values[visible.start * head_dim..visible.end * head_dim];
+            let values = T::widened(values, &mut scratch.page[..values.len()]);
             for (weights, result) in scratch
                 .weights
                 .chunks_exact(width)
                 .zip(scratch.result.chunks_exact_mut(head_dim))
             {
-                mix(simd, &weights[index * PAGE..][..len], values, result);
+                let weights = &weights[index * PAGE..][visible.clone()];
+                mix(simd, weights, values, result);
             }
         }
         T::write(&scratch.result, self.y);

@@ -1,5 +1,6 @@
-//! The CPU path of [`swiglu`](crate::swiglu()).
+//! The CPU path of [`swiglu`](crate::swiglu()) and [`geglu`](crate::geglu()).
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use candle_core::{Device, Result, Tensor};
@@ -10,13 +11,21 @@ use super::element::Element;
 use super::simd::{BLOCK, MAX_LANES, sigmoid};
 use super::slice::CHUNK;
 use super::{output, slice};
+use crate::swiglu::Activation;
 
-/// Returns `silu(gate) * up`, element by element.
-pub(crate) fn forward<T: Element>(gate: &[T], up: &[T]) -> Vec<T> {
+/// Returns `activation(gate) * up`, element by element.
+pub(crate) fn forward<T: Element>(gate: &[T], up: &[T], activation: Activation) -> Vec<T> {
+    match activation {
+        Activation::Silu => forward_chunks::<T, Silu>(gate, up),
+        Activation::GeluTanh => forward_chunks::<T, GeluTanh>(gate, up),
+    }
+}
+
+fn forward_chunks<T: Element, F: Function>(gate: &[T], up: &[T]) -> Vec<T> {
     let fill = |y: &mut [MaybeUninit<T>]| {
         y.par_chunks_mut(CHUNK)
             .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
-            .for_each(|(y, (gate, up))| Arch::new().dispatch(Forward { gate, up, y }));
+            .for_each(|(y, (gate, up))| Arch::new().dispatch(Forward::<T, F>::new(gate, up, y)));
     };
     // SAFETY: the chunks cover the result, and each chunk is written completely.
     #[allow(unsafe_code)]
@@ -30,10 +39,15 @@ pub(crate) fn backward<T: Element>(
     gate: &Tensor,
     up: &Tensor,
     gradient: &Tensor,
+    activation: Activation,
 ) -> Result<(Tensor, Tensor)> {
+    let chunks = match activation {
+        Activation::Silu => backward_chunks::<T, Silu>,
+        Activation::GeluTanh => backward_chunks::<T, GeluTanh>,
+    };
     let (gate_gradient, up_gradient) = slice::read::<T, _>(gate, |gate| {
         slice::read::<T, _>(up, |up| {
-            slice::read::<T, _>(gradient, |gradient| Ok(backward_chunks(gate, up, gradient)))
+            slice::read::<T, _>(gradient, |gradient| Ok(chunks(gate, up, gradient)))
         })
     })?;
     Ok((
@@ -42,7 +56,11 @@ pub(crate) fn backward<T: Element>(
     ))
 }
 
-fn backward_chunks<T: Element>(gate: &[T], up: &[T], gradient: &[T]) -> (Vec<T>, Vec<T>) {
+fn backward_chunks<T: Element, F: Function>(
+    gate: &[T],
+    up: &[T],
+    gradient: &[T],
+) -> (Vec<T>, Vec<T>) {
     let inputs = gate
         .par_chunks(CHUNK)
         .zip(up.par_chunks(CHUNK).zip(gradient.par_chunks(CHUNK)));
@@ -53,12 +71,13 @@ fn backward_chunks<T: Element>(gate: &[T], up: &[T], gradient: &[T]) -> (Vec<T>,
         outputs
             .zip(inputs)
             .for_each(|((gate_gradient, up_gradient), (gate, (up, gradient)))| {
-                Arch::new().dispatch(Backward {
+                Arch::new().dispatch(Backward::<T, F> {
                     gate,
                     up,
                     gradient,
                     gate_gradient,
                     up_gradient,
+                    function: PhantomData,
                 });
             });
     };
@@ -69,18 +88,96 @@ fn backward_chunks<T: Element>(gate: &[T], up: &[T], gradient: &[T]) -> (Vec<T>,
     }
 }
 
-struct Forward<'a, T> {
+/// A function of the gate.
+trait Function: Send + Sync {
+    fn value<S: Simd>(simd: S, x: S::f32s) -> S::f32s;
+
+    /// Returns the value and the derivative.
+    fn value_and_slope<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2];
+}
+
+/// `x sigmoid(x)`.
+struct Silu;
+
+impl Function for Silu {
+    #[inline(always)]
+    fn value<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+        simd.mul_f32s(x, sigmoid(simd, x))
+    }
+
+    #[inline(always)]
+    fn value_and_slope<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2] {
+        let sigmoid = sigmoid(simd, x);
+        let silu = simd.mul_f32s(x, sigmoid);
+        // The derivative of silu is s + x s (1 - s).
+        let rest = simd.sub_f32s(simd.splat_f32s(1.0), sigmoid);
+        [silu, simd.mul_add_e_f32s(silu, rest, sigmoid)]
+    }
+}
+
+/// `x / 2 (1 + tanh(u))`, which is `x sigmoid(2 u)`, with `u = sqrt(2 / pi) (x + 0.044715 x^3)`.
+struct GeluTanh;
+
+/// `2 sqrt(2 / pi)`.
+const TWICE: f32 = 1.595_769_1;
+const CUBIC: f32 = 0.044_715;
+
+impl GeluTanh {
+    /// Returns `x^2` and `sigmoid(2 u)`.
+    #[inline(always)]
+    fn parts<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2] {
+        let square = simd.mul_f32s(x, x);
+        let one = simd.splat_f32s(1.0);
+        let factor = simd.mul_add_e_f32s(square, simd.splat_f32s(CUBIC), one);
+        let inner = simd.mul_f32s(simd.mul_f32s(x, factor), simd.splat_f32s(TWICE));
+        [square, sigmoid(simd, inner)]
+    }
+}
+
+impl Function for GeluTanh {
+    #[inline(always)]
+    fn value<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+        let [_, sigmoid] = Self::parts(simd, x);
+        simd.mul_f32s(x, sigmoid)
+    }
+
+    #[inline(always)]
+    fn value_and_slope<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2] {
+        let [square, sigmoid] = Self::parts(simd, x);
+        let gelu = simd.mul_f32s(x, sigmoid);
+        let one = simd.splat_f32s(1.0);
+        // The derivative is s + x s (1 - s) 2 u', with 2 u' = 2 sqrt(2 / pi) (1 + 3 0.044715 x^2).
+        let inner = simd.mul_add_e_f32s(square, simd.splat_f32s(3.0 * CUBIC), one);
+        let inner = simd.mul_f32s(inner, simd.splat_f32s(TWICE));
+        let rest = simd.mul_f32s(simd.sub_f32s(one, sigmoid), inner);
+        [gelu, simd.mul_add_e_f32s(gelu, rest, sigmoid)]
+    }
+}
+
+struct Forward<'a, T, F> {
     gate: &'a [T],
     up: &'a [T],
     y: &'a mut [MaybeUninit<T>],
+    function: PhantomData<F>,
 }
 
-impl<T: Element> WithSimd for Forward<'_, T> {
+impl<'a, T, F> Forward<'a, T, F> {
+    fn new(gate: &'a [T], up: &'a [T], y: &'a mut [MaybeUninit<T>]) -> Self {
+        Self {
+            gate,
+            up,
+            y,
+            function: PhantomData,
+        }
+    }
+}
+
+impl<T: Element, F: Function> WithSimd for Forward<'_, T, F> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { gate, up, y } = self;
+        let Self { gate, up, y, .. } = self;
         // Whole f32 vectors go from input to result directly. Other dtypes and the tail use blocks
         // in f32.
         let direct = match (T::as_f32(gate), T::as_f32(up), T::as_uninit_f32(y)) {
@@ -89,7 +186,7 @@ impl<T: Element> WithSimd for Forward<'_, T> {
                 let (ups, _) = S::as_simd_f32s(up);
                 let (ys, tail) = S::as_uninit_mut_simd_f32s(y);
                 for ((y, &gate), &up) in ys.iter_mut().zip(gates).zip(ups) {
-                    y.write(gated(simd, gate, up));
+                    y.write(gated::<S, F>(simd, gate, up));
                 }
                 gate.len() - tail.len()
             }
@@ -105,28 +202,29 @@ impl<T: Element> WithSimd for Forward<'_, T> {
             let (gates, _) = S::as_mut_simd_f32s(&mut gate_buffer[..padded]);
             let (ups, _) = S::as_simd_f32s(&up_buffer[..padded]);
             for (gate, &up) in gates.iter_mut().zip(ups) {
-                *gate = gated(simd, *gate, up);
+                *gate = gated::<S, F>(simd, *gate, up);
             }
             T::write(&gate_buffer[..len], y);
         }
     }
 }
 
-/// Returns `silu(gate) up`.
+/// Returns the function of `gate`, times `up`.
 #[inline(always)]
-fn gated<S: Simd>(simd: S, gate: S::f32s, up: S::f32s) -> S::f32s {
-    simd.mul_f32s(simd.mul_f32s(gate, sigmoid(simd, gate)), up)
+fn gated<S: Simd, F: Function>(simd: S, gate: S::f32s, up: S::f32s) -> S::f32s {
+    simd.mul_f32s(F::value(simd, gate), up)
 }
 
-struct Backward<'a, T> {
+struct Backward<'a, T, F> {
     gate: &'a [T],
     up: &'a [T],
     gradient: &'a [T],
     gate_gradient: &'a mut [MaybeUninit<T>],
     up_gradient: &'a mut [MaybeUninit<T>],
+    function: PhantomData<F>,
 }
 
-impl<T: Element> WithSimd for Backward<'_, T> {
+impl<T: Element, F: Function> WithSimd for Backward<'_, T, F> {
     type Output = ();
 
     #[inline(always)]
@@ -137,6 +235,7 @@ impl<T: Element> WithSimd for Backward<'_, T> {
             gradient,
             gate_gradient,
             up_gradient,
+            ..
         } = self;
         // The same split as in the forward pass.
         let inputs = (T::as_f32(gate), T::as_f32(up), T::as_f32(gradient));
@@ -155,7 +254,7 @@ impl<T: Element> WithSimd for Backward<'_, T> {
                 let outputs = gate_gradients.iter_mut().zip(up_gradients);
                 for (((&gate, &up), &gradient), (gate_gradient, up_gradient)) in inputs.zip(outputs)
                 {
-                    let [gate_slope, up_slope] = slopes(simd, gate, up, gradient);
+                    let [gate_slope, up_slope] = slopes::<S, F>(simd, gate, up, gradient);
                     gate_gradient.write(gate_slope);
                     up_gradient.write(up_slope);
                 }
@@ -181,7 +280,7 @@ impl<T: Element> WithSimd for Backward<'_, T> {
             let (ups, _) = S::as_mut_simd_f32s(&mut up_buffer[..padded]);
             let (gradients, _) = S::as_simd_f32s(&gradient_buffer[..padded]);
             for ((gate, up), &gradient) in gates.iter_mut().zip(ups).zip(gradients) {
-                [*gate, *up] = slopes(simd, *gate, *up, gradient);
+                [*gate, *up] = slopes::<S, F>(simd, *gate, *up, gradient);
             }
             T::write(&gate_buffer[..len], gate_gradient);
             T::write(&up_buffer[..len], up_gradient);
@@ -191,14 +290,15 @@ impl<T: Element> WithSimd for Backward<'_, T> {
 
 /// Returns the gradients of `gate` and `up`.
 #[inline(always)]
-fn slopes<S: Simd>(simd: S, gate: S::f32s, up: S::f32s, gradient: S::f32s) -> [S::f32s; 2] {
-    let sigmoid = sigmoid(simd, gate);
-    let silu = simd.mul_f32s(gate, sigmoid);
-    // The derivative of silu is s + x s (1 - s).
-    let rest = simd.sub_f32s(simd.splat_f32s(1.0), sigmoid);
-    let slope = simd.mul_add_e_f32s(silu, rest, sigmoid);
+fn slopes<S: Simd, F: Function>(
+    simd: S,
+    gate: S::f32s,
+    up: S::f32s,
+    gradient: S::f32s,
+) -> [S::f32s; 2] {
+    let [value, slope] = F::value_and_slope(simd, gate);
     [
         simd.mul_f32s(simd.mul_f32s(gradient, up), slope),
-        simd.mul_f32s(gradient, silu),
+        simd.mul_f32s(gradient, value),
     ]
 }

@@ -58,7 +58,7 @@ pub(crate) fn forward(
                             kv_heads: sizes.kv_heads as u32,
                             group: sizes.group as u32,
                             head_dim: sizes.head_dim as i32,
-                            scale: op.scale,
+                            scale: op.scores.scale as f32,
                         }
                         .launch(device, blocks)?;
                     }
@@ -157,7 +157,7 @@ pub(crate) fn backward(
                         kv_heads: sizes.kv_heads as u32,
                         group: sizes.group as u32,
                         head_dim: sizes.head_dim as i32,
-                        scale: op.scale,
+                        scale: op.scores.scale as f32,
                     }
                     .launch(device, by_queries)?;
                     let dots = CudaStorage::wrap_cuda_slice(dots, device.clone());
@@ -176,7 +176,7 @@ pub(crate) fn backward(
                         kv_heads: sizes.kv_heads as u32,
                         group: sizes.group as u32,
                         head_dim: sizes.head_dim as i32,
-                        scale: op.scale,
+                        scale: op.scores.scale as f32,
                     }
                     .launch(device, by_keys)?;
                 }

@@ -1,7 +1,9 @@
 //! Tests of `attention` against its composed twin in f64, and of masks.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{CausalAttention, Sequences, attention, attention_gradient, composed};
+use candle_grpo_kernels::{
+    CausalAttention, Scores, Sequences, attention, attention_gradient, composed,
+};
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -15,15 +17,15 @@ fn check(
     inputs: [(&Tensor, Layout); 3],
     mask: &Tensor,
     head_dim: usize,
-    scale: f64,
+    scores: Scores,
     loosened: f64,
 ) -> Result<()> {
     let on = |x: &[&Tensor]| mask.to_device(x[0].device());
     check_against_f64(
         &inputs,
         loosened,
-        |x| attention(x[0], x[1], x[2], &on(x)?, head_dim, scale),
-        |x| composed::attention(x[0], x[1], x[2], &on(x)?, head_dim, scale),
+        |x| attention(x[0], x[1], x[2], &on(x)?, head_dim, scores),
+        |x| composed::attention(x[0], x[1], x[2], &on(x)?, head_dim, scores),
     )
 }
 
@@ -38,6 +40,49 @@ fn check_packed(lengths: &[usize]) -> Result<()> {
         |x| attention(x[0], x[1], x[2], Sequences::Packed(lengths), 3, 0.7),
         |x| composed::attention(x[0], x[1], x[2], Sequences::Packed(lengths), 3, 0.7),
     )
+}
+
+/// All combinations of a window and a cap. The cap bends the scores.
+fn scores() -> impl Strategy<Value = Scores> {
+    let window = prop_oneof![1usize..20, 30usize..120, Just(usize::MAX)];
+    let (window, cap) = (prop::option::of(window), prop::option::of(0.3f64..3.0));
+    (window, cap).prop_map(|(window, cap)| Scores {
+        scale: 0.7,
+        window,
+        cap,
+    })
+}
+
+/// Keys of 1, 2 and 3 and a query of 1, with the values of a unit matrix, so that the result of a
+/// row is the weights.
+#[rstest]
+#[case::all(None, None, [1., 2., 3.])]
+#[case::window(Some(2), None, [f64::NEG_INFINITY, 2., 3.])]
+#[case::own_position(Some(1), None, [f64::NEG_INFINITY, f64::NEG_INFINITY, 3.])]
+#[case::cap(None, Some(2.), [2. * 0.5f64.tanh(), 2. * 1f64.tanh(), 2. * 1.5f64.tanh()])]
+fn the_weights_are_the_softmax_of_the_scores(
+    #[case] window: Option<usize>,
+    #[case] cap: Option<f64>,
+    #[case] expected: [f64; 3],
+) -> Result<()> {
+    let total: f64 = expected.iter().map(|score| score.exp()).sum();
+    let expected = expected.map(|score| score.exp() / total);
+    for device in devices() {
+        for dtype in [DType::F32, DType::F64] {
+            let query = Tensor::new(&[[1f32, 0., 0.]; 3], device)?.to_dtype(dtype)?;
+            let key = Tensor::new(&[[1f32, 9., 9.], [2., 9., 9.], [3., 9., 9.]], device)?;
+            let value = Tensor::eye(3, dtype, device)?;
+            let scores = Scores {
+                scale: 1.0,
+                window,
+                cap,
+            };
+            let (key, sequences) = (key.to_dtype(dtype)?, Sequences::Packed(&[3]));
+            let y = attention(&query, &key, &value, sequences, 3, scores)?;
+            assert_close(&numbers(&y.get(2)?)?, &expected, 1e-6);
+        }
+    }
+    Ok(())
 }
 
 /// Returns a random mask with padding at about a third of the positions.
@@ -55,6 +100,7 @@ proptest! {
         kv_heads in 1usize..3,
         group in 1usize..4,
         head_dim in prop_oneof![1usize..10, Just(16)],
+        scores in scores(),
         padded in any::<bool>(),
         dtype in dtypes(),
         layouts in [layouts(), layouts(), layouts(), layouts()],
@@ -71,7 +117,7 @@ proptest! {
         let value = noisy(&[batch, total, width], seed ^ 2, dtype)?;
         let query = noisy(&[batch, new, width * group], seed ^ 3, dtype)?;
         let inputs = [(&query, layouts[0]), (&key, layouts[1]), (&value, layouts[2])];
-        check(inputs, &layouts[3].apply(&mask)?, head_dim, 0.7, 2.0)?;
+        check(inputs, &layouts[3].apply(&mask)?, head_dim, scores, 2.0)?;
     }
 }
 
@@ -83,6 +129,7 @@ proptest! {
         lengths in prop::collection::vec(prop_oneof![1usize..9, 90usize..120], 1..5),
         kv_heads in 1usize..3,
         group in 1usize..4,
+        scores in scores(),
         dtype in dtypes(),
         seed in any::<u64>(),
     ) {
@@ -93,18 +140,18 @@ proptest! {
             let (query, gradient) = (noise(width * group, seed)?, noise(width * group, seed ^ 3)?);
             let (key, value) = (noise(width, seed ^ 1)?, noise(width, seed ^ 2)?);
             let packed = Sequences::Packed(&lengths);
-            let y = attention(&query, &key, &value, packed, head_dim, 0.7)?;
-            let gradients = attention_gradient(&query, &key, &value, packed, head_dim, 0.7, &gradient)?;
+            let y = attention(&query, &key, &value, packed, head_dim, scores)?;
+            let gradients = attention_gradient(&query, &key, &value, packed, head_dim, scores, &gradient)?;
 
             let mut first = 0;
             for &length in &lengths {
                 let rows = |x: &Tensor| x.narrow(0, first, length);
                 let all = Tensor::ones((1, length), DType::U8, device)?;
                 let (query, key, value) = (rows(&query)?, rows(&key)?, rows(&value)?);
-                let alone = attention(&query, &key, &value, &all, head_dim, 0.7)?;
+                let alone = attention(&query, &key, &value, &all, head_dim, scores)?;
                 assert_eq!(numbers(&rows(&y)?)?, numbers(&alone)?);
                 let alone =
-                    attention_gradient(&query, &key, &value, &all, head_dim, 0.7, &rows(&gradient)?)?;
+                    attention_gradient(&query, &key, &value, &all, head_dim, scores, &rows(&gradient)?)?;
                 for (together, alone) in gradients.iter().zip(&alone) {
                     assert_eq!(numbers(&rows(together)?)?, numbers(alone)?);
                 }
@@ -227,7 +274,7 @@ fn inputs_may_be_flat_rows(
     let value = noisy(&[14, 6], 3, dtype)?;
     let mask = gaps(2, 7, 4)?.to_dtype(DType::F32)?;
     let inputs = [&query, &key, &value].map(|x| (x, Layout::Transposed));
-    check(inputs, &mask, 3, 0.7, 2.0)
+    check(inputs, &mask, 3, 0.7.into(), 2.0)
 }
 
 #[test]
@@ -307,7 +354,7 @@ fn heads_of_every_width_equal_the_composed_twin(
     let value = noisy(&[2, total, head_dim], 3, dtype)?;
     let mask = gaps(2, total, 4)?;
     let inputs = [&query, &key, &value].map(|x| (x, Layout::Contiguous));
-    check(inputs, &mask, head_dim, 0.1, 4.0)
+    check(inputs, &mask, head_dim, 0.1.into(), 4.0)
 }
 
 #[test]
@@ -317,7 +364,7 @@ fn large_scores_do_not_overflow() -> Result<()> {
     let mask = Tensor::ones((1, 20), DType::U8, &Device::Cpu)?;
     let inputs = [&x, &x, &value].map(|x| (x, Layout::Contiguous));
     // Queries and keys of 1000 multiply the rounding error of the gradient of a score.
-    check(inputs, &mask, 4, 0.7, 200.0)
+    check(inputs, &mask, 4, 0.7.into(), 200.0)
 }
 
 #[test]
@@ -339,6 +386,13 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     assert!(call(&query, &half, &key, &mask).contains("key: BF16"));
     let no_heads = attention(&query, &key, &key, &mask, 0, 1.0);
     assert!(message(no_heads).contains("head_dim, 0"));
+    for (scores, words) in [
+        (Scores { window: Some(0), ..1.0.into() }, "window: 0, must be at least 1"),
+        (Scores { cap: Some(-1.0), ..1.0.into() }, "cap: -1, must be positive"),
+    ] {
+        let error = message(attention(&query, &key, &key, &mask, 2, scores));
+        assert!(error.contains(words), "{error}");
+    }
     let no_scale = attention(&query, &key, &key, &mask, 2, f64::NAN);
     assert!(message(no_scale).contains("scale: NaN"));
     Ok(())

@@ -60,10 +60,12 @@ fn run_each(device: &Device, dtype: DType) -> Result<Vec<(&'static str, Result<(
             epsilon: 1e-6,
         }),
         angles: None,
+        head_dim: None,
     };
     let rotation = HeadTransform {
         norms: None,
         angles: Some([&angles, &angles]),
+        head_dim: None,
     };
     let heads = DeltaHeads {
         key_heads: 1,

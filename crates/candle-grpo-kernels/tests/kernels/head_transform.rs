@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_kernels::{HeadTransform, rope, rope_gradient};
-use candle_grpo_test_support::{cases, devices, numbers};
+use candle_grpo_test_support::{cases, devices, message, numbers};
 use proptest::prelude::*;
 
 use crate::layout::layouts;
@@ -34,7 +34,7 @@ proptest! {
             };
             let (query, key) = (input(0)?, input(1)?);
             let query = if is_variable { Var::from_tensor(&query)?.into_inner() } else { query };
-            let transform = HeadTransform { norms: None, angles: Some([&cos, &sin]) };
+            let transform = HeadTransform { norms: None, angles: Some([&cos, &sin]), head_dim: None };
             let rotated = transform.apply([&query, &key])?;
             let gradients = transform.rotate_back([&query, &key])?;
             for (i, x) in [&query, &key].into_iter().enumerate() {
@@ -49,4 +49,53 @@ proptest! {
             }
         }
     }
+}
+
+/// Of each head of `2 * pairs + rest` elements only the first `2 * pairs` rotate.
+#[test]
+fn the_rest_of_a_head_does_not_rotate() -> Result<()> {
+    let (rows, heads, pairs, rest) = (5, 3, 2, 3);
+    let head_dim = 2 * pairs + rest;
+    for device in devices() {
+        let noise = |shape: &[usize], seed| noisy(shape, seed, DType::F32)?.to_device(device);
+        let (cos, sin) = (noise(&[rows, pairs], 1)?, noise(&[rows, pairs], 2)?);
+        let (query, key) = (
+            noise(&[rows, heads * head_dim], 3)?,
+            noise(&[rows, head_dim], 4)?,
+        );
+        let transform = HeadTransform {
+            norms: None,
+            angles: Some([&cos, &sin]),
+            head_dim: Some(head_dim),
+        };
+        let rotated = transform.apply([&query, &key])?;
+        let back = transform.rotate_back([&query, &key])?;
+        for (i, x) in [&query, &key].into_iter().enumerate() {
+            for (found, rotate) in [(&rotated[i], false), (&back[i], true)] {
+                for head in 0..x.dim(1)? / head_dim {
+                    let part = |x: &Tensor, from, len| x.narrow(1, head * head_dim + from, len);
+                    let first = part(x, 0, 2 * pairs)?;
+                    let expected = match rotate {
+                        false => rope(&first, &cos, &sin)?,
+                        true => rope_gradient(&cos, &sin, &first)?,
+                    };
+                    assert_eq!(
+                        numbers(&part(found, 0, 2 * pairs)?)?,
+                        numbers(&expected)?
+                    );
+                    assert_eq!(
+                        numbers(&part(found, 2 * pairs, rest)?)?,
+                        numbers(&part(x, 2 * pairs, rest)?)?
+                    );
+                }
+            }
+        }
+        let narrow = HeadTransform {
+            head_dim: Some(3),
+            ..transform
+        };
+        let error = message(narrow.apply([&query, &key]));
+        assert!(error.contains("head_dim: 3, must be at least"), "{error}");
+    }
+    Ok(())
 }

@@ -79,7 +79,7 @@ fn check_against_f64(
     layer: &Layer,
     targets: &Tensor,
     temperature: f64,
-    mask: Option<&Tensor>,
+    options: LogProbOptions,
 ) -> Result<()> {
     // The gradients have the dtype of the arguments.
     let close = match layer.hidden.dtype() {
@@ -88,10 +88,6 @@ fn check_against_f64(
         DType::BF16 if targets.device().is_cuda() => 1.2e-2,
         DType::BF16 => 4e-3,
         _ => 1e-3,
-    };
-    let options = LogProbOptions {
-        mask,
-        ..Default::default()
     };
     let exact = layer.map(|x| x.to_dtype(DType::F64))?.variables()?;
     let fused = layer.variables()?;
@@ -157,6 +153,8 @@ proptest! {
         dtype in dtypes(),
         layouts in [layouts(), layouts(), layouts()],
         masked in any::<bool>(),
+        // From caps that bend all logits to one that bends none.
+        logit_cap in prop::option::of(0.3f64..50.0),
         seed in any::<u64>(),
     ) {
         let rows: usize = outer.iter().product();
@@ -168,15 +166,15 @@ proptest! {
             let targets = targets(rows, vocab, seed, device)?.reshape(&outer[..])?;
             let mask = Tensor::from_slice(&mask, &outer[..], device)?;
             let mask = masked.then_some(&mask);
+            let options = LogProbOptions { mask, logit_cap, ..Default::default() };
             if has_no_twin(device, rows) {
-                let options = LogProbOptions { mask, ..Default::default() };
                 let tokens = layer.map(|x| x.to_device(device))?.log_probs(&targets, temperature, options)?;
                 prop_assert_eq!(tokens.log_probs.dims(), targets.dims());
                 continue;
             }
             // Contiguous: with equal rows of the weight, the gradient of the hidden states is a
             // difference of rounding errors.
-            check_against_f64(&layer.map(|x| x.to_device(device))?, &targets, temperature, mask)?;
+            check_against_f64(&layer.map(|x| x.to_device(device))?, &targets, temperature, options)?;
             let inputs: Vec<_> = layer.arguments().into_iter().zip(layouts).collect();
             check_views(device, &inputs, |views| {
                 let tokens = linear_log_prob(
@@ -185,7 +183,7 @@ proptest! {
                     views.get(2).copied(),
                     &targets,
                     temperature,
-                    LogProbOptions { mask, ..Default::default() },
+                    options,
                 )?;
                 Ok((results(&tokens).to_vec(), score(&tokens)?))
             })?;
@@ -212,8 +210,16 @@ fn many_tiles_equal_the_composed_twin(
         let mask: Vec<u8> = (0..rows).map(|row| (row % 41 != 3) as u8).collect();
         let mask = Tensor::from_vec(mask, rows, device)?;
         let targets = targets(rows, vocab, 3, device)?;
-        check_against_f64(&layer, &targets, 0.8, None)?;
-        check_against_f64(&layer, &targets, 0.8, Some(&mask))?;
+        for mask in [None, Some(&mask)] {
+            for logit_cap in [None, Some(1.5)] {
+                let options = LogProbOptions {
+                    mask,
+                    logit_cap,
+                    ..Default::default()
+                };
+                check_against_f64(&layer, &targets, 0.8, options)?;
+            }
+        }
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Tests of `log_prob` against its composed twin in f64, and of masks, memory and infinities.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{LogProbOptions, composed, log_prob, log_prob_gradient};
+use candle_grpo_kernels::{LogProbOptions, composed, log_prob, log_prob_gradient, soft_cap};
 use candle_grpo_test_support::{assert_close, cases, devices, message, noise_tensor, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -244,6 +244,7 @@ fn the_gradient_may_take_the_memory_of_the_logits(
             let options = LogProbOptions {
                 mask: Some(&mask),
                 gradient_into_logits,
+                logit_cap: None,
             };
             let gradients = score(&log_prob(&logits, &targets, 0.9, options)?)?.backward()?;
             Ok((
@@ -256,6 +257,58 @@ fn the_gradient_may_take_the_memory_of_the_logits(
         assert_eq!(apart, in_place);
         assert_ne!(numbers(&kept)?, numbers(&overwritten)?);
     }
+    Ok(())
+}
+
+/// Log-probs of logits that are capped first. A masked row of NaN has no effect.
+#[rstest]
+fn a_cap_of_the_logits_comes_before_the_temperature(
+    #[values(DType::F32, DType::F64)] dtype: DType,
+) -> Result<()> {
+    for device in devices() {
+        let values = (noise_tensor((3, 40), 3, dtype, device)? * 4.0)?;
+        let targets = targets(3, 40, 5, device)?;
+        let capped = Var::from_tensor(&values)?;
+        let options = LogProbOptions {
+            logit_cap: Some(2.5),
+            ..Default::default()
+        };
+        let found = log_prob(&capped, &targets, 0.7, options)?;
+        let plain = Var::from_tensor(&values)?;
+        let logits = soft_cap(&plain, 2.5)?;
+        let expected = log_prob(&logits, &targets, 0.7, LogProbOptions::default())?;
+        for (found, expected) in results(&found).iter().zip(results(&expected)) {
+            assert_close(&numbers(found)?, &numbers(&expected)?, 4e-6);
+        }
+        let (store, expected) = (score(&found)?.backward()?, score(&expected)?.backward()?);
+        let gradient = numbers(store.get(&capped).expect("a gradient"))?;
+        let expected = numbers(expected.get(&plain).expect("a gradient"))?;
+        assert_close(&gradient, &expected, 4e-6);
+        let alone = derivatives(&found)?;
+        let alone = log_prob_gradient(&values, &targets, 0.7, options, &found, &alone)?;
+        assert_close(&numbers(&alone)?, &gradient, 1e-6);
+
+        let mask = Tensor::new(&[1u8, 0, 1], device)?;
+        let nan = mask.unsqueeze(1)?.broadcast_as((3, 40))?;
+        let nan = nan.where_cond(&values, &(values.zeros_like()? * f64::NAN)?)?;
+        let nan = Var::from_tensor(&nan)?;
+        let masked = LogProbOptions {
+            mask: Some(&mask),
+            ..options
+        };
+        let masked = log_prob(&nan, &targets, 0.7, masked)?;
+        let store = score(&masked)?.backward()?;
+        let gradient = numbers(store.get(&nan).expect("a gradient"))?;
+        assert!(gradient.iter().all(|x| x.is_finite()));
+        assert!(numbers(&masked.log_probs)?.iter().all(|x| x.is_finite()));
+    }
+    let logits = Tensor::zeros((1, 2), DType::F32, &Device::Cpu)?;
+    let options = LogProbOptions {
+        logit_cap: Some(0.0),
+        ..Default::default()
+    };
+    let error = message(log_prob(&logits, &Tensor::new(&[0u32], &Device::Cpu)?, 1.0, options));
+    assert!(error.contains("logit_cap: 0, must be positive"), "{error}");
     Ok(())
 }
 
@@ -280,6 +333,7 @@ fn the_gradient_never_overwrites_the_memory_of_a_view(
             let options = LogProbOptions {
                 mask: None,
                 gradient_into_logits,
+                logit_cap: None,
             };
             let tokens = log_prob(&logits, &targets, 0.9, options)?;
             let store = score(&tokens)?.backward()?;

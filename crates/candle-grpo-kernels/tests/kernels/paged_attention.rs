@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_kernels::{
     HeadNorms, HeadTransform, KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow,
-    attention, composed, paged_attention, rms_norm, rope,
+    Scores, attention, composed, paged_attention, rms_norm, rope,
 };
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
@@ -152,20 +152,23 @@ proptest! {
     fn the_result_equals_attention_to_the_same_positions(
         shape in shapes(),
         hidden in 0usize..20,
+        window in prop::option::of(1usize..60),
+        cap in prop::option::of(0.3f64..3.0),
         dtype in dtypes(),
         layouts in [layouts(), layouts()],
         seed in any::<u64>(),
     ) {
         // The rounding of a score is that of a sum of head_dim products: it needs bounded scores.
         let scale = 0.7 / (shape.head_dim as f64).sqrt();
+        let scores = Scores { scale, window, cap };
         for device in devices() {
             let (pages, sequences) = write_all(&shape, layouts[0], seed, dtype, device)?;
             let rows = rows(&sequences, hidden)?;
             let width = shape.kv_heads * shape.group * shape.head_dim;
             let query = layouts[1].apply(&noisy(&[rows.len(), width], seed, dtype)?)?.to_device(device)?;
             let batch = PagedBatch::new(&[], &rows, device)?;
-            let fused = paged_attention(&query, &pages, &batch, scale)?;
-            let composed = composed::paged_attention(&query, &pages, &batch, scale)?;
+            let fused = paged_attention(&query, &pages, &batch, scores)?;
+            let composed = composed::paged_attention(&query, &pages, &batch, scores)?;
             prop_assert_eq!((fused.dims(), fused.dtype()), (query.dims(), dtype));
             prop_assert_eq!((composed.dims(), composed.dtype()), (query.dims(), dtype));
             for (index, (row, sequence)) in rows.iter().zip(&sequences).enumerate() {
@@ -173,7 +176,7 @@ proptest! {
                 let seen = |x: &Tensor| wide(&x.narrow(0, 0, row.visible)?);
                 let mask = Tensor::ones((1, row.visible), DType::U8, &Device::Cpu)?;
                 let query = wide(&query.narrow(0, index, 1)?)?;
-                let expected = attention(&query, &seen(&sequence.key)?, &seen(&sequence.value)?, &mask, shape.head_dim, scale)?;
+                let expected = attention(&query, &seen(&sequence.key)?, &seen(&sequence.value)?, &mask, shape.head_dim, scores)?;
                 for actual in [&fused, &composed] {
                     let actual = actual.narrow(0, index, 1)?;
                     assert_close(&numbers(&actual)?, &numbers(&expected)?, 4.0 * rounding(dtype));
@@ -206,6 +209,7 @@ proptest! {
             let transform = HeadTransform {
                 norms: has_norms.then(|| HeadNorms { weights: variables.each_ref().map(Var::as_tensor), epsilon: 1e-5 }),
                 angles: rotates.then(|| angles.each_ref()),
+                head_dim: None,
             };
             let slots: Vec<PageSlot> = (0..rows).map(|row| PageSlot { page: rows - row, position: row % PAGE }).collect();
             let batch = PagedBatch::new(&slots, &[], device)?;

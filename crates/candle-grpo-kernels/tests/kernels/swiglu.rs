@@ -1,8 +1,8 @@
-//! Tests of `swiglu` against its composed twin in f64.
+//! Tests of `swiglu` and `geglu` against their composed twins in f64.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{composed, swiglu, swiglu_gradient};
-use candle_grpo_test_support::{cases, devices, message};
+use candle_grpo_kernels::{composed, geglu, geglu_gradient, swiglu, swiglu_gradient};
+use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 
 use crate::layout::{Layout, layouts};
@@ -28,7 +28,36 @@ proptest! {
             |inputs| swiglu(inputs[0], inputs[1]),
             |inputs| composed::swiglu(inputs[0], inputs[1]),
         )?;
+        check_against_f64(
+            &[(&gate, layouts[0]), (&up, layouts[1])],
+            1.0,
+            |inputs| geglu(inputs[0], inputs[1]),
+            |inputs| composed::geglu(inputs[0], inputs[1]),
+        )?;
     }
+}
+
+/// Values of `gelu_pytorch_tanh` from its formula in double precision.
+#[test]
+fn geglu_has_the_values_of_its_formula() -> Result<()> {
+    let formula = |x: f64| {
+        let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+        0.5 * x * (1.0 + inner.tanh())
+    };
+    let gates = [-3.0, -1.0, -0.1, 0.0, 0.5, 1.0, 2.5];
+    for device in devices() {
+        for dtype in [DType::F32, DType::F64] {
+            let gate = Tensor::new(&gates, device)?.to_dtype(dtype)?;
+            let y = geglu(&gate, &(gate.ones_like()? * 2.0)?)?;
+            let expected = gates.map(|x| 2.0 * formula(x));
+            assert_close(&numbers(&y)?, &expected, 1e-6);
+            // The derivative of 2 gelu, by central differences.
+            let (slope, _) = geglu_gradient(&gate, &(gate.ones_like()? * 2.0)?, &gate.ones_like()?)?;
+            let expected = gates.map(|x| (formula(x + 1e-5) - formula(x - 1e-5)) / 1e-5);
+            assert_close(&numbers(&slope)?, &expected, 1e-6);
+        }
+    }
+    Ok(())
 }
 
 /// On CUDA a block has 2,048 elements of f32, or 4,096 of bf16 and f16.
@@ -60,6 +89,17 @@ fn the_backward_pass_without_a_graph_is_bit_identical() -> Result<()> {
             let (gate_gradient, up_gradient) = swiglu_gradient(x[0], x[1], gradient)?;
             Ok(vec![gate_gradient, up_gradient])
         },
+    )?;
+    check_gradient_alone(
+        &[
+            &noisy(&[3, 37], 1, DType::F32)?,
+            &noisy(&[3, 37], 2, DType::F32)?,
+        ],
+        |x| geglu(x[0], x[1]),
+        |x, gradient| {
+            let (gate_gradient, up_gradient) = geglu_gradient(x[0], x[1], gradient)?;
+            Ok(vec![gate_gradient, up_gradient])
+        },
     )
 }
 
@@ -68,17 +108,19 @@ fn large_gates_neither_overflow_nor_lose_nan() -> Result<()> {
     for device in devices() {
         let gate = Var::new(&[1e4f32, -1e4, 90., -90., f32::NAN], device)?;
         let up = Var::new(&[1f32; 5], device)?;
-        let y = swiglu(&gate, &up)?;
-        let gradients = y.sum_all()?.backward()?;
-        let gate_gradient = gradients.get(&gate).expect("a gradient").to_vec1::<f32>()?;
-        for (got, expected) in [
-            (y.to_vec1::<f32>()?, [1e4, 0., 90., 0.]),
-            (gate_gradient, [1., 0., 1., 0.]),
-        ] {
-            for (got, expected) in got.iter().zip(expected) {
-                assert!((got - expected).abs() < 1e-5, "{got}, expected {expected}");
+        for gated in [swiglu, geglu] {
+            let y = gated(&gate, &up)?;
+            let gradients = y.sum_all()?.backward()?;
+            let gate_gradient = gradients.get(&gate).expect("a gradient").to_vec1::<f32>()?;
+            for (got, expected) in [
+                (y.to_vec1::<f32>()?, [1e4, 0., 90., 0.]),
+                (gate_gradient, [1., 0., 1., 0.]),
+            ] {
+                for (got, expected) in got.iter().zip(expected) {
+                    assert!((got - expected).abs() < 1e-5, "{got}, expected {expected}");
+                }
+                assert!(got[4].is_nan());
             }
-            assert!(got[4].is_nan());
         }
     }
     Ok(())

@@ -1,0 +1,57 @@
+//! The scores of attention.
+
+use candle_core::{Result, bail};
+
+use crate::check;
+
+/// How [`attention`](crate::attention()) and [`paged_attention`](crate::paged_attention()) score
+/// keys. A number is the scale of scores without other options.
+///
+/// ```
+/// use candle_grpo_kernels::Scores;
+///
+/// assert_eq!(Scores::from(0.5), Scores { scale: 0.5, window: None, cap: None });
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scores {
+    /// The factor of the products of queries and keys.
+    pub scale: f64,
+    /// The number of positions that a query attends to, its own included: the nearest ones. `None`
+    /// means all positions up to its own.
+    pub window: Option<usize>,
+    /// Replaces each scaled score x by `cap * tanh(x / cap)`, before the softmax (Gemma 2,
+    /// <https://arxiv.org/abs/2408.00118>).
+    pub cap: Option<f64>,
+}
+
+impl From<f64> for Scores {
+    fn from(scale: f64) -> Self {
+        Self {
+            scale,
+            window: None,
+            cap: None,
+        }
+    }
+}
+
+impl Scores {
+    /// Fails on a value out of range.
+    pub(crate) fn check(&self) -> Result<()> {
+        check::positive("scale", self.scale)?;
+        if self.window == Some(0) {
+            bail!("window: 0, must be at least 1");
+        }
+        self.cap.map_or(Ok(()), |cap| check::positive("cap", cap))
+    }
+
+    /// Returns whether a CUDA kernel computes these scores. The kernels have no window and no cap.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn has_kernel(&self) -> bool {
+        self.window.is_none() && self.cap.is_none()
+    }
+
+    /// The first of the positions before `end` that the query at `end - 1` attends to.
+    pub(crate) fn first_visible(&self, end: usize) -> usize {
+        end.saturating_sub(self.window.unwrap_or(end))
+    }
+}
