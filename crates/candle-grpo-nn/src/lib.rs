@@ -1,4 +1,4 @@
-//! Trainable decoder-only transformers for Candle: Llama, Qwen2, Qwen3 and SmolLM3.
+//! Trainable decoder-only transformers for Candle, of the families of [`ModelType`].
 //!
 //! The decoders of candle-transformers are made for inference: their normalization, rotary
 //! embedding and softmax are fused operators without a backward pass, so that most weights silently
@@ -69,7 +69,7 @@ pub mod weights;
 pub use adapters::{Lora, LoraConfig};
 pub use decoding::{PagedCache, SequenceId};
 pub use model::{
-    Backward, Decoder, DecoderConfig, LanguageModel, ModelType, RopeScaling, ValueHead,
+    Backward, Decoder, DecoderConfig, LanguageModel, LayerType, ModelType, RopeScaling, ValueHead,
 };
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;

@@ -105,7 +105,8 @@ impl Decoder {
                 .transpose()?;
         }
         let hidden = self.norm(&x, change.as_ref())?.detach();
-        Ok(linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0))
+        let logits = linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0);
+        self.capped(logits)
     }
 
     fn check_new(&self, new: &[(SequenceId, &[u32])], cache: &PagedCache) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::Shape;
+use candle_grpo_kernels::Scores;
 
 use crate::weights::check::{EMBEDDING, OUTPUT};
 use crate::{DecoderConfig, RopeScaling};
@@ -10,11 +11,17 @@ use crate::{DecoderConfig, RopeScaling};
 /// The parts of a decoder. Each family describes its decoders with one.
 #[derive(Debug, Clone)]
 pub(crate) struct Architecture {
+    /// The factor of the embedding.
+    pub(crate) embedding_scale: f64,
     /// The rotations that blocks choose from.
     pub(crate) rotations: Vec<Rotation>,
     pub(crate) blocks: Vec<BlockPlan>,
     /// The norm after the last block.
     pub(crate) norm: NormPlan,
+    /// The factor of the hidden states after that norm, and so of the logits.
+    pub(crate) output_scale: f64,
+    /// The soft cap of the logits.
+    pub(crate) logit_cap: Option<f64>,
 }
 
 /// A rotation of query and key by their position.
@@ -34,12 +41,16 @@ pub(crate) struct BlockPlan {
     pub(crate) mlp: SublayerPlan<MlpPlan>,
 }
 
-/// A mixer that is added to its input.
+/// A mixer whose result is added to its input.
 #[derive(Debug, Clone)]
 pub(crate) struct SublayerPlan<M> {
     /// The norm of the mixer's input.
-    pub(crate) before: NormPlan,
+    pub(crate) before: Option<NormPlan>,
     pub(crate) mixer: M,
+    /// The norm of its result.
+    pub(crate) after: Option<NormPlan>,
+    /// The factor of its result.
+    pub(crate) scale: f64,
 }
 
 #[derive(Debug, Clone)]
@@ -51,15 +62,23 @@ pub(crate) struct AttentionPlan {
     pub(crate) norms: Option<[NormPlan; 2]>,
     /// The index of the rotation, if query and key rotate.
     pub(crate) rotation: Option<usize>,
-    /// The factor of the scores.
-    pub(crate) scale: f64,
+    pub(crate) head_dim: usize,
+    pub(crate) scores: Scores,
 }
 
 #[derive(Debug, Clone)]
 pub(crate) struct MlpPlan {
     /// Gate and up.
     pub(crate) inputs: [MapPlan; 2],
+    pub(crate) activation: Activation,
     pub(crate) down: MapPlan,
+}
+
+/// The function of the gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Activation {
+    Silu,
+    GeluTanh,
 }
 
 /// A linear map.
@@ -81,6 +100,8 @@ pub(crate) struct NormPlan {
     pub(crate) name: String,
     pub(crate) width: usize,
     pub(crate) epsilon: f64,
+    /// The factor is 1 more than the weight.
+    pub(crate) is_offset: bool,
 }
 
 /// A parameter of a decoder.
@@ -104,6 +125,7 @@ impl Architecture {
     /// A Llama with the sizes and the common options of `config`. The other families start from it.
     pub(crate) fn llama(config: &DecoderConfig) -> Self {
         Self {
+            embedding_scale: 1.0,
             rotations: vec![Rotation {
                 width: config.head_dim(),
                 theta: config.rope_theta,
@@ -111,6 +133,16 @@ impl Architecture {
             }],
             blocks: vec![BlockPlan::llama(config); config.num_hidden_layers],
             norm: NormPlan::new(config, "model.norm", config.hidden_size),
+            output_scale: 1.0,
+            logit_cap: None,
+        }
+    }
+
+    /// Makes the factor of all norms 1 more than their weight.
+    pub(crate) fn offset_norms(&mut self) {
+        let norms = self.blocks.iter_mut().flat_map(BlockPlan::norms_mut);
+        for norm in norms.chain([&mut self.norm]) {
+            norm.is_offset = true;
         }
     }
 
@@ -128,13 +160,13 @@ impl Architecture {
         self.norm.parameters("", &mut add);
         for (number, block) in self.blocks.iter().enumerate() {
             let prefix = format!("model.layers.{number}.");
-            block.attention.before.parameters(&prefix, &mut add);
-            let attention = &block.attention.mixer;
-            for norm in attention.norms.iter().flatten() {
+            let BlockPlan { attention, mlp } = block;
+            let norms = [&attention.before, &attention.after, &mlp.before, &mlp.after];
+            let (attention, mlp) = (&attention.mixer, &mlp.mixer);
+            let norms = norms.into_iter().flatten();
+            for norm in norms.chain(attention.norms.iter().flatten()) {
                 norm.parameters(&prefix, &mut add);
             }
-            block.mlp.before.parameters(&prefix, &mut add);
-            let mlp = &block.mlp.mixer;
             let maps = attention.inputs.iter().chain([&attention.output]);
             for map in maps.chain(&mlp.inputs).chain([&mlp.down]) {
                 map.parameters(&prefix, &mut add);
@@ -149,14 +181,27 @@ impl BlockPlan {
         let hidden = config.hidden_size;
         Self {
             attention: SublayerPlan {
-                before: NormPlan::new(config, "input_layernorm", hidden),
+                before: Some(NormPlan::new(config, "input_layernorm", hidden)),
                 mixer: AttentionPlan::llama(config),
+                after: None,
+                scale: 1.0,
             },
             mlp: SublayerPlan {
-                before: NormPlan::new(config, "post_attention_layernorm", hidden),
+                before: Some(NormPlan::new(config, "post_attention_layernorm", hidden)),
                 mixer: MlpPlan::llama(config, config.intermediate_size),
+                after: None,
+                scale: 1.0,
             },
         }
+    }
+
+    /// All norms.
+    fn norms_mut(&mut self) -> impl Iterator<Item = &mut NormPlan> {
+        let Self { attention, mlp } = self;
+        let of_heads = attention.mixer.norms.iter_mut().flatten();
+        let of_attention = attention.before.iter_mut().chain(&mut attention.after);
+        let of_mlp = mlp.before.iter_mut().chain(&mut mlp.after);
+        of_attention.chain(of_heads).chain(of_mlp)
     }
 }
 
@@ -181,7 +226,8 @@ impl AttentionPlan {
             },
             norms: None,
             rotation: Some(0),
-            scale: (head_dim as f64).powf(-0.5),
+            head_dim,
+            scores: (head_dim as f64).powf(-0.5).into(),
         }
     }
 
@@ -201,6 +247,7 @@ impl MlpPlan {
         Self {
             inputs: ["mlp.gate_proj", "mlp.up_proj"]
                 .map(|name| map(name, config.hidden_size, inner)),
+            activation: Activation::Silu,
             down: MapPlan {
                 is_residual: true,
                 ..map("mlp.down_proj", inner, config.hidden_size)
@@ -241,11 +288,16 @@ impl NormPlan {
             name: name.to_owned(),
             width,
             epsilon: config.rms_norm_eps,
+            is_offset: false,
         }
     }
 
     fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
         let name = format!("{prefix}{}.weight", self.name);
-        add(name, Shape::from(self.width), Initial::Ones);
+        let initial = match self.is_offset {
+            true => Initial::Zeros,
+            false => Initial::Ones,
+        };
+        add(name, Shape::from(self.width), initial);
     }
 }

@@ -1,12 +1,12 @@
 //! Attention, a token mixer.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{HeadNorms, HeadTransform};
+use candle_grpo_kernels::{HeadNorms, HeadTransform, Scores};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{AttentionPlan, NormPlan};
 use crate::model::block::Mixer;
-use crate::model::linear::Linear;
+use crate::model::linear::{Linear, Products};
 use crate::model::norm::RmsNorm;
 use crate::model::pass::{Pass, QueryKeyValue};
 use crate::optim::grad_sink::GradSink;
@@ -23,7 +23,8 @@ pub(crate) struct Attention {
     norms: Option<QueryKeyNorms>,
     /// The index of the rotation, if query and key rotate.
     rotation: Option<usize>,
-    scale: f64,
+    head_dim: usize,
+    scores: Scores,
 }
 
 /// RMSNorms of query and key before the rotation.
@@ -61,25 +62,31 @@ impl Attention {
             output: Linear::new(&plan.output, vb)?,
             norms: plan.norms.as_ref().map(norms).transpose()?,
             rotation: plan.rotation,
-            scale: plan.scale,
+            head_dim: plan.head_dim,
+            scores: plan.scores,
         })
     }
 
-    /// The norms and the rotation of the heads.
-    fn transform<'a>(&'a self, pass: &'a Pass) -> HeadTransform<'a> {
-        let norms = self.norms.as_ref().map(|norms| {
-            let ((query, epsilon), (key, _)) = (norms.query.parts(), norms.key.parts());
-            HeadNorms {
-                weights: [query, key],
-                epsilon,
-            }
-        });
+    /// The rotation of the heads, after `norms`.
+    fn transform<'a>(&self, pass: &'a Pass, norms: Option<HeadNorms<'a>>) -> HeadTransform<'a> {
         HeadTransform {
             norms,
             angles: self
                 .rotation
                 .map(|rotation| pass.angles[rotation].tables()),
+            head_dim: Some(self.head_dim),
         }
+    }
+}
+
+impl QueryKeyNorms {
+    /// The norms as the operator takes them. It takes weights that are the factors.
+    fn operands(&self) -> Option<HeadNorms<'_>> {
+        let ((query, epsilon), (key, _)) = (self.query.weight()?, self.key.weight()?);
+        Some(HeadNorms {
+            weights: [query, key],
+            epsilon,
+        })
     }
 }
 
@@ -87,14 +94,23 @@ impl Mixer for Attention {
     type Record = AttentionRecord;
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
-        let projected =
+        let mut projected =
             Linear::forward_all([&self.query, &self.key, &self.value], x, pass.products())?;
         let before_norm = self
             .norms
             .is_some()
             .then(|| (projected[0].clone(), projected[1].clone()));
+        let operands = self.norms.as_ref().and_then(QueryKeyNorms::operands);
+        if let (Some(norms), None) = (&self.norms, &operands) {
+            projected[0] = norms.query.forward_heads(&projected[0])?;
+            projected[1] = norms.key.forward_heads(&projected[1])?;
+            if pass.products() == Products::RowByRow {
+                projected = projected.map(|heads| heads.detach());
+            }
+        }
+        let transform = self.transform(pass, operands);
         let (query_key_value, mixed, log_sums) =
-            pass.attend(self.layer, projected, &self.transform(pass), self.scale)?;
+            pass.attend(self.layer, projected, &transform, self.scores)?;
         let y = self.output.forward(&mixed, pass.products())?;
         let record = AttentionRecord {
             before_norm,
@@ -120,11 +136,15 @@ impl Mixer for Attention {
             log_sums,
         } = record;
         let mixed_gradient = self.output.backward(&mixed, gradient, None, sink)?;
-        let [mut query_gradient, mut key_gradient, value_gradient] =
-            pass.attend_backward(&query_key_value, &mixed, log_sums.as_ref(), &mixed_gradient)?;
+        let [mut query_gradient, mut key_gradient, value_gradient] = pass.attend_backward(
+            &query_key_value,
+            (&mixed, log_sums.as_ref()),
+            &mixed_gradient,
+            self.scores,
+        )?;
         drop((query_key_value, mixed, mixed_gradient));
         [query_gradient, key_gradient] = self
-            .transform(pass)
+            .transform(pass, None)
             .rotate_back([&query_gradient, &key_gradient])?;
         if let (Some(norms), Some((query, key))) = (&self.norms, before_norm) {
             query_gradient = norms.query.backward_heads(&query, &query_gradient, sink)?;

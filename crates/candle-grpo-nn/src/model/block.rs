@@ -42,11 +42,13 @@ pub(crate) struct BlockRecord {
     mlp: SublayerRecord<Mlp>,
 }
 
-/// `x + mixer(norm(x))`.
+/// `x + scale * after(mixer(before(x)))`.
 #[derive(Debug, Clone)]
 struct Sublayer<M> {
-    before: RmsNorm,
+    before: Option<RmsNorm>,
     mixer: M,
+    after: Option<RmsNorm>,
+    scale: f64,
 }
 
 struct SublayerRecord<M: Mixer> {
@@ -54,6 +56,8 @@ struct SublayerRecord<M: Mixer> {
     /// The input of the mixer.
     input: Tensor,
     mixer: M::Record,
+    /// The result of the mixer, if there is a norm after it.
+    mixed: Option<Tensor>,
 }
 
 impl Block {
@@ -105,9 +109,12 @@ impl<M: Mixer> Sublayer<M> {
         vb: &VarBuilder,
         mixer: impl FnOnce(&P) -> Result<M>,
     ) -> Result<Self> {
+        let norm = |plan: &Option<_>| plan.as_ref().map(|plan| RmsNorm::new(plan, vb));
         Ok(Self {
-            before: RmsNorm::new(&plan.before, vb)?,
+            before: norm(&plan.before).transpose()?,
             mixer: mixer(&plan.mixer)?,
+            after: norm(&plan.after).transpose()?,
+            scale: plan.scale,
         })
     }
 
@@ -118,9 +125,26 @@ impl<M: Mixer> Sublayer<M> {
         change: Option<&Tensor>,
         pass: &Pass,
     ) -> Result<(Tensor, SublayerRecord<M>)> {
-        let (x, input) = self.before.forward_sum(x, change)?;
-        let (y, mixer) = self.mixer.forward(&input, pass)?;
-        Ok((y, SublayerRecord { x, input, mixer }))
+        let (x, input) = match (&self.before, change) {
+            (Some(before), change) => before.forward_sum(x, change)?,
+            (None, Some(change)) => {
+                let x = (x + change)?;
+                (x.clone(), x)
+            }
+            (None, None) => (x.clone(), x.clone()),
+        };
+        let (mixed, mixer) = self.mixer.forward(&input, pass)?;
+        let (y, mixed) = match &self.after {
+            Some(after) => (after.forward(&mixed)?, Some(mixed)),
+            None => (mixed, None),
+        };
+        let record = SublayerRecord {
+            x,
+            input,
+            mixer,
+            mixed,
+        };
+        Ok((scaled(y, self.scale)?, record))
     }
 
     /// Returns the gradient of the input from that of the sum of input and change.
@@ -131,8 +155,25 @@ impl<M: Mixer> Sublayer<M> {
         gradient: Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let SublayerRecord { x, input, mixer } = record;
-        let through = self.mixer.backward(&input, mixer, pass, &gradient, sink)?;
-        gradient + self.before.backward(&x, &through, sink)?
+        let SublayerRecord {
+            x,
+            input,
+            mixer,
+            mixed,
+        } = record;
+        let mut of_mixed = scaled(gradient.clone(), self.scale)?;
+        if let (Some(after), Some(mixed)) = (&self.after, mixed) {
+            of_mixed = after.backward(&mixed, &of_mixed, sink)?;
+        }
+        let of_input = self.mixer.backward(&input, mixer, pass, &of_mixed, sink)?;
+        match &self.before {
+            Some(before) => gradient + before.backward(&x, &of_input, sink)?,
+            None => gradient + of_input,
+        }
     }
+}
+
+/// `x * scale`.
+pub(crate) fn scaled(x: Tensor, scale: f64) -> Result<Tensor> {
+    if scale == 1.0 { Ok(x) } else { x * scale }
 }

@@ -61,12 +61,66 @@ pub struct DecoderConfig {
     #[serde(default)]
     pub tie_word_embeddings: bool,
     /// Adds a bias to all four projections of attention. Must be false for Qwen2, where three have
-    /// one.
+    /// one, and for Mistral.
     #[serde(default, skip_serializing_if = "is_false")]
     pub attention_bias: bool,
-    /// Adds a bias to the three projections of the feed-forward layer. Llama and SmolLM3 only.
+    /// Adds a bias to the three projections of the feed-forward layer. Llama, SmolLM3 and Granite
+    /// only.
     #[serde(default, skip_serializing_if = "is_false")]
     pub mlp_bias: bool,
+    /// Number of positions that a token attends to, its own included, in the blocks that have a
+    /// window: all of Mistral, and those of [`Self::layer_types`] of Gemma. `None` means all
+    /// positions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// One entry for each block of Gemma. Empty: none has a window.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_types: Vec<LayerType>,
+    /// Base of the rotary frequencies of blocks with a window. Gemma 3 only; `None` means
+    /// [`Self::rope_theta`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope_local_base_freq: Option<f64>,
+    /// The factor of the scores of attention is `query_pre_attn_scalar^-1/2`. Gemma only; `None`
+    /// means `head_dim`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub query_pre_attn_scalar: Option<f64>,
+    /// The soft cap of the scores of attention, see [`Scores`](candle_grpo_kernels::Scores). Gemma 2
+    /// only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attn_logit_softcapping: Option<f64>,
+    /// The soft cap of the logits, see [`soft_cap`](candle_grpo_kernels::soft_cap). Gemma only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub final_logit_softcapping: Option<f64>,
+    /// The factor of the embedding. Granite only.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub embedding_multiplier: f64,
+    /// The factor of what a block adds to the hidden states. Granite only.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub residual_multiplier: f64,
+    /// The factor of the scores of attention, in place of `head_dim^-1/2`. Granite only.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub attention_multiplier: f64,
+    /// The divisor of the logits, and of the hidden states after the last norm. Granite only.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub logits_scaling: f64,
+}
+
+/// The tokens that a block attends to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerType {
+    /// All up to its own position.
+    FullAttention,
+    /// Those of [`DecoderConfig::sliding_window`].
+    SlidingAttention,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+fn is_one(x: &f64) -> bool {
+    *x == 1.0
 }
 
 /// The fields that every family has. [`Family::keys`](crate::model::families::Family) lists others.
@@ -137,6 +191,16 @@ impl Default for DecoderConfig {
             tie_word_embeddings: false,
             attention_bias: false,
             mlp_bias: false,
+            sliding_window: None,
+            layer_types: Vec::new(),
+            rope_local_base_freq: None,
+            query_pre_attn_scalar: None,
+            attn_logit_softcapping: None,
+            final_logit_softcapping: None,
+            embedding_multiplier: one(),
+            residual_multiplier: one(),
+            attention_multiplier: one(),
+            logits_scaling: one(),
         }
     }
 }
@@ -200,6 +264,28 @@ impl DecoderConfig {
                 self.num_hidden_layers
             ),
         )?;
+        check(
+            self.layer_types.is_empty() || self.layer_types.len() == self.num_hidden_layers,
+            "layer_types",
+            format!("{} entries", self.layer_types.len()),
+            &format!(
+                "be empty or have {} entries, one for each block",
+                self.num_hidden_layers
+            ),
+        )?;
+        validate::at_least_one("sliding_window", self.sliding_window.unwrap_or(1))?;
+        for (name, value) in [
+            ("rope_local_base_freq", self.rope_local_base_freq),
+            ("query_pre_attn_scalar", self.query_pre_attn_scalar),
+            ("attn_logit_softcapping", self.attn_logit_softcapping),
+            ("final_logit_softcapping", self.final_logit_softcapping),
+            ("embedding_multiplier", Some(self.embedding_multiplier)),
+            ("residual_multiplier", Some(self.residual_multiplier)),
+            ("attention_multiplier", Some(self.attention_multiplier)),
+            ("logits_scaling", Some(self.logits_scaling)),
+        ] {
+            validate::positive(name, value.unwrap_or(1.0))?;
+        }
         Ok(self.rope_scaling.validate("rope_scaling")?)
     }
 

@@ -1,10 +1,10 @@
 //! The decoder: token ids in, hidden states and logits out.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::embedding;
+use candle_grpo_kernels::{embedding, soft_cap};
 use candle_nn::VarBuilder;
 
-use crate::model::block::{Block, BlockRecord};
+use crate::model::block::{Block, BlockRecord, scaled};
 use crate::model::frozen_linear::linear;
 use crate::model::input::Input;
 use crate::model::language_model::check_hidden_gradient;
@@ -33,7 +33,10 @@ pub struct Decoder {
     blocks: Vec<Block>,
     norm: RmsNorm,
     output: NamedWeight,
+    embedding_scale: f64,
     ropes: Vec<Rope>,
+    output_scale: f64,
+    logit_cap: Option<f64>,
     activation_checkpointing: bool,
 }
 
@@ -66,7 +69,10 @@ impl Decoder {
             config: config.clone(),
             blocks,
             norm: RmsNorm::new(&architecture.norm, &vb)?,
+            embedding_scale: architecture.embedding_scale,
             ropes,
+            output_scale: architecture.output_scale,
+            logit_cap: architecture.logit_cap,
             embedding,
             output,
             activation_checkpointing: false,
@@ -81,7 +87,8 @@ impl Decoder {
         self
     }
 
-    /// Computes the hidden states `[B, S, H]` after the final norm.
+    /// Computes the hidden states `[B, S, H]` after the final norm, divided by
+    /// [`DecoderConfig::logits_scaling`].
     ///
     /// - `input_ids`: u32 `[B, S]`, below the vocabulary size. This is checked on the CPU. It is
     ///   not checked on other devices, where it would synchronize: an id out of range is undefined
@@ -108,9 +115,12 @@ impl Decoder {
         self.norm(&x, change.as_ref())
     }
 
-    /// The rows `[N, H]` of the embedding of `ids` `[N]`.
+    /// The scaled rows `[N, H]` of the embedding of `ids` `[N]`.
     pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
-        embedding(ids, &self.embedding.tensor)
+        scaled(
+            embedding(ids, &self.embedding.tensor)?,
+            self.embedding_scale,
+        )
     }
 
     /// The angles of positions, for each rotation.
@@ -130,9 +140,17 @@ impl Decoder {
         Ok((x, change))
     }
 
-    /// The final norm of `x + change`.
+    /// The hidden states: the scaled final norm of `x + change`.
     pub(crate) fn norm(&self, x: &Tensor, change: Option<&Tensor>) -> Result<Tensor> {
-        Ok(self.norm.forward_sum(x, change)?.1)
+        scaled(self.norm.forward_sum(x, change)?.1, self.output_scale)
+    }
+
+    /// The logits after their soft cap.
+    pub(crate) fn capped(&self, logits: Tensor) -> Result<Tensor> {
+        match self.logit_cap {
+            Some(cap) => soft_cap(&logits, cap),
+            None => Ok(logits),
+        }
     }
 
     /// The matrix `[V, H]` of the output layer; the embedding when tied.
@@ -145,7 +163,7 @@ impl Decoder {
         &self.output.name
     }
 
-    /// Computes the logits `[.., V]` of hidden states `[.., H]`, in their dtype.
+    /// Computes the logits `[.., V]` of hidden states `[.., H]`, in their dtype, after their soft cap.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let dims = hidden.dims();
         if dims.last() != Some(&self.config.hidden_size) || hidden.elem_count() == 0 {
@@ -166,7 +184,8 @@ impl Decoder {
             .reshape(((), self.config.hidden_size))?;
         let mut shape = dims.to_vec();
         shape[dims.len() - 1] = self.config.vocab_size;
-        linear(&rows, &self.output.tensor)?.reshape(shape)
+        self.capped(linear(&rows, &self.output.tensor)?)?
+            .reshape(shape)
     }
 
     /// The configuration of this decoder.
@@ -188,6 +207,10 @@ impl LanguageModel for Decoder {
 
     fn output_name(&self) -> &str {
         &self.output.name
+    }
+
+    fn logit_cap(&self) -> Option<f64> {
+        self.logit_cap
     }
 
     /// Computes the hidden states without a graph, and keeps what the backward pass needs.
@@ -235,6 +258,7 @@ impl LanguageModel for Decoder {
             (x, change) = (sum, Some(y));
         }
         let (x, hidden) = self.norm.forward_sum(&x, change.as_ref())?;
+        let hidden = scaled(hidden, self.output_scale)?;
         let recorded = DecoderBackward {
             decoder: self,
             input,
@@ -283,9 +307,8 @@ impl DecoderBackward<'_> {
             last,
         } = self;
         check_hidden_gradient(hidden_gradient, &last)?;
-        let mut gradient = decoder
-            .norm
-            .backward(&last, &hidden_gradient.detach(), sink)?;
+        let of_norm = scaled(hidden_gradient.detach(), decoder.output_scale)?;
+        let mut gradient = decoder.norm.backward(&last, &of_norm, sink)?;
         drop(last);
         if decoder.output.name != decoder.embedding.name {
             sink.complete(|name| name == decoder.output.name)?;
@@ -300,6 +323,7 @@ impl DecoderBackward<'_> {
             let part = format!("layers.{number}.");
             sink.complete(|name| name.contains(&part))?;
         }
+        let gradient = scaled(gradient, decoder.embedding_scale)?;
         sink.add_rows(&decoder.embedding, &input.ids, &gradient)
     }
 }

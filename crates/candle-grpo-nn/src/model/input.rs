@@ -70,10 +70,10 @@ impl Input {
     }
 }
 
-/// Attention within whole sequences, as all blocks of the decoder compute it.
+/// Attention within whole sequences. Each block has its own scores.
 pub(crate) fn attention(decoder: &Decoder, sequences: Sequences) -> CausalAttention {
     let head_dim = decoder.config().head_dim();
-    CausalAttention::new(sequences, head_dim, (head_dim as f64).powf(-0.5))
+    CausalAttention::new(sequences, head_dim, 1.0)
 }
 
 fn check_padded(decoder: &Decoder, ids: &Tensor, attention_mask: &Tensor) -> Result<()> {

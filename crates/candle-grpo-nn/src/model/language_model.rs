@@ -21,6 +21,11 @@ pub trait LanguageModel {
     /// The name of [`Self::output_weight`] among the variables.
     fn output_name(&self) -> &str;
 
+    /// The soft cap of the logits, if there is one: a logit x becomes `cap * tanh(x / cap)`.
+    fn logit_cap(&self) -> Option<f64> {
+        None
+    }
+
     /// Computes the hidden states `[N, H]` without a graph, and returns the backward pass from
     /// their gradient.
     ///

@@ -1,20 +1,21 @@
 //! The feed-forward layer, a channel mixer.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{swiglu, swiglu_gradient};
+use candle_grpo_kernels::{geglu, geglu_gradient, swiglu, swiglu_gradient};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::MlpPlan;
+use crate::model::architecture::{Activation, MlpPlan};
 use crate::model::block::Mixer;
 use crate::model::linear::Linear;
 use crate::model::pass::Pass;
 use crate::optim::grad_sink::GradSink;
 
-/// SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`.
+/// A gated layer (Shazeer 2020): `down(activation(gate(x)) * up(x))`.
 #[derive(Debug, Clone)]
 pub(crate) struct Mlp {
     gate: Linear,
     up: Linear,
+    activation: Activation,
     down: Linear,
 }
 
@@ -31,6 +32,7 @@ impl Mlp {
         Ok(Self {
             gate: Linear::new(gate, vb)?,
             up: Linear::new(up, vb)?,
+            activation: plan.activation,
             down: Linear::new(&plan.down, vb)?,
         })
     }
@@ -42,7 +44,10 @@ impl Mixer for Mlp {
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, MlpRecord)> {
         let products = pass.products();
         let [gate, up] = Linear::forward_all([&self.gate, &self.up], x, products)?;
-        let inner = swiglu(&gate, &up)?;
+        let inner = match self.activation {
+            Activation::Silu => swiglu(&gate, &up)?,
+            Activation::GeluTanh => geglu(&gate, &up)?,
+        };
         let y = self.down.forward(&inner, products)?;
         Ok((y, MlpRecord { gate, up, inner }))
     }
@@ -56,8 +61,11 @@ impl Mixer for Mlp {
         sink: &mut GradSink,
     ) -> Result<Tensor> {
         let inner_gradient = self.down.backward(&record.inner, gradient, None, sink)?;
-        let (gate_gradient, up_gradient) =
-            swiglu_gradient(&record.gate, &record.up, &inner_gradient)?;
+        let gradient_of = match self.activation {
+            Activation::Silu => swiglu_gradient,
+            Activation::GeluTanh => geglu_gradient,
+        };
+        let (gate_gradient, up_gradient) = gradient_of(&record.gate, &record.up, &inner_gradient)?;
         drop((record, inner_gradient));
         let x_gradient = self.gate.backward(x, &gate_gradient, None, sink)?;
         self.up.backward(x, &up_gradient, Some(x_gradient), sink)

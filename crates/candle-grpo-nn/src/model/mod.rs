@@ -22,7 +22,7 @@ mod rope_scaling;
 mod router;
 mod value_head;
 
-pub use config::DecoderConfig;
+pub use config::{DecoderConfig, LayerType};
 pub use decoder::Decoder;
 pub use families::ModelType;
 pub use language_model::{Backward, LanguageModel};

@@ -1,18 +1,20 @@
 //! Root mean square normalization.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{add_rms_norm, rms_norm, rms_norm_gradient};
+use candle_grpo_kernels::{add_rms_norm, arithmetic_dtype, rms_norm, rms_norm_gradient};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::NormPlan;
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
 
-/// RMSNorm (Zhang and Sennrich 2019): `x / sqrt(mean(x^2) + epsilon) * weight`.
+/// RMSNorm (Zhang and Sennrich 2019): `x / sqrt(mean(x^2) + epsilon) * factor`.
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
     weight: NamedWeight,
     epsilon: f64,
+    /// The factor is `1 + weight`, not the weight.
+    is_offset: bool,
 }
 
 impl RmsNorm {
@@ -21,12 +23,14 @@ impl RmsNorm {
         Ok(Self {
             weight: NamedWeight::get(&vb.pp(&plan.name), plan.width, "weight")?,
             epsilon: plan.epsilon,
+            is_offset: plan.is_offset,
         })
     }
 
     /// `[.., width]` to the same shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        rms_norm(x, &self.weight.tensor, self.epsilon)
+        let (wide, factor) = self.operands(x)?;
+        rms_norm(&wide, &factor, self.epsilon)?.to_dtype(x.dtype())
     }
 
     /// Returns `x + change` and its norm.
@@ -36,14 +40,26 @@ impl RmsNorm {
         change: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
         match change {
-            Some(change) => add_rms_norm(x, change, &self.weight.tensor, self.epsilon),
+            Some(change) if !self.is_offset => {
+                add_rms_norm(x, change, &self.weight.tensor, self.epsilon)
+            }
+            Some(change) => {
+                let sum = (x + change)?;
+                let y = self.forward(&sum)?;
+                Ok((sum, y))
+            }
             None => Ok((x.clone(), self.forward(x)?)),
         }
     }
 
-    /// The weight `[width]`, and the epsilon.
-    pub(crate) fn parts(&self) -> (&Tensor, f64) {
-        (&self.weight.tensor, self.epsilon)
+    /// [`Self::forward`] of each head of `[N, heads * width]`.
+    pub(crate) fn forward_heads(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward(&self.heads(x)?)?.reshape(x.shape())
+    }
+
+    /// The weight `[width]` and the epsilon, if the weight is the factor.
+    pub(crate) fn weight(&self) -> Option<(&Tensor, f64)> {
+        (!self.is_offset).then_some((&self.weight.tensor, self.epsilon))
     }
 
     /// Returns the gradient of `x` from that of the result.
@@ -53,10 +69,28 @@ impl RmsNorm {
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
+        let (wide, factor) = self.operands(x)?;
+        let gradient = gradient.to_dtype(wide.dtype())?;
         let (x_gradient, weight_gradient) =
-            rms_norm_gradient(x, &self.weight.tensor, self.epsilon, gradient)?;
+            rms_norm_gradient(&wide, &factor, self.epsilon, &gradient)?;
         sink.add(&self.weight, || Ok(weight_gradient))?;
-        Ok(x_gradient)
+        x_gradient.to_dtype(x.dtype())
+    }
+
+    /// Returns `x` and the factor. `1 + weight` loses bits of the weight in bf16 and f16, so both are
+    /// in f32.
+    fn operands(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let weight = &self.weight.tensor;
+        if !self.is_offset {
+            return Ok((x.clone(), weight.clone()));
+        }
+        let wide = arithmetic_dtype(x.dtype());
+        Ok((x.to_dtype(wide)?, (weight.to_dtype(wide)? + 1.0)?))
+    }
+
+    /// `[N, heads * width]` to `[N, heads, width]`.
+    fn heads(&self, x: &Tensor) -> Result<Tensor> {
+        x.reshape((x.dim(0)?, (), self.weight.tensor.elem_count()))
     }
 
     /// [`Self::backward`] of a norm of each head, for `[N, heads * width]`.
@@ -66,9 +100,7 @@ impl RmsNorm {
         gradient: &Tensor,
         sink: &mut GradSink,
     ) -> Result<Tensor> {
-        let width = self.weight.tensor.elem_count();
-        let heads = |x: &Tensor| x.reshape((x.dim(0)?, (), width));
-        self.backward(&heads(x)?, &heads(gradient)?, sink)?
+        self.backward(&self.heads(x)?, &self.heads(gradient)?, sink)?
             .reshape(x.shape())
     }
 }

@@ -1,7 +1,7 @@
 //! The context of one forward pass: positions, and which tokens each token attends to.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{CausalAttention, HeadTransform, PagedBatch, paged_attention};
+use candle_grpo_kernels::{CausalAttention, HeadTransform, PagedBatch, Scores, paged_attention};
 
 use crate::decoding::PagedCache;
 use crate::model::linear::Products;
@@ -59,11 +59,12 @@ impl Pass<'_> {
         layer: usize,
         x: QueryKeyValue,
         transform: &HeadTransform,
-        scale: f64,
+        scores: Scores,
     ) -> Result<(QueryKeyValue, Tensor, Option<Tensor>)> {
         match self.context {
             Context::Sequences { attention, shared } => {
                 let x = transformed(x, transform)?;
+                let attention = attention.with_scores(scores);
                 let (y, log_sums) = match shared {
                     None => attention.forward(x.each_ref())?,
                     Some(shared) => {
@@ -77,7 +78,7 @@ impl Pass<'_> {
             Context::Cache { cache, batch } => {
                 let pages = cache.layer(layer);
                 let query = pages.write_transformed(x.each_ref(), batch, transform)?;
-                let y = paged_attention(&query, pages, batch, scale)?;
+                let y = paged_attention(&query, pages, batch, scores)?;
                 Ok((x, y, None))
             }
             Context::Prompts {
@@ -88,6 +89,7 @@ impl Pass<'_> {
                 // A head norm may have a variable.
                 let x = transformed(x, transform)?.map(|heads| heads.detach());
                 cache.layer(layer).write(&x[1], &x[2], batch)?;
+                let attention = attention.with_scores(scores);
                 let (y, _) = attention.forward(x.each_ref())?;
                 Ok((x, y, None))
             }
@@ -99,13 +101,14 @@ impl Pass<'_> {
     pub(crate) fn attend_backward(
         &self,
         x: &QueryKeyValue,
-        mixed: &Tensor,
-        log_sums: Option<&Tensor>,
+        (mixed, log_sums): (&Tensor, Option<&Tensor>),
         gradient: &Tensor,
+        scores: Scores,
     ) -> Result<QueryKeyValue> {
         let Context::Sequences { attention, shared } = self.context else {
             bail!("a pass with a cache has no backward pass");
         };
+        let attention = attention.with_scores(scores);
         let Some(shared) = shared else {
             let forward = log_sums.map(|log_sums| (mixed, log_sums));
             return attention.backward(x.each_ref(), forward, gradient);

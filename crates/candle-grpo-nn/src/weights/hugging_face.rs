@@ -35,6 +35,7 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
         ("torch_dtype", json!("float32")),
         ("head_dim", json!(model.head_dim())),
         ("bos_token_id", Value::Null),
+        ("pad_token_id", Value::Null),
         ("eos_token_id", json!(stop_token_ids)),
     ];
     if let Some(config) = config.as_object_mut() {
@@ -57,9 +58,12 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         bail!("model_type: {found}, must be one of {known:?}");
     };
     let family = model_type.family();
+    (family.read)(&mut config)?;
+    config.retain(|_, value| !value.is_null());
     for (key, only) in [
         ("hidden_act", json!("silu")),
         ("use_sliding_window", json!(false)),
+        ("use_bidirectional_attention", json!(false)),
         ("partial_rotary_factor", json!(1.0)),
         ("quantization_config", Value::Null),
     ] {
@@ -69,7 +73,9 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         }
     }
     // Qwen's files have a window that use_sliding_window disables. Other families have no such key.
+    let has_key = |key| family.keys.contains(&key);
     if config.get("use_sliding_window").is_none()
+        && !has_key("sliding_window")
         && let Some(window) = config
             .get("sliding_window")
             .filter(|found| !found.is_null())
@@ -77,15 +83,16 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         bail!("sliding_window: {window}, must be null");
     }
     if let Some(layers) = config.get("layer_types").and_then(Value::as_array)
+        && !has_key("layer_types")
         && let Some(other) = layers.iter().find(|&layer| layer != "full_attention")
     {
         bail!("layer_types: {other}, must be \"full_attention\"");
     }
-    (family.read)(&mut config)?;
-    for key in ["attention_bias", "mlp_bias", "no_rope_layers"] {
-        if absent(&config, key) {
-            config.remove(key);
-        }
+    if !has_key("sliding_window") {
+        config.remove("sliding_window");
+    }
+    if !has_key("layer_types") {
+        config.remove("layer_types");
     }
     if absent(&config, "num_key_value_heads")
         && let Some(heads) = config.get("num_attention_heads").cloned()

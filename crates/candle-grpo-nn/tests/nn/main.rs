@@ -8,7 +8,7 @@ mod cuda_training_budget;
 mod decoder;
 mod decoding;
 mod gguf;
-mod golden_models;
+mod golden;
 mod gradients;
 mod lora;
 mod parameters;

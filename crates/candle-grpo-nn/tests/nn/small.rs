@@ -166,6 +166,7 @@ pub(crate) fn add_recorded(
     );
     let options = LogProbOptions {
         mask: Some(&counts),
+        logit_cap: decoder.logit_cap(),
         ..Default::default()
     };
     let layer = LinearLogProb::new(&hidden, output_weight, None, &targets, 1.0, options)?;

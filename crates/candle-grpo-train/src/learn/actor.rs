@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::MetricValues;
+use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
 use candle_grpo_nn::{
     AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Gradients, LanguageModel, Lora,
@@ -226,7 +227,8 @@ impl<M: LanguageModel> Actor<M> {
         let (b, t, width) = states.dims3()?;
         let weight = self.policy.output_weight().detach();
         let rows = states.reshape((b * t, width))?;
-        let sums = squared_probs_in_pieces(&rows, &weight, self.config.temperature, PIECE_LOGITS)?;
+        let layer = (&weight, self.policy.logit_cap());
+        let sums = squared_probs_in_pieces(&rows, layer, self.config.temperature, PIECE_LOGITS)?;
         Ok(sums.reshape((b, t))?)
     }
 
@@ -252,6 +254,7 @@ impl<M: LanguageModel> Actor<M> {
         let loss = linear_policy_loss(
             &self.config.policy_loss,
             &output_layer(
+                &self.policy,
                 &recorded.states,
                 &weight,
                 &batch.tokens,
@@ -380,11 +383,11 @@ impl<M: LanguageModel> Actor<M> {
     }
 }
 
-/// Computes [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]` in
-/// chunks, without the logits of all rows at once.
+/// Computes [`sum_of_squared_probs`] of `states` `[N, H]` under the output weight `[V, H]` and the
+/// soft cap of the logits, in chunks, without the logits of all rows at once.
 fn squared_probs_in_pieces(
     states: &Tensor,
-    weight: &Tensor,
+    (weight, logit_cap): (&Tensor, Option<f64>),
     temperature: f64,
     piece_logits: usize,
 ) -> candle_core::Result<Tensor> {
@@ -394,7 +397,12 @@ fn squared_probs_in_pieces(
         .step_by(rows)
         .map(|start| {
             let states = states.narrow(0, start, rows.min(n - start))?;
-            sum_of_squared_probs(&states.matmul(&weight.t()?)?, temperature)
+            let logits = states.matmul(&weight.t()?)?;
+            let logits = match logit_cap {
+                Some(cap) => soft_cap(&logits, cap)?,
+                None => logits,
+            };
+            sum_of_squared_probs(&logits, temperature)
         })
         .collect::<candle_core::Result<Vec<_>>>()?;
     Tensor::cat(&pieces, 0)
@@ -412,7 +420,7 @@ mod tests {
         let weight = Tensor::randn(0f32, 1., (5, 4), &Device::Cpu)?;
         let whole = sum_of_squared_probs(&states.matmul(&weight.t()?)?, 0.7)?.to_vec1::<f32>()?;
         for piece_logits in [0, 5, 14, 35, 100] {
-            let found = squared_probs_in_pieces(&states, &weight, 0.7, piece_logits)?;
+            let found = squared_probs_in_pieces(&states, (&weight, None), 0.7, piece_logits)?;
             for (found, whole) in found.to_vec1::<f32>()?.iter().zip(&whole) {
                 assert!((found - whole).abs() < 1e-6);
             }

@@ -107,7 +107,7 @@ fn learn(
     let mut gradients = Gradients::new();
     let recorded = RecordedResponses::new(decoder, batch)?;
     let weight = output_weight(decoder, parameters);
-    let layer = output_layer(&recorded.states, &weight, batch, 1.)?;
+    let layer = output_layer(decoder, &recorded.states, &weight, batch, 1.)?;
     let tokens = layer.forward()?;
     let (loss, derivatives) = cross_entropy(&tokens, &batch.response_mask)?;
     let found = layer.backward(&tokens, &derivatives)?;

@@ -19,7 +19,7 @@ pub(crate) fn response_log_probs(
 ) -> Result<TokenLogProbs> {
     let states = predicting_states(model, batch)?;
     let weight = model.output_weight().detach();
-    Ok(output_layer(&states, &weight, batch, temperature)?.forward()?)
+    Ok(output_layer(model, &states, &weight, batch, temperature)?.forward()?)
 }
 
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
@@ -30,9 +30,10 @@ pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -
     Ok(embedding(&packed.places, &hidden)?)
 }
 
-/// Creates the output layer over `states` `[B, T, H]`, which computes the log-probs of the
-/// responses.
+/// Creates the output layer of `model` over `states` `[B, T, H]`, which computes the log-probs of the
+/// responses. `weight` is that of the layer, as a variable or not.
 pub(super) fn output_layer(
+    model: &dyn LanguageModel,
     states: &Tensor,
     weight: &Tensor,
     batch: &TokenBatch,
@@ -40,6 +41,7 @@ pub(super) fn output_layer(
 ) -> candle_core::Result<LinearLogProb> {
     let options = LogProbOptions {
         mask: Some(&batch.response_mask),
+        logit_cap: model.logit_cap(),
         ..Default::default()
     };
     LinearLogProb::new(states, weight, None, &batch.targets, temperature, options)

@@ -1,6 +1,11 @@
 //! The families of decoders. Each has one file, which lists how it differs from Llama.
 
+mod gemma2;
+mod gemma3;
+mod granite;
 mod llama;
+mod mistral;
+mod olmo2;
 mod qwen2;
 mod qwen3;
 mod smollm3;
@@ -75,6 +80,21 @@ families! {
     /// Llama with blocks that do not rotate, see
     /// [`DecoderConfig::no_rope_layers`](crate::DecoderConfig::no_rope_layers).
     SmolLm3: smollm3::FAMILY,
+    /// Llama with a window, see
+    /// [`DecoderConfig::sliding_window`](crate::DecoderConfig::sliding_window).
+    Mistral: mistral::FAMILY,
+    /// Llama with four multipliers, such as
+    /// [`DecoderConfig::embedding_multiplier`](crate::DecoderConfig::embedding_multiplier).
+    Granite: granite::FAMILY,
+    /// Norms after attention and feed-forward layer in place of those before, and norms of the whole
+    /// query and key.
+    Olmo2: olmo2::FAMILY,
+    /// GeGLU, norms before and after attention and feed-forward layer, windows in some blocks, and
+    /// soft caps of scores and logits.
+    Gemma2: gemma2::FAMILY,
+    /// Gemma 2 without the cap of the scores, with norms of each head, and a rotation of their own for
+    /// the blocks with a window. Text models only.
+    Gemma3: gemma3::FAMILY,
 }
 
 impl ModelType {
@@ -117,6 +137,11 @@ impl TryFrom<String> for ModelType {
     fn try_from(name: String) -> std::result::Result<Self, String> {
         Self::from_name(&name).ok_or_else(|| format!("must be one of {:?}", Self::names()))
     }
+}
+
+/// Sets `key` to `value` if it is absent. A null stays.
+fn set_default(config: &mut Map<String, Value>, key: &str, value: impl Into<Value>) {
+    config.entry(key).or_insert_with(|| value.into());
 }
 
 /// Returns whether a key is absent or null.

@@ -80,6 +80,7 @@ pub(super) fn read(
         attention_bias: has_key("attention_bias")
             && header.tensors.contains_key(ATTENTION_BIAS),
         mlp_bias: header.tensors.contains_key(MLP_BIAS),
+        ..DecoderConfig::default()
     };
     config.validate()?;
     for key in ["attention.value_length", "rope.dimension_count"] {

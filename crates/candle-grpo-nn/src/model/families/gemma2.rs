@@ -1,0 +1,113 @@
+//! Gemma 2 (<https://arxiv.org/abs/2408.00118>).
+
+use candle_core::{Result, bail};
+use serde_json::{Map, Value, json};
+
+use crate::model::architecture::{Activation, Architecture, NormPlan};
+use crate::model::config::num_hidden_layers;
+use crate::model::families::{Family, absent, llama, set_default};
+use crate::{DecoderConfig, LayerType};
+
+pub(super) const FAMILY: Family = Family {
+    name: "gemma2",
+    transformers_class: "Gemma2ForCausalLM",
+    keys: &[
+        "attention_bias",
+        "sliding_window",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ],
+    read: |config| {
+        set_default(config, "attn_logit_softcapping", 50.0);
+        set_default(config, "final_logit_softcapping", 30.0);
+        // Every second block is full.
+        read(config, 2)
+    },
+    write: |model, config| {
+        write(model, config);
+        // An absent key would mean another cap.
+        let cap = json!(model.attn_logit_softcapping);
+        config.insert("attn_logit_softcapping".to_owned(), cap);
+    },
+    architecture: |config| {
+        let mut architecture = architecture(config);
+        for block in &mut architecture.blocks {
+            block.attention.mixer.scores.cap = config.attn_logit_softcapping;
+        }
+        architecture
+    },
+    gguf: None,
+    ..llama::FAMILY
+};
+
+const ACTIVATION: &str = "gelu_pytorch_tanh";
+
+/// Replaces the keys that Gemma 2 and 3 share. Without `layer_types` every `full`-th block has no
+/// window.
+pub(super) fn read(config: &mut Map<String, Value>, full: usize) -> Result<()> {
+    // The key that is read is hidden_activation.
+    config.remove("hidden_act");
+    match config.remove("hidden_activation") {
+        None | Some(Value::Null) => {}
+        Some(found) if found == ACTIVATION => {}
+        Some(found) => bail!("hidden_activation: {found}, must be {ACTIVATION:?}"),
+    }
+    set_default(config, "head_dim", 256);
+    set_default(config, "query_pre_attn_scalar", 256);
+    set_default(config, "sliding_window", 4096);
+    set_default(config, "tie_word_embeddings", true);
+    if absent(config, "layer_types") {
+        let layer_type = |layer: usize| match (layer + 1).is_multiple_of(full) {
+            true => LayerType::FullAttention,
+            false => LayerType::SlidingAttention,
+        };
+        let layers: Vec<_> = (0..num_hidden_layers(config)?).map(layer_type).collect();
+        config.insert("layer_types".to_owned(), json!(layers));
+    }
+    Ok(())
+}
+
+/// Adds the keys whose defaults would be others.
+pub(super) fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
+    config.remove("hidden_act");
+    let scalar = model.query_pre_attn_scalar.unwrap_or(model.head_dim() as f64);
+    let layer_type = |layer| model.layer_types.get(layer).copied();
+    let layers: Vec<_> = (0..model.num_hidden_layers)
+        .map(|layer| layer_type(layer).unwrap_or(LayerType::FullAttention))
+        .collect();
+    for (key, value) in [
+        ("hidden_activation", json!(ACTIVATION)),
+        ("query_pre_attn_scalar", json!(scalar)),
+        ("layer_types", json!(layers)),
+        ("sliding_window", json!(model.sliding_window)),
+        ("final_logit_softcapping", json!(model.final_logit_softcapping)),
+    ] {
+        config.insert(key.to_owned(), value);
+    }
+}
+
+/// The parts that Gemma 2 and 3 share.
+pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = Architecture::llama(config);
+    architecture.embedding_scale = (config.hidden_size as f64).sqrt();
+    architecture.logit_cap = config.final_logit_softcapping;
+    let norm = |name| Some(NormPlan::new(config, name, config.hidden_size));
+    let scalar = config.query_pre_attn_scalar.unwrap_or(config.head_dim() as f64);
+    for (layer, block) in architecture.blocks.iter_mut().enumerate() {
+        block.attention.after = norm("post_attention_layernorm");
+        block.mlp.before = norm("pre_feedforward_layernorm");
+        block.mlp.after = norm("post_feedforward_layernorm");
+        block.mlp.mixer.activation = Activation::GeluTanh;
+        let scores = &mut block.attention.mixer.scores;
+        scores.scale = scalar.powf(-0.5);
+        scores.window = config.sliding_window.filter(|_| has_window(config, layer));
+    }
+    architecture.offset_norms();
+    architecture
+}
+
+pub(super) fn has_window(config: &DecoderConfig, layer: usize) -> bool {
+    config.layer_types.get(layer) == Some(&LayerType::SlidingAttention)
+}

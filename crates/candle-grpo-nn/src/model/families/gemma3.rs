@@ -1,0 +1,93 @@
+//! Gemma 3 (<https://arxiv.org/abs/2503.19786>), text models.
+
+use candle_core::{Result, bail};
+use serde_json::{Map, Value, json};
+
+use crate::model::architecture::{Architecture, AttentionPlan, Rotation};
+use crate::model::families::{Family, absent, gemma2, llama, set_default};
+use crate::{DecoderConfig, RopeScaling};
+
+pub(super) const FAMILY: Family = Family {
+    name: "gemma3_text",
+    transformers_class: "Gemma3ForCausalLM",
+    keys: &[
+        "attention_bias",
+        "sliding_window",
+        "layer_types",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+    ],
+    read,
+    write: |model, config| {
+        gemma2::write(model, config);
+        // An absent key would mean another base.
+        let local = model.rope_local_base_freq.unwrap_or(model.rope_theta);
+        config.insert("rope_local_base_freq".to_owned(), json!(local));
+    },
+    architecture,
+    gguf: None,
+    ..llama::FAMILY
+};
+
+fn read(config: &mut Map<String, Value>) -> Result<()> {
+    // A key of Gemma 2 that Gemma 3 has and does not use.
+    config.remove("attn_logit_softcapping");
+    read_rotations(config)?;
+    let pattern = config.remove("sliding_window_pattern");
+    let pattern = pattern.filter(|x| !x.is_null()).unwrap_or(json!(6));
+    let full = pattern.as_u64().and_then(|x| usize::try_from(x).ok());
+    let Some(full @ 1..) = full else {
+        bail!("sliding_window_pattern: {pattern}, must be a whole number of at least 1");
+    };
+    gemma2::read(config, full)
+}
+
+/// Replaces the rotations of both kinds of blocks by `rope_parameters`, that of full ones, and
+/// `rope_local_base_freq`.
+fn read_rotations(config: &mut Map<String, Value>) -> Result<()> {
+    const LOCAL: &str = "rope_parameters.sliding_attention";
+    let rotations = config.get_mut("rope_parameters");
+    let rotations = rotations.and_then(Value::as_object_mut);
+    let mut full_theta = json!(1e6);
+    if let Some(rotations) = rotations.filter(|found| found.contains_key("full_attention")) {
+        let full = rotations.remove("full_attention");
+        let Some(Value::Object(mut local)) = rotations.remove("sliding_attention") else {
+            bail!("{LOCAL}: absent, must be given");
+        };
+        let base = local.remove("rope_theta").unwrap_or(json!(1e4));
+        local.retain(|key, value| !(value.is_null() || key == "rope_type" && value == "default"));
+        if let Some((key, value)) = local.iter().next() {
+            bail!("{LOCAL}.{key}: {value}, must be absent, or \"default\" for rope_type");
+        }
+        config.insert("rope_local_base_freq".to_owned(), base);
+        config.insert("rope_parameters".to_owned(), full.unwrap_or_default());
+    }
+    let stated = config.get("rope_parameters").and_then(|x| x.get("rope_theta"));
+    if let Some(stated) = stated.filter(|x| !x.is_null()) {
+        full_theta = stated.clone();
+    }
+    if absent(config, "rope_theta") {
+        config.insert("rope_theta".to_owned(), full_theta);
+    }
+    set_default(config, "rope_local_base_freq", 1e4);
+    Ok(())
+}
+
+/// Each head of query and key is normalized. Blocks with a window have a rotation of their own,
+/// without scaling.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = gemma2::architecture(config);
+    architecture.rotations.push(Rotation {
+        theta: config.rope_local_base_freq.unwrap_or(config.rope_theta),
+        scaling: RopeScaling::Default,
+        ..architecture.rotations[0].clone()
+    });
+    for (layer, block) in architecture.blocks.iter_mut().enumerate() {
+        let attention = &mut block.attention.mixer;
+        attention.norms = Some(AttentionPlan::head_norms(config));
+        attention.rotation = Some(usize::from(gemma2::has_window(config, layer)));
+    }
+    architecture.offset_norms();
+    architecture
+}

@@ -1,0 +1,35 @@
+//! Granite 3 (<https://github.com/ibm-granite/granite-3.0-language-models>), without its mixtures of
+//! experts.
+
+use crate::DecoderConfig;
+use crate::model::architecture::Architecture;
+use crate::model::families::{Family, llama};
+
+pub(super) const FAMILY: Family = Family {
+    name: "granite",
+    transformers_class: "GraniteForCausalLM",
+    keys: &[
+        "attention_bias",
+        "mlp_bias",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+    ],
+    architecture,
+    gguf: None,
+    ..llama::FAMILY
+};
+
+/// Embedding, scores, residual sums and logits have a factor.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = Architecture::llama(config);
+    architecture.embedding_scale = config.embedding_multiplier;
+    architecture.output_scale = config.logits_scaling.recip();
+    for block in &mut architecture.blocks {
+        block.attention.mixer.scores.scale = config.attention_multiplier;
+        block.attention.scale = config.residual_multiplier;
+        block.mlp.scale = config.residual_multiplier;
+    }
+    architecture
+}

@@ -1,0 +1,34 @@
+//! Mistral (<https://arxiv.org/abs/2310.06825>).
+
+use serde_json::json;
+
+use crate::DecoderConfig;
+use crate::model::architecture::Architecture;
+use crate::model::families::{Family, llama, set_default};
+
+pub(super) const FAMILY: Family = Family {
+    name: "mistral",
+    transformers_class: "MistralForCausalLM",
+    keys: &["sliding_window"],
+    read: |config| {
+        set_default(config, "sliding_window", 4096);
+        Ok(())
+    },
+    // An absent key would mean 4096.
+    write: |model, config| {
+        let window = json!(model.sliding_window);
+        config.insert("sliding_window".to_owned(), window);
+    },
+    architecture,
+    gguf: None,
+    ..llama::FAMILY
+};
+
+/// All blocks have a window.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = Architecture::llama(config);
+    for block in &mut architecture.blocks {
+        block.attention.mixer.scores.window = config.sliding_window;
+    }
+    architecture
+}

@@ -1,0 +1,33 @@
+//! OLMo 2 (<https://arxiv.org/abs/2501.00656>).
+
+use crate::DecoderConfig;
+use crate::model::architecture::{Architecture, NormPlan};
+use crate::model::families::{Family, llama};
+
+pub(super) const FAMILY: Family = Family {
+    name: "olmo2",
+    transformers_class: "Olmo2ForCausalLM",
+    keys: &["attention_bias"],
+    architecture,
+    gguf: None,
+    ..llama::FAMILY
+};
+
+/// Attention and feed-forward layer have a norm after them and none before. The norms of query and
+/// key are over all heads together.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = Architecture::llama(config);
+    let norm = |name, width| NormPlan::new(config, name, width);
+    for block in &mut architecture.blocks {
+        block.attention.before = None;
+        block.attention.after = Some(norm("post_attention_layernorm", config.hidden_size));
+        block.mlp.before = None;
+        block.mlp.after = Some(norm("post_feedforward_layernorm", config.hidden_size));
+        let [query, key, _] = &block.attention.mixer.inputs;
+        block.attention.mixer.norms = Some([
+            norm("self_attn.q_norm", query.outputs),
+            norm("self_attn.k_norm", key.outputs),
+        ]);
+    }
+    architecture
+}
