@@ -12,10 +12,10 @@ use crate::{Scores, check, composed, cpu, path};
 /// Causal grouped-query attention (<https://arxiv.org/abs/2305.13245>):
 /// `softmax(scale * query key^T) value` for each head, with the options of [`Scores`].
 ///
-/// A query attends to the positions up to its own, or to a window of them, except padding. The result has the shape and
-/// dtype of `query`, and is 0 at padding. Values at padding, NaN included, do not influence a
-/// result or a gradient. `query`, `key` and `value` have gradients. The fused paths do
-/// not store the matrix of the scores.
+/// A query attends to the positions up to its own, or to a window of them, except padding. The
+/// result has the shape and dtype of `query`, and is 0 at padding. Values at padding, NaN included,
+/// do not influence a result or a gradient. `query`, `key` and `value` have gradients. The fused
+/// paths do not store the matrix of the scores.
 ///
 /// Arithmetic is in f32. On CUDA bf16 and f16 are multiplied in their dtype and summed in f32, and
 /// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements,

@@ -16,8 +16,8 @@ pub struct HeadTransform<'a> {
     /// Cosines and sines of the rotation, `[N, pairs]` each; see
     /// [`rope`](crate::rope()).
     pub angles: Option<[&'a Tensor; 2]>,
-    /// The width of a head, if only its first elements may rotate: as many as the angles have, twice.
-    /// `None` means that all rotate.
+    /// The width of a head, if only its first elements may rotate: as many as the angles have,
+    /// twice. `None` means that all rotate.
     pub head_dim: Option<usize>,
 }
 
@@ -65,7 +65,10 @@ impl HeadTransform<'_> {
         let Some(head_dim) = self.head_dim.filter(|&head_dim| head_dim != width) else {
             return rope_both([&query, &key], angles, back);
         };
-        let [query, key] = [PartOfHeads::new(&query, width, head_dim)?, PartOfHeads::new(&key, width, head_dim)?];
+        let [query, key] = [
+            PartOfHeads::new(&query, width, head_dim)?,
+            PartOfHeads::new(&key, width, head_dim)?,
+        ];
         let [rotated_query, rotated_key] = rope_both([&query.first, &key.first], angles, back)?;
         Ok([query.join(&rotated_query)?, key.join(&rotated_key)?])
     }
@@ -100,7 +103,7 @@ struct PartOfHeads {
 
 impl PartOfHeads {
     fn new(x: &Tensor, width: usize, head_dim: usize) -> Result<Self> {
-        if width > head_dim || x.elem_count() % head_dim != 0 {
+        if width > head_dim || !x.elem_count().is_multiple_of(head_dim) {
             bail!(
                 "head_dim: {head_dim}, must be at least twice the pairs of angles, {width}, and divide the width of {:?}",
                 x.dims()

@@ -33,8 +33,8 @@ pub struct LogProbOptions<'a> {
     /// An error for logits that are a variable. f64 logits, and logits that need a contiguous
     /// copy, are not overwritten.
     pub gradient_into_logits: bool,
-    /// Replaces each logit by its [`soft_cap`](crate::soft_cap), before the temperature. [`log_prob`]
-    /// then uses plain Candle operations, and does not overwrite the logits.
+    /// Replaces each logit by its [`soft_cap`](crate::soft_cap), before the temperature.
+    /// [`log_prob`] then uses plain Candle operations, and does not overwrite the logits.
     pub logit_cap: Option<f64>,
 }
 

@@ -52,8 +52,8 @@ pub fn swiglu_gradient(gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<
 }
 
 /// GeGLU (<https://arxiv.org/abs/2002.05202>): `gelu(gate) * up`, with the approximation
-/// `gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, `gelu_pytorch_tanh` in Hugging
-/// Face transformers.
+/// `gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, `gelu_pytorch_tanh` in
+/// Hugging Face transformers.
 ///
 /// As [`swiglu`] otherwise. On CUDA it is in plain Candle operations.
 ///
@@ -158,12 +158,7 @@ struct Gated {
 
 impl Gated {
     /// Returns the gradients of contiguous inputs.
-    fn gradients(
-        &self,
-        gate: &Tensor,
-        up: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    fn gradients(&self, gate: &Tensor, up: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
         let gradient = gradient.contiguous()?;
         #[cfg(feature = "cuda")]
         if gate.device().is_cuda() {

@@ -3,8 +3,8 @@
 use candle_core::{D, DType, Result, Tensor};
 
 use crate::attention::{Sequences, Sizes};
-use crate::{Scores, check, soft_cap};
 use crate::precision::arithmetic_dtype;
+use crate::{Scores, check, soft_cap};
 
 /// [`attention`](crate::attention()) in plain Candle operations. Stores the matrix of the scores.
 pub fn attention<'a>(

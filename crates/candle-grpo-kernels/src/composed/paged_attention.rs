@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::{Scores, composed};
 use crate::paged_attention::{self, KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
+use crate::{Scores, composed};
 
 /// [`paged_attention`](crate::paged_attention()) in plain Candle operations. Copies the visible
 /// positions to one padded tensor.

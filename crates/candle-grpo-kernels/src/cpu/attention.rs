@@ -390,13 +390,7 @@ impl<'a, T: Element> Task<'a, T> {
 
     /// Loads the queries of `len` positions from `first`, and computes their weights. Copies the
     /// capped scores to `capped`, if there is a cap and room for them.
-    fn softmax(
-        &self,
-        scratch: &mut Scratch,
-        capped: &mut [f32],
-        first: usize,
-        len: usize,
-    ) -> Tile {
+    fn softmax(&self, scratch: &mut Scratch, capped: &mut [f32], first: usize, len: usize) -> Tile {
         let head_dim = self.sizes.head_dim;
         self.load_queries(self.inputs.query, first, &mut scratch.queries, len);
         for x in &mut scratch.queries {
@@ -469,7 +463,12 @@ impl Tile {
 
     /// The rows of the positions of the scores, of `[T, head_dim]`.
     fn seen<'a>(&self, rows: &'a [f32], head_dim: usize) -> Matrix<'a> {
-        Matrix::new(&rows[self.begin * head_dim..], self.seen, head_dim, head_dim)
+        Matrix::new(
+            &rows[self.begin * head_dim..],
+            self.seen,
+            head_dim,
+            head_dim,
+        )
     }
 }
 

@@ -112,7 +112,12 @@ pub(crate) fn backward<W: Element>(
             .filter_map(|&row| coefficients(row))
             .collect()
     })?;
-    let &Layer { vocab, width, .. } = layer;
+    let &Layer {
+        vocab,
+        width,
+        logit_cap,
+        ..
+    } = layer;
     let len = |wanted: bool, len: usize| if wanted { len } else { 0 };
     // Kept rows come first, and move to their places at the end.
     let mut hidden_gradient = vec![0.0; len(wanted.hidden, kept.among * width)];
@@ -139,7 +144,7 @@ pub(crate) fn backward<W: Element>(
                     logits,
                     coefficients,
                     start: columns.start,
-                    logit_cap: layer.logit_cap,
+                    logit_cap,
                 });
             });
         let gradient = Matrix::new(logits, rows.len(), columns.len(), stride);

@@ -189,7 +189,7 @@ pub(crate) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         -6.096_714e-3,
         2.099_718e-2,
         -5.385_091e-2,
-        0.133_327_69,
+        0.133_327_7,
         -0.333_333_28,
     ];
     let constant = |value| simd.splat_f32s(value);
@@ -235,7 +235,16 @@ mod tests {
     #[test]
     fn tanh_is_that_of_f64() {
         let x: Vec<f32> = (-6000..6000).map(|i| i as f32 * 2e-3).collect();
-        let special = [0.0, -0.0, 1e-30, f32::INFINITY, f32::NEG_INFINITY, 88.0, -1e9, 0.625];
+        let special = [
+            0.0,
+            -0.0,
+            1e-30,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            88.0,
+            -1e9,
+            0.625,
+        ];
         let x: Vec<f32> = x.into_iter().chain(special.repeat(2)).collect();
         let mut y = x.clone();
         Arch::new().dispatch(Tanh(&mut y));

@@ -119,7 +119,7 @@ impl Function for Silu {
 struct GeluTanh;
 
 /// `2 sqrt(2 / pi)`.
-const TWICE: f32 = 1.595_769_1;
+const TWICE: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 impl GeluTanh {

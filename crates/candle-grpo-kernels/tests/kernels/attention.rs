@@ -387,8 +387,20 @@ fn an_error_names_the_wrong_argument() -> Result<()> {
     let no_heads = attention(&query, &key, &key, &mask, 0, 1.0);
     assert!(message(no_heads).contains("head_dim, 0"));
     for (scores, words) in [
-        (Scores { window: Some(0), ..1.0.into() }, "window: 0, must be at least 1"),
-        (Scores { cap: Some(-1.0), ..1.0.into() }, "cap: -1, must be positive"),
+        (
+            Scores {
+                window: Some(0),
+                ..1.0.into()
+            },
+            "window: 0, must be at least 1",
+        ),
+        (
+            Scores {
+                cap: Some(-1.0),
+                ..1.0.into()
+            },
+            "cap: -1, must be positive",
+        ),
     ] {
         let error = message(attention(&query, &key, &key, &mask, 2, scores));
         assert!(error.contains(words), "{error}");

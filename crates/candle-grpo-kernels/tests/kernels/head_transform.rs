@@ -79,10 +79,7 @@ fn the_rest_of_a_head_does_not_rotate() -> Result<()> {
                         false => rope(&first, &cos, &sin)?,
                         true => rope_gradient(&cos, &sin, &first)?,
                     };
-                    assert_eq!(
-                        numbers(&part(found, 0, 2 * pairs)?)?,
-                        numbers(&expected)?
-                    );
+                    assert_eq!(numbers(&part(found, 0, 2 * pairs)?)?, numbers(&expected)?);
                     assert_eq!(
                         numbers(&part(found, 2 * pairs, rest)?)?,
                         numbers(&part(x, 2 * pairs, rest)?)?

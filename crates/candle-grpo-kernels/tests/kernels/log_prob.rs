@@ -307,7 +307,12 @@ fn a_cap_of_the_logits_comes_before_the_temperature(
         logit_cap: Some(0.0),
         ..Default::default()
     };
-    let error = message(log_prob(&logits, &Tensor::new(&[0u32], &Device::Cpu)?, 1.0, options));
+    let error = message(log_prob(
+        &logits,
+        &Tensor::new(&[0u32], &Device::Cpu)?,
+        1.0,
+        options,
+    ));
     assert!(error.contains("logit_cap: 0, must be positive"), "{error}");
     Ok(())
 }

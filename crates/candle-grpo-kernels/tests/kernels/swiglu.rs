@@ -52,7 +52,8 @@ fn geglu_has_the_values_of_its_formula() -> Result<()> {
             let expected = gates.map(|x| 2.0 * formula(x));
             assert_close(&numbers(&y)?, &expected, 1e-6);
             // The derivative of 2 gelu, by central differences.
-            let (slope, _) = geglu_gradient(&gate, &(gate.ones_like()? * 2.0)?, &gate.ones_like()?)?;
+            let (slope, _) =
+                geglu_gradient(&gate, &(gate.ones_like()? * 2.0)?, &gate.ones_like()?)?;
             let expected = gates.map(|x| (formula(x + 1e-5) - formula(x - 1e-5)) / 1e-5);
             assert_close(&numbers(&slope)?, &expected, 1e-6);
         }

@@ -1,6 +1,6 @@
 //! Low-rank adapters.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
@@ -26,22 +26,15 @@ pub struct LoraConfig {
     /// The update is scaled by `alpha / rank`.
     pub alpha: f64,
     /// Suffixes of the names of the adapted linear maps, such as `q_proj` or `self_attn.q_proj`.
+    /// `all-linear` means all linear maps of all blocks.
     #[serde(default = "all_linear")]
     pub target_modules: Vec<String>,
 }
 
+const ALL_LINEAR: &str = "all-linear";
+
 fn all_linear() -> Vec<String> {
-    [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    ]
-    .map(str::to_owned)
-    .to_vec()
+    vec![ALL_LINEAR.to_owned()]
 }
 
 impl LoraConfig {
@@ -67,7 +60,7 @@ impl LoraConfig {
     fn targets(&self, module: &str) -> bool {
         self.target_modules
             .iter()
-            .any(|target| is_suffix(target, module))
+            .any(|target| matches(target, module))
     }
 
     /// Returns the names and shapes of A and B of each adapted map.
@@ -93,7 +86,7 @@ impl LoraConfig {
             return Err(Invalid::new("target_modules", "[]", must).into());
         }
         for target in &self.target_modules {
-            if !modules.iter().any(|(module, _)| is_suffix(target, module)) {
+            if !modules.iter().any(|(module, _)| matches(target, module)) {
                 let must = "be the end of the name of a linear map in a block of this model";
                 return Err(Invalid::new("target_modules", format!("{target:?}"), must).into());
             }
@@ -116,11 +109,12 @@ impl LoraConfig {
     }
 }
 
-/// Returns whether the dotted name `module` ends with the parts of `target`.
-fn is_suffix(target: &str, module: &str) -> bool {
-    module
+/// Returns whether `target` selects the dotted name `module` of a linear map in a block.
+fn matches(target: &str, module: &str) -> bool {
+    let is_suffix = module
         .strip_suffix(target)
-        .is_some_and(|before| before.is_empty() || before.ends_with('.'))
+        .is_some_and(|before| before.is_empty() || before.ends_with('.'));
+    is_suffix || target == ALL_LINEAR
 }
 
 /// Low-rank adapters (LoRA, Hu et al. 2021): an adapted map computes `x w^T + alpha / rank * x a^T
@@ -292,7 +286,7 @@ impl Lora {
                 folder.display()
             ))
         };
-        let config = PeftConfig::new(&self.config, base_model);
+        let config = PeftConfig::new(&self.named_config(), base_model);
         let config = serde_json::to_vec_pretty(&config).map_err(Error::wrap)?;
         let tensors = self
             .parameters
@@ -307,6 +301,25 @@ impl Lora {
             .map_err(Error::wrap)
             .and_then(|()| write_safetensors(&folder.join(ADAPTER_MODEL), tensors, Some(metadata)))
             .map_err(context)
+    }
+
+    /// The options, with the names of the adapted maps for `all-linear`: what PEFT adapts by that
+    /// word depends on its model.
+    fn named_config(&self) -> LoraConfig {
+        let mut config = self.config.clone();
+        if config
+            .target_modules
+            .iter()
+            .any(|target| target == ALL_LINEAR)
+        {
+            let modules = self.parameters.iter().filter_map(|(name, _)| {
+                let module = name.strip_suffix(LORA_A)?.trim_end_matches('.');
+                module.rsplit('.').next()
+            });
+            let modules: BTreeSet<&str> = modules.collect();
+            config.target_modules = modules.into_iter().map(str::to_owned).collect();
+        }
+        config
     }
 
     /// Reads the files of [`Self::save`] or of PEFT, for a base with the configuration `model`.

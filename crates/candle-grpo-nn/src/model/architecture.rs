@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Shape;
 use candle_grpo_kernels::Scores;
 
+use crate::model::router::Router;
 use crate::weights::check::{EMBEDDING, OUTPUT};
 use crate::{DecoderConfig, RopeScaling};
 
@@ -38,7 +39,7 @@ pub(crate) struct Rotation {
 #[derive(Debug, Clone)]
 pub(crate) struct BlockPlan {
     pub(crate) attention: SublayerPlan<AttentionPlan>,
-    pub(crate) mlp: SublayerPlan<MlpPlan>,
+    pub(crate) mlp: SublayerPlan<ChannelPlan>,
 }
 
 /// A mixer whose result is added to its input.
@@ -56,7 +57,7 @@ pub(crate) struct SublayerPlan<M> {
 #[derive(Debug, Clone)]
 pub(crate) struct AttentionPlan {
     /// Query, key and value.
-    pub(crate) inputs: [MapPlan; 3],
+    pub(crate) inputs: MapsPlan<3>,
     pub(crate) output: MapPlan,
     /// The norms of query and key before the rotation.
     pub(crate) norms: Option<[NormPlan; 2]>,
@@ -66,10 +67,26 @@ pub(crate) struct AttentionPlan {
     pub(crate) scores: Scores,
 }
 
+/// A channel mixer.
+#[derive(Debug, Clone)]
+pub(crate) enum ChannelPlan {
+    Mlp(MlpPlan),
+    Experts(ExpertsPlan),
+}
+
+/// A mixture of experts.
+#[derive(Debug, Clone)]
+pub(crate) struct ExpertsPlan {
+    /// From hidden states to a logit for each expert.
+    pub(crate) router: MapPlan,
+    pub(crate) experts: Vec<MlpPlan>,
+    pub(crate) routing: Router,
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct MlpPlan {
     /// Gate and up.
-    pub(crate) inputs: [MapPlan; 2],
+    pub(crate) inputs: MapsPlan<2>,
     pub(crate) activation: Activation,
     pub(crate) down: MapPlan,
 }
@@ -79,6 +96,14 @@ pub(crate) struct MlpPlan {
 pub(crate) enum Activation {
     Silu,
     GeluTanh,
+}
+
+/// Several linear maps of one input.
+#[derive(Debug, Clone)]
+pub(crate) struct MapsPlan<const M: usize> {
+    pub(crate) maps: [MapPlan; M],
+    /// The name of the one map that has the rows of all of them, if they are stored so.
+    pub(crate) joined: Option<&'static str>,
 }
 
 /// A linear map.
@@ -127,7 +152,7 @@ impl Architecture {
         Self {
             embedding_scale: 1.0,
             rotations: vec![Rotation {
-                width: config.head_dim(),
+                width: config.rotary_width(),
                 theta: config.rope_theta,
                 scaling: config.rope_scaling.clone(),
             }],
@@ -167,9 +192,16 @@ impl Architecture {
             for norm in norms.chain(attention.norms.iter().flatten()) {
                 norm.parameters(&prefix, &mut add);
             }
-            let maps = attention.inputs.iter().chain([&attention.output]);
-            for map in maps.chain(&mlp.inputs).chain([&mlp.down]) {
-                map.parameters(&prefix, &mut add);
+            attention.inputs.parameters(&prefix, &mut add);
+            attention.output.parameters(&prefix, &mut add);
+            match mlp {
+                ChannelPlan::Mlp(mlp) => mlp.parameters(&prefix, &mut add),
+                ChannelPlan::Experts(plan) => {
+                    plan.router.parameters(&prefix, &mut add);
+                    for mlp in &plan.experts {
+                        mlp.parameters(&prefix, &mut add);
+                    }
+                }
             }
         }
         parameters
@@ -188,7 +220,7 @@ impl BlockPlan {
             },
             mlp: SublayerPlan {
                 before: Some(NormPlan::new(config, "post_attention_layernorm", hidden)),
-                mixer: MlpPlan::llama(config, config.intermediate_size),
+                mixer: ChannelPlan::Mlp(MlpPlan::new(config, "mlp", config.intermediate_size)),
                 after: None,
                 scale: 1.0,
             },
@@ -215,11 +247,14 @@ impl AttentionPlan {
             ..MapPlan::new(name, inputs, outputs)
         };
         Self {
-            inputs: [
-                map("self_attn.q_proj", hidden, queries),
-                map("self_attn.k_proj", hidden, keys),
-                map("self_attn.v_proj", hidden, keys),
-            ],
+            inputs: MapsPlan {
+                maps: [
+                    map("self_attn.q_proj", hidden, queries),
+                    map("self_attn.k_proj", hidden, keys),
+                    map("self_attn.v_proj", hidden, keys),
+                ],
+                joined: None,
+            },
             output: MapPlan {
                 is_residual: true,
                 ..map("self_attn.o_proj", queries, hidden)
@@ -239,25 +274,56 @@ impl AttentionPlan {
 }
 
 impl MlpPlan {
-    fn llama(config: &DecoderConfig, inner: usize) -> Self {
-        let map = |name, inputs, outputs| MapPlan {
+    /// SwiGLU of the width `inner`, under the name `name` within its block.
+    pub(crate) fn new(config: &DecoderConfig, name: &str, inner: usize) -> Self {
+        let map = |part, inputs, outputs| MapPlan {
             bias: config.mlp_bias,
-            ..MapPlan::new(name, inputs, outputs)
+            ..MapPlan::new(&format!("{name}.{part}"), inputs, outputs)
         };
         Self {
-            inputs: ["mlp.gate_proj", "mlp.up_proj"]
-                .map(|name| map(name, config.hidden_size, inner)),
+            inputs: MapsPlan {
+                maps: ["gate_proj", "up_proj"].map(|part| map(part, config.hidden_size, inner)),
+                joined: None,
+            },
             activation: Activation::Silu,
             down: MapPlan {
                 is_residual: true,
-                ..map("mlp.down_proj", inner, config.hidden_size)
+                ..map("down_proj", inner, config.hidden_size)
             },
+        }
+    }
+
+    fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
+        self.inputs.parameters(prefix, add);
+        self.down.parameters(prefix, add);
+    }
+}
+
+impl<const M: usize> MapsPlan<M> {
+    /// The one map with the rows of all of them, if they are stored so.
+    pub(crate) fn joined_map(&self) -> Option<MapPlan> {
+        let (name, first) = (self.joined?, self.maps.first()?);
+        let outputs = self
+            .maps
+            .iter()
+            .fold(0, |sum: usize, map| sum.saturating_add(map.outputs));
+        Some(MapPlan {
+            name: name.to_owned(),
+            outputs,
+            ..first.clone()
+        })
+    }
+
+    fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
+        match self.joined_map() {
+            Some(map) => map.parameters(prefix, add),
+            None => self.maps.iter().for_each(|map| map.parameters(prefix, add)),
         }
     }
 }
 
 impl MapPlan {
-    fn new(name: &str, inputs: usize, outputs: usize) -> Self {
+    pub(crate) fn new(name: &str, inputs: usize, outputs: usize) -> Self {
         Self {
             name: name.to_owned(),
             inputs,

@@ -6,7 +6,7 @@ use candle_nn::VarBuilder;
 
 use crate::model::architecture::{AttentionPlan, NormPlan};
 use crate::model::block::Mixer;
-use crate::model::linear::{Linear, Products};
+use crate::model::linear::{Linear, Maps, Products};
 use crate::model::norm::RmsNorm;
 use crate::model::pass::{Pass, QueryKeyValue};
 use crate::optim::grad_sink::GradSink;
@@ -16,9 +16,8 @@ use crate::optim::grad_sink::GradSink;
 pub(crate) struct Attention {
     /// The number of its block.
     layer: usize,
-    query: Linear,
-    key: Linear,
-    value: Linear,
+    /// Query, key and value.
+    inputs: Maps<3>,
     output: Linear,
     norms: Option<QueryKeyNorms>,
     /// The index of the rotation, if query and key rotate.
@@ -47,7 +46,6 @@ pub(crate) struct AttentionRecord {
 
 impl Attention {
     pub(crate) fn new(plan: &AttentionPlan, layer: usize, vb: &VarBuilder) -> Result<Self> {
-        let [query, key, value] = &plan.inputs;
         let norms = |[query, key]: &[NormPlan; 2]| {
             Ok::<_, candle_core::Error>(QueryKeyNorms {
                 query: RmsNorm::new(query, vb)?,
@@ -56,9 +54,7 @@ impl Attention {
         };
         Ok(Self {
             layer,
-            query: Linear::new(query, vb)?,
-            key: Linear::new(key, vb)?,
-            value: Linear::new(value, vb)?,
+            inputs: Maps::new(&plan.inputs, vb)?,
             output: Linear::new(&plan.output, vb)?,
             norms: plan.norms.as_ref().map(norms).transpose()?,
             rotation: plan.rotation,
@@ -71,9 +67,7 @@ impl Attention {
     fn transform<'a>(&self, pass: &'a Pass, norms: Option<HeadNorms<'a>>) -> HeadTransform<'a> {
         HeadTransform {
             norms,
-            angles: self
-                .rotation
-                .map(|rotation| pass.angles[rotation].tables()),
+            angles: self.rotation.map(|rotation| pass.angles[rotation].tables()),
             head_dim: Some(self.head_dim),
         }
     }
@@ -94,8 +88,7 @@ impl Mixer for Attention {
     type Record = AttentionRecord;
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
-        let mut projected =
-            Linear::forward_all([&self.query, &self.key, &self.value], x, pass.products())?;
+        let mut projected = self.inputs.forward(x, pass.products())?;
         let before_norm = self
             .norms
             .is_some()
@@ -150,11 +143,7 @@ impl Mixer for Attention {
             query_gradient = norms.query.backward_heads(&query, &query_gradient, sink)?;
             key_gradient = norms.key.backward_heads(&key, &key_gradient, sink)?;
         }
-        let x_gradient = self.query.backward(x, &query_gradient, None, sink)?;
-        let x_gradient = self
-            .key
-            .backward(x, &key_gradient, Some(x_gradient), sink)?;
-        self.value
-            .backward(x, &value_gradient, Some(x_gradient), sink)
+        let gradients = [query_gradient, key_gradient, value_gradient];
+        self.inputs.backward(x, &gradients, sink)
     }
 }

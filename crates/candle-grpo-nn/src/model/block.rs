@@ -1,11 +1,12 @@
 //! One block of a decoder.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::{BlockPlan, SublayerPlan};
+use crate::model::architecture::{BlockPlan, ChannelPlan, SublayerPlan};
 use crate::model::attention::Attention;
-use crate::model::mlp::Mlp;
+use crate::model::experts::{Experts, ExpertsRecord};
+use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
 use crate::optim::grad_sink::GradSink;
@@ -33,13 +34,25 @@ pub(crate) trait Mixer {
 #[derive(Debug, Clone)]
 pub(crate) struct Block {
     attention: Sublayer<Attention>,
-    mlp: Sublayer<Mlp>,
+    mlp: Sublayer<Channel>,
 }
 
 /// The tensors of a forward pass that the backward pass needs.
 pub(crate) struct BlockRecord {
     attention: SublayerRecord<Attention>,
-    mlp: SublayerRecord<Mlp>,
+    mlp: SublayerRecord<Channel>,
+}
+
+/// A channel mixer.
+#[derive(Debug, Clone)]
+enum Channel {
+    Mlp(Box<Mlp>),
+    Experts(Experts),
+}
+
+enum ChannelRecord {
+    Mlp(MlpRecord),
+    Experts(ExpertsRecord),
 }
 
 /// `x + scale * after(mixer(before(x)))`.
@@ -65,7 +78,10 @@ impl Block {
         let attention = |plan: &_| Attention::new(plan, layer, vb);
         Ok(Self {
             attention: Sublayer::new(&plan.attention, vb, attention)?,
-            mlp: Sublayer::new(&plan.mlp, vb, |plan| Mlp::new(plan, vb))?,
+            mlp: Sublayer::new(&plan.mlp, vb, |plan| match plan {
+                ChannelPlan::Mlp(plan) => Ok(Channel::Mlp(Box::new(Mlp::new(plan, vb)?))),
+                ChannelPlan::Experts(plan) => Ok(Channel::Experts(Experts::new(plan, vb)?)),
+            })?,
         })
     }
 
@@ -93,6 +109,42 @@ impl Block {
         let gradient = self.mlp.backward(record.mlp, pass, gradient, sink)?;
         self.attention
             .backward(record.attention, pass, gradient, sink)
+    }
+}
+
+impl Mixer for Channel {
+    type Record = ChannelRecord;
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, ChannelRecord)> {
+        match self {
+            Self::Mlp(mlp) => {
+                let (y, record) = mlp.forward(x, pass)?;
+                Ok((y, ChannelRecord::Mlp(record)))
+            }
+            Self::Experts(experts) => {
+                let (y, record) = experts.forward(x, pass)?;
+                Ok((y, ChannelRecord::Experts(record)))
+            }
+        }
+    }
+
+    fn backward(
+        &self,
+        x: &Tensor,
+        record: ChannelRecord,
+        pass: &Pass,
+        gradient: &Tensor,
+        sink: &mut GradSink,
+    ) -> Result<Tensor> {
+        match (self, record) {
+            (Self::Mlp(mlp), ChannelRecord::Mlp(record)) => {
+                mlp.backward(x, record, pass, gradient, sink)
+            }
+            (Self::Experts(experts), ChannelRecord::Experts(record)) => {
+                experts.backward(x, record, pass, gradient, sink)
+            }
+            _ => bail!("a record of another channel mixer"),
+        }
     }
 }
 

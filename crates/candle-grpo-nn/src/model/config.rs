@@ -16,6 +16,9 @@ use crate::model::rope_scaling::RopeScaling;
 /// read, so that a file cannot ask for a longer list.
 const MAX_LAYERS: usize = 10_000;
 
+/// Upper bound of `num_experts`, for the same reason.
+const MAX_EXPERTS: usize = 10_000;
+
 /// The configuration of a Llama-style decoder. The fields are named as in a Hugging Face
 /// `config.json`.
 ///
@@ -51,6 +54,9 @@ pub struct DecoderConfig {
     /// The change of the rotary frequencies for rows longer than those of pretraining.
     #[serde(default)]
     pub rope_scaling: RopeScaling,
+    /// The share of the elements of a head that rotate, from the first. Phi-3 only.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub partial_rotary_factor: f64,
     /// One number for each block: 1 if its positions rotate, 0 if they do not. This is SmolLM3's
     /// own key, despite its name. Empty: all rotate.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -84,13 +90,29 @@ pub struct DecoderConfig {
     /// means `head_dim`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub query_pre_attn_scalar: Option<f64>,
-    /// The soft cap of the scores of attention, see [`Scores`](candle_grpo_kernels::Scores). Gemma 2
-    /// only.
+    /// The soft cap of the scores of attention, see [`Scores`](candle_grpo_kernels::Scores). Gemma
+    /// 2 only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attn_logit_softcapping: Option<f64>,
     /// The soft cap of the logits, see [`soft_cap`](candle_grpo_kernels::soft_cap). Gemma only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub final_logit_softcapping: Option<f64>,
+    /// Number of experts of a feed-forward layer. Mixtures of experts only, as the fields that
+    /// follow.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub num_experts: usize,
+    /// Number of experts that compute a token.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub num_experts_per_tok: usize,
+    /// Width of an expert.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub moe_intermediate_size: usize,
+    /// Divides the gates of the experts of a token by their sum.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub norm_topk_prob: bool,
+    /// Blocks without experts, which have a layer of [`Self::intermediate_size`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mlp_only_layers: Vec<usize>,
     /// The factor of the embedding. Granite only.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub embedding_multiplier: f64,
@@ -117,6 +139,10 @@ pub enum LayerType {
 
 fn one() -> f64 {
     1.0
+}
+
+fn is_zero(x: &usize) -> bool {
+    *x == 0
 }
 
 fn is_one(x: &f64) -> bool {
@@ -146,7 +172,9 @@ pub(crate) fn num_hidden_layers(config: &Map<String, Value>) -> Result<usize> {
     let Some(found) = config.get(KEY) else {
         bail!("{KEY}: absent, must be given");
     };
-    let layers = found.as_u64().and_then(|layers| usize::try_from(layers).ok());
+    let layers = found
+        .as_u64()
+        .and_then(|layers| usize::try_from(layers).ok());
     let Some(layers) = layers else {
         bail!("{KEY}: {found}, must be {}", json::kind("usize"));
     };
@@ -186,6 +214,7 @@ impl Default for DecoderConfig {
             rms_norm_eps: default_rms_norm_eps(),
             rope_theta: default_rope_theta(),
             rope_scaling: RopeScaling::Default,
+            partial_rotary_factor: one(),
             no_rope_layers: Vec::new(),
             max_position_embeddings: 2048,
             tie_word_embeddings: false,
@@ -197,6 +226,11 @@ impl Default for DecoderConfig {
             query_pre_attn_scalar: None,
             attn_logit_softcapping: None,
             final_logit_softcapping: None,
+            num_experts: 0,
+            num_experts_per_tok: 0,
+            moe_intermediate_size: 0,
+            norm_topk_prob: false,
+            mlp_only_layers: Vec::new(),
             embedding_multiplier: one(),
             residual_multiplier: one(),
             attention_multiplier: one(),
@@ -250,6 +284,13 @@ impl DecoderConfig {
             head_dim,
             "be even and at least 2, as rotary embedding rotates pairs",
         )?;
+        let width = self.rotary_width();
+        check(
+            width > 0 && width.is_multiple_of(2) && width <= head_dim,
+            "partial_rotary_factor",
+            self.partial_rotary_factor,
+            &format!("make an even number of at least 2 of head_dim, which is {head_dim}"),
+        )?;
         validate::positive("rms_norm_eps", self.rms_norm_eps)?;
         validate::positive("rope_theta", self.rope_theta)?;
         self.check_keys()?;
@@ -273,6 +314,7 @@ impl DecoderConfig {
                 self.num_hidden_layers
             ),
         )?;
+        self.check_experts()?;
         validate::at_least_one("sliding_window", self.sliding_window.unwrap_or(1))?;
         for (name, value) in [
             ("rope_local_base_freq", self.rope_local_base_freq),
@@ -286,7 +328,10 @@ impl DecoderConfig {
         ] {
             validate::positive(name, value.unwrap_or(1.0))?;
         }
-        Ok(self.rope_scaling.validate("rope_scaling")?)
+        self.rope_scaling.validate("rope_scaling")?;
+        Ok(self
+            .rope_scaling
+            .validate_pairs("rope_scaling", width / 2)?)
     }
 
     /// Checks that fields which this family does not have are not set.
@@ -308,6 +353,29 @@ impl DecoderConfig {
         Ok(())
     }
 
+    /// Checks the fields of mixtures of experts, for a family that has them.
+    fn check_experts(&self) -> Result<()> {
+        if !self.model_type.family().keys.contains(&"num_experts") {
+            return Ok(());
+        }
+        let (experts, chosen) = (self.num_experts, self.num_experts_per_tok);
+        validate::at_least_one("num_experts", experts)?;
+        validate::at_least_one("moe_intermediate_size", self.moe_intermediate_size)?;
+        check(
+            experts <= MAX_EXPERTS,
+            "num_experts",
+            experts,
+            &format!("be at most {MAX_EXPERTS}"),
+        )?;
+        check(
+            (1..=experts).contains(&chosen),
+            "num_experts_per_tok",
+            chosen,
+            &format!("be at least 1 and at most num_experts, which is {experts}"),
+        )?;
+        Ok(())
+    }
+
     /// The parts of the decoder.
     pub(crate) fn architecture(&self) -> Architecture {
         (self.model_type.family().architecture)(self)
@@ -320,6 +388,11 @@ impl DecoderConfig {
                 .checked_div(self.num_attention_heads)
                 .unwrap_or(0)
         })
+    }
+
+    /// Number of elements of a head that rotate.
+    pub(crate) fn rotary_width(&self) -> usize {
+        (self.head_dim() as f64 * self.partial_rotary_factor) as usize
     }
 
     /// The Hugging Face name and the shape of every parameter, in sorted order.

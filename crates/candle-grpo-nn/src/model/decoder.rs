@@ -163,7 +163,8 @@ impl Decoder {
         &self.output.name
     }
 
-    /// Computes the logits `[.., V]` of hidden states `[.., H]`, in their dtype, after their soft cap.
+    /// Computes the logits `[.., V]` of hidden states `[.., H]`, in their dtype, after their soft
+    /// cap.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let dims = hidden.dims();
         if dims.last() != Some(&self.config.hidden_size) || hidden.elem_count() == 0 {
@@ -253,7 +254,7 @@ impl LanguageModel for Decoder {
             blocks.push(if self.activation_checkpointing {
                 Kept::Input(record.into_input())
             } else {
-                Kept::All(record)
+                Kept::All(Box::new(record))
             });
             (x, change) = (sum, Some(y));
         }
@@ -280,7 +281,7 @@ struct DecoderBackward<'a> {
 
 /// The part of a block's forward pass that is kept.
 enum Kept {
-    All(BlockRecord),
+    All(Box<BlockRecord>),
     /// To compute the block again.
     Input(Tensor),
 }
@@ -315,7 +316,7 @@ impl DecoderBackward<'_> {
         }
         for (number, block) in decoder.blocks.iter().enumerate().rev() {
             let record = match blocks.pop() {
-                Some(Kept::All(record)) => record,
+                Some(Kept::All(record)) => *record,
                 Some(Kept::Input(x)) => block.forward(&x, None, &input.pass())?.1,
                 None => bail!("a block was not recorded"),
             };

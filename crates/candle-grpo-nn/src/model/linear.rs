@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_grpo_kernels::{add_bias, add_matmul, linear_rows};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::MapPlan;
+use crate::model::architecture::{MapPlan, MapsPlan};
 use crate::model::frozen_linear::linear;
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
@@ -90,7 +90,7 @@ impl Linear {
     }
 
     /// [`Self::forward`] of several maps of the same rows.
-    pub(crate) fn forward_all<const M: usize>(
+    fn forward_all<const M: usize>(
         maps: [&Self; M],
         x: &Tensor,
         products: Products,
@@ -107,10 +107,7 @@ impl Linear {
                 *y = y.detach();
             }
         }
-        match results.try_into() {
-            Ok(results) => Ok(results),
-            Err(results) => bail!("{} results of {M} maps", results.len()),
-        }
+        array(results)
     }
 
     /// Adds the bias of each map that has one to its result.
@@ -155,6 +152,75 @@ impl Linear {
             None => Ok(x_gradient),
             Some(adapter) => adapter.backward(x, gradient, x_gradient, sink),
         }
+    }
+}
+
+/// Several linear maps of one input.
+#[derive(Debug, Clone)]
+pub(crate) enum Maps<const M: usize> {
+    /// Each has its weight.
+    Apart([Linear; M]),
+    /// One weight has the rows of all of them.
+    Joined {
+        map: Linear,
+        /// The number of rows of each.
+        widths: [usize; M],
+    },
+}
+
+impl<const M: usize> Maps<M> {
+    /// Takes the weights from `vb`, the builder of the block.
+    pub(crate) fn new(plan: &MapsPlan<M>, vb: &VarBuilder) -> Result<Self> {
+        if let Some(joined) = plan.joined_map() {
+            return Ok(Self::Joined {
+                map: Linear::new(&joined, vb)?,
+                widths: plan.maps.each_ref().map(|map| map.outputs),
+            });
+        }
+        let maps = plan.maps.iter().map(|map| Linear::new(map, vb));
+        Ok(Self::Apart(array(maps.collect::<Result<Vec<_>>>()?)?))
+    }
+
+    /// `[N, inputs]` to `[N, outputs]` of each map.
+    pub(crate) fn forward(&self, x: &Tensor, products: Products) -> Result<[Tensor; M]> {
+        let (map, widths) = match self {
+            Self::Apart(maps) => return Linear::forward_all(maps.each_ref(), x, products),
+            Self::Joined { map, widths } => (map, widths),
+        };
+        let all = map.forward(x, products)?;
+        let mut first = 0;
+        let parts = widths.iter().map(|&width| {
+            let part = all.narrow(1, first, width)?.contiguous();
+            first += width;
+            part
+        });
+        array(parts.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// Returns the gradient of `x` from those of the results.
+    pub(crate) fn backward(
+        &self,
+        x: &Tensor,
+        gradients: &[Tensor; M],
+        sink: &mut GradSink,
+    ) -> Result<Tensor> {
+        match self {
+            Self::Apart(maps) => {
+                let mut sum = None;
+                for (map, gradient) in maps.iter().zip(gradients) {
+                    sum = Some(map.backward(x, gradient, sum, sink)?);
+                }
+                sum.map_or_else(|| x.zeros_like(), Ok)
+            }
+            Self::Joined { map, .. } => map.backward(x, &Tensor::cat(gradients, 1)?, None, sink),
+        }
+    }
+}
+
+fn array<T, const M: usize>(items: Vec<T>) -> Result<[T; M]> {
+    match items.try_into() {
+        Ok(items) => Ok(items),
+        Err(items) => bail!("{} results of {M} maps", items.len()),
     }
 }
 

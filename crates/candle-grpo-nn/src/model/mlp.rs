@@ -6,15 +6,15 @@ use candle_nn::VarBuilder;
 
 use crate::model::architecture::{Activation, MlpPlan};
 use crate::model::block::Mixer;
-use crate::model::linear::Linear;
+use crate::model::linear::{Linear, Maps};
 use crate::model::pass::Pass;
 use crate::optim::grad_sink::GradSink;
 
 /// A gated layer (Shazeer 2020): `down(activation(gate(x)) * up(x))`.
 #[derive(Debug, Clone)]
 pub(crate) struct Mlp {
-    gate: Linear,
-    up: Linear,
+    /// Gate and up.
+    inputs: Maps<2>,
     activation: Activation,
     down: Linear,
 }
@@ -28,10 +28,8 @@ pub(crate) struct MlpRecord {
 
 impl Mlp {
     pub(crate) fn new(plan: &MlpPlan, vb: &VarBuilder) -> Result<Self> {
-        let [gate, up] = &plan.inputs;
         Ok(Self {
-            gate: Linear::new(gate, vb)?,
-            up: Linear::new(up, vb)?,
+            inputs: Maps::new(&plan.inputs, vb)?,
             activation: plan.activation,
             down: Linear::new(&plan.down, vb)?,
         })
@@ -43,7 +41,7 @@ impl Mixer for Mlp {
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, MlpRecord)> {
         let products = pass.products();
-        let [gate, up] = Linear::forward_all([&self.gate, &self.up], x, products)?;
+        let [gate, up] = self.inputs.forward(x, products)?;
         let inner = match self.activation {
             Activation::Silu => swiglu(&gate, &up)?,
             Activation::GeluTanh => geglu(&gate, &up)?,
@@ -67,7 +65,6 @@ impl Mixer for Mlp {
         };
         let (gate_gradient, up_gradient) = gradient_of(&record.gate, &record.up, &inner_gradient)?;
         drop((record, inner_gradient));
-        let x_gradient = self.gate.backward(x, &gate_gradient, None, sink)?;
-        self.up.backward(x, &up_gradient, Some(x_gradient), sink)
+        self.inputs.backward(x, &[gate_gradient, up_gradient], sink)
     }
 }

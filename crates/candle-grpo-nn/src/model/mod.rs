@@ -1,13 +1,15 @@
 //! The decoder and its parts.
 //!
-//! A family describes its decoders as an arrangement of parts. Each part has its forward and its backward pass in one file. Sampling with a cache takes the
-//! same forward pass with another context.
+//! A family describes its decoders as an arrangement of parts. Each part has its forward and its
+//! backward pass in one file. Sampling with a cache takes the same forward pass with another
+//! context.
 
 pub(crate) mod architecture;
 mod attention;
 mod block;
 pub(crate) mod config;
 mod decoder;
+mod experts;
 pub(crate) mod families;
 mod frozen_linear;
 pub(crate) mod input;
@@ -19,7 +21,7 @@ mod norm;
 pub(crate) mod pass;
 mod rope;
 mod rope_scaling;
-mod router;
+pub(crate) mod router;
 mod value_head;
 
 pub use config::{DecoderConfig, LayerType};

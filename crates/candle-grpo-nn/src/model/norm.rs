@@ -77,8 +77,8 @@ impl RmsNorm {
         x_gradient.to_dtype(x.dtype())
     }
 
-    /// Returns `x` and the factor. `1 + weight` loses bits of the weight in bf16 and f16, so both are
-    /// in f32.
+    /// Returns `x` and the factor. `1 + weight` loses bits of the weight in bf16 and f16, so both
+    /// are in f32.
     fn operands(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let weight = &self.weight.tensor;
         if !self.is_offset {

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 /// The change of the rotary frequencies `theta^(-2i / head_dim)`, named as `rope_scaling` in a
 /// Hugging Face `config.json`.
 ///
-/// `dynamic` and `longrope` are not supported: their frequencies depend on the longest row of a
-/// batch, so the log-probabilities of a sequence would differ between training and sampling.
+/// `dynamic` is not supported: its frequencies depend on the longest row of a batch, so the
+/// log-probabilities of a sequence would differ between training and sampling.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
@@ -50,6 +50,28 @@ pub enum RopeScaling {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
     },
+    /// LongRoPE (Ding et al. 2024, <https://arxiv.org/abs/2402.13753>): divides each frequency by a
+    /// factor of its own.
+    ///
+    /// A model has two lists of factors. transformers chooses one for each batch, by its longest
+    /// row. Here a decoder has one list, so that training and sampling agree: `long_factor` if
+    /// `factor` is above 1, as vLLM does for models with such a `max_model_len`. For the
+    /// frequencies of short rows set `max_position_embeddings` to
+    /// `original_max_position_embeddings`, and `attention_factor` to its value before.
+    LongRope {
+        /// The divisors for rows of up to `original_max_position_embeddings`, one for each pair.
+        short_factor: Vec<f64>,
+        /// The divisors for longer rows, one for each pair.
+        long_factor: Vec<f64>,
+        /// The longest row of pretraining.
+        original_max_position_embeddings: usize,
+        /// The ratio of `max_position_embeddings` to `original_max_position_embeddings`.
+        factor: f64,
+        /// The factor of cosines and sines. `None` means `sqrt(1 + ln(factor) /
+        /// ln(original_max_position_embeddings))`, or 1 if `factor` is at most 1.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        attention_factor: Option<f64>,
+    },
 }
 
 fn default_beta_fast() -> f64 {
@@ -66,6 +88,24 @@ impl RopeScaling {
     pub(crate) fn validate(&self, section: &str) -> Checked {
         self.check_fields()
             .map_err(|invalid| invalid.within(section))
+    }
+
+    /// Checks that lists have an entry for each of `pairs`.
+    pub(crate) fn validate_pairs(&self, section: &str, pairs: usize) -> Checked {
+        let Self::LongRope {
+            short_factor,
+            long_factor,
+            ..
+        } = self
+        else {
+            return Ok(());
+        };
+        for (name, factors) in [("short_factor", short_factor), ("long_factor", long_factor)] {
+            let must = format!("have {pairs} numbers, one for each rotated pair");
+            check(factors.len() == pairs, name, format!("{factors:?}"), &must)
+                .map_err(|invalid| invalid.within(section))?;
+        }
+        Ok(())
     }
 
     fn check_fields(&self) -> Checked {
@@ -93,6 +133,38 @@ impl RopeScaling {
                     validate::positive("attention_factor", attention_factor)?;
                 }
                 (factor, original)
+            }
+            Self::LongRope {
+                ref short_factor,
+                ref long_factor,
+                original_max_position_embeddings: original,
+                factor,
+                attention_factor,
+            } => {
+                for (name, factors) in
+                    [("short_factor", short_factor), ("long_factor", long_factor)]
+                {
+                    let positive = factors.iter().all(|&x| x > 0.0 && x.is_finite());
+                    check(
+                        positive,
+                        name,
+                        format!("{factors:?}"),
+                        "be positive numbers",
+                    )?;
+                }
+                for (name, value) in [
+                    ("factor", factor),
+                    ("attention_factor", attention_factor.unwrap_or(1.0)),
+                ] {
+                    validate::positive(name, value)?;
+                }
+                // Its logarithm is a divisor.
+                return check(
+                    original > 1,
+                    "original_max_position_embeddings",
+                    original,
+                    "be at least 2",
+                );
             }
         };
         check(
@@ -123,6 +195,15 @@ impl RopeScaling {
                 factor,
                 ..
             } => attention_factor.unwrap_or(0.1 * factor.ln() + 1.0),
+            Self::LongRope {
+                attention_factor: Some(attention_factor),
+                ..
+            } => *attention_factor,
+            Self::LongRope {
+                original_max_position_embeddings: original,
+                factor,
+                ..
+            } if *factor > 1.0 => (1.0 + factor.ln() / (*original as f64).ln()).sqrt(),
             _ => 1.0,
         }
     }
@@ -132,6 +213,19 @@ impl RopeScaling {
         match *self {
             Self::Default => (1.0, 1.0),
             Self::Linear { factor } => (0.0, factor),
+            Self::LongRope {
+                ref short_factor,
+                ref long_factor,
+                factor,
+                ..
+            } => {
+                let factors = if factor > 1.0 {
+                    long_factor
+                } else {
+                    short_factor
+                };
+                (0.0, factors.get(pair).copied().unwrap_or(1.0))
+            }
             Self::Llama3 {
                 factor,
                 low_freq_factor: low,
@@ -217,6 +311,27 @@ mod tests {
         assert!((yarn.attention_factor() - 1.138_629_436_111_989).abs() < 1e-12);
     }
 
+    /// The golden model `phi3_longrope` tests the long factors.
+    #[test]
+    fn longrope_has_the_short_factors_up_to_the_length_of_pretraining() {
+        let scaling = |factor| RopeScaling::LongRope {
+            short_factor: vec![2.0, 4.0],
+            long_factor: vec![5.0, 8.0],
+            original_max_position_embeddings: 16,
+            factor,
+            attention_factor: None,
+        };
+        assert_eq!(scaling(1.0).frequencies(4, 1e4), [0.5, 0.0025]);
+        assert_eq!(scaling(1.0).attention_factor(), 1.0);
+        assert_eq!(scaling(256.0).frequencies(4, 1e4), [0.2, 0.00125]);
+        // sqrt(1 + ln 256 / ln 16)
+        assert!((scaling(256.0).attention_factor() - 3f64.sqrt()).abs() < 1e-12);
+        assert!(scaling(1.0).validate_pairs("rope_scaling", 2).is_ok());
+        let error = scaling(1.0).validate_pairs("rope_scaling", 3).unwrap_err();
+        let words = "rope_scaling.short_factor: [2.0, 4.0], must have 3 numbers";
+        assert!(error.to_string().starts_with(words), "{error}");
+    }
+
     #[test]
     fn invalid_fields_are_refused_by_name() {
         for (scaling, words) in [
@@ -240,6 +355,16 @@ mod tests {
             (
                 r#"{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 9, "attention_factor": 0}"#,
                 "rope_scaling.attention_factor: 0",
+            ),
+            (
+                r#"{"rope_type": "longrope", "short_factor": [1, 0], "long_factor": [1, 1], "factor": 8,
+                   "original_max_position_embeddings": 9}"#,
+                "rope_scaling.short_factor: [1.0, 0.0]",
+            ),
+            (
+                r#"{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [1, 1], "factor": 8,
+                   "original_max_position_embeddings": 1}"#,
+                "rope_scaling.original_max_position_embeddings: 1",
             ),
         ] {
             let scaling: RopeScaling = serde_json::from_str(scaling).unwrap();

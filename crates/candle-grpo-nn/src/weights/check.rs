@@ -6,6 +6,7 @@ use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 
 use crate::DecoderConfig;
 use crate::weights::safetensors::TensorHeader;
+use crate::weights::stacks;
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const OUTPUT: &str = "lm_head.weight";
@@ -36,7 +37,7 @@ pub(crate) fn check_names<T>(
 }
 
 /// Checks that the headers of files have exactly the names and shapes of the parameters, beside
-/// those that [`remove_redundant`] removes.
+/// those that [`reduce_to_parameters`] removes.
 pub(crate) fn check_headers(
     config: &DecoderConfig,
     mut headers: HashMap<String, TensorHeader>,
@@ -45,6 +46,7 @@ pub(crate) fn check_headers(
     headers.retain(|name, _| {
         !(name.ends_with(ROTARY_FREQUENCIES) || config.tie_word_embeddings && name == OUTPUT)
     });
+    stacks::split(config, &mut headers)?;
     let shapes = config.parameter_shapes();
     check_names("tensors", &shapes, &headers)?;
     for (name, shape) in shapes {
@@ -77,13 +79,14 @@ pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Removes tensors that a checkpoint may hold beside its parameters: rotary frequencies, which
-/// follow from the configuration, and the output layer of a model with tied embeddings, which must
-/// equal the embedding.
-pub(crate) fn remove_redundant(
+/// Reduces the tensors of a checkpoint to the parameters: splits stacks, and removes what it may
+/// hold beside the parameters. These are rotary frequencies, which follow from the configuration,
+/// and the output layer of a model with tied embeddings, which must equal the embedding.
+pub(crate) fn reduce_to_parameters(
     config: &DecoderConfig,
     tensors: &mut HashMap<String, Tensor>,
 ) -> Result<()> {
+    stacks::split(config, tensors)?;
     tensors.retain(|name, _| !name.ends_with(ROTARY_FREQUENCIES));
     if config.tie_word_embeddings
         && let (Some(embedding), Some(output)) = (tensors.get(EMBEDDING), tensors.get(OUTPUT))

@@ -8,7 +8,7 @@ use candle_nn::VarBuilder;
 
 use crate::atomic_file::write_safetensors;
 use crate::model::architecture::{Initial, Parameter};
-use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, remove_redundant};
+use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, reduce_to_parameters};
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig};
@@ -218,7 +218,7 @@ impl Parameters {
             ))
         };
         let mut tensors = safetensors::read_file(path).map_err(context)?;
-        remove_redundant(config, &mut tensors).map_err(context)?;
+        reduce_to_parameters(config, &mut tensors).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
     }
 
@@ -237,7 +237,7 @@ impl Parameters {
         };
         let mut tensors =
             safetensors::read_folder(folder, safetensors::read_file).map_err(context)?;
-        remove_redundant(config, &mut tensors).map_err(context)?;
+        reduce_to_parameters(config, &mut tensors).map_err(context)?;
         Self::from_tensors(config, tensors, device).map_err(context)
     }
 

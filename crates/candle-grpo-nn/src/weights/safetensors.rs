@@ -69,6 +69,15 @@ pub(crate) struct TensorHeader {
 }
 
 impl TensorHeader {
+    /// The entry of a part of this tensor.
+    pub(crate) fn with_shape(&self, shape: Vec<usize>) -> Self {
+        Self {
+            dtype: self.dtype.clone(),
+            shape,
+            data_offsets: self.data_offsets,
+        }
+    }
+
     /// Returns an error unless the dtype is a floating-point type that Candle reads.
     pub(crate) fn check_dtype(&self) -> Result<()> {
         let name = self.dtype.to_ascii_lowercase().replace('_', "");

@@ -8,7 +8,7 @@ use rstest::rstest;
 use candle_grpo_test_support::{device, message};
 
 use crate::small::{
-    Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
+    Family::{self, *},
     config, lively, max_difference,
 };
 
@@ -38,7 +38,21 @@ const TOKENS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 12];
 
 #[rstest]
 fn next_logits_equal_the_logits_of_whole_sequences(
-    #[values(Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3)] family: Family,
+    #[values(
+        Llama,
+        LlamaWithBiases,
+        Qwen2,
+        Qwen3,
+        SmolLm3,
+        Mistral,
+        Granite,
+        Olmo2,
+        Gemma2,
+        Gemma3,
+        Phi3,
+        Qwen3Moe
+    )]
+    family: Family,
     #[values(false, true)] tied: bool,
     #[values(1, 4)] prompt: usize,
     #[values((DType::F32, 1e-4), (DType::F64, 1e-10), (DType::BF16, 0.3))] precision: (DType, f64),

@@ -30,6 +30,7 @@ impl Contents {
             ModelType::Qwen2 => "qwen2",
             ModelType::Qwen3 => "qwen3",
             ModelType::SmolLm3 => "smollm3",
+            other => panic!("{other:?}: no GGUF files"),
         };
         let size = |value: usize| Value::U32(value as u32);
         let mut metadata: HashMap<_, _> = [

@@ -301,6 +301,37 @@ fn files_with_unsupported_options_are_refused(
     Ok(())
 }
 
+/// PEFT names the maps that a model has: joined ones of Phi-3, and those of each expert.
+#[rstest]
+#[case(Family::Llama, 7, &["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"])]
+#[case(Family::Phi3, 4, &["down_proj", "gate_up_proj", "o_proj", "qkv_proj"])]
+#[case(
+    Family::Qwen3Moe,
+    // 14 maps in the first block, which has a router and three experts, and 7 in the last one.
+    10,
+    &["down_proj", "gate", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+)]
+fn all_linear_maps_of_a_family_are_adapted(
+    #[case] family: Family,
+    #[case] maps_of_a_block: usize,
+    #[case] names: &[&str],
+) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = family.config(true);
+    let lora = trained(LoraConfig::all_linear(2, 4.), &model)?;
+    let maps = maps_of_a_block * model.num_hidden_layers;
+    assert_eq!(
+        lora.parameters().len(),
+        2 * (maps + usize::from(family == Family::Qwen3Moe))
+    );
+    lora.save(folder.path(), None)?;
+    let json: serde_json::Value = read_json(&folder.path().join("adapter_config.json"));
+    assert_eq!(json["target_modules"], serde_json::json!(names));
+    let back = Lora::load(folder.path(), &model, device())?;
+    assert_eq!(bits(back.parameters())?, bits(lora.parameters())?);
+    Ok(())
+}
+
 /// With all keys that PEFT writes.
 #[test]
 fn a_configuration_of_peft_is_read() -> Result<()> {

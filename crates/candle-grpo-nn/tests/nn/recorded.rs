@@ -9,7 +9,7 @@ use rstest::rstest;
 use candle_grpo_test_support::{device, message, noise_tensor};
 
 use crate::small::{
-    Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
+    Family::{self, *},
     add_recorded, config, left_padded, lively, max_difference, next_token_loss, recorded_gradients,
 };
 
@@ -45,7 +45,21 @@ fn check(recorded: &Gradients, graph: &Gradients) -> Result<()> {
 
 #[rstest]
 fn recorded_gradients_equal_those_of_the_graph(
-    #[values(Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3)] family: Family,
+    #[values(
+        Llama,
+        LlamaWithBiases,
+        Qwen2,
+        Qwen3,
+        SmolLm3,
+        Mistral,
+        Granite,
+        Olmo2,
+        Gemma2,
+        Gemma3,
+        Phi3,
+        Qwen3Moe
+    )]
+    family: Family,
     #[values(true, false)] tied: bool,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
@@ -64,9 +78,10 @@ fn recorded_gradients_equal_those_of_the_graph(
 
 #[rstest]
 fn recorded_gradients_of_adapters_equal_those_of_the_graph(
+    #[values(LlamaWithBiases, Gemma3, Phi3, Qwen3Moe)] family: Family,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
-    let model = LlamaWithBiases.config(true);
+    let model = family.config(true);
     let base = lively(&model)?;
     let lora = Lora::init(LoraConfig::all_linear(3, 5.0), &model, 1, device())?;
     for (_, variable) in lora.parameters().iter() {

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 use crate::small::{
-    Family::{self, Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3},
+    Family::{self, *},
     config, lively, max_difference,
 };
 
@@ -65,7 +65,21 @@ fn recorded(
 
 #[rstest]
 fn shared_prefixes_keep_hidden_states_and_gradients(
-    #[values(Llama, LlamaWithBiases, Qwen2, Qwen3, SmolLm3)] family: Family,
+    #[values(
+        Llama,
+        LlamaWithBiases,
+        Qwen2,
+        Qwen3,
+        SmolLm3,
+        Mistral,
+        Granite,
+        Olmo2,
+        Gemma2,
+        Gemma3,
+        Phi3,
+        Qwen3Moe
+    )]
+    family: Family,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
     let model = family.config(true);

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use candle_core::{D, DType, IndexOp, Result, Tensor, Var};
 use candle_grpo_kernels::{LinearLogProb, LogProbOptions, TokenLogProbs};
 use candle_grpo_nn::{
-    Decoder, DecoderConfig, Gradients, LanguageModel, ModelType, PackedTokens, Parameters,
+    Decoder, DecoderConfig, Gradients, LanguageModel, LayerType, ModelType, PackedTokens,
+    Parameters,
 };
 use candle_grpo_test_support::{TINY_DECODER, device, noise_tensor};
 
@@ -25,13 +26,20 @@ pub(crate) fn config(tied: bool) -> DecoderConfig {
 }
 
 /// The decoders that tests of all families cover.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Family {
     Llama,
     LlamaWithBiases,
     Qwen2,
     Qwen3,
     SmolLm3,
+    Mistral,
+    Granite,
+    Olmo2,
+    Gemma2,
+    Gemma3,
+    Phi3,
+    Qwen3Moe,
 }
 
 impl Family {
@@ -57,6 +65,55 @@ impl Family {
                 model_type: ModelType::SmolLm3,
                 // The last block does not rotate.
                 no_rope_layers: vec![1, 0],
+                ..config
+            },
+            Self::Mistral => DecoderConfig {
+                model_type: ModelType::Mistral,
+                sliding_window: Some(3),
+                ..config
+            },
+            Self::Granite => DecoderConfig {
+                model_type: ModelType::Granite,
+                embedding_multiplier: 3.0,
+                residual_multiplier: 0.5,
+                attention_multiplier: 0.2,
+                logits_scaling: 1.5,
+                ..config
+            },
+            Self::Olmo2 => DecoderConfig {
+                model_type: ModelType::Olmo2,
+                ..config
+            },
+            Self::Gemma2 => DecoderConfig {
+                model_type: ModelType::Gemma2,
+                sliding_window: Some(2),
+                layer_types: vec![LayerType::SlidingAttention, LayerType::FullAttention],
+                query_pre_attn_scalar: Some(4.0),
+                attn_logit_softcapping: Some(2.0),
+                final_logit_softcapping: Some(3.0),
+                ..config
+            },
+            Self::Gemma3 => DecoderConfig {
+                model_type: ModelType::Gemma3,
+                sliding_window: Some(2),
+                layer_types: vec![LayerType::SlidingAttention, LayerType::FullAttention],
+                rope_local_base_freq: Some(10.0),
+                ..config
+            },
+            // Four of the six elements of a head rotate.
+            Self::Phi3 => DecoderConfig {
+                model_type: ModelType::Phi3,
+                partial_rotary_factor: 0.7,
+                sliding_window: Some(4),
+                ..config
+            },
+            // The last block has no experts.
+            Self::Qwen3Moe => DecoderConfig {
+                model_type: ModelType::Qwen3Moe,
+                num_experts: 3,
+                num_experts_per_tok: 2,
+                moe_intermediate_size: 8,
+                mlp_only_layers: vec![1],
                 ..config
             },
         }

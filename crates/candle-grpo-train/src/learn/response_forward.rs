@@ -30,8 +30,8 @@ pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -
     Ok(embedding(&packed.places, &hidden)?)
 }
 
-/// Creates the output layer of `model` over `states` `[B, T, H]`, which computes the log-probs of the
-/// responses. `weight` is that of the layer, as a variable or not.
+/// Creates the output layer of `model` over `states` `[B, T, H]`, which computes the log-probs of
+/// the responses. `weight` is that of the layer, as a variable or not.
 pub(super) fn output_layer(
     model: &dyn LanguageModel,
     states: &Tensor,

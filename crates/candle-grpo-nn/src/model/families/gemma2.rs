@@ -3,7 +3,7 @@
 use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::model::architecture::{Activation, Architecture, NormPlan};
+use crate::model::architecture::{Activation, Architecture, ChannelPlan, NormPlan};
 use crate::model::config::num_hidden_layers;
 use crate::model::families::{Family, absent, llama, set_default};
 use crate::{DecoderConfig, LayerType};
@@ -72,7 +72,9 @@ pub(super) fn read(config: &mut Map<String, Value>, full: usize) -> Result<()> {
 /// Adds the keys whose defaults would be others.
 pub(super) fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
     config.remove("hidden_act");
-    let scalar = model.query_pre_attn_scalar.unwrap_or(model.head_dim() as f64);
+    let scalar = model
+        .query_pre_attn_scalar
+        .unwrap_or(model.head_dim() as f64);
     let layer_type = |layer| model.layer_types.get(layer).copied();
     let layers: Vec<_> = (0..model.num_hidden_layers)
         .map(|layer| layer_type(layer).unwrap_or(LayerType::FullAttention))
@@ -82,7 +84,10 @@ pub(super) fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
         ("query_pre_attn_scalar", json!(scalar)),
         ("layer_types", json!(layers)),
         ("sliding_window", json!(model.sliding_window)),
-        ("final_logit_softcapping", json!(model.final_logit_softcapping)),
+        (
+            "final_logit_softcapping",
+            json!(model.final_logit_softcapping),
+        ),
     ] {
         config.insert(key.to_owned(), value);
     }
@@ -94,12 +99,16 @@ pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
     architecture.embedding_scale = (config.hidden_size as f64).sqrt();
     architecture.logit_cap = config.final_logit_softcapping;
     let norm = |name| Some(NormPlan::new(config, name, config.hidden_size));
-    let scalar = config.query_pre_attn_scalar.unwrap_or(config.head_dim() as f64);
+    let scalar = config
+        .query_pre_attn_scalar
+        .unwrap_or(config.head_dim() as f64);
     for (layer, block) in architecture.blocks.iter_mut().enumerate() {
         block.attention.after = norm("post_attention_layernorm");
         block.mlp.before = norm("pre_feedforward_layernorm");
         block.mlp.after = norm("post_feedforward_layernorm");
-        block.mlp.mixer.activation = Activation::GeluTanh;
+        if let ChannelPlan::Mlp(mlp) = &mut block.mlp.mixer {
+            mlp.activation = Activation::GeluTanh;
+        }
         let scores = &mut block.attention.mixer.scores;
         scores.scale = scalar.powf(-0.5);
         scores.window = config.sliding_window.filter(|_| has_window(config, layer));

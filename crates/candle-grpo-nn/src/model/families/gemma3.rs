@@ -63,7 +63,9 @@ fn read_rotations(config: &mut Map<String, Value>) -> Result<()> {
         config.insert("rope_local_base_freq".to_owned(), base);
         config.insert("rope_parameters".to_owned(), full.unwrap_or_default());
     }
-    let stated = config.get("rope_parameters").and_then(|x| x.get("rope_theta"));
+    let stated = config
+        .get("rope_parameters")
+        .and_then(|x| x.get("rope_theta"));
     if let Some(stated) = stated.filter(|x| !x.is_null()) {
         full_theta = stated.clone();
     }

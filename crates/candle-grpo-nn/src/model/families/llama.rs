@@ -10,6 +10,7 @@ pub(super) const FAMILY: Family = Family {
     read: |_| Ok(()),
     write: |_, _| {},
     architecture: Architecture::llama,
+    stacks: |_| Vec::new(),
     gguf: Some(GgufLayout {
         architecture: "llama",
         adjacent_pairs: true,

@@ -6,8 +6,10 @@ mod granite;
 mod llama;
 mod mistral;
 mod olmo2;
+mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod smollm3;
 
 use candle_core::Result;
@@ -16,6 +18,7 @@ use serde_json::{Map, Value};
 
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
+use crate::weights::stacks::Stack;
 
 /// How a family differs from Llama, [`LLAMA`](llama::FAMILY).
 #[derive(Debug)]
@@ -33,6 +36,8 @@ pub(crate) struct Family {
     pub(crate) write: fn(&DecoderConfig, &mut Map<String, Value>),
     /// The parts of a decoder.
     pub(crate) architecture: fn(&DecoderConfig) -> Architecture,
+    /// The parameters that files may store as one tensor.
+    pub(crate) stacks: fn(&DecoderConfig) -> Vec<Stack>,
     /// The layout of GGUF files; `None` if they are not read.
     pub(crate) gguf: Option<GgufLayout>,
 }
@@ -95,12 +100,19 @@ families! {
     /// Gemma 2 without the cap of the scores, with norms of each head, and a rotation of their own for
     /// the blocks with a window. Text models only.
     Gemma3: gemma3::FAMILY,
+    /// Llama whose query, key and value are one map, as gate and up are, and heads that rotate in part.
+    Phi3: phi3::FAMILY,
+    /// Qwen3 with mixtures of experts.
+    Qwen3Moe: qwen3_moe::FAMILY,
 }
 
 impl ModelType {
     /// The names of all families.
     pub(crate) fn names() -> Vec<&'static str> {
-        Self::ALL.iter().map(|family| family.family().name).collect()
+        Self::ALL
+            .iter()
+            .map(|family| family.family().name)
+            .collect()
     }
 
     /// The family with this name.

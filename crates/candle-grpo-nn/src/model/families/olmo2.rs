@@ -23,7 +23,7 @@ fn architecture(config: &DecoderConfig) -> Architecture {
         block.attention.after = Some(norm("post_attention_layernorm", config.hidden_size));
         block.mlp.before = None;
         block.mlp.after = Some(norm("post_feedforward_layernorm", config.hidden_size));
-        let [query, key, _] = &block.attention.mixer.inputs;
+        let [query, key, _] = &block.attention.mixer.inputs.maps;
         block.attention.mixer.norms = Some([
             norm("self_attn.q_norm", query.outputs),
             norm("self_attn.k_norm", key.outputs),

@@ -20,7 +20,7 @@ pub(super) const FAMILY: Family = Family {
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     for block in &mut architecture.blocks {
-        for map in &mut block.attention.mixer.inputs {
+        for map in &mut block.attention.mixer.inputs.maps {
             map.bias = true;
         }
     }

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
 use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, GgufLayout, absent};
+use crate::model::families::{Family, GgufLayout, absent, llama};
 
 pub(super) const FAMILY: Family = Family {
     name: "smollm3",
@@ -15,6 +15,7 @@ pub(super) const FAMILY: Family = Family {
     read,
     write,
     architecture,
+    stacks: llama::FAMILY.stacks,
     gguf: Some(GgufLayout {
         architecture: "smollm3",
         adjacent_pairs: true,

@@ -77,8 +77,7 @@ pub(super) fn read(
         },
         max_position_embeddings: keys.size("context_length")?,
         tie_word_embeddings: !header.tensors.contains_key(OUTPUT),
-        attention_bias: has_key("attention_bias")
-            && header.tensors.contains_key(ATTENTION_BIAS),
+        attention_bias: has_key("attention_bias") && header.tensors.contains_key(ATTENTION_BIAS),
         mlp_bias: header.tensors.contains_key(MLP_BIAS),
         ..DecoderConfig::default()
     };

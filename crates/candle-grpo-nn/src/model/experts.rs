@@ -1,0 +1,186 @@
+//! A mixture of experts, a channel mixer.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor, Var, bail};
+use candle_nn::VarBuilder;
+
+use crate::model::architecture::ExpertsPlan;
+use crate::model::block::Mixer;
+use crate::model::linear::{Linear, Products};
+use crate::model::mlp::{Mlp, MlpRecord};
+use crate::model::pass::Pass;
+use crate::model::router::Router;
+use crate::optim::grad_sink::GradSink;
+
+/// A router sends each token to some of the experts. The result is the sum of theirs, weighted by
+/// gates (Shazeer et al. 2017, <https://arxiv.org/abs/1701.06538>).
+///
+/// The choice of the experts synchronizes with the device.
+#[derive(Debug, Clone)]
+pub(crate) struct Experts {
+    router: Linear,
+    routing: Router,
+    experts: Vec<Mlp>,
+}
+
+/// The tensors of a forward pass that the backward pass needs.
+pub(crate) struct ExpertsRecord {
+    /// `[N, experts]`
+    logits: Tensor,
+    /// The experts of each token, u32 `[N, top_k]`, and their gates.
+    chosen: Tensor,
+    gates: Tensor,
+    plan: Plan,
+    /// The inputs of the experts, one expert after another.
+    rows: Tensor,
+    records: Vec<Option<MlpRecord>>,
+    /// The results of the experts of each token, `[N, top_k, hidden]`.
+    results: Tensor,
+}
+
+/// The rows of each expert.
+struct Plan {
+    /// The token of each row, u32.
+    tokens: Tensor,
+    /// The row of each expert of each token, u32 `[N * top_k]`.
+    places: Tensor,
+    /// The expert of each token that a row belongs to; `u32::MAX` for none.
+    slots: Tensor,
+    /// The rows of each expert.
+    ranges: Vec<Range<usize>>,
+}
+
+impl Plan {
+    /// With `reaches_all`, an expert without tokens has a row that no token reads, so that its
+    /// gradient is 0 and not absent.
+    fn new(chosen: &Tensor, experts: usize, reaches_all: bool) -> Result<Self> {
+        let top_k = chosen.dim(1)?;
+        let chosen_by_slot = chosen.flatten_all()?.to_vec1::<u32>()?;
+        let mut slots_of = vec![Vec::new(); experts];
+        for (slot, &expert) in chosen_by_slot.iter().enumerate() {
+            match slots_of.get_mut(expert as usize) {
+                Some(slots) => slots.push(slot as u32),
+                None => bail!("experts: {expert}, must be below {experts}"),
+            }
+        }
+        let (mut tokens, mut row_slots, mut ranges) = (Vec::new(), Vec::new(), Vec::new());
+        let mut places = vec![0; chosen_by_slot.len()];
+        for slots in slots_of {
+            let first = tokens.len();
+            for slot in slots {
+                places[slot as usize] = tokens.len() as u32;
+                tokens.push(slot / top_k as u32);
+                row_slots.push(slot);
+            }
+            if reaches_all && tokens.len() == first {
+                tokens.push(0);
+                row_slots.push(u32::MAX);
+            }
+            ranges.push(first..tokens.len());
+        }
+        let device = chosen.device();
+        Ok(Self {
+            tokens: Tensor::new(tokens, device)?,
+            places: Tensor::new(places, device)?,
+            slots: Tensor::new(row_slots, device)?,
+            ranges,
+        })
+    }
+
+    /// The rows of the experts that have any, with their index.
+    fn ranges(&self) -> impl Iterator<Item = (usize, &Range<usize>)> {
+        let ranges = self.ranges.iter().enumerate();
+        ranges.filter(|(_, range)| !range.is_empty())
+    }
+}
+
+impl Experts {
+    pub(crate) fn new(plan: &ExpertsPlan, vb: &VarBuilder) -> Result<Self> {
+        let experts = plan.experts.iter().map(|plan| Mlp::new(plan, vb));
+        Ok(Self {
+            router: Linear::new(&plan.router, vb)?,
+            routing: plan.routing,
+            experts: experts.collect::<Result<_>>()?,
+        })
+    }
+
+    /// The gradient of the router's logits from that of the gates.
+    fn logits_gradient(&self, record: &ExpertsRecord, of_gates: &Tensor) -> Result<Tensor> {
+        let logits = Var::from_tensor(&record.logits)?;
+        let gates = self.routing.replay(&logits, &record.chosen)?.gates;
+        let store = (gates * of_gates)?.sum_all()?.backward()?;
+        match store.get(&logits) {
+            Some(gradient) => Ok(gradient.detach()),
+            None => bail!("logits: no gradient"),
+        }
+    }
+}
+
+impl Mixer for Experts {
+    type Record = ExpertsRecord;
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, ExpertsRecord)> {
+        let products = pass.products();
+        let logits = self.router.forward(x, products)?;
+        let routing = self.routing.route(&logits)?;
+        let reaches_all = products == Products::Joint;
+        let plan = Plan::new(&routing.experts, self.experts.len(), reaches_all)?;
+        let rows = x.index_select(&plan.tokens, 0)?;
+        let mut records: Vec<_> = self.experts.iter().map(|_| None).collect();
+        let mut results = Vec::new();
+        for (expert, range) in plan.ranges() {
+            let rows = rows.narrow(0, range.start, range.len())?;
+            let (y, record) = self.experts[expert].forward(&rows, pass)?;
+            results.push(y);
+            records[expert] = Some(record);
+        }
+        let (n, hidden) = x.dims2()?;
+        let results = Tensor::cat(&results, 0)?.index_select(&plan.places, 0)?;
+        let results = results.reshape((n, (), hidden))?;
+        let weights = routing.gates.to_dtype(x.dtype())?.unsqueeze(2)?;
+        let y = results.broadcast_mul(&weights)?.sum(1)?;
+        let record = ExpertsRecord {
+            logits,
+            chosen: routing.experts,
+            gates: routing.gates,
+            plan,
+            rows,
+            records,
+            results,
+        };
+        Ok((y, record))
+    }
+
+    fn backward(
+        &self,
+        x: &Tensor,
+        mut record: ExpertsRecord,
+        pass: &Pass,
+        gradient: &Tensor,
+        sink: &mut GradSink,
+    ) -> Result<Tensor> {
+        let (n, hidden) = x.dims2()?;
+        let gradient = gradient.unsqueeze(1)?;
+        let of_gates = record.results.broadcast_mul(&gradient)?;
+        let of_gates = of_gates.to_dtype(record.gates.dtype())?.sum(2)?;
+        let of_logits = self
+            .logits_gradient(&record, &of_gates)?
+            .to_dtype(x.dtype())?;
+        let weights = record.gates.to_dtype(x.dtype())?.unsqueeze(2)?;
+        let of_results = weights.broadcast_mul(&gradient)?.reshape(((), hidden))?;
+        let of_results = of_results.index_select(&record.plan.slots, 0)?;
+        let mut of_rows = Vec::new();
+        for (expert, range) in record.plan.ranges() {
+            let part = |x: &Tensor| x.narrow(0, range.start, range.len());
+            let Some(kept) = record.records[expert].take() else {
+                bail!("an expert was not recorded");
+            };
+            let (rows, gradient) = (part(&record.rows)?, part(&of_results)?);
+            of_rows.push(self.experts[expert].backward(&rows, kept, pass, &gradient, sink)?);
+        }
+        let of_rows = Tensor::cat(&of_rows, 0)?.index_select(&record.plan.places, 0)?;
+        let of_x = of_rows.reshape((n, (), hidden))?.sum(1)?;
+        self.router.backward(x, &of_logits, Some(of_x), sink)
+    }
+}

@@ -1,0 +1,83 @@
+//! Phi-3, Phi-3.5 and Phi-4 (<https://arxiv.org/abs/2404.14219>), text models.
+
+use candle_core::Result;
+use serde_json::{Map, Value, json};
+
+use crate::model::architecture::{Architecture, ChannelPlan};
+use crate::model::families::{Family, llama};
+use crate::{DecoderConfig, RopeScaling};
+
+pub(super) const FAMILY: Family = Family {
+    name: "phi3",
+    transformers_class: "Phi3ForCausalLM",
+    keys: &["sliding_window", "partial_rotary_factor"],
+    read,
+    write,
+    architecture,
+    gguf: None,
+    ..llama::FAMILY
+};
+
+const ORIGINAL: &str = "original_max_position_embeddings";
+const PARTIAL: &str = "partial_rotary_factor";
+
+/// `original_max_position_embeddings` may lie beside the rotation, and `partial_rotary_factor` in
+/// it.
+fn read(config: &mut Map<String, Value>) -> Result<()> {
+    let original = config.remove(ORIGINAL).filter(|x| !x.is_null());
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(Value::Object(rope)) = config.get_mut(key) else {
+            continue;
+        };
+        for name in ["rope_type", "type"] {
+            // Older names.
+            if let Some(found) = rope.get_mut(name)
+                && (found == "su" || found == "yarn")
+            {
+                *found = json!("longrope");
+            }
+            if rope.get(name) == Some(&json!("longrope"))
+                && let Some(original) = &original
+            {
+                rope.entry(ORIGINAL).or_insert_with(|| original.clone());
+            }
+        }
+        if let Some(partial) = rope.remove(PARTIAL).filter(|x| !x.is_null()) {
+            config.insert(PARTIAL.to_owned(), partial);
+        }
+    }
+    Ok(())
+}
+
+fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
+    config.insert(PARTIAL.to_owned(), json!(model.partial_rotary_factor));
+    if let RopeScaling::LongRope {
+        original_max_position_embeddings: original,
+        factor,
+        ..
+    } = model.rope_scaling
+        && let Some(Value::Object(rope)) = config.get_mut("rope_scaling")
+    {
+        // transformers 4 takes the type and both lists, and nothing else.
+        rope.remove("rope_type");
+        rope.insert("type".to_owned(), json!("longrope"));
+        rope.remove(ORIGINAL);
+        if factor == model.max_position_embeddings as f64 / original as f64 {
+            rope.remove("factor");
+        }
+        config.insert(ORIGINAL.to_owned(), json!(original));
+    }
+}
+
+/// Query, key and value are stored as one map, and so are gate and up.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = Architecture::llama(config);
+    for block in &mut architecture.blocks {
+        block.attention.mixer.scores.window = config.sliding_window;
+        block.attention.mixer.inputs.joined = Some("self_attn.qkv_proj");
+        if let ChannelPlan::Mlp(mlp) = &mut block.mlp.mixer {
+            mlp.inputs.joined = Some("mlp.gate_up_proj");
+        }
+    }
+    architecture
+}

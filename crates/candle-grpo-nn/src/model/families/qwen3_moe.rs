@@ -1,0 +1,134 @@
+//! Qwen3's mixtures of experts (<https://arxiv.org/abs/2505.09388>).
+
+use candle_core::{Result, bail};
+use serde_json::{Map, Value, json};
+
+use crate::DecoderConfig;
+use crate::model::architecture::{Architecture, ChannelPlan, ExpertsPlan, MapPlan, MlpPlan};
+use crate::model::config::num_hidden_layers;
+use crate::model::families::{Family, qwen3, set_default};
+use crate::model::router::Router;
+use crate::weights::stacks::{Part, Stack};
+
+pub(super) const FAMILY: Family = Family {
+    name: "qwen3_moe",
+    transformers_class: "Qwen3MoeForCausalLM",
+    keys: &[
+        "attention_bias",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "mlp_only_layers",
+    ],
+    read,
+    write: |model, config| {
+        for (key, value) in [
+            ("norm_topk_prob", json!(model.norm_topk_prob)),
+            ("mlp_only_layers", json!(model.mlp_only_layers)),
+            ("decoder_sparse_step", json!(1)),
+        ] {
+            config.insert(key.to_owned(), value);
+        }
+    },
+    architecture,
+    stacks,
+    gguf: None,
+};
+
+/// Every `decoder_sparse_step`-th block has experts, unless it is one of `mlp_only_layers`.
+fn read(config: &mut Map<String, Value>) -> Result<()> {
+    // The name in files of transformers 5.
+    if let Some(experts) = config.remove("num_local_experts").filter(|x| !x.is_null()) {
+        let stated = config.entry("num_experts").or_insert(experts.clone());
+        if *stated != experts {
+            bail!("num_local_experts: {experts}, must equal num_experts, which is {stated}");
+        }
+    }
+    for (key, value) in [
+        ("num_experts", 128),
+        ("num_experts_per_tok", 8),
+        ("moe_intermediate_size", 768),
+    ] {
+        set_default(config, key, value);
+    }
+    let step = config.remove("decoder_sparse_step");
+    let step = step.filter(|x| !x.is_null()).unwrap_or(json!(1));
+    let count = step.as_u64().and_then(|x| usize::try_from(x).ok());
+    let Some(count @ 1..) = count else {
+        bail!("decoder_sparse_step: {step}, must be a whole number of at least 1");
+    };
+    let stated = config.remove("mlp_only_layers").unwrap_or_default();
+    let mut dense: Vec<usize> = match serde_json::from_value(stated.clone()) {
+        Ok(layers) => layers,
+        Err(_) if stated.is_null() => Vec::new(),
+        Err(_) => bail!("mlp_only_layers: {stated}, must be a list of whole numbers"),
+    };
+    if count > 1 {
+        let layers = 0..num_hidden_layers(config)?;
+        dense.extend(layers.filter(|layer| !(layer + 1).is_multiple_of(count)));
+        dense.sort_unstable();
+        dense.dedup();
+    }
+    config.insert("mlp_only_layers".to_owned(), json!(dense));
+    Ok(())
+}
+
+/// Qwen3 with a mixture of experts in most blocks.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = (qwen3::FAMILY.architecture)(config);
+    let expert = |expert: usize| {
+        let name = format!("mlp.experts.{expert}");
+        MlpPlan::new(config, &name, config.moe_intermediate_size)
+    };
+    for (layer, block) in architecture.blocks.iter_mut().enumerate() {
+        if config.mlp_only_layers.contains(&layer) {
+            continue;
+        }
+        block.mlp.mixer = ChannelPlan::Experts(ExpertsPlan {
+            router: MapPlan::new("mlp.gate", config.hidden_size, config.num_experts),
+            experts: (0..config.num_experts).map(expert).collect(),
+            routing: match config.norm_topk_prob {
+                true => Router::new(config.num_experts_per_tok),
+                false => Router::over_all_experts(config.num_experts_per_tok),
+            },
+        });
+    }
+    architecture
+}
+
+/// transformers 5 can store the experts of a block as two tensors. They are read; what is saved has
+/// a tensor for each matrix, as published models have.
+fn stacks(config: &DecoderConfig) -> Vec<Stack> {
+    let (experts, hidden) = (config.num_experts, config.hidden_size);
+    let inner = config.moe_intermediate_size;
+    let mut stacks = Vec::new();
+    for layer in (0..config.num_hidden_layers).filter(|x| !config.mlp_only_layers.contains(x)) {
+        let name = format!("model.layers.{layer}.mlp.experts");
+        let part = |expert: usize, map: &str, first: usize, rows: usize| Part {
+            name: format!("{name}.{expert}.{map}.weight"),
+            index: expert,
+            rows: first..first.saturating_add(rows),
+        };
+        stacks.push(Stack {
+            name: format!("{name}.gate_up_proj"),
+            shape: [experts, inner.saturating_mul(2), hidden],
+            parts: (0..experts)
+                .flat_map(|expert| {
+                    [
+                        part(expert, "gate_proj", 0, inner),
+                        part(expert, "up_proj", inner, inner),
+                    ]
+                })
+                .collect(),
+        });
+        stacks.push(Stack {
+            name: format!("{name}.down_proj"),
+            shape: [experts, hidden, inner],
+            parts: (0..experts)
+                .map(|expert| part(expert, "down_proj", 0, hidden))
+                .collect(),
+        });
+    }
+    stacks
+}

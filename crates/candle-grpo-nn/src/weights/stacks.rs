@@ -1,0 +1,85 @@
+//! Weights that files may store as one tensor.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use candle_core::{Result, Tensor, bail};
+
+use crate::DecoderConfig;
+use crate::weights::safetensors::TensorHeader;
+
+/// Several parameters that a file may store as one tensor.
+#[derive(Debug)]
+pub(crate) struct Stack {
+    pub(crate) name: String,
+    /// Matrices, one for each index.
+    pub(crate) shape: [usize; 3],
+    pub(crate) parts: Vec<Part>,
+}
+
+/// A parameter in a [`Stack`]: rows of one of its matrices.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) name: String,
+    pub(crate) index: usize,
+    pub(crate) rows: Range<usize>,
+}
+
+/// An entry of a file with a shape.
+trait Entry: Sized {
+    fn dims(&self) -> &[usize];
+
+    /// The entry of a part.
+    fn part(&self, part: &Part) -> Result<Self>;
+}
+
+impl Entry for Tensor {
+    fn dims(&self) -> &[usize] {
+        self.dims()
+    }
+
+    fn part(&self, part: &Part) -> Result<Self> {
+        let matrix = self.get(part.index)?;
+        matrix.narrow(0, part.rows.start, part.rows.len())
+    }
+}
+
+impl Entry for TensorHeader {
+    fn dims(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn part(&self, part: &Part) -> Result<Self> {
+        let columns = self.shape.last().copied().unwrap_or(0);
+        Ok(self.with_shape(vec![part.rows.len(), columns]))
+    }
+}
+
+/// Replaces the stacks of `config` in `entries` by their parts.
+///
+/// # Errors
+///
+/// If a stack has another shape.
+#[allow(private_bounds)]
+pub(crate) fn split<T: Entry>(
+    config: &DecoderConfig,
+    entries: &mut HashMap<String, T>,
+) -> Result<()> {
+    for stack in (config.model_type.family().stacks)(config) {
+        let Some(whole) = entries.remove(&stack.name) else {
+            continue;
+        };
+        if whole.dims() != stack.shape {
+            bail!(
+                "tensor {}: shape {:?}, must be {:?}",
+                stack.name,
+                whole.dims(),
+                stack.shape
+            );
+        }
+        for part in &stack.parts {
+            entries.insert(part.name.clone(), whole.part(part)?);
+        }
+    }
+    Ok(())
+}
