@@ -4,8 +4,9 @@ use candle_core::{Result, bail};
 
 use crate::check;
 
-/// How [`attention`](crate::attention()) and [`paged_attention`](crate::paged_attention()) score
-/// keys. A number is the scale of scores without other options.
+/// Options of the scores of [`attention`](crate::attention()) and
+/// [`paged_attention`](crate::paged_attention()). A number is the scale of scores without other
+/// options.
 ///
 /// ```
 /// use candle_grpo_kernels::Scores;

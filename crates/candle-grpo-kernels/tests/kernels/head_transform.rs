@@ -51,7 +51,7 @@ proptest! {
     }
 }
 
-/// Of each head of `2 * pairs + rest` elements only the first `2 * pairs` rotate.
+/// A head has `2 * pairs + rest` elements, of which the first `2 * pairs` rotate.
 #[test]
 fn the_rest_of_a_head_does_not_rotate() -> Result<()> {
     let (rows, heads, pairs, rest) = (5, 3, 2, 3);

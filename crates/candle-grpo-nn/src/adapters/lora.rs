@@ -63,6 +63,24 @@ impl LoraConfig {
             .any(|target| matches(target, module))
     }
 
+    /// Replaces `all-linear` by the names of the maps of `model`: what PEFT adapts by that word
+    /// depends on the model.
+    fn named(mut self, model: &DecoderConfig) -> Self {
+        if self
+            .target_modules
+            .iter()
+            .any(|target| target == ALL_LINEAR)
+        {
+            let modules = linear_maps(model);
+            let names = modules
+                .iter()
+                .filter_map(|(name, _)| name.rsplit('.').next());
+            let names: BTreeSet<&str> = names.collect();
+            self.target_modules = names.into_iter().map(str::to_owned).collect();
+        }
+        self
+    }
+
     /// Returns the names and shapes of A and B of each adapted map.
     ///
     /// # Errors
@@ -72,15 +90,7 @@ impl LoraConfig {
         model.validate()?;
         validate::at_least_one("rank", self.rank)?;
         validate::positive("alpha", self.alpha)?;
-        let modules: Vec<(String, Shape)> = model
-            .parameter_shapes()
-            .into_iter()
-            .filter_map(|(name, shape)| {
-                let module = name.strip_suffix(".weight")?;
-                let linear = module.contains(".layers.") && shape.rank() == 2;
-                linear.then(|| (module.to_owned(), shape))
-            })
-            .collect();
+        let modules = linear_maps(model);
         if self.target_modules.is_empty() {
             let must = "name at least one linear map";
             return Err(Invalid::new("target_modules", "[]", must).into());
@@ -107,6 +117,17 @@ impl LoraConfig {
         }
         Ok(shapes)
     }
+}
+
+/// Returns the names and shapes of the linear maps in blocks.
+fn linear_maps(model: &DecoderConfig) -> Vec<(String, Shape)> {
+    let shapes = model.parameter_shapes().into_iter();
+    let maps = shapes.filter_map(|(name, shape)| {
+        let module = name.strip_suffix(".weight")?;
+        let linear = module.contains(".layers.") && shape.rank() == 2;
+        linear.then(|| (module.to_owned(), shape))
+    });
+    maps.collect()
 }
 
 /// Returns whether `target` selects the dotted name `module` of a linear map in a block.
@@ -174,12 +195,12 @@ impl Lora {
             variables.insert(name, Var::from_vec(values, shape, device)?);
         }
         Ok(Self {
-            config,
+            config: config.named(model),
             parameters: Parameters::unchecked(variables, device),
         })
     }
 
-    /// The options of these adapters.
+    /// The options of these adapters. The targets are names, also for `all-linear`.
     pub fn config(&self) -> &LoraConfig {
         &self.config
     }
@@ -286,7 +307,7 @@ impl Lora {
                 folder.display()
             ))
         };
-        let config = PeftConfig::new(&self.named_config(), base_model);
+        let config = PeftConfig::new(&self.config, base_model);
         let config = serde_json::to_vec_pretty(&config).map_err(Error::wrap)?;
         let tensors = self
             .parameters
@@ -301,25 +322,6 @@ impl Lora {
             .map_err(Error::wrap)
             .and_then(|()| write_safetensors(&folder.join(ADAPTER_MODEL), tensors, Some(metadata)))
             .map_err(context)
-    }
-
-    /// The options, with the names of the adapted maps for `all-linear`: what PEFT adapts by that
-    /// word depends on its model.
-    fn named_config(&self) -> LoraConfig {
-        let mut config = self.config.clone();
-        if config
-            .target_modules
-            .iter()
-            .any(|target| target == ALL_LINEAR)
-        {
-            let modules = self.parameters.iter().filter_map(|(name, _)| {
-                let module = name.strip_suffix(LORA_A)?.trim_end_matches('.');
-                module.rsplit('.').next()
-            });
-            let modules: BTreeSet<&str> = modules.collect();
-            config.target_modules = modules.into_iter().map(str::to_owned).collect();
-        }
-        config
     }
 
     /// Reads the files of [`Self::save`] or of PEFT, for a base with the configuration `model`.
@@ -371,7 +373,7 @@ impl Lora {
             variables.insert(name, Var::from_tensor(&tensor)?);
         }
         Ok(Self {
-            config,
+            config: config.named(model),
             parameters: Parameters::unchecked(variables, device),
         })
     }

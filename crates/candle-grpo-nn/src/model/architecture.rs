@@ -1,4 +1,4 @@
-//! What a decoder computes: the parts of each block, their options, and the names of their weights.
+//! The parts of a decoder: the blocks, their options, and the names of their weights.
 
 use std::collections::BTreeMap;
 
@@ -142,7 +142,7 @@ pub(crate) enum Initial {
     Zeros,
     Ones,
     Normal,
-    /// Of a map whose result is added to the hidden states.
+    /// Smaller normal numbers, for a map whose result is added to the hidden states.
     Residual,
 }
 

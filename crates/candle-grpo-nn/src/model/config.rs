@@ -19,7 +19,7 @@ const MAX_LAYERS: usize = 10_000;
 /// Upper bound of `num_experts`, for the same reason.
 const MAX_EXPERTS: usize = 10_000;
 
-/// The configuration of a Llama-style decoder. The fields are named as in a Hugging Face
+/// The configuration of a decoder. The fields are named as in a Hugging Face
 /// `config.json`.
 ///
 /// Deserializing it ignores keys that are not fields here. Use [`Self::from_hugging_face`] to read
@@ -133,7 +133,7 @@ pub struct DecoderConfig {
 pub enum LayerType {
     /// All up to its own position.
     FullAttention,
-    /// Those of [`DecoderConfig::sliding_window`].
+    /// The nearest [`DecoderConfig::sliding_window`] of them.
     SlidingAttention,
 }
 

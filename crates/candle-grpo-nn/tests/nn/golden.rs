@@ -72,6 +72,11 @@ macro_rules! suite {
             }
 
             #[test]
+            fn files_keep_the_names_of_their_tensors() -> Result<()> {
+                files($suite)
+            }
+
+            #[test]
             fn gradients_are_those_of_transformers_with_padding_on_either_side() -> Result<()> {
                 gradients($suite)
             }
@@ -281,6 +286,34 @@ fn forward(suite: Suite, file: &str) -> Result<()> {
         case.near(file, "log_probs", &log_probs, &golden["out.log_probs"])?;
         let loss = next_token_loss(&decoder, &ids, &mask)?;
         case.near(file, "loss", &loss, &golden["out.loss"])
+    })
+}
+
+fn files(suite: Suite) -> Result<()> {
+    for_each_case(suite, "files", "model.safetensors", |case| {
+        Parameters::check_folder(&case.config, &case.folder)?;
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("model.safetensors");
+        case.parameters()?.save(&path)?;
+        let stored = case.tensors("model.safetensors")?;
+        let saved = candle_core::safetensors::load(&path, device())?;
+        // Experts in one tensor are saved as published models have them.
+        if stored
+            .keys()
+            .any(|name| name.ends_with(".experts.down_proj"))
+        {
+            assert!(
+                saved
+                    .keys()
+                    .any(|name| name.ends_with(".experts.0.down_proj.weight"))
+            );
+            return Ok(());
+        }
+        assert_eq!(saved.len(), stored.len());
+        for (name, tensor) in stored {
+            assert_eq!(max_difference(&saved[&name], &tensor)?, 0.0, "{name}");
+        }
+        Ok(())
     })
 }
 

@@ -9,7 +9,7 @@ use rstest::rstest;
 
 use candle_grpo_test_support::{device, message};
 
-use crate::small::{bits, config, lively, lively_tensors, max_difference};
+use crate::small::{Family, bits, config, lively, lively_tensors, max_difference};
 
 #[test]
 fn the_same_seed_gives_the_same_bits_and_another_does_not() -> Result<()> {
@@ -282,4 +282,44 @@ fn a_configuration_has_the_defaults_of_hugging_face() {
     let error =
         serde_json::from_str::<DecoderConfig>(&text.replace("vocab_size", "vocab")).unwrap_err();
     assert!(error.to_string().contains("vocab_size"), "{error}");
+}
+
+/// transformers 5 can store the matrices of all experts as two tensors.
+#[test]
+fn experts_in_one_tensor_of_another_shape_are_refused_by_name() -> Result<()> {
+    let config = Family::Qwen3Moe.config(true);
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let mut tensors = lively_tensors(&config)?;
+    tensors.retain(|name, _| !name.contains(".experts."));
+    let stack = |shape: &[usize]| Tensor::ones(shape, DType::F32, device());
+    let prefix = "model.layers.0.mlp.experts";
+    tensors.insert(format!("{prefix}.gate_up_proj"), stack(&[3, 16, 12])?);
+    tensors.insert(format!("{prefix}.down_proj"), stack(&[3, 12, 8])?);
+    candle_core::safetensors::save(&tensors, &path)?;
+    let read = Parameters::load_folder(&config, folder.path(), device())?;
+    Parameters::check_folder(&config, folder.path())?;
+    let up = read.get(&format!("{prefix}.2.up_proj.weight"));
+    assert_eq!(up.expect("a matrix").dims(), [8, 12]);
+
+    tensors.insert(format!("{prefix}.down_proj"), stack(&[3, 8, 12])?);
+    candle_core::safetensors::save(&tensors, &path)?;
+    let words = "tensor model.layers.0.mlp.experts.down_proj: shape [3, 8, 12], must be [3, 12, 8]";
+    let read = message(Parameters::load_folder(&config, folder.path(), device()));
+    let checked = message(Parameters::check_folder(&config, folder.path()));
+    for error in [read, checked] {
+        assert!(error.contains(words), "{error}");
+    }
+    Ok(())
+}
+
+/// Weights of norms that are added to 1.
+#[test]
+fn fresh_norms_of_gemma_are_zero() -> Result<()> {
+    for (name, variable) in Parameters::init(&Family::Gemma2.config(true), 3, device())?.iter() {
+        if name.contains("norm") {
+            assert_eq!(max_difference(variable, &variable.zeros_like()?)?, 0.0);
+        }
+    }
+    Ok(())
 }

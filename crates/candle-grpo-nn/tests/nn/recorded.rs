@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_grpo_nn::{
-    Decoder, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens, Parameters,
+    Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens, Parameters,
 };
 use rstest::rstest;
 
@@ -74,6 +74,32 @@ fn recorded_gradients_equal_those_of_the_graph(
     let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
     let recorded = recorded_gradients(&decoder, &parameters, &batch.0, &batch.1, checkpointing)?;
     check(&recorded, &graph)
+}
+
+/// 12 tokens reach at most 24 of the 40 experts of the first block.
+#[test]
+fn experts_without_tokens_have_gradients_of_zero() -> Result<()> {
+    let model = DecoderConfig {
+        num_experts: 40,
+        ..Qwen3Moe.config(true)
+    };
+    let parameters = lively(&model)?;
+    let batch = left_padded()?;
+    let decoder = Decoder::new(&model, parameters.var_builder())?;
+    let graph = by_graph(&decoder, &parameters, &batch)?;
+    let decoder = Decoder::new(&model, parameters.detached_var_builder())?;
+    let recorded = recorded_gradients(&decoder, &parameters, &batch.0, &batch.1, false)?;
+    assert_eq!(recorded.iter().count(), parameters.len());
+    let mut unreached = 0;
+    for (name, gradient) in graph.iter() {
+        let own = recorded.get(name).expect("a gradient of that name");
+        assert!(max_difference(own, gradient)? < 1e-6, "{name}");
+        let largest = max_difference(own, &own.zeros_like()?)?;
+        assert!(largest > 0.0 || name.contains(".experts."), "{name}");
+        unreached += usize::from(largest == 0.0);
+    }
+    assert!(unreached >= 3 * 16, "{unreached}");
+    Ok(())
 }
 
 #[rstest]

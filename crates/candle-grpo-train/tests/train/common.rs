@@ -27,7 +27,11 @@ pub(crate) fn parameters() -> Parameters {
 }
 
 pub(crate) fn parameters_on(device: &Device) -> Parameters {
-    let fresh = Parameters::init(&model(), 3, device).unwrap();
+    parameters_of(&model(), device)
+}
+
+pub(crate) fn parameters_of(model: &DecoderConfig, device: &Device) -> Parameters {
+    let fresh = Parameters::init(model, 3, device).unwrap();
     let larger = fresh
         .frozen_copy()
         .unwrap()
@@ -37,7 +41,7 @@ pub(crate) fn parameters_on(device: &Device) -> Parameters {
             (name, (x * factor).unwrap())
         })
         .collect();
-    Parameters::from_tensors(&model(), larger, device).unwrap()
+    Parameters::from_tensors(model, larger, device).unwrap()
 }
 
 pub(crate) fn pretrained() -> Pretrained {

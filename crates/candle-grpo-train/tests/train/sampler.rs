@@ -1,11 +1,12 @@
 //! Tests of sampled completions.
 
 use crate::common::{
-    END, max_difference, model, parameters, parameters_on, prompts, sampler, sampling, tokenizer,
+    END, max_difference, model, parameters, parameters_of, parameters_on, prompts, sampler,
+    sampling, tokenizer,
 };
 use candle_core::{IndexOp, Tensor};
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{AdamWConfig, Decoder};
+use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, ModelType};
 use candle_grpo_test_support::{CudaCalls, assert_close, cuda, device, devices};
 use candle_grpo_train::learn::rollout_log_probs;
 use candle_grpo_train::{
@@ -230,11 +231,23 @@ fn the_gpu_draws_the_completions_of_the_cpu(#[case] config: SamplingConfig) {
     }
 }
 
+/// Logits without a cap, with a cap, and divided.
 #[rstest]
-#[case(1.)]
-#[case(0.6)]
-#[case(1.7)]
-fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
+fn log_probs_are_those_that_the_actor_computes(
+    #[values(1., 0.6, 1.7)] temperature: f64,
+    #[values(ModelType::Llama, ModelType::Gemma2, ModelType::Granite)] model_type: ModelType,
+) {
+    let mut model = DecoderConfig {
+        model_type,
+        ..model()
+    };
+    match model_type {
+        ModelType::Gemma2 => model.final_logit_softcapping = Some(1.5),
+        ModelType::Granite => model.logits_scaling = 2.5,
+        _ => {}
+    }
+    let parameters = parameters_of(&model, device());
+    let decoder = Decoder::new(&model, parameters.detached_var_builder()).unwrap();
     let config = ActorConfig {
         policy_loss: PolicyLoss::grpo(),
         optimizer: AdamWConfig::default(),
@@ -242,7 +255,7 @@ fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
     };
-    let actor = Actor::new(model(), parameters(), config).unwrap();
+    let actor = Actor::new(model, parameters, config).unwrap();
     let config = SamplingConfig {
         temperature,
         ..sampling()
@@ -259,8 +272,20 @@ fn log_probs_are_those_that_the_actor_computes(#[case] temperature: f64) {
         .to_dtype(candle_core::DType::F32)
         .unwrap();
     let recorded = rollout_log_probs(&rollouts, device()).unwrap();
-    let computed = (actor.log_probs(&batch).unwrap() * mask).unwrap();
+    let computed = (actor.log_probs(&batch).unwrap() * &mask).unwrap();
     let difference = max_difference(&recorded, &computed);
+    assert!(difference < 2e-5, "{difference}");
+
+    let hidden = decoder
+        .padded_hidden_states(&batch.input_ids, &batch.attention_mask)
+        .unwrap();
+    let (_, t) = batch.dims().unwrap();
+    let states = hidden.narrow(1, hidden.dim(1).unwrap() - t, t).unwrap();
+    let logits = (decoder.logits(&states).unwrap() / temperature).unwrap();
+    let probs = candle_nn::ops::softmax(&logits, 2).unwrap();
+    let expected = (probs.sqr().unwrap().sum(2).unwrap() * &mask).unwrap();
+    let computed = (actor.sum_of_squared_probs(&batch).unwrap() * mask).unwrap();
+    let difference = max_difference(&expected, &computed);
     assert!(difference < 2e-5, "{difference}");
 }
 

@@ -20,7 +20,7 @@ use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
 use crate::weights::stacks::Stack;
 
-/// How a family differs from Llama, [`LLAMA`](llama::FAMILY).
+/// The properties of a family. Most start from those of Llama.
 #[derive(Debug)]
 pub(crate) struct Family {
     /// `model_type` in `config.json`.
@@ -42,7 +42,7 @@ pub(crate) struct Family {
     pub(crate) gguf: Option<GgufLayout>,
 }
 
-/// How GGUF files of a family store its weights.
+/// The layout of a family's weights in GGUF files.
 #[derive(Debug)]
 pub(crate) struct GgufLayout {
     /// `general.architecture`.
@@ -91,16 +91,17 @@ families! {
     /// Llama with four multipliers, such as
     /// [`DecoderConfig::embedding_multiplier`](crate::DecoderConfig::embedding_multiplier).
     Granite: granite::FAMILY,
-    /// Norms after attention and feed-forward layer in place of those before, and norms of the whole
-    /// query and key.
+    /// Llama with norms after attention and feed-forward layer in place of those before, and norms
+    /// of the whole query and key.
     Olmo2: olmo2::FAMILY,
-    /// GeGLU, norms before and after attention and feed-forward layer, windows in some blocks, and
-    /// soft caps of scores and logits.
+    /// Llama with GeGLU, norms before and after attention and feed-forward layer, windows in some
+    /// blocks, and soft caps of scores and logits.
     Gemma2: gemma2::FAMILY,
-    /// Gemma 2 without the cap of the scores, with norms of each head, and a rotation of their own for
-    /// the blocks with a window. Text models only.
+    /// Gemma 2 without the cap of the scores, with norms of each head, and another rotation in
+    /// blocks with a window. Text models only.
     Gemma3: gemma3::FAMILY,
-    /// Llama whose query, key and value are one map, as gate and up are, and heads that rotate in part.
+    /// Llama whose query, key and value are one map, as are gate and up, and whose heads may rotate
+    /// in part.
     Phi3: phi3::FAMILY,
     /// Qwen3 with mixtures of experts.
     Qwen3Moe: qwen3_moe::FAMILY,
