@@ -1,7 +1,7 @@
 //! The logits of the next token.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, linear_rows};
+use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows, linear_rows};
 
 use crate::model::input::attention;
 use crate::model::pass::{Context, Pass};
@@ -82,16 +82,27 @@ impl Decoder {
             rows.extend((past + 1..=total).map(|visible| PagedRow { spans, visible }));
         }
         let batch = &PagedBatch::new(&slots, &rows, device)?;
+        let mut states = Vec::new();
+        for &(id, tokens) in new {
+            let rows = tokens.len();
+            states.extend(cache.slot(id)?.map(|slot| SlotRows { slot, rows }));
+        }
+        let slots = &*states;
         ids.extend(positions);
         let ids_and_positions = Tensor::from_vec(ids, (2, n), device)?;
         let pass = Pass {
             angles: &self.angles(&ids_and_positions.get(1)?)?,
             context: match &prompts {
-                None => Context::Cache { cache, batch },
+                None => Context::Cache {
+                    cache,
+                    batch,
+                    slots,
+                },
                 Some(attention) => Context::Prompts {
                     cache,
                     batch,
                     attention,
+                    slots,
                 },
             },
         };

@@ -1,14 +1,18 @@
-//! The cache of keys and values.
+//! The cache of keys and values, and of states.
 
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, bail};
-use candle_grpo_kernels::{KeyValuePages, PAGE, PageSlot, PageSpan};
+use candle_grpo_kernels::{DeltaStates, KeyValuePages, PAGE, PageSlot, PageSpan};
 
 use crate::DecoderConfig;
+use crate::model::architecture::GatedDeltaPlan;
 
 /// Number of pages of the first allocation.
 const FIRST_PAGES: usize = 64;
+
+/// Number of slots for states of the first allocation.
+const FIRST_SLOTS: usize = 8;
 
 /// The keys and values of past positions of many sequences, for
 /// [`Decoder::next_logits`](crate::Decoder::next_logits).
@@ -16,16 +20,29 @@ const FIRST_PAGES: usize = 64;
 /// They are stored in pages. A fork shares the pages of its origin, so that the prompt of a group
 /// is computed and stored once. The pages of a removed sequence are reused. The number of pages
 /// doubles when all are taken.
+///
+/// Blocks with the gated delta rule have a state of fixed size for each sequence, of which a fork
+/// has a copy.
 #[derive(Debug)]
 pub struct PagedCache {
-    /// One for each layer. A page has the same number in all layers.
-    layers: Vec<KeyValuePages>,
+    /// One for each layer. A page has the same number in all layers, and so has a slot.
+    layers: Vec<Layer>,
     /// Number of sequences that hold each page.
     holders: Vec<usize>,
     /// Pages that no sequence holds.
     free: Vec<usize>,
+    /// Number of slots for states.
+    slots: usize,
+    /// Slots that no sequence has.
+    free_slots: Vec<usize>,
     sequences: BTreeMap<usize, Sequence>,
     next_id: usize,
+}
+
+#[derive(Debug)]
+enum Layer {
+    Pages(KeyValuePages),
+    States(DeltaStates),
 }
 
 /// A sequence in a [`PagedCache`]. An id is never reused.
@@ -40,6 +57,8 @@ struct Sequence {
     /// depend on the number of forks.
     inherited: usize,
     len: usize,
+    /// The slot of its states. `None` without positions or without layers with states.
+    slot: Option<usize>,
 }
 
 impl PagedCache {
@@ -47,21 +66,31 @@ impl PagedCache {
     /// `device`.
     pub fn new(config: &DecoderConfig, dtype: DType, device: &Device) -> Result<Self> {
         config.validate()?;
-        let layer = |_| {
-            KeyValuePages::new(
-                0,
-                config.num_key_value_heads,
-                config.head_dim(),
-                dtype,
-                device,
-            )
+        let layer = |delta: Option<&GatedDeltaPlan>| {
+            Ok(match delta {
+                Some(delta) => {
+                    let states = DeltaStates::new(0, delta.heads, delta.taps, dtype, device)?;
+                    Layer::States(states)
+                }
+                None => Layer::Pages(KeyValuePages::new(
+                    0,
+                    config.num_key_value_heads,
+                    config.head_dim(),
+                    dtype,
+                    device,
+                )?),
+            })
         };
+        let architecture = config.architecture();
         Ok(Self {
-            layers: (0..config.num_hidden_layers)
+            layers: architecture
+                .gated_deltas()
                 .map(layer)
                 .collect::<Result<_>>()?,
             holders: Vec::new(),
             free: Vec::new(),
+            slots: 0,
+            free_slots: Vec::new(),
             sequences: BTreeMap::new(),
             next_id: 0,
         })
@@ -72,10 +101,18 @@ impl PagedCache {
         self.insert(Sequence::default())
     }
 
-    /// Adds a sequence that starts with all positions of `id` and shares their memory.
+    /// Adds a sequence that starts with all positions of `id` and shares their memory, except that
+    /// of states, which it copies.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
         let mut sequence = self.get(id)?.clone();
         sequence.inherited = sequence.spans.len();
+        if let Some(from) = sequence.slot {
+            let to = self.take_slot()?;
+            for states in self.layers.iter().filter_map(Layer::states) {
+                states.copy(from, to)?;
+            }
+            sequence.slot = Some(to);
+        }
         for span in &sequence.spans {
             self.holders[span.page] += 1;
         }
@@ -85,7 +122,9 @@ impl PagedCache {
     /// Removes a sequence. Its forks remain.
     pub fn remove(&mut self, id: SequenceId) -> Result<()> {
         self.get(id)?;
-        for span in self.sequences.remove(&id.0).unwrap_or_default().spans {
+        let sequence = self.sequences.remove(&id.0).unwrap_or_default();
+        self.free_slots.extend(sequence.slot);
+        for span in sequence.spans {
             self.holders[span.page] -= 1;
             if self.holders[span.page] == 0 {
                 self.free.push(span.page);
@@ -108,12 +147,38 @@ impl PagedCache {
         self.layers.len()
     }
 
-    pub(crate) fn layer(&self, layer: usize) -> &KeyValuePages {
-        &self.layers[layer]
+    /// The pages of a layer.
+    pub(crate) fn pages(&self, layer: usize) -> Result<&KeyValuePages> {
+        match &self.layers[layer] {
+            Layer::Pages(pages) => Ok(pages),
+            Layer::States(_) => bail!("cache: layer {layer} has states, must have pages"),
+        }
+    }
+
+    /// The states of a layer.
+    pub(crate) fn states(&self, layer: usize) -> Result<&DeltaStates> {
+        match self.layers[layer].states() {
+            Some(states) => Ok(states),
+            None => bail!("cache: layer {layer} has pages, must have states"),
+        }
+    }
+
+    /// The slot of the states of a sequence, if there are layers with states and it has positions.
+    pub(crate) fn slot(&self, id: SequenceId) -> Result<Option<usize>> {
+        Ok(self.get(id)?.slot)
     }
 
     /// Extends a sequence by `new` positions, to be written to the slots returned.
     pub(crate) fn extend(&mut self, id: SequenceId, new: usize) -> Result<Vec<PageSlot>> {
+        if self.get(id)?.slot.is_none() && self.layers.iter().any(|x| x.states().is_some()) {
+            let slot = self.take_slot()?;
+            for states in self.layers.iter().filter_map(Layer::states) {
+                states.clear(slot)?;
+            }
+            if let Some(sequence) = self.sequences.get_mut(&id.0) {
+                sequence.slot = Some(slot);
+            }
+        }
         let mut slots = Vec::with_capacity(new);
         for _ in 0..new {
             let sequence = self.get(id)?;
@@ -165,7 +230,9 @@ impl PagedCache {
                 (2 * self.holders.len()).max(FIRST_PAGES),
             );
             for layer in &mut self.layers {
-                layer.grow(wanted)?;
+                if let Layer::Pages(pages) = layer {
+                    pages.grow(wanted)?;
+                }
             }
             self.holders.resize(wanted, 0);
             // The lowest number is popped first.
@@ -176,6 +243,33 @@ impl PagedCache {
         };
         self.holders[page] = 1;
         Ok(page)
+    }
+
+    fn take_slot(&mut self) -> Result<usize> {
+        if self.free_slots.is_empty() {
+            let wanted = (2 * self.slots).max(FIRST_SLOTS);
+            for layer in &mut self.layers {
+                if let Layer::States(states) = layer {
+                    states.grow(wanted)?;
+                }
+            }
+            // The lowest number is popped first.
+            self.free_slots.extend((self.slots..wanted).rev());
+            self.slots = wanted;
+        }
+        let Some(slot) = self.free_slots.pop() else {
+            bail!("cache: no free slot after growing");
+        };
+        Ok(slot)
+    }
+}
+
+impl Layer {
+    fn states(&self) -> Option<&DeltaStates> {
+        match self {
+            Self::Pages(_) => None,
+            Self::States(states) => Some(states),
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::Shape;
-use candle_grpo_kernels::Scores;
+use candle_grpo_kernels::{DeltaHeads, Scores};
 
 use crate::model::router::Router;
 use crate::weights::check::{EMBEDDING, OUTPUT};
@@ -38,7 +38,7 @@ pub(crate) struct Rotation {
 /// A block: a token mixer, then a channel mixer.
 #[derive(Debug, Clone)]
 pub(crate) struct BlockPlan {
-    pub(crate) attention: SublayerPlan<AttentionPlan>,
+    pub(crate) tokens: SublayerPlan<TokenMixerPlan>,
     pub(crate) mlp: SublayerPlan<ChannelPlan>,
 }
 
@@ -54,10 +54,19 @@ pub(crate) struct SublayerPlan<M> {
     pub(crate) scale: f64,
 }
 
+/// The part that mixes the tokens of a sequence.
+#[derive(Debug, Clone)]
+pub(crate) enum TokenMixerPlan {
+    Attention(AttentionPlan),
+    GatedDelta(GatedDeltaPlan),
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct AttentionPlan {
     /// Query, key and value.
     pub(crate) inputs: MapsPlan<3>,
+    /// Each head of the query map is followed by a gate of the head's result.
+    pub(crate) output_gate: bool,
     pub(crate) output: MapPlan,
     /// The norms of query and key before the rotation.
     pub(crate) norms: Option<[NormPlan; 2]>,
@@ -81,6 +90,20 @@ pub(crate) struct ExpertsPlan {
     pub(crate) router: MapPlan,
     pub(crate) experts: Vec<MlpPlan>,
     pub(crate) routing: Router,
+}
+
+/// The gated delta rule and the maps around it.
+#[derive(Debug, Clone)]
+pub(crate) struct GatedDeltaPlan {
+    pub(crate) heads: DeltaHeads,
+    /// Rows of the convolution.
+    pub(crate) taps: usize,
+    /// Queries with keys and values, the gate of the result, and the inputs `b` and `a` of the
+    /// gates.
+    pub(crate) inputs: MapsPlan<4>,
+    /// The norm of each head of the result.
+    pub(crate) norm: NormPlan,
+    pub(crate) output: MapPlan,
 }
 
 #[derive(Debug, Clone)]
@@ -141,6 +164,8 @@ pub(crate) struct Parameter {
 pub(crate) enum Initial {
     Zeros,
     Ones,
+    /// The logarithms of decay rates, spaced evenly between 0 and 16.
+    Rates,
     Normal,
     /// Smaller normal numbers, for a map whose result is added to the hidden states.
     Residual,
@@ -163,7 +188,21 @@ impl Architecture {
         }
     }
 
-    /// Makes the factor of all norms 1 more than their weight.
+    /// The attention of each block that has it, in order.
+    pub(crate) fn attentions(&mut self) -> impl Iterator<Item = &mut AttentionPlan> {
+        let blocks = self.blocks.iter_mut();
+        blocks.filter_map(|block| block.tokens.mixer.attention())
+    }
+
+    /// The gated delta rule of each block, `None` for other blocks.
+    pub(crate) fn gated_deltas(&self) -> impl Iterator<Item = Option<&GatedDeltaPlan>> {
+        self.blocks.iter().map(|block| match &block.tokens.mixer {
+            TokenMixerPlan::GatedDelta(delta) => Some(delta),
+            TokenMixerPlan::Attention(_) => None,
+        })
+    }
+
+    /// Makes the factor of all norms 1 more than their weight, except in those of results of heads.
     pub(crate) fn offset_norms(&mut self) {
         let norms = self.blocks.iter_mut().flat_map(BlockPlan::norms_mut);
         for norm in norms.chain([&mut self.norm]) {
@@ -185,16 +224,16 @@ impl Architecture {
         self.norm.parameters("", &mut add);
         for (number, block) in self.blocks.iter().enumerate() {
             let prefix = format!("model.layers.{number}.");
-            let BlockPlan { attention, mlp } = block;
-            let norms = [&attention.before, &attention.after, &mlp.before, &mlp.after];
-            let (attention, mlp) = (&attention.mixer, &mlp.mixer);
-            let norms = norms.into_iter().flatten();
-            for norm in norms.chain(attention.norms.iter().flatten()) {
+            let BlockPlan { tokens, mlp } = block;
+            let norms = [&tokens.before, &tokens.after, &mlp.before, &mlp.after];
+            for norm in norms.into_iter().flatten() {
                 norm.parameters(&prefix, &mut add);
             }
-            attention.inputs.parameters(&prefix, &mut add);
-            attention.output.parameters(&prefix, &mut add);
-            match mlp {
+            match &tokens.mixer {
+                TokenMixerPlan::Attention(attention) => attention.parameters(&prefix, &mut add),
+                TokenMixerPlan::GatedDelta(delta) => delta.parameters(&prefix, &mut add),
+            }
+            match &mlp.mixer {
                 ChannelPlan::Mlp(mlp) => mlp.parameters(&prefix, &mut add),
                 ChannelPlan::Experts(plan) => {
                     plan.router.parameters(&prefix, &mut add);
@@ -212,9 +251,9 @@ impl BlockPlan {
     fn llama(config: &DecoderConfig) -> Self {
         let hidden = config.hidden_size;
         Self {
-            attention: SublayerPlan {
+            tokens: SublayerPlan {
                 before: Some(NormPlan::new(config, "input_layernorm", hidden)),
-                mixer: AttentionPlan::llama(config),
+                mixer: TokenMixerPlan::Attention(AttentionPlan::llama(config)),
                 after: None,
                 scale: 1.0,
             },
@@ -227,13 +266,24 @@ impl BlockPlan {
         }
     }
 
-    /// All norms.
+    /// All norms, except those of the results of heads.
     fn norms_mut(&mut self) -> impl Iterator<Item = &mut NormPlan> {
-        let Self { attention, mlp } = self;
-        let of_heads = attention.mixer.norms.iter_mut().flatten();
-        let of_attention = attention.before.iter_mut().chain(&mut attention.after);
+        let Self { tokens, mlp } = self;
+        let of_heads = tokens.mixer.attention().and_then(|x| x.norms.as_mut());
+        let of_tokens = tokens.before.iter_mut().chain(&mut tokens.after);
         let of_mlp = mlp.before.iter_mut().chain(&mut mlp.after);
-        of_attention.chain(of_heads).chain(of_mlp)
+        of_tokens
+            .chain(of_heads.into_iter().flatten())
+            .chain(of_mlp)
+    }
+}
+
+impl TokenMixerPlan {
+    fn attention(&mut self) -> Option<&mut AttentionPlan> {
+        match self {
+            Self::Attention(attention) => Some(attention),
+            Self::GatedDelta(_) => None,
+        }
     }
 }
 
@@ -259,6 +309,7 @@ impl AttentionPlan {
                 is_residual: true,
                 ..map("self_attn.o_proj", queries, hidden)
             },
+            output_gate: false,
             norms: None,
             rotation: Some(0),
             head_dim,
@@ -266,10 +317,65 @@ impl AttentionPlan {
         }
     }
 
+    fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
+        for norm in self.norms.iter().flatten() {
+            norm.parameters(prefix, add);
+        }
+        self.inputs.parameters(prefix, add);
+        self.output.parameters(prefix, add);
+    }
+
     /// Norms of each head of query and key.
     pub(crate) fn head_norms(config: &DecoderConfig) -> [NormPlan; 2] {
         ["self_attn.q_norm", "self_attn.k_norm"]
             .map(|name| NormPlan::new(config, name, config.head_dim()))
+    }
+}
+
+impl GatedDeltaPlan {
+    /// The maps and sizes of Qwen3.5.
+    pub(crate) fn new(config: &DecoderConfig, heads: DeltaHeads, taps: usize) -> Self {
+        let hidden = config.hidden_size;
+        let keys = heads.key_heads.saturating_mul(heads.key_dim);
+        let values = heads.value_heads.saturating_mul(heads.value_dim);
+        let width = keys.saturating_mul(2).saturating_add(values);
+        let map = |name, outputs| MapPlan::new(name, hidden, outputs);
+        Self {
+            heads,
+            taps,
+            inputs: MapsPlan {
+                maps: [
+                    map("linear_attn.in_proj_qkv", width),
+                    map("linear_attn.in_proj_z", values),
+                    map("linear_attn.in_proj_b", heads.value_heads),
+                    map("linear_attn.in_proj_a", heads.value_heads),
+                ],
+                joined: None,
+            },
+            norm: NormPlan::new(config, "linear_attn.norm", heads.value_dim),
+            output: MapPlan {
+                is_residual: true,
+                ..MapPlan::new("linear_attn.out_proj", values, hidden)
+            },
+        }
+    }
+
+    fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
+        self.norm.parameters(prefix, add);
+        self.inputs.parameters(prefix, add);
+        self.output.parameters(prefix, add);
+        let width = self.inputs.maps[0].outputs;
+        for (name, shape, initial) in [
+            (
+                "conv1d.weight",
+                Shape::from((width, 1, self.taps)),
+                Initial::Normal,
+            ),
+            ("A_log", self.heads.value_heads.into(), Initial::Rates),
+            ("dt_bias", self.heads.value_heads.into(), Initial::Ones),
+        ] {
+            add(format!("{prefix}linear_attn.{name}"), shape, initial);
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Attention, a token mixer.
 
-use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{HeadNorms, HeadTransform, Scores};
+use candle_core::{Error, Result, Tensor};
+use candle_grpo_kernels::{HeadNorms, HeadTransform, Scores, arithmetic_dtype};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{AttentionPlan, NormPlan};
@@ -24,6 +24,8 @@ pub(crate) struct Attention {
     rotation: Option<usize>,
     head_dim: usize,
     scores: Scores,
+    /// Each head of the query map is followed by a gate of the head's result.
+    output_gate: bool,
 }
 
 /// RMSNorms of query and key before the rotation.
@@ -42,6 +44,8 @@ pub(crate) struct AttentionRecord {
     mixed: Tensor,
     /// The log-sums of the attention operator, on CUDA.
     log_sums: Option<Tensor>,
+    /// The gates of the result before their sigmoid, and the gated result, if there are gates.
+    gated: Option<[Tensor; 2]>,
 }
 
 impl Attention {
@@ -60,7 +64,27 @@ impl Attention {
             rotation: plan.rotation,
             head_dim: plan.head_dim,
             scores: plan.scores,
+            output_gate: plan.output_gate,
         })
+    }
+
+    /// The first and the second half of each head of `[N, heads * 2 * head_dim]`.
+    fn halves_of_heads(&self, x: &Tensor) -> Result<[Tensor; 2]> {
+        let rows = x.dim(0)?;
+        let heads = x.reshape((rows, (), 2, self.head_dim))?;
+        let half = |index| {
+            let half = heads.narrow(2, index, 1)?.contiguous()?;
+            half.reshape((rows, ()))
+        };
+        Ok([half(0)?, half(1)?])
+    }
+
+    /// Inverse of [`Self::halves_of_heads`].
+    fn whole_heads(&self, halves: [&Tensor; 2]) -> Result<Tensor> {
+        let rows = halves[0].dim(0)?;
+        let heads = halves.map(|half| half.reshape((rows, (), 1, self.head_dim)));
+        let [first, second] = heads;
+        Tensor::cat(&[first?, second?], 2)?.reshape((rows, ()))
     }
 
     /// The rotation of the heads, after `norms`.
@@ -89,6 +113,14 @@ impl Mixer for Attention {
 
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, AttentionRecord)> {
         let mut projected = self.inputs.forward(x, pass.products())?;
+        let gate = self
+            .output_gate
+            .then(|| {
+                let [query, gate] = self.halves_of_heads(&projected[0])?;
+                projected[0] = query;
+                Ok::<_, Error>(gate)
+            })
+            .transpose()?;
         let before_norm = self
             .norms
             .is_some()
@@ -104,12 +136,19 @@ impl Mixer for Attention {
         let transform = self.transform(pass, operands);
         let (query_key_value, mixed, log_sums) =
             pass.attend(self.layer, projected, &transform, self.scores)?;
-        let y = self.output.forward(&mixed, pass.products())?;
+        let gated = gate.map(|gate| {
+            let gated = (&mixed * sigmoid(&gate)?)?;
+            Ok::<_, Error>([gate, gated])
+        });
+        let gated = gated.transpose()?;
+        let result = gated.as_ref().map_or(&mixed, |[_, gated]| gated);
+        let y = self.output.forward(result, pass.products())?;
         let record = AttentionRecord {
             before_norm,
             query_key_value,
             mixed,
             log_sums,
+            gated,
         };
         Ok((y, record))
     }
@@ -127,8 +166,18 @@ impl Mixer for Attention {
             query_key_value,
             mixed,
             log_sums,
+            gated,
         } = record;
-        let mixed_gradient = self.output.backward(&mixed, gradient, None, sink)?;
+        let result = gated.as_ref().map_or(&mixed, |[_, gated]| gated);
+        let mut mixed_gradient = self.output.backward(result, gradient, None, sink)?;
+        let mut gate_gradient = None;
+        if let Some([gate, gated]) = gated {
+            let sigmoid = sigmoid(&gate)?;
+            // The derivative of s is s (1 - s).
+            let slope = (gated * (1.0 - &sigmoid)?)?;
+            gate_gradient = Some((&mixed_gradient * slope)?);
+            mixed_gradient = (mixed_gradient * sigmoid)?;
+        }
         let [mut query_gradient, mut key_gradient, value_gradient] = pass.attend_backward(
             &query_key_value,
             (&mixed, log_sums.as_ref()),
@@ -143,7 +192,16 @@ impl Mixer for Attention {
             query_gradient = norms.query.backward_heads(&query, &query_gradient, sink)?;
             key_gradient = norms.key.backward_heads(&key, &key_gradient, sink)?;
         }
+        if let Some(gate_gradient) = gate_gradient {
+            query_gradient = self.whole_heads([&query_gradient, &gate_gradient])?;
+        }
         let gradients = [query_gradient, key_gradient, value_gradient];
         self.inputs.backward(x, &gradients, sink)
     }
+}
+
+/// `1 / (1 + exp(-x))` in the dtype of `x`, computed in f32 at least.
+fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    let wide = x.to_dtype(arithmetic_dtype(x.dtype()))?;
+    (wide.neg()?.exp()? + 1.0)?.recip()?.to_dtype(x.dtype())
 }

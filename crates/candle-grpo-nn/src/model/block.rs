@@ -3,9 +3,10 @@
 use candle_core::{Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::{BlockPlan, ChannelPlan, SublayerPlan};
-use crate::model::attention::Attention;
+use crate::model::architecture::{BlockPlan, ChannelPlan, SublayerPlan, TokenMixerPlan};
+use crate::model::attention::{Attention, AttentionRecord};
 use crate::model::experts::{Experts, ExpertsRecord};
+use crate::model::gated_delta::{GatedDelta, GatedDeltaRecord};
 use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
@@ -33,13 +34,25 @@ pub(crate) trait Mixer {
 /// A token mixer, then a channel mixer.
 #[derive(Debug, Clone)]
 pub(crate) struct Block {
-    attention: Sublayer<Attention>,
+    tokens: Sublayer<TokenMixer>,
     mlp: Sublayer<Channel>,
+}
+
+/// The part that mixes the tokens of a sequence.
+#[derive(Debug, Clone)]
+enum TokenMixer {
+    Attention(Attention),
+    GatedDelta(GatedDelta),
+}
+
+enum TokenMixerRecord {
+    Attention(AttentionRecord),
+    GatedDelta(GatedDeltaRecord),
 }
 
 /// The tensors of a forward pass that the backward pass needs.
 pub(crate) struct BlockRecord {
-    attention: SublayerRecord<Attention>,
+    tokens: SublayerRecord<TokenMixer>,
     mlp: SublayerRecord<Channel>,
 }
 
@@ -75,14 +88,19 @@ struct SublayerRecord<M: Mixer> {
 
 impl Block {
     pub(crate) fn new(plan: &BlockPlan, layer: usize, vb: &VarBuilder) -> Result<Self> {
-        let attention = |plan: &_| Attention::new(plan, layer, vb);
+        let tokens = |plan: &_| TokenMixer::new(plan, layer, vb);
         Ok(Self {
-            attention: Sublayer::new(&plan.attention, vb, attention)?,
+            tokens: Sublayer::new(&plan.tokens, vb, tokens)?,
             mlp: Sublayer::new(&plan.mlp, vb, |plan| match plan {
                 ChannelPlan::Mlp(plan) => Ok(Channel::Mlp(Box::new(Mlp::new(plan, vb)?))),
                 ChannelPlan::Experts(plan) => Ok(Channel::Experts(Experts::new(plan, vb)?)),
             })?,
         })
+    }
+
+    /// Returns whether the token mixer has a state that runs along a sequence.
+    pub(crate) fn has_state(&self) -> bool {
+        matches!(self.tokens.mixer, TokenMixer::GatedDelta(_))
     }
 
     /// `x`, `[N, hidden]`, to two tensors whose sum is the result. With `change`, the input is
@@ -93,9 +111,9 @@ impl Block {
         change: Option<&Tensor>,
         pass: &Pass,
     ) -> Result<([Tensor; 2], BlockRecord)> {
-        let (y, attention) = self.attention.forward(x, change, pass)?;
-        let (y, mlp) = self.mlp.forward(&attention.x, Some(&y), pass)?;
-        Ok(([mlp.x.clone(), y], BlockRecord { attention, mlp }))
+        let (y, tokens) = self.tokens.forward(x, change, pass)?;
+        let (y, mlp) = self.mlp.forward(&tokens.x, Some(&y), pass)?;
+        Ok(([mlp.x.clone(), y], BlockRecord { tokens, mlp }))
     }
 
     /// Returns the gradient of `x` from that of the result.
@@ -107,8 +125,52 @@ impl Block {
         sink: &mut GradSink,
     ) -> Result<Tensor> {
         let gradient = self.mlp.backward(record.mlp, pass, gradient, sink)?;
-        self.attention
-            .backward(record.attention, pass, gradient, sink)
+        self.tokens.backward(record.tokens, pass, gradient, sink)
+    }
+}
+
+impl TokenMixer {
+    fn new(plan: &TokenMixerPlan, layer: usize, vb: &VarBuilder) -> Result<Self> {
+        Ok(match plan {
+            TokenMixerPlan::Attention(plan) => Self::Attention(Attention::new(plan, layer, vb)?),
+            TokenMixerPlan::GatedDelta(plan) => Self::GatedDelta(GatedDelta::new(plan, layer, vb)?),
+        })
+    }
+}
+
+impl Mixer for TokenMixer {
+    type Record = TokenMixerRecord;
+
+    fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, TokenMixerRecord)> {
+        Ok(match self {
+            Self::Attention(mixer) => {
+                let (y, record) = mixer.forward(x, pass)?;
+                (y, TokenMixerRecord::Attention(record))
+            }
+            Self::GatedDelta(mixer) => {
+                let (y, record) = mixer.forward(x, pass)?;
+                (y, TokenMixerRecord::GatedDelta(record))
+            }
+        })
+    }
+
+    fn backward(
+        &self,
+        x: &Tensor,
+        record: TokenMixerRecord,
+        pass: &Pass,
+        gradient: &Tensor,
+        sink: &mut GradSink,
+    ) -> Result<Tensor> {
+        match (self, record) {
+            (Self::Attention(mixer), TokenMixerRecord::Attention(record)) => {
+                mixer.backward(x, record, pass, gradient, sink)
+            }
+            (Self::GatedDelta(mixer), TokenMixerRecord::GatedDelta(record)) => {
+                mixer.backward(x, record, pass, gradient, sink)
+            }
+            _ => bail!("the record of a block is of another token mixer"),
+        }
     }
 }
 
@@ -151,7 +213,7 @@ impl Mixer for Channel {
 impl BlockRecord {
     /// The input.
     pub(crate) fn into_input(self) -> Tensor {
-        self.attention.x
+        self.tokens.x
     }
 }
 

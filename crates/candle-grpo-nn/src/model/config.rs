@@ -54,7 +54,8 @@ pub struct DecoderConfig {
     /// The change of the rotary frequencies for rows longer than those of pretraining.
     #[serde(default)]
     pub rope_scaling: RopeScaling,
-    /// The share of the elements of a head that rotate, from the first. Phi-3 only.
+    /// The share of the elements of a head that rotate, from the first. Phi-3 and Qwen3.5
+    /// only.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub partial_rotary_factor: f64,
     /// One number for each block: 1 if its positions rotate, 0 if they do not. This is SmolLM3's
@@ -79,13 +80,28 @@ pub struct DecoderConfig {
     /// positions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
-    /// One entry for each block of Gemma. Empty: none has a window.
+    /// One entry for each block of Gemma and Qwen3.5. Empty: all have full attention.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer_types: Vec<LayerType>,
     /// Base of the rotary frequencies of blocks with a window. Gemma 3 only; `None` means
     /// [`Self::rope_theta`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_local_base_freq: Option<f64>,
+    /// Rows of the convolution before the gated delta rule. Qwen3.5 only, like the next four.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub linear_conv_kernel_dim: Option<usize>,
+    /// Width of a query or key of the gated delta rule.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub linear_key_head_dim: Option<usize>,
+    /// Width of a value of the gated delta rule.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub linear_value_head_dim: Option<usize>,
+    /// Number of query and key heads of the gated delta rule.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub linear_num_key_heads: Option<usize>,
+    /// Number of value heads of the gated delta rule, a multiple of that of key heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub linear_num_value_heads: Option<usize>,
     /// The factor of the scores of attention is `query_pre_attn_scalar^-1/2`. Gemma only; `None`
     /// means `head_dim`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -133,8 +149,11 @@ pub struct DecoderConfig {
 pub enum LayerType {
     /// All up to its own position.
     FullAttention,
-    /// The nearest [`DecoderConfig::sliding_window`] of them.
+    /// The nearest [`DecoderConfig::sliding_window`] of them. Gemma only.
     SlidingAttention,
+    /// All up to its own position, by a state of fixed size:
+    /// [`gated_delta_rule`](candle_grpo_kernels::gated_delta_rule()). Qwen3.5 only.
+    LinearAttention,
 }
 
 fn one() -> f64 {
@@ -223,6 +242,11 @@ impl Default for DecoderConfig {
             sliding_window: None,
             layer_types: Vec::new(),
             rope_local_base_freq: None,
+            linear_conv_kernel_dim: None,
+            linear_key_head_dim: None,
+            linear_value_head_dim: None,
+            linear_num_key_heads: None,
+            linear_num_value_heads: None,
             query_pre_attn_scalar: None,
             attn_logit_softcapping: None,
             final_logit_softcapping: None,
@@ -316,6 +340,7 @@ impl DecoderConfig {
         )?;
         self.check_experts()?;
         validate::at_least_one("sliding_window", self.sliding_window.unwrap_or(1))?;
+        self.check_layer_types()?;
         for (name, value) in [
             ("rope_local_base_freq", self.rope_local_base_freq),
             ("query_pre_attn_scalar", self.query_pre_attn_scalar),
@@ -332,6 +357,41 @@ impl DecoderConfig {
         Ok(self
             .rope_scaling
             .validate_pairs("rope_scaling", width / 2)?)
+    }
+
+    /// Checks the kinds of blocks, and the sizes that some of them need.
+    fn check_layer_types(&self) -> Result<()> {
+        let other = match self.model_type {
+            ModelType::Qwen3_5 => LayerType::SlidingAttention,
+            _ => LayerType::LinearAttention,
+        };
+        check(
+            !self.layer_types.contains(&other),
+            "layer_types",
+            Name(&other),
+            &format!("be absent for model_type {}", Name(&self.model_type)),
+        )?;
+        if !self.layer_types.contains(&LayerType::LinearAttention) {
+            return Ok(());
+        }
+        for (name, size) in [
+            ("linear_conv_kernel_dim", self.linear_conv_kernel_dim),
+            ("linear_key_head_dim", self.linear_key_head_dim),
+            ("linear_value_head_dim", self.linear_value_head_dim),
+            ("linear_num_key_heads", self.linear_num_key_heads),
+            ("linear_num_value_heads", self.linear_num_value_heads),
+        ] {
+            validate::at_least_one(name, size.unwrap_or(0))?;
+        }
+        let key_heads = self.linear_num_key_heads.unwrap_or(1);
+        let value_heads = self.linear_num_value_heads.unwrap_or(1);
+        check(
+            value_heads.is_multiple_of(key_heads),
+            "linear_num_value_heads",
+            value_heads,
+            &format!("be a multiple of linear_num_key_heads, which is {key_heads}"),
+        )?;
+        Ok(())
     }
 
     /// Checks that fields which this family does not have are not set.

@@ -129,6 +129,11 @@ impl Decoder {
         angles.collect()
     }
 
+    /// Returns whether a block has a state that runs along a sequence.
+    pub(crate) fn has_states(&self) -> bool {
+        self.blocks.iter().any(Block::has_state)
+    }
+
     /// `[N, H]` through all blocks, to two tensors whose sum is the result. Without blocks there is
     /// no second tensor.
     pub(crate) fn run_blocks(&self, x: Tensor, pass: &Pass) -> Result<(Tensor, Option<Tensor>)> {

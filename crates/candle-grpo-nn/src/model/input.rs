@@ -1,9 +1,9 @@
 //! The checked input of a forward pass over whole sequences.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
-use candle_grpo_kernels::{CausalAttention, Sequences};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_grpo_kernels::{CausalAttention, PrefixTree, Sequences};
 
-use crate::model::pass::{Context, Pass};
+use crate::model::pass::{Context, Pass, StateRows};
 use crate::model::rope::RopeAngles;
 use crate::packing::shared_rows::SharedRows;
 use crate::{Decoder, PackedTokens};
@@ -15,6 +15,7 @@ pub(crate) struct Input {
     angles: Vec<RopeAngles>,
     attention: CausalAttention,
     shared: Option<SharedRows>,
+    states: Option<StateRows>,
 }
 
 impl Input {
@@ -26,11 +27,20 @@ impl Input {
             .ne(0f32)?
             .to_dtype(DType::F32)?;
         let positions = (real.cumsum(1)? - 1.0)?.maximum(0.0)?;
+        let real = real.to_dtype(DType::U8)?;
+        let states = || {
+            let (batch, length) = ids.dims2()?;
+            Ok::<_, Error>(StateRows {
+                tree: PrefixTree::new(&vec![length; batch])?,
+                real: Some(real.reshape(((), 1))?),
+            })
+        };
         Ok(Self {
             ids: ids.flatten_all()?,
             angles: decoder.angles(&positions)?,
-            attention: attention(decoder, Sequences::Padded(&real.to_dtype(DType::U8)?)),
+            attention: attention(decoder, Sequences::Padded(&real)),
             shared: None,
+            states: decoder.has_states().then(states).transpose()?,
         })
     }
 
@@ -51,11 +61,19 @@ impl Input {
         let first = tokens.first_tokens().into_iter();
         let positions: Vec<f32> = first.map(|token| positions[token as usize]).collect();
         let positions = Tensor::new(positions, tokens.ids().device())?;
+        let states = || {
+            let tree = match tokens.shared_rows() {
+                Some(rows) => PrefixTree::with_shared_rows(lengths, rows)?,
+                None => PrefixTree::new(lengths)?,
+            };
+            Ok::<_, Error>(StateRows { tree, real: None })
+        };
         Ok(Self {
             ids: tokens.ids().clone(),
             angles: decoder.angles(&positions)?,
             attention: attention(decoder, Sequences::Packed(lengths)),
             shared: SharedRows::new(tokens)?,
+            states: decoder.has_states().then(states).transpose()?,
         })
     }
 
@@ -65,6 +83,7 @@ impl Input {
             context: Context::Sequences {
                 attention: &self.attention,
                 shared: self.shared.as_ref(),
+                states: self.states.as_ref(),
             },
         }
     }

@@ -12,6 +12,7 @@ mod decoder;
 mod experts;
 pub(crate) mod families;
 mod frozen_linear;
+mod gated_delta;
 pub(crate) mod input;
 mod language_model;
 pub(crate) mod linear;

@@ -1,7 +1,11 @@
 //! The context of one forward pass: positions, and which tokens each token attends to.
 
 use candle_core::{Result, Tensor, bail};
-use candle_grpo_kernels::{CausalAttention, HeadTransform, PagedBatch, Scores, paged_attention};
+use candle_grpo_kernels::{
+    CausalAttention, DeltaHeads, HeadTransform, PagedBatch, PrefixTree, Scores, SlotRows,
+    causal_conv, causal_conv_gradient, gated_delta_rule, gated_delta_rule_gradient,
+    paged_attention,
+};
 
 use crate::decoding::PagedCache;
 use crate::model::linear::Products;
@@ -24,12 +28,16 @@ pub(crate) enum Context<'a> {
         attention: &'a CausalAttention,
         /// The rows that sequences share, if they do.
         shared: Option<&'a SharedRows>,
+        /// For blocks with a state.
+        states: Option<&'a StateRows>,
     },
     /// The tokens of its sequence in a cache, which the tokens of the pass join.
     Cache {
         cache: &'a PagedCache,
         /// The place of each token, and the positions that it sees.
         batch: &'a PagedBatch<'a>,
+        /// The states of the sequences, for blocks with a state.
+        slots: &'a [SlotRows],
     },
     /// The tokens before it in its sequence, all of which are in the pass and join a cache.
     Prompts {
@@ -37,7 +45,17 @@ pub(crate) enum Context<'a> {
         /// The place of each token.
         batch: &'a PagedBatch<'a>,
         attention: &'a CausalAttention,
+        /// The states of the sequences, for blocks with a state.
+        slots: &'a [SlotRows],
     },
+}
+
+/// The rows of a pass over whole sequences, for blocks whose state runs along a sequence.
+#[derive(Debug, Clone)]
+pub(crate) struct StateRows {
+    pub(crate) tree: PrefixTree,
+    /// u8 `[N, 1]`, 0 at padding, if there is any.
+    pub(crate) real: Option<Tensor>,
 }
 
 /// Queries, keys and values of one block, `[N, heads * head_dim]`.
@@ -51,6 +69,66 @@ impl Pass<'_> {
         }
     }
 
+    /// `x` `[N, H]` with zeros at padding, which leave a state unchanged.
+    pub(crate) fn without_padding(&self, x: &Tensor) -> Result<Tensor> {
+        let Context::Sequences {
+            states: Some(StateRows {
+                real: Some(real), ..
+            }),
+            ..
+        } = self.context
+        else {
+            return Ok(x.clone());
+        };
+        real.broadcast_as(x.shape())?
+            .where_cond(x, &x.zeros_like()?)
+    }
+
+    /// The convolution of `qkv`, and the result of the gated delta rule of block `layer`, from
+    /// `qkv` before the convolution, its weight, `g` and `beta`.
+    pub(crate) fn delta_rule(
+        &self,
+        layer: usize,
+        [qkv, weight, g, beta]: [&Tensor; 4],
+        heads: DeltaHeads,
+    ) -> Result<(Tensor, Tensor)> {
+        match self.context {
+            Context::Sequences { states, .. } => {
+                let tree = tree(states)?;
+                let qkv = causal_conv(qkv, weight, tree)?;
+                let o = gated_delta_rule(&qkv, g, beta, heads, tree)?;
+                Ok((qkv, o))
+            }
+            Context::Cache { cache, slots, .. } | Context::Prompts { cache, slots, .. } => {
+                let states = cache.states(layer)?;
+                // The weight and the gates may have variables.
+                let [weight, g, beta] = [weight, g, beta].map(Tensor::detach);
+                let qkv = states.causal_conv(qkv, &weight, slots)?;
+                let o = states.gated_delta_rule([&qkv, &g, &beta], slots)?;
+                Ok((qkv, o))
+            }
+        }
+    }
+
+    /// The gradients of the arguments of [`Self::delta_rule`], from `qkv` before the convolution
+    /// and its weight, the inputs of the rule, and the gradient of its result.
+    pub(crate) fn delta_rule_backward(
+        &self,
+        [qkv, weight]: [&Tensor; 2],
+        inputs: [&Tensor; 3],
+        heads: DeltaHeads,
+        gradient: &Tensor,
+    ) -> Result<[Tensor; 4]> {
+        let Context::Sequences { states, .. } = self.context else {
+            bail!("{NO_BACKWARD}");
+        };
+        let tree = tree(states)?;
+        let [of_convolved, of_g, of_beta] =
+            gated_delta_rule_gradient(inputs, heads, tree, gradient)?;
+        let (of_qkv, of_weight) = causal_conv_gradient(qkv, weight, tree, &of_convolved)?;
+        Ok([of_qkv, of_weight, of_g, of_beta])
+    }
+
     /// Attention of block `layer`, from heads before `transform`. Returns the heads that
     /// [`Self::attend_backward`] needs, the result `[N, heads * head_dim]`, and its log-sums, which
     /// the backward pass needs on CUDA only.
@@ -62,7 +140,9 @@ impl Pass<'_> {
         scores: Scores,
     ) -> Result<(QueryKeyValue, Tensor, Option<Tensor>)> {
         match self.context {
-            Context::Sequences { attention, shared } => {
+            Context::Sequences {
+                attention, shared, ..
+            } => {
                 let x = transformed(x, transform)?;
                 let attention = attention.with_scores(scores);
                 let (y, log_sums) = match shared {
@@ -75,8 +155,8 @@ impl Pass<'_> {
                 };
                 Ok((x, y, log_sums))
             }
-            Context::Cache { cache, batch } => {
-                let pages = cache.layer(layer);
+            Context::Cache { cache, batch, .. } => {
+                let pages = cache.pages(layer)?;
                 let query = pages.write_transformed(x.each_ref(), batch, transform)?;
                 let y = paged_attention(&query, pages, batch, scores)?;
                 Ok((x, y, None))
@@ -85,10 +165,11 @@ impl Pass<'_> {
                 cache,
                 batch,
                 attention,
+                ..
             } => {
                 // A head norm may have a variable.
                 let x = transformed(x, transform)?.map(|heads| heads.detach());
-                cache.layer(layer).write(&x[1], &x[2], batch)?;
+                cache.pages(layer)?.write(&x[1], &x[2], batch)?;
                 let attention = attention.with_scores(scores);
                 let (y, _) = attention.forward(x.each_ref())?;
                 Ok((x, y, None))
@@ -105,8 +186,11 @@ impl Pass<'_> {
         gradient: &Tensor,
         scores: Scores,
     ) -> Result<QueryKeyValue> {
-        let Context::Sequences { attention, shared } = self.context else {
-            bail!("a pass with a cache has no backward pass");
+        let Context::Sequences {
+            attention, shared, ..
+        } = self.context
+        else {
+            bail!("{NO_BACKWARD}");
         };
         let attention = attention.with_scores(scores);
         let Some(shared) = shared else {
@@ -122,6 +206,8 @@ impl Pass<'_> {
     }
 }
 
+const NO_BACKWARD: &str = "a pass with a cache has no backward pass";
+
 /// Transforms the heads of query and key.
 fn transformed(
     [query, key, value]: QueryKeyValue,
@@ -129,4 +215,11 @@ fn transformed(
 ) -> Result<QueryKeyValue> {
     let [query, key] = transform.apply([&query, &key])?;
     Ok([query, key, value])
+}
+
+fn tree(states: Option<&StateRows>) -> Result<&PrefixTree> {
+    match states {
+        Some(states) => Ok(&states.tree),
+        None => bail!("the pass has no rows for blocks with a state"),
+    }
 }

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 
-use crate::DecoderConfig;
 use crate::weights::safetensors::TensorHeader;
 use crate::weights::stacks;
+use crate::{DecoderConfig, ModelType};
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const OUTPUT: &str = "lm_head.weight";
@@ -40,9 +40,10 @@ pub(crate) fn check_names<T>(
 /// those that [`reduce_to_parameters`] removes.
 pub(crate) fn check_headers(
     config: &DecoderConfig,
-    mut headers: HashMap<String, TensorHeader>,
+    headers: HashMap<String, TensorHeader>,
 ) -> Result<()> {
     config.validate()?;
+    let mut headers = text_model(config, headers);
     headers.retain(|name, _| {
         !(name.ends_with(ROTARY_FREQUENCIES) || config.tie_word_embeddings && name == OUTPUT)
     });
@@ -79,13 +80,34 @@ pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
+/// Selects the text model of a checkpoint of Qwen3.5 with vision, under the names of a text model.
+/// Its other parts are the vision tower and the prediction of further tokens.
+fn text_model<T>(config: &DecoderConfig, tensors: HashMap<String, T>) -> HashMap<String, T> {
+    if config.model_type != ModelType::Qwen3_5 {
+        return tensors;
+    }
+    let tensors = tensors.into_iter().filter_map(|(name, tensor)| {
+        if name.starts_with("model.visual.") || name.starts_with("mtp.") {
+            return None;
+        }
+        let name = match name.strip_prefix("model.language_model.") {
+            Some(name) => format!("model.{name}"),
+            None => name,
+        };
+        Some((name, tensor))
+    });
+    tensors.collect()
+}
+
 /// Reduces the tensors of a checkpoint to the parameters: splits stacks, and removes what it may
 /// hold beside the parameters. These are rotary frequencies, which follow from the configuration,
-/// and the output layer of a model with tied embeddings, which must equal the embedding.
+/// the output layer of a model with tied embeddings, which must equal the embedding, and parts of
+/// Qwen3.5 that are not the text model.
 pub(crate) fn reduce_to_parameters(
     config: &DecoderConfig,
     tensors: &mut HashMap<String, Tensor>,
 ) -> Result<()> {
+    *tensors = text_model(config, std::mem::take(tensors));
     stacks::split(config, tensors)?;
     tensors.retain(|name, _| !name.ends_with(ROTARY_FREQUENCIES));
     if config.tie_word_embeddings

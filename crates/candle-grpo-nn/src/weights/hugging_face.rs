@@ -51,6 +51,7 @@ fn to_hugging_face(model: &DecoderConfig, stop_token_ids: &[u32]) -> Result<Valu
 fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     let mut config: Map<String, Value> = serde_json::from_slice(bytes)
         .map_err(|error| Error::msg(json::message_with_place(&error)))?;
+    read_text_config(&mut config);
     let found = config.get("model_type");
     let Some(model_type) = found.and_then(Value::as_str).and_then(ModelType::from_name) else {
         let found = found.map_or("absent".into(), Value::to_string);
@@ -106,6 +107,23 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     let model: DecoderConfig = json::typed(&Value::Object(config))?;
     model.validate()?;
     Ok(model)
+}
+
+/// Replaces the configuration of a Qwen3.5 with vision by that of its text model.
+fn read_text_config(config: &mut Map<String, Value>) {
+    if config
+        .get("model_type")
+        .is_none_or(|name| name != "qwen3_5")
+    {
+        return;
+    }
+    const TIED: &str = "tie_word_embeddings";
+    if let Some(Value::Object(mut text)) = config.remove("text_config") {
+        if let (true, Some(tied)) = (absent(&text, TIED), config.remove(TIED)) {
+            text.insert(TIED.to_owned(), tied);
+        }
+        *config = text;
+    }
 }
 
 /// Converts both forms of the rotary keys to `rope_theta` and `rope_scaling`, with the keys of
@@ -390,6 +408,14 @@ mod tests {
         );
         assert_eq!(experts, (128, 8, 768));
         assert!(!model.norm_topk_prob);
+
+        let model = read(json!({"model_type": "qwen3_5_text", "num_hidden_layers": 5}))?;
+        let mut expected = vec!["linear_attention"; 5];
+        expected[3] = "full_attention";
+        assert_eq!(layers(&model), json!(expected));
+        assert_eq!((model.head_dim(), model.partial_rotary_factor), (256, 0.25));
+        let heads = (model.linear_num_key_heads, model.linear_num_value_heads);
+        assert_eq!(heads, (Some(16), Some(32)));
         Ok(())
     }
 
@@ -401,9 +427,7 @@ mod tests {
         let mut count = 0;
         for entry in std::fs::read_dir(std::path::Path::new(golden).join(folder))? {
             let folder = entry?.path();
-            // Not supported.
-            let is_qwen3_5 = folder.to_string_lossy().contains("qwen3_5");
-            if folder.is_dir() && !is_qwen3_5 {
+            if folder.is_dir() {
                 let read_file = |file| from_hugging_face(&std::fs::read(folder.join(file))?);
                 let mut model = read_file("config.json")?;
                 assert_eq!(model, read_file("config_v4.json")?, "{}", folder.display());
@@ -422,6 +446,28 @@ mod tests {
     #[case(json!({"logits_scaling": 2.0}), "logits_scaling: 2.0, must be absent for model_type llama")]
     #[case(json!({"model_type": "qwen3", "num_experts": 4}), "num_experts: 4, must be absent")]
     #[case(json!({"model_type": "mistral", "sliding_window": 0}), "sliding_window: 0, must be")]
+    #[case(
+        json!({"model_type": "qwen3_5_text", "attn_output_gate": false}),
+        "attn_output_gate: false, must be true"
+    )]
+    #[case(
+        json!({"model_type": "qwen3_5_text", "full_attention_interval": 0}),
+        "full_attention_interval: 0, must be"
+    )]
+    #[case(
+        json!({"model_type": "qwen3_5_text", "layer_types": ["sliding_attention"]}),
+        "layer_types: sliding_attention, must be absent"
+    )]
+    #[case(
+        json!({"model_type": "gemma2", "layer_types": ["linear_attention"]}),
+        "layer_types: linear_attention, must be absent"
+    )]
+    #[case(
+        json!({"model_type": "qwen3_5_text", "linear_num_value_heads": 24}),
+        "linear_num_value_heads: 24, must be a multiple of linear_num_key_heads, which is 16"
+    )]
+    #[case(json!({"linear_num_value_heads": 24}), "linear_num_value_heads: 24, must be absent")]
+    #[case(json!({"model_type": "qwen3_5"}), "model_type: \"qwen3_5\"")]
     #[case(json!({"model_type": "mistral", "attention_bias": true}), "attention_bias: true")]
     #[case(
         json!({"model_type": "gemma2", "hidden_activation": "gelu"}),

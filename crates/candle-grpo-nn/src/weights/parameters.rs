@@ -55,6 +55,11 @@ impl Parameters {
             let values = match initial {
                 Initial::Zeros => vec![0f32; shape.elem_count()],
                 Initial::Ones => vec![1f32; shape.elem_count()],
+                Initial::Rates => {
+                    let count = shape.elem_count();
+                    let rate = |at| 16.0 * (at as f64 + 0.5) / count as f64;
+                    (0..count).map(|at| rate(at).ln() as f32).collect()
+                }
                 Initial::Normal => draw(INIT_STD),
                 Initial::Residual => draw(INIT_STD * residual),
             };

@@ -50,7 +50,8 @@ fn next_logits_equal_the_logits_of_whole_sequences(
         Gemma2,
         Gemma3,
         Phi3,
-        Qwen3Moe
+        Qwen3Moe,
+        Qwen3_5
     )]
     family: Family,
     #[values(false, true)] tied: bool,
@@ -103,10 +104,10 @@ fn next_logits_follow_updates_of_the_variables() -> Result<()> {
     Ok(())
 }
 
-fn long() -> DecoderConfig {
+fn long(family: Family) -> DecoderConfig {
     DecoderConfig {
         max_position_embeddings: 200,
-        ..config(true)
+        ..family.config(true)
     }
 }
 
@@ -145,13 +146,15 @@ proptest! {
     fn the_bits_of_logits_depend_only_on_their_sequence(
         sequences in proptest::collection::vec((chunks(4), chunks(4)), 1..6),
         reversed in any::<bool>(),
+        family in prop_oneof![Just(Llama), Just(Qwen3_5)],
     ) {
         // The products of a GPU depend on the number of rows.
         if !device().is_cpu() {
             return Ok(());
         }
-        let decoder = Decoder::new(&long(), lively(&long())?.detached_var_builder())?;
-        let mut cache = cache(&long(), DType::F32)?;
+        let config = long(family);
+        let decoder = Decoder::new(&config, lively(&config)?.detached_var_builder())?;
+        let mut cache = cache(&config, DType::F32)?;
         let mut ids: Vec<SequenceId> = sequences.iter().map(|_| cache.add()).collect();
         let mut last = vec![Vec::new(); sequences.len()];
         for step in 0..8 {

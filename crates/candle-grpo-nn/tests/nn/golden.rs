@@ -35,7 +35,7 @@ const FLOOR: f64 = 5e-7;
 const HANDFUL: f64 = 5.0;
 
 /// The `model_type` of folders that are skipped, as their family is not supported yet.
-const UNSUPPORTED: [&str; 2] = ["qwen3_5", "qwen3_5_text"];
+const UNSUPPORTED: [&str; 0] = [];
 
 /// A folder of cases.
 #[derive(Debug, Clone, Copy)]
@@ -127,7 +127,11 @@ impl Case {
     }
 
     fn tensors(&self, file: &str) -> Result<HashMap<String, Tensor>> {
-        candle_core::safetensors::load(self.folder.join(file), device())
+        let tensors = candle_core::safetensors::load(self.folder.join(file), device())?;
+        // A text model has these names in a checkpoint with vision.
+        let tensors = tensors.into_iter();
+        let named = tensors.map(|(name, x)| (name.replace("model.language_model.", "model."), x));
+        Ok(named.collect())
     }
 
     fn parameters(&self) -> Result<Parameters> {

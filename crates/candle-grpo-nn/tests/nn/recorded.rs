@@ -57,7 +57,8 @@ fn recorded_gradients_equal_those_of_the_graph(
         Gemma2,
         Gemma3,
         Phi3,
-        Qwen3Moe
+        Qwen3Moe,
+        Qwen3_5
     )]
     family: Family,
     #[values(true, false)] tied: bool,

@@ -77,7 +77,8 @@ fn shared_prefixes_keep_hidden_states_and_gradients(
         Gemma2,
         Gemma3,
         Phi3,
-        Qwen3Moe
+        Qwen3Moe,
+        Qwen3_5
     )]
     family: Family,
     #[values(true, false)] checkpointing: bool,

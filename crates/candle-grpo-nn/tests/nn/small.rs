@@ -40,6 +40,7 @@ pub(crate) enum Family {
     Gemma3,
     Phi3,
     Qwen3Moe,
+    Qwen3_5,
 }
 
 impl Family {
@@ -114,6 +115,18 @@ impl Family {
                 num_experts_per_tok: 2,
                 moe_intermediate_size: 8,
                 mlp_only_layers: vec![1],
+                ..config
+            },
+            Self::Qwen3_5 => DecoderConfig {
+                model_type: ModelType::Qwen3_5,
+                layer_types: vec![LayerType::LinearAttention, LayerType::FullAttention],
+                // Two of six elements.
+                partial_rotary_factor: 0.34,
+                linear_conv_kernel_dim: Some(4),
+                linear_key_head_dim: Some(3),
+                linear_value_head_dim: Some(5),
+                linear_num_key_heads: Some(2),
+                linear_num_value_heads: Some(4),
                 ..config
             },
         }

@@ -33,8 +33,8 @@ pub(super) const FAMILY: Family = Family {
     },
     architecture: |config| {
         let mut architecture = architecture(config);
-        for block in &mut architecture.blocks {
-            block.attention.mixer.scores.cap = config.attn_logit_softcapping;
+        for attention in architecture.attentions() {
+            attention.scores.cap = config.attn_logit_softcapping;
         }
         architecture
     },
@@ -102,14 +102,16 @@ pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
     let scalar = config
         .query_pre_attn_scalar
         .unwrap_or(config.head_dim() as f64);
-    for (layer, block) in architecture.blocks.iter_mut().enumerate() {
-        block.attention.after = norm("post_attention_layernorm");
+    for block in &mut architecture.blocks {
+        block.tokens.after = norm("post_attention_layernorm");
         block.mlp.before = norm("pre_feedforward_layernorm");
         block.mlp.after = norm("post_feedforward_layernorm");
         if let ChannelPlan::Mlp(mlp) = &mut block.mlp.mixer {
             mlp.activation = Activation::GeluTanh;
         }
-        let scores = &mut block.attention.mixer.scores;
+    }
+    for (layer, attention) in architecture.attentions().enumerate() {
+        let scores = &mut attention.scores;
         scores.scale = scalar.powf(-0.5);
         scores.window = config.sliding_window.filter(|_| has_window(config, layer));
     }

@@ -85,8 +85,7 @@ fn architecture(config: &DecoderConfig) -> Architecture {
         scaling: RopeScaling::Default,
         ..architecture.rotations[0].clone()
     });
-    for (layer, block) in architecture.blocks.iter_mut().enumerate() {
-        let attention = &mut block.attention.mixer;
+    for (layer, attention) in architecture.attentions().enumerate() {
         attention.norms = Some(AttentionPlan::head_norms(config));
         attention.rotation = Some(usize::from(gemma2::has_window(config, layer)));
     }

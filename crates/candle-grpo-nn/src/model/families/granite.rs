@@ -27,9 +27,11 @@ fn architecture(config: &DecoderConfig) -> Architecture {
     architecture.embedding_scale = config.embedding_multiplier;
     architecture.output_scale = config.logits_scaling.recip();
     for block in &mut architecture.blocks {
-        block.attention.mixer.scores.scale = config.attention_multiplier;
-        block.attention.scale = config.residual_multiplier;
+        block.tokens.scale = config.residual_multiplier;
         block.mlp.scale = config.residual_multiplier;
+    }
+    for attention in architecture.attentions() {
+        attention.scores.scale = config.attention_multiplier;
     }
     architecture
 }

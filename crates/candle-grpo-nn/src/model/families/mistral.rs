@@ -27,8 +27,8 @@ pub(super) const FAMILY: Family = Family {
 /// All blocks have a window.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
-    for block in &mut architecture.blocks {
-        block.attention.mixer.scores.window = config.sliding_window;
+    for attention in architecture.attentions() {
+        attention.scores.window = config.sliding_window;
     }
     architecture
 }

@@ -9,6 +9,7 @@ mod olmo2;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod qwen3_moe;
 mod smollm3;
 
@@ -82,6 +83,9 @@ families! {
     Qwen2: qwen2::FAMILY,
     /// Llama with an RMSNorm on each head of query and key, before the rotation.
     Qwen3: qwen3::FAMILY,
+    /// The text models of Qwen3.5: blocks with the gated delta rule and blocks with gated
+    /// attention, see [`DecoderConfig::layer_types`](crate::DecoderConfig::layer_types).
+    Qwen3_5: qwen3_5::FAMILY,
     /// Llama with blocks that do not rotate, see
     /// [`DecoderConfig::no_rope_layers`](crate::DecoderConfig::no_rope_layers).
     SmolLm3: smollm3::FAMILY,

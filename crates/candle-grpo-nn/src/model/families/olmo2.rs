@@ -19,12 +19,14 @@ fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     let norm = |name, width| NormPlan::new(config, name, width);
     for block in &mut architecture.blocks {
-        block.attention.before = None;
-        block.attention.after = Some(norm("post_attention_layernorm", config.hidden_size));
+        block.tokens.before = None;
+        block.tokens.after = Some(norm("post_attention_layernorm", config.hidden_size));
         block.mlp.before = None;
         block.mlp.after = Some(norm("post_feedforward_layernorm", config.hidden_size));
-        let [query, key, _] = &block.attention.mixer.inputs.maps;
-        block.attention.mixer.norms = Some([
+    }
+    for attention in architecture.attentions() {
+        let [query, key, _] = &attention.inputs.maps;
+        attention.norms = Some([
             norm("self_attn.q_norm", query.outputs),
             norm("self_attn.k_norm", key.outputs),
         ]);

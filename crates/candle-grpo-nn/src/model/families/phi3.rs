@@ -72,9 +72,11 @@ fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
 /// Query, key and value are stored as one map, and so are gate and up.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
+    for attention in architecture.attentions() {
+        attention.scores.window = config.sliding_window;
+        attention.inputs.joined = Some("self_attn.qkv_proj");
+    }
     for block in &mut architecture.blocks {
-        block.attention.mixer.scores.window = config.sliding_window;
-        block.attention.mixer.inputs.joined = Some("self_attn.qkv_proj");
         if let ChannelPlan::Mlp(mlp) = &mut block.mlp.mixer {
             mlp.inputs.joined = Some("mlp.gate_up_proj");
         }

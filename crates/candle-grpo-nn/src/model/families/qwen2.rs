@@ -19,8 +19,8 @@ pub(super) const FAMILY: Family = Family {
 /// Query, key and value always have a bias.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
-    for block in &mut architecture.blocks {
-        for map in &mut block.attention.mixer.inputs.maps {
+    for attention in architecture.attentions() {
+        for map in &mut attention.inputs.maps {
             map.bias = true;
         }
     }

@@ -27,8 +27,8 @@ pub(super) const FAMILY: Family = Family {
 /// Each head of query and key is normalized.
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
-    for block in &mut architecture.blocks {
-        block.attention.mixer.norms = Some(AttentionPlan::head_norms(config));
+    for attention in architecture.attentions() {
+        attention.norms = Some(AttentionPlan::head_norms(config));
     }
     architecture
 }

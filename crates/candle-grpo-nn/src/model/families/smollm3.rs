@@ -53,9 +53,9 @@ fn rotates(model: &DecoderConfig, layer: usize) -> bool {
 
 fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
-    for (layer, block) in architecture.blocks.iter_mut().enumerate() {
+    for (layer, attention) in architecture.attentions().enumerate() {
         if !rotates(config, layer) {
-            block.attention.mixer.rotation = None;
+            attention.rotation = None;
         }
     }
     architecture

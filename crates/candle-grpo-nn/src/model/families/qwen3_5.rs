@@ -1,0 +1,108 @@
+//! Qwen3.5, the text models. Three of four blocks mix tokens by the gated delta rule
+//! (<https://arxiv.org/abs/2412.06464>).
+
+use candle_core::{Result, bail};
+use candle_grpo_kernels::DeltaHeads;
+use serde_json::{Map, Value, json};
+
+use crate::model::architecture::{Architecture, AttentionPlan, GatedDeltaPlan, TokenMixerPlan};
+use crate::model::config::num_hidden_layers;
+use crate::model::families::{Family, absent, llama, set_default};
+use crate::{DecoderConfig, LayerType};
+
+pub(super) const FAMILY: Family = Family {
+    name: "qwen3_5_text",
+    transformers_class: "Qwen3_5ForCausalLM",
+    keys: &[
+        "attention_bias",
+        "layer_types",
+        "partial_rotary_factor",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    ],
+    read,
+    architecture,
+    gguf: None,
+    ..llama::FAMILY
+};
+
+/// Without `layer_types` every `full_attention_interval`-th block has attention.
+fn read(config: &mut Map<String, Value>) -> Result<()> {
+    if let Some(gate) = config
+        .remove("attn_output_gate")
+        .filter(|gate| *gate != true)
+    {
+        bail!("attn_output_gate: {gate}, must be true");
+    }
+    if absent(config, "head_dim") {
+        config.insert("head_dim".to_owned(), json!(256));
+    }
+    for (key, size) in [
+        ("linear_conv_kernel_dim", 4),
+        ("linear_key_head_dim", 128),
+        ("linear_value_head_dim", 128),
+        ("linear_num_key_heads", 16),
+        ("linear_num_value_heads", 32),
+    ] {
+        set_default(config, key, size);
+    }
+    for key in ["rope_parameters", "rope_scaling"] {
+        let Some(Value::Object(rope)) = config.get_mut(key) else {
+            continue;
+        };
+        // The three positions of a text token are equal.
+        rope.retain(|name, _| !name.starts_with("mrope_"));
+        if let Some(factor) = rope.remove("partial_rotary_factor") {
+            config.insert("partial_rotary_factor".to_owned(), factor);
+        }
+    }
+    if absent(config, "partial_rotary_factor") {
+        config.insert("partial_rotary_factor".to_owned(), json!(0.25));
+    }
+    let interval = config.remove("full_attention_interval");
+    if absent(config, "layer_types") {
+        let interval = interval.filter(|x| !x.is_null()).unwrap_or(json!(4));
+        let Some(interval @ 1..) = interval.as_u64() else {
+            bail!("full_attention_interval: {interval}, must be a whole number of at least 1");
+        };
+        let layers = num_hidden_layers(config)? as u64;
+        let types: Vec<_> = (1..=layers)
+            .map(|number| match number.is_multiple_of(interval) {
+                true => LayerType::FullAttention,
+                false => LayerType::LinearAttention,
+            })
+            .collect();
+        config.insert("layer_types".to_owned(), json!(types));
+    }
+    Ok(())
+}
+
+/// Attention has norms of heads and gates of its result, and rotates a part of each head. The
+/// factors of the norms are 1 more than the weights, except after the gated delta rule.
+fn architecture(config: &DecoderConfig) -> Architecture {
+    let mut architecture = Architecture::llama(config);
+    let size = |size: Option<usize>| size.unwrap_or(0);
+    let heads = DeltaHeads {
+        key_heads: size(config.linear_num_key_heads),
+        value_heads: size(config.linear_num_value_heads),
+        key_dim: size(config.linear_key_head_dim),
+        value_dim: size(config.linear_value_head_dim),
+    };
+    let delta = GatedDeltaPlan::new(config, heads, size(config.linear_conv_kernel_dim));
+    for (block, layer_type) in architecture.blocks.iter_mut().zip(&config.layer_types) {
+        if *layer_type == LayerType::LinearAttention {
+            block.tokens.mixer = TokenMixerPlan::GatedDelta(delta.clone());
+        }
+    }
+    for attention in architecture.attentions() {
+        attention.norms = Some(AttentionPlan::head_norms(config));
+        attention.output_gate = true;
+        let [query, ..] = &mut attention.inputs.maps;
+        query.outputs = query.outputs.saturating_mul(2);
+    }
+    architecture.offset_norms();
+    architecture
+}
