@@ -478,10 +478,6 @@ mod tests {
         "layer_types: 2 entries, must be empty or have 1 entries"
     )]
     #[case(
-        json!({"model_type": "gemma2", "layer_types": ["linear_attention"]}),
-        "layer_types[0]"
-    )]
-    #[case(
         json!({"model_type": "gemma2", "use_bidirectional_attention": true}),
         "use_bidirectional_attention: true, must be false"
     )]
