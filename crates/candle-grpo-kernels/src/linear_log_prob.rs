@@ -455,9 +455,12 @@ impl Arguments {
         }
     }
 
-    /// Returns whether a fused path exists. The CUDA path has no cap.
+    /// Returns whether a fused path exists. The CUDA path has no cap, which nothing needs without
+    /// rows; Candle's operations fail then.
     fn is_fused(&self) -> bool {
-        let has_cap = self.rows.logit_cap.is_none() || self.hidden.device().is_cpu();
+        let has_cap = self.rows.logit_cap.is_none()
+            || self.hidden.device().is_cpu()
+            || self.hidden.elem_count() == 0;
         has_cap && path::is_fused(&self.hidden) && path::is_fused(&self.weight)
     }
 

@@ -136,9 +136,10 @@ pub fn log_prob_gradient(
     backward.apply(&arguments.logits.detach(), options.gradient_into_logits)
 }
 
-/// Returns whether a fused path exists. None has a cap.
+/// Returns whether a fused path exists. None has a cap, which nothing needs without rows; Candle's
+/// operations fail then on CUDA.
 fn is_fused(logits: &Tensor, options: &LogProbOptions) -> bool {
-    path::is_fused(logits) && options.logit_cap.is_none()
+    path::is_fused(logits) && (options.logit_cap.is_none() || logits.elem_count() == 0)
 }
 
 impl TokenLogProbs {

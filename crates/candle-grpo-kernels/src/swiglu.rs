@@ -104,9 +104,11 @@ pub(crate) enum Activation {
 }
 
 impl Activation {
-    /// Returns whether a fused path exists. The CUDA kernel has silu.
+    /// Returns whether a fused path exists. The CUDA kernel has silu; without elements it is not
+    /// launched, while Candle's operations fail.
     fn is_fused(self, gate: &Tensor) -> bool {
-        path::is_fused(gate) && (self == Self::Silu || !gate.device().is_cuda())
+        let has_function = self == Self::Silu || gate.device().is_cpu() || gate.elem_count() == 0;
+        has_function && path::is_fused(gate)
     }
 }
 

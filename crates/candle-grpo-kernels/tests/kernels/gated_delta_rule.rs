@@ -340,7 +340,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(32)))]
 
-    /// A state that leaks to the next sequence changes its results.
+    /// A state that leaks to the next sequence changes its results. A GPU may sum in another order.
     #[test]
     fn packed_sequences_do_not_influence_each_other(
         lengths in prop::collection::vec(prop_oneof![1usize..9, 60usize..70], 1..5),
@@ -366,10 +366,15 @@ proptest! {
                 let inputs = [&own(&qkv)?, &own(&g)?, &own(&beta)?];
                 let [qkv, g, beta] = inputs;
                 let alone = gated_delta_rule(qkv, g, beta, heads, &tree)?;
-                assert_eq!(numbers(&own(&o)?)?, numbers(&alone)?);
+                let tolerance = match (device.is_cpu(), dtype) {
+                    (true, _) => 0.0,
+                    (false, DType::F32 | DType::F64) => 1e-4,
+                    (false, _) => 2e-2,
+                };
+                assert_close(&numbers(&own(&o)?)?, &numbers(&alone)?, tolerance);
                 let alone = gated_delta_rule_gradient(inputs, heads, &tree, &own(&of_result)?)?;
                 for (together, alone) in gradients.iter().zip(&alone) {
-                    assert_eq!(numbers(&own(together)?)?, numbers(alone)?);
+                    assert_close(&numbers(&own(together)?)?, &numbers(alone)?, tolerance);
                 }
                 first += length;
             }
