@@ -10,7 +10,7 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
-use super::simd::{add_products, map, map_pairs, sigmoid};
+use super::simd::{add_products, map, map_pairs, silu, silu_and_slope};
 use super::{output, slice};
 use crate::causal_conv::CausalConv;
 use crate::prefix_tree::PrefixTree;
@@ -99,7 +99,7 @@ impl<'a, T: Element, I: Iterator<Item = Option<&'a [T]>>> WithSimd for Row<'a, T
             let Some(row) = row else { continue };
             add_products(simd, sum, T::widened(row, buffer), weight);
         }
-        map(simd, sum, |x| simd.mul_f32s(x, sigmoid(simd, x)));
+        map(simd, sum, |x| silu(simd, x));
     }
 }
 
@@ -270,10 +270,7 @@ impl<T: Element> WithSimd for BackwardBlock<'_, T> {
                 add_products(simd, sum, &x[row * columns..][..columns], weight);
             }
             map_pairs(simd, of_sum, sum, |gradient, sum| {
-                // The derivative of silu is s + x s (1 - s).
-                let sigmoid = sigmoid(simd, sum);
-                let rest = simd.sub_f32s(simd.splat_f32s(1.0), sigmoid);
-                let slope = simd.mul_add_e_f32s(simd.mul_f32s(sum, sigmoid), rest, sigmoid);
+                let [_, slope] = silu_and_slope(simd, sum);
                 simd.mul_f32s(gradient, slope)
             });
             for (row, tap) in of_row() {

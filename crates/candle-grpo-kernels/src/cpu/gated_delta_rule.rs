@@ -274,6 +274,15 @@ impl Scratch {
             },
         }
     }
+
+    /// Keeps the states after a segment of the tree for its branches.
+    fn keep_end(&mut self, segment: &Segment) {
+        let end = match segment.has_branches {
+            true => self.states.clone(),
+            false => Vec::new(),
+        };
+        self.ends.push(end);
+    }
 }
 
 impl BackwardScratch {
@@ -557,12 +566,7 @@ impl<T: Element> WithSimd for Forward<'_, '_, T> {
                     }
                 }
             }
-            let end = if segment.has_branches {
-                &*scratch.states
-            } else {
-                &[]
-            };
-            scratch.ends.push(end.to_vec());
+            scratch.keep_end(segment);
         }
     }
 }
@@ -650,12 +654,7 @@ impl<T: Element> Task<'_, T> {
                     rest[len..][..len].copy_from_slice(&buffers.changes[..len]);
                 }
             }
-            let end = if segment.has_branches {
-                &*scratch.states
-            } else {
-                &[]
-            };
-            scratch.ends.push(end.to_vec());
+            scratch.keep_end(segment);
         }
         chunks
     }

@@ -92,6 +92,22 @@ pub(crate) fn sigmoid<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.div_f32s(one, simd.add_f32s(one, e))
 }
 
+/// Returns `x sigmoid(x)`.
+#[inline(always)]
+pub(crate) fn silu<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    simd.mul_f32s(x, sigmoid(simd, x))
+}
+
+/// Returns [`silu`] and its derivative.
+#[inline(always)]
+pub(crate) fn silu_and_slope<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2] {
+    let sigmoid = sigmoid(simd, x);
+    let silu = simd.mul_f32s(x, sigmoid);
+    // The derivative is s + x s (1 - s).
+    let rest = simd.sub_f32s(simd.splat_f32s(1.0), sigmoid);
+    [silu, simd.mul_add_e_f32s(silu, rest, sigmoid)]
+}
+
 /// Replaces each x by `f(x, y)`. The slices have one length. `f` also gets zeros, whose results are
 /// dropped.
 #[inline(always)]

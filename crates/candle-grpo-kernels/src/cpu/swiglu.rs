@@ -8,7 +8,7 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
-use super::simd::{BLOCK, MAX_LANES, sigmoid};
+use super::simd::{BLOCK, MAX_LANES, sigmoid, silu, silu_and_slope};
 use super::slice::CHUNK;
 use super::{output, slice};
 use crate::swiglu::Activation;
@@ -102,16 +102,12 @@ struct Silu;
 impl Function for Silu {
     #[inline(always)]
     fn value<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-        simd.mul_f32s(x, sigmoid(simd, x))
+        silu(simd, x)
     }
 
     #[inline(always)]
     fn value_and_slope<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2] {
-        let sigmoid = sigmoid(simd, x);
-        let silu = simd.mul_f32s(x, sigmoid);
-        // The derivative of silu is s + x s (1 - s).
-        let rest = simd.sub_f32s(simd.splat_f32s(1.0), sigmoid);
-        [silu, simd.mul_add_e_f32s(silu, rest, sigmoid)]
+        silu_and_slope(simd, x)
     }
 }
 
