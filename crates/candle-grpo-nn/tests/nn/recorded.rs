@@ -5,12 +5,13 @@ use candle_grpo_nn::{
     Decoder, DecoderConfig, Gradients, LanguageModel, Lora, LoraConfig, PackedTokens, Parameters,
 };
 use rstest::rstest;
+use rstest_reuse::apply;
 
 use candle_grpo_test_support::{device, message, noise_tensor};
 
 use crate::small::{
-    Family::{self, *},
-    add_recorded, config, left_padded, lively, max_difference, next_token_loss, recorded_gradients,
+    Family, add_recorded, config, each_family, left_padded, lively, max_difference,
+    next_token_loss, recorded_gradients,
 };
 
 fn packed(sequences: &[&[u32]]) -> Result<PackedTokens> {
@@ -43,23 +44,8 @@ fn check(recorded: &Gradients, graph: &Gradients) -> Result<()> {
     Ok(())
 }
 
-#[rstest]
+#[apply(each_family)]
 fn recorded_gradients_equal_those_of_the_graph(
-    #[values(
-        Llama,
-        LlamaWithBiases,
-        Qwen2,
-        Qwen3,
-        SmolLm3,
-        Mistral,
-        Granite,
-        Olmo2,
-        Gemma2,
-        Gemma3,
-        Phi3,
-        Qwen3Moe,
-        Qwen3_5
-    )]
     family: Family,
     #[values(true, false)] tied: bool,
     #[values(true, false)] checkpointing: bool,
@@ -82,7 +68,7 @@ fn recorded_gradients_equal_those_of_the_graph(
 fn experts_without_tokens_have_gradients_of_zero() -> Result<()> {
     let model = DecoderConfig {
         num_experts: 40,
-        ..Qwen3Moe.config(true)
+        ..Family::Qwen3Moe.config(true)
     };
     let parameters = lively(&model)?;
     let batch = left_padded()?;
@@ -105,7 +91,13 @@ fn experts_without_tokens_have_gradients_of_zero() -> Result<()> {
 
 #[rstest]
 fn recorded_gradients_of_adapters_equal_those_of_the_graph(
-    #[values(LlamaWithBiases, Gemma3, Phi3, Qwen3Moe)] family: Family,
+    #[values(
+        Family::LlamaWithBiases,
+        Family::Gemma3,
+        Family::Phi3,
+        Family::Qwen3Moe
+    )]
+    family: Family,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {
     let model = family.config(true);

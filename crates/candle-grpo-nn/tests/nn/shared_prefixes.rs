@@ -8,11 +8,9 @@ use candle_grpo_nn::{Decoder, Gradients, LanguageModel, PackedTokens, Parameters
 use candle_grpo_test_support::{device, noise_tensor};
 use proptest::prelude::*;
 use rstest::rstest;
+use rstest_reuse::apply;
 
-use crate::small::{
-    Family::{self, *},
-    config, lively, max_difference,
-};
+use crate::small::{Family, config, each_family, lively, max_difference};
 
 /// Two groups, a sequence of its own, one that is all of another, and one that is there twice.
 fn sequences() -> Vec<Vec<u32>> {
@@ -63,23 +61,8 @@ fn recorded(
     Ok((hidden, gradients))
 }
 
-#[rstest]
+#[apply(each_family)]
 fn shared_prefixes_keep_hidden_states_and_gradients(
-    #[values(
-        Llama,
-        LlamaWithBiases,
-        Qwen2,
-        Qwen3,
-        SmolLm3,
-        Mistral,
-        Granite,
-        Olmo2,
-        Gemma2,
-        Gemma3,
-        Phi3,
-        Qwen3Moe,
-        Qwen3_5
-    )]
     family: Family,
     #[values(true, false)] checkpointing: bool,
 ) -> Result<()> {

@@ -9,6 +9,7 @@ use candle_grpo_nn::{
     Parameters,
 };
 use candle_grpo_test_support::{TINY_DECODER, device, noise_tensor};
+use rstest_reuse::template;
 
 /// Two query heads for each key head, and a head width that is not `hidden_size /
 /// num_attention_heads`.
@@ -41,6 +42,29 @@ pub(crate) enum Family {
     Phi3,
     Qwen3Moe,
     Qwen3_5,
+}
+
+/// The cases of a test of all families.
+#[template]
+#[rstest]
+pub(crate) fn each_family(
+    #[values(
+        Family::Llama,
+        Family::LlamaWithBiases,
+        Family::Qwen2,
+        Family::Qwen3,
+        Family::SmolLm3,
+        Family::Mistral,
+        Family::Granite,
+        Family::Olmo2,
+        Family::Gemma2,
+        Family::Gemma3,
+        Family::Phi3,
+        Family::Qwen3Moe,
+        Family::Qwen3_5
+    )]
+    family: Family,
+) {
 }
 
 impl Family {
