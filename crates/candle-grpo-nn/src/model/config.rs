@@ -361,16 +361,11 @@ impl DecoderConfig {
 
     /// Checks the kinds of blocks, and the sizes that some of them need.
     fn check_layer_types(&self) -> Result<()> {
-        let other = match self.model_type {
-            ModelType::Qwen3_5 => LayerType::SlidingAttention,
-            _ => LayerType::LinearAttention,
-        };
-        check(
-            !self.layer_types.contains(&other),
-            "layer_types",
-            Name(&other),
-            &format!("be absent for model_type {}", Name(&self.model_type)),
-        )?;
+        let known = self.model_type.family().layer_types;
+        if let Some(other) = self.layer_types.iter().find(|x| !known.contains(x)) {
+            let must = format!("be absent for model_type {}", Name(&self.model_type));
+            check(false, "layer_types", Name(other), &must)?;
+        }
         if !self.layer_types.contains(&LayerType::LinearAttention) {
             return Ok(());
         }

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 
+use crate::DecoderConfig;
 use crate::weights::safetensors::TensorHeader;
 use crate::weights::stacks;
-use crate::{DecoderConfig, ModelType};
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const OUTPUT: &str = "lm_head.weight";
@@ -80,29 +80,26 @@ pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Selects the text model of a checkpoint of Qwen3.5 with vision, under the names of a text model.
-/// Its other parts are the vision tower and the prediction of further tokens.
+/// Selects the text model of a checkpoint of several modalities, under the names of a text model.
 fn text_model<T>(config: &DecoderConfig, tensors: HashMap<String, T>) -> HashMap<String, T> {
-    if config.model_type != ModelType::Qwen3_5 {
+    let Some(multimodal) = &config.model_type.family().multimodal else {
         return tensors;
-    }
-    let tensors = tensors.into_iter().filter_map(|(name, tensor)| {
-        if name.starts_with("model.visual.") || name.starts_with("mtp.") {
-            return None;
-        }
-        let name = match name.strip_prefix("model.language_model.") {
-            Some(name) => format!("model.{name}"),
-            None => name,
-        };
-        Some((name, tensor))
-    });
+    };
+    let is_other = |name: &str| multimodal.others.iter().any(|part| name.starts_with(part));
+    let tensors = tensors.into_iter().filter(|(name, _)| !is_other(name));
+    let tensors = tensors.map(
+        |(name, tensor)| match name.strip_prefix(multimodal.prefix) {
+            Some(name) => (format!("model.{name}"), tensor),
+            None => (name, tensor),
+        },
+    );
     tensors.collect()
 }
 
 /// Reduces the tensors of a checkpoint to the parameters: splits stacks, and removes what it may
 /// hold beside the parameters. These are rotary frequencies, which follow from the configuration,
-/// the output layer of a model with tied embeddings, which must equal the embedding, and parts of
-/// Qwen3.5 that are not the text model.
+/// the output layer of a model with tied embeddings, which must equal the embedding, and parts that
+/// are not the text model.
 pub(crate) fn reduce_to_parameters(
     config: &DecoderConfig,
     tensors: &mut HashMap<String, Tensor>,

@@ -109,12 +109,10 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     Ok(model)
 }
 
-/// Replaces the configuration of a Qwen3.5 with vision by that of its text model.
+/// Replaces the configuration of a model of several modalities by that of its text model.
 fn read_text_config(config: &mut Map<String, Value>) {
-    if config
-        .get("model_type")
-        .is_none_or(|name| name != "qwen3_5")
-    {
+    let name = config.get("model_type").and_then(Value::as_str);
+    if !name.is_some_and(ModelType::is_multimodal) {
         return;
     }
     const TIED: &str = "tie_word_embeddings";

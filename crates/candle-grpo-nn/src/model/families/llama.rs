@@ -1,5 +1,6 @@
 //! Llama (<https://arxiv.org/abs/2302.13971>), of which SmolLM 1 and 2 are models.
 
+use crate::LayerType;
 use crate::model::architecture::Architecture;
 use crate::model::families::{Family, GgufLayout};
 
@@ -7,10 +8,12 @@ pub(super) const FAMILY: Family = Family {
     name: "llama",
     transformers_class: "LlamaForCausalLM",
     keys: &["attention_bias", "mlp_bias"],
+    layer_types: &[LayerType::FullAttention, LayerType::SlidingAttention],
     read: |_| Ok(()),
     write: |_, _| {},
     architecture: Architecture::llama,
     stacks: |_| Vec::new(),
+    multimodal: None,
     gguf: Some(GgufLayout {
         architecture: "llama",
         adjacent_pairs: true,

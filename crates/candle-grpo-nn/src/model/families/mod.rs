@@ -17,9 +17,9 @@ use candle_core::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
 use crate::weights::stacks::Stack;
+use crate::{DecoderConfig, LayerType};
 
 /// The properties of a family. Most start from those of Llama.
 #[derive(Debug)]
@@ -31,6 +31,8 @@ pub(crate) struct Family {
     /// The fields of [`DecoderConfig`] that only some families have. The others must have their
     /// default.
     pub(crate) keys: &'static [&'static str],
+    /// The kinds of blocks that `layer_types` may name.
+    pub(crate) layer_types: &'static [LayerType],
     /// Replaces the keys of a `config.json` by those of [`DecoderConfig`], as far as they differ.
     pub(crate) read: fn(&mut Map<String, Value>) -> Result<()>,
     /// Replaces the keys of [`DecoderConfig`] by those of a `config.json`, as far as they differ.
@@ -39,8 +41,22 @@ pub(crate) struct Family {
     pub(crate) architecture: fn(&DecoderConfig) -> Architecture,
     /// The parameters that files may store as one tensor.
     pub(crate) stacks: fn(&DecoderConfig) -> Vec<Stack>,
+    /// Checkpoints of several modalities that have a text model of this family.
+    pub(crate) multimodal: Option<Multimodal>,
     /// The layout of GGUF files; `None` if they are not read.
     pub(crate) gguf: Option<GgufLayout>,
+}
+
+/// Checkpoints that have a text model beside other parts. Their `config.json` has that of the text
+/// model in `text_config`.
+#[derive(Debug)]
+pub(crate) struct Multimodal {
+    /// `model_type` in `config.json`.
+    pub(crate) name: &'static str,
+    /// The prefix of the tensors of the text model, in place of `model.`.
+    pub(crate) prefix: &'static str,
+    /// The prefixes of the tensors of the other parts.
+    pub(crate) others: &'static [&'static str],
 }
 
 /// The layout of a family's weights in GGUF files.
@@ -124,6 +140,13 @@ impl ModelType {
     pub(crate) fn from_name(name: &str) -> Option<Self> {
         let mut all = Self::ALL.iter().copied();
         all.find(|model_type| model_type.family().name == name)
+    }
+
+    /// Returns true if checkpoints with this `model_type` have a text model of some family.
+    pub(crate) fn is_multimodal(name: &str) -> bool {
+        let multimodal = |model_type: &Self| model_type.family().multimodal.as_ref();
+        let mut all = Self::ALL.iter().filter_map(multimodal);
+        all.any(|multimodal| multimodal.name == name)
     }
 
     /// The architectures of GGUF files that are read.

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, AttentionPlan, GatedDeltaPlan, TokenMixerPlan};
 use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, absent, llama, set_default};
+use crate::model::families::{Family, Multimodal, absent, llama, set_default};
 use crate::{DecoderConfig, LayerType};
 
 pub(super) const FAMILY: Family = Family {
@@ -23,8 +23,15 @@ pub(super) const FAMILY: Family = Family {
         "linear_num_key_heads",
         "linear_num_value_heads",
     ],
+    layer_types: &[LayerType::FullAttention, LayerType::LinearAttention],
     read,
     architecture,
+    multimodal: Some(Multimodal {
+        name: "qwen3_5",
+        prefix: "model.language_model.",
+        // Vision, and the prediction of further tokens.
+        others: &["model.visual.", "mtp."],
+    }),
     gguf: None,
     ..llama::FAMILY
 };

@@ -34,6 +34,7 @@ pub(super) const FAMILY: Family = Family {
     architecture,
     stacks,
     gguf: None,
+    ..qwen3::FAMILY
 };
 
 /// Every `decoder_sparse_step`-th block has experts, unless it is one of `mlp_only_layers`.

@@ -15,11 +15,11 @@ pub(super) const FAMILY: Family = Family {
     read,
     write,
     architecture,
-    stacks: llama::FAMILY.stacks,
     gguf: Some(GgufLayout {
         architecture: "smollm3",
         adjacent_pairs: true,
     }),
+    ..llama::FAMILY
 };
 
 /// Without `no_rope_layers` every `no_rope_layer_interval`-th block does not rotate.
