@@ -8,7 +8,7 @@ use crate::common::{
     try_trainer, without_seconds,
 };
 use anyhow::Result;
-use candle_grpo_core::{AdvantageConfig, SingletonGroup};
+use candle_grpo_core::{AdvantageConfig, GroupFilter, SingletonGroup};
 use candle_grpo_loss::Recipe;
 use candle_grpo_nn::{AdamWConfig, Parameters};
 use candle_grpo_test_support::device;
@@ -425,6 +425,7 @@ fn a_step_reports_its_phases() {
 
 /// Requests a stop while it computes scores, and expects to receive the request itself.
 struct Stopping {
+    scale: f32,
     phases: Arc<Phases>,
     progress: Arc<dyn Progress>,
 }
@@ -433,7 +434,7 @@ impl RewardFunction for Stopping {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
         self.phases.stop.store(true, Ordering::SeqCst);
         assert!(self.progress.is_canceled());
-        Ok(samples.iter().map(share_of_a).collect())
+        Ok(samples.iter().map(|x| self.scale * share_of_a(x)).collect())
     }
 
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {
@@ -441,14 +442,23 @@ impl RewardFunction for Stopping {
     }
 }
 
-#[test]
-fn a_request_to_stop_during_the_scores_ends_the_step_before_it_trains() {
+#[rstest]
+#[case::before_it_trains(1.0, None)]
+#[case::before_it_is_skipped(0.0, Some(GroupFilter::default()))]
+fn a_request_to_stop_during_the_scores_ends_the_step(
+    #[case] scale: f32,
+    #[case] group_filter: Option<GroupFilter>,
+) {
     let phases = Arc::new(Phases::default());
     let reward = Stopping {
+        scale,
         phases: phases.clone(),
         progress: Arc::new(NoProgress),
     };
-    let trainer = try_trainer(reward, config()).unwrap();
+    let mut config = config();
+    config.recipe.group_filter = group_filter;
+    config.max_sampling_batches = 1;
+    let trainer = try_trainer(reward, config).unwrap();
     let mut trainer = trainer.with_progress(phases.clone());
     let error = trainer.step().unwrap_err();
     assert!(error.is::<Interrupted>(), "{error:#}");
