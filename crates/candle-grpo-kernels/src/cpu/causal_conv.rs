@@ -10,7 +10,7 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::element::Element;
-use super::simd::{add_products, map, map_pairs, silu, silu_and_slope};
+use super::simd::{add_products, multiply_by_silu_slope, silu_in_place};
 use super::{output, slice};
 use crate::causal_conv::CausalConv;
 use crate::prefix_tree::PrefixTree;
@@ -99,7 +99,7 @@ impl<'a, T: Element, I: Iterator<Item = Option<&'a [T]>>> WithSimd for Row<'a, T
             let Some(row) = row else { continue };
             add_products(simd, sum, T::widened(row, buffer), weight);
         }
-        map(simd, sum, |x| silu(simd, x));
+        silu_in_place(simd, sum);
     }
 }
 
@@ -269,10 +269,7 @@ impl<T: Element> WithSimd for BackwardBlock<'_, T> {
                 let weight = &weight[tap * columns..][..columns];
                 add_products(simd, sum, &x[row * columns..][..columns], weight);
             }
-            map_pairs(simd, of_sum, sum, |gradient, sum| {
-                let [_, slope] = silu_and_slope(simd, sum);
-                simd.mul_f32s(gradient, slope)
-            });
+            multiply_by_silu_slope(simd, of_sum, sum);
             for (row, tap) in of_row() {
                 let Some(row) = row else { break };
                 let (row, tap) = (row * columns, tap * columns);

@@ -28,7 +28,7 @@ use rayon::prelude::*;
 
 use super::element::Element;
 use super::matmul::{Matrix, matmul_on_one_core};
-use super::simd::{add_scaled, dot, exp, map_pairs, scale};
+use super::simd::{add_scaled, dot, exp_differences, map_pairs, scale};
 use super::{output, slice};
 use crate::DeltaHeads;
 use crate::gated_delta_rule::{GatedDeltaRule, NORM_EPSILON};
@@ -415,14 +415,10 @@ impl<'a, T: Element> Task<'a, T> {
         }
         for row in 0..rows {
             let at = row * rows;
-            let sum = simd.splat_f32s(scratch.sums[row]);
             let beta = simd.splat_f32s(scratch.beta[row]);
             let decays = &mut scratch.decays[at..][..rows];
             let (seen, hidden) = decays.split_at_mut(row + 1);
-            let sums = &scratch.sums[..=row];
-            map_pairs(simd, seen, sums, |_, other| {
-                exp(simd, simd.sub_f32s(sum, other))
-            });
+            exp_differences(simd, seen, scratch.sums[row], &scratch.sums[..=row]);
             hidden.fill(0.0);
             let system = &mut scratch.system[at..][..=row];
             system.copy_from_slice(&decays[..=row]);
@@ -513,16 +509,31 @@ impl<'a, T: Element> Task<'a, T> {
     }
 }
 
-/// Subtracts rows times coefficients from `x`.
+/// Subtracts rows times coefficients from `x`. A block of `x` stays in registers.
 #[inline(always)]
 fn subtract_rows<S: Simd>(
     simd: S,
     x: &mut [f32],
-    coefficients: impl Iterator<Item = f32>,
+    coefficients: impl Iterator<Item = f32> + Clone,
     rows: &[f32],
 ) {
-    for (coefficient, row) in coefficients.zip(rows.chunks_exact(x.len())) {
-        add_scaled(simd, x, -coefficient, row);
+    const VECTORS: usize = 4;
+    let (width, block) = (x.len(), VECTORS * S::F32_LANES);
+    let in_blocks = width - width % block;
+    for first in (0..in_blocks).step_by(block) {
+        let (sums, _) = S::as_mut_simd_f32s(&mut x[first..][..block]);
+        let mut kept: [S::f32s; VECTORS] = std::array::from_fn(|at| sums[at]);
+        for (coefficient, row) in coefficients.clone().zip(rows.chunks_exact(width)) {
+            let factor = simd.splat_f32s(-coefficient);
+            let (row, _) = S::as_simd_f32s(&row[first..][..block]);
+            for (kept, &row) in kept.iter_mut().zip(row) {
+                *kept = simd.mul_add_e_f32s(factor, row, *kept);
+            }
+        }
+        sums.copy_from_slice(&kept);
+    }
+    for (coefficient, row) in coefficients.zip(rows.chunks_exact(width)) {
+        add_scaled(simd, &mut x[in_blocks..], -coefficient, &row[in_blocks..]);
     }
 }
 

@@ -109,7 +109,8 @@ pub(crate) fn silu_and_slope<S: Simd>(simd: S, x: S::f32s) -> [S::f32s; 2] {
 }
 
 /// Replaces each x by `f(x, y)`. The slices have one length. `f` also gets zeros, whose results are
-/// dropped.
+/// dropped. It must be a few instructions: the compiler does not inline a larger closure, and then
+/// calls a function for each instruction.
 #[inline(always)]
 pub(crate) fn map_pairs<S: Simd>(
     simd: S,
@@ -141,6 +142,49 @@ pub(crate) fn map<S: Simd>(simd: S, x: &mut [f32], f: impl Fn(S::f32s) -> S::f32
     if !rest.is_empty() {
         let mapped = f(simd.partial_load_f32s(rest));
         simd.partial_store_f32s(rest, mapped);
+    }
+}
+
+/// Replaces each x by [`silu`] of it.
+#[inline(always)]
+pub(crate) fn silu_in_place<S: Simd>(simd: S, x: &mut [f32]) {
+    let (vectors, rest) = S::as_mut_simd_f32s(x);
+    for x in vectors {
+        *x = silu(simd, *x);
+    }
+    if !rest.is_empty() {
+        let x = simd.partial_load_f32s(rest);
+        simd.partial_store_f32s(rest, silu(simd, x));
+    }
+}
+
+/// Multiplies each gradient by the derivative of [`silu`] at x.
+#[inline(always)]
+pub(crate) fn multiply_by_silu_slope<S: Simd>(simd: S, gradient: &mut [f32], x: &[f32]) {
+    let (gradients, gradient_rest) = S::as_mut_simd_f32s(gradient);
+    let (xs, x_rest) = S::as_simd_f32s(x);
+    for (gradient, &x) in gradients.iter_mut().zip(xs) {
+        *gradient = simd.mul_f32s(*gradient, silu_and_slope(simd, x)[1]);
+    }
+    if !gradient_rest.is_empty() {
+        let [gradient, x] = [&*gradient_rest, x_rest].map(|rest| simd.partial_load_f32s(rest));
+        let gradient = simd.mul_f32s(gradient, silu_and_slope(simd, x)[1]);
+        simd.partial_store_f32s(gradient_rest, gradient);
+    }
+}
+
+/// Sets each x to `exp(minuend - y)`.
+#[inline(always)]
+pub(crate) fn exp_differences<S: Simd>(simd: S, x: &mut [f32], minuend: f32, y: &[f32]) {
+    let minuend = simd.splat_f32s(minuend);
+    let (xs, x_rest) = S::as_mut_simd_f32s(x);
+    let (ys, y_rest) = S::as_simd_f32s(y);
+    for (x, &y) in xs.iter_mut().zip(ys) {
+        *x = exp(simd, simd.sub_f32s(minuend, y));
+    }
+    if !x_rest.is_empty() {
+        let difference = simd.sub_f32s(minuend, simd.partial_load_f32s(y_rest));
+        simd.partial_store_f32s(x_rest, exp(simd, difference));
     }
 }
 
