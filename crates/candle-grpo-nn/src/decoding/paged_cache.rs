@@ -276,6 +276,7 @@ impl Layer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{LayerType, ModelType};
 
     fn cache() -> PagedCache {
         let config = serde_json::from_str(candle_grpo_test_support::TINY_DECODER);
@@ -306,6 +307,43 @@ mod tests {
             cache.remove(fork).unwrap();
         }
         assert_eq!((cache.pages_in_use(), cache.sequences.len()), (0, 0));
+    }
+
+    #[test]
+    fn sequences_have_a_slot_each_and_slots_are_reused() {
+        let tiny: DecoderConfig =
+            serde_json::from_str(candle_grpo_test_support::TINY_DECODER).unwrap();
+        let mut layer_types = vec![LayerType::LinearAttention; tiny.num_hidden_layers];
+        layer_types[0] = LayerType::FullAttention;
+        let config = DecoderConfig {
+            model_type: ModelType::Qwen3_5,
+            layer_types,
+            linear_conv_kernel_dim: Some(4),
+            linear_key_head_dim: Some(3),
+            linear_value_head_dim: Some(5),
+            linear_num_key_heads: Some(2),
+            linear_num_value_heads: Some(4),
+            ..tiny
+        };
+        let mut cache = PagedCache::new(&config, DType::F32, &Device::Cpu).unwrap();
+        let prompt = cache.add();
+        assert_eq!(cache.slot(prompt).unwrap(), None);
+        cache.extend(prompt, 3).unwrap();
+        let mut slots = vec![cache.slot(prompt).unwrap().unwrap()];
+        for _ in 0..FIRST_SLOTS {
+            let fork = cache.fork(prompt).unwrap();
+            slots.push(cache.slot(fork).unwrap().unwrap());
+        }
+        slots.sort_unstable();
+        assert_eq!(slots, (0..=FIRST_SLOTS).collect::<Vec<_>>());
+        assert_eq!(cache.states(1).unwrap().len(), 2 * FIRST_SLOTS);
+        for _ in 0..5 * FIRST_SLOTS {
+            let sequence = cache.add();
+            cache.extend(sequence, 1).unwrap();
+            cache.remove(sequence).unwrap();
+        }
+        assert_eq!(cache.slots, 2 * FIRST_SLOTS);
+        assert!(cache.states(0).is_err() && cache.pages(1).is_err());
     }
 
     #[test]
