@@ -12,8 +12,8 @@ export PROPTEST_RNG_SEED ?= 0
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
-demo: ## train a tiny policy with GRPO to add two-digit numbers: one minute; SEED=1 for another run
-	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED)
+demo: ## train a tiny policy with GRPO to add two-digit numbers: one minute; SEED=1 for another run, MODEL=examples/addition/models/qwen3_5.json for another family
+	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) $(if $(MODEL),--model $(MODEL))
 
 demo-short: ## a shorter demo, half a minute: fails unless the policy learns
 	$(CARGO) run --release --locked -p candle-grpo-example-addition -- --seed $(SEED) --short --force --out target/demo-short

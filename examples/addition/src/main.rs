@@ -11,17 +11,18 @@ mod settings;
 mod task;
 mod warm_up;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::{RunDir, StepMetrics, Trainer};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 
 use crate::report::{Measurement, samples_side_by_side, table};
 use crate::settings::{Settings, Size};
-use crate::task::{Task, is_right};
+use crate::task::{Task, VOCABULARY, is_right};
 
 /// A fast allocator, because the program allocates and frees many tensors.
 #[global_allocator]
@@ -54,6 +55,9 @@ struct Args {
     /// Number of layers of the policy.
     #[arg(long, requires = "base", default_value_t = Size::default().num_hidden_layers)]
     layers: usize,
+    /// The `config.json` of another policy, such as those in `examples/addition/models`.
+    #[arg(long, conflicts_with_all = ["hidden_size", "layers"])]
+    model: Option<PathBuf>,
 }
 
 fn main() -> Result<()> {
@@ -69,7 +73,10 @@ fn run(args: &Args) -> Result<()> {
         hidden_size: args.hidden_size,
         num_hidden_layers: args.layers,
     };
-    let settings = Settings::new(args.seed, args.steps, args.short, size);
+    let mut settings = Settings::new(args.seed, args.steps, args.short, size);
+    if let Some(file) = &args.model {
+        settings.model = model(file).with_context(|| file.display().to_string())?;
+    }
     // Before the warm-up, which takes a while.
     settings.train.validate()?;
     if let Some(folder) = &args.base {
@@ -121,6 +128,17 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// Reads the `config.json` of a policy for this task.
+fn model(file: &Path) -> Result<DecoderConfig> {
+    let model = DecoderConfig::from_hugging_face(&std::fs::read(file)?)?;
+    ensure!(
+        model.vocab_size == VOCABULARY,
+        "vocab_size: {}, must be {VOCABULARY}",
+        model.vocab_size
+    );
+    Ok(model)
+}
+
 /// Runs the training steps; each appends a line of metrics to the run folder.
 fn train(trainer: &mut Trainer, run: &mut RunDir, steps: usize) -> Result<Vec<StepMetrics>> {
     let bar = progress::Bar::with_steps("GRPO", steps);
@@ -154,5 +172,25 @@ mod tests {
                 .validate()
                 .unwrap();
         }
+    }
+
+    #[test]
+    fn the_models_beside_the_program_fit_the_task() -> Result<()> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models");
+        let mut count = 0;
+        for file in std::fs::read_dir(folder)? {
+            model(&file?.path())?;
+            count += 1;
+        }
+        assert!(count > 0);
+        Ok(())
+    }
+
+    #[test]
+    fn a_model_of_another_vocabulary_is_refused() {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../tests/golden/families/mistral/config.json");
+        let error = model(&file).unwrap_err().to_string();
+        assert_eq!(error, format!("vocab_size: 262, must be {VOCABULARY}"));
     }
 }
