@@ -1,8 +1,8 @@
-"""Times a training step of a model with the dimensions of SmolLM2-135M beside PyTorch with transformers.
+"""Times a training step of each model of benches/models beside PyTorch with transformers.
 
 Each side is a separate process that runs one step per input line: forward and backward of 8 sequences of 128 tokens in f32, with
 the log-prob of the next token at every position. The sides alternate. Reports medians and the peak resident memory of each
-process. Writes training.json.
+process. Writes training.json and training.md.
 """
 
 import argparse
@@ -12,26 +12,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-LAYERS, SEQUENCES, LENGTH = 30, 8, 128
+from models import MODELS, config
+
+SEQUENCES, LENGTH = 8, 128
 
 
-def worker():
+def worker(name):
     """Runs the side of PyTorch."""
     import time
 
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=LAYERS,
-            num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
-            tie_word_embeddings=True, rope_theta=1e5,
-        )
-    ).float()
-    ids = torch.randint(49152, (SEQUENCES, LENGTH))
+    model = AutoModelForCausalLM.from_config(config(name)).float()
+    ids = torch.randint(model.config.vocab_size, (SEQUENCES, LENGTH))
     for _ in sys.stdin:
         start = time.perf_counter()
         model.zero_grad(set_to_none=True)
@@ -58,26 +54,20 @@ class Side:
         return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("program", nargs="?", help="our program, training-system or training-mimalloc")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("target/bench"))
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return worker()
-    if not args.program:
-        parser.error("program: missing")
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait()
 
-    ours = Side([args.program, "--serve", "--layers", str(LAYERS), "--sequences", str(SEQUENCES), "--length", str(LENGTH)])
-    theirs = Side([sys.executable, __file__, "--worker"])
+
+def measure(program, name, rounds):
+    ours = Side([program, "--serve", "--model", str(MODELS / f"{name}.json"), "--sequences", str(SEQUENCES), "--length", str(LENGTH)])
+    theirs = Side([sys.executable, __file__, "--worker", name])
     ours.step(), theirs.step()
-    pairs = [(ours.step(), theirs.step()) for _ in range(args.rounds)]
+    pairs = [(ours.step(), theirs.step()) for _ in range(rounds)]
     tokens = SEQUENCES * LENGTH
     row = {
         "op": "training_step",
-        "shape": f"{SEQUENCES} x {LENGTH} tokens, {LAYERS} layers of SmolLM2-135M",
+        "shape": f"{SEQUENCES} x {LENGTH} tokens, {name}",
         "dtype": "f32",
         "device": "cpu",
         "peer": "transformers",
@@ -89,9 +79,39 @@ def main():
         "ours_resident_mib": ours.peak_mib(),
         "peer_resident_mib": theirs.peak_mib(),
     }
+    for side in (ours, theirs):
+        side.end()
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program", nargs="?", help="our program, training-system or training-mimalloc")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("target/bench"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args.worker)
+    if not args.program:
+        parser.error("program: missing")
+
+    rows = []
+    for file in sorted(MODELS.glob("*.json")):
+        if args.only in file.stem:
+            rows.append(measure(args.program, file.stem, args.rounds))
+            print(json.dumps(rows[-1], indent=2), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "training.json").write_text(json.dumps([row], indent=2) + "\n")
-    print(json.dumps(row, indent=2))
+    (args.out / "training.json").write_text(json.dumps(rows, indent=2) + "\n")
+    lines = ["| model | ours tokens/s | transformers tokens/s | time, ours / theirs | ours MiB | transformers MiB |",
+             "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines += [
+        f"| {r['shape'].split(', ')[1]} | {r['ours_tokens_per_s']:.0f} | {r['peer_tokens_per_s']:.0f} | {r['ratio']:.2f} | "
+        f"{r['ours_resident_mib']:.0f} | {r['peer_resident_mib']:.0f} |"
+        for r in rows
+    ]
+    (args.out / "training.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

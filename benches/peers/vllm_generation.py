@@ -1,6 +1,6 @@
 """Times generation beside vLLM on the CPU in alternation, and reports medians.
 
-Runs in the environment of `scripts/vllm install`. Model, prompts and lengths are those of generation.py. vLLM draws in f32 and in
+Runs in the environment of `scripts/vllm install`. Prompts and lengths are those of generation.py, and the model has SmolLM2-135M's dimensions. vLLM draws in f32 and in
 bf16, each in a process of its own, with its log-probs after temperature and filters. The completions of a prompt are one request,
 so that it computes the prompt once. Each run has new prompts, because vLLM keeps the keys and values of earlier ones. Writes
 target/bench/vllm.json and vllm.md.
@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 
-from generation import CASES, Side, arguments, smollm2_135m_config
+from generation import CASES, SMOLLM2_135M, Side, arguments
+from models import config
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -32,7 +33,7 @@ def worker(dtype):
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
-        smollm2_135m_config().save_pretrained(folder)
+        config(SMOLLM2_135M).save_pretrained(folder)
         model = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, dtype=dtype, max_model_len=512, max_num_seqs=64, block_size=32,
             enforce_eager=True, logprobs_mode="processed_logprobs", seed=1,

@@ -11,6 +11,7 @@ mod case;
 mod cases;
 mod device;
 mod memory;
+mod model;
 mod noise;
 mod region;
 mod results;
@@ -19,5 +20,6 @@ mod serve;
 mod training;
 
 pub use allocator::{Counting, peak_bytes};
+pub use model::read_model;
 pub use run::main;
 pub use training::training_main;

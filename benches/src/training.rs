@@ -1,6 +1,8 @@
 //! A training step of a whole model: log-probs at every position, forward and backward.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -11,13 +13,17 @@ use clap::Parser;
 use serde::Serialize;
 
 use crate::allocator::{peak, restart_peak};
+use crate::model::read_model;
 
-/// Times forward and backward of a model with the dimensions of SmolLM2-135M in f32
+/// Times forward and backward of a model with random weights in f32
 #[derive(Debug, Parser)]
 struct Args {
-    /// Number of blocks of the model
-    #[arg(long, default_value_t = 30)]
-    layers: usize,
+    /// The config.json of the model; without it, the dimensions of SmolLM2-135M
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// Number of blocks, if not that of the file
+    #[arg(long)]
+    layers: Option<usize>,
     /// Number of sequences per step
     #[arg(long, default_value_t = 8)]
     sequences: usize,
@@ -39,7 +45,9 @@ struct Args {
 pub fn training_main(allocator: &str) -> Result<()> {
     let args = Args::parse();
     ensure!(args.rounds > 0, "rounds: 0, must be at least 1");
-    let step = Step::new(&args)?;
+    let mut model = read_model(args.model.as_deref())?;
+    model.num_hidden_layers = args.layers.unwrap_or(model.num_hidden_layers);
+    let step = Step::new(&args, &model)?;
     step.run()?;
     if args.serve {
         for line in std::io::stdin().lock().lines() {
@@ -49,7 +57,7 @@ pub fn training_main(allocator: &str) -> Result<()> {
         }
         return Ok(());
     }
-    let products = Products::new(&args)?;
+    let products = Products::new(&args, &step.parameters)?;
     let (mut steps, mut bare) = (Vec::new(), Vec::new());
     let mut memory = 0.0;
     for _ in 0..args.rounds {
@@ -62,7 +70,7 @@ pub fn training_main(allocator: &str) -> Result<()> {
     let tokens = (args.sequences * args.length) as f64;
     let report = Report {
         allocator,
-        layers: args.layers,
+        layers: model.num_hidden_layers,
         tokens,
         checkpointing: args.checkpointing,
         ms,
@@ -112,22 +120,6 @@ fn resident_peak_mib() -> Result<f64> {
     Ok(kib / 1024.0)
 }
 
-fn model(layers: usize) -> DecoderConfig {
-    DecoderConfig {
-        vocab_size: 49152,
-        hidden_size: 576,
-        intermediate_size: 1536,
-        num_hidden_layers: layers,
-        num_attention_heads: 9,
-        num_key_value_heads: 3,
-        rms_norm_eps: 1e-5,
-        rope_theta: 1e5,
-        max_position_embeddings: 8192,
-        tie_word_embeddings: true,
-        ..DecoderConfig::default()
-    }
-}
-
 struct Step {
     parameters: Parameters,
     decoder: Decoder,
@@ -142,11 +134,10 @@ struct Measured {
 }
 
 impl Step {
-    fn new(args: &Args) -> Result<Self> {
-        let model = model(args.layers);
+    fn new(args: &Args, model: &DecoderConfig) -> Result<Self> {
         let device = Device::Cpu;
-        let parameters = Parameters::init(&model, 0, &device)?;
-        let decoder = Decoder::new(&model, parameters.detached_var_builder())?
+        let parameters = Parameters::init(model, 0, &device)?;
+        let decoder = Decoder::new(model, parameters.detached_var_builder())?
             .with_activation_checkpointing(args.checkpointing);
         let tokens = args.sequences * args.length;
         let ids: Vec<u32> = (0..tokens as u32)
@@ -202,49 +193,52 @@ impl Step {
 
 /// The matrix products of the linear layers of a step.
 struct Products {
-    /// Input rows, output rows and weight of each linear layer of a block.
-    maps: Vec<(Tensor, Tensor, Tensor)>,
-    layers: usize,
+    /// Of each shape of the blocks: input rows, output rows, weight, and the number of layers.
+    blocks: Vec<(Tensor, Tensor, Tensor, usize)>,
+    /// Input rows, one tile of the logits, and its part of the weight of the output layer.
+    output: (Tensor, Tensor, Tensor),
     flop: f64,
 }
 
+/// Number of tiles of the output layer.
+const TILES: usize = 24;
+
 impl Products {
-    fn new(args: &Args) -> Result<Self> {
+    fn new(args: &Args, parameters: &Parameters) -> Result<Self> {
         let tokens = args.sequences * args.length;
-        let model = model(args.layers);
-        let (hidden, inner) = (model.hidden_size, model.intermediate_size);
-        let kv = model.num_key_value_heads * model.head_dim();
-        let zeros = |rows, columns| Tensor::ones((rows, columns), DType::F32, &Device::Cpu);
-        let mut maps = Vec::new();
-        let (mut in_block, mut in_output) = (0, 0);
-        for (inputs, outputs, count) in [
-            (hidden, hidden, 2),
-            (hidden, kv, 2),
-            (hidden, inner, 2),
-            (inner, hidden, 1),
-        ] {
-            for _ in 0..count {
-                maps.push((
-                    zeros(tokens, inputs)?,
-                    zeros(tokens, outputs)?,
-                    zeros(outputs, inputs)?,
-                ));
-                in_block += inputs * outputs;
+        let ones = |rows, columns| Tensor::ones((rows, columns), DType::F32, &Device::Cpu);
+        let product = |outputs, inputs| -> Result<_> {
+            Ok((
+                ones(tokens, inputs)?,
+                ones(tokens, outputs)?,
+                ones(outputs, inputs)?,
+            ))
+        };
+        let mut layers: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+        let mut vocabulary = (0, 0);
+        for (name, weight) in parameters.iter() {
+            // Other shapes, such as those of norms, are not linear layers.
+            let Ok(shape) = weight.dims2() else { continue };
+            match name.starts_with("model.layers.") {
+                true => *layers.entry(shape).or_default() += 1,
+                false => vocabulary = shape,
             }
         }
-        in_output += hidden * model.vocab_size;
-        maps.push((
-            zeros(tokens, hidden)?,
-            // One tile of the logits. The output layer has as many tiles as its weight requires.
-            zeros(tokens, model.vocab_size / 24)?,
-            zeros(model.vocab_size / 24, hidden)?,
-        ));
+        let in_blocks: usize = layers.iter().map(|((m, n), layers)| m * n * layers).sum();
+        let (vocab_size, hidden_size) = vocabulary;
         // Three products per linear layer; four for the output layer, which computes its logits
         // twice.
-        let flop = 2 * tokens * (3 * args.layers * in_block + 4 * in_output);
+        let flop = 2 * tokens * (3 * in_blocks + 4 * vocab_size * hidden_size);
+        let blocks = layers
+            .into_iter()
+            .map(|((outputs, inputs), layers)| {
+                let (x, y, weight) = product(outputs, inputs)?;
+                Ok((x, y, weight, layers))
+            })
+            .collect::<Result<_>>()?;
         Ok(Self {
-            maps,
-            layers: args.layers,
+            blocks,
+            output: product(vocab_size / TILES, hidden_size)?,
             flop: flop as f64,
         })
     }
@@ -252,17 +246,15 @@ impl Products {
     /// Runs the products. Values overflow, which does not change the time.
     fn run(&self) -> Result<f64> {
         let start = Instant::now();
-        let Some(((rows, tile, weight), blocks)) = self.maps.split_last() else {
-            return Ok(0.0);
-        };
-        for _ in 0..self.layers {
-            for (x, y, weight) in blocks {
+        for (x, y, weight, layers) in &self.blocks {
+            for _ in 0..*layers {
                 add_matmul(y, x, &weight.t()?)?;
                 add_matmul(x, y, weight)?;
                 add_matmul(weight, &y.t()?, x)?;
             }
         }
-        for _ in 0..24 {
+        let (rows, tile, weight) = &self.output;
+        for _ in 0..TILES {
             for _ in 0..2 {
                 add_matmul(tile, rows, &weight.t()?)?;
             }

@@ -1,6 +1,6 @@
-//! Generation with the dimensions of SmolLM2-135M in f32, as a whole or by parts.
+//! Generation in f32, as a whole or by parts.
 //!
-//! Without arguments it reads lines `PROMPTS<tab>GENERATIONS<tab>PROMPT_TOKENS<tab>NEW_TOKENS`,
+//! Without `--parts` it reads lines `PROMPTS<tab>GENERATIONS<tab>PROMPT_TOKENS<tab>NEW_TOKENS`,
 //! generates and prints the seconds. With `--parts` it prints, as JSON, the time of a step at
 //! several batch sizes, and the limits of the machine.
 
@@ -8,39 +8,44 @@ mod limits;
 mod parts;
 
 use std::io::{BufRead, Write};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Device;
+use candle_grpo_bench::read_model;
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use candle_grpo_train::{Prompt, Sampler, SamplingConfig};
+use clap::Parser;
 use mimalloc::MiMalloc;
 
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
 
-fn smollm2_135m() -> Result<DecoderConfig> {
-    let config = r#"{
-        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
-        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5,
-        "rope_theta": 100000, "max_position_embeddings": 8192, "tie_word_embeddings": true
-    }"#;
-    Ok(serde_json::from_str(config)?)
+/// Times generation by a model with random weights in f32
+#[derive(Debug, Parser)]
+struct Args {
+    /// The config.json of the model; without it, the dimensions of SmolLM2-135M
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// Print the time of a step of SmolLM2-135M by parts
+    #[arg(long, conflicts_with = "model")]
+    parts: bool,
 }
 
 /// Returns the seconds for `num_generations` completions of each of `prompts` prompts.
 ///
 /// No completion ends early.
 fn generate(
+    model: &DecoderConfig,
     parameters: &Parameters,
     [prompts, num_generations, prompt_tokens, new_tokens]: [usize; 4],
 ) -> Result<f64> {
-    let model = smollm2_135m()?;
     let config = SamplingConfig {
         max_new_tokens: new_tokens,
         ..SamplingConfig::default()
     };
-    let sampler = Sampler::new(&model, parameters, config)?;
+    let sampler = Sampler::new(model, parameters, config)?;
     let prompts: Vec<Prompt> = (0..prompts)
         .map(|index| Prompt {
             index: index as u64,
@@ -64,9 +69,10 @@ fn generate(
 }
 
 fn main() -> Result<()> {
-    let model = smollm2_135m()?;
+    let args = Args::parse();
+    let model = read_model(args.model.as_deref())?;
     let parameters = Parameters::init(&model, 1, &Device::Cpu)?;
-    if std::env::args().any(|argument| argument == "--parts") {
+    if args.parts {
         let report = parts::measure(&model, &parameters)?;
         println!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(());
@@ -80,7 +86,7 @@ fn main() -> Result<()> {
             .with_context(|| format!("{line:?} is not four numbers"))?;
         let numbers = <[usize; 4]>::try_from(numbers.as_slice())
             .with_context(|| format!("{line:?} is not four numbers"))?;
-        println!("{}", generate(&parameters, numbers)?);
+        println!("{}", generate(&model, &parameters, numbers)?);
         std::io::stdout().flush()?;
     }
     Ok(())
