@@ -193,7 +193,7 @@ impl Step {
 
 /// The matrix products of the linear layers of a step.
 struct Products {
-    /// Of each shape of the blocks: input rows, output rows, weight, and the number of layers.
+    /// Input rows, output rows, weight and number of layers of each shape in the blocks.
     blocks: Vec<(Tensor, Tensor, Tensor, usize)>,
     /// Input rows, one tile of the logits, and its part of the weight of the output layer.
     output: (Tensor, Tensor, Tensor),
