@@ -16,8 +16,8 @@ use crate::model::rope_scaling::RopeScaling;
 /// read, so that a file cannot ask for a longer list.
 const MAX_LAYERS: usize = 10_000;
 
-/// Upper bound of `num_experts`, for the same reason.
-const MAX_EXPERTS: usize = 10_000;
+/// Upper bound of `num_hidden_layers * num_experts`, for the same reason.
+const MAX_EXPERTS: usize = 100_000;
 
 /// The configuration of a decoder. The fields are named as in a Hugging Face
 /// `config.json`.
@@ -68,7 +68,7 @@ pub struct DecoderConfig {
     #[serde(default)]
     pub tie_word_embeddings: bool,
     /// Adds a bias to all four projections of attention. Must be false for Qwen2, where three have
-    /// one, and for Mistral.
+    /// one, and for Mistral and Phi-3.
     #[serde(default, skip_serializing_if = "is_false")]
     pub attention_bias: bool,
     /// Adds a bias to the three projections of the feed-forward layer. Llama, SmolLM3 and Granite
@@ -76,8 +76,8 @@ pub struct DecoderConfig {
     #[serde(default, skip_serializing_if = "is_false")]
     pub mlp_bias: bool,
     /// Number of positions that a token attends to, its own included, in the blocks that have a
-    /// window: all of Mistral, and those of [`Self::layer_types`] of Gemma. `None` means all
-    /// positions.
+    /// window: all of Mistral and Phi-3, and those of [`Self::layer_types`] of Gemma. `None` means
+    /// all positions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
     /// One entry for each block of Gemma and Qwen3.5. Empty: all have full attention.
@@ -113,8 +113,7 @@ pub struct DecoderConfig {
     /// The soft cap of the logits, see [`soft_cap`](candle_grpo_kernels::soft_cap). Gemma only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub final_logit_softcapping: Option<f64>,
-    /// Number of experts of a feed-forward layer. Mixtures of experts only, as the fields that
-    /// follow.
+    /// Number of experts of a feed-forward layer. Mixtures of experts only, like the next four.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub num_experts: usize,
     /// Number of experts that compute a token.
@@ -416,11 +415,13 @@ impl DecoderConfig {
         let (experts, chosen) = (self.num_experts, self.num_experts_per_tok);
         validate::at_least_one("num_experts", experts)?;
         validate::at_least_one("moe_intermediate_size", self.moe_intermediate_size)?;
+        let layers = self.num_hidden_layers;
+        let most = MAX_EXPERTS / layers;
         check(
-            experts <= MAX_EXPERTS,
+            experts <= most,
             "num_experts",
             experts,
-            &format!("be at most {MAX_EXPERTS}"),
+            &format!("be at most {most} with {layers} blocks"),
         )?;
         check(
             (1..=experts).contains(&chosen),

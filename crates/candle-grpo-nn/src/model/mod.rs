@@ -21,7 +21,7 @@ pub(crate) mod named_weight;
 mod norm;
 pub(crate) mod pass;
 mod rope;
-mod rope_scaling;
+pub(crate) mod rope_scaling;
 pub(crate) mod router;
 mod value_head;
 

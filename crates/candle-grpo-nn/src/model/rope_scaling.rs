@@ -5,6 +5,9 @@ use std::f64::consts::TAU;
 use candle_grpo_core::validate::{self, Checked, check};
 use serde::{Deserialize, Serialize};
 
+/// The name of a field of several variants of [`RopeScaling`].
+pub(crate) const ORIGINAL: &str = "original_max_position_embeddings";
+
 /// The change of the rotary frequencies `theta^(-2i / head_dim)`, named as `rope_scaling` in a
 /// Hugging Face `config.json`.
 ///
@@ -159,12 +162,7 @@ impl RopeScaling {
                     validate::positive(name, value)?;
                 }
                 // Its logarithm is a divisor.
-                return check(
-                    original > 1,
-                    "original_max_position_embeddings",
-                    original,
-                    "be at least 2",
-                );
+                return check(original > 1, ORIGINAL, original, "be at least 2");
             }
         };
         check(
@@ -173,7 +171,7 @@ impl RopeScaling {
             factor,
             "be finite and at least 1",
         )?;
-        validate::at_least_one("original_max_position_embeddings", original)
+        validate::at_least_one(ORIGINAL, original)
     }
 
     /// The frequencies of the `head_dim / 2` pairs, in radians per position.

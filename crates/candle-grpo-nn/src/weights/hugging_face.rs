@@ -4,6 +4,7 @@ use candle_core::{Error, Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::families::absent;
+use crate::model::rope_scaling::ORIGINAL;
 use crate::{DecoderConfig, ModelType, RopeScaling, json};
 
 impl DecoderConfig {
@@ -71,18 +72,15 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
         if family.keys.contains(&key) {
             continue;
         }
-        let found = config.get(key).unwrap_or(&only);
-        if !found.is_null() && *found != only {
+        if let Some(found) = config.get(key).filter(|&found| *found != only) {
             bail!("{key}: {found}, must be {only}");
         }
     }
     // Qwen's files have a window that use_sliding_window disables. Other families have no such key.
     let has_key = |key| family.keys.contains(&key);
-    if config.get("use_sliding_window").is_none()
+    if !config.contains_key("use_sliding_window")
         && !has_key("sliding_window")
-        && let Some(window) = config
-            .get("sliding_window")
-            .filter(|found| !found.is_null())
+        && let Some(window) = config.get("sliding_window")
     {
         bail!("sliding_window: {window}, must be null");
     }
@@ -98,7 +96,7 @@ fn from_hugging_face(bytes: &[u8]) -> Result<DecoderConfig> {
     if !has_key("layer_types") {
         config.remove("layer_types");
     }
-    if absent(&config, "num_key_value_heads")
+    if !config.contains_key("num_key_value_heads")
         && let Some(heads) = config.get("num_attention_heads").cloned()
     {
         config.insert("num_key_value_heads".to_owned(), heads);
@@ -124,20 +122,20 @@ fn read_text_config(config: &mut Map<String, Value>) {
     }
 }
 
-/// Converts both forms of the rotary keys to `rope_theta` and `rope_scaling`, with the keys of
-/// [`RopeScaling`].
+/// Converts both forms of the rotary keys of a `config` without nulls to `rope_theta` and
+/// `rope_scaling`, with the keys of [`RopeScaling`].
 fn read_rope(config: &mut Map<String, Value>) -> Result<()> {
     let longest = config.get("max_position_embeddings").cloned();
     let mut scaling: Option<Value> = None;
     for key in ["rope_scaling", "rope_parameters"] {
-        let Some(found) = config.remove(key).filter(|found| !found.is_null()) else {
+        let Some(found) = config.remove(key) else {
             continue;
         };
         let Value::Object(mut rope) = found else {
             bail!("{key}: {found}, must be an object");
         };
         if let Some(theta) = rope.remove("rope_theta").filter(|theta| !theta.is_null()) {
-            if let Some(other) = config.get("rope_theta").filter(|other| !other.is_null())
+            if let Some(other) = config.get("rope_theta")
                 && other.as_f64() != theta.as_f64()
             {
                 bail!("rope_theta: {other}, must equal {key}.rope_theta, which is {theta}");
@@ -231,8 +229,6 @@ fn rope_scaling(key: &str, mut rope: Map<String, Value>, longest: Option<&Value>
     scaling.validate(key)?;
     serde_json::to_value(scaling).map_err(Error::wrap)
 }
-
-const ORIGINAL: &str = "original_max_position_embeddings";
 
 #[cfg(test)]
 mod tests {
@@ -412,6 +408,11 @@ mod tests {
         expected[3] = "full_attention";
         assert_eq!(layers(&model), json!(expected));
         assert_eq!((model.head_dim(), model.partial_rotary_factor), (256, 0.25));
+        let model = read(
+            json!({"model_type": "qwen3_5_text", "partial_rotary_factor": 0.5,
+            "rope_parameters": {"partial_rotary_factor": null}}),
+        )?;
+        assert_eq!(model.partial_rotary_factor, 0.5);
         let heads = (model.linear_num_key_heads, model.linear_num_value_heads);
         assert_eq!(heads, (Some(16), Some(32)));
         Ok(())
@@ -524,6 +525,14 @@ mod tests {
     #[case(
         json!({"model_type": "qwen3_moe", "decoder_sparse_step": 0}),
         "decoder_sparse_step: 0, must be"
+    )]
+    #[case(
+        json!({"model_type": "qwen3_moe", "num_experts": 100_001}),
+        "num_experts: 100001, must be at most 100000 with 1 blocks"
+    )]
+    #[case(
+        json!({"model_type": "qwen3_moe", "num_hidden_layers": 10_000, "num_experts": 10_000}),
+        "num_experts: 10000, must be at most 10 with 10000 blocks"
     )]
     #[case(json!({"model_type": null}), "model_type: null")]
     #[case(json!({"num_hidden_layers": 1_000_000_000_000_u64}), "num_hidden_layers: 1000000000000")]

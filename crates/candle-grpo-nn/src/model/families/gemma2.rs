@@ -4,8 +4,7 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Activation, Architecture, ChannelPlan, NormPlan};
-use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, absent, llama, set_default};
+use crate::model::families::{Family, absent, llama, periodic, set_default};
 use crate::{DecoderConfig, LayerType};
 
 pub(super) const FAMILY: Family = Family {
@@ -36,6 +35,7 @@ pub(super) const FAMILY: Family = Family {
         for attention in architecture.attentions() {
             attention.scores.cap = config.attn_logit_softcapping;
         }
+        architecture.offset_norms();
         architecture
     },
     gguf: None,
@@ -59,12 +59,9 @@ pub(super) fn read(config: &mut Map<String, Value>, full: usize) -> Result<()> {
     set_default(config, "sliding_window", 4096);
     set_default(config, "tie_word_embeddings", true);
     if absent(config, "layer_types") {
-        let layer_type = |layer: usize| match (layer + 1).is_multiple_of(full) {
-            true => LayerType::FullAttention,
-            false => LayerType::SlidingAttention,
-        };
-        let layers: Vec<_> = (0..num_hidden_layers(config)?).map(layer_type).collect();
-        config.insert("layer_types".to_owned(), json!(layers));
+        let (other, last) = (LayerType::SlidingAttention, LayerType::FullAttention);
+        let layers = periodic(config, full, other, last)?;
+        config.insert("layer_types".to_owned(), layers);
     }
     Ok(())
 }
@@ -93,7 +90,7 @@ pub(super) fn write(model: &DecoderConfig, config: &mut Map<String, Value>) {
     }
 }
 
-/// The parts that Gemma 2 and 3 share.
+/// The parts that Gemma 2 and 3 share. Their norms are not offset yet.
 pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
     let mut architecture = Architecture::llama(config);
     architecture.embedding_scale = (config.hidden_size as f64).sqrt();
@@ -115,7 +112,6 @@ pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
         scores.scale = scalar.powf(-0.5);
         scores.window = config.sliding_window.filter(|_| has_window(config, layer));
     }
-    architecture.offset_norms();
     architecture
 }
 

@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, AttentionPlan, Rotation};
-use crate::model::families::{Family, absent, gemma2, llama, set_default};
+use crate::model::families::{Family, absent, gemma2, interval, llama, set_default};
 use crate::{DecoderConfig, RopeScaling};
 
 pub(super) const FAMILY: Family = Family {
@@ -34,12 +34,7 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
     // A key of Gemma 2 that Gemma 3 has and does not use.
     config.remove("attn_logit_softcapping");
     read_rotations(config)?;
-    let pattern = config.remove("sliding_window_pattern");
-    let pattern = pattern.filter(|x| !x.is_null()).unwrap_or(json!(6));
-    let full = pattern.as_u64().and_then(|x| usize::try_from(x).ok());
-    let Some(full @ 1..) = full else {
-        bail!("sliding_window_pattern: {pattern}, must be a whole number of at least 1");
-    };
+    let full = interval(config, "sliding_window_pattern", 6)?;
     gemma2::read(config, full)
 }
 

@@ -13,11 +13,12 @@ mod qwen3_5;
 mod qwen3_moe;
 mod smollm3;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::model::architecture::Architecture;
+use crate::model::config::num_hidden_layers;
 use crate::weights::stacks::Stack;
 use crate::{DecoderConfig, LayerType};
 
@@ -182,6 +183,45 @@ impl TryFrom<String> for ModelType {
 /// Sets `key` to `value` if it is absent. A null stays.
 fn set_default(config: &mut Map<String, Value>, key: &str, value: impl Into<Value>) {
     config.entry(key).or_insert_with(|| value.into());
+}
+
+/// Reads a distance between blocks of a kind, `default` if it is absent or null.
+fn interval(config: &Map<String, Value>, key: &str, default: usize) -> Result<usize> {
+    let Some(found) = config.get(key).filter(|x| !x.is_null()) else {
+        return Ok(default);
+    };
+    match found.as_u64().and_then(|x| usize::try_from(x).ok()) {
+        Some(interval @ 1..) => Ok(interval),
+        _ => bail!("{key}: {found}, must be a whole number of at least 1"),
+    }
+}
+
+/// A list with an entry for each block: `last` for every `interval`-th, `other` for the others.
+fn periodic<T: Serialize>(
+    config: &Map<String, Value>,
+    interval: usize,
+    other: T,
+    last: T,
+) -> Result<Value> {
+    let entry = |layer: usize| match (layer + 1).is_multiple_of(interval) {
+        true => json!(last),
+        false => json!(other),
+    };
+    Ok((0..num_hidden_layers(config)?).map(entry).collect())
+}
+
+const PARTIAL: &str = "partial_rotary_factor";
+
+/// Moves `partial_rotary_factor` out of the objects of the rotation, where files may have it.
+fn lift_partial_rotary_factor(config: &mut Map<String, Value>) {
+    for key in ["rope_scaling", "rope_parameters"] {
+        if let Some(Value::Object(rope)) = config.get_mut(key)
+            && let Some(factor) = rope.remove(PARTIAL)
+            && !factor.is_null()
+        {
+            config.insert(PARTIAL.to_owned(), factor);
+        }
+    }
 }
 
 /// Returns whether a key is absent or null.

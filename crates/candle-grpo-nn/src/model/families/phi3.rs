@@ -4,7 +4,8 @@ use candle_core::Result;
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, ChannelPlan};
-use crate::model::families::{Family, llama};
+use crate::model::families::{Family, PARTIAL, lift_partial_rotary_factor, llama};
+use crate::model::rope_scaling::ORIGINAL;
 use crate::{DecoderConfig, RopeScaling};
 
 pub(super) const FAMILY: Family = Family {
@@ -17,9 +18,6 @@ pub(super) const FAMILY: Family = Family {
     gguf: None,
     ..llama::FAMILY
 };
-
-const ORIGINAL: &str = "original_max_position_embeddings";
-const PARTIAL: &str = "partial_rotary_factor";
 
 /// `original_max_position_embeddings` may lie beside the rotation, and `partial_rotary_factor` in
 /// it.
@@ -42,10 +40,8 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
                 rope.entry(ORIGINAL).or_insert_with(|| original.clone());
             }
         }
-        if let Some(partial) = rope.remove(PARTIAL).filter(|x| !x.is_null()) {
-            config.insert(PARTIAL.to_owned(), partial);
-        }
     }
+    lift_partial_rotary_factor(config);
     Ok(())
 }
 

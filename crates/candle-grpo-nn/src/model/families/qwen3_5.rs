@@ -6,8 +6,10 @@ use candle_grpo_kernels::DeltaHeads;
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, AttentionPlan, GatedDeltaPlan, TokenMixerPlan};
-use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, Multimodal, absent, llama, set_default};
+use crate::model::families::{
+    Family, Multimodal, PARTIAL, absent, interval, lift_partial_rotary_factor, llama, periodic,
+    set_default,
+};
 use crate::{DecoderConfig, LayerType};
 
 pub(super) const FAMILY: Family = Family {
@@ -57,32 +59,20 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
         set_default(config, key, size);
     }
     for key in ["rope_parameters", "rope_scaling"] {
-        let Some(Value::Object(rope)) = config.get_mut(key) else {
-            continue;
-        };
-        // The three positions of a text token are equal.
-        rope.retain(|name, _| !name.starts_with("mrope_"));
-        if let Some(factor) = rope.remove("partial_rotary_factor") {
-            config.insert("partial_rotary_factor".to_owned(), factor);
+        if let Some(Value::Object(rope)) = config.get_mut(key) {
+            // The three positions of a text token are equal.
+            rope.retain(|name, _| !name.starts_with("mrope_"));
         }
     }
-    if absent(config, "partial_rotary_factor") {
-        config.insert("partial_rotary_factor".to_owned(), json!(0.25));
+    lift_partial_rotary_factor(config);
+    if absent(config, PARTIAL) {
+        config.insert(PARTIAL.to_owned(), json!(0.25));
     }
-    let interval = config.remove("full_attention_interval");
     if absent(config, "layer_types") {
-        let interval = interval.filter(|x| !x.is_null()).unwrap_or(json!(4));
-        let Some(interval @ 1..) = interval.as_u64() else {
-            bail!("full_attention_interval: {interval}, must be a whole number of at least 1");
-        };
-        let layers = num_hidden_layers(config)? as u64;
-        let types: Vec<_> = (1..=layers)
-            .map(|number| match number.is_multiple_of(interval) {
-                true => LayerType::FullAttention,
-                false => LayerType::LinearAttention,
-            })
-            .collect();
-        config.insert("layer_types".to_owned(), json!(types));
+        let full = interval(config, "full_attention_interval", 4)?;
+        let (other, last) = (LayerType::LinearAttention, LayerType::FullAttention);
+        let layers = periodic(config, full, other, last)?;
+        config.insert("layer_types".to_owned(), layers);
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use crate::DecoderConfig;
 use crate::model::architecture::{Architecture, ChannelPlan, ExpertsPlan, MapPlan, MlpPlan};
 use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, qwen3, set_default};
+use crate::model::families::{Family, interval, qwen3, set_default};
 use crate::model::router::Router;
 use crate::weights::stacks::{Part, Stack};
 
@@ -53,21 +53,16 @@ fn read(config: &mut Map<String, Value>) -> Result<()> {
     ] {
         set_default(config, key, value);
     }
-    let step = config.remove("decoder_sparse_step");
-    let step = step.filter(|x| !x.is_null()).unwrap_or(json!(1));
-    let count = step.as_u64().and_then(|x| usize::try_from(x).ok());
-    let Some(count @ 1..) = count else {
-        bail!("decoder_sparse_step: {step}, must be a whole number of at least 1");
-    };
+    let step = interval(config, "decoder_sparse_step", 1)?;
     let stated = config.remove("mlp_only_layers").unwrap_or_default();
     let mut dense: Vec<usize> = match serde_json::from_value(stated.clone()) {
         Ok(layers) => layers,
         Err(_) if stated.is_null() => Vec::new(),
         Err(_) => bail!("mlp_only_layers: {stated}, must be a list of whole numbers"),
     };
-    if count > 1 {
+    if step > 1 {
         let layers = 0..num_hidden_layers(config)?;
-        dense.extend(layers.filter(|layer| !(layer + 1).is_multiple_of(count)));
+        dense.extend(layers.filter(|layer| !(layer + 1).is_multiple_of(step)));
         dense.sort_unstable();
         dense.dedup();
     }

@@ -1,12 +1,11 @@
 //! SmolLM3 (<https://huggingface.co/blog/smollm3>).
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
-use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, GgufLayout, absent, llama};
+use crate::model::families::{Family, GgufLayout, absent, interval, llama, periodic};
 
 pub(super) const FAMILY: Family = Family {
     name: "smollm3",
@@ -24,18 +23,11 @@ pub(super) const FAMILY: Family = Family {
 
 /// Without `no_rope_layers` every `no_rope_layer_interval`-th block does not rotate.
 fn read(config: &mut Map<String, Value>) -> Result<()> {
-    let interval = config.remove("no_rope_layer_interval");
-    if !absent(config, "no_rope_layers") {
-        return Ok(());
+    if absent(config, "no_rope_layers") {
+        let interval = interval(config, "no_rope_layer_interval", 4)?;
+        let layers = periodic(config, interval, 1, 0)?;
+        config.insert("no_rope_layers".to_owned(), layers);
     }
-    let interval = interval.filter(|x| !x.is_null()).unwrap_or(json!(4));
-    let count = interval.as_u64().and_then(|x| usize::try_from(x).ok());
-    let Some(count @ 1..) = count else {
-        bail!("no_rope_layer_interval: {interval}, must be a whole number of at least 1");
-    };
-    let rotates = |layer: usize| u8::from(!(layer + 1).is_multiple_of(count));
-    let layers: Vec<_> = (0..num_hidden_layers(config)?).map(rotates).collect();
-    config.insert("no_rope_layers".to_owned(), json!(layers));
     Ok(())
 }
 
