@@ -31,8 +31,6 @@ const DELTA_HEADS: DeltaHeads = DeltaHeads {
     key_dim: 128,
     value_dim: 128,
 };
-/// Queries, keys and values of [`DELTA_HEADS`].
-const DELTA_WIDTH: usize = 8192;
 const TAPS: usize = 4;
 
 pub(super) fn cases() -> Vec<Case> {
@@ -157,11 +155,14 @@ pub(super) fn cases() -> Vec<Case> {
             ),
             case(
                 "causal_conv",
-                format!("[{BATCH}, {POSITIONS}, {DELTA_WIDTH}], {TAPS} taps"),
+                format!(
+                    "[{BATCH}, {POSITIONS}, {}], {TAPS} taps",
+                    DELTA_HEADS.width()
+                ),
                 way,
                 |device| {
-                    let x = variable(&[TOKENS, DELTA_WIDTH], device)?;
-                    let weight = variable(&[DELTA_WIDTH, TAPS], device)?;
+                    let x = variable(&[TOKENS, DELTA_HEADS.width()], device)?;
+                    let weight = variable(&[DELTA_HEADS.width(), TAPS], device)?;
                     let tree = PrefixTree::new(&[POSITIONS; BATCH])?;
                     let (constant, taps) = (x.as_detached_tensor(), weight.as_detached_tensor());
                     let (gradient, same) = (constant.ones_like()?, tree.clone());
@@ -182,7 +183,7 @@ pub(super) fn cases() -> Vec<Case> {
                 format!("[{BATCH}, {POSITIONS}], 16 and 32 heads of 128"),
                 way,
                 |device| {
-                    let qkv = variable(&[TOKENS, DELTA_WIDTH], device)?;
+                    let qkv = variable(&[TOKENS, DELTA_HEADS.width()], device)?;
                     let gate = |seed| {
                         let shape = (TOKENS, DELTA_HEADS.value_heads);
                         noise(shape, 0.5, seed, DType::F32, device)? + 0.5
@@ -191,8 +192,8 @@ pub(super) fn cases() -> Vec<Case> {
                     let beta = Var::from_tensor(&gate(2)?)?;
                     let tree = PrefixTree::new(&[POSITIONS; BATCH])?;
                     let constants = [&qkv, &g, &beta].map(|x| x.as_detached_tensor());
-                    let values = DELTA_HEADS.value_heads * DELTA_HEADS.value_dim;
-                    let gradient = Tensor::ones((TOKENS, values), DType::F32, device)?;
+                    let shape = (TOKENS, DELTA_HEADS.values());
+                    let gradient = Tensor::ones(shape, DType::F32, device)?;
                     let same = tree.clone();
                     Ok(Layer {
                         graph: Box::new(move |twin| match twin {

@@ -2,8 +2,8 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use crate::check;
 use crate::precision::arithmetic_dtype;
+use crate::{check, sigmoid};
 
 /// The gates of [`gated_delta_rule`](crate::gated_delta_rule()) as in Qwen3-Next and Qwen3.5:
 /// `g = -exp(a_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`. Returns `g` and `beta`.
@@ -38,11 +38,7 @@ pub fn delta_gates(
     a_log: &Tensor,
     dt_bias: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
-    let Wide { x, b, rate } = Wide::new([a, b, a_log, dt_bias])?;
-    // softplus without overflow. Its gradient is exact, also at 0.
-    let rest = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
-    let softplus = (x.relu()? + rest)?;
-    Ok((softplus.broadcast_mul(&rate)?.neg()?, sigmoid(&b)?))
+    Wide::new([a, b, a_log, dt_bias])?.gates()
 }
 
 /// The backward pass of [`delta_gates`], without a graph.
@@ -68,7 +64,8 @@ pub fn delta_gates(
 pub fn delta_gates_gradient(inputs: [&Tensor; 4], gradients: [&Tensor; 2]) -> Result<[Tensor; 4]> {
     let inputs = inputs.map(Tensor::detach);
     let [a, b, a_log, dt_bias] = inputs.each_ref();
-    let (g, beta) = delta_gates(a, b, a_log, dt_bias)?;
+    let wide = Wide::new([a, b, a_log, dt_bias])?;
+    let (g, beta) = wide.gates()?;
     for (name, gradient, like) in [
         ("gradients[0]", gradients[0], &g),
         ("gradients[1]", gradients[1], &beta),
@@ -76,8 +73,7 @@ pub fn delta_gates_gradient(inputs: [&Tensor; 4], gradients: [&Tensor; 2]) -> Re
         check::same_shape(name, gradient, "the result", like)?;
     }
     let [of_g, of_beta] = gradients.map(Tensor::detach);
-    let Wide { x, rate, .. } = Wide::new([a, b, a_log, dt_bias])?;
-    let of_x = (of_g.broadcast_mul(&rate)?.neg()? * sigmoid(&x)?)?;
+    let of_x = (of_g.broadcast_mul(&wide.rate)?.neg()? * sigmoid(&wide.x)?)?;
     let of_b = (of_beta * (&beta * (1.0 - &beta)?)?)?;
     Ok([
         of_x.to_dtype(a.dtype())?,
@@ -124,9 +120,14 @@ impl Wide {
             rate: a_log.to_dtype(wide)?.exp()?,
         })
     }
-}
 
-/// Returns `1 / (1 + exp(-x))`.
-fn sigmoid(x: &Tensor) -> Result<Tensor> {
-    (x.neg()?.exp()? + 1.0)?.recip()
+    /// `g` and `beta`.
+    fn gates(&self) -> Result<(Tensor, Tensor)> {
+        let x = &self.x;
+        // softplus without overflow. Its gradient is exact, also at 0.
+        let rest = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
+        let softplus = (x.relu()? + rest)?;
+        let g = softplus.broadcast_mul(&self.rate)?.neg()?;
+        Ok((g, sigmoid(&self.b)?))
+    }
 }

@@ -1,5 +1,7 @@
 //! States of the gated delta rule between the passes of decoding.
 
+use std::fmt::Display;
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::cpu::with_element;
@@ -222,7 +224,7 @@ impl DeltaStates {
         [&self.states, &self.windows]
     }
 
-    fn check_slot(&self, name: &str, slot: usize) -> Result<()> {
+    fn check_slot(&self, name: impl Display, slot: usize) -> Result<()> {
         if slot >= self.len() {
             bail!(
                 "{name}: {slot}, must be below the number of slots, {}",
@@ -247,7 +249,7 @@ impl DeltaStates {
         }
         let (mut seen, mut sum) = (vec![false; self.len()], 0usize);
         for (index, sequence) in batch.iter().enumerate() {
-            self.check_slot(&format!("batch[{index}].slot"), sequence.slot)?;
+            self.check_slot(format_args!("batch[{index}].slot"), sequence.slot)?;
             if std::mem::replace(&mut seen[sequence.slot], true) {
                 bail!(
                     "batch[{index}].slot: {} twice, must occur once",

@@ -143,19 +143,19 @@ impl DeltaHeads {
         self.value_heads / self.key_heads
     }
 
-    /// Elements of the queries of a row, or of its keys.
-    pub(crate) fn keys(&self) -> usize {
-        self.key_heads * self.key_dim
+    /// Elements of the queries of a row, or of its keys; at most `usize::MAX`.
+    pub const fn keys(&self) -> usize {
+        self.key_heads.saturating_mul(self.key_dim)
     }
 
-    /// Elements of the values of a row.
-    pub(crate) fn values(&self) -> usize {
-        self.value_heads * self.value_dim
+    /// Elements of the values of a row; at most `usize::MAX`.
+    pub const fn values(&self) -> usize {
+        self.value_heads.saturating_mul(self.value_dim)
     }
 
-    /// Elements of queries, keys and values of a row.
-    pub(crate) fn width(&self) -> usize {
-        2 * self.keys() + self.values()
+    /// Elements of queries, keys and values of a row; at most `usize::MAX`.
+    pub const fn width(&self) -> usize {
+        self.keys().saturating_mul(2).saturating_add(self.values())
     }
 
     /// Fails on sizes of 0, and on value heads that are not a multiple of the key heads.

@@ -28,6 +28,7 @@
 //! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | yes |
 //! | [`geglu`] | another gate of a feed-forward layer | no |
 //! | [`soft_cap`] | soft caps of logits | no |
+//! | [`sigmoid`] | gates of attention and of the gated delta rule | no |
 //! | [`embedding`](embedding()), [`RowMap`] | rows of a table by id, and sums of rows | yes |
 //! | [`adamw`](adamw()) | one AdamW step over all parameters, in place | yes |
 //! | [`squared_gradient_norms`], [`scale_gradients`] | clipping by the global norm | yes |
@@ -90,6 +91,7 @@ mod rms_norm;
 mod rope;
 mod row_map;
 mod scores;
+mod sigmoid;
 mod soft_cap;
 mod swiglu;
 
@@ -118,5 +120,6 @@ pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_gradient};
 pub use rope::{rope, rope_angles, rope_gradient};
 pub use row_map::RowMap;
 pub use scores::Scores;
+pub use sigmoid::sigmoid;
 pub use soft_cap::soft_cap;
 pub use swiglu::{geglu, geglu_gradient, swiglu, swiglu_gradient};

@@ -6,7 +6,7 @@ use crate::check;
 use crate::precision::arithmetic_dtype;
 
 /// `cap * tanh(x / cap)`, which is between `-cap` and `cap` (Gemma 2,
-/// <https://arxiv.org/abs/2408.00118>).
+/// <https://arxiv.org/abs/2408.00118>), or `x` if `cap` is `None`.
 ///
 /// `x` has any shape and float dtype; the result has its shape and dtype, and `x` has a gradient.
 /// Arithmetic is in f32, in plain Candle operations.
@@ -24,8 +24,11 @@ use crate::precision::arithmetic_dtype;
 /// assert!(y[0] == 0. && (y[1] - 2. * 0.5f32.tanh()).abs() < 1e-6 && y[2] == 2.);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
-pub fn soft_cap(x: &Tensor, cap: f64) -> Result<Tensor> {
+pub fn soft_cap(x: &Tensor, cap: impl Into<Option<f64>>) -> Result<Tensor> {
     check::float("x", x)?;
+    let Some(cap) = cap.into() else {
+        return Ok(x.clone());
+    };
     check::positive("cap", cap)?;
     let wide = x.to_dtype(arithmetic_dtype(x.dtype()))?;
     ((wide / cap)?.tanh()? * cap)?.to_dtype(x.dtype())

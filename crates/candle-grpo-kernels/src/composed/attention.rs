@@ -130,10 +130,7 @@ fn padded(
         new,
         total,
     ))?;
-    let scores = match cap {
-        None => scores,
-        Some(cap) => soft_cap(&scores, cap)?,
-    };
+    let scores = soft_cap(&scores, cap)?;
     // Finite, so that a padded query without visible positions does not give NaN.
     let hidden = Tensor::new(-1e30f32, device)?
         .to_dtype(wide)?

@@ -41,10 +41,7 @@ pub(crate) fn unchecked(arguments: &Arguments) -> Result<TokenLogProbs> {
             mask.where_cond(targets, &targets.zeros_like()?)?,
         ),
     };
-    let z = match arguments.rows.logit_cap {
-        None => z,
-        Some(cap) => soft_cap(&z, cap)?,
-    };
+    let z = soft_cap(&z, arguments.rows.logit_cap)?;
     let z = (z / arguments.temperature)?;
     // Relative to the largest logit, to avoid overflow.
     let largest = z.detach().max_keepdim(D::Minus1)?;

@@ -232,7 +232,7 @@ struct BackwardScratch {
     records: Vec<f32>,
     /// The gradients of the states of all value heads.
     state_gradients: Vec<f32>,
-    /// The gradients of the states after each segment of the tree.
+    /// The gradients of the states after each segment of the tree that has branches.
     ends: Vec<Vec<f32>>,
     /// `[2 * rows, key_dim]`
     key_gradients: Vec<f32>,
@@ -613,12 +613,17 @@ impl<T: Element> WithSimd for Backward<'_, '_, T> {
         let chunks = task.record(simd, scratch, &mut more.records);
         let record_len = task.heads.group() * task.record_len();
         let mut next = chunks * record_len;
-        let no_end = vec![0.0; more.state_gradients.len()];
+        let segments = task.segments.iter().map(|&at| &task.tree.segments()[at]);
+        let states = more.state_gradients.len();
+        let len = |segment: &Segment| if segment.has_branches { states } else { 0 };
         more.ends.clear();
-        more.ends.resize(task.segments.len(), no_end);
-        for (index, &segment) in task.segments.iter().enumerate().rev() {
-            let segment = &task.tree.segments()[segment];
-            more.state_gradients.copy_from_slice(&more.ends[index]);
+        more.ends
+            .extend(segments.clone().map(|segment| vec![0.0; len(segment)]));
+        for (index, segment) in segments.enumerate().rev() {
+            match segment.has_branches {
+                true => more.state_gradients.copy_from_slice(&more.ends[index]),
+                false => more.state_gradients.fill(0.0),
+            }
             for chunk in Chunk::all(segment).rev() {
                 next -= record_len;
                 task.backward(simd, chunk, scratch, more, next, gradient);

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::Shape;
-use candle_grpo_kernels::{DeltaHeads, Scores};
+use candle_core::{Result, Shape, Tensor};
+use candle_grpo_kernels::{DeltaHeads, Scores, geglu, geglu_gradient, swiglu, swiglu_gradient};
 
 use crate::model::router::Router;
 use crate::weights::check::{EMBEDDING, OUTPUT};
@@ -110,15 +110,27 @@ pub(crate) struct GatedDeltaPlan {
 pub(crate) struct MlpPlan {
     /// Gate and up.
     pub(crate) inputs: MapsPlan<2>,
-    pub(crate) activation: Activation,
+    pub(crate) gate: Gate,
     pub(crate) down: MapPlan,
 }
 
-/// The function of the gate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Activation {
-    Silu,
-    GeluTanh,
+/// An operator of gate and up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Gate {
+    pub(crate) forward: fn(&Tensor, &Tensor) -> Result<Tensor>,
+    /// The gradients of gate and up, from both and the gradient of the result.
+    pub(crate) backward: fn(&Tensor, &Tensor, &Tensor) -> Result<(Tensor, Tensor)>,
+}
+
+impl Gate {
+    pub(crate) const SWIGLU: Self = Self {
+        forward: swiglu,
+        backward: swiglu_gradient,
+    };
+    pub(crate) const GEGLU: Self = Self {
+        forward: geglu,
+        backward: geglu_gradient,
+    };
 }
 
 /// Several linear maps of one input.
@@ -335,17 +347,14 @@ impl AttentionPlan {
 impl GatedDeltaPlan {
     /// The maps and sizes of Qwen3.5.
     pub(crate) fn new(config: &DecoderConfig, heads: DeltaHeads, taps: usize) -> Self {
-        let hidden = config.hidden_size;
-        let keys = heads.key_heads.saturating_mul(heads.key_dim);
-        let values = heads.value_heads.saturating_mul(heads.value_dim);
-        let width = keys.saturating_mul(2).saturating_add(values);
+        let (hidden, values) = (config.hidden_size, heads.values());
         let map = |name, outputs| MapPlan::new(name, hidden, outputs);
         Self {
             heads,
             taps,
             inputs: MapsPlan {
                 maps: [
-                    map("linear_attn.in_proj_qkv", width),
+                    map("linear_attn.in_proj_qkv", heads.width()),
                     map("linear_attn.in_proj_z", values),
                     map("linear_attn.in_proj_b", heads.value_heads),
                     map("linear_attn.in_proj_a", heads.value_heads),
@@ -364,11 +373,10 @@ impl GatedDeltaPlan {
         self.norm.parameters(prefix, add);
         self.inputs.parameters(prefix, add);
         self.output.parameters(prefix, add);
-        let width = self.inputs.maps[0].outputs;
         for (name, shape, initial) in [
             (
                 "conv1d.weight",
-                Shape::from((width, 1, self.taps)),
+                Shape::from((self.heads.width(), 1, self.taps)),
                 Initial::Normal,
             ),
             ("A_log", self.heads.value_heads.into(), Initial::Rates),
@@ -391,7 +399,7 @@ impl MlpPlan {
                 maps: ["gate_proj", "up_proj"].map(|part| map(part, config.hidden_size, inner)),
                 joined: None,
             },
-            activation: Activation::Silu,
+            gate: Gate::SWIGLU,
             down: MapPlan {
                 is_residual: true,
                 ..map("down_proj", inner, config.hidden_size)

@@ -1,7 +1,7 @@
 //! Attention, a token mixer.
 
 use candle_core::{Error, Result, Tensor};
-use candle_grpo_kernels::{HeadNorms, HeadTransform, Scores, arithmetic_dtype};
+use candle_grpo_kernels::{HeadNorms, HeadTransform, Scores, sigmoid};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{AttentionPlan, NormPlan};
@@ -198,10 +198,4 @@ impl Mixer for Attention {
         let gradients = [query_gradient, key_gradient, value_gradient];
         self.inputs.backward(x, &gradients, sink)
     }
-}
-
-/// `1 / (1 + exp(-x))` in the dtype of `x`, computed in f32 at least.
-fn sigmoid(x: &Tensor) -> Result<Tensor> {
-    let wide = x.to_dtype(arithmetic_dtype(x.dtype()))?;
-    (wide.neg()?.exp()? + 1.0)?.recip()?.to_dtype(x.dtype())
 }

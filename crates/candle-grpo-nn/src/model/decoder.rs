@@ -152,10 +152,7 @@ impl Decoder {
 
     /// The logits after their soft cap.
     pub(crate) fn capped(&self, logits: Tensor) -> Result<Tensor> {
-        match self.logit_cap {
-            Some(cap) => soft_cap(&logits, cap),
-            None => Ok(logits),
-        }
+        soft_cap(&logits, self.logit_cap)
     }
 
     /// The matrix `[V, H]` of the output layer; the embedding when tied.

@@ -48,7 +48,6 @@ pub(crate) struct GatedDeltaRecord {
 impl GatedDelta {
     pub(crate) fn new(plan: &GatedDeltaPlan, layer: usize, vb: &VarBuilder) -> Result<Self> {
         let heads = plan.heads;
-        let width = plan.inputs.maps[0].outputs;
         let vector = |name| NamedWeight::get(&vb.pp("linear_attn"), heads.value_heads, name);
         Ok(Self {
             layer,
@@ -57,7 +56,7 @@ impl GatedDelta {
             output: Linear::new(&plan.output, vb)?,
             conv: NamedWeight::get(
                 &vb.pp("linear_attn.conv1d"),
-                (width, 1, plan.taps),
+                (heads.width(), 1, plan.taps),
                 "weight",
             )?,
             a_log: vector("A_log")?,

@@ -1,10 +1,9 @@
 //! The feed-forward layer, a channel mixer.
 
 use candle_core::{Result, Tensor};
-use candle_grpo_kernels::{geglu, geglu_gradient, swiglu, swiglu_gradient};
 use candle_nn::VarBuilder;
 
-use crate::model::architecture::{Activation, MlpPlan};
+use crate::model::architecture::{Gate, MlpPlan};
 use crate::model::block::Mixer;
 use crate::model::linear::{Linear, Maps};
 use crate::model::pass::Pass;
@@ -15,7 +14,7 @@ use crate::optim::grad_sink::GradSink;
 pub(crate) struct Mlp {
     /// Gate and up.
     inputs: Maps<2>,
-    activation: Activation,
+    gate: Gate,
     down: Linear,
 }
 
@@ -30,7 +29,7 @@ impl Mlp {
     pub(crate) fn new(plan: &MlpPlan, vb: &VarBuilder) -> Result<Self> {
         Ok(Self {
             inputs: Maps::new(&plan.inputs, vb)?,
-            activation: plan.activation,
+            gate: plan.gate,
             down: Linear::new(&plan.down, vb)?,
         })
     }
@@ -42,10 +41,7 @@ impl Mixer for Mlp {
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, MlpRecord)> {
         let products = pass.products();
         let [gate, up] = self.inputs.forward(x, products)?;
-        let inner = match self.activation {
-            Activation::Silu => swiglu(&gate, &up)?,
-            Activation::GeluTanh => geglu(&gate, &up)?,
-        };
+        let inner = (self.gate.forward)(&gate, &up)?;
         let y = self.down.forward(&inner, products)?;
         Ok((y, MlpRecord { gate, up, inner }))
     }
@@ -59,11 +55,8 @@ impl Mixer for Mlp {
         sink: &mut GradSink,
     ) -> Result<Tensor> {
         let inner_gradient = self.down.backward(&record.inner, gradient, None, sink)?;
-        let gradient_of = match self.activation {
-            Activation::Silu => swiglu_gradient,
-            Activation::GeluTanh => geglu_gradient,
-        };
-        let (gate_gradient, up_gradient) = gradient_of(&record.gate, &record.up, &inner_gradient)?;
+        let (gate_gradient, up_gradient) =
+            (self.gate.backward)(&record.gate, &record.up, &inner_gradient)?;
         drop((record, inner_gradient));
         self.inputs.backward(x, &[gate_gradient, up_gradient], sink)
     }

@@ -398,10 +398,7 @@ fn squared_probs_in_pieces(
         .map(|start| {
             let states = states.narrow(0, start, rows.min(n - start))?;
             let logits = states.matmul(&weight.t()?)?;
-            let logits = match logit_cap {
-                Some(cap) => soft_cap(&logits, cap)?,
-                None => logits,
-            };
+            let logits = soft_cap(&logits, logit_cap)?;
             sum_of_squared_probs(&logits, temperature)
         })
         .collect::<candle_core::Result<Vec<_>>>()?;

@@ -3,7 +3,7 @@
 use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
-use crate::model::architecture::{Activation, Architecture, ChannelPlan, NormPlan};
+use crate::model::architecture::{Architecture, ChannelPlan, Gate, NormPlan};
 use crate::model::families::{Family, absent, llama, periodic, set_default};
 use crate::{DecoderConfig, LayerType};
 
@@ -104,7 +104,7 @@ pub(super) fn architecture(config: &DecoderConfig) -> Architecture {
         block.mlp.before = norm("pre_feedforward_layernorm");
         block.mlp.after = norm("post_feedforward_layernorm");
         if let ChannelPlan::Mlp(mlp) = &mut block.mlp.mixer {
-            mlp.activation = Activation::GeluTanh;
+            mlp.gate = Gate::GEGLU;
         }
     }
     for (layer, attention) in architecture.attentions().enumerate() {
