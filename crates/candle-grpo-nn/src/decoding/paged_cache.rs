@@ -31,6 +31,8 @@ pub struct PagedCache {
     holders: Vec<usize>,
     /// Pages that no sequence holds.
     free: Vec<usize>,
+    /// True if there are layers with states.
+    has_states: bool,
     /// Number of slots for states.
     slots: usize,
     /// Slots that no sequence has.
@@ -82,11 +84,11 @@ impl PagedCache {
             })
         };
         let architecture = config.architecture();
+        let layers = architecture.gated_deltas().map(layer);
+        let layers = layers.collect::<Result<Vec<_>>>()?;
         Ok(Self {
-            layers: architecture
-                .gated_deltas()
-                .map(layer)
-                .collect::<Result<_>>()?,
+            has_states: layers.iter().any(|layer| layer.states().is_some()),
+            layers,
             holders: Vec::new(),
             free: Vec::new(),
             slots: 0,
@@ -170,7 +172,7 @@ impl PagedCache {
 
     /// Extends a sequence by `new` positions, to be written to the slots returned.
     pub(crate) fn extend(&mut self, id: SequenceId, new: usize) -> Result<Vec<PageSlot>> {
-        if self.get(id)?.slot.is_none() && self.layers.iter().any(|x| x.states().is_some()) {
+        if self.has_states && self.get(id)?.slot.is_none() {
             let slot = self.take_slot()?;
             for states in self.layers.iter().filter_map(Layer::states) {
                 states.clear(slot)?;

@@ -34,7 +34,8 @@ pub(crate) struct ExpertsRecord {
     plan: Plan,
     /// The inputs of the experts, one expert after another.
     rows: Tensor,
-    records: Vec<Option<MlpRecord>>,
+    /// One for each expert that has rows.
+    records: Vec<MlpRecord>,
     /// The results of the experts of each token, `[N, top_k, hidden]`.
     results: Tensor,
 }
@@ -127,13 +128,12 @@ impl Mixer for Experts {
         let reaches_all = products == Products::Joint;
         let plan = Plan::new(&routing.experts, self.experts.len(), reaches_all)?;
         let rows = x.index_select(&plan.tokens, 0)?;
-        let mut records: Vec<_> = self.experts.iter().map(|_| None).collect();
-        let mut results = Vec::new();
+        let (mut records, mut results) = (Vec::new(), Vec::new());
         for (expert, range) in plan.ranges() {
             let rows = rows.narrow(0, range.start, range.len())?;
             let (y, record) = self.experts[expert].forward(&rows, pass)?;
             results.push(y);
-            records[expert] = Some(record);
+            records.push(record);
         }
         let (n, hidden) = x.dims2()?;
         let results = Tensor::cat(&results, 0)?.index_select(&plan.places, 0)?;
@@ -171,11 +171,9 @@ impl Mixer for Experts {
         let of_results = weights.broadcast_mul(&gradient)?.reshape(((), hidden))?;
         let of_results = of_results.index_select(&record.plan.slots, 0)?;
         let mut of_rows = Vec::new();
-        for (expert, range) in record.plan.ranges() {
+        let records = std::mem::take(&mut record.records);
+        for ((expert, range), kept) in record.plan.ranges().zip(records) {
             let part = |x: &Tensor| x.narrow(0, range.start, range.len());
-            let Some(kept) = record.records[expert].take() else {
-                bail!("an expert was not recorded");
-            };
             let (rows, gradient) = (part(&record.rows)?, part(&of_results)?);
             of_rows.push(self.experts[expert].backward(&rows, kept, pass, &gradient, sink)?);
         }

@@ -69,7 +69,8 @@ impl Pass<'_> {
         }
     }
 
-    /// `x` `[N, H]` with zeros at padding, which leave a state unchanged.
+    /// `x` `[N, H]` with zeros at padding. A row of zeros adds nothing to a state: padding before a
+    /// sequence leaves its state at 0.
     pub(crate) fn without_padding(&self, x: &Tensor) -> Result<Tensor> {
         let Context::Sequences {
             states: Some(StateRows {

@@ -36,11 +36,13 @@ impl Parameters {
         }
     }
 
-    /// Initializes new weights: normal with standard deviation 0.02, norms one, biases zero.
+    /// Initializes new weights: normal with standard deviation 0.02, norms with a factor of 1, and
+    /// biases 0. Of the gates of the gated delta rule, `dt_bias` is 1, and the rates `exp(A_log)`
+    /// are spaced evenly between 0 and 16.
     ///
-    /// The projections that write to the residual stream (`o_proj`, `down_proj`) are scaled by
-    /// `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth (GPT-2,
-    /// section 2.3). The same seed gives the same bits on every device.
+    /// The projections that write to the residual stream (`o_proj`, `out_proj`, `down_proj`) are
+    /// scaled by `1 / sqrt(2 * num_hidden_layers)`, so that its variance does not grow with depth
+    /// (GPT-2, section 2.3). The same seed gives the same bits on every device.
     pub fn init(config: &DecoderConfig, seed: u64, device: &Device) -> Result<Self> {
         config.validate()?;
         let residual = 1.0 / (2.0 * config.num_hidden_layers as f64).sqrt();

@@ -26,7 +26,7 @@ pub(crate) struct Part {
 }
 
 /// An entry of a file with a shape.
-trait Entry: Sized {
+pub(crate) trait Entry: Sized {
     fn dims(&self) -> &[usize];
 
     /// The entry of a part.
@@ -60,7 +60,6 @@ impl Entry for TensorHeader {
 /// # Errors
 ///
 /// If a stack has another shape.
-#[allow(private_bounds)]
 pub(crate) fn split<T: Entry>(
     config: &DecoderConfig,
     entries: &mut HashMap<String, T>,
