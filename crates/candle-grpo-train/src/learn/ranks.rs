@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_collective::{Alone, Collective};
 use serde::Serialize;
@@ -92,19 +92,16 @@ impl Ranks {
         first.flatten().context("a value of rank 0: none")
     }
 
-    /// Checks that the value of every rank is that of rank 0. All ranks must call it.
+    /// Returns the first rank whose value is not that of rank 0, with its value and that of rank 0.
+    /// All ranks must call it, and get the same result.
     ///
     /// # Errors
     ///
-    /// On all ranks, with `name` and the first rank that differs; and as in [`Self::gather`].
-    pub fn ensure_equal(&self, name: &str, own: String) -> Result<()> {
-        let all = self.gather(own)?;
-        match all.iter().position(|other| *other != all[0]) {
-            None => Ok(()),
-            Some(rank) => bail!(
-                "{name}: those of rank {rank} differ from those of rank 0, must be the same on all ranks"
-            ),
-        }
+    /// As in [`Self::gather`].
+    pub fn first_difference(&self, own: String) -> Result<Option<(usize, [String; 2])>> {
+        let mut all = self.gather(own)?;
+        let rank = all.iter().position(|other| *other != all[0]);
+        Ok(rank.map(|rank| (rank, [all.swap_remove(rank), all.swap_remove(0)])))
     }
 
     /// Concatenates `pieces` `[b, T]`, and then those of all ranks, in f32. T is `width` on every

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{AdvantageEstimator, MetricValues, RunningState};
 use candle_grpo_loss::{Aggregation, StepTotals, Surrogate};
@@ -203,7 +203,12 @@ impl Trainer {
         {
             own += &format!(", sha256 {}", sha256_of_parameters(parameters)?);
         }
-        self.ranks().ensure_equal("weights", own)
+        if let Some((rank, [own, first])) = self.ranks().first_difference(own)? {
+            bail!(
+                "weights: those of rank {rank} ({own}) differ from those of rank 0 ({first}), must be the same on all ranks"
+            );
+        }
+        Ok(())
     }
 
     fn set_progress(&mut self, receiver: Arc<dyn Progress>) {

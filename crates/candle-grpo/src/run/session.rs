@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::run::{ReplacedRun, RunInputs};
@@ -182,7 +182,11 @@ impl Session {
         }
         let identity = serde_json::to_string(&(config.to_value()?, &inputs))?;
         let ranks = trainer.ranks();
-        ranks.ensure_equal("configuration, model, data and rewards", identity)?;
+        if let Some((rank, _)) = ranks.first_difference(identity)? {
+            bail!(
+                "configuration, model, data and rewards: those of rank {rank} differ from those of rank 0, must be the same on all ranks"
+            );
+        }
         let mut opened = match trainer.ranks().is_first() {
             true => Some(open(&config, &inputs, &mut trainer, start)?),
             false => None,
