@@ -1,4 +1,4 @@
-//! Memory of the operators on the vocabulary beyond their arguments and results.
+//! Memory of the operators on the vocabulary and of the models of a run, beyond their arguments.
 
 use std::alloc::System;
 use std::sync::{Mutex, PoisonError};
@@ -8,6 +8,10 @@ use candle_grpo_bench::{Counting, peak_bytes};
 use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient,
 };
+use candle_grpo_loss::PolicyLoss;
+use candle_grpo_nn::{AdamWConfig, DecoderConfig, Lora, LoraConfig, Parameters};
+use candle_grpo_train::learn::ActorConfig;
+use candle_grpo_train::{Actor, ComputeDType, SamplingConfig};
 use rstest::rstest;
 
 #[global_allocator]
@@ -104,5 +108,42 @@ fn linear_log_prob_takes_its_gradients_and_a_few_mib(
     let tile_bytes = if dtype == DType::F32 { 13 } else { 20 } * MIB;
     let allowed = weight_bytes + hidden_bytes + rows_bytes + tile_bytes;
     assert!(bytes <= allowed, "{bytes} bytes, allowed are {allowed}");
+    Ok(())
+}
+
+#[test]
+fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let model = DecoderConfig {
+        vocab_size: 1000,
+        hidden_size: 256,
+        intermediate_size: 512,
+        num_hidden_layers: 8,
+        num_attention_heads: 4,
+        num_key_value_heads: 4,
+        ..DecoderConfig::default()
+    };
+    let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+    let bytes_in_f32 = 4 * parameters.num_elements();
+    let adapters = Lora::init(LoraConfig::all_linear(1, 1.), &model, 0, &Device::Cpu)?;
+    let config = ActorConfig {
+        policy_loss: PolicyLoss::default(),
+        optimizer: AdamWConfig::default(),
+        temperature: 1.,
+        activation_checkpointing: false,
+        compute_dtype: ComputeDType::Bf16,
+    };
+    let (made, bytes) = peak_bytes(|| -> anyhow::Result<_> {
+        let actor = Actor::with_adapters(model, parameters, adapters, config)?;
+        let reference = actor.reference()?;
+        let sampler = actor.sampler(SamplingConfig::default())?;
+        Ok((actor, reference, sampler))
+    });
+    made?;
+    // While a weight is converted, it is there twice.
+    assert!(
+        bytes < bytes_in_f32 / 10,
+        "{bytes} bytes, the weights took {bytes_in_f32}"
+    );
     Ok(())
 }

@@ -13,7 +13,7 @@ use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::atomic_file::{self, write_safetensors};
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
 use crate::weights::check::check_names;
-use crate::weights::compute_copies::copy;
+use crate::weights::compute_copies::value_in;
 use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig, Parameters};
 
@@ -237,7 +237,7 @@ impl Lora {
     }
 
     /// [`Parameters::copied_var_builder`] of `base` with the adapters. Only the copies of the
-    /// adapters are refreshed.
+    /// adapters are refreshed. A base that is [frozen](Parameters::frozen_in) in `dtype` is shared.
     pub fn copied_var_builder(
         &self,
         base: &Parameters,
@@ -247,7 +247,7 @@ impl Lora {
         let vb = self.builder_with(
             base,
             dtype,
-            |variable| copy(variable, dtype),
+            |variable| value_in(variable, dtype),
             |variable| copies.add(variable, dtype),
         )?;
         Ok((vb, copies))
@@ -277,7 +277,7 @@ impl Lora {
         Ok(VarBuilder::from_tensors(tensors, dtype, base.device()))
     }
 
-    /// Returns new parameters with the adapters added to the weights of `base`.
+    /// Returns new f32 parameters with the adapters added to the weights of `base`.
     pub fn merged(&self, model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
         let mut tensors = HashMap::new();
         for (name, variable) in base.iter() {
@@ -289,7 +289,7 @@ impl Lora {
             let weight = match (matrix(LORA_A), matrix(LORA_B)) {
                 (Some(a), Some(b)) => {
                     let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
-                    (weight + (change * self.config.scaling())?)?
+                    (weight.to_dtype(DType::F32)? + (change * self.config.scaling())?)?
                 }
                 _ => weight,
             };

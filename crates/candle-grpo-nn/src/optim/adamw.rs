@@ -142,6 +142,12 @@ impl AdamW {
         let moments = parameters
             .iter()
             .map(|(name, variable)| {
+                if variable.dtype() != DType::F32 {
+                    bail!(
+                        "parameters: {name} is {:?}, must be F32 to train",
+                        variable.dtype()
+                    );
+                }
                 let shape = variable.shape().clone();
                 let kept = match &shard {
                     None => shape.clone(),

@@ -37,9 +37,14 @@ pub struct ComputeCopies {
 }
 
 impl ComputeCopies {
-    /// Copies `variable`. [`Self::refresh`] updates the copy.
+    /// Returns `variable` in `dtype`. A copy is updated by [`Self::refresh`]; see [`value_in`] for
+    /// what is not copied.
     pub(crate) fn add(&mut self, variable: &Var, dtype: DType) -> Result<Tensor> {
-        let copy = Var::from_tensor(&copy(variable, dtype)?)?;
+        let value = value_in(variable, dtype)?;
+        if variable.dtype() != DType::F32 {
+            return Ok(value);
+        }
+        let copy = Var::from_tensor(&value)?;
         let tensor = copy.as_detached_tensor();
         self.pairs.insert(variable.id(), (variable.clone(), copy));
         Ok(tensor)
@@ -76,14 +81,16 @@ fn refresh(variable: &Var, copy: &Var) -> Result<()> {
     flat.slice_set(&now.flatten_all()?, 0, 0)
 }
 
-/// A detached copy in its own memory.
-pub(crate) fn copy(variable: &Var, dtype: DType) -> Result<Tensor> {
+/// The detached value in `dtype`. It shares the memory of a variable that has this dtype, unless
+/// that is f32: others are frozen, and so have no updates.
+pub(crate) fn value_in(variable: &Var, dtype: DType) -> Result<Tensor> {
     if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
         bail!("dtype: {dtype:?}, must be F32, BF16 or F16");
     }
-    if variable.dtype() == dtype {
-        variable.as_detached_tensor().copy()
-    } else {
-        variable.as_detached_tensor().to_dtype(dtype)
+    let value = variable.as_detached_tensor();
+    match variable.dtype() {
+        DType::F32 if dtype == DType::F32 => value.copy(),
+        own if own == dtype => Ok(value),
+        _ => value.to_dtype(dtype),
     }
 }

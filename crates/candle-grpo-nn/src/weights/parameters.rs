@@ -9,6 +9,7 @@ use candle_nn::VarBuilder;
 use crate::atomic_file::write_safetensors;
 use crate::model::architecture::{Initial, Parameter};
 use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, reduce_to_parameters};
+use crate::weights::compute_copies::value_in;
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig};
@@ -19,8 +20,8 @@ const INIT_STD: f64 = 0.02;
 /// The trainable variables of a model by name, in sorted order.
 ///
 /// Those of a decoder have the names and shapes of [`DecoderConfig::parameter_shapes`];
-/// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates. A clone
-/// shares the variables.
+/// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates; only
+/// [frozen](Self::frozen_in) ones may have another dtype. A clone shares the variables.
 #[derive(Debug, Clone)]
 pub struct Parameters {
     variables: BTreeMap<String, Var>,
@@ -82,7 +83,16 @@ impl Parameters {
     /// another shape.
     pub fn from_tensors(
         config: &DecoderConfig,
+        tensors: HashMap<String, Tensor>,
+        device: &Device,
+    ) -> Result<Self> {
+        Self::from_tensors_in(config, tensors, DType::F32, device)
+    }
+
+    fn from_tensors_in(
+        config: &DecoderConfig,
         mut tensors: HashMap<String, Tensor>,
+        dtype: DType,
         device: &Device,
     ) -> Result<Self> {
         config.validate()?;
@@ -112,7 +122,7 @@ impl Parameters {
             let tensor = tensor
                 .detach()
                 .to_device(device)?
-                .to_dtype(DType::F32)?
+                .to_dtype(dtype)?
                 .contiguous()?;
             variables.insert(name, Var::from_tensor(&tensor)?);
         }
@@ -236,6 +246,21 @@ impl Parameters {
     ///
     /// As in [`Self::load`].
     pub fn load_folder(config: &DecoderConfig, folder: &Path, device: &Device) -> Result<Self> {
+        Self::load_folder_frozen(config, folder, DType::F32, device)
+    }
+
+    /// [`Self::load_folder`] of weights that do not train, in `dtype`, as [`Self::frozen_in`]
+    /// returns them.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::load_folder`].
+    pub fn load_folder_frozen(
+        config: &DecoderConfig,
+        folder: &Path,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
         let context = |error: Error| {
             Error::msg(format!(
                 "cannot load parameters from {}: {error}",
@@ -245,7 +270,26 @@ impl Parameters {
         let mut tensors =
             safetensors::read_folder(folder, safetensors::read_file).map_err(context)?;
         reduce_to_parameters(config, &mut tensors).map_err(context)?;
-        Self::from_tensors(config, tensors, device).map_err(context)
+        Self::from_tensors_in(config, tensors, dtype, device).map_err(context)
+    }
+
+    /// Returns these weights in `dtype`, for a model that trains only its adapters. In bf16 and f16
+    /// they take 2 bytes each.
+    ///
+    /// Each variable is freed when it has been converted, unless a clone shares it. Builders of the
+    /// result in `dtype` share its memory. [`AdamW`](crate::AdamW) refuses variables that are not
+    /// f32.
+    ///
+    /// # Errors
+    ///
+    /// If `dtype` is not F32, BF16 or F16.
+    pub fn frozen_in(mut self, dtype: DType) -> Result<Self> {
+        for variable in self.variables.values_mut() {
+            if variable.dtype() != dtype {
+                *variable = Var::from_tensor(&value_in(variable, dtype)?)?;
+            }
+        }
+        Ok(self)
     }
 
     /// Checks the names, shapes and types of the weights of a Hugging Face folder, and the lengths
@@ -389,6 +433,12 @@ impl Parameters {
             .sum()
     }
 
+    /// The dtype of the variables: F32, unless they are [frozen](Self::frozen_in).
+    pub fn dtype(&self) -> DType {
+        let first = self.variables.values().next();
+        first.map_or(DType::F32, |variable| variable.dtype())
+    }
+
     /// The device of the variables.
     pub fn device(&self) -> &Device {
         &self.device
@@ -401,7 +451,7 @@ impl Parameters {
             .map(|(name, variable)| (name.clone(), tensor_of(variable)))
             .collect();
         // Not a VarMap, which would create a random tensor for an unknown name.
-        VarBuilder::from_tensors(tensors, DType::F32, &self.device)
+        VarBuilder::from_tensors(tensors, self.dtype(), &self.device)
     }
 }
 

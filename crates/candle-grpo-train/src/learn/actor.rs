@@ -109,7 +109,9 @@ impl Actor {
         Self::from_decoder(parameters, None, decoder, copies, config)
     }
 
-    /// Creates an actor that trains `adapters` and freezes `parameters`.
+    /// Creates an actor that trains `adapters` and freezes `parameters`, in the dtype that the
+    /// policy computes in. In bf16 they take 2 bytes each, which the reference and the sampler
+    /// share.
     ///
     /// Optimizer state and gradients have the size of the adapters.
     ///
@@ -124,6 +126,7 @@ impl Actor {
     ) -> Result<Self> {
         adapters.config().validate(&model).context("adapters")?;
         let dtype = config.compute_dtype;
+        let parameters = parameters.frozen_in(dtype.into())?;
         let (decoder, copies) = decoder_in(&model, &parameters, Some(&adapters), dtype)?;
         Self::from_decoder(parameters, Some(adapters), decoder, copies, config)
     }

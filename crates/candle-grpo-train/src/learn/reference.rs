@@ -72,7 +72,7 @@ impl Reference {
 
     /// Creates a reference that is the policy without its adapters.
     ///
-    /// `parameters` must not change. They are not copied if `dtype` is f32.
+    /// `parameters` must not change. They are not copied if they have this dtype.
     pub fn without_adapters(
         model: &DecoderConfig,
         parameters: &Parameters,

@@ -99,7 +99,8 @@ pub struct TrainConfig {
     /// Keep only the input of each block for the backward pass and recompute the rest. Memory
     /// hardly grows with the number of blocks; a step takes a third longer.
     pub activation_checkpointing: bool,
-    /// The dtype in which policy and reference compute. Trainable weights are always f32.
+    /// The dtype in which policy and reference compute. Weights that train are f32 as well; those
+    /// under adapters are in this dtype alone.
     pub compute_dtype: ComputeDType,
     /// The optimizer.
     pub optimizer: AdamWConfig,
@@ -312,6 +313,15 @@ impl TrainConfig {
             "be absent with recipe.policy_loss.entropy_coef",
         )?;
         Ok(())
+    }
+
+    /// Returns the dtype of the weights of the policy in memory: that of the computation under
+    /// adapters, otherwise f32.
+    pub fn stored_dtype(&self) -> ComputeDType {
+        match self.adapters {
+            Some(_) => self.compute_dtype,
+            None => ComputeDType::F32,
+        }
     }
 
     pub(crate) fn actor(&self) -> ActorConfig {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candle_core::Device;
+use candle_core::{DType, Device};
 use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, Parameters, atomic_file};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
@@ -14,7 +14,7 @@ use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
 use super::{SpecialToken, SpecialTokens};
 use crate::owned_files::Owned;
-use crate::{ChatTemplate, Sampler, SamplingConfig};
+use crate::{ChatTemplate, ComputeDType, Sampler, SamplingConfig};
 
 pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const MODEL: &str = "model.safetensors";
@@ -52,7 +52,17 @@ impl Pretrained {
     /// unexpected, not finite or of the wrong shape, and for a tokenizer that does not match
     /// the model.
     pub fn load(path: &Path, device: &Device) -> Result<Self> {
-        Self::read(path, Some(device))
+        Self::load_frozen(path, device, ComputeDType::F32)
+    }
+
+    /// [`Self::load`] with weights in `dtype`, for a model that trains only its adapters: see
+    /// [`Parameters::frozen_in`].
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::load`].
+    pub fn load_frozen(path: &Path, device: &Device, dtype: ComputeDType) -> Result<Self> {
+        Self::read(path, Some((device, dtype.into())))
     }
 
     /// Reads a model without its weights, like [`Self::load`]. The parameters are empty.
@@ -78,13 +88,13 @@ impl Pretrained {
         checked.with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read(path: &Path, device: Option<&Device>) -> Result<Self> {
+    fn read(path: &Path, weights: Option<(&Device, DType)>) -> Result<Self> {
         let read = || -> Result<Self> {
             ensure!(path.exists(), "there is no such file");
             let pretrained = if path.is_dir() {
-                Self::read_folder(path, device)?
+                Self::read_folder(path, weights)?
             } else {
-                Self::read_gguf(path, device)?
+                Self::read_gguf(path, weights)?
             };
             pretrained.ensure_tokens_fit()?;
             Ok(pretrained)
@@ -92,7 +102,7 @@ impl Pretrained {
         read().with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read_gguf(path: &Path, device: Option<&Device>) -> Result<Self> {
+    fn read_gguf(path: &Path, weights: Option<(&Device, DType)>) -> Result<Self> {
         let file = Gguf::open(path)?;
         let metadata = file.metadata();
         let text = |key: &str| metadata.get(key).and_then(GgufValue::as_str);
@@ -109,8 +119,8 @@ impl Pretrained {
             .map(|source| ChatTemplate::new(source).context("tokenizer.chat_template"))
             .transpose()?;
         Ok(Self {
-            parameters: match device {
-                Some(device) => file.parameters(device)?,
+            parameters: match weights {
+                Some((device, dtype)) => file.parameters(device)?.frozen_in(dtype)?,
                 None => Parameters::empty(),
             },
             model,
@@ -121,7 +131,7 @@ impl Pretrained {
         })
     }
 
-    fn read_folder(folder: &Path, device: Option<&Device>) -> Result<Self> {
+    fn read_folder(folder: &Path, weights: Option<(&Device, DType)>) -> Result<Self> {
         let bytes = fs::read(folder.join(CONFIG)).context(CONFIG)?;
         let model = DecoderConfig::from_hugging_face(&bytes).context(CONFIG)?;
         let config: Map<String, Value> = serde_json::from_slice(&bytes).context(CONFIG)?;
@@ -129,8 +139,10 @@ impl Pretrained {
         let special_tokens = SpecialTokens::read(folder, &config, &tokenizer)?;
         let chat_template = read_chat_template(folder)?;
         Ok(Self {
-            parameters: match device {
-                Some(device) => Parameters::load_folder(&model, folder, device)?,
+            parameters: match weights {
+                Some((device, dtype)) => {
+                    Parameters::load_folder_frozen(&model, folder, dtype, device)?
+                }
                 None => Parameters::empty(),
             },
             model,

@@ -6,6 +6,7 @@ use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::DType;
 use candle_grpo_nn::{Parameters, atomic_file};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use sha2::{Digest, Sha256};
@@ -89,7 +90,11 @@ pub(crate) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
     let mut bytes = Vec::new();
     for (name, variable) in parameters.iter() {
         hash.update(name);
-        for numbers in variable.flatten_all()?.to_vec1::<f32>()?.chunks(1 << 14) {
+        let values = variable
+            .flatten_all()?
+            .to_dtype(DType::F32)?
+            .to_vec1::<f32>()?;
+        for numbers in values.chunks(1 << 14) {
             bytes.clear();
             bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
             hash.update(&bytes);

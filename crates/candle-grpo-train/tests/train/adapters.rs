@@ -4,8 +4,9 @@ use crate::common::{
     self, END, max_difference, model, parameters, pretrained, prompts, share_of_a, tokenizer,
     trainer,
 };
+use candle_core::DType;
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
-use candle_grpo_nn::{Decoder, Lora, LoraConfig};
+use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, Lora, LoraConfig};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::ReferenceRefresh;
 use candle_grpo_train::{
@@ -153,4 +154,40 @@ fn settings_that_contradict_adapters_are_errors() {
     );
     let error = format!("{:#}", made.err().unwrap());
     assert!(error.contains("rank: 0"), "{error}");
+}
+
+#[test]
+fn weights_under_adapters_are_stored_once_in_the_compute_dtype() {
+    let trainer = trainer(
+        share_of_a,
+        TrainConfig {
+            compute_dtype: ComputeDType::Bf16,
+            ..config()
+        },
+    );
+    let actor = trainer.actor();
+    let name = "model.embed_tokens.weight";
+    let stored = actor.parameters().get(name).unwrap();
+    assert_eq!(stored.dtype(), DType::BF16);
+    let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
+    let batch = TokenBatch::new(&pairs, device()).unwrap();
+    let reference = actor.reference().unwrap();
+    let before = reference.log_probs(&batch, 1.).unwrap();
+    // The policy and the reference see a change, because they have no copy.
+    stored.set(&stored.zeros_like().unwrap()).unwrap();
+    let [policy, reference] =
+        [actor.log_probs(&batch), reference.log_probs(&batch, 1.)].map(Result::unwrap);
+    assert!(max_difference(&reference, &before) > 1e-3);
+    assert_eq!(max_difference(&policy, &reference), 0.);
+    for (name, adapter) in actor.adapters().unwrap().parameters().iter() {
+        assert_eq!(adapter.dtype(), DType::F32, "{name}");
+    }
+}
+
+#[test]
+fn frozen_weights_do_not_train() {
+    let frozen = parameters().frozen_in(DType::BF16).unwrap();
+    let error = AdamW::new(AdamWConfig::default(), &frozen).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains(" is BF16, must be F32 to train"), "{error}");
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig, Verdict};
-use candle_grpo::run::{RunPrompts, device, load_model, load_model_without_weights};
+use candle_grpo::run::{RunPrompts, device, load_model, load_model_without_weights, load_policy};
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::{
     Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
@@ -67,6 +67,11 @@ pub(super) fn warn_of_keys(file: &Path, roll: &RollFile) -> Result<(), Exit> {
 /// Builds the reward function of a run.
 pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
     RewardConfig::build(&run.rewards).map_err(|error| Exit::Config(format!("{error:#}")))
+}
+
+/// Loads the model that a run trains.
+pub(super) fn policy(run: &RunConfig) -> Result<Pretrained, Exit> {
+    load_policy(run).map_err(|error| Exit::Model(format!("{error:#}")))
 }
 
 /// Loads a model.

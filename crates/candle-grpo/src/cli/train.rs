@@ -45,7 +45,7 @@ fn run(
     load::set_threads(&config)?;
     // Everything else is checked before the weights are read.
     let (_, prompts) = load::prompts(&config)?;
-    let pretrained = load::model(&config.model)?;
+    let pretrained = load::policy(&config)?;
     let reward = load::rewards(&config)?;
     let steps = config.max_steps;
     let progress = Arc::new(console.clone());

@@ -9,6 +9,6 @@ mod session;
 
 pub use engine::engine;
 pub use evaluation::evaluate_policy;
-pub use model::{device, load_model, load_model_without_weights, model_path};
+pub use model::{device, load_model, load_model_without_weights, load_policy, model_path};
 pub use prompts::{RunPrompts, prompts};
 pub use session::{Progress, Session, Start};

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_collective::launch;
-use candle_grpo_train::{ChatTemplate, Pretrained, RunDir, cuda_device};
+use candle_grpo_train::{ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device};
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, RunConfig};
 
 /// Returns the device of this process: the CPU in a build without CUDA; otherwise the CUDA device
 /// whose number is the rank of this process on its machine, the first one without a launcher.
@@ -33,9 +33,24 @@ pub fn device() -> Result<Device> {
 ///
 /// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
+    load_in(config, ComputeDType::F32)
+}
+
+/// [`load_model`] of a run that trains it. Weights under adapters are in the dtype that the run
+/// computes in, where they take less memory.
+///
+/// # Errors
+///
+/// Returns an error as [`load_model`] does.
+pub fn load_policy(run: &RunConfig) -> Result<Pretrained> {
+    load_in(&run.model, run.train.stored_dtype())
+}
+
+fn load_in(config: &ModelConfig, dtype: ComputeDType) -> Result<Pretrained> {
     let device = device()?;
     let path = model_path(&config.path)?;
-    let pretrained = with_template(Pretrained::load(&path, &device)?, config)?;
+    let pretrained = Pretrained::load_frozen(&path, &device, dtype)?;
+    let pretrained = with_template(pretrained, config)?;
     tracing::info!(
         "{}: {:.1} million parameters, {} layers, {} tokens, on {:?}",
         path.display(),

@@ -60,12 +60,12 @@ pub enum Progress {
 /// use std::path::Path;
 /// use std::sync::Arc;
 /// use candle_grpo::config::RunConfig;
-/// use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
+/// use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_policy};
 /// use candle_grpo::train::Sample;
 /// use candle_grpo::train::progress::NoProgress;
 ///
 /// let config = RunConfig::read(Path::new("run.yaml"))?;
-/// let pretrained = load_model(&config.model)?;
+/// let pretrained = load_policy(&config)?;
 /// let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
 /// let shorter = |sample: &Sample| -(sample.completion_tokens.len() as f32);
 /// let progress = Arc::new(NoProgress);
@@ -111,7 +111,8 @@ struct Shared {
 
 impl Session {
     /// Creates the trainer and the folder, and loads the last checkpoint of a resumed run. The
-    /// weights of `pretrained` are trained in place. [`RunConfig::threads`] is not applied here.
+    /// weights of `pretrained` are trained in place. Under adapters they do not train, and are
+    /// converted to the dtype that the run computes in. [`RunConfig::threads`] is not applied here.
     ///
     /// # Errors
     ///
@@ -139,7 +140,7 @@ impl Session {
     /// [`Collective::abort`]: the others wait for it.
     pub fn on_ranks(
         config: RunConfig,
-        pretrained: Pretrained,
+        mut pretrained: Pretrained,
         prompts: RunPrompts,
         reward: impl RewardFunction + 'static,
         start: Start,
@@ -147,6 +148,8 @@ impl Session {
         collective: Arc<dyn Collective>,
     ) -> Result<Self> {
         let RunPrompts { train, held_out } = prompts;
+        let stored = config.train.stored_dtype();
+        pretrained.parameters = pretrained.parameters.frozen_in(stored.into())?;
         let sampling = |sampling: &SamplingConfig| pretrained.sampling(sampling.clone());
         let evaluation = EvaluationConfig {
             sampler: sampling(&config.evaluation.sampler),
