@@ -69,7 +69,8 @@ pub mod weights;
 pub use adapters::{Lora, LoraConfig};
 pub use decoding::{PagedCache, SequenceId};
 pub use model::{
-    Backward, Decoder, DecoderConfig, LanguageModel, LayerType, ModelType, RopeScaling, ValueHead,
+    Backward, Decoder, DecoderConfig, LanguageModel, LayerType, ModelType, RopeScaling,
+    SequenceClassifier, SequenceClassifierConfig, ValueHead,
 };
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;

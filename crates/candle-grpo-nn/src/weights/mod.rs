@@ -6,6 +6,7 @@ mod gguf;
 mod hugging_face;
 pub(crate) mod parameters;
 mod safetensors;
+mod sequence_classifier;
 pub(crate) mod stacks;
 pub(crate) mod standard_normal;
 

@@ -15,7 +15,7 @@ use crate::weights::standard_normal::StandardNormal;
 use crate::{ComputeCopies, DecoderConfig};
 
 /// Standard deviation of new weights, as in GPT-2 and Hugging Face's `initializer_range`.
-const INIT_STD: f64 = 0.02;
+pub(crate) const INIT_STD: f64 = 0.02;
 
 /// The trainable variables of a model by name, in sorted order.
 ///

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 use candle_core::{D, DType, IndexOp, Result, Tensor};
 use candle_grpo_nn::optim::DecayRule;
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, PagedCache, Parameters, SequenceId,
+    AdamW, AdamWConfig, Decoder, DecoderConfig, Gradients, PackedTokens, PagedCache, Parameters,
+    SequenceClassifier, SequenceClassifierConfig, SequenceId,
 };
 use candle_grpo_test_support::device;
 use rstest::rstest;
@@ -41,9 +42,9 @@ struct Suite {
     /// The environment variable that replaces the folder.
     variable: &'static str,
     folder: &'static str,
-    /// Steps of AdamW are compared on a GPU, too. The first ones divide a gradient by its own size,
-    /// so that elements near 0 depend on the order of sums. The manifest states the deviations of
-    /// CPUs, which some families exceed on a GPU.
+    /// Steps of AdamW are compared on a GPU, too. The first ones divide a gradient by its own
+    /// size, so that elements near 0 depend on the order of sums. The manifest states the
+    /// deviations of CPUs, which some families exceed on a GPU.
     has_steps_on_gpu: bool,
 }
 
@@ -110,19 +111,33 @@ macro_rules! suite {
 suite!(golden_models, MODELS);
 suite!(golden_families, FAMILIES);
 
+#[rstest]
+fn golden_families_scores_are_those_of_transformers(
+    #[values("scores", "scores_left")] file: &str,
+) -> Result<()> {
+    scores(FAMILIES, file)
+}
+
 /// One folder of golden values.
 struct Case {
     name: String,
     folder: PathBuf,
     config: DecoderConfig,
+    /// The configuration of a reward model.
+    classifier: Option<SequenceClassifierConfig>,
     deviation: Value,
 }
 
 impl Case {
     fn read(folder: &Path, manifest: &Value) -> Result<Self> {
         let name = name_of(folder);
+        let config = fs::read(folder.join("config.json"))?;
+        let is_classifier = folder.join("scores.safetensors").exists();
+        let classifier =
+            is_classifier.then(|| SequenceClassifierConfig::from_hugging_face(&config));
         Ok(Self {
-            config: DecoderConfig::from_hugging_face(&fs::read(folder.join("config.json"))?)?,
+            config: DecoderConfig::from_hugging_face(&config)?,
+            classifier: classifier.transpose()?,
             folder: folder.to_owned(),
             deviation: manifest["float32_deviation"][&name].clone(),
             name,
@@ -138,7 +153,10 @@ impl Case {
     }
 
     fn parameters(&self) -> Result<Parameters> {
-        Parameters::load_folder(&self.config, &self.folder, device())
+        match &self.classifier {
+            Some(classifier) => classifier.load_folder(&self.folder, device()),
+            None => Parameters::load_folder(&self.config, &self.folder, device()),
+        }
     }
 
     fn decoder(&self) -> Result<Decoder> {
@@ -151,6 +169,7 @@ impl Case {
             name: name.to_owned(),
             folder: self.folder.with_file_name(name),
             config: self.config.clone(),
+            classifier: None,
             deviation: Value::Null,
         }
     }
@@ -188,14 +207,8 @@ fn name_of(folder: &Path) -> String {
         .into_owned()
 }
 
-/// The reason why a folder is skipped, if it is.
-fn skipped(folder: &Path) -> Option<&'static str> {
-    let is_reward_model = folder.join("scores.safetensors").exists();
-    is_reward_model.then_some("a reward model")
-}
-
 /// Runs `check` on every case of `suite` that has `file`. Fails after all of them have run, and
-/// prints a line of counts and one for each folder that is skipped.
+/// prints a line of counts.
 fn for_each_case(
     suite: Suite,
     quantity: &str,
@@ -215,21 +228,7 @@ fn for_each_case(
         .map(|entry| Ok(entry?.path()))
         .collect::<Result<_>>()?;
     folders.sort();
-    let mut cases = Vec::new();
-    for folder in folders {
-        match skipped(&folder) {
-            // Unlike println!, this is shown for a test that passes.
-            Some(reason) => writeln!(
-                std::io::stderr(),
-                "{} {quantity}: {} skipped, {reason}",
-                suite.name,
-                name_of(&folder)
-            )?,
-            None if folder.join(file).exists() => cases.push(folder),
-            None => {}
-        }
-    }
-    let folders = cases;
+    folders.retain(|folder| folder.join(file).exists());
     assert!(
         !folders.is_empty(),
         "no folder with {file} in {}",
@@ -251,6 +250,7 @@ fn for_each_case(
         folders.len() - failures.len(),
         failures.len()
     );
+    // Unlike println!, this is shown for a test that passes.
     writeln!(std::io::stderr(), "{counts}")?;
     assert!(failures.is_empty(), "{counts}\n{}", failures.join("\n"));
     Ok(())
@@ -280,9 +280,34 @@ fn forward(suite: Suite, file: &str) -> Result<()> {
     })
 }
 
+fn scores(suite: Suite, file: &str) -> Result<()> {
+    let name = format!("{file}.safetensors");
+    for_each_case(suite, file, &name, |case| {
+        let golden = case.tensors(&name)?;
+        let config = case.classifier.as_ref().expect("a classifier");
+        let vb = case.parameters()?.detached_var_builder();
+        let classifier = SequenceClassifier::new(config, vb)?;
+        let (ids, mask) = batch(&golden, "in.input_ids")?;
+        let rows = unpadded(&ids, &mask)?;
+        for tokens in [
+            PackedTokens::new(&rows, device())?,
+            PackedTokens::sharing_prefixes(&rows, device())?,
+        ] {
+            let scores = classifier.scores(&tokens)?.squeeze(1)?;
+            case.near(file, "scores", &scores, &golden["out.scores"])?;
+        }
+        let scores = classifier.padded_scores(&ids, &mask)?.squeeze(1)?;
+        case.near(file, "scores", &scores, &golden["out.scores"])?;
+        Ok(())
+    })
+}
+
 fn files(suite: Suite) -> Result<()> {
     for_each_case(suite, "files", "model.safetensors", |case| {
-        Parameters::check_folder(&case.config, &case.folder)?;
+        match &case.classifier {
+            Some(classifier) => classifier.check_folder(&case.folder)?,
+            None => Parameters::check_folder(&case.config, &case.folder)?,
+        }
         let folder = tempfile::tempdir()?;
         let path = folder.path().join("model.safetensors");
         case.parameters()?.save(&path)?;

@@ -15,6 +15,7 @@ mod parameters;
 mod recorded;
 mod router;
 mod safetensors;
+mod sequence_classifier;
 mod shared_prefixes;
 mod small;
 mod smollm3;

@@ -1,0 +1,156 @@
+//! A decoder that scores whole sequences.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::VarBuilder;
+
+use crate::model::frozen_linear::linear;
+use crate::{Decoder, DecoderConfig, LanguageModel, PackedTokens};
+
+pub(crate) const SCORE: &str = "score.weight";
+
+/// The configuration of a [`SequenceClassifier`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct SequenceClassifierConfig {
+    /// The decoder. Its output layer is not used.
+    pub decoder: DecoderConfig,
+    /// The number of scores of a sequence; 1 for a reward model.
+    pub num_labels: usize,
+    /// The padding token. The score of a sequence is that of its last token with another id.
+    pub pad_token_id: Option<u32>,
+}
+
+impl SequenceClassifierConfig {
+    /// The decoder without an output layer, and without the scale of the logits.
+    pub(crate) fn body(&self) -> DecoderConfig {
+        DecoderConfig {
+            tie_word_embeddings: true,
+            logits_scaling: DecoderConfig::default().logits_scaling,
+            ..self.decoder.clone()
+        }
+    }
+
+    /// The shape of `score.weight`.
+    pub(crate) fn score_shape(&self) -> Result<(usize, usize)> {
+        if self.num_labels == 0 {
+            bail!("num_labels: 0, must be at least 1");
+        }
+        Ok((self.num_labels, self.decoder.hidden_size))
+    }
+}
+
+/// A [`Decoder`] with a linear layer without bias in place of the output layer, such as a reward
+/// model: `LlamaForSequenceClassification` of Hugging Face transformers, and its counterpart of
+/// each [`ModelType`](crate::ModelType).
+///
+/// The scores of a sequence are those of its last token whose id is not the padding token, whether
+/// or not that token is padding. If a model has one token for padding and for the end, a
+/// sequence that ends with it is scored at the token before. A sequence of padding tokens only is
+/// scored at its first token. Without a padding token the last token counts.
+///
+/// ```
+/// use candle_core::{Device, Result};
+/// use candle_grpo_nn::{
+///     DecoderConfig, PackedTokens, SequenceClassifier, SequenceClassifierConfig,
+/// };
+///
+/// # fn main() -> Result<()> {
+/// # let decoder = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+/// #     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+/// #     max_position_embeddings: 8, ..DecoderConfig::default() };
+/// let config = SequenceClassifierConfig { decoder, num_labels: 1, pad_token_id: Some(0) };
+/// let parameters = config.init(7, &Device::Cpu)?;
+/// let classifier = SequenceClassifier::new(&config, parameters.var_builder())?;
+///
+/// let tokens = PackedTokens::new(&[vec![1, 2, 3], vec![4, 5]], &Device::Cpu)?;
+/// let scores = classifier.scores(&tokens)?;
+/// assert_eq!(scores.dims(), [2, 1]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct SequenceClassifier {
+    decoder: Decoder,
+    /// `[labels, H]`, in f32 at least.
+    score: Tensor,
+    pad_token_id: Option<u32>,
+}
+
+impl SequenceClassifier {
+    /// Takes the weights from `vb`: those of the decoder without its output layer, and
+    /// `score.weight` `[labels, H]`. The scores differentiate if `vb` is
+    /// [`Parameters::var_builder`](crate::Parameters::var_builder).
+    ///
+    /// # Errors
+    ///
+    /// If the configuration is not valid, or a weight is missing or of another shape.
+    pub fn new(config: &SequenceClassifierConfig, vb: VarBuilder) -> Result<Self> {
+        let score = vb.get(config.score_shape()?, SCORE)?;
+        Ok(Self {
+            decoder: Decoder::new(&config.body(), vb)?,
+            score: at_least_f32(&score)?,
+            pad_token_id: config.pad_token_id,
+        })
+    }
+
+    /// Computes the scores `[B, labels]` of `tokens`, in f32, or in f64 if the weights are f64.
+    ///
+    /// Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// If a sequence is longer than `max_position_embeddings`, or an id is out of range.
+    pub fn scores(&self, tokens: &PackedTokens) -> Result<Tensor> {
+        let ids = tokens.ids().to_vec1::<u32>()?;
+        let rows = tokens.rows();
+        let mut rest = rows.as_slice();
+        let scored = tokens.lengths().iter().map(|&length| {
+            let (sequence, after) = rest.split_at(length);
+            rest = after;
+            let ids: Vec<u32> = sequence.iter().map(|&row| ids[row as usize]).collect();
+            sequence[self.scored_position(&ids)]
+        });
+        self.scores_of(&self.decoder.hidden_states(tokens)?, scored.collect())
+    }
+
+    /// Computes the scores `[B, labels]` of padded sequences, as in [`Self::scores`]. The arguments
+    /// are those of [`Decoder::padded_hidden_states`].
+    ///
+    /// Synchronizes with the device.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::scores`].
+    pub fn padded_scores(&self, input_ids: &Tensor, attention_mask: &Tensor) -> Result<Tensor> {
+        let hidden = self
+            .decoder
+            .padded_hidden_states(input_ids, attention_mask)?;
+        let sequences = input_ids.to_vec2::<u32>()?;
+        let scored = sequences.iter().enumerate();
+        let scored = scored.map(|(i, ids)| (i * ids.len() + self.scored_position(ids)) as u32);
+        self.scores_of(&hidden.flatten_to(1)?, scored.collect())
+    }
+
+    /// The position in a sequence whose hidden state is scored.
+    fn scored_position(&self, ids: &[u32]) -> usize {
+        let is_padding = |id: u32| Some(id) == self.pad_token_id;
+        ids.iter().rposition(|&id| !is_padding(id)).unwrap_or(0)
+    }
+
+    /// The scores of `rows` of `hidden` `[N, H]`.
+    fn scores_of(&self, hidden: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
+        let rows = Tensor::new(rows, hidden.device())?;
+        linear(&at_least_f32(&hidden.index_select(&rows, 0)?)?, &self.score)
+    }
+
+    /// The device of the weights.
+    pub fn device(&self) -> &Device {
+        self.score.device()
+    }
+}
+
+fn at_least_f32(x: &Tensor) -> Result<Tensor> {
+    match x.dtype() {
+        DType::F64 => Ok(x.clone()),
+        _ => x.to_dtype(DType::F32),
+    }
+}

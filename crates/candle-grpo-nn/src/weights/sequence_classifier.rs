@@ -1,0 +1,161 @@
+//! Configuration and weights of classifiers of sequences in Hugging Face folders.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use serde_json::{Map, Value, json};
+
+use crate::model::sequence_classifier::SCORE;
+use crate::weights::check::{OUTPUT, check_headers, reduce_to_parameters};
+use crate::weights::parameters::INIT_STD;
+use crate::weights::safetensors;
+use crate::weights::standard_normal::StandardNormal;
+use crate::{DecoderConfig, Parameters, SequenceClassifierConfig, json};
+
+/// The number of labels of a configuration without `id2label`, as in transformers.
+const DEFAULT_LABELS: usize = 2;
+
+impl SequenceClassifierConfig {
+    /// Reads the `config.json` of a Hugging Face model.
+    ///
+    /// The number of labels is the length of `id2label`, or else `num_labels`, or else 2. A
+    /// `pad_token_id` that is not the id of any token counts as absent.
+    ///
+    /// # Errors
+    ///
+    /// If `architectures` is not the classifier of sequences of the family, and as in
+    /// [`DecoderConfig::from_hugging_face`]. The message starts with the key.
+    pub fn from_hugging_face(config_json: &[u8]) -> Result<Self> {
+        let decoder = DecoderConfig::from_hugging_face(config_json)?;
+        let config: Map<String, Value> = serde_json::from_slice(config_json)
+            .map_err(|error| Error::msg(json::message_with_place(&error)))?;
+        let found = config.get("architectures").unwrap_or(&Value::Null);
+        let expected = json!([class(&decoder)]);
+        if *found != expected {
+            bail!("architectures: {found}, must be {expected}");
+        }
+        let given = |key: &str| config.get(key).filter(|value| !value.is_null());
+        let num_labels = match (given("id2label"), given("num_labels")) {
+            (Some(Value::Object(labels)), _) => labels.len(),
+            (Some(other), _) => bail!("id2label: {other}, must be an object"),
+            (None, Some(number)) => match number.as_u64() {
+                Some(number) => number as usize,
+                None => bail!("num_labels: {number}, must be a whole number, at least 1"),
+            },
+            (None, None) => DEFAULT_LABELS,
+        };
+        if num_labels == 0 {
+            bail!("id2label: no labels, must have at least one");
+        }
+        let text = given("text_config").and_then(|text| text.get("pad_token_id"));
+        let pad_token_id = match given("pad_token_id").or(text.filter(|id| !id.is_null())) {
+            Some(id) => match id.as_i64() {
+                Some(id) => u32::try_from(id).ok(),
+                None => bail!("pad_token_id: {id}, must be a token id"),
+            },
+            None => None,
+        };
+        Ok(Self {
+            decoder,
+            num_labels,
+            pad_token_id,
+        })
+    }
+
+    /// The contents of a `config.json` that Hugging Face transformers loads.
+    pub fn to_hugging_face(&self, stop_token_ids: &[u32]) -> Result<Value> {
+        let mut config = self.decoder.to_hugging_face(stop_token_ids)?;
+        let name = |label: usize| format!("LABEL_{label}");
+        let labels = 0..self.num_labels;
+        let names = labels.clone().map(|i| (i.to_string(), json!(name(i))));
+        config["architectures"] = json!([class(&self.decoder)]);
+        config["id2label"] = Value::Object(names.collect());
+        config["label2id"] = Value::Object(labels.map(|i| (name(i), json!(i))).collect());
+        config["pad_token_id"] = json!(self.pad_token_id);
+        Ok(config)
+    }
+
+    /// Initializes new weights: those of a decoder as [`Parameters::init`] does, and a normal
+    /// `score.weight` of standard deviation 0.02.
+    pub fn init(&self, seed: u64, device: &Device) -> Result<Parameters> {
+        let mut normal = StandardNormal::new(seed);
+        let (labels, width) = self.score_shape()?;
+        let draws = (0..labels * width).map(|_| (normal.draw() * INIT_STD) as f32);
+        let score = Tensor::from_vec(draws.collect(), (labels, width), device)?;
+        Parameters::init(&self.body(), seed.wrapping_add(1), device)?.with(SCORE, &score)
+    }
+
+    /// Reads the weights of a Hugging Face folder: those of the decoder without its output layer,
+    /// and `score.weight`. An output layer in the files is skipped.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Parameters::load_folder`], and if `score.weight` is missing or not `[labels, H]`.
+    pub fn load_folder(&self, folder: &Path, device: &Device) -> Result<Parameters> {
+        let load = || {
+            let mut tensors = safetensors::read_folder(folder, safetensors::read_file)?;
+            let score = self.take_score(&mut tensors, Tensor::dims)?;
+            if !score.dtype().is_float() {
+                let dtype = score.dtype();
+                bail!("tensor {SCORE}: dtype {dtype:?}, must be a floating-point type");
+            }
+            let body = self.body();
+            reduce_to_parameters(&body, &mut tensors)?;
+            Parameters::from_tensors(&body, tensors, device)?
+                .with(SCORE, &score.to_dtype(DType::F32)?)
+        };
+        load().map_err(|error| in_folder(folder, error))
+    }
+
+    /// Checks the names, shapes and types of the weights of a Hugging Face folder, and the lengths
+    /// of their files, without reading the weights.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::load_folder`], except for values that are not finite.
+    pub fn check_folder(&self, folder: &Path) -> Result<()> {
+        let check = || {
+            let mut headers = safetensors::read_folder(folder, safetensors::read_header)?;
+            let score = self.take_score(&mut headers, |header| &header.shape)?;
+            score
+                .check_dtype()
+                .map_err(|error| Error::msg(format!("tensor {SCORE}: {error}")))?;
+            check_headers(&self.body(), headers)
+        };
+        check().map_err(|error| in_folder(folder, error))
+    }
+
+    /// Removes `score.weight`, and an output layer, which has no effect.
+    fn take_score<T>(
+        &self,
+        tensors: &mut HashMap<String, T>,
+        dims: impl Fn(&T) -> &[usize],
+    ) -> Result<T> {
+        tensors.remove(OUTPUT);
+        let (labels, width) = self.score_shape()?;
+        let Some(score) = tensors.remove(SCORE) else {
+            bail!("tensors: no {SCORE}, must have it, of shape [{labels}, {width}]");
+        };
+        let found = dims(&score);
+        if found != [labels, width] {
+            bail!(
+                "tensor {SCORE}: shape {found:?}, must be [{labels}, {width}], the number of labels and hidden_size"
+            );
+        }
+        Ok(score)
+    }
+}
+
+/// The class of the classifier of sequences in transformers.
+fn class(decoder: &DecoderConfig) -> String {
+    let class = decoder.model_type.family().transformers_class;
+    class.replace("ForCausalLM", "ForSequenceClassification")
+}
+
+fn in_folder(folder: &Path, error: Error) -> Error {
+    Error::msg(format!(
+        "cannot load parameters from {}: {error}",
+        folder.display()
+    ))
+}
