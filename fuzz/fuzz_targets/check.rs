@@ -74,6 +74,7 @@ fn write_model() {
         },
         chat_template: None,
         license: None,
+        form: None,
     };
     let folder = folder().join("model");
     pretrained.save(&folder).expect("room for a tiny model");

@@ -10,7 +10,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Error, ErrorKind, Result, Write};
 use std::path::{Path, PathBuf};
 
-use candle_core::Tensor;
+use safetensors::View;
 
 /// Writes a file atomically, replacing one that exists, with the mode of any new file.
 ///
@@ -35,10 +35,13 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// [`write`](write()) in the safetensors format.
-pub(crate) fn write_safetensors(
+///
+/// The file is left out if `check` fails, which is called after the tensors were written.
+pub(crate) fn write_safetensors<V: View>(
     path: &Path,
-    tensors: impl IntoIterator<Item = (String, Tensor)>,
+    tensors: impl IntoIterator<Item = (String, V)>,
     metadata: Option<HashMap<String, String>>,
+    check: impl FnOnce() -> Result<()>,
 ) -> candle_core::Result<()> {
     // Tensor by tensor: a copy of all of them in memory would be as large as the file.
     let write = |temporary: &Path| {
@@ -49,6 +52,7 @@ pub(crate) fn write_safetensors(
             safetensors::SafeTensorError::IoError(error) => error,
             error => Error::other(error),
         })?;
+        check()?;
         fs::set_permissions(temporary, mode)
     };
     write_with(path, write).map_err(candle_core::Error::wrap)

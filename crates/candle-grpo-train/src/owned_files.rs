@@ -73,6 +73,9 @@ const MODEL: &[&str] = &[
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 ];
 
 impl Owned {

@@ -47,6 +47,7 @@ pub(crate) fn pretrained(settings: &Settings, task: &Task, parameters: Parameter
         },
         chat_template: None,
         license: None,
+        form: None,
     }
 }
 

@@ -320,7 +320,11 @@ impl Lora {
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         atomic_file::write(&folder.join(ADAPTER_CONFIG), &config)
             .map_err(Error::wrap)
-            .and_then(|()| write_safetensors(&folder.join(ADAPTER_MODEL), tensors, Some(metadata)))
+            .and_then(|()| {
+                write_safetensors(&folder.join(ADAPTER_MODEL), tensors, Some(metadata), || {
+                    Ok(())
+                })
+            })
             .map_err(context)
     }
 

@@ -412,7 +412,7 @@ impl AdamW {
             .into_iter()
             .map(|(name, tensor)| Ok((name, tensor.to_device(&Device::Cpu)?)))
             .collect::<Result<Vec<_>>>()?;
-        write_safetensors(path, tensors, None).map_err(|error| {
+        write_safetensors(path, tensors, None, || Ok(())).map_err(|error| {
             Error::msg(format!(
                 "cannot save the state of the optimizer to {}: {error}",
                 path.display()

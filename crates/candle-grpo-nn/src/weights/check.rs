@@ -80,13 +80,14 @@ pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Selects the text model of a checkpoint of several modalities, under the names of a text model.
-fn text_model<T>(config: &DecoderConfig, tensors: HashMap<String, T>) -> HashMap<String, T> {
+/// Selects the text model of a checkpoint that may have other parts, under the names of
+/// [`DecoderConfig::parameter_shapes`].
+pub fn text_model<T>(config: &DecoderConfig, tensors: HashMap<String, T>) -> HashMap<String, T> {
     let Some(multimodal) = &config.model_type.family().multimodal else {
         return tensors;
     };
-    let is_other = |name: &str| multimodal.others.iter().any(|part| name.starts_with(part));
-    let tensors = tensors.into_iter().filter(|(name, _)| !is_other(name));
+    let tensors = tensors.into_iter();
+    let tensors = tensors.filter(|(name, _)| !multimodal.is_other(name));
     let tensors = tensors.map(
         |(name, tensor)| match name.strip_prefix(multimodal.prefix) {
             Some(name) => (format!("model.{name}"), tensor),

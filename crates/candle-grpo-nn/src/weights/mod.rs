@@ -1,6 +1,7 @@
 //! Weights by name: initialization, safetensors files, Hugging Face folders and GGUF files.
 
 pub(crate) mod check;
+mod checkpoint_form;
 pub(crate) mod compute_copies;
 mod gguf;
 mod hugging_face;
@@ -10,6 +11,8 @@ mod sequence_classifier;
 pub(crate) mod stacks;
 pub(crate) mod standard_normal;
 
+pub use check::text_model;
+pub use checkpoint_form::CheckpointForm;
 pub use compute_copies::ComputeCopies;
 pub use gguf::{Gguf, GgufValue};
 pub use parameters::Parameters;

@@ -1,8 +1,10 @@
 //! Trainable variables by name.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::path::Path;
 
+use ::safetensors::View;
 use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
@@ -313,23 +315,33 @@ impl Parameters {
     ///
     /// The file is written [atomically](crate::atomic_file).
     pub fn save(&self, path: &Path) -> Result<()> {
-        let context = |error: Error| {
+        Self::save_named(path, self.host_tensors()?, || Ok(()))
+    }
+
+    /// The values on the CPU.
+    pub(crate) fn host_tensors(&self) -> Result<Vec<(String, Tensor)>> {
+        let variables = self.variables.iter();
+        let tensors = variables.map(|(name, variable)| {
+            let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
+            Ok((name.clone(), tensor))
+        });
+        tensors.collect()
+    }
+
+    /// [`Self::save`] of `tensors`, unless `check` fails after they were written.
+    pub(crate) fn save_named<V: View>(
+        path: &Path,
+        tensors: impl IntoIterator<Item = (String, V)>,
+        check: impl FnOnce() -> io::Result<()>,
+    ) -> Result<()> {
+        // transformers refuses a file without a known framework in its metadata.
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        write_safetensors(path, tensors, Some(metadata), check).map_err(|error| {
             Error::msg(format!(
                 "cannot save parameters to {}: {error}",
                 path.display()
             ))
-        };
-        let tensors = self
-            .variables
-            .iter()
-            .map(|(name, variable)| {
-                let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
-                Ok((name.clone(), tensor))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        // transformers refuses a file without a known framework in its metadata.
-        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        write_safetensors(path, tensors, Some(metadata)).map_err(context)
+        })
     }
 
     /// A builder of the variables themselves, which receive gradients.

@@ -3,10 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io::Read;
+use std::ops::Range;
 use std::path::{Component, Path};
 use std::str::FromStr;
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use safetensors::Dtype;
 use serde::Deserialize;
 
 use crate::json;
@@ -78,6 +80,28 @@ impl TensorHeader {
         }
     }
 
+    /// The dtype and the bytes after the header.
+    pub(crate) fn stored(&self) -> Result<(Dtype, Range<u64>)> {
+        let dtype: Dtype = serde_json::from_value(self.dtype.clone().into())
+            .map_err(|_| Error::msg(format!("dtype {}, must be a known one", self.dtype)))?;
+        let [start, end] = self.data_offsets;
+        let bits = self
+            .shape
+            .iter()
+            .try_fold(dtype.bitsize(), |bits, &size| bits.checked_mul(size));
+        if bits.map(|bits| bits as u64)
+            != end
+                .checked_sub(start)
+                .and_then(|bytes| bytes.checked_mul(8))
+        {
+            bail!(
+                "bytes {start} to {end}, must be those of the shape {:?}",
+                self.shape
+            );
+        }
+        Ok((dtype, start..end))
+    }
+
     /// Returns an error unless the dtype is a floating-point type that Candle reads.
     pub(crate) fn check_dtype(&self) -> Result<()> {
         let name = self.dtype.to_ascii_lowercase().replace('_', "");
@@ -90,7 +114,15 @@ impl TensorHeader {
 
 /// Reads the header of one safetensors file. Errors name the file.
 pub(crate) fn read_header(path: &Path) -> Result<HashMap<String, TensorHeader>> {
-    let read = || -> Result<HashMap<String, TensorHeader>> {
+    open_header(path).map(|(_, _, tensors)| tensors)
+}
+
+/// A safetensors file, the first byte after its header, and the entries of the header.
+type OpenHeader = (File, u64, HashMap<String, TensorHeader>);
+
+/// [`read_header`] of a file that stays open.
+pub(crate) fn open_header(path: &Path) -> Result<OpenHeader> {
+    let read = || -> Result<OpenHeader> {
         let mut file = File::open(path)?;
         let length = file.metadata()?.len();
         let mut size = [0; 8];
@@ -114,7 +146,7 @@ pub(crate) fn read_header(path: &Path) -> Result<HashMap<String, TensorHeader>> 
         if end.unwrap_or(0) != data {
             bail!("{data} bytes of tensors, must have {}", end.unwrap_or(0));
         }
-        Ok(tensors)
+        Ok((file, length - data, tensors))
     };
     read().map_err(|error| in_file(path, error))
 }

@@ -3,6 +3,7 @@
 mod adamw;
 mod atomic_file;
 mod biases;
+mod checkpoint_form;
 mod cuda_budget;
 mod cuda_training_budget;
 mod decoder;

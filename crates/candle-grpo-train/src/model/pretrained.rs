@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device};
-use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, Parameters, atomic_file};
+use candle_grpo_nn::{CheckpointForm, DecoderConfig, Gguf, GgufValue, Parameters, atomic_file};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
@@ -40,6 +40,9 @@ pub struct Pretrained {
     pub chat_template: Option<ChatTemplate>,
     /// License of the model, as in its file.
     pub license: Option<String>,
+    /// Form of a checkpoint that has a text model beside other parts, such as a vision tower.
+    /// [`Self::save`] keeps it.
+    pub form: Option<CheckpointForm>,
 }
 
 impl Pretrained {
@@ -128,6 +131,7 @@ impl Pretrained {
             chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
             special_tokens,
             license: text("general.license").map(str::to_owned),
+            form: None,
         })
     }
 
@@ -138,13 +142,16 @@ impl Pretrained {
         let tokenizer = read_tokenizer(folder)?;
         let special_tokens = SpecialTokens::read(folder, &config, &tokenizer)?;
         let chat_template = read_chat_template(folder)?;
+        let (parameters, form) = match weights {
+            Some((device, dtype)) => (
+                Parameters::load_folder_frozen(&model, folder, dtype, device)?,
+                CheckpointForm::read(&model, folder)?,
+            ),
+            None => (Parameters::empty(), None),
+        };
         Ok(Self {
-            parameters: match weights {
-                Some((device, dtype)) => {
-                    Parameters::load_folder_frozen(&model, folder, dtype, device)?
-                }
-                None => Parameters::empty(),
-            },
+            parameters,
+            form,
             model,
             tokenizer,
             chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
@@ -178,6 +185,9 @@ impl Pretrained {
     /// Writes a folder that Hugging Face transformers loads: `config.json`, `model.safetensors` in
     /// f32, `tokenizer.json`, `tokenizer_config.json` with the chat template, and
     /// `generation_config.json`.
+    ///
+    /// With a [`form`](Self::form), names and `config.json` are as in its checkpoint, and the bytes
+    /// of the other parts are copied from there.
     ///
     /// The folder appears when it is complete, and replaces an existing one.
     pub fn save(&self, folder: &Path) -> Result<()> {
@@ -215,7 +225,12 @@ impl Pretrained {
         write(GENERATION_CONFIG, &Value::Object(self.token_ids()))?;
         write(TOKENIZER_CONFIG, &self.tokenizer_config())?;
         write_tokenizer(folder, &self.tokenizer)?;
-        Ok(self.parameters.save(&folder.join(MODEL))?)
+        let path = folder.join(MODEL);
+        let Some(form) = &self.form else {
+            return Ok(self.parameters.save(&path)?);
+        };
+        form.write_files(folder)?;
+        Ok(form.save(&self.parameters, &path)?)
     }
 
     /// Returns `sampling` with the stop tokens of the model, unless it already has some.
@@ -244,9 +259,10 @@ impl Pretrained {
     }
 
     fn config(&self) -> Result<Value> {
-        let mut config = self
-            .model
-            .to_hugging_face(&self.special_tokens.stop_token_ids)?;
+        let mut config = match &self.form {
+            Some(form) => Value::Object(form.config(&self.model)?),
+            None => (self.model).to_hugging_face(&self.special_tokens.stop_token_ids)?,
+        };
         if let Some(config) = config.as_object_mut() {
             config.extend(self.token_ids());
         }

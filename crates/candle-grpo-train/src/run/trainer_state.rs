@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_core::{KlController, RunningState};
 use candle_grpo_loss::AdaptiveEntropy;
+use candle_grpo_nn::weights::text_model;
 use candle_grpo_nn::{Lora, Parameters, atomic_file};
 use serde::{Deserialize, Serialize};
 
@@ -131,7 +132,10 @@ impl Models {
             (None, None) => {}
         }
         match self.actor.adapters() {
-            None => self.actor.set_trained(&read(MODEL)?).context(MODEL)?,
+            None => {
+                let weights = text_model(self.actor.model(), read(MODEL)?);
+                self.actor.set_trained(&weights).context(MODEL)?;
+            }
             Some(own) => {
                 let folder = folder.join(ADAPTER);
                 let adapters = Lora::load(&folder, self.actor.model(), &Device::Cpu)?;

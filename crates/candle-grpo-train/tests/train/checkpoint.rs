@@ -1,10 +1,15 @@
 //! Policies on disk.
 
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
+use std::path::Path;
 
 use crate::common::{
-    file_names, max_difference, model, parameters, pretrained, prompts, sampling, tokenizer,
+    file_names, max_difference, model, parameters, parameters_of, pretrained, prompts, sampling,
+    tokenizer,
 };
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_nn::{DecoderConfig, LayerType, ModelType};
 use candle_grpo_test_support::device;
 use candle_grpo_train::{NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer};
 use serde_json::json;
@@ -218,4 +223,82 @@ fn a_run_directory_holds_only_complete_files() {
             .unwrap()
             .any(|e| { e.unwrap().file_name().to_string_lossy().ends_with(".tmp") })
     );
+}
+
+/// The checkpoint of a run passes the other parts on, and a run resumes from it.
+#[test]
+fn parts_beside_the_text_model_stay_in_checkpoints() -> anyhow::Result<()> {
+    let model = DecoderConfig {
+        model_type: ModelType::Qwen3_5,
+        layer_types: vec![LayerType::LinearAttention; model().num_hidden_layers],
+        linear_conv_kernel_dim: Some(4),
+        linear_key_head_dim: Some(3),
+        linear_value_head_dim: Some(5),
+        linear_num_key_heads: Some(2),
+        linear_num_value_heads: Some(4),
+        head_dim: Some(model().head_dim()),
+        ..model()
+    };
+    let parameters = parameters_of(&model, device());
+    let [source, first, second] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let text = Pretrained {
+        model: model.clone(),
+        parameters,
+        ..pretrained()
+    };
+    text.write_files(source.path())?;
+    let path = source.path().join("config.json");
+    let text: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
+    let vision = json!({"depth": 1});
+    let config = json!({"model_type": "qwen3_5", "text_config": text, "vision_config": vision});
+    fs::write(path, config.to_string())?;
+    let weights = |folder: &Path| {
+        candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu)
+    };
+    let tensors = weights(source.path())?.into_iter();
+    let rename = |name: String| match name.strip_prefix("model.") {
+        Some(rest) => format!("model.language_model.{rest}"),
+        None => name,
+    };
+    let mut tensors: HashMap<_, _> = tensors.map(|(name, x)| (rename(name), x)).collect();
+    let names: BTreeSet<_> = tensors.keys().cloned().collect();
+    let vision_weight = Tensor::new(&[1f32, 2., 3.], &Device::Cpu)?.to_dtype(DType::BF16)?;
+    tensors.insert("model.visual.weight".to_owned(), vision_weight);
+    candle_core::safetensors::save(&tensors, source.path().join("model.safetensors"))?;
+
+    let loaded = Pretrained::load(source.path(), device())?;
+    let trainer = || {
+        let config = TrainConfig {
+            prompts_per_step: 2,
+            sampling: sampling(),
+            ..TrainConfig::default()
+        };
+        let reward = |sample: &Sample| sample.completion.len() as f32;
+        let (model, parameters) = (loaded.model.clone(), loaded.parameters.copy_to(device())?);
+        let prompts = prompts(&["ab", "c"]);
+        Trainer::new(model, parameters, tokenizer(), prompts, reward, config)
+    };
+    let mut run = trainer()?;
+    assert!(!run.step()?.skipped);
+    run.write_checkpoint(first.path(), &loaded)?;
+    let mut resumed = trainer()?;
+    resumed.load_state(first.path())?;
+    resumed.write_checkpoint(second.path(), &Pretrained::load(first.path(), device())?)?;
+    for folder in [&first, &second] {
+        let mut saved = weights(folder.path())?;
+        let vision = saved.remove("model.visual.weight").unwrap();
+        assert_eq!(vision.dtype(), DType::BF16);
+        let values = vision.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        assert_eq!(values, [1., 2., 3.]);
+        assert_eq!(saved.into_keys().collect::<BTreeSet<_>>(), names);
+        let config: serde_json::Value =
+            serde_json::from_slice(&fs::read(folder.path().join("config.json"))?)?;
+        assert_eq!(config["vision_config"], json!({"depth": 1}));
+    }
+    let read = Pretrained::load(second.path(), device())?;
+    for (name, value) in run.actor().parameters().iter() {
+        let read = read.parameters.get(name).unwrap();
+        assert_eq!(max_difference(value, read), 0., "{name}");
+    }
+    Ok(())
 }

@@ -55,6 +55,7 @@ pub(crate) fn pretrained() -> Pretrained {
         },
         chat_template: None,
         license: None,
+        form: None,
     }
 }
 

@@ -58,7 +58,7 @@ pub(super) fn eval(
             true => engine(
                 &run.train.rollout,
                 sampler.config(),
-                pretrained.model.vocab_size,
+                &pretrained,
                 &RunDir::engine_weights(&run.run_dir),
                 &[],
                 false,

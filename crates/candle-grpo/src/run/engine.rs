@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
-use candle_grpo_train::{Generator, Prompt, SamplingConfig};
+use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig};
 
-/// Creates the generator of the servers in `config`, for a policy with `vocab_size` tokens that is
-/// sampled with `sampling`. `None` is the policy in this process.
+/// Creates the generator of the servers in `config`, for the policy `pretrained` that is sampled with
+/// `sampling`. `None` is the policy in this process.
 ///
 /// The weights go through `folder` unless the configuration names another one. The first of
 /// `prompts` are those of the probe. With `log_probs` false the completions need no log-probs.
@@ -19,7 +19,7 @@ use candle_grpo_train::{Generator, Prompt, SamplingConfig};
 pub fn engine(
     config: &RolloutConfig,
     sampling: &SamplingConfig,
-    vocab_size: usize,
+    pretrained: &Pretrained,
     folder: &Path,
     prompts: &[Prompt],
     log_probs: bool,
@@ -31,7 +31,9 @@ pub fn engine(
     {
         use candle_grpo_train::rollout::engine::ServerGenerator;
 
+        let vocab_size = pretrained.model.vocab_size;
         let generator = ServerGenerator::new(config, sampling, vocab_size, folder)?;
+        let generator = generator.with_checkpoint_form(pretrained.form.clone());
         let prompts = prompts.iter().map(|prompt| prompt.tokens.clone());
         let prompts: Vec<Vec<u32>> = prompts.collect();
         let generator = generator.with_probe_prompts(&prompts);
@@ -42,7 +44,7 @@ pub fn engine(
     }
     #[cfg(not(feature = "engines"))]
     {
-        let _ = (sampling, vocab_size, folder, prompts, log_probs);
+        let _ = (sampling, pretrained, folder, prompts, log_probs);
         anyhow::bail!(
             "rollout.engine: {}, must be local: this program was built without the feature engines",
             candle_grpo_core::validate::Name(&config.engine)

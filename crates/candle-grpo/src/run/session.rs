@@ -162,7 +162,7 @@ impl Session {
         let generator = engine(
             &settings.rollout,
             &settings.sampling,
-            pretrained.model.vocab_size,
+            &pretrained,
             &RunDir::engine_weights(&config.run_dir),
             &train,
             true,

@@ -47,6 +47,7 @@ pub(crate) fn folder(config: &str) -> tempfile::TempDir {
         },
         chat_template: None,
         license: None,
+        form: None,
     };
     pretrained.save(&folder.path().join("model")).unwrap();
     let rows = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];

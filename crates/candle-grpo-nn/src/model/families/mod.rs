@@ -60,6 +60,13 @@ pub(crate) struct Multimodal {
     pub(crate) others: &'static [&'static str],
 }
 
+impl Multimodal {
+    /// Returns whether a tensor is of another part than the text model.
+    pub(crate) fn is_other(&self, name: &str) -> bool {
+        self.others.iter().any(|part| name.starts_with(part))
+    }
+}
+
 /// The layout of a family's weights in GGUF files.
 #[derive(Debug)]
 pub(crate) struct GgufLayout {

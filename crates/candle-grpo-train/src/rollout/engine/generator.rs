@@ -10,7 +10,7 @@ use std::{env, thread};
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_core::Invalid;
-use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+use candle_grpo_nn::{CheckpointForm, DecoderConfig, Lora, Parameters};
 
 use super::openai::OpenAi;
 use super::probe::{self, Distribution};
@@ -57,6 +57,7 @@ pub struct ServerGenerator {
     sampling: SamplingConfig,
     vocab_size: usize,
     probe_prompts: Vec<Vec<u32>>,
+    form: Option<CheckpointForm>,
     log_prob_tolerance: f64,
     /// The policy of the last transfer.
     transferred: Mutex<Option<Transferred>>,
@@ -159,6 +160,7 @@ impl ServerGenerator {
             sampling: sampling.clone(),
             vocab_size,
             probe_prompts: probe::prompts(&[], vocab_size),
+            form: None,
             log_prob_tolerance: config.log_prob_tolerance,
             transferred: Mutex::new(None),
             max_inflight: config.max_inflight,
@@ -171,6 +173,13 @@ impl ServerGenerator {
     /// continues random tokens.
     pub fn with_probe_prompts(mut self, prompts: &[Vec<u32>]) -> Self {
         self.probe_prompts = probe::prompts(prompts, self.vocab_size);
+        self
+    }
+
+    /// Sets the form of the checkpoint that the servers read first, see
+    /// [`Pretrained::form`](crate::Pretrained::form). They receive the text model under its names.
+    pub fn with_checkpoint_form(mut self, form: Option<CheckpointForm>) -> Self {
+        self.form = form;
         self
     }
 
@@ -195,7 +204,7 @@ impl ServerGenerator {
     fn write(&self, weights: &PolicyWeights<'_>, format: WeightFormat) -> Result<EngineWeights> {
         let mut written = lock(&self.written);
         if written.is_none() {
-            *written = Some(WeightFolder::open(&self.folder)?);
+            *written = Some(WeightFolder::open(&self.folder, self.form.clone())?);
         }
         let folder = written.as_mut().context("the folder of the weights")?;
         folder.write(weights, format)

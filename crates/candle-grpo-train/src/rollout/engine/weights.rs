@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
-use candle_grpo_nn::{Lora, Parameters, atomic_file};
+use candle_grpo_nn::{CheckpointForm, Lora, Parameters, atomic_file};
 
 use crate::folder_lock::{FolderLock, LOCK};
 use crate::model::pretrained::{CONFIG, MODEL};
@@ -49,6 +49,8 @@ fn name(version: u64) -> String {
 pub(super) struct WeightFolder {
     path: PathBuf,
     versions: Vec<u64>,
+    /// The form of the checkpoint that the engine serves, if it has other parts.
+    form: Option<CheckpointForm>,
     _lock: FolderLock,
 }
 
@@ -59,7 +61,7 @@ impl WeightFolder {
     ///
     /// If another program writes weights there, the folder has versions and no lock of this
     /// program, or it cannot be written.
-    pub(super) fn open(path: &Path) -> Result<Self> {
+    pub(super) fn open(path: &Path, form: Option<CheckpointForm>) -> Result<Self> {
         let open = || -> Result<Self> {
             fs::create_dir_all(path)?;
             // Links stay: they may lead elsewhere where the server runs.
@@ -88,6 +90,7 @@ impl WeightFolder {
             Ok(Self {
                 path,
                 versions: Vec::new(),
+                form,
                 _lock: lock,
             })
         };
@@ -113,10 +116,20 @@ impl WeightFolder {
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer apart from a tied embedding.
                 let (model, all) = weights.merged()?.with_untied_output(weights.model)?;
-                let config = serde_json::to_vec_pretty(&model.to_hugging_face(&[])?)?;
+                let form = self.form.as_ref();
+                let config = match form {
+                    Some(form) => serde_json::to_vec_pretty(&form.config(&model)?)?,
+                    None => serde_json::to_vec_pretty(&model.to_hugging_face(&[])?)?,
+                };
                 atomic_file::write_folder(&path, |folder| -> Result<()> {
                     atomic_file::write(&folder.join(CONFIG), &config)?;
-                    Ok(all.save(&folder.join(MODEL))?)
+                    let path = folder.join(MODEL);
+                    // The engine has the other parts, which do not train.
+                    match form {
+                        Some(form) => form.save_text(&all, &path)?,
+                        None => all.save(&path)?,
+                    }
+                    Ok(())
                 })?;
                 Ok(Parameters::check_folder(&model, &path)?)
             }
@@ -193,7 +206,7 @@ mod tests {
         let parameters = Parameters::init(&model, 1, &Device::Cpu).unwrap();
         let lora = LoraConfig::all_linear(2, 4.);
         let adapters = Lora::init(lora, &model, 1, &Device::Cpu).unwrap();
-        let mut folder = WeightFolder::open(&path).unwrap();
+        let mut folder = WeightFolder::open(&path, None).unwrap();
         let weights = |version| PolicyWeights {
             version,
             model: &model,
@@ -223,7 +236,7 @@ mod tests {
         folder.remove_replaced().unwrap();
         assert!(!first.path.exists() && second.path.exists());
 
-        let error = format!("{:#}", WeightFolder::open(&path).err().unwrap());
+        let error = format!("{:#}", WeightFolder::open(&path, None).err().unwrap());
         assert!(
             error.ends_with("another program has the weights open"),
             "{error}"
@@ -241,14 +254,14 @@ mod tests {
         fs::create_dir_all(path.join("policy-best")).unwrap();
         fs::write(path.join("notes.txt"), "mine").unwrap();
         // Without the lock of this program, the version may be a model of the user.
-        let error = format!("{:#}", WeightFolder::open(path).err().unwrap());
+        let error = format!("{:#}", WeightFolder::open(path, None).err().unwrap());
         assert!(
             error.ends_with("must be a folder for the weights of one run"),
             "{error}"
         );
         assert!(path.join("policy-000007/model.safetensors").exists());
         fs::write(path.join(LOCK), "").unwrap();
-        drop(WeightFolder::open(path).unwrap());
+        drop(WeightFolder::open(path, None).unwrap());
         assert!(!path.join("policy-000007").exists());
         assert!(path.join("policy-best").exists() && path.join("notes.txt").exists());
     }

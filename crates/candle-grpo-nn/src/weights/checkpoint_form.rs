@@ -1,0 +1,313 @@
+//! Checkpoints with more parts than a text model, which are saved as they were read.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Display;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use candle_core::{Error, Result, Tensor, bail};
+use safetensors::{Dtype, View};
+use serde_json::{Map, Value, json};
+
+use crate::atomic_file;
+use crate::model::families::Multimodal;
+use crate::weights::safetensors::{open_header, read_folder};
+use crate::{DecoderConfig, Parameters};
+
+const CONFIG: &str = "config.json";
+const TEXT_CONFIG: &str = "text_config";
+const TIED: &str = "tie_word_embeddings";
+
+/// Small files beside the weights, which the other parts need.
+const FILES: [&str; 3] = [
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+];
+
+/// The form of a Hugging Face checkpoint that has a text model beside other parts, such as a vision
+/// tower: the names of the text model's tensors, `config.json`, and the tensors of the other parts.
+///
+/// The bytes of these tensors stay in the files, which are kept open. They can be copied from there
+/// even after their folder was moved or removed.
+#[derive(Debug, Clone)]
+pub struct CheckpointForm {
+    /// `config.json`.
+    config: Map<String, Value>,
+    /// The prefix of the text model's tensors, in place of `model.`.
+    prefix: Option<&'static str>,
+    /// The tensors of the other parts.
+    others: BTreeMap<String, StoredTensor>,
+    /// The names and contents of small files.
+    files: Vec<(&'static str, Vec<u8>)>,
+}
+
+/// A tensor in a safetensors file.
+#[derive(Debug, Clone)]
+struct StoredTensor {
+    file: Arc<OpenFile>,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// The first byte in the file.
+    start: u64,
+    /// The number of bytes.
+    length: usize,
+}
+
+/// A file that is read later.
+#[derive(Debug)]
+struct OpenFile {
+    path: PathBuf,
+    file: Mutex<File>,
+    length: u64,
+    modified: Option<SystemTime>,
+}
+
+impl CheckpointForm {
+    /// Reads the form of the checkpoint in `folder`, which has the text model `config`. Returns
+    /// `None` if there is nothing but a text model under the names of
+    /// [`DecoderConfig::parameter_shapes`].
+    ///
+    /// # Errors
+    ///
+    /// If `config.json` or the header of a safetensors file cannot be read.
+    pub fn read(config: &DecoderConfig, folder: &Path) -> Result<Option<Self>> {
+        let Some(multimodal) = &config.model_type.family().multimodal else {
+            return Ok(None);
+        };
+        let read = || Self::read_as(multimodal, folder);
+        read().map_err(|error| Error::msg(format!("cannot read {}: {error}", folder.display())))
+    }
+
+    fn read_as(multimodal: &'static Multimodal, folder: &Path) -> Result<Option<Self>> {
+        let in_file = |name: &str, error: &dyn Display| Error::msg(format!("{name}: {error}"));
+        let bytes = fs::read(folder.join(CONFIG)).map_err(|error| in_file(CONFIG, &error))?;
+        let config: Map<String, Value> =
+            serde_json::from_slice(&bytes).map_err(|error| in_file(CONFIG, &error))?;
+        let mut others = BTreeMap::new();
+        let mut has_prefix = false;
+        for (name, tensor) in read_folder(folder, StoredTensor::read_file)? {
+            has_prefix |= name.starts_with(multimodal.prefix);
+            if multimodal.is_other(&name) {
+                others.insert(name, tensor);
+            }
+        }
+        let is_multimodal = config.get("model_type") == Some(&json!(multimodal.name));
+        if !is_multimodal && !has_prefix && others.is_empty() {
+            return Ok(None);
+        }
+        let mut files = Vec::new();
+        for name in FILES {
+            if folder.join(name).is_file() {
+                let bytes = fs::read(folder.join(name)).map_err(|error| in_file(name, &error))?;
+                files.push((name, bytes));
+            }
+        }
+        Ok(Some(Self {
+            config,
+            prefix: has_prefix.then_some(multimodal.prefix),
+            others,
+            files,
+        }))
+    }
+
+    /// The contents of `config.json` with the text model `model` in f32. Everything else is as in
+    /// the checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// If `model` differs from the text model of the checkpoint in more than
+    /// [`DecoderConfig::tie_word_embeddings`].
+    pub fn config(&self, model: &DecoderConfig) -> Result<Map<String, Value>> {
+        let bytes = serde_json::to_vec(&self.config).map_err(Error::wrap)?;
+        let mut own = DecoderConfig::from_hugging_face(&bytes)?;
+        own.tie_word_embeddings = model.tie_word_embeddings;
+        if own != *model {
+            bail!("model: {model:?}, must be that of the checkpoint, {own:?}");
+        }
+        let mut config = self.config.clone();
+        set_text_keys(&mut config, model);
+        if let Some(Value::Object(text)) = config.get_mut(TEXT_CONFIG) {
+            set_text_keys(text, model);
+        }
+        Ok(config)
+    }
+
+    /// Writes the text model under the names of the checkpoint, without the other parts, as
+    /// [`Parameters::save`] does.
+    pub fn save_text(&self, parameters: &Parameters, path: &Path) -> Result<()> {
+        let tensors = parameters.host_tensors()?.into_iter();
+        let tensors = tensors.map(|(name, tensor)| (self.name(name), tensor));
+        Parameters::save_named(path, tensors, || Ok(()))
+    }
+
+    /// Writes the text model under the names of the checkpoint and the other parts, whose bytes are
+    /// those of the checkpoint, into one safetensors file. [`Parameters::load`] reads the text
+    /// model.
+    ///
+    /// The file is written [atomically](crate::atomic_file).
+    ///
+    /// # Errors
+    ///
+    /// If a file of the checkpoint has changed since it was read. The error names it.
+    pub fn save(&self, parameters: &Parameters, path: &Path) -> Result<()> {
+        let failure = Mutex::new(None);
+        let text = parameters.host_tensors()?.into_iter();
+        let text = text.map(|(name, tensor)| (self.name(name), Entry::Text(tensor)));
+        let others = self.others.iter().map(|(name, tensor)| {
+            let failure = &failure;
+            (name.clone(), Entry::Other { tensor, failure })
+        });
+        Parameters::save_named(path, text.chain(others), || {
+            match failure
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take()
+            {
+                Some(error) => Err(error),
+                None => self.check_unchanged(),
+            }
+        })
+    }
+
+    /// Writes the small files that the other parts need into a folder, each
+    /// [atomically](crate::atomic_file).
+    pub fn write_files(&self, folder: &Path) -> Result<()> {
+        for (name, bytes) in &self.files {
+            atomic_file::write(&folder.join(name), bytes)?;
+        }
+        Ok(())
+    }
+
+    /// The name in the checkpoint of the parameter `name`.
+    fn name(&self, name: String) -> String {
+        match (self.prefix, name.strip_prefix("model.")) {
+            (Some(prefix), Some(rest)) => format!("{prefix}{rest}"),
+            _ => name,
+        }
+    }
+
+    fn check_unchanged(&self) -> io::Result<()> {
+        let mut others = self.others.values();
+        others.try_for_each(|tensor| tensor.file.check_unchanged())
+    }
+}
+
+/// Sets the keys of a text model that may differ from those of its checkpoint.
+fn set_text_keys(config: &mut Map<String, Value>, model: &DecoderConfig) {
+    for (key, value) in [
+        ("dtype", json!("float32")),
+        ("torch_dtype", json!("float32")),
+        (TIED, json!(model.tie_word_embeddings)),
+    ] {
+        if let Some(found) = config.get_mut(key) {
+            *found = value;
+        }
+    }
+}
+
+impl StoredTensor {
+    /// The tensors of a safetensors file.
+    fn read_file(path: &Path) -> Result<HashMap<String, Self>> {
+        let (file, start, headers) = open_header(path)?;
+        let metadata = file.metadata()?;
+        let file = Arc::new(OpenFile {
+            path: path.to_owned(),
+            length: metadata.len(),
+            modified: metadata.modified().ok(),
+            file: Mutex::new(file),
+        });
+        let tensors = headers.into_iter().map(|(name, header)| {
+            let (dtype, bytes) = header
+                .stored()
+                .map_err(|error| Error::msg(format!("tensor {name}: {error}")))?;
+            let tensor = Self {
+                file: file.clone(),
+                dtype,
+                start: start + bytes.start,
+                length: (bytes.end - bytes.start) as usize,
+                shape: header.shape,
+            };
+            Ok((name, tensor))
+        });
+        tensors.collect()
+    }
+
+    fn bytes(&self) -> io::Result<Vec<u8>> {
+        self.file.check_unchanged()?;
+        let mut bytes = vec![0; self.length];
+        let mut file = self.file.lock();
+        file.seek(SeekFrom::Start(self.start))?;
+        file.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+impl OpenFile {
+    fn lock(&self) -> MutexGuard<'_, File> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check_unchanged(&self) -> io::Result<()> {
+        let now = self.lock().metadata()?;
+        if now.len() == self.length && now.modified().ok() == self.modified {
+            return Ok(());
+        }
+        Err(io::Error::other(format!(
+            "{}: has changed since the model was loaded, must stay as it was: the parts beside the text model are copied from it",
+            self.path.display()
+        )))
+    }
+}
+
+/// A tensor to write.
+enum Entry<'a> {
+    Text(Tensor),
+    Other {
+        tensor: &'a StoredTensor,
+        /// The first error of all tensors.
+        failure: &'a Mutex<Option<io::Error>>,
+    },
+}
+
+impl View for Entry<'_> {
+    fn dtype(&self) -> Dtype {
+        match self {
+            Self::Text(tensor) => View::dtype(&tensor),
+            Self::Other { tensor, .. } => tensor.dtype,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        match self {
+            Self::Text(tensor) => tensor.dims(),
+            Self::Other { tensor, .. } => &tensor.shape,
+        }
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        match self {
+            Self::Text(tensor) => View::data(tensor).into_owned().into(),
+            Self::Other { tensor, failure } => {
+                let bytes = tensor.bytes().unwrap_or_else(|error| {
+                    let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
+                    failure.get_or_insert(error);
+                    // The file is not moved to its place.
+                    vec![0; tensor.length]
+                });
+                bytes.into()
+            }
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        match self {
+            Self::Text(tensor) => View::data_len(&tensor),
+            Self::Other { tensor, .. } => tensor.length,
+        }
+    }
+}
