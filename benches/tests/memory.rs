@@ -132,6 +132,7 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
         temperature: 1.,
         activation_checkpointing: false,
         compute_dtype: ComputeDType::Bf16,
+        router_aux_loss_coef: 0.,
     };
     let (made, bytes) = peak_bytes(|| -> anyhow::Result<_> {
         let actor = Actor::with_adapters(model, parameters, adapters, config)?;

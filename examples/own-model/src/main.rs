@@ -116,6 +116,7 @@ fn main() -> Result<()> {
         temperature: 1.,
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
+        router_aux_loss_coef: 0.,
     };
     let mut actor = Actor::from_model(
         policy,

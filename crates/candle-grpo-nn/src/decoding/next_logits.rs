@@ -5,6 +5,7 @@ use candle_grpo_kernels::{PagedBatch, PagedRow, Sequences, SlotRows, linear_rows
 
 use crate::model::input::attention;
 use crate::model::pass::{Context, Pass};
+use crate::model::routes::Routes;
 use crate::{Decoder, PagedCache, SequenceId};
 
 impl Decoder {
@@ -54,6 +55,21 @@ impl Decoder {
         new: &[(SequenceId, &[u32])],
         cache: &mut PagedCache,
     ) -> Result<Tensor> {
+        Ok(self.next_logits_and_experts(new, cache)?.0)
+    }
+
+    /// [`Self::next_logits`], and the experts that the routers chose for each new token, u32
+    /// `[N, expert_choices]`: `top_k` of the first router, then those of the next. `None` without
+    /// experts.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::next_logits`].
+    pub fn next_logits_and_experts(
+        &self,
+        new: &[(SequenceId, &[u32])],
+        cache: &mut PagedCache,
+    ) -> Result<(Tensor, Option<Tensor>)> {
         self.check_new(new, cache)?;
         let device = self.output_weight().device();
         let (mut slots, mut positions) = (Vec::new(), Vec::new());
@@ -105,9 +121,15 @@ impl Decoder {
                     slots,
                 },
             },
+            routes: Routes::default(),
         };
         let x = self.embed(&ids_and_positions.get(0)?)?.detach();
-        let (mut x, mut change) = self.run_blocks(x, &pass)?;
+        let (mut x, mut change, routers) = self.run_blocks(x, &pass)?;
+        let experts: Vec<_> = routers.iter().map(|router| &router.chosen).collect();
+        let experts = match experts.is_empty() {
+            true => None,
+            false => Some(Tensor::cat(&experts, 1)?),
+        };
         if n > last.len() {
             let last = Tensor::new(last, device)?;
             x = x.index_select(&last, 0)?;
@@ -117,7 +139,7 @@ impl Decoder {
         }
         let hidden = self.norm(&x, change.as_ref())?.detach();
         let logits = linear_rows(&hidden, &[&self.output_weight().detach()])?.swap_remove(0);
-        self.capped(logits)
+        Ok((self.capped(logits)?, experts))
     }
 
     fn check_new(&self, new: &[(SequenceId, &[u32])], cache: &PagedCache) -> Result<()> {

@@ -10,6 +10,7 @@ use crate::model::gated_delta::{GatedDelta, GatedDeltaRecord};
 use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
+use crate::model::routes::RouterChoice;
 use crate::optim::grad_sink::GradSink;
 
 /// A part of a block that maps hidden states `[N, hidden]` to a change of them.
@@ -87,13 +88,19 @@ struct SublayerRecord<M: Mixer> {
 }
 
 impl Block {
-    pub(crate) fn new(plan: &BlockPlan, layer: usize, vb: &VarBuilder) -> Result<Self> {
+    /// `layer` and `router` are the numbers of the block and of its router in the decoder.
+    pub(crate) fn new(
+        plan: &BlockPlan,
+        layer: usize,
+        router: usize,
+        vb: &VarBuilder,
+    ) -> Result<Self> {
         let tokens = |plan: &_| TokenMixer::new(plan, layer, vb);
         Ok(Self {
             tokens: Sublayer::new(&plan.tokens, vb, tokens)?,
             mlp: Sublayer::new(&plan.mlp, vb, |plan| match plan {
                 ChannelPlan::Mlp(plan) => Ok(Channel::Mlp(Box::new(Mlp::new(plan, vb)?))),
-                ChannelPlan::Experts(plan) => Ok(Channel::Experts(Experts::new(plan, vb)?)),
+                ChannelPlan::Experts(plan) => Ok(Channel::Experts(Experts::new(plan, router, vb)?)),
             })?,
         })
     }
@@ -211,6 +218,14 @@ impl Mixer for Channel {
 }
 
 impl BlockRecord {
+    /// The choice of the router, if there is one.
+    pub(crate) fn router(&self) -> Option<&RouterChoice> {
+        match &self.mlp.mixer {
+            ChannelRecord::Experts(record) => Some(record.router()),
+            ChannelRecord::Mlp(_) => None,
+        }
+    }
+
     /// The input.
     pub(crate) fn into_input(self) -> Tensor {
         self.tokens.x

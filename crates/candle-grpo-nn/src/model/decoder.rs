@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use candle_grpo_kernels::{embedding, soft_cap};
 use candle_nn::VarBuilder;
 
+use crate::model::architecture::ChannelPlan;
 use crate::model::block::{Block, BlockRecord, scaled};
 use crate::model::frozen_linear::linear;
 use crate::model::input::Input;
@@ -12,6 +13,7 @@ use crate::model::named_weight::NamedWeight;
 use crate::model::norm::RmsNorm;
 use crate::model::pass::Pass;
 use crate::model::rope::{Rope, RopeAngles};
+use crate::model::routes::{BalanceGradient, ExpertBalance, RouterChoice, Routes, balance};
 use crate::optim::grad_sink::GradSink;
 use crate::{Backward, DecoderConfig, Gradients, LanguageModel, PackedTokens, Parameters};
 
@@ -31,6 +33,8 @@ pub struct Decoder {
     config: DecoderConfig,
     embedding: NamedWeight,
     blocks: Vec<Block>,
+    /// The number of experts that all routers choose for a token.
+    choices: usize,
     norm: RmsNorm,
     output: NamedWeight,
     embedding_scale: f64,
@@ -53,8 +57,17 @@ impl Decoder {
         let architecture = config.architecture();
         let layers = model.pp("layers");
         let blocks = architecture.blocks.iter().enumerate();
+        let mut routing = None;
+        let mut routers = 0;
         let blocks = blocks
-            .map(|(layer, plan)| Block::new(plan, layer, &layers.pp(layer)))
+            .map(|(layer, plan)| {
+                let block = Block::new(plan, layer, routers, &layers.pp(layer))?;
+                if let ChannelPlan::Experts(experts) = &plan.mlp.mixer {
+                    routing = Some(experts.routing);
+                    routers += 1;
+                }
+                Ok(block)
+            })
             .collect::<Result<Vec<_>>>()?;
         let ropes = architecture.rotations.iter();
         let ropes = ropes
@@ -68,6 +81,7 @@ impl Decoder {
         Ok(Self {
             config: config.clone(),
             blocks,
+            choices: routers * routing.map_or(0, |routing| routing.top_k()),
             norm: RmsNorm::new(&architecture.norm, &vb)?,
             embedding_scale: architecture.embedding_scale,
             ropes,
@@ -111,7 +125,7 @@ impl Decoder {
 
     fn forward(&self, input: &Input) -> Result<Tensor> {
         let x = self.embed(&input.ids)?;
-        let (x, change) = self.run_blocks(x, &input.pass())?;
+        let (x, change, _) = self.run_blocks(x, &input.pass())?;
         self.norm(&x, change.as_ref())
     }
 
@@ -135,14 +149,20 @@ impl Decoder {
     }
 
     /// `[N, H]` through all blocks, to two tensors whose sum is the result. Without blocks there is
-    /// no second tensor.
-    pub(crate) fn run_blocks(&self, x: Tensor, pass: &Pass) -> Result<(Tensor, Option<Tensor>)> {
+    /// no second tensor. Returns also the choices of all routers.
+    pub(crate) fn run_blocks(
+        &self,
+        x: Tensor,
+        pass: &Pass,
+    ) -> Result<(Tensor, Option<Tensor>, Vec<RouterChoice>)> {
         let (mut x, mut change) = (x, None);
+        let mut routers = Vec::new();
         for block in &self.blocks {
-            let ([sum, y], _) = block.forward(&x, change.as_ref(), pass)?;
+            let ([sum, y], record) = block.forward(&x, change.as_ref(), pass)?;
+            routers.extend(record.router().cloned());
             (x, change) = (sum, Some(y));
         }
-        Ok((x, change))
+        Ok((x, change, routers))
     }
 
     /// The hidden states: the scaled final norm of `x + change`.
@@ -189,6 +209,11 @@ impl Decoder {
         shape[dims.len() - 1] = self.config.vocab_size;
         self.capped(linear(&rows, &self.output.tensor)?)?
             .reshape(shape)
+    }
+
+    /// The number of experts that all routers together choose for a token; 0 without experts.
+    pub fn expert_choices(&self) -> usize {
+        self.choices
     }
 
     /// The configuration of this decoder.
@@ -251,8 +276,10 @@ impl LanguageModel for Decoder {
         let input = Input::packed(self, tokens)?;
         let (mut x, mut change) = (self.embed(&input.ids)?, None);
         let mut blocks = Vec::with_capacity(self.blocks.len());
+        let mut routers = Vec::new();
         for block in &self.blocks {
             let ([sum, y], record) = block.forward(&x, change.as_ref(), &input.pass())?;
+            routers.extend(record.router().cloned());
             blocks.push(if self.activation_checkpointing {
                 Kept::Input(record.into_input())
             } else {
@@ -266,6 +293,8 @@ impl LanguageModel for Decoder {
             decoder: self,
             input,
             blocks,
+            routers,
+            balance: None,
             last: x,
         };
         Ok((hidden, Box::new(recorded)))
@@ -277,6 +306,9 @@ struct DecoderBackward<'a> {
     decoder: &'a Decoder,
     input: Input,
     blocks: Vec<Kept>,
+    /// The choices of all routers.
+    routers: Vec<RouterChoice>,
+    balance: Option<BalanceGradient>,
     /// The input of the final norm.
     last: Tensor,
 }
@@ -289,6 +321,13 @@ enum Kept {
 }
 
 impl Backward for DecoderBackward<'_> {
+    fn balance_experts(&mut self, weights: &[f32], coef: f64) -> Result<Option<ExpertBalance>> {
+        let found = balance(&self.routers, weights, coef)?;
+        let (found, gradient) = found.unzip();
+        self.balance = gradient.filter(|_| coef != 0.0);
+        Ok(found)
+    }
+
     /// Frees memory block by block.
     fn backward(
         self: Box<Self>,
@@ -308,7 +347,17 @@ impl DecoderBackward<'_> {
             input,
             mut blocks,
             last,
+            balance,
+            ..
         } = self;
+        let pass = input.pass();
+        let pass = Pass {
+            routes: Routes {
+                balance: balance.as_ref(),
+                ..pass.routes
+            },
+            ..pass
+        };
         check_hidden_gradient(hidden_gradient, &last)?;
         let of_norm = scaled(hidden_gradient.detach(), decoder.output_scale)?;
         let mut gradient = decoder.norm.backward(&last, &of_norm, sink)?;
@@ -319,10 +368,10 @@ impl DecoderBackward<'_> {
         for (number, block) in decoder.blocks.iter().enumerate().rev() {
             let record = match blocks.pop() {
                 Some(Kept::All(record)) => *record,
-                Some(Kept::Input(x)) => block.forward(&x, None, &input.pass())?.1,
+                Some(Kept::Input(x)) => block.forward(&x, None, &pass)?.1,
                 None => bail!("a block was not recorded"),
             };
-            gradient = block.backward(record, &input.pass(), gradient, sink)?;
+            gradient = block.backward(record, &pass, gradient, sink)?;
             let part = format!("layers.{number}.");
             sink.complete(|name| name.contains(&part))?;
         }

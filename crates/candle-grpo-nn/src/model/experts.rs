@@ -11,6 +11,7 @@ use crate::model::linear::{Linear, Products};
 use crate::model::mlp::{Mlp, MlpRecord};
 use crate::model::pass::Pass;
 use crate::model::router::Router;
+use crate::model::routes::RouterChoice;
 use crate::optim::grad_sink::GradSink;
 
 /// A router sends each token to some of the experts. The result is the sum of theirs, weighted by
@@ -22,14 +23,14 @@ pub(crate) struct Experts {
     router: Linear,
     routing: Router,
     experts: Vec<Mlp>,
+    /// The number of the router among those of the decoder.
+    number: usize,
 }
 
 /// The tensors of a forward pass that the backward pass needs.
 pub(crate) struct ExpertsRecord {
-    /// `[N, experts]`
-    logits: Tensor,
-    /// The experts of each token, u32 `[N, top_k]`, and their gates.
-    chosen: Tensor,
+    router: RouterChoice,
+    /// The gates of the chosen experts, `[N, top_k]`.
     gates: Tensor,
     plan: Plan,
     /// The inputs of the experts, one expert after another.
@@ -97,24 +98,32 @@ impl Plan {
 }
 
 impl Experts {
-    pub(crate) fn new(plan: &ExpertsPlan, vb: &VarBuilder) -> Result<Self> {
+    pub(crate) fn new(plan: &ExpertsPlan, number: usize, vb: &VarBuilder) -> Result<Self> {
         let experts = plan.experts.iter().map(|plan| Mlp::new(plan, vb));
         Ok(Self {
             router: Linear::new(&plan.router, vb)?,
             routing: plan.routing,
+            number,
             experts: experts.collect::<Result<_>>()?,
         })
     }
 
     /// The gradient of the router's logits from that of the gates.
     fn logits_gradient(&self, record: &ExpertsRecord, of_gates: &Tensor) -> Result<Tensor> {
-        let logits = Var::from_tensor(&record.logits)?;
-        let gates = self.routing.replay(&logits, &record.chosen)?.gates;
+        let RouterChoice { logits, chosen } = &record.router;
+        let logits = Var::from_tensor(logits)?;
+        let gates = self.routing.replay(&logits, chosen)?.gates;
         let store = (gates * of_gates)?.sum_all()?.backward()?;
         match store.get(&logits) {
             Some(gradient) => Ok(gradient.detach()),
             None => bail!("logits: no gradient"),
         }
+    }
+}
+
+impl ExpertsRecord {
+    pub(crate) fn router(&self) -> &RouterChoice {
+        &self.router
     }
 }
 
@@ -124,7 +133,10 @@ impl Mixer for Experts {
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, ExpertsRecord)> {
         let products = pass.products();
         let logits = self.router.forward(x, products)?;
-        let routing = self.routing.route(&logits)?;
+        let routing = match pass.routes.replayed(self.number, self.routing.top_k())? {
+            Some(chosen) => self.routing.replay(&logits, &chosen)?,
+            None => self.routing.route(&logits)?,
+        };
         let reaches_all = products == Products::Joint;
         let plan = Plan::new(&routing.experts, self.experts.len(), reaches_all)?;
         let rows = x.index_select(&plan.tokens, 0)?;
@@ -141,8 +153,10 @@ impl Mixer for Experts {
         let weights = routing.gates.to_dtype(x.dtype())?.unsqueeze(2)?;
         let y = results.broadcast_mul(&weights)?.sum(1)?;
         let record = ExpertsRecord {
-            logits,
-            chosen: routing.experts,
+            router: RouterChoice {
+                logits,
+                chosen: routing.experts,
+            },
             gates: routing.gates,
             plan,
             rows,
@@ -164,9 +178,12 @@ impl Mixer for Experts {
         let gradient = gradient.unsqueeze(1)?;
         let of_gates = record.results.broadcast_mul(&gradient)?;
         let of_gates = of_gates.to_dtype(record.gates.dtype())?.sum(2)?;
-        let of_logits = self
-            .logits_gradient(&record, &of_gates)?
-            .to_dtype(x.dtype())?;
+        let mut of_logits = self.logits_gradient(&record, &of_gates)?;
+        if let Some(balance) = pass.routes.balance {
+            let of_balance = balance.of_logits(&record.router.logits)?;
+            of_logits = (of_logits + of_balance.to_dtype(record.router.logits.dtype())?)?;
+        }
+        let of_logits = of_logits.to_dtype(x.dtype())?;
         let weights = record.gates.to_dtype(x.dtype())?.unsqueeze(2)?;
         let of_results = weights.broadcast_mul(&gradient)?.reshape(((), hidden))?;
         let of_results = of_results.index_select(&record.plan.slots, 0)?;

@@ -5,6 +5,7 @@ use candle_grpo_kernels::{CausalAttention, PrefixTree, Sequences};
 
 use crate::model::pass::{Context, Pass, StateRows};
 use crate::model::rope::RopeAngles;
+use crate::model::routes::Routes;
 use crate::packing::shared_rows::SharedRows;
 use crate::{Decoder, PackedTokens};
 
@@ -16,6 +17,8 @@ pub(crate) struct Input {
     attention: CausalAttention,
     shared: Option<SharedRows>,
     states: Option<StateRows>,
+    /// The experts that are replayed, u32 `[N, expert_choices]`.
+    experts: Option<Tensor>,
 }
 
 impl Input {
@@ -41,6 +44,7 @@ impl Input {
             attention: attention(decoder, Sequences::Padded(&real)),
             shared: None,
             states: decoder.has_states().then(states).transpose()?,
+            experts: None,
         })
     }
 
@@ -54,6 +58,15 @@ impl Input {
             );
         }
         check_ids(decoder, "tokens", tokens.ids())?;
+        if let Some(experts) = tokens.experts()
+            && experts.dim(1)? != decoder.expert_choices()
+        {
+            bail!(
+                "tokens: {} experts of each token, must be {}, those of all routers",
+                experts.dim(1)?,
+                decoder.expert_choices()
+            );
+        }
         let positions: Vec<f32> = lengths
             .iter()
             .flat_map(|&length| (0..length).map(|position| position as f32))
@@ -74,6 +87,7 @@ impl Input {
             attention: attention(decoder, Sequences::Packed(lengths)),
             shared: SharedRows::new(tokens)?,
             states: decoder.has_states().then(states).transpose()?,
+            experts: tokens.experts().cloned(),
         })
     }
 
@@ -84,6 +98,10 @@ impl Input {
                 attention: &self.attention,
                 shared: self.shared.as_ref(),
                 states: self.states.as_ref(),
+            },
+            routes: Routes {
+                replayed: self.experts.as_ref(),
+                balance: None,
             },
         }
     }

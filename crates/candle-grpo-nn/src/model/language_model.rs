@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::model::routes::ExpertBalance;
 use crate::{Gradients, PackedTokens, Parameters};
 
 /// A causal language model: its hidden states, and the weight of its output layer.
@@ -38,6 +39,24 @@ pub trait LanguageModel {
 
 /// The backward pass of one [`LanguageModel::record`].
 pub trait Backward {
+    /// Computes the load-balancing loss of the routers of the pass, and adds `coef` times its
+    /// gradient to that of [`Self::backward`]. `None` if the model has no experts, or no token
+    /// counts.
+    ///
+    /// `weights` has the number of times that each of the N rows counts. The loss is
+    /// `E * sum_e f_e * P_e`, over all tokens and all mixtures of experts together: `f_e` is the
+    /// number of times that expert e of E was chosen for a token, and `P_e` its mean probability
+    /// (Switch Transformer, <https://arxiv.org/abs/2101.03961>, as in transformers). The choice
+    /// has no gradient.
+    ///
+    /// # Errors
+    ///
+    /// If `weights` does not have N entries.
+    fn balance_experts(&mut self, weights: &[f32], coef: f64) -> Result<Option<ExpertBalance>> {
+        let _ = (weights, coef);
+        Ok(None)
+    }
+
     /// Adds the gradients of the variables of `trained` that the hidden states depend on, from
     /// `hidden_gradient`, the gradient of the hidden states in their shape and dtype.
     ///

@@ -23,6 +23,7 @@ pub(crate) mod pass;
 mod rope;
 pub(crate) mod rope_scaling;
 pub(crate) mod router;
+pub(crate) mod routes;
 pub(crate) mod sequence_classifier;
 mod value_head;
 
@@ -32,5 +33,6 @@ pub use families::ModelType;
 pub use language_model::{Backward, LanguageModel};
 pub use rope_scaling::RopeScaling;
 pub use router::{Router, RouterPass, Routing};
+pub use routes::ExpertBalance;
 pub use sequence_classifier::{SequenceClassifier, SequenceClassifierConfig};
 pub use value_head::ValueHead;

@@ -10,6 +10,7 @@ use candle_grpo_kernels::{
 use crate::decoding::PagedCache;
 use crate::model::linear::Products;
 use crate::model::rope::RopeAngles;
+use crate::model::routes::Routes;
 use crate::packing::shared_rows::SharedRows;
 
 /// The part of a forward pass that all blocks share.
@@ -18,6 +19,7 @@ pub(crate) struct Pass<'a> {
     /// One for each rotation of the decoder.
     pub(crate) angles: &'a [RopeAngles],
     pub(crate) context: Context<'a>,
+    pub(crate) routes: Routes<'a>,
 }
 
 /// The tokens that a token attends to.

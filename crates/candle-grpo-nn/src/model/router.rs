@@ -60,6 +60,10 @@ impl Router {
         }
     }
 
+    pub(crate) fn top_k(&self) -> usize {
+        self.top_k
+    }
+
     /// Chooses the experts with the largest `logits` `[N, E]` for each of N tokens. The choice has
     /// no gradient.
     ///

@@ -14,6 +14,8 @@ pub struct PackedTokens {
     lengths: Vec<usize>,
     /// For each token of each sequence its row in `ids`. `None` if no tokens are shared.
     rows: Option<Vec<u32>>,
+    /// The experts of each row, u32 `[N, choices]`, that a model replays.
+    experts: Option<Tensor>,
 }
 
 impl PackedTokens {
@@ -38,6 +40,7 @@ impl PackedTokens {
             ids: Tensor::new(sequences.concat(), device)?,
             lengths: sequences.iter().map(Vec::len).collect(),
             rows: None,
+            experts: None,
         })
     }
 
@@ -59,13 +62,80 @@ impl PackedTokens {
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn sharing_prefixes(sequences: &[Vec<u32>], device: &Device) -> Result<Self> {
+        Self::sharing(sequences, |_, _| &[], device)
+    }
+
+    /// [`Self::sharing_prefixes`] for a model whose routers do not choose, but replay `experts`:
+    /// those of another pass over each of the `sequences`, token by token, as
+    /// [`Decoder::next_logits_and_experts`](crate::Decoder::next_logits_and_experts) returns them.
+    /// Tokens are shared if their experts are the same, too.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::new`], and if `experts` does not have as many for each token.
+    ///
+    /// ```
+    /// use candle_core::Device;
+    /// use candle_grpo_nn::PackedTokens;
+    ///
+    /// let sequences = [vec![1, 2], vec![1, 2]];
+    /// let experts = [vec![0, 3, 1, 2], vec![0, 3, 1, 0]]; // two for each token
+    /// let tokens = PackedTokens::replaying(&sequences, &experts, &Device::Cpu)?;
+    /// assert_eq!(tokens.rows(), [0, 1, 0, 2]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn replaying(
+        sequences: &[Vec<u32>],
+        experts: &[Vec<u16>],
+        device: &Device,
+    ) -> Result<Self> {
+        check(sequences)?;
+        let choices = experts
+            .first()
+            .map_or(0, |first| first.len() / sequences[0].len());
+        let fits = |(tokens, experts): (&Vec<u32>, &Vec<u16>)| {
+            choices > 0 && experts.len() == choices * tokens.len()
+        };
+        if experts.len() != sequences.len() || !sequences.iter().zip(experts).all(fits) {
+            bail!(
+                "experts: must have as many entries for each token of each sequence, at least one"
+            );
+        }
+        let of_token = |sequence: usize, token: usize| {
+            &experts[sequence][token * choices..(token + 1) * choices]
+        };
+        let mut packed = Self::sharing(sequences, of_token, device)?;
+        let mut tokens = Vec::new();
+        for (sequence, experts) in experts.iter().enumerate() {
+            tokens.extend((0..experts.len() / choices).map(|token| (sequence, token)));
+        }
+        let rows = packed.first_tokens().into_iter();
+        let chosen: Vec<u32> = rows
+            .flat_map(|token| {
+                let (sequence, token) = tokens[token as usize];
+                of_token(sequence, token).iter().copied().map(u32::from)
+            })
+            .collect();
+        let shape = (chosen.len() / choices, choices);
+        packed.experts = Some(Tensor::from_vec(chosen, shape, device)?);
+        Ok(packed)
+    }
+
+    /// Packs `sequences`, in which tokens are shared if those before them are, and they have the
+    /// same id and the same result of `of_token`, a function of sequence and token.
+    fn sharing<'a>(
+        sequences: &[Vec<u32>],
+        of_token: impl Fn(usize, usize) -> &'a [u16],
+        device: &Device,
+    ) -> Result<Self> {
         check(sequences)?;
         let (mut ids, mut rows) = (Vec::new(), Vec::new());
         let mut row_after = HashMap::new();
-        for sequence in sequences {
+        for (number, sequence) in sequences.iter().enumerate() {
             let mut before = None;
-            for &id in sequence {
-                let row = *row_after.entry((before, id)).or_insert_with(|| {
+            for (token, &id) in sequence.iter().enumerate() {
+                let key = (before, id, of_token(number, token));
+                let row = *row_after.entry(key).or_insert_with(|| {
                     ids.push(id);
                     ids.len() as u32 - 1
                 });
@@ -78,7 +148,13 @@ impl PackedTokens {
             ids: Tensor::new(ids, device)?,
             lengths: sequences.iter().map(Vec::len).collect(),
             rows: shares.then_some(rows),
+            experts: None,
         })
+    }
+
+    /// The experts that a model replays, u32 `[N, choices]`, if it does not choose.
+    pub fn experts(&self) -> Option<&Tensor> {
+        self.experts.as_ref()
     }
 
     /// The tokens of all sequences, u32 `[N]`. A shared token occurs once.

@@ -69,7 +69,7 @@ struct OpenFile {
 
 impl CheckpointForm {
     /// Reads the form of the checkpoint in `folder`, which has the text model `config`. Returns
-    /// `None` if there is nothing but a text model under the names of
+    /// `None` if it has only a text model, under the names of
     /// [`DecoderConfig::parameter_shapes`].
     ///
     /// # Errors

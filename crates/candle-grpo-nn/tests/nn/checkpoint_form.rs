@@ -20,7 +20,7 @@ const SHARDS: [&str; 2] = ["model-00001.safetensors", "model-00002.safetensors"]
 /// The forms of checkpoints on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
-    /// As published: two files, nested configuration.
+    /// Two files and a nested configuration, as published.
     Multimodal,
     /// The names of a checkpoint with vision beside the configuration of a text model.
     TextConfig,

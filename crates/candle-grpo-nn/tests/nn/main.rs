@@ -15,6 +15,7 @@ mod lora;
 mod parameters;
 mod recorded;
 mod router;
+mod routing;
 mod safetensors;
 mod sequence_classifier;
 mod shared_prefixes;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_collective::Collective;
-use candle_grpo_core::MetricValues;
+use candle_grpo_core::validate as check;
+use candle_grpo_core::{MetricValue, MetricValues};
 use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
 use candle_grpo_nn::{
@@ -19,7 +20,8 @@ use super::Reference;
 use super::not_finite::{blame, clip_factor};
 use super::reference::decoder_in;
 use super::response_forward::{
-    RecordedResponses, output_layer, output_weight, predicting_states, response_log_probs,
+    RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
+    response_log_probs,
 };
 use crate::rollout::LocalGenerator;
 use crate::rollout::sampling_config::ensure_temperature;
@@ -45,6 +47,10 @@ pub struct ActorConfig {
     /// The dtype of the policy's computation. Trained weights are always f32.
     #[serde(default)]
     pub compute_dtype: ComputeDType,
+    /// Coefficient of the load-balancing loss of a model with experts, see
+    /// [`TrainConfig::router_aux_loss_coef`](crate::TrainConfig::router_aux_loss_coef).
+    #[serde(default)]
+    pub router_aux_loss_coef: f64,
 }
 
 /// The dtype of a policy's computation. Sums, norms, softmax, log-probs and losses are always f32.
@@ -138,6 +144,11 @@ impl Actor {
         copies: ComputeCopies,
         config: ActorConfig,
     ) -> Result<Self> {
+        ensure!(
+            config.router_aux_loss_coef == 0. || decoder.expert_choices() > 0,
+            "router_aux_loss_coef: {}, must be 0 for a model without experts",
+            config.router_aux_loss_coef
+        );
         let policy = decoder.with_activation_checkpointing(config.activation_checkpointing);
         Self::from_policy(policy, parameters, adapters, copies, config)
     }
@@ -195,6 +206,7 @@ impl<M: LanguageModel> Actor<M> {
         config: ActorConfig,
     ) -> Result<Self> {
         ensure_temperature(config.temperature)?;
+        check::non_negative("router_aux_loss_coef", config.router_aux_loss_coef)?;
         config.policy_loss.validate().context("policy_loss")?;
         let trained = adapters.as_ref().map_or(&parameters, Lora::parameters);
         Ok(Self {
@@ -238,6 +250,10 @@ impl<M: LanguageModel> Actor<M> {
     /// Accumulates the gradient of the loss of `batch`, one micro-batch of the step that `totals`
     /// counts.
     ///
+    /// With [`ActorConfig::router_aux_loss_coef`] the load-balancing loss of `batch` is added as
+    /// that of a whole step. [`Self::forward_backward_of`] weights it in a step of several
+    /// micro-batches.
+    ///
     /// # Errors
     ///
     /// Returns an error if the batch lacks a tensor that the loss needs, and
@@ -247,12 +263,40 @@ impl<M: LanguageModel> Actor<M> {
         batch: &TrainingBatch,
         totals: &StepTotals,
     ) -> Result<MetricValues> {
+        let read = match self.config.router_aux_loss_coef == 0. {
+            true => 0.,
+            false => read_tokens(&batch.tokens)?,
+        };
+        self.forward_backward_of(batch, totals, read)
+    }
+
+    /// [`Self::forward_backward`], for a micro-batch of a step that reads `read_tokens` tokens, see
+    /// [`read_tokens`](super::read_tokens).
+    ///
+    /// The load-balancing loss of a micro-batch has the weight of its share of them. Without this
+    /// loss the number is not needed.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::forward_backward`].
+    pub fn forward_backward_of(
+        &mut self,
+        batch: &TrainingBatch,
+        totals: &StepTotals,
+        read_tokens: f64,
+    ) -> Result<MetricValues> {
         batch.dims()?;
         let trained = match &self.adapters {
             Some(adapters) => adapters.parameters(),
             None => &self.parameters,
         };
-        let recorded = RecordedResponses::new(&self.policy, &batch.tokens)?;
+        let mut recorded = RecordedResponses::new(&self.policy, &batch.tokens)?;
+        let own_tokens = recorded.read_tokens();
+        let coef = match self.config.router_aux_loss_coef {
+            0. => 0.,
+            coef => coef * own_tokens / read_tokens,
+        };
+        let balance = recorded.balance_experts(coef)?;
         let weight = output_weight(&self.policy, trained);
         let loss = linear_policy_loss(
             &self.config.policy_loss,
@@ -276,7 +320,17 @@ impl<M: LanguageModel> Actor<M> {
             self.zero_grad();
             return Err(blame(batch)?.into());
         }
-        Ok(output.metrics.to_host()?)
+        let mut metrics = output.metrics.to_host()?;
+        if let Some(balance) = balance {
+            for (name, value) in [
+                ("router_aux_loss", balance.loss),
+                ("router_max_load", balance.max_load),
+            ] {
+                let (sum, count) = (value * own_tokens, own_tokens);
+                metrics.insert(name, MetricValue::Mean { sum, count });
+            }
+        }
+        Ok(metrics)
     }
 
     /// Clips the gradients to the norm `max_norm`, makes an optimizer step and clears the

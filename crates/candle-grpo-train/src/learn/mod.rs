@@ -31,6 +31,7 @@ pub use not_finite::NotFinite;
 pub use pretrain::{Example, PretrainConfig, pretrain};
 pub use ranks::Ranks;
 pub use reference::{Reference, ReferenceRefresh};
+pub use response_forward::read_tokens;
 pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, StepMetrics};
 pub use train_config::{OldLogProbs, TrainConfig};

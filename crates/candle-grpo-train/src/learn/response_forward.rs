@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use candle_core::{DType, Shape, Tensor, Var};
 use candle_grpo_kernels::{add_embedding_gradient, embedding};
 use candle_grpo_loss::{LinearLogProb, LogProbOptions, TokenLogProbs};
+use candle_grpo_nn::model::ExpertBalance;
 use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameters};
 
 use crate::TokenBatch;
@@ -62,6 +63,7 @@ pub(super) struct RecordedResponses<'a> {
     places: Tensor,
     hidden_shape: Shape,
     hidden_dtype: DType,
+    weights: Vec<f32>,
     backward: Box<dyn Backward + 'a>,
 }
 
@@ -72,10 +74,22 @@ impl<'a> RecordedResponses<'a> {
         Ok(Self {
             states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
             places: packed.places,
+            weights: packed.weights,
             hidden_shape: hidden.shape().clone(),
             hidden_dtype: hidden.dtype(),
             backward,
         })
+    }
+
+    /// The number of tokens of [`read_tokens`].
+    pub(super) fn read_tokens(&self) -> f64 {
+        self.weights.iter().copied().map(f64::from).sum()
+    }
+
+    /// Computes the balance of the experts, and adds `coef` times the gradient of its loss to that
+    /// of [`Self::backward`]. `None` if the model has no experts, or no response counts.
+    pub(super) fn balance_experts(&mut self, coef: f64) -> Result<Option<ExpertBalance>> {
+        Ok(self.backward.balance_experts(&self.weights, coef)?)
     }
 
     /// Accumulates the gradients of `trained` from the gradient `[B, T, H]` of the states; `None`
@@ -109,6 +123,19 @@ struct Packed {
     /// The index in `tokens` that predicts each response token, u32 `[B, T]`; 0 outside the
     /// response mask.
     places: Tensor,
+    /// For each of `tokens` the number of sequences that have it and train, `[N]`.
+    weights: Vec<f32>,
+}
+
+/// Returns the number of tokens that the model reads for the responses of `batch`, in all sequences
+/// with a token in the response mask. A shared token counts once in each sequence.
+///
+/// # Errors
+///
+/// Returns an error if the shapes do not match, or the masks contradict each other.
+pub fn read_tokens(batch: &TokenBatch) -> Result<f64> {
+    let weights = Packed::new(batch)?.weights;
+    Ok(weights.into_iter().map(f64::from).sum())
 }
 
 impl Packed {
@@ -121,6 +148,7 @@ impl Packed {
         // Not negative: the inputs are at least as wide as the targets.
         let before = batch.input_ids.dim(1)? - t;
         let (mut packed, mut places) = (Vec::with_capacity(b), Vec::new());
+        let mut trains = Vec::new();
         let mut first = 0;
         for (row, ids) in ids.iter().enumerate() {
             let (real, counts) = (&real[row], &counts[row]);
@@ -139,6 +167,8 @@ impl Packed {
                 "attention_mask: sequence {row} has no token to read, must have at least one"
             );
             first += sequence.len();
+            let counted = u8::from(counts.contains(&1));
+            trains.extend(std::iter::repeat_n(f32::from(counted), sequence.len()));
             packed.push(sequence);
             for (column, &counts) in counts.iter().enumerate() {
                 let place = place_of.get(before + column).copied().flatten();
@@ -152,9 +182,14 @@ impl Packed {
         let tokens = PackedTokens::sharing_prefixes(&packed, device)?;
         let rows = tokens.rows();
         let places: Vec<u32> = places.into_iter().map(|place| rows[place]).collect();
+        let mut weights = vec![0.; tokens.ids().dim(0)?];
+        for (row, trains) in rows.into_iter().zip(trains) {
+            weights[row as usize] += trains;
+        }
         Ok(Self {
             tokens,
             places: Tensor::from_vec(places, (b, t), device)?,
+            weights,
         })
     }
 }
@@ -187,6 +222,9 @@ mod tests {
             packed.places.to_vec2::<u32>().unwrap(),
             [[2, 0, 0], [0, 4, 0], [0, 0, 0]]
         );
+        // The last sequence does not train.
+        assert_eq!(packed.weights, [1., 1., 1., 1., 1., 0.]);
+        assert_eq!(read_tokens(&batch).unwrap(), 5.);
     }
 
     #[test]
@@ -203,6 +241,8 @@ mod tests {
             packed.places.to_vec2::<u32>().unwrap(),
             [[1, 2, 3], [1, 2, 4], [0, 0, 0]]
         );
+        assert_eq!(packed.weights, [3., 2., 2., 1., 1.]);
+        assert_eq!(read_tokens(&batch).unwrap(), 9.);
     }
 
     #[test]

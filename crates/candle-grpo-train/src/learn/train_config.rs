@@ -102,6 +102,13 @@ pub struct TrainConfig {
     /// The dtype in which policy and reference compute. Weights that train are f32 as well; those
     /// under adapters are in this dtype alone.
     pub compute_dtype: ComputeDType,
+    /// Coefficient of the load-balancing loss of a model with experts, which is added to the loss
+    /// of the policy (Switch Transformer, <https://arxiv.org/abs/2101.03961>; `router_aux_loss_coef` of
+    /// transformers). It is `E * sum_e f_e * P_e` over the tokens of a micro-batch and all
+    /// layers together: the number of choices of expert e per token, and its mean probability.
+    /// A micro-batch has the weight of its share of the tokens. Prompts count once in each
+    /// completion, and completions that do not train do not count.
+    pub router_aux_loss_coef: f64,
     /// The optimizer.
     pub optimizer: AdamWConfig,
     /// If true, the ranks of a data-parallel run share the state of the optimizer (ZeRO, stage 1,
@@ -137,6 +144,7 @@ impl Default for TrainConfig {
             micro_batch_size: 32,
             activation_checkpointing: false,
             compute_dtype: ComputeDType::F32,
+            router_aux_loss_coef: 0.,
             optimizer: AdamWConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
@@ -168,6 +176,7 @@ impl TrainConfig {
             check::at_least_one(name, value)?;
         }
         check::positive("max_grad_norm", self.max_grad_norm)?;
+        check::non_negative("router_aux_loss_coef", self.router_aux_loss_coef)?;
         check::check(
             !self.sampling.greedy,
             "sampling.greedy",
@@ -331,6 +340,7 @@ impl TrainConfig {
             temperature: self.sampling.temperature,
             activation_checkpointing: self.activation_checkpointing,
             compute_dtype: self.compute_dtype,
+            router_aux_loss_coef: self.router_aux_loss_coef,
         }
     }
 }

@@ -16,6 +16,7 @@ use super::collector::{Collection, Collector};
 use super::models::{MicroBatches, Models, ensure_not_canceled};
 use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
+use super::response_forward::read_tokens;
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
@@ -415,6 +416,10 @@ impl Trainer {
                 if state.steps <= warm_up {
                     continue;
                 }
+                let read = match self.config.router_aux_loss_coef == 0. {
+                    true => 0.,
+                    false => read_tokens(&mini_batch.tokens)?,
+                };
                 let mut own = Vec::new();
                 for (number, micro_batch) in micro_batches.iter().enumerate() {
                     self.ensure_step_not_canceled()?;
@@ -422,7 +427,7 @@ impl Trainer {
                     if number + 1 == micro_batches.len() {
                         actor.begin_reduction(self.collector.ranks().collective())?;
                     }
-                    own.push(actor.forward_backward(micro_batch, &totals)?);
+                    own.push(actor.forward_backward_of(micro_batch, &totals, read)?);
                     let tokens = StepTotals::count(&micro_batch.tokens.response_mask)?.tokens;
                     self.progress
                         .advance(micro_batch.tokens.dims()?.0, tokens as usize);

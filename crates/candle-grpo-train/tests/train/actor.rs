@@ -1,14 +1,14 @@
 //! Tests of the effect of an update on the policy.
 
-use crate::common::{max_difference, model, parameters, prompts, sampling};
+use crate::common::{max_difference, model, parameters, parameters_of, prompts, sampling};
 use candle_core::Tensor;
 use candle_grpo_loss::{
     Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, StepTotals, linear_log_prob,
 };
-use candle_grpo_nn::{AdamWConfig, Decoder, Gradients};
+use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, Gradients, ModelType};
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::count_prompt_tokens;
-use candle_grpo_train::{Actor, ActorConfig, ComputeDType, TokenBatch, TrainingBatch};
+use candle_grpo_train::learn::{count_prompt_tokens, read_tokens};
+use candle_grpo_train::{Actor, ActorConfig, ComputeDType, TokenBatch, TrainConfig, TrainingBatch};
 use rstest::rstest;
 
 fn actor(policy_loss: PolicyLoss) -> Actor {
@@ -22,6 +22,7 @@ fn actor(policy_loss: PolicyLoss) -> Actor {
         temperature: 1.,
         activation_checkpointing: false,
         compute_dtype: ComputeDType::F32,
+        router_aux_loss_coef: 0.,
     };
     Actor::new(model(), parameters(), config).unwrap()
 }
@@ -309,4 +310,112 @@ fn half_types_compute_and_f32_learns(#[case] compute_dtype: ComputeDType, #[case
         max_difference(&reference.log_probs(&batch.tokens, 1.).unwrap(), &before),
         0.
     );
+}
+
+/// A policy whose blocks are mixtures of two of four experts.
+fn with_experts(router_aux_loss_coef: f64) -> Actor {
+    let model = DecoderConfig {
+        model_type: ModelType::Qwen3Moe,
+        num_experts: 4,
+        num_experts_per_tok: 2,
+        moe_intermediate_size: 8,
+        head_dim: Some(model().head_dim()),
+        ..model()
+    };
+    let config = ActorConfig {
+        router_aux_loss_coef,
+        ..actor(PolicyLoss::grpo()).config().clone()
+    };
+    let parameters = parameters_of(&model, device());
+    Actor::new(model, parameters, config).unwrap()
+}
+
+/// The gradients of the load-balancing losses of micro-batches add up with their shares of the
+/// tokens.
+#[test]
+fn the_load_balancing_loss_is_weighted_by_tokens() {
+    let batch = batch(&with_experts(0.));
+    let totals = totals(&batch);
+    let read = |batch: &TrainingBatch| read_tokens(&batch.tokens).unwrap();
+    let of_balance = |parts: &[TrainingBatch], tokens: f64| {
+        let [mut with, mut without] = [0.5, 0.].map(with_experts);
+        for part in parts {
+            let metrics = with.forward_backward_of(part, &totals, tokens).unwrap();
+            let [loss, load] =
+                ["router_aux_loss", "router_max_load"].map(|name| metrics.get(name).unwrap());
+            assert!((1. ..=4.).contains(&loss) && (1. ..=2.).contains(&load));
+            let plain = without.forward_backward(part, &totals).unwrap();
+            assert_eq!(plain.get("router_aux_loss"), Some(loss));
+        }
+        let names = [
+            "model.layers.0.mlp.gate.weight",
+            "model.embed_tokens.weight",
+        ];
+        names.map(|name| {
+            let [with, without] = [&with, &without].map(|x| x.gradients().get(name).unwrap());
+            (with - without).unwrap()
+        })
+    };
+    let parts = batch.split(5).unwrap();
+    let together = of_balance(&parts, read(&batch));
+    for (at, found) in together.into_iter().enumerate() {
+        let mut expected = found.zeros_like().unwrap();
+        for part in &parts {
+            let alone = &of_balance(std::slice::from_ref(part), read(part))[at];
+            let share = read(part) / read(&batch);
+            expected = (expected + (alone * share).unwrap()).unwrap();
+        }
+        let largest = max_difference(&expected, &expected.zeros_like().unwrap());
+        let distance = max_difference(&found, &expected);
+        assert!(
+            largest > 1e-4 && distance < 1e-3 * largest,
+            "{distance} of {largest}"
+        );
+    }
+    // One micro-batch is a whole step.
+    let mut whole = with_experts(0.5);
+    whole.forward_backward(&batch, &totals).unwrap();
+    let mut told = with_experts(0.5);
+    let tokens = read(&batch);
+    told.forward_backward_of(&batch, &totals, tokens).unwrap();
+    for (name, gradient) in whole.gradients().iter() {
+        let own = told.gradients().get(name).unwrap();
+        assert_eq!(max_difference(gradient, own), 0., "{name}");
+    }
+}
+
+/// Without advantages, the loads of the experts become equal.
+#[test]
+fn the_load_balancing_loss_balances_the_experts() {
+    let mut actor = with_experts(1.);
+    let mut batch = batch(&actor);
+    batch.policy.advantages = batch.policy.advantages.zeros_like().unwrap();
+    let totals = totals(&batch);
+    actor.set_learning_rate(3e-3);
+    let mut losses = Vec::new();
+    for _ in 0..60 {
+        let metrics = actor.forward_backward(&batch, &totals).unwrap();
+        losses.push(metrics.get("router_aux_loss").unwrap());
+        actor.clip_grad_and_step(1.).unwrap();
+    }
+    assert!(losses[0] > 2.02 && losses[59] < 2.01, "{losses:?}");
+}
+
+#[test]
+fn the_load_balancing_loss_needs_experts() {
+    let config = ActorConfig {
+        router_aux_loss_coef: 0.1,
+        ..actor(PolicyLoss::grpo()).config().clone()
+    };
+    let error = Actor::new(model(), parameters(), config).err().unwrap();
+    assert_eq!(
+        error.to_string(),
+        "router_aux_loss_coef: 0.1, must be 0 for a model without experts"
+    );
+    let config = TrainConfig {
+        router_aux_loss_coef: -1.,
+        ..TrainConfig::default()
+    };
+    let error = config.validate().unwrap_err().to_string();
+    assert!(error.starts_with("router_aux_loss_coef: -1"), "{error}");
 }

@@ -231,6 +231,7 @@ fn parts_beside_the_text_model_stay_in_checkpoints() -> anyhow::Result<()> {
     let model = DecoderConfig {
         model_type: ModelType::Qwen3_5,
         layer_types: vec![LayerType::LinearAttention; model().num_hidden_layers],
+        partial_rotary_factor: 0.5,
         linear_conv_kernel_dim: Some(4),
         linear_key_head_dim: Some(3),
         linear_value_head_dim: Some(5),

@@ -7,8 +7,8 @@ use anyhow::Result;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
 use candle_grpo_train::{Generator, Pretrained, Prompt, SamplingConfig};
 
-/// Creates the generator of the servers in `config`, for the policy `pretrained` that is sampled with
-/// `sampling`. `None` is the policy in this process.
+/// Creates the generator of the servers in `config`, for the policy `pretrained` that is sampled
+/// with `sampling`. `None` is the policy in this process.
 ///
 /// The weights go through `folder` unless the configuration names another one. The first of
 /// `prompts` are those of the probe. With `log_probs` false the completions need no log-probs.
