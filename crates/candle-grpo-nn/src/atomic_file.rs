@@ -59,7 +59,7 @@ pub(crate) fn write_safetensors<V: View>(
 }
 
 /// Calls `write` with a temporary path, and moves the file that it writes there to `path`.
-fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+pub(crate) fn write_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let temporary = beside(path, "tmp")?;
     let written = (|| {
         write(&temporary)?;

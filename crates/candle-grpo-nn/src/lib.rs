@@ -74,7 +74,7 @@ pub use model::{
 };
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
-pub use weights::{CheckpointForm, ComputeCopies, Gguf, GgufValue, Parameters};
+pub use weights::{CheckpointForm, ComputeCopies, Gguf, GgufDType, GgufValue, Parameters};
 
 // Compiles the example of the README.
 #[cfg(doctest)]

@@ -175,6 +175,8 @@ pub(crate) struct Parameter {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Initial {
     Zeros,
+    /// Zeros of a norm whose factor is 1 more.
+    OneLess,
     Ones,
     /// The logarithms of decay rates, spaced evenly between 0 and 16.
     Rates,
@@ -475,7 +477,7 @@ impl NormPlan {
     fn parameters(&self, prefix: &str, add: &mut impl FnMut(String, Shape, Initial)) {
         let name = format!("{prefix}{}.weight", self.name);
         let initial = match self.is_offset {
-            true => Initial::Zeros,
+            true => Initial::OneLess,
             false => Initial::Ones,
         };
         add(name, Shape::from(self.width), initial);

@@ -3,7 +3,7 @@
 pub(crate) mod check;
 mod checkpoint_form;
 pub(crate) mod compute_copies;
-mod gguf;
+pub(crate) mod gguf;
 mod hugging_face;
 pub(crate) mod parameters;
 mod safetensors;
@@ -14,5 +14,5 @@ pub(crate) mod standard_normal;
 pub use check::text_model;
 pub use checkpoint_form::CheckpointForm;
 pub use compute_copies::ComputeCopies;
-pub use gguf::{Gguf, GgufValue};
+pub use gguf::{Gguf, GgufDType, GgufValue};
 pub use parameters::Parameters;

@@ -58,7 +58,7 @@ impl Parameters {
                     .collect()
             };
             let values = match initial {
-                Initial::Zeros => vec![0f32; shape.elem_count()],
+                Initial::Zeros | Initial::OneLess => vec![0f32; shape.elem_count()],
                 Initial::Ones => vec![1f32; shape.elem_count()],
                 Initial::Rates => {
                     let count = shape.elem_count();

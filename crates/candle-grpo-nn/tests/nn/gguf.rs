@@ -1,20 +1,27 @@
 //! Models in GGUF files, written here by Candle.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{Result, Tensor};
-use candle_grpo_nn::{DecoderConfig, Gguf, GgufValue, ModelType, Parameters, RopeScaling};
+use candle_grpo_nn::{
+    Decoder, DecoderConfig, Gguf, GgufDType, GgufValue, LayerType, ModelType, Parameters,
+    RopeScaling,
+};
 use proptest::prelude::*;
 use rstest::rstest;
+use rstest_reuse::apply;
 use tempfile::NamedTempFile;
 
 use candle_grpo_test_support::{device, gguf_bytes, message};
 
-use crate::small::{Family, bits, config, lively_tensors, max_difference};
+use crate::small::{
+    Family, bits, config, each_family, left_padded, lively, lively_tensors, max_difference,
+    next_token_log_probs,
+};
 
 /// The contents of a file, which tests change.
 struct Contents {
@@ -347,7 +354,7 @@ fn yarn_is_read() -> Result<()> {
 }
 
 #[rstest]
-#[case("general.architecture", Some(Value::String("gemma3".into())), "general.architecture: \"gemma3\", must be one of")]
+#[case("general.architecture", Some(Value::String("gpt2".into())), "general.architecture: \"gpt2\", must be one of")]
 #[case("general.architecture", None, "general.architecture: absent")]
 #[case("llama.block_count", None, "llama.block_count: absent")]
 #[case("llama.block_count", Some(Value::U64(1 << 60)), "llama.block_count: 1152921504606846976, must be at most the number of tensors")]
@@ -433,6 +440,291 @@ fn unsupported_metadata_is_refused_by_key(
     let message = refused(&contents);
     assert!(message.contains("model.gguf: "), "{message}");
     assert!(message.contains(expected), "{message}");
+}
+
+/// The small decoder of a family with options that its GGUF files can state.
+fn statable(family: Family) -> DecoderConfig {
+    let config = family.config(matches!(family, Family::Gemma2 | Family::Gemma3));
+    match family {
+        Family::Mistral => DecoderConfig {
+            sliding_window: None,
+            ..config
+        },
+        Family::SmolLm3 => DecoderConfig {
+            no_rope_layers: Vec::new(),
+            ..config
+        },
+        Family::Gemma2 => DecoderConfig {
+            query_pre_attn_scalar: None,
+            ..config
+        },
+        Family::Gemma3 => DecoderConfig {
+            layer_types: vec![LayerType::SlidingAttention; 2],
+            ..config
+        },
+        Family::Qwen3Moe => DecoderConfig {
+            mlp_only_layers: Vec::new(),
+            norm_topk_prob: true,
+            ..config
+        },
+        _ => config,
+    }
+}
+
+fn write(
+    file: &NamedTempFile,
+    config: &DecoderConfig,
+    parameters: &Parameters,
+    dtype: GgufDType,
+) -> Result<()> {
+    Gguf::write(file.path(), config, parameters, dtype, BTreeMap::new())
+}
+
+fn log_probs(config: &DecoderConfig, parameters: &Parameters) -> Result<Tensor> {
+    let decoder = Decoder::new(config, parameters.var_builder())?;
+    let (ids, mask) = left_padded()?;
+    Ok(next_token_log_probs(&decoder, &ids, &mask)?.0)
+}
+
+/// The factors of Gemma's norms are rounded when 1 is added to the parameters.
+fn rounding(family: Family) -> f64 {
+    match family {
+        Family::Gemma2 | Family::Gemma3 => 1.2e-7,
+        _ => 0.0,
+    }
+}
+
+#[apply(each_family)]
+fn what_is_written_is_read(family: Family) -> Result<()> {
+    if family == Family::Qwen3_5 {
+        return Ok(());
+    }
+    let config = statable(family);
+    let parameters = lively(&config)?;
+    let file = file();
+    write(&file, &config, &parameters, GgufDType::F32)?;
+    let (read_config, read) = read(&file)?;
+    assert_eq!(read.len(), parameters.len());
+    for (name, value) in parameters.iter() {
+        let distance = max_difference(read.get(name).unwrap(), value)?;
+        assert!(distance <= rounding(family), "{name}: {distance}");
+    }
+    let distance = max_difference(
+        &log_probs(&read_config, &read)?,
+        &log_probs(&config, &parameters)?,
+    )?;
+    assert!(distance <= 100.0 * rounding(family), "{distance}");
+    Ok(())
+}
+
+#[apply(each_family)]
+fn written_matrices_are_rounded_to_their_type(family: Family) -> Result<()> {
+    if family == Family::Qwen3_5 {
+        return Ok(());
+    }
+    let config = DecoderConfig {
+        hidden_size: 64,
+        intermediate_size: 32,
+        head_dim: Some(32),
+        ..statable(family)
+    };
+    let config = DecoderConfig {
+        moe_intermediate_size: 4 * config.moe_intermediate_size,
+        ..config
+    };
+    let parameters = lively(&config)?;
+    let file = file();
+    // Half a step of 127, whose factor is rounded to 11 bits; 11 bits.
+    for (dtype, relative) in [
+        (GgufDType::Q8_0, 0.5 / 127.0 + 4.9e-4),
+        (GgufDType::F16, 4.9e-4),
+    ] {
+        write(&file, &config, &parameters, dtype)?;
+        let (_, read) = read(&file)?;
+        for (name, value) in parameters.iter() {
+            let largest = max_difference(value, &value.zeros_like()?)?;
+            let distance = max_difference(read.get(name).unwrap(), value)?;
+            if value.rank() == 1 || name.ends_with("mlp.gate.weight") {
+                assert!(distance <= rounding(family), "{name}: {distance}");
+            } else {
+                let bound = relative * largest;
+                assert!(
+                    0.0 < distance && distance <= bound,
+                    "{dtype:?} {name}: {distance}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The tensors of the first block, as llama.cpp's own files have them.
+#[rstest]
+#[case(
+    Family::Llama,
+    "attn_k attn_norm attn_output attn_q attn_v ffn_down ffn_gate ffn_norm ffn_up"
+)]
+#[case(
+    Family::Mistral,
+    "attn_k attn_norm attn_output attn_q attn_v ffn_down ffn_gate ffn_norm ffn_up"
+)]
+#[case(
+    Family::Granite,
+    "attn_k attn_norm attn_output attn_q attn_v ffn_down ffn_gate ffn_norm ffn_up"
+)]
+#[case(
+    Family::Phi3,
+    "attn_norm attn_output attn_qkv ffn_down ffn_norm ffn_up"
+)]
+#[case(
+    Family::Olmo2,
+    "attn_k attn_k_norm attn_output attn_q attn_q_norm attn_v ffn_down ffn_gate ffn_up post_attention_norm post_ffw_norm"
+)]
+#[case(
+    Family::Gemma2,
+    "attn_k attn_norm attn_output attn_q attn_v ffn_down ffn_gate ffn_norm ffn_up post_attention_norm post_ffw_norm"
+)]
+#[case(
+    Family::Gemma3,
+    "attn_k attn_k_norm attn_norm attn_output attn_q attn_q_norm attn_v ffn_down ffn_gate ffn_norm ffn_up post_attention_norm post_ffw_norm"
+)]
+#[case(
+    Family::Qwen3Moe,
+    "attn_k attn_k_norm attn_norm attn_output attn_q attn_q_norm attn_v ffn_down_exps ffn_gate_exps ffn_gate_inp ffn_norm ffn_up_exps"
+)]
+fn tensors_have_the_names_and_values_of_llama_cpp(
+    #[case] family: Family,
+    #[case] names: &str,
+) -> Result<()> {
+    let config = statable(family);
+    let parameters = lively(&config)?;
+    let file = file();
+    write(&file, &config, &parameters, GgufDType::F32)?;
+    // Candle's reader.
+    let mut reader = fs::File::open(file.path())?;
+    let content = candle_core::quantized::gguf_file::Content::read(&mut reader)?;
+    let mut found: Vec<_> = content
+        .tensor_infos
+        .keys()
+        .filter_map(|name| name.strip_prefix("blk.0.")?.strip_suffix(".weight"))
+        .collect();
+    found.sort_unstable();
+    assert_eq!(found.join(" "), names);
+    let mut stored = |name: &str| {
+        content
+            .tensor(&mut reader, name, device())?
+            .dequantize(device())
+    };
+    let parameter = |name: &str| parameters.get(name).unwrap().as_detached_tensor();
+    if let Family::Llama | Family::Mistral | Family::Granite = family {
+        let expected = pairs_side_by_side(&parameter("model.layers.0.self_attn.q_proj.weight"), 4)?;
+        assert_eq!(
+            max_difference(&stored("blk.0.attn_q.weight")?, &expected)?,
+            0.0
+        );
+    }
+    if let Family::Gemma2 | Family::Gemma3 = family {
+        let expected = (parameter("model.layers.0.pre_feedforward_layernorm.weight") + 1.0)?;
+        assert_eq!(
+            max_difference(&stored("blk.0.ffn_norm.weight")?, &expected)?,
+            0.0
+        );
+    }
+    if family == Family::Qwen3Moe {
+        let expected = parameter("model.layers.0.mlp.experts.2.down_proj.weight");
+        let experts = stored("blk.0.ffn_down_exps.weight")?;
+        assert_eq!(experts.dims(), [3, 12, 8]);
+        assert_eq!(max_difference(&experts.get(2)?, &expected)?, 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn scaled_frequencies_are_written() -> Result<()> {
+    let file = file();
+    let longrope = |long: f64| RopeScaling::LongRope {
+        short_factor: vec![1.0, 1.25, 1.5],
+        long_factor: vec![1.0, 2.5, long],
+        original_max_position_embeddings: 8,
+        factor: 2.0,
+        attention_factor: None,
+    };
+    for (family, rope_scaling) in [
+        (Family::Llama, RopeScaling::Linear { factor: 4.0 }),
+        (
+            Family::Qwen2,
+            RopeScaling::Yarn {
+                factor: 4.0,
+                original_max_position_embeddings: 8,
+                beta_fast: 16.0,
+                beta_slow: 2.0,
+                attention_factor: None,
+            },
+        ),
+        (
+            Family::Llama,
+            RopeScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 8,
+            },
+        ),
+        (Family::Phi3, longrope(4.0)),
+        // Not a number of 32 bits.
+        (Family::Phi3, longrope(4.1)),
+    ] {
+        let config = DecoderConfig {
+            partial_rotary_factor: 1.0,
+            rope_scaling,
+            ..statable(family)
+        };
+        let parameters = lively(&config)?;
+        write(&file, &config, &parameters, GgufDType::F32)?;
+        let (read, _) = read(&file)?;
+        assert_eq!(
+            std::mem::discriminant(&read.rope_scaling),
+            std::mem::discriminant(&config.rope_scaling)
+        );
+        let distance = max_difference(
+            &log_probs(&read, &parameters)?,
+            &log_probs(&config, &parameters)?,
+        )?;
+        assert!(distance < 1e-6, "{:?}: {distance}", config.rope_scaling);
+    }
+    Ok(())
+}
+
+#[rstest]
+#[case(Family::Mistral, |c: &mut DecoderConfig| c.sliding_window = Some(3), "sliding_window: 3, GGUF files of this architecture can only state absent")]
+#[case(Family::SmolLm3, |c: &mut DecoderConfig| c.no_rope_layers = vec![1, 0], "no_rope_layers: [1,0], GGUF files of this architecture can only state [1,1]")]
+#[case(Family::Gemma2, |c: &mut DecoderConfig| c.tie_word_embeddings = false, "tie_word_embeddings: false, ")]
+#[case(Family::Gemma2, |c: &mut DecoderConfig| c.attn_logit_softcapping = None, "attn_logit_softcapping: absent, ")]
+#[case(Family::Gemma3, |c: &mut DecoderConfig| c.final_logit_softcapping = Some(3.0), "final_logit_softcapping: 3.0, ")]
+#[case(Family::Gemma3, |c: &mut DecoderConfig| c.layer_types[1] = LayerType::FullAttention, "layer_types: ")]
+#[case(Family::Qwen3Moe, |c: &mut DecoderConfig| c.norm_topk_prob = false, "norm_topk_prob: absent, ")]
+#[case(Family::Qwen3Moe, |c: &mut DecoderConfig| c.mlp_only_layers = vec![1], "mlp_only_layers: [1], ")]
+#[case(Family::Qwen3_5, |_: &mut DecoderConfig| (), "model_type: qwen3_5_text, has no GGUF files")]
+fn what_files_cannot_state_is_not_written(
+    #[case] family: Family,
+    #[case] change: fn(&mut DecoderConfig),
+    #[case] expected: &str,
+) -> Result<()> {
+    let mut config = statable(family);
+    change(&mut config);
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.gguf");
+    let written = Gguf::write(
+        &path,
+        &config,
+        &lively(&config)?,
+        GgufDType::F32,
+        BTreeMap::new(),
+    );
+    let message = message(written);
+    assert!(message.contains(expected), "{message}");
+    assert_eq!(fs::read_dir(folder.path())?.count(), 0);
+    Ok(())
 }
 
 type Tensors = HashMap<String, Tensor>;

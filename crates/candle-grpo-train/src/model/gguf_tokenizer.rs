@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_grpo_nn::GgufValue;
+use serde_json::Value;
 use tokenizers::decoders::byte_level::ByteLevel as ByteLevelDecoder;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::NFC;
@@ -19,11 +20,15 @@ use super::special_tokens::{SpecialToken, SpecialTokens};
 
 type Metadata = BTreeMap<String, GgufValue>;
 
+const MODEL: &str = "tokenizer.ggml.model";
+const PRE: &str = "tokenizer.ggml.pre";
+const ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
 
 /// Values of [`TOKEN_TYPE`].
+const NORMAL: i64 = 1;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
@@ -50,8 +55,6 @@ const ENDS: [&str; 8] = [
 /// Returns an error for other kinds of tokenizers, and for an unknown pre-tokenizer, which would
 /// silently give wrong tokens.
 pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
-    const MODEL: &str = "tokenizer.ggml.model";
-    const PRE: &str = "tokenizer.ggml.pre";
     match metadata.get(MODEL) {
         Some(GgufValue::String(model)) if model == "gpt2" => {}
         Some(model) => bail!(
@@ -73,7 +76,7 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     let mut vocabulary = Vocab::default();
     for (id, token) in tokens.iter().enumerate() {
         // Padding rows of an embedding that is wider than its vocabulary.
-        if types[id] == UNUSED && *token == format!("[PAD{id}]") {
+        if types[id] == UNUSED && *token == padding(id) {
             continue;
         }
         let id = u32::try_from(id)?;
@@ -116,7 +119,7 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
         added.map_err(|error| anyhow!("{TOKENS}: {token:?}: {error}"))?;
     }
     if metadata
-        .get("tokenizer.ggml.add_bos_token")
+        .get(ADD_BOS)
         .map_or(Some(splitting.begins_with_bos), GgufValue::as_bool)
         == Some(true)
         && let Some(bos) = gguf_special_tokens(metadata)?.bos
@@ -132,11 +135,137 @@ pub(crate) fn gguf_tokenizer(metadata: &Metadata) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
+/// The text of a row of the embedding without a token.
+fn padding(id: usize) -> String {
+    format!("[PAD{id}]")
+}
+
+/// The metadata from which [`gguf_tokenizer`] and [`gguf_special_tokens`] read a tokenizer of a
+/// model with `vocab_size` tokens.
+///
+/// # Errors
+///
+/// Returns an error for a tokenizer that is not a byte-level BPE with a known pre-tokenizer, and
+/// for special tokens that the metadata cannot state.
+pub(crate) fn tokenizer_metadata(
+    tokenizer: &Tokenizer,
+    special_tokens: &SpecialTokens,
+    vocab_size: usize,
+) -> Result<Metadata> {
+    let json = serde_json::to_value(tokenizer)?;
+    let model = &json["model"];
+    ensure!(
+        model["type"] == "BPE" && model["byte_fallback"] != true,
+        "tokenizer: model: {}, must be a byte-level BPE",
+        model["type"]
+    );
+    let splitting = Splitting::name(&json)?;
+    let merges: Vec<String> = match &model["merges"] {
+        Value::Array(merges) => merges.iter().filter_map(merge_text).collect(),
+        _ => Vec::new(),
+    };
+    ensure!(
+        !merges.is_empty(),
+        "tokenizer: model.merges: none, must have at least one"
+    );
+    let mut tokens: Vec<_> = (0..vocab_size).map(padding).collect();
+    let mut types = vec![UNUSED; vocab_size];
+    let mut set = |id: u32, text: String, token_type| -> Result<()> {
+        let slot = usize::try_from(id)?;
+        ensure!(
+            slot < vocab_size,
+            "tokenizer: token {id} is {text:?}, but the model has only {vocab_size} tokens"
+        );
+        (tokens[slot], types[slot]) = (text, token_type);
+        Ok(())
+    };
+    for (text, id) in tokenizer.get_vocab(false) {
+        set(id, text, NORMAL)?;
+    }
+    for (id, token) in tokenizer.get_added_tokens_decoder() {
+        let token_type = if token.special { CONTROL } else { USER_DEFINED };
+        set(id, token.content, token_type)?;
+    }
+    let text = |text: &str| GgufValue::String(text.to_owned());
+    let mut metadata: Metadata = [
+        (MODEL, text("gpt2")),
+        (PRE, text(splitting)),
+        (
+            ADD_BOS,
+            GgufValue::Bool(begins_with_bos(tokenizer, special_tokens)?),
+        ),
+        (MERGES, GgufValue::Strings(merges)),
+    ]
+    .into_iter()
+    .map(|(key, value)| (key.to_owned(), value))
+    .collect();
+    let ends_by_text = |id: &u32| {
+        let slot = *id as usize;
+        types.get(slot) == Some(&CONTROL) && ENDS.contains(&tokens[slot].as_str())
+    };
+    let stops = &special_tokens.stop_token_ids;
+    let eos = special_tokens.eos.as_ref().map(|token| token.id);
+    let eos = eos.or(stops.first().copied());
+    // The files name one token that ends a text, one that ends a turn, and one that ends a message.
+    let mut others = stops
+        .iter()
+        .filter(|id| Some(**id) != eos && !ends_by_text(id));
+    let (eot, eom) = (others.next().copied(), others.next().copied());
+    if let Some(id) = others.next() {
+        bail!("eos_token_id: {id}, must be one of at most three tokens in a GGUF file");
+    }
+    let id = |token: &Option<SpecialToken>| token.as_ref().map(|token| token.id);
+    for (name, id) in [
+        ("bos", id(&special_tokens.bos)),
+        ("eos", eos),
+        ("eot", eot),
+        ("eom", eom),
+        ("unknown", id(&special_tokens.unk)),
+        ("padding", id(&special_tokens.pad)),
+    ] {
+        if let Some(id) = id {
+            metadata.insert(token_key(name), GgufValue::Integer(id.into()));
+        }
+    }
+    metadata.insert(TOKENS.to_owned(), GgufValue::Strings(tokens));
+    metadata.insert(TOKEN_TYPE.to_owned(), GgufValue::Integers(types));
+    Ok(metadata)
+}
+
+/// The two parts of a merge of a `tokenizer.json`, as one text.
+fn merge_text(merge: &Value) -> Option<String> {
+    match merge {
+        Value::String(merge) => Some(merge.clone()),
+        merge => Some(format!("{} {}", merge[0].as_str()?, merge[1].as_str()?)),
+    }
+}
+
+/// Returns whether the tokenizer begins a text with the BOS token.
+fn begins_with_bos(tokenizer: &Tokenizer, special_tokens: &SpecialTokens) -> Result<bool> {
+    let ids = |special: bool| -> Result<Vec<u32>> {
+        let encoding = tokenizer
+            .encode("a", special)
+            .map_err(|error| anyhow!("{error}"))?;
+        Ok(encoding.get_ids().to_vec())
+    };
+    let (plain, whole) = (ids(false)?, ids(true)?);
+    let bos = special_tokens.bos.as_ref().map(|token| token.id);
+    match whole.strip_suffix(plain.as_slice()) {
+        Some([]) => Ok(false),
+        Some([first]) if Some(*first) == bos => Ok(true),
+        _ => bail!("tokenizer: post_processor: must add no token, or the BOS token before a text"),
+    }
+}
+
+fn token_key(name: &str) -> String {
+    format!("tokenizer.ggml.{name}_token_id")
+}
+
 /// Reads the special tokens from the keys `tokenizer.ggml.*_token_id`.
 pub(crate) fn gguf_special_tokens(metadata: &Metadata) -> Result<SpecialTokens> {
     let tokens = strings(metadata, TOKENS)?;
     let token = |name: &str| -> Result<Option<SpecialToken>> {
-        let key = format!("tokenizer.ggml.{name}_token_id");
+        let key = token_key(name);
         let Some(value) = metadata.get(&key) else {
             return Ok(None);
         };
@@ -194,7 +323,7 @@ fn strings<'a>(metadata: &'a Metadata, key: &str) -> Result<&'a [String]> {
 /// Reads one type per token. All tokens are ordinary if the key is absent.
 fn token_types(metadata: &Metadata, count: usize) -> Result<Vec<i64>> {
     let Some(value) = metadata.get(TOKEN_TYPE) else {
-        return Ok(vec![1; count]);
+        return Ok(vec![NORMAL; count]);
     };
     let types = value.as_integers().unwrap_or_default();
     ensure!(
@@ -267,6 +396,50 @@ impl Splitting {
             },
             _ => return None,
         })
+    }
+
+    /// The names in llama.cpp of all pre-tokenizers, one for each.
+    const NAMES: [&str; 6] = [
+        "gpt-2",
+        "smollm",
+        "qwen2",
+        "llama-bpe",
+        "smaug-bpe",
+        "default",
+    ];
+
+    /// Returns the name of the pre-tokenizer of a `tokenizer.json`.
+    fn name(json: &Value) -> Result<&'static str> {
+        let steps = |pre_tokenizer: &Value| -> Vec<Value> {
+            let mut steps = match &pre_tokenizer["pretokenizers"] {
+                Value::Array(steps) => steps.clone(),
+                _ => vec![pre_tokenizer.clone()],
+            };
+            // Offsets have no effect on the tokens.
+            let objects = steps.iter_mut().filter_map(Value::as_object_mut);
+            objects.for_each(|step| drop(step.remove("trim_offsets")));
+            steps
+        };
+        let found = steps(&json["pre_tokenizer"]);
+        for name in Self::NAMES {
+            let Some(known) = Self::named(name) else {
+                continue;
+            };
+            let is_composed = json["normalizer"]["type"] == "NFC";
+            if steps(&serde_json::to_value(known.pre_tokenizer()?)?) == found
+                && known.whole_words == (json["model"]["ignore_merges"] == true)
+                && known.composed == is_composed
+                && (is_composed || json["normalizer"].is_null())
+            {
+                return Ok(name);
+            }
+        }
+        bail!(
+            "tokenizer: pre_tokenizer {} with normalizer {}, must be one of {:?} of llama.cpp",
+            json["pre_tokenizer"],
+            json["normalizer"],
+            Self::NAMES
+        )
     }
 
     fn pre_tokenizer(&self) -> Result<PreTokenizerWrapper> {

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device};
-use candle_grpo_nn::{CheckpointForm, DecoderConfig, Gguf, GgufValue, Parameters, atomic_file};
+use candle_grpo_nn::{
+    CheckpointForm, DecoderConfig, Gguf, GgufDType, GgufValue, Parameters, atomic_file,
+};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
-use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer};
+use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer, tokenizer_metadata};
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
 use super::{SpecialToken, SpecialTokens};
@@ -22,6 +24,8 @@ const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
+const GGUF_CHAT_TEMPLATE: &str = "tokenizer.chat_template";
+const GGUF_LICENSE: &str = "general.license";
 
 /// A decoder with its weights, tokenizer and chat template.
 ///
@@ -118,8 +122,8 @@ impl Pretrained {
             None => gguf_tokenizer(metadata)?,
         };
         let special_tokens = gguf_special_tokens(metadata)?;
-        let chat_template = text("tokenizer.chat_template")
-            .map(|source| ChatTemplate::new(source).context("tokenizer.chat_template"))
+        let chat_template = text(GGUF_CHAT_TEMPLATE)
+            .map(|source| ChatTemplate::new(source).context(GGUF_CHAT_TEMPLATE))
             .transpose()?;
         Ok(Self {
             parameters: match weights {
@@ -130,7 +134,7 @@ impl Pretrained {
             tokenizer,
             chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
             special_tokens,
-            license: text("general.license").map(str::to_owned),
+            license: text(GGUF_LICENSE).map(str::to_owned),
             form: None,
         })
     }
@@ -193,6 +197,38 @@ impl Pretrained {
     pub fn save(&self, folder: &Path) -> Result<()> {
         atomic_file::write_folder(folder, |folder| self.write_files(folder))
             .with_context(|| format!("writing {}", folder.display()))
+    }
+
+    /// Writes a GGUF file that llama.cpp loads, with matrices of type `dtype`. The file appears
+    /// when it is complete, and replaces an existing one.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names the field or the part of the tokenizer that GGUF files cannot
+    /// state.
+    pub fn save_gguf(&self, path: &Path, dtype: GgufDType) -> Result<()> {
+        let write = || -> Result<()> {
+            let (tokenizer, special_tokens) = (&self.tokenizer, &self.special_tokens);
+            let mut metadata =
+                tokenizer_metadata(tokenizer, special_tokens, self.model.vocab_size)?;
+            let template = self.chat_template.as_ref().map(|x| x.source().to_owned());
+            for (key, text) in [
+                (GGUF_CHAT_TEMPLATE, template),
+                (GGUF_LICENSE, self.license.clone()),
+            ] {
+                if let Some(text) = text {
+                    metadata.insert(key.to_owned(), GgufValue::String(text));
+                }
+            }
+            Ok(Gguf::write(
+                path,
+                &self.model,
+                &self.parameters,
+                dtype,
+                metadata,
+            )?)
+        };
+        write().with_context(|| format!("writing {}", path.display()))
     }
 
     /// Returns the path of the first entry of `folder` that is not of a model in the Hugging Face

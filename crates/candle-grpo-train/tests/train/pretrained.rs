@@ -8,11 +8,15 @@ use anyhow::Result;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{DType, Device, Tensor};
+use candle_grpo_nn::{Gguf, GgufDType, GgufValue, ModelType};
 use candle_grpo_test_support::gguf_bytes;
 use candle_grpo_train::Pretrained;
 use candle_grpo_train::model::Chat;
 use rstest::rstest;
 use serde_json::json;
+use tokenizers::normalizers::NFKC;
+use tokenizers::pre_tokenizers::whitespace::Whitespace;
+use tokenizers::processors::template::TemplateProcessing;
 
 use crate::common::file_names;
 
@@ -239,6 +243,109 @@ fn each_way_of_splitting_is_known(
     let begins = with_special.get_ids()[0] == 1;
     assert_eq!(begins, pre == "llama-bpe");
     Ok(())
+}
+
+#[rstest]
+fn a_model_becomes_a_gguf_file_that_is_the_same_model(
+    #[values("default", "gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe")] pre: &str,
+    #[values(false, true)] of_a_folder: bool,
+) -> Result<()> {
+    let mut metadata = metadata();
+    metadata.insert("tokenizer.ggml.pre".into(), Value::String(pre.into()));
+    let folder = Folder::new();
+    let mut first = folder.load(&metadata)?;
+    if of_a_folder {
+        first.save(&folder.model())?;
+        first = Pretrained::load(&folder.model(), &Device::Cpu)?;
+    }
+    let path = folder.folder.path().join("written.gguf");
+    first.save_gguf(&path, GgufDType::F32)?;
+    let second = Pretrained::load(&path, &Device::Cpu)?;
+    assert_eq!(second.license, first.license);
+    assert_eq!(second.special_tokens, first.special_tokens);
+    assert_eq!(second.model.vocab_size, first.model.vocab_size);
+    for (name, weight) in first.parameters.iter() {
+        let bits = |weight: &Tensor| weight.flatten_all()?.to_vec1::<f32>();
+        assert_eq!(bits(second.parameters.get(name).unwrap())?, bits(weight)?);
+    }
+    let template = |model: &Pretrained| model.chat_template.as_ref().unwrap().source().to_owned();
+    assert_eq!(template(&second), template(&first));
+    let vocabulary = |model: &Pretrained| model.tokenizer.get_vocab(true);
+    assert_eq!(vocabulary(&second), vocabulary(&first));
+    for text in [
+        " he+12a",
+        "<|im_start|>he\n<|im_end|>",
+        "a<tool>b <|endoftext|>",
+        "12 abcd",
+    ] {
+        let ids = |model: &Pretrained, special: bool| {
+            model
+                .tokenizer
+                .encode(text, special)
+                .unwrap()
+                .get_ids()
+                .to_vec()
+        };
+        for special in [false, true] {
+            assert_eq!(ids(&second, special), ids(&first, special), "{text:?}");
+        }
+        let decoded = |model: &Pretrained| model.tokenizer.decode(&ids(model, false), true);
+        assert_eq!(decoded(&second).unwrap(), decoded(&first).unwrap());
+    }
+    let file = Gguf::open(&path)?;
+    let written = |key: &str| &file.metadata()[key];
+    assert_eq!(written("tokenizer.ggml.pre").as_str(), Some(pre));
+    // The rows without a token have a text of their own.
+    let mut texts = tokens();
+    texts.extend((texts.len()..texts.len() + 3).map(|id| format!("[PAD{id}]")));
+    assert_eq!(*written("tokenizer.ggml.tokens"), GgufValue::Strings(texts));
+    Ok(())
+}
+
+#[rstest]
+#[case(
+    |model: &mut Pretrained| drop(model.tokenizer.with_pre_tokenizer(Some(Whitespace {}))),
+    "must be one of [\"gpt-2\", \"smollm\""
+)]
+#[case(
+    |model: &mut Pretrained| drop(model.tokenizer.with_normalizer(Some(NFKC)).unwrap()),
+    "with normalizer {\"type\":\"NFKC\"}, must be one of"
+)]
+#[case(
+    |model: &mut Pretrained| model.special_tokens.stop_token_ids = vec![2, 0, 4, 5, 6],
+    "eos_token_id: 6, must be one of at most three tokens in a GGUF file"
+)]
+#[case(
+    |model: &mut Pretrained| drop(model.tokenizer.with_post_processor(Some(ends_with_eos()))),
+    "post_processor: must add no token"
+)]
+#[case(
+    |model: &mut Pretrained| model.model.model_type = ModelType::Qwen3_5,
+    "model_type: qwen3_5_text, has no GGUF files"
+)]
+fn a_model_that_gguf_files_cannot_state_is_not_written(
+    #[case] change: fn(&mut Pretrained),
+    #[case] expected: &str,
+) -> Result<()> {
+    let folder = Folder::new();
+    let mut model = folder.load(&metadata())?;
+    change(&mut model);
+    let path = folder.folder.path().join("written.gguf");
+    let refused = model.save_gguf(&path, GgufDType::F32);
+    let message = format!("{:#}", refused.expect_err("this must be an error"));
+    assert!(message.contains(expected), "{message}");
+    assert!(!path.exists());
+    Ok(())
+}
+
+/// Adds the token that ends a text after it.
+fn ends_with_eos() -> TemplateProcessing {
+    TemplateProcessing::builder()
+        .try_single(vec!["$A", "<|im_end|>"])
+        .unwrap()
+        .special_tokens(vec![("<|im_end|>", 2)])
+        .build()
+        .unwrap()
 }
 
 #[test]

@@ -5,24 +5,57 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_core::Device;
+use candle_grpo::nn::GgufDType;
 use candle_grpo::run::model_path;
 use candle_grpo::train::Pretrained;
+use clap::ValueEnum;
 
 use super::exit::Exit;
 use super::output::resolved;
 
-/// Writes the model at `from` to a Hugging Face folder in f32 at `to`. `from` is a GGUF file, a
-/// Hugging Face folder, or the folder of a run.
-pub(super) fn convert(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
+/// The type of the matrices that are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(super) enum Dtype {
+    F32,
+    F16,
+    Q8_0,
+}
+
+/// Writes the model at `from` to `to`: a GGUF file if the name ends in `.gguf`, else a Hugging Face
+/// folder in f32. `from` is a GGUF file, a Hugging Face folder, or the folder of a run.
+pub(super) fn convert(
+    from: &Path,
+    to: &Path,
+    dtype: Option<Dtype>,
+    force: bool,
+) -> Result<(), Exit> {
+    let is_file = to.extension().is_some_and(|extension| extension == "gguf");
+    if let (false, Some(Dtype::F16 | Dtype::Q8_0)) = (is_file, dtype) {
+        let name = dtype.and_then(|dtype| dtype.to_possible_value());
+        let name = name.as_ref().map_or("", |value| value.get_name());
+        return Err(Exit::Config(format!(
+            "--dtype: {name}, must be f32 for a Hugging Face folder; {} does not end in .gguf",
+            to.display()
+        )));
+    }
     let from = model_path(from).map_err(|error| Exit::Model(format!("{error:#}")))?;
-    check_folder(&from, to, force)?;
+    let check = || match is_file {
+        true => check_file(&from, to, force),
+        false => check_folder(&from, to, force),
+    };
+    check()?;
     let pretrained =
         Pretrained::load(&from, &Device::Cpu).map_err(|error| Exit::Model(format!("{error:#}")))?;
-    // The folder may have changed while the model was loaded.
-    check_folder(&from, to, force)?;
-    pretrained
-        .save(to)
-        .map_err(|error| Exit::Run(format!("{error:#}")))?;
+    // The target may have changed while the model was loaded.
+    check()?;
+    let written = match (is_file, dtype) {
+        (false, _) => pretrained.save(to),
+        (true, Some(Dtype::F32)) => pretrained.save_gguf(to, GgufDType::F32),
+        (true, None | Some(Dtype::F16)) => pretrained.save_gguf(to, GgufDType::F16),
+        (true, Some(Dtype::Q8_0)) => pretrained.save_gguf(to, GgufDType::Q8_0),
+    };
+    written.map_err(|error| Exit::Run(format!("{error:#}")))?;
     let mut out = stdout().lock();
     writeln!(
         out,
@@ -42,6 +75,22 @@ pub(super) fn convert(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
         None => writeln!(out, "license: the file has none")?,
     }
     Ok(())
+}
+
+/// Returns an error unless `to` is free, or a file that `force` allows to replace.
+fn check_file(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
+    let refuse = |reason: &str| Err(Exit::Config(format!("{}: {reason}", to.display())));
+    if resolved(to)?.starts_with(resolved(from)?) {
+        return refuse("is or lies in the source, must be another file");
+    }
+    if !to.exists() && !to.is_symlink() {
+        return Ok(());
+    }
+    match (to.is_file() && !to.is_symlink(), force) {
+        (true, true) => Ok(()),
+        (true, false) => refuse("exists already, choose another file or give --force"),
+        (false, _) => refuse("is not a file, and is not replaced"),
+    }
 }
 
 /// Returns an error unless `to` is free, or holds a model alone that `force` allows to replace.

@@ -19,6 +19,7 @@ use candle_grpo::run::Start;
 use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 
+use convert::Dtype;
 use exit::EXIT_CODES;
 use sample::SampleArguments;
 
@@ -42,13 +43,16 @@ enum Command {
     Eval(EvalArguments),
     /// Print the answers of a model to a prompt.
     Sample(SampleArguments),
-    /// Write a GGUF file, a Hugging Face folder or a run as a Hugging Face folder in f32.
+    /// Write a GGUF file, a Hugging Face folder or a run in another format.
     Convert {
         /// The model.
         model: PathBuf,
-        /// The folder to write.
-        folder: PathBuf,
-        /// Replace an existing folder that holds a model and nothing else.
+        /// The GGUF file to write if the name ends in .gguf, else the Hugging Face folder.
+        target: PathBuf,
+        /// The type of the matrices: f32 for a folder, f16 for a GGUF file unless given.
+        #[arg(long)]
+        dtype: Option<Dtype>,
+        /// Replace an existing GGUF file, or a folder that holds a model and nothing else.
         #[arg(long)]
         force: bool,
     },
@@ -156,9 +160,10 @@ pub(crate) fn run() -> ExitCode {
         Command::Sample(arguments) => sample::sample(arguments),
         Command::Convert {
             model,
-            folder,
+            target,
+            dtype,
             force,
-        } => convert::convert(&model, &folder, force),
+        } => convert::convert(&model, &target, dtype, force),
         Command::Report(arguments) => {
             report::report(&arguments.runs, &arguments.out, arguments.force)
         }

@@ -202,6 +202,39 @@ fn a_run_that_lost_its_checkpoints_keeps_its_logs() {
 }
 
 #[test]
+fn convert_keeps_a_gguf_file_unless_the_new_one_is_complete() {
+    let folder = finished();
+    let convert = |to: &str, how: &[&str]| {
+        grpo(
+            folder.path(),
+            &[&["convert", "model", to][..], how].concat(),
+        )
+    };
+    let file = folder.path().join("other.gguf");
+    fs::write(&file, "mine").unwrap();
+    refused(&convert("other.gguf", &[]), 3, "give --force");
+    refused(&convert("model/other.gguf", &[]), 3, "lies in the source");
+    fs::create_dir(folder.path().join("folder.gguf")).unwrap();
+    refused(
+        &convert("folder.gguf", &["--force"]),
+        3,
+        "folder.gguf: is not a file",
+    );
+    refused(
+        &convert("other", &["--dtype", "q8_0"]),
+        3,
+        "--dtype: q8_0, must be f32 for a Hugging Face folder",
+    );
+    // The tokenizer of this model has a token for each character.
+    refused(
+        &convert("other.gguf", &["--force"]),
+        1,
+        "must be a byte-level BPE",
+    );
+    assert_eq!(fs::read(&file).unwrap(), b"mine");
+}
+
+#[test]
 fn convert_replaces_a_model_alone() {
     let folder = finished();
     let convert = |from: &str, to: &str, how: &[&str]| {

@@ -4,7 +4,9 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, ChannelPlan, Gate, NormPlan};
-use crate::model::families::{Family, absent, llama, periodic, set_default};
+use crate::model::families::{Family, GgufLayout, absent, every, llama, periodic, set_default};
+use crate::weights::gguf::GgufField::{OptionalNumber, OptionalSize};
+use crate::weights::gguf::GgufKey;
 use crate::{DecoderConfig, LayerType};
 
 pub(super) const FAMILY: Family = Family {
@@ -38,9 +40,58 @@ pub(super) const FAMILY: Family = Family {
         architecture.offset_norms();
         architecture
     },
-    gguf: None,
+    gguf: Some(GgufLayout {
+        architecture: "gemma2",
+        keys: &[
+            WINDOW,
+            GgufKey::optional(
+                "attn_logit_softcapping",
+                OptionalNumber(|c| &mut c.attn_logit_softcapping),
+            ),
+            GgufKey::optional(
+                "final_logit_softcapping",
+                OptionalNumber(|c| &mut c.final_logit_softcapping),
+            ),
+        ],
+        complete: |config| {
+            config.sliding_window.get_or_insert(4096);
+            config.attn_logit_softcapping.get_or_insert(50.0);
+            config.final_logit_softcapping.get_or_insert(30.0);
+            // In llama.cpp the model with 46 blocks is that of 27 billion parameters.
+            complete(config, 2, 46);
+        },
+        ..GGUF
+    }),
     ..llama::FAMILY
 };
+
+/// The part of the layout that Gemma 2 and 3 share.
+pub(super) const GGUF: GgufLayout = GgufLayout {
+    adjacent_pairs: false,
+    names: &[
+        ("post_attention_layernorm", "post_attention_norm"),
+        ("pre_feedforward_layernorm", "ffn_norm"),
+        ("post_feedforward_layernorm", "post_ffw_norm"),
+    ],
+    ..llama::GGUF
+};
+
+pub(super) const WINDOW: GgufKey = GgufKey::optional(
+    "attention.sliding_window",
+    OptionalSize(|c| &mut c.sliding_window),
+);
+
+/// Sets what GGUF files do not state: every `full`-th block has no window, the embedding is the
+/// output layer, and the model with `large` blocks has another factor of the scores.
+pub(super) fn complete(config: &mut DecoderConfig, full: usize, large: usize) {
+    let (other, last) = (LayerType::SlidingAttention, LayerType::FullAttention);
+    config.layer_types = every(config.num_hidden_layers, full, other, last);
+    config.tie_word_embeddings = true;
+    config.query_pre_attn_scalar = Some(match config.num_hidden_layers == large {
+        true => (config.hidden_size / config.num_attention_heads.max(1)) as f64,
+        false => config.head_dim() as f64,
+    });
+}
 
 const ACTIVATION: &str = "gelu_pytorch_tanh";
 

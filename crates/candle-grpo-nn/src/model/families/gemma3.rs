@@ -4,8 +4,10 @@ use candle_core::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, AttentionPlan, Rotation};
-use crate::model::families::{Family, absent, gemma2, interval, llama, set_default};
-use crate::{DecoderConfig, RopeScaling};
+use crate::model::families::{Family, GgufLayout, absent, gemma2, interval, llama, set_default};
+use crate::weights::gguf::GgufField::OptionalNumber;
+use crate::weights::gguf::GgufKey;
+use crate::{DecoderConfig, LayerType, RopeScaling};
 
 pub(super) const FAMILY: Family = Family {
     name: "gemma3_text",
@@ -26,7 +28,25 @@ pub(super) const FAMILY: Family = Family {
         config.insert("rope_local_base_freq".to_owned(), json!(local));
     },
     architecture,
-    gguf: None,
+    gguf: Some(GgufLayout {
+        architecture: "gemma3",
+        keys: &[
+            gemma2::WINDOW,
+            GgufKey::optional(
+                "rope.freq_base_swa",
+                OptionalNumber(|c| &mut c.rope_local_base_freq),
+            ),
+        ],
+        complete: |config| {
+            config.rope_local_base_freq.get_or_insert(1e4);
+            // In llama.cpp the model with 62 blocks is that of 27 billion parameters.
+            gemma2::complete(config, 6, 62);
+            if config.sliding_window.is_none() {
+                config.layer_types.fill(LayerType::FullAttention);
+            }
+        },
+        ..gemma2::GGUF
+    }),
     ..llama::FAMILY
 };
 

@@ -3,7 +3,9 @@
 
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
-use crate::model::families::{Family, llama};
+use crate::model::families::{Family, GgufLayout, llama};
+use crate::weights::gguf::GgufField::Number;
+use crate::weights::gguf::GgufKey;
 
 pub(super) const FAMILY: Family = Family {
     name: "granite",
@@ -17,7 +19,16 @@ pub(super) const FAMILY: Family = Family {
         "logits_scaling",
     ],
     architecture,
-    gguf: None,
+    gguf: Some(GgufLayout {
+        architecture: "granite",
+        keys: &[
+            GgufKey::required("attention.scale", Number(|c| &mut c.attention_multiplier)),
+            GgufKey::required("logit_scale", Number(|c| &mut c.logits_scaling)),
+            GgufKey::optional("embedding_scale", Number(|c| &mut c.embedding_multiplier)),
+            GgufKey::optional("residual_scale", Number(|c| &mut c.residual_multiplier)),
+        ],
+        ..llama::GGUF
+    }),
     ..llama::FAMILY
 };
 

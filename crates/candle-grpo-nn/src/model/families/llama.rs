@@ -14,8 +14,14 @@ pub(super) const FAMILY: Family = Family {
     architecture: Architecture::llama,
     stacks: |_| Vec::new(),
     multimodal: None,
-    gguf: Some(GgufLayout {
-        architecture: "llama",
-        adjacent_pairs: true,
-    }),
+    gguf: Some(GGUF),
+};
+
+/// The layout of GGUF files. Those of other families start from it.
+pub(super) const GGUF: GgufLayout = GgufLayout {
+    architecture: "llama",
+    adjacent_pairs: true,
+    names: &[],
+    keys: &[],
+    complete: |_| {},
 };

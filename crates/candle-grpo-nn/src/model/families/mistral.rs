@@ -20,7 +20,8 @@ pub(super) const FAMILY: Family = Family {
         config.insert("sliding_window".to_owned(), window);
     },
     architecture,
-    gguf: None,
+    // In llama.cpp a Mistral is a Llama, without a window.
+    gguf: Some(llama::GGUF),
     ..llama::FAMILY
 };
 

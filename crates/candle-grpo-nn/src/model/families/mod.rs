@@ -13,12 +13,15 @@ mod qwen3_5;
 mod qwen3_moe;
 mod smollm3;
 
+use std::collections::BTreeSet;
+
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::Architecture;
 use crate::model::config::num_hidden_layers;
+use crate::weights::gguf::GgufKey;
 use crate::weights::stacks::Stack;
 use crate::{DecoderConfig, LayerType};
 
@@ -44,7 +47,7 @@ pub(crate) struct Family {
     pub(crate) stacks: fn(&DecoderConfig) -> Vec<Stack>,
     /// Checkpoints of several modalities that have a text model of this family.
     pub(crate) multimodal: Option<Multimodal>,
-    /// The layout of GGUF files; `None` if they are not read.
+    /// The layout of GGUF files; `None` if they are neither read nor written.
     pub(crate) gguf: Option<GgufLayout>,
 }
 
@@ -67,13 +70,21 @@ impl Multimodal {
     }
 }
 
-/// The layout of a family's weights in GGUF files.
+/// The layout of a family's weights and metadata in GGUF files, as read and as written.
 #[derive(Debug)]
 pub(crate) struct GgufLayout {
-    /// `general.architecture`.
+    /// `general.architecture`. Of several families with one architecture, files are read as the
+    /// first.
     pub(crate) architecture: &'static str,
     /// The two rows of a rotated pair of query and key lie side by side.
     pub(crate) adjacent_pairs: bool,
+    /// The Hugging Face and the GGUF names of parts of a block that differ from those of Llama.
+    /// The matrices of the experts of a block are one tensor, and have no number here.
+    pub(crate) names: &'static [(&'static str, &'static str)],
+    /// The keys beside those of all families.
+    pub(crate) keys: &'static [GgufKey],
+    /// Sets what files do not state, after their keys have been read.
+    pub(crate) complete: fn(&mut DecoderConfig),
 }
 
 /// Declares [`ModelType`] and lists the family of each.
@@ -160,7 +171,8 @@ impl ModelType {
     /// The architectures of GGUF files that are read.
     pub(crate) fn gguf_architectures() -> Vec<&'static str> {
         let layouts = Self::ALL.iter().filter_map(|x| x.family().gguf.as_ref());
-        layouts.map(|layout| layout.architecture).collect()
+        let names: BTreeSet<_> = layouts.map(|layout| layout.architecture).collect();
+        names.into_iter().collect()
     }
 
     /// The family of GGUF files with this architecture.
@@ -203,18 +215,24 @@ fn interval(config: &Map<String, Value>, key: &str, default: usize) -> Result<us
     }
 }
 
-/// A list with an entry for each block: `last` for every `interval`-th, `other` for the others.
-fn periodic<T: Serialize>(
+/// [`every`] with the number of blocks of a `config.json`.
+fn periodic<T: Clone + Serialize>(
     config: &Map<String, Value>,
     interval: usize,
     other: T,
     last: T,
 ) -> Result<Value> {
-    let entry = |layer: usize| match (layer + 1).is_multiple_of(interval) {
-        true => json!(last),
-        false => json!(other),
+    let layers = num_hidden_layers(config)?;
+    Ok(json!(every(layers, interval, other, last)))
+}
+
+/// A list with an entry for each block: `last` for every `interval`-th, `other` for the others.
+fn every<T: Clone>(layers: usize, interval: usize, other: T, last: T) -> Vec<T> {
+    let entry = |number: usize| match number.is_multiple_of(interval) {
+        true => last.clone(),
+        false => other.clone(),
     };
-    Ok((0..num_hidden_layers(config)?).map(entry).collect())
+    (1..=layers).map(entry).collect()
 }
 
 const PARTIAL: &str = "partial_rotary_factor";

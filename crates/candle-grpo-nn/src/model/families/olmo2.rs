@@ -2,14 +2,22 @@
 
 use crate::DecoderConfig;
 use crate::model::architecture::{Architecture, NormPlan};
-use crate::model::families::{Family, llama};
+use crate::model::families::{Family, GgufLayout, llama};
 
 pub(super) const FAMILY: Family = Family {
     name: "olmo2",
     transformers_class: "Olmo2ForCausalLM",
     keys: &["attention_bias"],
     architecture,
-    gguf: None,
+    gguf: Some(GgufLayout {
+        architecture: "olmo2",
+        adjacent_pairs: false,
+        names: &[
+            ("post_attention_layernorm", "post_attention_norm"),
+            ("post_feedforward_layernorm", "post_ffw_norm"),
+        ],
+        ..llama::GGUF
+    }),
     ..llama::FAMILY
 };
 

@@ -4,8 +4,10 @@ use candle_core::Result;
 use serde_json::{Map, Value, json};
 
 use crate::model::architecture::{Architecture, ChannelPlan};
-use crate::model::families::{Family, PARTIAL, lift_partial_rotary_factor, llama};
+use crate::model::families::{Family, GgufLayout, PARTIAL, lift_partial_rotary_factor, llama};
 use crate::model::rope_scaling::ORIGINAL;
+use crate::weights::gguf::GgufField::OptionalSize;
+use crate::weights::gguf::GgufKey;
 use crate::{DecoderConfig, RopeScaling};
 
 pub(super) const FAMILY: Family = Family {
@@ -15,7 +17,19 @@ pub(super) const FAMILY: Family = Family {
     read,
     write,
     architecture,
-    gguf: None,
+    gguf: Some(GgufLayout {
+        architecture: "phi3",
+        adjacent_pairs: false,
+        names: &[
+            ("self_attn.qkv_proj", "attn_qkv"),
+            ("mlp.gate_up_proj", "ffn_up"),
+        ],
+        keys: &[GgufKey::optional(
+            "attention.sliding_window",
+            OptionalSize(|c| &mut c.sliding_window),
+        )],
+        ..llama::GGUF
+    }),
     ..llama::FAMILY
 };
 

@@ -12,6 +12,7 @@ pub(super) const FAMILY: Family = Family {
     gguf: Some(GgufLayout {
         architecture: "qwen2",
         adjacent_pairs: false,
+        ..llama::GGUF
     }),
     ..llama::FAMILY
 };

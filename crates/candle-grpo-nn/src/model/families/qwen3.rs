@@ -20,6 +20,7 @@ pub(super) const FAMILY: Family = Family {
     gguf: Some(GgufLayout {
         architecture: "qwen3",
         adjacent_pairs: false,
+        ..llama::GGUF
     }),
     ..llama::FAMILY
 };

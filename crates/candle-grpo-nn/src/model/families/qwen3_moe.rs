@@ -6,8 +6,10 @@ use serde_json::{Map, Value, json};
 use crate::DecoderConfig;
 use crate::model::architecture::{Architecture, ChannelPlan, ExpertsPlan, MapPlan, MlpPlan};
 use crate::model::config::num_hidden_layers;
-use crate::model::families::{Family, interval, qwen3, set_default};
+use crate::model::families::{Family, GgufLayout, interval, qwen3, set_default};
 use crate::model::router::Router;
+use crate::weights::gguf::GgufField::Size;
+use crate::weights::gguf::GgufKey;
 use crate::weights::stacks::{Part, Stack};
 
 pub(super) const FAMILY: Family = Family {
@@ -33,7 +35,26 @@ pub(super) const FAMILY: Family = Family {
     },
     architecture,
     stacks,
-    gguf: None,
+    gguf: Some(GgufLayout {
+        architecture: "qwen3moe",
+        adjacent_pairs: false,
+        names: &[
+            ("mlp.gate", "ffn_gate_inp"),
+            ("mlp.experts.gate_proj", "ffn_gate_exps"),
+            ("mlp.experts.up_proj", "ffn_up_exps"),
+            ("mlp.experts.down_proj", "ffn_down_exps"),
+        ],
+        keys: &[
+            GgufKey::required("expert_count", Size(|c| &mut c.num_experts)),
+            GgufKey::required("expert_used_count", Size(|c| &mut c.num_experts_per_tok)),
+            GgufKey::required(
+                "expert_feed_forward_length",
+                Size(|c| &mut c.moe_intermediate_size),
+            ),
+        ],
+        // In llama.cpp all blocks have experts, whose gates are divided by their sum.
+        complete: |config| config.norm_topk_prob = true,
+    }),
     ..qwen3::FAMILY
 };
 

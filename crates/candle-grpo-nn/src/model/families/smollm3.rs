@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
 use crate::model::architecture::Architecture;
-use crate::model::families::{Family, GgufLayout, absent, interval, llama, periodic};
+use crate::model::families::{Family, GgufLayout, absent, every, interval, llama, periodic};
 
 pub(super) const FAMILY: Family = Family {
     name: "smollm3",
@@ -16,7 +16,9 @@ pub(super) const FAMILY: Family = Family {
     architecture,
     gguf: Some(GgufLayout {
         architecture: "smollm3",
-        adjacent_pairs: true,
+        // In llama.cpp every fourth block does not rotate.
+        complete: |config| config.no_rope_layers = every(config.num_hidden_layers, 4, 1, 0),
+        ..llama::GGUF
     }),
     ..llama::FAMILY
 };

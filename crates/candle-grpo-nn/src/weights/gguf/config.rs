@@ -1,10 +1,15 @@
-//! The configuration of a decoder from the metadata of its file.
+//! The configuration of a decoder in the metadata of its file.
 
-use candle_core::{Result, bail};
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{Error, Result, bail};
+use serde_json::{Map, Value};
 
 use super::header::Header;
+use super::keys::{COMMON, Keys};
 use super::{GgufValue, rope};
-use crate::{DecoderConfig, ModelType};
+use crate::model::families::GgufLayout;
+use crate::{DecoderConfig, LayerType};
 
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) const OUTPUT: &str = "output.weight";
@@ -12,27 +17,33 @@ pub(super) const OUTPUT: &str = "output.weight";
 const ATTENTION_BIAS: &str = "blk.0.attn_q.bias";
 /// Present if the projections of feed-forward layers have biases.
 const MLP_BIAS: &str = "blk.0.ffn_gate.bias";
+/// Number of elements of a head that rotate.
+const ROTATED: &str = "rope.dimension_count";
 
-/// The files of SmolLM3 do not state which blocks rotate. In llama.cpp every fourth does not.
-const SMOLLM3_NO_ROPE_INTERVAL: usize = 4;
-
-/// Reads the configuration. `rope_factors` reads the tensor of divisors of rotary frequencies, if
-/// there is one.
+/// Reads the configuration. `divisors` reads a tensor of divisors of rotary frequencies, if there
+/// is one of that name.
 pub(super) fn read(
     header: &Header,
-    rope_factors: impl FnOnce() -> Result<Option<Vec<f32>>>,
+    divisors: impl Fn(&str) -> Result<Option<Vec<f32>>>,
 ) -> Result<DecoderConfig> {
     let keys = Keys::new(header)?;
-    refuse_other_computations(&keys)?;
-    let num_hidden_layers = keys.size("block_count")?;
-    if num_hidden_layers > header.tensors.len() {
+    let (architecture, layout) = (keys.architecture(), keys.layout);
+    refuse_other_computations(header, &keys)?;
+    let mut config = DecoderConfig {
+        model_type: keys.model_type,
+        ..DecoderConfig::default()
+    };
+    let all = || COMMON.iter().chain(layout.keys);
+    for key in all().filter(|key| key.is_required) {
+        key.read(&keys, &mut config)?;
+    }
+    let tensors = header.tensors.len();
+    if config.num_hidden_layers > tensors {
         bail!(
-            "{}.block_count: {num_hidden_layers}, must be at most the number of tensors, which is {}",
-            keys.architecture,
-            header.tensors.len()
+            "{architecture}.block_count: {}, must be at most the number of tensors, which is {tensors}",
+            config.num_hidden_layers
         );
     }
-    let hidden_size = keys.size("embedding_length")?;
     let Some(embedding) = header.tensors.get(EMBEDDING) else {
         bail!("tensor {EMBEDDING}: absent, must be present");
     };
@@ -42,157 +53,199 @@ pub(super) fn read(
             embedding.dims
         );
     };
+    config.vocab_size = vocab_size;
     if let Some(stated) = keys.optional_size("vocab_size")?
         && stated != vocab_size
     {
         bail!(
-            "{}.vocab_size: {stated}, must be the number of rows of {EMBEDDING}, which is {vocab_size}",
-            keys.architecture
+            "{architecture}.vocab_size: {stated}, must be the number of rows of {EMBEDDING}, which is {vocab_size}"
         );
     }
-    let num_attention_heads = keys.size("attention.head_count")?;
-    let head_dim = keys.optional_size("attention.key_length")?;
-    let rope_theta = keys.optional_number("rope.freq_base")?.unwrap_or(1e4);
+    // The names of all experts are listed before a weight is read.
+    let bytes: usize = header.tensors.values().map(|place| place.length).sum();
+    if config.num_hidden_layers.saturating_mul(config.num_experts) > bytes {
+        bail!(
+            "{architecture}.expert_count: {}, must be a number that the file has room for",
+            config.num_experts
+        );
+    }
+    config.num_key_value_heads = config.num_attention_heads;
+    for key in all().filter(|key| !key.is_required) {
+        key.read(&keys, &mut config)?;
+    }
     let has_key = |key| keys.model_type.family().keys.contains(&key);
-    let mut config = DecoderConfig {
-        model_type: keys.model_type,
-        vocab_size,
-        hidden_size,
-        intermediate_size: keys.size("feed_forward_length")?,
-        num_hidden_layers,
-        num_attention_heads,
-        num_key_value_heads: keys
-            .optional_size("attention.head_count_kv")?
-            .unwrap_or(num_attention_heads),
-        head_dim,
-        rms_norm_eps: keys.number("attention.layer_norm_rms_epsilon")?,
-        rope_theta,
-        rope_scaling: rope::metadata_scaling(&keys)?,
-        no_rope_layers: if has_key("no_rope_layers") {
-            (1..=num_hidden_layers)
-                .map(|layer| u8::from(!layer.is_multiple_of(SMOLLM3_NO_ROPE_INTERVAL)))
-                .collect()
-        } else {
-            Vec::new()
-        },
-        max_position_embeddings: keys.size("context_length")?,
-        tie_word_embeddings: !header.tensors.contains_key(OUTPUT),
-        attention_bias: has_key("attention_bias") && header.tensors.contains_key(ATTENTION_BIAS),
-        mlp_bias: header.tensors.contains_key(MLP_BIAS),
-        ..DecoderConfig::default()
-    };
+    let has_tensor = |name| header.tensors.contains_key(name);
+    config.tie_word_embeddings = !has_tensor(OUTPUT);
+    config.attention_bias = has_key("attention_bias") && has_tensor(ATTENTION_BIAS);
+    config.mlp_bias = has_tensor(MLP_BIAS);
+    config.rope_scaling = rope::metadata_scaling(&keys)?;
+    (layout.complete)(&mut config);
+    if let Some(width) = keys.optional_size(ROTATED)?
+        && has_key("partial_rotary_factor")
+    {
+        config.partial_rotary_factor = width as f64 / config.head_dim() as f64;
+    }
     config.validate()?;
-    for key in ["attention.value_length", "rope.dimension_count"] {
-        if let Some(width) = keys.optional_size(key)?
-            && width != config.head_dim()
+    for (key, width, what) in [
+        (
+            "attention.value_length",
+            config.head_dim(),
+            "the width of a head",
+        ),
+        (ROTATED, config.rotary_width(), "the width of a head"),
+    ] {
+        if let Some(found) = keys.optional_size(key)?
+            && found != width
         {
-            bail!(
-                "{}.{key}: {width}, must be the width of a head, which is {}",
-                keys.architecture,
-                config.head_dim()
-            );
+            bail!("{architecture}.{key}: {found}, must be {what}, which is {width}");
         }
     }
-    if let Some(factors) = rope_factors()? {
-        config.rope_scaling = rope::tensor_scaling(&config, &factors)?;
+    if let Some(scaling) = rope::tensor_scaling(&keys, &config, divisors)? {
+        config.rope_scaling = scaling;
         config.validate()?;
     }
     Ok(config)
 }
 
+/// The metadata that states `config`, without what [`read`] finds in the names and shapes of
+/// tensors.
+pub(super) fn metadata(
+    layout: &GgufLayout,
+    config: &DecoderConfig,
+) -> Result<BTreeMap<String, GgufValue>> {
+    let config = &canonical(config);
+    let mut stated: Vec<(&str, GgufValue)> = COMMON
+        .iter()
+        .chain(layout.keys)
+        .filter_map(|key| Some((key.name, key.value(config)?)))
+        .collect();
+    let size = |size: usize| GgufValue::Integer(size as i128);
+    stated.extend([
+        ("vocab_size", size(config.vocab_size)),
+        ("attention.value_length", size(config.head_dim())),
+        (ROTATED, size(config.rotary_width())),
+    ]);
+    stated.extend(rope::scaling_metadata(config));
+    let architecture = layout.architecture;
+    let mut metadata: BTreeMap<_, _> = stated
+        .into_iter()
+        .map(|(key, value)| (format!("{architecture}.{key}"), value))
+        .collect();
+    let name = GgufValue::String(architecture.to_owned());
+    metadata.insert("general.architecture".to_owned(), name);
+    Ok(metadata)
+}
+
+/// Checks that a file which is read as `found` computes what `config` does.
+pub(super) fn check_same(config: &DecoderConfig, found: &DecoderConfig) -> Result<()> {
+    let fields = |config: &DecoderConfig| -> Result<Map<String, Value>> {
+        let fields = serde_json::to_value(canonical(config)).map_err(Error::wrap)?;
+        let fields = fields.as_object().into_iter().flatten();
+        // The numbers of a file have 32 bits.
+        Ok(fields
+            .map(|(name, value)| (name.clone(), rounded(value)))
+            .collect())
+    };
+    let (mut stated, mut found) = (fields(config)?, fields(found)?);
+    for fields in [&mut stated, &mut found] {
+        // Several families may have one architecture.
+        fields.remove("model_type");
+    }
+    let names: BTreeSet<_> = stated.keys().chain(found.keys()).collect();
+    for name in names {
+        let (stated, found) = (stated.get(name), found.get(name));
+        if stated != found {
+            let text = |value: Option<&Value>| value.map_or("absent".to_owned(), Value::to_string);
+            bail!(
+                "{name}: {}, GGUF files of this architecture can only state {}",
+                text(stated),
+                text(found)
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The numbers of `value` in f32.
+fn rounded(value: &Value) -> Value {
+    match value {
+        Value::Array(values) => values.iter().map(rounded).collect(),
+        Value::Object(fields) => {
+            let fields = fields
+                .iter()
+                .map(|(name, value)| (name.clone(), rounded(value)));
+            Value::Object(fields.collect())
+        }
+        Value::Number(number) if number.is_f64() => {
+            number.as_f64().map_or(Value::Null, |x| (x as f32).into())
+        }
+        other => other.clone(),
+    }
+}
+
+/// The same decoder with its defaults as values.
+fn canonical(config: &DecoderConfig) -> DecoderConfig {
+    let has_key = |key| config.model_type.family().keys.contains(&key);
+    let head_dim = config.head_dim();
+    let mut same = config.clone();
+    same.head_dim = Some(head_dim);
+    if head_dim > 0 {
+        same.partial_rotary_factor = config.rotary_width() as f64 / head_dim as f64;
+    }
+    if has_key("query_pre_attn_scalar") {
+        same.query_pre_attn_scalar.get_or_insert(head_dim as f64);
+    }
+    if has_key("rope_local_base_freq") {
+        same.rope_local_base_freq.get_or_insert(config.rope_theta);
+    }
+    if has_key("layer_types") && config.layer_types.is_empty() {
+        same.layer_types = vec![LayerType::FullAttention; config.num_hidden_layers];
+    }
+    if has_key("no_rope_layers") && config.no_rope_layers.is_empty() {
+        same.no_rope_layers = vec![1; config.num_hidden_layers];
+    }
+    same.rope_scaling = rope::canonical(&config.rope_scaling);
+    same
+}
+
 /// Refuses keys of models with another computation.
-fn refuse_other_computations(keys: &Keys) -> Result<()> {
-    if let Some(value) = keys.header.metadata.get("split.count")
+fn refuse_other_computations(header: &Header, keys: &Keys) -> Result<()> {
+    if let Some(value) = header.metadata.get("split.count")
         && value.as_u64().is_none_or(|count| count > 1)
     {
         bail!("split.count: {value}, must be 1");
     }
     for key in [
         "expert_count",
+        "expert_shared_count",
+        "expert_group_count",
         "attention.sliding_window",
+        "attention.sliding_window_pattern",
         "attention.max_alibi_bias",
         "attention.clamp_kqv",
         "attention.scale",
+        "attention.temperature_scale",
         "logit_scale",
         "attn_logit_softcapping",
         "final_logit_softcapping",
         "residual_scale",
         "embedding_scale",
+        "rope.freq_base_swa",
     ] {
         if let Some(value) = keys.get(key)
+            && !keys.layout.keys.iter().any(|known| known.name == key)
             && value.as_f64() != Some(0.0)
         {
-            bail!("{}.{key}: {value}, must be absent", keys.architecture);
+            bail!("{}.{key}: {value}, must be absent", keys.architecture());
         }
+    }
+    // Of Granite: without rotation.
+    let key = "rope.scaling.finetuned";
+    if keys.get(key).and_then(GgufValue::as_bool) == Some(false) {
+        bail!(
+            "{}.{key}: false, must be true or absent",
+            keys.architecture()
+        );
     }
     Ok(())
-}
-
-/// The keys of one architecture.
-pub(super) struct Keys<'a> {
-    header: &'a Header,
-    pub(super) architecture: &'static str,
-    model_type: ModelType,
-}
-
-impl<'a> Keys<'a> {
-    fn new(header: &'a Header) -> Result<Self> {
-        const KEY: &str = "general.architecture";
-        let known = ModelType::gguf_architectures();
-        let Some(value) = header.metadata.get(KEY) else {
-            bail!("{KEY}: absent, must be one of {known:?}");
-        };
-        let found = value.as_str().and_then(ModelType::from_gguf_architecture);
-        let Some((model_type, layout)) = found else {
-            bail!("{KEY}: {value}, must be one of {known:?}");
-        };
-        Ok(Self {
-            header,
-            architecture: layout.architecture,
-            model_type,
-        })
-    }
-
-    pub(super) fn get(&self, key: &str) -> Option<&'a GgufValue> {
-        self.header
-            .metadata
-            .get(&format!("{}.{key}", self.architecture))
-    }
-
-    fn size(&self, key: &str) -> Result<usize> {
-        match self.optional_size(key)? {
-            Some(size) => Ok(size),
-            None => bail!("{}.{key}: absent, must be present", self.architecture),
-        }
-    }
-
-    pub(super) fn optional_size(&self, key: &str) -> Result<Option<usize>> {
-        let Some(value) = self.get(key) else {
-            return Ok(None);
-        };
-        match value.as_u64().and_then(|size| usize::try_from(size).ok()) {
-            Some(size) => Ok(Some(size)),
-            None => bail!(
-                "{}.{key}: {value}, must be one whole number",
-                self.architecture
-            ),
-        }
-    }
-
-    fn number(&self, key: &str) -> Result<f64> {
-        match self.optional_number(key)? {
-            Some(number) => Ok(number),
-            None => bail!("{}.{key}: absent, must be present", self.architecture),
-        }
-    }
-
-    pub(super) fn optional_number(&self, key: &str) -> Result<Option<f64>> {
-        let Some(value) = self.get(key) else {
-            return Ok(None);
-        };
-        match value.as_f64() {
-            Some(number) => Ok(Some(number)),
-            None => bail!("{}.{key}: {value}, must be a number", self.architecture),
-        }
-    }
 }

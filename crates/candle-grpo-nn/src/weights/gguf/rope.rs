@@ -1,15 +1,25 @@
 //! Scaled rotary frequencies, which a file states in its metadata or, for Llama 3, as a tensor.
 
+use std::collections::BTreeMap;
 use std::f64::consts::TAU;
 
 use candle_core::{Result, bail};
 
 use super::GgufValue;
-use super::config::Keys;
+use super::keys::Keys;
 use crate::{DecoderConfig, RopeScaling};
 
 /// The name of the tensor of divisors of the frequencies.
-pub(super) const FACTORS: &str = "rope_freqs.weight";
+const FACTORS: &str = "rope_freqs.weight";
+/// The names of the tensors of LongRoPE.
+const SHORT: &str = "rope_factors_short.weight";
+const LONG: &str = "rope_factors_long.weight";
+const ORIGINAL: &str = "rope.scaling.original_context_length";
+/// The factor of cosines and sines.
+const ATTENTION_FACTOR: &str = "rope.scaling.attn_factor";
+
+/// The tensors of divisors.
+pub(super) const TENSORS: [&str; 3] = [FACTORS, SHORT, LONG];
 
 /// GGUF files state only the divisors of Llama 3's scaling. Llama 3.1, 3.2 and 3.3 have these
 /// parameters.
@@ -19,9 +29,8 @@ const LLAMA3_ORIGINAL_MAX_POSITION_EMBEDDINGS: f64 = 8192.0;
 
 /// Reads the keys `rope.scaling.*`.
 pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
-    let architecture = keys.architecture;
+    let architecture = keys.architecture();
     for (key, only) in [
-        ("attn_factor", 1.0),
         ("yarn_ext_factor", 1.0),
         ("yarn_attn_factor", 1.0),
         ("yarn_log_multiplier", 0.0),
@@ -50,9 +59,8 @@ pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
             factor => RopeScaling::Linear { factor },
         }),
         (Some("yarn"), Some(factor)) => {
-            let key = "rope.scaling.original_context_length";
-            let Some(original) = keys.optional_size(key)? else {
-                bail!("{architecture}.{key}: absent, must be present for YaRN");
+            let Some(original) = keys.optional_size(ORIGINAL)? else {
+                bail!("{architecture}.{ORIGINAL}: absent, must be present for YaRN");
             };
             Ok(RopeScaling::Yarn {
                 factor,
@@ -75,22 +83,154 @@ pub(super) fn metadata_scaling(keys: &Keys) -> Result<RopeScaling> {
     }
 }
 
-/// Finds the scaling with the divisors `factors`.
-pub(super) fn tensor_scaling(config: &DecoderConfig, factors: &[f32]) -> Result<RopeScaling> {
-    let head_dim = config.head_dim();
-    if factors.len() != head_dim / 2 {
-        bail!(
-            "tensor {FACTORS}: {} numbers, must have half the width of a head, {}",
-            factors.len(),
-            head_dim / 2
-        );
+/// The keys that state the scaling of `config`, beside [`divisors`].
+pub(super) fn scaling_metadata(config: &DecoderConfig) -> Vec<(&'static str, GgufValue)> {
+    let text = |text: &str| GgufValue::String(text.to_owned());
+    let size = |size: usize| GgufValue::Integer(size as i128);
+    let (kind, factor) = ("rope.scaling.type", "rope.scaling.factor");
+    match config.rope_scaling {
+        RopeScaling::Default | RopeScaling::Llama3 { .. } => Vec::new(),
+        RopeScaling::Linear { factor: value } => {
+            vec![(kind, text("linear")), (factor, GgufValue::Float(value))]
+        }
+        RopeScaling::Yarn {
+            factor: value,
+            original_max_position_embeddings: original,
+            beta_fast,
+            beta_slow,
+            ..
+        } => vec![
+            (kind, text("yarn")),
+            (factor, GgufValue::Float(value)),
+            (ORIGINAL, size(original)),
+            ("rope.scaling.yarn_beta_fast", GgufValue::Float(beta_fast)),
+            ("rope.scaling.yarn_beta_slow", GgufValue::Float(beta_slow)),
+        ],
+        RopeScaling::LongRope {
+            original_max_position_embeddings: original,
+            ..
+        } => vec![
+            (ORIGINAL, size(original)),
+            (
+                ATTENTION_FACTOR,
+                GgufValue::Float(config.rope_scaling.attention_factor()),
+            ),
+        ],
     }
-    if config.rope_scaling != RopeScaling::Default {
-        bail!("tensor {FACTORS}: present, must be absent with rope.scaling in the metadata");
+}
+
+/// The tensors of divisors that state the scaling of `config`, by name.
+pub(super) fn divisors(config: &DecoderConfig) -> BTreeMap<&'static str, Vec<f32>> {
+    let (width, theta) = (config.rotary_width(), config.rope_theta);
+    let numbers = |numbers: &[f64]| numbers.iter().map(|&x| x as f32).collect();
+    match &config.rope_scaling {
+        scaling @ RopeScaling::Llama3 { .. } => {
+            let plain = RopeScaling::Default.frequencies(width, theta);
+            let scaled = scaling.frequencies(width, theta);
+            let factors = plain
+                .iter()
+                .zip(scaled)
+                .map(|(plain, scaled)| plain / scaled);
+            [(FACTORS, numbers(&factors.collect::<Vec<_>>()))].into()
+        }
+        RopeScaling::LongRope {
+            short_factor,
+            long_factor,
+            ..
+        } => [(SHORT, numbers(short_factor)), (LONG, numbers(long_factor))].into(),
+        _ => BTreeMap::new(),
     }
-    let plain = RopeScaling::Default.frequencies(head_dim, config.rope_theta);
+}
+
+/// The same scaling with the default factors of cosines and sines as values.
+pub(super) fn canonical(scaling: &RopeScaling) -> RopeScaling {
+    let mut same = scaling.clone();
+    if let RopeScaling::Yarn {
+        attention_factor, ..
+    }
+    | RopeScaling::LongRope {
+        attention_factor, ..
+    } = &mut same
+    {
+        *attention_factor = Some(scaling.attention_factor());
+    }
+    same
+}
+
+/// Reads the scaling of a file with tensors of divisors; `None` if it has none.
+pub(super) fn tensor_scaling(
+    keys: &Keys,
+    config: &DecoderConfig,
+    divisors: impl Fn(&str) -> Result<Option<Vec<f32>>>,
+) -> Result<Option<RopeScaling>> {
+    let pairs = config.rotary_width() / 2;
+    let read = |name: &str| -> Result<Option<Vec<f32>>> {
+        let Some(factors) = divisors(name)? else {
+            return Ok(None);
+        };
+        if factors.len() != pairs {
+            bail!(
+                "tensor {name}: {} numbers, must have half the width of a head, {pairs}",
+                factors.len()
+            );
+        }
+        if config.rope_scaling != RopeScaling::Default {
+            bail!("tensor {name}: present, must be absent with rope.scaling in the metadata");
+        }
+        Ok(Some(factors))
+    };
+    let attention_factor = keys.optional_number(ATTENTION_FACTOR)?;
+    match (read(FACTORS)?, read(SHORT)?, read(LONG)?) {
+        (None, Some(short), Some(long)) => {
+            let found = longrope(keys, config, &short, &long, attention_factor)?;
+            Ok(Some(found))
+        }
+        (Some(_), Some(_), _) | (_, Some(_), None) => {
+            bail!("tensor {SHORT}: present, must be present with {LONG} alone")
+        }
+        (_, _, Some(_)) => bail!("tensor {LONG}: present, must be present with {SHORT} alone"),
+        (factors, None, None) => {
+            if let Some(found) = attention_factor.filter(|&found| found != 1.0) {
+                let architecture = keys.architecture();
+                bail!("{architecture}.{ATTENTION_FACTOR}: {found}, must be 1");
+            }
+            factors.map(|factors| llama3(config, &factors)).transpose()
+        }
+    }
+}
+
+fn longrope(
+    keys: &Keys,
+    config: &DecoderConfig,
+    short: &[f32],
+    long: &[f32],
+    attention_factor: Option<f64>,
+) -> Result<RopeScaling> {
+    let Some(original) = keys.optional_size(ORIGINAL)? else {
+        let architecture = keys.architecture();
+        bail!("{architecture}.{ORIGINAL}: absent, must be present with {LONG}");
+    };
+    let numbers = |numbers: &[f32]| numbers.iter().map(|&x| x.into()).collect();
+    let scaling = |attention_factor| RopeScaling::LongRope {
+        short_factor: numbers(short),
+        long_factor: numbers(long),
+        original_max_position_embeddings: original,
+        factor: config.max_position_embeddings as f64 / original as f64,
+        attention_factor,
+    };
+    // A file always states it.
+    let default = scaling(None).attention_factor() as f32;
+    Ok(scaling(
+        attention_factor.filter(|&found| found as f32 != default),
+    ))
+}
+
+/// Finds Llama 3's scaling with the divisors `factors`.
+fn llama3(config: &DecoderConfig, factors: &[f32]) -> Result<RopeScaling> {
+    let (width, theta) = (config.rotary_width(), config.rope_theta);
+    let plain = RopeScaling::Default.frequencies(width, theta);
     let scaling = guess(factors, &plain);
-    let scaled = scaling.frequencies(head_dim, config.rope_theta);
+    let scaled = scaling.frequencies(width, theta);
     let same = factors.iter().enumerate().all(|(pair, &found)| {
         let factor = plain[pair] / scaled[pair];
         // False for NaN.
@@ -98,8 +238,7 @@ pub(super) fn tensor_scaling(config: &DecoderConfig, factors: &[f32]) -> Result<
     });
     if !same {
         bail!(
-            "tensor {FACTORS}: {factors:?}, must be the divisors of Llama 3.1 with rope_theta {}",
-            config.rope_theta
+            "tensor {FACTORS}: {factors:?}, must be the divisors of Llama 3.1 with rope_theta {theta}"
         );
     }
     Ok(scaling)

@@ -1,4 +1,4 @@
-//! The weights of a GGUF file under their Hugging Face names.
+//! The weights in GGUF files.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -6,53 +6,164 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
 use candle_core::quantized::ggml_file::qtensor_from_ggml;
-use candle_core::{Device, Error, Result, Tensor, bail};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 
 use super::config::{EMBEDDING, OUTPUT};
 use super::header::{Header, TensorPlace};
-use super::rope::FACTORS;
-use crate::DecoderConfig;
+use super::rope;
+use crate::model::architecture::Initial;
+use crate::model::families::GgufLayout;
 use crate::weights::check::{check_finite, check_names};
+use crate::{DecoderConfig, Parameters};
 
-/// Returns the Hugging Face name and the place of each weight of `config`, by its stored name.
+/// The part of a block that chooses experts. Other experts would compute a token if it were
+/// rounded.
+const ROUTER: &str = "ffn_gate_inp";
+
+/// A tensor of a file and the parameters that are its contents.
+struct Stored {
+    shape: Shape,
+    /// One, or those of all experts, which are the matrices of the tensor.
+    parameters: Vec<String>,
+    change: Change,
+}
+
+/// The difference between a tensor of a file and the parameter.
+#[derive(Clone, Copy)]
+enum Change {
+    None,
+    /// The two rows of a rotated pair of a head lie side by side. In Hugging Face's layout the
+    /// first half of a head rotates with the second.
+    AdjacentPairs {
+        heads: usize,
+    },
+    /// The factor of a norm, which is 1 more than the parameter.
+    Factor,
+}
+
+impl Change {
+    fn new(layout: &GgufLayout, config: &DecoderConfig, name: &str, initial: Initial) -> Self {
+        match name {
+            _ if initial == Initial::OneLess => Self::Factor,
+            _ if !layout.adjacent_pairs => Self::None,
+            name if name.contains(".q_proj.") => Self::AdjacentPairs {
+                heads: config.num_attention_heads,
+            },
+            name if name.contains(".k_proj.") => Self::AdjacentPairs {
+                heads: config.num_key_value_heads,
+            },
+            _ => Self::None,
+        }
+    }
+
+    fn parameter(self, stored: Tensor) -> Result<Tensor> {
+        match self {
+            Self::None => Ok(stored),
+            Self::Factor => stored - 1.0,
+            Self::AdjacentPairs { heads } => {
+                let half = stored.dim(0)? / heads / 2;
+                swap_rows(&stored, (heads, half, 2))
+            }
+        }
+    }
+
+    fn stored(self, parameter: Tensor) -> Result<Tensor> {
+        match self {
+            Self::None => Ok(parameter),
+            Self::Factor => parameter + 1.0,
+            Self::AdjacentPairs { heads } => {
+                let half = parameter.dim(0)? / heads / 2;
+                swap_rows(&parameter, (heads, 2, half))
+            }
+        }
+    }
+}
+
+/// Swaps the second and third of the three indices of a row.
+fn swap_rows(tensor: &Tensor, (a, b, c): (usize, usize, usize)) -> Result<Tensor> {
+    tensor
+        .reshape((a, b, c, ()))?
+        .transpose(1, 2)?
+        .reshape(tensor.shape())
+}
+
+/// The tensors of a file with the parameters of `config`, by name.
+fn stored_tensors(config: &DecoderConfig) -> Result<BTreeMap<String, Stored>> {
+    let family = config.model_type.family();
+    let Some(layout) = &family.gguf else {
+        bail!("model_type: {}, has no GGUF files", family.name);
+    };
+    let mut stacks = BTreeMap::new();
+    let mut stored = BTreeMap::new();
+    for (name, parameter) in config.architecture().parameters(config) {
+        let Some((stored_name, expert)) = stored_name(layout, &name) else {
+            bail!("parameter {name}: must have a name in GGUF files");
+        };
+        let single = Stored {
+            change: Change::new(layout, config, &name, parameter.initial),
+            shape: parameter.shape,
+            parameters: vec![name],
+        };
+        match expert {
+            None => drop(stored.insert(stored_name, single)),
+            Some(expert) => {
+                let stack: &mut BTreeMap<usize, Stored> = stacks.entry(stored_name).or_default();
+                stack.insert(expert, single);
+            }
+        }
+    }
+    for (name, stack) in stacks {
+        let Some(first) = stack.values().next() else {
+            continue;
+        };
+        let mut dims = vec![stack.len()];
+        dims.extend(first.shape.dims());
+        let whole = Stored {
+            shape: dims.into(),
+            change: first.change,
+            parameters: stack.into_values().flat_map(|x| x.parameters).collect(),
+        };
+        stored.insert(name, whole);
+    }
+    Ok(stored)
+}
+
+/// The tensors of a file, each with its place.
+fn places<'a>(
+    header: &'a Header,
+    config: &DecoderConfig,
+) -> Result<Vec<(String, Stored, &'a TensorPlace)>> {
+    let expected = stored_tensors(config)?;
+    let found: HashMap<_, _> = header
+        .tensors
+        .iter()
+        .filter(|(name, _)| !rope::TENSORS.contains(&name.as_str()))
+        .map(|(name, place)| (name.clone(), place))
+        .collect();
+    let shapes = expected
+        .iter()
+        .map(|(name, stored)| (name.clone(), stored.shape.clone()));
+    check_names("tensors", &shapes.collect(), &found)?;
+    let mut places = Vec::new();
+    for (name, stored) in expected {
+        let place = found[&name];
+        let dims = stored.shape.dims();
+        if place.dims != dims {
+            bail!("tensor {name}: shape {:?}, must be {dims:?}", place.dims);
+        }
+        places.push((name, stored, place));
+    }
+    Ok(places)
+}
+
+/// Checks the names and shapes of the tensors.
 ///
 /// # Errors
 ///
 /// Names a tensor that is missing, surplus or of another shape.
-pub(super) fn places<'a>(
-    header: &'a Header,
-    config: &DecoderConfig,
-) -> Result<BTreeMap<String, (String, &'a TensorPlace)>> {
-    let mut expected = BTreeMap::new();
-    let mut names = BTreeMap::new();
-    for (name, shape) in config.parameter_shapes() {
-        let Some(stored) = stored_name(&name) else {
-            bail!("parameter {name}: must have a name in GGUF files");
-        };
-        expected.insert(stored.clone(), shape);
-        names.insert(stored, name);
-    }
-    let found: HashMap<_, _> = header
-        .tensors
-        .iter()
-        .filter(|(name, _)| *name != FACTORS)
-        .map(|(name, place)| (name.clone(), place))
-        .collect();
-    check_names("tensors", &expected, &found)?;
-    for (stored, shape) in &expected {
-        let dims = &found[stored].dims;
-        if dims != shape.dims() {
-            bail!(
-                "tensor {stored}: shape {dims:?}, must be {:?}",
-                shape.dims()
-            );
-        }
-    }
-    let place = |(stored, name)| {
-        let place = found[&stored];
-        (stored, (name, place))
-    };
-    Ok(names.into_iter().map(place).collect())
+pub(super) fn check(header: &Header, config: &DecoderConfig) -> Result<()> {
+    places(header, config).map(drop)
 }
 
 /// Reads all weights of `config` in f32 by their Hugging Face names.
@@ -64,24 +175,67 @@ pub(super) fn read(
     // All shapes before the first read.
     let places = places(header, config)?;
     let mut file = File::open(path)?;
-    places
-        .into_iter()
-        .map(|(stored, (name, place))| {
-            let read = |file: &mut File| -> Result<Tensor> {
-                let tensor = tensor(file, place)?;
-                check_finite(&tensor)?;
-                rotate_by_halves(config, &name, tensor)
-            };
-            let tensor =
-                read(&mut file).map_err(|error| Error::msg(format!("tensor {stored}: {error}")))?;
-            Ok((name, tensor))
-        })
-        .collect()
+    let mut parameters = HashMap::new();
+    for (name, stored, place) in places {
+        let mut read = || -> Result<()> {
+            let whole = tensor(&mut file, place)?;
+            check_finite(&whole)?;
+            for (index, parameter) in stored.parameters.iter().enumerate() {
+                let part = match stored.shape.rank() {
+                    3 => whole.get(index)?,
+                    _ => whole.clone(),
+                };
+                parameters.insert(parameter.clone(), stored.change.parameter(part)?);
+            }
+            Ok(())
+        };
+        read().map_err(|error| Error::msg(format!("tensor {name}: {error}")))?;
+    }
+    Ok(parameters)
 }
 
-/// Reads the divisors of the rotary frequencies, if the file has them.
-pub(super) fn rope_factors(path: &Path, header: &Header) -> Result<Option<Vec<f32>>> {
-    let Some(place) = header.tensors.get(FACTORS) else {
+/// Quantizes the weights of `config`, and the divisors of rotary frequencies if a file has them.
+pub(super) fn quantize(
+    config: &DecoderConfig,
+    parameters: &Parameters,
+    dtype: GgmlDType,
+) -> Result<Vec<(String, QTensor)>> {
+    let mut tensors = Vec::new();
+    for (name, numbers) in rope::divisors(config) {
+        let numbers = Tensor::new(numbers, &Device::Cpu)?;
+        tensors.push((
+            name.to_owned(),
+            QTensor::quantize(&numbers, GgmlDType::F32)?,
+        ));
+    }
+    for (name, stored) in stored_tensors(config)? {
+        let part = |parameter: &String| -> Result<Tensor> {
+            let Some(value) = parameters.get(parameter) else {
+                bail!("parameters: no {parameter}, must have it");
+            };
+            let value = value.as_detached_tensor().to_device(&Device::Cpu)?;
+            stored.change.stored(value.to_dtype(DType::F32)?)
+        };
+        let parts = stored.parameters.iter().map(part);
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        let whole = match (stored.shape.rank(), parts.as_slice()) {
+            (3, parts) => Tensor::stack(parts, 0)?,
+            (_, parts) => Tensor::cat(parts, 0)?,
+        };
+        let dtype = match whole.dims() {
+            _ if whole.rank() == 1 || name.contains(ROUTER) => GgmlDType::F32,
+            // llama.cpp does the same.
+            [.., row] if !row.is_multiple_of(dtype.block_size()) => GgmlDType::F16,
+            _ => dtype,
+        };
+        tensors.push((name, QTensor::quantize(&whole.contiguous()?, dtype)?));
+    }
+    Ok(tensors)
+}
+
+/// Reads the values of the tensor `name`, if the file has it.
+pub(super) fn values(path: &Path, header: &Header, name: &str) -> Result<Option<Vec<f32>>> {
+    let Some(place) = header.tensors.get(name) else {
         return Ok(None);
     };
     let values = tensor(&mut File::open(path)?, place)?;
@@ -97,48 +251,43 @@ fn tensor(file: &mut File, place: &TensorPlace) -> Result<Tensor> {
         .dequantize(&Device::Cpu)
 }
 
-/// Reorders the rows of query and key to Hugging Face's layout, where the first half of a head
-/// rotates with the second. The files of Llama and SmolLM3 store the two rows of a pair side by
-/// side, in weights and biases.
-fn rotate_by_halves(config: &DecoderConfig, name: &str, tensor: Tensor) -> Result<Tensor> {
-    let layout = config.model_type.family().gguf.as_ref();
-    let heads = match name {
-        _ if !layout.is_some_and(|layout| layout.adjacent_pairs) => return Ok(tensor),
-        name if name.contains(".q_proj.") => config.num_attention_heads,
-        name if name.contains(".k_proj.") => config.num_key_value_heads,
-        _ => return Ok(tensor),
+/// The name in GGUF files of the parameter with this Hugging Face name. The matrices of experts are
+/// one tensor; the second result is the number of the expert.
+fn stored_name(layout: &GgufLayout, name: &str) -> Option<(String, Option<usize>)> {
+    match name {
+        "model.embed_tokens.weight" => return Some((EMBEDDING.to_owned(), None)),
+        "model.norm.weight" => return Some(("output_norm.weight".to_owned(), None)),
+        "lm_head.weight" => return Some((OUTPUT.to_owned(), None)),
+        _ => {}
+    }
+    let (layer, name) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    let (part, kind) = name.rsplit_once('.')?;
+    let (part, expert) = without_expert(part)?;
+    let own = layout.names.iter().find(|(name, _)| *name == part);
+    let part = match own.map_or(part.as_str(), |(_, stored)| stored) {
+        "input_layernorm" => "attn_norm",
+        "post_attention_layernorm" => "ffn_norm",
+        "self_attn.q_proj" => "attn_q",
+        "self_attn.k_proj" => "attn_k",
+        "self_attn.v_proj" => "attn_v",
+        "self_attn.o_proj" => "attn_output",
+        "self_attn.q_norm" => "attn_q_norm",
+        "self_attn.k_norm" => "attn_k_norm",
+        "mlp.gate_proj" => "ffn_gate",
+        "mlp.up_proj" => "ffn_up",
+        "mlp.down_proj" => "ffn_down",
+        stored if own.is_some() => stored,
+        _ => return None,
     };
-    let rows = tensor.dim(0)?;
-    tensor
-        .reshape((heads, rows / heads / 2, 2, ()))?
-        .transpose(1, 2)?
-        .reshape(tensor.shape())
+    Some((format!("blk.{layer}.{part}.{kind}"), expert))
 }
 
-/// The name in GGUF files of the parameter with this Hugging Face name.
-fn stored_name(name: &str) -> Option<String> {
-    Some(match name {
-        "model.embed_tokens.weight" => EMBEDDING.to_owned(),
-        "model.norm.weight" => "output_norm.weight".to_owned(),
-        "lm_head.weight" => OUTPUT.to_owned(),
-        _ => {
-            let (layer, name) = name.strip_prefix("model.layers.")?.split_once('.')?;
-            let (name, kind) = name.rsplit_once('.')?;
-            let name = match name {
-                "input_layernorm" => "attn_norm",
-                "post_attention_layernorm" => "ffn_norm",
-                "self_attn.q_proj" => "attn_q",
-                "self_attn.k_proj" => "attn_k",
-                "self_attn.v_proj" => "attn_v",
-                "self_attn.o_proj" => "attn_output",
-                "self_attn.q_norm" => "attn_q_norm",
-                "self_attn.k_norm" => "attn_k_norm",
-                "mlp.gate_proj" => "ffn_gate",
-                "mlp.up_proj" => "ffn_up",
-                "mlp.down_proj" => "ffn_down",
-                _ => return None,
-            };
-            format!("blk.{layer}.{name}.{kind}")
-        }
-    })
+/// Splits the number of an expert off the name of a part of a block.
+fn without_expert(part: &str) -> Option<(String, Option<usize>)> {
+    const EXPERTS: &str = "mlp.experts.";
+    let Some(rest) = part.strip_prefix(EXPERTS) else {
+        return Some((part.to_owned(), None));
+    };
+    let (number, map) = rest.split_once('.')?;
+    Some((format!("{EXPERTS}{map}"), Some(number.parse().ok()?)))
 }

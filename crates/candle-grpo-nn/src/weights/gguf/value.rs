@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use candle_core::quantized::gguf_file::Value;
+
 /// A value of the metadata of a GGUF file.
 #[derive(Debug, Clone, PartialEq)]
 pub enum GgufValue {
@@ -83,6 +85,41 @@ impl fmt::Display for GgufValue {
             Self::Integers(values) => write!(f, "an array of {} whole numbers", values.len()),
             Self::Floats(values) => write!(f, "an array of {} numbers", values.len()),
             Self::Strings(values) => write!(f, "an array of {} texts", values.len()),
+        }
+    }
+}
+
+impl From<&GgufValue> for Value {
+    fn from(value: &GgufValue) -> Self {
+        match value {
+            GgufValue::Integer(value) => match (u32::try_from(*value), i64::try_from(*value)) {
+                (Ok(value), _) => Self::U32(value),
+                (_, Ok(value)) => Self::I64(value),
+                // From 2^63.
+                _ => Self::U64(*value as u64),
+            },
+            GgufValue::Float(value) => Self::F32(*value as f32),
+            GgufValue::Bool(value) => Self::Bool(*value),
+            GgufValue::String(value) => Self::String(value.clone()),
+            GgufValue::Integers(values) => {
+                match values
+                    .iter()
+                    .map(|&value| i32::try_from(value))
+                    .collect::<Result<Vec<_>, _>>()
+                {
+                    Ok(values) => Self::Array(values.into_iter().map(Self::I32).collect()),
+                    Err(_) => Self::Array(values.iter().map(|&value| Self::I64(value)).collect()),
+                }
+            }
+            GgufValue::Floats(values) => Self::Array(
+                values
+                    .iter()
+                    .map(|&value| Self::F32(value as f32))
+                    .collect(),
+            ),
+            GgufValue::Strings(values) => {
+                Self::Array(values.iter().cloned().map(Self::String).collect())
+            }
         }
     }
 }

@@ -3,14 +3,52 @@
 //! The server has the weights of the policy, which were four bits in its file. Its products of
 //! matrices are in 8 bits, so the two differ by a little.
 
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use candle_grpo::nn::{DecoderConfig, GgufDType, Parameters};
+use candle_grpo::train::Pretrained;
 use serde_json::{Value, json};
 
 use super::{Server, free_port, model, rewards, write_config};
 use crate::support::{lines, succeeds};
 
 fn start() -> Server {
-    let file = model().with_file_name("SmolLM2-135M-Instruct.Q4_1.gguf");
-    Server::start("llama-server", &file, free_port())
+    serve(&model().with_file_name("SmolLM2-135M-Instruct.Q4_1.gguf"))
+}
+
+fn serve(file: &Path) -> Server {
+    Server::start("llama-server", file, free_port())
+}
+
+#[test]
+#[ignore = "needs llama.cpp: make test-llama"]
+fn llama_cpp_reads_what_convert_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = model();
+    let answers = |rollout: Value| -> Vec<Value> {
+        let keys = [
+            ("/rollout", rollout),
+            ("/evaluation/sampler", json!({"greedy": true})),
+        ];
+        write_config(folder.path(), &keys);
+        let arguments = ["eval", "run.json", "--out", "answers.jsonl", "--force"];
+        succeeds(folder.path(), &arguments);
+        lines(&folder.path().join("answers.jsonl"))
+    };
+    let local = answers(json!({"engine": "local"}));
+    for (dtype, least) in [("f32", 0.9), ("f16", 0.9), ("q8_0", 0.6)] {
+        let file = format!("{dtype}.gguf");
+        let model = model.to_str().unwrap();
+        succeeds(folder.path(), &["convert", model, &file, "--dtype", dtype]);
+        let server = serve(&folder.path().join(&file));
+        let served = answers(json!({"engine": "openai", "base_url": server.url()}));
+        let pairs = local.iter().zip(&served);
+        let same = pairs.filter(|(a, b)| a["completion"] == b["completion"]);
+        let same = same.count() as f64 / local.len() as f64;
+        println!("{dtype}: {same} of {} answers are equal", local.len());
+        assert!(same >= least, "{dtype}: {same}");
+    }
 }
 
 #[test]
@@ -44,6 +82,97 @@ fn a_model_is_evaluated_through_llama_cpp() {
         println!("greedy {greedy}: {local} here, {served} there, {same} of the answers are equal");
         assert!((local - served).abs() < 0.1, "{local} and {served}");
         assert!(!greedy || same > 0.6, "{same}");
+    }
+}
+
+/// A tiny model of each family with the tokenizer of SmolLM2. Its text is noise, and the same here
+/// and there.
+#[test]
+#[ignore = "needs llama.cpp: make test-llama"]
+fn llama_cpp_computes_what_each_family_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = Pretrained::load_without_weights(&model()).unwrap();
+    let answers = |model: &str, rollout: Value| -> Vec<Value> {
+        let keys = [
+            ("/model", json!(model)),
+            ("/rollout", rollout),
+            ("/algorithm/response_length", json!(8)),
+            ("/evaluation/max_prompts", json!(20)),
+            ("/evaluation/sampler", json!({"greedy": true})),
+        ];
+        write_config(folder.path(), &keys);
+        let arguments = ["eval", "run.json", "--out", "answers.jsonl", "--force"];
+        succeeds(folder.path(), &arguments);
+        lines(&folder.path().join("answers.jsonl"))
+    };
+    let gemma = |more: Value| -> Value {
+        let mut config = json!({"tie_word_embeddings": true, "sliding_window": 16});
+        config
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        config
+    };
+    let experts = json!({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "norm_topk_prob": true});
+    for (family, more) in [
+        ("llama", json!({})),
+        ("mistral", json!({"sliding_window": null})),
+        ("qwen2", json!({})),
+        ("qwen3", json!({})),
+        ("smollm3", json!({})),
+        ("phi3", json!({"pad_token_id": 0})),
+        ("olmo2", json!({})),
+        (
+            "granite",
+            json!({"embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+                "attention_multiplier": 0.2, "logits_scaling": 1.5}),
+        ),
+        ("gemma2", gemma(json!({"query_pre_attn_scalar": 16}))),
+        ("gemma3_text", gemma(json!({"query_pre_attn_scalar": 16}))),
+        ("qwen3_moe", experts),
+    ] {
+        let mut config = json!({"model_type": family, "vocab_size": tokens.model.vocab_size,
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+            "tie_word_embeddings": false});
+        config
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        let config = serde_json::to_vec(&config).unwrap();
+        let config = DecoderConfig::from_hugging_face(&config).unwrap();
+        let drawn = Parameters::init(&config, 3, &Device::Cpu).unwrap();
+        let lively = |(name, value): (String, Tensor)| {
+            let value = match value.rank() {
+                1 => value,
+                _ => (value * 10.0).unwrap(),
+            };
+            (name, value)
+        };
+        let weights = drawn.frozen_copy().unwrap().into_iter().map(lively);
+        let parameters = Parameters::from_tensors(&config, weights.collect(), &Device::Cpu);
+        let tiny = Pretrained {
+            model: config,
+            parameters: parameters.unwrap(),
+            ..tokens.clone()
+        };
+        tiny.save(&folder.path().join(family)).unwrap();
+        let file = folder.path().join(format!("{family}.gguf"));
+        tiny.save_gguf(&file, GgufDType::F32).unwrap();
+        let local = answers(family, json!({"engine": "local"}));
+        let server = serve(&file);
+        let served = answers(
+            family,
+            json!({"engine": "openai", "base_url": server.url()}),
+        );
+        let pairs = local.iter().zip(&served);
+        let same = pairs.filter(|(a, b)| a["completion"] == b["completion"]);
+        let same = same.count() as f64 / local.len() as f64;
+        println!("{family}: {same} of {} answers are equal", local.len());
+        // llama.cpp keeps keys and values in 16 bits.
+        assert!(same >= 0.8, "{family}: {same}");
     }
 }
 
