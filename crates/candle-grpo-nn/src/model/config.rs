@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::json;
-use crate::model::architecture::{Architecture, Parameter};
+use crate::model::architecture::{Architecture, BlockPlan, ChannelPlan, Parameter};
 use crate::model::families::ModelType;
 use crate::model::rope_scaling::RopeScaling;
 
@@ -435,6 +435,13 @@ impl DecoderConfig {
     /// The parts of the decoder.
     pub(crate) fn architecture(&self) -> Architecture {
         (self.model_type.family().architecture)(self)
+    }
+
+    /// Returns whether a block is a mixture of experts.
+    pub fn has_experts(&self) -> bool {
+        let blocks = self.architecture().blocks;
+        let is_mixture = |block: &BlockPlan| matches!(block.mlp.mixer, ChannelPlan::Experts(_));
+        blocks.iter().any(is_mixture)
     }
 
     /// Width of one head: the field if present, else `hidden_size / num_attention_heads`.

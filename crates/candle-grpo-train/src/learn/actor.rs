@@ -145,7 +145,7 @@ impl Actor {
         config: ActorConfig,
     ) -> Result<Self> {
         ensure!(
-            config.router_aux_loss_coef == 0. || decoder.expert_choices() > 0,
+            config.router_aux_loss_coef == 0. || decoder.config().has_experts(),
             "router_aux_loss_coef: {}, must be 0 for a model without experts",
             config.router_aux_loss_coef
         );

@@ -304,11 +304,11 @@ fn a_model_becomes_a_gguf_file_that_is_the_same_model(
 
 #[rstest]
 #[case(
-    |model: &mut Pretrained| drop(model.tokenizer.with_pre_tokenizer(Some(Whitespace {}))),
+    |model: &mut Pretrained| { let _ = model.tokenizer.with_pre_tokenizer(Some(Whitespace {})); },
     "must be one of [\"gpt-2\", \"smollm\""
 )]
 #[case(
-    |model: &mut Pretrained| drop(model.tokenizer.with_normalizer(Some(NFKC)).unwrap()),
+    |model: &mut Pretrained| { let _ = model.tokenizer.with_normalizer(Some(NFKC)).unwrap(); },
     "with normalizer {\"type\":\"NFKC\"}, must be one of"
 )]
 #[case(
@@ -316,7 +316,7 @@ fn a_model_becomes_a_gguf_file_that_is_the_same_model(
     "eos_token_id: 6, must be one of at most three tokens in a GGUF file"
 )]
 #[case(
-    |model: &mut Pretrained| drop(model.tokenizer.with_post_processor(Some(ends_with_eos()))),
+    |model: &mut Pretrained| { let _ = model.tokenizer.with_post_processor(Some(ends_with_eos())); },
     "post_processor: must add no token"
 )]
 #[case(

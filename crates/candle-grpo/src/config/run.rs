@@ -384,8 +384,8 @@ impl RunConfig {
         Ok(dataset)
     }
 
-    /// Checks the settings that depend on the model and the prompts: adapters, the number of
-    /// completions of an evaluation, and the lengths of completions.
+    /// Checks the settings that depend on the model and the prompts: adapters, the balance of
+    /// experts, the number of completions of an evaluation, and the lengths of completions.
     ///
     /// # Errors
     ///
@@ -399,6 +399,11 @@ impl RunConfig {
         if let Some(adapters) = &self.train.adapters {
             bounds::check_adapters(adapters, model)
                 .map_err(|problem| problem.locate_at_path(&self.document))?;
+        }
+        let coef = self.train.router_aux_loss_coef;
+        if coef > 0. && !model.has_experts() {
+            let message = format!("{coef}, must be 0 for a model without experts");
+            return Err(self.error("training.router_aux_loss_coef", &message));
         }
         self.check_length(
             "algorithm.response_length",
