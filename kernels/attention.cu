@@ -12,6 +12,8 @@
 // rounded to the dtype, like all operands of the tensor cores. All passes compute a score from the
 // same products in the same order. __fmul_rn rounds the scaled score and is never part of a fused
 // operation: if the last bit of a score is worth 1, another rounding gives another weight.
+//
+// OPTIONS adds a window and a soft cap of the scores. Kernels without it have no code for them.
 
 #include "copy.cuh"
 #include "element.cuh"
@@ -44,6 +46,10 @@ template <typename T, int D> struct Tiles {
     static constexpr int KEPT_BYTES = 2 * ROWS * STRIDE * (int)sizeof(T);
     static constexpr int STAGE_BYTES = 2 * OTHERS * STRIDE * (int)sizeof(T) + 12 * OTHERS;
     static constexpr int STAGES = KEPT_BYTES + 2 * STAGE_BYTES <= 99 * 1024 ? 2 : 1;
+    // Blocks of a multiprocessor for the gradient of the queries: as many as fit into the 227 KiB
+    // of an H100, and at most 4, which have 128 registers for a thread.
+    static constexpr int FITTING = 227 * 1024 / (KEPT_BYTES + STAGES * STAGE_BYTES);
+    static constexpr int QUERY_BLOCKS = FITTING < 4 ? FITTING : 4;
     // Unrolled products. With more the compiler would spill registers of f32.
     static constexpr int UNROLLED = WIDE ? 1 : D / DEPTH<T>;
     // Columns of the gradients of keys and values that fit in the registers of one block.
@@ -68,6 +74,54 @@ __device__ __forceinline__ void load_tile(T *tile, const T *of, int head_dim, bo
         }
     }
 }
+
+// The scores of a pass, in base 2, and the keys that a row sees.
+template <bool OPTIONS> struct Scoring {
+    // The factor of a product before the cap, if there is one.
+    float factor, cap;
+    int window;
+
+    // A window of INT_MAX has all keys, and a cap of 0 is none.
+    __device__ __forceinline__ Scoring(float scale, int window, float cap)
+        : factor(OPTIONS && cap > 0.0f ? scale / cap : scale * LOG2_E), cap(cap), window(window) {}
+
+    // cap * tanh(scale * product / cap), or scale * product without a cap.
+    __device__ __forceinline__ float score(float product) const {
+        if constexpr (OPTIONS) {
+            if (cap > 0.0f) return __fmul_rn(__fmul_rn(tanhf(__fmul_rn(product, factor)), cap), LOG2_E);
+        }
+        return __fmul_rn(product, factor);
+    }
+
+    // The derivative of the score by the scaled product.
+    __device__ __forceinline__ float slope(float product) const {
+        if constexpr (OPTIONS) {
+            if (cap > 0.0f) {
+                const float t = tanhf(__fmul_rn(product, factor));
+                return 1.0f - t * t;
+            }
+        }
+        return 1.0f;
+    }
+
+    // A key is visible to a row if its mark is not above the mark of the row, and in its window.
+    __device__ __forceinline__ bool sees(int row_mark, int key_mark) const {
+        // A negative difference is a large unsigned number.
+        if constexpr (OPTIONS) return (uint32_t)(row_mark - key_mark) < (uint32_t)window;
+        return key_mark <= row_mark;
+    }
+
+    // The first position that the query at `position` sees, and the end of the positions whose
+    // queries see the key at `position`, at most `total`.
+    __device__ __forceinline__ int first_seen(int position) const {
+        if constexpr (OPTIONS) return max(position - window + 1, 0);
+        return 0;
+    }
+    __device__ __forceinline__ int end_of_seeing(int position, int total) const {
+        if constexpr (OPTIONS) return window < total - position ? position + window : total;
+        return total;
+    }
+};
 
 // One key head of one sequence. `sequences` has the first query, new positions, first key and all
 // positions of each sequence.
@@ -103,8 +157,7 @@ struct Head {
     }
     __device__ __forceinline__ uint64_t elements(uint64_t place) const { return place * (uint64_t)head_dim; }
 
-    // A key is visible to a row if its mark is not above the mark of the row. The mark is the
-    // position, except at padding.
+    // The mark of a row or a key is its position, except at padding: see Scoring.
     __device__ __forceinline__ int row_mark(int row) const {
         return is_real_row(row) ? past + row / (int)group : -1;
     }
@@ -220,10 +273,10 @@ __device__ __forceinline__ float row_max(float x) {
 
 // `log_sums`: log2 of the sum of the weights of each row, [queries, heads]. Not read for a row
 // without visible keys.
-template <typename T, int D>
+template <typename T, int D, bool OPTIONS>
 __device__ __forceinline__ void forward(const T *query, const T *key, const T *value, const uint8_t *mask,
                                         const uint32_t *sequences, T *y, float *log_sums, uint32_t tiles, uint32_t kv_heads,
-                                        uint32_t group, int head_dim, float scale) {
+                                        uint32_t group, int head_dim, float scale, int window, float cap) {
     using Size = Tiles<T, D>;
     constexpr int STRIDE = Size::STRIDE, KEYS = Size::KEYS, GROUPS = Size::GROUPS, ROWS = GROUPS * Size::ROWS;
     DYNAMIC_SHARED(T, queries);
@@ -242,10 +295,11 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
         for (int i = thread; i < KEYS; i += Size::THREADS) marks[i] = head.key_mark(first + i);
         head.load_keys<KEYS, T, D>(keys, key, first, aligned);
     };
+    const Scoring<OPTIONS> scoring(scale, window, cap);
+    const int first_seen = scoring.first_seen(head.past + first_row / (int)group);
     head.load_rows<ROWS, T, D>(queries, query, first_row, aligned);
-    load_keys(0);
+    load_keys(first_seen);
 
-    const float to_log2 = scale * LOG2_E;
     float mixed[GROUPS][D / 8][4], largest[GROUPS][2], sums[GROUPS][2];
     int own_marks[GROUPS][2];
     clear(mixed);
@@ -260,7 +314,7 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
     }
     const int last_row = min(first_row + ROWS, head.rows) - 1;
     const int last_key = head.past + last_row / (int)group;
-    for (int first_key = 0; first_key <= last_key; first_key += KEYS) {
+    for (int first_key = first_seen; first_key <= last_key; first_key += KEYS) {
         // The keys are there, and nobody reads the values of the previous tile.
         wait_for_copies();
         __syncthreads();
@@ -272,14 +326,25 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
         for (int k = 0; k < D / DEPTH<T>; k++) multiply_rows<T, STRIDE, false>(scores, queries, keys, k);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
+            // Before the marks are read: with them, the cap would need more registers than there
+            // are.
+            if constexpr (OPTIONS) {
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) scores[g][n][i] = scoring.score(scores[g][n][i]);
+                }
+            }
             float peaks[2] = {-INFINITY, -INFINITY}, factors[2], subtract[2];
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const bool visible = marks[n * 8 + lane % 4 * 2 + i % 2] <= own_marks[g][i / 2];
-                    scores[g][n][i] = visible ? __fmul_rn(scores[g][n][i], to_log2) : -INFINITY;
-                    peaks[i / 2] = fmaxf(peaks[i / 2], scores[g][n][i]);
+                    const bool visible = scoring.sees(own_marks[g][i / 2], marks[n * 8 + lane % 4 * 2 + i % 2]);
+                    float &score = scores[g][n][i];
+                    // Another order of scaling and choice needs more registers than there are.
+                    score = visible ? (OPTIONS ? score : scoring.score(score)) : -INFINITY;
+                    peaks[i / 2] = fmaxf(peaks[i / 2], score);
                 }
             }
 #pragma unroll
@@ -332,11 +397,11 @@ __device__ __forceinline__ void forward(const T *query, const T *key, const T *v
 // The gradient of the queries (`first`), or of keys (`first`) and values (`second`). `dots`: the
 // dot product of each row of the result with its gradient, [queries, heads]. The pass of the
 // queries writes it, and the pass of the keys reads it.
-template <typename T, int D, bool OF_KEYS>
+template <typename T, int D, bool OF_KEYS, bool OPTIONS>
 __device__ __forceinline__ void backward(const T *query, const T *key, const T *value, const uint8_t *mask,
                                          const uint32_t *sequences, const T *y, const T *gradient, const float *log_sums,
                                          float *dots, T *first, T *second, uint32_t tiles, uint32_t kv_heads, uint32_t group,
-                                         int head_dim, float scale) {
+                                         int head_dim, float scale, int window, float cap) {
     using Size = Tiles<T, D>;
     constexpr int STRIDE = Size::STRIDE, OTHERS = Size::OTHERS, COLUMNS = OF_KEYS ? Size::COLUMNS : D;
     // The kept operands are queries and the gradient of the result, or keys and values. The other
@@ -385,13 +450,16 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
         }
     }
 
-    const float to_log2 = scale * LOG2_E;
+    const Scoring<OPTIONS> scoring(scale, window, cap);
     float of_first[1][COLUMNS / 8][4], of_second[1][OF_KEYS ? COLUMNS / 8 : 1][4];
     clear(of_first);
     clear(of_second);
-    // Queries from the first with a visible key of this block, or keys up to the last visible one.
-    const int begin = OF_KEYS ? max(first_own - head.past, 0) * (int)group : 0;
-    const int end = OF_KEYS ? head.rows : head.past + (min(first_own + Size::ROWS, head.rows) - 1) / (int)group + 1;
+    // The queries that see a key of this block, or the keys that its queries see.
+    const int last_own = min(first_own + Size::ROWS, OF_KEYS ? head.total : head.rows) - 1;
+    const int begin = OF_KEYS ? max(first_own - head.past, 0) * (int)group
+                              : scoring.first_seen(head.past + first_own / (int)group);
+    const int end = OF_KEYS ? (scoring.end_of_seeing(last_own, head.total) - head.past) * (int)group
+                            : head.past + last_own / (int)group + 1;
     // The tiles of a stage, and the numbers of their rows.
     const auto others_of = [&](int stage) {
         return reinterpret_cast<T *>(reinterpret_cast<char *>(stages) + stage * Size::STAGE_BYTES);
@@ -452,12 +520,15 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int other = n * 8 + lane % 4 * 2 + i % 2;
-                const bool visible = OF_KEYS ? own_marks[i / 2] <= marks[other] : marks[other] <= own_marks[i / 2];
+                const bool visible = OF_KEYS ? scoring.sees(marks[other], own_marks[i / 2])
+                                             : scoring.sees(own_marks[i / 2], marks[other]);
                 const float log_sum = OF_KEYS ? other_sums[other] : own_sums[i / 2];
                 const float dot = OF_KEYS ? other_dots[other] : own_dots[i / 2];
                 float &weight = weights[0][n][i], &of_score = of_scores[0][n][i];
-                weight = visible ? exp2_approx(__fmul_rn(weight, to_log2) - log_sum) : 0.0f;
+                const float product = weight;
+                weight = visible ? exp2_approx(scoring.score(product) - log_sum) : 0.0f;
                 of_score = visible ? weight * (of_score - dot) : 0.0f;
+                if constexpr (OPTIONS) of_score *= visible ? scoring.slope(product) : 0.0f;
             }
         }
         multiply_columns<T, STRIDE>(of_first, of_scores, others, column, head_dim);
@@ -485,26 +556,53 @@ __device__ __forceinline__ void backward(const T *query, const T *key, const T *
     }
 }
 
+#define FORWARD_ARGUMENTS(T)                                                                                           \
+    const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences, T *y,               \
+        float *log_sums, uint32_t tiles, uint32_t kv_heads, uint32_t group, int head_dim, float scale
+#define OF_QUERY_ARGUMENTS(T)                                                                                          \
+    const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences, const T *y,         \
+        const T *gradient, const float *log_sums, float *dots, T *of_query, uint32_t tiles, uint32_t kv_heads,        \
+        uint32_t group, int head_dim, float scale
+#define OF_KEY_ARGUMENTS(T)                                                                                            \
+    const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences, const T *gradient,  \
+        const float *log_sums, const float *dots, T *of_key, T *of_value, uint32_t tiles, uint32_t kv_heads,          \
+        uint32_t group, int head_dim, float scale
+
+#define FORWARD(T, D, OPTIONS, window, cap)                                                                            \
+    forward<T, D, OPTIONS>(query, key, value, mask, sequences, y, log_sums, tiles, kv_heads, group, head_dim, scale,   \
+                           window, cap)
+#define OF_QUERY(T, D, OPTIONS, window, cap)                                                                           \
+    backward<T, D, false, OPTIONS>(query, key, value, mask, sequences, y, gradient, log_sums, dots, of_query, nullptr, \
+                                   tiles, kv_heads, group, head_dim, scale, window, cap)
+#define OF_KEY(T, D, OPTIONS, window, cap)                                                                             \
+    backward<T, D, true, OPTIONS>(query, key, value, mask, sequences, nullptr, gradient, log_sums,                     \
+                                  const_cast<float *>(dots), of_key, of_value, tiles, kv_heads, group, head_dim,       \
+                                  scale, window, cap)
+
 #define ATTENTION(D, T, name)                                                                                          \
     extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS, Tiles<T, D>::FORWARD_BLOCKS)                   \
-        attention_forward_##D##_##name(                                                                                \
-        const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences, T *y,           \
-        float *log_sums, uint32_t tiles, uint32_t kv_heads, uint32_t group, int head_dim, float scale) {              \
-        forward<T, D>(query, key, value, mask, sequences, y, log_sums, tiles, kv_heads, group, head_dim, scale);      \
+        attention_forward_##D##_##name(FORWARD_ARGUMENTS(T)) {                                                         \
+        FORWARD(T, D, false, INT_MAX, 0.0f);                                                                           \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS) attention_of_query_##D##_##name(               \
-        const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences, const T *y,     \
-        const T *gradient, const float *log_sums, float *dots, T *of_query, uint32_t tiles, uint32_t kv_heads,        \
-        uint32_t group, int head_dim, float scale) {                                                                  \
-        backward<T, D, false>(query, key, value, mask, sequences, y, gradient, log_sums, dots, of_query, nullptr,     \
-                              tiles, kv_heads, group, head_dim, scale);                                               \
+    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS, Tiles<T, D>::QUERY_BLOCKS)                     \
+        attention_of_query_##D##_##name(OF_QUERY_ARGUMENTS(T)) {                                                       \
+        OF_QUERY(T, D, false, INT_MAX, 0.0f);                                                                          \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS) attention_of_key_##D##_##name(                 \
-        const T *query, const T *key, const T *value, const uint8_t *mask, const uint32_t *sequences,                 \
-        const T *gradient, const float *log_sums, const float *dots, T *of_key, T *of_value, uint32_t tiles,          \
-        uint32_t kv_heads, uint32_t group, int head_dim, float scale) {                                               \
-        backward<T, D, true>(query, key, value, mask, sequences, nullptr, gradient, log_sums,                          \
-                             const_cast<float *>(dots), of_key, of_value, tiles, kv_heads, group, head_dim, scale);    \
+    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS)                                                \
+        attention_of_key_##D##_##name(OF_KEY_ARGUMENTS(T)) {                                                           \
+        OF_KEY(T, D, false, INT_MAX, 0.0f);                                                                            \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS)                                                \
+        scored_attention_forward_##D##_##name(FORWARD_ARGUMENTS(T), int window, float cap) {                           \
+        FORWARD(T, D, true, window, cap);                                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS)                                                \
+        scored_attention_of_query_##D##_##name(OF_QUERY_ARGUMENTS(T), int window, float cap) {                         \
+        OF_QUERY(T, D, true, window, cap);                                                                             \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(Tiles<T, D>::THREADS)                                                \
+        scored_attention_of_key_##D##_##name(OF_KEY_ARGUMENTS(T), int window, float cap) {                             \
+        OF_KEY(T, D, true, window, cap);                                                                               \
     }
 
 ATTENTION(64, float, f32)

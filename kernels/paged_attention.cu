@@ -154,10 +154,13 @@ struct Softmax {
 // span, the end of the spans, and the number of visible positions of each row; `spans` [2, count]
 // the pages and first positions. With one part the result goes to `y`, else to `partial` [n, heads,
 // parts, head_dim + 2], which has the weighted sum, the largest score and the sum of weights.
-template <typename T, int LANES, int HEADS>
+//
+// OPTIONS adds a window of the nearest positions, and a soft cap of the scores. A cap of 0 is none.
+template <typename T, int LANES, int HEADS, bool OPTIONS>
 __device__ __forceinline__ void attend(const T *query, const T *keys, const T *values, const uint32_t *rows,
                                        const uint32_t *spans, T *y, float *partial, uint32_t n, uint32_t count,
-                                       uint32_t kv_heads, uint32_t group, int head_dim, float scale) {
+                                       uint32_t kv_heads, uint32_t group, int head_dim, float scale, uint32_t window,
+                                       float cap) {
     constexpr int WIDTH = LANES * ELEMENTS, AT_ONCE = 32 / LANES;
     __shared__ float shared[WARPS][HEADS][WIDTH + 2];
     const uint32_t row = blockIdx.x, chunks = (group + HEADS - 1) / HEADS, chunk = blockIdx.y % chunks;
@@ -168,6 +171,8 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
     const int first = lane % LANES * ELEMENTS, which = lane / LANES;
     const bool is_packed = head_dim % ELEMENTS == 0 && is_aligned(query) && is_aligned(keys) && is_aligned(values);
 
+    const bool is_capped = OPTIONS && cap > 0.0f;
+    const float factor_of_query = is_capped ? scale / cap : scale * LOG2_E;
     float queries[HEADS][ELEMENTS];
     Softmax softmax[HEADS];
 #pragma unroll
@@ -178,17 +183,20 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
         elements.load(query + ((uint64_t)row * heads + from) * (uint64_t)head_dim, first, head_dim, is_packed);
         elements.to_floats(queries[head]);
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; i++) queries[head][i] *= scale * LOG2_E;
+        for (int i = 0; i < ELEMENTS; i++) queries[head][i] *= factor_of_query;
     }
 
     const uint32_t begin = rows[row], end = rows[n + row], visible = rows[2 * n + row];
+    const uint32_t first_visible = OPTIONS && visible > window ? visible - window : 0;
     const uint32_t part_begin = begin + blockIdx.z * PART;
     const uint32_t part_end = part_begin + PART < end ? part_begin + PART : end;
     for (uint32_t span = part_begin + (uint32_t)warp; span < part_end; span += WARPS) {
         const uint32_t stop = span + 1 < end ? spans[count + span + 1] : visible;
-        const int length = (int)(stop - spans[count + span]);
+        const uint32_t start = spans[count + span];
+        const int length = (int)(stop - start);
+        const int hidden = OPTIONS && first_visible > start ? (int)(first_visible - start) : 0;
         const uint64_t page = ((uint64_t)spans[span] * kv_heads + kv_head) * PAGE * (uint64_t)head_dim;
-        for (int position = 0; position < length; position += AT_ONCE * IN_FLIGHT) {
+        for (int position = hidden; position < length; position += AT_ONCE * IN_FLIGHT) {
             Elements<T> key[IN_FLIGHT], value[IN_FLIGHT];
 #pragma unroll
             for (int i = 0; i < IN_FLIGHT; i++) {
@@ -211,7 +219,7 @@ __device__ __forceinline__ void attend(const T *query, const T *keys, const T *v
 #pragma unroll
                     for (int distance = LANES / 2; distance > 0; distance /= 2)
                         score += __shfl_xor_sync(0xffffffffu, score, distance);
-                    scores[head] = score;
+                    scores[head] = is_capped ? tanhf(score) * (cap * LOG2_E) : score;
                 }
                 if (is_there) {
                     value[i].to_floats(floats);
@@ -283,13 +291,20 @@ __device__ __forceinline__ void merge_parts(const float *partial, T *y, uint64_t
     }
 }
 
+#define ATTEND_ARGUMENTS(T)                                                                                            \
+    const T *query, const T *keys, const T *values, const uint32_t *rows, const uint32_t *spans, T *y,                \
+        float *partial, uint32_t n, uint32_t count, uint32_t kv_heads, uint32_t group, int head_dim, float scale
+
 #define ATTEND(T, name, D, H)                                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS, 12 / H)                                                     \
-        paged_attention_##D##_##H##_##name(const T *query, const T *keys, const T *values, const uint32_t *rows,      \
-                                           const uint32_t *spans, T *y, float *partial, uint32_t n, uint32_t count,    \
-                                           uint32_t kv_heads, uint32_t group, int head_dim, float scale) {             \
-        attend<T, D / ELEMENTS, H>(query, keys, values, rows, spans, y, partial, n, count, kv_heads, group, head_dim,  \
-                                   scale);                                                                             \
+        paged_attention_##D##_##H##_##name(ATTEND_ARGUMENTS(T)) {                                                      \
+        attend<T, D / ELEMENTS, H, false>(query, keys, values, rows, spans, y, partial, n, count, kv_heads, group,     \
+                                          head_dim, scale, 0, 0.0f);                                                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 12 / H)                                                     \
+        scored_paged_attention_##D##_##H##_##name(ATTEND_ARGUMENTS(T), uint32_t window, float cap) {                   \
+        attend<T, D / ELEMENTS, H, true>(query, keys, values, rows, spans, y, partial, n, count, kv_heads, group,      \
+                                         head_dim, scale, window, cap);                                                \
     }
 
 #define PAGED_ATTENTION(T, name)                                                                                       \

@@ -33,6 +33,45 @@ kernels! {
         attention_of_key_256(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
             gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
             kv_heads: u32, group: u32, head_dim: i32, scale: f32);
+        scored_attention_forward_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            y: Out<Self>, log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32,
+            cap: f32);
+        scored_attention_of_query_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            y: In<Self>, gradient: In<Self>, log_sums: In<f32>, dots: Out<f32>, of_query: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32, cap: f32);
+        scored_attention_of_key_64(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32, cap: f32);
+        scored_attention_forward_128(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            y: Out<Self>, log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32,
+            cap: f32);
+        scored_attention_of_query_128(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            y: In<Self>, gradient: In<Self>, log_sums: In<f32>, dots: Out<f32>, of_query: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32, cap: f32);
+        scored_attention_of_key_128(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32, cap: f32);
+        scored_attention_forward_256(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            y: Out<Self>, log_sums: Out<f32>, tiles: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32,
+            cap: f32);
+        scored_attention_of_query_256(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            y: In<Self>, gradient: In<Self>, log_sums: In<f32>, dots: Out<f32>, of_query: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32, cap: f32);
+        scored_attention_of_key_256(query: In<Self>, key: In<Self>, value: In<Self>, mask: In<u8>, sequences: In<u32>,
+            gradient: In<Self>, log_sums: In<f32>, dots: In<f32>, of_key: Out<Self>, of_value: Out<Self>, tiles: u32,
+            kv_heads: u32, group: u32, head_dim: i32, scale: f32, window: i32, cap: f32);
+    }
+    causal_conv {
+        causal_conv_forward(x: In<Self>, weight: In<Self>, before: In<u32>, y: Out<Self>, n: u64, channels: i32, taps: i32);
+        causal_conv_of_sum(x: In<Self>, weight: In<Self>, gradient: In<Self>, before: In<u32>, sums: Out<f32>, n: u64,
+            channels: i32, taps: i32);
+        causal_conv_of_x(weight: In<Self>, sums: In<f32>, segments: In<u32>, segment_of: In<u32>, gradient: Out<Self>, n: u64,
+            channels: i32, taps: i32);
+        causal_conv_of_weight_parts(x: In<Self>, sums: In<f32>, before: In<u32>, parts: Out<f32>, n: u64, rows: u32,
+            channels: i32, taps: i32);
+        causal_conv_of_weight(parts: In<f32>, gradient: Out<Self>, count: i32, channels: i32, taps: i32);
+        causal_conv_step(x: In<Self>, weight: In<Self>, sequences: In<u32>, windows: Out<f32>, y: Out<Self>, channels: i32,
+            taps: i32);
     }
     draw_tokens {
         draw_tokens(logits: In<Self>, draws: In<u32>, drawn: Out<u32>, n: u32, vocab: u32, inverse_temperature: f32, top_k: u32,
@@ -43,6 +82,19 @@ kernels! {
         embedding_add(gradient: In<Self>, ids: In<u32>, starts: In<u32>, positions: In<u32>, sum: Out<f32>, vocab: u32,
             width: i32);
         embedding_sum(x: In<Self>, starts: In<u32>, positions: In<u32>, sums: Out<Self>, n: u64, width: i32);
+    }
+    gated_delta_rule {
+        gated_delta_rule_forward(qkv: In<Self>, g: In<f32>, beta: In<f32>, segments: In<u32>, states: Out<f32>, o: Out<Self>,
+            errors: Out<f32>, changes: Out<f32>, first_segment: u32, advance: u32, key_heads: i32, value_heads: i32,
+            key_dim: i32, value_dim: i32);
+        gated_delta_rule_backward(qkv: In<Self>, g: In<f32>, beta: In<f32>, gradient: In<Self>, segments: In<u32>,
+            states: In<f32>, errors: In<f32>, changes: In<f32>, state_gradients: Out<f32>, key_gradients: Out<f32>,
+            of_qkv: Out<Self>, of_g: Out<f32>, of_beta: Out<f32>, first_segment: u32, key_heads: i32, value_heads: i32,
+            key_dim: i32, value_dim: i32);
+        gated_delta_rule_keys(qkv: In<Self>, key_gradients: In<f32>, of_qkv: Out<Self>, n: u64, key_heads: i32,
+            value_heads: i32, key_dim: i32, value_dim: i32);
+        gated_delta_rule_step(qkv: In<Self>, g: In<f32>, beta: In<f32>, sequences: In<u32>, states: Out<f32>, o: Out<Self>,
+            key_heads: i32, value_heads: i32, key_dim: i32, value_dim: i32);
     }
     log_prob {
         log_prob_forward(logits: In<Self>, targets: In<u32>, mask: In<u8>, packed: Out<f32>, n: u64, vocab: u64,
@@ -71,6 +123,24 @@ kernels! {
         paged_attention_256_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>, y: Out<Self>,
             partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32);
         paged_attention_merge(partial: In<f32>, y: Out<Self>, heads_in_all: u64, parts: i32, head_dim: i32);
+        scored_paged_attention_64_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
+            window: u32, cap: f32);
+        scored_paged_attention_64_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
+            window: u32, cap: f32);
+        scored_paged_attention_128_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
+            window: u32, cap: f32);
+        scored_paged_attention_128_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
+            window: u32, cap: f32);
+        scored_paged_attention_256_4(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
+            window: u32, cap: f32);
+        scored_paged_attention_256_8(query: In<Self>, keys: In<Self>, values: In<Self>, rows: In<u32>, spans: In<u32>,
+            y: Out<Self>, partial: Out<f32>, n: u32, count: u32, kv_heads: u32, group: u32, head_dim: i32, scale: f32,
+            window: u32, cap: f32);
     }
     rms_norm {
         rms_norm_forward(x: In<Self>, weight: In<Self>, y: Out<Self>, n: u64, width: i32, epsilon: f32);

@@ -18,8 +18,7 @@ use crate::{Scores, check, composed, cpu, path};
 /// paths do not store the matrix of the scores.
 ///
 /// Arithmetic is in f32. On CUDA bf16 and f16 are multiplied in their dtype and summed in f32, and
-/// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements,
-/// without a window or a cap.
+/// the softmax weights are rounded to the dtype. The CUDA kernels take heads of up to 256 elements.
 ///
 /// # Shapes
 ///
@@ -221,9 +220,7 @@ impl CausalAttention {
     /// Returns whether a fused path exists. The CUDA kernels take heads of up to 256 elements.
     fn is_fused(&self, query: &Tensor) -> bool {
         #[cfg(feature = "cuda")]
-        if query.device().is_cuda()
-            && (self.head_dim > crate::cuda::attention::MAX_HEAD_DIM || !self.scores.has_kernel())
-        {
+        if query.device().is_cuda() && self.head_dim > crate::cuda::attention::MAX_HEAD_DIM {
             return false;
         }
         path::is_fused(query)

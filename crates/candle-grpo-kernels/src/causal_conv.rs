@@ -9,8 +9,7 @@ use crate::{PrefixTree, check, composed, cpu, path};
 /// channel. The last tap is the row itself.
 ///
 /// Rows before a sequence are 0. Rows of a shared prefix are computed once, and precede each
-/// branch. `x` and `weight` have gradients. Arithmetic is in f32. There is no CUDA kernel yet: on
-/// CUDA the operator consists of Candle operations.
+/// branch. `x` and `weight` have gradients. Arithmetic is in f32.
 ///
 /// # Shapes
 ///
@@ -34,7 +33,7 @@ use crate::{PrefixTree, check, composed, cpu, path};
 /// ```
 pub fn causal_conv(x: &Tensor, weight: &Tensor, tree: &PrefixTree) -> Result<Tensor> {
     check(x, weight, tree)?;
-    if !path::is_fused_on_cpu(x) {
+    if !path::is_fused(x) {
         return composed::causal_conv::unchecked(x, weight, tree);
     }
     let op = CausalConv { tree: tree.clone() };
@@ -71,7 +70,7 @@ pub fn causal_conv_gradient(
 ) -> Result<(Tensor, Tensor)> {
     check(x, weight, tree)?;
     check::gradient(gradient, "x", x)?;
-    if !path::is_fused_on_cpu(x) {
+    if !path::is_fused(x) {
         let [x_gradient, weight_gradient] =
             composed::gradients([x, weight], gradient, |[x, weight]| {
                 composed::causal_conv::unchecked(x, weight, tree)
@@ -117,6 +116,10 @@ impl CausalConv {
         gradient: &Tensor,
     ) -> Result<(Tensor, Tensor)> {
         let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return crate::cuda::causal_conv::backward(x, weight, &gradient, &self.tree);
+        }
         with_element!(x.dtype(), "x", T => {
             cpu::causal_conv::backward::<T>(x, weight, &gradient, self)
         })
@@ -143,6 +146,17 @@ impl CustomOp2 for CausalConv {
             WithDType::to_cpu_storage_owned(y)
         });
         Ok((y, x_layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        x_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::causal_conv::forward((x, x_layout), (weight, weight_layout), &self.tree)
     }
 
     fn bwd(

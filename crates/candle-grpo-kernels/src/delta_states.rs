@@ -5,7 +5,7 @@ use std::fmt::Display;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::cpu::with_element;
-use crate::gated_delta_rule::{GatedDeltaRule, check};
+use crate::gated_delta_rule::{GatedDeltaRule, check, is_fused};
 use crate::precision::arithmetic_dtype;
 use crate::{DeltaHeads, PrefixTree, causal_conv, check, composed, cpu, path};
 
@@ -14,8 +14,7 @@ use crate::{DeltaHeads, PrefixTree, causal_conv, check, composed, cpu, path};
 /// [`gated_delta_rule`](crate::gated_delta_rule()).
 ///
 /// A sequence has a slot. Its state has a fixed size and cannot return to an earlier row, so a fork
-/// needs a copy in another slot. States are in f32 (f64 for f64). There is no CUDA kernel yet: on
-/// CUDA the operators consist of Candle operations.
+/// needs a copy in another slot. States are in f32 (f64 for f64).
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -152,7 +151,7 @@ impl DeltaStates {
     /// width]`, and advances their states. `batch` has the rows of each sequence, in the order
     /// of `x`.
     ///
-    /// On the CPU the bits of a row depend only on the rows of its sequence.
+    /// The bits of a row depend only on the rows of its sequence.
     ///
     /// # Errors
     ///
@@ -169,8 +168,13 @@ impl DeltaStates {
         }
         self.check("x", x, rows, batch)?;
         check::constant("weight", weight)?;
-        if !path::is_fused_on_cpu(x) {
+        if !path::is_fused(x) {
             return composed::delta_states::causal_conv(&self.windows, x, weight, batch);
+        }
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+            return crate::cuda::causal_conv::step(&self.windows, &x, &weight, batch);
         }
         let y = with_element!(x.dtype(), "x", T => {
             let (x, weight) = (x.contiguous()?, weight.contiguous()?);
@@ -183,8 +187,8 @@ impl DeltaStates {
     /// Returns [`gated_delta_rule`](crate::gated_delta_rule()) of the next rows of sequences, and
     /// advances their states. `batch` has the rows of each sequence, in the order of `qkv`.
     ///
-    /// The sum of a row is computed row by row, so on the CPU its bits depend only on the rows of
-    /// its sequence.
+    /// The result is computed row by row, so the bits of a row depend only on the rows of its
+    /// sequence.
     ///
     /// # Errors
     ///
@@ -200,13 +204,17 @@ impl DeltaStates {
             check::constant(name, gate)?;
         }
         let inputs = [&qkv.contiguous()?, &g.contiguous()?, &beta.contiguous()?];
-        if !path::is_fused_on_cpu(qkv) {
+        if !is_fused(qkv, self.heads) {
             return composed::delta_states::gated_delta_rule(
                 &self.states,
                 inputs,
                 self.heads,
                 batch,
             );
+        }
+        #[cfg(feature = "cuda")]
+        if qkv.device().is_cuda() {
+            return crate::cuda::gated_delta_rule::step(&self.states, inputs, &self.heads, batch);
         }
         let lengths: Vec<usize> = batch.iter().map(|rows| rows.rows).collect();
         let op = GatedDeltaRule {

@@ -20,8 +20,8 @@ use crate::{PrefixTree, check, composed, cpu, path};
 /// start of each branch.
 ///
 /// `qkv`, `g` and `beta` have gradients. Arithmetic and state are in f32. The CPU path processes
-/// chunks of rows as matrix products and does not store states for the backward pass. There is no
-/// CUDA kernel yet: on CUDA the operator consists of Candle operations.
+/// chunks of rows as matrix products and does not store states for the backward pass. On CUDA,
+/// heads with `key_dim + value_dim` of more than 288 use Candle operations.
 ///
 /// # Shapes
 ///
@@ -57,7 +57,7 @@ pub fn gated_delta_rule(
 ) -> Result<Tensor> {
     check(qkv, g, beta, heads)?;
     tree.check_rows("qkv", qkv.dim(0)?)?;
-    if !path::is_fused_on_cpu(qkv) {
+    if !is_fused(qkv, heads) {
         return composed::gated_delta_rule::unchecked([qkv, g, beta], heads, tree);
     }
     let op = GatedDeltaRule {
@@ -109,7 +109,7 @@ pub fn gated_delta_rule_gradient(
     }
     check::same_dtype("gradient", gradient, "qkv", qkv)?;
     check::same_device(&[("qkv", qkv), ("gradient", gradient)])?;
-    if !path::is_fused_on_cpu(qkv) {
+    if !is_fused(qkv, heads) {
         return composed::gradients(inputs, gradient, |inputs| {
             composed::gated_delta_rule::unchecked(inputs, heads, tree)
         });
@@ -184,6 +184,16 @@ impl DeltaHeads {
 /// Added to the sum of the squares of a query or key.
 pub(crate) const NORM_EPSILON: f64 = 1e-6;
 
+/// Returns whether the fused path has these heads.
+pub(crate) fn is_fused(qkv: &Tensor, heads: DeltaHeads) -> bool {
+    #[cfg(feature = "cuda")]
+    if qkv.device().is_cuda() && !crate::cuda::gated_delta_rule::has_heads(&heads) {
+        return false;
+    }
+    let _ = heads;
+    path::is_fused(qkv)
+}
+
 /// Checks the arguments except the tree.
 pub(crate) fn check(qkv: &Tensor, g: &Tensor, beta: &Tensor, heads: DeltaHeads) -> Result<()> {
     heads.check()?;
@@ -230,6 +240,10 @@ impl GatedDeltaRule {
     /// Returns the gradients of contiguous inputs.
     fn gradients(&self, inputs: [&Tensor; 3], gradient: &Tensor) -> Result<[Tensor; 3]> {
         let gradient = gradient.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if gradient.device().is_cuda() {
+            return crate::cuda::gated_delta_rule::backward(inputs, &gradient, self);
+        }
         with_element!(inputs[0].dtype(), "qkv", T => {
             cpu::gated_delta_rule::backward::<T>(inputs, &gradient, self)
         })
@@ -259,6 +273,24 @@ impl CustomOp3 for GatedDeltaRule {
         });
         let rows = qkv_layout.dims()[0];
         Ok((o, (rows, self.heads.values()).into()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        qkv: &candle_core::CudaStorage,
+        qkv_layout: &Layout,
+        g: &candle_core::CudaStorage,
+        g_layout: &Layout,
+        beta: &candle_core::CudaStorage,
+        beta_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        crate::cuda::gated_delta_rule::forward(
+            (qkv, qkv_layout),
+            (g, g_layout),
+            (beta, beta_layout),
+            self,
+        )
     }
 
     fn bwd(

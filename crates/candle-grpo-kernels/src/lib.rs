@@ -22,7 +22,7 @@
 //! | --- | --- | --- |
 //! | [`log_prob`] | log-probs, entropy and log-sum-exp from logits | yes |
 //! | [`linear_log_prob`] | the same from hidden states and the output weight, without the logits | yes |
-//! | [`attention`](attention()) | causal grouped-query attention, padded or packed | without a window or a cap |
+//! | [`attention`](attention()) | causal grouped-query attention, padded or packed | yes |
 //! | [`rms_norm`](rms_norm()) | root mean square normalization | yes |
 //! | [`rope`](rope()) | rotary position embedding | yes |
 //! | [`swiglu`](swiglu()) | the gate of a feed-forward layer | yes |
@@ -36,10 +36,11 @@
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
 //! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
-//! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | no |
-//! | [`causal_conv`](causal_conv()), [`delta_gates`](delta_gates()) | the inputs of the gated delta rule | no |
-//! | [`DeltaStates`] | both for decoding, with a state for each sequence | no |
-//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | without a window or a cap |
+//! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | yes |
+//! | [`causal_conv`](causal_conv()) | queries, keys and values of the gated delta rule | yes |
+//! | [`delta_gates`](delta_gates()) | the gates of the gated delta rule | no |
+//! | [`DeltaStates`] | both for decoding, with a state for each sequence | yes |
+//! | [`paged_attention`](paged_attention()) | attention to [`KeyValuePages`], for decoding | yes |
 //!
 //! # Conventions
 //!

@@ -339,8 +339,8 @@ pub fn paged_attention(
     let scores = scores.into();
     check(query, pages, batch, &scores)?;
     #[cfg(feature = "cuda")]
-    if pages.is_fused_on_cuda() && scores.has_kernel() {
-        return crate::cuda::paged_attention::attend(query, pages, batch, scores.scale as f32);
+    if pages.is_fused_on_cuda() {
+        return crate::cuda::paged_attention::attend(query, pages, batch, &scores);
     }
     if !path::is_fused_on_cpu(query) || batch.rows.is_empty() {
         return composed::paged_attention::unchecked(query, pages, batch.rows, &scores);

@@ -28,6 +28,9 @@ pub struct PrefixTree {
     segments: Arc<[Segment]>,
     /// The segments of each tree.
     trees: Arc<[Vec<usize>]>,
+    /// The tables of the kernels, copied to the GPU once.
+    #[cfg(feature = "cuda")]
+    pub(crate) on_device: Arc<crate::cuda::prefix_tree::Tables>,
 }
 
 /// Adjacent rows of the same sequences.
@@ -113,6 +116,8 @@ impl PrefixTree {
             before: before.into(),
             segments: segments.into(),
             trees: trees.into(),
+            #[cfg(feature = "cuda")]
+            on_device: Arc::default(),
         })
     }
 

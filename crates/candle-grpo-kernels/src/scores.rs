@@ -45,10 +45,14 @@ impl Scores {
         self.cap.map_or(Ok(()), |cap| check::positive("cap", cap))
     }
 
-    /// Returns whether a CUDA kernel computes these scores. The kernels have no window and no cap.
+    /// Returns the window and the cap as the CUDA kernels take them, if there is one of them.
     #[cfg(feature = "cuda")]
-    pub(crate) fn has_kernel(&self) -> bool {
-        self.window.is_none() && self.cap.is_none()
+    pub(crate) fn kernel_options(&self) -> Option<(i32, f32)> {
+        let window = self
+            .window
+            .map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
+        let is_plain = self.window.is_none() && self.cap.is_none();
+        (!is_plain).then_some((window, self.cap.unwrap_or(0.0) as f32))
     }
 
     /// The first of the positions before `end` that the query at `end - 1` attends to.

@@ -40,7 +40,7 @@ pub(crate) fn forward(
             let sequences = sequences(op)?.storage_and_layout();
             let mask = mask(op).map(Tensor::storage_and_layout);
             macro_rules! launch {
-                ($kernel:ident) => {{
+                ($kernel:ident $(, $option:ident)*) => {{
                     // SAFETY: the inputs have the rows of all sequences and the heads, and mask
                     // has an entry for each key or is null. The blocks cover the rows of the
                     // longest sequence and have the shared memory of their tiles.
@@ -59,15 +59,19 @@ pub(crate) fn forward(
                             group: sizes.group as u32,
                             head_dim: sizes.head_dim as i32,
                             scale: op.scores.scale as f32,
+                            $($option,)*
                         }
                         .launch(device, blocks)?;
                     }
                 }};
             }
-            match tiles.width {
-                64 => launch!(attention_forward_64),
-                128 => launch!(attention_forward_128),
-                _ => launch!(attention_forward_256),
+            match (tiles.width, op.scores.kernel_options()) {
+                (64, None) => launch!(attention_forward_64),
+                (128, None) => launch!(attention_forward_128),
+                (_, None) => launch!(attention_forward_256),
+                (64, Some((window, cap))) => launch!(scored_attention_forward_64, window, cap),
+                (128, Some((window, cap))) => launch!(scored_attention_forward_128, window, cap),
+                (_, Some((window, cap))) => launch!(scored_attention_forward_256, window, cap),
             }
         }
         CudaStorage::wrap_cuda_slice(y, device.clone())
@@ -137,7 +141,7 @@ pub(crate) fn backward(
         let by_queries = blocks(&tiles, query_tiles, sizes, 1, tiles.backward_bytes)?;
         let by_keys = blocks(&tiles, key_tiles, sizes, tiles.parts, tiles.backward_bytes)?;
         macro_rules! launch {
-            ($of_query:ident, $of_key:ident) => {{
+            ($of_query:ident, $of_key:ident $(, $option:ident)*) => {{
                 // SAFETY: as in `forward`. The gradients have the sizes of their inputs. The first
                 // launch writes the dots that the second reads.
                 #[allow(unsafe_code)]
@@ -158,6 +162,7 @@ pub(crate) fn backward(
                         group: sizes.group as u32,
                         head_dim: sizes.head_dim as i32,
                         scale: op.scores.scale as f32,
+                        $($option,)*
                     }
                     .launch(device, by_queries)?;
                     let dots = CudaStorage::wrap_cuda_slice(dots, device.clone());
@@ -177,15 +182,25 @@ pub(crate) fn backward(
                         group: sizes.group as u32,
                         head_dim: sizes.head_dim as i32,
                         scale: op.scores.scale as f32,
+                        $($option,)*
                     }
                     .launch(device, by_keys)?;
                 }
             }};
         }
-        match tiles.width {
-            64 => launch!(attention_of_query_64, attention_of_key_64),
-            128 => launch!(attention_of_query_128, attention_of_key_128),
-            _ => launch!(attention_of_query_256, attention_of_key_256),
+        match (tiles.width, op.scores.kernel_options()) {
+            (64, None) => launch!(attention_of_query_64, attention_of_key_64),
+            (128, None) => launch!(attention_of_query_128, attention_of_key_128),
+            (_, None) => launch!(attention_of_query_256, attention_of_key_256),
+            (64, Some((window, cap))) => {
+                launch!(scored_attention_of_query_64, scored_attention_of_key_64, window, cap);
+            }
+            (128, Some((window, cap))) => {
+                launch!(scored_attention_of_query_128, scored_attention_of_key_128, window, cap);
+            }
+            (_, Some((window, cap))) => {
+                launch!(scored_attention_of_query_256, scored_attention_of_key_256, window, cap);
+            }
         }
         [of_query, of_key, of_value].map(|x| CudaStorage::wrap_cuda_slice(x, device.clone()))
     });

@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::in_place::write as write_in_place;
 use super::{In, Out, alloc, as_tensor, kernels, with_cuda_floats};
-use crate::HeadTransform;
 use crate::paged_attention::{KeyValuePages, PAGE, PageSlot, PagedBatch, PagedRow};
+use crate::{HeadTransform, Scores};
 
 /// Maximum width of a head.
 pub(crate) const MAX_HEAD_DIM: usize = 256;
@@ -190,7 +190,7 @@ pub(crate) fn attend(
     query: &Tensor,
     pages: &KeyValuePages,
     batch: &PagedBatch,
-    scale: f32,
+    scores: &Scores,
 ) -> Result<Tensor> {
     let tables = tables(batch)?;
     let (_, kv_heads, _, head_dim) = pages.values().dims4()?;
@@ -238,7 +238,7 @@ pub(crate) fn attend(
             (alloc::<T>(device, n * width)?, alloc::<f32>(device, partial)?)
         };
         macro_rules! launch {
-            ($kernel:ident) => {{
+            ($kernel:ident $(, $option:ident)*) => {{
                 // SAFETY: the caller has checked the shapes, and that the spans are in the pages.
                 // The tables have n rows, and the blocks cover rows, heads and parts.
                 #[allow(unsafe_code)]
@@ -256,19 +256,32 @@ pub(crate) fn attend(
                         kv_heads: kv_heads as u32,
                         group: group as u32,
                         head_dim: head_dim as i32,
-                        scale,
+                        scale: scores.scale as f32,
+                        $($option,)*
                     }
                     .launch(device, grid)?;
                 }
             }};
         }
-        match (head_dim, group) {
-            (..=64, ..=4) => launch!(paged_attention_64_4),
-            (..=64, _) => launch!(paged_attention_64_8),
-            (..=128, ..=4) => launch!(paged_attention_128_4),
-            (..=128, _) => launch!(paged_attention_128_8),
-            (_, ..=4) => launch!(paged_attention_256_4),
-            _ => launch!(paged_attention_256_8),
+        if let Some((window, cap)) = scores.kernel_options() {
+            let window = window as u32;
+            match (head_dim, group) {
+                (..=64, ..=4) => launch!(scored_paged_attention_64_4, window, cap),
+                (..=64, _) => launch!(scored_paged_attention_64_8, window, cap),
+                (..=128, ..=4) => launch!(scored_paged_attention_128_4, window, cap),
+                (..=128, _) => launch!(scored_paged_attention_128_8, window, cap),
+                (_, ..=4) => launch!(scored_paged_attention_256_4, window, cap),
+                _ => launch!(scored_paged_attention_256_8, window, cap),
+            }
+        } else {
+            match (head_dim, group) {
+                (..=64, ..=4) => launch!(paged_attention_64_4),
+                (..=64, _) => launch!(paged_attention_64_8),
+                (..=128, ..=4) => launch!(paged_attention_128_4),
+                (..=128, _) => launch!(paged_attention_128_8),
+                (_, ..=4) => launch!(paged_attention_256_4),
+                _ => launch!(paged_attention_256_8),
+            }
         }
         if parts > 1 {
             let partial_len = n * heads * parts * (head_dim + 2);

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, Kernels, ORDERS};
-use candle_grpo_kernels::{Sequences, attention, composed};
+use candle_grpo_kernels::{Scores, Sequences, attention, composed};
 use candle_grpo_test_support::noise;
 use half::{bf16, f16};
 
@@ -42,6 +42,9 @@ struct Case<'a> {
     behind: usize,
     /// Further elements after the results, except the gradient of the keys.
     behind_results: usize,
+    /// With one of them, the kernels with options.
+    window: Option<usize>,
+    cap: Option<f64>,
     /// If set, the first unmasked value and the last unmasked gradient are NaN. NaN must not reach
     /// padding.
     nan: bool,
@@ -92,6 +95,11 @@ fn expected<T: Kernels>(case: &Case, inputs: [&[T]; 4], mask: &[u8]) -> Result<V
         table(key, key_width)?,
         table(value, key_width)?,
     ];
+    let scores = Scores {
+        scale: SCALE,
+        window: case.window,
+        cap: case.cap,
+    };
     let padded;
     let sequences = match case.layout {
         Layout::Packed(lengths) => Sequences::Packed(lengths),
@@ -104,8 +112,8 @@ fn expected<T: Kernels>(case: &Case, inputs: [&[T]; 4], mask: &[u8]) -> Result<V
     Expected::from_twin(
         &inputs,
         &table(gradient, query_width)?,
-        |x| composed::attention(&x[0], &x[1], &x[2], sequences, case.head_dim, SCALE),
-        |x| attention(&x[0], &x[1], &x[2], sequences, case.head_dim, SCALE),
+        |x| composed::attention(&x[0], &x[1], &x[2], sequences, case.head_dim, scores),
+        |x| attention(&x[0], &x[1], &x[2], sequences, case.head_dim, scores),
     )
 }
 
@@ -199,7 +207,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
         let mut log_sums = Buffer::filled(f32::NAN, queries * heads);
         let mut dots = Buffer::filled(f32::NAN, queries * heads);
         macro_rules! run {
-            ($forward:ident, $of_query:ident, $of_key:ident) => {
+            ($forward:ident, $of_query:ident, $of_key:ident $(, $option:expr)*) => {
                 // SAFETY: the buffers have the sizes of the sequences and heads.
                 unsafe {
                     T::$forward(
@@ -217,6 +225,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                         group as u32,
                         head_dim as i32,
                         SCALE as f32,
+                        $($option,)*
                     )
                     .unwrap_or_else(|error| panic!("{case:?}, forward: {error}"));
                     T::$of_query(
@@ -237,6 +246,7 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                         group as u32,
                         head_dim as i32,
                         SCALE as f32,
+                        $($option,)*
                     )
                     .unwrap_or_else(|error| panic!("{case:?}, of query: {error}"));
                     T::$of_key(
@@ -257,26 +267,50 @@ fn check<T: Kernels>(case: Case, tolerance: f64) -> Result<()> {
                         group as u32,
                         head_dim as i32,
                         SCALE as f32,
+                        $($option,)*
                     )
                     .unwrap_or_else(|error| panic!("{case:?}, of key: {error}"));
                 }
             };
         }
-        match tiles.width {
-            64 => run!(
+        let window = case.window.map_or(i32::MAX, |window| window as i32);
+        let cap = case.cap.unwrap_or(0.0) as f32;
+        match (tiles.width, case.window.is_some() || case.cap.is_some()) {
+            (64, false) => run!(
                 attention_forward_64,
                 attention_of_query_64,
                 attention_of_key_64
             ),
-            128 => run!(
+            (128, false) => run!(
                 attention_forward_128,
                 attention_of_query_128,
                 attention_of_key_128
             ),
-            _ => run!(
+            (_, false) => run!(
                 attention_forward_256,
                 attention_of_query_256,
                 attention_of_key_256
+            ),
+            (64, true) => run!(
+                scored_attention_forward_64,
+                scored_attention_of_query_64,
+                scored_attention_of_key_64,
+                window,
+                cap
+            ),
+            (128, true) => run!(
+                scored_attention_forward_128,
+                scored_attention_of_query_128,
+                scored_attention_of_key_128,
+                window,
+                cap
+            ),
+            (_, true) => run!(
+                scored_attention_forward_256,
+                scored_attention_of_query_256,
+                scored_attention_of_key_256,
+                window,
+                cap
             ),
         }
         type Place<'a> = &'a dyn Fn(usize) -> usize;
@@ -317,6 +351,8 @@ const PLAIN: Case = Case {
     spread: 1.0,
     behind: 0,
     behind_results: 0,
+    window: None,
+    cap: None,
     nan: false,
 };
 
@@ -388,6 +424,24 @@ fn check_all<T: Kernels>(head_dims: &[usize], tolerance: f64) -> Result<()> {
             kv_heads,
             group,
             head_dim: 24,
+            ..PLAIN
+        };
+        check::<T>(case, tolerance)?;
+        // Windows within a tile, over several tiles and longer than any row.
+        for (window, cap) in [(5, None), (40, Some(1.5)), (1000, Some(0.7)), (1, None)] {
+            let case = Case {
+                window: Some(window),
+                cap,
+                ..case
+            };
+            check::<T>(case, tolerance)?;
+        }
+    }
+    for head_dim in [80, 144] {
+        let case = Case {
+            head_dim,
+            window: Some(20),
+            cap: Some(2.0),
             ..PLAIN
         };
         check::<T>(case, tolerance)?;

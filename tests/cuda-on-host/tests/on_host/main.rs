@@ -29,9 +29,12 @@ macro_rules! each_dtype {
 mod adamw;
 mod add_bias;
 mod attention;
+mod branches;
+mod causal_conv;
 mod draw_tokens;
 mod driver;
 mod embedding;
+mod gated_delta_rule;
 mod gradient_norm;
 mod host;
 mod linear_log_prob;

@@ -23,7 +23,21 @@ fn wide<T: Kernels>(x: &[T]) -> Vec<f64> {
     x.iter().map(|x| x.to_f64()).collect()
 }
 
-/// The kernel for heads of at most `D` elements and `H` heads at once.
+/// The kernel for heads of at most `D` elements and `H` heads at once, with a window and a cap.
+macro_rules! attend_with_options {
+    ($D:ident, $H:ident, $($argument:expr),*) => {
+        match ($D, $H) {
+            (..=64, 4) => T::scored_paged_attention_64_4($($argument),*),
+            (..=64, _) => T::scored_paged_attention_64_8($($argument),*),
+            (..=128, 4) => T::scored_paged_attention_128_4($($argument),*),
+            (..=128, _) => T::scored_paged_attention_128_8($($argument),*),
+            (_, 4) => T::scored_paged_attention_256_4($($argument),*),
+            (_, _) => T::scored_paged_attention_256_8($($argument),*),
+        }
+    };
+}
+
+/// The kernel without them.
 macro_rules! attend {
     ($D:ident, $H:ident, $($argument:expr),*) => {
         match ($D, $H) {
@@ -43,6 +57,7 @@ fn check_attention<T: Kernels>(
     visible: &[usize],
     [kv_heads, group, head_dim]: [usize; 3],
     behind: usize,
+    options: Option<(usize, f64)>,
     tolerance: f64,
 ) {
     let (n, heads) = (visible.len(), kv_heads * group);
@@ -87,10 +102,16 @@ fn check_attention<T: Kernels>(
             });
             let places: Vec<usize> = places.collect();
             assert_eq!(places.len(), visible[row]);
+            let window = options.map_or(usize::MAX, |(window, _)| window);
+            let places = &places[places.len().saturating_sub(window)..];
             let of = |all: &[T], place: usize| wide(&all[place..][..head_dim]);
             let scores = places.iter().map(|&place| {
                 let key = of(&keys, place);
-                SCALE * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>()
+                let score = SCALE * query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>();
+                match options {
+                    Some((_, cap)) if cap > 0.0 => cap * (score / cap).tanh(),
+                    _ => score,
+                }
             });
             let weights: Vec<f64> = scores.map(f64::exp).collect();
             let total: f64 = weights.iter().sum();
@@ -140,25 +161,36 @@ fn check_attention<T: Kernels>(
         let mut partial = Buffer::filled(f32::NAN, of_parts);
         // SAFETY: the buffers have the sizes of the rows, heads, pages and parts.
         unsafe {
-            attend!(
-                head_dim,
-                at_once,
-                grid,
-                order,
-                query.as_ptr(),
-                keys.as_ptr(),
-                values.as_ptr(),
-                rows.as_ptr(),
-                table.as_ptr(),
-                y.as_mut_ptr(),
-                partial.as_mut_ptr(),
-                n as u32,
-                count,
-                kv_heads as u32,
-                group as u32,
-                head_dim as i32,
-                SCALE as f32
-            )
+            macro_rules! arguments {
+                ($attend:ident $(, $option:expr)*) => {
+                    $attend!(
+                        head_dim,
+                        at_once,
+                        grid,
+                        order,
+                        query.as_ptr(),
+                        keys.as_ptr(),
+                        values.as_ptr(),
+                        rows.as_ptr(),
+                        table.as_ptr(),
+                        y.as_mut_ptr(),
+                        partial.as_mut_ptr(),
+                        n as u32,
+                        count,
+                        kv_heads as u32,
+                        group as u32,
+                        head_dim as i32,
+                        SCALE as f32
+                        $(, $option)*
+                    )
+                };
+            }
+            match options {
+                None => arguments!(attend),
+                Some((window, cap)) => {
+                    arguments!(attend_with_options, window as u32, cap as f32)
+                }
+            }
             .unwrap();
             if parts > 1 {
                 T::paged_attention_merge(
@@ -302,7 +334,15 @@ fn check_all<T: Kernels>(tolerance: f64) -> Result<()> {
             ([1, 2, 256], 0),
             ([1, 6, 136], 0),
         ] {
-            check_attention::<T>(visible, shape, behind, tolerance);
+            for options in [
+                None,
+                Some((3, 0.0)),
+                Some((20, 1.5)),
+                Some((280, 0.0)),
+                Some((1000, 0.5)),
+            ] {
+                check_attention::<T>(visible, shape, behind, options, tolerance);
+            }
         }
     }
     for transforms in [false, true] {

@@ -8,8 +8,7 @@ type Arguments = Vec<(String, String)>;
 /// Parses the arguments up to the closing parenthesis.
 fn arguments(text: &str, argument: impl Fn(&str) -> (String, String)) -> Arguments {
     let end = text.find(')').expect("a closing parenthesis");
-    let plain = text[..end].replace('\\', " ");
-    plain
+    text[..end]
         .split(',')
         .map(str::trim)
         .filter(|text| !text.is_empty())
@@ -75,13 +74,21 @@ fn signatures_match_the_kernels() {
 }
 
 /// Collects the kernels of a file: `__global__ void __launch_bounds__(..) name(arguments)`, or
-/// `name_##name` for a kernel of each dtype.
+/// `name_##name` for a kernel of each dtype. A macro `.._ARGUMENTS(T)` stands for arguments.
 fn kernels_of(source: &str, found: &mut BTreeMap<String, Arguments>) {
+    let mut source = source.replace("\\\n", " ");
+    let macros: Vec<(String, String)> = source
+        .lines()
+        .filter_map(|line| line.strip_prefix("#define ")?.split_once("_ARGUMENTS(T) "))
+        .map(|(name, arguments)| (format!("{name}_ARGUMENTS(T)"), arguments.to_owned()))
+        .collect();
+    for (name, arguments) in macros {
+        source = source.replace(&name, &arguments);
+    }
     for part in source.split("__global__ void").skip(1) {
-        let part = part.replace('\\', " ");
         let part = match part.trim().strip_prefix("__launch_bounds__(") {
             Some(bounds) => bounds.split_once(')').expect("a closing parenthesis").1,
-            None => &part,
+            None => part,
         };
         let (name, rest) = part.split_once('(').expect("arguments");
         // A kernel for each width `D`, and for each number of heads `H`.
