@@ -133,12 +133,14 @@ impl Mixer for Experts {
     fn forward(&self, x: &Tensor, pass: &Pass) -> Result<(Tensor, ExpertsRecord)> {
         let products = pass.products();
         let logits = self.router.forward(x, products)?;
-        let routing = match pass.routes.replayed(self.number, self.routing.top_k())? {
-            Some(chosen) => self.routing.replay(&logits, &chosen)?,
-            None => self.routing.route(&logits)?,
+        let chosen = match pass.routes.replayed(self.number, self.routing.top_k())? {
+            Some(chosen) => chosen,
+            None => self.routing.choose(&logits)?,
         };
         let reaches_all = products == Products::Joint;
-        let plan = Plan::new(&routing.experts, self.experts.len(), reaches_all)?;
+        // Checks the experts, which a GPU must not read unchecked.
+        let plan = Plan::new(&chosen, self.experts.len(), reaches_all)?;
+        let routing = self.routing.replay(&logits, &chosen)?;
         let rows = x.index_select(&plan.tokens, 0)?;
         let (mut records, mut results) = (Vec::new(), Vec::new());
         for (expert, range) in plan.ranges() {

@@ -71,14 +71,18 @@ impl Router {
     ///
     /// If `logits` have another shape or an integer dtype, or `top_k` is not from 1 to E.
     pub fn route(&self, logits: &Tensor) -> Result<Routing> {
+        self.replay(logits, &self.choose(logits)?)
+    }
+
+    /// The experts of [`Self::route`].
+    pub(crate) fn choose(&self, logits: &Tensor) -> Result<Tensor> {
         self.check_logits(logits)?;
-        let order = logits
+        logits
             .detach()
             .contiguous()?
             .arg_sort_last_dim(false)?
             .narrow(D::Minus1, 0, self.top_k)?
-            .contiguous()?;
-        self.replay(logits, &order)
+            .contiguous()
     }
 
     /// Computes the gates of the `experts` `[N, top_k]` of another pass over the same tokens, from
