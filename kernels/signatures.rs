@@ -73,6 +73,9 @@ kernels! {
         causal_conv_step(x: In<Self>, weight: In<Self>, sequences: In<u32>, windows: Out<f32>, y: Out<Self>, channels: i32,
             taps: i32);
     }
+    dequantize {
+        dequantize(blocks: In<u8>, y: Out<Self>, n: u64, bytes: u32);
+    }
     draw_tokens {
         draw_tokens(logits: In<Self>, draws: In<u32>, drawn: Out<u32>, n: u32, vocab: u32, inverse_temperature: f32, top_k: u32,
             top_p: f64, min_p: f64, greedy: u32);

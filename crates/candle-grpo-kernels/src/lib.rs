@@ -35,6 +35,7 @@
 //! | [`add_bias`](add_bias()) | the biases of several linear maps | yes |
 //! | [`add_matmul`](add_matmul()) | a matrix product added to a sum in place | cuBLAS |
 //! | [`linear_rows`](linear_rows()) | several linear maps with independent rows, for decoding | cuBLAS |
+//! | [`dequantize`](dequantize()) | a matrix from blocks of GGUF files | yes |
 //! | [`draw_tokens`](draw_tokens()) | tokens drawn from logits, with top-k, top-p and min-p | yes |
 //! | [`gated_delta_rule`](gated_delta_rule()) | the linear attention of Qwen3.5, also for shared prefixes | yes |
 //! | [`causal_conv`](causal_conv()) | queries, keys and values of the gated delta rule | yes |
@@ -75,6 +76,7 @@ mod cpu;
 mod cuda;
 mod delta_gates;
 mod delta_states;
+mod dequantize;
 mod device;
 mod draw_tokens;
 mod embedding;
@@ -103,6 +105,7 @@ pub use attention::{CausalAttention, Sequences, attention, attention_gradient};
 pub use causal_conv::{causal_conv, causal_conv_gradient};
 pub use delta_gates::{delta_gates, delta_gates_gradient};
 pub use delta_states::{DeltaStates, SlotRows};
+pub use dequantize::{BLOCK_TYPES, block_type, dequantize, quantize};
 pub use device::{cuda_device, default_device};
 pub use draw_tokens::{Draw, DrawOptions, DrawnToken, draw_tokens};
 pub use embedding::{add_embedding_gradient, embedding};

@@ -1,8 +1,9 @@
 //! Linear maps with independent rows, for decoding.
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::cpu::with_element;
+use crate::dequantize::named_block_type;
 use crate::{check, composed, cpu, path};
 
 /// Computes `x w^T` for each weight `w`. On the CPU each row of a result is bit-identical for any
@@ -14,7 +15,9 @@ use crate::{check, composed, cpu, path};
 /// # Shapes
 ///
 /// - `x`: `[N, inputs]`, any float dtype
-/// - each weight: `[outputs, inputs]`, the same dtype
+/// - each weight: `[outputs, inputs]`, the same dtype; or its blocks, as of
+///   [`quantize`](crate::quantize), u8 `[outputs, blocks of a row, bytes of a block]`. The results
+///   for blocks are those for [`dequantize`](crate::dequantize()) of them, on the CPU bit by bit.
 /// - results: `[N, outputs]`, in the order of the weights
 ///
 /// # Errors
@@ -71,15 +74,22 @@ pub(crate) fn check(x: &Tensor, weights: &[&Tensor]) -> Result<()> {
     check::width("x", x)?;
     for (index, weight) in weights.iter().enumerate() {
         let name = format!("weights[{index}]");
+        check::constant(&name, weight)?;
+        check::same_device(&[("x", x), (&name, weight)])?;
+        if weight.dtype() == DType::U8 {
+            let width = named_block_type(&name, weight)?.block_size() * weight.dim(1)?;
+            if width != inputs {
+                bail!("{name}: blocks of {width} numbers per row, must be of {inputs}");
+            }
+            continue;
+        }
         if !matches!(weight.dims(), &[_, width] if width == inputs) {
             bail!(
                 "{name}: shape {:?}, must be [outputs, {inputs}]",
                 weight.dims()
             );
         }
-        check::constant(&name, weight)?;
         check::same_dtype(&name, weight, "x", x)?;
-        check::same_device(&[("x", x), (&name, weight)])?;
     }
     Ok(())
 }

@@ -74,7 +74,9 @@ pub use model::{
 };
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
-pub use weights::{CheckpointForm, ComputeCopies, Gguf, GgufDType, GgufValue, Parameters};
+pub use weights::{
+    BaseWeights, CheckpointForm, ComputeCopies, Gguf, GgufDType, GgufValue, Parameters,
+};
 
 // Compiles the example of the README.
 #[cfg(doctest)]

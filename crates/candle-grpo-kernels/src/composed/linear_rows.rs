@@ -1,6 +1,6 @@
 //! The composed twin of [`linear_rows`](crate::linear_rows()).
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 /// [`linear_rows`](crate::linear_rows()) in plain Candle operations. The number of rows may change
 /// the last bits of a row.
@@ -14,6 +14,12 @@ pub(crate) fn unchecked(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> 
     let x = x.detach().contiguous()?;
     weights
         .iter()
-        .map(|weight| x.matmul(&weight.detach().contiguous()?.t()?))
+        .map(|weight| {
+            let weight = match weight.dtype() {
+                DType::U8 => super::dequantize(weight, x.dtype())?,
+                _ => weight.detach(),
+            };
+            x.matmul(&weight.contiguous()?.t()?)
+        })
         .collect()
 }

@@ -5,13 +5,17 @@
 //! outputs of all rows, so each weight is read from memory once.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
-use candle_core::{Result, Storage, Tensor, WithDType};
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Layout, Result, Storage, Tensor};
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::dequantize::widen;
 use super::element::Element;
 use super::{output, slice};
+use crate::block_type;
 
 /// Outputs of a task.
 const TASK: usize = 32;
@@ -22,16 +26,17 @@ const ROWS: usize = 6;
 /// Outputs of a tile. With 6 rows these are 24 sums, for the 32 vector registers of AVX-512.
 const OUTPUTS: usize = 4;
 
-/// Multiplies `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, all contiguous. Returns
-/// the results `[N, outputs]` one after another.
+/// Multiplies `x` `[N, inputs]` by each of the weights `[outputs, inputs]`, or blocks of them, all
+/// contiguous. Returns the results `[N, outputs]` one after another.
 pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<T>> {
     let (rows, inputs) = x.dims2()?;
     let held: Vec<_> = weights.iter().map(Tensor::storage_and_layout).collect();
     let weights = held
         .iter()
-        .map(|(storage, layout)| slice::elements::<T>(storage as &Storage, layout))
+        .zip(weights)
+        .map(|((storage, layout), weight)| Rows::new(storage, layout, weight))
         .collect::<Result<Vec<_>>>()?;
-    let outputs: usize = weights.iter().map(|w| w.len() / inputs).sum();
+    let outputs: usize = weights.iter().map(|w| w.len(inputs)).sum();
     slice::read::<T, _>(x, |x| {
         let mut wide = vec![0.0; if T::as_f32(x).is_some() { 0 } else { x.len() }];
         let x = T::widened(x, &mut wide);
@@ -46,28 +51,102 @@ pub(crate) fn forward<T: Element>(x: &Tensor, weights: &[Tensor]) -> Result<Vec<
     })
 }
 
+/// Rows of a weight.
+#[derive(Clone, Copy)]
+enum Rows<'a, T> {
+    Elements(&'a [T]),
+    /// Blocks of quantized numbers, and their type.
+    Blocks(&'a [u8], GgmlDType),
+}
+
+impl<'a, T: Element> Rows<'a, T> {
+    fn new(storage: &'a Storage, layout: &Layout, weight: &Tensor) -> Result<Self> {
+        Ok(match weight.dtype() {
+            DType::U8 => Self::Blocks(slice::elements(storage, layout)?, block_type(weight)?),
+            _ => Self::Elements(slice::elements(storage, layout)?),
+        })
+    }
+
+    /// The number of rows.
+    fn len(self, inputs: usize) -> usize {
+        match self {
+            Self::Elements(elements) => elements.len() / inputs,
+            Self::Blocks(bytes, _) => bytes.len() / self.bytes(inputs),
+        }
+    }
+
+    /// The bytes of a row.
+    #[inline(always)]
+    fn bytes(self, inputs: usize) -> usize {
+        match self {
+            Self::Elements(_) => inputs * size_of::<T>(),
+            Self::Blocks(_, block_type) => {
+                inputs / block_type.block_size() * block_type.type_size()
+            }
+        }
+    }
+
+    /// The rows in `range` that there are.
+    #[inline(always)]
+    fn slice(self, range: Range<usize>, inputs: usize) -> Self {
+        let part = |row: usize, len: usize| range.start * row..(range.end * row).min(len);
+        match self {
+            Self::Elements(elements) => Self::Elements(&elements[part(inputs, elements.len())]),
+            Self::Blocks(bytes, block_type) => {
+                Self::Blocks(&bytes[part(self.bytes(inputs), bytes.len())], block_type)
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn is_f32(self) -> bool {
+        matches!(self, Self::Elements(elements) if T::as_f32(elements).is_some())
+    }
+
+    /// Returns the rows in f32, rounded to the dtype of T. Uses `buffer` unless they are f32
+    /// elements.
+    #[inline(always)]
+    fn widened(self, inputs: usize, buffer: &'a mut [f32]) -> &'a [f32] {
+        match self {
+            Self::Elements(elements) => {
+                let len = buffer.len().min(elements.len());
+                T::widened(elements, &mut buffer[..len])
+            }
+            Self::Blocks(bytes, block_type) => {
+                let buffer = &mut buffer[..self.len(inputs) * inputs];
+                widen(bytes, block_type, buffer);
+                if T::as_f32(&[]).is_none() {
+                    for number in &mut *buffer {
+                        *number = T::nearest(*number).wide();
+                    }
+                }
+                buffer
+            }
+        }
+    }
+}
+
 /// Some outputs of one weight.
 struct Task<'a, T> {
-    /// `[outputs, inputs]`
-    weight: &'a [T],
+    weight: Rows<'a, T>,
     /// The results, one slice for each row.
     y: Vec<&'a mut [MaybeUninit<T>]>,
 }
 
-fn tasks<'a, T: WithDType>(
+fn tasks<'a, T: Element>(
     mut y: &'a mut [MaybeUninit<T>],
     rows: usize,
     inputs: usize,
-    weights: &[&'a [T]],
+    weights: &[Rows<'a, T>],
 ) -> Vec<Task<'a, T>> {
     let mut tasks: Vec<Task<T>> = Vec::new();
     for &weight in weights {
-        let outputs = weight.len() / inputs;
+        let outputs = weight.len(inputs);
         let (own, rest) = y.split_at_mut(rows * outputs);
         y = rest;
         let first = tasks.len();
-        tasks.extend(weight.chunks(TASK * inputs).map(|weight| Task {
-            weight,
+        tasks.extend((0..outputs).step_by(TASK).map(|output| Task {
+            weight: weight.slice(output..output + TASK, inputs),
             y: Vec::with_capacity(rows),
         }));
         for row in own.chunks_exact_mut(outputs.max(1)) {
@@ -95,26 +174,21 @@ impl<T: Element> WithSimd for Run<'_, T> {
         let Task { weight, mut y } = task;
         // One row is bound by memory. More outputs at once hide its latency.
         let width = if y.len() == 1 { 2 * OUTPUTS } else { OUTPUTS };
-        let mut buffer = vec![
-            0.0;
-            if T::as_f32(weight).is_some() {
-                0
-            } else {
-                width * inputs
-            }
-        ];
+        let mut buffer = vec![0.0; if weight.is_f32() { 0 } else { width * inputs }];
         let tiles = y.len().div_ceil(ROWS).max(1);
-        for (index, tile) in weight.chunks(width * inputs).enumerate() {
-            let next = weight.get((index + 1) * width * inputs..).unwrap_or(&[]);
-            let next = &next[..next.len().min(width * inputs)];
-            let first = index * width;
-            let wide = buffer.len().min(tile.len());
-            let w = T::widened(tile, &mut buffer[..wide]);
+        let outputs = weight.len(inputs);
+        for first in (0..outputs).step_by(width) {
+            let after = outputs.min(first + width);
+            let next = weight.slice(after..after + width, inputs);
+            let w = (weight.slice(first..after, inputs)).widened(inputs, &mut buffer);
             // Tiles of about the same number of rows.
             let mut start = 0;
             for tile in 0..tiles {
                 let end = (tile + 1) * y.len() / tiles;
-                prefetch(next, tile, tiles);
+                match next {
+                    Rows::Elements(next) => prefetch(next, tile, tiles),
+                    Rows::Blocks(next, _) => prefetch(next, tile, tiles),
+                }
                 let rows = &x[start * inputs..end * inputs];
                 products(simd, rows, w, inputs, |row, output, sum| {
                     y[start + row][first + output].write(T::nearest(sum));

@@ -4,6 +4,7 @@ pub(crate) mod adamw;
 pub(crate) mod attention;
 pub(crate) mod causal_conv;
 pub(crate) mod delta_states;
+pub(crate) mod dequantize;
 pub(crate) mod distribution;
 mod element;
 pub(crate) mod embedding;

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
     cublasComputeType_t, cublasGemmAlgo_t, cublasOperation_t,
 };
 use candle_core::cuda_backend::{CudaDevice, gemm_reduced_precision_f32};
-use candle_core::{CudaStorage, Error, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CudaStorage, DType, Error, Result, Shape, Storage, Tensor, bail};
 
 use super::argument::Argument;
 use super::in_place::write;
@@ -129,6 +129,11 @@ unsafe fn products<T: CudaElement, C: CudaElement>(
 pub(crate) fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>> {
     let x = x.contiguous()?;
     let (m, k) = x.dims2()?;
+    let weights = weights.iter().map(|&weight| match weight.dtype() {
+        DType::U8 => crate::dequantize(weight, x.dtype()),
+        _ => Ok(weight.clone()),
+    });
+    let weights = weights.collect::<Result<Vec<_>>>()?;
     let device = x.device().as_cuda_device()?;
     let stream = device.cuda_stream();
     let x = x.storage_and_layout();
@@ -137,8 +142,8 @@ pub(crate) fn linear_rows(x: &Tensor, weights: &[&Tensor]) -> Result<Vec<Tensor>
     };
     let mut results = Vec::with_capacity(weights.len());
     with_cuda_floats!(x_cuda, "x", T => {
-        let mut rest = weights;
-        while let Some((&first, others)) = rest.split_first() {
+        let mut rest = weights.as_slice();
+        while let Some((first, others)) = rest.split_first() {
             let count = 1 + usize::from(others.first().is_some_and(|w| w.dims() == first.dims()));
             let (batch, after) = rest.split_at(count);
             rest = after;

@@ -5,6 +5,7 @@ pub(crate) mod add_bias;
 mod argument;
 pub(crate) mod attention;
 pub(crate) mod causal_conv;
+pub(crate) mod dequantize;
 pub(crate) mod device;
 pub(crate) mod draw_tokens;
 mod element;

@@ -7,6 +7,7 @@ mod attention;
 mod causal_conv;
 mod delta_gates;
 mod delta_states;
+mod dequantize;
 #[cfg(feature = "cuda")]
 mod device;
 mod draw_tokens;

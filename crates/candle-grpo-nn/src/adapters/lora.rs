@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::atomic_file::{self, write_safetensors};
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
+use crate::weights::base_weights::{builder, dense};
 use crate::weights::check::check_names;
 use crate::weights::compute_copies::value_in;
 use crate::weights::standard_normal::StandardNormal;
@@ -120,7 +121,7 @@ impl LoraConfig {
 }
 
 /// Returns the names and shapes of the linear maps in blocks.
-fn linear_maps(model: &DecoderConfig) -> Vec<(String, Shape)> {
+pub(crate) fn linear_maps(model: &DecoderConfig) -> Vec<(String, Shape)> {
     let shapes = model.parameter_shapes().into_iter();
     let maps = shapes.filter_map(|(name, shape)| {
         let module = name.strip_suffix(".weight")?;
@@ -274,7 +275,7 @@ impl Lora {
             }
             tensors.insert(name.to_owned(), adapter_value(variable)?);
         }
-        Ok(VarBuilder::from_tensors(tensors, dtype, base.device()))
+        Ok(builder(tensors, dtype, base.device()))
     }
 
     /// Returns new f32 parameters with the adapters added to the weights of `base`.
@@ -289,9 +290,9 @@ impl Lora {
             let weight = match (matrix(LORA_A), matrix(LORA_B)) {
                 (Some(a), Some(b)) => {
                     let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
-                    (weight.to_dtype(DType::F32)? + (change * self.config.scaling())?)?
+                    (dense(&weight, DType::F32)? + (change * self.config.scaling())?)?
                 }
-                _ => weight,
+                _ => dense(&weight, DType::F32)?,
             };
             tensors.insert(name.to_owned(), weight);
         }

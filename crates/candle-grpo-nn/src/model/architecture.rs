@@ -224,6 +224,18 @@ impl Architecture {
         }
     }
 
+    /// The names of the maps that choose experts.
+    pub(crate) fn routers(&self) -> Vec<String> {
+        let blocks = self.blocks.iter().enumerate();
+        let routers = blocks.filter_map(|(number, block)| match &block.mlp.mixer {
+            ChannelPlan::Mlp(_) => None,
+            ChannelPlan::Experts(plan) => {
+                Some(format!("model.layers.{number}.{}", plan.router.name))
+            }
+        });
+        routers.collect()
+    }
+
     /// The Hugging Face name of every parameter, for a decoder with the sizes of `config`.
     pub(crate) fn parameters(&self, config: &DecoderConfig) -> BTreeMap<String, Parameter> {
         let mut parameters = BTreeMap::new();

@@ -1,37 +1,76 @@
 //! Products with weights that may be frozen.
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor, bail};
+use std::ops::Range;
 
-/// `x w^T` for `x` `[N, inputs]` and `weight` `[outputs, inputs]`.
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_grpo_kernels::dequantize;
+
+/// Numbers of a weight in blocks that are dequantized at a time: 16 MiB of f32.
+const TILE: usize = 1 << 22;
+
+/// `x w^T` for `x` `[N, inputs]` and `weight` `[outputs, inputs]`, or its blocks of quantized
+/// numbers.
 ///
 /// A weight that is not a variable gets no gradient. Candle's own matmul computes one for it, as
 /// large as the weight, and discards it.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    // Without a graph there is no gradient to skip.
-    if weight.track_op() || !x.track_op() {
-        return x.matmul(&weight.t()?);
+    if x.track_op() && !weight.track_op() {
+        return x.contiguous()?.apply_op1(FrozenLinear {
+            weight: weight.clone(),
+        });
     }
-    x.contiguous()?.apply_op1(FrozenLinear {
-        weight: weight.clone(),
+    // Without a graph there is no gradient to skip.
+    let products = tiles(weight, x.dtype()).map(|(_, weight)| x.matmul(&weight?.t()?));
+    let products = products.collect::<Result<Vec<_>>>()?;
+    match products.as_slice() {
+        [product] => Ok(product.clone()),
+        products => Tensor::cat(products, 1),
+    }
+}
+
+/// The rows of `weight` in tiles of the floating-point type `dtype`, if it is in blocks; otherwise
+/// the weight itself, as it is.
+pub(crate) fn tiles(
+    weight: &Tensor,
+    dtype: DType,
+) -> impl Iterator<Item = (Range<usize>, Result<Tensor>)> {
+    let rows = weight.dims()[0];
+    let is_dense = weight.dtype() != DType::U8;
+    let numbers = weight.elem_count() / rows.max(1);
+    let step = match is_dense {
+        true => rows,
+        // A block has at most two numbers for each byte.
+        false => TILE / (2 * numbers).max(1),
+    };
+    let starts = (0..rows.max(1)).step_by(step.max(1));
+    starts.map(move |start| {
+        let range = start..rows.min(start.saturating_add(step.max(1)));
+        let tile = match is_dense {
+            true => Ok(weight.clone()),
+            false => {
+                let rows = weight.narrow(0, range.start, range.len());
+                rows.and_then(|rows| dequantize(&rows, dtype))
+            }
+        };
+        (range, tile)
     })
 }
 
 struct FrozenLinear {
-    /// `[outputs, inputs]`, not tracked.
+    /// `[outputs, inputs]` or its blocks, not tracked.
     weight: Tensor,
 }
 
 impl FrozenLinear {
-    /// `[m, k]` times the transposed weight, whose storage is `weight_storage`.
+    /// `[m, k]` times the transposed `weight` `[outputs, k]`, whose storage is `weight_storage`.
     fn forward<S: BackendStorage>(
-        &self,
         x: &S,
         layout: &Layout,
         weight_storage: &S,
         weight_layout: &Layout,
     ) -> Result<(S, Shape)> {
-        let (&[m, k], &[outputs, inputs]) = (layout.dims(), self.weight.dims()) else {
+        let (&[m, k], &[outputs, inputs]) = (layout.dims(), weight_layout.dims()) else {
             bail!("x: shape {:?}, must be [N, inputs]", layout.dims());
         };
         if k != inputs {
@@ -41,6 +80,14 @@ impl FrozenLinear {
         let y = x.matmul(weight_storage, (1, m, outputs, k), layout, &transposed)?;
         Ok((y, Shape::from((m, outputs))))
     }
+
+    /// The weight in the dtype of `x`.
+    fn dense(&self, dtype: DType) -> Result<Tensor> {
+        match self.weight.dtype() {
+            DType::U8 => dequantize(&self.weight, dtype),
+            _ => Ok(self.weight.clone()),
+        }
+    }
 }
 
 impl CustomOp1 for FrozenLinear {
@@ -49,9 +96,10 @@ impl CustomOp1 for FrozenLinear {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (storage, weight_layout) = self.weight.storage_and_layout();
+        let weight = self.dense(x.dtype())?;
+        let (storage, weight_layout) = weight.storage_and_layout();
         match &*storage {
-            Storage::Cpu(weight) => self.forward(x, layout, weight, weight_layout),
+            Storage::Cpu(weight) => Self::forward(x, layout, weight, weight_layout),
             _ => bail!("weight: not on the CPU, must be on the device of x"),
         }
     }
@@ -62,15 +110,17 @@ impl CustomOp1 for FrozenLinear {
         x: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let (storage, weight_layout) = self.weight.storage_and_layout();
+        let weight = self.dense(x.dtype())?;
+        let (storage, weight_layout) = weight.storage_and_layout();
         match &*storage {
-            Storage::Cuda(weight) => self.forward(x, layout, weight, weight_layout),
+            Storage::Cuda(weight) => Self::forward(x, layout, weight, weight_layout),
             _ => bail!("weight: not on the GPU, must be on the device of x"),
         }
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(gradient.contiguous()?.matmul(&self.weight)?))
+        let weight = self.dense(gradient.dtype())?;
+        Ok(Some(gradient.contiguous()?.matmul(&weight)?))
     }
 }
 

@@ -5,7 +5,7 @@ use candle_grpo_kernels::{add_bias, add_matmul, linear_rows};
 use candle_nn::VarBuilder;
 
 use crate::model::architecture::{MapPlan, MapsPlan};
-use crate::model::frozen_linear::linear;
+use crate::model::frozen_linear::{linear, tiles};
 use crate::model::named_weight::NamedWeight;
 use crate::optim::grad_sink::GradSink;
 
@@ -72,7 +72,7 @@ impl Linear {
         } = plan;
         let vb = vb.pp(&plan.name);
         Ok(Self {
-            weight: NamedWeight::get(&vb, (outputs, inputs), "weight")?,
+            weight: NamedWeight::map(&vb, (outputs, inputs))?,
             bias: bias
                 .then(|| NamedWeight::get(&vb, outputs, "bias"))
                 .transpose()?,
@@ -147,7 +147,12 @@ impl Linear {
         if let Some(bias) = &self.bias {
             sink.add_bias(bias, gradient)?;
         }
-        let x_gradient = plus_product(sum, gradient, &self.weight.tensor)?;
+        let mut x_gradient = sum;
+        for (rows, weight) in tiles(&self.weight.tensor, x.dtype()) {
+            let gradient = gradient.narrow(1, rows.start, rows.len())?;
+            x_gradient = Some(plus_product(x_gradient, &gradient, &weight?)?);
+        }
+        let x_gradient = x_gradient.map_or_else(|| x.zeros_like(), Ok)?;
         match &self.adapter {
             None => Ok(x_gradient),
             Some(adapter) => adapter.backward(x, gradient, x_gradient, sink),
@@ -265,11 +270,11 @@ impl Adapter {
 /// `sum + a b`, in the memory of `sum` if its dtype is one that is summed in.
 fn plus_product(sum: Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     match sum {
-        None => a.matmul(b),
+        None => a.contiguous()?.matmul(b),
         Some(sum) if matches!(sum.dtype(), DType::F32 | DType::F64) => {
             add_matmul(&sum, a, b)?;
             Ok(sum)
         }
-        Some(sum) => sum + a.matmul(b)?,
+        Some(sum) => sum + a.contiguous()?.matmul(b)?,
     }
 }

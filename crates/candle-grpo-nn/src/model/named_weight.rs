@@ -1,7 +1,9 @@
 //! A weight and its name.
 
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 use candle_nn::VarBuilder;
+
+use crate::weights::base_weights::check_shape;
 
 /// A tensor from a builder, with its name there.
 ///
@@ -17,6 +19,19 @@ impl NamedWeight {
     pub(crate) fn get(vb: &VarBuilder, shape: impl Into<Shape>, name: &str) -> Result<Self> {
         let tensor = vb.get(shape.into(), name)?;
         Ok(Self::new(vb, tensor, name))
+    }
+
+    /// The weight of a linear map: `[outputs, inputs]`, or its blocks of quantized numbers.
+    pub(crate) fn map(vb: &VarBuilder, shape: (usize, usize)) -> Result<Self> {
+        const WEIGHT: &str = "weight";
+        match vb.get_unchecked(WEIGHT) {
+            Ok(blocks) if blocks.dtype() == DType::U8 => {
+                let weight = Self::new(vb, blocks, WEIGHT);
+                check_shape(&weight.name, &weight.tensor, &shape.into())?;
+                Ok(weight)
+            }
+            _ => Self::get(vb, shape, WEIGHT),
+        }
     }
 
     /// `tensor` under the name that it has in `vb`.

@@ -89,6 +89,8 @@ pub(crate) fn value_in(variable: &Var, dtype: DType) -> Result<Tensor> {
     }
     let value = variable.as_detached_tensor();
     match variable.dtype() {
+        // Blocks of quantized numbers.
+        DType::U8 => Ok(value),
         DType::F32 if dtype == DType::F32 => value.copy(),
         own if own == dtype => Ok(value),
         _ => value.to_dtype(dtype),

@@ -1,5 +1,6 @@
 //! Weights by name: initialization, safetensors files, Hugging Face folders and GGUF files.
 
+pub(crate) mod base_weights;
 pub(crate) mod check;
 mod checkpoint_form;
 pub(crate) mod compute_copies;
@@ -11,6 +12,7 @@ mod sequence_classifier;
 pub(crate) mod stacks;
 pub(crate) mod standard_normal;
 
+pub use base_weights::BaseWeights;
 pub use check::text_model;
 pub use checkpoint_form::CheckpointForm;
 pub use compute_copies::ComputeCopies;

@@ -10,11 +10,11 @@ use candle_nn::VarBuilder;
 
 use crate::atomic_file::write_safetensors;
 use crate::model::architecture::{Initial, Parameter};
+use crate::weights::base_weights::{FrozenForm, builder, check_shape, dense, shape};
 use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, reduce_to_parameters};
-use crate::weights::compute_copies::value_in;
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
-use crate::{ComputeCopies, DecoderConfig};
+use crate::{BaseWeights, ComputeCopies, DecoderConfig};
 
 /// Standard deviation of new weights, as in GPT-2 and Hugging Face's `initializer_range`.
 pub(crate) const INIT_STD: f64 = 0.02;
@@ -23,7 +23,8 @@ pub(crate) const INIT_STD: f64 = 0.02;
 ///
 /// Those of a decoder have the names and shapes of [`DecoderConfig::parameter_shapes`];
 /// [`Self::with`] adds others. The variables are f32, as smaller types lose small updates; only
-/// [frozen](Self::frozen_in) ones may have another dtype. A clone shares the variables.
+/// [frozen](Self::frozen_as) ones may have another dtype, or be blocks of quantized numbers (u8
+/// `[outputs, blocks of a row, bytes of a block]`). A clone shares the variables.
 #[derive(Debug, Clone)]
 pub struct Parameters {
     variables: BTreeMap<String, Var>,
@@ -88,13 +89,14 @@ impl Parameters {
         tensors: HashMap<String, Tensor>,
         device: &Device,
     ) -> Result<Self> {
-        Self::from_tensors_in(config, tensors, DType::F32, device)
+        let form = FrozenForm::new(config, BaseWeights::Dense, DType::F32)?;
+        Self::from_tensors_in(config, tensors, &form, device)
     }
 
-    fn from_tensors_in(
+    pub(crate) fn from_tensors_in(
         config: &DecoderConfig,
         mut tensors: HashMap<String, Tensor>,
-        dtype: DType,
+        form: &FrozenForm,
         device: &Device,
     ) -> Result<Self> {
         config.validate()?;
@@ -107,25 +109,15 @@ impl Parameters {
             let Some(tensor) = tensors.remove(&name) else {
                 bail!("tensors: no {name}")
             };
-            if *tensor.shape() != shape {
-                bail!(
-                    "tensor {name}: shape {:?}, must be {:?}",
-                    tensor.dims(),
-                    shape.dims()
-                );
-            }
-            if !tensor.dtype().is_float() {
+            check_shape(&name, &tensor, &shape)?;
+            if !tensor.dtype().is_float() && tensor.dtype() != DType::U8 {
                 bail!(
                     "tensor {name}: dtype {:?}, must be a floating-point type",
                     tensor.dtype()
                 );
             }
             // Detached, so that a variable given here is copied, not shared.
-            let tensor = tensor
-                .detach()
-                .to_device(device)?
-                .to_dtype(dtype)?
-                .contiguous()?;
+            let tensor = form.of(&name, &tensor.detach().to_device(device)?)?;
             variables.insert(name, Var::from_tensor(&tensor)?);
         }
         Ok(Self {
@@ -248,18 +240,18 @@ impl Parameters {
     ///
     /// As in [`Self::load`].
     pub fn load_folder(config: &DecoderConfig, folder: &Path, device: &Device) -> Result<Self> {
-        Self::load_folder_frozen(config, folder, DType::F32, device)
+        Self::load_folder_frozen(config, folder, BaseWeights::Dense, DType::F32, device)
     }
 
-    /// [`Self::load_folder`] of weights that do not train, in `dtype`, as [`Self::frozen_in`]
-    /// returns them.
+    /// [`Self::load_folder`] of weights that do not train, as [`Self::frozen_as`] returns them.
     ///
     /// # Errors
     ///
-    /// As in [`Self::load_folder`].
+    /// As in [`Self::load_folder`] and [`Self::frozen_as`].
     pub fn load_folder_frozen(
         config: &DecoderConfig,
         folder: &Path,
+        base: BaseWeights,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
@@ -272,23 +264,48 @@ impl Parameters {
         let mut tensors =
             safetensors::read_folder(folder, safetensors::read_file).map_err(context)?;
         reduce_to_parameters(config, &mut tensors).map_err(context)?;
-        Self::from_tensors_in(config, tensors, dtype, device).map_err(context)
+        FrozenForm::new(config, base, dtype)
+            .and_then(|form| Self::from_tensors_in(config, tensors, &form, device))
+            .map_err(context)
     }
 
-    /// Returns these weights in `dtype`, for a model that trains only its adapters. In bf16 and f16
-    /// they take 2 bytes each.
+    /// Returns these weights of `model` for the training of its adapters: the linear maps in the
+    /// form `base`, the others in `dtype`. In bf16 and f16 they take 2 bytes each.
     ///
-    /// Each variable is freed when it has been converted, unless a clone shares it. Builders of the
-    /// result in `dtype` share its memory. [`AdamW`](crate::AdamW) refuses variables that are not
-    /// f32.
+    /// Weights that are in blocks of quantized numbers stay so. Each variable is freed when it has
+    /// been converted, unless a clone shares it. Builders of the result in `dtype` share its
+    /// memory. [`AdamW`](crate::AdamW) refuses variables that are not f32.
     ///
     /// # Errors
     ///
     /// If `dtype` is not F32, BF16 or F16.
-    pub fn frozen_in(mut self, dtype: DType) -> Result<Self> {
-        for variable in self.variables.values_mut() {
-            if variable.dtype() != dtype {
-                *variable = Var::from_tensor(&value_in(variable, dtype)?)?;
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_grpo_nn::{BaseWeights, DecoderConfig, Parameters};
+    ///
+    /// let model = DecoderConfig { vocab_size: 11, hidden_size: 32, intermediate_size: 64,
+    ///     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+    ///     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
+    /// let base = Parameters::init(&model, 7, &Device::Cpu)?;
+    /// let base = base.frozen_as(&model, BaseWeights::Q8_0, DType::BF16)?;
+    /// let dims = |name: &str| base.get(name).map(|weight| weight.dims().to_vec());
+    /// // Blocks of 32 numbers have 34 bytes.
+    /// assert_eq!(dims("model.layers.0.mlp.down_proj.weight"), Some(vec![32, 2, 34]));
+    /// assert_eq!(dims("model.embed_tokens.weight"), Some(vec![11, 32]));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn frozen_as(
+        mut self,
+        model: &DecoderConfig,
+        base: BaseWeights,
+        dtype: DType,
+    ) -> Result<Self> {
+        let form = FrozenForm::new(model, base, dtype)?;
+        for (name, variable) in &mut self.variables {
+            let weight = form.of(name, &variable.as_detached_tensor())?;
+            if weight.dtype() != variable.dtype() {
+                *variable = Var::from_tensor(&weight)?;
             }
         }
         Ok(self)
@@ -318,11 +335,15 @@ impl Parameters {
         Self::save_named(path, self.host_tensors()?, || Ok(()))
     }
 
-    /// The values on the CPU.
+    /// The values on the CPU, without blocks.
     pub(crate) fn host_tensors(&self) -> Result<Vec<(String, Tensor)>> {
         let variables = self.variables.iter();
         let tensors = variables.map(|(name, variable)| {
             let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
+            let tensor = match tensor.dtype() {
+                DType::U8 => dense(&tensor, DType::F32)?,
+                _ => tensor,
+            };
             Ok((name.clone(), tensor))
         });
         tensors.collect()
@@ -364,8 +385,7 @@ impl Parameters {
             .iter()
             .map(|(name, variable)| Ok((name.clone(), copies.add(variable, dtype)?)))
             .collect::<Result<HashMap<_, _>>>()?;
-        let vb = VarBuilder::from_tensors(tensors, dtype, &self.device);
-        Ok((vb, copies))
+        Ok((builder(tensors, dtype, &self.device), copies))
     }
 
     /// An independent copy of the values. Later updates do not change it.
@@ -437,17 +457,23 @@ impl Parameters {
         self.variables.is_empty()
     }
 
-    /// Number of trainable elements.
+    /// Number of elements, those in blocks of quantized numbers included.
     pub fn num_elements(&self) -> usize {
-        self.variables
-            .values()
-            .map(|variable| variable.elem_count())
-            .sum()
+        let elements = |variable: &Var| shape(variable).map_or(0, |shape| shape.elem_count());
+        self.variables.values().map(elements).sum()
     }
 
-    /// The dtype of the variables: F32, unless they are [frozen](Self::frozen_in).
+    /// The bytes of the variables.
+    pub fn num_bytes(&self) -> usize {
+        let bytes = |variable: &Var| variable.elem_count() * variable.dtype().size_in_bytes();
+        self.variables.values().map(bytes).sum()
+    }
+
+    /// The dtype of the variables, except for blocks of quantized numbers: F32, unless they are
+    /// [frozen](Self::frozen_as).
     pub fn dtype(&self) -> DType {
-        let first = self.variables.values().next();
+        let mut variables = self.variables.values();
+        let first = variables.find(|variable| variable.dtype() != DType::U8);
         first.map_or(DType::F32, |variable| variable.dtype())
     }
 
@@ -463,7 +489,7 @@ impl Parameters {
             .map(|(name, variable)| (name.clone(), tensor_of(variable)))
             .collect();
         // Not a VarMap, which would create a random tensor for an unknown name.
-        VarBuilder::from_tensors(tensors, self.dtype(), &self.device)
+        builder(tensors, self.dtype(), &self.device)
     }
 }
 

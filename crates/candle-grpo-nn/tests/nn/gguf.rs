@@ -121,7 +121,7 @@ fn stored_name(name: &str) -> String {
     .fold(name.to_owned(), |name, (from, to)| name.replace(from, to))
 }
 
-fn file() -> NamedTempFile {
+pub(crate) fn file() -> NamedTempFile {
     tempfile::Builder::new()
         .suffix("model.gguf")
         .tempfile()
@@ -443,7 +443,7 @@ fn unsupported_metadata_is_refused_by_key(
 }
 
 /// The small decoder of a family with options that its GGUF files can state.
-fn statable(family: Family) -> DecoderConfig {
+pub(crate) fn statable(family: Family) -> DecoderConfig {
     let config = family.config(matches!(family, Family::Gemma2 | Family::Gemma3));
     match family {
         Family::Mistral => DecoderConfig {
@@ -471,7 +471,7 @@ fn statable(family: Family) -> DecoderConfig {
     }
 }
 
-fn write(
+pub(crate) fn write(
     file: &NamedTempFile,
     config: &DecoderConfig,
     parameters: &Parameters,

@@ -2,6 +2,7 @@
 
 mod adamw;
 mod atomic_file;
+mod base_weights;
 mod biases;
 mod checkpoint_form;
 mod cuda_budget;

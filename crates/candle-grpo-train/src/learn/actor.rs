@@ -11,8 +11,8 @@ use candle_grpo_core::{MetricValue, MetricValues};
 use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{PolicyLoss, StepTotals, linear_policy_loss, sum_of_squared_probs};
 use candle_grpo_nn::{
-    AdamW, AdamWConfig, ComputeCopies, Decoder, DecoderConfig, Gradients, LanguageModel, Lora,
-    Parameters,
+    AdamW, AdamWConfig, BaseWeights, ComputeCopies, Decoder, DecoderConfig, Gradients,
+    LanguageModel, Lora, Parameters,
 };
 use serde::{Deserialize, Serialize};
 
@@ -117,7 +117,7 @@ impl Actor {
 
     /// Creates an actor that trains `adapters` and freezes `parameters`, in the dtype that the
     /// policy computes in. In bf16 they take 2 bytes each, which the reference and the sampler
-    /// share.
+    /// share. Parameters in [blocks](candle_grpo_nn::BaseWeights) of quantized numbers stay so.
     ///
     /// Optimizer state and gradients have the size of the adapters.
     ///
@@ -132,7 +132,7 @@ impl Actor {
     ) -> Result<Self> {
         adapters.config().validate(&model).context("adapters")?;
         let dtype = config.compute_dtype;
-        let parameters = parameters.frozen_in(dtype.into())?;
+        let parameters = parameters.frozen_as(&model, BaseWeights::Stored, dtype.into())?;
         let (decoder, copies) = decoder_in(&model, &parameters, Some(&adapters), dtype)?;
         Self::from_decoder(parameters, Some(adapters), decoder, copies, config)
     }

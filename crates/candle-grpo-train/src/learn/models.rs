@@ -36,6 +36,8 @@ impl Models {
             Some(adapters) => {
                 let (seed, device) = (config.sampling.seed, parameters.device());
                 let adapters = Lora::init(adapters, &model, seed, device).context("adapters")?;
+                let (base, dtype) = config.stored_form();
+                let parameters = parameters.frozen_as(&model, base, dtype.into())?;
                 Actor::with_adapters(model, parameters, adapters, config.actor())?
             }
         };

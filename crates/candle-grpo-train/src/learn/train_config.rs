@@ -4,7 +4,7 @@ use anyhow::Result;
 use candle_grpo_core::validate as check;
 use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
 use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe};
-use candle_grpo_nn::{AdamWConfig, LoraConfig};
+use candle_grpo_nn::{AdamWConfig, BaseWeights, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use super::recipe_inputs::{RecipeInputs, ensure_consistent};
@@ -78,6 +78,11 @@ pub struct TrainConfig {
     /// Low-rank adapters that train in place of the parameters. The reference is then the policy
     /// without them. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
+    /// The form in memory of the linear maps under adapters: `dense` in the dtype of the
+    /// computation, or blocks of quantized numbers (QLoRA, <https://arxiv.org/abs/2305.14314>):
+    /// those that a GGUF file has (`stored`), or `q4_0`, `q5_0`, `q8_0`, `q4_k`, `q5_k` or `q6_k`.
+    /// Products are of the dequantized numbers.
+    pub base_weights: BaseWeights,
     /// Updates of the reference from the policy. Absent: the reference is frozen.
     pub reference_refresh: Option<ReferenceRefresh>,
     /// Controller of the coefficient of the KL penalty in token rewards, in place of the fixed
@@ -134,6 +139,7 @@ impl Default for TrainConfig {
             top_entropy: None,
             resampling: None,
             adapters: None,
+            base_weights: BaseWeights::default(),
             reference_refresh: None,
             reward_kl: None,
             adaptive_entropy: None,
@@ -182,6 +188,12 @@ impl TrainConfig {
             "sampling.greedy",
             true,
             "be false in training: all completions of a group would be the same",
+        )?;
+        check::check(
+            self.base_weights == BaseWeights::Dense || self.adapters.is_some(),
+            "base_weights",
+            "quantized",
+            "be dense unless adapters train",
         )?;
         ensure_consistent(&self.recipe, self.num_generations)?;
         check::check(
@@ -324,12 +336,12 @@ impl TrainConfig {
         Ok(())
     }
 
-    /// Returns the dtype of the weights of the policy in memory: that of the computation under
-    /// adapters, otherwise f32.
-    pub fn stored_dtype(&self) -> ComputeDType {
+    /// Returns the form of the linear maps of the policy in memory, and the dtype of its other
+    /// weights: that of the computation under adapters, otherwise f32.
+    pub fn stored_form(&self) -> (BaseWeights, ComputeDType) {
         match self.adapters {
-            Some(_) => self.compute_dtype,
-            None => ComputeDType::F32,
+            Some(_) => (self.base_weights, self.compute_dtype),
+            None => (BaseWeights::Dense, ComputeDType::F32),
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{
-    CheckpointForm, DecoderConfig, Gguf, GgufDType, GgufValue, Parameters, atomic_file,
+    BaseWeights, CheckpointForm, DecoderConfig, Gguf, GgufDType, GgufValue, Parameters, atomic_file,
 };
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
@@ -59,17 +59,22 @@ impl Pretrained {
     /// unexpected, not finite or of the wrong shape, and for a tokenizer that does not match
     /// the model.
     pub fn load(path: &Path, device: &Device) -> Result<Self> {
-        Self::load_frozen(path, device, ComputeDType::F32)
+        Self::load_frozen(path, device, BaseWeights::Dense, ComputeDType::F32)
     }
 
-    /// [`Self::load`] with weights in `dtype`, for a model that trains only its adapters: see
-    /// [`Parameters::frozen_in`].
+    /// [`Self::load`] with linear maps in the form `base` and other weights in `dtype`, for a model
+    /// that trains only its adapters: see [`Parameters::frozen_as`].
     ///
     /// # Errors
     ///
     /// As in [`Self::load`].
-    pub fn load_frozen(path: &Path, device: &Device, dtype: ComputeDType) -> Result<Self> {
-        Self::read(path, Some((device, dtype.into())))
+    pub fn load_frozen(
+        path: &Path,
+        device: &Device,
+        base: BaseWeights,
+        dtype: ComputeDType,
+    ) -> Result<Self> {
+        Self::read(path, Some((device, base, dtype.into())))
     }
 
     /// Reads a model without its weights, like [`Self::load`]. The parameters are empty.
@@ -95,7 +100,7 @@ impl Pretrained {
         checked.with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read(path: &Path, weights: Option<(&Device, DType)>) -> Result<Self> {
+    fn read(path: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
         let read = || -> Result<Self> {
             ensure!(path.exists(), "there is no such file");
             let pretrained = if path.is_dir() {
@@ -109,7 +114,7 @@ impl Pretrained {
         read().with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read_gguf(path: &Path, weights: Option<(&Device, DType)>) -> Result<Self> {
+    fn read_gguf(path: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
         let file = Gguf::open(path)?;
         let metadata = file.metadata();
         let text = |key: &str| metadata.get(key).and_then(GgufValue::as_str);
@@ -127,7 +132,7 @@ impl Pretrained {
             .transpose()?;
         Ok(Self {
             parameters: match weights {
-                Some((device, dtype)) => file.parameters(device)?.frozen_in(dtype)?,
+                Some((device, base, dtype)) => file.frozen_parameters(base, dtype, device)?,
                 None => Parameters::empty(),
             },
             model,
@@ -139,7 +144,7 @@ impl Pretrained {
         })
     }
 
-    fn read_folder(folder: &Path, weights: Option<(&Device, DType)>) -> Result<Self> {
+    fn read_folder(folder: &Path, weights: Option<(&Device, BaseWeights, DType)>) -> Result<Self> {
         let bytes = fs::read(folder.join(CONFIG)).context(CONFIG)?;
         let model = DecoderConfig::from_hugging_face(&bytes).context(CONFIG)?;
         let config: Map<String, Value> = serde_json::from_slice(&bytes).context(CONFIG)?;
@@ -147,8 +152,8 @@ impl Pretrained {
         let special_tokens = SpecialTokens::read(folder, &config, &tokenizer)?;
         let chat_template = read_chat_template(folder)?;
         let (parameters, form) = match weights {
-            Some((device, dtype)) => (
-                Parameters::load_folder_frozen(&model, folder, dtype, device)?,
+            Some((device, base, dtype)) => (
+                Parameters::load_folder_frozen(&model, folder, base, dtype, device)?,
                 CheckpointForm::read(&model, folder)?,
             ),
             None => (Parameters::empty(), None),

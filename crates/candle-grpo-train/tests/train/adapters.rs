@@ -2,11 +2,13 @@
 
 use crate::common::{
     self, END, max_difference, model, parameters, pretrained, prompts, share_of_a, tokenizer,
-    trainer,
+    trainer, without_seconds,
 };
 use candle_core::DType;
 use candle_grpo_loss::{KlLoss, LogProbOptions, Recipe, linear_log_prob};
-use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, Lora, LoraConfig};
+use candle_grpo_nn::{
+    AdamW, AdamWConfig, BaseWeights, Decoder, DecoderConfig, Lora, LoraConfig, Parameters,
+};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::ReferenceRefresh;
 use candle_grpo_train::{
@@ -184,9 +186,87 @@ fn weights_under_adapters_are_stored_once_in_the_compute_dtype() {
     }
 }
 
+/// A policy over blocks of quantized numbers, and one over their numbers.
+#[test]
+fn adapters_over_quantized_weights_learn_as_over_their_numbers() {
+    let model = DecoderConfig {
+        hidden_size: 32,
+        intermediate_size: 64,
+        ..model()
+    };
+    let quantized = common::parameters_of(&model, device())
+        .frozen_as(&model, BaseWeights::Q8_0, DType::F32)
+        .unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    quantized.save(&file).unwrap();
+    let numbers = Parameters::load(&model, &file, device()).unwrap();
+    let [(blocks, of_blocks), (_, of_numbers)] = [
+        (quantized.clone(), BaseWeights::Stored),
+        (numbers, BaseWeights::Dense),
+    ]
+    .map(|(parameters, base_weights)| {
+        let mut trainer = Trainer::new(
+            model.clone(),
+            parameters,
+            tokenizer(),
+            prompts(&["a", "b"]),
+            share_of_a,
+            TrainConfig {
+                base_weights,
+                ..config()
+            },
+        )
+        .unwrap();
+        let metrics: Vec<_> = (0..30).map(|_| trainer.step().unwrap()).collect();
+        (trainer, metrics)
+    });
+    let mean = |part: &[candle_grpo_train::StepMetrics]| {
+        part.iter().map(|m| m.reward_mean).sum::<f64>() / part.len() as f64
+    };
+    let (first, last) = (mean(&of_blocks[..5]), mean(&of_blocks[25..]));
+    assert!(last > first + 0.3, "from {first} to {last}");
+    // The reference has the same blocks.
+    assert!(of_blocks[0].policy["kl"].abs() < 1e-9);
+    for (a, b) in of_blocks.iter().zip(&of_numbers) {
+        let (a, b) = (without_seconds(a.clone()), without_seconds(b.clone()));
+        assert_eq!(a.reward_mean, b.reward_mean, "step {}", a.step);
+    }
+    let mut quantized_maps = 0;
+    for (name, weight) in blocks.actor().parameters().iter() {
+        let stored = quantized.get(name).unwrap();
+        assert_eq!(weight.dtype(), stored.dtype(), "{name}");
+        quantized_maps += usize::from(weight.dtype() == DType::U8);
+    }
+    assert_eq!(quantized_maps, 7 * model.num_hidden_layers);
+}
+
+#[test]
+fn quantized_weights_do_not_train() {
+    let config = TrainConfig {
+        base_weights: BaseWeights::Q4K,
+        adapters: None,
+        ..config()
+    };
+    let error = config.validate().unwrap_err().to_string();
+    let expected = "base_weights: quantized, must be dense unless adapters train";
+    assert!(error.contains(expected), "{error}");
+    let model = DecoderConfig {
+        hidden_size: 32,
+        ..model()
+    };
+    let base = common::parameters_of(&model, device());
+    let base = base.frozen_as(&model, BaseWeights::Q8_0, DType::F32);
+    let error = AdamW::new(AdamWConfig::default(), &base.unwrap()).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains(" is U8, must be F32 to train"), "{error}");
+}
+
 #[test]
 fn frozen_weights_do_not_train() {
-    let frozen = parameters().frozen_in(DType::BF16).unwrap();
+    let frozen = parameters()
+        .frozen_as(&model(), BaseWeights::Dense, DType::BF16)
+        .unwrap();
     let error = AdamW::new(AdamWConfig::default(), &frozen).unwrap_err();
     let error = error.to_string();
     assert!(error.contains(" is BF16, must be F32 to train"), "{error}");

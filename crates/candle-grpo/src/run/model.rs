@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
 use candle_grpo_collective::launch;
+use candle_grpo_nn::BaseWeights;
 use candle_grpo_train::{ChatTemplate, ComputeDType, Pretrained, RunDir, cuda_device};
 
 use crate::config::{ModelConfig, RunConfig};
@@ -33,23 +34,23 @@ pub fn device() -> Result<Device> {
 ///
 /// Returns an error that names the file if the model or its chat template cannot be read.
 pub fn load_model(config: &ModelConfig) -> Result<Pretrained> {
-    load_in(config, ComputeDType::F32)
+    load_in(config, (BaseWeights::Dense, ComputeDType::F32))
 }
 
-/// [`load_model`] of a run that trains it. Weights under adapters are in the dtype that the run
-/// computes in, where they take less memory.
+/// [`load_model`] of a run that trains it. Weights under adapters are in the form and the dtype of
+/// the run, where they take less memory.
 ///
 /// # Errors
 ///
 /// Returns an error as [`load_model`] does.
 pub fn load_policy(run: &RunConfig) -> Result<Pretrained> {
-    load_in(&run.model, run.train.stored_dtype())
+    load_in(&run.model, run.train.stored_form())
 }
 
-fn load_in(config: &ModelConfig, dtype: ComputeDType) -> Result<Pretrained> {
+fn load_in(config: &ModelConfig, (base, dtype): (BaseWeights, ComputeDType)) -> Result<Pretrained> {
     let device = device()?;
     let path = model_path(&config.path)?;
-    let pretrained = Pretrained::load_frozen(&path, &device, dtype)?;
+    let pretrained = Pretrained::load_frozen(&path, &device, base, dtype)?;
     let pretrained = with_template(pretrained, config)?;
     tracing::info!(
         "{}: {:.1} million parameters, {} layers, {} tokens, on {:?}",

@@ -148,8 +148,9 @@ impl Session {
         collective: Arc<dyn Collective>,
     ) -> Result<Self> {
         let RunPrompts { train, held_out } = prompts;
-        let stored = config.train.stored_dtype();
-        pretrained.parameters = pretrained.parameters.frozen_in(stored.into())?;
+        let (base, dtype) = config.train.stored_form();
+        let model = &pretrained.model;
+        pretrained.parameters = (pretrained.parameters).frozen_as(model, base, dtype.into())?;
         let sampling = |sampling: &SamplingConfig| pretrained.sampling(sampling.clone());
         let evaluation = EvaluationConfig {
             sampler: sampling(&config.evaluation.sampler),

@@ -31,6 +31,7 @@ mod add_bias;
 mod attention;
 mod branches;
 mod causal_conv;
+mod dequantize;
 mod draw_tokens;
 mod driver;
 mod embedding;

@@ -8,16 +8,17 @@ mod rope;
 mod tensors;
 mod value;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
-use candle_core::{Device, Error, Result, bail};
+use candle_core::{DType, Device, Error, Result, bail};
 
 use crate::atomic_file::write_with;
-use crate::{DecoderConfig, Parameters};
+use crate::weights::base_weights::FrozenForm;
+use crate::{BaseWeights, DecoderConfig, Parameters};
 use header::{Header, TensorPlace};
 pub(crate) use keys::{GgufField, GgufKey};
 pub use value::GgufValue;
@@ -98,9 +99,25 @@ impl Gguf {
     ///
     /// Names a tensor that is missing, surplus, of another shape or not finite.
     pub fn parameters(&self, device: &Device) -> Result<Parameters> {
+        self.frozen_parameters(BaseWeights::Dense, DType::F32, device)
+    }
+
+    /// [`Self::parameters`] that do not train, as [`Parameters::frozen_as`] returns them. With
+    /// [`BaseWeights::Stored`] the linear maps keep the blocks of the file.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::parameters`] and [`Parameters::frozen_as`].
+    pub fn frozen_parameters(
+        &self,
+        base: BaseWeights,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Parameters> {
         let config = self.config()?;
-        tensors::read(&self.path, &self.header, &config)
-            .and_then(|tensors: HashMap<_, _>| Parameters::from_tensors(&config, tensors, device))
+        let form = FrozenForm::new(&config, base, dtype)?;
+        tensors::read(&self.path, &self.header, &config, &form)
+            .and_then(|tensors| Parameters::from_tensors_in(&config, tensors, &form, device))
             .map_err(|error| context(&self.path, error))
     }
 }

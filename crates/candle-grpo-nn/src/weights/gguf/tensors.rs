@@ -8,12 +8,14 @@ use std::path::Path;
 use candle_core::quantized::ggml_file::qtensor_from_ggml;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_grpo_kernels::BLOCK_TYPES;
 
 use super::config::{EMBEDDING, OUTPUT};
 use super::header::{Header, TensorPlace};
 use super::rope;
 use crate::model::architecture::Initial;
 use crate::model::families::GgufLayout;
+use crate::weights::base_weights::FrozenForm;
 use crate::weights::check::{check_finite, check_names};
 use crate::{DecoderConfig, Parameters};
 
@@ -166,11 +168,12 @@ pub(super) fn check(header: &Header, config: &DecoderConfig) -> Result<()> {
     places(header, config).map(drop)
 }
 
-/// Reads all weights of `config` in f32 by their Hugging Face names.
+/// Reads all weights of `config` in `form` by their Hugging Face names.
 pub(super) fn read(
     path: &Path,
     header: &Header,
     config: &DecoderConfig,
+    form: &FrozenForm,
 ) -> Result<HashMap<String, Tensor>> {
     // All shapes before the first read.
     let places = places(header, config)?;
@@ -178,14 +181,21 @@ pub(super) fn read(
     let mut parameters = HashMap::new();
     for (name, stored, place) in places {
         let mut read = || -> Result<()> {
-            let whole = tensor(&mut file, place)?;
-            check_finite(&whole)?;
+            let bytes = bytes(&mut file, place)?;
+            let numbers = numbers(&bytes, place)?;
+            check_finite(&numbers)?;
+            let keeps_blocks = stored.parameters.iter().all(|name| form.keeps_blocks(name));
+            let whole = match keeps_blocks && BLOCK_TYPES.contains(&place.dtype) {
+                true => blocks(bytes, place)?,
+                false => numbers,
+            };
             for (index, parameter) in stored.parameters.iter().enumerate() {
                 let part = match stored.shape.rank() {
                     3 => whole.get(index)?,
                     _ => whole.clone(),
                 };
-                parameters.insert(parameter.clone(), stored.change.parameter(part)?);
+                let part = stored.change.parameter(part)?;
+                parameters.insert(parameter.clone(), form.of(parameter, &part)?);
             }
             Ok(())
         };
@@ -238,17 +248,33 @@ pub(super) fn values(path: &Path, header: &Header, name: &str) -> Result<Option<
     let Some(place) = header.tensors.get(name) else {
         return Ok(None);
     };
-    let values = tensor(&mut File::open(path)?, place)?;
+    let values = numbers(&bytes(&mut File::open(path)?, place)?, place)?;
     Ok(Some(values.flatten_all()?.to_vec1()?))
 }
 
-fn tensor(file: &mut File, place: &TensorPlace) -> Result<Tensor> {
+fn bytes(file: &mut File, place: &TensorPlace) -> Result<Vec<u8>> {
     // The header has been checked against the length of the file.
     let mut bytes = vec![0; place.length];
     file.seek(SeekFrom::Start(place.start))?;
     file.read_exact(&mut bytes)?;
-    qtensor_from_ggml(place.dtype, &bytes, place.dims.clone(), &Device::Cpu)?
+    Ok(bytes)
+}
+
+/// The numbers of a tensor, f32.
+fn numbers(bytes: &[u8], place: &TensorPlace) -> Result<Tensor> {
+    qtensor_from_ggml(place.dtype, bytes, place.dims.clone(), &Device::Cpu)?
         .dequantize(&Device::Cpu)
+}
+
+/// The blocks of a tensor, u8 with two dimensions in place of the last one: the blocks of a row,
+/// and their bytes.
+fn blocks(bytes: Vec<u8>, place: &TensorPlace) -> Result<Tensor> {
+    let mut dims = place.dims.clone();
+    if let Some(row) = dims.last_mut() {
+        *row /= place.dtype.block_size();
+    }
+    dims.push(place.dtype.type_size());
+    Tensor::from_vec(bytes, dims, &Device::Cpu)
 }
 
 /// The name in GGUF files of the parameter with this Hugging Face name. The matrices of experts are

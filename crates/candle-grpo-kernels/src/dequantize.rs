@@ -1,0 +1,123 @@
+//! Matrices in blocks of quantized numbers.
+
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use crate::{check, composed, cpu};
+
+/// The types of blocks with a CPU and a CUDA path, which [`quantize`] writes and [`dequantize`]
+/// reads. A block of each has another number of bytes.
+pub const BLOCK_TYPES: [GgmlDType; 6] = [
+    GgmlDType::Q4_0,
+    GgmlDType::Q5_0,
+    GgmlDType::Q8_0,
+    GgmlDType::Q4K,
+    GgmlDType::Q5K,
+    GgmlDType::Q6K,
+];
+
+/// Rounds the rows of a matrix to blocks, as GGUF files have them.
+///
+/// # Shapes
+///
+/// - `x`: `[outputs, inputs]`, any float dtype. `inputs` is a multiple of the size of a block: 32
+///   numbers for Q4_0, Q5_0 and Q8_0, 256 for Q4K, Q5K and Q6K.
+/// - result: u8 `[outputs, inputs / size of a block, bytes of a block]`, on the device of `x`
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes, and if `dtype` is none of [`BLOCK_TYPES`].
+///
+/// ```
+/// use candle_core::quantized::GgmlDType;
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_grpo_kernels::{dequantize, quantize};
+///
+/// let x = Tensor::arange(0f32, 64., &Device::Cpu)?.reshape((2, 32))?;
+/// let blocks = quantize(&x, GgmlDType::Q8_0)?;
+/// assert_eq!(blocks.dims(), [2, 1, 34]);
+/// let difference = (dequantize(&blocks, DType::F32)? - x)?.abs()?.max_all()?;
+/// assert!(difference.to_scalar::<f32>()? < 0.3); // half of 63 / 127
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn quantize(x: &Tensor, dtype: GgmlDType) -> Result<Tensor> {
+    check::float("x", x)?;
+    if !BLOCK_TYPES.contains(&dtype) {
+        bail!("dtype: {dtype:?}, must be one of {BLOCK_TYPES:?}");
+    }
+    let size = dtype.block_size();
+    let &[outputs, inputs] = x.dims() else {
+        bail!("x: shape {:?}, must be [outputs, inputs]", x.dims());
+    };
+    if inputs == 0 || !inputs.is_multiple_of(size) {
+        bail!("x: rows of {inputs} numbers, must be a multiple of {size} for {dtype:?}");
+    }
+    let shape = (outputs, inputs / size, dtype.type_size());
+    if outputs == 0 {
+        return Tensor::zeros(shape, DType::U8, x.device());
+    }
+    let x = x.detach().to_dtype(DType::F32)?;
+    let on_host = x.to_device(&Device::Cpu)?.contiguous()?;
+    let quantized = QTensor::quantize(&on_host, dtype)?;
+    Tensor::from_vec(quantized.data()?.into_owned(), shape, x.device())
+}
+
+/// Returns the numbers of a matrix in blocks, the result of [`quantize`] or the bytes of a GGUF
+/// file.
+///
+/// # Shapes
+///
+/// - `blocks`: u8 `[outputs, blocks of a row, bytes of a block]`. The number of bytes determines
+///   the type.
+/// - result: `[outputs, inputs]` of `dtype`: f32, bf16, f16 or f64
+///
+/// # Errors
+///
+/// Fails on other shapes and dtypes.
+pub fn dequantize(blocks: &Tensor, dtype: DType) -> Result<Tensor> {
+    let block_type = block_type(blocks)?;
+    if !dtype.is_float() {
+        bail!("dtype: {dtype:?}, must be a float dtype");
+    }
+    let shape = (blocks.dim(0)?, blocks.dim(1)? * block_type.block_size());
+    let has_path = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    if !has_path || blocks.elem_count() == 0 {
+        return composed::dequantize::unchecked(blocks, block_type, dtype);
+    }
+    let blocks = blocks.contiguous()?;
+    #[cfg(feature = "cuda")]
+    if blocks.device().is_cuda() {
+        return crate::cuda::dequantize::dequantize(&blocks, block_type, shape, dtype);
+    }
+    if !blocks.device().is_cpu() {
+        return composed::dequantize::unchecked(&blocks, block_type, dtype);
+    }
+    cpu::with_element!(dtype, "dtype", Float => {
+        Tensor::from_vec(cpu::dequantize::dequantize::<Float>(&blocks, block_type)?, shape, &Device::Cpu)
+    })
+}
+
+/// The type of `blocks`, which determines the number of their numbers.
+///
+/// # Errors
+///
+/// Fails unless they have the shape and dtype of [`dequantize`].
+pub fn block_type(blocks: &Tensor) -> Result<GgmlDType> {
+    named_block_type("blocks", blocks)
+}
+
+pub(crate) fn named_block_type(name: &str, blocks: &Tensor) -> Result<GgmlDType> {
+    check::one_stream(blocks.device())?;
+    let found = match (blocks.dtype(), blocks.dims()) {
+        (DType::U8, &[_, _, bytes]) => BLOCK_TYPES.iter().find(|t| t.type_size() == bytes),
+        _ => None,
+    };
+    match found {
+        Some(found) => Ok(*found),
+        None => bail!(
+            "{name}: {:?} of {:?}, must be u8 [outputs, blocks, bytes of a block]",
+            blocks.dims(),
+            blocks.dtype()
+        ),
+    }
+}

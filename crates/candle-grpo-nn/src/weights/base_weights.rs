@@ -1,0 +1,180 @@
+//! Weights that do not train, in a dtype or in blocks of quantized numbers.
+
+use std::collections::{BTreeSet, HashMap};
+
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_grpo_kernels::{block_type, dequantize, quantize};
+use candle_nn::VarBuilder;
+use candle_nn::var_builder::SimpleBackend;
+use serde::{Deserialize, Serialize};
+
+use crate::DecoderConfig;
+use crate::adapters::linear_maps;
+
+/// The form in memory of the linear maps in blocks of a model that trains only its adapters
+/// (QLoRA, <https://arxiv.org/abs/2305.14314>, with the blocks of GGUF files).
+///
+/// The routers of experts, embeddings, norms, biases and the output layer are never quantized. A
+/// map whose rows are not a multiple of 256 numbers has blocks of 32 with at least as many bits:
+/// Q5_0 in place of Q4_K, Q8_0 in place of Q5_K and Q6_K. Rows that are not a multiple of 32 are
+/// not quantized.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BaseWeights {
+    /// Numbers of the dtype of the computation.
+    #[default]
+    Dense,
+    /// The blocks of a GGUF file, as they are there. Types without an operator, such as Q2_K, are
+    /// dense, and so are the weights of other files.
+    Stored,
+    /// 4.5 bits each: 32 numbers with a common factor.
+    #[serde(rename = "q4_0")]
+    Q4_0,
+    /// 5.5 bits each: 32 numbers with a common factor.
+    #[serde(rename = "q5_0")]
+    Q5_0,
+    /// 8.5 bits each: 32 numbers with a common factor.
+    #[serde(rename = "q8_0")]
+    Q8_0,
+    /// 4.5 bits each: 256 numbers in 8 parts, each with factor and offset.
+    #[serde(rename = "q4_k")]
+    Q4K,
+    /// 5.5 bits each: 256 numbers in 8 parts, each with factor and offset.
+    #[serde(rename = "q5_k")]
+    Q5K,
+    /// 6.6 bits each: 256 numbers in 16 parts, each with a factor.
+    #[serde(rename = "q6_k")]
+    Q6K,
+}
+
+impl BaseWeights {
+    /// The blocks of rows of `inputs` numbers, if the weights are quantized.
+    fn block_type(self, inputs: usize) -> Option<GgmlDType> {
+        let by_256 = inputs.is_multiple_of(256);
+        let block_type = match self {
+            Self::Dense | Self::Stored => return None,
+            Self::Q4K if by_256 => GgmlDType::Q4K,
+            Self::Q5K if by_256 => GgmlDType::Q5K,
+            Self::Q6K if by_256 => GgmlDType::Q6K,
+            Self::Q4_0 => GgmlDType::Q4_0,
+            Self::Q5_0 | Self::Q4K => GgmlDType::Q5_0,
+            Self::Q8_0 | Self::Q5K | Self::Q6K => GgmlDType::Q8_0,
+        };
+        inputs
+            .is_multiple_of(block_type.block_size())
+            .then_some(block_type)
+    }
+}
+
+/// The form of all weights of a model that trains only its adapters.
+#[derive(Debug)]
+pub(crate) struct FrozenForm {
+    base: BaseWeights,
+    /// The dtype of weights that are not in blocks.
+    pub(crate) dtype: DType,
+    /// The names of the weights that may be in blocks.
+    maps: BTreeSet<String>,
+}
+
+impl FrozenForm {
+    pub(crate) fn new(model: &DecoderConfig, base: BaseWeights, dtype: DType) -> Result<Self> {
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            bail!("dtype: {dtype:?}, must be F32, BF16 or F16");
+        }
+        let mut maps = BTreeSet::new();
+        if base != BaseWeights::Dense {
+            let routers = model.architecture().routers();
+            let names = linear_maps(model).into_iter().map(|(name, _)| name);
+            let names = names.filter(|name| !routers.contains(name));
+            maps.extend(names.map(|name| format!("{name}.weight")));
+        }
+        Ok(Self { base, dtype, maps })
+    }
+
+    /// Returns whether the blocks of a file stay blocks in the weight `name`.
+    pub(crate) fn keeps_blocks(&self, name: &str) -> bool {
+        self.base == BaseWeights::Stored && self.maps.contains(name)
+    }
+
+    /// Returns the weight `name`, in a floating-point type or in blocks, in this form.
+    pub(crate) fn of(&self, name: &str, weight: &Tensor) -> Result<Tensor> {
+        if weight.dtype() == DType::U8 {
+            return Ok(weight.clone());
+        }
+        let block_type = match self.maps.contains(name) {
+            true => self.base.block_type(weight.dim(1)?),
+            false => None,
+        };
+        match block_type {
+            Some(block_type) => quantize(weight, block_type),
+            None => weight.to_dtype(self.dtype)?.contiguous(),
+        }
+    }
+}
+
+/// The numbers of a weight that may be in blocks.
+pub(crate) fn dense(weight: &Tensor, dtype: DType) -> Result<Tensor> {
+    match weight.dtype() {
+        DType::U8 => dequantize(weight, dtype),
+        _ => weight.to_dtype(dtype),
+    }
+}
+
+/// The shape of a weight that may be in blocks.
+pub(crate) fn shape(weight: &Tensor) -> Result<Shape> {
+    match weight.dtype() {
+        DType::U8 => {
+            let inputs = weight.dim(1)? * block_type(weight)?.block_size();
+            Ok((weight.dim(0)?, inputs).into())
+        }
+        _ => Ok(weight.shape().clone()),
+    }
+}
+
+/// Fails unless `weight` has the shape `expected` or is the blocks of a matrix of this shape.
+pub(crate) fn check_shape(name: &str, weight: &Tensor, expected: &Shape) -> Result<()> {
+    if !shape(weight).is_ok_and(|shape| shape == *expected) {
+        bail!(
+            "tensor {name}: shape {:?}, must be {:?}",
+            weight.dims(),
+            expected.dims()
+        );
+    }
+    Ok(())
+}
+
+/// A builder of `tensors`, of which blocks keep their dtype.
+pub(crate) fn builder(
+    tensors: HashMap<String, Tensor>,
+    dtype: DType,
+    device: &Device,
+) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(Tensors(tensors)), dtype, device.clone())
+}
+
+struct Tensors(HashMap<String, Tensor>);
+
+impl SimpleBackend for Tensors {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: candle_nn::Init,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        SimpleBackend::get(&self.0, shape, name, init, dtype, device)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.0.get(name) {
+            Some(blocks) if blocks.dtype() == DType::U8 => blocks.to_device(device),
+            _ => self.0.get_unchecked(name, dtype, device),
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+}
