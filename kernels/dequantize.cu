@@ -15,10 +15,21 @@ __device__ __forceinline__ float q4_0(const uint8_t *block, int i) {
     return (float)(q - 8) * half_at(block, 0);
 }
 
+__device__ __forceinline__ float q4_1(const uint8_t *block, int i) {
+    const int q = block[4 + i % 16] >> (i / 16 * 4) & 15;
+    return (float)q * half_at(block, 0) + half_at(block, 2);
+}
+
 __device__ __forceinline__ float q5_0(const uint8_t *block, int i) {
     const int q = block[6 + i % 16] >> (i / 16 * 4) & 15;
     const int fifth = block[2 + i / 8] >> (i % 8) & 1;
     return (float)((q | fifth << 4) - 16) * half_at(block, 0);
+}
+
+__device__ __forceinline__ float q5_1(const uint8_t *block, int i) {
+    const int q = block[8 + i % 16] >> (i / 16 * 4) & 15;
+    const int fifth = block[4 + i / 8] >> (i % 8) & 1;
+    return (float)(q | fifth << 4) * half_at(block, 0) + half_at(block, 2);
 }
 
 __device__ __forceinline__ float q8_0(const uint8_t *block, int i) {
@@ -76,7 +87,9 @@ template <typename T>
 __device__ __forceinline__ void dequantize(const uint8_t *blocks, T *y, uint64_t n, uint32_t bytes) {
     switch (bytes) {
         case 18: return each<18, 32>(blocks, y, n, q4_0);
+        case 20: return each<20, 32>(blocks, y, n, q4_1);
         case 22: return each<22, 32>(blocks, y, n, q5_0);
+        case 24: return each<24, 32>(blocks, y, n, q5_1);
         case 34: return each<34, 32>(blocks, y, n, q8_0);
         case 144: return each<144, 256>(blocks, y, n, q4_k);
         case 176: return each<176, 256>(blocks, y, n, q5_k);

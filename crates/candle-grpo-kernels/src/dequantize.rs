@@ -7,9 +7,11 @@ use crate::{check, composed, cpu};
 
 /// The types of blocks with a CPU and a CUDA path, which [`quantize`] writes and [`dequantize`]
 /// reads. A block of each has another number of bytes.
-pub const BLOCK_TYPES: [GgmlDType; 6] = [
+pub const BLOCK_TYPES: [GgmlDType; 8] = [
     GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
     GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
     GgmlDType::Q8_0,
     GgmlDType::Q4K,
     GgmlDType::Q5K,
@@ -20,8 +22,8 @@ pub const BLOCK_TYPES: [GgmlDType; 6] = [
 ///
 /// # Shapes
 ///
-/// - `x`: `[outputs, inputs]`, any float dtype. `inputs` is a multiple of the size of a block: 32
-///   numbers for Q4_0, Q5_0 and Q8_0, 256 for Q4K, Q5K and Q6K.
+/// - `x`: `[outputs, inputs]`, any float dtype. `inputs` is a multiple of the size of a block: 256
+///   numbers for Q4K, Q5K and Q6K, 32 for the others.
 /// - result: u8 `[outputs, inputs / size of a block, bytes of a block]`, on the device of `x`
 ///
 /// # Errors

@@ -57,7 +57,9 @@ impl<T: Element> WithSimd for Run<'_, T> {
 pub(super) fn widen(blocks: &[u8], block_type: GgmlDType, y: &mut [f32]) {
     match block_type {
         GgmlDType::Q4_0 => each(blocks, y, q4_0),
+        GgmlDType::Q4_1 => each(blocks, y, q4_1),
         GgmlDType::Q5_0 => each(blocks, y, q5_0),
+        GgmlDType::Q5_1 => each(blocks, y, q5_1),
         GgmlDType::Q8_0 => each(blocks, y, q8_0),
         GgmlDType::Q4K => each(blocks, y, q4_k),
         GgmlDType::Q5K => each(blocks, y, q5_k),
@@ -100,6 +102,17 @@ fn q4_0(block: &[u8; 18], y: &mut [f32; 32]) {
     }
 }
 
+/// Factor and offset, low and high halves of 16 bytes.
+#[inline(always)]
+fn q4_1(block: &[u8; 20], y: &mut [f32; 32]) {
+    let (d, offset) = (half(block, 0), half(block, 2));
+    for i in 0..16 {
+        let q = block[4 + i];
+        y[i] = f32::from(q & 15) * d + offset;
+        y[16 + i] = f32::from(q >> 4) * d + offset;
+    }
+}
+
 /// Factor, the fifth bits (4 bytes), low and high halves of 16 bytes.
 #[inline(always)]
 fn q5_0(block: &[u8; 22], y: &mut [f32; 32]) {
@@ -110,6 +123,19 @@ fn q5_0(block: &[u8; 22], y: &mut [f32; 32]) {
         let (low, high) = (fifth >> i & 1, fifth >> (16 + i) & 1);
         y[i] = ((q & 15 | low << 4) as i32 - 16) as f32 * d;
         y[16 + i] = ((q >> 4 | high << 4) as i32 - 16) as f32 * d;
+    }
+}
+
+/// The parts of [`q5_0`], with an offset after the factor.
+#[inline(always)]
+fn q5_1(block: &[u8; 24], y: &mut [f32; 32]) {
+    let (d, offset) = (half(block, 0), half(block, 2));
+    let fifth = u32::from_le_bytes([block[4], block[5], block[6], block[7]]);
+    for i in 0..16 {
+        let q = u32::from(block[8 + i]);
+        let (low, high) = (fifth >> i & 1, fifth >> (16 + i) & 1);
+        y[i] = (q & 15 | low << 4) as f32 * d + offset;
+        y[16 + i] = (q >> 4 | high << 4) as f32 * d + offset;
     }
 }
 
@@ -153,7 +179,7 @@ fn q4_k(block: &[u8; 144], y: &mut [f32; 256]) {
     }
 }
 
-/// As [`q4_k`], with 32 bytes of fifth bits before the 128 bytes.
+/// The parts of [`q4_k`], with 32 bytes of fifth bits before the 128 bytes.
 #[inline(always)]
 fn q5_k(block: &[u8; 176], y: &mut [f32; 256]) {
     for pair in 0..4 {

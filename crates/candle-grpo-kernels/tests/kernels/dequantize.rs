@@ -17,7 +17,7 @@ fn random_blocks(block_type: GgmlDType, rows: usize, blocks: usize, seed: u64) -
     let mut bytes: Vec<u8> = noise.iter().map(|x| (x * 1e4) as i32 as u8).collect();
     for block in bytes.chunks_exact_mut(size) {
         for place in match block_type {
-            GgmlDType::Q4K | GgmlDType::Q5K => &[1, 3][..],
+            GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q4K | GgmlDType::Q5K => &[1, 3][..],
             GgmlDType::Q6K => &[209],
             _ => &[1],
         } {
@@ -88,7 +88,9 @@ proptest! {
 
 #[rstest]
 #[case(GgmlDType::Q4_0, 0.15)]
+#[case(GgmlDType::Q4_1, 0.15)]
 #[case(GgmlDType::Q5_0, 0.08)]
+#[case(GgmlDType::Q5_1, 0.08)]
 #[case(GgmlDType::Q8_0, 0.01)]
 #[case(GgmlDType::Q4K, 0.12)]
 #[case(GgmlDType::Q5K, 0.06)]

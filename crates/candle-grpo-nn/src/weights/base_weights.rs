@@ -17,8 +17,8 @@ use crate::adapters::linear_maps;
 ///
 /// The routers of experts, embeddings, norms, biases and the output layer are never quantized. A
 /// map whose rows are not a multiple of 256 numbers has blocks of 32 with at least as many bits:
-/// Q5_0 in place of Q4_K, Q8_0 in place of Q5_K and Q6_K. Rows that are not a multiple of 32 are
-/// not quantized.
+/// Q5_0 in place of Q4_K, Q5_1 in place of Q5_K, Q8_0 in place of Q6_K. Rows that are not a
+/// multiple of 32 are not quantized.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BaseWeights {
@@ -59,7 +59,8 @@ impl BaseWeights {
             Self::Q6K if by_256 => GgmlDType::Q6K,
             Self::Q4_0 => GgmlDType::Q4_0,
             Self::Q5_0 | Self::Q4K => GgmlDType::Q5_0,
-            Self::Q8_0 | Self::Q5K | Self::Q6K => GgmlDType::Q8_0,
+            Self::Q5K => GgmlDType::Q5_1,
+            Self::Q8_0 | Self::Q6K => GgmlDType::Q8_0,
         };
         inputs
             .is_multiple_of(block_type.block_size())

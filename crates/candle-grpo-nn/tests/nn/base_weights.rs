@@ -154,7 +154,7 @@ fn a_weight_in_tiles_is_a_whole_weight() -> Result<()> {
 #[case(BaseWeights::Q5_0, GgmlDType::Q5_0, GgmlDType::Q5_0)]
 #[case(BaseWeights::Q8_0, GgmlDType::Q8_0, GgmlDType::Q8_0)]
 #[case(BaseWeights::Q4K, GgmlDType::Q5_0, GgmlDType::Q4K)]
-#[case(BaseWeights::Q5K, GgmlDType::Q8_0, GgmlDType::Q5K)]
+#[case(BaseWeights::Q5K, GgmlDType::Q5_1, GgmlDType::Q5K)]
 #[case(BaseWeights::Q6K, GgmlDType::Q8_0, GgmlDType::Q6K)]
 fn the_type_of_blocks_depends_on_the_rows(
     #[case] form: BaseWeights,
