@@ -46,6 +46,7 @@ fn demonstration(letter: u32) -> Completion {
         // Drawn with certainty; the trainer computes the log-probs of the policy.
         drawn_log_probs: vec![0.; LENGTH],
         log_probs: None,
+        experts: None,
         written: None,
         weight_versions: vec![0; LENGTH],
         finish_reason: FinishReason::Length,

@@ -24,6 +24,9 @@ pub struct TokenBatch {
     /// Response mask, `[B, T]` of any dtype: 1 at trained tokens of `targets`, 0 elsewhere,
     /// including padding.
     pub response_mask: Tensor,
+    /// The experts of each of `input_ids` that the policy replays, u32 `[B, P + T - 1, choices]`;
+    /// see [`Self::replaying`].
+    pub experts: Option<Tensor>,
 }
 
 impl TokenBatch {
@@ -59,6 +62,7 @@ impl TokenBatch {
             attention_mask: read(padding_mask(&prompts, p, device)?, &response_mask)?,
             targets,
             response_mask,
+            experts: None,
         })
     }
 
@@ -93,6 +97,58 @@ impl TokenBatch {
         })
     }
 
+    /// Returns this batch of `rollouts` with the experts that the sampler recorded. The policy then
+    /// replays them in training and does not choose (rollout routing replay,
+    /// <https://arxiv.org/abs/2510.11370>). Other models choose their experts.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error that names a completion without [`experts`](crate::Completion::experts), or
+    /// with another number of them.
+    pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
+        let (b, t) = self.dims()?;
+        ensure!(
+            b == rollouts.len(),
+            "rollouts: {}, must be {b}, those of the batch",
+            rollouts.len()
+        );
+        let width = self.input_ids.dim(1)?;
+        let mut padded = Vec::new();
+        let mut choices = None;
+        for rollout in rollouts {
+            let name = || {
+                format!(
+                    "completion {} of prompt {}",
+                    rollout.sample_index, rollout.prompt_index
+                )
+            };
+            let Some(experts) = &rollout.completion.experts else {
+                bail!("{}: no experts, must have them to be replayed", name());
+            };
+            let prompt = rollout.prompt_tokens.len();
+            let read = prompt + rollout.completion.tokens.len() - 1;
+            let of_token = *choices.get_or_insert(experts.len() / read);
+            ensure!(
+                of_token > 0 && experts.len() == of_token * read,
+                "{}: {} experts of {read} tokens, must be as many of each token",
+                name(),
+                experts.len()
+            );
+            let before = width + 1 - t - prompt;
+            let start = padded.len() + before * of_token;
+            padded.resize(padded.len() + width * of_token, 0);
+            for (cell, &expert) in padded[start..].iter_mut().zip(experts) {
+                *cell = u32::from(expert);
+            }
+        }
+        let shape = (b, width, choices.unwrap_or(0));
+        let experts = Tensor::from_vec(padded, shape, self.targets.device())?;
+        Ok(Self {
+            experts: Some(experts),
+            ..self
+        })
+    }
+
     /// Returns the number of sequences (B) and the length of the longest response (T).
     ///
     /// # Errors
@@ -110,6 +166,13 @@ impl TokenBatch {
         match *self.input_ids.dims() {
             [rows, width] if rows == b && width >= t => {
                 ensure_dims("attention_mask", &self.attention_mask, &[b, width])?;
+                if let Some(experts) = &self.experts {
+                    ensure_dims(
+                        "experts",
+                        experts,
+                        &[b, width, experts.dims().last().copied().unwrap_or(0)],
+                    )?;
+                }
             }
             _ => bail!(
                 "input_ids: shape {:?}, must be [{b}, P + T - 1] with P at least 1 and T {t}",
@@ -136,6 +199,7 @@ impl TokenBatch {
             attention_mask: f(&self.attention_mask)?,
             targets: f(&self.targets)?,
             response_mask: f(&self.response_mask)?,
+            experts: self.experts.as_ref().map(&f).transpose()?,
         })
     }
 }

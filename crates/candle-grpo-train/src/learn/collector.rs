@@ -70,6 +70,7 @@ impl Collector {
         Ok(Self {
             sampler: sampler
                 .with_tokenizer(&tokenizer)
+                .with_experts(config.router_replay)
                 .with_progress(progress.clone()),
             order: ShuffledOrder::new(prompts.len(), config.sampling.seed).context("prompts")?,
             config,
@@ -151,10 +152,11 @@ impl Collector {
         self.sampler.generator().shares_weights()
     }
 
-    /// Returns `sampler` with the tokenizer and the ranks, and reporting its progress.
+    /// Returns `sampler` with the tokenizer, the ranks and the experts, and reporting its progress.
     pub(super) fn attach(&self, sampler: Sampler) -> Sampler {
         sampler
             .with_tokenizer(&self.tokenizer)
+            .with_experts(self.config.router_replay)
             .with_ranks(self.ranks().clone())
             .with_progress(self.progress.receiver())
     }

@@ -2,7 +2,7 @@
 
 use std::cell::OnceCell;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
@@ -31,6 +31,10 @@ impl Models {
         config: &TrainConfig,
         inputs: RecipeInputs,
     ) -> Result<Self> {
+        ensure!(
+            !config.router_replay || model.has_experts(),
+            "router_replay: true, must be false for a model without experts"
+        );
         let actor = match config.adapters.clone() {
             None => Actor::new(model, parameters, config.actor())?,
             Some(adapters) => {

@@ -9,6 +9,15 @@ use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameter
 
 use crate::TokenBatch;
 
+/// The experts of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Experts {
+    /// The routers of the model choose them.
+    Chosen,
+    /// The experts of [`TokenBatch::experts`], if the batch has them.
+    Replayed,
+}
+
 /// Computes log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`.
 ///
 /// The results are detached, and 0 outside the response mask. The logits are never allocated at
@@ -16,17 +25,22 @@ use crate::TokenBatch;
 pub(crate) fn response_log_probs(
     model: &dyn LanguageModel,
     batch: &TokenBatch,
+    experts: Experts,
     temperature: f64,
 ) -> Result<TokenLogProbs> {
-    let states = predicting_states(model, batch)?;
+    let states = predicting_states(model, batch, experts)?;
     let weight = model.output_weight().detach();
     Ok(output_layer(model, &states, &weight, batch, temperature)?.forward()?)
 }
 
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
 /// `batch`.
-pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
-    let packed = Packed::new(batch)?;
+pub(super) fn predicting_states(
+    model: &dyn LanguageModel,
+    batch: &TokenBatch,
+    experts: Experts,
+) -> Result<Tensor> {
+    let packed = Packed::new(batch, experts)?;
     let hidden = model.hidden_states(&packed.tokens)?.detach();
     Ok(embedding(&packed.places, &hidden)?)
 }
@@ -68,8 +82,12 @@ pub(super) struct RecordedResponses<'a> {
 }
 
 impl<'a> RecordedResponses<'a> {
-    pub(super) fn new(model: &'a dyn LanguageModel, batch: &TokenBatch) -> Result<Self> {
-        let packed = Packed::new(batch)?;
+    pub(super) fn new(
+        model: &'a dyn LanguageModel,
+        batch: &TokenBatch,
+        experts: Experts,
+    ) -> Result<Self> {
+        let packed = Packed::new(batch, experts)?;
         let (hidden, backward) = model.record(&packed.tokens)?;
         Ok(Self {
             states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
@@ -134,17 +152,23 @@ struct Packed {
 ///
 /// Returns an error if the shapes do not match, or the masks contradict each other.
 pub fn read_tokens(batch: &TokenBatch) -> Result<f64> {
-    let weights = Packed::new(batch)?.weights;
+    // The number of sequences with a token does not depend on the experts.
+    let weights = Packed::new(batch, Experts::Chosen)?.weights;
     Ok(weights.into_iter().map(f64::from).sum())
 }
 
 impl Packed {
-    fn new(batch: &TokenBatch) -> Result<Self> {
+    fn new(batch: &TokenBatch, experts: Experts) -> Result<Self> {
         let (b, t) = batch.dims()?;
         let device = batch.input_ids.device();
         let ids = batch.input_ids.to_vec2::<u32>()?;
         let real = zero_one(&batch.attention_mask)?;
         let counts = zero_one(&batch.response_mask)?;
+        let replayed = match (experts, &batch.experts) {
+            (Experts::Replayed, Some(experts)) => Some(experts.to_vec3::<u32>()?),
+            _ => None,
+        };
+        let mut experts = Vec::new();
         // Not negative: the inputs are at least as wide as the targets.
         let before = batch.input_ids.dim(1)? - t;
         let (mut packed, mut places) = (Vec::with_capacity(b), Vec::new());
@@ -161,6 +185,12 @@ impl Packed {
                     *place = Some(first + sequence.len());
                     sequence.push(ids[column]);
                 }
+            }
+            if let Some(replayed) = &replayed {
+                let read = replayed[row].iter().zip(&place_of);
+                let read = read.filter(|(_, place)| place.is_some());
+                let of_read = read.flat_map(|(experts, _)| experts);
+                experts.push(of_read.map(|&expert| expert as u16).collect());
             }
             ensure!(
                 !sequence.is_empty(),
@@ -179,7 +209,10 @@ impl Packed {
                 places.push(place.filter(|_| counts != 0).unwrap_or(0));
             }
         }
-        let tokens = PackedTokens::sharing_prefixes(&packed, device)?;
+        let tokens = match replayed {
+            None => PackedTokens::sharing_prefixes(&packed, device)?,
+            Some(_) => PackedTokens::replaying(&packed, &experts, device)?,
+        };
         let rows = tokens.rows();
         let places: Vec<u32> = places.into_iter().map(|place| rows[place]).collect();
         let mut weights = vec![0.; tokens.ids().dim(0)?];
@@ -212,7 +245,7 @@ mod tests {
         // The last response is masked, and the one before except for its second token.
         batch.response_mask =
             Tensor::new(&[[1f32, 0., 0.], [0., 1., 0.], [0., 0., 0.]], &Device::Cpu).unwrap();
-        let packed = Packed::new(&batch).unwrap();
+        let packed = Packed::new(&batch, Experts::Chosen).unwrap();
         assert_eq!(
             packed.tokens.ids().to_vec1::<u32>().unwrap(),
             [1, 2, 3, 5, 6, 9]
@@ -232,7 +265,7 @@ mod tests {
         let pairs: [(&[u32], &[u32]); 3] =
             [(&[1, 2], &[3, 4, 5]), (&[1, 2], &[3, 6, 7]), (&[1], &[2])];
         let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
-        let packed = Packed::new(&batch).unwrap();
+        let packed = Packed::new(&batch, Experts::Chosen).unwrap();
         assert_eq!(
             packed.tokens.ids().to_vec1::<u32>().unwrap(),
             [1, 2, 3, 4, 6]
@@ -254,7 +287,10 @@ mod tests {
             response_mask: ones,
             ..batch.clone()
         };
-        let error = Packed::new(&spoiled).err().unwrap().to_string();
+        let error = Packed::new(&spoiled, Experts::Chosen)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(
             error.starts_with("response_mask: 1 at [0, 2], must be 0"),
             "{error}"
@@ -263,7 +299,10 @@ mod tests {
             attention_mask: batch.attention_mask.zeros_like().unwrap(),
             ..batch
         };
-        let error = Packed::new(&spoiled).err().unwrap().to_string();
+        let error = Packed::new(&spoiled, Experts::Chosen)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(
             error.starts_with("attention_mask: sequence 0 has no token"),
             "{error}"

@@ -1,6 +1,6 @@
 //! The training batch of a step: from scored completions to advantages and log-probs.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_core::{
@@ -75,6 +75,11 @@ impl Preparation<'_> {
         let device = self.models.actor.parameters().device();
         let scores = Tensor::new(scored.scores.as_slice(), device)?;
         let mut tokens = TokenBatch::from_rollouts(&scored.rollouts, device)?;
+        if self.config.router_replay {
+            tokens = tokens
+                .replaying(&scored.rollouts)
+                .context("router_replay")?;
+        }
         let mask = self.filtered_mask(&tokens, &scores)?;
         if mask.count(DType::F32)?.to_scalar::<f32>()? == 0. {
             return Ok(None);

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::recipe_inputs::{RecipeInputs, ensure_consistent};
 use super::{LearningRateSchedule, ReferenceRefresh};
 use crate::invalid::within;
-use crate::rollout::{RolloutConfig, WeightSync};
+use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, ComputeDType, CriticConfig, SamplingConfig};
 
 /// The source of the old log-probs, the denominator of the ratio of an update.
@@ -114,6 +114,12 @@ pub struct TrainConfig {
     /// A micro-batch has the weight of its share of the tokens. Prompts count once in each
     /// completion, and completions that do not train do not count.
     pub router_aux_loss_coef: f64,
+    /// Replay the experts of the sampler in all passes of the policy (rollout routing replay, R3,
+    /// <https://arxiv.org/abs/2510.11370>): the sampler records which experts each token had, and the
+    /// routers then compute only their gates. Rounding or an update may otherwise change the
+    /// experts of a token, and with them its ratio. Needs the engine `local`. The reference chooses
+    /// its own experts.
+    pub router_replay: bool,
     /// The optimizer.
     pub optimizer: AdamWConfig,
     /// If true, the ranks of a data-parallel run share the state of the optimizer (ZeRO, stage 1,
@@ -151,6 +157,7 @@ impl Default for TrainConfig {
             activation_checkpointing: false,
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
+            router_replay: false,
             optimizer: AdamWConfig {
                 learning_rate: 1e-6,
                 ..AdamWConfig::default()
@@ -239,6 +246,12 @@ impl TrainConfig {
             "rollout.weight_sync",
             "adapter",
             "be auto or disk unless adapters train",
+        )?;
+        check::check(
+            !self.router_replay || self.rollout.engine == Engine::Local,
+            "router_replay",
+            true,
+            "be false unless rollout.engine is local, which records experts",
         )?;
         check::check(
             self.rollout.max_staleness == 0 || self.recipe.policy_loss.rollout_correction.is_some(),

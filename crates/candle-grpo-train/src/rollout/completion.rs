@@ -15,8 +15,8 @@ pub enum FinishReason {
     Length,
 }
 
-/// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors have one
-/// entry per token.
+/// The tokens that a [`Generator`](crate::Generator) drew after one prompt. All vectors but
+/// [`experts`](Self::experts) have one entry per token.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Completion {
     /// The tokens, including a stop token and those of a stop string.
@@ -37,6 +37,11 @@ pub struct Completion {
     pub weight_versions: Vec<u64>,
     /// The reason why it ended.
     pub finish_reason: FinishReason,
+    /// The experts that the routers of the model chose for each token that it read: those of the
+    /// prompt and of the completion, except for the last one. A token has as many entries as
+    /// [`Decoder::expert_choices`](candle_grpo_nn::Decoder::expert_choices). `None` unless
+    /// [`GenerationBatch::records_experts`](super::GenerationBatch::records_experts).
+    pub experts: Option<Vec<u16>>,
 }
 
 impl Completion {

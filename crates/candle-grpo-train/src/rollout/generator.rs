@@ -84,6 +84,9 @@ pub struct GenerationBatch<'a> {
     pub decode: Option<&'a DecodeText>,
     /// Receives each finished completion and its tokens, and can cancel the call.
     pub progress: &'a dyn Progress,
+    /// If true, the experts of a model that has some are recorded in
+    /// [`Completion::experts`](super::Completion::experts).
+    pub records_experts: bool,
 }
 
 /// A prompt and the completions to draw of it.

@@ -59,8 +59,19 @@ struct PromptState<'a> {
     tokens: &'a [u32],
     /// The number of completions that have not begun.
     waiting: usize,
-    /// Its sequence in the cache and the logits `[1, V]` after it, while completions wait.
-    computed: Option<(SequenceId, Tensor)>,
+    /// Its results, while completions wait.
+    computed: Option<Computed>,
+}
+
+/// The results of a prompt.
+#[derive(Clone)]
+struct Computed {
+    /// Its sequence in the cache.
+    sequence: SequenceId,
+    /// The logits `[1, V]` after it.
+    logits: Tensor,
+    /// The experts of its tokens, if they are recorded.
+    experts: Option<Vec<u16>>,
 }
 
 /// A completion that has not begun.
@@ -81,6 +92,8 @@ struct Live {
     tokens: Vec<u32>,
     log_probs: Vec<f32>,
     drawn_log_probs: Vec<f32>,
+    /// The experts of all tokens but the last, if they are recorded.
+    experts: Option<Vec<u16>>,
     end: Option<FinishReason>,
 }
 
@@ -223,7 +236,13 @@ impl Run<'_> {
                     .iter()
                     .map(|l| (l.sequence, &l.tokens[l.tokens.len() - 1..]))
                     .collect();
-                let logits = self.decoder.next_logits(&new, &mut self.cache)?;
+                let lengths = vec![1; new.len()];
+                let (logits, experts) = self
+                    .decoder
+                    .next_logits_and_experts(&new, &mut self.cache)?;
+                for (l, new) in live.iter_mut().zip(self.recorded(experts, &lengths)?) {
+                    l.experts.get_or_insert_default().extend(new);
+                }
                 let rows: Vec<usize> = (0..live.len()).collect();
                 self.draw(&logits, &rows, &mut live)?;
                 self.finish(&mut live, deliver)?;
@@ -292,18 +311,20 @@ impl Run<'_> {
         let mut logits = Vec::with_capacity(needed.len());
         let mut sequences = HashMap::new();
         for &prompt in &needed {
-            let (sequence, prompt_logits) = self.prompts[prompt]
+            let computed = self.prompts[prompt]
                 .computed
-                .as_ref()
+                .clone()
                 .context("a prompt was not computed")?;
-            sequences.insert(prompt, (*sequence, logits.len()));
-            logits.push(prompt_logits.clone());
+            let row = logits.len();
+            sequences.insert(prompt, (computed.sequence, row, computed.experts));
+            logits.push(computed.logits);
         }
         let mut rows = Vec::with_capacity(admitted.len());
         let mut begun = Vec::with_capacity(admitted.len());
         for completion in admitted {
-            let (sequence, row) = sequences[&completion.prompt];
-            rows.push(row);
+            let (sequence, row, experts) = &sequences[&completion.prompt];
+            let sequence = *sequence;
+            rows.push(*row);
             begun.push(Live {
                 place: completion.place,
                 seed: completion.seed,
@@ -313,6 +334,7 @@ impl Run<'_> {
                 tokens: Vec::new(),
                 log_probs: Vec::new(),
                 drawn_log_probs: Vec::new(),
+                experts: experts.clone(),
                 end: None,
             });
             let state = &mut self.prompts[completion.prompt];
@@ -334,11 +356,34 @@ impl Run<'_> {
         for &prompt in prompts {
             new.push((self.cache.add(), self.prompts[prompt].tokens));
         }
-        let logits = self.decoder.next_logits(&new, &mut self.cache)?;
+        let lengths: Vec<usize> = new.iter().map(|(_, tokens)| tokens.len()).collect();
+        let (logits, experts) = self
+            .decoder
+            .next_logits_and_experts(&new, &mut self.cache)?;
+        let mut experts = self.recorded(experts, &lengths)?.into_iter();
         for (row, (&prompt, (sequence, _))) in prompts.iter().zip(new).enumerate() {
-            self.prompts[prompt].computed = Some((sequence, logits.narrow(0, row, 1)?));
+            self.prompts[prompt].computed = Some(Computed {
+                sequence,
+                logits: logits.narrow(0, row, 1)?,
+                experts: experts.next(),
+            });
         }
         Ok(())
+    }
+
+    /// The experts of sequences with `lengths` new tokens, from those of all tokens `[N, choices]`;
+    /// none if they are not recorded.
+    fn recorded(&self, experts: Option<Tensor>, lengths: &[usize]) -> Result<Vec<Vec<u16>>> {
+        let Some(experts) = experts.filter(|_| self.batch.records_experts) else {
+            return Ok(Vec::new());
+        };
+        let choices = experts.dim(1)?;
+        let experts = experts.flatten_all()?.to_vec1::<u32>()?;
+        let mut rest = experts.into_iter().map(|expert| expert as u16);
+        let parts = lengths
+            .iter()
+            .map(|length| rest.by_ref().take(length * choices).collect());
+        Ok(parts.collect())
     }
 
     /// Draws the next token of each completion, from its row of `logits`.
@@ -415,6 +460,7 @@ impl Run<'_> {
                 log_probs: Some(l.log_probs),
                 written: None,
                 finish_reason: l.end.unwrap_or(FinishReason::Length),
+                experts: l.experts,
             };
             deliver(l.place, completion)?;
         }

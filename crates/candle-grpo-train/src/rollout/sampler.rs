@@ -29,6 +29,7 @@ pub struct Sampler {
     decode: Option<Arc<DecodeText>>,
     progress: Arc<dyn Progress>,
     ranks: Ranks,
+    records_experts: bool,
 }
 
 impl Sampler {
@@ -64,6 +65,7 @@ impl Sampler {
             decode: None,
             progress: Arc::new(NoProgress),
             ranks: Ranks::default(),
+            records_experts: false,
         })
     }
 
@@ -87,6 +89,14 @@ impl Sampler {
     pub fn with_progress(mut self, progress: Arc<dyn Progress>) -> Self {
         self.progress = progress;
         self
+    }
+
+    /// Sets whether [`Completion::experts`] are recorded, for a training that replays them.
+    pub fn with_experts(self, records_experts: bool) -> Self {
+        Self {
+            records_experts,
+            ..self
+        }
     }
 
     /// Replaces the generator.
@@ -207,6 +217,7 @@ impl Sampler {
             sampling: &self.config,
             decode: self.decode.as_deref(),
             progress: &*self.progress,
+            records_experts: self.records_experts,
         };
         self.generator.generate(&batch, &mut deliver)?;
         completions

@@ -1,14 +1,20 @@
 //! Tests of the effect of an update on the policy.
 
-use crate::common::{max_difference, model, parameters, parameters_of, prompts, sampling};
+use crate::common::{
+    self, max_difference, model, model_with_experts, parameters, parameters_of, prompts, sampling,
+    share_of_a, tokenizer,
+};
 use candle_core::Tensor;
 use candle_grpo_loss::{
-    Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, StepTotals, linear_log_prob,
+    Aggregation, KlLoss, LogProbOptions, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals,
+    linear_log_prob,
 };
-use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, Gradients, ModelType};
+use candle_grpo_nn::{AdamWConfig, Decoder, DecoderConfig, Gradients, LanguageModel, PackedTokens};
 use candle_grpo_test_support::device;
 use candle_grpo_train::learn::{count_prompt_tokens, read_tokens};
-use candle_grpo_train::{Actor, ActorConfig, ComputeDType, TokenBatch, TrainConfig, TrainingBatch};
+use candle_grpo_train::{
+    Actor, ActorConfig, ComputeDType, Prompt, TokenBatch, TrainConfig, Trainer, TrainingBatch,
+};
 use rstest::rstest;
 
 fn actor(policy_loss: PolicyLoss) -> Actor {
@@ -312,16 +318,8 @@ fn half_types_compute_and_f32_learns(#[case] compute_dtype: ComputeDType, #[case
     );
 }
 
-/// A policy whose blocks are mixtures of two of four experts.
 fn with_experts(router_aux_loss_coef: f64) -> Actor {
-    let model = DecoderConfig {
-        model_type: ModelType::Qwen3Moe,
-        num_experts: 4,
-        num_experts_per_tok: 2,
-        moe_intermediate_size: 8,
-        head_dim: Some(model().head_dim()),
-        ..model()
-    };
+    let model = model_with_experts();
     let config = ActorConfig {
         router_aux_loss_coef,
         ..actor(PolicyLoss::grpo()).config().clone()
@@ -418,4 +416,160 @@ fn the_load_balancing_loss_needs_experts() {
     };
     let error = config.validate().unwrap_err().to_string();
     assert!(error.starts_with("router_aux_loss_coef: -1"), "{error}");
+}
+
+/// Moves the routers of `actor` so far that they choose other experts.
+fn turn_routers(actor: &Actor) {
+    for (name, weight) in actor.parameters().iter() {
+        if name.ends_with("mlp.gate.weight") {
+            weight.set(&weight.neg().unwrap()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_policy_replays_the_experts_of_the_sampler() {
+    let actor = with_experts(0.);
+    let prompts = prompts(&["abc", "d", "abc"]);
+    let all: Vec<&Prompt> = prompts.iter().collect();
+    let sampler = actor.sampler(sampling()).unwrap();
+    let plain = sampler.sample(&all, 3, 0).unwrap();
+    assert!(plain.iter().all(|x| x.completion.experts.is_none()));
+    let rollouts = sampler.with_experts(true).sample(&all, 3, 0).unwrap();
+    for (plain, own) in plain.iter().zip(&rollouts) {
+        assert_eq!(plain.completion.tokens, own.completion.tokens);
+        let read = own.prompt_tokens.len() + own.completion.tokens.len() - 1;
+        let choices = actor.policy().expert_choices();
+        let experts = own.completion.experts.as_ref().unwrap();
+        assert_eq!(experts.len(), choices * read);
+        assert!(experts.iter().all(|&expert| expert < 4));
+    }
+    let chosen = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
+    let replayed = chosen.clone().replaying(&rollouts).unwrap();
+    let log_probs = |batch: &TokenBatch| actor.log_probs(batch).unwrap();
+    // The same weights choose the same experts.
+    assert!(max_difference(&log_probs(&chosen), &log_probs(&replayed)) < 1e-6);
+    turn_routers(&actor);
+    let (own, again) = (log_probs(&chosen), log_probs(&replayed));
+    assert!(max_difference(&own, &again) > 1e-3);
+    // As the decoder replays them, sequence by sequence.
+    for (row, rollout) in rollouts.iter().enumerate() {
+        let completion = &rollout.completion;
+        let mut tokens = rollout.prompt_tokens.clone();
+        tokens.extend(&completion.tokens);
+        tokens.pop();
+        let experts = completion.experts.clone().unwrap();
+        let packed = PackedTokens::replaying(&[tokens], &[experts], device()).unwrap();
+        let hidden = actor.policy().hidden_states(&packed).unwrap();
+        let logits = actor.policy().logits(&hidden).unwrap();
+        let logits = (logits / actor.config().temperature).unwrap();
+        let all = candle_nn::ops::log_softmax(&logits, 1).unwrap();
+        let all = all.to_vec2::<f32>().unwrap();
+        let found = again.get(row).unwrap().to_vec1::<f32>().unwrap();
+        let first = rollout.prompt_tokens.len() - 1;
+        for (at, &token) in completion.tokens.iter().enumerate() {
+            let expected = all[first + at][token as usize];
+            assert!((found[at] - expected).abs() < 1e-4, "{row}, {at}");
+        }
+    }
+    // Parts of a batch have their own experts, and so do other models.
+    let part = replayed.narrow(2, 3).unwrap();
+    let expected = again.narrow(0, 2, 3).unwrap();
+    assert!(max_difference(&log_probs(&part), &expected) < 1e-6);
+    let reference = actor.reference().unwrap();
+    let [a, b] = [&chosen, &replayed].map(|batch| reference.log_probs(batch, 1.).unwrap());
+    assert_eq!(max_difference(&a, &b), 0.);
+}
+
+/// The gates of the replayed experts have gradients.
+#[test]
+fn a_step_trains_the_gates_of_replayed_experts() {
+    let mut actor = with_experts(0.);
+    let prompts = prompts(&["abc", "d"]);
+    let all: Vec<&Prompt> = prompts.iter().collect();
+    let sampler = actor.sampler(sampling()).unwrap().with_experts(true);
+    let rollouts = sampler.sample(&all, 4, 0).unwrap();
+    let tokens = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
+    let advantages = Tensor::arange(-4f32, 4., device()).unwrap();
+    turn_routers(&actor);
+    let mut gradient_with = |tokens: TokenBatch| {
+        let mut batch = TrainingBatch::new(tokens, &advantages);
+        let old = actor.log_probs(&batch.tokens).unwrap();
+        batch.policy = batch.policy.old_log_probs(&old).ref_log_probs(&old);
+        let totals = totals(&batch);
+        actor.zero_grad();
+        actor.forward_backward(&batch, &totals).unwrap();
+        let name = "model.layers.0.mlp.gate.weight";
+        actor.gradients().get(name).unwrap().copy().unwrap()
+    };
+    let chosen = gradient_with(tokens.clone());
+    let replayed = gradient_with(tokens.replaying(&rollouts).unwrap());
+    assert!(max_difference(&replayed, &replayed.zeros_like().unwrap()) > 1e-5);
+    assert!(max_difference(&replayed, &chosen) > 1e-5);
+}
+
+#[test]
+fn experts_that_are_missing_are_errors_with_the_completion() {
+    let actor = with_experts(0.);
+    let prompts = prompts(&["abc"]);
+    let sampler = actor.sampler(sampling()).unwrap().with_experts(true);
+    let mut rollouts = sampler.sample(&[&prompts[0]], 2, 0).unwrap();
+    let tokens = TokenBatch::from_rollouts(&rollouts, device()).unwrap();
+    rollouts[1].completion.experts.as_mut().unwrap().pop();
+    let error = tokens.clone().replaying(&rollouts).unwrap_err().to_string();
+    assert!(error.starts_with("completion 1 of prompt 0: "), "{error}");
+    rollouts[1].completion.experts = None;
+    let error = tokens.replaying(&rollouts).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "completion 1 of prompt 0: no experts, must have them to be replayed"
+    );
+}
+
+/// Several updates of a step, drawn ahead or not.
+#[rstest]
+fn a_run_replays_experts(#[values(0, 1)] max_staleness: usize) {
+    let mut config = TrainConfig {
+        router_replay: true,
+        mini_batch_size: Some(4),
+        ..common::config()
+    };
+    // Experts change within a step.
+    config.optimizer.learning_rate = 0.1;
+    config.rollout.max_staleness = max_staleness;
+    if max_staleness > 0 {
+        config.recipe.policy_loss.rollout_correction = Some(RolloutCorrection::default());
+    }
+    let model = model_with_experts();
+    let trainer = |model: &DecoderConfig, config: TrainConfig| {
+        Trainer::new(
+            model.clone(),
+            parameters_of(model, device()),
+            tokenizer(),
+            prompts(&["a", "b", "ab"]),
+            share_of_a,
+            config,
+        )
+    };
+    let steps = |router_replay| {
+        let config = TrainConfig {
+            router_replay,
+            ..config.clone()
+        };
+        let mut trainer = trainer(&model, config).unwrap();
+        let metrics: Vec<_> = (0..6).map(|_| trainer.step().unwrap()).collect();
+        metrics
+            .into_iter()
+            .map(|x| x.reward_mean)
+            .collect::<Vec<_>>()
+    };
+    // The first step draws the same completions.
+    let (with, without) = (steps(true), steps(false));
+    assert_eq!(with[0], without[0]);
+    assert_ne!(with, without);
+    let error = trainer(&common::model(), config).err().unwrap();
+    assert_eq!(
+        error.to_string(),
+        "router_replay: true, must be false for a model without experts"
+    );
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
-use candle_grpo_nn::{DecoderConfig, Parameters};
+use candle_grpo_nn::{DecoderConfig, ModelType, Parameters};
 use candle_grpo_test_support::{TINY_DECODER, device};
 use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::{
@@ -18,6 +18,18 @@ pub(crate) const END: u32 = 0;
 
 pub(crate) fn model() -> DecoderConfig {
     serde_json::from_str(TINY_DECODER).unwrap()
+}
+
+/// A model whose blocks are mixtures of two of four experts.
+pub(crate) fn model_with_experts() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Qwen3Moe,
+        num_experts: 4,
+        num_experts_per_tok: 2,
+        moe_intermediate_size: 8,
+        head_dim: Some(model().head_dim()),
+        ..model()
+    }
 }
 
 /// Weights ten times larger than at the start of training, so that the distributions are far from

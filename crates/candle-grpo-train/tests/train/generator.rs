@@ -136,6 +136,7 @@ fn with_tool() -> Completion {
         written: Some(vec![true, true, false, true]),
         weight_versions: vec![0; 4],
         finish_reason: FinishReason::StopToken,
+        experts: None,
     }
 }
 

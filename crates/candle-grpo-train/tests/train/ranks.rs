@@ -20,8 +20,8 @@ use proptest::prelude::*;
 use rstest::rstest;
 
 use crate::common::{
-    self, digest, model, parameters, pretrained, prompts, sampling, share_of_a, tokenizer, trainer,
-    without_seconds,
+    self, digest, model, model_with_experts, parameters, parameters_of, pretrained, prompts,
+    sampling, share_of_a, tokenizer, trainer, without_seconds,
 };
 
 /// Five prompts and four completions of each, in two mini-batches.
@@ -155,6 +155,29 @@ fn tokens_of_highest_covariance_are_those_of_all_ranks() {
     config.sampling.stop_token_ids = Vec::new();
     config.sampling.max_new_tokens = 16;
     assert_equal_on_ranks(|| trainer(digest, config.clone()), 5);
+}
+
+/// The experts of the rollouts are exchanged, too.
+#[test]
+fn replayed_experts_are_those_of_one_rank() {
+    let config = TrainConfig {
+        router_replay: true,
+        // The balance of the experts is that of a micro-batch.
+        micro_batch_size: 1,
+        ..config(Recipe::grpo())
+    };
+    let model = model_with_experts();
+    let build = || {
+        Trainer::new(
+            model.clone(),
+            parameters_of(&model, device()),
+            tokenizer(),
+            prompts(&["a", "b", "ab", "ba", "aab"]),
+            digest,
+            config.clone(),
+        )
+    };
+    assert_equal_on_ranks(|| build().unwrap(), 3);
 }
 
 /// Before the first update the entropies have the same bits on any number of ranks.

@@ -405,6 +405,10 @@ impl RunConfig {
             let message = format!("{coef}, must be 0 for a model without experts");
             return Err(self.error("training.router_aux_loss_coef", &message));
         }
+        if self.train.router_replay && !model.has_experts() {
+            let message = "true, must be false for a model without experts";
+            return Err(self.error("training.router_replay", message));
+        }
         self.check_length(
             "algorithm.response_length",
             &self.train.sampling,

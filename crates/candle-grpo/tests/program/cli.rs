@@ -208,6 +208,10 @@ fn check_refuses_what_train_refuses() {
             "run.yaml:5: training.router_aux_loss_coef: 0.1, must be 0 for a model without experts",
         ),
         (
+            format!("{CONFIG}training: {{router_replay: true}}\n"),
+            "run.yaml:5: training.router_replay: true, must be false for a model without experts",
+        ),
+        (
             format!("{CONFIG}optimizer: {{learning_rate: -1}}\n"),
             "run.yaml:5: optimizer.learning_rate: -1, must be finite and at least 0",
         ),

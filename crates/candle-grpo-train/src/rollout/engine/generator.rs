@@ -620,6 +620,7 @@ impl Batch {
             log_probs: of_policy.then(|| log_probs.clone()),
             drawn_log_probs: log_probs,
             written,
+            experts: None,
             finish_reason: match end {
                 End::StopToken | End::Aborted => FinishReason::StopToken,
                 End::StopString => FinishReason::StopString,

@@ -212,6 +212,7 @@ impl Drawing {
             sampling: &sampling,
             decode: Some(&decode),
             progress: &NoProgress,
+            records_experts: false,
         };
         let mut completions: Vec<Option<Completion>> = vec![None; draw.completions as usize];
         let mut deliver = |place: usize, completion: Completion| {
