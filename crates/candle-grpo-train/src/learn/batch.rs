@@ -7,7 +7,6 @@ use candle_core::{DType, Device, Tensor};
 use candle_grpo_loss::{Mask, PolicyBatch};
 
 use super::padding::{left_padded, padding_mask, response_mask, right_padded};
-use super::ranks::Ranks;
 use crate::Rollout;
 
 /// The tokens of B sequences: prompts padded on the left to P, responses padded on the right to T.
@@ -192,6 +191,13 @@ impl TokenBatch {
         self.map(|x| x.narrow(0, start, len)?.contiguous())
     }
 
+    /// Selects the sequences with these indices, in this order.
+    pub(super) fn select(&self, sequences: &[usize]) -> Result<Self> {
+        let (b, _) = self.dims()?;
+        let rows = rows(sequences, b, self.targets.device())?;
+        self.map(|x| x.contiguous()?.index_select(&rows, 0))
+    }
+
     /// Applies `f` to each tensor.
     fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         Ok(Self {
@@ -265,20 +271,6 @@ impl TrainingBatch {
         self.map(|x| x.narrow(0, start, len)?.contiguous())
     }
 
-    /// Returns the sequences of the share of this rank in micro-batches of `size`. A rank without
-    /// one receives the first sequence with a mask of zeros, so that it takes part in the sum
-    /// of the gradients.
-    pub(crate) fn of_rank(&self, ranks: &Ranks, size: usize) -> Result<Self> {
-        let share = ranks.share_of_micro_batches(self.dims()?.0, size);
-        if !share.is_empty() {
-            return self.narrow(share.start, share.len());
-        }
-        let mut masked = self.narrow(0, 1)?;
-        masked.tokens.response_mask = masked.tokens.response_mask.zeros_like()?;
-        masked.policy.response_mask = masked.tokens.response_mask.clone();
-        Ok(masked)
-    }
-
     /// Selects the sequences with these indices, in this order. An index may repeat.
     ///
     /// # Errors
@@ -286,15 +278,7 @@ impl TrainingBatch {
     /// Returns an error if there are no indices, or one is not below B.
     pub fn select(&self, sequences: &[usize]) -> Result<Self> {
         let (b, _) = self.dims()?;
-        ensure!(
-            !sequences.is_empty(),
-            "sequences: none, must be at least one"
-        );
-        if let Some(number) = sequences.iter().find(|&&number| number >= b) {
-            bail!("sequences: {number}, there are {b}");
-        }
-        let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
-        let rows = Tensor::new(rows, self.tokens.targets.device())?;
+        let rows = rows(sequences, b, self.tokens.targets.device())?;
         self.map(|x| x.contiguous()?.index_select(&rows, 0))
     }
 
@@ -311,6 +295,19 @@ impl TrainingBatch {
             returns: optional(&self.returns)?,
         })
     }
+}
+
+/// The indices of some of `total` sequences, u32.
+fn rows(sequences: &[usize], total: usize, device: &Device) -> Result<Tensor> {
+    ensure!(
+        !sequences.is_empty(),
+        "sequences: none, must be at least one"
+    );
+    if let Some(number) = sequences.iter().find(|&&number| number >= total) {
+        bail!("sequences: {number}, there are {total}");
+    }
+    let rows: Vec<u32> = sequences.iter().map(|&number| number as u32).collect();
+    Ok(Tensor::new(rows, device)?)
 }
 
 /// Counts the tokens per prompt over an optimizer step.

@@ -7,6 +7,7 @@ mod collector;
 mod collector_progress;
 mod critic;
 mod generator_access;
+pub(crate) mod micro_batches;
 pub(crate) mod models;
 pub(crate) mod not_finite;
 mod padding;

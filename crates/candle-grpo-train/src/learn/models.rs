@@ -3,14 +3,12 @@
 use std::cell::OnceCell;
 
 use anyhow::{Context, Result, ensure};
-use candle_core::Tensor;
 use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
 
-use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::{Reference, ReferenceRefresh};
 use crate::rollout::PolicyWeights;
-use crate::{Actor, Critic, Interrupted, Progress, TokenBatch, TrainConfig};
+use crate::{Actor, Critic, Interrupted, Progress, TrainConfig};
 
 /// The policy that trains, and the models that its update is computed from.
 pub(crate) struct Models {
@@ -87,43 +85,6 @@ impl Models {
         if let Some(critic) = &mut self.critic {
             critic.zero_grad();
         }
-    }
-}
-
-/// Forward passes of a model over a batch, in micro-batches that the ranks share.
-#[derive(Clone, Copy)]
-pub(super) struct MicroBatches<'a> {
-    pub(super) size: usize,
-    pub(super) progress: &'a dyn Progress,
-    pub(super) ranks: &'a Ranks,
-}
-
-impl MicroBatches<'_> {
-    /// Concatenates `forward` `[B, T]` of all micro-batches of `tokens`.
-    ///
-    /// # Errors
-    ///
-    /// If `forward` fails, or with [`Interrupted`] if the progress cancels.
-    pub(super) fn map(
-        self,
-        tokens: &TokenBatch,
-        forward: impl Fn(&TokenBatch) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let (total, width) = tokens.dims()?;
-        let share = self.ranks.share_of_micro_batches(total, self.size);
-        let pieces = share
-            .clone()
-            .step_by(self.size)
-            .map(|start| {
-                ensure_not_canceled(self.progress)?;
-                forward(&tokens.narrow(start, self.size.min(share.end - start))?)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        if self.ranks.is_alone() {
-            return Ok(Tensor::cat(&pieces, 0)?);
-        }
-        self.ranks
-            .gather_rows(&pieces, width, tokens.targets.device())
     }
 }
 

@@ -46,21 +46,13 @@ impl Ranks {
     /// The part of `total` items that belongs to this rank. The parts of all ranks follow each
     /// other and differ by one item at most.
     pub(crate) fn share(&self, total: usize) -> Range<usize> {
-        let (rank, world_size) = (self.0.rank(), self.0.world_size());
-        total * rank / world_size..total * (rank + 1) / world_size
+        self.share_of(self.0.rank(), total)
     }
 
-    /// The part of `total` sequences whose passes this rank computes, in micro-batches of `size`.
-    ///
-    /// It consists of whole micro-batches if there are enough of them. Those are the same for any
-    /// number of ranks, and so are the bits of their results.
-    pub(crate) fn share_of_micro_batches(&self, total: usize, size: usize) -> Range<usize> {
-        let micro_batches = total.div_ceil(size);
-        if micro_batches < self.0.world_size() {
-            return self.share(total);
-        }
-        let share = self.share(micro_batches);
-        share.start * size..(share.end * size).min(total)
+    /// [`Self::share`] of the rank `rank`.
+    pub(crate) fn share_of(&self, rank: usize, total: usize) -> Range<usize> {
+        let world_size = self.0.world_size();
+        total * rank / world_size..total * (rank + 1) / world_size
     }
 
     /// Returns the value of each rank. All ranks must call it.

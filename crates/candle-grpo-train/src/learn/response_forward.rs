@@ -157,6 +157,47 @@ pub fn read_tokens(batch: &TokenBatch) -> Result<f64> {
     Ok(weights.into_iter().map(f64::from).sum())
 }
 
+/// The tokens that a model reads of one sequence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ReadTokens {
+    pub(super) prompt: Vec<u32>,
+    /// The number of tokens of the response that are inputs.
+    pub(super) response: usize,
+}
+
+impl ReadTokens {
+    /// The number of all tokens.
+    pub(super) fn len(&self) -> usize {
+        self.prompt.len() + self.response
+    }
+}
+
+/// Returns the tokens that a model reads of each sequence of `batch`. Synchronizes with the device.
+pub(super) fn read_by_sequence(batch: &TokenBatch) -> Result<Vec<ReadTokens>> {
+    let (_, t) = batch.dims()?;
+    let ids = batch.input_ids.to_vec2::<u32>()?;
+    let real = zero_one(&batch.attention_mask)?;
+    let counts = zero_one(&batch.response_mask)?;
+    let prompt_width = batch.input_ids.dim(1)? + 1 - t;
+    let sequences = ids.iter().zip(&real).zip(&counts);
+    let sequences = sequences.map(|((ids, real), counts)| {
+        let prompt = ids.iter().zip(real).take(prompt_width);
+        let prompt = prompt.filter(|&(_, &real)| real != 0).map(|(&id, _)| id);
+        let response = last_counted(counts);
+        let response = &real[prompt_width..prompt_width + response];
+        ReadTokens {
+            prompt: prompt.collect(),
+            response: response.iter().filter(|&&real| real != 0).count(),
+        }
+    });
+    Ok(sequences.collect())
+}
+
+/// The place of the last token of a response that counts. Tokens after it are not read.
+fn last_counted(counts: &[u8]) -> usize {
+    counts.iter().rposition(|&counts| counts != 0).unwrap_or(0)
+}
+
 impl Packed {
     fn new(batch: &TokenBatch, experts: Experts) -> Result<Self> {
         let (b, t) = batch.dims()?;
@@ -176,8 +217,7 @@ impl Packed {
         let mut first = 0;
         for (row, ids) in ids.iter().enumerate() {
             let (real, counts) = (&real[row], &counts[row]);
-            // Tokens after the last unmasked one are skipped.
-            let read = before + counts.iter().rposition(|&counts| counts != 0).unwrap_or(0) + 1;
+            let read = before + last_counted(counts) + 1;
             let mut sequence = Vec::new();
             let mut place_of = vec![None; read];
             for (column, place) in place_of.iter_mut().enumerate() {

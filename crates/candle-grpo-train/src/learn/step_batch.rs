@@ -10,7 +10,8 @@ use candle_grpo_core::{
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutWeights};
 
 use super::critic::explained_variance;
-use super::models::{MicroBatches, Models};
+use super::micro_batches::MicroBatches;
+use super::models::Models;
 use super::recipe_inputs::{RecipeInputs, keeps_components};
 use super::scored_rollouts::ScoredRollouts;
 use super::staleness::effective_sample_share;

@@ -7,6 +7,7 @@ use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe};
 use candle_grpo_nn::{AdamWConfig, BaseWeights, LoraConfig};
 use serde::{Deserialize, Serialize};
 
+use super::micro_batches::MicroBatchSize;
 use super::recipe_inputs::{RecipeInputs, ensure_consistent};
 use super::{LearningRateSchedule, ReferenceRefresh};
 use crate::invalid::within;
@@ -101,6 +102,10 @@ pub struct TrainConfig {
     pub mini_batch_size: Option<usize>,
     /// Number of completions in a backward pass. It bounds memory and does not change the update.
     pub micro_batch_size: usize,
+    /// Number of tokens in a backward pass, in place of `micro_batch_size`: those of the prompts,
+    /// each of which counts once in a pass, and of the completions. Passes with the longest
+    /// completions come first. A longer completion is a pass of its own. Absent: no bound.
+    pub micro_batch_tokens: Option<usize>,
     /// Keep only the input of each block for the backward pass and recompute the rest. Memory
     /// hardly grows with the number of blocks; a step takes a third longer.
     pub activation_checkpointing: bool,
@@ -154,6 +159,7 @@ impl Default for TrainConfig {
             epochs: 1,
             mini_batch_size: None,
             micro_batch_size: 32,
+            micro_batch_tokens: None,
             activation_checkpointing: false,
             compute_dtype: ComputeDType::F32,
             router_aux_loss_coef: 0.,
@@ -185,6 +191,7 @@ impl TrainConfig {
             ("epochs", self.epochs),
             ("mini_batch_size", self.mini_batch_size.unwrap_or(1)),
             ("micro_batch_size", self.micro_batch_size),
+            ("micro_batch_tokens", self.micro_batch_tokens.unwrap_or(1)),
         ] {
             check::at_least_one(name, value)?;
         }
@@ -355,6 +362,14 @@ impl TrainConfig {
         match self.adapters {
             Some(_) => (self.base_weights, self.compute_dtype),
             None => (BaseWeights::Dense, ComputeDType::F32),
+        }
+    }
+
+    /// The bound of a micro-batch.
+    pub(crate) fn micro_batches(&self) -> MicroBatchSize {
+        match self.micro_batch_tokens {
+            Some(tokens) => MicroBatchSize::Tokens(tokens),
+            None => MicroBatchSize::Sequences(self.micro_batch_size),
         }
     }
 

@@ -13,7 +13,8 @@ use tokenizers::Tokenizer;
 
 use super::ahead::Ahead;
 use super::collector::{Collection, Collector};
-use super::models::{MicroBatches, Models, ensure_not_canceled};
+use super::micro_batches::MicroBatches;
+use super::models::{Models, ensure_not_canceled};
 use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::response_forward::read_tokens;
@@ -401,8 +402,8 @@ impl Trainer {
                 else {
                     continue;
                 };
-                let size = self.config.micro_batch_size;
-                let micro_batches = mini_batch.of_rank(self.ranks(), size)?.split(size)?;
+                let size = self.config.micro_batches();
+                let micro_batches = size.of_rank(&mini_batch, self.ranks())?;
                 if let Some(critic) = &mut self.models.critic {
                     update_critic(
                         critic,
@@ -504,7 +505,7 @@ impl Trainer {
 
     fn micro_batches(&self) -> MicroBatches<'_> {
         MicroBatches {
-            size: self.config.micro_batch_size,
+            size: self.config.micro_batches(),
             progress: if self.updated {
                 &NoProgress
             } else {

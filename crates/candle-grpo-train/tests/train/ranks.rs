@@ -359,6 +359,20 @@ fn drawing_ahead_with_a_filter_is_an_error_on_several_ranks() {
     }
 }
 
+/// The update, the critic and the metrics, in the order of the completions.
+#[rstest]
+fn micro_batches_of_tokens_change_only_the_rounding(#[values(1, 30, 10_000)] tokens: usize) {
+    let mut config = config(Recipe {
+        advantage: advantage(r#"{"name": "gae"}"#).advantage,
+        ..Recipe::grpo()
+    });
+    config.critic = Some(CriticConfig::default());
+    config.recipe.policy_loss.kl = Some(KlLoss::k3(0.1));
+    let expected = run(&mut trainer(digest, config.clone()), 3);
+    config.micro_batch_tokens = Some(tokens);
+    assert_run_close(&run(&mut trainer(digest, config), 3), &expected);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
     #[test]
@@ -367,6 +381,7 @@ proptest! {
         num_generations in 2usize..5,
         mini_batch_size in 1usize..20,
         micro_batch_size in 1usize..8,
+        micro_batch_tokens in proptest::option::of(1usize..60),
         world_size in 2usize..6,
     ) {
         let config = TrainConfig {
@@ -374,6 +389,7 @@ proptest! {
             num_generations,
             mini_batch_size: Some(mini_batch_size),
             micro_batch_size,
+            micro_batch_tokens,
             epochs: 1,
             ..config(Recipe::grpo())
         };

@@ -33,6 +33,12 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("micro_train_batch_size", "training.micro_batch_size"),
     ("ppo_micro_batch_size", "training.micro_batch_size"),
     ("ppo_micro_batch_size_per_gpu", "training.micro_batch_size"),
+    ("ppo_max_token_len_per_gpu", "training.micro_batch_tokens"),
+    ("train_max_tokens_per_gpu", "training.micro_batch_tokens"),
+    (
+        "max_tokens_per_microbatch_in_train",
+        "training.micro_batch_tokens",
+    ),
     ("gradient_accumulation_steps", "training.mini_batch_size"),
     ("ppo_mini_batch_size", "training.mini_batch_size"),
     ("steps_per_generation", "training.mini_batch_size"),
