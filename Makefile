@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm eval-llm model test test-model test-vllm test-llama mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -21,6 +21,10 @@ demo-short: ## a shorter demo, half a minute: fails unless the policy learns
 demo-llm: model ## train SmolLM2-135M-Instruct to add two-digit numbers on the CPU: runs/addition-llm-SEED (docs/llm.md)
 	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)/' examples/addition-llm/run.yaml > target/addition-llm.yaml
 	MIMALLOC_PURGE_DELAY=-1 $(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-llm.yaml
+
+demo-qlora: model ## the same with adapters over weights in Q8_0: runs/addition-qlora-SEED
+	@sed 's/^seed: 0/seed: $(SEED)/; s/^run_dir: .*/&-$(SEED)/' examples/addition-llm/qlora.yaml > target/addition-qlora.yaml
+	MIMALLOC_PURGE_DELAY=-1 $(CARGO) run --release --locked -p candle-grpo -- train --resume target/addition-qlora.yaml
 
 eval-llm: model ## evaluate SmolLM2-135M-Instruct on GSM8K and SVAMP; DATA=data has the folders gsm8k and svamp
 	@for name in gsm8k svamp; do \
@@ -55,6 +59,7 @@ examples: ## run the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-own-loop
 	$(CARGO) run --release --locked -p candle-grpo-example-own-model
 	$(CARGO) run --release --locked -p candle-grpo-example-custom-generator
+	$(CARGO) run --release --locked -p candle-grpo-example-reward-model
 
 bench: ## time each operator beside plain Candle operations: target/bench/ops.md; ONLY=rms_norm for one
 	$(CARGO) run --release --locked -p candle-grpo-bench --bin ops-system -- --only "$(ONLY)"

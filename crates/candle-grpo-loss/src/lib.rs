@@ -28,6 +28,7 @@ mod importance_level;
 mod kl_loss;
 mod policy_loss;
 mod positive_nll;
+mod preference_loss;
 mod recipe;
 pub mod rollout;
 mod sum_of_squared_probs;
@@ -47,6 +48,7 @@ pub use policy_loss::{
     PolicyLossOutput, StepTotals, linear_policy_loss,
 };
 pub use positive_nll::PositiveNll;
+pub use preference_loss::PreferenceLoss;
 pub use recipe::Recipe;
 pub use rollout::{RolloutCorrection, RolloutWeights};
 pub use sum_of_squared_probs::sum_of_squared_probs;

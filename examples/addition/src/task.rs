@@ -118,6 +118,7 @@ mod tests {
         let reward = |completion: &str| {
             is_right(&Sample {
                 prompt: &prompt.text,
+                messages: &[],
                 completion,
                 prompt_tokens: &[],
                 completion_tokens: &[],

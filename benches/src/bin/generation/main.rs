@@ -50,6 +50,7 @@ fn generate(
         .map(|index| Prompt {
             index: index as u64,
             text: String::new(),
+            messages: Vec::new(),
             tokens: (0..prompt_tokens)
                 .map(|i| ((index * 7919 + i * 104_729) % model.vocab_size) as u32)
                 .collect(),

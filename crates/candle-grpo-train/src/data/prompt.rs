@@ -14,6 +14,9 @@ pub struct Prompt {
     pub text: String,
     /// The tokens of the text.
     pub tokens: Vec<u32>,
+    /// The conversation that the text renders, for a reward that renders it with another chat
+    /// template; empty for a plain text. The beginning of an answer is its last message.
+    pub messages: Vec<Value>,
     /// All columns of the row, for the reward function (the right answer, for example).
     pub columns: Value,
 }
@@ -37,7 +40,13 @@ impl Prompt {
             index,
             text: text.to_owned(),
             tokens,
+            messages: Vec::new(),
             columns,
         })
+    }
+
+    /// Sets [`Self::messages`].
+    pub fn with_messages(self, messages: Vec<Value>) -> Self {
+        Self { messages, ..self }
     }
 }

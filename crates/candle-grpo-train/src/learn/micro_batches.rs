@@ -67,8 +67,8 @@ impl MicroBatchSize {
     }
 }
 
-/// Divides sequences into at least `parts` micro-batches, if there are so many sequences, of at
-/// most `bound` tokens or one sequence.
+/// Divides sequences into micro-batches of at most `bound` tokens or one sequence. There are at
+/// least `parts` of them, or one for each sequence.
 ///
 /// The longest sequences come first: too little memory is an error in the first micro-batch.
 /// Sequences with a common prompt are side by side, as a micro-batch computes it once.
@@ -204,7 +204,7 @@ mod tests {
         // Every rank has a part.
         assert_eq!(
             by_tokens(&sequences, 99, 3),
-            [vec![4], vec![3], vec![1, 2, 0]]
+            [vec![4, 3], vec![1], vec![2, 0]]
         );
         assert_eq!(by_tokens(&sequences, 99, 9).len(), 5);
     }

@@ -339,7 +339,7 @@ impl Pretrained {
     }
 }
 
-fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
+pub(crate) fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {
     let json = fs::read(folder.join(TOKENIZER)).context(TOKENIZER)?;
     tokenizer_from_json(&json).context(TOKENIZER)
 }
@@ -354,7 +354,7 @@ fn write_tokenizer(folder: &Path, tokenizer: &Tokenizer) -> Result<()> {
 /// Reads `chat_template.jinja` or `chat_template` of `tokenizer_config.json`.
 ///
 /// The latter is one template, or several by name, of which `default` is for chats.
-fn read_chat_template(folder: &Path) -> Result<Option<ChatTemplate>> {
+pub(crate) fn read_chat_template(folder: &Path) -> Result<Option<ChatTemplate>> {
     let file = folder.join(CHAT_TEMPLATE);
     if file.exists() {
         let source = fs::read_to_string(file).context(CHAT_TEMPLATE)?;

@@ -9,7 +9,8 @@ use serde_json::Value;
 
 use super::{
     EnsembleReward, ExactReward, JsonReward, LengthReward, NumericReward, ProgramConfig,
-    ProgramReward, RegexReward, RepetitionReward, RewardFunction, TagsReward, WeightedRewards,
+    ProgramReward, RegexReward, RepetitionReward, RewardFunction, RewardModel, RewardModelConfig,
+    TagsReward, WeightedRewards,
 };
 use crate::invalid::within;
 
@@ -59,6 +60,8 @@ pub enum RewardKind {
     Repetition(RepetitionPenalty),
     /// [`ProgramReward`].
     Program(ProgramConfig),
+    /// [`RewardModel`].
+    RewardModel(RewardModelConfig),
     /// [`EnsembleReward`].
     Ensemble(EnsembleOptions),
 }
@@ -166,13 +169,9 @@ impl RewardConfig {
         self.kind.check_files()
     }
 
-    /// The files that decide scores: programs and scripts.
+    /// The files that decide scores: programs, scripts and models.
     pub fn files(&self) -> Vec<PathBuf> {
-        let programs = self.kind.programs();
-        programs
-            .into_iter()
-            .flat_map(ProgramConfig::files)
-            .collect()
+        self.kind.files()
     }
 
     /// Makes the weighted sum of `rewards`, and starts their programs.
@@ -226,6 +225,7 @@ impl RewardKind {
             Self::Length(_) => "length",
             Self::Repetition(_) => "repetition",
             Self::Program(_) => "program",
+            Self::RewardModel(_) => "reward_model",
             Self::Ensemble(_) => "ensemble",
         };
         name.to_owned()
@@ -240,6 +240,7 @@ impl RewardKind {
             Self::Length(penalty) => Ok(penalty.validate()?),
             Self::Repetition(penalty) => Ok(penalty.validate()?),
             Self::Program(config) => config.validate(),
+            Self::RewardModel(config) => config.validate(),
             Self::Ensemble(options) => options.validate(),
         }
     }
@@ -255,6 +256,7 @@ impl RewardKind {
             Self::Length(penalty) => Box::new(LengthReward(*penalty)),
             Self::Repetition(penalty) => Box::new(RepetitionReward(*penalty)),
             Self::Program(config) => Box::new(ProgramReward::new(config.clone())?),
+            Self::RewardModel(config) => Box::new(RewardModel::load(config.clone())?),
             Self::Ensemble(options) => {
                 let mut ensemble = EnsembleReward::new(options.combine.clone());
                 for (i, judge) in options.judges.iter().enumerate() {
@@ -269,15 +271,17 @@ impl RewardKind {
     fn check_files(&self) -> Result<()> {
         match self {
             Self::Program(config) => config.check_files(),
+            Self::RewardModel(config) => config.check_files(),
             Self::Ensemble(options) => options.each_judge(Self::check_files),
             _ => Ok(()),
         }
     }
 
-    fn programs(&self) -> Vec<&ProgramConfig> {
+    fn files(&self) -> Vec<PathBuf> {
         match self {
-            Self::Program(config) => vec![config],
-            Self::Ensemble(options) => options.judges.iter().flat_map(Self::programs).collect(),
+            Self::Program(config) => config.files(),
+            Self::RewardModel(config) => config.files(),
+            Self::Ensemble(options) => options.judges.iter().flat_map(Self::files).collect(),
             _ => Vec::new(),
         }
     }

@@ -194,6 +194,7 @@ mod tests {
     fn scores_are_zero_or_one() {
         let sample = |completion| Sample {
             prompt: "",
+            messages: &[],
             completion,
             prompt_tokens: &[1],
             completion_tokens: &[2],

@@ -13,6 +13,9 @@ use crate::{FinishReason, Progress};
 pub struct Sample<'a> {
     /// The text of the prompt.
     pub prompt: &'a str,
+    /// The conversation that the prompt renders, as in [`Prompt`](crate::Prompt); empty for a plain
+    /// text.
+    pub messages: &'a [Value],
     /// The text of the completion, without special tokens.
     pub completion: &'a str,
     /// The tokens of the prompt.
@@ -119,6 +122,7 @@ mod tests {
     fn scores_must_be_as_many_as_samples() {
         let sample = Sample {
             prompt: "say",
+            messages: &[],
             completion: "yes",
             prompt_tokens: &[1],
             completion_tokens: &[2],

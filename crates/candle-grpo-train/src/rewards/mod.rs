@@ -14,6 +14,7 @@ mod numeric;
 mod pattern;
 mod penalty;
 mod program;
+mod reward_model;
 mod right_or_wrong;
 mod rollouts;
 mod weighted;
@@ -28,6 +29,7 @@ pub use json::JsonReward;
 pub use numeric::NumericReward;
 pub use penalty::{LengthReward, RepetitionReward};
 pub use program::{ProgramConfig, ProgramReward};
+pub use reward_model::{RewardModel, RewardModelConfig};
 pub use weighted::WeightedRewards;
 
 pub(crate) use rollouts::{RolloutScores, score_rollouts};

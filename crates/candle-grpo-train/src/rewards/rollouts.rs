@@ -31,6 +31,7 @@ pub(crate) fn score_rollouts(
             let prompt = prompts[i / num_generations];
             Sample {
                 prompt: &prompt.text,
+                messages: &prompt.messages,
                 completion: text,
                 prompt_tokens: &rollout.prompt_tokens,
                 completion_tokens: &rollout.completion.tokens,

@@ -131,6 +131,7 @@ mod tests {
             .iter()
             .map(|completion| Sample {
                 prompt: "say",
+                messages: &[],
                 completion,
                 prompt_tokens: &[1],
                 completion_tokens: &[2],

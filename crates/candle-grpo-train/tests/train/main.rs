@@ -18,6 +18,7 @@ mod ranks;
 mod real_model;
 mod recipes;
 mod resume;
+mod reward_model;
 mod rewards;
 mod sampler;
 mod trainer;

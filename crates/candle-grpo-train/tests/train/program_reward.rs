@@ -27,6 +27,7 @@ fn score(reward: &ProgramReward, completions: &[&str]) -> anyhow::Result<Vec<f32
         .iter()
         .map(|completion| Sample {
             prompt: "ask",
+            messages: &[],
             completion,
             prompt_tokens: &[1],
             completion_tokens: &[2, 3],

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 fn sample<'a>(completion: &'a str, columns: &'a Value) -> Sample<'a> {
     Sample {
         prompt: "ask",
+        messages: &[],
         completion,
         prompt_tokens: &[1],
         completion_tokens: &[2, 3, 2, 3, 2],

@@ -116,7 +116,7 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "reward_pretrain",
-        NotSupported("a reward model can be a program: a reward of the kind program"),
+        NotSupported("a reward model is a reward of the kind reward_model"),
     ),
     (
         "difficulty_loss_weight",

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, ensure};
 use candle_grpo_train::data::{Question, Row};
 use candle_grpo_train::model::Chat;
 use candle_grpo_train::{Dataset, Pretrained, Prompt};
+use serde_json::{Value, json};
 
 use crate::config::RunConfig;
 
@@ -67,10 +68,10 @@ pub fn prompts(
     let max_prompt_tokens = config.max_prompt_tokens;
     let mut prompts = Vec::with_capacity(rows.len());
     for (index, row) in rows.iter().enumerate() {
-        let text = text(dataset, row, pretrained).with_context(|| row.place())?;
+        let (text, messages) = text(dataset, row, pretrained).with_context(|| row.place())?;
         let columns = row.columns.clone();
         let prompt = Prompt::new(index as u64, &text, columns, &pretrained.tokenizer);
-        prompts.push(prompt.with_context(|| row.place())?);
+        prompts.push(prompt.with_context(|| row.place())?.with_messages(messages));
     }
     ensure_different(dataset, rows, &prompts)?;
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
@@ -112,15 +113,20 @@ fn ensure_different(dataset: &Dataset, rows: &[Row], prompts: &[Prompt]) -> Resu
     Ok(())
 }
 
-fn text(dataset: &Dataset, row: &Row, pretrained: &Pretrained) -> Result<String> {
-    let question = match dataset.question(row)? {
-        Question::Text(text) => text,
-        Question::Messages(messages) => {
+/// The text of a row and its conversation, both with the beginning of the answer.
+fn text(dataset: &Dataset, row: &Row, pretrained: &Pretrained) -> Result<(String, Vec<Value>)> {
+    let prefill = dataset.prefill(row)?;
+    match dataset.question(row)? {
+        Question::Text(text) => Ok((text + &prefill, Vec::new())),
+        Question::Messages(mut messages) => {
             let template = pretrained.chat_template.as_ref().context(
                 "the model has no chat template: give model.chat_template, or set data.chat to false",
             )?;
-            template.render(&Chat::new(messages).generation_prompt())?
+            let text = template.render(&Chat::new(&messages).generation_prompt())? + &prefill;
+            if !prefill.is_empty() {
+                messages.push(json!({"role": "assistant", "content": prefill}));
+            }
+            Ok((text, messages))
         }
-    };
-    Ok(question + &dataset.prefill(row)?)
+    }
 }

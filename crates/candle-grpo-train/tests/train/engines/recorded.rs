@@ -110,6 +110,7 @@ impl Client {
         let prompt = Prompt {
             index: 0,
             text: String::new(),
+            messages: Vec::new(),
             tokens: serde_json::from_value(request["prompt"].clone())?,
             columns: Value::Null,
         };

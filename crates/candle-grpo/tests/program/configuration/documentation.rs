@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_grpo::config::{Document, RollFile, RunConfig};
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::rewards::{
-    ExactReward, JsonReward, NumericReward, ProgramConfig, RewardKind,
+    ExactReward, JsonReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
 };
 use serde_json::{Value, json};
 
@@ -108,6 +108,12 @@ fn tables() -> Vec<Table> {
                 let config: ProgramConfig = serde_json::from_value(json!({"command": []})).unwrap();
                 serde_json::to_value(config).unwrap()
             },
+        ),
+        table(
+            "reward_model",
+            "crates/candle-grpo-train/src/rewards/reward_model.rs",
+            "RewardModelConfig",
+            serde_json::to_value(RewardModelConfig::new("")).unwrap(),
         ),
         table(
             "ensemble",

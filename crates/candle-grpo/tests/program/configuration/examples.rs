@@ -24,6 +24,7 @@ fn score(config: &RunConfig, row: &Row, completion: &str) -> f32 {
     let rewards = RewardConfig::build(&config.rewards).unwrap();
     let sample = Sample {
         prompt: "",
+        messages: &[],
         completion,
         prompt_tokens: &[],
         completion_tokens: &[],

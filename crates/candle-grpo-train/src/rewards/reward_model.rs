@@ -1,0 +1,251 @@
+//! Scores of a model.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_core::validate;
+use candle_grpo_kernels::default_device;
+use candle_grpo_nn::{BaseWeights, PackedTokens, SequenceClassifier, SequenceClassifierConfig};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use tokenizers::Tokenizer;
+
+use super::function::{RewardFunction, Sample};
+use crate::model::pretrained::{CONFIG, read_chat_template, read_tokenizer};
+use crate::model::{Chat, SpecialTokens};
+use crate::progress::NoProgress;
+use crate::{ChatTemplate, ComputeDType, Interrupted, Progress};
+
+/// The options of [`RewardModel`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RewardModelConfig {
+    /// The folder of a Hugging Face model whose class ends in `ForSequenceClassification`, with its
+    /// tokenizer.
+    pub path: PathBuf,
+    /// The dtype of its computation: `f32`, `bf16` or `f16`.
+    #[serde(default)]
+    pub dtype: ComputeDType,
+    /// The index of the label that is the score; absent: the only one.
+    #[serde(default)]
+    pub label: Option<usize>,
+    /// The number of tokens that the model reads of a longer text, from its end, which has the
+    /// scored token. Absent: `max_position_embeddings` of the model.
+    #[serde(default)]
+    pub max_length: Option<usize>,
+    /// Number of tokens of a pass of the model. A longer text is a pass of its own.
+    #[serde(default = "batch_tokens")]
+    pub batch_tokens: usize,
+}
+
+fn batch_tokens() -> usize {
+    16_384
+}
+
+impl RewardModelConfig {
+    /// The default options of the model at `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            dtype: ComputeDType::default(),
+            label: None,
+            max_length: None,
+            batch_tokens: batch_tokens(),
+        }
+    }
+
+    pub(super) fn validate(&self) -> Result<()> {
+        validate::at_least_one("max_length", self.max_length.unwrap_or(1))?;
+        Ok(validate::at_least_one("batch_tokens", self.batch_tokens)?)
+    }
+
+    /// Checks the files of the model without reading the weights.
+    pub(super) fn check_files(&self) -> Result<()> {
+        let check = || -> Result<()> {
+            let (config, _) = self.read_config()?;
+            config.check_folder(&self.path)?;
+            read_tokenizer(&self.path)?;
+            read_chat_template(&self.path)?;
+            Ok(())
+        };
+        check().with_context(|| format!("path: {}", self.path.display()))
+    }
+
+    /// The files that decide scores.
+    pub(super) fn files(&self) -> Vec<PathBuf> {
+        let is_read = |path: &Path| {
+            let kind = path.extension().and_then(|kind| kind.to_str());
+            path.is_file() && matches!(kind, Some("json" | "safetensors" | "jinja"))
+        };
+        let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
+        let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+        files.retain(|path| is_read(path));
+        files.sort();
+        files
+    }
+
+    /// The configuration of the model, and the index of its score.
+    fn read_config(&self) -> Result<(SequenceClassifierConfig, usize)> {
+        ensure!(
+            self.path.is_dir(),
+            "is not there, must be the folder of a model"
+        );
+        let bytes = fs::read(self.path.join(CONFIG)).context(CONFIG)?;
+        let config = SequenceClassifierConfig::from_hugging_face(&bytes).context(CONFIG)?;
+        let labels = config.num_labels;
+        match self.label {
+            None if labels > 1 => Err(anyhow!(
+                "label: absent, must be given for a model with {labels} labels"
+            )),
+            Some(label) if label >= labels => Err(anyhow!(
+                "label: {label}, must be below {labels}, the number of labels of the model"
+            )),
+            label => Ok((config, label.unwrap_or(0))),
+        }
+    }
+}
+
+/// The score of a reward model: `LlamaForSequenceClassification` of Hugging Face transformers, and
+/// its counterpart of each family of [`Decoder`](candle_grpo_nn::Decoder).
+///
+/// The model reads the prompt and the completion as text. A conversation, with the completion as
+/// the answer of the assistant, is rendered by the chat template of the reward model. Without one,
+/// or for a plain prompt, the text of the completion follows that of the prompt. As in TRL, the
+/// tokenizer of the reward model adds no special tokens, and the score is that of the last token
+/// which is not padding.
+///
+/// ```no_run
+/// use candle_grpo_train::rewards::{RewardModel, RewardModelConfig};
+///
+/// let reward = RewardModel::load(RewardModelConfig::new("models/reward"))?;
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+pub struct RewardModel {
+    config: RewardModelConfig,
+    classifier: SequenceClassifier,
+    label: usize,
+    /// The number of tokens that the model reads at most.
+    max_length: usize,
+    tokenizer: Tokenizer,
+    chat_template: Option<ChatTemplate>,
+    device: Device,
+    progress: Arc<dyn Progress>,
+}
+
+impl RewardModel {
+    /// Loads the model, on the first CUDA device if there is one.
+    ///
+    /// # Errors
+    ///
+    /// If an option is not valid, or a file of the model is missing or not valid.
+    pub fn load(config: RewardModelConfig) -> Result<Self> {
+        config.validate()?;
+        let path = config.path.clone();
+        let load = || Self::read(config);
+        load().with_context(|| format!("loading {}", path.display()))
+    }
+
+    fn read(config: RewardModelConfig) -> Result<Self> {
+        let (model, label) = config.read_config()?;
+        let folder = &config.path;
+        let tokenizer = read_tokenizer(folder)?;
+        let chat_template = read_chat_template(folder)?;
+        let chat_template = match chat_template {
+            None => None,
+            Some(template) => {
+                let keys: Map<String, Value> =
+                    serde_json::from_slice(&fs::read(folder.join(CONFIG))?).context(CONFIG)?;
+                let tokens = SpecialTokens::read(folder, &keys, &tokenizer)?;
+                Some(template.with_special_tokens(&tokens))
+            }
+        };
+        let device = default_device()?;
+        let dtype = config.dtype.into();
+        let parameters = model.load_folder(folder, &device)?;
+        let parameters = parameters.frozen_as(&model.decoder, BaseWeights::Dense, dtype)?;
+        let classifier = SequenceClassifier::new(&model, parameters.detached_var_builder())?;
+        let limit = model.decoder.max_position_embeddings;
+        Ok(Self {
+            max_length: config.max_length.unwrap_or(limit).min(limit),
+            classifier,
+            label,
+            tokenizer,
+            chat_template,
+            device,
+            progress: Arc::new(NoProgress),
+            config,
+        })
+    }
+
+    /// The text that the model scores.
+    fn text(&self, sample: &Sample) -> Result<String> {
+        let (Some(template), [.., last]) = (&self.chat_template, sample.messages) else {
+            return Ok(format!("{}{}", sample.prompt, sample.completion));
+        };
+        let mut messages = sample.messages.to_vec();
+        let answer = match last.get("role") == Some(&json!("assistant")) {
+            // The beginning of the answer.
+            true => {
+                messages.pop();
+                let prefill = last.get("content").and_then(Value::as_str);
+                format!("{}{}", prefill.unwrap_or_default(), sample.completion)
+            }
+            false => sample.completion.to_owned(),
+        };
+        messages.push(json!({"role": "assistant", "content": answer}));
+        template.render(&Chat::new(messages))
+    }
+
+    fn tokens(&self, sample: &Sample) -> Result<Vec<u32>> {
+        let text = self.text(sample)?;
+        let encoding = self.tokenizer.encode(text.as_str(), false);
+        let encoding = encoding
+            .map_err(|error| anyhow!("the tokenizer of the reward model: {error}, for {text:?}"))?;
+        let tokens = encoding.get_ids();
+        ensure!(
+            !tokens.is_empty(),
+            "no tokens, must have at least one: {text:?}"
+        );
+        Ok(tokens[tokens.len().saturating_sub(self.max_length)..].to_vec())
+    }
+}
+
+impl RewardFunction for RewardModel {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+        let sequences = samples.iter().map(|sample| self.tokens(sample));
+        let sequences = sequences.collect::<Result<Vec<_>>>()?;
+        let mut order: Vec<usize> = (0..sequences.len()).collect();
+        // Texts with a common beginning are side by side, as a pass computes it once.
+        order.sort_by(|&a, &b| sequences[a].cmp(&sequences[b]));
+        let mut scores = vec![0.; samples.len()];
+        let mut rest = order.as_slice();
+        while !rest.is_empty() {
+            if self.progress.is_canceled() {
+                return Err(Interrupted.into());
+            }
+            let mut tokens = 0;
+            let fits = rest.iter().take_while(|&&index| {
+                tokens += sequences[index].len();
+                tokens <= self.config.batch_tokens
+            });
+            let (batch, after) = rest.split_at(fits.count().max(1));
+            rest = after;
+            let batch_sequences: Vec<_> = batch.iter().map(|&at| sequences[at].clone()).collect();
+            let packed = PackedTokens::sharing_prefixes(&batch_sequences, &self.device)?;
+            let of_batch: Tensor = self.classifier.scores(&packed)?;
+            let of_batch = of_batch.narrow(1, self.label, 1)?.flatten_all()?;
+            let of_batch = of_batch.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+            for (&index, score) in batch.iter().zip(of_batch) {
+                scores[index] = score;
+            }
+        }
+        Ok(scores)
+    }
+
+    fn set_progress(&mut self, progress: Arc<dyn Progress>) {
+        self.progress = progress;
+    }
+}

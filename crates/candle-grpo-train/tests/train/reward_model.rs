@@ -1,0 +1,275 @@
+//! Rewards of a model.
+
+use std::fs;
+use std::path::Path;
+
+use candle_grpo_nn::{DecoderConfig, PackedTokens, SequenceClassifier, SequenceClassifierConfig};
+use candle_grpo_test_support::device;
+use candle_grpo_train::model::character_tokenizer;
+use candle_grpo_train::rewards::{RewardModel, RewardModelConfig};
+use candle_grpo_train::{
+    ComputeDType, FinishReason, Interrupted, Progress, RewardConfig, RewardFunction, Sample,
+};
+use rstest::rstest;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use tempfile::TempDir;
+
+use crate::common::model;
+
+const ALPHABET: &str = "abcdefghijklmnopqrstuvwxyz <>:!";
+const TEMPLATE: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}!{% endfor %}";
+
+fn config(num_labels: usize) -> SequenceClassifierConfig {
+    SequenceClassifierConfig {
+        decoder: DecoderConfig {
+            vocab_size: ALPHABET.len() + 1,
+            max_position_embeddings: 64,
+            ..model()
+        },
+        num_labels,
+        pad_token_id: Some(0),
+    }
+}
+
+/// Writes a model, with a chat template if it is given.
+fn write(folder: &Path, config: &SequenceClassifierConfig, template: Option<&str>, seed: u64) {
+    let parameters = config.init(seed, device()).unwrap();
+    for (_, weight) in parameters.iter() {
+        if weight.rank() > 1 {
+            weight.set(&(weight.as_tensor() * 10.).unwrap()).unwrap();
+        }
+    }
+    parameters.save(&folder.join("model.safetensors")).unwrap();
+    let keys = config.to_hugging_face(&[]).unwrap();
+    fs::write(folder.join("config.json"), keys.to_string()).unwrap();
+    let tokenizer = character_tokenizer(ALPHABET).unwrap();
+    tokenizer
+        .save(folder.join("tokenizer.json"), false)
+        .unwrap();
+    if let Some(template) = template {
+        let file = json!({"chat_template": template});
+        fs::write(folder.join("tokenizer_config.json"), file.to_string()).unwrap();
+    }
+}
+
+fn folder(num_labels: usize, template: Option<&str>) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), &config(num_labels), template, 3);
+    folder
+}
+
+/// The scores `[labels]` of `text`, read alone.
+fn expected(folder: &Path, text: &str) -> Vec<f32> {
+    let keys = fs::read(folder.join("config.json")).unwrap();
+    let config = SequenceClassifierConfig::from_hugging_face(&keys).unwrap();
+    let parameters = config.load_folder(folder, device()).unwrap();
+    let classifier = SequenceClassifier::new(&config, parameters.detached_var_builder()).unwrap();
+    let tokenizer = character_tokenizer(ALPHABET).unwrap();
+    let tokens = tokenizer.encode(text, false).unwrap().get_ids().to_vec();
+    let tokens = PackedTokens::new(&[tokens], device()).unwrap();
+    let scores = classifier.scores(&tokens).unwrap();
+    scores.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn sample<'a>(prompt: &'a str, messages: &'a [Value], completion: &'a str) -> Sample<'a> {
+    Sample {
+        prompt,
+        messages,
+        completion,
+        prompt_tokens: &[1],
+        completion_tokens: &[2],
+        finish_reason: FinishReason::StopToken,
+        columns: &Value::Null,
+    }
+}
+
+fn assert_near(found: f32, expected: f32) {
+    assert!(
+        (found - expected).abs() < 1e-4,
+        "{found}, must be {expected}"
+    );
+}
+
+#[rstest]
+fn a_conversation_is_rendered_by_the_template_of_the_reward_model(
+    #[values(1, 40, 16_384)] batch_tokens: usize,
+) {
+    let folder = folder(1, Some(TEMPLATE));
+    let path = folder.path();
+    let reward = RewardModel::load(RewardModelConfig {
+        batch_tokens,
+        ..RewardModelConfig::new(path)
+    });
+    let reward = reward.unwrap();
+    let question = [json!({"role": "user", "content": "add"})];
+    let begun = [
+        json!({"role": "user", "content": "add"}),
+        json!({"role": "assistant", "content": "so "}),
+    ];
+    let samples = [
+        sample("of another template", &question, "five"),
+        sample("plain text ", &[], "more"),
+        sample("of another template", &begun, "six"),
+        sample("of another template", &question, "a much longer answer"),
+    ];
+    let scores = reward.score(&samples).unwrap();
+    let texts = [
+        "<user>add!<assistant>five!",
+        "plain text more",
+        "<user>add!<assistant>so six!",
+        "<user>add!<assistant>a much longer answer!",
+    ];
+    for (score, text) in scores.iter().zip(texts) {
+        assert_near(*score, expected(path, text)[0]);
+    }
+    assert!(
+        scores
+            .windows(2)
+            .all(|pair| (pair[0] - pair[1]).abs() > 1e-3),
+        "{scores:?}"
+    );
+    assert_eq!(reward.score(&[]).unwrap(), Vec::<f32>::new());
+}
+
+#[test]
+fn without_a_template_the_completion_follows_the_prompt() {
+    let folder = folder(1, None);
+    let reward = RewardModel::load(RewardModelConfig::new(folder.path())).unwrap();
+    let question = [json!({"role": "user", "content": "add"})];
+    let scores = reward.score(&[sample("add:", &question, "five")]).unwrap();
+    assert_near(scores[0], expected(folder.path(), "add:five")[0]);
+}
+
+#[test]
+fn the_end_of_a_long_text_is_read() {
+    let folder = folder(1, None);
+    let long = "abcdefghij".repeat(9);
+    let of_last = |count: usize| expected(folder.path(), &long[long.len() - count..])[0];
+    for (max_length, count) in [(None, 64), (Some(7), 7), (Some(999), 64)] {
+        let config = RewardModelConfig {
+            max_length,
+            ..RewardModelConfig::new(folder.path())
+        };
+        let reward = RewardModel::load(config).unwrap();
+        let scores = reward.score(&[sample("", &[], &long)]).unwrap();
+        assert_near(scores[0], of_last(count));
+    }
+}
+
+#[test]
+fn a_label_selects_the_score() {
+    let folder = folder(3, None);
+    let all = expected(folder.path(), "abc");
+    let load = |label| {
+        RewardModel::load(RewardModelConfig {
+            label,
+            ..RewardModelConfig::new(folder.path())
+        })
+    };
+    for (label, expected) in all.iter().enumerate() {
+        let scores = load(Some(label)).unwrap().score(&[sample("a", &[], "bc")]);
+        assert_near(scores.unwrap()[0], *expected);
+    }
+    for (label, message) in [
+        (
+            None,
+            "label: absent, must be given for a model with 3 labels",
+        ),
+        (Some(3), "label: 3, must be below 3, the number of labels"),
+    ] {
+        let error = format!("{:#}", load(label).err().unwrap());
+        assert!(error.contains(message), "{error}");
+    }
+}
+
+#[test]
+fn half_precision_is_near_full_precision() {
+    let folder = folder(1, None);
+    let config = RewardModelConfig {
+        dtype: ComputeDType::Bf16,
+        ..RewardModelConfig::new(folder.path())
+    };
+    let scores = RewardModel::load(config)
+        .unwrap()
+        .score(&[sample("a", &[], "bc")])
+        .unwrap();
+    let expected = expected(folder.path(), "abc")[0];
+    let difference = (scores[0] - expected).abs();
+    assert!(
+        difference > 0. && difference < 0.1 * expected.abs().max(1.),
+        "{difference}"
+    );
+}
+
+#[test]
+fn an_ensemble_combines_several_reward_models() {
+    let [a, b] = [1, 2].map(|seed| {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), &config(1), None, seed);
+        folder
+    });
+    let [of_a, of_b] = [&a, &b].map(|folder| expected(folder.path(), "abc")[0]);
+    assert!((of_a - of_b).abs() > 1e-2);
+    let judges = [&a, &b].map(|folder| json!({"kind": "reward_model", "path": folder.path()}));
+    let combined = |combine: Value| {
+        let rewards = json!([{"kind": "ensemble", "judges": judges, "combine": combine}]);
+        let rewards: Vec<RewardConfig> = serde_json::from_value(rewards).unwrap();
+        rewards[0].check_files().unwrap();
+        assert_eq!(rewards[0].files().len(), 6);
+        RewardConfig::build(&rewards)
+            .unwrap()
+            .score(&[sample("a", &[], "bc")])
+            .unwrap()[0]
+    };
+    assert_near(combined(json!("min")), of_a.min(of_b));
+    assert_near(combined(json!("mean")), (of_a + of_b) / 2.);
+}
+
+#[test]
+fn a_file_that_is_missing_is_an_error_with_its_name() {
+    let check = |folder: &Path| -> String {
+        let reward = json!({"kind": "reward_model", "path": folder});
+        let reward: RewardConfig = serde_json::from_value(reward).unwrap();
+        let error = format!("{:#}", reward.check_files().unwrap_err());
+        let loaded = RewardModel::load(RewardModelConfig::new(folder)).err();
+        assert!(loaded.is_some(), "{error}");
+        error
+    };
+    let error = check(Path::new("no/such/folder"));
+    assert!(
+        error.contains("path: no/such/folder: is not there"),
+        "{error}"
+    );
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        let folder = folder(1, None);
+        fs::remove_file(folder.path().join(name)).unwrap();
+        let error = check(folder.path());
+        assert!(error.contains(name), "{error}");
+    }
+    let folder = folder(1, None);
+    let mut keys: Value =
+        serde_json::from_slice(&fs::read(folder.path().join("config.json")).unwrap()).unwrap();
+    keys["architectures"] = json!(["LlamaForCausalLM"]);
+    fs::write(folder.path().join("config.json"), keys.to_string()).unwrap();
+    let error = check(folder.path());
+    assert!(
+        error.contains("must be [\"LlamaForSequenceClassification\"]"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_run_that_is_canceled_stops_between_passes() {
+    struct Canceled;
+    impl Progress for Canceled {
+        fn is_canceled(&self) -> bool {
+            true
+        }
+    }
+    let folder = folder(1, None);
+    let mut reward = RewardModel::load(RewardModelConfig::new(folder.path())).unwrap();
+    reward.set_progress(Arc::new(Canceled));
+    let error = reward.score(&[sample("a", &[], "b")]).unwrap_err();
+    assert!(error.is::<Interrupted>(), "{error}");
+}
