@@ -102,8 +102,8 @@ impl TokenBatch {
     ///
     /// # Errors
     ///
-    /// Returns an error that names a completion without [`experts`](crate::Completion::experts), or
-    /// with another number of them.
+    /// Returns an error that names a completion without [`experts`](crate::Completion::experts),
+    /// with another number of them, or longer than the batch.
     pub fn replaying(self, rollouts: &[Rollout]) -> Result<Self> {
         let (b, t) = self.dims()?;
         ensure!(
@@ -125,7 +125,14 @@ impl TokenBatch {
                 bail!("{}: no experts, must have them to be replayed", name());
             };
             let prompt = rollout.prompt_tokens.len();
-            let read = prompt + rollout.completion.tokens.len() - 1;
+            let response = rollout.completion.tokens.len();
+            ensure!(
+                (1..=width + 1 - t).contains(&prompt) && (1..=t).contains(&response),
+                "{}: {prompt} prompt tokens and {response} response tokens, must be from 1 to {} and from 1 to {t}, as in the batch",
+                name(),
+                width + 1 - t
+            );
+            let read = prompt + response - 1;
             let of_token = *choices.get_or_insert(experts.len() / read);
             ensure!(
                 of_token > 0 && experts.len() == of_token * read,

@@ -152,11 +152,10 @@ impl Collector {
         self.sampler.generator().shares_weights()
     }
 
-    /// Returns `sampler` with the tokenizer, the ranks and the experts, and reporting its progress.
+    /// Returns `sampler` with the tokenizer and the ranks, and reporting its progress.
     pub(super) fn attach(&self, sampler: Sampler) -> Sampler {
         sampler
             .with_tokenizer(&self.tokenizer)
-            .with_experts(self.config.router_replay)
             .with_ranks(self.ranks().clone())
             .with_progress(self.progress.receiver())
     }

@@ -519,11 +519,37 @@ fn experts_that_are_missing_are_errors_with_the_completion() {
     let error = tokens.clone().replaying(&rollouts).unwrap_err().to_string();
     assert!(error.starts_with("completion 1 of prompt 0: "), "{error}");
     rollouts[1].completion.experts = None;
-    let error = tokens.replaying(&rollouts).unwrap_err().to_string();
+    let error = tokens.clone().replaying(&rollouts).unwrap_err().to_string();
     assert_eq!(
         error,
         "completion 1 of prompt 0: no experts, must have them to be replayed"
     );
+}
+
+/// Rollouts of another batch, whose lengths do not fit.
+#[rstest]
+#[case(vec![], vec![1])]
+#[case(vec![1; 4], vec![1])]
+#[case(vec![1], vec![])]
+#[case(vec![1], vec![1; 3])]
+fn experts_of_other_rollouts_are_errors_with_the_completion(
+    #[case] prompt: Vec<u32>,
+    #[case] response: Vec<u32>,
+) {
+    let actor = with_experts(0.);
+    let prompts = prompts(&["abc"]);
+    let sampler = actor.sampler(sampling()).unwrap().with_experts(true);
+    let mut rollouts = sampler.sample(&[&prompts[0]], 1, 0).unwrap();
+    let tokens = TokenBatch::new(&[(&[1, 2, 3], &[4, 5])], device()).unwrap();
+    let words = format!(
+        "completion 0 of prompt 0: {} prompt tokens and {} response tokens, must be from 1 to 3 and from 1 to 2, as in the batch",
+        prompt.len(),
+        response.len()
+    );
+    rollouts[0].prompt_tokens = prompt;
+    rollouts[0].completion.tokens = response;
+    let error = tokens.replaying(&rollouts).unwrap_err().to_string();
+    assert_eq!(error, words);
 }
 
 /// Several updates of a step, drawn ahead or not.

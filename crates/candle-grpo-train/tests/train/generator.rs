@@ -141,6 +141,32 @@ fn with_tool() -> Completion {
 }
 
 #[test]
+fn recorded_experts_are_read_back_and_absent_in_older_recordings() {
+    let recorded = Completion {
+        drawn_log_probs: vec![-1., -2., -4., -3.],
+        experts: Some(vec![0, 3, 1, 300]),
+        ..with_tool()
+    };
+    let bytes = postcard::to_stdvec(&recorded).unwrap();
+    assert_eq!(
+        postcard::from_bytes::<Completion>(&bytes).unwrap(),
+        recorded
+    );
+    let mut json = serde_json::to_value(&recorded).unwrap();
+    let read = |json| serde_json::from_value::<Completion>(json).unwrap();
+    assert_eq!(read(json.clone()), recorded);
+    json.as_object_mut().unwrap().remove("experts").unwrap();
+    let older = Completion {
+        experts: None,
+        ..recorded
+    };
+    assert_eq!(read(json), older);
+    // The ranks exchange completions without experts, too.
+    let bytes = postcard::to_stdvec(&older).unwrap();
+    assert_eq!(postcard::from_bytes::<Completion>(&bytes).unwrap(), older);
+}
+
+#[test]
 fn tokens_that_the_policy_did_not_write_are_context_only() {
     let sampler = Sampler::from_generator(Arc::new(Constant(with_tool())), 6, sampling()).unwrap();
     let prompts = prompts(&["abc"]);

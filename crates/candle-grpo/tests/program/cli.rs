@@ -212,6 +212,12 @@ fn check_refuses_what_train_refuses() {
             "run.yaml:5: training.router_replay: true, must be false for a model without experts",
         ),
         (
+            format!(
+                "{CONFIG}training: {{router_replay: true}}\nrollout: {{engine: vllm, base_url: http://127.0.0.1:9}}\n"
+            ),
+            "run.yaml:5: training.router_replay: true, must be false unless rollout.engine is local",
+        ),
+        (
             format!("{CONFIG}optimizer: {{learning_rate: -1}}\n"),
             "run.yaml:5: optimizer.learning_rate: -1, must be finite and at least 0",
         ),
