@@ -174,7 +174,7 @@ fn train_policy(folder: &Path, seed: u64, device: &Device) -> Result<[f64; 2]> {
         ..TrainConfig::default()
     };
     let policy = Parameters::init(&decoder(), seed ^ 1, device)?;
-    let reward = RewardModel::load(RewardModelConfig::new(folder))?;
+    let reward = RewardModel::load(RewardModelConfig::new(folder), device)?;
     let mut trainer = Trainer::new(
         decoder(),
         policy,

@@ -238,7 +238,7 @@ impl Lora {
     }
 
     /// [`Parameters::copied_var_builder`] of `base` with the adapters. Only the copies of the
-    /// adapters are refreshed. A base that is [frozen](Parameters::frozen_in) in `dtype` is shared.
+    /// adapters are refreshed. A base that is [frozen](Parameters::frozen_as) in `dtype` is shared.
     pub fn copied_var_builder(
         &self,
         base: &Parameters,

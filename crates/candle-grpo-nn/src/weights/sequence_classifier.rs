@@ -7,11 +7,12 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde_json::{Map, Value, json};
 
 use crate::model::sequence_classifier::SCORE;
+use crate::weights::base_weights::FrozenForm;
 use crate::weights::check::{OUTPUT, check_headers, reduce_to_parameters};
 use crate::weights::parameters::INIT_STD;
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
-use crate::{DecoderConfig, Parameters, SequenceClassifierConfig, json};
+use crate::{BaseWeights, DecoderConfig, Parameters, SequenceClassifierConfig, json};
 
 /// The number of labels of a configuration without `id2label`, as in transformers.
 const DEFAULT_LABELS: usize = 2;
@@ -93,16 +94,32 @@ impl SequenceClassifierConfig {
     ///
     /// As in [`Parameters::load_folder`], and if `score.weight` is missing or not `[labels, H]`.
     pub fn load_folder(&self, folder: &Path, device: &Device) -> Result<Parameters> {
+        self.load_folder_frozen(folder, DType::F32, device)
+    }
+
+    /// [`Self::load_folder`] of weights that do not train. Those of the decoder are in `dtype`: in
+    /// bf16 and f16 they take 2 bytes each.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::load_folder`], and if `dtype` is not F32, BF16 or F16.
+    pub fn load_folder_frozen(
+        &self,
+        folder: &Path,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Parameters> {
         let load = || {
+            let body = self.body();
+            let form = FrozenForm::new(&body, BaseWeights::Dense, dtype)?;
             let mut tensors = safetensors::read_folder(folder, safetensors::read_file)?;
             let score = self.take_score(&mut tensors, Tensor::dims)?;
             if !score.dtype().is_float() {
                 let dtype = score.dtype();
                 bail!("tensor {SCORE}: dtype {dtype:?}, must be a floating-point type");
             }
-            let body = self.body();
             reduce_to_parameters(&body, &mut tensors)?;
-            Parameters::from_tensors(&body, tensors, device)?
+            Parameters::from_tensors_in(&body, tensors, &form, device)?
                 .with(SCORE, &score.to_dtype(DType::F32)?)
         };
         load().map_err(|error| in_folder(folder, error))

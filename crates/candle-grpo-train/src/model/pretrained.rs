@@ -171,17 +171,7 @@ impl Pretrained {
 
     fn ensure_tokens_fit(&self) -> Result<()> {
         let vocab_size = self.model.vocab_size;
-        let highest = self
-            .tokenizer
-            .get_vocab(true)
-            .into_iter()
-            .max_by_key(|(_, id)| *id);
-        if let Some((token, id)) = highest {
-            ensure!(
-                (id as usize) < vocab_size,
-                "tokenizer: token {id} is {token:?}, but the model has only {vocab_size} tokens"
-            );
-        }
+        ensure_tokens_fit(&self.tokenizer, vocab_size)?;
         for &id in &self.special_tokens.stop_token_ids {
             ensure!(
                 (id as usize) < vocab_size,
@@ -192,8 +182,8 @@ impl Pretrained {
     }
 
     /// Writes a folder that Hugging Face transformers loads: `config.json`, `model.safetensors` in
-    /// f32, `tokenizer.json`, `tokenizer_config.json` with the chat template, and
-    /// `generation_config.json`.
+    /// the dtype of the parameters, `tokenizer.json`, `tokenizer_config.json` with the chat
+    /// template, and `generation_config.json`.
     ///
     /// With a [`form`](Self::form), names and `config.json` are as in its checkpoint, and the bytes
     /// of the other parts are copied from there.
@@ -307,7 +297,25 @@ impl Pretrained {
         if let Some(config) = config.as_object_mut() {
             config.extend(self.token_ids());
         }
+        self.set_dtype(&mut config);
+        if let Some(text) = config.get_mut("text_config") {
+            self.set_dtype(text);
+        }
         Ok(config)
+    }
+
+    /// Sets the keys of the dtype that are there to that of the parameters.
+    fn set_dtype(&self, config: &mut Value) {
+        let dtype = match self.parameters.dtype() {
+            DType::BF16 => "bfloat16",
+            DType::F16 => "float16",
+            _ => "float32",
+        };
+        for key in ["dtype", "torch_dtype"] {
+            if let Some(value) = config.get_mut(key) {
+                *value = json!(dtype);
+            }
+        }
     }
 
     fn token_ids(&self) -> Map<String, Value> {
@@ -337,6 +345,18 @@ impl Pretrained {
         }
         config
     }
+}
+
+/// Fails if a token of `tokenizer` is not one of the `vocab_size` of the model.
+pub(crate) fn ensure_tokens_fit(tokenizer: &Tokenizer, vocab_size: usize) -> Result<()> {
+    let tokens = tokenizer.get_vocab(true).into_iter();
+    if let Some((token, id)) = tokens.max_by_key(|(_, id)| *id) {
+        ensure!(
+            (id as usize) < vocab_size,
+            "tokenizer: token {id} is {token:?}, but the model has only {vocab_size} tokens"
+        );
+    }
+    Ok(())
 }
 
 pub(crate) fn read_tokenizer(folder: &Path) -> Result<Tokenizer> {

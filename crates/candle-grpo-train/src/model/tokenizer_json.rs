@@ -6,20 +6,26 @@ use serde_json::Value;
 use tokenizers::Tokenizer;
 use tokenizers::normalizers::Precompiled;
 
-/// Builds the tokenizer of `json`.
+/// Builds the tokenizer of `json`, without the truncation and the padding that it may have: the
+/// library transformers ignores them unless it is asked to truncate or to pad.
 ///
 /// Refuses some invalid texts first, on which `tokenizers` panics.
 pub(crate) fn tokenizer_from_json(json: &[u8]) -> Result<Tokenizer> {
     let value: Value =
         serde_json::from_slice(json).map_err(|error| anyhow!(message_with_place(&error)))?;
     ensure_normalizer(&value["normalizer"]).context("normalizer")?;
-    Tokenizer::from_bytes(json).map_err(|error| match error.is::<serde_json::Error>() {
+    let read = Tokenizer::from_bytes(json);
+    let mut tokenizer = read.map_err(|error| match error.is::<serde_json::Error>() {
         true => anyhow!(
             "must be a file of Hugging Face tokenizers; its model has the type {}",
             value["model"]["type"]
         ),
         false => anyhow!("{error}"),
-    })
+    })?;
+    tokenizer.with_padding(None);
+    let removed = tokenizer.with_truncation(None);
+    removed.map_err(|error| anyhow!("truncation: {error}"))?;
+    Ok(tokenizer)
 }
 
 fn ensure_normalizer(normalizer: &Value) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Device;
 use candle_grpo_core::{OverlongPenalty, RepetitionPenalty, ScoreEnsemble, validate};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -18,13 +19,14 @@ use crate::invalid::within;
 /// `name`.
 ///
 /// ```
+/// use candle_core::Device;
 /// use candle_grpo_train::rewards::RewardConfig;
 ///
 /// let rewards: Vec<RewardConfig> = serde_json::from_str(
 ///     r#"[{"kind": "numeric", "column": "answer"},
 ///         {"kind": "tags", "tags": ["think", "answer"], "weight": 0.2, "name": "form"}]"#,
 /// )?;
-/// let rewards = RewardConfig::build(&rewards)?;
+/// let rewards = RewardConfig::build(&rewards, &Device::Cpu)?;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -160,7 +162,7 @@ impl RewardConfig {
         self.kind.validate()
     }
 
-    /// Checks that the programs, scripts and folders are there that the reward needs.
+    /// Checks that the programs, scripts, folders and models are there that the reward needs.
     ///
     /// # Errors
     ///
@@ -174,12 +176,14 @@ impl RewardConfig {
         self.kind.files()
     }
 
-    /// Makes the weighted sum of `rewards`, and starts their programs.
+    /// Makes the weighted sum of `rewards`, starts their programs, and loads their models onto
+    /// `device`.
     ///
     /// # Errors
     ///
-    /// If `rewards` is empty, an option is not valid or a program cannot be started.
-    pub fn build(rewards: &[Self]) -> Result<WeightedRewards> {
+    /// If `rewards` is empty, an option is not valid, a program cannot be started or a model cannot
+    /// be loaded.
+    pub fn build(rewards: &[Self], device: &Device) -> Result<WeightedRewards> {
         ensure!(
             !rewards.is_empty(),
             "rewards: none, there must be at least one"
@@ -189,7 +193,7 @@ impl RewardConfig {
             let name = reward.name();
             let build = || -> Result<Box<dyn RewardFunction>> {
                 reward.validate()?;
-                reward.kind.build()
+                reward.kind.build(device)
             };
             let function = build().with_context(|| format!("rewards: {name:?}"))?;
             sum = sum.with_boxed(&name, reward.weight as f32, function);
@@ -245,8 +249,8 @@ impl RewardKind {
         }
     }
 
-    /// Makes the function of options that are valid.
-    fn build(&self) -> Result<Box<dyn RewardFunction>> {
+    /// Makes the function of options that are valid, with models on `device`.
+    fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
         Ok(match self {
             Self::Numeric(reward) => Box::new(reward.clone()),
             Self::Exact(reward) => Box::new(reward.clone()),
@@ -256,11 +260,11 @@ impl RewardKind {
             Self::Length(penalty) => Box::new(LengthReward(*penalty)),
             Self::Repetition(penalty) => Box::new(RepetitionReward(*penalty)),
             Self::Program(config) => Box::new(ProgramReward::new(config.clone())?),
-            Self::RewardModel(config) => Box::new(RewardModel::load(config.clone())?),
+            Self::RewardModel(config) => Box::new(RewardModel::load(config.clone(), device)?),
             Self::Ensemble(options) => {
                 let mut ensemble = EnsembleReward::new(options.combine.clone());
                 for (i, judge) in options.judges.iter().enumerate() {
-                    let judge = judge.build().with_context(|| format!("judge {i}"))?;
+                    let judge = judge.build(device).with_context(|| format!("judge {i}"))?;
                     ensemble = ensemble.with_boxed(judge);
                 }
                 Box::new(ensemble)

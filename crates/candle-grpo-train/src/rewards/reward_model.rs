@@ -1,20 +1,20 @@
 //! Scores of a model.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use candle_grpo_core::validate;
-use candle_grpo_kernels::default_device;
-use candle_grpo_nn::{BaseWeights, PackedTokens, SequenceClassifier, SequenceClassifierConfig};
+use candle_grpo_nn::{PackedTokens, SequenceClassifier, SequenceClassifierConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
 use super::function::{RewardFunction, Sample};
-use crate::model::pretrained::{CONFIG, read_chat_template, read_tokenizer};
+use crate::model::pretrained::{CONFIG, ensure_tokens_fit, read_chat_template, read_tokenizer};
 use crate::model::{Chat, SpecialTokens};
 use crate::progress::NoProgress;
 use crate::{ChatTemplate, ComputeDType, Interrupted, Progress};
@@ -67,7 +67,8 @@ impl RewardModelConfig {
         let check = || -> Result<()> {
             let (config, _) = self.read_config()?;
             config.check_folder(&self.path)?;
-            read_tokenizer(&self.path)?;
+            let tokenizer = read_tokenizer(&self.path)?;
+            ensure_tokens_fit(&tokenizer, config.decoder.vocab_size)?;
             read_chat_template(&self.path)?;
             Ok(())
         };
@@ -118,9 +119,10 @@ impl RewardModelConfig {
 /// which is not padding.
 ///
 /// ```no_run
+/// use candle_core::Device;
 /// use candle_grpo_train::rewards::{RewardModel, RewardModelConfig};
 ///
-/// let reward = RewardModel::load(RewardModelConfig::new("models/reward"))?;
+/// let reward = RewardModel::load(RewardModelConfig::new("models/reward"), &Device::Cpu)?;
 /// # Ok::<(), anyhow::Error>(())
 /// ```
 pub struct RewardModel {
@@ -136,22 +138,23 @@ pub struct RewardModel {
 }
 
 impl RewardModel {
-    /// Loads the model, on the first CUDA device if there is one.
+    /// Loads the model onto `device`.
     ///
     /// # Errors
     ///
     /// If an option is not valid, or a file of the model is missing or not valid.
-    pub fn load(config: RewardModelConfig) -> Result<Self> {
+    pub fn load(config: RewardModelConfig, device: &Device) -> Result<Self> {
         config.validate()?;
         let path = config.path.clone();
-        let load = || Self::read(config);
+        let load = || Self::read(config, device);
         load().with_context(|| format!("loading {}", path.display()))
     }
 
-    fn read(config: RewardModelConfig) -> Result<Self> {
+    fn read(config: RewardModelConfig, device: &Device) -> Result<Self> {
         let (model, label) = config.read_config()?;
         let folder = &config.path;
         let tokenizer = read_tokenizer(folder)?;
+        ensure_tokens_fit(&tokenizer, model.decoder.vocab_size)?;
         let chat_template = read_chat_template(folder)?;
         let chat_template = match chat_template {
             None => None,
@@ -162,10 +165,7 @@ impl RewardModel {
                 Some(template.with_special_tokens(&tokens))
             }
         };
-        let device = default_device()?;
-        let dtype = config.dtype.into();
-        let parameters = model.load_folder(folder, &device)?;
-        let parameters = parameters.frozen_as(&model.decoder, BaseWeights::Dense, dtype)?;
+        let parameters = model.load_folder_frozen(folder, config.dtype.into(), device)?;
         let classifier = SequenceClassifier::new(&model, parameters.detached_var_builder())?;
         let limit = model.decoder.max_position_embeddings;
         Ok(Self {
@@ -174,7 +174,7 @@ impl RewardModel {
             label,
             tokenizer,
             chat_template,
-            device,
+            device: device.clone(),
             progress: Arc::new(NoProgress),
             config,
         })
@@ -215,31 +215,38 @@ impl RewardModel {
 
 impl RewardFunction for RewardModel {
     fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        let sequences = samples.iter().map(|sample| self.tokens(sample));
-        let sequences = sequences.collect::<Result<Vec<_>>>()?;
-        let mut order: Vec<usize> = (0..sequences.len()).collect();
-        // Texts with a common beginning are side by side, as a pass computes it once.
-        order.sort_by(|&a, &b| sequences[a].cmp(&sequences[b]));
+        // Equal texts are read once, so that their scores are bit-identical. Sorted texts have
+        // others with the same beginning beside them, and a pass computes that once.
+        let mut samples_of: BTreeMap<Vec<u32>, Vec<usize>> = BTreeMap::new();
+        for (index, sample) in samples.iter().enumerate() {
+            samples_of
+                .entry(self.tokens(sample)?)
+                .or_default()
+                .push(index);
+        }
+        let texts: Vec<_> = samples_of.into_iter().collect();
         let mut scores = vec![0.; samples.len()];
-        let mut rest = order.as_slice();
+        let mut rest = texts.as_slice();
         while !rest.is_empty() {
             if self.progress.is_canceled() {
                 return Err(Interrupted.into());
             }
             let mut tokens = 0;
-            let fits = rest.iter().take_while(|&&index| {
-                tokens += sequences[index].len();
+            let fits = rest.iter().take_while(|(text, _)| {
+                tokens += text.len();
                 tokens <= self.config.batch_tokens
             });
             let (batch, after) = rest.split_at(fits.count().max(1));
             rest = after;
-            let batch_sequences: Vec<_> = batch.iter().map(|&at| sequences[at].clone()).collect();
-            let packed = PackedTokens::sharing_prefixes(&batch_sequences, &self.device)?;
-            let of_batch: Tensor = self.classifier.scores(&packed)?;
+            let sequences: Vec<_> = batch.iter().map(|(text, _)| text.clone()).collect();
+            let packed = PackedTokens::sharing_prefixes(&sequences, &self.device)?;
+            let of_batch = self.classifier.scores(&packed)?;
             let of_batch = of_batch.narrow(1, self.label, 1)?.flatten_all()?;
             let of_batch = of_batch.to_dtype(DType::F32)?.to_vec1::<f32>()?;
-            for (&index, score) in batch.iter().zip(of_batch) {
-                scores[index] = score;
+            for ((_, samples), score) in batch.iter().zip(of_batch) {
+                for &index in samples {
+                    scores[index] = score;
+                }
             }
         }
         Ok(scores)

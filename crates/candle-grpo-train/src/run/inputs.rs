@@ -10,8 +10,8 @@ use sha2::{Digest, Sha256};
 use super::checksums::{hex, sha256_of_file, sha256_of_parameters};
 use crate::{Pretrained, Prompt, RewardConfig};
 
-/// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs and
-/// scripts of its rewards.
+/// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
+/// scripts and models of its rewards.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunInputs {

@@ -97,10 +97,13 @@ fn a_conversation_is_rendered_by_the_template_of_the_reward_model(
 ) {
     let folder = folder(1, Some(TEMPLATE));
     let path = folder.path();
-    let reward = RewardModel::load(RewardModelConfig {
-        batch_tokens,
-        ..RewardModelConfig::new(path)
-    });
+    let reward = RewardModel::load(
+        RewardModelConfig {
+            batch_tokens,
+            ..RewardModelConfig::new(path)
+        },
+        device(),
+    );
     let reward = reward.unwrap();
     let question = [json!({"role": "user", "content": "add"})];
     let begun = [
@@ -135,7 +138,7 @@ fn a_conversation_is_rendered_by_the_template_of_the_reward_model(
 #[test]
 fn without_a_template_the_completion_follows_the_prompt() {
     let folder = folder(1, None);
-    let reward = RewardModel::load(RewardModelConfig::new(folder.path())).unwrap();
+    let reward = RewardModel::load(RewardModelConfig::new(folder.path()), device()).unwrap();
     let question = [json!({"role": "user", "content": "add"})];
     let scores = reward.score(&[sample("add:", &question, "five")]).unwrap();
     assert_near(scores[0], expected(folder.path(), "add:five")[0]);
@@ -151,7 +154,7 @@ fn the_end_of_a_long_text_is_read() {
             max_length,
             ..RewardModelConfig::new(folder.path())
         };
-        let reward = RewardModel::load(config).unwrap();
+        let reward = RewardModel::load(config, device()).unwrap();
         let scores = reward.score(&[sample("", &[], &long)]).unwrap();
         assert_near(scores[0], of_last(count));
     }
@@ -162,10 +165,13 @@ fn a_label_selects_the_score() {
     let folder = folder(3, None);
     let all = expected(folder.path(), "abc");
     let load = |label| {
-        RewardModel::load(RewardModelConfig {
-            label,
-            ..RewardModelConfig::new(folder.path())
-        })
+        RewardModel::load(
+            RewardModelConfig {
+                label,
+                ..RewardModelConfig::new(folder.path())
+            },
+            device(),
+        )
     };
     for (label, expected) in all.iter().enumerate() {
         let scores = load(Some(label)).unwrap().score(&[sample("a", &[], "bc")]);
@@ -190,7 +196,7 @@ fn half_precision_is_near_full_precision() {
         dtype: ComputeDType::Bf16,
         ..RewardModelConfig::new(folder.path())
     };
-    let scores = RewardModel::load(config)
+    let scores = RewardModel::load(config, device())
         .unwrap()
         .score(&[sample("a", &[], "bc")])
         .unwrap();
@@ -217,7 +223,7 @@ fn an_ensemble_combines_several_reward_models() {
         let rewards: Vec<RewardConfig> = serde_json::from_value(rewards).unwrap();
         rewards[0].check_files().unwrap();
         assert_eq!(rewards[0].files().len(), 6);
-        RewardConfig::build(&rewards)
+        RewardConfig::build(&rewards, device())
             .unwrap()
             .score(&[sample("a", &[], "bc")])
             .unwrap()[0]
@@ -232,7 +238,7 @@ fn a_file_that_is_missing_is_an_error_with_its_name() {
         let reward = json!({"kind": "reward_model", "path": folder});
         let reward: RewardConfig = serde_json::from_value(reward).unwrap();
         let error = format!("{:#}", reward.check_files().unwrap_err());
-        let loaded = RewardModel::load(RewardModelConfig::new(folder)).err();
+        let loaded = RewardModel::load(RewardModelConfig::new(folder), device()).err();
         assert!(loaded.is_some(), "{error}");
         error
     };
@@ -268,8 +274,56 @@ fn a_run_that_is_canceled_stops_between_passes() {
         }
     }
     let folder = folder(1, None);
-    let mut reward = RewardModel::load(RewardModelConfig::new(folder.path())).unwrap();
+    let mut reward = RewardModel::load(RewardModelConfig::new(folder.path()), device()).unwrap();
     reward.set_progress(Arc::new(Canceled));
     let error = reward.score(&[sample("a", &[], "b")]).unwrap_err();
     assert!(error.is::<Interrupted>(), "{error}");
+}
+
+/// The library transformers ignores them too, unless it is asked to truncate.
+#[test]
+fn truncation_and_padding_of_the_tokenizer_file_have_no_effect() {
+    let folder = folder(1, None);
+    let plain = expected(folder.path(), "abcdefgh");
+    let path = folder.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    tokenizer["truncation"] = json!({
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    });
+    tokenizer["padding"] = json!({
+        "strategy": {"Fixed": 20}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 1, "pad_type_id": 0, "pad_token": "a",
+    });
+    fs::write(path, tokenizer.to_string()).unwrap();
+    let reward = RewardModel::load(RewardModelConfig::new(folder.path()), device()).unwrap();
+    let scores = reward.score(&[sample("abcd", &[], "efgh")]).unwrap();
+    assert_near(scores[0], plain[0]);
+}
+
+/// A group of equal completions has no variance.
+#[test]
+fn equal_texts_have_bit_identical_scores() {
+    let folder = folder(1, None);
+    let config = RewardModelConfig {
+        batch_tokens: 7,
+        ..RewardModelConfig::new(folder.path())
+    };
+    let reward = RewardModel::load(config, device()).unwrap();
+    let samples = ["abcd", "ef", "abcd", "abce", "abcd"].map(|text| sample("", &[], text));
+    let scores = reward.score(&samples).unwrap();
+    assert_eq!([scores[0]; 2], [scores[2], scores[4]]);
+    assert!(
+        scores[0] != scores[1] && scores[0] != scores[3],
+        "{scores:?}"
+    );
+}
+
+#[test]
+fn a_text_that_ends_with_padding_is_scored_before_it() {
+    let folder = folder(1, None);
+    let reward = RewardModel::load(RewardModelConfig::new(folder.path()), device()).unwrap();
+    // The first token is the padding token.
+    let samples = ["abc", "abc<eos>"].map(|text| sample("", &[], text));
+    let scores = reward.score(&samples).unwrap();
+    assert_near(scores[1], scores[0]);
 }

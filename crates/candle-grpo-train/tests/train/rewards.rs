@@ -1,5 +1,6 @@
 //! Reward functions as a configuration names them.
 
+use candle_grpo_test_support::device;
 use candle_grpo_train::{FinishReason, RewardConfig, RewardFunction, Sample, WeightedRewards};
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -17,7 +18,10 @@ fn sample<'a>(completion: &'a str, columns: &'a Value) -> Sample<'a> {
 }
 
 fn build(rewards: Value) -> anyhow::Result<WeightedRewards> {
-    RewardConfig::build(&serde_json::from_value::<Vec<RewardConfig>>(rewards)?)
+    RewardConfig::build(
+        &serde_json::from_value::<Vec<RewardConfig>>(rewards)?,
+        device(),
+    )
 }
 
 fn score(reward: Value, completion: &str) -> f32 {

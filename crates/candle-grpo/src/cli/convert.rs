@@ -5,25 +5,47 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_core::Device;
-use candle_grpo::nn::GgufDType;
+use candle_grpo::nn::{BaseWeights, GgufDType};
 use candle_grpo::run::model_path;
-use candle_grpo::train::Pretrained;
+use candle_grpo::train::{ComputeDType, Pretrained};
 use clap::ValueEnum;
 
 use super::exit::Exit;
 use super::output::resolved;
 
-/// The type of the matrices that are written.
+/// The type of the weights that are written; in a GGUF file, of the matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(super) enum Dtype {
     F32,
+    Bf16,
     F16,
     Q8_0,
 }
 
+/// The format of the target, and its type.
+enum Format {
+    Folder(ComputeDType),
+    File(GgufDType),
+}
+
+impl Format {
+    /// The format of a target: a file if `is_file`.
+    fn new(is_file: bool, dtype: Option<Dtype>) -> Option<Self> {
+        Some(match (is_file, dtype) {
+            (false, None | Some(Dtype::F32)) => Self::Folder(ComputeDType::F32),
+            (false, Some(Dtype::Bf16)) => Self::Folder(ComputeDType::Bf16),
+            (false, Some(Dtype::F16)) => Self::Folder(ComputeDType::F16),
+            (true, Some(Dtype::F32)) => Self::File(GgufDType::F32),
+            (true, None | Some(Dtype::F16)) => Self::File(GgufDType::F16),
+            (true, Some(Dtype::Q8_0)) => Self::File(GgufDType::Q8_0),
+            (false, Some(Dtype::Q8_0)) | (true, Some(Dtype::Bf16)) => return None,
+        })
+    }
+}
+
 /// Writes the model at `from` to `to`: a GGUF file if the name ends in `.gguf`, else a Hugging Face
-/// folder in f32. `from` is a GGUF file, a Hugging Face folder, or the folder of a run.
+/// folder. `from` is a GGUF file, a Hugging Face folder, or the folder of a run.
 pub(super) fn convert(
     from: &Path,
     to: &Path,
@@ -31,29 +53,34 @@ pub(super) fn convert(
     force: bool,
 ) -> Result<(), Exit> {
     let is_file = to.extension().is_some_and(|extension| extension == "gguf");
-    if let (false, Some(Dtype::F16 | Dtype::Q8_0)) = (is_file, dtype) {
+    let Some(format) = Format::new(is_file, dtype) else {
         let name = dtype.and_then(|dtype| dtype.to_possible_value());
         let name = name.as_ref().map_or("", |value| value.get_name());
-        return Err(Exit::Config(format!(
-            "--dtype: {name}, must be f32 for a Hugging Face folder; {} does not end in .gguf",
-            to.display()
-        )));
-    }
+        let to = to.display();
+        return Err(Exit::Config(match is_file {
+            true => format!("--dtype: {name}, must be f32, f16 or q8_0 for the GGUF file {to}"),
+            false => format!(
+                "--dtype: {name}, must be f32, bf16 or f16 for a Hugging Face folder; {to} does not end in .gguf"
+            ),
+        }));
+    };
     let from = model_path(from).map_err(|error| Exit::Model(format!("{error:#}")))?;
     let check = || match is_file {
         true => check_file(&from, to, force),
         false => check_folder(&from, to, force),
     };
     check()?;
-    let pretrained =
-        Pretrained::load(&from, &Device::Cpu).map_err(|error| Exit::Model(format!("{error:#}")))?;
+    let read_as = match format {
+        Format::Folder(dtype) => dtype,
+        Format::File(_) => ComputeDType::F32,
+    };
+    let pretrained = Pretrained::load_frozen(&from, &Device::Cpu, BaseWeights::Dense, read_as)
+        .map_err(|error| Exit::Model(format!("{error:#}")))?;
     // The target may have changed while the model was loaded.
     check()?;
-    let written = match (is_file, dtype) {
-        (false, _) => pretrained.save(to),
-        (true, Some(Dtype::F32)) => pretrained.save_gguf(to, GgufDType::F32),
-        (true, None | Some(Dtype::F16)) => pretrained.save_gguf(to, GgufDType::F16),
-        (true, Some(Dtype::Q8_0)) => pretrained.save_gguf(to, GgufDType::Q8_0),
+    let written = match format {
+        Format::Folder(_) => pretrained.save(to),
+        Format::File(dtype) => pretrained.save_gguf(to, dtype),
     };
     written.map_err(|error| Exit::Run(format!("{error:#}")))?;
     let mut out = stdout().lock();

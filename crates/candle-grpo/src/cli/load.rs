@@ -18,8 +18,8 @@ fn wrong(error: ConfigError) -> Exit {
     Exit::Config(error.to_string())
 }
 
-/// Returns the run that a file describes, with the programs and scripts of its rewards checked. A
-/// file of ROLL is translated; `explain` gets its keys.
+/// Returns the run that a file describes, with the programs, scripts and models of its rewards
+/// checked. A file of ROLL is translated; `explain` gets its keys.
 pub(super) fn config(
     file: &Path,
     explain: impl FnOnce(&RollFile) -> Result<(), Exit>,
@@ -66,7 +66,8 @@ pub(super) fn warn_of_keys(file: &Path, roll: &RollFile) -> Result<(), Exit> {
 
 /// Builds the reward function of a run.
 pub(super) fn rewards(run: &RunConfig) -> Result<WeightedRewards, Exit> {
-    RewardConfig::build(&run.rewards).map_err(|error| Exit::Config(format!("{error:#}")))
+    let built = device().and_then(|device| RewardConfig::build(&run.rewards, &device));
+    built.map_err(|error| Exit::Config(format!("{error:#}")))
 }
 
 /// Loads the model that a run trains.

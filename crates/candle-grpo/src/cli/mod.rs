@@ -49,7 +49,7 @@ enum Command {
         model: PathBuf,
         /// The GGUF file to write if the name ends in .gguf, else the Hugging Face folder.
         target: PathBuf,
-        /// The type of the matrices: f32 for a folder, f16 for a GGUF file unless given.
+        /// The type of the weights: f32 for a folder, f16 for a GGUF file unless given.
         #[arg(long)]
         dtype: Option<Dtype>,
         /// Replace an existing GGUF file, or a folder that holds a model and nothing else.

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use candle_core::Device;
 use candle_grpo::config::{Document, Preset, RunConfig};
 use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
 use candle_grpo::train::progress::NoProgress;
@@ -76,7 +77,7 @@ fn step(run: RunConfig, pretrained: Pretrained) -> Option<anyhow::Result<()>> {
     run.check_files().ok()?;
     let (_, prompts) = RunPrompts::read(&run, &pretrained).ok()?;
     let train = || -> anyhow::Result<()> {
-        let reward = RewardConfig::build(&run.rewards)?;
+        let reward = RewardConfig::build(&run.rewards, &Device::Cpu)?;
         let progress = Arc::new(NoProgress);
         let mut session = Session::new(run, pretrained, prompts, reward, Start::New, progress)?;
         loop {

@@ -4,7 +4,10 @@ use std::fs;
 use std::path::Path;
 use std::process::Output;
 
+use candle_core::{DType, Device, safetensors};
 use candle_grpo::train::RunDir;
+use rstest::rstest;
+use serde_json::Value;
 
 use crate::support::{CONFIG, folder, grpo, said, succeeds};
 
@@ -223,7 +226,12 @@ fn convert_keeps_a_gguf_file_unless_the_new_one_is_complete() {
     refused(
         &convert("other", &["--dtype", "q8_0"]),
         3,
-        "--dtype: q8_0, must be f32 for a Hugging Face folder",
+        "--dtype: q8_0, must be f32, bf16 or f16 for a Hugging Face folder",
+    );
+    refused(
+        &convert("another.gguf", &["--dtype", "bf16"]),
+        3,
+        "--dtype: bf16, must be f32, f16 or q8_0 for the GGUF file another.gguf",
     );
     // The tokenizer of this model has a token for each character.
     refused(
@@ -283,6 +291,37 @@ fn convert_replaces_a_model_alone() {
     }
     refused(&convert("model", ".", &["--force"]), 3, "the source");
     assert_eq!(files(&folder.path().join("run")), before);
+}
+
+#[rstest]
+#[case("bf16", DType::BF16, "bfloat16", 2)]
+#[case("f16", DType::F16, "float16", 2)]
+#[case("f32", DType::F32, "float32", 4)]
+fn convert_writes_a_folder_in_a_dtype(
+    #[case] dtype: &str,
+    #[case] stored: DType,
+    #[case] name: &str,
+    #[case] bytes: u64,
+) {
+    let folder = finished();
+    succeeds(
+        folder.path(),
+        &["convert", "model", "other", "--dtype", dtype],
+    );
+    let other = folder.path().join("other");
+    let config: Value =
+        serde_json::from_slice(&fs::read(other.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["torch_dtype"], name);
+    let tensors = safetensors::load(other.join("model.safetensors"), &Device::Cpu).unwrap();
+    for (tensor_name, tensor) in tensors {
+        assert_eq!(tensor.dtype(), stored, "{tensor_name}");
+    }
+    let size = |path: &Path| fs::metadata(path.join("model.safetensors")).unwrap().len();
+    let whole = size(&folder.path().join("model"));
+    assert!(size(&other).abs_diff(whole * bytes / 4) < 4096);
+    // What is written is read.
+    succeeds(folder.path(), &["convert", "other", "again"]);
+    assert!(folder.path().join("again/model.safetensors").exists());
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use anyhow::Result;
+use candle_core::Device;
 use candle_grpo::config::{Document, RunConfig};
 use candle_grpo::run::{Progress, RunPrompts, Session, Start, load_model};
 use candle_grpo::train::progress::NoProgress;
@@ -52,7 +53,7 @@ fn a_session_takes_any_generator() -> Result<()> {
         let config = RunConfig::new(&Document::from_yaml(Path::new("run.yaml"), &config)?)?;
         let pretrained = load_model(&config.model)?;
         let (_, prompts) = RunPrompts::read(&config, &pretrained)?;
-        let reward = RewardConfig::build(&config.rewards)?;
+        let reward = RewardConfig::build(&config.rewards, &Device::Cpu)?;
         let generator = custom.then(|| {
             let local = LocalGenerator::new(&pretrained.model, &pretrained.parameters);
             Arc::new(Counting {

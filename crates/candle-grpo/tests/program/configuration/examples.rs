@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
+use candle_core::Device;
 use candle_grpo::config::RunConfig;
 use candle_grpo::train::data::{Question, Row};
 use candle_grpo::train::{Dataset, FinishReason, RewardConfig, RewardFunction, Sample};
@@ -21,7 +22,7 @@ fn read(file: &str) -> (RunConfig, Dataset) {
 }
 
 fn score(config: &RunConfig, row: &Row, completion: &str) -> f32 {
-    let rewards = RewardConfig::build(&config.rewards).unwrap();
+    let rewards = RewardConfig::build(&config.rewards, &Device::Cpu).unwrap();
     let sample = Sample {
         prompt: "",
         messages: &[],
