@@ -70,7 +70,7 @@ impl MicroBatchSize {
 /// Divides sequences into micro-batches of at most `bound` tokens or one sequence. There are at
 /// least `parts` of them, or one for each sequence.
 ///
-/// The longest sequences come first: too little memory is an error in the first micro-batch.
+/// The longest sequences come first, so that too little memory is an error early in a step.
 /// Sequences with a common prompt are side by side, as a micro-batch computes it once.
 fn by_tokens(sequences: &[ReadTokens], bound: usize, parts: usize) -> Vec<Vec<usize>> {
     let mut longest: HashMap<&[u32], usize> = HashMap::new();
