@@ -168,26 +168,25 @@ fn six_bits(block: &[u8], part: usize) -> (f32, f32) {
 /// bytes.
 #[inline(always)]
 fn q4_k(block: &[u8; 144], y: &mut [f32; 256]) {
-    for pair in 0..4 {
-        let (low, low_offset) = six_bits(block, 2 * pair);
-        let (high, high_offset) = six_bits(block, 2 * pair + 1);
-        for i in 0..32 {
-            let q = block[16 + 32 * pair + i];
-            y[64 * pair + i] = low * f32::from(q & 15) - low_offset;
-            y[64 * pair + 32 + i] = high * f32::from(q >> 4) - high_offset;
-        }
-    }
+    eight_parts(block, 16, |_| 0, y);
 }
 
 /// The parts of [`q4_k`], with 32 bytes of fifth bits before the 128 bytes.
 #[inline(always)]
 fn q5_k(block: &[u8; 176], y: &mut [f32; 256]) {
+    eight_parts(block, 48, |i| block[16 + i], y);
+}
+
+/// The numbers of 8 parts, each the low or the high halves of 32 bytes, from byte `start` on.
+/// `fifth(i)` has the fifth bit of number `i` of each part.
+#[inline(always)]
+fn eight_parts(block: &[u8], start: usize, fifth: impl Fn(usize) -> u8, y: &mut [f32; 256]) {
     for pair in 0..4 {
         let (low, low_offset) = six_bits(block, 2 * pair);
         let (high, high_offset) = six_bits(block, 2 * pair + 1);
         for i in 0..32 {
-            let q = block[48 + 32 * pair + i];
-            let fifth = block[16 + i] >> (2 * pair);
+            let q = block[start + 32 * pair + i];
+            let fifth = fifth(i) >> (2 * pair);
             y[64 * pair + i] = low * f32::from(q & 15 | (fifth & 1) << 4) - low_offset;
             y[64 * pair + 32 + i] = high * f32::from(q >> 4 | (fifth & 2) << 3) - high_offset;
         }

@@ -11,8 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
 use crate::atomic_file::{self, write_safetensors};
+use crate::model::architecture::linear_maps;
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
-use crate::weights::base_weights::{builder, dense};
+use crate::weights::base_weights::{builder, numbers};
 use crate::weights::check::check_names;
 use crate::weights::compute_copies::value_in;
 use crate::weights::standard_normal::StandardNormal;
@@ -118,17 +119,6 @@ impl LoraConfig {
         }
         Ok(shapes)
     }
-}
-
-/// Returns the names and shapes of the linear maps in blocks.
-pub(crate) fn linear_maps(model: &DecoderConfig) -> Vec<(String, Shape)> {
-    let shapes = model.parameter_shapes().into_iter();
-    let maps = shapes.filter_map(|(name, shape)| {
-        let module = name.strip_suffix(".weight")?;
-        let linear = module.contains(".layers.") && shape.rank() == 2;
-        linear.then(|| (module.to_owned(), shape))
-    });
-    maps.collect()
 }
 
 /// Returns whether `target` selects the dotted name `module` of a linear map in a block.
@@ -282,7 +272,7 @@ impl Lora {
     pub fn merged(&self, model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
         let mut tensors = HashMap::new();
         for (name, variable) in base.iter() {
-            let weight = variable.as_detached_tensor();
+            let weight = numbers(&variable.as_detached_tensor(), DType::F32)?;
             let matrix = |part| {
                 let module = name.strip_suffix("weight")?;
                 self.parameters.get(&format!("{module}{part}"))
@@ -290,9 +280,9 @@ impl Lora {
             let weight = match (matrix(LORA_A), matrix(LORA_B)) {
                 (Some(a), Some(b)) => {
                     let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
-                    (dense(&weight, DType::F32)? + (change * self.config.scaling())?)?
+                    (weight.to_dtype(DType::F32)? + (change * self.config.scaling())?)?
                 }
-                _ => dense(&weight, DType::F32)?,
+                _ => weight,
             };
             tensors.insert(name.to_owned(), weight);
         }

@@ -3,5 +3,4 @@
 mod lora;
 pub(crate) mod peft;
 
-pub(crate) use lora::linear_maps;
 pub use lora::{Lora, LoraConfig};

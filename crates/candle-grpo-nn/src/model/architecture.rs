@@ -273,6 +273,17 @@ impl Architecture {
     }
 }
 
+/// Returns the names and shapes of the linear maps in blocks.
+pub(crate) fn linear_maps(model: &DecoderConfig) -> Vec<(String, Shape)> {
+    let shapes = model.parameter_shapes().into_iter();
+    let maps = shapes.filter_map(|(name, shape)| {
+        let module = name.strip_suffix(".weight")?;
+        let linear = module.contains(".layers.") && shape.rank() == 2;
+        linear.then(|| (module.to_owned(), shape))
+    });
+    maps.collect()
+}
+
 impl BlockPlan {
     fn llama(config: &DecoderConfig) -> Self {
         let hidden = config.hidden_size;

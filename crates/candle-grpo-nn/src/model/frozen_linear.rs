@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, bail};
-use candle_grpo_kernels::dequantize;
+
+use crate::weights::base_weights::numbers;
 
 /// Numbers of a weight in blocks that are dequantized at a time: 16 MiB of f32.
 const TILE: usize = 1 << 22;
@@ -29,31 +30,21 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The rows of `weight` in tiles of the floating-point type `dtype`, if it is in blocks; otherwise
-/// the weight itself, as it is.
+/// The [`numbers`] of `weight` in tiles of rows: one tile, unless it is in blocks.
 pub(crate) fn tiles(
     weight: &Tensor,
     dtype: DType,
 ) -> impl Iterator<Item = (Range<usize>, Result<Tensor>)> {
-    let rows = weight.dims()[0];
-    let is_dense = weight.dtype() != DType::U8;
-    let numbers = weight.elem_count() / rows.max(1);
-    let step = match is_dense {
-        true => rows,
-        // A block has at most two numbers for each byte.
-        false => TILE / (2 * numbers).max(1),
+    let rows = weight.dims()[0].max(1);
+    let step = match weight.dtype() {
+        // A byte of a block has at most two numbers.
+        DType::U8 => (TILE / (2 * weight.elem_count() / rows).max(1)).max(1),
+        _ => rows,
     };
-    let starts = (0..rows.max(1)).step_by(step.max(1));
-    starts.map(move |start| {
-        let range = start..rows.min(start.saturating_add(step.max(1)));
-        let tile = match is_dense {
-            true => Ok(weight.clone()),
-            false => {
-                let rows = weight.narrow(0, range.start, range.len());
-                rows.and_then(|rows| dequantize(&rows, dtype))
-            }
-        };
-        (range, tile)
+    (0..rows).step_by(step).map(move |start| {
+        let range = start..weight.dims()[0].min(start + step);
+        let tile = weight.narrow(0, start, range.len());
+        (range, tile.and_then(|tile| numbers(&tile, dtype)))
     })
 }
 
@@ -80,14 +71,6 @@ impl FrozenLinear {
         let y = x.matmul(weight_storage, (1, m, outputs, k), layout, &transposed)?;
         Ok((y, Shape::from((m, outputs))))
     }
-
-    /// The weight in the dtype of `x`.
-    fn dense(&self, dtype: DType) -> Result<Tensor> {
-        match self.weight.dtype() {
-            DType::U8 => dequantize(&self.weight, dtype),
-            _ => Ok(self.weight.clone()),
-        }
-    }
 }
 
 impl CustomOp1 for FrozenLinear {
@@ -96,7 +79,7 @@ impl CustomOp1 for FrozenLinear {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let weight = self.dense(x.dtype())?;
+        let weight = numbers(&self.weight, x.dtype())?;
         let (storage, weight_layout) = weight.storage_and_layout();
         match &*storage {
             Storage::Cpu(weight) => Self::forward(x, layout, weight, weight_layout),
@@ -110,7 +93,7 @@ impl CustomOp1 for FrozenLinear {
         x: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let weight = self.dense(x.dtype())?;
+        let weight = numbers(&self.weight, x.dtype())?;
         let (storage, weight_layout) = weight.storage_and_layout();
         match &*storage {
             Storage::Cuda(weight) => Self::forward(x, layout, weight, weight_layout),
@@ -119,7 +102,7 @@ impl CustomOp1 for FrozenLinear {
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let weight = self.dense(gradient.dtype())?;
+        let weight = numbers(&self.weight, gradient.dtype())?;
         Ok(Some(gradient.contiguous()?.matmul(&weight)?))
     }
 }

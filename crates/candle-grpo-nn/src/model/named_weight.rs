@@ -1,6 +1,6 @@
 //! A weight and its name.
 
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{Result, Shape, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::weights::base_weights::check_shape;
@@ -24,14 +24,13 @@ impl NamedWeight {
     /// The weight of a linear map: `[outputs, inputs]`, or its blocks of quantized numbers.
     pub(crate) fn map(vb: &VarBuilder, shape: (usize, usize)) -> Result<Self> {
         const WEIGHT: &str = "weight";
-        match vb.get_unchecked(WEIGHT) {
-            Ok(blocks) if blocks.dtype() == DType::U8 => {
-                let weight = Self::new(vb, blocks, WEIGHT);
-                check_shape(&weight.name, &weight.tensor, &shape.into())?;
-                Ok(weight)
-            }
-            _ => Self::get(vb, shape, WEIGHT),
-        }
+        let Ok(weight) = vb.get_unchecked_dtype(WEIGHT, vb.dtype()) else {
+            // A builder of new variables needs the shape.
+            return Self::get(vb, shape, WEIGHT);
+        };
+        let weight = Self::new(vb, weight, WEIGHT);
+        check_shape(&weight.name, &weight.tensor, &shape.into())?;
+        Ok(weight)
     }
 
     /// `tensor` under the name that it has in `vb`.

@@ -10,7 +10,7 @@ use candle_nn::var_builder::SimpleBackend;
 use serde::{Deserialize, Serialize};
 
 use crate::DecoderConfig;
-use crate::adapters::linear_maps;
+use crate::model::architecture::linear_maps;
 
 /// The form in memory of the linear maps in blocks of a model that trains only its adapters
 /// (QLoRA, <https://arxiv.org/abs/2305.14314>, with the blocks of GGUF files).
@@ -114,11 +114,11 @@ impl FrozenForm {
     }
 }
 
-/// The numbers of a weight that may be in blocks.
-pub(crate) fn dense(weight: &Tensor, dtype: DType) -> Result<Tensor> {
+/// The numbers of a weight: those of blocks in `dtype`, others as they are.
+pub(crate) fn numbers(weight: &Tensor, dtype: DType) -> Result<Tensor> {
     match weight.dtype() {
         DType::U8 => dequantize(weight, dtype),
-        _ => weight.to_dtype(dtype),
+        _ => Ok(weight.clone()),
     }
 }
 

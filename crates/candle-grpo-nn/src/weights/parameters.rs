@@ -10,7 +10,7 @@ use candle_nn::VarBuilder;
 
 use crate::atomic_file::write_safetensors;
 use crate::model::architecture::{Initial, Parameter};
-use crate::weights::base_weights::{FrozenForm, builder, check_shape, dense, shape};
+use crate::weights::base_weights::{FrozenForm, builder, check_shape, numbers, shape};
 use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, reduce_to_parameters};
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
@@ -340,11 +340,7 @@ impl Parameters {
         let variables = self.variables.iter();
         let tensors = variables.map(|(name, variable)| {
             let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
-            let tensor = match tensor.dtype() {
-                DType::U8 => dense(&tensor, DType::F32)?,
-                _ => tensor,
-            };
-            Ok((name.clone(), tensor))
+            Ok((name.clone(), numbers(&tensor, DType::F32)?))
         });
         tensors.collect()
     }

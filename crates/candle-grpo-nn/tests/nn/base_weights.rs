@@ -63,6 +63,18 @@ fn adapters(model: &DecoderConfig) -> Result<Lora> {
     Ok(lora)
 }
 
+/// The gradients of the adapters over `base`, without a graph.
+fn recorded(
+    model: &DecoderConfig,
+    base: &Parameters,
+    lora: &Lora,
+    checkpointing: bool,
+) -> Result<Gradients> {
+    let (ids, mask) = left_padded()?;
+    let decoder = Decoder::new(model, lora.detached_var_builder(base)?)?;
+    recorded_gradients(&decoder, lora.parameters(), &ids, &mask, checkpointing)
+}
+
 fn assert_close(found: &Gradients, expected: &Gradients) -> Result<()> {
     let expected: HashMap<_, _> = expected.iter().collect();
     assert!(found.iter().count() == expected.len() && !expected.is_empty());
@@ -89,10 +101,7 @@ fn adapters_train_as_over_the_dequantized_numbers(
     let plain = numbers(&model, &base)?;
     let lora = adapters(&model)?;
     let (ids, mask) = left_padded()?;
-    let gradients = |base: &Parameters| {
-        let decoder = Decoder::new(&model, lora.detached_var_builder(base)?)?;
-        recorded_gradients(&decoder, lora.parameters(), &ids, &mask, checkpointing)
-    };
+    let gradients = |base: &Parameters| recorded(&model, base, &lora, checkpointing);
     let found = gradients(&base)?;
     assert_close(&found, &gradients(&plain)?)?;
 
@@ -141,11 +150,7 @@ fn a_weight_in_tiles_is_a_whole_weight() -> Result<()> {
     let base = base.frozen_as(&model, BaseWeights::Q4_0, DType::F32)?;
     let plain = numbers(&model, &base)?;
     let lora = adapters(&model)?;
-    let (ids, mask) = left_padded()?;
-    let gradients = |base: &Parameters| {
-        let decoder = Decoder::new(&model, lora.detached_var_builder(base)?)?;
-        recorded_gradients(&decoder, lora.parameters(), &ids, &mask, false)
-    };
+    let gradients = |base: &Parameters| recorded(&model, base, &lora, false);
     assert_close(&gradients(&base)?, &gradients(&plain)?)
 }
 

@@ -20,7 +20,7 @@ use super::Reference;
 use super::not_finite::{blame, clip_factor};
 use super::reference::decoder_in;
 use super::response_forward::{
-    Experts, RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
+    RecordedResponses, output_layer, output_weight, predicting_states, read_tokens,
     response_log_probs,
 };
 use crate::rollout::LocalGenerator;
@@ -227,30 +227,18 @@ impl<M: LanguageModel> Actor<M> {
 
     /// Returns the log-probs of the responses of `batch`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(
-            &self.policy,
-            batch,
-            Experts::Replayed,
-            self.config.temperature,
-        )?
-        .log_probs)
+        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.log_probs)
     }
 
     /// Returns the entropy at each response position of `batch`, in nats, f32 `[B, T]`, detached.
     pub fn entropy(&self, batch: &TokenBatch) -> Result<Tensor> {
-        Ok(response_log_probs(
-            &self.policy,
-            batch,
-            Experts::Replayed,
-            self.config.temperature,
-        )?
-        .entropy)
+        Ok(response_log_probs(&self.policy, batch, self.config.temperature)?.entropy)
     }
 
     /// Returns the sum of squared probabilities at each response position of `batch`, f32 `[B, T]`,
     /// detached. The optimal token baseline needs it.
     pub fn sum_of_squared_probs(&self, batch: &TokenBatch) -> Result<Tensor> {
-        let states = predicting_states(&self.policy, batch, Experts::Replayed)?;
+        let states = predicting_states(&self.policy, batch)?;
         let (b, t, width) = states.dims3()?;
         let weight = self.policy.output_weight().detach();
         let rows = states.reshape((b * t, width))?;
@@ -302,7 +290,7 @@ impl<M: LanguageModel> Actor<M> {
             Some(adapters) => adapters.parameters(),
             None => &self.parameters,
         };
-        let mut recorded = RecordedResponses::new(&self.policy, &batch.tokens, Experts::Replayed)?;
+        let mut recorded = RecordedResponses::new(&self.policy, &batch.tokens)?;
         let own_tokens = recorded.read_tokens();
         let coef = match self.config.router_aux_loss_coef {
             0. => 0.,

@@ -155,6 +155,14 @@ impl TokenBatch {
         })
     }
 
+    /// Returns this batch for a model that chooses its experts.
+    pub(super) fn without_experts(&self) -> Self {
+        Self {
+            experts: None,
+            ..self.clone()
+        }
+    }
+
     /// Returns the number of sequences (B) and the length of the longest response (T).
     ///
     /// # Errors
@@ -173,11 +181,8 @@ impl TokenBatch {
             [rows, width] if rows == b && width >= t => {
                 ensure_dims("attention_mask", &self.attention_mask, &[b, width])?;
                 if let Some(experts) = &self.experts {
-                    ensure_dims(
-                        "experts",
-                        experts,
-                        &[b, width, experts.dims().last().copied().unwrap_or(0)],
-                    )?;
+                    let choices = experts.dims().last().copied().unwrap_or(0);
+                    ensure_dims("experts", experts, &[b, width, choices])?;
                 }
             }
             _ => bail!(

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::StepStats;
 use super::not_finite::clip_factor;
-use super::response_forward::{Experts, RecordedResponses, predicting_states};
+use super::response_forward::{RecordedResponses, predicting_states};
 use crate::{TokenBatch, TrainingBatch};
 
 /// Configuration of a [`Critic`].
@@ -112,7 +112,7 @@ impl Critic {
     pub fn values(&self, batch: &TokenBatch) -> Result<Tensor> {
         Ok(self
             .head
-            .forward(&predicting_states(&self.decoder, batch, Experts::Chosen)?)?)
+            .forward(&predicting_states(&self.decoder, &batch.without_experts())?)?)
     }
 
     /// Accumulates the gradient of the value loss of `batch`, one micro-batch of the step that
@@ -133,7 +133,7 @@ impl Critic {
             .returns
             .as_ref()
             .context("returns: absent, a critic needs what it should have expected")?;
-        let recorded = RecordedResponses::new(&self.decoder, &batch.tokens, Experts::Chosen)?;
+        let recorded = RecordedResponses::new(&self.decoder, &batch.tokens.without_experts())?;
         let (loss, metrics) = self.config.value_loss.compute(
             &self.training_head.forward(&recorded.states)?,
             batch.values.as_ref(),

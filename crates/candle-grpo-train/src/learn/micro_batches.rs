@@ -75,17 +75,17 @@ impl MicroBatchSize {
 fn by_tokens(sequences: &[ReadTokens], bound: usize, parts: usize) -> Vec<Vec<usize>> {
     let mut longest: HashMap<&[u32], usize> = HashMap::new();
     for sequence in sequences {
-        let of_prompt = longest.entry(&sequence.prompt).or_default();
-        *of_prompt = (*of_prompt).max(sequence.len());
+        let of_prompt = longest.entry(sequence.prompt()).or_default();
+        *of_prompt = (*of_prompt).max(sequence.ids.len());
     }
     let mut order: Vec<usize> = (0..sequences.len()).collect();
     order.sort_by_key(|&index| {
         let sequence = &sequences[index];
-        let of_prompt = longest[&*sequence.prompt];
+        let prompt = sequence.prompt();
         (
-            Reverse(of_prompt),
-            &sequence.prompt,
-            Reverse(sequence.len()),
+            Reverse(longest[prompt]),
+            prompt,
+            Reverse(sequence.ids.len()),
             index,
         )
     });
@@ -93,12 +93,11 @@ fn by_tokens(sequences: &[ReadTokens], bound: usize, parts: usize) -> Vec<Vec<us
     let (mut tokens, mut prompt): (usize, &[u32]) = (0, &[]);
     for index in order {
         let sequence = &sequences[index];
-        let is_shared = prompt == sequence.prompt;
-        let more = if is_shared {
-            sequence.response
-        } else {
-            sequence.len()
+        let shared = match prompt == sequence.prompt() {
+            true => prompt.len(),
+            false => 0,
         };
+        let more = sequence.ids.len() - shared;
         match micro_batches.last_mut() {
             Some(last) if tokens + more <= bound => {
                 last.push(index);
@@ -106,10 +105,10 @@ fn by_tokens(sequences: &[ReadTokens], bound: usize, parts: usize) -> Vec<Vec<us
             }
             _ => {
                 micro_batches.push(vec![index]);
-                tokens = sequence.len();
+                tokens = sequence.ids.len();
             }
         }
-        prompt = &sequence.prompt;
+        prompt = sequence.prompt();
     }
     while micro_batches.len() < parts.min(sequences.len()) {
         let largest =
@@ -173,9 +172,16 @@ mod tests {
 
     fn sequence(prompt: &[u32], response: usize) -> ReadTokens {
         ReadTokens {
-            prompt: prompt.to_vec(),
-            response,
+            ids: [prompt, &vec![0; response]].concat(),
+            columns: (0..prompt.len() + response).collect(),
+            prompt_len: prompt.len(),
         }
+    }
+
+    /// The number of tokens of the prompt, and of others.
+    fn lengths(sequence: &ReadTokens) -> (usize, usize) {
+        let prompt = sequence.prompt().len();
+        (prompt, sequence.ids.len() - prompt)
     }
 
     #[test]
@@ -212,11 +218,11 @@ mod tests {
     proptest! {
         #[test]
         fn each_sequence_is_in_one_micro_batch_within_the_bound(
-            lengths in proptest::collection::vec((0u32..4, 0usize..20), 1..30),
+            shapes in proptest::collection::vec((0u32..4, 0usize..20), 1..30),
             bound in 1usize..60,
             parts in 1usize..6,
         ) {
-            let sequences: Vec<_> = lengths
+            let sequences: Vec<_> = shapes
                 .iter()
                 .map(|&(prompt, response)| sequence(&vec![prompt; 1 + prompt as usize], response))
                 .collect();
@@ -226,11 +232,11 @@ mod tests {
             all.sort_unstable();
             prop_assert_eq!(all, (0..sequences.len()).collect::<Vec<_>>());
             for part in &micro_batches {
-                let mut prompts: Vec<_> = part.iter().map(|&at| &sequences[at].prompt).collect();
+                let mut prompts: Vec<_> = part.iter().map(|&at| sequences[at].prompt()).collect();
                 prompts.sort();
                 prompts.dedup();
                 let tokens: usize = prompts.iter().map(|prompt| prompt.len()).sum::<usize>()
-                    + part.iter().map(|&at| sequences[at].response).sum::<usize>();
+                    + part.iter().map(|&at| lengths(&sequences[at]).1).sum::<usize>();
                 prop_assert!(part.len() == 1 || tokens <= bound, "{} of {}", tokens, bound);
             }
         }
@@ -247,10 +253,7 @@ mod tests {
         ];
         let batch = TokenBatch::new(&pairs, &Device::Cpu)?;
         let sequences = read_by_sequence(&batch)?;
-        let found: Vec<_> = sequences
-            .iter()
-            .map(|x| (x.prompt.len(), x.response))
-            .collect();
+        let found: Vec<_> = sequences.iter().map(lengths).collect();
         assert_eq!(found, [(3, 1), (1, 3), (3, 2), (1, 0)]);
         let micro_batches = MicroBatches {
             size: MicroBatchSize::Tokens(6),

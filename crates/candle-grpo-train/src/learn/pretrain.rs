@@ -10,7 +10,7 @@ use candle_grpo_nn::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::response_forward::{Experts, RecordedResponses, output_layer, output_weight};
+use super::response_forward::{RecordedResponses, output_layer, output_weight};
 use crate::TokenBatch;
 use crate::data::ShuffledOrder;
 
@@ -105,7 +105,7 @@ fn learn(
     max_grad_norm: f64,
 ) -> Result<f64> {
     let mut gradients = Gradients::new();
-    let recorded = RecordedResponses::new(decoder, batch, Experts::Chosen)?;
+    let recorded = RecordedResponses::new(decoder, batch)?;
     let weight = output_weight(decoder, parameters);
     let layer = output_layer(decoder, &recorded.states, &weight, batch, 1.)?;
     let tokens = layer.forward()?;

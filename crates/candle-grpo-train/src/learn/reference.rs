@@ -8,7 +8,7 @@ use candle_grpo_core::validate;
 use candle_grpo_nn::{ComputeCopies, Decoder, DecoderConfig, Lora, Parameters};
 use serde::{Deserialize, Serialize};
 
-use super::response_forward::{Experts, response_log_probs};
+use super::response_forward::response_log_probs;
 use crate::{ComputeDType, TokenBatch};
 
 /// A policy that changes only in [`Self::refresh`] and when it is replaced.
@@ -88,7 +88,7 @@ impl Reference {
 
     /// Returns the log-probs of the responses of `batch` at `temperature`, f32 `[B, T]`, detached.
     pub fn log_probs(&self, batch: &TokenBatch, temperature: f64) -> Result<Tensor> {
-        Ok(response_log_probs(&self.decoder, batch, Experts::Chosen, temperature)?.log_probs)
+        Ok(response_log_probs(&self.decoder, &batch.without_experts(), temperature)?.log_probs)
     }
 
     /// Returns the copy of the parameters, if there is one.

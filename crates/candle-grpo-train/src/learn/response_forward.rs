@@ -9,15 +9,6 @@ use candle_grpo_nn::{Backward, Gradients, LanguageModel, PackedTokens, Parameter
 
 use crate::TokenBatch;
 
-/// The experts of a pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Experts {
-    /// The routers of the model choose them.
-    Chosen,
-    /// The experts of [`TokenBatch::experts`], if the batch has them.
-    Replayed,
-}
-
 /// Computes log-probs and entropies `[B, T]` of the responses of `batch` at `temperature`.
 ///
 /// The results are detached, and 0 outside the response mask. The logits are never allocated at
@@ -25,22 +16,17 @@ pub(crate) enum Experts {
 pub(crate) fn response_log_probs(
     model: &dyn LanguageModel,
     batch: &TokenBatch,
-    experts: Experts,
     temperature: f64,
 ) -> Result<TokenLogProbs> {
-    let states = predicting_states(model, batch, experts)?;
+    let states = predicting_states(model, batch)?;
     let weight = model.output_weight().detach();
     Ok(output_layer(model, &states, &weight, batch, temperature)?.forward()?)
 }
 
 /// Computes the detached hidden states `[B, T, H]` at the positions that predict the responses of
 /// `batch`.
-pub(super) fn predicting_states(
-    model: &dyn LanguageModel,
-    batch: &TokenBatch,
-    experts: Experts,
-) -> Result<Tensor> {
-    let packed = Packed::new(batch, experts)?;
+pub(super) fn predicting_states(model: &dyn LanguageModel, batch: &TokenBatch) -> Result<Tensor> {
+    let packed = Packed::new(batch)?;
     let hidden = model.hidden_states(&packed.tokens)?.detach();
     Ok(embedding(&packed.places, &hidden)?)
 }
@@ -82,12 +68,8 @@ pub(super) struct RecordedResponses<'a> {
 }
 
 impl<'a> RecordedResponses<'a> {
-    pub(super) fn new(
-        model: &'a dyn LanguageModel,
-        batch: &TokenBatch,
-        experts: Experts,
-    ) -> Result<Self> {
-        let packed = Packed::new(batch, experts)?;
+    pub(super) fn new(model: &'a dyn LanguageModel, batch: &TokenBatch) -> Result<Self> {
+        let packed = Packed::new(batch)?;
         let (hidden, backward) = model.record(&packed.tokens)?;
         Ok(Self {
             states: Var::from_tensor(&embedding(&packed.places, &hidden)?)?,
@@ -152,27 +134,28 @@ struct Packed {
 ///
 /// Returns an error if the shapes do not match, or the masks contradict each other.
 pub fn read_tokens(batch: &TokenBatch) -> Result<f64> {
-    // The number of sequences with a token does not depend on the experts.
-    let weights = Packed::new(batch, Experts::Chosen)?.weights;
+    let weights = Packed::new(batch)?.weights;
     Ok(weights.into_iter().map(f64::from).sum())
 }
 
-/// The tokens that a model reads of one sequence.
+/// The tokens that a model reads of one sequence: those on which its responses depend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ReadTokens {
-    pub(super) prompt: Vec<u32>,
-    /// The number of tokens of the response that are inputs.
-    pub(super) response: usize,
+    pub(super) ids: Vec<u32>,
+    /// The column of each in `input_ids`, ascending.
+    pub(super) columns: Vec<usize>,
+    /// The number of them that are the prompt.
+    pub(super) prompt_len: usize,
 }
 
 impl ReadTokens {
-    /// The number of all tokens.
-    pub(super) fn len(&self) -> usize {
-        self.prompt.len() + self.response
+    pub(super) fn prompt(&self) -> &[u32] {
+        &self.ids[..self.prompt_len]
     }
 }
 
-/// Returns the tokens that a model reads of each sequence of `batch`. Synchronizes with the device.
+/// Returns the tokens that a model reads of each sequence of `batch`. Tokens after the last one
+/// that counts are not read. Synchronizes with the device.
 pub(super) fn read_by_sequence(batch: &TokenBatch) -> Result<Vec<ReadTokens>> {
     let (_, t) = batch.dims()?;
     let ids = batch.input_ids.to_vec2::<u32>()?;
@@ -181,67 +164,58 @@ pub(super) fn read_by_sequence(batch: &TokenBatch) -> Result<Vec<ReadTokens>> {
     let prompt_width = batch.input_ids.dim(1)? + 1 - t;
     let sequences = ids.iter().zip(&real).zip(&counts);
     let sequences = sequences.map(|((ids, real), counts)| {
-        let prompt = ids.iter().zip(real).take(prompt_width);
-        let prompt = prompt.filter(|&(_, &real)| real != 0).map(|(&id, _)| id);
-        let response = last_counted(counts);
-        let response = &real[prompt_width..prompt_width + response];
+        let last = counts.iter().rposition(|&counts| counts != 0).unwrap_or(0);
+        let columns: Vec<usize> = (0..prompt_width + last)
+            .filter(|&column| real[column] != 0)
+            .collect();
         ReadTokens {
-            prompt: prompt.collect(),
-            response: response.iter().filter(|&&real| real != 0).count(),
+            ids: columns.iter().map(|&column| ids[column]).collect(),
+            prompt_len: columns.partition_point(|&column| column < prompt_width),
+            columns,
         }
     });
     Ok(sequences.collect())
 }
 
-/// The place of the last token of a response that counts. Tokens after it are not read.
-fn last_counted(counts: &[u8]) -> usize {
-    counts.iter().rposition(|&counts| counts != 0).unwrap_or(0)
-}
-
 impl Packed {
-    fn new(batch: &TokenBatch, experts: Experts) -> Result<Self> {
+    fn new(batch: &TokenBatch) -> Result<Self> {
         let (b, t) = batch.dims()?;
         let device = batch.input_ids.device();
-        let ids = batch.input_ids.to_vec2::<u32>()?;
-        let real = zero_one(&batch.attention_mask)?;
+        let width = batch.input_ids.dim(1)?;
         let counts = zero_one(&batch.response_mask)?;
-        let replayed = match (experts, &batch.experts) {
-            (Experts::Replayed, Some(experts)) => Some(experts.to_vec3::<u32>()?),
-            _ => None,
+        let experts = match &batch.experts {
+            Some(experts) => Some(experts.to_vec3::<u32>()?),
+            None => None,
         };
-        let mut experts = Vec::new();
-        // Not negative: the inputs are at least as wide as the targets.
-        let before = batch.input_ids.dim(1)? - t;
-        let (mut packed, mut places) = (Vec::with_capacity(b), Vec::new());
-        let mut trains = Vec::new();
+        let (mut packed, mut replayed) = (Vec::with_capacity(b), Vec::new());
+        let (mut places, mut trains) = (Vec::new(), Vec::new());
         let mut first = 0;
-        for (row, ids) in ids.iter().enumerate() {
-            let (real, counts) = (&real[row], &counts[row]);
-            let read = before + last_counted(counts) + 1;
-            let mut sequence = Vec::new();
-            let mut place_of = vec![None; read];
-            for (column, place) in place_of.iter_mut().enumerate() {
-                if real[column] != 0 {
-                    *place = Some(first + sequence.len());
-                    sequence.push(ids[column]);
-                }
-            }
-            if let Some(replayed) = &replayed {
-                let read = replayed[row].iter().zip(&place_of);
-                let read = read.filter(|(_, place)| place.is_some());
-                let of_read = read.flat_map(|(experts, _)| experts);
-                experts.push(of_read.map(|&expert| expert as u16).collect());
-            }
+        for (row, (read, counts)) in read_by_sequence(batch)?
+            .into_iter()
+            .zip(&counts)
+            .enumerate()
+        {
             ensure!(
-                !sequence.is_empty(),
+                !read.ids.is_empty(),
                 "attention_mask: sequence {row} has no token to read, must have at least one"
             );
-            first += sequence.len();
+            let mut place_of = vec![None; width];
+            for (at, &column) in read.columns.iter().enumerate() {
+                place_of[column] = Some(first + at);
+            }
+            if let Some(experts) = &experts {
+                let of_read = read
+                    .columns
+                    .iter()
+                    .flat_map(|&column| &experts[row][column]);
+                replayed.push(of_read.map(|&expert| expert as u16).collect());
+            }
+            first += read.ids.len();
             let counted = u8::from(counts.contains(&1));
-            trains.extend(std::iter::repeat_n(f32::from(counted), sequence.len()));
-            packed.push(sequence);
-            for (column, &counts) in counts.iter().enumerate() {
-                let place = place_of.get(before + column).copied().flatten();
+            trains.extend(std::iter::repeat_n(f32::from(counted), read.ids.len()));
+            packed.push(read.ids);
+            for (column, (&counts, place)) in counts.iter().zip(&place_of[width - t..]).enumerate()
+            {
                 ensure!(
                     counts == 0 || place.is_some(),
                     "response_mask: 1 at [{row}, {column}], must be 0, as attention_mask is at the position before"
@@ -249,9 +223,9 @@ impl Packed {
                 places.push(place.filter(|_| counts != 0).unwrap_or(0));
             }
         }
-        let tokens = match replayed {
+        let tokens = match experts {
             None => PackedTokens::sharing_prefixes(&packed, device)?,
-            Some(_) => PackedTokens::replaying(&packed, &experts, device)?,
+            Some(_) => PackedTokens::replaying(&packed, &replayed, device)?,
         };
         let rows = tokens.rows();
         let places: Vec<u32> = places.into_iter().map(|place| rows[place]).collect();
@@ -285,7 +259,7 @@ mod tests {
         // The last response is masked, and the one before except for its second token.
         batch.response_mask =
             Tensor::new(&[[1f32, 0., 0.], [0., 1., 0.], [0., 0., 0.]], &Device::Cpu).unwrap();
-        let packed = Packed::new(&batch, Experts::Chosen).unwrap();
+        let packed = Packed::new(&batch).unwrap();
         assert_eq!(
             packed.tokens.ids().to_vec1::<u32>().unwrap(),
             [1, 2, 3, 5, 6, 9]
@@ -305,7 +279,7 @@ mod tests {
         let pairs: [(&[u32], &[u32]); 3] =
             [(&[1, 2], &[3, 4, 5]), (&[1, 2], &[3, 6, 7]), (&[1], &[2])];
         let batch = TokenBatch::new(&pairs, &Device::Cpu).unwrap();
-        let packed = Packed::new(&batch, Experts::Chosen).unwrap();
+        let packed = Packed::new(&batch).unwrap();
         assert_eq!(
             packed.tokens.ids().to_vec1::<u32>().unwrap(),
             [1, 2, 3, 4, 6]
@@ -327,10 +301,7 @@ mod tests {
             response_mask: ones,
             ..batch.clone()
         };
-        let error = Packed::new(&spoiled, Experts::Chosen)
-            .err()
-            .unwrap()
-            .to_string();
+        let error = Packed::new(&spoiled).err().unwrap().to_string();
         assert!(
             error.starts_with("response_mask: 1 at [0, 2], must be 0"),
             "{error}"
@@ -339,10 +310,7 @@ mod tests {
             attention_mask: batch.attention_mask.zeros_like().unwrap(),
             ..batch
         };
-        let error = Packed::new(&spoiled, Experts::Chosen)
-            .err()
-            .unwrap()
-            .to_string();
+        let error = Packed::new(&spoiled).err().unwrap().to_string();
         assert!(
             error.starts_with("attention_mask: sequence 0 has no token"),
             "{error}"

@@ -4,7 +4,7 @@ mod character_tokenizer;
 mod chat_template;
 mod gguf_tokenizer;
 pub(crate) mod pretrained;
-mod special_tokens;
+pub(crate) mod special_tokens;
 mod tokenizer_json;
 
 pub use character_tokenizer::character_tokenizer;

@@ -10,11 +10,12 @@ use candle_core::{DType, Device};
 use candle_grpo_core::validate;
 use candle_grpo_nn::{PackedTokens, SequenceClassifier, SequenceClassifierConfig};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
 use super::function::{RewardFunction, Sample};
 use crate::model::pretrained::{CONFIG, ensure_tokens_fit, read_chat_template, read_tokenizer};
+use crate::model::special_tokens::read_object;
 use crate::model::{Chat, SpecialTokens};
 use crate::progress::NoProgress;
 use crate::{ChatTemplate, ComputeDType, Interrupted, Progress};
@@ -155,16 +156,12 @@ impl RewardModel {
         let folder = &config.path;
         let tokenizer = read_tokenizer(folder)?;
         ensure_tokens_fit(&tokenizer, model.decoder.vocab_size)?;
-        let chat_template = read_chat_template(folder)?;
-        let chat_template = match chat_template {
-            None => None,
-            Some(template) => {
-                let keys: Map<String, Value> =
-                    serde_json::from_slice(&fs::read(folder.join(CONFIG))?).context(CONFIG)?;
-                let tokens = SpecialTokens::read(folder, &keys, &tokenizer)?;
-                Some(template.with_special_tokens(&tokens))
-            }
+        let with_tokens = |template: ChatTemplate| -> Result<ChatTemplate> {
+            let keys = read_object(folder, CONFIG)?;
+            let tokens = SpecialTokens::read(folder, &keys, &tokenizer)?;
+            Ok(template.with_special_tokens(&tokens))
         };
+        let chat_template = read_chat_template(folder)?.map(with_tokens).transpose()?;
         let parameters = model.load_folder_frozen(folder, config.dtype.into(), device)?;
         let classifier = SequenceClassifier::new(&model, parameters.detached_var_builder())?;
         let limit = model.decoder.max_position_embeddings;

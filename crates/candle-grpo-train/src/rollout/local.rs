@@ -236,12 +236,12 @@ impl Run<'_> {
                     .iter()
                     .map(|l| (l.sequence, &l.tokens[l.tokens.len() - 1..]))
                     .collect();
-                let lengths = vec![1; new.len()];
                 let (logits, experts) = self
                     .decoder
                     .next_logits_and_experts(&new, &mut self.cache)?;
-                for (l, new) in live.iter_mut().zip(self.recorded(experts, &lengths)?) {
-                    l.experts.get_or_insert_default().extend(new);
+                let experts = self.recorded(experts, &new)?;
+                for (l, experts) in live.iter_mut().zip(experts) {
+                    l.experts.get_or_insert_default().extend(experts);
                 }
                 let rows: Vec<usize> = (0..live.len()).collect();
                 self.draw(&logits, &rows, &mut live)?;
@@ -356,11 +356,10 @@ impl Run<'_> {
         for &prompt in prompts {
             new.push((self.cache.add(), self.prompts[prompt].tokens));
         }
-        let lengths: Vec<usize> = new.iter().map(|(_, tokens)| tokens.len()).collect();
         let (logits, experts) = self
             .decoder
             .next_logits_and_experts(&new, &mut self.cache)?;
-        let mut experts = self.recorded(experts, &lengths)?.into_iter();
+        let mut experts = self.recorded(experts, &new)?.into_iter();
         for (row, (&prompt, (sequence, _))) in prompts.iter().zip(new).enumerate() {
             self.prompts[prompt].computed = Some(Computed {
                 sequence,
@@ -371,18 +370,22 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The experts of sequences with `lengths` new tokens, from those of all tokens `[N, choices]`;
-    /// none if they are not recorded.
-    fn recorded(&self, experts: Option<Tensor>, lengths: &[usize]) -> Result<Vec<Vec<u16>>> {
+    /// The experts of each sequence in `new`, from those of all its tokens `[N, choices]`; none if
+    /// they are not recorded.
+    fn recorded(
+        &self,
+        experts: Option<Tensor>,
+        new: &[(SequenceId, &[u32])],
+    ) -> Result<Vec<Vec<u16>>> {
         let Some(experts) = experts.filter(|_| self.batch.records_experts) else {
             return Ok(Vec::new());
         };
         let choices = experts.dim(1)?;
         let experts = experts.flatten_all()?.to_vec1::<u32>()?;
         let mut rest = experts.into_iter().map(|expert| expert as u16);
-        let parts = lengths
+        let parts = new
             .iter()
-            .map(|length| rest.by_ref().take(length * choices).collect());
+            .map(|(_, tokens)| rest.by_ref().take(tokens.len() * choices).collect());
         Ok(parts.collect())
     }
 

@@ -5,7 +5,7 @@ use candle_grpo_nn::Decoder;
 use rand_chacha::rand_core::RngCore;
 
 use super::protocol::Drawn;
-use crate::learn::response_forward::{Experts, response_log_probs};
+use crate::learn::response_forward::response_log_probs;
 use crate::random::generator;
 use crate::rollout::PolicyWeights;
 use crate::{Completion, FinishReason, SamplingConfig, TokenBatch};
@@ -130,7 +130,7 @@ pub(super) fn difference(
         .map(|(prompt, answer)| (prompt.as_slice(), answer.tokens.as_slice()))
         .collect();
     let batch = TokenBatch::new(&pairs, weights.parameters.device())?;
-    let policy = response_log_probs(&decoder, &batch, Experts::Chosen, temperature)?.log_probs;
+    let policy = response_log_probs(&decoder, &batch, temperature)?.log_probs;
     let policy = policy.to_vec2::<f32>()?;
     let differences: Vec<f64> = answers
         .iter()
