@@ -1,6 +1,6 @@
 // One AdamW step of all parameters, in place. With an f32 master the kernel updates the master and
 // rounds it to the parameter. Without a master (null) it updates the parameter in f32 and rounds
-// it.
+// it. Moments are f32, or blocks of 8-bit codes, which src/moments.rs describes.
 
 #include "math.cuh"
 #include "tensor_list.cuh"
@@ -9,7 +9,14 @@ constexpr int THREADS = 256;
 // Elements of a block. A thread takes four at a time.
 constexpr int CHUNK = THREADS * 16;
 
-// A parameter in the list. The gradient is in f32 or in the dtype of the parameter.
+// Numbers and bytes of a block of codes: the codes, and their scale.
+constexpr int NUMBERS = 256;
+constexpr int BYTES = NUMBERS + 4;
+constexpr int WARPS = THREADS / 32;
+constexpr int LANE_NUMBERS = NUMBERS / 32;
+
+// A parameter in the list. The gradient is in f32 or in the dtype of the parameter. Moments in
+// blocks of codes have their addresses in place of those of floats.
 struct Parameter {
     void *parameter;
     float *master, *average, *square;
@@ -83,5 +90,105 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         using P = std::remove_pointer_t<decltype(of)>;
         if (row.dtypes >= 4) update_chunk<P, P>(row, step);
         else update_chunk<P, float>(row, step);
+    });
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}
+
+// The code of the number of `map`, which ascends, that is nearest to x.
+__device__ __forceinline__ int nearest_code(const float *map, float x) {
+    int low = 0, high = NUMBERS - 1;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (map[middle] <= x) low = middle;
+        else high = middle;
+    }
+    return x - map[low] <= map[high] - x ? low : high;
+}
+
+// A block of codes of a moment, whose numbers the lanes of a warp share: lane i has number i of
+// every 32.
+struct Moment {
+    uint8_t *block;
+    float scale;
+
+    __device__ __forceinline__ Moment(float *moment, uint64_t index)
+        : block(reinterpret_cast<uint8_t *>(moment) + index * BYTES),
+          scale(*reinterpret_cast<const float *>(block + NUMBERS)) {}
+
+    __device__ __forceinline__ float number(const float *map, int i) const { return map[block[i]] * scale; }
+
+    // Writes the `count` numbers of the block. All lanes have read theirs. `least` is the least
+    // code of a positive number.
+    __device__ __forceinline__ void write(const float *map, const float (&numbers)[LANE_NUMBERS], int count, int least) {
+        const int lane = (int)threadIdx.x % 32;
+        float largest = 0.0f;
+#pragma unroll
+        for (int k = 0; k < LANE_NUMBERS; k++) largest = fmaxf(largest, fabsf(numbers[k]));
+        largest = warp_max(largest);
+#pragma unroll
+        for (int k = 0; k < LANE_NUMBERS; k++) {
+            const int i = lane + 32 * k;
+            if (i >= count) break;
+            int code = 0;
+            if (largest > 0.0f) {
+                code = nearest_code(map, numbers[k] / largest);
+                if (numbers[k] > 0.0f && code < least) code = least;
+            }
+            block[i] = (uint8_t)code;
+        }
+        if (lane == 0) *reinterpret_cast<float *>(block + NUMBERS) = largest;
+    }
+};
+
+template <typename P, typename G>
+__device__ __forceinline__ void update_block(const Parameter &row, const float *maps, const Step &step) {
+    const uint64_t index = (uint64_t)(blockIdx.x - row.first_block) * WARPS + threadIdx.x / 32;
+    const uint64_t begin = index * NUMBERS;
+    if (begin >= row.n) return;
+    const int count = row.n - begin < NUMBERS ? (int)(row.n - begin) : NUMBERS;
+    P *parameter = static_cast<P *>(row.parameter) + begin;
+    float *master = row.master != nullptr ? row.master + begin : nullptr;
+    const G *gradient = static_cast<const G *>(row.gradient) + begin;
+    const float *signed_map = maps, *unsigned_map = maps + NUMBERS;
+    Moment average(row.average, index), square(row.square, index);
+    float m[LANE_NUMBERS], v[LANE_NUMBERS];
+#pragma unroll
+    for (int k = 0; k < LANE_NUMBERS; k++) {
+        const int i = (int)threadIdx.x % 32 + 32 * k;
+        m[k] = v[k] = 0.0f;
+        if (i < count) {
+            float p = master != nullptr ? master[i] : to_float(parameter[i]);
+            m[k] = average.number(signed_map, i);
+            v[k] = square.number(unsigned_map, i);
+            step.update(p, m[k], v[k], to_float(gradient[i]), row.keep);
+            if (master != nullptr) master[i] = p;
+            parameter[i] = from_float<P>(p);
+        }
+    }
+    average.write(signed_map, m, count, 0);
+    square.write(unsigned_map, v, count, 1);
+}
+
+// A step with moments in blocks of codes. `maps` has the numbers of the codes of the average, and
+// of the average of squares. A warp updates a block.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    adamw_quantized(const uint64_t *list, const float *maps, uint32_t count, float gradient_factor, float beta1,
+                    float one_minus_beta1, float beta2, float one_minus_beta2, float epsilon, float step_size,
+                    float inverse_root_correction) {
+    __shared__ float shared_maps[2 * NUMBERS];
+    for (int i = (int)threadIdx.x; i < 2 * NUMBERS; i += THREADS) shared_maps[i] = maps[i];
+    __syncthreads();
+    const float *numbers = shared_maps;
+    const Parameter row = row_of_block<Parameter>(list, count);
+    const Step step = {gradient_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, epsilon, step_size, inverse_root_correction};
+    with_dtype(row.dtypes % 4, [&](auto *of) {
+        using P = std::remove_pointer_t<decltype(of)>;
+        if (row.dtypes >= 4) update_block<P, P>(row, numbers, step);
+        else update_block<P, float>(row, numbers, step);
     });
 }

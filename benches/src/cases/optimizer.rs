@@ -3,10 +3,12 @@
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed, squared_gradient_norms};
+use candle_grpo_kernels::{
+    AdamWStep, AdamWTensors, adamw, composed, moment_blocks, squared_gradient_norms,
+};
 use candle_nn::{Optimizer, ParamsAdamW};
 
-use crate::case::{Case, Direction, Pair};
+use crate::case::{Case, Direction, Pair, Run};
 use crate::noise::noise;
 use crate::region::region;
 
@@ -23,6 +25,7 @@ pub(super) fn cases() -> Vec<Case> {
     };
     vec![
         case("adamw", adamw_pair),
+        case("adamw_8bit", adamw_in_blocks_pair),
         case("gradient_norm", gradient_norm_pair),
     ]
 }
@@ -52,18 +55,50 @@ fn adamw_pair(device: &Device) -> Result<Pair> {
                 gradient: &gradient,
                 weight_decay: 0.01,
             };
-            let step = AdamWStep {
-                learning_rate: 1e-3,
-                beta1: 0.9,
-                beta2: 0.999,
-                epsilon: 1e-8,
-                step,
-                gradient_factor: 1.0,
-            };
-            region(&ours_device, || adamw(&[tensors], &step))
+            region(&ours_device, || adamw(&[tensors], &step_of(step)))
         }),
         composed: Box::new(move || region(&device, || optimizer.step(&store))),
     })
+}
+
+/// Compares with the composed twin, which converts the state on the CPU.
+fn adamw_in_blocks_pair(device: &Device) -> Result<Pair> {
+    let run = |twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>| -> Result<_> {
+        let device = device.clone();
+        let parameter = Var::from_tensor(&noise(&SHAPE, 0.1, 1, DType::F32, &device)?)?;
+        let zeros = || Var::zeros(moment_blocks(parameter.elem_count()), DType::U8, &device);
+        let (average, square) = (zeros()?, zeros()?);
+        let gradient = noise(&SHAPE, 0.01, 2, DType::F32, &device)?;
+        let mut index = 0;
+        let step: Run = Box::new(move || {
+            index += 1;
+            let tensors = AdamWTensors {
+                parameter: &parameter,
+                master: None,
+                average: &average,
+                square: &square,
+                gradient: &gradient,
+                weight_decay: 0.01,
+            };
+            region(&device, || twin(&[tensors], &step_of(index)))
+        });
+        Ok(step)
+    };
+    Ok(Pair {
+        ours: run(adamw)?,
+        composed: run(composed::adamw)?,
+    })
+}
+
+fn step_of(step: usize) -> AdamWStep {
+    AdamWStep {
+        learning_rate: 1e-3,
+        beta1: 0.9,
+        beta2: 0.999,
+        epsilon: 1e-8,
+        step,
+        gradient_factor: 1.0,
+    }
 }
 
 fn gradient_norm_pair(device: &Device) -> Result<Pair> {

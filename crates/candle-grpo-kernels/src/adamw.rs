@@ -2,10 +2,12 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::moments::moment_blocks;
 use crate::precision::arithmetic_dtype;
 use crate::{check, composed, cpu, path};
 
-/// A parameter, its gradient and its optimizer state, of one shape and on one device.
+/// A parameter, its gradient and its optimizer state, of one shape and on one device. Only moments
+/// in blocks have another shape.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWTensors<'a> {
     /// The parameter, of any float dtype: a variable, or a contiguous part of one.
@@ -13,9 +15,10 @@ pub struct AdamWTensors<'a> {
     /// The master copy of a bf16 or f16 parameter, in f32. The step updates the master and rounds
     /// it to the parameter. Without a master, steps below the precision of the dtype are lost.
     pub master: Option<&'a Tensor>,
-    /// The moving average of gradients, in f32 (f64 for an f64 parameter).
+    /// The moving average of gradients, in f32 (f64 for an f64 parameter), or in blocks of 8-bit
+    /// codes, see [`moment_blocks`].
     pub average: &'a Tensor,
-    /// The moving average of squared gradients, of the same dtype.
+    /// The moving average of squared gradients, in the same form.
     pub square: &'a Tensor,
     /// The gradient, in f32, bf16 or f16 (f64 for an f64 parameter).
     pub gradient: &'a Tensor,
@@ -213,6 +216,11 @@ impl AdamWTensors<'_> {
         .flatten()
     }
 
+    /// Returns whether the moments are in blocks.
+    pub(crate) fn is_quantized(&self) -> bool {
+        self.average.dtype() == DType::U8
+    }
+
     fn check(&self) -> Result<()> {
         check::float("parameter", self.parameter)?;
         check::not_negative("weight_decay", self.weight_decay)?;
@@ -224,14 +232,26 @@ impl AdamWTensors<'_> {
                 self.parameter.dtype()
             );
         }
-        let mut others = vec![("average", self.average), ("square", self.square)];
-        others.extend(self.master.map(|master| ("master", master)));
-        for (name, tensor) in &others {
-            if tensor.dtype() != state {
-                bail!("{name}: {:?}, must be {state:?}", tensor.dtype());
+        if self.is_quantized() && state == DType::F64 {
+            bail!("average: U8, must be F64 for a parameter of F64");
+        }
+        let of_state = (state, self.parameter.shape().clone());
+        let of_moment = match self.is_quantized() {
+            true => (DType::U8, moment_blocks(self.parameter.elem_count())),
+            false => of_state.clone(),
+        };
+        let mut others = vec![
+            ("average", self.average, &of_moment),
+            ("square", self.square, &of_moment),
+        ];
+        others.extend(self.master.map(|master| ("master", master, &of_state)));
+        for (name, tensor, (dtype, _)) in &others {
+            if tensor.dtype() != *dtype {
+                bail!("{name}: {:?}, must be {dtype:?}", tensor.dtype());
             }
         }
-        for (name, tensor) in others.iter().chain(&[("parameter", self.parameter)]) {
+        let written = others.iter().map(|&(name, tensor, _)| (name, tensor));
+        for (name, tensor) in written.chain([("parameter", self.parameter)]) {
             if !tensor.is_contiguous() {
                 bail!(
                     "{name}: shape {:?} with the strides {:?}, must be contiguous",
@@ -240,7 +260,7 @@ impl AdamWTensors<'_> {
                 );
             }
         }
-        others.push(("gradient", self.gradient));
+        others.push(("gradient", self.gradient, &of_state));
         check::float("gradient", self.gradient)?;
         if !matches!(
             self.gradient.dtype(),
@@ -258,11 +278,12 @@ impl AdamWTensors<'_> {
                 self.parameter.dtype()
             );
         }
-        for (name, tensor) in others {
-            if tensor.shape() != self.parameter.shape() {
+        for (name, tensor, (_, shape)) in others {
+            if tensor.shape() != shape {
                 bail!(
-                    "{name}: shape {:?}, must be that of the parameter, {:?}",
+                    "{name}: shape {:?}, must be {:?} for a parameter of shape {:?}",
                     tensor.dims(),
+                    shape.dims(),
                     self.parameter.dims()
                 );
             }

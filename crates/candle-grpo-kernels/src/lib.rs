@@ -86,6 +86,7 @@ mod head_transform;
 mod linear_log_prob;
 mod linear_rows;
 mod log_prob;
+mod moments;
 mod paged_attention;
 mod path;
 mod precision;
@@ -115,6 +116,7 @@ pub use head_transform::{HeadNorms, HeadTransform};
 pub use linear_log_prob::{LinearGradients, LinearLogProb, linear_log_prob};
 pub use linear_rows::linear_rows;
 pub use log_prob::{LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient};
+pub use moments::{moment_blocks, moment_codes};
 pub use paged_attention::{
     KeyValuePages, PAGE, PageSlot, PageSpan, PagedBatch, PagedRow, paged_attention,
 };

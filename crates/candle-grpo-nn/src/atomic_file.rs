@@ -4,13 +4,10 @@
 //! A program that is killed leaves the previous contents in place, and perhaps a
 //! [leftover](remove_leftovers) under a temporary name.
 
-use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{Error, ErrorKind, Result, Write};
 use std::path::{Path, PathBuf};
-
-use safetensors::View;
 
 /// Writes a file atomically, replacing one that exists, with the mode of any new file.
 ///
@@ -32,30 +29,6 @@ use safetensors::View;
 /// ```
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     write_with(path, |temporary| File::create(temporary)?.write_all(bytes))
-}
-
-/// [`write`](write()) in the safetensors format.
-///
-/// The file is left out if `check` fails, which is called after the tensors were written.
-pub(crate) fn write_safetensors<V: View>(
-    path: &Path,
-    tensors: impl IntoIterator<Item = (String, V)>,
-    metadata: Option<HashMap<String, String>>,
-    check: impl FnOnce() -> Result<()>,
-) -> candle_core::Result<()> {
-    // Tensor by tensor: a copy of all of them in memory would be as large as the file.
-    let write = |temporary: &Path| {
-        // The library restricts the mode of its files to their owner.
-        let mode = File::create(temporary)?.metadata()?.permissions();
-        let written = safetensors::serialize_to_file(tensors, metadata, temporary);
-        written.map_err(|error| match error {
-            safetensors::SafeTensorError::IoError(error) => error,
-            error => Error::other(error),
-        })?;
-        check()?;
-        fs::set_permissions(temporary, mode)
-    };
-    write_with(path, write).map_err(candle_core::Error::wrap)
 }
 
 /// Calls `write` with a temporary path, and moves the file that it writes there to `path`.

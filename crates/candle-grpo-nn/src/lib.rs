@@ -75,7 +75,7 @@ pub use model::{
 pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{
-    BaseWeights, CheckpointForm, ComputeCopies, Gguf, GgufDType, GgufValue, Parameters,
+    BaseWeights, CheckpointForm, ComputeCopies, Export, Gguf, GgufDType, GgufValue, Parameters,
 };
 
 // Compiles the example of the README.

@@ -50,6 +50,7 @@ pub(crate) const ENGINE_VERSION: &str = "policy-";
 
 const TRAINER_STATE: &[&str] = &[
     "trainer.json",
+    "policy.safetensors",
     "optimizer.safetensors",
     "reference.safetensors",
     "critic.safetensors",
@@ -78,6 +79,9 @@ const MODEL: &[&str] = &[
     "video_preprocessor_config.json",
 ];
 
+/// The model card of a converted run, and its picture.
+const CARD: &[&str] = &["README.md", "metrics.svg"];
+
 impl Owned {
     fn entry(self, name: &str) -> Option<Entry> {
         let file = |known: bool| known.then_some(Entry::File);
@@ -93,7 +97,7 @@ impl Owned {
             Self::Checkpoint if name == "adapter" => Some(Entry::Folder(Self::Adapter)),
             Self::Checkpoint => file(TRAINER_STATE.contains(&name) || is_model_file(name)),
             Self::Adapter => file(ADAPTER.contains(&name)),
-            Self::Model => file(is_model_file(name)),
+            Self::Model => file(is_model_file(name) || CARD.contains(&name)),
             Self::EngineWeights if name == LOCK => Some(Entry::File),
             Self::EngineWeights => {
                 let version = name.strip_prefix(ENGINE_VERSION)?;

@@ -3,8 +3,11 @@
 use candle_core::{Result, Tensor};
 
 use crate::adamw::{AdamWStep, AdamWTensors, check_arguments};
+use crate::moments::{CodeMap, SIGNED, UNSIGNED};
+use crate::precision::arithmetic_dtype;
 
-/// [`adamw`](crate::adamw()) in plain Candle operations.
+/// [`adamw`](crate::adamw()) in plain Candle operations. Moments in blocks are converted on the
+/// CPU.
 pub fn adamw(parameters: &[AdamWTensors], step: &AdamWStep) -> Result<()> {
     check_arguments(parameters, step)?;
     parameters
@@ -18,17 +21,29 @@ pub(crate) fn unchecked(tensors: &AdamWTensors, step: &AdamWStep) -> Result<()> 
         return Ok(());
     }
     let c = step.coefficients(tensors.weight_decay);
-    let (average, square) = (tensors.average, tensors.square);
-    let gradient = tensors.gradient.detach().to_dtype(average.dtype())?;
+    let dtype = arithmetic_dtype(tensors.parameter.dtype());
+    let gradient = tensors.gradient.detach().to_dtype(dtype)?;
     let gradient = (gradient * c.gradient_factor)?;
     let weight = tensors.master.unwrap_or(tensors.parameter);
-    let p = weight.detach().to_dtype(average.dtype())?;
-    let m = ((average.detach() * c.beta1)? + (&gradient * (1.0 - c.beta1))?)?;
-    let v = ((square.detach() * c.beta2)? + (gradient.sqr()? * (1.0 - c.beta2))?)?;
+    let p = weight.detach().to_dtype(dtype)?;
+    let read = |moment: &Tensor, map: &CodeMap| match tensors.is_quantized() {
+        true => map.read_blocks(moment, p.shape()),
+        false => Ok(moment.detach()),
+    };
+    let (average, square) = (
+        read(tensors.average, &SIGNED)?,
+        read(tensors.square, &UNSIGNED)?,
+    );
+    let m = ((average * c.beta1)? + (&gradient * (1.0 - c.beta1))?)?;
+    let v = ((square * c.beta2)? + (gradient.sqr()? * (1.0 - c.beta2))?)?;
     let denominator = ((v.sqrt()? / c.root_correction)? + c.epsilon)?;
     let p = ((p * c.keep)? - ((&m / denominator)? * c.step_size)?)?;
-    write(average, &m)?;
-    write(square, &v)?;
+    let stored = |moment: Tensor, map: &CodeMap| match tensors.is_quantized() {
+        true => map.write_blocks(&moment),
+        false => Ok(moment),
+    };
+    write(tensors.average, &stored(m, &SIGNED)?)?;
+    write(tensors.square, &stored(v, &UNSIGNED)?)?;
     if let Some(master) = tensors.master {
         write(master, &p)?;
     }

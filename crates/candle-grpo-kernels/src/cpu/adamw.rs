@@ -1,15 +1,14 @@
 //! The CPU path of [`adamw`](crate::adamw()).
 
-use std::cell::RefCell;
-
-use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, Result, Tensor, bail};
 use pulp::Arch;
 use rayon::prelude::*;
 
 use super::element::Element;
 use super::simd::{BLOCK, prefetch};
-use super::slice::{self, CHUNK, range, with_floats};
-use crate::adamw::{AdamWStep, AdamWTensors, Coefficients, Narrow};
+use super::slice::{self, CHUNK, with_floats};
+use crate::adamw::{AdamWStep, AdamWTensors, Narrow};
+use crate::moments::{self, SIGNED, UNSIGNED};
 
 /// Prefetch distance in elements. The step is bound by memory and reads four streams, so the
 /// hardware prefetcher does not suffice at page boundaries.
@@ -19,91 +18,73 @@ const PART: usize = 64;
 /// Updates all parameters. A core updates whole small parameters and chunks of large ones.
 pub(crate) fn step(parameters: &[&AdamWTensors], step: &AdamWStep) -> Result<()> {
     parameters.par_iter().try_for_each(|tensors| {
-        let pass = Pass {
-            gradient: tensors.gradient.contiguous()?,
-            coefficients: step.coefficients(tensors.weight_decay),
-        };
+        let gradient = tensors.gradient.contiguous()?;
+        let coefficients = Narrow::from(step.coefficients(tensors.weight_decay));
         // A closure writes one tensor, so the slices of several tensors need nested closures.
-        slice::write_f32(tensors.average, |average| {
-            slice::write_f32(tensors.square, |square| match tensors.master {
-                None => pass.write(
-                    tensors.parameter,
-                    State {
-                        average,
-                        square,
-                        master: None,
-                    },
-                ),
-                Some(master) => slice::write_f32(master, |master| {
-                    let master = Some(master);
-                    pass.write(
-                        tensors.parameter,
-                        State {
-                            average,
-                            square,
-                            master,
-                        },
-                    )
-                }),
+        with_moment(tensors.average, |average| {
+            with_moment(tensors.square, |square| {
+                with_master(tensors.master, |master| {
+                    slice::write_storage(tensors.parameter, |storage, range| {
+                        with_floats!(storage, "parameter", parameter => {
+                            let parameter = &mut parameter[range];
+                            let state = State { average, square, master };
+                            let (storage, layout) = gradient.storage_and_layout();
+                            let range = slice::range(layout)?;
+                            with_floats!(slice::on_cpu(&storage)?, "gradient", gradient => {
+                                state.update(parameter, &gradient[range], &coefficients);
+                                Ok(())
+                            })
+                        })
+                    })
+                })
             })
         })
     })
 }
 
-/// The inputs of the step of one parameter.
-struct Pass {
-    gradient: Tensor,
-    coefficients: Coefficients,
+/// A moment that a step updates.
+enum Moment<'a> {
+    Numbers(&'a mut [f32]),
+    /// Blocks of codes, see [`moments`].
+    Blocks(&'a mut [u8]),
 }
 
-/// The optimizer state that the step of one parameter writes, of one length.
+impl<'a> Moment<'a> {
+    /// The moments of each [`CHUNK`] of elements.
+    fn chunks(self) -> Vec<Moment<'a>> {
+        match self {
+            Self::Numbers(numbers) => numbers.chunks_mut(CHUNK).map(Moment::Numbers).collect(),
+            Self::Blocks(blocks) => {
+                let bytes = CHUNK / moments::NUMBERS * moments::BYTES;
+                blocks.chunks_mut(bytes).map(Moment::Blocks).collect()
+            }
+        }
+    }
+}
+
+fn with_moment(tensor: &Tensor, write: impl FnOnce(Moment) -> Result<()>) -> Result<()> {
+    slice::write_storage(tensor, |storage, range| match storage {
+        CpuStorage::U8(blocks) => write(Moment::Blocks(&mut blocks[range])),
+        CpuStorage::F32(numbers) => write(Moment::Numbers(&mut numbers[range])),
+        _ => bail!("a moment of {} elements, must be f32 or u8", range.len()),
+    })
+}
+
+fn with_master(
+    tensor: Option<&Tensor>,
+    write: impl FnOnce(Option<&mut [f32]>) -> Result<()>,
+) -> Result<()> {
+    match tensor {
+        None => write(None),
+        Some(tensor) => slice::write_f32(tensor, |master| write(Some(master))),
+    }
+}
+
+/// The optimizer state that the step of one parameter writes.
 struct State<'a> {
-    average: &'a mut [f32],
-    square: &'a mut [f32],
+    average: Moment<'a>,
+    square: Moment<'a>,
     master: Option<&'a mut [f32]>,
-}
-
-impl Pass {
-    fn write(&self, parameter: &Tensor, state: State) -> Result<()> {
-        parameter.inplace_op1(&WriteParameter {
-            pass: self,
-            state: RefCell::new(Some(state)),
-        })
-    }
-
-    fn update<P: Element>(&self, parameter: &mut [P], state: State) -> Result<()> {
-        let (storage, layout) = self.gradient.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            bail!("gradient: not on the CPU");
-        };
-        let range = range(layout)?;
-        with_floats!(storage, "gradient", gradient => {
-            state.update(parameter, &gradient[range], self.coefficients);
-        });
-        Ok(())
-    }
-}
-
-struct WriteParameter<'a> {
-    pass: &'a Pass,
-    /// Taken by the only call: an in-place operation has a shared reference to itself.
-    state: RefCell<Option<State<'a>>>,
-}
-
-impl InplaceOp1 for WriteParameter<'_> {
-    fn name(&self) -> &'static str {
-        "adamw"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let range = range(layout)?;
-        let Some(state) = self.state.take() else {
-            return Ok(());
-        };
-        with_floats!(storage, "parameter", parameter => {
-            self.pass.update(&mut parameter[range], state)
-        })
-    }
 }
 
 impl State<'_> {
@@ -111,30 +92,80 @@ impl State<'_> {
         self,
         parameter: &mut [P],
         gradient: &[G],
-        coefficients: Coefficients,
+        coefficients: &Narrow,
     ) {
-        let coefficients = Narrow::from(coefficients);
-        let chunks = parameter
+        let count = parameter.len().div_ceil(CHUNK);
+        let masters: Vec<_> = match self.master {
+            None => (0..count).map(|_| None).collect(),
+            Some(master) => master.chunks_mut(CHUNK).map(Some).collect(),
+        };
+        parameter
             .par_chunks_mut(CHUNK)
-            .zip(self.average.par_chunks_mut(CHUNK))
-            .zip(self.square.par_chunks_mut(CHUNK))
-            .zip(gradient.par_chunks(CHUNK));
-        match self.master {
-            None => chunks.for_each(|(((p, m), v), g)| {
-                Arch::new().dispatch(|| coefficients.update_rounded(p, m, v, g));
-            }),
-            Some(master) => {
-                chunks
-                    .zip(master.par_chunks_mut(CHUNK))
-                    .for_each(|((((p, m), v), g), master)| {
-                        Arch::new().dispatch(|| coefficients.update_master(p, master, m, v, g));
-                    })
-            }
-        }
+            .zip(masters)
+            .zip(self.average.chunks())
+            .zip(self.square.chunks())
+            .zip(gradient.par_chunks(CHUNK))
+            .for_each(|((((p, master), m), v), g)| {
+                Arch::new().dispatch(|| match (m, v) {
+                    (Moment::Numbers(m), Moment::Numbers(v)) => {
+                        coefficients.update(p, master, m, v, g);
+                    }
+                    (Moment::Blocks(m), Moment::Blocks(v)) => {
+                        coefficients.update_quantized(p, master, m, v, g);
+                    }
+                    // Both moments have one form.
+                    _ => {}
+                });
+            });
     }
 }
 
 impl Narrow {
+    #[inline(always)]
+    fn update<P: Element, G: Element>(
+        &self,
+        parameter: &mut [P],
+        master: Option<&mut [f32]>,
+        average: &mut [f32],
+        square: &mut [f32],
+        gradient: &[G],
+    ) {
+        match master {
+            None => self.update_rounded(parameter, average, square, gradient),
+            Some(master) => self.update_master(parameter, master, average, square, gradient),
+        }
+    }
+
+    /// [`Self::update`] with moments in blocks.
+    #[inline(always)]
+    fn update_quantized<P: Element, G: Element>(
+        &self,
+        parameter: &mut [P],
+        mut master: Option<&mut [f32]>,
+        average: &mut [u8],
+        square: &mut [u8],
+        gradient: &[G],
+    ) {
+        let (signed, unsigned) = (&*SIGNED, &*UNSIGNED);
+        let [mut m, mut v] = [[0.0; moments::NUMBERS]; 2];
+        let blocks = parameter
+            .chunks_mut(moments::NUMBERS)
+            .zip(average.chunks_mut(moments::BYTES))
+            .zip(square.chunks_mut(moments::BYTES))
+            .zip(gradient.chunks(moments::NUMBERS));
+        for (at, (((p, average), square), g)) in blocks.enumerate() {
+            let (m, v) = (&mut m[..p.len()], &mut v[..p.len()]);
+            signed.read(average, m);
+            unsigned.read(square, v);
+            let first = at * moments::NUMBERS;
+            let master = master.as_deref_mut();
+            let master = master.map(|master| &mut master[first..first + p.len()]);
+            self.update(p, master, m, v, g);
+            signed.write(m, average);
+            unsigned.write(v, square);
+        }
+    }
+
     /// Updates the parameter in f32, and rounds it to its dtype.
     #[inline(always)]
     fn update_rounded<P: Element, G: Element>(

@@ -49,25 +49,33 @@ pub(crate) fn write_f32(
     tensor: &Tensor,
     write: impl FnOnce(&mut [f32]) -> Result<()>,
 ) -> Result<()> {
-    tensor.inplace_op1(&WriteF32(RefCell::new(Some(write))))
+    write_storage(tensor, |storage, range| match storage {
+        CpuStorage::F32(values) => write(&mut values[range]),
+        _ => bail!("a tensor of {} elements, must be f32", range.len()),
+    })
+}
+
+/// Calls `write` with the mutable storage of a contiguous tensor on the CPU and its range there.
+pub(crate) fn write_storage(
+    tensor: &Tensor,
+    write: impl FnOnce(&mut CpuStorage, Range<usize>) -> Result<()>,
+) -> Result<()> {
+    tensor.inplace_op1(&Write(RefCell::new(Some(write))))
 }
 
 /// Holds the closure in a cell: an in-place operation has only a shared reference to itself.
-struct WriteF32<F>(RefCell<Option<F>>);
+struct Write<F>(RefCell<Option<F>>);
 
-impl<F: FnOnce(&mut [f32]) -> Result<()>> InplaceOp1 for WriteF32<F> {
+impl<F: FnOnce(&mut CpuStorage, Range<usize>) -> Result<()>> InplaceOp1 for Write<F> {
     fn name(&self) -> &'static str {
-        "write_f32"
+        "write"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         let range = range(layout)?;
-        match (storage, self.0.take()) {
-            (CpuStorage::F32(values), Some(write)) => write(&mut values[range]),
-            _ => bail!(
-                "a tensor of {} elements, must be f32",
-                layout.shape().elem_count()
-            ),
+        match self.0.take() {
+            Some(write) => write(storage, range),
+            None => bail!("an operation in place ran twice"),
         }
     }
 }

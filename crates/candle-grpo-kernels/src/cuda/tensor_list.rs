@@ -1,5 +1,6 @@
 //! Lists of tensors for kernels that process all of them in one launch, as in `tensor_list.cuh`.
 
+use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream};
 use candle_core::{CudaDevice, DType, Result, Storage, Tensor, bail};
 
@@ -36,13 +37,16 @@ impl TensorList {
     }
 }
 
-/// Returns the address of a contiguous float tensor. It is valid until the tensor is freed, which
-/// is after the launches before.
+/// Returns the address of a contiguous float or u8 tensor. It is valid until the tensor is freed,
+/// which is after the launches before.
 pub(crate) fn address(tensor: &Tensor, stream: &CudaStream) -> Result<u64> {
     let tensor = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*tensor.0 else {
         bail!("a tensor is on the CPU, must be on a GPU");
     };
+    if storage.dtype() == DType::U8 {
+        return Ok(*In::<u8>::from_tensor(&tensor, stream)?.bits());
+    }
     with_cuda_floats!(storage, "tensors", T => Ok(*In::<T>::from_tensor(&tensor, stream)?.bits()))
 }
 

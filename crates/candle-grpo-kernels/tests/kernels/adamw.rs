@@ -1,7 +1,9 @@
 //! Tests of `adamw` against its composed twin in f64, of masters, memory and errors.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, composed, scale_gradients};
+use candle_grpo_kernels::{
+    AdamWStep, AdamWTensors, adamw, composed, moment_blocks, scale_gradients,
+};
 use candle_grpo_test_support::{assert_close, cases, devices, message, numbers};
 use proptest::prelude::*;
 use rstest::rstest;
@@ -115,6 +117,106 @@ proptest! {
             }
         }
     }
+}
+
+/// A parameter with moments in blocks.
+fn quantized(len: usize, seed: u64, dtype: DType, master: bool, device: &Device) -> Result<Held> {
+    let held = Held::new(len, seed, [dtype, DType::F32], master, device)?;
+    // From the CPU, because Candle has no empty tensors of zeros on CUDA.
+    let zeros = || {
+        let zeros = Tensor::zeros(moment_blocks(len), DType::U8, &Device::Cpu)?;
+        Var::from_tensor(&zeros.to_device(device)?)
+    };
+    Ok(Held {
+        average: zeros()?,
+        square: zeros()?,
+        ..held
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(cases(32)))]
+    #[test]
+    fn moments_in_blocks_follow_those_in_f32(
+        lengths in lengths(),
+        dtype in dtypes(),
+        master in any::<bool>(),
+        seed in 0u64..1000,
+    ) {
+        let master = master && dtype != DType::F32;
+        for device in devices() {
+            let all = |held: &dyn Fn(usize, u64) -> Result<Held>| {
+                let lengths = lengths.iter().enumerate();
+                lengths.map(|(at, &len)| held(len, seed + 7 * at as u64)).collect::<Result<Vec<_>>>()
+            };
+            let blocks = |len, seed| quantized(len, seed, dtype, master, device);
+            let (fused, twin) = (all(&blocks)?, all(&blocks)?);
+            let exact = all(&|len, seed| {
+                let mut held = Held::new(len, seed, [dtype, DType::F32], master, device)?;
+                let zeros = || {
+                    let zeros = Tensor::zeros(len, DType::F32, &Device::Cpu)?;
+                    Var::from_tensor(&zeros.to_device(device)?)
+                };
+                (held.average, held.square) = (zeros()?, zeros()?);
+                Ok(held)
+            })?;
+            for step in 1..=4 {
+                let step = AdamWStep { step, ..STEP };
+                adamw(&fused.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+                composed::adamw(&twin.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+                composed::adamw(&exact.iter().map(Held::tensors).collect::<Vec<_>>(), &step)?;
+            }
+            for ((fused, twin), exact) in fused.iter().zip(&twin).zip(&exact) {
+                // A number near the middle of two codes may have either, which moves a step by a
+                // small part.
+                let rounding = if dtype == DType::F32 { 1e-3 } else { 0.02 };
+                assert_same(&fused.parameter, &twin.parameter, rounding)?;
+                // A step is about the learning rate long. Where the gradient is far below the
+                // largest of its block, the moments keep only its magnitude.
+                let [fused, exact] = [numbers(&fused.parameter)?, numbers(&exact.parameter)?];
+                let rounding = if dtype == DType::F32 { 0.0 } else { 0.04 };
+                let differences = fused.iter().zip(&exact).map(|(fused, exact)| (fused - exact).abs());
+                let (count, sum) = (fused.len() as f64, differences.sum::<f64>());
+                prop_assert!(sum <= (0.004 + rounding) * count + 0.04, "{sum} of {count}");
+            }
+        }
+    }
+}
+
+/// Without a floor, the average of squares of the small number would be zero, and its step would be
+/// its average divided by epsilon.
+#[rstest]
+#[case::fused(adamw)]
+#[case::composed(composed::adamw)]
+fn a_small_number_beside_a_large_one_never_takes_a_large_step(
+    #[case] twin: fn(&[AdamWTensors], &AdamWStep) -> Result<()>,
+) -> Result<()> {
+    for device in devices() {
+        let held = quantized(300, 1, DType::F32, false, device)?;
+        let before = numbers(&held.parameter)?;
+        for step in 1..=3 {
+            let value = |i: usize| match (i, step) {
+                (0, _) => 1f32,
+                (1, 1) => 1e-4,
+                _ => 0.0,
+            };
+            let gradient: Vec<f32> = (0..300).map(value).collect();
+            let gradient = Tensor::from_vec(gradient, 300, &Device::Cpu)?.to_device(device)?;
+            let tensors = AdamWTensors {
+                gradient: &gradient,
+                weight_decay: 0.0,
+                ..held.tensors()
+            };
+            twin(&[tensors], &AdamWStep { step, ..STEP })?;
+        }
+        let moved = |i: usize| {
+            Ok::<_, candle_core::Error>((numbers(&held.parameter)?[i] - before[i]).abs())
+        };
+        assert!((moved(0)? - 0.03).abs() < 1e-3, "{}", moved(0)?);
+        assert!(moved(1)? < 0.03, "{}", moved(1)?);
+        assert_eq!(moved(2)?, 0.0);
+    }
+    Ok(())
 }
 
 /// In bf16 the neighbor of 1 is 0.9961, so ten steps of 1e-3 are lost without a master.
@@ -299,6 +401,23 @@ fn an_error_names_the_wrong_argument_and_changes_nothing() -> Result<()> {
         STEP,
         "master: given",
     )?;
+    let blocks = Var::zeros(moment_blocks(5), DType::U8, &Device::Cpu)?;
+    let longer_blocks = Var::zeros(moment_blocks(257), DType::U8, &Device::Cpu)?;
+    for (average, square, expected) in [
+        (&blocks, other.square, "square: F32, must be U8"),
+        (
+            &longer_blocks,
+            &blocks,
+            "average: shape [2, 260], must be [1, 260]",
+        ),
+    ] {
+        let moments = AdamWTensors {
+            average,
+            square,
+            ..other
+        };
+        refused(moments, STEP, expected)?;
+    }
     let exact = other.gradient.to_dtype(DType::F64)?;
     refused(
         AdamWTensors {

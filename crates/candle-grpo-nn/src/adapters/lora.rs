@@ -10,14 +10,15 @@ use candle_nn::VarBuilder;
 use serde::{Deserialize, Serialize};
 
 use crate::adapters::peft::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
-use crate::atomic_file::{self, write_safetensors};
+use crate::atomic_file;
 use crate::model::architecture::linear_maps;
 use crate::model::linear::{LORA_A, LORA_B, LORA_SCALING};
-use crate::weights::base_weights::{builder, numbers};
+use crate::weights::base_weights::builder;
 use crate::weights::check::check_names;
 use crate::weights::compute_copies::value_in;
+use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::weights::standard_normal::StandardNormal;
-use crate::{ComputeCopies, DecoderConfig, Parameters};
+use crate::{ComputeCopies, DecoderConfig, Export, Parameters};
 
 /// The options of low-rank adapters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -268,25 +269,31 @@ impl Lora {
         Ok(builder(tensors, dtype, base.device()))
     }
 
-    /// Returns new f32 parameters with the adapters added to the weights of `base`.
-    pub fn merged(&self, model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
-        let mut tensors = HashMap::new();
-        for (name, variable) in base.iter() {
-            let weight = numbers(&variable.as_detached_tensor(), DType::F32)?;
+    /// The weights of `base` with the adapters added to them, in f32, for a file.
+    pub fn export<'a>(&'a self, base: &'a Parameters) -> Export<'a> {
+        let merge = |name: &str, weight: Tensor| {
             let matrix = |part| {
                 let module = name.strip_suffix("weight")?;
                 self.parameters.get(&format!("{module}{part}"))
             };
-            let weight = match (matrix(LORA_A), matrix(LORA_B)) {
+            match (matrix(LORA_A), matrix(LORA_B)) {
                 (Some(a), Some(b)) => {
                     let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
-                    (weight.to_dtype(DType::F32)? + (change * self.config.scaling())?)?
+                    weight.to_dtype(DType::F32)? + (change * self.config.scaling())?
                 }
-                _ => weight,
-            };
-            tensors.insert(name.to_owned(), weight);
-        }
-        Parameters::from_tensors(model, tensors, base.device())
+                _ => Ok(weight),
+            }
+        };
+        Export::new(base).with_change(merge).in_dtype(DType::F32)
+    }
+
+    /// Returns new f32 parameters with the adapters added to the weights of `base`.
+    pub fn merged(&self, model: &DecoderConfig, base: &Parameters) -> Result<Parameters> {
+        let merged = self.export(base);
+        let tensors = merged
+            .names()
+            .map(|name| Ok((name.to_owned(), merged.tensor(name)?)));
+        Parameters::from_tensors(model, tensors.collect::<Result<_>>()?, base.device())
     }
 
     /// Writes `adapter_config.json` and `adapter_model.safetensors` into `folder` in PEFT's format.
@@ -300,21 +307,14 @@ impl Lora {
         };
         let config = PeftConfig::new(&self.config, base_model);
         let config = serde_json::to_vec_pretty(&config).map_err(Error::wrap)?;
-        let tensors = self
-            .parameters
-            .iter()
-            .map(|(name, variable)| {
-                let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
-                Ok((format!("{PREFIX}{name}"), tensor))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        let tensors = self.parameters.iter().map(|(name, variable)| {
+            LazyTensor::of(format!("{PREFIX}{name}"), variable.as_detached_tensor())
+        });
+        let tensors = tensors.collect();
         atomic_file::write(&folder.join(ADAPTER_CONFIG), &config)
             .map_err(Error::wrap)
             .and_then(|()| {
-                write_safetensors(&folder.join(ADAPTER_MODEL), tensors, Some(metadata), || {
-                    Ok(())
-                })
+                safetensors_writer::write(&folder.join(ADAPTER_MODEL), tensors, || Ok(()))
             })
             .map_err(context)
     }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var, bail};
 use candle_grpo_collective::Collective;
 use candle_grpo_core::validate;
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, moment_blocks};
 use serde::{Deserialize, Serialize};
 
 use super::shard::Shard;
-use crate::atomic_file::write_safetensors;
 use crate::weights::check::check_names;
 use crate::weights::parameters::copy_into;
+use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::{ComputeCopies, Gradients, Parameters};
 
 /// The options of [`AdamW`].
@@ -34,6 +34,8 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
     /// Selection of the parameters that decay. Default [`DecayRule::Matrices`].
     pub decay: DecayRule,
+    /// The form of the state in memory. Default [`StateForm::F32`].
+    pub state: StateForm,
 }
 
 impl AdamWConfig {
@@ -67,7 +69,43 @@ impl Default for AdamWConfig {
             epsilon: 1e-8,
             weight_decay: 0.01,
             decay: DecayRule::default(),
+            state: StateForm::default(),
         }
+    }
+}
+
+/// The form of the state of [`AdamW`] in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum StateForm {
+    /// f32: 8 bytes a parameter.
+    #[default]
+    #[serde(rename = "f32")]
+    F32,
+    /// Blocks of 256 codes of 8 bits with a common scale, as in bitsandbytes
+    /// (<https://arxiv.org/abs/2110.02861>): 2.03 bytes a parameter. Parameters of less than 4,096
+    /// numbers keep f32. See [`moment_blocks`] for the codes.
+    #[serde(rename = "8bit")]
+    Blocks8,
+}
+
+/// The least number of elements of a parameter whose state is in blocks.
+const LEAST_IN_BLOCKS: usize = 4096;
+
+impl StateForm {
+    /// The dtype and shape of a moment of a parameter.
+    fn moment(self, parameter: &Shape) -> (DType, Shape) {
+        match self {
+            Self::Blocks8 if parameter.elem_count() >= LEAST_IN_BLOCKS => {
+                (DType::U8, moment_blocks(parameter.elem_count()))
+            }
+            _ => (DType::F32, parameter.clone()),
+        }
+    }
+
+    /// The bytes of both moments of a parameter of this shape.
+    pub fn num_bytes(self, parameter: &Shape) -> usize {
+        let (dtype, shape) = self.moment(parameter);
+        2 * shape.elem_count() * dtype.size_in_bytes()
     }
 }
 
@@ -93,7 +131,7 @@ impl DecayRule {
 }
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter 2019), with the arithmetic of
-/// `torch.optim.AdamW` and its state in f32.
+/// `torch.optim.AdamW` and its state in f32 or in [8 bits](StateForm::Blocks8).
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
@@ -108,6 +146,8 @@ pub struct AdamW {
 struct Moments {
     /// The shape of the parameter.
     shape: Shape,
+    /// The shape of a moment, all parts included.
+    whole: Shape,
     average: Var,
     square: Var,
 }
@@ -124,6 +164,10 @@ impl AdamW {
     ///
     /// The gradients must be those of [`Gradients::begin_reduction`] with `scatter`. All ranks must
     /// call [`Self::scaled_step`] and [`Self::state`] together.
+    ///
+    /// # Errors
+    ///
+    /// If the state is in blocks, which ranks cannot divide.
     pub fn sharded(
         config: AdamWConfig,
         parameters: &Parameters,
@@ -139,6 +183,12 @@ impl AdamW {
         shard: Option<Shard>,
     ) -> Result<Self> {
         config.validate()?;
+        validate::check(
+            shard.is_none() || config.state == StateForm::F32,
+            "state",
+            "8bit",
+            "be f32 for a state that ranks share",
+        )?;
         let moments = parameters
             .iter()
             .map(|(name, variable)| {
@@ -149,14 +199,16 @@ impl AdamW {
                     );
                 }
                 let shape = variable.shape().clone();
+                let (dtype, whole) = config.state.moment(&shape);
                 let kept = match &shard {
-                    None => shape.clone(),
+                    None => whole.clone(),
                     Some(shard) => shard.kept(shape.elem_count()).into(),
                 };
-                let zeros = || Var::zeros(&kept, DType::F32, variable.device());
+                let zeros = || Var::zeros(&kept, dtype, variable.device());
                 let (average, square) = (zeros()?, zeros()?);
                 let moments = Moments {
                     shape,
+                    whole,
                     average,
                     square,
                 };
@@ -362,8 +414,8 @@ impl AdamW {
         self.steps
     }
 
-    /// The state for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` in f32 for every parameter,
-    /// and `step`, an i64 scalar on the CPU.
+    /// The state for a checkpoint: `exp_avg.NAME` and `exp_avg_sq.NAME` for every parameter, in f32
+    /// or as u8 [`moment_blocks`], and `step`, an i64 scalar on the CPU.
     ///
     /// The tensors share the memory of the optimizer. Save or copy them before the next
     /// [`Self::step`], which changes them. If several ranks share the state, the tensors are copies
@@ -379,7 +431,7 @@ impl AdamW {
             for (name, moment) in moments.named(name) {
                 let moment = match &self.shard {
                     None => moment.as_detached_tensor(),
-                    Some(shard) => shard.whole(moment, &moments.shape)?,
+                    Some(shard) => shard.whole(moment, &moments.whole)?,
                 };
                 state.insert(name, moment);
             }
@@ -399,7 +451,7 @@ impl AdamW {
         };
         for (name, moments) in &self.moments {
             for (_, moment) in moments.named(name) {
-                shard.whole(moment, &moments.shape)?;
+                shard.whole(moment, &moments.whole)?;
             }
         }
         Ok(())
@@ -407,12 +459,9 @@ impl AdamW {
 
     /// Writes [`Self::state`] to one safetensors file [atomically](crate::atomic_file).
     pub fn save_state(&self, path: &Path) -> Result<()> {
-        let tensors = self
-            .state()?
-            .into_iter()
-            .map(|(name, tensor)| Ok((name, tensor.to_device(&Device::Cpu)?)))
-            .collect::<Result<Vec<_>>>()?;
-        write_safetensors(path, tensors, None, || Ok(())).map_err(|error| {
+        let tensors = self.state()?.into_iter();
+        let tensors = tensors.map(|(name, tensor)| LazyTensor::of(name, tensor));
+        safetensors_writer::write(path, tensors.collect(), || Ok(())).map_err(|error| {
             Error::msg(format!(
                 "cannot save the state of the optimizer to {}: {error}",
                 path.display()
@@ -427,25 +476,35 @@ impl AdamW {
     ///
     /// If names, shapes or dtypes do not match the parameters. Nothing has changed then.
     pub fn load_state(&mut self, state: HashMap<String, Tensor>) -> Result<()> {
-        let mut expected = BTreeMap::from([(STEP.to_owned(), Shape::from(()))]);
+        let step = (Shape::from(()), DType::I64);
+        let mut expected = BTreeMap::from([(STEP.to_owned(), step)]);
         for (name, moments) in &self.moments {
-            for (name, _) in moments.named(name) {
-                expected.insert(name, moments.shape.clone());
+            for (name, moment) in moments.named(name) {
+                expected.insert(name, (moments.whole.clone(), moment.dtype()));
             }
         }
         check_names("state", &expected, &state)?;
-        for (name, shape) in &expected {
-            if state[name].shape() != shape {
+        for (name, (shape, dtype)) in &expected {
+            let found = &state[name];
+            if name != STEP && (found.dtype() == DType::U8) != (*dtype == DType::U8) {
+                let form = |dtype| if dtype == DType::U8 { "8bit" } else { "f32" };
+                bail!(
+                    "state {name}: {}, must be {} as optimizer.state",
+                    form(found.dtype()),
+                    form(*dtype)
+                );
+            }
+            if found.shape() != shape {
                 bail!(
                     "state {name}: shape {:?}, must be {:?}",
-                    state[name].dims(),
+                    found.dims(),
                     shape.dims()
                 );
             }
-            if name != STEP && !state[name].dtype().is_float() {
+            if *dtype == DType::F32 && !found.dtype().is_float() {
                 bail!(
                     "state {name}: dtype {:?}, must be a floating-point type",
-                    state[name].dtype()
+                    found.dtype()
                 );
             }
         }

@@ -6,5 +6,5 @@ mod gradients;
 mod reduction;
 mod shard;
 
-pub use adamw::{AdamW, AdamWConfig, DecayRule};
+pub use adamw::{AdamW, AdamWConfig, DecayRule, StateForm};
 pub use gradients::Gradients;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use candle_core::{DType, Error, Result, Shape, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor, bail};
 
 use crate::DecoderConfig;
 use crate::weights::safetensors::TensorHeader;
@@ -14,9 +14,9 @@ const ROTARY_FREQUENCIES: &str = "rotary_emb.inv_freq";
 
 /// Checks that `found` has exactly the names of `expected`. The error lists what is missing and
 /// what is surplus.
-pub(crate) fn check_names<T>(
+pub(crate) fn check_names<S, T>(
     argument: &str,
-    expected: &BTreeMap<String, Shape>,
+    expected: &BTreeMap<String, S>,
     found: &HashMap<String, T>,
 ) -> Result<()> {
     let missing: Vec<_> = expected

@@ -1,6 +1,5 @@
 //! Checkpoints with more parts than a text model, which are saved as they were read.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
 use std::fs::{self, File};
@@ -9,14 +8,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-use candle_core::{Error, Result, Tensor, bail};
-use safetensors::{Dtype, View};
+use candle_core::{Error, Result, bail};
+use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
+use crate::DecoderConfig;
 use crate::atomic_file;
 use crate::model::families::Multimodal;
+use crate::weights::Export;
+use crate::weights::export::unsaved;
 use crate::weights::safetensors::{open_header, read_folder};
-use crate::{DecoderConfig, Parameters};
+use crate::weights::safetensors_writer::{self, LazyTensor};
 
 const CONFIG: &str = "config.json";
 const TEXT_CONFIG: &str = "text_config";
@@ -138,11 +140,10 @@ impl CheckpointForm {
     }
 
     /// Writes the text model under the names of the checkpoint, without the other parts, as
-    /// [`Parameters::save`] does.
-    pub fn save_text(&self, parameters: &Parameters, path: &Path) -> Result<()> {
-        let tensors = parameters.host_tensors()?.into_iter();
-        let tensors = tensors.map(|(name, tensor)| (self.name(name), tensor));
-        Parameters::save_named(path, tensors, || Ok(()))
+    /// [`Export::save`] does.
+    pub fn save_text(&self, weights: &Export<'_>, path: &Path) -> Result<()> {
+        let tensors = weights.lazy_tensors(|name| self.name(name))?;
+        safetensors_writer::write(path, tensors, || Ok(())).map_err(|error| unsaved(path, &error))
     }
 
     /// Writes the text model under the names of the checkpoint and the other parts, whose bytes are
@@ -154,24 +155,16 @@ impl CheckpointForm {
     /// # Errors
     ///
     /// If a file of the checkpoint has changed since it was read. The error names it.
-    pub fn save(&self, parameters: &Parameters, path: &Path) -> Result<()> {
-        let failure = Mutex::new(None);
-        let text = parameters.host_tensors()?.into_iter();
-        let text = text.map(|(name, tensor)| (self.name(name), Entry::Text(tensor)));
-        let others = self.others.iter().map(|(name, tensor)| {
-            let failure = &failure;
-            (name.clone(), Entry::Other { tensor, failure })
-        });
-        Parameters::save_named(path, text.chain(others), || {
-            match failure
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take()
-            {
-                Some(error) => Err(error),
-                None => self.check_unchanged(),
-            }
-        })
+    ///
+    /// [`Parameters::load`]: crate::Parameters::load
+    pub fn save(&self, weights: &Export<'_>, path: &Path) -> Result<()> {
+        let mut tensors = weights.lazy_tensors(|name| self.name(name))?;
+        tensors.extend(self.others.iter().map(|(name, tensor)| {
+            let kind = (tensor.dtype, tensor.shape.clone());
+            LazyTensor::new(name.clone(), kind, || tensor.bytes())
+        }));
+        safetensors_writer::write(path, tensors, || self.check_unchanged())
+            .map_err(|error| unsaved(path, &error))
     }
 
     /// Writes the small files that the other parts need into a folder, each
@@ -184,10 +177,10 @@ impl CheckpointForm {
     }
 
     /// The name in the checkpoint of the parameter `name`.
-    fn name(&self, name: String) -> String {
+    fn name(&self, name: &str) -> String {
         match (self.prefix, name.strip_prefix("model.")) {
             (Some(prefix), Some(rest)) => format!("{prefix}{rest}"),
-            _ => name,
+            _ => name.to_owned(),
         }
     }
 
@@ -261,53 +254,5 @@ impl OpenFile {
             "{}: has changed since the model was loaded, must stay as it was: the parts beside the text model are copied from it",
             self.path.display()
         )))
-    }
-}
-
-/// A tensor to write.
-enum Entry<'a> {
-    Text(Tensor),
-    Other {
-        tensor: &'a StoredTensor,
-        /// The first error of all tensors.
-        failure: &'a Mutex<Option<io::Error>>,
-    },
-}
-
-impl View for Entry<'_> {
-    fn dtype(&self) -> Dtype {
-        match self {
-            Self::Text(tensor) => View::dtype(&tensor),
-            Self::Other { tensor, .. } => tensor.dtype,
-        }
-    }
-
-    fn shape(&self) -> &[usize] {
-        match self {
-            Self::Text(tensor) => tensor.dims(),
-            Self::Other { tensor, .. } => &tensor.shape,
-        }
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        match self {
-            Self::Text(tensor) => View::data(tensor).into_owned().into(),
-            Self::Other { tensor, failure } => {
-                let bytes = tensor.bytes().unwrap_or_else(|error| {
-                    let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
-                    failure.get_or_insert(error);
-                    // The file is not moved to its place.
-                    vec![0; tensor.length]
-                });
-                bytes.into()
-            }
-        }
-    }
-
-    fn data_len(&self) -> usize {
-        match self {
-            Self::Text(tensor) => View::data_len(&tensor),
-            Self::Other { tensor, .. } => tensor.length,
-        }
     }
 }

@@ -1,17 +1,15 @@
 //! Trainable variables by name.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io;
 use std::path::Path;
 
-use ::safetensors::View;
 use candle_core::{DType, Device, Error, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
-use crate::atomic_file::write_safetensors;
 use crate::model::architecture::{Initial, Parameter};
-use crate::weights::base_weights::{FrozenForm, builder, check_shape, numbers, shape};
-use crate::weights::check::{EMBEDDING, OUTPUT, check_headers, check_names, reduce_to_parameters};
+use crate::weights::Export;
+use crate::weights::base_weights::{FrozenForm, builder, check_shape, shape};
+use crate::weights::check::{check_headers, check_names, reduce_to_parameters};
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
 use crate::{BaseWeights, ComputeCopies, DecoderConfig};
@@ -194,25 +192,6 @@ impl Parameters {
         Ok(self)
     }
 
-    /// Adds the output layer of a model with tied embeddings as a weight of its own, a copy of the
-    /// embedding. Returns the model that is not tied, with the weights that it then has; other
-    /// models are unchanged.
-    ///
-    /// # Errors
-    ///
-    /// If there is no embedding.
-    pub fn with_untied_output(self, config: &DecoderConfig) -> Result<(DecoderConfig, Self)> {
-        let mut untied = config.clone();
-        if !std::mem::take(&mut untied.tie_word_embeddings) {
-            return Ok((untied, self));
-        }
-        let Some(embedding) = self.get(EMBEDDING) else {
-            bail!("parameters: no {EMBEDDING}, must have it");
-        };
-        let embedding = embedding.as_detached_tensor();
-        Ok((untied, self.with(OUTPUT, &embedding)?))
-    }
-
     /// Reads one safetensors file.
     ///
     /// Rotary frequencies (`rotary_emb.inv_freq`) are ignored, and so is the output layer of a
@@ -328,37 +307,12 @@ impl Parameters {
             })
     }
 
-    /// Writes one safetensors file that [`Self::load`] and Hugging Face transformers read.
+    /// Writes one safetensors file that [`Self::load`] and Hugging Face transformers read. See
+    /// [`Export`] for other dtypes and merged adapters.
     ///
     /// The file is written [atomically](crate::atomic_file).
     pub fn save(&self, path: &Path) -> Result<()> {
-        Self::save_named(path, self.host_tensors()?, || Ok(()))
-    }
-
-    /// The values on the CPU, without blocks.
-    pub(crate) fn host_tensors(&self) -> Result<Vec<(String, Tensor)>> {
-        let variables = self.variables.iter();
-        let tensors = variables.map(|(name, variable)| {
-            let tensor = variable.as_detached_tensor().to_device(&Device::Cpu)?;
-            Ok((name.clone(), numbers(&tensor, DType::F32)?))
-        });
-        tensors.collect()
-    }
-
-    /// [`Self::save`] of `tensors`, unless `check` fails after they were written.
-    pub(crate) fn save_named<V: View>(
-        path: &Path,
-        tensors: impl IntoIterator<Item = (String, V)>,
-        check: impl FnOnce() -> io::Result<()>,
-    ) -> Result<()> {
-        // transformers refuses a file without a known framework in its metadata.
-        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        write_safetensors(path, tensors, Some(metadata), check).map_err(|error| {
-            Error::msg(format!(
-                "cannot save parameters to {}: {error}",
-                path.display()
-            ))
-        })
+        Export::new(self).save(path)
     }
 
     /// A builder of the variables themselves, which receive gradients.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_nn::optim::DecayRule;
+use candle_grpo_nn::optim::{DecayRule, StateForm};
 use candle_grpo_nn::{AdamW, AdamWConfig, Decoder, Gradients, Parameters};
 use rstest::rstest;
 
@@ -20,6 +20,7 @@ fn by_hand(decay: DecayRule) -> AdamWConfig {
         epsilon: 1e-8,
         weight_decay: 0.5,
         decay,
+        ..AdamWConfig::default()
     }
 }
 
@@ -355,5 +356,111 @@ fn a_scaled_step_equals_clipping_and_refreshing_after_it(
         Ok(values)
     };
     assert_eq!(run(true)?, run(false)?);
+    Ok(())
+}
+
+/// A model whose embedding is in blocks, and whose norms are not.
+fn wide() -> candle_grpo_nn::DecoderConfig {
+    candle_grpo_nn::DecoderConfig {
+        vocab_size: 600,
+        ..config(true)
+    }
+}
+
+fn in_blocks() -> AdamWConfig {
+    AdamWConfig {
+        state: StateForm::Blocks8,
+        ..by_hand(DecayRule::Matrices)
+    }
+}
+
+/// Steps with gradients of several magnitudes.
+fn step(parameters: &Parameters, optimizer: &mut AdamW, steps: std::ops::Range<u64>) -> Result<()> {
+    for seed in steps {
+        let gradients = exact_gradients(parameters, |name, variable| {
+            let noise = candle_grpo_test_support::noise_tensor(
+                variable.shape(),
+                seed + name.len() as u64,
+                DType::F32,
+                device(),
+            )?;
+            noise * 1e-3
+        })?;
+        optimizer.step(parameters, &gradients)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_state_in_blocks_is_a_quarter_and_continues_bit_identically_from_a_file() -> Result<()> {
+    let parameters = lively(&wide())?;
+    let mut optimizer = AdamW::new(in_blocks(), &parameters)?;
+    step(&parameters, &mut optimizer, 0..3)?;
+    let state = optimizer.state()?;
+    let embedding = "model.embed_tokens.weight";
+    let elements = parameters.get(embedding).unwrap().elem_count();
+    assert_eq!(
+        state[&format!("exp_avg.{embedding}")].dims(),
+        [elements.div_ceil(256), 260]
+    );
+    assert_eq!(state["exp_avg_sq.model.norm.weight"].dtype(), DType::F32);
+    let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+    let stored: usize = state.values().map(bytes).sum();
+    let shapes = parameters.iter().map(|(_, variable)| variable.shape());
+    let planned: usize = shapes
+        .map(|shape| StateForm::Blocks8.num_bytes(shape))
+        .sum();
+    assert_eq!(stored, planned + 8);
+
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("state.safetensors");
+    optimizer.save_state(&path)?;
+    let again = parameters.copy_to(device())?;
+    let mut continued = AdamW::new(in_blocks(), &again)?;
+    continued.load_state(candle_core::safetensors::load(
+        &path,
+        &candle_core::Device::Cpu,
+    )?)?;
+    step(&parameters, &mut optimizer, 3..6)?;
+    step(&again, &mut continued, 3..6)?;
+    assert_eq!(bits(&again)?, bits(&parameters)?);
+    Ok(())
+}
+
+/// The steps of both forms differ by a few percent of their length.
+#[test]
+fn steps_with_a_state_in_blocks_follow_those_in_f32() -> Result<()> {
+    let [start, exact, blocks] = [lively(&wide())?, lively(&wide())?, lively(&wide())?];
+    let plain = by_hand(DecayRule::Matrices);
+    step(&exact, &mut AdamW::new(plain, &exact)?, 0..8)?;
+    step(&blocks, &mut AdamW::new(in_blocks(), &blocks)?, 0..8)?;
+    let embedding = "model.embed_tokens.weight";
+    let [start, exact, blocks] = [start, exact, blocks]
+        .map(|parameters| parameters.get(embedding).unwrap().as_detached_tensor());
+    let norm = |tensor: Tensor| tensor.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>();
+    let ratio = norm((&blocks - &exact)?)? / norm((exact - start)?)?;
+    assert!((1e-6..0.05).contains(&ratio), "{ratio}");
+    Ok(())
+}
+
+#[test]
+fn a_state_of_another_form_is_an_error() -> Result<()> {
+    let parameters = lively(&wide())?;
+    for (own, other, expected) in [
+        (
+            by_hand(DecayRule::All),
+            in_blocks(),
+            "8bit, must be f32 as optimizer.state",
+        ),
+        (
+            in_blocks(),
+            by_hand(DecayRule::All),
+            "f32, must be 8bit as optimizer.state",
+        ),
+    ] {
+        let state = AdamW::new(other, &parameters)?.state()?;
+        let error = message(AdamW::new(own, &parameters)?.load_state(state));
+        assert!(error.contains(expected), "{error}");
+    }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{DType, Result, Tensor};
-use candle_grpo_nn::{CheckpointForm, DecoderConfig, Parameters};
+use candle_grpo_nn::{CheckpointForm, DecoderConfig, Export, Parameters};
 use rstest::rstest;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
@@ -136,7 +136,7 @@ fn read(folder: &Path) -> Result<(Parameters, CheckpointForm)> {
 
 /// Writes a folder with everything.
 fn save(parameters: &Parameters, form: &CheckpointForm, folder: &Path) -> Result<()> {
-    form.save(parameters, &folder.join(MODEL))?;
+    form.save(&Export::new(parameters), &folder.join(MODEL))?;
     form.write_files(folder)?;
     let config = serde_json::to_vec(&form.config(&model())?).unwrap();
     Ok(fs::write(folder.join("config.json"), config)?)
@@ -204,7 +204,7 @@ fn an_engine_receives_the_text_model_alone() -> Result<()> {
     let names = write(Form::Multimodal, source.path())?;
     let (parameters, form) = read(source.path())?;
     let path = source.path().join("text.safetensors");
-    form.save_text(&parameters, &path)?;
+    form.save_text(&Export::new(&parameters), &path)?;
     let saved = candle_core::safetensors::load(&path, device())?;
     assert_eq!(saved.into_keys().collect::<BTreeSet<_>>(), names);
     Ok(())
@@ -220,7 +220,7 @@ fn a_source_that_changed_is_named_and_nothing_is_written() -> Result<()> {
     bytes.extend([0; 8]);
     fs::write(&file, bytes)?;
     let out = tempfile::tempdir()?;
-    let error = message(form.save(&parameters, &out.path().join(MODEL)));
+    let error = message(form.save(&Export::new(&parameters), &out.path().join(MODEL)));
     let words = format!("{}: has changed since the model was loaded", file.display());
     assert!(error.contains(&words), "{error}");
     assert_eq!(fs::read_dir(out.path())?.count(), 0);

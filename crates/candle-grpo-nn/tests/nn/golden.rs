@@ -572,6 +572,7 @@ fn adamw_steps(suite: Suite) -> Result<()> {
             epsilon: 1e-8,
             weight_decay: 0.1,
             decay: DecayRule::All,
+            ..AdamWConfig::default()
         };
         let mut optimizer = AdamW::new(config, &parameters)?;
         let mut gradients = Gradients::new();

@@ -9,6 +9,7 @@ mod cuda_budget;
 mod cuda_training_budget;
 mod decoder;
 mod decoding;
+mod export;
 mod gguf;
 mod golden;
 mod gradients;

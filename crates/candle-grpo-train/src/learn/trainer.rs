@@ -26,10 +26,11 @@ use crate::invalid::within;
 use crate::progress::{NeverCanceled, NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::checksums::sha256_of_parameters;
+use crate::run::trainer_state::POLICY;
 use crate::run::{RunInputs, TrainerState};
 use crate::{
-    Actor, Critic, Generator, Interrupted, Pretrained, Progress, Prompt, RewardFunction, Sampler,
-    SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
+    Actor, ComputeDType, Critic, Generator, Interrupted, Pretrained, Progress, Prompt,
+    RewardFunction, Sampler, SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
 };
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
@@ -575,7 +576,7 @@ impl Trainer {
     /// [`NotFinite`](crate::NotFinite) if a weight of the policy, its adapters, their sum or the
     /// critic is NaN or infinite.
     pub fn ensure_finite(&self) -> Result<()> {
-        self.models.finite_policy().map(|_| ())
+        self.models.ensure_finite()
     }
 
     /// Takes the digest of the initial weights from `inputs`, which belong to the same model.
@@ -588,15 +589,25 @@ impl Trainer {
     }
 
     /// Writes a checkpoint into an existing folder: `model` with the current weights of the policy,
-    /// in the form of [`Pretrained::save`], and [`Self::save_state`]. Adapters are merged into
-    /// the weights.
+    /// in the form of [`Pretrained::save`] and in `dtype`, and [`Self::save_state`]. Adapters are
+    /// merged into the weights. Another dtype than f32 is for readers: if all weights train, they
+    /// are also written in f32, from which the run resumes.
     ///
     /// # Errors
     ///
     /// [`NotFinite`](crate::NotFinite) before anything is written, if a weight is NaN or infinite.
-    pub fn write_checkpoint(&self, folder: &Path, model: &Pretrained) -> Result<()> {
-        let policy = model.with_parameters(self.models.finite_policy()?);
-        policy.write_files(folder)?;
+    pub fn write_checkpoint(
+        &self,
+        folder: &Path,
+        model: &Pretrained,
+        dtype: ComputeDType,
+    ) -> Result<()> {
+        self.ensure_finite()?;
+        let policy = self.weights();
+        model.write_files(&policy.export().in_dtype(dtype.into()), folder)?;
+        if dtype != ComputeDType::F32 && policy.adapters.is_none() {
+            policy.parameters.save(&folder.join(POLICY))?;
+        }
         self.save_state(folder)
     }
 

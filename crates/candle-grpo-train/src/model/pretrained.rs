@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{
-    BaseWeights, CheckpointForm, DecoderConfig, Gguf, GgufDType, GgufValue, Parameters, atomic_file,
+    BaseWeights, CheckpointForm, DecoderConfig, Export, Gguf, GgufDType, GgufValue, Parameters,
+    atomic_file,
 };
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
@@ -190,7 +191,8 @@ impl Pretrained {
     ///
     /// The folder appears when it is complete, and replaces an existing one.
     pub fn save(&self, folder: &Path) -> Result<()> {
-        atomic_file::write_folder(folder, |folder| self.write_files(folder))
+        let weights = Export::new(&self.parameters);
+        atomic_file::write_folder(folder, |folder| self.write_files(&weights, folder))
             .with_context(|| format!("writing {}", folder.display()))
     }
 
@@ -245,23 +247,23 @@ impl Pretrained {
         Ok(foreign)
     }
 
-    /// Writes the files of [`Self::save`] atomically into an existing folder, for a checkpoint with
-    /// more files.
-    pub fn write_files(&self, folder: &Path) -> Result<()> {
+    /// Writes the files of [`Self::save`] with `weights` of the same model in place of its own,
+    /// atomically, into an existing folder.
+    pub fn write_files(&self, weights: &Export<'_>, folder: &Path) -> Result<()> {
         let write = |file: &str, value: &Value| {
             atomic_file::write(&folder.join(file), &serde_json::to_vec_pretty(value)?)
                 .with_context(|| file.to_owned())
         };
-        write(CONFIG, &self.config()?)?;
+        write(CONFIG, &self.config(weights.dtype())?)?;
         write(GENERATION_CONFIG, &Value::Object(self.token_ids()))?;
         write(TOKENIZER_CONFIG, &self.tokenizer_config())?;
         write_tokenizer(folder, &self.tokenizer)?;
         let path = folder.join(MODEL);
         let Some(form) = &self.form else {
-            return Ok(self.parameters.save(&path)?);
+            return Ok(weights.save(&path)?);
         };
         form.write_files(folder)?;
-        Ok(form.save(&self.parameters, &path)?)
+        Ok(form.save(weights, &path)?)
     }
 
     /// Returns `sampling` with the stop tokens of the model, unless it already has some.
@@ -289,7 +291,8 @@ impl Pretrained {
         }
     }
 
-    fn config(&self) -> Result<Value> {
+    /// The contents of `config.json` for weights in `dtype`.
+    fn config(&self, dtype: DType) -> Result<Value> {
         let mut config = match &self.form {
             Some(form) => Value::Object(form.config(&self.model)?),
             None => (self.model).to_hugging_face(&self.special_tokens.stop_token_ids)?,
@@ -297,25 +300,11 @@ impl Pretrained {
         if let Some(config) = config.as_object_mut() {
             config.extend(self.token_ids());
         }
-        self.set_dtype(&mut config);
+        set_dtype(&mut config, dtype);
         if let Some(text) = config.get_mut("text_config") {
-            self.set_dtype(text);
+            set_dtype(text, dtype);
         }
         Ok(config)
-    }
-
-    /// Sets the keys of the dtype that are there to that of the parameters.
-    fn set_dtype(&self, config: &mut Value) {
-        let dtype = match self.parameters.dtype() {
-            DType::BF16 => "bfloat16",
-            DType::F16 => "float16",
-            _ => "float32",
-        };
-        for key in ["dtype", "torch_dtype"] {
-            if let Some(value) = config.get_mut(key) {
-                *value = json!(dtype);
-            }
-        }
     }
 
     fn token_ids(&self) -> Map<String, Value> {
@@ -344,6 +333,20 @@ impl Pretrained {
             config["chat_template"] = json!(template.source());
         }
         config
+    }
+}
+
+/// Sets the keys of the dtype that are there.
+fn set_dtype(config: &mut Value, dtype: DType) {
+    let name = match dtype {
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        _ => "float32",
+    };
+    for key in ["dtype", "torch_dtype"] {
+        if let Some(value) = config.get_mut(key) {
+            *value = json!(name);
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The interface to whatever draws completions.
 
 use anyhow::Result;
-use candle_grpo_nn::{DecoderConfig, Lora, Parameters};
+use candle_grpo_nn::{DecoderConfig, Export, Lora, Parameters};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::RngCore;
 
@@ -144,7 +144,15 @@ pub struct PolicyWeights<'a> {
     pub adapters: Option<&'a Lora>,
 }
 
-impl PolicyWeights<'_> {
+impl<'a> PolicyWeights<'a> {
+    /// The parameters for a file, with the adapters merged into them in f32.
+    pub fn export(&self) -> Export<'a> {
+        match self.adapters {
+            None => Export::new(self.parameters),
+            Some(adapters) => adapters.export(self.parameters),
+        }
+    }
+
     /// Returns the parameters with the adapters merged into them.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use super::{
 use crate::data::json_lines::{Line, read_json_lines, read_lines, retain_lines};
 use crate::folder_lock::{FolderLock, LOCK};
 use crate::owned_files::{ENGINE_WEIGHTS, Owned};
-use crate::{Pretrained, StepMetrics, Trainer};
+use crate::{ComputeDType, Pretrained, StepMetrics, Trainer};
 
 const CONFIG: &str = "config.json";
 const METRICS: &str = "metrics.jsonl";
@@ -428,13 +428,15 @@ impl RunDir {
         self.write("metrics.svg", training_plot_svg(metrics)?)
     }
 
-    /// Writes or replaces the checkpoint in `checkpoint/`, see [`Trainer::write_checkpoint`].
+    /// Writes or replaces the checkpoint in `checkpoint/`, with weights in f32, see
+    /// [`Trainer::write_checkpoint`].
     ///
     /// The folder appears when it is complete. After an interruption, the folder is complete, or
     /// the previous one remains as `.checkpoint.PID.old`.
     pub fn write_checkpoint(&self, trainer: &Trainer, model: &Pretrained) -> Result<()> {
         let path = self.path.join("checkpoint");
-        atomic_file::write_folder(&path, |folder| trainer.write_checkpoint(folder, model))
+        let write = |folder: &Path| trainer.write_checkpoint(folder, model, ComputeDType::F32);
+        atomic_file::write_folder(&path, write)
             .with_context(|| format!("writing {}", path.display()))
     }
 

@@ -7,7 +7,7 @@ mod evaluation;
 mod inputs;
 mod plot;
 mod tensorboard;
-mod trainer_state;
+pub(crate) mod trainer_state;
 
 pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
 pub use dir::{ReplacedRun, ResumedRun, RunDir, StoppedRun};

@@ -21,6 +21,8 @@ use crate::model::pretrained::MODEL;
 
 const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
+/// The weights of the policy in f32, if those of the model are in another dtype.
+pub(crate) const POLICY: &str = "policy.safetensors";
 const ADAPTER: &str = "adapter";
 const REFERENCE: &str = "reference.safetensors";
 const CRITIC: &str = "critic.safetensors";
@@ -58,22 +60,25 @@ struct StateFile {
 }
 
 impl Models {
-    /// Returns the weights of the policy, with merged adapters if there are any.
+    /// Checks the weights of the policy, with merged adapters if there are any, and all others that
+    /// train.
     ///
     /// # Errors
     ///
-    /// [`NotFinite`] if one of them, or another weight that trains, is NaN or infinite.
-    pub(crate) fn finite_policy(&self) -> Result<Parameters> {
+    /// [`NotFinite`] if one of them is NaN or infinite.
+    pub(crate) fn ensure_finite(&self) -> Result<()> {
         check_weights(self.actor.trained(), "")?;
         if let Some(critic) = &self.critic {
             check_weights(critic.parameters(), "critic's ")?;
         }
-        let policy = self.weights(0).merged()?;
         if self.actor.adapters().is_some() {
             // A product of finite adapters may overflow.
-            check_weights(&policy, "merged ")?;
+            let policy = self.weights(0).export();
+            for name in policy.names() {
+                ensure_finite(&policy.tensor(name)?, name, "merged ")?;
+            }
         }
-        Ok(policy)
+        Ok(())
     }
 
     /// Writes everything of a checkpoint except the weights of the policy.
@@ -133,8 +138,12 @@ impl Models {
         }
         match self.actor.adapters() {
             None => {
-                let weights = text_model(self.actor.model(), read(MODEL)?);
-                self.actor.set_trained(&weights).context(MODEL)?;
+                let file = match folder.join(POLICY).exists() {
+                    true => POLICY,
+                    false => MODEL,
+                };
+                let weights = text_model(self.actor.model(), read(file)?);
+                self.actor.set_trained(&weights).context(file)?;
             }
             Some(own) => {
                 let folder = folder.join(ADAPTER);
@@ -211,12 +220,14 @@ impl Models {
 }
 
 fn check_weights(parameters: &Parameters, owner: &str) -> Result<()> {
-    for (name, variable) in parameters.iter() {
-        if !all_finite(variable)? {
-            return Err(
-                NotFinite::with_consequence(format!("{owner}weight {name}"), DIVERGED).into(),
-            );
-        }
+    let mut weights = parameters.iter();
+    weights.try_for_each(|(name, variable)| ensure_finite(variable, name, owner))
+}
+
+fn ensure_finite(weight: &Tensor, name: &str, owner: &str) -> Result<()> {
+    if !all_finite(weight)? {
+        let name = format!("{owner}weight {name}");
+        return Err(NotFinite::with_consequence(name, DIVERGED).into());
     }
     Ok(())
 }

@@ -70,7 +70,9 @@ fn a_checkpoint_has_the_policy_merged_and_the_adapters_alone() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
-    trainer.write_checkpoint(path, &pretrained()).unwrap();
+    trainer
+        .write_checkpoint(path, &pretrained(), ComputeDType::F32)
+        .unwrap();
 
     let pairs: [(&[u32], &[u32]); 1] = [(&[1, 2], &[3, 4, END])];
     let batch = TokenBatch::new(&pairs, device()).unwrap();
@@ -121,7 +123,7 @@ fn merged_weights_that_overflow_are_not_written() {
     let folder = tempfile::tempdir().unwrap();
     for result in [
         trainer.ensure_finite(),
-        trainer.write_checkpoint(folder.path(), &pretrained()),
+        trainer.write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32),
     ] {
         let error = result.unwrap_err();
         let not_finite = error.downcast_ref::<NotFinite>().expect("another error");

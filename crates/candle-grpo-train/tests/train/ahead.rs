@@ -750,7 +750,7 @@ fn a_resumed_run_draws_the_same_prompts_in_the_same_order(#[case] mut config: Tr
         .with_last_step(6);
     steps(&mut whole, 3);
     whole
-        .write_checkpoint(folder.path(), &pretrained())
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
         .unwrap();
     steps(&mut whole, 3);
     let again = Recorder::plain();

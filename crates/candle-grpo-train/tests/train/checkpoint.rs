@@ -9,9 +9,12 @@ use crate::common::{
     tokenizer,
 };
 use candle_core::{DType, Device, Tensor};
-use candle_grpo_nn::{DecoderConfig, LayerType, ModelType};
+use candle_grpo_nn::{DecoderConfig, Export, LayerType, LoraConfig, ModelType, Parameters};
 use candle_grpo_test_support::device;
-use candle_grpo_train::{NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer};
+use candle_grpo_train::{
+    ComputeDType, NotFinite, Pretrained, RunDir, Sample, TrainConfig, Trainer,
+};
+use rstest::rstest;
 use serde_json::json;
 
 /// A policy after one optimizer step.
@@ -40,7 +43,7 @@ fn checkpoint() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let trainer = trainer();
     trainer
-        .write_checkpoint(folder.path(), &pretrained())
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
         .unwrap();
     folder
 }
@@ -53,7 +56,7 @@ fn weights_that_are_not_finite_are_not_written() {
     let trainer = trainer();
     let write = |step: usize| {
         checkpoints.write(step, |folder| {
-            trainer.write_checkpoint(folder, &pretrained())
+            trainer.write_checkpoint(folder, &pretrained(), ComputeDType::F32)
         })
     };
     write(1).unwrap();
@@ -71,12 +74,63 @@ fn weights_that_are_not_finite_are_not_written() {
     assert_eq!(checkpoints.latest().unwrap().checkpoint.unwrap().step, 1);
 }
 
+/// A trainer of all weights, or of adapters.
+fn trainer_of(adapters: bool) -> Trainer {
+    let config = TrainConfig {
+        prompts_per_step: 2,
+        sampling: sampling(),
+        adapters: adapters.then(|| LoraConfig::all_linear(2, 4.)),
+        ..TrainConfig::default()
+    };
+    let reward = |sample: &Sample| sample.completion.len() as f32;
+    let parameters = pretrained().parameters.copy_to(device()).unwrap();
+    let prompts = prompts(&["ab", "c"]);
+    Trainer::new(model(), parameters, tokenizer(), prompts, reward, config).unwrap()
+}
+
+#[rstest]
+#[case::all_weights(false)]
+#[case::adapters(true)]
+fn a_run_resumes_bit_identically_from_a_checkpoint_in_bf16(#[case] adapters: bool) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let mut whole = trainer_of(adapters);
+    whole.step().unwrap();
+    let dtype = ComputeDType::Bf16;
+    whole.write_checkpoint(path, &pretrained(), dtype).unwrap();
+    // The weights of the model in bf16 are the rounded policy.
+    let model = Parameters::load(&model(), &path.join("model.safetensors"), device()).unwrap();
+    for (name, value) in whole.policy_parameters().unwrap().iter() {
+        let rounded = value.to_dtype(DType::BF16).unwrap();
+        let rounded = rounded.to_dtype(DType::F32).unwrap();
+        let saved = model.get(name).unwrap();
+        assert_eq!(max_difference(&rounded, saved), 0., "{name}");
+    }
+    let config = fs::read(path.join("config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    assert_eq!(config["torch_dtype"], "bfloat16");
+    // Adapters do not depend on the merged weights.
+    assert_eq!(path.join("policy.safetensors").exists(), !adapters);
+    let mut resumed = trainer_of(adapters);
+    resumed.load_state(path).unwrap();
+    let [whole_step, resumed_step] = [&mut whole, &mut resumed].map(|x| x.step().unwrap());
+    assert_eq!(whole_step.policy, resumed_step.policy);
+    let [whole, resumed] = [whole, resumed].map(|trainer| trainer.policy_parameters().unwrap());
+    for (name, value) in whole.iter() {
+        assert_eq!(
+            max_difference(value, resumed.get(name).unwrap()),
+            0.,
+            "{name}"
+        );
+    }
+}
+
 #[test]
 fn a_loaded_checkpoint_is_bit_identical_to_the_policy() {
     let folder = tempfile::tempdir().unwrap();
     let trainer = trainer();
     trainer
-        .write_checkpoint(folder.path(), &pretrained())
+        .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
         .unwrap();
     let read = Pretrained::load(folder.path(), device()).unwrap();
 
@@ -172,7 +226,9 @@ fn a_checkpoint_that_cannot_be_read_says_which_file() {
     let path = folder.path();
     let error = format!("{:#}", Pretrained::load(path, device()).err().unwrap());
     assert!(error.contains("config.json"), "{error}");
-    trainer().write_checkpoint(path, &pretrained()).unwrap();
+    trainer()
+        .write_checkpoint(path, &pretrained(), ComputeDType::F32)
+        .unwrap();
     fs::write(path.join("model.safetensors"), "torn").unwrap();
     let error = format!("{:#}", Pretrained::load(path, device()).err().unwrap());
     assert!(error.contains("model.safetensors"), "{error}");
@@ -247,7 +303,7 @@ fn parts_beside_the_text_model_stay_in_checkpoints() -> anyhow::Result<()> {
         parameters,
         ..pretrained()
     };
-    text.write_files(source.path())?;
+    text.write_files(&Export::new(&text.parameters), source.path())?;
     let path = source.path().join("config.json");
     let text: serde_json::Value = serde_json::from_slice(&fs::read(&path)?)?;
     let vision = json!({"depth": 1});
@@ -281,10 +337,14 @@ fn parts_beside_the_text_model_stay_in_checkpoints() -> anyhow::Result<()> {
     };
     let mut run = trainer()?;
     assert!(!run.step()?.skipped);
-    run.write_checkpoint(first.path(), &loaded)?;
+    run.write_checkpoint(first.path(), &loaded, ComputeDType::F32)?;
     let mut resumed = trainer()?;
     resumed.load_state(first.path())?;
-    resumed.write_checkpoint(second.path(), &Pretrained::load(first.path(), device())?)?;
+    resumed.write_checkpoint(
+        second.path(),
+        &Pretrained::load(first.path(), device())?,
+        ComputeDType::F32,
+    )?;
     for folder in [&first, &second] {
         let mut saved = weights(folder.path())?;
         let vision = saved.remove("model.visual.weight").unwrap();

@@ -225,7 +225,7 @@ fn checkpoints_resume_on_another_number_of_ranks() {
             run(&mut trainer, 2);
             match (save, first) {
                 (true, true) => trainer
-                    .write_checkpoint(folder.path(), &pretrained())
+                    .write_checkpoint(folder.path(), &pretrained(), ComputeDType::F32)
                     .unwrap(),
                 (true, false) => trainer.take_part_in_checkpoint().unwrap(),
                 (false, _) => {}

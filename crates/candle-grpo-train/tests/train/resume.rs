@@ -100,7 +100,9 @@ fn chosen() -> TrainConfig {
 }
 
 fn save(trainer: &Trainer, folder: &Path) {
-    trainer.write_checkpoint(folder, &pretrained()).unwrap();
+    trainer
+        .write_checkpoint(folder, &pretrained(), ComputeDType::F32)
+        .unwrap();
 }
 
 fn assert_equal(a: &Parameters, b: &Parameters) {

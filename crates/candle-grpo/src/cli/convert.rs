@@ -1,17 +1,23 @@
 //! `grpo convert`.
 
 use std::env;
+use std::fs;
 use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_core::Device;
-use candle_grpo::nn::{BaseWeights, GgufDType};
+use candle_grpo::nn::{BaseWeights, GgufDType, atomic_file};
+use candle_grpo::report::{CARD_MARK, Run, model_card};
 use candle_grpo::run::model_path;
-use candle_grpo::train::{ComputeDType, Pretrained};
+use candle_grpo::train::{ComputeDType, Pretrained, RunDir};
 use clap::ValueEnum;
 
 use super::exit::Exit;
 use super::output::resolved;
+
+/// The model card of a folder, and the plot of a run that it shows.
+const CARD: &str = "README.md";
+const PLOT: &str = "metrics.svg";
 
 /// The type of the weights that are written; in a GGUF file, of the matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -64,6 +70,7 @@ pub(super) fn convert(
             ),
         }));
     };
+    let source = from;
     let from = model_path(from).map_err(|error| Exit::Model(format!("{error:#}")))?;
     let check = || match is_file {
         true => check_file(&from, to, force),
@@ -83,6 +90,9 @@ pub(super) fn convert(
         Format::File(dtype) => pretrained.save_gguf(to, dtype),
     };
     written.map_err(|error| Exit::Run(format!("{error:#}")))?;
+    if !is_file && RunDir::is_run(source) {
+        write_card(source, &from, to).map_err(|error| Exit::Run(format!("{error:#}")))?;
+    }
     let mut out = stdout().lock();
     writeln!(
         out,
@@ -102,6 +112,17 @@ pub(super) fn convert(
         None => writeln!(out, "license: the file has none")?,
     }
     Ok(())
+}
+
+/// Writes the model card of the run `run`, whose weights are in `checkpoint`, into `folder`.
+fn write_card(run: &Path, checkpoint: &Path, folder: &Path) -> anyhow::Result<()> {
+    let plot = run.join(PLOT);
+    if plot.is_file() {
+        atomic_file::write(&folder.join(PLOT), &fs::read(&plot)?)?;
+    }
+    let checkpoint = checkpoint.file_name().unwrap_or_default().to_string_lossy();
+    let card = model_card(&Run::read(run)?, &checkpoint, plot.is_file());
+    Ok(atomic_file::write(&folder.join(CARD), card.as_bytes())?)
 }
 
 /// Returns an error unless `to` is free, or a file that `force` allows to replace.
@@ -139,6 +160,13 @@ fn check_folder(from: &Path, to: &Path, force: bool) -> Result<(), Exit> {
     }
     if resolved(&env::current_dir()?)?.starts_with(&folder) {
         return refuse("holds the working directory and is not replaced".to_owned());
+    }
+    // A person may have written the card of a model.
+    let card = to.join(CARD);
+    if card.is_file() && !fs::read_to_string(&card).is_ok_and(|card| card.contains(CARD_MARK)) {
+        return refuse(format!(
+            "holds {CARD}, which grpo did not write; the folder is not replaced"
+        ));
     }
     match Pretrained::first_foreign(to) {
         Err(error) => refuse(format!("{error:#}; it is not replaced")),

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use candle_grpo_train::SamplingConfig;
+use candle_grpo_train::{ComputeDType, SamplingConfig};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -116,6 +116,9 @@ pub struct CheckpointConfig {
     pub keep: usize,
     /// Keeps the checkpoint of the evaluation with the highest mean reward, too.
     pub keep_best: bool,
+    /// The dtype of the model in a checkpoint, with merged adapters. If all weights train, another
+    /// dtype than f32 adds a file: the run resumes from weights in f32.
+    pub dtype: ComputeDType,
 }
 
 impl Default for CheckpointConfig {
@@ -124,6 +127,7 @@ impl Default for CheckpointConfig {
             every_steps: Some(10),
             keep: 2,
             keep_best: true,
+            dtype: ComputeDType::F32,
         }
     }
 }

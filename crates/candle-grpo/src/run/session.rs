@@ -341,8 +341,10 @@ impl Session {
         };
         dir.sync()?;
         self.progress.begin(Phase::Save, 1);
+        let dtype = self.config.checkpoint.dtype;
         let path = checkpoints.write(step, |folder| {
-            self.trainer.write_checkpoint(folder, &self.pretrained)
+            self.trainer
+                .write_checkpoint(folder, &self.pretrained, dtype)
         })?;
         self.saved = Some(step);
         if let Some(replaced) = self.replaced.take() {

@@ -268,6 +268,22 @@ fn convert_replaces_a_model_alone() {
         "holds notes.txt",
     );
 
+    // The card of a run is replaced, that of a person is not.
+    assert_eq!(convert("run", "policy", &[]).status.code(), Some(0));
+    let card = folder.path().join("policy/README.md");
+    let text = fs::read_to_string(&card).unwrap();
+    assert!(
+        text.contains("checkpoint `step-00000") && text.contains("metrics.svg"),
+        "{text}"
+    );
+    assert!(folder.path().join("policy/metrics.svg").is_file());
+    let again = convert("run", "policy", &["--force"]);
+    assert_eq!(again.status.code(), Some(0));
+    fs::write(&card, "my model").unwrap();
+    let refusal = convert("model", "policy", &["--force"]);
+    refused(&refusal, 3, "README.md, which grpo did not write");
+    assert_eq!(fs::read_to_string(&card).unwrap(), "my model");
+
     let before = files(&folder.path().join("run"));
     refused(
         &convert("model", "run", &["--force"]),

@@ -1,8 +1,10 @@
 //! Tests of `adamw.cu` against the formula in f64 and the CPU path.
 
 use candle_core::{DType, Device, Result, Tensor, Var, WithDType};
-use candle_grpo_cuda_on_host::{Buffer, Expected, Grid, ORDERS, adamw as launch};
-use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw};
+use candle_grpo_cuda_on_host::{
+    Buffer, Expected, Grid, ORDERS, adamw as launch, adamw_quantized as launch_quantized,
+};
+use candle_grpo_kernels::{AdamWStep, AdamWTensors, adamw, moment_blocks, moment_codes};
 use candle_grpo_test_support::{noise, numbers};
 
 const BETA1: f64 = 0.9;
@@ -219,3 +221,159 @@ fn check_all<T: WithDType>(tolerance: f64) -> Result<()> {
 }
 
 each_dtype!(equals_the_formula_and_the_cpu_path: f32 1e-5, bf16 4e-3, f16 6e-4);
+
+/// The codes of a block whose numbers differ from those of the CPU path by rounding are equal, or
+/// next to each other.
+fn assert_close_blocks(found: &[u8], expected: &[u8]) {
+    assert_eq!(found.len(), expected.len());
+    for (at, (&a, &b)) in found.iter().zip(expected).enumerate() {
+        // The bytes of the scale.
+        let most = if at % 260 < 256 { 1 } else { 2 };
+        if at % 260 < 257 {
+            assert!(a.abs_diff(b) <= most, "byte {at}: {a}, {b}");
+        } else {
+            assert_eq!(a, b, "byte {at}");
+        }
+    }
+}
+
+fn check_blocks<T: WithDType>(
+    n: usize,
+    has_master: bool,
+    like: bool,
+    tolerance: f64,
+) -> Result<()> {
+    let single = |numbers: Vec<f64>| numbers.iter().map(|x| *x as f32).collect::<Vec<_>>();
+    let rounded = |numbers: &[f32]| -> Vec<T> {
+        numbers.iter().map(|x| T::from_f64(f64::from(*x))).collect()
+    };
+    let (p, g) = (single(noise(n, 1)), single(noise(n, 4)));
+    let (p_like, g_like) = (rounded(&p), rounded(&g));
+    let bytes = moment_blocks(n).elem_count();
+    let cpu = &Device::Cpu;
+    let p_on_cpu = Var::from_slice(&p_like, n, cpu)?;
+    let master_on_cpu = Var::from_slice(&p, n, cpu)?;
+    let zeros = || Var::zeros(moment_blocks(n), DType::U8, cpu);
+    let (m_on_cpu, v_on_cpu) = (zeros()?, zeros()?);
+    let tensors = AdamWTensors {
+        parameter: &p_on_cpu,
+        master: has_master.then_some(master_on_cpu.as_tensor()),
+        average: &m_on_cpu,
+        square: &v_on_cpu,
+        gradient: &match like {
+            true => Tensor::from_slice(&g_like, n, cpu)?,
+            false => Tensor::from_slice(&g, n, cpu)?,
+        },
+        weight_decay: WEIGHT_DECAY,
+    };
+    let step = AdamWStep {
+        learning_rate: LEARNING_RATE,
+        beta1: BETA1,
+        beta2: BETA2,
+        epsilon: EPSILON,
+        step: STEP as usize,
+        gradient_factor: FACTOR,
+    };
+    // The second step reads the blocks that the first one wrote.
+    adamw(&[tensors], &step)?;
+    let first = [&m_on_cpu, &v_on_cpu].map(|moment| moment.flatten_all()?.to_vec1::<u8>());
+    let [m_first, v_first] = first;
+    let (m_first, v_first) = (m_first?, v_first?);
+    let (p_first, master_first) = (numbers(&p_on_cpu)?, numbers(&master_on_cpu)?);
+    adamw(&[tensors], &step)?;
+    let maps = moment_codes().concat();
+
+    for order in ORDERS {
+        let start: Vec<T> = p_first.iter().map(|x| T::from_f64(*x)).collect();
+        let mut parameter = Buffer::new(&start);
+        let mut master = Buffer::new(&single(master_first.clone()));
+        let (mut average, mut square) = (Buffer::new(&m_first), Buffer::new(&v_first));
+        let (g, g_like) = (Buffer::new(&g), Buffer::new(&g_like));
+        let dtype = [DType::F32, DType::BF16, DType::F16]
+            .iter()
+            .position(|dtype| *dtype == T::DTYPE)
+            .expect("a dtype of the kernel") as u64;
+        let list = Buffer::new(&[
+            parameter.as_mut_ptr().addr() as u64,
+            if has_master {
+                master.as_mut_ptr().addr() as u64
+            } else {
+                0
+            },
+            average.as_mut_ptr().addr() as u64,
+            square.as_mut_ptr().addr() as u64,
+            if like {
+                g_like.as_ptr().addr() as u64
+            } else {
+                g.as_ptr().addr() as u64
+            },
+            n as u64,
+            (dtype + if like { 4 } else { 0 }) << 32,
+            u64::from((KEEP as f32).to_bits()),
+        ]);
+        let maps = Buffer::new(&maps);
+        // SAFETY: the list has the addresses of buffers of n elements and of their blocks.
+        unsafe {
+            launch_quantized(
+                Grid::new(n.div_ceil(2048) as u32, 256),
+                order,
+                list.as_ptr(),
+                maps.as_ptr(),
+                1,
+                FACTOR as f32,
+                BETA1 as f32,
+                (1.0 - BETA1) as f32,
+                BETA2 as f32,
+                (1.0 - BETA2) as f32,
+                EPSILON as f32,
+                step_size() as f32,
+                (1.0 / root_correction()) as f32,
+            )
+        }
+        .unwrap();
+        let close = |found: &[f64], on_cpu: &Var| -> Result<()> {
+            let exact = numbers(on_cpu)?;
+            Expected {
+                exact: exact.clone(),
+                on_cpu: exact,
+            }
+            .assert_close(found, tolerance);
+            Ok(())
+        };
+        close(
+            &parameter.iter().map(|x| x.to_f64()).collect::<Vec<_>>(),
+            &p_on_cpu,
+        )?;
+        close(
+            &master.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(),
+            &master_on_cpu,
+        )?;
+        for (found, on_cpu) in [(&average, &m_on_cpu), (&square, &v_on_cpu)] {
+            assert_eq!(found.len(), bytes);
+            assert_close_blocks(found, &on_cpu.flatten_all()?.to_vec1::<u8>()?);
+        }
+    }
+    Ok(())
+}
+
+fn check_all_blocks<T: WithDType>(tolerance: f64) -> Result<()> {
+    for n in [1, 255, 257, 2049, 5000] {
+        for (has_master, like) in [(false, false), (true, true), (false, true), (true, false)] {
+            // An f32 parameter has no master.
+            if !has_master || T::DTYPE != DType::F32 {
+                check_blocks::<T>(n, has_master, like, tolerance)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+mod quantized {
+    use super::*;
+
+    fn check_all<T: WithDType>(tolerance: f64) -> Result<()> {
+        check_all_blocks::<T>(tolerance)
+    }
+
+    each_dtype!(equals_the_cpu_path: f32 1e-5, bf16 4e-3, f16 6e-4);
+}

@@ -115,7 +115,7 @@ impl WeightFolder {
             }
             (WeightFormat::Disk, _) => {
                 // A server may keep an output layer apart from a tied embedding.
-                let (model, all) = weights.merged()?.with_untied_output(weights.model)?;
+                let (model, all) = weights.export().with_untied_output(weights.model);
                 let form = self.form.as_ref();
                 let config = match form {
                     Some(form) => serde_json::to_vec_pretty(&form.config(&model)?)?,

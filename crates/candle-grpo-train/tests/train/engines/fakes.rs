@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 
-use candle_grpo_nn::Parameters;
+use candle_grpo_nn::{Export, Parameters};
 use candle_grpo_test_support::Reply;
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -41,8 +41,9 @@ fn post(server: &FakeServer, target: &str, body: Value) -> (u16, Value) {
 /// Other weights than those of the start, as a Hugging Face folder.
 fn other_weights(folder: &Path) -> Parameters {
     let parameters = scaled(&parameters(), 1.5);
-    let pretrained = pretrained().with_parameters(parameters.clone());
-    pretrained.write_files(folder).unwrap();
+    pretrained()
+        .write_files(&Export::new(&parameters), folder)
+        .unwrap();
     parameters
 }
 

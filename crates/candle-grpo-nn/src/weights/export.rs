@@ -1,0 +1,183 @@
+//! Weights as files have them.
+
+use std::fmt;
+use std::path::Path;
+use std::rc::Rc;
+
+use candle_core::{DType, Error, Result, Tensor, bail};
+
+use crate::weights::base_weights::{numbers, shape};
+use crate::weights::check::{EMBEDDING, OUTPUT, check_finite};
+use crate::weights::safetensors_writer::{self, LazyTensor};
+use crate::{DecoderConfig, Parameters};
+
+/// The weights of a model for a file, in one dtype. [`Lora::export`](crate::Lora::export) merges
+/// adapters into them.
+///
+/// Each tensor is computed when it is written. No copy of all weights is made, whatever their dtype
+/// or their [form](crate::BaseWeights) in memory.
+///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_grpo_nn::{DecoderConfig, Lora, LoraConfig, Parameters};
+///
+/// let model = DecoderConfig { vocab_size: 11, hidden_size: 8, intermediate_size: 16,
+///     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+///     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
+/// let base = Parameters::init(&model, 7, &Device::Cpu)?;
+/// let adapters = Lora::init(LoraConfig::default(), &model, 7, &Device::Cpu)?;
+/// let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("model.safetensors");
+/// adapters.export(&base).in_dtype(DType::BF16).save(&path)?;
+/// // New adapters change nothing, so each number is that of the base, rounded.
+/// let read = Parameters::load(&model, &path, &Device::Cpu)?;
+/// let norm = read.get("model.norm.weight").expect("every model has one");
+/// assert_eq!(norm.to_vec1::<f32>()?, [1.0; 8]);
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Export<'a> {
+    parameters: &'a Parameters,
+    change: Option<Change<'a>>,
+    dtype: DType,
+    has_output_copy: bool,
+}
+
+/// Returns the tensor to write in place of the parameter with this name.
+type Change<'a> = Rc<dyn Fn(&str, Tensor) -> Result<Tensor> + 'a>;
+
+impl<'a> Export<'a> {
+    /// The weights `parameters` in their dtype; in f32 if some are blocks of quantized numbers.
+    pub fn new(parameters: &'a Parameters) -> Self {
+        let mut weights = parameters.iter();
+        let dtype = match weights.any(|(_, weight)| weight.dtype() == DType::U8) {
+            true => DType::F32,
+            false => parameters.dtype(),
+        };
+        Self {
+            parameters,
+            change: None,
+            dtype,
+            has_output_copy: false,
+        }
+    }
+
+    /// The same weights, each changed by a function of its name and its numbers.
+    pub(crate) fn with_change(self, change: impl Fn(&str, Tensor) -> Result<Tensor> + 'a) -> Self {
+        let change = Some(Rc::new(change) as Change<'a>);
+        Self { change, ..self }
+    }
+
+    /// The same weights in another floating-point type.
+    pub fn in_dtype(self, dtype: DType) -> Self {
+        Self { dtype, ..self }
+    }
+
+    /// The output layer of `model`, if it is tied to the embedding, as a weight of its own. Returns
+    /// the model that is not tied, with its weights; other models are unchanged.
+    pub fn with_untied_output(self, model: &DecoderConfig) -> (DecoderConfig, Self) {
+        let untied = DecoderConfig {
+            tie_word_embeddings: false,
+            ..model.clone()
+        };
+        let has_output_copy = model.tie_word_embeddings;
+        (
+            untied,
+            Self {
+                has_output_copy,
+                ..self
+            },
+        )
+    }
+
+    /// The dtype of all tensors.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of tensors.
+    pub fn len(&self) -> usize {
+        self.parameters.len() + usize::from(self.has_output_copy)
+    }
+
+    /// Returns whether there are no tensors.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The names of all tensors.
+    pub fn names(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        let copy = self.has_output_copy.then_some(OUTPUT);
+        self.parameters.iter().map(|(name, _)| name).chain(copy)
+    }
+
+    /// Computes the tensor `name` on the device of the parameters.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such tensor, the adapters belong to another model, or a number exceeds F16.
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        let name = self.source(name);
+        let Some(weight) = self.parameters.get(name) else {
+            bail!("parameters: no {name}, must have it");
+        };
+        let weight = numbers(&weight.as_detached_tensor(), DType::F32)?;
+        let changed = match &self.change {
+            Some(change) => change(name, weight)?,
+            None => weight,
+        };
+        let converted = changed.to_dtype(self.dtype)?;
+        if self.dtype == DType::F16 {
+            check_finite(&converted)
+                .map_err(|error| Error::msg(format!("{name}: in F16 {error}")))?;
+        }
+        Ok(converted)
+    }
+
+    /// The parameter that the tensor `name` is made from.
+    fn source<'n>(&self, name: &'n str) -> &'n str {
+        match name == OUTPUT && self.has_output_copy {
+            true => EMBEDDING,
+            false => name,
+        }
+    }
+
+    /// Writes one safetensors file that [`Parameters::load`] and Hugging Face transformers read.
+    ///
+    /// The file is written [atomically](crate::atomic_file).
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let tensors = self.lazy_tensors(str::to_owned)?;
+        safetensors_writer::write(path, tensors, || Ok(())).map_err(|error| unsaved(path, &error))
+    }
+
+    /// The tensors with the names in the file that `named` returns for theirs.
+    pub(crate) fn lazy_tensors(
+        &self,
+        named: impl Fn(&str) -> String,
+    ) -> Result<Vec<LazyTensor<'a>>> {
+        let lazy = |name: &'a str| {
+            let Some(weight) = self.parameters.get(self.source(name)) else {
+                bail!("parameters: no {EMBEDDING}, must have it");
+            };
+            let kind = (self.dtype, shape(weight)?.into_dims());
+            let weights = self.clone();
+            let tensor = move || weights.tensor(name);
+            Ok(LazyTensor::computed(named(name), kind, tensor))
+        };
+        self.names().map(lazy).collect()
+    }
+}
+
+impl fmt::Debug for Export<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "Export({} tensors of {:?})", self.len(), self.dtype)
+    }
+}
+
+/// The error of a file of parameters that cannot be written.
+pub(crate) fn unsaved(path: &Path, error: &Error) -> Error {
+    Error::msg(format!(
+        "cannot save parameters to {}: {error}",
+        path.display()
+    ))
+}

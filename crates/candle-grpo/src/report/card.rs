@@ -1,0 +1,191 @@
+//! The model card of a trained policy.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use super::Run;
+
+/// The comment in a model card by which another program recognizes that no person wrote it.
+pub const CARD_MARK: &str = "<!-- Written by grpo convert. -->";
+
+/// Returns the model card of the policy that `run` trained, in Markdown with the metadata of the
+/// Hugging Face hub. `checkpoint` is the name of the folder of its weights. The card shows
+/// `metrics.svg` if `has_plot`.
+///
+/// <https://huggingface.co/docs/hub/model-cards>
+pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool) -> String {
+    let setting = |key: &str| run.settings.get(key).map_or("", String::as_str);
+    let base = setting("model.path");
+    let mut card = String::from("---\n");
+    // The hub links ids alone; a path would be an error there.
+    if is_hub_id(base) {
+        line(&mut card, format_args!("base_model: {base}"));
+    }
+    for text in [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- grpo",
+        "- reinforcement-learning",
+        "- candle-grpo",
+        "---",
+        CARD_MARK,
+        "",
+    ] {
+        line(&mut card, format_args!("{text}"));
+    }
+    let version = env!("CARGO_PKG_VERSION");
+    line(&mut card, format_args!("# {}\n", run.name));
+    line(
+        &mut card,
+        format_args!(
+            "A language model that was trained by reinforcement learning from `{base}`, with candle-grpo {version}.\n"
+        ),
+    );
+    table(
+        &mut card,
+        ["", ""],
+        [
+            ("base model", format!("`{base}`")),
+            ("training data", format!("`{}`", setting("data.train"))),
+            ("steps", run.steps.len().to_string()),
+            ("steps without an update", run.skipped.to_string()),
+            (
+                "prompts of a step",
+                setting("training.prompts_per_step").to_owned(),
+            ),
+            (
+                "completions of a prompt",
+                setting("training.num_generations").to_owned(),
+            ),
+            ("weights", format!("checkpoint `{checkpoint}`")),
+        ]
+        .into_iter()
+        .filter(|(_, value)| !value.is_empty() && value != "``"),
+    );
+    if !run.evaluations.is_empty() {
+        line(&mut card, format_args!("\n## Evaluations\n"));
+        evaluations(&mut card, &run.evaluations);
+    }
+    if has_plot {
+        line(
+            &mut card,
+            format_args!("\n## Training\n\n![metrics of the training](metrics.svg)"),
+        );
+    }
+    line(&mut card, format_args!("\n## Settings\n"));
+    let settings = run.settings.iter();
+    let settings = settings.map(|(key, value)| (key.as_str(), format!("`{value}`")));
+    table(&mut card, ["key", "value"], settings);
+    card
+}
+
+/// Returns whether `name` has the form of the id of a repository.
+fn is_hub_id(name: &str) -> bool {
+    let is_part = |part: &str| {
+        let is_valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        !part.is_empty() && !part.starts_with('.') && part.chars().all(is_valid)
+    };
+    let parts: Vec<&str> = name.split('/').collect();
+    parts.len() == 2 && parts.iter().all(|part| is_part(part)) && !name.ends_with(".gguf")
+}
+
+/// A table of the metrics of all evaluations, of which each is a row.
+fn evaluations(card: &mut String, rows: &[BTreeMap<String, f64>]) {
+    let mut names: Vec<&str> = Vec::new();
+    for name in rows.iter().flat_map(BTreeMap::keys) {
+        if name != "step" && !names.contains(&name.as_str()) {
+            names.push(name);
+        }
+    }
+    line(card, format_args!("| step | {} |", names.join(" | ")));
+    line(
+        card,
+        format_args!("| ---: |{}", " ---: |".repeat(names.len())),
+    );
+    for row in rows {
+        let number = |name: &&str| row.get(*name).map_or(String::new(), |x| format!("{x:.3}"));
+        let step = row.get("step").copied().unwrap_or_default();
+        let numbers: Vec<String> = names.iter().map(number).collect();
+        line(card, format_args!("| {step} | {} |", numbers.join(" | ")));
+    }
+}
+
+fn table<'a>(
+    card: &mut String,
+    [key, value]: [&str; 2],
+    rows: impl Iterator<Item = (&'a str, String)>,
+) {
+    line(card, format_args!("| {key} | {value} |\n| --- | --- |"));
+    for (key, value) in rows {
+        // A cell is one line.
+        let value = value.replace('|', "\\|").replace(['\n', '\r'], " ");
+        line(card, format_args!("| {key} | {value} |"));
+    }
+}
+
+fn line(card: &mut String, text: std::fmt::Arguments) {
+    // A text in memory has room.
+    let _ = writeln!(card, "{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(base: &str) -> Run {
+        let settings = [
+            ("model.path", base),
+            ("data.train", "train.jsonl"),
+            ("sampler.stop", "a|b\nc"),
+        ];
+        let row = |step: f64, reward: f64| {
+            BTreeMap::from([
+                ("step".to_owned(), step),
+                ("reward_mean".to_owned(), reward),
+            ])
+        };
+        Run {
+            name: "run".to_owned(),
+            settings: settings
+                .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                .into(),
+            steps: vec![row(1.0, 0.5); 7],
+            skipped: 2,
+            evaluations: vec![row(0.0, 0.1), row(7.0, 0.75)],
+            samples: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_card_has_base_data_steps_evaluations_and_settings() {
+        let card = model_card(&run("Qwen/Qwen2.5-0.5B"), "step-000007", true);
+        for part in [
+            "---\nbase_model: Qwen/Qwen2.5-0.5B\nlibrary_name: transformers\n",
+            CARD_MARK,
+            "| training data | `train.jsonl` |",
+            "| steps | 7 |\n| steps without an update | 2 |\n",
+            "| step | reward_mean |\n| ---: | ---: |\n| 0 | 0.100 |\n| 7 | 0.750 |",
+            "![metrics of the training](metrics.svg)",
+            "| sampler.stop | `a\\|b c` |",
+            "checkpoint `step-000007`",
+        ] {
+            assert!(card.contains(part), "{part}\n{card}");
+        }
+    }
+
+    #[test]
+    fn a_path_is_no_base_model_of_the_hub() {
+        for path in [
+            "models/a/b",
+            "model.gguf",
+            "./model",
+            "../model",
+            "org/model.gguf",
+        ] {
+            let card = model_card(&run(path), "step-1", false);
+            assert!(!card.contains("base_model:"), "{path}");
+            assert!(card.contains(&format!("from `{path}`")) && !card.contains("metrics.svg"));
+        }
+    }
+}
