@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -47,6 +47,9 @@ test-vllm: ## run the tests against a real vLLM, which it installs in .engines/ 
 
 test-llama: ## run the tests against llama.cpp's server, which it compiles in .engines/: needs a C++ compiler
 	@CARGO="$(CARGO)" scripts/test-engine llama
+
+test-hub: ## compare the client of the hub with Hugging Face's Python library, which it installs in .engines/; skips without a network
+	@CARGO="$(CARGO)" scripts/test-hub
 
 mpi: ## download Open MPI and libclang into .mpi/ if there is no mpicc, and print the environment of a build with MPI
 	@scripts/mpi

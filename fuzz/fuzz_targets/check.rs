@@ -87,7 +87,7 @@ fn check(value: &Value) -> Option<RunConfig> {
         .inspect_err(|error| assert!(error.to_string().starts_with("run.yaml"), "{error}"))
         .ok()?;
     run.check_files().ok()?;
-    let pretrained = load_model_without_weights(&run.model).ok()?;
+    let pretrained = load_model_without_weights(&run).ok()?;
     RunPrompts::read(&run, &pretrained).ok()?;
     Some(run)
 }

@@ -21,11 +21,13 @@
 //! | [`rollout`] | generators, sampling, completions |
 //! | [`rewards`] | the trait, reward functions, weighted sums |
 //! | [`learn`] | batches, policy, critic, reference, trainer, training on examples |
+//! | [`hub`] | models and data sets of the Hugging Face hub |
 //! | [`run`] | folders and checkpoints of runs, evaluation, plots, TensorBoard |
 //! | [`progress`] | observation and cancellation of a step |
 
 pub mod data;
 mod folder_lock;
+pub mod hub;
 mod invalid;
 pub mod learn;
 pub mod model;

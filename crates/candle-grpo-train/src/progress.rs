@@ -18,6 +18,8 @@ pub enum Phase {
     /// Forward and backward passes. A unit is a completion; its tokens are those that count in the
     /// loss.
     Learn,
+    /// Download of files of the hub. A unit is a byte.
+    Download,
 }
 
 /// Receives the progress of steps and can cancel them. [`Self::begin`] and [`Self::advance`] are

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use candle_grpo::train::RunDir;
+use candle_grpo_test_support::{FakeHub, HubRepository};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
@@ -35,17 +36,22 @@ fn config(steps: usize) -> String {
         .replace("learning_rate: 3e-3", "learning_rate: 3e-3, epsilon: 1e-3")
 }
 
-fn start(folder: &Path, ranks: usize, arguments: &[&str]) -> Child {
-    Command::new("mpirun")
+fn command(folder: &Path, ranks: usize, arguments: &[&str]) -> Command {
+    let mut command = Command::new("mpirun");
+    command
         .args(["-n", &ranks.to_string(), "--oversubscribe"])
         .arg(env!("CARGO_BIN_EXE_grpo"))
         .args(arguments)
         .current_dir(folder)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("mpirun; scripts/mpi prints the environment")
+        .stderr(Stdio::piped());
+    command
+}
+
+fn start(folder: &Path, ranks: usize, arguments: &[&str]) -> Child {
+    let child = command(folder, ranks, arguments).spawn();
+    child.expect("mpirun; scripts/mpi prints the environment")
 }
 
 fn job(folder: &Path, ranks: usize, arguments: &[&str]) -> Output {
@@ -91,6 +97,33 @@ fn assert_close(found: &Value, expected: &Value, path: &str) {
             _ => assert_eq!(found, expected, "{path}"),
         },
     }
+}
+
+#[test]
+fn the_first_rank_downloads_a_model_of_the_hub() {
+    let _turn = turn();
+    let folder = folder(&config(2).replace("model: model", "model: org/policy"));
+    let path = folder.path();
+    let files = ["config.json", "model.safetensors", "tokenizer.json"];
+    let read = |name: &'static str| (name, fs::read(path.join("model").join(name)).unwrap());
+    let hub = FakeHub::start([HubRepository::new("org/policy", files.map(read))]);
+    let train = || {
+        let mut command = command(path, 3, &["train", "run.yaml"]);
+        hub.set_environment(&mut command, &path.join("hf"));
+        command.output().unwrap()
+    };
+    let output = train();
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert_eq!(lines(&path.join("run/metrics.jsonl")).len(), 2);
+    assert_eq!(hub.storage.requests().len(), 1);
+    // Rank 0 finds the error, and the others do not wait for it.
+    fs::remove_dir_all(path.join("run")).unwrap();
+    let wrong = config(2).replace("model: model", "model: org/policy@v9");
+    fs::write(path.join("run.yaml"), wrong).unwrap();
+    let output = train();
+    assert_ne!(output.status.code(), Some(0));
+    let words = "error of rank 0: run.yaml:2: model: org/policy@v9: has no revision v9";
+    assert!(said(&output).contains(words), "{}", said(&output));
 }
 
 #[test]

@@ -51,6 +51,7 @@ impl Request {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reply {
     status: u16,
+    headers: Vec<(String, String)>,
     body: Vec<u8>,
     held: bool,
     delivery: Delivery,
@@ -70,10 +71,24 @@ impl Reply {
     pub fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
         Self {
             status,
+            headers: Vec::new(),
             body: body.into(),
             held: false,
             delivery: Delivery::Whole,
         }
+    }
+
+    /// Sets a header, in place of one of the same name.
+    pub fn with_header(self, name: &str, value: impl ToString) -> Self {
+        let mut reply = self.without_header(name);
+        reply.headers.push((name.to_owned(), value.to_string()));
+        reply
+    }
+
+    /// Removes a header that [`Self::with_header`] has set.
+    pub fn without_header(mut self, name: &str) -> Self {
+        self.headers.retain(|(set, _)| set != name);
+        self
     }
 
     /// No answer: the connection closes.
@@ -115,15 +130,20 @@ impl Reply {
         &self.body
     }
 
-    /// The bytes to send, and whether the connection stays open.
-    fn to_bytes(&self) -> (Vec<u8>, bool) {
+    /// The bytes to send, and whether the connection stays open. The answer to a HEAD has no body.
+    fn to_bytes(&self, is_head: bool) -> (Vec<u8>, bool) {
         let Self { status, body, .. } = self;
+        let headers = self.headers.iter();
+        let headers: String = headers
+            .map(|(name, value)| format!("{name}: {value}\r\n"))
+            .collect();
         let head = |framing: &str| {
-            format!("HTTP/1.1 {status} Status\r\ncontent-type: application/json\r\n{framing}\r\n")
+            format!("HTTP/1.1 {status} Status\r\ncontent-type: application/json\r\n{headers}{framing}\r\n")
                 .into_bytes()
         };
         let length = format!("content-length: {}\r\n", body.len());
         match self.delivery {
+            Delivery::Whole if is_head => (head(&length), true),
             Delivery::Whole => ([head(&length), body.clone()].concat(), true),
             Delivery::Half => {
                 let half = body[..body.len() / 2].to_vec();
@@ -346,7 +366,7 @@ impl Shared {
             if reply.held {
                 self.hold();
             }
-            let (bytes, open) = reply.to_bytes();
+            let (bytes, open) = reply.to_bytes(request.method == "HEAD");
             stream.write_all(&bytes)?;
             if !open {
                 break;
@@ -556,6 +576,24 @@ mod tests {
         let chunked = answer("/chunked");
         let end = "transfer-encoding: chunked\r\n\r\n7\r\nHello, \r\n5\r\nworld\r\n0\r\n\r\n";
         assert!(chunked.ends_with(end), "{chunked}");
+    }
+
+    #[test]
+    fn the_answer_to_a_head_has_headers_alone() {
+        let server = HttpServer::start(|_| {
+            let reply = Reply::new(302, "Hello").with_header("etag", "a");
+            reply
+                .with_header("etag", "b")
+                .with_header("x", 1)
+                .without_header("x")
+        });
+        let mut stream = connect(&server);
+        stream.write_all(b"HEAD / HTTP/1.1\r\n\r\n").unwrap();
+        post(&stream, "/", "");
+        let head = "HTTP/1.1 302 Status\r\ncontent-type: application/json\r\netag: b\r\n\
+                    content-length: 5\r\n\r\n";
+        let both = format!("{head}{head}Hello");
+        assert_eq!(read(&stream, both.len()), both);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Helpers for the tests and benchmarks of all crates: devices, inputs, comparisons, a
-//! server of HTTP, and ranks that are threads.
+//! server of HTTP, a hub, and ranks that are threads.
 //!
 //! A test runs on every device:
 //!
@@ -25,6 +25,7 @@ mod decoder;
 mod devices;
 mod gguf;
 mod http;
+mod hub;
 mod noise;
 mod thread_ranks;
 
@@ -34,5 +35,6 @@ pub use decoder::TINY_DECODER;
 pub use devices::{cases, cuda, device, devices};
 pub use gguf::gguf_bytes;
 pub use http::{ClosedPort, HttpServer, Reply, Request};
+pub use hub::{FakeHub, HubRepository};
 pub use noise::{noise, noise_tensor, token_ids, words};
 pub use thread_ranks::on_ranks;

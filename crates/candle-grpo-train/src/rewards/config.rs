@@ -176,6 +176,11 @@ impl RewardConfig {
         self.kind.files()
     }
 
+    /// The paths of the models of rewards, to replace names of the hub.
+    pub fn models_mut(&mut self) -> Vec<&mut PathBuf> {
+        self.kind.models_mut()
+    }
+
     /// Makes the weighted sum of `rewards`, starts their programs, and loads their models onto
     /// `device`.
     ///
@@ -286,6 +291,17 @@ impl RewardKind {
             Self::Program(config) => config.files(),
             Self::RewardModel(config) => config.files(),
             Self::Ensemble(options) => options.judges.iter().flat_map(Self::files).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn models_mut(&mut self) -> Vec<&mut PathBuf> {
+        match self {
+            Self::RewardModel(config) => vec![&mut config.path],
+            Self::Ensemble(options) => {
+                let judges = options.judges.iter_mut();
+                judges.flat_map(Self::models_mut).collect()
+            }
             _ => Vec::new(),
         }
     }

@@ -25,7 +25,7 @@ use crate::{ChatTemplate, ComputeDType, Interrupted, Progress};
 #[serde(deny_unknown_fields)]
 pub struct RewardModelConfig {
     /// The folder of a Hugging Face model whose class ends in `ForSequenceClassification`, with its
-    /// tokenizer.
+    /// tokenizer, or the name of one on the [hub](guide.md#the-hugging-face-hub).
     pub path: PathBuf,
     /// The dtype of its computation: `f32`, `bf16` or `f16`.
     #[serde(default)]

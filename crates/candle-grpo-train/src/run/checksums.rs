@@ -104,7 +104,7 @@ pub(crate) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
 }
 
 /// Bytes as hexadecimal digits.
-pub(super) fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 

@@ -8,6 +8,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::checksums::{hex, sha256_of_file, sha256_of_parameters};
+use crate::hub::HubName;
 use crate::{Pretrained, Prompt, RewardConfig};
 
 /// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
@@ -25,8 +26,11 @@ pub struct RunInputs {
     chat_template: Option<String>,
     train: PromptDigests,
     held_out: PromptDigests,
-    /// By path.
+    /// By path, or by the name on the hub.
     reward_files: BTreeMap<String, String>,
+    /// The commits of the repositories of the hub that the run reads.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    hub: BTreeMap<String, String>,
 }
 
 /// Digests of prompts in their order, and in any order.
@@ -69,7 +73,8 @@ impl RunInputs {
         let template = model.chat_template.as_ref();
         let mut reward_files = BTreeMap::new();
         for path in rewards.iter().flat_map(RewardConfig::files) {
-            reward_files.insert(path.display().to_string(), sha256_of_file(&path)?);
+            let name = HubName::of_cached(&path).unwrap_or_else(|| path.display().to_string());
+            reward_files.insert(name, sha256_of_file(&path)?);
         }
         Ok(Self {
             parameters: Some(parameters),
@@ -79,7 +84,19 @@ impl RunInputs {
             train: PromptDigests::new(train),
             held_out: PromptDigests::new(held_out),
             reward_files,
+            hub: BTreeMap::new(),
         })
+    }
+
+    /// Adds the commits of the repositories of the hub that the run reads, by
+    /// [their names](HubName::repository).
+    pub fn with_hub_commits(self, hub: BTreeMap<String, String>) -> Self {
+        Self { hub, ..self }
+    }
+
+    /// Returns the commits of the repositories of the hub.
+    pub fn hub_commits(&self) -> &BTreeMap<String, String> {
+        &self.hub
     }
 
     /// Returns whether the rows for training and evaluation are the same as those of `other`.

@@ -11,6 +11,8 @@ mod dataset;
 #[cfg(feature = "engines")]
 mod engines;
 mod generator;
+#[cfg(feature = "hub")]
+mod hub;
 mod pretrained;
 #[cfg(unix)]
 mod program_reward;

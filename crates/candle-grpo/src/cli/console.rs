@@ -14,6 +14,8 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
 const COMPLETIONS: &str = "{prefix:9} {bar:30} {pos}/{len} completions  {msg}  {eta} left";
+const BYTES: &str =
+    "{prefix:9} {bar:30} {binary_bytes}/{binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
 
 /// Progress bars on stderr below the log, and requests to stop.
 #[derive(Clone)]
@@ -161,6 +163,7 @@ impl Progress for Console {
             Phase::Learn => ("training", COMPLETIONS),
             Phase::Evaluate => ("answering", COMPLETIONS),
             Phase::Save => ("saving", "{prefix:9} {spinner}"),
+            Phase::Download => ("download", BYTES),
         };
         set_style(&bar, template);
         bar.set_prefix(name);

@@ -12,7 +12,9 @@ use candle_grpo::run::model_path;
 use candle_grpo::train::{ComputeDType, Pretrained, RunDir};
 use clap::ValueEnum;
 
+use super::console::Console;
 use super::exit::Exit;
+use super::load;
 use super::output::resolved;
 
 /// The model card of a folder, and the plot of a run that it shows.
@@ -51,7 +53,7 @@ impl Format {
 }
 
 /// Writes the model at `from` to `to`: a GGUF file if the name ends in `.gguf`, else a Hugging Face
-/// folder. `from` is a GGUF file, a Hugging Face folder, or the folder of a run.
+/// folder. `from` is a GGUF file, a Hugging Face folder, the folder of a run, or a name of the hub.
 pub(super) fn convert(
     from: &Path,
     to: &Path,
@@ -70,8 +72,8 @@ pub(super) fn convert(
             ),
         }));
     };
-    let source = from;
-    let from = model_path(from).map_err(|error| Exit::Model(format!("{error:#}")))?;
+    let source = load::model_file(from, &Console::new(false))?;
+    let from = model_path(&source).map_err(|error| Exit::Model(format!("{error:#}")))?;
     let check = || match is_file {
         true => check_file(&from, to, force),
         false => check_folder(&from, to, force),
@@ -90,8 +92,8 @@ pub(super) fn convert(
         Format::File(dtype) => pretrained.save_gguf(to, dtype),
     };
     written.map_err(|error| Exit::Run(format!("{error:#}")))?;
-    if !is_file && RunDir::is_run(source) {
-        write_card(source, &from, to).map_err(|error| Exit::Run(format!("{error:#}")))?;
+    if !is_file && RunDir::is_run(&source) {
+        write_card(&source, &from, to).map_err(|error| Exit::Run(format!("{error:#}")))?;
     }
     let mut out = stdout().lock();
     writeln!(

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_grpo::run::{engine, evaluate_policy, prompts};
+use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::run::Evaluation;
 use candle_grpo::train::{Interrupted, RewardFunction, RunDir};
 use serde_json::Value;
@@ -26,13 +27,14 @@ pub(super) fn eval(
     if let Some(path) = model {
         run.model.path = path;
     }
+    let console = Console::new(quiet);
+    console.stop_when_asked();
+    load::files(&mut run, HubContent::Model, &BTreeMap::new(), &console)?;
     if let Some(out) = out {
         let mut inputs = run.inputs();
         inputs.extend([file.to_path_buf(), run.run_dir.clone()]);
         output::check(out, force, &inputs, is_answer)?;
     }
-    let console = Console::new(quiet);
-    console.stop_when_asked();
     load::set_threads(&run)?;
     let dataset = run.load_data().map_err(Exit::from_data)?;
     if dataset.held_out.is_empty() {

@@ -4,7 +4,8 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use candle_grpo::config::ConfigError;
-use candle_grpo::train::NotFinite;
+use candle_grpo::train::hub::TransferError;
+use candle_grpo::train::{Interrupted, NotFinite};
 
 /// The exit codes, for `--help`.
 pub(super) const EXIT_CODES: &str = "\
@@ -45,6 +46,20 @@ impl Exit {
         match error.downcast::<ConfigError>() {
             Ok(error) => Self::Config(error.to_string()),
             Err(error) => Self::Data(format!("{error:#}")),
+        }
+    }
+
+    /// Returns the exit of files of the hub that cannot be located: of a key if the error names it,
+    /// or else of the model of the command line.
+    pub(super) fn from_hub(error: anyhow::Error) -> Self {
+        if error.is::<Interrupted>() {
+            return Self::Interrupted("Complete files stay in the cache of the hub.".to_owned());
+        }
+        let message = format!("{error:#}");
+        match (error.is::<ConfigError>(), error.is::<TransferError>()) {
+            (true, _) => Self::Config(message),
+            (_, true) => Self::Run(message),
+            _ => Self::Model(message),
         }
     }
 

@@ -1,10 +1,14 @@
 //! The inputs of a command, each with the exit code of its kind.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig, Verdict};
-use candle_grpo::run::{RunPrompts, device, load_model, load_model_without_weights, load_policy};
+use candle_grpo::run::{
+    RunPrompts, device, load_model, load_model_without_weights, load_policy, locate, locate_files,
+};
+use candle_grpo::train::hub::{HubContent, HubName};
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::{
     Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
@@ -18,8 +22,7 @@ fn wrong(error: ConfigError) -> Exit {
     Exit::Config(error.to_string())
 }
 
-/// Returns the run that a file describes, with the programs, scripts and models of its rewards
-/// checked. A file of ROLL is translated; `explain` gets its keys.
+/// Returns the run that a file describes. A file of ROLL is translated; `explain` gets its keys.
 pub(super) fn config(
     file: &Path,
     explain: impl FnOnce(&RollFile) -> Result<(), Exit>,
@@ -32,20 +35,45 @@ pub(super) fn config(
         }
         None => document,
     };
-    let run = RunConfig::new(&document).map_err(wrong)?;
-    run.check_files().map_err(wrong)?;
-    Ok(run)
+    RunConfig::new(&document).map_err(wrong)
+}
+
+/// Replaces the names of the hub in a run by paths: see [`locate_files`]. Then the programs,
+/// scripts and models of its rewards are checked.
+pub(super) fn files(
+    run: &mut RunConfig,
+    model: HubContent,
+    commits: &BTreeMap<String, String>,
+    console: &Console,
+) -> Result<(), Exit> {
+    locate_files(run, model, commits, console).map_err(Exit::from_hub)?;
+    run.check_files().map_err(wrong)
+}
+
+/// Returns the path of a model, which can be a name of the hub.
+pub(super) fn model_file(path: &Path, console: &Console) -> Result<PathBuf, Exit> {
+    let located = HubName::of(path).and_then(|name| match name {
+        Some(name) => Ok(locate(&name, HubContent::Model, None, console)?.path),
+        None => Ok(path.to_path_buf()),
+    });
+    console.finish();
+    located.map_err(Exit::from_hub)
+}
+
+/// Checks the settings that neither the data nor the model decide.
+pub(super) fn check_settings(run: &RunConfig) -> Result<(), Exit> {
+    run.check_training().map_err(wrong)?;
+    // The device of a model that is loaded.
+    let on_gpu = candle_core::utils::cuda_is_available();
+    run.check_device(on_gpu).map_err(wrong)
 }
 
 /// Returns the data of a run and its prompts, with everything checked but the weights of the model.
 /// `grpo check` and `grpo train` share these checks.
 pub(super) fn prompts(run: &RunConfig) -> Result<(Dataset, RunPrompts), Exit> {
-    run.check_training().map_err(wrong)?;
-    // The device of a model that is loaded.
-    let on_gpu = candle_core::utils::cuda_is_available();
-    run.check_device(on_gpu).map_err(wrong)?;
-    let pretrained = load_model_without_weights(&run.model)
-        .map_err(|error| Exit::Model(format!("{error:#}")))?;
+    check_settings(run)?;
+    let pretrained =
+        load_model_without_weights(run).map_err(|error| Exit::Model(format!("{error:#}")))?;
     RunPrompts::read(run, &pretrained).map_err(Exit::from_data)
 }
 

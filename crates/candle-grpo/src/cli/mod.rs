@@ -45,7 +45,7 @@ enum Command {
     Sample(SampleArguments),
     /// Write a GGUF file, a Hugging Face folder or a run in another format.
     Convert {
-        /// The model.
+        /// The model; also a name on the Hugging Face hub.
         model: PathBuf,
         /// The GGUF file to write if the name ends in .gguf, else the Hugging Face folder.
         target: PathBuf,
@@ -58,7 +58,8 @@ enum Command {
     },
     /// Check a configuration without loading the weights, and print every setting.
     ///
-    /// Reads the file, its data, its rewards and the shape of the model. Prints the settings with
+    /// Reads the file, its data, its rewards and the shape of the model. Downloads those of the
+    /// Hugging Face hub, except weights. Prints the settings with
     /// all defaults as a configuration file. For a ROLL file it also prints whether each key is
     /// used, has no meaning here, or is not supported.
     Check(CheckArguments),
@@ -107,8 +108,8 @@ struct TrainArguments {
 struct EvalArguments {
     /// The configuration, with its data, rewards and evaluation section.
     file: PathBuf,
-    /// The model in place of that of the configuration: a folder, a GGUF file, or the folder of a
-    /// run (its best checkpoint).
+    /// The model in place of that of the configuration: a folder, a GGUF file, the folder of a run
+    /// (its best checkpoint), or a name on the Hugging Face hub.
     #[arg(long)]
     model: Option<PathBuf>,
     /// Write the answers to this file as JSON lines.

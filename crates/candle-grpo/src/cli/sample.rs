@@ -16,8 +16,8 @@ use super::load;
 
 #[derive(clap::Args)]
 pub(super) struct SampleArguments {
-    /// The model: a Hugging Face folder, a GGUF file, or the folder of a run (its best
-    /// checkpoint).
+    /// The model: a Hugging Face folder, a GGUF file, the folder of a run (its best checkpoint),
+    /// or a name on the Hugging Face hub.
     model: PathBuf,
     /// The prompt. Absent: standard input.
     prompt: Option<String>,
@@ -106,7 +106,7 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     let console = Console::new(arguments.quiet);
     console.stop_when_asked();
     let pretrained = load::model(&ModelConfig {
-        path: arguments.model.clone(),
+        path: load::model_file(&arguments.model, &console)?,
         chat_template: None,
     })?;
     if arguments.system.is_some() && pretrained.chat_template.is_none() {

@@ -1,11 +1,13 @@
 //! `grpo train`.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use candle_grpo::config::RunConfig;
-use candle_grpo::run::{Progress, Session, Start};
+use candle_grpo::run::{Progress, Session, Start, recorded_commits};
+use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::Ranks;
 use candle_grpo::train::{RunDir, StepMetrics};
 
@@ -37,12 +39,18 @@ pub(super) fn train(file: &Path, start: Start, quiet: bool) -> Result<(), Exit> 
 
 fn run(
     file: &Path,
-    config: RunConfig,
+    mut config: RunConfig,
     start: Start,
     console: &Console,
     ranks: &Ranks,
 ) -> Result<(), Exit> {
     load::set_threads(&config)?;
+    let located = files(&mut config, start, console, ranks);
+    located.map_err(|exit| match exit {
+        // The other ranks may wait for this one.
+        Exit::Interrupted(message) if !ranks.is_alone() => Exit::Run(message),
+        exit => exit,
+    })?;
     // Everything else is checked before the weights are read.
     let (_, prompts) = load::prompts(&config)?;
     let pretrained = load::policy(&config)?;
@@ -90,6 +98,33 @@ fn run(
         session.path().display()
     ));
     Ok(())
+}
+
+/// Locates the files of the hub, for a resumed run those of the commits that it began with. Rank 0
+/// downloads them before the others, which find them in the cache of a machine that they share.
+fn files(
+    config: &mut RunConfig,
+    start: Start,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<(), Exit> {
+    let failed = |error: anyhow::Error| Exit::Run(format!("{error:#}"));
+    let commits = match (ranks.is_first(), start) {
+        (false, _) => None,
+        (true, Start::New | Start::Replace) => Some(BTreeMap::new()),
+        (true, Start::Resume | Start::ResumeChanged) => {
+            Some(recorded_commits(&config.run_dir).map_err(failed)?)
+        }
+    };
+    if let Some(commits) = &commits {
+        load::files(config, HubContent::Model, commits, console)?;
+    }
+    let commits = commits.map(|_| config.hub_commits().clone());
+    let commits = ranks.from_first(commits).map_err(failed)?;
+    match ranks.is_first() {
+        true => Ok(()),
+        false => load::files(config, HubContent::Model, &commits, console),
+    }
 }
 
 /// Returns the line about a step.

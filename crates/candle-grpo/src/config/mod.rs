@@ -5,6 +5,7 @@ mod algorithm_keys;
 mod bounds;
 mod document;
 mod error;
+mod hub_files;
 mod merge;
 mod other_names;
 mod preset;

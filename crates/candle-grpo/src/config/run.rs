@@ -16,6 +16,7 @@ use super::algorithm::AlgorithmConfig;
 use super::bounds;
 use super::document::Document;
 use super::error::ConfigError;
+use super::hub_files::HubFiles;
 use super::merge::merge;
 use super::other_names;
 use super::problem::Problem;
@@ -69,7 +70,9 @@ pub struct RunConfig {
     /// The keys of the evaluation section as the file has them.
     evaluation_keys: EvaluationKeys,
     /// The file, for the lines of errors that only its files or its model show.
-    document: Document,
+    pub(super) document: Document,
+    /// The files that come from the hub.
+    pub(super) hub: HubFiles,
 }
 
 /// The sections of a file.
@@ -214,6 +217,7 @@ impl RunConfig {
             threads: sections.threads,
             evaluation_keys,
             document: document.clone(),
+            hub: HubFiles::default(),
         };
         run.validate()?;
         Ok(run)
@@ -235,7 +239,7 @@ impl RunConfig {
         for (i, reward) in self.rewards.iter().enumerate() {
             reward
                 .validate()
-                .map_err(|error| Problem::within(&format!("rewards[{i}]"), &error))?;
+                .map_err(|error| Problem::within(&reward_key(i), &error))?;
         }
         if self.rewards.is_empty() {
             return Err(Problem::at("rewards", "none, must be at least one"));
@@ -314,15 +318,19 @@ impl RunConfig {
             .collect()
     }
 
-    /// Checks that the programs, scripts and folders that the rewards name are there.
+    /// Checks that the programs, scripts and folders that the rewards name are there, except models
+    /// whose weights are still to be downloaded.
     ///
     /// # Errors
     ///
     /// Returns an error with the line of the reward if one is missing.
     pub fn check_files(&self) -> Result<(), ConfigError> {
         for (i, reward) in self.rewards.iter().enumerate() {
+            if self.hub.lacks_weights_of(&reward_key(i)) {
+                continue;
+            }
             reward.check_files().map_err(|error| {
-                Problem::within(&format!("rewards[{i}]"), &error).locate_at_path(&self.document)
+                Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
             })?;
         }
         Ok(())
@@ -485,10 +493,11 @@ impl RunConfig {
             value => value,
         };
         let train = &self.train;
+        let (model, data, rewards) = self.named_sections();
         Ok(json!({
-            "model": self.model,
-            "data": self.data,
-            "rewards": self.rewards,
+            "model": model,
+            "data": data,
+            "rewards": rewards,
             "algorithm": {
                 "rollout_batch_size": train.prompts_per_step,
                 "num_return_sequences_in_group": train.num_generations,
@@ -510,6 +519,11 @@ impl RunConfig {
             "threads": self.threads,
         }))
     }
+}
+
+/// Returns the path of the reward with index `i` in a file.
+pub(super) fn reward_key(i: usize) -> String {
+    format!("rewards[{i}]")
 }
 
 /// Returns whether `path` is `folder` or lies in it, after links and dots.

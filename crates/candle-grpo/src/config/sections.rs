@@ -12,8 +12,9 @@ use serde_json::{Map, Value};
 /// The model to train.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct ModelConfig {
-    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, or the folder
-    /// of a run (its best checkpoint).
+    /// A folder with `config.json`, `tokenizer.json` and safetensors, a GGUF file, the folder of a
+    /// run (its best checkpoint), or a model of the [hub](guide.md#the-hugging-face-hub), such as
+    /// `ORG/NAME@REVISION`.
     pub path: PathBuf,
     /// A file with the chat template. Absent: the template of the model.
     pub chat_template: Option<PathBuf>,
@@ -28,7 +29,7 @@ impl<'de> Deserialize<'de> for ModelConfig {
             type Value = ModelConfig;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("the path of a model, or a mapping of keys")
+                f.write_str("the path or the name of a model, or a mapping of keys")
             }
 
             fn visit_str<E>(self, path: &str) -> Result<ModelConfig, E> {

@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::path::Path;
+
+use candle_grpo_train::hub::HubName;
 
 use super::Run;
 
@@ -18,8 +21,8 @@ pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool) -> String {
     let base = setting("model.path");
     let mut card = String::from("---\n");
     // The hub links ids alone; a path would be an error there.
-    if is_hub_id(base) {
-        line(&mut card, format_args!("base_model: {base}"));
+    if let Ok(Some(name)) = HubName::of(Path::new(base)) {
+        line(&mut card, format_args!("base_model: {}", name.id()));
     }
     for text in [
         "library_name: transformers",
@@ -78,16 +81,6 @@ pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool) -> String {
     let settings = settings.map(|(key, value)| (key.as_str(), format!("`{value}`")));
     table(&mut card, ["key", "value"], settings);
     card
-}
-
-/// Returns whether `name` has the form of the id of a repository.
-fn is_hub_id(name: &str) -> bool {
-    let is_part = |part: &str| {
-        let is_valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        !part.is_empty() && !part.starts_with('.') && part.chars().all(is_valid)
-    };
-    let parts: Vec<&str> = name.split('/').collect();
-    parts.len() == 2 && parts.iter().all(|part| is_part(part)) && !name.ends_with(".gguf")
 }
 
 /// A table of the metrics of all evaluations, of which each is a row.
@@ -171,6 +164,15 @@ mod tests {
             "checkpoint `step-000007`",
         ] {
             assert!(card.contains(part), "{part}\n{card}");
+        }
+    }
+
+    #[test]
+    fn the_base_model_of_a_name_is_its_repository() {
+        for name in ["a/b@v1", "hf://a/b", "a/b/c-Q8_0.gguf"] {
+            let card = model_card(&run(name), "step-1", false);
+            assert!(card.contains("\nbase_model: a/b\n"), "{card}");
+            assert!(card.contains(&format!("from `{name}`")), "{card}");
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod engine;
 mod evaluation;
+mod hub;
 mod model;
 mod prompts;
 mod resume;
@@ -9,6 +10,8 @@ mod session;
 
 pub use engine::engine;
 pub use evaluation::evaluate_policy;
+pub use hub::{locate, locate_files};
 pub use model::{device, load_model, load_model_without_weights, load_policy, model_path};
 pub use prompts::{RunPrompts, prompts};
+pub use resume::recorded_commits;
 pub use session::{Progress, Session, Start};

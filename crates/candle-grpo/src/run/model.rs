@@ -28,7 +28,8 @@ pub fn device() -> Result<Device> {
 }
 
 /// Loads a model onto [`device`]. A path of a run stands for its best checkpoint; without an
-/// evaluation for the last whole one.
+/// evaluation for the last whole one. Names of the hub are replaced before, by
+/// [`locate_files`](super::locate_files).
 ///
 /// # Errors
 ///
@@ -63,16 +64,19 @@ fn load_in(config: &ModelConfig, (base, dtype): (BaseWeights, ComputeDType)) -> 
     Ok(pretrained)
 }
 
-/// Loads everything of a model but its weights, to check the data and the settings.
+/// Loads everything of the model of a run but its weights, to check the data and the settings.
+/// Weights that are still to be downloaded are not checked.
 ///
 /// # Errors
 ///
 /// Returns an error as [`load_model`] does, except for weights that are not finite.
-pub fn load_model_without_weights(config: &ModelConfig) -> Result<Pretrained> {
-    let path = model_path(&config.path)?;
+pub fn load_model_without_weights(run: &RunConfig) -> Result<Pretrained> {
+    let path = model_path(&run.model.path)?;
     let pretrained = Pretrained::load_without_weights(&path)?;
-    pretrained.check_weights(&path)?;
-    with_template(pretrained, config)
+    if !run.lacks_model_weights() {
+        pretrained.check_weights(&path)?;
+    }
+    with_template(pretrained, &run.model)
 }
 
 fn with_template(mut pretrained: Pretrained, config: &ModelConfig) -> Result<Pretrained> {

@@ -1,6 +1,6 @@
 //! The folder of a run: begun, replaced or resumed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -146,6 +146,27 @@ fn resume(
     })
 }
 
+/// Returns the commits of the hub that the run in `run_dir` began with; none if there is no run.
+///
+/// # Errors
+///
+/// Returns an error if the file of the run that has them is damaged.
+pub fn recorded_commits(run_dir: &Path) -> Result<BTreeMap<String, String>> {
+    let inputs = read_inputs(&run_dir.join(INPUTS))?;
+    Ok(inputs.map_or_else(BTreeMap::new, |inputs| inputs.hub_commits().clone()))
+}
+
+/// Reads the digests of a run; `None` if it has none.
+fn read_inputs(path: &Path) -> Result<Option<RunInputs>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let inputs = read_json(path).context(
+        "the digests of model and data are lost; remove the file to resume without them",
+    )?;
+    Ok(Some(inputs))
+}
+
 /// Warns of checkpoints that are not removed.
 pub(super) fn warn_of_set_aside(checkpoints: &[std::path::PathBuf]) {
     for path in checkpoints {
@@ -169,12 +190,7 @@ impl Changes {
     fn new(path: &Path, settings: &Value, now: &RunInputs, trainer: &Trainer) -> Result<Self> {
         let mut changes = Self::default();
         let inputs = path.join(INPUTS);
-        let before: Option<RunInputs> = match inputs.exists() {
-            true => Some(read_json(&inputs).context(
-                "the digests of model and data are lost; remove the file to resume without them",
-            )?),
-            false => None,
-        };
+        let before = read_inputs(&inputs)?;
         // A run that was killed as it began has no checkpoint.
         if before.is_none() && !RunDir::checkpoints(path).all()?.is_empty() {
             changes.noted.push(format!(

@@ -168,7 +168,8 @@ impl Session {
             &train,
             true,
         )?;
-        let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?;
+        let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?
+            .with_hub_commits(config.hub_commits().clone());
         let mut trainer = Trainer::new(
             pretrained.model.clone(),
             pretrained.parameters.clone(),

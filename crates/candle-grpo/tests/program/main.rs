@@ -5,6 +5,8 @@ mod changed_inputs;
 mod cli;
 mod configuration;
 mod engines;
+#[cfg(feature = "hub")]
+mod hub;
 mod mutation;
 mod overwrite;
 mod real_engines;
