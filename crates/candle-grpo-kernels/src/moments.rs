@@ -105,8 +105,8 @@ impl CodeMap {
         }
     }
 
-    /// The code of a number in [-1, 1]: that of the nearest number. Selects instead of branching, so
-    /// that the compiler vectorizes a loop.
+    /// The code of a number in [-1, 1]: that of the nearest number. It has selects in place of
+    /// branches, so that the compiler vectorizes a loop.
     #[inline(always)]
     fn code(&self, number: f32) -> u8 {
         let magnitude = number.abs();

@@ -25,7 +25,7 @@ use crate::{DecoderConfig, Parameters};
 ///     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
 ///     max_position_embeddings: 8, tie_word_embeddings: true, ..DecoderConfig::default() };
 /// let base = Parameters::init(&model, 7, &Device::Cpu)?;
-/// let adapters = Lora::init(LoraConfig::default(), &model, 7, &Device::Cpu)?;
+/// let adapters = Lora::init(LoraConfig::all_linear(4, 8.0), &model, 7, &Device::Cpu)?;
 /// let folder = tempfile::tempdir()?;
 /// let path = folder.path().join("model.safetensors");
 /// adapters.export(&base).in_dtype(DType::BF16).save(&path)?;
@@ -33,7 +33,7 @@ use crate::{DecoderConfig, Parameters};
 /// let read = Parameters::load(&model, &path, &Device::Cpu)?;
 /// let norm = read.get("model.norm.weight").expect("every model has one");
 /// assert_eq!(norm.to_vec1::<f32>()?, [1.0; 8]);
-/// # Ok::<(), anyhow::Error>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
 pub struct Export<'a> {
