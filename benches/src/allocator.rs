@@ -54,13 +54,13 @@ pub fn peak_bytes<T>(run: impl FnOnce() -> T) -> (T, usize) {
 }
 
 /// Resets the peak and returns the allocated bytes.
-pub(crate) fn restart_peak() -> usize {
+pub fn restart_peak() -> usize {
     let live = LIVE.load(Ordering::Relaxed);
     PEAK.store(live, Ordering::Relaxed);
     live
 }
 
 /// Returns the peak of allocated bytes since [`restart_peak`].
-pub(crate) fn peak() -> usize {
+pub fn peak() -> usize {
     PEAK.load(Ordering::Relaxed)
 }

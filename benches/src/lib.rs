@@ -19,7 +19,7 @@ mod run;
 mod serve;
 mod training;
 
-pub use allocator::{Counting, peak_bytes};
+pub use allocator::{Counting, peak, peak_bytes, restart_peak};
 pub use model::read_model;
 pub use run::main;
 pub use training::training_main;

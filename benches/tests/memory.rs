@@ -4,14 +4,20 @@ use std::alloc::System;
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_grpo_bench::{Counting, peak_bytes};
+use candle_grpo_bench::{Counting, peak, peak_bytes, restart_peak};
 use candle_grpo_kernels::{
     LinearLogProb, LogProbOptions, TokenLogProbs, log_prob, log_prob_gradient,
 };
 use candle_grpo_loss::PolicyLoss;
-use candle_grpo_nn::{AdamWConfig, DecoderConfig, Lora, LoraConfig, Parameters};
-use candle_grpo_train::learn::ActorConfig;
-use candle_grpo_train::{Actor, ComputeDType, SamplingConfig};
+use candle_grpo_nn::optim::StateForm;
+use candle_grpo_nn::{
+    AdamWConfig, BaseWeights, DecoderConfig, Lora, LoraConfig, ModelType, Parameters,
+};
+use candle_grpo_train::learn::{ActorConfig, MemoryPlan};
+use candle_grpo_train::model::character_tokenizer;
+use candle_grpo_train::{
+    Actor, ComputeDType, Prompt, Sample, SamplingConfig, TrainConfig, Trainer,
+};
 use rstest::rstest;
 
 #[global_allocator]
@@ -145,6 +151,113 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
     assert!(
         bytes < bytes_in_f32 / 10,
         "{bytes} bytes, the weights took {bytes_in_f32}"
+    );
+    Ok(())
+}
+
+/// A plan, and the peak of the second step of a run: in the first one the optimizer has no state.
+fn planned_and_measured(
+    model: DecoderConfig,
+    change: impl FnOnce(&mut TrainConfig),
+) -> anyhow::Result<(MemoryPlan, usize)> {
+    let (prompts, prompt_tokens) = (4, 48);
+    let mut config = TrainConfig {
+        prompts_per_step: prompts,
+        num_generations: 4,
+        sampling: SamplingConfig {
+            max_new_tokens: 80,
+            ..SamplingConfig::default()
+        },
+        micro_batch_size: 8,
+        ..TrainConfig::default()
+    };
+    change(&mut config);
+    let plan = MemoryPlan::new(&model, &config, prompt_tokens)?;
+    let alphabet = "abcdefghijklmnopqrstuvwxyz";
+    let tokenizer = character_tokenizer(alphabet)?;
+    let text = |at: usize| alphabet.chars().cycle().skip(at).take(prompt_tokens);
+    let prompts = (0..prompts).map(|at| {
+        let text: String = text(at).collect();
+        Prompt::new(at as u64, &text, serde_json::Value::Null, &tokenizer)
+    });
+    let prompts = prompts.collect::<anyhow::Result<Vec<_>>>()?;
+    let reward = |sample: &Sample| (sample.completion_tokens[0] % 7) as f32;
+    let before = restart_peak();
+    let (base, dtype) = config.stored_form();
+    let parameters = Parameters::init(&model, 0, &Device::Cpu)?;
+    let parameters = parameters.frozen_as(&model, base, dtype.into())?;
+    let mut trainer = Trainer::new(model, parameters, tokenizer, prompts, reward, config)?;
+    trainer.step()?;
+    restart_peak();
+    assert!(!trainer.step()?.skipped);
+    Ok((plan, peak() - before))
+}
+
+fn dense() -> DecoderConfig {
+    DecoderConfig {
+        vocab_size: 4096,
+        hidden_size: 256,
+        intermediate_size: 768,
+        num_hidden_layers: 10,
+        num_attention_heads: 8,
+        num_key_value_heads: 4,
+        max_position_embeddings: 256,
+        tie_word_embeddings: true,
+        ..DecoderConfig::default()
+    }
+}
+
+fn experts() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Qwen3Moe,
+        num_experts: 8,
+        num_experts_per_tok: 2,
+        moe_intermediate_size: 256,
+        ..dense()
+    }
+}
+
+fn delta() -> DecoderConfig {
+    DecoderConfig {
+        model_type: ModelType::Qwen3_5,
+        head_dim: Some(32),
+        linear_key_head_dim: Some(32),
+        linear_value_head_dim: Some(32),
+        linear_num_key_heads: Some(4),
+        linear_num_value_heads: Some(8),
+        linear_conv_kernel_dim: Some(4),
+        ..dense()
+    }
+}
+
+type Change = fn(&mut TrainConfig);
+
+#[rstest]
+#[case::all_weights(dense(), |_: &mut TrainConfig| {})]
+#[case::one_pass(dense(), |c: &mut TrainConfig| c.micro_batch_size = 16)]
+#[case::checkpointing(dense(), |c: &mut TrainConfig| c.activation_checkpointing = true)]
+#[case::bf16(dense(), |c: &mut TrainConfig| c.compute_dtype = ComputeDType::Bf16)]
+#[case::eight_bits(dense(), |c: &mut TrainConfig| c.optimizer.state = StateForm::Blocks8)]
+#[case::tokens(dense(), |c: &mut TrainConfig| c.micro_batch_tokens = Some(600))]
+#[case::adapters(dense(), |c: &mut TrainConfig| c.adapters = Some(LoraConfig::all_linear(8, 16.)))]
+#[case::quantized(dense(), |c: &mut TrainConfig| {
+    c.adapters = Some(LoraConfig::all_linear(8, 16.));
+    c.base_weights = BaseWeights::Q8_0;
+    c.compute_dtype = ComputeDType::Bf16;
+})]
+#[case::experts(experts(), |_: &mut TrainConfig| {})]
+#[case::delta(delta(), |_: &mut TrainConfig| {})]
+fn the_plan_is_within_15_percent_of_the_peak(
+    #[case] model: DecoderConfig,
+    #[case] change: Change,
+) -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (plan, measured) = planned_and_measured(model, change)?;
+    let ratio = plan.peak() as f64 / measured as f64;
+    println!("{ratio:.3} of {} MiB: {plan:?}", measured / MIB);
+    assert!(
+        (0.85..1.15).contains(&ratio),
+        "{ratio} of {measured}: {plan:?}"
     );
     Ok(())
 }

@@ -3,4 +3,5 @@
 mod next_logits;
 mod paged_cache;
 
+pub(crate) use paged_cache::pages_for;
 pub use paged_cache::{PagedCache, SequenceId};

@@ -14,6 +14,14 @@ const FIRST_PAGES: usize = 64;
 /// Number of slots for states of the first allocation.
 const FIRST_SLOTS: usize = 8;
 
+/// The number of pages that are allocated when `taken` are taken.
+pub(crate) fn pages_for(taken: usize) -> usize {
+    match taken {
+        0 => 0,
+        _ => FIRST_PAGES * taken.div_ceil(FIRST_PAGES).next_power_of_two(),
+    }
+}
+
 /// The keys and values of past positions of many sequences, for
 /// [`Decoder::next_logits`](crate::Decoder::next_logits).
 ///

@@ -16,6 +16,7 @@ mod gated_delta;
 pub(crate) mod input;
 mod language_model;
 pub(crate) mod linear;
+mod memory;
 mod mlp;
 pub(crate) mod named_weight;
 mod norm;

@@ -49,6 +49,27 @@ pub enum BaseWeights {
 }
 
 impl BaseWeights {
+    /// The bytes of the weights of `model` in this form, those that are not quantized in `dtype`.
+    /// Blocks of a file count as dense.
+    ///
+    /// # Errors
+    ///
+    /// If `dtype` is not F32, BF16 or F16.
+    pub fn num_bytes(self, model: &DecoderConfig, dtype: DType) -> Result<usize> {
+        let form = FrozenForm::new(model, self, dtype)?;
+        let shapes = model.parameter_shapes().into_iter();
+        let bytes = shapes.map(|(name, shape)| {
+            let dims = shape.dims();
+            match form.block_type(&name, dims.last().copied().unwrap_or(0)) {
+                Some(block_type) => {
+                    shape.elem_count() / block_type.block_size() * block_type.type_size()
+                }
+                None => shape.elem_count() * dtype.size_in_bytes(),
+            }
+        });
+        Ok(bytes.sum())
+    }
+
     /// The blocks of rows of `inputs` numbers, if the weights are quantized.
     fn block_type(self, inputs: usize) -> Option<GgmlDType> {
         let by_256 = inputs.is_multiple_of(256);
@@ -98,16 +119,18 @@ impl FrozenForm {
         self.base == BaseWeights::Stored && self.maps.contains(name)
     }
 
+    /// The blocks of the weight `name` with rows of `inputs` numbers, if it is quantized.
+    fn block_type(&self, name: &str, inputs: usize) -> Option<GgmlDType> {
+        let is_map = self.maps.contains(name);
+        is_map.then(|| self.base.block_type(inputs)).flatten()
+    }
+
     /// Returns the weight `name`, in a floating-point type or in blocks, in this form.
     pub(crate) fn of(&self, name: &str, weight: &Tensor) -> Result<Tensor> {
         if weight.dtype() == DType::U8 {
             return Ok(weight.clone());
         }
-        let block_type = match self.maps.contains(name) {
-            true => self.base.block_type(weight.dim(1)?),
-            false => None,
-        };
-        match block_type {
+        match self.block_type(name, weight.dims().last().copied().unwrap_or(0)) {
             Some(block_type) => quantize(weight, block_type),
             None => weight.to_dtype(self.dtype)?.contiguous(),
         }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use candle_grpo::config::{RollFile, RunConfig};
 use candle_grpo::train::hub::HubContent;
+use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo_collective::launch;
 
 use super::console::Console;
@@ -26,13 +27,24 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     let console = Console::new(true);
     let content = HubContent::ModelWithoutWeights;
     load::files(&mut run, content, &BTreeMap::new(), &console)?;
-    let dataset = match run.lacks_model_weights() && !run.model.path.is_dir() {
+    let (dataset, plan) = match run.lacks_model_weights() && !run.model.path.is_dir() {
         // A GGUF file has the tokenizer, too.
         true => {
             load::check_settings(&run)?;
-            run.load_data().map_err(Exit::from_data)?
+            (run.load_data().map_err(Exit::from_data)?, None)
         }
-        false => load::prompts(&run)?.0,
+        false => {
+            let load::Inputs {
+                dataset,
+                prompts,
+                model,
+            } = load::inputs(&run)?;
+            let lengths = prompts.train.iter().map(|prompt| prompt.tokens.len());
+            let longest = lengths.max().unwrap_or(0);
+            let plan = MemoryPlan::new(&model, &run.train, longest);
+            let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
+            (dataset, Some((plan, longest)))
+        }
     };
     console.finish();
     if !quiet {
@@ -51,6 +63,9 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
                 .saturating_mul(run.train.num_generations),
             run.max_steps,
         )?;
+        if let Some((plan, longest)) = plan {
+            print_plan(&run, &plan, longest, &mut out)?;
+        }
         print_hub_files(&run, &mut out)?;
         if let Some(found) = environment {
             writeln!(
@@ -61,6 +76,44 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
         }
         write!(out, "{yaml}")?;
     }
+    Ok(())
+}
+
+/// Prints the memory that the run takes, if its completions are as long as they can be.
+fn print_plan(
+    run: &RunConfig,
+    plan: &MemoryPlan,
+    longest_prompt: usize,
+    out: &mut impl Write,
+) -> Result<(), Exit> {
+    let size = |bytes: usize| match bytes >> 30 {
+        0..10 => format!("{} MiB", bytes.div_ceil(1 << 20)),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    };
+    writeln!(
+        out,
+        "# Memory: at most about {}, with completions of {} tokens and a longest prompt of {longest_prompt}.",
+        size(plan.peak()),
+        run.train.sampling.max_new_tokens,
+    )?;
+    let parts = [
+        ("weights", plan.weights),
+        ("reference", plan.reference),
+        ("critic", plan.critic),
+        ("optimizer", plan.optimizer),
+        ("gradients", plan.gradients),
+        ("activations", plan.activations),
+        ("sampling", plan.sampling),
+    ];
+    let parts = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
+    let parts: Vec<String> = parts
+        .map(|(name, bytes)| format!("{name} {}", size(bytes)))
+        .collect();
+    writeln!(out, "#   {}.", parts.join(", "))?;
+    writeln!(
+        out,
+        "#   Sampling and training alternate. The program, the data and reward models are not counted."
+    )?;
     Ok(())
 }
 

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_grpo::config::{ConfigError, Document, ModelConfig, RollFile, RunConfig, Verdict};
+use candle_grpo::nn::DecoderConfig;
 use candle_grpo::run::{
     RunPrompts, device, load_model, load_model_without_weights, load_policy, locate, locate_files,
 };
@@ -68,13 +69,25 @@ pub(super) fn check_settings(run: &RunConfig) -> Result<(), Exit> {
     run.check_device(on_gpu).map_err(wrong)
 }
 
+/// The inputs of a run except the weights of its model.
+pub(super) struct Inputs {
+    pub(super) dataset: Dataset,
+    pub(super) prompts: RunPrompts,
+    pub(super) model: DecoderConfig,
+}
+
 /// Returns the data of a run and its prompts, with everything checked but the weights of the model.
 /// `grpo check` and `grpo train` share these checks.
-pub(super) fn prompts(run: &RunConfig) -> Result<(Dataset, RunPrompts), Exit> {
+pub(super) fn inputs(run: &RunConfig) -> Result<Inputs, Exit> {
     check_settings(run)?;
     let pretrained =
         load_model_without_weights(run).map_err(|error| Exit::Model(format!("{error:#}")))?;
-    RunPrompts::read(run, &pretrained).map_err(Exit::from_data)
+    let (dataset, prompts) = RunPrompts::read(run, &pretrained).map_err(Exit::from_data)?;
+    Ok(Inputs {
+        dataset,
+        prompts,
+        model: pretrained.model,
+    })
 }
 
 /// Warns of the keys of a ROLL file that would mean something and are not supported.

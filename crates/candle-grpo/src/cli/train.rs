@@ -52,7 +52,7 @@ fn run(
         exit => exit,
     })?;
     // Everything else is checked before the weights are read.
-    let (_, prompts) = load::prompts(&config)?;
+    let prompts = load::inputs(&config)?.prompts;
     let pretrained = load::policy(&config)?;
     let reward = load::rewards(&config)?;
     let steps = config.max_steps;

@@ -1,0 +1,120 @@
+//! The memory that a decoder takes, computed from its configuration.
+
+use candle_core::DType;
+use candle_grpo_kernels::PAGE;
+
+use crate::DecoderConfig;
+use crate::decoding::pages_for;
+use crate::model::architecture::{
+    AttentionPlan, BlockPlan, ChannelPlan, GatedDeltaPlan, TokenMixerPlan,
+};
+
+impl DecoderConfig {
+    /// The bytes of what [`LanguageModel::record`](crate::LanguageModel::record) keeps of `tokens`
+    /// tokens in `dtype`, and of what the backward pass adds to it at its peak, without gradients
+    /// of parameters. With `activation_checkpointing` only the input of each block is kept.
+    pub fn recorded_bytes(
+        &self,
+        tokens: usize,
+        dtype: DType,
+        activation_checkpointing: bool,
+    ) -> usize {
+        let hidden = self.hidden_size;
+        let blocks = self.architecture().blocks;
+        let of_block = |block: &BlockPlan| block.recorded(hidden);
+        let most = blocks.iter().map(of_block).max().unwrap_or(0);
+        let kept: usize = match activation_checkpointing {
+            true => blocks.len() * hidden + most,
+            false => blocks.iter().map(of_block).sum(),
+        };
+        // The gradients of one channel mixer and of the hidden states, while a block is computed.
+        let channel = |block: &BlockPlan| block.mlp.mixer.inner();
+        let temporary = 3 * blocks.iter().map(channel).max().unwrap_or(0) + 2 * hidden;
+        tokens * (kept + temporary) * dtype.size_in_bytes()
+    }
+
+    /// The bytes of a cache of `groups` prompts of `prompt` tokens, each with `group_size`
+    /// completions of `response` tokens.
+    pub fn cache_bytes(
+        &self,
+        (groups, group_size): (usize, usize),
+        (prompt, response): (usize, usize),
+        dtype: DType,
+    ) -> usize {
+        // A completion begins a page of its own.
+        let pages = groups * (prompt.div_ceil(PAGE) + group_size * response.div_ceil(PAGE));
+        let position = |attention: &AttentionPlan| {
+            2 * (attention.inputs.maps[1].outputs) * dtype.size_in_bytes()
+        };
+        let state = |delta: &GatedDeltaPlan| {
+            let heads = delta.heads;
+            let state = heads.value_heads * heads.key_dim * heads.value_dim;
+            (state + (delta.taps - 1) * heads.width()) * DType::F32.size_in_bytes()
+        };
+        let of_block = |block: BlockPlan| match &block.tokens.mixer {
+            TokenMixerPlan::Attention(attention) => pages_for(pages) * PAGE * position(attention),
+            TokenMixerPlan::GatedDelta(delta) => groups * (group_size + 1) * state(delta),
+        };
+        self.architecture().blocks.into_iter().map(of_block).sum()
+    }
+}
+
+impl BlockPlan {
+    /// The elements that a recorded pass keeps for each token.
+    fn recorded(&self, hidden: usize) -> usize {
+        let norms = [
+            &self.tokens.before,
+            &self.tokens.after,
+            &self.mlp.before,
+            &self.mlp.after,
+        ];
+        // The input of each mixer, and of each norm.
+        let inputs = 2 * hidden + norms.into_iter().flatten().count() * hidden;
+        let tokens = match &self.tokens.mixer {
+            TokenMixerPlan::Attention(attention) => attention.recorded(),
+            TokenMixerPlan::GatedDelta(delta) => delta.recorded(),
+        };
+        inputs + tokens + self.mlp.mixer.recorded(hidden)
+    }
+}
+
+impl AttentionPlan {
+    fn recorded(&self) -> usize {
+        let [_, key, value] = self.inputs.maps.each_ref().map(|map| map.outputs);
+        // The inputs of the output map; the query map may have gates, too.
+        let query = self.output.inputs;
+        let before_norms = if self.norms.is_some() { query + key } else { 0 };
+        let gates = if self.output_gate { 2 * query } else { 0 };
+        2 * query + key + value + before_norms + gates
+    }
+}
+
+impl GatedDeltaPlan {
+    fn recorded(&self) -> usize {
+        let inputs: usize = self.inputs.maps.iter().map(|map| map.outputs).sum();
+        // The convolution and two gates of each head, which are f32, the result and its gated form.
+        inputs + self.heads.width() + 4 * self.heads.value_heads + 2 * self.output.inputs
+    }
+}
+
+impl ChannelPlan {
+    /// The width of the gated layer of a token, that of all its experts together.
+    fn inner(&self) -> usize {
+        match self {
+            Self::Mlp(mlp) => mlp.down.inputs,
+            Self::Experts(plan) => {
+                let widest = plan.experts.iter().map(|mlp| mlp.down.inputs).max();
+                plan.routing.top_k() * widest.unwrap_or(0)
+            }
+        }
+    }
+
+    fn recorded(&self, hidden: usize) -> usize {
+        let inner = 3 * self.inner();
+        match self {
+            Self::Mlp(_) => inner,
+            // The inputs and the results of the experts of a token, and the router's logits.
+            Self::Experts(plan) => inner + 2 * plan.routing.top_k() * hidden + plan.router.outputs,
+        }
+    }
+}
