@@ -68,19 +68,85 @@ fn after<'a>(text: &'a str, mark: &str) -> Option<&'a str> {
 
 /// Returns the text in the braces of the last `\boxed{`, which may be nested.
 fn boxed(text: &str) -> Option<&str> {
-    let (_, rest) = text.rsplit_once("\\boxed{")?;
+    let (_, rest) = text.rsplit_once(BOX)?;
+    Some(rest[..closing(rest)?].trim())
+}
+
+const BOX: &str = "\\boxed{";
+
+/// Returns the position of the brace that closes a group, after its opening brace.
+fn closing(text: &str) -> Option<usize> {
     let mut depth = 1;
-    for (at, c) in rest.char_indices() {
+    for (at, c) in text.char_indices() {
         match c {
             '{' => depth += 1,
             '}' => depth -= 1,
             _ => {}
         }
         if depth == 0 {
-            return Some(rest[..at].trim());
+            return Some(at);
         }
     }
     None
+}
+
+/// The last values in `\boxed{}` that belong together.
+pub(super) struct Boxes<'a> {
+    /// The texts in the braces.
+    pub(super) inside: Vec<&'a str>,
+    /// The position after the last brace.
+    pub(super) end: usize,
+}
+
+/// Returns the last `\boxed{}` and those before it in the same formula, or joined by a comma, `and`
+/// or `or`: at most 64.
+pub(super) fn last_boxes(text: &str) -> Option<Boxes<'_>> {
+    let mut starts: Vec<usize> = text
+        .rmatch_indices(BOX)
+        .take(64)
+        .map(|(at, _)| at)
+        .collect();
+    let mut boxes: Vec<(usize, usize, &str)> = Vec::new();
+    let mut end = text.len();
+    starts.retain(|start| {
+        let from = start + BOX.len();
+        let length = text.get(from..end).and_then(closing);
+        let Some(length) = length else {
+            return false;
+        };
+        let after = from + length + 1;
+        match boxes.last() {
+            Some((next, ..)) if !belong_together(text, after, *next) => {
+                end = 0;
+                return false;
+            }
+            _ => boxes.push((*start, after, text[from..from + length].trim())),
+        }
+        end = *start;
+        true
+    });
+    boxes.reverse();
+    let end = boxes.last()?.1;
+    let inside = boxes.into_iter().map(|(_, _, inside)| inside).collect();
+    Some(Boxes { inside, end })
+}
+
+/// Returns true if the text between two boxes joins them.
+fn belong_together(text: &str, after: usize, next: usize) -> bool {
+    let between = &text[after..next];
+    if between.contains("\n\n") || between.split_whitespace().nth(6).is_some() {
+        return false;
+    }
+    let is_joint = |word: &str| matches!(word, "and" | "or" | ",");
+    let spaced = between.replace([',', ';'], " , ");
+    let mut words = spaced.split(|c: char| c.is_whitespace() || "{}$".contains(c));
+    if between.trim().is_empty() || words.any(is_joint) {
+        return !between.contains(". ");
+    }
+    // In one formula.
+    let line = text[..after].rsplit('\n').next().unwrap_or_default();
+    let opened = line.matches('$').count() % 2 == 1;
+    opened && !between.contains('$')
 }
 
 #[cfg(test)]

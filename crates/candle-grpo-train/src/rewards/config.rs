@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{
-    EnsembleReward, ExactReward, JsonReward, LengthReward, NumericReward, ProgramConfig,
-    ProgramReward, RegexReward, RepetitionReward, RewardFunction, RewardModel, RewardModelConfig,
-    TagsReward, WeightedRewards,
+    EnsembleReward, ExactReward, JsonReward, LengthReward, MathReward, NumericReward,
+    ProgramConfig, ProgramReward, RegexReward, RepetitionReward, RewardFunction, RewardModel,
+    RewardModelConfig, TagsReward, WeightedRewards,
 };
 use crate::invalid::within;
 
@@ -48,6 +48,8 @@ pub struct RewardConfig {
 pub enum RewardKind {
     /// [`NumericReward`].
     Numeric(NumericReward),
+    /// [`MathReward`].
+    Math(MathReward),
     /// [`ExactReward`].
     Exact(ExactReward),
     /// [`RegexReward`].
@@ -227,6 +229,7 @@ impl RewardKind {
     fn name(&self) -> String {
         let name = match self {
             Self::Numeric(_) => "numeric",
+            Self::Math(_) => "math",
             Self::Exact(_) => "exact",
             Self::Regex(_) => "regex",
             Self::Tags(_) => "tags",
@@ -243,6 +246,7 @@ impl RewardKind {
     fn validate(&self) -> Result<()> {
         match self {
             Self::Numeric(reward) => reward.validate(),
+            Self::Math(reward) => reward.validate(),
             Self::Exact(_) | Self::Json(_) => Ok(()),
             Self::Regex(options) => options.build().map(drop),
             Self::Tags(options) => options.build().map(drop),
@@ -258,6 +262,7 @@ impl RewardKind {
     fn build(&self, device: &Device) -> Result<Box<dyn RewardFunction>> {
         Ok(match self {
             Self::Numeric(reward) => Box::new(reward.clone()),
+            Self::Math(reward) => Box::new(reward.clone()),
             Self::Exact(reward) => Box::new(reward.clone()),
             Self::Json(reward) => Box::new(reward.clone()),
             Self::Regex(options) => Box::new(options.build()?),
@@ -309,6 +314,7 @@ impl RewardKind {
     fn check_row(&self, columns: &Value) -> Result<()> {
         match self {
             Self::Numeric(reward) => reward.expected(columns).map(drop),
+            Self::Math(reward) => reward.expected(columns).map(drop),
             Self::Exact(reward) => reward.expected(columns).map(drop),
             Self::Json(reward) => reward.expected(columns).map(drop),
             Self::Ensemble(options) => {

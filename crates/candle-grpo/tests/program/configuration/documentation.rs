@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use candle_grpo::config::{Document, RollFile, RunConfig};
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::rewards::{
-    ExactReward, JsonReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
+    ExactReward, JsonReward, MathReward, NumericReward, ProgramConfig, RewardKind,
+    RewardModelConfig,
 };
 use serde_json::{Value, json};
 
@@ -63,6 +64,12 @@ fn tables() -> Vec<Table> {
             "crates/candle-grpo-train/src/rewards/numeric.rs",
             "NumericReward",
             serde_json::to_value(NumericReward::default()).unwrap(),
+        ),
+        table(
+            "math",
+            "crates/candle-grpo-train/src/rewards/math/mod.rs",
+            "MathReward",
+            serde_json::to_value(MathReward::default()).unwrap(),
         ),
         table(
             "exact",

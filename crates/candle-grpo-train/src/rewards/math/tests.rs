@@ -1,0 +1,489 @@
+//! Tests of parsing and comparison together.
+
+use std::time::{Duration, Instant};
+
+use num_rational::BigRational;
+use proptest::prelude::*;
+use rstest::rstest;
+use serde_json::json;
+
+use super::compare::Comparison;
+use super::parser::parse;
+use super::value::Value;
+use super::{AnswerPlace, MathReward};
+
+fn matches(answer: &str, reference: &str) -> bool {
+    let reward = MathReward::default();
+    reward
+        .matches(answer, &json!({"answer": reference}))
+        .unwrap()
+}
+
+#[rstest]
+// Numbers.
+#[case("42", "42.0")]
+#[case("1,200", "1200")]
+#[case("1 000", "1000")]
+#[case(r"14{,}916", "14916")]
+#[case(r"10,\!000", "10000")]
+#[case("2,74", "2.74")]
+#[case("007", "7")]
+#[case("-5", "−5")]
+#[case("1.5e3", "1500")]
+#[case("0.3333333", r"\frac13")]
+#[case(r"2\frac{1}{3}", r"\frac{7}{3}")]
+#[case(r"\frac34", "0.75")]
+#[case(r"\frac 3 4", "3/4")]
+#[case(r"\dfrac{-1}{2}", "-1/2")]
+#[case(r"\text{13}", "13")]
+#[case("5!", "120")]
+#[case(r"\binom{5}{2}", "10")]
+#[case("2^{10}", "1024")]
+#[case(r"1112_3", "1112_{3}")]
+// Percentages.
+#[case("28%", r"28\%")]
+#[case("28 percent", "0.28")]
+#[case("28", r"28\%")]
+#[case("-5%", "-5")]
+#[case(r"$\boxed{28}$ percent", "28%")]
+// Roots.
+#[case(r"\sqrt{12}", r"2\sqrt3")]
+#[case(r"\frac{1}{\sqrt2}", r"\frac{\sqrt{2}}{2}")]
+#[case(r"\frac{1}{\sqrt{2}+1}", r"\sqrt{2}-1")]
+#[case(r"\sqrt[3]{-8}", "-2")]
+#[case(r"\sqrt[3]{16}", r"2\sqrt[3]{2}")]
+#[case(r"\sqrt{6}", r"\sqrt{2}\sqrt{3}")]
+#[case(r"\sqrt{3+2\sqrt{2}}", r"1+\sqrt{2}")]
+#[case(r"\sqrt{-4}", "2i")]
+#[case("i^2", "-1")]
+#[case("i^3", "-i")]
+#[case("√2/2", r"\frac{1}{\sqrt 2}")]
+// Expressions.
+#[case("(x+1)^2", "x^2+2x+1")]
+#[case(r"\frac{x^2-1}{x-1}", "x+1")]
+#[case(r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}")]
+#[case("x**2", "x^2")]
+#[case("2^{x+1}", r"2 \cdot 2^x")]
+#[case("4^x", "2^{2x}")]
+#[case("e^{2x}", "(e^x)^2")]
+#[case(r"\ln 8", r"3 \ln 2")]
+#[case(r"\log_2 8", "3")]
+#[case(r"\tan x", r"\frac{\sin x}{\cos x}")]
+#[case(r"\sin^2 x", r"1-\cos^2 x")]
+#[case(r"\sin(-x)", r"-\sin x")]
+#[case(r"\cos\frac{\pi}{3}", "1/2")]
+#[case(r"|-3|", "3")]
+#[case(r"2\pi r", r"r \cdot 2\pi")]
+#[case(r"\pi", "π")]
+#[case(r"\lfloor 7/2 \rfloor", "3")]
+// Tuples, sets, intervals.
+#[case("(1, 2)", r"\left(1, \frac{4}{2}\right)")]
+#[case(r"\{1, 2\}", r"\{2, 1\}")]
+#[case("1, 2", "2 and 1")]
+#[case(r"x = 1 \text{ or } x = 2", "1, 2")]
+#[case(r"1 \pm \sqrt2", r"1-\sqrt2, 1+\sqrt2")]
+#[case("(1,2),(3,4)", "(3,4),(1,2)")]
+#[case("[-36,104]", r"\left[-36, 104\right]")]
+#[case(r"(-\infty, 2)", "x < 2")]
+#[case(r"[0, \infty)", r"x \ge 0")]
+#[case("2 < x \\le 3", "(2, 3]")]
+#[case(r"x \in (2, 3)", "2 < x < 3")]
+#[case(r"[0,1) \cup (2,3]", r"(2,3] \cup [0,1)")]
+#[case(r"1 \le |x| \le 2", r"[-2,-1] \cup [1,2]")]
+#[case(r"\emptyset", r"\{\}")]
+// Matrices.
+#[case(
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+    r"\begin{bmatrix}1&2\\3&\frac{8}{2}\end{bmatrix}"
+)]
+#[case(
+    r"\begin{pmatrix}1&1\\0&1\end{pmatrix}^2",
+    r"\begin{pmatrix}1&2\\0&1\end{pmatrix}"
+)]
+// Equations and inequalities.
+#[case("x = 5", "5")]
+#[case("x = 2 + 3 = 5", "5")]
+#[case("2x + 4y = 6", "y = 3/2 - x/2")]
+#[case("x < 1", "-x > -1")]
+#[case(r"x \neq 3", "3 \\ne x")]
+#[case("(p, q) = (3, 2)", "(3,2)")]
+#[case("f(x) = x^2", "x^2")]
+// Units and text.
+#[case(r"5\text{ cm}^2", "5")]
+#[case("35 cm", "35")]
+#[case("$12", "12 dollars")]
+#[case(r"90^\circ", "90")]
+#[case(r"\text{(C)}", "C")]
+#[case(r"\text{Evelyn}", "Evelyn")]
+// Places.
+#[case("so 1 and 2.\nThe answer is $x^2$. Good.", "x^2")]
+#[case(r"\boxed{1} and \boxed{2}", "2, 1")]
+#[case("The sum is 7.", "7")]
+#[case("6 * 7 = 42\n#### 42", "42")]
+fn equal_answers(#[case] answer: &str, #[case] reference: &str) {
+    assert!(matches(answer, reference), "{answer} = {reference}");
+}
+
+#[rstest]
+#[case("1/2", "1/3")]
+#[case("0.333", "1/3")]
+#[case("28", "0.28")]
+#[case("2800%", "0.28")]
+#[case(r"\sqrt2", "1.41")]
+#[case(r"4\sqrt{2}", "4")]
+#[case(r"\frac{1}{2004!}", r"\frac{1}{2006!}")]
+#[case("2^{99}", "2^{98}")]
+#[case("10^{10^{10}}", "10^{10^{11}}")]
+#[case("x+1", "x+2")]
+#[case("x", "y")]
+#[case("f(x)", "f(y)")]
+#[case(r"\sin x", r"\cos x")]
+#[case(r"\sqrt{x^2}", "x")]
+#[case("(1, 2)", "(2, 1)")]
+#[case("(1, 2)", "[1, 2]")]
+#[case("1, 2", "1, 2, 3")]
+#[case("1, 2, 3", "1, 2")]
+#[case("[0,1)", "[0,1]")]
+#[case(r"[0,1) \cup (2,3]", r"[0,1) \cup (2,4]")]
+#[case("x < 1", "x > 1")]
+#[case("x < 1", r"x \le 1")]
+#[case("x < 1", "x = 1")]
+#[case("x = 1", "y = 1")]
+#[case("11a+c", "7 = 11a+c")]
+#[case("1", "2x+z=1")]
+#[case(
+    r"\begin{pmatrix}1&2\end{pmatrix}",
+    r"\begin{pmatrix}1\\2\end{pmatrix}"
+)]
+#[case("12:00", "1:00")]
+#[case("1112_3", "1112_4")]
+#[case(r"\boxed{32, 349}", "32349")]
+#[case("AZYUK2A", "2")]
+#[case("٢", "2")]
+#[case("", "0")]
+#[case("1/0", "0")]
+#[case(r"\text{Eve}", r"\text{Evelyn}")]
+fn unequal_answers(#[case] answer: &str, #[case] reference: &str) {
+    assert!(!matches(answer, reference), "{answer} = {reference}");
+}
+
+#[test]
+fn decimals_bound_the_difference() {
+    let row = json!({"answer": "1/3"});
+    let reward = |decimals| MathReward {
+        decimals,
+        ..MathReward::default()
+    };
+    assert!(reward(3).matches("0.333", &row).unwrap());
+    assert!(!reward(4).matches("0.333", &row).unwrap());
+    assert!(reward(31).validate().is_err());
+}
+
+#[test]
+fn the_place_and_the_column_are_options() {
+    let reward = MathReward {
+        column: "sum".to_owned(),
+        find: AnswerPlace::FirstLine,
+        ..MathReward::default()
+    };
+    assert!(reward.matches("x = 3\n4", &json!({"sum": 3})).unwrap());
+    assert!(!reward.matches("4\n3", &json!({"sum": 3})).unwrap());
+    for (row, message) in [
+        (json!({"sum": [3]}), "must be a number"),
+        (json!({}), "absent"),
+    ] {
+        let error = reward.matches("3", &row).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+}
+
+#[test]
+fn expressions_beyond_a_bound_have_no_value() {
+    let nested = |depth: usize| "(".repeat(depth) + "1" + &")".repeat(depth);
+    assert!(parse(&nested(35)).is_some());
+    assert!(parse(&nested(45)).is_none());
+    assert!(parse(&"7".repeat(1000)).is_some());
+    assert!(parse(&"7".repeat(1001)).is_none());
+    assert!(parse("(x+1)^{32}").is_some());
+    assert!(parse("(x+1)^{33}").is_none());
+    // Text that is the same is equal all the same.
+    assert!(matches(&nested(45), &nested(45)));
+    assert!(!matches(&nested(45), "1"));
+}
+
+/// An expression with a value that is computed here, without the parser.
+#[derive(Debug, Clone)]
+enum Tree {
+    Number(i64),
+    Variable(usize),
+    Sum(Box<Tree>, Box<Tree>),
+    Difference(Box<Tree>, Box<Tree>),
+    Product(Box<Tree>, Box<Tree>),
+    Power(Box<Tree>, u32),
+}
+
+fn trees() -> impl Strategy<Value = Tree> {
+    let leaf = prop_oneof![
+        (0i64..20).prop_map(Tree::Number),
+        (0usize..3).prop_map(Tree::Variable)
+    ];
+    leaf.prop_recursive(4, 12, 2, |inner| {
+        let pair = || {
+            (
+                inner.clone().prop_map(Box::new),
+                inner.clone().prop_map(Box::new),
+            )
+        };
+        prop_oneof![
+            pair().prop_map(|(a, b)| Tree::Sum(a, b)),
+            pair().prop_map(|(a, b)| Tree::Difference(a, b)),
+            pair().prop_map(|(a, b)| Tree::Product(a, b)),
+            (inner.clone().prop_map(Box::new), 0u32..3).prop_map(|(a, n)| Tree::Power(a, n)),
+        ]
+    })
+}
+
+impl Tree {
+    fn latex(&self) -> String {
+        match self {
+            Self::Number(n) => n.to_string(),
+            Self::Variable(i) => ["x", "y", r"\alpha"][*i].to_owned(),
+            Self::Sum(a, b) => format!(r"\left({} + {}\right)", a.latex(), b.latex()),
+            Self::Difference(a, b) => format!("{{{} - ({})}}", a.latex(), b.latex()),
+            Self::Product(a, b) => format!(r"{} \cdot {}", a.latex(), b.latex()),
+            Self::Power(a, n) => format!("({})^{{{n}}}", a.latex()),
+        }
+    }
+
+    fn plain(&self) -> String {
+        match self {
+            Self::Number(n) => n.to_string(),
+            Self::Variable(i) => ["x", "y", "α"][*i].to_owned(),
+            Self::Sum(a, b) => format!("({}+{})", b.plain(), a.plain()),
+            Self::Difference(a, b) => format!("(-{}+{})", b.plain(), a.plain()),
+            Self::Product(a, b) => format!("({})({})", b.plain(), a.plain()),
+            Self::Power(a, n) => format!("({})**{n}", a.plain()),
+        }
+    }
+
+    fn at(&self, point: [i64; 3]) -> BigRational {
+        match self {
+            Self::Number(n) => BigRational::from_integer((*n).into()),
+            Self::Variable(i) => BigRational::from_integer(point[*i].into()),
+            Self::Sum(a, b) => a.at(point) + b.at(point),
+            Self::Difference(a, b) => a.at(point) - b.at(point),
+            Self::Product(a, b) => a.at(point) * b.at(point),
+            Self::Power(a, n) => num_traits::pow::Pow::pow(a.at(point), *n),
+        }
+    }
+}
+
+fn equal(a: &Value, b: &Value) -> bool {
+    Comparison::new(6).equal(a, b)
+}
+
+/// Parts of expressions, in any order.
+fn fragments() -> impl Strategy<Value = String> {
+    let fragment = prop::sample::select(vec![
+        "1",
+        "2",
+        "0",
+        "9999999999",
+        ".5",
+        "x",
+        "y",
+        "e",
+        "i",
+        "+",
+        "-",
+        "*",
+        "/",
+        "^",
+        "!",
+        "%",
+        "(",
+        ")",
+        "[",
+        "]",
+        "{",
+        "}",
+        r"\{",
+        r"\}",
+        "|",
+        ",",
+        ";",
+        ":",
+        "=",
+        "<",
+        r"\le ",
+        r"\frac",
+        r"\sqrt",
+        r"\sqrt[3]",
+        r"\pm ",
+        r"\cup ",
+        r"\infty ",
+        r"\pi ",
+        r"\sin ",
+        r"\ln ",
+        r"\log_2 ",
+        r"\text{and}",
+        r"\text{cm}",
+        "$",
+        r"\boxed{",
+        r"\begin{pmatrix}",
+        r"\end{pmatrix}",
+        "&",
+        r"\\",
+        r"\sum_{k=1}^n ",
+        "_",
+        "'",
+        " ",
+        "f(",
+        r"\binom",
+        r"\left(",
+        r"\right)",
+        "²",
+        "½",
+        "٣",
+        r"\in ",
+        "and",
+        "10^",
+        "^{99}",
+    ]);
+    prop::collection::vec(fragment, 0..40).prop_map(|parts| parts.concat())
+}
+
+proptest! {
+    #[test]
+    fn two_ways_to_write_an_expression_are_equal(tree in trees()) {
+        let (latex, plain) = (parse(&tree.latex()).unwrap(), parse(&tree.plain()).unwrap());
+        prop_assert!(equal(&latex, &plain), "{} and {}", tree.latex(), tree.plain());
+    }
+
+    #[test]
+    fn expressions_are_equal_if_their_values_are(a in trees(), b in trees()) {
+        // Degrees are at most 32 in each variable.
+        let same = (0..40).all(|x| {
+            let point = [x - 20, (x * 7) % 41 - 20, (x * 11) % 37 - 18];
+            a.at(point) == b.at(point)
+        });
+        let (a, b) = (parse(&a.latex()).unwrap(), parse(&b.plain()).unwrap());
+        prop_assert_eq!(equal(&a, &b), same);
+    }
+
+    #[test]
+    fn equality_is_reflexive_and_symmetric(a in fragments(), b in fragments()) {
+        let (a, b) = (parse(&a), parse(&b));
+        if let Some(a) = &a
+            && !matches!(a, Value::Text(_))
+            && !format!("{a:?}").contains("Text")
+        {
+            prop_assert!(equal(a, a), "{a:?}");
+        }
+        if let (Some(a), Some(b)) = (a, b) {
+            prop_assert_eq!(equal(&a, &b), equal(&b, &a));
+        }
+    }
+
+    #[test]
+    fn any_text_ends_soon(text in ".*", fragments in fragments()) {
+        let start = Instant::now();
+        for text in [&text, &fragments] {
+            let _ = matches(text, "x^2+1");
+            let _ = matches(&format!(r"\boxed{{{text}}}"), &format!(r"\boxed{{{text}}}"));
+        }
+        prop_assert!(start.elapsed() < Duration::from_secs(10));
+    }
+}
+
+/// Answers that would need much time or memory.
+fn hostile() -> Vec<String> {
+    let mega = 1 << 20;
+    let mut answers = vec![
+        "(".repeat(mega),
+        "{".repeat(2000) + "1" + &"}".repeat(2000),
+        "(".repeat(700) + "1" + &")".repeat(700),
+        "-".repeat(4000) + "1",
+        "1".repeat(mega),
+        "1 ".repeat(mega),
+        "$".repeat(mega),
+        "$1$,".repeat(mega / 4),
+        r"\[".repeat(mega / 2),
+        r"\boxed{".repeat(mega / 8),
+        r"\boxed{1} and ".repeat(mega / 16),
+        "answer is ".repeat(mega / 8),
+        "the final answer ".repeat(mega / 16),
+        "9^".repeat(1000) + "9",
+        "9^{".repeat(1000) + "9" + &"}".repeat(1000),
+        "9^9^9^9^9^9".to_owned(),
+        "2^{1000000000}".to_owned(),
+        "10^{999999999}+1".to_owned(),
+        "1e999999999".to_owned(),
+        "1e-2147483648".to_owned(),
+        "123456789!".to_owned(),
+        "5!!!!!!".to_owned(),
+        r"\binom{1000000000}{500000000}".to_owned(),
+        "(a+b+c+d+e+f+g+h)^{1000000}".to_owned(),
+        "(a+b+c+d+x+f+g+h)^{32}".to_owned(),
+        "(x+1)".repeat(800),
+        "(x+y+1)^{20}".repeat(300),
+        "(a+b)(c+d)(x+y)(m+n)(p+q)(r+s)(u+v)(w+z)".repeat(40),
+        r"\sqrt{1+".repeat(30) + "x" + &"}".repeat(30),
+        r"\sqrt{2}+\sqrt{3}+\sqrt{5}+\sqrt{7}".repeat(90),
+        format!(
+            "({})^{{31}}",
+            (2..20)
+                .map(|n| format!(r"\sqrt{{{n}}}"))
+                .collect::<Vec<_>>()
+                .join("+")
+        ),
+        format!(r"\sqrt{{{}}}", "7".repeat(999)),
+        r"\sin(".repeat(35) + "x" + &")".repeat(35),
+        r"\pm 1".repeat(700),
+        "1,".repeat(2000),
+        "(1,2),".repeat(600) + "3",
+        r"\{".repeat(38) + "1" + &r"\}".repeat(38),
+        r"\begin{pmatrix}".to_owned() + &"1&".repeat(700) + r"1\end{pmatrix}",
+        "x^{9223372036854775807}x^{9223372036854775807}".to_owned(),
+        "٣".repeat(mega),
+        "\u{0}".repeat(mega),
+    ];
+    answers.extend((1..9).map(|n| format!("{}^{{{}}}", "9".repeat(n * 100), "9".repeat(n))));
+    answers
+}
+
+#[test]
+fn hostile_answers_end_soon() {
+    for answer in hostile() {
+        for text in [answer.clone(), format!(r"\boxed{{{answer}}}")] {
+            let start = Instant::now();
+            let _ = matches(&text, "7");
+            let _ = matches(&text, &text);
+            let elapsed = start.elapsed();
+            let shown: String = text.chars().take(40).collect();
+            assert!(elapsed < Duration::from_secs(20), "{shown}: {elapsed:?}");
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn hostile_answers_fit_into_memory() {
+    // In a process of its own, which may map half a gibibyte.
+    let test = std::env::current_exe().unwrap();
+    let limited = std::process::Command::new("sh")
+        .args(["-c", "ulimit -v 524288; exec \"$0\" \"$@\""])
+        .arg(test)
+        .args([
+            "rewards::math::tests::hostile_answers_end_soon",
+            "--exact",
+            "--test-threads=1",
+        ])
+        .output()
+        .unwrap();
+    let output = String::from_utf8_lossy(&limited.stdout);
+    assert!(
+        limited.status.success() && output.contains("1 passed"),
+        "{output}"
+    );
+}
