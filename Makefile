@@ -7,7 +7,7 @@ SECONDS ?= 60
 # The random cases of the tests. Another number draws others.
 export PROPTEST_RNG_SEED ?= 0
 
-.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
+.PHONY: help demo demo-short demo-llm demo-qlora eval-llm model test test-model test-vllm test-llama test-hub test-readers mpi test-mpi examples bench bench-raw bench-peers bench-staleness bench-scaling sanitize fuzz fmt lint prose package deny cuda-check cuda-test cuda-toolkit gpu-bundle ci
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -50,6 +50,9 @@ test-llama: ## run the tests against llama.cpp's server, which it compiles in .e
 
 test-hub: ## compare the client of the hub with Hugging Face's Python library, which it installs in .engines/; skips without a network
 	@CARGO="$(CARGO)" scripts/test-hub
+
+test-readers: ## read what `grpo convert` writes with transformers and llama-cpp-python, which it installs in .engines/
+	@CARGO="$(CARGO)" scripts/test-readers
 
 mpi: ## download Open MPI and libclang into .mpi/ if there is no mpicc, and print the environment of a build with MPI
 	@scripts/mpi

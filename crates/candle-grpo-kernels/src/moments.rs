@@ -221,7 +221,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(2000))]
+        #![proptest_config(ProptestConfig::with_cases(20000))]
         #[test]
         fn a_code_is_that_of_the_nearest_number(power in -9f32..0.0, negative in any::<bool>()) {
             let number = 10f32.powf(power);
@@ -229,13 +229,13 @@ mod tests {
             let distance = |a: f32, b: f32| (a - b).abs();
             let signed = if negative { -number } else { number };
             let expected = nearest(&SIGNED, signed);
-            // Numbers between two codes may round to either.
+            // A border between two codes is off by 1e-4 of their distance, which is 4e-4 here.
             prop_assert!(
-                distance(found(&SIGNED, signed), signed) <= distance(expected, signed) * (1.0 + 1e-4)
+                distance(found(&SIGNED, signed), signed) <= distance(expected, signed) * (1.0 + 1e-3)
             );
             let expected = nearest(&UNSIGNED, number).max(UNSIGNED.numbers[1]);
             prop_assert!(
-                distance(found(&UNSIGNED, number), number) <= distance(expected, number) * (1.0 + 1e-4)
+                distance(found(&UNSIGNED, number), number) <= distance(expected, number) * (1.0 + 1e-3)
             );
         }
     }

@@ -55,15 +55,19 @@ pub struct RollFile {
 /// The rule for the keys at and below a path, in which `*` stands for one step.
 enum Rule {
     To(&'static str),
+    /// To a place, if the second path of the file is true.
+    ToIf(&'static str, &'static str),
     NoMeaning(&'static str),
     NotSupported(&'static str),
 }
 
-use Rule::{NoMeaning, NotSupported, To};
+use Rule::{NoMeaning, NotSupported, To, ToIf};
 
 const ONE_PROCESS: &str = "training runs in one process";
 const TEMPLATE: &str = "the chat template of the model is used";
 const GROUP: &str = "num_return_sequences_in_group is used";
+const PACKED: &str = "sequences are packed without padding";
+const TOKENS: &str = "training.micro_batch_tokens bounds a pass";
 const METRICS: &str = "metrics are always written to the run directory";
 
 /// The rules. The first one that fits applies.
@@ -216,6 +220,19 @@ const RULES: &[(&str, Rule)] = &[
         "actor_train.training_args.per_device_train_batch_size",
         To("training.micro_batch_size"),
     ),
+    (
+        "actor_train.max_tokens_per_microbatch_in_train",
+        ToIf(
+            "training.micro_batch_tokens",
+            "actor_train.use_dynamic_batching_in_train",
+        ),
+    ),
+    ("*.max_tokens_per_microbatch_in_train", NoMeaning(TOKENS)),
+    ("*.max_tokens_per_microbatch_in_infer", NoMeaning(TOKENS)),
+    ("*.use_dynamic_batching_in_train", NoMeaning(TOKENS)),
+    ("*.use_dynamic_batching_in_infer", NoMeaning(TOKENS)),
+    ("*.sequence_length_round_in_train", NoMeaning(PACKED)),
+    ("*.sequence_length_round_in_infer", NoMeaning(PACKED)),
     (
         "actor_train.training_args.gradient_accumulation_steps",
         To("training.mini_batch_size"),
@@ -413,7 +430,10 @@ impl Translation {
             Verdict::Used(place)
         } else {
             match RULES.iter().find(|(pattern, _)| fits(pattern, path)) {
-                Some((_, To(place))) => self.place(place, value, path, line),
+                Some((_, ToIf(_, switch))) if !self.is_true(document, switch) => {
+                    Verdict::NoMeaning(format!("{switch} is not true"))
+                }
+                Some((_, To(place) | ToIf(place, _))) => self.place(place, value, path, line),
                 // A switch that is off has no effect.
                 Some((_, NotSupported(why))) if value == Value::Bool(false) || value.is_null() => {
                     Verdict::NoMeaning(format!("it is off ({why})"))
@@ -428,6 +448,12 @@ impl Translation {
             line,
             verdict,
         });
+    }
+
+    fn is_true(&mut self, document: &Document, path: &str) -> bool {
+        let value = document.get(path);
+        let value = value.map(|value| interpolated(document, value, &mut self.room));
+        value == Some(Value::Bool(true))
     }
 
     fn place(&mut self, place: &str, value: Value, origin: &str, line: Option<usize>) -> Verdict {

@@ -67,6 +67,38 @@ fn check_prints_a_configuration_that_it_accepts() {
     assert_eq!((quiet.status.code(), out(&quiet).as_str()), (Some(0), ""));
 }
 
+/// The part `name` of the plan of memory, in MiB.
+fn planned(printed: &str, name: &str) -> Option<usize> {
+    let (_, rest) = printed.split_once(&format!(" {name} "))?;
+    rest.split_once(" MiB")?.0.parse().ok()
+}
+
+#[test]
+fn check_prints_the_memory_of_the_run() {
+    let folder = folder(CONFIG, DATA);
+    let check = |more: &str| {
+        fs::write(folder.path().join("run.yaml"), format!("{CONFIG}{more}")).unwrap();
+        let checked = grpo(folder.path(), &["check", "run.yaml"]);
+        let said = String::from_utf8_lossy(&checked.stderr);
+        assert_eq!(checked.status.code(), Some(0), "{said}");
+        out(&checked)
+    };
+    let whole = check("");
+    assert!(whole.contains("# Memory: at most about "), "{whole}");
+    assert!(
+        whole.contains(" tokens and a longest prompt of "),
+        "{whole}"
+    );
+    for part in ["weights", "optimizer", "gradients", "activations"] {
+        assert!(planned(&whole, part).is_some(), "{part}: {whole}");
+    }
+    assert_eq!(planned(&whole, "critic"), None, "{whole}");
+    let most = |printed: &str| planned(printed, "about").unwrap();
+    let long = check("sampler: {max_batch_size: 4}\ntraining: {critic: {}}\n");
+    assert!(planned(&long, "critic").is_some(), "{long}");
+    assert!(most(&long) >= most(&whole), "{long}");
+}
+
 #[test]
 fn each_kind_of_error_has_its_exit_code() {
     let there = folder(CONFIG, DATA);

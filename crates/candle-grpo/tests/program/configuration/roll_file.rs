@@ -90,6 +90,28 @@ fn verdict(file: &RollFile, path: &str) -> Verdict {
 }
 
 #[test]
+fn a_bound_of_tokens_is_used_if_its_switch_is_on() {
+    let key = "actor_train.max_tokens_per_microbatch_in_train";
+    let file = |switch: &str| {
+        roll(&format!(
+            "pretrain: m\ndynamic: true\nactor_train:\n  use_dynamic_batching_in_train: {switch}\n  \
+             max_tokens_per_microbatch_in_train: 4096\n"
+        ))
+    };
+    for switch in ["true", "${dynamic}"] {
+        let used = Verdict::Used("training.micro_batch_tokens".to_owned());
+        assert_eq!(verdict(&file(switch), key), used, "{switch}");
+        let tokens = file(switch)
+            .document
+            .get("training.micro_batch_tokens")
+            .cloned();
+        assert_eq!(tokens, Some(4096.into()));
+    }
+    let off = verdict(&file("false"), key);
+    assert!(matches!(off, Verdict::NoMeaning(_)), "{off}");
+}
+
+#[test]
 fn every_key_has_its_verdict() {
     let file = roll(FILE);
     let used = |path: &str| match verdict(&file, path) {
