@@ -105,7 +105,7 @@ impl MemoryPlan {
         let gradients = 4 * count;
         let training = match (longest < mini, &config.adapters) {
             (true, _) | (_, Some(_)) => gradients + activations,
-            // In a single pass the gradients replace the activations, that of the output layer first.
+            // In a single pass the gradients replace the activations, the output layer's first.
             (false, None) => gradients.max(activations + 4 * model.vocab_size * model.hidden_size),
         };
         let drawn = (step * group).min(config.sampling.max_batch_size);

@@ -94,18 +94,16 @@ fn a_bound_of_tokens_is_used_if_its_switch_is_on() {
     let key = "actor_train.max_tokens_per_microbatch_in_train";
     let file = |switch: &str| {
         roll(&format!(
-            "pretrain: m\ndynamic: true\nactor_train:\n  use_dynamic_batching_in_train: {switch}\n  \
+            "pretrain: m\ndynamic: true\nrewards: [{{kind: numeric}}]\nactor_train:\n  \
+             data_args: {{file_name: a.jsonl}}\n  use_dynamic_batching_in_train: {switch}\n  \
              max_tokens_per_microbatch_in_train: 4096\n"
         ))
     };
     for switch in ["true", "${dynamic}"] {
         let used = Verdict::Used("training.micro_batch_tokens".to_owned());
         assert_eq!(verdict(&file(switch), key), used, "{switch}");
-        let tokens = file(switch)
-            .document
-            .get("training.micro_batch_tokens")
-            .cloned();
-        assert_eq!(tokens, Some(4096.into()));
+        let config = RunConfig::new(&file(switch).document).unwrap();
+        assert_eq!(config.train.micro_batch_tokens, Some(4096));
     }
     let off = verdict(&file("false"), key);
     assert!(matches!(off, Verdict::NoMeaning(_)), "{off}");
