@@ -21,7 +21,7 @@ RUN = """
 model: {model}
 data: {{train: train.jsonl, chat: false, prompt: "{{question}}"}}
 rewards: [{{kind: regex, pattern: "[0-9]"}}]
-algorithm: {{rollout_batch_size: 4, num_return_sequences_in_group: 8, response_length: 8, norm_adv_type: mean}}
+algorithm: {{rollout_batch_size: 4, num_return_sequences_in_group: 8, response_length: 8}}
 training: {{adapters: {{rank: 8, alpha: 16}}}}
 optimizer: {{learning_rate: 1e-3}}
 max_steps: 2
