@@ -7,9 +7,12 @@ use candle_core::{DType, Error, Result, Tensor, bail};
 use crate::DecoderConfig;
 use crate::weights::safetensors::TensorHeader;
 use crate::weights::stacks;
+use crate::weights::stored_tensor::StoredTensor;
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const OUTPUT: &str = "lm_head.weight";
+/// The numbers that [`check_finite`] converts at once.
+const CHUNK: usize = 1 << 20;
 const ROTARY_FREQUENCIES: &str = "rotary_emb.inv_freq";
 
 /// Checks that `found` has exactly the names of `expected`. The error lists what is missing and
@@ -71,11 +74,16 @@ pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
     if !tensor.dtype().is_float() || tensor.elem_count() == 0 {
         return Ok(());
     }
-    // Zero times a number is zero, unless the number is not finite: then it is NaN, and so is the
-    // sum.
-    let sum = (tensor.to_dtype(DType::F32)? * 0.0)?.sum_all()?;
-    if sum.to_scalar::<f32>()?.is_nan() {
-        bail!("a NaN or an infinity in f32, must be finite");
+    let numbers = tensor.flatten_all()?;
+    let count = numbers.elem_count();
+    for start in (0..count).step_by(CHUNK) {
+        let numbers = numbers.narrow(0, start, CHUNK.min(count - start))?;
+        // Zero times a number is zero, unless the number is not finite: then it is NaN, and so is
+        // the sum.
+        let sum = (numbers.to_dtype(DType::F32)? * 0.0)?.sum_all()?;
+        if sum.to_scalar::<f32>()?.is_nan() {
+            bail!("a NaN or an infinity in f32, must be finite");
+        }
     }
     Ok(())
 }
@@ -103,7 +111,7 @@ pub fn text_model<T>(config: &DecoderConfig, tensors: HashMap<String, T>) -> Has
 /// are not the text model.
 pub(crate) fn reduce_to_parameters(
     config: &DecoderConfig,
-    tensors: &mut HashMap<String, Tensor>,
+    tensors: &mut HashMap<String, StoredTensor>,
 ) -> Result<()> {
     *tensors = text_model(config, std::mem::take(tensors));
     stacks::split(config, tensors)?;
@@ -111,7 +119,7 @@ pub(crate) fn reduce_to_parameters(
     if config.tie_word_embeddings
         && let (Some(embedding), Some(output)) = (tensors.get(EMBEDDING), tensors.get(OUTPUT))
     {
-        if !equal(embedding, output)? {
+        if !equal(&embedding.read()?, &output.read()?)? {
             bail!(
                 "{OUTPUT}: differs from {EMBEDDING}, must be equal or absent with tie_word_embeddings"
             );

@@ -1,15 +1,12 @@
 //! Checkpoints with more parts than a text model, which are saved as they were read.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::fs;
+use std::io;
+use std::path::Path;
 
 use candle_core::{Error, Result, bail};
-use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use crate::DecoderConfig;
@@ -17,8 +14,9 @@ use crate::atomic_file;
 use crate::model::families::Multimodal;
 use crate::weights::Export;
 use crate::weights::export::unsaved;
-use crate::weights::safetensors::{open_header, read_folder};
+use crate::weights::safetensors::read_folder;
 use crate::weights::safetensors_writer::{self, LazyTensor};
+use crate::weights::stored_tensor::StoredTensor;
 
 const CONFIG: &str = "config.json";
 const TEXT_CONFIG: &str = "text_config";
@@ -46,27 +44,6 @@ pub struct CheckpointForm {
     others: BTreeMap<String, StoredTensor>,
     /// The names and contents of small files.
     files: Vec<(&'static str, Vec<u8>)>,
-}
-
-/// A tensor in a safetensors file.
-#[derive(Debug, Clone)]
-struct StoredTensor {
-    file: Arc<OpenFile>,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    /// The first byte in the file.
-    start: u64,
-    /// The number of bytes.
-    length: usize,
-}
-
-/// A file that is read later.
-#[derive(Debug)]
-struct OpenFile {
-    path: PathBuf,
-    file: Mutex<File>,
-    length: u64,
-    modified: Option<SystemTime>,
 }
 
 impl CheckpointForm {
@@ -186,7 +163,7 @@ impl CheckpointForm {
 
     fn check_unchanged(&self) -> io::Result<()> {
         let mut others = self.others.values();
-        others.try_for_each(|tensor| tensor.file.check_unchanged())
+        others.try_for_each(StoredTensor::check_unchanged)
     }
 }
 
@@ -200,59 +177,5 @@ fn set_text_keys(config: &mut Map<String, Value>, model: &DecoderConfig) {
         if let Some(found) = config.get_mut(key) {
             *found = value;
         }
-    }
-}
-
-impl StoredTensor {
-    /// The tensors of a safetensors file.
-    fn read_file(path: &Path) -> Result<HashMap<String, Self>> {
-        let (file, start, headers) = open_header(path)?;
-        let metadata = file.metadata()?;
-        let file = Arc::new(OpenFile {
-            path: path.to_owned(),
-            length: metadata.len(),
-            modified: metadata.modified().ok(),
-            file: Mutex::new(file),
-        });
-        let tensors = headers.into_iter().map(|(name, header)| {
-            let (dtype, bytes) = header
-                .stored()
-                .map_err(|error| Error::msg(format!("tensor {name}: {error}")))?;
-            let tensor = Self {
-                file: file.clone(),
-                dtype,
-                start: start + bytes.start,
-                length: (bytes.end - bytes.start) as usize,
-                shape: header.shape,
-            };
-            Ok((name, tensor))
-        });
-        tensors.collect()
-    }
-
-    fn bytes(&self) -> io::Result<Vec<u8>> {
-        self.file.check_unchanged()?;
-        let mut bytes = vec![0; self.length];
-        let mut file = self.file.lock();
-        file.seek(SeekFrom::Start(self.start))?;
-        file.read_exact(&mut bytes)?;
-        Ok(bytes)
-    }
-}
-
-impl OpenFile {
-    fn lock(&self) -> MutexGuard<'_, File> {
-        self.file.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn check_unchanged(&self) -> io::Result<()> {
-        let now = self.lock().metadata()?;
-        if now.len() == self.length && now.modified().ok() == self.modified {
-            return Ok(());
-        }
-        Err(io::Error::other(format!(
-            "{}: has changed since the model was loaded, must stay as it was: the parts beside the text model are copied from it",
-            self.path.display()
-        )))
     }
 }

@@ -13,6 +13,7 @@ pub(crate) mod safetensors_writer;
 mod sequence_classifier;
 pub(crate) mod stacks;
 pub(crate) mod standard_normal;
+mod stored_tensor;
 
 pub use base_weights::BaseWeights;
 pub use check::text_model;

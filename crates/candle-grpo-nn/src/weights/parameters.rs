@@ -12,6 +12,7 @@ use crate::weights::base_weights::{FrozenForm, builder, check_shape, shape};
 use crate::weights::check::{check_headers, check_names, reduce_to_parameters};
 use crate::weights::safetensors;
 use crate::weights::standard_normal::StandardNormal;
+use crate::weights::stored_tensor::StoredTensor;
 use crate::{BaseWeights, ComputeCopies, DecoderConfig};
 
 /// Standard deviation of new weights, as in GPT-2 and Hugging Face's `initializer_range`.
@@ -93,7 +94,19 @@ impl Parameters {
 
     pub(crate) fn from_tensors_in(
         config: &DecoderConfig,
-        mut tensors: HashMap<String, Tensor>,
+        tensors: HashMap<String, Tensor>,
+        form: &FrozenForm,
+        device: &Device,
+    ) -> Result<Self> {
+        Self::read_in(config, tensors, Ok, form, device)
+    }
+
+    /// The weights in `form`. Each tensor is freed before the next one is read, so that a large
+    /// model is not held twice.
+    pub(crate) fn read_in<T>(
+        config: &DecoderConfig,
+        mut tensors: HashMap<String, T>,
+        read: impl Fn(T) -> Result<Tensor>,
         form: &FrozenForm,
         device: &Device,
     ) -> Result<Self> {
@@ -102,11 +115,10 @@ impl Parameters {
         check_names("tensors", &shapes, &tensors)?;
         let mut variables = BTreeMap::new();
         for (name, shape) in shapes {
-            // Each tensor is freed after it has been copied, so that a large model is not held
-            // twice.
             let Some(tensor) = tensors.remove(&name) else {
                 bail!("tensors: no {name}")
             };
+            let tensor = read(tensor)?;
             check_shape(&name, &tensor, &shape)?;
             if !tensor.dtype().is_float() && tensor.dtype() != DType::U8 {
                 bail!(
@@ -207,9 +219,11 @@ impl Parameters {
                 path.display()
             ))
         };
-        let mut tensors = safetensors::read_file(path).map_err(context)?;
-        reduce_to_parameters(config, &mut tensors).map_err(context)?;
-        Self::from_tensors(config, tensors, device).map_err(context)
+        let load = || {
+            let form = FrozenForm::new(config, BaseWeights::Dense, DType::F32)?;
+            Self::from_stored(config, StoredTensor::read_file(path)?, &form, device)
+        };
+        load().map_err(context)
     }
 
     /// Reads the weights of a Hugging Face folder: `model.safetensors`, or the files that
@@ -240,12 +254,23 @@ impl Parameters {
                 folder.display()
             ))
         };
-        let mut tensors =
-            safetensors::read_folder(folder, safetensors::read_file).map_err(context)?;
-        reduce_to_parameters(config, &mut tensors).map_err(context)?;
-        FrozenForm::new(config, base, dtype)
-            .and_then(|form| Self::from_tensors_in(config, tensors, &form, device))
-            .map_err(context)
+        let load = || {
+            let form = FrozenForm::new(config, base, dtype)?;
+            let tensors = safetensors::read_folder(folder, StoredTensor::read_file)?;
+            Self::from_stored(config, tensors, &form, device)
+        };
+        load().map_err(context)
+    }
+
+    /// The weights of a checkpoint, of which each tensor is read, converted and freed.
+    pub(crate) fn from_stored(
+        config: &DecoderConfig,
+        mut tensors: HashMap<String, StoredTensor>,
+        form: &FrozenForm,
+        device: &Device,
+    ) -> Result<Self> {
+        reduce_to_parameters(config, &mut tensors)?;
+        Self::read_in(config, tensors, |tensor| tensor.read(), form, device)
     }
 
     /// Returns these weights of `model` for the training of its adapters: the linear maps in the

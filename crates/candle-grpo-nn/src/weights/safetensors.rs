@@ -7,12 +7,11 @@ use std::ops::Range;
 use std::path::{Component, Path};
 use std::str::FromStr;
 
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, bail};
 use safetensors::Dtype;
 use serde::Deserialize;
 
 use crate::json;
-use crate::weights::check::check_finite;
 
 const MODEL: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -142,27 +141,23 @@ pub(crate) fn open_header(path: &Path) -> Result<OpenHeader> {
             })?;
         header.remove("__metadata__");
         let tensors: HashMap<String, TensorHeader> = json::typed(&header.into())?;
-        let end = tensors.values().map(|tensor| tensor.data_offsets[1]).max();
-        if end.unwrap_or(0) != data {
-            bail!("{data} bytes of tensors, must have {}", end.unwrap_or(0));
+        let mut offsets: Vec<[u64; 2]> = tensors.values().map(|t| t.data_offsets).collect();
+        offsets.sort_unstable();
+        let end = offsets.iter().try_fold(0, |end, &[start, next]| {
+            (start == end && next >= end).then_some(next)
+        });
+        let Some(end) = end else {
+            bail!("data_offsets: gaps or overlaps, must place the tensors one after the other");
+        };
+        if end != data {
+            bail!("{data} bytes of tensors, must have {end}");
         }
         Ok((file, length - data, tensors))
     };
     read().map_err(|error| in_file(path, error))
 }
 
-fn in_file(path: &Path, error: Error) -> Error {
+pub(crate) fn in_file(path: &Path, error: Error) -> Error {
     let name = path.file_name().unwrap_or(path.as_os_str());
     Error::msg(format!("{}: {error}", name.display()))
-}
-
-/// Reads all tensors of one safetensors file and checks that they are finite. Errors name the file.
-pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Tensor>> {
-    let context = |error: Error| in_file(path, error);
-    let tensors = candle_core::safetensors::load(path, &Device::Cpu).map_err(context)?;
-    for (name, tensor) in &tensors {
-        check_finite(tensor)
-            .map_err(|error| context(Error::msg(format!("tensor {name}: {error}"))))?;
-    }
-    Ok(tensors)
 }

@@ -8,10 +8,12 @@ use serde_json::{Map, Value, json};
 
 use crate::model::sequence_classifier::SCORE;
 use crate::weights::base_weights::FrozenForm;
-use crate::weights::check::{OUTPUT, check_headers, reduce_to_parameters};
+use crate::weights::check::{OUTPUT, check_headers};
 use crate::weights::parameters::INIT_STD;
 use crate::weights::safetensors;
+use crate::weights::stacks::Entry;
 use crate::weights::standard_normal::StandardNormal;
+use crate::weights::stored_tensor::StoredTensor;
 use crate::{BaseWeights, DecoderConfig, Parameters, SequenceClassifierConfig, json};
 
 /// The number of labels of a configuration without `id2label`, as in transformers.
@@ -112,15 +114,9 @@ impl SequenceClassifierConfig {
         let load = || {
             let body = self.body();
             let form = FrozenForm::new(&body, BaseWeights::Dense, dtype)?;
-            let mut tensors = safetensors::read_folder(folder, safetensors::read_file)?;
-            let score = self.take_score(&mut tensors, Tensor::dims)?;
-            if !score.dtype().is_float() {
-                let dtype = score.dtype();
-                bail!("tensor {SCORE}: dtype {dtype:?}, must be a floating-point type");
-            }
-            reduce_to_parameters(&body, &mut tensors)?;
-            Parameters::from_tensors_in(&body, tensors, &form, device)?
-                .with(SCORE, &score.to_dtype(DType::F32)?)
+            let mut tensors = safetensors::read_folder(folder, StoredTensor::read_file)?;
+            let score = self.take_score(&mut tensors)?.read()?;
+            Parameters::from_stored(&body, tensors, &form, device)?.with(SCORE, &score)
         };
         load().map_err(|error| in_folder(folder, error))
     }
@@ -134,7 +130,7 @@ impl SequenceClassifierConfig {
     pub fn check_folder(&self, folder: &Path) -> Result<()> {
         let check = || {
             let mut headers = safetensors::read_folder(folder, safetensors::read_header)?;
-            let score = self.take_score(&mut headers, |header| &header.shape)?;
+            let score = self.take_score(&mut headers)?;
             score
                 .check_dtype()
                 .map_err(|error| Error::msg(format!("tensor {SCORE}: {error}")))?;
@@ -144,17 +140,13 @@ impl SequenceClassifierConfig {
     }
 
     /// Removes `score.weight`, and an output layer, which has no effect.
-    fn take_score<T>(
-        &self,
-        tensors: &mut HashMap<String, T>,
-        dims: impl Fn(&T) -> &[usize],
-    ) -> Result<T> {
+    fn take_score<T: Entry>(&self, tensors: &mut HashMap<String, T>) -> Result<T> {
         tensors.remove(OUTPUT);
         let (labels, width) = self.score_shape()?;
         let Some(score) = tensors.remove(SCORE) else {
             bail!("tensors: no {SCORE}, must have it, of shape [{labels}, {width}]");
         };
-        let found = dims(&score);
+        let found = score.dims();
         if found != [labels, width] {
             bail!(
                 "tensor {SCORE}: shape {found:?}, must be [{labels}, {width}], the number of labels and hidden_size"

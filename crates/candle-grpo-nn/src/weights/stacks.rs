@@ -25,7 +25,7 @@ pub(crate) struct Part {
     pub(crate) rows: Range<usize>,
 }
 
-/// An entry of a file with a shape.
+/// A tensor, or its place in a file.
 pub(crate) trait Entry: Sized {
     fn dims(&self) -> &[usize];
 

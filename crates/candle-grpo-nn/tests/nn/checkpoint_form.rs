@@ -221,7 +221,7 @@ fn a_source_that_changed_is_named_and_nothing_is_written() -> Result<()> {
     fs::write(&file, bytes)?;
     let out = tempfile::tempdir()?;
     let error = message(form.save(&Export::new(&parameters), &out.path().join(MODEL)));
-    let words = format!("{}: has changed since the model was loaded", file.display());
+    let words = format!("{}: has changed since it was opened", file.display());
     assert!(error.contains(&words), "{error}");
     assert_eq!(fs::read_dir(out.path())?.count(), 0);
     Ok(())

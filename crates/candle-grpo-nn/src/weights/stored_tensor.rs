@@ -1,0 +1,145 @@
+//! Tensors in safetensors files, which are read when they are needed.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use safetensors::Dtype;
+
+use crate::weights::check::check_finite;
+use crate::weights::safetensors::{in_file, open_header};
+use crate::weights::stacks::{Entry, Part};
+
+/// A tensor in a safetensors file, which stays open.
+#[derive(Debug, Clone)]
+pub(crate) struct StoredTensor {
+    file: Arc<OpenFile>,
+    /// The name in the file.
+    name: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    /// The first byte in the file.
+    start: u64,
+    /// The number of bytes.
+    length: usize,
+}
+
+/// A file that is read later.
+#[derive(Debug)]
+struct OpenFile {
+    path: PathBuf,
+    file: Mutex<File>,
+    length: u64,
+    modified: Option<SystemTime>,
+}
+
+impl StoredTensor {
+    /// The tensors of a safetensors file. Errors name the file.
+    pub(crate) fn read_file(path: &Path) -> Result<HashMap<String, Self>> {
+        let (file, start, headers) = open_header(path)?;
+        let metadata = file
+            .metadata()
+            .map_err(|error| in_file(path, error.into()))?;
+        let file = Arc::new(OpenFile {
+            path: path.to_owned(),
+            length: metadata.len(),
+            modified: metadata.modified().ok(),
+            file: Mutex::new(file),
+        });
+        let tensors = headers.into_iter().map(|(name, header)| {
+            let (dtype, bytes) = header
+                .stored()
+                .map_err(|error| in_file(path, of_tensor(&name, error)))?;
+            let tensor = Self {
+                file: file.clone(),
+                name: name.clone(),
+                dtype,
+                start: start + bytes.start,
+                length: (bytes.end - bytes.start) as usize,
+                shape: header.shape,
+            };
+            Ok((name, tensor))
+        });
+        tensors.collect()
+    }
+
+    /// Reads the numbers, on the CPU.
+    ///
+    /// # Errors
+    ///
+    /// If the dtype is not a floating-point type, a number is not finite, or the file cannot be
+    /// read. The error names file and tensor.
+    pub(crate) fn read(&self) -> Result<Tensor> {
+        let read = || {
+            let dtype = DType::try_from(self.dtype).ok().filter(DType::is_float);
+            let Some(dtype) = dtype else {
+                bail!("dtype {}, must be a floating-point type", self.dtype);
+            };
+            let tensor = Tensor::from_raw_buffer(&self.bytes()?, dtype, &self.shape, &Device::Cpu)?;
+            check_finite(&tensor)?;
+            Ok(tensor)
+        };
+        read().map_err(|error| in_file(&self.file.path, of_tensor(&self.name, error)))
+    }
+
+    pub(crate) fn bytes(&self) -> io::Result<Vec<u8>> {
+        self.check_unchanged()?;
+        let mut bytes = vec![0; self.length];
+        let mut file = self.file.lock();
+        file.seek(SeekFrom::Start(self.start))?;
+        file.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    pub(crate) fn check_unchanged(&self) -> io::Result<()> {
+        self.file.check_unchanged()
+    }
+}
+
+impl Entry for StoredTensor {
+    fn dims(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn part(&self, part: &Part) -> Result<Self> {
+        let [matrices, rows, columns] = self.shape[..] else {
+            bail!(
+                "tensor {}: shape {:?}, must have 3 dimensions",
+                self.name,
+                self.shape
+            );
+        };
+        let row = self.length / (matrices * rows).max(1);
+        Ok(Self {
+            start: self.start + ((part.index * rows + part.rows.start) * row) as u64,
+            length: part.rows.len() * row,
+            shape: vec![part.rows.len(), columns],
+            ..self.clone()
+        })
+    }
+}
+
+fn of_tensor(name: &str, error: Error) -> Error {
+    Error::msg(format!("tensor {name}: {error}"))
+}
+
+impl OpenFile {
+    fn lock(&self) -> MutexGuard<'_, File> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check_unchanged(&self) -> io::Result<()> {
+        let now = self.lock().metadata()?;
+        if now.len() == self.length && now.modified().ok() == self.modified {
+            return Ok(());
+        }
+        Err(io::Error::other(format!(
+            "{}: has changed since it was opened, must stay as it was: weights are read from it when they are needed",
+            self.path.display()
+        )))
+    }
+}
