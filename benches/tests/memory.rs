@@ -155,6 +155,38 @@ fn policy_reference_and_sampler_share_the_weights_under_adapters() -> anyhow::Re
     Ok(())
 }
 
+/// A checkpoint of merged adapters converts a part of a weight at a time.
+#[test]
+fn a_file_takes_its_largest_tensor_and_a_few_mib() -> anyhow::Result<()> {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let model = DecoderConfig {
+        vocab_size: 40_000,
+        hidden_size: 256,
+        intermediate_size: 256,
+        num_hidden_layers: 1,
+        num_attention_heads: 4,
+        num_key_value_heads: 4,
+        tie_word_embeddings: true,
+        ..DecoderConfig::default()
+    };
+    let base = Parameters::init(&model, 0, &Device::Cpu)?;
+    let base = base.frozen_as(&model, BaseWeights::Dense, DType::BF16)?;
+    let adapters = Lora::init(LoraConfig::all_linear(4, 8.), &model, 0, &Device::Cpu)?;
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let (saved, bytes) = peak_bytes(|| adapters.export(&base).save(&path));
+    saved?;
+    let largest = model.vocab_size * model.hidden_size * DType::F32.size_in_bytes();
+    let allowed = largest + 12 * MIB;
+    assert!(bytes < allowed, "{bytes} bytes, allowed are {allowed}");
+
+    let (all, bytes) =
+        peak_bytes(|| candle_grpo_nn::all_finite(base.get("model.embed_tokens.weight").unwrap()));
+    assert!(all?);
+    assert!(bytes < 12 * MIB, "{bytes} bytes");
+    Ok(())
+}
+
 /// A plan, and the peak of the second step of a run: in the first one the optimizer has no state.
 fn planned_and_measured(
     model: DecoderConfig,

@@ -76,6 +76,7 @@ pub use optim::{AdamW, AdamWConfig, Gradients};
 pub use packing::PackedTokens;
 pub use weights::{
     BaseWeights, CheckpointForm, ComputeCopies, Export, Gguf, GgufDType, GgufValue, Parameters,
+    all_finite,
 };
 
 // Compiles the example of the README.

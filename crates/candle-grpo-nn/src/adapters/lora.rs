@@ -271,20 +271,26 @@ impl Lora {
 
     /// The weights of `base` with the adapters added to them, in f32, for a file.
     pub fn export<'a>(&'a self, base: &'a Parameters) -> Export<'a> {
-        let merge = |name: &str, weight: Tensor| {
-            let matrix = |part| {
-                let module = name.strip_suffix("weight")?;
-                self.parameters.get(&format!("{module}{part}"))
-            };
-            match (matrix(LORA_A), matrix(LORA_B)) {
-                (Some(a), Some(b)) => {
-                    let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
-                    weight.to_dtype(DType::F32)? + (change * self.config.scaling())?
-                }
-                _ => Ok(weight),
+        let merge = |name: &str, weight: Tensor| match self.matrices(name) {
+            Some((a, b)) => {
+                let change = b.as_detached_tensor().matmul(&a.as_detached_tensor())?;
+                weight.to_dtype(DType::F32)? + (change * self.config.scaling())?
             }
+            None => Ok(weight),
         };
         Export::new(base).with_change(merge).in_dtype(DType::F32)
+    }
+
+    /// Returns whether the weight with this name has an adapter.
+    pub fn adapts(&self, weight: &str) -> bool {
+        self.matrices(weight).is_some()
+    }
+
+    /// The adapter of the weight with this name: A and B.
+    fn matrices(&self, weight: &str) -> Option<(&Var, &Var)> {
+        let module = weight.strip_suffix("weight")?;
+        let matrix = |part| self.parameters.get(&format!("{module}{part}"));
+        Some((matrix(LORA_A)?, matrix(LORA_B)?))
     }
 
     /// Returns new f32 parameters with the adapters added to the weights of `base`.

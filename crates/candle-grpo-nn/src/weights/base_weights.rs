@@ -58,15 +58,7 @@ impl BaseWeights {
     pub fn num_bytes(self, model: &DecoderConfig, dtype: DType) -> Result<usize> {
         let form = FrozenForm::new(model, self, dtype)?;
         let shapes = model.parameter_shapes().into_iter();
-        let bytes = shapes.map(|(name, shape)| {
-            let dims = shape.dims();
-            match form.block_type(&name, dims.last().copied().unwrap_or(0)) {
-                Some(block_type) => {
-                    shape.elem_count() / block_type.block_size() * block_type.type_size()
-                }
-                None => shape.elem_count() * dtype.size_in_bytes(),
-            }
-        });
+        let bytes = shapes.map(|(name, shape)| form.num_bytes(&name, &shape));
         Ok(bytes.sum())
     }
 
@@ -123,6 +115,17 @@ impl FrozenForm {
     fn block_type(&self, name: &str, inputs: usize) -> Option<GgmlDType> {
         let is_map = self.maps.contains(name);
         is_map.then(|| self.base.block_type(inputs)).flatten()
+    }
+
+    /// The bytes of the weight `name` in this form, unless it has the blocks of a file.
+    pub(crate) fn num_bytes(&self, name: &str, shape: &Shape) -> usize {
+        let inputs = shape.dims().last().copied().unwrap_or(0);
+        match self.block_type(name, inputs) {
+            Some(block_type) => {
+                shape.elem_count() / block_type.block_size() * block_type.type_size()
+            }
+            None => shape.elem_count() * self.dtype.size_in_bytes(),
+        }
     }
 
     /// Returns the weight `name`, in a floating-point type or in blocks, in this form.

@@ -11,8 +11,8 @@ use crate::weights::stored_tensor::StoredTensor;
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const OUTPUT: &str = "lm_head.weight";
-/// The numbers that [`check_finite`] converts at once.
-const CHUNK: usize = 1 << 20;
+/// The numbers of a tensor that are converted at once.
+pub(crate) const CHUNK: usize = 1 << 20;
 const ROTARY_FREQUENCIES: &str = "rotary_emb.inv_freq";
 
 /// Checks that `found` has exactly the names of `expected`. The error lists what is missing and
@@ -69,11 +69,38 @@ pub(crate) fn check_headers(
     Ok(())
 }
 
+/// Returns `tensor` in `dtype`.
+///
+/// # Errors
+///
+/// If a number exceeds F16.
+pub(crate) fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    let converted = tensor.to_dtype(dtype)?;
+    if dtype == DType::F16 && tensor.dtype() != dtype {
+        check_finite(&converted).map_err(|error| Error::msg(format!("in F16 {error}")))?;
+    }
+    Ok(converted)
+}
+
 /// Checks that a floating-point tensor has no NaN and no infinity, as stored and in f32.
 pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
-    if !tensor.dtype().is_float() || tensor.elem_count() == 0 {
-        return Ok(());
+    match tensor.dtype().is_float() && !all_finite(tensor)? {
+        true => bail!("a NaN or an infinity in f32, must be finite"),
+        false => Ok(()),
     }
+}
+
+/// Returns true if all entries of a floating-point tensor are finite in f32. Synchronizes with the
+/// device. A large tensor is not copied.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+///
+/// let weight = Tensor::new(&[1f32, f32::INFINITY], &Device::Cpu)?;
+/// assert!(!candle_grpo_nn::all_finite(&weight)?);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub fn all_finite(tensor: &Tensor) -> Result<bool> {
     let numbers = tensor.flatten_all()?;
     let count = numbers.elem_count();
     for start in (0..count).step_by(CHUNK) {
@@ -82,10 +109,10 @@ pub(crate) fn check_finite(tensor: &Tensor) -> Result<()> {
         // the sum.
         let sum = (numbers.to_dtype(DType::F32)? * 0.0)?.sum_all()?;
         if sum.to_scalar::<f32>()?.is_nan() {
-            bail!("a NaN or an infinity in f32, must be finite");
+            return Ok(false);
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Selects the text model of a checkpoint that may have other parts, under the names of

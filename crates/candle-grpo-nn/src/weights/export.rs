@@ -7,7 +7,7 @@ use std::rc::Rc;
 use candle_core::{DType, Error, Result, Tensor, bail};
 
 use crate::weights::base_weights::{numbers, shape};
-use crate::weights::check::{EMBEDDING, OUTPUT, check_finite};
+use crate::weights::check::{EMBEDDING, OUTPUT, converted};
 use crate::weights::safetensors_writer::{self, LazyTensor};
 use crate::{DecoderConfig, Parameters};
 
@@ -117,21 +117,21 @@ impl<'a> Export<'a> {
     ///
     /// If there is no such tensor, the adapters belong to another model, or a number exceeds F16.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        converted(&self.unconverted(name)?, self.dtype)
+            .map_err(|error| Error::msg(format!("{name}: {error}")))
+    }
+
+    /// The tensor `name`, not necessarily in [`Self::dtype`].
+    fn unconverted(&self, name: &str) -> Result<Tensor> {
         let name = self.source(name);
         let Some(weight) = self.parameters.get(name) else {
             bail!("parameters: no {name}, must have it");
         };
         let weight = numbers(&weight.as_detached_tensor(), DType::F32)?;
-        let changed = match &self.change {
-            Some(change) => change(name, weight)?,
-            None => weight,
-        };
-        let converted = changed.to_dtype(self.dtype)?;
-        if self.dtype == DType::F16 {
-            check_finite(&converted)
-                .map_err(|error| Error::msg(format!("{name}: in F16 {error}")))?;
+        match &self.change {
+            Some(change) => change(name, weight),
+            None => Ok(weight),
         }
-        Ok(converted)
     }
 
     /// The parameter that the tensor `name` is made from.
@@ -161,7 +161,7 @@ impl<'a> Export<'a> {
             };
             let kind = (self.dtype, shape(weight)?.into_dims());
             let weights = self.clone();
-            let tensor = move || weights.tensor(name);
+            let tensor = move || weights.unconverted(name);
             Ok(LazyTensor::computed(named(name), kind, tensor))
         };
         self.names().map(lazy).collect()

@@ -16,7 +16,7 @@ pub(crate) mod standard_normal;
 mod stored_tensor;
 
 pub use base_weights::BaseWeights;
-pub use check::text_model;
+pub use check::{all_finite, text_model};
 pub use checkpoint_form::CheckpointForm;
 pub use compute_copies::ComputeCopies;
 pub use export::Export;

@@ -11,6 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::{Dtype, SafeTensorError, View};
 
 use crate::atomic_file::write_with;
+use crate::weights::check::{CHUNK, converted};
 
 /// A tensor of a file whose bytes are computed when they are written, and freed then: all tensors
 /// together may not fit into memory.
@@ -37,16 +38,16 @@ impl<'a> LazyTensor<'a> {
         }
     }
 
-    /// `tensor` returns the tensor, of any device, in `dtype`.
+    /// `tensor` returns the tensor, of any device. Its numbers are converted to `dtype` a part at a
+    /// time.
     pub(crate) fn computed(
         name: String,
         (dtype, shape): (DType, Vec<usize>),
         tensor: impl Fn() -> candle_core::Result<Tensor> + 'a,
     ) -> Self {
         let bytes = move || {
-            let tensor = tensor().and_then(|tensor| tensor.to_device(&Device::Cpu));
-            let tensor = tensor.map_err(Error::other)?;
-            Ok(View::data(&tensor).into_owned())
+            let bytes = tensor().and_then(|tensor| bytes_in(dtype, &tensor));
+            bytes.map_err(Error::other)
         };
         Self::new(name, (dtype.into(), shape), bytes)
     }
@@ -56,6 +57,19 @@ impl<'a> LazyTensor<'a> {
         let kind = (tensor.dtype(), tensor.dims().to_vec());
         Self::computed(name, kind, move || Ok(tensor.clone()))
     }
+}
+
+/// The bytes of a tensor in `dtype`.
+fn bytes_in(dtype: DType, tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
+    let numbers = tensor.flatten_all()?;
+    let count = numbers.elem_count();
+    let mut bytes = Vec::with_capacity(count * dtype.size_in_bytes());
+    for start in (0..count).step_by(CHUNK) {
+        let part = numbers.narrow(0, start, CHUNK.min(count - start))?;
+        let part = converted(&part, dtype)?.to_device(&Device::Cpu)?;
+        bytes.extend_from_slice(&View::data(&part));
+    }
+    Ok(bytes)
 }
 
 /// Writes one safetensors file [atomically](crate::atomic_file).

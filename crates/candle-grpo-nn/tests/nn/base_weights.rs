@@ -217,6 +217,8 @@ fn blocks_of_a_gguf_file_are_kept(family: Family) -> Result<()> {
     let gguf = Gguf::open(file.path())?;
     let expected = gguf.parameters(device())?;
     let base = gguf.frozen_parameters(BaseWeights::Stored, DType::F32, device())?;
+    let planned = gguf.frozen_bytes(BaseWeights::Stored, DType::F32)?;
+    assert_eq!(planned, base.num_bytes());
     let mut kept = 0;
     for (name, weight) in base.iter() {
         let expected = expected.get(name).expect("a weight");

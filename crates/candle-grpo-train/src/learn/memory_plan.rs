@@ -32,9 +32,14 @@ const BUFFERS: usize = 8 << 20;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryPlan {
-    /// Weights of the policy: those that train in f32, frozen ones in their form, and copies in the
-    /// dtype of the computation.
+    /// Weights of the policy that train, in f32, and copies in the dtype of the computation.
     pub weights: usize,
+    /// Weights of the policy that do not train, in their form.
+    ///
+    /// [`BaseWeights::Stored`](candle_grpo_nn::BaseWeights::Stored) counts as dense weights: the
+    /// blocks of a file are not known here, but from
+    /// [`Gguf::frozen_bytes`](candle_grpo_nn::Gguf::frozen_bytes).
+    pub frozen: usize,
     /// Weights of the reference, unless it shares those of the policy.
     pub reference: usize,
     /// Weights of the critic, and the state of its optimizer.
@@ -53,8 +58,6 @@ pub struct MemoryPlan {
 
 impl MemoryPlan {
     /// Computes the memory of a run of `model` whose longest prompt has `prompt_tokens` tokens.
-    ///
-    /// `base_weights: stored` counts as dense weights: the blocks of a file are not known here.
     ///
     /// # Errors
     ///
@@ -112,7 +115,8 @@ impl MemoryPlan {
         let lengths = (prompt_tokens, config.sampling.max_new_tokens);
         let cache = model.cache_bytes((drawn.div_ceil(group), group), lengths, compute);
         Ok(Self {
-            weights: frozen + count * (4 + copy),
+            weights: count * (4 + copy),
+            frozen,
             reference: match (&config.adapters, inputs.reference) {
                 (None, true) => all * (4 + copy),
                 _ => 0,
@@ -128,7 +132,7 @@ impl MemoryPlan {
 
     /// The bytes at the peak: drawing and training alternate.
     pub fn peak(&self) -> usize {
-        let kept = self.weights + self.reference + self.critic + self.optimizer;
+        let kept = self.weights + self.frozen + self.reference + self.critic + self.optimizer;
         kept + self.training.max(self.sampling)
     }
 }

@@ -4,9 +4,9 @@ use std::error::Error;
 use std::fmt;
 
 use anyhow::Result;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_grpo_core::Mask;
-use candle_grpo_nn::Gradients;
+use candle_grpo_nn::{Gradients, all_finite};
 
 use crate::TrainingBatch;
 
@@ -86,12 +86,5 @@ fn is_finite(tensor: &Tensor, mask: &Mask) -> Result<bool> {
         _ => tensor.clone(),
     };
     let tensor = columns.broadcast_as(mask.selected().shape())?;
-    all_finite(&mask.select(&tensor.contiguous()?)?)
-}
-
-/// Returns true if all entries are finite. Synchronizes with the device.
-pub(crate) fn all_finite(tensor: &Tensor) -> Result<bool> {
-    // Zero times a number is zero, unless the number is not finite.
-    let sum = (tensor * 0.)?.sum_all()?;
-    Ok(sum.to_dtype(DType::F32)?.to_scalar::<f32>()? == 0.)
+    Ok(all_finite(&mask.select(&tensor.contiguous()?)?)?)
 }

@@ -9,14 +9,14 @@ use candle_core::{Device, Tensor, safetensors};
 use candle_grpo_core::{KlController, RunningState};
 use candle_grpo_loss::AdaptiveEntropy;
 use candle_grpo_nn::weights::text_model;
-use candle_grpo_nn::{Lora, Parameters, atomic_file};
+use candle_grpo_nn::{Lora, Parameters, all_finite, atomic_file};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::sha256_of_parameters;
 use crate::Critic;
 use crate::data::json_lines::read_json;
 use crate::learn::models::Models;
-use crate::learn::not_finite::{NotFinite, all_finite};
+use crate::learn::not_finite::NotFinite;
 use crate::model::pretrained::MODEL;
 
 const STATE: &str = "trainer.json";
@@ -71,10 +71,10 @@ impl Models {
         if let Some(critic) = &self.critic {
             check_weights(critic.parameters(), "critic's ")?;
         }
-        if self.actor.adapters().is_some() {
+        if let Some(adapters) = self.actor.adapters() {
             // A product of finite adapters may overflow.
             let policy = self.weights(0).export();
-            for name in policy.names() {
+            for name in policy.names().filter(|name| adapters.adapts(name)) {
                 ensure_finite(&policy.tensor(name)?, name, "merged ")?;
             }
         }

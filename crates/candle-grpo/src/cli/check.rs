@@ -5,6 +5,7 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_grpo::config::{RollFile, RunConfig};
+use candle_grpo::nn::{BaseWeights, DecoderConfig, Gguf};
 use candle_grpo::train::hub::HubContent;
 use candle_grpo::train::learn::MemoryPlan;
 use candle_grpo_collective::launch;
@@ -41,7 +42,7 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
             } = load::inputs(&run)?;
             let lengths = prompts.train.iter().map(|prompt| prompt.tokens.len());
             let longest = lengths.max().unwrap_or(0);
-            let plan = MemoryPlan::new(&model, &run.train, longest);
+            let plan = plan(&run, &model, longest);
             let plan = plan.map_err(|error| Exit::Config(format!("{error:#}")))?;
             (dataset, Some((plan, longest)))
         }
@@ -79,6 +80,20 @@ pub(super) fn check(file: &Path, quiet: bool) -> Result<(), Exit> {
     Ok(())
 }
 
+/// The memory of the run. The blocks of a GGUF file count as they are there.
+fn plan(
+    run: &RunConfig,
+    model: &DecoderConfig,
+    longest_prompt: usize,
+) -> anyhow::Result<MemoryPlan> {
+    let mut plan = MemoryPlan::new(model, &run.train, longest_prompt)?;
+    let (base, dtype) = run.train.stored_form();
+    if base == BaseWeights::Stored && !run.model.path.is_dir() {
+        plan.frozen = Gguf::open(&run.model.path)?.frozen_bytes(base, dtype.into())?;
+    }
+    Ok(plan)
+}
+
 /// Prints the memory that the run takes, if its completions are as long as they can be.
 fn print_plan(
     run: &RunConfig,
@@ -98,6 +113,7 @@ fn print_plan(
     )?;
     let parts = [
         ("weights", plan.weights),
+        ("frozen weights", plan.frozen),
         ("reference", plan.reference),
         ("critic", plan.critic),
         ("optimizer", plan.optimizer),

@@ -120,6 +120,17 @@ impl Gguf {
             .and_then(|tensors| Parameters::from_tensors_in(&config, tensors, &form, device))
             .map_err(|error| context(&self.path, error))
     }
+
+    /// The bytes of [`Self::frozen_parameters`], computed without reading the weights.
+    ///
+    /// # Errors
+    ///
+    /// As in [`Self::check_parameters`].
+    pub fn frozen_bytes(&self, base: BaseWeights, dtype: DType) -> Result<usize> {
+        let config = self.config()?;
+        let form = FrozenForm::new(&config, base, dtype)?;
+        tensors::num_bytes(&self.header, &config, &form).map_err(|error| context(&self.path, error))
+    }
 }
 
 /// The type of the matrices in a GGUF file that is written.

@@ -168,6 +168,34 @@ pub(super) fn check(header: &Header, config: &DecoderConfig) -> Result<()> {
     places(header, config).map(drop)
 }
 
+/// Returns whether the parameters of a tensor are its blocks.
+fn keeps_blocks(stored: &Stored, place: &TensorPlace, form: &FrozenForm) -> bool {
+    let mut names = stored.parameters.iter();
+    BLOCK_TYPES.contains(&place.dtype) && names.all(|name| form.keeps_blocks(name))
+}
+
+/// The bytes of all weights of `config` in `form`.
+///
+/// # Errors
+///
+/// As in [`check`].
+pub(super) fn num_bytes(
+    header: &Header,
+    config: &DecoderConfig,
+    form: &FrozenForm,
+) -> Result<usize> {
+    let shapes = config.parameter_shapes();
+    let places = places(header, config)?;
+    let bytes = places.iter().map(|(_, stored, place)| {
+        let others = stored.parameters.iter();
+        match keeps_blocks(stored, place, form) {
+            true => place.length,
+            false => others.map(|name| form.num_bytes(name, &shapes[name])).sum(),
+        }
+    });
+    Ok(bytes.sum())
+}
+
 /// Reads all weights of `config` in `form` by their Hugging Face names.
 pub(super) fn read(
     path: &Path,
@@ -184,8 +212,7 @@ pub(super) fn read(
             let bytes = bytes(&mut file, place)?;
             let numbers = numbers(&bytes, place)?;
             check_finite(&numbers)?;
-            let keeps_blocks = stored.parameters.iter().all(|name| form.keeps_blocks(name));
-            let whole = match keeps_blocks && BLOCK_TYPES.contains(&place.dtype) {
+            let whole = match keeps_blocks(&stored, place, form) {
                 true => blocks(bytes, place)?,
                 false => numbers,
             };
