@@ -51,8 +51,8 @@ pub use kl::{Kl, KlController, KlEstimator, KlGradient};
 pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};
 pub use rewards::{
-    NonFinite, NormLevel, OverlongPenalty, RepetitionPenalty, RewardNorm, RewardShaping,
-    RunningMoments, RunningState, ScoreEnsemble,
+    CosineLength, NonFinite, NormLevel, OverlongPenalty, RepetitionPenalty, RewardNorm,
+    RewardShaping, RunningMoments, RunningState, ScoreEnsemble,
 };
 pub use selection::{
     DynamicSampling, FilterBatch, GroupFilter, GroupSummary, SampleFilter, SamplingDecision,

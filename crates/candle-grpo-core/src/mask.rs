@@ -101,6 +101,28 @@ impl Mask {
         })
     }
 
+    /// Returns `x` `[B, ..]` in the sequences that have a position in the mask, and 0 in the
+    /// others.
+    ///
+    /// # Errors
+    ///
+    /// Fails if `x` does not have B rows.
+    pub fn select_sequences(&self, x: &Tensor) -> Result<Tensor> {
+        let (batch, _) = self.dims()?;
+        if x.dims().first() != Some(&batch) {
+            bail!(
+                "rewards: shape {:?}, must be [{batch}], one for each row of response_mask",
+                x.dims()
+            );
+        }
+        let mut shape = vec![1; x.rank()];
+        shape[0] = batch;
+        let selected = self.selected.max_keepdim(D::Minus1)?.reshape(shape)?;
+        selected
+            .broadcast_as(x.shape())?
+            .where_cond(x, &x.zeros_like()?)
+    }
+
     /// Returns `per_sequence` `[B]` at every position of the mask and 0 outside: `[B, T]`.
     pub fn spread(&self, per_sequence: &Tensor) -> Result<Tensor> {
         self.select(&self.every_token(per_sequence)?)

@@ -92,7 +92,7 @@ pub(crate) fn samples_side_by_side(
     );
     let pairs = before.sampled.samples.iter().zip(&after.sampled.samples);
     for (prompt, (before, after)) in task.held_out.iter().zip(pairs).take(SHOWN) {
-        let mark = |reward| if reward == 1. { "right" } else { "wrong" };
+        let mark = |reward| if reward == Some(1.) { "right" } else { "wrong" };
         text += &format!(
             "| `{}` | `{}` | `{}` | {} | `{}` | {} |\n",
             prompt.text,

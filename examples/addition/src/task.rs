@@ -124,6 +124,7 @@ mod tests {
                 completion_tokens: &[],
                 finish_reason: FinishReason::StopToken,
                 columns: &prompt.columns,
+                group: 0,
             })
         };
         assert_eq!(reward(answer(prompt)), 1.);

@@ -11,7 +11,9 @@ use super::{
 use crate::dtype::arithmetic_dtype;
 use crate::mask::Mask;
 use crate::metrics::Metrics;
-use crate::rewards::{NonFinite, check_finite, check_finite_tokens, combine, finite_mask};
+use crate::rewards::{
+    NonFinite, RewardTensor, check_finite, check_finite_tokens, combine, finite_mask,
+};
 use crate::validate::{self, Checked, Invalid};
 
 /// Baseline that is subtracted from the return of a token.
@@ -228,6 +230,7 @@ impl TokenAdvantage {
                         baselines.dims()
                     );
                 }
+                let baselines = mask.select_sequences(&baselines)?;
                 check_finite("reward_baselines", &baselines, &finite_mask(&baselines)?)?;
                 (&returns - mask.spread(&baselines)?)?
             }
@@ -242,15 +245,20 @@ impl TokenAdvantage {
 impl AdvantageEstimator for TokenAdvantage {
     /// Computes advantages `[B, T]` and returns from the token rewards of the batch or, without
     /// these, from the rewards of its sequences at their last tokens. A sequence without a
-    /// token in the mask is left out.
+    /// token in the mask is left out; its reward may be NaN.
     fn estimate(&self, batch: &AdvantageBatch) -> Result<Advantages> {
         if let Some(token_rewards) = &batch.token_rewards {
             let result_dtype = arithmetic_dtype(token_rewards.dtype());
             return self.estimate_from(token_rewards, result_dtype, batch);
         }
+        let mask = batch.mask()?;
         let rewards = batch.sequence_rewards()?;
+        let rewards = RewardTensor {
+            values: mask.select_sequences(&rewards.values)?,
+            ..rewards
+        };
         let (sums, _) = combine(&rewards, None, NonFinite::Error)?;
-        let placed = batch.mask()?.place_on_last(&sums)?;
+        let placed = mask.place_on_last(&sums)?;
         self.estimate_from(&placed, rewards.result_dtype, batch)
     }
 }

@@ -1,11 +1,13 @@
 //! Rewards: the accepted types, shaping before the advantage, and penalties.
 
+mod cosine;
 mod ensemble;
 mod normalize;
 mod overlong;
 mod repetition;
 mod shaping;
 
+pub use cosine::CosineLength;
 pub use ensemble::ScoreEnsemble;
 pub use normalize::{NormLevel, RewardNorm, RunningMoments, RunningState};
 pub use overlong::OverlongPenalty;

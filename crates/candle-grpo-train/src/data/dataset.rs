@@ -19,8 +19,8 @@ use crate::one_or_more::one_or_more;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// Files of JSON lines (or one JSON array) to train on: one, or a list. A file of a data set on
-    /// the [hub](guide.md#the-hugging-face-hub) is `hf://datasets/ORG/NAME/FILE`.
+    /// Files of JSON lines (or one JSON array) to train on: one, or a list. A file of a data set
+    /// on the [hub](guide.md#the-hugging-face-hub) is `hf://datasets/ORG/NAME/FILE`.
     #[serde(deserialize_with = "one_or_more")]
     pub train: Vec<PathBuf>,
     /// Files to evaluate on: one, or a list.

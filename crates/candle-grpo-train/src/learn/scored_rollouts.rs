@@ -1,12 +1,17 @@
 //! Completions with their scores.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use candle_grpo_core::{GroupAdvantage, GroupSummary, statistics_dtype};
+use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
 use crate::Rollout;
-use crate::rewards::{RolloutScores, Scores};
+use crate::rewards::{RewardFaults, RolloutScores, Scores};
+
+/// The name of a reward that has none, in metrics.
+const UNNAMED: &str = "reward";
 
 /// Completions in groups of one size, side by side, with their scores.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -15,11 +20,12 @@ pub(crate) struct ScoredRollouts {
     /// The row of the data set that each group answers.
     pub(crate) rows: Vec<usize>,
     pub(crate) rollouts: Vec<Rollout>,
-    /// The score of each completion: the sum of its components.
+    /// The score of each completion: the sum of its components. NaN if it is missing.
     pub(crate) scores: Vec<f32>,
-    /// For each component of the reward one number for each completion.
-    pub(crate) components: Vec<Vec<f32>>,
-    /// The score of the greedy completion of each group's prompt, if the advantages need it.
+    /// For each component of the reward one score for each completion.
+    pub(crate) components: Vec<Scores>,
+    /// The score of the greedy completion of each group's prompt, if the advantages need it. NaN
+    /// if it is missing.
     pub(crate) greedy_scores: Option<Vec<f32>>,
 }
 
@@ -30,13 +36,12 @@ impl ScoredRollouts {
         rollouts: Vec<Rollout>,
         scores: RolloutScores,
     ) -> Self {
-        let components = scores.components.into_iter();
         Self {
             num_generations,
             rows,
             rollouts,
             scores: scores.total.into_vec(),
-            components: components.map(Scores::into_vec).collect(),
+            components: scores.components,
             greedy_scores: None,
         }
     }
@@ -47,7 +52,7 @@ impl ScoredRollouts {
         let columns = self
             .components
             .iter()
-            .map(|component| Tensor::new(component.as_slice(), device)?.to_dtype(dtype))
+            .map(|component| Tensor::new(&**component, device)?.to_dtype(dtype))
             .collect::<candle_core::Result<Vec<_>>>()?;
         Ok(match columns.as_slice() {
             [one] => one.clone(),
@@ -57,9 +62,33 @@ impl ScoredRollouts {
 
     /// Mean and spread of the scores of each group.
     pub(crate) fn groups(&self) -> Result<Vec<GroupSummary>> {
-        let statistics = GroupAdvantage::grpo()
-            .group_statistics(self.scores.as_slice(), self.num_generations)?;
+        let function = GroupAdvantage {
+            non_finite: NonFinite::Exclude,
+            ..GroupAdvantage::grpo()
+        };
+        let statistics = function.group_statistics(self.scores.as_slice(), self.num_generations)?;
         Ok(statistics.summaries()?)
+    }
+
+    /// For each completion, true if it has a score, and a greedy one to compare it with if the
+    /// advantages need that.
+    pub(crate) fn is_scored(&self) -> impl Iterator<Item = bool> {
+        self.scores.iter().enumerate().map(|(i, score)| {
+            let greedy = self.greedy_scores.as_ref();
+            !score.is_nan()
+                && greedy.is_none_or(|greedy| !greedy[i / self.num_generations].is_nan())
+        })
+    }
+
+    /// The missing scores of each reward, by its name, if there are any.
+    pub(crate) fn faults(&self) -> BTreeMap<String, RewardFaults> {
+        let mut faults = BTreeMap::<String, RewardFaults>::new();
+        for component in &self.components {
+            let name = component.name().unwrap_or(UNNAMED);
+            *faults.entry(name.to_owned()).or_default() += component.faults();
+        }
+        faults.retain(|_, faults| !faults.is_empty());
+        faults
     }
 
     /// The completions of a group.
@@ -110,7 +139,7 @@ impl ScoredRollouts {
             self.rollouts[place] = rollout;
             self.scores[place] = other.scores[from];
             for (component, new) in self.components.iter_mut().zip(&other.components) {
-                component[place] = new[from];
+                component.replace(place, new, from);
             }
         }
         Ok(())
@@ -130,7 +159,6 @@ impl ScoredRollouts {
     pub(crate) fn select(&self, groups: &[usize]) -> Result<Self> {
         let n = self.num_generations;
         let samples = || groups.iter().flat_map(|&group| group * n..(group + 1) * n);
-        let of = |scores: &[f32]| samples().map(|i| scores[i]).collect();
         let rollouts = samples()
             .map(|i| self.rollouts.get(i).cloned())
             .collect::<Option<Vec<_>>>()
@@ -139,8 +167,12 @@ impl ScoredRollouts {
             num_generations: n,
             rows: groups.iter().map(|&group| self.rows[group]).collect(),
             rollouts,
-            scores: of(&self.scores),
-            components: self.components.iter().map(|c| of(c)).collect(),
+            scores: samples().map(|i| self.scores[i]).collect(),
+            components: self
+                .components
+                .iter()
+                .map(|c| c.select(samples()))
+                .collect(),
             greedy_scores: None,
         })
     }

@@ -4,8 +4,8 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, Mask, MetricValue, MetricValues,
-    RunningMoments, SampleFilter,
+    AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, GroupAdvantage, Mask, MetricValue,
+    MetricValues, NonFinite, RewardShaping, RunningMoments, SampleFilter,
 };
 use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutWeights};
 
@@ -146,12 +146,16 @@ impl Preparation<'_> {
         let Some(resampling) = &self.config.resampling else {
             return Ok(StepBatch { batch, groups });
         };
-        let scores: Vec<f64> = self.scored.scores.iter().copied().map(f64::from).collect();
+        let places = self.scored.is_scored().enumerate();
+        let places: Vec<usize> = places.filter_map(|(i, is)| is.then_some(i)).collect();
+        let score = |&place: &usize| f64::from(self.scored.scores[place]);
+        let scores: Vec<f64> = places.iter().map(score).collect();
         // No prompt has this index.
         let (seed, step) = (self.config.sampling.seed, self.state.steps as u64);
         let mut random = generator(seed, step, u64::MAX, 0);
-        let uniforms: Vec<f64> = scores.iter().map(|_| uniform(&mut random)).collect();
+        let uniforms: Vec<f64> = groups.iter().map(|_| uniform(&mut random)).collect();
         let drawn = resampling.draw(&scores, &uniforms)?;
+        let drawn: Vec<usize> = drawn.into_iter().map(|i| places[i]).collect();
         Ok(StepBatch {
             batch: batch.select(&drawn)?,
             groups: drawn.into_iter().map(|i| groups[i]).collect(),
@@ -190,7 +194,7 @@ impl Preparation<'_> {
         })
     }
 
-    /// The tokens of the completions that every filter keeps.
+    /// The tokens of the completions that have a score and that every filter keeps.
     fn filtered_mask(&self, tokens: &TokenBatch, scores: &Tensor) -> Result<Mask> {
         let scored = self.scored;
         let mask = Mask::new(&tokens.response_mask)?;
@@ -207,7 +211,9 @@ impl Preparation<'_> {
             truncated: Some(&truncated),
         };
         let keep = SampleFilter::keep_all(&self.config.sample_filters, &batch)?;
-        Ok(mask.keep_samples(&keep)?)
+        let scored: Vec<u8> = scored.is_scored().map(u8::from).collect();
+        let scored = Tensor::new(scored, scores.device())?;
+        Ok(mask.keep_samples(&(keep * scored)?)?)
     }
 
     /// The rewards `[B]` after shaping and penalty, or their components `[B, K]` if nothing adds
@@ -216,7 +222,10 @@ impl Preparation<'_> {
         let (recipe, scored) = (&self.config.recipe, self.scored);
         let device = tokens.targets.device();
         let components = scored.component_tensor(device)?;
-        if keeps_components(recipe) {
+        // A stage of tokens alone has no place for components of which some are missing.
+        let takes_components =
+            self.estimator.is_some() || recipe.advantage.pipeline().sequence.is_some();
+        if keeps_components(recipe) && takes_components {
             return Ok(components);
         }
         let mut moments = self
@@ -224,10 +233,11 @@ impl Preparation<'_> {
             .running_moments
             .map(|state| RunningMoments::from_state(state, device))
             .transpose()?;
-        let shaped =
-            recipe
-                .reward_shaping
-                .apply(&components, scored.num_generations, moments.as_mut())?;
+        let shaping = RewardShaping {
+            non_finite: NonFinite::Exclude,
+            ..recipe.reward_shaping.clone()
+        };
+        let shaped = shaping.apply(&components, scored.num_generations, moments.as_mut())?;
         self.state.running_moments = moments.map(|moments| moments.state()).transpose()?;
         self.metrics.merge(&shaped.metrics.to_host()?)?;
         let Some(overlong) = &recipe.overlong else {
@@ -325,7 +335,10 @@ impl Preparation<'_> {
         let advantages = match self.estimator {
             Some(estimator) => estimator.estimate(&batch)?,
             None => {
-                let mut pipeline = self.config.recipe.advantage.pipeline();
+                let pipeline = self.config.recipe.advantage.pipeline();
+                // Only missing scores are not finite.
+                let exclude = |group: &mut GroupAdvantage| group.non_finite = NonFinite::Exclude;
+                let mut pipeline = pipeline.map_sequence(exclude);
                 if let Some(controller) = &self.state.reward_kl {
                     pipeline = pipeline.map_tokens(|tokens| {
                         if let Some(penalty) = &mut tokens.kl_penalty {

@@ -6,6 +6,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::rewards::RewardFaults;
 use crate::{FinishReason, Rollout};
 
 /// The metrics of one training step: one line of `metrics.jsonl`.
@@ -19,15 +20,18 @@ pub struct StepMetrics {
     pub sampled_groups: usize,
     /// Number of groups after [`Recipe::group_filter`](candle_grpo_loss::Recipe::group_filter).
     pub kept_groups: usize,
-    /// Mean reward of all sampled completions, before shaping.
+    /// Mean reward of all sampled completions that have one, before shaping. 0 without any.
     pub reward_mean: f64,
     /// Standard deviation of the rewards of all completions (population).
     pub reward_std: f64,
-    /// Share of groups with equal rewards, which teach nothing.
+    /// Share of groups with equal rewards or without any, which teach nothing.
     pub constant_groups: f64,
-    /// Mean rewards of the groups: minimum, three quartiles, maximum.
+    /// Mean rewards of the groups that have any: minimum, three quartiles, maximum.
     #[serde(default)]
     pub group_reward_quantiles: [f64; 5],
+    /// The scores that are missing or were not computed, for each reward that has such scores.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub reward_faults: BTreeMap<String, RewardFaults>,
     /// Mean length of the completions in tokens.
     pub response_length: f64,
     /// Share of completions that reached the maximum length.
@@ -99,14 +103,21 @@ impl StepMetrics {
         num_generations: usize,
     ) -> Self {
         let n = rollouts.len() as f64;
-        let mean = rewards.iter().copied().map(f64::from).sum::<f64>() / n;
-        let squares: f64 = rewards.iter().map(|&r| (f64::from(r) - mean).powi(2)).sum();
-        let groups = rewards.chunks(num_generations);
-        let group_means: Vec<f64> = groups
-            .clone()
-            .map(|group| group.iter().copied().map(f64::from).sum::<f64>() / group.len() as f64)
+        let scored = |rewards: &[f32]| -> Vec<f64> {
+            let scored = rewards.iter().filter(|reward| !reward.is_nan());
+            scored.copied().map(f64::from).collect()
+        };
+        let all = scored(rewards);
+        let mean = mean(&all).unwrap_or(0.);
+        let squares: f64 = all.iter().map(|r| (r - mean).powi(2)).sum();
+        let groups: Vec<Vec<f64>> = rewards.chunks(num_generations).map(scored).collect();
+        let group_means = groups
+            .iter()
+            .filter_map(|group| self::mean(group))
             .collect();
-        let constant = groups.clone().filter(|g| g.iter().all(|r| r == &g[0]));
+        let constant = groups
+            .iter()
+            .filter(|g| g.windows(2).all(|pair| pair[0] == pair[1]));
         let tokens: usize = rollouts.iter().map(|r| r.completion.tokens.len()).sum();
         let truncated = rollouts
             .iter()
@@ -116,7 +127,7 @@ impl StepMetrics {
             sampled_groups: groups.len(),
             kept_groups: groups.len(),
             reward_mean: mean,
-            reward_std: (squares / n).sqrt(),
+            reward_std: (squares / all.len().max(1) as f64).sqrt(),
             constant_groups: constant.count() as f64 / groups.len() as f64,
             group_reward_quantiles: quartiles(group_means),
             response_length: tokens as f64 / n,
@@ -124,6 +135,11 @@ impl StepMetrics {
             ..Self::default()
         }
     }
+}
+
+/// The mean; `None` if there are no values.
+fn mean(values: &[f64]) -> Option<f64> {
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
 /// Collects the numbers in `value`, with the path of their keys.

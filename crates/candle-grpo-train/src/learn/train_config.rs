@@ -122,8 +122,8 @@ pub struct TrainConfig {
     /// Replay the experts of the sampler in all passes of the policy (rollout routing replay, R3,
     /// <https://arxiv.org/abs/2510.11370>): the sampler records which experts each token had, and the
     /// routers then compute only their gates. Rounding or an update may otherwise change the
-    /// experts of a token, and with them its ratio. Needs the engine `local`. The reference chooses
-    /// its own experts.
+    /// experts of a token, and with them its ratio. Needs the engine `local`. The reference
+    /// chooses its own experts.
     pub router_replay: bool,
     /// The optimizer.
     pub optimizer: AdamWConfig,

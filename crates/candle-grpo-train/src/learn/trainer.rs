@@ -283,6 +283,7 @@ impl Trainer {
             &all.scores,
             all.num_generations,
         );
+        metrics.reward_faults = all.faults();
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
         if let Some(kept) = &collection.kept()? {

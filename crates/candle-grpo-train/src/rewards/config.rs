@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Device;
-use candle_grpo_core::{OverlongPenalty, RepetitionPenalty, ScoreEnsemble, validate};
+use candle_grpo_core::{CosineLength, OverlongPenalty, RepetitionPenalty, ScoreEnsemble, validate};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{
-    EnsembleReward, ExactReward, JsonReward, LengthReward, MathReward, NumericReward,
+    EnsembleReward, ExactReward, F1Reward, InstructionsReward, JsonReward, LengthReward,
+    LengthScale, LengthScaledReward, MathReward, MultipleChoiceReward, NumericReward,
     ProgramConfig, ProgramReward, RegexReward, RepetitionReward, RewardFunction, RewardModel,
     RewardModelConfig, TagsReward, WeightedRewards,
 };
@@ -52,6 +53,12 @@ pub enum RewardKind {
     Math(MathReward),
     /// [`ExactReward`].
     Exact(ExactReward),
+    /// [`MultipleChoiceReward`].
+    MultipleChoice(MultipleChoiceReward),
+    /// [`F1Reward`].
+    F1(F1Reward),
+    /// [`InstructionsReward`].
+    Instructions(InstructionsReward),
     /// [`RegexReward`].
     Regex(RegexOptions),
     /// [`TagsReward`].
@@ -62,6 +69,10 @@ pub enum RewardKind {
     Length(OverlongPenalty),
     /// [`RepetitionReward`].
     Repetition(RepetitionPenalty),
+    /// [`LengthScaledReward`] with [`LengthScale::Cosine`].
+    Cosine(CosineOptions),
+    /// [`LengthScaledReward`] with [`LengthScale::Relative`].
+    RelativeLength(RelativeLengthOptions),
     /// [`ProgramReward`].
     Program(ProgramConfig),
     /// [`RewardModel`].
@@ -90,6 +101,31 @@ pub struct TagsOptions {
     /// If true, only white space may stand outside the tags.
     #[serde(default)]
     pub nothing_else: bool,
+}
+
+/// The options of [`LengthScaledReward`] with [`LengthScale::Cosine`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CosineOptions {
+    /// The reward that decides whether an answer is right, with the options of its kind.
+    pub correct: Box<RewardKind>,
+    /// The smallest score of a right answer.
+    #[serde(default = "crate::one")]
+    pub min_score: f64,
+    /// The scores of right and wrong answers, short and long.
+    #[serde(default)]
+    pub scale: CosineLength,
+}
+
+/// The options of [`LengthScaledReward`] with [`LengthScale::Relative`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RelativeLengthOptions {
+    /// The reward that decides whether an answer is right, with the options of its kind.
+    pub correct: Box<RewardKind>,
+    /// The smallest score of a right answer.
+    #[serde(default = "crate::one")]
+    pub min_score: f64,
 }
 
 /// The options of [`EnsembleReward`].
@@ -134,15 +170,7 @@ impl EnsembleOptions {
                 &format!("be one for each of {judges} judges"),
             )?;
         }
-        self.each_judge(RewardKind::validate)
-    }
-
-    /// Checks each judge. An error has its path.
-    fn each_judge(&self, check: impl Fn(&RewardKind) -> Result<()>) -> Result<()> {
-        let mut judges = self.judges.iter().enumerate();
-        judges.try_for_each(|(i, judge)| {
-            check(judge).map_err(|error| within(&format!("judges[{i}]"), error))
-        })
+        Ok(())
     }
 }
 
@@ -239,23 +267,59 @@ impl RewardKind {
             Self::Program(_) => "program",
             Self::RewardModel(_) => "reward_model",
             Self::Ensemble(_) => "ensemble",
+            Self::MultipleChoice(_) => "multiple_choice",
+            Self::F1(_) => "f1",
+            Self::Instructions(_) => "instructions",
+            Self::Cosine(_) => "cosine",
+            Self::RelativeLength(_) => "relative_length",
         };
         name.to_owned()
+    }
+
+    /// The rewards that this one is made of, each with its path.
+    fn parts(&self) -> Vec<(String, &Self)> {
+        match self {
+            Self::Cosine(options) => vec![("correct".to_owned(), &options.correct)],
+            Self::RelativeLength(options) => vec![("correct".to_owned(), &options.correct)],
+            Self::Ensemble(options) => {
+                let judges = options.judges.iter().enumerate();
+                let judges = judges.map(|(i, judge)| (format!("judges[{i}]"), judge));
+                judges.collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Checks each part. An error has its path.
+    fn each_part(&self, check: impl Fn(&Self) -> Result<()>) -> Result<()> {
+        let mut parts = self.parts().into_iter();
+        parts.try_for_each(|(path, part)| check(part).map_err(|error| within(&path, error)))
     }
 
     fn validate(&self) -> Result<()> {
         match self {
             Self::Numeric(reward) => reward.validate(),
             Self::Math(reward) => reward.validate(),
-            Self::Exact(_) | Self::Json(_) => Ok(()),
+            Self::Exact(_)
+            | Self::Json(_)
+            | Self::MultipleChoice(_)
+            | Self::F1(_)
+            | Self::Instructions(_) => Ok(()),
             Self::Regex(options) => options.build().map(drop),
             Self::Tags(options) => options.build().map(drop),
             Self::Length(penalty) => Ok(penalty.validate()?),
             Self::Repetition(penalty) => Ok(penalty.validate()?),
             Self::Program(config) => config.validate(),
             Self::RewardModel(config) => config.validate(),
+            Self::Cosine(options) => {
+                let scale = options.scale.validate();
+                scale.map_err(|error| within("scale", error.into()))?;
+                check_min_score(options.min_score)
+            }
+            Self::RelativeLength(options) => check_min_score(options.min_score),
             Self::Ensemble(options) => options.validate(),
-        }
+        }?;
+        self.each_part(Self::validate)
     }
 
     /// Makes the function of options that are valid, with models on `device`.
@@ -265,6 +329,19 @@ impl RewardKind {
             Self::Math(reward) => Box::new(reward.clone()),
             Self::Exact(reward) => Box::new(reward.clone()),
             Self::Json(reward) => Box::new(reward.clone()),
+            Self::MultipleChoice(reward) => Box::new(reward.clone()),
+            Self::F1(reward) => Box::new(reward.clone()),
+            Self::Instructions(reward) => Box::new(reward.clone()),
+            Self::Cosine(options) => Box::new(LengthScaledReward::new(
+                LengthScale::Cosine(options.scale),
+                options.correct.build(device)?,
+                options.min_score as f32,
+            )),
+            Self::RelativeLength(options) => Box::new(LengthScaledReward::new(
+                LengthScale::Relative,
+                options.correct.build(device)?,
+                options.min_score as f32,
+            )),
             Self::Regex(options) => Box::new(options.build()?),
             Self::Tags(options) => Box::new(options.build()?),
             Self::Length(penalty) => Box::new(LengthReward(*penalty)),
@@ -286,8 +363,7 @@ impl RewardKind {
         match self {
             Self::Program(config) => config.check_files(),
             Self::RewardModel(config) => config.check_files(),
-            Self::Ensemble(options) => options.each_judge(Self::check_files),
-            _ => Ok(()),
+            _ => self.each_part(Self::check_files),
         }
     }
 
@@ -295,14 +371,18 @@ impl RewardKind {
         match self {
             Self::Program(config) => config.files(),
             Self::RewardModel(config) => config.files(),
-            Self::Ensemble(options) => options.judges.iter().flat_map(Self::files).collect(),
-            _ => Vec::new(),
+            _ => {
+                let parts = self.parts().into_iter();
+                parts.flat_map(|(_, part)| part.files()).collect()
+            }
         }
     }
 
     fn models_mut(&mut self) -> Vec<&mut PathBuf> {
         match self {
             Self::RewardModel(config) => vec![&mut config.path],
+            Self::Cosine(options) => options.correct.models_mut(),
+            Self::RelativeLength(options) => options.correct.models_mut(),
             Self::Ensemble(options) => {
                 let judges = options.judges.iter_mut();
                 judges.flat_map(Self::models_mut).collect()
@@ -317,11 +397,24 @@ impl RewardKind {
             Self::Math(reward) => reward.expected(columns).map(drop),
             Self::Exact(reward) => reward.expected(columns).map(drop),
             Self::Json(reward) => reward.expected(columns).map(drop),
-            Self::Ensemble(options) => {
-                let check = |judge: &Self| judge.check_row(columns);
-                options.judges.iter().try_for_each(check)
+            Self::MultipleChoice(reward) => reward.expected(columns).map(drop),
+            Self::F1(reward) => reward.expected(columns).map(drop),
+            Self::Instructions(reward) => reward.expected(columns).map(drop),
+            _ => {
+                let mut parts = self.parts().into_iter();
+                parts.try_for_each(|(_, part)| part.check_row(columns))
             }
-            _ => Ok(()),
         }
     }
+}
+
+fn check_min_score(min_score: f64) -> Result<()> {
+    let valid = (min_score as f32).is_finite();
+    let value = format_args!("{min_score:?}");
+    Ok(validate::check(
+        valid,
+        "min_score",
+        value,
+        "be a finite f32",
+    )?)
 }

@@ -6,11 +6,12 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{NonFinite, ScoreEnsemble};
 
-use super::function::{RewardFunction, Sample, Scores};
 use super::weighted::in_parallel;
+use super::{RewardFunction, Sample, Score, Scores};
 use crate::Progress;
 
-/// One score combined from those of several reward functions, which run concurrently.
+/// One score combined from those of several reward functions, which run concurrently. Missing
+/// scores are left out.
 ///
 /// ```
 /// use candle_grpo_core::ScoreEnsemble;
@@ -47,7 +48,7 @@ impl EnsembleReward {
 }
 
 impl RewardFunction for EnsembleReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         anyhow::ensure!(
             !self.judges.is_empty(),
             "judges: none, an ensemble must have at least one"
@@ -61,13 +62,28 @@ impl RewardFunction for EnsembleReward {
         let scores = scores
             .into_iter()
             .enumerate()
-            .map(|(i, scores)| {
-                let scores = scores.with_context(|| format!("judge {i}"))?;
-                Ok(Tensor::new(scores.into_vec(), &Device::Cpu)?)
-            })
+            .map(|(i, scores)| scores.with_context(|| format!("judge {i}")))
             .collect::<Result<Vec<_>>>()?;
-        let scores = Tensor::stack(&scores, 1)?;
-        Ok(self.combine.combine(&scores, NonFinite::Error)?.to_vec1()?)
+        let columns = scores
+            .iter()
+            .map(|scores| Tensor::new(&**scores, &Device::Cpu));
+        let columns = columns.collect::<candle_core::Result<Vec<_>>>()?;
+        let combined = Tensor::stack(&columns, 1)?;
+        let combined = self.combine.combine(&combined, NonFinite::Exclude)?;
+        let combined = combined.to_vec1::<f32>()?.into_iter().enumerate();
+        Ok(combined
+            .map(|(sample, number)| {
+                // Without a score, or without one of a positive weight.
+                let score = match number.is_nan() {
+                    true => Score::NONE,
+                    false => number.into(),
+                };
+                let mut failures = scores.iter().filter_map(|scores| scores.failure(sample));
+                failures
+                    .next()
+                    .map_or(score, |failure| score.after(failure))
+            })
+            .collect())
     }
 
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {

@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::answer::AnswerPlace;
 use super::column::column;
 use super::right_or_wrong::right_or_wrong;
+use super::score::Score;
 use crate::{RewardFunction, Sample};
 
 /// 1 if the answer of the completion equals the text of a column of its row, 0 otherwise. Runs of
@@ -76,7 +77,7 @@ impl ExactReward {
 }
 
 impl RewardFunction for ExactReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })

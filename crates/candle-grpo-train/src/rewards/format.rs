@@ -6,6 +6,7 @@ use regex::Regex;
 
 use super::function::{RewardFunction, Sample};
 use super::pattern::compile;
+use super::score::Score;
 
 /// 1 if a regular expression (of the crate `regex`) matches the completion, 0 otherwise.
 ///
@@ -49,7 +50,7 @@ impl RegexReward {
 }
 
 impl RewardFunction for RegexReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         Ok(zero_or_one(samples, |text| self.matches(text)))
     }
 }
@@ -126,15 +127,15 @@ impl TagsReward {
 }
 
 impl RewardFunction for TagsReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         Ok(zero_or_one(samples, |text| self.matches(text)))
     }
 }
 
-fn zero_or_one(samples: &[Sample], matches: impl Fn(&str) -> bool) -> Vec<f32> {
+fn zero_or_one(samples: &[Sample], matches: impl Fn(&str) -> bool) -> Vec<Score> {
     samples
         .iter()
-        .map(|sample| f32::from(u8::from(matches(sample.completion))))
+        .map(|sample| f32::from(matches(sample.completion)).into())
         .collect()
 }
 
@@ -200,6 +201,7 @@ mod tests {
             completion_tokens: &[2],
             finish_reason: FinishReason::StopToken,
             columns: &serde_json::Value::Null,
+            group: 0,
         };
         let samples = [sample("<t>7</t>"), sample("7")];
         let tags = TagsReward::new(["t"]).unwrap();

@@ -7,6 +7,7 @@ use serde_json::Value;
 
 use super::column::column;
 use super::right_or_wrong::right_or_wrong;
+use super::score::Score;
 use crate::{RewardFunction, Sample};
 
 /// 1 if the completion is a JSON object, or equals the value of a column of its row; 0 otherwise.
@@ -75,7 +76,7 @@ impl JsonReward {
 }
 
 impl RewardFunction for JsonReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })

@@ -6,10 +6,13 @@ mod column;
 mod config;
 mod ensemble;
 mod exact;
+mod f1;
 mod format;
 mod function;
+mod instructions;
 mod json;
 mod math;
+mod multiple_choice;
 mod number;
 mod numeric;
 mod pattern;
@@ -18,20 +21,32 @@ mod program;
 mod reward_model;
 mod right_or_wrong;
 mod rollouts;
+mod scaled_by_length;
+mod score;
+mod scores;
 mod weighted;
 
 pub use answer::AnswerPlace;
-pub use config::{EnsembleOptions, RegexOptions, RewardConfig, RewardKind, TagsOptions};
+pub use config::{
+    CosineOptions, EnsembleOptions, RegexOptions, RelativeLengthOptions, RewardConfig, RewardKind,
+    TagsOptions,
+};
 pub use ensemble::EnsembleReward;
 pub use exact::ExactReward;
+pub use f1::F1Reward;
 pub use format::{RegexReward, TagsReward};
-pub use function::{RewardFunction, Sample, Scores};
+pub use function::{RewardFunction, Sample};
+pub use instructions::{Instruction, InstructionsReward};
 pub use json::JsonReward;
 pub use math::MathReward;
+pub use multiple_choice::MultipleChoiceReward;
 pub use numeric::NumericReward;
 pub use penalty::{LengthReward, RepetitionReward};
 pub use program::{ProgramConfig, ProgramReward};
 pub use reward_model::{RewardModel, RewardModelConfig};
+pub use scaled_by_length::{LengthScale, LengthScaledReward};
+pub use score::{OnTimeout, Score, ScoreFailure};
+pub use scores::{RewardFaults, Scores};
 pub use weighted::WeightedRewards;
 
 pub(crate) use rollouts::{RolloutScores, score_rollouts};

@@ -9,6 +9,7 @@ use super::answer::AnswerPlace;
 use super::column::column;
 use super::number::numbers;
 use super::right_or_wrong::right_or_wrong;
+use super::score::Score;
 use crate::{RewardFunction, Sample};
 
 /// 1 if the number of the completion equals that of a column of its row, 0 otherwise.
@@ -97,7 +98,7 @@ impl NumericReward {
 }
 
 impl RewardFunction for NumericReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })

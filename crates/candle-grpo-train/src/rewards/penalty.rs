@@ -4,6 +4,7 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{OverlongPenalty, RepetitionPenalty};
 
+use super::Score;
 use crate::{RewardFunction, Sample};
 
 /// The soft penalty for completions close to the greatest length, in tokens.
@@ -11,7 +12,7 @@ use crate::{RewardFunction, Sample};
 pub struct LengthReward(pub OverlongPenalty);
 
 impl RewardFunction for LengthReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         if samples.is_empty() {
             return Ok(Vec::new());
         }
@@ -20,7 +21,8 @@ impl RewardFunction for LengthReward {
             .map(|sample| sample.completion_tokens.len() as i64)
             .collect();
         let penalties = self.0.compute(&Tensor::new(lengths, &Device::Cpu)?)?;
-        Ok(penalties.to_dtype(candle_core::DType::F32)?.to_vec1()?)
+        let penalties: Vec<f32> = penalties.to_dtype(candle_core::DType::F32)?.to_vec1()?;
+        Ok(penalties.into_iter().map(Score::from).collect())
     }
 }
 
@@ -29,10 +31,10 @@ impl RewardFunction for LengthReward {
 pub struct RepetitionReward(pub RepetitionPenalty);
 
 impl RewardFunction for RepetitionReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         samples
             .iter()
-            .map(|sample| Ok(self.0.compute(sample.completion_tokens)? as f32))
+            .map(|sample| Ok((self.0.compute(sample.completion_tokens)? as f32).into()))
             .collect()
     }
 }

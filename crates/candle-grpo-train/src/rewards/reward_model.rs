@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
-use super::function::{RewardFunction, Sample};
+use super::{RewardFunction, Sample, Score};
 use crate::model::pretrained::{CONFIG, ensure_tokens_fit, read_chat_template, read_tokenizer};
 use crate::model::special_tokens::read_object;
 use crate::model::{Chat, SpecialTokens};
@@ -24,8 +24,8 @@ use crate::{ChatTemplate, ComputeDType, Interrupted, Progress};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RewardModelConfig {
-    /// The folder of a Hugging Face model whose class ends in `ForSequenceClassification`, with its
-    /// tokenizer, or the name of one on the [hub](guide.md#the-hugging-face-hub).
+    /// The folder of a Hugging Face model whose class ends in `ForSequenceClassification`, with
+    /// its tokenizer, or the name of one on the [hub](guide.md#the-hugging-face-hub).
     pub path: PathBuf,
     /// The dtype of its computation: `f32`, `bf16` or `f16`.
     #[serde(default)]
@@ -211,7 +211,7 @@ impl RewardModel {
 }
 
 impl RewardFunction for RewardModel {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         // Equal texts are read once, so that their scores are bit-identical. Sorted texts have
         // others with the same beginning beside them, and a pass computes that once.
         let mut samples_of: BTreeMap<Vec<u32>, Vec<usize>> = BTreeMap::new();
@@ -222,7 +222,7 @@ impl RewardFunction for RewardModel {
                 .push(index);
         }
         let texts: Vec<_> = samples_of.into_iter().collect();
-        let mut scores = vec![0.; samples.len()];
+        let mut scores = vec![Score::NONE; samples.len()];
         let mut rest = texts.as_slice();
         while !rest.is_empty() {
             if self.progress.is_canceled() {
@@ -242,7 +242,7 @@ impl RewardFunction for RewardModel {
             let of_batch = of_batch.to_dtype(DType::F32)?.to_vec1::<f32>()?;
             for ((_, samples), score) in batch.iter().zip(of_batch) {
                 for &index in samples {
-                    scores[index] = score;
+                    scores[index] = score.into();
                 }
             }
         }

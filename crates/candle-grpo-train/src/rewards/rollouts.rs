@@ -2,8 +2,8 @@
 
 use anyhow::{Result, ensure};
 
-use super::function::{RewardFunction, Sample, Scores};
 use super::weighted::total;
+use super::{RewardFunction, Sample, Scores};
 use crate::{Prompt, Rollout};
 
 /// The rewards of some rollouts.
@@ -28,7 +28,8 @@ pub(crate) fn score_rollouts(
         .zip(texts)
         .enumerate()
         .map(|(i, (rollout, text))| {
-            let prompt = prompts[i / num_generations];
+            let group = i / num_generations;
+            let prompt = prompts[group];
             Sample {
                 prompt: &prompt.text,
                 messages: &prompt.messages,
@@ -37,6 +38,7 @@ pub(crate) fn score_rollouts(
                 completion_tokens: &rollout.completion.tokens,
                 finish_reason: rollout.completion.finish_reason,
                 columns: &prompt.columns,
+                group,
             }
         })
         .collect();
@@ -50,7 +52,7 @@ pub(crate) fn score_rollouts(
         samples.len()
     );
     Ok(RolloutScores {
-        total: total(&components, &samples)?,
+        total: Scores::new(total(&components, &samples), &samples)?,
         components,
     })
 }

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 
-use super::function::{RewardFunction, Sample, Scores};
+use super::{RewardFunction, Sample, Score, Scores};
 use crate::Progress;
 
 /// The weighted sum of several reward functions, which are its components. They run concurrently,
-/// one thread each.
+/// one thread each. A missing score does not enter the sum; without any, the sum is missing.
 #[derive(Default)]
 pub struct WeightedRewards {
     terms: Vec<Term>,
@@ -26,7 +26,7 @@ impl WeightedRewards {
         Self::default()
     }
 
-    /// Adds `weight` times `function`; `name` is for error messages.
+    /// Adds `weight` times `function`; `name` is for error messages and metrics.
     pub fn with(self, name: &str, weight: f32, function: impl RewardFunction + 'static) -> Self {
         self.with_boxed(name, weight, Box::new(function))
     }
@@ -47,8 +47,8 @@ impl WeightedRewards {
 }
 
 impl RewardFunction for WeightedRewards {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        Ok(total(&self.components(samples)?, samples)?.into_vec())
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        Ok(total(&self.components(samples)?, samples))
     }
 
     fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
@@ -57,9 +57,9 @@ impl RewardFunction for WeightedRewards {
             "rewards: a sum of no reward functions, add at least one"
         );
         let weigh = |term: &Term| {
-            let mut scores = term.function.score(samples)?;
-            scores.iter_mut().for_each(|score| *score *= term.weight);
-            Scores::new(scores, samples)
+            let scores = term.function.score(samples)?.into_iter();
+            let scores = scores.map(|score| score.map(|number| number * term.weight));
+            Ok(Scores::new(scores.collect(), samples)?.named(&term.name))
         };
         self.terms
             .iter()
@@ -86,10 +86,10 @@ impl RewardFunction for WeightedRewards {
 
 /// The results of `score` for each of `functions`. Each but the first has its own thread: some only
 /// wait for a program.
-pub(super) fn in_parallel<F: Sync>(
+pub(super) fn in_parallel<F: Sync, T: Send>(
     functions: &[F],
-    score: impl Fn(&F) -> Result<Scores> + Sync,
-) -> Vec<Result<Scores>> {
+    score: impl Fn(&F) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
     let Some((first, others)) = functions.split_first() else {
         return Vec::new();
     };
@@ -109,15 +109,17 @@ pub(super) fn in_parallel<F: Sync>(
     })
 }
 
-/// The sum of the components of each sample.
-pub(super) fn total(components: &[Scores], samples: &[Sample]) -> Result<Scores> {
-    let mut sums = vec![0.; samples.len()];
+/// The sum of the components of each sample. Missing ones are left out.
+pub(super) fn total(components: &[Scores], samples: &[Sample]) -> Vec<Score> {
+    let mut sums = vec![Score::NONE; samples.len()];
     for component in components {
-        for (sum, score) in sums.iter_mut().zip(component.iter()) {
-            *sum += score;
+        for (sum, score) in sums.iter_mut().zip(component.iter_scores()) {
+            if let Some(number) = score.value() {
+                *sum = (sum.value().unwrap_or(0.) + number).into();
+            }
         }
     }
-    Scores::new(sums, samples)
+    sums
 }
 
 #[cfg(test)]
@@ -137,6 +139,7 @@ mod tests {
                 completion_tokens: &[2],
                 finish_reason: FinishReason::StopToken,
                 columns: &Value::Null,
+                group: 0,
             })
             .collect()
     }

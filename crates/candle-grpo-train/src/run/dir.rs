@@ -656,7 +656,7 @@ mod tests {
         let sample = EvaluatedSample {
             prompt: "1 + 1 =".to_owned(),
             completion: " 2".to_owned(),
-            reward: 1.,
+            reward: Some(1.),
             response_length: 2,
             finish_reason: crate::FinishReason::StopToken,
         };
@@ -664,7 +664,7 @@ mod tests {
             samples: vec![
                 sample.clone(),
                 EvaluatedSample {
-                    reward: 0.,
+                    reward: Some(0.),
                     ..sample
                 },
             ],

@@ -27,8 +27,8 @@ pub struct EvaluatedSample {
     pub prompt: String,
     /// The text of the completion, without special tokens.
     pub completion: String,
-    /// The score.
-    pub reward: f32,
+    /// The score; absent: it is missing.
+    pub reward: Option<f32>,
     /// The length of the completion in tokens, the stop token included.
     pub response_length: usize,
     /// Why the completion ended.
@@ -36,9 +36,11 @@ pub struct EvaluatedSample {
 }
 
 impl Evaluation {
-    /// The mean reward.
+    /// The mean reward of the completions that have one. 0 without any.
     pub fn reward_mean(&self) -> f64 {
-        self.mean(|sample| f64::from(sample.reward))
+        let rewards = self.samples.iter().filter_map(|sample| sample.reward);
+        let rewards: Vec<f64> = rewards.map(f64::from).collect();
+        rewards.iter().sum::<f64>() / rewards.len().max(1) as f64
     }
 
     /// The mean length of the completions in tokens.
@@ -48,6 +50,7 @@ impl Evaluation {
 
     /// The chance that of `k` completions of a prompt at least one has a reward of at least
     /// `pass_reward`, in the mean of the prompts: the unbiased estimate from all completions (pass@k, Chen et al. 2021, <https://arxiv.org/abs/2107.03374>).
+    /// A completion without a reward does not pass.
     ///
     /// # Errors
     ///
@@ -61,7 +64,11 @@ impl Evaluation {
         let groups = self.samples.chunks(n);
         let prompts = groups.len() as f64;
         let chances = groups.map(|group| {
-            let passes = |sample: &&EvaluatedSample| f64::from(sample.reward) >= pass_reward;
+            let passes = |sample: &&EvaluatedSample| {
+                sample
+                    .reward
+                    .is_some_and(|reward| f64::from(reward) >= pass_reward)
+            };
             let wrong = n - group.iter().filter(passes).count();
             // All of k drawn without replacement are wrong.
             1. - (0..k)
@@ -137,12 +144,12 @@ fn evaluate_part(
     Ok(rollouts
         .into_iter()
         .zip(texts)
-        .zip(scores.into_vec())
+        .zip(scores.iter_scores())
         .enumerate()
-        .map(|(i, ((rollout, completion), reward))| EvaluatedSample {
+        .map(|(i, ((rollout, completion), score))| EvaluatedSample {
             prompt: prompts[i / samples_per_prompt].text.clone(),
             completion,
-            reward,
+            reward: score.value(),
             response_length: rollout.completion.tokens.len(),
             finish_reason: rollout.completion.finish_reason,
         })
@@ -170,7 +177,7 @@ mod tests {
         let samples = rewards.iter().map(|&reward| EvaluatedSample {
             prompt: String::new(),
             completion: String::new(),
-            reward,
+            reward: Some(reward),
             response_length: 1,
             finish_reason: FinishReason::Length,
         });

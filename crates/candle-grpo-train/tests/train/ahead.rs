@@ -17,6 +17,7 @@ use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::device;
 use candle_grpo_train::data::ShuffledOrder;
 use candle_grpo_train::progress::{NoProgress, Phase};
+use candle_grpo_train::rewards::Score;
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator, PolicyWeights};
 use candle_grpo_train::{
     ComputeDType, Generator, Interrupted, Progress, RewardFunction, Sample, StepMetrics,
@@ -502,11 +503,11 @@ struct Faulty {
 }
 
 impl RewardFunction for Faulty {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         let call = self.calls.fetch_add(1, Ordering::SeqCst);
         assert!(call != 2 || !self.panics, "no judge");
         ensure!(call != 2, "judge: no answer");
-        Ok(samples.iter().map(digest).collect())
+        Ok(samples.iter().map(|sample| digest(sample).into()).collect())
     }
 }
 
@@ -715,8 +716,8 @@ fn the_end_of_the_trainer_ends_a_thread_that_waits_for_an_evaluation() {
 fn a_finished_run_has_drawn_its_last_step_and_none_after_it() {
     struct Counted(Arc<AtomicUsize>);
     impl RewardFunction for Counted {
-        fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-            Ok(samples.iter().map(digest).collect())
+        fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+            Ok(samples.iter().map(|sample| digest(sample).into()).collect())
         }
         fn finish(&self) -> Result<()> {
             self.0.fetch_add(1, Ordering::SeqCst);

@@ -10,6 +10,7 @@ mod critic;
 mod dataset;
 #[cfg(feature = "engines")]
 mod engines;
+mod excluded;
 mod generator;
 #[cfg(feature = "hub")]
 mod hub;

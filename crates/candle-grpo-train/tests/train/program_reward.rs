@@ -7,21 +7,26 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_grpo_train::rewards::{ProgramConfig, ProgramReward};
+use candle_grpo_train::rewards::{OnTimeout, ProgramConfig, ProgramReward, Score, ScoreFailure};
 use candle_grpo_train::{FinishReason, Interrupted, Progress, RewardFunction, Sample};
+use rstest::rstest;
 use serde_json::{Value, json};
 
-fn program(script: &str, time_limit_seconds: f64, restarts: usize) -> ProgramReward {
-    ProgramReward::new(ProgramConfig {
-        command: ["sh", "-c", script].map(str::to_owned).to_vec(),
-        folder: None,
-        time_limit_seconds,
-        restarts,
-    })
-    .unwrap()
+fn config(command: &[&str], time_limit_seconds: f64) -> ProgramConfig {
+    let config = json!({
+        "command": command,
+        "time_limit_seconds": time_limit_seconds,
+        "start_limit_seconds": 0,
+        "max_failures": 3,
+    });
+    serde_json::from_value(config).unwrap()
 }
 
-fn score(reward: &ProgramReward, completions: &[&str]) -> anyhow::Result<Vec<f32>> {
+fn program(script: &str, time_limit_seconds: f64) -> ProgramReward {
+    ProgramReward::new(config(&["sh", "-c", script], time_limit_seconds)).unwrap()
+}
+
+fn score(reward: &ProgramReward, completions: &[&str]) -> anyhow::Result<Vec<Score>> {
     let columns = json!({"answer": 3});
     let samples: Vec<Sample> = completions
         .iter()
@@ -33,6 +38,7 @@ fn score(reward: &ProgramReward, completions: &[&str]) -> anyhow::Result<Vec<f32
             completion_tokens: &[2, 3],
             finish_reason: FinishReason::Length,
             columns: &columns,
+            group: 0,
         })
         .collect();
     reward.score(&samples)
@@ -47,7 +53,6 @@ fn a_program_keeps_running_between_batches() {
     let reward = program(
         r#"n=0; while read -r line; do echo "{\"id\": $n, \"score\": $n}"; n=$((n+1)); done"#,
         20.,
-        0,
     );
     assert_eq!(score(&reward, &["a", "b"]).unwrap(), [0., 1.]);
     assert_eq!(score(&reward, &["c"]).unwrap(), [2.]);
@@ -60,7 +65,6 @@ fn a_program_without_ids_is_started_for_each_batch() {
     let reward = program(
         r#"n=0; while read -r line; do n=$((n+1)); echo "{\"score\": $n}"; done"#,
         20.,
-        0,
     );
     assert_eq!(score(&reward, &["a", "b"]).unwrap(), [1., 2.]);
     assert_eq!(score(&reward, &["c"]).unwrap(), [1.]);
@@ -77,7 +81,6 @@ fn an_additional_line_is_an_error_before_a_slow_last_score() {
                 "read -r line; echo 7; echo 1; read -r line; sleep {delay}; echo 2; cat > /dev/null"
             ),
             20.,
-            0,
         );
         let error = error(&reward, &["a", "b"]);
         assert!(
@@ -89,13 +92,12 @@ fn an_additional_line_is_an_error_before_a_slow_last_score() {
 
 #[test]
 fn a_program_without_ids_must_end_with_its_input() {
-    let reward = program("read -r line; echo 1; sleep 600", 0.5, 1);
+    let reward = program("read -r line; echo 1; sleep 600", 0.5);
     let error = error(&reward, &["a"]);
     assert!(
         error.contains("must end with its input, or echo the \"id\""),
         "{error}"
     );
-    assert!(!error.contains("tried"), "{error}");
 }
 
 #[test]
@@ -108,7 +110,6 @@ fn a_request_has_everything_about_a_completion() {
             seen.display()
         ),
         20.,
-        0,
     );
     assert_eq!(score(&reward, &["two\nlines"]).unwrap(), [0.5]);
     let line: Value = serde_json::from_str(&fs::read_to_string(seen).unwrap()).unwrap();
@@ -120,10 +121,10 @@ fn a_request_has_everything_about_a_completion() {
 
 #[test]
 fn an_error_shows_the_status_and_the_end_of_stderr() {
-    let reward = program("echo no such module >&2; exit 3", 20., 1);
+    let reward = program("echo no such module >&2; exit 3", 20.);
     let error = error(&reward, &["a"]);
     for words in [
-        "tried 2 times",
+        "failed with every completion so far",
         "ended after 0 of 1 scores",
         "exit status: 3",
         "no such module",
@@ -133,7 +134,7 @@ fn an_error_shows_the_status_and_the_end_of_stderr() {
 }
 
 #[test]
-fn a_program_that_ends_is_started_again_for_the_whole_batch() {
+fn scores_without_ids_do_not_count_if_the_program_ends() {
     let folder = tempfile::tempdir().unwrap();
     let mark = folder.path().join("mark");
     let script = format!(
@@ -142,7 +143,7 @@ fn a_program_that_ends_is_started_again_for_the_whole_batch() {
     );
     // The score of the first run does not count.
     assert_eq!(
-        score(&program(&script, 20., 1), &["a", "b"]).unwrap(),
+        score(&program(&script, 20.), &["a", "b"]).unwrap(),
         [1., 1.]
     );
 }
@@ -152,11 +153,13 @@ fn a_program_that_takes_too_long_is_killed_with_its_children() {
     let folder = tempfile::tempdir().unwrap();
     let pid = folder.path().join("pid");
     let script = format!("sleep 600 & echo $! > {}; wait", pid.display());
-    let reward = program(&script, 0.5, 0);
+    let reward = program(&script, 0.5);
     let began = Instant::now();
     let error = error(&reward, &["a"]);
     assert!(
-        error.contains("0 of 1 scores after 0.5 seconds, the limit; it must answer each line"),
+        error.contains(
+            "0 of 1 scores, and no other within 0.5 seconds, the limit; it must answer each line"
+        ),
         "{error}"
     );
     assert!(began.elapsed() < Duration::from_secs(60));
@@ -166,10 +169,10 @@ fn a_program_that_takes_too_long_is_killed_with_its_children() {
 
 #[test]
 fn a_program_that_reads_all_its_input_first_is_told_to_answer_each_line() {
-    let reward = program("cat > /dev/null; echo 1; echo 1", 0.5, 0);
+    let reward = program("cat > /dev/null; echo 1; echo 1", 0.5);
     let error = error(&reward, &["a", "b"]);
     for words in [
-        "0 of 2 scores after 0.5 seconds, the limit",
+        "0 of 1 scores, and no other within 0.5 seconds, the limit",
         "it must answer each line when it comes, not at the end of its input",
         "and flush every line",
     ] {
@@ -178,12 +181,9 @@ fn a_program_that_reads_all_its_input_first_is_told_to_answer_each_line() {
 }
 
 #[test]
-fn a_program_that_answers_one_line_and_ends_is_told_to_go_on() {
-    let error = error(&program("read -r line; echo 1", 20., 0), &["a", "b"]);
-    assert!(
-        error.contains("ended after 1 of 2 scores; it must answer every line until its input ends"),
-        "{error}"
-    );
+fn a_program_that_ends_after_each_answer_is_started_for_each_completion() {
+    let reward = program("read -r line; echo 1", 20.);
+    assert_eq!(score(&reward, &["a", "b"]).unwrap(), [1., 1.]);
 }
 
 /// Returns true if the process ends within a few seconds, reaped by its parent or not.
@@ -203,7 +203,7 @@ fn full_pipes_do_not_block() {
     // More than a pipe holds goes in before anything comes out, and more than a pipe holds comes
     // out of stderr.
     let script = r#"head -n 300 > /dev/null; yes complaint | head -c 300000 >&2; for i in $(seq 300); do echo 2; done; cat > /dev/null"#;
-    let reward = program(script, 60., 0);
+    let reward = program(script, 60.);
     let long = "x".repeat(2000);
     assert_eq!(
         score(&reward, &vec![long.as_str(); 300]).unwrap(),
@@ -213,7 +213,7 @@ fn full_pipes_do_not_block() {
 
 #[test]
 fn a_program_that_does_not_read_exceeds_the_time() {
-    let reward = program("sleep 600", 0.5, 0);
+    let reward = program("sleep 600", 0.5);
     let long = "x".repeat(10_000);
     let error = error(&reward, &vec![long.as_str(); 100]);
     assert!(error.contains("the limit"), "{error}");
@@ -228,13 +228,7 @@ for line in sys.stdin:
 "#;
 
 fn python(script: &str) -> ProgramReward {
-    ProgramReward::new(ProgramConfig {
-        command: ["python3", "-c", script].map(str::to_owned).to_vec(),
-        folder: None,
-        time_limit_seconds: 60.,
-        restarts: 1,
-    })
-    .unwrap()
+    ProgramReward::new(config(&["python3", "-c", script], 60.)).unwrap()
 }
 
 #[test]
@@ -278,7 +272,6 @@ fn ids_in_some_answers_only_are_an_error() {
     let reward = program(
         r#"read -r line; echo '{"id": 0, "score": 1}'; read -r line; echo 1; cat > /dev/null"#,
         20.,
-        0,
     );
     let error = error(&reward, &["a", "b"]);
     assert!(
@@ -303,7 +296,7 @@ fn an_additional_line_is_an_error_of_its_batch() {
     ];
     for script in scripts {
         for delay in delays {
-            let reward = program(&script.replace("DELAY", delay), 20., 1);
+            let reward = program(&script.replace("DELAY", delay), 20.);
             let error = error(&reward, &["a", "b"]);
             assert!(
                 error.contains("wrote \"7\"") || error.contains("wrote \"1\""),
@@ -315,11 +308,9 @@ fn an_additional_line_is_an_error_of_its_batch() {
 
 #[test]
 fn two_lines_for_each_request_are_an_error_at_the_first_batch() {
-    let reward = program("while read -r line; do echo 1; echo 7; done", 20., 1);
+    let reward = program("while read -r line; do echo 1; echo 7; done", 20.);
     let error = error(&reward, &["a", "b"]);
     assert!(error.contains("after the last score of a batch"), "{error}");
-    // It is no use to start it again.
-    assert!(!error.contains("tried"), "{error}");
 }
 
 #[test]
@@ -336,7 +327,7 @@ fn an_additional_line_among_answers_with_ids_is_an_error_at_once() {
 fn a_correct_program_finishes_without_an_error() {
     for reward in [
         python(ECHO),
-        program("while read -r line; do echo 1; done", 20., 0),
+        program("while read -r line; do echo 1; done", 20.),
     ] {
         score(&reward, &["a", "b"]).unwrap();
         reward.finish().unwrap();
@@ -355,7 +346,7 @@ fn output_that_is_no_line_is_an_error() {
             "a line of more than 1 MiB",
         ),
     ] {
-        let error = error(&program(script, 20., 0), &["a"]);
+        let error = error(&program(script, 20.), &["a"]);
         assert!(error.contains(words), "{words:?} in {error}");
     }
 }
@@ -372,7 +363,7 @@ impl Progress for Stop {
 
 #[test]
 fn a_stop_request_waits_for_a_hanging_program_only_for_a_grace_period() {
-    let mut reward = program("sleep 600", 600., 0);
+    let mut reward = program("sleep 600", 600.);
     let stop = Arc::new(Stop::default());
     reward.set_progress(stop.clone());
     let begun = Instant::now();
@@ -390,7 +381,7 @@ fn a_stop_request_waits_for_a_hanging_program_only_for_a_grace_period() {
 
 #[test]
 fn scores_that_come_within_the_grace_period_count() {
-    let mut reward = program("sleep 1; while read -r line; do echo 1; done", 600., 0);
+    let mut reward = program("sleep 1; while read -r line; do echo 1; done", 600.);
     let stop = Arc::new(Stop::default());
     stop.0.store(true, Ordering::SeqCst);
     reward.set_progress(stop);
@@ -406,7 +397,7 @@ fn a_program_and_its_children_end_with_a_process_that_is_killed() {
             "sleep 600 & echo $! > {0}/child; echo $$ > {0}/program; exec sleep 600",
             folder.to_string_lossy()
         );
-        let _reward = program(&script, 600., 0);
+        let _reward = program(&script, 600.);
         std::thread::sleep(Duration::from_secs(600));
     }
     let folder = tempfile::tempdir().unwrap();
@@ -441,12 +432,140 @@ fn a_program_and_its_children_end_with_a_process_that_is_killed() {
 
 #[test]
 fn a_missing_program_is_an_error_before_the_first_batch() {
-    let reward = ProgramReward::new(ProgramConfig {
-        command: vec!["/no/such/program".to_owned()],
-        folder: None,
-        time_limit_seconds: 1.,
-        restarts: 0,
-    });
+    let reward = ProgramReward::new(config(&["/no/such/program"], 1.));
     let error = format!("{:#}", reward.err().unwrap());
     assert!(error.contains("starting \"/no/such/program\""), "{error}");
+}
+
+/// Echoes the id. A completion decides: it hangs, crashes, has no score, or that of its length.
+const HOSTILE: &str = r#"
+import json, os, sys, time
+for line in sys.stdin:
+    sample = json.loads(line)
+    text = sample["completion"]
+    if text == "hang": time.sleep(600)
+    if text == "crash": os._exit(3)
+    score = None if text == "null" else len(text)
+    print(json.dumps({"id": sample["id"], "score": score}), flush=True)
+"#;
+
+fn hostile(change: impl FnOnce(&mut ProgramConfig)) -> ProgramReward {
+    let mut config = config(&["python3", "-c", HOSTILE], 0.5);
+    config.start_limit_seconds = 5.;
+    change(&mut config);
+    ProgramReward::new(config).unwrap()
+}
+
+const COMPLETIONS: [&str; 9] = [
+    "a", "hang", "bb", "null", "ccc", "crash", "hang", "", "dddd",
+];
+
+fn expected(instead: Score) -> [Score; 9] {
+    let late = instead.after(ScoreFailure::Timeout);
+    let ended = instead.after(ScoreFailure::Crash);
+    [
+        1f32.into(),
+        late,
+        2f32.into(),
+        Score::NONE,
+        3f32.into(),
+        ended,
+        late,
+        0f32.into(),
+        4f32.into(),
+    ]
+}
+
+#[rstest]
+#[case(1, OnTimeout::Score)]
+#[case(1, OnTimeout::Exclude)]
+#[case(2, OnTimeout::Score)]
+#[case(4, OnTimeout::Exclude)]
+#[case(12, OnTimeout::Score)]
+fn completions_that_hang_or_crash_do_not_touch_the_others(
+    #[case] workers: usize,
+    #[case] on_timeout: OnTimeout,
+) {
+    let reward = hostile(|config| {
+        config.workers = workers;
+        // A worker may get only completions that fail.
+        config.max_failures = 8;
+        config.on_timeout = on_timeout;
+        config.timeout_score = -0.5;
+    });
+    let expected = expected(match on_timeout {
+        OnTimeout::Score => Score::from(-0.5),
+        OnTimeout::Exclude => Score::NONE,
+    });
+    for _ in 0..2 {
+        assert_eq!(score(&reward, &COMPLETIONS).unwrap(), expected);
+    }
+    reward.finish().unwrap();
+}
+
+/// Its scores count only if its output has ended with them.
+#[test]
+fn a_program_without_ids_survives_completions_that_hang_or_crash() {
+    let script = HOSTILE.replace(
+        r#"json.dumps({"id": sample["id"], "score": score})"#,
+        "json.dumps(score)",
+    );
+    assert_ne!(script, HOSTILE);
+    let reward = hostile(|config| {
+        config.command[2] = script;
+        config.start_limit_seconds = 2.;
+    });
+    let expected = expected(Score::from(0.));
+    assert_eq!(score(&reward, &COMPLETIONS).unwrap(), expected);
+}
+
+#[test]
+fn a_program_that_fails_with_too_many_completions_in_a_row_is_an_error() {
+    let reward = hostile(|config| config.max_failures = 3);
+    let three = ["crash", "crash", "crash", "a"];
+    score(&reward, &three).unwrap();
+    // The last completion is sent first after a failure, and three others fail since then.
+    let error = error(&reward, &["crash"]);
+    for words in ["4 completions in a row failed", "exit status: 3"] {
+        assert!(error.contains(words), "{words:?} in {error}");
+    }
+}
+
+#[test]
+fn the_limit_is_that_of_each_completion_and_not_of_the_start() {
+    let slow = r#"sleep 1; while read -r line; do sleep 0.2; echo 1; done"#;
+    let mut config = config(&["sh", "-c", slow], 0.7);
+    config.start_limit_seconds = 60.;
+    let reward = ProgramReward::new(config).unwrap();
+    assert_eq!(score(&reward, &["a"; 6]).unwrap(), [1.; 6]);
+}
+
+#[test]
+fn workers_score_at_the_same_time() {
+    // Each process waits for a file of the other.
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        r#"read -r line; case "$line" in *first*) own=a; other=b;; *) own=b; other=a;; esac
+        touch {0}/$own; while [ ! -e {0}/$other ]; do sleep 0.01; done
+        echo 1; cat > /dev/null"#,
+        folder.path().display()
+    );
+    let mut config = config(&["sh", "-c", &script], 20.);
+    config.workers = 2;
+    let reward = ProgramReward::new(config).unwrap();
+    assert_eq!(score(&reward, &["first", "second"]).unwrap(), [1.; 2]);
+}
+
+#[rstest]
+#[case(json!({"workers": 0}), "workers: 0")]
+#[case(json!({"time_limit_seconds": 0}), "time_limit_seconds: 0")]
+#[case(json!({"start_limit_seconds": -1}), "start_limit_seconds: -1")]
+#[case(json!({"timeout_score": 1e300}), "timeout_score")]
+fn an_option_that_is_not_valid_is_named(#[case] change: Value, #[case] expected: &str) {
+    let mut options = json!({"command": ["true"]});
+    let change = change.as_object().unwrap().clone();
+    options.as_object_mut().unwrap().extend(change);
+    let config = serde_json::from_value::<ProgramConfig>(options).unwrap();
+    let error = format!("{:#}", config.validate().unwrap_err());
+    assert!(error.contains(expected), "{error}");
 }

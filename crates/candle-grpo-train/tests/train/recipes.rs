@@ -403,7 +403,7 @@ fn greedy_answers_are_the_baseline_of_remax() {
     let mut expected: Vec<f32> = greedy
         .samples
         .iter()
-        .flat_map(|sample| [sample.reward; 4])
+        .flat_map(|sample| [sample.reward.unwrap(); 4])
         .collect();
     let mut seen = seen;
     // The order of the prompts is shuffled.

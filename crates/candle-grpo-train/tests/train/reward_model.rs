@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_grpo_nn::{DecoderConfig, PackedTokens, SequenceClassifier, SequenceClassifierConfig};
 use candle_grpo_test_support::device;
 use candle_grpo_train::model::character_tokenizer;
-use candle_grpo_train::rewards::{RewardModel, RewardModelConfig};
+use candle_grpo_train::rewards::{RewardModel, RewardModelConfig, Score};
 use candle_grpo_train::{
     ComputeDType, FinishReason, Interrupted, Progress, RewardConfig, RewardFunction, Sample,
 };
@@ -59,6 +59,11 @@ fn folder(num_labels: usize, template: Option<&str>) -> TempDir {
     folder
 }
 
+fn values(scores: anyhow::Result<Vec<Score>>) -> Vec<f32> {
+    let scores = scores.unwrap().into_iter();
+    scores.map(|score| score.value().unwrap()).collect()
+}
+
 /// The scores `[labels]` of `text`, read alone.
 fn expected(folder: &Path, text: &str) -> Vec<f32> {
     let keys = fs::read(folder.join("config.json")).unwrap();
@@ -81,6 +86,7 @@ fn sample<'a>(prompt: &'a str, messages: &'a [Value], completion: &'a str) -> Sa
         completion_tokens: &[2],
         finish_reason: FinishReason::StopToken,
         columns: &Value::Null,
+        group: 0,
     }
 }
 
@@ -116,7 +122,7 @@ fn a_conversation_is_rendered_by_the_template_of_the_reward_model(
         sample("of another template", &begun, "six"),
         sample("of another template", &question, "a much longer answer"),
     ];
-    let scores = reward.score(&samples).unwrap();
+    let scores = values(reward.score(&samples));
     let texts = [
         "<user>add!<assistant>five!",
         "plain text more",
@@ -132,7 +138,7 @@ fn a_conversation_is_rendered_by_the_template_of_the_reward_model(
             .all(|pair| (pair[0] - pair[1]).abs() > 1e-3),
         "{scores:?}"
     );
-    assert_eq!(reward.score(&[]).unwrap(), Vec::<f32>::new());
+    assert!(reward.score(&[]).unwrap().is_empty());
 }
 
 #[test]
@@ -140,7 +146,7 @@ fn without_a_template_the_completion_follows_the_prompt() {
     let folder = folder(1, None);
     let reward = RewardModel::load(RewardModelConfig::new(folder.path()), device()).unwrap();
     let question = [json!({"role": "user", "content": "add"})];
-    let scores = reward.score(&[sample("add:", &question, "five")]).unwrap();
+    let scores = values(reward.score(&[sample("add:", &question, "five")]));
     assert_near(scores[0], expected(folder.path(), "add:five")[0]);
 }
 
@@ -155,7 +161,7 @@ fn the_end_of_a_long_text_is_read() {
             ..RewardModelConfig::new(folder.path())
         };
         let reward = RewardModel::load(config, device()).unwrap();
-        let scores = reward.score(&[sample("", &[], &long)]).unwrap();
+        let scores = values(reward.score(&[sample("", &[], &long)]));
         assert_near(scores[0], of_last(count));
     }
 }
@@ -174,8 +180,8 @@ fn a_label_selects_the_score() {
         )
     };
     for (label, expected) in all.iter().enumerate() {
-        let scores = load(Some(label)).unwrap().score(&[sample("a", &[], "bc")]);
-        assert_near(scores.unwrap()[0], *expected);
+        let scores = values(load(Some(label)).unwrap().score(&[sample("a", &[], "bc")]));
+        assert_near(scores[0], *expected);
     }
     for (label, message) in [
         (
@@ -201,7 +207,7 @@ fn half_precision_is_near_full_precision() {
         .score(&[sample("a", &[], "bc")])
         .unwrap();
     let expected = expected(folder.path(), "abc")[0];
-    let difference = (scores[0] - expected).abs();
+    let difference = (scores[0].value().unwrap() - expected).abs();
     assert!(
         difference > 0. && difference < 0.1 * expected.abs().max(1.),
         "{difference}"
@@ -223,10 +229,8 @@ fn an_ensemble_combines_several_reward_models() {
         let rewards: Vec<RewardConfig> = serde_json::from_value(rewards).unwrap();
         rewards[0].check_files().unwrap();
         assert_eq!(rewards[0].files().len(), 6);
-        RewardConfig::build(&rewards, device())
-            .unwrap()
-            .score(&[sample("a", &[], "bc")])
-            .unwrap()[0]
+        let rewards = RewardConfig::build(&rewards, device()).unwrap();
+        values(rewards.score(&[sample("a", &[], "bc")]))[0]
     };
     assert_near(combined(json!("min")), of_a.min(of_b));
     assert_near(combined(json!("mean")), (of_a + of_b) / 2.);
@@ -296,7 +300,7 @@ fn truncation_and_padding_of_the_tokenizer_file_have_no_effect() {
     });
     fs::write(path, tokenizer.to_string()).unwrap();
     let reward = RewardModel::load(RewardModelConfig::new(folder.path()), device()).unwrap();
-    let scores = reward.score(&[sample("abcd", &[], "efgh")]).unwrap();
+    let scores = values(reward.score(&[sample("abcd", &[], "efgh")]));
     assert_near(scores[0], plain[0]);
 }
 
@@ -310,7 +314,7 @@ fn equal_texts_have_bit_identical_scores() {
     };
     let reward = RewardModel::load(config, device()).unwrap();
     let samples = ["abcd", "ef", "abcd", "abce", "abcd"].map(|text| sample("", &[], text));
-    let scores = reward.score(&samples).unwrap();
+    let scores = values(reward.score(&samples));
     assert_eq!([scores[0]; 2], [scores[2], scores[4]]);
     assert!(
         scores[0] != scores[1] && scores[0] != scores[3],
@@ -324,6 +328,6 @@ fn a_text_that_ends_with_padding_is_scored_before_it() {
     let reward = RewardModel::load(RewardModelConfig::new(folder.path()), device()).unwrap();
     // The first token is the padding token.
     let samples = ["abc", "abc<eos>"].map(|text| sample("", &[], text));
-    let scores = reward.score(&samples).unwrap();
+    let scores = values(reward.score(&samples));
     assert_near(scores[1], scores[0]);
 }

@@ -14,6 +14,7 @@ fn sample<'a>(completion: &'a str, columns: &'a Value) -> Sample<'a> {
         completion_tokens: &[2, 3, 2, 3, 2],
         finish_reason: FinishReason::StopToken,
         columns,
+        group: 0,
     }
 }
 
@@ -28,6 +29,8 @@ fn score(reward: Value, completion: &str) -> f32 {
     let row = json!({"answer": "... #### 1,200", "person": {"age": 7}});
     let rewards = build(json!([reward])).unwrap();
     rewards.score(&[sample(completion, &row)]).unwrap()[0]
+        .value()
+        .unwrap()
 }
 
 #[rstest]

@@ -16,6 +16,7 @@ use candle_grpo_train::learn::{
     Example, LearningRateSchedule, OldLogProbs, PretrainConfig, pretrain,
 };
 use candle_grpo_train::progress::{NoProgress, Phase};
+use candle_grpo_train::rewards::Score;
 use candle_grpo_train::{
     Actor, ActorConfig, ComputeDType, Interrupted, Progress, RewardFunction, Sample, StepMetrics,
     TrainConfig, Trainer, evaluate,
@@ -146,8 +147,8 @@ fn a_reward_that_is_not_finite_names_step_and_sample() {
 struct OneTooMany;
 
 impl RewardFunction for OneTooMany {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        Ok(vec![0.; samples.len() + 1])
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        Ok(vec![Score::from(0.); samples.len() + 1])
     }
 }
 
@@ -433,10 +434,11 @@ struct Stopping {
 }
 
 impl RewardFunction for Stopping {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         self.phases.stop.store(true, Ordering::SeqCst);
         assert!(self.progress.is_canceled());
-        Ok(samples.iter().map(|x| self.scale * share_of_a(x)).collect())
+        let score = |sample| Score::from(self.scale * share_of_a(sample));
+        Ok(samples.iter().map(score).collect())
     }
 
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {

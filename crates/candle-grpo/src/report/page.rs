@@ -131,7 +131,7 @@ fn answers(run: &Run) -> String {
 fn answer(sample: &RunSample) -> String {
     format!(
         "<pre><b>{}</b> {}</pre>",
-        short(sample.reward),
+        sample.reward.map_or("–".to_owned(), short),
         escape(&sample.completion)
     )
 }

@@ -37,8 +37,8 @@ pub struct RunSample {
     pub prompt: String,
     /// The answer.
     pub completion: String,
-    /// Its reward.
-    pub reward: f64,
+    /// Its reward; absent: it is missing.
+    pub reward: Option<f64>,
 }
 
 impl Run {

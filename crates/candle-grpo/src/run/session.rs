@@ -38,7 +38,7 @@ pub enum Start {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Progress {
     /// A step.
-    Step(StepMetrics),
+    Step(Box<StepMetrics>),
     /// An evaluation and its metrics.
     Evaluated {
         /// The number of steps before it.
@@ -285,7 +285,7 @@ impl Session {
             dir.append_metrics(&metrics)?;
         }
         self.metrics.push(metrics.clone());
-        Ok(Progress::Step(metrics))
+        Ok(Progress::Step(Box::new(metrics)))
     }
 
     /// Before the first step, after each multiple of `every_steps`, and after the last step.

@@ -105,7 +105,7 @@ fn answers_stand_beside_those_to_the_same_prompt() {
     for (before, after) in pairs {
         assert_eq!(before.prompt, after.prompt);
         assert_eq!((before.step, after.step), (0, 3));
-        assert_eq!((before.reward, after.reward), (0., 1.));
+        assert_eq!((before.reward, after.reward), (Some(0.), Some(1.)));
     }
 }
 

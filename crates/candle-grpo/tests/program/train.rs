@@ -8,6 +8,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use candle_grpo::train::RunDir;
+use rstest::rstest;
 use serde_json::Value;
 
 use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds};
@@ -514,4 +515,75 @@ fn several_ranks_need_a_feature() {
         said(&output)
     );
     assert!(!folder.path().join("run").exists());
+}
+
+/// Hangs with about one of a hundred completions, and notes each time.
+const HANGS: &str = r#"
+import json, sys, time, zlib
+for line in sys.stdin:
+    sample = json.loads(line)
+    text = sample["completion"]
+    if zlib.crc32(text.encode()) % 100 == 11:
+        with open("hangs", "a") as file:
+            file.write(text + "\n")
+        time.sleep(600)
+    print(json.dumps({"id": sample["id"], "score": text[:1] in ("a", "b") and 1 or 0}), flush=True)
+"#;
+
+#[cfg(unix)]
+#[rstest]
+#[case("score", 1)]
+#[case("exclude", 2)]
+fn a_run_whose_reward_hangs_finishes_and_resumes_bit_identically(
+    #[case] on_timeout: &str,
+    #[case] workers: usize,
+) {
+    let reward = format!(
+        "{{kind: program, command: [python3, reward.py], time_limit_seconds: 0.3, \
+         on_timeout: {on_timeout}, timeout_score: -1, workers: {workers}}}"
+    );
+    let config = CONFIG
+        .replace("{kind: regex, pattern: '^[ab]'}", &reward)
+        .replace("max_steps: 12", "max_steps: 20");
+    let (whole, killed) = (folder(&config), folder(&config));
+    for folder in [&whole, &killed] {
+        fs::write(folder.path().join("reward.py"), HANGS).unwrap();
+    }
+    succeeds(whole.path(), &["train", "run.yaml"]);
+    let metrics = lines(&whole.path().join("run/metrics.jsonl"));
+    assert_eq!(metrics.len(), 20);
+    let count = |name: &str| -> u64 {
+        let counts = metrics
+            .iter()
+            .map(|line| &line["reward_faults"]["program"][name]);
+        counts.filter_map(Value::as_u64).sum()
+    };
+    let timeouts = count("timeouts");
+    assert!((1..30).contains(&timeouts), "{timeouts} of 320");
+    let excluded = if on_timeout == "exclude" { timeouts } else { 0 };
+    assert_eq!((count("crashes"), count("excluded")), (0, excluded));
+
+    // It is killed while its program hangs, after the first checkpoint.
+    let mut child = start(killed.path());
+    let hangs = || fs::read_to_string(killed.path().join("hangs")).unwrap_or_default();
+    let begun = Instant::now();
+    let mut before = hangs();
+    loop {
+        let saved = RunDir::checkpoints(&killed.path().join("run")).latest();
+        let is_saved = saved.is_ok_and(|latest| latest.checkpoint.is_some());
+        let now = hangs();
+        if is_saved && now != before {
+            break;
+        }
+        before = now;
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "it does not hang"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    succeeds(killed.path(), &["train", "run.yaml", "--resume"]);
+    assert_same_run(killed.path(), whole.path(), 20);
 }

@@ -206,8 +206,8 @@ struct Lexer<'a> {
     tokens: Vec<Token>,
     /// The open braces: true for those of a set.
     braces: Vec<bool>,
-    /// Commands that still need arguments: the number of open braces at the command, and of missing
-    /// arguments.
+    /// Commands that still need arguments: the number of open braces at the command, and of
+    /// missing arguments.
     arguments: Vec<(usize, u8)>,
     /// The open brackets, in which a comma separates elements.
     brackets: usize,

@@ -23,6 +23,7 @@ use self::value::Value;
 use super::answer::AnswerPlace;
 use super::column::column;
 use super::right_or_wrong::right_or_wrong;
+use super::score::Score;
 use crate::{RewardFunction, Sample};
 
 /// The largest number of decimal places that are compared.
@@ -115,7 +116,7 @@ impl MathReward {
 }
 
 impl RewardFunction for MathReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
         right_or_wrong(samples, |sample| {
             self.matches(sample.completion, sample.columns)
         })

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use crate::Sample;
+use crate::rewards::Score;
 
 /// The line that asks for the score of `sample`.
 pub(super) fn request(id: u64, sample: &Sample) -> Result<String> {
@@ -23,11 +24,11 @@ pub(super) fn request(id: u64, sample: &Sample) -> Result<String> {
 #[derive(Debug, PartialEq)]
 pub(super) struct Answer {
     pub(super) id: Option<u64>,
-    pub(super) score: f32,
+    pub(super) score: Score,
 }
 
 impl Answer {
-    /// Parses a line: a number, or an object with the number `score` and perhaps `id`.
+    /// Parses a line: a number or `null`, or an object with one at `score` and perhaps `id`.
     pub(super) fn parse(line: &str) -> Result<Self> {
         Self::from_line(line.trim()).with_context(|| quoted(line))
     }
@@ -45,17 +46,17 @@ impl Answer {
                 };
                 match fields.remove("score") {
                     Some(value) => {
-                        let score = number(&value).context("score")?;
+                        let score = score(&value).context("score")?;
                         Ok(Self { id, score })
                     }
                     None => {
-                        bail!("must be a number, or an object with the number \"score\"")
+                        bail!("must be a number or null, or an object with the number \"score\"")
                     }
                 }
             }
             Ok(value) => Ok(Self {
                 id: None,
-                score: number(&value)?,
+                score: score(&value)?,
             }),
             Err(_) => match score_text(line) {
                 Some(score) => Err(not_json(score)).context("score"),
@@ -65,14 +66,14 @@ impl Answer {
     }
 }
 
-fn number(value: &Value) -> Result<f32> {
+fn score(value: &Value) -> Result<Score> {
     match value {
         Value::Number(number) => {
             let number = number.as_f64().unwrap_or(f64::INFINITY);
             ensure!((number as f32).is_finite(), OUT_OF_RANGE);
-            Ok(number as f32)
+            Ok((number as f32).into())
         }
-        Value::Null => bail!(NULL),
+        Value::Null => Ok(Score::NONE),
         Value::Bool(_) => bail!(TRUE_OR_FALSE),
         Value::String(_) => bail!("a text, must be a number: write it without quotes"),
         Value::Array(_) => bail!("an array, must be one number on each line"),
@@ -81,7 +82,7 @@ fn number(value: &Value) -> Result<f32> {
 }
 
 const OUT_OF_RANGE: &str = "outside the range of f32, must be from -3.4e38 to 3.4e38";
-const NULL: &str = "null, must be a finite number for every completion, such as 0";
+const NONE: &str = "None, must be null for a completion without a score";
 const TRUE_OR_FALSE: &str = "true or false, must be a number: write 1 or 0";
 const NOT_FINITE: &str = "NaN or an infinity, must be a finite number";
 
@@ -97,7 +98,7 @@ fn not_json(value: &str) -> anyhow::Error {
     let lower = value.to_ascii_lowercase();
     match lower.trim_start_matches(['-', '+']) {
         "nan" | "inf" | "infinity" => anyhow::anyhow!(NOT_FINITE),
-        "none" | "null" => anyhow::anyhow!(NULL),
+        "none" | "null" => anyhow::anyhow!(NONE),
         "true" | "false" => anyhow::anyhow!(TRUE_OR_FALSE),
         // JSON has the syntax, and no f64 the value.
         digits if digits.parse::<f64>().is_ok_and(f64::is_infinite) => {
@@ -131,13 +132,21 @@ mod tests {
         #[case] id: Option<u64>,
         #[case] score: f32,
     ) {
+        let score = Score::from(score);
+        assert_eq!(Answer::parse(line).unwrap(), Answer { id, score });
+    }
+
+    #[rstest]
+    #[case("null", None)]
+    #[case(r#"{"score": null, "id": 7}"#, Some(7))]
+    fn null_is_no_score(#[case] line: &str, #[case] id: Option<u64>) {
+        let score = Score::NONE;
         assert_eq!(Answer::parse(line).unwrap(), Answer { id, score });
     }
 
     #[rstest]
     #[case("", "an empty line")]
-    #[case("null", NULL)]
-    #[case("None", NULL)]
+    #[case("None", NONE)]
     #[case("nan", NOT_FINITE)]
     #[case("NaN", NOT_FINITE)]
     #[case("-inf", NOT_FINITE)]
@@ -152,7 +161,6 @@ mod tests {
     #[case("good", "other output belongs on stderr")]
     #[case("0.5 0.7", "other output belongs on stderr")]
     #[case("{}", "the number \"score\"")]
-    #[case(r#"{"score": null}"#, "score: null")]
     #[case(r#"{"score": true}"#, "score: true or false")]
     #[case(r#"{"score": NaN}"#, "score: NaN or an infinity")]
     #[case(r#"{"score": nan}"#, "score: NaN or an infinity")]
@@ -162,7 +170,7 @@ mod tests {
     )]
     #[case(r#"{"score": 1e999}"#, "score: outside the range of f32")]
     #[case(r#"{"score": -1e999, "id": 1}"#, "score: outside the range of f32")]
-    #[case(r#"{"score": None}"#, "score: null")]
+    #[case(r#"{"score": None}"#, "score: None")]
     #[case(r#"{"score": True}"#, "score: true or false")]
     #[case(r#"{"score": }"#, "must be a number")]
     #[case(r#"{"score": 1"#, "must be a number")]

@@ -5,18 +5,20 @@ mod files;
 mod group;
 mod imports;
 mod process;
+mod worker;
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
-use candle_grpo_core::validate::check;
+use candle_grpo_core::validate::{at_least_one, check, finite};
 use serde::{Deserialize, Serialize};
 
-use self::process::{Failure, Process};
+use self::worker::Worker;
+use super::weighted::in_parallel;
+use super::{OnTimeout, Score};
 use crate::progress::NoProgress;
-use crate::{Interrupted, Progress, RewardFunction, Sample};
+use crate::{Progress, RewardFunction, Sample};
 
 /// The options of [`ProgramReward`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,20 +29,41 @@ pub struct ProgramConfig {
     /// The folder that it runs in; absent: that of this process.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// The longest time for the scores of one batch.
+    /// The number of its processes, which share each batch.
+    #[serde(default = "workers")]
+    pub workers: usize,
+    /// The longest time for the score of one completion.
     #[serde(default = "time_limit")]
     pub time_limit_seconds: f64,
-    /// The number of restarts for one batch, when the program ends or exceeds the time.
-    #[serde(default = "restarts")]
-    pub restarts: usize,
+    /// The longest time for its start, which the first score may take in addition.
+    #[serde(default = "start_limit")]
+    pub start_limit_seconds: f64,
+    /// The treatment of a completion with which the program exceeds the time or ends: `score` or
+    /// `exclude`.
+    #[serde(default)]
+    pub on_timeout: OnTimeout,
+    /// The score of such a completion, if `on_timeout` is `score`.
+    #[serde(default)]
+    pub timeout_score: f32,
+    /// The number of completions in a row that may fail in a process. One more ends the run.
+    #[serde(default = "max_failures")]
+    pub max_failures: usize,
+}
+
+fn workers() -> usize {
+    1
 }
 
 fn time_limit() -> f64 {
     60.
 }
 
-fn restarts() -> usize {
-    1
+fn start_limit() -> f64 {
+    60.
+}
+
+fn max_failures() -> usize {
+    32
 }
 
 impl ProgramConfig {
@@ -48,7 +71,8 @@ impl ProgramConfig {
     ///
     /// # Errors
     ///
-    /// If the command is empty or the time limit is not from 0 (exclusive) to 1e9 seconds.
+    /// If the command is empty, there are no workers, `time_limit_seconds` is not from 0
+    /// (exclusive) to 1e9, `start_limit_seconds` not from 0 to 1e9, or the score not finite.
     pub fn validate(&self) -> Result<()> {
         check(
             self.command.first().is_some_and(|name| !name.is_empty()),
@@ -56,13 +80,22 @@ impl ProgramConfig {
             format_args!("{:?}", self.command),
             "begin with the name of a program",
         )?;
+        at_least_one("workers", self.workers)?;
         let seconds = self.time_limit_seconds;
-        Ok(check(
+        check(
             seconds > 0. && seconds <= 1e9,
             "time_limit_seconds",
             seconds,
             "be above 0 and at most 1e9",
-        )?)
+        )?;
+        let seconds = self.start_limit_seconds;
+        check(
+            (0. ..=1e9).contains(&seconds),
+            "start_limit_seconds",
+            seconds,
+            "be from 0 to 1e9",
+        )?;
+        Ok(finite("timeout_score", self.timeout_score.into())?)
     }
 }
 
@@ -70,7 +103,8 @@ impl ProgramConfig {
 ///
 /// A request is an object with `id`, `prompt`, `completion`, `finish_reason`, `completion_tokens`
 /// (their number) and `columns`. An answer is a number, or an object with the number at `score`.
-/// Answers come in the order of the requests, or echo the `id` of the request, in any order.
+/// `null` in its place is [`Score::NONE`]. Answers come in the order of the requests, or echo the
+/// `id` of the request, in any order.
 ///
 /// The program must answer each line when it comes, flush each answer, write nothing else to
 /// stdout, and end when its input does. It ends with this process too, even if that is killed.
@@ -79,6 +113,11 @@ impl ProgramConfig {
 /// additional line would shift the scores after it, and its time of arrival does not show that. So
 /// a program without ids gets one batch: its input ends, and it must write exactly one line for
 /// each request until its output ends. For the next batch it is started again, in advance.
+///
+/// If it ends, or gives no score for longer than the limit, it is started again. The completions
+/// without a score are then sent one at a time. A completion with which it fails alone has the
+/// score of [`ProgramConfig::on_timeout`]. A program that fails from the first completion on, or
+/// with more than [`ProgramConfig::max_failures`] in a row, is an error.
 ///
 /// ```no_run
 /// use candle_grpo_train::rewards::{ProgramConfig, ProgramReward};
@@ -90,7 +129,7 @@ impl ProgramConfig {
 pub struct ProgramReward {
     config: ProgramConfig,
     progress: Arc<dyn Progress>,
-    process: Mutex<Option<Process>>,
+    workers: Vec<Mutex<Worker>>,
 }
 
 impl ProgramReward {
@@ -101,55 +140,66 @@ impl ProgramReward {
     /// If `config` is not valid or the program cannot be started.
     pub fn new(config: ProgramConfig) -> Result<Self> {
         config.validate()?;
+        let workers = (0..config.workers).map(|_| Ok(Mutex::new(Worker::start(&config)?)));
         Ok(Self {
-            process: Mutex::new(Some(Process::start(&config)?)),
+            workers: workers.collect::<Result<_>>()?,
             progress: Arc::new(NoProgress),
             config,
         })
     }
 
-    /// The scores of a batch, after as many restarts as the configuration allows.
-    fn exchange(&self, slot: &mut Option<Process>, samples: &[Sample]) -> Result<Vec<f32>> {
-        let limit = Duration::from_secs_f64(self.config.time_limit_seconds);
-        let mut attempts = 0;
-        loop {
-            attempts += 1;
-            let mut process = match slot.take() {
-                Some(process) => process,
-                None => Process::start(&self.config)?,
-            };
-            let error = match process.score(samples, limit, self.progress.as_ref()) {
-                Ok(scores) => {
-                    *slot = if process.keeps_running() {
-                        Some(process)
-                    } else {
-                        drop(process);
-                        // It starts while the policy trains. An error appears in the next batch.
-                        Process::start(&self.config).ok()
-                    };
-                    return Ok(scores);
-                }
-                Err(Failure::Interrupted) => return Err(Interrupted.into()),
-                Err(Failure::Ended(_)) if self.progress.is_canceled() => {
-                    return Err(Interrupted.into());
-                }
-                Err(Failure::Ended(_)) if attempts <= self.config.restarts => continue,
-                Err(Failure::Ended(error) | Failure::Wrong(error)) => process.stop(error),
-            };
-            return match attempts {
-                1 => Err(error),
-                _ => Err(error.context(format!("tried {attempts} times"))),
-            };
+    /// The scores of `samples`, which the workers share. A worker has every n-th of them, so that
+    /// the shares do not depend on the speed of the workers.
+    fn share_out(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        let n = self.workers.len().min(samples.len());
+        let shares = self.workers.iter().take(n).enumerate();
+        let shares: Vec<(_, Vec<Sample>)> = shares
+            .map(|(first, worker)| {
+                let share = samples.iter().skip(first).step_by(n);
+                (worker, share.copied().collect())
+            })
+            .collect();
+        let shares = in_parallel(&shares, |(worker, samples)| {
+            lock(worker).score(&self.config, samples, self.progress.as_ref())
+        });
+        let mut scores = vec![Score::NONE; samples.len()];
+        for (first, share) in shares.into_iter().enumerate() {
+            let places = scores.iter_mut().skip(first).step_by(n);
+            places.zip(share?).for_each(|(place, score)| *place = score);
+        }
+        Ok(scores)
+    }
+
+    /// Returns an error if the program has failed from the first completion on.
+    fn ensure_works(&self) -> Result<()> {
+        let mut failed = None;
+        for worker in &self.workers {
+            let mut worker = lock(worker);
+            if worker.has_scored() {
+                return Ok(());
+            }
+            failed = worker.take_error().or(failed);
+        }
+        match failed {
+            Some(error) => Err(error.context("failed with every completion so far")),
+            None => Ok(()),
         }
     }
 }
 
+/// After a panic a worker has a program or none, and either will do.
+fn lock(worker: &Mutex<Worker>) -> MutexGuard<'_, Worker> {
+    worker.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl RewardFunction for ProgramReward {
-    fn score(&self, samples: &[Sample]) -> Result<Vec<f32>> {
-        // After a panic there is a program or none, and either will do.
-        let mut slot = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        self.exchange(&mut slot, samples)
-            .with_context(|| format!("program {:?}", self.config.command))
+    fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        let score = || -> Result<Vec<Score>> {
+            let scores = self.share_out(samples)?;
+            self.ensure_works()?;
+            Ok(scores)
+        };
+        score().with_context(|| format!("program {:?}", self.config.command))
     }
 
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {
@@ -157,12 +207,9 @@ impl RewardFunction for ProgramReward {
     }
 
     fn finish(&self) -> Result<()> {
-        let mut slot = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        match slot.take() {
-            Some(process) => process
-                .finish()
-                .with_context(|| format!("program {:?}", self.config.command)),
-            None => Ok(()),
-        }
+        let mut workers = self.workers.iter();
+        workers
+            .try_for_each(|worker| lock(worker).finish())
+            .with_context(|| format!("program {:?}", self.config.command))
     }
 }

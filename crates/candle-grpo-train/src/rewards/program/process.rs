@@ -12,6 +12,7 @@ use anyhow::{Context, Result, anyhow, bail};
 
 use super::answer::{Answer, quoted, request};
 use super::{ProgramConfig, group::ProcessGroup};
+use crate::rewards::{Score, ScoreFailure};
 use crate::{Progress, Sample};
 
 /// The time that an ending program has to exit, and a pipe to close.
@@ -32,10 +33,10 @@ const MAX_LINE: u64 = 1 << 20;
 /// Lines that wait to be read; more stay in the pipe.
 const MAX_LINES: usize = 1 << 10;
 
-/// The reason that a batch has no scores.
+/// The reason that a batch does not have all scores.
 pub(super) enum Failure {
     /// The program ended or exceeded the time: another start may help.
-    Ended(anyhow::Error),
+    Failed(ScoreFailure, anyhow::Error),
     /// Its output is wrong.
     Wrong(anyhow::Error),
     /// A stop was requested.
@@ -54,6 +55,10 @@ pub(super) struct Process {
     next_id: u64,
     /// True if its answers have ids; `None` before the first answer.
     echoes_ids: Option<bool>,
+    /// The longest time for a score.
+    limit: Duration,
+    /// The longest time for the first score, in addition.
+    start_limit: Duration,
 }
 
 impl Process {
@@ -103,25 +108,31 @@ impl Process {
             error_reader,
             next_id: 0,
             echoes_ids: None,
+            limit: Duration::from_secs_f64(config.time_limit_seconds),
+            start_limit: Duration::from_secs_f64(config.start_limit_seconds),
         })
     }
 
-    /// Returns the scores of `samples`.
+    /// Sets the scores of `samples`, which are absent before. After a failure, the scores are valid
+    /// that came before it with ids.
     ///
     /// Answers without ids have their order alone. So a program without ids gets one batch: its
     /// input ends with the requests, and its output must end with the scores.
     pub(super) fn score(
         &mut self,
         samples: &[Sample],
-        limit: Duration,
         progress: &dyn Progress,
-    ) -> Result<Vec<f32>, Failure> {
+        scores: &mut [Option<Score>],
+    ) -> Result<(), Failure> {
+        let limit = match self.echoes_ids {
+            None => self.limit + self.start_limit,
+            Some(_) => self.limit,
+        };
         let mut deadline = Instant::now() + limit;
         let mut stops_at = None;
         self.ensure_silent().map_err(Failure::Wrong)?;
         let first = self.next_id;
         self.send(samples).map_err(Failure::Wrong)?;
-        let mut scores = vec![None; samples.len()];
         let mut answered = 0;
         loop {
             let is_complete = answered == samples.len();
@@ -137,16 +148,21 @@ impl Process {
                 return Err(match stops_at {
                     Some(_) => Failure::Interrupted,
                     None if is_complete => Failure::Wrong(anyhow!(NOT_ENDED)),
-                    None => Failure::Ended(overdue(answered, samples.len(), limit)),
+                    None => Failure::Failed(
+                        ScoreFailure::Timeout,
+                        overdue(answered, samples.len(), self.limit),
+                    ),
                 });
             }
             let ended = match self.output.recv_timeout(POLL.min(deadline - now)) {
                 Ok(line) if is_complete => return Err(Failure::Wrong(self.surplus(line))),
                 Ok(Ok(line)) => {
-                    self.take(&line, first, answered, &mut scores)
+                    self.take(&line, first, answered, scores)
                         .with_context(|| format!("answer {} of {}", answered + 1, samples.len()))
                         .map_err(Failure::Wrong)?;
                     answered += 1;
+                    let next = Instant::now() + self.limit;
+                    deadline = stops_at.map_or(next, |stop| next.min(stop));
                     if !self.keeps_running() {
                         self.input = None;
                     }
@@ -161,10 +177,14 @@ impl Process {
                 "{ended} after {answered} of {} scores; it must answer every line until its input ends",
                 samples.len()
             );
-            return Err(Failure::Ended(error));
+            return Err(Failure::Failed(ScoreFailure::Crash, error));
         }
-        self.ensure_silent().map_err(Failure::Wrong)?;
-        Ok(scores.into_iter().flatten().collect())
+        self.ensure_silent().map_err(Failure::Wrong)
+    }
+
+    /// Returns true if each answer so far has named its request.
+    pub(super) fn echoes_ids(&self) -> bool {
+        self.echoes_ids == Some(true)
     }
 
     /// Returns false for a program whose answers have no ids: it ends with its first batch.
@@ -211,7 +231,7 @@ impl Process {
         line: &str,
         first: u64,
         answered: usize,
-        scores: &mut [Option<f32>],
+        scores: &mut [Option<Score>],
     ) -> Result<()> {
         let answer = Answer::parse(line)?;
         let echoes = *self.echoes_ids.get_or_insert(answer.id.is_some());
@@ -308,9 +328,9 @@ const NOT_ENDED: &str = "all scores are there, but the output goes on after the 
 
 fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
     anyhow!(
-        "{answered} of {of} scores after {} seconds, the limit; it must answer each line when it comes, \
-         not at the end of its input, and flush every line (in Python print(score, flush=True)); a slow \
-         program needs a greater time_limit_seconds",
+        "{answered} of {of} scores, and no other within {} seconds, the limit; it must answer each line when \
+         it comes, not at the end of its input, and flush every line (in Python print(score, flush=True)); \
+         a slow program needs a greater time_limit_seconds",
         limit.as_secs_f64()
     )
 }

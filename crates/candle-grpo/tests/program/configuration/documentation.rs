@@ -8,10 +8,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_grpo::config::{Document, RollFile, RunConfig};
+use candle_grpo::core::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::rewards::{
-    ExactReward, JsonReward, MathReward, NumericReward, ProgramConfig, RewardKind,
-    RewardModelConfig,
+    ExactReward, F1Reward, InstructionsReward, JsonReward, MathReward, MultipleChoiceReward,
+    NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
 };
 use serde_json::{Value, json};
 
@@ -78,6 +79,24 @@ fn tables() -> Vec<Table> {
             serde_json::to_value(ExactReward::default()).unwrap(),
         ),
         table(
+            "multiple_choice",
+            "crates/candle-grpo-train/src/rewards/multiple_choice.rs",
+            "MultipleChoiceReward",
+            serde_json::to_value(MultipleChoiceReward::default()).unwrap(),
+        ),
+        table(
+            "f1",
+            "crates/candle-grpo-train/src/rewards/f1.rs",
+            "F1Reward",
+            serde_json::to_value(F1Reward::default()).unwrap(),
+        ),
+        table(
+            "instructions",
+            "crates/candle-grpo-train/src/rewards/instructions/mod.rs",
+            "InstructionsReward",
+            serde_json::to_value(InstructionsReward::default()).unwrap(),
+        ),
+        table(
             "regex",
             rewards,
             "RegexOptions",
@@ -106,6 +125,19 @@ fn tables() -> Vec<Table> {
             "crates/candle-grpo-core/src/rewards/repetition.rs",
             "RepetitionPenalty",
             kind(json!({"kind": "repetition"})),
+        ),
+        table("cosine", rewards, "CosineOptions", json!({"min_score": 1})),
+        table(
+            "scale",
+            "crates/candle-grpo-core/src/rewards/cosine.rs",
+            "CosineLength",
+            serde_json::to_value(CosineLength::default()).unwrap(),
+        ),
+        table(
+            "relative_length",
+            rewards,
+            "RelativeLengthOptions",
+            json!({"min_score": 1}),
         ),
         table(
             "program",

@@ -31,8 +31,9 @@ fn score(config: &RunConfig, row: &Row, completion: &str) -> f32 {
         completion_tokens: &[],
         finish_reason: FinishReason::StopToken,
         columns: &row.columns,
+        group: 0,
     };
-    rewards.score(&[sample]).unwrap()[0]
+    rewards.score(&[sample]).unwrap()[0].value().unwrap()
 }
 
 fn numbers(row: &Row) -> [u64; 3] {

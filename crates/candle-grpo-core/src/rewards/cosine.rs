@@ -1,0 +1,88 @@
+//! Rewards for right answers that depend on the length.
+
+use std::f64::consts::PI;
+
+use candle_core::Result;
+use serde::{Deserialize, Serialize};
+
+use crate::validate::{self, Checked};
+
+/// The cosine-scaled reward of <https://arxiv.org/abs/2502.03373>: short right answers score more
+/// than long ones, and short wrong answers less than long ones.
+///
+/// `long + (short - long) * (1 + cos(pi * min(1, length / max_length))) / 2`, where `short` and
+/// `long` are the scores at the lengths 0 and `max_length`. TRL's `get_cosine_scaled_reward` is
+/// equal. ms-swift has no `min`, so that scores beyond `max_length` return to `short`.
+///
+/// ```
+/// use candle_grpo_core::rewards::CosineLength;
+///
+/// let scale = CosineLength { max_length: 100, ..CosineLength::default() };
+/// assert_eq!(scale.compute(0, true)?, 1.);
+/// assert_eq!(scale.compute(50, true)?, 0.75);
+/// assert_eq!(scale.compute(200, true)?, 0.5);
+/// assert_eq!(scale.compute(0, false)?, -1.);
+/// assert_eq!(scale.compute(100, false)?, -0.5);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CosineLength {
+    /// Length in tokens from which the score is constant.
+    pub max_length: usize,
+    /// Score of a right answer of `max_length`.
+    pub min_value_correct: f64,
+    /// Score of a right answer of length 0.
+    pub max_value_correct: f64,
+    /// Score of a wrong answer of length 0.
+    pub min_value_wrong: f64,
+    /// Score of a wrong answer of `max_length`.
+    pub max_value_wrong: f64,
+}
+
+impl Default for CosineLength {
+    fn default() -> Self {
+        Self {
+            max_length: 1000,
+            min_value_correct: 0.5,
+            max_value_correct: 1.,
+            min_value_wrong: -1.,
+            max_value_wrong: -0.5,
+        }
+    }
+}
+
+impl CosineLength {
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::check(self.max_length > 0, "max_length", 0, "be at least 1")?;
+        for (name, value) in [
+            ("min_value_correct", self.min_value_correct),
+            ("max_value_correct", self.max_value_correct),
+            ("min_value_wrong", self.min_value_wrong),
+            ("max_value_wrong", self.max_value_wrong),
+        ] {
+            validate::check(value.is_finite(), name, value, "be finite")?;
+        }
+        Ok(())
+    }
+
+    /// Computes the reward of an answer of `length` tokens.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid.
+    pub fn compute(&self, length: usize, is_correct: bool) -> Result<f64> {
+        self.validate()?;
+        let (short, long) = match is_correct {
+            true => (self.max_value_correct, self.min_value_correct),
+            false => (self.min_value_wrong, self.max_value_wrong),
+        };
+        let progress = (length as f64 / self.max_length as f64).min(1.);
+        Ok(long + (short - long) * (1. + (PI * progress).cos()) / 2.)
+    }
+}
