@@ -19,13 +19,16 @@
 //! | [`data`] | rows of files, their prompts, the order of prompts |
 //! | [`model`] | tokenizers, special tokens, chat templates, models with all of these |
 //! | [`rollout`] | generators, sampling, completions |
+//! | [`environment`] | trajectories of several turns, tools |
 //! | [`rewards`] | the trait, reward functions, weighted sums |
 //! | [`learn`] | batches, policy, critic, reference, trainer, training on examples |
 //! | [`hub`] | models and data sets of the Hugging Face hub |
 //! | [`run`] | folders and checkpoints of runs, evaluation, plots, TensorBoard |
 //! | [`progress`] | observation and cancellation of a step |
 
+mod column;
 pub mod data;
+pub mod environment;
 mod folder_lock;
 pub mod hub;
 mod invalid;
@@ -33,6 +36,7 @@ pub mod learn;
 pub mod model;
 mod one_or_more;
 mod owned_files;
+mod program;
 pub mod progress;
 mod random;
 pub mod rewards;

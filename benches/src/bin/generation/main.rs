@@ -51,6 +51,7 @@ fn generate(
             index: index as u64,
             text: String::new(),
             messages: Vec::new(),
+            tools: None,
             tokens: (0..prompt_tokens)
                 .map(|i| ((index * 7919 + i * 104_729) % model.vocab_size) as u32)
                 .collect(),

@@ -17,6 +17,8 @@ pub struct Prompt {
     /// The conversation that the text renders, for a reward that renders it with another chat
     /// template; empty for a plain text. The beginning of an answer is its last message.
     pub messages: Vec<Value>,
+    /// The schemas of the tools that the text renders, for a chat template.
+    pub tools: Option<Value>,
     /// All columns of the row, for the reward function (the right answer, for example).
     pub columns: Value,
 }
@@ -41,6 +43,7 @@ impl Prompt {
             text: text.to_owned(),
             tokens,
             messages: Vec::new(),
+            tools: None,
             columns,
         })
     }
@@ -48,5 +51,10 @@ impl Prompt {
     /// Sets [`Self::messages`].
     pub fn with_messages(self, messages: Vec<Value>) -> Self {
         Self { messages, ..self }
+    }
+
+    /// Sets [`Self::tools`].
+    pub fn with_tools(self, tools: Option<Value>) -> Self {
+        Self { tools, ..self }
     }
 }

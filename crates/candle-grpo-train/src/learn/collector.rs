@@ -16,10 +16,11 @@ use super::ranks::Ranks;
 use super::recipe_inputs::RecipeInputs;
 use super::scored_rollouts::ScoredRollouts;
 use crate::data::ShuffledOrder;
+use crate::environment::Environments;
 use crate::progress::Phase;
 use crate::rewards::score_rollouts;
 use crate::rollout::PolicyWeights;
-use crate::rollout::decode::decode;
+use crate::rollout::decode::decode_answers;
 use crate::{Generator, Progress, Prompt, RewardFunction, Sampler, SamplingConfig, TrainConfig};
 
 /// Collects the completions of steps, on any thread. A clone shares generator, prompts and reward.
@@ -93,6 +94,14 @@ impl Collector {
         }
     }
 
+    /// Draws trajectories with `environments`.
+    pub(super) fn with_environments(self, environments: Arc<Environments>) -> Self {
+        Self {
+            sampler: self.sampler.with_environments(environments),
+            ..self
+        }
+    }
+
     /// Shares the work with other ranks.
     pub(super) fn with_ranks(self, ranks: Ranks) -> Self {
         Self {
@@ -154,10 +163,14 @@ impl Collector {
 
     /// Returns `sampler` with the tokenizer and the ranks, and reporting its progress.
     pub(super) fn attach(&self, sampler: Sampler) -> Sampler {
-        sampler
+        let sampler = sampler
             .with_tokenizer(&self.tokenizer)
             .with_ranks(self.ranks().clone())
-            .with_progress(self.progress.receiver())
+            .with_progress(self.progress.receiver());
+        match self.sampler.environments() {
+            Some(environments) => sampler.with_environments(Arc::clone(environments)),
+            None => sampler,
+        }
     }
 
     /// Reserves the generator, passes `weights` to it, and returns its sampler with `sampling`,
@@ -311,7 +324,7 @@ impl Collector {
         let (rows, prompts) = (rows[share.clone()].to_vec(), &prompts[share]);
         let sampled = Instant::now();
         self.progress.begin(Phase::Score, rollouts.len());
-        let texts = decode(&rollouts, &self.tokenizer)?;
+        let texts = decode_answers(&rollouts, &self.tokenizer)?;
         let scores = score_rollouts(self.reward.as_ref(), prompts, &rollouts, &texts)?;
         self.progress.advance(rollouts.len(), 0);
         ensure_not_canceled(&*self.progress)?;

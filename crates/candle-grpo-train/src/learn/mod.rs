@@ -25,6 +25,7 @@ mod step_batch;
 mod step_metrics;
 mod train_config;
 mod trainer;
+mod turn_advantage;
 
 pub use actor::{Actor, ActorConfig, ComputeDType, StepStats};
 pub use batch::{TokenBatch, TrainingBatch, count_prompt_tokens, rollout_log_probs};
@@ -39,3 +40,4 @@ pub use schedule::LearningRateSchedule;
 pub use step_metrics::{PhaseSeconds, StepMetrics};
 pub use train_config::{OldLogProbs, TrainConfig};
 pub use trainer::Trainer;
+pub use turn_advantage::{StepReturns, TurnAdvantage};

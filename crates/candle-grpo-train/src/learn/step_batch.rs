@@ -246,7 +246,7 @@ impl Preparation<'_> {
         let lengths: Vec<u32> = scored
             .rollouts
             .iter()
-            .map(|rollout| rollout.completion.tokens.len() as u32)
+            .map(|rollout| rollout.completion.written_tokens().len() as u32)
             .collect();
         let lengths = Tensor::new(lengths, device)?.to_dtype(shaped.rewards.dtype())?;
         let penalty = overlong.compute(&lengths)?;
@@ -332,9 +332,13 @@ impl Preparation<'_> {
             let corrected = log_probs.corrected.as_ref();
             batch.rollout_weights = corrected.and_then(|corrected| corrected.weights.clone());
         }
-        let advantages = match self.estimator {
-            Some(estimator) => estimator.estimate(&batch)?,
-            None => {
+        let advantages = match (self.estimator, &self.config.turn_advantage) {
+            (Some(estimator), _) => estimator.estimate(&batch)?,
+            (None, Some(advantage)) => {
+                let (_, width) = tokens.dims()?;
+                advantage.compute(scored, width, rewards.device())?
+            }
+            (None, None) => {
                 let pipeline = self.config.recipe.advantage.pipeline();
                 // Only missing scores are not finite.
                 let exclude = |group: &mut GroupAdvantage| group.non_finite = NonFinite::Exclude;

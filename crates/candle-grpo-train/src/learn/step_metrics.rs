@@ -6,6 +6,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::environment::mean_metrics;
 use crate::rewards::RewardFaults;
 use crate::{FinishReason, Rollout};
 
@@ -36,6 +37,11 @@ pub struct StepMetrics {
     pub response_length: f64,
     /// Share of completions that reached the maximum length.
     pub truncated: f64,
+    /// Means over trajectories with an environment: `turns`, `reward`, `limit_reached` (the share
+    /// that a limit ended), `failed` (the share whose environment failed), and the metrics of the
+    /// environment.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub environment: BTreeMap<String, f64>,
     /// Mean norm of the gradients before clipping. Absent if skipped, or if only the critic
     /// trained.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -132,6 +138,7 @@ impl StepMetrics {
             group_reward_quantiles: quartiles(group_means),
             response_length: tokens as f64 / n,
             truncated: truncated.count() as f64 / n,
+            environment: mean_metrics(rollouts.iter().filter_map(|r| r.episode.as_ref())),
             ..Self::default()
         }
     }

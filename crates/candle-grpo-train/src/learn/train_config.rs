@@ -8,8 +8,8 @@ use candle_grpo_nn::{AdamWConfig, BaseWeights, LoraConfig};
 use serde::{Deserialize, Serialize};
 
 use super::micro_batches::MicroBatchSize;
-use super::recipe_inputs::{RecipeInputs, ensure_consistent};
-use super::{LearningRateSchedule, ReferenceRefresh};
+use super::recipe_inputs::{RecipeInputs, ensure_consistent, keeps_components};
+use super::{LearningRateSchedule, ReferenceRefresh, TurnAdvantage};
 use crate::invalid::within;
 use crate::rollout::{Engine, RolloutConfig, WeightSync};
 use crate::{ActorConfig, ComputeDType, CriticConfig, SamplingConfig};
@@ -76,6 +76,10 @@ pub struct TrainConfig {
     /// Resampling of the completions by score, with replacement, after the advantages are computed
     /// (PF-PPO, <https://arxiv.org/abs/2409.06957>).
     pub resampling: Option<ScoreResampling>,
+    /// Advantages of the turns of trajectories, in place of `recipe.advantage`: `gigpo` or
+    /// `step_returns`, each with its options. Needs an environment. Absent: the advantage of the
+    /// recipe, which is that of the whole trajectory.
+    pub turn_advantage: Option<TurnAdvantage>,
     /// Low-rank adapters that train in place of the parameters. The reference is then the policy
     /// without them. Absent: all parameters train.
     pub adapters: Option<LoraConfig>,
@@ -149,6 +153,7 @@ impl Default for TrainConfig {
             sample_filters: Vec::new(),
             top_entropy: None,
             resampling: None,
+            turn_advantage: None,
             adapters: None,
             base_weights: BaseWeights::default(),
             reference_refresh: None,
@@ -235,6 +240,7 @@ impl TrainConfig {
         self.validate_controllers()?;
         self.validate_reference()?;
         self.validate_critic()?;
+        self.validate_turn_advantage()?;
         self.schedule
             .validate()
             .map_err(|error| within("schedule", error))?;
@@ -313,6 +319,25 @@ impl TrainConfig {
                 optimizer.map_err(|error| within("critic.optimizer", error.into()))?;
             }
             (None, false) => {}
+        }
+        Ok(())
+    }
+
+    fn validate_turn_advantage(&self) -> Result<()> {
+        let Some(advantage) = &self.turn_advantage else {
+            return Ok(());
+        };
+        advantage
+            .validate()
+            .map_err(|error| within("turn_advantage", error))?;
+        let refuse = |must: &str| check::check(false, "turn_advantage", "given", must);
+        if !keeps_components(&self.recipe) {
+            refuse(
+                "be absent with recipe.reward_shaping or recipe.overlong, which turns do not have",
+            )?;
+        }
+        if self.critic.is_some() {
+            refuse("be absent with a critic, whose returns it does not compute")?;
         }
         Ok(())
     }

@@ -22,6 +22,7 @@ use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Reference, count_prompt_tokens};
+use crate::environment::Environments;
 use crate::invalid::within;
 use crate::progress::{NeverCanceled, NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
@@ -118,6 +119,14 @@ impl Trainer {
         self.ahead = None;
         self.draws_itself = false;
         self.collector = self.collector.with_generator(generator);
+        self
+    }
+
+    /// Draws trajectories of several turns with `environments`, in steps and evaluations. Their
+    /// rewards are a component of the reward.
+    pub fn with_environments(mut self, environments: Arc<Environments>) -> Self {
+        self.ahead = None;
+        self.collector = self.collector.with_environments(environments);
         self
     }
 

@@ -16,11 +16,12 @@ pub struct Sample<'a> {
     /// The conversation that the prompt renders, as in [`Prompt`](crate::Prompt); empty for a
     /// plain text.
     pub messages: &'a [Value],
-    /// The text of the completion, without special tokens.
+    /// The text of the completion, without special tokens: that of its last turn, if there is an
+    /// environment.
     pub completion: &'a str,
     /// The tokens of the prompt.
     pub prompt_tokens: &'a [u32],
-    /// The tokens of the completion, the stop token included.
+    /// The tokens of the completion that the policy wrote, the stop token included.
     pub completion_tokens: &'a [u32],
     /// Why the completion ended.
     pub finish_reason: FinishReason,

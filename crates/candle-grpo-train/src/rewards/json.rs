@@ -5,9 +5,9 @@ use candle_grpo_nn::json;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::column::column;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
+use crate::column::column;
 use crate::{RewardFunction, Sample};
 
 /// 1 if the completion is a JSON object, or equals the value of a column of its row; 0 otherwise.

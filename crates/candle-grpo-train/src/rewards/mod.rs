@@ -2,7 +2,6 @@
 //! options.
 
 mod answer;
-mod column;
 mod config;
 mod ensemble;
 mod exact;

@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::answer::AnswerPlace;
-use super::column::column;
 use super::pattern::compile;
 use super::right_or_wrong::right_or_wrong;
 use super::{RewardFunction, Sample, Score};
+use crate::column::column;
 
 /// 1 if the answer of the completion is the letter of the right choice, 0 otherwise.
 ///

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::answer::AnswerPlace;
-use super::column::column;
 use super::number::numbers;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
+use crate::column::column;
 use crate::{RewardFunction, Sample};
 
 /// 1 if the number of the completion equals that of a column of its row, 0 otherwise.

@@ -48,14 +48,14 @@ impl WeightedRewards {
 
 impl RewardFunction for WeightedRewards {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
-        Ok(total(&self.components(samples)?, samples))
-    }
-
-    fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
         ensure!(
             !self.terms.is_empty(),
             "rewards: a sum of no reward functions, add at least one"
         );
+        Ok(total(&self.components(samples)?, samples))
+    }
+
+    fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
         let weigh = |term: &Term| {
             let scores = term.function.score(samples)?.into_iter();
             let scores = scores.map(|score| score.map(|number| number * term.weight));

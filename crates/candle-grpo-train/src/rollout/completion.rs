@@ -1,7 +1,11 @@
 //! Completions of prompts.
 
+use std::borrow::Cow;
+
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
+
+use crate::environment::Episode;
 
 /// The reason why a completion ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,6 +95,18 @@ impl Completion {
         Ok(())
     }
 
+    /// Returns the tokens that the policy wrote.
+    pub(crate) fn written_tokens(&self) -> Cow<'_, [u32]> {
+        match &self.written {
+            None => Cow::Borrowed(&self.tokens),
+            Some(written) => {
+                let all = self.tokens.iter().zip(written);
+                all.filter_map(|(token, written)| written.then_some(*token))
+                    .collect()
+            }
+        }
+    }
+
     /// Returns true if the policy wrote the token at `at`.
     pub(crate) fn is_written(&self, at: usize) -> bool {
         self.written.as_ref().is_none_or(|written| written[at])
@@ -110,6 +126,19 @@ pub struct Rollout {
     pub sample_index: usize,
     /// The tokens of the prompt.
     pub prompt_tokens: Vec<u32>,
-    /// The completion.
+    /// The completion. With an environment it has all turns of the trajectory.
     pub completion: Completion,
+    /// The turns of the trajectory, if there is an environment.
+    pub episode: Option<Episode>,
+}
+
+impl Rollout {
+    /// The tokens of the last turn: all tokens without an environment.
+    pub(crate) fn last_turn(&self) -> &[u32] {
+        let turns = self.episode.iter().flat_map(|episode| &episode.turns);
+        match turns.last() {
+            Some(turn) => &self.completion.tokens[turn.tokens.clone()],
+            None => &self.completion.tokens,
+        }
+    }
 }

@@ -113,6 +113,8 @@ pub struct CompletionSeed {
     pub prompt: u64,
     /// The number of the completion among those of the prompt.
     pub sample: u64,
+    /// The number of the turn in its trajectory, from 0.
+    pub turn: u64,
 }
 
 impl CompletionSeed {
@@ -123,7 +125,9 @@ impl CompletionSeed {
 
     /// The random numbers of the completion.
     pub(crate) fn random(self) -> ChaCha8Rng {
-        generator(self.seed, self.stream, self.prompt, self.sample)
+        let mut random = generator(self.seed, self.stream, self.prompt, self.sample);
+        random.set_stream(self.turn);
+        random
     }
 }
 

@@ -12,6 +12,7 @@ use super::decode::decode_tokens;
 use super::generator::{CompletionSeed, DecodeText, GenerationBatch, Generator, PromptRequest};
 use super::local::LocalGenerator;
 use super::{Completion, Rollout, SamplingConfig};
+use crate::environment::Environments;
 use crate::learn::ranks::Ranks;
 use crate::progress::NoProgress;
 use crate::{Progress, Prompt};
@@ -30,6 +31,7 @@ pub struct Sampler {
     progress: Arc<dyn Progress>,
     ranks: Ranks,
     records_experts: bool,
+    environments: Option<Arc<Environments>>,
 }
 
 impl Sampler {
@@ -66,6 +68,7 @@ impl Sampler {
             progress: Arc::new(NoProgress),
             ranks: Ranks::default(),
             records_experts: false,
+            environments: None,
         })
     }
 
@@ -95,6 +98,14 @@ impl Sampler {
     pub fn with_experts(self, records_experts: bool) -> Self {
         Self {
             records_experts,
+            ..self
+        }
+    }
+
+    /// Draws trajectories of several turns with `environments`, in place of single completions.
+    pub fn with_environments(self, environments: Arc<Environments>) -> Self {
+        Self {
+            environments: Some(environments),
             ..self
         }
     }
@@ -195,6 +206,39 @@ impl Sampler {
         else {
             anyhow::bail!("part: out of range of {} prompts", prompts.len());
         };
+        if let Some(environments) = &self.environments {
+            return environments.play(self, prompts, requests, &*self.progress);
+        }
+        let completions = self.draw(requests, &*self.progress)?;
+        let seeds = requests.iter().flat_map(|request| request.seeds.clone());
+        let rollout =
+            |(place, (completion, seed)): (usize, (Completion, CompletionSeed))| Rollout {
+                prompt_index: seed.prompt,
+                sample_index: seed.sample as usize,
+                prompt_tokens: prompts[place / num_generations].tokens.clone(),
+                completion,
+                episode: None,
+            };
+        let completions = completions.into_iter().zip(seeds).enumerate();
+        Ok(completions.map(rollout).collect())
+    }
+
+    /// The environments, if there are any.
+    pub(crate) fn environments(&self) -> Option<&Arc<Environments>> {
+        self.environments.as_ref()
+    }
+
+    /// The number of tokens of the model.
+    pub(crate) fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Draws the completions of `requests` in their order.
+    pub(crate) fn draw(
+        &self,
+        requests: &[PromptRequest<'_>],
+        progress: &dyn Progress,
+    ) -> Result<Vec<Completion>> {
         let seeds: Vec<CompletionSeed> = requests.iter().flat_map(|r| r.seeds.clone()).collect();
         let mut completions: Vec<Option<Completion>> = vec![None; seeds.len()];
         let mut deliver = |place: usize, completion: Completion| {
@@ -216,25 +260,19 @@ impl Sampler {
             prompts: requests,
             sampling: &self.config,
             decode: self.decode.as_deref(),
-            progress: &*self.progress,
+            progress,
             records_experts: self.records_experts,
         };
         self.generator.generate(&batch, &mut deliver)?;
         completions
             .into_iter()
             .zip(seeds)
-            .enumerate()
-            .map(|(place, (completion, seed))| {
-                Ok(Rollout {
-                    prompt_index: seed.prompt,
-                    sample_index: seed.sample as usize,
-                    prompt_tokens: prompts[place / num_generations].tokens.clone(),
-                    completion: completion.with_context(|| {
-                        format!(
-                            "generator: completion {} of prompt {} is missing",
-                            seed.sample, seed.prompt
-                        )
-                    })?,
+            .map(|(completion, seed)| {
+                completion.with_context(|| {
+                    format!(
+                        "generator: completion {} of prompt {} is missing",
+                        seed.sample, seed.prompt
+                    )
                 })
             })
             .collect()
@@ -261,6 +299,7 @@ impl Sampler {
                             stream,
                             prompt: prompt.index,
                             sample,
+                            turn: 0,
                         })
                         .collect(),
                     max_new_tokens: self.config.max_new_tokens,

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
 use crate::rewards::score_rollouts;
-use crate::rollout::decode::decode;
+use crate::rollout::decode::{decode, decode_answers};
 use crate::{FinishReason, Prompt, RewardFunction, Sampler};
 
 /// The completions of an evaluation and their scores.
@@ -25,7 +25,8 @@ pub struct Evaluation {
 pub struct EvaluatedSample {
     /// The text of the prompt.
     pub prompt: String,
-    /// The text of the completion, without special tokens.
+    /// The text of the completion, without special tokens. That of a trajectory has all turns, and
+    /// the special tokens.
     pub completion: String,
     /// The score; absent: it is missing.
     pub reward: Option<f32>,
@@ -140,7 +141,8 @@ fn evaluate_part(
     let rollouts = sampler.sample_part(prompts, samples_per_prompt, stream, part.clone())?;
     let prompts = &prompts[part];
     let texts = decode(&rollouts, tokenizer)?;
-    let scores = score_rollouts(reward, prompts, &rollouts, &texts)?.total;
+    let answers = decode_answers(&rollouts, tokenizer)?;
+    let scores = score_rollouts(reward, prompts, &rollouts, &answers)?.total;
     Ok(rollouts
         .into_iter()
         .zip(texts)

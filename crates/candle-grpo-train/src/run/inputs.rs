@@ -1,6 +1,7 @@
 //! Digests of the inputs of a run, to notice changes when it resumes.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
 use serde::{Deserialize, Serialize};
@@ -9,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::checksums::{hex, sha256_of_file, sha256_of_parameters};
 use crate::hub::HubName;
-use crate::{Pretrained, Prompt, RewardConfig};
+use crate::{Pretrained, Prompt};
 
 /// The SHA-256 digests of everything that a run reads: its model, its prompts, and the programs,
 /// scripts and models of its rewards.
@@ -54,13 +55,16 @@ pub struct InputChanges {
 impl RunInputs {
     /// Computes the digests. `model` must be as it is before training.
     ///
+    /// `reward_files` are the files that decide rewards: those of reward functions and of
+    /// environments.
+    ///
     /// The text of a prompt is not part of its digest, but the columns of its row are: a chat
     /// template can print the date.
     pub fn new(
         model: &Pretrained,
         train: &[Prompt],
         held_out: &[Prompt],
-        rewards: &[RewardConfig],
+        reward_files: &[PathBuf],
     ) -> Result<Self> {
         let parameters = sha256_of_parameters(&model.parameters)?;
         let mut weights = Sha256::new();
@@ -71,10 +75,10 @@ impl RunInputs {
         tokens.update(tokenizer.map_err(|error| anyhow!("tokenizer: {error}"))?);
         tokens.update(serde_json::to_vec(&model.special_tokens.stop_token_ids)?);
         let template = model.chat_template.as_ref();
-        let mut reward_files = BTreeMap::new();
-        for path in rewards.iter().flat_map(RewardConfig::files) {
-            let name = HubName::of_cached(&path).unwrap_or_else(|| path.display().to_string());
-            reward_files.insert(name, sha256_of_file(&path)?);
+        let mut files = BTreeMap::new();
+        for path in reward_files {
+            let name = HubName::of_cached(path).unwrap_or_else(|| path.display().to_string());
+            files.insert(name, sha256_of_file(path)?);
         }
         Ok(Self {
             parameters: Some(parameters),
@@ -83,7 +87,7 @@ impl RunInputs {
             chat_template: template.map(|template| hex(&Sha256::digest(template.source()))),
             train: PromptDigests::new(train),
             held_out: PromptDigests::new(held_out),
-            reward_files,
+            reward_files: files,
             hub: BTreeMap::new(),
         })
     }

@@ -10,6 +10,7 @@ mod critic;
 mod dataset;
 #[cfg(feature = "engines")]
 mod engines;
+mod environment;
 mod excluded;
 mod generator;
 #[cfg(feature = "hub")]

@@ -84,7 +84,7 @@ fn an_additional_line_is_an_error_before_a_slow_last_score() {
         );
         let error = error(&reward, &["a", "b"]);
         assert!(
-            error.contains("wrote \"2\" after the last score"),
+            error.contains("wrote \"2\" after the last answer"),
             "{error}"
         );
     }
@@ -125,7 +125,7 @@ fn an_error_shows_the_status_and_the_end_of_stderr() {
     let error = error(&reward, &["a"]);
     for words in [
         "failed with every completion so far",
-        "ended after 0 of 1 scores",
+        "ended after 0 of 1 answers",
         "exit status: 3",
         "no such module",
     ] {
@@ -158,7 +158,7 @@ fn a_program_that_takes_too_long_is_killed_with_its_children() {
     let error = error(&reward, &["a"]);
     assert!(
         error.contains(
-            "0 of 1 scores, and no other within 0.5 seconds, the limit; it must answer each line"
+            "0 of 1 answers, and no other within 0.5 seconds, the limit; it must answer each line"
         ),
         "{error}"
     );
@@ -172,7 +172,7 @@ fn a_program_that_reads_all_its_input_first_is_told_to_answer_each_line() {
     let reward = program("cat > /dev/null; echo 1; echo 1", 0.5);
     let error = error(&reward, &["a", "b"]);
     for words in [
-        "0 of 1 scores, and no other within 0.5 seconds, the limit",
+        "0 of 1 answers, and no other within 0.5 seconds, the limit",
         "it must answer each line when it comes, not at the end of its input",
         "and flush every line",
     ] {
@@ -310,7 +310,10 @@ fn an_additional_line_is_an_error_of_its_batch() {
 fn two_lines_for_each_request_are_an_error_at_the_first_batch() {
     let reward = program("while read -r line; do echo 1; echo 7; done", 20.);
     let error = error(&reward, &["a", "b"]);
-    assert!(error.contains("after the last score of a batch"), "{error}");
+    assert!(
+        error.contains("after the last answer of a batch"),
+        "{error}"
+    );
 }
 
 #[test]

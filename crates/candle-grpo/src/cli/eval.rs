@@ -67,10 +67,15 @@ pub(super) fn eval(
             )?,
             false => None,
         };
-        let sampler = match generator {
+        let mut sampler = match generator {
             Some(generator) => sampler.with_generator(generator),
             None => sampler,
         };
+        if let Some(environment) = &run.environment {
+            let stop_token_ids = sampler.config().stop_token_ids.clone();
+            let environments = environment.build(&pretrained, &stop_token_ids)?;
+            sampler = sampler.with_environments(Arc::new(environments));
+        }
         let tokenizer = &pretrained.tokenizer;
         let evaluation =
             evaluate_policy(&sampler, &held_out, &reward, tokenizer, config, &*progress)?;

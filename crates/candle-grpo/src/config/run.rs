@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_grpo_nn::DecoderConfig;
+use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
 use candle_grpo_train::{
@@ -55,6 +56,8 @@ pub struct RunConfig {
     pub max_prompt_tokens: usize,
     /// The terms of the reward.
     pub rewards: Vec<RewardConfig>,
+    /// The environment that answers the turns of the policy. Absent: a completion is one turn.
+    pub environment: Option<EnvironmentConfig>,
     /// The settings of the trainer. The seed of its sampler is that of the run.
     pub train: TrainConfig,
     /// The number of steps.
@@ -82,6 +85,7 @@ struct Sections {
     model: Option<ModelConfig>,
     data: DatasetConfig,
     rewards: Vec<RewardConfig>,
+    environment: Option<EnvironmentConfig>,
     algorithm: AlgorithmConfig,
     sampler: Map<String, Value>,
     rollout: RolloutConfig,
@@ -102,6 +106,7 @@ impl Default for Sections {
             model: None,
             data: DatasetConfig::default(),
             rewards: Vec::new(),
+            environment: None,
             algorithm: AlgorithmConfig::default(),
             sampler: Map::new(),
             rollout: RolloutConfig::default(),
@@ -209,6 +214,7 @@ impl RunConfig {
             data,
             max_prompt_tokens: sections.algorithm.prompt_length.unwrap_or(PROMPT_LENGTH),
             rewards: sections.rewards,
+            environment: sections.environment,
             train,
             max_steps: sections.max_steps,
             evaluation,
@@ -241,11 +247,27 @@ impl RunConfig {
                 .validate()
                 .map_err(|error| Problem::within(&reward_key(i), &error))?;
         }
-        if self.rewards.is_empty() {
+        if let Some(environment) = &self.environment {
+            environment
+                .validate()
+                .map_err(|error| Problem::within(ENVIRONMENT, &error))?;
+        }
+        if self.num_reward_components() == 0 {
             return Err(Problem::at("rewards", "none, must be at least one"));
+        }
+        if self.train.turn_advantage.is_some() && self.environment.is_none() {
+            let message = "given, must be absent without an environment";
+            return Err(Problem::at("training.turn_advantage", message));
         }
         self.validate_reward_weights()?;
         self.validate_run_dir()
+    }
+
+    /// The number of terms of the reward, that of the environment included.
+    fn num_reward_components(&self) -> usize {
+        let environment = self.environment.as_ref();
+        let gives_rewards = environment.is_some_and(EnvironmentConfig::gives_rewards);
+        self.rewards.len() + usize::from(gives_rewards)
     }
 
     /// Refuses weights of reward components that are not one for each reward.
@@ -260,7 +282,7 @@ impl RunConfig {
             ),
             ("advantage.reward_weights", &of_group),
         ] {
-            let rewards = self.rewards.len();
+            let rewards = self.num_reward_components();
             if let Some(weights) = weights
                 && weights.len() != rewards
             {
@@ -313,13 +335,19 @@ impl RunConfig {
     /// Returns the paths that a run reads: the model, the data, and the files of the rewards.
     pub fn inputs(&self) -> Vec<PathBuf> {
         let named = self.named_inputs().map(|(_, path)| path.clone());
-        named
-            .chain(self.rewards.iter().flat_map(RewardConfig::files))
-            .collect()
+        named.chain(self.reward_files()).collect()
     }
 
-    /// Checks that the programs, scripts and folders that the rewards name are there, except models
-    /// whose weights are still to be downloaded.
+    /// Returns the files that decide rewards: programs, scripts and models of reward functions and
+    /// of the environment.
+    pub fn reward_files(&self) -> Vec<PathBuf> {
+        let environment = self.environment.iter().flat_map(EnvironmentConfig::files);
+        let rewards = self.rewards.iter().flat_map(RewardConfig::files);
+        rewards.chain(environment).collect()
+    }
+
+    /// Checks that the programs, scripts and folders are there that rewards and environment name,
+    /// except models whose weights are still to be downloaded.
     ///
     /// # Errors
     ///
@@ -331,6 +359,11 @@ impl RunConfig {
             }
             reward.check_files().map_err(|error| {
                 Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
+            })?;
+        }
+        if let Some(environment) = &self.environment {
+            environment.check_files().map_err(|error| {
+                Problem::within(ENVIRONMENT, &error).locate_at_path(&self.document)
             })?;
         }
         Ok(())
@@ -387,6 +420,10 @@ impl RunConfig {
                 reward
                     .check_row(&row.columns)
                     .map_err(|error| error.context(row.place()))?;
+            }
+            if let Some(environment) = &self.environment {
+                let schemas = environment.schemas(&row.columns);
+                schemas.map_err(|error| error.context(row.place()))?;
             }
         }
         Ok(dataset)
@@ -498,6 +535,7 @@ impl RunConfig {
             "model": model,
             "data": data,
             "rewards": rewards,
+            "environment": self.environment,
             "algorithm": {
                 "rollout_batch_size": train.prompts_per_step,
                 "num_return_sequences_in_group": train.num_generations,
@@ -520,6 +558,8 @@ impl RunConfig {
         }))
     }
 }
+
+const ENVIRONMENT: &str = "environment";
 
 /// Returns the path of the reward with index `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {

@@ -68,10 +68,15 @@ pub fn prompts(
     let max_prompt_tokens = config.max_prompt_tokens;
     let mut prompts = Vec::with_capacity(rows.len());
     for (index, row) in rows.iter().enumerate() {
-        let (text, messages) = text(dataset, row, pretrained).with_context(|| row.place())?;
+        let environment = config.environment.as_ref();
+        let tools = environment.map(|environment| environment.schemas(&row.columns));
+        let tools = tools.transpose().with_context(|| row.place())?.flatten();
+        let text = text(dataset, row, pretrained, tools.as_ref());
+        let (text, messages) = text.with_context(|| row.place())?;
         let columns = row.columns.clone();
         let prompt = Prompt::new(index as u64, &text, columns, &pretrained.tokenizer);
-        prompts.push(prompt.with_context(|| row.place())?.with_messages(messages));
+        let prompt = prompt.with_context(|| row.place())?;
+        prompts.push(prompt.with_messages(messages).with_tools(tools));
     }
     ensure_different(dataset, rows, &prompts)?;
     let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max();
@@ -114,7 +119,12 @@ fn ensure_different(dataset: &Dataset, rows: &[Row], prompts: &[Prompt]) -> Resu
 }
 
 /// The text of a row and its conversation, both with the beginning of the answer.
-fn text(dataset: &Dataset, row: &Row, pretrained: &Pretrained) -> Result<(String, Vec<Value>)> {
+fn text(
+    dataset: &Dataset,
+    row: &Row,
+    pretrained: &Pretrained,
+    tools: Option<&Value>,
+) -> Result<(String, Vec<Value>)> {
     let prefill = dataset.prefill(row)?;
     match dataset.question(row)? {
         Question::Text(text) => Ok((text + &prefill, Vec::new())),
@@ -122,7 +132,12 @@ fn text(dataset: &Dataset, row: &Row, pretrained: &Pretrained) -> Result<(String
             let template = pretrained.chat_template.as_ref().context(
                 "the model has no chat template: give model.chat_template, or set data.chat to false",
             )?;
-            let text = template.render(&Chat::new(&messages).generation_prompt())? + &prefill;
+            let chat = Chat::new(&messages).generation_prompt();
+            let chat = match tools {
+                Some(tools) => chat.tools(tools),
+                None => chat,
+            };
+            let text = template.render(&chat)? + &prefill;
             if !prefill.is_empty() {
                 messages.push(json!({"role": "assistant", "content": prefill}));
             }

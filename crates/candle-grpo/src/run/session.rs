@@ -168,8 +168,12 @@ impl Session {
             &train,
             true,
         )?;
-        let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.rewards)?
+        let inputs = RunInputs::new(&pretrained, &train, &held_out, &config.reward_files())?
             .with_hub_commits(config.hub_commits().clone());
+        let environment = config.environment.as_ref();
+        let stop_token_ids = settings.sampling.stop_token_ids.clone();
+        let environments = environment.map(|config| config.build(&pretrained, &stop_token_ids));
+        let environments = environments.transpose()?;
         let mut trainer = Trainer::new(
             pretrained.model.clone(),
             pretrained.parameters.clone(),
@@ -184,6 +188,9 @@ impl Session {
         .with_inputs(&inputs);
         if let Some(generator) = generator {
             trainer = trainer.with_generator(generator);
+        }
+        if let Some(environments) = environments {
+            trainer = trainer.with_environments(Arc::new(environments));
         }
         let identity = serde_json::to_string(&(config.to_value()?, &inputs))?;
         let ranks = trainer.ranks();

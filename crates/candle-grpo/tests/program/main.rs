@@ -5,6 +5,7 @@ mod changed_inputs;
 mod cli;
 mod configuration;
 mod engines;
+mod environment;
 #[cfg(feature = "hub")]
 mod hub;
 mod mutation;

@@ -31,7 +31,7 @@ fn an_additional_line_of_a_reward_program_ends_the_run_with_an_error(#[case] ans
     let output = grpo(folder.path(), &["train", "run.yaml"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     assert!(
-        said(&output).contains("after the last score of a batch"),
+        said(&output).contains("after the last answer of a batch"),
         "{}",
         said(&output)
     );

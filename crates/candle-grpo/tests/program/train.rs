@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds};
 
 /// Asserts that two runs have the same files, however often each was stopped.
-fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
+pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
     for name in ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl"] {
         let of = |folder: &Path| lines(&folder.join("run").join(name));
         assert_eq!(of(folder), of(other), "{name}");

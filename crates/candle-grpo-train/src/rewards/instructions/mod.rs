@@ -7,8 +7,8 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::column::column;
 use super::{RewardFunction, Sample, Score};
+use crate::column::column;
 
 /// The instructions of IFEval (<https://arxiv.org/abs/2311.07911>) that a completion follows: the
 /// share of them, or 1 if it follows all.
@@ -117,7 +117,7 @@ pub enum Instruction {
         /// The keywords.
         keywords: Vec<String>,
     },
-    /// Has a keyword so many times.
+    /// Has a keyword less than, or at least, n times.
     #[serde(rename = "keywords:frequency")]
     KeywordFrequency {
         /// The keyword.
@@ -133,7 +133,7 @@ pub enum Instruction {
         /// The words.
         forbidden_words: Vec<String>,
     },
-    /// Has a letter so many times.
+    /// Has a letter less than, or at least, n times.
     #[serde(rename = "keywords:letter_frequency")]
     LetterFrequency {
         /// The letter.
@@ -149,7 +149,7 @@ pub enum Instruction {
         /// The code of the language (ISO 639-1), such as `de`.
         language: String,
     },
-    /// Has so many sentences.
+    /// Has less than, or at least, n sentences.
     #[serde(rename = "length_constraints:number_sentences")]
     Sentences {
         /// The bound.
@@ -157,13 +157,13 @@ pub enum Instruction {
         /// Its kind.
         relation: Relation,
     },
-    /// Has so many paragraphs, separated by `***`.
+    /// Has n paragraphs, separated by `***`.
     #[serde(rename = "length_constraints:number_paragraphs")]
     Paragraphs {
         /// The number.
         num_paragraphs: usize,
     },
-    /// Has so many words.
+    /// Has less than, or at least, n words.
     #[serde(rename = "length_constraints:number_words")]
     Words {
         /// The bound.
@@ -171,7 +171,7 @@ pub enum Instruction {
         /// Its kind.
         relation: Relation,
     },
-    /// Has so many paragraphs, separated by blank lines, of which one begins with a word.
+    /// Has n paragraphs, separated by blank lines, of which one begins with a word.
     #[serde(rename = "length_constraints:nth_paragraph_first_word")]
     FirstWord {
         /// The number of paragraphs.
@@ -181,7 +181,7 @@ pub enum Instruction {
         /// The word.
         first_word: String,
     },
-    /// Has at least so many placeholders such as `[name]`.
+    /// Has at least n placeholders such as `[name]`.
     #[serde(rename = "detectable_content:number_placeholders")]
     Placeholders {
         /// The number.
@@ -193,7 +193,7 @@ pub enum Instruction {
         /// Its beginning, such as `P.S.`
         postscript_marker: String,
     },
-    /// Has so many lines of a bullet list.
+    /// Has n lines of a bullet list.
     #[serde(rename = "detectable_format:number_bullet_lists")]
     Bullets {
         /// The number.
@@ -202,13 +202,13 @@ pub enum Instruction {
     /// Has one of `My answer is yes.`, `My answer is no.` and `My answer is maybe.`
     #[serde(rename = "detectable_format:constrained_response")]
     ConstrainedResponse {},
-    /// Has at least so many parts between asterisks.
+    /// Has at least n parts between asterisks.
     #[serde(rename = "detectable_format:number_highlighted_sections")]
     Highlights {
         /// The number.
         num_highlights: usize,
     },
-    /// Has at least so many numbered sections.
+    /// Has at least n numbered sections.
     #[serde(rename = "detectable_format:multiple_sections")]
     Sections {
         /// The word before the number of a section. The data set spells the name this way.
@@ -240,7 +240,7 @@ pub enum Instruction {
     /// Is in double quotation marks.
     #[serde(rename = "startend:quotation")]
     Quotation {},
-    /// Has so many words in capital letters.
+    /// Has less than, or at least, n words in capital letters.
     #[serde(rename = "change_case:capital_word_frequency")]
     CapitalWords {
         /// The bound.

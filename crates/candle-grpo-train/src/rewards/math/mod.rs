@@ -21,9 +21,9 @@ use self::compare::Comparison;
 use self::extract::Answer;
 use self::value::Value;
 use super::answer::AnswerPlace;
-use super::column::column;
 use super::right_or_wrong::right_or_wrong;
 use super::score::Score;
+use crate::column::column;
 use crate::{RewardFunction, Sample};
 
 /// The largest number of decimal places that are compared.

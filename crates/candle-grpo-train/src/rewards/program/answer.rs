@@ -1,68 +1,51 @@
 //! The lines that a reward program reads and writes.
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::Sample;
+use crate::program::{Answer, quoted};
 use crate::rewards::Score;
 
-/// The line that asks for the score of `sample`.
-pub(super) fn request(id: u64, sample: &Sample) -> Result<String> {
-    let mut line = serde_json::to_string(&json!({
-        "id": id,
+/// The fields that ask for the score of `sample`.
+pub(super) fn request(sample: &Sample) -> Map<String, Value> {
+    let fields = json!({
         "prompt": sample.prompt,
         "completion": sample.completion,
         "finish_reason": sample.finish_reason,
         "completion_tokens": sample.completion_tokens.len(),
         "columns": sample.columns,
-    }))?;
-    line.push('\n');
-    Ok(line)
-}
-
-/// A score, and the id of its request if the program echoes it.
-#[derive(Debug, PartialEq)]
-pub(super) struct Answer {
-    pub(super) id: Option<u64>,
-    pub(super) score: Score,
-}
-
-impl Answer {
-    /// Parses a line: a number or `null`, or an object with one at `score` and perhaps `id`.
-    pub(super) fn parse(line: &str) -> Result<Self> {
-        Self::from_line(line.trim()).with_context(|| quoted(line))
+    });
+    match fields {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
     }
+}
 
-    fn from_line(line: &str) -> Result<Self> {
-        ensure!(!line.is_empty(), "an empty line, must be a score");
-        match serde_json::from_str(line) {
-            Ok(Value::Object(mut fields)) => {
-                let id = match fields.remove("id") {
-                    None => None,
-                    Some(id) => match id.as_u64() {
-                        Some(id) => Some(id),
-                        None => bail!("id: {id}, must be the number of the request"),
-                    },
-                };
-                match fields.remove("score") {
-                    Some(value) => {
-                        let score = score(&value).context("score")?;
-                        Ok(Self { id, score })
-                    }
-                    None => {
-                        bail!("must be a number or null, or an object with the number \"score\"")
-                    }
-                }
-            }
-            Ok(value) => Ok(Self {
-                id: None,
-                score: score(&value)?,
-            }),
-            Err(_) => match score_text(line) {
-                Some(score) => Err(not_json(score)).context("score"),
-                None => Err(not_json(line)),
-            },
+/// Parses a line: a number or `null`, or an object with one at `score` and perhaps `id`.
+pub(super) fn parse(line: &str) -> Result<Answer<Score>> {
+    from_line(line.trim()).with_context(|| quoted(line))
+}
+
+fn from_line(line: &str) -> Result<Answer<Score>> {
+    ensure!(!line.is_empty(), "an empty line, must be a score");
+    match serde_json::from_str(line) {
+        Ok(Value::Object(mut fields)) => {
+            let id = Answer::take_id(&mut fields)?;
+            let Some(value) = fields.remove("score") else {
+                bail!("must be a number or null, or an object with the number \"score\"")
+            };
+            let value = score(&value).context("score")?;
+            Ok(Answer { id, value })
         }
+        Ok(value) => Ok(Answer {
+            id: None,
+            value: score(&value)?,
+        }),
+        Err(_) => match score_text(line) {
+            Some(score) => Err(not_json(score)).context("score"),
+            None => Err(not_json(line)),
+        },
     }
 }
 
@@ -108,15 +91,6 @@ fn not_json(value: &str) -> anyhow::Error {
     }
 }
 
-/// The line for messages, cut where it is long.
-pub(super) fn quoted(line: &str) -> String {
-    const SHOWN: usize = 200;
-    match line.char_indices().nth(SHOWN) {
-        Some((end, _)) => format!("{:?} ...", &line[..end]),
-        None => format!("{line:?}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,16 +106,16 @@ mod tests {
         #[case] id: Option<u64>,
         #[case] score: f32,
     ) {
-        let score = Score::from(score);
-        assert_eq!(Answer::parse(line).unwrap(), Answer { id, score });
+        let value = Score::from(score);
+        assert_eq!(parse(line).unwrap(), Answer { id, value });
     }
 
     #[rstest]
     #[case("null", None)]
     #[case(r#"{"score": null, "id": 7}"#, Some(7))]
     fn null_is_no_score(#[case] line: &str, #[case] id: Option<u64>) {
-        let score = Score::NONE;
-        assert_eq!(Answer::parse(line).unwrap(), Answer { id, score });
+        let value = Score::NONE;
+        assert_eq!(parse(line).unwrap(), Answer { id, value });
     }
 
     #[rstest]
@@ -180,14 +154,14 @@ mod tests {
     #[case(r#"{"score": 1, "id": "7"}"#, "id: \"7\"")]
     #[case(r#"{"score": 1, "id": null}"#, "id: null")]
     fn a_line_without_a_score_has_its_own_message(#[case] line: &str, #[case] words: &str) {
-        let error = format!("{:#}", Answer::parse(line).unwrap_err());
+        let error = format!("{:#}", parse(line).unwrap_err());
         assert!(error.contains(words), "{error}");
         assert!(error.starts_with(&format!("{line:?}: ")), "{error}");
     }
 
     #[test]
     fn a_long_line_is_cut_in_messages() {
-        let error = format!("{:#}", Answer::parse(&"é".repeat(5000)).unwrap_err());
+        let error = format!("{:#}", parse(&"é".repeat(5000)).unwrap_err());
         assert!(error.contains("é\" ...: ") && error.len() < 700, "{error}");
     }
 }

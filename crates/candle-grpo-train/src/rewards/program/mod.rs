@@ -1,22 +1,19 @@
 //! Scores from a program in any language.
 
 mod answer;
-mod files;
-mod group;
-mod imports;
-mod process;
 mod worker;
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result};
-use candle_grpo_core::validate::{at_least_one, check, finite};
+use candle_grpo_core::validate::{at_least_one, finite};
 use serde::{Deserialize, Serialize};
 
 use self::worker::Worker;
 use super::weighted::in_parallel;
 use super::{OnTimeout, Score};
+use crate::program::{Program, check_limits};
 use crate::progress::NoProgress;
 use crate::{Progress, RewardFunction, Sample};
 
@@ -74,28 +71,30 @@ impl ProgramConfig {
     /// If the command is empty, there are no workers, `time_limit_seconds` is not from 0
     /// (exclusive) to 1e9, `start_limit_seconds` not from 0 to 1e9, or the score not finite.
     pub fn validate(&self) -> Result<()> {
-        check(
-            self.command.first().is_some_and(|name| !name.is_empty()),
-            "command",
-            format_args!("{:?}", self.command),
-            "begin with the name of a program",
-        )?;
+        self.program().validate()?;
         at_least_one("workers", self.workers)?;
-        let seconds = self.time_limit_seconds;
-        check(
-            seconds > 0. && seconds <= 1e9,
-            "time_limit_seconds",
-            seconds,
-            "be above 0 and at most 1e9",
-        )?;
-        let seconds = self.start_limit_seconds;
-        check(
-            (0. ..=1e9).contains(&seconds),
-            "start_limit_seconds",
-            seconds,
-            "be from 0 to 1e9",
-        )?;
+        check_limits(self.time_limit_seconds, self.start_limit_seconds)?;
         Ok(finite("timeout_score", self.timeout_score.into())?)
+    }
+
+    /// Checks that the folder, the program and the script that it runs are there. Starts nothing.
+    ///
+    /// # Errors
+    ///
+    /// If one of them is missing.
+    pub fn check_files(&self) -> Result<()> {
+        self.program().check_files()
+    }
+
+    /// Returns the files that decide scores: the program if it is given by its path, arguments that
+    /// are files, the module of `python -m`, and the local Python modules that these import.
+    pub fn files(&self) -> Vec<PathBuf> {
+        self.program().files()
+    }
+
+    fn program(&self) -> Program {
+        let (limit, start_limit) = (self.time_limit_seconds, self.start_limit_seconds);
+        Program::new(&self.command, self.folder.as_ref(), limit, start_limit)
     }
 }
 

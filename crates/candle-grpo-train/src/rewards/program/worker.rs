@@ -3,7 +3,8 @@
 use anyhow::{Result, ensure};
 
 use super::ProgramConfig;
-use super::process::{Failure, Process};
+use super::answer::{parse, request};
+use crate::program::{Failure, Process};
 use crate::rewards::{Score, ScoreFailure};
 use crate::{Interrupted, Progress, Sample};
 
@@ -20,7 +21,7 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn start(config: &ProgramConfig) -> Result<Self> {
         Ok(Self {
-            process: Some(Process::start(config)?),
+            process: Some(config.program().start()?),
             failures: 0,
             has_scored: false,
             last_error: None,
@@ -74,24 +75,29 @@ impl Worker {
     ) -> Result<Option<(ScoreFailure, anyhow::Error)>> {
         let mut process = match self.process.take() {
             Some(process) => process,
-            None => Process::start(config)?,
+            None => config.program().start()?,
         };
-        let failed = match process.score(samples, progress, scores) {
+        let requests = samples.iter().map(request).collect();
+        let failed = match process.ask(requests, progress, parse, scores) {
             Ok(()) => {
                 self.process = match process.keeps_running() {
                     true => Some(process),
                     false => {
                         drop(process);
                         // It starts while the policy trains. An error appears in the next batch.
-                        Process::start(config).ok()
+                        config.program().start().ok()
                     }
                 };
                 None
             }
-            Err(Failure::Interrupted) => return Err(Interrupted.into()),
-            Err(Failure::Failed(..)) if progress.is_canceled() => return Err(Interrupted.into()),
-            Err(Failure::Wrong(error)) => return Err(process.stop(error)),
-            Err(Failure::Failed(failure, error)) => {
+            Err(failed) => {
+                let (failure, error) = match failed {
+                    Failure::Wrong(error) => return Err(process.stop(error)),
+                    Failure::Interrupted => return Err(Interrupted.into()),
+                    _ if progress.is_canceled() => return Err(Interrupted.into()),
+                    Failure::Timeout(error) => (ScoreFailure::Timeout, error),
+                    Failure::Ended(error) => (ScoreFailure::Crash, error),
+                };
                 if !process.echoes_ids() {
                     scores.fill(None);
                 }

@@ -645,6 +645,7 @@ fn ask(
             stream: 0,
             prompt: number as u64,
             sample: 0,
+            turn: 0,
         },
         prompt: prompt.clone(),
         max_new_tokens: probe::NEW_TOKENS,

@@ -108,6 +108,7 @@ impl Setup {
                 stream,
                 prompt,
                 sample,
+                turn: 0,
             };
             seeds.insert(seed.to_u64() >> 1, seed);
             // Of 31 bits.

@@ -111,6 +111,7 @@ impl Client {
             index: 0,
             text: String::new(),
             messages: Vec::new(),
+            tools: None,
             tokens: serde_json::from_value(request["prompt"].clone())?,
             columns: Value::Null,
         };

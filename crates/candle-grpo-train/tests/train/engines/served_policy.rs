@@ -194,6 +194,7 @@ impl Drawing {
                 stream: 0,
                 prompt: 0,
                 sample: 0,
+                turn: 0,
             };
             *self.seeds.lock().unwrap().get(&seed).unwrap_or(&own)
         });

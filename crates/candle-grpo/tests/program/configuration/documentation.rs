@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_grpo::config::{Document, RollFile, RunConfig};
 use candle_grpo::core::CosineLength;
 use candle_grpo::train::DatasetConfig;
+use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
 use candle_grpo::train::rewards::{
     ExactReward, F1Reward, InstructionsReward, JsonReward, MathReward, MultipleChoiceReward,
     NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
@@ -45,6 +46,9 @@ fn tables() -> Vec<Table> {
     let of = |section: &str| run[section].clone();
     let kind = |options: Value| {
         serde_json::to_value(serde_json::from_value::<RewardKind>(options).unwrap()).unwrap()
+    };
+    let environment = |options: Value| {
+        serde_json::to_value(serde_json::from_value::<EnvironmentKind>(options).unwrap()).unwrap()
     };
     let sections = "crates/candle-grpo/src/config/sections.rs";
     let rewards = "crates/candle-grpo-train/src/rewards/config.rs";
@@ -159,6 +163,40 @@ fn tables() -> Vec<Table> {
             rewards,
             "EnsembleOptions",
             kind(json!({"kind": "ensemble", "judges": []})),
+        ),
+        table(
+            "environment",
+            "crates/candle-grpo-train/src/environment/config.rs",
+            "EnvironmentConfig",
+            Value::Null,
+        ),
+        table(
+            "limits",
+            "crates/candle-grpo-train/src/environment/environments.rs",
+            "EnvironmentLimits",
+            serde_json::to_value(EnvironmentLimits::default()).unwrap(),
+        ),
+        table(
+            "environment program",
+            "crates/candle-grpo-train/src/environment/program.rs",
+            "ProgramEnvironmentConfig",
+            environment(json!({"kind": "program", "command": []})),
+        ),
+        table(
+            "environment tools",
+            "crates/candle-grpo-train/src/environment/tools/program.rs",
+            "ToolsConfig",
+            environment(json!({"kind": "tools", "tools": []})),
+        ),
+        table(
+            "tool",
+            "crates/candle-grpo-train/src/environment/tools/program.rs",
+            "ProgramToolConfig",
+            {
+                let config = json!({"name": "", "command": []});
+                let config: ProgramToolConfig = serde_json::from_value(config).unwrap();
+                serde_json::to_value(config).unwrap()
+            },
         ),
         table(
             "algorithm",
@@ -279,7 +317,7 @@ fn render(table: &Table) -> String {
             Some(Value::Array(items)) if items.is_empty() => String::new(),
             Some(Value::Object(map)) if map.is_empty() => String::new(),
             Some(Value::String(default)) if default.is_empty() => String::new(),
-            Some(Value::String(default)) => format!("`{default}`"),
+            Some(Value::String(default)) => format!("`{}`", default.replace('\n', "\\n")),
             Some(default) => format!("`{default}`"),
         };
         text += &if has_defaults {

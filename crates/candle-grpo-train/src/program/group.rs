@@ -1,4 +1,4 @@
-//! The processes of a reward program, as a group that ends with this process.
+//! The processes of a program, as a group that ends with this process.
 
 use std::io;
 use std::process::Command;

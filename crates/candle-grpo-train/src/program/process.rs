@@ -1,4 +1,4 @@
-//! A running reward program.
+//! A running program.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 
-use super::answer::{Answer, quoted, request};
-use super::{ProgramConfig, group::ProcessGroup};
-use crate::rewards::{Score, ScoreFailure};
-use crate::{Progress, Sample};
+use serde_json::{Map, Value};
+
+use super::{Program, group::ProcessGroup};
+use crate::{Interrupted, Progress};
 
 /// The time that an ending program has to exit, and a pipe to close.
 const QUIET: Duration = Duration::from_millis(20);
@@ -33,18 +33,61 @@ const MAX_LINE: u64 = 1 << 20;
 /// Lines that wait to be read; more stay in the pipe.
 const MAX_LINES: usize = 1 << 10;
 
-/// The reason that a batch does not have all scores.
-pub(super) enum Failure {
-    /// The program ended or exceeded the time: another start may help.
-    Failed(ScoreFailure, anyhow::Error),
+/// The reason that a batch does not have all answers.
+pub(crate) enum Failure {
+    /// The program exceeded the time: another start may help.
+    Timeout(anyhow::Error),
+    /// The program ended: another start may help.
+    Ended(anyhow::Error),
     /// Its output is wrong.
     Wrong(anyhow::Error),
     /// A stop was requested.
     Interrupted,
 }
 
+/// An answer, and the id of its request if the program echoes it.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Answer<T> {
+    pub(crate) id: Option<u64>,
+    pub(crate) value: T,
+}
+
+impl Answer<()> {
+    /// Returns the id among the fields of an answer.
+    pub(crate) fn take_id(fields: &mut Map<String, Value>) -> Result<Option<u64>> {
+        match fields.remove("id") {
+            None => Ok(None),
+            Some(id) => match id.as_u64() {
+                Some(id) => Ok(Some(id)),
+                None => bail!("id: {id}, must be the number of the request"),
+            },
+        }
+    }
+}
+
+impl Failure {
+    /// This failure with another error.
+    pub(crate) fn map(self, change: impl FnOnce(anyhow::Error) -> anyhow::Error) -> Self {
+        match self {
+            Self::Timeout(error) => Self::Timeout(change(error)),
+            Self::Ended(error) => Self::Ended(change(error)),
+            Self::Wrong(error) => Self::Wrong(change(error)),
+            Self::Interrupted => Self::Interrupted,
+        }
+    }
+}
+
+impl From<Failure> for anyhow::Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Timeout(error) | Failure::Ended(error) | Failure::Wrong(error) => error,
+            Failure::Interrupted => Interrupted.into(),
+        }
+    }
+}
+
 /// A program with a thread for each of its pipes, so that none of them can fill up and stop it.
-pub(super) struct Process {
+pub(crate) struct Process {
     program: Child,
     group: ProcessGroup,
     input: Option<Sender<Vec<u8>>>,
@@ -55,17 +98,18 @@ pub(super) struct Process {
     next_id: u64,
     /// True if its answers have ids; `None` before the first answer.
     echoes_ids: Option<bool>,
-    /// The longest time for a score.
+    /// The longest time for an answer.
     limit: Duration,
-    /// The longest time for the first score, in addition.
+    /// The longest time for the first answer, in addition.
     start_limit: Duration,
 }
 
 impl Process {
-    pub(super) fn start(config: &ProgramConfig) -> Result<Self> {
-        let [name, arguments @ ..] = config.command.as_slice() else {
+    pub(super) fn start(program: &Program) -> Result<Self> {
+        let [name, arguments @ ..] = program.command.as_slice() else {
             bail!("command: empty");
         };
+        let (limit, start_limit) = (program.limit, program.start_limit);
         let group = ProcessGroup::start().context("starting sh")?;
         let mut command = Command::new(name);
         command
@@ -73,7 +117,7 @@ impl Process {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        if let Some(folder) = &config.folder {
+        if let Some(folder) = &program.folder {
             command.current_dir(folder);
         }
         group.add(&mut command);
@@ -108,34 +152,37 @@ impl Process {
             error_reader,
             next_id: 0,
             echoes_ids: None,
-            limit: Duration::from_secs_f64(config.time_limit_seconds),
-            start_limit: Duration::from_secs_f64(config.start_limit_seconds),
+            limit,
+            start_limit,
         })
     }
 
-    /// Sets the scores of `samples`, which are absent before. After a failure, the scores are valid
-    /// that came before it with ids.
+    /// Sends `requests`, each with an `id`, and sets the answers to them, which are absent before.
+    /// `read` takes a line of the program. After a failure, the answers are valid that came before
+    /// it with ids.
     ///
     /// Answers without ids have their order alone. So a program without ids gets one batch: its
-    /// input ends with the requests, and its output must end with the scores.
-    pub(super) fn score(
+    /// input ends with the requests, and its output must end with the answers.
+    pub(crate) fn ask<T>(
         &mut self,
-        samples: &[Sample],
+        requests: Vec<Map<String, Value>>,
         progress: &dyn Progress,
-        scores: &mut [Option<Score>],
+        read: impl Fn(&str) -> Result<Answer<T>>,
+        answers: &mut [Option<T>],
     ) -> Result<(), Failure> {
+        let count = requests.len();
         let limit = match self.echoes_ids {
-            None => self.limit + self.start_limit,
+            None => self.limit.saturating_add(self.start_limit),
             Some(_) => self.limit,
         };
         let mut deadline = Instant::now() + limit;
         let mut stops_at = None;
         self.ensure_silent().map_err(Failure::Wrong)?;
         let first = self.next_id;
-        self.send(samples).map_err(Failure::Wrong)?;
+        self.send(requests).map_err(Failure::Wrong)?;
         let mut answered = 0;
         loop {
-            let is_complete = answered == samples.len();
+            let is_complete = answered == count;
             if is_complete && self.keeps_running() {
                 break;
             }
@@ -148,17 +195,15 @@ impl Process {
                 return Err(match stops_at {
                     Some(_) => Failure::Interrupted,
                     None if is_complete => Failure::Wrong(anyhow!(NOT_ENDED)),
-                    None => Failure::Failed(
-                        ScoreFailure::Timeout,
-                        overdue(answered, samples.len(), self.limit),
-                    ),
+                    None => Failure::Timeout(overdue(answered, count, self.limit)),
                 });
             }
             let ended = match self.output.recv_timeout(POLL.min(deadline - now)) {
                 Ok(line) if is_complete => return Err(Failure::Wrong(self.surplus(line))),
                 Ok(Ok(line)) => {
-                    self.take(&line, first, answered, scores)
-                        .with_context(|| format!("answer {} of {}", answered + 1, samples.len()))
+                    read(&line)
+                        .and_then(|answer| self.take(&line, answer, (first, answered), answers))
+                        .with_context(|| format!("answer {} of {}", answered + 1, count))
                         .map_err(Failure::Wrong)?;
                     answered += 1;
                     let next = Instant::now() + self.limit;
@@ -174,21 +219,20 @@ impl Process {
                 Err(RecvTimeoutError::Disconnected) => "ended".to_owned(),
             };
             let error = anyhow!(
-                "{ended} after {answered} of {} scores; it must answer every line until its input ends",
-                samples.len()
+                "{ended} after {answered} of {count} answers; it must answer every line until its input ends"
             );
-            return Err(Failure::Failed(ScoreFailure::Crash, error));
+            return Err(Failure::Ended(error));
         }
         self.ensure_silent().map_err(Failure::Wrong)
     }
 
     /// Returns true if each answer so far has named its request.
-    pub(super) fn echoes_ids(&self) -> bool {
+    pub(crate) fn echoes_ids(&self) -> bool {
         self.echoes_ids == Some(true)
     }
 
     /// Returns false for a program whose answers have no ids: it ends with its first batch.
-    pub(super) fn keeps_running(&self) -> bool {
+    pub(crate) fn keeps_running(&self) -> bool {
         self.echoes_ids != Some(false)
     }
 
@@ -206,16 +250,18 @@ impl Process {
         match self.next_id {
             0 => anyhow!("wrote {line} before the first request: {ELSEWHERE}"),
             _ => anyhow!(
-                "wrote {line} after the last score of a batch, so scores may belong to other \
-                 completions: {ELSEWHERE}"
+                "wrote {line} after the last answer of a batch, so answers may belong to other \
+                 requests: {ELSEWHERE}"
             ),
         }
     }
 
-    fn send(&mut self, samples: &[Sample]) -> Result<()> {
+    fn send(&mut self, requests: Vec<Map<String, Value>>) -> Result<()> {
         let mut lines = String::new();
-        for sample in samples {
-            lines += &request(self.next_id, sample)?;
+        for mut request in requests {
+            request.insert("id".to_owned(), self.next_id.into());
+            lines += &serde_json::to_string(&request)?;
+            lines.push('\n');
             self.next_id += 1;
         }
         if let Some(input) = &self.input {
@@ -225,15 +271,14 @@ impl Process {
         Ok(())
     }
 
-    /// Notes the score of a line that is answer `answered` to the requests from `first`.
-    fn take(
+    /// Notes the answer of a line, which is number `answered` to the requests from `first`.
+    fn take<T>(
         &mut self,
         line: &str,
-        first: u64,
-        answered: usize,
-        scores: &mut [Option<Score>],
+        answer: Answer<T>,
+        (first, answered): (u64, usize),
+        answers: &mut [Option<T>],
     ) -> Result<()> {
-        let answer = Answer::parse(line)?;
         let echoes = *self.echoes_ids.get_or_insert(answer.id.is_some());
         let place = match answer.id {
             _ if answer.id.is_some() != echoes => bail!(
@@ -244,13 +289,13 @@ impl Process {
             None => Some(answered),
             Some(id) => id.checked_sub(first).map(|place| place as usize),
         };
-        match place.and_then(|place| scores.get_mut(place)) {
-            Some(score @ None) => *score = Some(answer.score),
+        let last = first + answers.len().saturating_sub(1) as u64;
+        match place.and_then(|place| answers.get_mut(place)) {
+            Some(free @ None) => *free = Some(answer.value),
             Some(Some(_)) => bail!("{}: answers a request twice", quoted(line)),
             None => bail!(
-                "{}: must have the id of one of the requests, {first} to {}",
-                quoted(line),
-                first + scores.len().saturating_sub(1) as u64
+                "{}: must have the id of one of the requests, {first} to {last}",
+                quoted(line)
             ),
         }
         Ok(())
@@ -261,7 +306,7 @@ impl Process {
     /// # Errors
     ///
     /// Returns an error if the program writes a line that no request asked for.
-    pub(super) fn finish(mut self) -> Result<()> {
+    pub(crate) fn finish(mut self) -> Result<()> {
         self.input = None;
         if self.next_id == 0 {
             return Ok(());
@@ -281,7 +326,7 @@ impl Process {
     }
 
     /// Kills the program, and adds to `error` its exit status and the end of its stderr.
-    pub(super) fn stop(mut self, error: anyhow::Error) -> anyhow::Error {
+    pub(crate) fn stop(mut self, error: anyhow::Error) -> anyhow::Error {
         // One that has closed its output is about to end by itself, with a status of its own.
         let status = match self.wait(QUIET) {
             Some(status) => format!(" ({status})"),
@@ -321,15 +366,15 @@ impl Process {
 }
 
 const ELSEWHERE: &str = "write one line for each request and everything else to stderr, or echo \
-    the \"id\" of the request so that each score finds its completion";
+    the \"id\" of the request so that each answer finds its place";
 
-const NOT_ENDED: &str = "all scores are there, but the output goes on after the end of the input; \
+const NOT_ENDED: &str = "all answers are there, but the output goes on after the end of the input; \
     a program without ids must end with its input, or echo the \"id\" of each request";
 
 fn overdue(answered: usize, of: usize, limit: Duration) -> anyhow::Error {
     anyhow!(
-        "{answered} of {of} scores, and no other within {} seconds, the limit; it must answer each line when \
-         it comes, not at the end of its input, and flush every line (in Python print(score, flush=True)); \
+        "{answered} of {of} answers, and no other within {} seconds, the limit; it must answer each line when \
+         it comes, not at the end of its input, and flush every line (in Python print(..., flush=True)); \
          a slow program needs a greater time_limit_seconds",
         limit.as_secs_f64()
     )
@@ -403,5 +448,14 @@ impl Tail {
 
     fn text(&mut self) -> String {
         String::from_utf8_lossy(self.0.make_contiguous()).into_owned()
+    }
+}
+
+/// The line for messages, cut where it is long.
+pub(crate) fn quoted(line: &str) -> String {
+    const SHOWN: usize = 200;
+    match line.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{:?} ...", &line[..end]),
+        None => format!("{line:?}"),
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use candle_grpo_core::validate::check;
 
-use super::ProgramConfig;
+use super::Program;
 use super::imports::{module_files, with_imports};
 
 /// Programs whose first argument is the file that they run.
@@ -17,13 +17,13 @@ const INTERPRETERS: [&str; 11] = [
 /// Options of interpreters that take no value, so that the script comes after them.
 const PLAIN_OPTIONS: [&str; 7] = ["-u", "-B", "-E", "-I", "-O", "-s", "-S"];
 
-impl ProgramConfig {
+impl Program {
     /// Checks that the folder, the program and the script that it runs are there. Starts nothing.
     ///
     /// # Errors
     ///
     /// If one of them is missing.
-    pub fn check_files(&self) -> Result<()> {
+    pub(crate) fn check_files(&self) -> Result<()> {
         if let Some(folder) = &self.folder {
             check(
                 folder.is_dir(),
@@ -33,7 +33,7 @@ impl ProgramConfig {
             )?;
         }
         let Some(name) = self.command.first() else {
-            return self.validate();
+            return Ok(self.validate()?);
         };
         check(
             self.find_program(name).is_some(),
@@ -59,7 +59,7 @@ impl ProgramConfig {
 
     /// Returns the files that decide scores: the program if it is given by its path, arguments that
     /// are files, the module of `python -m`, and the local Python modules that these import.
-    pub fn files(&self) -> Vec<PathBuf> {
+    pub(crate) fn files(&self) -> Vec<PathBuf> {
         let [name, arguments @ ..] = self.command.as_slice() else {
             return Vec::new();
         };

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use serde_json::Value;
 
 /// Returns a column. The error lists the columns of the row.
-pub(super) fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
+pub(crate) fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
     if let Some(value) = columns.get(name) {
         return Ok(value);
     }

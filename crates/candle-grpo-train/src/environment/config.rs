@@ -1,0 +1,115 @@
+//! Environments by name.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{
+    EnvironmentFactory, EnvironmentLimits, Environments, ProgramEnvironmentConfig,
+    ProgramEnvironments, ToolsConfig,
+};
+use crate::Pretrained;
+use crate::invalid::within;
+
+/// The environment of a configuration file: `kind`, the options of that kind, and `limits`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EnvironmentConfig {
+    /// The limits of trajectories.
+    #[serde(default)]
+    pub limits: EnvironmentLimits,
+    /// The environment and its options.
+    #[serde(flatten)]
+    pub kind: EnvironmentKind,
+}
+
+/// The environments that a configuration can name.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum EnvironmentKind {
+    /// [`ProgramEnvironments`].
+    Program(ProgramEnvironmentConfig),
+    /// [`ToolEnvironments`](super::ToolEnvironments) with programs.
+    Tools(ToolsConfig),
+}
+
+impl EnvironmentConfig {
+    /// Checks the options. Starts no program and opens no file.
+    ///
+    /// # Errors
+    ///
+    /// If one is not valid.
+    pub fn validate(&self) -> Result<()> {
+        let limits = self.limits.validate();
+        limits.map_err(|error| within("limits", error))?;
+        match &self.kind {
+            EnvironmentKind::Program(config) => config.validate(),
+            EnvironmentKind::Tools(config) => config.validate(),
+        }
+    }
+
+    /// Checks that the programs and scripts are there.
+    ///
+    /// # Errors
+    ///
+    /// If one is missing.
+    pub fn check_files(&self) -> Result<()> {
+        match &self.kind {
+            EnvironmentKind::Program(config) => config.program().check_files(),
+            EnvironmentKind::Tools(config) => config.check_files(),
+        }
+    }
+
+    /// The programs and scripts.
+    pub fn files(&self) -> Vec<PathBuf> {
+        match &self.kind {
+            EnvironmentKind::Program(config) => config.program().files(),
+            EnvironmentKind::Tools(config) => config.files(),
+        }
+    }
+
+    /// Returns true if it gives rewards.
+    pub fn gives_rewards(&self) -> bool {
+        matches!(self.kind, EnvironmentKind::Program(_))
+    }
+
+    /// The schemas of the tools for the prompt of a row with these columns, if there are tools.
+    ///
+    /// # Errors
+    ///
+    /// If the column of the tools is absent or not valid.
+    pub fn schemas(&self, columns: &Value) -> Result<Option<Value>> {
+        let EnvironmentKind::Tools(config) = &self.kind else {
+            return Ok(None);
+        };
+        config.schemas(columns).map(|schemas| Some(schemas.into()))
+    }
+
+    /// Starts the programs, for a model. `stop_token_ids` are those of the sampler.
+    ///
+    /// # Errors
+    ///
+    /// If an option is not valid or a program cannot be started.
+    pub fn build(&self, model: &Pretrained, stop_token_ids: &[u32]) -> Result<Environments> {
+        self.validate()?;
+        match &self.kind {
+            EnvironmentKind::Program(config) => {
+                self.with_factory(ProgramEnvironments::new(config)?, model, stop_token_ids)
+            }
+            EnvironmentKind::Tools(config) => {
+                self.with_factory(config.build()?, model, stop_token_ids)
+            }
+        }
+    }
+
+    fn with_factory(
+        &self,
+        factory: impl EnvironmentFactory + 'static,
+        model: &Pretrained,
+        stop_token_ids: &[u32],
+    ) -> Result<Environments> {
+        let (limits, template) = (self.limits.clone(), model.chat_template.as_ref());
+        Environments::new(factory, limits, &model.tokenizer, template, stop_token_ids)
+    }
+}

@@ -1,0 +1,232 @@
+//! The environments of a run, and the loop over turns.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use anyhow::{Result, anyhow, bail, ensure};
+use candle_grpo_core::validate::{at_least_one, check};
+use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
+
+use super::conversation::Conversation;
+use super::trajectory::Trajectory;
+use super::{EnvironmentFactory, EpisodeEnd};
+use crate::rollout::PromptRequest;
+use crate::{ChatTemplate, Interrupted, Progress, Prompt, Rollout, Sampler};
+
+/// The number of environments that answer at the same time.
+const THREADS: usize = 16;
+
+/// The limits of trajectories. The length of a response, with the tokens of the environment, is
+/// limited by [`SamplingConfig::max_new_tokens`](crate::SamplingConfig::max_new_tokens).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EnvironmentLimits {
+    /// The maximum number of turns.
+    pub max_turns: usize,
+    /// The maximum length of a turn in tokens. Absent: the rest of the response.
+    pub max_turn_tokens: Option<usize>,
+    /// The time in seconds after which no further turn begins. Trajectories are not reproducible
+    /// if it ends them. Absent: no limit.
+    pub max_seconds: Option<f64>,
+    /// The reward of a trajectory whose environment failed, in place of those of its turns.
+    pub failure_reward: f64,
+}
+
+impl Default for EnvironmentLimits {
+    fn default() -> Self {
+        Self {
+            max_turns: 8,
+            max_turn_tokens: None,
+            max_seconds: None,
+            failure_reward: 0.,
+        }
+    }
+}
+
+impl EnvironmentLimits {
+    /// Checks the values.
+    ///
+    /// # Errors
+    ///
+    /// If one is out of range.
+    pub fn validate(&self) -> Result<()> {
+        at_least_one("max_turns", self.max_turns)?;
+        at_least_one("max_turn_tokens", self.max_turn_tokens.unwrap_or(1))?;
+        let seconds = self.max_seconds.unwrap_or(1.);
+        let valid = seconds > 0. && seconds <= 1e9;
+        check(valid, "max_seconds", seconds, "be above 0 and at most 1e9")?;
+        let reward = self.failure_reward;
+        let valid = (reward as f32).is_finite();
+        Ok(check(valid, "failure_reward", reward, "be a finite f32")?)
+    }
+}
+
+/// The environments of a run: a factory, limits, and the conversion between turns and texts.
+///
+/// [`Sampler::with_environments`] and [`Trainer::with_environments`](crate::Trainer) draw
+/// trajectories with them.
+pub struct Environments {
+    factory: Arc<dyn EnvironmentFactory>,
+    pub(super) limits: EnvironmentLimits,
+    pub(super) conversation: Conversation,
+}
+
+impl Environments {
+    /// Creates environments for a model with this tokenizer and chat template.
+    ///
+    /// `stop_token_ids` are those of the sampler. Without a template, environments answer with
+    /// texts or tokens.
+    ///
+    /// # Errors
+    ///
+    /// If `limits` are not valid.
+    pub fn new(
+        factory: impl EnvironmentFactory + 'static,
+        limits: EnvironmentLimits,
+        tokenizer: &Tokenizer,
+        template: Option<&ChatTemplate>,
+        stop_token_ids: &[u32],
+    ) -> Result<Self> {
+        limits.validate()?;
+        Ok(Self {
+            factory: Arc::new(factory),
+            limits,
+            conversation: Conversation::new(
+                Arc::new(tokenizer.clone()),
+                template.cloned(),
+                stop_token_ids.to_vec(),
+            ),
+        })
+    }
+
+    /// Returns true if the environments give rewards.
+    pub fn gives_rewards(&self) -> bool {
+        self.factory.gives_rewards()
+    }
+
+    pub(super) fn factory(&self) -> &dyn EnvironmentFactory {
+        &*self.factory
+    }
+
+    /// Draws the trajectories of `requests`, which belong to `prompts`.
+    ///
+    /// The next turns of all trajectories that have not ended are one batch of the generator. A
+    /// turn depends on its seed and the tokens before it only.
+    pub(crate) fn play(
+        &self,
+        sampler: &Sampler,
+        prompts: &[&Prompt],
+        requests: &[PromptRequest<'_>],
+        progress: &dyn Progress,
+    ) -> Result<Vec<Rollout>> {
+        let starts = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
+            let seeds = request.seeds.iter();
+            seeds.map(move |seed| (*prompt, *seed, request.max_new_tokens))
+        });
+        let starts: Vec<_> = starts.collect();
+        let mut slots: Vec<Option<Trajectory<'_>>> = starts.iter().map(|_| None).collect();
+        concurrently(
+            slots.iter_mut().zip(starts),
+            |(slot, (prompt, seed, length))| {
+                let vocab_size = sampler.vocab_size();
+                *slot = Some(Trajectory::start(
+                    self, prompt, seed, length, vocab_size, progress,
+                )?);
+                Ok(())
+            },
+        )?;
+        let mut all: Vec<Trajectory<'_>> = slots.into_iter().flatten().collect();
+        loop {
+            if progress.is_canceled() {
+                return Err(Interrupted.into());
+            }
+            let mut open: Vec<&mut Trajectory<'_>> =
+                all.iter_mut().filter(|t| !t.has_ended()).collect();
+            if open.is_empty() {
+                break;
+            }
+            let requests: Vec<PromptRequest<'_>> = open.iter().map(|t| t.request(self)).collect();
+            let completions = sampler.draw(&requests, &TokensOnly(progress))?;
+            drop(requests);
+            let drawn = open.iter_mut().zip(completions);
+            concurrently(drawn, |(trajectory, completion)| {
+                trajectory.add_turn(self, completion, progress)
+            })?;
+            let ended = open.iter().filter(|t| t.has_ended()).count();
+            progress.advance(ended, 0);
+        }
+        let rollouts: Vec<Rollout> = all.into_iter().map(|t| t.into_rollout(self)).collect();
+        ensure_some_worked(&rollouts)?;
+        Ok(rollouts)
+    }
+}
+
+/// Fails if the environments of several trajectories all failed: that is not the policy's doing.
+fn ensure_some_worked(rollouts: &[Rollout]) -> Result<()> {
+    let failure = |rollout: &Rollout| match rollout.episode.as_ref().map(|episode| &episode.end) {
+        Some(EpisodeEnd::Failed(message)) => Some(message.clone()),
+        _ => None,
+    };
+    let failures: Vec<String> = rollouts.iter().filter_map(failure).collect();
+    if let Some(first) = failures.first()
+        && failures.len() == rollouts.len()
+        && failures.len() > 1
+    {
+        bail!(
+            "environment: failed in all {} trajectories, in the first one with: {first}",
+            failures.len()
+        );
+    }
+    Ok(())
+}
+
+/// Calls `work` for each item, on several threads. Environments often wait for programs.
+fn concurrently<T: Send>(
+    items: impl ExactSizeIterator<Item = T> + Send,
+    work: impl Fn(T) -> Result<()> + Sync,
+) -> Result<()> {
+    let threads = items.len().min(THREADS);
+    let items = Mutex::new(items);
+    let (items, work) = (&items, &work);
+    let take = move || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let run = move || -> Result<()> {
+        while let Some(item) = take() {
+            work(item)?;
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(run)).collect();
+        let mut result = Ok(());
+        for thread in threads {
+            let done = thread.join();
+            let done = done.unwrap_or_else(|_| Err(anyhow!("environment: it panicked")));
+            result = result.and(done);
+        }
+        result
+    })
+}
+
+/// Passes tokens on. The unit of progress is a trajectory, and not a turn.
+struct TokensOnly<'a>(&'a dyn Progress);
+
+impl Progress for TokensOnly<'_> {
+    fn advance(&self, _: usize, tokens: usize) {
+        self.0.advance(0, tokens);
+    }
+
+    fn is_canceled(&self) -> bool {
+        self.0.is_canceled()
+    }
+}
+
+/// Checks that the tokens of an environment are those of the model.
+pub(super) fn ensure_tokens(tokens: &[u32], vocab_size: usize) -> Result<()> {
+    let unknown = tokens.iter().find(|&&token| token as usize >= vocab_size);
+    ensure!(
+        unknown.is_none(),
+        "tokens: {unknown:?}, must be below the vocabulary size {vocab_size}"
+    );
+    Ok(())
+}

@@ -1,0 +1,221 @@
+//! Environments from a program in any language.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use candle_grpo_core::validate::at_least_one;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Observation, Step, Turn};
+use crate::program::{Answer, Program, ProgramPool, check_limits, quoted};
+use crate::{Interrupted, Progress};
+
+/// The options of [`ProgramEnvironments`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProgramEnvironmentConfig {
+    /// The program and its arguments. No shell is in between.
+    pub command: Vec<String>,
+    /// The folder that it runs in; absent: that of this process.
+    #[serde(default)]
+    pub folder: Option<PathBuf>,
+    /// The number of its processes. All requests of a trajectory go to the same one.
+    #[serde(default = "workers")]
+    pub workers: usize,
+    /// The longest time for an answer.
+    #[serde(default = "limit")]
+    pub time_limit_seconds: f64,
+    /// The longest time for its start, which the first answer may take in addition.
+    #[serde(default = "limit")]
+    pub start_limit_seconds: f64,
+}
+
+pub(super) fn workers() -> usize {
+    1
+}
+
+pub(super) fn limit() -> f64 {
+    60.
+}
+
+impl ProgramEnvironmentConfig {
+    /// Checks the values. Starts no program and opens no file.
+    ///
+    /// # Errors
+    ///
+    /// If one is out of range.
+    pub fn validate(&self) -> Result<()> {
+        self.program().validate()?;
+        at_least_one("workers", self.workers)?;
+        Ok(check_limits(
+            self.time_limit_seconds,
+            self.start_limit_seconds,
+        )?)
+    }
+
+    pub(super) fn program(&self) -> Program {
+        let (limit, start_limit) = (self.time_limit_seconds, self.start_limit_seconds);
+        Program::new(&self.command, self.folder.as_ref(), limit, start_limit)
+    }
+}
+
+/// Environments from a program that reads one line of JSON for each request and writes one line
+/// with its answer.
+///
+/// A request is an object with `id`, `episode` (a number that is the same for all requests of a
+/// trajectory, also a seed), `turn` (`null` at the start), `prompt`, `columns`, and `state` (that
+/// of the last answer). After a turn of the policy it has `completion` and `finish_reason`, too.
+///
+/// An answer is an object that echoes `id`, and may have `text` or `messages` (which follow the
+/// prompt or the turn), `reward`, `done`, `state` (any JSON) and `metrics` (numbers by name).
+///
+/// The state is in the answers, so a program can be a function without memory. If it hangs or
+/// crashes, it is started again. Trajectories whose request it did not answer have failed.
+///
+/// ```no_run
+/// use candle_grpo_train::environment::{ProgramEnvironmentConfig, ProgramEnvironments};
+///
+/// let config: ProgramEnvironmentConfig =
+///     serde_json::from_str(r#"{"command": ["python3", "game.py"], "workers": 2}"#)?;
+/// let environments = ProgramEnvironments::new(&config)?;
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+pub struct ProgramEnvironments {
+    command: String,
+    pool: Arc<ProgramPool>,
+}
+
+impl ProgramEnvironments {
+    /// Starts the program.
+    ///
+    /// # Errors
+    ///
+    /// If `config` is not valid or the program cannot be started.
+    pub fn new(config: &ProgramEnvironmentConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self {
+            command: format!("program {:?}", config.command),
+            pool: Arc::new(ProgramPool::start(config.program(), config.workers)?),
+        })
+    }
+}
+
+impl EnvironmentFactory for ProgramEnvironments {
+    fn start(&self, start: &EpisodeStart<'_>) -> Result<Box<dyn Environment>> {
+        let mut environment = ProgramEnvironment {
+            command: self.command.clone(),
+            pool: Arc::clone(&self.pool),
+            episode: start.seed,
+            prompt: start.prompt.text.clone(),
+            columns: start.prompt.columns.clone(),
+            state: None,
+            beginning: Observation::default(),
+        };
+        let begin = |environment: &mut ProgramEnvironment| {
+            environment.ask(json!({"turn": null}), start.progress)
+        };
+        let reply = match begin(&mut environment) {
+            // Another trajectory of this process may be the cause.
+            Err(error) if !error.is::<Interrupted>() => begin(&mut environment)?,
+            begun => begun?,
+        };
+        ensure!(!reply.done, "{}: done before the first turn", self.command);
+        environment.beginning = Observation {
+            append: reply.append(),
+            state: environment.state.clone(),
+        };
+        Ok(Box::new(environment))
+    }
+}
+
+struct ProgramEnvironment {
+    command: String,
+    pool: Arc<ProgramPool>,
+    episode: u64,
+    prompt: String,
+    columns: Value,
+    state: Option<Value>,
+    beginning: Observation,
+}
+
+impl ProgramEnvironment {
+    fn ask(&mut self, fields: Value, progress: &dyn Progress) -> Result<Reply> {
+        let mut request = Map::new();
+        request.insert("episode".to_owned(), self.episode.into());
+        request.insert("prompt".to_owned(), self.prompt.as_str().into());
+        request.insert("columns".to_owned(), self.columns.clone());
+        request.insert("state".to_owned(), self.state.clone().into());
+        if let Value::Object(fields) = fields {
+            request.extend(fields);
+        }
+        let reply = self
+            .pool
+            .ask(self.episode, request, progress, Reply::read)
+            .map_err(anyhow::Error::from)
+            .with_context(|| self.command.clone())?;
+        self.state.clone_from(&reply.state);
+        Ok(reply)
+    }
+}
+
+impl Environment for ProgramEnvironment {
+    fn reset(&mut self) -> Result<Observation> {
+        Ok(self.beginning.clone())
+    }
+
+    fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
+        let fields = json!({
+            "turn": turn.number,
+            "completion": turn.text,
+            "finish_reason": turn.finish_reason,
+        });
+        let reply = self.ask(fields, turn.progress)?;
+        Ok(Step {
+            append: reply.append(),
+            reward: reply.reward,
+            done: reply.done,
+            state: reply.state,
+            metrics: reply.metrics,
+        })
+    }
+}
+
+/// An answer of the program.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Reply {
+    text: Option<String>,
+    messages: Option<Vec<Value>>,
+    reward: Option<f64>,
+    done: bool,
+    state: Option<Value>,
+    metrics: BTreeMap<String, f64>,
+}
+
+impl Reply {
+    fn read(line: &str) -> Result<Answer<Self>> {
+        let read = || -> Result<Answer<Self>> {
+            let mut fields: Map<String, Value> =
+                serde_json::from_str(line).context("must be a JSON object")?;
+            let id = Answer::take_id(&mut fields)?;
+            let value: Self = serde_json::from_value(Value::Object(fields))?;
+            ensure!(
+                value.text.is_none() || value.messages.is_none(),
+                "text and messages: both given, must be one of them"
+            );
+            Ok(Answer { id, value })
+        };
+        read().with_context(|| quoted(line))
+    }
+
+    fn append(&self) -> Append {
+        match (&self.text, &self.messages) {
+            (Some(text), _) => Append::Text(text.clone()),
+            (None, Some(messages)) => Append::Messages(messages.clone()),
+            (None, None) => Append::Nothing,
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! The notation of tool calls.
+
+use anyhow::Result;
+use candle_grpo_core::validate::check;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// The notation in which a model calls tools.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ToolFormat {
+    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several times: Hermes, Qwen2.5,
+    /// Qwen3, SmolLM3.
+    #[default]
+    Hermes,
+    /// A turn that is `{"name": ..., "parameters": {...}}`, also after `<|python_tag|>`, and
+    /// several with semicolons or line breaks between them: Llama 3.
+    Llama,
+    /// The one argument of a tool between two marks, such as `[` and `]`. For small models that are
+    /// trained from the beginning.
+    Marks {
+        /// The name of the tool.
+        tool: String,
+        /// The name of its argument, a text.
+        argument: String,
+        /// The mark before the argument.
+        before: String,
+        /// The mark after it.
+        after: String,
+    },
+}
+
+/// A call that the policy wrote.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ToolCall {
+    /// The name of the tool.
+    pub name: String,
+    /// Its arguments, an object.
+    pub arguments: Value,
+}
+
+const OPEN: &str = "<tool_call>";
+const CLOSE: &str = "</tool_call>";
+const PYTHON_TAG: &str = "<|python_tag|>";
+
+impl ToolFormat {
+    pub(super) fn validate(&self) -> Result<()> {
+        if let Self::Marks { before, after, .. } = self {
+            for (name, mark) in [("before", before), ("after", after)] {
+                check(!mark.is_empty(), name, "\"\"", "be a text")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the calls in a turn in their order, and for each that is not valid the reason.
+    ///
+    /// ```
+    /// use candle_grpo_train::environment::ToolFormat;
+    ///
+    /// let calls = ToolFormat::Hermes.calls(
+    ///     r#"Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>"#,
+    /// );
+    /// assert_eq!(calls[0].as_ref().unwrap().name, "add");
+    /// assert!(ToolFormat::Hermes.calls("It is 7.").is_empty());
+    /// ```
+    pub fn calls(&self, turn: &str) -> Vec<Result<ToolCall, String>> {
+        match self {
+            Self::Hermes => between(turn, OPEN, CLOSE).map(call).collect(),
+            Self::Llama => llama(turn),
+            Self::Marks {
+                tool,
+                argument,
+                before,
+                after,
+            } => between(turn, before, after)
+                .map(|inside| {
+                    let arguments = Map::from_iter([(argument.clone(), Value::from(inside))]);
+                    Ok(ToolCall {
+                        name: tool.clone(),
+                        arguments: Value::Object(arguments),
+                    })
+                })
+                .collect(),
+        }
+    }
+}
+
+/// The texts between two marks. The last one may lack its end.
+fn between<'a>(text: &'a str, open: &'a str, close: &'a str) -> impl Iterator<Item = &'a str> {
+    text.split(open).skip(1).map(move |rest| {
+        let inside = rest.split(close).next();
+        inside.unwrap_or(rest).trim()
+    })
+}
+
+/// A call from its JSON.
+fn call(text: &str) -> Result<ToolCall, String> {
+    match serde_json::from_str(text) {
+        Ok(Value::Object(fields)) => from_fields(fields),
+        Ok(_) => Err("the call is not a JSON object".to_owned()),
+        Err(error) => Err(format!("the call is not JSON: {error}")),
+    }
+}
+
+fn from_fields(mut fields: Map<String, Value>) -> Result<ToolCall, String> {
+    let Some(Value::String(name)) = fields.remove("name") else {
+        return Err("the call has no name".to_owned());
+    };
+    let arguments = fields.remove("arguments");
+    let arguments = arguments.or_else(|| fields.remove("parameters"));
+    let arguments = match arguments {
+        None | Some(Value::Null) => Value::Object(Map::new()),
+        // JSON in a text, as OpenAI has it.
+        Some(Value::String(text)) => serde_json::from_str(&text).unwrap_or(Value::Null),
+        Some(arguments) => arguments,
+    };
+    match arguments {
+        Value::Object(_) => Ok(ToolCall { name, arguments }),
+        _ => Err("the arguments of the call are not a JSON object".to_owned()),
+    }
+}
+
+fn llama(turn: &str) -> Vec<Result<ToolCall, String>> {
+    let turn = turn.trim();
+    let tagged = turn.strip_prefix(PYTHON_TAG);
+    let text = tagged.unwrap_or(turn).trim();
+    if tagged.is_none() && !text.starts_with('{') {
+        return Vec::new();
+    }
+    let mut calls = Vec::new();
+    let mut rest = text;
+    while !rest.is_empty() {
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
+        match values.next() {
+            Some(Ok(Value::Object(fields))) => calls.push(from_fields(fields)),
+            Some(Ok(_)) => calls.push(Err("the call is not a JSON object".to_owned())),
+            Some(Err(error)) => {
+                calls.push(Err(format!("the call is not JSON: {error}")));
+                break;
+            }
+            None => break,
+        }
+        let end = values.byte_offset();
+        rest = rest[end..].trim_start_matches(|c: char| c == ';' || c.is_whitespace());
+    }
+    calls
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rstest::rstest;
+    use serde_json::json;
+
+    fn add(a: i64) -> Result<ToolCall, String> {
+        Ok(ToolCall {
+            name: "add".to_owned(),
+            arguments: json!({"a": a}),
+        })
+    }
+
+    const CALL: &str = r#"{"name": "add", "arguments": {"a": 1}}"#;
+
+    #[rstest]
+    #[case("The answer is 7.", vec![])]
+    #[case(&format!("<tool_call>\n{CALL}\n</tool_call>"), vec![add(1)])]
+    #[case(&format!("First <tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call> then"), vec![add(1), add(1)])]
+    #[case(&format!("<tool_call>{CALL}"), vec![add(1)])]
+    #[case(r#"<tool_call>{"name": "add", "arguments": "{\"a\": 2}"}</tool_call>"#, vec![add(2)])]
+    fn hermes_calls_are_read(#[case] turn: &str, #[case] calls: Vec<Result<ToolCall, String>>) {
+        assert_eq!(ToolFormat::Hermes.calls(turn), calls);
+    }
+
+    #[rstest]
+    #[case("The answer is 7.", vec![])]
+    #[case(r#"{"name": "add", "parameters": {"a": 1}}"#, vec![add(1)])]
+    #[case(r#"<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}"#, vec![add(1), add(2)])]
+    #[case("{\"name\": \"add\", \"parameters\": {\"a\": 1}}\n{\"name\": \"add\", \"parameters\": {\"a\": 2}}", vec![add(1), add(2)])]
+    fn llama_calls_are_read(#[case] turn: &str, #[case] calls: Vec<Result<ToolCall, String>>) {
+        assert_eq!(ToolFormat::Llama.calls(turn), calls);
+    }
+
+    #[rstest]
+    #[case(ToolFormat::Hermes, "<tool_call></tool_call>", "not JSON")]
+    #[case(ToolFormat::Hermes, "<tool_call>[1]</tool_call>", "not a JSON object")]
+    #[case(
+        ToolFormat::Hermes,
+        "<tool_call>{\"arguments\": {}}</tool_call>",
+        "no name"
+    )]
+    #[case(
+        ToolFormat::Hermes,
+        "<tool_call>{\"name\": \"a\", \"arguments\": [1]}</tool_call>",
+        "arguments"
+    )]
+    #[case(ToolFormat::Llama, "{\"name\": \"a\"", "not JSON")]
+    #[case(ToolFormat::Llama, "<|python_tag|>print(1)", "not JSON")]
+    fn a_call_that_is_not_valid_has_a_reason(
+        #[case] format: ToolFormat,
+        #[case] turn: &str,
+        #[case] words: &str,
+    ) {
+        let calls = format.calls(turn);
+        let error = calls[0].as_ref().unwrap_err();
+        assert!(error.contains(words), "{error}");
+    }
+
+    #[test]
+    fn marks_hold_the_argument() {
+        let format = ToolFormat::Marks {
+            tool: "calculator".to_owned(),
+            argument: "expression".to_owned(),
+            before: "[".to_owned(),
+            after: "]".to_owned(),
+        };
+        let calls = format.calls("so [12*34] and [5");
+        let inside = |i: usize| calls[i].as_ref().unwrap().arguments["expression"].clone();
+        assert_eq!(
+            (inside(0), inside(1), calls.len()),
+            (json!("12*34"), json!("5"), 2)
+        );
+    }
+
+    #[test]
+    fn hostile_turns_end() {
+        let deep = "[".repeat(1_000_000);
+        for format in [ToolFormat::Hermes, ToolFormat::Llama] {
+            let calls = format.calls(&format!("<tool_call>{deep}</tool_call>"));
+            assert!(calls.iter().all(Result::is_err));
+            let calls = format.calls(&format!("{{\"name\": {deep}"));
+            assert!(calls.iter().all(Result::is_err));
+            format.calls(&"<tool_call>".repeat(100_000));
+        }
+    }
+}

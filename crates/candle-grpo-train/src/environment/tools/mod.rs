@@ -1,0 +1,284 @@
+//! Tools that the policy calls.
+
+mod format;
+mod program;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use serde_json::{Value, json};
+
+use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Step, Turn};
+use crate::{Interrupted, Progress};
+
+pub use format::{ToolCall, ToolFormat};
+pub use program::{ProgramTool, ProgramToolConfig, ToolsConfig};
+
+/// The largest number of calls of a turn that are run.
+const MAX_CALLS: usize = 16;
+
+const MAX_OUTPUT_CHARS: usize = 4000;
+const OUTPUT_BEFORE: &str = "<tool_response>\n";
+const OUTPUT_AFTER: &str = "\n</tool_response>\n";
+
+/// A function that the policy can call. Several threads may call it at the same time.
+pub trait Tool: Send + Sync {
+    /// The name by which the policy calls it.
+    fn name(&self) -> &str;
+
+    /// The description that the prompt gives.
+    fn description(&self) -> &str;
+
+    /// The JSON schema of its arguments, an object.
+    fn parameters(&self) -> Value;
+
+    /// Returns the output for the policy.
+    ///
+    /// # Errors
+    ///
+    /// The policy gets the message as output, and the call counts as failed.
+    /// [`Interrupted`](crate::Interrupted) ends the step.
+    fn call(&self, call: &CallContext<'_>) -> Result<String>;
+}
+
+/// A call of a [`Tool`].
+#[derive(Clone, Copy)]
+pub struct CallContext<'a> {
+    /// The arguments, as the policy wrote them.
+    pub arguments: &'a Value,
+    /// The columns of the row of the prompt.
+    pub columns: &'a Value,
+    /// A number that is the same for all calls of a trajectory.
+    pub episode: u64,
+    /// Cancels a wait; the error is then [`Interrupted`](crate::Interrupted).
+    pub progress: &'a dyn Progress,
+}
+
+/// Environments in which the policy calls tools, until a turn has no call. They give no rewards:
+/// the reward functions score that last turn.
+///
+/// After a prompt of messages, outputs are messages of the role `tool`, which the chat template
+/// renders. After a plain text they are texts.
+///
+/// Metrics count `tool_calls`, `tool_failures`, and the calls of each tool as `tool_calls/NAME`.
+///
+/// ```
+/// use candle_grpo_train::environment::{CallContext, Tool, ToolEnvironments, ToolFormat};
+/// use serde_json::{Value, json};
+///
+/// struct Length;
+///
+/// impl Tool for Length {
+///     fn name(&self) -> &str {
+///         "length"
+///     }
+///     fn description(&self) -> &str {
+///         "The number of letters of a word."
+///     }
+///     fn parameters(&self) -> Value {
+///         json!({"type": "object", "properties": {"word": {"type": "string"}}})
+///     }
+///     fn call(&self, call: &CallContext<'_>) -> anyhow::Result<String> {
+///         Ok(call.arguments["word"].as_str().unwrap_or_default().len().to_string())
+///     }
+/// }
+///
+/// let tools = ToolEnvironments::new(ToolFormat::Hermes)?.with(Length)?;
+/// assert_eq!(tools.schemas()[0]["function"]["name"], "length");
+/// # Ok::<(), anyhow::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct ToolEnvironments {
+    tools: Arc<BTreeMap<String, Arc<dyn Tool>>>,
+    format: ToolFormat,
+    output: OutputForm,
+}
+
+/// The form of an output for the policy.
+#[derive(Debug, Clone)]
+struct OutputForm {
+    /// The text around an output after a prompt of plain text.
+    before: String,
+    after: String,
+    max_chars: usize,
+}
+
+impl ToolEnvironments {
+    /// No tools yet: add at least one.
+    ///
+    /// # Errors
+    ///
+    /// If a mark of the format is empty.
+    pub fn new(format: ToolFormat) -> Result<Self> {
+        format.validate()?;
+        Ok(Self {
+            tools: Arc::default(),
+            format,
+            output: OutputForm {
+                before: OUTPUT_BEFORE.to_owned(),
+                after: OUTPUT_AFTER.to_owned(),
+                max_chars: MAX_OUTPUT_CHARS,
+            },
+        })
+    }
+
+    /// Adds a tool.
+    ///
+    /// # Errors
+    ///
+    /// If there is one of the same name.
+    pub fn with(self, tool: impl Tool + 'static) -> Result<Self> {
+        let name = tool.name().to_owned();
+        ensure!(!name.is_empty(), "tools: a name is empty");
+        let mut tools = (*self.tools).clone();
+        ensure!(
+            tools.insert(name.clone(), Arc::new(tool)).is_none(),
+            "tools: {name:?} is given twice"
+        );
+        let tools = Arc::new(tools);
+        Ok(Self { tools, ..self })
+    }
+
+    /// Sets the texts around an output after a prompt of plain text.
+    pub fn with_output_marks(mut self, before: &str, after: &str) -> Self {
+        self.output.before = before.to_owned();
+        self.output.after = after.to_owned();
+        self
+    }
+
+    /// Sets the largest number of characters of an output. The rest of a longer one is left out.
+    pub fn with_max_output_chars(mut self, max_chars: usize) -> Self {
+        self.output.max_chars = max_chars;
+        self
+    }
+
+    /// The schemas of all tools, for a chat template.
+    pub fn schemas(&self) -> Vec<Value> {
+        let tools = self.tools.values();
+        let schema =
+            |tool: &Arc<dyn Tool>| schema(tool.name(), tool.description(), &tool.parameters());
+        tools.map(schema).collect()
+    }
+
+    fn names(&self) -> String {
+        let names = self.tools.keys().map(|name| format!("{name:?}"));
+        names.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The schema of a tool, in the form of OpenAI and transformers.
+fn schema(name: &str, description: &str, parameters: &Value) -> Value {
+    json!({
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    })
+}
+
+impl EnvironmentFactory for ToolEnvironments {
+    fn start(&self, start: &EpisodeStart<'_>) -> Result<Box<dyn Environment>> {
+        ensure!(!self.tools.is_empty(), "tools: none, add at least one");
+        Ok(Box::new(ToolEnvironment {
+            tools: self.clone(),
+            columns: start.prompt.columns.clone(),
+            episode: start.seed,
+            has_messages: !start.prompt.messages.is_empty(),
+        }))
+    }
+
+    fn gives_rewards(&self) -> bool {
+        false
+    }
+}
+
+struct ToolEnvironment {
+    tools: ToolEnvironments,
+    columns: Value,
+    episode: u64,
+    has_messages: bool,
+}
+
+impl ToolEnvironment {
+    /// The output of a call, and whether it succeeded.
+    fn output(
+        &self,
+        call: &Result<ToolCall, String>,
+        progress: &dyn Progress,
+    ) -> Result<(String, bool)> {
+        let call = match call {
+            Ok(call) => call,
+            Err(message) => return Ok((format!("error: {message}"), false)),
+        };
+        let Some(tool) = self.tools.tools.get(&call.name) else {
+            let names = self.tools.names();
+            let message = format!("error: no tool {:?}, there are {names}", call.name);
+            return Ok((message, false));
+        };
+        let context = CallContext {
+            arguments: &call.arguments,
+            columns: &self.columns,
+            episode: self.episode,
+            progress,
+        };
+        match tool.call(&context) {
+            Ok(output) => Ok((output, true)),
+            Err(error) if error.is::<Interrupted>() => Err(error),
+            Err(error) => Ok((format!("error: {error:#}"), false)),
+        }
+    }
+
+    fn cut(&self, mut output: String) -> String {
+        if let Some((end, _)) = output.char_indices().nth(self.tools.output.max_chars) {
+            output.truncate(end);
+            output.push_str(" ...");
+        }
+        output
+    }
+}
+
+impl Environment for ToolEnvironment {
+    fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
+        let calls = self.tools.format.calls(turn.text);
+        if calls.is_empty() {
+            return Ok(Step {
+                done: true,
+                ..Step::default()
+            });
+        }
+        let mut metrics = BTreeMap::new();
+        let mut count = |name: &str| *metrics.entry(name.to_owned()).or_default() += 1.;
+        let mut outputs = Vec::new();
+        for call in calls.iter().take(MAX_CALLS) {
+            let (output, succeeded) = self.output(call, turn.progress)?;
+            count("tool_calls");
+            if !succeeded {
+                count("tool_failures");
+            }
+            let name = call.as_ref().map_or("", |call| &call.name);
+            if self.tools.tools.contains_key(name) {
+                count(&format!("tool_calls/{name}"));
+            }
+            outputs.push((name, self.cut(output)));
+        }
+        if calls.len() > MAX_CALLS {
+            let message = format!("error: {} calls, only {MAX_CALLS} were run", calls.len());
+            outputs.push(("", message));
+        }
+        let append = match self.has_messages {
+            true => {
+                let message =
+                    |(name, output)| json!({"role": "tool", "name": name, "content": output});
+                Append::Messages(outputs.into_iter().map(message).collect())
+            }
+            false => {
+                let OutputForm { before, after, .. } = &self.tools.output;
+                let text = |(_, output): (&str, String)| format!("{before}{output}{after}");
+                Append::Text(outputs.into_iter().map(text).collect())
+            }
+        };
+        Ok(Step {
+            metrics,
+            ..Step::go_on(append)
+        })
+    }
+}

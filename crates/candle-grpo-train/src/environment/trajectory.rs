@@ -1,0 +1,273 @@
+//! A trajectory while it grows.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::environments::ensure_tokens;
+use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, EpisodeTurn, Turn};
+use crate::rollout::{CompletionSeed, PromptRequest};
+use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
+
+pub(super) struct Trajectory<'a> {
+    prompt: &'a Prompt,
+    seed: CompletionSeed,
+    environment: Box<dyn Environment>,
+    vocab_size: usize,
+    started: Instant,
+    /// The maximum length of the response.
+    max_tokens: usize,
+    /// The prompt and the response.
+    tokens: Vec<u32>,
+    prompt_len: usize,
+    drawn_log_probs: Vec<f32>,
+    log_probs: Option<Vec<f32>>,
+    written: Vec<bool>,
+    weight_versions: Vec<u64>,
+    experts: Option<Vec<u16>>,
+    finish_reason: FinishReason,
+    turns: Vec<EpisodeTurn>,
+    metrics: BTreeMap<String, f64>,
+    /// The state before the next turn, if the environment has given one.
+    state: Option<Value>,
+    end: Option<EpisodeEnd>,
+}
+
+impl<'a> Trajectory<'a> {
+    pub(super) fn start(
+        environments: &Environments,
+        prompt: &'a Prompt,
+        seed: CompletionSeed,
+        max_tokens: usize,
+        vocab_size: usize,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let name = || format!("environment of prompt {}", prompt.index);
+        let start = EpisodeStart {
+            prompt,
+            seed: seed.to_u64() >> 11,
+            progress,
+        };
+        let mut environment = environments.factory().start(&start).with_context(name)?;
+        let observation = environment.reset().with_context(name)?;
+        let tokens = environments
+            .conversation
+            .prompt(prompt, &observation.append)
+            .with_context(name)?;
+        ensure_tokens(&tokens, vocab_size).with_context(name)?;
+        Ok(Self {
+            prompt,
+            seed,
+            environment,
+            vocab_size,
+            started: Instant::now(),
+            max_tokens,
+            prompt_len: tokens.len(),
+            tokens,
+            drawn_log_probs: Vec::new(),
+            log_probs: Some(Vec::new()),
+            written: Vec::new(),
+            weight_versions: Vec::new(),
+            experts: None,
+            finish_reason: FinishReason::Length,
+            turns: Vec::new(),
+            metrics: BTreeMap::new(),
+            state: observation.state,
+            end: None,
+        })
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.end.is_some()
+    }
+
+    /// The number of tokens that the response can still have.
+    fn left(&self) -> usize {
+        self.max_tokens - self.written.len()
+    }
+
+    /// The request of the next turn.
+    pub(super) fn request(&self, environments: &Environments) -> PromptRequest<'_> {
+        let longest = environments.limits.max_turn_tokens.unwrap_or(usize::MAX);
+        PromptRequest {
+            tokens: &self.tokens,
+            seeds: vec![CompletionSeed {
+                turn: self.turns.len() as u64,
+                ..self.seed
+            }],
+            max_new_tokens: longest.min(self.left()),
+        }
+    }
+
+    /// Adds a turn of the policy and the answer of the environment to it.
+    ///
+    /// # Errors
+    ///
+    /// With [`Interrupted`] if the progress cancels. Another error of the environment ends the
+    /// trajectory only.
+    pub(super) fn add_turn(
+        &mut self,
+        environments: &Environments,
+        turn: Completion,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let from = self.written.len();
+        let state = match &self.state {
+            Some(state) => digest(state.to_string().as_bytes()),
+            None => digest(&bytes(&self.tokens)),
+        };
+        self.turns.push(EpisodeTurn {
+            tokens: from..from + turn.tokens.len(),
+            reward: 0.,
+            state,
+        });
+        self.push(&turn);
+        match self.answer(environments, &turn, progress) {
+            Ok(end) => self.end = end,
+            Err(error) if error.is::<Interrupted>() => return Err(error),
+            Err(error) => {
+                let message = format!("{error:#}");
+                tracing::warn!(
+                    "environment of prompt {}, trajectory {}, turn {}: {message}",
+                    self.seed.prompt,
+                    self.seed.sample,
+                    self.turns.len()
+                );
+                self.end = Some(EpisodeEnd::Failed(message));
+            }
+        }
+        if self.end == Some(EpisodeEnd::MaxTokens) {
+            self.finish_reason = FinishReason::Length;
+        }
+        Ok(())
+    }
+
+    /// Appends the tokens of a turn.
+    fn push(&mut self, turn: &Completion) {
+        self.tokens.extend(&turn.tokens);
+        self.drawn_log_probs.extend(&turn.drawn_log_probs);
+        match (&mut self.log_probs, &turn.log_probs) {
+            (Some(all), Some(more)) => all.extend(more),
+            _ => self.log_probs = None,
+        }
+        let written = (0..turn.tokens.len()).map(|at| turn.is_written(at));
+        self.written.extend(written);
+        self.weight_versions.extend(&turn.weight_versions);
+        // The experts of the tokens before the turn are among them.
+        self.experts.clone_from(&turn.experts);
+        self.finish_reason = turn.finish_reason;
+    }
+
+    /// Lets the environment answer the last turn, and returns the end of the trajectory if there is
+    /// one.
+    fn answer(
+        &mut self,
+        environments: &Environments,
+        turn: &Completion,
+        progress: &dyn Progress,
+    ) -> Result<Option<EpisodeEnd>> {
+        let (limits, conversation) = (&environments.limits, &environments.conversation);
+        let number = self.turns.len() - 1;
+        let step = self.environment.step(&Turn {
+            number,
+            text: &conversation.text(&turn.tokens)?,
+            tokens: &turn.tokens,
+            finish_reason: turn.finish_reason,
+            progress,
+        })?;
+        let reward = step.reward.unwrap_or(0.);
+        let finite = (reward as f32).is_finite() && step.metrics.values().all(|x| x.is_finite());
+        ensure!(
+            finite,
+            "reward {reward}, metrics {:?}: must be finite",
+            step.metrics
+        );
+        self.turns[number].reward = reward;
+        for (name, value) in step.metrics {
+            *self.metrics.entry(name).or_default() += value;
+        }
+        if step.done {
+            return Ok(Some(EpisodeEnd::Done));
+        }
+        if number + 1 >= limits.max_turns {
+            return Ok(Some(EpisodeEnd::MaxTurns));
+        }
+        let limit = limits.max_seconds.map(Duration::from_secs_f64);
+        if limit.is_some_and(|limit| self.started.elapsed() >= limit) {
+            return Ok(Some(EpisodeEnd::MaxSeconds));
+        }
+        let tokens = conversation.between(&step.append, self.tokens.last().copied())?;
+        ensure_tokens(&tokens, self.vocab_size)?;
+        if tokens.len() >= self.left() {
+            return Ok(Some(EpisodeEnd::MaxTokens));
+        }
+        self.append(&tokens);
+        self.state = step.state;
+        Ok(None)
+    }
+
+    /// Appends tokens that the policy did not write.
+    fn append(&mut self, tokens: &[u32]) {
+        let length = self.written.len() + tokens.len();
+        let version = self.weight_versions.last().copied().unwrap_or(0);
+        self.tokens.extend(tokens);
+        self.written.resize(length, false);
+        self.drawn_log_probs.resize(length, 0.);
+        if let Some(log_probs) = &mut self.log_probs {
+            log_probs.resize(length, 0.);
+        }
+        self.weight_versions.resize(length, version);
+    }
+
+    pub(super) fn into_rollout(mut self, environments: &Environments) -> Rollout {
+        let end = self.end.unwrap_or(EpisodeEnd::MaxTurns);
+        if let EpisodeEnd::Failed(_) = end {
+            let rewards = self.turns.iter_mut().map(|turn| &mut turn.reward);
+            rewards.rev().enumerate().for_each(|(from_end, reward)| {
+                *reward = match from_end {
+                    0 => environments.limits.failure_reward,
+                    _ => 0.,
+                };
+            });
+        }
+        let all_written = self.written.iter().all(|written| *written);
+        let response = self.tokens.split_off(self.prompt_len);
+        Rollout {
+            prompt_index: self.prompt.index,
+            sample_index: self.seed.sample as usize,
+            prompt_tokens: self.tokens,
+            completion: Completion {
+                tokens: response,
+                drawn_log_probs: self.drawn_log_probs,
+                log_probs: self.log_probs,
+                written: (!all_written).then_some(self.written),
+                weight_versions: self.weight_versions,
+                finish_reason: self.finish_reason,
+                experts: self.experts,
+            },
+            episode: Some(Episode {
+                turns: self.turns,
+                end,
+                gives_rewards: environments.gives_rewards(),
+                metrics: self.metrics,
+            }),
+        }
+    }
+}
+
+fn bytes(tokens: &[u32]) -> Vec<u8> {
+    tokens
+        .iter()
+        .flat_map(|token| token.to_le_bytes())
+        .collect()
+}
+
+/// The first 64 bits of the SHA-256 of a state.
+fn digest(state: &[u8]) -> u64 {
+    let digest = Sha256::digest(state);
+    let first = digest.iter().take(8);
+    first.fold(0, |number, &byte| number << 8 | u64::from(byte))
+}

@@ -1,0 +1,147 @@
+//! Advantages of the turns of trajectories.
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor};
+use candle_grpo_core::trajectories::{Gigpo, Steps};
+use candle_grpo_core::{
+    AdvantageBatch, AdvantageEstimator, Advantages, GroupAdvantage, statistics_dtype,
+};
+use serde::{Deserialize, Serialize};
+
+use super::scored_rollouts::ScoredRollouts;
+use crate::environment::Episode;
+use crate::invalid::within;
+
+/// An estimator whose samples are turns, in place of the advantage of the recipe. All tokens of a
+/// turn have its advantage.
+///
+/// The reward of a turn is that of its environment. The last turn also has the other rewards of the
+/// trajectory, so the rewards of its turns add up to its score.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum TurnAdvantage {
+    /// Group-in-group policy optimization (GiGPO, <https://arxiv.org/abs/2505.10978>): the score of the
+    /// trajectory among those of its prompt, plus the return of the turn among those of the same
+    /// state. States are those of the environment.
+    Gigpo(Gigpo),
+    /// The return of the turn among those of all turns of its prompt (ROLL's `step_reinforce`).
+    StepReturns(StepReturns),
+}
+
+/// The options of [`TurnAdvantage::StepReturns`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct StepReturns {
+    /// Discount from one turn to the next.
+    pub gamma: f64,
+    /// The comparison of returns within a group, as in [`Gigpo::normalization`].
+    pub normalization: GroupAdvantage,
+}
+
+impl Default for StepReturns {
+    fn default() -> Self {
+        let Gigpo {
+            gamma,
+            normalization,
+            ..
+        } = Gigpo::default();
+        Self {
+            gamma,
+            normalization,
+        }
+    }
+}
+
+impl TurnAdvantage {
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// If one is not valid.
+    pub fn validate(&self) -> Result<()> {
+        let name = match self {
+            Self::Gigpo(_) => "gigpo",
+            Self::StepReturns(_) => "step_returns",
+        };
+        let valid = self.estimator().validate();
+        valid.map_err(|error| within(name, error.into()))
+    }
+
+    fn estimator(&self) -> Gigpo {
+        match self {
+            Self::Gigpo(gigpo) => gigpo.clone(),
+            Self::StepReturns(returns) => Gigpo {
+                gamma: returns.gamma,
+                normalization: returns.normalization.clone(),
+                episode_weight: 0.,
+                ..Gigpo::default()
+            },
+        }
+    }
+
+    /// The advantages `[B, T]`, f32, of trajectories of at most `width` tokens; 0 for tokens
+    /// outside of turns.
+    pub(super) fn compute(
+        &self,
+        scored: &ScoredRollouts,
+        width: usize,
+        device: &Device,
+    ) -> Result<Advantages> {
+        let (mut rewards, mut groups, mut trajectories, mut states, mut places) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let all = scored.rollouts.iter().zip(scored.is_scored()).enumerate();
+        for (i, (rollout, is_scored)) in all {
+            let episode = rollout.episode.as_ref().context(
+                "turn_advantage: given, but a completion has no turns; there must be an environment",
+            )?;
+            if !is_scored {
+                continue;
+            }
+            for turn in &episode.turns {
+                groups.push(i / scored.num_generations);
+                trajectories.push(i);
+                states.push(match self {
+                    Self::Gigpo(_) => turn.state,
+                    Self::StepReturns(_) => 0,
+                });
+                places.push(i * width + turn.tokens.start..i * width + turn.tokens.end);
+            }
+            rewards.extend(turn_rewards(episode, f64::from(scored.scores[i])));
+        }
+        let shape = (scored.rollouts.len(), width);
+        if rewards.is_empty() {
+            let advantages = Tensor::zeros(shape, DType::F32, device)?;
+            return Ok(Advantages::new(advantages));
+        }
+        let steps = Steps::new(trajectories, states);
+        let rewards = Tensor::new(rewards, device)?.to_dtype(statistics_dtype(device))?;
+        let batch = AdvantageBatch::new(&rewards, groups).steps(&steps);
+        let found = self.estimator().estimate(&batch)?;
+        let of_turn = found.advantages.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let mut cells = vec![0f32; scored.rollouts.len() * width];
+        for (places, advantage) in places.into_iter().zip(of_turn) {
+            cells[places].fill(advantage);
+        }
+        Ok(Advantages {
+            advantages: Tensor::from_vec(cells, shape, device)?,
+            ..found
+        })
+    }
+}
+
+/// The reward of each turn. They add up to `score`.
+fn turn_rewards(episode: &Episode, score: f64) -> Vec<f64> {
+    let mut rewards: Vec<f64> = episode
+        .turns
+        .iter()
+        .map(|turn| match episode.gives_rewards {
+            true => turn.reward,
+            false => 0.,
+        })
+        .collect();
+    let others = score - rewards.iter().sum::<f64>();
+    if let Some(last) = rewards.last_mut() {
+        *last += others;
+    }
+    rewards
+}

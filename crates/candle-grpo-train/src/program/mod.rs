@@ -1,0 +1,78 @@
+//! Programs in any language that answer lines of JSON.
+
+mod files;
+mod group;
+mod imports;
+mod pool;
+mod process;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Result;
+use candle_grpo_core::validate::{Checked, check};
+
+pub(crate) use pool::ProgramPool;
+pub(crate) use process::{Answer, Failure, Process, quoted};
+
+/// A program, its arguments, and the time that its answers may take.
+#[derive(Debug, Clone)]
+pub(crate) struct Program {
+    /// The name and the arguments. No shell is in between.
+    pub(crate) command: Vec<String>,
+    /// The folder that it runs in; absent: that of this process.
+    pub(crate) folder: Option<PathBuf>,
+    /// The longest time for an answer.
+    pub(crate) limit: Duration,
+    /// The longest time for the first answer, in addition.
+    pub(crate) start_limit: Duration,
+}
+
+impl Program {
+    /// Takes limits in seconds.
+    pub(crate) fn new(
+        command: &[String],
+        folder: Option<&PathBuf>,
+        limit: f64,
+        start_limit: f64,
+    ) -> Self {
+        let seconds = |seconds| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+        Self {
+            command: command.to_vec(),
+            folder: folder.cloned(),
+            limit: seconds(limit),
+            start_limit: seconds(start_limit),
+        }
+    }
+
+    /// Checks that a program is named.
+    pub(crate) fn validate(&self) -> Checked {
+        check(
+            self.command.first().is_some_and(|name| !name.is_empty()),
+            "command",
+            format_args!("{:?}", self.command),
+            "begin with the name of a program",
+        )
+    }
+
+    /// Starts it.
+    pub(crate) fn start(&self) -> Result<Process> {
+        Process::start(self)
+    }
+}
+
+/// Checks limits in seconds, under the names that configurations have for them.
+pub(crate) fn check_limits(limit: f64, start_limit: f64) -> Checked {
+    check(
+        limit > 0. && limit <= 1e9,
+        "time_limit_seconds",
+        limit,
+        "be above 0 and at most 1e9",
+    )?;
+    check(
+        (0. ..=1e9).contains(&start_limit),
+        "start_limit_seconds",
+        start_limit,
+        "be from 0 to 1e9",
+    )
+}

@@ -1,0 +1,458 @@
+//! The loop over turns.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use candle_grpo_train::environment::{
+    Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
+};
+use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
+use candle_grpo_train::{
+    ComputeDType, FinishReason, Generator, Interrupted, Progress, Rollout, Sample, SamplingConfig,
+    TrainConfig, WeightedRewards, evaluate,
+};
+use proptest::prelude::*;
+use rstest::rstest;
+
+use super::{echo, environments, limited};
+use crate::common::{
+    self, END, config, model, parameters, pretrained, prompts, sampler, sampling, tokenizer,
+    without_seconds,
+};
+
+fn long() -> SamplingConfig {
+    SamplingConfig {
+        max_new_tokens: 20,
+        ..sampling()
+    }
+}
+
+fn play(texts: &[&str], generations: usize) -> Vec<Rollout> {
+    let prompts = prompts(texts);
+    let prompts: Vec<_> = prompts.iter().collect();
+    sampler(long())
+        .with_environments(environments(echo(3)))
+        .sample(&prompts, generations, 4)
+        .unwrap()
+}
+
+#[test]
+fn a_trajectory_has_the_turns_of_the_policy_and_the_tokens_between() {
+    let de = [4, 5];
+    for rollout in play(&["abc", "d"], 3) {
+        let episode = rollout.episode.unwrap();
+        assert_eq!(episode.turns.len(), 3);
+        assert_eq!(episode.end, EpisodeEnd::Done);
+        let completion = &rollout.completion;
+        let written = completion.written.as_ref().unwrap();
+        let mut expected = Vec::new();
+        for (number, turn) in episode.turns.iter().enumerate() {
+            let tokens = &completion.tokens[turn.tokens.clone()];
+            assert!(tokens.len() == 2 || tokens.last() == Some(&END));
+            assert!(written[turn.tokens.clone()].iter().all(|w| *w));
+            let sum: f64 = tokens.iter().map(|&t| f64::from(t)).sum();
+            assert_eq!(turn.reward, sum.sin());
+            expected.extend(tokens);
+            if number < 2 {
+                expected.extend(de);
+                let after = turn.tokens.end..turn.tokens.end + 2;
+                assert_eq!(written[after.clone()], [false; 2]);
+                assert_eq!(completion.drawn_log_probs[after.clone()], [0.; 2]);
+                assert_eq!(completion.log_probs.as_ref().unwrap()[after], [0.; 2]);
+            }
+        }
+        assert_eq!(completion.tokens, expected);
+        completion.validate(6).unwrap();
+        let letters = expected.len() - 4 - expected.iter().filter(|t| **t == END).count();
+        // A token that is not a stop token ends no text.
+        assert_eq!(episode.metrics["letters"], letters as f64);
+    }
+}
+
+#[test]
+fn each_turn_is_what_a_single_request_with_its_seed_draws() {
+    // The log-probs of a turn are those of the tokens before it.
+    for rollout in play(&["abc"], 2) {
+        let turns = &rollout.episode.as_ref().unwrap().turns;
+        for turn in turns {
+            let before = &rollout.completion.tokens[..turn.tokens.start];
+            let prompt = candle_grpo_train::Prompt {
+                tokens: [&rollout.prompt_tokens, before].concat(),
+                ..prompts(&["abc"]).remove(0)
+            };
+            let greedy = SamplingConfig {
+                greedy: true,
+                max_new_tokens: 1,
+                ..sampling()
+            };
+            let expected = sampler(greedy).sample(&[&prompt], 1, 0).unwrap().remove(0);
+            let first = rollout.completion.tokens[turn.tokens.start];
+            let log_prob = rollout.completion.log_probs.as_ref().unwrap()[turn.tokens.start];
+            let best = expected.completion.log_probs.unwrap()[0];
+            match expected.completion.tokens[0] == first {
+                true => assert_eq!(log_prob, best),
+                false => assert!(log_prob <= best),
+            }
+        }
+    }
+}
+
+#[test]
+fn turns_have_random_numbers_of_their_own() {
+    // With a uniform policy a turn depends on its random numbers alone.
+    let rollouts = play(&["abc"], 16);
+    let first_tokens = |turn: usize| -> Vec<u32> {
+        let first =
+            |r: &Rollout| r.completion.tokens[r.episode.as_ref().unwrap().turns[turn].tokens.start];
+        rollouts.iter().map(first).collect()
+    };
+    assert_ne!(first_tokens(1), first_tokens(2));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+    #[test]
+    fn a_trajectory_is_bit_identical_in_any_batch(
+        batch in 1usize..9, generations in 1usize..4, part in 0usize..3,
+    ) {
+        let prompts = prompts(&["abc", "d", "ee"]);
+        let all = play(&["abc", "d", "ee"], generations);
+        let config = SamplingConfig { max_batch_size: batch, ..long() };
+        let some = sampler(config)
+            .with_environments(environments(echo(3)))
+            .sample(&[&prompts[part]], generations, 4)
+            .unwrap();
+        let expected = &all[part * generations..(part + 1) * generations];
+        prop_assert_eq!(&some[..], expected);
+    }
+}
+
+#[rstest]
+#[case::turns(EnvironmentLimits { max_turns: 2, max_turn_tokens: Some(2), ..EnvironmentLimits::default() }, 20, EpisodeEnd::MaxTurns)]
+#[case::tokens(EnvironmentLimits { max_turn_tokens: Some(2), ..EnvironmentLimits::default() }, 9, EpisodeEnd::MaxTokens)]
+#[case::seconds(EnvironmentLimits { max_turn_tokens: Some(2), max_seconds: Some(1e-9), ..EnvironmentLimits::default() }, 20, EpisodeEnd::MaxSeconds)]
+fn limits_end_trajectories(
+    #[case] limits: EnvironmentLimits,
+    #[case] max_new_tokens: usize,
+    #[case] end: EpisodeEnd,
+) {
+    let sampler = sampler(SamplingConfig {
+        max_new_tokens,
+        ..sampling()
+    });
+    let sampler = sampler.with_environments(limited(echo(100), limits));
+    let prompts = prompts(&["abc"]);
+    for rollout in sampler.sample(&[&prompts[0]], 4, 0).unwrap() {
+        let episode = rollout.episode.unwrap();
+        let completion = rollout.completion;
+        assert_eq!(episode.end, end);
+        assert!(completion.tokens.len() <= max_new_tokens);
+        // The last token is one of the policy.
+        assert!(completion.written.as_ref().is_none_or(|w| w[w.len() - 1]));
+        match end {
+            EpisodeEnd::MaxTurns => assert_eq!(episode.turns.len(), 2),
+            EpisodeEnd::MaxSeconds => assert_eq!(episode.turns.len(), 1),
+            EpisodeEnd::MaxTokens => {
+                assert_eq!(completion.finish_reason, FinishReason::Length);
+                // Two tokens of the environment and one of the policy do not fit.
+                assert!(completion.tokens.len() + 3 > max_new_tokens);
+            }
+            _ => unreachable!(),
+        }
+    }
+}
+
+/// Fails at the second turn of every second trajectory, or at each.
+struct Fails {
+    at: Option<usize>,
+}
+
+impl Environment for Fails {
+    fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
+        if self.at == Some(turn.number) {
+            bail!("broken pipe");
+        }
+        Ok(Step {
+            reward: Some(1.),
+            done: turn.number == 2,
+            ..Step::go_on(Append::Text("e".to_owned()))
+        })
+    }
+}
+
+#[test]
+fn a_failing_environment_ends_its_trajectory_only() {
+    let started = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&started);
+    let factory = move |start: &EpisodeStart<'_>| -> Result<Fails> {
+        counter.fetch_add(1, Ordering::Relaxed);
+        let at = (start.prompt.index == 1).then_some(1);
+        Ok(Fails { at })
+    };
+    let limits = EnvironmentLimits {
+        failure_reward: -0.5,
+        max_turn_tokens: Some(2),
+        ..EnvironmentLimits::default()
+    };
+    let prompts = prompts(&["abc", "d"]);
+    let prompts: Vec<_> = prompts.iter().collect();
+    let sampler = sampler(long()).with_environments(limited(factory, limits));
+    let rollouts = sampler.sample(&prompts, 2, 0).unwrap();
+    assert_eq!(started.load(Ordering::Relaxed), 4);
+    for rollout in rollouts {
+        let episode = rollout.episode.unwrap();
+        if rollout.prompt_index == 1 {
+            assert_eq!(episode.end, EpisodeEnd::Failed("broken pipe".to_owned()));
+            assert_eq!(episode.turns.len(), 2);
+            assert_eq!(episode.reward(), -0.5);
+        } else {
+            assert_eq!(
+                (episode.end.clone(), episode.reward()),
+                (EpisodeEnd::Done, 3.)
+            );
+        }
+    }
+    let error = sampler.sample(&prompts[1..], 2, 0).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "environment: failed in all 2 trajectories, in the first one with: broken pipe"
+    );
+}
+
+/// Answers with the given step.
+struct Answers(Step);
+
+impl Environment for Answers {
+    fn step(&mut self, _: &Turn<'_>) -> Result<Step> {
+        Ok(self.0.clone())
+    }
+}
+
+#[rstest]
+#[case(Step::done(f64::NAN), "reward NaN")]
+#[case(Step::done(1e300), "must be finite")]
+#[case(Step::go_on(Append::Tokens(vec![6])), "tokens: Some(6), must be below the vocabulary size 6")]
+#[case(Step::go_on(Append::Text("?".to_owned())), "the tokenizer has no token")]
+#[case(Step::go_on(Append::user("a")), "the model has no chat template")]
+fn wrong_answers_are_failures(#[case] step: Step, #[case] words: &str) {
+    let factory = move |_: &EpisodeStart<'_>| -> Result<Answers> { Ok(Answers(step.clone())) };
+    let sampler = sampler(long()).with_environments(environments(factory));
+    let prompts = prompts(&["abc"]);
+    let rollout = sampler.sample(&[&prompts[0]], 1, 0).unwrap().remove(0);
+    let EpisodeEnd::Failed(message) = rollout.episode.unwrap().end else {
+        panic!("no failure");
+    };
+    assert!(message.contains(words), "{message}");
+}
+
+/// Begins with a number of letters that depends on the seed.
+struct Begins(u64);
+
+impl Environment for Begins {
+    fn reset(&mut self) -> Result<Observation> {
+        Ok(Observation {
+            append: Append::Text("a".repeat(1 + self.0 as usize % 5)),
+            state: None,
+        })
+    }
+
+    fn step(&mut self, _: &Turn<'_>) -> Result<Step> {
+        Ok(Step::done(self.0 as f64 / (1u64 << 53) as f64))
+    }
+}
+
+#[test]
+fn a_reset_lengthens_the_prompt_and_has_a_seed() {
+    let draw = || {
+        let factory = |start: &EpisodeStart<'_>| -> Result<Begins> { Ok(Begins(start.seed)) };
+        let prompts = prompts(&["b"]);
+        let sampler = sampler(long()).with_environments(environments(factory));
+        sampler.sample(&[&prompts[0]], 8, 0).unwrap()
+    };
+    let rollouts = draw();
+    assert_eq!(rollouts, draw());
+    let lengths: Vec<usize> = rollouts.iter().map(|r| r.prompt_tokens.len()).collect();
+    assert!(
+        lengths.iter().any(|&length| length != lengths[0]),
+        "{lengths:?}"
+    );
+    for rollout in rollouts {
+        let (first, rest) = rollout.prompt_tokens.split_first().unwrap();
+        assert_eq!(*first, 2);
+        assert!(!rest.is_empty() && rest.iter().all(|&token| token == 1));
+        assert!((0. ..1.).contains(&rollout.episode.unwrap().reward()));
+    }
+}
+
+/// Counts units.
+#[derive(Default)]
+struct Units {
+    units: AtomicUsize,
+    canceled: bool,
+}
+
+impl Progress for Units {
+    fn advance(&self, units: usize, _: usize) {
+        self.units.fetch_add(units, Ordering::Relaxed);
+    }
+
+    fn is_canceled(&self) -> bool {
+        self.canceled
+    }
+}
+
+#[test]
+fn progress_counts_trajectories_and_cancels() {
+    let prompts = prompts(&["abc", "d"]);
+    let prompts: Vec<_> = prompts.iter().collect();
+    let sampler = |progress: &Arc<Units>| {
+        let sampler = sampler(long()).with_environments(environments(echo(3)));
+        sampler.with_progress(progress.clone())
+    };
+    let progress = Arc::new(Units::default());
+    sampler(&progress).sample(&prompts, 3, 0).unwrap();
+    assert_eq!(progress.units.load(Ordering::Relaxed), 6);
+    let progress = Arc::new(Units {
+        canceled: true,
+        ..Units::default()
+    });
+    let error = sampler(&progress).sample(&prompts, 3, 0).unwrap_err();
+    assert!(error.is::<Interrupted>(), "{error:#}");
+}
+
+/// Records how many requests it gets at once.
+struct Batches(LocalGenerator, Arc<Mutex<Vec<usize>>>);
+
+impl Generator for Batches {
+    fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
+        let seeds = batch.prompts.iter().map(|prompt| prompt.seeds.len());
+        self.1.lock().unwrap().push(seeds.sum());
+        self.0.generate(batch, deliver)
+    }
+}
+
+#[test]
+fn open_trajectories_are_drawn_together() {
+    let calls = Arc::new(Mutex::new(Vec::new()));
+    let local = LocalGenerator::new(&model(), &parameters()).unwrap();
+    let generator = Arc::new(Batches(local, Arc::clone(&calls)));
+    let factory = |start: &EpisodeStart<'_>| -> Result<super::Echo> {
+        Ok(super::Echo {
+            turns: 1 + start.prompt.index as usize,
+        })
+    };
+    let prompts = prompts(&["abc", "d", "ee"]);
+    let prompts: Vec<_> = prompts.iter().collect();
+    let sampler = sampler(long()).with_generator(generator);
+    let sampler = sampler.with_environments(environments(factory));
+    sampler.sample(&prompts, 2, 0).unwrap();
+    assert_eq!(*calls.lock().unwrap(), [6, 4, 2]);
+}
+
+/// The last turn, and the number of tokens that the policy wrote.
+fn last_letters(sample: &Sample) -> f32 {
+    sample.completion.len() as f32 + 100. * sample.completion_tokens.len() as f32
+}
+
+#[test]
+fn rewards_see_the_last_turn_and_what_the_policy_wrote() {
+    let sampler = sampler(long()).with_environments(environments(echo(2)));
+    let prompts = prompts(&["abc", "d"]);
+    let evaluation = evaluate(&sampler, &prompts, 2, &last_letters, &tokenizer(), 0).unwrap();
+    let all: Vec<_> = prompts.iter().collect();
+    let rollouts = sampler.sample(&all, 2, 0).unwrap();
+    for (sample, rollout) in evaluation.samples.iter().zip(&rollouts) {
+        let episode = rollout.episode.as_ref().unwrap();
+        let written: usize = episode.turns.iter().map(|turn| turn.tokens.len()).sum();
+        let last = &rollout.completion.tokens[episode.turns[1].tokens.clone()];
+        let letters = last.iter().filter(|&&token| token != END).count();
+        let expected = letters as f64 + 100. * written as f64 + episode.reward();
+        assert!((f64::from(sample.reward.unwrap()) - expected).abs() < 1e-4);
+        assert_eq!(sample.response_length, written + 2);
+        // All of the trajectory is shown.
+        assert!(sample.completion.contains("de"), "{}", sample.completion);
+    }
+}
+
+fn training() -> TrainConfig {
+    let mut config = config();
+    config.sampling = long();
+    config.optimizer.learning_rate = 1e-2;
+    config
+}
+
+#[test]
+fn a_trainer_reports_turns_and_needs_no_reward_function() {
+    let mut trainer = common::trainer(WeightedRewards::new(), training())
+        .with_environments(environments(echo(3)));
+    let metrics = trainer.step().unwrap();
+    assert!(metrics.grad_norm.unwrap() > 0.);
+    assert_eq!(metrics.environment["turns"], 3.);
+    assert_eq!(metrics.environment["failed"], 0.);
+    let reward = metrics.environment["reward"];
+    assert!((metrics.reward_mean - reward).abs() < 1e-6, "{metrics:?}");
+    let scalars = metrics.scalars().unwrap();
+    assert!(scalars.contains(&("environment/turns".to_owned(), 3.)));
+}
+
+#[test]
+fn no_reward_at_all_is_an_error() {
+    let mut trainer = common::trainer(WeightedRewards::new(), training());
+    let error = format!("{:#}", trainer.step().unwrap_err());
+    assert!(error.contains("rewards: no components"), "{error}");
+}
+
+#[test]
+fn a_resumed_run_with_an_environment_is_bit_identical() {
+    let folder = tempfile::tempdir().unwrap();
+    let trainer =
+        || common::trainer(last_letters, training()).with_environments(environments(echo(3)));
+    let mut whole = trainer();
+    let mut expected = Vec::new();
+    for step in 1..=4 {
+        expected.push(without_seconds(whole.step().unwrap()));
+        if step == 2 {
+            let dtype = ComputeDType::F32;
+            whole
+                .write_checkpoint(folder.path(), &pretrained(), dtype)
+                .unwrap();
+        }
+    }
+    let mut resumed = trainer();
+    resumed.load_state(folder.path()).unwrap();
+    for expected in &expected[2..] {
+        assert_eq!(&without_seconds(resumed.step().unwrap()), expected);
+    }
+}
+
+#[test]
+fn trajectories_can_be_drawn_ahead() {
+    let mut config = training();
+    config.rollout.max_staleness = 1;
+    config.recipe.policy_loss.rollout_correction = Some(Default::default());
+    let mut trainer =
+        common::trainer(last_letters, config).with_environments(environments(echo(2)));
+    for _ in 0..3 {
+        assert_eq!(trainer.step().unwrap().environment["turns"], 2.);
+    }
+}
+
+#[test]
+fn slow_environments_answer_at_the_same_time() {
+    struct Slow;
+    impl Environment for Slow {
+        fn step(&mut self, _: &Turn<'_>) -> Result<Step> {
+            std::thread::sleep(Duration::from_millis(200));
+            Ok(Step::done(0.))
+        }
+    }
+    let factory = |_: &EpisodeStart<'_>| -> Result<Slow> { Ok(Slow) };
+    let sampler = sampler(long()).with_environments(environments(factory));
+    let prompts = prompts(&["abc"]);
+    let start = std::time::Instant::now();
+    sampler.sample(&[&prompts[0]], 8, 0).unwrap();
+    // One after the other they would take 1.6 seconds.
+    assert!(start.elapsed() < Duration::from_millis(1200));
+}
