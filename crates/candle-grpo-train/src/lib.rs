@@ -30,6 +30,8 @@ mod column;
 pub mod data;
 pub mod environment;
 mod folder_lock;
+#[cfg(any(feature = "engines", feature = "hub"))]
+mod http;
 pub mod hub;
 mod invalid;
 pub mod learn;
@@ -42,6 +44,9 @@ mod random;
 pub mod rewards;
 pub mod rollout;
 pub mod run;
+mod server_url;
+#[cfg(feature = "engines")]
+mod workers;
 
 pub use candle_grpo_kernels::{cuda_device, default_device};
 pub use data::{Dataset, DatasetConfig, Prompt};

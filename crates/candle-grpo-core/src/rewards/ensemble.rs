@@ -1,6 +1,6 @@
 //! Combination of several scores of one response.
 
-use candle_core::{D, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::rewards::{IntoRewards, NonFinite, check_finite, finite_mask, mark_missing};
@@ -27,12 +27,18 @@ pub enum ScoreEnsemble {
     Min,
     /// Maximum.
     Max,
+    /// Median; of an even number of scores the mean of the middle two.
+    Median,
+    /// The score that most judges give; of several such scores the smallest. It suits verdicts.
+    Majority,
     /// Weighted mean. There is one weight for each judge, at least 0 and not all 0.
     Weighted(Vec<f64>),
 }
 
 impl ScoreEnsemble {
     /// Combines `scores` `[B, K]` of K judges to `[B]`.
+    ///
+    /// The median and the majority synchronize with the device.
     ///
     /// With [`NonFinite::Exclude`] missing scores are left out, and a sample without any score
     /// stays NaN.
@@ -60,6 +66,8 @@ impl ScoreEnsemble {
             Self::Weighted(weights) => self.weighted(&filled(0.)?, &finite, weights)?,
             Self::Min => filled(f64::INFINITY)?.min(D::Minus1)?,
             Self::Max => filled(f64::NEG_INFINITY)?.max(D::Minus1)?,
+            Self::Median => each_row(x, median)?,
+            Self::Majority => each_row(x, majority)?,
         };
         mark_missing(&combined, &finite.max(D::Minus1)?)?.to_dtype(scores.result_dtype)
     }
@@ -84,4 +92,40 @@ impl ScoreEnsemble {
             .sum(D::Minus1)?;
         sum / total
     }
+}
+
+/// Combines the finite scores of each row of `x`, in ascending order, with `combine`.
+fn each_row(x: &Tensor, combine: impl Fn(&[f64]) -> f64) -> Result<Tensor> {
+    let rows = x.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
+    let rows = rows.to_vec2::<f64>()?;
+    let combined = rows.into_iter().map(|mut row| {
+        row.retain(|score| score.is_finite());
+        row.sort_by(f64::total_cmp);
+        combine(&row)
+    });
+    let combined: Vec<f64> = combined.collect();
+    Tensor::new(combined, &Device::Cpu)?
+        .to_dtype(x.dtype())?
+        .to_device(x.device())
+}
+
+/// The median of sorted scores; NaN if there are none.
+fn median(scores: &[f64]) -> f64 {
+    let middle = scores.len() / 2;
+    match (scores.get(middle), scores.len() % 2) {
+        (None, _) => f64::NAN,
+        (Some(score), 1) => *score,
+        (Some(score), _) => (scores[middle - 1] + score) / 2.,
+    }
+}
+
+/// The most frequent of sorted scores, the smallest of equally frequent ones; NaN if there are none.
+fn majority(scores: &[f64]) -> f64 {
+    let mut found: &[f64] = &[f64::NAN];
+    for equal in scores.chunk_by(|a, b| a == b) {
+        if equal.len() > found.len() || found[0].is_nan() {
+            found = equal;
+        }
+    }
+    found[0]
 }

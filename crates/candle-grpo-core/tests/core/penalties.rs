@@ -116,6 +116,37 @@ fn ensembles_leave_out_missing_scores(
     Ok(())
 }
 
+/// Expected values are those of Python's `statistics.median` and, with ties to the smallest,
+/// `statistics.multimode`.
+#[rstest]
+#[case(ScoreEnsemble::Median, [2., 3., 0., 2.5, 7., f64::NAN])]
+#[case(ScoreEnsemble::Majority, [2., 5., 0., 1., 7., f64::NAN])]
+fn the_median_and_the_majority_are_over_the_scores_that_are_there(
+    #[case] ensemble: ScoreEnsemble,
+    #[case] expected: [f64; 6],
+) -> Result<()> {
+    let nan = f32::NAN;
+    let rows = [
+        [9f32, 2., 2., 1., nan],
+        [5., 1., 5., 2., 3.],
+        [-0., 0., 0., -0., 1.],
+        [4., 3., 2., 1., nan],
+        [nan, 7., nan, nan, nan],
+        [nan; 5],
+    ];
+    for device in devices() {
+        let scores = Tensor::new(&rows, device)?;
+        let got = numbers(&ensemble.combine(&scores, NonFinite::Exclude)?)?;
+        for (got, expected) in got.iter().zip(expected) {
+            assert!(
+                *got == expected || got.is_nan() && expected.is_nan(),
+                "{got} must be {expected}"
+            );
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn ensembles_refuse_other_shapes_and_weights() -> Result<()> {
     for device in devices() {

@@ -39,7 +39,7 @@ impl Template {
     }
 
     /// Parses the template that is the option `field`.
-    pub(super) fn parse(field: &str, text: &str) -> Result<Self> {
+    pub(crate) fn parse(field: &str, text: &str) -> Result<Self> {
         let wrong = |must: &str| Err(Invalid::new(field, format_args!("{text:?}"), must).into());
         let mut parts = Vec::new();
         let mut plain = String::new();
@@ -79,7 +79,7 @@ impl Template {
     }
 
     /// Returns whether the text has a placeholder for a column.
-    pub(super) fn has_column(&self, name: &str) -> bool {
+    pub(crate) fn has_column(&self, name: &str) -> bool {
         let is_column = |part: &Part| matches!(part, Part::Column(column) if column == name);
         self.parts.iter().any(is_column)
     }
@@ -90,11 +90,20 @@ impl Template {
     ///
     /// If a column is absent or null.
     pub fn fill(&self, columns: &Value) -> Result<String> {
+        self.fill_with(&[], columns)
+    }
+
+    /// Fills in `texts` by their names, and for other names the columns of a row. Braces in what is
+    /// filled in are text.
+    pub(crate) fn fill_with(&self, texts: &[(&str, &str)], columns: &Value) -> Result<String> {
         let mut filled = String::new();
         for part in &self.parts {
             match part {
                 Part::Text(text) => filled.push_str(text),
                 Part::Column(name) => match columns.get(name) {
+                    _ if let Some((_, text)) = texts.iter().find(|(text, _)| text == name) => {
+                        filled.push_str(text);
+                    }
                     Some(Value::String(text)) => filled.push_str(text),
                     Some(Value::Null) => bail!("column {name:?} of {:?}: null", self.text),
                     Some(value) => filled.push_str(&value.to_string()),

@@ -1,16 +1,16 @@
 //! Requests to the hub.
 
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Deserialize;
-use ureq::http::header::{HeaderMap, LOCATION, RETRY_AFTER};
+use ureq::http::header::{HeaderMap, LOCATION};
 use ureq::http::{Response, Uri};
 use ureq::{Agent, Body};
 
 use super::Hub;
 use super::name::{HubKind, HubName};
 use crate::Progress;
+use crate::http::{MAX_PAUSE, backoff, is_transient, pause, retry_after};
 
 /// The limit of a connection, and of each read from it.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -19,10 +19,6 @@ const MAX_REDIRECTS: usize = 10;
 const MAX_LIST: u64 = 1 << 26;
 /// Attempts without progress.
 pub(super) const TRIES: usize = 5;
-/// The longest pause that a server can ask for.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
-/// The time in which a pause notices that it is canceled.
-const TICK: Duration = Duration::from_millis(50);
 
 /// The reason why a request has no answer.
 #[derive(Debug)]
@@ -200,15 +196,13 @@ impl<'a> Client<'a> {
         if failed >= tries {
             return Err(Failure::transient(message));
         }
-        let backoff = self.hub.first_pause * (1 << (failed - 1).min(10));
-        let pause = after.unwrap_or(backoff).min(MAX_PAUSE);
-        tracing::warn!("{message}; trying again in {} s", pause.as_secs_f64());
-        let end = Instant::now() + pause;
-        while let Some(rest) = end.checked_duration_since(Instant::now()) {
-            self.ensure_not_canceled()?;
-            thread::sleep(rest.min(TICK));
+        let backoff = backoff(self.hub.first_pause, failed, MAX_PAUSE);
+        let duration = after.unwrap_or(backoff).min(MAX_PAUSE);
+        tracing::warn!("{message}; trying again in {} s", duration.as_secs_f64());
+        match pause(duration, || self.progress.is_canceled()) {
+            true => Ok(()),
+            false => Err(Failure::Canceled),
         }
-        Ok(())
     }
 
     pub(super) fn ensure_not_canceled(&self) -> Result<(), Failure> {
@@ -282,15 +276,14 @@ fn failure_of(url: &str, response: &Response<Body>) -> Result<(), Failure> {
     }
     let headers = response.headers();
     let status = status.as_u16();
-    if matches!(status, 408 | 429 | 500 | 502 | 503 | 504) {
-        let after = text(headers, RETRY_AFTER.as_str()).and_then(|after| after.parse().ok());
+    if is_transient(status) {
         let reason = match status {
             429 => "too many requests",
             _ => "the server is not available",
         };
         return Err(Failure::Transient {
             message: format!("{}: {reason} (status {status})", shown(url)),
-            after: after.map(Duration::from_secs),
+            after: retry_after(headers),
         });
     }
     let header = |name: &str| text(headers, name).unwrap_or_default().to_owned();

@@ -233,7 +233,9 @@ impl Collector {
         let greedy_scores = match self.inputs.greedy_scores && !kept.is_empty() {
             true => {
                 let rows = kept.iter().map(|&group| all.rows[group]).collect();
-                Some(self.greedy_scores(rows, &mut seconds)?)
+                let greedy = self.score_greedy(rows, &mut seconds)?;
+                all.add_requests(&greedy);
+                Some(greedy.scores)
             }
             false => None,
         };
@@ -276,13 +278,12 @@ impl Collector {
     }
 
     /// The score of the greedy completion of each of the prompts at `rows`.
-    fn greedy_scores(&self, rows: Vec<usize>, seconds: &mut PhaseSeconds) -> Result<Vec<f32>> {
+    fn score_greedy(&self, rows: Vec<usize>, seconds: &mut PhaseSeconds) -> Result<ScoredRollouts> {
         let sampler = self.sampler.clone().with_config(SamplingConfig {
             greedy: true,
             ..self.config.sampling.clone()
         })?;
-        let scored = self.draw_and_score(&sampler, rows, 1, 0, seconds)?;
-        Ok(scored.scores)
+        self.draw_and_score(&sampler, rows, 1, 0, seconds)
     }
 
     fn draw_and_score(

@@ -8,7 +8,7 @@ use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, statistics_dtype
 use serde::{Deserialize, Serialize};
 
 use crate::Rollout;
-use crate::rewards::{RewardFaults, RolloutScores, Scores};
+use crate::rewards::{RewardFaults, RewardRequests, RolloutScores, Scores};
 
 /// The name of a reward that has none, in metrics.
 const UNNAMED: &str = "reward";
@@ -91,6 +91,24 @@ impl ScoredRollouts {
         faults
     }
 
+    /// The requests that the scores of each reward took, by its name, if it sends any.
+    pub(crate) fn requests(&self) -> BTreeMap<String, RewardRequests> {
+        let mut requests = BTreeMap::<String, RewardRequests>::new();
+        for component in &self.components {
+            let name = component.name().unwrap_or(UNNAMED);
+            *requests.entry(name.to_owned()).or_default() += component.requests();
+        }
+        requests.retain(|_, requests| !requests.is_empty());
+        requests
+    }
+
+    /// Counts the requests of `others` with these.
+    pub(crate) fn add_requests(&mut self, others: &Self) {
+        for (component, other) in self.components.iter_mut().zip(&others.components) {
+            component.add_requests(other.requests());
+        }
+    }
+
     /// The completions of a group.
     pub(crate) fn group(&self, group: usize) -> &[Rollout] {
         let n = self.num_generations;
@@ -134,6 +152,7 @@ impl ScoredRollouts {
     pub(crate) fn replace(&mut self, groups: &[usize], other: Self) -> Result<()> {
         self.ensure_as_many_components(&other)?;
         let n = self.num_generations;
+        self.add_requests(&other);
         let places = groups.iter().flat_map(|&group| group * n..(group + 1) * n);
         for (from, (place, rollout)) in places.zip(other.rollouts).enumerate() {
             self.rollouts[place] = rollout;

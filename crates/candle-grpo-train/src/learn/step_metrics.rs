@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::environment::mean_metrics;
-use crate::rewards::RewardFaults;
+use crate::rewards::{RewardFaults, RewardRequests};
 use crate::{FinishReason, Rollout};
 
 /// The metrics of one training step: one line of `metrics.jsonl`.
@@ -33,6 +33,9 @@ pub struct StepMetrics {
     /// The scores that are missing or were not computed, for each reward that has such scores.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub reward_faults: BTreeMap<String, RewardFaults>,
+    /// The requests to servers that the scores took, for each reward that sends requests.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub reward_requests: BTreeMap<String, RewardRequests>,
     /// Mean length of the completions in tokens.
     pub response_length: f64,
     /// Share of completions that reached the maximum length.

@@ -293,6 +293,7 @@ impl Trainer {
             all.num_generations,
         );
         metrics.reward_faults = all.faults();
+        metrics.reward_requests = all.requests();
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
         if let Some(kept) = &collection.kept()? {

@@ -1,6 +1,6 @@
 //! Reward functions by name.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use candle_core::Device;
@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{
-    EnsembleReward, ExactReward, F1Reward, InstructionsReward, JsonReward, LengthReward,
-    LengthScale, LengthScaledReward, MathReward, MultipleChoiceReward, NumericReward,
+    EnsembleReward, ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig,
+    LengthReward, LengthScale, LengthScaledReward, MathReward, MultipleChoiceReward, NumericReward,
     ProgramConfig, ProgramReward, RegexReward, RepetitionReward, RewardFunction, RewardModel,
     RewardModelConfig, TagsReward, WeightedRewards,
 };
@@ -77,6 +77,8 @@ pub enum RewardKind {
     Program(ProgramConfig),
     /// [`RewardModel`].
     RewardModel(RewardModelConfig),
+    /// `JudgeReward`, which needs the feature `engines`.
+    Judge(Box<JudgeConfig>),
     /// [`EnsembleReward`].
     Ensemble(EnsembleOptions),
 }
@@ -192,7 +194,8 @@ impl RewardConfig {
         self.kind.validate()
     }
 
-    /// Checks that the programs, scripts, folders and models are there that the reward needs.
+    /// Checks that the programs, scripts, folders, models and keys of servers are there that the
+    /// reward needs.
     ///
     /// # Errors
     ///
@@ -204,6 +207,11 @@ impl RewardConfig {
     /// The files that decide scores: programs, scripts and models.
     pub fn files(&self) -> Vec<PathBuf> {
         self.kind.files()
+    }
+
+    /// The folders in which the reward keeps answers of servers.
+    pub fn caches(&self) -> Vec<&Path> {
+        self.kind.caches()
     }
 
     /// The paths of the models of rewards, to replace names of the hub.
@@ -266,6 +274,7 @@ impl RewardKind {
             Self::Repetition(_) => "repetition",
             Self::Program(_) => "program",
             Self::RewardModel(_) => "reward_model",
+            Self::Judge(_) => "judge",
             Self::Ensemble(_) => "ensemble",
             Self::MultipleChoice(_) => "multiple_choice",
             Self::F1(_) => "f1",
@@ -311,6 +320,7 @@ impl RewardKind {
             Self::Repetition(penalty) => Ok(penalty.validate()?),
             Self::Program(config) => config.validate(),
             Self::RewardModel(config) => config.validate(),
+            Self::Judge(config) => config.validate(),
             Self::Cosine(options) => {
                 let scale = options.scale.validate();
                 scale.map_err(|error| within("scale", error.into()))?;
@@ -348,6 +358,7 @@ impl RewardKind {
             Self::Repetition(penalty) => Box::new(RepetitionReward(*penalty)),
             Self::Program(config) => Box::new(ProgramReward::new(config.clone())?),
             Self::RewardModel(config) => Box::new(RewardModel::load(config.clone(), device)?),
+            Self::Judge(config) => judge(config)?,
             Self::Ensemble(options) => {
                 let mut ensemble = EnsembleReward::new(options.combine.clone());
                 for (i, judge) in options.judges.iter().enumerate() {
@@ -363,6 +374,7 @@ impl RewardKind {
         match self {
             Self::Program(config) => config.check_files(),
             Self::RewardModel(config) => config.check_files(),
+            Self::Judge(config) => config.check_files(),
             _ => self.each_part(Self::check_files),
         }
     }
@@ -374,6 +386,16 @@ impl RewardKind {
             _ => {
                 let parts = self.parts().into_iter();
                 parts.flat_map(|(_, part)| part.files()).collect()
+            }
+        }
+    }
+
+    fn caches(&self) -> Vec<&Path> {
+        match self {
+            Self::Judge(config) => config.cache.iter().map(PathBuf::as_path).collect(),
+            _ => {
+                let parts = self.parts().into_iter();
+                parts.flat_map(|(_, part)| part.caches()).collect()
             }
         }
     }
@@ -400,12 +422,25 @@ impl RewardKind {
             Self::MultipleChoice(reward) => reward.expected(columns).map(drop),
             Self::F1(reward) => reward.expected(columns).map(drop),
             Self::Instructions(reward) => reward.expected(columns).map(drop),
+            Self::Judge(config) => config.check_row(columns),
             _ => {
                 let mut parts = self.parts().into_iter();
                 parts.try_for_each(|(_, part)| part.check_row(columns))
             }
         }
     }
+}
+
+#[cfg(feature = "engines")]
+fn judge(config: &JudgeConfig) -> Result<Box<dyn RewardFunction>> {
+    Ok(Box::new(super::JudgeReward::new(config.clone())?))
+}
+
+#[cfg(not(feature = "engines"))]
+fn judge(_: &JudgeConfig) -> Result<Box<dyn RewardFunction>> {
+    anyhow::bail!(
+        "kind: judge, must be another: this program was built without the feature engines"
+    )
 }
 
 fn check_min_score(min_score: f64) -> Result<()> {

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candle_grpo_core::{NonFinite, ScoreEnsemble};
 
-use super::weighted::in_parallel;
+use super::weighted::{all_requests, in_parallel};
 use super::{RewardFunction, Sample, Score, Scores};
 use crate::Progress;
 
@@ -49,16 +49,18 @@ impl EnsembleReward {
 
 impl RewardFunction for EnsembleReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        Ok(self.scores(samples)?.iter_scores().collect())
+    }
+
+    fn scores(&self, samples: &[Sample]) -> Result<Scores> {
         anyhow::ensure!(
             !self.judges.is_empty(),
             "judges: none, an ensemble must have at least one"
         );
         if samples.is_empty() {
-            return Ok(Vec::new());
+            return Scores::new(Vec::new(), samples);
         }
-        let scores = in_parallel(&self.judges, |judge| {
-            Scores::new(judge.score(samples)?, samples)
-        });
+        let scores = in_parallel(&self.judges, |judge| judge.scores(samples));
         let scores = scores
             .into_iter()
             .enumerate()
@@ -71,7 +73,7 @@ impl RewardFunction for EnsembleReward {
         let combined = Tensor::stack(&columns, 1)?;
         let combined = self.combine.combine(&combined, NonFinite::Exclude)?;
         let combined = combined.to_vec1::<f32>()?.into_iter().enumerate();
-        Ok(combined
+        let combined = combined
             .map(|(sample, number)| {
                 // Without a score, or without one of a positive weight.
                 let score = match number.is_nan() {
@@ -83,7 +85,8 @@ impl RewardFunction for EnsembleReward {
                     .next()
                     .map_or(score, |failure| score.after(failure))
             })
-            .collect())
+            .collect();
+        Ok(Scores::new(combined, samples)?.with_requests(all_requests(&scores)))
     }
 
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {

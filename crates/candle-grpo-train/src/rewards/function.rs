@@ -48,11 +48,17 @@ pub trait RewardFunction: Send + Sync {
     /// a score has [`Score::NONE`].
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>>;
 
+    /// Returns the scores of [`Self::score`], and for metrics the requests that they took. A
+    /// function that asks no server has none, which is the default.
+    fn scores(&self, samples: &[Sample]) -> Result<Scores> {
+        Scores::new(self.score(samples)?, samples)
+    }
+
     /// Returns the terms whose sum is the score: one term by default. Their number is constant.
     ///
     /// Some advantages use them separately, such as GDPO.
     fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
-        Ok(vec![Scores::new(self.score(samples)?, samples)?])
+        Ok(vec![self.scores(samples)?])
     }
 
     /// Sets the observer whose request to stop ends a long wait for scores, with the error

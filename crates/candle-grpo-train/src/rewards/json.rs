@@ -83,7 +83,8 @@ impl RewardFunction for JsonReward {
     }
 }
 
-fn inside_fence(text: &str) -> &str {
+/// The inside of a fenced block of Markdown that is all of `text`, or else `text`.
+pub(super) fn inside_fence(text: &str) -> &str {
     let inside = || {
         let rest = text.trim().strip_prefix("```")?.strip_suffix("```")?;
         let (_language, inside) = rest.split_once('\n')?;

@@ -96,7 +96,7 @@ fn quotient(numerator: f64, denominator: f64) -> Option<f64> {
 }
 
 /// The number that is all of `text`.
-fn whole(text: &str) -> Option<f64> {
+pub(super) fn whole(text: &str) -> Option<f64> {
     let text = text.trim();
     let (negative, at) = sign(text, 0);
     let (value, end) = plain(text, at)?;

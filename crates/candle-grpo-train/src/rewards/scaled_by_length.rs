@@ -43,7 +43,12 @@ impl LengthScaledReward {
 
 impl RewardFunction for LengthScaledReward {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
-        let judged = Scores::new(self.correct.score(samples)?, samples)?;
+        Ok(self.scores(samples)?.iter_scores().collect())
+    }
+
+    fn scores(&self, samples: &[Sample]) -> Result<Scores> {
+        let judged = self.correct.scores(samples)?;
+        let requests = judged.requests();
         let judged: Vec<Score> = judged.iter_scores().collect();
         let mut scores = Vec::with_capacity(samples.len());
         for group in samples.chunk_by(|a, b| a.group == b.group) {
@@ -60,7 +65,7 @@ impl RewardFunction for LengthScaledReward {
                 }));
             }
         }
-        Ok(scores)
+        Ok(Scores::new(scores, samples)?.with_requests(requests))
     }
 
     fn set_progress(&mut self, progress: Arc<dyn Progress>) {

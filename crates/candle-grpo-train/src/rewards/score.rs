@@ -31,12 +31,14 @@ pub enum ScoreFailure {
     Timeout,
     /// It ended, or did not work: a program that crashed, a server with errors.
     Crash,
+    /// It answered without a score: a judge that gave no verdict.
+    Unscorable,
 }
 
-/// The treatment of a completion with which a reward function exceeds its time or crashes.
+/// The treatment of a completion for which a reward function does not compute a score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum OnTimeout {
+pub enum OnFailure {
     /// A fixed score.
     #[default]
     Score,
@@ -94,7 +96,7 @@ impl PartialEq<f32> for Score {
     }
 }
 
-impl OnTimeout {
+impl OnFailure {
     /// The score after `failure`, with the number `score` if it is a fixed one.
     pub(super) fn score(self, score: f32, failure: ScoreFailure) -> Score {
         let instead = match self {

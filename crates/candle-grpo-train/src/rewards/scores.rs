@@ -5,7 +5,7 @@ use std::ops::Deref;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::{Sample, Score, ScoreFailure};
+use super::{RewardRequests, Sample, Score, ScoreFailure};
 
 /// One score for each sample of a batch. The number of a missing score is NaN, and all others are
 /// finite: [`NonFinite::Exclude`](candle_grpo_core::NonFinite::Exclude) leaves out what is missing.
@@ -14,6 +14,7 @@ pub struct Scores {
     name: Option<String>,
     numbers: Vec<f32>,
     failures: Vec<Option<ScoreFailure>>,
+    requests: RewardRequests,
 }
 
 impl Scores {
@@ -45,6 +46,7 @@ impl Scores {
             name: None,
             numbers: scores.iter().map(number).collect(),
             failures: scores.into_iter().map(Score::failure).collect(),
+            requests: RewardRequests::default(),
         })
     }
 
@@ -54,6 +56,16 @@ impl Scores {
             name: Some(name.to_owned()),
             ..self
         }
+    }
+
+    /// The requests that the scores took, for metrics.
+    pub fn with_requests(self, requests: RewardRequests) -> Self {
+        Self { requests, ..self }
+    }
+
+    /// The requests that the scores took.
+    pub fn requests(&self) -> RewardRequests {
+        self.requests
     }
 
     /// The name of the reward, if it has one.
@@ -92,6 +104,7 @@ impl Scores {
         RewardFaults {
             timeouts: failed(ScoreFailure::Timeout),
             crashes: failed(ScoreFailure::Crash),
+            unscorable: failed(ScoreFailure::Unscorable),
             excluded: self.numbers.iter().filter(|x| x.is_nan()).count(),
         }
     }
@@ -100,6 +113,7 @@ impl Scores {
     pub(crate) fn extend(&mut self, other: Self) {
         self.numbers.extend(other.numbers);
         self.failures.extend(other.failures);
+        self.requests += other.requests;
     }
 
     /// Replaces the score at `place` by that of `other` at `from`.
@@ -108,12 +122,18 @@ impl Scores {
         self.failures[place] = other.failures[from];
     }
 
-    /// The scores at `places`.
+    /// Counts requests for scores that are not among these.
+    pub(crate) fn add_requests(&mut self, requests: RewardRequests) {
+        self.requests += requests;
+    }
+
+    /// The scores at `places`, without the requests that all of them took.
     pub(crate) fn select(&self, places: impl Iterator<Item = usize> + Clone) -> Self {
         Self {
             name: self.name.clone(),
             numbers: places.clone().map(|place| self.numbers[place]).collect(),
             failures: places.map(|place| self.failures[place]).collect(),
+            requests: RewardRequests::default(),
         }
     }
 }
@@ -133,6 +153,9 @@ pub struct RewardFaults {
     pub timeouts: usize,
     /// Completions with which the function ended or did not work.
     pub crashes: usize,
+    /// Completions for which the function gave an answer without a score.
+    #[serde(default)]
+    pub unscorable: usize,
     /// Completions without a score. If their other rewards are also missing, they do not train.
     pub excluded: usize,
 }
@@ -148,6 +171,7 @@ impl std::ops::AddAssign for RewardFaults {
     fn add_assign(&mut self, other: Self) {
         self.timeouts += other.timeouts;
         self.crashes += other.crashes;
+        self.unscorable += other.unscorable;
         self.excluded += other.excluded;
     }
 }
@@ -186,12 +210,14 @@ mod tests {
             Score::from(0.).after(ScoreFailure::Timeout),
             Score::NONE.after(ScoreFailure::Timeout),
             Score::NONE.after(ScoreFailure::Crash),
+            Score::from(0.).after(ScoreFailure::Unscorable),
         ];
-        let batch = Scores::new(scores.to_vec(), &[SAMPLE; 5]).unwrap();
-        let (timeouts, crashes, excluded) = (2, 1, 3);
+        let batch = Scores::new(scores.to_vec(), &[SAMPLE; 6]).unwrap();
+        let (timeouts, crashes, unscorable, excluded) = (2, 1, 1, 3);
         let expected = RewardFaults {
             timeouts,
             crashes,
+            unscorable,
             excluded,
         };
         assert_eq!(batch.faults(), expected);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{RewardFunction, Sample, Score, Scores};
+use super::{RewardFunction, RewardRequests, Sample, Score, Scores};
 use crate::Progress;
 
 /// The weighted sum of several reward functions, which are its components. They run concurrently,
@@ -48,18 +48,26 @@ impl WeightedRewards {
 
 impl RewardFunction for WeightedRewards {
     fn score(&self, samples: &[Sample]) -> Result<Vec<Score>> {
+        Ok(self.scores(samples)?.iter_scores().collect())
+    }
+
+    fn scores(&self, samples: &[Sample]) -> Result<Scores> {
         ensure!(
             !self.terms.is_empty(),
             "rewards: a sum of no reward functions, add at least one"
         );
-        Ok(total(&self.components(samples)?, samples))
+        let components = self.components(samples)?;
+        let scores = Scores::new(total(&components, samples), samples)?;
+        Ok(scores.with_requests(all_requests(&components)))
     }
 
     fn components(&self, samples: &[Sample]) -> Result<Vec<Scores>> {
         let weigh = |term: &Term| {
-            let scores = term.function.score(samples)?.into_iter();
-            let scores = scores.map(|score| score.map(|number| number * term.weight));
-            Ok(Scores::new(scores.collect(), samples)?.named(&term.name))
+            let scores = term.function.scores(samples)?;
+            let weighed = scores.iter_scores();
+            let weighed = weighed.map(|score| score.map(|number| number * term.weight));
+            let weighed = Scores::new(weighed.collect(), samples)?.named(&term.name);
+            Ok(weighed.with_requests(scores.requests()))
         };
         self.terms
             .iter()
@@ -107,6 +115,15 @@ pub(super) fn in_parallel<F: Sync, T: Send>(
         });
         std::iter::once(first).chain(joined).collect()
     })
+}
+
+/// The requests of all of `scores`.
+pub(super) fn all_requests(scores: &[Scores]) -> RewardRequests {
+    let mut all = RewardRequests::default();
+    for scores in scores {
+        all += scores.requests();
+    }
+    all
 }
 
 /// The sum of the components of each sample. Missing ones are left out.

@@ -7,6 +7,7 @@ use candle_grpo_core::validate::{Name, at_least_one, check, positive};
 use serde::{Deserialize, Serialize};
 
 use crate::one_or_more::one_or_more;
+use crate::server_url::check_server_url;
 
 /// The engine that draws completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -172,11 +173,7 @@ impl RolloutConfig {
         for (i, url) in self.base_url.iter().enumerate() {
             let field = format!("base_url[{i}]");
             let value = format!("{url:?}");
-            let known = ["http://", "https://"].iter().any(|scheme| {
-                let host = url.strip_prefix(scheme);
-                host.is_some_and(|host| !host.is_empty() && !host.starts_with('/'))
-            });
-            check(known, &field, &value, "begin with http:// or https://")?;
+            check_server_url(&field, url)?;
             let root = |url: &String| url.trim_end_matches('/').to_owned();
             let repeated = self.base_url[..i]
                 .iter()

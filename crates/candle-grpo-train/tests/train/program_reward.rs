@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_grpo_train::rewards::{OnTimeout, ProgramConfig, ProgramReward, Score, ScoreFailure};
+use candle_grpo_train::rewards::{OnFailure, ProgramConfig, ProgramReward, Score, ScoreFailure};
 use candle_grpo_train::{FinishReason, Interrupted, Progress, RewardFunction, Sample};
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -480,14 +480,14 @@ fn expected(instead: Score) -> [Score; 9] {
 }
 
 #[rstest]
-#[case(1, OnTimeout::Score)]
-#[case(1, OnTimeout::Exclude)]
-#[case(2, OnTimeout::Score)]
-#[case(4, OnTimeout::Exclude)]
-#[case(12, OnTimeout::Score)]
+#[case(1, OnFailure::Score)]
+#[case(1, OnFailure::Exclude)]
+#[case(2, OnFailure::Score)]
+#[case(4, OnFailure::Exclude)]
+#[case(12, OnFailure::Score)]
 fn completions_that_hang_or_crash_do_not_touch_the_others(
     #[case] workers: usize,
-    #[case] on_timeout: OnTimeout,
+    #[case] on_timeout: OnFailure,
 ) {
     let reward = hostile(|config| {
         config.workers = workers;
@@ -497,8 +497,8 @@ fn completions_that_hang_or_crash_do_not_touch_the_others(
         config.timeout_score = -0.5;
     });
     let expected = expected(match on_timeout {
-        OnTimeout::Score => Score::from(-0.5),
-        OnTimeout::Exclude => Score::NONE,
+        OnFailure::Score => Score::from(-0.5),
+        OnFailure::Exclude => Score::NONE,
     });
     for _ in 0..2 {
         assert_eq!(score(&reward, &COMPLETIONS).unwrap(), expected);

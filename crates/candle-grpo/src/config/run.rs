@@ -308,10 +308,17 @@ impl RunConfig {
             let message = format!("{folder}, must name the home folder in full, ~ is not replaced");
             return Err(Problem::at("run_dir", message));
         }
-        for (key, path) in self.named_inputs() {
+        let rewards = self.rewards.iter().enumerate();
+        let caches = rewards.flat_map(|(i, reward)| {
+            let caches = reward.caches().into_iter();
+            caches.map(move |path| (format!("{}.cache", reward_key(i)), path))
+        });
+        let inputs = self.named_inputs();
+        let inputs = inputs.map(|(key, path)| (key.to_owned(), path.as_path()));
+        for (key, path) in inputs.chain(caches) {
             if is_within(path, &self.run_dir) {
                 return Err(Problem::at(
-                    key,
+                    &key,
                     format!(
                         "{}, must lie outside of run_dir, {}",
                         path.display(),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::progress::Phase;
+use candle_grpo_train::rewards::BudgetExhausted;
 use candle_grpo_train::run::{ReplacedRun, RunInputs};
 use candle_grpo_train::{
     Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig,
@@ -276,6 +277,12 @@ impl Session {
                     self.save(step)?;
                 }
                 Ok(Progress::Interrupted)
+            }
+            Err(error) if error.is::<BudgetExhausted>() && self.trainer.ranks().is_alone() => {
+                if self.saved != Some(step) && step > 0 {
+                    self.save(step)?;
+                }
+                Err(error)
             }
             // Weights that are not finite show in logits first.
             Err(error) => Err(match self.trainer.ensure_finite() {

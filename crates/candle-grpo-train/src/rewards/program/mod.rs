@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use self::worker::Worker;
 use super::weighted::in_parallel;
-use super::{OnTimeout, Score};
+use super::{OnFailure, Score};
 use crate::program::{Program, check_limits};
 use crate::progress::NoProgress;
 use crate::{Progress, RewardFunction, Sample};
@@ -38,7 +38,7 @@ pub struct ProgramConfig {
     /// The treatment of a completion with which the program exceeds the time or ends: `score` or
     /// `exclude`.
     #[serde(default)]
-    pub on_timeout: OnTimeout,
+    pub on_timeout: OnFailure,
     /// The score of such a completion, if `on_timeout` is `score`.
     #[serde(default)]
     pub timeout_score: f32,

@@ -1,29 +1,29 @@
 //! The generator that draws from servers.
 
-use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::{env, thread};
+use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::Device;
-use candle_grpo_core::Invalid;
 use candle_grpo_nn::{CheckpointForm, DecoderConfig, Lora, Parameters};
 
 use super::openai::OpenAi;
 use super::probe::{self, Distribution};
 use super::protocol::{DrawRequest, Drawn, End, Failure, Protocol};
-use super::servers::{Lease, POLL, Servers};
+use super::servers::{Lease, Servers};
 use super::sglang::Sglang;
 use super::vllm::Vllm;
 use super::weights::{EngineWeights, WeightFolder, WeightFormat};
+use crate::http::api_key;
 use crate::rollout::stop_strings::StopStrings;
 use crate::rollout::{
     CompletionSeed, Deliver, Engine, GenerationBatch, Generator, PolicyWeights, RolloutConfig,
     WeightSync,
 };
+use crate::workers::{POLL, Workers};
 use crate::{Completion, FinishReason, Interrupted, Progress, SamplingConfig};
 
 /// Draws completions from servers of vLLM, SGLang, or with the API of OpenAI.
@@ -95,8 +95,6 @@ struct Job {
 /// The state that the threads of a call share.
 struct Batch {
     servers: Arc<Servers>,
-    jobs: Mutex<VecDeque<Job>>,
-    stop: AtomicBool,
     sampling: Arc<SamplingConfig>,
     vocab_size: usize,
     max_retries: usize,
@@ -150,7 +148,7 @@ impl ServerGenerator {
         let api_key = config.api_key_env.as_deref().map(api_key).transpose()?;
         let folder = config.weight_sync_folder.as_deref().unwrap_or(folder);
         Ok(Self {
-            servers: Arc::new(Servers::new(config, protocol, api_key.as_deref())),
+            servers: Arc::new(Servers::new(config, protocol, api_key)),
             weight_sync: match config.is_fixed_policy() {
                 true => WeightSync::None,
                 false => config.weight_sync,
@@ -356,26 +354,16 @@ impl Generator for ServerGenerator {
     fn generate(&self, batch: &GenerationBatch<'_>, deliver: &mut Deliver<'_>) -> Result<()> {
         batch.sampling.validate()?;
         let jobs = jobs(batch);
-        let (total, threads) = (jobs.len(), self.max_inflight.min(jobs.len()));
-        let shared = Arc::new(Batch {
+        let total = jobs.len();
+        let shared = Batch {
             servers: Arc::clone(&self.servers),
-            jobs: Mutex::new(jobs),
-            stop: AtomicBool::new(false),
             sampling: Arc::new(batch.sampling.clone()),
             vocab_size: self.vocab_size,
             max_retries: self.max_retries,
             log_probs: self.log_probs && !batch.sampling.greedy,
-        });
-        let _stop = StopOnDrop(Arc::clone(&shared));
-        let (sender, receiver) = channel();
-        for _ in 0..threads {
-            let (shared, sender) = (Arc::clone(&shared), sender.clone());
-            thread::Builder::new()
-                .name("engine".to_owned())
-                .spawn(move || shared.work(&sender))
-                .context("starting a thread")?;
-        }
-        drop(sender);
+        };
+        let work = move |job: Job, stop: &AtomicBool| shared.work(&job, stop);
+        let workers = Workers::start("engine", self.max_inflight, jobs, work)?;
         let stop_strings = match batch.decode {
             Some(_) => StopStrings::new(batch)?,
             None => None,
@@ -387,18 +375,14 @@ impl Generator for ServerGenerator {
                 return Err(Interrupted.into());
             }
             self.probe_recovered(&mut probe)?;
-            match receiver.recv_timeout(POLL) {
-                Ok(drawn) => {
-                    let (place, mut completion): (usize, Completion) = drawn?;
-                    end(batch, stop_strings.as_ref(), &mut completion)?;
-                    let tokens = completion.tokens.len();
-                    deliver(place, completion)?;
-                    batch.progress.advance(1, tokens);
-                    left -= 1;
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => bail!("a thread of the engine panicked"),
-            }
+            let Some((place, mut completion)) = workers.next()? else {
+                continue;
+            };
+            end(batch, stop_strings.as_ref(), &mut completion)?;
+            let tokens = completion.tokens.len();
+            deliver(place, completion)?;
+            batch.progress.advance(1, tokens);
+            left -= 1;
         }
         Ok(())
     }
@@ -528,47 +512,22 @@ impl Drop for ServerGenerator {
     }
 }
 
-/// Stops the threads of a call.
-struct StopOnDrop(Arc<Batch>);
-
-impl Drop for StopOnDrop {
-    fn drop(&mut self) {
-        self.0.stop.store(true, Ordering::Release);
-    }
-}
-
 impl Batch {
-    /// Draws completions until there are none left.
-    fn work(&self, sender: &Sender<Result<(usize, Completion)>>) {
-        while !self.stop.load(Ordering::Acquire) {
-            let Some(job) = lock(&self.jobs).pop_front() else {
-                return;
-            };
-            let result = match self.complete(&job) {
-                Ok(Some(completion)) => Ok((job.place, completion)),
-                Ok(None) => return,
-                Err(error) => Err(error.context(format!(
-                    "completion {} of prompt {}",
-                    job.seed.sample, job.seed.prompt
-                ))),
-            };
-            // The call ends with its first error.
-            if result.is_err() {
-                self.stop.store(true, Ordering::Release);
-            }
-            // The receiver ends with the call.
-            if sender.send(result).is_err() {
-                return;
-            }
-        }
+    /// Draws a completion, with its place.
+    fn work(&self, job: &Job, stop: &AtomicBool) -> Result<Option<(usize, Completion)>> {
+        let completion = self.complete(job, stop).with_context(|| {
+            let CompletionSeed { sample, prompt, .. } = job.seed;
+            format!("completion {sample} of prompt {prompt}")
+        })?;
+        Ok(completion.map(|completion| (job.place, completion)))
     }
 
     /// Draws a completion, on several servers one after another if need be. Returns `None` if the
     /// call ends before.
-    fn complete(&self, job: &Job) -> Result<Option<Completion>> {
+    fn complete(&self, job: &Job, stop: &AtomicBool) -> Result<Option<Completion>> {
         let mut tried: Vec<String> = Vec::new();
         loop {
-            let Some(lease) = self.servers.acquire(&self.stop)? else {
+            let Some(lease) = self.servers.acquire(stop)? else {
                 return Ok(None);
             };
             let url = lease.server().url();
@@ -595,7 +554,7 @@ impl Batch {
                 tried.join("; ")
             );
             drop(lease);
-            self.servers.pause(tried.len(), &self.stop);
+            self.servers.pause(tried.len(), stop);
         }
     }
 
@@ -744,11 +703,11 @@ fn ensure_fits(lease: &Lease<'_>, job: &Job) -> Result<()> {
 }
 
 /// Lists all completions of `batch`.
-fn jobs(batch: &GenerationBatch<'_>) -> VecDeque<Job> {
-    let mut jobs = VecDeque::new();
+fn jobs(batch: &GenerationBatch<'_>) -> Vec<Job> {
+    let mut jobs = Vec::new();
     for request in batch.prompts {
         for &seed in &request.seeds {
-            jobs.push_back(Job {
+            jobs.push(Job {
                 place: jobs.len(),
                 seed,
                 prompt: request.tokens.to_vec(),
@@ -757,13 +716,6 @@ fn jobs(batch: &GenerationBatch<'_>) -> VecDeque<Job> {
         }
     }
     jobs
-}
-
-/// Reads the API key.
-fn api_key(name: &str) -> Result<String> {
-    let must = "be the name of an environment variable that is set";
-    let key = env::var(name).ok().filter(|key| !key.is_empty());
-    Ok(key.ok_or_else(|| Invalid::new("api_key_env", name, must))?)
 }
 
 /// Locks a mutex. No code panics while it holds one of these.

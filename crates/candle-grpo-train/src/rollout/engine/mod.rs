@@ -8,7 +8,6 @@
 //! distribution of the server's log-probs.
 
 mod generator;
-mod http;
 mod openai;
 mod probe;
 mod protocol;

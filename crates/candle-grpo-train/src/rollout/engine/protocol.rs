@@ -6,9 +6,12 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::http::Http;
 use super::weights::EngineWeights;
 use crate::SamplingConfig;
+use crate::http::{JsonClient, Limits, RequestFailure};
+
+/// The longest answer in bytes.
+const MAX_ANSWER: u64 = 1 << 30;
 
 /// The requests and answers of one kind of server. The methods may be called from several threads.
 pub trait Protocol: Send + Sync {
@@ -182,7 +185,7 @@ impl fmt::Display for Failure {
 /// A server of an engine.
 pub struct Server {
     pub(super) url: String,
-    pub(super) http: Arc<Http>,
+    pub(super) http: Arc<JsonClient>,
     pub(super) timeout: Duration,
     pub(super) model: OnceLock<ServedModel>,
 }
@@ -199,6 +202,28 @@ impl Server {
     ///
     /// If there is no answer within `rollout.request_timeout`, or its status is not 2xx.
     pub fn call(&self, call: &Call) -> Result<Value, Failure> {
-        self.http.send(&self.url, call, self.timeout)
+        self.call_within(call, self.timeout)
+    }
+
+    /// [`Self::call`] with another limit.
+    pub(super) fn call_within(&self, call: &Call, limit: Duration) -> Result<Value, Failure> {
+        let Call { path, body } = call;
+        let limits = Limits {
+            time: limit,
+            bytes: MAX_ANSWER,
+        };
+        let url = format!("{}{path}", self.url);
+        let body = body.as_ref().map(Value::to_string);
+        let answer = self.http.send(&url, body, limits);
+        let text = answer.map_err(|failure| match failure {
+            RequestFailure::Status {
+                status, message, ..
+            } => Failure::Status {
+                status,
+                message: format!("{message} ({path})"),
+            },
+            failure => Failure::Connection(format!("{failure} ({path})")),
+        })?;
+        Ok(serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 }

@@ -8,20 +8,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::http::Http;
 use super::probe::Distribution;
 use super::protocol::{Failure, Protocol, Server};
 use super::weights::EngineWeights;
 use crate::Progress;
+use crate::http::{JsonClient, backoff, pause};
 use crate::rollout::RolloutConfig;
+use crate::workers::POLL;
 
 /// The longest wait for the answer of a server that is asked whether it is ready.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
 /// The wait before a failed server is asked again; it doubles with each failure.
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const MAX_BACKOFF: Duration = Duration::from_secs(5);
-/// The interval at which a waiting thread checks whether it is canceled.
-pub(super) const POLL: Duration = Duration::from_millis(20);
 
 /// The servers of one engine.
 ///
@@ -94,9 +93,10 @@ impl Servers {
     pub(super) fn new(
         config: &RolloutConfig,
         protocol: Box<dyn Protocol>,
-        api_key: Option<&str>,
+        api_key: Option<String>,
     ) -> Self {
-        let http = Arc::new(Http::new(api_key));
+        // Servers of engines stand in the same network.
+        let http = Arc::new(JsonClient::new(api_key, false));
         let servers = config.base_url.iter().map(|url| Server {
             url: url.trim_end_matches('/').to_owned(),
             http: Arc::clone(&http),
@@ -206,12 +206,9 @@ impl Servers {
     /// Waits before a request is repeated that has failed `tries` times, at most until `stop` is
     /// set. The first repetition does not wait: another server may draw it.
     pub(super) fn pause(&self, tries: usize, stop: &AtomicBool) {
-        let Some(failures) = tries.checked_sub(2) else {
-            return;
-        };
-        let end = Instant::now() + backoff(failures.try_into().unwrap_or(u32::MAX));
-        while !stop.load(Ordering::Acquire) && Instant::now() < end {
-            thread::sleep(POLL.min(end.saturating_duration_since(Instant::now())));
+        if let Some(failures) = tries.checked_sub(1).filter(|&failures| failures > 0) {
+            let duration = backoff(FIRST_BACKOFF, failures, MAX_BACKOFF);
+            pause(duration, || stop.load(Ordering::Acquire));
         }
     }
 
@@ -384,9 +381,7 @@ impl Servers {
     ) -> std::result::Result<(), Failure> {
         let server = &self.list[index];
         let limit = HEALTH_TIMEOUT.min(server.timeout);
-        server
-            .http
-            .send(&server.url, &self.protocol.health(), limit)?;
+        server.call_within(&self.protocol.health(), limit)?;
         if server.model.get().is_none() {
             let name = self.served_model_name.as_deref();
             let model = self.protocol.describe(server, name)?;
@@ -406,13 +401,6 @@ impl Servers {
             _ => Ok(()),
         }
     }
-}
-
-/// Returns the wait after `failures` earlier failures.
-fn backoff(failures: u32) -> Duration {
-    FIRST_BACKOFF
-        .saturating_mul(1 << failures.min(10))
-        .min(MAX_BACKOFF)
 }
 
 impl State {
@@ -443,7 +431,8 @@ impl ServerState {
 
     /// Sets the server aside, for longer after each failure.
     fn fail(&mut self, failure: String) {
-        let wait = backoff(self.failures.max(self.failed_requests));
+        let failures = self.failures.max(self.failed_requests) as usize;
+        let wait = backoff(FIRST_BACKOFF, failures + 1, MAX_BACKOFF);
         self.failures = self.failures.saturating_add(1);
         self.last_failure = Some(failure);
         self.status = Status::Down(Instant::now() + wait);

@@ -1,0 +1,153 @@
+//! Threads that work through a list of jobs.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+/// The interval at which a waiting thread checks whether it is canceled.
+pub(crate) const POLL: Duration = Duration::from_millis(20);
+
+/// Threads that take jobs in their order. Dropping the value asks them to stop and does not wait:
+/// a thread may be in a request.
+pub(crate) struct Workers<T> {
+    name: &'static str,
+    stop: Arc<AtomicBool>,
+    results: Receiver<Result<T>>,
+}
+
+impl<T: Send + 'static> Workers<T> {
+    /// Starts at most `threads` threads that call `work` with each job. It returns `None` if the
+    /// flag asks it to stop. The first error stops all threads.
+    ///
+    /// # Errors
+    ///
+    /// If a thread cannot be started.
+    pub(crate) fn start<J: Send + 'static>(
+        name: &'static str,
+        threads: usize,
+        jobs: impl IntoIterator<Item = J>,
+        work: impl Fn(J, &AtomicBool) -> Result<Option<T>> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let jobs: VecDeque<J> = jobs.into_iter().collect();
+        let threads = threads.min(jobs.len());
+        let (sender, results) = channel();
+        let stop = Arc::new(AtomicBool::new(false));
+        let workers = Self {
+            name,
+            stop: Arc::clone(&stop),
+            results,
+        };
+        let jobs = Arc::new(Mutex::new(jobs));
+        let work = Arc::new(work);
+        for _ in 0..threads {
+            let (jobs, work) = (Arc::clone(&jobs), Arc::clone(&work));
+            let (stop, sender) = (Arc::clone(&stop), sender.clone());
+            let run = move || {
+                while !stop.load(Ordering::Acquire) {
+                    // No code panics while it holds the lock.
+                    let mut left = jobs.lock().unwrap_or_else(PoisonError::into_inner);
+                    let job = left.pop_front();
+                    drop(left);
+                    let Some(job) = job else {
+                        return;
+                    };
+                    let Some(result) = work(job, &stop).transpose() else {
+                        return;
+                    };
+                    if result.is_err() {
+                        stop.store(true, Ordering::Release);
+                    }
+                    // The receiver ends with the call.
+                    if sender.send(result).is_err() {
+                        return;
+                    }
+                }
+            };
+            let thread = thread::Builder::new().name(name.to_owned());
+            thread.spawn(run).context("starting a thread")?;
+        }
+        Ok(workers)
+    }
+
+    /// The next result in the order of their ends. `None` if there is none for a moment.
+    ///
+    /// # Errors
+    ///
+    /// The error of a job; or if no thread is left.
+    pub(crate) fn next(&self) -> Result<Option<T>> {
+        match self.results.recv_timeout(POLL) {
+            Ok(result) => result.map(Some),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => {
+                bail!("a thread of the {} panicked", self.name)
+            }
+        }
+    }
+}
+
+impl<T> Drop for Workers<T> {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all<T: Send + 'static>(workers: &Workers<T>, count: usize) -> Result<Vec<T>> {
+        let mut results = Vec::new();
+        while results.len() < count {
+            results.extend(workers.next()?);
+        }
+        Ok(results)
+    }
+
+    #[test]
+    fn each_job_has_one_result() {
+        let workers = Workers::start("test", 4, 0..100, |job, _| Ok(Some(job))).unwrap();
+        let mut results = all(&workers, 100).unwrap();
+        results.sort_unstable();
+        assert!(results.into_iter().eq(0..100));
+    }
+
+    #[test]
+    fn an_error_and_a_panic_end_the_wait() {
+        let fail = |job: usize, _: &AtomicBool| match job {
+            3 => bail!("three"),
+            job => Ok(Some(job)),
+        };
+        let workers = Workers::start("test", 1, 0..9, fail).unwrap();
+        assert_eq!(all(&workers, 9).unwrap_err().to_string(), "three");
+
+        let workers = Workers::<usize>::start("test", 1, [1], |_, _| panic!("of the test"));
+        let error = all(&workers.unwrap(), 1).unwrap_err();
+        assert_eq!(error.to_string(), "a thread of the test panicked");
+    }
+
+    #[test]
+    fn dropped_workers_stop() {
+        let (sender, stopped) = channel();
+        let (started, starts) = channel();
+        let wait = move |(), stop: &AtomicBool| -> Result<Option<()>> {
+            started.send(())?;
+            while !stop.load(Ordering::Acquire) {
+                thread::sleep(POLL);
+            }
+            sender.send(())?;
+            Ok(None)
+        };
+        let workers = Workers::start("test", 1, [(); 2], wait).unwrap();
+        starts.recv().unwrap();
+        assert!(stopped.try_recv().is_err());
+        drop(workers);
+        stopped.recv().unwrap();
+        // The second job is not begun.
+        assert!(starts.recv().is_err());
+    }
+}
