@@ -15,6 +15,8 @@ mod excluded;
 mod generator;
 #[cfg(feature = "hub")]
 mod hub;
+#[cfg(feature = "engines")]
+mod judge;
 mod pretrained;
 #[cfg(unix)]
 mod program_reward;

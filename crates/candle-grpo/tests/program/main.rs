@@ -8,6 +8,7 @@ mod engines;
 mod environment;
 #[cfg(feature = "hub")]
 mod hub;
+mod judge;
 mod mutation;
 mod overwrite;
 mod real_engines;

@@ -12,8 +12,8 @@ use candle_grpo::core::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
 use candle_grpo::train::rewards::{
-    ExactReward, F1Reward, InstructionsReward, JsonReward, MathReward, MultipleChoiceReward,
-    NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
+    ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig, JudgeScore, MathReward,
+    MultipleChoiceReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
 };
 use serde_json::{Value, json};
 
@@ -157,6 +157,24 @@ fn tables() -> Vec<Table> {
             "crates/candle-grpo-train/src/rewards/reward_model.rs",
             "RewardModelConfig",
             serde_json::to_value(RewardModelConfig::new("")).unwrap(),
+        ),
+        table(
+            "judge",
+            "crates/candle-grpo-train/src/rewards/judge/config.rs",
+            "JudgeConfig",
+            {
+                let config = json!({"url": "", "model": "", "prompt": "", "score": {}});
+                let config: JudgeConfig = serde_json::from_value(config).unwrap();
+                let mut defaults = serde_json::to_value(config).unwrap();
+                defaults["score"] = Value::Null;
+                defaults
+            },
+        ),
+        table(
+            "judge score",
+            "crates/candle-grpo-train/src/rewards/judge/score.rs",
+            "JudgeScore",
+            serde_json::to_value(JudgeScore::default()).unwrap(),
         ),
         table(
             "ensemble",

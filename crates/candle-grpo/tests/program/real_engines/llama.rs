@@ -89,6 +89,39 @@ fn a_model_is_evaluated_through_llama_cpp() {
 /// and there.
 #[test]
 #[ignore = "needs llama.cpp: make test-llama"]
+fn llama_cpp_judges_completions() {
+    let server = start();
+    let folder = tempfile::tempdir().unwrap();
+    let judge = json!([{
+        "kind": "judge", "url": format!("{}/v1", server.url()), "model": "any", "max_tokens": 8,
+        "prompt": "Repeat this number: {sum}. The answer was: {completion}",
+        "score": {"regex": r"(\d+)"}, "cache": "cache", "max_retries": 60, "on_failure": "score",
+    }]);
+    let answers = || -> Vec<Value> {
+        let keys = [
+            ("/rewards", judge.clone()),
+            ("/evaluation/max_prompts", json!(20)),
+            ("/evaluation/sampler", json!({"greedy": true})),
+        ];
+        write_config(folder.path(), &keys);
+        let arguments = ["eval", "run.json", "--out", "answers.jsonl", "--force"];
+        succeeds(folder.path(), &arguments);
+        lines(&folder.path().join("answers.jsonl"))
+    };
+    let judged = answers();
+    let scored = judged
+        .iter()
+        .filter(|answer| answer["reward"] != json!(0.0));
+    let scored = scored.count();
+    println!("{scored} of {} completions have a score", judged.len());
+    assert!(scored > judged.len() / 2);
+    // The replies are kept.
+    drop(server);
+    assert_eq!(answers(), judged);
+}
+
+#[test]
+#[ignore = "needs llama.cpp: make test-llama"]
 fn llama_cpp_computes_what_each_family_does() {
     let folder = tempfile::tempdir().unwrap();
     let tokens = Pretrained::load_without_weights(&model()).unwrap();
