@@ -119,7 +119,7 @@ fn median(scores: &[f64]) -> f64 {
     }
 }
 
-/// The most frequent of sorted scores, the smallest of equally frequent ones; NaN if there are none.
+/// The most frequent of sorted scores, the smallest of several; NaN if there are none.
 fn majority(scores: &[f64]) -> f64 {
     let mut found: &[f64] = &[f64::NAN];
     for equal in scores.chunk_by(|a, b| a == b) {
