@@ -83,7 +83,8 @@ impl Program {
         }
     }
 
-    fn find_program(&self, name: &str) -> Option<PathBuf> {
+    /// Returns the file of a program that is a path or a name in `PATH`.
+    pub(crate) fn find_program(&self, name: &str) -> Option<PathBuf> {
         if is_path(name) {
             return Some(self.in_folder(name)).filter(|path| is_executable(path));
         }

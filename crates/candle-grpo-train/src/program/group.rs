@@ -4,10 +4,10 @@ use std::io;
 use std::process::Command;
 
 #[cfg(unix)]
-pub(super) use unix::ProcessGroup;
+pub(crate) use unix::ProcessGroup;
 
 #[cfg(not(unix))]
-pub(super) use other::ProcessGroup;
+pub(crate) use other::ProcessGroup;
 
 #[cfg(unix)]
 mod unix {
@@ -30,12 +30,12 @@ mod unix {
     /// and fires when the thread ends that started the program. The guard starts before the
     /// program, so there is no moment at which the program runs without it. The leader is not
     /// reaped before the group is killed, so no other group can have its number.
-    pub(in super::super) struct ProcessGroup {
+    pub(crate) struct ProcessGroup {
         guard: Child,
     }
 
     impl ProcessGroup {
-        pub(in super::super) fn start() -> io::Result<Self> {
+        pub(crate) fn start() -> io::Result<Self> {
             let guard = Command::new("sh")
                 .args(["-c", GUARD])
                 .process_group(0)
@@ -47,12 +47,12 @@ mod unix {
         }
 
         /// Lets `command` start in this group.
-        pub(in super::super) fn add(&self, command: &mut Command) {
+        pub(crate) fn add(&self, command: &mut Command) {
             command.process_group(self.id());
         }
 
         /// Kills everything in the group. It can be called again.
-        pub(in super::super) fn kill(&mut self) {
+        pub(crate) fn kill(&mut self) {
             // Once the guard is reaped, its number may be that of another group.
             if let Ok(None) = self.guard.try_wait() {
                 // It fails only where nothing is left to kill.
@@ -73,15 +73,15 @@ mod other {
     use super::{Command, io};
 
     /// No group: only the program itself is killed.
-    pub(in super::super) struct ProcessGroup;
+    pub(crate) struct ProcessGroup;
 
     impl ProcessGroup {
-        pub(in super::super) fn start() -> io::Result<Self> {
+        pub(crate) fn start() -> io::Result<Self> {
             Ok(Self)
         }
 
-        pub(in super::super) fn add(&self, _: &mut Command) {}
+        pub(crate) fn add(&self, _: &mut Command) {}
 
-        pub(in super::super) fn kill(&mut self) {}
+        pub(crate) fn kill(&mut self) {}
     }
 }

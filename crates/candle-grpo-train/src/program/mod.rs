@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::Result;
 use candle_grpo_core::validate::{Checked, check};
 
+pub(crate) use group::ProcessGroup;
 pub(crate) use pool::ProgramPool;
 pub(crate) use process::{Answer, Failure, Process, quoted};
 

@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{
-    EnsembleReward, ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig,
-    LengthReward, LengthScale, LengthScaledReward, MathReward, MultipleChoiceReward, NumericReward,
-    ProgramConfig, ProgramReward, RegexReward, RepetitionReward, RewardFunction, RewardModel,
-    RewardModelConfig, TagsReward, WeightedRewards,
+    CodeConfig, CodeReward, EnsembleReward, ExactReward, F1Reward, InstructionsReward, JsonReward,
+    JudgeConfig, LengthReward, LengthScale, LengthScaledReward, MathReward, MultipleChoiceReward,
+    NumericReward, ProgramConfig, ProgramReward, RegexReward, RepetitionReward, RewardFunction,
+    RewardModel, RewardModelConfig, TagsReward, WeightedRewards,
 };
 use crate::invalid::within;
 
@@ -75,6 +75,8 @@ pub enum RewardKind {
     RelativeLength(RelativeLengthOptions),
     /// [`ProgramReward`].
     Program(ProgramConfig),
+    /// [`CodeReward`].
+    Code(CodeConfig),
     /// [`RewardModel`].
     RewardModel(RewardModelConfig),
     /// `JudgeReward`, which needs the feature `engines`.
@@ -195,7 +197,7 @@ impl RewardConfig {
     }
 
     /// Checks that the programs, scripts, folders, models and keys of servers are there that the
-    /// reward needs.
+    /// reward needs. A reward of code also starts a program in its sandbox.
     ///
     /// # Errors
     ///
@@ -273,6 +275,7 @@ impl RewardKind {
             Self::Length(_) => "length",
             Self::Repetition(_) => "repetition",
             Self::Program(_) => "program",
+            Self::Code(_) => "code",
             Self::RewardModel(_) => "reward_model",
             Self::Judge(_) => "judge",
             Self::Ensemble(_) => "ensemble",
@@ -319,6 +322,7 @@ impl RewardKind {
             Self::Length(penalty) => Ok(penalty.validate()?),
             Self::Repetition(penalty) => Ok(penalty.validate()?),
             Self::Program(config) => config.validate(),
+            Self::Code(config) => config.validate(),
             Self::RewardModel(config) => config.validate(),
             Self::Judge(config) => config.validate(),
             Self::Cosine(options) => {
@@ -357,6 +361,7 @@ impl RewardKind {
             Self::Length(penalty) => Box::new(LengthReward(*penalty)),
             Self::Repetition(penalty) => Box::new(RepetitionReward(*penalty)),
             Self::Program(config) => Box::new(ProgramReward::new(config.clone())?),
+            Self::Code(config) => Box::new(CodeReward::new(config.clone())?),
             Self::RewardModel(config) => Box::new(RewardModel::load(config.clone(), device)?),
             Self::Judge(config) => judge(config)?,
             Self::Ensemble(options) => {
@@ -373,6 +378,7 @@ impl RewardKind {
     fn check_files(&self) -> Result<()> {
         match self {
             Self::Program(config) => config.check_files(),
+            Self::Code(config) => config.check_files(),
             Self::RewardModel(config) => config.check_files(),
             Self::Judge(config) => config.check_files(),
             _ => self.each_part(Self::check_files),
@@ -382,6 +388,7 @@ impl RewardKind {
     fn files(&self) -> Vec<PathBuf> {
         match self {
             Self::Program(config) => config.files(),
+            Self::Code(config) => config.files(),
             Self::RewardModel(config) => config.files(),
             _ => {
                 let parts = self.parts().into_iter();
@@ -423,6 +430,7 @@ impl RewardKind {
             Self::F1(reward) => reward.expected(columns).map(drop),
             Self::Instructions(reward) => reward.expected(columns).map(drop),
             Self::Judge(config) => config.check_row(columns),
+            Self::Code(config) => config.check_row(columns),
             _ => {
                 let mut parts = self.parts().into_iter();
                 parts.try_for_each(|(_, part)| part.check_row(columns))

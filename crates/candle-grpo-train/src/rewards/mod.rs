@@ -2,6 +2,7 @@
 //! options.
 
 mod answer;
+mod code;
 mod config;
 mod ensemble;
 mod exact;
@@ -28,6 +29,7 @@ mod scores;
 mod weighted;
 
 pub use answer::AnswerPlace;
+pub use code::{CodeConfig, CodeLimits, CodeReward};
 pub use config::{
     CosineOptions, EnsembleOptions, RegexOptions, RelativeLengthOptions, RewardConfig, RewardKind,
     TagsOptions,

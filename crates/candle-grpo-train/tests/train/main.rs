@@ -5,6 +5,8 @@ mod adapters;
 mod ahead;
 mod chat_template;
 mod checkpoint;
+#[cfg(target_os = "linux")]
+mod code_reward;
 mod common;
 mod critic;
 mod dataset;

@@ -12,8 +12,8 @@ use candle_grpo::core::CosineLength;
 use candle_grpo::train::DatasetConfig;
 use candle_grpo::train::environment::{EnvironmentKind, EnvironmentLimits, ProgramToolConfig};
 use candle_grpo::train::rewards::{
-    ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig, JudgeScore, MathReward,
-    MultipleChoiceReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
+    CodeLimits, ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig, JudgeScore,
+    MathReward, MultipleChoiceReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
 };
 use serde_json::{Value, json};
 
@@ -151,6 +151,18 @@ fn tables() -> Vec<Table> {
                 let config: ProgramConfig = serde_json::from_value(json!({"command": []})).unwrap();
                 serde_json::to_value(config).unwrap()
             },
+        ),
+        table(
+            "code",
+            "crates/candle-grpo-train/src/rewards/code/mod.rs",
+            "CodeConfig",
+            kind(json!({"kind": "code", "limits": {}})),
+        ),
+        table(
+            "code limits",
+            "crates/candle-grpo-train/src/rewards/code/limits.rs",
+            "CodeLimits",
+            serde_json::to_value(CodeLimits::default()).unwrap(),
         ),
         table(
             "reward_model",

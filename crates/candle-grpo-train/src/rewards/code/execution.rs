@@ -1,0 +1,320 @@
+//! One execution of a program.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+
+use super::sandbox::Sandbox;
+use crate::program::ProcessGroup;
+use crate::{Interrupted, Progress};
+
+/// The longest time from the start of the sandbox to that of the program, on a machine that is
+/// busy.
+const START: Duration = Duration::from_secs(60);
+
+/// The time that the pipes have to close after the end of all processes.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// The same, if processes may be left that are not isolated.
+const SHORT: Duration = Duration::from_millis(100);
+
+/// The interval between checks for a request to stop.
+const POLL: Duration = Duration::from_millis(20);
+
+/// The number of attempts to start a sandbox. One may fail because the machine is short of
+/// something for a moment.
+const ATTEMPTS: usize = 3;
+
+/// The line on stderr before all output of the program.
+const READY: &[u8] = b"ready\n";
+
+/// Parts of output that wait to be read; more stay in the pipe.
+const WAITING: usize = 16;
+
+/// The environment of programs. Without random hashes, sets have the same order each time.
+const ENVIRONMENT: [(&str, &str); 7] = [
+    (
+        "PATH",
+        "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+    ),
+    ("HOME", "/work"),
+    ("LANG", "C.UTF-8"),
+    ("PYTHONHASHSEED", "0"),
+    ("PYTHONDONTWRITEBYTECODE", "1"),
+    ("PYTHONIOENCODING", "utf-8"),
+    ("OPENBLAS_NUM_THREADS", "1"),
+];
+
+/// A program to execute.
+pub(super) struct Job<'a> {
+    /// The program and its arguments.
+    pub(super) command: &'a [String],
+    /// The name and the text of a file in its folder.
+    pub(super) file: Option<(&'a str, &'a str)>,
+    /// Its input.
+    pub(super) input: Vec<u8>,
+}
+
+/// The end of an execution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// By itself or by a limit of the system; true: with status 0.
+    Exited(bool),
+    /// It exceeded the time.
+    Time,
+    /// It wrote too much.
+    Output,
+}
+
+/// The result of an execution.
+pub(super) struct Outcome {
+    pub(super) end: End,
+    /// Its stdout.
+    pub(super) output: Vec<u8>,
+}
+
+/// The reason that a program did not run.
+enum NotRun {
+    /// The sandbox did not start.
+    Sandbox(anyhow::Error),
+    Interrupted,
+}
+
+enum Event {
+    Output(Vec<u8>),
+    Errors(Vec<u8>),
+}
+
+/// The processes of an execution, which end when it is dropped.
+struct Running {
+    child: Child,
+    group: ProcessGroup,
+}
+
+impl Running {
+    fn kill(&mut self) {
+        self.group.kill();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+impl Sandbox {
+    /// Runs a program in a folder of its own, which is removed afterwards.
+    ///
+    /// # Errors
+    ///
+    /// If the sandbox cannot be started, or a stop is requested. Nothing that a program does is an
+    /// error.
+    pub(super) fn run(&self, job: &Job<'_>, progress: &dyn Progress) -> Result<Outcome> {
+        let mut attempt = 1;
+        loop {
+            match self.attempt(job, progress) {
+                Ok(outcome) => return Ok(outcome),
+                Err(NotRun::Interrupted) => return Err(Interrupted.into()),
+                Err(NotRun::Sandbox(error)) if attempt == ATTEMPTS => return Err(error),
+                Err(NotRun::Sandbox(_)) => attempt += 1,
+            }
+        }
+    }
+
+    fn attempt(&self, job: &Job<'_>, progress: &dyn Progress) -> Result<Outcome, NotRun> {
+        let folder = tempfile::Builder::new().prefix("candle-grpo-").tempdir();
+        let folder = folder
+            .context("making a temporary folder")
+            .map_err(NotRun::Sandbox)?;
+        let limits = &self.limits;
+        let bytes = (limits.memory_mib + limits.disk_mib) << 20;
+        let cgroup = self.cgroups.as_ref().map(|cgroups| cgroups.make(bytes));
+        let cgroup = cgroup.transpose().map_err(NotRun::Sandbox)?;
+
+        let start = || -> Result<(Running, Receiver<Event>)> {
+            let (root, files) = (folder.path().join("root"), folder.path().join("files"));
+            fs::create_dir(&root)?;
+            fs::create_dir(&files)?;
+            if let Some((name, text)) = job.file {
+                fs::write(files.join(name), text)?;
+            }
+            let cgroup = cgroup.as_ref().map(|cgroup| cgroup.path());
+            let line = self.command_line(job.command, &files, &root, cgroup);
+            let [name, arguments @ ..] = line.as_slice() else {
+                bail!("command: empty");
+            };
+            let group = ProcessGroup::start().context("starting sh")?;
+            let mut command = Command::new(name);
+            command
+                .args(arguments)
+                .current_dir(&files)
+                .env_clear()
+                .envs(ENVIRONMENT)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            group.add(&mut command);
+            let child = command.spawn();
+            let child = child.with_context(|| format!("starting {name:?}"))?;
+            let mut running = Running { child, group };
+            let events = running.connect(job.input.clone())?;
+            Ok((running, events))
+        };
+        let (mut running, events) = start().map_err(NotRun::Sandbox)?;
+        let outcome = self.watch(&mut running, &events, progress);
+        running.kill();
+        if self.is_isolated() {
+            // The last process closes the pipes. Then nothing is left.
+            let deadline = Instant::now() + QUIET;
+            while Instant::now() < deadline
+                && !matches!(
+                    events.recv_timeout(POLL),
+                    Err(RecvTimeoutError::Disconnected)
+                )
+            {}
+        }
+        drop(cgroup);
+        let path = folder.path().to_path_buf();
+        if folder.close().is_err() {
+            // A program without isolation may have removed its own rights.
+            let remove = "chmod -R u+rwx \"$0\"; rm -rf \"$0\"";
+            let _ = Command::new("sh").args(["-c", remove]).arg(&path).output();
+        }
+        outcome
+    }
+
+    /// Waits until the program ends or exceeds a limit.
+    fn watch(
+        &self,
+        running: &mut Running,
+        events: &Receiver<Event>,
+        progress: &dyn Progress,
+    ) -> Result<Outcome, NotRun> {
+        let mut written = Written::default();
+        let mut deadline = Instant::now() + START;
+        let mut status = None;
+        loop {
+            if progress.is_canceled() {
+                return Err(NotRun::Interrupted);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                break;
+            }
+            match events.recv_timeout(POLL.min(deadline - now)) {
+                Ok(event) => {
+                    let was_ready = written.is_ready;
+                    written.take(event);
+                    if written.is_ready && !was_ready {
+                        deadline =
+                            Instant::now() + Duration::from_secs_f64(self.limits.time_seconds);
+                    }
+                    if written.bytes > self.limits.output_bytes {
+                        return Ok(written.end(End::Output));
+                    }
+                    continue;
+                }
+                // All pipes are closed and everything is read.
+                Err(RecvTimeoutError::Disconnected) if status.is_some() => break,
+                Err(RecvTimeoutError::Disconnected) => thread::sleep(Duration::from_millis(1)),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if status.is_none()
+                && let Ok(Some(ended)) = running.child.try_wait()
+            {
+                status = Some(ended);
+                // Without isolation a process may be left that keeps the pipes open.
+                running.kill();
+                let patience = if self.is_isolated() { QUIET } else { SHORT };
+                deadline = Instant::now() + patience;
+            }
+        }
+        if !written.is_ready {
+            let errors = String::from_utf8_lossy(&written.errors);
+            return Err(NotRun::Sandbox(anyhow!(
+                "the sandbox does not start: {}",
+                errors.trim()
+            )));
+        }
+        Ok(written.end(match status {
+            Some(status) => End::Exited(status.success()),
+            None => End::Time,
+        }))
+    }
+}
+
+/// The bytes that came from the pipes.
+#[derive(Default)]
+struct Written {
+    output: Vec<u8>,
+    /// The errors of the sandbox, which come before those of the program.
+    errors: Vec<u8>,
+    /// True after the start of the program.
+    is_ready: bool,
+    /// The number of bytes that the program has written.
+    bytes: usize,
+}
+
+impl Written {
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Output(bytes) => {
+                self.bytes += bytes.len();
+                self.output.extend(bytes);
+            }
+            Event::Errors(bytes) if self.is_ready => self.bytes += bytes.len(),
+            Event::Errors(bytes) => {
+                self.errors.extend(bytes);
+                let line = self
+                    .errors
+                    .windows(READY.len())
+                    .position(|line| line == READY);
+                if let Some(at) = line {
+                    self.is_ready = true;
+                    self.bytes += self.errors.len() - at - READY.len();
+                }
+            }
+        }
+    }
+
+    fn end(self, end: End) -> Outcome {
+        Outcome {
+            end,
+            output: self.output,
+        }
+    }
+}
+
+impl Running {
+    /// Writes `input`, and sends what comes from the pipes until both are closed.
+    fn connect(&mut self, input: Vec<u8>) -> Result<Receiver<Event>> {
+        let missing = || anyhow!("pipe: absent");
+        let mut stdin = self.child.stdin.take().ok_or_else(missing)?;
+        let stdout = self.child.stdout.take().ok_or_else(missing)?;
+        let stderr = self.child.stderr.take().ok_or_else(missing)?;
+        // A program need not read its input.
+        thread::spawn(move || drop(stdin.write_all(&input)));
+        let (sender, events) = sync_channel(WAITING);
+        let others = sender.clone();
+        thread::spawn(move || send_all(stdout, &sender, Event::Output));
+        thread::spawn(move || send_all(stderr, &others, Event::Errors));
+        Ok(events)
+    }
+}
+
+fn send_all(mut pipe: impl Read, events: &SyncSender<Event>, event: fn(Vec<u8>) -> Event) {
+    let mut bytes = [0; 1 << 14];
+    while let Ok(count @ 1..) = pipe.read(&mut bytes) {
+        if events.send(event(bytes[..count].to_vec())).is_err() {
+            return;
+        }
+    }
+}

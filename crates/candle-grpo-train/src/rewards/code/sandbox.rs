@@ -1,0 +1,268 @@
+//! The isolation of programs, as far as the machine has it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, anyhow};
+
+use super::CodeLimits;
+use super::cgroup::Cgroups;
+use super::execution::{End, Job};
+use crate::progress::NoProgress;
+
+const ISOLATE: &str = include_str!("isolate.sh");
+const LIMITS: &str = include_str!("limits.sh");
+
+/// The folders of the system that isolated programs can read.
+const SYSTEM: [&str; 11] = [
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/nix/store",
+];
+
+/// The kind of namespaces that programs run in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Isolation {
+    /// Namespaces that root makes. The program has the user 65534 in a user namespace.
+    Root,
+    /// Namespaces in a user namespace, which any user may make on most systems.
+    User,
+    /// None: limits of each process, and the end of its process group.
+    Missing,
+}
+
+/// The place where programs run.
+#[derive(Debug, Clone)]
+pub(super) struct Sandbox {
+    isolation: Isolation,
+    pub(super) limits: CodeLimits,
+    visible: Vec<PathBuf>,
+    pub(super) cgroups: Option<Cgroups>,
+}
+
+/// A sandbox, and a sentence about the protection that it lacks.
+pub(super) struct Probed {
+    pub(super) sandbox: Sandbox,
+    pub(super) lacks: Option<String>,
+}
+
+impl Sandbox {
+    /// Makes the best sandbox of this machine, by trying. Isolated programs can read the folders
+    /// of the system and `visible`.
+    ///
+    /// # Errors
+    ///
+    /// If not even a program without isolation can be started.
+    pub(super) fn probe(limits: CodeLimits, visible: &[PathBuf]) -> Result<Probed> {
+        let mut sandbox = Self {
+            isolation: Isolation::Missing,
+            limits,
+            visible: visible_paths(visible),
+            cgroups: None,
+        };
+        let mut reason = None;
+        let mut limited = None;
+        for isolation in [Isolation::Root, Isolation::User] {
+            sandbox.isolation = isolation;
+            sandbox.cgroups = Cgroups::find().filter(|cgroups| sandbox.works_in(cgroups));
+            match sandbox.try_start() {
+                Ok(()) if sandbox.limits_processes()? => {
+                    return Ok(Probed {
+                        sandbox,
+                        lacks: None,
+                    });
+                }
+                Ok(()) => {
+                    limited.get_or_insert_with(|| sandbox.clone());
+                }
+                Err(error) => {
+                    reason.get_or_insert(error);
+                }
+            }
+        }
+        if let Some(sandbox) = limited {
+            let lacks = "the number of their processes is not limited".to_owned();
+            return Ok(Probed {
+                sandbox,
+                lacks: Some(lacks),
+            });
+        }
+        sandbox.isolation = Isolation::Missing;
+        sandbox.cgroups = None;
+        sandbox.try_start()?;
+        let reason = reason
+            .map(|error| format!(" ({error:#})"))
+            .unwrap_or_default();
+        let memory = match cfg!(target_os = "linux") {
+            true => "",
+            false => ", their memory is not limited",
+        };
+        let lacks = format!(
+            "they can read and write files of this user, use the network and end other programs of \
+             this user, the number of their processes is not limited, and those in another session \
+             go on{memory}; namespaces do not work here{reason}"
+        );
+        Ok(Probed {
+            sandbox,
+            lacks: Some(lacks),
+        })
+    }
+
+    fn works_in(&self, cgroups: &Cgroups) -> bool {
+        let with = Self {
+            cgroups: Some(cgroups.clone()),
+            ..self.clone()
+        };
+        with.try_start().is_ok()
+    }
+
+    /// Starts a program that starts another one.
+    fn try_start(&self) -> Result<()> {
+        match self.forks()? {
+            true => Ok(()),
+            false => Err(anyhow!("a program that starts another one failed")),
+        }
+    }
+
+    /// Returns true if a program that may be only one process cannot start another one.
+    fn limits_processes(&self) -> Result<bool> {
+        let limits = CodeLimits {
+            processes: 1,
+            ..self.limits
+        };
+        let alone = Self {
+            limits,
+            ..self.clone()
+        };
+        Ok(!alone.forks()?)
+    }
+
+    fn forks(&self) -> Result<bool> {
+        let command = ["timeout", "20", "true"].map(str::to_owned);
+        let command = match self.isolation {
+            // Not every system has this program.
+            Isolation::Missing => &command[2..],
+            _ => &command[..],
+        };
+        let job = Job {
+            command,
+            file: None,
+            input: Vec::new(),
+        };
+        let limits = CodeLimits {
+            time_seconds: 30.,
+            cpu_seconds: 30,
+            memory_mib: self.limits.memory_mib.max(256),
+            ..self.limits
+        };
+        let trial = Self {
+            limits,
+            ..self.clone()
+        };
+        Ok(matches!(
+            trial.run(&job, &NoProgress)?.end,
+            End::Exited(true)
+        ))
+    }
+
+    /// Returns true if nothing that a program has started can outlive it.
+    pub(super) fn is_isolated(&self) -> bool {
+        self.isolation != Isolation::Missing
+    }
+
+    /// The name and the arguments that start `command` with its files of the folder `files`.
+    /// `root` is an empty folder.
+    pub(super) fn command_line(
+        &self,
+        command: &[String],
+        files: &Path,
+        root: &Path,
+        cgroup: Option<&Path>,
+    ) -> Vec<String> {
+        let limits = &self.limits;
+        let mut line: Vec<String> = Vec::new();
+        let mut add = |words: &[&str]| line.extend(words.iter().map(|word| (*word).to_owned()));
+        let text = |path: &Path| path.to_string_lossy().into_owned();
+        let namespaces = [
+            "--mount",
+            "--net",
+            "--ipc",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+        ];
+        match self.isolation {
+            Isolation::Root => {
+                add(&["unshare"]);
+                add(&namespaces);
+            }
+            Isolation::User => {
+                add(&["unshare", "--user", "--map-root-user"]);
+                add(&namespaces);
+            }
+            Isolation::Missing => {}
+        }
+        if self.is_isolated() {
+            let kind = match self.isolation {
+                Isolation::Root => "root",
+                _ => "user",
+            };
+            let cgroup = cgroup.map(text).unwrap_or_default();
+            let size = (limits.disk_mib << 20).to_string();
+            let processes = limits.processes.to_string();
+            add(&["sh", "-c", ISOLATE, "isolate", &text(root), &text(files)]);
+            add(&[&size, &cgroup, kind, &processes]);
+            self.visible.iter().for_each(|path| add(&[&text(path)]));
+            add(&["--"]);
+        }
+        let blocks = (limits.disk_mib << 11).to_string();
+        let memory = match cfg!(target_os = "linux") {
+            true => (limits.memory_mib << 10).to_string(),
+            false => "unlimited".to_owned(),
+        };
+        add(&[
+            "sh",
+            "-c",
+            LIMITS,
+            "limits",
+            &limits.cpu_seconds.to_string(),
+        ]);
+        add(&[&blocks, &memory]);
+        line.extend_from_slice(command);
+        line
+    }
+}
+
+/// The folders of the system, and `more` without links on their way and without what is in another
+/// one.
+fn visible_paths(more: &[PathBuf]) -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> = SYSTEM.iter().map(PathBuf::from).collect();
+    let mut more: Vec<PathBuf> = more.iter().filter_map(|path| real_path(path)).collect();
+    more.sort();
+    for path in more {
+        // A folder around one that is visible would cover it.
+        let is_new = !paths.iter().any(|shown| path.starts_with(shown));
+        let covers = SYSTEM
+            .iter()
+            .any(|shown| Path::new(shown).starts_with(&path));
+        if is_new && !covers {
+            paths.push(path);
+        }
+    }
+    paths
+}
+
+/// The path without links, except the last part, which may be a link that programs look at.
+pub(super) fn real_path(path: &Path) -> Option<PathBuf> {
+    let path = std::path::absolute(path).ok()?;
+    let parent = path.parent()?.canonicalize().ok()?;
+    Some(parent.join(path.file_name()?)).filter(|path| path.exists())
+}

@@ -1,0 +1,525 @@
+//! Hostile programs. Each would pass its test if the limit that it attacks did not hold.
+
+use std::fs;
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use candle_grpo_train::rewards::CodeReward;
+use candle_grpo_train::{Interrupted, Progress, RewardFunction};
+use serde_json::{Value, json};
+
+use super::{fenced, isolated, processes_with, score, scores, unique};
+
+const RIGHT: &str = "def f(n):\n    return n + 1";
+const TEST: &str = "assert f(1) == 2";
+
+/// Small limits. The time is that of a busy machine, if no test needs its end.
+fn small(time_seconds: f64, more: Value) -> Option<CodeReward> {
+    let mut options = json!({"limits": {
+        "time_seconds": time_seconds,
+        "cpu_seconds": 30,
+        "memory_mib": 256,
+        "processes": 16,
+        "output_bytes": 65536,
+        "disk_mib": 8,
+    }});
+    options
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    isolated(options)
+}
+
+/// The program must fail, and the next one must be scored as ever.
+fn fails(reward: &CodeReward, program: &str, test: &str) {
+    assert_eq!(score(reward, program, json!(test)), 0., "{program}");
+    assert_eq!(score(reward, RIGHT, json!(TEST)), 1., "after {program}");
+}
+
+fn passes(reward: &CodeReward, program: &str, test: &str) {
+    assert_eq!(score(reward, program, json!(test)), 1., "{program}");
+}
+
+#[test]
+fn the_number_of_processes_is_limited() {
+    let name = unique("bomb");
+    let Some(reward) = small(5., json!({"file": name})) else {
+        return;
+    };
+    // Bounded, so that it does no harm if the limit does not hold.
+    let count = "
+import os, time
+n = 0
+for _ in range(60):
+    try:
+        pid = os.fork()
+    except OSError:
+        break
+    if pid == 0:
+        time.sleep(600)
+    n += 1
+";
+    fails(&reward, count, "assert n >= 16");
+    passes(&reward, count, "assert n == 15");
+    let threads = "
+import threading, time
+n = 0
+try:
+    for _ in range(60):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        n += 1
+except RuntimeError:
+    pass
+";
+    fails(&reward, threads, "assert n >= 16");
+    // It is bounded: now without an end.
+    let bomb = "import os\nprint('x', flush=True)\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass";
+    assert_eq!(score(&reward, bomb, json!([{"output": "x"}])), 0.);
+    assert_eq!(processes_with(&name), [""; 0]);
+    passes(&reward, RIGHT, TEST);
+}
+
+#[test]
+fn an_endless_loop_ends_with_the_cpu_time() {
+    let limits = json!({"limits": {"time_seconds": 600, "cpu_seconds": 1, "memory_mib": 256}});
+    let Some(reward) = isolated(limits) else {
+        return;
+    };
+    let begun = Instant::now();
+    fails(&reward, "while True:\n    pass", "pass");
+    // A signal can be caught, but the limit holds.
+    fails(
+        &reward,
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass",
+        "pass",
+    );
+    assert!(begun.elapsed() < Duration::from_secs(300));
+}
+
+#[test]
+fn a_sleeping_program_ends_with_the_time() {
+    let name = unique("sleep");
+    let Some(reward) = small(1., json!({"file": name})) else {
+        return;
+    };
+    let begun = Instant::now();
+    assert_eq!(
+        score(&reward, "import time\ntime.sleep(600)", json!("pass")),
+        0.
+    );
+    let closed = "import os, time\nprint('x', flush=True)\nos.closerange(0, 100)\ntime.sleep(600)";
+    assert_eq!(score(&reward, closed, json!([{"output": "x"}])), 0.);
+    assert!(begun.elapsed() < Duration::from_secs(300));
+    assert_eq!(processes_with(&name), [""; 0]);
+}
+
+#[test]
+fn memory_is_limited() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    fails(
+        &reward,
+        "x = bytearray(10 * 2**30)",
+        "assert len(x) == 10 * 2**30",
+    );
+    fails(&reward, "x = [0] * 10**10", "assert len(x)");
+    fails(
+        &reward,
+        "import mmap\nx = mmap.mmap(-1, 10 * 2**30)",
+        "assert len(x)",
+    );
+    // An expansion of 600 KB to 600 MB.
+    let bomb = "
+import zlib
+packer = zlib.compressobj(1)
+packed = b''.join(packer.compress(bytes(1 << 20)) for _ in range(600)) + packer.flush()
+";
+    fails(
+        &reward,
+        &format!("{bomb}x = zlib.decompress(packed)"),
+        "assert len(x) == 600 << 20",
+    );
+}
+
+#[test]
+fn output_is_limited() {
+    let Some(reward) = small(120., json!({})) else {
+        return;
+    };
+    for stream in ["stdout", "stderr"] {
+        let program = format!(
+            "import sys\nfor _ in range(1600):\n    sys.{stream}.write('x' * 65536)\nsys.{stream}.flush()"
+        );
+        fails(&reward, &program, "pass");
+        let said = format!("{program}\nprint('end')");
+        let expected = format!(
+            "{}end",
+            "x".repeat(if stream == "stdout" { 1600 * 65536 } else { 0 })
+        );
+        assert_eq!(score(&reward, &said, json!([{"output": expected}])), 0.);
+    }
+    // Less than the limit.
+    passes(&reward, "print('x' * 60000)", "pass");
+}
+
+#[test]
+fn files_are_limited() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    let one = "
+with open('out', 'wb') as file:
+    for _ in range(40):
+        file.write(bytes(1 << 20))
+";
+    fails(&reward, one, "pass");
+    let several = "
+for i in range(40):
+    with open(f'out{i}', 'wb') as file:
+        file.write(bytes(1 << 20))
+";
+    fails(&reward, several, "pass");
+    fails(
+        &reward,
+        &several.replace("out{i}", "/dev/shm/out{i}"),
+        "pass",
+    );
+    fails(
+        &reward,
+        "for i in range(30000):\n    open(f'{i}', 'w').close()",
+        "pass",
+    );
+    let bomb = "
+import zlib
+packer = zlib.compressobj(1)
+packed = b''.join(packer.compress(bytes(1 << 20)) for _ in range(100)) + packer.flush()
+unpack = zlib.decompressobj()
+with open('out', 'wb') as file:
+    while not unpack.eof:
+        file.write(unpack.decompress(packed, 1 << 20))
+        packed = unpack.unconsumed_tail
+";
+    fails(&reward, bomb, "pass");
+    // Less than the limit.
+    passes(
+        &reward,
+        &one.replace("40", "4"),
+        "import os\nassert os.path.getsize('out') == 4 << 20",
+    );
+}
+
+#[test]
+fn deep_nesting_is_an_error_of_the_program() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    for (open, close) in [("(", ")"), ("[", "]"), ("-", ""), ("f(", ")"), ("not ", "")] {
+        let program = format!("x = {}1{}", open.repeat(10_000), close.repeat(10_000));
+        fails(&reward, &program, "assert False");
+    }
+    let nested: String = (0..10_000)
+        .map(|depth| format!("{}if 1:\n", " ".repeat(depth)))
+        .collect();
+    fails(&reward, &nested[..2_000_000], "assert False");
+    fails(
+        &reward,
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(n):\n    return f(n)\nf(1)",
+        "pass",
+    );
+    fails(&reward, "x\0y = 1", "pass");
+}
+
+#[test]
+fn other_processes_survive_a_program_that_kills() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    let mut neighbor = Command::new("sleep")
+        .arg("600")
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    for program in [
+        "import os\nos.kill(-1, 9)",
+        "import os\nos.kill(os.getppid(), 9)",
+        "import os\nos.killpg(os.getpgid(os.getppid()), 9)",
+        "import os\nos.killpg(0, 9)",
+        "import os\nfor pid in range(1, 70000):\n    try:\n        pid != os.getpid() and os.kill(pid, 9)\n    except OSError:\n        pass",
+    ] {
+        // It may pass, since it harms nothing.
+        let score = score(&reward, program, json!("assert 1"));
+        assert!(score == 0. || score == 1.);
+        passes(&reward, RIGHT, TEST);
+        assert!(neighbor.try_wait().unwrap().is_none(), "{program}");
+    }
+    neighbor.kill().unwrap();
+    neighbor.wait().unwrap();
+}
+
+#[test]
+fn there_is_no_network() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let program = format!("import socket\nsocket.create_connection(('127.0.0.1', {port}), 5)");
+    fails(&reward, &program, "pass");
+    assert!(listener.accept().is_err());
+    // The program itself works where there is a network.
+    let control = Command::new(super::python()[0].as_str().unwrap())
+        .args(["-c", &program])
+        .status();
+    assert!(control.unwrap().success() && listener.accept().is_ok());
+    fails(
+        &reward,
+        "import socket\nsocket.create_connection(('1.1.1.1', 53), 5)",
+        "pass",
+    );
+}
+
+#[test]
+fn nothing_outlives_a_program() {
+    let name = unique("daemon");
+    let Some(reward) = small(60., json!({"file": name})) else {
+        return;
+    };
+    let program = "
+import os, signal, time
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    for number in range(1, 65):
+        try:
+            signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError):
+            pass
+    if os.fork() == 0:
+        os.write(write, b'x')
+        time.sleep(600)
+    os._exit(0)
+os.read(read, 1)
+print('started')
+";
+    assert_eq!(score(&reward, program, json!([{"output": "started"}])), 1.);
+    assert_eq!(processes_with(&name), [""; 0]);
+}
+
+#[test]
+fn files_outside_the_folder_are_neither_read_nor_written() {
+    let name = unique("outside");
+    let Some(reward) = small(60., json!({"file": name})) else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("secret"), "42").unwrap();
+    let path = folder.path().display().to_string();
+    let dots = format!("{}{path}", "../".repeat(20));
+    for place in [&path, &dots] {
+        fails(
+            &reward,
+            &format!("open('{place}/new', 'w').write('x')"),
+            "pass",
+        );
+        fails(
+            &reward,
+            &format!("x = open('{place}/secret').read()"),
+            "assert x == '42'",
+        );
+        let link =
+            format!("import os\nos.symlink('{place}', 'link')\nopen('link/new', 'w').write('x')");
+        fails(&reward, &link, "pass");
+    }
+    // With all folders of the path, which are its own.
+    let all = format!(
+        "import os\nos.makedirs('{path}', exist_ok=True)\nopen('{path}/new', 'w').write('x')"
+    );
+    score(&reward, &all, json!("pass"));
+    let names: Vec<_> = fs::read_dir(folder.path())
+        .unwrap()
+        .map(|file| file.unwrap().file_name())
+        .collect();
+    assert_eq!(names, ["secret"]);
+    for place in ["/usr", "/usr/bin", "/proc/1/root", "/sys", "/etc"] {
+        fails(
+            &reward,
+            &format!("open('{place}/{name}', 'w').write('x')"),
+            "pass",
+        );
+    }
+    fails(
+        &reward,
+        "import os",
+        "assert os.path.exists('/root') and os.path.exists('/home')",
+    );
+    // Folders are removed, and a fresh one has the program only.
+    passes(
+        &reward,
+        "import os\nopen('left', 'w').close()",
+        "assert os.listdir() == ['left']",
+    );
+    assert_eq!(
+        score(
+            &reward,
+            "import os\nprint(os.listdir())",
+            json!([{"output": format!("['{name}']")}])
+        ),
+        1.
+    );
+    let folders = fs::read_dir(std::env::temp_dir()).unwrap();
+    let left = folders.filter(|folder| {
+        let folder = folder.as_ref().unwrap().path();
+        folder.join("files").join(&name).exists() || folder.join("root/work").exists()
+    });
+    assert_eq!(left.count(), 0);
+}
+
+#[test]
+fn a_program_has_no_rights_and_no_secrets() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    passes(
+        &reward,
+        "import os\nstatus = open('/proc/self/status').read()",
+        "assert 'CapEff:\t0000000000000000' in status and 'NoNewPrivs:\t1' in status",
+    );
+    passes(
+        &reward,
+        "import os",
+        "assert 'CARGO_MANIFEST_DIR' not in os.environ and len(os.environ) < 12",
+    );
+    passes(&reward, "import os", "assert os.read(0, 1) == b''");
+    fails(
+        &reward,
+        "import os, subprocess\nsubprocess.run(['mount', '-t', 'tmpfs', 'x', '/work'], check=True)",
+        "pass",
+    );
+    fails(
+        &reward,
+        "import os, subprocess\nsubprocess.run(['umount', '/usr'], check=True)",
+        "pass",
+    );
+    fails(
+        &reward,
+        "import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))",
+        "pass",
+    );
+    fails(&reward, "import os\nos.mkdir('x')\nos.chroot('x')", "pass");
+}
+
+#[test]
+fn output_that_is_not_utf8_is_wrong() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    let program = "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe\\x00')";
+    assert_eq!(
+        score(&reward, program, json!([{"output": "\u{fffd}\u{fffd}\0"}])),
+        0.
+    );
+    // It is no output of assertions.
+    passes(&reward, program, "pass");
+    fails(&reward, "# \u{1F600}\nx = '\\ud800'\nprint(x)", "pass");
+}
+
+#[test]
+fn only_assertions_that_reach_their_end_pass() {
+    let Some(reward) = small(60., json!({})) else {
+        return;
+    };
+    let everywhere = "
+for number in range(3, 256):
+    try:
+        os.write(number, text.encode())
+    except OSError:
+        pass
+os._exit(0)
+";
+    let frames = "
+import gc, os, re, sys
+text = ''
+frame = sys._getframe()
+while frame:
+    for value in [*frame.f_locals.values(), *frame.f_code.co_consts]:
+        text += ' '.join(re.findall('[0-9a-f]{32}', repr(value)))
+    frame = frame.f_back
+for value in gc.get_objects():
+    text += ' '.join(re.findall('[0-9a-f]{32}', repr(value) if type(value) is list else ''))
+";
+    let command =
+        "import os\ntext = open('/proc/self/cmdline').read() + open('/proc/1/environ').read()\n";
+    for program in [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "raise SystemExit",
+        "exit()",
+        "def f(n):\n    import os\n    os._exit(0)",
+        "import sys\nsys.stdout.write('passed\\nok\\n1\\n')\nsys.exit()",
+        "import os\nfor n in range(300):\n    try:\n        os.write(n, b'0' * 32)\n    except OSError:\n        pass\nos._exit(0)",
+        "import builtins, os\nbuiltins.exec = builtins.compile = lambda *a: None\nos._exit = lambda n: None",
+        "import os\nos.read = lambda *a: b''\nos.write = lambda *a: 0",
+        "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\nimport time\ntime.sleep(5)",
+        &format!("{frames}{everywhere}"),
+        &format!("{command}{everywhere}"),
+        &format!(
+            "{frames}\ndef f(n):\n    global text\n    {}",
+            everywhere.trim_start().replace('\n', "\n    ")
+        ),
+    ] {
+        fails(&reward, program, TEST);
+    }
+    // Text on stdout does not disturb.
+    passes(
+        &reward,
+        "print('0' * 32)\ndef f(n):\n    print(n)\n    return 2",
+        TEST,
+    );
+    passes(
+        &reward,
+        "if __name__ == '__main__':\n    f = lambda n: 2",
+        TEST,
+    );
+    fails(&reward, RIGHT, "assert f(1) == 2\nassert f(1) == 3");
+    fails(&reward, RIGHT, "assert f(1) ==");
+}
+
+/// Asks to stop once it is set.
+#[derive(Default)]
+struct Stop(AtomicBool);
+
+impl Progress for Stop {
+    fn is_canceled(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn a_canceled_run_stops_and_leaves_no_process() {
+    let name = unique("canceled");
+    let Some(mut reward) = small(600., json!({"file": name, "workers": 2})) else {
+        return;
+    };
+    let stop = Arc::new(Stop::default());
+    reward.set_progress(stop.clone());
+    let row = json!({"tests": [{"output": ""}]});
+    let completions = vec![(fenced("import time\ntime.sleep(600)"), row); 4];
+    let begun = Instant::now();
+    let error = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while processes_with(&name).is_empty() && begun.elapsed() < Duration::from_secs(60) {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            stop.0.store(true, Ordering::SeqCst);
+        });
+        scores(&reward, &completions).unwrap_err()
+    });
+    assert!(error.is::<Interrupted>(), "{error:#}");
+    assert!(begun.elapsed() < Duration::from_secs(120));
+    assert_eq!(processes_with(&name), [""; 0]);
+}

@@ -1,0 +1,130 @@
+//! Machines and users that have less than this one.
+
+use std::process::{Command, Stdio};
+
+use serde_json::json;
+
+use super::{is_isolated, score, with_options};
+
+const PART: &str = "CANDLE_GRPO_TEST_CODE";
+
+/// Runs tests of this file in a process with fewer rights. Returns false if that cannot start.
+fn again(launcher: &[&str], test: &str, part: &str) -> Option<bool> {
+    let (name, arguments) = launcher.split_first().unwrap();
+    let trial = Command::new(name)
+        .args(arguments)
+        .arg("true")
+        .stderr(Stdio::null())
+        .status();
+    if !trial.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: {launcher:?} does not work here");
+        return None;
+    }
+    // Others can read a copy.
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("tests");
+    std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    #[cfg(unix)]
+    for path in [folder.path(), &program] {
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+            .unwrap();
+    }
+    let output = Command::new(name)
+        .args(arguments)
+        .arg(&program)
+        .args([test, "--test-threads", "2", "--nocapture"])
+        .current_dir("/")
+        .env(PART, part)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{text}{}", String::from_utf8_lossy(&output.stderr));
+    Some(output.status.success() && !text.contains("running 0 tests"))
+}
+
+/// Root that drops its rights makes user namespaces, as users do.
+#[test]
+fn limits_hold_for_users_without_rights() {
+    if std::env::var_os(PART).is_some() || !is_isolated() {
+        return;
+    }
+    let user = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups"];
+    let works = [
+        &user[..],
+        &["unshare", "--user", "--map-root-user", "--mount"],
+    ]
+    .concat();
+    // A system may deny it to users.
+    if again(&works, "no-such-test", "").is_none() {
+        return;
+    }
+    assert_ne!(again(&user, "code_reward::hostile", "user"), Some(false));
+}
+
+/// In it no namespaces can be made.
+const WITHOUT_NAMESPACES: [&str; 6] = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "sh",
+    "-c",
+    "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs \"$0\" \"$@\"",
+];
+
+#[test]
+fn a_machine_without_namespaces_warns_and_keeps_other_limits() {
+    if std::env::var_os(PART).is_none() {
+        let name = "code_reward::weak::a_machine_without_namespaces_warns_and_keeps_other_limits";
+        assert_ne!(again(&WITHOUT_NAMESPACES, name, "weak"), Some(false));
+        return;
+    }
+    if std::env::var(PART).unwrap() != "weak" {
+        return;
+    }
+    let error = with_options(json!({"require_isolation": true}))
+        .err()
+        .unwrap()
+        .to_string();
+    assert!(
+        error.starts_with("require_isolation: true, but programs are not isolated: "),
+        "{error}"
+    );
+    let limits = json!({"cpu_seconds": 1, "time_seconds": 3, "memory_mib": 256, "output_bytes": 65536, "disk_mib": 8});
+    let reward = with_options(json!({"limits": limits})).unwrap();
+    let lacks = reward.missing_isolation().unwrap();
+    assert!(
+        lacks.contains("use the network") && lacks.contains("namespaces do not work here"),
+        "{lacks}"
+    );
+    let right = "def f(n):\n    return n + 1";
+    for (program, test, expected) in [
+        (right, "assert f(1) == 2", 1.),
+        (right, "assert f(1) == 3", 0.),
+        ("while True:\n    pass", "pass", 0.),
+        ("import time\ntime.sleep(600)", "pass", 0.),
+        ("x = bytearray(10 * 2**30)", "pass", 0.),
+        ("for _ in range(100):\n    print('x' * 65536)", "pass", 0.),
+        ("open('x', 'wb').write(bytes(40 << 20))", "pass", 0.),
+        ("import os\nos._exit(0)", "pass", 0.),
+        (
+            "import os\nif os.fork() == 0:\n    import time\n    time.sleep(600)",
+            "pass",
+            1.,
+        ),
+        (
+            "import os\nos.mkdir('x')\nopen('x/y', 'w').close()\nos.chmod('x', 0)",
+            "pass",
+            1.,
+        ),
+    ] {
+        assert_eq!(score(&reward, program, json!(test)), expected, "{program}");
+    }
+    assert_eq!(
+        score(
+            &reward,
+            "print(input())",
+            json!([{"input": "a", "output": "a"}])
+        ),
+        1.
+    );
+}
