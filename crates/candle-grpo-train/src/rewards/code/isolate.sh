@@ -15,6 +15,10 @@ echo 1000 2> /dev/null > /proc/self/oom_score_adj || :
 
 mount -t tmpfs -o "size=$size,nr_inodes=16k,mode=755,nosuid,nodev" tmpfs "$root"
 mkdir "$root/dev" "$root/dev/shm" "$root/proc" "$root/tmp" "$root/work" "$root/old"
+# These stay writable when the rest becomes read-only. All have one size together.
+for folder in work tmp dev/shm; do
+  mount --bind "$root/$folder" "$root/$folder"
+done
 while [ "$1" != -- ]; do
   path=$1
   shift
@@ -52,10 +56,6 @@ umount -l /old
 rmdir /old
 chmod 1777 /tmp /dev/shm
 [ "$kind" = user ] || chown -R 65534:65534 /work
-# The rest of this file system, which has one size, is read-only.
-for folder in /work /tmp /dev/shm; do
-  mount --bind "$folder" "$folder"
-done
 mount -o remount,bind,ro,nosuid,nodev /
 
 status=0
