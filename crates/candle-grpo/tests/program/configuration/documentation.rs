@@ -156,7 +156,12 @@ fn tables() -> Vec<Table> {
             "code",
             "crates/candle-grpo-train/src/rewards/code/mod.rs",
             "CodeConfig",
-            kind(json!({"kind": "code", "limits": {}})),
+            {
+                // They have a table.
+                let mut options = kind(json!({"kind": "code"}));
+                options["limits"] = Value::Null;
+                options
+            },
         ),
         table(
             "code limits",
