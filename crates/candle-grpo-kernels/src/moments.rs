@@ -33,7 +33,26 @@ pub fn moment_codes() -> [[f32; 256]; 2] {
 /// The numbers of the codes of one of the two moments, in ascending order.
 pub(crate) struct CodeMap {
     pub(crate) numbers: [f32; NUMBERS],
-    /// The codes of positive numbers by magnitude: 7 decades, and the number 1.
+    /// The code of 0.
+    zero: u8,
+    /// The code of the least magnitude of each cell. Floats of a cell have the same exponent and
+    /// the same first bits of the fraction. At most one border between two codes is in a cell.
+    cells: [u8; CELLS],
+    /// The bits of the least magnitude with a larger code than each code.
+    next: [u32; NUMBERS],
+}
+
+/// The bits of a float that do not decide its cell.
+const CELL_BITS: u32 = 15;
+/// The cell of 2^-22, which stands for those below, too.
+const FIRST_CELL: u32 = (127 - 22) << (23 - CELL_BITS);
+/// The cell of 1.
+const LAST_CELL: u32 = 127 << (23 - CELL_BITS);
+const CELLS: usize = (LAST_CELL - FIRST_CELL + 1) as usize;
+
+/// The definition of the codes of magnitudes, from which [`CodeMap`] has a table.
+struct Decades {
+    /// 7 decades, and the number 1.
     decades: [Decade; 8],
     /// The code of 0.
     zero: f32,
@@ -52,6 +71,8 @@ struct Decade {
     last: f32,
 }
 
+/// The sign of a float.
+const SIGN: u32 = 1 << 31;
 /// The least magnitude at which all floats are whole numbers.
 const WHOLE: f32 = (1 << 23) as f32;
 
@@ -60,8 +81,9 @@ pub(crate) static SIGNED: LazyLock<CodeMap> = LazyLock::new(|| CodeMap::new(true
 /// The codes of the average of squared gradients.
 pub(crate) static UNSIGNED: LazyLock<CodeMap> = LazyLock::new(|| CodeMap::new(false));
 
-impl CodeMap {
-    fn new(signed: bool) -> Self {
+impl Decades {
+    /// The decades, and the numbers of their codes.
+    fn new(signed: bool) -> (Self, [f64; NUMBERS]) {
         let zero = if signed { 127 } else { 0 };
         let mut numbers = [0.0; NUMBERS];
         let mut first = zero + 1;
@@ -95,43 +117,80 @@ impl CodeMap {
             first += parts as usize;
             codes
         });
-        for code in 0..zero {
-            numbers[code] = -numbers[2 * zero - code];
-        }
-        Self {
-            numbers: numbers.map(|number| number as f32),
-            decades,
-            zero: zero as f32,
-        }
+        let zero = zero as f32;
+        (Self { decades, zero }, numbers)
     }
 
-    /// The code of a number in [-1, 1]: that of the nearest number. It has selects in place of
-    /// branches, so that the compiler vectorizes a loop.
-    #[inline(always)]
-    fn code(&self, number: f32) -> u8 {
-        let magnitude = number.abs();
+    /// The code of a magnitude up to 1.
+    fn code(&self, magnitude: f32) -> u8 {
         let (mut factor, mut offset) = (0.0, 0.0);
         let (mut first, mut last) = (self.zero, self.zero);
         for decade in &self.decades {
-            let is_above = magnitude > decade.above;
-            factor = if is_above { decade.factor } else { factor };
-            offset = if is_above { decade.offset } else { offset };
-            first = if is_above { decade.first } else { first };
-            last = if is_above { decade.last } else { last };
+            if magnitude > decade.above {
+                (factor, offset) = (decade.factor, decade.offset);
+                (first, last) = (decade.first, decade.last);
+            }
         }
-        let place = magnitude * factor - offset;
-        let place = if place > 0.0 { place } else { 0.0 };
+        let place = (magnitude * factor - offset).max(0.0);
         // Rounded down: at this magnitude floats are whole numbers.
-        let code = first + place - 0.4999;
-        let code = if code > 0.0 { code } else { 0.0 };
-        let code = code + WHOLE - WHOLE;
-        let code = if code < last { code } else { last };
-        // The numbers are symmetric but for 1.
-        let mirrored = 2.0 * self.zero - code;
-        let mirrored = if mirrored > 0.0 { mirrored } else { 0.0 };
-        let code = if number < 0.0 { mirrored } else { code };
-        // The low bits of this sum are the whole number.
-        (code + WHOLE).to_bits() as u8
+        let code = (first + place - 0.4999).max(0.0) + WHOLE - WHOLE;
+        code.min(last) as u8
+    }
+
+    /// The bits of the least magnitude with a larger code than `code`, which is not the last one.
+    fn least_bits_above(&self, code: u8) -> u32 {
+        let (mut below, mut least) = (0, 1f32.to_bits());
+        while below < least {
+            let middle = (below + least) / 2;
+            match self.code(f32::from_bits(middle)) > code {
+                true => least = middle,
+                false => below = middle + 1,
+            }
+        }
+        least
+    }
+}
+
+impl CodeMap {
+    fn new(signed: bool) -> Self {
+        let (decades, mut numbers) = Decades::new(signed);
+        let zero = decades.zero as usize;
+        for code in 0..zero {
+            numbers[code] = -numbers[2 * zero - code];
+        }
+        let mut next = [u32::MAX; NUMBERS];
+        for code in zero..NUMBERS - 1 {
+            next[code] = decades.least_bits_above(code as u8);
+        }
+        let cells = std::array::from_fn(|cell| match cell {
+            0 => zero as u8,
+            _ => decades.code(f32::from_bits((FIRST_CELL + cell as u32) << CELL_BITS)),
+        });
+        Self {
+            numbers: numbers.map(|number| number as f32),
+            zero: zero as u8,
+            cells,
+            next,
+        }
+    }
+
+    /// The code of a number in [-1, 1]: that of the nearest number.
+    #[inline(always)]
+    fn code(&self, number: f32) -> u8 {
+        let bits = number.to_bits();
+        let magnitude = bits & !SIGN;
+        // NaN has the code of 0.
+        let magnitude = match magnitude > f32::INFINITY.to_bits() {
+            true => 0,
+            false => magnitude,
+        };
+        let cell = (magnitude >> CELL_BITS).clamp(FIRST_CELL, LAST_CELL) - FIRST_CELL;
+        let code = self.cells[cell as usize];
+        let code = code + u8::from(magnitude >= self.next[usize::from(code)]);
+        // The numbers are symmetric but for 1. Signs are random, so a branch would be slow.
+        let mirrored = (2 * self.zero).saturating_sub(code);
+        let is_negative = ((bits >> 31) as u8).wrapping_neg();
+        (code & !is_negative) | (mirrored & is_negative)
     }
 
     /// Reads a block of at most 256 numbers.
@@ -162,8 +221,13 @@ impl CodeMap {
             codes.fill(0);
             return;
         }
-        for (code, number) in codes.iter_mut().zip(numbers) {
-            *code = self.code(number / scale);
+        // The compiler vectorizes the quotients, and no loop with a table.
+        let mut quotients = [0.0; NUMBERS];
+        for (quotient, number) in quotients.iter_mut().zip(numbers) {
+            *quotient = number / scale;
+        }
+        for (code, &quotient) in codes.iter_mut().zip(&quotients[..numbers.len()]) {
+            *code = self.code(quotient);
         }
     }
 
@@ -240,13 +304,33 @@ mod tests {
         }
     }
 
+    /// Around each border, and at floats in equal steps.
+    #[test]
+    fn the_table_has_the_codes_of_the_decades() {
+        for (map, decades) in [
+            (&*SIGNED, Decades::new(true).0),
+            (&*UNSIGNED, Decades::new(false).0),
+        ] {
+            let borders = map.next.iter().filter(|&&bits| bits != u32::MAX);
+            let around = borders.flat_map(|&bits| bits - 1..=bits + 1);
+            let steps = (0..=1f32.to_bits()).step_by(1013);
+            for bits in around.chain(steps).chain([1f32.to_bits()]) {
+                let magnitude = f32::from_bits(bits);
+                let code = decades.code(magnitude);
+                assert_eq!(map.code(magnitude), code, "{magnitude}");
+                let mirrored = (2 * map.zero).saturating_sub(code);
+                assert_eq!(map.code(-magnitude), mirrored, "-{magnitude}");
+            }
+        }
+    }
+
     #[test]
     fn codes_of_all_numbers_are_their_own_and_the_ends_are_kept() {
         for map in [&*SIGNED, &*UNSIGNED] {
             for (code, &number) in map.numbers.iter().enumerate() {
                 assert_eq!(usize::from(map.code(number)), code, "{number}");
             }
-            assert_eq!(f32::from(map.code(f32::NAN)), map.zero);
+            assert_eq!(map.code(f32::NAN), map.zero);
             assert_eq!(map.code(f32::INFINITY), 255);
         }
         assert_eq!(
