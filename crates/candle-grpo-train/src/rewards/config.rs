@@ -16,6 +16,9 @@ use super::{
 };
 use crate::invalid::within;
 
+/// The key of the reward that another one scales.
+const CORRECT: &str = "correct";
+
 /// One term of the reward in a configuration file: `kind`, the options of that kind, `weight` and
 /// `name`.
 ///
@@ -216,8 +219,9 @@ impl RewardConfig {
         self.kind.caches()
     }
 
-    /// The paths of the models of rewards, to replace names of the hub.
-    pub fn models_mut(&mut self) -> Vec<&mut PathBuf> {
+    /// The paths of the models of rewards, to replace names of the hub. Each has its key, such as
+    /// `judges[1].path`.
+    pub fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
         self.kind.models_mut()
     }
 
@@ -227,21 +231,20 @@ impl RewardConfig {
     /// # Errors
     ///
     /// If `rewards` is empty, an option is not valid, a program cannot be started or a model cannot
-    /// be loaded.
+    /// be loaded. The error names the key, such as `rewards[0].judges[1].path`.
     pub fn build(rewards: &[Self], device: &Device) -> Result<WeightedRewards> {
         ensure!(
             !rewards.is_empty(),
             "rewards: none, there must be at least one"
         );
         let mut sum = WeightedRewards::new();
-        for reward in rewards {
-            let name = reward.name();
+        for (i, reward) in rewards.iter().enumerate() {
             let build = || -> Result<Box<dyn RewardFunction>> {
                 reward.validate()?;
                 reward.kind.build(device)
             };
-            let function = build().with_context(|| format!("rewards: {name:?}"))?;
-            sum = sum.with_boxed(&name, reward.weight as f32, function);
+            let function = build().map_err(|error| within(&format!("rewards[{i}]"), error))?;
+            sum = sum.with_boxed(&reward.name(), reward.weight as f32, function);
         }
         Ok(sum)
     }
@@ -291,11 +294,11 @@ impl RewardKind {
     /// The rewards that this one is made of, each with its path.
     fn parts(&self) -> Vec<(String, &Self)> {
         match self {
-            Self::Cosine(options) => vec![("correct".to_owned(), &options.correct)],
-            Self::RelativeLength(options) => vec![("correct".to_owned(), &options.correct)],
+            Self::Cosine(options) => vec![(CORRECT.to_owned(), &options.correct)],
+            Self::RelativeLength(options) => vec![(CORRECT.to_owned(), &options.correct)],
             Self::Ensemble(options) => {
                 let judges = options.judges.iter().enumerate();
-                let judges = judges.map(|(i, judge)| (format!("judges[{i}]"), judge));
+                let judges = judges.map(|(i, judge)| (judge_key(i), judge));
                 judges.collect()
             }
             _ => Vec::new(),
@@ -348,12 +351,12 @@ impl RewardKind {
             Self::Instructions(reward) => Box::new(reward.clone()),
             Self::Cosine(options) => Box::new(LengthScaledReward::new(
                 LengthScale::Cosine(options.scale),
-                options.correct.build(device)?,
+                options.correct.build_part(CORRECT, device)?,
                 options.min_score as f32,
             )),
             Self::RelativeLength(options) => Box::new(LengthScaledReward::new(
                 LengthScale::Relative,
-                options.correct.build(device)?,
+                options.correct.build_part(CORRECT, device)?,
                 options.min_score as f32,
             )),
             Self::Regex(options) => Box::new(options.build()?),
@@ -367,12 +370,16 @@ impl RewardKind {
             Self::Ensemble(options) => {
                 let mut ensemble = EnsembleReward::new(options.combine.clone());
                 for (i, judge) in options.judges.iter().enumerate() {
-                    let judge = judge.build(device).with_context(|| format!("judge {i}"))?;
-                    ensemble = ensemble.with_boxed(judge);
+                    ensemble = ensemble.with_boxed(judge.build_part(&judge_key(i), device)?);
                 }
                 Box::new(ensemble)
             }
         })
+    }
+
+    /// Makes the function of a part with this path. An error has the path.
+    fn build_part(&self, path: &str, device: &Device) -> Result<Box<dyn RewardFunction>> {
+        self.build(device).map_err(|error| within(path, error))
     }
 
     fn check_files(&self) -> Result<()> {
@@ -407,14 +414,16 @@ impl RewardKind {
         }
     }
 
-    fn models_mut(&mut self) -> Vec<&mut PathBuf> {
+    fn models_mut(&mut self) -> Vec<(String, &mut PathBuf)> {
         match self {
-            Self::RewardModel(config) => vec![&mut config.path],
-            Self::Cosine(options) => options.correct.models_mut(),
-            Self::RelativeLength(options) => options.correct.models_mut(),
+            Self::RewardModel(config) => vec![("path".to_owned(), &mut config.path)],
+            Self::Cosine(options) => models_of_part(CORRECT, &mut options.correct),
+            Self::RelativeLength(options) => models_of_part(CORRECT, &mut options.correct),
             Self::Ensemble(options) => {
-                let judges = options.judges.iter_mut();
-                judges.flat_map(Self::models_mut).collect()
+                let judges = options.judges.iter_mut().enumerate();
+                judges
+                    .flat_map(|(i, judge)| models_of_part(&judge_key(i), judge))
+                    .collect()
             }
             _ => Vec::new(),
         }
@@ -449,6 +458,19 @@ fn judge(_: &JudgeConfig) -> Result<Box<dyn RewardFunction>> {
     anyhow::bail!(
         "kind: judge, must be another: this program was built without the feature engines"
     )
+}
+
+/// The paths of the models of a part, with their keys in the whole.
+fn models_of_part<'a>(key: &str, part: &'a mut RewardKind) -> Vec<(String, &'a mut PathBuf)> {
+    let models = part.models_mut().into_iter();
+    models
+        .map(|(path, model)| (format!("{key}.{path}"), model))
+        .collect()
+}
+
+/// The key of a judge of an ensemble.
+fn judge_key(index: usize) -> String {
+    format!("judges[{index}]")
 }
 
 fn check_min_score(min_score: f64) -> Result<()> {

@@ -5,9 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Error, Result, anyhow, ensure};
 use candle_core::{DType, Device};
-use candle_grpo_core::validate;
+use candle_grpo_core::{Invalid, validate};
 use candle_grpo_nn::{PackedTokens, SequenceClassifier, SequenceClassifierConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -73,7 +73,18 @@ impl RewardModelConfig {
             read_chat_template(&self.path)?;
             Ok(())
         };
-        check().with_context(|| format!("path: {}", self.path.display()))
+        check().map_err(|error| self.of_path(&error))
+    }
+
+    /// The error of an option, or else of the files at the path.
+    fn of_path(&self, error: &Error) -> Error {
+        let of_files = || {
+            let must = format!("be the folder of a reward model: {error:#}");
+            Invalid::new("path", self.path.display(), must)
+        };
+        // An invalid option in a file is a cause of another type.
+        let of_option = error.downcast_ref::<Invalid>().cloned();
+        of_option.unwrap_or_else(of_files).into()
     }
 
     /// The files that decide scores.
@@ -91,20 +102,24 @@ impl RewardModelConfig {
 
     /// The configuration of the model, and the index of its score.
     fn read_config(&self) -> Result<(SequenceClassifierConfig, usize)> {
-        ensure!(
+        validate::check(
             self.path.is_dir(),
-            "is not there, must be the folder of a model"
-        );
+            "path",
+            self.path.display(),
+            "be a folder that exists",
+        )?;
         let bytes = fs::read(self.path.join(CONFIG)).context(CONFIG)?;
         let config = SequenceClassifierConfig::from_hugging_face(&bytes).context(CONFIG)?;
         let labels = config.num_labels;
         match self.label {
-            None if labels > 1 => Err(anyhow!(
-                "label: absent, must be given for a model with {labels} labels"
-            )),
-            Some(label) if label >= labels => Err(anyhow!(
-                "label: {label}, must be below {labels}, the number of labels of the model"
-            )),
+            None if labels > 1 => {
+                let must = format!("be given for a model with {labels} labels");
+                Err(Invalid::new("label", "absent", must).into())
+            }
+            Some(label) if label >= labels => {
+                let must = format!("be below {labels}, the number of labels of the model");
+                Err(Invalid::new("label", label, must).into())
+            }
             label => Ok((config, label.unwrap_or(0))),
         }
     }
@@ -146,9 +161,7 @@ impl RewardModel {
     /// If an option is not valid, or a file of the model is missing or not valid.
     pub fn load(config: RewardModelConfig, device: &Device) -> Result<Self> {
         config.validate()?;
-        let path = config.path.clone();
-        let load = || Self::read(config, device);
-        load().with_context(|| format!("loading {}", path.display()))
+        Self::read(config.clone(), device).map_err(|error| config.of_path(&error))
     }
 
     fn read(config: RewardModelConfig, device: &Device) -> Result<Self> {

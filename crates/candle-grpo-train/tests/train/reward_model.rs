@@ -248,7 +248,7 @@ fn a_file_that_is_missing_is_an_error_with_its_name() {
     };
     let error = check(Path::new("no/such/folder"));
     assert!(
-        error.contains("path: no/such/folder: is not there"),
+        error.contains("path: no/such/folder, must be a folder that exists"),
         "{error}"
     );
     for name in ["config.json", "tokenizer.json", "model.safetensors"] {
@@ -267,6 +267,49 @@ fn a_file_that_is_missing_is_an_error_with_its_name() {
         error.contains("must be [\"LlamaForSequenceClassification\"]"),
         "{error}"
     );
+}
+
+/// Files are checked before weights are read.
+#[test]
+fn an_error_of_a_model_in_an_ensemble_names_its_key() {
+    let whole = folder(1, None);
+    let broken = folder(1, None);
+    fs::remove_file(broken.path().join("tokenizer.json")).unwrap();
+    let weights = folder(1, None);
+    fs::write(weights.path().join("model.safetensors"), "").unwrap();
+    let labels = folder(2, None);
+    let model = |folder: &Path| json!({"kind": "reward_model", "path": folder});
+    for (judge, key, cause) in [
+        (
+            model(Path::new("nowhere")),
+            "path: nowhere",
+            "must be a folder that exists",
+        ),
+        (model(broken.path()), "path", "tokenizer.json"),
+        (model(weights.path()), "path", "model.safetensors"),
+        (
+            model(labels.path()),
+            "label: absent",
+            "must be given for a model with 2 labels",
+        ),
+    ] {
+        let ensemble = json!([{"kind": "exact", "column": "a"},
+            {"kind": "ensemble", "judges": [model(whole.path()), judge]}]);
+        let rewards: Vec<RewardConfig> = serde_json::from_value(ensemble).unwrap();
+        let built = RewardConfig::build(&rewards, device())
+            .err()
+            .unwrap()
+            .to_string();
+        let expected = format!("rewards[1].judges[1].{key}");
+        assert!(
+            built.starts_with(&expected) && built.contains(cause),
+            "{built}"
+        );
+        if cause != "model.safetensors" {
+            let checked = rewards[1].check_files().unwrap_err().to_string();
+            assert_eq!(format!("rewards[1].{checked}"), built);
+        }
+    }
 }
 
 #[test]

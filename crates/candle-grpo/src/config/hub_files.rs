@@ -24,9 +24,13 @@ pub(super) struct HubFiles {
 }
 
 impl HubFiles {
-    /// Returns whether weights of a model that `key` names are not in the cache.
+    /// Returns whether weights of a model that `key` names, or a key in it, are not in the cache.
     pub(super) fn lacks_weights_of(&self, key: &str) -> bool {
-        self.missing.iter().any(|(lacking, ..)| lacking == key)
+        let is_of_key = |lacking: &str| match lacking.strip_prefix(key) {
+            Some(rest) => rest.is_empty() || rest.starts_with('.'),
+            None => false,
+        };
+        self.missing.iter().any(|(lacking, ..)| is_of_key(lacking))
     }
 }
 
@@ -85,8 +89,8 @@ impl RunConfig {
             }
         }
         for (i, reward) in self.rewards.iter_mut().enumerate() {
-            let key = reward_key(i);
-            for path in reward.models_mut() {
+            for (key, path) in reward.models_mut() {
+                let key = format!("{}.{key}", reward_key(i));
                 of_key(&key, replace(&key, model, path))?;
             }
         }
