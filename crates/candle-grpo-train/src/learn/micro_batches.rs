@@ -16,7 +16,7 @@ use crate::{Progress, TokenBatch, TrainingBatch};
 pub(crate) enum MicroBatchSize {
     /// A number of sequences.
     Sequences(usize),
-    /// A number of tokens that the model reads. A prompt counts once.
+    /// A number of tokens that the model reads. A shared prompt counts once.
     Tokens(usize),
 }
 
@@ -71,7 +71,8 @@ impl MicroBatchSize {
 /// least `parts` of them, or one for each sequence.
 ///
 /// The longest sequences come first, so that too little memory is an error early in a step.
-/// Sequences with a common prompt are side by side, as a micro-batch computes it once.
+/// Sequences with a common prompt are side by side, as a micro-batch computes it once. With
+/// replayed experts, it does so up to the first token that has others.
 fn by_tokens(sequences: &[ReadTokens], bound: usize, parts: usize) -> Vec<Vec<usize>> {
     let mut longest: HashMap<&[u32], usize> = HashMap::new();
     for sequence in sequences {
@@ -90,14 +91,12 @@ fn by_tokens(sequences: &[ReadTokens], bound: usize, parts: usize) -> Vec<Vec<us
         )
     });
     let mut micro_batches: Vec<Vec<usize>> = Vec::new();
-    let (mut tokens, mut prompt): (usize, &[u32]) = (0, &[]);
+    let mut tokens = 0;
     for index in order {
         let sequence = &sequences[index];
-        let shared = match prompt == sequence.prompt() {
-            true => prompt.len(),
-            false => 0,
-        };
-        let more = sequence.ids.len() - shared;
+        let last = micro_batches.last().into_iter().flatten();
+        let shared = last.map(|&other| sequence.shared_prompt(&sequences[other]));
+        let more = sequence.ids.len() - shared.max().unwrap_or(0);
         match micro_batches.last_mut() {
             Some(last) if tokens + more <= bound => {
                 last.push(index);
@@ -108,7 +107,6 @@ fn by_tokens(sequences: &[ReadTokens], bound: usize, parts: usize) -> Vec<Vec<us
                 tokens = sequence.ids.len();
             }
         }
-        prompt = sequence.prompt();
     }
     while micro_batches.len() < parts.min(sequences.len()) {
         let largest =
@@ -168,6 +166,7 @@ impl MicroBatches<'_> {
 mod tests {
     use super::*;
     use candle_core::Device;
+    use candle_grpo_nn::PackedTokens;
     use proptest::prelude::*;
 
     fn sequence(prompt: &[u32], response: usize) -> ReadTokens {
@@ -175,6 +174,16 @@ mod tests {
             ids: [prompt, &vec![0; response]].concat(),
             columns: (0..prompt.len() + response).collect(),
             prompt_len: prompt.len(),
+            experts: Vec::new(),
+        }
+    }
+
+    /// The same sequence, whose tokens have one expert each: another one from `token` on.
+    fn with_experts(sequence: ReadTokens, token: usize, expert: u16) -> ReadTokens {
+        let experts = (0..sequence.ids.len()).map(|at| if at < token { 0 } else { expert });
+        ReadTokens {
+            experts: experts.collect(),
+            ..sequence
         }
     }
 
@@ -215,7 +224,49 @@ mod tests {
         assert_eq!(by_tokens(&sequences, 99, 9).len(), 5);
     }
 
+    #[test]
+    fn a_prompt_counts_again_from_the_first_token_with_other_experts() {
+        let sequences = [(9, 0), (2, 1), (9, 0), (2, 2), (2, 1)]
+            .map(|(token, expert)| with_experts(sequence(&[1, 2, 3, 4], 1), token, expert));
+        // 5 tokens, then 3 after two of the prompt that are shared, 1, 3 and 1.
+        for (bound, expected) in [
+            (13, vec![vec![0, 1, 2, 3, 4]]),
+            (12, vec![vec![0, 1, 2, 3], vec![4]]),
+            (11, vec![vec![0, 1, 2], vec![3, 4]]),
+            (8, vec![vec![0, 1], vec![2, 3], vec![4]]),
+            (7, vec![vec![0], vec![1], vec![2], vec![3], vec![4]]),
+        ] {
+            assert_eq!(by_tokens(&sequences, bound, 1), expected, "{bound}");
+        }
+    }
+
     proptest! {
+        #[test]
+        fn the_tokens_of_a_pass_are_within_the_bound(
+            shapes in proptest::collection::vec((0u32..3, 0usize..6, 0usize..6, 0u16..3), 1..20),
+            bound in 1usize..40,
+            replays in proptest::bool::ANY,
+        ) {
+            let sequences = shapes.iter().map(|&(prompt, response, token, expert)| {
+                let sequence = sequence(&vec![prompt; 3 + prompt as usize], response);
+                match replays {
+                    true => with_experts(sequence, token, expert),
+                    false => sequence,
+                }
+            });
+            let sequences: Vec<_> = sequences.collect();
+            for part in by_tokens(&sequences, bound, 1) {
+                let ids: Vec<_> = part.iter().map(|&at| sequences[at].ids.clone()).collect();
+                let experts: Vec<_> = part.iter().map(|&at| sequences[at].experts.clone()).collect();
+                let packed = match replays {
+                    true => PackedTokens::replaying(&ids, &experts, &Device::Cpu),
+                    false => PackedTokens::sharing_prefixes(&ids, &Device::Cpu),
+                };
+                let tokens = packed.unwrap().ids().dim(0).unwrap();
+                prop_assert!(part.len() == 1 || tokens <= bound, "{} of {}", tokens, bound);
+            }
+        }
+
         #[test]
         fn each_sequence_is_in_one_micro_batch_within_the_bound(
             shapes in proptest::collection::vec((0u32..4, 0usize..20), 1..30),

@@ -146,11 +146,31 @@ pub(super) struct ReadTokens {
     pub(super) columns: Vec<usize>,
     /// The number of them that are the prompt.
     pub(super) prompt_len: usize,
+    /// The experts of each that are replayed, one token after the other; empty without a replay.
+    pub(super) experts: Vec<u16>,
 }
 
 impl ReadTokens {
     pub(super) fn prompt(&self) -> &[u32] {
         &self.ids[..self.prompt_len]
+    }
+
+    /// The number of tokens of the prompt that a pass over both sequences computes once: those
+    /// before the first one with another id or other experts.
+    pub(super) fn shared_prompt(&self, other: &Self) -> usize {
+        let experts = |token: usize| {
+            [self, other].map(|sequence| {
+                let choices = sequence.experts.len() / sequence.ids.len();
+                &sequence.experts[token * choices..(token + 1) * choices]
+            })
+        };
+        let prompts = self.prompt().iter().zip(other.prompt()).enumerate();
+        prompts
+            .take_while(|&(token, (own, others))| {
+                let [of_own, of_others] = experts(token);
+                own == others && of_own == of_others
+            })
+            .count()
     }
 }
 
@@ -161,9 +181,13 @@ pub(super) fn read_by_sequence(batch: &TokenBatch) -> Result<Vec<ReadTokens>> {
     let ids = batch.input_ids.to_vec2::<u32>()?;
     let real = zero_one(&batch.attention_mask)?;
     let counts = zero_one(&batch.response_mask)?;
+    let experts = match &batch.experts {
+        Some(experts) => experts.to_vec3::<u32>()?,
+        None => Vec::new(),
+    };
     let prompt_width = batch.input_ids.dim(1)? + 1 - t;
-    let sequences = ids.iter().zip(&real).zip(&counts);
-    let sequences = sequences.map(|((ids, real), counts)| {
+    let sequences = ids.iter().zip(&real).zip(&counts).enumerate();
+    let sequences = sequences.map(|(row, ((ids, real), counts))| {
         let last = counts.iter().rposition(|&counts| counts != 0).unwrap_or(0);
         let columns: Vec<usize> = (0..prompt_width + last)
             .filter(|&column| real[column] != 0)
@@ -171,6 +195,13 @@ pub(super) fn read_by_sequence(batch: &TokenBatch) -> Result<Vec<ReadTokens>> {
         ReadTokens {
             ids: columns.iter().map(|&column| ids[column]).collect(),
             prompt_len: columns.partition_point(|&column| column < prompt_width),
+            experts: match experts.get(row) {
+                Some(of_row) => {
+                    let of_read = columns.iter().flat_map(|&column| &of_row[column]);
+                    of_read.map(|&expert| expert as u16).collect()
+                }
+                None => Vec::new(),
+            },
             columns,
         }
     });
@@ -183,10 +214,6 @@ impl Packed {
         let device = batch.input_ids.device();
         let width = batch.input_ids.dim(1)?;
         let counts = zero_one(&batch.response_mask)?;
-        let experts = match &batch.experts {
-            Some(experts) => Some(experts.to_vec3::<u32>()?),
-            None => None,
-        };
         let (mut packed, mut replayed) = (Vec::with_capacity(b), Vec::new());
         let (mut places, mut trains) = (Vec::new(), Vec::new());
         let mut first = 0;
@@ -203,13 +230,7 @@ impl Packed {
             for (at, &column) in read.columns.iter().enumerate() {
                 place_of[column] = Some(first + at);
             }
-            if let Some(experts) = &experts {
-                let of_read = read
-                    .columns
-                    .iter()
-                    .flat_map(|&column| &experts[row][column]);
-                replayed.push(of_read.map(|&expert| expert as u16).collect());
-            }
+            replayed.push(read.experts);
             first += read.ids.len();
             let counted = u8::from(counts.contains(&1));
             trains.extend(std::iter::repeat_n(f32::from(counted), read.ids.len()));
@@ -223,7 +244,7 @@ impl Packed {
                 places.push(place.filter(|_| counts != 0).unwrap_or(0));
             }
         }
-        let tokens = match experts {
+        let tokens = match batch.experts {
             None => PackedTokens::sharing_prefixes(&packed, device)?,
             Some(_) => PackedTokens::replaying(&packed, &replayed, device)?,
         };

@@ -28,6 +28,9 @@ pub enum OldLogProbs {
     Current,
 }
 
+/// The default of [`TrainConfig::micro_batch_size`].
+const MICRO_BATCH_SIZE: usize = 32;
+
 /// The settings of a training run.
 ///
 /// ```
@@ -106,9 +109,11 @@ pub struct TrainConfig {
     pub mini_batch_size: Option<usize>,
     /// Number of completions in a backward pass. It bounds memory and does not change the update.
     pub micro_batch_size: usize,
-    /// Number of tokens in a backward pass, in place of `micro_batch_size`: those of the prompts,
-    /// each of which counts once in a pass, and of the completions. Passes with the longest
-    /// completions come first. A longer completion is a pass of its own. Absent: no bound.
+    /// Number of tokens in a backward pass, in place of `micro_batch_size`, which then must keep
+    /// its default: those of the prompts, each of which counts once in a pass, and of the
+    /// completions. With `router_replay` a prompt counts again from the first token with other
+    /// experts. Passes with the longest completions come first. A longer completion is a pass
+    /// of its own. Absent: no bound.
     pub micro_batch_tokens: Option<usize>,
     /// Keep only the input of each block for the backward pass and recompute the rest. Memory
     /// hardly grows with the number of blocks; a step takes a third longer.
@@ -163,7 +168,7 @@ impl Default for TrainConfig {
             old_log_probs: OldLogProbs::default(),
             epochs: 1,
             mini_batch_size: None,
-            micro_batch_size: 32,
+            micro_batch_size: MICRO_BATCH_SIZE,
             micro_batch_tokens: None,
             activation_checkpointing: false,
             compute_dtype: ComputeDType::F32,
@@ -200,6 +205,12 @@ impl TrainConfig {
         ] {
             check::at_least_one(name, value)?;
         }
+        check::check(
+            self.micro_batch_tokens.is_none() || self.micro_batch_size == MICRO_BATCH_SIZE,
+            "micro_batch_size",
+            self.micro_batch_size,
+            "be absent with micro_batch_tokens, which takes its place",
+        )?;
         check::positive("max_grad_norm", self.max_grad_norm)?;
         check::non_negative("router_aux_loss_coef", self.router_aux_loss_coef)?;
         check::check(

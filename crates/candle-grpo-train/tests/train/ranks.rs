@@ -369,6 +369,7 @@ fn micro_batches_of_tokens_change_only_the_rounding(#[values(1, 30, 10_000)] tok
     config.critic = Some(CriticConfig::default());
     config.recipe.policy_loss.kl = Some(KlLoss::k3(0.1));
     let expected = run(&mut trainer(digest, config.clone()), 3);
+    config.micro_batch_size = TrainConfig::default().micro_batch_size;
     config.micro_batch_tokens = Some(tokens);
     assert_run_close(&run(&mut trainer(digest, config), 3), &expected);
 }
@@ -388,7 +389,10 @@ proptest! {
             prompts_per_step,
             num_generations,
             mini_batch_size: Some(mini_batch_size),
-            micro_batch_size,
+            micro_batch_size: match micro_batch_tokens {
+                Some(_) => TrainConfig::default().micro_batch_size,
+                None => micro_batch_size,
+            },
             micro_batch_tokens,
             epochs: 1,
             ..config(Recipe::grpo())

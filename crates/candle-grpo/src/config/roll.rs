@@ -356,6 +356,7 @@ impl RollFile {
             translation.take(document, &path, value);
         }
         translation.leave_out_idle_keys();
+        translation.leave_out_micro_batch_size();
         translation.keys.sort_by_key(|key| key.line);
         Some(Self {
             keys: translation.keys,
@@ -491,12 +492,24 @@ impl Translation {
             if !error.idle {
                 return;
             }
-            let place = format!("algorithm.{}", error.key);
-            self.document.remove("algorithm", error.key);
-            for key in &mut self.keys {
-                if key.verdict == Verdict::Used(place.clone()) {
-                    key.verdict = Verdict::NoMeaning(error.message.clone());
-                }
+            self.leave_out("algorithm", error.key, &error.message);
+        }
+    }
+
+    /// Removes the number of completions of a pass, if tokens bound it.
+    fn leave_out_micro_batch_size(&mut self) {
+        if self.document.get("training.micro_batch_tokens").is_some() {
+            self.leave_out("training", "micro_batch_size", TOKENS);
+        }
+    }
+
+    /// Removes a key that has no effect for a reason.
+    fn leave_out(&mut self, section: &str, key: &str, reason: &str) {
+        self.document.remove(section, key);
+        let place = Verdict::Used(format!("{section}.{key}"));
+        for key in &mut self.keys {
+            if key.verdict == place {
+                key.verdict = Verdict::NoMeaning(reason.to_owned());
             }
         }
     }

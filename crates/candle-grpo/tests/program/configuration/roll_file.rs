@@ -92,11 +92,13 @@ fn verdict(file: &RollFile, path: &str) -> Verdict {
 #[test]
 fn a_bound_of_tokens_is_used_if_its_switch_is_on() {
     let key = "actor_train.max_tokens_per_microbatch_in_train";
+    let size = "actor_train.training_args.per_device_train_batch_size";
     let file = |switch: &str| {
         roll(&format!(
             "pretrain: m\ndynamic: true\nrewards: [{{kind: numeric}}]\nactor_train:\n  \
              data_args: {{file_name: a.jsonl}}\n  use_dynamic_batching_in_train: {switch}\n  \
-             max_tokens_per_microbatch_in_train: 4096\n"
+             max_tokens_per_microbatch_in_train: 4096\n  training_args: \
+             {{per_device_train_batch_size: 4, gradient_accumulation_steps: 8}}\n"
         ))
     };
     for switch in ["true", "${dynamic}"] {
@@ -104,9 +106,14 @@ fn a_bound_of_tokens_is_used_if_its_switch_is_on() {
         assert_eq!(verdict(&file(switch), key), used, "{switch}");
         let config = RunConfig::new(&file(switch).document).unwrap();
         assert_eq!(config.train.micro_batch_tokens, Some(4096));
+        assert_eq!(config.train.mini_batch_size, Some(32));
+        let size = verdict(&file(switch), size);
+        assert!(matches!(size, Verdict::NoMeaning(_)), "{size}");
     }
     let off = verdict(&file("false"), key);
     assert!(matches!(off, Verdict::NoMeaning(_)), "{off}");
+    let used = Verdict::Used("training.micro_batch_size".to_owned());
+    assert_eq!(verdict(&file("false"), size), used);
 }
 
 #[test]

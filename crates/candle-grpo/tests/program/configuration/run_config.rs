@@ -321,6 +321,11 @@ fn without_held_out_rows_nothing_is_evaluated() {
     "above 0"
 )]
 #[case(
+    "training:\n  micro_batch_size: 4\n  micro_batch_tokens: 9\n",
+    "run.yaml:10: training.micro_batch_size: 4",
+    "must be absent with micro_batch_tokens"
+)]
+#[case(
     "training:\n  micro_batch_size: 0\n",
     "run.yaml:10: training.micro_batch_size: 0",
     "at least 1"
