@@ -90,7 +90,7 @@ def main(grpo, model):
         (folder / "train.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in QUESTIONS))
         run(grpo, "train", "run.yaml", "--quiet", cwd=folder)
         merged = folder / "merged"
-        run(grpo, "convert", folder / "run", merged)
+        run(grpo, "convert", folder / "run", merged, "--merge")
         answers = completions(grpo, merged)
         tokenizer = AutoTokenizer.from_pretrained(merged)
         prompts = [tokenizer(question, add_special_tokens=False).input_ids for question in QUESTIONS]

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use candle_grpo_nn::atomic_file::leftover_of;
 
 use crate::folder_lock::LOCK;
+use crate::model::pretrained::CONFIG;
 
 /// A folder whose entries are known by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,7 +20,7 @@ pub(crate) enum Owned {
     Checkpoint,
     /// The adapter of a checkpoint.
     Adapter,
-    /// The folder of a model in the Hugging Face layout.
+    /// The folder of a model in the Hugging Face layout, or of adapters in that of PEFT.
     Model,
     /// The folder of the weights for an engine.
     EngineWeights,
@@ -97,7 +98,9 @@ impl Owned {
             Self::Checkpoint if name == "adapter" => Some(Entry::Folder(Self::Adapter)),
             Self::Checkpoint => file(TRAINER_STATE.contains(&name) || is_model_file(name)),
             Self::Adapter => file(ADAPTER.contains(&name)),
-            Self::Model => file(is_model_file(name) || CARD.contains(&name)),
+            Self::Model => {
+                file(is_model_file(name) || ADAPTER.contains(&name) || CARD.contains(&name))
+            }
             Self::EngineWeights if name == LOCK => Some(Entry::File),
             Self::EngineWeights => {
                 let version = name.strip_prefix(ENGINE_VERSION)?;
@@ -131,8 +134,14 @@ impl Owned {
         matches!(listed, Some(Entry::Folder(_))) && path.is_dir() && !path.is_symlink()
     }
 
-    /// Returns whether `folder` has the weights of a model.
-    pub(crate) fn has_weights(folder: &Path) -> Result<bool> {
+    /// Returns whether `folder` has the weights of a model, or adapters, with their configuration.
+    pub(crate) fn has_model(folder: &Path) -> Result<bool> {
+        if ADAPTER.iter().all(|name| folder.join(name).is_file()) {
+            return Ok(true);
+        }
+        if !folder.join(CONFIG).is_file() {
+            return Ok(false);
+        }
         let entries = Self::Model.entries(folder)?;
         let mut names = entries
             .iter()

@@ -4,7 +4,9 @@
 //! The preference: of two texts, the one with more vowels. Neither model sees this rule.
 //!
 //! `cargo run --release -p candle-grpo-example-reward-model -- SEED` writes the reward model as a
-//! Hugging Face folder to `target/reward-model-SEED`, a `LlamaForSequenceClassification`.
+//! Hugging Face folder to `target/reward-model-SEED`, a `LlamaForSequenceClassification`, and the
+//! policy before its training to `target/reward-model-SEED-policy`.
+//! `examples/reward-model/run.yaml` is the training of the policy for `grpo train`.
 
 use std::fs;
 use std::path::Path;
@@ -17,9 +19,9 @@ use candle_grpo_nn::{
     AdamW, AdamWConfig, DecoderConfig, Gradients, PackedTokens, Parameters, SequenceClassifier,
     SequenceClassifierConfig,
 };
-use candle_grpo_train::model::character_tokenizer;
+use candle_grpo_train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_train::rewards::{RewardModel, RewardModelConfig};
-use candle_grpo_train::{Prompt, SamplingConfig, TrainConfig, Trainer};
+use candle_grpo_train::{Pretrained, Prompt, SamplingConfig, TrainConfig, Trainer};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::Value;
@@ -151,8 +153,8 @@ fn pairs(random: &mut StdRng) -> Vec<Vec<u32>> {
     chosen
 }
 
-/// Trains a policy from random weights with the reward model in `folder` as the only reward.
-/// Returns the share of vowels in the first and in the last step.
+/// Trains a policy from random weights, which it writes beside `folder`, with the reward model in
+/// `folder` as the only reward. Returns the share of vowels in the first and in the last step.
 fn train_policy(folder: &Path, seed: u64, device: &Device) -> Result<[f64; 2]> {
     let tokenizer = character_tokenizer(ALPHABET)?;
     let prompts = ALPHABET.chars().enumerate().map(|(index, letter)| {
@@ -174,6 +176,16 @@ fn train_policy(folder: &Path, seed: u64, device: &Device) -> Result<[f64; 2]> {
         ..TrainConfig::default()
     };
     let policy = Parameters::init(&decoder(), seed ^ 1, device)?;
+    let pretrained = Pretrained {
+        model: decoder(),
+        parameters: policy.clone(),
+        tokenizer: tokenizer.clone(),
+        special_tokens: SpecialTokens::default(),
+        chat_template: None,
+        license: None,
+        form: None,
+    };
+    pretrained.save(Path::new(&format!("{}-policy", folder.display())))?;
     let reward = RewardModel::load(RewardModelConfig::new(folder), device)?;
     let mut trainer = Trainer::new(
         decoder(),

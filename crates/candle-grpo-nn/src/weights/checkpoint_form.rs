@@ -138,7 +138,7 @@ impl CheckpointForm {
         let mut tensors = weights.lazy_tensors(|name| self.name(name))?;
         tensors.extend(self.others.iter().map(|(name, tensor)| {
             let kind = (tensor.dtype, tensor.shape.clone());
-            LazyTensor::new(name.clone(), kind, || tensor.bytes())
+            LazyTensor::new(name.clone(), kind, |out| tensor.copy_to(out))
         }));
         safetensors_writer::write(path, tensors, || self.check_unchanged())
             .map_err(|error| unsaved(path, &error))

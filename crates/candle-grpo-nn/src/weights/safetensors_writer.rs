@@ -1,40 +1,42 @@
-//! Safetensors files that are written tensor by tensor.
+//! Safetensors files that are written a part of a tensor at a time.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fs::{self, File};
-use std::io::{Error, Result};
+use std::fs::File;
+use std::io::{BufWriter, Error, Result, Write};
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use safetensors::{Dtype, SafeTensorError, View};
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, View};
 
 use crate::atomic_file::write_with;
 use crate::weights::check::{CHUNK, converted};
 
-/// A tensor of a file whose bytes are computed when they are written, and freed then: all tensors
-/// together may not fit into memory.
+/// The header of a file is padded to a multiple of this number of bytes.
+const ALIGNMENT: usize = 8;
+
+/// A tensor of a file whose bytes are computed when they are written: all tensors together may not
+/// fit into memory.
 pub(crate) struct LazyTensor<'a> {
     name: String,
     dtype: Dtype,
     shape: Vec<usize>,
-    bytes: Box<dyn Fn() -> Result<Vec<u8>> + 'a>,
+    write: Box<dyn Fn(&mut dyn Write) -> Result<()> + 'a>,
 }
 
 impl<'a> LazyTensor<'a> {
-    /// `bytes` returns the values, in `dtype`.
+    /// `write` writes the values, in `dtype`.
     pub(crate) fn new(
         name: String,
         (dtype, shape): (Dtype, Vec<usize>),
-        bytes: impl Fn() -> Result<Vec<u8>> + 'a,
+        write: impl Fn(&mut dyn Write) -> Result<()> + 'a,
     ) -> Self {
-        let bytes = Box::new(bytes);
+        let write = Box::new(write);
         Self {
             name,
             dtype,
             shape,
-            bytes,
+            write,
         }
     }
 
@@ -45,11 +47,18 @@ impl<'a> LazyTensor<'a> {
         (dtype, shape): (DType, Vec<usize>),
         tensor: impl Fn() -> candle_core::Result<Tensor> + 'a,
     ) -> Self {
-        let bytes = move || {
-            let bytes = tensor().and_then(|tensor| bytes_in(dtype, &tensor));
-            bytes.map_err(Error::other)
+        let expected = shape.clone();
+        let write = move |out: &mut dyn Write| {
+            let tensor = tensor().map_err(Error::other)?;
+            if tensor.dims() != expected {
+                let found = tensor.dims();
+                return Err(Error::other(format!(
+                    "shape {found:?}, must be {expected:?}"
+                )));
+            }
+            write_in(dtype, &tensor, out)
         };
-        Self::new(name, (dtype.into(), shape), bytes)
+        Self::new(name, (dtype.into(), shape), write)
     }
 
     /// A tensor of any device.
@@ -57,88 +66,132 @@ impl<'a> LazyTensor<'a> {
         let kind = (tensor.dtype(), tensor.dims().to_vec());
         Self::computed(name, kind, move || Ok(tensor.clone()))
     }
-}
 
-/// The bytes of a tensor in `dtype`.
-fn bytes_in(dtype: DType, tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
-    let numbers = tensor.flatten_all()?;
-    let count = numbers.elem_count();
-    let mut bytes = Vec::with_capacity(count * dtype.size_in_bytes());
-    for start in (0..count).step_by(CHUNK) {
-        let part = numbers.narrow(0, start, CHUNK.min(count - start))?;
-        let part = converted(&part, dtype)?.to_device(&Device::Cpu)?;
-        bytes.extend_from_slice(&View::data(&part));
+    fn num_bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
     }
-    Ok(bytes)
 }
 
-/// Writes one safetensors file [atomically](crate::atomic_file).
+/// Writes the numbers of a tensor in `dtype`.
+fn write_in(dtype: DType, tensor: &Tensor, out: &mut dyn Write) -> Result<()> {
+    let numbers = tensor.flatten_all().map_err(Error::other)?;
+    let count = numbers.elem_count();
+    for start in (0..count).step_by(CHUNK) {
+        let part = numbers.narrow(0, start, CHUNK.min(count - start));
+        let part = part
+            .and_then(|part| converted(&part, dtype)?.to_device(&Device::Cpu))
+            .map_err(Error::other)?;
+        out.write_all(&View::data(&part))?;
+    }
+    Ok(())
+}
+
+/// Writes one safetensors file [atomically](crate::atomic_file), in the library's order of tensors.
 ///
 /// The file is left out if a tensor cannot be computed or `check` fails, which is called after the
 /// tensors were written.
 pub(crate) fn write(
     path: &Path,
-    tensors: Vec<LazyTensor<'_>>,
+    mut tensors: Vec<LazyTensor<'_>>,
     check: impl FnOnce() -> Result<()>,
 ) -> candle_core::Result<()> {
-    let failure = Mutex::new(None);
-    let views = tensors.into_iter().map(|tensor| {
-        let name = tensor.name.clone();
-        let failure = &failure;
-        (name, Written { tensor, failure })
+    // Every tensor is aligned to its dtype.
+    tensors.sort_by(|left, right| {
+        let dtype = right.dtype.cmp(&left.dtype);
+        dtype.then_with(|| left.name.cmp(&right.name))
     });
-    // transformers refuses a file without a known framework in its metadata.
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let fill = |temporary: &Path| {
-        // The library restricts the mode of its files to their owner.
-        let mode = File::create(temporary)?.metadata()?.permissions();
-        let written = safetensors::serialize_to_file(views, Some(metadata), temporary);
-        if let Some(error) = take(&failure) {
-            return Err(error);
+        let mut out = BufWriter::new(File::create(temporary)?);
+        let header = header(&tensors)?;
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(&header)?;
+        for tensor in &tensors {
+            (tensor.write)(&mut out)
+                .map_err(|error| Error::new(error.kind(), format!("{}: {error}", tensor.name)))?;
         }
-        written.map_err(|error| match error {
-            SafeTensorError::IoError(error) => error,
-            error => Error::other(error),
-        })?;
-        check()?;
-        fs::set_permissions(temporary, mode)
+        out.flush()?;
+        check()
     };
     write_with(path, fill).map_err(candle_core::Error::wrap)
 }
 
-/// A tensor that the library writes, which cannot receive an error from it.
-struct Written<'a> {
-    tensor: LazyTensor<'a>,
-    /// The first error of all tensors.
-    failure: &'a Mutex<Option<Error>>,
+fn header(tensors: &[LazyTensor<'_>]) -> Result<Vec<u8>> {
+    // transformers refuses a file without a known framework in its metadata.
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let mut end = 0;
+    let infos = tensors.iter().map(|tensor| {
+        let start = end;
+        end += tensor.num_bytes();
+        let info = TensorInfo {
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            data_offsets: (start, end),
+        };
+        (tensor.name.clone(), info)
+    });
+    let metadata = Metadata::new(Some(metadata), infos.collect()).map_err(Error::other)?;
+    let mut header = serde_json::to_vec(&metadata)?;
+    header.resize(header.len().next_multiple_of(ALIGNMENT), b' ');
+    Ok(header)
 }
 
-fn take(failure: &Mutex<Option<Error>>) -> Option<Error> {
-    let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
-    failure.take()
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl View for Written<'_> {
-    fn dtype(&self) -> Dtype {
-        self.tensor.dtype
+    type TestResult = std::result::Result<(), Box<dyn std::error::Error>>;
+
+    fn tensors() -> candle_core::Result<Vec<(String, Tensor)>> {
+        // One tensor has several parts; one is a scalar, one is empty, one is not contiguous.
+        let device = Device::Cpu;
+        let wide = Tensor::arange(0f32, (CHUNK + 5) as f32, &device)?;
+        Ok(vec![
+            ("b".to_owned(), wide),
+            ("steps".to_owned(), Tensor::new(7i64, &device)?),
+            (
+                "a".to_owned(),
+                Tensor::new(&[[1f32, 2.], [3., 4.]], &device)?.t()?,
+            ),
+            ("codes".to_owned(), Tensor::new(&[1u8, 2, 3], &device)?),
+            (
+                "none".to_owned(),
+                Tensor::zeros((0, 3), DType::F32, &device)?,
+            ),
+        ])
     }
 
-    fn shape(&self) -> &[usize] {
-        &self.tensor.shape
+    #[test]
+    fn a_file_has_the_bytes_of_the_library() -> TestResult {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("file");
+        let lazy = tensors()?.into_iter();
+        let lazy = lazy.map(|(name, tensor)| LazyTensor::of(name, tensor));
+        write(&path, lazy.collect(), || Ok(()))?;
+        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        let expected = safetensors::serialize(tensors()?, Some(metadata))?;
+        assert!(std::fs::read(&path)? == expected, "other bytes");
+        Ok(())
     }
 
-    fn data(&self) -> Cow<'_, [u8]> {
-        let bytes = (self.tensor.bytes)().unwrap_or_else(|error| {
-            let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-            let name = &self.tensor.name;
-            failure.get_or_insert(Error::new(error.kind(), format!("{name}: {error}")));
-            // The file is not moved to its place.
-            Vec::new()
-        });
-        bytes.into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.tensor.shape.iter().product::<usize>() * self.tensor.dtype.bitsize() / 8
+    #[test]
+    fn an_error_names_the_tensor_and_leaves_no_file() -> TestResult {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("file");
+        let device = Device::Cpu;
+        let other_shape = || {
+            LazyTensor::computed("w".to_owned(), (DType::F32, vec![3]), || {
+                Tensor::zeros(2, DType::F32, &device)
+            })
+        };
+        let error = write(&path, vec![other_shape()], || Ok(())).unwrap_err();
+        assert!(
+            error.to_string().contains("w: shape [2], must be [3]"),
+            "{error}"
+        );
+        let fine = LazyTensor::of("w".to_owned(), Tensor::new(&[1f32], &device)?);
+        let error = write(&path, vec![fine], || Err(Error::other("changed"))).unwrap_err();
+        assert!(error.to_string().contains("changed"), "{error}");
+        assert_eq!(std::fs::read_dir(folder.path())?.count(), 0);
+        Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
@@ -93,6 +93,18 @@ impl StoredTensor {
         file.seek(SeekFrom::Start(self.start))?;
         file.read_exact(&mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Writes the bytes to `out`.
+    pub(crate) fn copy_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        self.check_unchanged()?;
+        let mut file = self.file.lock();
+        file.seek(SeekFrom::Start(self.start))?;
+        let copied = io::copy(&mut (&mut *file).take(self.length as u64), out)?;
+        match copied == self.length as u64 {
+            true => Ok(()),
+            false => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
     }
 
     pub(crate) fn check_unchanged(&self) -> io::Result<()> {

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device};
 use candle_grpo_nn::{
-    BaseWeights, CheckpointForm, DecoderConfig, Export, Gguf, GgufDType, GgufValue, Parameters,
-    atomic_file,
+    BaseWeights, CheckpointForm, DecoderConfig, Export, Gguf, GgufDType, GgufValue, Lora,
+    Parameters, atomic_file,
 };
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
@@ -229,7 +229,8 @@ impl Pretrained {
     }
 
     /// Returns the path of the first entry of `folder` that is not of a model in the Hugging Face
-    /// layout; `None` if [`Self::save`] would replace a model and nothing else.
+    /// layout, or of adapters in that of PEFT; `None` if [`Self::save`] would replace a model, or
+    /// adapters, and nothing else.
     ///
     /// # Errors
     ///
@@ -241,7 +242,7 @@ impl Pretrained {
         );
         let foreign = Owned::Model.first_foreign(folder)?;
         ensure!(
-            foreign.is_some() || folder.join(CONFIG).is_file() && Owned::has_weights(folder)?,
+            foreign.is_some() || Owned::has_model(folder)?,
             "has no {CONFIG} with safetensors, must be the folder of a model"
         );
         Ok(foreign)
@@ -250,20 +251,39 @@ impl Pretrained {
     /// Writes the files of [`Self::save`] with `weights` of the same model in place of its own,
     /// atomically, into an existing folder.
     pub fn write_files(&self, weights: &Export<'_>, folder: &Path) -> Result<()> {
-        let write = |file: &str, value: &Value| {
-            atomic_file::write(&folder.join(file), &serde_json::to_vec_pretty(value)?)
-                .with_context(|| file.to_owned())
-        };
+        let write = |file: &str, value: &Value| write_json(&folder.join(file), value);
         write(CONFIG, &self.config(weights.dtype())?)?;
         write(GENERATION_CONFIG, &Value::Object(self.token_ids()))?;
-        write(TOKENIZER_CONFIG, &self.tokenizer_config())?;
-        write_tokenizer(folder, &self.tokenizer)?;
+        self.write_tokenizer_files(folder)?;
         let path = folder.join(MODEL);
         let Some(form) = &self.form else {
             return Ok(weights.save(&path)?);
         };
         form.write_files(folder)?;
         Ok(form.save(weights, &path)?)
+    }
+
+    /// Writes a folder that PEFT and transformers load: `adapters` in the format of PEFT, and the
+    /// tokenizer as in [`Self::save`]. `base_model` is the name or the path of the model under the
+    /// adapters.
+    ///
+    /// The folder appears when it is complete, and replaces an existing one.
+    pub fn save_adapters(
+        &self,
+        adapters: &Lora,
+        base_model: Option<&str>,
+        folder: &Path,
+    ) -> Result<()> {
+        atomic_file::write_folder(folder, |folder| -> Result<()> {
+            adapters.save(folder, base_model)?;
+            self.write_tokenizer_files(folder)
+        })
+        .with_context(|| format!("writing {}", folder.display()))
+    }
+
+    fn write_tokenizer_files(&self, folder: &Path) -> Result<()> {
+        write_json(&folder.join(TOKENIZER_CONFIG), &self.tokenizer_config())?;
+        write_tokenizer(folder, &self.tokenizer)
     }
 
     /// Returns `sampling` with the stop tokens of the model, unless it already has some.
@@ -334,6 +354,11 @@ impl Pretrained {
         }
         config
     }
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<()> {
+    atomic_file::write(path, &serde_json::to_vec_pretty(value)?)
+        .with_context(|| path.file_name().unwrap_or_default().display().to_string())
 }
 
 /// Sets the keys of the dtype that are there.

@@ -13,6 +13,8 @@ use sha2::{Digest, Sha256};
 
 /// In the form of `sha256sum`, which checks it with `sha256sum --check`.
 const CHECKSUMS: &str = "SHA256SUMS";
+/// The numbers of a weight that are hashed at once.
+const PART: usize = 1 << 18;
 
 /// Writes the sums of all files in `folder` and its subfolders.
 pub(crate) fn write_checksums(folder: &Path) -> Result<()> {
@@ -84,19 +86,19 @@ pub(super) fn sha256_of_file(path: &Path) -> Result<String> {
     read().with_context(|| path.display().to_string())
 }
 
-/// The sum of the names and values of all parameters.
+/// The sum of the names and values of all parameters, in f32. They are converted a part at a time.
 pub(crate) fn sha256_of_parameters(parameters: &Parameters) -> Result<String> {
     let mut hash = Sha256::new();
     let mut bytes = Vec::new();
     for (name, variable) in parameters.iter() {
         hash.update(name);
-        let values = variable
-            .flatten_all()?
-            .to_dtype(DType::F32)?
-            .to_vec1::<f32>()?;
-        for numbers in values.chunks(1 << 14) {
+        let values = variable.flatten_all()?;
+        let count = values.elem_count();
+        for start in (0..count).step_by(PART) {
+            let part = values.narrow(0, start, PART.min(count - start))?;
+            let part = part.to_dtype(DType::F32)?.to_vec1::<f32>()?;
             bytes.clear();
-            bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+            bytes.extend(part.iter().flat_map(|number| number.to_le_bytes()));
             hash.update(&bytes);
         }
     }
@@ -111,6 +113,8 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::Device;
+    use candle_grpo_nn::{BaseWeights, DecoderConfig};
     use rstest::rstest;
 
     fn folder() -> tempfile::TempDir {
@@ -131,6 +135,33 @@ mod tests {
         let text = fs::read_to_string(folder.path().join(CHECKSUMS)).unwrap();
         assert_eq!(text, expected);
         check_checksums(folder.path()).unwrap();
+    }
+
+    #[test]
+    fn the_sum_of_weights_is_that_of_their_names_and_numbers_in_f32() -> Result<()> {
+        let device = Device::Cpu;
+        let model = DecoderConfig {
+            vocab_size: PART / 8 + 3,
+            hidden_size: 8,
+            intermediate_size: 8,
+            num_hidden_layers: 1,
+            num_attention_heads: 1,
+            num_key_value_heads: 1,
+            tie_word_embeddings: true,
+            ..DecoderConfig::default()
+        };
+        let weights = Parameters::init(&model, 3, &device)?;
+        let weights = weights.frozen_as(&model, BaseWeights::Dense, DType::BF16)?;
+        let mut hash = Sha256::new();
+        for (name, weight) in weights.iter() {
+            hash.update(name);
+            let numbers = weight.to_dtype(DType::F32)?.flatten_all()?;
+            for number in numbers.to_vec1::<f32>()? {
+                hash.update(number.to_le_bytes());
+            }
+        }
+        assert_eq!(sha256_of_parameters(&weights)?, hex(&hash.finalize()));
+        Ok(())
     }
 
     #[rstest]

@@ -11,6 +11,7 @@ use candle_grpo_nn::atomic_file::{self, is_leftover, remove_leftovers};
 use serde::{Deserialize, Serialize};
 
 use super::checksums::check_checksums;
+use super::trainer_state::ADAPTER;
 use super::{
     Checkpoints, EvaluatedSample, Evaluation, EventFile, StepCheckpoint, training_plot_svg,
 };
@@ -362,6 +363,13 @@ impl RunDir {
     /// Returns the number of steps before the last evaluation.
     pub fn last_evaluation(&self) -> Option<usize> {
         self.evaluations.last().map(|line| line.step)
+    }
+
+    /// Returns the folder of the adapters in a checkpoint, in the format of PEFT. `None` if all
+    /// weights train.
+    pub fn adapter_folder(checkpoint: &Path) -> Option<PathBuf> {
+        let folder = checkpoint.join(ADAPTER);
+        folder.is_dir().then_some(folder)
     }
 
     /// Returns the checkpoint of the run at `path` with the best evaluation.

@@ -23,7 +23,8 @@ const STATE: &str = "trainer.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
 /// The weights of the policy in f32, if those of the model are in another dtype.
 pub(crate) const POLICY: &str = "policy.safetensors";
-const ADAPTER: &str = "adapter";
+/// The folder of the adapters, in the format of PEFT.
+pub(super) const ADAPTER: &str = "adapter";
 const REFERENCE: &str = "reference.safetensors";
 const CRITIC: &str = "critic.safetensors";
 const CRITIC_OPTIMIZER: &str = "critic_optimizer.safetensors";
@@ -72,10 +73,13 @@ impl Models {
             check_weights(critic.parameters(), "critic's ")?;
         }
         if let Some(adapters) = self.actor.adapters() {
-            // A product of finite adapters may overflow.
             let policy = self.weights(0).export();
-            for name in policy.names().filter(|name| adapters.adapts(name)) {
-                ensure_finite(&policy.tensor(name)?, name, "merged ")?;
+            for (name, base) in self.actor.parameters().iter() {
+                match adapters.adapts(name) {
+                    // A product of finite adapters may overflow.
+                    true => ensure_finite(&policy.tensor(name)?, name, "merged ")?,
+                    false => ensure_finite(base, name, "")?,
+                }
             }
         }
         Ok(())

@@ -137,6 +137,23 @@ fn merged_weights_that_overflow_are_not_written() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
+/// A checkpoint has the weights without adapters, too.
+#[test]
+fn frozen_weights_that_are_not_finite_are_not_written() {
+    let trainer = trainer(share_of_a, config());
+    let weight = trainer
+        .actor()
+        .parameters()
+        .get("model.norm.weight")
+        .unwrap();
+    weight
+        .set(&(weight.ones_like().unwrap() * f64::NAN).unwrap())
+        .unwrap();
+    let error = trainer.ensure_finite().unwrap_err();
+    let not_finite = error.downcast_ref::<NotFinite>().expect("another error");
+    assert_eq!(not_finite.tensor(), "weight model.norm.weight");
+}
+
 #[test]
 fn settings_that_contradict_adapters_are_errors() {
     let mut config = config();

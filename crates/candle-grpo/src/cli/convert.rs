@@ -6,7 +6,7 @@ use std::io::{Write, stdout};
 use std::path::Path;
 
 use candle_core::Device;
-use candle_grpo::nn::{BaseWeights, GgufDType, atomic_file};
+use candle_grpo::nn::{BaseWeights, GgufDType, Lora, atomic_file};
 use candle_grpo::report::{CARD_MARK, Run, model_card};
 use candle_grpo::run::model_path;
 use candle_grpo::train::{ComputeDType, Pretrained, RunDir};
@@ -37,6 +37,16 @@ enum Format {
     File(GgufDType),
 }
 
+/// The options of [`convert`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Options {
+    pub(super) dtype: Option<Dtype>,
+    /// Adds adapters to the weights under them.
+    pub(super) merge: bool,
+    /// Replaces a file, or a folder of a model.
+    pub(super) force: bool,
+}
+
 impl Format {
     /// The format of a target: a file if `is_file`.
     fn new(is_file: bool, dtype: Option<Dtype>) -> Option<Self> {
@@ -54,12 +64,13 @@ impl Format {
 
 /// Writes the model at `from` to `to`: a GGUF file if the name ends in `.gguf`, else a Hugging Face
 /// folder. `from` is a GGUF file, a Hugging Face folder, the folder of a run, or a name of the hub.
-pub(super) fn convert(
-    from: &Path,
-    to: &Path,
-    dtype: Option<Dtype>,
-    force: bool,
-) -> Result<(), Exit> {
+/// The adapters of a run are written alone, unless they are merged.
+pub(super) fn convert(from: &Path, to: &Path, options: Options) -> Result<(), Exit> {
+    let Options {
+        dtype,
+        merge,
+        force,
+    } = options;
     let is_file = to.extension().is_some_and(|extension| extension == "gguf");
     let Some(format) = Format::new(is_file, dtype) else {
         let name = dtype.and_then(|dtype| dtype.to_possible_value());
@@ -79,6 +90,17 @@ pub(super) fn convert(
         false => check_folder(&from, to, force),
     };
     check()?;
+    if let Some(adapters) = RunDir::adapter_folder(&from)
+        && !is_file
+        && !merge
+    {
+        if !matches!(dtype, None | Some(Dtype::F32)) {
+            return Err(Exit::Config(
+                "--dtype: must be f32 or absent for adapters; give --merge for a whole model in another type".to_owned(),
+            ));
+        }
+        return write_adapters(&source, &from, &adapters, to);
+    }
     let read_as = match format {
         Format::Folder(dtype) => dtype,
         Format::File(_) => ComputeDType::F32,
@@ -93,7 +115,8 @@ pub(super) fn convert(
     };
     written.map_err(|error| Exit::Run(format!("{error:#}")))?;
     if !is_file && RunDir::is_run(&source) {
-        write_card(&source, &from, to).map_err(|error| Exit::Run(format!("{error:#}")))?;
+        write_card(&source, &from, to, "transformers")
+            .map_err(|error| Exit::Run(format!("{error:#}")))?;
     }
     let mut out = stdout().lock();
     writeln!(
@@ -116,14 +139,49 @@ pub(super) fn convert(
     Ok(())
 }
 
-/// Writes the model card of the run `run`, whose weights are in `checkpoint`, into `folder`.
-fn write_card(run: &Path, checkpoint: &Path, folder: &Path) -> anyhow::Result<()> {
+/// Writes the `adapters` of the run `source`, or of its checkpoint, to the folder `to`.
+fn write_adapters(
+    source: &Path,
+    checkpoint: &Path,
+    adapters: &Path,
+    to: &Path,
+) -> Result<(), Exit> {
+    let of_model = |error: anyhow::Error| Exit::Model(format!("{error:#}"));
+    let of_run = |error: anyhow::Error| Exit::Run(format!("{error:#}"));
+    let pretrained = Pretrained::load_without_weights(checkpoint).map_err(of_model)?;
+    let adapters = Lora::load(adapters, &pretrained.model, &Device::Cpu)
+        .map_err(|error| of_model(error.into()))?;
+    let mut parents = checkpoint.ancestors();
+    let base = match parents.find(|parent| RunDir::is_run(parent)) {
+        Some(run) => Run::read(run).map_err(of_run)?.base_model(),
+        None => None,
+    };
+    let written = pretrained.save_adapters(&adapters, base.as_deref(), to);
+    written.map_err(of_run)?;
+    if RunDir::is_run(source) {
+        write_card(source, checkpoint, to, "peft").map_err(of_run)?;
+    }
+    let config = adapters.config();
+    writeln!(
+        stdout().lock(),
+        "adapters of rank {} for {}, {:.1} million parameters, over {}; --merge writes a whole model",
+        config.rank,
+        config.target_modules.join(", "),
+        adapters.parameters().num_elements() as f64 / 1e6,
+        base.as_deref().unwrap_or("a base that is not named"),
+    )?;
+    Ok(())
+}
+
+/// Writes the model card of the run `run`, whose weights are in `checkpoint`, into `folder`, which
+/// `library` loads.
+fn write_card(run: &Path, checkpoint: &Path, folder: &Path, library: &str) -> anyhow::Result<()> {
     let plot = run.join(PLOT);
     if plot.is_file() {
         atomic_file::write(&folder.join(PLOT), &fs::read(&plot)?)?;
     }
     let checkpoint = checkpoint.file_name().unwrap_or_default().to_string_lossy();
-    let card = model_card(&Run::read(run)?, &checkpoint, plot.is_file());
+    let card = model_card(&Run::read(run)?, &checkpoint, plot.is_file(), library);
     Ok(atomic_file::write(&folder.join(CARD), card.as_bytes())?)
 }
 

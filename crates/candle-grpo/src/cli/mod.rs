@@ -44,6 +44,9 @@ enum Command {
     /// Print the answers of a model to a prompt.
     Sample(SampleArguments),
     /// Write a GGUF file, a Hugging Face folder or a run in another format.
+    ///
+    /// Of a run with adapters, a folder has the adapters alone in the format of PEFT. With --merge
+    /// it has the whole model. A GGUF file always has the whole model.
     Convert {
         /// The model; also a name on the Hugging Face hub.
         model: PathBuf,
@@ -52,6 +55,9 @@ enum Command {
         /// The type of the weights: f32 for a folder, f16 for a GGUF file unless given.
         #[arg(long)]
         dtype: Option<Dtype>,
+        /// Add the adapters of a run to the weights under them.
+        #[arg(long)]
+        merge: bool,
         /// Replace an existing GGUF file, or a folder that holds a model and nothing else.
         #[arg(long)]
         force: bool,
@@ -163,8 +169,16 @@ pub(crate) fn run() -> ExitCode {
             model,
             target,
             dtype,
+            merge,
             force,
-        } => convert::convert(&model, &target, dtype, force),
+        } => {
+            let options = convert::Options {
+                dtype,
+                merge,
+                force,
+            };
+            convert::convert(&model, &target, options)
+        }
         Command::Report(arguments) => {
             report::report(&arguments.runs, &arguments.out, arguments.force)
         }

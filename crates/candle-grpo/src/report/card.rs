@@ -11,21 +11,36 @@ use super::Run;
 /// The comment in a model card by which another program recognizes that no person wrote it.
 pub const CARD_MARK: &str = "<!-- Written by grpo convert. -->";
 
+/// The setting of the model that the run began with.
+const BASE: &str = "model.path";
+
+impl Run {
+    /// Returns the name on the hub, or else the path, of the model that the run began with.
+    pub fn base_model(&self) -> Option<String> {
+        let path = self.settings.get(BASE)?;
+        Some(match HubName::of(Path::new(path)) {
+            Ok(Some(name)) => name.id().to_owned(),
+            _ => path.clone(),
+        })
+    }
+}
+
 /// Returns the model card of the policy that `run` trained, in Markdown with the metadata of the
 /// Hugging Face hub. `checkpoint` is the name of the folder of its weights. The card shows
-/// `metrics.svg` if `has_plot`.
+/// `metrics.svg` if `has_plot`. `library` is the Python library that loads the folder:
+/// `transformers`, or `peft` for adapters.
 ///
 /// <https://huggingface.co/docs/hub/model-cards>
-pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool) -> String {
+pub fn model_card(run: &Run, checkpoint: &str, has_plot: bool, library: &str) -> String {
     let setting = |key: &str| run.settings.get(key).map_or("", String::as_str);
-    let base = setting("model.path");
+    let base = setting(BASE);
     let mut card = String::from("---\n");
     // The hub links ids alone; a path would be an error there.
     if let Ok(Some(name)) = HubName::of(Path::new(base)) {
         line(&mut card, format_args!("base_model: {}", name.id()));
     }
+    line(&mut card, format_args!("library_name: {library}"));
     for text in [
-        "library_name: transformers",
         "pipeline_tag: text-generation",
         "tags:",
         "- grpo",
@@ -152,7 +167,12 @@ mod tests {
 
     #[test]
     fn a_card_has_base_data_steps_evaluations_and_settings() {
-        let card = model_card(&run("Qwen/Qwen2.5-0.5B"), "step-000007", true);
+        let card = model_card(
+            &run("Qwen/Qwen2.5-0.5B"),
+            "step-000007",
+            true,
+            "transformers",
+        );
         for part in [
             "---\nbase_model: Qwen/Qwen2.5-0.5B\nlibrary_name: transformers\n",
             CARD_MARK,
@@ -170,8 +190,12 @@ mod tests {
     #[test]
     fn the_base_model_of_a_name_is_its_repository() {
         for name in ["a/b@v1", "hf://a/b", "a/b/c-Q8_0.gguf"] {
-            let card = model_card(&run(name), "step-1", false);
-            assert!(card.contains("\nbase_model: a/b\n"), "{card}");
+            let card = model_card(&run(name), "step-1", false, "peft");
+            assert!(
+                card.contains("\nbase_model: a/b\nlibrary_name: peft\n"),
+                "{card}"
+            );
+            assert_eq!(run(name).base_model().unwrap(), "a/b");
             assert!(card.contains(&format!("from `{name}`")), "{card}");
         }
     }
@@ -185,8 +209,9 @@ mod tests {
             "../model",
             "org/model.gguf",
         ] {
-            let card = model_card(&run(path), "step-1", false);
+            let card = model_card(&run(path), "step-1", false, "peft");
             assert!(!card.contains("base_model:"), "{path}");
+            assert_eq!(run(path).base_model().unwrap(), path);
             assert!(card.contains(&format!("from `{path}`")) && !card.contains("metrics.svg"));
         }
     }

@@ -93,6 +93,13 @@ fn check_prints_the_memory_of_the_run() {
         assert!(planned(&whole, part).is_some(), "{part}: {whole}");
     }
     assert_eq!(planned(&whole, "critic"), None, "{whole}");
+    if cfg!(target_os = "linux") {
+        // The library of tokenizers alone takes more than a MiB.
+        assert!(
+            planned(&whole, "program, tokenizer and data") > Some(1),
+            "{whole}"
+        );
+    }
     let gae = CONFIG.replace("preset: dapo", "adv_estimator: gae");
     let critic = check(&format!("{gae}training: {{critic: {{}}}}\n"));
     assert!(planned(&critic, "critic").is_some(), "{critic}");
@@ -219,6 +226,16 @@ fn check_refuses_what_train_refuses() {
         (
             reward("{kind: program, command: [sh, a.sh], folder: none}"),
             "run.yaml:3: rewards[0].folder: none, must be a folder that exists",
+        ),
+        (
+            reward("{kind: reward_model, path: none}"),
+            "run.yaml:3: rewards[0].path: none, must be a folder that exists",
+        ),
+        (
+            reward(
+                "{kind: ensemble, judges: [{kind: numeric}, {kind: reward_model, path: model}]}",
+            ),
+            "run.yaml:3: rewards[0].judges[1].path: model, must be the folder of a reward model: ",
         ),
         (
             with("response_length: 8", "response_length: 24"),

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use candle_core::{DType, Device};
-use candle_grpo::nn::{Parameters, SequenceClassifierConfig};
+use candle_grpo::nn::Parameters;
 use candle_grpo::train::Pretrained;
 use candle_grpo_test_support::{FakeHub, HubRepository, Reply};
 use serde_json::{Value, json};
 
-use crate::support::{CONFIG, command, folder, lines, model, said};
+use crate::support::{CONFIG, command, folder, lines, model, said, write_reward_model};
 
 type Files = Vec<(&'static str, Vec<u8>)>;
 
@@ -121,23 +121,9 @@ impl Test {
 
 /// The files of a reward model with the tokenizer of the policy.
 fn reward_model() -> Files {
-    let folder = folder("");
+    let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("reward");
-    fs::create_dir(&path).unwrap();
-    let config = SequenceClassifierConfig {
-        decoder: model(),
-        num_labels: 1,
-        pad_token_id: Some(0),
-    };
-    let parameters = config.init(3, &Device::Cpu).unwrap();
-    parameters.save(&path.join("model.safetensors")).unwrap();
-    let keys = config.to_hugging_face(&[]).unwrap();
-    fs::write(path.join("config.json"), keys.to_string()).unwrap();
-    fs::copy(
-        folder.path().join("model/tokenizer.json"),
-        path.join("tokenizer.json"),
-    )
-    .unwrap();
+    write_reward_model(&path, "abcde");
     read(
         &path,
         &["config.json", "model.safetensors", "tokenizer.json"],
@@ -265,6 +251,19 @@ fn check_downloads_no_weights_and_lists_them() {
     assert!(printed.contains("not in the cache"), "{printed}");
     test.run(&["sample", "org/policy", "a"]);
     assert_fails(&test.run(&["check", "run.yaml"]), 5, &["loading"]);
+}
+
+#[test]
+fn an_error_of_a_reward_model_on_the_hub_names_its_key() {
+    let test = Test::new(&CONFIG.replace(
+        "rewards: [{kind: regex, pattern: '^[ab]'}]",
+        "rewards: [{kind: ensemble, judges: [{kind: reward_model, path: org/absent}]}]",
+    ));
+    assert_fails(
+        &test.run(&["check", "run.yaml"]),
+        3,
+        &["rewards[0].judges[0].path: ", "org/absent"],
+    );
 }
 
 fn model_files_with_wrong_weights() -> Files {

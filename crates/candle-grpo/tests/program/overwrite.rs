@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::Output;
 
 use candle_core::{DType, Device, safetensors};
-use candle_grpo::train::RunDir;
+use candle_grpo::nn::Lora;
+use candle_grpo::train::{Pretrained, RunDir};
 use rstest::rstest;
 use serde_json::Value;
 
@@ -349,6 +350,85 @@ fn convert_takes_the_folder_of_a_run() {
         .unwrap();
     let weights = |path: &Path| fs::read(path.join("model.safetensors")).unwrap();
     assert!(weights(&folder.path().join("converted")) == weights(&best.path));
+}
+
+#[test]
+fn convert_writes_the_adapters_of_a_run_or_merges_them() {
+    let config = CONFIG.replace("max_steps: 12", "max_steps: 3");
+    let folder = folder(&format!(
+        "{config}training: {{adapters: {{rank: 2, alpha: 4}}}}\n"
+    ));
+    let path = folder.path();
+    succeeds(path, &["train", "run.yaml"]);
+    let best = RunDir::best_checkpoint(&path.join("run")).unwrap().unwrap();
+    let weights = |path: &Path| fs::read(path.join("model.safetensors")).unwrap();
+
+    let printed = succeeds(path, &["convert", "run", "adapters"]);
+    assert!(
+        printed.contains("adapters of rank 2 for all-linear") && printed.contains("over model;"),
+        "{printed}"
+    );
+    let mut names: Vec<_> = fs::read_dir(path.join("adapters"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(
+        names,
+        [
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "metrics.svg",
+            "tokenizer.json",
+            "tokenizer_config.json"
+        ]
+    );
+    let read = |name: &str| fs::read(path.join("adapters").join(name)).unwrap();
+    let saved = fs::read(best.path.join("adapter/adapter_model.safetensors")).unwrap();
+    assert!(read("adapter_model.safetensors") == saved);
+    let config: Value = serde_json::from_slice(&read("adapter_config.json")).unwrap();
+    assert_eq!(config["base_model_name_or_path"], "model");
+    let card = String::from_utf8(read("README.md")).unwrap();
+    assert!(card.contains("library_name: peft"), "{card}");
+    // Base and adapters make the policy.
+    let base = Pretrained::load(&path.join("model"), &Device::Cpu).unwrap();
+    let adapters = Lora::load(&path.join("adapters"), &base.model, &Device::Cpu).unwrap();
+    let merged = adapters.merged(&base.model, &base.parameters).unwrap();
+    merged.save(&path.join("merged.safetensors")).unwrap();
+    let merged = fs::read(path.join("merged.safetensors")).unwrap();
+    assert!(merged == weights(&best.path));
+
+    // The folder is replaced by either form.
+    refused(
+        &grpo(path, &["convert", "run", "adapters"]),
+        3,
+        "give --force",
+    );
+    succeeds(path, &["convert", "run", "adapters", "--force"]);
+    succeeds(path, &["convert", "run", "adapters", "--merge", "--force"]);
+    assert!(weights(&path.join("adapters")) == weights(&best.path));
+    assert!(!path.join("adapters/adapter_config.json").exists());
+
+    // A checkpoint has adapters, too; another model has none to merge.
+    let checkpoint = best.path.strip_prefix(path).unwrap().to_str().unwrap();
+    let printed = succeeds(path, &["convert", checkpoint, "of-checkpoint"]);
+    assert!(printed.contains("over model;"), "{printed}");
+    succeeds(path, &["convert", "model", "whole", "--merge"]);
+    assert!(weights(&path.join("whole")) == weights(&path.join("model")));
+    let bf16 = ["convert", "run", "bf16", "--dtype", "bf16"];
+    refused(
+        &grpo(path, &bf16),
+        3,
+        "--dtype: must be f32 or absent for adapters; give --merge",
+    );
+    succeeds(path, &[&bf16[..], &["--merge"]].concat());
+    // A GGUF file needs the merge; only the tokenizer of this model stops it.
+    refused(
+        &grpo(path, &["convert", "run", "a.gguf"]),
+        1,
+        "byte-level BPE",
+    );
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use candle_core::Device;
-use candle_grpo::nn::{DecoderConfig, Parameters};
+use candle_grpo::nn::{DecoderConfig, Parameters, SequenceClassifierConfig};
 use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::{SpecialTokens, character_tokenizer};
 use candle_grpo_test_support::TINY_DECODER;
@@ -33,14 +33,16 @@ pub(crate) fn model() -> DecoderConfig {
     serde_json::from_str(TINY_DECODER).unwrap()
 }
 
-/// A folder with a model, prompts and a configuration.
-pub(crate) fn folder(config: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let parameters = Parameters::init(&model(), 3, &Device::Cpu).unwrap();
+/// Writes a model with a token for each character of `alphabet`.
+pub(crate) fn write_model(folder: &Path, alphabet: &str) {
+    let model = DecoderConfig {
+        vocab_size: model().vocab_size.max(alphabet.len() + 1),
+        ..model()
+    };
     let pretrained = Pretrained {
-        model: model(),
-        parameters,
-        tokenizer: character_tokenizer("abcde").unwrap(),
+        parameters: Parameters::init(&model, 3, &Device::Cpu).unwrap(),
+        model,
+        tokenizer: character_tokenizer(alphabet).unwrap(),
         special_tokens: SpecialTokens {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
@@ -49,7 +51,28 @@ pub(crate) fn folder(config: &str) -> tempfile::TempDir {
         license: None,
         form: None,
     };
-    pretrained.save(&folder.path().join("model")).unwrap();
+    pretrained.save(folder).unwrap();
+}
+
+/// Writes a reward model with a token for each character of `alphabet`.
+pub(crate) fn write_reward_model(folder: &Path, alphabet: &str) {
+    write_model(folder, alphabet);
+    let model = Pretrained::load_without_weights(folder).unwrap().model;
+    let config = SequenceClassifierConfig {
+        decoder: model,
+        num_labels: 1,
+        pad_token_id: Some(0),
+    };
+    let parameters = config.init(3, &Device::Cpu).unwrap();
+    parameters.save(&folder.join("model.safetensors")).unwrap();
+    let keys = config.to_hugging_face(&[]).unwrap();
+    fs::write(folder.join("config.json"), keys.to_string()).unwrap();
+}
+
+/// A folder with a model, prompts and a configuration.
+pub(crate) fn folder(config: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    write_model(&folder.path().join("model"), "abcde");
     let rows = ["abc", "d", "ee", "ca", "b", "cd", "ed", "a", "cc", "dab"];
     let rows: String = rows
         .iter()

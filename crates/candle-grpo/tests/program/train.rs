@@ -11,7 +11,9 @@ use candle_grpo::train::RunDir;
 use rstest::rstest;
 use serde_json::Value;
 
-use crate::support::{CONFIG, command, folder, grpo, lines, said, succeeds};
+use crate::support::{
+    CONFIG, command, folder, grpo, lines, said, succeeds, write_model, write_reward_model,
+};
 
 /// Asserts that two runs have the same files, however often each was stopped.
 pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
@@ -92,6 +94,29 @@ fn a_run_writes_files_for_every_other_command() {
     assert!(said(&again).contains("run directory run: exists already: resume it (--resume)"));
     succeeds(folder.path(), &["train", "run.yaml", "--resume"]);
     assert_eq!(lines(&run.join("metrics.jsonl")).len(), 12);
+}
+
+/// The configuration trains with the folders that the example writes.
+#[test]
+fn the_example_of_a_reward_model_trains_a_policy() {
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/reward-model");
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("target");
+    write_model(&target.join("reward-model-0-policy"), "abcdefgh");
+    write_reward_model(&target.join("reward-model-0"), "abcdefgh");
+    let data = folder.path().join("examples/reward-model");
+    fs::create_dir_all(&data).unwrap();
+    fs::copy(examples.join("prompts.jsonl"), data.join("prompts.jsonl")).unwrap();
+    let config = fs::read_to_string(examples.join("run.yaml")).unwrap();
+    assert!(config.contains("max_steps: 40"));
+    let config = config.replace("max_steps: 40", "max_steps: 2");
+    fs::write(folder.path().join("run.yaml"), config).unwrap();
+    succeeds(folder.path(), &["train", "run.yaml"]);
+    let steps = lines(&folder.path().join("runs/reward-model/metrics.jsonl"));
+    assert_eq!(steps.len(), 2);
+    for step in steps {
+        assert!(step["reward_std"].as_f64().unwrap() > 0., "{step}");
+    }
 }
 
 #[test]
