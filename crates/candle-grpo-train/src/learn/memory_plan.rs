@@ -14,7 +14,8 @@ const BUFFERS: usize = 8 << 20;
 /// The bytes that a run takes in the memory of its device, if every completion has the largest
 /// length and every prompt is as long as the longest one.
 ///
-/// Not counted are the program, the data set, the tokenizer and reward models.
+/// Not counted are the program with its data set and tokenizer, unless [`Self::program`] is set,
+/// and reward models.
 ///
 /// ```
 /// use candle_grpo_nn::DecoderConfig;
@@ -54,6 +55,9 @@ pub struct MemoryPlan {
     pub training: usize,
     /// The cache of keys and values and the logits, while completions are drawn.
     pub sampling: usize,
+    /// The program, its data set, its tokenizer and what the allocator keeps, in main memory: 0
+    /// unless the caller sets it.
+    pub program: usize,
 }
 
 impl MemoryPlan {
@@ -127,13 +131,14 @@ impl MemoryPlan {
             activations,
             training,
             sampling: cache + drawn * model.vocab_size * 4 + BUFFERS,
+            program: 0,
         })
     }
 
     /// The bytes at the peak: drawing and training alternate.
     pub fn peak(&self) -> usize {
         let kept = self.weights + self.frozen + self.reference + self.critic + self.optimizer;
-        kept + self.training.max(self.sampling)
+        self.program + kept + self.training.max(self.sampling)
     }
 }
 

@@ -1,6 +1,7 @@
 //! `grpo check`.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io::{Write, stdout};
 use std::path::Path;
 
@@ -91,7 +92,23 @@ fn plan(
     if base == BaseWeights::Stored && !run.model.path.is_dir() {
         plan.frozen = Gguf::open(&run.model.path)?.frozen_bytes(base, dtype.into())?;
     }
+    // The memory of the plan is that of a GPU, if there is one.
+    if !candle_core::utils::cuda_is_available() {
+        plan.program = peak_of_this_process().unwrap_or(0);
+    }
     Ok(plan)
+}
+
+/// The peak of the resident memory of this process, which has read the data and the tokenizer of
+/// the run but no weights. It includes memory that the allocator keeps. `None` on systems without
+/// `/proc`.
+fn peak_of_this_process() -> Option<usize> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: usize = line.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(kib << 10)
 }
 
 /// Prints the memory that the run takes, if its completions are as long as they can be.
@@ -120,6 +137,7 @@ fn print_plan(
         ("gradients", plan.gradients),
         ("activations", plan.activations),
         ("sampling", plan.sampling),
+        ("program, tokenizer, allocator", plan.program),
     ];
     let parts = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
     let parts: Vec<String> = parts
@@ -128,7 +146,7 @@ fn print_plan(
     writeln!(out, "#   {}.", parts.join(", "))?;
     writeln!(
         out,
-        "#   Sampling and training alternate. The program, the data and reward models are not counted."
+        "#   Sampling and training alternate. Reward models are not counted."
     )?;
     Ok(())
 }
