@@ -158,10 +158,10 @@ impl CodeMap {
         for code in 0..zero {
             numbers[code] = -numbers[2 * zero - code];
         }
-        let mut next = [u32::MAX; NUMBERS];
-        for code in zero..NUMBERS - 1 {
-            next[code] = decades.least_bits_above(code as u8);
-        }
+        let next = std::array::from_fn(|code| match (zero..NUMBERS - 1).contains(&code) {
+            true => decades.least_bits_above(code as u8),
+            false => u32::MAX,
+        });
         let cells = std::array::from_fn(|cell| match cell {
             0 => zero as u8,
             _ => decades.code(f32::from_bits((FIRST_CELL + cell as u32) << CELL_BITS)),

@@ -21,8 +21,11 @@ pub(crate) struct LazyTensor<'a> {
     name: String,
     dtype: Dtype,
     shape: Vec<usize>,
-    write: Box<dyn Fn(&mut dyn Write) -> Result<()> + 'a>,
+    write: Box<WriteValues<'a>>,
 }
+
+/// Writes the values of a tensor.
+type WriteValues<'a> = dyn Fn(&mut dyn Write) -> Result<()> + 'a;
 
 impl<'a> LazyTensor<'a> {
     /// `write` writes the values, in `dtype`.
