@@ -58,6 +58,41 @@ impl From<&Groups> for Groups {
 }
 
 impl Groups {
+    /// Groups of samples of the same role, and of the same episode for the roles of
+    /// `within_episode` (`hierarchical_grpo` in prime-rl).
+    ///
+    /// A role outside that list has one group over all episodes, which must therefore be
+    /// comparable.
+    ///
+    /// # Errors
+    ///
+    /// Fails if there is not one episode for each role.
+    ///
+    /// ```
+    /// use candle_grpo_core::Groups;
+    ///
+    /// // Role 1 is compared within its episode, role 0 over all of them.
+    /// let groups = Groups::of_roles(&[0, 1, 0, 1], &[7, 7, 8, 8], &[1])?;
+    /// assert_eq!(groups, Groups::Ids(vec![0, 1, 0, 2]));
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn of_roles(roles: &[i64], episodes: &[i64], within_episode: &[i64]) -> Result<Self> {
+        if roles.len() != episodes.len() {
+            bail!(
+                "episodes: {} for {} roles, there must be one for each",
+                episodes.len(),
+                roles.len()
+            );
+        }
+        let mut ids = HashMap::new();
+        let id = |(role, episode): (&i64, &i64)| {
+            let episode = within_episode.contains(role).then_some(*episode);
+            let next = ids.len() as i64;
+            *ids.entry((*role, episode)).or_insert(next)
+        };
+        Ok(Self::Ids(roles.iter().zip(episodes).map(id).collect()))
+    }
+
     /// The id of each of `rows` rows; `name` is for errors.
     pub(crate) fn to_ids(&self, name: &str, rows: usize) -> Result<Vec<i64>> {
         match self {

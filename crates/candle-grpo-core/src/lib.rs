@@ -36,6 +36,7 @@ mod mask;
 pub mod metrics;
 mod moments;
 pub mod rewards;
+mod schedule;
 pub mod selection;
 pub mod trajectories;
 pub mod validate;
@@ -51,12 +52,13 @@ pub use kl::{Kl, KlController, KlEstimator, KlGradient};
 pub use mask::Mask;
 pub use metrics::{MetricValue, MetricValues, Metrics};
 pub use rewards::{
-    CosineLength, NonFinite, NormLevel, OverlongPenalty, RepetitionPenalty, RewardNorm,
-    RewardShaping, RunningMoments, RunningState, ScoreEnsemble,
+    CosineLength, CostPenalty, Costs, NonFinite, NormLevel, OverlongPenalty, RepetitionPenalty,
+    RewardNorm, RewardShaping, RunningMoments, RunningState, ScoreEnsemble, StdCenter,
 };
+pub use schedule::{CoefSchedule, Decay};
 pub use selection::{
-    DynamicSampling, FilterBatch, GroupFilter, GroupSummary, SampleFilter, SamplingDecision,
-    ScoreResampling,
+    AdvantageRange, DifficultyPools, DynamicSampling, FilterBatch, GroupFilter, GroupSummary,
+    SampleFilter, SamplingDecision, ScoreResampling, TaskScores,
 };
 pub use validate::Invalid;
 

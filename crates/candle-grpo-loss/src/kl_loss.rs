@@ -62,18 +62,23 @@ impl KlLoss {
         }
     }
 
-    pub(crate) fn validate(&self) -> Result<()> {
-        non_negative("kl.coef", self.coef)?;
+    /// Checks the options of the loss `name`.
+    pub(crate) fn validate(&self, name: &str) -> Result<()> {
+        non_negative(&format!("{name}.coef"), self.coef)?;
         let valid =
             self.bias_correction == BiasCorrection::Off || self.kl.gradient == KlGradient::Direct;
         let must = "be off with a gradient other than direct, which is unbiased already";
         check(
             valid,
-            "kl.bias_correction",
+            &format!("{name}.bias_correction"),
             Name(&self.bias_correction),
             must,
         )?;
-        Ok(self.kl.validate()?)
+        let kl = self.kl.validate();
+        Ok(match name {
+            "kl" => kl?,
+            _ => kl.map_err(|e| e.within(name))?,
+        })
     }
 
     /// Computes the estimate for each token, without the coefficient.

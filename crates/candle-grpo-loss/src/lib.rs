@@ -23,6 +23,8 @@
 
 mod adaptive_entropy;
 mod aggregation;
+mod distillation_loss;
+mod distribution_statistics;
 mod divergence;
 mod importance_level;
 mod kl_loss;
@@ -31,6 +33,7 @@ mod positive_nll;
 mod preference_loss;
 mod recipe;
 pub mod rollout;
+mod softmax;
 mod sum_of_squared_probs;
 pub mod surrogate;
 mod value_loss;
@@ -41,11 +44,17 @@ pub use candle_grpo_core::{Kl, KlEstimator, KlGradient, Mask, MetricValues, Metr
 pub use candle_grpo_kernels::{
     LinearGradients, LinearLogProb, LogProbOptions, TokenLogProbs, linear_log_prob, log_prob,
 };
+pub use distillation_loss::{
+    DistillationLoss, LinearDistillationOutput, OutputLayer, Support, Tail, Teacher,
+    linear_distillation_loss,
+};
+pub use distribution_statistics::{DistributionStatistics, distribution_statistics};
 pub use importance_level::ImportanceLevel;
 pub use kl_loss::{BiasCorrection, KlLoss};
 pub use policy_loss::{
-    EmptySequences, EntropyTokens, LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss,
-    PolicyLossOutput, StepTotals, linear_policy_loss,
+    Distillation, DistillationForm, EarlyWeight, EmptySequences, EntropyTokens,
+    LinearPolicyLossOutput, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput, StepTotals,
+    Student, linear_policy_loss,
 };
 pub use positive_nll::PositiveNll;
 pub use preference_loss::PreferenceLoss;
@@ -53,7 +62,7 @@ pub use recipe::Recipe;
 pub use rollout::{RolloutCorrection, RolloutWeights};
 pub use sum_of_squared_probs::sum_of_squared_probs;
 pub use surrogate::{Clip, Surrogate, TokenLoss};
-pub use value_loss::ValueLoss;
+pub use value_loss::{ErrorLoss, ValueLoss};
 
 /// Runs the code of the README as a documentation test.
 #[cfg(doctest)]

@@ -3,8 +3,8 @@
 use candle_core::Result;
 use candle_grpo_core::validate::Name;
 use candle_grpo_core::{
-    AdvantageConfig, AdvantageName, AdvantagePipeline, GroupFilter, Invalid, Kl, KlEstimator,
-    KlPenalty, OverlongPenalty, RewardShaping, SingletonGroup, TokenAdvantage,
+    AdvantageConfig, AdvantageName, AdvantagePipeline, CostPenalty, GroupFilter, Invalid, Kl,
+    KlEstimator, KlPenalty, OverlongPenalty, RewardShaping, SingletonGroup, TokenAdvantage,
 };
 use serde::{Deserialize, Serialize};
 
@@ -34,6 +34,8 @@ pub struct Recipe {
     pub reward_shaping: RewardShaping,
     /// A penalty on the rewards of responses close to the maximum length.
     pub overlong: Option<OverlongPenalty>,
+    /// A penalty on the length of a sample relative to its group.
+    pub length_penalty: Option<CostPenalty>,
     /// The filter of groups, by their scores before any shaping. Rejected groups are sampled
     /// again.
     pub group_filter: Option<GroupFilter>,
@@ -66,11 +68,7 @@ impl Recipe {
     /// `overlong_buffer` tokens before `max_length`, and only groups whose rewards differ.
     pub fn dapo(max_length: usize, overlong_buffer: usize) -> Self {
         Self {
-            overlong: Some(OverlongPenalty {
-                max_length,
-                buffer: overlong_buffer,
-                factor: 1.,
-            }),
+            overlong: Some(OverlongPenalty::new(max_length, overlong_buffer)),
             group_filter: Some(GroupFilter::default()),
             ..Self::grpo_advantage(PolicyLoss::dapo())
         }
@@ -201,6 +199,26 @@ impl Recipe {
         Self::new(advantage, PolicyLoss::bnpo())
     }
 
+    /// The default loss of prime-rl with advantages that are not divided. A group of one has the
+    /// advantage 0.
+    pub fn prime_rl() -> Self {
+        let advantage = AdvantageConfig {
+            single_sample: Some(SingletonGroup::Zero),
+            ..AdvantageName::DrGrpo.into()
+        };
+        Self::new(advantage, PolicyLoss::prime_rl())
+    }
+
+    /// FIPO (<https://arxiv.org/abs/2603.19835>).
+    pub fn fipo() -> Self {
+        Self::grpo_advantage(PolicyLoss::fipo())
+    }
+
+    /// M2PO (<https://arxiv.org/abs/2510.01161>).
+    pub fn m2po() -> Self {
+        Self::grpo_advantage(PolicyLoss::m2po())
+    }
+
     /// Checks the options and the combinations that the papers exclude.
     ///
     /// # Errors
@@ -211,6 +229,10 @@ impl Recipe {
         shaping.map_err(|e| e.within("reward_shaping"))?;
         if let Some(overlong) = &self.overlong {
             overlong.validate().map_err(|e| e.within("overlong"))?;
+        }
+        if let Some(penalty) = &self.length_penalty {
+            let valid = penalty.validate();
+            valid.map_err(|e| e.within("length_penalty"))?;
         }
         if let Some(filter) = &self.group_filter {
             filter.validate().map_err(|e| e.within("group_filter"))?;

@@ -3,6 +3,7 @@
 use candle_core::{D, Result, Tensor, bail};
 use candle_grpo_core::arithmetic_dtype;
 
+use crate::softmax::log_softmax;
 use candle_grpo_core::validate::positive;
 
 /// Sums the squared probabilities of `softmax(logits / temperature)` over the vocabulary: `[.., V]`
@@ -15,9 +16,5 @@ pub fn sum_of_squared_probs(logits: &Tensor, temperature: f64) -> Result<Tensor>
         bail!("logits: shape {:?}, must be [.., V]", logits.dims());
     }
     let z = (logits.to_dtype(arithmetic_dtype(logits.dtype()))? / temperature)?;
-    // Relative to the maximum, so that `exp` does not overflow.
-    let largest = z.detach().max_keepdim(D::Minus1)?;
-    let weights = z.broadcast_sub(&largest)?.exp()?;
-    let total = weights.sum_keepdim(D::Minus1)?;
-    weights.broadcast_div(&total)?.sqr()?.sum(D::Minus1)
+    log_softmax(&z)?.exp()?.sqr()?.sum(D::Minus1)
 }

@@ -8,21 +8,59 @@ use crate::aggregation::Aggregation;
 use crate::policy_loss::StepTotals;
 use candle_grpo_core::validate::positive;
 
-/// `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2` for each token, with the value
-/// V and the return R (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip` in ROLL).
+/// `max(f(V - R), f(clip(V, V_old - clip, V_old + clip) - R))` for each token, with the value V,
+/// the return R and the loss f of an error (PPO, <https://arxiv.org/abs/1707.06347>; `value_clip`
+/// in ROLL).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ValueLoss {
     /// The distance from the old value beyond which a value has no gradient towards the return.
     pub clip: Option<f64>,
+    /// The loss of an error.
+    pub error: ErrorLoss,
     /// The aggregation of the per-token losses, by default over tokens.
     pub aggregation: Aggregation,
+}
+
+/// The loss of an error e.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum ErrorLoss {
+    /// `e^2 / 2`.
+    #[default]
+    Squared,
+    /// `e^2 / 2` up to `abs(e) = delta`, and `delta (abs(e) - delta / 2)` beyond (AReaL).
+    Huber {
+        /// The error from which the loss is linear.
+        delta: f64,
+    },
+}
+
+impl ErrorLoss {
+    fn validate(self) -> Result<()> {
+        match self {
+            Self::Squared => Ok(()),
+            Self::Huber { delta } => Ok(positive("value_loss.error.huber.delta", delta)?),
+        }
+    }
+
+    fn of(self, error: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Squared => error.sqr()? * 0.5,
+            Self::Huber { delta } => {
+                // The derivative b is the bounded error: the loss is b e - b^2 / 2.
+                let slope = error.detach().clamp(-delta, delta)?;
+                (&slope * error)? - (slope.sqr()? * 0.5)?
+            }
+        }
+    }
 }
 
 impl Default for ValueLoss {
     fn default() -> Self {
         Self {
             clip: None,
+            error: ErrorLoss::Squared,
             aggregation: Aggregation::TokenMean,
         }
     }
@@ -64,7 +102,8 @@ impl ValueLoss {
         };
         let values = selected("values", values)?;
         let returns = selected("returns", &returns.detach())?;
-        let mut per_token = (&values - &returns)?.sqr()?;
+        self.error.validate()?;
+        let mut per_token = self.error.of(&(&values - &returns)?)?;
         let mut metrics = Metrics::new();
         if let Some(clip) = self.clip {
             positive("value_loss.clip", clip)?;
@@ -74,13 +113,14 @@ impl ValueLoss {
             let old = selected("old_values", &old.detach())?;
             let moved = (&values.detach() - &old)?;
             let outside = moved.abs()?.gt(clip)?;
-            let clipped = ((old + moved.clamp(-clip, clip)?)? - &returns)?.sqr()?;
+            let error = ((old + moved.clamp(-clip, clip)?)? - &returns)?;
+            let clipped = self.error.of(&error)?;
             // Beyond the clip, the larger loss counts. The clipped one has no gradient.
             let is_clipped = (clipped.gt(&per_token.detach())? * outside)?;
             metrics.push_masked_mean("value_clip_fraction", &is_clipped, &mask)?;
             per_token = is_clipped.where_cond(&clipped, &per_token)?;
         }
-        let loss = self.aggregation.apply(&(per_token * 0.5)?, &mask, totals)?;
+        let loss = self.aggregation.apply(&per_token, &mask, totals)?;
         Ok((loss, metrics))
     }
 }

@@ -1,5 +1,7 @@
 //! `advantage`: rewards to advantages.
 
+mod newer;
+
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{D, DType, Tensor};
 use candle_grpo_core::advantage::{
@@ -19,6 +21,17 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
     // The option describes the rewards.
     case.config.ignore(&["rewards"]);
     Ok(Ok(match case.variant.as_str() {
+        "prime_grpo"
+        | "prime_length_penalty"
+        | "prime_max_rl"
+        | "prime_rae"
+        | "prime_hierarchical_grpo"
+        | "swift_grpo"
+        | "swift_rloo"
+        | "swift_reinforce_plus_plus"
+        | "swift_gdpo"
+        | "swift_rlsd"
+        | "swift_teacher" => newer::run(case)?,
         "twinkle_grpo" | "twinkle_rloo" => twinkle(case)?,
         "trl_grpo" | "trl_grpo_multi" | "trl_rloo" | "trl_rloo_kl" => trl(case)?,
         "verl_grpo"
@@ -84,6 +97,10 @@ fn numbers(case: &Case, key: &str) -> Result<Option<Vec<f64>>> {
             .map(Some),
         other => bail!("option {key} is {other}, not a list"),
     }
+}
+
+pub(crate) fn required_numbers(case: &Case, key: &str) -> Result<Vec<f64>> {
+    numbers(case, key)?.with_context(|| format!("no option {key}"))
 }
 
 fn range(case: &Case, key: &str) -> Result<Option<[f64; 2]>> {
@@ -254,7 +271,10 @@ fn verl_outcome(case: &Case) -> Result<Outputs> {
         },
         ..TokenAdvantage::default()
     };
-    let mut rewards = case.input("rewards")?;
+    let mut rewards = match case.optional("rewards") {
+        Some(rewards) => rewards,
+        None => case.input("token_level_rewards")?,
+    };
     let pipeline = match estimator.as_str() {
         "grpo" | "grpo_vectorized" => {
             let group = GroupAdvantage {

@@ -2,9 +2,10 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Tensor, Var};
+use candle_grpo_kernels::soft_cap;
 use candle_grpo_loss::{
-    LinearLogProb, LogProbOptions, PolicyBatch, PolicyLossOutput, TokenLogProbs, linear_log_prob,
-    linear_policy_loss,
+    LinearLogProb, LogProbOptions, PolicyBatch, PolicyLossOutput, TokenLogProbs,
+    distribution_statistics, linear_log_prob, linear_policy_loss,
 };
 
 use crate::case::{Case, Outputs, Ran};
@@ -50,7 +51,48 @@ impl Layer {
     }
 }
 
+/// Log-probs and statistics of capped logits.
+fn chunked(case: &Case) -> Result<Ran> {
+    case.config.ignore(&["chunk_size"]);
+    let layer = Layer::read(case)?;
+    let scale = case.config.number("logit_scale")?;
+    let cap = case.config.optional_number("softcap")?;
+    let temperature = case.config.number("temperature")?;
+    let targets = case.input("targets")?;
+    // A factor of the logits is one of hidden states and bias.
+    let hidden = (layer.hidden.as_tensor() * scale)?;
+    let bias = layer.bias.as_ref().map(|b| b.as_tensor() * scale);
+    let bias = bias.transpose()?;
+    let options = LogProbOptions {
+        logit_cap: cap,
+        ..Default::default()
+    };
+    let tokens = linear_log_prob(
+        &hidden,
+        &layer.weight,
+        bias.as_ref(),
+        &targets,
+        temperature,
+        options,
+    )?;
+    let mut logits = hidden.detach().matmul(&layer.weight.detach().t()?)?;
+    if let Some(bias) = &bias {
+        logits = logits.broadcast_add(&bias.detach())?;
+    }
+    let statistics = distribution_statistics(&soft_cap(&logits, cap)?, &targets, temperature)?;
+    let outputs = log_prob::outputs(case, &tokens, &layer.variables())?;
+    Ok(outputs.map(|outputs| {
+        outputs
+            .out("log_sum_squared_probs", &statistics.log_sum_squared_probs)
+            .out("mean_logit", &statistics.mean_logit)
+            .out("is_top1", &statistics.is_top1)
+    }))
+}
+
 pub(crate) fn log_prob(case: &Case) -> Result<Ran> {
+    if case.variant == "trl_chunked" {
+        return chunked(case);
+    }
     ensure!(
         ["torch", "verl_fused", "liger_chunked"].contains(&case.variant.as_str()),
         "unknown variant"

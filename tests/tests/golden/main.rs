@@ -1,18 +1,23 @@
 //! Golden cases: values computed by published implementations, one named test for each file and
 //! device.
 //!
-//! `GRPO_GOLDEN_DIR` replaces the folder `tests/golden`. The last lines count how many cases
-//! passed, failed and were skipped. A case is identified by its `op`, `variant` and `config`, never
-//! by its file name or number.
+//! The cases are in `tests/golden` and its folder `newer`. `GRPO_GOLDEN_DIR` replaces the first of
+//! them. The last lines count how many cases passed, failed and were skipped. A case is identified
+//! by its `op`, `variant` and `config`, never by its file name or number.
 
 mod advantage;
 mod aggregate;
 mod case;
+mod curriculum;
+mod distillation;
 mod kl;
+mod length_reward;
 mod linear;
 mod log_prob;
 mod policy_loss;
 mod reward_norm;
+mod rollout_correction;
+mod value_loss;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,8 +30,11 @@ use candle_grpo_test_support::cuda;
 use case::Case;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
-/// The number of cases of `tests/golden` that the library does not reproduce on purpose.
-const KNOWN_SKIPS: usize = 5;
+/// The number of cases that the library does not reproduce on purpose.
+const KNOWN_SKIPS: usize = 6;
+
+/// A folder of more cases inside the first one.
+const MORE: &str = "newer";
 
 fn main() -> ExitCode {
     match run() {
@@ -44,7 +52,11 @@ fn run() -> Result<ExitCode> {
     let folder = replaced
         .clone()
         .unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("golden"));
-    let paths = cases(&folder)?;
+    let mut paths = cases("", &folder)?;
+    let more = folder.join(MORE);
+    if more.is_dir() {
+        paths.extend(cases(&format!("{MORE}::"), &more)?);
+    }
     let mut devices = Vec::new();
     for (name, device) in [("cuda", cuda()), ("cpu", Ok(&Device::Cpu))] {
         match device {
@@ -55,8 +67,8 @@ fn run() -> Result<ExitCode> {
     let tally = Arc::new(Tally::default());
     let trials: Vec<Trial> = devices
         .iter()
-        .flat_map(|&(name, device)| paths.iter().map(move |path| (name, device, path)))
-        .map(|(name, device, path)| trial(name, device, path.clone(), Arc::clone(&tally)))
+        .flat_map(|&(name, device)| paths.iter().map(move |file| (name, device, file)))
+        .map(|(name, device, file)| trial(name, device, file, &tally))
         .collect();
 
     let conclusion = libtest_mimic::run(&arguments, trials);
@@ -73,25 +85,35 @@ fn run() -> Result<ExitCode> {
     Ok(conclusion.exit_code())
 }
 
-/// The case files of a folder, sorted by name.
-fn cases(folder: &Path) -> Result<Vec<PathBuf>> {
+/// A case file, and the name of its test.
+struct CaseFile {
+    name: String,
+    path: PathBuf,
+}
+
+/// The case files of a folder, sorted by name. Names of tests start with `prefix`.
+fn cases(prefix: &str, folder: &Path) -> Result<Vec<CaseFile>> {
     let mut paths = Vec::new();
     let entries = std::fs::read_dir(folder);
     for entry in entries.with_context(|| format!("reading {}", folder.display()))? {
         let path = entry?.path();
         if path.extension().is_some_and(|e| e == "safetensors") {
-            paths.push(path);
+            let file = path.file_stem().unwrap_or_default().to_string_lossy();
+            paths.push(CaseFile {
+                name: format!("{prefix}{file}"),
+                path,
+            });
         }
     }
-    paths.sort();
+    paths.sort_by(|a, b| a.name.cmp(&b.name));
     ensure!(!paths.is_empty(), "no cases in {}", folder.display());
     Ok(paths)
 }
 
-/// A test named `golden::DEVICE::FILE`.
-fn trial(device_name: &str, device: &Device, path: PathBuf, tally: Arc<Tally>) -> Trial {
-    let file = path.file_stem().unwrap_or_default().to_string_lossy();
-    let name = format!("golden::{device_name}::{file}");
+/// A test named `golden::DEVICE::FILE`, or `golden::DEVICE::newer::FILE`.
+fn trial(device_name: &str, device: &Device, file: &CaseFile, tally: &Arc<Tally>) -> Trial {
+    let name = format!("golden::{device_name}::{}", file.name);
+    let (path, tally) = (file.path.clone(), Arc::clone(tally));
     let device = device.clone();
     Trial::ignorable_test(name, move || {
         // Counted as failed until it has passed, so that a panic counts too.
@@ -124,10 +146,17 @@ fn run_case(case: &Case) -> Result<Option<String>> {
     let ran = match case.op.as_str() {
         "advantage" => advantage::run(case)?,
         "aggregate" => aggregate::run(case)?,
+        "curriculum" => curriculum::run(case)?,
+        "distillation_loss" => distillation::run(case)?,
         "kl" => kl::run(case)?,
+        "length_reward" => length_reward::run(case)?,
         "log_prob" => log_prob::run(case)?,
         "policy_loss" => policy_loss::run(case)?,
+        "proximal_log_prob" => rollout_correction::proximal(case)?,
         "reward_norm" => reward_norm::run(case)?,
+        "rollout_correction" => rollout_correction::run(case)?,
+        "value_loss" => value_loss::run(case)?,
+        "linear_distillation_loss" => distillation::linear(case)?,
         "linear_grpo_loss" => linear::grpo_loss(case)?,
         "linear_log_prob" => linear::log_prob(case)?,
         op => bail!("unknown operation {op}"),

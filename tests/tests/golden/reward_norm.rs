@@ -3,7 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor};
 use candle_grpo_core::advantage::{EpsilonPlacement, Whitening};
-use candle_grpo_core::rewards::{NormLevel, RewardNorm, RunningMoments, RunningState};
+use candle_grpo_core::rewards::{NormLevel, RewardNorm, RunningMoments, RunningState, StdCenter};
 use candle_grpo_core::{Mask, RewardShaping};
 
 use crate::case::{Case, Outputs, Ran};
@@ -11,6 +11,7 @@ use crate::case::{Case, Outputs, Ran};
 pub(crate) fn run(case: &Case) -> Result<Ran> {
     Ok(Ok(match case.variant.as_str() {
         "roll_reward_norm" | "roll_reward_norm_clip" | "roll_group_reward_norm" => shape(case)?,
+        "areal_norm" => areal(case)?,
         "roll_running_moments" => running(case)?,
         "roll_masked_whiten" | "verl_masked_whiten" => whiten(case)?,
         "roll_masked_normalize" | "openrlhf_masked_normalize" => normalize(case)?,
@@ -67,6 +68,26 @@ fn shape(case: &Case) -> Result<Outputs> {
         Some(fraction) => outputs.number("clip_fraction", fraction),
         None => Ok(outputs),
     }
+}
+
+fn areal(case: &Case) -> Result<Outputs> {
+    let options = &case.config;
+    let level = |key: &str| level(&options.text_or(key, "none")?);
+    let norm = RewardNorm {
+        mean: level("mean_level")?,
+        std: level("std_level")?,
+        epsilon: options.number("eps")?,
+        ddof: usize::from(options.flag("std_unbiased")?),
+        // Without a mean there is nothing to leave out.
+        leave_one_out: options.flag("mean_leave1out")? && level("mean_level")? != NormLevel::None,
+        std_center: StdCenter::SubtractedMean,
+    };
+    let shaping = RewardShaping {
+        norm,
+        ..Default::default()
+    };
+    let shaped = shaping.apply(&case.input("rewards")?, options.size("group_size")?, None)?;
+    Ok(Outputs::default().out("rewards", &shaped.rewards))
 }
 
 fn running(case: &Case) -> Result<Outputs> {

@@ -37,6 +37,8 @@ macro_rules! advantage_batch {
             pub groups: Groups,
             /// Trajectory and state of each row, if the rows are steps of trajectories.
             pub steps: Option<Steps>,
+            /// Number of steps of the run before this batch, for coefficients with a schedule.
+            pub step: Option<usize>,
             $($(#[$doc])* pub $name: Option<Tensor>,)*
         }
 
@@ -46,6 +48,7 @@ macro_rules! advantage_batch {
                     rewards: None,
                     groups,
                     steps: None,
+                    step: None,
                     $($name: None,)*
                 }
             }
@@ -113,6 +116,12 @@ impl AdvantageBatch {
     /// Sets the trajectory and state of each row.
     pub fn steps(mut self, steps: &Steps) -> Self {
         self.steps = Some(steps.clone());
+        self
+    }
+
+    /// Sets the number of steps of the run before this batch.
+    pub fn step(mut self, step: usize) -> Self {
+        self.step = Some(step);
         self
     }
 

@@ -12,6 +12,8 @@ mod kl_penalty;
 mod optimal_token_baseline;
 mod pipeline;
 pub(crate) mod returns;
+mod role_baseline;
+mod teacher_weight;
 mod token;
 mod whiten;
 
@@ -26,6 +28,8 @@ pub use kl_penalty::KlPenalty;
 pub use optimal_token_baseline::{OptimalTokenBaseline, TokenAlignment};
 pub use pipeline::AdvantagePipeline;
 pub use returns::{MaskedTokens, reverse_recurrence};
+pub use role_baseline::RoleBaselines;
+pub use teacher_weight::TeacherWeight;
 pub use token::{TokenAdvantage, TokenBaseline};
 pub use whiten::{EpsilonPlacement, Whitening};
 

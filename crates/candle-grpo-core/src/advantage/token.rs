@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::returns::{discounted_returns, generalized_advantages};
 use super::{
     AdvantageBatch, AdvantageEstimator, Advantages, KlPenalty, MaskedTokens, OptimalTokenBaseline,
-    Whitening,
+    TeacherWeight, Whitening,
 };
 use crate::dtype::arithmetic_dtype;
 use crate::mask::Mask;
@@ -35,7 +35,7 @@ pub enum TokenBaseline {
 /// 1. The reward of a sequence goes to its last token.
 /// 2. Token rewards minus the KL penalty are clipped, then whitened.
 /// 3. Returns accumulate them from each token to the end; with `lambda`, GAE does.
-/// 4. The baseline and the divergence from a teacher are subtracted.
+/// 4. The baseline and the divergence from a teacher are subtracted. A teacher weighs the rest.
 /// 5. The result is whitened, masked and clipped.
 ///
 /// Unlike in ROLL, [`Self::token_reward_clip`] is not the clip of the samples, and fractions count
@@ -84,6 +84,8 @@ pub struct TokenAdvantage {
     /// Divergence from `teacher_log_probs` that is subtracted from each advantage: on-policy
     /// distillation (ROLL, NeMo-RL).
     pub distillation: Option<KlPenalty>,
+    /// Weight of each advantage by a teacher, after `distillation` (RLSD).
+    pub teacher_weight: Option<TeacherWeight>,
     /// Whitens advantages over all tokens of the batch.
     pub whiten_advantages: bool,
     /// Whitening of rewards and advantages.
@@ -103,6 +105,7 @@ impl Default for TokenAdvantage {
             masked_tokens: MaskedTokens::Skipped,
             baseline: TokenBaseline::None,
             distillation: None,
+            teacher_weight: None,
             whiten_advantages: false,
             whitening: Whitening::default(),
             advantage_clip: None,
@@ -149,6 +152,9 @@ impl TokenAdvantage {
                 penalty.validate().map_err(|e| e.within(field))?;
             }
         }
+        if let Some(weight) = &self.teacher_weight {
+            weight.validate().map_err(|e| e.within("teacher_weight"))?;
+        }
         self.whitening.validate().map_err(|e| e.within("whitening"))
     }
 
@@ -185,6 +191,9 @@ impl TokenAdvantage {
             )?;
             metrics.push_masked_mean("teacher_kl", &kl, &mask)?;
             advantages = (advantages - (kl * distillation.coef)?)?;
+        }
+        if let Some(weight) = &self.teacher_weight {
+            advantages = weight.apply(&advantages, batch)?;
         }
         if self.whiten_advantages {
             advantages = mask.select(&self.whitening.apply(&advantages, &mask)?)?;

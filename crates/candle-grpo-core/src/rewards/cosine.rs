@@ -12,7 +12,7 @@ use crate::validate::{self, Checked};
 ///
 /// `long + (short - long) * (1 + cos(pi * min(1, length / max_length))) / 2`, where `short` and
 /// `long` are the scores at the lengths 0 and `max_length`. TRL's `get_cosine_scaled_reward` is
-/// equal. ms-swift has no `min`, so that scores beyond `max_length` return to `short`.
+/// equal. ms-swift has no `min`, so that scores beyond `max_length` return to `short`: `periodic`.
 ///
 /// ```
 /// use candle_grpo_core::rewards::CosineLength;
@@ -38,6 +38,9 @@ pub struct CosineLength {
     pub min_value_wrong: f64,
     /// Score of a wrong answer of `max_length`.
     pub max_value_wrong: f64,
+    /// Continues the cosine beyond `max_length`, as ms-swift does: the longest answers score like
+    /// short ones.
+    pub periodic: bool,
 }
 
 impl Default for CosineLength {
@@ -48,6 +51,7 @@ impl Default for CosineLength {
             max_value_correct: 1.,
             min_value_wrong: -1.,
             max_value_wrong: -0.5,
+            periodic: false,
         }
     }
 }
@@ -82,7 +86,11 @@ impl CosineLength {
             true => (self.max_value_correct, self.min_value_correct),
             false => (self.min_value_wrong, self.max_value_wrong),
         };
-        let progress = (length as f64 / self.max_length as f64).min(1.);
+        let progress = length as f64 / self.max_length as f64;
+        let progress = match self.periodic {
+            true => progress,
+            false => progress.min(1.),
+        };
         Ok(long + (short - long) * (1. + (PI * progress).cos()) / 2.)
     }
 }

@@ -1,6 +1,7 @@
 //! Rewards: the accepted types, shaping before the advantage, and penalties.
 
 mod cosine;
+mod cost;
 mod ensemble;
 mod normalize;
 mod overlong;
@@ -8,8 +9,9 @@ mod repetition;
 mod shaping;
 
 pub use cosine::CosineLength;
+pub use cost::{CostPenalty, Costs};
 pub use ensemble::ScoreEnsemble;
-pub use normalize::{NormLevel, RewardNorm, RunningMoments, RunningState};
+pub use normalize::{NormLevel, RewardNorm, RunningMoments, RunningState, StdCenter};
 pub use overlong::OverlongPenalty;
 pub use repetition::RepetitionPenalty;
 pub use shaping::{RewardShaping, ShapedRewards};

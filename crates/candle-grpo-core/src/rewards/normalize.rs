@@ -24,6 +24,18 @@ pub enum NormLevel {
     Running,
 }
 
+/// The point about which a standard deviation is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StdCenter {
+    /// The mean of the rewards that the deviation is computed from.
+    #[default]
+    OwnMean,
+    /// The mean that was subtracted, whatever its level (AReaL). A deviation without a degree of
+    /// freedom is 1.
+    SubtractedMean,
+}
+
 /// `(reward - mean) / (std + epsilon)` as in ROLL, with independent levels of mean and std. The
 /// mean of the group and the std of the batch give the normalization of <https://arxiv.org/abs/2508.08221>.
 ///
@@ -40,6 +52,11 @@ pub struct RewardNorm {
     pub epsilon: f64,
     /// Delta degrees of freedom of the variance: 1 divides by n - 1, 0 by n.
     pub ddof: usize,
+    /// Takes the mean of a group or batch without the reward itself (AReaL's `mean_leave1out`). A
+    /// reward that is alone has the mean 0.
+    pub leave_one_out: bool,
+    /// The point about which the standard deviation of a group or batch is taken.
+    pub std_center: StdCenter,
 }
 
 impl Default for RewardNorm {
@@ -49,6 +66,8 @@ impl Default for RewardNorm {
             std: NormLevel::None,
             epsilon: DEFAULT_EPSILON,
             ddof: 1,
+            leave_one_out: false,
+            std_center: StdCenter::OwnMean,
         }
     }
 }
@@ -66,7 +85,20 @@ impl RewardNorm {
     /// Fails with the name of the invalid option.
     pub fn validate(&self) -> Checked {
         validate::positive("epsilon", self.epsilon)?;
-        validate::ddof("ddof", self.ddof)
+        validate::ddof("ddof", self.ddof)?;
+        let running = self.mean == NormLevel::Running || self.mean == NormLevel::None;
+        validate::check(
+            !(self.leave_one_out && running),
+            "leave_one_out",
+            true,
+            "be false unless the mean is that of a group or batch",
+        )?;
+        validate::check(
+            self.std_center == StdCenter::OwnMean || self.std != NormLevel::Running,
+            "std_center",
+            "subtracted_mean",
+            "be own_mean with a running standard deviation",
+        )
     }
 
     pub(crate) fn apply(
@@ -78,6 +110,7 @@ impl RewardNorm {
     ) -> Result<Tensor> {
         let layout = GroupLayout::new(groups, rewards.dim(0)?, rewards.device())?;
         if self.std == NormLevel::Group
+            && self.std_center == StdCenter::OwnMean
             && self.ddof == 1
             && let Some(group) = layout.sizes().iter().position(|&n| n == 1)
         {
@@ -100,12 +133,21 @@ impl RewardNorm {
             _ => None,
         };
         let centered = match (self.mean, &running) {
-            (NormLevel::Group, _) => group.centered.clone(),
-            (NormLevel::Batch, _) => layout.to_rows(&batch.centered)?,
+            (NormLevel::Group, _) => self.left_out(&group.centered, &group.count, &rows)?,
+            (NormLevel::Batch, _) => {
+                let centered = self.left_out(&batch.centered, &batch.count, rewards)?;
+                layout.to_rows(&centered)?
+            }
             (NormLevel::Running, Some(running)) => rows.broadcast_sub(&running.mean)?,
             _ => rows,
         };
         let normalized = match (self.std, &running) {
+            (NormLevel::Group | NormLevel::Batch, _)
+                if self.std_center == StdCenter::SubtractedMean =>
+            {
+                let std = self.std_of_centered(&centered, &selected)?;
+                divide_by_std(&centered, &std, self.epsilon)?
+            }
             (NormLevel::Group, _) => {
                 let divided = divide_by_std(&centered, &group.std(self.ddof)?, self.epsilon)?;
                 let constant = group.constant.broadcast_as(centered.shape())?;
@@ -121,6 +163,34 @@ impl RewardNorm {
             _ => centered,
         };
         layout.to_samples(&normalized)
+    }
+
+    /// Turns the distances from the mean of `count` entries of `x` into those from the mean of the
+    /// other entries, if the option is set.
+    fn left_out(&self, centered: &Tensor, count: &Tensor, x: &Tensor) -> Result<Tensor> {
+        if !self.leave_one_out {
+            return Ok(centered.clone());
+        }
+        let factor = (count / (count - 1.)?.maximum(1.)?)?;
+        let others = centered.broadcast_mul(&factor)?;
+        let alone = count.le(1.)?.broadcast_as(x.shape())?;
+        alone.where_cond(x, &others)
+    }
+
+    /// The root of the mean square of `centered` `[P, W]` over its group or the batch: `[P, 1]` or
+    /// `[1, 1]`.
+    fn std_of_centered(&self, centered: &Tensor, selected: &Tensor) -> Result<Tensor> {
+        let squares = selected
+            .where_cond(centered, &centered.zeros_like()?)?
+            .sqr()?;
+        let ones = selected.to_dtype(squares.dtype())?;
+        let sum = |x: &Tensor| match self.std {
+            NormLevel::Group => x.sum_keepdim(1),
+            _ => x.sum_all()?.reshape((1, 1)),
+        };
+        let freedom = (sum(&ones)? - self.ddof as f64)?;
+        let std = (sum(&squares)? / freedom.maximum(1.)?)?.sqrt()?;
+        freedom.gt(0.)?.where_cond(&std, &std.ones_like()?)
     }
 }
 

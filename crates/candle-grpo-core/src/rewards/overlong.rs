@@ -10,14 +10,14 @@ use crate::validate::{self, Checked};
 /// `-factor * clip((length - (max_length - buffer)) / buffer, 0, 1)`.
 ///
 /// verl (`overlong_buffer`), OpenRLHF (`overlong_penalty_factor`) and TRL
-/// (`get_soft_overlong_punishment`, with the factor 1) agree up to `max_length`. Beyond it, verl's
-/// penalty continues to grow.
+/// (`get_soft_overlong_punishment`, with the factor 1) agree up to `max_length`. Beyond it, the
+/// penalty of verl, AReaL and ms-swift continues to grow: `unbounded`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use candle_grpo_core::rewards::OverlongPenalty;
 ///
-/// let penalty = OverlongPenalty { max_length: 100, buffer: 20, factor: 1. };
+/// let penalty = OverlongPenalty::new(100, 20);
 /// let lengths = Tensor::new(&[50u32, 80, 90, 100, 130], &Device::Cpu)?;
 /// assert_eq!(penalty.compute(&lengths)?.to_vec1::<f32>()?, [0., 0., -0.5, -1., -1.]);
 /// # Ok::<(), candle_core::Error>(())
@@ -32,6 +32,9 @@ pub struct OverlongPenalty {
     /// Largest penalty.
     #[serde(default = "one")]
     pub factor: f64,
+    /// Continues the slope beyond `max_length`.
+    #[serde(default)]
+    pub unbounded: bool,
 }
 
 fn one() -> f64 {
@@ -39,6 +42,16 @@ fn one() -> f64 {
 }
 
 impl OverlongPenalty {
+    /// A penalty with the factor 1 that is bounded.
+    pub fn new(max_length: usize, buffer: usize) -> Self {
+        Self {
+            max_length,
+            buffer,
+            factor: 1.,
+            unbounded: false,
+        }
+    }
+
     /// Checks the options.
     ///
     /// # Errors
@@ -64,7 +77,11 @@ impl OverlongPenalty {
         self.validate()?;
         let free = (self.max_length - self.buffer) as f64;
         let excess = ((for_statistics(lengths)? - free)? / self.buffer as f64)?;
-        let penalty = (excess.clamp(0., 1.)? * -self.factor)?;
+        let excess = match self.unbounded {
+            true => excess.maximum(0.)?,
+            false => excess.clamp(0., 1.)?,
+        };
+        let penalty = (excess * -self.factor)?;
         // 0 instead of -0 where there is no penalty.
         (penalty + 0.)?.to_dtype(arithmetic_dtype(lengths.dtype()))
     }

@@ -1,10 +1,12 @@
 //! Selection of groups, samples and tokens for training.
 
+mod difficulty_pools;
 mod dynamic_sampling;
 mod resampling;
 mod sample_filter;
 mod top_entropy;
 
+pub use difficulty_pools::{AdvantageRange, DifficultyPools, TaskScores};
 pub use dynamic_sampling::{DynamicSampling, GroupFilter, GroupSummary, SamplingDecision};
 pub use resampling::ScoreResampling;
 pub use sample_filter::{FilterBatch, SampleFilter};

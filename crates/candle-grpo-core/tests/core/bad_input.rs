@@ -495,11 +495,7 @@ fn shaping_is_checked_without_rewards(#[case] shaping: RewardShaping, #[case] ex
 
 #[test]
 fn an_overlong_penalty_is_checked_without_lengths() {
-    let penalty = OverlongPenalty {
-        max_length: 8,
-        buffer: 9,
-        factor: 1.,
-    };
+    let penalty = OverlongPenalty::new(8, 9);
     assert!(message(penalty.validate()).starts_with("buffer: 9, must be from 1 to max_length, 8"));
 }
 

@@ -54,9 +54,16 @@ fn the_overlong_penalty_grows_linearly_and_saturates() -> Result<()> {
             max_length: 16,
             buffer: 4,
             factor: 0.5,
+            unbounded: false,
         };
         let got = numbers(&penalty.compute(&lengths)?)?;
         assert_close(&got, &[0., 0., -0.25, -0.5, -0.5], 0.);
+        let unbounded = OverlongPenalty {
+            unbounded: true,
+            ..penalty
+        };
+        let got = numbers(&unbounded.compute(&lengths)?)?;
+        assert_close(&got, &[0., 0., -0.25, -0.5, -1.], 0.);
         for (buffer, factor, expected) in [
             (0, 1., "buffer: 0"),
             (17, 1., "buffer: 17"),

@@ -118,6 +118,8 @@ policy_batch! {
     log_probs: PerToken,
     /// Log-probs `[B, T]` under the reference policy, which a KL loss requires.
     ref_log_probs: PerToken,
+    /// Log-probs `[B, T]` under a teacher, for [`crate::PolicyLoss::distillation`].
+    teacher_log_probs: PerToken,
     /// Log-probs `[B, T]` of the sampling engine, for
     /// [`crate::PolicyLoss::off_policy_threshold`].
     rollout_log_probs: PerToken,
@@ -136,6 +138,9 @@ policy_batch! {
     /// Weight `[B]` of the policy term for each sequence. Denominators do not change: use weights
     /// with a mean of 1 over the step.
     sample_weights: PerSequence,
+    /// Weight `[B, T]` of each token in every term but the entropy bonus. Denominators do not
+    /// change.
+    token_weights: PerToken,
     /// Positions `[B, T]` (1 or 0) of the policy term, such as top-entropy tokens and samples that
     /// no filter rejects. KL, entropy and denominators do not change.
     policy_mask: PerToken,
@@ -151,6 +156,9 @@ policy_batch! {
     /// Number of tokens of all samples of the prompt of each sequence over the whole step, `[B]`.
     /// [`crate::Aggregation::PromptMeanTokenMean`] requires it.
     prompt_tokens: PerSequence,
+    /// Group `[B]` of each sequence, any number. [`crate::surrogate::GroupContrast`] requires it,
+    /// and all sequences of a group in one batch.
+    groups: PerSequence,
 }
 
 impl PolicyBatch {
@@ -262,7 +270,10 @@ mod tests {
             .policy_mask(&tokens)
             .entropy_mask(&tokens)
             .selected_tokens(&tokens)
-            .prompt_tokens(&sequences))
+            .prompt_tokens(&sequences)
+            .teacher_log_probs(&tokens)
+            .token_weights(&tokens)
+            .groups(&sequences))
     }
 
     #[test]

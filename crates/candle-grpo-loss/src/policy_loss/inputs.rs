@@ -5,6 +5,7 @@ use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype};
 
 use super::{PolicyBatch, PolicyLoss};
 use crate::importance_level::ImportanceLevel;
+use crate::kl_loss::KlLoss;
 use crate::surrogate::SurrogateInputs;
 
 /// The tensors of a batch, checked, in one dtype, `[B, T]` and 0 outside the mask.
@@ -13,16 +14,18 @@ pub(super) struct Inputs {
     /// With gradient.
     pub(super) log_probs: Tensor,
     /// With gradient.
-    /// With gradient.
     pub(super) entropy: Option<Tensor>,
     pub(super) old_log_probs: Tensor,
-    rollout_log_probs: Option<Tensor>,
+    pub(super) rollout_log_probs: Option<Tensor>,
     pub(super) ref_log_probs: Option<Tensor>,
-    advantages: Tensor,
+    pub(super) teacher_log_probs: Option<Tensor>,
+    pub(super) advantages: Tensor,
     pub(super) scores: Option<Tensor>,
     /// `[B, T]` or `[B, 1]`.
     pub(super) importance_weights: Option<Tensor>,
     pub(super) sample_weights: Option<Tensor>,
+    pub(super) token_weights: Option<Tensor>,
+    groups: Option<Tensor>,
     /// u8
     pub(super) policy_mask: Option<Tensor>,
     pub(super) entropy_mask: Option<Mask>,
@@ -63,10 +66,14 @@ impl Inputs {
             rollout_log_probs: clean
                 .constant("rollout_log_probs", batch.rollout_log_probs.as_ref())?,
             ref_log_probs: clean.constant("ref_log_probs", batch.ref_log_probs.as_ref())?,
+            teacher_log_probs: clean
+                .constant("teacher_log_probs", batch.teacher_log_probs.as_ref())?,
             advantages: clean.spread("advantages", &batch.advantages)?,
             scores: clean.optional_spread("scores", &batch.scores)?,
             importance_weights: clean.importance_weights(&batch.importance_weights)?,
             sample_weights: clean.optional_spread("sample_weights", &batch.sample_weights)?,
+            token_weights: clean.constant("token_weights", batch.token_weights.as_ref())?,
+            groups: batch.groups.as_ref().map(Tensor::detach),
             policy_mask: clean.flags("policy_mask", &batch.policy_mask)?,
             entropy_mask: match &batch.entropy_mask {
                 Some(kept) => {
@@ -93,6 +100,8 @@ impl Inputs {
             scores: self.scores.as_ref(),
             importance_weights: self.importance_weights.as_ref(),
             selected_tokens: self.selected_tokens.as_ref(),
+            policy_mask: self.policy_mask.as_ref(),
+            groups: self.groups.as_ref(),
         }
     }
 
@@ -106,6 +115,17 @@ impl Inputs {
         let drift = (sampled - self.log_probs.detach())?;
         let mean = ImportanceLevel::Sequence.log_ratio(&drift, &self.mask)?;
         self.advantages.ge(0.)?.maximum(&mean.le(threshold)?)
+    }
+
+    /// The estimate of a KL loss for each token, without its coefficient.
+    pub(super) fn kl(&self, config: &KlLoss, reference: &Tensor) -> Result<Tensor> {
+        config.per_token(
+            &self.log_probs,
+            reference,
+            &self.old_log_probs,
+            &self.token_log_ratio,
+            &self.log_ratio,
+        )
     }
 
     pub(super) fn push_ratio_metrics(&self, metrics: &mut Metrics) -> Result<()> {

@@ -1,6 +1,7 @@
 //! The policy loss: ratio, surrogate, weights, regularizers and aggregation combined.
 
 mod batch;
+mod distillation;
 mod inputs;
 mod linear;
 mod presets;
@@ -11,6 +12,7 @@ use candle_grpo_core::{Invalid, Metrics};
 use serde::{Deserialize, Serialize};
 
 pub use batch::{OldPolicy, PolicyBatch};
+pub use distillation::{Distillation, DistillationForm, EarlyWeight, Student};
 pub use linear::{LinearPolicyLossOutput, linear_policy_loss};
 pub use totals::StepTotals;
 
@@ -101,6 +103,11 @@ pub struct PolicyLoss {
     pub loss_coef: f64,
     /// The KL to a reference policy.
     pub kl: Option<KlLoss>,
+    /// The KL to the old policy, which is the sampling engine if its log-probs are the old ones
+    /// (prime-rl).
+    pub old_kl: Option<KlLoss>,
+    /// A term from the log-probs of a teacher.
+    pub distillation: Option<Distillation>,
     /// The coefficient of the mean entropy, which is subtracted from the loss.
     pub entropy_coef: f64,
     /// The tokens of the entropy bonus.
@@ -128,6 +135,8 @@ impl Default for PolicyLoss {
             positive_nll: None,
             loss_coef: 1.,
             kl: None,
+            old_kl: None,
+            distillation: None,
             entropy_coef: 0.,
             entropy_tokens: EntropyTokens::All,
             entropy_aggregation: None,
@@ -156,7 +165,10 @@ pub struct PolicyLossOutput {
     /// | `selected_fraction`, `dropped_fraction`, `positive_fraction` | tokens that the surrogate selects, drops or treats as positive |
     /// | `ratio_max_fraction` | kept tokens whose weight is bounded (DPPO) |
     /// | `positive_nll_fraction` | tokens of the likelihood term, if there is one |
-    /// | `kl` | the KL to the reference, if there is a KL loss |
+    /// | `kl`, `old_kl` | the KL to the reference and to the old policy, if there is such a loss |
+    /// | `future_kl`, `influence_weight`, `safety_fraction` | of FIPO |
+    /// | `teacher_log_ratio` | the teacher's log-prob minus the policy's, with distillation |
+    /// | `teacher_kl`, `distillation_*` | the parts of the form of distillation |
     /// | `entropy` | the entropy over the response mask, if given |
     pub metrics: Metrics,
 }
@@ -186,7 +198,13 @@ impl PolicyLoss {
             term.validate()?;
         }
         if let Some(kl) = &self.kl {
-            kl.validate()?;
+            kl.validate("kl")?;
+        }
+        if let Some(kl) = &self.old_kl {
+            kl.validate("old_kl")?;
+        }
+        if let Some(distillation) = &self.distillation {
+            distillation.validate()?;
         }
         if let Some(aggregation) = &self.entropy_aggregation {
             aggregation.validate()?;
@@ -247,16 +265,21 @@ impl PolicyLoss {
             EmptySequences::Exclude => *totals,
             EmptySequences::Include => totals.with_empty(),
         };
-        let inputs = Inputs::new(self, batch)?;
-        let aggregate = |x: &Tensor| {
-            self.aggregation.apply_with_prompts(
-                x,
-                &inputs.mask,
-                &totals,
-                batch.prompt_tokens.as_ref(),
-            )
-        };
+        let mut inputs = Inputs::new(self, batch)?;
         let mut metrics = Metrics::new();
+        let distilled = match &self.distillation {
+            Some(distillation) => distillation.apply(&mut inputs, &mut metrics)?,
+            None => None,
+        };
+        let aggregate_by = |aggregation: Aggregation, x: &Tensor| {
+            let weighted = match &inputs.token_weights {
+                Some(weights) => (x * weights)?,
+                None => x.clone(),
+            };
+            let prompt_tokens = batch.prompt_tokens.as_ref();
+            aggregation.apply_with_prompts(&weighted, &inputs.mask, &totals, prompt_tokens)
+        };
+        let aggregate = |x: &Tensor| aggregate_by(self.aggregation, x);
 
         let scored = self.surrogate.per_token(&inputs.for_surrogate())?;
         for (name, flag) in &scored.flags {
@@ -264,9 +287,24 @@ impl PolicyLoss {
         }
         inputs.push_ratio_metrics(&mut metrics)?;
         let mut loss = aggregate(&self.weighted(&scored.loss, &inputs)?)?;
-        if let Some((config, kl)) = self.kl_per_token(&inputs)? {
+        if let Some(config) = &self.kl {
+            let Some(reference) = &inputs.ref_log_probs else {
+                bail!(
+                    "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
+                );
+            };
+            let kl = inputs.kl(config, reference)?;
             metrics.push_masked_mean("kl", &kl, &inputs.mask)?;
             loss = (loss + (aggregate(&kl)? * config.coef)?)?;
+        }
+        if let Some(config) = &self.old_kl {
+            let kl = inputs.kl(config, &inputs.old_log_probs)?;
+            metrics.push_masked_mean("old_kl", &kl, &inputs.mask)?;
+            loss = (loss + (aggregate(&kl)? * config.coef)?)?;
+        }
+        if let (Some(config), Some(term)) = (&self.distillation, &distilled) {
+            let aggregation = config.aggregation.unwrap_or(self.aggregation);
+            loss = (loss + (aggregate_by(aggregation, term)? * config.coef)?)?;
         }
         if let Some(term) = &self.positive_nll {
             let scores = inputs.scores.as_ref();
@@ -324,7 +362,7 @@ impl PolicyLoss {
     fn check_correction(&self, batch: &PolicyBatch) -> Result<()> {
         let correction = self.rollout_correction.as_ref();
         let has_weight = correction.is_some_and(|c| c.weight.is_some());
-        let has_filters = correction.is_some_and(|c| !c.filters.is_empty());
+        let has_filters = correction.is_some_and(RolloutCorrection::rejects);
         match (&batch.old, &batch.importance_weights) {
             (OldPolicy::Rollout(_), Some(_)) => bail!(
                 "importance_weights: given together with OldPolicy::Rollout, whose ratio corrects for the rollout already; leave one out"
@@ -349,7 +387,9 @@ impl PolicyLoss {
             let kept = inputs.on_policy(threshold)?;
             policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
         }
-        if let Some(kept) = &inputs.policy_mask {
+        if let Some(kept) = &inputs.policy_mask
+            && !self.surrogate.applies_policy_mask()
+        {
             policy = kept.where_cond(&policy, &policy.zeros_like()?)?;
         }
         if let Some(weights) = &inputs.importance_weights
@@ -361,24 +401,5 @@ impl PolicyLoss {
             policy = (policy * weights)?;
         }
         Ok(policy)
-    }
-
-    fn kl_per_token(&self, inputs: &Inputs) -> Result<Option<(&KlLoss, Tensor)>> {
-        let Some(config) = &self.kl else {
-            return Ok(None);
-        };
-        let Some(reference) = &inputs.ref_log_probs else {
-            bail!(
-                "ref_log_probs: absent, a KL loss needs the log-probs of the reference policy (or set kl to none)"
-            );
-        };
-        let kl = config.per_token(
-            &inputs.log_probs,
-            reference,
-            &inputs.old_log_probs,
-            &inputs.token_log_ratio,
-            &inputs.log_ratio,
-        )?;
-        Ok(Some((config, kl)))
     }
 }

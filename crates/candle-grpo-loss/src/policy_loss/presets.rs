@@ -2,13 +2,15 @@
 
 use candle_grpo_core::{Kl, KlEstimator};
 
-use super::{EmptySequences, PolicyLoss};
+use super::{Distillation, EmptySequences, PolicyLoss};
 use crate::aggregation::Aggregation;
 use crate::importance_level::ImportanceLevel;
 use crate::kl_loss::{BiasCorrection, KlLoss};
+use crate::rollout::RolloutCorrection;
 use crate::surrogate::{
-    Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask, GeometricMean, KlCov, SoftGate,
-    SquaredLogRatio, Surrogate, Topr, Vespo,
+    Clip, ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, FutureKl, GeometricMean,
+    GroupContrast, KlCov, Likelihood, MaskedValue, SoftGate, SquaredLogRatio, Surrogate, Topr,
+    Vespo,
 };
 
 impl PolicyLoss {
@@ -165,6 +167,71 @@ impl PolicyLoss {
             }),
             off_policy_threshold: Some(off_policy_threshold),
             ..Self::grpo()
+        }
+    }
+
+    /// prime-rl's default: DPPO with a total variation of 0.2, and `0.001 d^2` as a KL to the old
+    /// policy, which is the sampler there (`training.old_log_probs: sampler`).
+    ///
+    /// prime-rl bounds no ratio; here the weight is at most 20.
+    pub fn prime_rl() -> Self {
+        let surrogate = DivergenceMask {
+            value: MaskedValue::Ratio,
+            ..DivergenceMask::default()
+        };
+        Self {
+            old_kl: Some(KlLoss::new(0.002, Kl::new(KlEstimator::K2))),
+            ..Self::with_surrogate(surrogate, Aggregation::TokenMean)
+        }
+    }
+
+    /// prime-rl's `ipo`: as [`Self::prime_rl`], but a token whose probability moved by more than
+    /// `threshold` is dropped whatever its advantage.
+    pub fn ipo(threshold: f64) -> Self {
+        let surrogate = DivergenceMask {
+            drop_if: DropIf::Outside,
+            value: MaskedValue::Ratio,
+            low: threshold,
+            high: threshold,
+            ..DivergenceMask::default()
+        };
+        Self {
+            surrogate: surrogate.into(),
+            ..Self::prime_rl()
+        }
+    }
+
+    /// FIPO (<https://arxiv.org/abs/2603.19835>): clip-higher, weighted by the drift of the later tokens.
+    pub fn fipo() -> Self {
+        Self::with_surrogate(FutureKl::default(), Aggregation::TokenMean)
+    }
+
+    /// M2PO (<https://arxiv.org/abs/2510.01161>): clip 0.2 on the tokens whose ratio to the sampler has a second moment
+    /// below 0.04.
+    pub fn m2po() -> Self {
+        Self {
+            rollout_correction: Some(RolloutCorrection::m2po(0.04)),
+            ..Self::bnpo()
+        }
+    }
+
+    /// REAL (<https://arxiv.org/abs/2602.05630>): a classification of the sequences of a group. Needs
+    /// [`crate::PolicyBatch::groups`].
+    pub fn real() -> Self {
+        Self::with_surrogate(GroupContrast::default(), Aggregation::PromptMeanTokenMean)
+    }
+
+    /// The likelihood of tokens from another source, whatever their advantage.
+    pub fn likelihood() -> Self {
+        Self::with_surrogate(Likelihood::default(), Aggregation::TokenMean)
+    }
+
+    /// On-policy distillation: the policy gradient of the reverse KL from a teacher. Needs
+    /// [`crate::PolicyBatch::teacher_log_probs`]; the advantages of rewards may be 0.
+    pub fn on_policy_distillation() -> Self {
+        Self {
+            distillation: Some(Distillation::new(1.)),
+            ..Self::gpg()
         }
     }
 

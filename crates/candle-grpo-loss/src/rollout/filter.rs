@@ -48,6 +48,8 @@ pub enum FilterStatistic {
     K2,
     /// `exp(d) - 1 - d`.
     K3,
+    /// `exp(-d) - 1 + d`, k3 of the inverse ratio (AReaL's `kl_k3`).
+    InverseK3,
 }
 
 /// The level of a statistic.
@@ -97,6 +99,7 @@ impl RolloutFilter {
             FilterStatistic::K1 => KlEstimator::K1.estimate(&d.neg()?)?,
             FilterStatistic::K2 => KlEstimator::K2.estimate(&d.neg()?)?,
             FilterStatistic::K3 => KlEstimator::K3.estimate(&d.neg()?)?,
+            FilterStatistic::InverseK3 => KlEstimator::K3.estimate(d)?,
         })?;
         let statistic = match self.level {
             FilterLevel::Token => statistic,

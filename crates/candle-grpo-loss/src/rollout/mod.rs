@@ -1,12 +1,17 @@
 //! Weights and filters for samples from another engine or an older policy.
 
 mod filter;
+mod mismatch;
+mod presets;
+mod proximal;
+mod second_moment;
 
-use candle_core::{D, Result, Tensor};
-use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype};
+use candle_core::{D, DType, Result, Tensor};
+use candle_grpo_core::{KlEstimator, Mask, Metrics, arithmetic_dtype, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
 pub use filter::{FilterLevel, FilterStatistic, RolloutFilter};
+pub use proximal::ProximalPolicy;
 
 use crate::importance_level::ImportanceLevel;
 use candle_grpo_core::validate::{check, non_negative, positive};
@@ -43,6 +48,10 @@ pub struct RolloutCorrection {
     pub weight: Option<ImportanceWeight>,
     /// The filters; a token is kept if it passes all of them.
     pub filters: Vec<RolloutFilter>,
+    /// The bound of the mean of `d^2` over the kept tokens: the fewest tokens of largest `d^2` are
+    /// rejected, such that the mean of the others is below it (M2PO,
+    /// <https://arxiv.org/abs/2510.01161>). Its `d` is not clamped.
+    pub second_moment: Option<f64>,
     /// The bound c of the clamp to `[-c, c]` on `d` and on its sum over a sequence, before `exp`.
     pub log_ratio_clamp: Option<f64>,
 }
@@ -52,6 +61,7 @@ impl Default for RolloutCorrection {
         Self {
             weight: None,
             filters: Vec::new(),
+            second_moment: None,
             log_ratio_clamp: Some(20.),
         }
     }
@@ -70,7 +80,8 @@ pub struct ImportanceWeight {
     /// The treatment of weights outside the bounds.
     #[serde(alias = "outside")]
     pub out_of_bounds: OutOfBounds,
-    /// Divides the weights by their mean over the tokens.
+    /// Divides the weights by their mean: over the tokens, or over the sequences that have tokens
+    /// for one weight per sequence.
     pub normalize: bool,
 }
 
@@ -133,7 +144,12 @@ pub struct RolloutWeights {
     /// | `rollout_weight_mean`, `_max`, `_min` | of the weights |
     /// | `rollout_weight_square` | the mean squared weight; `mean^2 / square` is the effective sample fraction |
     /// | `rollout_truncated_fraction` | tokens whose weight is outside its bounds |
+    /// | `rollout_weight_normalizer` | the mean by which `normalize` divided |
     /// | `rollout_rejected_fraction` | tokens that the filters reject |
+    /// | `rollout_rejected_sequence_fraction` | sequences with a rejected token, over sequences with tokens |
+    /// | `mismatch_training_ppl`, `mismatch_rollout_ppl` | means over sequences of `exp(-mean of the log-probs)`; `_log_ppl`: of the exponents |
+    /// | `mismatch_log_ppl_diff`, `_abs_diff`, `_diff_max`, `_diff_min`, `mismatch_ppl_ratio` | of the difference of the two exponents; the mean of its `exp` |
+    /// | `mismatch_chi2_token`, `mismatch_chi2_sequence` | means of `exp(d)^2 - 1`, and of the same with the sum of d over a sequence |
     pub metrics: Metrics,
 }
 
@@ -146,6 +162,9 @@ impl RolloutCorrection {
     pub fn validate(&self) -> Result<()> {
         if let Some(c) = self.log_ratio_clamp {
             positive("rollout_correction.log_ratio_clamp", c)?;
+        }
+        if let Some(threshold) = self.second_moment {
+            positive("rollout_correction.second_moment", threshold)?;
         }
         if let Some(weight) = &self.weight {
             if let Some(min) = weight.min {
@@ -165,6 +184,11 @@ impl RolloutCorrection {
             )?;
         }
         self.filters.iter().try_for_each(RolloutFilter::validate)
+    }
+
+    /// Returns whether the correction rejects tokens.
+    pub fn rejects(&self) -> bool {
+        !self.filters.is_empty() || self.second_moment.is_some()
     }
 
     /// Computes weights and kept tokens from the log-probs `[B, T]` of the old policy and of the
@@ -202,7 +226,20 @@ impl RolloutCorrection {
         for filter in &self.filters {
             kept = (kept * filter.passes(&d, &old, &rollout, &mask)?)?;
         }
-        metrics.push_masked_mean("rollout_rejected_fraction", &kept.eq(0u8)?, &mask)?;
+        if let Some(threshold) = self.second_moment {
+            kept = (kept * second_moment::below(threshold, &(&old - &rollout)?, &mask)?)?;
+        }
+        let rejected = mask.select(&kept.eq(0u8)?)?;
+        metrics.push_masked_mean("rollout_rejected_fraction", &rejected, &mask)?;
+        let of_sequences = rejected.max_keepdim(D::Minus1)?;
+        let sequences = Mask::new(&mask.selected().max_keepdim(D::Minus1)?)?;
+        metrics.push_masked_mean(
+            "rollout_rejected_sequence_fraction",
+            &of_sequences,
+            &sequences,
+        )?;
+        let product = self.clamped(&d.sum_keepdim(D::Minus1)?)?;
+        mismatch::push(&mut metrics, [&old, &rollout], &d, &product, &mask)?;
         Ok(RolloutWeights {
             weights,
             kept,
@@ -251,7 +288,23 @@ impl RolloutCorrection {
         if !weight.normalize {
             return Ok(weights);
         }
-        let mean = (selected.sum_all()? / mask.count(selected.dtype())?.maximum(1.)?)?;
+        // One number for each weight: of tokens, or of sequences.
+        let counted = match weights.dims() == mask.selected().dims() {
+            true => mask.selected().clone(),
+            false => mask.selected().max_keepdim(D::Minus1)?,
+        };
+        let statistics = statistics_dtype(weights.device());
+        let sum = counted
+            .where_cond(&weights, &weights.zeros_like()?)?
+            .to_dtype(statistics)?
+            .sum_all()?;
+        let count = counted
+            .to_dtype(DType::F32)?
+            .to_dtype(statistics)?
+            .sum_all()?;
+        let mean = (sum / count.maximum(1.)?)?;
+        metrics.push_mean("rollout_weight_normalizer", &mean, &mean.ones_like()?)?;
+        let mean = mean.to_dtype(weights.dtype())?;
         weights.broadcast_div(&mean.maximum(1e-8)?)
     }
 }

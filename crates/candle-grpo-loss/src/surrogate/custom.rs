@@ -34,4 +34,12 @@ impl TokenLoss for CustomSurrogate {
     fn reduces_over_sequence(&self) -> bool {
         self.0.reduces_over_sequence()
     }
+
+    fn applies_policy_mask(&self) -> bool {
+        self.0.applies_policy_mask()
+    }
+
+    fn reduces_over_group(&self) -> bool {
+        self.0.reduces_over_group()
+    }
 }

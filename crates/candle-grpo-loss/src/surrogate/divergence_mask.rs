@@ -20,31 +20,64 @@ pub enum Divergence {
     BinaryKl,
 }
 
-/// `-sg[min(r, ratio_max)] A log_prob`, and 0 where the probability of the token has moved too far
-/// (DPPO, <https://arxiv.org/abs/2602.04879>).
+/// The tokens that a [`DivergenceMask`] drops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DropIf {
+    /// The move exceeds the bound in the direction of the advantage: `high` upwards for A > 0,
+    /// `low` downwards for A < 0.
+    #[default]
+    WithAdvantage,
+    /// The move exceeds the bound of its direction, whatever the sign of A (`ipo` in prime-rl).
+    Outside,
+    /// The move exceeds `low` downwards, whatever the sign of A (`ref_kl` in prime-rl).
+    Below,
+}
+
+/// The value of a [`DivergenceMask`]. The gradient is the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MaskedValue {
+    /// `-w A log_prob` (DPPO, verl).
+    #[default]
+    LogProb,
+    /// `-w A` (prime-rl).
+    Ratio,
+}
+
+/// `-w A log_prob` with the detached weight `w = min(r, ratio_max)`, and 0 where the probability of
+/// the token has moved too far (DPPO, <https://arxiv.org/abs/2602.04879>).
 ///
-/// Too far is a distance above `high` upwards for A > 0, or above `low` downwards for A < 0.
+/// By default, too far is a distance above `high` upwards for A > 0, or above `low` downwards for
+/// A < 0.
 #[doc(alias = "DPPO")]
+#[doc(alias = "IPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DivergenceMask {
     /// The distance.
     pub divergence: Divergence,
-    /// The bound where the advantage is negative.
+    /// The tokens that are dropped.
+    pub drop_if: DropIf,
+    /// The value of the loss.
+    pub value: MaskedValue,
+    /// The bound downwards.
     pub low: f64,
-    /// The bound where the advantage is positive.
+    /// The bound upwards.
     pub high: f64,
-    /// The upper bound of the weight.
-    pub ratio_max: f64,
+    /// The upper bound of the weight. Absent: unbounded, as in prime-rl.
+    pub ratio_max: Option<f64>,
 }
 
 impl Default for DivergenceMask {
     fn default() -> Self {
         Self {
             divergence: Divergence::default(),
+            drop_if: DropIf::WithAdvantage,
+            value: MaskedValue::LogProb,
             low: 0.2,
             high: 0.2,
-            ratio_max: 20.,
+            ratio_max: Some(20.),
         }
     }
 }
@@ -53,7 +86,9 @@ impl TokenLoss for DivergenceMask {
     fn validate(&self) -> Result<()> {
         non_negative("divergence_mask.low", self.low)?;
         non_negative("divergence_mask.high", self.high)?;
-        positive("divergence_mask.ratio_max", self.ratio_max)?;
+        if let Some(max) = self.ratio_max {
+            positive("divergence_mask.ratio_max", max)?;
+        }
         Ok(())
     }
 
@@ -64,14 +99,32 @@ impl TokenLoss for DivergenceMask {
             Divergence::TotalVariation => (&p - &q)?.abs()?,
             Divergence::BinaryKl => binary_kl(&q, &p)?,
         };
-        let up = both(&p.gt(&q)?, &inputs.advantages.gt(0.)?)?;
-        let down = both(&p.lt(&q)?, &inputs.advantages.lt(0.)?)?;
-        let high = both(&up, &distance.gt(self.high)?)?;
-        let low = both(&down, &distance.gt(self.low)?)?;
+        let mut high = both(&p.gt(&q)?, &distance.gt(self.high)?)?;
+        let mut low = both(&p.lt(&q)?, &distance.gt(self.low)?)?;
+        match self.drop_if {
+            DropIf::WithAdvantage => {
+                high = both(&high, &inputs.advantages.gt(0.)?)?;
+                low = both(&low, &inputs.advantages.lt(0.)?)?;
+            }
+            DropIf::Outside => {}
+            DropIf::Below => high = high.zeros_like()?,
+        }
         let dropped = either(&high, &low)?;
         let ratio = inputs.log_ratio.detach().exp()?;
-        let loss = inputs.weighted_policy_gradient(&ratio.minimum(self.ratio_max)?)?;
-        let bounded = both(&ratio.gt(self.ratio_max)?, &not(&dropped)?)?;
+        let (weight, bounded) = match self.ratio_max {
+            Some(max) => (ratio.minimum(max)?, both(&ratio.gt(max)?, &not(&dropped)?)?),
+            None => (ratio.clone(), dropped.zeros_like()?),
+        };
+        // A weight of a dropped token may overflow.
+        let weight = without(&dropped, &weight)?;
+        let loss = match self.value {
+            MaskedValue::LogProb => inputs.weighted_policy_gradient(&weight)?,
+            MaskedValue::Ratio => {
+                // 1 with the derivative of the log-prob.
+                let carrier = ((inputs.log_probs - inputs.log_probs.detach())? + 1.)?;
+                ((weight * inputs.advantages)? * carrier)?.neg()?
+            }
+        };
         Ok(TokenLosses {
             loss: without(&dropped, &loss)?,
             flags: vec![

@@ -13,7 +13,7 @@ use candle_grpo_core::validate::non_negative;
 /// loss. `A_i` is the mean advantage of the sequence. Bounds are in log space; the paper uses 0.4.
 ///
 /// The loss is one per sequence: use [`crate::Aggregation::SeqMeanTokenMean`]. Importance weights
-/// are factors of the geometric mean.
+/// are factors of the geometric mean. With a policy mask, the mean is over its tokens.
 #[doc(alias = "GMPO")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -50,6 +50,14 @@ impl TokenLoss for GeometricMean {
         let d = clipped.where_cond(&value.clamp(-self.low, self.high)?, d)?;
 
         let lengths = inputs.mask.lengths(d.dtype())?.maximum(1.)?;
+        let advantage = (inputs.advantages.sum_keepdim(D::Minus1)? / &lengths)?;
+        let (d, lengths) = match inputs.policy_mask {
+            Some(kept) => {
+                let kept = inputs.mask.and(kept)?;
+                (kept.select(&d)?, kept.lengths(d.dtype())?.maximum(1.)?)
+            }
+            None => (d, lengths),
+        };
         let mut log_ratio = (d.sum_keepdim(D::Minus1)? / &lengths)?;
         if let Some(weights) = inputs.importance_weights {
             // A weight of 0 rejects its token: the token leaves the mean, and the mean does not
@@ -60,12 +68,15 @@ impl TokenLoss for GeometricMean {
                 .log()?;
             let per_token = weights.dims() == value.dims();
             log_ratio = if per_token {
+                let logs = match inputs.policy_mask {
+                    Some(kept) => kept.where_cond(&logs, &logs.zeros_like()?)?,
+                    None => logs,
+                };
                 (log_ratio + (logs.sum_keepdim(D::Minus1)? / &lengths)?)?
             } else {
                 (log_ratio + logs)?
             };
         }
-        let advantage = (inputs.advantages.sum_keepdim(D::Minus1)? / &lengths)?;
         let loss = (log_ratio.exp()? * advantage)?.neg()?;
         Ok(TokenLosses {
             loss: loss.broadcast_as(value.shape())?,
@@ -78,6 +89,10 @@ impl TokenLoss for GeometricMean {
     }
 
     fn reduces_over_sequence(&self) -> bool {
+        true
+    }
+
+    fn applies_policy_mask(&self) -> bool {
         true
     }
 }

@@ -9,7 +9,10 @@ mod covariance_selection;
 mod custom;
 mod detached_weight;
 mod divergence_mask;
+mod future_kl;
 mod geometric_mean;
+mod group_contrast;
+mod likelihood;
 mod policy_gradient;
 mod soft_gate;
 mod squared_log_ratio;
@@ -24,8 +27,11 @@ pub use clip::Clip;
 pub use covariance::{ClipCov, KlCov};
 pub use custom::CustomSurrogate;
 pub use detached_weight::{DetachedWeight, UnifiedMask};
-pub use divergence_mask::{Divergence, DivergenceMask};
+pub use divergence_mask::{Divergence, DivergenceMask, DropIf, MaskedValue};
+pub use future_kl::FutureKl;
 pub use geometric_mean::GeometricMean;
+pub use group_contrast::GroupContrast;
+pub use likelihood::Likelihood;
 pub use policy_gradient::PolicyGradient;
 pub use soft_gate::SoftGate;
 pub use squared_log_ratio::SquaredLogRatio;
@@ -40,8 +46,8 @@ macro_rules! surrogates {
         /// The loss of one token, a function of its ratio, its log-prob and its advantage.
         ///
         /// Every surrogate works with every importance level, correction, regularizer and
-        /// aggregation. The exceptions are [`Self::GeometricMean`] and [`Self::Vespo`]: they
-        /// reduce over the sequence themselves.
+        /// aggregation. The exceptions are [`Self::GeometricMean`], [`Self::Vespo`] and
+        /// [`Self::GroupContrast`]: they reduce over the sequence themselves.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
         pub enum Surrogate {
@@ -111,6 +117,17 @@ surrogates! {
     ClipCov,
     /// No clip, with a KL penalty on the tokens of highest covariance (KL-Cov).
     KlCov,
+    /// The clip, weighted by the discounted drift of the later tokens (FIPO).
+    #[doc(alias = "FIPO")]
+    #[serde(alias = "fipo")]
+    FutureKl,
+    /// A classification of the sequences of a group as positive or negative (REAL).
+    #[doc(alias = "REAL")]
+    #[serde(alias = "real")]
+    GroupContrast,
+    /// The negative log-likelihood, whatever the advantage (supervised tokens, CHORD).
+    #[doc(alias = "CHORD")]
+    Likelihood,
 }
 
 impl Default for Surrogate {
@@ -158,5 +175,13 @@ impl TokenLoss for Surrogate {
 
     fn reduces_over_sequence(&self) -> bool {
         self.token_loss().reduces_over_sequence()
+    }
+
+    fn applies_policy_mask(&self) -> bool {
+        self.token_loss().applies_policy_mask()
+    }
+
+    fn reduces_over_group(&self) -> bool {
+        self.token_loss().reduces_over_group()
     }
 }

@@ -33,6 +33,18 @@ pub trait TokenLoss: Debug + Send + Sync {
     fn reduces_over_sequence(&self) -> bool {
         false
     }
+
+    /// Returns whether the surrogate applies [`SurrogateInputs::policy_mask`] itself.
+    fn applies_policy_mask(&self) -> bool {
+        false
+    }
+
+    /// Returns whether the loss of a sequence depends on the other sequences of its group.
+    ///
+    /// Such a surrogate requires [`SurrogateInputs::groups`], and whole groups in a batch.
+    fn reduces_over_group(&self) -> bool {
+        false
+    }
 }
 
 /// The inputs of a surrogate. Tensors are `[B, T]`, of one dtype, and hold 0 outside the mask.
@@ -57,6 +69,10 @@ pub struct SurrogateInputs<'a> {
     pub importance_weights: Option<&'a Tensor>,
     /// 1 for the tokens that were selected over the whole step, u8.
     pub selected_tokens: Option<&'a Tensor>,
+    /// 1 for the tokens of the policy term, u8; absent: all.
+    pub policy_mask: Option<&'a Tensor>,
+    /// Group of each sequence, `[B]`.
+    pub groups: Option<&'a Tensor>,
 }
 
 /// The output of a surrogate.
@@ -64,8 +80,8 @@ pub struct SurrogateInputs<'a> {
 pub struct TokenLosses {
     /// The loss of each token, `[B, T]`, with gradient.
     pub loss: Tensor,
-    /// Names and flags, u8 `[B, T]`. The mean of each flag over the mask becomes a metric of that
-    /// name.
+    /// Names with flags (u8) or numbers, `[B, T]`. Their means over the mask become metrics of
+    /// these names.
     pub flags: Vec<(&'static str, Tensor)>,
 }
 

@@ -193,7 +193,7 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
 #[case(with(Vespo { lambda_neg: 0., ..Default::default() }), "surrogate.vespo.lambda_neg: 0, must be positive")]
 #[case(with(GeometricMean { low: -0.1, high: 0.1 }), "surrogate.geometric_mean.low: -0.1, must be finite and at least 0")]
 #[case(with(SquaredLogRatio { coef: f64::NAN }), "surrogate.squared_log_ratio.coef: NaN, must be finite and at least 0")]
-#[case(with(DivergenceMask { ratio_max: 0., ..Default::default() }), "surrogate.divergence_mask.ratio_max: 0, must be positive")]
+#[case(with(DivergenceMask { ratio_max: Some(0.), ..Default::default() }), "surrogate.divergence_mask.ratio_max: 0, must be positive")]
 #[case(with(ClipCov { lower: 5., upper: 1., ..Default::default() }), "surrogate.clip_cov.lower: 5, must be below clip_cov.upper, 1")]
 #[case(with(KlCov { ratio: 0., ..Default::default() }), "surrogate.kl_cov.ratio: 0, must be above 0")]
 #[case(

@@ -3,13 +3,14 @@
 use candle_core::{Error, Result};
 use candle_grpo_core::trajectories::Gigpo;
 use candle_grpo_core::{
-    AdvantageConfig, DynamicSampling, GroupAdvantage, Kl, KlController, OverlongPenalty,
-    RepetitionPenalty, RewardShaping, SampleFilter, ScoreEnsemble, ScoreResampling, TokenAdvantage,
-    Whitening,
+    AdvantageConfig, AdvantageRange, CoefSchedule, CosineLength, CostPenalty, DifficultyPools,
+    DynamicSampling, GroupAdvantage, Kl, KlController, OverlongPenalty, RepetitionPenalty,
+    RewardShaping, SampleFilter, ScoreEnsemble, ScoreResampling, TokenAdvantage, Whitening,
 };
+use candle_grpo_loss::rollout::ProximalPolicy;
 use candle_grpo_loss::{
-    AdaptiveEntropy, Aggregation, KlLoss, PolicyLoss, Recipe, RolloutCorrection, Surrogate,
-    ValueLoss,
+    AdaptiveEntropy, Aggregation, DistillationLoss, KlLoss, PolicyLoss, Recipe, RolloutCorrection,
+    Surrogate, ValueLoss,
 };
 use serde::de::DeserializeOwned;
 
@@ -75,6 +76,12 @@ fn each_configuration_is_read_as_the_type_that_it_is_shown_for() -> Result<()> {
             "AdaptiveEntropy" => read::<AdaptiveEntropy>(text),
             "AdvantageConfig" => read::<AdvantageConfig>(text),
             "Aggregation" => read::<Aggregation>(text),
+            "AdvantageRange" => read::<AdvantageRange>(text),
+            "CoefSchedule" => read::<CoefSchedule>(text),
+            "CosineLength" => read::<CosineLength>(text),
+            "CostPenalty" => read::<CostPenalty>(text),
+            "DifficultyPools" => read::<DifficultyPools>(text),
+            "DistillationLoss" => read::<DistillationLoss>(text),
             "DynamicSampling" => read::<DynamicSampling>(text),
             "Gigpo" => read::<Gigpo>(text),
             "GroupAdvantage" => read::<GroupAdvantage>(text),
@@ -83,6 +90,7 @@ fn each_configuration_is_read_as_the_type_that_it_is_shown_for() -> Result<()> {
             "KlLoss" => read::<KlLoss>(text),
             "OverlongPenalty" => read::<OverlongPenalty>(text),
             "PolicyLoss" => read::<PolicyLoss>(text),
+            "ProximalPolicy" => read::<ProximalPolicy>(text),
             "Recipe" => read::<Recipe>(text),
             "RepetitionPenalty" => read::<RepetitionPenalty>(text),
             "RewardShaping" => read::<RewardShaping>(text),

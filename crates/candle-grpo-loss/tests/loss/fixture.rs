@@ -3,12 +3,13 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_grpo_core::{Kl, KlEstimator, KlGradient};
 use candle_grpo_loss::surrogate::{
-    ClipCov, DetachedWeight, Divergence, DivergenceMask, GeometricMean, KlCov, PositiveIf,
-    SoftGate, SquaredLogRatio, Topr, UnifiedMask, Vespo,
+    ClipCov, DetachedWeight, Divergence, DivergenceMask, DropIf, FutureKl, GeometricMean, KlCov,
+    Likelihood, MaskedValue, PositiveIf, SoftGate, SquaredLogRatio, Topr, UnifiedMask, Vespo,
 };
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, EmptySequences, ImportanceLevel, KlLoss, MetricValues,
-    PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll, StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, Distillation, DistillationForm, EmptySequences,
+    ImportanceLevel, KlLoss, MetricValues, PolicyBatch, PolicyLoss, PolicyLossOutput, PositiveNll,
+    StepTotals, Surrogate,
 };
 use candle_grpo_test_support::{assert_close, noise, numbers};
 
@@ -22,6 +23,8 @@ pub(crate) struct Fixture {
     pub(crate) old_log_probs: Vec<f64>,
     pub(crate) ref_log_probs: Vec<f64>,
     pub(crate) entropy: Vec<f64>,
+    pub(crate) teacher_log_probs: Vec<f64>,
+    pub(crate) token_weights: Vec<f64>,
     pub(crate) advantages: Vec<f64>,
     pub(crate) importance_weights: Vec<f64>,
     pub(crate) sample_weights: Vec<f64>,
@@ -59,6 +62,8 @@ impl Fixture {
             entropy: vector(0.1, 3.),
             advantages: vec![1.3, -0.7, 0.4, -1.1, 0.9],
             importance_weights: vector(0.5, 1.5),
+            teacher_log_probs: vector(-3., -0.1),
+            token_weights: vec![1.; B * T],
             sample_weights: vec![0.5, 1.5, 1., 1.2, 0.8],
             scores: vec![1., 0., 1., 0., 0.],
             selected: (0..B * T).map(|i| u8::from(i % 4 == 1)).collect(),
@@ -97,6 +102,9 @@ impl Fixture {
         let flags =
             |x: &[u8]| Tensor::from_slice(&x[rows.start * T..rows.end * T], (count, T), device);
         let selected = flags(&self.selected)?;
+        let teacher = per_token(&self.teacher_log_probs)?;
+        let token_weights = per_token(&self.token_weights)?;
+        let groups = per_row(&[0., 0., 1., 1., 1.])?;
         // Each row's share of tokens of its prompt: rows 0 and 1 are of one prompt, the others of
         // another.
         let prompt_tokens = Tensor::new(&[9f64, 9., 5., 5., 5.], device)?;
@@ -111,7 +119,10 @@ impl Fixture {
             .sample_weights(&sample_weights)
             .scores(&scores)
             .selected_tokens(&selected)
-            .prompt_tokens(&prompt_tokens);
+            .prompt_tokens(&prompt_tokens)
+            .teacher_log_probs(&teacher)
+            .token_weights(&token_weights)
+            .groups(&groups);
         let output = loss.compute(&batch, totals)?;
         let gradients = output.loss.backward()?;
         let gradient_of = |x: &Var| match gradients.get(x) {
@@ -273,6 +284,7 @@ pub(crate) fn differentiable_surrogates() -> Vec<Surrogate> {
         }
         .into(),
         SquaredLogRatio { coef: 0.3 }.into(),
+        Likelihood::default().into(),
         KlCov {
             coef: 0.4,
             ..Default::default()
@@ -323,7 +335,28 @@ pub(crate) fn detached_surrogates() -> Vec<Surrogate> {
             divergence: Divergence::BinaryKl,
             low: 0.01,
             high: 0.02,
-            ratio_max: 1.2,
+            ratio_max: Some(1.2),
+            ..Default::default()
+        }
+        .into(),
+        DivergenceMask {
+            drop_if: DropIf::Outside,
+            value: MaskedValue::Ratio,
+            low: 0.1,
+            high: 0.1,
+            ratio_max: None,
+            ..Default::default()
+        }
+        .into(),
+        FutureKl {
+            half_life: 2.,
+            high_only: false,
+            safety_threshold: Some(1.2),
+            ..Default::default()
+        }
+        .into(),
+        Likelihood {
+            uncertainty_weight: true,
         }
         .into(),
     ]
@@ -351,6 +384,17 @@ pub(crate) fn differentiable_losses() -> Vec<PolicyLoss> {
     losses_of(differentiable_surrogates())
 }
 
+/// A term whose gradient is that of its value.
+fn distillation() -> Distillation {
+    Distillation {
+        form: DistillationForm::Loss {
+            kl: Kl::new(KlEstimator::K2),
+        },
+        aggregation: Some(Aggregation::TokenMean),
+        ..Distillation::new(0.4)
+    }
+}
+
 /// Every aggregation and KL, each with a different surrogate and level.
 fn losses_of(surrogates: Vec<Surrogate>) -> Vec<PolicyLoss> {
     let mut losses = Vec::new();
@@ -366,6 +410,8 @@ fn losses_of(surrogates: Vec<Surrogate>) -> Vec<PolicyLoss> {
                 surrogate: surrogate.clone(),
                 loss_coef: 0.7,
                 kl: kls[i % kls.len()],
+                old_kl: (i % 6 == 5).then(|| KlLoss::new(0.2, Kl::new(KlEstimator::K2))),
+                distillation: (i % 7 == 6).then(distillation),
                 off_policy_threshold: (i % 4 == 3).then_some(0.05),
                 positive_nll: (i % 5 == 4).then_some(PositiveNll {
                     coef: 0.2,

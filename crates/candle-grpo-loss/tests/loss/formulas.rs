@@ -410,7 +410,8 @@ fn dppo_counts_bounded_weights_among_kept_tokens(
             divergence,
             low: bound,
             high: bound,
-            ratio_max,
+            ratio_max: Some(ratio_max),
+            ..DivergenceMask::default()
         };
         let (got, got_gradient, metrics) = compute(surrogate, None, device)?;
         assert_close(&[got], &[value], 1e-12);

@@ -131,6 +131,8 @@ fn a_ratio_of_one_gives_the_policy_gradient() -> Result<()> {
                 // These give some tokens a loss of their own.
                 Surrogate::ClipCov(_) => true,
                 Surrogate::Topr(topr) => topr.positive_weight != 1.,
+                // The advantage does not enter.
+                Surrogate::Likelihood(_) => true,
                 // The weights of a sequence enter its mean.
                 Surrogate::Vespo(_) | Surrogate::GeometricMean(_) => true,
                 _ => false,
@@ -273,6 +275,8 @@ fn half_precision_is_computed_in_f32() -> Result<()> {
             scores: fixture.scores.clone(),
             selected: fixture.selected.clone(),
             importance_weights: rounded(&fixture.importance_weights),
+            teacher_log_probs: rounded(&fixture.teacher_log_probs),
+            token_weights: fixture.token_weights.clone(),
             sample_weights: rounded(&fixture.sample_weights),
             mask: fixture.mask,
             device: device.clone(),

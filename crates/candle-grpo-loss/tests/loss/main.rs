@@ -2,10 +2,12 @@
 
 mod bad_input;
 mod custom_surrogate;
+mod distillation_loss;
 mod documentation;
 mod fixture;
 mod formulas;
 mod gradients;
+mod group_contrast;
 mod linear_policy_loss;
 mod log_prob;
 mod masks;

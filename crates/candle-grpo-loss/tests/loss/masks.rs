@@ -35,6 +35,8 @@ fn nan_and_infinity_outside_the_mask_change_nothing() -> Result<()> {
                 &mut dirty.ref_log_probs,
                 &mut dirty.entropy,
                 &mut dirty.importance_weights,
+                &mut dirty.teacher_log_probs,
+                &mut dirty.token_weights,
             ] {
                 poison(values, &clean.mask, with);
             }

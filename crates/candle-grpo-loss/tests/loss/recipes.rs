@@ -32,6 +32,9 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
         ("roll", Recipe::roll()),
         ("twinkle", Recipe::twinkle()),
         ("openrlhf", Recipe::openrlhf()),
+        ("prime_rl", Recipe::prime_rl()),
+        ("fipo", Recipe::fipo()),
+        ("m2po", Recipe::m2po()),
     ]
 }
 

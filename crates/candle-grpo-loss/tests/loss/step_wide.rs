@@ -219,6 +219,7 @@ fn a_value_clipped_towards_the_return_has_no_gradient() -> Result<()> {
         let loss = ValueLoss {
             clip: Some(0.5),
             aggregation: Aggregation::TokenSum,
+            ..ValueLoss::default()
         };
         let totals = StepTotals::count(&mask)?;
         let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
@@ -252,6 +253,7 @@ fn values_within_the_clip_keep_their_gradients() -> Result<()> {
         let loss = ValueLoss {
             clip: Some(0.5),
             aggregation: Aggregation::TokenSum,
+            ..ValueLoss::default()
         };
         let (value, metrics) = loss.compute(&values, Some(&old), &returns, &mask, &totals)?;
         assert_eq!(metrics.to_host()?.get("value_clip_fraction"), Some(0.));

@@ -37,6 +37,7 @@ impl RecipeInputs {
             Self {
                 old_log_probs: tokens.kl_penalty.is_some()
                     || tokens.distillation.is_some()
+                    || tokens.teacher_weight.is_some()
                     || optimal,
                 reference: tokens.kl_penalty.is_some(),
                 values: tokens.lambda.is_some(),
@@ -60,7 +61,9 @@ impl RecipeInputs {
 /// Returns true if the advantage receives the reward components separately: nothing before it needs
 /// their sum.
 pub(crate) fn keeps_components(recipe: &Recipe) -> bool {
-    recipe.reward_shaping.is_identity() && recipe.overlong.is_none()
+    recipe.reward_shaping.is_identity()
+        && recipe.overlong.is_none()
+        && recipe.length_penalty.is_none()
 }
 
 /// Checks `recipe` for groups of this size.
@@ -89,12 +92,12 @@ pub(crate) fn ensure_consistent(recipe: &Recipe, num_generations: usize) -> Resu
         )?;
         ensure!(
             sequence.components == ComponentOrder::SumThenNormalize || keeps_components(recipe),
-            "recipe.advantage: takes the components of rewards one by one, but recipe.reward_shaping or recipe.overlong adds them up before; leave these out"
+            "recipe.advantage: takes the components of rewards one by one, but recipe.reward_shaping, recipe.overlong or recipe.length_penalty adds them up before; leave these out"
         );
     }
     ensure!(
         !RecipeInputs::new(recipe).greedy_scores || keeps_components(recipe),
-        "recipe.advantage: compares with the score of a greedy answer, which recipe.reward_shaping and recipe.overlong do not touch; leave these out"
+        "recipe.advantage: compares with the score of a greedy answer, which recipe.reward_shaping, recipe.overlong and recipe.length_penalty do not touch; leave these out"
     );
     Ok(())
 }

@@ -4,10 +4,10 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Tensor};
 use candle_grpo_core::selection::top_entropy_tokens;
 use candle_grpo_core::{
-    AdvantageBatch, AdvantageEstimator, Advantages, FilterBatch, GroupAdvantage, Mask, MetricValue,
-    MetricValues, NonFinite, RewardShaping, RunningMoments, SampleFilter,
+    AdvantageBatch, AdvantageEstimator, Advantages, Costs, FilterBatch, GroupAdvantage, Mask,
+    MetricValue, MetricValues, NonFinite, RewardShaping, RunningMoments, SampleFilter,
 };
-use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutWeights};
+use candle_grpo_loss::{EntropyTokens, OldPolicy, PolicyBatch, RolloutCorrection, RolloutWeights};
 
 use super::critic::explained_variance;
 use super::micro_batches::MicroBatches;
@@ -18,7 +18,7 @@ use super::staleness::effective_sample_share;
 use super::{OldLogProbs, Reference, rollout_log_probs};
 use crate::random::{generator, uniform};
 use crate::run::TrainerState;
-use crate::{FinishReason, TokenBatch, TrainConfig, TrainingBatch};
+use crate::{FinishReason, Rollout, TokenBatch, TrainConfig, TrainingBatch};
 
 /// The batch that a step trains on.
 pub(super) struct StepBatch {
@@ -102,8 +102,9 @@ impl Preparation<'_> {
             None => None,
         };
         let advantages = self.advantages(&rewards, &tokens, values.as_ref(), early.as_ref())?;
-        if is_zero(&advantages.advantages)? && self.config.recipe.policy_loss.positive_nll.is_none()
-        {
+        let policy_loss = &self.config.recipe.policy_loss;
+        let reward_alone = policy_loss.positive_nll.is_none() && policy_loss.distillation.is_none();
+        if reward_alone && is_zero(&advantages.advantages)? {
             return Ok(None);
         }
         let log_probs = match early {
@@ -130,6 +131,7 @@ impl Preparation<'_> {
                 .old
                 .map_or(OldPolicy::Current, OldPolicy::Recomputed),
             ref_log_probs: log_probs.reference,
+            teacher_log_probs: log_probs.teacher,
             rollout_log_probs: Some(log_probs.rollout),
             scores: Some(scores),
             importance_weights: log_probs.corrected.and_then(|corrected| corrected.weights),
@@ -183,7 +185,7 @@ impl Preparation<'_> {
         corrected: Option<&RolloutWeights>,
     ) -> Result<Option<Tensor>> {
         let correction = &self.config.recipe.policy_loss.rollout_correction;
-        let filters = correction.as_ref().is_some_and(|c| !c.filters.is_empty());
+        let filters = correction.as_ref().is_some_and(RolloutCorrection::rejects);
         let kept = corrected
             .map(|corrected| &corrected.kept)
             .filter(|_| filters);
@@ -240,17 +242,31 @@ impl Preparation<'_> {
         let shaped = shaping.apply(&components, scored.num_generations, moments.as_mut())?;
         self.state.running_moments = moments.map(|moments| moments.state()).transpose()?;
         self.metrics.merge(&shaped.metrics.to_host()?)?;
-        let Some(overlong) = &recipe.overlong else {
-            return Ok(shaped.rewards);
+        let mut rewards = shaped.rewards;
+        let dtype = rewards.dtype();
+        let numbers = |number: &dyn Fn(&Rollout) -> usize| -> Result<Tensor> {
+            let numbers = scored.rollouts.iter().map(|rollout| number(rollout) as u32);
+            Ok(Tensor::new(numbers.collect::<Vec<_>>(), device)?.to_dtype(dtype)?)
         };
-        let lengths: Vec<u32> = scored
-            .rollouts
-            .iter()
-            .map(|rollout| rollout.completion.written_tokens().len() as u32)
-            .collect();
-        let lengths = Tensor::new(lengths, device)?.to_dtype(shaped.rewards.dtype())?;
-        let penalty = overlong.compute(&lengths)?;
-        Ok((shaped.rewards + penalty)?)
+        let written = |rollout: &Rollout| rollout.completion.written_tokens().len();
+        let lengths = numbers(&written)?;
+        if let Some(penalty) = &recipe.length_penalty {
+            let read = |rollout: &Rollout| {
+                rollout.prompt_tokens.len() + rollout.completion.tokens.len() - written(rollout)
+            };
+            let turns = |rollout: &Rollout| rollout.episode.as_ref().map_or(1, |e| e.turns.len());
+            let (input_tokens, turns) = (numbers(&read)?, numbers(&turns)?);
+            let costs = Costs {
+                output_tokens: Some(&lengths),
+                input_tokens: Some(&input_tokens),
+                turns: Some(&turns),
+            };
+            rewards = penalty.apply(&rewards, scored.num_generations, &costs)?;
+        }
+        if let Some(overlong) = &recipe.overlong {
+            rewards = (rewards + overlong.compute(&lengths)?)?;
+        }
+        Ok(rewards)
     }
 
     fn log_probs(&mut self, tokens: &TokenBatch) -> Result<LogProbs> {
@@ -321,7 +337,8 @@ impl Preparation<'_> {
             false => None,
         };
         let mut batch = AdvantageBatch::new(rewards, scored.num_generations)
-            .response_mask(&tokens.response_mask);
+            .response_mask(&tokens.response_mask)
+            .step(self.state.steps);
         batch.values = values.cloned();
         batch.reward_baselines = greedy;
         batch.sum_of_squared_probs = squares;

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_grpo_core::validate as check;
 use candle_grpo_core::{KlController, SampleFilter, ScoreResampling};
-use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe};
+use candle_grpo_loss::{AdaptiveEntropy, EntropyTokens, Recipe, TokenLoss};
 use candle_grpo_nn::{AdamWConfig, BaseWeights, LoraConfig};
 use serde::{Deserialize, Serialize};
 
@@ -252,6 +252,7 @@ impl TrainConfig {
         self.validate_reference()?;
         self.validate_critic()?;
         self.validate_turn_advantage()?;
+        self.validate_groups()?;
         self.schedule
             .validate()
             .map_err(|error| within("schedule", error))?;
@@ -344,12 +345,39 @@ impl TrainConfig {
         let refuse = |must: &str| check::check(false, "turn_advantage", "given", must);
         if !keeps_components(&self.recipe) {
             refuse(
-                "be absent with recipe.reward_shaping or recipe.overlong, which turns do not have",
+                "be absent with recipe.reward_shaping, recipe.overlong or recipe.length_penalty, which turns do not have",
             )?;
         }
         if self.critic.is_some() {
             refuse("be absent with a critic, whose returns it does not compute")?;
         }
+        Ok(())
+    }
+
+    /// Checks that no group is divided, if the loss of a sequence depends on its group.
+    fn validate_groups(&self) -> Result<()> {
+        if !self.recipe.policy_loss.surrogate.reduces_over_group() {
+            return Ok(());
+        }
+        let must = format!(
+            "hold whole groups of num_generations, {}, as recipe.policy_loss.surrogate compares their completions",
+            self.num_generations
+        );
+        let holds_groups = |size: usize| size.is_multiple_of(self.num_generations);
+        let sizes = [
+            ("micro_batch_size", self.micro_batch_size),
+            ("mini_batch_size", self.mini_batch_size.unwrap_or(0)),
+        ];
+        for (name, size) in sizes {
+            check::check(holds_groups(size), name, size, &must)?;
+        }
+        let divides = self.micro_batch_tokens.is_some() || self.resampling.is_some();
+        check::check(
+            !divides,
+            "micro_batch_tokens and resampling",
+            "given",
+            "be absent with recipe.policy_loss.surrogate, which compares the completions of a group",
+        )?;
         Ok(())
     }
 

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::Tensor;
 use candle_grpo_collective::Collective;
 use candle_grpo_core::{AdvantageEstimator, MetricValues, RunningState};
-use candle_grpo_loss::{Aggregation, StepTotals, Surrogate};
+use candle_grpo_loss::{Aggregation, StepTotals, Surrogate, TokenLoss};
 use candle_grpo_nn::{DecoderConfig, Parameters};
 use tokenizers::Tokenizer;
 
@@ -491,12 +492,22 @@ impl Trainer {
         if [
             Some(policy_loss.aggregation),
             policy_loss.entropy_aggregation,
+            policy_loss.distillation.and_then(|term| term.aggregation),
         ]
         .contains(&Some(Aggregation::PromptMeanTokenMean))
         {
             let (tokens, prompts) = count_prompt_tokens(mask, groups)?;
             mini_batch.policy.prompt_tokens = Some(tokens);
             totals.prompts = Some(prompts);
+        }
+        if policy_loss.surrogate.reduces_over_group() {
+            let world_size = self.ranks().collective().world_size();
+            ensure!(
+                world_size == 1,
+                "recipe.policy_loss.surrogate: compares the sequences of a group, must be another one with {world_size} processes, which share out sequences"
+            );
+            let groups: Vec<f64> = groups.iter().map(|&group| group as f64).collect();
+            mini_batch.policy.groups = Some(Tensor::new(groups, mask.device())?);
         }
         if let Some(entropy_mask) = &mini_batch.policy.entropy_mask {
             totals = totals.with_entropy_mask(entropy_mask)?;

@@ -433,11 +433,7 @@ fn a_custom_estimator_gets_log_probs_and_mask() {
 #[test]
 fn long_completions_are_penalized() {
     let config = config(Recipe {
-        overlong: Some(OverlongPenalty {
-            max_length: 3,
-            buffer: 2,
-            factor: 1.,
-        }),
+        overlong: Some(OverlongPenalty::new(3, 2)),
         ..Recipe::default()
     });
     let length = |sample: &Sample| sample.completion_tokens.len() as f32;

@@ -30,11 +30,14 @@ pub enum Preset {
     Roll,
     Twinkle,
     Openrlhf,
+    PrimeRl,
+    Fipo,
+    M2po,
 }
 
 impl Preset {
     /// All presets.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 22] = [
         Self::Grpo,
         Self::Dapo,
         Self::DrGrpo,
@@ -54,6 +57,9 @@ impl Preset {
         Self::Roll,
         Self::Twinkle,
         Self::Openrlhf,
+        Self::PrimeRl,
+        Self::Fipo,
+        Self::M2po,
     ];
 
     /// Returns the recipe for completions of at most `response_length` tokens. The penalty of DAPO
@@ -79,6 +85,9 @@ impl Preset {
             Self::Roll => Recipe::roll(),
             Self::Twinkle => Recipe::twinkle(),
             Self::Openrlhf => Recipe::openrlhf(),
+            Self::PrimeRl => Recipe::prime_rl(),
+            Self::Fipo => Recipe::fipo(),
+            Self::M2po => Recipe::m2po(),
         }
     }
 }

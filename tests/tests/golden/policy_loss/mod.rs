@@ -1,9 +1,13 @@
 //! `policy_loss`: log-probs and advantages to a loss, its gradient and its metrics. One file
 //! translates the options of each peer.
 
+mod areal;
+mod gmpo;
 mod numbers;
 mod openrlhf;
+mod prime;
 mod roll;
+mod swift;
 pub(crate) mod trl;
 mod twinkle;
 mod verl;
@@ -12,8 +16,8 @@ use anyhow::{Context, Result, bail};
 use candle_core::{Tensor, Var};
 use candle_grpo_core::MetricValues;
 use candle_grpo_loss::{
-    Clip, ImportanceLevel, Kl, KlEstimator, OldPolicy, PolicyBatch, PolicyLoss, PolicyLossOutput,
-    StepTotals,
+    Aggregation, Clip, ImportanceLevel, Kl, KlEstimator, OldPolicy, PolicyBatch, PolicyLoss,
+    PolicyLossOutput, StepTotals, Surrogate,
 };
 
 use crate::case::{Case, Outputs, Ran};
@@ -24,7 +28,15 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
         .split_once('_')
         .context("a variant without a peer")?;
     let tensors = Tensors::read(case)?;
+    match case.variant.as_str() {
+        "verl_bypass" => return verl::bypass(case, &tensors),
+        "trl_gmpo" => return gmpo::run(case, &tensors),
+        _ => {}
+    }
     let setup = match peer {
+        "prime" => return prime::run(case, &tensors),
+        "areal" => return areal::run(case, &tensors),
+        "swift" => return swift::run(case, &tensors),
         "verl" => verl::setup(case, &tensors)?,
         "roll" => roll::setup(case, &tensors)?,
         "twinkle" => twinkle::setup(case)?,
@@ -61,11 +73,13 @@ pub(crate) fn run(case: &Case) -> Result<Ran> {
 }
 
 /// The inputs of a case.
+#[derive(Clone)]
 pub(crate) struct Tensors {
     pub(crate) log_probs: Var,
     pub(crate) old_log_probs: Option<Tensor>,
     pub(crate) ref_log_probs: Option<Tensor>,
     pub(crate) rollout_log_probs: Option<Tensor>,
+    pub(crate) teacher_log_probs: Option<Tensor>,
     pub(crate) entropies: Option<Var>,
     pub(crate) scores: Option<Tensor>,
     pub(crate) advantages: Tensor,
@@ -89,6 +103,7 @@ impl Tensors {
             old_log_probs: given.then(|| case.input("old_log_probs")).transpose()?,
             ref_log_probs: case.optional("ref_log_probs"),
             rollout_log_probs: case.optional("rollout_log_probs"),
+            teacher_log_probs: case.optional("teacher_log_probs"),
             entropies: case
                 .optional("entropies")
                 .map(|e| Var::from_tensor(&e))
@@ -213,6 +228,17 @@ fn clip(case: &Case) -> Result<Clip> {
     })
 }
 
+/// A loss over tokens whose log-ratio is not bounded.
+fn unbounded(surrogate: impl Into<Surrogate>) -> PolicyLoss {
+    PolicyLoss {
+        surrogate: surrogate.into(),
+        log_ratio_clamp: None,
+        aggregation: Aggregation::TokenMean,
+        allow_length_weighting: true,
+        ..PolicyLoss::default()
+    }
+}
+
 /// The lower bound of a ratio at a distance from 1; ratios are positive.
 fn ratio_min(distance: f64) -> f64 {
     (1. - distance).max(0.)
@@ -223,6 +249,7 @@ fn level(case: &Case) -> Result<ImportanceLevel> {
         match case.config.text_or("importance_level", "token")?.as_str() {
             "token" => ImportanceLevel::Token,
             "sequence" => ImportanceLevel::Sequence,
+            "sequence_token" => ImportanceLevel::SequenceToken,
             "sequence_sum" => ImportanceLevel::SequenceProduct,
             "segment" => ImportanceLevel::Segment,
             other => bail!("unknown importance level {other}"),

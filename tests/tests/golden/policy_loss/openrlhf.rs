@@ -142,12 +142,14 @@ impl Correction {
                 weight: Some(bounded),
                 filters: Vec::new(),
                 log_ratio_clamp: None,
+                second_moment: None,
             }
         } else {
             RolloutCorrection {
                 weight: Some(weight),
                 filters: vec![filter],
                 log_ratio_clamp: None,
+                second_moment: None,
             }
         };
         let old = tensors.old();

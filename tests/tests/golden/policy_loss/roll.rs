@@ -137,6 +137,7 @@ fn correction(case: &Case) -> Result<Option<RolloutCorrection>> {
         }),
         filters: Vec::new(),
         log_ratio_clamp: None,
+        second_moment: None,
     }))
 }
 

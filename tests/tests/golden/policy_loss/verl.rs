@@ -11,7 +11,7 @@ use candle_grpo_loss::{EmptySequences, ImportanceLevel, PolicyLoss, Surrogate};
 use super::numbers::{Numbers, flag};
 use super::{Setup, Tensors, clip, metric, ratio_min};
 use crate::aggregate::{Rows, aggregation};
-use crate::case::{Case, Outputs};
+use crate::case::{Case, Outputs, Ran};
 
 pub(super) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
     let options = &case.config;
@@ -39,10 +39,63 @@ pub(super) fn setup(case: &Case, tensors: &Tensors) -> Result<Setup> {
     let (aggregation, totals) = aggregation(case, mode, &mask, rows)?;
     loss.aggregation = aggregation;
     Ok(Setup {
-        factor: options.number("dp_size")?,
+        factor: options.optional_number("dp_size")?.unwrap_or(1.),
         importance_weights: case.optional("rollout_weights"),
         ..Setup::new(loss, totals)
     })
+}
+
+/// The sampler's log-probs as the old ones, and a correction of the policy against them.
+pub(super) fn bypass(case: &Case, tensors: &Tensors) -> Result<Ran> {
+    let options = &case.config;
+    let corrected = crate::rollout_correction::verl(case)?.compute(
+        &tensors.log_probs.as_detached_tensor(),
+        tensors.old(),
+        &tensors.mask,
+    )?;
+    let tensors = &Tensors {
+        mask: corrected.kept.clone(),
+        ..tensors.clone()
+    };
+    let kept = Mask::new(&tensors.mask)?;
+    let (surrogate, weights, log_ratio_clamp) = match options.text("loss")?.as_str() {
+        "ppo_clip" => (clip(case)?.into(), None, Some(20.)),
+        "reinforce" => {
+            options.ignore(&["clip_low", "clip_high", "dual_clip"]);
+            // The ratio is only in the metric.
+            (Surrogate::PolicyGradient, corrected.weights, None)
+        }
+        other => bail!("unknown loss {other}"),
+    };
+    let mode = options.text("aggregation")?;
+    let (aggregation, totals) = aggregation(case, &mode, &kept, Rows::NonEmpty)?;
+    let setup = Setup {
+        factor: options.number("dp_size")?,
+        importance_weights: weights,
+        ..Setup::new(
+            PolicyLoss {
+                surrogate,
+                log_ratio_clamp,
+                aggregation,
+                ..PolicyLoss::default()
+            },
+            totals,
+        )
+    };
+    let output = setup.compute(&setup.loss, tensors)?;
+    let loss = (&output.loss * setup.factor)?;
+    let outputs = Outputs::default()
+        .out("loss", &loss)
+        .gradients(&loss, &[("log_probs", &tensors.log_probs)])?;
+    let metrics = output.metrics.to_host()?;
+    let get = |name: &str| metric(&metrics, name);
+    Ok(Ok(outputs
+        .number("approx_kl", get("approx_kl"))?
+        .number("clip_fraction", get("clip_fraction"))?
+        .number(
+            "clip_fraction_lower",
+            get("dual_clip_fraction"),
+        )?))
 }
 
 fn surrogate(case: &Case, name: &str) -> Result<Surrogate> {
@@ -86,7 +139,8 @@ fn surrogate(case: &Case, name: &str) -> Result<Surrogate> {
             },
             low: number("clip_low")?,
             high: number("clip_high")?,
-            ratio_max: number("ratio_max")?,
+            ratio_max: Some(number("ratio_max")?),
+            ..DivergenceMask::default()
         }
         .into(),
         "dro" => SquaredLogRatio {

@@ -122,7 +122,7 @@ fn tables() -> Vec<Table> {
             "length",
             "crates/candle-grpo-core/src/rewards/overlong.rs",
             "OverlongPenalty",
-            json!({"factor": 1}),
+            json!({"factor": 1, "unbounded": false}),
         ),
         table(
             "repetition",

@@ -1,0 +1,99 @@
+//! Coefficients that change over the steps of a run.
+
+use std::f64::consts::PI;
+
+use serde::{Deserialize, Serialize};
+
+use crate::validate::{self, Checked};
+
+/// A coefficient that rises linearly from 0 to `peak`, then falls to `end`.
+///
+/// ```
+/// use candle_grpo_core::{CoefSchedule, Decay};
+///
+/// let schedule = CoefSchedule {
+///     warmup_steps: 10,
+///     decay_steps: Some(20),
+///     end: 0.1,
+///     decay: Decay::Cosine,
+///     ..CoefSchedule::constant(0.9)
+/// };
+/// assert_eq!(schedule.at(5), 0.45);
+/// assert_eq!(schedule.at(10), 0.9);
+/// assert!((schedule.at(20) - 0.5).abs() < 1e-12);
+/// assert_eq!(schedule.at(1000), 0.1);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CoefSchedule {
+    /// Coefficient after the warm-up.
+    pub peak: f64,
+    /// Number of steps of the warm-up from 0.
+    pub warmup_steps: usize,
+    /// Number of steps of the decay. Absent: no decay.
+    pub decay_steps: Option<usize>,
+    /// Coefficient after the decay.
+    pub end: f64,
+    /// Form of the decay.
+    pub decay: Decay,
+}
+
+/// Form of the decay of a [`CoefSchedule`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Decay {
+    /// A line.
+    #[default]
+    Linear,
+    /// Half a period of a cosine.
+    Cosine,
+}
+
+impl Default for CoefSchedule {
+    fn default() -> Self {
+        Self::constant(1.)
+    }
+}
+
+impl CoefSchedule {
+    /// The same coefficient in every step.
+    pub fn constant(peak: f64) -> Self {
+        Self {
+            peak,
+            warmup_steps: 0,
+            decay_steps: None,
+            end: 0.,
+            decay: Decay::Linear,
+        }
+    }
+
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the name of the invalid option.
+    pub fn validate(&self) -> Checked {
+        validate::non_negative("peak", self.peak)?;
+        validate::non_negative("end", self.end)
+    }
+
+    /// Returns the coefficient after `step` steps.
+    pub fn at(&self, step: usize) -> f64 {
+        if step < self.warmup_steps {
+            return self.peak * step as f64 / self.warmup_steps as f64;
+        }
+        let Some(steps) = self.decay_steps else {
+            return self.peak;
+        };
+        let passed = step - self.warmup_steps;
+        if passed >= steps {
+            return self.end;
+        }
+        let progress = passed as f64 / steps as f64;
+        let remaining = match self.decay {
+            Decay::Linear => 1. - progress,
+            Decay::Cosine => (1. + (PI * progress).cos()) / 2.,
+        };
+        self.end + (self.peak - self.end) * remaining
+    }
+}

@@ -1,0 +1,312 @@
+//! The divergence of a student's distribution from a teacher's.
+
+mod linear;
+mod support;
+
+use candle_core::{D, Result, Tensor, bail};
+use candle_grpo_core::{Kl, Mask, Metrics, arithmetic_dtype};
+use serde::{Deserialize, Serialize};
+
+pub use linear::{LinearDistillationOutput, OutputLayer, linear_distillation_loss};
+pub use support::{Support, Tail, Teacher};
+
+use crate::aggregation::Aggregation;
+use crate::policy_loss::StepTotals;
+use crate::softmax::{log_softmax, log_sum_exp};
+use candle_grpo_core::validate::{finite, positive, unit_interval};
+
+/// The generalized Jensen-Shannon divergence of the distributions of a student s and a teacher t at
+/// each token (GKD, <https://arxiv.org/abs/2306.13649>; TRL, ms-swift, twinkle, verl).
+///
+/// It is `KL(t, s)` for beta 0, `KL(s, t)` for beta 1, and
+/// `beta KL(t, mix) + (1 - beta) KL(s, mix)` with `mix = (1 - beta) s + beta t` between. The gradient
+/// reaches the student only.
+///
+/// The loss of a policy that has log-probs of the sampled tokens only is
+/// [`crate::Distillation`].
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_grpo_loss::{DistillationLoss, StepTotals, Teacher};
+///
+/// let device = Device::Cpu;
+/// let student = Var::new(&[[[0f32, 0., 0.]]], &device)?; // [B, T, V]
+/// let teacher = Tensor::new(&[[[2f32, 0., -1.]]], &device)?;
+/// let mask = Tensor::new(&[[1u8]], &device)?;
+/// let loss = DistillationLoss::default();
+/// let totals = StepTotals::count(&mask)?;
+/// let (loss, _) = loss.compute(&student, &Teacher::Logits(&teacher), None, &mask, &totals)?;
+/// assert!(loss.to_scalar::<f32>()? > 0.);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DistillationLoss {
+    /// The interpolation between both directions, from 0 to 1.
+    pub beta: f64,
+    /// The divisor of the logits of both, and of given log-probs of the teacher.
+    pub temperature: f64,
+    /// The entries of the vocabulary that are compared.
+    pub support: Support,
+    /// The other entries.
+    pub tail: Tail,
+    /// The lower bound of the probability of the bucket, 1e-7 in TRL. A bucket below it has no
+    /// gradient.
+    pub tail_floor: Option<f64>,
+    /// Raises the log-probs of both to this (verl). A token that the student finds less likely has no
+    /// gradient, although it is the most wrong there.
+    pub log_prob_floor: Option<f64>,
+    /// The upper bound of the divergence of a token, beyond which it has no gradient (verl).
+    pub value_clamp: Option<f64>,
+    /// The aggregation over tokens.
+    pub aggregation: Aggregation,
+}
+
+impl Default for DistillationLoss {
+    fn default() -> Self {
+        Self {
+            beta: 0.,
+            temperature: 1.,
+            support: Support::Vocabulary,
+            tail: Tail::Bucket,
+            tail_floor: None,
+            log_prob_floor: None,
+            value_clamp: None,
+            aggregation: Aggregation::TokenMean,
+        }
+    }
+}
+
+impl DistillationLoss {
+    /// Checks the options.
+    ///
+    /// # Errors
+    ///
+    /// The error names the option, its value and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        unit_interval("distillation_loss.beta", self.beta)?;
+        positive("distillation_loss.temperature", self.temperature)?;
+        if let Some(floor) = self.tail_floor {
+            positive("distillation_loss.tail_floor", floor)?;
+        }
+        if let Some(floor) = self.log_prob_floor {
+            finite("distillation_loss.log_prob_floor", floor)?;
+        }
+        if let Some(clamp) = self.value_clamp {
+            positive("distillation_loss.value_clamp", clamp)?;
+        }
+        self.support.validate()?;
+        self.aggregation.validate()
+    }
+
+    /// Computes the loss of a micro-batch, with gradient in `student_logits` `[B, T, V]`.
+    ///
+    /// `sampled_tokens` `[B, T]` are needed for [`Support::Sampled`]. Logits outside the mask may be
+    /// NaN. The metrics are `distillation_loss` and, for a part of the vocabulary, `student_mass` and
+    /// `teacher_mass`, the probabilities of the compared entries.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an option is invalid, or if a tensor is missing or of another shape.
+    pub fn compute(
+        &self,
+        student_logits: &Tensor,
+        teacher: &Teacher<'_>,
+        sampled_tokens: Option<&Tensor>,
+        response_mask: &Tensor,
+        totals: &StepTotals,
+    ) -> Result<(Tensor, Metrics)> {
+        let mask = Mask::new(response_mask)?;
+        let clean = |name: &str, x: &Tensor| -> Result<Tensor> {
+            let (batch, tokens) = mask.dims()?;
+            match *x.dims() {
+                [b, t, _] if (b, t) == (batch, tokens) => {}
+                _ => bail!(
+                    "{name}: shape {:?}, must be [{batch}, {tokens}, ..]",
+                    x.dims()
+                ),
+            }
+            let selected = mask.selected().unsqueeze(D::Minus1)?;
+            let selected = selected.broadcast_as(x.shape())?.contiguous()?;
+            selected.where_cond(x, &x.zeros_like()?)
+        };
+        let student = clean("student_logits", student_logits)?;
+        let sampled = sampled_tokens.map(|x| mask.select(x)).transpose()?;
+        let compared = match teacher {
+            Teacher::Logits(logits) => {
+                let logits = clean("teacher_logits", logits)?;
+                self.compare(&student, &Teacher::Logits(&logits), sampled.as_ref())?
+            }
+            Teacher::TopK { ids, log_probs } => {
+                let (ids, log_probs) = (
+                    clean("teacher_topk_ids", ids)?,
+                    clean("teacher_topk_log_probs", log_probs)?,
+                );
+                let teacher = Teacher::TopK {
+                    ids: &ids,
+                    log_probs: &log_probs,
+                };
+                self.compare(&student, &teacher, sampled.as_ref())?
+            }
+        };
+        let mut metrics = Metrics::new();
+        metrics.push_masked_mean("distillation_loss", &compared.losses, &mask)?;
+        if let Some([student, teacher]) = &compared.masses {
+            metrics.push_masked_mean("student_mass", student, &mask)?;
+            metrics.push_masked_mean("teacher_mass", teacher, &mask)?;
+        }
+        let loss = self.aggregation.apply(&compared.losses, &mask, totals)?;
+        Ok((loss, metrics))
+    }
+
+    /// Computes the divergence at each position, with gradient in `student_logits` `[.., V]`: `[..]`.
+    ///
+    /// # Errors
+    ///
+    /// Fails as [`Self::compute`].
+    pub fn per_token(
+        &self,
+        student_logits: &Tensor,
+        teacher: &Teacher<'_>,
+        sampled_tokens: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        Ok(self
+            .compare(student_logits, teacher, sampled_tokens)?
+            .losses)
+    }
+
+    fn compare(
+        &self,
+        student_logits: &Tensor,
+        teacher: &Teacher<'_>,
+        sampled_tokens: Option<&Tensor>,
+    ) -> Result<Compared> {
+        self.validate()?;
+        let dtype = arithmetic_dtype(student_logits.dtype());
+        let student = self.log_distribution(&student_logits.to_dtype(dtype)?)?;
+        let (teacher, entries) = match teacher {
+            Teacher::Logits(logits) => {
+                if logits.dims() != student.dims() {
+                    bail!(
+                        "teacher_logits: shape {:?}, must be that of student_logits, {:?}",
+                        logits.dims(),
+                        student.dims()
+                    );
+                }
+                let teacher = self.log_distribution(&logits.detach().to_dtype(dtype)?)?;
+                let entries = self.support.entries(&student, &teacher, sampled_tokens)?;
+                (support::Source::Whole(teacher), entries)
+            }
+            Teacher::TopK { ids, log_probs } => {
+                let (source, entries) =
+                    self.given_entries(ids, &log_probs.detach().to_dtype(dtype)?, student.dims())?;
+                (source, Some(entries))
+            }
+        };
+        let Some(entries) = entries else {
+            let support::Source::Whole(teacher) = teacher else {
+                bail!("support: the vocabulary, must be a part of it for top-k log-probs");
+            };
+            let losses = self.bounded(
+                self.divergence(&self.floored(&student)?, &self.floored(&teacher)?)?,
+                false,
+            )?;
+            return Ok(Compared {
+                losses,
+                masses: None,
+            });
+        };
+        let student = support::Source::Whole(student);
+        let masses = [entries.mass(&student)?, entries.mass(&teacher)?];
+        let s = self.floored(&entries.log_probs(&student, self.tail, self.tail_floor)?)?;
+        let t = self.floored(&entries.log_probs(&teacher, self.tail, self.tail_floor)?)?;
+        let losses = self.bounded(self.divergence(&s, &t)?, self.tail == Tail::Drop)?;
+        Ok(Compared {
+            losses,
+            masses: Some(masses),
+        })
+    }
+
+    fn given_entries(
+        &self,
+        ids: &Tensor,
+        log_probs: &Tensor,
+        student: &[usize],
+    ) -> Result<(support::Source, support::Entries)> {
+        let outer = &student[..student.len() - 1];
+        if ids.dims() != log_probs.dims()
+            || !ids.dims().starts_with(outer)
+            || ids.rank() != student.len()
+        {
+            bail!(
+                "teacher_topk_ids: shape {:?} with log-probs {:?}, must be {outer:?} and the number of entries",
+                ids.dims(),
+                log_probs.dims()
+            );
+        }
+        if self.temperature != 1. && self.tail != Tail::Renormalize {
+            bail!(
+                "tail: {:?}, must be renormalize for top-k log-probs with a temperature of {}",
+                self.tail,
+                self.temperature
+            );
+        }
+        Ok((
+            support::Source::Entries((log_probs / self.temperature)?),
+            support::Entries::distinct(ids)?,
+        ))
+    }
+
+    fn log_distribution(&self, logits: &Tensor) -> Result<Tensor> {
+        if logits.rank() == 0 || logits.elem_count() == 0 {
+            bail!("logits: shape {:?}, must be [.., V]", logits.dims());
+        }
+        log_softmax(&(logits / self.temperature)?)
+    }
+
+    fn floored(&self, log_probs: &Tensor) -> Result<Tensor> {
+        match self.log_prob_floor {
+            None => Ok(log_probs.clone()),
+            Some(floor) => {
+                let below = log_probs.detach().lt(floor)?;
+                // An absent entry stays absent.
+                let present = log_probs.detach().gt(f64::NEG_INFINITY)?;
+                let constant = (log_probs.zeros_like()? + floor)?;
+                (below * present)?.where_cond(&constant, log_probs)
+            }
+        }
+    }
+
+    /// The divergence of log-distributions `[.., K]`.
+    fn divergence(&self, student: &Tensor, teacher: &Tensor) -> Result<Tensor> {
+        let beta = self.beta;
+        if beta == 0. {
+            return Kl::full(teacher, student);
+        }
+        if beta == 1. {
+            return Kl::full(student, teacher);
+        }
+        let parts = [(student + (1. - beta).ln())?, (teacher + beta.ln())?];
+        let mix = log_sum_exp(&Tensor::stack(&parts, D::Minus1)?)?.squeeze(D::Minus1)?;
+        let (forward, reverse) = (Kl::full(teacher, &mix)?, Kl::full(student, &mix)?);
+        (forward * beta)? + (reverse * (1. - beta))?
+    }
+
+    /// Applies the bounds, without a gradient beyond them. A partial sum may be negative.
+    fn bounded(&self, losses: Tensor, is_partial: bool) -> Result<Tensor> {
+        let mut bounded = losses.detach();
+        if is_partial {
+            bounded = bounded.maximum(0.)?;
+        }
+        if let Some(clamp) = self.value_clamp {
+            bounded = bounded.minimum(clamp)?;
+        }
+        bounded.eq(&losses.detach())?.where_cond(&losses, &bounded)
+    }
+}
+
+struct Compared {
+    losses: Tensor,
+    /// Of the student and the teacher.
+    masses: Option<[Tensor; 2]>,
+}

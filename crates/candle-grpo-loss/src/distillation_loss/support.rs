@@ -1,0 +1,213 @@
+//! The entries of the vocabulary that a distillation compares.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::softmax::{log_softmax, log_sum_exp};
+use candle_grpo_core::validate::at_least_one;
+
+/// The distribution of a teacher. It has no gradient.
+#[derive(Debug, Clone, Copy)]
+pub enum Teacher<'a> {
+    /// Logits of the whole vocabulary, `[B, T, V]`.
+    Logits(&'a Tensor),
+    /// Log-probs of the most likely entries. They are the support.
+    TopK {
+        /// Entries of the vocabulary, `[B, T, K]`.
+        ids: &'a Tensor,
+        /// Their log-probs, `[B, T, K]`.
+        log_probs: &'a Tensor,
+    },
+}
+
+/// The compared entries, if the teacher gives logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Support {
+    /// The whole vocabulary.
+    #[default]
+    Vocabulary,
+    /// The k most likely entries of the teacher.
+    Teacher {
+        /// Number of entries.
+        k: usize,
+    },
+    /// The k most likely entries of the student.
+    Student {
+        /// Number of entries.
+        k: usize,
+    },
+    /// The k most likely entries of either.
+    Union {
+        /// Number of entries of each.
+        k: usize,
+    },
+    /// The sampled token.
+    Sampled {
+        /// Adds the most likely entry of the teacher.
+        teacher_best: bool,
+    },
+}
+
+/// The entries outside the support.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tail {
+    /// One more entry with the probability of all others, so that the divergence is that of coarser
+    /// distributions.
+    #[default]
+    Bucket,
+    /// Left out; the compared entries are renormalized (TRL, ms-swift, twinkle).
+    Renormalize,
+    /// Left out without renormalization; the partial sum is at least 0 (verl).
+    Drop,
+}
+
+impl Support {
+    pub(super) fn validate(self) -> Result<()> {
+        match self {
+            Self::Vocabulary | Self::Sampled { .. } => Ok(()),
+            Self::Teacher { k } | Self::Student { k } | Self::Union { k } => {
+                Ok(at_least_one("distillation_loss.support.k", k)?)
+            }
+        }
+    }
+
+    /// The entries, or none for the whole vocabulary.
+    pub(super) fn entries(
+        self,
+        student: &Tensor,
+        teacher: &Tensor,
+        sampled: Option<&Tensor>,
+    ) -> Result<Option<Entries>> {
+        let ids = match self {
+            Self::Vocabulary => return Ok(None),
+            Self::Teacher { k } => top(teacher, k)?,
+            Self::Student { k } => top(student, k)?,
+            Self::Union { k } => Tensor::cat(&[top(teacher, k)?, top(student, k)?], D::Minus1)?,
+            Self::Sampled { teacher_best } => {
+                let Some(sampled) = sampled else {
+                    bail!("sampled_tokens: absent, the support sampled needs them");
+                };
+                let outer = &teacher.dims()[..teacher.rank() - 1];
+                if sampled.dims() != outer {
+                    bail!(
+                        "sampled_tokens: shape {:?}, must be {outer:?}",
+                        sampled.dims()
+                    );
+                }
+                let sampled = sampled.unsqueeze(D::Minus1)?.to_dtype(DType::U32)?;
+                match teacher_best {
+                    true => Tensor::cat(&[top(teacher, 1)?, sampled], D::Minus1)?,
+                    false => sampled,
+                }
+            }
+        };
+        Entries::distinct(&ids).map(Some)
+    }
+}
+
+/// The k largest entries, in descending order, or all if there are fewer.
+fn top(log_probs: &Tensor, k: usize) -> Result<Tensor> {
+    let order = log_probs.detach().contiguous()?.arg_sort_last_dim(false)?;
+    order.narrow(D::Minus1, 0, k.min(log_probs.dim(D::Minus1)?))
+}
+
+/// Log-probs of the whole vocabulary `[.., V]`, or of the entries `[.., K]`.
+pub(super) enum Source {
+    Whole(Tensor),
+    Entries(Tensor),
+}
+
+/// Entries of the vocabulary.
+pub(super) struct Entries {
+    /// u32, `[.., K]`
+    ids: Tensor,
+    /// u8, `[.., K]`: 0 for an entry that occurs before.
+    distinct: Tensor,
+}
+
+impl Entries {
+    /// Entries of which some may repeat.
+    pub(super) fn distinct(ids: &Tensor) -> Result<Self> {
+        let ids = ids.to_dtype(DType::U32)?.contiguous()?;
+        let k = ids.dim(D::Minus1)?;
+        // Row i, column j: entry j is before entry i.
+        let place = Tensor::arange(0u32, k as u32, ids.device())?;
+        let before = place
+            .reshape((1, k))?
+            .broadcast_lt(&place.reshape((k, 1))?)?;
+        let same = ids
+            .unsqueeze(D::Minus1)?
+            .broadcast_eq(&ids.unsqueeze(ids.rank() - 1)?)?;
+        let repeated = same.broadcast_mul(&before)?.max(D::Minus1)?;
+        Ok(Self {
+            distinct: repeated.eq(0u8)?,
+            ids,
+        })
+    }
+
+    /// The log-probs of the entries, minus infinity where an entry repeats.
+    fn gather(&self, source: &Source) -> Result<Tensor> {
+        let x = match source {
+            Source::Whole(x) => x.contiguous()?.gather(&self.ids, D::Minus1)?,
+            Source::Entries(x) => x.clone(),
+        };
+        self.distinct
+            .where_cond(&x, &(x.zeros_like()? + f64::NEG_INFINITY)?)
+    }
+
+    /// The probability of the entries, without a gradient.
+    pub(super) fn mass(&self, source: &Source) -> Result<Tensor> {
+        self.gather(source)?.detach().exp()?.sum(D::Minus1)
+    }
+
+    /// The log-probs of the entries and of the tail: `[.., K]`, or `[.., K + 1]` with a bucket of at
+    /// least the probability `floor`.
+    pub(super) fn log_probs(
+        &self,
+        source: &Source,
+        tail: Tail,
+        floor: Option<f64>,
+    ) -> Result<Tensor> {
+        let entries = self.gather(source)?;
+        match tail {
+            Tail::Drop => Ok(entries),
+            Tail::Renormalize => log_softmax(&entries),
+            Tail::Bucket => {
+                let others = match source {
+                    Source::Whole(x) => self.others(x)?,
+                    Source::Entries(_) => {
+                        let mass = entries.exp()?.sum_keepdim(D::Minus1)?;
+                        let rest = (mass.neg()? + 1.)?;
+                        let some = rest.gt(0.)?;
+                        let rest = some.where_cond(&rest, &rest.ones_like()?)?.log()?;
+                        some.where_cond(&rest, &(rest.zeros_like()? + f64::NEG_INFINITY)?)?
+                    }
+                };
+                let others = match floor {
+                    None => others,
+                    Some(floor) => {
+                        let constant = (others.zeros_like()? + floor.ln())?;
+                        let below = others.detach().lt(floor.ln())?;
+                        below.where_cond(&constant, &others)?
+                    }
+                };
+                Tensor::cat(&[entries, others], D::Minus1)
+            }
+        }
+    }
+
+    /// The logarithm of the probability of all other entries, `[.., 1]`. The sum is over them: 1 minus
+    /// the mass would lose a small tail.
+    fn others(&self, x: &Tensor) -> Result<Tensor> {
+        let ones = self.ids.to_dtype(DType::F32)?.ones_like()?;
+        let zeros = x.detach().to_dtype(DType::F32)?.zeros_like()?;
+        let chosen = zeros
+            .contiguous()?
+            .scatter_add(&self.ids, &ones, D::Minus1)?
+            .gt(0.)?;
+        let lowest = (x.zeros_like()? + f64::NEG_INFINITY)?;
+        log_sum_exp(&chosen.where_cond(&lowest, x)?)
+    }
+}

@@ -1,0 +1,217 @@
+//! Distillation from the log-probs of a teacher.
+
+use candle_core::{D, Result, Tensor, bail};
+use candle_grpo_core::{Kl, Mask, Metrics, reverse_recurrence};
+use serde::{Deserialize, Serialize};
+
+use super::inputs::Inputs;
+use crate::aggregation::Aggregation;
+use candle_grpo_core::validate::{finite, non_negative, positive};
+
+/// On-policy distillation: a term from the log-probs of a teacher on the tokens that the policy
+/// drew. Needs [`crate::PolicyBatch::teacher_log_probs`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_loss::{Distillation, PolicyBatch, PolicyLoss, StepTotals};
+///
+/// let device = Device::Cpu;
+/// let log_probs = Tensor::new(&[[-1f32, -3.]], &device)?;
+/// let teacher_log_probs = Tensor::new(&[[-2f32, -1.]], &device)?;
+/// let mask = Tensor::new(&[[1u8, 1]], &device)?;
+/// let nothing = Tensor::new(&[0f32], &device)?; // no reward
+/// let batch = PolicyBatch::new(&log_probs, &nothing, &mask).teacher_log_probs(&teacher_log_probs);
+/// let loss = PolicyLoss { distillation: Some(Distillation::new(1.)), ..PolicyLoss::gpg() };
+/// let output = loss.compute(&batch, &StepTotals::count(&mask)?)?;
+/// // The advantages are -1 and 2.
+/// assert_eq!(output.loss.to_scalar::<f32>()?, (-1. + 6.) / 2.);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Distillation {
+    /// The coefficient of the term.
+    pub coef: f64,
+    /// The form of the term.
+    #[serde(default)]
+    pub form: DistillationForm,
+    /// The aggregation of a term that is added to the loss; absent: that of the loss.
+    #[serde(default)]
+    pub aggregation: Option<Aggregation>,
+}
+
+/// The form of [`Distillation`], with `a = teach - lp`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum DistillationForm {
+    /// `coef sg[w a]` is added to the advantage of each token, so that ratio, clip, weights and masks
+    /// apply to it. Its expected gradient is that of the reverse KL of the policy from the teacher.
+    Advantage {
+        /// Weights early tokens of a sequence more.
+        #[serde(default)]
+        early_weight: Option<EarlyWeight>,
+        /// The policy of `lp`: `current`, or the sampling engine.
+        #[serde(default)]
+        student: Student,
+    },
+    /// `coef kl(lp, teach)` is added to the loss of each token.
+    ///
+    /// Every estimator but k1 has a gradient that depends on the teacher. That of k1 does not: AReaL
+    /// and verl have it, and it only lowers the log-probs.
+    Loss {
+        /// The estimator and its gradient.
+        kl: Kl,
+    },
+    /// `coef sg[sigmoid(beta a)] a` is added to the loss of each token (SDAR, ms-swift).
+    ///
+    /// It raises the log-probs of tokens that the teacher prefers. A token that the policy prefers by
+    /// far has almost no gradient.
+    Gated {
+        /// The steepness of the gate.
+        beta: f64,
+    },
+}
+
+/// The policy whose log-probs are compared with those of the teacher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Student {
+    /// The policy itself.
+    #[default]
+    Current,
+    /// The sampling engine: [`crate::PolicyBatch::rollout_log_probs`].
+    Rollout,
+}
+
+/// `w_t = 1 + gamma (1 - P_t / max(sum abs(a), epsilon))` with the sum `P_t` of `abs(a)` over the
+/// tokens before t: early disagreements count more (IW-OPD in TRL).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EarlyWeight {
+    /// The additional weight of the first token.
+    pub gamma: f64,
+    /// The lower bound of the divisor.
+    pub epsilon: f64,
+}
+
+impl Default for EarlyWeight {
+    fn default() -> Self {
+        Self {
+            gamma: 1.,
+            epsilon: 1e-8,
+        }
+    }
+}
+
+impl Default for DistillationForm {
+    fn default() -> Self {
+        Self::Advantage {
+            early_weight: None,
+            student: Student::Current,
+        }
+    }
+}
+
+impl Distillation {
+    /// The default form with a coefficient.
+    pub fn new(coef: f64) -> Self {
+        Self {
+            coef,
+            form: DistillationForm::default(),
+            aggregation: None,
+        }
+    }
+
+    pub(super) fn validate(&self) -> Result<()> {
+        finite("distillation.coef", self.coef)?;
+        match self.form {
+            DistillationForm::Advantage { early_weight, .. } => {
+                if let Some(weight) = early_weight {
+                    non_negative(
+                        "distillation.form.advantage.early_weight.gamma",
+                        weight.gamma,
+                    )?;
+                    let epsilon = "distillation.form.advantage.early_weight.epsilon";
+                    positive(epsilon, weight.epsilon)?;
+                }
+            }
+            DistillationForm::Loss { kl } => kl.validate()?,
+            DistillationForm::Gated { beta } => positive("distillation.form.gated.beta", beta)?,
+        }
+        match &self.aggregation {
+            Some(aggregation) => aggregation.validate(),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds the advantage of the teacher to `inputs`, or returns the loss of each token without the
+    /// coefficient.
+    pub(super) fn apply(
+        &self,
+        inputs: &mut Inputs,
+        metrics: &mut Metrics,
+    ) -> Result<Option<Tensor>> {
+        let Some(teacher) = &inputs.teacher_log_probs else {
+            bail!(
+                "teacher_log_probs: absent, distillation needs the log-probs of a teacher (or set distillation to none)"
+            );
+        };
+        let mask = &inputs.mask;
+        let current = &inputs.log_probs;
+        let gap = (teacher - current.detach())?;
+        metrics.push_masked_mean("teacher_log_ratio", &gap, mask)?;
+        match self.form {
+            DistillationForm::Advantage {
+                early_weight,
+                student,
+            } => {
+                let gap = match (student, &inputs.rollout_log_probs) {
+                    (Student::Current, _) => gap,
+                    (Student::Rollout, Some(rollout)) => (teacher - rollout)?,
+                    (Student::Rollout, None) => bail!(
+                        "rollout_log_probs: absent, distillation.form.advantage.student is rollout"
+                    ),
+                };
+                metrics.push_masked_mean("distillation_gap_abs", &gap.abs()?, mask)?;
+                let advantage = match early_weight {
+                    Some(early) => {
+                        let weight = early.weights(&gap, mask)?;
+                        metrics.push_masked_mean("distillation_weight_mean", &weight, mask)?;
+                        metrics.push_masked_max("distillation_weight_max", &weight, mask)?;
+                        metrics.push_masked_min("distillation_weight_min", &weight, mask)?;
+                        (gap * weight)?
+                    }
+                    None => gap,
+                };
+                metrics.push_masked_mean("distillation_advantage", &advantage, mask)?;
+                inputs.advantages = (&inputs.advantages + (advantage * self.coef)?)?;
+                Ok(None)
+            }
+            DistillationForm::Loss { kl } => {
+                let kl = kl.per_token(current, teacher, Some(&inputs.old_log_probs))?;
+                metrics.push_masked_mean("teacher_kl", &kl, mask)?;
+                Ok(Some(kl))
+            }
+            DistillationForm::Gated { beta } => {
+                // sigmoid(x) = (1 + tanh(x / 2)) / 2 does not overflow.
+                let gate = (((&gap * (beta / 2.))?.tanh()? + 1.)? * 0.5)?;
+                metrics.push_masked_mean("distillation_gate", &gate, mask)?;
+                metrics.push_masked_mean("distillation_gate_open", &gate.gt(0.5)?, mask)?;
+                let loss = (gate * (teacher - current)?)?;
+                metrics.push_masked_mean("distillation_loss", &loss, mask)?;
+                Ok(Some(loss))
+            }
+        }
+    }
+}
+
+impl EarlyWeight {
+    fn weights(self, gap: &Tensor, mask: &Mask) -> Result<Tensor> {
+        let size = mask.select(&gap.abs()?)?;
+        let total = size.sum_keepdim(D::Minus1)?;
+        let from_here = reverse_recurrence(&size, &size.ones_like()?)?;
+        let before = from_here.neg()?.broadcast_add(&total)?.maximum(0.)?;
+        let progress = before.broadcast_div(&total.maximum(self.epsilon)?)?;
+        (progress.neg()? + 1.)?.affine(self.gamma, 1.)
+    }
+}

@@ -1,0 +1,96 @@
+//! The old policy without a forward pass.
+
+use candle_core::{Result, Tensor, bail};
+use candle_grpo_core::{arithmetic_dtype, validate};
+use serde::{Deserialize, Serialize};
+
+/// An interpolation between the policy that drew a token and the current one, in place of the old
+/// policy (AReaL).
+///
+/// The share `a` of the current policy depends on the versions of the weights: the old policy is the
+/// one before the last update. With the version `v` that drew a token and the current version `n`,
+/// `a = (n - 1 - v) / (n - v)`, and 0 for a token of the current version.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_grpo_loss::rollout::ProximalPolicy;
+///
+/// let log_probs = Tensor::new(&[[-1f32, -1.]], &Device::Cpu)?;
+/// let rollout_log_probs = Tensor::new(&[[-2f32, -2.]], &Device::Cpu)?;
+/// let versions = Tensor::new(&[[3i64, 2]], &Device::Cpu)?;
+/// let old = ProximalPolicy::LogLinear.log_probs(&log_probs, &rollout_log_probs, &versions, 4)?;
+/// assert_eq!(old.to_vec2::<f32>()?, [[-2., -1.5]]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum ProximalPolicy {
+    /// `(1 - a) roll + a lp`.
+    #[default]
+    LogLinear,
+    /// `log((1 - a) exp(roll) + a exp(lp) + floor)`.
+    Linear {
+        /// A probability that is added, 1e-10 in AReaL.
+        #[serde(default)]
+        floor: f64,
+    },
+}
+
+impl ProximalPolicy {
+    /// Computes the log-probs `[B, T]` of the old policy, without a gradient.
+    ///
+    /// `versions` `[B, T]` are the versions of the weights that drew the tokens; a negative one marks
+    /// a token that the policy did not draw.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the shapes differ or the floor is negative.
+    pub fn log_probs(
+        self,
+        log_probs: &Tensor,
+        rollout_log_probs: &Tensor,
+        versions: &Tensor,
+        current_version: i64,
+    ) -> Result<Tensor> {
+        let dtype = arithmetic_dtype(log_probs.dtype());
+        let clean = |name: &str, x: &Tensor| {
+            if x.dims() != log_probs.dims() {
+                bail!(
+                    "{name}: shape {:?}, must be that of log_probs, {:?}",
+                    x.dims(),
+                    log_probs.dims()
+                );
+            }
+            x.detach().to_dtype(dtype)
+        };
+        let current = log_probs.detach().to_dtype(dtype)?;
+        let rollout = clean("rollout_log_probs", rollout_log_probs)?;
+        let versions = clean("versions", versions)?;
+        // The number of updates since a token was drawn.
+        let age = (versions.neg()? + current_version as f64)?;
+        let stale = (age.gt(0.)? * versions.ge(0.)?)?;
+        let age = stale.where_cond(&age, &age.ones_like()?)?;
+        let share = ((&age - 1.)? / age)?;
+        match self {
+            Self::LogLinear => {
+                let mean = ((&current * &share)? + (&rollout * (share.neg()? + 1.)?)?)?;
+                // A share of 0 leaves a log-prob of minus infinity out.
+                share.gt(0.)?.where_cond(&mean, &rollout)
+            }
+            Self::Linear { floor } => {
+                validate::non_negative("linear.floor", floor)?;
+                let a = (&rollout + (share.neg()? + 1.)?.log()?)?;
+                let b = (&current + share.log()?)?;
+                let largest = a.maximum(&b)?;
+                let sum = ((a - &largest)?.exp()? + (b - &largest)?.exp()?)?;
+                if floor == 0. {
+                    return largest + sum.log()?;
+                }
+                let largest_of_all = largest.maximum(floor.ln())?;
+                let scaled = (sum * (&largest - &largest_of_all)?.exp()?)?;
+                let floor = (largest_of_all.neg()? + floor.ln())?.exp()?;
+                largest_of_all + (scaled + floor)?.log()?
+            }
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The clip, weighted by the drift of the later tokens.
+
+use candle_core::{Result, Tensor};
+use candle_grpo_core::{Invalid, reverse_recurrence};
+use serde::{Deserialize, Serialize};
+
+use super::token_loss::{both, full_like, not};
+use super::{Clip, SurrogateInputs, TokenLoss, TokenLosses};
+use candle_grpo_core::validate::positive;
+
+/// The bound of the exponent of a weight without a clip: `exp` stays finite in f32.
+const EXPONENT_MAX: f64 = 80.;
+
+/// The range of the weight of a token that a safety threshold holds back.
+const SAFE_WEIGHTS: (f64, f64) = (0.8, 1.);
+
+/// `w` times [`Clip`], with the detached weight `w = exp(f)` and the future KL
+/// `f_t = sum_(k >= t) 2^(-(k - t) / half_life) d_k`
+/// (FIPO, <https://arxiv.org/abs/2603.19835>; ms-swift).
+///
+/// A token before tokens that the update makes more likely has a larger weight. Tokens outside the
+/// mask take a step and add nothing. Tokens whose ratio is above [`Clip::delta`] add nothing.
+///
+/// # Metrics
+///
+/// `future_kl` is the mean of f, `influence_weight` that of w, and `safety_fraction` the share of
+/// the tokens that the threshold holds back.
+#[doc(alias = "FIPO")]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct FutureKl {
+    /// The clip.
+    pub clip: Clip,
+    /// The distance in tokens over which an influence halves.
+    pub half_life: f64,
+    /// The bound on the distance of w from 1. Absent: unbounded.
+    pub weight_clip: Option<f64>,
+    /// Bounds w below by 1, so that no token counts less.
+    pub high_only: bool,
+    /// The ratio above which a token with a negative advantage has a weight from 0.8 to 1: its
+    /// probability rose already, although the advantage lowers it.
+    pub safety_threshold: Option<f64>,
+}
+
+impl Default for FutureKl {
+    fn default() -> Self {
+        Self {
+            clip: Clip::asymmetric(0.2, 0.28),
+            half_life: 32.,
+            weight_clip: Some(0.2),
+            high_only: true,
+            safety_threshold: Some(10.),
+        }
+    }
+}
+
+impl TokenLoss for FutureKl {
+    fn validate(&self) -> Result<()> {
+        let clip = self.clip.validate();
+        clip.map_err(|e| Invalid::within_error("future_kl", e))?;
+        positive("future_kl.half_life", self.half_life)?;
+        if let Some(clip) = self.weight_clip {
+            positive("future_kl.weight_clip", clip)?;
+        }
+        if let Some(threshold) = self.safety_threshold {
+            positive("future_kl.safety_threshold", threshold)?;
+        }
+        Ok(())
+    }
+
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+        let TokenLosses { loss, mut flags } = self.clip.per_token(inputs)?;
+        let d = inputs.token_log_ratio.detach();
+        let future = inputs.mask.select(&self.future(&d)?)?;
+        let mut weight = self.weight(&future)?;
+        let mut unsafe_tokens = weight.zeros_like()?.ne(0.)?;
+        if let Some(threshold) = self.safety_threshold {
+            unsafe_tokens = both(&inputs.advantages.lt(0.)?, &d.gt(threshold.ln())?)?;
+            let (min, max) = SAFE_WEIGHTS;
+            weight = unsafe_tokens.where_cond(&weight.clamp(min, max)?, &weight)?;
+        }
+        flags.push(("future_kl", future));
+        flags.push(("influence_weight", weight.clone()));
+        flags.push(("safety_fraction", unsafe_tokens));
+        Ok(TokenLosses {
+            loss: (loss * weight)?,
+            flags,
+        })
+    }
+}
+
+impl FutureKl {
+    /// The discounted sums of the log-ratios of a token and those after it.
+    fn future(&self, d: &Tensor) -> Result<Tensor> {
+        let d = match self.clip.delta {
+            Some(delta) => not(&d.gt(delta.ln())?)?.where_cond(d, &d.zeros_like()?)?,
+            None => d.clone(),
+        };
+        reverse_recurrence(&d, &full_like(&d, 0.5f64.powf(1. / self.half_life))?)
+    }
+
+    fn weight(&self, future: &Tensor) -> Result<Tensor> {
+        let Some(clip) = self.weight_clip else {
+            return future.minimum(EXPONENT_MAX)?.exp();
+        };
+        let min = if self.high_only { 1. } else { 1. - clip };
+        // Bounded before `exp`, which could overflow.
+        let weight = future.minimum((1. + clip).ln())?.exp()?;
+        weight.maximum(min.max(0.))
+    }
+}

@@ -1,0 +1,34 @@
+//! The likelihood of tokens from another source.
+
+use candle_core::Result;
+use serde::{Deserialize, Serialize};
+
+use super::{SurrogateInputs, TokenLoss, TokenLosses};
+
+/// `-log_prob`, whatever the advantage: the loss of tokens that another source wrote, such as
+/// demonstrations and the observations of an environment (`ce` in prime-rl).
+///
+/// Such tokens usually have a batch and denominators of their own; add the losses.
+#[doc(alias = "SFT")]
+#[doc(alias = "CHORD")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Likelihood {
+    /// Multiplies the loss by `sg[p (1 - p)]` with the probability p of the token, so that tokens
+    /// that the policy is sure about count less (CHORD-phi, <https://arxiv.org/abs/2508.11408>).
+    ///
+    /// A token with a probability near 0 has almost no gradient either.
+    pub uncertainty_weight: bool,
+}
+
+impl TokenLoss for Likelihood {
+    fn per_token(&self, inputs: &SurrogateInputs) -> Result<TokenLosses> {
+        let loss = inputs.log_probs.neg()?;
+        if !self.uncertainty_weight {
+            return Ok(TokenLosses::new(loss));
+        }
+        let p = inputs.log_probs.detach().exp()?;
+        let weight = (&p * (p.neg()? + 1.)?)?;
+        Ok(TokenLosses::new((loss * weight)?))
+    }
+}

@@ -1,0 +1,261 @@
+//! Divergences of distributions: values, gradients, masks and the tiled form.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_grpo_loss::{
+    DistillationLoss, OutputLayer, StepTotals, Support, Tail, Teacher, distribution_statistics,
+    linear_distillation_loss,
+};
+use candle_grpo_test_support::{assert_close, devices, message, noise, numbers};
+use proptest::prelude::*;
+
+const B: usize = 2;
+const T: usize = 3;
+const V: usize = 7;
+
+fn logits(seed: u64) -> Vec<f64> {
+    let numbers = noise(B * T * V, seed).into_iter();
+    numbers.map(|x| 3. * x).collect()
+}
+
+fn tensor(x: &[f64], device: &Device) -> Result<Tensor> {
+    Tensor::from_slice(x, (B, T, V), device)
+}
+
+fn losses() -> Vec<DistillationLoss> {
+    let mut losses = Vec::new();
+    for beta in [0., 0.3, 1.] {
+        for support in [
+            Support::Vocabulary,
+            Support::Teacher { k: 3 },
+            Support::Student { k: 2 },
+            Support::Union { k: 2 },
+            Support::Sampled { teacher_best: true },
+            Support::Sampled {
+                teacher_best: false,
+            },
+        ] {
+            for tail in [Tail::Bucket, Tail::Renormalize, Tail::Drop] {
+                losses.push(DistillationLoss {
+                    beta,
+                    temperature: 1.3,
+                    support,
+                    tail,
+                    ..DistillationLoss::default()
+                });
+            }
+        }
+    }
+    losses
+}
+
+fn mask(device: &Device) -> Result<Tensor> {
+    Tensor::new(&[[1u8, 1, 0], [1, 0, 0]], device)
+}
+
+/// The loss, and the gradient of the student's logits.
+fn compute(
+    loss: &DistillationLoss,
+    student: &[f64],
+    teacher: &[f64],
+    device: &Device,
+) -> Result<(f64, Vec<f64>)> {
+    let student = Var::from_tensor(&tensor(student, device)?)?;
+    let teacher = tensor(teacher, device)?;
+    let sampled = Tensor::new(&[[1u32, 6, 0], [3, 0, 0]], device)?;
+    let mask = mask(device)?;
+    let (loss, _) = loss.compute(
+        &student,
+        &Teacher::Logits(&teacher),
+        Some(&sampled),
+        &mask,
+        &StepTotals::count(&mask)?,
+    )?;
+    let gradients = loss.backward()?;
+    let gradient = match gradients.get(&student) {
+        Some(gradient) => numbers(gradient)?,
+        None => vec![0.; B * T * V],
+    };
+    Ok((numbers(&loss)?[0], gradient))
+}
+
+#[test]
+fn every_gradient_is_the_finite_difference_of_the_loss() -> Result<()> {
+    let (student, teacher) = (logits(1), logits(2));
+    for device in devices() {
+        for loss in losses() {
+            let (_, gradient) = compute(&loss, &student, &teacher, device)?;
+            for i in 0..B * T * V {
+                let moved = |by: f64| -> Result<f64> {
+                    let mut moved = student.clone();
+                    moved[i] += by;
+                    Ok(compute(&loss, &moved, &teacher, device)?.0)
+                };
+                let difference = (moved(1e-6)? - moved(-1e-6)?) / 2e-6;
+                assert!(
+                    (gradient[i] - difference).abs() < 1e-7,
+                    "[{i}] {} against {difference} for {loss:?}",
+                    gradient[i]
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn equal_distributions_have_no_divergence_and_others_a_positive_one() -> Result<()> {
+    let (student, teacher) = (logits(3), logits(4));
+    for device in devices() {
+        for loss in losses() {
+            let (same, gradient) = compute(&loss, &student, &student, device)?;
+            assert_close(&[same], &[0.], 1e-12);
+            if loss.tail != Tail::Drop {
+                assert!(gradient.iter().all(|g| g.abs() < 1e-12), "{loss:?}");
+            }
+            let (other, _) = compute(&loss, &student, &teacher, device)?;
+            assert!(other >= -1e-12, "{other} for {loss:?}");
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn logits_outside_the_mask_change_nothing(
+        noise in prop::collection::vec(-1e3f64..1e3, V), pick in any::<prop::sample::Index>(),
+    ) {
+        let (student, teacher) = (logits(5), logits(6));
+        let all = losses();
+        let loss: &DistillationLoss = pick.get(&all);
+        for device in devices() {
+            let expected = compute(loss, &student, &teacher, device).unwrap();
+            for with in [noise.clone(), vec![f64::NAN; V], vec![f64::INFINITY; V]] {
+                let (mut s, mut t) = (student.clone(), teacher.clone());
+                // The third token of the first row is outside the mask.
+                s[2 * V..3 * V].copy_from_slice(&with);
+                t[2 * V..3 * V].copy_from_slice(&with);
+                prop_assert_eq!(&compute(loss, &s, &t, device).unwrap(), &expected);
+            }
+        }
+    }
+}
+
+/// The bucket is summed over the others, so that a tail of 1e-9 keeps its digits in f32.
+#[test]
+fn a_small_tail_keeps_its_precision() -> Result<()> {
+    for device in devices() {
+        let student = Tensor::new(&[[[0f32, -20.7, -20.7]]], device)?;
+        let teacher = Tensor::new(&[[[0f32, -0.7, -0.7]]], device)?;
+        let loss = DistillationLoss {
+            support: Support::Teacher { k: 1 },
+            ..DistillationLoss::default()
+        };
+        let got = loss.per_token(&student, &Teacher::Logits(&teacher), None)?;
+        let tail = |x: f64| (1. / (1. + 2. * x.exp()), 2. * x.exp() / (1. + 2. * x.exp()));
+        let (s, t) = (tail(-20.7), tail(-0.7));
+        let expected = t.0 * (t.0 / s.0).ln() + t.1 * (t.1 / s.1).ln();
+        assert_close(&numbers(&got)?, &[expected], 1e-5);
+    }
+    Ok(())
+}
+
+#[test]
+fn the_tiled_loss_equals_that_of_the_logits() -> Result<()> {
+    let (width, seeds) = (4, [7, 8, 9, 10]);
+    for device in devices() {
+        let hidden = |seed| Tensor::from_vec(noise(B * T * width, seed), (B, T, width), device);
+        let weight = |seed| Tensor::from_vec(noise(V * width, seed), (V, width), device);
+        let (student_hidden, student_weight) = (
+            Var::from_tensor(&hidden(seeds[0])?)?,
+            Var::from_tensor(&weight(seeds[1])?)?,
+        );
+        let (teacher_hidden, teacher_weight) = (hidden(seeds[2])?, weight(seeds[3])?);
+        let mask = mask(device)?;
+        let totals = StepTotals::count(&mask)?;
+        let loss = DistillationLoss {
+            beta: 0.4,
+            ..DistillationLoss::default()
+        };
+        let of_logits = |hidden: &Tensor, weight: &Tensor| -> Result<Tensor> {
+            let rows = hidden.reshape((B * T, width))?;
+            rows.matmul(&weight.t()?)?.reshape((B, T, V))
+        };
+        let logits = of_logits(&student_hidden, &student_weight)?;
+        let teacher = of_logits(&teacher_hidden, &teacher_weight)?;
+        let (expected, _) =
+            loss.compute(&logits, &Teacher::Logits(&teacher), None, &mask, &totals)?;
+        let store = expected.backward()?;
+        let got = linear_distillation_loss(
+            &loss,
+            &OutputLayer::new(&student_hidden, &student_weight),
+            &OutputLayer::new(&teacher_hidden, &teacher_weight),
+            &mask,
+            &totals,
+        )?;
+        assert_close(&numbers(&got.loss)?, &numbers(&expected)?, 1e-12);
+        for (variable, gradient) in [
+            (&student_hidden, got.gradients.hidden),
+            (&student_weight, got.gradients.weight),
+        ] {
+            let expected = store.get(variable).expect("a gradient");
+            let gradient = gradient.expect("a gradient");
+            assert_close(&numbers(&gradient)?, &numbers(expected)?, 1e-12);
+        }
+        assert!(got.gradients.bias.is_none());
+    }
+    Ok(())
+}
+
+#[test]
+fn the_first_of_equal_logits_is_the_greedy_token() -> Result<()> {
+    for device in devices() {
+        let logits = Tensor::new(&[[1f32, 3., 3.], [1., 3., 3.], [0., 0., 0.]], device)?;
+        let targets = Tensor::new(&[1u32, 2, 0], device)?;
+        let statistics = distribution_statistics(&logits, &targets, 2.)?;
+        assert_eq!(numbers(&statistics.is_top1)?, [1., 0., 1.]);
+        assert_close(
+            &numbers(&statistics.mean_logit)?,
+            &[3.5 / 3., 3.5 / 3., 0.],
+            1e-6,
+        );
+        let uniform = numbers(&statistics.log_sum_squared_probs)?[2];
+        assert_close(&[uniform], &[-(3f64.ln())], 1e-6);
+    }
+    Ok(())
+}
+
+#[test]
+fn bad_options_and_shapes_are_named() -> Result<()> {
+    let device = Device::Cpu;
+    let logits = Tensor::zeros((B, T, V), DType::F32, &device)?;
+    let teacher = Teacher::Logits(&logits);
+    for (loss, expected) in [
+        (
+            DistillationLoss {
+                beta: 2.,
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.beta: 2, must be from 0 to 1",
+        ),
+        (
+            DistillationLoss {
+                support: Support::Teacher { k: 0 },
+                ..DistillationLoss::default()
+            },
+            "distillation_loss.support.k: 0, must be at least 1",
+        ),
+        (
+            DistillationLoss {
+                support: Support::Sampled { teacher_best: true },
+                ..DistillationLoss::default()
+            },
+            "sampled_tokens: absent, the support sampled needs them",
+        ),
+    ] {
+        assert_eq!(message(loss.per_token(&logits, &teacher, None)), expected);
+    }
+    let narrow = Tensor::zeros((B, T, V - 1), DType::F32, &device)?;
+    let error = message(DistillationLoss::default().per_token(&narrow, &teacher, None));
+    assert!(error.starts_with("teacher_logits: shape"), "{error}");
+    Ok(())
+}
