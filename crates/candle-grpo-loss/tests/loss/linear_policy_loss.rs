@@ -71,6 +71,7 @@ struct Tensors {
     advantages: Tensor,
     selected: Tensor,
     prompt_tokens: Tensor,
+    teacher: Tensor,
 }
 
 impl Tensors {
@@ -87,6 +88,7 @@ impl Tensors {
             advantages: rows(&fixture.advantages)?,
             selected: Tensor::from_slice(&fixture.selected, (B, T), device)?,
             prompt_tokens: Tensor::new(&[9f64, 9., 5., 5., 5.], device)?,
+            teacher: tokens(&fixture.teacher_log_probs)?,
         })
     }
 
@@ -99,6 +101,7 @@ impl Tensors {
             .scores(&self.scores)
             .selected_tokens(&self.selected)
             .prompt_tokens(&self.prompt_tokens)
+            .teacher_log_probs(&self.teacher)
     }
 }
 
@@ -264,7 +267,8 @@ impl Random {
             .ref_log_probs(&reference)
             .scores(&advantages)
             .selected_tokens(&selected)
-            .prompt_tokens(&prompt_tokens);
+            .prompt_tokens(&prompt_tokens)
+            .teacher_log_probs(&reference);
         let in_graph = batch
             .clone()
             .log_probs(&expected_tokens.log_probs)
