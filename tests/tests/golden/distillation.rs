@@ -340,8 +340,8 @@ fn forward_kl(case: &Case) -> Result<Outputs> {
     as_loss_or_advantage(case, &losses, ("student_logits", &student), outputs)
 }
 
-/// The part of the teacher's entries that the student has too, and the mean of `-exp(t) (t - s)` over
-/// them.
+/// The part of the teacher's entries that the student has too, and the mean of `-exp(t) (t - s)`
+/// over them.
 fn overlap(
     case: &Case,
     loss: &DistillationLoss,

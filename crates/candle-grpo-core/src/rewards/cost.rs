@@ -60,8 +60,8 @@ impl CostPenalty {
         validate::non_negative("turns", self.turns)
     }
 
-    /// Returns `rewards` `[B]` minus the penalty. Rewards that are not finite count as missing: they
-    /// do not enter the mean, and stay as they are.
+    /// Returns `rewards` `[B]` minus the penalty. Rewards that are not finite count as missing:
+    /// they do not enter the mean, and stay as they are.
     ///
     /// # Errors
     ///

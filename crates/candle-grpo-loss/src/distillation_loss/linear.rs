@@ -72,16 +72,16 @@ pub struct LinearDistillationOutput {
     pub loss: Tensor,
     /// `distillation_loss`, and `entropy` of the student, over the mask.
     pub metrics: Metrics,
-    /// The gradients of the loss with respect to the student's hidden states, weight and bias. `None`
-    /// for an argument that is neither a variable nor computed from one.
+    /// The gradients of the loss with respect to the student's hidden states, weight and bias.
+    /// `None` for an argument that is neither a variable nor computed from one.
     pub gradients: LinearGradients,
 }
 
 /// Computes the distillation loss of hidden states and its gradients, in one call.
 ///
 /// The logits of both models exist for a chunk of tokens at a time, of at most 2^24 logits each.
-/// Tokens outside the mask are not computed. Synchronizes with the device: the mask is copied to the
-/// host.
+/// Tokens outside the mask are not computed. Synchronizes with the device: the mask is copied to
+/// the host.
 ///
 /// # Errors
 ///

@@ -18,9 +18,8 @@ use candle_grpo_core::validate::{finite, positive, unit_interval};
 /// The generalized Jensen-Shannon divergence of the distributions of a student s and a teacher t at
 /// each token (GKD, <https://arxiv.org/abs/2306.13649>; TRL, ms-swift, twinkle, verl).
 ///
-/// It is `KL(t, s)` for beta 0, `KL(s, t)` for beta 1, and
-/// `beta KL(t, mix) + (1 - beta) KL(s, mix)` with `mix = (1 - beta) s + beta t` between. The gradient
-/// reaches the student only.
+/// It is `KL(t, s)` for beta 0, `KL(s, t)` for beta 1, and `beta KL(t, mix) + (1 - beta) KL(s,
+/// mix)` with `mix = (1 - beta) s + beta t` between. The gradient reaches the student only.
 ///
 /// The loss of a policy that has log-probs of the sampled tokens only is
 /// [`crate::Distillation`].
@@ -53,8 +52,8 @@ pub struct DistillationLoss {
     /// The lower bound of the probability of the bucket, 1e-7 in TRL. A bucket below it has no
     /// gradient.
     pub tail_floor: Option<f64>,
-    /// Raises the log-probs of both to this (verl). A token that the student finds less likely has no
-    /// gradient, although it is the most wrong there.
+    /// Raises the log-probs of both to this (verl). A token that the student finds less likely has
+    /// no gradient, although it is the most wrong there.
     pub log_prob_floor: Option<f64>,
     /// The upper bound of the divergence of a token, beyond which it has no gradient (verl).
     pub value_clamp: Option<f64>,
@@ -101,9 +100,9 @@ impl DistillationLoss {
 
     /// Computes the loss of a micro-batch, with gradient in `student_logits` `[B, T, V]`.
     ///
-    /// `sampled_tokens` `[B, T]` are needed for [`Support::Sampled`]. Logits outside the mask may be
-    /// NaN. The metrics are `distillation_loss` and, for a part of the vocabulary, `student_mass` and
-    /// `teacher_mass`, the probabilities of the compared entries.
+    /// `sampled_tokens` `[B, T]` are needed for [`Support::Sampled`]. Logits outside the mask may
+    /// be NaN. The metrics are `distillation_loss` and, for a part of the vocabulary,
+    /// `student_mass` and `teacher_mass`, the probabilities of the compared entries.
     ///
     /// # Errors
     ///
@@ -159,7 +158,8 @@ impl DistillationLoss {
         Ok((loss, metrics))
     }
 
-    /// Computes the divergence at each position, with gradient in `student_logits` `[.., V]`: `[..]`.
+    /// Computes the divergence at each position, with gradient in `student_logits` `[.., V]`:
+    /// `[..]`.
     ///
     /// # Errors
     ///
@@ -307,6 +307,6 @@ impl DistillationLoss {
 
 struct Compared {
     losses: Tensor,
-    /// Of the student and the teacher.
+    /// The masses of the student and the teacher.
     masses: Option<[Tensor; 2]>,
 }

@@ -162,8 +162,8 @@ impl Entries {
         self.gather(source)?.detach().exp()?.sum(D::Minus1)
     }
 
-    /// The log-probs of the entries and of the tail: `[.., K]`, or `[.., K + 1]` with a bucket of at
-    /// least the probability `floor`.
+    /// The log-probs of the entries and of the tail: `[.., K]`, or `[.., K + 1]` with a bucket of
+    /// at least the probability `floor`.
     pub(super) fn log_probs(
         &self,
         source: &Source,
@@ -198,8 +198,8 @@ impl Entries {
         }
     }
 
-    /// The logarithm of the probability of all other entries, `[.., 1]`. The sum is over them: 1 minus
-    /// the mass would lose a small tail.
+    /// The logarithm of the probability of all other entries, `[.., 1]`. The sum is over them: 1
+    /// minus the mass would lose a small tail.
     fn others(&self, x: &Tensor) -> Result<Tensor> {
         let ones = self.ids.to_dtype(DType::F32)?.ones_like()?;
         let zeros = x.detach().to_dtype(DType::F32)?.zeros_like()?;

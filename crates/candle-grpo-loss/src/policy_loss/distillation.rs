@@ -44,8 +44,9 @@ pub struct Distillation {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum DistillationForm {
-    /// `coef sg[w a]` is added to the advantage of each token, so that ratio, clip, weights and masks
-    /// apply to it. Its expected gradient is that of the reverse KL of the policy from the teacher.
+    /// `coef sg[w a]` is added to the advantage of each token, so that ratio, clip, weights and
+    /// masks apply to it. Its expected gradient is that of the reverse KL of the policy from the
+    /// teacher.
     Advantage {
         /// Weights early tokens of a sequence more.
         #[serde(default)]
@@ -56,16 +57,16 @@ pub enum DistillationForm {
     },
     /// `coef kl(lp, teach)` is added to the loss of each token.
     ///
-    /// Every estimator but k1 has a gradient that depends on the teacher. That of k1 does not: AReaL
-    /// and verl have it, and it only lowers the log-probs.
+    /// Every estimator but k1 has a gradient that depends on the teacher. That of k1 does not:
+    /// AReaL and verl have it, and it only lowers the log-probs.
     Loss {
         /// The estimator and its gradient.
         kl: Kl,
     },
     /// `coef sg[sigmoid(beta a)] a` is added to the loss of each token (SDAR, ms-swift).
     ///
-    /// It raises the log-probs of tokens that the teacher prefers. A token that the policy prefers by
-    /// far has almost no gradient.
+    /// It raises the log-probs of tokens that the teacher prefers. A token that the policy prefers
+    /// by far has almost no gradient.
     Gated {
         /// The steepness of the gate.
         beta: f64,

@@ -5,8 +5,8 @@ use candle_grpo_core::{Mask, Metrics, statistics_dtype};
 
 /// Adds perplexities and chi-square divergences, in the dtype of statistics.
 ///
-/// `old` and `rollout` are log-probs `[B, T]`, 0 outside the mask; `d` is their difference, clamped,
-/// and `product` its sum over each sequence, clamped, `[B, 1]`.
+/// `old` and `rollout` are log-probs `[B, T]`, 0 outside the mask; `d` is their difference,
+/// clamped, and `product` its sum over each sequence, clamped, `[B, 1]`.
 pub(super) fn push(
     metrics: &mut Metrics,
     [old, rollout]: [&Tensor; 2],

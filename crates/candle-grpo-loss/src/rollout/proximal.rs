@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// An interpolation between the policy that drew a token and the current one, in place of the old
 /// policy (AReaL).
 ///
-/// The share `a` of the current policy depends on the versions of the weights: the old policy is the
-/// one before the last update. With the version `v` that drew a token and the current version `n`,
-/// `a = (n - 1 - v) / (n - v)`, and 0 for a token of the current version.
+/// The share `a` of the current policy depends on the versions of the weights: the old policy is
+/// the one before the last update. With the version `v` that drew a token and the current version
+/// `n`, `a = (n - 1 - v) / (n - v)`, and 0 for a token of the current version.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -39,8 +39,8 @@ pub enum ProximalPolicy {
 impl ProximalPolicy {
     /// Computes the log-probs `[B, T]` of the old policy, without a gradient.
     ///
-    /// `versions` `[B, T]` are the versions of the weights that drew the tokens; a negative one marks
-    /// a token that the policy did not draw.
+    /// `versions` `[B, T]` are the versions of the weights that drew the tokens; a negative one
+    /// marks a token that the policy did not draw.
     ///
     /// # Errors
     ///

@@ -7,15 +7,16 @@ use super::token_loss::both;
 use super::{SurrogateInputs, TokenLoss, TokenLosses};
 use candle_grpo_core::validate::positive;
 
-/// `log(1 + sum_neg exp(s)) + log(1 + sum_pos exp(-s))` for each group, with `s = mean_t d / tau` of
-/// a sequence (REAL, <https://arxiv.org/abs/2602.05630>).
+/// `log(1 + sum_neg exp(s)) + log(1 + sum_pos exp(-s))` for each group, with `s = mean_t d / tau`
+/// of a sequence (REAL, <https://arxiv.org/abs/2602.05630>).
 ///
 /// Positive sequences have a mean advantage above 0. The gradients of the sequences of one sign add
-/// up to less than `1 / tau`, however far their ratios move. A group without both signs has the loss
-/// 0, and a sequence without tokens is not part of its group.
+/// up to less than `1 / tau`, however far their ratios move. A group without both signs has the
+/// loss 0, and a sequence without tokens is not part of its group.
 ///
 /// Each sequence has the loss of its group: [`crate::Aggregation::PromptMeanTokenMean`] gives the
-/// mean over groups. Needs [`crate::PolicyBatch::groups`], with all sequences of a group in one batch.
+/// mean over groups. Needs [`crate::PolicyBatch::groups`], with all sequences of a group in one
+/// batch.
 #[doc(alias = "REAL")]
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
