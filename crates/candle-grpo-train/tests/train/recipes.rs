@@ -9,8 +9,8 @@ use crate::common::{
 use candle_core::Tensor;
 use candle_grpo_core::{
     AdvantageBatch, AdvantageConfig, AdvantageEstimator, AdvantageName, AdvantagePipeline,
-    Advantages, GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping, SampleFilter,
-    ScoreResampling, TokenAdvantage,
+    Advantages, CostPenalty, GroupFilter, KlController, KlPenalty, OverlongPenalty, RewardShaping,
+    SampleFilter, ScoreResampling, TokenAdvantage,
 };
 use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
@@ -70,7 +70,10 @@ fn every_published_recipe_trains(
         Recipe::verl(),
         Recipe::roll(),
         Recipe::twinkle(),
-        Recipe::openrlhf()
+        Recipe::openrlhf(),
+        Recipe::prime_rl(),
+        Recipe::fipo(),
+        Recipe::m2po()
     )]
     recipe: Recipe,
 ) {
@@ -456,6 +459,57 @@ fn long_completions_are_penalized() {
         );
     }
     assert!(seen.contains(&7.), "some completions have all 8 tokens");
+}
+
+#[test]
+fn length_is_penalized_relative_to_the_group() {
+    let config = config(Recipe {
+        length_penalty: Some(CostPenalty {
+            output_tokens: 0.5,
+            ..CostPenalty::default()
+        }),
+        ..Recipe::default()
+    });
+    let seen = spied(|_: &Sample| 1., config, |batch| batch.rewards.clone()).unwrap();
+    assert!(seen.iter().all(|reward| (0.5..1.).contains(reward)));
+    // The longest completion of each of three groups of four.
+    for group in seen.chunks(4) {
+        assert!(group.contains(&0.5), "{group:?}");
+    }
+}
+
+#[test]
+fn a_loss_distills_without_a_reward() {
+    let config = with_loss(PolicyLoss::on_policy_distillation());
+    let nothing = |_: &Sample| 0.;
+    let error = trainer(nothing, config.clone()).step().unwrap_err();
+    assert!(
+        format!("{error:#}").contains("teacher_log_probs: absent"),
+        "{error:#}"
+    );
+    let teacher = candle_grpo_nn::Parameters::init(&model(), 9, device()).unwrap();
+    let teacher = Reference::new(&model(), &teacher, ComputeDType::F32).unwrap();
+    let mut trainer = trainer(nothing, config).with_teacher(teacher);
+    let metrics = trainer.step().unwrap();
+    assert!(!metrics.skipped && metrics.grad_norm.unwrap() > 0.);
+    assert!(metrics.policy["distillation_gap_abs"] > 0.1);
+}
+
+#[test]
+fn a_loss_of_a_group_needs_whole_groups() {
+    let config = with_loss(PolicyLoss::real());
+    let error = config.validate().unwrap_err();
+    assert!(
+        format!("{error:#}").contains("micro_batch_size: 5, must hold whole groups"),
+        "{error:#}"
+    );
+    let config = TrainConfig {
+        micro_batch_size: 4,
+        ..config
+    };
+    let metrics = trainer(share_of_a, config).step().unwrap();
+    assert!(metrics.grad_norm.unwrap() > 0.);
+    assert!(metrics.policy["positive_fraction"] > 0.);
 }
 
 #[test]
