@@ -287,7 +287,7 @@ fn valid(case: &Case, x: &Tensor) -> Result<Vec<f64>> {
 }
 
 fn mean(x: &[f64]) -> f64 {
-    x.iter().sum::<f64>() / x.len() as f64
+    x.iter().sum::<f64>() / x.len().max(1) as f64
 }
 
 fn largest(x: &[f64]) -> f64 {

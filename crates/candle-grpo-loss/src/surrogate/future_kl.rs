@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::token_loss::{both, full_like, not};
 use super::{Clip, SurrogateInputs, TokenLoss, TokenLosses};
-use candle_grpo_core::validate::positive;
+use candle_grpo_core::validate::{non_negative, positive};
 
 /// The bound of the exponent of a weight without a clip: `exp` stays finite in f32.
 const EXPONENT_MAX: f64 = 80.;
@@ -60,7 +60,7 @@ impl TokenLoss for FutureKl {
         clip.map_err(|e| Invalid::within_error("future_kl", e))?;
         positive("future_kl.half_life", self.half_life)?;
         if let Some(clip) = self.weight_clip {
-            positive("future_kl.weight_clip", clip)?;
+            non_negative("future_kl.weight_clip", clip)?;
         }
         if let Some(threshold) = self.safety_threshold {
             positive("future_kl.safety_threshold", threshold)?;

@@ -4,12 +4,12 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_grpo_core::{Kl, KlGradient};
 use candle_grpo_loss::rollout::{FilterLevel, FilterStatistic, ImportanceWeight, RolloutFilter};
 use candle_grpo_loss::surrogate::{
-    ClipCov, DetachedWeight, DivergenceMask, GeometricMean, KlCov, PositiveIf, SoftGate,
-    SquaredLogRatio, Topr, Vespo,
+    ClipCov, DetachedWeight, DivergenceMask, FutureKl, GeometricMean, GroupContrast, KlCov,
+    PositiveIf, SoftGate, SquaredLogRatio, Topr, Vespo,
 };
 use candle_grpo_loss::{
-    Aggregation, BiasCorrection, Clip, ImportanceLevel, KlLoss, LogProbOptions, Mask, OldPolicy,
-    PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals, Surrogate,
+    Aggregation, BiasCorrection, Clip, Distillation, ImportanceLevel, KlLoss, LogProbOptions, Mask,
+    OldPolicy, PolicyBatch, PolicyLoss, PositiveNll, RolloutCorrection, StepTotals, Surrogate,
     linear_log_prob, log_prob,
 };
 use candle_grpo_test_support::{devices, message};
@@ -193,6 +193,21 @@ fn a_step_without_a_valid_token_is_an_error() -> Result<()> {
 #[case(with(Vespo { lambda_neg: 0., ..Default::default() }), "surrogate.vespo.lambda_neg: 0, must be positive")]
 #[case(with(GeometricMean { low: -0.1, high: 0.1 }), "surrogate.geometric_mean.low: -0.1, must be finite and at least 0")]
 #[case(with(SquaredLogRatio { coef: f64::NAN }), "surrogate.squared_log_ratio.coef: NaN, must be finite and at least 0")]
+#[case(with(FutureKl { half_life: 0., ..Default::default() }), "surrogate.future_kl.half_life: 0, must be positive")]
+#[case(with(FutureKl { clip: Clip::symmetric(-1.), ..Default::default() }), "surrogate.future_kl.clip.low: -1")]
+#[case(with(GroupContrast { tau: 0. }), "surrogate.group_contrast.tau: 0, must be positive")]
+#[case(
+    PolicyLoss { distillation: Some(Distillation::new(f64::NAN)), ..Default::default() },
+    "distillation.coef: NaN, must be finite"
+)]
+#[case(
+    PolicyLoss { old_kl: Some(KlLoss::k3(-1.)), ..Default::default() },
+    "old_kl.coef: -1, must be finite and at least 0"
+)]
+#[case(
+    PolicyLoss { rollout_correction: Some(RolloutCorrection::m2po(0.)), ..Default::default() },
+    "rollout_correction.second_moment: 0, must be positive"
+)]
 #[case(with(DivergenceMask { ratio_max: Some(0.), ..Default::default() }), "surrogate.divergence_mask.ratio_max: 0, must be positive")]
 #[case(with(ClipCov { lower: 5., upper: 1., ..Default::default() }), "surrogate.clip_cov.lower: 5, must be below clip_cov.upper, 1")]
 #[case(with(KlCov { ratio: 0., ..Default::default() }), "surrogate.kl_cov.ratio: 0, must be above 0")]
