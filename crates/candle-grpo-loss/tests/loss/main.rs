@@ -16,4 +16,5 @@ mod preference_loss;
 mod presets;
 mod published_values;
 mod recipes;
+mod rollout_policies;
 mod step_wide;
