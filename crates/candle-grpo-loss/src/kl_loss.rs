@@ -75,10 +75,12 @@ impl KlLoss {
             must,
         )?;
         let kl = self.kl.validate();
-        Ok(match name {
+        // The path of the first one starts with its name already.
+        match name {
             "kl" => kl?,
             _ => kl.map_err(|e| e.within(name))?,
-        })
+        }
+        Ok(())
     }
 
     /// Computes the estimate for each token, without the coefficient.
