@@ -359,6 +359,13 @@ impl TrainConfig {
         if !self.recipe.policy_loss.surrogate.reduces_over_group() {
             return Ok(());
         }
+        let divides = self.micro_batch_tokens.is_some() || self.resampling.is_some();
+        check::check(
+            !divides,
+            "micro_batch_tokens and resampling",
+            "given",
+            "be absent with recipe.policy_loss.surrogate, which compares the completions of a group",
+        )?;
         let must = format!(
             "hold whole groups of num_generations, {}, as recipe.policy_loss.surrogate compares their completions",
             self.num_generations
@@ -371,13 +378,6 @@ impl TrainConfig {
         for (name, size) in sizes {
             check::check(holds_groups(size), name, size, &must)?;
         }
-        let divides = self.micro_batch_tokens.is_some() || self.resampling.is_some();
-        check::check(
-            !divides,
-            "micro_batch_tokens and resampling",
-            "given",
-            "be absent with recipe.policy_loss.surrogate, which compares the completions of a group",
-        )?;
         Ok(())
     }
 
