@@ -66,6 +66,8 @@ examples: ## run the short programs in examples/
 	$(CARGO) run --release --locked -p candle-grpo-example-own-model
 	$(CARGO) run --release --locked -p candle-grpo-example-custom-generator
 	$(CARGO) run --release --locked -p candle-grpo-example-reward-model
+	$(CARGO) run --release --locked -p candle-grpo-example-environments --bin guessing -- --short --force --out target/examples
+	$(CARGO) run --release --locked -p candle-grpo-example-environments --bin calculator -- --short --force --out target/examples
 
 bench: ## time each operator beside plain Candle operations: target/bench/ops.md; ONLY=rms_norm for one
 	$(CARGO) run --release --locked -p candle-grpo-bench --bin ops-system -- --only "$(ONLY)"

@@ -29,6 +29,7 @@
 mod column;
 pub mod data;
 pub mod environment;
+mod excerpt;
 mod folder_lock;
 #[cfg(any(feature = "engines", feature = "hub"))]
 mod http;

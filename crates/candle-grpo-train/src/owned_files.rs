@@ -39,6 +39,7 @@ const RUN: &[&str] = &[
     "metrics.jsonl",
     "evaluations.jsonl",
     "samples.jsonl",
+    "rollouts.jsonl",
     "samples.md",
     "metrics.svg",
     LOCK,

@@ -19,6 +19,10 @@ pub struct EnvironmentConfig {
     /// The limits of trajectories.
     #[serde(default)]
     pub limits: EnvironmentLimits,
+    /// If true, names of special tokens in texts and messages of the environment become these
+    /// tokens. It must be false if the environment passes on text from outside.
+    #[serde(default)]
+    pub special_tokens_in_text: bool,
     /// The environment and its options.
     #[serde(flatten)]
     pub kind: EnvironmentKind,
@@ -110,6 +114,11 @@ impl EnvironmentConfig {
         stop_token_ids: &[u32],
     ) -> Result<Environments> {
         let (limits, template) = (self.limits.clone(), model.chat_template.as_ref());
-        Environments::new(factory, limits, &model.tokenizer, template, stop_token_ids)
+        let environments =
+            Environments::new(factory, limits, &model.tokenizer, template, stop_token_ids)?;
+        Ok(match self.special_tokens_in_text {
+            true => environments.with_special_tokens_in_text(),
+            false => environments,
+        })
     }
 }

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
-use super::Append;
+use super::content::ContentEncoder;
+use super::{Append, TextPart};
 use crate::model::Chat;
 use crate::rollout::decode::decode_with_special_tokens;
 use crate::{ChatTemplate, Prompt};
@@ -21,6 +22,7 @@ pub(super) struct Conversation {
     template: Option<ChatTemplate>,
     /// The tokens that end a turn.
     stop_token_ids: Vec<u32>,
+    encoder: ContentEncoder,
 }
 
 impl Conversation {
@@ -30,10 +32,15 @@ impl Conversation {
         stop_token_ids: Vec<u32>,
     ) -> Self {
         Self {
+            encoder: ContentEncoder::new(Arc::clone(&tokenizer)),
             tokenizer,
             template,
             stop_token_ids,
         }
+    }
+
+    pub(super) fn allow_special_tokens(&mut self) {
+        self.encoder.allow_special_tokens();
     }
 
     /// The text of a turn without the stop token at its end.
@@ -49,20 +56,22 @@ impl Conversation {
     pub(super) fn prompt(&self, prompt: &Prompt, append: &Append) -> Result<Vec<u32>> {
         let more = match append {
             Append::Nothing => Vec::new(),
-            Append::Text(text) => self.encode(text)?,
+            Append::Text(text) => self.text_tokens(text)?,
+            Append::Parts(parts) => self.parts(parts)?,
             Append::Tokens(tokens) => tokens.clone(),
             Append::Messages(messages) => {
                 ensure!(
                     !prompt.messages.is_empty(),
                     "messages: given, but the prompt is a plain text; answer with a text or tokens"
                 );
-                let messages: Vec<&Value> = prompt.messages.iter().chain(messages).collect();
+                let messages = self.contents(messages)?;
+                let messages: Vec<&Value> = prompt.messages.iter().chain(&messages).collect();
                 let chat = Chat::new(messages).generation_prompt();
                 let chat = match &prompt.tools {
                     Some(tools) => chat.tools(tools),
                     None => chat,
                 };
-                return self.encode(&self.template()?.render(&chat)?);
+                return self.encoder.encode(&self.template()?.render(&chat)?);
             }
         };
         Ok([prompt.tokens.as_slice(), &more].concat())
@@ -72,11 +81,14 @@ impl Conversation {
     pub(super) fn between(&self, append: &Append, last: Option<u32>) -> Result<Vec<u32>> {
         let messages = match append {
             Append::Nothing => return Ok(Vec::new()),
-            Append::Text(text) => return self.encode(text),
+            Append::Text(text) => return self.text_tokens(text),
+            Append::Parts(parts) => return self.parts(parts),
             Append::Tokens(tokens) => return Ok(tokens.clone()),
             Append::Messages(messages) => messages,
         };
-        let mut tokens = self.encode(&self.after_turn(messages)?)?;
+        let mut tokens = self
+            .encoder
+            .encode(&self.after_turn(&self.contents(messages)?)?)?;
         // The template ends a turn, which the policy may have done already.
         let is_stop = |token: &u32| self.stop_token_ids.contains(token);
         if last.as_ref().is_some_and(is_stop) && tokens.first().is_some_and(is_stop) {
@@ -109,11 +121,22 @@ impl Conversation {
         )
     }
 
-    fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self
-            .tokenizer
-            .encode(text, false)
-            .map_err(|_| anyhow!("{text:?}: the tokenizer has no token for a part of it"))?;
-        Ok(encoding.get_ids().to_vec())
+    fn contents(&self, messages: &[Value]) -> Result<Vec<Value>> {
+        let messages = messages.iter();
+        messages
+            .map(|message| self.encoder.contents(message))
+            .collect()
+    }
+
+    fn text_tokens(&self, text: &str) -> Result<Vec<u32>> {
+        self.encoder.encode(&self.encoder.content(text)?)
+    }
+
+    fn parts(&self, parts: &[TextPart]) -> Result<Vec<u32>> {
+        let parts = parts.iter().map(|part| match part {
+            TextPart::Markup(text) => Ok(text.clone()),
+            TextPart::Content(text) => self.encoder.content(text),
+        });
+        self.encoder.encode(&parts.collect::<Result<String>>()?)
     }
 }

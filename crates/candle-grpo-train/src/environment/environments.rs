@@ -3,15 +3,15 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Result, anyhow, ensure};
 use candle_grpo_core::validate::{at_least_one, check};
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
+use super::EnvironmentFactory;
 use super::conversation::Conversation;
-use super::trajectory::Trajectory;
-use super::{EnvironmentFactory, EpisodeEnd};
-use crate::rollout::PromptRequest;
+use super::trajectory::{Trajectory, TrajectoryStart};
+use crate::rollout::{CompletionSeed, PromptRequest};
 use crate::{ChatTemplate, Interrupted, Progress, Prompt, Rollout, Sampler};
 
 /// The number of environments that answer at the same time.
@@ -100,6 +100,14 @@ impl Environments {
         })
     }
 
+    /// Lets texts and messages of environments have special tokens by name. Environments that pass
+    /// on text from outside, such as pages or outputs of commands, must not allow it: the text
+    /// could end its message and begin another one.
+    pub fn with_special_tokens_in_text(mut self) -> Self {
+        self.conversation.allow_special_tokens();
+        self
+    }
+
     /// Returns true if the environments give rewards.
     pub fn gives_rewards(&self) -> bool {
         self.factory.gives_rewards()
@@ -122,20 +130,21 @@ impl Environments {
     ) -> Result<Vec<Rollout>> {
         let starts = prompts.iter().zip(requests).flat_map(|(prompt, request)| {
             let seeds = request.seeds.iter();
-            seeds.map(move |seed| (*prompt, *seed, request.max_new_tokens))
+            let start = move |seed: &CompletionSeed| TrajectoryStart {
+                prompt,
+                seed: *seed,
+                group: request.seeds[0],
+                max_tokens: request.max_new_tokens,
+                vocab_size: sampler.vocab_size(),
+            };
+            seeds.map(start)
         });
         let starts: Vec<_> = starts.collect();
         let mut slots: Vec<Option<Trajectory<'_>>> = starts.iter().map(|_| None).collect();
-        concurrently(
-            slots.iter_mut().zip(starts),
-            |(slot, (prompt, seed, length))| {
-                let vocab_size = sampler.vocab_size();
-                *slot = Some(Trajectory::start(
-                    self, prompt, seed, length, vocab_size, progress,
-                )?);
-                Ok(())
-            },
-        )?;
+        concurrently(slots.iter_mut().zip(starts), |(slot, start)| {
+            *slot = Some(Trajectory::start(self, start, progress)?);
+            Ok(())
+        })?;
         let mut all: Vec<Trajectory<'_>> = slots.into_iter().flatten().collect();
         loop {
             if progress.is_canceled() {
@@ -156,29 +165,8 @@ impl Environments {
             let ended = open.iter().filter(|t| t.has_ended()).count();
             progress.advance(ended, 0);
         }
-        let rollouts: Vec<Rollout> = all.into_iter().map(|t| t.into_rollout(self)).collect();
-        ensure_some_worked(&rollouts)?;
-        Ok(rollouts)
+        Ok(all.into_iter().map(|t| t.into_rollout(self)).collect())
     }
-}
-
-/// Fails if the environments of several trajectories all failed: that is not the policy's doing.
-fn ensure_some_worked(rollouts: &[Rollout]) -> Result<()> {
-    let failure = |rollout: &Rollout| match rollout.episode.as_ref().map(|episode| &episode.end) {
-        Some(EpisodeEnd::Failed(message)) => Some(message.clone()),
-        _ => None,
-    };
-    let failures: Vec<String> = rollouts.iter().filter_map(failure).collect();
-    if let Some(first) = failures.first()
-        && failures.len() == rollouts.len()
-        && failures.len() > 1
-    {
-        bail!(
-            "environment: failed in all {} trajectories, in the first one with: {first}",
-            failures.len()
-        );
-    }
-    Ok(())
 }
 
 /// Calls `work` for each item, on several threads. Environments often wait for programs.

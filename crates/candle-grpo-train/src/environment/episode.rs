@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 /// The turns of a trajectory, their rewards, and its end.
@@ -51,6 +52,14 @@ impl Episode {
         self.turns.iter().map(|turn| turn.reward).sum()
     }
 
+    /// The message of the environment, if it failed.
+    pub(crate) fn failure(&self) -> Option<&str> {
+        match &self.end {
+            EpisodeEnd::Failed(message) => Some(message),
+            _ => None,
+        }
+    }
+
     /// The metrics of the trajectory by name: `turns`, `reward` if it has one, `limit_reached`,
     /// `failed`, and those of the environment.
     pub fn all_metrics(&self) -> BTreeMap<String, f64> {
@@ -63,13 +72,28 @@ impl Episode {
         let mut metrics = self.metrics.clone();
         metrics.insert("turns".to_owned(), self.turns.len() as f64);
         metrics.insert("limit_reached".to_owned(), is(limits.contains(&self.end)));
-        let failed = matches!(self.end, EpisodeEnd::Failed(_));
-        metrics.insert("failed".to_owned(), is(failed));
+        metrics.insert("failed".to_owned(), is(self.failure().is_some()));
         if self.gives_rewards {
             metrics.insert("reward".to_owned(), self.reward());
         }
         metrics
     }
+}
+
+/// Fails if the environments of several trajectories all failed: the cause is not the policy.
+/// `failures` has the message of each trajectory that failed, and of all ranks.
+pub(crate) fn ensure_some_worked<'a>(
+    failures: impl ExactSizeIterator<Item = Option<&'a str>>,
+) -> Result<()> {
+    let all = failures.len();
+    let mut failures = failures.flatten();
+    if let Some(first) = failures.next()
+        && all > 1
+        && failures.count() + 1 == all
+    {
+        bail!("environment: failed in all {all} trajectories, in the first one with: {first}");
+    }
+    Ok(())
 }
 
 /// The mean of each metric over trajectories, with 0 for one that lacks it.

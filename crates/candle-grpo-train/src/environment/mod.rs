@@ -6,6 +6,7 @@
 //! of the response excludes from losses and metrics.
 
 mod config;
+mod content;
 mod conversation;
 mod environments;
 mod episode;
@@ -22,8 +23,8 @@ use crate::{FinishReason, Progress, Prompt};
 
 pub use config::{EnvironmentConfig, EnvironmentKind};
 pub use environments::{EnvironmentLimits, Environments};
-pub(crate) use episode::mean_metrics;
 pub use episode::{Episode, EpisodeEnd, EpisodeTurn};
+pub(crate) use episode::{ensure_some_worked, mean_metrics};
 pub use program::{ProgramEnvironmentConfig, ProgramEnvironments};
 pub use tools::{
     CallContext, ProgramTool, ProgramToolConfig, Tool, ToolCall, ToolEnvironments, ToolFormat,
@@ -87,9 +88,11 @@ pub struct EpisodeStart<'a> {
     /// The prompt, with the columns of its row.
     pub prompt: &'a Prompt,
     /// A number of 53 bits for the random numbers of the environment. It depends on the seed of
-    /// the run, the step, the prompt and the number of the trajectory among those of the
-    /// prompt.
+    /// the run, the step and the prompt. All trajectories of a group have the same, so that they
+    /// begin in the same state and their rewards can be compared.
     pub seed: u64,
+    /// A number of 53 bits that identifies the trajectory.
+    pub episode: u64,
     /// Cancels a wait; the error is then [`Interrupted`](crate::Interrupted).
     pub progress: &'a dyn Progress,
 }
@@ -136,13 +139,25 @@ pub enum Append {
     /// No tokens.
     #[default]
     Nothing,
-    /// A text, encoded as it is. Names of special tokens in it become these tokens.
+    /// A text. Names of special tokens in it stay text, so that it may come from outside.
     Text(String),
+    /// A text of several parts.
+    Parts(Vec<TextPart>),
     /// Messages, each an object with `role` and `content`. The chat template renders them, the end
-    /// of the turn of the policy before them, and the beginning of its next turn.
+    /// of the turn of the policy before them, and the beginning of its next turn. Names of special
+    /// tokens in the messages stay text.
     Messages(Vec<Value>),
     /// Tokens.
     Tokens(Vec<u32>),
+}
+
+/// A part of a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TextPart {
+    /// Text of the program. Names of special tokens in it become these tokens.
+    Markup(String),
+    /// Text from outside. Names of special tokens in it stay text.
+    Content(String),
 }
 
 impl Append {

@@ -65,9 +65,10 @@ impl ProgramEnvironmentConfig {
 /// Environments from a program that reads one line of JSON for each request and writes one line
 /// with its answer.
 ///
-/// A request is an object with `id`, `episode` (a number that is the same for all requests of a
-/// trajectory, also a seed), `turn` (`null` at the start), `prompt`, `columns`, and `state` (that
-/// of the last answer). After a turn of the policy it has `completion` and `finish_reason`, too.
+/// A request is an object with `id`, `episode` (the number of the trajectory), `seed` (the same for
+/// all trajectories of a group), `turn` (`null` at the start), `prompt`, `columns`, and `state`
+/// (that of the last answer). After a turn of the policy it has `completion` and `finish_reason`,
+/// too.
 ///
 /// An answer is an object that echoes `id`, and may have `text` or `messages` (which follow the
 /// prompt or the turn), `reward`, `done`, `state` (any JSON) and `metrics` (numbers by name).
@@ -108,7 +109,8 @@ impl EnvironmentFactory for ProgramEnvironments {
         let mut environment = ProgramEnvironment {
             command: self.command.clone(),
             pool: Arc::clone(&self.pool),
-            episode: start.seed,
+            episode: start.episode,
+            seed: start.seed,
             prompt: start.prompt.text.clone(),
             columns: start.prompt.columns.clone(),
             state: None,
@@ -135,6 +137,7 @@ struct ProgramEnvironment {
     command: String,
     pool: Arc<ProgramPool>,
     episode: u64,
+    seed: u64,
     prompt: String,
     columns: Value,
     state: Option<Value>,
@@ -145,6 +148,7 @@ impl ProgramEnvironment {
     fn ask(&mut self, fields: Value, progress: &dyn Progress) -> Result<Reply> {
         let mut request = Map::new();
         request.insert("episode".to_owned(), self.episode.into());
+        request.insert("seed".to_owned(), self.seed.into());
         request.insert("prompt".to_owned(), self.prompt.as_str().into());
         request.insert("columns".to_owned(), self.columns.clone());
         request.insert("state".to_owned(), self.state.clone().into());

@@ -12,6 +12,21 @@ use super::{Environment, Environments, Episode, EpisodeEnd, EpisodeStart, Episod
 use crate::rollout::{CompletionSeed, PromptRequest};
 use crate::{Completion, FinishReason, Interrupted, Progress, Prompt, Rollout};
 
+/// The arguments of [`Trajectory::start`].
+pub(super) struct TrajectoryStart<'a> {
+    pub(super) prompt: &'a Prompt,
+    pub(super) seed: CompletionSeed,
+    /// The seed of the first trajectory of the group.
+    pub(super) group: CompletionSeed,
+    /// The maximum length of the response.
+    pub(super) max_tokens: usize,
+    pub(super) vocab_size: usize,
+}
+
+/// Numbers of turns whose random numbers are those of the environment.
+const OF_GROUP: u64 = u64::MAX;
+const OF_EPISODE: u64 = u64::MAX - 1;
+
 pub(super) struct Trajectory<'a> {
     prompt: &'a Prompt,
     seed: CompletionSeed,
@@ -39,16 +54,22 @@ pub(super) struct Trajectory<'a> {
 impl<'a> Trajectory<'a> {
     pub(super) fn start(
         environments: &Environments,
-        prompt: &'a Prompt,
-        seed: CompletionSeed,
-        max_tokens: usize,
-        vocab_size: usize,
+        start: TrajectoryStart<'a>,
         progress: &dyn Progress,
     ) -> Result<Self> {
+        let TrajectoryStart {
+            prompt,
+            seed,
+            group,
+            max_tokens,
+            vocab_size,
+        } = start;
+        let number = |seed, turn| CompletionSeed { turn, ..seed }.to_u64() >> 11;
         let name = || format!("environment of prompt {}", prompt.index);
         let start = EpisodeStart {
             prompt,
-            seed: seed.to_u64() >> 11,
+            seed: number(group, OF_GROUP),
+            episode: number(seed, OF_EPISODE),
             progress,
         };
         let mut environment = environments.factory().start(&start).with_context(name)?;

@@ -7,6 +7,7 @@ use candle_core::{Device, Tensor};
 use candle_grpo_core::{GroupAdvantage, GroupSummary, NonFinite, statistics_dtype};
 use serde::{Deserialize, Serialize};
 
+use super::step_metrics::RewardStatistics;
 use crate::Rollout;
 use crate::rewards::{RewardFaults, RewardRequests, RolloutScores, Scores};
 
@@ -107,6 +108,30 @@ impl ScoredRollouts {
         for (component, other) in self.components.iter_mut().zip(&others.components) {
             component.add_requests(other.requests());
         }
+    }
+
+    /// The components of the reward by name. A name that occurs again has its number.
+    pub(crate) fn named_components(&self) -> Vec<(String, &Scores)> {
+        let mut seen = BTreeMap::<&str, usize>::new();
+        let component = |scores| {
+            let name = Scores::name(scores).unwrap_or(UNNAMED);
+            let count = seen.entry(name).or_default();
+            *count += 1;
+            let name = match *count {
+                1 => name.to_owned(),
+                count => format!("{name}-{count}"),
+            };
+            (name, scores)
+        };
+        self.components.iter().map(component).collect()
+    }
+
+    /// Mean and standard deviation of each component of the reward, over the completions that have
+    /// it.
+    pub(crate) fn reward_statistics(&self) -> BTreeMap<String, RewardStatistics> {
+        let components = self.named_components().into_iter();
+        let statistics = |(name, scores): (String, &Scores)| (name, RewardStatistics::of(scores));
+        components.map(statistics).collect()
     }
 
     /// The completions of a group.

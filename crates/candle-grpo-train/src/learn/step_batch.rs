@@ -35,6 +35,8 @@ pub(super) struct PreparedStep {
     pub(super) state: TrainerState,
     /// The metrics of rewards and advantages.
     pub(super) metrics: MetricValues,
+    /// The mean advantage of each completion; absent for one that a filter drops.
+    pub(super) advantages: Vec<Option<f32>>,
 }
 
 /// The computation of a [`StepBatch`].
@@ -63,15 +65,21 @@ struct LogProbs {
 impl Preparation<'_> {
     /// Computes the batch.
     pub(super) fn prepare(mut self) -> Result<PreparedStep> {
-        let batch = self.step_batch()?;
+        let mut advantages = vec![None; self.scored.rollouts.len()];
+        let batch = self.step_batch(&mut advantages)?;
         Ok(PreparedStep {
             batch,
+            advantages,
             state: self.state,
             metrics: self.metrics,
         })
     }
 
-    fn step_batch(&mut self) -> Result<Option<StepBatch>> {
+    /// Sets `sequence_advantages` once they are known.
+    fn step_batch(
+        &mut self,
+        sequence_advantages: &mut Vec<Option<f32>>,
+    ) -> Result<Option<StepBatch>> {
         let scored = self.scored;
         let device = self.models.actor.parameters().device();
         let scores = Tensor::new(scored.scores.as_slice(), device)?;
@@ -102,6 +110,7 @@ impl Preparation<'_> {
             None => None,
         };
         let advantages = self.advantages(&rewards, &tokens, values.as_ref(), early.as_ref())?;
+*sequence_advantages = sequence_means(&advantages.advantages, &tokens.response_mask)?;
         let policy_loss = &self.config.recipe.policy_loss;
         let reward_alone = policy_loss.positive_nll.is_none() && policy_loss.distillation.is_none();
         if reward_alone && is_zero(&advantages.advantages)? {
@@ -393,6 +402,23 @@ impl Preparation<'_> {
 /// A metric with one observation.
 pub(super) fn single(sum: f64) -> MetricValue {
     MetricValue::Mean { sum, count: 1. }
+}
+
+/// The mean of `[B]` or `[B, T]` over the tokens of each sequence, f32; absent without tokens.
+fn sequence_means(x: &Tensor, mask: &Tensor) -> Result<Vec<Option<f32>>> {
+    let x = match x.rank() {
+        1 => x.unsqueeze(1)?.broadcast_as(mask.shape())?,
+        _ => x.clone(),
+    };
+    let x = x.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+    let mask = mask.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+    let mean = |(x, mask): (Vec<f32>, Vec<f32>)| {
+        let tokens = x.into_iter().zip(mask).filter(|(_, mask)| *mask != 0.);
+        let tokens: Vec<f64> = tokens.map(|(x, _)| f64::from(x)).collect();
+        let count = tokens.len() as f64;
+        (!tokens.is_empty()).then(|| (tokens.iter().sum::<f64>() / count) as f32)
+    };
+    Ok(x.into_iter().zip(mask).map(mean).collect())
 }
 
 fn is_zero(x: &Tensor) -> Result<bool> {

@@ -25,6 +25,9 @@ pub struct StepMetrics {
     pub reward_mean: f64,
     /// Standard deviation of the rewards of all completions (population).
     pub reward_std: f64,
+    /// Mean and standard deviation of each component of the reward, by its name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rewards: BTreeMap<String, RewardStatistics>,
     /// Share of groups with equal rewards or without any, which teach nothing.
     pub constant_groups: f64,
     /// Mean rewards of the groups that have any: minimum, three quartiles, maximum.
@@ -67,6 +70,28 @@ pub struct StepMetrics {
     pub policy: BTreeMap<String, f64>,
     /// Seconds per phase.
     pub seconds: PhaseSeconds,
+}
+
+/// Mean and standard deviation of a component of the reward.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct RewardStatistics {
+    /// Mean over the completions that have it. 0 without any.
+    pub mean: f64,
+    /// Standard deviation over these completions (population).
+    pub std: f64,
+}
+
+impl RewardStatistics {
+    /// The statistics of the scores that are not NaN.
+    pub(super) fn of(scores: &[f32]) -> Self {
+        let scores = present(scores);
+        let mean = mean(&scores).unwrap_or(0.);
+        let squares: f64 = scores.iter().map(|score| (score - mean).powi(2)).sum();
+        Self {
+            mean,
+            std: (squares / scores.len().max(1) as f64).sqrt(),
+        }
+    }
 }
 
 /// The times of the phases of a step, in seconds. Completions that are drawn ahead are sampled and
@@ -112,14 +137,8 @@ impl StepMetrics {
         num_generations: usize,
     ) -> Self {
         let n = rollouts.len() as f64;
-        let scored = |rewards: &[f32]| -> Vec<f64> {
-            let scored = rewards.iter().filter(|reward| !reward.is_nan());
-            scored.copied().map(f64::from).collect()
-        };
-        let all = scored(rewards);
-        let mean = mean(&all).unwrap_or(0.);
-        let squares: f64 = all.iter().map(|r| (r - mean).powi(2)).sum();
-        let groups: Vec<Vec<f64>> = rewards.chunks(num_generations).map(scored).collect();
+        let RewardStatistics { mean, std } = RewardStatistics::of(rewards);
+        let groups: Vec<Vec<f64>> = rewards.chunks(num_generations).map(present).collect();
         let group_means = groups
             .iter()
             .filter_map(|group| self::mean(group))
@@ -136,7 +155,7 @@ impl StepMetrics {
             sampled_groups: groups.len(),
             kept_groups: groups.len(),
             reward_mean: mean,
-            reward_std: (squares / all.len().max(1) as f64).sqrt(),
+            reward_std: std,
             constant_groups: constant.count() as f64 / groups.len() as f64,
             group_reward_quantiles: quartiles(group_means),
             response_length: tokens as f64 / n,
@@ -145,6 +164,12 @@ impl StepMetrics {
             ..Self::default()
         }
     }
+}
+
+/// The scores that are not missing.
+fn present(scores: &[f32]) -> Vec<f64> {
+    let present = scores.iter().filter(|score| !score.is_nan());
+    present.copied().map(f64::from).collect()
 }
 
 /// The mean; `None` if there are no values.
@@ -192,6 +217,17 @@ mod tests {
         assert_eq!(quartiles(vec![4., 0., 2., 1., 3.]), [0., 1., 2., 3., 4.]);
         assert_eq!(quartiles(vec![7.]), [7.; 5]);
         assert_eq!(quartiles(vec![]), [0.; 5]);
+    }
+
+    #[test]
+    fn the_statistics_of_a_component_leave_out_missing_scores() {
+        let found = RewardStatistics::of(&[1., f32::NAN, 3., 5.]);
+        assert_eq!(found.mean, 3.);
+        assert!((found.std - (8f64 / 3.).sqrt()).abs() < 1e-12);
+        assert_eq!(
+            RewardStatistics::of(&[f32::NAN]),
+            RewardStatistics::default()
+        );
     }
 
     #[test]

@@ -23,16 +23,17 @@ use super::scored_rollouts::ScoredRollouts;
 use super::staleness::staleness_metrics;
 use super::step_batch::{Preparation, PreparedStep, StepBatch, single};
 use super::{Reference, count_prompt_tokens};
-use crate::environment::Environments;
+use crate::environment::{Environments, ensure_some_worked};
 use crate::invalid::within;
 use crate::progress::{NeverCanceled, NoProgress, Phase};
 use crate::rollout::{LocalGenerator, PolicyWeights};
 use crate::run::checksums::sha256_of_parameters;
+use crate::run::rollout_log::StepRollouts;
 use crate::run::trainer_state::POLICY;
-use crate::run::{RunInputs, TrainerState};
+use crate::run::{RolloutLogConfig, RolloutRecord, RunInputs, TrainerState};
 use crate::{
     Actor, ComputeDType, Critic, Generator, Interrupted, Pretrained, Progress, Prompt,
-    RewardFunction, Sampler, SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
+    RewardFunction, Rollout, Sampler, SamplingConfig, StepMetrics, TrainConfig, TrainingBatch,
 };
 
 /// Trains a policy with rewards. A step samples completions, scores them, computes advantages and
@@ -55,6 +56,8 @@ pub struct Trainer {
     /// The progress of what runs within a step. One of several ranks cannot cancel alone.
     progress: Arc<dyn Progress>,
     state: TrainerState,
+    /// The completions of the last step.
+    last: Option<StepRollouts>,
     /// True if the current step has changed weights. Such a step can no longer be canceled.
     updated: bool,
     /// True if a step failed after it had changed weights.
@@ -109,6 +112,7 @@ impl Trainer {
             receiver: Arc::new(NoProgress),
             progress: Arc::new(NoProgress),
             state,
+            last: None,
             updated: false,
             torn: false,
         })
@@ -282,11 +286,13 @@ impl Trainer {
     /// Collects completions, prepares the batch, updates the models, and finally commits the state.
     fn try_step(&mut self) -> Result<StepMetrics> {
         self.ensure_not_canceled()?;
+        self.last = None;
         let mut state = self.state.clone();
         state.steps += 1;
         let collection = self.collect()?;
         state.visited = collection.visited;
         let all = &collection.all;
+        ensure_some_worked(all.rollouts.iter().map(Rollout::failure))?;
         let mut metrics = StepMetrics::from_rollouts(
             state.steps,
             &all.rollouts,
@@ -295,11 +301,18 @@ impl Trainer {
         );
         metrics.reward_faults = all.faults();
         metrics.reward_requests = all.requests();
+        metrics.rewards = all.reward_statistics();
+        let mut advantages = vec![None; all.rollouts.len()];
         let start = Instant::now();
         metrics.kept_groups = collection.kept.len();
         if let Some(kept) = &collection.kept()? {
             let prepared = self.prepare(kept, state)?;
             state = prepared.state;
+            let of_group = prepared.advantages.chunks(all.num_generations);
+            for (&group, of_group) in collection.kept.iter().zip(of_group) {
+                let first = group * all.num_generations;
+                advantages[first..first + of_group.len()].copy_from_slice(of_group);
+            }
             metrics.skipped = prepared.batch.is_none();
             if let Some(batch) = &prepared.batch {
                 self.update(batch, &mut state, prepared.metrics, &mut metrics)?;
@@ -318,6 +331,11 @@ impl Trainer {
         self.state = state;
         metrics.seconds = collection.seconds;
         metrics.seconds.train = start.elapsed().as_secs_f64();
+        self.last = Some(StepRollouts {
+            step: metrics.step,
+            scored: collection.all,
+            advantages,
+        });
         Ok(metrics)
     }
 
@@ -586,6 +604,19 @@ impl Trainer {
         }
     }
 
+    /// Returns the completions of the last step, as many as `config` allows, whether or not it
+    /// [is due](RolloutLogConfig::is_due); none before a step.
+    ///
+    /// # Errors
+    ///
+    /// If a completion cannot be decoded.
+    pub fn rollouts(&self, config: &RolloutLogConfig) -> Result<Vec<RolloutRecord>> {
+        match &self.last {
+            Some(last) => last.records(self.prompts(), self.tokenizer(), config),
+            None => Ok(Vec::new()),
+        }
+    }
+
     /// Returns the state of the run.
     pub fn state(&self) -> &TrainerState {
         &self.state
@@ -667,6 +698,7 @@ impl Trainer {
             .with_context(|| format!("reading the state of the run in {}", folder.display()))?;
         self.torn = false;
         self.ahead = None;
+        self.last = None;
         self.collector.generator.lock().reset();
         Ok(())
     }

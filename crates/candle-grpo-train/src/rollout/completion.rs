@@ -133,6 +133,11 @@ pub struct Rollout {
 }
 
 impl Rollout {
+    /// The message of the environment, if it failed.
+    pub(crate) fn failure(&self) -> Option<&str> {
+        self.episode.as_ref()?.failure()
+    }
+
     /// The tokens of the last turn: all tokens without an environment.
     pub(crate) fn last_turn(&self) -> &[u32] {
         let turns = self.episode.iter().flat_map(|episode| &episode.turns);

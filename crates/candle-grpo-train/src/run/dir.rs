@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::checksums::check_checksums;
 use super::trainer_state::ADAPTER;
 use super::{
-    Checkpoints, EvaluatedSample, Evaluation, EventFile, StepCheckpoint, training_plot_svg,
+    Checkpoints, EvaluatedSample, Evaluation, EventFile, RolloutRecord, StepCheckpoint,
+    training_plot_svg,
 };
 use crate::data::json_lines::{Line, read_json_lines, read_lines, retain_lines};
 use crate::folder_lock::{FolderLock, LOCK};
@@ -24,6 +25,7 @@ const CONFIG: &str = "config.json";
 const METRICS: &str = "metrics.jsonl";
 const EVALUATIONS: &str = "evaluations.jsonl";
 const SAMPLES: &str = "samples.jsonl";
+const ROLLOUTS: &str = "rollouts.jsonl";
 const EVENTS: &str = "events.out.tfevents.";
 
 /// The message about a folder that already contains a run.
@@ -39,6 +41,7 @@ const TAKEN: &str =
 /// | `metrics.jsonl` | one line of [`StepMetrics`] per step |
 /// | `events.out.tfevents.*` | the same metrics for TensorBoard |
 /// | `evaluations.jsonl`, `samples.jsonl` | one line per evaluation, and per answer |
+/// | `rollouts.jsonl` | one line of [`RolloutRecord`] per completion of some steps |
 /// | `metrics.svg` | reward, KL, entropy and clip fraction over the steps |
 /// | `checkpoint/` | the final policy, see [`Self::write_checkpoint`] |
 /// | `checkpoints/` | the states from which a run resumes, see [`Checkpoints`] |
@@ -124,7 +127,7 @@ impl StoppedRun {
 
     /// Resumes the run after `step` steps.
     ///
-    /// Removes the metrics, evaluations, answers and checkpoints of later steps.
+    /// Removes the metrics, evaluations, answers, rollouts and checkpoints of later steps.
     pub fn resume(self, config: &impl Serialize, step: usize) -> Result<ResumedRun> {
         let Self { lock, metrics } = self;
         let path = lock.path().to_path_buf();
@@ -134,6 +137,7 @@ impl StoppedRun {
             // Nothing is written if a line cannot be read.
             let evaluations: Vec<Line<EvaluationLine>> = read_lines(&file(EVALUATIONS))?;
             let samples: Vec<Line<StepLine>> = read_lines(&file(SAMPLES))?;
+            let rollouts: Vec<Line<StepLine>> = read_lines(&file(ROLLOUTS))?;
             let metrics = retain_lines(&file(METRICS), metrics, |line| line.step <= step)?;
             let evaluations =
                 retain_lines(&file(EVALUATIONS), evaluations, |line| line.step <= step)?;
@@ -141,6 +145,7 @@ impl StoppedRun {
             retain_lines(&file(SAMPLES), samples, |sample| {
                 evaluations.iter().any(|line| line.step == sample.step)
             })?;
+            retain_lines(&file(ROLLOUTS), rollouts, |line| line.step <= step)?;
             let set_aside = RunDir::checkpoints(&path).remove_after(step)?;
             let old_events = event_files(&path)?;
             let mut dir = RunDir::open(&path, config, lock)?;
@@ -317,6 +322,14 @@ impl RunDir {
         self.write_scalars(metrics)
     }
 
+    /// Appends completions of a step to `rollouts.jsonl`: those of [`Trainer::rollouts`].
+    ///
+    /// A program that appends them before the metrics of their step has them for all steps with
+    /// metrics.
+    pub fn append_rollouts(&mut self, rollouts: &[RolloutRecord]) -> Result<()> {
+        self.append(ROLLOUTS, rollouts)
+    }
+
     fn write_scalars(&mut self, metrics: &StepMetrics) -> Result<()> {
         let scalars = metrics.scalars()?;
         let scalars = scalars
@@ -400,7 +413,7 @@ impl RunDir {
     /// Flushes the logs to the disk, so that they survive a power failure.
     pub fn sync(&self) -> Result<()> {
         self.metrics.sync_all()?;
-        for name in [EVALUATIONS, SAMPLES] {
+        for name in [EVALUATIONS, SAMPLES, ROLLOUTS] {
             let file = self.path.join(name);
             if file.exists() {
                 OpenOptions::new().append(true).open(file)?.sync_all()?;

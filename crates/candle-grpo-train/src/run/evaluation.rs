@@ -7,6 +7,7 @@ use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use tokenizers::Tokenizer;
 
+use crate::environment::ensure_some_worked;
 use crate::rewards::score_rollouts;
 use crate::rollout::decode::{decode, decode_answers};
 use crate::{FinishReason, Prompt, RewardFunction, Sampler};
@@ -122,13 +123,15 @@ pub fn evaluate(
             stream,
         )?,
     };
+    let all = sampler.ranks().gather(own)?.concat();
+    ensure_some_worked(all.iter().map(|(_, failure)| failure.as_deref()))?;
     Ok(Evaluation {
-        samples: sampler.ranks().gather(own)?.concat(),
+        samples: all.into_iter().map(|(sample, _)| sample).collect(),
         samples_per_prompt,
     })
 }
 
-/// The samples of `prompts[part]`.
+/// The samples of `prompts[part]`, and for each the message of an environment that failed.
 fn evaluate_part(
     sampler: &Sampler,
     prompts: &[&Prompt],
@@ -137,7 +140,7 @@ fn evaluate_part(
     reward: &dyn RewardFunction,
     tokenizer: &Tokenizer,
     stream: u64,
-) -> Result<Vec<EvaluatedSample>> {
+) -> Result<Vec<(EvaluatedSample, Option<String>)>> {
     let rollouts = sampler.sample_part(prompts, samples_per_prompt, stream, part.clone())?;
     let prompts = &prompts[part];
     let texts = decode(&rollouts, tokenizer)?;
@@ -148,12 +151,15 @@ fn evaluate_part(
         .zip(texts)
         .zip(scores.iter_scores())
         .enumerate()
-        .map(|(i, ((rollout, completion), score))| EvaluatedSample {
-            prompt: prompts[i / samples_per_prompt].text.clone(),
-            completion,
-            reward: score.value(),
-            response_length: rollout.completion.tokens.len(),
-            finish_reason: rollout.completion.finish_reason,
+        .map(|(i, ((rollout, completion), score))| {
+            let sample = EvaluatedSample {
+                prompt: prompts[i / samples_per_prompt].text.clone(),
+                completion,
+                reward: score.value(),
+                response_length: rollout.completion.tokens.len(),
+                finish_reason: rollout.completion.finish_reason,
+            };
+            (sample, rollout.failure().map(str::to_owned))
         })
         .collect())
 }

@@ -6,6 +6,7 @@ mod dir;
 mod evaluation;
 mod inputs;
 mod plot;
+pub(crate) mod rollout_log;
 mod tensorboard;
 pub(crate) mod trainer_state;
 
@@ -14,5 +15,6 @@ pub use dir::{ReplacedRun, ResumedRun, RunDir, StoppedRun};
 pub use evaluation::{EvaluatedSample, Evaluation, evaluate};
 pub use inputs::{InputChanges, RunInputs};
 pub use plot::training_plot_svg;
+pub use rollout_log::{RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole};
 pub use tensorboard::EventFile;
 pub use trainer_state::TrainerState;

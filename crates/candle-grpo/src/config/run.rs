@@ -6,6 +6,7 @@ use candle_grpo_nn::DecoderConfig;
 use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
+use candle_grpo_train::run::RolloutLogConfig;
 use candle_grpo_train::{
     Dataset, DatasetConfig, Prompt, RewardConfig, SamplingConfig, TrainConfig, find_invalid,
 };
@@ -66,6 +67,8 @@ pub struct RunConfig {
     pub evaluation: EvaluationConfig,
     /// The schedule of checkpoints.
     pub checkpoint: CheckpointConfig,
+    /// The completions of training that are written.
+    pub rollout_log: RolloutLogConfig,
     /// The folder of the run.
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
@@ -94,6 +97,7 @@ struct Sections {
     training: Map<String, Value>,
     evaluation: EvaluationKeys,
     checkpoint: CheckpointConfig,
+    rollout_log: RolloutLogConfig,
     max_steps: usize,
     run_dir: Option<PathBuf>,
     seed: u64,
@@ -115,6 +119,7 @@ impl Default for Sections {
             training: Map::new(),
             evaluation: EvaluationKeys::default(),
             checkpoint: CheckpointConfig::default(),
+            rollout_log: RolloutLogConfig::default(),
             max_steps: 100,
             run_dir: None,
             seed: 0,
@@ -219,6 +224,7 @@ impl RunConfig {
             max_steps: sections.max_steps,
             evaluation,
             checkpoint: sections.checkpoint,
+            rollout_log: sections.rollout_log,
             run_dir,
             threads: sections.threads,
             evaluation_keys,
@@ -252,6 +258,9 @@ impl RunConfig {
                 .validate()
                 .map_err(|error| Problem::within(ENVIRONMENT, &error))?;
         }
+        self.rollout_log
+            .validate()
+            .map_err(|error| Problem::within("rollout_log", &error))?;
         if self.num_reward_components() == 0 {
             return Err(Problem::at("rewards", "none, must be at least one"));
         }
@@ -558,6 +567,7 @@ impl RunConfig {
             "training": without(serde_json::to_value(train)?, &ELSEWHERE),
             "evaluation": serde_json::to_value(&self.evaluation_keys)?,
             "checkpoint": serde_json::to_value(&self.checkpoint)?,
+            "rollout_log": self.rollout_log,
             "max_steps": self.max_steps,
             "run_dir": self.run_dir,
             "seed": self.seed(),

@@ -162,6 +162,7 @@ mod tests {
             skipped: 2,
             evaluations: vec![row(0.0, 0.1), row(7.0, 0.75)],
             samples: Vec::new(),
+            rollouts: Vec::new(),
         }
     }
 

@@ -6,6 +6,7 @@ mod chart;
 mod html;
 mod page;
 mod panels;
+mod rollouts;
 mod run;
 
 pub use card::{CARD_MARK, model_card};

@@ -5,6 +5,7 @@ use std::fmt::Write;
 
 use super::html::{escape, short};
 use super::panels::{COLORS, panels};
+use super::rollouts::rollouts;
 use super::run::{Run, RunSample};
 
 /// The number of answers of each run on the page.
@@ -16,7 +17,8 @@ const STYLE: &str = include_str!("style.css");
 pub const REPORT_START: &str = "<!doctype html><!-- grpo report -->";
 
 /// Returns a page about `runs` in one file: metrics, charts over the steps, answers before and
-/// after, settings. It follows the browser's color scheme and the width of the window.
+/// after, completions of training steps, settings. It follows the browser's color scheme and the
+/// width of the window.
 pub fn report_html(runs: &[Run]) -> String {
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     let mut page = format!(
@@ -35,13 +37,16 @@ pub fn report_html(runs: &[Run]) -> String {
             page,
             "<figure><figcaption><b>{}</b> <span>{}</span></figcaption>{}</figure>",
             panel.title,
-            panel.note,
+            escape(&panel.note),
             panel.chart.svg(panel.title)
         );
     }
     page.push_str("</div>\n");
     for run in runs {
         page.push_str(&answers(run));
+    }
+    for (i, run) in runs.iter().enumerate() {
+        page.push_str(&rollouts(i, run));
     }
     page.push_str(&settings(runs));
     page.push_str("</body>\n</html>\n");

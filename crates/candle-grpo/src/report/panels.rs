@@ -1,6 +1,6 @@
 //! The charts of the page.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::chart::{Band, Chart, Line, Stroke};
 use super::run::Run;
@@ -11,7 +11,7 @@ pub(super) const COLORS: usize = 8;
 /// A chart with its title and a note.
 pub(super) struct Panel {
     pub(super) title: &'static str,
-    pub(super) note: &'static str,
+    pub(super) note: String,
     pub(super) chart: Chart,
 }
 
@@ -82,6 +82,25 @@ const PLANS: &[Plan] = &[
         bands: &[],
     },
     Plan {
+        title: "Turns",
+        note: "of a trajectory, in the mean; dashed: calls of tools; dotted: failed calls",
+        lines: &[
+            ("environment.turns", Solid),
+            ("environment.tool_calls", Dashed),
+            ("environment.tool_failures", Dotted),
+        ],
+        bands: &[],
+    },
+    Plan {
+        title: "Ends of trajectories",
+        note: "share that a limit ended; dashed: share whose environment failed",
+        lines: &[
+            ("environment.limit_reached", Solid),
+            ("environment.failed", Dashed),
+        ],
+        bands: &[],
+    },
+    Plan {
         title: "Time",
         note: "seconds: training; dashed: sampling; dotted: scoring",
         lines: &[
@@ -113,7 +132,7 @@ const PLANS: &[Plan] = &[
 
 /// Returns the charts of `runs` that are not empty.
 pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
-    let mut panels = vec![reward(runs), evaluation(runs)];
+    let mut panels = vec![reward(runs), evaluation(runs), components(runs)];
     for plan in PLANS {
         let mut chart = Chart::default();
         for (run, of_run) in colored(runs) {
@@ -134,7 +153,7 @@ pub(super) fn panels(runs: &[Run]) -> Vec<Panel> {
         }
         panels.push(Panel {
             title: plan.title,
-            note: plan.note,
+            note: plan.note.to_owned(),
             chart,
         });
     }
@@ -170,7 +189,7 @@ fn reward(runs: &[Run]) -> Panel {
     }
     Panel {
         title: "Reward",
-        note: "mean of all completions; band: one standard deviation on each side",
+        note: "mean of all completions; band: one standard deviation on each side".to_owned(),
         chart,
     }
 }
@@ -191,7 +210,35 @@ fn evaluation(runs: &[Run]) -> Panel {
     }
     Panel {
         title: "Evaluation",
-        note: "mean reward on held-out prompts; dashed and dotted: pass@k",
+        note: "mean reward on held-out prompts; dashed and dotted: pass@k".to_owned(),
+        chart,
+    }
+}
+
+/// The components of the reward, if there are several.
+fn components(runs: &[Run]) -> Panel {
+    const MEAN: &str = ".mean";
+    let steps = runs.iter().flat_map(|run| &run.steps);
+    let names: BTreeSet<&str> = steps
+        .flat_map(BTreeMap::keys)
+        .filter_map(|name| name.strip_prefix("rewards.")?.strip_suffix(MEAN))
+        .collect();
+    let strokes = [(Solid, "solid"), (Dashed, "dashed"), (Dotted, "dotted")];
+    let mut chart = Chart::default();
+    let mut notes = Vec::new();
+    if names.len() > 1 {
+        for (name, (stroke, look)) in names.into_iter().zip(strokes.into_iter().cycle()) {
+            notes.push(format!("{look}: {name}"));
+            for (run, of_run) in colored(runs) {
+                let path = format!("rewards.{name}{MEAN}");
+                let points = series(&of_run.steps, |metrics| metrics.get(&path).copied());
+                chart.lines.push(line(run, stroke, of_run, name, points));
+            }
+        }
+    }
+    Panel {
+        title: "Components of the reward",
+        note: format!("means; {}", notes.join(", ")),
         chart,
     }
 }

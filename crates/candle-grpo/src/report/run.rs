@@ -8,6 +8,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use candle_grpo_nn::json;
 use candle_grpo_train::RunDir;
 use candle_grpo_train::data::read_json_lines;
+use candle_grpo_train::run::RolloutRecord;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -26,6 +27,8 @@ pub struct Run {
     pub evaluations: Vec<BTreeMap<String, f64>>,
     /// Answers of evaluations, in their order.
     pub samples: Vec<RunSample>,
+    /// Completions of training steps, in their order.
+    pub rollouts: Vec<RolloutRecord>,
 }
 
 /// An answer of an evaluation: a line of `samples.jsonl`.
@@ -42,8 +45,8 @@ pub struct RunSample {
 }
 
 impl Run {
-    /// Reads the folder of a run: `config.json`, `metrics.jsonl`, and `evaluations.jsonl` and
-    /// `samples.jsonl` if they exist. An incomplete last line is left out.
+    /// Reads the folder of a run: `config.json`, `metrics.jsonl`, and `evaluations.jsonl`,
+    /// `samples.jsonl` and `rollouts.jsonl` if they exist. An incomplete last line is left out.
     ///
     /// # Errors
     ///
@@ -84,6 +87,7 @@ impl Run {
             skipped,
             evaluations: metrics(&read_json_lines(&folder.join("evaluations.jsonl"))?),
             samples: read_json_lines(&folder.join("samples.jsonl"))?,
+            rollouts: read_json_lines(&folder.join("rollouts.jsonl"))?,
         })
     }
 

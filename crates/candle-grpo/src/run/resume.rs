@@ -17,11 +17,12 @@ const INPUTS: &str = "inputs.json";
 
 /// Settings that may change when a run resumes. The contents of the model are compared in place of
 /// its path.
-const MAY_CHANGE: [&str; 7] = [
+const MAY_CHANGE: [&str; 8] = [
     "checkpoint.dtype",
     "max_steps",
     "model",
     "rollout",
+    "rollout_log",
     "run_dir",
     "sampler.max_batch_size",
     "threads",

@@ -296,6 +296,10 @@ impl Session {
     fn step(&mut self) -> Result<Progress> {
         let metrics = self.trainer.step()?;
         if let Some(dir) = &mut self.dir {
+            let log = &self.config.rollout_log;
+            if log.is_due(metrics.step) {
+                dir.append_rollouts(&self.trainer.rollouts(log)?)?;
+            }
             dir.append_metrics(&metrics)?;
         }
         self.metrics.push(metrics.clone());

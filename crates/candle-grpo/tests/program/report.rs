@@ -173,3 +173,108 @@ fn report_refuses_a_run_without_steps() {
     );
     assert!(!folder.path().join("report.html").exists());
 }
+
+/// Lines of `rollouts.jsonl`: groups of completions whose texts would like to be part of the page.
+fn rollouts(steps: &[usize], groups: usize, completions: usize, text: &str) -> String {
+    let mut lines = String::new();
+    for step in steps {
+        for i in 0..groups * completions {
+            let line = json!({
+                "step": step, "group": i / completions, "prompt_index": 3, "sample_index": i % completions,
+                "prompt": format!("prompt of step {step} <i>{text}"), "completion": "last",
+                "turns": [
+                    {"role": "policy", "text": format!("call <script>{text}</script>"), "reward": 0.25},
+                    {"role": "environment", "text": "<img src=x onerror=alert(1)>"},
+                ],
+                "reward": 0.75, "rewards": {"<b>name</b>": 0.75, "none": null}, "advantage": -1.5,
+                "finish_reason": "stop_token", "response_length": 9,
+            });
+            lines += &format!("{line}\n");
+        }
+    }
+    lines
+}
+
+#[test]
+fn completions_of_training_are_shown_by_step_and_group() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 20, 1e-5);
+    let lines = rollouts(&[1, 10, 20], 2, 3, "x");
+    fs::write(folder.path().join("rollouts.jsonl"), lines).unwrap();
+    let page = report_html(&[Run::read(folder.path()).unwrap()]);
+    for step in [1, 10, 20] {
+        assert!(page.contains(&format!(">{step}</label>")), "{step}");
+    }
+    // The last step is chosen at first.
+    assert_eq!(page.matches(" checked>").count(), 1);
+    let checked = page.find(" checked>").unwrap();
+    assert!(page[checked..].starts_with(" checked><label for=\"step-0-2\">20<"));
+    assert_eq!(page.matches("class=\"step\"").count(), 3);
+    assert_eq!(
+        page.matches("<div class=\"completion\">").count(),
+        3 * 2 * 3
+    );
+    assert_eq!(
+        page.matches("<pre class=\"policy\"><b>policy 0.25</b> call ")
+            .count(),
+        18
+    );
+    assert!(page.contains("&lt;img src=x") && !page.contains("<img"));
+    assert!(!page.contains("<script") && !page.contains("<i>x") && !page.contains("<b>name"));
+    assert!(page.contains(
+        "<b>0.75</b> advantage -1.5, 9 tokens, stop token, &lt;b&gt;name&lt;/b&gt; 0.75, none –"
+    ));
+}
+
+#[test]
+fn the_section_of_completions_has_a_bounded_size() {
+    let folder = tempfile::tempdir().unwrap();
+    run(folder.path(), 20, 1e-5);
+    let size = |steps: usize, groups: usize, completions: usize, text: &str| {
+        let steps: Vec<usize> = (1..=steps).collect();
+        let lines = rollouts(&steps, groups, completions, text);
+        fs::write(folder.path().join("rollouts.jsonl"), lines).unwrap();
+        report_html(&[Run::read(folder.path()).unwrap()])
+    };
+    let bounded = size(12, 4, 8, &"&".repeat(3000));
+    let large = size(40, 5, 9, &"&".repeat(9000));
+    assert!(
+        large.len() < bounded.len() + 20_000,
+        "{} {}",
+        large.len(),
+        bounded.len()
+    );
+    for words in [
+        "12 of 40 steps",
+        "1 more groups.",
+        "1 more completions.",
+        ">1</label>",
+        ">40</label>",
+    ] {
+        assert!(large.contains(words), "{words}");
+    }
+}
+
+#[test]
+fn components_and_turns_have_charts() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("config.json"), "{}").unwrap();
+    let line = |step: usize| {
+        json!({
+            "step": step, "skipped": false, "reward_mean": 0.5,
+            "rewards": {"right": {"mean": 0.5, "std": 0.1}, "<short>": {"mean": 0.2, "std": 0.1}},
+            "environment": {"turns": 2.5, "tool_calls": 1.5, "tool_failures": 0.5, "limit_reached": 0.1, "failed": 0},
+        })
+        .to_string()
+    };
+    let lines = [line(1), line(2)].join("\n");
+    fs::write(folder.path().join("metrics.jsonl"), lines).unwrap();
+    let page = report_html(&[Run::read(folder.path()).unwrap()]);
+    for title in ["Components of the reward", "Turns", "Ends of trajectories"] {
+        assert!(page.contains(&format!("<b>{title}</b>")), "{title}");
+    }
+    assert!(
+        page.contains("means; solid: &lt;short&gt;, dashed: right"),
+        "{page}"
+    );
+}

@@ -17,7 +17,12 @@ use crate::support::{
 
 /// Asserts that two runs have the same files, however often each was stopped.
 pub(crate) fn assert_same_run(folder: &Path, other: &Path, steps: usize) {
-    for name in ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl"] {
+    for name in [
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "samples.jsonl",
+        "rollouts.jsonl",
+    ] {
         let of = |folder: &Path| lines(&folder.join("run").join(name));
         assert_eq!(of(folder), of(other), "{name}");
     }
@@ -40,6 +45,13 @@ fn a_run_writes_files_for_every_other_command() {
     let steps: Vec<_> = evaluations.iter().map(|line| &line["step"]).collect();
     assert_eq!(steps, [0, 4, 8, 12]);
     assert_eq!(lines(&run.join("samples.jsonl")).len(), 4 * 16);
+    let rollouts = lines(&run.join("rollouts.jsonl"));
+    let steps: Vec<_> = rollouts
+        .iter()
+        .map(|line| line["step"].as_u64().unwrap())
+        .collect();
+    // Four groups of four completions of steps 1 and 10.
+    assert_eq!(steps, [[1; 16], [10; 16]].concat());
     let kept = RunDir::checkpoints(&run).all().unwrap();
     let kept: Vec<usize> = kept.iter().map(|checkpoint| checkpoint.step).collect();
     assert!(kept.ends_with(&[9, 12]) && kept.len() <= 3, "{kept:?}");

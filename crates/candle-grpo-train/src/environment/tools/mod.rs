@@ -9,7 +9,8 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
-use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Step, Turn};
+use super::{Append, Environment, EnvironmentFactory, EpisodeStart, Step, TextPart, Turn};
+use crate::excerpt::excerpt;
 use crate::{Interrupted, Progress};
 
 pub use format::{ToolCall, ToolFormat};
@@ -59,7 +60,7 @@ pub struct CallContext<'a> {
 /// the reward functions score that last turn.
 ///
 /// After a prompt of messages, outputs are messages of the role `tool`, which the chat template
-/// renders. After a plain text they are texts.
+/// renders. After a plain text they are texts. Names of special tokens in an output stay text.
 ///
 /// Metrics count `tool_calls`, `tool_failures`, and the calls of each tool as `tool_calls/NAME`.
 ///
@@ -181,7 +182,7 @@ impl EnvironmentFactory for ToolEnvironments {
         Ok(Box::new(ToolEnvironment {
             tools: self.clone(),
             columns: start.prompt.columns.clone(),
-            episode: start.seed,
+            episode: start.episode,
             has_messages: !start.prompt.messages.is_empty(),
         }))
     }
@@ -226,26 +227,21 @@ impl ToolEnvironment {
             Err(error) => Ok((format!("error: {error:#}"), false)),
         }
     }
-
-    fn cut(&self, mut output: String) -> String {
-        if let Some((end, _)) = output.char_indices().nth(self.tools.output.max_chars) {
-            output.truncate(end);
-            output.push_str(" ...");
-        }
-        output
-    }
 }
 
 impl Environment for ToolEnvironment {
     fn step(&mut self, turn: &Turn<'_>) -> Result<Step> {
         let calls = self.tools.format.calls(turn.text);
+        // Both are there without a call, too, so that each step has them.
+        let mut metrics =
+            BTreeMap::from(["tool_calls", "tool_failures"].map(|name| (name.to_owned(), 0.)));
         if calls.is_empty() {
             return Ok(Step {
                 done: true,
+                metrics,
                 ..Step::default()
             });
         }
-        let mut metrics = BTreeMap::new();
         let mut count = |name: &str| *metrics.entry(name.to_owned()).or_default() += 1.;
         let mut outputs = Vec::new();
         for call in calls.iter().take(MAX_CALLS) {
@@ -258,7 +254,7 @@ impl Environment for ToolEnvironment {
             if self.tools.tools.contains_key(name) {
                 count(&format!("tool_calls/{name}"));
             }
-            outputs.push((name, self.cut(output)));
+            outputs.push((name, excerpt(output, self.tools.output.max_chars)));
         }
         if calls.len() > MAX_CALLS {
             let message = format!("error: {} calls, only {MAX_CALLS} were run", calls.len());
@@ -272,8 +268,14 @@ impl Environment for ToolEnvironment {
             }
             false => {
                 let OutputForm { before, after, .. } = &self.tools.output;
-                let text = |(_, output): (&str, String)| format!("{before}{output}{after}");
-                Append::Text(outputs.into_iter().map(text).collect())
+                let parts = outputs.into_iter().flat_map(|(_, output)| {
+                    [
+                        TextPart::Markup(before.clone()),
+                        TextPart::Content(output),
+                        TextPart::Markup(after.clone()),
+                    ]
+                });
+                Append::Parts(parts.collect())
             }
         };
         Ok(Step {

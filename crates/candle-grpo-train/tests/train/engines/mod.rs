@@ -9,6 +9,7 @@ mod faults;
 mod random_faults;
 mod recorded;
 mod served_policy;
+mod trajectories;
 mod weights;
 
 use std::collections::HashMap;
@@ -102,13 +103,14 @@ impl Setup {
     /// Lets the servers draw the tokens of [`draw_locally`].
     fn draw_as_local(&self, sampling: &SamplingConfig) {
         let mut seeds = HashMap::new();
-        for (stream, prompt, sample) in (0..STREAMS * 6).map(|i| (i / 6, i / 2 % 3, i % 2)) {
+        for (i, turn) in (0..STREAMS * 6).flat_map(|i| (0..TURNS).map(move |turn| (i, turn))) {
+            let (stream, prompt, sample) = (i / 6, i / 2 % 3, i % 2);
             let seed = CompletionSeed {
                 seed: sampling.seed,
                 stream,
                 prompt,
                 sample,
-                turn: 0,
+                turn,
             };
             seeds.insert(seed.to_u64() >> 1, seed);
             // Of 31 bits.
@@ -238,6 +240,9 @@ fn difference<'a>(
 
 /// The number of streams that tests use.
 const STREAMS: u64 = 20;
+
+/// The largest number of turns that tests use.
+const TURNS: u64 = 3;
 
 /// Draws two completions of each of three prompts.
 fn draw(

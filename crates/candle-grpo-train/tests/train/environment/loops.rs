@@ -5,13 +5,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use candle_grpo_test_support::on_ranks;
 use candle_grpo_train::environment::{
     Append, Environment, EnvironmentLimits, EpisodeEnd, EpisodeStart, Observation, Step, Turn,
 };
 use candle_grpo_train::rollout::{Deliver, GenerationBatch, LocalGenerator};
 use candle_grpo_train::{
     ComputeDType, FinishReason, Generator, Interrupted, Progress, Rollout, Sample, SamplingConfig,
-    TrainConfig, WeightedRewards, evaluate,
+    TrainConfig, Trainer, WeightedRewards, evaluate,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -214,11 +215,72 @@ fn a_failing_environment_ends_its_trajectory_only() {
             );
         }
     }
-    let error = sampler.sample(&prompts[1..], 2, 0).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "environment: failed in all 2 trajectories, in the first one with: broken pipe"
-    );
+    let failing = [prompts[1].clone()];
+    let none = WeightedRewards::new();
+    let error = evaluate(&sampler, &failing, 2, &none, &tokenizer(), 0).unwrap_err();
+    assert_eq!(error.to_string(), ALL_FAILED.replace('N', "2"));
+}
+
+const ALL_FAILED: &str =
+    "environment: failed in all N trajectories, in the first one with: broken pipe";
+
+#[test]
+fn a_step_fails_if_the_environments_of_all_ranks_do() {
+    let failing = |prompts: &'static [u64]| {
+        let factory = move |start: &EpisodeStart<'_>| -> Result<Fails> {
+            let at = prompts.contains(&start.prompt.index).then_some(0);
+            Ok(Fails { at })
+        };
+        let environments = environments(factory);
+        on_ranks(3, |collective| {
+            let mut trainer = common::trainer(WeightedRewards::new(), training())
+                .with_collective(collective)
+                .unwrap()
+                .with_environments(Arc::clone(&environments));
+            let metrics = trainer.step();
+            metrics
+                .map(without_seconds)
+                .map_err(|error| format!("{error:#}"))
+        })
+    };
+    for error in failing(&[0, 1, 2, 3, 4]) {
+        assert_eq!(
+            error.unwrap_err(),
+            format!("step 1: {}", ALL_FAILED.replace('N', "12"))
+        );
+    }
+    // Those of one rank may all fail.
+    let found = failing(&[0, 1, 2, 3]);
+    assert!(found.iter().all(|metrics| metrics == &found[0]));
+    match &found[0] {
+        Ok(metrics) => assert!(metrics.environment["failed"] > 0.5, "{metrics:?}"),
+        Err(error) => assert!(error.contains("12 trajectories"), "{error}"),
+    }
+}
+
+#[test]
+fn ranks_draw_the_trajectories_of_one_rank() {
+    let log = candle_grpo_train::run::RolloutLogConfig::default();
+    let first = |trainer: &mut Trainer| {
+        let metrics = trainer.step().unwrap();
+        (metrics.environment, trainer.rollouts(&log).unwrap())
+    };
+    let trainer =
+        || common::trainer(last_letters, training()).with_environments(environments(echo(3)));
+    let alone = first(&mut trainer());
+    for world_size in [2, 3] {
+        let all = on_ranks(world_size, |collective| {
+            first(&mut trainer().with_collective(collective).unwrap())
+        });
+        for (environment, records) in all {
+            assert_eq!(environment, alone.0);
+            for (found, expected) in records.iter().zip(&alone.1) {
+                assert_eq!(found.turns, expected.turns);
+                assert_eq!(found.rewards, expected.rewards);
+            }
+            assert_eq!(records.len(), alone.1.len());
+        }
+    }
 }
 
 /// Answers with the given step.
@@ -247,43 +309,61 @@ fn wrong_answers_are_failures(#[case] step: Step, #[case] words: &str) {
     assert!(message.contains(words), "{message}");
 }
 
-/// Begins with a number of letters that depends on the seed.
-struct Begins(u64);
+/// Begins with a number of letters that depends on the seed, and gives the number of the trajectory
+/// as reward.
+struct Begins {
+    seed: u64,
+    episode: u64,
+}
 
 impl Environment for Begins {
     fn reset(&mut self) -> Result<Observation> {
         Ok(Observation {
-            append: Append::Text("a".repeat(1 + self.0 as usize % 5)),
+            append: Append::Text("a".repeat(1 + self.seed as usize % 7)),
             state: None,
         })
     }
 
     fn step(&mut self, _: &Turn<'_>) -> Result<Step> {
-        Ok(Step::done(self.0 as f64 / (1u64 << 53) as f64))
+        Ok(Step::done(self.episode as f64 / (1u64 << 53) as f64))
     }
 }
 
 #[test]
-fn a_reset_lengthens_the_prompt_and_has_a_seed() {
-    let draw = || {
-        let factory = |start: &EpisodeStart<'_>| -> Result<Begins> { Ok(Begins(start.seed)) };
-        let prompts = prompts(&["b"]);
+fn the_trajectories_of_a_group_begin_in_the_same_state() {
+    let draw = |stream: u64| {
+        let factory = |start: &EpisodeStart<'_>| -> Result<Begins> {
+            let (seed, episode) = (start.seed, start.episode);
+            Ok(Begins { seed, episode })
+        };
+        let prompts = prompts(&["b", "b", "b", "b"]);
+        let prompts: Vec<_> = prompts.iter().collect();
         let sampler = sampler(long()).with_environments(environments(factory));
-        sampler.sample(&[&prompts[0]], 8, 0).unwrap()
+        sampler.sample(&prompts, 4, stream).unwrap()
     };
-    let rollouts = draw();
-    assert_eq!(rollouts, draw());
-    let lengths: Vec<usize> = rollouts.iter().map(|r| r.prompt_tokens.len()).collect();
+    let (first, second) = (draw(0), draw(1));
+    assert_eq!(first, draw(0));
+    let mut episodes = Vec::new();
+    let mut lengths = Vec::new();
+    for group in first.chunks(4).chain(second.chunks(4)) {
+        lengths.push(group[0].prompt_tokens.len());
+        for rollout in group {
+            assert_eq!(rollout.prompt_tokens, group[0].prompt_tokens);
+            let (letter, rest) = rollout.prompt_tokens.split_first().unwrap();
+            assert_eq!(*letter, 2);
+            assert!(!rest.is_empty() && rest.iter().all(|&token| token == 1));
+            episodes.push(rollout.episode.as_ref().unwrap().reward());
+        }
+    }
+    // Other prompts and other steps begin otherwise.
     assert!(
-        lengths.iter().any(|&length| length != lengths[0]),
+        lengths[..4].iter().any(|&length| length != lengths[0]),
         "{lengths:?}"
     );
-    for rollout in rollouts {
-        let (first, rest) = rollout.prompt_tokens.split_first().unwrap();
-        assert_eq!(*first, 2);
-        assert!(!rest.is_empty() && rest.iter().all(|&token| token == 1));
-        assert!((0. ..1.).contains(&rollout.episode.unwrap().reward()));
-    }
+    assert_ne!(lengths[..4], lengths[4..]);
+    episodes.sort_by(f64::total_cmp);
+    episodes.dedup();
+    assert_eq!(episodes.len(), 32);
 }
 
 /// Counts units.

@@ -1,9 +1,11 @@
 //! Trajectories of several turns.
 
+mod contents;
 mod loops;
 mod masks;
 #[cfg(unix)]
 mod programs;
+mod rollouts;
 mod templates;
 #[cfg(unix)]
 mod tools;

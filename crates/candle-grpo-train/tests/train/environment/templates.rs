@@ -22,9 +22,12 @@ pub(super) const CHATML: &str = r#"{%- if tools %}{{- '<|im_start|>system\nTools
 pub(super) const LLAMA: &str = r#"{{- '<|begin_of_text|>' }}{%- if tools %}{{- '<|start_header_id|>system<|end_header_id|>\n\n' + (tools | tojson) + '<|eot_id|>' }}{%- endif %}{%- for message in messages %}{%- if message.role == 'tool' or message.role == 'ipython' %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' + message.content + '<|eot_id|>' }}{%- else %}{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"#;
 
 /// The form of Mistral: no generation prompt, and tools before the last message of the user.
-const MISTRAL: &str = r#"{{- '<s>' }}{%- for message in messages %}{%- if message.role == 'user' %}{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}{{- '[INST] ' + message.content + '[/INST]' }}{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}{%- elif message.role == 'assistant' %}{{- message.content + '</s>' }}{%- else %}{{- raise_exception('role') }}{%- endif %}{%- endfor %}"#;
+pub(super) const MISTRAL: &str = r#"{{- '<s>' }}{%- for message in messages %}{%- if message.role == 'user' %}{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}{{- '[INST] ' + message.content + '[/INST]' }}{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}{%- elif message.role == 'assistant' %}{{- message.content + '</s>' }}{%- else %}{{- raise_exception('role') }}{%- endif %}{%- endfor %}"#;
 
-const SPECIAL: [&str; 13] = [
+/// The first added token.
+pub(super) const FIRST_ADDED: u32 = 200;
+
+pub(super) const SPECIAL: [&str; 13] = [
     "<|im_start|>",
     "<|im_end|>",
     "<|begin_of_text|>",
@@ -46,6 +49,11 @@ const SPLIT: &str =
 
 /// A tokenizer of bytes with a few merges, so that a text has more than one tokenization.
 pub(super) fn bpe() -> Tokenizer {
+    bpe_with(Value::Null, &[])
+}
+
+/// [`bpe`] with a normalizer and with more added tokens, which are not special.
+pub(super) fn bpe_with(normalizer: Value, more: &[&str]) -> Tokenizer {
     let mut vocabulary = serde_json::Map::new();
     let mut add = |token: &str| {
         let id = vocabulary.len();
@@ -58,20 +66,21 @@ pub(super) fn bpe() -> Tokenizer {
     for token in ["Ġ", "Ċ", "12", "ab", "ĊĊ", "Ġa"] {
         add(token);
     }
-    let added: Vec<Value> = SPECIAL
-        .iter()
+    let names = SPECIAL.iter().map(|name| (name, true));
+    let names = names.chain(more.iter().map(|name| (name, false)));
+    let added: Vec<Value> = names
         .enumerate()
-        .map(|(i, content)| {
+        .map(|(i, (content, special))| {
             json!({
-                "id": 200 + i, "content": content, "special": true, "single_word": false,
-                "lstrip": false, "rstrip": false, "normalized": false,
+                "id": FIRST_ADDED as usize + i, "content": content, "special": special,
+                "single_word": false, "lstrip": false, "rstrip": false, "normalized": !special,
             })
         })
         .collect();
     let description = json!({
         "version": "1.0",
         "added_tokens": added,
-        "normalizer": null,
+        "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
             {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": false},
             {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},

@@ -124,7 +124,7 @@ fn an_output_is_a_message_of_the_template(
     assert!(!episode.gives_rewards);
     assert_eq!(episode.metrics["tool_calls"], 1.);
     assert_eq!(episode.metrics["tool_calls/reverse"], 1.);
-    assert!(!episode.metrics.contains_key("tool_failures"));
+    assert_eq!(episode.metrics["tool_failures"], 0.);
 }
 
 #[test]

@@ -286,6 +286,12 @@ fn tables() -> Vec<Table> {
         },
         table("evaluation", sections, "EvaluationConfig", of("evaluation")),
         table("checkpoint", sections, "CheckpointConfig", of("checkpoint")),
+        table(
+            "rollout_log",
+            "crates/candle-grpo-train/src/run/rollout_log.rs",
+            "RolloutLogConfig",
+            of("rollout_log"),
+        ),
     ]
 }
 

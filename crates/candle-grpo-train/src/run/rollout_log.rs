@@ -1,0 +1,196 @@
+//! Completions of training steps, for people to read.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use candle_grpo_core::validate::at_least_one;
+use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
+
+use crate::excerpt::excerpt;
+use crate::learn::scored_rollouts::ScoredRollouts;
+use crate::rollout::decode::{decode_tokens, decode_with_special_tokens};
+use crate::{FinishReason, Prompt, Rollout};
+
+/// The completions of training that a run writes to `rollouts.jsonl`.
+///
+/// A step writes at most `max_groups` groups, and each text has at most `max_chars` characters.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RolloutLogConfig {
+    /// Steps between those whose completions are written; the first step always is one of them.
+    /// Absent: none are written.
+    pub every_steps: Option<usize>,
+    /// The largest number of groups of a step.
+    pub max_groups: usize,
+    /// The largest number of characters of a text: a prompt, a completion, or a turn. The rest of
+    /// a longer one is left out.
+    pub max_chars: usize,
+}
+
+impl Default for RolloutLogConfig {
+    fn default() -> Self {
+        Self {
+            every_steps: Some(10),
+            max_groups: 4,
+            max_chars: 4000,
+        }
+    }
+}
+
+impl RolloutLogConfig {
+    /// Checks the values.
+    ///
+    /// # Errors
+    ///
+    /// If one is 0.
+    pub fn validate(&self) -> Result<()> {
+        at_least_one("every_steps", self.every_steps.unwrap_or(1))?;
+        at_least_one("max_groups", self.max_groups)?;
+        Ok(at_least_one("max_chars", self.max_chars)?)
+    }
+
+    /// Returns true if the completions of step `step`, from 1, are written.
+    pub fn is_due(&self, step: usize) -> bool {
+        let every = self.every_steps;
+        every.is_some_and(|every| step == 1 || step.is_multiple_of(every))
+    }
+}
+
+/// A completion of a training step: a line of `rollouts.jsonl`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RolloutRecord {
+    /// The number of the step, from 1.
+    pub step: usize,
+    /// The number of its group in the step, from 0.
+    pub group: usize,
+    /// [`Rollout::prompt_index`].
+    pub prompt_index: u64,
+    /// [`Rollout::sample_index`].
+    pub sample_index: usize,
+    /// The text of the prompt. With an environment it has special tokens, and what the environment
+    /// put after it.
+    pub prompt: String,
+    /// The text that the rewards score, without special tokens: with an environment that of the
+    /// last turn.
+    pub completion: String,
+    /// The parts of a trajectory in their order; empty without an environment.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub turns: Vec<RolloutTurn>,
+    /// The score: the sum of the components. Absent: it is missing.
+    pub reward: Option<f32>,
+    /// The components of the score by name.
+    pub rewards: BTreeMap<String, Option<f32>>,
+    /// The mean advantage of its tokens. Absent if it did not train.
+    pub advantage: Option<f32>,
+    /// The reason why it ended.
+    pub finish_reason: FinishReason,
+    /// The number of tokens, those of an environment included.
+    pub response_length: usize,
+}
+
+/// A part of a trajectory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RolloutTurn {
+    /// The author.
+    pub role: TurnRole,
+    /// The text, with special tokens.
+    pub text: String,
+    /// The reward that an environment gave to a turn of the policy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reward: Option<f64>,
+}
+
+/// The author of a [`RolloutTurn`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TurnRole {
+    /// The policy.
+    Policy,
+    /// The environment.
+    Environment,
+}
+
+/// The completions of a step, as the trainer keeps them.
+pub(crate) struct StepRollouts {
+    pub(crate) step: usize,
+    pub(crate) scored: ScoredRollouts,
+    /// The mean advantage of each completion that trained.
+    pub(crate) advantages: Vec<Option<f32>>,
+}
+
+impl StepRollouts {
+    /// The records of the first groups.
+    pub(crate) fn records(
+        &self,
+        prompts: &[Prompt],
+        tokenizer: &Tokenizer,
+        config: &RolloutLogConfig,
+    ) -> Result<Vec<RolloutRecord>> {
+        let Self { step, scored, .. } = self;
+        let count = config.max_groups.saturating_mul(scored.num_generations);
+        let text = |text: String| excerpt(text, config.max_chars);
+        let components = scored.named_components();
+        let number = |score: f32| (!score.is_nan()).then_some(score);
+        let rollouts = scored.rollouts.iter().enumerate().take(count);
+        let record = |(i, rollout): (usize, &Rollout)| {
+            let group = i / scored.num_generations;
+            let prompt = match rollout.episode {
+                Some(_) => decode_with_special_tokens(&rollout.prompt_tokens, tokenizer)?,
+                None => prompts[scored.rows[group]].text.clone(),
+            };
+            let completion = &rollout.completion;
+            let rewards = components.iter().map(|(name, scores)| {
+                let score = scores.get(i).copied().unwrap_or(f32::NAN);
+                (name.clone(), number(score))
+            });
+            let mut turns = turns(rollout, tokenizer)?;
+            for turn in &mut turns {
+                turn.text = text(std::mem::take(&mut turn.text));
+            }
+            Ok(RolloutRecord {
+                step: *step,
+                group,
+                prompt_index: rollout.prompt_index,
+                sample_index: rollout.sample_index,
+                prompt: text(prompt),
+                completion: text(decode_tokens(rollout.last_turn(), tokenizer)?),
+                turns,
+                reward: number(scored.scores[i]),
+                rewards: rewards.collect(),
+                advantage: self.advantages.get(i).copied().flatten(),
+                finish_reason: completion.finish_reason,
+                response_length: completion.tokens.len(),
+            })
+        };
+        rollouts.map(record).collect()
+    }
+}
+
+/// The turns of a trajectory and what is between them.
+fn turns(rollout: &Rollout, tokenizer: &Tokenizer) -> Result<Vec<RolloutTurn>> {
+    let Some(episode) = &rollout.episode else {
+        return Ok(Vec::new());
+    };
+    let text = |from: usize, to: usize| {
+        decode_with_special_tokens(&rollout.completion.tokens[from..to], tokenizer)
+    };
+    let mut turns = Vec::new();
+    let mut end = 0;
+    for turn in &episode.turns {
+        if end < turn.tokens.start {
+            turns.push(RolloutTurn {
+                role: TurnRole::Environment,
+                text: text(end, turn.tokens.start)?,
+                reward: None,
+            });
+        }
+        end = turn.tokens.end;
+        turns.push(RolloutTurn {
+            role: TurnRole::Policy,
+            text: text(turn.tokens.start, end)?,
+            reward: episode.gives_rewards.then_some(turn.reward),
+        });
+    }
+    Ok(turns)
+}

@@ -1,0 +1,158 @@
+//! The completions of training steps as HTML.
+
+use std::fmt::Write;
+
+use candle_grpo_train::run::{RolloutRecord, TurnRole};
+
+use super::html::{escape, short};
+use super::run::Run;
+
+/// The largest number of steps of a run on the page, of groups of a step, and of completions of a
+/// group.
+const STEPS: usize = 12;
+const GROUPS: usize = 4;
+const COMPLETIONS: usize = 8;
+/// The largest number of characters of a text on the page.
+const CHARS: usize = 1500;
+/// The same for the prompt in the title of a group.
+const TITLE_CHARS: usize = 120;
+
+/// Returns a section with a choice of steps and the groups of the chosen one. `number` separates
+/// the runs of a page.
+pub(super) fn rollouts(number: usize, run: &Run) -> String {
+    let steps: Vec<&[RolloutRecord]> = run.rollouts.chunk_by(|a, b| a.step == b.step).collect();
+    if steps.is_empty() {
+        return String::new();
+    }
+    let mut section = format!(
+        "<h2>Completions of {}</h2>\n<div class=\"steps\">\n<span>step</span>\n",
+        escape(&run.name)
+    );
+    let shown = spread(steps.len(), STEPS);
+    for (i, &at) in shown.iter().enumerate() {
+        let (step, id) = (steps[at], format!("step-{number}-{i}"));
+        // The last one is chosen at first.
+        let checked = if i + 1 == shown.len() { " checked" } else { "" };
+        let _ = writeln!(
+            section,
+            "<input type=\"radio\" name=\"step-{number}\" id=\"{id}\"{checked}><label for=\"{id}\">{}</label>\n<div class=\"step\">{}</div>",
+            step[0].step,
+            groups(step)
+        );
+    }
+    section.push_str("</div>\n");
+    if shown.len() < steps.len() {
+        let _ = writeln!(
+            section,
+            "<p>{} of {} steps; <code>rollouts.jsonl</code> has all.</p>",
+            shown.len(),
+            steps.len()
+        );
+    }
+    section
+}
+
+/// At most `most` of the numbers below `count`, evenly spaced, the first and the last among them.
+fn spread(count: usize, most: usize) -> Vec<usize> {
+    match count <= most {
+        true => (0..count).collect(),
+        false => (0..most).map(|i| i * (count - 1) / (most - 1)).collect(),
+    }
+}
+
+/// The groups of a step, each of which opens.
+fn groups(step: &[RolloutRecord]) -> String {
+    let groups: Vec<&[RolloutRecord]> = step.chunk_by(|a, b| a.group == b.group).collect();
+    let mut html = String::new();
+    for (i, group) in groups.iter().take(GROUPS).enumerate() {
+        let rewards: Vec<f64> = group.iter().filter_map(reward).collect();
+        let mean = match rewards.len() {
+            0 => "–".to_owned(),
+            n => short(rewards.iter().sum::<f64>() / n as f64),
+        };
+        let prompt = &group[0].prompt;
+        let _ = write!(
+            html,
+            "<details{}><summary><b>{mean}</b> {}</summary>\n<pre class=\"prompt\">{}</pre>\n",
+            if i == 0 { " open" } else { "" },
+            escape(&title(prompt)),
+            text(prompt)
+        );
+        for record in group.iter().take(COMPLETIONS) {
+            html.push_str(&completion(record));
+        }
+        html.push_str(&more(group.len(), COMPLETIONS, "completions"));
+        html.push_str("</details>\n");
+    }
+    html.push_str(&more(groups.len(), GROUPS, "groups"));
+    html
+}
+
+fn completion(record: &RolloutRecord) -> String {
+    let number = |value: Option<f64>| value.map_or("–".to_owned(), short);
+    let mut html = format!(
+        "<div class=\"completion\"><p><b>{}</b> advantage {}, {} tokens, {}",
+        number(reward(record)),
+        number(record.advantage.map(f64::from)),
+        record.response_length,
+        escape(&finish_reason(record))
+    );
+    for (name, reward) in &record.rewards {
+        let _ = write!(html, ", {} {}", escape(name), number(reward.map(f64::from)));
+    }
+    html.push_str("</p>\n");
+    if record.turns.is_empty() {
+        let _ = writeln!(html, "<pre>{}</pre>", text(&record.completion));
+    }
+    for turn in &record.turns {
+        let role = match turn.role {
+            TurnRole::Policy => "policy",
+            TurnRole::Environment => "environment",
+        };
+        let reward = turn
+            .reward
+            .map_or(String::new(), |reward| format!(" {}", short(reward)));
+        let _ = writeln!(
+            html,
+            "<pre class=\"{role}\"><b>{role}{reward}</b> {}</pre>",
+            text(&turn.text)
+        );
+    }
+    html.push_str("</div>\n");
+    html
+}
+
+fn reward(record: &RolloutRecord) -> Option<f64> {
+    record.reward.map(f64::from)
+}
+
+/// The name of the reason as in the file.
+fn finish_reason(record: &RolloutRecord) -> String {
+    let name = serde_json::to_value(record.finish_reason).unwrap_or_default();
+    name.as_str().unwrap_or_default().replace('_', " ")
+}
+
+/// The end of a prompt on one line: its beginning is often the same in all.
+fn title(prompt: &str) -> String {
+    let words: Vec<&str> = prompt.split_whitespace().collect();
+    let line = words.join(" ");
+    match line.char_indices().rev().nth(TITLE_CHARS) {
+        Some((at, c)) => format!("… {}", &line[at + c.len_utf8()..]),
+        None => line,
+    }
+}
+
+/// The beginning of a text, escaped.
+fn text(text: &str) -> String {
+    match text.char_indices().nth(CHARS) {
+        Some((end, _)) => escape(&text[..end]) + " …",
+        None => escape(text),
+    }
+}
+
+fn more(count: usize, shown: usize, of: &str) -> String {
+    match count > shown {
+        true => format!("<p>{} more {of}.</p>\n", count - shown),
+        false => String::new(),
+    }
+}
