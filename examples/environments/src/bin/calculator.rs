@@ -141,7 +141,9 @@ fn problems(seed: u64, tokenizer: &Tokenizer) -> Result<Vec<Prompt>> {
 
 /// Examples for the warm-up: the answer at once or, for some problems, the two turns of a call.
 fn examples(problems: &[Prompt], tokenizer: &Tokenizer) -> Result<Vec<Example>> {
-    let tokens = |text: &str| Ok(Prompt::new(0, text, json!(null), tokenizer)?.tokens);
+    let tokens = |text: &str| -> Result<Vec<u32>> {
+        Ok(Prompt::new(0, text, json!(null), tokenizer)?.tokens)
+    };
     let mut examples = Vec::new();
     for (i, problem) in problems.iter().enumerate() {
         let answer = problem.columns["answer"].as_str().unwrap_or_default();
