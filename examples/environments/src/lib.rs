@@ -200,7 +200,7 @@ pub struct HeldOut<'a> {
     pub reward: &'a dyn RewardFunction,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
-    /// How completions are drawn.
+    /// The distribution of completions, and their ends.
     pub sampling: SamplingConfig,
 }
 
