@@ -14,7 +14,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
-use super::templates::{CHATML, FIRST_ADDED, LLAMA, MISTRAL, SPECIAL, Scripted, bpe, bpe_with};
+use super::templates::{CHATML, LLAMA, MISTRAL, SPECIAL, Scripted, bpe, bpe_with};
 
 /// Answers the first turn and ends after the second one.
 struct Once(Append);
@@ -65,8 +65,10 @@ fn between(rollout: &Rollout) -> Vec<u32> {
     tokens.filter(|(_, w)| !**w).map(|(t, _)| *t).collect()
 }
 
+/// The added tokens among some tokens of [`bpe`].
 fn added(tokens: &[u32]) -> Vec<u32> {
-    let added = tokens.iter().filter(|token| **token >= FIRST_ADDED);
+    let names = bpe().get_added_tokens_decoder();
+    let added = tokens.iter().filter(|token| names.contains_key(token));
     added.copied().collect()
 }
 
@@ -98,6 +100,7 @@ fn assert_stays_text(template: &str, hostile: &str) {
     let tokenizer = bpe();
     let found = between(&play(&tokenizer, template, tool(hostile), false));
     let harmless = between(&play(&tokenizer, template, tool("ab"), false));
+    assert!(!added(&harmless).is_empty());
     assert_eq!(added(&found), added(&harmless), "{hostile:?}");
     let text = tokenizer.decode(&found, false).unwrap();
     let expected = rendered(template, &tool(hostile));

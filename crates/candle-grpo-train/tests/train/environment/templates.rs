@@ -24,9 +24,6 @@ pub(super) const LLAMA: &str = r#"{{- '<|begin_of_text|>' }}{%- if tools %}{{- '
 /// The form of Mistral: no generation prompt, and tools before the last message of the user.
 pub(super) const MISTRAL: &str = r#"{{- '<s>' }}{%- for message in messages %}{%- if message.role == 'user' %}{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}{{- '[INST] ' + message.content + '[/INST]' }}{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}{%- elif message.role == 'assistant' %}{{- message.content + '</s>' }}{%- else %}{{- raise_exception('role') }}{%- endif %}{%- endfor %}"#;
 
-/// The first added token.
-pub(super) const FIRST_ADDED: u32 = 200;
-
 pub(super) const SPECIAL: [&str; 13] = [
     "<|im_start|>",
     "<|im_end|>",
@@ -72,7 +69,7 @@ pub(super) fn bpe_with(normalizer: Value, more: &[&str]) -> Tokenizer {
         .enumerate()
         .map(|(i, (content, special))| {
             json!({
-                "id": FIRST_ADDED as usize + i, "content": content, "special": special,
+                "id": 200 + i, "content": content, "special": special,
                 "single_word": false, "lstrip": false, "rstrip": false, "normalized": !special,
             })
         })
