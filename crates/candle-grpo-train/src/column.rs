@@ -3,9 +3,20 @@
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-/// Returns a column. The error lists the columns of the row.
+/// Returns the column `name`, or the value that its path leads to: `reward_model.ground_truth` is
+/// the key `ground_truth` of the object in the column `reward_model`. A column with the whole name
+/// comes first.
+pub(crate) fn find<'a>(columns: &'a Value, name: &str) -> Option<&'a Value> {
+    let at_path = || {
+        name.split('.')
+            .try_fold(columns, |value, key| value.get(key))
+    };
+    columns.get(name).or_else(at_path)
+}
+
+/// Returns a column as [`find`] does. The error lists the columns of the row.
 pub(crate) fn column<'a>(columns: &'a Value, name: &str) -> Result<&'a Value> {
-    if let Some(value) = columns.get(name) {
+    if let Some(value) = find(columns, name) {
         return Ok(value);
     }
     let names: Vec<String> = columns

@@ -19,8 +19,9 @@ use crate::one_or_more::one_or_more;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DatasetConfig {
-    /// Files of JSON lines (or one JSON array) to train on: one, or a list. A file of a data set
-    /// on the [hub](guide.md#the-hugging-face-hub) is `hf://datasets/ORG/NAME/FILE`.
+    /// Files of JSON lines (or one JSON array), CSV or Parquet to train on: one, or a list. A file
+    /// of a data set on the [hub](guide.md#the-hugging-face-hub) is
+    /// `hf://datasets/ORG/NAME/FILE`.
     #[serde(deserialize_with = "one_or_more")]
     pub train: Vec<PathBuf>,
     /// Files to evaluate on: one, or a list.
@@ -72,7 +73,7 @@ impl DatasetConfig {
             !self.train.is_empty(),
             "train",
             "absent",
-            "be a file of JSON lines or several",
+            "be a file of rows or several",
         )?;
         check(
             self.held_out.is_empty() || self.held_out_rows.is_none(),

@@ -1,8 +1,11 @@
 //! Prompts: data sets, templates and the order of their rows.
 
+mod csv_rows;
 mod dataset;
 pub(crate) mod json_lines;
 mod other_formats;
+#[cfg(feature = "parquet")]
+mod parquet_rows;
 mod prompt;
 mod question;
 mod rows;

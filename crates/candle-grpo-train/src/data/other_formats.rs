@@ -1,8 +1,8 @@
-//! Data files of other formats, to name them in errors.
+//! Data files of formats that are not read, to name them in errors.
 
 use std::path::Path;
 
-/// The name of the format of a file that is not JSON, and how to convert it.
+/// The name of the format of a file that is not read, and how to convert it.
 pub(super) fn other_format(path: &Path, bytes: &[u8]) -> Option<String> {
     let file = path.display();
     // No command replaces the file.
@@ -13,8 +13,10 @@ pub(super) fn other_format(path: &Path, bytes: &[u8]) -> Option<String> {
             "python3 -c 'import pandas; pandas.{read}(\"{file}\").to_json(\"{to}\", orient=\"records\", lines=True)'"
         )
     };
-    let (name, convert) = if bytes.starts_with(b"PAR1") {
-        ("a Parquet file", pandas("read_parquet"))
+    let (name, convert) = if bytes.starts_with(PARQUET) {
+        // With the feature these files are read.
+        let name = "a Parquet file, which this program reads with the feature parquet";
+        (name, pandas("read_parquet"))
     } else if bytes.starts_with(b"ARROW1") {
         ("an Arrow file", pandas("read_feather"))
     } else if bytes.starts_with(&[0x1f, 0x8b]) {
@@ -30,27 +32,37 @@ pub(super) fn other_format(path: &Path, bytes: &[u8]) -> Option<String> {
     } else if bytes.starts_with(&[0xff, 0xfe]) || bytes.starts_with(&[0xfe, 0xff]) {
         let convert = format!("iconv -f UTF-16 -t UTF-8 {file} > {to}");
         ("a file in UTF-16", convert)
-    } else if is_csv(path, bytes) {
-        ("a CSV file", pandas("read_csv"))
+    } else if separator(path).is_none() && looks_separated(bytes) {
+        let named = "a CSV file, must have a name that ends in .csv, or in .tsv with tabs";
+        return Some(named.to_owned());
     } else {
         return None;
     };
     Some(format!(
-        "{name}, must be JSON lines in UTF-8; to convert it: {convert}"
+        "{name}, must be JSON lines in UTF-8, CSV or Parquet; to convert it: {convert}"
     ))
 }
 
-/// Returns true for a file that is not JSON and is named as CSV, or has a first line with commas or
-/// tabs.
-fn is_csv(path: &Path, bytes: &[u8]) -> bool {
+/// The first bytes of a Parquet file.
+pub(super) const PARQUET: &[u8] = b"PAR1";
+
+/// The character between the fields of a file that is named as CSV.
+pub(super) fn separator(path: &Path) -> Option<u8> {
+    let extension = path.extension()?.to_str()?.to_ascii_lowercase();
+    match extension.as_str() {
+        "csv" => Some(b','),
+        "tsv" => Some(b'\t'),
+        _ => None,
+    }
+}
+
+/// Returns true for text that is not JSON and has a first line with commas or tabs.
+fn looks_separated(bytes: &[u8]) -> bool {
     let text = bytes.trim_ascii_start();
     if text.is_empty() || text.starts_with(b"{") || text.starts_with(b"[") {
         return false;
     }
-    let extension = path.extension().and_then(|extension| extension.to_str());
-    let named =
-        extension.is_some_and(|e| ["csv", "tsv"].contains(&e.to_ascii_lowercase().as_str()));
     let header = text.split(|&byte| byte == b'\n').next().unwrap_or(text);
     let is_text = str::from_utf8(text).is_ok() && !text.contains(&0);
-    named || is_text && header.iter().any(|byte| matches!(byte, b',' | b'\t'))
+    is_text && header.iter().any(|byte| matches!(byte, b',' | b'\t'))
 }

@@ -1,6 +1,7 @@
-//! Rows from a file of JSON.
+//! Rows from a file.
 
-use std::fs;
+use std::fs::File;
+use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -8,7 +9,8 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_grpo_nn::json;
 use serde_json::Value;
 
-use super::other_formats::other_format;
+use super::csv_rows;
+use super::other_formats::{PARQUET, other_format, separator};
 use super::unique_keys::UniqueKeys;
 
 /// A row of a data set and its place.
@@ -16,7 +18,7 @@ use super::unique_keys::UniqueKeys;
 pub struct Row {
     /// The file.
     pub file: Arc<Path>,
-    /// The line of its first character, from 1.
+    /// The line of its first character, from 1. In a Parquet file its number, from 1.
     pub line: usize,
     /// Its columns: an object.
     pub columns: Value,
@@ -29,30 +31,63 @@ impl Row {
     }
 }
 
-/// Reads the rows of a file: one JSON object a line, or one array of objects. Blank lines are
-/// skipped.
+/// Reads the rows of a file.
+///
+/// - JSON: one object a line, or one array of objects. Blank lines are skipped.
+/// - CSV, if the name ends in `.csv`, or in `.tsv` with tabs: the first line names the columns. A
+///   value is the text of its field.
+/// - Parquet, with the feature `parquet` and whatever the name: lists are arrays, and structs and
+///   maps are objects. Dates, times and decimals are texts, and numbers that are not finite are
+///   null. Bytes are text, or hexadecimal digits if they are not UTF-8. Codecs are Snappy, gzip and
+///   Zstandard.
 ///
 /// # Errors
 ///
-/// With the file and the line if it has another format, or an object has a key twice.
+/// With the file and the line, or the row and the column of a Parquet file, if it has another
+/// format, is damaged, or a row has a key twice.
 pub fn read_rows(path: &Path) -> Result<Vec<Row>> {
-    let bytes = fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-    if let Some(format) = other_format(path, &bytes) {
-        bail!("{}: {format}", path.display());
-    }
-    let text = str::from_utf8(&bytes).map_err(|error| {
-        let line = line_of(&bytes[..error.valid_up_to()]);
-        anyhow!("{}:{line}: not UTF-8", path.display())
-    })?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let read = || -> Result<(File, Vec<u8>)> {
+        let mut file = File::open(path)?;
+        let mut start = Vec::new();
+        (&mut file)
+            .take(PARQUET.len() as u64)
+            .read_to_end(&mut start)?;
+        file.rewind()?;
+        // Parts of a Parquet file are read when they are needed.
+        if !(cfg!(feature = "parquet") && start == PARQUET) {
+            start.clear();
+            file.read_to_end(&mut start)?;
+        }
+        Ok((file, start))
+    };
+    let (source, bytes) = read().with_context(|| format!("reading {}", path.display()))?;
     let file: Arc<Path> = PathBuf::from(path).into();
-    let rows = if text.trim_start().starts_with('[') {
-        array(&file, text)?
-    } else {
-        lines(&file, text)?
+    let rows = match bytes == PARQUET {
+        #[cfg(feature = "parquet")]
+        true => super::parquet_rows::rows(&file, source)?,
+        _ => text_rows(&file, &bytes)?,
     };
     ensure!(!rows.is_empty(), "{}: has no rows", path.display());
     Ok(rows)
+}
+
+/// Reads JSON or CSV.
+fn text_rows(file: &Arc<Path>, bytes: &[u8]) -> Result<Vec<Row>> {
+    let path = file.display();
+    if let Some(format) = other_format(file, bytes) {
+        bail!("{path}: {format}");
+    }
+    let text = str::from_utf8(bytes).map_err(|error| {
+        let line = line_of(&bytes[..error.valid_up_to()]);
+        anyhow!("{path}:{line}: not UTF-8")
+    })?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    match (text.trim_start().chars().next(), separator(file)) {
+        (Some('['), _) => array(file, text),
+        // A file of JSON may have any name.
+        (Some(first), Some(separator)) if first != '{' => csv_rows::rows(file, text, separator),
+        _ => lines(file, text),
+    }
 }
 
 fn lines(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
@@ -126,7 +161,7 @@ fn array(file: &Arc<Path>, text: &str) -> Result<Vec<Row>> {
     }
 }
 
-fn row(file: &Arc<Path>, line: usize, columns: Value) -> Result<Row> {
+pub(super) fn row(file: &Arc<Path>, line: usize, columns: Value) -> Result<Row> {
     ensure!(
         columns.is_object(),
         "{}:{line}: {}, must be a JSON object",
@@ -156,6 +191,6 @@ fn line_of(before: &[u8]) -> usize {
     newlines(before) + 1
 }
 
-fn newlines(bytes: &[u8]) -> usize {
+pub(super) fn newlines(bytes: &[u8]) -> usize {
     bytes.iter().filter(|&&b| b == b'\n').count()
 }

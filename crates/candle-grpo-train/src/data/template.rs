@@ -4,7 +4,10 @@ use anyhow::{Result, bail};
 use candle_grpo_core::Invalid;
 use serde_json::Value;
 
-/// A text in which `{column}` stands for a column of the row; `{{` and `}}` are braces.
+use crate::column::find;
+
+/// A text in which `{column}` stands for a column of the row, and `{column.key}` for a key of the
+/// object in a column; `{{` and `}}` are braces.
 ///
 /// ```
 /// use candle_grpo_train::data::Template;
@@ -100,7 +103,7 @@ impl Template {
         for part in &self.parts {
             match part {
                 Part::Text(text) => filled.push_str(text),
-                Part::Column(name) => match columns.get(name) {
+                Part::Column(name) => match find(columns, name) {
                     _ if let Some((_, text)) = texts.iter().find(|(text, _)| text == name) => {
                         filled.push_str(text);
                     }
@@ -129,6 +132,9 @@ mod tests {
         };
         assert_eq!(fill("{a}{b c}{{a}}").unwrap(), "1[2]{a}");
         assert_eq!(fill("").unwrap(), "");
+        let nested = json!({"a": {"b": {"c": 7}}, "a.d": 8});
+        let filled = Template::new("{a.b.c} {a.d}").unwrap().fill(&nested);
+        assert_eq!(filled.unwrap(), "7 8");
         let error = Template::new("{a}").unwrap().fill(&json!({"a": null}));
         assert_eq!(
             error.unwrap_err().to_string(),

@@ -302,7 +302,6 @@ fn rows_have_the_values_of_the_file() {
 }
 
 #[rstest]
-#[case(b"PAR1\x15\x04", "a Parquet file, must be JSON lines")]
 #[case(b"ARROW1\x00\x00", "an Arrow file")]
 #[case(b"\x1f\x8b\x08\x00", "a gzip file")]
 #[case(b"\x28\xb5\x2f\xfd", "a Zstandard file")]
@@ -310,8 +309,6 @@ fn rows_have_the_values_of_the_file() {
 #[case(b"BZh91AY", "a bzip2 file")]
 #[case(b"PK\x03\x04", "a ZIP file")]
 #[case(b"\xff\xfe{\x00}\x00", "a file in UTF-16")]
-#[case(b"question,answer\nWhy?,because\n", "a CSV file")]
-#[case(b"question\tanswer\nWhy?\tbecause\n", "a CSV file")]
 fn another_format_is_named(#[case] contents: &[u8], #[case] words: &str) {
     let (_folder, path) = file(contents);
     let error = format!("{:#}", read_rows(&path).unwrap_err());
@@ -323,6 +320,25 @@ fn another_format_is_named(#[case] contents: &[u8], #[case] words: &str) {
     assert!(error.contains("to convert it: "), "{error}");
     let is_written = error.contains("data.converted.jsonl") || error.contains("unzip ");
     assert!(is_written, "{error}");
+}
+
+#[cfg(not(feature = "parquet"))]
+#[test]
+fn a_parquet_file_names_the_feature() {
+    let (_folder, path) = file(b"PAR1\x15\x04");
+    let error = format!("{:#}", read_rows(&path).unwrap_err());
+    assert!(error.contains("with the feature parquet"), "{error}");
+    assert!(error.contains("read_parquet"), "{error}");
+}
+
+#[rstest]
+#[case("question,answer\nWhy?,because\n")]
+#[case("question\tanswer\nWhy?\tbecause\n")]
+fn a_csv_file_must_be_named_as_one(#[case] contents: &str) {
+    let (_folder, path) = file(contents);
+    let error = format!("{:#}", read_rows(&path).unwrap_err());
+    let must = "a CSV file, must have a name that ends in .csv, or in .tsv with tabs";
+    assert!(error.ends_with(must), "{error}");
 }
 
 #[test]
@@ -337,8 +353,10 @@ fn a_file_named_csv_is_csv_unless_it_is_json() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data.CSV");
     fs::write(&path, "question\nWhy?\n").unwrap();
-    let error = read_rows(&path).unwrap_err().to_string();
-    assert!(error.contains("a CSV file"), "{error}");
+    assert_eq!(
+        read_rows(&path).unwrap()[0].columns,
+        json!({"question": "Why?"})
+    );
     fs::write(&path, "{\"prompt\": \"a, b\"}\n").unwrap();
     assert_eq!(read_rows(&path).unwrap().len(), 1);
 }

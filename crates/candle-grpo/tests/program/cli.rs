@@ -386,7 +386,7 @@ fn check_refuses_what_train_refuses() {
         ),
         (
             with("train: data.jsonl, ", ""),
-            "run.yaml:2: data.train: absent, must be a file of JSON lines or several\n",
+            "run.yaml:2: data.train: absent, must be a file of rows or several\n",
         ),
         (
             with("held_out_rows: 1", "held_out_rows: 1, held_out: data.jsonl"),
