@@ -72,6 +72,7 @@ fn write_model() {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
         },
+        generation: Default::default(),
         chat_template: None,
         license: None,
         form: None,

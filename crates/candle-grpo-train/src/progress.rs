@@ -23,7 +23,7 @@ pub enum Phase {
 }
 
 /// Receives the progress of steps and can cancel them. [`Self::begin`] and [`Self::advance`] are
-/// called from one thread at a time, [`Self::is_canceled`] from several.
+/// called from one thread at a time, as is [`Self::drawn`], and [`Self::is_canceled`] from several.
 pub trait Progress: Send + Sync {
     /// Starts a phase of `units` units.
     fn begin(&self, phase: Phase, units: usize) {
@@ -33,6 +33,12 @@ pub trait Progress: Send + Sync {
     /// Adds finished units and tokens to the phase.
     fn advance(&self, units: usize, tokens: usize) {
         let _ = (units, tokens);
+    }
+
+    /// Receives the tokens so far of a completion that the policy in this process draws, each time
+    /// it has one more. `place` is its number in the batch.
+    fn drawn(&self, place: usize, tokens: &[u32]) {
+        let _ = (place, tokens);
     }
 
     /// Returns true to cancel the step, which then ends with [`Interrupted`] as soon as possible.

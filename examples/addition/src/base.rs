@@ -45,6 +45,7 @@ pub(crate) fn pretrained(settings: &Settings, task: &Task, parameters: Parameter
             stop_token_ids: vec![END],
             ..SpecialTokens::default()
         },
+        generation: Default::default(),
         chat_template: None,
         license: None,
         form: None,

@@ -133,6 +133,7 @@ impl Settings {
                 schedule: LearningRateSchedule {
                     warmup_steps: (steps / 10).min(50),
                     decay_until: Some(steps),
+                    ..LearningRateSchedule::default()
                 },
                 ..TrainConfig::default()
             },

@@ -181,6 +181,7 @@ fn train_policy(folder: &Path, seed: u64, device: &Device) -> Result<[f64; 2]> {
         parameters: policy.clone(),
         tokenizer: tokenizer.clone(),
         special_tokens: SpecialTokens::default(),
+        generation: Default::default(),
         chat_template: None,
         license: None,
         form: None,

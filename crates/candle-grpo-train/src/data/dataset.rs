@@ -7,12 +7,14 @@ use anyhow::{Context, Result, ensure};
 use candle_grpo_core::Invalid;
 use candle_grpo_core::validate::{at_least_one, check};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
 use super::ShuffledOrder;
 use super::question::{Asking, Question};
 use super::rows::{Row, read_rows};
 use super::template::Template;
+use crate::model::Chat;
 use crate::one_or_more::one_or_more;
 
 /// The data section of a configuration: files, and how their rows become prompts.
@@ -39,6 +41,9 @@ pub struct DatasetConfig {
     pub chat: Option<bool>,
     /// The beginning of the model's answer, with `{column}` for columns.
     pub prefill: Option<String>,
+    /// Variables of the chat template, such as `{enable_thinking: false}`; the name is that of TRL
+    /// and vLLM. They apply to training, evaluation and environments.
+    pub chat_template_kwargs: Map<String, Value>,
     /// If true, messages of the assistant at the end of a conversation (as in data for supervised
     /// training) are cut off; if false, they are an error.
     pub cut_answer: bool,
@@ -86,6 +91,11 @@ impl DatasetConfig {
             ("max_rows", self.max_rows),
         ] {
             at_least_one(name, value.unwrap_or(1))?;
+        }
+        for name in Chat::RESERVED {
+            let field = format!("chat_template_kwargs.{name}");
+            let is_free = !self.chat_template_kwargs.contains_key(name);
+            check(is_free, &field, "given", "be absent: the prompt sets it")?;
         }
         self.asking()?;
         self.prefill()?;
@@ -170,6 +180,21 @@ fn split(rows: Vec<Row>, count: usize, seed: u64) -> Result<(Vec<Row>, Vec<Row>)
 }
 
 impl Dataset {
+    /// Creates a data set without rows, for questions of other rows.
+    ///
+    /// # Errors
+    ///
+    /// If a template of `config` is not valid.
+    pub fn without_rows(config: &DatasetConfig) -> Result<Self> {
+        Ok(Self {
+            train: Vec::new(),
+            held_out: Vec::new(),
+            held_out_in_train: 0,
+            asking: config.asking()?,
+            prefill: config.prefill()?,
+        })
+    }
+
     /// Makes every question, and returns how many of those held out are trained on too.
     fn compare_questions(&self) -> Result<usize> {
         let digests = |rows: &[Row]| -> Result<Vec<Digest>> {

@@ -1,17 +1,39 @@
 //! The learning-rate schedule.
 
+use std::f64::consts::PI;
+
 use anyhow::Result;
-use candle_grpo_core::validate::check;
+use candle_grpo_core::validate::{check, unit_interval};
 use serde::{Deserialize, Serialize};
 
-/// A linear warm-up, and optionally a linear decay to 0.
+/// The curve of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Decay {
+    /// A straight line.
+    #[default]
+    Linear,
+    /// Half a period of the cosine (Loshchilov and Hutter 2017, <https://arxiv.org/abs/1608.03983>).
+    Cosine,
+}
+
+/// A linear warm-up, then a constant learning rate or a decay.
+///
+/// In step s after `w` warm-up steps, with the end `e` and the floor `f`, the factor is
+/// `f + (1 - f) * (1 - p)` or `f + (1 - f) * (1 + cos(pi * p)) / 2`, with
+/// `p = min(1, (s - w) / (e - w + 1))`.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LearningRateSchedule {
     /// Number of steps until the learning rate of the optimizer is reached.
     pub warmup_steps: usize,
-    /// Step after which the learning rate is 0. Absent: no decay.
+    /// Last step of the decay; the steps after it have the lowest learning rate. Absent: no decay,
+    /// so the learning rate is constant after the warm-up.
     pub decay_until: Option<usize>,
+    /// The curve of the decay: `linear` or `cosine`. Without `decay_until` it must be `linear`.
+    pub decay: Decay,
+    /// The lowest learning rate of the decay, as a share of that of the optimizer: from 0 to 1.
+    pub min_lr_ratio: f64,
 }
 
 impl LearningRateSchedule {
@@ -19,10 +41,12 @@ impl LearningRateSchedule {
     ///
     /// # Errors
     ///
-    /// If the decay ends before the warm-up.
+    /// If the decay ends before the warm-up, the floor is not a share, or there is a curve or a
+    /// floor without a decay.
     pub fn validate(&self) -> Result<()> {
-        if let Some(end) = self.decay_until {
-            check(
+        unit_interval("min_lr_ratio", self.min_lr_ratio)?;
+        match self.decay_until {
+            Some(end) => check(
                 end >= self.warmup_steps && end > 0,
                 "decay_until",
                 end,
@@ -30,7 +54,18 @@ impl LearningRateSchedule {
                     "be at least 1 and at least warmup_steps, {}",
                     self.warmup_steps
                 ),
-            )?;
+            )?,
+            None => {
+                let linear = self.decay == Decay::Linear;
+                check(linear, "decay", "cosine", "be linear without decay_until")?;
+                let must = "be 0 without decay_until";
+                check(
+                    self.min_lr_ratio == 0.,
+                    "min_lr_ratio",
+                    self.min_lr_ratio,
+                    must,
+                )?;
+            }
         }
         Ok(())
     }
@@ -40,17 +75,21 @@ impl LearningRateSchedule {
         if step <= self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
         }
-        match self.decay_until {
-            None => 1.,
-            Some(end) => {
-                if step > end {
-                    return 0.;
-                }
-                // In floats: `end` may be the greatest integer.
-                let span = |from: usize| (end - from) as f64 + 1.;
-                span(step) / span(self.warmup_steps.min(end))
-            }
+        let Some(end) = self.decay_until else {
+            return 1.;
+        };
+        let floor = self.min_lr_ratio;
+        if step > end {
+            return floor;
         }
+        // In floats: `end` may be the greatest integer.
+        let span = |from: usize| (end - from) as f64 + 1.;
+        let left = span(step) / span(self.warmup_steps.min(end));
+        let share = match self.decay {
+            Decay::Linear => left,
+            Decay::Cosine => (1. - (PI * left).cos()) / 2.,
+        };
+        floor + (1. - floor) * share
     }
 }
 
@@ -64,6 +103,7 @@ mod tests {
             let schedule = LearningRateSchedule {
                 warmup_steps,
                 decay_until,
+                ..LearningRateSchedule::default()
             };
             (1..=7).map(|step| schedule.factor(step)).collect()
         };
@@ -78,6 +118,7 @@ mod tests {
         let schedule = LearningRateSchedule {
             warmup_steps: 1,
             decay_until: Some(usize::MAX),
+            ..LearningRateSchedule::default()
         };
         assert_eq!(schedule.factor(2), 1.);
         assert!(schedule.factor(usize::MAX) < 1e-18);
@@ -88,6 +129,7 @@ mod tests {
         let schedule = LearningRateSchedule {
             warmup_steps: 5,
             decay_until: Some(4),
+            ..LearningRateSchedule::default()
         };
         assert!(
             schedule
@@ -96,5 +138,70 @@ mod tests {
                 .to_string()
                 .starts_with("decay_until: 4")
         );
+    }
+
+    #[test]
+    fn a_cosine_falls_to_its_floor() {
+        let schedule = LearningRateSchedule {
+            warmup_steps: 2,
+            decay_until: Some(5),
+            decay: Decay::Cosine,
+            min_lr_ratio: 0.1,
+        };
+        schedule.validate().unwrap();
+        // p is 1/4, 1/2, 3/4 and 1; cos(pi / 4) is the square root of 1/2.
+        let half = 0.5f64.sqrt();
+        let expected = [
+            0.5,
+            1.,
+            0.1 + 0.9 * (1. + half) / 2.,
+            0.55,
+            0.1 + 0.9 * (1. - half) / 2.,
+            0.1,
+            0.1,
+        ];
+        for (i, expected) in expected.into_iter().enumerate() {
+            let factor = schedule.factor(i + 1);
+            assert!((factor - expected).abs() < 1e-15, "{}: {factor}", i + 1);
+        }
+    }
+
+    #[test]
+    fn a_line_falls_to_its_floor() {
+        let schedule = LearningRateSchedule {
+            decay_until: Some(3),
+            min_lr_ratio: 0.2,
+            ..LearningRateSchedule::default()
+        };
+        let factors: Vec<f64> = (1..=5).map(|step| schedule.factor(step)).collect();
+        for (factor, expected) in factors.into_iter().zip([0.8, 0.6, 0.4, 0.2, 0.2]) {
+            assert!((factor - expected).abs() < 1e-15, "{factor}");
+        }
+    }
+
+    #[test]
+    fn a_curve_or_a_floor_without_an_end_is_an_error() {
+        let constant = LearningRateSchedule::default();
+        let cosine = LearningRateSchedule {
+            decay: Decay::Cosine,
+            ..constant
+        };
+        let floor = LearningRateSchedule {
+            min_lr_ratio: 0.5,
+            ..constant
+        };
+        let beyond = LearningRateSchedule {
+            decay_until: Some(4),
+            min_lr_ratio: 1.5,
+            ..constant
+        };
+        for (schedule, expected) in [
+            (cosine, "decay: cosine, must be linear without decay_until"),
+            (floor, "min_lr_ratio: 0.5, must be 0 without decay_until"),
+            (beyond, "min_lr_ratio: 1.5, must "),
+        ] {
+            let error = schedule.validate().unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{error}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 mod character_tokenizer;
 mod chat_template;
+mod generation_defaults;
 mod gguf_tokenizer;
 pub(crate) mod pretrained;
 pub(crate) mod special_tokens;
@@ -9,5 +10,6 @@ mod tokenizer_json;
 
 pub use character_tokenizer::character_tokenizer;
 pub use chat_template::{Chat, ChatTemplate, EncodedChat, RenderedChat};
+pub use generation_defaults::GenerationDefaults;
 pub use pretrained::Pretrained;
 pub use special_tokens::{SpecialToken, SpecialTokens};

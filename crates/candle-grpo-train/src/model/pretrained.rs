@@ -15,7 +15,7 @@ use tokenizers::Tokenizer;
 use super::gguf_tokenizer::{gguf_special_tokens, gguf_tokenizer, tokenizer_metadata};
 use super::special_tokens::read_object;
 use super::tokenizer_json::tokenizer_from_json;
-use super::{SpecialToken, SpecialTokens};
+use super::{GenerationDefaults, SpecialToken, SpecialTokens};
 use crate::owned_files::Owned;
 use crate::{ChatTemplate, ComputeDType, Sampler, SamplingConfig};
 
@@ -41,6 +41,8 @@ pub struct Pretrained {
     pub tokenizer: Tokenizer,
     /// Special tokens, including the stop tokens.
     pub special_tokens: SpecialTokens,
+    /// Sampling that the model recommends, in its `generation_config.json`.
+    pub generation: GenerationDefaults,
     /// Chat template with the special tokens; `None` if the model has none.
     pub chat_template: Option<ChatTemplate>,
     /// License of the model, as in its file.
@@ -140,6 +142,7 @@ impl Pretrained {
             tokenizer,
             chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
             special_tokens,
+            generation: GenerationDefaults::default(),
             license: text(GGUF_LICENSE).map(str::to_owned),
             form: None,
         })
@@ -151,6 +154,7 @@ impl Pretrained {
         let config: Map<String, Value> = serde_json::from_slice(&bytes).context(CONFIG)?;
         let tokenizer = read_tokenizer(folder)?;
         let special_tokens = SpecialTokens::read(folder, &config, &tokenizer)?;
+        let generation = GenerationDefaults::new(&read_object(folder, GENERATION_CONFIG)?);
         let chat_template = read_chat_template(folder)?;
         let (parameters, form) = match weights {
             Some((device, base, dtype)) => (
@@ -166,6 +170,7 @@ impl Pretrained {
             tokenizer,
             chat_template: chat_template.map(|t| t.with_special_tokens(&special_tokens)),
             special_tokens,
+            generation,
             license: None,
         })
     }
@@ -253,7 +258,9 @@ impl Pretrained {
     pub fn write_files(&self, weights: &Export<'_>, folder: &Path) -> Result<()> {
         let write = |file: &str, value: &Value| write_json(&folder.join(file), value);
         write(CONFIG, &self.config(weights.dtype())?)?;
-        write(GENERATION_CONFIG, &Value::Object(self.token_ids()))?;
+        let mut generation = self.token_ids();
+        generation.extend(self.generation.keys());
+        write(GENERATION_CONFIG, &Value::Object(generation))?;
         self.write_tokenizer_files(folder)?;
         let path = folder.join(MODEL);
         let Some(form) = &self.form else {

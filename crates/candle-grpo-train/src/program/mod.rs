@@ -5,6 +5,7 @@ mod group;
 mod imports;
 mod pool;
 mod process;
+mod sink;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,6 +16,7 @@ use candle_grpo_core::validate::{Checked, check};
 pub(crate) use group::ProcessGroup;
 pub(crate) use pool::ProgramPool;
 pub(crate) use process::{Answer, Failure, Process, quoted};
+pub(crate) use sink::Sink;
 
 /// A program, its arguments, and the time that its answers may take.
 #[derive(Debug, Clone)]
@@ -59,6 +61,11 @@ impl Program {
     /// Starts it.
     pub(crate) fn start(&self) -> Result<Process> {
         Process::start(self)
+    }
+
+    /// Starts it as a reader of lines, which has [`Self::limit`] to end after its input.
+    pub(crate) fn start_sink(&self) -> Result<Sink> {
+        Sink::start(self)
     }
 }
 

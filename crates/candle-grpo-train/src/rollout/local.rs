@@ -454,6 +454,9 @@ impl Run<'_> {
     /// just received a token.
     fn finish(&mut self, live: &mut Vec<Live>, deliver: &mut Deliver<'_>) -> Result<()> {
         let drawn = live.len();
+        for l in live.iter() {
+            self.batch.progress.drawn(l.place, &l.tokens);
+        }
         for l in live.extract_if(.., |l| l.end.is_some()) {
             self.cache.remove(l.sequence)?;
             let completion = Completion {

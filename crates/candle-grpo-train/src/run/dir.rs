@@ -248,6 +248,11 @@ impl RunDir {
         path.join(CONFIG).is_file() && path.join(METRICS).is_file()
     }
 
+    /// Returns the file with the settings of the run at `path`.
+    pub fn settings(path: &Path) -> PathBuf {
+        path.join(CONFIG)
+    }
+
     /// Returns the files that the run at `path` has lost, and how to continue from its last intact
     /// checkpoint: a message. `None` if it has both files or no checkpoint.
     ///

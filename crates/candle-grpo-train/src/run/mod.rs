@@ -1,4 +1,4 @@
-//! Runs on disk: folders, checkpoints, plots and TensorBoard events; and evaluation.
+//! Runs on disk: folders, checkpoints, plots and TensorBoard events; evaluation, and trackers.
 
 mod checkpoints;
 pub(crate) mod checksums;
@@ -8,6 +8,7 @@ mod inputs;
 mod plot;
 pub(crate) mod rollout_log;
 mod tensorboard;
+mod tracker;
 pub(crate) mod trainer_state;
 
 pub use checkpoints::{Checkpoints, LatestCheckpoint, StepCheckpoint};
@@ -17,4 +18,5 @@ pub use inputs::{InputChanges, RunInputs};
 pub use plot::training_plot_svg;
 pub use rollout_log::{RolloutLogConfig, RolloutRecord, RolloutTurn, TurnRole};
 pub use tensorboard::EventFile;
+pub use tracker::{Tracker, TrackerConfig};
 pub use trainer_state::TrainerState;

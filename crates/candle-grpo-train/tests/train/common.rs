@@ -65,6 +65,7 @@ pub(crate) fn pretrained() -> Pretrained {
             stop_token_ids: vec![END],
             ..SpecialTokens::default()
         },
+        generation: Default::default(),
         chat_template: None,
         license: None,
         form: None,

@@ -16,7 +16,7 @@ use candle_grpo_core::{
 use candle_grpo_loss::{AdaptiveEntropy, KlLoss, Recipe};
 use candle_grpo_nn::{LoraConfig, Parameters};
 use candle_grpo_test_support::device;
-use candle_grpo_train::learn::{LearningRateSchedule, ReferenceRefresh};
+use candle_grpo_train::learn::{Decay, LearningRateSchedule, ReferenceRefresh};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::{
     ComputeDType, CriticConfig, Interrupted, NotFinite, Progress, Sample, TrainConfig, Trainer,
@@ -39,7 +39,9 @@ fn dynamic() -> TrainConfig {
     config.recipe.reward_shaping.norm.std = NormLevel::Running;
     config.schedule = LearningRateSchedule {
         warmup_steps: 3,
-        ..LearningRateSchedule::default()
+        decay_until: Some(7),
+        decay: Decay::Cosine,
+        min_lr_ratio: 0.1,
     };
     config.epochs = 2;
     config.mini_batch_size = Some(7);

@@ -115,7 +115,7 @@ fn the_learning_rate_follows_its_schedule() {
     let config = TrainConfig {
         schedule: LearningRateSchedule {
             warmup_steps: 4,
-            decay_until: None,
+            ..LearningRateSchedule::default()
         },
         ..config()
     };

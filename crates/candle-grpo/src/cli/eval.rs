@@ -43,7 +43,9 @@ pub(super) fn eval(
             file.display()
         )));
     }
-    let pretrained = load::model(&run.model)?;
+    let mut pretrained = load::model(&run.model)?;
+    let template = run.chat_template(&pretrained);
+    pretrained.chat_template = template.map_err(|error| Exit::Config(error.to_string()))?;
     let held_out =
         prompts(&run, &dataset, &dataset.held_out, &pretrained).map_err(Exit::from_data)?;
     run.check_evaluation(&pretrained.model, &held_out)

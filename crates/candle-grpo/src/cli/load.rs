@@ -11,10 +11,12 @@ use candle_grpo::run::{
 };
 use candle_grpo::train::hub::{HubContent, HubName};
 use candle_grpo::train::learn::Ranks;
+use candle_grpo::train::model::Chat;
 use candle_grpo::train::{
     Dataset, Pretrained, RewardConfig, Sampler, SamplingConfig, WeightedRewards,
 };
 use candle_grpo_collective::connect;
+use serde_json::{Map, Value};
 
 use super::console::Console;
 use super::exit::{Exit, warn};
@@ -119,6 +121,28 @@ pub(super) fn policy(run: &RunConfig) -> Result<Pretrained, Exit> {
 /// Loads a model.
 pub(super) fn model(config: &ModelConfig) -> Result<Pretrained, Exit> {
     load_model(config).map_err(|error| Exit::Model(format!("{error:#}")))
+}
+
+/// Sets variables of the chat template of a model.
+pub(super) fn set_variables(
+    model: &mut Pretrained,
+    variables: &Map<String, Value>,
+) -> Result<(), Exit> {
+    let wrong = |message: String| Exit::Config(format!("--chat-template-kwargs: {message}"));
+    let Some(template) = &model.chat_template else {
+        return Err(wrong(
+            "given, but the model has no chat template".to_owned(),
+        ));
+    };
+    for name in variables.keys() {
+        if Chat::RESERVED.contains(&name.as_str()) || !template.source().contains(name.as_str()) {
+            let message = "given, but the chat template has no such variable";
+            return Err(wrong(format!("{name}: {message}")));
+        }
+    }
+    let template = template.clone().with_variables(variables.clone());
+    model.chat_template = Some(template);
+    Ok(())
 }
 
 /// Connects to the other ranks of a job that a launcher has started.

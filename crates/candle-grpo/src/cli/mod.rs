@@ -1,11 +1,13 @@
 //! The command line.
 
+mod chat;
 mod check;
 mod completions;
 mod console;
 mod convert;
 mod eval;
 mod exit;
+mod init;
 mod load;
 mod output;
 mod report;
@@ -19,8 +21,10 @@ use candle_grpo::run::Start;
 use clap::{Parser, Subcommand};
 use clap_complete::Shell;
 
+use chat::ChatArguments;
 use convert::Dtype;
 use exit::EXIT_CODES;
+use init::InitArguments;
 use sample::SampleArguments;
 
 /// GRPO training of language models: from a model, prompts and a reward to a trained model.
@@ -33,6 +37,10 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Write a commented configuration for a task, with example data.
+    ///
+    /// Existing files are not replaced.
+    Init(InitArguments),
     /// Train a model.
     ///
     /// Writes the folder run_dir: the settings, the metrics of each step for grpo report and
@@ -43,6 +51,11 @@ enum Command {
     Eval(EvalArguments),
     /// Print the answers of a model to a prompt.
     Sample(SampleArguments),
+    /// Hold a conversation with a model: each line of standard input is a message.
+    ///
+    /// Answers appear while they are drawn. /reset begins another conversation, /exit ends the
+    /// program, and Ctrl-C ends an answer.
+    Chat(ChatArguments),
     /// Write a GGUF file, a Hugging Face folder or a run in another format.
     ///
     /// Of a run with adapters, a folder has the adapters alone in the format of PEFT. With --merge
@@ -147,6 +160,7 @@ struct ReportArguments {
 pub(crate) fn run() -> ExitCode {
     let arguments = Arguments::parse();
     let done = match arguments.command {
+        Command::Init(arguments) => init::init(&arguments),
         Command::Check(arguments) => check::check(&arguments.file, arguments.quiet),
         Command::Train(arguments) => {
             let start = match (arguments.resume, arguments.replace) {
@@ -165,6 +179,7 @@ pub(crate) fn run() -> ExitCode {
             arguments.quiet,
         ),
         Command::Sample(arguments) => sample::sample(arguments),
+        Command::Chat(arguments) => chat::chat(&arguments),
         Command::Convert {
             model,
             target,

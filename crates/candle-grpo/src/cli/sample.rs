@@ -1,14 +1,19 @@
 //! `grpo sample`.
 
 use std::io::{Read, stdin};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use candle_grpo::config::ModelConfig;
+use anyhow::Context;
+use candle_grpo::config::{ModelConfig, RunConfig};
+use candle_grpo::run::prompts;
+use candle_grpo::train::data::Row;
 use candle_grpo::train::find_invalid;
 use candle_grpo::train::model::Chat;
 use candle_grpo::train::progress::Phase;
-use candle_grpo::train::{Interrupted, Pretrained, Progress, Prompt, Rollout, SamplingConfig};
-use serde_json::{Value, json};
+use candle_grpo::train::{
+    Dataset, Interrupted, Pretrained, Progress, Prompt, Rollout, RunDir, SamplingConfig,
+};
+use serde_json::{Map, Value, json};
 
 use super::console::Console;
 use super::exit::Exit;
@@ -20,13 +25,21 @@ pub(super) struct SampleArguments {
     /// or a name on the Hugging Face hub.
     model: PathBuf,
     /// The prompt. Absent: standard input.
+    #[arg(conflicts_with = "row")]
     prompt: Option<String>,
+    /// A row of data as an object of JSON, for the folder of a run: its data section makes the
+    /// prompt, with the prefill, and the stop strings and the length are those of its evaluations.
+    #[arg(long, value_name = "JSON", value_parser = object, conflicts_with_all = ["raw", "system", "prefill"])]
+    row: Option<Map<String, Value>>,
     /// Continue the prompt as a text, without the chat template of the model.
     #[arg(long)]
     raw: bool,
     /// The system message before the prompt.
     #[arg(long, conflicts_with = "raw", value_name = "TEXT")]
     system: Option<String>,
+    /// Variables of the chat template as an object of JSON, such as {"enable_thinking": false}.
+    #[arg(long, value_name = "JSON", value_parser = object, conflicts_with = "raw")]
+    chat_template_kwargs: Option<Map<String, Value>>,
     /// The beginning of the answer.
     #[arg(
         long,
@@ -44,31 +57,11 @@ pub(super) struct SampleArguments {
         value_parser = clap::value_parser!(u32).range(1..=65_536)
     )]
     samples: u32,
-    /// The maximum length of an answer in tokens.
-    #[arg(long, default_value_t = 256, value_name = "N")]
-    max_new_tokens: usize,
-    /// The sampling temperature; 0 takes the likeliest token each time.
-    #[arg(short, long, default_value_t = 1., allow_negative_numbers = true)]
-    temperature: f64,
-    /// Sample from the K likeliest tokens; 0 is all.
-    #[arg(long, default_value_t = 0, value_name = "K")]
-    top_k: usize,
-    /// Sample from the likeliest tokens whose probabilities add up to P.
-    #[arg(
-        long,
-        default_value_t = 1.,
-        value_name = "P",
-        allow_negative_numbers = true
-    )]
-    top_p: f64,
-    /// Sample from tokens with at least P times the highest probability.
-    #[arg(
-        long,
-        default_value_t = 0.,
-        value_name = "P",
-        allow_negative_numbers = true
-    )]
-    min_p: f64,
+    /// The maximum length of an answer in tokens; 256 unless given.
+    #[arg(long, value_name = "N")]
+    max_new_tokens: Option<usize>,
+    #[command(flatten)]
+    distribution: Distribution,
     /// Stop an answer at this text; may be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
@@ -83,10 +76,96 @@ pub(super) struct SampleArguments {
     quiet: bool,
 }
 
+// The distribution of a token. A doc comment would become the description of the command.
+#[derive(clap::Args)]
+pub(super) struct Distribution {
+    /// The sampling temperature; 0 takes the likeliest token each time. Absent, as the next three:
+    /// that of the model's generation_config.json. Without `do_sample: true` there, one answer
+    /// takes the likeliest token each time, and several are sampled.
+    #[arg(short, long, value_name = "T", allow_negative_numbers = true)]
+    temperature: Option<f64>,
+    /// Sample from the K likeliest tokens; 0 is all.
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Sample from the likeliest tokens whose probabilities add up to P.
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    top_p: Option<f64>,
+    /// Sample from tokens with at least P times the highest probability.
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f64>,
+}
+
+impl Distribution {
+    /// Returns `sampling` with the distribution of the model and these options. `several` answers
+    /// are not all the likeliest one, unless the temperature is 0.
+    pub(super) fn of_model(
+        &self,
+        model: &Pretrained,
+        sampling: SamplingConfig,
+        several: bool,
+    ) -> Result<SamplingConfig, Exit> {
+        let defaults = model.generation.apply(sampling);
+        let defaults = defaults.map_err(|error| Exit::Model(format!("{error:#}")))?;
+        let not_applied = model.generation.not_applied();
+        if !not_applied.is_empty() {
+            let keys = not_applied.join(", ");
+            tracing::info!("generation_config.json: not applied: {keys}");
+        }
+        self.apply(defaults, several)
+    }
+
+    /// Returns `sampling` with these options. An error names the option.
+    pub(super) fn apply(
+        &self,
+        sampling: SamplingConfig,
+        several: bool,
+    ) -> Result<SamplingConfig, Exit> {
+        let is_narrowed = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
+        let (temperature, greedy) = match self.temperature {
+            Some(temperature) if !(temperature >= 0. && temperature.is_finite()) => {
+                return Err(Exit::Config(format!(
+                    "--temperature: {temperature}, must be finite and at least 0"
+                )));
+            }
+            Some(0.) => (1., true),
+            Some(temperature) => (temperature, false),
+            None => (
+                sampling.temperature,
+                sampling.greedy && !several && !is_narrowed,
+            ),
+        };
+        let sampling = SamplingConfig {
+            temperature,
+            greedy,
+            top_k: self.top_k.unwrap_or(sampling.top_k),
+            top_p: self.top_p.unwrap_or(sampling.top_p),
+            min_p: self.min_p.unwrap_or(sampling.min_p),
+            ..sampling
+        };
+        match sampling.validate() {
+            Ok(()) => Ok(sampling),
+            Err(error) => Err(Exit::Config(match find_invalid(&error) {
+                Some(invalid) => {
+                    let field = invalid.field.split("_strings").next().unwrap_or_default();
+                    let option = field.replace('_', "-");
+                    format!("--{option}: {}, must {}", invalid.value, invalid.must)
+                }
+                None => format!("{error:#}"),
+            })),
+        }
+    }
+}
+
+/// Parses an object of JSON.
+pub(super) fn object(text: &str) -> Result<Map<String, Value>, String> {
+    serde_json::from_str(text).map_err(|error| format!("must be an object of JSON: {error}"))
+}
+
 /// Prints the answers of a model to a prompt.
 pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     let text = match &arguments.prompt {
         Some(text) => text.clone(),
+        None if arguments.row.is_some() => String::new(),
         None => {
             let mut text = String::new();
             stdin()
@@ -96,26 +175,45 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
             text.strip_suffix('\n').unwrap_or(&text).to_owned()
         }
     };
-    if text.trim().is_empty() {
+    if text.trim().is_empty() && arguments.row.is_none() {
         return Err(Exit::Config(
             "the prompt is empty, must have at least one character that is not white space"
                 .to_owned(),
         ));
     }
-    let sampling = sampling(&arguments)?;
+    let mut run = match &arguments.row {
+        Some(_) => Some(run_of(&arguments.model)?),
+        None => None,
+    };
+    let (distribution, several) = (&arguments.distribution, arguments.samples > 1);
+    let sampling = base(&arguments, run.as_ref());
+    // Wrong options are errors before the model is loaded.
+    distribution.apply(sampling.clone(), several)?;
     let console = Console::new(arguments.quiet);
     console.stop_when_asked();
-    let pretrained = load::model(&ModelConfig {
+    let mut pretrained = load::model(&ModelConfig {
         path: load::model_file(&arguments.model, &console)?,
         chat_template: None,
     })?;
+    let sampling = distribution.of_model(&pretrained, sampling, several)?;
+    if let Some(run) = &mut run {
+        let template = run.chat_template(&pretrained);
+        pretrained.chat_template = template.map_err(|error| Exit::Config(error.to_string()))?;
+        run.data.chat_template_kwargs.clear();
+    }
+    if let Some(variables) = &arguments.chat_template_kwargs {
+        load::set_variables(&mut pretrained, variables)?;
+    }
     if arguments.system.is_some() && pretrained.chat_template.is_none() {
         return Err(Exit::Model(
             "--system: given, but the model has no chat template".to_owned(),
         ));
     }
-    let prompt = prompt(&arguments, &text, &pretrained)
-        .map_err(|error| Exit::Config(format!("{error:#}")))?;
+    let prompt = match (run, &arguments.row) {
+        (Some(run), Some(row)) => prompt_of_row(run, row, &pretrained),
+        _ => prompt(&arguments, &text, &pretrained),
+    };
+    let prompt = prompt.map_err(|error| Exit::Config(format!("{error:#}")))?;
     let (length, positions) = (
         prompt.tokens.len(),
         pretrained.model.max_position_embeddings,
@@ -146,37 +244,50 @@ pub(super) fn sample(arguments: SampleArguments) -> Result<(), Exit> {
     Ok(())
 }
 
-/// Returns the settings of the sampler. An error names the option.
-fn sampling(arguments: &SampleArguments) -> Result<SamplingConfig, Exit> {
-    let temperature = arguments.temperature;
-    if !(temperature >= 0. && temperature.is_finite()) {
-        return Err(Exit::Config(format!(
-            "--temperature: {temperature}, must be finite and at least 0"
-        )));
-    }
-    let greedy = temperature == 0.;
-    let sampling = SamplingConfig {
-        temperature: if greedy { 1. } else { temperature },
-        greedy,
-        top_k: arguments.top_k,
-        top_p: arguments.top_p,
-        min_p: arguments.min_p,
-        max_new_tokens: arguments.max_new_tokens,
-        stop_strings: arguments.stop.clone(),
+/// Returns the settings of the sampler that do not depend on the model.
+fn base(arguments: &SampleArguments, run: Option<&RunConfig>) -> SamplingConfig {
+    let of_run = run.map(|run| &run.evaluation.sampler);
+    let stop_of_run = of_run.map(|sampler| sampler.stop_strings.clone());
+    let length = arguments.max_new_tokens;
+    let length = length.or(of_run.map(|sampler| sampler.max_new_tokens));
+    SamplingConfig {
+        max_new_tokens: length.unwrap_or(SamplingConfig::default().max_new_tokens),
+        stop_strings: match arguments.stop.is_empty() {
+            true => stop_of_run.unwrap_or_default(),
+            false => arguments.stop.clone(),
+        },
         seed: arguments.seed,
         ..SamplingConfig::default()
-    };
-    match sampling.validate() {
-        Ok(()) => Ok(sampling),
-        Err(error) => Err(Exit::Config(match find_invalid(&error) {
-            Some(invalid) => {
-                let field = invalid.field.split("_strings").next().unwrap_or_default();
-                let option = field.replace('_', "-");
-                format!("--{option}: {}, must {}", invalid.value, invalid.must)
-            }
-            None => format!("{error:#}"),
-        })),
     }
+}
+
+/// Reads the settings of the run in a folder.
+fn run_of(folder: &Path) -> Result<RunConfig, Exit> {
+    if !RunDir::is_run(folder) {
+        return Err(Exit::Config(format!(
+            "--row: given, but {} is not the folder of a run",
+            folder.display()
+        )));
+    }
+    RunConfig::read(&RunDir::settings(folder)).map_err(|error| Exit::Config(error.to_string()))
+}
+
+/// Makes the prompt of a row as the run does.
+fn prompt_of_row(
+    mut run: RunConfig,
+    row: &Map<String, Value>,
+    pretrained: &Pretrained,
+) -> anyhow::Result<Prompt> {
+    run.max_prompt_tokens = usize::MAX;
+    let dataset = Dataset::without_rows(&run.data)?;
+    let row = Row {
+        file: Path::new("--row").into(),
+        line: 1,
+        columns: Value::Object(row.clone()),
+    };
+    let prompts = prompts(&run, &dataset, &[row], pretrained)?;
+    let prompt = prompts.into_iter().next();
+    prompt.context("--row: no prompt")
 }
 
 fn prompt(

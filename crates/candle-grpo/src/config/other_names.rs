@@ -133,8 +133,11 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("warmup_ratio", "schedule.warmup_steps"),
     ("lr_warmup_ratio", "schedule.warmup_steps"),
     ("lr_warmup_steps_ratio", "schedule.warmup_steps"),
-    ("lr_scheduler_type", "schedule.decay_until"),
-    ("lr_scheduler", "schedule.decay_until"),
+    ("lr_scheduler_type", "schedule.decay"),
+    ("lr_scheduler", "schedule.decay"),
+    ("warmup_style", "schedule.decay"),
+    ("min_lr_rate", "schedule.min_lr_ratio"),
+    ("lr_scheduler_kwargs", "schedule.min_lr_ratio"),
     // Memory and adapters.
     (
         "gradient_checkpointing",
@@ -177,6 +180,8 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("input_key", "data.prompt"),
     ("prompt_key", "data.prompt"),
     ("apply_chat_template", "data.chat"),
+    ("apply_chat_template_kwargs", "data.chat_template_kwargs"),
+    ("template_kwargs", "data.chat_template_kwargs"),
     ("output_dir", "run_dir"),
     ("save_path", "run_dir"),
     ("default_local_dir", "run_dir"),

@@ -243,7 +243,7 @@ const RULES: &[(&str, Rule)] = &[
     ),
     (
         "actor_train.training_args.lr_scheduler_type",
-        NotSupported("set schedule.decay_until"),
+        NotSupported("set schedule.decay and schedule.decay_until"),
     ),
     (
         "actor_train.training_args",

@@ -7,8 +7,10 @@ use candle_grpo_train::environment::EnvironmentConfig;
 use candle_grpo_train::learn::LearningRateSchedule;
 use candle_grpo_train::rollout::{Engine, RolloutConfig};
 use candle_grpo_train::run::RolloutLogConfig;
+use candle_grpo_train::run::TrackerConfig;
 use candle_grpo_train::{
-    Dataset, DatasetConfig, Prompt, RewardConfig, SamplingConfig, TrainConfig, find_invalid,
+    ChatTemplate, Dataset, DatasetConfig, Pretrained, Prompt, RewardConfig, SamplingConfig,
+    TrainConfig, find_invalid,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -69,6 +71,8 @@ pub struct RunConfig {
     pub checkpoint: CheckpointConfig,
     /// The completions of training that are written.
     pub rollout_log: RolloutLogConfig,
+    /// Programs that follow the metrics.
+    pub trackers: Vec<TrackerConfig>,
     /// The folder of the run.
     pub run_dir: PathBuf,
     /// Threads to compute with; absent: one for each core.
@@ -98,6 +102,7 @@ struct Sections {
     evaluation: EvaluationKeys,
     checkpoint: CheckpointConfig,
     rollout_log: RolloutLogConfig,
+    trackers: Vec<TrackerConfig>,
     max_steps: usize,
     run_dir: Option<PathBuf>,
     seed: u64,
@@ -120,6 +125,7 @@ impl Default for Sections {
             evaluation: EvaluationKeys::default(),
             checkpoint: CheckpointConfig::default(),
             rollout_log: RolloutLogConfig::default(),
+            trackers: Vec::new(),
             max_steps: 100,
             run_dir: None,
             seed: 0,
@@ -225,6 +231,7 @@ impl RunConfig {
             evaluation,
             checkpoint: sections.checkpoint,
             rollout_log: sections.rollout_log,
+            trackers: sections.trackers,
             run_dir,
             threads: sections.threads,
             evaluation_keys,
@@ -252,6 +259,11 @@ impl RunConfig {
             reward
                 .validate()
                 .map_err(|error| Problem::within(&reward_key(i), &error))?;
+        }
+        for (i, tracker) in self.trackers.iter().enumerate() {
+            tracker
+                .validate()
+                .map_err(|error| Problem::within(&tracker_key(i), &error))?;
         }
         if let Some(environment) = &self.environment {
             environment
@@ -362,8 +374,8 @@ impl RunConfig {
         rewards.chain(environment).collect()
     }
 
-    /// Checks that the programs, scripts and folders are there that rewards and environment name,
-    /// except models whose weights are still to be downloaded.
+    /// Checks that the programs, scripts and folders are there that rewards, trackers and
+    /// environment name, except models whose weights are still to be downloaded.
     ///
     /// # Errors
     ///
@@ -375,6 +387,11 @@ impl RunConfig {
             }
             reward.check_files().map_err(|error| {
                 Problem::within(&reward_key(i), &error).locate_at_path(&self.document)
+            })?;
+        }
+        for (i, tracker) in self.trackers.iter().enumerate() {
+            tracker.check_files().map_err(|error| {
+                Problem::within(&tracker_key(i), &error).locate_at_path(&self.document)
             })?;
         }
         if let Some(environment) = &self.environment {
@@ -443,6 +460,30 @@ impl RunConfig {
             }
         }
         Ok(dataset)
+    }
+
+    /// Returns the chat template of the model with `data.chat_template_kwargs`.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error with the line of the key if there are variables and the model has no
+    /// template, or its template does not contain the name of one.
+    pub fn chat_template(&self, model: &Pretrained) -> Result<Option<ChatTemplate>, ConfigError> {
+        let variables = &self.data.chat_template_kwargs;
+        let key = "data.chat_template_kwargs";
+        let Some(template) = &model.chat_template else {
+            return match variables.is_empty() {
+                true => Ok(None),
+                false => Err(self.error(key, "given, but the model has no chat template")),
+            };
+        };
+        for name in variables.keys() {
+            if !template.source().contains(name.as_str()) {
+                let message = "given, but the chat template has no such variable";
+                return Err(self.error(&format!("{key}.{name}"), message));
+            }
+        }
+        Ok(Some(template.clone().with_variables(variables.clone())))
     }
 
     /// Checks the settings that depend on the model and the prompts: adapters, the balance of
@@ -568,6 +609,7 @@ impl RunConfig {
             "evaluation": serde_json::to_value(&self.evaluation_keys)?,
             "checkpoint": serde_json::to_value(&self.checkpoint)?,
             "rollout_log": self.rollout_log,
+            "trackers": self.trackers,
             "max_steps": self.max_steps,
             "run_dir": self.run_dir,
             "seed": self.seed(),
@@ -581,6 +623,11 @@ const ENVIRONMENT: &str = "environment";
 /// Returns the path of the reward with index `i` in a file.
 pub(super) fn reward_key(i: usize) -> String {
     format!("rewards[{i}]")
+}
+
+/// Returns the path of the tracker with index `i` in a file.
+fn tracker_key(i: usize) -> String {
+    format!("trackers[{i}]")
 }
 
 /// Returns whether `path` is `folder` or lies in it, after links and dots.

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use candle_grpo_train::data::{Question, Row};
 use candle_grpo_train::model::Chat;
-use candle_grpo_train::{Dataset, Pretrained, Prompt};
+use candle_grpo_train::{ChatTemplate, Dataset, Pretrained, Prompt};
 use serde_json::{Value, json};
 
 use crate::config::RunConfig;
@@ -51,8 +51,8 @@ impl RunPrompts {
 /// Makes the prompts of `rows` in their order, except those of more than
 /// [`RunConfig::max_prompt_tokens`].
 ///
-/// The chat template of the model renders a conversation, with the beginning of an answer. The
-/// prefill of the data follows.
+/// The chat template of the model renders a conversation, with the variables of the data section
+/// and the beginning of an answer. The prefill of the data follows.
 ///
 /// # Errors
 ///
@@ -66,12 +66,13 @@ pub fn prompts(
     pretrained: &Pretrained,
 ) -> Result<Vec<Prompt>> {
     let max_prompt_tokens = config.max_prompt_tokens;
+    let template = config.chat_template(pretrained)?;
     let mut prompts = Vec::with_capacity(rows.len());
     for (index, row) in rows.iter().enumerate() {
         let environment = config.environment.as_ref();
         let tools = environment.map(|environment| environment.schemas(&row.columns));
         let tools = tools.transpose().with_context(|| row.place())?.flatten();
-        let text = text(dataset, row, pretrained, tools.as_ref());
+        let text = text(dataset, row, template.as_ref(), tools.as_ref());
         let (text, messages) = text.with_context(|| row.place())?;
         let columns = row.columns.clone();
         let prompt = Prompt::new(index as u64, &text, columns, &pretrained.tokenizer);
@@ -122,14 +123,14 @@ fn ensure_different(dataset: &Dataset, rows: &[Row], prompts: &[Prompt]) -> Resu
 fn text(
     dataset: &Dataset,
     row: &Row,
-    pretrained: &Pretrained,
+    template: Option<&ChatTemplate>,
     tools: Option<&Value>,
 ) -> Result<(String, Vec<Value>)> {
     let prefill = dataset.prefill(row)?;
     match dataset.question(row)? {
         Question::Text(text) => Ok((text + &prefill, Vec::new())),
         Question::Messages(mut messages) => {
-            let template = pretrained.chat_template.as_ref().context(
+            let template = template.context(
                 "the model has no chat template: give model.chat_template, or set data.chat to false",
             )?;
             let chat = Chat::new(&messages).generation_prompt();

@@ -26,6 +26,7 @@ const MAY_CHANGE: [&str; 8] = [
     "run_dir",
     "sampler.max_batch_size",
     "threads",
+    "trackers",
 ];
 
 /// Settings that may change as long as the rows are the same.

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use candle_grpo_collective::{Alone, Collective};
 use candle_grpo_train::progress::Phase;
 use candle_grpo_train::rewards::BudgetExhausted;
-use candle_grpo_train::run::{ReplacedRun, RunInputs};
+use candle_grpo_train::run::{ReplacedRun, RunInputs, Tracker};
 use candle_grpo_train::{
     Generator, Interrupted, Pretrained, Prompt, RewardFunction, RunDir, SamplingConfig,
     StepMetrics, Trainer,
@@ -89,6 +89,8 @@ pub struct Session {
     trainer: Trainer,
     /// The folder, on rank 0.
     dir: Option<RunDir>,
+    /// The programs that follow the metrics, on rank 0.
+    trackers: Vec<Tracker>,
     /// The replaced run, until this run has a checkpoint.
     replaced: Option<ReplacedRun>,
     metrics: Vec<StepMetrics>,
@@ -149,6 +151,7 @@ impl Session {
         collective: Arc<dyn Collective>,
     ) -> Result<Self> {
         let RunPrompts { train, held_out } = prompts;
+        pretrained.chat_template = config.chat_template(&pretrained)?;
         let (base, dtype) = config.train.stored_form();
         let model = &pretrained.model;
         pretrained.parameters = (pretrained.parameters).frozen_as(model, base, dtype.into())?;
@@ -221,6 +224,14 @@ impl Session {
         if step > 0 {
             trainer.ensure_equal_ranks()?;
         }
+        let mut trackers = Vec::new();
+        if let Some(opened) = &opened {
+            let (path, settings) = (opened.dir.path(), config.to_value()?);
+            for (i, tracker) in config.trackers.iter().enumerate() {
+                let tracker = Tracker::start(tracker, path, &settings, step);
+                trackers.push(tracker.with_context(|| format!("trackers[{i}]"))?);
+            }
+        }
         let (dir, replaced) = match opened {
             Some(opened) => (Some(opened.dir), opened.replaced),
             None => (None, None),
@@ -235,6 +246,7 @@ impl Session {
             held_out,
             trainer,
             dir,
+            trackers,
             replaced,
             metrics: shared.metrics,
             progress,
@@ -267,6 +279,7 @@ impl Session {
         } else if step >= self.config.max_steps {
             self.write_plot()?;
             self.trainer.finish()?;
+            self.trackers.drain(..).for_each(Tracker::finish);
             return Ok(Progress::Finished);
         } else {
             self.step()
@@ -301,6 +314,9 @@ impl Session {
                 dir.append_rollouts(&self.trainer.rollouts(log)?)?;
             }
             dir.append_metrics(&metrics)?;
+        }
+        for tracker in &mut self.trackers {
+            tracker.step(&metrics)?;
         }
         self.metrics.push(metrics.clone());
         Ok(Progress::Step(Box::new(metrics)))
@@ -344,6 +360,9 @@ impl Session {
             }
             None => None,
         };
+        for tracker in &mut self.trackers {
+            tracker.evaluation(step, &metrics);
+        }
         self.best = self.trainer.ranks().from_first(best)?;
         self.evaluated = Some(step);
         Ok(Progress::Evaluated { step, metrics })

@@ -2,12 +2,14 @@
 
 mod accepted;
 mod changed_inputs;
+mod chat;
 mod cli;
 mod configuration;
 mod engines;
 mod environment;
 #[cfg(feature = "hub")]
 mod hub;
+mod init;
 mod judge;
 mod mutation;
 mod overwrite;
@@ -17,4 +19,5 @@ mod session;
 mod silent_errors;
 mod support;
 mod tensorboard;
+mod trackers;
 mod train;

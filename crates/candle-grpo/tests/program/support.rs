@@ -6,8 +6,8 @@ use std::process::{Command, Output};
 
 use candle_core::Device;
 use candle_grpo::nn::{DecoderConfig, Parameters, SequenceClassifierConfig};
-use candle_grpo::train::Pretrained;
 use candle_grpo::train::model::{SpecialTokens, character_tokenizer};
+use candle_grpo::train::{ChatTemplate, Pretrained};
 use candle_grpo_test_support::TINY_DECODER;
 use serde_json::{Value, json};
 
@@ -47,6 +47,7 @@ pub(crate) fn write_model(folder: &Path, alphabet: &str) {
             stop_token_ids: vec![0],
             ..SpecialTokens::default()
         },
+        generation: Default::default(),
         chat_template: None,
         license: None,
         form: None,
@@ -81,6 +82,34 @@ pub(crate) fn folder(config: &str) -> tempfile::TempDir {
     fs::write(folder.path().join("data.jsonl"), rows).unwrap();
     fs::write(folder.path().join("run.yaml"), config).unwrap();
     folder
+}
+
+/// The chat template of [`chat_model`].
+pub(crate) const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}\
+    {% if enable_thinking %}think|{% endif %}{% if add_generation_prompt %}assistant: {% endif %}";
+
+/// Writes a model of all printable characters with a chat template.
+pub(crate) fn chat_model(path: &Path, positions: usize) {
+    let model = DecoderConfig {
+        vocab_size: 96,
+        max_position_embeddings: positions,
+        ..model()
+    };
+    let alphabet: String = (' '..='~').collect();
+    let pretrained = Pretrained {
+        parameters: Parameters::init(&model, 3, &Device::Cpu).unwrap(),
+        model,
+        tokenizer: character_tokenizer(&alphabet).unwrap(),
+        special_tokens: SpecialTokens {
+            stop_token_ids: vec![0],
+            ..SpecialTokens::default()
+        },
+        generation: Default::default(),
+        chat_template: Some(ChatTemplate::new(TEMPLATE).unwrap()),
+        license: None,
+        form: None,
+    };
+    pretrained.save(path).unwrap();
 }
 
 pub(crate) fn command(folder: &Path, arguments: &[&str]) -> Command {

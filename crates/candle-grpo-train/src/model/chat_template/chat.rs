@@ -65,12 +65,20 @@ impl Chat {
         self
     }
 
-    pub(super) fn context(&self, special_tokens: &[(&'static str, String)]) -> Value {
+    /// Names that a variable cannot have: the other inputs of a template.
+    pub const RESERVED: [&str; 4] = ["messages", "tools", "documents", "add_generation_prompt"];
+
+    /// The input of a template with `special_tokens` and its own `variables`.
+    pub(super) fn context(
+        &self,
+        special_tokens: &[(&'static str, String)],
+        variables: &BTreeMap<String, Value>,
+    ) -> Value {
         let mut context: BTreeMap<&str, Value> = special_tokens
             .iter()
             .map(|(name, text)| (*name, Value::from(text.as_str())))
             .collect();
-        for (name, value) in &self.variables {
+        for (name, value) in variables.iter().chain(&self.variables) {
             context.insert(name, value.clone());
         }
         context.insert("messages", with_reasoning(&self.messages));

@@ -4,6 +4,7 @@ mod chat;
 mod generation;
 mod python;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
@@ -13,6 +14,7 @@ use jiff::civil::DateTime;
 use jiff::fmt::strtime;
 use minijinja::{Environment, Error, ErrorKind, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use serde::Serialize;
 use tokenizers::Tokenizer;
 
 use crate::model::SpecialTokens;
@@ -67,6 +69,7 @@ pub struct ChatTemplate {
     /// The markers of generation blocks; `None` without such blocks.
     marks: Option<Marks>,
     special_tokens: Vec<(&'static str, String)>,
+    variables: BTreeMap<String, Value>,
 }
 
 /// The text of a rendered chat.
@@ -126,6 +129,7 @@ impl ChatTemplate {
             environment,
             marks,
             special_tokens: Vec::new(),
+            variables: BTreeMap::new(),
         })
     }
 
@@ -135,6 +139,18 @@ impl ChatTemplate {
             .named()
             .map(|(name, token)| (name, token.text.clone()))
             .collect();
+        self
+    }
+
+    /// Sets more variables of all chats, for example `enable_thinking`. A [`Chat::variable`] comes
+    /// first.
+    pub fn with_variables<T: Serialize>(
+        mut self,
+        variables: impl IntoIterator<Item = (String, T)>,
+    ) -> Self {
+        let variables = variables.into_iter();
+        let variables = variables.map(|(name, value)| (name, Value::from_serialize(value)));
+        self.variables.extend(variables);
         self
     }
 
@@ -167,7 +183,7 @@ impl ChatTemplate {
 
     /// Renders `chat` to text, with the ranges that the assistant wrote.
     pub fn render_with_assistant(&self, chat: &Chat) -> Result<RenderedChat> {
-        let context = chat.context(&self.special_tokens);
+        let context = chat.context(&self.special_tokens, &self.variables);
         let template = self.environment.get_template(NAME).map_err(readable)?;
         let mut text = Bounded(Vec::new());
         template

@@ -15,6 +15,7 @@ use candle_grpo::train::rewards::{
     CodeLimits, ExactReward, F1Reward, InstructionsReward, JsonReward, JudgeConfig, JudgeScore,
     MathReward, MultipleChoiceReward, NumericReward, ProgramConfig, RewardKind, RewardModelConfig,
 };
+use candle_grpo::train::run::TrackerConfig;
 use serde_json::{Value, json};
 
 fn root() -> PathBuf {
@@ -291,6 +292,12 @@ fn tables() -> Vec<Table> {
             "crates/candle-grpo-train/src/run/rollout_log.rs",
             "RolloutLogConfig",
             of("rollout_log"),
+        ),
+        table(
+            "trackers",
+            "crates/candle-grpo-train/src/run/tracker.rs",
+            "TrackerConfig",
+            serde_json::to_value(TrackerConfig::new(Vec::new())).unwrap(),
         ),
     ]
 }

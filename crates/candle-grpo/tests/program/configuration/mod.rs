@@ -3,6 +3,7 @@
 mod default_grpo;
 mod documentation;
 mod examples;
+mod guides;
 mod roll_file;
 mod roll_page;
 mod run_config;

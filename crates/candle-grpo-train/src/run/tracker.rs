@@ -1,0 +1,158 @@
+//! Programs that follow the metrics of a run.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use candle_grpo_core::validate::check;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::StepMetrics;
+use crate::program::{Program, Sink};
+
+/// A program that receives the metrics of a run as lines of JSON, for example for a tracker of
+/// experiments.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrackerConfig {
+    /// The program and its arguments. No shell is in between.
+    pub command: Vec<String>,
+    /// The folder that it runs in. Absent: that of this program.
+    #[serde(default)]
+    pub folder: Option<PathBuf>,
+    /// The time in seconds that it has to end after its input, before it is killed.
+    #[serde(default = "end_limit_seconds")]
+    pub end_limit_seconds: f64,
+}
+
+fn end_limit_seconds() -> f64 {
+    30.
+}
+
+impl TrackerConfig {
+    /// Creates the configuration of a command with the default limit.
+    pub fn new(command: Vec<String>) -> Self {
+        Self {
+            command,
+            folder: None,
+            end_limit_seconds: end_limit_seconds(),
+        }
+    }
+
+    /// Checks the options. Starts no program and opens no file.
+    ///
+    /// # Errors
+    ///
+    /// If one is not valid.
+    pub fn validate(&self) -> Result<()> {
+        let limit = self.end_limit_seconds;
+        let must = "be from 0 to 3600";
+        check(
+            (0. ..=3600.).contains(&limit),
+            "end_limit_seconds",
+            limit,
+            must,
+        )?;
+        Ok(self.program().validate()?)
+    }
+
+    /// Checks that the program and its script are there.
+    ///
+    /// # Errors
+    ///
+    /// If one is missing.
+    pub fn check_files(&self) -> Result<()> {
+        self.program().check_files()
+    }
+
+    fn program(&self) -> Program {
+        let limit = self.end_limit_seconds;
+        Program::new(&self.command, self.folder.as_ref(), limit, 0.)
+    }
+}
+
+/// A running [`TrackerConfig`]. It never delays or ends a run: lines wait in a queue of 1,024, more
+/// are left out, and the end of the program is a warning.
+///
+/// A line is an object with `event`:
+///
+/// | `event` | other keys |
+/// | --- | --- |
+/// | `begin` | `run_dir`, `step` (0, or the step that the run resumes from), `settings` |
+/// | `step` | `step`, `metrics`: numbers by the names of TensorBoard |
+/// | `evaluation` | `step`, `metrics` with names that begin with `evaluation/` |
+/// | `end` | `status`: `finished`, or `stopped` after an error or a request to stop |
+///
+/// It ends when it is dropped.
+pub struct Tracker {
+    sink: Sink,
+    is_finished: bool,
+}
+
+impl Tracker {
+    /// Starts the program of a run in the folder `run_dir`, which has these settings and has done
+    /// `step` steps.
+    ///
+    /// # Errors
+    ///
+    /// If an option is not valid or the program cannot be started.
+    pub fn start(
+        config: &TrackerConfig,
+        run_dir: &Path,
+        settings: &Value,
+        step: usize,
+    ) -> Result<Self> {
+        config.validate()?;
+        let sink = config.program().start_sink();
+        let mut tracker = Self {
+            sink: sink.context("tracker")?,
+            is_finished: false,
+        };
+        tracker.send(&json!({
+            "event": "begin",
+            "run_dir": run_dir.to_string_lossy(),
+            "step": step,
+            "settings": settings,
+        }));
+        Ok(tracker)
+    }
+
+    /// Sends the metrics of a step.
+    ///
+    /// # Errors
+    ///
+    /// If they cannot be written as JSON.
+    pub fn step(&mut self, metrics: &StepMetrics) -> Result<()> {
+        let scalars: BTreeMap<String, f64> = metrics.scalars()?.into_iter().collect();
+        self.send(&json!({"event": "step", "step": metrics.step, "metrics": scalars}));
+        Ok(())
+    }
+
+    /// Sends the metrics of an evaluation after `step` steps.
+    pub fn evaluation(&mut self, step: usize, metrics: &BTreeMap<String, f64>) {
+        let metrics = metrics.iter();
+        let metrics: BTreeMap<String, f64> = metrics
+            .map(|(name, value)| (format!("evaluation/{name}"), *value))
+            .collect();
+        self.send(&json!({"event": "evaluation", "step": step, "metrics": metrics}));
+    }
+
+    /// Sends the end of a run that has done all steps.
+    pub fn finish(mut self) {
+        self.send(&json!({"event": "end", "status": "finished"}));
+        self.is_finished = true;
+    }
+
+    fn send(&mut self, line: &Value) {
+        self.sink.send(line.to_string().into_bytes());
+    }
+}
+
+impl Drop for Tracker {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            self.send(&json!({"event": "end", "status": "stopped"}));
+        }
+    }
+}
